@@ -104,6 +104,11 @@ def is_intact(directory, entry):
     return path.is_file() and path.stat().st_size == entry["bytes"] and sha256_of(path) == entry["sha256"]
 
 
+def print_shards(directory, entries):
+    for entry in entries:
+        print(f"{Path(directory) / entry['name']}: {entry['documents']:,} documents, {entry['tokens']:,} tokens")
+
+
 class ShardWriter:
     """Writes a directory of shards, all or nothing: NAME_val_000000.bin, NAME_train_000001.bin … and the manifest.
 
@@ -240,5 +245,6 @@ def run(main):
         sys.exit(130)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        advice = "free some space, or give another --out" if error.errno in DISK_FULL else "mend that, or give another path"
+        full = error.errno in DISK_FULL
+        advice = "free some space, or give another --out" if full else "mend that, or give another path"
         sys.exit(f"error: {where}{error.strerror or error}; {advice}")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shards import BYTES, DataError, ShardWriter, is_intact, only_writer, read_manifest, run
+from shards import BYTES, DataError, ShardWriter, is_intact, only_writer, print_shards, read_manifest, run
 
 VAL_BYTES = 256 * 1024
 MAX_VAL_DOCUMENT = VAL_BYTES // 4  # so that no single file decides the validation loss
@@ -102,8 +102,7 @@ def main():
             for split, names in ("val", val), ("train", train):
                 for name in names:
                     writer.add(split, np.frombuffer(documents[name], dtype=np.uint8))
-    for entry in writer.entries:
-        print(f"{out / entry['name']}: {entry['documents']} documents, {entry['tokens']:,} tokens")
+    print_shards(out, writer.entries)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,267 @@
+"""data/fineweb.py, run as a user runs it, against a small hub on loopback, through the real huggingface_hub client."""
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+sys.path.insert(0, str(DATA))
+
+import fineweb  # noqa: E402
+from shards import MAGIC, sha256_of  # noqa: E402
+
+VAL, TRAIN1, TRAIN2 = "fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"
+TOKENS = 60_000
+
+
+def make_shard(seed, magic=MAGIC):
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, 1, TOKENS
+    tokens = np.random.default_rng(seed).integers(0, 50256, TOKENS).astype("<u2")
+    tokens[::1000] = 50256
+    return header.tobytes() + tokens.tobytes()
+
+
+class Hub(ThreadingHTTPServer):
+    """HEAD and GET of /datasets/REPO/resolve/REVISION/FILE. As on the real hub, the answer to both states the LFS
+    SHA-256 and points to another host, where the content is served by ranges."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.files = {VAL: make_shard(0), TRAIN1: make_shard(1), TRAIN2: make_shard(2)}
+        self.stated_sha256 = {}    # where it is not the content's
+        self.cuts = {}             # file → bytes after which the connection breaks, one for each request
+        self.failures = {}         # file → statuses to answer instead, one for each request
+        self.ignores_ranges = False
+        self.release = threading.Event()
+        self.requests = []         # (method, file, Range or None) of what was asked from the content's host
+        self.looked_up = []
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+    def gets(self, name):
+        return [asked for method, file, asked in self.requests if (method, file) == ("GET", name)]
+
+
+class Answer(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    PREFIX = f"/datasets/{fineweb.REPO}/resolve/{fineweb.REVISION}/"
+
+    def do_HEAD(self):
+        self.answer()
+
+    def do_GET(self):
+        self.answer()
+
+    def answer(self):
+        hub, name = self.server, self.path.rsplit("/", 1)[-1]
+        if name not in hub.files:
+            return self.reply(404, {"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"})
+        content = hub.files[name]
+        if self.path.startswith(self.PREFIX):
+            hub.looked_up.append((self.command, name))
+            sha256 = hub.stated_sha256.get(name, hashlib.sha256(content).hexdigest())
+            return self.reply(302, {"X-Repo-Commit": fineweb.REVISION, "X-Linked-Size": str(len(content)),
+                                    "X-Linked-Etag": f'"{sha256}"', "ETag": '"of-the-pointer"',
+                                    "Location": f"http://localhost:{hub.server_port}/content/{name}"})
+        asked = self.headers.get("Range")
+        hub.requests.append((self.command, name, asked))
+        if hub.failures.get(name):
+            return self.reply(hub.failures[name].pop(0), {})
+        first = int(asked.removeprefix("bytes=").rstrip("-")) if asked and not hub.ignores_ranges else None
+        body = content[first or 0:]
+        self.send_response(200 if first is None else 206)
+        self.send_header("Content-Length", str(len(body)))
+        if first is not None:
+            self.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
+        self.end_headers()
+        if hub.cuts.get(name):
+            self.wfile.write(body[:hub.cuts[name].pop(0)])
+            self.wfile.flush()
+            hub.release.wait(20)
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
+        else:
+            self.wfile.write(body)
+
+    def reply(self, status, headers):
+        self.send_response(status)
+        for key, value in {**headers, "Content-Length": "0"}.items():
+            self.send_header(key, value)
+        self.end_headers()
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def hub():
+    hub = Hub()
+    hub.release.set()
+    yield hub
+    hub.release.set()
+    hub.shutdown()
+    hub.server_close()
+
+
+@pytest.fixture
+def start(hub, tmp_path):
+    """Starts fineweb.py in another directory; `out` is where it puts the shards."""
+    def start(shards=1, endpoint=f"http://127.0.0.1:{hub.server_port}"):
+        environment = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
+        environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+        return subprocess.Popen([sys.executable, DATA / "fineweb.py", str(shards), "--out", str(tmp_path / "out")],
+                                cwd=tmp_path, env=environment, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return start
+
+
+@pytest.fixture
+def download(start):
+    def download(*arguments, **options):
+        process = start(*arguments, **options)
+        out, err = process.communicate(timeout=30)
+        assert "Traceback" not in err
+        return process.returncode, out, err
+    return download
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+def test_a_complete_download_and_nothing_asked_the_second_time(hub, download, out):
+    code, said, _ = download(2)
+    assert code == 0 and "all 3 shards are there and verified" in said
+    assert sorted(path.name for path in out.iterdir()) == sorted([VAL, TRAIN1, TRAIN2, "manifest.json"])
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert (manifest["encoding"], manifest["vocab_size"], manifest["bos_id"]) == ("gpt2", 50257, 50256)
+    assert manifest["revision"] == fineweb.REVISION
+    entries = {entry["name"]: entry for entry in manifest["files"]}
+    for name, content in hub.files.items():
+        assert (out / name).read_bytes() == content
+        assert entries[name] == {"name": name, "split": "val" if name == VAL else "train", "tokens": TOKENS,
+                                 "documents": TOKENS // 1000, "bytes": len(content),
+                                 "sha256": hashlib.sha256(content).hexdigest()}
+    hub.requests.clear(), hub.looked_up.clear()
+    code, said, _ = download(2)
+    assert code == 0 and "all 3 shards are there" in said
+    assert not hub.requests and not hub.looked_up
+
+
+def test_more_shards_later_keep_the_manifest_of_the_first(hub, download, out):
+    assert download(1)[0] == 0
+    hub.requests.clear()
+    assert download(2)[0] == 0
+    assert [name for _, name, _ in hub.requests] == [TRAIN2]
+    assert len(json.loads((out / "manifest.json").read_text())["files"]) == 3
+
+
+def test_cut_connections_and_a_busy_server_are_tried_again_and_resumed(hub, download, out):
+    hub.cuts[TRAIN1] = [50_000, 30_000]
+    hub.failures[VAL] = [503]
+    assert download()[0] == 0
+    assert hub.gets(TRAIN1) == ["bytes=0-", "bytes=50000-", "bytes=80000-"]
+    assert len(hub.gets(VAL)) == 2
+    assert (out / TRAIN1).read_bytes() == hub.files[TRAIN1]
+
+
+def test_a_server_without_ranges_sends_all_of_it_again(hub, download, out):
+    hub.ignores_ranges, hub.cuts[TRAIN1] = True, [50_000]
+    assert download()[0] == 0
+    assert hub.gets(TRAIN1) == ["bytes=0-", "bytes=50000-"]
+    assert (out / TRAIN1).read_bytes() == hub.files[TRAIN1]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_download_goes_on_after_its_process_was_ended(hub, start, download, out, how):
+    hub.release.clear()
+    hub.cuts[TRAIN1] = [50_000]
+    process, part = start(), out / f"{TRAIN1}.partial"
+    deadline = time.monotonic() + 20
+    while not (part.exists() and part.stat().st_size > 40_000):
+        assert time.monotonic() < deadline, "the download did not get as far as that"
+        time.sleep(0.02)
+    process.send_signal(how)
+    if how == signal.SIGINT:
+        hub.release.set()
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == (-9 if how == signal.SIGKILL else 130) and "Traceback" not in err
+    held = part.stat().st_size
+    assert not (out / TRAIN1).exists()
+    hub.release.set(), hub.requests.clear()
+    assert download()[0] == 0
+    assert hub.gets(TRAIN1) == [f"bytes={held}-"]
+    assert (out / TRAIN1).read_bytes() == hub.files[TRAIN1]
+
+
+def test_a_wrong_checksum_gives_no_file_its_name(hub, download, out):
+    hub.stated_sha256[TRAIN1] = "0" * 64
+    code, _, err = download()
+    assert code == 1 and TRAIN1 in err and "SHA-256" in err
+    assert sorted(path.name for path in out.iterdir()) == [VAL, "manifest.json"]
+
+
+def test_what_is_not_a_shard_gets_no_name_either(hub, download, out):
+    hub.files[TRAIN1] = make_shard(1, magic=MAGIC + 1)
+    code, _, err = download()
+    assert code == 1 and "not a shard" in err and not (out / TRAIN1).exists()
+
+
+@pytest.mark.parametrize("missing", [VAL, TRAIN1])
+def test_a_file_that_the_hub_lacks_is_named(hub, download, out, missing):
+    del hub.files[missing]
+    code, _, err = download()
+    assert code == 1 and f"1 of 2 shards are missing ({missing}" in err and len(err.splitlines()) == 1
+    assert (out / (VAL if missing == TRAIN1 else TRAIN1)).exists()
+
+
+def test_a_hub_without_checksums_is_not_trusted(hub, download, out):
+    hub.stated_sha256[VAL] = "abc"
+    code, _, err = download()
+    assert code == 1 and VAL in err and "states no size and SHA-256" in err and not (out / VAL).exists()
+
+
+def test_without_a_network_it_gives_up_and_names_what_is_missing(download, out):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        code, _, err = download(endpoint=f"http://127.0.0.1:{unused.getsockname()[1]}")
+    assert code == 1 and "can't be reached" in err and VAL in err and TRAIN1 in err and len(err.splitlines()) == 1
+    assert not list(out.glob("*.bin"))
+
+
+def test_files_of_unknown_origin_are_hashed_and_only_wrong_ones_downloaded(hub, download, out):
+    out.mkdir()
+    (out / VAL).write_bytes(hub.files[VAL])
+    (out / TRAIN1).write_bytes(hub.files[TRAIN1][:-2] + b"\0\0")
+    code, said, _ = download()
+    assert code == 0 and "not what the hub has" in said
+    assert hub.gets(VAL) == [] and len(hub.gets(TRAIN1)) == 1
+    entries = json.loads((out / "manifest.json").read_text())["files"]
+    assert all(sha256_of(out / entry["name"]) == entry["sha256"] for entry in entries) and len(entries) == 2
+
+
+def test_a_full_disk_is_told_before_the_download(hub, out, monkeypatch, capsys):
+    monkeypatch.setattr(fineweb.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    monkeypatch.setattr(fineweb.Downloader, "look_up", lambda self, name: (len(hub.files[name]), "0" * 64))
+    monkeypatch.setattr(sys, "argv", ["fineweb.py", "1", "--out", str(out)])
+    with pytest.raises(SystemExit, match="1,000 free"):
+        fineweb.run(fineweb.main)
+
+
+def test_the_number_of_shards_is_checked(start):
+    process = start(104)
+    assert "1 to 103" in process.communicate(timeout=20)[1] and process.returncode == 2
