@@ -1,0 +1,974 @@
+#!/usr/bin/env python3
+"""How much of the communication hides behind compute: the figures of torch.profiler traces, per step and in all.
+
+    python records/trace.py rank0.json.gz                       one rank
+    python records/trace.py rank*.json.gz                       several ranks: each, then one table of all
+    python records/trace.py before.json.gz --vs after.json.gz   two versions, each one rank or several, side by side
+    ... --json                                                  the same figures for programs
+    ... --plot timeline.png [--step 11]                         the streams around backward and the optimizer step
+
+Needs Python alone, and matplotlib for --plot. Reads .json and .json.gz as a stream, so that a trace of gigabytes needs
+time (about 30 MB of JSON a second) but little memory. Exit status: 0 the figures are printed, 2 the input cannot be
+judged (stderr says why, a line for each file).
+
+Definitions
+    GPU op         ph X, cat kernel, gpu_memcpy or gpu_memset. A kernel with "nccl" in its name communicates, every
+                   other kernel computes; copies and fills only keep the GPU from being idle.
+    launch         the cuda_runtime or cuda_driver event with the op's args.correlation. An op without one was enqueued
+                   before recording began: an orphan, which is counted, named and left out of everything else.
+    step           ProfilerStep#N. An op belongs to the step that contains its launch: the GPU runs far behind.
+    busy           length of the union of intervals. overlap = |comm ∩ compute|, exposed = |comm| - overlap,
+                   idle = span - |all ops|, where the span runs from the first op's start to the last op's end. "In
+                   all" takes the ops of all steps at once, so its span holds the gaps between steps too. Each GPU
+                   on its own, then summed: a kernel of one GPU hides no communication of another.
+    B              first nccl:*reduce_scatter* annotation - start of the first Optimizer.step#* (or range `step`).
+                   Negative: launched before the optimizer began.
+    D              start of the first reduce-scatter kernel - end of the last non-communication op launched off the
+                   main thread, which is autograd's work. Negative: communication began during backward. The main
+                   thread is the one that carries the ProfilerStep marks.
+    from backward  reduce-scatter kernels launched off the main thread.
+
+A trace without GPU ops (CPU and gloo) tells when the host launched. Taken are the ranges `launch ...`, `wait ...`,
+`backward` and `step` where the program has them, else torch's own: c10d::* and gloo:* for launches, the stretch of
+autograd's functions for backward, Optimizer.step#* for the step. `after backward end` below zero says how long before
+the end of backward the first hook had launched.
+"""
+
+import argparse
+import gzip
+import io
+import json
+import os
+import re
+import sys
+import zlib
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import NamedTuple
+
+# Reading ------------------------------------------------------------------------------------------------------------
+
+CHUNK = 1 << 20  # characters read at a time: large beside an event, small beside a trace
+LONGEST_VALUE = 1 << 26  # characters; without a limit a damaged file would be read to its end again and again
+
+
+class Unjudgeable(Exception):
+    """The input gives no figures. The message is the one line the user sees."""
+
+
+class Scanner:
+    """Pulls JSON values one by one out of a text stream, so that only the value at hand is in memory.
+
+    Fractions come as their text, for exact times. What profilers are known to have written wrong is mended: unescaped
+    backslashes, and bare nan, inf and N/A.
+    """
+
+    SPACE = re.compile(r"[ \t\r\n\ufeff]*")
+    BACKSLASH = re.compile(r'\\(.)', re.DOTALL)
+    BARE = re.compile(r"(?<=[:,\[])(\s*)-?(?:nan|inf|N/A)(?=\s*[,}\]])", re.IGNORECASE)
+
+    def __init__(self, stream):
+        self.stream, self.text, self.at, self.passed = stream, "", 0, 0
+        self.decode = json.JSONDecoder(strict=False, parse_float=str, parse_constant=str).raw_decode
+
+    def more(self):
+        """Read on; False at the end of the stream."""
+        if len(self.text) - self.at > LONGEST_VALUE:
+            raise ValueError(f"no value ends within {LONGEST_VALUE} characters")
+        chunk = self.stream.read(CHUNK)
+        self.passed += self.at
+        self.text, self.at = self.text[self.at:] + chunk, 0
+        return bool(chunk)
+
+    def mend(self):
+        """Replace known damage in the text not yet parsed; False if there was none."""
+        rest = self.text[self.at:]
+        mended = self.BACKSLASH.sub(lambda m: m[0] if m[1] in '"\\/bfnrtu' else "\\" + m[0], rest)
+        mended = self.BARE.sub(r"\1null", mended)
+        if mended == rest:
+            return False
+        self.passed += self.at
+        self.text, self.at = mended, 0
+        return True
+
+    def peek(self):
+        """The next character that is no space, not taken; "" at the end of the stream."""
+        while True:
+            self.at = self.SPACE.match(self.text, self.at).end()
+            if self.at < len(self.text):
+                return self.text[self.at]
+            if not self.more():
+                return ""
+
+    def value(self):
+        """The next value. ValueError if none comes."""
+        self.peek()
+        while True:
+            try:
+                value, end = self.decode(self.text, self.at)
+            except ValueError as error:
+                if not self.mend() and not self.more():
+                    at = self.passed + getattr(error, "pos", self.at)
+                    raise ValueError(f"{getattr(error, 'msg', error)} at character {at}") from None
+            else:
+                if end < len(self.text) or not self.more():  # a number that ends the text may go on in the next chunk
+                    self.at = end
+                    return value
+
+    def items(self):
+        """Yield the values of the list that opens here."""
+        self.at += 1
+        while (character := self.peek()) != "]":
+            if character == ",":
+                self.at += 1
+            else:
+                yield self.value()
+        self.at += 1
+
+    def trace(self, header):
+        """Yield the events of a Chrome trace: a list, or an object's traceEvents (its other keys go into `header`)."""
+        opening = self.peek()
+        if opening == "[":
+            yield from self.items()
+        elif opening == "{":
+            self.at += 1
+            while (character := self.peek()) != "}":
+                if character == ",":
+                    self.at += 1
+                    continue
+                key = self.value()
+                if self.peek() != ":":
+                    raise ValueError(f"no ':' after a key at character {self.passed + self.at}")
+                self.at += 1
+                if key == "traceEvents" and self.peek() == "[":
+                    yield from self.items()
+                    header[key] = True
+                else:
+                    header[key] = self.value()
+            self.at += 1
+            if "traceEvents" not in header:
+                raise ValueError('an object without a list "traceEvents"')
+        else:
+            raise ValueError(f"it opens with {opening!r}")
+        if extra := self.peek():  # reading to the end also makes gzip check its sum
+            raise ValueError(f"{extra!r} follows the end at character {self.passed + self.at}")
+
+
+class Span(NamedTuple):
+    """A host event. Times in integer nanoseconds: µs since 1970 in a float would lose the fraction."""
+    start: int
+    end: int
+    name: str
+    thread: tuple  # (pid, tid)
+
+
+class Launch(NamedTuple):
+    start: int
+    thread: tuple
+
+
+class Op(NamedTuple):
+    """A GPU op. `kind` is compute, memory, or the collective that a communication kernel carries out."""
+    start: int
+    end: int
+    name: str
+    kind: str
+    device: object
+    stream: object
+    launch: Launch
+
+
+GPU_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
+LAUNCH_CATEGORIES = {"cuda_runtime", "cuda_driver"}
+HOST_CATEGORIES = {"cpu_op", "user_annotation"}
+OLD_CATEGORIES = {"Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset", "Runtime": "cuda_runtime",
+                  "Operator": "cpu_op"}  # torch before 1.12
+STEP_MARK = re.compile(r"ProfilerStep#(\d+)")
+OWN_RANGES = ("launch ", "wait ", "update ", "gather ")
+HOST_NAMES = re.compile(r"ProfilerStep#\d+|Optimizer\.step#|nccl:|gloo:|c10d::|autograd::engine::evaluate_function"
+                        rf"|{'|'.join(OWN_RANGES)}|(forward|backward|step)$")
+NOT_COLLECTIVES = ("compute", "memory")
+COLLECTIVES = {"reducescatter": "reduce-scatter", "allgather": "all-gather", "allreduce": "all-reduce",
+               "alltoall": "all-to-all", "broadcast": "broadcast", "reduce": "reduce", "send": "send-recv",
+               "recv": "send-recv"}  # tried in this order
+
+
+def collective(name):
+    """'ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(…)' or 'nccl:_reduce_scatter_base' → 'reduce-scatter'."""
+    letters = re.sub("[^a-z]", "", name.lower())
+    return next((kind for key, kind in COLLECTIVES.items() if key in letters), "other")
+
+
+def nanoseconds(microseconds):
+    """Exact integer ns of a JSON number of µs (int, or a fraction's text). ValueError if it is no sensible time."""
+    if isinstance(microseconds, bool) or not isinstance(microseconds, (int, str)):
+        raise ValueError
+    try:
+        value = Decimal(microseconds)
+        if not value.is_finite() or value.adjusted() > 18:
+            raise ValueError
+        return round(value.scaleb(3))
+    except ArithmeticError:
+        raise ValueError from None
+
+
+@dataclass
+class Trace:
+    path: str
+    rank: object = None  # from the file, if it says
+    world_size: object = None
+    gpu: str = ""
+    steps: dict = field(default_factory=dict)  # N → its marks, [Span]
+    ops: list = field(default_factory=list)  # linked, by launch inside a step: [(N, Op)]
+    orphans: list = field(default_factory=list)
+    outside: list = field(default_factory=list)  # linked ops launched in no step
+    host: list = field(default_factory=list)  # [(N, Span)], by start
+    broken: int = 0  # events that matter but lack what they need
+
+    @property
+    def name(self):
+        return os.path.basename(self.path)
+
+    @property
+    def main_threads(self):
+        return {mark.thread for marks in self.steps.values() for mark in marks}
+
+
+def open_text(path):
+    """The text of a file, unpacked if its first bytes say gzip, whatever its name says."""
+    file = open(path, "rb")
+    packed = file.peek(2)[:2] == b"\x1f\x8b"
+    return io.TextIOWrapper(gzip.GzipFile(fileobj=file) if packed else file, encoding="utf-8", errors="replace")
+
+
+def read_events(path, header):
+    """Yield the events of a trace file; raises Unjudgeable with what is wrong with the file."""
+    if not os.path.exists(path):
+        raise Unjudgeable(f"{path}: no such file; name a torch.profiler trace, .json or .json.gz")
+    if os.path.isdir(path):
+        raise Unjudgeable(f"{path}: a folder; name the trace files in it")
+    again = "record it again with torch.profiler's export_chrome_trace, or copy it again whole"
+    try:
+        if os.path.isfile(path) and not os.path.getsize(path):
+            raise Unjudgeable(f"{path}: empty; {again}")
+        with open_text(path) as stream:
+            yield from Scanner(stream).trace(header)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise Unjudgeable(f"{path}: damaged or cut short ({error}); {again}") from None
+    except OSError as error:
+        raise Unjudgeable(f"{path}: cannot be read ({error.strerror or error}); check path and permissions") from None
+    except RecursionError:
+        raise Unjudgeable(f"{path}: JSON nested too deep for a trace; {again}") from None
+    except ValueError as error:
+        raise Unjudgeable(f"{path}: no complete Chrome trace ({error}); {again}") from None
+
+
+def read(path):
+    """Read a trace file and link every GPU op to its launch and its step."""
+    trace, header = Trace(path), {}
+    marks, host, unlinked, launches, threads = [], [], [], {}, {}
+    for event in read_events(path, header):
+        if not isinstance(event, dict) or event.get("ph") != "X":
+            continue
+        category, name = event.get("cat"), event.get("name")
+        category = OLD_CATEGORIES.get(category, category) if isinstance(category, str) else None
+        on_gpu, is_launch = category in GPU_CATEGORIES, category in LAUNCH_CATEGORIES
+        if not on_gpu and not is_launch:
+            if category not in HOST_CATEGORIES or not isinstance(name, str) or not HOST_NAMES.match(name):
+                continue
+        arguments = event.get("args")
+        arguments = arguments if isinstance(arguments, dict) else {}
+        correlation = arguments.get("correlation")
+        if not isinstance(correlation, (int, str)):
+            correlation = None
+        if is_launch and correlation is None:
+            continue
+        try:
+            start = nanoseconds(event.get("ts"))
+            end = start if is_launch else start + nanoseconds(event.get("dur"))
+            if end < start or not is_launch and not isinstance(name, str):
+                raise ValueError
+        except ValueError:
+            trace.broken += 1
+            continue
+        thread = (str(event.get("pid")), str(event.get("tid")))
+        thread = threads.setdefault(thread, thread)
+        if is_launch:
+            # where a runtime call and the driver call inside it share a number, the outer one is the launch
+            if correlation not in launches or start < launches[correlation].start:
+                launches[correlation] = Launch(start, thread)
+        elif on_gpu:
+            kind = "memory"
+            if category == "kernel":
+                kind = "compute"
+                if "nccl" in name:
+                    kind = collective(name)
+                    if kind == "other":
+                        kind = collective(str(arguments.get("Collective name", "")))
+            unlinked.append((correlation, Op(start, end, sys.intern(name), kind, arguments.get("device", thread[0]),
+                                             arguments.get("stream", thread[1]), None)))
+        else:
+            span = Span(start, end, sys.intern(name), thread)
+            (marks if STEP_MARK.fullmatch(name) else host).append(span)
+
+    for mark in sorted(marks):
+        trace.steps.setdefault(int(STEP_MARK.fullmatch(mark.name)[1]), []).append(mark)
+    trace.steps = dict(sorted(trace.steps.items()))
+    step_at = step_finder(trace.steps)
+    trace.host = [(step_at(span.start), span) for span in sorted(host)]
+    for correlation, op in unlinked:
+        launch = launches.get(correlation)
+        if launch is None:
+            trace.orphans.append(op)
+        elif (step := step_at(launch.start)) is None:
+            trace.outside.append(op._replace(launch=launch))
+        else:
+            trace.ops.append((step, op._replace(launch=launch)))
+
+    distributed = header.get("distributedInfo")
+    if isinstance(distributed, dict):
+        trace.rank, trace.world_size = distributed.get("rank"), distributed.get("world_size")
+    devices = header.get("deviceProperties")
+    if isinstance(devices, list) and devices and isinstance(devices[0], dict):
+        trace.gpu = str(devices[0].get("name", ""))
+    return trace
+
+
+def step_finder(steps):
+    """A function: time → N of the step whose mark contains it, or None. Marks may overlap or repeat."""
+    marks = sorted((mark.start, mark.end, number) for number, of_step in steps.items() for mark in of_step)
+    starts = [mark[0] for mark in marks]
+    reach = []  # the latest end so far, which says when to stop looking back
+    for _, end, _ in marks:
+        reach.append(max(end, reach[-1]) if reach else end)
+
+    def step_at(time):
+        index = bisect_right(starts, time) - 1
+        while index >= 0 and reach[index] > time:
+            if marks[index][1] > time:
+                return marks[index][2]
+            index -= 1
+        return None
+    return step_at
+
+
+# Figures ------------------------------------------------------------------------------------------------------------
+
+def merged(spans):
+    """The union of intervals, as disjoint [start, end] in order."""
+    union = []
+    for start, end in sorted((span.start, span.end) for span in spans):
+        if union and start <= union[-1][1]:
+            union[-1][1] = max(union[-1][1], end)
+        else:
+            union.append([start, end])
+    return union
+
+
+def busy(spans):
+    """Length of the union of intervals, in ns."""
+    return sum(end - start for start, end in merged(spans))
+
+
+def overlap(some, others):
+    """Length of the intersection of two unions of intervals, in ns."""
+    return busy(some) + busy(others) - busy([*some, *others])
+
+
+def milliseconds(nanoseconds):
+    return None if nanoseconds is None else nanoseconds / 1e6
+
+
+def is_communication(op):
+    return op.kind not in NOT_COLLECTIVES
+
+
+def gpu_times(ops):
+    """Busy times of GPU ops in ms, each GPU on its own and then summed."""
+    by_device, sums = defaultdict(list), Counter()
+    for op in ops:
+        by_device[op.device].append(op)
+    for group in by_device.values():
+        communication = [op for op in group if is_communication(op)]
+        compute = [op for op in group if op.kind == "compute"]
+        sums["span"] += max(op.end for op in group) - min(op.start for op in group)
+        sums["busy"] += busy(group)
+        sums["compute"] += busy(compute)
+        sums["comm"] += busy(communication)
+        sums["overlap"] += overlap(communication, compute)
+    sums["exposed"] = sums["comm"] - sums["overlap"]
+    sums["idle"] = sums["span"] - sums["busy"]
+    return {f"{key}_ms": milliseconds(sums[key])
+            for key in ("span", "busy", "compute", "comm", "overlap", "exposed", "idle")}
+
+
+def gpu_counts(ops, main_threads):
+    communication = [op for op in ops if is_communication(op)]
+    return {"gpu_ops": len(ops),
+            "comm_kernels": dict(sorted(Counter(op.kind for op in communication).items())),
+            "reduce_scatters_from_backward": sum(op.kind == "reduce-scatter" and op.launch.thread not in main_threads
+                                                 for op in communication)}
+
+
+def is_optimizer_step(span):
+    return span.name == "step" or span.name.startswith("Optimizer.step#")
+
+
+def optimizer_start(host):
+    return min((span.start for span in host if is_optimizer_step(span)), default=None)
+
+
+def reduce_scatter_annotations(host):
+    return [span for span in host if span.name.startswith("nccl:") and "reduce_scatter" in span.name]
+
+
+def backward_end_on_gpu(ops, main_threads):
+    return max((op.end for op in ops if not is_communication(op) and op.launch.thread not in main_threads),
+               default=None)
+
+
+def difference(left, right):
+    return None if left is None or right is None else left - right
+
+
+def gpu_leads(ops, host, main_threads):
+    """B and D of one step in ms; None where the step lacks one of the two moments."""
+    annotation = min((span.start for span in reduce_scatter_annotations(host)), default=None)
+    kernel = min((op.start for op in ops if op.kind == "reduce-scatter"), default=None)
+    return {"b_ms": milliseconds(difference(annotation, optimizer_start(host))),
+            "d_ms": milliseconds(difference(kernel, backward_end_on_gpu(ops, main_threads)))}
+
+
+def backward_spans(host):
+    """The ranges named backward; without them, the stretch from autograd's first function to its last."""
+    ranges = [span for span in host if span.name == "backward"]
+    functions = [span for span in host if span.name.startswith("autograd::engine::evaluate_function")]
+    if not ranges and functions:
+        ranges = [functions[0]._replace(end=max(span.end for span in functions))]
+    return ranges
+
+
+def gradient_launches(host):
+    """Where the host starts to send gradients: the program's own ranges, or else what torch records."""
+    if own := [span for span in host if span.name.startswith("launch ")]:
+        return own
+    for prefix in ("c10d::", "gloo:", "nccl:"):
+        if calls := [span for span in host if span.name.startswith(prefix)
+                     and collective(span.name) in ("reduce-scatter", "all-reduce")]:
+            return calls
+    return []
+
+
+def host_counts(host):
+    """Launches, and times that add up over steps: exposed waits, and what gloo's threads did (ms)."""
+    launches, backward = gradient_launches(host), backward_spans(host)
+    waits = [span.end - span.start for span in host if span.name.startswith("wait ")]
+    gloo = [span for span in host if span.name.startswith("gloo:")]
+    return {"launches": len(launches),
+            "launches_in_backward": sum(any(span.start <= launch.start < span.end for span in backward)
+                                        for launch in launches) if backward else None,
+            "wait_ms": milliseconds(sum(waits)) if waits else None,
+            "gloo_ms": milliseconds(busy(gloo)) if gloo else None,
+            "gloo_in_backward_ms": milliseconds(overlap(gloo, backward)) if gloo and backward else None}
+
+
+def host_leads(host):
+    """The first launch of one step against the last backward (the one whose gradients are sent) and the step, in ms."""
+    first = min((span.start for span in gradient_launches(host)), default=None)
+    backward = max(backward_spans(host), default=None)
+    return {"launch_after_backward_start_ms": milliseconds(difference(first, backward and backward.start)),
+            "launch_after_backward_end_ms": milliseconds(difference(first, backward and backward.end)),
+            "launch_after_step_start_ms": milliseconds(difference(first, optimizer_start(host)))}
+
+
+def has_host_figures(trace):
+    return not trace.ops or any(span.name.startswith("launch ") for _, span in trace.host)
+
+
+def check(trace):
+    """Raise Unjudgeable, with what to do, where the trace cannot tell anything about communication."""
+    linked = [op for _, op in trace.ops] + trace.outside
+    gpu_ops = len(linked) + len(trace.orphans)
+    if not trace.steps:
+        problem = "no ProfilerStep#N mark; call the profiler's step() after every training step"
+    elif gpu_ops and not linked:
+        problem = f"none of its {gpu_ops} GPU ops has its launch in the trace; record with ProfilerActivity.CPU as well"
+    elif gpu_ops and not trace.ops:
+        problem = f"none of its {gpu_ops} GPU ops was launched inside a step; record whole steps"
+    elif gpu_ops and not any(map(is_communication, linked + trace.orphans)):
+        problem = (f'no communication, none of its {gpu_ops} GPU ops is a kernel with "nccl" in its name; record a run '
+                   "of two ranks or more")
+    elif not gpu_ops and not any(span.name.startswith(("launch ", "gloo:", "c10d::")) for _, span in trace.host):
+        problem = ("no communication, neither GPU ops nor ranges `launch ...`, gloo:* or c10d::*; record a run of two "
+                   "ranks or more")
+    else:
+        return
+    raise Unjudgeable(f"{trace.path}: {problem}")
+
+
+def analyse(trace):
+    """All figures of a trace, as --json prints them: a dict a step, the total, the orphans, the notes."""
+    ops, host, main_threads = defaultdict(list), defaultdict(list), trace.main_threads
+    for number, op in trace.ops:
+        ops[number].append(op)
+    for number, span in trace.host:
+        host[number].append(span)
+    on_gpu, on_host = bool(trace.ops), has_host_figures(trace)
+    steps = []
+    for number, marks in trace.steps.items():
+        figures = {"step": number, "step_ms": milliseconds(busy(marks))}
+        if on_gpu:
+            figures |= gpu_times(ops[number]) | gpu_counts(ops[number], main_threads)
+            figures |= gpu_leads(ops[number], host[number], main_threads)
+        if on_host:
+            figures |= host_counts(host[number]) | host_leads(host[number])
+        steps.append(figures)
+    total = {"steps": len(steps), "step_ms": sum(figures["step_ms"] for figures in steps)}
+    if on_gpu:
+        every = [op for _, op in trace.ops]
+        total |= gpu_times(every) | gpu_counts(every, main_threads)
+    if on_host:
+        for key in host_counts([]):
+            values = [figures[key] for figures in steps if figures[key] is not None]
+            total[key] = sum(values) if values else None
+    return {"trace": trace.path, "rank": trace.rank, "world_size": trace.world_size, "gpu": trace.gpu,
+            "device": "gpu" if on_gpu else "cpu", "steps": steps, "total": total,
+            "orphans": {"gpu_ops": len(trace.orphans),
+                        "comm_kernels": sum(map(is_communication, trace.orphans)),
+                        "names": dict(Counter(op.name for op in trace.orphans).most_common())},
+            "notes": notes(trace, steps)}
+
+
+def notes(trace, steps):
+    """What a reader must know to trust the figures, a line each."""
+    found = []
+    if trace.outside:
+        found.append(f"{len(trace.outside)} GPU ops launched between the steps are left out "
+                     f"({sum(map(is_communication, trace.outside))} of them communication)")
+    if trace.broken:
+        found.append(f"{trace.broken} events without a usable name, time or duration are left out")
+    devices = {op.device for _, op in trace.ops}
+    if len(devices) > 1:
+        found.append(f"ops on {len(devices)} GPUs: times are computed for each and summed")
+    if trace.ops:
+        others = {op.launch.thread for _, op in trace.ops} - trace.main_threads
+        if len(others) > 1:
+            found.append(f"{len(others)} threads beside the main one launched GPU ops; all count as autograd's")
+        for key, title, lacks in (("b_ms", "B", "no reduce-scatter annotation or no optimizer step"),
+                                  ("d_ms", "D", "no reduce-scatter kernel or nothing launched off the main thread")):
+            without = [str(figures["step"]) for figures in steps if figures[key] is None]
+            if without:
+                where = "every step" if len(without) == len(steps) else "step " + ", ".join(without)
+                found.append(f"{where}: no {title} ({lacks})")
+    return found
+
+
+# Tables -------------------------------------------------------------------------------------------------------------
+
+class Column(NamedTuple):
+    key: str
+    title: str
+    form: str
+
+
+MS, SIGNED, COUNT = ".3f", "+.3f", ".0f"
+GPU_COLUMNS = [Column("step_ms", "host step", MS), Column("span_ms", "GPU span", MS),
+               Column("compute_ms", "compute", MS), Column("comm_ms", "comm", MS), Column("overlap_ms", "overlap", MS),
+               Column("exposed_ms", "exposed", MS), Column("idle_ms", "GPU idle", MS), Column("b_ms", "B", SIGNED),
+               Column("d_ms", "D", SIGNED)]
+FROM_BACKWARD = Column("reduce_scatters_from_backward", "from backward", COUNT)
+HOST_COLUMNS = [Column("step_ms", "host step", MS), Column("launches", "launches", COUNT),
+                Column("launches_in_backward", "in backward", COUNT),
+                Column("launch_after_backward_start_ms", "after backward start", SIGNED),
+                Column("launch_after_backward_end_ms", "after backward end", SIGNED),
+                Column("launch_after_step_start_ms", "after step start", SIGNED),
+                Column("wait_ms", "wait", MS), Column("gloo_ms", "gloo busy", MS),
+                Column("gloo_in_backward_ms", "gloo in backward", MS)]
+GPU_LEGEND = ["B: first reduce-scatter launched - optimizer started. D: first reduce-scatter kernel - backward's last",
+              "kernel. Negative: communication began that much earlier. from backward: launched by autograd's thread."]
+HOST_LEGEND = ["after ...: first launch - that moment; below zero it came that much earlier. wait: host blocked on",
+               "communication. gloo busy: its threads at work, and how much of that during backward."]
+
+
+def flat(figures):
+    """Figures with the kernel counts by kind spread out: one number a key."""
+    counts = {f"comm_kernels {kind}": count for kind, count in figures.get("comm_kernels", {}).items()}
+    return {key: value for key, value in figures.items() if key != "comm_kernels"} | counts
+
+
+def columns(flats):
+    """The columns in which at least one of these flat figures has a value, GPU first: a ([Column], legend) a table."""
+    present = {key for figures in flats for key, value in figures.items() if value is not None}
+    kinds = [Column(key, key.removeprefix("comm_kernels "), COUNT) for key in sorted(present)
+             if key.startswith("comm_kernels ")]
+    gpu = [*GPU_COLUMNS, *kinds, *([FROM_BACKWARD] if "comm_kernels reduce-scatter" in present else [])]
+    groups = [(gpu, GPU_LEGEND)] if "span_ms" in present else []
+    groups += [(HOST_COLUMNS, HOST_LEGEND)] if "launches" in present else []
+    return [([column for column in group if column.key in present], legend) for group, legend in groups]
+
+
+def cell(value, form):
+    return "-" if value is None else format(value, form)
+
+
+def table(rows):
+    """Lines of a table from rows of strings: the first column flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+
+
+def figure_tables(named):
+    """Lines of the tables, one a group of columns, from [(name of the row, flat figures)]."""
+    lines = []
+    for group, legend in columns([figures for _, figures in named]):
+        rows = [[name, *(cell(figures.get(column.key), column.form) for column in group)] for name, figures in named]
+        lines += ["", *table([["ms", *(column.title for column in group)], *rows]), *legend]
+    return lines
+
+
+def orphan_line(orphans):
+    if not orphans["gpu_ops"]:
+        return "orphans: none"
+    names = Counter()
+    for name, count in orphans["names"].items():
+        if "nccl" in name:
+            names[name.partition("(")[0]] += count
+    named = f": {', '.join(f'{count} {name}' for name, count in names.most_common())}" if names else ""
+    return (f"orphans, launched before recording began and left out: {orphans['gpu_ops']} GPU ops, "
+            f"{orphans['comm_kernels']} of them communication{named}")
+
+
+def title(analysis):
+    facts = [os.path.basename(analysis["trace"])]
+    if analysis["rank"] is not None:
+        facts.append(f"rank {analysis['rank']} of {analysis['world_size']}")
+    facts.append(analysis["gpu"] or analysis["device"].upper())
+    return f"{', '.join(facts)}, {analysis['total']['steps']} steps"
+
+
+def remarks(analysis):
+    lines = [orphan_line(analysis["orphans"])] if analysis["device"] == "gpu" else []
+    return lines + [f"note: {note}" for note in analysis["notes"]]
+
+
+def report(analyses):
+    """Lines: a table of steps for each trace, and one of all traces where there are several."""
+    lines = []
+    for analysis in analyses:
+        rows = [(f"step {figures['step']}", flat(figures)) for figures in analysis["steps"]]
+        rows.append(("in all", flat(analysis["total"])))
+        lines += [title(analysis), *figure_tables(rows), *remarks(analysis), ""]
+    if len(analyses) > 1 and len({analysis["device"] for analysis in analyses}) == 1:
+        rows = [(os.path.basename(analysis["trace"]), flat(analysis["total"])) for analysis in analyses]
+        rows.append(("mean", mean([figures for _, figures in rows])))
+        lines += [f"{len(analyses)} traces, in all", *figure_tables(rows), ""]
+    return lines[:-1]
+
+
+# Two sets side by side ----------------------------------------------------------------------------------------------
+
+def mean(flats):
+    """The mean of every numeric figure over those that have it, None if none has."""
+    result = {}
+    for key in dict.fromkeys(key for figures in flats for key in figures):
+        values = [figures[key] for figures in flats if figures.get(key) is not None]
+        # a kind of kernel that a rank or step lacks is no missing value but none
+        count = len(flats) if key.startswith("comm_kernels ") else len(values)
+        result[key] = sum(values) / count if values else None
+    return result
+
+
+def set_means(analyses):
+    """Means over the ranks of a set: (total, {N: figures})."""
+    by_step = defaultdict(list)
+    for analysis in analyses:
+        for figures in analysis["steps"]:
+            by_step[figures["step"]].append(flat(figures))
+    return mean([flat(analysis["total"]) for analysis in analyses]), {n: mean(by_step[n]) for n in sorted(by_step)}
+
+
+def compared(left, right):
+    """{key: {"a", "b", "difference"}} of two flat figures."""
+    result = {}
+    for group, _ in columns([left, right]):
+        for key in (column.key for column in group):
+            pair = [figures.get(key, 0 if key.startswith("comm_kernels ") else None) for figures in (left, right)]
+            result[key] = {"a": pair[0], "b": pair[1], "difference": difference(pair[1], pair[0])}
+    return result
+
+
+def compare(left, right):
+    """Two sets of analyses: means over ranks, b - a. Steps pair up by number, or in order if no number is common."""
+    device = left[0]["device"]
+    for analysis in (*left, *right):
+        if analysis["device"] != device:
+            raise Unjudgeable(f"{analysis['trace']}: a {analysis['device'].upper()} trace beside {left[0]['trace']}, a "
+                              f"{device.upper()} trace; compare traces of one kind")
+    (total_a, steps_a), (total_b, steps_b) = set_means(left), set_means(right)
+    common = [(n, n) for n in steps_a if n in steps_b]
+    pairs = common or list(zip(steps_a, steps_b))
+    found = []
+    if not common:
+        found.append("the sets have no step number in common: steps are paired in order")
+    if len(steps_a) != len(steps_b):
+        found.append(f"a has {len(steps_a)} steps, b has {len(steps_b)}: totals do not compare, steps do")
+    return {"a": [analysis["trace"] for analysis in left], "b": [analysis["trace"] for analysis in right],
+            "total": compared(total_a, total_b),
+            "steps": [{"a_step": a, "b_step": b, **compared(steps_a[a], steps_b[b])} for a, b in pairs], "notes": found}
+
+
+BY_STEP = [Column("exposed_ms", "exposed", MS), Column("b_ms", "B", SIGNED), Column("d_ms", "D", SIGNED),
+           Column("launch_after_backward_end_ms", "after backward end", SIGNED), Column("wait_ms", "wait", MS)]
+
+
+def comparison_report(left, right, comparison):
+    lines = []
+    for letter, analyses in (("a", left), ("b", right)):
+        for analysis in analyses:
+            lines += [f"{letter}: {title(analysis)}", *(f"   {remark}" for remark in remarks(analysis))]
+    lines += [f"note: {note}" for note in comparison["notes"]]
+    over = f", mean of {len(left)} and {len(right)} ranks" if len(left) + len(right) > 2 else ""
+    rows = [[f"in all{over}", "a", "b", "b - a", ""]]
+    legends = []
+    for group, legend in columns([{key: pair[side] for key, pair in comparison["total"].items()} for side in "ab"]):
+        legends += legend
+        for column in group:
+            pair = comparison["total"][column.key]
+            form = column.form if column.form != COUNT or not over else ".1f"
+            change = f"{pair['difference'] / pair['a']:+.1%}" if pair["a"] and pair["difference"] is not None else ""
+            unit = ", ms" if column.key.endswith("_ms") else ""
+            rows.append([column.title + unit, cell(pair["a"], form), cell(pair["b"], form),
+                         cell(pair["difference"], "+" + form.lstrip("+")), change])
+    lines += ["", *table(list(dict.fromkeys(map(tuple, rows))))]  # both tables open with the step's time
+    shown = [column for column in BY_STEP if any(column.key in step for step in comparison["steps"])]
+    rows = [["step, ms", *(f"{column.title} {side}" for column in shown for side in ("a", "b", "b - a"))]]
+    for step in comparison["steps"]:
+        row = [str(step["a_step"]) if step["a_step"] == step["b_step"] else f"{step['a_step']} | {step['b_step']}"]
+        for column in shown:
+            pair = step.get(column.key, {})
+            row += [cell(pair.get("a"), column.form), cell(pair.get("b"), column.form),
+                    cell(pair.get("difference"), SIGNED)]
+        rows.append(row)
+    return [*lines, "", *table(rows), *legends]
+
+
+# Timeline -----------------------------------------------------------------------------------------------------------
+
+COLOURS = {"forward": "#c9d6c3", "backward": "#5f7d95", "optimizer step": "#e3c77b", "compute": "#b8c4ce",
+           "memory": "#dddddd", "reduce-scatter": "#d1495b", "all-gather": "#2a9d8f", "all-reduce": "#8e5ea2",
+           "all-to-all": "#e07a1f", "broadcast": "#4f6db8", "reduce": "#9a6b4f", "send-recv": "#6c757d",
+           "other": "#343a40", "launch": "#d1495b", "wait": "#f2a65a", "update": "#7a9e7e", "gather": "#2a9d8f"}
+INK, PALE, HIGHLIGHT, ALARM = "#22303c", "#6b7883", "#f6f1e4", "#d1495b"
+
+
+class Panel(NamedTuple):
+    """One row of the timeline. Times of bars and marks in ms after `zero_name`."""
+    title: str
+    zero_name: str
+    lanes: list  # [(label, [(start, end, key of COLOURS)])], top lane first
+    first: float  # when the first collective begins, or None
+
+
+def bars(coloured, zero):
+    """[(Span or Op, colour key)] → bars, longest first so that short ones stay visible on top."""
+    return sorted(((milliseconds(span.start - zero), milliseconds(span.end - zero), key) for span, key in coloured),
+                  key=lambda bar: bar[0] - bar[1])
+
+
+def gpu_panel(trace, step):
+    """The GPU's streams; zero is where backward's last kernel ends (without one, where communication begins)."""
+    ops = [op for number, op in trace.ops if number == step]
+    communication = [op for op in ops if is_communication(op)]
+    backward_end = backward_end_on_gpu(ops, trace.main_threads)
+    begins = [op.start for op in communication if op.kind == "reduce-scatter"] or [op.start for op in communication]
+    zero = backward_end if backward_end is not None else min(begins or [op.start for op in ops])
+    lanes = defaultdict(list)
+    for op in ops:
+        off_main = op.launch.thread not in trace.main_threads
+        lanes[str(op.device), str(op.stream)].append((op, "backward" if off_main and op.kind == "compute" else op.kind))
+    several = len({device for device, _ in lanes}) > 1
+    labels = [(f"GPU {device} " if several else "") + f"stream {stream}" for device, stream in lanes]
+    order = sorted(zip(labels, lanes.values()), key=lambda lane: -len(lane[1]))  # the busiest stream on top
+    return Panel("GPU", "backward's last kernel ended" if backward_end is not None else "communication began",
+                 [(label, bars(lane, zero)) for label, lane in order],
+                 milliseconds(difference(min(begins, default=None), zero)))
+
+
+def host_panel(trace, step):
+    """The host's threads; zero is the start of the optimizer step, or else the end of backward."""
+    host = [span for number, span in trace.host if number == step]
+    optimizer, backward = optimizer_start(host), backward_spans(host)
+    launches = gradient_launches(host) if has_host_figures(trace) else reduce_scatter_annotations(host)
+    marks = trace.steps[step]
+    zero, zero_name = marks[0].start, "the step began"
+    if optimizer is not None:
+        zero, zero_name = optimizer, "the optimizer step began"
+    elif backward:
+        zero, zero_name = backward[-1].end, "backward ended"
+    ranges = [(span, "backward") for span in backward]
+    ranges += [(span, "forward") for span in host if span.name == "forward"]
+    ranges += [(span, "optimizer step") for span in host if is_optimizer_step(span)]
+    lanes = [("phases", ranges)]
+    own = [(span, span.name.partition(" ")[0]) for span in host if span.name.startswith(OWN_RANGES)]
+    lanes.append(("program's ranges", own) if own else ("calls", [(span, collective(span.name)) for span in launches]))
+    calls = defaultdict(list)
+    for span in host:
+        if span.name.startswith("nccl:"):
+            calls[span.thread in trace.main_threads].append((span, collective(span.name)))
+    if calls:
+        lanes[1:] = [(f"nccl calls, {'main' if on_main else 'backward'} thread", calls[on_main])
+                     for on_main in sorted(calls)]
+    lanes.append(("gloo threads", [(span, collective(span.name)) for span in host if span.name.startswith("gloo:")]))
+    first = min((span.start for span in launches), default=None)
+    return Panel("host", zero_name, [(label, bars(lane, zero)) for label, lane in lanes if lane],
+                 milliseconds(difference(first, zero)))
+
+
+def telling_step(trace):
+    """The step to show: the first with the most collectives."""
+    counts = Counter(number for number, op in trace.ops if is_communication(op))
+    counts = counts or Counter(number for number, span in trace.host if span.name.startswith(("launch ", "c10d::")))
+    return min(trace.steps, key=lambda number: (-counts[number], number))
+
+
+def draw_lanes(axes, panel, limits):
+    from matplotlib.ticker import MaxNLocator
+    for row, (_, lane) in enumerate(panel.lanes):
+        visible = [bar for bar in lane if bar[1] >= limits[0] and bar[0] <= limits[1]]
+        axes.broken_barh([(start, end - start) for start, end, _ in visible], (-row - 0.36, 0.72),
+                         facecolors=[COLOURS[key] for _, _, key in visible], linewidth=0, zorder=2)
+    axes.axvline(0, color=INK, linewidth=1, linestyle=(0, (4, 3)), zorder=3)
+    if panel.first is not None and limits[0] <= panel.first <= limits[1]:
+        axes.axvline(panel.first, color=ALARM, linewidth=1.4, zorder=4)
+        axes.plot(panel.first, 0.62, marker="v", markersize=7, color=ALARM, clip_on=False, zorder=5)
+    axes.set_xlabel(f"ms after {panel.zero_name}", fontsize=9, color=PALE)
+    axes.set_xlim(limits)
+    axes.set_ylim(-len(panel.lanes) + 0.45, 0.62)
+    axes.set_yticks([-row for row in range(len(panel.lanes))])
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7))
+    axes.tick_params(length=0, colors=INK, labelsize=9)
+    axes.grid(axis="x", color="#e7ebee", linewidth=0.8, zorder=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def plot(traces, path, wanted_step=None):
+    """Draw a timeline of one step of each trace: left the whole, right the moment that decides, with the first launch.
+
+    traces: [(label, Trace)]. Panels of one kind share their scale, so that traces compare by eye.
+    """
+    try:
+        import matplotlib
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+        from matplotlib.patches import Patch
+    except ImportError:
+        raise Unjudgeable("--plot needs matplotlib, which is not installed; pip install matplotlib") from None
+    panels = []
+    for label, trace in traces:
+        step = telling_step(trace) if wanted_step is None else wanted_step
+        if step not in trace.steps:
+            raise Unjudgeable(f"{trace.path}: no step {step}; --step takes one of {', '.join(map(str, trace.steps))}")
+        kinds = ([gpu_panel] if any(number == step for number, _ in trace.ops) else []) + [host_panel]
+        panels += [(f"{label}, step {step}", panel) for panel in (kind(trace, step) for kind in kinds) if panel.lanes]
+    if not panels:
+        raise Unjudgeable("nothing to draw in these steps; choose another with --step")
+    whole, near = {}, {}
+    for kind in {panel.title for _, panel in panels}:
+        alike = [panel for _, panel in panels if panel.title == kind]
+        every = [bar for panel in alike for _, lane in panel.lanes for bar in lane]
+        left, right = min(bar[0] for bar in every), max(bar[1] for bar in every)
+        width = max(right - left, 1e-6)
+        whole[kind] = (left - 0.01 * width, right + 0.01 * width)
+        # room on both sides of zero and of the first launch
+        reach = 1.6 * max((abs(panel.first) for panel in alike if panel.first is not None), default=0)
+        near[kind] = (-max(reach, 0.02 * width), max(reach, 0.02 * width))
+    # where communication begins far from zero the whole shows it better than its half would
+    zooms = all(near[kind][1] < 0.15 * (whole[kind][1] - whole[kind][0]) for kind in whole)
+
+    heights = [1.1 + len(panel.lanes) for _, panel in panels]
+    figure, grid = pyplot.subplots(len(panels), 1 + zooms, figsize=(15, 0.5 * sum(heights) + 1.5), squeeze=False,
+                                   layout="constrained", gridspec_kw={"height_ratios": heights,
+                                                                      "width_ratios": (1.7, 1)[:1 + zooms]})
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08, hspace=0.03)
+    for (label, panel), (overview, *zoom) in zip(panels, grid):
+        draw_lanes(overview, panel, whole[panel.title])
+        overview.set_yticklabels([name for name, _ in panel.lanes])
+        overview.set_title(f"{panel.title}  ·  {label}", loc="left", fontsize=11, color=INK, fontweight="bold", pad=10)
+        for axes in zoom:
+            draw_lanes(axes, panel, near[panel.title])
+            axes.set_yticklabels([])
+            axes.set_facecolor(HIGHLIGHT)
+            overview.axvspan(*near[panel.title], color=HIGHLIGHT, zorder=0)
+        if panel.first is not None:
+            begins = f"first {'collective' if panel.title == 'GPU' else 'launch'} {panel.first:+.3f} ms".replace("-", "−")
+            (zoom or [overview])[0].set_title(begins, loc="left" if zoom else "right", fontsize=10, color=ALARM, pad=10)
+    drawn = {key for _, panel in panels for _, lane in panel.lanes for _, _, key in lane}
+    figure.legend(handles=[Patch(color=COLOURS[key], label=key) for key in COLOURS if key in drawn],
+                  loc="outside lower center", ncols=min(len(drawn), 10), frameon=False, fontsize=9)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise Unjudgeable(f"--plot {path}: cannot be written ({error}); give a path ending in .png in a folder that "
+                          "exists") from None
+    finally:
+        pyplot.close(figure)
+
+
+# Command line -------------------------------------------------------------------------------------------------------
+
+def read_set(paths, problems):
+    """[(Trace, analysis)] of the files that can be judged; the others' messages go into `problems`."""
+    found, seen = [], set()
+    for path in paths:
+        try:
+            if os.path.realpath(path) in seen:
+                raise Unjudgeable(f"{path}: named twice in one set; name each trace once")
+            seen.add(os.path.realpath(path))
+            trace = read(path)
+            check(trace)
+            found.append((trace, analyse(trace)))
+        except Unjudgeable as problem:
+            problems.append(str(problem))
+    return found
+
+
+def main(arguments=None):
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # a file name may hold what the terminal cannot show
+    opening = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(description=opening[0], epilog=opening[2],
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", nargs="+", metavar="TRACE", help="profiler trace, .json or .json.gz, one a rank")
+    parser.add_argument("--vs", nargs="+", metavar="TRACE", default=[], help="set b, to compare with the first, a")
+    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
+    parser.add_argument("--plot", metavar="PNG", help="draw a timeline of one step of the first trace of each set")
+    parser.add_argument("--step", type=int, metavar="N", help="the step to draw; else the one with most collectives")
+    options = parser.parse_args(arguments)
+    problems = []
+    left, right = read_set(options.traces, problems), read_set(options.vs, problems)
+    try:
+        if problems:
+            raise Unjudgeable("\n".join(problems))
+        analyses, others = [analysis for _, analysis in left], [analysis for _, analysis in right]
+        comparison = compare(analyses, others) if others else None
+        if options.plot:
+            plot([(trace.name, trace) for trace, _ in [*left[:1], *right[:1]]], options.plot, options.step)
+    except Unjudgeable as problem:
+        print(problem, file=sys.stderr)
+        return 2
+    if options.json:
+        output = json.dumps({"traces": analyses, "vs": others, "comparison": comparison}, indent=1)
+    else:
+        output = "\n".join(comparison_report(analyses, others, comparison) if comparison else report(analyses))
+    try:
+        print(output, flush=True)
+    except BrokenPipeError:  # the reader, say head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
