@@ -129,7 +129,7 @@ class Scanner:
 
     def trace(self, header):
         """Yield the events of a Chrome trace: a list, or an object's traceEvents (its other keys go into `header`)."""
-        opening = self.peek()
+        opening, listed = self.peek(), False
         if opening == "[":
             yield from self.items()
         elif opening == "{":
@@ -144,11 +144,11 @@ class Scanner:
                 self.at += 1
                 if key == "traceEvents" and self.peek() == "[":
                     yield from self.items()
-                    header[key] = True
+                    listed = True
                 else:
                     header[key] = self.value()
             self.at += 1
-            if "traceEvents" not in header:
+            if not listed:
                 raise ValueError('an object without a list "traceEvents"')
         else:
             raise ValueError(f"it opens with {opening!r}")
@@ -903,8 +903,9 @@ def plot(traces, path, wanted_step=None):
             axes.set_facecolor(HIGHLIGHT)
             overview.axvspan(*near[panel.title], color=HIGHLIGHT, zorder=0)
         if panel.first is not None:
-            begins = f"first {'collective' if panel.title == 'GPU' else 'launch'} {panel.first:+.3f} ms".replace("-", "−")
-            (zoom or [overview])[0].set_title(begins, loc="left" if zoom else "right", fontsize=10, color=ALARM, pad=10)
+            what = "first collective" if panel.title == "GPU" else "first launch"
+            text = f"{what} {panel.first:+.3f} ms".replace("-", "−")
+            (zoom or [overview])[0].set_title(text, loc="left" if zoom else "right", fontsize=10, color=ALARM, pad=10)
     drawn = {key for _, panel in panels for _, lane in panel.lanes for _, _, key in lane}
     figure.legend(handles=[Patch(color=COLOURS[key], label=key) for key in COLOURS if key in drawn],
                   loc="outside lower center", ncols=min(len(drawn), 10), frameon=False, fontsize=9)

@@ -1,0 +1,541 @@
+"""records/trace.py against traces built here event by event, whose figures can be worked out by hand."""
+
+import gzip
+import importlib.util
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+SCRIPT = Path(__file__).parent.parent / "records" / "trace.py"
+spec = importlib.util.spec_from_file_location("records_trace", SCRIPT)
+trace = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = trace  # dataclasses look their module up
+spec.loader.exec_module(trace)
+
+MAIN, AUTOGRAD, OTHER = 100, 200, 300
+NCCL = "ncclDevKernel_{}_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+REDUCE_SCATTER, ALL_GATHER, ALL_REDUCE = map(NCCL.format, ("ReduceScatter", "AllGather", "AllReduce"))
+
+
+class Builder:
+    """Events in µs. `op` is a GPU op, with its launch on the host unless `launched` is None."""
+
+    def __init__(self):
+        self.events, self.correlation = [], 0
+
+    def host(self, name, start, end, tid=MAIN, cat="user_annotation"):
+        self.events.append({"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": start, "dur": end - start})
+        return self
+
+    def op(self, name, start, end, launched, tid=MAIN, cat="kernel", launch_cat="cuda_runtime", device=0, stream=7):
+        self.correlation += 1
+        arguments = {"correlation": self.correlation, "device": device, "stream": stream}
+        self.events.append({"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": stream, "ts": start,
+                            "dur": end - start, "args": arguments})
+        if launched is not None:
+            self.events.append({"ph": "X", "cat": launch_cat, "name": "cudaLaunchKernel", "pid": 1, "tid": tid,
+                                "ts": launched, "dur": 1, "args": {"correlation": self.correlation}})
+        return self
+
+    def write(self, path, **header):
+        text = json.dumps({"schemaVersion": 1, **header, "traceEvents": self.events, "traceName": "x"})
+        path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+        return path
+
+
+def two_steps():
+    """Step 5 launches its reduce-scatter in backward, step 6 in the optimizer; the GPU lags by a step. One orphan."""
+    build = Builder()
+    build.host("ProfilerStep#5", 0, 1000).host("ProfilerStep#6", 1000, 2000)
+    build.host("ProfilerStep#5", 900, 1900, tid=7, cat="gpu_user_annotation")  # the GPU's own marks say nothing
+    build.host("Optimizer.step#Adam.step", 600, 900).host("Optimizer.step#Adam.step", 1600, 1900)
+    build.host("nccl:_reduce_scatter_base", 500, 510, tid=AUTOGRAD).host("nccl:_reduce_scatter_base", 1650, 1660)
+    build.host("nccl:_reduce_scatter_base", 100, 110, cat="gpu_user_annotation")
+    build.host("nccl:_all_gather_base", 450, 455)
+    build.op(REDUCE_SCATTER, 50, 60, None, stream=9)
+    # step 5 runs at 1100 ... 1900: compute 1100-1500 (two kernels that overlap), then comm 1400-1700, copy 1850-1900
+    build.op("gemm", 1100, 1400, 100).op("gemm", 1300, 1500, 400, tid=AUTOGRAD, launch_cat="cuda_driver")
+    build.op(REDUCE_SCATTER, 1400, 1600, 505, tid=AUTOGRAD, stream=9).op(ALL_GATHER, 1600, 1700, 700, stream=9)
+    build.op("Memcpy HtoD", 1850, 1900, 800, cat="gpu_memcpy")
+    # step 6 runs at 2100 ... 2500: nothing overlaps
+    build.op("gemm", 2100, 2200, 1100, tid=AUTOGRAD).op(REDUCE_SCATTER, 2250, 2450, 1655, stream=9)
+    build.op("Memset", 2450, 2500, 1700, cat="gpu_memset")
+    return build
+
+
+def figures(*arguments, capsys):
+    """The JSON that the tool prints."""
+    assert trace.main([*map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def analysed(build, tmp_path):
+    loaded = trace.read(str(build.write(tmp_path / "built.json")))
+    trace.check(loaded)
+    return trace.analyse(loaded)
+
+
+def refusal(path, capsys, *more):
+    """The one line that the tool leaves on stderr when it refuses."""
+    assert trace.main([str(path), *map(str, more)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and str(path) in err, (out, err)
+    return err
+
+
+# The figures --------------------------------------------------------------------------------------------------------
+
+def test_figures_of_each_step_and_in_all(tmp_path):
+    analysis = analysed(two_steps(), tmp_path)
+    first, second = analysis["steps"]
+    assert (first["step"], first["step_ms"], first["gpu_ops"]) == (5, 1.0, 5)
+    assert (first["span_ms"], first["busy_ms"], first["idle_ms"]) == (0.8, 0.65, 0.15)
+    assert (first["compute_ms"], first["comm_ms"], first["overlap_ms"], first["exposed_ms"]) == (0.4, 0.3, 0.1, 0.2)
+    assert (first["b_ms"], first["d_ms"]) == (-0.1, -0.1)
+    assert first["comm_kernels"] == {"all-gather": 1, "reduce-scatter": 1}
+    assert first["reduce_scatters_from_backward"] == 1
+    assert (second["span_ms"], second["idle_ms"], second["overlap_ms"], second["exposed_ms"]) == (0.4, 0.05, 0, 0.2)
+    assert (second["b_ms"], second["d_ms"], second["reduce_scatters_from_backward"]) == (0.05, 0.05, 0)
+    total = analysis["total"]
+    assert (total["span_ms"], total["idle_ms"]) == (1.4, 0.4)  # 1100 to 2500, the gap between the steps included
+    assert (total["comm_ms"], total["overlap_ms"], total["exposed_ms"]) == (0.5, 0.1, 0.4)
+    assert total["comm_kernels"] == {"all-gather": 1, "reduce-scatter": 2}
+    assert analysis["orphans"] == {"gpu_ops": 1, "comm_kernels": 1, "names": {REDUCE_SCATTER: 1}}
+    assert analysis["notes"] == []
+
+
+def test_the_order_of_events_does_not_matter(tmp_path):
+    build = two_steps()
+    expected = analysed(build, tmp_path)
+    build.events.reverse()
+    assert analysed(build, tmp_path) == expected
+    build.events.sort(key=lambda event: str(event))
+    assert analysed(build, tmp_path) == expected
+
+
+def test_times_of_this_century_keep_their_nanoseconds(tmp_path):
+    """A float of µs since 1970 resolves a quarter of a µs."""
+    text = json.dumps({"traceEvents": two_steps().events})
+    events = json.loads(text)["traceEvents"]
+    for event in events:
+        event["ts"] = f"<17592{event['ts'] + 10_000_000_000:011d}.123>"
+    path = tmp_path / "late.json"
+    path.write_text(json.dumps(events).replace('"<', "").replace('>"', "").replace('"dur": 200', '"dur": 200.001'))
+    loaded = trace.read(str(path))
+    assert loaded.ops[0][1].start == 1759210000001100_123
+    step = trace.analyse(loaded)["steps"][0]
+    assert (step["comm_ms"], step["exposed_ms"], step["d_ms"]) == (0.3, 0.199999, -0.100001)
+
+
+@pytest.mark.parametrize("microseconds, expected", [
+    (5, 5000), ("0.001", 1), ("3923968026866.99", 3923968026866990), ("1e3", 1_000_000), ("-1.5", -1500)])
+def test_nanoseconds(microseconds, expected):
+    assert trace.nanoseconds(microseconds) == expected
+
+
+@pytest.mark.parametrize("value", [None, True, [], {}, "soon", "NaN", "Infinity", "1e999999999", 10**30])
+def test_no_time(value):
+    with pytest.raises(ValueError):
+        trace.nanoseconds(value)
+
+
+spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)), max_size=12).map(
+    lambda pairs: [trace.Span(start, start + length, "", ()) for start, length in pairs])
+
+
+@given(spans, spans)
+def test_busy_and_overlap_count_each_instant_once(some, others):
+    def instants(intervals):
+        return {instant for span in intervals for instant in range(span.start, span.end)}
+    assert trace.busy(some) == len(instants(some))
+    assert trace.overlap(some, others) == len(instants(some) & instants(others))
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10), st.integers(0, 5)), max_size=12), st.integers(-1, 51))
+def test_step_at_finds_a_mark_that_contains_the_time(marks, time):
+    steps = {}
+    for start, length, number in marks:
+        steps.setdefault(number, []).append(trace.Span(start, start + length, "", ()))
+    holders = {number for start, length, number in marks if start <= time < start + length}
+    assert trace.step_finder(steps)(time) in (holders or {None})
+
+
+@pytest.mark.parametrize("name, kind", [
+    (REDUCE_SCATTER, "reduce-scatter"), (ALL_GATHER, "all-gather"), (ALL_REDUCE, "all-reduce"),
+    ("ncclAllReduceRingLLKernel_sum_f32(ncclColl)", "all-reduce"), ("ncclKernel_SendRecv_RING_SIMPLE", "send-recv"),
+    ("ncclSymDevKernel_ReduceScatter_LD_RSxLD_AG", "reduce-scatter"), ("ncclKernel_Broadcast_RING_LL", "broadcast"),
+    ("ncclDevKernel_Reduce_RING_LL_Sum_f32", "reduce"), ("ncclDevKernel_Generic", "other"),
+    ("nccl:_reduce_scatter_base", "reduce-scatter"), ("nccl:reduce_scatter_tensor_coalesced", "reduce-scatter"),
+    ("c10d::_allgather_base_", "all-gather"), ("gloo:all_reduce", "all-reduce"), ("nccl:all_to_all", "all-to-all")])
+def test_collective(name, kind):
+    assert trace.collective(name) == kind
+
+
+# Other people's traces ----------------------------------------------------------------------------------------------
+
+def test_all_reduce_only_has_no_b_and_no_d(tmp_path):
+    build = Builder().host("ProfilerStep#1", 0, 100).host("Optimizer.step#SGD.step", 50, 90)
+    build.host("nccl:all_reduce", 20, 25, tid=AUTOGRAD)
+    build.op("gemm", 30, 60, 10, tid=AUTOGRAD).op(ALL_REDUCE, 50, 80, 22, tid=AUTOGRAD, stream=9)
+    analysis = analysed(build, tmp_path)
+    step = analysis["steps"][0]
+    assert step["comm_kernels"] == {"all-reduce": 1}
+    assert (step["overlap_ms"], step["exposed_ms"], step["b_ms"], step["d_ms"]) == (0.01, 0.02, None, None)
+    assert any("no B" in note for note in analysis["notes"])
+
+
+def test_a_coalesced_annotation_and_a_range_named_step_make_b(tmp_path):
+    build = Builder().host("ProfilerStep#1", 0, 100).host("step", 50, 90)
+    build.host("nccl:reduce_scatter_tensor_coalesced", 30, 31, tid=AUTOGRAD)
+    build.op("gemm", 10, 40, 1, tid=AUTOGRAD).op(REDUCE_SCATTER, 60, 80, 30, stream=9)
+    step = analysed(build, tmp_path)["steps"][0]
+    assert (step["b_ms"], step["d_ms"]) == (-0.02, 0.02)
+
+
+def test_a_graph_launch_carries_many_kernels(tmp_path):
+    build = Builder().host("ProfilerStep#1", 0, 100).host("ProfilerStep#2", 100, 200)
+    build.op("gemm", 150, 160, 50).op(ALL_GATHER, 155, 170, None).op("gemm", 210, 220, None)
+    for event in build.events:
+        if "args" in event:
+            event["args"]["correlation"] = 1
+    first, second = analysed(build, tmp_path)["steps"]
+    assert (first["gpu_ops"], first["span_ms"], second["gpu_ops"]) == (3, 0.07, 0)
+
+
+def test_marks_on_several_threads_are_one_step(tmp_path):
+    """The worker's mark is shorter: what lies beyond it still belongs to the step; neither thread is autograd's."""
+    build = Builder().host("ProfilerStep#1", 0, 100).host("ProfilerStep#1", 10, 40, tid=OTHER)
+    build.op("gemm", 200, 210, 20, tid=OTHER).op("gemm", 210, 220, 30, tid=AUTOGRAD)
+    build.op(REDUCE_SCATTER, 230, 240, 70, tid=OTHER)
+    (step,) = analysed(build, tmp_path)["steps"]
+    assert (step["gpu_ops"], step["step_ms"], step["d_ms"], step["reduce_scatters_from_backward"]) == (3, 0.1, 0.01, 0)
+
+
+def test_launches_outside_all_steps_are_left_out_and_told(tmp_path):
+    build = two_steps().op(ALL_GATHER, 3000, 3100, 2000)  # a step's end is not within it
+    analysis = analysed(build, tmp_path)
+    assert analysis["total"]["comm_kernels"] == {"all-gather": 1, "reduce-scatter": 2}
+    assert analysis["notes"] == ["1 GPU ops launched between the steps are left out (1 of them communication)"]
+
+
+def test_compute_of_one_gpu_hides_nothing_of_another(tmp_path):
+    build = Builder().host("ProfilerStep#1", 0, 100)
+    build.op("gemm", 0, 50, 1, device=0).op(ALL_REDUCE, 20, 60, 2, device=1)
+    analysis = analysed(build, tmp_path)
+    assert (analysis["total"]["overlap_ms"], analysis["total"]["span_ms"]) == (0, 0.09)
+    assert "2 GPUs" in analysis["notes"][0]
+
+
+def test_names_of_old_profilers(tmp_path):
+    build = two_steps()
+    old = {"kernel": "Kernel", "gpu_memcpy": "Memcpy", "gpu_memset": "Memset", "cuda_runtime": "Runtime",
+           "user_annotation": "Operator"}
+    expected = analysed(build, tmp_path)
+    for event in build.events:
+        event["cat"] = old.get(event["cat"], event["cat"])
+    assert analysed(build, tmp_path) == expected
+
+
+def test_rows_that_only_look_like_kernels(tmp_path):
+    """Triton's CPU rows bear kernel names; flow arrows bear correlations."""
+    build = two_steps()
+    expected = analysed(build, tmp_path)
+    build.host("triton_poi_fused_nccl_0", 0, 5000, cat="cpu_op").host("nccl kernel", 0, 5000, cat="overhead")
+    build.events += [{"ph": "s", "cat": "ac2g", "id": 1, "ts": 0, "args": {"correlation": 1}},
+                     {"ph": "B", "cat": "kernel", "name": "gemm", "ts": 0}, {"ph": "M"}, {}]
+    assert analysed(build, tmp_path) == expected
+
+
+def test_events_that_lack_fields_are_left_out_and_counted(tmp_path):
+    build = two_steps()
+    expected = analysed(build, tmp_path)
+    build.events += [{"ph": "X", "cat": "kernel", "name": "gemm"}, {"ph": "X", "cat": "kernel", "ts": 0, "dur": 9},
+                     {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 0, "dur": -1}, None, 7, [],
+                     {"ph": "X", "cat": "cuda_runtime", "args": None}, {"ph": "X", "cat": ["kernel"], "name": {}}]
+    analysis = analysed(build, tmp_path)
+    assert analysis.pop("notes") == ["3 events without a usable name, time or duration are left out"]
+    expected.pop("notes")
+    assert analysis == expected
+    build.events.append({"ph": "X", "cat": "kernel", "name": "gemm", "ts": 0, "dur": 9, "args": "?"})
+    assert analysed(build, tmp_path)["orphans"]["gpu_ops"] == 2
+
+
+# The stream ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks_may_end_anywhere(tmp_path, monkeypatch, chunk):
+    path = two_steps().write(tmp_path / "t.json", distributedInfo={"rank": 3, "world_size": 8}, number=12345)
+    whole = trace.analyse(trace.read(str(path)))
+    monkeypatch.setattr(trace, "CHUNK", chunk)
+    header = {}
+    assert len(list(trace.read_events(str(path), header))) == len(two_steps().events)
+    assert header["number"] == 12345 and header["traceName"] == "x"
+    assert trace.analyse(trace.read(str(path))) == whole
+    assert (whole["rank"], whole["world_size"]) == (3, 8)
+
+
+@pytest.mark.parametrize("chunk", [5, 1 << 20])
+def test_what_profilers_wrote_wrong_is_mended(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(trace, "CHUNK", chunk)
+    text = ('{"traceEvents": [{"name": "C:\\new\\torch\\x.py\\"", "a": nan, "b": [-inf, 1], "c": N/A},'
+            ' {"name": "tab\there \\u00e9 \\\\ nan", "d": NaN}]}')
+    path = tmp_path / "t.json"
+    path.write_bytes(text.encode().replace(b"x.py", b"\xff.py"))
+    events = list(trace.read_events(str(path), {}))
+    assert events[0]["a"] is None and events[0]["b"] == [None, 1] and events[0]["c"] is None
+    assert events[0]["name"].endswith('\ufffd.py"') and events[1]["name"] == "tab\there é \\ nan"
+
+
+def test_a_list_a_packed_file_and_odd_names_are_read(tmp_path, capsys):
+    build = two_steps()
+    plain = build.write(tmp_path / "rank 0 (a).json")
+    packed = build.write(tmp_path / "ränk 1.json.gz")
+    misnamed = tmp_path / "rank 2.json"
+    misnamed.write_bytes(packed.read_bytes())
+    listed = tmp_path / "rank 3"
+    listed.write_text("\ufeff" + json.dumps(build.events))
+    out = figures(plain, packed, misnamed, listed, capsys=capsys)["traces"]
+    assert len(out) == 4 and all(one["steps"] == out[0]["steps"] for one in out)
+
+
+# Refusals -----------------------------------------------------------------------------------------------------------
+
+BAD_FILES = {
+    "empty": (b"", "empty"),
+    "blank": (b"  \n", "opens with ''"),
+    "binary": (bytes(range(256)) * 9, "no complete Chrome trace"),
+    "text": (b"hello", "opens with 'h'"),
+    "object": (b'{"a": 1}', "traceEvents"),
+    "no list": (b'{"traceEvents": 5}', "traceEvents"),
+    "number": (b"17", "opens with '1'"),
+    "no events": (b'{"traceEvents": []}', "no ProfilerStep"),
+    "cut": (b'{"traceEvents": [{"ph": "X"}, {"ph', "at character"),
+    "cut after an event": (b'{"traceEvents": [{"ph": "X"}', "at character"),
+    "cut after the list": (b'{"traceEvents": [{"ph": "X"}], "trace', "at character"),
+    "no colon": (b'{"traceEvents" []}', "':'"),
+    "two in one": (b'{"traceEvents": []}{"traceEvents": []}', "follows the end"),
+    "deep": (b'{"traceEvents": [' + b"[" * 200_000, "trace"),
+    "cut gzip": (gzip.compress(b'{"traceEvents": [' + b"1," * 5000)[:-20], "cut short"),
+    "damaged gzip": (gzip.compress(b'{"traceEvents": []}')[:-8] + b"12345678", "damaged"),
+    "not quite gzip": (b"\x1f\x8bhello", "damaged"),
+    "long digits": (b'[{"ts": ' + b"9" * 9999 + b"}]", "no complete Chrome trace"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_file_that_is_no_trace_gets_one_line(tmp_path, capsys, name):
+    content, reason = BAD_FILES[name]
+    path = tmp_path / f"{name}.json"
+    path.write_bytes(content)
+    assert reason in refusal(path, capsys)
+
+
+def test_a_path_that_cannot_be_read_gets_one_line(tmp_path, capsys):
+    assert "no such file" in refusal(tmp_path / "missing.json", capsys)
+    assert "a folder" in refusal(tmp_path, capsys)
+
+
+def test_an_endless_value_is_given_up(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(trace, "CHUNK", 10)
+    monkeypatch.setattr(trace, "LONGEST_VALUE", 100)
+    path = tmp_path / "t.json"
+    path.write_text('{"traceEvents": ["' + "x" * 1000)
+    assert "no value ends within" in refusal(path, capsys)
+
+
+def test_a_trace_that_says_nothing_of_communication_gets_one_line(tmp_path, capsys):
+    step = Builder().host("ProfilerStep#1", 0, 100)
+    path = tmp_path / "t.json"
+    for build, reason in (
+            (Builder().op(ALL_REDUCE, 0, 5, 1), "no ProfilerStep"),
+            (Builder().host("ProfilerStep#1", 0, 100).op("gemm", 0, 5, 1), "no communication"),
+            (Builder().host("ProfilerStep#1", 0, 100).op(ALL_REDUCE, 0, 5, None), "has its launch"),
+            (Builder().host("ProfilerStep#1", 0, 100).op(ALL_REDUCE, 0, 5, 500), "inside a step"),
+            (step.host("backward", 0, 50), "no communication")):
+        assert reason in refusal(build.write(path), capsys)
+
+
+def test_every_bad_file_is_named_and_nothing_is_printed_of_the_good(tmp_path, capsys):
+    good = two_steps().write(tmp_path / "good.json")
+    assert trace.main([str(good), str(tmp_path / "x"), "--vs", str(tmp_path / "y"), str(good)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and [line.split(":")[0] for line in err.splitlines()] == [str(tmp_path / "x"), str(tmp_path / "y")]
+
+
+def test_a_trace_named_twice_in_a_set_is_refused(tmp_path, capsys):
+    path = two_steps().write(tmp_path / "t.json")
+    assert "twice" in refusal(path, capsys, path)
+
+
+# CPU ----------------------------------------------------------------------------------------------------------------
+
+def cpu_trace(launch_at=300):
+    build = Builder().host("ProfilerStep#1", 0, 1000).host("ProfilerStep#2", 1000, 2000)
+    for base in (0, 1000):
+        build.host("forward", base, base + 50).host("backward", base + 50, base + 90)  # the first micro-batch
+        build.host("forward", base + 100, base + 200).host("backward", base + 200, base + 600)
+        build.host("step", base + 610, base + 990)
+        build.host("launch late", base + launch_at, base + launch_at + 5)
+        build.host("launch early", base + 650, base + 655)
+        build.host("wait late", base + 700, base + 730).host("wait early", base + 800, base + 870)
+        build.host("update late", base + 730, base + 740).host("gather late", base + 740, base + 750)
+        build.host("gloo:all_reduce", base + 300, base + 500, tid=8)
+        build.host("gloo:all_reduce", base + 400, base + 700, tid=9)
+    return build
+
+
+def test_a_cpu_trace_tells_launches_against_backward_and_step(tmp_path):
+    analysis = analysed(cpu_trace(), tmp_path)
+    assert analysis["device"] == "cpu" and "comm_ms" not in analysis["total"]
+    for step in analysis["steps"]:
+        assert (step["launches"], step["launches_in_backward"], step["wait_ms"]) == (2, 1, 0.1)
+        assert (step["launch_after_backward_start_ms"], step["launch_after_backward_end_ms"]) == (0.1, -0.3)
+        assert step["launch_after_step_start_ms"] == -0.31
+        assert (step["gloo_ms"], step["gloo_in_backward_ms"]) == (0.4, 0.3)
+    total = analysis["total"]
+    assert (total["launches"], total["launches_in_backward"], total["wait_ms"]) == (4, 2, 0.2)
+
+
+def test_a_cpu_trace_without_our_ranges(tmp_path):
+    build = Builder().host("ProfilerStep#1", 0, 1000).host("Optimizer.step#SGD.step", 700, 900)
+    build.host("autograd::engine::evaluate_function: MmBackward0", 100, 200, cat="cpu_op")
+    build.host("autograd::engine::evaluate_function: AddBackward0", 300, 500, cat="cpu_op")
+    build.host("c10d::allreduce_", 400, 410, cat="cpu_op").host("c10d::_allgather_base_", 50, 60, cat="cpu_op")
+    (step,) = analysed(build, tmp_path)["steps"]
+    assert (step["launches"], step["launches_in_backward"], step["wait_ms"], step["gloo_ms"]) == (1, 1, None, None)
+    assert (step["launch_after_backward_start_ms"], step["launch_after_backward_end_ms"]) == (0.3, -0.1)
+    assert step["launch_after_step_start_ms"] == -0.3
+
+
+def test_our_gpu_traces_tell_both(tmp_path, capsys):
+    build = two_steps().host("backward", 300, 590).host("launch bank", 495, 511, tid=AUTOGRAD)
+    build.host("wait bank", 650, 660)
+    step = analysed(build, tmp_path)["steps"][0]
+    assert (step["b_ms"], step["launches_in_backward"], step["launch_after_backward_end_ms"]) == (-0.1, 1, -0.095)
+    assert trace.main([str(build.write(tmp_path / "t.json"))]) == 0
+    out = capsys.readouterr().out
+    assert "GPU idle" in out and "after backward end" in out
+
+
+def test_a_trace_of_the_installed_torch(tmp_path):
+    torch = pytest.importorskip("torch")
+    from torch.profiler import ProfilerActivity, profile, record_function, schedule
+    weight = torch.ones(8, 8, requires_grad=True)
+
+    def launch(parameter):
+        with record_function("launch bank"):
+            parameter.grad = None
+    weight.register_post_accumulate_grad_hook(launch)
+    once = schedule(wait=0, warmup=1, active=2, repeat=1)
+    with profile(activities=[ProfilerActivity.CPU], schedule=once) as profiler:
+        for _ in range(3):
+            with record_function("backward"):
+                (weight @ weight).sum().backward()
+            with record_function("step"), record_function("wait bank"):
+                pass
+            profiler.step()
+    path = tmp_path / "torch.json.gz"
+    profiler.export_chrome_trace(str(path))
+    analysis = trace.analyse(trace.read(str(path)))
+    assert [step["step"] for step in analysis["steps"]] == [1, 2]
+    for step in analysis["steps"]:
+        assert (step["launches"], step["launches_in_backward"]) == (1, 1)
+        assert step["launch_after_backward_start_ms"] > 0 > step["launch_after_backward_end_ms"]
+        assert step["wait_ms"] > 0
+
+
+# What is printed ----------------------------------------------------------------------------------------------------
+
+def test_the_table_shows_steps_totals_and_orphans(tmp_path, capsys):
+    assert trace.main([str(two_steps().write(tmp_path / "rank 0.json"))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    row = {line.split("  ")[0]: line.split() for line in lines}
+    assert row["step 5"][2:] == "1.000 0.800 0.400 0.300 0.100 0.200 0.150 -0.100 -0.100 1 1 1".split()
+    assert row["in all"][2:] == "2.000 1.400 0.500 0.500 0.100 0.400 0.400 - - 1 2 1".split()
+    (orphans,) = [line for line in lines if line.startswith("orphans")]
+    assert "1 GPU ops" in orphans and "1 ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL" in orphans
+
+
+def test_several_ranks_end_in_a_table_of_all(tmp_path, capsys):
+    paths = [two_steps().write(tmp_path / f"rank{rank}.json") for rank in range(2)]
+    assert trace.main(list(map(str, paths))) == 0
+    out = capsys.readouterr().out
+    assert "2 traces, in all" in out and out.count("rank1.json") == 2 and "\nmean" in out
+
+
+def moved(build, microseconds):
+    """Every second step's reduce-scatter later, which lengthens the exposed time."""
+    for event in build.events:
+        if event["name"] == REDUCE_SCATTER and event["ts"] == 2250:
+            event["dur"] += microseconds
+    return build
+
+
+def test_two_sets_are_compared_by_their_means(tmp_path, capsys):
+    before = [moved(two_steps(), extra).write(tmp_path / f"b{extra}.json") for extra in (100, 300)]
+    after = two_steps().write(tmp_path / "after.json")
+    comparison = figures(*before, "--vs", after, capsys=capsys)["comparison"]
+    assert comparison["total"]["exposed_ms"] == pytest.approx({"a": 0.6, "b": 0.4, "difference": -0.2})
+    assert comparison["total"]["comm_kernels reduce-scatter"] == {"a": 2, "b": 2, "difference": 0}
+    assert [step["exposed_ms"]["difference"] for step in comparison["steps"]] == pytest.approx([0, -0.2])
+    assert comparison["steps"][1]["b_ms"]["difference"] == 0 and comparison["notes"] == []
+    assert trace.main([str(before[1]), "--vs", str(after)]) == 0
+    row = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("exposed, ms")]
+    assert row == [["exposed,", "ms", "0.700", "0.400", "-0.300", "-42.9%"]]
+
+
+def test_sets_of_other_steps_are_paired_in_order_and_say_so(tmp_path, capsys):
+    path = two_steps().write(tmp_path / "a.json")
+    other = tmp_path / "b.json"
+    other.write_text(path.read_text().replace("ProfilerStep#5", "ProfilerStep#8").replace("ProfilerStep#6", "Step"))
+    comparison = figures(path, "--vs", other, capsys=capsys)["comparison"]
+    assert [(step["a_step"], step["b_step"]) for step in comparison["steps"]] == [(5, 8)]
+    assert len(comparison["notes"]) == 2
+
+
+def test_a_gpu_trace_is_not_compared_with_a_cpu_trace(tmp_path, capsys):
+    gpu, cpu = two_steps().write(tmp_path / "gpu.json"), cpu_trace().write(tmp_path / "cpu.json")
+    assert "one kind" in refusal(cpu, capsys, "--vs", gpu)
+    assert trace.main([str(gpu), str(cpu)]) == 0  # told one after the other they are
+
+
+def test_the_timeline_is_drawn_for_both_kinds(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    for name, build in (("gpu", two_steps()), ("cpu", cpu_trace())):
+        path, picture = build.write(tmp_path / f"{name}.json"), tmp_path / f"{name}.png"
+        assert trace.main([str(path), "--plot", str(picture)]) == 0
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        capsys.readouterr()
+    assert "--step takes one of 1, 2" in refusal(path, capsys, "--plot", picture, "--step", 9)
+    assert trace.main([str(path), "--plot", str(tmp_path / "no folder" / "x.png")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_the_timeline_measures_from_the_moments_that_b_and_d_name(tmp_path):
+    loaded = trace.read(str(two_steps().write(tmp_path / "t.json")))
+    gpu, host = trace.gpu_panel(loaded, 5), trace.host_panel(loaded, 5)
+    assert (gpu.first, host.first) == (-0.1, -0.1)
+    lanes = dict(gpu.lanes)
+    assert lanes["stream 9"] == [(-0.1, 0.1, "reduce-scatter"), (0.1, 0.2, "all-gather")]
+    assert Counter(key for _, _, key in lanes["stream 7"]) == {"compute": 1, "backward": 1, "memory": 1}
+    assert trace.telling_step(loaded) == 5
+    cpu = trace.host_panel(trace.read(str(cpu_trace().write(tmp_path / "c.json"))), 1)
+    assert cpu.first == -0.31 and [label for label, _ in cpu.lanes] == ["phases", "program's ranges", "gloo threads"]
+
+
+def test_it_runs_alone(tmp_path):
+    """By path, from anywhere, in an environment without packages; a closed pipe is no error."""
+    path = two_steps().write(tmp_path / "t.json")
+    command = [sys.executable, "-I", "-S", str(SCRIPT), str(path)]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"LC_ALL": "C"})
+    assert run.returncode == 0 and run.stderr == "" and "in all" in run.stdout
+    run = subprocess.run([*command, "--plot", "x.png"], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 2 and "matplotlib" in run.stderr and run.stderr.count("\n") == 1
+    run = subprocess.run(f"'{sys.executable}' '{SCRIPT}' '{path}' | true", shell=True, capture_output=True, text=True)
+    assert run.stderr == ""
