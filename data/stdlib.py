@@ -7,6 +7,7 @@ Another version of Python gives another corpus: losses compare only between runs
 """
 import argparse
 import hashlib
+import os
 import platform
 import sysconfig
 from pathlib import Path
@@ -39,11 +40,11 @@ def find_documents():
         raise DataError(f"no library sources in {root}: this Python keeps them zipped or ships none; "
                         "use a full installation of Python, or make shards of your own text with data/text.py")
     found = {}
-    for path in root.rglob("*"):
-        name = path.relative_to(root)
-        if path.suffix in TEXT_SUFFIXES and EXCLUDED.isdisjoint(name.parts) \
-                and not name.parts[0].startswith(BUILD_PREFIXES) and path.is_file():
-            found[name.as_posix()] = path.read_bytes()
+    for folder, folders, files in os.walk(root):
+        folders[:] = filter(is_wanted, folders)  # site-packages may be many times larger: not even entered
+        for path in (Path(folder, name) for name in filter(is_wanted, files)):
+            if path.suffix in TEXT_SUFFIXES:
+                found[path.relative_to(root).as_posix()] = path.read_bytes()
     try:
         from pydoc_data.topics import topics
         found |= {f"pydoc_data/topics/{topic}": text.encode() for topic, text in topics.items()}
@@ -56,6 +57,10 @@ def find_documents():
             documents[name] = content
             seen.add(content)
     return documents
+
+
+def is_wanted(name):
+    return name not in EXCLUDED and not name.startswith(BUILD_PREFIXES)
 
 
 def is_utf8(content):

@@ -215,7 +215,7 @@ LINES = b'{"text": "first"}\n{"text": "second"}\n'
     ("latin.jsonl", LINES + b'{"text": "\xe9"}\n', "latin.jsonl: not UTF-8 at byte 47"),
     ("broken.jsonl", LINES + b'{"text": \n', "broken.jsonl:3: not a line of JSON"),
     ("deep.jsonl", LINES + b"[" * 100_000 + b"\n", "deep.jsonl:3: not a line of JSON"),
-    ("other.jsonl", LINES + b'{"body": "x", "id": 1}\n', 'other.jsonl:3: no text in a field "text", but the fields body'),
+    ("other.jsonl", LINES + b'{"body": "x", "id": 1}\n', 'other.jsonl:3: no text in a field "text", but the fields'),
     ("number.jsonl", b'{"text": 1}\n', 'number.jsonl:1: no text in a field "text"'),
     ("list.jsonl", b'["text"]\n', "list.jsonl:1: no text in a field \"text\", but list"),
     ("single.jsonl", b'{"text": "only one"}\n', "no document begins in the last 10.00%"),
