@@ -1,0 +1,602 @@
+"""Reads run logs: every form the speedrun community has written since 2024, and this project's own.
+
+    python records/logs.py PATH...            one line for every run and file: used, rejected, or a duplicate, and why
+    python records/logs.py --json PATH...     the same for programs
+
+A PATH is a log (.gz too) or a folder, which is searched with its subfolders (those that begin with a dot are left
+out). Nothing is guessed and nothing is dropped without a word: a run is used, or its file is named with the reason.
+
+What counts as a run:
+- Only lines after the last separator, a line of exactly 100 `=`. What stands before may be a script that quotes a log.
+- The source is the first text that ends at a separator; files that open with a separator hold it after that one.
+  Its SHA-256 is taken with line ends as \\n, so that a copy that went through Windows keeps its hash.
+- A step counter that falls back begins another run in the same file. Each run is judged on its own.
+- A run is complete if its last validation is at the step that it stated as its total. llm.c's form states no total:
+  there completeness cannot be known (None), unless training lines follow the last validation.
+- Its loss is `val_loss` (llm.c: `tel`) and its time is `train_time`, both of the last validation line.
+
+This file needs nothing but the standard library.
+"""
+
+import argparse
+import gzip
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+import sys
+import zlib
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+SEPARATOR = b"=" * 100
+BLOCK = 1 << 20  # bytes read at a time; a longer line cannot be a log line
+MOST_LINES = 100_000  # runs or validation lines in one file, and
+MOST_NOTES = 20  # notes on one run: they bound the memory that a hostile file can take
+DOCUMENTS = {".md", ".markdown", ".rst", ".py", ".ipynb", ".json", ".jsonl", ".csv", ".tsv", ".html", ".pdf",
+             ".yaml", ".yml", ".toml", ".sh", ".png", ".jpg", ".svg"}  # they may quote a log's lines, and are none
+
+# Why something was not used. Every other rejection is a fact about a run; UNREADABLE is one about the input.
+UNREADABLE, NOT_A_LOG, INCOMPLETE, NOT_FINITE = "unreadable", "not a log", "incomplete", "not finite"
+
+_LINE = re.compile(rb"""^(?:step|s):(\d{1,18})(?:/(\d{1,18}))?\ ((?:train_loss:\S+\ )?(?:train_time:(\d+)ms\b)?.*)$
+                     |^((?:step:|s:\d|\{"run_id"|\{"end"|error:).*)$""", re.M | re.X)
+_NUMBER = re.compile(r"[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|nan|inf(?:inity)?)", re.I)
+_LAST_FIELD = re.compile(rb"[^\s:]+:\S*?(\.\d+)?(ms|s)?$")
+_GPU_ROW = re.compile(rb"^\|\s+(\d+)\s+[^|]*\|\s+[0-9A-Fa-f]{8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.", re.M)
+_WORLD_SIZE = re.compile(rb"\bworld_size ?[=:] ?(\d+)")
+
+
+class Validation(NamedTuple):
+    """One validation line; time_ms is None where the line states none, extras holds its further fields."""
+    step: int
+    loss: float
+    time_ms: float | None
+    extras: dict
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that can be used. index_in_file counts from 1; start and end are this project's JSON lines, if any.
+
+    complete is None where the form states no total. clock_falls holds the steps at which train_time was less than
+    before: once, early, is the community's reset after warm-up."""
+    path: str
+    index_in_file: int
+    source_sha256: str | None
+    stated_steps: int | None
+    validations: tuple[Validation, ...]
+    last_step: int
+    final_loss: float
+    loss_decimals: int
+    train_time_ms: float | None
+    gpus: int | None
+    complete: bool | None
+    clock_falls: tuple[int, ...]
+    notes: tuple[str, ...]
+    start: dict | None
+    end: dict | None
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A file (index_in_file None) or one run of it that cannot be used; start as in Run, where the run has one."""
+    path: str
+    reason: str
+    kind: str
+    index_in_file: int | None = None
+    start: dict | None = None
+
+
+@dataclass(frozen=True)
+class Duplicate:
+    """A file (index_in_file None) or a run that was met before, under original_path, and is not counted again."""
+    path: str
+    index_in_file: int | None
+    original_path: str
+    reason: str
+
+
+@dataclass
+class Logs:
+    """All that a reading found, in the order of the paths."""
+    runs: list[Run] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
+    duplicates: list[Duplicate] = field(default_factory=list)
+
+
+def read(paths):
+    """Reads logs and folders of logs.
+
+    Never raises for what stands in or is wrong with a path: see Logs.rejected."""
+    logs, seen_files, seen_contents = Logs(), {}, {}
+    for path in _files(paths, logs.rejected):
+        identity = os.path.realpath(path)
+        if identity in seen_files:
+            logs.duplicates.append(Duplicate(path, None, seen_files[identity], "the same file, named twice"))
+            continue
+        seen_files[identity] = path
+        runs, rejected, digest = read_file(path)
+        if digest in seen_contents:
+            logs.duplicates.append(Duplicate(path, None, seen_contents[digest], "byte-identical"))
+            continue
+        if digest:
+            seen_contents[digest] = path
+        logs.runs += runs
+        logs.rejected += rejected
+    logs.runs, same = _without_copies(logs.runs)
+    logs.duplicates += same
+    return logs
+
+
+def read_file(path):
+    """Reads one file -> (runs, rejected, digest of the contents or None where there are none to compare)."""
+    name = os.path.basename(path).lower().removesuffix(".gz")
+    stem, suffix = os.path.splitext(name)
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return _refused(path, UNREADABLE, "not a regular file; name a log file or a folder")
+        if suffix in DOCUMENTS or stem == "readme":
+            what = f"a {suffix} file" if suffix in DOCUMENTS else "a README"
+            return _refused(path, NOT_A_LOG, f"{what}; rename it to .txt if it is a run's log")
+        with open(path, "rb", buffering=0) as file:
+            zipped = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            return _parse(path, gzip.GzipFile(fileobj=file) if zipped else file)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        return _refused(path, UNREADABLE, f"broken gzip file ({error}); copy it again from where it was made")
+    except OSError as error:
+        return _refused(path, UNREADABLE, f"cannot be read ({error.strerror or error}); check the path and its rights")
+
+
+def _refused(path, kind, reason):
+    return [], [Rejected(path, f"{kind}: {reason}", kind)], None
+
+
+def _files(paths, rejected):
+    for path in paths:
+        path = os.fspath(path)
+        if not os.path.isdir(path):
+            yield path
+            continue
+        found = False
+        problems = []
+        for folder, subfolders, names in os.walk(path, onerror=problems.append):
+            subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+            for name in sorted(names):
+                found = True
+                yield os.path.join(folder, name)
+        for problem in problems:
+            rejected.append(Rejected(problem.filename, f"unreadable: folder ({problem.strerror}); check its rights",
+                                     UNREADABLE))
+        if not found and not problems:
+            rejected.append(Rejected(path, "not a log: a folder without files; name the folder that holds the logs",
+                                     NOT_A_LOG))
+
+
+def _without_copies(runs):
+    """Runs met once each, and the others as duplicates.
+
+    A console capture or a summary holds the same run's lines as its log, or some of them: two runs are one if they
+    end in the same validation line and one has no validation that the other has not. The fuller one stays. A lone
+    loss without a time is no evidence: two runs can share it."""
+    lines = [{validation[:3] for validation in run.validations} for run in runs]
+    originals, copies, by_ending = {}, {}, {}
+    for i in sorted(range(len(runs)), key=lambda i: (-len(lines[i]), runs[i].source_sha256 is None, i)):
+        ending = runs[i].validations[-1][:3]
+        telling = len(lines[i]) > 1 or runs[i].train_time_ms is not None
+        original = next((j for j in by_ending.get(ending, ()) if lines[i] <= lines[j]), None) if telling else None
+        if original is None:
+            originals[i] = runs[i]
+            by_ending.setdefault(ending, []).append(i)
+        else:
+            copies[i] = Duplicate(runs[i].path, runs[i].index_in_file, runs[original].path,
+                                  f"the same run as run {runs[original].index_in_file} there, line for line")
+    return [originals[i] for i in sorted(originals)], [copies[i] for i in sorted(copies)]
+
+
+class _Notes(dict):
+    """Texts in order, each once."""
+
+    def add(self, text):
+        if len(self) < MOST_NOTES:
+            self[text] = None
+        else:
+            self["and more notes of these kinds"] = None
+
+
+class _OpenRun:
+    """A run whose lines are still being read."""
+
+    def __init__(self, start=None):
+        self.start, self.end = start, None
+        self.stated = b""  # the total as it stands in the lines, which is compared on every line; None if they have none
+        self.first_step = self.last_step = None
+        self.validations, self.validation_text = [], None
+        self.trained_on = False  # training lines followed the last validation
+        self.clock, self.clock_falls = -math.inf, []
+        self.notes, self.error = _Notes(), None
+
+    def went_on(self, step, total, time_ms, rest):
+        """Takes a training line that brings no surprise, as all but a few lines are; False if there is one."""
+        if total != self.stated or step < self.last_step or time_ms < self.clock or b"val_loss:" in rest:
+            return False
+        self.last_step, self.clock, self.trained_on = step, time_ms, True
+        return True
+
+
+class _Reader:
+    """Takes a file in pieces and keeps what counts: its source, its environment, and the runs after the separator."""
+
+    def __init__(self, path):
+        self.path = path
+        self.source, self.source_hash, self.blank = None, hashlib.sha256(), True
+        self.environment = b""
+        self.quoted = 0  # validation lines between the source and the last separator
+        self.forget_runs()
+
+    def forget_runs(self):
+        self.run, self.closed, self.validations, self.notes = None, [], 0, _Notes()
+
+    def take(self, text, terminated=True):
+        """Takes whole lines, with line ends as \\n; terminated is False for a last line without a line end."""
+        at = 0
+        for begin, end in _separators(text):
+            if self.source is None:
+                self.source_text(text[at:begin])
+            else:
+                self.lines(text[at:begin])
+            self.separator()
+            at = end
+        self.source_text(text[at:])
+        self.lines(text[at:], terminated)
+
+    def source_text(self, text):
+        """Takes a piece of what may turn out to be the source: only a separator after it tells."""
+        if self.source is None:
+            self.source_hash.update(text)
+            self.blank = self.blank and not text.strip()
+
+    def separator(self):
+        if self.source is None and not self.blank:
+            self.source, self.environment = self.source_hash.hexdigest(), b""
+        else:
+            self.quoted += self.validations
+        self.forget_runs()
+
+    def lines(self, text, terminated=True):
+        """Takes what may turn out to be the run's lines: only a separator after them tells that they are not."""
+        whole = text if terminated else text[:text.rfind(b"\n") + 1]
+        if self.run is None and len(self.environment) < BLOCK:
+            first = _LINE.search(whole)
+            self.environment += text[:first.start()] if first else text
+        for match in _LINE.finditer(whole):
+            step, total, rest, plain_ms, other = match.groups()
+            if plain_ms and self.run and self.run.went_on(int(step), total, int(plain_ms), rest):
+                continue
+            if other is None:
+                self.step_line(int(step), total, rest)
+            else:
+                self.other_line(other)
+        if not terminated:
+            self.unterminated(text[len(whole):])
+
+    def step_line(self, step, total, rest):
+        validation = _validation(step, rest) if b"val_loss:" in rest or b"tel:" in rest else None
+        run = self.run
+        if validation is False or b":" not in rest:
+            (run.notes if run else self.notes).add(f"not understood, left out: {_show(rest)!r} at step {step}")
+            return
+        repeated = validation and run and run.validations and run.validations[-1].step == step
+        if run is None or (run.last_step is not None and step < run.last_step):
+            run = self.begin_run()
+        elif repeated and len(run.validations) == 1 and not run.trained_on:
+            run = self.begin_run()  # a start that came to nothing and another, or a list of results
+        elif repeated:
+            run.notes.add(f"validated more than once at step {step}: the last one counts")
+        if run.first_step is None:
+            run.first_step, run.stated = step, total
+        if total != run.stated:
+            run.notes.add(f"the stated total changed from {_show(run.stated)} to {_show(total)} at step {step}")
+            run.stated = total
+        run.last_step = step
+        if validation:
+            run.validations.append(validation)
+            run.validation_text, run.trained_on = rest, False
+            time_ms = validation.time_ms
+            self.validations += 1
+        else:
+            run.trained_on = True
+            time_ms = _train_time(rest)
+        if time_ms is not None:
+            if time_ms < run.clock and len(run.clock_falls) < MOST_LINES:
+                run.clock_falls.append(step)
+            run.clock = time_ms
+        if self.validations > MOST_LINES:
+            raise _TooMuch
+
+    def other_line(self, line):
+        notes = self.run.notes if self.run else self.notes
+        if line.startswith(b"{"):
+            try:
+                content = json.loads(line)
+            except (ValueError, RecursionError):
+                notes.add(f"a JSON line that cannot be read, left out: {_show(line)!r}")
+                return
+            if "run_id" in content:
+                self.begin_run(content)
+            elif self.run and isinstance(content["end"], dict):
+                self.run.end = content["end"]
+        elif not line.startswith(b"error:"):
+            notes.add(f"not understood, left out: {_show(line)!r}")
+        elif self.run:
+            self.run.error = _show(line)
+        else:
+            notes.add(_show(line))
+
+    def unterminated(self, line):
+        """Keeps a last line without a line end only if nothing can be missing from it."""
+        match = _LINE.match(line)
+        if match and match[3] and self.run and _is_whole(match[3], self.run.validation_text):
+            self.step_line(int(match[1]), match[2], match[3])
+        elif match and match[5] and match[5].startswith(b"{") and line.endswith(b"}"):
+            self.other_line(line)
+        elif match or (line and (b"step:".startswith(line) or b"s:".startswith(line))):
+            (self.run.notes if self.run else self.notes).add(f"the last line is cut off and dropped: {_show(line)!r}")
+
+    def begin_run(self, start=None):
+        self.close_run()
+        if len(self.closed) >= MOST_LINES:
+            raise _TooMuch
+        self.run = _OpenRun(start)
+        return self.run
+
+    def close_run(self):
+        if self.run:
+            self.closed.append(self.run)
+        self.run = None
+
+    def finish(self):
+        """-> (runs, rejected)"""
+        self.close_run()
+        if not self.closed:
+            where = " after the last separator" if self.source else ""
+            why = [f"not a log: no line 'step:N/TOTAL val_loss:X' or 's:N tel:X'{where}", *self.notes]
+            return [], [Rejected(self.path, "; ".join(why), NOT_A_LOG)]
+        if self.quoted:
+            self.notes.add(f"{self.quoted} validation lines before the last separator do not count")
+        runs, rejected = [], []
+        for index, run in enumerate(self.closed, 1):
+            outcome = self.judge(run, index)
+            (runs if isinstance(outcome, Run) else rejected).append(outcome)
+        return runs, rejected
+
+    def judge(self, run, index):
+        total = int(run.stated) if run.stated else None
+        notes = [*self.notes, *run.notes]
+        last = run.validations[-1] if run.validations else None
+        of_total = "" if total is None else f" of {total}"
+        kind, why = INCOMPLETE, None
+        bad = next((v for v in run.validations if not math.isfinite(v.loss)), None)
+        if bad:
+            kind, why = NOT_FINITE, f"val_loss is {bad.loss} at step {bad.step}{of_total}"
+        elif last is None:
+            reached = f"step {run.last_step}{of_total}" if run.last_step is not None else "no step"
+            why = f"incomplete: no validation line; it reached {reached}"
+        elif total is not None and last.step != total:
+            why = f"incomplete: the last validation is at step {last.step}{of_total}"
+            if run.last_step != last.step:
+                why += f", training lines go on to step {run.last_step}"
+        elif total is None and run.trained_on:
+            why = (f"incomplete: training lines go on to step {run.last_step} after the last validation at step "
+                   f"{last.step}")
+        if why:
+            details = ([run.error] if run.error else []) + notes
+            return Rejected(self.path, "; ".join([why, *details]), kind, index, run.start)
+
+        if total is None:
+            notes.append("this form states no total: whether the run is complete cannot be known")
+        if last.time_ms is None:
+            notes.append("the last validation line states no train_time")
+        if run.clock_falls:
+            notes.append(f"train_time falls back at step {', '.join(map(str, run.clock_falls[:5]))}"
+                         + (f" and {len(run.clock_falls) - 5} more" if len(run.clock_falls) > 5 else ""))
+        if index > 1 and run.first_step > 1:
+            notes.append(f"begins at step {run.first_step}")
+        other_losses = [key for key in last.extras if key.startswith("val") and key.endswith("loss")]
+        if other_losses:
+            notes.append(f"also logs {', '.join(other_losses)}; the loss is val_loss")
+        if run.start and not run.end:
+            notes.append("its end line is missing: the run stopped after the last validation")
+        decimals = len(re.search(rb"(?:^|\s)(?:val_loss|tel):[^\s.]*\.?(\d*)", run.validation_text)[1])
+        final = (run.end or {}).get("final_val_loss")
+        if isinstance(final, (int, float)) and not abs(final - last.loss) <= 0.51 * 10 ** -decimals:
+            notes.append(f"its end line states final_val_loss {final}, its last validation {last.loss}")
+        return Run(path=self.path, index_in_file=index, source_sha256=self.source, stated_steps=total,
+                   validations=tuple(run.validations), last_step=run.last_step, final_loss=last.loss,
+                   loss_decimals=decimals, train_time_ms=last.time_ms, gpus=self.gpus(run),
+                   complete=None if total is None else True, clock_falls=tuple(run.clock_falls), notes=tuple(notes),
+                   start=run.start, end=run.end)
+
+    def gpus(self, run):
+        """GPUs that the run used, as far as the log tells: its ranks, its world_size, or the rows of nvidia-smi."""
+        if run.start and isinstance(run.start.get("ranks"), int):
+            return run.start["ranks"]
+        world = _WORLD_SIZE.search(self.environment)
+        if world:
+            return int(world[1])
+        return len(set(_GPU_ROW.findall(self.environment))) or None
+
+
+class _TooMuch(Exception):
+    """The file holds more runs or validation lines than any log."""
+
+
+def _parse(path, file):
+    reader, digest, size = _Reader(path), hashlib.sha256(), 0
+    rest, overlong = b"", False
+    while block := file.read(BLOCK):
+        if not size and block[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            return _refused(path, UNREADABLE, "UTF-16 text; convert it to UTF-8")
+        if not size and b"\0" in block[:4096]:
+            return _refused(path, NOT_A_LOG, "a binary file")
+        size += len(block)
+        digest.update(block)
+        text = rest + block
+        if overlong:  # inside a line that is no log line: the source may hold it, and nothing else
+            end = text.find(b"\n") + 1
+            reader.source_text(text[:end] if end else text)
+            overlong, text = not end, text[end:] if end else b""
+        end = text.rfind(b"\n") + 1
+        if end:
+            try:
+                reader.take(_unix(text[:end]))
+            except _TooMuch:
+                return _refused(path, NOT_A_LOG, f"more than {MOST_LINES:,} runs or validation lines")
+        rest = text[end:]
+        if len(rest) > BLOCK:
+            reader.source_text(rest)
+            reader.notes.add(f"a line of more than {BLOCK:,} bytes is left out")
+            rest, overlong = b"", True
+    if not size:
+        return _refused(path, NOT_A_LOG, "an empty file")
+    if rest:
+        reader.take(_unix(rest), terminated=rest.endswith(b"\r"))
+    return *reader.finish(), digest.digest()
+
+
+def _unix(text):
+    return text.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in text else text
+
+
+def _separators(text):
+    """Yields (begin, end) of every separator line of text, its line end included."""
+    at = text.find(SEPARATOR)
+    while at >= 0:
+        end = at + len(SEPARATOR)
+        if (at == 0 or text[at - 1] == 10) and text[end:end + 1] in (b"\n", b""):
+            yield at, end + 1
+        at = text.find(SEPARATOR, max(end, text.find(b"\n", at)))
+
+
+def _fields(rest):
+    """`key:value` words of a line as a dict of str; None if a key comes twice. Words without a colon are left out."""
+    pairs = [word.partition(":")[::2] for word in rest.decode("utf-8", "replace").split() if ":" in word]
+    fields = dict(pairs)
+    return fields if len(fields) == len(pairs) else None
+
+
+def _validation(step, rest):
+    """The validation that a line holds; None if it holds none, False if it holds one that cannot be read."""
+    fields = _fields(rest)
+    if fields is None:
+        return False
+    key = "val_loss" if "val_loss" in fields else "tel"
+    if key not in fields:
+        return None
+    loss = _number(fields.pop(key))
+    if loss is None:
+        return False
+    fields.pop("train_time", None)
+    fields.pop("step_avg", None)
+    extras = {name: text if _number(text) is None else _number(text) for name, text in fields.items()}
+    return Validation(step, loss, _train_time(rest), extras)
+
+
+def _number(text):
+    return float(text) if _NUMBER.fullmatch(text) else None
+
+
+def _train_time(rest):
+    """The milliseconds of a line's train_time, or None."""
+    at = rest.find(b"train_time:")
+    if at < 0 or (at and rest[at - 1] != 32):
+        return None
+    word = rest[at + 11:].split(None, 1)[0] if at + 11 < len(rest) else b""
+    scale, digits = (1, word[:-2]) if word.endswith(b"ms") else (1000, word[:-1]) if word.endswith(b"s") else (0, b"")
+    try:
+        time_ms = round(float(digits) * scale, 6)
+    except ValueError:
+        return None
+    return time_ms if math.isfinite(time_ms) else None
+
+
+def _is_whole(rest, earlier):
+    """Whether a line without a line end can be taken for whole, by the run's earlier validation line (or None)."""
+    if not (_fields(earlier or b"") or {}).keys() <= (_fields(rest) or {}).keys():
+        return False
+    last = _LAST_FIELD.search(rest)
+    if last is None:
+        return b":" not in (rest.split() or [b":"])[-1]  # a word after the fields: they are whole
+    decimals, unit = last.groups()
+    model = _LAST_FIELD.search(earlier or b"")
+    return unit is not None if model is None else unit == model[2] and bool(unit or len(decimals or b"") ==
+                                                                           len(model[1] or b""))
+
+
+def _show(text):
+    text = b"none" if text is None else text
+    return text[:80].decode("utf-8", "replace") + ("..." if len(text) > 80 else "")
+
+
+def printable(path):
+    """A path as text that any terminal takes, on one line."""
+    return os.fsencode(path).decode("utf-8", "replace").replace("\n", "\\n").replace("\r", "\\r")
+
+
+def outcomes(logs):
+    """Rows (path, run, outcome, steps, loss, seconds, GPUs, source, remark) as text, one for each run and file."""
+    rows = []
+    for run in logs.runs:
+        steps = str(run.last_step) if run.stated_steps is None else f"{run.last_step}/{run.stated_steps}"
+        seconds = "-" if run.train_time_ms is None else f"{run.train_time_ms / 1000:.3f}"
+        rows.append((run.path, str(run.index_in_file), "used", steps, f"{run.final_loss:.{run.loss_decimals}f}", seconds,
+                     str(run.gpus or "-"), (run.source_sha256 or "-")[:8], "; ".join(run.notes)))
+    for item in logs.rejected:
+        rows.append((item.path, str(item.index_in_file or "-"), "rejected", "-", "-", "-", "-", "-", item.reason))
+    for item in logs.duplicates:
+        remark = f"{item.reason}: {printable(item.original_path)}"
+        rows.append((item.path, str(item.index_in_file or "-"), "duplicate", "-", "-", "-", "-", "-", remark))
+    return sorted((printable(row[0]), *row[1:]) for row in rows)
+
+
+def columns(rows):
+    """Rows of text as lines, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description="Lists every run log and what became of it.")
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="a log, a .gz of one, or a folder of them")
+    parser.add_argument("--json", action="store_true", help="print all that was read, for programs")
+    options = parser.parse_args(arguments)
+    logs = read(options.paths)
+    if options.json:
+        print(json.dumps({"runs": [{**asdict(run), "validations": [v._asdict() for v in run.validations]}
+                                   for run in logs.runs],
+                          "rejected": [asdict(item) for item in logs.rejected],
+                          "duplicates": [asdict(item) for item in logs.duplicates]}, indent=1))
+    else:
+        header = ("file", "run", "outcome", "steps", "val_loss", "seconds", "GPUs", "source", "remark")
+        print("\n".join(columns([header, *outcomes(logs)])))
+        print(f"{len(logs.runs)} runs used, {len(logs.rejected)} rejected, {len(logs.duplicates)} duplicates")
+    unreadable = any(item.kind == UNREADABLE for item in logs.rejected)
+    return 0 if logs.runs and not unreadable else 2
+
+
+def run_main(main):
+    """Calls main() and exits with its status; a reader that goes away (`| head`) is no error."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    run_main(main)

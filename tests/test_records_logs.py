@@ -1,0 +1,451 @@
+"""records/logs.py: every form of log and every trap met in the wild, each from a log that the test writes itself."""
+
+import gzip
+import hashlib
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies
+
+RECORDS = Path(__file__).resolve().parent.parent / "records"
+sys.path.insert(0, str(RECORDS))
+import logs  # noqa: E402
+
+SEPARATOR = "=" * 100
+GPU_TABLE = """\
++-----------------------------------------------------------------------------------------+
+| NVIDIA-SMI 570.158.01             Driver Version: 570.158.01     CUDA Version: 12.8     |
+|=========================================+========================+======================|
+{rows}
+|=========================================================================================|
+|    0   N/A  N/A           48189      C   /usr/local/bin/python                  1510MiB |
++-----------------------------------------------------------------------------------------+
+"""
+
+
+def gpu_table(gpus):
+    row = "|   {0}  NVIDIA H100 80GB HBM3          On  |   00000000:6{0}:00.0 Off |                    0 |"
+    return GPU_TABLE.format(rows="\n".join(row.format(i) for i in range(gpus)))
+
+
+def common(loss="3.2775", total=20, every=5, time_ms=2000, seed=0):
+    """The lines of one run in the common form, its last validation as told."""
+    draw = random.Random(f"{loss} {time_ms} {seed}")
+    lines, clock = [], 0
+    for step in range(total + 1):
+        if step == total:
+            lines.append(f"step:{step}/{total} val_loss:{loss} train_time:{time_ms}ms step_avg:{time_ms / total:.2f}ms")
+        elif step % every == 0:
+            shown = f"{10 - 6 * step / total + draw.random() / 9:.4f}"
+            lines.append(f"step:{step}/{total} val_loss:{shown} train_time:{clock}ms step_avg:{clock / max(step, 1):.2f}ms")
+        if step < total:
+            clock = time_ms * (step + 1) // total - draw.randrange(3)
+            lines.append(f"step:{step + 1}/{total} train_time:{clock}ms step_avg:{clock / (step + 1):.2f}ms")
+    return lines
+
+
+def text(lines, source="import torch\n", environment="Running PyTorch 2.10\n" + gpu_table(8), ending="\n"):
+    parts = [source.rstrip("\n"), SEPARATOR, environment, SEPARATOR, *lines,
+             "peak memory allocated: 29244 MiB reserved: 44256 MiB"]
+    return ending.join("\n".join(parts).split("\n")) + ending
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content, name="log.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(path)
+    return write
+
+
+def only_run(path):
+    found = logs.read([path])
+    assert not found.rejected and not found.duplicates and len(found.runs) == 1, found
+    return found.runs[0]
+
+
+def only_rejection(path):
+    found = logs.read([path])
+    assert not found.runs and not found.duplicates and len(found.rejected) == 1, found
+    return found.rejected[0]
+
+
+# Forms
+
+def test_the_common_form(write):
+    run = only_run(write(text(common("3.2754", 2245, 250, 137554))))
+    assert (run.final_loss, run.loss_decimals, run.train_time_ms) == (3.2754, 4, 137554)
+    assert (run.stated_steps, run.last_step, run.complete, run.gpus) == (2245, 2245, True, 8)
+    assert [v.step for v in run.validations] == [*range(0, 2245, 250), 2245]
+    assert run.validations[0].time_ms == 0 and run.notes == () and run.clock_falls == ()
+    assert run.source_sha256 == hashlib.sha256(b"import torch\n").hexdigest()
+
+
+def test_the_form_with_train_loss(write):
+    lines = ["step:0/3 val_loss:10.9264 train_time:285ms step_avg:nanms",
+             *(f"step:{i}/3 train_loss:9.1 train_time:{70 + i}ms step_avg:nanms" for i in (1, 2, 3)),
+             "step:3/3 val_loss:3.2785 train_time:80ms step_avg:26.67ms"]
+    run = only_run(write(text(lines)))
+    assert (run.final_loss, run.train_time_ms, run.last_step) == (3.2785, 80, 3)
+    assert run.clock_falls == (1,) and run.notes == ("train_time falls back at step 1",)
+
+
+def test_the_form_in_seconds_with_further_fields(write):
+    run = only_run(write(text(["step:125/250 val_loss:4.51874 train_time:24.082s step_avg:192.66ms",
+                               "step:250/250 val_loss:3.512345 val_ema_loss:3.4 ema_beta:0.99 mode:fast "
+                               "train_time:541.343s step_avg:1ms final_eval"])))
+    assert (run.final_loss, run.loss_decimals, run.train_time_ms) == (3.512345, 6, 541343)
+    assert run.validations[-1].extras == {"val_ema_loss": 3.4, "ema_beta": 0.99, "mode": "fast"}
+    assert run.notes == ("also logs val_ema_loss; the loss is val_loss",)
+
+
+def test_llm_c_states_no_total_and_no_time(write):
+    run = only_run(write("s:0 tel:10.968871\ns:0 trl:10.9\ns:1 trl:9.5\ns:2 tel:3.2950\n"))
+    assert (run.final_loss, run.complete, run.stated_steps, run.train_time_ms) == (3.2950, None, None, None)
+    assert run.loss_decimals == 4 and run.gpus is None and run.source_sha256 is None
+    assert any("cannot be known" in note for note in run.notes)
+
+
+def test_llm_c_that_went_on_training_is_incomplete(write):
+    rejection = only_rejection(write("s:0 tel:10.9\ns:0 trl:10.9\ns:1 trl:9.5\n"))
+    assert rejection.kind == logs.INCOMPLETE and "training lines go on to step 1" in rejection.reason
+
+
+def test_our_own_json_lines(write):
+    start = {"run_id": "x", "seed": 7, "ranks": 2, "target_val_loss": 3.28}
+    end = {"end": {"final_val_loss": 3.27752, "peak_memory_mib": 12}}
+    run = only_run(write(text([json.dumps(start), *common(), json.dumps(end)])))
+    assert run.start == start and run.end == end["end"] and run.gpus == 2 and run.notes == ()
+    end["end"]["final_val_loss"] = 3.2774
+    run = only_run(write(text([json.dumps(start), *common(), json.dumps(end)])))
+    assert run.notes == ("its end line states final_val_loss 3.2774, its last validation 3.2775",)
+    run = only_run(write(text([json.dumps(start), *common()])))
+    assert run.notes == ("its end line is missing: the run stopped after the last validation",)
+
+
+def test_our_own_failed_run_is_named_with_its_error(write):
+    rejection = only_rejection(write(text(['{"run_id": "x"}', *common()[:9], "error: out of memory"])))
+    assert rejection.start == {"run_id": "x"} and rejection.reason.endswith("; error: out of memory")
+    rejection = only_rejection(write(text(['{"run_id": "y"}']), "b.txt"))
+    assert rejection.reason == "incomplete: no validation line; it reached no step"
+
+
+@pytest.mark.parametrize("decimals", [4, 5, 6])
+def test_decimals_are_kept(write, decimals):
+    assert only_run(write(text(common(f"{3.25:.{decimals}f}")))).loss_decimals == decimals
+
+
+# Separators and the source
+
+@pytest.mark.parametrize("content, source", [
+    ("{lines}", None),
+    ("{bar}{lines}", None),
+    ("src\n{bar}{lines}", "src\n"),
+    ("src\n{bar}env\n{bar}{lines}", "src\n"),
+    ("{bar}src\n{bar}env\n{bar}{lines}", "src\n"),
+    ("{bar}src\n{bar}env\n{bar}more\n{bar}{lines}", "src\n"),
+    ("src\n{bar}env\n{bar}more\n{bar}and more\n{bar}{lines}", "src\n"),
+    ("print('=' * 100) #{bar}x = 1\n {bar}={bar}|{bar}src\n{bar}env\n{bar}{lines}",
+     "print('=' * 100) #{bar}x = 1\n {bar}={bar}|{bar}src\n"),
+])
+def test_the_source_is_the_first_text_that_ends_at_a_separator(write, content, source):
+    bar = SEPARATOR + "\n"
+    run = only_run(write(content.format(bar=bar, lines="\n".join(common()) + "\n")))
+    assert run.source_sha256 == (source and hashlib.sha256(source.format(bar=bar).encode()).hexdigest())
+    assert run.final_loss == 3.2775 and run.notes == ()
+
+
+def test_look_alikes_in_the_source_do_not_count(write):
+    quoted = "'''\n" + "\n".join(common("9.9999")) + "\n" + '{"run_id": "quoted"}\n' + gpu_table(3) + "'''\n"
+    run = only_run(write(text(common(), source=quoted)))
+    assert run.final_loss == 3.2775 and run.gpus == 8 and run.index_in_file == 1 and run.start is None
+
+
+def test_a_run_before_the_last_separator_does_not_count_but_is_named(write):
+    run = only_run(write(text(common("3.1000")) + text(common("3.2000"))))
+    assert run.final_loss == 3.2 and run.notes == ("5 validation lines before the last separator do not count",)
+
+
+def test_a_file_larger_than_a_block(write, monkeypatch):
+    content = text(common("3.2754", 2245, 250, 137554), source="x = 1\n" * 300)
+    whole = only_run(write(content))
+    for block in (64, 101, 4096):
+        monkeypatch.setattr(logs, "BLOCK", block)
+        run = only_run(write(content))
+        assert (run.source_sha256, run.validations) == (whole.source_sha256, whole.validations)
+
+
+# GPUs
+
+def test_gpus_come_from_ranks_world_size_or_the_table(write):
+    assert only_run(write(text(common(), environment=gpu_table(1)))).gpus == 1
+    assert only_run(write(text(common(), environment="Running on H100 with world_size=4\n" + gpu_table(8)))).gpus == 4
+    assert only_run(write(text(common(), environment="a CPU\n"))).gpus is None
+
+
+# Several runs in a file, and the clock
+
+def test_a_counter_that_falls_back_begins_another_run(write):
+    found = logs.read([write(text(common("3.2775") + common("3.2779", time_ms=2002) + common("3.3")[:13]))])
+    assert [(run.index_in_file, run.final_loss) for run in found.runs] == [(1, 3.2775), (2, 3.2779)]
+    assert [(item.index_in_file, item.kind) for item in found.rejected] == [(3, logs.INCOMPLETE)]
+
+
+def test_an_own_start_line_begins_another_run(write):
+    lines = ['{"run_id": "a"}', *common("3.3")[:9], '{"run_id": "b"}', *common()]
+    found = logs.read([write(text(lines))])
+    assert found.runs[0].start == {"run_id": "b"} and found.rejected[0].start == {"run_id": "a"}
+
+
+def test_a_start_that_came_to_nothing_and_another(write):
+    found = logs.read([write(text([common()[0].replace("10.", "10.9"), *common()]))])
+    assert len(found.runs) == 1 and found.rejected[0].reason == "incomplete: the last validation is at step 0 of 20"
+
+
+def test_a_resumed_run_is_noted(write):
+    found = logs.read([write(text(common()[:19] + common()[13:]))])
+    assert found.runs[0].notes == ("begins at step 11",) and found.rejected[0].kind == logs.INCOMPLETE
+
+
+def test_validating_twice_at_one_step_is_one_run(write):
+    run = only_run(write(text([*common("3.2775"), "step:20/20 val_loss:3.2701 train_time:2000ms step_avg:1ms"])))
+    assert run.final_loss == 3.2701 and run.notes == ("validated more than once at step 20: the last one counts",)
+
+
+def test_text_between_the_lines_is_ignored(write):
+    lines = ["Compiling model", "Resetting Model", "0%|   | 0/8\rFetching", *common()[:5], "W0727 a warning", "",
+             *common()[5:]]
+    assert only_run(write(text(lines))).notes == ()
+
+
+def test_the_clock_may_fall_back_and_each_fall_is_told(write):
+    lines = [f"step:{i}/30 train_time:{t}ms step_avg:nanms" for i, t in enumerate([*range(900, 910), *range(20)], 1)]
+    run = only_run(write(text([*lines, "step:30/30 val_loss:3.2 train_time:25ms step_avg:1ms"])))
+    assert run.clock_falls == (11,) and run.train_time_ms == 25
+    lines[25] = "step:26/30 train_time:3ms step_avg:1ms"
+    assert only_run(write(text([*lines, "step:30/30 val_loss:3.2 train_time:25ms step_avg:1ms"]))).clock_falls == (11, 26)
+
+
+def test_a_changed_total_is_told(write):
+    lines = [line.replace("/20 ", "/19 ") if line.startswith("step:3/") else line for line in common()]
+    notes = only_run(write(text(lines))).notes
+    assert notes == ("the stated total changed from 20 to 19 at step 3", "the stated total changed from 19 to 20 at step 4")
+
+
+# Runs that cannot be used
+
+@pytest.mark.parametrize("lines, reason", [
+    (common()[:6] + ["step:5/20 val_loss:5.0 train_time:500ms step_avg:1ms"],
+     "incomplete: the last validation is at step 5 of 20"),
+    (common()[:14], "incomplete: the last validation is at step 10 of 20, training lines go on to step 11"),
+    (common()[:-1], "incomplete: the last validation is at step 15 of 20, training lines go on to step 20"),
+    (common()[1:3], "incomplete: no validation line; it reached step 2 of 20"),
+    (common("nan"), "val_loss is nan at step 20 of 20"),
+    (common("inf"), "val_loss is inf at step 20 of 20"),
+    ([common()[0].replace("val_loss:10.", "val_loss:nan "), *common()[1:]], "val_loss is nan at step 0 of 20"),
+])
+def test_a_run_that_cannot_be_used_is_named_with_its_reason(write, lines, reason):
+    path = write(text(lines))
+    assert only_rejection(path).reason == reason and only_rejection(path).path == path
+
+
+# Cut-off ends
+
+@pytest.mark.parametrize("end", ["step:20/20 val_loss:3.27", "step:20/20 val_loss:3.2775", "step:20/20 val_l", "step:20/2",
+                                 "step:20/20 val_loss:3.2775 train_time:20", "step:20/20 val_loss:3.2775 train_time:2000m",
+                                 "step:20/20 val_loss:3.2775 train_time:2000ms", "step:20/20 ", "step:", "st",
+                                 "step:20/20 val_loss:3.2775 train_time:2000ms step_avg:100.0"])
+def test_a_cut_off_last_line_is_dropped_and_told(write, end):
+    cut = text(common())
+    rejection = only_rejection(write(cut[:cut.index("step:20/20 val_loss")] + end))
+    assert rejection.kind == logs.INCOMPLETE and f"cut off and dropped: {end!r}" in rejection.reason
+
+
+def test_every_cut_gives_the_whole_final_line_or_none_of_it(write):
+    """A log cut after any byte: its run is rejected until nothing of the last validation line can be missing."""
+    whole = text(common("3.27", 10, 5, 1000)).encode()
+    final = whole.index(b"step:10/10 val_loss")
+    enough = whole.index(b"ms\n", whole.index(b"step_avg", final)) + 2
+    for length in range(len(whole)):
+        found = logs.read([write(whole[:length])])
+        assert len(found.runs) + len(found.rejected) == 1
+        assert bool(found.runs) == (length >= enough), whole[:length][-60:]
+        if found.runs:
+            assert (found.runs[0].final_loss, found.runs[0].train_time_ms) == (3.27, 1000)
+
+
+def test_a_whole_last_line_needs_no_line_end(write):
+    assert only_run(write(text(common()).rstrip("\n"))).notes == ()
+    assert only_run(write("\n".join(common()))).notes == ()
+    assert only_run(write("s:0 tel:10.9688\ns:1 tel:3.2950")).final_loss == 3.295
+    assert only_run(write("s:0 tel:10.9688\ns:1 tel:3.29")).final_loss == 10.9688
+
+
+def test_lines_that_cannot_be_read_are_told(write):
+    lines = [*common()[:9], "step:5/20 val_loss:oops train_time:1ms", "step:5/20 val_loss:3.1 val_loss:3.2",
+             f"step:{'9' * 5000}/20 val_loss:3.1", '{"end": ', "step:6/20", *common()[9:]]
+    notes = only_run(write(text(lines))).notes
+    assert len(notes) == 5 and all("left out" in note for note in notes)
+
+
+# Files that are no logs, and files in odd clothes
+
+def test_windows_line_ends_change_nothing(write):
+    unix, windows = only_run(write(text(common()))), only_run(write(text(common(), ending="\r\n")))
+    assert unix == windows
+
+
+def test_file_names_may_hold_anything(write):
+    assert only_run(write(text(common()), "a b;'c\n.txt")).final_loss == 3.2775
+
+
+@pytest.mark.parametrize("name, content, reason", [
+    ("empty.txt", "", "not a log: an empty file"),
+    ("README.md", "\n".join(common()), "not a log: a .md file"),
+    ("readme.txt", "\n".join(common()), "not a log: a README"),
+    ("hardware.txt", gpu_table(8), "not a log: no line 'step:N/TOTAL val_loss:X'"),
+    ("only_source.txt", "\n".join(common()) + f"\n{SEPARATOR}\n", "not a log: no line"),
+    ("core.txt", b"\x7fELF\0\0step:1/1 val_loss:3.2\n", "not a log: a binary file"),
+    ("wide.txt", "\n".join(common()).encode("utf-16"), "unreadable: UTF-16 text; convert it to UTF-8"),
+    ("cut.txt.gz", gzip.compress(text(common()).encode())[:-20], "unreadable: broken gzip file"),
+    ("bad.gz", b"\x1f\x8b but no gzip", "unreadable: broken gzip file"),
+])
+def test_a_file_that_is_no_log_is_named_with_its_reason(write, name, content, reason):
+    rejection = only_rejection(write(content, name))
+    assert rejection.reason.startswith(reason) and rejection.index_in_file is None
+
+
+def test_a_gzipped_log_is_read(write):
+    assert only_run(write(gzip.compress(text(common()).encode()), "log.txt.gz")).final_loss == 3.2775
+
+
+def test_paths_that_cannot_be_read(tmp_path, write):
+    assert "cannot be read (No such file or directory)" in only_rejection(str(tmp_path / "none" / "*.txt")).reason
+    (tmp_path / "folder").mkdir()
+    assert "a folder without files" in only_rejection(str(tmp_path / "folder")).reason
+    os.mkfifo(tmp_path / "pipe")
+    assert "not a regular file" in only_rejection(str(tmp_path / "pipe")).reason
+    os.symlink("nowhere", tmp_path / "link.txt")
+    assert only_rejection(str(tmp_path / "link.txt")).kind == logs.UNREADABLE
+    locked = write(text(common()), "locked.txt")
+    os.chmod(locked, 0)
+    if not os.access(locked, os.R_OK):  # root may read anything
+        assert "Permission denied" in only_rejection(locked).reason
+
+
+@settings(max_examples=200, deadline=None)
+@given(strategies.lists(strategies.sampled_from(
+    [*common(), "step:", "step:5/20 ", "step:1/20 val_loss:", "s:1 tel:", SEPARATOR, '{"run_id"', '{"run_id": 1}', '{"end": 3}',
+     '{"end": {"final_val_loss": "x"}}', "\r", "\0", "step:3/20 train_time:s", "step:3/20 train_time:",
+     "step:3 train_time:3ms", "step:3 train_time:9ms", "step:4/20 val_loss:nan", "error:", "é"]), max_size=12), strategies.sampled_from(["\n", "", "\r\n"]))
+def test_no_text_breaks_the_reader(tmp_path_factory, lines, ending):
+    path = tmp_path_factory.getbasetemp() / "any.txt"
+    path.write_text("\n".join(lines) + ending, newline="")
+    found = logs.read([str(path)])
+    assert found.runs or found.rejected
+
+
+# Duplicates
+
+def test_byte_identical_files_count_once(tmp_path, write):
+    write(text(common()), "logs/a.txt")
+    write(text(common()), "logs/b.txt")
+    write(gzip.compress(text(common()).encode()), "logs/c.txt.gz")
+    found = logs.read([tmp_path / "logs"])
+    assert [os.path.basename(run.path) for run in found.runs] == ["a.txt"]
+    assert [(os.path.basename(item.path), item.reason) for item in found.duplicates] == [
+        ("b.txt", "byte-identical"), ("c.txt.gz", "byte-identical")]
+
+
+def test_a_file_named_twice_counts_once(tmp_path, write):
+    path = write(text(common()))
+    found = logs.read([path, tmp_path, path])
+    assert len(found.runs) == 1 and [item.reason for item in found.duplicates] == ["the same file, named twice"] * 2
+
+
+def test_the_same_run_in_two_files_counts_once_and_the_fuller_stays(tmp_path, write):
+    """A log, its console capture without source, and the summary that a driver script printed of it."""
+    lines = common()
+    write("\n".join(line for line in lines if "val_loss" in line) + "\n", "1.result.txt")
+    write("warming up\n" + "\n".join(lines) + "\n", "2.console.txt")
+    write(text(lines), "3.full.txt")
+    write(text(common("3.2775", seed=1)), "4.other.txt")
+    found = logs.read([tmp_path])
+    assert [os.path.basename(run.path) for run in found.runs] == ["3.full.txt", "4.other.txt"]
+    assert [os.path.basename(item.path) for item in found.duplicates] == ["1.result.txt", "2.console.txt"]
+    assert all(item.original_path.endswith("3.full.txt") for item in found.duplicates)
+
+
+def test_two_runs_may_share_a_lone_loss(tmp_path, write):
+    write("step:9/9 val_loss:3.2775\n", "a.txt")
+    write("step:9/9 val_loss:3.2775\n\n", "b.txt")
+    assert len(logs.read([tmp_path]).runs) == 2
+
+
+def test_folders_are_searched_in_order_without_hidden_ones(tmp_path, write):
+    for name, loss in (("b/2.txt", "3.2"), ("a.txt", "3.1"), (".git/x.txt", "3.9")):
+        write(text(common(loss)), name)
+    assert [run.final_loss for run in logs.read([tmp_path]).runs] == [3.1, 3.2]
+
+
+# Size
+
+def limited(code, megabytes):
+    """Runs code in a process of its own whose memory is limited."""
+    def limit():
+        resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
+    return subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {str(RECORDS)!r}); import logs\n{code}"],
+                          capture_output=True, text=True, preexec_fn=limit, timeout=60)
+
+
+@pytest.mark.parametrize("piece, wanted", [
+    ("x", "not a log: no line"),
+    ("step:1/2 val_loss:3.1 train_time:1ms step_avg:1ms\n", "not a log: more than"),
+    ("step:1/2 val_loss:3.1\nstep:0/2 val_loss:3.1\n", "not a log: more than"),
+    ("step:1/2 train_time:2ms\nstep:1/2 train_time:1ms\n", "incomplete: no validation line"),
+    ("step:1/2 oops\n", "not a log: no line"),
+    ("=" * 100 + "\n", "not a log: no line"),
+])
+def test_a_huge_file_takes_little_memory(tmp_path, piece, wanted):
+    path = tmp_path / "huge.txt"
+    with open(path, "w") as file:
+        for _ in range(24):
+            file.write(piece * (1_000_000 // len(piece)))
+    done = limited(f"print(logs.read([{str(path)!r}]).rejected[0].reason)", 110)
+    assert done.stdout.startswith(wanted), (done.stdout, done.stderr[-500:])
+
+
+# The command
+
+def command(*arguments):
+    return subprocess.run([sys.executable, str(RECORDS / "logs.py"), *map(str, arguments)], capture_output=True, text=True,
+                          cwd="/", timeout=60)
+
+
+def test_the_command_lists_every_file_and_what_became_of_it(tmp_path, write):
+    write(text(common()), "a b.txt")
+    write(text(common()), "copy.txt")
+    write(text(common()[:9]), "cut.txt")
+    write("hello", "README.md")
+    done = command(tmp_path)
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.splitlines()[-1] == "1 runs used, 2 rejected, 1 duplicates"
+    for name in ("a b.txt", "copy.txt", "cut.txt", "README.md"):
+        assert str(tmp_path / name) in done.stdout
+    found = json.loads(command("--json", tmp_path).stdout)
+    assert found["runs"][0]["final_loss"] == 3.2775 and found["runs"][0]["validations"][-1]["time_ms"] == 2000
+    assert {os.path.basename(item["path"]) for item in found["rejected"]} == {"README.md", "cut.txt"}
+
+
+def test_the_command_fails_on_a_path_that_is_not_there(tmp_path, write):
+    path = write(text(common()))
+    done = command(path, tmp_path / "none.txt")
+    assert done.returncode == 2 and "none.txt" in done.stdout and done.stderr == ""
