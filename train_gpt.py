@@ -1,0 +1,1949 @@
+"""A GPT speedrun: train a GPT-2-small-sized model to a validation loss of 3.28 on FineWeb, as fast as it can.
+
+    ./run.sh                                          set up, fetch the data, race: any machine, nothing else to know
+    torchrun --nproc_per_node=8 train_gpt.py          the record's run, by hand
+    python train_gpt.py --preset laptop --help        one rank; every value of the config is a flag
+
+This file is the whole experiment: its source opens the log of every run that it makes. Read it from top to bottom:
+
+    config         every value that decides a run, a reason beside each; two presets; flags made from the fields
+    data           shards, the packing of documents, a stream that loads ahead
+    model          what one rank computes; it does not know that there are others
+    update rules   Adam and NorMuon: pure functions on one shard
+    banks          parameters and gradients of one kind in one contiguous buffer each
+    communication  Comm names the collectives; the optimizer launches, waits, updates, gathers
+    assignment     which parameter is updated by which rule
+    schedules      step -> number
+    validation, log, checkpoint
+    main           set-up, warm-up, the loop
+
+One gradient's way: autograd makes it; the hook adds it into its slot of the bank; when all of the bank have come, the
+bank's reduce-scatter starts while backward goes on; the step waits for it, updates this rank's shard with the bank's
+rule, and starts the all-gather that puts the new values where the model reads them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import contextlib
+import dataclasses
+import functools
+import glob
+import hashlib
+import json
+import math
+import os
+import platform
+import resource
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+ROOT = Path(__file__).resolve().parent
+
+
+class RunError(Exception):
+    """Something the user can mend: the message says what was seen, what is wanted and what to do."""
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# config
+
+
+def value(default: Any, why: str, choices: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"why": why, "choices": choices})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every value that decides a run. The defaults are the preset `speedrun`: record 44, to the letter."""
+
+    seed: int = value(0, "decides the initial parameters and, where documents are shuffled, their order")
+    target_val_loss: float = value(3.28, "what the run is to reach, in nats a token")
+
+    # data
+    train_files: str = value("data/fineweb10B/fineweb_train_*.bin", "relative paths start at this script's folder")
+    val_files: str = value("data/fineweb10B/fineweb_val_*.bin", "as above")
+    train_shards: int = value(9, "shards to use, in the order of their names (0: all); nine are enough for the record")
+    max_len: int = value(2048, "a training document ends here; keeps a batch from being one long document")
+    long_documents: str = value("cut", "cut: skip what is beyond max_len. split: it makes further documents, each opened "
+                                "by a BOS in place of its first token (for corpora of few long documents)", ("cut", "split"))
+    shuffle: bool = value(False, "documents of a shard in an order drawn from the seed (FineWeb is shuffled as it is)")
+    batch_tokens: int = value(8 * 2048 * 16, "tokens a step, over all ranks")
+    micro_tokens: int = value(2048 * 16, "tokens of one forward and backward: one packed sequence, one slot of the batch")
+    val_tokens: int = value(10_485_760, "tokens to validate on, from the start of the split (0: the whole split)")
+    val_len: int = value(4 * 64 * 1024, "tokens of one validation sequence")
+    val_every: int = value(250, "steps between validations; there is one at the end in any case")
+
+    # model
+    layers: str = value("- S1M S2M SM LM SM SM M SM S0M S1M L2M", "a word a layer: S or L, attention with the short or "
+                        "the long window; a digit, the value table mixed in; M, an MLP; -, nothing at all")
+    model_dim: int = value(768, "width of the residual stream")
+    num_heads: int = value(6, "attention heads")
+    head_dim: int = value(128, "width of a head; num_heads * head_dim must be model_dim")
+    gate_dim: int = value(12, "entries of the stream that open a head's gate and the smear gate")
+    backout_layer: int = value(8, "the layer whose output is partly taken back before the head")
+    dtype: str = value("bfloat16", "of embeddings, head, gates, activations and Adam's moments; matrices are float32 "
+                       "(a CPU without bf16 units wants float32)", ("bfloat16", "float32"))
+    fp8_head: bool = value(True, "the head's training product in fp8, on GPUs that have it")
+
+    # schedules
+    num_steps: int = value(2245, "steps in all, the extension included")
+    extension_steps: int = value(40, "the last of them, at the longest training window and the lowest learning rate")
+    cooldown: float = value(0.5, "fraction of the scheduled steps over which the learning rate falls")
+    lr_floor: float = value(0.1, "to which factor it falls")
+    window_block: int = value(128, "tokens in a block; windows are counted in blocks")
+    windows: str = value("3 7 11", "the long window in equal parts of the scheduled steps; the short one is half")
+    extension_window: int = value(13, "the long window of the extension")
+    final_window: int = value(20, "the long window of the last validation; the rotary is not stretched for it")
+
+    # optimizers
+    adam_lr: float = value(0.008, "base of the multipliers that follow")
+    adam_beta1: float = value(0.65, "short memory: embeddings see a token rarely")
+    adam_beta2: float = value(0.95, "likewise")
+    adam_eps: float = value(1e-8, "keeps a parameter without gradient where it is")
+    adam_every: int = value(2, "Adam steps every so many steps, on the sum of their gradients")
+    embed_lr_mul: float = value(75.0, "embeddings start at unit scale and must move far")
+    scalar_lr_mul: float = value(5.0, "mixing weights: faster than the head, slower than embeddings")
+    muon_lr: float = value(0.03, "size of an orthogonal update")
+    muon_weight_decay: float = value(1.2, "times muon_lr, where it agrees with the update in sign")
+    muon_momentum: float = value(0.95, "after its rise and before its fall")
+    muon_momentum_low: float = value(0.85, "where it rises from and falls to")
+    muon_momentum_rise: int = value(300, "steps of the rise")
+    muon_momentum_fall: int = value(50, "steps of the fall, at the end of the run")
+    muon_beta2: float = value(0.95, "memory of the second moment of the orthogonal update")
+    fc_lr_mul: float = value(2.0, "the MLP's first matrix learns faster")
+
+    # gradient sync
+    sync: str = value("hook", "hook: reduce-scatter starts in backward. step: not before the step", ("hook", "step"))
+    bank_mb: float = value(72.0, "MiB of parameters at which a bank is full (0: a bank a parameter); the default is 8 of "
+                           "the record's largest matrices, one a rank")
+    fp32_grads: bool = value(False, "sum and exchange the gradients of bf16 parameters in float32")
+
+    # machine
+    compile: str = value("auto", "compile the blocks, the head and the rules, each by itself. auto: on GPUs",
+                         ("auto", "on", "off"))
+    warmup_steps: int = value(30, "before the clock: every window and kind of step once, then everything is put back")
+    timeout_s: int = value(300, "seconds until a collective that others do not join is an error")
+
+    # log and what comes after
+    log_dir: str = value("logs", "relative paths start at this script's folder")
+    run_id: str = value("", "name of the log (empty: the time and a random part)")
+    train_loss_every: int = value(10, "steps between training losses in the log")
+    save_model: bool = value(False, "keep the trained parameters beside the log, for evaluation by another process")
+    sample_tokens: int = value(0, "tokens of text sampled from the trained model, outside the clock")
+    race_id: str = value("", "set by the racing tool: which race this run belongs to")
+    race_run: int = value(0, "set by the racing tool: number of this run within its race")
+    race_runs: int = value(0, "set by the racing tool: runs declared before the first one")
+    race_side: str = value("", "set by the racing tool: which of two versions this is")
+
+
+PRESETS = {
+    "speedrun": Config(),
+    # the same code, small: bytes of the standard library on two CPU cores
+    "laptop": Config(
+        target_val_loss=1.40, train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin",
+        train_shards=0, max_len=513, long_documents="split", shuffle=True, batch_tokens=8 * 512, micro_tokens=512,
+        val_tokens=0, val_len=1024, val_every=100, layers="S0M S1M SM L0M L1M", model_dim=192, num_heads=3, head_dim=64,
+        backout_layer=3, dtype="float32", fp8_head=False, num_steps=300, extension_steps=20, window_block=32,
+        windows="4 8 16", extension_window=16, final_window=24, adam_every=2, muon_momentum_rise=60,
+        muon_momentum_fall=20, bank_mb=1.0, warmup_steps=4, train_loss_every=1, sample_tokens=300,
+    ),
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="train_gpt.py", description=__doc__.split("\n\n")[0], allow_abbrev=False,
+        epilog="Every flag is a field of the config; its default is the preset's.")
+    parser.add_argument("--preset", choices=PRESETS, help="where the values below come from (default: speedrun on a "
+                        "machine with a GPU, laptop elsewhere)")
+    for f in dataclasses.fields(Config):
+        defaults = " | ".join(dict.fromkeys(str(getattr(preset, f.name)) for preset in PRESETS.values()))
+        kind = {"int": int, "float": float, "str": str, "bool": parse_bool}[f.type]
+        parser.add_argument(f"--{f.name}", type=kind, choices=f.metadata["choices"] or None, metavar=f.type.upper()
+                            if not f.metadata["choices"] else None, help=f"{f.metadata['why']} ({defaults or 'empty'})")
+    return parser
+
+
+def parse_bool(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a truth value: write true or false")
+    return text.lower() == "true"
+
+
+def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]:
+    """Flags -> the preset's name and the config. Leaves by SystemExit on a flag that is unknown or ill-typed."""
+    given = {name: v for name, v in vars(make_parser().parse_args(argv)).items() if v is not None}
+    preset = given.pop("preset", default_preset)
+    return preset, dataclasses.replace(PRESETS[preset], **given)
+
+
+class Layer(NamedTuple):
+    """What is in one layer: the window of its attention (S, L or none), its value table, whether it has an MLP."""
+
+    window: str | None
+    value_table: int | None
+    mlp: bool
+
+
+def parse_layers(words: str) -> tuple[Layer, ...]:
+    """`S1M` -> Layer("S", 1, True); see Config.layers. RunError on a word that is none."""
+    def parse(word: str) -> Layer:
+        rest = "" if word == "-" else word
+        window, rest = (rest[0], rest[1:]) if rest[:1] in ("S", "L") else (None, rest)
+        table, rest = (int(rest[0]), rest[1:]) if window and rest[:1].isdecimal() else (None, rest)
+        if rest not in ("", "M"):
+            raise RunError(f"layers: {word!r} is not a layer; a word is S or L, then perhaps a digit, then perhaps M; or M; or -")
+        return Layer(window, table, rest == "M")
+    return tuple(map(parse, words.split()))
+
+
+def check_config(config: Config, ranks: int) -> None:
+    """RunError, with every finding, if the values are impossible by themselves or for this number of ranks."""
+    c, wrong = config, []
+
+    def want(holds: bool, message: str) -> None:
+        if not holds:
+            wrong.append(message)
+
+    zero_or_more = {"seed", "train_shards", "val_tokens", "val_every", "extension_steps", "cooldown", "lr_floor", "adam_lr",
+                    "embed_lr_mul", "scalar_lr_mul", "muon_lr", "muon_weight_decay", "muon_momentum_rise", "fc_lr_mul",
+                    "muon_momentum_fall", "bank_mb", "warmup_steps", "train_loss_every", "sample_tokens", "race_run",
+                    "race_runs", "adam_beta1", "adam_beta2", "muon_beta2", "muon_momentum", "muon_momentum_low"}
+    for f in dataclasses.fields(c):
+        v = getattr(c, f.name)
+        if f.type in ("int", "float"):
+            want(math.isfinite(v), f"{f.name} is {v}; give a finite number")
+            low_enough = v >= 0 if f.name in zero_or_more else v > 0
+            want(low_enough, f"{f.name} is {v}; it must be {'0 or more' if f.name in zero_or_more else 'more than 0'}")
+    for name in ("adam_beta1", "adam_beta2", "muon_beta2", "muon_momentum", "muon_momentum_low"):
+        want(getattr(c, name) < 1, f"{name} is {getattr(c, name)}; it must be less than 1")
+    for name in ("cooldown", "lr_floor"):
+        want(getattr(c, name) <= 1, f"{name} is {getattr(c, name)}; it must be at most 1")
+    want(ranks in (1, 2, 4, 8), f"{ranks} ranks; the batch is shared out evenly over 1, 2, 4 or 8: change --nproc_per_node")
+    want(c.num_heads * c.head_dim == c.model_dim, f"num_heads * head_dim is {c.num_heads} * {c.head_dim}; it must be "
+         f"model_dim, {c.model_dim}")
+    want(c.head_dim % 4 == 0, f"head_dim is {c.head_dim}; the rotary needs a multiple of 4")
+    want(c.gate_dim <= c.model_dim, f"gate_dim is {c.gate_dim}; the stream has only {c.model_dim} entries: lower it")
+    want(c.extension_steps < c.num_steps, f"extension_steps is {c.extension_steps} of num_steps {c.num_steps}; at least one "
+         f"step must be left to the schedule: set --extension_steps below {c.num_steps}")
+    slots = c.batch_tokens // max(1, c.micro_tokens)
+    want(c.batch_tokens % max(1, c.micro_tokens) == 0 and slots % max(1, ranks) == 0,
+         f"batch_tokens {c.batch_tokens} is not a whole number of micro_tokens {c.micro_tokens} for each of {ranks} ranks; "
+         f"make batch_tokens a multiple of {c.micro_tokens * ranks}")
+    want(c.val_tokens % max(1, c.val_len) == 0, f"val_tokens {c.val_tokens} is not a multiple of val_len {c.val_len}")
+    want(c.max_len >= 2, f"max_len is {c.max_len}; a document needs at least a BOS and a token")
+    want("/" not in c.run_id and c.run_id not in (".", ".."), f"run_id is {c.run_id!r}; it names a file: leave out '/'")
+    try:
+        windows = [int(word) for word in c.windows.split()]
+        want(bool(windows) and min(windows) > 0, f"windows is {c.windows!r}; give numbers of blocks, like '3 7 11'")
+    except ValueError:
+        want(False, f"windows is {c.windows!r}; give numbers of blocks, like '3 7 11'")
+    try:
+        count = len(parse_layers(c.layers))
+        want(count > 0, "layers is empty; give at least one layer")
+        want(0 <= c.backout_layer < count, f"backout_layer is {c.backout_layer}; layers has 0 to {count - 1}")
+    except RunError as error:
+        wrong.append(str(error))
+    if wrong:
+        raise RunError("; ".join(wrong))
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# data
+
+HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1
+GPT2_VOCAB, GPT2_BOS = 50257, 50256  # where a header says nothing of them
+
+
+class Shard(NamedTuple):
+    """A file of tokens: a header of 256 int32, then uint16 tokens, both little-endian."""
+
+    path: Path
+    tokens: int
+    vocab_size: int
+    bos_id: int
+
+
+def read_header(path: Path) -> Shard:
+    """Header words: 0 magic, 1 version, 2 number of tokens, 3 vocabulary, 4 BOS. RunError if the file is no whole shard."""
+    try:
+        with open(path, "rb") as file:
+            header = np.frombuffer(file.read(HEADER_INTS * 4), dtype="<i4")
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read ({error.strerror}); fetch or make the data again") from error
+    if len(header) < HEADER_INTS or header[0] != MAGIC or header[1] != VERSION:
+        raise RunError(f"{path}: begins with {header[:2].tolist()}, a shard begins with magic and version "
+                       f"[{MAGIC}, {VERSION}]; make it with a script of data/")
+    tokens = int(header[2])
+    if size != HEADER_INTS * 4 + 2 * tokens:
+        raise RunError(f"{path}: {size} bytes, but its header promises {tokens} tokens, which are {HEADER_INTS * 4 + 2 * tokens}; "
+                       "delete it, then fetch or make it again")
+    return Shard(path, tokens, int(header[3]) or GPT2_VOCAB, int(header[4]) or GPT2_BOS)
+
+
+def find_shards(pattern: str, limit: int = 0) -> list[Shard]:
+    """The shards that match a glob pattern, by name, the first `limit` of them (0: all); one vocabulary in all of them."""
+    full = str(ROOT / pattern)  # an absolute pattern stays as it is
+    paths = sorted(glob.glob(full))
+    if not paths:
+        raise RunError(f"no shard matches {full}; make some with data/stdlib.py, data/fineweb.py or data/text.py, or name "
+                       "others with --train_files and --val_files")
+    shards = [read_header(Path(path)) for path in paths[:limit or None]]
+    for shard in shards:
+        if shard[2:] != shards[0][2:]:
+            raise RunError(f"{shard.path}: vocabulary and BOS are {shard[2:]}, those of {shards[0].path} are {shards[0][2:]}; "
+                           "shards of one run share one encoding")
+    return shards
+
+
+def load_tokens(shard: Shard) -> np.ndarray:
+    """All tokens of a shard, uint16 [tokens]. RunError if one is outside the vocabulary."""
+    try:
+        tokens = np.fromfile(shard.path, dtype="<u2", offset=HEADER_INTS * 4)
+    except OSError as error:
+        raise RunError(f"{shard.path}: cannot be read ({error}); fetch or make the data again") from error
+    if len(tokens) != shard.tokens:
+        raise RunError(f"{shard.path}: held {shard.tokens} tokens when the run began and {len(tokens)} now; leave the data alone "
+                       "while a run reads it")
+    highest = int(tokens.max(initial=0))
+    if highest >= shard.vocab_size:
+        where = int(tokens.argmax())
+        raise RunError(f"{shard.path}: token {highest} at position {where}, but the vocabulary has {shard.vocab_size}; the shard "
+                       "is damaged or its header names another encoding: make it again")
+    return tokens
+
+
+class Documents(NamedTuple):
+    """Where the documents of one shard lie, in the order in which they are read."""
+
+    tokens: np.ndarray   # uint16 [tokens]
+    starts: np.ndarray   # int64 [documents]
+    lengths: np.ndarray  # int64 [documents], already cut at max_len
+
+
+def index_documents(tokens: np.ndarray, bos_id: int, max_len: int, long_documents: str = "cut",
+                    order: np.random.Generator | None = None) -> Documents:
+    """Find the documents (each opens with BOS). What comes before the first BOS belongs to none and is left out."""
+    starts = np.flatnonzero(tokens == bos_id)
+    lengths = np.diff(starts, append=len(tokens))
+    if long_documents == "split":
+        pieces = -(-lengths // max_len)
+        within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        starts = np.repeat(starts, pieces) + within * max_len
+        lengths = np.repeat(lengths, pieces) - within * max_len
+    lengths = np.minimum(lengths, max_len)
+    if order is not None:
+        chosen = order.permutation(len(starts))
+        starts, lengths = starts[chosen], lengths[chosen]
+    return Documents(tokens, starts, lengths)
+
+
+def pack(ends: np.ndarray, first: int, slots: int, slot_tokens: int) -> list[tuple[int, int, int]] | None:
+    """Which documents fill a batch. Each slot takes documents one after another until it holds slot_tokens + 1.
+
+    ends [documents]: running sum of the documents' lengths. first: the document to begin with.
+    Returns for each slot (first document, last document, tokens of the last one that fit), or None if the documents run out.
+    """
+    taken = []
+    for _ in range(slots):
+        before = int(ends[first - 1]) if first else 0
+        full = before + slot_tokens + 1
+        last = int(np.searchsorted(ends, full))
+        if last >= len(ends):
+            return None
+        taken.append((first, last, full - max(before, int(ends[last - 1]) if last else 0)))
+        first = last + 1
+    return taken
+
+
+def fill_slot(documents: Documents, bos_id: int, first: int, last: int, last_tokens: int) -> np.ndarray:
+    """The tokens of one slot, uint16 [slot_tokens + 1]. Every document is opened by BOS, a later piece of a split one too."""
+    lengths = documents.lengths[first:last + 1].copy()
+    lengths[-1] = last_tokens
+    parts = [documents.tokens[start:start + n] for start, n in zip(documents.starts[first:last + 1], lengths)]
+    slot = np.concatenate(parts)
+    slot[np.cumsum(lengths) - lengths] = bos_id
+    return slot
+
+
+class Stream:
+    """Batches of packed documents for one rank; the next shard is loaded and indexed in the background.
+
+    A batch has `slots` packed sequences; rank r takes slots/ranks of them in a row, so what the ranks read together does
+    not depend on how many they are. A batch that would run past a shard's last document begins anew at the next shard.
+    """
+
+    def __init__(self, shards: list[Shard], config: Config, rank: int = 0, ranks: int = 1):
+        self.shards, self.config = shards, config
+        self.slots = config.batch_tokens // config.micro_tokens
+        self.mine = range(rank * self.slots // ranks, (rank + 1) * self.slots // ranks)
+        self.loader = ThreadPoolExecutor(1, thread_name_prefix="load-shard")
+        self.loaded: dict[int, Future[tuple[Documents, np.ndarray]]] = {}
+        self.seek((0, 0))
+
+    def _load(self, index: int) -> tuple[Documents, np.ndarray]:
+        c, shard = self.config, self.shards[index]
+        order = np.random.default_rng([c.seed, index]) if c.shuffle else None
+        documents = index_documents(load_tokens(shard), shard.bos_id, c.max_len, c.long_documents, order)
+        if not len(documents.starts):
+            raise RunError(f"{shard.path}: no token is BOS ({shard.bos_id}), so no document begins; make it again with a script "
+                           "of data/, or write its BOS id into header word 4")
+        return documents, np.cumsum(documents.lengths)
+
+    def _open(self, index: int) -> tuple[Documents, np.ndarray]:
+        """Shard `index` as soon as it is loaded; starts loading the one after it, forgets the others."""
+        if index >= len(self.shards):
+            total = sum(shard.tokens for shard in self.shards)
+            raise RunError(f"the training data ran out: {len(self.shards)} shard(s) like {self.shards[0].path} hold {total} "
+                           f"tokens, and documents cut at {self.config.max_len} gave only {self.steps} batches of "
+                           f"{self.config.batch_tokens}; add shards, or lower --num_steps")
+        wanted = [i for i in (index, index + 1) if i < len(self.shards)]
+        self.loaded = {i: self.loaded.get(i) or self.loader.submit(self._load, i) for i in wanted}
+        return self.loaded[index].result()
+
+    def position(self) -> tuple[int, int]:
+        """(shard, document) at which the next batch begins."""
+        return self.shard, self.document
+
+    def seek(self, position: tuple[int, int]) -> None:
+        self.shard, self.document = position
+        self.steps = 0
+        self.digests = [hashlib.sha256() for _ in self.mine]
+
+    def _advance(self) -> tuple[Documents, list[tuple[int, int, int]]]:
+        """What the next batch takes from which documents; the position moves behind it. RunError when the data ends."""
+        documents, ends = self._open(self.shard)
+        while (taken := pack(ends, self.document, self.slots, self.config.micro_tokens)) is None:
+            self.shard, self.document = self.shard + 1, 0
+            documents, ends = self._open(self.shard)
+        self.document = taken[-1][1] + 1
+        self.steps += 1
+        return documents, taken
+
+    def next_batch(self) -> list[np.ndarray]:
+        """This rank's slots of the next batch, each uint16 [micro_tokens + 1]. RunError when the data ends."""
+        documents, taken = self._advance()
+        batch = [fill_slot(documents, self.shards[0].bos_id, *taken[slot]) for slot in self.mine]
+        for digest, slot in zip(self.digests, batch):
+            digest.update(slot)
+        return batch
+
+    def check_enough(self, steps: int) -> None:
+        """RunError if it is known already that the data ends before so many steps: exactly, where all of it is loaded."""
+        held = sum(shard.tokens for shard in self.shards)
+        if held < steps * self.config.batch_tokens:
+            raise RunError(f"{len(self.shards)} shard(s) like {self.shards[0].path} hold {held} tokens; {steps} steps of "
+                           f"{self.config.batch_tokens} read at least {steps * self.config.batch_tokens}: add shards, or lower --num_steps")
+        if len(self.shards) <= 2:
+            start = self.position()
+            for _ in range(steps):
+                self._advance()
+            self.seek(start)
+
+    def close(self) -> None:
+        self.loader.shutdown(wait=False, cancel_futures=True)
+
+
+def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.ndarray:
+    """The first `tokens` predictions of the validation stream (0: all), int32 [sequences, length + 1], documents as they lie.
+
+    Only a whole split may end within a sequence: what is beyond its end is -1, which is no target.
+    """
+    wanted = tokens + 1 if tokens else sum(shard.tokens for shard in shards)
+    held: list[np.ndarray] = []
+    for shard in shards:
+        if sum(map(len, held)) < wanted:
+            held.append(load_tokens(shard))
+    stream = np.concatenate(held)[:wanted].astype(np.int32)
+    if len(stream) < max(wanted, 2):
+        raise RunError(f"validation needs {max(wanted, 2)} tokens, {len(shards)} shard(s) like {shards[0].path} hold {len(stream)}; "
+                       "fetch the whole split, or lower --val_tokens (a multiple of --val_len; 0: the whole split)")
+    if not (stream == shards[0].bos_id).any():
+        raise RunError(f"{shards[0].path}: no token is BOS ({shards[0].bos_id}); documents cannot be told apart: make it again")
+    rows = -(-(len(stream) - 1) // length)
+    padded = np.full(rows * length + 1, -1, dtype=np.int32)
+    padded[:len(stream)] = stream
+    return np.lib.stride_tricks.sliding_window_view(padded, length + 1)[::length]
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# model
+
+
+def norm(x: Tensor) -> Tensor:
+    """RMS norm over the last dimension, without gain."""
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def rotary_frequencies(head_dim: int) -> Tensor:
+    """Radians a token, [head_dim / 2]: a quarter of the head turns, slower and slower; another quarter stands still."""
+    turning = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4)
+    return torch.cat([turning, torch.zeros(head_dim // 4)])
+
+
+def stretch(frequencies: Tensor, scale: float, window: int, longer: int) -> tuple[Tensor, float]:
+    """YaRN (arXiv:2309.00071): frequencies and softmax scale after the window, in tokens, grew from `window` to `longer`.
+
+    What turned often within the old window stays; what turned less than once is slowed in proportion.
+    """
+    turns = window * frequencies / (2 * math.pi)
+    stays = ((turns - 1) / (32 - 1)).clamp(0, 1)
+    slower = window / longer
+    return frequencies * (slower + stays * (1 - slower)), scale * (0.2 * math.log(longer / window) + 1)
+
+
+class Rotary(nn.Module):
+    """Tables of cos and sin [tokens, head_dim / 2] and the softmax scale that goes with their frequencies."""
+
+    FIRST_SCALE = 0.1
+
+    def __init__(self, head_dim: int, tokens: int, dtype: torch.dtype):
+        super().__init__()
+        self.register_buffer("frequencies", rotary_frequencies(head_dim))
+        self.register_buffer("scale", torch.tensor(self.FIRST_SCALE))
+        self.register_buffer("cos", torch.empty(tokens, head_dim // 2, dtype=dtype), persistent=False)
+        self.register_buffer("sin", torch.empty(tokens, head_dim // 2, dtype=dtype), persistent=False)
+        self.tabulate()
+
+    def tabulate(self) -> None:
+        angles = torch.outer(torch.arange(len(self.cos), device=self.cos.device), self.frequencies)
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
+
+    @torch.no_grad()
+    def set(self, frequencies: Tensor, scale: float | Tensor) -> None:
+        """In place: a compiled block goes on reading the same tensors."""
+        self.frequencies.copy_(frequencies)
+        self.scale.fill_(scale)
+        self.tabulate()
+
+
+def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos[:len(x_THD), None], sin[:len(x_THD), None]
+    x1, x2 = x_THD.chunk(2, dim=-1)
+    return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
+
+
+MASK_BLOCK = 128  # of FlexAttention
+
+
+def may_attend(docs: Tensor, window: Tensor | int) -> Callable[..., Tensor]:
+    """The mask predicate: token q sees token k if k is not later, not further than the window, and of the same document."""
+    def predicate(batch: Any, head: Any, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (q - k <= window) & (docs[q] == docs[k])
+    return predicate
+
+
+def dense_mask(docs: Tensor, window: int) -> Tensor:
+    """bool [T, T] of the predicate, for scaled_dot_product_attention."""
+    at = torch.arange(len(docs), device=docs.device)
+    return may_attend(docs, window)(None, None, at[:, None], at[None, :])
+
+
+def block_mask(docs: Tensor, window: int) -> BlockMask:
+    """The predicate for FlexAttention: which blocks are seen in full, which in part. docs [T], T a multiple of MASK_BLOCK.
+
+    Works on the first and last document of each block alone (documents are in order), so it costs nothing like T².
+    """
+    first, last = docs.view(-1, MASK_BLOCK)[:, 0], docs.view(-1, MASK_BLOCK)[:, -1]
+    at = torch.arange(len(first), device=docs.device)
+    back = (at[:, None] - at[None, :]) * MASK_BLOCK  # from a query's block to a key's block
+    some = (back >= 0) & (back - MASK_BLOCK + 1 <= window) & (last[None, :] >= first[:, None])
+    every = (back > 0) & (back + MASK_BLOCK - 1 <= window) & (first[None, :] == last[:, None])
+
+    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+        return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
+
+    # the window as a tensor: as a number it would be compiled in, and each new window compiled again
+    predicate = may_attend(docs, torch.full((), window, device=docs.device))
+    return BlockMask.from_kv_blocks(*listed(some & ~every), *listed(every), BLOCK_SIZE=MASK_BLOCK, mask_mod=predicate)
+
+
+@functools.cache
+def compiled_flex_attention() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=False)  # uncompiled, it would build all T² scores
+
+
+def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Tensor | BlockMask) -> Tensor:
+    """Softmax attention [T, H, D] where the mask allows it. q comes with the softmax scale in it.
+
+    FlexAttention on GPUs; it has no backward on CPUs, where a dense mask serves.
+    """
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
+    if isinstance(mask, BlockMask):
+        flex = compiled_flex_attention() if q.is_cuda else flex_attention
+        out = flex(q, k, v, block_mask=mask, scale=1.0)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
+    return out[0].transpose(0, 1)
+
+
+def uniform(rows: int, columns: int, fan_in: int) -> Tensor:
+    """Initial matrix, uniform with standard deviation 0.5 / sqrt(fan_in)."""
+    bound = math.sqrt(3) * 0.5 / math.sqrt(fan_in)
+    return torch.empty(rows, columns).uniform_(-bound, bound)
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int, heads: int, gate_dim: int, dtype: torch.dtype):
+        super().__init__()
+        self.heads = heads
+        # query, key, value and output matrices [dim, dim] behind one another in memory
+        qkvo = uniform(4 * dim, dim, dim)
+        qkvo[3 * dim:] = 0
+        self.qkvo = nn.Parameter(qkvo.view(dim, 4 * dim))
+        self.gate = nn.Parameter(torch.zeros(heads, gate_dim, dtype=dtype))
+
+    def forward(self, x: Tensor, values: Tensor | None, value_mix: Tensor, rotary: tuple[Tensor, Tensor, Tensor],
+                mask: Tensor | BlockMask) -> Tensor:
+        """x, values [T, dim] -> [T, dim]. value_mix [2]: of the layer's own values and of the table's."""
+        tokens, dim = x.shape
+        cos, sin, scale = rotary
+        qkvo = self.qkvo.view(4 * dim, dim).type_as(x)
+        qkv = F.linear(x, qkvo[:3 * dim]).view(tokens, 3 * self.heads, -1)
+        qk, v = qkv.split((2 * self.heads, self.heads), dim=1)
+        q, k = rotate(norm(qk), cos, sin).chunk(2, dim=1)
+        q = q * scale
+        v = value_mix[0] * v if values is None else value_mix[0] * v + value_mix[1] * values.view_as(v)
+        gate = torch.sigmoid(F.linear(x[:, :self.gate.size(1)], self.gate))
+        y = attend(q, k, v, mask) * gate[..., None]
+        return F.linear(y.reshape(tokens, dim), qkvo[3 * dim:])
+
+
+class MLP(nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.fc = nn.Parameter(uniform(dim, 4 * dim, dim))
+        self.proj = nn.Parameter(torch.zeros(dim, 4 * dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x @ self.fc.type_as(x)
+        return F.linear(h.relu() * h, self.proj.type_as(x))  # relu squared; square() by itself is slow on CPUs
+
+
+class Block(nn.Module):
+    def __init__(self, layer: Layer, dim: int, heads: int, gate_dim: int, dtype: torch.dtype):
+        super().__init__()
+        self.attn = Attention(dim, heads, gate_dim, dtype) if layer.window else None
+        self.mlp = MLP(dim) if layer.mlp else None
+
+    def forward(self, x: Tensor, x0: Tensor, mix: Tensor, values: Tensor | None, value_mix: Tensor,
+                rotary: tuple[Tensor, Tensor, Tensor], mask: Tensor | BlockMask | None) -> Tensor:
+        """x, x0 [T, dim]: the stream and its beginning; mix [2]: how much of each goes in."""
+        x = mix[0] * x + mix[1] * x0
+        if self.attn is not None:
+            x = x + self.attn(norm(x), values, value_mix, rotary, mask)
+        if self.mlp is not None:
+            x = x + self.mlp(norm(x))
+        return x
+
+
+class FP8Linear(torch.autograd.Function):
+    """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V], the three products of forward and backward in fp8.
+
+    Fixed scales, for a normed x (rows of norm sqrt(dim)) and the gradient of a summed cross entropy (entries within ±1).
+    """
+
+    WEIGHT_SCALE, GRAD_SCALE = 2.0 ** -9, 1 / 448
+
+    @staticmethod
+    def product(a: Tensor, b: Tensor, scale_a: float, scale_b: float, dtype: torch.dtype, fast: bool) -> Tensor:
+        scales = {f"scale_{n}": torch.full((), s, device=a.device) for n, s in (("a", scale_a), ("b", scale_b))}
+        return torch._scaled_mm(a, b, out_dtype=dtype, use_fast_accum=fast, **scales)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x_scale = math.sqrt(x.size(1)) / 448
+        x8 = (x / ctx.x_scale).to(torch.float8_e4m3fn)
+        weight8 = (weight / FP8Linear.WEIGHT_SCALE).to(torch.float8_e4m3fn)
+        ctx.save_for_backward(x8, weight8)
+        return FP8Linear.product(x8, weight8.T, ctx.x_scale, FP8Linear.WEIGHT_SCALE, torch.bfloat16, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x8, weight8 = ctx.saved_tensors
+        grad8 = (grad / FP8Linear.GRAD_SCALE).to(torch.float8_e5m2)
+        # the right factor must lie column by column, the left one row by row
+        grad_x = FP8Linear.product(grad8, weight8.T.contiguous().T, FP8Linear.GRAD_SCALE, FP8Linear.WEIGHT_SCALE,
+                                   torch.bfloat16, fast=False)
+        grad_weight = FP8Linear.product(grad8.T.contiguous(), x8.T.contiguous().T, FP8Linear.GRAD_SCALE, ctx.x_scale,
+                                        torch.bfloat16, fast=False)
+        return grad_x, grad_weight
+
+
+class Head(nn.Module):
+    def __init__(self, vocab: int, dim: int, dtype: torch.dtype, fp8: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(vocab, dim, dtype=dtype))
+        self.fp8 = fp8
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[T, dim] -> float32 [T, V], held softly between 0 and 30."""
+        x = FP8Linear.apply(x, self.weight) if self.fp8 and self.training else F.linear(x, self.weight)
+        return 30 * torch.sigmoid(x.float() / 7.5)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Cross entropy in nats, summed over the targets [T]; -1 is no target."""
+        return F.cross_entropy(self.logits(x), targets, ignore_index=-1, reduction="sum")
+
+
+def mix_in_saved(x: Tensor, weight: Tensor, saved: Tensor) -> Tensor:
+    return x + torch.sigmoid(weight) * saved
+
+
+class Windows(NamedTuple):
+    """How many tokens back the layers with the long and with the short window see."""
+
+    long: int
+    short: int
+
+
+class GPT(nn.Module):
+    """The model of record 44, sizes as arguments. Works on one packed sequence [T] at a time.
+
+    layers: see Layer. max_tokens: the longest sequence that it will be given. loss_tokens: the head's product and loss
+    take so many tokens at once, which bounds the memory of the logits. The vocabulary is padded to a multiple of 128.
+    """
+
+    def __init__(self, *, vocab_size: int, bos_id: int, layers: Sequence[Layer], model_dim: int, num_heads: int, gate_dim: int,
+                 backout_layer: int, max_tokens: int, loss_tokens: int, dtype: torch.dtype, fp8_head: bool = False):
+        super().__init__()
+        self.bos_id, self.layers, self.backout_layer, self.loss_tokens = bos_id, tuple(layers), backout_layer, loss_tokens
+        count, vocab = len(layers), -(-vocab_size // 128) * 128
+        tables = 1 + max((layer.value_table for layer in layers if layer.value_table is not None), default=-1)
+        self.embed = nn.Embedding(vocab, model_dim, dtype=dtype)
+        self.value_embeds = nn.ModuleList(nn.Embedding(vocab, model_dim, dtype=dtype) for _ in range(tables))
+        self.smear_gate = nn.Parameter(torch.zeros(1, gate_dim, dtype=dtype))
+        self.blocks = nn.ModuleList(Block(layer, model_dim, num_heads, gate_dim, dtype) for layer in layers)
+        self.lm_head = Head(vocab, model_dim, dtype, fp8_head)
+        self.scalar_sizes = [count // 2, 2 * count, 2 * count, 1, 1]  # skips, stream mixes, value mixes, smear, backout
+        firsts = ([-1.5], [1.0, 0.0], [0.5, 0.5], [0.0], [0.5])
+        self.scalars = nn.Parameter(torch.cat([torch.tensor(first).repeat(size // len(first))
+                                               for first, size in zip(firsts, self.scalar_sizes)]))
+        self.rotary = Rotary(model_dim // num_heads, max_tokens, dtype)
+        self.mix_in_saved = mix_in_saved
+
+    def masks(self, x: Tensor, windows: Windows) -> dict[str | None, Tensor | BlockMask | None]:
+        docs = (x == self.bos_id).cumsum(0)
+        make = block_mask if x.is_cuda else dense_mask
+        return {"L": make(docs, windows.long), "S": make(docs, windows.short), None: None}
+
+    def trunk(self, x: Tensor, windows: Windows) -> Tensor:
+        """Tokens [T] -> normed stream before the head [T, dim]."""
+        half = -(-len(self.layers) // 2)
+        skips, mixes, value_mixes, smear, backout = self.scalars.split(self.scalar_sizes)
+        mixes, value_mixes = mixes.view(-1, 2), value_mixes.view(-1, 2)
+        masks = self.masks(x, windows)
+        rotary = (self.rotary.cos, self.rotary.sin, self.rotary.scale)
+        values = [table(x) for table in self.value_embeds]
+
+        e = self.embed(x)
+        opening = smear[0] * torch.sigmoid(F.linear(e[1:, :self.smear_gate.size(1)], self.smear_gate))
+        e = torch.cat([e[:1], e[1:] + opening * e[:-1]])
+        x = x0 = norm(e)
+        saved: dict[int, Tensor] = {}
+        for i, (layer, block) in enumerate(zip(self.layers, self.blocks)):
+            if half <= i < len(self.layers) - 1:
+                x = self.mix_in_saved(x, skips[i - half], saved[len(self.layers) - 1 - i])
+            if layer != Layer(None, None, False):
+                table = None if layer.value_table is None else values[layer.value_table]
+                x = block(x, x0, mixes[i], table, value_mixes[i], rotary, masks[layer.window])
+            saved[i] = x
+        return norm(x - backout[0] * saved[self.backout_layer])
+
+    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows) -> Tensor:
+        """inputs, targets [T] -> the sum of the targets' cross entropies, in nats; targets of -1 count nothing."""
+        x = self.trunk(inputs, windows)
+        parts = zip(x.split(self.loss_tokens), targets.split(self.loss_tokens))
+        return torch.stack([self.lm_head(x_part, targets_part) for x_part, targets_part in parts]).sum()
+
+    def logits(self, inputs: Tensor, windows: Windows) -> Tensor:
+        """inputs [T] -> float32 [T, padded vocabulary]."""
+        return self.lm_head.logits(self.trunk(inputs, windows))
+
+    def compile_parts(self) -> None:
+        """Compile each kind of block, the skip and the head by itself. Blocks of one kind share one compiled graph, and
+        gradients leave backward block by block: compiled as a whole, all would appear at its end."""
+        for part in (*self.blocks, self.lm_head):
+            part.forward = torch.compile(part.forward, dynamic=False)
+        self.mix_in_saved = torch.compile(self.mix_in_saved, dynamic=False)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# update rules
+
+# (a, b, c) of the five steps of polar; from Polar Express (arXiv:2505.16932), computed for a safety factor of 1.02
+POLAR_STEPS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+
+def polar(u: Tensor, dtype: torch.dtype) -> Tensor:
+    """The nearest matrices with singular values of about 1. u [n, rows, columns] -> the same shape, in dtype."""
+    x = u.to(dtype)
+    x = x.mT if u.size(-2) > u.size(-1) else x  # the products below are of rows with rows
+    x = x / (1.02 * x.norm(dim=(-2, -1), keepdim=True) + 1e-6)
+    for a, b, c in POLAR_STEPS:
+        s = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(s, s, s, beta=b, alpha=c), x, beta=a)
+    return x.mT if u.size(-2) > u.size(-1) else x
+
+
+def normuon(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scale: Tensor, lr: float, decay: float, momentum: float,
+            beta2: float, dtype: torch.dtype) -> None:
+    """NorMuon (arXiv:2510.05491) with cautious weight decay, in place on p, m and v.
+
+    p, g, m [n, rows, columns]: parameters, gradients, momentum. v [n, 1, columns] or [n, rows, 1]: the second moment along
+    the axis that is left. scale [n, 1, 1]: of each matrix's learning rate. dtype: what polar computes in.
+    """
+    m.copy_(momentum * m + (1 - momentum) * g)
+    o = polar(momentum * m + (1 - momentum) * g, dtype).float()
+    size = o.norm(dim=(-2, -1), keepdim=True)
+    v.copy_(beta2 * v + (1 - beta2) * o.square().mean(-2 if v.size(-2) == 1 else -1, keepdim=True))
+    o = o * v.clamp_min(1e-10).rsqrt()
+    o = o * (size / o.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
+    o = o + torch.where(o * p >= 0, decay * p, 0)
+    p.sub_(lr * scale * o)
+
+
+def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: float, beta1: float, beta2: float, eps: float, t: float) -> None:
+    """Adam (arXiv:1412.6980) with bias correction for the t-th update, in place on p, m and v, all [n]."""
+    g = g.float()
+    new_m = beta1 * m + (1 - beta1) * g
+    new_v = beta2 * v + (1 - beta2) * g * g
+    m.copy_(new_m)
+    v.copy_(new_v)
+    p.sub_(lr / (1 - beta1 ** t) * new_m / ((new_v / (1 - beta2 ** t)).sqrt() + eps))
+
+
+class StepValues(NamedTuple):
+    """What the schedules say about one step."""
+
+    lr_factor: float
+    momentum: float
+
+
+@dataclass(frozen=True)
+class Adam:
+    """A rule of a bank. Its unit is an element: any equal parts of the bank may lie on the ranks."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    every: int  # it updates in every so-manieth step, on the sum of the gradients since the last update
+    moment_dtype: torch.dtype
+    function = staticmethod(adam)
+
+    def unit(self, shape: torch.Size, parts: int) -> tuple[int, ...]:
+        return ()
+
+    def new_state(self, bank: Bank) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(bank.my_values, dtype=self.moment_dtype) for name in ("m", "v")}
+
+    def arguments(self, bank: Bank, values: StepValues) -> tuple:
+        return (bank.my_values, bank.my_grads, bank.state["m"], bank.state["v"], self.lr * values.lr_factor, self.beta1,
+                self.beta2, self.eps, float(bank.updates))
+
+
+@dataclass(frozen=True)
+class NorMuon:
+    """A rule of a bank. Its unit is a matrix, which lies whole on one rank."""
+
+    lr: float
+    weight_decay: float
+    beta2: float
+    polar_dtype: torch.dtype
+    wide: bool  # the stored parameter is wider than tall: the second moment is one value a column, else one a row
+    every: int = 1
+    function = staticmethod(normuon)
+
+    def unit(self, shape: torch.Size, parts: int) -> tuple[int, ...]:
+        """One parameter is `parts` matrices behind one another in memory."""
+        if len(shape) != 2 or shape[0] * shape[1] % (parts * shape[0]):
+            raise RunError(f"NorMuon updates matrices; it was given a parameter of shape {tuple(shape)} as {parts} part(s)")
+        return (shape[0], shape[1] // parts)
+
+    def new_state(self, bank: Bank) -> dict[str, Tensor]:
+        n, rows, columns = bank.my_values.shape
+        second = (n, 1, columns) if self.wide else (n, rows, 1)
+        return {"m": torch.zeros_like(bank.my_values, dtype=torch.float32),
+                "v": torch.zeros(second, device=bank.my_values.device)}
+
+    def arguments(self, bank: Bank, values: StepValues) -> tuple:
+        return (bank.my_values, bank.my_grads, bank.state["m"], bank.state["v"], bank.my_scales, self.lr * values.lr_factor,
+                self.lr * self.weight_decay * values.lr_factor, values.momentum, self.beta2, self.polar_dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# banks
+
+
+class Member(NamedTuple):
+    """A parameter, the rule that updates it, and how: `parts` matrices in one, a factor `scale` on its learning rate."""
+
+    name: str
+    param: nn.Parameter
+    rule: Adam | NorMuon
+    parts: int = 1
+    scale: float = 1.0
+
+
+@dataclass
+class Slot:
+    """One parameter's place in its bank."""
+
+    name: str
+    param: nn.Parameter
+    offset: int            # of its first element in the bank
+    grad: Tensor           # view of the bank's gradients, in the parameter's shape
+    fresh: bool = True     # no gradient since the last update: the next one overwrites
+    arrived: bool = False  # its gradient of the armed micro-batch is in
+
+
+class Bank:
+    """Parameters with one rule and one dtype, in one contiguous buffer; their gradients in another.
+
+    Both hold ranks equal shards of whole units. Building a bank copies the parameters in and makes each a view of it.
+    """
+
+    ALIGN = 64  # elements: parameters start where vector loads like it, and no shard ends within a vector
+
+    def __init__(self, name: str, members: Sequence[Member], rank: int, ranks: int, grad_dtype: torch.dtype | None = None):
+        self.name, self.rule = name, members[0].rule
+        first = members[0].param
+        unit = self.rule.unit(first.shape, members[0].parts)
+        self.granule = math.prod(unit) if unit else self.ALIGN
+        counts = [-(-member.param.numel() // self.granule) for member in members]
+        self.shard = -(-sum(counts) // ranks) * self.granule
+        self.values = torch.zeros(ranks * self.shard, dtype=first.dtype, device=first.device)
+        self.grads = torch.zeros_like(self.values, dtype=grad_dtype or first.dtype)
+        self.slots = []
+        for member, begin in zip(members, np.cumsum([0, *counts[:-1]]).tolist()):
+            param, offset = member.param, begin * self.granule
+            if param.dtype != first.dtype:
+                raise RunError(f"bank {name}: {member.name} is {param.dtype}, {members[0].name} is {first.dtype}; give each "
+                               "dtype a bank of its own")
+            here = slice(offset, offset + param.numel())
+            self.values[here].copy_(param.detach().reshape(-1))
+            param.data = self.values[here].view(param.shape)
+            self.slots.append(Slot(member.name, param, offset, self.grads[here].view(param.shape)))
+        mine = slice(rank * self.shard, (rank + 1) * self.shard)
+        self.shard_values, self.shard_grads = self.values[mine], self.grads[mine]
+        self.my_values, self.my_grads = (x.view(-1, *unit) for x in (self.shard_values, self.shard_grads))
+        scales = [member.scale for member, count in zip(members, counts) for _ in range(count)]
+        scales += [1.0] * (ranks * self.shard // self.granule - len(scales))
+        per_rank = self.shard // self.granule
+        self.my_scales = torch.tensor(scales[rank * per_rank:(rank + 1) * per_rank], device=first.device).view(-1, 1, 1)
+        self.updates = 0
+        self.state = self.rule.new_state(self)
+        self.arrivals = 0  # of this backward's gradients
+        self.armed = self.launched = False
+        self.work: Any = None
+
+    @property
+    def complete(self) -> bool:
+        return self.arrivals == len(self.slots)
+
+    def missing(self) -> list[str]:
+        return [slot.name for slot in self.slots if not slot.arrived]
+
+    def add(self, slot: Slot, factor: float) -> None:
+        """Move the parameter's new gradient, times factor, into its slot: one pass over it, then it is dropped."""
+        if slot.fresh:
+            torch.mul(slot.param.grad, factor, out=slot.grad)
+        else:
+            slot.grad.add_(slot.param.grad, alpha=factor)
+        slot.param.grad, slot.fresh = None, False
+        if not slot.arrived:
+            slot.arrived = True
+            self.arrivals += 1
+
+    def expect_all(self) -> None:
+        """Count from none: the gradients that come now are those of another backward."""
+        self.arrivals = 0
+        for slot in self.slots:
+            slot.arrived = False
+
+    def check_views(self) -> None:
+        """RunError if a parameter is no longer the view of this bank that it was made."""
+        start, size = self.values.data_ptr(), self.values.element_size()
+        for slot in self.slots:
+            if slot.param.dtype != self.values.dtype or slot.param.data_ptr() != start + slot.offset * size:
+                raise RunError(f"{slot.name} was given other memory or another dtype ({slot.param.dtype}) after its bank {self.name} "
+                               f"was built ({self.values.dtype}); change values in place, and move or cast the model before")
+
+    def snapshot(self) -> tuple:
+        return self.values.clone(), {key: x.clone() for key, x in self.state.items()}, self.updates
+
+    def restore(self, snapshot: tuple) -> None:
+        values, state, self.updates = snapshot
+        self.values.copy_(values)
+        for key, x in state.items():
+            self.state[key].copy_(x)
+        for slot in self.slots:
+            slot.fresh = True
+
+
+def fill_banks(members: Sequence[Member], bank_bytes: float, rank: int, ranks: int, fp32_grads: bool = False) -> list[Bank]:
+    """Group what can share a bank: same rule, dtype and unit, from the last layer to the first, until bank_bytes are full."""
+    open_groups: dict[Any, list[Member]] = {}
+    full: list[list[Member]] = []
+    for member in reversed(members):
+        key = (member.rule, member.param.dtype, member.rule.unit(member.param.shape, member.parts))
+        group = open_groups.setdefault(key, [])
+        group.append(member)
+        if sum(m.param.numel() * m.param.element_size() for m in group) >= bank_bytes:
+            full.append(open_groups.pop(key))
+    groups = full + list(open_groups.values())
+    return [Bank(f"{i}-{type(group[0].rule).__name__.lower()}", group, rank, ranks, torch.float32 if fp32_grads else None)
+            for i, group in enumerate(groups)]
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# communication
+
+
+class Done:
+    """The work of a collective that needs nobody else."""
+
+    def wait(self) -> None:
+        pass
+
+
+class Comm:
+    """The collectives that a run needs. Nothing else names one, so tests can put another network in its place."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1):
+        self.rank, self.ranks = rank, ranks
+        # torch 2.13 renamed them
+        self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Any:
+        """Start: this rank's shard <- the sum over ranks of that part of full [ranks * shard]. May be in place."""
+        return self._reduce_scatter(shard, full, async_op=True) if self.ranks > 1 else Done()
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> Any:
+        """Start: full [ranks * shard] <- every rank's shard. May be in place."""
+        if self.ranks > 1:
+            return self._all_gather(full, shard, async_op=True)
+        if full.data_ptr() != shard.data_ptr():
+            full.copy_(shard)
+        return Done()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """x <- its sum over ranks."""
+        if self.ranks > 1:
+            dist.all_reduce(x)
+        return x
+
+    def broadcast(self, x: Tensor) -> None:
+        """x <- that of rank 0."""
+        if self.ranks > 1:
+            dist.broadcast(x, 0)
+
+    def all_objects(self, mine: Any) -> list[Any]:
+        """What every rank has, in the order of ranks."""
+        everyones = [mine] * self.ranks
+        if self.ranks > 1:
+            dist.all_gather_object(everyones, mine)
+        return everyones
+
+
+class BankOptimizer:
+    """Sums gradients into banks, exchanges them while backward goes on, updates one shard a rank, gathers the parameters.
+
+        for the last micro-batch of a step:  arm(step), then backward
+        after it:                            step(values)
+
+    grad_factor multiplies every gradient: it turns the sum over micro-batches and ranks into their mean. Banks are launched
+    in one order, the same on every rank: that in which rank 0's first backward completed them. sync="hook" launches a bank
+    from the hook that completes it, sync="step" launches all when the step begins.
+    """
+
+    def __init__(self, banks: Sequence[Bank], comm: Comm, grad_factor: float = 1.0, sync: str = "hook", compiled: bool = False):
+        self.banks, self.comm, self.grad_factor, self.sync = list(banks), comm, grad_factor, sync
+        self.order: list[Bank] | None = None
+        self.completed: list[Bank] = []  # in the first backward, by their last gradient
+        self.due: list[Bank] = []
+        self.launches = 0
+        functions = {bank.rule.function for bank in banks}
+        self.functions = {f: torch.compile(f, dynamic=False) if compiled else f for f in functions}
+        # compiled code takes numbers that change as tensors, or it would be compiled again for each
+        as_tensor = functools.lru_cache(256)(lambda x: torch.full((), x, device=banks[0].values.device))
+        self.number = as_tensor if compiled else float
+        for bank in banks:
+            comm.broadcast(bank.values)
+            for slot in bank.slots:
+                self._hook(bank, slot)
+
+    # a gradient arrives
+
+    def _hook(self, bank: Bank, slot: Slot) -> None:
+        self._unhook(slot)  # of an optimizer that was built before
+        slot.param.bank_hook = slot.param.register_post_accumulate_grad_hook(lambda _: self._register_grad(bank, slot))
+
+    @staticmethod
+    def _unhook(slot: Slot) -> None:
+        if hasattr(slot.param, "bank_hook"):
+            slot.param.bank_hook.remove()
+            del slot.param.bank_hook
+
+    def remove_hooks(self) -> None:
+        for bank in self.banks:
+            for slot in bank.slots:
+                self._unhook(slot)
+
+    def _register_grad(self, bank: Bank, slot: Slot) -> None:
+        if bank.launched:
+            raise RunError(f"{slot.name} got a gradient after its bank {bank.name} was launched; call step() before the next backward")
+        if bank.armed and slot.arrived:
+            raise RunError(f"{slot.name} got its gradient twice in one armed micro-batch; arm() only before the last backward of "
+                           "a step, and do not run a part of the model twice in backward")
+        bank.add(slot, self.grad_factor)
+        if self.order is None:
+            if bank.complete and bank not in self.completed:
+                self.completed.append(bank)
+        elif bank.armed and self.sync == "hook":
+            self._launch_ready()
+
+    def _launch_ready(self) -> None:
+        """Launch from the front of the order as far as banks are complete: one that is ready early waits for its turn."""
+        while self.launches < len(self.due) and self.due[self.launches].complete:
+            self._launch(self.due[self.launches])
+
+    def _launch(self, bank: Bank) -> None:
+        bank.work = self.comm.reduce_scatter(bank.shard_grads, bank.grads)
+        bank.launched = True
+        self.launches += 1
+
+    # a step
+
+    def arm(self, step: int) -> None:
+        """From here on gradients complete their banks: call before the backward of the last micro-batch of a step."""
+        for bank in self.banks:
+            if bank.launched:
+                raise RunError(f"bank {bank.name} is launched already; call step() before arming the next one")
+            bank.armed = (step + 1) % bank.rule.every == 0
+            bank.expect_all()
+        self.due = [bank for bank in self.order or self.banks if bank.armed]
+        self.launches = 0
+
+    @torch.no_grad()
+    def step(self, values: StepValues) -> None:
+        """Wait for each bank in launch order, update this rank's shard, gather; returns when all parameters are new."""
+        if not self.due:
+            raise RunError("step() without a bank to update: arm() and run a backward first")
+        for bank in self.due:
+            bank.check_views()
+            if not bank.complete:
+                raise RunError(f"bank {bank.name} was not launched: {bank.arrivals} of {len(bank.slots)} of its parameters got a "
+                               f"gradient, not {', '.join(bank.missing())}; each must take part in the armed backward")
+        if self.order is None:
+            self._agree_on_order()
+        for bank in self.due[self.launches:]:
+            self._launch(bank)
+        for bank in self.due:
+            bank.work.wait()
+            self._update(bank, values)
+            bank.work = self.comm.all_gather(bank.values, bank.shard_values)
+        for bank in self.due:
+            bank.work.wait()
+            bank.work, bank.armed, bank.launched = None, False, False
+            for slot in bank.slots:
+                slot.fresh = True
+        self.due = []
+
+    def _update(self, bank: Bank, values: StepValues) -> None:
+        bank.updates += 1
+        arguments = bank.rule.arguments(bank, values)
+        self.functions[bank.rule.function](*(self.number(a) if isinstance(a, float) else a for a in arguments))
+
+    def _agree_on_order(self) -> None:
+        """Rank 0's order for all. RunError on every rank if their banks differ, before anything is sent."""
+        plan = [(bank.name, str(bank.values.dtype), str(bank.grads.dtype), bank.shard, [(slot.name, tuple(slot.param.shape))
+                 for slot in bank.slots]) for bank in self.banks]
+        digest = hashlib.sha256(repr(plan).encode()).hexdigest()
+        unseen = [bank for bank in self.banks if bank not in self.completed]
+        mine = (digest, [self.banks.index(bank) for bank in self.completed + unseen])
+        everyones = self.comm.all_objects(mine)
+        if len(set(digest for digest, _ in everyones)) > 1:
+            raise RunError(f"the ranks' models differ: their banks have the digests {[digest[:8] for digest, _ in everyones]}, rank 0 "
+                           "first; every rank must build the same model from the same config")
+        self.order = [self.banks[i] for i in everyones[0][1]]
+        self.due = [bank for bank in self.order if bank.armed]
+
+    # its state
+
+    def snapshot(self) -> list[tuple]:
+        return [bank.snapshot() for bank in self.banks]
+
+    def restore(self, snapshot: list[tuple]) -> None:
+        for bank, saved in zip(self.banks, snapshot):
+            bank.restore(saved)
+
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and every tensor of its state, whole on every rank, whatever the number of ranks."""
+        for bank in self.banks:
+            wholes = {"": bank.values}
+            for key, mine in bank.state.items():
+                wholes["." + key] = whole = torch.empty(self.comm.ranks * mine.numel(), dtype=mine.dtype, device=mine.device)
+                self.comm.all_gather(whole, mine.reshape(-1)).wait()
+            for slot in bank.slots:
+                for key, whole in wholes.items():
+                    share = len(whole) / len(bank.values)  # a second moment has fewer elements than its matrix
+                    yield slot.name + key, whole[round(slot.offset * share):round((slot.offset + slot.param.numel()) * share)]
+
+    def state_hash(self) -> str:
+        """SHA-256 of all parameters, their state, and how often each was updated."""
+        digest = hashlib.sha256()
+        for name, x in sorted(self.named_state(), key=lambda item: item[0]):
+            digest.update(name.encode() + as_bytes(x))
+        digest.update(repr(sorted((slot.name, bank.updates) for bank in self.banks for slot in bank.slots)).encode())
+        return digest.hexdigest()
+
+
+def as_bytes(x: Tensor) -> bytes:
+    return x.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# assignment
+
+
+class Assignment(NamedTuple):
+    """Which parameters a rule updates, by a pattern of their names; see Member for parts and scale."""
+
+    pattern: str
+    rule: Callable[[nn.Parameter], Adam | NorMuon]
+    parts: int = 1
+    scale: float = 1.0
+
+
+def assignments(config: Config) -> tuple[Assignment, ...]:
+    """The table: every parameter of GPT matches exactly one line."""
+    c, dtype = config, getattr(torch, config.dtype)
+
+    def adam_rule(multiplier: float) -> Callable[[nn.Parameter], Adam]:
+        return lambda p: Adam(c.adam_lr * multiplier, c.adam_beta1, c.adam_beta2, c.adam_eps, c.adam_every, dtype)
+
+    def normuon_rule(p: nn.Parameter) -> NorMuon:
+        return NorMuon(c.muon_lr, c.muon_weight_decay, c.muon_beta2, dtype, wide=p.shape[1] > p.shape[0])
+
+    return (
+        Assignment("embed.weight", adam_rule(c.embed_lr_mul)),
+        Assignment("value_embeds.*.weight", adam_rule(c.embed_lr_mul)),
+        Assignment("lm_head.weight", adam_rule(1.0)),
+        Assignment("scalars", adam_rule(c.scalar_lr_mul)),
+        Assignment("smear_gate", normuon_rule),
+        Assignment("blocks.*.attn.gate", normuon_rule),
+        Assignment("blocks.*.attn.qkvo", normuon_rule, parts=4),
+        Assignment("blocks.*.mlp.fc", normuon_rule, scale=c.fc_lr_mul),
+        Assignment("blocks.*.mlp.proj", normuon_rule),
+    )
+
+
+def assign(model: nn.Module, table: Sequence[Assignment]) -> list[Member]:
+    """Each parameter that learns with its rule, in the model's order. RunError unless exactly one line matches each."""
+    members = []
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        lines = [line for line in table if fnmatchcase(name, line.pattern)]
+        if len(lines) != 1:
+            raise RunError(f"{name}: {len(lines)} lines of the table of assignments match it "
+                           f"({', '.join(line.pattern for line in lines) or 'none'}); one must")
+        line, rule = lines[0], lines[0].rule(param)
+        # a tall matrix moves more (Keller Jordan's Muon); shape as stored, not that of its parts
+        tall = math.sqrt(max(1, param.shape[0] / param.shape[1])) if isinstance(rule, NorMuon) else 1.0
+        members.append(Member(name, param, rule, line.parts, line.scale * tall))
+    return members
+
+
+def build_model(config: Config, vocab_size: int, bos_id: int) -> GPT:
+    """The model of a config, with its initial parameters, on the CPU: the same for a seed on every machine."""
+    torch.manual_seed(config.seed)
+    return GPT(vocab_size=vocab_size, bos_id=bos_id, layers=parse_layers(config.layers), model_dim=config.model_dim,
+               num_heads=config.num_heads, gate_dim=config.gate_dim, backout_layer=config.backout_layer,
+               max_tokens=max(config.micro_tokens, config.val_len), loss_tokens=config.micro_tokens,
+               dtype=getattr(torch, config.dtype), fp8_head=config.fp8_head)
+
+
+def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False) -> BankOptimizer:
+    """The optimizer of a config for a model that is on its device. Gradients become the mean over the batch's slots."""
+    members = assign(model, assignments(config))
+    banks = fill_banks(members, config.bank_mb * 2 ** 20, comm.rank, comm.ranks, config.fp32_grads)
+    return BankOptimizer(banks, comm, config.micro_tokens / config.batch_tokens, config.sync, compiled)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# schedules
+
+
+def step_values(config: Config, step: int) -> StepValues:
+    """Learning-rate factor and momentum of one step."""
+    c = config
+    done = min(0.9999, step / (c.num_steps - c.extension_steps))
+    left = min(1.0, (1 - done) / c.cooldown) if c.cooldown else 1.0
+    fall_from = c.num_steps - c.muon_momentum_fall
+    if step < c.muon_momentum_rise:
+        height = step / c.muon_momentum_rise
+    elif step > fall_from:
+        height = 1 - (step - fall_from) / c.muon_momentum_fall
+    else:
+        height = 1.0
+    return StepValues(left + (1 - left) * c.lr_floor, c.muon_momentum_low + height * (c.muon_momentum - c.muon_momentum_low))
+
+
+def long_window(config: Config, step: int) -> int:
+    """The long window, in blocks, of a training step and of a validation before it."""
+    parts = [int(word) for word in config.windows.split()]
+    scheduled = config.num_steps - config.extension_steps
+    return parts[step * len(parts) // scheduled] if step < scheduled else config.extension_window
+
+
+def windows_in_tokens(config: Config, blocks: int, final: bool = False) -> Windows:
+    """`blocks` long, half of it short; in the last validation (final) the long one alone is longer."""
+    return Windows((config.final_window if final else blocks) * config.window_block, blocks // 2 * config.window_block)
+
+
+class WindowSchedule:
+    """Stretches the rotary when a step's long window first differs from the one before."""
+
+    def __init__(self, config: Config, rotary: Rotary):
+        self.config, self.rotary = config, rotary
+        self.restart()
+
+    def restart(self) -> None:
+        self.blocks = long_window(self.config, 0)
+        self.rotary.set(rotary_frequencies(2 * self.rotary.cos.size(1)), Rotary.FIRST_SCALE)
+
+    def at(self, step: int) -> Windows:
+        blocks, final = long_window(self.config, step), step == self.config.num_steps
+        if blocks != self.blocks:
+            block = self.config.window_block
+            frequencies, scale = stretch(self.rotary.frequencies, float(self.rotary.scale), self.blocks * block, blocks * block)
+            self.rotary.set(frequencies, scale)
+            self.blocks = blocks
+        return windows_in_tokens(self.config, blocks, final)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# validation, log, checkpoint
+
+
+@torch.no_grad()
+def validate(model: GPT, sequences: np.ndarray, windows: Windows, comm: Comm, device: torch.device) -> tuple[float, int]:
+    """(mean loss in nats a token, tokens scored) over sequences int32 [n, length + 1], shared out over the ranks.
+
+    Each sequence's loss has a place of its own, so the mean does not depend on the number of ranks.
+    """
+    model.eval()
+    losses = torch.zeros(len(sequences), dtype=torch.float64, device=device)
+    for i in range(comm.rank, len(sequences), comm.ranks):
+        inputs, targets = split_sequence(sequences[i], device)
+        losses[i] = model(inputs.clamp_min(0), targets, windows)
+    model.train()
+    tokens = int((sequences[:, 1:] >= 0).sum())
+    return comm.all_reduce(losses).sum().item() / tokens, tokens
+
+
+def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[T + 1] tokens -> inputs int32 [T], targets int64 [T] on the device, without waiting for it."""
+    tokens = torch.from_numpy(sequence.astype(np.int32))
+    if device.type == "cuda":
+        tokens = tokens.pin_memory().to(device, non_blocking=True)
+    return tokens[:-1], tokens[1:].long()
+
+
+class TrainLosses:
+    """Training losses, read without making the host wait for the device: a loss is there some steps after its step."""
+
+    def __init__(self, config: Config, comm: Comm):
+        self.config, self.comm = config, comm
+        self.pending: list[tuple[int, float, Tensor, Any]] = []
+
+    def record(self, step: int, train_time: float, losses: list[Tensor]) -> None:
+        """losses: the summed loss of each of this rank's slots. Every so-manieth step's are averaged over all ranks."""
+        c, own = self.config, torch.stack(losses).detach()
+        slots = own.new_zeros(c.batch_tokens // c.micro_tokens)
+        slots[self.comm.rank * len(own):(self.comm.rank + 1) * len(own)] = own
+        if self.is_logged(step):
+            self.comm.all_reduce(slots)
+        event = None
+        if own.is_cuda:
+            slots = torch.empty(slots.shape, dtype=slots.dtype, pin_memory=True).copy_(slots, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self.pending.append((step, train_time, slots, event))
+
+    def is_logged(self, step: int) -> bool:
+        return self.config.train_loss_every > 0 and step % self.config.train_loss_every == 0
+
+    def arrived(self, wait: bool = False) -> Iterator[tuple[int, float, float | None]]:
+        """(step, its train time, mean loss in nats a token, or None where it is not logged), in order. RunError if one is not finite."""
+        while self.pending and (wait or self.pending[0][-1] is None or self.pending[0][-1].query()):
+            step, train_time, slots, event = self.pending.pop(0)
+            if event is not None:
+                event.synchronize()
+            if not slots.isfinite().all():
+                raise RunError(f"the training loss of step {step} is not finite; lower the learning rates, or look at the data that "
+                               f"step {step} read. The log is kept")
+            mean = slots.sum(dtype=torch.float64).item() / self.config.batch_tokens
+            yield step, train_time, mean if self.is_logged(step) else None
+
+
+class Clock:
+    """Milliseconds of training. It stands still for what is outside; each such span is named and timed."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.elapsed, self.since = device, 0.0, None
+        self.outside: dict[str, float] = {}
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def start(self) -> None:
+        self.since = self._now()
+
+    def stop(self) -> None:
+        self.elapsed += 1000 * (self._now() - self.since)
+        self.since = None
+
+    def read(self) -> float:
+        """Without waiting for the device: what the host has seen of the time so far."""
+        return self.elapsed + (1000 * (time.perf_counter() - self.since) if self.since is not None else 0.0)
+
+    @contextlib.contextmanager
+    def off(self, name: str) -> Iterator[None]:
+        """Seconds within are counted under this name and not as training."""
+        begin = self._now()
+        yield
+        self.outside[name] = self.outside.get(name, 0.0) + self._now() - begin
+
+
+class Log:
+    """The only file and the only voice of a run; rank 0's. Each line is in the file when write returns."""
+
+    def __init__(self, config: Config, rank: int):
+        self.config, self.rank, self.bar = config, rank, None
+        name = config.run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:8]}"
+        self.run_id, self.path = name, ROOT / config.log_dir / f"{name}.txt"
+        self.file = None
+        self.last_line = 0.0
+
+    def open(self, start: dict[str, Any], environment: str) -> None:
+        """Create the file with the source, the environment and the run's description. RunError if it cannot be had."""
+        if self.rank:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(self.path, "x", encoding="utf-8", buffering=1)
+        except FileExistsError as error:
+            raise RunError(f"{self.path} exists: run_id {self.run_id!r} was used; choose another --run_id, or delete that log") from error
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot be written ({error.strerror}); free space or permit it, or choose another "
+                           "--log_dir") from error
+        try:
+            rule = "=" * 100
+            source = Path(__file__).read_text(encoding="utf-8")
+            self._put(f"{source}\n{rule}\n{environment}\n{rule}\n{json.dumps(start)}")
+        except RunError:
+            self.file = None
+            self.path.unlink()
+            raise
+
+    def _put(self, line: str) -> None:
+        try:
+            self.file.write(line + "\n")
+            self.file.flush()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self.file.close()
+            raise RunError(f"{self.path}: cannot be written ({error.strerror}); free space or choose another --log_dir") from error
+
+    def write(self, line: str) -> None:
+        if self.file:
+            self._put(line)
+
+    def say(self, line: str) -> None:
+        """To the terminal only."""
+        if self.rank == 0:
+            if self.bar is not None:
+                self.bar.write(line)
+            else:
+                print(line, flush=True)
+
+    def progress(self, step: int, loss: float | None, clock: Clock) -> None:
+        """A bar on a terminal; in a pipe a line every few seconds."""
+        c = self.config
+        if self.rank or not step:
+            return
+        per_step = clock.read() / step
+        speed = f"{c.batch_tokens / per_step * 1000:,.0f} tokens/s"
+        if sys.stdout.isatty():
+            if self.bar is None:
+                from tqdm import tqdm
+                self.bar = tqdm(total=c.num_steps, unit="step", file=sys.stdout, dynamic_ncols=True, leave=False)
+            self.bar.set_postfix_str(speed if loss is None else f"loss {loss:.4f}, {speed}", refresh=False)
+            self.bar.update(step - self.bar.n)
+        elif time.monotonic() - self.last_line > 5:
+            self.last_line = time.monotonic()
+            loss_text = "" if loss is None else f"loss {loss:.4f}  "
+            self.say(f"step {step}/{c.num_steps}  {loss_text}{speed}  {per_step * (c.num_steps - step) / 1000:.0f} s left")
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+        if self.file:
+            self.file.close()
+            self.file = None
+
+
+def save_model(path: Path, model: GPT, config: Config, run_id: str, step: int, windows: Windows, encoding: Shard) -> None:
+    """For evaluation by another process: load_model(path) builds the same model. Written whole or not at all."""
+    partial = path.with_suffix(".partial")
+    try:
+        torch.save({"config": dataclasses.asdict(config), "run_id": run_id, "step": step, "windows": list(windows),
+                    "vocab_size": encoding.vocab_size, "bos_id": encoding.bos_id,
+                    "model": {name: x.cpu() for name, x in model.state_dict().items()}}, partial)
+        partial.replace(path)
+    except (OSError, RuntimeError) as error:
+        partial.unlink(missing_ok=True)
+        raise RunError(f"{path}: cannot be written ({error}); free space or choose another --log_dir") from error
+
+
+def load_model(path: str | Path, device: str = "cpu") -> tuple[GPT, dict[str, Any]]:
+    """A model that save_model wrote, in evaluation form, and the rest of what was saved with it."""
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        model = build_model(Config(**saved["config"]), saved["vocab_size"], saved["bos_id"])
+        model.load_state_dict(saved.pop("model"))
+    except Exception as error:
+        raise RunError(f"{path}: holds no model of this version of train_gpt.py ({error})") from error
+    model.rotary.tabulate()
+    return model.to(device).eval(), saved
+
+
+SAMPLE_CONTEXT = 2 * MASK_BLOCK
+
+
+@torch.no_grad()
+def sample(model: GPT, windows: Windows, tokens: int, vocab_size: int, seed: int, temperature: float = 0.8) -> list[int]:
+    """Tokens drawn one by one from the model, which is given BOS and then the last SAMPLE_CONTEXT of what it said."""
+    draw = np.random.default_rng(seed)
+    said = [model.bos_id]
+    model.eval()
+    while len(said) <= tokens:
+        known = said[-SAMPLE_CONTEXT:]
+        # one length for all, or compiled blocks would be compiled for each; what follows does not reach what is known
+        context = torch.tensor(known + [model.bos_id] * (SAMPLE_CONTEXT - len(known)), device=model.scalars.device)
+        logits = model.logits(context, windows)[len(known) - 1, :vocab_size].double() / temperature
+        chances = logits.softmax(0).cpu().numpy()
+        said.append(int(draw.choice(vocab_size, p=chances / chances.sum())))
+        if said[-1] == model.bos_id:
+            break
+    model.train()
+    return said[1:]
+
+
+def decode(tokens: Sequence[int], encoding: Shard) -> str:
+    """Text of tokens: bytes where the vocabulary is that of bytes, else GPT-2's."""
+    if encoding.vocab_size <= 257:
+        return bytes(t for t in tokens if t < 256).decode("utf-8", errors="replace")
+    import tiktoken
+    return tiktoken.get_encoding("gpt2").decode([t for t in tokens if t < encoding.bos_id])
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# main
+
+
+class Watch:
+    """Tells every rank of a failure on one, also those that wait in a collective: within seconds all have said why and left.
+
+    Without it the others would learn of it by a time-out, or be killed without a word.
+    """
+
+    PERIOD_S, PATIENCE_S = 0.2, 5.0
+
+    def __init__(self, store: dist.Store, rank: int, ranks: int, log: Log):
+        self.store, self.rank, self.ranks, self.log = store, rank, ranks, log
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._watch, args=(store.clone(),), daemon=True)
+        self.thread.start()
+
+    def _watch(self, store: dist.Store) -> None:
+        while not self.over.wait(self.PERIOD_S):
+            try:
+                failed = store.check(["failure"])
+            except RuntimeError:  # the store's host is gone, and with it whoever could be told
+                return
+            if failed:
+                complain(self.log, self.rank, store.get("failure").decode())
+                store.set(f"heard-{self.rank}", "")
+                os._exit(1)
+
+    def tell(self, message: str) -> None:
+        """Say it to the other ranks and wait, a little, until they have heard: when one has left, all are killed."""
+        self.over.set()
+        self.thread.join()
+        self.store.set(f"heard-{self.rank}", "")
+        self.store.set("failure", message)
+        with contextlib.suppress(RuntimeError):
+            self.store.wait([f"heard-{rank}" for rank in range(self.ranks)], timedelta(seconds=self.PATIENCE_S))
+
+    def stop(self) -> None:
+        self.over.set()
+        self.thread.join()
+
+
+def complain(log: Log | None, rank: int, message: str) -> None:
+    if log:
+        with contextlib.suppress(RunError):
+            log.write(f"error: {message}")
+        log.close()
+    print(f"train_gpt.py: rank {rank}: error: {message}", file=sys.stderr, flush=True)
+
+
+def output_of(*command: str) -> str:
+    """What a command prints, or nothing where it cannot be run."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def triton_version() -> str | None:
+    with contextlib.suppress(ImportError):
+        import triton
+        return triton.__version__
+    return None
+
+
+def describe_machine(device: torch.device) -> tuple[dict[str, Any], str]:
+    """(hardware and versions for the JSON line, the free text above it)."""
+    rows = output_of("nvidia-smi", "--query-gpu=name,uuid,driver_version", "--format=csv,noheader").splitlines()
+    gpus = [dict(zip(("name", "uuid", "driver"), row.split(", "))) for row in rows] if device.type == "cuda" else []
+    hardware = {"device": torch.cuda.get_device_name() if device.type == "cuda" else cpu_name(), "gpus": gpus,
+                "cpu": cpu_name(), "cores": os.cpu_count()}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
+                "triton": triton_version()}
+    text = (f"Running Python {sys.version}\nRunning PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda}\n"
+            f"Running Triton version {versions['triton']}\n")
+    return {"hardware": hardware, "versions": versions}, text + (
+        output_of("nvidia-smi") if device.type == "cuda" else f"{cpu_name()}, {os.cpu_count()} cores, {platform.platform()}")
+
+
+def file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def describe_shards(shards: list[Shard]) -> list[dict[str, Any]]:
+    with ThreadPoolExecutor(len(shards)) as pool:
+        digests = pool.map(lambda shard: file_sha256(shard.path), shards)
+        return [{"name": shard.path.name, "tokens": shard.tokens, "bytes": HEADER_INTS * 4 + 2 * shard.tokens, "sha256": sha}
+                for shard, sha in zip(shards, digests)]
+
+
+def fit_to_gpu(config: Config, vocab_size: int, ranks: int) -> tuple[Config, list[str]]:
+    """The config with what this GPU cannot do replaced by what computes the same more slowly, and the changes in words."""
+    changes = []
+    if config.fp8_head and torch.cuda.get_device_capability() < (8, 9):
+        config = dataclasses.replace(config, fp8_head=False)
+        changes.append("this GPU has no fp8: the head's product stays in bf16")
+    free = torch.cuda.mem_get_info()[0]
+    while config.micro_tokens > MASK_BLOCK and memory_needed(config, vocab_size, ranks) > free:
+        config = dataclasses.replace(config, micro_tokens=config.micro_tokens // 2)
+    if config.micro_tokens * ranks < config.batch_tokens:
+        changes.append(f"{config.batch_tokens // config.micro_tokens // ranks} micro-batches of {config.micro_tokens} tokens a rank")
+    return config, changes
+
+
+def memory_needed(config: Config, vocab_size: int, ranks: int) -> int:
+    """A generous guess at a rank's peak in bytes: parameters, gradients and this rank's share of their state, and what
+    a micro-batch leaves for backward: logits several times over, and of each layer some thirty tensors of its width."""
+    layers = parse_layers(config.layers)
+    matrices = sum((4 if layer.window else 0) + (8 if layer.mlp else 0) for layer in layers) * config.model_dim ** 2
+    tables = (2 + sum(layer.value_table is not None for layer in layers)) * vocab_size * config.model_dim
+    fixed = (4 * matrices + 2 * tables) * (2 + 2 / ranks)
+    return int(fixed + config.micro_tokens * (8 * vocab_size + 2 * 30 * len(layers) * config.model_dim))
+
+
+def compile_count() -> int:
+    """Graphs that torch.compile has made in this process."""
+    if "torch._dynamo" not in sys.modules:
+        return 0
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def compile_seconds() -> float:
+    if "torch._dynamo" not in sys.modules:
+        return 0.0
+    return torch._dynamo.utils.calculate_time_spent().get("total_wall_time", 0.0)
+
+
+def peak_memory_mib(device: torch.device) -> tuple[int, int]:
+    """(allocated, reserved) on a GPU; on a CPU the process's largest resident set, twice."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
+    unit = 1 if sys.platform == "darwin" else 1024
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20
+    return resident, resident
+
+
+def model_hash(model: nn.Module) -> str:
+    """SHA-256 of all parameters and buffers."""
+    digest = hashlib.sha256()
+    for name, x in model.state_dict().items():
+        digest.update(name.encode() + as_bytes(x))
+    return digest.hexdigest()
+
+
+class Trainer:
+    """Model, optimizer, data and schedule of one rank, and the step that they make together."""
+
+    def __init__(self, config: Config, comm: Comm, device: torch.device, train_shards: list[Shard]):
+        compiled = config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
+        self.config, self.comm, self.device = config, comm, device
+        self.stream = Stream(train_shards, config, comm.rank, comm.ranks)
+        self.model = build_model(config, train_shards[0].vocab_size, train_shards[0].bos_id).to(device)
+        if compiled:
+            self.model.compile_parts()
+        self.optimizer = build_optimizer(config, self.model, comm, compiled)
+        self.windows = WindowSchedule(config, self.model.rotary)
+
+    def step(self, step: int, batch: list[np.ndarray]) -> list[Tensor]:
+        """One step on this rank's slots of the batch -> their summed losses, still on the device."""
+        windows = self.windows.at(step)
+        losses = []
+        for slot in batch:
+            inputs, targets = split_sequence(slot, self.device)
+            if len(losses) == len(batch) - 1:
+                self.optimizer.arm(step)
+            loss = self.model(inputs, targets, windows)
+            loss.backward()
+            losses.append(loss.detach())
+        self.optimizer.step(step_values(self.config, step))
+        return losses
+
+    def warm_up(self, val_sequence: np.ndarray) -> None:
+        """Every window and kind of step, so that nothing is compiled or allocated on the clock; then all is put back."""
+        c = self.config
+        saved = self.optimizer.snapshot()
+        changes = [step for step in range(c.num_steps) if not step or long_window(c, step) != long_window(c, step - 1)]
+        batch = self.stream.next_batch()
+        for i in range(c.warmup_steps):
+            self.step(changes[i // c.adam_every % len(changes)] // c.adam_every * c.adam_every + i % c.adam_every, batch)
+        if c.warmup_steps:
+            validate(self.model, val_sequence[None].repeat(self.comm.ranks, 0), self.windows.at(c.num_steps), self.comm, self.device)
+        self.optimizer.restore(saved)
+        self.windows.restart()
+        self.stream.seek((0, 0))
+
+    def digest_of_tokens(self) -> str:
+        """SHA-256 over what all ranks have read, slot by slot: the same for any number of ranks."""
+        everyones = self.comm.all_objects([digest.digest() for digest in self.stream.digests])
+        return hashlib.sha256(b"".join(digest for digests in everyones for digest in digests)).hexdigest()
+
+
+def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
+    """The whole race, from the data to the verdict. began: when the process started, by time.perf_counter."""
+    clock = Clock(device)
+    with clock.off("setup"):
+        train_shards = find_shards(config.train_files, config.train_shards)
+        val_shards = find_shards(config.val_files)
+        encoding = train_shards[0]
+        if val_shards[0][2:] != encoding[2:]:
+            raise RunError(f"vocabulary and BOS of the training shards are {encoding[2:]}, of the validation shards "
+                           f"{val_shards[0][2:]}; make both with one encoding")
+        changes = []
+        if device.type == "cuda":
+            config, changes = fit_to_gpu(config, encoding.vocab_size, comm.ranks)
+            if config.micro_tokens % MASK_BLOCK or config.val_len % MASK_BLOCK:
+                raise RunError(f"micro_tokens {config.micro_tokens} and val_len {config.val_len} must be multiples of {MASK_BLOCK} on GPUs")
+        val_sequences = validation_sequences(val_shards, config.val_tokens, config.val_len)
+        trainer = Trainer(config, comm, device, train_shards)
+        trainer.stream.check_enough(config.num_steps)
+        model, optimizer, windows = trainer.model, trainer.optimizer, trainer.windows
+        parameters = sum(p.numel() for p in model.parameters())
+        if comm.rank == 0:
+            machine, environment = describe_machine(device)
+            revision = output_of("git", "rev-parse", "HEAD")
+            log.open({
+                "run_id": log.run_id, "started": datetime.now(timezone.utc).isoformat(timespec="seconds"), "preset": preset,
+                "config": dataclasses.asdict(config), "seed": config.seed, "changes": changes,
+                "git": {"revision": revision, "clean": not output_of("git", "status", "--porcelain")} if revision else None,
+                "source_sha256": file_sha256(Path(__file__)), "ranks": comm.ranks, **machine,
+                "shards": {"train": describe_shards(train_shards), "val": describe_shards(val_shards)},
+                "parameters": parameters, "target_val_loss": config.target_val_loss,
+                "race": {"race_id": config.race_id, "run": config.race_run, "declared_n": config.race_runs,
+                         "side": config.race_side} if config.race_id else None,
+            }, environment)
+        val_tokens = int((val_sequences[:, 1:] >= 0).sum())
+        log.say(f"preset {preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, {parameters / 1e6:.1f} M parameters, "
+                f"{config.num_steps} steps of {config.batch_tokens:,} tokens, validation on {val_tokens:,}" if not comm.rank else "")
+        for change in changes:
+            log.say(change)
+    with clock.off("hashing"):
+        hash_before = optimizer.state_hash()
+    log.say(f"warm-up: {config.warmup_steps} steps off the clock")
+    with clock.off("warmup"):
+        trainer.warm_up(val_sequences[0])
+    clock.outside["compile"] = compile_seconds()
+    clock.outside["warmup"] -= clock.outside["compile"]
+    with clock.off("hashing"):
+        hash_after = optimizer.state_hash()
+    compiles = compile_count()
+
+    losses = TrainLosses(config, comm)
+
+    def write_steps(wait: bool = False) -> None:
+        for step, train_time, loss in losses.arrived(wait):
+            shown = "" if loss is None else f" train_loss:{loss:.4f}"
+            log.write(f"step:{step}/{config.num_steps} train_time:{train_time:.0f}ms step_avg:{train_time / step:.2f}ms{shown}")
+            log.progress(step, loss, clock)
+
+    clock.start()
+    for step in range(config.num_steps + 1):
+        last = step == config.num_steps
+        if last or (config.val_every and step % config.val_every == 0):
+            clock.stop()
+            write_steps(wait=True)
+            with clock.off("hashing"):
+                val_hashes = {"before": model_hash(model)} if last else {}
+            with clock.off("validation"):
+                val_loss, val_tokens = validate(model, val_sequences, windows.at(step), comm, device)
+            if last:
+                with clock.off("hashing"):
+                    val_hashes["after"] = model_hash(model)
+            line = (f"step:{step}/{config.num_steps} val_loss:{val_loss:.4f} train_time:{clock.elapsed:.0f}ms "
+                    f"step_avg:{clock.elapsed / max(step, 1):.2f}ms")
+            log.write(line)
+            log.say(line)
+            if not math.isfinite(val_loss):
+                raise RunError(f"the validation loss before step {step} is {val_loss}; lower the learning rates. The log is kept")
+            if last:
+                break
+            clock.start()
+        step_losses = trainer.step(step, trainer.stream.next_batch())
+        losses.record(step + 1, clock.read(), step_losses)
+        write_steps()
+
+    compiles = compile_count() - compiles
+    with clock.off("hashing"):
+        final_hash, tokens_hash = optimizer.state_hash(), trainer.digest_of_tokens()
+    final_windows = windows.at(config.num_steps)
+    text = ""
+    if config.sample_tokens and not comm.rank:
+        with clock.off("sampling"):
+            text = sample_text(model, final_windows, config, encoding)
+    if config.save_model and not comm.rank:
+        save_model(log.path.with_suffix(".pt"), model, config, log.run_id, config.num_steps, final_windows, encoding)
+    allocated, reserved = peak_memory_mib(device)
+    reached = val_loss <= config.target_val_loss
+    log.write(json.dumps({"end": {
+        "final_val_loss": val_loss, "target_val_loss": config.target_val_loss, "reached": reached, "steps": config.num_steps,
+        "train_tokens": config.num_steps * config.batch_tokens, "train_sha256": tokens_hash, "val_tokens": val_tokens,
+        "train_time_ms": clock.elapsed, "wall_seconds": time.perf_counter() - began, "seconds_outside_clock": clock.outside,
+        "compiles_after_warmup": compiles, "state_hash": {"before_warmup": hash_before, "after_warmup": hash_after},
+        "validation_hash": val_hashes, "final_state_hash": final_hash, "peak_memory_mib": allocated}}))
+    log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
+    log.say(f"\n{'target reached' if reached else 'target missed'}: validation loss {val_loss:.4f}, target "
+            f"{config.target_val_loss:g}, after {clock.elapsed / 1000:.1f} s of training and "
+            f"{time.perf_counter() - began:.0f} s in all\nlog: {log.path}")
+    if text:
+        log.say(f"\nthe model says:\n{text}")
+
+
+def sample_text(model: GPT, windows: Windows, config: Config, encoding: Shard) -> str:
+    tokens = sample(model, windows, config.sample_tokens, encoding.vocab_size, config.seed)
+    try:
+        return decode(tokens, encoding)
+    except Exception as error:  # tiktoken fetches its vocabulary, which may fail in many ways
+        return f"(no text: GPT-2's vocabulary could not be had: {error})"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """One rank of a run, as torchrun started it, or the only one. Returns the exit status."""
+    began = time.perf_counter()
+    rank, ranks, local_rank = (int(os.environ.get(name, default)) for name, default in
+                               (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    gpu = torch.cuda.is_available()
+    preset, config = parse_config(sys.argv[1:] if argv is None else argv, "speedrun" if gpu else "laptop")
+    log, watch = Log(config, rank), None
+    try:
+        check_config(config, ranks)
+        device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
+        if gpu:
+            if local_rank >= torch.cuda.device_count():
+                raise RunError(f"rank {rank} has no GPU: this machine has {torch.cuda.device_count()}; lower --nproc_per_node")
+            torch.cuda.set_device(device)
+        if ranks > 1:
+            timeout = timedelta(seconds=config.timeout_s)
+            store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timeout))
+            dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=ranks, timeout=timeout,
+                                    device_id=device if gpu else None)
+            watch = Watch(dist.PrefixStore("watch", store), rank, ranks, log)
+        run(config, preset, Comm(rank, ranks), device, log, began)
+        log.close()
+        if watch:
+            watch.stop()
+            dist.destroy_process_group()
+        return 0
+    except (RunError, torch.OutOfMemoryError, KeyboardInterrupt) as error:
+        message = {KeyboardInterrupt: "interrupted", torch.OutOfMemoryError: f"{error}; lower --micro_tokens"}.get(type(error), str(error))
+        complain(log, rank, message)
+        if watch:
+            watch.tell(f"rank {rank} failed: {message}")
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    except RuntimeError as error:
+        if watch:  # most often another rank's end, seen from here as a broken connection: let the watch say which
+            time.sleep(Watch.PATIENCE_S)
+            watch.tell(f"rank {rank} failed: {error}")
+        complain(log, rank, f"{type(error).__name__}: {error}")
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main())
