@@ -8,7 +8,7 @@
     ... --plot timeline.png [--step 11]                         the streams around backward and the optimizer step
 
 Needs Python alone, and matplotlib for --plot. Reads .json and .json.gz as a stream, so that a trace of gigabytes needs
-time (about 30 MB of JSON a second) but little memory. Exit status: 0 the figures are printed, 2 the input cannot be
+time (some 20 to 40 MB of JSON a second) but little memory. Exit status: 0 the figures are printed, 2 the input cannot be
 judged (stderr says why, a line for each file).
 
 Definitions
@@ -109,8 +109,8 @@ class Scanner:
             try:
                 value, end = self.decode(self.text, self.at)
             except ValueError as error:
+                at = self.passed + getattr(error, "pos", self.at)
                 if not self.mend() and not self.more():
-                    at = self.passed + getattr(error, "pos", self.at)
                     raise ValueError(f"{getattr(error, 'msg', error)} at character {at}") from None
             else:
                 if end < len(self.text) or not self.more():  # a number that ends the text may go on in the next chunk
@@ -151,7 +151,7 @@ class Scanner:
             if not listed:
                 raise ValueError('an object without a list "traceEvents"')
         else:
-            raise ValueError(f"it opens with {opening!r}")
+            raise ValueError(f"it opens with {opening!r}, not with a brace or bracket" if opening else "it is blank")
         if extra := self.peek():  # reading to the end also makes gzip check its sum
             raise ValueError(f"{extra!r} follows the end at character {self.passed + self.at}")
 

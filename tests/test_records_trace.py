@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 SCRIPT = Path(__file__).parent.parent / "records" / "trace.py"
@@ -158,6 +158,7 @@ def test_busy_and_overlap_count_each_instant_once(some, others):
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10), st.integers(0, 5)), max_size=12), st.integers(-1, 51))
+@example([(0, 10, 1), (2, 3, 2)], 5)  # the later mark ends here, the earlier one goes on
 def test_step_at_finds_a_mark_that_contains_the_time(marks, time):
     steps = {}
     for start, length, number in marks:
@@ -206,6 +207,22 @@ def test_a_graph_launch_carries_many_kernels(tmp_path):
             event["args"]["correlation"] = 1
     first, second = analysed(build, tmp_path)["steps"]
     assert (first["gpu_ops"], first["span_ms"], second["gpu_ops"]) == (3, 0.07, 0)
+
+
+def test_backward_ends_with_the_last_op_of_autograd_be_it_a_copy(tmp_path):
+    build = Builder().host("ProfilerStep#1", 0, 100)
+    build.op("Memcpy DtoD", 215, 225, 20, tid=AUTOGRAD, cat="gpu_memcpy").op("gemm", 200, 210, 10, tid=AUTOGRAD)
+    build.op(REDUCE_SCATTER, 230, 240, 25, tid=AUTOGRAD, stream=9).op("gemm", 228, 250, 60)
+    (step,) = analysed(build, tmp_path)["steps"]
+    assert step["d_ms"] == 0.005
+
+
+def test_the_outer_of_two_calls_with_one_number_is_the_launch(tmp_path):
+    """The runtime call begins within the step, the driver call inside it after the mark's end."""
+    build = Builder().host("ProfilerStep#1", 0, 100).op(ALL_REDUCE, 200, 210, 99)
+    for late in (False, True):
+        build.events.append(build.events[-1] | {"cat": "cuda_driver", "ts": 101 if late else 98})
+        assert analysed(build, tmp_path)["total"]["gpu_ops"] == 1
 
 
 def test_marks_on_several_threads_are_one_step(tmp_path):
@@ -308,7 +325,7 @@ def test_a_list_a_packed_file_and_odd_names_are_read(tmp_path, capsys):
 
 BAD_FILES = {
     "empty": (b"", "empty"),
-    "blank": (b"  \n", "opens with ''"),
+    "blank": (b"  \n", "blank"),
     "binary": (bytes(range(256)) * 9, "no complete Chrome trace"),
     "text": (b"hello", "opens with 'h'"),
     "object": (b'{"a": 1}', "traceEvents"),
@@ -339,6 +356,14 @@ def test_a_file_that_is_no_trace_gets_one_line(tmp_path, capsys, name):
 def test_a_path_that_cannot_be_read_gets_one_line(tmp_path, capsys):
     assert "no such file" in refusal(tmp_path / "missing.json", capsys)
     assert "a folder" in refusal(tmp_path, capsys)
+
+
+@pytest.mark.parametrize("chunk", [7, 1 << 20])
+def test_a_refusal_says_where_the_file_breaks(tmp_path, capsys, monkeypatch, chunk):
+    monkeypatch.setattr(trace, "CHUNK", chunk)
+    path = tmp_path / "t.json"
+    path.write_text('{"traceEvents": [{"ph": "X"}, {"ph": ]}')
+    assert f"at character {path.read_text().index(']')}" in refusal(path, capsys)
 
 
 def test_an_endless_value_is_given_up(tmp_path, capsys, monkeypatch):
@@ -456,6 +481,7 @@ def test_the_table_shows_steps_totals_and_orphans(tmp_path, capsys):
     assert trace.main([str(two_steps().write(tmp_path / "rank 0.json"))]) == 0
     lines = capsys.readouterr().out.splitlines()
     row = {line.split("  ")[0]: line.split() for line in lines}
+    assert row["ms"][-4:] == ["all-gather", "reduce-scatter", "from", "backward"]
     assert row["step 5"][2:] == "1.000 0.800 0.400 0.300 0.100 0.200 0.150 -0.100 -0.100 1 1 1".split()
     assert row["in all"][2:] == "2.000 1.400 0.500 0.500 0.100 0.400 0.400 - - 1 2 1".split()
     (orphans,) = [line for line in lines if line.startswith("orphans")]
@@ -488,6 +514,14 @@ def test_two_sets_are_compared_by_their_means(tmp_path, capsys):
     assert trace.main([str(before[1]), "--vs", str(after)]) == 0
     row = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("exposed, ms")]
     assert row == [["exposed,", "ms", "0.700", "0.400", "-0.300", "-42.9%"]]
+
+
+def test_a_kind_of_collective_that_one_set_lacks_counts_as_none(tmp_path, capsys):
+    with_both = two_steps().write(tmp_path / "a.json")
+    without = tmp_path / "b.json"
+    without.write_text(with_both.read_text().replace(ALL_GATHER, REDUCE_SCATTER))
+    total = figures(with_both, "--vs", without, capsys=capsys)["comparison"]["total"]
+    assert total["comm_kernels all-gather"] == {"a": 1, "b": 0, "difference": -1}
 
 
 def test_sets_of_other_steps_are_paired_in_order_and_say_so(tmp_path, capsys):
