@@ -8,8 +8,8 @@
     ... --plot timeline.png [--step 11]                         the streams around backward and the optimizer step
 
 Needs Python alone, and matplotlib for --plot. Reads .json and .json.gz as a stream, so that a trace of gigabytes needs
-time (some 20 to 40 MB of JSON a second) but little memory. Exit status: 0 the figures are printed, 2 the input cannot be
-judged (stderr says why, a line for each file).
+time (some 20 to 40 MB of JSON a second) but little memory. Exit status: 0 the figures are printed, 2 the input cannot
+be judged (stderr says why, a line for each file).
 
 Definitions
     GPU op         ph X, cat kernel, gpu_memcpy or gpu_memset. A kernel with "nccl" in its name communicates, every
