@@ -1290,7 +1290,7 @@ def build_model(config: Config, vocab_size: int, bos_id: int) -> GPT:
     torch.manual_seed(config.seed)
     return GPT(vocab_size=vocab_size, bos_id=bos_id, layers=parse_layers(config.layers), model_dim=config.model_dim,
                num_heads=config.num_heads, gate_dim=config.gate_dim, backout_layer=config.backout_layer,
-               max_tokens=max(config.micro_tokens, config.val_len), loss_tokens=config.micro_tokens,
+               max_tokens=max(config.micro_tokens, config.val_len, SAMPLE_CONTEXT), loss_tokens=config.micro_tokens,
                dtype=getattr(torch, config.dtype), fp8_head=config.fp8_head)
 
 

@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# Set up once, then race. From any directory:
+#   ./run.sh                                  one run, with the preset that fits this machine
+#   ./run.sh -n 5                             five timed runs, a log each
+#   ./run.sh --preset laptop --num_steps 100  every other flag goes to train_gpt.py; --help lists them
+#   ./run.sh --setup                          only make .venv
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+python=$here/.venv/bin/python
+
+say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
+fail() { say "error: $*"; exit 1; }
+
+set_up() {
+    local candidate base="" wanted
+    for candidate in python3 python3.13 python3.12 python3.11 python3.10 python; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then base=$candidate; break; fi
+    done
+    wanted=$(cksum < "$here/requirements.txt")
+    if [ "$(cat "$here/.venv/ready" 2>/dev/null)" = "$wanted" ] && "$python" -c '' 2>/dev/null; then
+        say "packages: ready in .venv"
+        return
+    fi
+    [ -n "$base" ] || fail "no Python 3.10 or newer was found; install one and come again"
+    if ! "$python" -m pip --version >/dev/null 2>&1; then
+        say "packages: making .venv with $("$base" --version)"
+        rm -rf "$here/.venv"
+        "$base" -m venv "$here/.venv" || fail "$base cannot make a virtual environment; install its venv module (on Debian python3-venv)"
+    fi
+    say "packages: installing requirements.txt into .venv; this is done once"
+    "$python" -m pip install --quiet --disable-pip-version-check -r "$here/requirements.txt" ||
+        fail "pip could not install requirements.txt (above is why); with a network that reaches a package index, run this again"
+    printf '%s\n' "$wanted" > "$here/.venv/ready"
+}
+
+runs=1 preset="" own_data=false help=false flags=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        --setup) set_up; exit ;;
+        -n) [[ ${2:-} =~ ^[1-9][0-9]*$ ]] || fail "-n wants a number of runs, not '${2:-}'"; runs=$2; shift ;;
+        --preset) preset=${2:-}; flags+=("$1"); [ $# -eq 1 ] || { flags+=("$2"); shift; } ;;
+        --preset=*) preset=${1#*=}; flags+=("$1") ;;
+        --train_files*) own_data=true; flags+=("$1") ;;
+        -h|--help) help=true; flags+=("$1") ;;
+        *) flags+=("$1") ;;
+    esac
+    shift
+done
+
+set_up
+cd "$here"
+if $help; then sed -n '2,6s/^# \{0,1\}//p' run.sh; exec "$python" train_gpt.py "${flags[@]}"; fi
+
+gpus=$( (nvidia-smi -L 2>/dev/null || true) | wc -l)
+ranks=2
+if [ "$gpus" -gt 0 ]; then
+    for ranks in 8 4 2 1; do [ "$ranks" -gt "$gpus" ] || break; done
+else
+    cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
+fi
+[ -n "$preset" ] || preset=$([ "$gpus" -gt 0 ] && echo speedrun || echo laptop)
+
+if ! $own_data; then
+    case $preset in
+        speedrun) "$python" data/fineweb.py 9 ;;
+        laptop) "$python" data/stdlib.py ;;
+    esac
+fi
+for ((run = 1; run <= runs; run++)); do
+    say "run $run of $runs: $ranks rank(s), preset $preset"
+    "$python" -m torch.distributed.run --standalone --nproc_per_node="$ranks" train_gpt.py ${flags[@]+"${flags[@]}"}
+done

@@ -1,0 +1,135 @@
+"""What the tests share: small configs, shards made on the spot, and ranks that stay alive between tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import train_gpt
+
+torch.set_num_threads(1)
+
+TINY = dict(dtype="float32", fp8_head=False, model_dim=32, num_heads=2, head_dim=16, gate_dim=6, bank_mb=0.03, compile="off",
+            batch_tokens=8 * 48, micro_tokens=48, max_len=40, val_len=64, val_tokens=0, window_block=4, num_steps=12,
+            extension_steps=2, warmup_steps=3, muon_momentum_rise=4, muon_momentum_fall=2, val_every=5, train_loss_every=1,
+            sample_tokens=0, train_shards=0)
+
+
+@pytest.fixture
+def tiny() -> train_gpt.Config:
+    """Record 44's twelve layers, a few numbers wide."""
+    return train_gpt.Config(**TINY)
+
+
+def write_shard(path, tokens, vocab_size=64, bos_id=63, **header):
+    """A shard of these tokens; header words may be given otherwise (magic=, version=, count=)."""
+    words = np.zeros(256, dtype="<i4")
+    words[:5] = (header.get("magic", 20240520), header.get("version", 1), header.get("count", len(tokens)), vocab_size, bos_id)
+    path.write_bytes(words.tobytes() + np.asarray(tokens, dtype="<u2").tobytes())
+    return path
+
+
+def some_documents(seed: int, tokens: int, vocab_size: int = 64, bos_id: int = 63, mean: int = 20) -> np.ndarray:
+    """Documents of random lengths, each opened by BOS, with something to learn: every token is followed by a near one."""
+    rng = np.random.default_rng(seed)
+    steps = rng.integers(1, 4, tokens)
+    stream = (np.cumsum(steps) % (vocab_size - 1)).astype(np.uint16)
+    stream[rng.random(tokens) < 1 / mean] = bos_id
+    stream[0] = bos_id
+    return stream
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A folder with two train shards and a val shard -> the flags that name them."""
+    write_shard(tmp_path / "toy_train_000001.bin", some_documents(1, 6000))
+    write_shard(tmp_path / "toy_train_000002.bin", some_documents(2, 6000))
+    write_shard(tmp_path / "toy_val_000000.bin", some_documents(3, 1000))
+    return {"train_files": str(tmp_path / "toy_train_*.bin"), "val_files": str(tmp_path / "toy_val_*.bin")}
+
+
+# ranks
+
+
+def _serve(rank: int, ranks: int, port: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=20))
+    while (job := pipe.recv()) is not None:
+        function, arguments = job
+        try:
+            pipe.send(("result", function(train_gpt.Comm(rank, ranks), *arguments)))
+        except Exception as error:
+            pipe.send(("error", (error if isinstance(error, train_gpt.RunError) else RuntimeError(traceback.format_exc()))))
+
+
+class Ranks:
+    """So many processes in one gloo group. call(f, ...) runs f(comm, ...) on each; f must be a function of a test module."""
+
+    def __init__(self, ranks: int):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "train_gpt"])
+        self.pipes, self.processes = [], []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            self.processes.append(context.Process(target=_serve, args=(rank, ranks, port, theirs), daemon=True))
+            self.processes[-1].start()
+            self.pipes.append(ours)
+
+    def outcomes(self, function: Callable, *arguments: Any) -> list[tuple[str, Any]]:
+        """("result", value) or ("error", exception) of each rank."""
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+        answers = []
+        for pipe in self.pipes:
+            if not pipe.poll(90):
+                raise TimeoutError("a rank hangs")
+            answers.append(pipe.recv())
+        return answers
+
+    def call(self, function: Callable, *arguments: Any) -> list[Any]:
+        answers = self.outcomes(function, *arguments)
+        for kind, answer in answers:
+            if kind == "error":
+                raise answer
+        return [answer for _, answer in answers]
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+
+@pytest.fixture(scope="session")
+def _rank_pools():
+    pools: dict[int, Ranks] = {}
+    yield pools
+    for pool in pools.values():
+        pool.stop()
+
+
+@pytest.fixture
+def on_ranks(_rank_pools):
+    """on_ranks(n, f, ...) -> what f(comm, ...) returned on each of n ranks; n = 1 runs it here."""
+    def call(ranks: int, function: Callable, *arguments: Any) -> list[Any]:
+        if ranks == 1:
+            return [function(train_gpt.Comm(), *arguments)]
+        if ranks not in _rank_pools or not all(process.is_alive() for process in _rank_pools[ranks].processes):
+            _rank_pools[ranks] = Ranks(ranks)
+        try:
+            return _rank_pools[ranks].call(function, *arguments)
+        except Exception:
+            _rank_pools.pop(ranks).stop()  # the group may be left in any state
+            raise
+    return call

@@ -1,0 +1,113 @@
+"""Record 44 written down a second time, plainly, for the tests: one process, float64, no banks, explicit loops.
+
+Follows the record's description, not train_gpt.py; where the two differ, one of them is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+COEFFICIENTS = [
+    (8.156554524902461, -22.48329292557795, 15.878769915207462), (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393), (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]
+
+
+def rms(x):
+    return x / (x.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
+
+
+def rotary(x, freqs):
+    """x [T, H, D]"""
+    T, _, D = x.shape
+    out = torch.empty_like(x)
+    for t in range(T):
+        c, s = (t * freqs).cos(), (t * freqs).sin()
+        x1, x2 = x[t, :, :D // 2], x[t, :, D // 2:]
+        out[t] = torch.cat([x1 * c + x2 * s, x2 * c - x1 * s], -1)
+    return out
+
+
+def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1):
+    """p: parameters by name, float64. x, y: token lists. -> summed cross entropy of the twelve layers."""
+    T, dim = len(x), p["embed.weight"].shape[1]
+    D = dim // heads
+    if freqs is None:
+        freqs = torch.cat([(1 / 1024) ** torch.linspace(0, 1, D // 4), torch.zeros(D // 4)]).double()
+    skips, lam = p["scalars"][:6], p["scalars"][6:30].view(12, 2)
+    sa, smear, backout = p["scalars"][30:54].view(12, 2), p["scalars"][54], p["scalars"][55]
+    e = p["embed.weight"][x]
+    width = p["smear_gate"].shape[1]
+    rows = [e[0]]
+    for t in range(1, T):
+        rows.append(e[t] + smear * torch.sigmoid(p["smear_gate"][0] @ e[t][:width]) * e[t - 1])
+    h = h0 = rms(torch.stack(rows))
+    document = torch.tensor([sum(1 for v in x[:t + 1] if v == bos) for t in range(T)])
+    tables = {1: 1, 2: 2, 9: 0, 10: 1, 11: 2}
+    outputs = {}
+    for i in range(1, 12):
+        if 6 <= i < 11:
+            h = h + torch.sigmoid(skips[i - 6]) * outputs[11 - i]
+        h = lam[i, 0] * h + lam[i, 1] * h0
+        if i != 7:
+            a = rms(h)
+            w = p[f"blocks.{i}.attn.qkvo"].reshape(4, dim, dim)
+            q, k, v = ((a @ w[j].T).view(T, heads, D) for j in range(3))
+            q, k = rotary(rms(q), freqs), rotary(rms(k), freqs)
+            v = sa[i, 0] * v
+            if i in tables:
+                v = v + sa[i, 1] * p[f"value_embeds.{tables[i]}.weight"][x].view(T, heads, D)
+            window = long if i in (4, 11) else short
+            heads_out = []
+            for head in range(heads):
+                mixed = []
+                for t in range(T):
+                    seen = [j for j in range(t + 1) if t - j <= window and document[j] == document[t]]
+                    weights = torch.softmax(scale * (k[seen, head] @ q[t, head]), 0)
+                    mixed.append(weights @ v[seen, head])
+                gate = torch.sigmoid(a[:, :p[f"blocks.{i}.attn.gate"].shape[1]] @ p[f"blocks.{i}.attn.gate"][head])
+                heads_out.append(torch.stack(mixed) * gate[:, None])
+            h = h + torch.stack(heads_out, 1).reshape(T, dim) @ w[3].T
+        h = h + torch.relu(rms(h) @ p[f"blocks.{i}.mlp.fc"]).square() @ p[f"blocks.{i}.mlp.proj"].T
+        outputs[i] = h
+    h = rms(h - backout * outputs[8])
+    logits = 30 * torch.sigmoid(h @ p["lm_head.weight"].T / 7.5)
+    return F.cross_entropy(logits, torch.tensor(y), reduction="sum")
+
+
+def polar(u):
+    x = u.T if u.shape[0] > u.shape[1] else u
+    x = x / (1.02 * x.norm() + 1e-6)
+    for a, b, c in COEFFICIENTS:
+        s = x @ x.T
+        x = a * x + (b * s + c * s @ s) @ x
+    return x.T if u.shape[0] > u.shape[1] else x
+
+
+class NorMuon:
+    """One parameter, as `parts` matrices."""
+
+    def __init__(self, p, parts=1, k=1.0):
+        self.p, self.parts, self.k = p, parts, k
+        self.m = torch.zeros_like(p)
+        self.v = {}
+
+    def step(self, g, lr=0.03, f=1.0, momentum=0.95, beta2=0.95, decay=1.2):
+        rows, columns = self.p.shape
+        self.m = momentum * self.m + (1 - momentum) * g
+        u = (1 - momentum) * g + momentum * self.m
+        new = self.p.clone()
+        shape = (rows, columns // self.parts)
+        for i, (up, pp, out) in enumerate(zip(*(x.reshape(self.parts, *shape) for x in (u, self.p, new)))):
+            o = polar(up)
+            size = o.norm()
+            mean = o.square().mean(0 if columns > rows else 1, keepdim=True)
+            self.v[i] = beta2 * self.v.get(i, torch.zeros_like(mean)) + (1 - beta2) * mean
+            o = o / self.v[i].clamp_min(1e-10).sqrt()
+            o = o * size / o.norm().clamp_min(1e-10)
+            o = o + (o * pp >= 0) * (decay * lr * f * pp)
+            out.copy_(pp - lr * f * math.sqrt(max(1, rows / columns)) * self.k * o)
+        self.p = new
