@@ -156,9 +156,14 @@ def make_batches(documents):
 
 def encode(batches, encoding, processes):
     """Yields (split, whether a document begins, tokens) in the order of the batches, a few of them in flight."""
-    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"),
-                               initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN))
+    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
     flying = deque()
+
+    def launch(batch):
+        # Processes that start here inherit the mask, so that Ctrl-C is this process's alone to answer.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        flying.append((batch, pool.submit(encode_batch, encoding.name, [text for _, _, text in batch])))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def land():
         batch, future = flying.popleft()
@@ -167,7 +172,7 @@ def encode(batches, encoding, processes):
 
     try:
         for batch in batches:
-            flying.append((batch, pool.submit(encode_batch, encoding.name, [text for _, _, text in batch])))
+            launch(batch)
             if len(flying) > 2 * processes:
                 yield from land()
         while flying:
