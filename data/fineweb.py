@@ -7,7 +7,6 @@ A shard gets its name when its size, header and SHA-256 are right. An interrupte
 the command is given again. What manifest.json lists counts as verified; without that file all is hashed anew.
 """
 import argparse
-import os
 import re
 import shutil
 import sys
@@ -51,7 +50,7 @@ class Downloader:
         path = self.out / name
         if path.exists():
             if path.stat().st_size == size and sha256_of(path) == sha256:
-                self.list(entry_of(path, split_of(name), name, GPT2.bos_id, sha256))
+                self.record(entry_of(path, split_of(name), name, GPT2.bos_id, sha256))
                 bar.update(size)
                 return self.say(f"{path}: was there, verified", bar)
             self.say(f"{path}: is not what the hub has, downloading it anew", bar)
@@ -67,7 +66,7 @@ class Downloader:
             part.unlink()  # going on from wrong bytes can only fail again
             raise
         part.replace(path)
-        self.list(entry)
+        self.record(entry)
         self.say(f"{path}: {entry['documents']:,} documents, {entry['tokens']:,} tokens, verified", bar)
 
     def receive(self, url, part, size, bar):
@@ -106,7 +105,7 @@ class Downloader:
                 if failures == TRIES or self.stop.wait(2 ** (failures - 2)):
                     raise
 
-    def list(self, entry):
+    def record(self, entry):
         with self.lock:
             self.entries[entry["name"]] = entry
             write_manifest(self.out, GPT2, f"https://huggingface.co/datasets/{REPO}", self.entries.values(),

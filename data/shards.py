@@ -69,8 +69,12 @@ def read_header(path):
 def entry_of(path, split, name, bos_id, sha256=None):
     """What the manifest says of the shard that lies at `path` and is, or will be, called `name`."""
     tokens = read_header(path)
-    data = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=tokens) if tokens else np.empty(0)
-    return {"name": name, "split": split, "tokens": tokens, "documents": int(np.count_nonzero(data == bos_id)),
+    documents = 0
+    with open(path, "rb") as file:
+        file.seek(HEADER_BYTES)
+        while chunk := file.read(1 << 20):
+            documents += int(np.count_nonzero(np.frombuffer(chunk, dtype="<u2") == bos_id))
+    return {"name": name, "split": split, "tokens": tokens, "documents": documents,
             "bytes": os.path.getsize(path), "sha256": sha256 or sha256_of(path)}
 
 
