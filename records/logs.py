@@ -126,7 +126,7 @@ def read(paths):
             seen_contents[digest] = path
         logs.runs += runs
         logs.rejected += rejected
-    logs.runs, same = _without_copies(logs.runs)
+    logs.runs, same = without_copies(logs.runs)
     logs.duplicates += same
     return logs
 
@@ -176,7 +176,7 @@ def _files(paths, rejected):
                                      NOT_A_LOG))
 
 
-def _without_copies(runs):
+def without_copies(runs):
     """Runs met once each, and the others as duplicates.
 
     A console capture or a summary holds the same run's lines as its log, or some of them: two runs are one if they
@@ -212,7 +212,7 @@ class _OpenRun:
 
     def __init__(self, start=None):
         self.start, self.end = start, None
-        self.stated = b""  # the total as it stands in the lines, which is compared on every line; None if they have none
+        self.stated = b""  # the total as it stands in the lines, compared on each of them; None if they have none
         self.first_step = self.last_step = None
         self.validations, self.validation_text = [], None
         self.trained_on = False  # training lines followed the last validation
@@ -552,8 +552,9 @@ def outcomes(logs):
     for run in logs.runs:
         steps = str(run.last_step) if run.stated_steps is None else f"{run.last_step}/{run.stated_steps}"
         seconds = "-" if run.train_time_ms is None else f"{run.train_time_ms / 1000:.3f}"
-        rows.append((run.path, str(run.index_in_file), "used", steps, f"{run.final_loss:.{run.loss_decimals}f}", seconds,
-                     str(run.gpus or "-"), (run.source_sha256 or "-")[:8], "; ".join(run.notes)))
+        loss = f"{run.final_loss:.{run.loss_decimals}f}"
+        rows.append((run.path, str(run.index_in_file), "used", steps, loss, seconds, str(run.gpus or "-"),
+                     (run.source_sha256 or "-")[:8], "; ".join(run.notes)))
     for item in logs.rejected:
         rows.append((item.path, str(item.index_in_file or "-"), "rejected", "-", "-", "-", "-", "-", item.reason))
     for item in logs.duplicates:

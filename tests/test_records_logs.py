@@ -43,7 +43,8 @@ def common(loss="3.2775", total=20, every=5, time_ms=2000, seed=0):
             lines.append(f"step:{step}/{total} val_loss:{loss} train_time:{time_ms}ms step_avg:{time_ms / total:.2f}ms")
         elif step % every == 0:
             shown = f"{10 - 6 * step / total + draw.random() / 9:.4f}"
-            lines.append(f"step:{step}/{total} val_loss:{shown} train_time:{clock}ms step_avg:{clock / max(step, 1):.2f}ms")
+            average = clock / max(step, 1)
+            lines.append(f"step:{step}/{total} val_loss:{shown} train_time:{clock}ms step_avg:{average:.2f}ms")
         if step < total:
             clock = time_ms * (step + 1) // total - draw.randrange(3)
             lines.append(f"step:{step + 1}/{total} train_time:{clock}ms step_avg:{clock / (step + 1):.2f}ms")
@@ -228,16 +229,17 @@ def test_text_between_the_lines_is_ignored(write):
 
 def test_the_clock_may_fall_back_and_each_fall_is_told(write):
     lines = [f"step:{i}/30 train_time:{t}ms step_avg:nanms" for i, t in enumerate([*range(900, 910), *range(20)], 1)]
-    run = only_run(write(text([*lines, "step:30/30 val_loss:3.2 train_time:25ms step_avg:1ms"])))
+    final = "step:30/30 val_loss:3.2 train_time:25ms step_avg:1ms"
+    run = only_run(write(text([*lines, final])))
     assert run.clock_falls == (11,) and run.train_time_ms == 25
     lines[25] = "step:26/30 train_time:3ms step_avg:1ms"
-    assert only_run(write(text([*lines, "step:30/30 val_loss:3.2 train_time:25ms step_avg:1ms"]))).clock_falls == (11, 26)
+    assert only_run(write(text([*lines, final]))).clock_falls == (11, 26)
 
 
 def test_a_changed_total_is_told(write):
     lines = [line.replace("/20 ", "/19 ") if line.startswith("step:3/") else line for line in common()]
-    notes = only_run(write(text(lines))).notes
-    assert notes == ("the stated total changed from 20 to 19 at step 3", "the stated total changed from 19 to 20 at step 4")
+    assert only_run(write(text(lines))).notes == ("the stated total changed from 20 to 19 at step 3",
+                                                  "the stated total changed from 19 to 20 at step 4")
 
 
 # Runs that cannot be used
@@ -259,10 +261,11 @@ def test_a_run_that_cannot_be_used_is_named_with_its_reason(write, lines, reason
 
 # Cut-off ends
 
-@pytest.mark.parametrize("end", ["step:20/20 val_loss:3.27", "step:20/20 val_loss:3.2775", "step:20/20 val_l", "step:20/2",
-                                 "step:20/20 val_loss:3.2775 train_time:20", "step:20/20 val_loss:3.2775 train_time:2000m",
-                                 "step:20/20 val_loss:3.2775 train_time:2000ms", "step:20/20 ", "step:", "st",
-                                 "step:20/20 val_loss:3.2775 train_time:2000ms step_avg:100.0"])
+@pytest.mark.parametrize("end", [
+    "st", "step:", "step:20/2", "step:20/20 ", "step:20/20 val_l", "step:20/20 val_loss:3.27",
+    "step:20/20 val_loss:3.2775", "step:20/20 val_loss:3.2775 train_time:20",
+    "step:20/20 val_loss:3.2775 train_time:2000m",
+    "step:20/20 val_loss:3.2775 train_time:2000ms", "step:20/20 val_loss:3.2775 train_time:2000ms step_avg:100.0"])
 def test_a_cut_off_last_line_is_dropped_and_told(write, end):
     cut = text(common())
     rejection = only_rejection(write(cut[:cut.index("step:20/20 val_loss")] + end))
@@ -342,10 +345,11 @@ def test_paths_that_cannot_be_read(tmp_path, write):
 
 
 @settings(max_examples=200, deadline=None)
-@given(strategies.lists(strategies.sampled_from(
-    [*common(), "step:", "step:5/20 ", "step:1/20 val_loss:", "s:1 tel:", SEPARATOR, '{"run_id"', '{"run_id": 1}', '{"end": 3}',
-     '{"end": {"final_val_loss": "x"}}', "\r", "\0", "step:3/20 train_time:s", "step:3/20 train_time:",
-     "step:3 train_time:3ms", "step:3 train_time:9ms", "step:4/20 val_loss:nan", "error:", "é"]), max_size=12), strategies.sampled_from(["\n", "", "\r\n"]))
+@given(strategies.lists(strategies.sampled_from([
+    *common(), "step:", "step:5/20 ", "step:1/20 val_loss:", "s:1 tel:", SEPARATOR, '{"run_id"', '{"run_id": 1}',
+    '{"end": 3}', '{"end": {"final_val_loss": "x"}}', "\r", "\0", "step:3/20 train_time:s", "step:3/20 train_time:",
+    "step:3 train_time:3ms", "step:3 train_time:9ms", "step:4/20 val_loss:nan", "error:", "é"]), max_size=12),
+    strategies.sampled_from(["\n", "", "\r\n"]))
 def test_no_text_breaks_the_reader(tmp_path_factory, lines, ending):
     path = tmp_path_factory.getbasetemp() / "any.txt"
     path.write_text("\n".join(lines) + ending, newline="")
@@ -402,8 +406,8 @@ def limited(code, megabytes):
     """Runs code in a process of its own whose memory is limited."""
     def limit():
         resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
-    return subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {str(RECORDS)!r}); import logs\n{code}"],
-                          capture_output=True, text=True, preexec_fn=limit, timeout=60)
+    code = f"import sys; sys.path.insert(0, {str(RECORDS)!r}); import logs\n{code}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=limit, timeout=60)
 
 
 @pytest.mark.parametrize("piece, wanted", [
@@ -426,8 +430,8 @@ def test_a_huge_file_takes_little_memory(tmp_path, piece, wanted):
 # The command
 
 def command(*arguments):
-    return subprocess.run([sys.executable, str(RECORDS / "logs.py"), *map(str, arguments)], capture_output=True, text=True,
-                          cwd="/", timeout=60)
+    return subprocess.run([sys.executable, str(RECORDS / "logs.py"), *map(str, arguments)], capture_output=True,
+                          text=True, cwd="/", timeout=60)
 
 
 def test_the_command_lists_every_file_and_what_became_of_it(tmp_path, write):

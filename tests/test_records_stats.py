@@ -1,0 +1,444 @@
+"""records/stats.py: known answers, the promised error rates by simulation, and every refusal and warning."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+RECORDS = Path(__file__).resolve().parent.parent / "records"
+sys.path.insert(0, str(RECORDS))
+import stats  # noqa: E402
+
+# The known answers: a record's ten runs, and four runs of the version before it
+LOSSES = [3.2775, 3.2776, 3.2777, 3.2780, 3.2781, 3.2775, 3.2786, 3.2774, 3.2751, 3.2739]
+TIMES = [140.909, 140.872, 140.743, 140.743, 140.747, 140.809, 140.728, 140.784, 140.862, 140.934]
+TIMES_BEFORE = [141.654, 141.413, 141.467, 141.516]
+
+
+def log(loss, seconds, source="new", gpus=8, steps=20, start=None, clock_reset=None):
+    """A log of our or the community's form; clock_reset is a step at which its clock goes back to zero."""
+    lines = [] if start is None else [json.dumps({"run_id": f"{seconds}", **start})]
+    for step in range(1, steps + 1):
+        late = seconds * 1000 * (step / steps) - (0 if clock_reset is None or step < clock_reset else seconds * 400)
+        lines.append(f"step:{step}/{steps} train_time:{round(late)}ms step_avg:1.00ms")
+        if step % 5 == 0 and step < steps:
+            lines.append(f"step:{step}/{steps} val_loss:{9 - 5 * step / steps + loss / 99:.4f} "
+                         f"train_time:{round(late) + 1}ms step_avg:1.00ms")
+    lines.append(f"step:{steps}/{steps} val_loss:{loss:.4f} train_time:{round(seconds * 1000)}ms step_avg:1.00ms")
+    if start is not None:
+        lines.append(json.dumps({"end": {"final_val_loss": loss}}))
+    table = "\n".join(f"|   {i}  NVIDIA H100 80GB HBM3    On  |   00000000:6{i}:00.0 Off |   0 |" for i in range(gpus))
+    bar = "=" * 100
+    return f"source = {source!r}\n{bar}\n{table}\n{bar}\n" + "\n".join(lines) + "\n"
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a folder of logs -> its path."""
+    def write(folder, contents):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        for content in contents:
+            (tmp_path / folder / f"{len(list((tmp_path / folder).iterdir()))}.txt").write_text(content)
+        return str(tmp_path / folder)
+    return write
+
+
+@pytest.fixture
+def new(write):
+    return write("new", map(log, LOSSES, TIMES))
+
+
+@pytest.fixture
+def old(write):
+    return write("old", (log(3.278 + i / 2000, seconds, "old") for i, seconds in enumerate(TIMES_BEFORE)))
+
+
+@pytest.fixture
+def judge(capsys):
+    """Runs the command in this process -> (exit status, stdout, stderr)."""
+    def judge(*arguments):
+        status = stats.main([str(argument) for argument in arguments])
+        return status, *capsys.readouterr()
+    return judge
+
+
+@pytest.fixture
+def refusal(judge):
+    """Expects that the input cannot be judged -> the message, which is one line."""
+    def refusal(*arguments):
+        status, out, err = judge(*arguments)
+        assert status == 2 and out == "" and err.count("\n") == 1
+        return err
+    return refusal
+
+
+# Known answers
+
+def test_the_loss_verdict_of_the_known_runs(new, judge):
+    status, out, _ = judge(new, "--json")
+    report = json.loads(out)
+    loss, time = report["loss"], report["time"]
+    assert status == 0 and report["verdict"] == "the claim holds"
+    assert loss["n"] == 10 and loss["mean"] == pytest.approx(3.27714, abs=1e-9)
+    assert loss["sd"] == pytest.approx(0.0014645, abs=5e-8) and (loss["min"], loss["max"]) == (3.2739, 3.2786)
+    assert loss["p"] == pytest.approx(8.182e-5, abs=5e-9) and loss["target"] == 3.28
+    assert time["mean"] == pytest.approx(140.8131, abs=5e-5) and time["sd"] == pytest.approx(0.0760, abs=5e-5)
+
+
+def test_the_comparison_of_the_known_runs(new, old, judge):
+    status, out, _ = judge(new, "--vs", old, "--json")
+    compared = json.loads(out)["comparison"]
+    assert status == 0
+    assert compared["other"]["mean"] == pytest.approx(141.5125)
+    assert compared["other"]["sd"] == pytest.approx(0.1033, abs=5e-5)
+    assert compared["t"] == pytest.approx(-12.2785, abs=5e-5) and compared["df"] == pytest.approx(4.372, abs=5e-4)
+    assert compared["p_two_sided"] == pytest.approx(1.490e-4, abs=5e-8)
+    assert compared["p"] == pytest.approx(1.490e-4 / 2, abs=5e-8)  # the difference is in the claimed direction
+    assert compared["difference"] == pytest.approx(-0.6994) and compared["paired"] is None
+    assert compared["ratio"] == pytest.approx(1.0049669, abs=5e-8)
+
+
+def test_five_runs_that_fail_though_their_mean_is_below(write, judge):
+    status, out, _ = judge(write("five", map(log, [3.2754, 3.2781, 3.2805, 3.2781, 3.2779],
+                                             [137.554, 137.514, 137.542, 137.635, 137.898])))
+    assert status == 1 and "3.27800 ± 0.0018055" in out and "p = 0.03422" in out and "Not significant" in out
+    assert "137.6286 ± 0.1572 s" in out and "The claim does not hold: mean loss not significantly < 3.28" in out
+
+
+@pytest.mark.parametrize("margin, n", [(0.002, 9), (0.0015, 13), (0.001, 25), (0.0005, 91)])
+def test_the_plan_of_a_loss(margin, n):
+    assert stats.runs_needed(0.0013, margin, 0.01, 0.9) == n
+    assert stats.power(n, 0.0013, margin, 0.01) >= 0.9 > stats.power(n - 1, 0.0013, margin, 0.01)
+
+
+@pytest.mark.parametrize("margin, n", [(0.2, 5), (0.1, 15)])
+def test_the_plan_of_a_time(margin, n):
+    assert stats.runs_needed(0.07, margin, 0.01, 0.9, sets=2) == n
+
+
+# What the verdicts promise, by simulation
+
+TRIALS = 40_000
+
+
+def within(rate, expected):
+    """Whether a rate over TRIALS is within four standard errors of what it should be."""
+    return abs(rate - expected) < 4 * (expected * (1 - expected) / TRIALS) ** 0.5
+
+
+@pytest.mark.parametrize("alpha", [0.01, 0.05])
+def test_a_wrong_claim_passes_with_probability_alpha(alpha):
+    draw = np.random.default_rng(1)
+    losses = draw.normal(3.28, 0.0013, (TRIALS, 9))
+    assert within(np.mean(stats.one_sample_t_less(losses, 3.28).pvalue < alpha), alpha)
+    times, others = draw.normal(140, 0.07, (2, TRIALS, 10))
+    assert within(np.mean(stats.welch_t_less(times, others).pvalue < alpha), alpha)
+    assert within(np.mean(stats.paired_t_less(times, others).pvalue < alpha), alpha)
+
+
+def test_interleaved_runs_that_share_the_machines_drift_are_told_apart_by_the_paired_test():
+    draw = np.random.default_rng(2)
+    drift = draw.normal(140, 1.0, (TRIALS, 10))
+    times, others = drift + draw.normal(0, 0.07, (TRIALS, 10)), drift + draw.normal(0.2, 0.07, (TRIALS, 10))
+    assert np.mean(stats.paired_t_less(times, others).pvalue < 0.01) > 0.99
+    assert np.mean(stats.welch_t_less(times, others).pvalue < 0.01) < 0.05
+
+
+@pytest.mark.parametrize("margin", [0.002, 0.0015, 0.001])
+def test_a_planned_claim_against_a_target_is_found_as_often_as_promised(margin):
+    n = stats.runs_needed(0.0013, margin, 0.01, 0.9)
+    losses = np.random.default_rng(3).normal(3.28 - margin, 0.0013, (TRIALS, n))
+    found = np.mean(stats.one_sample_t_less(losses, 3.28).pvalue < 0.01)
+    assert within(found, stats.power(n, 0.0013, margin, 0.01)) and found > 0.89
+
+
+@pytest.mark.parametrize("margin", [0.2, 0.1])
+def test_a_planned_comparison_is_found_about_as_often_as_promised(margin):
+    n = stats.runs_needed(0.07, margin, 0.01, 0.9, sets=2)
+    times, others = np.random.default_rng(4).normal([[[140 - margin]], [[140]]], 0.07, (2, TRIALS, n))
+    found = np.mean(stats.welch_t_less(times, others).pvalue < 0.01)  # Welch gives up a little to the pooled test
+    assert -0.03 < found - stats.power(n, 0.07, margin, 0.01, sets=2) < 0.01
+
+
+def test_intervals_end_where_the_one_sided_test_decides():
+    """The upper end of the loss's interval is below the target exactly when p < alpha; likewise for times."""
+    draw = np.random.default_rng(5)
+    for shift in draw.uniform(-0.003, 0.003, 200):
+        losses = draw.normal(3.28 + shift, 0.0013, 8)
+        found = stats.judge_loss(losses, 3.28, 0.01)
+        assert (found["interval"][1] < 3.28) == (found["p"] < 0.01)
+        found = stats.compare_times(140 + losses, 143.28 + draw.normal(0, 0.0013, 5), 0.01)
+        assert (found["interval"][1] < 0) == (found["p"] < 0.01)
+
+
+def test_the_ratios_standard_error():
+    """Of a quotient of means: by drawing the means anew."""
+    draw = np.random.default_rng(6)
+    times, others = draw.normal(140, 2, (TRIALS, 10)), draw.normal(150, 3, (TRIALS, 5))
+    spread = np.std(others.mean(-1) / times.mean(-1))
+    errors = [stats.compare_times(a, b, 0.01)["ratio_standard_error"] for a, b in zip(times[:400], others[:400])]
+    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(spread, rel=0.1)
+
+
+# Verdicts
+
+def test_a_claim_needs_both_halves(new, old, write, judge):
+    assert judge(new, "--vs", old)[0] == 0
+    status, out, _ = judge(old, "--vs", new)
+    assert status == 1 and "times slower" in out and "not significantly faster" in out
+    bad = write("bad", (log(loss + 0.01, seconds, "bad") for loss, seconds in zip(LOSSES, TIMES)))
+    status, out, _ = judge(bad, "--vs", old)
+    assert status == 1 and "mean loss not significantly < 3.28" in out and ", faster (p" in out
+
+
+def test_target_and_alpha(new, judge):
+    assert judge(new, "--target", 3.2775)[0] == 1
+    assert judge(new, "--alpha", 1e-5)[0] == 1
+    assert judge(new, "--target", 3.3, "--alpha", 1e-5)[0] == 0
+
+
+def test_the_target_that_all_logs_state(write, judge, refusal):
+    def stating(*targets):
+        return [log(loss, t, start={"target_val_loss": target}) for loss, t, target in zip(LOSSES, TIMES, targets)]
+    low = write("low", stating(*[3.2] * 10))
+    status, out, _ = judge(low)
+    assert status == 1 and "target 3.2)" in out
+    assert judge(low, "--target", 3.28)[0] == 0
+    assert "the targets 3.2, 3.3" in refusal(write("two", stating(*[3.2] * 5, *[3.3] * 5)))
+    assert "the targets x;" in refusal(write("text", stating(*["x"] * 10)))
+
+
+def test_llm_c_logs_give_a_loss_and_no_time(write, judge, refusal, old):
+    folder = write("llmc", (f"s:0 tel:10.9{i:03}\ns:9 tel:{loss:.4f}\n" for i, loss in enumerate(LOSSES)))
+    status, out, _ = judge(folder)
+    assert status == 0 and "Time" not in out
+    assert "this form states no total: whether the run is complete cannot be known (10 of 10 runs" in out
+    assert "no source" in out
+    assert "no train_time" in refusal(folder, "--vs", old)
+
+
+# What cannot be judged
+
+def test_too_few_runs(write, refusal, new):
+    one = write("one", [log(3.2, 140)])
+    assert "at least 2 runs, and there is 1" in refusal(one)
+    assert "at least 2 runs a side, and one has 1" in refusal(new, "--vs", write("other", [log(3.2, 141, "other")]))
+    assert "no run that can be used" in refusal(write("none", ["hello"]))
+    assert "a folder without files" in refusal(write("empty", []))
+
+
+def test_losses_without_spread(write, refusal):
+    assert "with sd 0 a t-test is not defined" in refusal(write("same", (log(3.27, 140 + i / 7) for i in range(5))))
+
+
+def test_times_without_spread_or_without_a_clock(write, refusal):
+    sets = [write(name, (log(3.27 + i / 999, seconds, name) for i in range(3)))
+            for name, seconds in (("a", 140), ("b", 141), ("zero", 0))]
+    assert "with sd 0" in refusal(sets[0], "--vs", sets[1])
+    assert "mean train_time of a side is 0.0 s" in refusal(sets[0], "--vs", sets[2])
+
+
+def test_a_path_that_is_not_there(new, refusal, judge):
+    assert "none/*.txt: unreadable" in refusal(new, "none/*.txt")
+    status, out, _ = judge("none", "--json")
+    assert status == 2 and json.loads(out)["verdict"] == "the claim cannot be judged"
+
+
+def test_mixed_sources(new, old, refusal, judge):
+    message = refusal(new, old)
+    source = re.search(r"--source (\w{8})", message)[1]
+    assert "runs of 2 sources" in message and f"{source} (10: 0.txt" in message and "--mixed" in message
+    status, out, _ = judge(new, old, "--source", source)
+    assert status == 0 and "10 runs" in out and out.count(f"of another source than {source}") == 4
+    status, out, _ = judge(new, old, "--mixed")
+    assert "Loss (14 runs" in out and "Warning: judged as one set although the set holds runs of 2 sources" in out
+    assert "no run that can be used" in refusal(new, "--source", "0000")
+
+
+def test_too_short_a_hash(write, refusal):
+    folder = write("many", (log(3.27 + i / 999, 140 + i / 9, f"source {i}") for i in range(17)))
+    shared = next(digit for digit in "0123456789abcdef"
+                  if "sources begin with" in refusal(folder, "--source", digit))  # 17 hashes, 16 first digits
+    assert f"sources begin with {shared}: {shared}" in refusal(folder, "--source", shared)
+
+
+def test_mixed_sources_in_the_other_set(new, old, write, refusal, judge):
+    third = write("third", (log(3.28 + i / 999, 150 + i / 9, "third") for i in range(3)))
+    source = re.search(r"--vs-source (\w{8})", refusal(new, "--vs", old, third))[1]
+    assert judge(new, "--vs", old, third, "--vs-source", source)[0] == 0
+
+
+def test_one_source_with_two_configs(write, refusal, judge):
+    def configured(rate):
+        return [log(loss, t, start={"config": {"lr": rate(i), "seed": i, "race_run": i, "run_id": str(i)}})
+                for i, (loss, t) in enumerate(zip(LOSSES, TIMES))]
+    assert judge(write("one", configured(lambda i: 0.1)))[0] == 0
+    assert "whose lr differs: 0.1 (5), 0.2 (5)" in refusal(write("two", configured(lambda i: 0.1 * (1 + i % 2))))
+
+
+def test_one_source_with_two_lengths(write, refusal):
+    folder = write("lengths", (log(loss, t, steps=20 + 5 * (i % 2)) for i, (loss, t) in enumerate(zip(LOSSES, TIMES))))
+    assert "different lengths: 20 (0.txt" in refusal(folder)
+
+
+def test_one_gpu_runs_among_others(write, refusal, judge, old):
+    folder = write("gpus", (log(loss, t, gpus=1 if i == 3 else 8) for i, (loss, t) in enumerate(zip(LOSSES, TIMES))))
+    message = refusal(folder)
+    assert "different numbers of GPUs: 8 (9: 0.txt" in message and "1 (1: 3.txt)" in message and "--gpus 8" in message
+    status, out, _ = judge(folder, "--gpus", 8)
+    assert status == 0 and "3.txt: not a run on 8 GPUs" in out
+    ones = write("ones", (log(loss, t, gpus=1) for loss, t in zip(LOSSES, TIMES)))
+    assert "(1 against 8)" in refusal(ones, "--vs", old)
+
+
+def test_a_run_in_both_sets(new, old, refusal):
+    assert "0.txt is in both sets" in refusal(new, "--vs", f"{new}/0.txt", old, "--mixed")
+
+
+def test_copies_count_once_and_are_named(new, judge):
+    for name in ("copy.txt", "again.txt"):
+        (Path(new) / name).write_text((Path(new) / "0.txt").read_text())
+    status, out, _ = judge(new)
+    assert status == 0 and "Loss (10 runs" in out and "copy.txt: byte-identical: " in out
+
+
+def test_rejected_logs_are_named_and_incomplete_ones_warned_of(new, judge):
+    (Path(new) / "cut.txt").write_text(log(3.27, 140)[:-400])
+    (Path(new) / "README.md").write_text("Ten runs.")
+    status, out, _ = judge(new)
+    assert status == 0 and "cut.txt: incomplete: " in out and "README.md: not a log: a .md file" in out
+    assert "Warning: 1 runs were started and are not counted (cut.txt)" in out
+
+
+# Races: n declared before the first run
+
+def raced(n, sides="a", declared=None, race_id="r", shift=0.0, skip=(), drift=0.0):
+    """Logs of a race: n runs a side, those of b slower by shift; the machine slows by drift from run to run."""
+    draw, contents = np.random.default_rng(7), []
+    for i in range(1, n + 1):
+        for side in sides:
+            seconds = round(140 + drift * i + draw.normal(0, 0.07) + (shift if side == "b" else 0), 3)
+            race = {"race_id": race_id, "run": i, "declared_n": declared or n, "side": side}
+            content = log(round(draw.normal(3.277, 0.001), 4), seconds, side, start={"race": race, "seed": i})
+            if (i, side) not in skip:
+                contents.append(content)
+    return contents
+
+
+def test_a_whole_race(write, judge):
+    status, out, _ = judge(write("race", raced(10)))
+    assert status == 0 and "declares no number" not in out and "Warning" not in out
+
+
+def test_a_race_with_a_missing_or_a_failed_run(write, refusal):
+    logs = raced(10)
+    folder = write("race", logs[:9])
+    assert "race r, side a: 10 runs were declared and 9 can be used; pass" in refusal(folder)
+    write("race", [logs[9][:-300]])
+    assert "9 can be used; run 10 (" in (message := refusal(folder)) and "9.txt): incomplete: " in message
+
+
+def test_a_race_with_more_runs_than_declared_or_one_twice(write, refusal):
+    assert "9 runs were declared and 10 can be used" in refusal(write("more", raced(10, declared=9)))
+    twice = raced(10)
+    twice[3] = twice[3].replace('"run": 4', '"run": 5')
+    assert "run 5 is there more than once" in refusal(write("twice", twice))
+
+
+def test_runs_of_two_races(write, refusal, judge):
+    other = [content.replace("train_time:1", "train_time:2") for content in raced(5, race_id="q")]
+    folder = write("races", raced(5) + other)
+    assert "different races: r (5), q (5)" in refusal(folder)
+    assert judge(folder, "--mixed")[0] == 0
+
+
+def test_both_sides_of_a_race(write, judge, refusal):
+    """Drift hides the gain from Welch's test, which decides, and not from the paired one, which is shown."""
+    folder = write("race", raced(10, "ab", shift=0.2))
+    assert "say whose claim it is, for instance --side a" in refusal(folder)
+    status, out, _ = judge(folder, "--side", "a")
+    assert status == 0 and "Against side b (10 runs)" in out and "10 interleaved pairs" in out
+    assert judge(folder, "--side", "b")[0] == 1
+    drifted = write("drifted", raced(10, "ab", shift=0.2, drift=1.0))
+    status, out, _ = judge(drifted, "--side", "a", "--json")
+    compared = json.loads(out)["comparison"]
+    assert status == 1 and compared["p"] > 0.3 and compared["paired"]["p"] < 1e-3 and compared["paired"]["pairs"] == 10
+    assert "9 can be used" in refusal(write("hole", raced(10, "ab", skip=[(4, "b")])), "--side", "a")
+    assert "these have a, b" in refusal(folder, "--side", "c")
+
+
+def test_runs_that_share_a_seed_are_warned_of(write, judge):
+    _, out, _ = judge(write("race", [content.replace('"seed": 2', '"seed": 1') for content in raced(10)]))
+    assert "share the seed 1: they are not independent" in out
+
+
+def test_start_lines_of_any_content_do_not_break_the_tool(write, judge):
+    odd = [{"race": 3}, {"race": {"race_id": [], "run": {}, "declared_n": "x"}}, {"seed": {}}, {"config": [1]},
+           {"target_val_loss": {}}, {"ranks": "x"}, {"started": 5}]
+    for i, start in enumerate(odd):
+        folder = write(f"odd{i}", [log(loss, t, start=start) for loss, t in zip(LOSSES, TIMES)])
+        for flags in ([], ["--markdown"], ["--json"]):
+            assert judge(folder, *flags)[0] in (0, 2)
+
+
+# Warnings about times
+
+def test_a_clock_set_back_late_is_warned_of(write, judge):
+    early = write("early", (log(loss, t, clock_reset=2) for loss, t in zip(LOSSES, TIMES)))
+    late = write("late", (log(loss, t, clock_reset=12) for loss, t in zip(LOSSES, TIMES)))
+    assert "set back" not in judge(early)[1] and "the clock was set back during training" in judge(late)[1]
+
+
+def test_an_outlier_is_warned_of_and_counted(write, judge):
+    _, out, _ = judge(write("slow", map(log, LOSSES, [*TIMES[:-1], 150.0])))
+    assert "9.txt took 150.000 s where the median is 140.796 s: an outlier" in out and "Time (10 runs" in out
+
+
+# The command
+
+def test_plans_on_the_command_line(judge, refusal, new):
+    status, out, _ = judge("--plan", "--sd", 0.0013, "--margin", 0.002)
+    assert status == 0 and re.search(r"mean below a target: +9 runs \(power 0.928\)", out)
+    status, out, _ = judge("--plan", "--sd", 0.07, "--margin", 0.2)
+    assert re.search(r"less than another set: +5 runs a side", out)
+    assert "sd 0.001465, margin 0.00286, from the losses of 10 runs" in judge("--plan", new)[1]
+    assert "--plan wants --sd and --margin" in refusal("--plan", "--sd", 1)
+    assert "above 0" in refusal("--plan", "--sd", 0.1, "--margin", -1)
+    assert "more than 1,000,000 runs" in refusal("--plan", "--sd", 1, "--margin", 1e-9)
+
+
+@pytest.mark.parametrize("arguments", [
+    [], ["x", "--alpha", "2"], ["x", "--target", "nan"], ["x", "--side", "a", "--vs", "y"], ["--plan", "--power", "1"],
+    ["x", "--alp", "0.1"]])
+def test_flags_that_make_no_sense(arguments, capsys):
+    with pytest.raises(SystemExit) as left:
+        stats.main(arguments)
+    assert left.value.code == 2 and "Traceback" not in capsys.readouterr().err
+
+
+def test_markdown_of_a_record(new, old, judge):
+    status, out, _ = judge(new, "--vs", old, "--markdown")
+    assert status == 0 and "| `0.txt` | 3.2775 | 140.909 |" in out
+    assert "**3.27714 ± 0.0014645**" in out and "p(mean < 3.28) = 8.182e-05" in out
+    assert "| | 2.347 minutes | (what changed) | (date) | [log](new/) | (who) |" in out
+    assert "1.00497 ± 0.00040 times faster, p = 7.449e-05 (one-sided Welch t-test" in out
+
+
+def test_the_plot(new, old, write, judge, refusal, tmp_path):
+    pytest.importorskip("matplotlib")
+    llmc = write("llmc", (f"s:0 tel:10.9{i:03}\ns:9 tel:{loss:.4f}\n" for i, loss in enumerate(LOSSES)))
+    for i, arguments in enumerate(([new, "--vs", old], [llmc])):
+        path = tmp_path / f"{i}.png"
+        assert judge(*arguments, "--plot", path)[0] == 0
+        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 20_000
+    assert "cannot write the plot" in refusal(new, "--plot", tmp_path / "none" / "x.png")
+
+
+def test_the_command_works_from_anywhere(new, tmp_path):
+    done = subprocess.run([sys.executable, str(RECORDS / "stats.py"), "new"], cwd=tmp_path, capture_output=True,
+                          text=True)
+    assert done.returncode == 0 and "The claim holds" in done.stdout and done.stderr == ""
