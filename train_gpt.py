@@ -159,10 +159,10 @@ PRESETS = {
     # the same code, small: bytes of the standard library on two CPU cores
     "laptop": Config(
         target_val_loss=1.40, train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin",
-        train_shards=0, max_len=513, long_documents="split", shuffle=True, batch_tokens=8 * 512, micro_tokens=512,
-        val_tokens=0, val_len=1024, val_every=100, layers="S0M S1M SM L0M L1M", model_dim=192, num_heads=3, head_dim=64,
-        backout_layer=3, dtype="float32", fp8_head=False, num_steps=300, extension_steps=20, window_block=32,
-        windows="4 8 16", extension_window=16, final_window=24, adam_every=2, muon_momentum_rise=60,
+        train_shards=0, max_len=257, long_documents="split", shuffle=True, batch_tokens=8 * 256, micro_tokens=256,
+        val_tokens=0, val_len=1024, val_every=120, layers="S0M S1M SM L0M L1M", model_dim=192, num_heads=3, head_dim=64,
+        backout_layer=3, dtype="float32", fp8_head=False, num_steps=240, extension_steps=20, window_block=32,
+        windows="4 8", extension_window=8, final_window=12, adam_every=2, muon_momentum_rise=60,
         muon_momentum_fall=20, bank_mb=1.0, warmup_steps=4, train_loss_every=1, sample_tokens=300,
     ),
 }
@@ -286,13 +286,14 @@ def read_header(path: Path) -> Shard:
     """Header words: 0 magic, 1 version, 2 number of tokens, 3 vocabulary, 4 BOS. RunError if the file is no whole shard."""
     try:
         with open(path, "rb") as file:
-            header = np.frombuffer(file.read(HEADER_INTS * 4), dtype="<i4")
+            words = file.read(HEADER_INTS * 4)
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({error.strerror}); fetch or make the data again") from error
-    if len(header) < HEADER_INTS or header[0] != MAGIC or header[1] != VERSION:
-        raise RunError(f"{path}: begins with {header[:2].tolist()}, a shard begins with magic and version "
-                       f"[{MAGIC}, {VERSION}]; make it with a script of data/")
+    header = np.frombuffer(words[:len(words) // 4 * 4], dtype="<i4")
+    if len(header) < HEADER_INTS or header[:2].tolist() != [MAGIC, VERSION]:
+        raise RunError(f"{path}: begins with {header[:2].tolist()}, a shard with a header of {HEADER_INTS} words, magic and version "
+                       f"[{MAGIC}, {VERSION}] first; make it with a script of data/")
     tokens = int(header[2])
     if size != HEADER_INTS * 4 + 2 * tokens:
         raise RunError(f"{path}: {size} bytes, but its header promises {tokens} tokens, which are {HEADER_INTS * 4 + 2 * tokens}; "
@@ -760,7 +761,8 @@ class GPT(nn.Module):
         e = self.embed(x)
         opening = smear[0] * torch.sigmoid(F.linear(e[1:, :self.smear_gate.size(1)], self.smear_gate))
         e = torch.cat([e[:1], e[1:] + opening * e[:-1]])
-        x = x0 = norm(e)
+        x0 = norm(e)
+        x = x0.view_as(x0)  # an object of its own, as saved ones are: compiled code is made anew for arguments that are one
         saved: dict[int, Tensor] = {}
         for i, (layer, block) in enumerate(zip(self.layers, self.blocks)):
             if half <= i < len(self.layers) - 1:
@@ -768,7 +770,7 @@ class GPT(nn.Module):
             if layer != Layer(None, None, False):
                 table = None if layer.value_table is None else values[layer.value_table]
                 x = block(x, x0, mixes[i], table, value_mixes[i], rotary, masks[layer.window])
-            saved[i] = x
+            saved[i] = x.view_as(x)
         return norm(x - backout[0] * saved[self.backout_layer])
 
     def forward(self, inputs: Tensor, targets: Tensor, windows: Windows) -> Tensor:
@@ -1094,9 +1096,9 @@ class BankOptimizer:
         self.launches = 0
         functions = {bank.rule.function for bank in banks}
         self.functions = {f: torch.compile(f, dynamic=False) if compiled else f for f in functions}
-        # compiled code takes numbers that change as tensors, or it would be compiled again for each
-        as_tensor = functools.lru_cache(256)(lambda x: torch.full((), x, device=banks[0].values.device))
-        self.number = as_tensor if compiled else float
+        # compiled code takes numbers as tensors, or it would be compiled again for each; of its own in each place
+        as_tensor = functools.lru_cache(256)(lambda place, x: torch.full((), x, device=banks[0].values.device))
+        self.number = as_tensor if compiled else lambda place, x: x
         for bank in banks:
             comm.broadcast(bank.values)
             for slot in bank.slots:
@@ -1182,7 +1184,7 @@ class BankOptimizer:
     def _update(self, bank: Bank, values: StepValues) -> None:
         bank.updates += 1
         arguments = bank.rule.arguments(bank, values)
-        self.functions[bank.rule.function](*(self.number(a) if isinstance(a, float) else a for a in arguments))
+        self.functions[bank.rule.function](*(self.number(i, a) if isinstance(a, float) else a for i, a in enumerate(arguments)))
 
     def _agree_on_order(self) -> None:
         """Rank 0's order for all. RunError on every rank if their banks differ, before anything is sent."""
@@ -1476,7 +1478,6 @@ class Log:
             source = Path(__file__).read_text(encoding="utf-8")
             self._put(f"{source}\n{rule}\n{environment}\n{rule}\n{json.dumps(start)}")
         except RunError:
-            self.file = None
             self.path.unlink()
             raise
 
@@ -1487,6 +1488,7 @@ class Log:
         except OSError as error:
             with contextlib.suppress(OSError):
                 self.file.close()
+            self.file = None
             raise RunError(f"{self.path}: cannot be written ({error.strerror}); free space or choose another --log_dir") from error
 
     def write(self, line: str) -> None:
@@ -1937,11 +1939,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if watch:
             watch.tell(f"rank {rank} failed: {message}")
         return 130 if isinstance(error, KeyboardInterrupt) else 1
-    except RuntimeError as error:
-        if watch:  # most often another rank's end, seen from here as a broken connection: let the watch say which
-            time.sleep(Watch.PATIENCE_S)
-            watch.tell(f"rank {rank} failed: {error}")
-        complain(log, rank, f"{type(error).__name__}: {error}")
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+        if watch:
+            if isinstance(error, RuntimeError):  # often another rank's end, seen from here as a broken connection
+                time.sleep(Watch.PATIENCE_S)     # its own word reaches us by the watch
+            watch.tell(f"rank {rank} failed: {message}")
+        complain(log, rank, message)
         raise
 
 
