@@ -1,0 +1,200 @@
+"""What the benchmarks share: ranks on this machine, timings that take turns, tables, and the model they train."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import socket
+import statistics
+import sys
+import time
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any, Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import train_gpt  # noqa: E402
+
+
+# tables
+
+
+def machine() -> str:
+    """One line: what the figures were measured on, and how busy it was."""
+    load = os.getloadavg()[0]
+    return (f"{train_gpt.cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}, "
+            f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, load {load:.1f} when this was printed")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """`median (first quartile–third quartile)`."""
+    if len(values) < 2:
+        return f"{values[0]:.{digits}f}"
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{middle:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"
+
+
+def ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
+    """Of runs that took turns: the n-th by the n-th, so that what slowed the machine slowed both."""
+    return [a / b for a, b in zip(times, base, strict=True)]
+
+
+# timings
+
+
+def nothing() -> None:
+    pass
+
+
+def take_turns(variants: dict[str, Callable[[], Any]], rounds: int, warm: int, meet: Callable[[], Any] = nothing,
+               prepare: dict[str, Callable[[], Any]] | None = None) -> dict[str, list[float]]:
+    """Seconds of each variant in each round. A round calls each once, in an order drawn anew (the same on all ranks).
+
+    meet: called before and after each, so that the slowest rank counts. prepare: called before, outside the time.
+    """
+    prepare = prepare or {}
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    order = random.Random(0)
+    for i in range(warm + rounds):
+        for name in order.sample(list(variants), len(variants)):
+            prepare.get(name, nothing)()
+            meet()
+            start = time.perf_counter()
+            variants[name]()
+            meet()
+            if i >= warm:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+# ranks
+
+
+def join(rank: int, ranks: int, address: str, port: int) -> None:
+    store = dist.TCPStore(address, port, ranks, rank == 0, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _rank_main(function: Callable, rank: int, ranks: int, port: int, answer: Any, arguments: tuple) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    join(rank, ranks, "127.0.0.1", port)
+    result = function(rank, ranks, *arguments)
+    if rank == 0:
+        answer.send(result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_ranks(ranks: int, function: Callable, *arguments: Any) -> Any:
+    """Runs function(rank, ranks, *arguments) in fresh processes of one gloo group, the cores shared out -> rank 0's result.
+
+    Raises RunError if a rank fails; its own message is on stderr.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    port = free_port()
+    processes = [context.Process(target=_rank_main, args=(function, rank, ranks, port, theirs, arguments), daemon=True)
+                 for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    theirs.close()
+    try:
+        result = None
+        while any(process.is_alive() for process in processes) and result is None:
+            if ours.poll(0.2):
+                result = (ours.recv(),)
+            elif any(process.exitcode for process in processes):
+                break
+        if result is None and ours.poll():
+            result = (ours.recv(),)
+        for process in processes:
+            process.join(60 if result else 0)
+        if result is None or any(process.exitcode != 0 for process in processes):
+            raise train_gpt.RunError(f"{function.__name__}: ranks ended with {[process.exitcode for process in processes]} and "
+                                     "without a result; the reason is above")
+        return result[0]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def run(main: Callable[[], None]) -> None:
+    """The script's main; what the user can mend is told in one line."""
+    try:
+        main()
+    except (train_gpt.RunError, KeyboardInterrupt) as error:
+        sys.exit(f"error: {error or 'interrupted'}")
+
+
+# a model like any other
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.LayerNorm(dim), nn.LayerNorm(dim)])
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, dim] -> the same."""
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norms[0](x)).chunk(3, dim=-1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class Transformer(nn.Module):
+    """A plain GPT, with modules that every peer can wrap. forward gives the mean cross entropy."""
+
+    def __init__(self, layers: int, dim: int, vocab_size: int, tokens: int):
+        super().__init__()
+        self.embed, self.place = nn.Embedding(vocab_size, dim), nn.Embedding(tokens, dim)
+        self.blocks = nn.ModuleList(Block(dim, max(1, dim // 64)) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocab_size, bias=False)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """inputs, targets [B, T]."""
+        x = self.embed(inputs) + self.place.weight[:inputs.size(1)]
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def bank_optimizer(model: nn.Module, comm: train_gpt.Comm, lr: float, bank_mb: float, sync: str = "hook") -> train_gpt.BankOptimizer:
+    """Ours, with Adam for every parameter."""
+    rule = train_gpt.Adam(lr, 0.9, 0.999, 1e-8, 1, torch.float32)
+    members = [train_gpt.Member(name, param, rule) for name, param in model.named_parameters()]
+    banks = train_gpt.fill_banks(members, bank_mb * 2 ** 20, comm.rank, comm.ranks)
+    return train_gpt.BankOptimizer(banks, comm, 1 / comm.ranks, sync)
+
+
+VALUES = train_gpt.StepValues(1.0, 0.0)  # of the schedules: none
+
+
+def some_text(vocab_size: int, batch: int, tokens: int, rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets [batch, tokens] with something to learn: each token is followed by one of three."""
+    draw = torch.Generator().manual_seed(1000 * step + rank)
+    steps = torch.randint(1, 4, (batch, tokens + 1), generator=draw)
+    x = steps.cumsum(1) % vocab_size
+    return x[:, :-1], x[:, 1:]
