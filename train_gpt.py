@@ -35,6 +35,7 @@ import json
 import math
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -134,13 +135,21 @@ class Config:
     sync: str = value("hook", "hook: reduce-scatter starts in backward. step: not before the step", ("hook", "step"))
     bank_mb: float = value(72.0, "MiB of parameters at which a bank is full (0: a bank a parameter); the default is 8 of "
                            "the record's largest matrices, one a rank")
+    walk: str = value("launch", "order of the step over banks: as launched, or the first layers first", ("launch", "forward"))
+    lazy_gather: bool = value(False, "the next forward waits for new parameters, where it reads them")
     fp32_grads: bool = value(False, "sum and exchange the gradients of bf16 parameters in float32")
+    compress_grads: bool = value(False, "send gradients in bf16")
+    check_grads: bool = value(False, "stop before a step with a gradient that is not finite (on GPUs a wait a step)")
+    clip_norm: float = value(0.0, "scale gradients down to this norm over all parameters that update in a step (0: never)")
+    exact: bool = value(False, "the same bytes at any number of ranks: fixed trees of sums, one thread, no batches of matrices")
 
     # machine
     compile: str = value("auto", "compile the blocks, the head and the rules, each by itself. auto: on GPUs",
                          ("auto", "on", "off"))
     warmup_steps: int = value(30, "before the clock: every window and kind of step once, then everything is put back")
     timeout_s: int = value(300, "seconds until a collective that others do not join is an error")
+
+    profile: str = value("", "A:B writes a Chrome trace of the steps A to B beside the log, one a rank")
 
     # log and what comes after
     log_dir: str = value("logs", "relative paths start at this script's folder")
@@ -160,8 +169,8 @@ PRESETS = {
     "laptop": Config(
         target_val_loss=1.40, train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin",
         train_shards=0, max_len=257, long_documents="split", shuffle=True, batch_tokens=8 * 256, micro_tokens=256,
-        val_tokens=0, val_len=1024, val_every=120, layers="S0M S1M SM L0M L1M", model_dim=192, num_heads=3, head_dim=64,
-        backout_layer=3, dtype="float32", fp8_head=False, num_steps=240, extension_steps=20, window_block=32,
+        val_tokens=0, val_len=1024, val_every=160, layers="S0M S1M S0M L1M", model_dim=192, num_heads=3, head_dim=64,
+        backout_layer=2, dtype="float32", fp8_head=False, num_steps=320, extension_steps=20, window_block=32,
         windows="4 8", extension_window=8, final_window=12, adam_every=2, muon_momentum_rise=60,
         muon_momentum_fall=20, bank_mb=1.0, warmup_steps=4, train_loss_every=1, sample_tokens=300,
     ),
@@ -195,6 +204,11 @@ def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]
     return preset, dataclasses.replace(PRESETS[preset], **given)
 
 
+def profiled_steps(config: Config) -> range:
+    first, last = map(int, config.profile.split(":"))
+    return range(first, last + 1)
+
+
 class Layer(NamedTuple):
     """What is in one layer: the window of its attention (S, L or none), its value table, whether it has an MLP."""
 
@@ -226,7 +240,7 @@ def check_config(config: Config, ranks: int) -> None:
     zero_or_more = {"seed", "train_shards", "val_tokens", "val_every", "extension_steps", "cooldown", "lr_floor", "adam_lr",
                     "embed_lr_mul", "scalar_lr_mul", "muon_lr", "muon_weight_decay", "muon_momentum_rise", "fc_lr_mul",
                     "muon_momentum_fall", "bank_mb", "warmup_steps", "train_loss_every", "sample_tokens", "race_run",
-                    "race_runs", "adam_beta1", "adam_beta2", "muon_beta2", "muon_momentum", "muon_momentum_low"}
+                    "race_runs", "clip_norm", "adam_beta1", "adam_beta2", "muon_beta2", "muon_momentum", "muon_momentum_low"}
     for f in dataclasses.fields(c):
         v = getattr(c, f.name)
         if f.type in ("int", "float"):
@@ -251,6 +265,11 @@ def check_config(config: Config, ranks: int) -> None:
     want(c.val_tokens % max(1, c.val_len) == 0, f"val_tokens {c.val_tokens} is not a multiple of val_len {c.val_len}")
     want(c.max_len >= 2, f"max_len is {c.max_len}; a document needs at least a BOS and a token")
     want("/" not in c.run_id and c.run_id not in (".", ".."), f"run_id is {c.run_id!r}; it names a file: leave out '/'")
+    want(not c.profile or re.fullmatch(r"\d+:\d+", c.profile) and profiled_steps(c) and profiled_steps(c)[-1] < c.num_steps,
+         f"profile is {c.profile!r}; give the first and the last step, like 10:13, below num_steps {c.num_steps}")
+    for name in ("compress_grads", "clip_norm"):
+        want(not (c.exact and getattr(c, name)), f"exact and {name} {getattr(c, name)} exclude each other: its sums depend on the "
+             f"number of ranks; leave out --exact or --{name}")
     try:
         windows = [int(word) for word in c.windows.split()]
         want(bool(windows) and min(windows) > 0, f"windows is {c.windows!r}; give numbers of blocks, like '3 7 11'")
@@ -833,13 +852,17 @@ def normuon(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scale: Tensor, lr: float
 
 
 def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: float, beta1: float, beta2: float, eps: float, t: float) -> None:
-    """Adam (arXiv:1412.6980) with bias correction for the t-th update, in place on p, m and v, all [n]."""
-    g = g.float()
-    new_m = beta1 * m + (1 - beta1) * g
-    new_v = beta2 * v + (1 - beta2) * g * g
-    m.copy_(new_m)
-    v.copy_(new_v)
-    p.sub_(lr / (1 - beta1 ** t) * new_m / ((new_v / (1 - beta2 ** t)).sqrt() + eps))
+    """Adam (arXiv:1412.6980) with bias correction for the t-th update, in place on p, m and v, all [n]; in float32 inside."""
+    p32, g32, m32, v32 = (x.float() for x in (p, g, m, v))  # what is float32 is not copied
+    if torch.compiler.is_compiling():  # becomes one kernel
+        m32 = beta1 * m32 + (1 - beta1) * g32
+        v32 = beta2 * v32 + (1 - beta2) * g32 * g32
+        p32 = p32 - lr / (1 - beta1 ** t) * m32 / ((v32 / (1 - beta2 ** t)).sqrt() + eps)
+    else:  # line by line it would go a dozen times through memory: 20 times slower on 5 million elements
+        torch._fused_adam_([p32], [g32], [m32], [v32], [], [torch.full((), t, device=p.device)], lr=lr, beta1=beta1, beta2=beta2,
+                           weight_decay=0.0, eps=eps, amsgrad=False, maximize=False)
+    for x, x32 in ((p, p32), (m, m32), (v, v32)):
+        x.copy_(x32)  # onto itself: nothing happens
 
 
 class StepValues(NamedTuple):
@@ -924,7 +947,8 @@ class Slot:
     offset: int            # of its first element in the bank
     grad: Tensor           # view of the bank's gradients, in the parameter's shape
     fresh: bool = True     # no gradient since the last update: the next one overwrites
-    arrived: bool = False  # its gradient of the armed micro-batch is in
+    arrived: bool = False  # its gradient of this backward is in
+    tree: list[tuple[int, Tensor]] = field(default_factory=list)  # exact mode: (height, sum) of the micro-batches so far
 
 
 class Bank:
@@ -947,14 +971,15 @@ class Bank:
         self.slots = []
         for member, begin in zip(members, np.cumsum([0, *counts[:-1]]).tolist()):
             param, offset = member.param, begin * self.granule
-            if param.dtype != first.dtype:
-                raise RunError(f"bank {name}: {member.name} is {param.dtype}, {members[0].name} is {first.dtype}; give each "
-                               "dtype a bank of its own")
+            if (param.dtype, param.device) != (first.dtype, first.device):
+                raise RunError(f"bank {name}: {member.name} is {param.dtype} on {param.device}, {members[0].name} is {first.dtype} on "
+                               f"{first.device}; give each dtype a bank of its own, and move the model to one device before")
             here = slice(offset, offset + param.numel())
             self.values[here].copy_(param.detach().reshape(-1))
             param.data = self.values[here].view(param.shape)
             self.slots.append(Slot(member.name, param, offset, self.grads[here].view(param.shape)))
-        mine = slice(rank * self.shard, (rank + 1) * self.shard)
+        self.begin = rank * self.shard
+        mine = slice(self.begin, self.begin + self.shard)
         self.shard_values, self.shard_grads = self.values[mine], self.grads[mine]
         self.my_values, self.my_grads = (x.view(-1, *unit) for x in (self.shard_values, self.shard_grads))
         scales = [member.scale for member, count in zip(members, counts) for _ in range(count)]
@@ -963,9 +988,12 @@ class Bank:
         self.my_scales = torch.tensor(scales[rank * per_rank:(rank + 1) * per_rank], device=first.device).view(-1, 1, 1)
         self.updates = 0
         self.state = self.rule.new_state(self)
-        self.arrivals = 0  # of this backward's gradients
+        self.arrivals = 0                          # of this backward's gradients
         self.armed = self.launched = False
-        self.work: Any = None
+        self.work: Any = None                      # of the reduce-scatter
+        self.gathering: Any = None                 # of the all-gather
+        self.received: Tensor | None = None        # exact mode: every rank's gradients of this shard
+        self.pending: Tensor | None = None         # exact mode: reduced gradients of the steps since the last update
 
     @property
     def complete(self) -> bool:
@@ -974,13 +1002,21 @@ class Bank:
     def missing(self) -> list[str]:
         return [slot.name for slot in self.slots if not slot.arrived]
 
-    def add(self, slot: Slot, factor: float) -> None:
+    def add(self, slot: Slot, factor: float, exact: bool = False) -> None:
         """Move the parameter's new gradient, times factor, into its slot: one pass over it, then it is dropped."""
-        if slot.fresh:
-            torch.mul(slot.param.grad, factor, out=slot.grad)
+        grad, slot.param.grad = slot.param.grad, None
+        if grad.is_sparse:
+            raise RunError(f"{slot.name} has a sparse gradient; a bank holds dense ones: build its layer with sparse=False")
+        if exact:  # as a binary tree: the sum of a power of two of micro-batches has the same bytes on one rank as on many
+            height, total = 0, grad.to(slot.grad.dtype) * factor
+            while slot.tree and slot.tree[-1][0] == height:
+                height, total = height + 1, slot.tree.pop()[1] + total
+            slot.tree.append((height, total))
+        elif slot.fresh:
+            torch.mul(grad, factor, out=slot.grad)
         else:
-            slot.grad.add_(slot.param.grad, alpha=factor)
-        slot.param.grad, slot.fresh = None, False
+            slot.grad.add_(grad, alpha=factor)
+        slot.fresh = False
         if not slot.arrived:
             slot.arrived = True
             self.arrivals += 1
@@ -990,6 +1026,18 @@ class Bank:
         self.arrivals = 0
         for slot in self.slots:
             slot.arrived = False
+
+    def fell_trees(self) -> None:
+        """Exact mode: the finished sums move into their slots."""
+        for slot in self.slots:
+            slot.grad.copy_(functools.reduce(lambda later, earlier: earlier + later, [x for _, x in reversed(slot.tree)]))
+            slot.tree.clear()
+
+    def share_of(self, slot: Slot, x: Tensor) -> slice:
+        """Where the slot's part lies in a tensor of this rank's shard, [shard] or with fewer values a unit."""
+        per_element = x.numel() / self.shard  # a second moment has fewer values than its matrix
+        ends = (slot.offset - self.begin, slot.offset + slot.param.numel() - self.begin)
+        return slice(*(round(min(max(end, 0), self.shard) * per_element) for end in ends))
 
     def check_views(self) -> None:
         """RunError if a parameter is no longer the view of this bank that it was made."""
@@ -1007,6 +1055,7 @@ class Bank:
         self.values.copy_(values)
         for key, x in state.items():
             self.state[key].copy_(x)
+        self.pending = None
         for slot in self.slots:
             slot.fresh = True
 
@@ -1014,14 +1063,14 @@ class Bank:
 def fill_banks(members: Sequence[Member], bank_bytes: float, rank: int, ranks: int, fp32_grads: bool = False) -> list[Bank]:
     """Group what can share a bank: same rule, dtype and unit, from the last layer to the first, until bank_bytes are full."""
     open_groups: dict[Any, list[Member]] = {}
-    full: list[list[Member]] = []
+    groups: list[list[Member]] = []
     for member in reversed(members):
         key = (member.rule, member.param.dtype, member.rule.unit(member.param.shape, member.parts))
-        group = open_groups.setdefault(key, [])
-        group.append(member)
-        if sum(m.param.numel() * m.param.element_size() for m in group) >= bank_bytes:
-            full.append(open_groups.pop(key))
-    groups = full + list(open_groups.values())
+        if key not in open_groups:
+            groups.append(open_groups.setdefault(key, []))
+        open_groups[key].append(member)
+        if sum(m.param.numel() * m.param.element_size() for m in open_groups[key]) >= bank_bytes:
+            del open_groups[key]
     return [Bank(f"{i}-{type(group[0].rule).__name__.lower()}", group, rank, ranks, torch.float32 if fp32_grads else None)
             for i, group in enumerate(groups)]
 
@@ -1058,6 +1107,13 @@ class Comm:
             full.copy_(shard)
         return Done()
 
+    def all_to_all(self, received: Tensor, full: Tensor) -> Any:
+        """Start: received [ranks * shard] <- this rank's part of every rank's full, in the order of ranks."""
+        if self.ranks > 1:
+            return dist.all_to_all_single(received, full, async_op=True)
+        received.copy_(full)
+        return Done()
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """x <- its sum over ranks."""
         if self.ranks > 1:
@@ -1077,6 +1133,36 @@ class Comm:
         return everyones
 
 
+class CompressedComm(Comm):
+    """Sends gradients in bf16: half the bytes of float32. A communication hook is a Comm that reduces in its own way."""
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Any:
+        small = full.bfloat16()
+        mine = small[:len(shard)].clone()
+        work = super().reduce_scatter(mine, small) if self.ranks > 1 else Done()
+
+        class Unpack:
+            sent = small  # until it has been waited for
+
+            def wait(self) -> None:
+                work.wait()
+                shard.copy_(mine)
+        return Unpack()
+
+
+@dataclass(frozen=True)
+class SyncSettings:
+    """How gradients and parameters travel. Each variant computes the same; exact fixes even the order of sums."""
+
+    sync: str = "hook"          # hook: launch a bank from the hook that completes it; step: launch all when the step begins
+    walk: str = "launch"        # the step's order over banks: launch order, or "forward", the first layers first
+    lazy_gather: bool = False   # the next forward waits for each bank where it reads it, not the step
+    unused: bool = False        # parameters may go without gradient; what no rank used stays untouched
+    exact: bool = False         # the same bytes at any number of ranks
+    check_grads: bool = False   # wait for all banks, stop before a step with a gradient that is not finite
+    clip_norm: float = 0.0      # scale all gradients so that their norm over all ranks is at most this; 0: don't
+
+
 class BankOptimizer:
     """Sums gradients into banks, exchanges them while backward goes on, updates one shard a rank, gathers the parameters.
 
@@ -1084,16 +1170,18 @@ class BankOptimizer:
         after it:                            step(values)
 
     grad_factor multiplies every gradient: it turns the sum over micro-batches and ranks into their mean. Banks are launched
-    in one order, the same on every rank: that in which rank 0's first backward completed them. sync="hook" launches a bank
-    from the hook that completes it, sync="step" launches all when the step begins.
+    in one order, the same on every rank: that in which rank 0's first backward completed them.
     """
 
-    def __init__(self, banks: Sequence[Bank], comm: Comm, grad_factor: float = 1.0, sync: str = "hook", compiled: bool = False):
-        self.banks, self.comm, self.grad_factor, self.sync = list(banks), comm, grad_factor, sync
+    def __init__(self, banks: Sequence[Bank], comm: Comm, grad_factor: float = 1.0, settings: SyncSettings = SyncSettings(),
+                 compiled: bool = False, model: nn.Module | None = None):
+        """model: whose modules wait for their banks before they run; a lazy gather needs it."""
+        self.banks, self.comm, self.grad_factor, self.settings = list(banks), comm, grad_factor, settings
         self.order: list[Bank] | None = None
         self.completed: list[Bank] = []  # in the first backward, by their last gradient
-        self.due: list[Bank] = []
+        self.due: list[Bank] = []        # armed banks, in launch order
         self.launches = 0
+        self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # what profiling puts its ranges in
         functions = {bank.rule.function for bank in banks}
         self.functions = {f: torch.compile(f, dynamic=False) if compiled else f for f in functions}
         # compiled code takes numbers as tensors, or it would be compiled again for each; of its own in each place
@@ -1103,6 +1191,14 @@ class BankOptimizer:
             comm.broadcast(bank.values)
             for slot in bank.slots:
                 self._hook(bank, slot)
+        if settings.lazy_gather:
+            if model is None:
+                raise RunError("a lazy gather waits in the model's forward; give the optimizer the model")
+            home = {slot.param: bank for bank in banks for slot in bank.slots}
+            for module in model.modules():
+                reads = list(dict.fromkeys(home[p] for p in module.parameters(recurse=False) if p in home))
+                if reads:
+                    module.register_forward_pre_hook(lambda module, inputs, reads=reads: self.finish_gathers(reads))
 
     # a gradient arrives
 
@@ -1127,11 +1223,11 @@ class BankOptimizer:
         if bank.armed and slot.arrived:
             raise RunError(f"{slot.name} got its gradient twice in one armed micro-batch; arm() only before the last backward of "
                            "a step, and do not run a part of the model twice in backward")
-        bank.add(slot, self.grad_factor)
+        bank.add(slot, self.grad_factor, self.settings.exact)
         if self.order is None:
             if bank.complete and bank not in self.completed:
                 self.completed.append(bank)
-        elif bank.armed and self.sync == "hook":
+        elif bank.armed and self.settings.sync == "hook":
             self._launch_ready()
 
     def _launch_ready(self) -> None:
@@ -1140,9 +1236,15 @@ class BankOptimizer:
             self._launch(self.due[self.launches])
 
     def _launch(self, bank: Bank) -> None:
-        bank.work = self.comm.reduce_scatter(bank.shard_grads, bank.grads)
-        bank.launched = True
-        self.launches += 1
+        with self.span(f"launch {bank.name}"):
+            if self.settings.exact:
+                bank.fell_trees()
+                bank.received = torch.empty_like(bank.grads)
+                bank.work = self.comm.all_to_all(bank.received, bank.grads)
+            else:
+                bank.work = self.comm.reduce_scatter(bank.shard_grads, bank.grads)
+            bank.launched = True
+            self.launches += 1
 
     # a step
 
@@ -1151,46 +1253,94 @@ class BankOptimizer:
         for bank in self.banks:
             if bank.launched:
                 raise RunError(f"bank {bank.name} is launched already; call step() before arming the next one")
-            bank.armed = (step + 1) % bank.rule.every == 0
+            bank.armed = self.settings.exact or self._updates_in(bank, step)
             bank.expect_all()
+        self.at = step
         self.due = [bank for bank in self.order or self.banks if bank.armed]
         self.launches = 0
 
+    def _updates_in(self, bank: Bank, step: int) -> bool:
+        return (step + 1) % bank.rule.every == 0
+
     @torch.no_grad()
     def step(self, values: StepValues) -> None:
-        """Wait for each bank in launch order, update this rank's shard, gather; returns when all parameters are new."""
+        """Wait for each bank in turn, update this rank's shard, gather. Unless that is lazy, all parameters are then new."""
         if not self.due:
             raise RunError("step() without a bank to update: arm() and run a backward first")
         for bank in self.due:
             bank.check_views()
-            if not bank.complete:
+            if not bank.complete and not self.settings.unused:
                 raise RunError(f"bank {bank.name} was not launched: {bank.arrivals} of {len(bank.slots)} of its parameters got a "
-                               f"gradient, not {', '.join(bank.missing())}; each must take part in the armed backward")
+                               f"gradient, not {', '.join(bank.missing())}; each must take part in the armed backward, unless "
+                               "unused parameters are allowed")
         if self.order is None:
             self._agree_on_order()
+        if self.settings.unused:
+            self._zero_unused()
         for bank in self.due[self.launches:]:
             self._launch(bank)
+        untouched = self._find_untouched() if self.settings.unused else set()
+        turns = self.due if self.settings.walk == "launch" else self.due[::-1]
+        if self.settings.check_grads or self.settings.clip_norm:
+            for bank in self.due:
+                self._wait(bank)
+            self._check_and_clip()
+        for bank in turns:
+            self._wait(bank)
+            if self._updates_in(bank, self.at):
+                self._update(bank, values, untouched)
+                with self.span(f"gather {bank.name}"):
+                    bank.gathering = self.comm.all_gather(bank.values, bank.shard_values)
         for bank in self.due:
-            bank.work.wait()
-            self._update(bank, values)
-            bank.work = self.comm.all_gather(bank.values, bank.shard_values)
-        for bank in self.due:
-            bank.work.wait()
-            bank.work, bank.armed, bank.launched = None, False, False
+            bank.armed = bank.launched = False
             for slot in bank.slots:
                 slot.fresh = True
         self.due = []
+        if not self.settings.lazy_gather:
+            self.finish_gathers(turns)
 
-    def _update(self, bank: Bank, values: StepValues) -> None:
-        bank.updates += 1
-        arguments = bank.rule.arguments(bank, values)
-        self.functions[bank.rule.function](*(self.number(i, a) if isinstance(a, float) else a for i, a in enumerate(arguments)))
+    def _wait(self, bank: Bank) -> None:
+        if bank.work is None:
+            return
+        with self.span(f"wait {bank.name}"):
+            bank.work.wait()
+            bank.work = None
+            if self.settings.exact:
+                parts = bank.received.view(self.comm.ranks, -1)
+                while len(parts) > 1:
+                    parts = parts[0::2] + parts[1::2]
+                total = parts[0] if bank.pending is None else bank.pending + parts[0]
+                bank.received = None
+                bank.pending = None if self._updates_in(bank, self.at) else total.clone()
+                bank.shard_grads.copy_(total)
+
+    def _update(self, bank: Bank, values: StepValues, untouched: set[str]) -> None:
+        with self.span(f"update {bank.name}"):
+            bank.updates += 1
+            kept = [(x, bank.share_of(slot, x), x.view(-1)[bank.share_of(slot, x)].clone()) for slot in bank.slots
+                    if slot.name in untouched for x in (bank.shard_values, *bank.state.values())]
+            arguments = [self.number(i, a) if isinstance(a, float) else a for i, a in enumerate(bank.rule.arguments(bank, values))]
+            function = self.functions[bank.rule.function]
+            if self.settings.exact and bank.my_values.dim() > 1:  # a batch of matrices may sum in another order than one
+                for i in range(len(bank.my_values)):
+                    function(*(a[i:i + 1] if isinstance(a, Tensor) and a.dim() else a for a in arguments))
+            else:
+                function(*arguments)
+            for x, where, old in kept:
+                x.view(-1)[where] = old
+
+    def finish_gathers(self, banks: Sequence[Bank] | None = None) -> None:
+        """Wait until the parameters of these banks, or of all, are whole."""
+        for bank in self.banks if banks is None else banks:
+            if bank.gathering is not None:
+                bank.gathering.wait()
+                bank.gathering = None
 
     def _agree_on_order(self) -> None:
         """Rank 0's order for all. RunError on every rank if their banks differ, before anything is sent."""
         plan = [(bank.name, str(bank.values.dtype), str(bank.grads.dtype), bank.shard, [(slot.name, tuple(slot.param.shape))
                  for slot in bank.slots]) for bank in self.banks]
-        digest = hashlib.sha256(repr(plan).encode()).hexdigest()
+        digest = hashlib.sha256(repr((plan, self.settings)).encode()).hexdigest()
         unseen = [bank for bank in self.banks if bank not in self.completed]
         mine = (digest, [self.banks.index(bank) for bank in self.completed + unseen])
         everyones = self.comm.all_objects(mine)
@@ -1200,17 +1350,48 @@ class BankOptimizer:
         self.order = [self.banks[i] for i in everyones[0][1]]
         self.due = [bank for bank in self.order if bank.armed]
 
+    def _zero_unused(self) -> None:
+        for bank in self.due[self.launches:]:
+            for slot in bank.slots:
+                if slot.fresh:
+                    slot.grad.zero_()
+                    slot.tree = [(0, slot.grad)]
+
+    def _find_untouched(self) -> set[str]:
+        """Names of the parameters that no rank used since their last update."""
+        slots = [slot for bank in self.due for slot in bank.slots]
+        used = torch.tensor([float(not slot.fresh) for slot in slots], device=self.banks[0].values.device)
+        return {slot.name for slot, count in zip(slots, self.comm.all_reduce(used).tolist()) if not count}
+
+    def _check_and_clip(self) -> None:
+        """RunError on every rank if a gradient is not finite on any; then scale all if their common norm is too large."""
+        squares = torch.stack([bank.shard_grads.double().square().sum() for bank in self.due])
+        total = self.comm.all_reduce(squares.sum()).item()
+        if not math.isfinite(total):
+            bad = [slot.name for bank in self.due for slot in bank.slots
+                   if not bank.shard_grads[bank.share_of(slot, bank.shard_grads)].isfinite().all()]
+            named = sorted({name for names in self.comm.all_objects(bad) for name in names})
+            raise RunError(f"gradients are not finite in step {self.at}: {', '.join(named)}; the step was not applied. Lower the "
+                           "learning rates, or look at the data of this step")
+        norm = math.sqrt(total)
+        if self.settings.clip_norm and norm > self.settings.clip_norm:
+            for bank in self.due:
+                bank.shard_grads.mul_(self.settings.clip_norm / norm)
+
     # its state
 
     def snapshot(self) -> list[tuple]:
+        self.finish_gathers()
         return [bank.snapshot() for bank in self.banks]
 
     def restore(self, snapshot: list[tuple]) -> None:
+        self.finish_gathers()
         for bank, saved in zip(self.banks, snapshot):
             bank.restore(saved)
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and every tensor of its state, whole on every rank, whatever the number of ranks."""
+        self.finish_gathers()
         for bank in self.banks:
             wholes = {"": bank.values}
             for key, mine in bank.state.items():
@@ -1218,7 +1399,7 @@ class BankOptimizer:
                 self.comm.all_gather(whole, mine.reshape(-1)).wait()
             for slot in bank.slots:
                 for key, whole in wholes.items():
-                    share = len(whole) / len(bank.values)  # a second moment has fewer elements than its matrix
+                    share = len(whole) / len(bank.values)
                     yield slot.name + key, whole[round(slot.offset * share):round((slot.offset + slot.param.numel()) * share)]
 
     def state_hash(self) -> str:
@@ -1300,7 +1481,9 @@ def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = Fal
     """The optimizer of a config for a model that is on its device. Gradients become the mean over the batch's slots."""
     members = assign(model, assignments(config))
     banks = fill_banks(members, config.bank_mb * 2 ** 20, comm.rank, comm.ranks, config.fp32_grads)
-    return BankOptimizer(banks, comm, config.micro_tokens / config.batch_tokens, config.sync, compiled)
+    settings = SyncSettings(config.sync, config.walk, config.lazy_gather, exact=config.exact, check_grads=config.check_grads,
+                            clip_norm=config.clip_norm)
+    return BankOptimizer(banks, comm, config.micro_tokens / config.batch_tokens, settings, compiled, model)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -1748,6 +1931,8 @@ class Trainer:
     def __init__(self, config: Config, comm: Comm, device: torch.device, train_shards: list[Shard]):
         compiled = config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
         self.config, self.comm, self.device = config, comm, device
+        if config.exact:
+            torch.set_num_threads(1)  # how a product is split over threads decides the order of its sums
         self.stream = Stream(train_shards, config, comm.rank, comm.ranks)
         self.model = build_model(config, train_shards[0].vocab_size, train_shards[0].bos_id).to(device)
         if compiled:
@@ -1763,10 +1948,13 @@ class Trainer:
             inputs, targets = split_sequence(slot, self.device)
             if len(losses) == len(batch) - 1:
                 self.optimizer.arm(step)
-            loss = self.model(inputs, targets, windows)
-            loss.backward()
+            with self.optimizer.span("forward"):
+                loss = self.model(inputs, targets, windows)
+            with self.optimizer.span("backward"):
+                loss.backward()
             losses.append(loss.detach())
-        self.optimizer.step(step_values(self.config, step))
+        with self.optimizer.span("step"):
+            self.optimizer.step(step_values(self.config, step))
         return losses
 
     def warm_up(self, val_sequence: np.ndarray) -> None:
@@ -1787,6 +1975,38 @@ class Trainer:
         """SHA-256 over what all ranks have read, slot by slot: the same for any number of ranks."""
         everyones = self.comm.all_objects([digest.digest() for digest in self.stream.digests])
         return hashlib.sha256(b"".join(digest for digests in everyones for digest in digests)).hexdigest()
+
+
+class Profile:
+    """A Chrome trace of some steps, with a range for each phase of each bank. Outside these steps it costs nothing."""
+
+    def __init__(self, config: Config, optimizer: BankOptimizer, device: torch.device):
+        self.steps, self.optimizer, self.plain_span = profiled_steps(config) if config.profile else range(0), optimizer, optimizer.span
+        kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (device.type == "cuda")
+        self.profiler = torch.profiler.profile(activities=kinds) if self.steps else None
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        if step not in self.steps:
+            yield
+            return
+        if step == self.steps[0]:
+            self.profiler.start()
+            self.optimizer.span = torch.profiler.record_function
+        with torch.profiler.record_function(f"ProfilerStep#{step}"):
+            yield
+        if step == self.steps[-1]:
+            self.profiler.stop()
+            self.optimizer.span = self.plain_span
+
+    def write(self, log_path: Path, rank: int) -> list[str]:
+        """Write this rank's trace, if there is one -> a line that says where it is."""
+        if not self.profiler:
+            return []
+        path = log_path.with_name(f"{log_path.stem}-rank{rank}.json.gz")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.profiler.export_chrome_trace(str(path))
+        return [f"trace: {path}"]
 
 
 def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
@@ -1838,7 +2058,7 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
         hash_after = optimizer.state_hash()
     compiles = compile_count()
 
-    losses = TrainLosses(config, comm)
+    losses, profile = TrainLosses(config, comm), Profile(config, optimizer, device)
 
     def write_steps(wait: bool = False) -> None:
         for step, train_time, loss in losses.arrived(wait):
@@ -1850,6 +2070,7 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
     for step in range(config.num_steps + 1):
         last = step == config.num_steps
         if last or (config.val_every and step % config.val_every == 0):
+            optimizer.finish_gathers()
             clock.stop()
             write_steps(wait=True)
             with clock.off("hashing"):
@@ -1868,7 +2089,8 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
             if last:
                 break
             clock.start()
-        step_losses = trainer.step(step, trainer.stream.next_batch())
+        with profile.step(step):
+            step_losses = trainer.step(step, trainer.stream.next_batch())
         losses.record(step + 1, clock.read(), step_losses)
         write_steps()
 
@@ -1882,6 +2104,8 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
             text = sample_text(model, final_windows, config, encoding)
     if config.save_model and not comm.rank:
         save_model(log.path.with_suffix(".pt"), model, config, log.run_id, config.num_steps, final_windows, encoding)
+    for line in profile.write(log.path, comm.rank):
+        log.say(line)
     allocated, reserved = peak_memory_mib(device)
     reached = val_loss <= config.target_val_loss
     log.write(json.dumps({"end": {
@@ -1927,7 +2151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=ranks, timeout=timeout,
                                     device_id=device if gpu else None)
             watch = Watch(dist.PrefixStore("watch", store), rank, ranks, log)
-        run(config, preset, Comm(rank, ranks), device, log, began)
+        comm = (CompressedComm if config.compress_grads else Comm)(rank, ranks)
+        run(config, preset, comm, device, log, began)
         log.close()
         if watch:
             watch.stop()

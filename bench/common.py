@@ -121,18 +121,18 @@ def on_ranks(ranks: int, function: Callable, *arguments: Any) -> Any:
     try:
         result = None
         while any(process.is_alive() for process in processes) and result is None:
+            if any(process.exitcode for process in processes):
+                break
             if ours.poll(0.2):
                 result = (ours.recv(),)
-            elif any(process.exitcode for process in processes):
-                break
-        if result is None and ours.poll():
-            result = (ours.recv(),)
         for process in processes:
             process.join(60 if result else 0)
         if result is None or any(process.exitcode != 0 for process in processes):
             raise train_gpt.RunError(f"{function.__name__}: ranks ended with {[process.exitcode for process in processes]} and "
                                      "without a result; the reason is above")
         return result[0]
+    except EOFError:
+        raise train_gpt.RunError(f"{function.__name__}: rank 0 ended without a result; the reason is above") from None
     finally:
         for process in processes:
             process.kill()
@@ -175,18 +175,33 @@ class Transformer(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """inputs, targets [B, T]."""
-        x = self.embed(inputs) + self.place.weight[:inputs.size(1)]
+        x = self.embed(inputs) + self.place(torch.arange(inputs.size(1)))
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def bank_optimizer(model: nn.Module, comm: train_gpt.Comm, lr: float, bank_mb: float, sync: str = "hook") -> train_gpt.BankOptimizer:
-    """Ours, with Adam for every parameter."""
+def bank_optimizer(model: nn.Module, comm: train_gpt.Comm, lr: float, bank_mb: float, **settings: Any) -> train_gpt.BankOptimizer:
+    """Ours, with Adam for every parameter. settings: of SyncSettings."""
     rule = train_gpt.Adam(lr, 0.9, 0.999, 1e-8, 1, torch.float32)
     members = [train_gpt.Member(name, param, rule) for name, param in model.named_parameters()]
     banks = train_gpt.fill_banks(members, bank_mb * 2 ** 20, comm.rank, comm.ranks)
-    return train_gpt.BankOptimizer(banks, comm, 1 / comm.ranks, sync)
+    return train_gpt.BankOptimizer(banks, comm, 1 / comm.ranks, train_gpt.SyncSettings(**settings), model=model)
+
+
+class DirectComm(train_gpt.Comm):
+    """Reduce-scatter as an all-to-all and a sum. gloo has none of its own: it runs an all-reduce and drops all but a shard,
+    which sends twice the bytes."""
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Any:
+        received = torch.empty_like(full)
+        work = self.all_to_all(received, full)
+
+        class Sum:
+            def wait(self) -> None:
+                work.wait()
+                torch.sum(received.view(-1, len(shard)), dim=0, out=shard)
+        return Sum()
 
 
 VALUES = train_gpt.StepValues(1.0, 0.0)  # of the schedules: none

@@ -339,7 +339,7 @@ class _Reader:
     def unterminated(self, line):
         """Keeps a last line without a line end only if nothing can be missing from it."""
         match = _LINE.match(line)
-        if match and match[3] and self.run and _is_whole(match[3], self.run.validation_text):
+        if match and match[3] and _is_whole(match[3], self.run.validation_text if self.run else None):
             self.step_line(int(match[1]), match[2], match[3])
         elif match and match[5] and match[5].startswith(b"{") and line.endswith(b"}"):
             self.other_line(line)

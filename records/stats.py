@@ -176,11 +176,6 @@ def race_of(run):
     return Race(str(race["race_id"]), str(race.get("side") or ""), str(race.get("run")), race.get("declared_n"))
 
 
-def in_race(item, side):
-    """Whether a run or a rejected one is of this side of a race."""
-    return race_of(item) is not None and race_of(item).side == side
-
-
 def names(items):
     """Paths of runs for a message, shortened where there are many."""
     paths = [logs.printable(os.path.basename(item.path)) for item in items]
@@ -192,12 +187,9 @@ def gather(name, source_flag, found, source, gpus, race_side=None):
     unreadable = [item for item in found.rejected if item.kind == logs.UNREADABLE]
     if unreadable:
         raise CannotJudge("; ".join(f"{logs.printable(item.path)}: {item.reason}" for item in unreadable))
-    runs, rejected = found.runs, found.rejected
-    if race_side:
-        runs = [run for run in runs if in_race(run, race_side)]
-        rejected = [item for item in rejected if race_of(item) is None or in_race(item, race_side)]
-    side = Side(name, source_flag, list(runs))
-    side.left_out = [(item.path, item.reason) for item in rejected]
+    runs = [run for run in found.runs if race_side is None or (race_of(run) and race_of(run).side == race_side)]
+    side = Side(name, source_flag, runs)
+    side.left_out = [(item.path, item.reason) for item in found.rejected]
     side.left_out += [(item.path, f"{item.reason}: {logs.printable(item.original_path)}") for item in found.duplicates]
 
     def keep(which, remark):
@@ -216,7 +208,7 @@ def gather(name, source_flag, found, source, gpus, race_side=None):
         reasons = "; ".join(f"{logs.printable(path)}: {reason}" for path, reason in side.left_out[:3])
         raise CannotJudge(f"{name} holds no run that can be used ({reasons or 'nothing was found'}); "
                           "`python records/logs.py PATH...` tells more")
-    incomplete = [item for item in rejected if item.kind in (logs.INCOMPLETE, logs.NOT_FINITE)]
+    incomplete = [item for item in found.rejected if item.kind in (logs.INCOMPLETE, logs.NOT_FINITE)]
     if incomplete:
         side.warnings.append(f"{len(incomplete)} runs were started and are not counted ({names(incomplete)}): say why "
                              "in the record, or the claim rests on a selection")

@@ -65,6 +65,11 @@ def test_help_names_every_flag_and_its_reason(capsys):
     ({"adam_every": 0}, 1, "adam_every is 0"),
     ({"run_id": "../x"}, 1, "leave out '/'"),
     ({"max_len": 1}, 1, "max_len is 1"),
+    ({"profile": "3"}, 1, "profile is '3'"),
+    ({"profile": "3:12"}, 1, "below num_steps 12"),
+    ({"profile": "3:2"}, 1, "profile is '3:2'"),
+    ({"exact": True, "clip_norm": 1.0}, 1, "exact and clip_norm 1.0 exclude each other"),
+    ({"exact": True, "compress_grads": True}, 1, "exact and compress_grads True exclude each other"),
 ])
 def test_impossible_values_are_refused_with_what_is_allowed(changes, ranks, says):
     with pytest.raises(train_gpt.RunError, match=says):

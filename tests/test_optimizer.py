@@ -243,7 +243,7 @@ def test_launches_happen_in_backward_and_waits_after_it():
 
 def test_sync_step_launches_nothing_in_backward():
     model, comm = chain(), Recorder()
-    optimizer = adam_optimizer(model, comm, sync="step")
+    optimizer = adam_optimizer(model, comm, settings=train_gpt.SyncSettings(sync="step"))
     for step in range(2):
         optimizer.arm(step)
         comm.events.clear()

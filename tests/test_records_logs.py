@@ -175,13 +175,27 @@ def test_a_run_before_the_last_separator_does_not_count_but_is_named(write):
     assert run.final_loss == 3.2 and run.notes == ("5 validation lines before the last separator do not count",)
 
 
+def test_a_separator_that_ends_the_file_counts(write):
+    assert only_rejection(write("\n".join(common()) + "\n" + SEPARATOR)).kind == logs.NOT_A_LOG
+
+
 def test_a_file_larger_than_a_block(write, monkeypatch):
-    content = text(common("3.2754", 2245, 250, 137554), source="x = 1\n" * 300)
+    source = "def main(rank, world_size=3):\n" * 30 + f"table = {'1' * 999}\n" + "x = 1\n" * 300
+    content = text(common("3.2754", 2245, 250, 137554), source=source)
     whole = only_run(write(content))
-    for block in (64, 101, 4096):
+    assert whole.source_sha256 == hashlib.sha256(source.encode()).hexdigest() and whole.gpus == 8
+    for block in (128, 201, 4096):
         monkeypatch.setattr(logs, "BLOCK", block)
         run = only_run(write(content))
         assert (run.source_sha256, run.validations) == (whole.source_sha256, whole.validations)
+
+
+def test_what_follows_in_an_overlong_line_is_no_line(write, monkeypatch):
+    monkeypatch.setattr(logs, "BLOCK", 64)
+    look_alike = "step:20/20 val_loss:1.1 train_time:1ms step_avg:1ms\n"
+    run = only_run(write("x" * 128 + look_alike + "\n".join(common()) + "\n"))
+    assert len(run.validations) == 5 and run.index_in_file == 1
+    assert run.notes == ("a line of more than 64 bytes is left out",)
 
 
 # GPUs
@@ -189,6 +203,7 @@ def test_a_file_larger_than_a_block(write, monkeypatch):
 def test_gpus_come_from_ranks_world_size_or_the_table(write):
     assert only_run(write(text(common(), environment=gpu_table(1)))).gpus == 1
     assert only_run(write(text(common(), environment="Running on H100 with world_size=4\n" + gpu_table(8)))).gpus == 4
+    assert only_run(write(text(common(), environment=gpu_table(8) + gpu_table(8)))).gpus == 8
     assert only_run(write(text(common(), environment="a CPU\n"))).gpus is None
 
 
@@ -222,9 +237,10 @@ def test_validating_twice_at_one_step_is_one_run(write):
 
 
 def test_text_between_the_lines_is_ignored(write):
-    lines = ["Compiling model", "Resetting Model", "0%|   | 0/8\rFetching", *common()[:5], "W0727 a warning", "",
+    lines = ["Compiling model", "Resetting Model", "0%|   | 0/8\r" + common()[0], *common()[1:5], "W0727 a warning", "",
              *common()[5:]]
-    assert only_run(write(text(lines))).notes == ()
+    run = only_run(write(text(lines)))
+    assert run.notes == () and run.validations[0].step == 0
 
 
 def test_the_clock_may_fall_back_and_each_fall_is_told(write):
@@ -234,6 +250,18 @@ def test_the_clock_may_fall_back_and_each_fall_is_told(write):
     assert run.clock_falls == (11,) and run.train_time_ms == 25
     lines[25] = "step:26/30 train_time:3ms step_avg:1ms"
     assert only_run(write(text([*lines, final]))).clock_falls == (11, 26)
+
+
+def test_falls_of_the_clock_take_little_memory(write, monkeypatch):
+    monkeypatch.setattr(logs, "MOST_LINES", 4)
+    lines = [f"step:{step}/20 train_time:{90 - step}ms step_avg:1ms" for step in range(1, 20)]
+    run = only_run(write("\n".join([*lines, "step:20/20 val_loss:3.2 train_time:9ms step_avg:1ms\n"])))
+    assert run.clock_falls == (2, 3, 4, 5)
+
+
+def test_fields_may_come_in_any_order(write):
+    lines = [*common()[:-1], "step:20/20 train_time:2000ms step_avg:100.00ms val_loss:3.2775"]
+    assert only_run(write(text(lines))).final_loss == 3.2775
 
 
 def test_a_changed_total_is_told(write):
@@ -290,6 +318,8 @@ def test_a_whole_last_line_needs_no_line_end(write):
     assert only_run(write("\n".join(common()))).notes == ()
     assert only_run(write("s:0 tel:10.9688\ns:1 tel:3.2950")).final_loss == 3.295
     assert only_run(write("s:0 tel:10.9688\ns:1 tel:3.29")).final_loss == 10.9688
+    assert only_run(write("step:9/9 val_loss:3.2 train_time:5ms step_avg:1ms")).final_loss == 3.2
+    assert "cut off and dropped" in only_rejection(write("step:9/9 val_loss:3.2")).reason
 
 
 def test_lines_that_cannot_be_read_are_told(write):
@@ -297,6 +327,8 @@ def test_lines_that_cannot_be_read_are_told(write):
              f"step:{'9' * 5000}/20 val_loss:3.1", '{"end": ', "step:6/20", *common()[9:]]
     notes = only_run(write(text(lines))).notes
     assert len(notes) == 5 and all("left out" in note for note in notes)
+    notes = only_run(write(text([*(f"step:{i}/20 oops" for i in range(100)), *common()]))).notes
+    assert len(notes) == logs.MOST_NOTES + 1 and notes[-1] == "and more notes of these kinds"
 
 
 # Files that are no logs, and files in odd clothes
@@ -379,12 +411,14 @@ def test_the_same_run_in_two_files_counts_once_and_the_fuller_stays(tmp_path, wr
     """A log, its console capture without source, and the summary that a driver script printed of it."""
     lines = common()
     write("\n".join(line for line in lines if "val_loss" in line) + "\n", "1.result.txt")
+    write("\n".join(lines[-8:]) + "\n", "0.tail.txt")
     write("warming up\n" + "\n".join(lines) + "\n", "2.console.txt")
     write(text(lines), "3.full.txt")
     write(text(common("3.2775", seed=1)), "4.other.txt")
     found = logs.read([tmp_path])
     assert [os.path.basename(run.path) for run in found.runs] == ["3.full.txt", "4.other.txt"]
-    assert [os.path.basename(item.path) for item in found.duplicates] == ["1.result.txt", "2.console.txt"]
+    assert [os.path.basename(item.path) for item in found.duplicates] == ["0.tail.txt", "1.result.txt",
+                                                                            "2.console.txt"]
     assert all(item.original_path.endswith("3.full.txt") for item in found.duplicates)
 
 

@@ -312,6 +312,9 @@ def test_rejected_logs_are_named_and_incomplete_ones_warned_of(new, judge):
     status, out, _ = judge(new)
     assert status == 0 and "cut.txt: incomplete: " in out and "README.md: not a log: a .md file" in out
     assert "Warning: 1 runs were started and are not counted (cut.txt)" in out
+    (Path(new) / "nan.txt").write_text(log(float("nan"), 140))
+    status, out, _ = judge(new)
+    assert status == 0 and "Warning: 2 runs were started and are not counted (cut.txt, nan.txt)" in out
 
 
 # Races: n declared before the first run
@@ -371,6 +374,14 @@ def test_both_sides_of_a_race(write, judge, refusal):
     assert "these have a, b" in refusal(folder, "--side", "c")
 
 
+def test_runs_of_different_races_are_no_pairs(write, judge):
+    ours, theirs = write("ours", raced(10)), write("theirs", raced(10, "b", race_id="q", shift=0.2))
+    status, out, _ = judge(ours, "--vs", theirs)
+    assert status == 0 and "pairs" not in out
+    fewer = write("fewer", raced(4, "b", shift=0.2))
+    assert "pairs" not in judge(ours, "--vs", fewer)[1]
+
+
 def test_runs_that_share_a_seed_are_warned_of(write, judge):
     _, out, _ = judge(write("race", [content.replace('"seed": 2', '"seed": 1') for content in raced(10)]))
     assert "share the seed 1: they are not independent" in out
@@ -426,6 +437,12 @@ def test_markdown_of_a_record(new, old, judge):
     assert "**3.27714 ± 0.0014645**" in out and "p(mean < 3.28) = 8.182e-05" in out
     assert "| | 2.347 minutes | (what changed) | (date) | [log](new/) | (who) |" in out
     assert "1.00497 ± 0.00040 times faster, p = 7.449e-05 (one-sided Welch t-test" in out
+
+
+def test_markdown_takes_the_date_from_the_logs(write, judge):
+    days = [log(loss, t, start={"started": f"2026-07-{11 + i}T10:00:00+00:00"})
+            for i, (loss, t) in enumerate(zip(LOSSES, TIMES))]
+    assert "(what changed) | 2026-07-20 |" in judge(write("dated", days), "--markdown")[1]
 
 
 def test_the_plot(new, old, write, judge, refusal, tmp_path):

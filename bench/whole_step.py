@@ -1,0 +1,176 @@
+"""A whole training step: banks against torch's DDP, DDP with ZeroRedundancyOptimizer, and FSDP2; Adam for all.
+
+    python bench/whole_step.py
+
+All variants live in the same processes and take turns, so that the ratios hold on a busy machine. Memory is measured in
+fresh processes, one variant each: the highest resident set over what the process held before it built the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from typing import Any, Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from common import VALUES, DirectComm, Transformer, bank_optimizer, machine, on_ranks, ratios, run, some_text, spread, table, take_turns, train_gpt
+
+LR = 1e-3
+ADAM = dict(lr=LR, betas=(0.9, 0.999), eps=1e-8)
+
+
+class Banks:
+    comm: type[train_gpt.Comm] = train_gpt.Comm
+    settings: dict[str, Any] = {}
+
+    def __init__(self, model: torch.nn.Module, rank: int, ranks: int, args: argparse.Namespace):
+        self.model = model
+        self.optimizer = bank_optimizer(model, self.comm(rank, ranks), LR, args.bank_mb, **self.settings)
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        self.optimizer.arm(0)
+        loss = self.model(inputs, targets)
+        loss.backward()
+        self.optimizer.step(VALUES)
+        return loss.detach()
+
+    def state(self) -> Iterator[Tensor]:
+        return (x for bank in self.optimizer.banks for x in bank.state.values())
+
+
+class DirectBanks(Banks):
+    """With a reduce-scatter that gloo has not."""
+
+    comm = DirectComm
+
+
+class LazyBanks(DirectBanks):
+    """The next forward waits for the gathers, where it reads the parameters."""
+
+    settings = {"lazy_gather": True}
+
+
+class Peer:
+    """A wrapped model and one of torch's optimizers."""
+
+    def __init__(self, model: torch.nn.Module, rank: int, ranks: int, args: argparse.Namespace):
+        self.build(model, ranks)
+
+    def build(self, model: torch.nn.Module, ranks: int) -> None:
+        self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.optimizer = torch.optim.Adam(model.parameters(), fused=True, **ADAM)
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = self.model(inputs, targets)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def state(self) -> Iterator[Tensor]:
+        for values in self.optimizer.state.values():
+            for x in values.values():
+                yield x.to_local() if hasattr(x, "to_local") else x
+
+
+class Zero(Peer):
+    def build(self, model: torch.nn.Module, ranks: int) -> None:
+        self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.zero = self.optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, fused=True, **ADAM)
+
+    def state(self) -> Iterator[Tensor]:
+        return (x for values in self.zero.optim.state.values() for x in values.values())
+
+
+class FSDP(Peer):
+    def build(self, model: torch.nn.Module, ranks: int) -> None:
+        mesh = init_device_mesh("cpu", (ranks,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        self.model = fully_shard(model, mesh=mesh)
+        self.optimizer = torch.optim.Adam(model.parameters(), fused=True, **ADAM)
+
+
+VARIANTS: dict[str, type] = {"banks": Banks, "banks, direct": DirectBanks, "banks, direct, lazy gather": LazyBanks, "DDP, fused Adam": Peer,
+                            "DDP + ZeRO": Zero, "FSDP2": FSDP}
+
+
+def build(name: str, rank: int, ranks: int, args: argparse.Namespace) -> Any:
+    torch.manual_seed(0)
+    return VARIANTS[name](Transformer(args.layers, args.dim, args.vocab, args.tokens), rank, ranks, args)
+
+
+def make_stepper(variant: Any, rank: int, args: argparse.Namespace, losses: list[float]) -> Callable[[], None]:
+    def step() -> None:
+        loss = variant.step(*some_text(args.vocab, args.batch, args.tokens, rank, len(losses)))
+        losses.append(float(loss))
+    return step
+
+
+def timings(rank: int, ranks: int, args: argparse.Namespace) -> tuple[dict, dict, dict]:
+    """Seconds a step, losses of rank 0, and bytes of optimizer state on rank 0, by variant."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    variants = {name: build(name, rank, ranks, args) for name in VARIANTS}
+    losses: dict[str, list[float]] = {name: [] for name in variants}
+    steppers = {name: make_stepper(variant, rank, args, losses[name]) for name, variant in variants.items()}
+    times = take_turns(steppers, args.rounds, args.warm, meet=dist.barrier)
+    state = {name: sum(x.numel() * x.element_size() for x in variant.state()) for name, variant in variants.items()}
+    return times, losses, state
+
+
+def resident_mib(which: str) -> float:
+    """VmRSS (now) or VmHWM (highest) of this process; unlike getrusage's, not handed down from the parent."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) / 1024 for line in status if line.startswith(which))
+
+
+def peak_memory(rank: int, ranks: int, args: argparse.Namespace, name: str) -> float:
+    """MiB of the highest resident set above that before the model was built."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    dist.barrier()
+    before = resident_mib("VmRSS")
+    step = make_stepper(build(name, rank, ranks, args), rank, args, [])
+    for _ in range(4):
+        step()
+    return resident_mib("VmHWM") - before
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--vocab", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=2, help="sequences a rank and step")
+    parser.add_argument("--tokens", type=int, default=256, help="of a sequence")
+    parser.add_argument("--bank_mb", type=float, default=8.0, help="MiB of parameters a bank")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--warm", type=int, default=4, help="rounds before those that count")
+    args = parser.parse_args()
+    if not sys.platform.startswith("linux"):
+        raise train_gpt.RunError(f"this benchmark reads memory from /proc, which {sys.platform} has not; run it on Linux")
+    times, losses, state = on_ranks(args.ranks, timings, args)
+    memory = {name: on_ranks(args.ranks, peak_memory, args, name) for name in VARIANTS}
+    parameters = sum(p.numel() for p in Transformer(args.layers, args.dim, args.vocab, args.tokens).parameters())
+    rows = [[name, args.rounds, spread([1e3 * t for t in times[name]], 1), spread(ratios(times[name], times["banks"]), 3),
+             f"{memory[name]:.0f}", f"{state[name] / 2 ** 20:.1f}", f"{losses[name][0]:.5f}", f"{losses[name][-1]:.5f}"]
+            for name in VARIANTS]
+    print(f"{machine()}; {args.ranks} ranks on gloo, {parameters / 1e6:.1f} M parameters, {args.batch} x {args.tokens} tokens a rank\n")
+    print(table(["variant", "n", "ms a step", "times the banks' step", "peak MiB a rank", "MiB of optimizer state a rank",
+                 "first loss", "last loss"], rows))
+    for name, mine in losses.items():
+        if not max(abs(a - b) for a, b in zip(mine, losses["banks"])) <= 0.02:
+            raise train_gpt.RunError(f"{name} and the banks part: losses end at {mine[-1]:.4f} and {losses['banks'][-1]:.4f}; one of "
+                                     "them trains wrongly, and the times mean nothing")
+
+
+if __name__ == "__main__":
+    run(main)
