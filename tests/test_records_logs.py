@@ -180,7 +180,7 @@ def test_a_separator_that_ends_the_file_counts(write):
 
 
 def test_a_file_larger_than_a_block(write, monkeypatch):
-    source = "def main(rank, world_size=3):\n" * 30 + f"table = {'1' * 999}\n" + "x = 1\n" * 300
+    source = "def main(rank, world_size=3):\n" * 30 + f"table = {'1' * 999}\n" + "x = 1\n" * 900
     content = text(common("3.2754", 2245, 250, 137554), source=source)
     whole = only_run(write(content))
     assert whole.source_sha256 == hashlib.sha256(source.encode()).hexdigest() and whole.gpus == 8
@@ -188,6 +188,7 @@ def test_a_file_larger_than_a_block(write, monkeypatch):
         monkeypatch.setattr(logs, "BLOCK", block)
         run = only_run(write(content))
         assert (run.source_sha256, run.validations) == (whole.source_sha256, whole.validations)
+    assert run.gpus == 8  # not what the source says
 
 
 def test_what_follows_in_an_overlong_line_is_no_line(write, monkeypatch):
