@@ -1,0 +1,253 @@
+"""records/race.py: order, seeds, declaration, worktree, failure, Ctrl-C and resumption, with a script that trains nothing;
+and one run of the real script through the launcher."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import TINY, some_documents, write_shard
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "records"))
+import logs  # noqa: E402
+import race  # noqa: E402
+import verify  # noqa: E402
+
+# Takes train_gpt.py's flags of a race and two of its own, and writes its log. SPEED stands for what a version changes.
+SCRIPT = '''
+import argparse, hashlib, json, sys, time
+from pathlib import Path
+SPEED = 100
+class RunError(Exception): pass
+def parse_config(argv, preset):
+    p = argparse.ArgumentParser("train_gpt.py", allow_abbrev=False)
+    for name in ("run_id", "log_dir", "race_id", "race_side", "train_files", "mood"): p.add_argument("--" + name, default="")
+    for name in ("seed", "race_run", "race_runs", "slower"): p.add_argument("--" + name, type=int, default=0)
+    return preset, p.parse_args(argv)
+def check_config(c, ranks):
+    if c.slower < 0: raise RunError(f"slower is {c.slower}; give 0 or more")
+def main(argv):
+    _, c = parse_config(argv, "")
+    here = Path(__file__).parent
+    if not (here / "data/toy/toy_train_000001.bin").read_bytes(): sys.exit("no data")
+    source = Path(__file__).read_text()
+    start = {"run_id": c.run_id, "seed": c.seed, "config": vars(c), "source_sha256": hashlib.sha256(source.encode()).hexdigest(),
+             "ranks": 1, "race": {"race_id": c.race_id, "run": c.race_run, "declared_n": c.race_runs, "side": c.race_side}}
+    ms = SPEED + c.slower + c.seed
+    with open(Path(c.log_dir) / f"{c.run_id}.txt", "x") as log:
+        print(source, "=" * 100, "python", "=" * 100, json.dumps(start), sep="\\n", file=log, flush=True)
+        if c.mood == "sleepy" and not Path("awake").exists(): time.sleep(60)
+        if c.mood == "fail on 2" and c.race_run == 2 and not Path("awake").exists(): sys.exit(3)
+        print(f"step:1/1 train_time:{ms}ms step_avg:{ms}.00ms", file=log)
+        print(f"step:1/1 val_loss:{3.2 + c.seed / 1000:.4f} train_time:{ms}ms step_avg:{ms}.00ms", file=log)
+        print(json.dumps({"end": {"final_val_loss": 3.2 + c.seed / 1000, "steps": 1, "train_time_ms": ms}}), file=log)
+if __name__ == "__main__": main(sys.argv[1:])
+'''
+
+
+def git(folder, *arguments):
+    return subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@t", *arguments], cwd=folder, check=True,
+                          capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def repo(tmp_path, monkeypatch):
+    """A repository with two versions of the script, of which the second lies there, and race.py at work in it."""
+    repo = tmp_path / "repo"
+    (repo / "data/toy").mkdir(parents=True)
+    (repo / "data/toy/toy_train_000001.bin").write_bytes(b"tokens")
+    (repo / ".gitignore").write_text("/data/*/\n/logs/\n")
+    git(repo, "init", "-q")
+    git(repo, "add", "-A")
+    git(repo, "commit", "-qm", "nothing yet")
+    for speed in (200, 100):
+        (repo / "train_gpt.py").write_text(SCRIPT.replace("SPEED = 100", f"SPEED = {speed}"))
+        git(repo, "add", "-A")
+        git(repo, "commit", "-qm", f"speed {speed}")
+    monkeypatch.setattr(race, "ROOT", repo)
+    monkeypatch.setattr(race, "command", lambda ranks: [sys.executable, "train_gpt.py"])
+    monkeypatch.setattr(race, "PATIENCE_S", 10)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(race.tempfile, "tempdir", None)
+    before = signal.getsignal(signal.SIGTERM)
+    yield repo
+    signal.signal(signal.SIGTERM, before)
+    assert len(git(repo, "worktree", "list").splitlines()) == 1 and not list(tmp_path.glob("race-*"))
+
+
+def only_race(repo):
+    (folder,) = (repo / "logs").iterdir()
+    events = [json.loads(line) for line in (folder / "race.jsonl").read_text().splitlines()]
+    return folder, events[0]["race"], events[1:]
+
+
+def starts(events):
+    return [(event["run"], event["side"], event["seed"]) for event in events if event["status"] == "started"]
+
+
+def test_one_version(repo, capsys):
+    assert race.main(["-n", "3"]) == 0
+    folder, described, events = only_race(repo)
+    assert described["n"] == 3 and starts(events) == [(1, "", 1), (2, "", 2), (3, "", 3)]
+    runs = logs.read([str(folder)]).runs
+    assert sorted(run.start["race"]["run"] for run in runs) == [1, 2, 3]
+    assert {(run.start["race"]["declared_n"], run.start["race"]["side"]) for run in runs} == {(3, "")}
+    shown = capsys.readouterr().out
+    assert "run 3 of 3, seed 3; 0.1015 ± 0.0007 s (2)" in shown and "min left" in shown and "The claim holds" in shown
+
+
+def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
+    assert race.main(["-n", "3", "--vs", "HEAD~1", "--", "--seed", "40"]) == 0
+    folder, described, events = only_race(repo)
+    assert [f"{run}{side}" for run, side, _ in starts(events)] == ["1a", "1b", "2b", "2a", "3a", "3b"] == described["order"]
+    assert all(seed == 40 + run for run, _, seed in starts(events))
+    runs = logs.read([str(folder)]).runs
+    times = {(run.start["race"]["side"], run.start["seed"]): run.train_time_ms for run in runs}
+    assert times == {(side, seed): speed + seed for side, speed in (("a", 100), ("b", 200)) for seed in (41, 42, 43)}
+    assert all("SPEED = 200" in Path(run.path).read_text() for run in runs if run.start["race"]["side"] == "b")
+    assert "a - b: -0.1000 s" in capsys.readouterr().out
+    verdicts = {finding.rule: finding.verdict for finding in verify.verify(verify.parse([str(folder)]))}
+    assert verdicts["every run is accounted for"] == verdicts["faster than the other side, p < 0.01"] == "pass"
+
+
+@pytest.mark.parametrize("vs", ["--slower 7", "--slower=7"])
+def test_other_flags(repo, vs):
+    assert race.main(["-n", "1", "--vs", vs, "--", "--mood", "good"]) == 0
+    folder, _, events = only_race(repo)
+    runs = {run.start["race"]["side"]: run for run in logs.read([str(folder)]).runs}
+    assert (runs["a"].train_time_ms, runs["b"].train_time_ms) == (101, 108)
+    assert {run.start["config"]["mood"] for run in runs.values()} == {"good"}
+
+
+def test_a_run_is_noted_before_it_starts_and_after(repo, monkeypatch):
+    noted, popen = [], subprocess.Popen
+
+    def look(command, *arguments, **keywords):
+        if "train_gpt.py" in command:
+            noted.append(only_race(repo)[2][-1])
+        return popen(command, *arguments, **keywords)
+    monkeypatch.setattr(subprocess, "Popen", look)
+    assert race.main(["-n", "1"]) == 0
+    ended = only_race(repo)[2][-1]
+    assert noted[0]["status"] == "started"
+    assert ended == {**noted[0], "status": "done", "exit": 0, "seconds": ended["seconds"], "logged": True}
+
+
+def test_a_failed_run_stops_the_race_and_is_repeated_with_its_seed(repo, capsys):
+    assert race.main(["-n", "3", "--", "--mood", "fail on 2"]) == 1
+    folder, _, events = only_race(repo)
+    assert [event["status"] for event in events] == ["started", "done", "started", "failed"] and events[-1]["exit"] == 3
+    assert f"--resume {folder / 'race.jsonl'}" in capsys.readouterr().out
+    (repo / "awake").touch()
+    assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
+    assert starts(only_race(repo)[2]) == [(1, "", 1), (2, "", 2), (2, "", 2), (3, "", 3)]
+    findings = {finding.rule: finding for finding in verify.verify(verify.parse([str(folder)]))}
+    assert findings["every run is accounted for"].verdict == "pass"
+    assert "run 2, " in findings["every run is accounted for"].reason and ": failed" in findings["every run is accounted for"].reason
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_race_keeps_what_is_done_and_goes_on(repo, capsys, number):
+    def interrupt():
+        while not list(repo.glob("logs/*/*.txt")):
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert race.main(["-n", "2", "--vs", "HEAD~1", "--", "--mood", "sleepy"]) == 130
+    folder, _, events = only_race(repo)
+    assert [event["status"] for event in events] == ["started", "interrupted"] and events[-1]["logged"]
+    assert "Go on with" in capsys.readouterr().out
+    assert len(git(repo, "worktree", "list").splitlines()) == 1
+    (repo / "awake").touch()
+    worktree_script = "SPEED = 200"
+    # the sleepy script of side b looks for `awake` in its own folder, which a new worktree lacks: let it be lively there
+    manifest = (folder / "race.jsonl").read_text().replace('"sleepy"', '"lively"')
+    (folder / "race.jsonl").write_text(manifest)
+    assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
+    assert [f"{run}{side}" for run, side, _ in starts(only_race(repo)[2])] == ["1a", "1a", "1b", "2b", "2a"]
+    assert sum(worktree_script in path.read_text() for path in folder.glob("*b.txt")) == 2
+
+
+def test_a_race_that_died_is_settled_by_its_logs(repo):
+    assert race.main(["-n", "2"]) == 0
+    folder, _, events = only_race(repo)
+    lines = (folder / "race.jsonl").read_text().splitlines()
+    (folder / "race.jsonl").write_text("\n".join(lines[:-1]) + "\n")  # run 2 was started, and no more is known
+    assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
+    assert only_race(repo)[2][-1]["status"] == "done" and len(list(folder.glob("*.txt"))) == 2
+    (folder / f"{events[-1]['run_id']}.txt").unlink()
+    (folder / "race.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+    assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
+    assert [event["status"] for event in only_race(repo)[2][-3:]] == ["lost", "started", "done"]
+
+
+def test_a_script_that_changed_is_refused(repo, capsys):
+    assert race.main(["-n", "2", "--", "--mood", "fail on 2"]) == 1
+    (repo / "train_gpt.py").write_text(SCRIPT + "# faster\n")
+    assert race.main(["--resume", str(only_race(repo)[0] / "race.jsonl")]) == 2
+    assert "has changed since the race began" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments, word", [
+    (["-n", "1", "--vs", "nowhere"], "'nowhere' is no revision"),
+    (["-n", "1", "--vs", "HEAD~2"], "has no train_gpt.py"),
+    (["-n", "1", "--", "--nosuch", "1"], "refuses its flags"),
+    (["-n", "1", "--", "--slower", "-3"], "slower is -3"),
+    (["-n", "1", "--vs", "--slower -3"], "of side b refuses its flags"),
+    (["-n", "1", "--vs", "--mood 'x"], "close its quotes"),
+    (["-n", "1", "--", "--run_id", "x"], "--run_id is the race's to set"),
+    (["-n", "1", "--vs", "--log_dir=x"], "--log_dir is the race's to set"),
+    (["-n", "1", "--vs", "--seed 3"], "share theirs"),
+    (["-n", "1", "--", "--seed", "x"], "whole number"),
+    (["--resume", "nowhere.jsonl"], "No such file"),
+])
+def test_what_cannot_be_raced_is_one_line_and_starts_nothing(repo, capsys, arguments, word):
+    assert race.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert word in error and error.count("\n") == 1
+    assert not (repo / "logs").exists()
+
+
+@pytest.mark.parametrize("arguments, word", [(["-n", "0"], "at least 1"), ([], "at least 1"), (["-n", "1", "x"], "behind --"),
+                                             (["-n", "1", "--resume", "x"], "leave the rest out")])
+def test_usage(capsys, arguments, word):
+    with pytest.raises(SystemExit) as left:
+        race.main(arguments)
+    assert left.value.code == 2 and word in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "not json", '{"race": {"n": 1}}', '{"race": 5}'])
+def test_a_manifest_that_is_none(tmp_path, capsys, text):
+    (tmp_path / "race.jsonl").write_text(text)
+    assert race.main(["--resume", str(tmp_path / "race.jsonl")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_data_paths_are_those_of_the_checkout():
+    assert race.check_flags(["--train_files", "data/x/*.bin", "--val_files=/y/*.bin", "--seed=3"]) == \
+        (3, ["--train_files", str(ROOT / "data/x/*.bin"), "--val_files", "/y/*.bin"])
+
+
+def test_the_real_script_through_the_launcher(tmp_path, monkeypatch):
+    """As run.sh does it, in a checkout of its own."""
+    write_shard(tmp_path / "toy_train_000001.bin", some_documents(1, 9000))
+    write_shard(tmp_path / "toy_val_000000.bin", some_documents(3, 1000))
+    (tmp_path / "records").mkdir()
+    for name in ("train_gpt.py", "records/race.py", "records/logs.py", "records/stats.py"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    values = {**TINY, "preset": "laptop", "num_steps": 4, "extension_steps": 1, "layers": "S0M SM LM", "backout_layer": 1,
+              "train_files": "toy_train_*.bin", "val_files": "toy_val_*.bin"}
+    flags = [f"--{name}={str(v).lower() if isinstance(v, bool) else v}" for name, v in values.items()]
+    done = subprocess.run([sys.executable, "records/race.py", "-n", "1", "--", *flags], cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = (tmp_path / "logs").iterdir()
+    findings = {finding.rule: finding.verdict for finding in verify.verify(verify.parse([str(folder)]))}
+    assert findings["every run is accounted for"] == "pass" and "fail" not in findings.values()
