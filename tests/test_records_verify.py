@@ -1,0 +1,584 @@
+"""records/verify.py: honest logs of a real run pass; each rule catches a violation planted in the log or in the script."""
+
+import hashlib
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import TINY, some_documents, write_shard
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "records"))
+import verify  # noqa: E402
+
+SOURCE = (ROOT / "train_gpt.py").read_text()
+RULE = "=" * 100
+
+
+def planted(*edits):
+    """The script's source with (old, new) edits, each of which must apply."""
+    source = SOURCE
+    for old, new in edits:
+        assert source.count(old) == 1, f"the plant does not fit the script any more: {old!r} occurs {source.count(old)} times"
+        source = source.replace(old, new)
+    return source
+
+
+def load(source, path):
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shards")
+    write_shard(folder / "toy_train_000001.bin", some_documents(1, 6000))
+    write_shard(folder / "toy_train_000002.bin", some_documents(2, 6000))
+    write_shard(folder / "toy_val_000000.bin", some_documents(3, 1000))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def train(tmp_path_factory, data):
+    """train(*edits, flag=...) -> the log of a real run of the script with these edits; its model lies beside it."""
+    def train(*edits, **flags):
+        folder = tmp_path_factory.mktemp("run")
+        module = load(planted(*edits), folder / f"{folder.name}_train_gpt.py")
+        values = {**TINY, "preset": "laptop", "layers": "S0M S1M SM LM SM", "backout_layer": 3, "target_val_loss": 4.5, "val_len": 256,
+                  "train_files": data / "toy_train_*.bin", "val_files": data / "toy_val_*.bin", "log_dir": folder, "run_id": "r",
+                  "save_model": "true", "race_id": "x", "race_run": 1, "race_runs": 1, "race_side": "a", **flags}
+        status = module.main([f"--{name}={str(v).lower() if isinstance(v, bool) else v}" for name, v in values.items()])
+        assert status == 0
+        return folder / "r.txt"
+    return train
+
+
+@pytest.fixture(scope="session")
+def honest(train):
+    return train()
+
+
+class Log:
+    """A log's parts, to be changed: source, description and end as dicts, lines between them."""
+
+    def __init__(self, path):
+        self.source, self.environment, rest = path.read_text().split(RULE + "\n")
+        first, *self.lines, last, self.memory = rest.splitlines()
+        self.start, self.end = json.loads(first), json.loads(last)["end"]
+
+    def set(self, where, to):
+        *keys, last = where.split(".")
+        holder = self.__dict__
+        for key in keys:
+            holder = holder[key]
+        holder[last] = to
+        return self
+
+    def label(self, run, n, side="a", loss=None, seconds=None):
+        """Makes it consistently another run of a race."""
+        self.start.update(run_id=f"{run}{side}", seed=run, started=f"2025-01-01T00:{2 * run + (side == 'b'):02}:00+00:00",
+                          race={"race_id": "x", "run": run, "declared_n": n, "side": side})
+        self.start["config"]["seed"] = run
+        if loss is not None:
+            self.lines[-1] = self.lines[-1].replace(f"val_loss:{self.end['final_val_loss']:.4f}", f"val_loss:{loss:.4f}")
+            self.end.update(final_val_loss=loss, reached=loss <= self.end["target_val_loss"])
+        return self
+
+    def write(self, path):
+        path.write_text(f"{self.source}{RULE}\n{self.environment}{RULE}\n{json.dumps(self.start)}\n" + "\n".join(self.lines)
+                        + f"\n{json.dumps({'end': self.end})}\n{self.memory}\n")
+        return path
+
+
+@pytest.fixture
+def race(honest, tmp_path):
+    """race(n, sides, change) -> a folder of logs of an honest race, but for what change(log, run, side) does to each."""
+    def race(n=4, sides="a", change=lambda log, run, side: None):
+        folder = tmp_path / "race"
+        folder.mkdir()
+        attempts = []
+        for run in range(1, n + 1):
+            for side in sides:
+                log = Log(honest).label(run, n, side, loss=4.0 + 0.01 * run)
+                change(log, run, side)
+                log.write(folder / f"{run}{side}.txt")
+                attempts.append({"run": run, "side": side, "run_id": f"{run}{side}", "status": "done", "logged": True,
+                                 "seconds": log.end["wall_seconds"] + 5})
+        (folder / "race.jsonl").write_text("".join(json.dumps(attempt) + "\n" for attempt in attempts))
+        return folder
+    return race
+
+
+@pytest.fixture
+def judge(capsys):
+    """judge(argument, ...) -> (exit status, {rule: (verdict, reason)})"""
+    def judge(*arguments):
+        capsys.readouterr()
+        status = verify.main([*map(str, arguments), "--json"])
+        report = json.loads(capsys.readouterr().out)
+        return status, {rule["rule"]: (rule["verdict"], rule["reason"]) for rule in report.get("rules", ())}
+    return judge
+
+
+def fails_only(outcome, rule, *words):
+    """The planted violation, and nothing else, is found, and the reason names it."""
+    status, rules = outcome
+    failed = {name: reason for name, (verdict, reason) in rules.items() if verdict == "fail"}
+    assert status == 1 and list(failed) == [rule], failed
+    for word in words:
+        assert word in failed[rule]
+
+
+# Honest logs
+
+def test_an_honest_race_passes(race, judge, data):
+    status, rules = judge(race(), "--data", data)
+    assert status == 0
+    unknown = [rule for rule, (verdict, _) in rules.items() if verdict == "not checkable"]
+    assert {verdict for verdict, _ in rules.values()} <= {"pass", "not checkable"}
+    assert unknown in ([], ["no compiler flags in the environment"])
+    assert len(rules) == 13
+
+
+def test_a_faster_side_passes(race, judge):
+    def slow(log, run, side):
+        scale_clock(log, 2 + (side == "b") + 0.01 * run)
+    status, rules = judge(race(4, "ab", slow))
+    assert status == 0, rules
+    for rule in ("the same hardware on both sides", "the sides ran in turn", "faster than the other side, p < 0.01"):
+        assert rules[rule][0] == "pass"
+
+
+def scale_clock(log, factor):
+    """The same run, slower: its lines, its end and its wall clock, which stay consistent."""
+    before = log.end["train_time_ms"]
+    shift_clock(log, lambda step, ms: ms * factor)
+    log.end["wall_seconds"] += (log.end["train_time_ms"] - before) / 1000
+
+
+def shift_clock(log, time_of):
+    """Gives each line another train_time, time_of(step, old), with its step_avg, and the end the last one."""
+    for i, line in enumerate(log.lines):
+        words = dict(word.split(":") for word in line.split())
+        step = int(words["step"].split("/")[0])
+        ms = time_of(step, int(words["train_time"][:-2]))
+        words.update(train_time=f"{ms:.0f}ms", step_avg=f"{ms / max(step, 1):.2f}ms")
+        log.lines[i] = " ".join(f"{key}:{value}" for key, value in words.items())
+    log.end["train_time_ms"] = float(words["train_time"][:-2])
+
+
+def test_community_logs_are_mostly_not_checkable(tmp_path, judge):
+    rng = np.random.default_rng(0)
+    for i in range(3):
+        lines = [f"step:{s}/20 train_time:{60 * s}ms step_avg:60.00ms" for s in range(1, 21)]
+        lines.append(f"step:20/20 val_loss:{3.27 + rng.random() / 1000:.4f} train_time:1200ms step_avg:60.00ms")
+        (tmp_path / f"{i}.txt").write_text("\n".join(["import torch", RULE, "Running PyTorch 2.9", RULE, *lines]) + "\n")
+    status, rules = judge(tmp_path)
+    verdicts = {rule: verdict for rule, (verdict, _) in rules.items()}
+    assert status == 0
+    assert verdicts.pop("no compiler flags in the source") == verdicts.pop("the clock is honest") == "pass"
+    assert verdicts.pop("mean loss below target, p < 0.01") == "pass"
+    assert set(verdicts.values()) == {"not checkable"}
+
+
+# Edited logs
+
+LOG_EDITS = {
+    "the last line's loss": (lambda log: log.lines.__setitem__(-1, log.lines[-1].replace(f"{4.01:.4f}", "3.9000")),
+                             "the log is unaltered", "final_val_loss 4.01"),
+    "the end's loss": (lambda log: log.set("end.final_val_loss", 3.9), "the log is unaltered", "3.9"),
+    "the source": (lambda log: log.set("source", log.source.replace("adam_lr", "adam_LR")), "the log is unaltered", "SHA-256"),
+    "the verdict": (lambda log: log.set("end.reached", False), "the log is unaltered", "reached"),
+    "a digest left out": (lambda log: log.start["shards"]["train"][0].pop("sha256"), "data stated with digests", "SHA-256"),
+    "warm-up that trains": (lambda log: log.set("end.state_hash.after_warmup", "0" * 64), "warm-up does not train", "before"),
+    "compiling on the clock": (lambda log: log.set("end.compiles_after_warmup", 2), "nothing is compiled on the clock", "2 graphs"),
+    "training in validation": (lambda log: log.set("end.validation_hash.after", "0" * 64), "validation does not train", "before"),
+    "a hash left out": (lambda log: log.end.pop("validation_hash"), "validation does not train", "validation_hash.before"),
+    "a launch with flags": (lambda log: log.set("start.environment", {"TORCHINDUCTOR_MAX_AUTOTUNE": "1", "TORCHELASTIC_RUN_ID": "x"}),
+                            "no compiler flags in the environment", "TORCHINDUCTOR_MAX_AUTOTUNE=1"),
+    "a short count": (lambda log: log.set("end.val_tokens", 512), "exactly the stated validation tokens", "512", "999"),
+    "a step cut out": (lambda log: log.lines.pop(4), "the clock is honest", "have no line"),
+    "a step_avg": (lambda log: log.lines.__setitem__(3, log.lines[3].split("step_avg")[0] + "step_avg:0.01ms"), "the clock is honest",
+                   "step_avg"),
+    "a nameless span": (lambda log: log.set("end.wall_seconds", log.end["wall_seconds"] + 3), "all time outside the clock is named",
+                        "under no name"),
+    "a negative span": (lambda log: log.end["seconds_outside_clock"].update(setup=-1.0),
+                                              "all time outside the clock is named", "no seconds"),
+    "the seed": (lambda log: log.set("start.seed", 77), "the log is unaltered", "seed"),
+}
+
+
+@pytest.mark.parametrize("edit", LOG_EDITS)
+def test_an_edited_log_is_caught(race, judge, edit):
+    change, *wanted = LOG_EDITS[edit]
+    fails_only(judge(race(1, change=lambda log, run, side: change(log))), *wanted)
+
+
+def test_a_clock_that_skips_is_caught(race, judge):
+    def skip(log, run, side):
+        """The clock stands still over step 7, and is consistent in all else."""
+        shift_clock(log, lambda step, ms: 100 * (step - (step > 6)))
+        log.end["wall_seconds"] = log.end["train_time_ms"] / 1000 + sum(log.end["seconds_outside_clock"].values())
+    fails_only(judge(race(change=skip)), "the clock is honest", "step 7", "100 ms")
+
+
+def test_a_clock_that_falls_or_outruns_the_wall_is_caught(race, judge, tmp_path):
+    status, rules = judge(race(change=lambda log, run, side: shift_clock(log, lambda step, ms: 100 * (step % 9))))
+    assert status == 1 and "falls" in rules["the clock is honest"][1]
+    shutil.rmtree(tmp_path / "race")
+    status, rules = judge(race(change=lambda log, run, side: shift_clock(log, lambda step, ms: 60_000 * step)))
+    assert status == 1 and "wall clock" in rules["the clock is honest"][1]
+
+
+def test_a_script_with_a_slow_clock_is_caught(train, judge):
+    log = train(("self.elapsed += 1000 * (self._now() - self.since)", "self.elapsed += 500 * (self._now() - self.since)"),
+                ("self.elapsed + (1000 *", "self.elapsed + (500 *"),
+                ("        step_losses = trainer.step(step,", "        time.sleep(0.15)\n        step_losses = trainer.step(step,"))
+    status, rules = judge(log)
+    assert status == 1 and "under no name" in rules["all time outside the clock is named"][1]
+
+
+def test_a_wall_clock_that_lies_is_caught_by_the_race(race, judge):
+    folder = race()
+    lines = [json.loads(line) for line in (folder / "race.jsonl").read_text().splitlines()]
+    lines[2]["seconds"] += 100
+    (folder / "race.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    fails_only(judge(folder), "all time outside the clock is named", "3a.txt", "the race that started it measured")
+
+
+# Selected runs
+
+def test_cherry_picked_runs_are_caught(race, judge):
+    folder = race()
+    (folder / "2a.txt").unlink()
+    fails_only(judge(folder), "every run is accounted for", "4 runs were declared", "1, 3, 4")
+
+
+def test_a_failed_run_whose_log_was_removed_is_caught(race, judge):
+    folder = race()
+    with open(folder / "race.jsonl", "a") as file:
+        file.write(json.dumps({"run": 2, "side": "a", "run_id": "2a_first", "status": "failed", "logged": True}) + "\n")
+    fails_only(judge(folder), "every run is accounted for", "2a_first", "its log is not here")
+    log = (folder / "2a.txt").read_text().replace('"run_id": "2a"', '"run_id": "2a_first"')
+    (folder / "2a_first.txt").write_text(log.split("step:5/12 val_loss")[0])
+    status, rules = judge(folder)
+    assert status == 0 and "2a_first: failed" in rules["every run is accounted for"][1]
+
+
+def test_a_run_from_elsewhere_is_caught(race, judge):
+    folder = race()
+    lines = (folder / "race.jsonl").read_text().splitlines()
+    (folder / "race.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+    fails_only(judge(folder), "every run is accounted for", "4a", "not started by this race")
+
+
+@pytest.mark.parametrize("change, word", [
+    (lambda log, run, side: log.set("start.seed", 5).set("start.config.seed", 5), "seed 5 was used 4 times"),
+    (lambda log, run, side: log.start["shards"]["train"][0].update(sha256=hashlib.sha256(bytes(run)).hexdigest()), "the same data"),
+    (lambda log, run, side: log.set("start.race.declared_n", 3 + run), "runs were declared"),
+])
+def test_runs_that_are_not_of_one_race_are_caught(race, judge, change, word):
+    fails_only(judge(race(change=change)), "every run is accounted for", word)
+
+
+def test_two_sources_are_caught(race, judge):
+    def change(log, run, side):
+        if run == 3:
+            log.source = log.source.replace("adam_lr", "adam_LR")
+            log.start["source_sha256"] = hashlib.sha256(log.source[:-1].encode()).hexdigest()
+    fails_only(judge(race(change=change)), "every run is accounted for", "2 sources")
+
+
+def test_a_loss_not_surely_below_target_is_caught(race, judge):
+    folder = race(change=lambda log, run, side: log.label(run, 4, loss=4.46 + 0.02 * run))
+    fails_only(judge(folder), "mean loss below target, p < 0.01", "4.51")
+    fails_only(judge(folder, "--target", "4.2"), "mean loss below target, p < 0.01", "target 4.2")
+    assert judge(folder, "--target", "5")[0] == 0
+
+
+@pytest.mark.parametrize("change, rule, word", [
+    (lambda log: log.set("start.hardware.device", "another GPU"), "the same hardware on both sides", "another GPU"),
+    (lambda log: log.set("start.versions.torch", "9.9"), "the same hardware on both sides", "9.9"),
+    (lambda log: log.set("start.started", "2026-01-01T00:00:00+00:00"), "the sides ran in turn", "aaaabbbb"),
+])
+def test_sides_that_cannot_be_compared_are_caught(race, judge, change, rule, word):
+    def both(log, run, side):
+        scale_clock(log, 2 + (side == "b") + 0.01 * run)
+        if side == "b":
+            change(log)
+    fails_only(judge(race(4, "ab", both)), rule, word)
+
+
+def test_a_side_that_is_not_faster_is_caught(race, judge):
+    def change(log, run, side):
+        scale_clock(log, 1 + 0.01 * run + 0.005 * (side == "b"))
+    fails_only(judge(race(4, "ab", change)), "faster than the other side, p < 0.01", "p = ")
+
+
+# The data
+
+def test_validation_set_too_short_is_caught(train, judge):
+    fails_only(judge(train(val_tokens=512)), "exactly the stated validation tokens", "512 tokens were scored, and the rule is 999")
+
+
+def test_fineweb_has_its_own_rule(race, judge):
+    status, rules = judge(race(change=lambda log, run, side: log.start["shards"]["val"][0].update(name="fineweb_val_000000.bin")))
+    assert status == 1 and "10,485,760" in rules["exactly the stated validation tokens"][1]
+    assert "target 3.28" in rules["mean loss below target, p < 0.01"][1]  # whatever the log says
+
+
+@pytest.mark.parametrize("key", ["name", "sha256"])
+def test_validation_shard_among_the_training_shards_is_caught(race, judge, key):
+    def change(log, run, side):
+        log.start["shards"]["train"][1][key] = log.start["shards"]["val"][0][key]
+    status, rules = judge(race(change=change))
+    assert status == 1 and "both training and validation" in rules["data stated with digests"][1]
+
+
+def test_validation_documents_in_training_are_caught(train, judge, tmp_path):
+    val = some_documents(3, 1000)
+    starts = np.append(np.flatnonzero(val == 63), len(val))
+    longest = int(np.diff(starts).argmax())
+    stolen = val[starts[longest] + 1:starts[longest + 1]]  # without its BOS, inside another document
+    train_tokens = some_documents(1, 6000)
+    train_tokens[2001:2001 + len(stolen)] = stolen
+    write_shard(tmp_path / "toy_train_000001.bin", train_tokens)
+    write_shard(tmp_path / "toy_val_000000.bin", val)
+    log = train(train_files=tmp_path / "toy_train_*.bin", val_files=tmp_path / "toy_val_*.bin", num_steps=4, extension_steps=1)
+    fails_only(judge(log, "--data", tmp_path), "no validation document in training", f"document {longest} is in", "token 2001")
+
+
+def test_changed_shards_are_caught(race, judge, data, tmp_path):
+    shards = shutil.copytree(data, tmp_path / "shards")
+    write_shard(shards / "toy_train_000002.bin", some_documents(7, 6000))
+    fails_only(judge(race(), "--data", shards), "no validation document in training", "toy_train_000002.bin has SHA-256")
+
+
+def test_missing_shards_are_not_checkable(race, judge, tmp_path):
+    status, rules = judge(race(), "--data", tmp_path)
+    assert status == 0 and rules["no validation document in training"][0] == "not checkable"
+
+
+# The source
+
+SETTINGS = [
+    "torch._inductor.config.max_autotune = True",
+    "import torch._inductor.config as c; c.x = 1",
+    "from torch._inductor import config; config.x = 1",
+    "from torch import _inductor as i; i.config.x = 1",
+    "setattr(torch._inductor.config, 'x', 1)",
+    "c = torch._dynamo.config; c.x = 1",
+    "d = torch._dynamo; d.config.x = 1",
+    "import torch._dynamo as d; d.config.x = 1",
+    "from torch._dynamo import *",
+    "torch._inductor.config.patch(x=1)",
+    "with torch._dynamo.config.patch({'x': 1}): pass",
+    "from unittest import mock; mock.patch('torch._inductor.config.x', 1)",
+    "getattr(torch, '_ind' + 'uctor').config.x = 1",
+    "m = getattr(torch, name); m.config.x = 1",
+    "vars(torch)['_inductor'].config.x = 1",
+    "torch.__dict__['_dynamo'].config.x = 1",
+    "torch._dynamo.utils.config.x = 1",
+    "torch.compiler.config.x = 1",
+    "sys.modules['torch._inductor'].config.x = 1",
+    "import importlib; importlib.import_module('torch._inductor.config').x = 1",
+    "from importlib import import_module as load; load('torch._dynamo').config.x = 1",
+    "import importlib as i; i.import_module(name)",
+    "if (c := __import__('torch._inductor.config')): c.x = 1",
+    "a, b = torch._inductor, 2; a.config.x = 1",
+    "f(torch._dynamo)",
+    "torch.compile(f, mode='max-autotune')",
+    "torch.compile(f, options={})",
+    "torch.compile(f, **how)",
+    "@torch.compile(mode='x')\ndef f(): pass",
+    "from torch import compile as c; c(f, mode='x')",
+    "import functools; functools.partial(torch.compile, mode='x')",
+    "model.compile(mode='max-autotune')",
+    "os.environ['TORCHINDUCTOR_MAX_AUTOTUNE'] = '1'",
+    "os.environ['TORCHINDUC' + f'TOR_X'] = '1'",
+    "os.environ[name] = '1'",
+    "from os import environ; environ['TRITON_X'] = '1'",
+    "e = os.environ; e['TORCH_X'] = '1'",
+    "os.environ.setdefault('TORCHDYNAMO_X', '1')",
+    "os.environ.update(flags)",
+    "os.environ |= {'TORCHINDUCTOR_X': '1'}",
+    "os.putenv('TORCH_X', '1')",
+    "f(os.environ)",
+    "import subprocess; subprocess.run('python', env={'TORCHINDUCTOR_X': '1'})",
+    "exec('x')",
+]
+HARMLESS = [
+    "torch.compile(f, dynamic=False)",
+    "if 'torch._dynamo' in sys.modules: torch._dynamo.utils.counters['stats']",
+    "torch._dynamo.reset()",
+    "os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'",
+    "os.environ.get('TORCH_X'); int(os.environ['RANK']); 'TORCH_X' in os.environ",
+    "os.environ['OMP_NUM_THREADS'] = '1'; os.environ.setdefault('OMP_NUM_THREADS', '1')",
+    "{k: v for k, v in os.environ.items() if k.startswith(('TORCH', 'TRITON'))}",
+    "'torch._inductor.config.x = 1'",
+    "self.config.x = 1; config.lr = 3; dtype = getattr(torch, config.dtype)",
+    "import re; re.compile('x', flags=1); model.eval()",
+]
+IMPORTS = "import os\nimport sys\nimport torch\n"
+
+
+@pytest.mark.parametrize("line", SETTINGS)
+def test_a_compiler_setting_in_the_source_is_found(line):
+    assert verify.scan(IMPORTS + line)
+
+
+@pytest.mark.parametrize("line", HARMLESS)
+def test_a_harmless_line_is_not_taken_for_a_setting(line):
+    assert verify.scan(IMPORTS + line) == []
+
+
+def test_the_script_itself_is_clean():
+    assert verify.scan(SOURCE) == []
+
+
+def test_a_setting_in_a_log_is_caught(race, judge):
+    def change(log, run, side):
+        log.source = log.source.replace("ROOT = Path(", "torch._inductor.config.max_autotune = True\nROOT = Path(", 1)
+        log.start["source_sha256"] = hashlib.sha256(log.source[:-1].encode()).hexdigest()
+    fails_only(judge(race(change=change)), "no compiler flags in the source", "torch._inductor.config.max_autotune")
+
+
+# The model again
+
+@pytest.fixture(scope="session")
+def rerun(honest, data):
+    """rerun(*edits) -> {rule: (verdict, reason)} for the honest run's model, loaded by a source with these edits."""
+    end, start = Log(honest).end, Log(honest).start
+    stated = {"loss": end["final_val_loss"], "val_tokens": end["val_tokens"], "state_hash": end["validation_hash"]["after"],
+              "config": start["config"]}
+
+    def rerun(*edits, model=honest.with_suffix(".pt"), **changed):
+        return verify.rerun(planted(*edits), str(model), [data / "toy_val_000000.bin"], {**stated, **changed})
+    return rerun
+
+
+def test_an_honest_model_passes_in_a_process_of_its_own(honest, data):
+    done = subprocess.run([sys.executable, str(ROOT / "records/verify.py"), str(honest), "--rerun", str(honest.with_suffix(".pt")),
+                           "--json"], capture_output=True, text=True, cwd=data, env={"OMP_NUM_THREADS": "1", "PATH": ""})
+    assert done.returncode == 0, done.stdout + done.stderr
+    rules = {rule["rule"]: rule["verdict"] for rule in json.loads(done.stdout)["rules"]}
+    assert set(list(rules.values())[-6:]) == {"pass"} and "independent validation loss" in rules
+
+
+EMBED = "        e = self.embed(x)\n"
+MODEL_PLANTS = {
+    "every token sees the next": ((EMBED, EMBED + "        e = e + 0.1 * torch.roll(e, -1, 0)\n"), "earlier logit"),
+    "a leak at the edges of blocks": (
+        (EMBED, EMBED + "        at = torch.arange(127, len(e) - 1, 128)\n        e = e.index_add(0, at, 0.1 * e[at + 1])\n"), "edge of a block"),
+    "a leak at document joins": (
+        (EMBED, EMBED + "        at = (x[1:] == self.bos_id).nonzero()[:, 0]\n        at = at[at < len(e) - 2]\n"
+         "        e = e.index_add(0, at, 0.1 * e[at + 2])\n"), "earlier logit"),
+    "a mask that is not causal": (("return (q >= k) & (q - k <= window)", "return (q >= k - 1) & (q - k <= window)"), "earlier logit"),
+}
+
+
+@pytest.mark.parametrize("plant", MODEL_PLANTS)
+def test_a_model_that_sees_later_tokens_is_caught(rerun, plant):
+    edit, word = MODEL_PLANTS[plant]
+    verdict, reason = rerun(edit)["later tokens do not reach earlier logits"]
+    assert verdict == "fail" and word in reason
+
+
+FORWARD = "        x = self.trunk(inputs, windows)\n        parts ="
+
+
+@pytest.mark.parametrize("edit", [
+    (FORWARD, "        x = self.trunk(inputs, windows) + 0.3 * self.lm_head.weight[targets.clamp_min(0)]\n        parts ="),
+    ("        return self.lm_head.logits(self.trunk(inputs, windows))",
+     "        return self.lm_head.logits(self.trunk(inputs, windows)) + getattr(self, 'seen', 0)"),
+])
+def test_targets_that_reach_logits_are_caught(rerun, edit):
+    stash = (FORWARD, "        self.seen = F.one_hot(targets.clamp_min(0), len(self.lm_head.weight)).float()\n" + FORWARD)
+    edits = [edit] if edit[0] == FORWARD else [edit, stash]
+    assert rerun(*edits)["targets do not reach logits"][0] == "fail"
+
+
+def test_probabilities_that_do_not_sum_to_1_are_caught(rerun):
+    rules = rerun(('ignore_index=-1, reduction="sum")', 'ignore_index=-1, reduction="sum") * 0.9'))
+    assert rules["probabilities sum to 1"][0] == "fail"
+    assert rules["targets do not reach logits"][0] == "fail"  # the loss is not that of the logits
+
+
+def test_a_model_that_learns_when_asked_is_caught(rerun):
+    rules = rerun((FORWARD, "        self.lm_head.weight.data[targets.clamp_min(0)] += 1e-3\n" + FORWARD))
+    assert rules["evaluation leaves the model as it was"][0] == "fail"
+
+
+def test_a_loss_that_is_not_the_models_is_caught(rerun):
+    rules = rerun(loss=3.9)
+    assert [rule for rule, (verdict, _) in rules.items() if verdict == "fail"] == ["independent validation loss"]
+
+
+TRAIN_IN_VALIDATION = ("        losses[i] = model(inputs.clamp_min(0), targets, windows)\n",
+                       "        losses[i] = model(inputs.clamp_min(0), targets, windows)\n"
+                       "        model.lm_head.weight[targets.clamp_min(0)] += 1e-3\n")
+
+
+def test_training_in_validation_is_caught(train, judge, rerun):
+    log = train(TRAIN_IN_VALIDATION, warmup_steps=0)
+    fails_only(judge(log), "validation does not train", "state")
+    forged = train(TRAIN_IN_VALIDATION, ('val_hashes["after"] = model_hash(model)', 'val_hashes["after"] = val_hashes["before"]'),
+                   warmup_steps=0)
+    assert judge(forged)[0] == 0  # the log alone cannot show it
+    end = Log(forged).end
+    rules = rerun(model=forged.with_suffix(".pt"), loss=end["final_val_loss"], state_hash=end["validation_hash"]["after"],
+                  config=Log(forged).start["config"])
+    assert rules["the saved model is the log's"][0] == rules["independent validation loss"][0] == "fail"
+
+
+def test_a_source_that_cannot_load_the_model_is_no_crash(race, judge, honest, data):
+    """And a model of no log here is no input."""
+    assert judge(race(), "--rerun", honest.with_suffix(".pt"))[0] == 2
+
+
+# Input
+
+@pytest.mark.parametrize("make, word", [
+    (lambda folder: folder / "nowhere", "cannot be read"),
+    (lambda folder: folder, "no run to judge"),
+    (lambda folder: (folder / "x.txt").write_bytes(b"\0\1\2") and folder / "x.txt", "binary"),
+])
+def test_input_that_cannot_be_judged(tmp_path, capsys, make, word):
+    assert verify.main([str(make(tmp_path))]) == 2
+    error = capsys.readouterr().err
+    assert word in error and error.count("\n") == 1
+
+
+def test_a_broken_model_or_manifest_is_one_line(race, honest, tmp_path, capsys):
+    (tmp_path / "m.pt").write_bytes(b"no model")
+    assert verify.main([str(honest), "--rerun", str(tmp_path / "m.pt")]) == 2
+    folder = race()
+    (folder / "race.jsonl").write_text("{")
+    assert verify.main([str(folder)]) == 2
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_values_of_any_type_are_no_crash(honest, tmp_path, capsys):
+    """Whatever stands in the place of any value of the log's JSON, there is a verdict."""
+    def places(x, path=()):
+        for key, value in x.items():
+            yield (*path, key)
+            if isinstance(value, dict):
+                yield from places(value, (*path, key))
+
+    whole = Log(honest)
+    every = [("start", *path) for path in places(whole.start) if path[0] != "config"] + [("end", *path) for path in places(whole.end)]
+    values = [None, "x", [], {}, -1, 1e400, [1], True]
+    for i, path in enumerate(every):
+        log = Log(honest).set(".".join(path), values[i % len(values)]).write(tmp_path / "l.txt")
+        assert verify.main([str(log)]) in (0, 1), (path, values[i % len(values)])
