@@ -25,7 +25,6 @@ rule, and starts the all-gather that puts the new values where the model reads t
 from __future__ import annotations
 
 import argparse
-import bisect
 import contextlib
 import dataclasses
 import functools
@@ -550,7 +549,7 @@ class Rotary(nn.Module):
         self.sin.copy_(angles.sin())
 
     @torch.no_grad()
-    def set(self, frequencies: Tensor, scale: float | Tensor) -> None:
+    def set(self, frequencies: Tensor, scale: float) -> None:
         """In place: a compiled block goes on reading the same tensors."""
         self.frequencies.copy_(frequencies)
         self.scale.fill_(scale)
@@ -750,6 +749,9 @@ class GPT(nn.Module):
         super().__init__()
         self.bos_id, self.layers, self.backout_layer, self.loss_tokens = bos_id, tuple(layers), backout_layer, loss_tokens
         count, vocab = len(layers), -(-vocab_size // 128) * 128
+        # the later half takes in what the earlier put out, last out first in; the last layer takes nothing
+        self.skip_from = {i: count - 1 - i for i in range(-(-count // 2), count - 1)}
+        self.read_again = {*self.skip_from.values(), backout_layer}
         tables = 1 + max((layer.value_table for layer in layers if layer.value_table is not None), default=-1)
         self.embed = nn.Embedding(vocab, model_dim, dtype=dtype)
         self.value_embeds = nn.ModuleList(nn.Embedding(vocab, model_dim, dtype=dtype) for _ in range(tables))
@@ -770,7 +772,6 @@ class GPT(nn.Module):
 
     def trunk(self, x: Tensor, windows: Windows) -> Tensor:
         """Tokens [T] -> normed stream before the head [T, dim]."""
-        half = -(-len(self.layers) // 2)
         skips, mixes, value_mixes, smear, backout = self.scalars.split(self.scalar_sizes)
         mixes, value_mixes = mixes.view(-1, 2), value_mixes.view(-1, 2)
         masks = self.masks(x, windows)
@@ -784,12 +785,13 @@ class GPT(nn.Module):
         x = x0.view_as(x0)  # an object of its own, as saved ones are: compiled code is made anew for arguments that are one
         saved: dict[int, Tensor] = {}
         for i, (layer, block) in enumerate(zip(self.layers, self.blocks)):
-            if half <= i < len(self.layers) - 1:
-                x = self.mix_in_saved(x, skips[i - half], saved[len(self.layers) - 1 - i])
+            if i in self.skip_from:
+                x = self.mix_in_saved(x, skips[i - min(self.skip_from)], saved[self.skip_from[i]])
             if layer != Layer(None, None, False):
                 table = None if layer.value_table is None else values[layer.value_table]
                 x = block(x, x0, mixes[i], table, value_mixes[i], rotary, masks[layer.window])
-            saved[i] = x.view_as(x)
+            if i in self.read_again:
+                saved[i] = x.view_as(x)
         return norm(x - backout[0] * saved[self.backout_layer])
 
     def forward(self, inputs: Tensor, targets: Tensor, windows: Windows) -> Tensor:
@@ -1404,15 +1406,17 @@ class BankOptimizer:
 
     def state_hash(self) -> str:
         """SHA-256 of all parameters, their state, and how often each was updated."""
-        digest = hashlib.sha256()
-        for name, x in sorted(self.named_state(), key=lambda item: item[0]):
-            digest.update(name.encode() + as_bytes(x))
-        digest.update(repr(sorted((slot.name, bank.updates) for bank in self.banks for slot in bank.slots)).encode())
-        return digest.hexdigest()
+        updates = repr(sorted((slot.name, bank.updates) for bank in self.banks for slot in bank.slots))
+        return hash_of(sorted(self.named_state(), key=lambda item: item[0]), updates)
 
 
-def as_bytes(x: Tensor) -> bytes:
-    return x.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+def hash_of(tensors: Sequence[tuple[str, Tensor]], further: str = "") -> str:
+    """SHA-256 over names and bytes of tensors; several are hashed at a time."""
+    def line(item: tuple[str, Tensor]) -> str:
+        raw = item[1].detach().reshape(-1).view(torch.uint8).cpu().numpy()
+        return f"{item[0]} {hashlib.sha256(raw).hexdigest()}\n"
+    with ThreadPoolExecutor() as pool:
+        return hashlib.sha256("".join([*pool.map(line, tensors), further]).encode()).hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -1525,15 +1529,15 @@ class WindowSchedule:
         self.restart()
 
     def restart(self) -> None:
-        self.blocks = long_window(self.config, 0)
-        self.rotary.set(rotary_frequencies(2 * self.rotary.cos.size(1)), Rotary.FIRST_SCALE)
+        self.blocks, self.scale = long_window(self.config, 0), Rotary.FIRST_SCALE
+        self.rotary.set(rotary_frequencies(2 * self.rotary.cos.size(1)), self.scale)
 
     def at(self, step: int) -> Windows:
         blocks, final = long_window(self.config, step), step == self.config.num_steps
         if blocks != self.blocks:
             block = self.config.window_block
-            frequencies, scale = stretch(self.rotary.frequencies, float(self.rotary.scale), self.blocks * block, blocks * block)
-            self.rotary.set(frequencies, scale)
+            frequencies, self.scale = stretch(self.rotary.frequencies, self.scale, self.blocks * block, blocks * block)
+            self.rotary.set(frequencies, self.scale)
             self.blocks = blocks
         return windows_in_tokens(self.config, blocks, final)
 
@@ -1917,14 +1921,6 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
     return resident, resident
 
 
-def model_hash(model: nn.Module) -> str:
-    """SHA-256 of all parameters and buffers."""
-    digest = hashlib.sha256()
-    for name, x in model.state_dict().items():
-        digest.update(name.encode() + as_bytes(x))
-    return digest.hexdigest()
-
-
 class Trainer:
     """Model, optimizer, data and schedule of one rank, and the step that they make together."""
 
@@ -2074,12 +2070,12 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
             clock.stop()
             write_steps(wait=True)
             with clock.off("hashing"):
-                val_hashes = {"before": model_hash(model)} if last else {}
+                val_hashes = {"before": hash_of(list(model.state_dict().items()))} if last else {}
             with clock.off("validation"):
                 val_loss, val_tokens = validate(model, val_sequences, windows.at(step), comm, device)
             if last:
                 with clock.off("hashing"):
-                    val_hashes["after"] = model_hash(model)
+                    val_hashes["after"] = hash_of(list(model.state_dict().items()))
             line = (f"step:{step}/{config.num_steps} val_loss:{val_loss:.4f} train_time:{clock.elapsed:.0f}ms "
                     f"step_avg:{clock.elapsed / max(step, 1):.2f}ms")
             log.write(line)
