@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Set up once, then race. From any directory:
 #   ./run.sh                                  one run, with the preset that fits this machine
-#   ./run.sh -n 5                             five timed runs, a log each
+#   ./run.sh -n 5                             five timed runs, a log each, declared before the first
+#   ./run.sh -n 5 --vs "--sync step"          five pairs of runs in turn, the second with further flags
+#   ./run.sh -n 5 --vs HEAD~1                 likewise, the second of another git revision
 #   ./run.sh --preset laptop --num_steps 100  every other flag goes to train_gpt.py; --help lists them
 #   ./run.sh --setup                          only make .venv
 set -euo pipefail
@@ -33,11 +35,11 @@ set_up() {
     printf '%s\n' "$wanted" > "$here/.venv/ready"
 }
 
-runs=1 preset="" own_data=false help=false flags=()
+race=() preset="" own_data=false help=false flags=()
 while [ $# -gt 0 ]; do
     case $1 in
         --setup) set_up; exit ;;
-        -n) [[ ${2:-} =~ ^[1-9][0-9]*$ ]] || fail "-n wants a number of runs, not '${2:-}'"; runs=$2; shift ;;
+        -n|--vs) [ $# -gt 1 ] || fail "$1 wants a value; --help says which"; race+=("$1" "$2"); shift ;;
         --preset) preset=${2:-}; flags+=("$1"); [ $# -eq 1 ] || { flags+=("$2"); shift; } ;;
         --preset=*) preset=${1#*=}; flags+=("$1") ;;
         --train_files*) own_data=true; flags+=("$1") ;;
@@ -49,7 +51,7 @@ done
 
 set_up
 cd "$here"
-if $help; then sed -n '2,6s/^# \{0,1\}//p' run.sh; exec "$python" train_gpt.py "${flags[@]}"; fi
+if $help; then sed -n '2,8s/^# \{0,1\}//p' run.sh; exec "$python" train_gpt.py "${flags[@]}"; fi
 
 gpus=$( (nvidia-smi -L 2>/dev/null || true) | wc -l)
 ranks=2
@@ -67,7 +69,12 @@ if ! $own_data; then
         laptop) "$python" data/stdlib.py ;;
     esac
 fi
-for ((run = 1; run <= runs; run++)); do
-    say "run $run of $runs: $ranks rank(s), preset $preset"
-    "$python" -m torch.distributed.run --standalone --nproc_per_node="$ranks" train_gpt.py ${flags[@]+"${flags[@]}"}
-done
+if [ ${#race[@]} -gt 0 ]; then
+    exec "$python" records/race.py "${race[@]}" --ranks "$ranks" -- ${flags[@]+"${flags[@]}"}
+fi
+say "racing: $ranks rank(s), preset $preset"
+# a rank that fails has said why; what torchrun adds to that, to the end, is about torchrun
+{
+    "$python" -m torch.distributed.run --standalone --nproc_per_node="$ranks" train_gpt.py ${flags[@]+"${flags[@]}"} 2>&1 >&3 |
+        awk '/torch\/distributed\/elastic\/.*failed \(exitcode/ { hidden = 1 } !hidden { print; fflush() }' >&2
+} 3>&1
