@@ -29,11 +29,10 @@ ADAM = dict(lr=LR, betas=(0.9, 0.999), eps=1e-8)
 
 class Banks:
     comm: type[train_gpt.Comm] = train_gpt.Comm
-    settings: dict[str, Any] = {}
 
     def __init__(self, model: torch.nn.Module, rank: int, ranks: int, args: argparse.Namespace):
         self.model = model
-        self.optimizer = bank_optimizer(model, self.comm(rank, ranks), LR, args.bank_mb, **self.settings)
+        self.optimizer = bank_optimizer(model, self.comm(rank, ranks), LR, args.bank_mb)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         self.optimizer.arm(0)
@@ -50,12 +49,6 @@ class DirectBanks(Banks):
     """With a reduce-scatter that gloo has not."""
 
     comm = DirectComm
-
-
-class LazyBanks(DirectBanks):
-    """The next forward waits for the gathers, where it reads the parameters."""
-
-    settings = {"lazy_gather": True}
 
 
 class Peer:
@@ -99,7 +92,7 @@ class FSDP(Peer):
         self.optimizer = torch.optim.Adam(model.parameters(), fused=True, **ADAM)
 
 
-VARIANTS: dict[str, type] = {"banks": Banks, "banks, direct": DirectBanks, "banks, direct, lazy gather": LazyBanks, "DDP, fused Adam": Peer,
+VARIANTS: dict[str, type] = {"banks": Banks, "banks, direct": DirectBanks, "DDP, fused Adam": Peer,
                             "DDP + ZeRO": Zero, "FSDP2": FSDP}
 
 
@@ -149,7 +142,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=2, help="sequences a rank and step")
+    parser.add_argument("--batch", type=int, default=1, help="sequences a rank and step")
     parser.add_argument("--tokens", type=int, default=256, help="of a sequence")
     parser.add_argument("--bank_mb", type=float, default=8.0, help="MiB of parameters a bank")
     parser.add_argument("--rounds", type=int, default=40)

@@ -1,0 +1,274 @@
+"""Overlap on a slow link: two hosts on one machine, one rank each; launched in backward, launched in the step, and DDP.
+
+    sudo python bench/slow_link.py
+
+The hosts are network namespaces with a veth pair between them, slowed by tc's token bucket; nothing leaves them, and they are
+removed at the end, also after an error or Ctrl-C. Two floors stand beside the step times: `compute alone` is a step whose
+collectives do nothing, `communication alone` a step's collectives one after another without compute. Each rank is bound to a
+core, which gloo's threads share with backward. bytes: counted by the link, of what one host sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from common import (VALUES, DirectComm, Transformer, bank_optimizer, join, machine, ratios, run, some_text, spread, table, take_turns,
+                    train_gpt)
+
+LINK = "wire"  # the interface's name within each host
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+PORT = 29_500
+LR = 1e-3
+FLOORS = ("compute alone", "communication alone")
+
+
+# the hosts
+
+
+def command(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise train_gpt.RunError(f"`{' '.join(words)}` failed: {done.stderr.strip() or done.returncode}")
+
+
+def why_not() -> str:
+    """What is missing to make namespaces, or nothing."""
+    for tool in ("ip", "tc"):
+        if not shutil.which(tool):
+            return f"{tool} was not found; install iproute2"
+    if os.geteuid() != 0:
+        return "network namespaces need root; run it with sudo"
+    name = f"probe-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    return f"network namespaces are not allowed here ({made.stderr.strip()}); run it outside of the container" if made.returncode else ""
+
+
+@contextmanager
+def two_hosts() -> Iterator[list[str]]:
+    """Names of two namespaces with a link between them."""
+    hosts = [f"bench-{os.getpid()}-{side}" for side in "ab"]
+    try:
+        for host in hosts:
+            command("ip", "netns", "add", host)
+        command("ip", "link", "add", LINK, "netns", hosts[0], "type", "veth", "peer", "name", LINK, "netns", hosts[1])
+        for host, address in zip(hosts, ADDRESSES):
+            command("ip", "-n", host, "addr", "add", f"{address}/24", "dev", LINK)
+            command("ip", "-n", host, "link", "set", LINK, "up")
+            command("ip", "-n", host, "link", "set", "lo", "up")
+        yield hosts
+    finally:
+        for host in hosts:  # takes the link along
+            subprocess.run(["ip", "netns", "del", host], capture_output=True)
+
+
+def slow_down(hosts: list[str], mbit: int) -> None:
+    """Both directions."""
+    for host in hosts:
+        command("tc", "-n", host, "qdisc", "replace", "dev", LINK, "root", "tbf", "rate", f"{mbit}mbit", "burst", "256kb",
+                "latency", "100ms")
+
+
+@contextmanager
+def two_ranks(hosts: list[str], arguments: list[str]) -> Iterator[list[subprocess.Popen]]:
+    processes = []
+    try:
+        for rank, host in enumerate(hosts):
+            environment = os.environ | {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1", "RANK": str(rank)}
+            processes.append(subprocess.Popen(["ip", "netns", "exec", host, sys.executable, __file__, *arguments], env=environment))
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+# a rank
+
+
+class NoComm(train_gpt.Comm):
+    """Of the same shards, but nothing travels: what remains of a step is its compute."""
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Any:
+        return train_gpt.Done()
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Any:
+        return train_gpt.Done()
+
+
+class Rank:
+    """All variants in one process. steps: name -> one step."""
+
+    def __init__(self, rank: int, args: argparse.Namespace):
+        self.args, self.rank, self.losses = args, rank, {}
+        comm = {"gloo": train_gpt.Comm, "direct": DirectComm}[args.reduce](rank, 2)
+        self.steps = {
+            "sync=hook": self.banks_step("sync=hook", comm),
+            "sync=hook, lazy gather": self.banks_step("sync=hook, lazy gather", comm, lazy_gather=True),
+            "sync=step": self.banks_step("sync=step", comm, sync="step"),
+            "DDP": self.ddp_step(),
+            FLOORS[0]: self.banks_step(FLOORS[0], NoComm(rank, 2)),
+            FLOORS[1]: self.communication(comm),
+        }
+
+    def model(self) -> Transformer:
+        torch.manual_seed(0)
+        return Transformer(self.args.layers, self.args.dim, self.args.vocab, self.args.tokens)
+
+    def banks(self, comm: train_gpt.Comm, **settings: Any) -> tuple[Transformer, train_gpt.BankOptimizer]:
+        model = self.model()
+        return model, bank_optimizer(model, comm, LR, self.args.bank_mb, **settings)
+
+    def backward(self, name: str, model: torch.nn.Module) -> None:
+        losses = self.losses.setdefault(name, [])
+        loss = model(*some_text(self.args.vocab, self.args.batch, self.args.tokens, self.rank, len(losses)))
+        loss.backward()
+        losses.append(loss.item())
+
+    def banks_step(self, name: str, comm: train_gpt.Comm, **settings: Any) -> Callable[[], None]:
+        model, optimizer = self.banks(comm, **settings)
+        if settings.get("lazy_gather"):
+            self.finish = optimizer.finish_gathers
+
+        def step() -> None:
+            optimizer.arm(0)
+            self.backward(name, model)
+            optimizer.step(VALUES)
+        return step
+
+    def communication(self, comm: train_gpt.Comm) -> Callable[[], None]:
+        _, optimizer = self.banks(comm)
+
+        def step() -> None:
+            for works in ([comm.reduce_scatter(bank.shard_grads, bank.grads) for bank in optimizer.banks],
+                          [comm.all_gather(bank.values, bank.shard_values) for bank in optimizer.banks]):
+                for work in works:
+                    work.wait()
+        return step
+
+    def ddp_step(self) -> Callable[[], None]:
+        model = DistributedDataParallel(self.model(), gradient_as_bucket_view=True, bucket_cap_mb=self.args.bank_mb)
+        optimizer = torch.optim.Adam(model.parameters(), lr=LR, fused=True)
+
+        def step() -> None:
+            self.backward("DDP", model)
+            optimizer.step()
+            optimizer.zero_grad()
+        return step
+
+    def time(self) -> dict[str, Any]:
+        """Seconds and sent bytes of a step, by variant and round; a round makes args.steps of them in a row, so that a lazy
+        gather may end in the step after its own."""
+        def several(name: str) -> None:
+            for _ in range(self.args.steps):
+                self.steps[name]()
+
+        def alone(name: str) -> None:
+            self.finish()
+            self.steps[name]()
+
+        times = take_turns({name: partial(several, name) for name in self.steps}, self.args.rounds, warm=1, meet=dist.barrier,
+                           prepare={name: partial(alone, name) for name in self.steps})
+        sent = {}
+        for name in self.steps:
+            self.finish()
+            dist.barrier()
+            before = sent_bytes()
+            alone(name)
+            self.finish()
+            sent[name] = sent_bytes() - before
+        return {"times": {name: [t / self.args.steps for t in row] for name, row in times.items()}, "sent": sent, "losses": self.losses}
+
+
+def sent_bytes() -> int:
+    return int(Path(f"/sys/class/net/{LINK}/statistics/tx_bytes").read_text())
+
+
+def rank_main(args: argparse.Namespace) -> None:
+    rank = int(os.environ["RANK"])
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    join(rank, 2, ADDRESSES[0], PORT)
+    result = Rank(rank, args).time()
+    if rank == 0:
+        Path(args.result).write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(hosts: list[str], arguments: list[str]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "result.json"
+        with two_ranks(hosts, [*arguments, "--result", str(path)]) as processes:
+            while any(process.poll() is None for process in processes):
+                if any(process.poll() for process in processes):
+                    break
+                time.sleep(0.1)
+            if any(process.returncode for process in processes):
+                raise train_gpt.RunError(f"the ranks ended with {[process.poll() for process in processes]}; the reason is above")
+        return json.loads(path.read_text())
+
+
+def rows_of(mbit: int, result: dict[str, Any]) -> Iterator[list[Any]]:
+    times = result["times"]
+    floor = [max(floors) for floors in zip(*(times[name] for name in FLOORS))]
+    for name, mine in times.items():
+        is_floor = name in FLOORS
+        yield [mbit, name, len(mine), spread([1e3 * t for t in mine], 0), f"{result['sent'][name] / 1e6:.1f}",
+               "" if is_floor else spread(ratios(mine, floor)), "" if is_floor else spread(ratios(mine, times["DDP"]))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--mbit", type=int, nargs="+", default=[1000, 500, 200], help="of the link, each way")
+    parser.add_argument("--reduce", choices=("gloo", "direct"), default="gloo", help="the banks' reduce-scatter: gloo's, which is "
+                        "an all-reduce, or messages between pairs")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--vocab", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=4, help="sequences a rank and step")
+    parser.add_argument("--tokens", type=int, default=256, help="of a sequence")
+    parser.add_argument("--bank_mb", type=float, default=2.0, help="MiB of parameters a bank; also of DDP's buckets")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="of a variant in a row, in each round")
+    parser.add_argument("--result", help=argparse.SUPPRESS)  # given to the ranks: where rank 0 writes
+    args = parser.parse_args()
+    if args.result:
+        return rank_main(args)
+    if reason := why_not():
+        print(f"skipped: {reason}")
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: terminated"))
+    rows = []
+    with two_hosts() as hosts:
+        for mbit in args.mbit:
+            slow_down(hosts, mbit)
+            result = measure(hosts, sys.argv[1:])
+            rows += rows_of(mbit, result)
+            lasts = {name: losses[-1] for name, losses in result["losses"].items() if name not in FLOORS}
+            if max(lasts.values()) - min(lasts.values()) > 0.02:
+                raise train_gpt.RunError(f"the variants do not reach one loss: {lasts}; their times mean nothing")
+    print(f"{machine()}; reduce-scatter: {args.reduce}; {args.batch} x {args.tokens} tokens a rank\n")
+    print(table(["Mbit/s", "variant", "n", "ms a step", "MB sent a step", "times the larger floor", "times DDP"], rows))
+
+
+if __name__ == "__main__":
+    run(main)

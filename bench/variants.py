@@ -1,0 +1,71 @@
+"""One engine, raced against itself: bank sizes, orders of the step, lazy gather, sync, and what exact mode costs.
+
+    python bench/variants.py                      the laptop preset on two ranks
+    python bench/variants.py --rounds 3 --flags "--model_dim 64 --num_heads 1"
+
+All variants train models of their own in the same two processes and take turns at steps; all end in the same bytes, which
+is checked, but for exact mode, whose sums are ordered otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+
+import torch
+
+from common import machine, on_ranks, ratios, run, spread, table, take_turns, train_gpt
+
+VARIANTS = {
+    "as the preset has it": {},
+    "sync=step": {"sync": "step"},
+    "a bank a parameter": {"bank_mb": 0.0},
+    "banks of 0.25 MiB": {"bank_mb": 0.25},
+    "banks of 4 MiB": {"bank_mb": 4.0},
+    "a bank a kind": {"bank_mb": 1000.0},
+    "walk=forward": {"walk": "forward"},
+    "lazy gather": {"lazy_gather": True},
+    "lazy gather, walk=forward": {"lazy_gather": True, "walk": "forward"},
+    "gradients checked": {"check_grads": True},
+    "exact": {"exact": True},
+}
+STEPS_A_TURN = 2  # so that Adam, which steps every second time, is in each
+
+
+def measure(rank: int, ranks: int, flags: list[str], rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Seconds of each variant's turns, and its state's hash in the end."""
+    _, base = train_gpt.parse_config(flags, "laptop")
+    comm = train_gpt.Comm(rank, ranks)
+    shards = train_gpt.find_shards(base.train_files, base.train_shards)
+    trainers = {name: train_gpt.Trainer(dataclasses.replace(base, **changes), comm, torch.device("cpu"), shards)
+                for name, changes in VARIANTS.items()}
+    at = dict.fromkeys(trainers, 0)
+
+    def turn(name: str) -> None:
+        for _ in range(STEPS_A_TURN):
+            trainers[name].step(at[name], trainers[name].stream.next_batch())
+            at[name] += 1
+        trainers[name].optimizer.finish_gathers()
+    times = take_turns({name: (lambda name=name: turn(name)) for name in trainers}, rounds, 1, meet=torch.distributed.barrier)
+    return times, {name: trainer.optimizer.state_hash() for name, trainer in trainers.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--ranks", type=int, default=2, choices=(1, 2, 4, 8))
+    parser.add_argument("--flags", default="", help="flags of train_gpt.py, in one string")
+    args = parser.parse_args()
+    times, hashes = on_ranks(args.ranks, measure, shlex.split(args.flags), args.rounds)
+    base = next(iter(times))
+    print(machine())
+    print(table(["variant", "ms a step", f"ratio to the preset (n = {args.rounds})"],
+                [[name, spread([1000 * t / STEPS_A_TURN for t in seconds], 0), spread(ratios(seconds, times[base]))]
+                 for name, seconds in times.items()]))
+    different = [name for name in hashes if hashes[name] != hashes[base]]
+    print(f"not the preset's bytes: {', '.join(different) or 'none'}")
+
+
+if __name__ == "__main__":
+    run(main)
