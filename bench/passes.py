@@ -1,0 +1,180 @@
+"""Passes over bytes: how often a step reads and writes gradients and parameters, on banks and with stack-and-copy.
+
+    python bench/passes.py
+
+Counted, not timed: every operator between backward's end and the next forward, by the bytes of its arguments that are
+gradients or parameters, in whatever buffer they lie. One pass = as many bytes as one rank has gradients (or parameters).
+A collective counts as one read of its input and one write of its output. This rank is one of --ranks of torch's `fake`
+process group, whose collectives send nothing. The moments are left out: every way reads and writes its share of them once.
+
+stack-and-copy is how the public record did it: gradients of one shape are stacked, the stack is reduce-scattered, the rank's
+part updated, all parts gathered into another stack, and that is copied back to the parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from typing import Any, Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from common import VALUES, Transformer, bank_optimizer, machine, run, table, train_gpt
+
+LR = 1e-3
+ONLY_WRITE = ("aten::copy_", "aten::zero_", "aten::fill_")  # in-place operators that do not read what they change
+READ_NOTHING = ("aten::detach", "aten::empty_like", "aten::zeros_like")
+NOT_CHANGED = {"aten::_fused_adam_": "grads"}  # marked as written, for a scaling that is not used here
+# collectives: which argument is written, which is read
+COLLECTIVES = {"_reduce_scatter_base_": ("output_tensor", "input_tensor"), "_allgather_base_": ("output_tensor", "input_tensor")}
+
+
+class Passes(TorchDispatchMode):
+    """Counts bytes: self.count["gradients", "read"] and so on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: dict[int, str] = {}
+        self.kept: list[Tensor] = []  # so that no address is given out twice
+        self.count: Counter[tuple[str, str]] = Counter()
+
+    def watch(self, kind: str, *tensors: Tensor) -> None:
+        for x in tensors:
+            self.kept.append(x)
+            self.kinds[x.untyped_storage().data_ptr()] = kind
+
+    def note(self, how: str, argument: Any) -> None:
+        for x in tree_leaves(argument):
+            if isinstance(x, Tensor) and x.device.type != "meta" and (kind := self.kinds.get(x.untyped_storage().data_ptr())):
+                self.count[kind, how] += x.numel() * x.element_size()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        schema = function._schema
+        given = dict(zip((a.name for a in schema.arguments), args)) | (kwargs or {})
+        out = function(*args, **(kwargs or {}))
+        name = schema.name
+        if (ends := COLLECTIVES.get(name.split("::")[1])) and name.startswith("c10d"):
+            self.note("written", given[ends[0]])
+            self.note("read", given[ends[1]])
+        elif name.startswith("c10d"):
+            raise train_gpt.RunError(f"{name} is a collective that this count does not know; add it to COLLECTIVES")
+        elif name == "aten::copy_" and args[0].data_ptr() == args[1].data_ptr():
+            pass  # onto itself: torch returns at once
+        elif not function.is_view and name not in READ_NOTHING:
+            for argument in schema.arguments:
+                writes = argument.alias_info is not None and argument.alias_info.is_write and NOT_CHANGED.get(name) != argument.name
+                if writes:
+                    self.note("written", given.get(argument.name))
+                if not writes or not (argument.name == "out" or name in ONLY_WRITE):
+                    self.note("read", given.get(argument.name))
+        return out
+
+
+def model_and_grads(args: argparse.Namespace) -> tuple[Transformer, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = Transformer(args.layers, args.dim, args.vocab, 64)
+    return model, {name: torch.randn_like(param) for name, param in model.named_parameters()}
+
+
+def banks(args: argparse.Namespace, passes: Passes) -> Callable[[], None]:
+    model, grads = model_and_grads(args)
+    comm = OneOf(0, args.ranks)
+    optimizer = bank_optimizer(model, comm, LR, args.bank_mb)
+    for bank in optimizer.banks:
+        passes.watch("parameters", bank.values)
+        passes.watch("gradients", bank.grads)
+    passes.watch("gradients", *grads.values())
+
+    def step() -> None:
+        optimizer.arm(0)
+        for bank in optimizer.banks:
+            for slot in bank.slots:
+                slot.param.grad = grads[slot.name]
+                bank.add(slot, optimizer.grad_factor)
+        optimizer.step(VALUES)
+    return step
+
+
+class OneOf(train_gpt.Comm):
+    """Rank 0 of a group whose other ranks do not exist: what they would say is what this one says."""
+
+    def all_objects(self, mine: Any) -> list[Any]:
+        return [mine] * self.ranks
+
+    def broadcast(self, x: Tensor) -> None:
+        pass
+
+
+def stack_and_copy(args: argparse.Namespace, passes: Passes) -> Callable[[], None]:
+    model, grads = model_and_grads(args)
+    groups: dict[torch.Size, list[str]] = {}
+    params = dict(model.named_parameters())
+    for name, param in params.items():
+        groups.setdefault(param.shape, []).append(name)
+    passes.watch("parameters", *params.values())
+    passes.watch("gradients", *grads.values())
+    moments: dict[torch.Size, list[Tensor]] = {}
+
+    def stacked(kind: str, tensors: list[Tensor], padded: int) -> Tensor:
+        stack = torch.empty(padded, *tensors[0].shape)
+        passes.watch(kind, stack)
+        return torch.stack(tensors + [torch.zeros_like(tensors[0])] * (padded - len(tensors)), out=stack)
+
+    def step() -> None:
+        for shape, names in groups.items():
+            padded = -(-len(names) // args.ranks) * args.ranks
+            mine = slice(0, padded // args.ranks)  # of rank 0
+            grad = stacked("gradients", [grads[name] for name in names], padded)
+            shard_grad = torch.empty_like(grad[mine])
+            passes.watch("gradients", shard_grad)
+            dist.reduce_scatter_tensor(shard_grad, grad)
+            shard = stacked("parameters", [params[name].detach() for name in names[mine]], padded // args.ranks)
+            m, v = moments.setdefault(shape, [torch.zeros_like(shard), torch.zeros_like(shard)])
+            train_gpt.adam(shard.view(-1), shard_grad.view(-1), m.view(-1), v.view(-1), LR, 0.9, 0.999, 1e-8, 1.0)
+            gathered = torch.empty_like(grad)
+            passes.watch("parameters", gathered)
+            dist.all_gather_into_tensor(gathered, shard)
+            for name, new in zip(names, gathered):
+                params[name].copy_(new)
+    return step
+
+
+def count(make: Callable[[argparse.Namespace, Passes], Callable[[], None]], args: argparse.Namespace) -> dict[tuple[str, str], float]:
+    """Passes of one step, the second: the first one agrees on the order of the banks."""
+    passes = Passes()
+    with torch.no_grad():
+        step = make(args, passes)
+        step()
+        with passes:
+            step()
+    size = sum(p.numel() * p.element_size() for p in model_and_grads(args)[0].parameters())
+    return {key: nbytes / size for key, nbytes in passes.count.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--vocab", type=int, default=1024)
+    parser.add_argument("--bank_mb", type=float, default=8.0)
+    args = parser.parse_args()
+    dist.init_process_group("fake", rank=0, world_size=args.ranks, store=FakeStore())
+    columns = [(kind, how) for kind in ("gradients", "parameters") for how in ("read", "written")]
+    rows = []
+    for name, make in (("banks", banks), ("stack-and-copy", stack_and_copy)):
+        counted = count(make, args)
+        passes = [counted[column] for column in columns]
+        rows.append([name, *(f"{x:.2f}" for x in passes), f"{sum(passes):.2f}"])
+    dist.destroy_process_group()
+    print(f"{machine()}; rank 0 of {args.ranks}\n")
+    print(table(["passes a step", *(" ".join(column) for column in columns), "all"], rows))
+
+
+if __name__ == "__main__":
+    run(main)
