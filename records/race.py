@@ -1,16 +1,16 @@
 """Times runs one after another on this machine: one version, or two in turn.
 
-    python records/race.py -n 10                            ten runs of train_gpt.py as it lies here
-    python records/race.py -n 5 --vs HEAD~1                 five pairs: this checkout (side a) and another revision (side b)
-    python records/race.py -n 5 --vs "--sync step"          five pairs: the same script, side b with further flags
-    python records/race.py -n 5 --ranks 8 -- --preset laptop --num_steps 100       flags for both sides
-    python records/race.py --resume logs/race-ID/race.jsonl   goes on where a race stopped
+    python records/race.py -n 10                      ten runs of train_gpt.py as it lies here
+    python records/race.py -n 5 --vs HEAD~1           five pairs: this checkout (side a) and another revision (side b)
+    python records/race.py -n 5 --vs "--sync step"    five pairs: the same script, side b with further flags
+    python records/race.py -n 5 --ranks 8 -- --preset laptop --num_steps 100      flags for both sides
+    python records/race.py --resume logs/race-ID/race.jsonl                       goes on where a race stopped
 
-The pairs run a b, b a, a b, ...: a machine that warms up, or grows busier, takes the same from both sides, which a b, a b
-does not give. Run i has the seed BASE + i on both sides (BASE: --seed among the flags, or 0). n is written into every log before
-the first run, so nobody can stop when the figures please. logs/race-ID/ gets the logs of both sides, and race.jsonl, which
-names every run that was started, also those that failed, before it starts and after it ends. A run that fails stops the
-race: what breaks once mostly breaks again, and --resume repeats it with its seed.
+The pairs run a b, b a, a b, ...: a machine that warms up, or grows busier, takes the same from both sides; in a b, a b
+it would take more from b. Run i has the seed BASE + i on both sides (BASE: --seed among the flags, or 0). n is declared
+before the first run and stands in every log, so nobody can stop when the figures please. logs/race-ID/ gets the logs of
+both sides, and race.jsonl, which names every run before it starts and after it ends, those that failed too. A run that
+fails stops the race, as what breaks once mostly breaks again; --resume repeats it with its seed.
 
 Exit status: 0 all runs are done, 1 one failed, 2 the race cannot be run so, 130 interrupted.
 """
@@ -39,7 +39,7 @@ SCRIPT, MANIFEST = "train_gpt.py", "race.jsonl"
 OWN_FLAGS = ("--run_id", "--log_dir", "--race_id", "--race_run", "--race_runs", "--race_side")
 PATIENCE_S = 30  # until a run that was told to stop is killed
 
-# What torch says of a config before any run: the script itself knows best what it refuses
+# Before any run: the script itself knows best what it refuses
 CHECK = ("import sys, train_gpt as t; ranks, *flags = sys.argv[1:]\n"
          "try: t.check_config(t.parse_config(flags, 'laptop')[1], int(ranks))\n"
          "except t.RunError as error: sys.exit(str(error))")
@@ -68,7 +68,7 @@ def describe_sides(vs, flags):
         return {"a": {"revision": None, "flags": flags}, "b": {"revision": None, "flags": flags + split_flags(vs)}}
     revision = git("rev-parse", "--verify", "--quiet", f"{vs}^{{commit}}")
     if revision is None:
-        raise CannotRace(f"--vs {vs!r} is no revision that git knows here; name a commit, branch or tag, or flags that begin with -")
+        raise CannotRace(f"--vs {vs!r} is no revision that git knows here; name a commit, branch or tag; or flags")
     if git("cat-file", "-e", f"{revision}:{SCRIPT}") is None:
         raise CannotRace(f"revision {vs} has no {SCRIPT}; name a later one")
     return {"a": {"revision": None, "flags": flags}, "b": {"revision": revision, "flags": flags}}
@@ -103,7 +103,7 @@ def check_flags(flags):
 
 @contextlib.contextmanager
 def folders(sides):
-    """{side: folder of its script}. Another revision gets a worktree, with the data that lies here; it goes when we do."""
+    """{side: folder of its script}. Another revision gets a worktree for the while, with the data of this one."""
     home = Path(tempfile.mkdtemp(prefix="race-"))
     try:
         found = {}
@@ -112,7 +112,8 @@ def folders(sides):
             if version["revision"]:
                 found[side] = home / version["revision"][:12]
                 if git("worktree", "add", "--detach", "--force", str(found[side]), version["revision"]) is None:
-                    raise CannotRace(f"git cannot make a worktree of {version['revision'][:12]} in {home}; free space, or set TMPDIR")
+                    raise CannotRace(f"git cannot make a worktree of {version['revision'][:12]} in {home}; free "
+                                     "space, or set TMPDIR")
                 for shard in (ROOT / "data").glob("*/*.bin"):
                     link = found[side] / shard.relative_to(ROOT)
                     link.parent.mkdir(parents=True, exist_ok=True)  # a folder, not a link: git ignores only folders
@@ -132,8 +133,8 @@ def check_sides(race, where):
     for side, version in race["sides"].items():
         seen = source_hash(where[side])
         if version.setdefault("source_sha256", seen) != seen:
-            raise CannotRace(f"{SCRIPT} has changed since the race began; restore it (SHA-256 {version['source_sha256'][:8]}...), "
-                             "or race anew")
+            raise CannotRace(f"{SCRIPT} has changed since the race began; restore it (SHA-256 "
+                             f"{version['source_sha256'][:8]}...), or race anew")
         done = subprocess.run([sys.executable, "-c", CHECK, str(race["ranks"]), *version["flags"]], cwd=where[side],
                               capture_output=True, text=True)
         if done.returncode:
@@ -154,7 +155,7 @@ def command(ranks):
 
 
 class Manifest:
-    """race.jsonl: what the race is, then a line before and a line after each run. A line is on the disk when write returns."""
+    """race.jsonl: what the race is, then a line before and one after each run, on the disk when write returns."""
 
     def __init__(self, path):
         self.path, self.race, self.attempts = path, None, {}  # attempts by run_id: its lines put together
@@ -182,14 +183,14 @@ class Manifest:
         except OSError as error:
             raise CannotRace(f"{path}: {error.strerror}; name the {MANIFEST} of the race") from None
         except (ValueError, TypeError, KeyError) as error:
-            raise CannotRace(f"{path} is no manifest of a race ({type(error).__name__}: {error}); name its {MANIFEST}") from None
+            raise CannotRace(f"{path} is no manifest of a race ({type(error).__name__}); name its {MANIFEST}") from None
         return manifest
 
     def done(self):
-        return {(attempt["run"], attempt["side"]): attempt for attempt in self.attempts.values() if attempt["status"] == "done"}
+        return {(a["run"], a["side"]): a for a in self.attempts.values() if a["status"] == "done"}
 
     def settle(self):
-        """Gives each run that was started and never ended, because the race itself died, the status that its log shows."""
+        """Gives each run that never ended, because the race itself died, the status that its log shows."""
         for run_id, attempt in list(self.attempts.items()):
             if attempt["status"] == "started":
                 status = "done" if complete_log(self.path.parent / f"{run_id}.txt") else "lost"
@@ -207,23 +208,26 @@ def run_once(manifest, folder, run, side):
     race = manifest.race
     tries = sum((attempt["run"], attempt["side"]) == (run, side) for attempt in manifest.attempts.values())
     run_id = f"{race['id']}_{run:02}{side}" + (f"_again{tries}" if tries else "")
-    attempt = {"run": run, "side": side, "run_id": run_id, "seed": race["seed"] + run, "started": now(), "status": "started"}
-    flags = {"seed": race["seed"] + run, "run_id": run_id, "log_dir": manifest.path.parent, "race_id": race["id"],
-             "race_run": run, "race_runs": race["n"], "race_side": side}
+    seed, log = race["seed"] + run, manifest.path.parent / f"{run_id}.txt"
+    attempt = {"run": run, "side": side, "run_id": run_id, "seed": seed, "started": now(), "status": "started"}
+    flags = {"seed": seed, "run_id": run_id, "log_dir": log.parent, "race_id": race["id"], "race_run": run,
+             "race_runs": race["n"], "race_side": side}
     manifest.write(attempt)
     began, status, code = time.monotonic(), "failed", None
+    threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}  # the same when the race is resumed
+    environment = {**os.environ, **threads}
+    words = [*command(race["ranks"]), *race["sides"][side]["flags"], *(f"--{name}={v}" for name, v in flags.items())]
     # a session of its own: Ctrl-C reaches the race alone, which passes it on and stays to write down what became of it
-    process = subprocess.Popen([*command(race["ranks"]), *race["sides"][side]["flags"], *(f"--{k}={v}" for k, v in flags.items())],
-                               cwd=folder, start_new_session=True)
+    process = subprocess.Popen(words, cwd=folder, env=environment, start_new_session=True)
     try:
         code = process.wait()
     except KeyboardInterrupt:
         status = "interrupted"
         stop(process)
-    log = manifest.path.parent / f"{run_id}.txt"
     if code == 0:
         status = "done" if complete_log(log) else "failed"
-    manifest.write({**attempt, "status": status, "exit": code, "seconds": time.monotonic() - began, "logged": log.exists()})
+    seconds = time.monotonic() - began
+    manifest.write({**attempt, "status": status, "exit": code, "seconds": seconds, "logged": log.exists()})
     return status
 
 
@@ -267,20 +271,22 @@ def left(manifest, runs):
 
 def run_all(manifest, where):
     """Runs what is not done yet. Returns the exit status."""
-    race, how = manifest.race, f"python {os.path.relpath(__file__)} --resume {manifest.path}"
+    race, how = manifest.race, f"{sys.executable} {__file__} --resume {manifest.path}"
     todo = [which for which in order(race["n"], race["sides"]) if which not in manifest.done()]
     for i, (run, side) in enumerate(todo):
-        say(f"run {run} of {race['n']}{' side ' + side if side else ''}, seed {race['seed'] + run}; {estimate(manifest)}; "
-            f"{left(manifest, len(todo) - i)}")
+        say(f"run {run} of {race['n']}{' side ' + side if side else ''}, seed {race['seed'] + run}; "
+            f"{estimate(manifest)}; {left(manifest, len(todo) - i)}")
         if source_hash(where[side]) != race["sides"][side]["source_sha256"]:
             raise CannotRace(f"{SCRIPT} was changed during the race; restore it and go on with: {how}")
         status = run_once(manifest, where[side], run, side)
         if status != "done":
-            say(f"run {run}{side} {'was interrupted' if status == 'interrupted' else 'failed (above is why)'}; {len(manifest.done())} of "
-                f"{race['n'] * len(race['sides'])} runs are done and kept. Go on with: {how}")
+            what = "was interrupted" if status == "interrupted" else "failed (above is why)"
+            say(f"run {run}{side} {what}; {len(manifest.done())} of {race['n'] * len(race['sides'])} runs are done and "
+                f"kept. Go on with: {how}")
             return 130 if status == "interrupted" else 1
     say(f"all runs are done: {estimate(manifest)}; logs: {manifest.path.parent}\n")
-    stats.main([*map(str, sorted(manifest.path.parent.glob("*.txt"))), *(["--side", "a"] if "a" in race["sides"] else [])])
+    paths = map(str, sorted(manifest.path.parent.glob("*.txt")))
+    stats.main([*paths, *(["--side", "a"] if "a" in race["sides"] else [])])
     return 0
 
 
@@ -296,17 +302,19 @@ def new_race(options):
         raise CannotRace("--vs sets --seed, and both sides of a pair share theirs; give --seed once, behind --")
     race_id = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:4]}"
     manifest = Manifest(ROOT / "logs" / f"race-{race_id}" / MANIFEST)
-    manifest.race = {"id": race_id, "n": options.n, "seed": seed or 0, "ranks": options.ranks, "sides": sides, "declared": now(),
-                     "revision": git("rev-parse", "HEAD"), "order": [f"{run}{side}" for run, side in order(options.n, sides)]}
+    manifest.race = {"id": race_id, "n": options.n, "seed": seed or 0, "ranks": options.ranks, "sides": sides,
+                     "threads": os.environ.get("OMP_NUM_THREADS"), "declared": now(),
+                     "revision": git("rev-parse", "HEAD"),
+                     "order": [f"{run}{side}" for run, side in order(options.n, sides)]}
     return manifest
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description="Times runs one after another: one version, or two in turn.", allow_abbrev=False,
-                                     epilog="Exit status: 0 all done, 1 a run failed, 2 cannot be run so, 130 interrupted.")
+    parser = argparse.ArgumentParser(description="Times runs: one version, or two in turn.", allow_abbrev=False,
+                                     epilog="Exit status: 0 all done, 1 one failed, 2 cannot be run, 130 interrupted.")
     parser.add_argument("-n", type=int, metavar="N", help="runs (of each side), declared before the first")
-    parser.add_argument("--vs", metavar="REV_OR_FLAGS", help="race against a git revision, or against flags (they begin with -)")
-    parser.add_argument("--ranks", type=int, default=1, help="processes of a run (default: 1; run.sh gives what fits the machine)")
+    parser.add_argument("--vs", metavar="REV_OR_FLAGS", help="race against a git revision, or further flags")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of a run (default: 1; run.sh knows what fits)")
     parser.add_argument("--resume", metavar="MANIFEST", help="go on with a race that stopped")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help=f"flags of {SCRIPT}, for both sides")
     words, flags = list(arguments), []
@@ -339,14 +347,16 @@ def main(arguments=None):
             else:
                 manifest.path.parent.mkdir(parents=True)
                 manifest.write({"race": race})
-            say(f"{race['id']}: {race['n']} runs{' a side, ' + ' '.join(race['order'][:6]) + ' ...' if len(race['sides']) > 1 else ''}, "
-                f"{race['ranks']} rank(s), seeds {race['seed'] + 1} to {race['seed'] + race['n']}; declared in {manifest.path}")
+            turns = f" a side, {' '.join(race['order'][:6])} ...," if len(race["sides"]) > 1 else ","
+            say(f"{race['id']}: {race['n']} runs{turns} {race['ranks']} rank(s), seeds {race['seed'] + 1} to "
+                f"{race['seed'] + race['n']}; declared in {manifest.path}")
             return run_all(manifest, where)
     except CannotRace as reason:
         print(f"race.py: error: {reason}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"race.py: error: {error.filename or 'a file'}: {error.strerror}; free space or permit it", file=sys.stderr)
+        where = error.filename or "a file"
+        print(f"race.py: error: {where}: {error.strerror}; free space or permit it", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("race.py: interrupted before a run", file=sys.stderr)

@@ -2,7 +2,7 @@
 
     python records/verify.py RECORD...                 RECORD: a folder of logs, or logs
     python records/verify.py RECORD --vs OTHER         and is it faster on the same hardware? (a race holds both sides)
-    python records/verify.py RECORD --data DIR         hashes the shards in DIR anew, seeks validation documents in training
+    python records/verify.py RECORD --data DIR         hashes the shards in DIR; is validation text in training?
     python records/verify.py RECORD --rerun MODEL.pt   evaluates a saved model again, in a process of its own
     --json  for programs
 
@@ -29,7 +29,7 @@ import tempfile
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,15 +90,15 @@ class Evidence:
         return race.side if race else ""
 
     def get(self, where, kind=object):
-        """The entry at a path like `end.state_hash.before_warmup`. NotCheckable or Broken where there is none of this type."""
+        """The entry at a path like `end.state_hash.before_warmup`. NotCheckable or Broken if none of this type is."""
         if not self.ours:
             raise NotCheckable("the log holds no description of its run (its form is not this project's)")
         found = {"start": self.run.start, "end": self.run.end or {}}
         for key in where.split("."):
             found = found.get(key) if isinstance(found, dict) else None
-        number = isinstance(found, (int, float))
-        if not isinstance(found, kind) or found is None or (number and kind is not bool and isinstance(found, bool)) or \
-                (number and not math.isfinite(found)):
+        truth_for_number = isinstance(found, bool) and kind not in (bool, object)
+        endless = isinstance(found, float) and not math.isfinite(found)
+        if found is None or not isinstance(found, kind) or truth_for_number or endless:
             raise Broken(f"the log's {where} is {json.dumps(found)[:60]}; every run of this project's script states it")
         return found
 
@@ -127,16 +127,17 @@ def read_evidence(run, alone):
 _SETTINGS = re.compile(r"(?:.*\.)?_inductor(?:\..*)?|(?:.*\.)?_(?:dynamo|functorch)(?:\.(?:.*\.)?config\b.*|\.\*)?"
                        r"|torch\.(?:compiler|\*)\.config\b.*")
 # Not the compiler's: the launcher's, the collectives' and the allocator's variables
-_VARIABLE = re.compile(r"(?!TORCHELASTIC|TORCH_NCCL|PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF)(?:TORCH|PYTORCH|TRITON|INDUCTOR)[A-Z0-9_]*")
-_READING = {"os.environ.get", "os.environ.items", "os.environ.keys", "os.environ.values", "os.environ.copy", "os.getenv"}
+_VARIABLE = re.compile(r"(?!TORCHELASTIC|TORCH_NCCL|PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF)"
+                       r"(?:TORCH|PYTORCH|TRITON|INDUCTOR)[A-Z0-9_]*")
+_READING = {"os.getenv", *(f"os.environ.{method}" for method in ("get", "items", "keys", "values", "copy"))}
 _SETTING = re.compile(r"os\.(?:environ(?:\..*)?|putenv)")
 
 
 class Scan(ast.NodeVisitor):
     """Finds what sets or hides a compiler's switch, or the environment by another way than os.environ["NAME"] = ...
 
-    Follows names through imports, assignments, getattr and import_module; what it cannot follow is `?`. Any touch of the
-    settings counts, reading too: a run has no business there."""
+    Follows names through imports, assignments, getattr and import_module; what it cannot follow is `?`. Any touch of
+    the settings counts, reading too: a run has no business there."""
 
     def __init__(self, tree):
         self.findings = {}  # by line
@@ -254,9 +255,11 @@ class Scan(ast.NodeVisitor):
 def imported(node):
     """(what an import statement brings, the name it gets, what that name stands for), as dotted paths."""
     if isinstance(node, ast.ImportFrom):
-        return [(f"{node.module}.{alias.name}", alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names]
-    return [(alias.name, alias.asname or alias.name.split(".")[0], alias.name if alias.asname else alias.name.split(".")[0])
-            for alias in node.names]
+        brought = [(f"{node.module}.{alias.name}", alias.asname or alias.name) for alias in node.names]
+        return [(path, name, path) for path, name in brought]
+    tops = [alias.name.split(".")[0] for alias in node.names]  # `import a.b` names a, `import a.b as c` names a.b
+    return [(alias.name, alias.asname or top, alias.name if alias.asname else top)
+            for alias, top in zip(node.names, tops)]
 
 
 def text_of(node):
@@ -293,7 +296,8 @@ def check_log(e):
         raise Broken(f"its end states final_val_loss {loss}, its last validation line {e.run.final_loss:.{decimals}f}")
     steps = e.run.stated_steps
     pairs = [("end.steps", steps), ("start.config.num_steps", steps), ("start.seed", e.get("start.config.seed")),
-             ("end.target_val_loss", e.get("start.target_val_loss")), ("end.reached", loss <= e.get("end.target_val_loss", NUMBER)),
+             ("end.target_val_loss", e.get("start.target_val_loss")),
+             ("end.reached", loss <= e.get("end.target_val_loss", NUMBER)),
              ("start.target_val_loss", e.get("start.config.target_val_loss")),
              ("end.train_tokens", steps * e.get("start.config.batch_tokens", int))]
     for where, wanted in pairs:
@@ -315,7 +319,7 @@ def check_shards(e):
             raise Broken(f"{', '.join(sorted(both))[:80]} is both training and validation data")
     if not re.fullmatch("[0-9a-f]{64}", e.get("end.train_sha256", str)):
         raise Broken("the digest of the tokens consumed is not a SHA-256")
-    return f"{len(lists['train'])} training and {len(lists['val'])} validation shards, each with its SHA-256, none in both"
+    return f"{len(lists['train'])} training, {len(lists['val'])} validation shards, each with its SHA-256, none in both"
 
 
 def check_val_tokens(e, wanted=None):
@@ -339,7 +343,7 @@ def check_source(e):
         raise NotCheckable("what stands in the log for the source does not import torch: it is not the script")
     findings = scan(e.source)
     if findings:
-        raise Broken("; ".join(findings[:SHOWN]) + (f"; and {len(findings) - SHOWN} more" if len(findings) > SHOWN else ""))
+        raise Broken(several(findings))
     return "nothing in the source sets a compiler's switch"
 
 
@@ -365,7 +369,7 @@ def check_clock(e):
               1 + 0.006 * line[0]] for left_out in warm]
     if all(wrong):
         step, ms, average, _ = wrong[0][0]
-        raise Broken(f"at step {step} train_time is {ms} ms, but {step} steps at step_avg {average} ms take {step * average:.0f} ms")
+        raise Broken(f"at step {step} train_time is {ms} ms, by its step_avg of {average} ms {step * average:.0f} ms")
     if e.ours:
         missing = set(range(1, e.run.stated_steps + 1)) - {step for step, _, _, val in timed if not val}
         if missing:
@@ -376,13 +380,13 @@ def check_clock(e):
         if stated > 1000 * e.get("end.wall_seconds", NUMBER):
             raise Broken(f"train_time is {stated / 1000:.1f} s, the wall clock {e.get('end.wall_seconds'):.1f} s")
     steps = [(step, ms) for step, ms, _, val in timed if not val]
-    paces = [(ms - before) / (step - earlier) for (earlier, before), (step, ms) in zip(steps, steps[1:]) if step > earlier]
-    middle = np.median(paces) if paces else 0
-    stalls = [step for (step, _), pace in zip(steps[1:], paces) if pace < STALL * middle]
+    paces = [(step, (ms - before) / max(step - earlier, 1)) for (earlier, before), (step, ms) in zip(steps, steps[1:])]
+    middle = np.median([pace for _, pace in paces]) if paces else 0
+    stalls = [f"step {step}" for step, pace in paces if pace < STALL * middle]
     if stalls:
-        raise Broken(f"the clock all but stands still at step {', '.join(map(str, stalls[:SHOWN]))}"
-                     f"{f' and {len(stalls) - SHOWN} more' if len(stalls) > SHOWN else ''}, where a step takes {middle:.0f} ms")
-    return f"train_time rises on {len(timed)} lines and agrees with step_avg" + (", below the wall clock" if e.ours else "")
+        raise Broken(f"a step takes {middle:.0f} ms, and the clock all but stands still at {several(stalls)}")
+    below = ", below the wall clock" if e.ours else ""
+    return f"train_time rises on {len(timed)} lines and agrees with step_avg{below}"
 
 
 def check_outside(e, manifest):
@@ -392,11 +396,12 @@ def check_outside(e, manifest):
         raise Broken(f"spans outside the clock are no seconds: {json.dumps(spans)[:100]}")
     unnamed = wall - trained - sum(spans.values())
     if not abs(unnamed) <= UNNAMED_S + UNNAMED_PART * wall:
-        raise Broken(f"wall clock {wall:.1f} s, on the clock {trained:.1f} s, named outside {sum(spans.values()):.1f} s: "
+        raise Broken(f"wall clock {wall:.1f} s, training {trained:.1f} s, named outside {sum(spans.values()):.1f} s: "
                      f"{unnamed:+.1f} s are under no name")
-    measured = next((attempt.get("seconds") for attempt in manifest if attempt.get("run_id") == e.run.start.get("run_id")), None)
+    run_id = e.get("start.run_id")
+    measured = next((attempt.get("seconds") for attempt in manifest if attempt["run_id"] == run_id), None)
     if isinstance(measured, NUMBER) and not -0.1 <= measured - wall <= STARTING_S:
-        raise Broken(f"the run states {wall:.1f} s by the wall clock, the race that started it measured {measured:.1f} s")
+        raise Broken(f"the run states {wall:.1f} s by the wall clock, the race that started it measured {measured:.1f}")
     shown = ", ".join(f"{name} {seconds:.1f}" for name, seconds in spans.items())
     return f"of {wall:.1f} s: training {trained:.1f}, {shown}, under no name {unnamed:.1f}"
 
@@ -415,6 +420,11 @@ def check_compiles(e):
     return "nothing was compiled after the warm-up"
 
 
+def several(findings):
+    more = f"; and {len(findings) - SHOWN} more" if len(findings) > SHOWN else ""
+    return "; ".join(findings[:SHOWN]) + more
+
+
 def for_each(rule, runs, check):
     """One Finding of a rule that every run must keep."""
     kept, broken, unknown = [], [], []
@@ -426,8 +436,7 @@ def for_each(rule, runs, check):
         except NotCheckable as reason:
             unknown.append(str(reason))
     if broken:
-        more = f"; and {len(broken) - SHOWN} more runs" if len(broken) > SHOWN else ""
-        return Finding(rule, FAIL, "; ".join(broken[:SHOWN]) + more)
+        return Finding(rule, FAIL, several(broken))
     if unknown:
         return Finding(rule, UNKNOWN, f"{len(unknown)} of {len(runs)} runs: {unknown[0]}")
     return Finding(rule, PASS, kept[0] if len(runs) == 1 else f"{len(runs)} runs; the first: {kept[0]}")
@@ -466,19 +475,20 @@ def check_accounts(runs, found, manifest):
             raise Broken(f"{what}, was started ({attempt.get('status')}), and its log is not here")
         if attempt.get("status") != "done":
             remarks.append(f"{what}: {attempt.get('status')}")
-    strangers = {str(e.get("start.run_id")) for e in runs if e.ours} - {str(attempt.get("run_id")) for attempt in manifest}
+    strangers = {str(e.get("start.run_id")) for e in runs if e.ours} - {str(attempt["run_id"]) for attempt in manifest}
     if manifest and strangers:
-        raise Broken(f"{', '.join(sorted(strangers)[:SHOWN])} was not started by this race ({MANIFEST})")
+        raise Broken(f"not started by this race, by its {MANIFEST}: {several(sorted(strangers))}")
     remarks += [f"{logs.printable(os.path.basename(item.path))}: {item.reason}" for item in found.rejected
                 if item.kind in (logs.INCOMPLETE, logs.NOT_FINITE)]
     if None in by_side:
-        raise NotCheckable("; ".join(["no number of runs was declared in the logs, so nothing shows that none was left out", *remarks]))
+        raise NotCheckable("; ".join(["no number of runs was declared: some may be left out", *remarks]))
     return "; ".join(remarks + ([] if manifest else [f"there is no {MANIFEST} of the runs that were started"]))
 
 
 def check_loss(runs, target):
+    paths = [os.path.abspath(e.run.path) for e in runs]
     try:
-        loss = stats.judge(stats.parse([*(os.path.abspath(e.run.path) for e in runs), "--target", repr(target)]))["loss"]
+        loss = stats.judge(stats.parse([*paths, f"--target={target!r}"]))["loss"]
     except stats.CannotJudge as reason:
         raise NotCheckable(str(reason)) from None
     text = f"mean {loss['mean']:.5f} of {loss['n']} runs, target {target:g}, p = {loss['p']:.4g}"
@@ -508,16 +518,16 @@ def check_hardware(runs, others):
         differ = [f"{key}: {facts.get(key)} and {theirs.get(key)}" for key in sorted(facts.keys() | theirs.keys())
                   if facts.get(key) != theirs.get(key)]
         raise Broken(f"{one.name} and {other.name} differ in {'; '.join(differ)[:200]}")
-    return f"{next(iter(described.values()))[1].get('device')}, and the same ids, driver and versions (clock rates are not logged)"
+    _, facts = next(iter(described.values()))
+    return f"{facts.get('device')}, and the same ids, driver and versions (clock rates are not logged)"
 
 
 def check_interleaved(runs, others):
-    order = sorted([(e.get("start.started", str), 0) for e in runs] + [(e.get("start.started", str), 1) for e in others],
-                   key=lambda item: item[0])
-    sides = [side for _, side in order]
+    order = sorted((e.get("start.started", str), side) for side, es in (("a", runs), ("b", others)) for e in es)
+    sides = "".join(side for _, side in order)
     if len(runs) != len(others) or any(a == b for a, b in zip(sides[::2], sides[1::2])):
-        raise Broken(f"in the order of their start the runs are {''.join('ab'[side] for side in sides)[:60]}: not in pairs")
-    return f"started as {''.join('ab'[side] for side in sides)[:60]}"
+        raise Broken(f"in the order of their start the runs are {sides[:60]}: not in pairs")
+    return f"started as {sides[:60]}"
 
 
 def check_faster(runs, others):
@@ -528,7 +538,8 @@ def check_faster(runs, others):
         found = stats.compare_times(*(np.array(side) / 1000 for side in seconds), alpha=0.01)
     except stats.CannotJudge as reason:
         raise NotCheckable(str(reason)) from None
-    text = f"{np.mean(seconds[0]) / 1000:.3f} s against {np.mean(seconds[1]) / 1000:.3f} s: {stats.show_ratio(found)}, p = {found['p']:.4g}"
+    means = " s against ".join(f"{np.mean(side) / 1000:.3f}" for side in seconds)
+    text = f"{means} s: {stats.show_ratio(found)}, p = {found['p']:.4g}"
     if not found["p"] < 0.01:
         raise Broken(f"{text}: not below 0.01")
     return text
@@ -558,7 +569,7 @@ def find_shard(shard, folder):
 
 def check_data(e, folder):
     check_shards(e)
-    paths = {split: [find_shard(shard, folder) for shard in e.get(f"start.shards.{split}")] for split in ("train", "val")}
+    paths = {split: [find_shard(shard, folder) for shard in shards] for split, shards in e.get("start.shards").items()}
     documents, short = defaultdict(list), 0
     for path in paths["val"]:
         tokens, _, bos = read_tokens(path)
@@ -579,12 +590,12 @@ def check_data(e, folder):
                         shared.setdefault(name, f"{name} is in {path.name} at token {begin + at}")
     if shared:
         raise Broken(f"{len(shared)} validation documents are in the training data; {next(iter(shared.values()))}")
-    return (f"the shards are those of the log; none of {sum(map(len, documents.values()))} validation documents is in training "
-            f"({short} of fewer than {FINGERPRINT} tokens were not sought)")
+    return (f"the shards are those of the log; none of {sum(map(len, documents.values()))} validation documents is in "
+            f"training ({short} of fewer than {FINGERPRINT} tokens were not sought)")
 
 
 def fingerprints(tokens):
-    """uint64 hash of every FINGERPRINT tokens in a row: [n] -> [n - FINGERPRINT + 1]. Twice the length with each turn."""
+    """uint64 hash of every FINGERPRINT tokens in a row: [n] -> [n - FINGERPRINT + 1]. Each turn doubles the length."""
     prints, length, factor = tokens.astype(np.uint64) + np.uint64(1), 1, 0x9E3779B97F4A7C15
     while length < FINGERPRINT:
         prints = prints[:-length] * np.uint64(factor) + prints[length:]
@@ -617,8 +628,9 @@ def rerun(source, model_path, shard_paths, stated):
     shards = [read_tokens(path) for path in shard_paths]
     examiner = Examiner(model, module.Windows(*saved["windows"]), np.concatenate([tokens for tokens, _, _ in shards]),
                         *shards[0][1:], saved["config"])
-    verdicts = {"the saved model is the log's": judged(lambda: check_saved(torch.load(model_path, weights_only=True), stated))}
-    before = examiner.state()
+    verdicts, before = {}, examiner.state()
+    tensors = torch.load(model_path, weights_only=True, map_location="cpu")["model"]
+    verdicts["the saved model is the log's"] = judged(lambda: check_saved(tensors, saved["config"], stated))
     verdicts["independent validation loss"] = judged(lambda: examiner.check_loss(stated))
     verdicts["later tokens do not reach earlier logits"] = judged(examiner.check_causality)
     verdicts["targets do not reach logits"] = judged(examiner.check_targets)
@@ -637,19 +649,19 @@ def judged(check):
         return FAIL, str(reason) if isinstance(reason, Broken) else f"{type(reason).__name__}: {reason}"
 
 
-def check_saved(saved, stated):
-    digest = hashlib.sha256()
-    for name, x in saved["model"].items():
-        digest.update(name.encode() + as_bytes(x))
-    if digest.hexdigest() != stated["state_hash"] or saved["config"] != stated["config"]:
-        raise Broken(f"its parameters have hash {digest.hexdigest()[:8]}..., those of the log's last validation "
-                     f"{stated['state_hash'][:8]}..., and its config is {'' if saved['config'] == stated['config'] else 'not '}the log's")
+def check_saved(tensors, config, stated):
+    listed = "".join(f"{name} {hash_of(x)}\n" for name, x in tensors.items())  # the form that the log's hashes have
+    seen = hashlib.sha256(listed.encode()).hexdigest()
+    if seen != stated["state_hash"]:
+        raise Broken(f"its parameters have hash {seen[:8]}..., the log states {stated['state_hash'][:8]}...")
+    if config != stated["config"]:
+        raise Broken("its config is not the log's")
     return "its config is the log's, and its parameters are those of the last validation"
 
 
-def as_bytes(x):
+def hash_of(x):
     import torch
-    return x.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+    return hashlib.sha256(x.detach().reshape(-1).view(torch.uint8).cpu().numpy()).hexdigest()
 
 
 class Examiner:
@@ -706,7 +718,8 @@ class Examiner:
         scored, length = stated["val_tokens"], self.config["val_len"]
         if len(self.stream) < scored + 1:
             raise Broken(f"{scored:,} tokens are said to be scored, and the shards hold {len(self.stream):,}")
-        total = sum(self.losses_by_hand(self.stream[at:min(at + length, scored)], self.stream[at + 1:min(at + length, scored) + 1])
+        inputs, targets = self.stream[:scored], self.stream[1:scored + 1]
+        total = sum(self.losses_by_hand(inputs[at:at + length], targets[at:at + length])
                     for at in range(0, scored, length))
         loss, tolerance = total / scored, TOLERANCE[self.config["dtype"]]
         text = f"{loss:.5f} over {scored:,} tokens, the log states {stated['loss']:.5f}"
@@ -717,7 +730,8 @@ class Examiner:
     def check_causality(self):
         base, length = self.logits(self.probe), len(self.probe)
         joins, edges = np.flatnonzero(self.probe == self.bos), np.arange(BLOCK, length, BLOCK)
-        places = {"a random place": self.draw.integers(1, length, PROBES), "the edge of a block": np.concatenate([edges, edges - 1]),
+        places = {"a random place": self.draw.integers(1, length, PROBES),
+                  "the edge of a block": np.concatenate([edges, edges - 1]),
                   "a document join": self.draw.permutation(np.concatenate([joins, joins + 1]))[:2 * PROBES]}
         asked = 0
         for kind, offsets in places.items():
@@ -733,14 +747,15 @@ class Examiner:
 
     def check_targets(self):
         truth = np.append(self.probe[1:], self.bos)
-        others = [truth, self.draw.integers(0, self.vocab_size, len(truth)), np.full(len(truth), int(self.draw.integers(self.vocab_size)))]
+        random = self.draw.integers(0, self.vocab_size, len(truth))
+        others = [truth, random, np.full(len(truth), random[0])]
         base = self.logits(self.probe)
         surprise = -base.log_softmax(1)
         for targets in others:
             seen = self.forward(self.probe, targets)
             wanted = float(surprise.gather(1, self.tensor(targets)[:len(truth), None].long()).sum())
             if not abs(seen - wanted) <= self.tolerance * len(truth):
-                raise Broken(f"forward states a mean loss of {seen / len(truth):.5f}, its logits give {wanted / len(truth):.5f}")
+                raise Broken(f"forward's mean loss is {seen / len(truth):.5f}, the logits' {wanted / len(truth):.5f}")
             by_parts = self.losses_by_hand(self.probe, targets)
             if not abs(by_parts - wanted) <= self.tolerance * len(truth):
                 raise Broken(f"logits and lm_head disagree: {wanted / len(truth):.5f} and {by_parts / len(truth):.5f}")
@@ -751,7 +766,8 @@ class Examiner:
     def check_probabilities(self):
         asked = self.probe[:min(BLOCK, len(self.probe))]
         if self.vocab_size > BLOCK * 8:
-            raise NotCheckable(f"a vocabulary of {self.vocab_size:,} is too large to ask for each; see the row on targets")
+            raise NotCheckable(f"{self.vocab_size:,} tokens are too many to ask for each; the row above compares "
+                               "forward's loss with a softmax of the logits")
         targets = np.full(len(asked), -1)
         padded, total = self.logits(asked).size(1), 0.0
         for token in range(padded):
@@ -763,12 +779,12 @@ class Examiner:
 
     def state(self):
         tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
-        return {name: hashlib.sha256(as_bytes(x)).hexdigest() for name, x in tensors}
+        return {name: hash_of(x) for name, x in tensors}
 
     def check_state(self, before):
         changed = [name for name, digest in self.state().items() if before.get(name) != digest]
         if changed:
-            raise Broken(f"{len(changed)} tensors changed while the model was only asked, the first of them {changed[0]}")
+            raise Broken(f"{len(changed)} tensors changed while the model was only asked, first {changed[0]}")
         return f"all {len(before)} parameters and buffers"
 
 
@@ -782,7 +798,7 @@ def check_rerun(model_path, runs, folder):
                           "run it with --save_model true") from None
     e = next((e for e in runs if e.ours and e.run.start.get("run_id") == run_id), None)
     if e is None:
-        raise CannotJudge(f"{logs.printable(model_path)} is of run {run_id}, and its log is not among those given; name that log too")
+        raise CannotJudge(f"{logs.printable(model_path)} is of run {run_id}, whose log is not given; name that log too")
     rule = "the model evaluated again"
     try:
         check_shards(e)
@@ -816,7 +832,7 @@ def read_manifest(paths):
             try:
                 event = json.loads(line)
             except ValueError:
-                raise CannotJudge(f"{Path(folder) / MANIFEST}: a line is not JSON: {line[:60]!r}; restore the file") from None
+                raise CannotJudge(f"{Path(folder) / MANIFEST}: no JSON: {line[:60]!r}; restore the file") from None
             if isinstance(event, dict) and event.get("run_id"):
                 attempts.setdefault(str(event["run_id"]), {}).update(event)
     return list(attempts.values())
@@ -825,10 +841,10 @@ def read_manifest(paths):
 def read_runs(paths):
     """(Evidence of each run, what logs.read found). CannotJudge if there is none, or a file cannot be read."""
     found = logs.read(paths)
-    unreadable = [f"{logs.printable(item.path)}: {item.reason}" for item in found.rejected if item.kind == logs.UNREADABLE]
+    unreadable = [item for item in found.rejected if item.kind == logs.UNREADABLE]
     if unreadable or not found.runs:
-        reasons = unreadable or [f"{logs.printable(item.path)}: {item.reason}" for item in found.rejected]
-        raise CannotJudge(f"no run to judge ({'; '.join(reasons[:SHOWN]) or 'nothing was found'}); name a folder of logs, or logs")
+        reasons = several([f"{logs.printable(item.path)}: {item.reason}" for item in unreadable or found.rejected])
+        raise CannotJudge(f"no run to judge ({reasons or 'nothing was found'}); name a folder of logs, or logs")
     counts = Counter(run.path for run in found.runs)
     return [read_evidence(run, counts[run.path] == 1) for run in found.runs], found
 
@@ -878,15 +894,15 @@ def verify(options):
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description="Judges a record by the rules that a program can check.", allow_abbrev=False,
-                                     epilog="Exit status: 0 nothing fails, 1 a rule is broken, 2 the input cannot be judged.")
+    parser = argparse.ArgumentParser(description="Judges a record by rules a program can check.", allow_abbrev=False,
+                                     epilog="Exit status: 0 nothing fails, 1 a rule is broken, 2 it cannot be judged.")
     parser.add_argument("record", nargs="+", metavar="RECORD", help="a folder of logs, or logs")
     parser.add_argument("--vs", nargs="+", metavar="OTHER", help="logs of what it must be faster than")
     parser.add_argument("--side", default="a", help="of a race with two sides: the one that is the record (default: a)")
-    parser.add_argument("--data", metavar="DIR", help="the folder of the shards: hash them, and seek validation in training")
+    parser.add_argument("--data", metavar="DIR", help="folder of the shards: hash them, seek validation in training")
     parser.add_argument("--rerun", metavar="MODEL", help="a model that train_gpt.py saved; RUNS the source in its log")
-    parser.add_argument("--target", type=float, help="loss to be below (default: 3.28 on FineWeb, else what the logs state)")
-    parser.add_argument("--val_tokens", type=int, help=f"tokens to validate on (default: {FINEWEB_VAL_TOKENS} on FineWeb, else all)")
+    parser.add_argument("--target", type=float, help="loss to be below (default: 3.28 on FineWeb, else the logs')")
+    parser.add_argument("--val_tokens", type=int, help="tokens to score (default: 10,485,760 on FineWeb, else all)")
     parser.add_argument("--json", action="store_true", help="print the findings for programs")
     return parser.parse_args(arguments)
 
@@ -902,9 +918,11 @@ def main(arguments=None):
         return 2
     counts = Counter(finding.verdict for finding in findings)
     if options.json:
-        print(json.dumps({"verdict": FAIL if counts[FAIL] else PASS, "rules": [finding._asdict() for finding in findings]}, indent=1))
+        verdict = FAIL if counts[FAIL] else PASS
+        print(json.dumps({"verdict": verdict, "rules": [finding._asdict() for finding in findings]}, indent=1))
     else:
-        print("\n".join(logs.columns([(f.verdict.upper() if f.verdict == FAIL else f.verdict, f.rule, f.reason) for f in findings])))
+        rows = [("FAIL" if f.verdict == FAIL else f.verdict, f.rule, f.reason) for f in findings]
+        print("\n".join(logs.columns(rows)))
         print(f"\n{counts[PASS]} rules pass, {counts[FAIL]} fail, {counts[UNKNOWN]} could not be checked")
     return 1 if counts[FAIL] else 0
 

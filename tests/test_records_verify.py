@@ -1,4 +1,4 @@
-"""records/verify.py: honest logs of a real run pass; each rule catches a violation planted in the log or in the script."""
+"""records/verify.py: logs of a real run pass; each rule catches a violation planted in the log or in the script."""
 
 import hashlib
 import importlib.util
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from conftest import TINY, some_documents, write_shard
 
@@ -26,7 +25,7 @@ def planted(*edits):
     """The script's source with (old, new) edits, each of which must apply."""
     source = SOURCE
     for old, new in edits:
-        assert source.count(old) == 1, f"the plant does not fit the script any more: {old!r} occurs {source.count(old)} times"
+        assert source.count(old) == 1, f"the plant does not fit the script: {old!r} is there {source.count(old)} times"
         source = source.replace(old, new)
     return source
 
@@ -54,9 +53,10 @@ def train(tmp_path_factory, data):
     def train(*edits, **flags):
         folder = tmp_path_factory.mktemp("run")
         module = load(planted(*edits), folder / f"{folder.name}_train_gpt.py")
-        values = {**TINY, "preset": "laptop", "layers": "S0M S1M SM LM SM", "backout_layer": 3, "target_val_loss": 4.5, "val_len": 256,
-                  "train_files": data / "toy_train_*.bin", "val_files": data / "toy_val_*.bin", "log_dir": folder, "run_id": "r",
-                  "save_model": "true", "race_id": "x", "race_run": 1, "race_runs": 1, "race_side": "a", **flags}
+        values = {**TINY, "preset": "laptop", "layers": "S0M S1M SM LM SM", "backout_layer": 3, "target_val_loss": 4.5,
+                  "val_len": 256, "train_files": data / "toy_train_*.bin", "val_files": data / "toy_val_*.bin",
+                  "log_dir": folder, "run_id": "r", "save_model": True, "race_id": "x", "race_run": 1, "race_runs": 1,
+                  "race_side": "a", **flags}
         status = module.main([f"--{name}={str(v).lower() if isinstance(v, bool) else v}" for name, v in values.items()])
         assert status == 0
         return folder / "r.txt"
@@ -86,23 +86,25 @@ class Log:
 
     def label(self, run, n, side="a", loss=None, seconds=None):
         """Makes it consistently another run of a race."""
-        self.start.update(run_id=f"{run}{side}", seed=run, started=f"2025-01-01T00:{2 * run + (side == 'b'):02}:00+00:00",
+        minute = 2 * run + (side == "b")
+        self.start.update(run_id=f"{run}{side}", seed=run, started=f"2025-01-01T00:{minute:02}:00+00:00",
                           race={"race_id": "x", "run": run, "declared_n": n, "side": side})
         self.start["config"]["seed"] = run
         if loss is not None:
-            self.lines[-1] = self.lines[-1].replace(f"val_loss:{self.end['final_val_loss']:.4f}", f"val_loss:{loss:.4f}")
+            before = self.end["final_val_loss"]
+            self.lines[-1] = self.lines[-1].replace(f"val_loss:{before:.4f}", f"val_loss:{loss:.4f}")
             self.end.update(final_val_loss=loss, reached=loss <= self.end["target_val_loss"])
         return self
 
     def write(self, path):
-        path.write_text(f"{self.source}{RULE}\n{self.environment}{RULE}\n{json.dumps(self.start)}\n" + "\n".join(self.lines)
-                        + f"\n{json.dumps({'end': self.end})}\n{self.memory}\n")
+        lines = [json.dumps(self.start), *self.lines, json.dumps({"end": self.end}), self.memory]
+        path.write_text(f"{self.source}{RULE}\n{self.environment}{RULE}\n" + "\n".join(lines) + "\n")
         return path
 
 
 @pytest.fixture
 def race(honest, tmp_path):
-    """race(n, sides, change) -> a folder of logs of an honest race, but for what change(log, run, side) does to each."""
+    """race(n, sides, change) -> a folder of an honest race's logs, but for what change(log, run, side) does to each."""
     def race(n=4, sides="a", change=lambda log, run, side: None):
         folder = tmp_path / "race"
         folder.mkdir()
@@ -182,7 +184,8 @@ def test_community_logs_are_mostly_not_checkable(tmp_path, judge):
     for i in range(3):
         lines = [f"step:{s}/20 train_time:{60 * s}ms step_avg:60.00ms" for s in range(1, 21)]
         lines.append(f"step:20/20 val_loss:{3.27 + rng.random() / 1000:.4f} train_time:1200ms step_avg:60.00ms")
-        (tmp_path / f"{i}.txt").write_text("\n".join(["import torch", RULE, "Running PyTorch 2.9", RULE, *lines]) + "\n")
+        head = ["import torch", RULE, "Running PyTorch 2.9", RULE]
+        (tmp_path / f"{i}.txt").write_text("\n".join([*head, *lines]) + "\n")
     status, rules = judge(tmp_path)
     verdicts = {rule: verdict for rule, (verdict, _) in rules.items()}
     assert status == 0
@@ -193,29 +196,34 @@ def test_community_logs_are_mostly_not_checkable(tmp_path, judge):
 
 # Edited logs
 
-LOG_EDITS = {
-    "the last line's loss": (lambda log: log.lines.__setitem__(-1, log.lines[-1].replace(f"{4.01:.4f}", "3.9000")),
-                             "the log is unaltered", "final_val_loss 4.01"),
-    "the end's loss": (lambda log: log.set("end.final_val_loss", 3.9), "the log is unaltered", "3.9"),
-    "the source": (lambda log: log.set("source", log.source.replace("adam_lr", "adam_LR")), "the log is unaltered", "SHA-256"),
-    "the verdict": (lambda log: log.set("end.reached", False), "the log is unaltered", "reached"),
-    "a digest left out": (lambda log: log.start["shards"]["train"][0].pop("sha256"), "data stated with digests", "SHA-256"),
-    "warm-up that trains": (lambda log: log.set("end.state_hash.after_warmup", "0" * 64), "warm-up does not train", "before"),
-    "compiling on the clock": (lambda log: log.set("end.compiles_after_warmup", 2), "nothing is compiled on the clock", "2 graphs"),
-    "training in validation": (lambda log: log.set("end.validation_hash.after", "0" * 64), "validation does not train", "before"),
-    "a hash left out": (lambda log: log.end.pop("validation_hash"), "validation does not train", "validation_hash.before"),
-    "a launch with flags": (lambda log: log.set("start.environment", {"TORCHINDUCTOR_MAX_AUTOTUNE": "1", "TORCHELASTIC_RUN_ID": "x"}),
-                            "no compiler flags in the environment", "TORCHINDUCTOR_MAX_AUTOTUNE=1"),
+WHOLE, CLOCK, SPANS = "the log is unaltered", "the clock is honest", "all time outside the clock is named"
+WARM_UP, COMPILES, VALIDATION = "warm-up does not train", "nothing is compiled on the clock", "validation does not train"
+LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
+    "the last line's loss": (lambda log: edit_line(log, -1, "val_loss:4.01", "val_loss:3.90"), WHOLE, "final_val_loss 4.01"),
+    "the end's loss": (lambda log: log.set("end.final_val_loss", 3.9), WHOLE, "3.9"),
+    "the source": (lambda log: log.set("source", log.source.replace("adam_lr", "adam_LR")), WHOLE, "SHA-256"),
+    "the verdict": (lambda log: log.set("end.reached", False), WHOLE, "reached"),
+    "the seed": (lambda log: log.set("start.seed", 77), WHOLE, "seed"),
+    "a digest left out": (lambda log: log.start["shards"]["train"][0].pop("sha256"),
+                          "data stated with digests", "SHA-256"),
+    "warm-up that trains": (lambda log: log.set("end.state_hash.after_warmup", "0"), WARM_UP, "before"),
+    "compiling late": (lambda log: log.set("end.compiles_after_warmup", 2), COMPILES, "2 graphs"),
+    "training in validation": (lambda log: log.set("end.validation_hash.after", "0"), VALIDATION, "before"),
+    "a hash left out": (lambda log: log.end.pop("validation_hash"), VALIDATION, "validation_hash.before"),
+    "a launch with flags": (lambda log: log.set("start.environment", {"TORCHINDUCTOR_X": "1", "TORCHELASTIC_X": "1"}),
+                            "no compiler flags in the environment", "started with TORCHINDUCTOR_X=1"),
     "a short count": (lambda log: log.set("end.val_tokens", 512), "exactly the stated validation tokens", "512", "999"),
-    "a step cut out": (lambda log: log.lines.pop(4), "the clock is honest", "have no line"),
-    "a step_avg": (lambda log: log.lines.__setitem__(3, log.lines[3].split("step_avg")[0] + "step_avg:0.01ms"), "the clock is honest",
-                   "step_avg"),
-    "a nameless span": (lambda log: log.set("end.wall_seconds", log.end["wall_seconds"] + 3), "all time outside the clock is named",
-                        "under no name"),
-    "a negative span": (lambda log: log.end["seconds_outside_clock"].update(setup=-1.0),
-                                              "all time outside the clock is named", "no seconds"),
-    "the seed": (lambda log: log.set("start.seed", 77), "the log is unaltered", "seed"),
+    "a step cut out": (lambda log: log.lines.pop(4), CLOCK, "have no line"),
+    "a step_avg": (lambda log: edit_line(log, 3, "step_avg:", "step_avg:9"), CLOCK, "step_avg"),
+    "the end's time": (lambda log: log.set("end.train_time_ms", log.end["train_time_ms"] - 90), CLOCK, "train_time_ms"),
+    "a nameless span": (lambda log: log.set("end.wall_seconds", log.end["wall_seconds"] + 3), SPANS, "under no name"),
+    "a negative span": (lambda log: log.set("end.seconds_outside_clock.setup", -1.0), SPANS, "no seconds"),
 }
+
+
+def edit_line(log, at, old, new):
+    assert old in log.lines[at]
+    log.lines[at] = log.lines[at].replace(old, new)
 
 
 @pytest.mark.parametrize("edit", LOG_EDITS)
@@ -241,9 +249,9 @@ def test_a_clock_that_falls_or_outruns_the_wall_is_caught(race, judge, tmp_path)
 
 
 def test_a_script_with_a_slow_clock_is_caught(train, judge):
-    log = train(("self.elapsed += 1000 * (self._now() - self.since)", "self.elapsed += 500 * (self._now() - self.since)"),
-                ("self.elapsed + (1000 *", "self.elapsed + (500 *"),
-                ("        step_losses = trainer.step(step,", "        time.sleep(0.15)\n        step_losses = trainer.step(step,"))
+    step = "        step_losses = trainer.step(step,"
+    log = train(("self.elapsed += 1000 *", "self.elapsed += 500 *"),
+                ("self.elapsed + (1000 *", "self.elapsed + (500 *"), (step, "        time.sleep(0.15)\n" + step))
     status, rules = judge(log)
     assert status == 1 and "under no name" in rules["all time outside the clock is named"][1]
 
@@ -284,7 +292,7 @@ def test_a_run_from_elsewhere_is_caught(race, judge):
 
 @pytest.mark.parametrize("change, word", [
     (lambda log, run, side: log.set("start.seed", 5).set("start.config.seed", 5), "seed 5 was used 4 times"),
-    (lambda log, run, side: log.start["shards"]["train"][0].update(sha256=hashlib.sha256(bytes(run)).hexdigest()), "the same data"),
+    (lambda log, run, side: log.start["shards"]["train"][0].update(sha256=f"{run:064}"), "the same data"),
     (lambda log, run, side: log.set("start.race.declared_n", 3 + run), "runs were declared"),
 ])
 def test_runs_that_are_not_of_one_race_are_caught(race, judge, change, word):
@@ -327,12 +335,16 @@ def test_a_side_that_is_not_faster_is_caught(race, judge):
 
 # The data
 
+NO_LEAK = "no validation document in training"
+
+
 def test_validation_set_too_short_is_caught(train, judge):
-    fails_only(judge(train(val_tokens=512)), "exactly the stated validation tokens", "512 tokens were scored, and the rule is 999")
+    fails_only(judge(train(val_tokens=512)), "exactly the stated validation tokens", "512 tokens were scored", "is 999")
 
 
 def test_fineweb_has_its_own_rule(race, judge):
-    status, rules = judge(race(change=lambda log, run, side: log.start["shards"]["val"][0].update(name="fineweb_val_000000.bin")))
+    name = "fineweb_val_000000.bin"
+    status, rules = judge(race(change=lambda log, run, side: log.start["shards"]["val"][0].update(name=name)))
     assert status == 1 and "10,485,760" in rules["exactly the stated validation tokens"][1]
     assert "target 3.28" in rules["mean loss below target, p < 0.01"][1]  # whatever the log says
 
@@ -354,19 +366,20 @@ def test_validation_documents_in_training_are_caught(train, judge, tmp_path):
     train_tokens[2001:2001 + len(stolen)] = stolen
     write_shard(tmp_path / "toy_train_000001.bin", train_tokens)
     write_shard(tmp_path / "toy_val_000000.bin", val)
-    log = train(train_files=tmp_path / "toy_train_*.bin", val_files=tmp_path / "toy_val_*.bin", num_steps=4, extension_steps=1)
-    fails_only(judge(log, "--data", tmp_path), "no validation document in training", f"document {longest} is in", "token 2001")
+    log = train(train_files=tmp_path / "toy_train_*.bin", val_files=tmp_path / "toy_val_*.bin", num_steps=4,
+                extension_steps=1)
+    fails_only(judge(log, "--data", tmp_path), NO_LEAK, f"document {longest} is in", "token 2001")
 
 
 def test_changed_shards_are_caught(race, judge, data, tmp_path):
     shards = shutil.copytree(data, tmp_path / "shards")
     write_shard(shards / "toy_train_000002.bin", some_documents(7, 6000))
-    fails_only(judge(race(), "--data", shards), "no validation document in training", "toy_train_000002.bin has SHA-256")
+    fails_only(judge(race(), "--data", shards), NO_LEAK, "toy_train_000002.bin has SHA-256")
 
 
 def test_missing_shards_are_not_checkable(race, judge, tmp_path):
     status, rules = judge(race(), "--data", tmp_path)
-    assert status == 0 and rules["no validation document in training"][0] == "not checkable"
+    assert status == 0 and rules[NO_LEAK][0] == "not checkable"
 
 
 # The source
@@ -459,8 +472,8 @@ def test_a_setting_in_a_log_is_caught(race, judge):
 def rerun(honest, data):
     """rerun(*edits) -> {rule: (verdict, reason)} for the honest run's model, loaded by a source with these edits."""
     end, start = Log(honest).end, Log(honest).start
-    stated = {"loss": end["final_val_loss"], "val_tokens": end["val_tokens"], "state_hash": end["validation_hash"]["after"],
-              "config": start["config"]}
+    stated = {"loss": end["final_val_loss"], "val_tokens": end["val_tokens"], "config": start["config"],
+              "state_hash": end["validation_hash"]["after"]}
 
     def rerun(*edits, model=honest.with_suffix(".pt"), **changed):
         return verify.rerun(planted(*edits), str(model), [data / "toy_val_000000.bin"], {**stated, **changed})
@@ -468,8 +481,9 @@ def rerun(honest, data):
 
 
 def test_an_honest_model_passes_in_a_process_of_its_own(honest, data):
-    done = subprocess.run([sys.executable, str(ROOT / "records/verify.py"), str(honest), "--rerun", str(honest.with_suffix(".pt")),
-                           "--json"], capture_output=True, text=True, cwd=data, env={"OMP_NUM_THREADS": "1", "PATH": ""})
+    command = [sys.executable, ROOT / "records/verify.py", honest, "--rerun", honest.with_suffix(".pt"), "--json"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=data,
+                          env={"OMP_NUM_THREADS": "1", "PATH": ""})
     assert done.returncode == 0, done.stdout + done.stderr
     rules = {rule["rule"]: rule["verdict"] for rule in json.loads(done.stdout)["rules"]}
     assert set(list(rules.values())[-6:]) == {"pass"} and "independent validation loss" in rules
@@ -479,11 +493,12 @@ EMBED = "        e = self.embed(x)\n"
 MODEL_PLANTS = {
     "every token sees the next": ((EMBED, EMBED + "        e = e + 0.1 * torch.roll(e, -1, 0)\n"), "earlier logit"),
     "a leak at the edges of blocks": (
-        (EMBED, EMBED + "        at = torch.arange(127, len(e) - 1, 128)\n        e = e.index_add(0, at, 0.1 * e[at + 1])\n"), "edge of a block"),
+        (EMBED, EMBED + "        at = torch.arange(127, len(e) - 1, 128)\n"
+                        "        e = e.index_add(0, at, 0.1 * e[at + 1])\n"), "edge of a block"),
     "a leak at document joins": (
         (EMBED, EMBED + "        at = (x[1:] == self.bos_id).nonzero()[:, 0]\n        at = at[at < len(e) - 2]\n"
          "        e = e.index_add(0, at, 0.1 * e[at + 2])\n"), "earlier logit"),
-    "a mask that is not causal": (("return (q >= k) & (q - k <= window)", "return (q >= k - 1) & (q - k <= window)"), "earlier logit"),
+    "a mask that is not causal": (("return (q >= k) & (q - k", "return (q >= k - 1) & (q - k"), "earlier logit"),
 }
 
 
@@ -498,12 +513,13 @@ FORWARD = "        x = self.trunk(inputs, windows)\n        parts ="
 
 
 @pytest.mark.parametrize("edit", [
-    (FORWARD, "        x = self.trunk(inputs, windows) + 0.3 * self.lm_head.weight[targets.clamp_min(0)]\n        parts ="),
+    (FORWARD, FORWARD.replace("windows)", "windows) + 0.3 * self.lm_head.weight[targets.clamp_min(0)]")),
     ("        return self.lm_head.logits(self.trunk(inputs, windows))",
      "        return self.lm_head.logits(self.trunk(inputs, windows)) + getattr(self, 'seen', 0)"),
 ])
 def test_targets_that_reach_logits_are_caught(rerun, edit):
-    stash = (FORWARD, "        self.seen = F.one_hot(targets.clamp_min(0), len(self.lm_head.weight)).float()\n" + FORWARD)
+    seen = "        self.seen = F.one_hot(targets.clamp_min(0), len(self.lm_head.weight)).float()\n"
+    stash = (FORWARD, seen + FORWARD)
     edits = [edit] if edit[0] == FORWARD else [edit, stash]
     assert rerun(*edits)["targets do not reach logits"][0] == "fail"
 
@@ -532,17 +548,24 @@ TRAIN_IN_VALIDATION = ("        losses[i] = model(inputs.clamp_min(0), targets, 
 def test_training_in_validation_is_caught(train, judge, rerun):
     log = train(TRAIN_IN_VALIDATION, warmup_steps=0)
     fails_only(judge(log), "validation does not train", "state")
-    forged = train(TRAIN_IN_VALIDATION, ('val_hashes["after"] = model_hash(model)', 'val_hashes["after"] = val_hashes["before"]'),
-                   warmup_steps=0)
+    forgery = ('val_hashes["after"] =', 'val_hashes["after"] = val_hashes["before"] or')
+    forged = train(TRAIN_IN_VALIDATION, forgery, warmup_steps=0)
     assert judge(forged)[0] == 0  # the log alone cannot show it
     end = Log(forged).end
-    rules = rerun(model=forged.with_suffix(".pt"), loss=end["final_val_loss"], state_hash=end["validation_hash"]["after"],
-                  config=Log(forged).start["config"])
+    rules = rerun(model=forged.with_suffix(".pt"), loss=end["final_val_loss"], config=Log(forged).start["config"],
+                  state_hash=end["validation_hash"]["after"])
     assert rules["the saved model is the log's"][0] == rules["independent validation loss"][0] == "fail"
 
 
-def test_a_source_that_cannot_load_the_model_is_no_crash(race, judge, honest, data):
-    """And a model of no log here is no input."""
+def test_a_source_that_cannot_load_the_model_fails(honest, data, tmp_path):
+    log = Log(honest)
+    log.source = "import torch\n"
+    runs, _ = verify.read_runs([log.write(tmp_path / "l.txt")])
+    (finding,) = verify.check_rerun(honest.with_suffix(".pt"), runs, data)
+    assert finding.verdict == "fail" and "load_model" in finding.reason
+
+
+def test_a_model_of_no_log_here_is_no_input(race, judge, honest):
     assert judge(race(), "--rerun", honest.with_suffix(".pt"))[0] == 2
 
 
@@ -577,7 +600,8 @@ def test_values_of_any_type_are_no_crash(honest, tmp_path, capsys):
                 yield from places(value, (*path, key))
 
     whole = Log(honest)
-    every = [("start", *path) for path in places(whole.start) if path[0] != "config"] + [("end", *path) for path in places(whole.end)]
+    every = [("start", *path) for path in places(whole.start) if path[0] != "config"]
+    every += [("end", *path) for path in places(whole.end)]
     values = [None, "x", [], {}, -1, 1e400, [1], True]
     for i, path in enumerate(every):
         log = Log(honest).set(".".join(path), values[i % len(values)]).write(tmp_path / "l.txt")
