@@ -82,11 +82,11 @@ class Config:
     val_files: str = value("data/fineweb10B/fineweb_val_*.bin", "as above")
     train_shards: int = value(9, "shards to use, in the order of their names (0: all); nine are enough for the record")
     max_len: int = value(2048, "a training document ends here; keeps a batch from being one long document")
-    long_documents: str = value("cut", "cut: skip what is beyond max_len. split: it makes further documents, each opened "
-                                "by a BOS in place of its first token (for corpora of few long documents)", ("cut", "split"))
+    long_documents: str = value("cut", "cut: skip what is beyond max_len. split: it makes further documents, each "
+                                "opened by a BOS in place of its first token", ("cut", "split"))
     shuffle: bool = value(False, "documents of a shard in an order drawn from the seed (FineWeb is shuffled as it is)")
     batch_tokens: int = value(8 * 2048 * 16, "tokens a step, over all ranks")
-    micro_tokens: int = value(2048 * 16, "tokens of one forward and backward: one packed sequence, one slot of the batch")
+    micro_tokens: int = value(2048 * 16, "tokens of one forward and backward: one packed sequence, a slot of the batch")
     val_tokens: int = value(10_485_760, "tokens to validate on, from the start of the split (0: the whole split)")
     val_len: int = value(4 * 64 * 1024, "tokens of one validation sequence")
     val_every: int = value(250, "steps between validations; there is one at the end in any case")
@@ -132,22 +132,20 @@ class Config:
 
     # gradient sync
     sync: str = value("hook", "hook: reduce-scatter starts in backward. step: not before the step", ("hook", "step"))
-    bank_mb: float = value(72.0, "MiB of parameters at which a bank is full (0: a bank a parameter); the default is 8 of "
-                           "the record's largest matrices, one a rank")
-    walk: str = value("launch", "order of the step over banks: as launched, or the first layers first", ("launch", "forward"))
+    bank_mb: float = value(72.0, "MiB of parameters at which a bank is full (0: a bank a parameter); the default is 8 "
+                           "of the record's largest matrices, one a rank")
+    walk: str = value("launch", "order of the step over banks: as launched, or first layer on", ("launch", "forward"))
     lazy_gather: bool = value(False, "the next forward waits for new parameters, where it reads them")
     fp32_grads: bool = value(False, "sum and exchange the gradients of bf16 parameters in float32")
     compress_grads: bool = value(False, "send gradients in bf16")
     check_grads: bool = value(False, "stop before a step with a gradient that is not finite (on GPUs a wait a step)")
-    clip_norm: float = value(0.0, "scale gradients down to this norm over all parameters that update in a step (0: never)")
-    exact: bool = value(False, "the same bytes at any number of ranks: fixed trees of sums, one thread, no batches of matrices")
+    clip_norm: float = value(0.0, "scale gradients down to this norm over all that update in a step (0: never)")
+    exact: bool = value(False, "the same bytes at any number of ranks: fixed trees of sums, one thread, no batches")
 
     # machine
-    compile: str = value("auto", "compile the blocks, the head and the rules, each by itself. auto: on GPUs",
-                         ("auto", "on", "off"))
+    compile: str = value("auto", "blocks, head and rules, each by itself. auto: on GPUs", ("auto", "on", "off"))
     warmup_steps: int = value(30, "before the clock: every window and kind of step once, then everything is put back")
     timeout_s: int = value(300, "seconds until a collective that others do not join is an error")
-
     profile: str = value("", "A:B writes a Chrome trace of the steps A to B beside the log, one a rank")
 
     # log and what comes after
@@ -185,8 +183,9 @@ def make_parser() -> argparse.ArgumentParser:
     for f in dataclasses.fields(Config):
         defaults = " | ".join(dict.fromkeys(str(getattr(preset, f.name)) for preset in PRESETS.values()))
         kind = {"int": int, "float": float, "str": str, "bool": parse_bool}[f.type]
-        parser.add_argument(f"--{f.name}", type=kind, choices=f.metadata["choices"] or None, metavar=f.type.upper()
-                            if not f.metadata["choices"] else None, help=f"{f.metadata['why']} ({defaults or 'empty'})")
+        choices, why = f.metadata["choices"] or None, f.metadata["why"]
+        parser.add_argument(f"--{f.name}", type=kind, choices=choices, metavar=None if choices else f.type.upper(),
+                            help=f"{why} ({defaults or 'empty'})")
     return parser
 
 
@@ -223,7 +222,7 @@ def parse_layers(words: str) -> tuple[Layer, ...]:
         window, rest = (rest[0], rest[1:]) if rest[:1] in ("S", "L") else (None, rest)
         table, rest = (int(rest[0]), rest[1:]) if window and rest[:1].isdecimal() else (None, rest)
         if rest not in ("", "M"):
-            raise RunError(f"layers: {word!r} is not a layer; a word is S or L, then perhaps a digit, then perhaps M; or M; or -")
+            raise RunError(f"layers: {word!r} is not a layer; write S or L, perhaps a digit, perhaps M; or M; or -")
         return Layer(window, table, rest == "M")
     return tuple(map(parse, words.split()))
 
@@ -236,44 +235,44 @@ def check_config(config: Config, ranks: int) -> None:
         if not holds:
             wrong.append(message)
 
-    zero_or_more = {"seed", "train_shards", "val_tokens", "val_every", "extension_steps", "cooldown", "lr_floor", "adam_lr",
-                    "embed_lr_mul", "scalar_lr_mul", "muon_lr", "muon_weight_decay", "muon_momentum_rise", "fc_lr_mul",
-                    "muon_momentum_fall", "bank_mb", "warmup_steps", "train_loss_every", "sample_tokens", "race_run",
-                    "race_runs", "clip_norm", "adam_beta1", "adam_beta2", "muon_beta2", "muon_momentum", "muon_momentum_low"}
+    below_one = ("adam_beta1", "adam_beta2", "muon_beta2", "muon_momentum", "muon_momentum_low")
+    zero_or_more = {"seed", "train_shards", "val_tokens", "val_every", "extension_steps", "cooldown", "lr_floor",
+                    "adam_lr", "embed_lr_mul", "scalar_lr_mul", "muon_lr", "muon_weight_decay", "muon_momentum_rise",
+                    "muon_momentum_fall", "fc_lr_mul", "bank_mb", "clip_norm", "warmup_steps", "train_loss_every",
+                    "sample_tokens", "race_run", "race_runs", *below_one}
     for f in dataclasses.fields(c):
         v = getattr(c, f.name)
         if f.type in ("int", "float"):
             want(math.isfinite(v), f"{f.name} is {v}; give a finite number")
-            low_enough = v >= 0 if f.name in zero_or_more else v > 0
-            want(low_enough, f"{f.name} is {v}; it must be {'0 or more' if f.name in zero_or_more else 'more than 0'}")
-    for name in ("adam_beta1", "adam_beta2", "muon_beta2", "muon_momentum", "muon_momentum_low"):
+            least = "0 or more" if f.name in zero_or_more else "more than 0"
+            want(v > 0 or v == 0 and f.name in zero_or_more, f"{f.name} is {v}; it must be {least}")
+    for name in below_one:
         want(getattr(c, name) < 1, f"{name} is {getattr(c, name)}; it must be less than 1")
     for name in ("cooldown", "lr_floor"):
         want(getattr(c, name) <= 1, f"{name} is {getattr(c, name)}; it must be at most 1")
-    want(ranks in (1, 2, 4, 8), f"{ranks} ranks; the batch is shared out evenly over 1, 2, 4 or 8: change --nproc_per_node")
-    want(c.num_heads * c.head_dim == c.model_dim, f"num_heads * head_dim is {c.num_heads} * {c.head_dim}; it must be "
-         f"model_dim, {c.model_dim}")
+    want(ranks in (1, 2, 4, 8), f"{ranks} ranks; the batch is shared out evenly over 1, 2, 4 or 8 (--nproc_per_node)")
+    want(c.num_heads * c.head_dim == c.model_dim,
+         f"num_heads * head_dim is {c.num_heads} * {c.head_dim}; it must be model_dim, {c.model_dim}")
     want(c.head_dim % 4 == 0, f"head_dim is {c.head_dim}; the rotary needs a multiple of 4")
     want(c.gate_dim <= c.model_dim, f"gate_dim is {c.gate_dim}; the stream has only {c.model_dim} entries: lower it")
-    want(c.extension_steps < c.num_steps, f"extension_steps is {c.extension_steps} of num_steps {c.num_steps}; at least one "
-         f"step must be left to the schedule: set --extension_steps below {c.num_steps}")
+    want(c.extension_steps < c.num_steps,
+         f"extension_steps is {c.extension_steps} of num_steps {c.num_steps}; leave the schedule a step: lower it")
     slots = c.batch_tokens // max(1, c.micro_tokens)
     want(c.batch_tokens % max(1, c.micro_tokens) == 0 and slots % max(1, ranks) == 0,
-         f"batch_tokens {c.batch_tokens} is not a whole number of micro_tokens {c.micro_tokens} for each of {ranks} ranks; "
-         f"make batch_tokens a multiple of {c.micro_tokens * ranks}")
+         f"batch_tokens {c.batch_tokens} is not a whole number of micro_tokens {c.micro_tokens} for each of {ranks} "
+         f"ranks; make batch_tokens a multiple of {c.micro_tokens * ranks}")
     want(c.val_tokens % max(1, c.val_len) == 0, f"val_tokens {c.val_tokens} is not a multiple of val_len {c.val_len}")
     want(c.max_len >= 2, f"max_len is {c.max_len}; a document needs at least a BOS and a token")
     want("/" not in c.run_id and c.run_id not in (".", ".."), f"run_id is {c.run_id!r}; it names a file: leave out '/'")
-    want(not c.profile or re.fullmatch(r"\d+:\d+", c.profile) and profiled_steps(c) and profiled_steps(c)[-1] < c.num_steps,
+    steps = profiled_steps(c) if re.fullmatch(r"\d+:\d+", c.profile) else ()
+    want(not c.profile or steps and steps[-1] < c.num_steps,
          f"profile is {c.profile!r}; give the first and the last step, like 10:13, below num_steps {c.num_steps}")
     for name in ("compress_grads", "clip_norm"):
-        want(not (c.exact and getattr(c, name)), f"exact and {name} {getattr(c, name)} exclude each other: its sums depend on the "
-             f"number of ranks; leave out --exact or --{name}")
-    try:
-        windows = [int(word) for word in c.windows.split()]
-        want(bool(windows) and min(windows) > 0, f"windows is {c.windows!r}; give numbers of blocks, like '3 7 11'")
-    except ValueError:
-        want(False, f"windows is {c.windows!r}; give numbers of blocks, like '3 7 11'")
+        want(not (c.exact and getattr(c, name)), f"exact and {name} {getattr(c, name)} exclude each other: its sums "
+             f"depend on the number of ranks; leave out --exact or --{name}")
+    words = c.windows.split()
+    want(words and all(word.isdecimal() and int(word) > 0 for word in words),
+         f"windows is {c.windows!r}; give numbers of blocks, like '3 7 11'")
     try:
         count = len(parse_layers(c.layers))
         want(count > 0, "layers is empty; give at least one layer")
@@ -301,7 +300,7 @@ class Shard(NamedTuple):
 
 
 def read_header(path: Path) -> Shard:
-    """Header words: 0 magic, 1 version, 2 number of tokens, 3 vocabulary, 4 BOS. RunError if the file is no whole shard."""
+    """Header words: 0 magic, 1 version, 2 tokens, 3 vocabulary, 4 BOS. RunError if the file is no whole shard."""
     try:
         with open(path, "rb") as file:
             words = file.read(HEADER_INTS * 4)
@@ -310,27 +309,27 @@ def read_header(path: Path) -> Shard:
         raise RunError(f"{path}: cannot be read ({error.strerror}); fetch or make the data again") from error
     header = np.frombuffer(words[:len(words) // 4 * 4], dtype="<i4")
     if len(header) < HEADER_INTS or header[:2].tolist() != [MAGIC, VERSION]:
-        raise RunError(f"{path}: begins with {header[:2].tolist()}, a shard with a header of {HEADER_INTS} words, magic and version "
-                       f"[{MAGIC}, {VERSION}] first; make it with a script of data/")
+        raise RunError(f"{path}: begins with {header[:2].tolist()}, a shard with [{MAGIC}, {VERSION}] in a header of "
+                       f"{HEADER_INTS} words; make it with a script of data/")
     tokens = int(header[2])
     if size != HEADER_INTS * 4 + 2 * tokens:
-        raise RunError(f"{path}: {size} bytes, but its header promises {tokens} tokens, which are {HEADER_INTS * 4 + 2 * tokens}; "
-                       "delete it, then fetch or make it again")
+        raise RunError(f"{path}: {size} bytes, but its header promises {tokens} tokens, {HEADER_INTS * 4 + 2 * tokens} "
+                       "bytes; delete it, then fetch or make it again")
     return Shard(path, tokens, int(header[3]) or GPT2_VOCAB, int(header[4]) or GPT2_BOS)
 
 
 def find_shards(pattern: str, limit: int = 0) -> list[Shard]:
-    """The shards that match a glob pattern, by name, the first `limit` of them (0: all); one vocabulary in all of them."""
+    """The shards that match a glob pattern, by name, the first `limit` of them (0: all); all in one vocabulary."""
     full = str(ROOT / pattern)  # an absolute pattern stays as it is
     paths = sorted(glob.glob(full))
     if not paths:
-        raise RunError(f"no shard matches {full}; make some with data/stdlib.py, data/fineweb.py or data/text.py, or name "
-                       "others with --train_files and --val_files")
+        raise RunError(f"no shard matches {full}; make some with data/stdlib.py, data/fineweb.py or data/text.py, or "
+                       "name others with --train_files and --val_files")
     shards = [read_header(Path(path)) for path in paths[:limit or None]]
     for shard in shards:
         if shard[2:] != shards[0][2:]:
-            raise RunError(f"{shard.path}: vocabulary and BOS are {shard[2:]}, those of {shards[0].path} are {shards[0][2:]}; "
-                           "shards of one run share one encoding")
+            raise RunError(f"{shard.path}: vocabulary and BOS are {shard[2:]}, those of {shards[0].path} are "
+                           f"{shards[0][2:]}; shards of one run share one encoding")
     return shards
 
 
@@ -341,13 +340,12 @@ def load_tokens(shard: Shard) -> np.ndarray:
     except OSError as error:
         raise RunError(f"{shard.path}: cannot be read ({error}); fetch or make the data again") from error
     if len(tokens) != shard.tokens:
-        raise RunError(f"{shard.path}: held {shard.tokens} tokens when the run began and {len(tokens)} now; leave the data alone "
-                       "while a run reads it")
+        raise RunError(f"{shard.path}: held {shard.tokens} tokens when the run began and {len(tokens)} now; leave the "
+                       "data alone while a run reads it")
     highest = int(tokens.max(initial=0))
     if highest >= shard.vocab_size:
-        where = int(tokens.argmax())
-        raise RunError(f"{shard.path}: token {highest} at position {where}, but the vocabulary has {shard.vocab_size}; the shard "
-                       "is damaged or its header names another encoding: make it again")
+        raise RunError(f"{shard.path}: token {highest} at position {tokens.argmax()}, but the vocabulary has "
+                       f"{shard.vocab_size}; the shard is damaged or its header names another encoding: make it again")
     return tokens
 
 
@@ -380,7 +378,7 @@ def pack(ends: np.ndarray, first: int, slots: int, slot_tokens: int) -> list[tup
     """Which documents fill a batch. Each slot takes documents one after another until it holds slot_tokens + 1.
 
     ends [documents]: running sum of the documents' lengths. first: the document to begin with.
-    Returns for each slot (first document, last document, tokens of the last one that fit), or None if the documents run out.
+    Returns for each slot (first document, last document, tokens of it that fit), or None if the documents run out.
     """
     taken = []
     for _ in range(slots):
@@ -395,11 +393,11 @@ def pack(ends: np.ndarray, first: int, slots: int, slot_tokens: int) -> list[tup
 
 
 def fill_slot(documents: Documents, bos_id: int, first: int, last: int, last_tokens: int) -> np.ndarray:
-    """The tokens of one slot, uint16 [slot_tokens + 1]. Every document is opened by BOS, a later piece of a split one too."""
+    """The tokens of one slot, uint16 [slot_tokens + 1]. BOS opens every document, a later piece of a split one too."""
     lengths = documents.lengths[first:last + 1].copy()
     lengths[-1] = last_tokens
-    parts = [documents.tokens[start:start + n] for start, n in zip(documents.starts[first:last + 1], lengths)]
-    slot = np.concatenate(parts)
+    starts = documents.starts[first:last + 1]
+    slot = np.concatenate([documents.tokens[start:start + n] for start, n in zip(starts, lengths)])
     slot[np.cumsum(lengths) - lengths] = bos_id
     return slot
 
@@ -407,8 +405,8 @@ def fill_slot(documents: Documents, bos_id: int, first: int, last: int, last_tok
 class Stream:
     """Batches of packed documents for one rank; the next shard is loaded and indexed in the background.
 
-    A batch has `slots` packed sequences; rank r takes slots/ranks of them in a row, so what the ranks read together does
-    not depend on how many they are. A batch that would run past a shard's last document begins anew at the next shard.
+    A batch has `slots` packed sequences; rank r takes slots/ranks of them in a row, so what the ranks read together
+    does not depend on how many they are. A batch that would run past a shard's last document begins anew at the next.
     """
 
     def __init__(self, shards: list[Shard], config: Config, rank: int = 0, ranks: int = 1):
@@ -424,17 +422,17 @@ class Stream:
         order = np.random.default_rng([c.seed, index]) if c.shuffle else None
         documents = index_documents(load_tokens(shard), shard.bos_id, c.max_len, c.long_documents, order)
         if not len(documents.starts):
-            raise RunError(f"{shard.path}: no token is BOS ({shard.bos_id}), so no document begins; make it again with a script "
-                           "of data/, or write its BOS id into header word 4")
+            raise RunError(f"{shard.path}: no token is BOS ({shard.bos_id}), so no document begins; make it again with "
+                           "a script of data/, or write its BOS id into header word 4")
         return documents, np.cumsum(documents.lengths)
 
     def _open(self, index: int) -> tuple[Documents, np.ndarray]:
         """Shard `index` as soon as it is loaded; starts loading the one after it, forgets the others."""
         if index >= len(self.shards):
-            total = sum(shard.tokens for shard in self.shards)
-            raise RunError(f"the training data ran out: {len(self.shards)} shard(s) like {self.shards[0].path} hold {total} "
-                           f"tokens, and documents cut at {self.config.max_len} gave only {self.steps} batches of "
-                           f"{self.config.batch_tokens}; add shards, or lower --num_steps")
+            held = sum(shard.tokens for shard in self.shards)
+            raise RunError(f"the training data ran out: {len(self.shards)} shard(s) like {self.shards[0].path} hold "
+                           f"{held} tokens, and documents cut at {self.config.max_len} gave only {self.steps} batches "
+                           f"of {self.config.batch_tokens}; add shards, or lower --num_steps")
         wanted = [i for i in (index, index + 1) if i < len(self.shards)]
         self.loaded = {i: self.loaded.get(i) or self.loader.submit(self._load, i) for i in wanted}
         return self.loaded[index].result()
@@ -467,11 +465,11 @@ class Stream:
         return batch
 
     def check_enough(self, steps: int) -> None:
-        """RunError if it is known already that the data ends before so many steps: exactly, where all of it is loaded."""
-        held = sum(shard.tokens for shard in self.shards)
-        if held < steps * self.config.batch_tokens:
-            raise RunError(f"{len(self.shards)} shard(s) like {self.shards[0].path} hold {held} tokens; {steps} steps of "
-                           f"{self.config.batch_tokens} read at least {steps * self.config.batch_tokens}: add shards, or lower --num_steps")
+        """RunError if it is known already that the data ends before so many steps: exactly, where all is loaded."""
+        held, needed = sum(shard.tokens for shard in self.shards), steps * self.config.batch_tokens
+        if held < needed:
+            raise RunError(f"{len(self.shards)} shard(s) like {self.shards[0].path} hold {held} tokens; {steps} steps "
+                           f"read at least {needed}: add shards, or lower --num_steps")
         if len(self.shards) <= 2:
             start = self.position()
             for _ in range(steps):
@@ -483,7 +481,7 @@ class Stream:
 
 
 def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.ndarray:
-    """The first `tokens` predictions of the validation stream (0: all), int32 [sequences, length + 1], documents as they lie.
+    """The first `tokens` predictions of the validation stream (0: all), int32 [sequences, length + 1], in its order.
 
     Only a whole split may end within a sequence: what is beyond its end is -1, which is no target.
     """
@@ -494,10 +492,10 @@ def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.nd
             held.append(load_tokens(shard))
     stream = np.concatenate(held)[:wanted].astype(np.int32)
     if len(stream) < max(wanted, 2):
-        raise RunError(f"validation needs {max(wanted, 2)} tokens, {len(shards)} shard(s) like {shards[0].path} hold {len(stream)}; "
-                       "fetch the whole split, or lower --val_tokens (a multiple of --val_len; 0: the whole split)")
+        raise RunError(f"validation needs {max(wanted, 2)} tokens, {len(shards)} shard(s) like {shards[0].path} hold "
+                       f"{len(stream)}; fetch the whole split, or lower --val_tokens (a multiple of --val_len; 0: all)")
     if not (stream == shards[0].bos_id).any():
-        raise RunError(f"{shards[0].path}: no token is BOS ({shards[0].bos_id}); documents cannot be told apart: make it again")
+        raise RunError(f"{shards[0].path}: no token is BOS ({shards[0].bos_id}), so no document begins: make it again")
     rows = -(-(len(stream) - 1) // length)
     padded = np.full(rows * length + 1, -1, dtype=np.int32)
     padded[:len(stream)] = stream
@@ -520,7 +518,7 @@ def rotary_frequencies(head_dim: int) -> Tensor:
 
 
 def stretch(frequencies: Tensor, scale: float, window: int, longer: int) -> tuple[Tensor, float]:
-    """YaRN (arXiv:2309.00071): frequencies and softmax scale after the window, in tokens, grew from `window` to `longer`.
+    """YaRN (arXiv:2309.00071): frequencies and softmax scale after the window, in tokens, grew to `longer`.
 
     What turned often within the old window stays; what turned less than once is slowed in proportion.
     """
@@ -566,7 +564,7 @@ MASK_BLOCK = 128  # of FlexAttention
 
 
 def may_attend(docs: Tensor, window: Tensor | int) -> Callable[..., Tensor]:
-    """The mask predicate: token q sees token k if k is not later, not further than the window, and of the same document."""
+    """The predicate: token q sees token k if k is not later, within the window, and of the same document."""
     def predicate(batch: Any, head: Any, q: Tensor, k: Tensor) -> Tensor:
         return (q >= k) & (q - k <= window) & (docs[q] == docs[k])
     return predicate
@@ -579,7 +577,7 @@ def dense_mask(docs: Tensor, window: int) -> Tensor:
 
 
 def block_mask(docs: Tensor, window: int) -> BlockMask:
-    """The predicate for FlexAttention: which blocks are seen in full, which in part. docs [T], T a multiple of MASK_BLOCK.
+    """The predicate for FlexAttention: blocks seen in full and those in part. docs [T], T a multiple of MASK_BLOCK.
 
     Works on the first and last document of each block alone (documents are in order), so it costs nothing like T².
     """
@@ -588,7 +586,6 @@ def block_mask(docs: Tensor, window: int) -> BlockMask:
     back = (at[:, None] - at[None, :]) * MASK_BLOCK  # from a query's block to a key's block
     some = (back >= 0) & (back - MASK_BLOCK + 1 <= window) & (last[None, :] >= first[:, None])
     every = (back > 0) & (back + MASK_BLOCK - 1 <= window) & (first[None, :] == last[:, None])
-
     def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
         order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
         return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
@@ -680,15 +677,15 @@ class Block(nn.Module):
 class FP8Linear(torch.autograd.Function):
     """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V], the three products of forward and backward in fp8.
 
-    Fixed scales, for a normed x (rows of norm sqrt(dim)) and the gradient of a summed cross entropy (entries within ±1).
+    Fixed scales, for a normed x (rows of norm sqrt(dim)) and the gradient of a summed cross entropy (within ±1).
     """
 
     WEIGHT_SCALE, GRAD_SCALE = 2.0 ** -9, 1 / 448
 
     @staticmethod
-    def product(a: Tensor, b: Tensor, scale_a: float, scale_b: float, dtype: torch.dtype, fast: bool) -> Tensor:
+    def product(a: Tensor, b: Tensor, scale_a: float, scale_b: float, fast: bool) -> Tensor:
         scales = {f"scale_{n}": torch.full((), s, device=a.device) for n, s in (("a", scale_a), ("b", scale_b))}
-        return torch._scaled_mm(a, b, out_dtype=dtype, use_fast_accum=fast, **scales)
+        return torch._scaled_mm(a, b, out_dtype=torch.bfloat16, use_fast_accum=fast, **scales)
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -696,18 +693,17 @@ class FP8Linear(torch.autograd.Function):
         x8 = (x / ctx.x_scale).to(torch.float8_e4m3fn)
         weight8 = (weight / FP8Linear.WEIGHT_SCALE).to(torch.float8_e4m3fn)
         ctx.save_for_backward(x8, weight8)
-        return FP8Linear.product(x8, weight8.T, ctx.x_scale, FP8Linear.WEIGHT_SCALE, torch.bfloat16, fast=True)
+        return FP8Linear.product(x8, weight8.T, ctx.x_scale, FP8Linear.WEIGHT_SCALE, fast=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x8, weight8 = ctx.saved_tensors
         grad8 = (grad / FP8Linear.GRAD_SCALE).to(torch.float8_e5m2)
         # the right factor must lie column by column, the left one row by row
-        grad_x = FP8Linear.product(grad8, weight8.T.contiguous().T, FP8Linear.GRAD_SCALE, FP8Linear.WEIGHT_SCALE,
-                                   torch.bfloat16, fast=False)
-        grad_weight = FP8Linear.product(grad8.T.contiguous(), x8.T.contiguous().T, FP8Linear.GRAD_SCALE, ctx.x_scale,
-                                        torch.bfloat16, fast=False)
-        return grad_x, grad_weight
+        weight8, x8 = weight8.T.contiguous().T, x8.T.contiguous().T
+        grad_x = FP8Linear.product(grad8, weight8, FP8Linear.GRAD_SCALE, FP8Linear.WEIGHT_SCALE, fast=False)
+        grad8 = grad8.T.contiguous()
+        return grad_x, FP8Linear.product(grad8, x8, FP8Linear.GRAD_SCALE, ctx.x_scale, fast=False)
 
 
 class Head(nn.Module):
@@ -744,10 +740,12 @@ class GPT(nn.Module):
     take so many tokens at once, which bounds the memory of the logits. The vocabulary is padded to a multiple of 128.
     """
 
-    def __init__(self, *, vocab_size: int, bos_id: int, layers: Sequence[Layer], model_dim: int, num_heads: int, gate_dim: int,
-                 backout_layer: int, max_tokens: int, loss_tokens: int, dtype: torch.dtype, fp8_head: bool = False):
+    def __init__(self, *, vocab_size: int, bos_id: int, layers: Sequence[Layer], model_dim: int, num_heads: int,
+                 gate_dim: int, backout_layer: int, max_tokens: int, loss_tokens: int, dtype: torch.dtype,
+                 fp8_head: bool = False):
         super().__init__()
-        self.bos_id, self.layers, self.backout_layer, self.loss_tokens = bos_id, tuple(layers), backout_layer, loss_tokens
+        self.bos_id, self.layers = bos_id, tuple(layers)
+        self.backout_layer, self.loss_tokens = backout_layer, loss_tokens
         count, vocab = len(layers), -(-vocab_size // 128) * 128
         # the later half takes in what the earlier put out, last out first in; the last layer takes nothing
         self.skip_from = {i: count - 1 - i for i in range(-(-count // 2), count - 1)}
@@ -777,12 +775,11 @@ class GPT(nn.Module):
         masks = self.masks(x, windows)
         rotary = (self.rotary.cos, self.rotary.sin, self.rotary.scale)
         values = [table(x) for table in self.value_embeds]
-
         e = self.embed(x)
         opening = smear[0] * torch.sigmoid(F.linear(e[1:, :self.smear_gate.size(1)], self.smear_gate))
         e = torch.cat([e[:1], e[1:] + opening * e[:-1]])
         x0 = norm(e)
-        x = x0.view_as(x0)  # an object of its own, as saved ones are: compiled code is made anew for arguments that are one
+        x = x0.view_as(x0)  # an object of its own, as saved ones are: arguments that are one compile anew
         saved: dict[int, Tensor] = {}
         for i, (layer, block) in enumerate(zip(self.layers, self.blocks)):
             if i in self.skip_from:
@@ -840,8 +837,8 @@ def normuon(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scale: Tensor, lr: float
             beta2: float, dtype: torch.dtype) -> None:
     """NorMuon (arXiv:2510.05491) with cautious weight decay, in place on p, m and v.
 
-    p, g, m [n, rows, columns]: parameters, gradients, momentum. v [n, 1, columns] or [n, rows, 1]: the second moment along
-    the axis that is left. scale [n, 1, 1]: of each matrix's learning rate. dtype: what polar computes in.
+    p, g, m [n, rows, columns]: parameters, gradients, momentum. v [n, 1, columns] or [n, rows, 1]: the second moment
+    along the axis that is left. scale [n, 1, 1]: of each matrix's learning rate. dtype: what polar computes in.
     """
     m.copy_(momentum * m + (1 - momentum) * g)
     o = polar(momentum * m + (1 - momentum) * g, dtype).float()
@@ -853,16 +850,17 @@ def normuon(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scale: Tensor, lr: float
     p.sub_(lr * scale * o)
 
 
-def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: float, beta1: float, beta2: float, eps: float, t: float) -> None:
-    """Adam (arXiv:1412.6980) with bias correction for the t-th update, in place on p, m and v, all [n]; in float32 inside."""
+def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: float, beta1: float, beta2: float, eps: float,
+         t: float) -> None:
+    """Adam (arXiv:1412.6980) with bias correction for the t-th update, in place on p, m, v, all [n]; float32 inside."""
     p32, g32, m32, v32 = (x.float() for x in (p, g, m, v))  # what is float32 is not copied
     if torch.compiler.is_compiling():  # becomes one kernel
         m32 = beta1 * m32 + (1 - beta1) * g32
         v32 = beta2 * v32 + (1 - beta2) * g32 * g32
         p32 = p32 - lr / (1 - beta1 ** t) * m32 / ((v32 / (1 - beta2 ** t)).sqrt() + eps)
     else:  # line by line it would go a dozen times through memory: 20 times slower on 5 million elements
-        torch._fused_adam_([p32], [g32], [m32], [v32], [], [torch.full((), t, device=p.device)], lr=lr, beta1=beta1, beta2=beta2,
-                           weight_decay=0.0, eps=eps, amsgrad=False, maximize=False)
+        torch._fused_adam_([p32], [g32], [m32], [v32], [], [torch.full((), t, device=p.device)], lr=lr, beta1=beta1,
+                           beta2=beta2, weight_decay=0.0, eps=eps, amsgrad=False, maximize=False)
     for x, x32 in ((p, p32), (m, m32), (v, v32)):
         x.copy_(x32)  # onto itself: nothing happens
 
@@ -893,8 +891,8 @@ class Adam:
         return {name: torch.zeros_like(bank.my_values, dtype=self.moment_dtype) for name in ("m", "v")}
 
     def arguments(self, bank: Bank, values: StepValues) -> tuple:
-        return (bank.my_values, bank.my_grads, bank.state["m"], bank.state["v"], self.lr * values.lr_factor, self.beta1,
-                self.beta2, self.eps, float(bank.updates))
+        return (bank.my_values, bank.my_grads, bank.state["m"], bank.state["v"], self.lr * values.lr_factor,
+                self.beta1, self.beta2, self.eps, float(bank.updates))
 
 
 @dataclass(frozen=True)
@@ -912,7 +910,7 @@ class NorMuon:
     def unit(self, shape: torch.Size, parts: int) -> tuple[int, ...]:
         """One parameter is `parts` matrices behind one another in memory."""
         if len(shape) != 2 or shape[0] * shape[1] % (parts * shape[0]):
-            raise RunError(f"NorMuon updates matrices; it was given a parameter of shape {tuple(shape)} as {parts} part(s)")
+            raise RunError(f"NorMuon updates matrices; it was given a parameter of shape {tuple(shape)}")
         return (shape[0], shape[1] // parts)
 
     def new_state(self, bank: Bank) -> dict[str, Tensor]:
@@ -922,8 +920,9 @@ class NorMuon:
                 "v": torch.zeros(second, device=bank.my_values.device)}
 
     def arguments(self, bank: Bank, values: StepValues) -> tuple:
-        return (bank.my_values, bank.my_grads, bank.state["m"], bank.state["v"], bank.my_scales, self.lr * values.lr_factor,
-                self.lr * self.weight_decay * values.lr_factor, values.momentum, self.beta2, self.polar_dtype)
+        lr, decay = self.lr * values.lr_factor, self.lr * self.weight_decay * values.lr_factor
+        return (bank.my_values, bank.my_grads, bank.state["m"], bank.state["v"], bank.my_scales, lr, decay,
+                values.momentum, self.beta2, self.polar_dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -931,7 +930,7 @@ class NorMuon:
 
 
 class Member(NamedTuple):
-    """A parameter, the rule that updates it, and how: `parts` matrices in one, a factor `scale` on its learning rate."""
+    """A parameter, the rule that updates it, and how: as `parts` matrices, its learning rate times `scale`."""
 
     name: str
     param: nn.Parameter
@@ -950,7 +949,7 @@ class Slot:
     grad: Tensor           # view of the bank's gradients, in the parameter's shape
     fresh: bool = True     # no gradient since the last update: the next one overwrites
     arrived: bool = False  # its gradient of this backward is in
-    tree: list[tuple[int, Tensor]] = field(default_factory=list)  # exact mode: (height, sum) of the micro-batches so far
+    tree: list[tuple[int, Tensor]] = field(default_factory=list)  # exact mode: (height, sum) of micro-batches
 
 
 class Bank:
@@ -961,7 +960,8 @@ class Bank:
 
     ALIGN = 64  # elements: parameters start where vector loads like it, and no shard ends within a vector
 
-    def __init__(self, name: str, members: Sequence[Member], rank: int, ranks: int, grad_dtype: torch.dtype | None = None):
+    def __init__(self, name: str, members: Sequence[Member], rank: int, ranks: int,
+                 grad_dtype: torch.dtype | None = None):
         self.name, self.rule = name, members[0].rule
         first = members[0].param
         unit = self.rule.unit(first.shape, members[0].parts)
@@ -974,8 +974,8 @@ class Bank:
         for member, begin in zip(members, np.cumsum([0, *counts[:-1]]).tolist()):
             param, offset = member.param, begin * self.granule
             if (param.dtype, param.device) != (first.dtype, first.device):
-                raise RunError(f"bank {name}: {member.name} is {param.dtype} on {param.device}, {members[0].name} is {first.dtype} on "
-                               f"{first.device}; give each dtype a bank of its own, and move the model to one device before")
+                raise RunError(f"bank {name}: {member.name} is {param.dtype} on {param.device}, {members[0].name} is "
+                               f"{first.dtype} on {first.device}; give each dtype a bank, and move the model before")
             here = slice(offset, offset + param.numel())
             self.values[here].copy_(param.detach().reshape(-1))
             param.data = self.values[here].view(param.shape)
@@ -990,26 +990,21 @@ class Bank:
         self.my_scales = torch.tensor(scales[rank * per_rank:(rank + 1) * per_rank], device=first.device).view(-1, 1, 1)
         self.updates = 0
         self.state = self.rule.new_state(self)
-        self.arrivals = 0                          # of this backward's gradients
+        self.arrivals = 0  # of this backward's gradients
         self.armed = self.launched = False
-        self.work: Any = None                      # of the reduce-scatter
-        self.gathering: Any = None                 # of the all-gather
-        self.received: Tensor | None = None        # exact mode: every rank's gradients of this shard
-        self.pending: Tensor | None = None         # exact mode: reduced gradients of the steps since the last update
+        self.work = self.gathering = None    # of the reduce-scatter, of the all-gather
+        self.received = self.pending = None  # exact mode: every rank's gradients; sums of steps since the last update
 
     @property
     def complete(self) -> bool:
         return self.arrivals == len(self.slots)
 
-    def missing(self) -> list[str]:
-        return [slot.name for slot in self.slots if not slot.arrived]
-
     def add(self, slot: Slot, factor: float, exact: bool = False) -> None:
         """Move the parameter's new gradient, times factor, into its slot: one pass over it, then it is dropped."""
         grad, slot.param.grad = slot.param.grad, None
         if grad.is_sparse:
-            raise RunError(f"{slot.name} has a sparse gradient; a bank holds dense ones: build its layer with sparse=False")
-        if exact:  # as a binary tree: the sum of a power of two of micro-batches has the same bytes on one rank as on many
+            raise RunError(f"{slot.name} has a sparse gradient; a bank holds dense ones: build it with sparse=False")
+        if exact:  # as a binary tree: the sum over a power of two of micro-batches has the same bytes on any ranks
             height, total = 0, grad.to(slot.grad.dtype) * factor
             while slot.tree and slot.tree[-1][0] == height:
                 height, total = height + 1, slot.tree.pop()[1] + total
@@ -1023,16 +1018,10 @@ class Bank:
             slot.arrived = True
             self.arrivals += 1
 
-    def expect_all(self) -> None:
-        """Count from none: the gradients that come now are those of another backward."""
-        self.arrivals = 0
-        for slot in self.slots:
-            slot.arrived = False
-
     def fell_trees(self) -> None:
         """Exact mode: the finished sums move into their slots."""
         for slot in self.slots:
-            slot.grad.copy_(functools.reduce(lambda later, earlier: earlier + later, [x for _, x in reversed(slot.tree)]))
+            slot.grad.copy_(functools.reduce(lambda later, earlier: earlier + later, [x for _, x in slot.tree[::-1]]))
             slot.tree.clear()
 
     def share_of(self, slot: Slot, x: Tensor) -> slice:
@@ -1046,8 +1035,8 @@ class Bank:
         start, size = self.values.data_ptr(), self.values.element_size()
         for slot in self.slots:
             if slot.param.dtype != self.values.dtype or slot.param.data_ptr() != start + slot.offset * size:
-                raise RunError(f"{slot.name} was given other memory or another dtype ({slot.param.dtype}) after its bank {self.name} "
-                               f"was built ({self.values.dtype}); change values in place, and move or cast the model before")
+                raise RunError(f"{slot.name} was given other memory or another dtype ({slot.param.dtype}) after its "
+                               f"bank {self.name} was built ({self.values.dtype}); move or cast the model before")
 
     def snapshot(self) -> tuple:
         return self.values.clone(), {key: x.clone() for key, x in self.state.items()}, self.updates
@@ -1062,8 +1051,9 @@ class Bank:
             slot.fresh = True
 
 
-def fill_banks(members: Sequence[Member], bank_bytes: float, rank: int, ranks: int, fp32_grads: bool = False) -> list[Bank]:
-    """Group what can share a bank: same rule, dtype and unit, from the last layer to the first, until bank_bytes are full."""
+def fill_banks(members: Sequence[Member], bank_bytes: float, rank: int, ranks: int,
+               fp32_grads: bool = False) -> list[Bank]:
+    """Group what can share a bank, of one rule, dtype and unit, from the last layer on, until bank_bytes are full."""
     open_groups: dict[Any, list[Member]] = {}
     groups: list[list[Member]] = []
     for member in reversed(members):
@@ -1073,7 +1063,8 @@ def fill_banks(members: Sequence[Member], bank_bytes: float, rank: int, ranks: i
         open_groups[key].append(member)
         if sum(m.param.numel() * m.param.element_size() for m in open_groups[key]) >= bank_bytes:
             del open_groups[key]
-    return [Bank(f"{i}-{type(group[0].rule).__name__.lower()}", group, rank, ranks, torch.float32 if fp32_grads else None)
+    grad_dtype = torch.float32 if fp32_grads else None
+    return [Bank(f"{i}-{type(group[0].rule).__name__.lower()}", group, rank, ranks, grad_dtype)
             for i, group in enumerate(groups)]
 
 
@@ -1136,7 +1127,7 @@ class Comm:
 
 
 class CompressedComm(Comm):
-    """Sends gradients in bf16: half the bytes of float32. A communication hook is a Comm that reduces in its own way."""
+    """Sends gradients in bf16, half the bytes of float32. A communication hook is a Comm that reduces its own way."""
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Any:
         small = full.bfloat16()
@@ -1156,7 +1147,7 @@ class CompressedComm(Comm):
 class SyncSettings:
     """How gradients and parameters travel. Each variant computes the same; exact fixes even the order of sums."""
 
-    sync: str = "hook"          # hook: launch a bank from the hook that completes it; step: launch all when the step begins
+    sync: str = "hook"          # hook: launch a bank from the hook that completes it; step: all when the step begins
     walk: str = "launch"        # the step's order over banks: launch order, or "forward", the first layers first
     lazy_gather: bool = False   # the next forward waits for each bank where it reads it, not the step
     unused: bool = False        # parameters may go without gradient; what no rank used stays untouched
@@ -1166,17 +1157,17 @@ class SyncSettings:
 
 
 class BankOptimizer:
-    """Sums gradients into banks, exchanges them while backward goes on, updates one shard a rank, gathers the parameters.
+    """Sums gradients into banks, exchanges them while backward goes on, updates one shard a rank, gathers parameters.
 
         for the last micro-batch of a step:  arm(step), then backward
         after it:                            step(values)
 
-    grad_factor multiplies every gradient: it turns the sum over micro-batches and ranks into their mean. Banks are launched
-    in one order, the same on every rank: that in which rank 0's first backward completed them.
+    grad_factor multiplies every gradient: it turns the sum over micro-batches and ranks into their mean. Banks are
+    launched in one order, the same on every rank: that in which rank 0's first backward completed them.
     """
 
-    def __init__(self, banks: Sequence[Bank], comm: Comm, grad_factor: float = 1.0, settings: SyncSettings = SyncSettings(),
-                 compiled: bool = False, model: nn.Module | None = None):
+    def __init__(self, banks: Sequence[Bank], comm: Comm, grad_factor: float = 1.0,
+                 settings: SyncSettings = SyncSettings(), compiled: bool = False, model: nn.Module | None = None):
         """model: whose modules wait for their banks before they run; a lazy gather needs it."""
         self.banks, self.comm, self.grad_factor, self.settings = list(banks), comm, grad_factor, settings
         self.order: list[Bank] | None = None
@@ -1221,21 +1212,18 @@ class BankOptimizer:
 
     def _register_grad(self, bank: Bank, slot: Slot) -> None:
         if bank.launched:
-            raise RunError(f"{slot.name} got a gradient after its bank {bank.name} was launched; call step() before the next backward")
+            raise RunError(f"{slot.name} got a gradient after its bank {bank.name} was launched; call step() "
+                           "before the next backward")
         if bank.armed and slot.arrived:
-            raise RunError(f"{slot.name} got its gradient twice in one armed micro-batch; arm() only before the last backward of "
-                           "a step, and do not run a part of the model twice in backward")
+            raise RunError(f"{slot.name} got its gradient twice in one armed micro-batch; arm() only before the last "
+                           "backward of a step, and do not run a part of the model twice in backward")
         bank.add(slot, self.grad_factor, self.settings.exact)
         if self.order is None:
             if bank.complete and bank not in self.completed:
                 self.completed.append(bank)
-        elif bank.armed and self.settings.sync == "hook":
-            self._launch_ready()
-
-    def _launch_ready(self) -> None:
-        """Launch from the front of the order as far as banks are complete: one that is ready early waits for its turn."""
-        while self.launches < len(self.due) and self.due[self.launches].complete:
-            self._launch(self.due[self.launches])
+        elif bank.armed and self.settings.sync == "hook":  # a bank that is ready early waits for its turn
+            while self.launches < len(self.due) and self.due[self.launches].complete:
+                self._launch(self.due[self.launches])
 
     def _launch(self, bank: Bank) -> None:
         with self.span(f"launch {bank.name}"):
@@ -1256,7 +1244,9 @@ class BankOptimizer:
             if bank.launched:
                 raise RunError(f"bank {bank.name} is launched already; call step() before arming the next one")
             bank.armed = self.settings.exact or self._updates_in(bank, step)
-            bank.expect_all()
+            bank.arrivals = 0
+            for slot in bank.slots:
+                slot.arrived = False
         self.at = step
         self.due = [bank for bank in self.order or self.banks if bank.armed]
         self.launches = 0
@@ -1266,20 +1256,23 @@ class BankOptimizer:
 
     @torch.no_grad()
     def step(self, values: StepValues) -> None:
-        """Wait for each bank in turn, update this rank's shard, gather. Unless that is lazy, all parameters are then new."""
+        """Wait for each bank in turn, update this rank's shard, gather. Unless lazy, all parameters are then new."""
         if not self.due:
             raise RunError("step() without a bank to update: arm() and run a backward first")
         for bank in self.due:
             bank.check_views()
             if not bank.complete and not self.settings.unused:
-                raise RunError(f"bank {bank.name} was not launched: {bank.arrivals} of {len(bank.slots)} of its parameters got a "
-                               f"gradient, not {', '.join(bank.missing())}; each must take part in the armed backward, unless "
-                               "unused parameters are allowed")
+                missing = ", ".join(slot.name for slot in bank.slots if not slot.arrived)
+                raise RunError(f"bank {bank.name} was not launched: {bank.arrivals} of {len(bank.slots)} of its "
+                               f"parameters got a gradient, not {missing}; each must take part in the armed backward, "
+                               "unless unused parameters are allowed")
         if self.order is None:
             self._agree_on_order()
-        if self.settings.unused:
-            self._zero_unused()
         for bank in self.due[self.launches:]:
+            for slot in bank.slots:
+                if slot.fresh:  # unused
+                    slot.grad.zero_()
+                    slot.tree = [(0, slot.grad)]
             self._launch(bank)
         untouched = self._find_untouched() if self.settings.unused else set()
         turns = self.due if self.settings.walk == "launch" else self.due[::-1]
@@ -1321,9 +1314,10 @@ class BankOptimizer:
             bank.updates += 1
             kept = [(x, bank.share_of(slot, x), x.view(-1)[bank.share_of(slot, x)].clone()) for slot in bank.slots
                     if slot.name in untouched for x in (bank.shard_values, *bank.state.values())]
-            arguments = [self.number(i, a) if isinstance(a, float) else a for i, a in enumerate(bank.rule.arguments(bank, values))]
+            arguments = [self.number(i, a) if isinstance(a, float) else a
+                         for i, a in enumerate(bank.rule.arguments(bank, values))]
             function = self.functions[bank.rule.function]
-            if self.settings.exact and bank.my_values.dim() > 1:  # a batch of matrices may sum in another order than one
+            if self.settings.exact and bank.my_values.dim() > 1:  # a batch may sum in another order than one matrix
                 for i in range(len(bank.my_values)):
                     function(*(a[i:i + 1] if isinstance(a, Tensor) and a.dim() else a for a in arguments))
             else:
@@ -1340,24 +1334,17 @@ class BankOptimizer:
 
     def _agree_on_order(self) -> None:
         """Rank 0's order for all. RunError on every rank if their banks differ, before anything is sent."""
-        plan = [(bank.name, str(bank.values.dtype), str(bank.grads.dtype), bank.shard, [(slot.name, tuple(slot.param.shape))
-                 for slot in bank.slots]) for bank in self.banks]
+        plan = [(bank.name, str(bank.values.dtype), str(bank.grads.dtype), bank.shard,
+                 [(slot.name, tuple(slot.param.shape)) for slot in bank.slots]) for bank in self.banks]
         digest = hashlib.sha256(repr((plan, self.settings)).encode()).hexdigest()
         unseen = [bank for bank in self.banks if bank not in self.completed]
-        mine = (digest, [self.banks.index(bank) for bank in self.completed + unseen])
-        everyones = self.comm.all_objects(mine)
-        if len(set(digest for digest, _ in everyones)) > 1:
-            raise RunError(f"the ranks' models differ: their banks have the digests {[digest[:8] for digest, _ in everyones]}, rank 0 "
-                           "first; every rank must build the same model from the same config")
+        everyones = self.comm.all_objects((digest, [self.banks.index(bank) for bank in self.completed + unseen]))
+        if len({digest for digest, _ in everyones}) > 1:
+            digests = [digest[:8] for digest, _ in everyones]
+            raise RunError(f"the ranks' models differ: their banks have the digests {digests}, rank 0 first; build the "
+                           "same model from the same config on every rank")
         self.order = [self.banks[i] for i in everyones[0][1]]
         self.due = [bank for bank in self.order if bank.armed]
-
-    def _zero_unused(self) -> None:
-        for bank in self.due[self.launches:]:
-            for slot in bank.slots:
-                if slot.fresh:
-                    slot.grad.zero_()
-                    slot.tree = [(0, slot.grad)]
 
     def _find_untouched(self) -> set[str]:
         """Names of the parameters that no rank used since their last update."""
@@ -1366,15 +1353,15 @@ class BankOptimizer:
         return {slot.name for slot, count in zip(slots, self.comm.all_reduce(used).tolist()) if not count}
 
     def _check_and_clip(self) -> None:
-        """RunError on every rank if a gradient is not finite on any; then scale all if their common norm is too large."""
+        """RunError on every rank if a gradient is not finite on any; then scale all if their norm is too large."""
         squares = torch.stack([bank.shard_grads.double().square().sum() for bank in self.due])
         total = self.comm.all_reduce(squares.sum()).item()
         if not math.isfinite(total):
             bad = [slot.name for bank in self.due for slot in bank.slots
                    if not bank.shard_grads[bank.share_of(slot, bank.shard_grads)].isfinite().all()]
             named = sorted({name for names in self.comm.all_objects(bad) for name in names})
-            raise RunError(f"gradients are not finite in step {self.at}: {', '.join(named)}; the step was not applied. Lower the "
-                           "learning rates, or look at the data of this step")
+            raise RunError(f"gradients are not finite in step {self.at}: {', '.join(named)}; the step was not applied. "
+                           "Lower the learning rates, or look at the data of this step")
         norm = math.sqrt(total)
         if self.settings.clip_norm and norm > self.settings.clip_norm:
             for bank in self.due:
@@ -1397,12 +1384,13 @@ class BankOptimizer:
         for bank in self.banks:
             wholes = {"": bank.values}
             for key, mine in bank.state.items():
-                wholes["." + key] = whole = torch.empty(self.comm.ranks * mine.numel(), dtype=mine.dtype, device=mine.device)
+                whole = torch.empty(self.comm.ranks * mine.numel(), dtype=mine.dtype, device=mine.device)
+                wholes["." + key] = whole
                 self.comm.all_gather(whole, mine.reshape(-1)).wait()
             for slot in bank.slots:
                 for key, whole in wholes.items():
-                    share = len(whole) / len(bank.values)
-                    yield slot.name + key, whole[round(slot.offset * share):round((slot.offset + slot.param.numel()) * share)]
+                    per_element, end = len(whole) / len(bank.values), slot.offset + slot.param.numel()
+                    yield slot.name + key, whole[round(slot.offset * per_element):round(end * per_element)]
 
     def state_hash(self) -> str:
         """SHA-256 of all parameters, their state, and how often each was updated."""
@@ -1485,8 +1473,8 @@ def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = Fal
     """The optimizer of a config for a model that is on its device. Gradients become the mean over the batch's slots."""
     members = assign(model, assignments(config))
     banks = fill_banks(members, config.bank_mb * 2 ** 20, comm.rank, comm.ranks, config.fp32_grads)
-    settings = SyncSettings(config.sync, config.walk, config.lazy_gather, exact=config.exact, check_grads=config.check_grads,
-                            clip_norm=config.clip_norm)
+    settings = SyncSettings(config.sync, config.walk, config.lazy_gather, exact=config.exact,
+                            check_grads=config.check_grads, clip_norm=config.clip_norm)
     return BankOptimizer(banks, comm, config.micro_tokens / config.batch_tokens, settings, compiled, model)
 
 
@@ -1506,7 +1494,8 @@ def step_values(config: Config, step: int) -> StepValues:
         height = 1 - (step - fall_from) / c.muon_momentum_fall
     else:
         height = 1.0
-    return StepValues(left + (1 - left) * c.lr_floor, c.muon_momentum_low + height * (c.muon_momentum - c.muon_momentum_low))
+    momentum = c.muon_momentum_low + height * (c.muon_momentum - c.muon_momentum_low)
+    return StepValues(left + (1 - left) * c.lr_floor, momentum)
 
 
 def long_window(config: Config, step: int) -> int:
@@ -1514,11 +1503,6 @@ def long_window(config: Config, step: int) -> int:
     parts = [int(word) for word in config.windows.split()]
     scheduled = config.num_steps - config.extension_steps
     return parts[step * len(parts) // scheduled] if step < scheduled else config.extension_window
-
-
-def windows_in_tokens(config: Config, blocks: int, final: bool = False) -> Windows:
-    """`blocks` long, half of it short; in the last validation (final) the long one alone is longer."""
-    return Windows((config.final_window if final else blocks) * config.window_block, blocks // 2 * config.window_block)
 
 
 class WindowSchedule:
@@ -1533,13 +1517,15 @@ class WindowSchedule:
         self.rotary.set(rotary_frequencies(2 * self.rotary.cos.size(1)), self.scale)
 
     def at(self, step: int) -> Windows:
-        blocks, final = long_window(self.config, step), step == self.config.num_steps
+        """Those of a training step and of a validation before it; in the last one the long window alone is longer."""
+        c, blocks = self.config, long_window(self.config, step)
         if blocks != self.blocks:
-            block = self.config.window_block
-            frequencies, self.scale = stretch(self.rotary.frequencies, self.scale, self.blocks * block, blocks * block)
+            old, new = self.blocks * c.window_block, blocks * c.window_block
+            frequencies, self.scale = stretch(self.rotary.frequencies, self.scale, old, new)
             self.rotary.set(frequencies, self.scale)
             self.blocks = blocks
-        return windows_in_tokens(self.config, blocks, final)
+        longest = c.final_window if step == c.num_steps else blocks
+        return Windows(longest * c.window_block, blocks // 2 * c.window_block)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -1547,7 +1533,8 @@ class WindowSchedule:
 
 
 @torch.no_grad()
-def validate(model: GPT, sequences: np.ndarray, windows: Windows, comm: Comm, device: torch.device) -> tuple[float, int]:
+def validate(model: GPT, sequences: np.ndarray, windows: Windows, comm: Comm,
+             device: torch.device) -> tuple[float, int]:
     """(mean loss in nats a token, tokens scored) over sequences int32 [n, length + 1], shared out over the ranks.
 
     Each sequence's loss has a place of its own, so the mean does not depend on the number of ranks.
@@ -1595,14 +1582,14 @@ class TrainLosses:
         return self.config.train_loss_every > 0 and step % self.config.train_loss_every == 0
 
     def arrived(self, wait: bool = False) -> Iterator[tuple[int, float, float | None]]:
-        """(step, its train time, mean loss in nats a token, or None where it is not logged), in order. RunError if one is not finite."""
+        """(step, its train time, mean loss in nats a token or None where not logged). RunError if not finite."""
         while self.pending and (wait or self.pending[0][-1] is None or self.pending[0][-1].query()):
             step, train_time, slots, event = self.pending.pop(0)
             if event is not None:
                 event.synchronize()
             if not slots.isfinite().all():
-                raise RunError(f"the training loss of step {step} is not finite; lower the learning rates, or look at the data that "
-                               f"step {step} read. The log is kept")
+                raise RunError(f"the training loss of step {step} is not finite; lower the learning rates, or look at "
+                               "the data that it read. The log is kept")
             mean = slots.sum(dtype=torch.float64).item() / self.config.batch_tokens
             yield step, train_time, mean if self.is_logged(step) else None
 
@@ -1643,32 +1630,31 @@ class Log:
 
     def __init__(self, config: Config, rank: int):
         self.config, self.rank, self.bar = config, rank, None
-        name = config.run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:8]}"
-        self.run_id, self.path = name, ROOT / config.log_dir / f"{name}.txt"
-        self.file = None
-        self.last_line = 0.0
+        self.run_id = config.run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:8]}"
+        self.path = ROOT / config.log_dir / f"{self.run_id}.txt"
+        self.file, self.last_line = None, 0.0
 
     def open(self, start: dict[str, Any], environment: str) -> None:
-        """Create the file with the source, the environment and the run's description. RunError if it cannot be had."""
-        if self.rank:
-            return
+        """Rank 0 creates the file with the source, the environment and the run's description. RunError if it cannot."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(self.path, "x", encoding="utf-8", buffering=1)
         except FileExistsError as error:
-            raise RunError(f"{self.path} exists: run_id {self.run_id!r} was used; choose another --run_id, or delete that log") from error
+            raise RunError(f"{self.path} exists: run_id {self.run_id!r} was used; choose another --run_id, or delete "
+                           "that log") from error
         except OSError as error:
-            raise RunError(f"{self.path}: cannot be written ({error.strerror}); free space or permit it, or choose another "
-                           "--log_dir") from error
+            raise RunError(f"{self.path}: cannot be written ({error.strerror}); free space or permit it, or choose "
+                           "another --log_dir") from error
+        rule, source = "=" * 100, Path(__file__).read_text(encoding="utf-8")
         try:
-            rule = "=" * 100
-            source = Path(__file__).read_text(encoding="utf-8")
-            self._put(f"{source}\n{rule}\n{environment}\n{rule}\n{json.dumps(start)}")
+            self.write(f"{source}\n{rule}\n{environment}\n{rule}\n{json.dumps(start)}")
         except RunError:
             self.path.unlink()
             raise
 
-    def _put(self, line: str) -> None:
+    def write(self, line: str) -> None:
+        if self.file is None:
+            return
         try:
             self.file.write(line + "\n")
             self.file.flush()
@@ -1676,19 +1662,17 @@ class Log:
             with contextlib.suppress(OSError):
                 self.file.close()
             self.file = None
-            raise RunError(f"{self.path}: cannot be written ({error.strerror}); free space or choose another --log_dir") from error
-
-    def write(self, line: str) -> None:
-        if self.file:
-            self._put(line)
+            raise RunError(f"{self.path}: cannot be written ({error.strerror}); free space or choose another "
+                           "--log_dir") from error
 
     def say(self, line: str) -> None:
         """To the terminal only."""
-        if self.rank == 0:
-            if self.bar is not None:
-                self.bar.write(line)
-            else:
-                print(line, flush=True)
+        if self.rank:
+            return
+        if self.bar is not None:
+            self.bar.write(line)
+        else:
+            print(line, flush=True)
 
     def progress(self, step: int, loss: float | None, clock: Clock) -> None:
         """A bar on a terminal; in a pipe a line every few seconds."""
@@ -1705,8 +1689,9 @@ class Log:
             self.bar.update(step - self.bar.n)
         elif time.monotonic() - self.last_line > 5:
             self.last_line = time.monotonic()
+            seconds_left = per_step * (c.num_steps - step) / 1000
             loss_text = "" if loss is None else f"loss {loss:.4f}  "
-            self.say(f"step {step}/{c.num_steps}  {loss_text}{speed}  {per_step * (c.num_steps - step) / 1000:.0f} s left")
+            self.say(f"step {step}/{c.num_steps}  {loss_text}{speed}  {seconds_left:.0f} s left")
 
     def close(self) -> None:
         if self.bar is not None:
@@ -1717,7 +1702,8 @@ class Log:
             self.file = None
 
 
-def save_model(path: Path, model: GPT, config: Config, run_id: str, step: int, windows: Windows, encoding: Shard) -> None:
+def save_model(path: Path, model: GPT, config: Config, run_id: str, step: int, windows: Windows,
+               encoding: Shard) -> None:
     """For evaluation by another process: load_model(path) builds the same model. Written whole or not at all."""
     partial = path.with_suffix(".partial")
     try:
@@ -1746,7 +1732,8 @@ SAMPLE_CONTEXT = 2 * MASK_BLOCK
 
 
 @torch.no_grad()
-def sample(model: GPT, windows: Windows, tokens: int, vocab_size: int, seed: int, temperature: float = 0.8) -> list[int]:
+def sample(model: GPT, windows: Windows, tokens: int, vocab_size: int, seed: int,
+           temperature: float = 0.8) -> list[int]:
     """Tokens drawn one by one from the model, which is given BOS and then the last SAMPLE_CONTEXT of what it said."""
     draw = np.random.default_rng(seed)
     said = [model.bos_id]
@@ -1768,8 +1755,11 @@ def decode(tokens: Sequence[int], encoding: Shard) -> str:
     """Text of tokens: bytes where the vocabulary is that of bytes, else GPT-2's."""
     if encoding.vocab_size <= 257:
         return bytes(t for t in tokens if t < 256).decode("utf-8", errors="replace")
-    import tiktoken
-    return tiktoken.get_encoding("gpt2").decode([t for t in tokens if t < encoding.bos_id])
+    try:
+        import tiktoken
+        return tiktoken.get_encoding("gpt2").decode([t for t in tokens if t < encoding.bos_id])
+    except Exception as error:  # tiktoken fetches its vocabulary, which may fail in many ways
+        return f"(no text: GPT-2's vocabulary could not be had: {error})"
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -1777,7 +1767,7 @@ def decode(tokens: Sequence[int], encoding: Shard) -> str:
 
 
 class Watch:
-    """Tells every rank of a failure on one, also those that wait in a collective: within seconds all have said why and left.
+    """Tells every rank of a failure on one, also those in a collective: within seconds all have said why and left.
 
     Without it the others would learn of it by a time-out, or be killed without a word.
     """
@@ -1803,8 +1793,7 @@ class Watch:
 
     def tell(self, message: str) -> None:
         """Say it to the other ranks and wait, a little, until they have heard: when one has left, all are killed."""
-        self.over.set()
-        self.thread.join()
+        self.stop()
         self.store.set(f"heard-{self.rank}", "")
         self.store.set("failure", message)
         with contextlib.suppress(RuntimeError):
@@ -1839,25 +1828,21 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def triton_version() -> str | None:
-    with contextlib.suppress(ImportError):
-        import triton
-        return triton.__version__
-    return None
-
-
 def describe_machine(device: torch.device) -> tuple[dict[str, Any], str]:
     """(hardware and versions for the JSON line, the free text above it)."""
+    on_gpu, cpu, cores = device.type == "cuda", cpu_name(), os.cpu_count()
     rows = output_of("nvidia-smi", "--query-gpu=name,uuid,driver_version", "--format=csv,noheader").splitlines()
-    gpus = [dict(zip(("name", "uuid", "driver"), row.split(", "))) for row in rows] if device.type == "cuda" else []
-    hardware = {"device": torch.cuda.get_device_name() if device.type == "cuda" else cpu_name(), "gpus": gpus,
-                "cpu": cpu_name(), "cores": os.cpu_count()}
+    gpus = [dict(zip(("name", "uuid", "driver"), row.split(", "))) for row in rows] if on_gpu else []
+    name = torch.cuda.get_device_name() if on_gpu else cpu
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
-                "triton": triton_version()}
-    text = (f"Running Python {sys.version}\nRunning PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda}\n"
-            f"Running Triton version {versions['triton']}\n")
-    return {"hardware": hardware, "versions": versions}, text + (
-        output_of("nvidia-smi") if device.type == "cuda" else f"{cpu_name()}, {os.cpu_count()} cores, {platform.platform()}")
+                "triton": None}
+    with contextlib.suppress(ImportError):
+        import triton
+        versions["triton"] = triton.__version__
+    text = (f"Running Python {sys.version}\nRunning PyTorch {torch.__version__} compiled for CUDA "
+            f"{torch.version.cuda}\nRunning Triton version {versions['triton']}\n")
+    text += output_of("nvidia-smi") if on_gpu else f"{cpu}, {cores} cores, {platform.platform()}"
+    return {"hardware": {"device": name, "gpus": gpus, "cpu": cpu, "cores": cores}, "versions": versions}, text
 
 
 def file_sha256(path: Path) -> str:
@@ -1870,13 +1855,13 @@ def file_sha256(path: Path) -> str:
 
 def describe_shards(shards: list[Shard]) -> list[dict[str, Any]]:
     with ThreadPoolExecutor(len(shards)) as pool:
-        digests = pool.map(lambda shard: file_sha256(shard.path), shards)
-        return [{"name": shard.path.name, "tokens": shard.tokens, "bytes": HEADER_INTS * 4 + 2 * shard.tokens, "sha256": sha}
-                for shard, sha in zip(shards, digests)]
+        digests = pool.map(file_sha256, [shard.path for shard in shards])
+        return [{"name": shard.path.name, "tokens": shard.tokens, "bytes": HEADER_INTS * 4 + 2 * shard.tokens,
+                 "sha256": digest} for shard, digest in zip(shards, digests)]
 
 
 def fit_to_gpu(config: Config, vocab_size: int, ranks: int) -> tuple[Config, list[str]]:
-    """The config with what this GPU cannot do replaced by what computes the same more slowly, and the changes in words."""
+    """The config with what this GPU cannot do replaced by what computes the same slower, and the changes in words."""
     changes = []
     if config.fp8_head and torch.cuda.get_device_capability() < (8, 9):
         config = dataclasses.replace(config, fp8_head=False)
@@ -1885,7 +1870,8 @@ def fit_to_gpu(config: Config, vocab_size: int, ranks: int) -> tuple[Config, lis
     while config.micro_tokens > MASK_BLOCK and memory_needed(config, vocab_size, ranks) > free:
         config = dataclasses.replace(config, micro_tokens=config.micro_tokens // 2)
     if config.micro_tokens * ranks < config.batch_tokens:
-        changes.append(f"{config.batch_tokens // config.micro_tokens // ranks} micro-batches of {config.micro_tokens} tokens a rank")
+        count = config.batch_tokens // config.micro_tokens // ranks
+        changes.append(f"{count} micro-batches of {config.micro_tokens} tokens a rank")
     return config, changes
 
 
@@ -1899,25 +1885,19 @@ def memory_needed(config: Config, vocab_size: int, ranks: int) -> int:
     return int(fixed + config.micro_tokens * (8 * vocab_size + 2 * 30 * len(layers) * config.model_dim))
 
 
-def compile_count() -> int:
-    """Graphs that torch.compile has made in this process."""
+def compile_stats() -> tuple[int, float]:
+    """(graphs, seconds) of torch.compile in this process."""
     if "torch._dynamo" not in sys.modules:
-        return 0
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def compile_seconds() -> float:
-    if "torch._dynamo" not in sys.modules:
-        return 0.0
-    return torch._dynamo.utils.calculate_time_spent().get("total_wall_time", 0.0)
+        return 0, 0.0
+    utils = torch._dynamo.utils
+    return utils.counters["stats"]["unique_graphs"], utils.calculate_time_spent().get("total_wall_time", 0.0)
 
 
 def peak_memory_mib(device: torch.device) -> tuple[int, int]:
     """(allocated, reserved) on a GPU; on a CPU the process's largest resident set, twice."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
-    unit = 1 if sys.platform == "darwin" else 1024
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) >> 20
     return resident, resident
 
 
@@ -1954,15 +1934,17 @@ class Trainer:
         return losses
 
     def warm_up(self, val_sequence: np.ndarray) -> None:
-        """Every window and kind of step, so that nothing is compiled or allocated on the clock; then all is put back."""
+        """Every window and kind of step, so that nothing is compiled or allocated on the clock; then all is reset."""
         c = self.config
         saved = self.optimizer.snapshot()
         changes = [step for step in range(c.num_steps) if not step or long_window(c, step) != long_window(c, step - 1)]
         batch = self.stream.next_batch()
         for i in range(c.warmup_steps):
-            self.step(changes[i // c.adam_every % len(changes)] // c.adam_every * c.adam_every + i % c.adam_every, batch)
+            change = changes[i // c.adam_every % len(changes)]
+            self.step(change // c.adam_every * c.adam_every + i % c.adam_every, batch)
         if c.warmup_steps:
-            validate(self.model, val_sequence[None].repeat(self.comm.ranks, 0), self.windows.at(c.num_steps), self.comm, self.device)
+            sequences = val_sequence[None].repeat(self.comm.ranks, 0)
+            validate(self.model, sequences, self.windows.at(c.num_steps), self.comm, self.device)
         self.optimizer.restore(saved)
         self.windows.restart()
         self.stream.seek((0, 0))
@@ -1977,7 +1959,8 @@ class Profile:
     """A Chrome trace of some steps, with a range for each phase of each bank. Outside these steps it costs nothing."""
 
     def __init__(self, config: Config, optimizer: BankOptimizer, device: torch.device):
-        self.steps, self.optimizer, self.plain_span = profiled_steps(config) if config.profile else range(0), optimizer, optimizer.span
+        self.steps = profiled_steps(config) if config.profile else range(0)
+        self.optimizer, self.plain_span = optimizer, optimizer.span
         kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (device.type == "cuda")
         self.profiler = torch.profiler.profile(activities=kinds) if self.steps else None
 
@@ -1995,14 +1978,9 @@ class Profile:
             self.profiler.stop()
             self.optimizer.span = self.plain_span
 
-    def write(self, log_path: Path, rank: int) -> list[str]:
-        """Write this rank's trace, if there is one -> a line that says where it is."""
-        if not self.profiler:
-            return []
-        path = log_path.with_name(f"{log_path.stem}-rank{rank}.json.gz")
+    def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.profiler.export_chrome_trace(str(path))
-        return [f"trace: {path}"]
 
 
 def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
@@ -2019,7 +1997,8 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
         if device.type == "cuda":
             config, changes = fit_to_gpu(config, encoding.vocab_size, comm.ranks)
             if config.micro_tokens % MASK_BLOCK or config.val_len % MASK_BLOCK:
-                raise RunError(f"micro_tokens {config.micro_tokens} and val_len {config.val_len} must be multiples of {MASK_BLOCK} on GPUs")
+                raise RunError(f"micro_tokens {config.micro_tokens} and val_len {config.val_len} must be multiples of "
+                               f"{MASK_BLOCK} on GPUs")
         val_sequences = validation_sequences(val_shards, config.val_tokens, config.val_len)
         trainer = Trainer(config, comm, device, train_shards)
         trainer.stream.check_enough(config.num_steps)
@@ -2029,18 +2008,21 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
             machine, environment = describe_machine(device)
             revision = output_of("git", "rev-parse", "HEAD")
             log.open({
-                "run_id": log.run_id, "started": datetime.now(timezone.utc).isoformat(timespec="seconds"), "preset": preset,
+                "run_id": log.run_id, "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                "preset": preset,
                 "config": dataclasses.asdict(config), "seed": config.seed, "changes": changes,
-                "git": {"revision": revision, "clean": not output_of("git", "status", "--porcelain")} if revision else None,
+                "git": {"revision": revision, "clean": not output_of("git", "status", "--porcelain")} if revision
+                else None,
                 "source_sha256": file_sha256(Path(__file__)), "ranks": comm.ranks, **machine,
                 "shards": {"train": describe_shards(train_shards), "val": describe_shards(val_shards)},
                 "parameters": parameters, "target_val_loss": config.target_val_loss,
                 "race": {"race_id": config.race_id, "run": config.race_run, "declared_n": config.race_runs,
                          "side": config.race_side} if config.race_id else None,
             }, environment)
-        val_tokens = int((val_sequences[:, 1:] >= 0).sum())
-        log.say(f"preset {preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, {parameters / 1e6:.1f} M parameters, "
-                f"{config.num_steps} steps of {config.batch_tokens:,} tokens, validation on {val_tokens:,}" if not comm.rank else "")
+            val_tokens = int((val_sequences[:, 1:] >= 0).sum())
+            log.say(f"preset {preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, "
+                    f"{parameters / 1e6:.1f} M parameters, {config.num_steps} steps of {config.batch_tokens:,} tokens, "
+                    f"validation on {val_tokens:,}")
         for change in changes:
             log.say(change)
     with clock.off("hashing"):
@@ -2048,18 +2030,16 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
     log.say(f"warm-up: {config.warmup_steps} steps off the clock")
     with clock.off("warmup"):
         trainer.warm_up(val_sequences[0])
-    clock.outside["compile"] = compile_seconds()
+    compiles, clock.outside["compile"] = compile_stats()
     clock.outside["warmup"] -= clock.outside["compile"]
     with clock.off("hashing"):
         hash_after = optimizer.state_hash()
-    compiles = compile_count()
-
     losses, profile = TrainLosses(config, comm), Profile(config, optimizer, device)
 
     def write_steps(wait: bool = False) -> None:
         for step, train_time, loss in losses.arrived(wait):
-            shown = "" if loss is None else f" train_loss:{loss:.4f}"
-            log.write(f"step:{step}/{config.num_steps} train_time:{train_time:.0f}ms step_avg:{train_time / step:.2f}ms{shown}")
+            shown = f"step:{step}/{config.num_steps} train_time:{train_time:.0f}ms step_avg:{train_time / step:.2f}ms"
+            log.write(shown if loss is None else f"{shown} train_loss:{loss:.4f}")
             log.progress(step, loss, clock)
 
     clock.start()
@@ -2081,7 +2061,8 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
             log.write(line)
             log.say(line)
             if not math.isfinite(val_loss):
-                raise RunError(f"the validation loss before step {step} is {val_loss}; lower the learning rates. The log is kept")
+                raise RunError(f"the validation loss before step {step} is {val_loss}; lower the learning rates. The "
+                               "log is kept")
             if last:
                 break
             clock.start()
@@ -2089,26 +2070,29 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
             step_losses = trainer.step(step, trainer.stream.next_batch())
         losses.record(step + 1, clock.read(), step_losses)
         write_steps()
-
-    compiles = compile_count() - compiles
+    compiles = compile_stats()[0] - compiles
     with clock.off("hashing"):
         final_hash, tokens_hash = optimizer.state_hash(), trainer.digest_of_tokens()
     final_windows = windows.at(config.num_steps)
     text = ""
     if config.sample_tokens and not comm.rank:
         with clock.off("sampling"):
-            text = sample_text(model, final_windows, config, encoding)
+            said = sample(model, final_windows, config.sample_tokens, encoding.vocab_size, config.seed)
+            text = decode(said, encoding)
     if config.save_model and not comm.rank:
         save_model(log.path.with_suffix(".pt"), model, config, log.run_id, config.num_steps, final_windows, encoding)
-    for line in profile.write(log.path, comm.rank):
-        log.say(line)
+    if profile.profiler:
+        trace = log.path.with_name(f"{log.path.stem}-rank{comm.rank}.json.gz")
+        profile.write(trace)
+        log.say(f"trace: {trace}")
     allocated, reserved = peak_memory_mib(device)
     reached = val_loss <= config.target_val_loss
     log.write(json.dumps({"end": {
-        "final_val_loss": val_loss, "target_val_loss": config.target_val_loss, "reached": reached, "steps": config.num_steps,
-        "train_tokens": config.num_steps * config.batch_tokens, "train_sha256": tokens_hash, "val_tokens": val_tokens,
-        "train_time_ms": clock.elapsed, "wall_seconds": time.perf_counter() - began, "seconds_outside_clock": clock.outside,
-        "compiles_after_warmup": compiles, "state_hash": {"before_warmup": hash_before, "after_warmup": hash_after},
+        "final_val_loss": val_loss, "target_val_loss": config.target_val_loss, "reached": reached,
+        "steps": config.num_steps, "train_tokens": config.num_steps * config.batch_tokens, "train_sha256": tokens_hash,
+        "val_tokens": val_tokens, "train_time_ms": clock.elapsed, "wall_seconds": time.perf_counter() - began,
+        "seconds_outside_clock": clock.outside, "compiles_after_warmup": compiles,
+        "state_hash": {"before_warmup": hash_before, "after_warmup": hash_after},
         "validation_hash": val_hashes, "final_state_hash": final_hash, "peak_memory_mib": allocated}}))
     log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     log.say(f"\n{'target reached' if reached else 'target missed'}: validation loss {val_loss:.4f}, target "
@@ -2116,14 +2100,6 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
             f"{time.perf_counter() - began:.0f} s in all\nlog: {log.path}")
     if text:
         log.say(f"\nthe model says:\n{text}")
-
-
-def sample_text(model: GPT, windows: Windows, config: Config, encoding: Shard) -> str:
-    tokens = sample(model, windows, config.sample_tokens, encoding.vocab_size, config.seed)
-    try:
-        return decode(tokens, encoding)
-    except Exception as error:  # tiktoken fetches its vocabulary, which may fail in many ways
-        return f"(no text: GPT-2's vocabulary could not be had: {error})"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -2138,14 +2114,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_config(config, ranks)
         device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
         if gpu:
-            if local_rank >= torch.cuda.device_count():
-                raise RunError(f"rank {rank} has no GPU: this machine has {torch.cuda.device_count()}; lower --nproc_per_node")
+            gpus = torch.cuda.device_count()
+            if local_rank >= gpus:
+                raise RunError(f"rank {rank} has no GPU: this machine has {gpus}; lower --nproc_per_node")
             torch.cuda.set_device(device)
         if ranks > 1:
             timeout = timedelta(seconds=config.timeout_s)
             store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timeout))
-            dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=ranks, timeout=timeout,
-                                    device_id=device if gpu else None)
+            dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=ranks,
+                                    timeout=timeout, device_id=device if gpu else None)
             watch = Watch(dist.PrefixStore("watch", store), rank, ranks, log)
         comm = (CompressedComm if config.compress_grads else Comm)(rank, ranks)
         run(config, preset, comm, device, log, began)
@@ -2155,11 +2132,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             dist.destroy_process_group()
         return 0
     except (RunError, torch.OutOfMemoryError, KeyboardInterrupt) as error:
-        message = {KeyboardInterrupt: "interrupted", torch.OutOfMemoryError: f"{error}; lower --micro_tokens"}.get(type(error), str(error))
+        interrupted = isinstance(error, KeyboardInterrupt)
+        hint = "; lower --micro_tokens" if isinstance(error, torch.OutOfMemoryError) else ""
+        message = "interrupted" if interrupted else f"{error}{hint}"
         complain(log, rank, message)
         if watch:
             watch.tell(f"rank {rank} failed: {message}")
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
+        return 130 if interrupted else 1
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         if watch:
