@@ -57,18 +57,14 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 ROOT = Path(__file__).resolve().parent
 
-
 class RunError(Exception):
     """Something the user can mend: the message says what was seen, what is wanted and what to do."""
-
 
 # ------------------------------------------------------------------------------------------------------------------
 # config
 
-
 def value(default: Any, why: str, choices: tuple[str, ...] = ()) -> Any:
     return field(default=default, metadata={"why": why, "choices": choices})
-
 
 @dataclass(frozen=True)
 class Config:
@@ -159,7 +155,6 @@ class Config:
     race_runs: int = value(0, "set by the racing tool: runs declared before the first one")
     race_side: str = value("", "set by the racing tool: which of two versions this is")
 
-
 PRESETS = {
     "speedrun": Config(),
     # the same code, small: bytes of the standard library on two CPU cores
@@ -172,7 +167,6 @@ PRESETS = {
         muon_momentum_fall=20, bank_mb=1.0, warmup_steps=4, train_loss_every=1, sample_tokens=300,
     ),
 }
-
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -188,12 +182,10 @@ def make_parser() -> argparse.ArgumentParser:
                             help=f"{why} ({defaults or 'empty'})")
     return parser
 
-
 def parse_bool(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a truth value: write true or false")
     return text.lower() == "true"
-
 
 def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]:
     """Flags -> the preset's name and the config. Leaves by SystemExit on a flag that is unknown or ill-typed."""
@@ -201,11 +193,9 @@ def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]
     preset = given.pop("preset", default_preset)
     return preset, dataclasses.replace(PRESETS[preset], **given)
 
-
 def profiled_steps(config: Config) -> range:
     first, last = map(int, config.profile.split(":"))
     return range(first, last + 1)
-
 
 class Layer(NamedTuple):
     """What is in one layer: the window of its attention (S, L or none), its value table, whether it has an MLP."""
@@ -213,7 +203,6 @@ class Layer(NamedTuple):
     window: str | None
     value_table: int | None
     mlp: bool
-
 
 def parse_layers(words: str) -> tuple[Layer, ...]:
     """`S1M` -> Layer("S", 1, True); see Config.layers. RunError on a word that is none."""
@@ -225,7 +214,6 @@ def parse_layers(words: str) -> tuple[Layer, ...]:
             raise RunError(f"layers: {word!r} is not a layer; write S or L, perhaps a digit, perhaps M; or M; or -")
         return Layer(window, table, rest == "M")
     return tuple(map(parse, words.split()))
-
 
 def check_config(config: Config, ranks: int) -> None:
     """RunError, with every finding, if the values are impossible by themselves or for this number of ranks."""
@@ -282,13 +270,11 @@ def check_config(config: Config, ranks: int) -> None:
     if wrong:
         raise RunError("; ".join(wrong))
 
-
 # ------------------------------------------------------------------------------------------------------------------
 # data
 
 HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1
 GPT2_VOCAB, GPT2_BOS = 50257, 50256  # where a header says nothing of them
-
 
 class Shard(NamedTuple):
     """A file of tokens: a header of 256 int32, then uint16 tokens, both little-endian."""
@@ -297,7 +283,6 @@ class Shard(NamedTuple):
     tokens: int
     vocab_size: int
     bos_id: int
-
 
 def read_header(path: Path) -> Shard:
     """Header words: 0 magic, 1 version, 2 tokens, 3 vocabulary, 4 BOS. RunError if the file is no whole shard."""
@@ -317,7 +302,6 @@ def read_header(path: Path) -> Shard:
                        "bytes; delete it, then fetch or make it again")
     return Shard(path, tokens, int(header[3]) or GPT2_VOCAB, int(header[4]) or GPT2_BOS)
 
-
 def find_shards(pattern: str, limit: int = 0) -> list[Shard]:
     """The shards that match a glob pattern, by name, the first `limit` of them (0: all); all in one vocabulary."""
     full = str(ROOT / pattern)  # an absolute pattern stays as it is
@@ -331,7 +315,6 @@ def find_shards(pattern: str, limit: int = 0) -> list[Shard]:
             raise RunError(f"{shard.path}: vocabulary and BOS are {shard[2:]}, those of {shards[0].path} are "
                            f"{shards[0][2:]}; shards of one run share one encoding")
     return shards
-
 
 def load_tokens(shard: Shard) -> np.ndarray:
     """All tokens of a shard, uint16 [tokens]. RunError if one is outside the vocabulary."""
@@ -348,14 +331,12 @@ def load_tokens(shard: Shard) -> np.ndarray:
                        f"{shard.vocab_size}; the shard is damaged or its header names another encoding: make it again")
     return tokens
 
-
 class Documents(NamedTuple):
     """Where the documents of one shard lie, in the order in which they are read."""
 
     tokens: np.ndarray   # uint16 [tokens]
     starts: np.ndarray   # int64 [documents]
     lengths: np.ndarray  # int64 [documents], already cut at max_len
-
 
 def index_documents(tokens: np.ndarray, bos_id: int, max_len: int, long_documents: str = "cut",
                     order: np.random.Generator | None = None) -> Documents:
@@ -372,7 +353,6 @@ def index_documents(tokens: np.ndarray, bos_id: int, max_len: int, long_document
         chosen = order.permutation(len(starts))
         starts, lengths = starts[chosen], lengths[chosen]
     return Documents(tokens, starts, lengths)
-
 
 def pack(ends: np.ndarray, first: int, slots: int, slot_tokens: int) -> list[tuple[int, int, int]] | None:
     """Which documents fill a batch. Each slot takes documents one after another until it holds slot_tokens + 1.
@@ -391,7 +371,6 @@ def pack(ends: np.ndarray, first: int, slots: int, slot_tokens: int) -> list[tup
         first = last + 1
     return taken
 
-
 def fill_slot(documents: Documents, bos_id: int, first: int, last: int, last_tokens: int) -> np.ndarray:
     """The tokens of one slot, uint16 [slot_tokens + 1]. BOS opens every document, a later piece of a split one too."""
     lengths = documents.lengths[first:last + 1].copy()
@@ -400,7 +379,6 @@ def fill_slot(documents: Documents, bos_id: int, first: int, last: int, last_tok
     slot = np.concatenate([documents.tokens[start:start + n] for start, n in zip(starts, lengths)])
     slot[np.cumsum(lengths) - lengths] = bos_id
     return slot
-
 
 class Stream:
     """Batches of packed documents for one rank; the next shard is loaded and indexed in the background.
@@ -479,7 +457,6 @@ class Stream:
     def close(self) -> None:
         self.loader.shutdown(wait=False, cancel_futures=True)
 
-
 def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.ndarray:
     """The first `tokens` predictions of the validation stream (0: all), int32 [sequences, length + 1], in its order.
 
@@ -501,21 +478,17 @@ def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.nd
     padded[:len(stream)] = stream
     return np.lib.stride_tricks.sliding_window_view(padded, length + 1)[::length]
 
-
 # ------------------------------------------------------------------------------------------------------------------
 # model
-
 
 def norm(x: Tensor) -> Tensor:
     """RMS norm over the last dimension, without gain."""
     return F.rms_norm(x, (x.size(-1),))
 
-
 def rotary_frequencies(head_dim: int) -> Tensor:
     """Radians a token, [head_dim / 2]: a quarter of the head turns, slower and slower; another quarter stands still."""
     turning = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4)
     return torch.cat([turning, torch.zeros(head_dim // 4)])
-
 
 def stretch(frequencies: Tensor, scale: float, window: int, longer: int) -> tuple[Tensor, float]:
     """YaRN (arXiv:2309.00071): frequencies and softmax scale after the window, in tokens, grew to `longer`.
@@ -526,7 +499,6 @@ def stretch(frequencies: Tensor, scale: float, window: int, longer: int) -> tupl
     stays = ((turns - 1) / (32 - 1)).clamp(0, 1)
     slower = window / longer
     return frequencies * (slower + stays * (1 - slower)), scale * (0.2 * math.log(longer / window) + 1)
-
 
 class Rotary(nn.Module):
     """Tables of cos and sin [tokens, head_dim / 2] and the softmax scale that goes with their frequencies."""
@@ -553,15 +525,12 @@ class Rotary(nn.Module):
         self.scale.fill_(scale)
         self.tabulate()
 
-
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos[:len(x_THD), None], sin[:len(x_THD), None]
     x1, x2 = x_THD.chunk(2, dim=-1)
     return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
 
-
 MASK_BLOCK = 128  # of FlexAttention
-
 
 def may_attend(docs: Tensor, window: Tensor | int) -> Callable[..., Tensor]:
     """The predicate: token q sees token k if k is not later, within the window, and of the same document."""
@@ -569,12 +538,10 @@ def may_attend(docs: Tensor, window: Tensor | int) -> Callable[..., Tensor]:
         return (q >= k) & (q - k <= window) & (docs[q] == docs[k])
     return predicate
 
-
 def dense_mask(docs: Tensor, window: int) -> Tensor:
     """bool [T, T] of the predicate, for scaled_dot_product_attention."""
     at = torch.arange(len(docs), device=docs.device)
     return may_attend(docs, window)(None, None, at[:, None], at[None, :])
-
 
 def block_mask(docs: Tensor, window: int) -> BlockMask:
     """The predicate for FlexAttention: blocks seen in full and those in part. docs [T], T a multiple of MASK_BLOCK.
@@ -594,11 +561,9 @@ def block_mask(docs: Tensor, window: int) -> BlockMask:
     predicate = may_attend(docs, torch.full((), window, device=docs.device))
     return BlockMask.from_kv_blocks(*listed(some & ~every), *listed(every), BLOCK_SIZE=MASK_BLOCK, mask_mod=predicate)
 
-
 @functools.cache
 def compiled_flex_attention() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)  # uncompiled, it would build all T² scores
-
 
 def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Tensor | BlockMask) -> Tensor:
     """Softmax attention [T, H, D] where the mask allows it. q comes with the softmax scale in it.
@@ -613,12 +578,10 @@ def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Tensor | BlockMask
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
     return out[0].transpose(0, 1)
 
-
 def uniform(rows: int, columns: int, fan_in: int) -> Tensor:
     """Initial matrix, uniform with standard deviation 0.5 / sqrt(fan_in)."""
     bound = math.sqrt(3) * 0.5 / math.sqrt(fan_in)
     return torch.empty(rows, columns).uniform_(-bound, bound)
-
 
 class Attention(nn.Module):
     def __init__(self, dim: int, heads: int, gate_dim: int, dtype: torch.dtype):
@@ -645,7 +608,6 @@ class Attention(nn.Module):
         y = attend(q, k, v, mask) * gate[..., None]
         return F.linear(y.reshape(tokens, dim), qkvo[3 * dim:])
 
-
 class MLP(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
@@ -655,7 +617,6 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = x @ self.fc.type_as(x)
         return F.linear(h.relu() * h, self.proj.type_as(x))  # relu squared; square() by itself is slow on CPUs
-
 
 class Block(nn.Module):
     def __init__(self, layer: Layer, dim: int, heads: int, gate_dim: int, dtype: torch.dtype):
@@ -672,7 +633,6 @@ class Block(nn.Module):
         if self.mlp is not None:
             x = x + self.mlp(norm(x))
         return x
-
 
 class FP8Linear(torch.autograd.Function):
     """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V], the three products of forward and backward in fp8.
@@ -705,7 +665,6 @@ class FP8Linear(torch.autograd.Function):
         grad8 = grad8.T.contiguous()
         return grad_x, FP8Linear.product(grad8, x8, FP8Linear.GRAD_SCALE, ctx.x_scale, fast=False)
 
-
 class Head(nn.Module):
     def __init__(self, vocab: int, dim: int, dtype: torch.dtype, fp8: bool):
         super().__init__()
@@ -721,17 +680,14 @@ class Head(nn.Module):
         """Cross entropy in nats, summed over the targets [T]; -1 is no target."""
         return F.cross_entropy(self.logits(x), targets, ignore_index=-1, reduction="sum")
 
-
 def mix_in_saved(x: Tensor, weight: Tensor, saved: Tensor) -> Tensor:
     return x + torch.sigmoid(weight) * saved
-
 
 class Windows(NamedTuple):
     """How many tokens back the layers with the long and with the short window see."""
 
     long: int
     short: int
-
 
 class GPT(nn.Module):
     """The model of record 44, sizes as arguments. Works on one packed sequence [T] at a time.
@@ -808,7 +764,6 @@ class GPT(nn.Module):
             part.forward = torch.compile(part.forward, dynamic=False)
         self.mix_in_saved = torch.compile(self.mix_in_saved, dynamic=False)
 
-
 # ------------------------------------------------------------------------------------------------------------------
 # update rules
 
@@ -821,7 +776,6 @@ POLAR_STEPS = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
-
 def polar(u: Tensor, dtype: torch.dtype) -> Tensor:
     """The nearest matrices with singular values of about 1. u [n, rows, columns] -> the same shape, in dtype."""
     x = u.to(dtype)
@@ -831,7 +785,6 @@ def polar(u: Tensor, dtype: torch.dtype) -> Tensor:
         s = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(s, s, s, beta=b, alpha=c), x, beta=a)
     return x.mT if u.size(-2) > u.size(-1) else x
-
 
 def normuon(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scale: Tensor, lr: float, decay: float, momentum: float,
             beta2: float, dtype: torch.dtype) -> None:
@@ -849,7 +802,6 @@ def normuon(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scale: Tensor, lr: float
     o = o + torch.where(o * p >= 0, decay * p, 0)
     p.sub_(lr * scale * o)
 
-
 def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: float, beta1: float, beta2: float, eps: float,
          t: float) -> None:
     """Adam (arXiv:1412.6980) with bias correction for the t-th update, in place on p, m, v, all [n]; float32 inside."""
@@ -864,13 +816,11 @@ def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: float, beta1: float, be
     for x, x32 in ((p, p32), (m, m32), (v, v32)):
         x.copy_(x32)  # onto itself: nothing happens
 
-
 class StepValues(NamedTuple):
     """What the schedules say about one step."""
 
     lr_factor: float
     momentum: float
-
 
 @dataclass(frozen=True)
 class Adam:
@@ -893,7 +843,6 @@ class Adam:
     def arguments(self, bank: Bank, values: StepValues) -> tuple:
         return (bank.my_values, bank.my_grads, bank.state["m"], bank.state["v"], self.lr * values.lr_factor,
                 self.beta1, self.beta2, self.eps, float(bank.updates))
-
 
 @dataclass(frozen=True)
 class NorMuon:
@@ -924,10 +873,8 @@ class NorMuon:
         return (bank.my_values, bank.my_grads, bank.state["m"], bank.state["v"], bank.my_scales, lr, decay,
                 values.momentum, self.beta2, self.polar_dtype)
 
-
 # ------------------------------------------------------------------------------------------------------------------
 # banks
-
 
 class Member(NamedTuple):
     """A parameter, the rule that updates it, and how: as `parts` matrices, its learning rate times `scale`."""
@@ -937,7 +884,6 @@ class Member(NamedTuple):
     rule: Adam | NorMuon
     parts: int = 1
     scale: float = 1.0
-
 
 @dataclass
 class Slot:
@@ -950,7 +896,6 @@ class Slot:
     fresh: bool = True     # no gradient since the last update: the next one overwrites
     arrived: bool = False  # its gradient of this backward is in
     tree: list[tuple[int, Tensor]] = field(default_factory=list)  # exact mode: (height, sum) of micro-batches
-
 
 class Bank:
     """Parameters with one rule and one dtype, in one contiguous buffer; their gradients in another.
@@ -1050,7 +995,6 @@ class Bank:
         for slot in self.slots:
             slot.fresh = True
 
-
 def fill_banks(members: Sequence[Member], bank_bytes: float, rank: int, ranks: int,
                fp32_grads: bool = False) -> list[Bank]:
     """Group what can share a bank, of one rule, dtype and unit, from the last layer on, until bank_bytes are full."""
@@ -1067,17 +1011,14 @@ def fill_banks(members: Sequence[Member], bank_bytes: float, rank: int, ranks: i
     return [Bank(f"{i}-{type(group[0].rule).__name__.lower()}", group, rank, ranks, grad_dtype)
             for i, group in enumerate(groups)]
 
-
 # ------------------------------------------------------------------------------------------------------------------
 # communication
-
 
 class Done:
     """The work of a collective that needs nobody else."""
 
     def wait(self) -> None:
         pass
-
 
 class Comm:
     """The collectives that a run needs. Nothing else names one, so tests can put another network in its place."""
@@ -1125,7 +1066,6 @@ class Comm:
             dist.all_gather_object(everyones, mine)
         return everyones
 
-
 class CompressedComm(Comm):
     """Sends gradients in bf16, half the bytes of float32. A communication hook is a Comm that reduces its own way."""
 
@@ -1142,7 +1082,6 @@ class CompressedComm(Comm):
                 shard.copy_(mine)
         return Unpack()
 
-
 @dataclass(frozen=True)
 class SyncSettings:
     """How gradients and parameters travel. Each variant computes the same; exact fixes even the order of sums."""
@@ -1154,7 +1093,6 @@ class SyncSettings:
     exact: bool = False         # the same bytes at any number of ranks
     check_grads: bool = False   # wait for all banks, stop before a step with a gradient that is not finite
     clip_norm: float = 0.0      # scale all gradients so that their norm over all ranks is at most this; 0: don't
-
 
 class BankOptimizer:
     """Sums gradients into banks, exchanges them while backward goes on, updates one shard a rank, gathers parameters.
@@ -1397,7 +1335,6 @@ class BankOptimizer:
         updates = repr(sorted((slot.name, bank.updates) for bank in self.banks for slot in bank.slots))
         return hash_of(sorted(self.named_state(), key=lambda item: item[0]), updates)
 
-
 def hash_of(tensors: Sequence[tuple[str, Tensor]], further: str = "") -> str:
     """SHA-256 over names and bytes of tensors; several are hashed at a time."""
     def line(item: tuple[str, Tensor]) -> str:
@@ -1406,10 +1343,8 @@ def hash_of(tensors: Sequence[tuple[str, Tensor]], further: str = "") -> str:
     with ThreadPoolExecutor() as pool:
         return hashlib.sha256("".join([*pool.map(line, tensors), further]).encode()).hexdigest()
 
-
 # ------------------------------------------------------------------------------------------------------------------
 # assignment
-
 
 class Assignment(NamedTuple):
     """Which parameters a rule updates, by a pattern of their names; see Member for parts and scale."""
@@ -1418,7 +1353,6 @@ class Assignment(NamedTuple):
     rule: Callable[[nn.Parameter], Adam | NorMuon]
     parts: int = 1
     scale: float = 1.0
-
 
 def assignments(config: Config) -> tuple[Assignment, ...]:
     """The table: every parameter of GPT matches exactly one line."""
@@ -1442,7 +1376,6 @@ def assignments(config: Config) -> tuple[Assignment, ...]:
         Assignment("blocks.*.mlp.proj", normuon_rule),
     )
 
-
 def assign(model: nn.Module, table: Sequence[Assignment]) -> list[Member]:
     """Each parameter that learns with its rule, in the model's order. RunError unless exactly one line matches each."""
     members = []
@@ -1459,7 +1392,6 @@ def assign(model: nn.Module, table: Sequence[Assignment]) -> list[Member]:
         members.append(Member(name, param, rule, line.parts, line.scale * tall))
     return members
 
-
 def build_model(config: Config, vocab_size: int, bos_id: int) -> GPT:
     """The model of a config, with its initial parameters, on the CPU: the same for a seed on every machine."""
     torch.manual_seed(config.seed)
@@ -1467,7 +1399,6 @@ def build_model(config: Config, vocab_size: int, bos_id: int) -> GPT:
                num_heads=config.num_heads, gate_dim=config.gate_dim, backout_layer=config.backout_layer,
                max_tokens=max(config.micro_tokens, config.val_len, SAMPLE_CONTEXT), loss_tokens=config.micro_tokens,
                dtype=getattr(torch, config.dtype), fp8_head=config.fp8_head)
-
 
 def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False) -> BankOptimizer:
     """The optimizer of a config for a model that is on its device. Gradients become the mean over the batch's slots."""
@@ -1477,10 +1408,8 @@ def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = Fal
                             check_grads=config.check_grads, clip_norm=config.clip_norm)
     return BankOptimizer(banks, comm, config.micro_tokens / config.batch_tokens, settings, compiled, model)
 
-
 # ------------------------------------------------------------------------------------------------------------------
 # schedules
-
 
 def step_values(config: Config, step: int) -> StepValues:
     """Learning-rate factor and momentum of one step."""
@@ -1497,13 +1426,11 @@ def step_values(config: Config, step: int) -> StepValues:
     momentum = c.muon_momentum_low + height * (c.muon_momentum - c.muon_momentum_low)
     return StepValues(left + (1 - left) * c.lr_floor, momentum)
 
-
 def long_window(config: Config, step: int) -> int:
     """The long window, in blocks, of a training step and of a validation before it."""
     parts = [int(word) for word in config.windows.split()]
     scheduled = config.num_steps - config.extension_steps
     return parts[step * len(parts) // scheduled] if step < scheduled else config.extension_window
-
 
 class WindowSchedule:
     """Stretches the rotary when a step's long window first differs from the one before."""
@@ -1527,10 +1454,8 @@ class WindowSchedule:
         longest = c.final_window if step == c.num_steps else blocks
         return Windows(longest * c.window_block, blocks // 2 * c.window_block)
 
-
 # ------------------------------------------------------------------------------------------------------------------
 # validation, log, checkpoint
-
 
 @torch.no_grad()
 def validate(model: GPT, sequences: np.ndarray, windows: Windows, comm: Comm,
@@ -1548,14 +1473,12 @@ def validate(model: GPT, sequences: np.ndarray, windows: Windows, comm: Comm,
     tokens = int((sequences[:, 1:] >= 0).sum())
     return comm.all_reduce(losses).sum().item() / tokens, tokens
 
-
 def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
     """[T + 1] tokens -> inputs int32 [T], targets int64 [T] on the device, without waiting for it."""
     tokens = torch.from_numpy(sequence.astype(np.int32))
     if device.type == "cuda":
         tokens = tokens.pin_memory().to(device, non_blocking=True)
     return tokens[:-1], tokens[1:].long()
-
 
 class TrainLosses:
     """Training losses, read without making the host wait for the device: a loss is there some steps after its step."""
@@ -1593,7 +1516,6 @@ class TrainLosses:
             mean = slots.sum(dtype=torch.float64).item() / self.config.batch_tokens
             yield step, train_time, mean if self.is_logged(step) else None
 
-
 class Clock:
     """Milliseconds of training. It stands still for what is outside; each such span is named and timed."""
 
@@ -1623,7 +1545,6 @@ class Clock:
         begin = self._now()
         yield
         self.outside[name] = self.outside.get(name, 0.0) + self._now() - begin
-
 
 class Log:
     """The only file and the only voice of a run; rank 0's. Each line is in the file when write returns."""
@@ -1701,7 +1622,6 @@ class Log:
             self.file.close()
             self.file = None
 
-
 def save_model(path: Path, model: GPT, config: Config, run_id: str, step: int, windows: Windows,
                encoding: Shard) -> None:
     """For evaluation by another process: load_model(path) builds the same model. Written whole or not at all."""
@@ -1715,7 +1635,6 @@ def save_model(path: Path, model: GPT, config: Config, run_id: str, step: int, w
         partial.unlink(missing_ok=True)
         raise RunError(f"{path}: cannot be written ({error}); free space or choose another --log_dir") from error
 
-
 def load_model(path: str | Path, device: str = "cpu") -> tuple[GPT, dict[str, Any]]:
     """A model that save_model wrote, in evaluation form, and the rest of what was saved with it."""
     try:
@@ -1727,9 +1646,7 @@ def load_model(path: str | Path, device: str = "cpu") -> tuple[GPT, dict[str, An
     model.rotary.tabulate()
     return model.to(device).eval(), saved
 
-
 SAMPLE_CONTEXT = 2 * MASK_BLOCK
-
 
 @torch.no_grad()
 def sample(model: GPT, windows: Windows, tokens: int, vocab_size: int, seed: int,
@@ -1750,7 +1667,6 @@ def sample(model: GPT, windows: Windows, tokens: int, vocab_size: int, seed: int
     model.train()
     return said[1:]
 
-
 def decode(tokens: Sequence[int], encoding: Shard) -> str:
     """Text of tokens: bytes where the vocabulary is that of bytes, else GPT-2's."""
     if encoding.vocab_size <= 257:
@@ -1761,10 +1677,8 @@ def decode(tokens: Sequence[int], encoding: Shard) -> str:
     except Exception as error:  # tiktoken fetches its vocabulary, which may fail in many ways
         return f"(no text: GPT-2's vocabulary could not be had: {error})"
 
-
 # ------------------------------------------------------------------------------------------------------------------
 # main
-
 
 class Watch:
     """Tells every rank of a failure on one, also those in a collective: within seconds all have said why and left.
@@ -1803,14 +1717,12 @@ class Watch:
         self.over.set()
         self.thread.join()
 
-
 def complain(log: Log | None, rank: int, message: str) -> None:
     if log:
         with contextlib.suppress(RunError):
             log.write(f"error: {message}")
         log.close()
     print(f"train_gpt.py: rank {rank}: error: {message}", file=sys.stderr, flush=True)
-
 
 def output_of(*command: str) -> str:
     """What a command prints, or nothing where it cannot be run."""
@@ -1819,14 +1731,12 @@ def output_of(*command: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
 
-
 def cpu_name() -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
-
 
 def describe_machine(device: torch.device) -> tuple[dict[str, Any], str]:
     """(hardware and versions for the JSON line, the free text above it)."""
@@ -1844,7 +1754,6 @@ def describe_machine(device: torch.device) -> tuple[dict[str, Any], str]:
     text += output_of("nvidia-smi") if on_gpu else f"{cpu}, {cores} cores, {platform.platform()}"
     return {"hardware": {"device": name, "gpus": gpus, "cpu": cpu, "cores": cores}, "versions": versions}, text
 
-
 def file_sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -1852,13 +1761,11 @@ def file_sha256(path: Path) -> str:
             digest.update(block)
     return digest.hexdigest()
 
-
 def describe_shards(shards: list[Shard]) -> list[dict[str, Any]]:
     with ThreadPoolExecutor(len(shards)) as pool:
         digests = pool.map(file_sha256, [shard.path for shard in shards])
         return [{"name": shard.path.name, "tokens": shard.tokens, "bytes": HEADER_INTS * 4 + 2 * shard.tokens,
                  "sha256": digest} for shard, digest in zip(shards, digests)]
-
 
 def fit_to_gpu(config: Config, vocab_size: int, ranks: int) -> tuple[Config, list[str]]:
     """The config with what this GPU cannot do replaced by what computes the same slower, and the changes in words."""
@@ -1874,7 +1781,6 @@ def fit_to_gpu(config: Config, vocab_size: int, ranks: int) -> tuple[Config, lis
         changes.append(f"{count} micro-batches of {config.micro_tokens} tokens a rank")
     return config, changes
 
-
 def memory_needed(config: Config, vocab_size: int, ranks: int) -> int:
     """A generous guess at a rank's peak in bytes: parameters, gradients and this rank's share of their state, and what
     a micro-batch leaves for backward: logits several times over, and of each layer some thirty tensors of its width."""
@@ -1884,7 +1790,6 @@ def memory_needed(config: Config, vocab_size: int, ranks: int) -> int:
     fixed = (4 * matrices + 2 * tables) * (2 + 2 / ranks)
     return int(fixed + config.micro_tokens * (8 * vocab_size + 2 * 30 * len(layers) * config.model_dim))
 
-
 def compile_stats() -> tuple[int, float]:
     """(graphs, seconds) of torch.compile in this process."""
     if "torch._dynamo" not in sys.modules:
@@ -1892,14 +1797,12 @@ def compile_stats() -> tuple[int, float]:
     utils = torch._dynamo.utils
     return utils.counters["stats"]["unique_graphs"], utils.calculate_time_spent().get("total_wall_time", 0.0)
 
-
 def peak_memory_mib(device: torch.device) -> tuple[int, int]:
     """(allocated, reserved) on a GPU; on a CPU the process's largest resident set, twice."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) >> 20
     return resident, resident
-
 
 class Trainer:
     """Model, optimizer, data and schedule of one rank, and the step that they make together."""
@@ -1954,7 +1857,6 @@ class Trainer:
         everyones = self.comm.all_objects([digest.digest() for digest in self.stream.digests])
         return hashlib.sha256(b"".join(digest for digests in everyones for digest in digests)).hexdigest()
 
-
 class Profile:
     """A Chrome trace of some steps, with a range for each phase of each bank. Outside these steps it costs nothing."""
 
@@ -1981,7 +1883,6 @@ class Profile:
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.profiler.export_chrome_trace(str(path))
-
 
 def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
     """The whole race, from the data to the verdict. began: when the process started, by time.perf_counter."""
@@ -2101,7 +2002,6 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
     if text:
         log.say(f"\nthe model says:\n{text}")
 
-
 def main(argv: Sequence[str] | None = None) -> int:
     """One rank of a run, as torchrun started it, or the only one. Returns the exit status."""
     began = time.perf_counter()
@@ -2147,7 +2047,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             watch.tell(f"rank {rank} failed: {message}")
         complain(log, rank, message)
         raise
-
 
 if __name__ == "__main__":
     sys.exit(main())
