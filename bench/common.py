@@ -11,7 +11,7 @@ import sys
 import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Iterable, NoReturn, Sequence
 
 import torch
 import torch.distributed as dist
@@ -101,14 +101,20 @@ def _rank_main(function: Callable, rank: int, ranks: int, port: int, answer: Any
     result = function(rank, ranks, *arguments)
     if rank == 0:
         answer.send(result)
+    leave()
+
+
+def leave() -> NoReturn:
+    """Ends this process as soon as all ranks are here. Taking the group apart is left out: gloo may abort in it."""
     dist.barrier()
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def on_ranks(ranks: int, function: Callable, *arguments: Any) -> Any:
-    """Runs function(rank, ranks, *arguments) in fresh processes of one gloo group, the cores shared out -> rank 0's result.
+    """Runs function(rank, ranks, *arguments) in fresh processes of one gloo group -> what rank 0 returned.
 
-    Raises RunError if a rank fails; its own message is on stderr.
+    They share out the cores. Raises RunError if one fails; its own message is on stderr.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -128,8 +134,8 @@ def on_ranks(ranks: int, function: Callable, *arguments: Any) -> Any:
         for process in processes:
             process.join(60 if result else 0)
         if result is None or any(process.exitcode != 0 for process in processes):
-            raise train_gpt.RunError(f"{function.__name__}: ranks ended with {[process.exitcode for process in processes]} and "
-                                     "without a result; the reason is above")
+            codes = [process.exitcode for process in processes]
+            raise train_gpt.RunError(f"{function.__name__}: ranks ended with {codes}; the reason is above")
         return result[0]
     except EOFError:
         raise train_gpt.RunError(f"{function.__name__}: rank 0 ended without a result; the reason is above") from None
@@ -159,7 +165,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, dim] -> the same."""
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norms[0](x)).chunk(3, dim=-1))
+        qkv = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
@@ -181,7 +188,8 @@ class Transformer(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def bank_optimizer(model: nn.Module, comm: train_gpt.Comm, lr: float, bank_mb: float, **settings: Any) -> train_gpt.BankOptimizer:
+def bank_optimizer(model: nn.Module, comm: train_gpt.Comm, lr: float, bank_mb: float,
+                   **settings: Any) -> train_gpt.BankOptimizer:
     """Ours, with Adam for every parameter. settings: of SyncSettings."""
     rule = train_gpt.Adam(lr, 0.9, 0.999, 1e-8, 1, torch.float32)
     members = [train_gpt.Member(name, param, rule) for name, param in model.named_parameters()]
@@ -190,15 +198,16 @@ def bank_optimizer(model: nn.Module, comm: train_gpt.Comm, lr: float, bank_mb: f
 
 
 class DirectComm(train_gpt.Comm):
-    """Reduce-scatter as messages between pairs and a sum. gloo has none of its own: it runs an all-reduce and drops all but
-    a shard, which sends twice the bytes."""
+    """Reduce-scatter as messages between pairs and a sum. gloo has none of its own: it runs an all-reduce and drops all
+    but a shard, which sends twice the bytes."""
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Any:
         """In place: shard is this rank's part of full."""
         parts = full.view(self.ranks, -1)
         others = [rank for rank in range(self.ranks) if rank != self.rank]
         received = torch.empty(len(others), len(shard), dtype=full.dtype)
-        works = [work for rank, part in zip(others, received) for work in (dist.isend(parts[rank], rank), dist.irecv(part, rank))]
+        works = [dist.isend(parts[rank], rank) for rank in others]
+        works += [dist.irecv(part, rank) for rank, part in zip(others, received)]
 
         class Sum:
             def wait(self) -> None:

@@ -2,13 +2,14 @@
 
     python bench/passes.py
 
-Counted, not timed: every operator between backward's end and the next forward, by the bytes of its arguments that are
-gradients or parameters, in whatever buffer they lie. One pass = as many bytes as one rank has gradients (or parameters).
-A collective counts as one read of its input and one write of its output. This rank is one of --ranks of torch's `fake`
-process group, whose collectives send nothing. The moments are left out: every way reads and writes its share of them once.
+Counted, not timed: every operator from the arrival of gradients to the new parameters, by the bytes of its arguments
+that are gradients or parameters, in whatever buffer they lie. One pass = as many bytes as the model has gradients (or
+parameters). A collective counts as one read of its input and one write of its output. This rank is one of --ranks of
+torch's `fake` process group, whose collectives send nothing. The moments are left out: both ways read and write this
+rank's share of them once.
 
-stack-and-copy is how the public record did it: gradients of one shape are stacked, the stack is reduce-scattered, the rank's
-part updated, all parts gathered into another stack, and that is copied back to the parameters.
+stack-and-copy is how the public record did it: gradients of one shape are stacked, the stack is reduce-scattered, the
+rank's part updated, all parts gathered into another stack, and that is copied back to the parameters.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ ONLY_WRITE = ("aten::copy_", "aten::zero_", "aten::fill_")  # in-place operators
 READ_NOTHING = ("aten::detach", "aten::empty_like", "aten::zeros_like")
 NOT_CHANGED = {"aten::_fused_adam_": "grads"}  # marked as written, for a scaling that is not used here
 # collectives: which argument is written, which is read
-COLLECTIVES = {"_reduce_scatter_base_": ("output_tensor", "input_tensor"), "_allgather_base_": ("output_tensor", "input_tensor")}
+COLLECTIVES = {"_reduce_scatter_base_": ("output_tensor", "input_tensor"),
+               "_allgather_base_": ("output_tensor", "input_tensor")}
 
 
 class Passes(TorchDispatchMode):
@@ -50,7 +52,7 @@ class Passes(TorchDispatchMode):
 
     def note(self, how: str, argument: Any) -> None:
         for x in tree_leaves(argument):
-            if isinstance(x, Tensor) and x.device.type != "meta" and (kind := self.kinds.get(x.untyped_storage().data_ptr())):
+            if isinstance(x, Tensor) and (kind := self.kinds.get(x.untyped_storage().data_ptr())):
                 self.count[kind, how] += x.numel() * x.element_size()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -67,7 +69,8 @@ class Passes(TorchDispatchMode):
             pass  # onto itself: torch returns at once
         elif not function.is_view and name not in READ_NOTHING:
             for argument in schema.arguments:
-                writes = argument.alias_info is not None and argument.alias_info.is_write and NOT_CHANGED.get(name) != argument.name
+                marked = argument.alias_info is not None and argument.alias_info.is_write
+                writes = marked and argument.name != NOT_CHANGED.get(name)
                 if writes:
                     self.note("written", given.get(argument.name))
                 if not writes or not (argument.name == "out" or name in ONLY_WRITE):
@@ -144,7 +147,8 @@ def stack_and_copy(args: argparse.Namespace, passes: Passes) -> Callable[[], Non
     return step
 
 
-def count(make: Callable[[argparse.Namespace, Passes], Callable[[], None]], args: argparse.Namespace) -> dict[tuple[str, str], float]:
+def count(make: Callable[[argparse.Namespace, Passes], Callable[[], None]],
+          args: argparse.Namespace) -> dict[tuple[str, str], float]:
     """Passes of one step, the second: the first one agrees on the order of the banks."""
     passes = Passes()
     with torch.no_grad():

@@ -2,10 +2,10 @@
 
     sudo python bench/slow_link.py
 
-The hosts are network namespaces with a veth pair between them, slowed by tc's token bucket; nothing leaves them, and they are
-removed at the end, also after an error or Ctrl-C. Two floors stand beside the step times: `compute alone` is a step whose
-collectives do nothing, `communication alone` a step's collectives one after another without compute. Each rank is bound to a
-core, which gloo's threads share with backward. bytes: counted by the link, of what one host sent.
+The hosts are network namespaces with a veth pair between them, slowed by tc's token bucket; nothing leaves them. They
+are removed at the end, also after an error or Ctrl-C. Two floors stand beside the step times: `compute alone` is a step
+whose collectives do nothing, `communication alone` a step's collectives without compute. Each rank is bound to a core,
+which gloo's threads share with backward. What one host sent is counted by its link.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from common import (VALUES, DirectComm, Transformer, bank_optimizer, join, machine, ratios, run, some_text, spread, table, take_turns,
-                    train_gpt)
+from common import (VALUES, DirectComm, Transformer, bank_optimizer, join, leave, machine, ratios, run, some_text,
+                    spread, table, take_turns, train_gpt)
 
 LINK = "wire"  # the interface's name within each host
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -58,7 +58,9 @@ def why_not() -> str:
     name = f"probe-{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", name], capture_output=True)
-    return f"network namespaces are not allowed here ({made.stderr.strip()}); run it outside of the container" if made.returncode else ""
+    if made.returncode:
+        return f"network namespaces are not allowed here ({made.stderr.strip()}); run it outside of a container"
+    return ""
 
 
 @contextmanager
@@ -82,8 +84,8 @@ def two_hosts() -> Iterator[list[str]]:
 def slow_down(hosts: list[str], mbit: int) -> None:
     """Both directions."""
     for host in hosts:
-        command("tc", "-n", host, "qdisc", "replace", "dev", LINK, "root", "tbf", "rate", f"{mbit}mbit", "burst", "256kb",
-                "latency", "100ms")
+        command("tc", "-n", host, "qdisc", "replace", "dev", LINK, "root", "tbf", "rate", f"{mbit}mbit",
+                "burst", "256kb", "latency", "100ms")
 
 
 @contextmanager
@@ -92,7 +94,8 @@ def two_ranks(hosts: list[str], arguments: list[str]) -> Iterator[list[subproces
     try:
         for rank, host in enumerate(hosts):
             environment = os.environ | {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1", "RANK": str(rank)}
-            processes.append(subprocess.Popen(["ip", "netns", "exec", host, sys.executable, __file__, *arguments], env=environment))
+            words = ["ip", "netns", "exec", host, sys.executable, __file__, *arguments]
+            processes.append(subprocess.Popen(words, env=environment))
         yield processes
     finally:
         for process in processes:
@@ -174,8 +177,8 @@ class Rank:
         return step
 
     def time(self) -> dict[str, Any]:
-        """Seconds and sent bytes of a step, by variant and round; a round makes args.steps of them in a row, so that a lazy
-        gather may end in the step after its own."""
+        """Seconds of a step by variant and round, and the bytes that it sent. A round makes several steps of a variant
+        in a row, so that a lazy gather may end in the step after its own."""
         def several(name: str) -> None:
             for _ in range(self.args.steps):
                 self.steps[name]()
@@ -184,8 +187,8 @@ class Rank:
             self.finish()
             self.steps[name]()
 
-        times = take_turns({name: partial(several, name) for name in self.steps}, self.args.rounds, warm=1, meet=dist.barrier,
-                           prepare={name: partial(alone, name) for name in self.steps})
+        times = take_turns({name: partial(several, name) for name in self.steps}, self.args.rounds, warm=1,
+                           meet=dist.barrier, prepare={name: partial(alone, name) for name in self.steps})
         sent = {}
         for name in self.steps:
             self.finish()
@@ -194,7 +197,8 @@ class Rank:
             alone(name)
             self.finish()
             sent[name] = sent_bytes() - before
-        return {"times": {name: [t / self.args.steps for t in row] for name, row in times.items()}, "sent": sent, "losses": self.losses}
+        a_step = {name: [t / self.args.steps for t in row] for name, row in times.items()}
+        return {"times": a_step, "sent": sent, "losses": self.losses}
 
 
 def sent_bytes() -> int:
@@ -210,8 +214,7 @@ def rank_main(args: argparse.Namespace) -> None:
     result = Rank(rank, args).time()
     if rank == 0:
         Path(args.result).write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def measure(hosts: list[str], arguments: list[str]) -> dict[str, Any]:
@@ -223,7 +226,8 @@ def measure(hosts: list[str], arguments: list[str]) -> dict[str, Any]:
                     break
                 time.sleep(0.1)
             if any(process.returncode for process in processes):
-                raise train_gpt.RunError(f"the ranks ended with {[process.poll() for process in processes]}; the reason is above")
+                codes = [process.poll() for process in processes]
+                raise train_gpt.RunError(f"the ranks ended with {codes}; the reason is above")
         return json.loads(path.read_text())
 
 
@@ -239,8 +243,8 @@ def rows_of(mbit: int, result: dict[str, Any]) -> Iterator[list[Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--mbit", type=int, nargs="+", default=[1000, 500, 200], help="of the link, each way")
-    parser.add_argument("--reduce", choices=("gloo", "direct"), default="gloo", help="the banks' reduce-scatter: gloo's, which is "
-                        "an all-reduce, or messages between pairs")
+    parser.add_argument("--reduce", choices=("gloo", "direct"), default="gloo", help="the banks' reduce-scatter: "
+                        "gloo's, which is an all-reduce, or messages between pairs")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=1024)

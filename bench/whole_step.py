@@ -21,7 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from common import VALUES, DirectComm, Transformer, bank_optimizer, machine, on_ranks, ratios, run, some_text, spread, table, take_turns, train_gpt
+from common import (VALUES, DirectComm, Transformer, bank_optimizer, machine, on_ranks, ratios, run, some_text, spread,
+                    table, take_turns, train_gpt)
 
 LR = 1e-3
 ADAM = dict(lr=LR, betas=(0.9, 0.999), eps=1e-8)
@@ -147,22 +148,24 @@ def main() -> None:
     parser.add_argument("--bank_mb", type=float, default=8.0, help="MiB of parameters a bank")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--warm", type=int, default=4, help="rounds before those that count")
+    parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="also measure memory")
     args = parser.parse_args()
     if not sys.platform.startswith("linux"):
-        raise train_gpt.RunError(f"this benchmark reads memory from /proc, which {sys.platform} has not; run it on Linux")
+        raise train_gpt.RunError(f"memory is read from /proc, which {sys.platform} has not; run it on Linux")
     times, losses, state = on_ranks(args.ranks, timings, args)
-    memory = {name: on_ranks(args.ranks, peak_memory, args, name) for name in VARIANTS}
+    memory = {name: on_ranks(args.ranks, peak_memory, args, name) for name in VARIANTS if args.memory}
     parameters = sum(p.numel() for p in Transformer(args.layers, args.dim, args.vocab, args.tokens).parameters())
-    rows = [[name, args.rounds, spread([1e3 * t for t in times[name]], 1), spread(ratios(times[name], times["banks"]), 3),
-             f"{memory[name]:.0f}", f"{state[name] / 2 ** 20:.1f}", f"{losses[name][0]:.5f}", f"{losses[name][-1]:.5f}"]
-            for name in VARIANTS]
-    print(f"{machine()}; {args.ranks} ranks on gloo, {parameters / 1e6:.1f} M parameters, {args.batch} x {args.tokens} tokens a rank\n")
-    print(table(["variant", "n", "ms a step", "times the banks' step", "peak MiB a rank", "MiB of optimizer state a rank",
-                 "first loss", "last loss"], rows))
+    rows = [[name, args.rounds, spread([1e3 * t for t in times[name]], 1),
+             spread(ratios(times[name], times["banks"]), 3), f"{memory[name]:.0f}" if args.memory else "",
+             f"{state[name]:,}", f"{losses[name][0]:.5f}", f"{losses[name][-1]:.5f}"] for name in VARIANTS]
+    print(f"{machine()}; {args.ranks} ranks on gloo, {parameters / 1e6:.1f} M parameters, "
+          f"{args.batch} x {args.tokens} tokens a rank\n")
+    print(table(["variant", "n", "ms a step", "times the banks' step", "peak MiB a rank",
+                 "bytes of optimizer state a rank", "first loss", "last loss"], rows))
     for name, mine in losses.items():
         if not max(abs(a - b) for a, b in zip(mine, losses["banks"])) <= 0.02:
-            raise train_gpt.RunError(f"{name} and the banks part: losses end at {mine[-1]:.4f} and {losses['banks'][-1]:.4f}; one of "
-                                     "them trains wrongly, and the times mean nothing")
+            raise train_gpt.RunError(f"losses end at {mine[-1]:.4f} with {name} and at {losses['banks'][-1]:.4f} with "
+                                     "banks; one of them trains wrongly, and the times mean nothing")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,118 @@
+"""One GPU as rank 0 of 8: what a step takes without its communication, and how long until the first one.
+
+    python bench/one_rank_of_8.py                    needs a GPU; elsewhere it says so and ends well
+    python bench/one_rank_of_8.py --preset laptop    any machine
+
+torch's `fake` process group stands for the other ranks: its collectives cost nothing and send nothing, so this rank's
+shard of the gradients is its own alone, and the parameters of the other shards never change. Times and memory are those
+of rank 0 in a run of 8, losses mean nothing. Documents are random tokens of random lengths. There is a row for each
+training window; the schedule's mean weighs each by its steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from common import machine, run, spread, table, train_gpt
+
+RANKS = 8
+
+
+class FakeComm(train_gpt.Comm):
+    """The collectives of the fake group; objects, which it cannot carry, are this rank's own."""
+
+    def all_objects(self, mine: Any) -> list[Any]:
+        return [mine] * self.ranks
+
+
+def write_shard(path: Path, tokens: int, vocab_size: int, mean_document: int) -> None:
+    draw = np.random.default_rng(0)
+    bos_id = vocab_size - 1
+    stream = draw.integers(0, bos_id, tokens).astype("<u2")
+    stream[draw.random(tokens) < 1 / mean_document] = bos_id
+    stream[0] = bos_id
+    header = np.zeros(train_gpt.HEADER_INTS, dtype="<i4")
+    header[:5] = train_gpt.MAGIC, train_gpt.VERSION, tokens, vocab_size, bos_id
+    path.write_bytes(header.tobytes() + stream.tobytes())
+
+
+def seconds_since_launch() -> float:
+    """Since this process was started, imports included."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--preset", choices=train_gpt.PRESETS, default="speedrun")
+    parser.add_argument("--rounds", type=int, default=20,
+                        help="timed turns a window; a turn is as many steps as lie between two of Adam")
+    args = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    if not gpu and args.preset == "speedrun":
+        print("skipped: the preset speedrun needs an NVIDIA GPU and torch sees none; here --preset laptop runs")
+        return
+    device = torch.device("cuda" if gpu else "cpu")
+    config, changes = train_gpt.PRESETS[args.preset], []
+    vocab_size = train_gpt.GPT2_VOCAB if args.preset == "speedrun" else 257
+    if gpu:
+        config, changes = train_gpt.fit_to_gpu(config, vocab_size, RANKS)
+    config = dataclasses.replace(config, shuffle=False)
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    with tempfile.TemporaryDirectory() as folder:
+        stages = [step for step in range(config.num_steps)
+                  if not step or train_gpt.long_window(config, step) != train_gpt.long_window(config, step - 1)]
+        batches = len(stages) * (args.rounds + 2) * config.adam_every + 1
+        path = Path(folder) / "random_train_000001.bin"
+        write_shard(path, 2 * batches * config.batch_tokens, vocab_size, mean_document=config.max_len // 3)
+        trainer = train_gpt.Trainer(config, FakeComm(0, RANKS), device, train_gpt.find_shards(str(path)))
+        trainer.step(0, trainer.stream.next_batch())
+        finish(device)
+        cold = seconds_since_launch()
+        rows, weighted = [], 0.0
+        for stage, after in zip(stages, [*stages[1:], config.num_steps]):
+            times = []
+            for turn in range(args.rounds + 2):
+                taken = [trainer.stream.next_batch() for _ in range(config.adam_every)]
+                finish(device)
+                start = time.perf_counter()
+                for i, batch in enumerate(taken):
+                    trainer.step(stage // config.adam_every * config.adam_every + i, batch)
+                finish(device)
+                times.append(1e3 * (time.perf_counter() - start) / config.adam_every)
+            times = times[2:]  # the first turns of a stage compile, and measure kernels
+            median = float(np.median(times))
+            weighted += median * (after - stage) / config.num_steps
+            window = train_gpt.long_window(config, stage) * config.window_block
+            rows.append([f"{window} tokens", len(times), spread(times), f"{1e3 * config.batch_tokens / median:,.0f}"])
+        rows.append(["the schedule's mean", "", f"{weighted:.2f}", f"{1e3 * config.batch_tokens / weighted:,.0f}"])
+        trainer.stream.close()
+    allocated, reserved = train_gpt.peak_memory_mib(device)
+    dist.destroy_process_group()
+    where = torch.cuda.get_device_name() if gpu else "CPU"
+    print(f"{machine()}; {where}; preset {args.preset}, rank 0 of {RANKS}, "
+          f"{config.batch_tokens // RANKS:,} tokens a rank and step"
+          + "".join(f"; {change}" for change in changes) + "\n")
+    print(table(["longest window", "n", "ms a step", "tokens/s of 8 such ranks"], rows))
+    print(f"\nlaunch to the end of the first step: {cold:.1f} s; compiling in all: "
+          f"{train_gpt.compile_seconds():.1f} s; peak memory: {allocated:,} MiB allocated, {reserved:,} MiB reserved")
+
+
+if __name__ == "__main__":
+    run(main)

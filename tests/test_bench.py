@@ -1,0 +1,118 @@
+"""Each benchmark runs at a tiny size and prints its table; what they count is held to what it must be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCH = Path(__file__).resolve().parent.parent / "bench"
+SMALL_MODEL = ("--layers", "2", "--dim", "16", "--vocab", "32", "--tokens", "16", "--batch", "1", "--bank_mb", "0.01")
+SMALL_LINK = (*SMALL_MODEL, "--mbit", "100", "--rounds", "2", "--steps", "1")
+
+
+def start(script: str, *flags: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-W", "ignore", BENCH / script, *flags], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def bench(script: str, *flags: str) -> str:
+    process = start(script, *flags)
+    out, errors = process.communicate(timeout=90)
+    assert process.returncode == 0, errors
+    return out
+
+
+def rows(out: str) -> list[dict[str, str]]:
+    """The lines of the one table in it, by its head."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("|")]
+    return [dict(zip(lines[0], line)) for line in lines[2:]]
+
+
+def test_optimizer_step():
+    table = rows(bench("optimizer_step.py", "--shapes", "3x100", "5x7", "--threads", "1", "--rounds", "3"))
+    assert [(row["tensors"], row["ours"]) for row in table] == [
+        (shape, ours) for shape in ("3 x 100", "5 x 7") for ours in ("rule", "step", "adds + step")]
+    assert all(float(row["times faster than fused"].split()[0]) > 0 and row["n"] == "3" for row in table)
+
+
+def test_whole_step():
+    out = bench("whole_step.py", *SMALL_MODEL, "--rounds", "3", "--warm", "1", "--no-memory")
+    table = {row["variant"]: row for row in rows(out)}
+    assert list(table) == ["banks", "banks, direct", "DDP, fused Adam", "DDP + ZeRO", "FSDP2"]
+    assert len({row["last loss"][:5] for row in table.values()}) == 1
+    state = {name: int(row["bytes of optimizer state a rank"].replace(",", "")) for name, row in table.items()}
+    assert state["banks"] < 0.7 * state["DDP, fused Adam"]
+
+
+def namespaces() -> list[str]:
+    return [line for line in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines()
+            if line.startswith("bench-")]
+
+
+def test_slow_link():
+    out = bench("slow_link.py", *SMALL_LINK)
+    if out.startswith("skipped: "):
+        pytest.skip(out)
+    table = {row["variant"]: row for row in rows(out)}
+    assert list(table) == [
+        "sync=hook", "sync=hook, lazy gather", "sync=step", "DDP", "compute alone", "communication alone"]
+    assert all(float(table[name]["times the larger floor"].split()[0]) > 0 for name in list(table)[:4])
+    assert not namespaces()
+
+
+@pytest.mark.parametrize("with_what", [signal.SIGINT, signal.SIGTERM])
+def test_slow_link_removes_its_namespaces_when_it_is_stopped(with_what):
+    process = start("slow_link.py", *SMALL_LINK, "--rounds", "100000")
+    while process.poll() is None and not (mine := [name for name in namespaces() if f"-{process.pid}-" in name]):
+        time.sleep(0.05)
+    if process.poll() is not None:
+        out, errors = process.communicate()
+        assert out.startswith("skipped: "), errors
+        pytest.skip(out)
+    assert mine
+    time.sleep(0.5)
+    process.send_signal(with_what)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode != 0 and "Traceback" not in errors
+    assert not [name for name in namespaces() if f"-{process.pid}-" in name]
+
+
+def test_passes():
+    out = bench("passes.py", "--ranks", "8", "--layers", "1", "--dim", "64", "--vocab", "512")
+    table = {row["passes a step"]: row for row in rows(out)}
+    shard = 1 / 8
+    expected = {"gradients read": 2 + shard, "gradients written": 1 + shard,
+                "parameters read": 2 * shard, "parameters written": 1 + shard}
+    for key, passes in expected.items():
+        assert float(table["banks"][key]) == pytest.approx(passes, abs=0.02)  # but for padding
+    assert float(table["stack-and-copy"]["all"]) > float(table["banks"]["all"]) + 2
+
+
+def test_one_rank_of_8():
+    out = bench("one_rank_of_8.py", "--preset", "laptop", "--rounds", "1")
+    assert rows(out)[-1]["longest window"] == "the schedule's mean"
+    assert "launch to the end of the first step" in out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which takes minutes")
+def test_one_rank_of_8_says_why_it_is_skipped():
+    assert bench("one_rank_of_8.py").startswith("skipped: the preset speedrun needs an NVIDIA GPU")
+
+
+def test_a_rank_that_fails_ends_the_benchmark_with_one_line():
+    process = start("whole_step.py", "--layers", "1", "--dim", "16", "--tokens", "0")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode and errors.splitlines()[-1].startswith("error: timings: ")
+
+
+def test_a_shape_that_is_none():
+    process = start("optimizer_step.py", "--shapes", "3y4")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2 and "'3y4' is no shape; write tensors and elements" in errors
