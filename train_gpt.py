@@ -859,7 +859,8 @@ class NorMuon:
     def unit(self, shape: torch.Size, parts: int) -> tuple[int, ...]:
         """One parameter is `parts` matrices behind one another in memory."""
         if len(shape) != 2 or shape[0] * shape[1] % (parts * shape[0]):
-            raise RunError(f"NorMuon updates matrices; it was given a parameter of shape {tuple(shape)}")
+            raise RunError(f"NorMuon updates matrices; it was given a parameter of shape {tuple(shape)} in "
+                           f"{parts} part(s)")
         return (shape[0], shape[1] // parts)
 
     def new_state(self, bank: Bank) -> dict[str, Tensor]:
