@@ -197,9 +197,9 @@ def test_community_logs_are_mostly_not_checkable(tmp_path, judge):
 # Edited logs
 
 WHOLE, CLOCK, SPANS = "the log is unaltered", "the clock is honest", "all time outside the clock is named"
-WARM_UP, COMPILES, VALIDATION = "warm-up does not train", "nothing is compiled on the clock", "validation does not train"
+WARM_UP, TRAINS, COMPILES = "warm-up does not train", "validation does not train", "nothing is compiled on the clock"
 LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
-    "the last line's loss": (lambda log: edit_line(log, -1, "val_loss:4.01", "val_loss:3.90"), WHOLE, "final_val_loss 4.01"),
+    "the last line's loss": (lambda log: edit_line(log, -1, "loss:4.01", "loss:3.90"), WHOLE, "states final_val_loss"),
     "the end's loss": (lambda log: log.set("end.final_val_loss", 3.9), WHOLE, "3.9"),
     "the source": (lambda log: log.set("source", log.source.replace("adam_lr", "adam_LR")), WHOLE, "SHA-256"),
     "the verdict": (lambda log: log.set("end.reached", False), WHOLE, "reached"),
@@ -208,8 +208,8 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
                           "data stated with digests", "SHA-256"),
     "warm-up that trains": (lambda log: log.set("end.state_hash.after_warmup", "0"), WARM_UP, "before"),
     "compiling late": (lambda log: log.set("end.compiles_after_warmup", 2), COMPILES, "2 graphs"),
-    "training in validation": (lambda log: log.set("end.validation_hash.after", "0"), VALIDATION, "before"),
-    "a hash left out": (lambda log: log.end.pop("validation_hash"), VALIDATION, "validation_hash.before"),
+    "training in validation": (lambda log: log.set("end.validation_hash.after", "0"), TRAINS, "before"),
+    "a hash left out": (lambda log: log.end.pop("validation_hash"), TRAINS, "validation_hash.before"),
     "a launch with flags": (lambda log: log.set("start.environment", {"TORCHINDUCTOR_X": "1", "TORCHELASTIC_X": "1"}),
                             "no compiler flags in the environment", "started with TORCHINDUCTOR_X=1"),
     "a short count": (lambda log: log.set("end.val_tokens", 512), "exactly the stated validation tokens", "512", "999"),
@@ -245,7 +245,7 @@ def test_a_clock_that_falls_or_outruns_the_wall_is_caught(race, judge, tmp_path)
     assert status == 1 and "falls" in rules["the clock is honest"][1]
     shutil.rmtree(tmp_path / "race")
     status, rules = judge(race(change=lambda log, run, side: shift_clock(log, lambda step, ms: 60_000 * step)))
-    assert status == 1 and "wall clock" in rules["the clock is honest"][1]
+    assert rules["the clock is honest"][0] == "fail" and "wall clock" in rules["the clock is honest"][1]
 
 
 def test_a_script_with_a_slow_clock_is_caught(train, judge):
@@ -522,6 +522,17 @@ def test_targets_that_reach_logits_are_caught(rerun, edit):
     stash = (FORWARD, seen + FORWARD)
     edits = [edit] if edit[0] == FORWARD else [edit, stash]
     assert rerun(*edits)["targets do not reach logits"][0] == "fail"
+
+
+def test_a_head_that_answers_otherwise_by_itself_is_caught(rerun):
+    """The evaluation asks the head for parts of a sequence: they must be what forward and logits use."""
+    honest_logits = "30 * torch.sigmoid(F.linear({}, {}.weight).float() / 7.5)"
+    rules = rerun(("return 30 * torch.sigmoid(x.float() / 7.5)", "return 33 * torch.sigmoid(x.float() / 7.5)"),
+                  ("F.cross_entropy(self.logits(x),", f"F.cross_entropy({honest_logits.format('x', 'self')},"),
+                  ("return self.lm_head.logits(self.trunk(inputs, windows))",
+                   f"return {honest_logits.format('self.trunk(inputs, windows)', 'self.lm_head')}"))
+    verdict, reason = rules["targets do not reach logits"]
+    assert verdict == "fail" and "lm_head disagree" in reason
 
 
 def test_probabilities_that_do_not_sum_to_1_are_caught(rerun):
