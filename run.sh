@@ -76,5 +76,5 @@ say "racing: $ranks rank(s), preset $preset"
 # a rank that fails has said why; what torchrun adds to that, to the end, is about torchrun
 {
     "$python" -m torch.distributed.run --standalone --nproc_per_node="$ranks" train_gpt.py ${flags[@]+"${flags[@]}"} 2>&1 >&3 |
-        awk '/torch\/distributed\/elastic\/.*failed \(exitcode/ { hidden = 1 } !hidden { print; fflush() }' >&2
+        awk '/torch\/distributed\/elastic\/multiprocessing\/api.py/ { hidden = 1 } !hidden { print; fflush() }' >&2
 } 3>&1

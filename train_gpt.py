@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import functools
 import glob
 import hashlib
@@ -46,7 +47,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Callable, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, Iterator, NamedTuple, NoReturn, Sequence
 
 import numpy as np
 import torch
@@ -168,9 +169,18 @@ PRESETS = {
     ),
 }
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line instead of the usage, which would list every flag."""
+        unknown = re.match(r"unrecognized arguments: (--[^ =]+)", message)
+        near = difflib.get_close_matches(unknown[1], self._option_string_actions, 1) if unknown else []
+        hint = f"did you mean {near[0]}? " if near else ""
+        self.exit(2, f"train_gpt.py: error: {message}; {hint}--help lists every flag and what it takes\n")
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="train_gpt.py", description=__doc__.split("\n\n")[0], allow_abbrev=False,
+        usage="train_gpt.py [--preset NAME] [--flag VALUE ...]",
         epilog="Every flag is a field of the config; its default is the preset's.")
     parser.add_argument("--preset", choices=PRESETS, help="where the values below come from (default: speedrun on a "
                         "machine with a GPU, laptop elsewhere)")
@@ -1209,7 +1219,7 @@ class BankOptimizer:
             self._agree_on_order()
         for bank in self.due[self.launches:]:
             for slot in bank.slots:
-                if slot.fresh:  # unused
+                if not slot.tree if self.settings.exact else slot.fresh:  # unused
                     slot.grad.zero_()
                     slot.tree = [(0, slot.grad)]
             self._launch(bank)
@@ -1228,7 +1238,7 @@ class BankOptimizer:
         for bank in self.due:
             bank.armed = bank.launched = False
             for slot in bank.slots:
-                slot.fresh = True
+                slot.fresh = slot.fresh or self._updates_in(bank, self.at)
         self.due = []
         if not self.settings.lazy_gather:
             self.finish_gathers(turns)
@@ -1401,13 +1411,15 @@ def build_model(config: Config, vocab_size: int, bos_id: int) -> GPT:
                max_tokens=max(config.micro_tokens, config.val_len, SAMPLE_CONTEXT), loss_tokens=config.micro_tokens,
                dtype=getattr(torch, config.dtype), fp8_head=config.fp8_head)
 
-def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False) -> BankOptimizer:
-    """The optimizer of a config for a model that is on its device. Gradients become the mean over the batch's slots."""
+def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False, slots: int = 0) -> BankOptimizer:
+    """The optimizer of a config for a model that is on its device. The batch's summed gradient is divided by slots: by
+    how many the batch has (0), or had before micro-batches were made smaller, so that gradients keep their size."""
     members = assign(model, assignments(config))
     banks = fill_banks(members, config.bank_mb * 2 ** 20, comm.rank, comm.ranks, config.fp32_grads)
     settings = SyncSettings(config.sync, config.walk, config.lazy_gather, exact=config.exact,
                             check_grads=config.check_grads, clip_norm=config.clip_norm)
-    return BankOptimizer(banks, comm, config.micro_tokens / config.batch_tokens, settings, compiled, model)
+    slots = slots or config.batch_tokens // config.micro_tokens
+    return BankOptimizer(banks, comm, 1 / slots, settings, compiled, model)
 
 # ------------------------------------------------------------------------------------------------------------------
 # schedules
@@ -1768,17 +1780,18 @@ def describe_shards(shards: list[Shard]) -> list[dict[str, Any]]:
         return [{"name": shard.path.name, "tokens": shard.tokens, "bytes": HEADER_INTS * 4 + 2 * shard.tokens,
                  "sha256": digest} for shard, digest in zip(shards, digests)]
 
-def fit_to_gpu(config: Config, vocab_size: int, ranks: int) -> tuple[Config, list[str]]:
-    """The config with what this GPU cannot do replaced by what computes the same slower, and the changes in words."""
+def fit_to_gpus(config: Config, vocab_size: int, comm: Comm) -> tuple[Config, list[str]]:
+    """The config without what one of the ranks' GPUs cannot do, the same on all ranks, and the changes in words."""
+    gpus = comm.all_objects((torch.cuda.get_device_capability(), torch.cuda.mem_get_info()[0]))
+    capability, free = (min(of_each) for of_each in zip(*gpus))
     changes = []
-    if config.fp8_head and torch.cuda.get_device_capability() < (8, 9):
+    if config.fp8_head and capability < (8, 9):
         config = dataclasses.replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
-    free = torch.cuda.mem_get_info()[0]
-    while config.micro_tokens > MASK_BLOCK and memory_needed(config, vocab_size, ranks) > free:
+    while config.micro_tokens % (2 * MASK_BLOCK) == 0 and memory_needed(config, vocab_size, comm.ranks) > free:
         config = dataclasses.replace(config, micro_tokens=config.micro_tokens // 2)
-    if config.micro_tokens * ranks < config.batch_tokens:
-        count = config.batch_tokens // config.micro_tokens // ranks
+    if config.micro_tokens * comm.ranks < config.batch_tokens:
+        count = config.batch_tokens // config.micro_tokens // comm.ranks
         changes.append(f"{count} micro-batches of {config.micro_tokens} tokens a rank")
     return config, changes
 
@@ -1808,7 +1821,8 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
 class Trainer:
     """Model, optimizer, data and schedule of one rank, and the step that they make together."""
 
-    def __init__(self, config: Config, comm: Comm, device: torch.device, train_shards: list[Shard]):
+    def __init__(self, config: Config, comm: Comm, device: torch.device, train_shards: list[Shard], slots: int = 0):
+        """slots: see build_optimizer."""
         compiled = config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
         self.config, self.comm, self.device = config, comm, device
         if config.exact:
@@ -1817,7 +1831,7 @@ class Trainer:
         self.model = build_model(config, train_shards[0].vocab_size, train_shards[0].bos_id).to(device)
         if compiled:
             self.model.compile_parts()
-        self.optimizer = build_optimizer(config, self.model, comm, compiled)
+        self.optimizer = build_optimizer(config, self.model, comm, compiled, slots)
         self.windows = WindowSchedule(config, self.model.rotary)
 
     def step(self, step: int, batch: list[np.ndarray]) -> list[Tensor]:
@@ -1845,7 +1859,7 @@ class Trainer:
         batch = self.stream.next_batch()
         for i in range(c.warmup_steps):
             change = changes[i // c.adam_every % len(changes)]
-            self.step(change // c.adam_every * c.adam_every + i % c.adam_every, batch)
+            self.step(-(-change // c.adam_every) * c.adam_every + i % c.adam_every, batch)
         if c.warmup_steps:
             sequences = val_sequence[None].repeat(self.comm.ranks, 0)
             validate(self.model, sequences, self.windows.at(c.num_steps), self.comm, self.device)
@@ -1895,14 +1909,14 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
         if val_shards[0][2:] != encoding[2:]:
             raise RunError(f"vocabulary and BOS of the training shards are {encoding[2:]}, of the validation shards "
                            f"{val_shards[0][2:]}; make both with one encoding")
-        changes = []
+        changes, slots = [], config.batch_tokens // config.micro_tokens
         if device.type == "cuda":
-            config, changes = fit_to_gpu(config, encoding.vocab_size, comm.ranks)
+            config, changes = fit_to_gpus(config, encoding.vocab_size, comm)
             if config.micro_tokens % MASK_BLOCK or config.val_len % MASK_BLOCK:
                 raise RunError(f"micro_tokens {config.micro_tokens} and val_len {config.val_len} must be multiples of "
                                f"{MASK_BLOCK} on GPUs")
         val_sequences = validation_sequences(val_shards, config.val_tokens, config.val_len)
-        trainer = Trainer(config, comm, device, train_shards)
+        trainer = Trainer(config, comm, device, train_shards, slots)
         trainer.stream.check_enough(config.num_steps)
         model, optimizer, windows = trainer.model, trainer.optimizer, trainer.windows
         parameters = sum(p.numel() for p in model.parameters())
@@ -1930,9 +1944,11 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
     with clock.off("hashing"):
         hash_before = optimizer.state_hash()
     log.say(f"warm-up: {config.warmup_steps} steps off the clock")
+    compile_began = compile_stats()[1]
     with clock.off("warmup"):
         trainer.warm_up(val_sequences[0])
-    compiles, clock.outside["compile"] = compile_stats()
+    compiles, compile_ended = compile_stats()
+    clock.outside["compile"] = compile_ended - compile_began
     clock.outside["warmup"] -= clock.outside["compile"]
     with clock.off("hashing"):
         hash_after = optimizer.state_hash()

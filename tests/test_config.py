@@ -29,12 +29,13 @@ def test_preset_is_the_hardware_s_unless_named():
 
 
 @pytest.mark.parametrize("argv,says", [
-    (["--num_step", "3"], "--num_step"), (["--num_steps", "many"], "many"), (["--shuffle", "yes"], "write true or false"),
+    (["--num_step", "3"], "did you mean --num_steps?"), (["--num_steps", "many"], "many"), (["--shuffle", "yes"], "write true or false"),
     (["--sync", "never"], "choose from"), (["--preset", "desktop"], "desktop"), (["stray"], "stray")])
 def test_unknown_and_ill_typed_flags_are_refused(argv, says, capsys):
     with pytest.raises(SystemExit) as stop:
         parse(*argv)
-    assert stop.value.code == 2 and says in capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert stop.value.code == 2 and says in errors and errors.count("\n") == 1 and "--help" in errors
 
 
 def test_help_names_every_flag_and_its_reason(capsys):
@@ -116,3 +117,20 @@ def test_rotary_is_stretched_once_a_window_and_not_for_the_last_validation(tiny)
     assert rotary.scale.item() == pytest.approx(scale)
     schedule.restart()
     assert rotary.scale.item() == pytest.approx(0.1) and schedule.at(0) == (384, 128)
+
+
+class SmallGpus(train_gpt.Comm):
+    """Ranks of which the second has the older GPU with less memory."""
+
+    def all_objects(self, mine):
+        return [mine, ((8, 0), 24 * 2 ** 30)]
+
+
+def test_what_the_smallest_gpu_cannot_do_is_left_out_on_all(monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (79 * 2 ** 30, 80 * 2 ** 30))
+    record = train_gpt.Config()
+    assert train_gpt.fit_to_gpus(record, 50257, train_gpt.Comm(0, 1))[0] == record
+    config, changes = train_gpt.fit_to_gpus(record, 50257, SmallGpus(0, 2))
+    assert not config.fp8_head and config.micro_tokens == 16384 and config.batch_tokens == record.batch_tokens
+    assert changes == ["this GPU has no fp8: the head's product stays in bf16", "8 micro-batches of 16384 tokens a rank"]

@@ -738,3 +738,20 @@ def test_variants_of_a_whole_run_end_in_the_same_bytes(one, tmp_path, capsys, ch
     status, _, errors = run_here(flags(tmp_path, one[1], run_id="variant", **changes), capsys)
     assert status == 0, errors
     assert read_log(tmp_path / "logs" / "variant.txt")[4]["final_state_hash"] == read_log(one[3])[4]["final_state_hash"]
+
+
+def test_a_gradient_of_the_first_of_two_steps_counts_where_the_second_has_none():
+    """Adam every second step, exact mode, unused allowed: what was used in either step is updated with what it got."""
+    for exact in (False, True):
+        model = Branches()
+        rule = dataclasses.replace(ONCE, every=2)
+        engine = BankOptimizer(train_gpt.fill_banks(adam_members(model, rule), 1e9, 0, 1), Comm(),
+                               settings=SyncSettings(unused=True, exact=exact))
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for step, left in enumerate((True, False)):
+            engine.arm(step)
+            model(torch.ones(2, 3), left).sum().backward()
+            if exact or step:  # before an update there is nothing to launch but in exact mode
+                engine.step(FULL)
+        for name, p in model.named_parameters():
+            assert torch.equal(p, before[name]) == name.startswith("never"), (exact, name)
