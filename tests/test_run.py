@@ -178,6 +178,7 @@ def test_a_log_folder_that_cannot_be_is_an_error(one, tmp_path, capsys):
 def test_no_space_for_the_log(one, tmp_path, room, left):
     """A limit on the size of files stands for a full disk: at the opening nothing is left behind, later the lines stay."""
     done = subprocess.run([sys.executable, str(ROOT / "train_gpt.py"), *flags(tmp_path, one[1], run_id="full")],
+                          env={**os.environ, "OMP_NUM_THREADS": "1"},
                           capture_output=True, text=True, timeout=120,
                           preexec_fn=lambda: (signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))))
     assert done.returncode == 1 and "cannot be written" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,106 @@
+"""Record folders from races, and the leaderboard from the folders.
+
+    python records/board.py add logs/race-ID records/DATE_NAME "what the record shows"
+    python records/board.py
+
+The first copies a race's logs and manifest into a new folder and writes its README.md and plot.png by records/stats.py;
+the second writes records/README.md anew from all folders. Every figure stands beside the command that makes it again.
+
+Exit status: 0 written, 2 it cannot be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import logs
+import stats
+
+HERE = Path(__file__).resolve().parent
+MANIFEST = "race.jsonl"
+
+
+def judgement(folder: Path) -> tuple[list[str], dict]:
+    """The words of the stats.py command that judges a record's folder, and its report. Raises stats.CannotJudge."""
+    sides = {run.start["race"]["side"] for run in logs.read([str(folder)]).runs if run.start and run.start.get("race")}
+    words = [f"records/{folder.name}", *(["--side", "a"] if "b" in sides else [])]
+    return words, stats.judge(stats.parse([str(folder), *words[1:]]))
+
+
+def write_record(folder: Path, title: str) -> None:
+    words, report = judgement(folder)
+    stats.plot(report, str(folder / "plot.png"))
+    command = "python records/stats.py " + " ".join(words)
+    sides = {side.name: side.runs for side in report["sides"]}
+    lines = [f"# {title}", "", *stats.show_markdown(report)[:-4], "", "![losses and times](plot.png)", "",
+             "## Made again by", "", "```", f"{command} --markdown            # this page's figures",
+             f"{command} --plot plot.png       # the picture", f"python records/verify.py records/{folder.name}   # the rules",
+             "```", ""]
+    for name, runs in sides.items():
+        start = runs[0].start or {}
+        lines.append(f"- {name}: {len(runs)} runs, revision `{(start.get('git') or {}).get('revision', 'unknown')}`, "
+                     f"{start.get('ranks', '?')} rank(s) on {(start.get('hardware') or {}).get('device', 'unknown hardware')}")
+    (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def write_board() -> None:
+    rows = []
+    for folder in sorted((path for path in HERE.iterdir() if (path / "README.md").is_file()), reverse=True):
+        title = (folder / "README.md").read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").replace("|", "\\|")
+        words, report = judgement(folder)
+        loss, time, compared = report["loss"], report["time"], report["comparison"]
+        runs = report["sides"][0].runs
+        rows.append(f"| [{folder.name}]({folder.name}/) | {title} | {stats.show_mean_loss(loss, runs)} | {loss['target']:g} | "
+                    f"{loss['p']:.2g} | {stats.show_time(time) if time else '-'} | {loss['n']} | "
+                    f"{stats.show_ratio(compared) if compared else '-'} | {report['verdict']} | "
+                    f"`python records/stats.py {' '.join(words)}` |")
+    text = ["# Records", "", "Written by `python records/board.py` from the folders beside it; mean ± σ over runs.", "",
+            "| record | what it shows | val loss | target | p | time | n | against the other side | verdict | made again by |",
+            "|---|---|---|---|---|---|---|---|---|---|", *rows]
+    (HERE / "README.md").write_text("\n".join(text) + "\n", encoding="utf-8")
+
+
+def add(race: Path, folder: Path, title: str) -> None:
+    """Raises CannotJudge, and leaves nothing behind, where the race's logs give no verdict."""
+    if not race.is_dir():
+        raise stats.CannotJudge(f"{race} is no folder; name the folder of a race, like logs/race-ID")
+    if folder.exists():
+        raise stats.CannotJudge(f"{folder} exists; choose another name, or remove it")
+    if folder.resolve().parent != HERE:
+        raise stats.CannotJudge(f"{folder} is not in {HERE}; records lie there")
+    folder.mkdir()
+    try:
+        for path in sorted(race.iterdir()):
+            if path.suffix == ".txt" or path.name == MANIFEST:
+                shutil.copy2(path, folder)
+        write_record(folder, title)
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(dest="command")
+    adding = commands.add_parser("add", help="make a record's folder from a race")
+    adding.add_argument("race", type=Path)
+    adding.add_argument("folder", type=Path)
+    adding.add_argument("title")
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "add":
+            add(options.race, options.folder, options.title)
+        write_board()
+    except (stats.CannotJudge, OSError) as reason:
+        print(f"board.py: error: {reason}", file=sys.stderr)
+        return 2
+    print(f"written: {os.path.relpath(HERE / 'README.md')}")
+    return 0
+
+
+if __name__ == "__main__":
+    logs.run_main(main)
