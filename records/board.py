@@ -38,28 +38,30 @@ def write_record(folder: Path, title: str) -> None:
     sides = {side.name: side.runs for side in report["sides"]}
     lines = [f"# {title}", "", *stats.show_markdown(report)[:-4], "", "![losses and times](plot.png)", "",
              "## Made again by", "", "```", f"{command} --markdown            # this page's figures",
-             f"{command} --plot plot.png       # the picture", f"python records/verify.py records/{folder.name}   # the rules",
-             "```", ""]
+             f"{command} --plot plot.png       # the picture",
+             f"python records/verify.py records/{folder.name}   # the rules", "```", ""]
     for name, runs in sides.items():
         start = runs[0].start or {}
-        lines.append(f"- {name}: {len(runs)} runs, revision `{(start.get('git') or {}).get('revision', 'unknown')}`, "
-                     f"{start.get('ranks', '?')} rank(s) on {(start.get('hardware') or {}).get('device', 'unknown hardware')}")
+        revision = (start.get("git") or {}).get("revision", "unknown")
+        device = (start.get("hardware") or {}).get("device", "unknown hardware")
+        lines.append(f"- {name}: {len(runs)} runs, revision `{revision}`, {start.get('ranks', '?')} rank(s) on {device}")
     (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def write_board() -> None:
     rows = []
     for folder in sorted((path for path in HERE.iterdir() if (path / "README.md").is_file()), reverse=True):
-        title = (folder / "README.md").read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").replace("|", "\\|")
+        title = (folder / "README.md").read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        title = title.replace("|", "\\|")
         words, report = judgement(folder)
         loss, time, compared = report["loss"], report["time"], report["comparison"]
         runs = report["sides"][0].runs
-        rows.append(f"| [{folder.name}]({folder.name}/) | {title} | {stats.show_mean_loss(loss, runs)} | {loss['target']:g} | "
-                    f"{loss['p']:.2g} | {stats.show_time(time) if time else '-'} | {loss['n']} | "
+        rows.append(f"| [{folder.name}]({folder.name}/) | {title} | {stats.show_mean_loss(loss, runs)} | "
+                    f"{loss['target']:g} | {loss['p']:.2g} | {stats.show_time(time) if time else '-'} | {loss['n']} | "
                     f"{stats.show_ratio(compared) if compared else '-'} | {report['verdict']} | "
                     f"`python records/stats.py {' '.join(words)}` |")
     text = ["# Records", "", "Written by `python records/board.py` from the folders beside it; mean ± σ over runs.", "",
-            "| record | what it shows | val loss | target | p | time | n | against the other side | verdict | made again by |",
+            "| record | what it shows | val loss | target | p | time | n | against the other side | verdict | made by |",
             "|---|---|---|---|---|---|---|---|---|---|", *rows]
     (HERE / "README.md").write_text("\n".join(text) + "\n", encoding="utf-8")
 
