@@ -1129,6 +1129,7 @@ class BankOptimizer:
         # compiled code takes numbers as tensors, or it would be compiled again for each; of its own in each place
         as_tensor = functools.lru_cache(256)(lambda place, x: torch.full((), x, device=banks[0].values.device))
         self.number = as_tensor if compiled else lambda place, x: x
+        self._check_plans()
         for bank in banks:
             comm.broadcast(bank.values)
             for slot in bank.slots:
@@ -1281,18 +1282,20 @@ class BankOptimizer:
                 bank.gathering.wait()
                 bank.gathering = None
 
-    def _agree_on_order(self) -> None:
-        """Rank 0's order for all. RunError on every rank if their banks differ, before anything is sent."""
+    def _check_plans(self) -> None:
+        """RunError on every rank if their banks differ, before any is sent: one would be summed with another."""
         plan = [(bank.name, str(bank.values.dtype), str(bank.grads.dtype), bank.shard,
                  [(slot.name, tuple(slot.param.shape)) for slot in bank.slots]) for bank in self.banks]
-        digest = hashlib.sha256(repr((plan, self.settings)).encode()).hexdigest()
+        digests = self.comm.all_objects(hashlib.sha256(repr((plan, self.settings)).encode()).hexdigest())
+        if len(set(digests)) > 1:
+            raise RunError(f"the ranks' models differ: their banks have the digests {[d[:8] for d in digests]}, rank 0 "
+                           "first; build the same model from the same config on every rank")
+
+    def _agree_on_order(self) -> None:
+        """Rank 0's order for all: first the banks that its backward completed, then those that it did not."""
         unseen = [bank for bank in self.banks if bank not in self.completed]
-        everyones = self.comm.all_objects((digest, [self.banks.index(bank) for bank in self.completed + unseen]))
-        if len({digest for digest, _ in everyones}) > 1:
-            digests = [digest[:8] for digest, _ in everyones]
-            raise RunError(f"the ranks' models differ: their banks have the digests {digests}, rank 0 first; build the "
-                           "same model from the same config on every rank")
-        self.order = [self.banks[i] for i in everyones[0][1]]
+        mine = [self.banks.index(bank) for bank in self.completed + unseen]
+        self.order = [self.banks[i] for i in self.comm.all_objects(mine)[0]]
         self.due = [bank for bank in self.order if bank.armed]
 
     def _find_untouched(self) -> set[str]:

@@ -501,32 +501,28 @@ def test_one_step_is_the_reference_s(batches):
         assert (p - twin)[sure].norm() <= 1e-4 * twin[sure].norm(), name
 
 
-def differing_models(comm):
-    model = chain((6, 5, 7 + comm.rank, 4))
-    optimizer = adam_optimizer(model, comm)
-    optimizer.arm(0)
-    model(torch.randn(2, 6)).sum().backward()
-    optimizer.step(FULL)
+def other_widths(comm):
+    adam_optimizer(chain((6, 5, 7 + comm.rank, 4)), comm)
 
 
-def test_ranks_whose_models_differ_all_get_an_error(_rank_pools, on_ranks):
-    on_ranks(2, train_steps_nothing)
-    outcomes = _rank_pools[2].outcomes(build_and_step_differing)
+def other_names(comm):
+    adam_optimizer(nn.ParameterDict({("a" if comm.rank else "b"): nn.Parameter(torch.zeros(4))}), comm)
+
+
+def other_settings(comm):
+    adam_optimizer(chain(), comm, settings=train_gpt.SyncSettings(exact=bool(comm.rank)))
+
+
+@pytest.mark.parametrize("build", [other_widths, other_names, other_settings])
+def test_ranks_whose_models_differ_all_get_an_error(_rank_pools, on_ranks, build):
+    on_ranks(2, nothing)
+    outcomes = _rank_pools[2].outcomes(build)
     assert [kind for kind, _ in outcomes] == ["error", "error"]
     assert all("models differ" in str(error) for _, error in outcomes)
 
 
-def train_steps_nothing(comm):
+def nothing(comm):
     return comm.rank
-
-
-def build_and_step_differing(comm):
-    """The models differ in a name alone, so that every collective of the building fits."""
-    model = nn.ParameterDict({("a" if comm.rank else "b"): nn.Parameter(torch.zeros(4))})
-    optimizer = adam_optimizer(model, comm)
-    optimizer.arm(0)
-    next(iter(model.values())).sum().backward()
-    optimizer.step(FULL)
 
 
 def test_snapshot_and_restore_put_everything_back(batches):
