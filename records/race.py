@@ -111,7 +111,7 @@ def folders(sides):
             found[side] = ROOT
             if version["revision"]:
                 found[side] = home / version["revision"][:12]
-                if git("worktree", "add", "--detach", "--force", str(found[side]), version["revision"]) is None:
+                if git("worktree", "add", "--detach", str(found[side]), version["revision"]) is None:
                     raise CannotRace(f"git cannot make a worktree of {version['revision'][:12]} in {home}; free "
                                      "space, or set TMPDIR")
                 for shard in (ROOT / "data").glob("*/*.bin"):

@@ -156,7 +156,10 @@ def test_a_failed_run_stops_the_race_and_is_repeated_with_its_seed(repo, capsys)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_race_keeps_what_is_done_and_goes_on(repo, capsys, number):
+def test_an_interrupted_race_keeps_what_is_done_and_goes_on(repo, capsys, monkeypatch, number):
+    processes, popen = [], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: processes.append(popen(*a, **k)) or processes[-1])
+
     def interrupt():
         while not list(repo.glob("logs/*/*.txt")):
             time.sleep(0.02)
@@ -166,6 +169,7 @@ def test_an_interrupted_race_keeps_what_is_done_and_goes_on(repo, capsys, number
     folder, _, events = only_race(repo)
     assert [event["status"] for event in events] == ["started", "interrupted"] and events[-1]["logged"]
     assert "Go on with" in capsys.readouterr().out
+    assert all(process.poll() is not None for process in processes)  # no run goes on by itself
     assert len(git(repo, "worktree", "list").splitlines()) == 1
     (repo / "awake").touch()
     # side b looks for `awake` in its own folder, which a new worktree lacks: let it not be sleepy
@@ -187,6 +191,18 @@ def test_a_race_that_died_is_settled_by_its_logs(repo):
     (folder / "race.jsonl").write_text("\n".join(lines[:-1]) + "\n")
     assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
     assert [event["status"] for event in only_race(repo)[2][-3:]] == ["lost", "started", "done"]
+
+
+def test_a_script_that_changes_during_the_race_stops_it(repo, capsys, monkeypatch):
+    once = race.run_once
+
+    def change_after(*arguments):
+        status = once(*arguments)
+        (repo / "train_gpt.py").write_text(SCRIPT + "# faster\n")
+        return status
+    monkeypatch.setattr(race, "run_once", change_after)
+    assert race.main(["-n", "2"]) == 2
+    assert "was changed during the race" in capsys.readouterr().err and len(starts(only_race(repo)[2])) == 1
 
 
 def test_a_script_that_changed_is_refused(repo, capsys):
