@@ -4,6 +4,7 @@
 #   ./run.sh -n 5                             five timed runs, a log each, declared before the first
 #   ./run.sh -n 5 --vs "--sync step"          five pairs of runs in turn, the second with further flags
 #   ./run.sh -n 5 --vs HEAD~1                 likewise, the second of another git revision
+#   ./run.sh --resume logs/race-ID/race.jsonl goes on with a race that stopped
 #   ./run.sh --preset laptop --num_steps 100  every other flag goes to train_gpt.py; --help lists them
 #   ./run.sh --setup                          only make .venv
 set -euo pipefail
@@ -39,7 +40,7 @@ race=() preset="" own_data=false help=false flags=()
 while [ $# -gt 0 ]; do
     case $1 in
         --setup) set_up; exit ;;
-        -n|--vs) [ $# -gt 1 ] || fail "$1 wants a value; --help says which"; race+=("$1" "$2"); shift ;;
+        -n|--vs|--resume) [ $# -gt 1 ] || fail "$1 wants a value; --help says which"; race+=("$1" "$2"); shift ;;
         --preset) preset=${2:-}; flags+=("$1"); [ $# -eq 1 ] || { flags+=("$2"); shift; } ;;
         --preset=*) preset=${1#*=}; flags+=("$1") ;;
         --train_files*) own_data=true; flags+=("$1") ;;
@@ -51,7 +52,7 @@ done
 
 set_up
 cd "$here"
-if $help; then sed -n '2,8s/^# \{0,1\}//p' run.sh; exec "$python" train_gpt.py "${flags[@]}"; fi
+if $help; then sed -n '2,9s/^# \{0,1\}//p' run.sh; exec "$python" train_gpt.py "${flags[@]}"; fi
 
 gpus=$( (nvidia-smi -L 2>/dev/null || true) | wc -l)
 ranks=2

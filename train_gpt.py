@@ -1755,7 +1755,7 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 def describe_machine(device: torch.device) -> tuple[dict[str, Any], str]:
-    """(hardware and versions for the JSON line, the free text above it)."""
+    """(hardware, versions and the environment's switches for the JSON line, the free text above it)."""
     on_gpu, cpu, cores = device.type == "cuda", cpu_name(), os.cpu_count()
     rows = output_of("nvidia-smi", "--query-gpu=name,uuid,driver_version", "--format=csv,noheader").splitlines()
     gpus = [dict(zip(("name", "uuid", "driver"), row.split(", "))) for row in rows] if on_gpu else []
@@ -1768,7 +1768,10 @@ def describe_machine(device: torch.device) -> tuple[dict[str, Any], str]:
     text = (f"Running Python {sys.version}\nRunning PyTorch {torch.__version__} compiled for CUDA "
             f"{torch.version.cuda}\nRunning Triton version {versions['triton']}\n")
     text += output_of("nvidia-smi") if on_gpu else f"{cpu}, {cores} cores, {platform.platform()}"
-    return {"hardware": {"device": name, "gpus": gpus, "cpu": cpu, "cores": cores}, "versions": versions}, text
+    prefixes = ("TORCH", "PYTORCH", "TRITON", "INDUCTOR", "NCCL", "CUDA_", "OMP_")
+    environment = {key: setting for key, setting in sorted(os.environ.items()) if key.startswith(prefixes)}
+    hardware = {"device": name, "gpus": gpus, "cpu": cpu, "cores": cores}
+    return {"hardware": hardware, "versions": versions, "environment": environment}, text
 
 def file_sha256(path: Path) -> str:
     digest = hashlib.sha256()
@@ -1905,6 +1908,7 @@ class Profile:
 def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
     """The whole race, from the data to the verdict. began: when the process started, by time.perf_counter."""
     clock = Clock(device)
+    clock.outside["joining"] = time.perf_counter() - began
     with clock.off("setup"):
         train_shards = find_shards(config.train_files, config.train_shards)
         val_shards = find_shards(config.val_files)
@@ -2001,7 +2005,8 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
             said = sample(model, final_windows, config.sample_tokens, encoding.vocab_size, config.seed)
             text = decode(said, encoding)
     if config.save_model and not comm.rank:
-        save_model(log.path.with_suffix(".pt"), model, config, log.run_id, config.num_steps, final_windows, encoding)
+        with clock.off("saving"):
+            save_model(log.path.with_suffix(".pt"), model, config, log.run_id, config.num_steps, final_windows, encoding)
     if profile.profiler:
         trace = log.path.with_name(f"{log.path.stem}-rank{comm.rank}.json.gz")
         profile.write(trace)

@@ -34,10 +34,13 @@ def machine() -> str:
             f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, load {load:.1f} when this was printed")
 
 
+def table_line(cells: Iterable[Any]) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    return "\n".join(table_line(cells) for cells in (head, ["---"] * len(head), *rows))
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from common import (VALUES, DirectComm, Transformer, bank_optimizer, join, leave, machine, ratios, run, some_text,
-                    spread, table, take_turns, train_gpt)
+                    spread, table, table_line, take_turns, train_gpt)
 
 LINK = "wire"  # the interface's name within each host
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -124,7 +124,7 @@ class Rank:
         comm = {"gloo": train_gpt.Comm, "direct": DirectComm}[args.reduce](rank, 2)
         self.steps = {
             "sync=hook": self.banks_step("sync=hook", comm),
-            "sync=hook, lazy gather": self.banks_step("sync=hook, lazy gather", comm, lazy_gather=True),
+            "sync=hook, lazy gather": self.banks_step("sync=hook, lazy gather", comm, lazy_gather=True, walk="forward"),
             "sync=step": self.banks_step("sync=step", comm, sync="step"),
             "DDP": self.ddp_step(),
             FLOORS[0]: self.banks_step(FLOORS[0], NoComm(rank, 2)),
@@ -261,17 +261,18 @@ def main() -> None:
         print(f"skipped: {reason}")
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: terminated"))
-    rows = []
+    print(f"{machine()}; reduce-scatter: {args.reduce}; {args.batch} x {args.tokens} tokens a rank\n")
+    head = ["Mbit/s", "variant", "n", "ms a step", "MB sent a step", "times the larger floor", "times DDP"]
+    print(table(head, []), flush=True)
     with two_hosts() as hosts:
         for mbit in args.mbit:
             slow_down(hosts, mbit)
             result = measure(hosts, sys.argv[1:])
-            rows += rows_of(mbit, result)
+            for row in rows_of(mbit, result):
+                print(table_line(row), flush=True)
             lasts = {name: losses[-1] for name, losses in result["losses"].items() if name not in FLOORS}
             if max(lasts.values()) - min(lasts.values()) > 0.02:
                 raise train_gpt.RunError(f"the variants do not reach one loss: {lasts}; their times mean nothing")
-    print(f"{machine()}; reduce-scatter: {args.reduce}; {args.batch} x {args.tokens} tokens a rank\n")
-    print(table(["Mbit/s", "variant", "n", "ms a step", "MB sent a step", "times the larger floor", "times DDP"], rows))
 
 
 if __name__ == "__main__":
