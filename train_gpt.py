@@ -2006,7 +2006,8 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
             text = decode(said, encoding)
     if config.save_model and not comm.rank:
         with clock.off("saving"):
-            save_model(log.path.with_suffix(".pt"), model, config, log.run_id, config.num_steps, final_windows, encoding)
+            path = log.path.with_suffix(".pt")
+            save_model(path, model, config, log.run_id, config.num_steps, final_windows, encoding)
     if profile.profiler:
         trace = log.path.with_name(f"{log.path.stem}-rank{comm.rank}.json.gz")
         profile.write(trace)
