@@ -54,7 +54,8 @@ set_up
 cd "$here"
 if $help; then sed -n '2,9s/^# \{0,1\}//p' run.sh; exec "$python" train_gpt.py "${flags[@]}"; fi
 
-gpus=$( (nvidia-smi -L 2>/dev/null || true) | wc -l)
+# torch says what the ranks will see: it knows CUDA_VISIBLE_DEVICES and whether its build fits the driver
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 ranks=2
 if [ "$gpus" -gt 0 ]; then
     for ranks in 8 4 2 1; do [ "$ranks" -gt "$gpus" ] || break; done
@@ -62,7 +63,10 @@ else
     cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
 fi
-[ -n "$preset" ] || preset=$([ "$gpus" -gt 0 ] && echo speedrun || echo laptop)
+if [ -z "$preset" ]; then
+    preset=$([ "$gpus" -gt 0 ] && echo speedrun || echo laptop)
+    flags=(--preset "$preset" ${flags[@]+"${flags[@]}"})
+fi
 
 if ! $own_data; then
     case $preset in
@@ -71,11 +75,14 @@ if ! $own_data; then
     esac
 fi
 if [ ${#race[@]} -gt 0 ]; then
-    exec "$python" records/race.py "${race[@]}" --ranks "$ranks" -- ${flags[@]+"${flags[@]}"}
+    case " ${race[*]} " in *" --resume "*) exec "$python" records/race.py "${race[@]}" ;; esac
+    exec "$python" records/race.py "${race[@]}" --ranks "$ranks" -- "${flags[@]}"
 fi
 say "racing: $ranks rank(s), preset $preset"
 # a rank that fails has said why; what torchrun adds to that, to the end, is about torchrun
 {
-    "$python" -m torch.distributed.run --standalone --nproc_per_node="$ranks" train_gpt.py ${flags[@]+"${flags[@]}"} 2>&1 >&3 |
+    "$python" -m torch.distributed.run --standalone --nproc_per_node="$ranks" train_gpt.py "${flags[@]}" 2>&1 >&3 | (
+        trap '' INT  # what the ranks say of a Ctrl-C is still to be shown
         awk '/torch\/distributed\/elastic\/multiprocessing\/api.py/ { hidden = 1 } !hidden { print; fflush() }' >&2
+    )
 } 3>&1

@@ -135,6 +135,7 @@ class Config:
     lazy_gather: bool = value(False, "the next forward waits for new parameters, where it reads them")
     fp32_grads: bool = value(False, "sum and exchange the gradients of bf16 parameters in float32")
     compress_grads: bool = value(False, "send gradients in bf16")
+    unused: bool = value(False, "parameters may go without gradient; what no rank used stays untouched")
     check_grads: bool = value(False, "stop before a step with a gradient that is not finite (on GPUs a wait a step)")
     clip_norm: float = value(0.0, "scale gradients down to this norm over all that update in a step (0: never)")
     exact: bool = value(False, "the same bytes at any number of ranks: fixed trees of sums, one thread, no batches")
@@ -582,7 +583,8 @@ def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Tensor | BlockMask
     """
     q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
     if isinstance(mask, BlockMask):
-        flex = compiled_flex_attention() if q.is_cuda else flex_attention
+        alone = q.is_cuda and not torch.compiler.is_compiling()  # within a compiled block it is compiled with that
+        flex = compiled_flex_attention() if alone else flex_attention
         out = flex(q, k, v, block_mask=mask, scale=1.0)
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
@@ -644,36 +646,36 @@ class Block(nn.Module):
             x = x + self.mlp(norm(x))
         return x
 
+# Fixed scales of the head's product in fp8. They and the product stand by themselves: as attributes of the class below
+# they would break its compiled graph, and with it the fusion of the casts and the loss
+FP8_WEIGHT_SCALE, FP8_GRAD_SCALE = 2.0 ** -9, 1 / 448
+
+def fp8_product(a: Tensor, b: Tensor, scale_a: float, scale_b: float, fast: bool) -> Tensor:
+    """a [m, k] row by row @ b [k, n] column by column -> bf16 [m, n], each times its scale."""
+    scale_a, scale_b = torch.full((), scale_a, device=a.device), torch.full((), scale_b, device=a.device)
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
 class FP8Linear(torch.autograd.Function):
     """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V], the three products of forward and backward in fp8.
 
-    Fixed scales, for a normed x (rows of norm sqrt(dim)) and the gradient of a summed cross entropy (within ±1).
+    For a normed x (rows of norm sqrt(dim)) and the gradient of a summed cross entropy (within ±1).
     """
-
-    WEIGHT_SCALE, GRAD_SCALE = 2.0 ** -9, 1 / 448
-
-    @staticmethod
-    def product(a: Tensor, b: Tensor, scale_a: float, scale_b: float, fast: bool) -> Tensor:
-        scales = {f"scale_{n}": torch.full((), s, device=a.device) for n, s in (("a", scale_a), ("b", scale_b))}
-        return torch._scaled_mm(a, b, out_dtype=torch.bfloat16, use_fast_accum=fast, **scales)
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.x_scale = math.sqrt(x.size(1)) / 448
         x8 = (x / ctx.x_scale).to(torch.float8_e4m3fn)
-        weight8 = (weight / FP8Linear.WEIGHT_SCALE).to(torch.float8_e4m3fn)
+        weight8 = (weight / FP8_WEIGHT_SCALE).to(torch.float8_e4m3fn)
         ctx.save_for_backward(x8, weight8)
-        return FP8Linear.product(x8, weight8.T, ctx.x_scale, FP8Linear.WEIGHT_SCALE, fast=True)
+        return fp8_product(x8, weight8.T, ctx.x_scale, FP8_WEIGHT_SCALE, fast=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x8, weight8 = ctx.saved_tensors
-        grad8 = (grad / FP8Linear.GRAD_SCALE).to(torch.float8_e5m2)
-        # the right factor must lie column by column, the left one row by row
-        weight8, x8 = weight8.T.contiguous().T, x8.T.contiguous().T
-        grad_x = FP8Linear.product(grad8, weight8, FP8Linear.GRAD_SCALE, FP8Linear.WEIGHT_SCALE, fast=False)
-        grad8 = grad8.T.contiguous()
-        return grad_x, FP8Linear.product(grad8, x8, FP8Linear.GRAD_SCALE, ctx.x_scale, fast=False)
+        grad8 = (grad / FP8_GRAD_SCALE).to(torch.float8_e5m2)
+        by_column = weight8.T.contiguous().T, x8.T.contiguous().T
+        grad_x = fp8_product(grad8, by_column[0], FP8_GRAD_SCALE, FP8_WEIGHT_SCALE, fast=False)
+        return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], FP8_GRAD_SCALE, ctx.x_scale, fast=False)
 
 class Head(nn.Module):
     def __init__(self, vocab: int, dim: int, dtype: torch.dtype, fp8: bool):
@@ -982,9 +984,8 @@ class Bank:
 
     def share_of(self, slot: Slot, x: Tensor) -> slice:
         """Where the slot's part lies in a tensor of this rank's shard, [shard] or with fewer values a unit."""
-        per_element = x.numel() / self.shard  # a second moment has fewer values than its matrix
         ends = (slot.offset - self.begin, slot.offset + slot.param.numel() - self.begin)
-        return slice(*(round(min(max(end, 0), self.shard) * per_element) for end in ends))
+        return slice(*(min(max(end, 0), self.shard) * x.numel() // self.shard for end in ends))
 
     def check_views(self) -> None:
         """RunError if a parameter is no longer the view of this bank that it was made."""
@@ -1093,6 +1094,14 @@ class CompressedComm(Comm):
                 shard.copy_(mine)
         return Unpack()
 
+def outer_parts(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Parameter]]]:
+    """The model with its own parameters, then its children (those of a list one by one) with all of theirs: where a
+    hook runs before what is compiled, not in it."""
+    yield model, model.parameters(recurse=False)
+    for child in model.children():
+        for part in child if isinstance(child, nn.ModuleList) else [child]:
+            yield part, part.parameters()
+
 @dataclass(frozen=True)
 class SyncSettings:
     """How gradients and parameters travel. Each variant computes the same; exact fixes even the order of sums."""
@@ -1113,6 +1122,12 @@ class BankOptimizer:
 
     grad_factor multiplies every gradient: it turns the sum over micro-batches and ranks into their mean. Banks are
     launched in one order, the same on every rank: that in which rank 0's first backward completed them.
+
+    What a bank goes through            from                                   to
+    slot.fresh: holds no gradient       its bank's update                      its next gradient
+    slot.arrived, bank.arrivals         a gradient                             the next arm()
+    bank.armed: may be launched         arm(), if it updates in this step      step()
+    bank.launched: may not be written   its last gradient, in launch order     step()
     """
 
     def __init__(self, banks: Sequence[Bank], comm: Comm, grad_factor: float = 1.0,
@@ -1122,7 +1137,8 @@ class BankOptimizer:
         self.order: list[Bank] | None = None
         self.completed: list[Bank] = []  # in the first backward, by their last gradient
         self.due: list[Bank] = []        # armed banks, in launch order
-        self.launches = 0
+        self.launches = 0                # of them, since arm()
+        self.armed_step = -1
         self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # what profiling puts its ranges in
         functions = {bank.rule.function for bank in banks}
         self.functions = {f: torch.compile(f, dynamic=False) if compiled else f for f in functions}
@@ -1138,10 +1154,9 @@ class BankOptimizer:
             if model is None:
                 raise RunError("a lazy gather waits in the model's forward; give the optimizer the model")
             home = {slot.param: bank for bank in banks for slot in bank.slots}
-            for module in model.modules():
-                reads = list(dict.fromkeys(home[p] for p in module.parameters(recurse=False) if p in home))
-                if reads:
-                    module.register_forward_pre_hook(lambda module, inputs, reads=reads: self.finish_gathers(reads))
+            for part, params in outer_parts(model):
+                reads = list(dict.fromkeys(home[p] for p in params if p in home))
+                part.register_forward_pre_hook(lambda part, inputs, reads=reads: self.finish_gathers(reads))
 
     # a gradient arrives
 
@@ -1197,7 +1212,7 @@ class BankOptimizer:
             bank.arrivals = 0
             for slot in bank.slots:
                 slot.arrived = False
-        self.at = step
+        self.armed_step = step
         self.due = [bank for bank in self.order or self.banks if bank.armed]
         self.launches = 0
 
@@ -1220,7 +1235,8 @@ class BankOptimizer:
             self._agree_on_order()
         for bank in self.due[self.launches:]:
             for slot in bank.slots:
-                if not slot.tree if self.settings.exact else slot.fresh:  # unused
+                unused = not slot.tree if self.settings.exact else slot.fresh
+                if unused:
                     slot.grad.zero_()
                     slot.tree = [(0, slot.grad)]
             self._launch(bank)
@@ -1232,14 +1248,14 @@ class BankOptimizer:
             self._check_and_clip()
         for bank in turns:
             self._wait(bank)
-            if self._updates_in(bank, self.at):
+            if self._updates_in(bank, self.armed_step):
                 self._update(bank, values, untouched)
                 with self.span(f"gather {bank.name}"):
                     bank.gathering = self.comm.all_gather(bank.values, bank.shard_values)
         for bank in self.due:
             bank.armed = bank.launched = False
             for slot in bank.slots:
-                slot.fresh = slot.fresh or self._updates_in(bank, self.at)
+                slot.fresh = slot.fresh or self._updates_in(bank, self.armed_step)
         self.due = []
         if not self.settings.lazy_gather:
             self.finish_gathers(turns)
@@ -1256,7 +1272,7 @@ class BankOptimizer:
                     parts = parts[0::2] + parts[1::2]
                 total = parts[0] if bank.pending is None else bank.pending + parts[0]
                 bank.received = None
-                bank.pending = None if self._updates_in(bank, self.at) else total.clone()
+                bank.pending = None if self._updates_in(bank, self.armed_step) else total.clone()
                 bank.shard_grads.copy_(total)
 
     def _update(self, bank: Bank, values: StepValues, untouched: set[str]) -> None:
@@ -1312,8 +1328,8 @@ class BankOptimizer:
             bad = [slot.name for bank in self.due for slot in bank.slots
                    if not bank.shard_grads[bank.share_of(slot, bank.shard_grads)].isfinite().all()]
             named = sorted({name for names in self.comm.all_objects(bad) for name in names})
-            raise RunError(f"gradients are not finite in step {self.at}: {', '.join(named)}; the step was not applied. "
-                           "Lower the learning rates, or look at the data of this step")
+            raise RunError(f"gradients are not finite in step {self.armed_step}: {', '.join(named)}; the step was not "
+                           "applied. Lower the learning rates, or look at the data of this step")
         norm = math.sqrt(total)
         if self.settings.clip_norm and norm > self.settings.clip_norm:
             for bank in self.due:
@@ -1341,8 +1357,8 @@ class BankOptimizer:
                 self.comm.all_gather(whole, mine.reshape(-1)).wait()
             for slot in bank.slots:
                 for key, whole in wholes.items():
-                    per_element, end = len(whole) / len(bank.values), slot.offset + slot.param.numel()
-                    yield slot.name + key, whole[round(slot.offset * per_element):round(end * per_element)]
+                    ends = (slot.offset, slot.offset + slot.param.numel())
+                    yield slot.name + key, whole[slice(*(end * len(whole) // len(bank.values) for end in ends))]
 
     def state_hash(self) -> str:
         """SHA-256 of all parameters, their state, and how often each was updated."""
@@ -1419,7 +1435,7 @@ def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = Fal
     how many the batch has (0), or had before micro-batches were made smaller, so that gradients keep their size."""
     members = assign(model, assignments(config))
     banks = fill_banks(members, config.bank_mb * 2 ** 20, comm.rank, comm.ranks, config.fp32_grads)
-    settings = SyncSettings(config.sync, config.walk, config.lazy_gather, exact=config.exact,
+    settings = SyncSettings(config.sync, config.walk, config.lazy_gather, config.unused, config.exact,
                             check_grads=config.check_grads, clip_norm=config.clip_norm)
     slots = slots or config.batch_tokens // config.micro_tokens
     return BankOptimizer(banks, comm, 1 / slots, settings, compiled, model)
@@ -1574,7 +1590,8 @@ class Log:
     def open(self, start: dict[str, Any], environment: str) -> None:
         """Rank 0 creates the file with the source, the environment and the run's description. RunError if it cannot."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # a file in its place shows in the next line
+                self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(self.path, "x", encoding="utf-8", buffering=1)
         except FileExistsError as error:
             raise RunError(f"{self.path} exists: run_id {self.run_id!r} was used; choose another --run_id, or delete "
@@ -1790,15 +1807,16 @@ def fit_to_gpus(config: Config, vocab_size: int, comm: Comm) -> tuple[Config, li
     """The config without what one of the ranks' GPUs cannot do, the same on all ranks, and the changes in words."""
     gpus = comm.all_objects((torch.cuda.get_device_capability(), torch.cuda.mem_get_info()[0]))
     capability, free = (min(of_each) for of_each in zip(*gpus))
-    changes = []
+    changes, asked = [], config.micro_tokens
     if config.fp8_head and capability < (8, 9):
         config = dataclasses.replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
     while config.micro_tokens % (2 * MASK_BLOCK) == 0 and memory_needed(config, vocab_size, comm.ranks) > free:
         config = dataclasses.replace(config, micro_tokens=config.micro_tokens // 2)
-    if config.micro_tokens * comm.ranks < config.batch_tokens:
+    if config.micro_tokens < asked:
         count = config.batch_tokens // config.micro_tokens // comm.ranks
-        changes.append(f"{count} micro-batches of {config.micro_tokens} tokens a rank")
+        changes.append(f"too little memory for micro-batches of {asked} tokens: {count} of {config.micro_tokens} "
+                       "a rank")
     return config, changes
 
 def memory_needed(config: Config, vocab_size: int, ranks: int) -> int:
@@ -1864,6 +1882,7 @@ class Trainer:
         changes = [step for step in range(c.num_steps) if not step or long_window(c, step) != long_window(c, step - 1)]
         batch = self.stream.next_batch()
         for i in range(c.warmup_steps):
+            # from the first cycle of Adam's that begins with the new window, each of its steps in turn
             change = changes[i // c.adam_every % len(changes)]
             self.step(-(-change // c.adam_every) * c.adam_every + i % c.adam_every, batch)
         if c.warmup_steps:
@@ -1881,9 +1900,10 @@ class Trainer:
 class Profile:
     """A Chrome trace of some steps, with a range for each phase of each bank. Outside these steps it costs nothing."""
 
-    def __init__(self, config: Config, optimizer: BankOptimizer, device: torch.device):
+    def __init__(self, config: Config, optimizer: BankOptimizer, clock: Clock, log: Log):
         self.steps = profiled_steps(config) if config.profile else range(0)
-        self.optimizer, self.plain_span = optimizer, optimizer.span
+        self.optimizer, self.plain_span, self.clock, self.log = optimizer, optimizer.span, clock, log
+        device = clock.device
         kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (device.type == "cuda")
         self.profiler = torch.profiler.profile(activities=kinds) if self.steps else None
 
@@ -1898,12 +1918,15 @@ class Profile:
         with torch.profiler.record_function(f"ProfilerStep#{step}"):
             yield
         if step == self.steps[-1]:
-            self.profiler.stop()
+            self.clock.stop()
+            with self.clock.off("profiling"):
+                self.profiler.stop()
+                path = self.log.path.with_name(f"{self.log.path.stem}-rank{self.log.rank}.json.gz")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self.profiler.export_chrome_trace(str(path))
+                self.log.say(f"trace: {path}")
             self.optimizer.span = self.plain_span
-
-    def write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.profiler.export_chrome_trace(str(path))
+            self.clock.start()
 
 def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
     """The whole race, from the data to the verdict. began: when the process started, by time.perf_counter."""
@@ -1959,7 +1982,7 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
     clock.outside["warmup"] -= clock.outside["compile"]
     with clock.off("hashing"):
         hash_after = optimizer.state_hash()
-    losses, profile = TrainLosses(config, comm), Profile(config, optimizer, device)
+    losses, profile = TrainLosses(config, comm), Profile(config, optimizer, clock, log)
 
     def write_steps(wait: bool = False) -> None:
         for step, train_time, loss in losses.arrived(wait):
@@ -2001,17 +2024,17 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
     final_windows = windows.at(config.num_steps)
     text = ""
     if config.sample_tokens and not comm.rank:
-        with clock.off("sampling"):
+        # compiled blocks would be compiled once more for the sample's length
+        compiled = "torch._dynamo" in sys.modules  # or asking would import it
+        stance = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+        with clock.off("sampling"), stance:
             said = sample(model, final_windows, config.sample_tokens, encoding.vocab_size, config.seed)
             text = decode(said, encoding)
     if config.save_model and not comm.rank:
         with clock.off("saving"):
             path = log.path.with_suffix(".pt")
             save_model(path, model, config, log.run_id, config.num_steps, final_windows, encoding)
-    if profile.profiler:
-        trace = log.path.with_name(f"{log.path.stem}-rank{comm.rank}.json.gz")
-        profile.write(trace)
-        log.say(f"trace: {trace}")
+    comm.all_objects(None)  # the others do not leave while rank 0 samples and saves
     allocated, reserved = peak_memory_mib(device)
     reached = val_loss <= config.target_val_loss
     log.write(json.dumps({"end": {

@@ -71,8 +71,9 @@ def main() -> None:
     device = torch.device("cuda" if gpu else "cpu")
     config, changes = train_gpt.PRESETS[args.preset], []
     vocab_size = train_gpt.GPT2_VOCAB if args.preset == "speedrun" else 257
+    comm, slots = FakeComm(0, RANKS), config.batch_tokens // config.micro_tokens
     if gpu:
-        config, changes = train_gpt.fit_to_gpu(config, vocab_size, RANKS)
+        config, changes = train_gpt.fit_to_gpus(config, vocab_size, comm)
     config = dataclasses.replace(config, shuffle=False)
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +82,7 @@ def main() -> None:
         batches = len(stages) * (args.rounds + 2) * config.adam_every + 1
         path = Path(folder) / "random_train_000001.bin"
         write_shard(path, 2 * batches * config.batch_tokens, vocab_size, mean_document=config.max_len // 3)
-        trainer = train_gpt.Trainer(config, FakeComm(0, RANKS), device, train_gpt.find_shards(str(path)))
+        trainer = train_gpt.Trainer(config, comm, device, train_gpt.find_shards(str(path)), slots)
         trainer.step(0, trainer.stream.next_batch())
         finish(device)
         cold = seconds_since_launch()

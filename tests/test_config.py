@@ -133,4 +133,4 @@ def test_what_the_smallest_gpu_cannot_do_is_left_out_on_all(monkeypatch):
     assert train_gpt.fit_to_gpus(record, 50257, train_gpt.Comm(0, 1))[0] == record
     config, changes = train_gpt.fit_to_gpus(record, 50257, SmallGpus(0, 2))
     assert not config.fp8_head and config.micro_tokens == 16384 and config.batch_tokens == record.batch_tokens
-    assert changes == ["this GPU has no fp8: the head's product stays in bf16", "8 micro-batches of 16384 tokens a rank"]
+    assert changes == ["this GPU has no fp8: the head's product stays in bf16", "too little memory for micro-batches of 32768 tokens: 8 of 16384 a rank"]

@@ -159,6 +159,22 @@ def test_fp8_head_is_near_the_bf16_head():
         assert 0 < error < 0.06, error
 
 
+def test_compiled_fp8_head_is_one_graph():
+    """A break in it would keep the casts, the logits and the loss from fusing; no GPU is needed to trace it."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    head = train_gpt.Head(256, 64, torch.bfloat16, fp8=True)
+    with torch.no_grad():
+        head.weight.normal_(0, 0.02)
+    x = train_gpt.norm(torch.randn(32, 64)).bfloat16().requires_grad_()
+    y = torch.randint(0, 256, (32,))
+    compiled = torch.compile(head.forward, backend="aot_eager", dynamic=False, fullgraph=True)
+    compiled(x, y).backward()
+    gradient, x.grad = x.grad, None
+    head.forward(x, y).backward()
+    assert gradient.norm() > 0 and torch.allclose(gradient, x.grad, atol=1e-2)
+
+
 def test_sampled_text_is_decided_by_the_seed(tiny):
     model = shaken(dataclasses.replace(tiny, val_len=train_gpt.SAMPLE_CONTEXT))
     windows = train_gpt.Windows(16, 8)

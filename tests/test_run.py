@@ -151,6 +151,22 @@ def test_nothing_is_compiled_after_warm_up(one, tmp_path, capsys, monkeypatch):
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
+def test_a_lazy_gather_compiles_nothing_further(one, tmp_path, capsys, monkeypatch):
+    """Its hooks wait outside of what is compiled: in it, every bank that has or has not come would be a variant."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    graphs = []
+    for name, changes in (("eager-gather", {}), ("lazy-gather", {"lazy_gather": "true"})):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        changes.update(compile="on", bank_mb=1000, val_len=96, sample_tokens=5)
+        status, _, errors = run_here(flags(tmp_path, one[1], run_id=name, **changes), capsys)
+        assert status == 0, errors
+        assert read_log(tmp_path / "logs" / f"{name}.txt")[4]["compiles_after_warmup"] == 0
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1]
+
+
 def test_compiles_after_warm_up_are_counted(one, tmp_path, capsys, monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
@@ -170,8 +186,9 @@ def test_an_existing_run_id_is_refused_and_its_log_left_alone(one, capsys):
 
 def test_a_log_folder_that_cannot_be_is_an_error(one, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    status, _, errors = run_here(flags(tmp_path, one[1], log_dir=str(tmp_path / "file" / "logs")), capsys)
-    assert status == 1 and "cannot be written" in errors and "--log_dir" in errors
+    for folder in (tmp_path / "file" / "logs", tmp_path / "file"):
+        status, _, errors = run_here(flags(tmp_path, one[1], log_dir=str(folder)), capsys)
+        assert status == 1 and "cannot be written" in errors and "--log_dir" in errors
 
 
 @pytest.mark.parametrize("room,left", [(1000, False), (len((ROOT / "train_gpt.py").read_bytes()) + 3300, True)])
