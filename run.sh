@@ -83,6 +83,6 @@ say "racing: $ranks rank(s), preset $preset"
 {
     "$python" -m torch.distributed.run --standalone --nproc_per_node="$ranks" train_gpt.py "${flags[@]}" 2>&1 >&3 | (
         trap '' INT  # what the ranks say of a Ctrl-C is still to be shown
-        awk '/torch\/distributed\/elastic\/multiprocessing\/api.py/ { hidden = 1 } !hidden { print; fflush() }' >&2
+        awk '/torch\/distributed\/elastic\// { hidden = 1 } !hidden || /^train_gpt\.py: / { print; fflush() }' >&2
     )
 } 3>&1

@@ -1751,11 +1751,14 @@ class Watch:
         self.thread.join()
 
 def complain(log: Log | None, rank: int, message: str) -> None:
+    kept = ""
     if log:
-        with contextlib.suppress(RunError):
-            log.write(f"error: {message}")
+        if log.file:
+            kept = f"; the log so far: {log.path}"
+            with contextlib.suppress(RunError):
+                log.write(f"error: {message}")
         log.close()
-    print(f"train_gpt.py: rank {rank}: error: {message}", file=sys.stderr, flush=True)
+    print(f"train_gpt.py: rank {rank}: error: {message}{kept}", file=sys.stderr, flush=True)
 
 def output_of(*command: str) -> str:
     """What a command prints, or nothing where it cannot be run."""
