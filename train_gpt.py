@@ -1586,6 +1586,7 @@ class Log:
         self.run_id = config.run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:8]}"
         self.path = ROOT / config.log_dir / f"{self.run_id}.txt"
         self.file, self.last_line = None, 0.0
+        self.shown_loss = ""  # the latest that is known
 
     def open(self, start: dict[str, Any], environment: str) -> None:
         """Rank 0 creates the file with the source, the environment and the run's description. RunError if it cannot."""
@@ -1629,23 +1630,26 @@ class Log:
             print(line, flush=True)
 
     def progress(self, step: int, loss: float | None, clock: Clock) -> None:
-        """A bar on a terminal; in a pipe a line every few seconds."""
+        """A bar on a terminal, gone after the last step; in a pipe a line every few seconds."""
         c = self.config
-        if self.rank or not step:
+        if self.rank:
             return
+        if loss is not None:
+            self.shown_loss = f"loss {loss:.4f}  "
         per_step = clock.read() / step
-        speed = f"{c.batch_tokens / per_step * 1000:,.0f} tokens/s"
+        speed = f"{self.shown_loss}{c.batch_tokens / per_step * 1000:,.0f} tokens/s"
         if sys.stdout.isatty():
             if self.bar is None:
                 from tqdm import tqdm
                 self.bar = tqdm(total=c.num_steps, unit="step", file=sys.stdout, dynamic_ncols=True, leave=False)
-            self.bar.set_postfix_str(speed if loss is None else f"loss {loss:.4f}, {speed}", refresh=False)
+            self.bar.set_postfix_str(speed, refresh=False)
             self.bar.update(step - self.bar.n)
+            if step == c.num_steps:
+                self.bar.close()
+                self.bar = None
         elif time.monotonic() - self.last_line > 5:
             self.last_line = time.monotonic()
-            seconds_left = per_step * (c.num_steps - step) / 1000
-            loss_text = "" if loss is None else f"loss {loss:.4f}  "
-            self.say(f"step {step}/{c.num_steps}  {loss_text}{speed}  {seconds_left:.0f} s left")
+            self.say(f"step {step}/{c.num_steps}  {speed}  {per_step * (c.num_steps - step) / 1000:.0f} s left")
 
     def close(self) -> None:
         if self.bar is not None:
