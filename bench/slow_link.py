@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from common import (VALUES, DirectComm, Transformer, bank_optimizer, join, leave, machine, ratios, run, some_text,
+from common import (VALUES, Transformer, bank_optimizer, join, leave, machine, ratios, run, some_text,
                     spread, table, table_line, take_turns, train_gpt)
 
 LINK = "wire"  # the interface's name within each host
@@ -110,10 +110,10 @@ class NoComm(train_gpt.Comm):
     """Of the same shards, but nothing travels: what remains of a step is its compute."""
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Any:
-        return train_gpt.Done()
+        return train_gpt.Works()
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Any:
-        return train_gpt.Done()
+        return train_gpt.Works()
 
 
 class Rank:
@@ -121,7 +121,7 @@ class Rank:
 
     def __init__(self, rank: int, args: argparse.Namespace):
         self.args, self.rank, self.losses = args, rank, {}
-        comm = {"gloo": train_gpt.Comm, "direct": DirectComm}[args.reduce](rank, 2)
+        comm = train_gpt.Comm(rank, 2)
         self.steps = {
             "sync=hook": self.banks_step("sync=hook", comm),
             "sync=hook, lazy gather": self.banks_step("sync=hook, lazy gather", comm, lazy_gather=True, walk="forward"),
@@ -178,24 +178,19 @@ class Rank:
 
     def time(self) -> dict[str, Any]:
         """Seconds of a step by variant and round, and the bytes that it sent. A round makes several steps of a variant
-        in a row, so that a lazy gather may end in the step after its own."""
-        def several(name: str) -> None:
-            for _ in range(self.args.steps):
+        in a row, so that a lazy gather may end in the step after its own; that of the last step counts in full."""
+        def several(name: str, steps: int) -> None:
+            for _ in range(steps):
                 self.steps[name]()
-
-        def alone(name: str) -> None:
             self.finish()
-            self.steps[name]()
 
-        times = take_turns({name: partial(several, name) for name in self.steps}, self.args.rounds, warm=1,
-                           meet=dist.barrier, prepare={name: partial(alone, name) for name in self.steps})
+        times = take_turns({name: partial(several, name, self.args.steps) for name in self.steps}, self.args.rounds,
+                           warm=1, meet=dist.barrier, prepare={name: partial(several, name, 1) for name in self.steps})
         sent = {}
         for name in self.steps:
-            self.finish()
             dist.barrier()
             before = sent_bytes()
-            alone(name)
-            self.finish()
+            several(name, 1)
             sent[name] = sent_bytes() - before
         a_step = {name: [t / self.args.steps for t in row] for name, row in times.items()}
         return {"times": a_step, "sent": sent, "losses": self.losses}
@@ -243,8 +238,6 @@ def rows_of(mbit: int, result: dict[str, Any]) -> Iterator[list[Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--mbit", type=int, nargs="+", default=[1000, 500, 200], help="of the link, each way")
-    parser.add_argument("--reduce", choices=("gloo", "direct"), default="gloo", help="the banks' reduce-scatter: "
-                        "gloo's, which is an all-reduce, or messages between pairs")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=1024)
@@ -261,7 +254,7 @@ def main() -> None:
         print(f"skipped: {reason}")
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: terminated"))
-    print(f"{machine()}; reduce-scatter: {args.reduce}; {args.batch} x {args.tokens} tokens a rank\n")
+    print(f"{machine()}; {args.batch} x {args.tokens} tokens a rank\n")
     head = ["Mbit/s", "variant", "n", "ms a step", "MB sent a step", "times the larger floor", "times DDP"]
     print(table(head, []), flush=True)
     with two_hosts() as hosts:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from common import (VALUES, DirectComm, Transformer, bank_optimizer, machine, on_ranks, ratios, run, some_text, spread,
+from common import (VALUES, GlooComm, Transformer, bank_optimizer, machine, on_ranks, ratios, run, some_text, spread,
                     table, take_turns, train_gpt)
 
 LR = 1e-3
@@ -46,10 +46,10 @@ class Banks:
         return (x for bank in self.optimizer.banks for x in bank.state.values())
 
 
-class DirectBanks(Banks):
-    """With a reduce-scatter that gloo has not."""
+class GlooBanks(Banks):
+    """With gloo's own reduce-scatter and all-gather."""
 
-    comm = DirectComm
+    comm = GlooComm
 
 
 class Peer:
@@ -93,7 +93,7 @@ class FSDP(Peer):
         self.optimizer = torch.optim.Adam(model.parameters(), fused=True, **ADAM)
 
 
-VARIANTS: dict[str, type] = {"banks": Banks, "banks, direct": DirectBanks, "DDP, fused Adam": Peer,
+VARIANTS: dict[str, type] = {"banks": Banks, "banks, gloo's own": GlooBanks, "DDP, fused Adam": Peer,
                             "DDP + ZeRO": Zero, "FSDP2": FSDP}
 
 
