@@ -42,11 +42,16 @@ DOCUMENTS = {".md", ".markdown", ".rst", ".py", ".ipynb", ".json", ".jsonl", ".c
 UNREADABLE, NOT_A_LOG, INCOMPLETE, NOT_FINITE = "unreadable", "not a log", "incomplete", "not finite"
 
 _LINE = re.compile(rb"""^(?:step|s):(\d{1,18})(?:/(\d{1,18}))?\ ((?:train_loss:\S+\ )?(?:train_time:(\d+)ms\b)?.*)$
-                     |^((?:step:|s:\d|\{"run_id"|\{"end"|error:).*)$""", re.M | re.X)
+                     |^((?:step:|step\ +\d+/\d+\ *\||s:\d|\{"run_id"|\{"end"|error:).*)$""", re.M | re.X)
+_SPACED = re.compile(rb"step:? *(\d{1,18})/(\d{1,18}) *[|,](.*)")  # `step  25/1840 | time: 1,530ms | val loss: 4.1`
+_SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in (
+    (rb"(?<=\d),(?=\d{3})", b""), (rb"[|,] ", b" "), (rb"\b(train|val)[ _]loss: *", rb"\1_loss:"),
+    (rb"\b(?:train_)?time: *", b"train_time:"), (rb"\bstep[ _]avg: *", b"step_avg:"))]
 _NUMBER = re.compile(r"[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|nan|inf(?:inity)?)", re.I)
 _LAST_FIELD = re.compile(rb"[^\s:]+:\S*?(\.\d+)?(ms|s)?$")
 _GPU_ROW = re.compile(rb"^\|\s+(\d+)\s+[^|]*\|\s+[0-9A-Fa-f]{8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.", re.M)
-_WORLD_SIZE = re.compile(rb"\bworld_size ?[=:] ?(\d+)")
+_WORLD_SIZE = re.compile(rb"\bworld_size['\"]?(?: *[=:] *| +)(\d+)")
+_TRAINING = re.compile(rb"(?:trl|train_loss|train_time):")
 
 
 class Validation(NamedTuple):
@@ -82,12 +87,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A file (index_in_file None) or one run of it that cannot be used; start as in Run, where the run has one."""
+    """A file (index_in_file None) or one run of it that cannot be used; the rest as in Run, where the run has it."""
     path: str
     reason: str
     kind: str
     index_in_file: int | None = None
     start: dict | None = None
+    source_sha256: str | None = None
+    validations: tuple[Validation, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,8 @@ def read(paths):
         logs.runs += runs
         logs.rejected += rejected
     logs.runs, same = without_copies(logs.runs)
-    logs.duplicates += same
+    logs.rejected, same_rejected = without_copies(logs.rejected)
+    logs.duplicates += same + same_rejected
     return logs
 
 
@@ -177,7 +185,7 @@ def _files(paths, rejected):
 
 
 def without_copies(runs):
-    """Runs met once each, and the others as duplicates.
+    """Runs, used or rejected ones, met once each, and the others as duplicates.
 
     A console capture or a summary holds the same run's lines as its log, or some of them: two runs are one if they
     end in the same validation line and one has no validation that the other has not. The fuller one stays. A lone
@@ -185,8 +193,8 @@ def without_copies(runs):
     lines = [{validation[:3] for validation in run.validations} for run in runs]
     originals, copies, by_ending = {}, {}, {}
     for i in sorted(range(len(runs)), key=lambda i: (-len(lines[i]), runs[i].source_sha256 is None, i)):
-        ending = runs[i].validations[-1][:3]
-        telling = len(lines[i]) > 1 or runs[i].train_time_ms is not None
+        ending = runs[i].validations[-1][:3] if lines[i] else None
+        telling = len(lines[i]) > 1 or (ending and ending[2] is not None)
         original = next((j for j in by_ending.get(ending, ()) if lines[i] <= lines[j]), None) if telling else None
         if original is None:
             originals[i] = runs[i]
@@ -216,6 +224,7 @@ class _OpenRun:
         self.first_step = self.last_step = None
         self.validations, self.validation_text = [], None
         self.trained_on = False  # training lines followed the last validation
+        self.cut = False  # the last line was cut off
         self.clock, self.clock_falls = -math.inf, []
         self.notes, self.error = _Notes(), None
 
@@ -233,6 +242,7 @@ class _Reader:
     def __init__(self, path):
         self.path = path
         self.source, self.source_hash, self.blank = None, hashlib.sha256(), True
+        self.script = False  # the source imports torch: the file is a run's, and no other text with separators
         self.environment = b""
         self.quoted = 0  # validation lines between the source and the last separator
         self.forget_runs()
@@ -258,6 +268,7 @@ class _Reader:
         if self.source is None:
             self.source_hash.update(text)
             self.blank = self.blank and not text.strip()
+            self.script = self.script or b"import torch" in text
 
     def separator(self):
         if self.source is None and not self.blank:
@@ -286,6 +297,8 @@ class _Reader:
     def step_line(self, step, total, rest):
         validation = _validation(step, rest) if b"val_loss:" in rest or b"tel:" in rest else None
         run = self.run
+        if run and total is None and run.stated:
+            total = run.stated  # a diagnostic of its own form
         if validation is False or b":" not in rest:
             (run.notes if run else self.notes).add(f"not understood, left out: {_show(rest)!r} at step {step}")
             return
@@ -308,7 +321,8 @@ class _Reader:
             time_ms = validation.time_ms
             self.validations += 1
         else:
-            run.trained_on = True
+            beside = run.validations and step == run.validations[-1].step and not _TRAINING.search(rest)
+            run.trained_on = run.trained_on or not beside  # beside a validation: another metric of the same model
             time_ms = _train_time(rest)
         if time_ms is not None:
             if time_ms < run.clock and len(run.clock_falls) < MOST_LINES:
@@ -319,7 +333,13 @@ class _Reader:
 
     def other_line(self, line):
         notes = self.run.notes if self.run else self.notes
-        if line.startswith(b"{"):
+        spaced = _SPACED.match(line)
+        if spaced:
+            step, total, rest = spaced.groups()
+            for pattern, spelling in _SPELLINGS:
+                rest = pattern.sub(spelling, rest)
+            self.step_line(int(step), total, rest)
+        elif line.startswith(b"{"):
             try:
                 content = json.loads(line)
             except (ValueError, RecursionError):
@@ -344,6 +364,8 @@ class _Reader:
         elif match and match[5] and match[5].startswith(b"{") and line.endswith(b"}"):
             self.other_line(line)
         elif match or (line and (b"step:".startswith(line) or b"s:".startswith(line))):
+            if self.run:
+                self.run.cut = True
             (self.run.notes if self.run else self.notes).add(f"the last line is cut off and dropped: {_show(line)!r}")
 
     def begin_run(self, start=None):
@@ -363,6 +385,9 @@ class _Reader:
         self.close_run()
         if not self.closed:
             where = " after the last separator" if self.source else ""
+            if self.source and self.script:
+                why = ["incomplete: a script and its environment, but no step line: it stopped before its first step"]
+                return [], [Rejected(self.path, "; ".join([*why, *self.notes]), INCOMPLETE, 1, None, self.source)]
             why = [f"not a log: no line 'step:N/TOTAL val_loss:X' or 's:N tel:X'{where}", *self.notes]
             return [], [Rejected(self.path, "; ".join(why), NOT_A_LOG)]
         if self.quoted:
@@ -392,9 +417,14 @@ class _Reader:
         elif total is None and run.trained_on:
             why = (f"incomplete: training lines go on to step {run.last_step} after the last validation at step "
                    f"{last.step}")
+        elif total is None and run.cut:
+            why = f"incomplete: a line that is cut off follows the last validation at step {last.step}"
+        elif total is None and last.step == 0:
+            why = "incomplete: the only validation is at step 0, before any training"
         if why:
             details = ([run.error] if run.error else []) + notes
-            return Rejected(self.path, "; ".join([why, *details]), kind, index, run.start)
+            return Rejected(self.path, "; ".join([why, *details]), kind, index, run.start, self.source,
+                            tuple(run.validations))
 
         if total is None:
             notes.append("this form states no total: whether the run is complete cannot be known")
@@ -403,7 +433,9 @@ class _Reader:
         if run.clock_falls:
             notes.append(f"train_time falls back at step {', '.join(map(str, run.clock_falls[:5]))}"
                          + (f" and {len(run.clock_falls) - 5} more" if len(run.clock_falls) > 5 else ""))
-        if index > 1 and run.first_step > 1:
+        first, *later = [validation.step for validation in run.validations]
+        resumed = len(later) > 1 and first == run.first_step > later[0] - first  # it skipped earlier validations
+        if run.first_step > 1 and (index > 1 or resumed):
             notes.append(f"begins at step {run.first_step}")
         other_losses = [key for key in last.extras if key.startswith("val") and key.endswith("loss")]
         if other_losses:
@@ -501,7 +533,7 @@ def _validation(step, rest):
         return False
     fields.pop("train_time", None)
     fields.pop("step_avg", None)
-    extras = {name: text if _number(text) is None else _number(text) for name, text in fields.items()}
+    extras = {name: text if _number(text) is None else _number(text) for name, text in fields.items() if text}
     return Validation(step, loss, _train_time(rest), extras)
 
 

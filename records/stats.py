@@ -36,12 +36,16 @@ DEFAULT_TARGET = 3.28  # FineWeb, the public speedrun's main track
 LATE = 0.1  # a clock may be reset in this first part of a run, after its warm-up
 OUTLIER, OUTLIER_RUNS = 5, 10  # robust standard deviations from the median; of fewer runs they tell nothing
 MOST_RUNS = 1_000_000  # in a plan
+MOST_SHOWN = 20  # runs of a side that cannot be judged
 # Config values that do not change what is trained
 INCIDENTAL = {"seed", "run_id", "log_dir", "save_model", "sample_tokens", "train_loss_every", "timeout_s"}
 
 
 class CannotJudge(Exception):
-    """The input does not allow a verdict; the message says what was seen and what to do."""
+    """The input does not allow a verdict; the message says what was seen and what to do.
+
+    sides: the Sides that were read by then."""
+    sides = ()
 
 
 # Statistics: arrays of runs [..., n] in, tests over the last axis
@@ -245,7 +249,7 @@ def check_one_experiment(side, mixed):
             listed = ", ".join(f"{value} ({count})" for value, count in values.items())
             refuse(f"{side.name} holds runs whose {key} differs: {listed}; pass the logs of one, ")
 
-    steps = grouped(lambda run: run.stated_steps)
+    steps = grouped(lambda run: run.last_step if run.stated_steps is None else run.stated_steps)
     if len(steps) > 1 and len(sources) == 1:
         listed = ", ".join(f"{step} ({names(runs)})" for step, runs in steps.items())
         refuse(f"{side.name} holds runs of different lengths: {listed} steps; pass the logs of one, ")
@@ -372,6 +376,15 @@ def choose_sides(options):
 def judge(options):
     """Options of the command -> the report, a dict for --json; the Sides are under "sides". Raises CannotJudge."""
     sides = choose_sides(options)
+    try:
+        return judge_sides(sides, options)
+    except CannotJudge as reason:
+        reason.sides = [side for side, _ in sides]
+        raise
+
+
+def judge_sides(sides, options):
+    """judge, of what choose_sides gave."""
     for side, rejected in sides:
         check_one_experiment(side, options.mixed)
         check_all_there(side, rejected)
@@ -387,9 +400,7 @@ def judge(options):
             "loss": {**loss, "significant": below}, "time": summary(a.seconds) if a.timed else None,
             "comparison": comparison and {**comparison, "significant": faster},
             "warnings": list(dict.fromkeys(warning for side in sides for warning in side.warnings)),
-            "left_out": [{"path": path, "reason": reason} for path, reason in
-                         dict.fromkeys(item for side in sides for item in side.left_out)],
-            "sides": sides}
+            "left_out": list_runs(sides)["left_out"], "sides": sides}
 
 
 def compare(a, b, options):
@@ -463,6 +474,20 @@ def show_report(report):
     return [line for line, before in zip(lines, ["", *lines]) if line or before]  # no blank line after another
 
 
+def show_runs(sides):
+    """The single runs of sides that cannot be judged, as lines: no mean, since it may be one of unlike things."""
+    lines = []
+    for side in sides:
+        lines.append(f"{side.name[0].upper()}{side.name[1:]} ({len(side.runs)} run{'s' * (len(side.runs) > 1)})")
+        for run in side.runs[:MOST_SHOWN]:
+            seconds = "no time" if run.train_time_ms is None else f"{run.train_time_ms / 1000:.3f} s"
+            lines.append(f"  {logs.printable(run.path)}: loss {show_loss(run.final_loss, [run], 0)}, {seconds}")
+        if len(side.runs) > MOST_SHOWN:
+            lines.append(f"  and {len(side.runs) - MOST_SHOWN} more")
+        lines += [f"  left out: {logs.printable(path)}: {reason}" for path, reason in dict.fromkeys(side.left_out)]
+    return lines
+
+
 def show_mean_loss(found, runs):
     spread = "" if found["sd"] is None else f" ± {show_loss(found['sd'], runs, 3)}"
     return show_loss(found["mean"], runs) + spread
@@ -519,10 +544,16 @@ def show_markdown(report):
 
 def as_json(report):
     """The report with runs for Sides, ready for json.dumps."""
+    return {**{key: value for key, value in report.items() if key != "sides"}, **list_runs(report["sides"])}
+
+
+def list_runs(sides):
+    """The runs of Sides and what was left out, ready for json.dumps."""
     runs = [{"set": side.name, "path": run.path, "index_in_file": run.index_in_file, "val_loss": run.final_loss,
              "train_time_ms": run.train_time_ms, "source_sha256": run.source_sha256, "gpus": run.gpus}
-            for side in report["sides"] for run in side.runs]
-    return {**{key: value for key, value in report.items() if key != "sides"}, "runs": runs}
+            for side in sides for run in side.runs]
+    left_out = dict.fromkeys(item for side in sides for item in side.left_out)
+    return {"runs": runs, "left_out": [{"path": path, "reason": reason} for path, reason in left_out]}
 
 
 def plot(report, path):
@@ -671,7 +702,10 @@ def main(arguments=None):
             plot(report, options.plot)
     except CannotJudge as reason:
         if options.json:
-            print(json.dumps({"verdict": "the claim cannot be judged", "reason": str(reason)}))
+            print(json.dumps({"verdict": "the claim cannot be judged", "reason": str(reason),
+                              **list_runs(reason.sides)}, indent=1))
+        elif reason.sides:
+            print("\n".join(show_runs(reason.sides)), flush=True)
         print(f"The claim cannot be judged: {reason}.", file=sys.stderr)
         return 2
     if options.json:

@@ -115,6 +115,39 @@ def test_llm_c_states_no_total_and_no_time(write):
     assert any("cannot be known" in note for note in run.notes)
 
 
+def test_the_form_with_spaces_and_bars(write):
+    lines = ["step    0/1840 | time: 0ms | step avg: 0.04ms | val loss: 10.8312",
+             "step    1/1840 | time: 63ms | step avg: 63.54ms",
+             "step 1840/1840 | time: 112,789ms | step avg: 61.30ms | val loss: 3.2791"]
+    found = logs.read([write(text([*lines, "Loss N(3.2791, nan), time N(112789.1172, nan) ", "=" * 50, "Repeat 2/2",
+                                   *lines[:2], lines[2].replace("789", "929")]))])
+    assert [run.train_time_ms for run in found.runs] == [112789, 112929] and not found.rejected
+    assert {(run.final_loss, run.stated_steps, run.notes) for run in found.runs} == {(3.2791, 1840, ())}
+
+
+@pytest.mark.parametrize("first, last", [
+    ("step:   0/20 | val_loss:9.1 | train_time:0.0s | step_avg:nanms", "step:  20/20 | val_loss:3.2 | train_time:57.1s"),
+    ("step:0/20, tokens seen: 0.00M, val_loss:9.1 train_time:0.20s", "step:20/20, tokens seen: 6.54M, val_loss:3.2 "
+     "train_time:57.1s step_avg:100ms")])
+def test_further_spellings(write, first, last):
+    run = only_run(write(text([first, last])))
+    assert (run.final_loss, run.train_time_ms, run.stated_steps, run.notes) == (3.2, 57100, 20, ())
+
+
+def test_another_metric_beside_the_last_validation_is_no_training(write):
+    diagnostic = "step:20 cplm_diag nll:3.2742 lm_nll:3.3572 alpha:0.0568"
+    run = only_run(write(text([*common(), diagnostic])))
+    assert (run.final_loss, run.stated_steps, run.complete, run.notes) == (3.2775, 20, True, ())
+    llm_c = "s:0 tel:11.0092\ns:1 trl:9.1 lr:0.1 norm:2\ns:2 tel:3.0366\ns:2 eval:0.3044\n"
+    assert only_run(write(llm_c)).final_loss == 3.0366
+    assert only_rejection(write(llm_c + "s:2 trl:3.1 lr:0.1\n")).kind == logs.INCOMPLETE
+
+
+def test_llm_c_that_was_cut_off_or_never_trained_is_incomplete(write):
+    assert "cut off follows" in only_rejection(write("s:0 tel:11.0\ns:250 tel:6.1\ns:250 trl:6.1818 lr:0.0")).reason
+    assert "before any training" in only_rejection(write("s:0 tel:11.0092\n")).reason
+
+
 def test_llm_c_that_went_on_training_is_incomplete(write):
     rejection = only_rejection(write("s:0 tel:10.9\ns:0 trl:10.9\ns:1 trl:9.5\n"))
     assert rejection.kind == logs.INCOMPLETE and "training lines go on to step 1" in rejection.reason
@@ -206,6 +239,8 @@ def test_gpus_come_from_ranks_world_size_or_the_table(write):
     assert only_run(write(text(common(), environment="Running on H100 with world_size=4\n" + gpu_table(8)))).gpus == 4
     assert only_run(write(text(common(), environment=gpu_table(8) + gpu_table(8)))).gpus == 8
     assert only_run(write(text(common(), environment="a CPU\n"))).gpus is None
+    for spelling in ("on NVIDIA H100 NVL with world_size 2", "config={'seed': 5, 'world_size': 2, 'x': 1}"):
+        assert only_run(write(text(common(), environment=f"{spelling}\n{gpu_table(8)}"))).gpus == 2
 
 
 # Several runs in a file, and the clock
@@ -230,6 +265,12 @@ def test_a_start_that_came_to_nothing_and_another(write):
 def test_a_resumed_run_is_noted(write):
     found = logs.read([write(text(common()[:19] + common()[13:]))])
     assert found.runs[0].notes == ("begins at step 11",) and found.rejected[0].kind == logs.INCOMPLETE
+
+
+def test_a_run_resumed_in_a_file_of_its_own_is_noted(write):
+    lines = [line for line in common() if "val_loss" in line]
+    assert only_run(write(text(lines[1:]))).notes == ()  # one that does not validate before its first step
+    assert only_run(write(text(lines[2:]))).notes == ("begins at step 10",)
 
 
 def test_validating_twice_at_one_step_is_one_run(write):
@@ -318,7 +359,7 @@ def test_a_whole_last_line_needs_no_line_end(write):
     assert only_run(write(text(common()).rstrip("\n"))).notes == ()
     assert only_run(write("\n".join(common()))).notes == ()
     assert only_run(write("s:0 tel:10.9688\ns:1 tel:3.2950")).final_loss == 3.295
-    assert only_run(write("s:0 tel:10.9688\ns:1 tel:3.29")).final_loss == 10.9688
+    assert "a line that is cut off follows" in only_rejection(write("s:0 tel:10.9688\ns:1 tel:3.29")).reason
     assert only_run(write("step:9/9 val_loss:3.2 train_time:5ms step_avg:1ms")).final_loss == 3.2
     assert "cut off and dropped" in only_rejection(write("step:9/9 val_loss:3.2")).reason
 
@@ -421,6 +462,17 @@ def test_the_same_run_in_two_files_counts_once_and_the_fuller_stays(tmp_path, wr
     assert [os.path.basename(item.path) for item in found.duplicates] == ["0.tail.txt", "1.result.txt",
                                                                             "2.console.txt"]
     assert all(item.original_path.endswith("3.full.txt") for item in found.duplicates)
+
+
+def test_an_aborted_run_in_two_files_counts_once(tmp_path, write):
+    write(text(common()[:14]), "1.txt")
+    write("\n".join(common()[:14]) + "\nTraceback\n", "2.console.txt")
+    write(text([]), "3.started.txt")
+    found = logs.read([tmp_path])
+    assert [(os.path.basename(item.path), item.kind) for item in found.rejected] == [
+        ("1.txt", logs.INCOMPLETE), ("3.started.txt", logs.INCOMPLETE)]
+    assert "stopped before its first step" in found.rejected[1].reason
+    assert [os.path.basename(item.path) for item in found.duplicates] == ["2.console.txt"]
 
 
 def test_two_runs_may_share_a_lone_loss(tmp_path, write):

@@ -71,7 +71,7 @@ def refusal(judge):
     """Expects that the input cannot be judged -> the message, which is one line."""
     def refusal(*arguments):
         status, out, err = judge(*arguments)
-        assert status == 2 and out == "" and err.count("\n") == 1
+        assert status == 2 and err.count("\n") == 1 and "Traceback" not in out and "p = " not in out
         return err
     return refusal
 
@@ -459,3 +459,20 @@ def test_the_command_works_from_anywhere(new, tmp_path):
     done = subprocess.run([sys.executable, str(RECORDS / "stats.py"), "new"], cwd=tmp_path, capture_output=True,
                           text=True)
     assert done.returncode == 0 and "The claim holds" in done.stdout and done.stderr == ""
+
+
+def test_runs_that_cannot_be_judged_are_shown(write, judge):
+    """One log gives no p, but what it says is told; nothing that was left out goes unnamed."""
+    folder = write("one", [log(3.2775, 140.9), "no log\n"])
+    status, out, err = judge(folder)
+    assert status == 2 and "needs at least 2 runs" in err
+    assert "0.txt: loss 3.2775, 140.900 s" in out and "left out: " in out and "1.txt: not a log" in out
+    status, out, _ = judge("--json", folder)
+    report = json.loads(out)
+    assert status == 2 and report["runs"][0]["val_loss"] == 3.2775 and len(report["left_out"]) == 1
+
+
+def test_runs_of_other_lengths_without_a_total_are_not_mixed(write, refusal):
+    lines = ["import torch", "=" * 100, *(f"s:{step} tel:{5 - step / 1000:.4f}" for step in (0, 250, 500))]
+    folder = write("llmc", ["\n".join([*lines, ""]), "\n".join([*lines[:-1], ""])])
+    assert "different lengths: 500 (0.txt), 250 (1.txt)" in refusal(folder)
