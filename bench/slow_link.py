@@ -178,19 +178,25 @@ class Rank:
 
     def time(self) -> dict[str, Any]:
         """Seconds of a step by variant and round, and the bytes that it sent. A round makes several steps of a variant
-        in a row, so that a lazy gather may end in the step after its own; that of the last step counts in full."""
-        def several(name: str, steps: int) -> None:
-            for _ in range(steps):
-                self.steps[name]()
+        in a row and times all but the first: a lazy gather ends in the step after its own, so each pays for one."""
+        def first(name: str) -> None:
             self.finish()
+            dist.barrier()
+            self.steps[name]()
 
-        times = take_turns({name: partial(several, name, self.args.steps) for name in self.steps}, self.args.rounds,
-                           warm=1, meet=dist.barrier, prepare={name: partial(several, name, 1) for name in self.steps})
+        def further(name: str) -> None:
+            for _ in range(self.args.steps):
+                self.steps[name]()
+
+        times = take_turns({name: partial(further, name) for name in self.steps}, self.args.rounds, warm=1,
+                           prepare={name: partial(first, name) for name in self.steps})
         sent = {}
         for name in self.steps:
+            self.finish()
             dist.barrier()
             before = sent_bytes()
-            several(name, 1)
+            self.steps[name]()
+            self.finish()
             sent[name] = sent_bytes() - before
         a_step = {name: [t / self.args.steps for t in row] for name, row in times.items()}
         return {"times": a_step, "sent": sent, "losses": self.losses}
@@ -241,11 +247,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=4, help="sequences a rank and step")
+    parser.add_argument("--batch", type=int, default=16, help="sequences a rank and step")
     parser.add_argument("--tokens", type=int, default=256, help="of a sequence")
-    parser.add_argument("--bank_mb", type=float, default=2.0, help="MiB of parameters a bank; also of DDP's buckets")
+    parser.add_argument("--bank_mb", type=float, default=0.5, help="MiB of parameters a bank; also of DDP's buckets")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="of a variant in a row, in each round")
+    parser.add_argument("--steps", type=int, default=3, help="timed in a row, in each round")
     parser.add_argument("--result", help=argparse.SUPPRESS)  # given to the ranks: where rank 0 writes
     args = parser.parse_args()
     if args.result:

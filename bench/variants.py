@@ -3,14 +3,15 @@
     python bench/variants.py                      the laptop preset on two ranks
     python bench/variants.py --rounds 3 --flags "--model_dim 64 --num_heads 1"
 
-All variants train models of their own in the same two processes and take turns at steps; all end in the same bytes, which
-is checked, but for exact mode, whose sums are ordered otherwise.
+All variants train models of their own in the same two processes and take turns at steps; all end in the same bytes,
+which is checked, but for exact mode, whose sums are ordered otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import shlex
 
 import torch
@@ -47,7 +48,8 @@ def measure(rank: int, ranks: int, flags: list[str], rounds: int) -> tuple[dict[
             trainers[name].step(at[name], trainers[name].stream.next_batch())
             at[name] += 1
         trainers[name].optimizer.finish_gathers()
-    times = take_turns({name: (lambda name=name: turn(name)) for name in trainers}, rounds, 1, meet=torch.distributed.barrier)
+    turns = {name: functools.partial(turn, name) for name in trainers}
+    times = take_turns(turns, rounds, 1, meet=torch.distributed.barrier)
     return times, {name: trainer.optimizer.state_hash() for name, trainer in trainers.items()}
 
 

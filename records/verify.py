@@ -127,7 +127,8 @@ def read_evidence(run, alone):
 _SETTINGS = re.compile(r"(?:.*\.)?_inductor(?:\..*)?|(?:.*\.)?_(?:dynamo|functorch)(?:\.(?:.*\.)?config\b.*|\.\*)?"
                        r"|torch\.(?:compiler|\*)\.config\b.*")
 # Not the compiler's switches: variables of the launcher, the collectives and the allocator, and where caches lie
-_VARIABLE = re.compile(r"(?!TORCHELASTIC|TORCH_NCCL|PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF|(?:TORCHINDUCTOR|TRITON)_CACHE_DIR$)"
+_VARIABLE = re.compile(r"(?!TORCHELASTIC|TORCH_NCCL|PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF|"
+                       r"(?:TORCHINDUCTOR|TRITON)_CACHE_DIR$)"
                        r"(?:TORCH|PYTORCH|TRITON|INDUCTOR)[A-Z0-9_]*")
 _READING = {"os.getenv", *(f"os.environ.{method}" for method in ("get", "items", "keys", "values", "copy"))}
 _SETTING = re.compile(r"os\.(?:environ(?:\..*)?|putenv)")
