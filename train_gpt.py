@@ -1297,6 +1297,7 @@ class BankOptimizer:
                 bank.pending = None if self._updates_in(bank, self.armed_step) else bank.shard_grads.clone()
 
     def _update(self, bank: Bank, values: StepValues, untouched: set[str]) -> None:
+        self.finish_gathers([bank])  # a lazy one that nothing has read since: what it sends must not change
         with self.span(f"update {bank.name}"):
             bank.updates += 1
             kept = [(x, bank.share_of(slot, x), x.view(-1)[bank.share_of(slot, x)].clone()) for slot in bank.slots

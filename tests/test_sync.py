@@ -439,6 +439,19 @@ def test_a_lazy_gather_is_waited_for_where_the_forward_reads_it():
         BankOptimizer(train_gpt.fill_banks(adam_members(chain()), 0, 0, 1), Comm(), settings=SyncSettings(lazy_gather=True))
 
 
+def test_a_lazy_gather_that_no_forward_read_is_waited_for_before_the_next_update():
+    model, comm = Branches(), Recorder()
+    engine = BankOptimizer(train_gpt.fill_banks(adam_members(model), 0, 0, 1), comm,
+                           settings=SyncSettings(lazy_gather=True, unused=True), model=model)
+    for step in range(2):
+        engine.arm(step)
+        torch.stack([p.sum() for p in model.parameters()]).sum().backward()  # no module's forward runs
+        engine.step(FULL)
+    for bank in engine.banks:
+        kinds = [event for event, kind, where in comm.events if kind == "gather" and where == bank.values.data_ptr()]
+        assert kinds == ["start", "wait", "start"]
+
+
 # accumulation, unused, frozen, replaced
 
 
