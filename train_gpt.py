@@ -910,6 +910,11 @@ class Slot:
     arrived: bool = False  # its gradient of this backward is in
     tree: list[tuple[int, Tensor]] = field(default_factory=list)  # exact mode: (height, sum) of micro-batches
 
+@functools.cache
+def factor_tensor(factor: float, dtype: torch.dtype) -> Tensor:
+    """As torch.mul takes it soonest with gradients of dtype: a small one would take half as long again by a number."""
+    return torch.tensor(factor, dtype=torch.promote_types(dtype, torch.float32))
+
 class Bank:
     """Parameters with one rule and one dtype, in one contiguous buffer; their gradients in another.
 
@@ -968,7 +973,7 @@ class Bank:
                 height, total = height + 1, slot.tree.pop()[1] + total
             slot.tree.append((height, total))
         elif slot.fresh:
-            torch.mul(grad, factor, out=slot.grad)
+            torch.mul(grad, factor_tensor(factor, slot.grad.dtype), out=slot.grad)
         else:
             slot.grad.add_(grad, alpha=factor)
         slot.fresh = False
