@@ -36,11 +36,14 @@ set_up() {
     printf '%s\n' "$wanted" > "$here/.venv/ready"
 }
 
-race=() preset="" own_data=false help=false flags=()
+race=() resume=false preset="" own_data=false help=false flags=()
 while [ $# -gt 0 ]; do
     case $1 in
         --setup) set_up; exit ;;
-        -n|--vs|--resume) [ $# -gt 1 ] || fail "$1 wants a value; --help says which"; race+=("$1" "$2"); shift ;;
+        -n|--vs|--resume)
+            [ $# -gt 1 ] || fail "$1 wants a value; --help says which"
+            [ "$1" != --resume ] || resume=true
+            race+=("$1" "$2"); shift ;;
         --preset) preset=${2:-}; flags+=("$1"); [ $# -eq 1 ] || { flags+=("$2"); shift; } ;;
         --preset=*) preset=${1#*=}; flags+=("$1") ;;
         --train_files*) own_data=true; flags+=("$1") ;;
@@ -50,6 +53,7 @@ while [ $# -gt 0 ]; do
     shift
 done
 
+if $resume && [ ${#flags[@]} -gt 0 ]; then fail "--resume goes on as the race began; leave out ${flags[*]}"; fi
 set_up
 cd "$here"
 if $help; then sed -n '2,9s/^# \{0,1\}//p' run.sh; exec "$python" train_gpt.py "${flags[@]}"; fi
@@ -74,15 +78,21 @@ if ! $own_data; then
         laptop) "$python" data/stdlib.py ;;
     esac
 fi
-if [ ${#race[@]} -gt 0 ]; then
-    case " ${race[*]} " in *" --resume "*) exec "$python" records/race.py "${race[@]}" ;; esac
-    exec "$python" records/race.py "${race[@]}" --ranks "$ranks" -- "${flags[@]}"
-fi
+# A rank that fails has said why, unless it was killed: of what torchrun and c10d add to stderr only that remains
+brief='
+    /^(train_gpt|race)\.py: / { print; fflush(); next }
+    /torch\/distributed\/elastic\/.* failed \(exitcode: -/ {
+        rank = signal = $0
+        sub(/.*local_rank: /, "", rank); sub(/ .*/, "", rank)
+        sub(/.*exitcode: -/, "", signal); sub(/\).*/, "", signal)
+        print "run.sh: error: rank " rank " was killed by signal " signal (signal == 9 ? "; perhaps memory ran out" : "")
+    }
+    /torch\/distributed\/elastic\/.*( failed \(exitcode: | death signal)/ { hidden = 1 }  # its traceback follows
+    !hidden && !/^[IWE][0-9]+ .*torch\/distributed\/|\[c10d\]/ { print }
+    { fflush() }'
+briefly() { exec "$@" 2> >(trap '' INT; exec awk "$brief" >&2); }
+
+if $resume; then briefly "$python" records/race.py "${race[@]}"; fi
+if [ ${#race[@]} -gt 0 ]; then briefly "$python" records/race.py "${race[@]}" --ranks "$ranks" -- "${flags[@]}"; fi
 say "racing: $ranks rank(s), preset $preset"
-# a rank that fails has said why; what torchrun adds to that, to the end, is about torchrun
-{
-    "$python" -m torch.distributed.run --standalone --nproc_per_node="$ranks" train_gpt.py "${flags[@]}" 2>&1 >&3 | (
-        trap '' INT  # what the ranks say of a Ctrl-C is still to be shown
-        awk '/torch\/distributed\/elastic\// { hidden = 1 } !hidden || /^train_gpt\.py: / { print; fflush() }' >&2
-    )
-} 3>&1
+briefly "$python" -m torch.distributed.run --standalone --nproc_per_node="$ranks" train_gpt.py "${flags[@]}"

@@ -37,6 +37,7 @@ import os
 import platform
 import re
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -96,15 +97,15 @@ class Config:
     head_dim: int = value(128, "width of a head; num_heads * head_dim must be model_dim")
     gate_dim: int = value(12, "entries of the stream that open a head's gate and the smear gate")
     backout_layer: int = value(8, "the layer whose output is partly taken back before the head")
-    dtype: str = value("bfloat16", "of embeddings, head, gates, activations and Adam's moments; matrices are float32 "
-                       "(a CPU without bf16 units wants float32)", ("bfloat16", "float32"))
+    dtype: str = value("bfloat16", "of embeddings, head, gates, activations, Adam's moments and the products in "
+                       "NorMuon; matrices are float32 (a CPU without bf16 units wants float32)", ("bfloat16", "float32"))
     fp8_head: bool = value(True, "the head's training product in fp8, on GPUs that have it")
 
     # schedules
     num_steps: int = value(2245, "steps in all, the extension included")
     extension_steps: int = value(40, "the last of them, at the longest training window and the lowest learning rate")
     cooldown: float = value(0.5, "fraction of the scheduled steps over which the learning rate falls")
-    lr_floor: float = value(0.1, "to which factor it falls")
+    lr_floor: float = value(0.1, "what is left of it at the end, as a fraction")
     window_block: int = value(128, "tokens in a block; windows are counted in blocks")
     windows: str = value("3 7 11", "the long window in equal parts of the scheduled steps; the short one is half")
     extension_window: int = value(13, "the long window of the extension")
@@ -112,7 +113,7 @@ class Config:
 
     # optimizers
     adam_lr: float = value(0.008, "base of the multipliers that follow")
-    adam_beta1: float = value(0.65, "short memory: embeddings see a token rarely")
+    adam_beta1: float = value(0.65, "short memory: a token's next gradient comes late, and the old one points elsewhere")
     adam_beta2: float = value(0.95, "likewise")
     adam_eps: float = value(1e-8, "keeps a parameter without gradient where it is")
     adam_every: int = value(2, "Adam steps every so many steps, on the sum of their gradients")
@@ -156,6 +157,11 @@ class Config:
     race_run: int = value(0, "set by the racing tool: number of this run within its race")
     race_runs: int = value(0, "set by the racing tool: runs declared before the first one")
     race_side: str = value("", "set by the racing tool: which of two versions this is")
+
+    @property
+    def slots(self) -> int:
+        """Packed sequences in a batch: micro-batches of a step, over all ranks."""
+        return self.batch_tokens // self.micro_tokens
 
 PRESETS = {
     "speedrun": Config(),
@@ -230,25 +236,27 @@ def check_config(config: Config, ranks: int) -> None:
     """RunError, with every finding, if the values are impossible by themselves or for this number of ranks."""
     c, wrong = config, []
 
-    def want(holds: bool, message: str) -> None:
+    def want(holds: Any, message: str) -> None:
         if not holds:
             wrong.append(message)
 
     below_one = ("adam_beta1", "adam_beta2", "muon_beta2", "muon_momentum", "muon_momentum_low")
     zero_or_more = {"seed", "train_shards", "val_tokens", "val_every", "extension_steps", "cooldown", "lr_floor",
                     "adam_lr", "embed_lr_mul", "scalar_lr_mul", "muon_lr", "muon_weight_decay", "muon_momentum_rise",
-                    "muon_momentum_fall", "fc_lr_mul", "bank_mb", "clip_norm", "warmup_steps", "train_loss_every",
+                    "muon_momentum_fall", "fc_lr_mul", "backout_layer", "bank_mb", "clip_norm", "warmup_steps", "train_loss_every",
                     "sample_tokens", "race_run", "race_runs", *below_one}
     for f in dataclasses.fields(c):
         v = getattr(c, f.name)
         if f.type in ("int", "float"):
-            want(math.isfinite(v), f"{f.name} is {v}; give a finite number")
             least = "0 or more" if f.name in zero_or_more else "more than 0"
-            want(v > 0 or v == 0 and f.name in zero_or_more, f"{f.name} is {v}; it must be {least}")
+            want(math.isfinite(v) and (v > 0 or v == 0 and f.name in zero_or_more),
+                 f"{f.name} is {v}; it must be {least}, and finite")
     for name in below_one:
         want(getattr(c, name) < 1, f"{name} is {getattr(c, name)}; it must be less than 1")
     for name in ("cooldown", "lr_floor"):
         want(getattr(c, name) <= 1, f"{name} is {getattr(c, name)}; it must be at most 1")
+    for name, most in (("seed", 2 ** 63 - 1), ("timeout_s", 10 ** 6)):
+        want(getattr(c, name) <= most, f"{name} is {getattr(c, name)}; it must be at most {most}")
     want(ranks in (1, 2, 4, 8), f"{ranks} ranks; the batch is shared out evenly over 1, 2, 4 or 8 (--nproc_per_node)")
     want(c.num_heads * c.head_dim == c.model_dim,
          f"num_heads * head_dim is {c.num_heads} * {c.head_dim}; it must be model_dim, {c.model_dim}")
@@ -256,8 +264,7 @@ def check_config(config: Config, ranks: int) -> None:
     want(c.gate_dim <= c.model_dim, f"gate_dim is {c.gate_dim}; the stream has only {c.model_dim} entries: lower it")
     want(c.extension_steps < c.num_steps,
          f"extension_steps is {c.extension_steps} of num_steps {c.num_steps}; leave the schedule a step: lower it")
-    slots = c.batch_tokens // max(1, c.micro_tokens)
-    want(c.batch_tokens % max(1, c.micro_tokens) == 0 and slots % max(1, ranks) == 0,
+    want(c.micro_tokens < 1 or ranks < 1 or c.batch_tokens % (c.micro_tokens * ranks) == 0,
          f"batch_tokens {c.batch_tokens} is not a whole number of micro_tokens {c.micro_tokens} for each of {ranks} "
          f"ranks; make batch_tokens a multiple of {c.micro_tokens * ranks}")
     want(c.val_tokens % max(1, c.val_len) == 0, f"val_tokens {c.val_tokens} is not a multiple of val_len {c.val_len}")
@@ -273,9 +280,12 @@ def check_config(config: Config, ranks: int) -> None:
     want(words and all(word.isdecimal() and int(word) > 0 for word in words),
          f"windows is {c.windows!r}; give numbers of blocks, like '3 7 11'")
     try:
-        count = len(parse_layers(c.layers))
-        want(count > 0, "layers is empty; give at least one layer")
-        want(0 <= c.backout_layer < count, f"backout_layer is {c.backout_layer}; layers has 0 to {count - 1}")
+        layers = parse_layers(c.layers)
+        want(layers, "layers is empty; give at least one layer")
+        want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
+        tables = {layer.value_table for layer in layers} - {None}
+        want(tables == set(range(len(tables))), f"layers use the value tables {sorted(tables)}; number them from 0 on "
+             "without a gap")
     except RunError as error:
         wrong.append(str(error))
     if wrong:
@@ -303,24 +313,27 @@ def read_header(path: Path) -> Shard:
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({error.strerror}); fetch or make the data again") from error
-    header = np.frombuffer(words[:len(words) // 4 * 4], dtype="<i4")
-    if len(header) < HEADER_INTS or header[:2].tolist() != [MAGIC, VERSION]:
-        raise RunError(f"{path}: begins with {header[:2].tolist()}, a shard with [{MAGIC}, {VERSION}] in a header of "
-                       f"{HEADER_INTS} words; make it with a script of data/")
+    if len(words) < HEADER_INTS * 4:
+        raise RunError(f"{path}: ends after {len(words)} bytes, within its header of {HEADER_INTS * 4}; delete it, then "
+                       "fetch or make it again")
+    header = np.frombuffer(words, dtype="<i4")
+    if header[:2].tolist() != [MAGIC, VERSION]:
+        raise RunError(f"{path}: begins with {header[:2].tolist()}, a shard with [{MAGIC}, {VERSION}]; make "
+                       "it with a script of data/")
     tokens = int(header[2])
     if size != HEADER_INTS * 4 + 2 * tokens:
         raise RunError(f"{path}: {size} bytes, but its header promises {tokens} tokens, {HEADER_INTS * 4 + 2 * tokens} "
                        "bytes; delete it, then fetch or make it again")
-    return Shard(path, tokens, int(header[3]) or GPT2_VOCAB, int(header[4]) or GPT2_BOS)
+    vocab_size, bos_id = header[3:5].tolist() if header[3] else (GPT2_VOCAB, GPT2_BOS)
+    return Shard(path, tokens, vocab_size, bos_id)
 
 def find_shards(pattern: str, limit: int = 0) -> list[Shard]:
     """The shards that match a glob pattern, by name, the first `limit` of them (0: all); all in one vocabulary."""
-    full = str(ROOT / pattern)  # an absolute pattern stays as it is
-    paths = sorted(glob.glob(full))
+    paths = sorted(ROOT / path for path in glob.glob(pattern, root_dir=ROOT))  # an absolute one stays as it is
     if not paths:
-        raise RunError(f"no shard matches {full}; make some with data/stdlib.py, data/fineweb.py or data/text.py, or "
+        raise RunError(f"no shard matches {ROOT / pattern}; make some with data/stdlib.py, data/fineweb.py or data/text.py, or "
                        "name others with --train_files and --val_files")
-    shards = [read_header(Path(path)) for path in paths[:limit or None]]
+    shards = [read_header(path) for path in paths[:limit or None]]
     for shard in shards:
         if shard[2:] != shards[0][2:]:
             raise RunError(f"{shard.path}: vocabulary and BOS are {shard[2:]}, those of {shards[0].path} are "
@@ -400,8 +413,7 @@ class Stream:
 
     def __init__(self, shards: list[Shard], config: Config, rank: int = 0, ranks: int = 1):
         self.shards, self.config = shards, config
-        self.slots = config.batch_tokens // config.micro_tokens
-        self.mine = range(rank * self.slots // ranks, (rank + 1) * self.slots // ranks)
+        self.mine = range(rank * config.slots // ranks, (rank + 1) * config.slots // ranks)
         self.loader = ThreadPoolExecutor(1, thread_name_prefix="load-shard")
         self.loaded: dict[int, Future[tuple[Documents, np.ndarray]]] = {}
         self.seek((0, 0))
@@ -438,7 +450,7 @@ class Stream:
     def _advance(self) -> tuple[Documents, list[tuple[int, int, int]]]:
         """What the next batch takes from which documents; the position moves behind it. RunError when the data ends."""
         documents, ends = self._open(self.shard)
-        while (taken := pack(ends, self.document, self.slots, self.config.micro_tokens)) is None:
+        while (taken := pack(ends, self.document, self.config.slots, self.config.micro_tokens)) is None:
             self.shard, self.document = self.shard + 1, 0
             documents, ends = self._open(self.shard)
         self.document = taken[-1][1] + 1
@@ -497,14 +509,15 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 def rotary_frequencies(head_dim: int) -> Tensor:
-    """Radians a token, [head_dim / 2]: a quarter of the head turns, slower and slower; another quarter stands still."""
+    """Radians a token, [head_dim / 2]: a quarter of the head turns, slower and slower, down to one in 1,024; another
+    quarter stands still."""
     turning = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4)
     return torch.cat([turning, torch.zeros(head_dim // 4)])
 
 def stretch(frequencies: Tensor, scale: float, window: int, longer: int) -> tuple[Tensor, float]:
     """YaRN (arXiv:2309.00071): frequencies and softmax scale after the window, in tokens, grew to `longer`.
 
-    What turned often within the old window stays; what turned less than once is slowed in proportion.
+    What turned 32 times or more within the old window stays; what turned less than once is slowed in proportion.
     """
     turns = window * frequencies / (2 * math.pi)
     stays = ((turns - 1) / (32 - 1)).clamp(0, 1)
@@ -1457,15 +1470,14 @@ def build_model(config: Config, vocab_size: int, bos_id: int) -> GPT:
                max_tokens=max(config.micro_tokens, config.val_len, SAMPLE_CONTEXT), loss_tokens=config.micro_tokens,
                dtype=getattr(torch, config.dtype), fp8_head=config.fp8_head)
 
-def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False, slots: int = 0) -> BankOptimizer:
-    """The optimizer of a config for a model that is on its device. The batch's summed gradient is divided by slots: by
-    how many the batch has (0), or had before micro-batches were made smaller, so that gradients keep their size."""
+def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False,
+                    grad_divisor: int = 0) -> BankOptimizer:
+    """The optimizer of a config for a model that is on its device. grad_divisor: of the batch's summed gradient; 0: the
+    batch's slots. Where micro-batches were made smaller it is what they were before, so that gradients keep their size."""
     members = assign(model, assignments(config))
     banks = fill_banks(members, config.bank_mb * 2 ** 20, comm.rank, comm.ranks, config.fp32_grads)
-    settings = SyncSettings(config.sync, config.walk, config.lazy_gather, config.unused, config.exact,
-                            check_grads=config.check_grads, clip_norm=config.clip_norm)
-    slots = slots or config.batch_tokens // config.micro_tokens
-    return BankOptimizer(banks, comm, 1 / slots, settings, compiled, model)
+    settings = SyncSettings(**{f.name: getattr(config, f.name) for f in dataclasses.fields(SyncSettings)})
+    return BankOptimizer(banks, comm, 1 / (grad_divisor or config.slots), settings, compiled, model)
 
 # ------------------------------------------------------------------------------------------------------------------
 # schedules
@@ -1473,7 +1485,7 @@ def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = Fal
 def step_values(config: Config, step: int) -> StepValues:
     """Learning-rate factor and momentum of one step."""
     c = config
-    done = min(0.9999, step / (c.num_steps - c.extension_steps))
+    done = min(0.9999, step / (c.num_steps - c.extension_steps))  # the record's: never all the way to the floor
     left = min(1.0, (1 - done) / c.cooldown) if c.cooldown else 1.0
     fall_from = c.num_steps - c.muon_momentum_fall
     if step < c.muon_momentum_rise:
@@ -1502,8 +1514,9 @@ class WindowSchedule:
         self.blocks, self.scale = long_window(self.config, 0), Rotary.FIRST_SCALE
         self.rotary.set(rotary_frequencies(2 * self.rotary.cos.size(1)), self.scale)
 
-    def at(self, step: int) -> Windows:
-        """Those of a training step and of a validation before it; in the last one the long window alone is longer."""
+    def advance_to(self, step: int) -> Windows:
+        """Those of a training step and of a validation before it; in the last one the long window alone is longer. The
+        rotary is stretched on the way, so steps are asked for in their order."""
         c, blocks = self.config, long_window(self.config, step)
         if blocks != self.blocks:
             old, new = self.blocks * c.window_block, blocks * c.window_block
@@ -1549,7 +1562,7 @@ class TrainLosses:
     def record(self, step: int, train_time: float, losses: list[Tensor]) -> None:
         """losses: the summed loss of each of this rank's slots. Every so-manieth step's are averaged over all ranks."""
         c, own = self.config, torch.stack(losses).detach()
-        slots = own.new_zeros(c.batch_tokens // c.micro_tokens)
+        slots = own.new_zeros(c.slots)
         slots[self.comm.rank * len(own):(self.comm.rank + 1) * len(own)] = own
         if self.is_logged(step):
             self.comm.all_reduce(slots)
@@ -1611,9 +1624,12 @@ class Log:
     def __init__(self, config: Config, rank: int):
         self.config, self.rank, self.bar = config, rank, None
         self.run_id = config.run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:8]}"
-        self.path = ROOT / config.log_dir / f"{self.run_id}.txt"
         self.file, self.last_line = None, 0.0
         self.shown_loss = ""  # the latest that is known
+
+    @property
+    def path(self) -> Path:
+        return ROOT / self.config.log_dir / f"{self.run_id}.txt"
 
     def open(self, start: dict[str, Any], environment: str) -> None:
         """Rank 0 creates the file with the source, the environment and the run's description. RunError if it cannot."""
@@ -1625,8 +1641,8 @@ class Log:
             raise RunError(f"{self.path} exists: run_id {self.run_id!r} was used; choose another --run_id, or delete "
                            "that log") from error
         except OSError as error:
-            raise RunError(f"{self.path}: cannot be written ({error.strerror}); free space or permit it, or choose "
-                           "another --log_dir") from error
+            raise RunError(f"{self.path}: cannot be written ({error.strerror}); mend that, or choose another "
+                           "--log_dir") from error
         rule, source = "=" * 100, Path(__file__).read_text(encoding="utf-8")
         try:
             self.write(f"{source}\n{rule}\n{environment}\n{rule}\n{json.dumps(start)}")
@@ -1695,9 +1711,10 @@ def save_model(path: Path, model: GPT, config: Config, run_id: str, step: int, w
                     "vocab_size": encoding.vocab_size, "bos_id": encoding.bos_id,
                     "model": {name: x.cpu() for name, x in model.state_dict().items()}}, partial)
         partial.replace(path)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:  # torch tells a full disk in words of its own
         partial.unlink(missing_ok=True)
-        raise RunError(f"{path}: cannot be written ({error}); free space or choose another --log_dir") from error
+        raise RunError(f"{path}: the model cannot be written ({error}); free space or choose another --log_dir, and "
+                       "run again: the log is whole, the model is lost") from error
 
 def load_model(path: str | Path, device: str = "cpu") -> tuple[GPT, dict[str, Any]]:
     """A model that save_model wrote, in evaluation form, and the rest of what was saved with it."""
@@ -1705,8 +1722,11 @@ def load_model(path: str | Path, device: str = "cpu") -> tuple[GPT, dict[str, An
         saved = torch.load(path, map_location="cpu", weights_only=True)
         model = build_model(Config(**saved["config"]), saved["vocab_size"], saved["bos_id"])
         model.load_state_dict(saved.pop("model"))
-    except Exception as error:
-        raise RunError(f"{path}: holds no model of this version of train_gpt.py ({error})") from error
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read ({error.strerror}); name a .pt that --save_model left") from error
+    except Exception as error:  # torch.load raises many kinds, and advises to trust the file
+        raise RunError(f"{path}: holds no model of this version of train_gpt.py ({type(error).__name__}); name a .pt "
+                       "that its --save_model left") from error
     model.rotary.tabulate()
     return model.to(device).eval(), saved
 
@@ -1848,9 +1868,8 @@ def fit_to_gpus(config: Config, vocab_size: int, comm: Comm) -> tuple[Config, li
     while config.micro_tokens % (2 * MASK_BLOCK) == 0 and memory_needed(config, vocab_size, comm.ranks) > free:
         config = dataclasses.replace(config, micro_tokens=config.micro_tokens // 2)
     if config.micro_tokens < asked:
-        count = config.batch_tokens // config.micro_tokens // comm.ranks
-        changes.append(f"too little memory for micro-batches of {asked} tokens: {count} of {config.micro_tokens} "
-                       "a rank")
+        changes.append(f"too little memory for micro-batches of {asked} tokens: {config.slots // comm.ranks} of "
+                       f"{config.micro_tokens} a rank")
     return config, changes
 
 def memory_needed(config: Config, vocab_size: int, ranks: int) -> int:
@@ -1879,8 +1898,9 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
 class Trainer:
     """Model, optimizer, data and schedule of one rank, and the step that they make together."""
 
-    def __init__(self, config: Config, comm: Comm, device: torch.device, train_shards: list[Shard], slots: int = 0):
-        """slots: see build_optimizer."""
+    def __init__(self, config: Config, comm: Comm, device: torch.device, train_shards: list[Shard],
+                 grad_divisor: int = 0):
+        """grad_divisor: see build_optimizer."""
         compiled = config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
         self.config, self.comm, self.device = config, comm, device
         if config.exact:
@@ -1889,12 +1909,12 @@ class Trainer:
         self.model = build_model(config, train_shards[0].vocab_size, train_shards[0].bos_id).to(device)
         if compiled:
             self.model.compile_parts()
-        self.optimizer = build_optimizer(config, self.model, comm, compiled, slots)
+        self.optimizer = build_optimizer(config, self.model, comm, compiled, grad_divisor)
         self.windows = WindowSchedule(config, self.model.rotary)
 
     def step(self, step: int, batch: list[np.ndarray]) -> list[Tensor]:
         """One step on this rank's slots of the batch -> their summed losses, still on the device."""
-        windows = self.windows.at(step)
+        windows = self.windows.advance_to(step)
         losses = []
         for slot in batch:
             inputs, targets = split_sequence(slot, self.device)
@@ -1921,7 +1941,7 @@ class Trainer:
             self.step(-(-change // c.adam_every) * c.adam_every + i % c.adam_every, batch)
         if c.warmup_steps:
             sequences = val_sequence[None].repeat(self.comm.ranks, 0)
-            validate(self.model, sequences, self.windows.at(c.num_steps), self.comm, self.device)
+            validate(self.model, sequences, self.windows.advance_to(c.num_steps), self.comm, self.device)
         self.optimizer.restore(saved)
         self.windows.restart()
         self.stream.seek((0, 0))
@@ -1955,12 +1975,19 @@ class Profile:
             self.clock.stop()
             with self.clock.off("profiling"):
                 self.profiler.stop()
-                path = self.log.path.with_name(f"{self.log.path.stem}-rank{self.log.rank}.json.gz")
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self.profiler.export_chrome_trace(str(path))
-                self.log.say(f"trace: {path}")
+                self._export(self.log.path.with_name(f"{self.log.path.stem}-rank{self.log.rank}.json.gz"))
             self.optimizer.span = self.plain_span
             self.clock.start()
+
+    def _export(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.profiler.export_chrome_trace(str(path))
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise RunError(f"{path}: cannot be written ({error.strerror}); free space or choose another --log_dir; the "
+                           "trace is made in the system's folder for temporary files first") from error
+        self.log.say(f"trace: {path}")
 
 def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
     """The whole race, from the data to the verdict. began: when the process started, by time.perf_counter."""
@@ -1973,14 +2000,14 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
         if val_shards[0][2:] != encoding[2:]:
             raise RunError(f"vocabulary and BOS of the training shards are {encoding[2:]}, of the validation shards "
                            f"{val_shards[0][2:]}; make both with one encoding")
-        changes, slots = [], config.batch_tokens // config.micro_tokens
+        changes, grad_divisor = [], config.slots
         if device.type == "cuda":
             config, changes = fit_to_gpus(config, encoding.vocab_size, comm)
             if config.micro_tokens % MASK_BLOCK or config.val_len % MASK_BLOCK:
                 raise RunError(f"micro_tokens {config.micro_tokens} and val_len {config.val_len} must be multiples of "
                                f"{MASK_BLOCK} on GPUs")
         val_sequences = validation_sequences(val_shards, config.val_tokens, config.val_len)
-        trainer = Trainer(config, comm, device, train_shards, slots)
+        trainer = Trainer(config, comm, device, train_shards, grad_divisor)
         trainer.stream.check_enough(config.num_steps)
         model, optimizer, windows = trainer.model, trainer.optimizer, trainer.windows
         parameters = sum(p.numel() for p in model.parameters())
@@ -2034,7 +2061,7 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
             with clock.off("hashing"):
                 val_hashes = {"before": hash_of(list(model.state_dict().items()))} if last else {}
             with clock.off("validation"):
-                val_loss, val_tokens = validate(model, val_sequences, windows.at(step), comm, device)
+                val_loss, val_tokens = validate(model, val_sequences, windows.advance_to(step), comm, device)
             if last:
                 with clock.off("hashing"):
                     val_hashes["after"] = hash_of(list(model.state_dict().items()))
@@ -2055,45 +2082,72 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
     compiles = compile_stats()[0] - compiles
     with clock.off("hashing"):
         final_hash, tokens_hash = optimizer.state_hash(), trainer.digest_of_tokens()
-    final_windows = windows.at(config.num_steps)
-    text = ""
-    if config.sample_tokens and not comm.rank:
-        # compiled blocks would be compiled once more for the sample's length
-        compiled = "torch._dynamo" in sys.modules  # or asking would import it
-        stance = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
-        with clock.off("sampling"), stance:
-            said = sample(model, final_windows, config.sample_tokens, encoding.vocab_size, config.seed)
-            text = decode(said, encoding)
-    if config.save_model and not comm.rank:
-        with clock.off("saving"):
-            path = log.path.with_suffix(".pt")
-            save_model(path, model, config, log.run_id, config.num_steps, final_windows, encoding)
-    comm.all_objects(None)  # the others do not leave while rank 0 samples and saves
     allocated, reserved = peak_memory_mib(device)
     reached = val_loss <= config.target_val_loss
+    wall_seconds = time.perf_counter() - began
     log.write(json.dumps({"end": {
         "final_val_loss": val_loss, "target_val_loss": config.target_val_loss, "reached": reached,
         "steps": config.num_steps, "train_tokens": config.num_steps * config.batch_tokens, "train_sha256": tokens_hash,
-        "val_tokens": val_tokens, "train_time_ms": clock.elapsed, "wall_seconds": time.perf_counter() - began,
+        "val_tokens": val_tokens, "train_time_ms": clock.elapsed, "wall_seconds": wall_seconds,
         "seconds_outside_clock": clock.outside, "compiles_after_warmup": compiles,
         "state_hash": {"before_warmup": hash_before, "after_warmup": hash_after},
         "validation_hash": val_hashes, "final_state_hash": final_hash, "peak_memory_mib": allocated}}))
     log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     log.say(f"\n{'target reached' if reached else 'target missed'}: validation loss {val_loss:.4f}, target "
-            f"{config.target_val_loss:g}, after {clock.elapsed / 1000:.1f} s of training and "
-            f"{time.perf_counter() - began:.0f} s in all\nlog: {log.path}")
-    if text:
-        log.say(f"\nthe model says:\n{text}")
+            f"{config.target_val_loss:g}, after {clock.elapsed / 1000:.1f} s of training and {wall_seconds:.0f} s in all\n"
+            f"log: {log.path}")
+    if comm.rank:
+        return
+    # the log is whole: what follows may fail or take its time, and nobody waits for it
+    final_windows = windows.advance_to(config.num_steps)
+    if config.save_model:
+        save_model(log.path.with_suffix(".pt"), model, config, log.run_id, config.num_steps, final_windows, encoding)
+    if config.sample_tokens:
+        # compiled blocks would be compiled once more for the sample's length
+        compiled = "torch._dynamo" in sys.modules  # or asking would import it
+        with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
+            said = sample(model, final_windows, config.sample_tokens, encoding.vocab_size, config.seed)
+        log.say(f"\nthe model says:\n{decode(said, encoding)}")
+
+# In what gloo and NCCL say when another rank is gone, or does not come
+LOST = re.compile(r"timed? ?out|connection (was |is )?(closed|reset|refused)|broken pipe|socket", re.IGNORECASE)
+
+def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.Store:
+    """Form the process group. RunError if the others, or what they need to be found, are not there."""
+    timeout, gpu = timedelta(seconds=config.timeout_s), device.type == "cuda"
+    try:
+        store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timeout))
+        dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=ranks, timeout=timeout,
+                                device_id=device if gpu else None)
+    except (ValueError, RuntimeError) as error:
+        raise RunError(f"the {ranks} ranks did not find each other ({str(error).splitlines()[0]}); start them by "
+                       "torchrun --nproc_per_node, and see that all of them live") from error
+    return store
+
+def from_environment(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise RunError(f"{name} in the environment is {text!r}; unset it, or start the ranks by torchrun")
+    return int(text)
+
+leaving = threading.Event()  # set when this rank has begun to end with an error
+
+def on_sigterm(*_: Any) -> None:
+    """An error like others, or nothing where one is being dealt with already."""
+    if not leaving.is_set():
+        raise RunError("terminated; torchrun does so when another rank has died, and says of which; else somebody ended "
+                       "the run: start it again")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """One rank of a run, as torchrun started it, or the only one. Returns the exit status."""
     began = time.perf_counter()
-    rank, ranks, local_rank = (int(os.environ.get(name, default)) for name, default in
-                               (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     gpu = torch.cuda.is_available()
     preset, config = parse_config(sys.argv[1:] if argv is None else argv, "speedrun" if gpu else "laptop")
-    log, watch = Log(config, rank), None
+    rank, log, watch = 0, None, None
     try:
+        rank, ranks, local_rank = (from_environment(*named) for named in
+                                   (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+        log = Log(config, rank)
         check_config(config, ranks)
         device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
         if gpu:
@@ -2102,12 +2156,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise RunError(f"rank {rank} has no GPU: this machine has {gpus}; lower --nproc_per_node")
             torch.cuda.set_device(device)
         if ranks > 1:
-            timeout = timedelta(seconds=config.timeout_s)
-            store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timeout))
-            dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=ranks,
-                                    timeout=timeout, device_id=device if gpu else None)
-            watch = Watch(dist.PrefixStore("watch", store), rank, ranks, log)
+            watch = Watch(dist.PrefixStore("watch", join(config, rank, ranks, device)), rank, ranks, log)
         comm = (CompressedComm if config.compress_grads else Comm)(rank, ranks)
+        log.run_id = comm.all_objects(log.run_id)[0]
         run(config, preset, comm, device, log, began)
         log.close()
         if watch:
@@ -2115,6 +2166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             dist.destroy_process_group()
         return 0
     except (RunError, torch.OutOfMemoryError, KeyboardInterrupt) as error:
+        leaving.set()
         interrupted = isinstance(error, KeyboardInterrupt)
         hint = "; lower --micro_tokens" if isinstance(error, torch.OutOfMemoryError) else ""
         message = "interrupted" if interrupted else f"{error}{hint}"
@@ -2123,13 +2175,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             watch.tell(f"rank {rank} failed: {message}")
         return 130 if interrupted else 1
     except Exception as error:
-        message = f"{type(error).__name__}: {error}"
+        leaving.set()
+        message, lost = f"{type(error).__name__}: {error}", False
+        if watch and isinstance(error, RuntimeError):  # often another rank's end, seen from here
+            time.sleep(Watch.PATIENCE_S)               # its own word reaches us by the watch
+            lost = LOST.search(message) is not None
+        if lost:
+            message = (f"another rank did not answer ({message.splitlines()[0]}); see what it said last. Nothing: it was "
+                       f"killed (perhaps memory ran out), or it is slower than --timeout_s {config.timeout_s}")
         if watch:
-            if isinstance(error, RuntimeError):  # often another rank's end, seen from here as a broken connection
-                time.sleep(Watch.PATIENCE_S)     # its own word reaches us by the watch
             watch.tell(f"rank {rank} failed: {message}")
         complain(log, rank, message)
+        if lost:
+            return 1
         raise
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, on_sigterm)
     sys.exit(main())

@@ -17,6 +17,7 @@ Exit status: 0 all runs are done, 1 one failed, 2 the race cannot be run so, 130
 
 import argparse
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -93,7 +94,7 @@ def check_flags(flags):
             continue
         value = value if given else next(words, "")
         if name != "--seed":
-            kept += [name, str(ROOT / value)]
+            kept += [name, value if os.path.isabs(value) else os.path.join(glob.escape(str(ROOT)), value)]
         elif value.isdecimal():
             seed = int(value)
         else:
@@ -175,15 +176,24 @@ class Manifest:
 
     @classmethod
     def read(cls, path):
+        """The manifest on the disk; a last line that was cut off, as by a power failure, is cut away there too."""
         manifest = cls(Path(path).resolve())
         try:
-            for line in manifest.path.read_text(encoding="utf-8").splitlines():
-                manifest.take(json.loads(line))
-            manifest.race["sides"], manifest.race["ranks"], manifest.race["n"], manifest.race["seed"]
+            text = manifest.path.read_bytes()
         except OSError as error:
             raise CannotRace(f"{path}: {error.strerror}; name the {MANIFEST} of the race") from None
-        except (ValueError, TypeError, KeyError) as error:
-            raise CannotRace(f"{path} is no manifest of a race ({type(error).__name__}); name its {MANIFEST}") from None
+        whole = text[:text.rfind(b"\n") + 1]
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                manifest.take(check_event(json.loads(line), first=number == 1))
+            except ValueError as error:
+                raise CannotRace(f"{path}: line {number} is none of a race's ({error}); restore it, or name the "
+                                 f"{MANIFEST} of a race") from None
+        if manifest.race is None:
+            raise CannotRace(f"{path}: no line says what the race is; name the {MANIFEST} of a race")
+        if whole != text:
+            say(f"{path}: the last line ends in the middle, and is left out")
+            os.truncate(manifest.path, len(whole))
         return manifest
 
     def done(self):
@@ -192,9 +202,27 @@ class Manifest:
     def settle(self):
         """Gives each run that never ended, because the race itself died, the status that its log shows."""
         for run_id, attempt in list(self.attempts.items()):
+            log = self.path.parent / f"{run_id}.txt"
             if attempt["status"] == "started":
-                status = "done" if complete_log(self.path.parent / f"{run_id}.txt") else "lost"
-                self.write({**attempt, "status": status, "logged": (self.path.parent / f"{run_id}.txt").exists()})
+                status = "done" if complete_log(log) else "lost"
+                self.write({**attempt, "status": status, "logged": log.exists()})
+
+
+RACE_KEYS = {"id": str, "sides": dict, "ranks": int, "n": int, "seed": int, "order": list}
+RUN_KEYS = {"run_id": str, "run": int, "side": str, "status": str}
+
+
+def check_event(event, first):
+    """A line of the manifest as it is. ValueError if it is neither the description, which comes first, nor a run's."""
+    inner, keys = (event.get("race"), RACE_KEYS) if first and isinstance(event, dict) else (event, RUN_KEYS)
+    for key, kind in keys.items():
+        if not isinstance(inner, dict) or not isinstance(inner.get(key), kind):
+            raise ValueError(f"its {key} is missing, or no {kind.__name__}")
+    sides = inner["sides"] if first else {}
+    if first and not (sides and all(isinstance(version, dict) and "revision" in version
+                                    and isinstance(version.get("flags"), list) for version in sides.values())):
+        raise ValueError("a side needs a revision and flags")
+    return event
 
 
 def complete_log(path):
@@ -204,7 +232,7 @@ def complete_log(path):
 
 
 def run_once(manifest, folder, run, side):
-    """One timed run, noted before and after. Returns its status: done, failed or interrupted."""
+    """One timed run, noted before and after. Returns (its status: done, failed or interrupted; whether to stop)."""
     race = manifest.race
     tries = sum((attempt["run"], attempt["side"]) == (run, side) for attempt in manifest.attempts.values())
     run_id = f"{race['id']}_{run:02}{side}" + (f"_again{tries}" if tries else "")
@@ -213,7 +241,7 @@ def run_once(manifest, folder, run, side):
     flags = {"seed": seed, "run_id": run_id, "log_dir": log.parent, "race_id": race["id"], "race_run": run,
              "race_runs": race["n"], "race_side": side}
     manifest.write(attempt)
-    began, status, code = time.monotonic(), "failed", None
+    began, interrupted = time.monotonic(), False
     threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}  # the same when the race is resumed
     environment = {**os.environ, **threads}
     words = [*command(race["ranks"]), *race["sides"][side]["flags"], *(f"--{name}={v}" for name, v in flags.items())]
@@ -222,24 +250,24 @@ def run_once(manifest, folder, run, side):
     try:
         code = process.wait()
     except KeyboardInterrupt:
-        status = "interrupted"
-        stop(process)
-    if code == 0:
-        status = "done" if complete_log(log) else "failed"
+        interrupted = True
+        code = stop(process)
+    # a whole log is a run, however its processes ended: it must not be run again
+    status = "done" if complete_log(log) else "interrupted" if interrupted else "failed"
     seconds = time.monotonic() - began
     manifest.write({**attempt, "status": status, "exit": code, "seconds": seconds, "logged": log.exists()})
-    return status
+    return status, interrupted or status != "done"
 
 
 def stop(process):
-    """Interrupts a run with all its ranks, and kills what does not heed it."""
+    """Interrupts a run with all its ranks, and kills what does not heed it. Returns the exit status."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGINT)
         try:
             process.wait(PATIENCE_S)
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    return process.wait()
 
 
 def now():
@@ -278,12 +306,13 @@ def run_all(manifest, where):
             f"{estimate(manifest)}; {left(manifest, len(todo) - i)}")
         if source_hash(where[side]) != race["sides"][side]["source_sha256"]:
             raise CannotRace(f"{SCRIPT} was changed during the race; restore it and go on with: {how}")
-        status = run_once(manifest, where[side], run, side)
-        if status != "done":
-            what = "was interrupted" if status == "interrupted" else "failed (above is why)"
+        status, stopped = run_once(manifest, where[side], run, side)
+        if stopped:
+            what = {"done": "is done, and the race interrupted", "interrupted": "was interrupted",
+                    "failed": "failed (above is why)"}[status]
             say(f"run {run}{side} {what}; {len(manifest.done())} of {race['n'] * len(race['sides'])} runs are done and "
                 f"kept. Go on with: {how}")
-            return 130 if status == "interrupted" else 1
+            return 1 if status == "failed" else 130
     say(f"all runs are done: {estimate(manifest)}; logs: {manifest.path.parent}\n")
     paths = map(str, sorted(manifest.path.parent.glob("*.txt")))
     stats.main([*paths, *(["--side", "a"] if "a" in race["sides"] else [])])

@@ -55,6 +55,10 @@ def test_help_names_every_flag_and_its_reason(capsys):
     ({"extension_steps": 12}, 1, "extension_steps is 12 of num_steps 12"),
     ({"layers": "S0M X"}, 1, "'X' is not a layer"),
     ({"layers": "0M"}, 1, "'0M' is not a layer"),
+    ({"layers": "S2M SM S0M"}, 1, r"value tables \[0, 2\]; number them from 0 on"),
+    ({"backout_layer": -1}, 1, "backout_layer is -1; it must be 0 or more"),
+    ({"seed": 2 ** 64}, 1, "seed is 18446744073709551616; it must be at most"),
+    ({"timeout_s": 10 ** 14}, 2, "timeout_s is 100000000000000; it must be at most"),
     ({"backout_layer": 12}, 1, "layers has 0 to 11"),
     ({"windows": "3 a"}, 1, "windows is '3 a'"),
     ({"windows": ""}, 1, "windows is ''"),
@@ -75,6 +79,16 @@ def test_help_names_every_flag_and_its_reason(capsys):
 def test_impossible_values_are_refused_with_what_is_allowed(changes, ranks, says):
     with pytest.raises(train_gpt.RunError, match=says):
         train_gpt.check_config(train_gpt.Config(**{**TINY, **changes}), ranks)
+
+
+def test_one_finding_is_one_clause():
+    with pytest.raises(train_gpt.RunError) as error:
+        train_gpt.check_config(train_gpt.Config(**{**TINY, "adam_lr": float("nan")}), 1)
+    assert str(error.value) == "adam_lr is nan; it must be 0 or more, and finite"
+
+
+def test_a_model_of_one_layer_is_possible():
+    train_gpt.check_config(train_gpt.Config(**{**TINY, "layers": "SM", "backout_layer": 0}), 1)
 
 
 @pytest.mark.parametrize("preset", train_gpt.PRESETS)
@@ -107,16 +121,16 @@ def test_rotary_is_stretched_once_a_window_and_not_for_the_last_validation(tiny)
     c = dataclasses.replace(tiny, num_steps=40, extension_steps=10, windows="3 7 11", window_block=128)
     rotary = train_gpt.Rotary(16, 32, __import__("torch").float32)
     schedule = train_gpt.WindowSchedule(c, rotary)
-    assert schedule.at(0) == (384, 128)
+    assert schedule.advance_to(0) == (384, 128)
     frequencies, scale = train_gpt.rotary_frequencies(16), 0.1
     for step, old, new, short in ((10, 3, 7, 3), (20, 7, 11, 5), (30, 11, 13, 6)):
-        assert schedule.at(step) == (new * 128, short * 128) == schedule.at(step + 1)
+        assert schedule.advance_to(step) == (new * 128, short * 128) == schedule.advance_to(step + 1)
         frequencies, scale = train_gpt.stretch(frequencies, scale, old * 128, new * 128)
         assert rotary.frequencies.tolist() == pytest.approx(frequencies.tolist()) and rotary.scale.item() == pytest.approx(scale)
-    assert schedule.at(40) == (20 * 128, 6 * 128)
+    assert schedule.advance_to(40) == (20 * 128, 6 * 128)
     assert rotary.scale.item() == pytest.approx(scale)
     schedule.restart()
-    assert rotary.scale.item() == pytest.approx(0.1) and schedule.at(0) == (384, 128)
+    assert rotary.scale.item() == pytest.approx(0.1) and schedule.advance_to(0) == (384, 128)
 
 
 class SmallGpus(train_gpt.Comm):

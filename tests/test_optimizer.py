@@ -426,7 +426,7 @@ def train_steps(comm, flags, steps, batches):
         for i, slot in enumerate(mine):
             if i == len(mine) - 1:
                 optimizer.arm(step)
-            loss = model(slot[:-1], slot[1:], windows.at(step))
+            loss = model(slot[:-1], slot[1:], windows.advance_to(step))
             loss.backward()
             losses.append(loss.item())
         optimizer.step(train_gpt.step_values(config, step))
@@ -478,8 +478,8 @@ def test_one_step_is_the_reference_s(batches):
         for i, slot in enumerate(batches[step]):
             if i == 7:
                 optimizer.arm(step)
-            model(slot[:-1], slot[1:], windows.at(step)).backward()
-        long, short = windows.at(step)
+            model(slot[:-1], slot[1:], windows.advance_to(step)).backward()
+        long, short = windows.advance_to(step)
         loss = sum(reference.loss(before, slot[:-1].tolist(), slot[1:].tolist(), long, short, BOS, 2) for slot in batches[step]) / 8
         loss.backward()
         optimizer.step(train_gpt.step_values(config, step))
@@ -534,7 +534,7 @@ def test_snapshot_and_restore_put_everything_back(batches):
     def go(steps):
         for step in range(steps):
             optimizer.arm(step)
-            model(batches[step][0][:-1], batches[step][0][1:], windows.at(step)).backward()
+            model(batches[step][0][:-1], batches[step][0][1:], windows.advance_to(step)).backward()
             optimizer.step(train_gpt.step_values(config, step))
         return optimizer.state_hash()
     fresh, saved = optimizer.state_hash(), optimizer.snapshot()

@@ -3,6 +3,7 @@ nothing; and one run of the real script through the launcher."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,6 +50,8 @@ def main(argv):
         print(f"step:1/1 train_time:{ms}ms step_avg:{ms}.00ms", file=log)
         print(f"step:1/1 val_loss:{3.2 + c.seed / 1000:.4f} train_time:{ms}ms step_avg:{ms}.00ms", file=log)
         print(json.dumps({"end": {"final_val_loss": 3.2 + c.seed / 1000, "steps": 1, "train_time_ms": ms}}), file=log)
+    if c.mood == "fail at the end": sys.exit(3)
+    if c.mood == "sleepy at the end": time.sleep(60)
 if __name__ == "__main__": main(sys.argv[1:])
 '''
 
@@ -180,6 +183,37 @@ def test_an_interrupted_race_keeps_what_is_done_and_goes_on(repo, capsys, monkey
     assert sum("SPEED = 200" in path.read_text() for path in folder.glob("*b.txt")) == 2
 
 
+def test_a_run_with_a_whole_log_is_done_however_it_ended(repo, capsys, monkeypatch):
+    assert race.main(["-n", "1", "--", "--mood", "fail at the end"]) == 0
+    assert [(event["status"], event.get("exit")) for event in only_race(repo)[2]] == [("started", None), ("done", 3)]
+    shutil.rmtree(repo / "logs")
+
+    def interrupt():
+        while not (found := list(repo.glob("logs/*/*.txt"))) or '"end"' not in found[0].read_text():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert race.main(["-n", "2", "--", "--mood", "sleepy at the end"]) == 130
+    folder, _, events = only_race(repo)
+    assert [event["status"] for event in events] == ["started", "done"]
+    assert "run 1 is done, and the race interrupted; 1 of 2 runs are done" in capsys.readouterr().out
+    manifest = (folder / "race.jsonl").read_text().replace("sleepy at the end", "lively")
+    (folder / "race.jsonl").write_text(manifest)
+    assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
+    assert starts(only_race(repo)[2]) == [(1, "", 1), (2, "", 2)]
+
+
+def test_a_manifest_whose_last_line_was_cut_goes_on(repo, capsys):
+    assert race.main(["-n", "2"]) == 0
+    folder, _, _ = only_race(repo)
+    whole = (folder / "race.jsonl").read_text()
+    (folder / "race.jsonl").write_text(whole[:-20])
+    assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
+    assert "ends in the middle, and is left out" in capsys.readouterr().out
+    assert [event["status"] for event in only_race(repo)[2]] == ["started", "done", "started", "done"]
+    assert len(list(folder.glob("*.txt"))) == 2
+
+
 def test_a_race_that_died_is_settled_by_its_logs(repo):
     assert race.main(["-n", "2"]) == 0
     folder, _, events = only_race(repo)
@@ -241,11 +275,19 @@ def test_usage(capsys, arguments, word):
     assert left.value.code == 2 and word in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", "not json", '{"race": {"n": 1}}', '{"race": 5}'])
+RACE = {"id": "x", "sides": {"": {"revision": None, "flags": []}}, "ranks": 1, "n": 1, "seed": 0, "order": ["1"]}
+
+
+@pytest.mark.parametrize("text", [
+    "", "{}", "[]", "not json", '{"race": {"n": 1}}', '{"race": 5}', b"\xff\n".decode("latin-1"),
+    *(json.dumps({"race": {**RACE, **change}}) + "\n" for change in (
+        {"id": 3}, {"sides": {}}, {"sides": ["a"]}, {"sides": {"a": {}}}, {"n": "2"}, {"seed": None}, {"order": 1})),
+    json.dumps({"race": RACE}) + '\n{"run_id": "x", "run": 1, "side": ""}\n'])
 def test_a_manifest_that_is_none(tmp_path, capsys, text):
     (tmp_path / "race.jsonl").write_text(text)
     assert race.main(["--resume", str(tmp_path / "race.jsonl")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "race.jsonl" in error and "Error" not in error
 
 
 def test_data_paths_are_those_of_the_checkout():

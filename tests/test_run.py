@@ -77,7 +77,7 @@ def test_log_holds_the_whole_experiment(one):
     assert end["val_tokens"] == 999 and end["compiles_after_warmup"] == 0
     assert end["state_hash"]["before_warmup"] == end["state_hash"]["after_warmup"] != end["final_state_hash"]
     assert end["validation_hash"]["before"] == end["validation_hash"]["after"]
-    assert {"setup", "warmup", "compile", "validation", "sampling"} <= set(end["seconds_outside_clock"])
+    assert {"setup", "warmup", "compile", "validation"} <= set(end["seconds_outside_clock"])
     assert end["train_time_ms"] / 1000 + sum(end["seconds_outside_clock"].values()) == pytest.approx(end["wall_seconds"], abs=1.0)
     assert end["reached"] == (end["final_val_loss"] <= 3.0)
     assert ("target reached" if end["reached"] else "target missed") in printed and str(path) in printed
@@ -235,19 +235,64 @@ def test_three_ranks_are_refused_on_every_rank(one, tmp_path):
         assert f"rank {rank}: error: 3 ranks; the batch is shared out evenly over 1, 2, 4 or 8" in done.stderr
 
 
+def test_signs_of_another_launcher_are_an_error(one, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    status, _, errors = run_here(flags(tmp_path, one[1]), capsys)
+    assert status == 1 and "WORLD_SIZE in the environment is 'two'" in errors and errors.count("\n") == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    status, _, errors = run_here(flags(tmp_path, one[1]), capsys)
+    assert status == 1 and "start them by torchrun" in errors and errors.count("\n") == 1
+
+
+def test_no_space_for_a_trace(one, tmp_path):
+    """/dev/full opens, and takes nothing: as a disk that fills up."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "full-rank0.json.gz").symlink_to("/dev/full")
+    done = subprocess.run([sys.executable, str(ROOT / "train_gpt.py"), *flags(tmp_path, one[1], run_id="full", profile="3:3")],
+                          env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "full-rank0.json.gz: cannot be written (No space left" in done.stderr
+    assert "Traceback" not in done.stderr and not os.path.lexists(tmp_path / "logs" / "full-rank0.json.gz")
+
+
+def test_rank_0_may_take_its_time_after_the_end_and_traces_bear_the_log_s_name(one, tmp_path):
+    """Sampling takes longer than other ranks would wait for a collective."""
+    changes = dict(timeout_s=5, sample_tokens=3, profile="3:4", run_id="")
+    script = tmp_path / "slow.py"
+    script.write_text(f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import train_gpt
+sample = train_gpt.sample
+def slow(*arguments):
+    time.sleep(8)
+    return sample(*arguments)
+train_gpt.sample = slow
+sys.exit(train_gpt.main())
+""")
+    done = torchrun(2, script, flags(tmp_path, one[1], **changes))
+    assert done.returncode == 0 and "the model says:" in done.stdout, done.stderr
+    names = sorted(path.name for path in (tmp_path / "logs").iterdir())
+    run_id = names[-1].removesuffix(".txt")
+    assert names == [f"{run_id}-rank0.json.gz", f"{run_id}-rank1.json.gz", f"{run_id}.txt"]
+
+
 FAULTS = {
     "raise": "raise train_gpt.RunError('the shard went away')",
     "bug": "raise ValueError('a mistake in the code')",
     "kill": "os.kill(os.getpid(), signal.SIGKILL)",
+    "sleep": "time.sleep(100)",
 }
 
 
-@pytest.mark.parametrize("fault,heard", [("raise", "rank 1 failed: the shard went away"), ("bug", "rank 1 failed: ValueError"), ("kill", "")])
+@pytest.mark.parametrize("fault,heard", [("raise", "rank 1 failed: the shard went away"), ("bug", "rank 1 failed: ValueError"),
+                                         ("kill", "(another rank did not answer|terminated)"),
+                                         ("sleep", "another rank did not answer .*--timeout_s 6")])
 def test_a_failure_of_one_rank_ends_all_and_says_why(one, tmp_path, fault, heard):
     """Rank 1 fails in its third step while rank 0 waits for it in a collective."""
     script = tmp_path / "faulty.py"
     script.write_text(f"""
-import os, signal, sys
+import os, signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import train_gpt
 step = train_gpt.Trainer.step
@@ -256,12 +301,13 @@ def faulty(self, number, batch):
         {FAULTS[fault]}
     return step(self, number, batch)
 train_gpt.Trainer.step = faulty
+signal.signal(signal.SIGTERM, train_gpt.on_sigterm)
 sys.exit(train_gpt.main())
 """)
     began = time.monotonic()
-    done = torchrun(2, script, flags(tmp_path, one[1], run_id="faulty", timeout_s=60))
+    done = torchrun(2, script, flags(tmp_path, one[1], run_id="faulty", timeout_s=6 if fault == "sleep" else 60))
     assert done.returncode != 0 and time.monotonic() - began < 45
     log = (tmp_path / "logs" / "faulty.txt").read_text()
     assert "step:7/12" in log and "step:8/12" not in log
-    if heard:
-        assert f"rank 0: error: {heard}" in done.stderr and f"error: {heard}" in log.splitlines()[-1]
+    assert re.search(f"rank 0: error: {heard}", done.stderr) and re.match(f"error: {heard}", log.splitlines()[-1])
+    assert ("Traceback" in done.stderr.split("torch/distributed/elastic/")[0]) == (fault == "bug")

@@ -152,7 +152,8 @@ def test_running_out_names_the_shards_and_what_they_hold(tmp_path, tiny):
 
 @pytest.mark.parametrize("damage,says", [
     (lambda path: path.unlink(), "no shard matches"),
-    (lambda path: path.write_bytes(b"short"), "begins with"),
+    (lambda path: path.write_bytes(b"short"), "ends after 5 bytes, within its header of 1024"),
+    (lambda path: path.write_bytes(b"no tokens" * 200), "begins with"),
     (lambda path: write_shard(path, [BOS, 1], magic=7), r"begins with \[7, 1\]"),
     (lambda path: write_shard(path, [BOS, 1], version=2), r"begins with \[20240520, 2\]"),
     (lambda path: write_shard(path, [BOS, 1], count=3), "promises 3 tokens"),
@@ -199,3 +200,16 @@ def test_validation_reads_the_first_tokens_in_order_across_shards(tmp_path):
     assert every.shape == (4, 65) and np.array_equal(targets[:199], whole[1:]) and (targets[199:] == -1).all()
     with pytest.raises(train_gpt.RunError, match="needs 257 tokens, 2 .* hold 200"):
         train_gpt.validation_sequences(shards, 256, 64)
+
+
+def test_a_header_may_say_nothing_of_its_encoding_or_all_of_it(tmp_path):
+    assert train_gpt.read_header(write_shard(tmp_path / "a.bin", [BOS], vocab_size=0, bos_id=0))[2:] == (50257, 50256)
+    assert train_gpt.read_header(write_shard(tmp_path / "b.bin", [0, 1], vocab_size=10, bos_id=0))[2:] == (10, 0)
+
+
+def test_a_script_in_a_folder_with_signs_of_a_pattern_finds_its_shards(tmp_path, monkeypatch):
+    folder = tmp_path / "mine [1] *x?"
+    folder.mkdir()
+    path = write_shard(folder / "t_0.bin", [BOS, 1])
+    monkeypatch.setattr(train_gpt, "ROOT", folder)
+    assert [shard.path for shard in train_gpt.find_shards("t_*.bin")] == [path]
