@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import random
@@ -24,7 +25,13 @@ sys.path.insert(0, str(ROOT))
 import train_gpt  # noqa: E402
 
 
-# tables
+# flags and tables
+
+
+def positive(text: str) -> int:
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above zero")
+    return int(text)
 
 
 def machine() -> str:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from common import machine, run, spread, table, train_gpt
+from common import machine, positive, run, spread, table, train_gpt
 
 RANKS = 8
 
@@ -61,7 +61,7 @@ def finish(device: torch.device) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--preset", choices=train_gpt.PRESETS, default="speedrun")
-    parser.add_argument("--rounds", type=int, default=20,
+    parser.add_argument("--rounds", type=positive, default=20,
                         help="timed turns a window; a turn is as many steps as lie between two of Adam")
     args = parser.parse_args()
     gpu = torch.cuda.is_available()

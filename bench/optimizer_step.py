@@ -14,7 +14,8 @@ from typing import Callable
 
 import torch
 
-from common import VALUES, bank_optimizer, machine, ratios, run, spread, table, take_turns, train_gpt
+from common import (VALUES, bank_optimizer, machine, positive, ratios, run, spread, table, take_turns,
+                    train_gpt)
 
 PEERS = {"loop": dict(foreach=False), "foreach": dict(foreach=True), "fused": dict(fused=True)}
 OURS = ("rule", "step", "adds + step")
@@ -88,8 +89,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--shapes", type=shape, nargs="+", default=[(200, 256), (1000, 256), (50, 100_000)],
                         metavar="NxELEMENTS")
-    parser.add_argument("--threads", nargs="+", type=int, default=sorted({1, torch.get_num_threads()}))
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--threads", nargs="+", type=positive, default=sorted({1, torch.get_num_threads()}))
+    parser.add_argument("--rounds", type=positive, default=60)
     args = parser.parse_args()
     rows = []
     for threads in args.threads:

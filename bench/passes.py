@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common import VALUES, Transformer, bank_optimizer, machine, run, table, train_gpt
+from common import VALUES, Transformer, bank_optimizer, machine, positive, run, table, train_gpt
 
 LR = 1e-3
 ONLY_WRITE = ("aten::copy_", "aten::zero_", "aten::fill_")  # in-place operators that do not read what they change
@@ -122,6 +122,7 @@ def stack_and_copy(args: argparse.Namespace, passes: Passes) -> Callable[[], Non
     passes.watch("parameters", *params.values())
     passes.watch("gradients", *grads.values())
     moments: dict[torch.Size, list[Tensor]] = {}
+    comm = train_gpt.Comm(0, args.ranks)
 
     def stacked(kind: str, tensors: list[Tensor], padded: int) -> Tensor:
         stack = torch.empty(padded, *tensors[0].shape)
@@ -135,13 +136,13 @@ def stack_and_copy(args: argparse.Namespace, passes: Passes) -> Callable[[], Non
             grad = stacked("gradients", [grads[name] for name in names], padded)
             shard_grad = torch.empty_like(grad[mine])
             passes.watch("gradients", shard_grad)
-            dist.reduce_scatter_tensor(shard_grad, grad)
+            comm.reduce_scatter(shard_grad, grad).wait()
             shard = stacked("parameters", [params[name].detach() for name in names[mine]], padded // args.ranks)
             m, v = moments.setdefault(shape, [torch.zeros_like(shard), torch.zeros_like(shard)])
             train_gpt.adam(shard.view(-1), shard_grad.view(-1), m.view(-1), v.view(-1), LR, 0.9, 0.999, 1e-8, 1.0)
             gathered = torch.empty_like(grad)
             passes.watch("parameters", gathered)
-            dist.all_gather_into_tensor(gathered, shard)
+            comm.all_gather(gathered, shard).wait()
             for name, new in zip(names, gathered):
                 params[name].copy_(new)
     return step
@@ -162,10 +163,10 @@ def count(make: Callable[[argparse.Namespace, Passes], Callable[[], None]],
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--dim", type=int, default=256)
-    parser.add_argument("--vocab", type=int, default=1024)
+    parser.add_argument("--ranks", type=positive, default=8)
+    parser.add_argument("--layers", type=positive, default=12)
+    parser.add_argument("--dim", type=positive, default=256)
+    parser.add_argument("--vocab", type=positive, default=1024)
     parser.add_argument("--bank_mb", type=float, default=8.0)
     args = parser.parse_args()
     dist.init_process_group("fake", rank=0, world_size=args.ranks, store=FakeStore())

@@ -16,7 +16,7 @@ import shlex
 
 import torch
 
-from common import machine, on_ranks, ratios, run, spread, table, take_turns, train_gpt
+from common import machine, on_ranks, positive, ratios, run, spread, table, take_turns, train_gpt
 
 VARIANTS = {
     "as the preset has it": {},
@@ -55,8 +55,8 @@ def measure(rank: int, ranks: int, flags: list[str], rounds: int) -> tuple[dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--ranks", type=int, default=2, choices=(1, 2, 4, 8))
+    parser.add_argument("--rounds", type=positive, default=15)
+    parser.add_argument("--ranks", type=positive, default=2, choices=(1, 2, 4, 8))
     parser.add_argument("--flags", default="", help="flags of train_gpt.py, in one string")
     args = parser.parse_args()
     times, hashes = on_ranks(args.ranks, measure, shlex.split(args.flags), args.rounds)

@@ -60,6 +60,8 @@ def write_board() -> None:
                     f"{loss['target']:g} | {loss['p']:.2g} | {stats.show_time(time) if time else '-'} | {loss['n']} | "
                     f"{stats.show_ratio(compared) if compared else '-'} | {report['verdict']} | "
                     f"`python records/stats.py {' '.join(words)}` |")
+    if not rows:
+        raise stats.CannotJudge(f"no record lies in {HERE}; make one by `board.py add`")
     text = ["# Records", "", "Written by `python records/board.py` from the folders beside it; mean ± σ over runs.", "",
             "| record | what it shows | val loss | target | p | time | n | against the other side | verdict | made by |",
             "|---|---|---|---|---|---|---|---|---|---|", *rows]

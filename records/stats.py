@@ -6,7 +6,8 @@
     python records/stats.py --plan --sd 0.0013 --margin 0.002     how many runs such a claim needs
     --markdown  the record's README section and leaderboard row     --plot out.png     --json
 
-Exit status: 0 the claim holds, 1 it does not, 2 it cannot be judged (too few runs, mixed sources, missing runs, ...).
+Exit status: 0 the claim holds, 1 it does not, 2 it cannot be judged (too few runs, mixed sources, missing
+or diverged runs, ...).
 
 The claim is that the mean final loss is below the target: one-sided one-sample t-test, p < alpha. With a second set it
 is also that the mean train_time is less than the second set's: one-sided Welch t-test, p < alpha. Both must hold, so
@@ -160,8 +161,13 @@ class Side:
         return [run.train_time_ms / 1000 for run in self.runs]
 
     @property
+    def untimed(self):
+        """Runs whose last validation line states no train_time that a run could have taken."""
+        return [run for run in self.runs if run.train_time_ms is None or run.train_time_ms <= 0]
+
+    @property
     def timed(self):
-        return all(run.train_time_ms is not None for run in self.runs)
+        return not self.untimed
 
 
 class Race(NamedTuple):
@@ -212,10 +218,10 @@ def gather(name, source_flag, found, source, gpus, race_side=None):
         reasons = "; ".join(f"{logs.printable(path)}: {reason}" for path, reason in side.left_out[:3])
         raise CannotJudge(f"{name} holds no run that can be used ({reasons or 'nothing was found'}); "
                           "`python records/logs.py PATH...` tells more")
-    incomplete = [item for item in found.rejected if item.kind in (logs.INCOMPLETE, logs.NOT_FINITE)]
+    incomplete = [item for item in found.rejected if item.kind == logs.INCOMPLETE]
     if incomplete:
-        side.warnings.append(f"{len(incomplete)} runs were started and are not counted ({names(incomplete)}): say why "
-                             "in the record, or the claim rests on a selection")
+        side.warnings.append(f"not counted, although started: {names(incomplete)}; say why in the record, or the claim "
+                             "rests on a selection")
     return side
 
 
@@ -299,6 +305,17 @@ def check_all_there(side, rejected):
                           "of all, or race anew")
 
 
+def check_none_diverged(side, rejected):
+    """Raises CannotJudge if a run of the set ended in a loss that is no number: it speaks against the claim, and has no
+    place in a mean."""
+    sources, races = {run.source_sha256 for run in side.runs}, {race_of(run) and race_of(run)[:2] for run in side.runs}
+    diverged = [item for item in rejected if item.kind == logs.NOT_FINITE and item.source_sha256 in sources
+                and (race_of(item) and race_of(item)[:2]) in races]
+    if diverged:
+        raise CannotJudge(f"{names(diverged)} of {side.name} diverged ({diverged[0].reason}): a run that was started "
+                          "and speaks against the claim; mend what made it diverge and race anew")
+
+
 def check_not_shared(a, b):
     """Raises CannotJudge if a run is in both sets."""
     _, copies = logs.without_copies(a.runs + b.runs)
@@ -313,6 +330,10 @@ def look_closer(side):
     for note, count in Counter(note for run in side.runs for note in run.notes).items():
         side.warnings.append(f"{note} ({count} of {len(side.runs)} runs of {side.name})")
     if not side.timed:
+        without = [run for run in side.untimed if run.train_time_ms is not None]
+        if without:
+            side.warnings.append(f"train_time is not above zero on the last line of {names(without)}: the times are "
+                                 "not judged")
         return
     odd = [run for run in side.runs
            if len(run.clock_falls) > 1 or any(step > LATE * run.last_step for step in run.clock_falls)]
@@ -388,6 +409,7 @@ def judge_sides(sides, options):
     for side, rejected in sides:
         check_one_experiment(side, options.mixed)
         check_all_there(side, rejected)
+        check_none_diverged(side, rejected)
         look_closer(side)
     sides = [side for side, _ in sides]
     a = sides[0]
@@ -406,10 +428,10 @@ def judge_sides(sides, options):
 def compare(a, b, options):
     """compare_times of two Sides, with the other's loss. Raises CannotJudge where their times cannot be compared."""
     check_not_shared(a, b)
-    untimed = [run for side in (a, b) for run in side.runs if run.train_time_ms is None]
+    untimed = a.untimed + b.untimed
     if untimed:
-        raise CannotJudge(f"no train_time on the last validation line of {names(untimed)}; without a second set the "
-                          "loss alone can be judged")
+        raise CannotJudge(f"no train_time above zero on the last validation line of {names(untimed)}; without a second "
+                          "set the loss alone can be judged")
     counts = [sorted({run.gpus for run in side.runs}, key=str) for side in (a, b)]
     if counts[0] != counts[1] and not options.mixed:
         shown = [" and ".join(str(count or "unknown") for count in found) for found in counts]
@@ -675,8 +697,9 @@ def parse(arguments):
     parser.add_argument("--power", type=float, default=0.9,
                         help="for --plan: probability of finding it (default: %(default)s)")
     parser.add_argument("--plot", metavar="PNG", help="draw losses and times")
-    parser.add_argument("--markdown", action="store_true", help="print the record's README section and leaderboard row")
-    parser.add_argument("--json", action="store_true", help="print everything for programs")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--markdown", action="store_true", help="print the record's README section and leaderboard row")
+    form.add_argument("--json", action="store_true", help="print everything for programs")
     options = parser.parse_args(arguments)
     if not 0 < options.alpha < 0.5:
         parser.error(f"--alpha is {options.alpha}; it wants a number between 0 and 0.5")

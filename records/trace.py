@@ -948,6 +948,8 @@ def main(arguments=None):
     parser.add_argument("--plot", metavar="PNG", help="draw a timeline of one step of the first trace of each set")
     parser.add_argument("--step", type=int, metavar="N", help="the step to draw; else the one with most collectives")
     options = parser.parse_args(arguments)
+    if options.step is not None and not options.plot:
+        parser.error(f"--step {options.step} says what --plot draws; add --plot PNG, or leave it out")
     problems = []
     left, right = read_set(options.traces, problems), read_set(options.vs, problems)
     try:

@@ -111,7 +111,7 @@ def test_one_rank_of_8_says_why_it_is_skipped():
 
 
 def test_a_rank_that_fails_ends_the_benchmark_with_one_line():
-    process = start("whole_step.py", "--layers", "1", "--dim", "16", "--tokens", "0")
+    process = start("whole_step.py", "--layers", "1", "--dim", "193")  # of three heads
     _, errors = process.communicate(timeout=60)
     assert process.returncode and errors.splitlines()[-1].startswith("error: timings: ")
 

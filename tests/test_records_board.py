@@ -53,6 +53,10 @@ def test_a_race_becomes_a_record_and_a_row(race, capsys):
     assert board.main([]) == 0 and (records / "README.md").read_text() == leaderboard
 
 
+def test_without_records_there_is_no_leaderboard(race, capsys):
+    assert board.main([]) == 2 and "no record lies in" in capsys.readouterr().err and not list(race[1].iterdir())
+
+
 @pytest.mark.parametrize("spoil,says", [
     (lambda folder, records: (folder / "r3b.txt").unlink(), "declared"),
     (lambda folder, records: write_log(folder, 3, "a", 1.2, 9.0, source="print('two')"), "source"),

@@ -239,7 +239,9 @@ def test_times_without_spread_or_without_a_clock(write, refusal):
     sets = [write(name, (log(3.27 + i / 999, seconds, name) for i in range(3)))
             for name, seconds in (("a", 140), ("b", 141), ("zero", 0))]
     assert "with sd 0" in refusal(sets[0], "--vs", sets[1])
-    assert "mean train_time of a side is 0.0 s" in refusal(sets[0], "--vs", sets[2])
+    assert "no train_time above zero" in refusal(sets[0], "--vs", sets[2])
+    with pytest.raises(stats.CannotJudge, match="mean train_time of a side is 0.0 s"):
+        stats.compare_times([1, 2], [0, 0], 0.01)
 
 
 def test_a_path_that_is_not_there(new, refusal, judge):
@@ -311,10 +313,27 @@ def test_rejected_logs_are_named_and_incomplete_ones_warned_of(new, judge):
     (Path(new) / "README.md").write_text("Ten runs.")
     status, out, _ = judge(new)
     assert status == 0 and "cut.txt: incomplete: " in out and "README.md: not a log: a .md file" in out
-    assert "Warning: 1 runs were started and are not counted (cut.txt)" in out
+    assert "Warning: not counted, although started: cut.txt; say why" in out
+
+
+def test_a_diverged_run_speaks_against_the_claim(new, old, judge):
     (Path(new) / "nan.txt").write_text(log(float("nan"), 140))
+    status, out, err = judge(new)
+    assert status == 2 and "nan.txt of the set diverged (val_loss is nan at step 5 of 20" in out + err
+    (Path(new) / "nan.txt").write_text(log(float("nan"), 140, source="another experiment"))
+    assert judge(new)[0] == 0
+    (Path(old) / "nan.txt").write_text(log(float("nan"), 140, source="old"))
+    status, out, err = judge(new, "--vs", old)
+    assert status == 2 and "nan.txt of the --vs set diverged" in out + err
+
+
+def test_a_time_that_no_run_takes_is_not_judged(new, old, judge):
+    (Path(new) / "x.txt").write_text(log(3.277, 0))
     status, out, _ = judge(new)
-    assert status == 0 and "Warning: 2 runs were started and are not counted (cut.txt, nan.txt)" in out
+    assert status == 0 and "Loss (11 runs" in out and "Time" not in out.split("Warning")[0]
+    assert "train_time is not above zero on the last line of x.txt" in out
+    status, out, err = judge(new, "--vs", old)
+    assert status == 2 and "no train_time above zero on the last validation line of x.txt" in out + err
 
 
 # Races: n declared before the first run

@@ -547,6 +547,9 @@ def test_the_timeline_is_drawn_for_both_kinds(tmp_path, capsys):
         assert picture.read_bytes().startswith(b"\x89PNG")
         capsys.readouterr()
     assert "--step takes one of 1, 2" in refusal(path, capsys, "--plot", picture, "--step", 9)
+    with pytest.raises(SystemExit) as left:
+        trace.main([str(path), "--step", "1"])
+    assert left.value.code == 2 and "add --plot PNG" in capsys.readouterr().err
     assert trace.main([str(path), "--plot", str(tmp_path / "no folder" / "x.png")]) == 2
     assert "cannot be written" in capsys.readouterr().err
 
