@@ -31,6 +31,7 @@ import difflib
 import functools
 import glob
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -97,8 +98,8 @@ class Config:
     head_dim: int = value(128, "width of a head; num_heads * head_dim must be model_dim")
     gate_dim: int = value(12, "entries of the stream that open a head's gate and the smear gate")
     backout_layer: int = value(8, "the layer whose output is partly taken back before the head")
-    dtype: str = value("bfloat16", "of embeddings, head, gates, activations, Adam's moments and the products in "
-                       "NorMuon; matrices are float32 (a CPU without bf16 units wants float32)", ("bfloat16", "float32"))
+    dtype: str = value("bfloat16", "of embeddings, head, gates, activations, Adam's moments, NorMuon's products; "
+                       "matrices are float32 (a CPU without bf16 units wants float32)", ("bfloat16", "float32"))
     fp8_head: bool = value(True, "the head's training product in fp8, on GPUs that have it")
 
     # schedules
@@ -113,7 +114,7 @@ class Config:
 
     # optimizers
     adam_lr: float = value(0.008, "base of the multipliers that follow")
-    adam_beta1: float = value(0.65, "short memory: a token's next gradient comes late, and the old one points elsewhere")
+    adam_beta1: float = value(0.65, "short memory: by a token's next gradient the last one is old")
     adam_beta2: float = value(0.95, "likewise")
     adam_eps: float = value(1e-8, "keeps a parameter without gradient where it is")
     adam_every: int = value(2, "Adam steps every so many steps, on the sum of their gradients")
@@ -137,7 +138,7 @@ class Config:
     fp32_grads: bool = value(False, "sum and exchange the gradients of bf16 parameters in float32")
     compress_grads: bool = value(False, "send gradients in bf16")
     unused: bool = value(False, "parameters may go without gradient; what no rank used stays untouched")
-    check_grads: bool = value(False, "stop before a step with a gradient that is not finite (on GPUs a wait a step)")
+    check_grads: bool = value(False, "stop before a step with a gradient that is not finite (a GPU waits for it)")
     clip_norm: float = value(0.0, "scale gradients down to this norm over all that update in a step (0: never)")
     exact: bool = value(False, "the same bytes at any number of ranks: fixed trees of sums, one thread, no batches")
 
@@ -172,7 +173,7 @@ PRESETS = {
         val_tokens=0, val_len=1024, val_every=160, layers="S0M S1M S0M L1M", model_dim=192, num_heads=3, head_dim=64,
         backout_layer=2, dtype="float32", fp8_head=False, num_steps=320, extension_steps=20, window_block=32,
         windows="4 8", extension_window=8, final_window=12, adam_every=2, muon_momentum_rise=60,
-        muon_momentum_fall=20, bank_mb=1.0, warmup_steps=4, train_loss_every=1, sample_tokens=300,
+        muon_momentum_fall=20, bank_mb=1.0, check_grads=True, warmup_steps=4, train_loss_every=1, sample_tokens=300,
     ),
 }
 
@@ -243,8 +244,8 @@ def check_config(config: Config, ranks: int) -> None:
     below_one = ("adam_beta1", "adam_beta2", "muon_beta2", "muon_momentum", "muon_momentum_low")
     zero_or_more = {"seed", "train_shards", "val_tokens", "val_every", "extension_steps", "cooldown", "lr_floor",
                     "adam_lr", "embed_lr_mul", "scalar_lr_mul", "muon_lr", "muon_weight_decay", "muon_momentum_rise",
-                    "muon_momentum_fall", "fc_lr_mul", "backout_layer", "bank_mb", "clip_norm", "warmup_steps", "train_loss_every",
-                    "sample_tokens", "race_run", "race_runs", *below_one}
+                    "muon_momentum_fall", "fc_lr_mul", "backout_layer", "bank_mb", "clip_norm", "warmup_steps",
+                    "train_loss_every", "sample_tokens", "race_run", "race_runs", *below_one}
     for f in dataclasses.fields(c):
         v = getattr(c, f.name)
         if f.type in ("int", "float"):
@@ -273,9 +274,12 @@ def check_config(config: Config, ranks: int) -> None:
     steps = profiled_steps(c) if re.fullmatch(r"\d+:\d+", c.profile) else ()
     want(not c.profile or steps and steps[-1] < c.num_steps,
          f"profile is {c.profile!r}; give the first and the last step, like 10:13, below num_steps {c.num_steps}")
-    for name in ("compress_grads", "clip_norm"):
+    for name in ("compress_grads", "clip_norm", "unused"):
         want(not (c.exact and getattr(c, name)), f"exact and {name} {getattr(c, name)} exclude each other: its sums "
              f"depend on the number of ranks; leave out --exact or --{name}")
+    want(not c.exact or c.micro_tokens < 1 or c.slots & (c.slots - 1) == 0, f"exact sums a batch as a binary tree; "
+         f"batch_tokens {c.batch_tokens} has {c.batch_tokens / max(1, c.micro_tokens):g} slots of micro_tokens "
+         f"{c.micro_tokens}: make it a power of two")
     words = c.windows.split()
     want(words and all(word.isdecimal() and int(word) > 0 for word in words),
          f"windows is {c.windows!r}; give numbers of blocks, like '3 7 11'")
@@ -314,8 +318,8 @@ def read_header(path: Path) -> Shard:
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({error.strerror}); fetch or make the data again") from error
     if len(words) < HEADER_INTS * 4:
-        raise RunError(f"{path}: ends after {len(words)} bytes, within its header of {HEADER_INTS * 4}; delete it, then "
-                       "fetch or make it again")
+        raise RunError(f"{path}: ends after {len(words)} bytes, within its header of {HEADER_INTS * 4}; delete it, "
+                       "then fetch or make it again")
     header = np.frombuffer(words, dtype="<i4")
     if header[:2].tolist() != [MAGIC, VERSION]:
         raise RunError(f"{path}: begins with {header[:2].tolist()}, a shard with [{MAGIC}, {VERSION}]; make "
@@ -331,8 +335,8 @@ def find_shards(pattern: str, limit: int = 0) -> list[Shard]:
     """The shards that match a glob pattern, by name, the first `limit` of them (0: all); all in one vocabulary."""
     paths = sorted(ROOT / path for path in glob.glob(pattern, root_dir=ROOT))  # an absolute one stays as it is
     if not paths:
-        raise RunError(f"no shard matches {ROOT / pattern}; make some with data/stdlib.py, data/fineweb.py or data/text.py, or "
-                       "name others with --train_files and --val_files")
+        raise RunError(f"no shard matches {ROOT / pattern}; make some with data/stdlib.py, data/fineweb.py or "
+                       "data/text.py, or name others with --train_files and --val_files")
     shards = [read_header(path) for path in paths[:limit or None]]
     for shard in shards:
         if shard[2:] != shards[0][2:]:
@@ -954,7 +958,7 @@ class Bank:
                                f"{first.dtype} on {first.device}; give each dtype a bank, and move the model before")
             here = slice(offset, offset + param.numel())
             self.values[here].copy_(param.detach().reshape(-1))
-            param.data = self.values[here].view(param.shape)
+            param.data, param.grad = self.values[here].view(param.shape), None
             self.slots.append(Slot(member.name, param, offset, self.grads[here].view(param.shape)))
         self.begin = rank * self.shard
         mine = slice(self.begin, self.begin + self.shard)
@@ -986,7 +990,8 @@ class Bank:
                 height, total = height + 1, slot.tree.pop()[1] + total
             slot.tree.append((height, total))
         elif slot.fresh:
-            torch.mul(grad, factor_tensor(factor, slot.grad.dtype), out=slot.grad)
+            # of a bf16 gradient the product would be bf16 too, wherever it goes
+            torch.mul(grad.to(slot.grad.dtype), factor_tensor(factor, slot.grad.dtype), out=slot.grad)
         else:
             slot.grad.add_(grad, alpha=factor)
         slot.fresh = False
@@ -995,7 +1000,13 @@ class Bank:
             self.arrivals += 1
 
     def fell_trees(self) -> None:
-        """Exact mode: the finished sums move into their slots."""
+        """Exact mode: the finished sums move into their slots. RunError if one was missing in a micro-batch: the tree's
+        shape, and so its sum, would depend on the rank that it was on."""
+        leaves = [sum(2 ** height for height, _ in slot.tree) for slot in self.slots]
+        if min(leaves) < max(leaves):
+            fewest = self.slots[leaves.index(min(leaves))].name
+            raise RunError(f"exact mode: {fewest} got a gradient in {min(leaves)} of {max(leaves)} micro-batches; each "
+                           "must take part in all, or leave out --exact")
         for slot in self.slots:
             slot.grad.copy_(functools.reduce(lambda later, earlier: earlier + later, [x for _, x in slot.tree[::-1]]))
             slot.tree.clear()
@@ -1024,6 +1035,7 @@ class Bank:
         self.pending = None
         for slot in self.slots:
             slot.fresh = True
+            slot.tree.clear()
 
 def fill_banks(members: Sequence[Member], bank_bytes: float, rank: int, ranks: int,
                fp32_grads: bool = False) -> list[Bank]:
@@ -1141,11 +1153,13 @@ class CompressedComm(Comm):
 
 def outer_parts(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Parameter]]]:
     """The model with its own parameters, then its children (those of a list one by one) with all of theirs: where a
-    hook runs before what is compiled, not in it."""
-    yield model, model.parameters(recurse=False)
-    for child in model.children():
-        for part in child if isinstance(child, nn.ModuleList) else [child]:
-            yield part, part.parameters()
+    hook runs before what is compiled, not in it. What only contains others, and never runs, counts as the model's."""
+    parts = [part for child in model.children() for part in (child if isinstance(child, nn.ModuleList) else [child])]
+    running = [part for part in parts if type(part).forward is not nn.Module.forward]
+    yield model, itertools.chain(model.parameters(recurse=False), *(part.parameters() for part in parts
+                                                                    if part not in running))
+    for part in running:
+        yield part, part.parameters()
 
 @dataclass(frozen=True)
 class SyncSettings:
@@ -1154,8 +1168,9 @@ class SyncSettings:
     sync: str = "hook"          # hook: launch a bank from the hook that completes it; step: all when the step begins
     walk: str = "launch"        # the step's order over banks: launch order, or "forward", the first layers first
     lazy_gather: bool = False   # the next forward waits for each bank where it reads it, not the step
-    unused: bool = False        # parameters may go without gradient; what no rank used stays untouched
-    exact: bool = False         # the same bytes at any number of ranks
+    unused: bool = False        # parameters may go without gradient; what no rank used stays untouched (Adam's bias
+                                # correction counts the updates of the bank)
+    exact: bool = False         # the same bytes at any number of ranks; not with unused, nor clip_norm
     check_grads: bool = False   # wait for all banks, stop before a step with a gradient that is not finite
     clip_norm: float = 0.0      # scale all gradients so that their norm over all ranks is at most this; 0: don't
 
@@ -1177,7 +1192,8 @@ class BankOptimizer:
 
     def __init__(self, banks: Sequence[Bank], comm: Comm, grad_factor: float = 1.0,
                  settings: SyncSettings = SyncSettings(), compiled: bool = False, model: nn.Module | None = None):
-        """model: whose modules wait for their banks before they run; a lazy gather needs it."""
+        """model: whose modules wait for their banks before they run, which a lazy gather needs; and whose parameters
+        are seen to be those of the banks, at once and before each step."""
         self.banks, self.comm, self.grad_factor, self.settings = list(banks), comm, grad_factor, settings
         self.order: list[Bank] | None = None
         self.completed: list[Bank] = []  # in the first backward, by their last gradient
@@ -1190,18 +1206,23 @@ class BankOptimizer:
         # compiled code takes numbers as tensors, or it would be compiled again for each; of its own in each place
         as_tensor = functools.lru_cache(256)(lambda place, x: torch.full((), x, device=banks[0].values.device))
         self.number = as_tensor if compiled else lambda place, x: x
+        self.home = {slot.param: bank for bank in banks for slot in bank.slots}
+        # where the model holds each parameter: (the parameter, its name, the module's own table, the name in there)
+        self.places = [(param, f"{prefix}.{key}".lstrip("."), module._parameters, key)
+                       for prefix, module in (model.named_modules() if model is not None else ())
+                       for key, param in module._parameters.items() if param is not None and param.requires_grad]
+        self._check_members(model)
         self._check_plans()
+        self.forward_hooks = []
         for bank in banks:
             comm.broadcast(bank.values)
             for slot in bank.slots:
                 self._hook(bank, slot)
         if settings.lazy_gather:
-            if model is None:
-                raise RunError("a lazy gather waits in the model's forward; give the optimizer the model")
-            home = {slot.param: bank for bank in banks for slot in bank.slots}
             for part, params in outer_parts(model):
-                reads = list(dict.fromkeys(home[p] for p in params if p in home))
-                part.register_forward_pre_hook(lambda part, inputs, reads=reads: self.finish_gathers(reads))
+                reads = list(dict.fromkeys(self.home[p] for p in params if p in self.home))
+                self.forward_hooks.append(part.register_forward_pre_hook(
+                    lambda part, inputs, reads=reads: self.finish_gathers(reads)))
 
     # a gradient arrives
 
@@ -1219,6 +1240,8 @@ class BankOptimizer:
         for bank in self.banks:
             for slot in bank.slots:
                 self._unhook(slot)
+        for hook in self.forward_hooks:
+            hook.remove()
 
     def _register_grad(self, bank: Bank, slot: Slot) -> None:
         if bank.launched:
@@ -1265,8 +1288,12 @@ class BankOptimizer:
     @torch.no_grad()
     def step(self, values: StepValues) -> None:
         """Wait for each bank in turn, update this rank's shard, gather. Unless lazy, all parameters are then new."""
-        if not self.due:
-            raise RunError("step() without a bank to update: arm() and run a backward first")
+        if self.armed_step < 0:
+            raise RunError("step() without arm(): arm it and run a backward first")
+        for param, name, table, key in self.places:
+            if table.get(key) is not param:
+                raise RunError(f"{name} is another parameter than when the banks were built; build the optimizer after "
+                               "what replaces parameters, such as load_state_dict(assign=True)")
         for bank in self.due:
             bank.check_views()
             if not bank.complete and not self.settings.unused:
@@ -1276,12 +1303,11 @@ class BankOptimizer:
                                "unless unused parameters are allowed")
         if self.order is None:
             self._agree_on_order()
+            self._check_order()
         for bank in self.due[self.launches:]:
             for slot in bank.slots:
-                unused = not slot.tree if self.settings.exact else slot.fresh
-                if unused:
+                if slot.fresh:  # unused
                     slot.grad.zero_()
-                    slot.tree = [(0, slot.grad)]
             self._launch(bank)
         untouched = self._find_untouched() if self.settings.unused else set()
         turns = self.due if self.settings.walk == "launch" else self.due[::-1]
@@ -1299,7 +1325,7 @@ class BankOptimizer:
             bank.armed = bank.launched = False
             for slot in bank.slots:
                 slot.fresh = slot.fresh or self._updates_in(bank, self.armed_step)
-        self.due = []
+        self.due, self.armed_step = [], -1
         if not self.settings.lazy_gather:
             self.finish_gathers(turns)
 
@@ -1335,17 +1361,41 @@ class BankOptimizer:
         """Wait until the parameters of these banks, or of all, are whole."""
         for bank in self.banks if banks is None else banks:
             if bank.gathering is not None:
-                bank.gathering.wait()
+                with self.span(f"wait gather {bank.name}"):
+                    bank.gathering.wait()
                 bank.gathering = None
+
+    def _check_members(self, model: nn.Module | None) -> None:
+        """RunError if a parameter is in two banks or in none, or settings exclude each other."""
+        s, slots = self.settings, [slot for bank in self.banks for slot in bank.slots]
+        if len(self.home) < len(slots):
+            seen: set[nn.Parameter] = set()
+            twice = next(slot for slot in slots if slot.param in seen or seen.add(slot.param))
+            raise RunError(f"{twice.name} is in two banks or twice in one; put each parameter into one bank, once")
+        for slot in slots:
+            if not slot.param.requires_grad:
+                raise RunError(f"{slot.name} is frozen, and its bank would wait for its gradient; leave it out")
+        for param, name, _, _ in self.places:
+            if param not in self.home:
+                raise RunError(f"{name} is in no bank, and would never learn; put it into one, or freeze it by "
+                               "requires_grad_(False)")
+        if s.exact and (s.unused or s.clip_norm):
+            raise RunError("exact mode excludes unused parameters and clipping: sums depend on the number of ranks")
+        if s.lazy_gather and model is None:
+            raise RunError("a lazy gather waits in the model's forward; give the optimizer the model")
 
     def _check_plans(self) -> None:
         """RunError on every rank if their banks differ, before any is sent: one would be summed with another."""
-        plan = [(bank.name, str(bank.values.dtype), str(bank.grads.dtype), bank.shard,
-                 [(slot.name, tuple(slot.param.shape)) for slot in bank.slots]) for bank in self.banks]
-        digests = self.comm.all_objects(hashlib.sha256(repr((plan, self.settings)).encode()).hexdigest())
-        if len(set(digests)) > 1:
-            raise RunError(f"the ranks' models differ: their banks have the digests {[d[:8] for d in digests]}, rank 0 "
-                           "first; build the same model from the same config on every rank")
+        plan = [f"settings {self.settings}, gradients times {self.grad_factor}, sent by {type(self.comm).__name__}"]
+        for bank in self.banks:
+            members = ", ".join(f"{slot.name} {list(slot.param.shape)}" for slot in bank.slots)
+            kinds = f"{bank.values.dtype}, gradients of {bank.grads.dtype}, {bank.rule}"
+            plan.append(f"bank {bank.name} of {kinds}: {members}")
+        for rank, other in enumerate(plans := self.comm.all_objects(plan)):
+            for first, here in itertools.zip_longest(plans[0], other, fillvalue="nothing"):
+                if first != here:
+                    raise RunError(f"the ranks' models differ: rank {rank} has {here}; rank 0 has {first}. Build the "
+                                   "same model from the same config on every rank")
 
     def _agree_on_order(self) -> None:
         """Rank 0's order for all: first the banks that its backward completed, then those that it did not."""
@@ -1353,6 +1403,14 @@ class BankOptimizer:
         mine = [self.banks.index(bank) for bank in self.completed + unseen]
         self.order = [self.banks[i] for i in self.comm.all_objects(mine)[0]]
         self.due = [bank for bank in self.order if bank.armed]
+
+    def _check_order(self) -> None:
+        """RunError on every rank if they would launch in different orders: sums of different banks, without a word."""
+        orders = self.comm.all_objects([bank.name for bank in self.order])
+        for rank, order in enumerate(orders):
+            if order != orders[0]:
+                raise RunError(f"rank {rank} would launch the banks in the order {', '.join(order)}; rank 0 in "
+                               f"{', '.join(orders[0])}; let both come from one backward")
 
     def _find_untouched(self) -> set[str]:
         """Names of the parameters that no rank used since their last update."""
@@ -1368,8 +1426,8 @@ class BankOptimizer:
             bad = [slot.name for bank in self.due for slot in bank.slots
                    if not bank.shard_grads[bank.share_of(slot, bank.shard_grads)].isfinite().all()]
             named = sorted({name for names in self.comm.all_objects(bad) for name in names})
-            raise RunError(f"gradients are not finite in step {self.armed_step}: {', '.join(named)}; the step was not "
-                           "applied. Lower the learning rates, or look at the data of this step")
+            raise RunError(f"gradients that step {self.armed_step} sums are not finite: {', '.join(named)}; the step "
+                           "was not applied. Lower the learning rates, or look at the data of this step")
         norm = math.sqrt(total)
         if self.settings.clip_norm and norm > self.settings.clip_norm:
             for bank in self.due:
@@ -1472,8 +1530,8 @@ def build_model(config: Config, vocab_size: int, bos_id: int) -> GPT:
 
 def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False,
                     grad_divisor: int = 0) -> BankOptimizer:
-    """The optimizer of a config for a model that is on its device. grad_divisor: of the batch's summed gradient; 0: the
-    batch's slots. Where micro-batches were made smaller it is what they were before, so that gradients keep their size."""
+    """The optimizer of a config for a model that is on its device. grad_divisor: of the batch's summed gradient (0: how
+    many slots the batch has); where micro-batches were made smaller it is as before, so that gradients keep their size."""
     members = assign(model, assignments(config))
     banks = fill_banks(members, config.bank_mb * 2 ** 20, comm.rank, comm.ranks, config.fp32_grads)
     settings = SyncSettings(**{f.name: getattr(config, f.name) for f in dataclasses.fields(SyncSettings)})
@@ -1865,7 +1923,9 @@ def fit_to_gpus(config: Config, vocab_size: int, comm: Comm) -> tuple[Config, li
     if config.fp8_head and capability < (8, 9):
         config = dataclasses.replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
-    while config.micro_tokens % (2 * MASK_BLOCK) == 0 and memory_needed(config, vocab_size, comm.ranks) > free:
+    # how many tokens a product takes at once decides its sums, so exact mode cannot adapt
+    while (not config.exact and config.micro_tokens % (2 * MASK_BLOCK) == 0
+           and memory_needed(config, vocab_size, comm.ranks) > free):
         config = dataclasses.replace(config, micro_tokens=config.micro_tokens // 2)
     if config.micro_tokens < asked:
         changes.append(f"too little memory for micro-batches of {asked} tokens: {config.slots // comm.ranks} of "
@@ -2094,8 +2154,8 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
         "validation_hash": val_hashes, "final_state_hash": final_hash, "peak_memory_mib": allocated}}))
     log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     log.say(f"\n{'target reached' if reached else 'target missed'}: validation loss {val_loss:.4f}, target "
-            f"{config.target_val_loss:g}, after {clock.elapsed / 1000:.1f} s of training and {wall_seconds:.0f} s in all\n"
-            f"log: {log.path}")
+            f"{config.target_val_loss:g}, after {clock.elapsed / 1000:.1f} s of training and {wall_seconds:.0f} s in "
+            f"all\nlog: {log.path}")
     if comm.rank:
         return
     # the log is whole: what follows may fail or take its time, and nobody waits for it
@@ -2135,8 +2195,8 @@ leaving = threading.Event()  # set when this rank has begun to end with an error
 def on_sigterm(*_: Any) -> None:
     """An error like others, or nothing where one is being dealt with already."""
     if not leaving.is_set():
-        raise RunError("terminated; torchrun does so when another rank has died, and says of which; else somebody ended "
-                       "the run: start it again")
+        raise RunError("terminated; torchrun does so when another rank has died, and says of which; else somebody "
+                       "ended the run: start it again")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """One rank of a run, as torchrun started it, or the only one. Returns the exit status."""
@@ -2181,8 +2241,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(Watch.PATIENCE_S)               # its own word reaches us by the watch
             lost = LOST.search(message) is not None
         if lost:
-            message = (f"another rank did not answer ({message.splitlines()[0]}); see what it said last. Nothing: it was "
-                       f"killed (perhaps memory ran out), or it is slower than --timeout_s {config.timeout_s}")
+            message = (f"another rank did not answer ({message.splitlines()[0]}); see what it said last. Nothing: it "
+                       f"was killed (perhaps memory ran out), or it is slower than --timeout_s {config.timeout_s}")
         if watch:
             watch.tell(f"rank {rank} failed: {message}")
         complain(log, rank, message)
