@@ -74,6 +74,8 @@ def test_help_names_every_flag_and_its_reason(capsys):
     ({"profile": "3:12"}, 1, "below num_steps 12"),
     ({"profile": "3:2"}, 1, "profile is '3:2'"),
     ({"exact": True, "clip_norm": 1.0}, 1, "exact and clip_norm 1.0 exclude each other"),
+    ({"exact": True, "unused": True}, 1, "exact and unused True exclude each other"),
+    ({"exact": True, "batch_tokens": 6 * 48}, 1, "has 6 slots of micro_tokens 48: make it a power of two"),
     ({"exact": True, "compress_grads": True}, 1, "exact and compress_grads True exclude each other"),
 ])
 def test_impossible_values_are_refused_with_what_is_allowed(changes, ranks, says):

@@ -1,52 +1,74 @@
 """Gradient sync under hostile networks, and every mechanism of the documents that the project grew from.
 
 Which test shows what (A: hooks of the record, B: contiguous gradient buffers, C: readiness counters and overlap,
-D: contiguous parameters, E: a reducer's rules); test_optimizer.py holds those marked o, bench/ those marked b:
+D: contiguous parameters, E: a reducer's rules; then what goes beyond them, and bad input). Tests lie here, in
+test_optimizer.py or in test_run.py; test_the_table_names_what_there_is reads this.
 
-    A1 launch in a hook                test_launches_happen_in_backward_and_waits_after_it o
-    A2 a hook never waits              test_backward_ends_though_the_network_never_answers
-    A3 step order                      test_launches_happen_in_backward_and_waits_after_it o, test_forward_walk_...
-    A4 deterministic groups            test_ranks_group_the_same_way
-    A5 sync once a step, Adam's two    test_only_the_armed_micro_batch_sends, test_adam_updates_every_second_step_... o
-    A6 sharded state, averages         test_memory_is_... o, test_ranks_1_2_4_train_the_same_model o
-    A7 gathers all waited for          test_nothing_is_read_before_it_has_come
-    A8 missing gradient                test_a_parameter_without_a_gradient_... o
-    A9 the rules                       test_adam_is_torch_s o, test_normuon_is_... o
-    A10 warm-up restores               test_snapshot_and_restore_... o, test_log_holds_... in test_run.py
-    A11 before and after               bench/slow_link.py b, test_profile_has_a_range_for_every_phase
-    B1 variants reach the same loss    bench/whole_step.py b, test_sync_and_bank_size_change_no_byte o
-    B2 a bank per dtype                test_banks_fill_... o
-    B3 main gradients as views, fp32   test_shards_are_equal_... o, test_fp32_gradients_... o
-    B4 equal shards                    test_shards_are_equal_... o
-    B5 add and drop                    test_gradients_move_into_their_slots_... o
-    B6 memory                          test_memory_is_... o, test_one_gradient_is_alive_beside_the_banks
-    B7 the final gradient              test_hook_sees_the_final_gradient o
-    C1 count                           test_a_bank_launches_when_all_of_it_has_come_... o, mutant last_parameter_only
-    C2 no order assumed                test_random_graphs
-    C3 tied                            test_a_tied_parameter_... o
-    C4 no host sync in a hook          test_a_hook_does_one_operation_a_gradient
-    C5 finalize first                  test_a_step_before_backward_... o, mutant early_step
-    C6 sizes                           test_sync_and_bank_size_change_no_byte o
-    C7, C8 ranges                      test_profile_has_a_range_for_every_phase
-    C9 pitfalls                        test_mutants_are_caught
-    C10 backward needs no reduction    test_backward_ends_though_the_network_never_answers
-    C11 clip after finalize            test_clip_is_by_the_norm_over_all_ranks
-    C12 several in flight              test_several_collectives_are_in_flight
-    D1 values unchanged                test_shards_are_equal_... o
-    D2 any in-place optimizer          test_any_optimizer_of_torch_works_on_the_flat_view
-    D3 shapes refused                  test_a_rule_of_matrices_refuses_the_flat_view
-    D4 views checked                   test_a_parameter_moved_out_... o, test_a_replaced_parameter_is_named
-    D5 speed on small tensors          bench/optimizer_step.py b
-    E1 one hook, removable             test_building_twice_... o
-    E2 fixed order, plan check         test_a_bank_that_is_ready_early_... o, test_ranks_whose_models_differ_... o
-    E3 twice                           test_a_parameter_ready_twice_... o
-    E4 unused                          test_unused_parameters
-    E5 static graph                    test_a_graph_that_changes_is_an_error
-    E6 rank 0's order                  test_the_order_is_rank_0_s_arrival
-    E7 no_sync                         test_only_the_armed_micro_batch_sends
-    E8 communication hook              test_compressed_gradients
-    E9 refused or left out             test_frozen_and_sparse
-    E10 layout                         test_a_transposed_gradient_lands_right o
+    A1 launch in a hook         test_launches_happen_in_backward_and_waits_after_it
+    A2 a hook never waits       test_backward_ends_though_the_network_never_answers, mutant WaitsInHook
+    A3 step order               test_launches_happen_in_backward_and_waits_after_it,
+                                test_forward_walk_updates_the_first_layers_first
+    A4 deterministic groups     test_ranks_group_the_same_way
+    A5 sync once a step         test_only_the_armed_micro_batch_sends, test_adam_updates_every_second_step_on_the_sum_of_both
+    A6 sharded state, averages  test_memory_is_that_of_values_gradients_and_a_share_of_the_state,
+                                test_ranks_1_2_4_train_the_same_model
+    A7 gathers all waited for   test_nothing_is_read_before_it_has_come_on_two_ranks, mutant GathersUnwaited
+    A8 missing gradient         test_a_parameter_without_a_gradient_is_an_error_with_its_name_and_count
+    A9 the rules                test_adam_is_torch_s, test_normuon_is_the_record_s_written_plainly,
+                                test_every_matrix_of_torch_s_muon_has_the_same_directions
+    A10 warm-up restores        test_snapshot_and_restore_put_everything_back, test_log_holds_the_whole_experiment,
+                                test_nothing_is_compiled_after_warm_up
+    A11 before and after        bench/slow_link.py, bench/variants.py, test_profile_has_a_range_for_every_phase
+    B1 variants, one loss       bench/whole_step.py (a buffer a parameter: bank_mb 0),
+                                test_sync_and_bank_size_change_no_byte
+    B2 a bank per dtype         test_banks_fill_from_the_last_layer_and_keep_kinds_apart
+    B3 main gradients, fp32     test_shards_are_equal_and_cover_every_parameter_once,
+                                test_fp32_gradients_of_bf16_parameters_lose_no_bits,
+                                test_the_first_of_fp32_gradients_is_not_rounded_to_bf16
+    B4 equal shards             test_shards_are_equal_and_cover_every_parameter_once
+    B5 add and drop             test_gradients_move_into_their_slots_and_nothing_stays_behind
+    B6 memory                   test_memory_is_that_of_values_gradients_and_a_share_of_the_state,
+                                test_one_gradient_is_alive_beside_the_banks
+    B7 the final gradient       test_hook_sees_the_final_gradient
+    C1 count                    test_a_bank_launches_when_all_of_it_has_come_in_any_order, mutant LastParameterOnly
+    C2 no order assumed         test_random_graphs
+    C3 tied                     test_a_tied_parameter_is_ready_once_after_all_its_uses
+    C4 no host sync in a hook   test_a_hook_does_one_operation_a_gradient, mutant HeavyHook
+    C5 finalize first           test_a_step_before_backward_is_an_error, mutant StepsEarly
+    C6 sizes                    test_sync_and_bank_size_change_no_byte
+    C7 overlap measured         records/trace.py, of the ranges that test_profile_has_a_range_for_every_phase finds
+    C8 ranges                   test_profile_has_a_range_for_every_phase
+    C9 pitfalls                 test_mutants_are_caught
+    C10 backward needs none     test_backward_ends_though_the_network_never_answers
+    C11 clip after finalize     test_clip_is_by_the_norm_over_all_ranks
+    C12 several in flight       test_several_collectives_are_in_flight
+    D1 values unchanged         test_shards_are_equal_and_cover_every_parameter_once
+    D2 any in-place optimizer   test_any_optimizer_of_torch_works_on_the_flat_view
+    D3 shapes refused           test_a_rule_of_matrices_refuses_the_flat_view
+    D4 views checked            test_a_parameter_moved_out_of_its_bank_is_found, test_a_replaced_parameter_is_named
+    D5 speed on small tensors   bench/optimizer_step.py
+    E1 one hook, removable      test_building_twice_fires_once_and_hooks_can_be_removed
+    E2 fixed order, agreed      test_a_bank_that_is_ready_early_waits_for_its_turn, test_a_swapped_order_is_caught
+    E3 twice                    test_a_parameter_ready_twice_is_an_error_with_its_name
+    E4 unused                   test_unused_parameters,
+                                test_a_parameter_used_now_and_then_keeps_its_moments_when_it_is_not
+    E5 static graph             test_a_graph_that_changes_is_an_error
+    E6 rank 0's order           test_the_order_is_rank_0_s_arrival
+    E7 no_sync                  test_only_the_armed_micro_batch_sends
+    E8 communication hook       test_compressed_gradients
+    E9 refused or left out      test_frozen_and_sparse, test_mixed_devices_are_refused
+    E10 layout                  test_a_transposed_gradient_lands_right
+    exact mode                  test_exact_mode_gives_the_same_bytes_at_any_number_of_ranks,
+                                test_an_exact_run_prints_the_same_losses_at_any_number_of_ranks
+    zero copies                 test_a_hook_does_one_operation_a_gradient, bench/passes.py
+    launch-plan check           test_a_swapped_order_is_caught, test_ranks_whose_models_differ_all_get_an_error
+    lazy gather                 test_a_lazy_gather_is_waited_for_where_the_forward_reads_it,
+                                test_the_whole_model_reads_nothing_before_it_has_come
+    in no bank, in two          test_a_parameter_in_no_bank_or_in_two_is_named
+    two dtypes in a bank        test_a_bank_of_two_dtypes_is_refused
+    second backward             test_a_gradient_for_a_launched_bank_is_an_error
+    not finite                  test_a_gradient_that_is_not_finite_stops_every_rank_before_the_step,
+                                test_a_run_ends_with_the_name_of_a_gradient_that_is_not_finite
 """
 
 import contextlib
@@ -54,6 +76,9 @@ import dataclasses
 import gzip
 import json
 import math
+import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,10 +86,12 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import test_optimizer
+import test_run
 import train_gpt
 from conftest import TINY, some_documents
 from test_optimizer import BOS, FULL, ONCE, Recorder, adam_members, adam_optimizer, chain, train_steps
-from test_run import flags, one, read_log, run_here  # noqa: F401  (fixtures)
+from test_run import flags, one, read_log, run_here, torchrun  # noqa: F401  (fixtures)
 from train_gpt import BankOptimizer, Comm, RunError, SyncSettings
 
 
@@ -76,6 +103,9 @@ class Hostile(Comm):
 
     Whoever writes after the launch, or reads before the wait, gets caught: by an error, or by NaN in what it computes.
     """
+
+    def hand_over(self, work):
+        return work
 
     def _later(self, out, send, collective):
         kept = send.clone()
@@ -89,10 +119,10 @@ class Hostile(Comm):
                     raise AssertionError("a buffer was written between its launch and its wait")
                 send.copy_(kept)
                 collective(comm, out, send)
-        return Later()
+        return self.hand_over(Later())
 
-    def reduce_scatter(self, shard, full):
-        return self._later(shard, full, lambda comm, out, send: Comm.reduce_scatter(comm, out, send).wait())
+    def reduce_scatter_exactly(self, shard, full):
+        return self._later(shard, full, lambda comm, out, send: Comm.reduce_scatter_exactly(comm, out, send).wait())
 
     def all_gather(self, full, shard):
         mine = shard.clone()
@@ -103,13 +133,31 @@ class Hostile(Comm):
             def wait(self):
                 shard.copy_(mine)
                 Comm.all_gather(comm, full, shard).wait()
-        return Later()
+        return self.hand_over(Later())
+
+
+class Reordering(Hostile):
+    """Whoever waits for one collective may see others end first, in an order that is the same on all ranks."""
+
+    def __init__(self, rank=0, ranks=1):
+        super().__init__(rank, ranks)
+        self.open, self.draw = [], random.Random(0)
+
+    def hand_over(self, work):
+        comm = self
+        comm.open.append(work)
+
+        class Shuffled:
+            def wait(self):
+                while work in comm.open:
+                    comm.open.pop(comm.draw.randrange(len(comm.open))).wait()
+        return Shuffled()
 
 
 class Never(Comm):
     """Takes everything and never answers."""
 
-    def reduce_scatter(self, shard, full):
+    def reduce_scatter_exactly(self, shard, full):
         class Unanswered:
             def wait(self):
                 raise TimeoutError("waited for a network that never answers")
@@ -123,8 +171,8 @@ class Failing(Comm):
         super().__init__(rank, ranks)
         self.at = at
 
-    def reduce_scatter(self, shard, full):
-        work = super().reduce_scatter(shard, full)
+    def reduce_scatter_exactly(self, shard, full):
+        work = super().reduce_scatter_exactly(shard, full)
         self.at -= 1
         if self.at:
             return work
@@ -169,21 +217,39 @@ def assert_close(ours, theirs):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("network", [Hostile, Reordering])
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
-def test_nothing_is_read_before_it_has_come(changes):
+def test_nothing_is_read_before_it_has_come(changes, network):
     """Under a hostile network every variant computes what torch does: each wait comes before its use, each write before its launch."""
-    assert_close(flow(chain(), X, Hostile(), **changes)[1], plainly(X))
+    assert_close(flow(chain(), X, network(), **changes)[1], plainly(X))
 
 
-def hostile_steps(comm, changes):
-    return flow(chain(), X, Hostile(comm.rank, comm.ranks), **changes)[1]
+def hostile_steps(comm, network, changes):
+    return flow(chain(), X, network(comm.rank, comm.ranks), **changes)[1]
 
 
+@pytest.mark.parametrize("network", [Hostile, Reordering])
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
-def test_nothing_is_read_before_it_has_come_on_two_ranks(on_ranks, changes):
-    for parameters in on_ranks(2, hostile_steps, changes):
+def test_nothing_is_read_before_it_has_come_on_two_ranks(on_ranks, changes, network):
+    for parameters in on_ranks(2, hostile_steps, network, changes):
         # both ranks have the same data and the engine sums over ranks: Adam does not see the factor of two
         assert_close(parameters, plainly(X))
+
+
+def hostile_record(comm, changes, batches):
+    return train_steps(Hostile(comm.rank, comm.ranks), changes, 3, batches)[1]
+
+
+def plain_record(comm, batches):
+    return train_steps(comm, {}, 3, batches)[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_whole_model_reads_nothing_before_it_has_come(on_ranks, batches, ranks):
+    """Every parameter of the record's model, the scalars and gates and tables too, under a hostile network."""
+    plain = set(on_ranks(ranks, plain_record, batches))
+    for changes in ({}, {"lazy_gather": True}, {"lazy_gather": True, "walk": "forward"}, {"walk": "forward", "bank_mb": 0.0}):
+        assert set(on_ranks(ranks, hostile_record, changes, batches)) == plain, changes
 
 
 def test_backward_ends_though_the_network_never_answers():
@@ -297,15 +363,18 @@ class OperationsOn(TorchDispatchMode):
 
 
 def check_light_hook(optimizer):
-    p = nn.Parameter(torch.zeros(1000))
-    bank = train_gpt.Bank("b", [train_gpt.Member("p", p, ONCE)], 0, 1)
+    params = [nn.Parameter(torch.zeros(1000)) for _ in range(2)]
+    bank = train_gpt.Bank("b", [train_gpt.Member(name, p, ONCE) for name, p in zip("pq", params)], 0, 1)
     engine = optimizer([bank], Comm())
     engine.order = [bank]
     for fresh in (True, False):
-        p.grad = torch.ones(1000)
+        bank.launched = False
+        engine.arm(0)
         with OperationsOn() as operations:
-            engine._register_grad(bank, bank.slots[0])
-        assert operations.names == [["mul"], ["add_"]][not fresh]
+            for slot in bank.slots:
+                slot.param.grad = torch.ones(1000)
+                engine._register_grad(bank, slot)
+        assert bank.launched and [name for name in operations.names if name != "ones"] == 2 * ["mul" if fresh else "add_"]
 
 
 MUTANTS = [(check_counting, LastParameterOnly), (check_no_wait_in_backward, WaitsInHook), (check_hostile, WritesAfterLaunch),
@@ -331,16 +400,24 @@ class SwapsOrderOnRankOne(BankOptimizer):
             self.due = [bank for bank in self.order if bank.armed]
 
 
-def same_size_banks(comm, mutant):
+class SwapsUnseen(SwapsOrderOnRankOne):
+    def _check_order(self):
+        pass
+
+
+def same_size_banks(comm, optimizer):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     x = torch.randn(2, 8) + comm.rank
-    return flow(model, x, comm, SwapsOrderOnRankOne if mutant else BankOptimizer)[1]
+    return flow(model, x, comm, optimizer)[1]
 
 
 def test_a_swapped_order_is_caught(on_ranks):
-    """Two collectives of one size in another order on one rank: gloo sums the wrong tensors and says nothing. Values tell."""
-    right, wrong = (on_ranks(2, same_size_banks, mutant)[0] for mutant in (False, True))
+    """Two collectives of one size in another order on one rank: gloo sums the wrong tensors and says nothing, so ranks compare
+    their orders before the first launch of that order. Without that, values tell."""
+    with pytest.raises(RunError, match="rank 1 would launch the banks in the order"):
+        on_ranks(2, same_size_banks, SwapsOrderOnRankOne)
+    right, wrong = (on_ranks(2, same_size_banks, optimizer)[0] for optimizer in (BankOptimizer, SwapsUnseen))
     torch.manual_seed(0)
     twin = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     x = torch.randn(2, 8)
@@ -485,11 +562,11 @@ class Branches(nn.Module):
         return (self.left if left else self.right)(x)
 
 
-def branch_steps(comm, exact):
+def branch_steps(comm):
     """Rank 0 alone takes the left branch; nobody takes the third."""
     model = Branches()
     engine = BankOptimizer(train_gpt.fill_banks(adam_members(model), 1e9, comm.rank, comm.ranks), comm,
-                           settings=SyncSettings(unused=True, exact=exact))
+                           settings=SyncSettings(unused=True))
     for step in range(3):
         engine.arm(step)
         model(torch.ones(2, 3) + comm.rank, left=comm.rank == 0).sum().backward()
@@ -498,9 +575,8 @@ def branch_steps(comm, exact):
     return {name: p.detach().clone() for name, p in model.named_parameters()}, state
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_unused_parameters(on_ranks, exact):
-    results = on_ranks(2, branch_steps, exact)
+def test_unused_parameters(on_ranks):
+    results = on_ranks(2, branch_steps)
     twin = Branches()
     before = {name: p.detach().clone() for name, p in twin.named_parameters()}
     judge = torch.optim.AdamW(twin.parameters(), lr=0.01, betas=(0.65, 0.95), eps=1e-8, weight_decay=0)
@@ -562,14 +638,97 @@ def test_mixed_devices_are_refused():
         train_gpt.Bank("mixed", members, 0, 1)
 
 
-def test_a_replaced_parameter_is_named():
+def with_model(model, comm, **changes):
+    banks = train_gpt.fill_banks(adam_members(model), 0, comm.rank, comm.ranks)
+    return BankOptimizer(banks, comm, settings=SyncSettings(**changes), model=model)
+
+
+def replaced_on_both(comm, how, unused):
     model = chain()
-    optimizer = adam_optimizer(model)
-    model[1].weight = nn.Parameter(torch.zeros(7, 5))
-    optimizer.arm(0)
+    engine = with_model(model, comm, unused=unused)
+    how(model)
+    engine.arm(0)
     model(X).sum().backward()
-    with pytest.raises(RunError, match=r"not 1\.weight"):
-        optimizer.step(FULL)
+    try:
+        engine.step(FULL)
+    except RunError as error:
+        return str(error)
+
+
+def by_hand(model):
+    model[1].weight = nn.Parameter(torch.zeros(7, 5))
+
+
+def by_loading(model):
+    model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("how,name", [(by_hand, "1.weight"), (by_loading, "0.weight")])
+def test_a_replaced_parameter_is_named(on_ranks, how, name, unused):
+    for message in on_ranks(2, replaced_on_both, how, unused):
+        assert message.startswith(f"{name} is another parameter than when the banks were built")
+
+
+def test_a_parameter_in_no_bank_or_in_two_is_named():
+    model = chain()
+    members = adam_members(model)
+    with pytest.raises(RunError, match=r"^2\.bias is in no bank"):
+        BankOptimizer(train_gpt.fill_banks(members[:-1], 0, 0, 1), Comm(), model=model)
+    with pytest.raises(RunError, match=r"^0\.weight is in two banks"):
+        BankOptimizer(train_gpt.fill_banks([*members, members[0]], 0, 0, 1), Comm())
+    model[2].bias.requires_grad_(False)
+    with pytest.raises(RunError, match=r"^2\.bias is frozen"):
+        BankOptimizer(train_gpt.fill_banks(members, 0, 0, 1), Comm())
+    engine = BankOptimizer(train_gpt.fill_banks(members[:-1], 0, 0, 1), Comm(), model=model)
+    frozen = model[2].bias.clone()
+    engine.arm(0)
+    model(X).sum().backward()
+    engine.step(FULL)
+    assert torch.equal(model[2].bias, frozen) and model[2].weight.grad is None
+
+
+class Containers(nn.Module):
+    """Whose parameters lie in containers that never run themselves."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.scales = nn.ParameterDict({"a": nn.Parameter(torch.ones(3))})
+        self.layers = nn.ModuleDict({"b": nn.Linear(3, 2)})
+
+    def forward(self, x):
+        return self.layers["b"](x * self.scales["a"])
+
+
+def test_what_lies_in_containers_is_waited_for_with_the_model():
+    x = torch.randn(4, 3)
+    assert_close(*(flow(Containers(), x, comm, lazy_gather=True)[1] for comm in (Hostile(), Comm())))
+
+
+def test_hooks_of_a_lazy_gather_can_be_removed():
+    model = chain()
+    engine = with_model(model, Comm(), lazy_gather=True)
+    assert all(part._forward_pre_hooks for part in model)
+    engine.remove_hooks()
+    assert not any(part._forward_pre_hooks for part in model.modules())
+
+
+@pytest.mark.parametrize("changes", [{"unused": True}, {"clip_norm": 1.0}])
+def test_exact_mode_refuses_what_it_cannot_keep(changes):
+    with pytest.raises(RunError, match="exact mode excludes"):
+        flow(chain(), X, exact=True, **changes)
+
+
+def test_exact_mode_refuses_a_gradient_that_is_not_in_every_micro_batch():
+    model = Branches()
+    del model.never
+    engine = BankOptimizer(train_gpt.fill_banks(adam_members(model), 1e9, 0, 1), Comm(), settings=SyncSettings(exact=True))
+    model(torch.ones(2, 3), True).sum().backward()
+    engine.arm(0)
+    (model(torch.ones(2, 3), True) + model(torch.ones(2, 3), False)).sum().backward()
+    with pytest.raises(RunError, match=r"right\.\w+ got a gradient in 1 of 2 micro-batches"):
+        engine.step(FULL)
 
 
 # hooks of communication, clipping, finiteness
@@ -629,7 +788,7 @@ def not_finite_on_one(comm):
 
 def test_a_gradient_that_is_not_finite_stops_every_rank_before_the_step(on_ranks):
     for message, untouched in on_ranks(2, not_finite_on_one):
-        assert "not finite in step 0: 1.bias;" in message and untouched
+        assert "that step 0 sums are not finite: 1.bias;" in message and untouched
 
 
 # exact mode
@@ -641,17 +800,36 @@ def exact_steps(comm, batches, steps):
 
 @pytest.fixture(scope="module")
 def batches():
-    return torch.from_numpy(some_documents(11, 4 * 8 * 49).astype("int64")).view(4, 8, 49)
+    return torch.from_numpy(some_documents(11, 10 * 8 * 49).astype("int64")).view(10, 8, 49)
 
 
 def test_exact_mode_gives_the_same_bytes_at_any_number_of_ranks(on_ranks, batches):
     """Four ranks, since with two every order of summation is a + b; a plain sum gives other bytes, or there were nothing to show."""
-    hashes = {ranks: {result[1] for result in on_ranks(ranks, exact_steps, batches, 4)} for ranks in (1, 2, 4)}
-    assert len(set.union(*hashes.values())) == 1
+    results = {ranks: on_ranks(ranks, exact_steps, batches, 10) for ranks in (1, 2, 4, 8)}
+    assert len({result[1] for on_each in results.values() for result in on_each}) == 1
+    losses = [sorted(loss for result in on_each for loss in result[0]) for on_each in results.values()]
+    assert all(of_ranks == losses[0] for of_ranks in losses)
     plain = {ranks: on_ranks(ranks, train_steps, {}, 4, batches)[0][1] for ranks in (1, 2, 4)}
     assert len(set(plain.values())) > 1
-    losses = [sorted(loss for result in on_ranks(ranks, exact_steps, batches, 3) for loss in result[0]) for ranks in (1, 4)]
-    assert losses[0] == losses[1]
+
+
+def test_an_exact_run_prints_the_same_losses_at_any_number_of_ranks(one, tmp_path, capsys):  # noqa: F811
+    status, _, errors = run_here(flags(tmp_path, one[1], run_id="one", exact="true"), capsys)
+    assert status == 0, errors
+    done = torchrun(4, Path(train_gpt.__file__), flags(tmp_path, one[1], run_id="four", exact="true"))
+    assert done.returncode == 0, done.stderr
+    logs = [read_log(tmp_path / "logs" / f"{name}.txt") for name in ("one", "four")]
+    lines = [[re.sub(r" (train_time|step_avg):\S+", "", line) for line in log[3]] for log in logs]
+    assert lines[0] == lines[1] and len(lines[0]) > 12
+    assert logs[0][4]["final_state_hash"] == logs[1][4]["final_state_hash"] and logs[1][2]["ranks"] == 4
+
+
+def test_a_run_ends_with_the_name_of_a_gradient_that_is_not_finite(one, tmp_path):  # noqa: F811
+    done = torchrun(2, Path(train_gpt.__file__), flags(tmp_path, one[1], run_id="nan", adam_lr=1e38, val_every=0, check_grads="true"))
+    assert done.returncode != 0
+    for rank in range(2):
+        assert re.search(rf"rank {rank}: error: .*gradients that step \d sums are not finite: blocks", done.stderr), done.stderr
+    assert (tmp_path / "logs" / "nan.txt").read_text().splitlines()[-1].startswith("error: gradients that step")
 
 
 @given(heights=st.integers(0, 4), seed=st.integers(0, 1000))
@@ -727,8 +905,9 @@ def test_a_rule_of_matrices_refuses_the_flat_view():
         train_gpt.Bank("flat", [train_gpt.Member("flat", nn.Parameter(torch.zeros(12)), rule)], 0, 1)
 
 
-def test_profile_has_a_range_for_every_phase(one, tmp_path, capsys):  # noqa: F811
-    status, printed, errors = run_here(flags(tmp_path, one[1], run_id="traced", profile="3:5"), capsys)
+@pytest.mark.parametrize("sync", ["hook", "step"])
+def test_profile_has_a_range_for_every_phase(one, tmp_path, capsys, sync):  # noqa: F811
+    status, printed, errors = run_here(flags(tmp_path, one[1], run_id="traced", profile="3:5", sync=sync), capsys)
     path = tmp_path / "logs" / "traced-rank0.json.gz"
     assert status == 0 and str(path) in printed, errors
     events = [e for e in json.loads(gzip.open(path).read())["traceEvents"] if e.get("ph") == "X"]
@@ -737,16 +916,17 @@ def test_profile_has_a_range_for_every_phase(one, tmp_path, capsys):  # noqa: F8
         spans.setdefault(e["name"], []).append((e["ts"], e["ts"] + e["dur"]))
     assert [name for name in sorted(spans) if name.startswith("ProfilerStep")] == [f"ProfilerStep#{step}" for step in (3, 4, 5)]
     launched = {name.split(" ", 1)[1] for name in spans if name.startswith("launch ")}
-    for phase in ("wait", "update", "gather"):
-        assert {name.split(" ", 1)[1] for name in spans if name.startswith(phase + " ")} == launched and launched
+    for phase in ("wait", "update", "gather", "wait gather"):
+        named = {name.removeprefix(phase + " ") for name in spans if name.startswith(phase + " ")}
+        assert {name for name in named if not name.startswith("gather ")} == launched and launched
     launches = [span for name, times in spans.items() if name.startswith("launch ") for span in times]
-    assert all(any(a <= begin and end <= b for a, b in spans["backward"]) for begin, end in launches), "with sync=hook all start in backward"
+    assert all(any(a <= begin and end <= b for a, b in spans[{"hook": "backward", "step": "step"}[sync]]) for begin, end in launches)
     plain = read_log(one[3])[4]["final_state_hash"]
     assert read_log(tmp_path / "logs" / "traced.txt")[4]["final_state_hash"] == plain, "profiling changed what is computed"
 
 
 @pytest.mark.parametrize("changes", [{"lazy_gather": "true"}, {"walk": "forward"}, {"lazy_gather": "true", "walk": "forward"},
-                                     {"check_grads": "true"}, {"clip_norm": 1e9}, {"sync": "step"}], ids=str)
+                                     {"check_grads": "true"}, {"clip_norm": 1e9}, {"sync": "step"}, {"unused": "true"}], ids=str)
 def test_variants_of_a_whole_run_end_in_the_same_bytes(one, tmp_path, capsys, changes):  # noqa: F811
     status, _, errors = run_here(flags(tmp_path, one[1], run_id="variant", **changes), capsys)
     assert status == 0, errors
@@ -754,17 +934,22 @@ def test_variants_of_a_whole_run_end_in_the_same_bytes(one, tmp_path, capsys, ch
 
 
 def test_a_gradient_of_the_first_of_two_steps_counts_where_the_second_has_none():
-    """Adam every second step, exact mode, unused allowed: what was used in either step is updated with what it got."""
-    for exact in (False, True):
-        model = Branches()
-        rule = dataclasses.replace(ONCE, every=2)
-        engine = BankOptimizer(train_gpt.fill_banks(adam_members(model, rule), 1e9, 0, 1), Comm(),
-                               settings=SyncSettings(unused=True, exact=exact))
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        for step, left in enumerate((True, False)):
-            engine.arm(step)
-            model(torch.ones(2, 3), left).sum().backward()
-            if exact or step:  # before an update there is nothing to launch but in exact mode
-                engine.step(FULL)
-        for name, p in model.named_parameters():
-            assert torch.equal(p, before[name]) == name.startswith("never"), (exact, name)
+    """Adam every second step, unused allowed: what was used in either step is updated with what it got."""
+    model = Branches()
+    engine = BankOptimizer(train_gpt.fill_banks(adam_members(model, dataclasses.replace(ONCE, every=2)), 1e9, 0, 1), Comm(),
+                           settings=SyncSettings(unused=True))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for step, left in enumerate((True, False)):
+        engine.arm(step)
+        model(torch.ones(2, 3), left).sum().backward()
+        engine.step(FULL)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]) == name.startswith("never"), name
+
+
+def test_the_table_names_what_there_is():
+    words = set(re.findall(r"(?:test_|bench/|records/)\w+(?:\.py)?", __doc__)) | set(re.findall(r"mutant (\w+)", __doc__))
+    known = {*vars(test_optimizer), *vars(test_run), *globals()}
+    root = Path(train_gpt.__file__).parent
+    missing = {word for word in words if not (word in known or (root / word).exists() or (root / "tests" / word).exists())}
+    assert not missing and len(words) > 50
