@@ -1530,8 +1530,11 @@ def build_model(config: Config, vocab_size: int, bos_id: int) -> GPT:
 
 def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False,
                     grad_divisor: int = 0) -> BankOptimizer:
-    """The optimizer of a config for a model that is on its device. grad_divisor: of the batch's summed gradient (0: how
-    many slots the batch has); where micro-batches were made smaller it is as before, so that gradients keep their size."""
+    """The optimizer of a config for a model that is on its device.
+
+    grad_divisor: of the batch's summed gradient; 0: how many slots the batch has. Where micro-batches were made smaller
+    it is what it was before, so that gradients keep their size.
+    """
     members = assign(model, assignments(config))
     banks = fill_banks(members, config.bank_mb * 2 ** 20, comm.rank, comm.ranks, config.fp32_grads)
     settings = SyncSettings(**{f.name: getattr(config, f.name) for f in dataclasses.fields(SyncSettings)})

@@ -364,6 +364,10 @@ def test_a_step_before_backward_is_an_error():
     optimizer.arm(0)
     with pytest.raises(train_gpt.RunError, match="0 of 1"):
         optimizer.step(FULL)
+    sum(p.sum() for bank in optimizer.banks for p in [bank.slots[0].param]).backward()
+    optimizer.step(FULL)
+    with pytest.raises(train_gpt.RunError, match="arm"):
+        optimizer.step(FULL)
 
 
 def test_a_gradient_for_a_launched_bank_is_an_error():
@@ -541,6 +545,17 @@ def test_one_step_is_the_reference_s(batches):
         p = dict(model.named_parameters())[name].detach().double()
         sure = sums[name].abs() > 1e-5 * sums[name].abs().max()  # near zero the sign of a gradient is rounding
         assert (p - twin)[sure].norm() <= 1e-4 * twin[sure].norm(), name
+
+
+def of_another_seed(comm):
+    model = chain(seed=comm.rank)
+    adam_optimizer(model, comm)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_all_ranks_begin_with_the_parameters_of_rank_0(on_ranks):
+    for parameters in on_ranks(2, of_another_seed):
+        assert all(torch.equal(p, q) for p, q in zip(parameters, chain(seed=0).parameters()))
 
 
 def other_widths(comm):
