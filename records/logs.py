@@ -3,8 +3,9 @@
     python records/logs.py PATH...            one line for every run and file: used, rejected, or a duplicate, and why
     python records/logs.py --json PATH...     the same for programs
 
-A PATH is a log (.gz too) or a folder, which is searched with its subfolders (those that begin with a dot are left
-out). Nothing is guessed and nothing is dropped without a word: a run is used, or its file is named with the reason.
+A PATH is a log (.gz too) or a folder, which is searched with its subfolders, linked ones too (those that begin with a
+dot are left out). Nothing is guessed and nothing is dropped without a word: a run is used, or its file is named with
+the reason.
 
 What counts as a run:
 - Only lines after the last separator, a line of exactly 100 `=`. What stands before may be a script that quotes a log.
@@ -28,20 +29,22 @@ import re
 import stat
 import sys
 import zlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, is_dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 SEPARATOR = b"=" * 100
 BLOCK = 1 << 20  # bytes read at a time; a longer line cannot be a log line
 MOST_LINES = 100_000  # runs or validation lines in one file, and
 MOST_NOTES = 20  # notes on one run: they bound the memory that a hostile file can take
+DEEPEST = 50  # lists and objects within each other in a line of JSON: whoever walks them later needs no guard
 DOCUMENTS = {".md", ".markdown", ".rst", ".py", ".ipynb", ".json", ".jsonl", ".csv", ".tsv", ".html", ".pdf",
              ".yaml", ".yml", ".toml", ".sh", ".png", ".jpg", ".svg"}  # they may quote a log's lines, and are none
 
 # Why something was not used. Every other rejection is a fact about a run; UNREADABLE is one about the input.
 UNREADABLE, NOT_A_LOG, INCOMPLETE, NOT_FINITE = "unreadable", "not a log", "incomplete", "not finite"
 
-_LINE = re.compile(rb"""^(?:step|s):(\d{1,18})(?:/(\d{1,18}))?\ ((?:train_loss:\S+\ )?(?:train_time:(\d+)ms\b)?.*)$
+_LINE = re.compile(rb"""^(?:step|s):(\d{1,18})(?:/(\d{1,18}))?\ ((?:train_loss:\S+\ )?(?:train_time:(\d{1,18})ms\b)?.*)$
                      |^((?:step:|step\ +\d+/\d+\ *\||s:\d|\{"run_id"|\{"end"|error:).*)$""", re.M | re.X)
 _SPACED = re.compile(rb"step:? *(\d{1,18})/(\d{1,18}) *[|,](.*)")  # `step  25/1840 | time: 1,530ms | val loss: 4.1`
 _SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in (
@@ -50,7 +53,7 @@ _SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in (
 _NUMBER = re.compile(r"[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|nan|inf(?:inity)?)", re.I)
 _LAST_FIELD = re.compile(rb"[^\s:]+:\S*?(\.\d+)?(ms|s)?$")
 _GPU_ROW = re.compile(rb"^\|\s+(\d+)\s+[^|]*\|\s+[0-9A-Fa-f]{8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.", re.M)
-_WORLD_SIZE = re.compile(rb"\bworld_size['\"]?(?: *[=:] *| +)(\d+)")
+_WORLD_SIZE = re.compile(rb"\bworld_size['\"]?(?: *[=:] *| +)(\d{1,18})(?!\d)")
 _TRAINING = re.compile(rb"(?:trl|train_loss|train_time):")
 
 
@@ -171,7 +174,15 @@ def _files(paths, rejected):
             continue
         found = False
         problems = []
-        for folder, subfolders, names in os.walk(path, onerror=problems.append):
+        searched = set(map(str, Path(os.path.realpath(path)).parents))
+        for folder, subfolders, names in os.walk(path, onerror=problems.append, followlinks=True):
+            here = os.path.realpath(folder)
+            if here in searched:
+                rejected.append(Rejected(folder, "not a log: a folder that is searched under another name, or that "
+                                         "holds the one that was named; leave out the link to it", NOT_A_LOG))
+                subfolders.clear()
+                continue
+            searched.add(here)
             subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
             for name in sorted(names):
                 found = True
@@ -188,14 +199,18 @@ def without_copies(runs):
     """Runs, used or rejected ones, met once each, and the others as duplicates.
 
     A console capture or a summary holds the same run's lines as its log, or some of them: two runs are one if they
-    end in the same validation line and one has no validation that the other has not. The fuller one stays. A lone
-    loss without a time is no evidence: two runs can share it."""
+    end in the same validation line and one has no validation that the other has not. The fuller one stays. Before the
+    first step all runs are alike, so such a line is no evidence. A lone one after it, which two runs can share by
+    chance, is evidence if it states a time, unless source or run_id tell the two apart."""
     lines = [{validation[:3] for validation in run.validations} for run in runs]
     originals, copies, by_ending = {}, {}, {}
     for i in sorted(range(len(runs)), key=lambda i: (-len(lines[i]), runs[i].source_sha256 is None, i)):
         ending = runs[i].validations[-1][:3] if lines[i] else None
-        telling = len(lines[i]) > 1 or (ending and ending[2] is not None)
-        original = next((j for j in by_ending.get(ending, ()) if lines[i] <= lines[j]), None) if telling else None
+        trained = [line for line in lines[i] if line[0] > 0]
+        original = None
+        if len(trained) > 1 or trained and ending[2] is not None:
+            original = next((j for j in by_ending.get(ending, ()) if lines[i] <= lines[j]
+                             and (len(trained) > 1 or _may_be_one(runs[i], runs[j]))), None)
         if original is None:
             originals[i] = runs[i]
             by_ending.setdefault(ending, []).append(i)
@@ -203,6 +218,12 @@ def without_copies(runs):
             copies[i] = Duplicate(runs[i].path, runs[i].index_in_file, runs[original].path,
                                   f"the same run as run {runs[original].index_in_file} there, line for line")
     return [originals[i] for i in sorted(originals)], [copies[i] for i in sorted(copies)]
+
+
+def _may_be_one(run, other):
+    """Whether two runs agree in source and run_id, where both state them."""
+    pairs = zip(*((one.source_sha256, (one.start or {}).get("run_id")) for one in (run, other)))
+    return all(mine is None or theirs is None or mine == theirs for mine, theirs in pairs)
 
 
 class _Notes(dict):
@@ -341,8 +362,8 @@ class _Reader:
             self.step_line(int(step), total, rest)
         elif line.startswith(b"{"):
             try:
-                content = json.loads(line)
-            except (ValueError, RecursionError):
+                content = parse_json(line)
+            except ValueError:
                 notes.add(f"a JSON line that cannot be read, left out: {_show(line)!r}")
                 return
             if "run_id" in content:
@@ -515,7 +536,7 @@ def _separators(text):
 
 def _fields(rest):
     """`key:value` words of a line as a dict of str; None if a key comes twice. Words without a colon are left out."""
-    pairs = [word.partition(":")[::2] for word in rest.decode("utf-8", "replace").split() if ":" in word]
+    pairs = [word.decode("utf-8", "replace").partition(":")[::2] for word in rest.split() if b":" in word]
     fields = dict(pairs)
     return fields if len(fields) == len(pairs) else None
 
@@ -573,9 +594,37 @@ def _show(text):
     return text[:80].decode("utf-8", "replace") + ("..." if len(text) > 80 else "")
 
 
+def parse_json(line):
+    """A line of JSON from outside, in which a number of more digits than any of ours is a float, maybe inf.
+
+    ValueError if it cannot be read, or is nested deeper than DEEPEST."""
+    def fits(value, depth):
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return depth > 0 and all(fits(item, depth - 1) for item in inner)
+    try:
+        content = json.loads(line, parse_int=lambda digits: int(digits) if len(digits) < 19 else float(digits))
+        if fits(content, DEEPEST):
+            return content
+    except RecursionError:
+        pass
+    raise ValueError(f"lists or objects more than {DEEPEST} deep")
+
+
+def show_json(value):
+    """value as JSON that any program takes: dataclasses and named tuples as objects, null for nan and inf."""
+    def plain(value):
+        value = vars(value) if is_dataclass(value) else value._asdict() if hasattr(value, "_asdict") else value
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(plain(value), indent=1, allow_nan=False)
+
+
 def printable(path):
-    """A path as text that any terminal takes, on one line."""
-    return os.fsencode(path).decode("utf-8", "replace").replace("\n", "\\n").replace("\r", "\\r")
+    """A path as text that any terminal and any font takes, on one line."""
+    return os.fspath(path).encode("utf-8", "backslashreplace").decode().replace("\n", "\\n").replace("\r", "\\r")
 
 
 def outcomes(logs):
@@ -608,10 +657,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     logs = read(options.paths)
     if options.json:
-        print(json.dumps({"runs": [{**asdict(run), "validations": [v._asdict() for v in run.validations]}
-                                   for run in logs.runs],
-                          "rejected": [asdict(item) for item in logs.rejected],
-                          "duplicates": [asdict(item) for item in logs.duplicates]}, indent=1))
+        print(show_json(logs))
     else:
         header = ("file", "run", "outcome", "steps", "val_loss", "seconds", "GPUs", "source", "remark")
         print("\n".join(columns([header, *outcomes(logs)])))
@@ -622,6 +668,8 @@ def main(arguments=None):
 
 def run_main(main):
     """Calls main() and exits with its status; a reader that goes away (`| head`) is no error."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # a path or a log may hold what the terminal cannot show
     try:
         status = main()
         sys.stdout.flush()

@@ -177,6 +177,36 @@ def test_decimals_are_kept(write, decimals):
     assert only_run(write(text(common(f"{3.25:.{decimals}f}")))).loss_decimals == decimals
 
 
+def test_numbers_of_any_length_are_no_error(write):
+    """Python refuses to make an int of so many digits, and a float of a fifteenth of them."""
+    many = "9" * 5000
+    run = only_run(write(text([*common()[:3], f"step:3/20 train_time:{many}ms step_avg:1ms", *common()[3:]])))
+    assert (run.final_loss, run.train_time_ms) == (3.2775, 2000)
+    run = only_run(write(text(common(), environment=f"world_size={many}\n" + gpu_table(8))))
+    assert run.gpus == 8
+    for digits in ("1" + "0" * 400, many):
+        end = '{"end": {"final_val_loss": %s}}' % digits
+        run = only_run(write(text(['{"run_id": "x", "ranks": %s}' % digits, *common(), end])))
+        assert run.notes == ("its end line states final_val_loss inf, its last validation 3.2775",)
+        assert run.gpus == 8
+    run = only_run(write(text([*common()[:-1], common()[-1].replace("2000", many)])))
+    assert "the last validation line states no train_time" in run.notes
+
+
+def test_a_space_that_only_unicode_knows_separates_nothing(write):
+    lines = [*common()[:-1], "step:20/20 note\x1cval_loss:3.1 train_time:2000ms"]
+    assert only_rejection(write(text(lines))).kind == logs.INCOMPLETE
+
+
+@pytest.mark.parametrize("depth, kept", [(10, True), (600, False), (100_000, False)])
+def test_json_nested_deeper_than_any_of_ours_is_left_out(write, depth, kept):
+    path = write(text(['{"run_id": "x", "config": %s}' % ("[" * depth + "]" * depth), *common()]))
+    run = only_run(path)
+    assert (run.start is not None) is kept
+    assert any("JSON line that cannot be read" in note for note in run.notes) is not kept
+    assert logs.main(["--json", path]) == 0
+
+
 # Separators and the source
 
 @pytest.mark.parametrize("content, source", [
@@ -475,6 +505,37 @@ def test_an_aborted_run_in_two_files_counts_once(tmp_path, write):
     assert [os.path.basename(item.path) for item in found.duplicates] == ["2.console.txt"]
 
 
+def lone(step_0="", start="", ending=""):
+    """A run in the seconds form, of which only the last line tells it from others."""
+    lines = [start, step_0, "step:1/20 train_time:7.5s", "step:20/20 val_loss:3.2775 train_time:151.2s", ending]
+    return "\n".join(line for line in lines if line) + "\n"
+
+
+def test_runs_that_share_a_lone_line_are_two_if_source_or_run_id_say_so(tmp_path, write):
+    before = "step:0/20 val_loss:10.8258 train_time:0.0s"  # every run begins so
+    for step_0 in ("", before):
+        for i, start in enumerate(('{"run_id": "x"}', '{"run_id": "y"}', "")):
+            write(text([lone(step_0, start)], source="import torch, one\n"), f"{i}.txt")
+        write(text([lone(step_0)], source="import torch, two\n"), "3.txt")
+        found = logs.read([tmp_path])
+        assert [os.path.basename(run.path) for run in found.runs] == ["0.txt", "1.txt", "3.txt"]
+        assert [os.path.basename(item.path) for item in found.duplicates] == ["2.txt"]
+    write(lone(ending="done"), "4.summary.txt")  # it states neither
+    assert len(logs.read([tmp_path]).duplicates) == 2
+
+
+def test_two_runs_that_stopped_before_their_first_step_are_two(tmp_path, write):
+    for name in "ab":
+        write(text([common()[0].replace("val_loss:", "val_loss:10.8258 x:")], environment=name), f"{name}.txt")
+    assert len(logs.read([tmp_path]).rejected) == 2
+
+
+def test_a_copy_whose_source_was_edited_is_a_copy(tmp_path, write):
+    write(text(common()), "a.txt")
+    write(text(common(), source="import torch  # copied\n"), "b.txt")
+    assert [os.path.basename(item.path) for item in logs.read([tmp_path]).duplicates] == ["b.txt"]
+
+
 def test_two_runs_may_share_a_lone_loss(tmp_path, write):
     write("step:9/9 val_loss:3.2775\n", "a.txt")
     write("step:9/9 val_loss:3.2775\n\n", "b.txt")
@@ -485,6 +546,21 @@ def test_folders_are_searched_in_order_without_hidden_ones(tmp_path, write):
     for name, loss in (("b/2.txt", "3.2"), ("a.txt", "3.1"), (".git/x.txt", "3.9")):
         write(text(common(loss)), name)
     assert [run.final_loss for run in logs.read([tmp_path]).runs] == [3.1, 3.2]
+
+
+def test_linked_folders_are_searched_once(tmp_path, write):
+    write(text(common("3.1")), "logs/1.txt")
+    write(text(common("3.2")), "elsewhere/deep/2.txt")
+    write(text(common("3.3")), "3.txt")
+    for name, target in (("linked", tmp_path / "elsewhere"), ("up", tmp_path), ("again", tmp_path / "elsewhere/deep")):
+        os.symlink(target, tmp_path / "logs" / name)
+    os.symlink("round", tmp_path / "elsewhere/deep/round")
+    os.symlink("..", tmp_path / "elsewhere/deep/back")
+    found = logs.read([tmp_path / "logs"])
+    assert sorted(run.final_loss for run in found.runs) == [3.1, 3.2]
+    named = {os.path.relpath(item.path, tmp_path / "logs"): item.kind for item in found.rejected}
+    assert named == {"again/round": logs.UNREADABLE,
+                     **dict.fromkeys(("again/back/deep", "linked", "up"), logs.NOT_A_LOG)}
 
 
 # Size
@@ -533,6 +609,21 @@ def test_the_command_lists_every_file_and_what_became_of_it(tmp_path, write):
     found = json.loads(command("--json", tmp_path).stdout)
     assert found["runs"][0]["final_loss"] == 3.2775 and found["runs"][0]["validations"][-1]["time_ms"] == 2000
     assert {os.path.basename(item["path"]) for item in found["rejected"]} == {"README.md", "cut.txt"}
+
+
+def test_what_is_no_number_is_null_for_programs(write):
+    path = write(text(['{"run_id": "x", "lr": NaN}', *common("nan"), '{"end": {"final_val_loss": -Infinity}}']))
+    shown = json.loads(command("--json", path).stdout, parse_constant=pytest.fail)
+    (rejected,) = shown["rejected"]
+    assert rejected["start"] == {"run_id": "x", "lr": None} and rejected["validations"][-1]["loss"] is None
+
+
+def test_a_path_that_no_terminal_shows(tmp_path):
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff\n.txt")
+    Path(path).write_text(text(common()))
+    done = subprocess.run([sys.executable, str(RECORDS / "logs.py"), path, path + "x"], capture_output=True,
+                          env={"PYTHONIOENCODING": "ascii:strict"})
+    assert done.returncode == 2 and done.stderr == b"" and b"\\udcff\\n.txtx  -    rejected" in done.stdout
 
 
 def test_the_command_fails_on_a_path_that_is_not_there(tmp_path, write):
