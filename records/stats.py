@@ -4,7 +4,7 @@
     python records/stats.py new/*.txt --vs old/*.txt      and is the new version faster than the old one?
     python records/stats.py race/ --side a                the same, from the logs of one race: side a against side b
     python records/stats.py --plan --sd 0.0013 --margin 0.002     how many runs such a claim needs
-    --markdown  the record's README section and leaderboard row     --plot out.png     --json
+    --markdown  the record's README section and leaderboard row     --plot out.png     --json (a plan takes only this)
 
 Exit status: 0 the claim holds, 1 it does not, 2 it cannot be judged (too few runs, mixed sources, missing
 or diverged runs, ...).
@@ -169,6 +169,12 @@ class Side:
     def timed(self):
         return not self.untimed
 
+    @property
+    def set_back(self):
+        """Runs whose clock fell back otherwise than once after a warm-up: their last time is not of the whole run."""
+        return [run for run in self.runs
+                if len(run.clock_falls) > 1 or any(step > LATE * run.last_step for step in run.clock_falls)]
+
 
 class Race(NamedTuple):
     """The race field of a log's start line."""
@@ -184,6 +190,13 @@ def race_of(run):
     if not isinstance(race, dict) or "race_id" not in race:
         return None
     return Race(str(race["race_id"]), str(race.get("side") or ""), str(race.get("run")), race.get("declared_n"))
+
+
+def config_of(run):
+    """The config values in a log's start line that change what is trained."""
+    config = (run.start or {}).get("config")
+    return {key: value for key, value in (config.items() if isinstance(config, dict) else ())
+            if key not in INCIDENTAL and not key.startswith("race_")}
 
 
 def names(items):
@@ -247,11 +260,10 @@ def check_one_experiment(side, mixed):
     elif None in sources:
         side.warnings.append(f"the logs of {side.name} hold no source: nothing shows that they are of one experiment")
 
-    configs = [(run.start or {}).get("config") for run in side.runs]
-    configs = [config if isinstance(config, dict) else {} for config in configs]
+    configs = list(map(config_of, side.runs))
     for key in sorted({key for config in configs for key in config}):
         values = Counter(json.dumps(config.get(key)) for config in configs)
-        if len(values) > 1 and key not in INCIDENTAL and not key.startswith("race_"):
+        if len(values) > 1:
             listed = ", ".join(f"{value} ({count})" for value, count in values.items())
             refuse(f"{side.name} holds runs whose {key} differs: {listed}; pass the logs of one, ")
 
@@ -275,11 +287,16 @@ def check_one_experiment(side, mixed):
         side.warnings.append(f"{side.name} declares no number of runs: the verdict stands only if it was fixed before "
                              "the first run, and if every run that was started is here")
 
-    seeds = Counter(json.dumps(run.start["seed"]) for run in side.runs if run.start and "seed" in run.start)
-    repeated = [seed for seed, count in seeds.items() if count > 1]
-    if repeated:
-        side.warnings.append(f"runs of {side.name} share the seed {', '.join(repeated)}: they are not independent; "
-                             "race with distinct seeds")
+    def seeded(run):
+        """What makes two runs one experiment done twice; None where the log states no seed."""
+        seed = (run.start or {}).get("seed")
+        return None if seed is None else json.dumps([seed, run.source_sha256, config_of(run)], sort_keys=True)
+
+    for experiment, runs in grouped(seeded).items():
+        if experiment and len(runs) > 1:
+            raise CannotJudge(f"{len(runs)} runs of {side.name} share the seed {json.dumps(runs[0].start['seed'])} "
+                              f"({names(runs)}): they are not independent, and p would be too small; race with "
+                              "distinct seeds")
 
 
 def check_all_there(side, rejected):
@@ -335,11 +352,9 @@ def look_closer(side):
             side.warnings.append(f"train_time is not above zero on the last line of {names(without)}: the times are "
                                  "not judged")
         return
-    odd = [run for run in side.runs
-           if len(run.clock_falls) > 1 or any(step > LATE * run.last_step for step in run.clock_falls)]
-    if odd:
-        side.warnings.append(f"the clock was set back during training ({names(odd)}): such a time is not that of a "
-                             "whole run")
+    if side.set_back:
+        side.warnings.append(f"the clock was set back during training ({names(side.set_back)}): such a time is not "
+                             "that of a whole run")
     spread = scipy.stats.median_abs_deviation(side.seconds, scale="normal")
     middle = np.median(side.seconds)
     for run, seconds in zip(side.runs, side.seconds):
@@ -356,7 +371,7 @@ def choose_target(runs, given):
     stated = list({json.dumps(target): target for target in targets}.values())
     if stated == [None]:
         return DEFAULT_TARGET
-    if len(stated) > 1 or not isinstance(stated[0], (int, float)):
+    if len(stated) > 1 or type(stated[0]) not in (int, float) or not math.isfinite(stated[0]):
         raise CannotJudge(f"the logs state the targets {', '.join(map(str, stated))}; choose with --target")
     return float(stated[0])
 
@@ -432,6 +447,10 @@ def compare(a, b, options):
     if untimed:
         raise CannotJudge(f"no train_time above zero on the last validation line of {names(untimed)}; without a second "
                           "set the loss alone can be judged")
+    set_back = a.set_back + b.set_back
+    if set_back:
+        raise CannotJudge(f"the clock was set back during training ({names(set_back)}): such times do not compare; "
+                          "without a second set the loss alone can be judged")
     counts = [sorted({run.gpus for run in side.runs}, key=str) for side in (a, b)]
     if counts[0] != counts[1] and not options.mixed:
         shown = [" and ".join(str(count or "unknown") for count in found) for found in counts]
@@ -647,14 +666,14 @@ def _labels(sides):
     """What a plot calls the sides: their folders, where each has one of its own; else their names."""
     folders = [{os.path.basename(os.path.dirname(os.path.abspath(run.path))) for run in side.runs} for side in sides]
     if all(len(found) == 1 for found in folders) and len(set.union(*folders)) == len(sides):
-        return [found.pop() for found in folders]
-    return [side.name.removeprefix("the ") for side in sides]
+        return [logs.printable(found.pop()) for found in folders]
+    return [logs.printable(side.name.removeprefix("the ")) for side in sides]
 
 
-def show_plan(options):
-    """How many runs a claim needs, as lines. sd and margin come from the flags, or from the loss in logs."""
-    sd, margin = options.sd, options.margin
-    origin = ""
+def plan(options):
+    """How many runs a claim needs, as a dict for --json. sd and margin come from the flags, or from the loss in logs;
+    n is that of the runs in the logs, or None."""
+    sd, margin, n = options.sd, options.margin, None
     if sd is None or margin is None:
         if not options.paths:
             raise CannotJudge("--plan wants --sd and --margin, or logs to take them from")
@@ -665,15 +684,24 @@ def show_plan(options):
             sd = loss["sd"]
         if margin is None:
             margin = choose_target(side.runs, options.target) - loss["mean"]
-        origin = f", from the losses of {loss['n']} runs"
+        n = loss["n"]
     if not (sd and sd > 0 and margin > 0 and math.isfinite(sd) and math.isfinite(margin)):
         raise CannotJudge(f"a plan wants sd and margin above 0, and they are {sd} and {margin}; give --sd and --margin")
-    lines = [f"sd {sd:.4g}, margin {margin:.4g}{origin}; one-sided t-test at alpha {options.alpha:g}, "
-             f"power {options.power:g}"]
+    needed = []
     for sets, what in ((1, "mean below a target"), (2, "less than another set")):
-        n = runs_needed(sd, margin, options.alpha, options.power, sets)
-        lines.append(f"  {what + ':':<24} {n} runs{' a side' if sets == 2 else ''} "
-                     f"(power {power(n, sd, margin, options.alpha, sets):.3f})")
+        runs = runs_needed(sd, margin, options.alpha, options.power, sets)
+        reached = power(runs, sd, margin, options.alpha, sets)
+        needed.append({"claim": what, "sets": sets, "runs": runs, "power": reached})
+    return {"sd": sd, "margin": margin, "n": n, "alpha": options.alpha, "power": options.power, "needed": needed}
+
+
+def show_plan(found):
+    """The plan as lines of text."""
+    origin = "" if found["n"] is None else f", from the losses of {found['n']} runs"
+    lines = [f"sd {found['sd']:.4g}, margin {found['margin']:.4g}{origin}; one-sided t-test at alpha "
+             f"{found['alpha']:g}, power {found['power']:g}"]
+    lines += [f"  {each['claim'] + ':':<24} {each['runs']} runs{' a side' if each['sets'] == 2 else ''} "
+              f"(power {each['power']:.3f})" for each in found["needed"]]
     return [*lines, "Declare the number before the first run; running on until p < alpha is no test at this alpha."]
 
 
@@ -709,6 +737,10 @@ def parse(arguments):
         parser.error(f"--target is {options.target}; it wants a finite number")
     if options.side and options.vs:
         parser.error("--side takes both sets from PATH; leave out --vs")
+    for name in ("vs", "vs_source", "side", "plot", "markdown") if options.plan else ("sd", "margin"):
+        if getattr(options, name):
+            flag = "--" + name.replace("_", "-")
+            parser.error(f"--plan judges nothing; leave out {flag}" if options.plan else f"{flag} wants --plan; add it")
     if not options.paths and not options.plan:
         parser.error("no PATH was given; name logs, or a folder of logs")
     return options
@@ -718,21 +750,22 @@ def main(arguments=None):
     options = parse(arguments)
     try:
         if options.plan:
-            print("\n".join(show_plan(options)))
+            found = plan(options)
+            print(logs.show_json(found) if options.json else "\n".join(show_plan(found)))
             return 0
         report = judge(options)
         if options.plot:
             plot(report, options.plot)
     except CannotJudge as reason:
         if options.json:
-            print(json.dumps({"verdict": "the claim cannot be judged", "reason": str(reason),
-                              **list_runs(reason.sides)}, indent=1))
+            print(logs.show_json({"verdict": "the claim cannot be judged", "reason": str(reason),
+                                  **list_runs(reason.sides)}))
         elif reason.sides:
             print("\n".join(show_runs(reason.sides)), flush=True)
         print(f"The claim cannot be judged: {reason}.", file=sys.stderr)
         return 2
     if options.json:
-        print(json.dumps(as_json(report), indent=1))
+        print(logs.show_json(as_json(report)))
     else:
         print("\n".join((show_markdown if options.markdown else show_report)(report)))
     return 0 if report["verdict"] == "the claim holds" else 1

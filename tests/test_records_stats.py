@@ -1,6 +1,7 @@
 """records/stats.py: known answers, the promised error rates by simulation, and every refusal and warning."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -209,7 +210,9 @@ def test_the_target_that_all_logs_state(write, judge, refusal):
     assert status == 1 and "target 3.2)" in out
     assert judge(low, "--target", 3.28)[0] == 0
     assert "the targets 3.2, 3.3" in refusal(write("two", stating(*[3.2] * 5, *[3.3] * 5)))
-    assert "the targets x;" in refusal(write("text", stating(*["x"] * 10)))
+    for name, odd in (("text", "x"), ("true", True), ("nan", float("nan")), ("inf", float("-inf")), ("long", 10**400)):
+        folder = write(name, stating(*[odd] * 10))
+        assert "the logs state the targets " in refusal(folder) and judge(folder, "--target", 3.28)[0] == 0
 
 
 def test_llm_c_logs_give_a_loss_and_no_time(write, judge, refusal, old):
@@ -338,14 +341,15 @@ def test_a_time_that_no_run_takes_is_not_judged(new, old, judge):
 
 # Races: n declared before the first run
 
-def raced(n, sides="a", declared=None, race_id="r", shift=0.0, skip=(), drift=0.0):
-    """Logs of a race: n runs a side, those of b slower by shift; the machine slows by drift from run to run."""
+def raced(n, sides="a", declared=None, race_id="r", shift=0.0, skip=(), drift=0.0, seed=0):
+    """Logs of a race: n runs a side, those of b slower by shift; the machine slows by drift from run to run; run i has
+    the seed seed + i."""
     draw, contents = np.random.default_rng(7), []
     for i in range(1, n + 1):
         for side in sides:
             seconds = round(140 + drift * i + draw.normal(0, 0.07) + (shift if side == "b" else 0), 3)
             race = {"race_id": race_id, "run": i, "declared_n": declared or n, "side": side}
-            content = log(round(draw.normal(3.277, 0.001), 4), seconds, side, start={"race": race, "seed": i})
+            content = log(round(draw.normal(3.277, 0.001), 4), seconds, side, start={"race": race, "seed": seed + i})
             if (i, side) not in skip:
                 contents.append(content)
     return contents
@@ -372,7 +376,7 @@ def test_a_race_with_more_runs_than_declared_or_one_twice(write, refusal):
 
 
 def test_runs_of_two_races(write, refusal, judge):
-    other = [content.replace("train_time:1", "train_time:2") for content in raced(5, race_id="q")]
+    other = [content.replace("train_time:1", "train_time:2") for content in raced(5, race_id="q", seed=5)]
     folder = write("races", raced(5) + other)
     assert "different races: r (5), q (5)" in refusal(folder)
     assert judge(folder, "--mixed")[0] == 0
@@ -401,9 +405,23 @@ def test_runs_of_different_races_are_no_pairs(write, judge):
     assert "pairs" not in judge(ours, "--vs", fewer)[1]
 
 
-def test_runs_that_share_a_seed_are_warned_of(write, judge):
-    _, out, _ = judge(write("race", [content.replace('"seed": 2', '"seed": 1') for content in raced(10)]))
-    assert "share the seed 1: they are not independent" in out
+def test_runs_of_one_seed_are_not_independent(write, judge, refusal):
+    """Where training is deterministic, two seeds run five times each have two losses, and p as if there were ten."""
+    twice = [content.replace('"seed": 2}', '"seed": 1}') for content in raced(10)]
+    message = refusal(folder := write("race", twice))
+    assert "2 runs of the set share the seed 1 (0.txt, 1.txt): they are not independent" in message
+    assert "share the seed 1" in refusal(folder, "--mixed")
+    both = raced(10, "ab", shift=0.2)
+    assert judge(write("both", both), "--side", "a")[0] == 0  # across sides a seed may come twice
+    mixed = [content.replace('"seed": 2}', f'"seed": 1, "config": {{"lr": {i}, "seed": 1}}}}')
+             for i, content in enumerate(raced(10))]
+    assert "whose lr differs" in refusal(folder := write("mixed", mixed))
+    assert judge(folder, "--mixed")[0] == 0  # one seed, but another experiment
+
+
+def test_two_races_from_one_seed_are_not_independent(write, refusal):
+    other = [content.replace("train_time:1", "train_time:2") for content in raced(5, race_id="q")]
+    assert "2 runs of the set share the seed 1 (0.txt, 5.txt)" in refusal(write("races", raced(5) + other), "--mixed")
 
 
 def test_start_lines_of_any_content_do_not_break_the_tool(write, judge):
@@ -417,10 +435,14 @@ def test_start_lines_of_any_content_do_not_break_the_tool(write, judge):
 
 # Warnings about times
 
-def test_a_clock_set_back_late_is_warned_of(write, judge):
+def test_a_clock_set_back_late_is_warned_of_and_decides_no_claim(write, judge, old, refusal):
     early = write("early", (log(loss, t, clock_reset=2) for loss, t in zip(LOSSES, TIMES)))
     late = write("late", (log(loss, t, clock_reset=12) for loss, t in zip(LOSSES, TIMES)))
-    assert "set back" not in judge(early)[1] and "the clock was set back during training" in judge(late)[1]
+    assert "set back" not in judge(early)[1] and judge(early, "--vs", old)[0] == 0
+    status, out, _ = judge(late)
+    assert status == 0 and "the clock was set back during training" in out
+    assert "the clock was set back during training (0.txt, " in refusal(late, "--vs", old)
+    assert "the clock was set back during training (0.txt, " in refusal(old, "--vs", late)
 
 
 def test_an_outlier_is_warned_of_and_counted(write, judge):
@@ -439,11 +461,16 @@ def test_plans_on_the_command_line(judge, refusal, new):
     assert "--plan wants --sd and --margin" in refusal("--plan", "--sd", 1)
     assert "above 0" in refusal("--plan", "--sd", 0.1, "--margin", -1)
     assert "more than 1,000,000 runs" in refusal("--plan", "--sd", 1, "--margin", 1e-9)
+    found = json.loads(judge("--plan", "--json", new)[1])
+    assert found["n"] == 10 and [needed["runs"] for needed in found["needed"]] == [7, 9]
+    assert json.loads(judge("--plan", "--json", "--sd", 1)[1])["verdict"] == "the claim cannot be judged"
 
 
 @pytest.mark.parametrize("arguments", [
     [], ["x", "--alpha", "2"], ["x", "--target", "nan"], ["x", "--side", "a", "--vs", "y"], ["--plan", "--power", "1"],
-    ["x", "--alp", "0.1"]])
+    ["x", "--alp", "0.1"], ["x", "--sd", "1"], ["x", "--margin", "1"],
+    *(["--plan", "--sd", "1", "--margin", "1", *more] for more in (
+        ["--plot", "x.png"], ["--markdown"], ["--vs", "x"], ["--vs-source", "x"], ["--side", "a"]))])
 def test_flags_that_make_no_sense(arguments, capsys):
     with pytest.raises(SystemExit) as left:
         stats.main(arguments)
@@ -478,6 +505,17 @@ def test_the_command_works_from_anywhere(new, tmp_path):
     done = subprocess.run([sys.executable, str(RECORDS / "stats.py"), "new"], cwd=tmp_path, capture_output=True,
                           text=True)
     assert done.returncode == 0 and "The claim holds" in done.stdout and done.stderr == ""
+
+
+def test_text_that_no_terminal_shows(write, tmp_path):
+    """A lone surrogate, which JSON can hold and UTF-8 cannot, in a side's name; a byte that is no UTF-8 in a path's."""
+    folder = write("odd", [content.replace('"side": "b"', '"side": "\\ud800"') for content in raced(9, "ab")])
+    name = os.fsdecode(b"\xff")
+    os.rename(folder, tmp_path / name)
+    for arguments, status in (([name, "--side", "a"], 1), ([name, "--vs", f"{name}/0.txt", "--source", "0"], 2)):
+        done = subprocess.run([sys.executable, str(RECORDS / "stats.py"), *arguments], cwd=tmp_path,
+                              capture_output=True, text=True, env={"PYTHONIOENCODING": "utf-8:strict"})
+        assert done.returncode == status and "Traceback" not in done.stderr and "\\ud" in done.stdout + done.stderr
 
 
 def test_runs_that_cannot_be_judged_are_shown(write, judge):
