@@ -21,8 +21,8 @@ Definitions
                    idle = span - |all ops|, where the span runs from the first op's start to the last op's end. "In
                    all" takes the ops of all steps at once, so its span holds the gaps between steps too. Each GPU
                    on its own, then summed: a kernel of one GPU hides no communication of another.
-    B              first nccl:*reduce_scatter* annotation - start of the first Optimizer.step#* (or range `step`).
-                   Negative: launched before the optimizer began.
+    B              first nccl:*reduce_scatter* annotation - start of the first Optimizer.step#*; where torch recorded
+                   none, of the first range `step` beside a range `backward`. Negative: launched before the optimizer.
     D              start of the first reduce-scatter kernel - end of the last non-communication op launched off the
                    main thread, which is autograd's work. Negative: communication began during backward. The main
                    thread is the one that carries the ProfilerStep marks.
@@ -139,8 +139,8 @@ class Scanner:
                     self.at += 1
                     continue
                 key = self.value()
-                if self.peek() != ":":
-                    raise ValueError(f"no ':' after a key at character {self.passed + self.at}")
+                if not isinstance(key, str) or self.peek() != ":":
+                    raise ValueError(f"no string and ':' for a key at character {self.passed + self.at}")
                 self.at += 1
                 if key == "traceEvents" and self.peek() == "[":
                     yield from self.items()
@@ -185,7 +185,7 @@ LAUNCH_CATEGORIES = {"cuda_runtime", "cuda_driver"}
 HOST_CATEGORIES = {"cpu_op", "user_annotation"}
 OLD_CATEGORIES = {"Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset", "Runtime": "cuda_runtime",
                   "Operator": "cpu_op"}  # torch before 1.12
-STEP_MARK = re.compile(r"ProfilerStep#(\d+)")
+STEP_MARK = re.compile(r"ProfilerStep#(\d{1,18})")
 OWN_RANGES = ("launch ", "wait ", "update ", "gather ")
 HOST_NAMES = re.compile(r"ProfilerStep#\d+|Optimizer\.step#|nccl:|gloo:|c10d::|autograd::engine::evaluate_function"
                         rf"|{'|'.join(OWN_RANGES)}|(forward|backward|step)$")
@@ -199,6 +199,11 @@ def collective(name):
     """'ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(…)' or 'nccl:_reduce_scatter_base' → 'reduce-scatter'."""
     letters = re.sub("[^a-z]", "", name.lower())
     return next((kind for key, kind in COLLECTIVES.items() if key in letters), "other")
+
+
+def scalar(value):
+    """A number or a string as it is, else None: what may name a rank, a GPU or a stream."""
+    return value if isinstance(value, (int, str)) else None
 
 
 def nanoseconds(microseconds):
@@ -280,9 +285,7 @@ def read(path):
                 continue
         arguments = event.get("args")
         arguments = arguments if isinstance(arguments, dict) else {}
-        correlation = arguments.get("correlation")
-        if not isinstance(correlation, (int, str)):
-            correlation = None
+        correlation = scalar(arguments.get("correlation"))
         if is_launch and correlation is None:
             continue
         try:
@@ -293,7 +296,7 @@ def read(path):
         except ValueError:
             trace.broken += 1
             continue
-        thread = (str(event.get("pid")), str(event.get("tid")))
+        thread = (str(scalar(event.get("pid"))), str(scalar(event.get("tid"))))
         thread = threads.setdefault(thread, thread)
         if is_launch:
             # where a runtime call and the driver call inside it share a number, the outer one is the launch
@@ -306,9 +309,9 @@ def read(path):
                 if "nccl" in name:
                     kind = collective(name)
                     if kind == "other":
-                        kind = collective(str(arguments.get("Collective name", "")))
-            unlinked.append((correlation, Op(start, end, sys.intern(name), kind, arguments.get("device", thread[0]),
-                                             arguments.get("stream", thread[1]), None)))
+                        kind = collective(str(scalar(arguments.get("Collective name"))))
+            device, stream = scalar(arguments.get("device", thread[0])), scalar(arguments.get("stream", thread[1]))
+            unlinked.append((correlation, Op(start, end, sys.intern(name), kind, device, stream, None)))
         else:
             span = Span(start, end, sys.intern(name), thread)
             (marks if STEP_MARK.fullmatch(name) else host).append(span)
@@ -329,10 +332,10 @@ def read(path):
 
     distributed = header.get("distributedInfo")
     if isinstance(distributed, dict):
-        trace.rank, trace.world_size = distributed.get("rank"), distributed.get("world_size")
+        trace.rank, trace.world_size = scalar(distributed.get("rank")), scalar(distributed.get("world_size"))
     devices = header.get("deviceProperties")
     if isinstance(devices, list) and devices and isinstance(devices[0], dict):
-        trace.gpu = str(devices[0].get("name", ""))
+        trace.gpu = str(scalar(devices[0].get("name")) or "")
     return trace
 
 
@@ -412,12 +415,18 @@ def gpu_counts(ops, main_threads):
                                                  for op in communication)}
 
 
-def is_optimizer_step(span):
-    return span.name == "step" or span.name.startswith("Optimizer.step#")
+def optimizer_steps(host):
+    """What torch records, or else the ranges named step beside those named backward, as our own traces have them.
+
+    A range that holds a backward is not the optimizer's step but the whole training step."""
+    recorded = [span for span in host if span.name.startswith("Optimizer.step#")]
+    backward = [span.start for span in host if span.name == "backward"]
+    return recorded or [span for span in host if span.name == "step" and backward
+                        and not any(span.start <= start < span.end for start in backward)]
 
 
 def optimizer_start(host):
-    return min((span.start for span in host if is_optimizer_step(span)), default=None)
+    return min((span.start for span in optimizer_steps(host)), default=None)
 
 
 def reduce_scatter_annotations(host):
@@ -809,7 +818,7 @@ def host_panel(trace, step):
         zero, zero_name = backward[-1].end, "backward ended"
     ranges = [(span, "backward") for span in backward]
     ranges += [(span, "forward") for span in host if span.name == "forward"]
-    ranges += [(span, "optimizer step") for span in host if is_optimizer_step(span)]
+    ranges += [(span, "optimizer step") for span in optimizer_steps(host)]
     lanes = [("phases", ranges)]
     own = [(span, span.name.partition(" ")[0]) for span in host if span.name.startswith(OWN_RANGES)]
     lanes.append(("program's ranges", own) if own else ("calls", [(span, collective(span.name)) for span in launches]))
@@ -921,18 +930,23 @@ def plot(traces, path, wanted_step=None):
 # Command line -------------------------------------------------------------------------------------------------------
 
 def read_set(paths, problems):
-    """[(Trace, analysis)] of the files that can be judged; the others' messages go into `problems`."""
-    found, seen = [], set()
+    """[(Trace, analysis)] of the files that can be judged; the others' messages go into `problems`.
+
+    A recording that is there twice, be it packed or under another name, counts once, and its analysis notes the other
+    path: no two ranks mark the same steps at the same nanoseconds."""
+    found = []
     for path in paths:
         try:
-            if os.path.realpath(path) in seen:
-                raise Unjudgeable(f"{path}: named twice in one set; name each trace once")
-            seen.add(os.path.realpath(path))
             trace = read(path)
             check(trace)
-            found.append((trace, analyse(trace)))
         except Unjudgeable as problem:
             problems.append(str(problem))
+            continue
+        same = [analysis for other, analysis in found if (other.rank, other.steps) == (trace.rank, trace.steps)]
+        for analysis in same:
+            analysis["notes"].append(f"{path} is the same recording: counted once")
+        if not same:
+            found.append((trace, analyse(trace)))
     return found
 
 

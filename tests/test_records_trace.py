@@ -191,12 +191,20 @@ def test_all_reduce_only_has_no_b_and_no_d(tmp_path):
     assert any("no B" in note for note in analysis["notes"])
 
 
-def test_a_coalesced_annotation_and_a_range_named_step_make_b(tmp_path):
-    build = Builder().host("ProfilerStep#1", 0, 100).host("step", 50, 90)
+@pytest.mark.parametrize("ranges, b", [
+    ([("backward", 5, 40), ("step", 50, 90)], -0.02),  # our own traces
+    ([("step", 2, 95)], None),  # whatever a program calls step
+    ([("step", 2, 95), ("backward", 5, 40)], None),
+    ([("step", 2, 95), ("backward", 5, 40), ("step", 50, 90)], -0.02),
+    ([("backward", 5, 40), ("step", 50, 90), ("Optimizer.step#Adam.step", 55, 80)], -0.025)])
+def test_a_coalesced_annotation_and_the_optimizers_step_make_b(tmp_path, ranges, b):
+    build = Builder().host("ProfilerStep#1", 0, 100)
+    for span in ranges:
+        build.host(*span)
     build.host("nccl:reduce_scatter_tensor_coalesced", 30, 31, tid=AUTOGRAD)
     build.op("gemm", 10, 40, 1, tid=AUTOGRAD).op(REDUCE_SCATTER, 60, 80, 30, stream=9)
     step = analysed(build, tmp_path)["steps"][0]
-    assert (step["b_ms"], step["d_ms"]) == (-0.02, 0.02)
+    assert (step["b_ms"], step["d_ms"]) == (b, 0.02)
 
 
 def test_a_graph_launch_carries_many_kernels(tmp_path):
@@ -283,6 +291,25 @@ def test_events_that_lack_fields_are_left_out_and_counted(tmp_path):
     assert analysed(build, tmp_path)["orphans"]["gpu_ops"] == 2
 
 
+@pytest.mark.parametrize("odd", [[0], {"a": []}, None, 10**400, [[]] * 9])
+def test_fields_of_any_kind_break_nothing(tmp_path, capsys, odd):
+    """In the places where a trace names its GPU, stream, thread, rank."""
+    build = two_steps()
+    for event in build.events:
+        if "args" in event:
+            event["args"] |= {"device": odd, "stream": odd, "Collective name": odd}
+        event["pid"] = odd
+    path = build.write(tmp_path / "t.json", distributedInfo={"rank": odd, "world_size": odd},
+                       deviceProperties=[{"name": odd}])
+    assert trace.main([str(path), "--json"]) == trace.main([str(path)]) == 0
+    assert trace.analyse(trace.read(str(path)))["total"]["comm_kernels"] == {"all-gather": 1, "reduce-scatter": 2}
+
+
+def test_a_step_of_more_digits_than_a_number_may_have_is_no_step(tmp_path):
+    expected = analysed(two_steps(), tmp_path)
+    assert analysed(two_steps().host(f"ProfilerStep#{'9' * 5000}", 2000, 3000), tmp_path) == expected
+
+
 # The stream ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
@@ -311,10 +338,9 @@ def test_what_profilers_wrote_wrong_is_mended(tmp_path, monkeypatch, chunk):
 
 def test_a_list_a_packed_file_and_odd_names_are_read(tmp_path, capsys):
     build = two_steps()
-    plain = build.write(tmp_path / "rank 0 (a).json")
-    packed = build.write(tmp_path / "ränk 1.json.gz")
-    misnamed = tmp_path / "rank 2.json"
-    misnamed.write_bytes(packed.read_bytes())
+    plain = build.write(tmp_path / "rank 0 (a).json", distributedInfo={"rank": 0})
+    packed = build.write(tmp_path / "ränk 1.json.gz", distributedInfo={"rank": 1})
+    misnamed = build.write(tmp_path / "rank 2.json.gz", distributedInfo={"rank": 2}).rename(tmp_path / "rank 2.json")
     listed = tmp_path / "rank 3"
     listed.write_text("\ufeff" + json.dumps(build.events))
     out = figures(plain, packed, misnamed, listed, capsys=capsys)["traces"]
@@ -336,6 +362,8 @@ BAD_FILES = {
     "cut after an event": (b'{"traceEvents": [{"ph": "X"}', "at character"),
     "cut after the list": (b'{"traceEvents": [{"ph": "X"}], "trace', "at character"),
     "no colon": (b'{"traceEvents" []}', "':'"),
+    "a list for a key": (b'{[1]: 2}', "no string"),
+    "an object for a key": (b'{"traceEvents": [], {}: 2}', "no string"),
     "two in one": (b'{"traceEvents": []}{"traceEvents": []}', "follows the end"),
     "deep": (b'{"traceEvents": [' + b"[" * 200_000, "trace"),
     "cut gzip": (gzip.compress(b'{"traceEvents": [' + b"1," * 5000)[:-20], "cut short"),
@@ -393,9 +421,19 @@ def test_every_bad_file_is_named_and_nothing_is_printed_of_the_good(tmp_path, ca
     assert out == "" and [line.split(":")[0] for line in err.splitlines()] == [str(tmp_path / "x"), str(tmp_path / "y")]
 
 
-def test_a_trace_named_twice_in_a_set_is_refused(tmp_path, capsys):
-    path = two_steps().write(tmp_path / "t.json")
-    assert "twice" in refusal(path, capsys, path)
+def test_a_recording_that_is_there_twice_counts_once_and_is_named(tmp_path, capsys):
+    path = two_steps().write(tmp_path / "t.json", distributedInfo={"rank": 0})
+    packed = tmp_path / "copy.json.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    other = moved(two_steps(), 100).write(tmp_path / "u.json", distributedInfo={"rank": 1})
+    found = figures(path, packed, other, path, "--vs", path, capsys=capsys)
+    assert [analysis["rank"] for analysis in found["traces"]] == [0, 1]
+    assert found["traces"][0]["notes"] == [f"{path} is the same recording: counted once"
+                                           for path in (packed, path)] and found["traces"][1]["notes"] == []
+    assert found["comparison"]["total"]["exposed_ms"]["a"] == pytest.approx(0.45)
+    assert trace.main([str(path), str(packed)]) == 0
+    out = capsys.readouterr().out
+    assert f"note: {packed} is the same recording: counted once" in out and "mean" not in out
 
 
 # CPU ----------------------------------------------------------------------------------------------------------------
@@ -489,7 +527,7 @@ def test_the_table_shows_steps_totals_and_orphans(tmp_path, capsys):
 
 
 def test_several_ranks_end_in_a_table_of_all(tmp_path, capsys):
-    paths = [two_steps().write(tmp_path / f"rank{rank}.json") for rank in range(2)]
+    paths = [two_steps().write(tmp_path / f"rank{rank}.json", distributedInfo={"rank": rank}) for rank in range(2)]
     assert trace.main(list(map(str, paths))) == 0
     out = capsys.readouterr().out
     assert "2 traces, in all" in out and out.count("rank1.json") == 2 and "\nmean" in out
@@ -504,7 +542,8 @@ def moved(build, microseconds):
 
 
 def test_two_sets_are_compared_by_their_means(tmp_path, capsys):
-    before = [moved(two_steps(), extra).write(tmp_path / f"b{extra}.json") for extra in (100, 300)]
+    before = [moved(two_steps(), extra).write(tmp_path / f"b{extra}.json", distributedInfo={"rank": extra})
+              for extra in (100, 300)]
     after = two_steps().write(tmp_path / "after.json")
     comparison = figures(*before, "--vs", after, capsys=capsys)["comparison"]
     assert comparison["total"]["exposed_ms"] == pytest.approx({"a": 0.6, "b": 0.4, "difference": -0.2})
