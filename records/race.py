@@ -185,7 +185,7 @@ class Manifest:
         whole = text[:text.rfind(b"\n") + 1]
         for number, line in enumerate(whole.splitlines(), 1):
             try:
-                manifest.take(check_event(json.loads(line), first=number == 1))
+                manifest.take(check_event(logs.parse_json(line), first=number == 1))
             except ValueError as error:
                 raise CannotRace(f"{path}: line {number} is none of a race's ({error}); restore it, or name the "
                                  f"{MANIFEST} of a race") from None
@@ -219,10 +219,16 @@ def check_event(event, first):
         if not isinstance(inner, dict) or not isinstance(inner.get(key), kind):
             raise ValueError(f"its {key} is missing, or no {kind.__name__}")
     sides = inner["sides"] if first else {}
-    if first and not (sides and all(isinstance(version, dict) and "revision" in version
-                                    and isinstance(version.get("flags"), list) for version in sides.values())):
+    if first and not (sides and all(isinstance(version, dict) and isinstance(version.get("revision", 0), str | None)
+                                    and are_words(version.get("flags")) for version in sides.values())):
         raise ValueError("a side needs a revision and flags")
+    if first and not are_words(inner["order"]):
+        raise ValueError("its order holds what is no word")
     return event
+
+
+def are_words(value):
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
 
 def complete_log(path):
@@ -393,4 +399,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    logs.run_main(main)
