@@ -222,8 +222,8 @@ def check_event(event, first):
     if first and not (sides and all(isinstance(version, dict) and isinstance(version.get("revision", 0), str | None)
                                     and are_words(version.get("flags")) for version in sides.values())):
         raise ValueError("a side needs a revision and flags")
-    if first and not are_words(inner["order"]):
-        raise ValueError("its order holds what is no word")
+    if first and not (are_words(inner["order"]) and len(inner["order"]) == inner["n"] * len(sides)):
+        raise ValueError("its order wants one word for each of its n runs a side")
     return event
 
 

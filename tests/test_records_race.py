@@ -283,7 +283,7 @@ RACE = {"id": "x", "sides": {"": {"revision": None, "flags": []}}, "ranks": 1, "
     "[" * 100_000 + "\n", "[" * 600 + "]" * 600 + "\n",
     *(json.dumps({"race": {**RACE, **change}}) + "\n" for change in (
         {"id": 3}, {"sides": {}}, {"sides": ["a"]}, {"sides": {"a": {}}}, {"n": "2"}, {"seed": None}, {"order": 1},
-        {"n": 10**400}, {"order": [1]}, {"sides": {"a": {"revision": 5, "flags": []}}},
+        {"n": 10**400}, {"n": 10**15}, {"order": [1]}, {"sides": {"a": {"revision": 5, "flags": []}}},
         {"sides": {"a": {"revision": None, "flags": [1]}}})),
     json.dumps({"race": RACE}) + '\n{"run_id": "x", "run": 1, "side": ""}\n'])
 def test_a_manifest_that_is_none(tmp_path, capsys, text):
