@@ -780,6 +780,11 @@ class Panel(NamedTuple):
     first: float  # when the first collective begins, or None
 
 
+def drawable(text):
+    """Text that any font takes: a name may hold what is no character, and matplotlib raises at that."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def bars(coloured, zero):
     """[(Span or Op, colour key)] → bars, longest first so that short ones stay visible on top."""
     return sorted(((milliseconds(span.start - zero), milliseconds(span.end - zero), key) for span, key in coloured),
@@ -798,7 +803,7 @@ def gpu_panel(trace, step):
         off_main = op.launch.thread not in trace.main_threads
         lanes[str(op.device), str(op.stream)].append((op, "backward" if off_main and op.kind == "compute" else op.kind))
     several = len({device for device, _ in lanes}) > 1
-    labels = [(f"GPU {device} " if several else "") + f"stream {stream}" for device, stream in lanes]
+    labels = [drawable((f"GPU {device} " if several else "") + f"stream {stream}") for device, stream in lanes]
     order = sorted(zip(labels, lanes.values()), key=lambda lane: -len(lane[1]))  # the busiest stream on top
     return Panel("GPU", "backward's last kernel ended" if backward_end is not None else "communication began",
                  [(label, bars(lane, zero)) for label, lane in order],
@@ -972,7 +977,7 @@ def main(arguments=None):
         analyses, others = [analysis for _, analysis in left], [analysis for _, analysis in right]
         comparison = compare(analyses, others) if others else None
         if options.plot:
-            plot([(trace.name, trace) for trace, _ in [*left[:1], *right[:1]]], options.plot, options.step)
+            plot([(drawable(trace.name), trace) for trace, _ in [*left[:1], *right[:1]]], options.plot, options.step)
     except Unjudgeable as problem:
         print(problem, file=sys.stderr)
         return 2

@@ -494,6 +494,7 @@ def test_markdown_takes_the_date_from_the_logs(write, judge):
 def test_the_plot(new, old, write, judge, refusal, tmp_path):
     pytest.importorskip("matplotlib")
     llmc = write("llmc", (f"s:0 tel:10.9{i:03}\ns:9 tel:{loss:.4f}\n" for i, loss in enumerate(LOSSES)))
+    os.rename(old, old := str(tmp_path / os.fsdecode(b"\xff")))  # no font has it
     for i, arguments in enumerate(([new, "--vs", old], [llmc])):
         path = tmp_path / f"{i}.png"
         assert judge(*arguments, "--plot", path)[0] == 0

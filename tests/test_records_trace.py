@@ -3,6 +3,7 @@
 import gzip
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -585,6 +586,12 @@ def test_the_timeline_is_drawn_for_both_kinds(tmp_path, capsys):
         assert trace.main([str(path), "--plot", str(picture)]) == 0
         assert picture.read_bytes().startswith(b"\x89PNG")
         capsys.readouterr()
+    for event in (build := two_steps()).events:
+        if "args" in event:
+            event["args"]["stream"] = "\ud800"
+    odd = build.write(tmp_path / os.fsdecode(b"\xff.json"))
+    assert trace.main([str(odd), "--plot", str(picture)]) == 0
+    capsys.readouterr()
     assert "--step takes one of 1, 2" in refusal(path, capsys, "--plot", picture, "--step", 9)
     with pytest.raises(SystemExit) as left:
         trace.main([str(path), "--step", "1"])
