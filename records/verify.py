@@ -4,7 +4,7 @@
     python records/verify.py RECORD --vs OTHER         and is it faster on the same hardware? (a race holds both sides)
     python records/verify.py RECORD --data DIR         hashes the shards in DIR; is validation text in training?
     python records/verify.py RECORD --rerun MODEL.pt   evaluates a saved model again, in a process of its own
-    --json  for programs
+    --json  for programs; its verdict is pass, fail, or incomplete: nothing fails, and not all could be checked
 
 Exit status: 0 nothing fails (what could not be checked is listed), 1 a rule is broken, 2 the input cannot be judged.
 
@@ -14,8 +14,6 @@ program of a stranger's. What a source does to the process that judges it, only 
 """
 
 import argparse
-import ast
-import functools
 import gzip
 import hashlib
 import importlib.util
@@ -24,30 +22,50 @@ import math
 import multiprocessing
 import os
 import re
+import resource
 import sys
 import tempfile
+import zlib
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 import logs
+import race
+import scan
 import stats
 
 ROOT = Path(__file__).resolve().parent.parent
-MANIFEST = "race.jsonl"  # which race.py writes beside its logs
 PASS, FAIL, UNKNOWN = "pass", "fail", "not checkable"
+INCOMPLETE = "incomplete"  # of all rules together
 SHOWN = 3  # findings of one rule that are spelled out
+MOST_BYTES = 32 << 20  # of a log or a manifest, unpacked
+GPT2_VOCAB = range(50257, 51200)  # rows of its embedding, filled up
 FINEWEB_VAL_TOKENS = 10_485_760  # the public speedrun's rule; other data is validated on as a whole
-UNNAMED_S, UNNAMED_PART = 0.5, 0.02  # of the wall clock: what a run may spend under no name
-STARTING_S = 60  # from the start of a process to that of its own wall clock
-STALL = 0.02  # of a median step: a busy machine makes steps uneven, but not so uneven
-FINGERPRINT = 32  # tokens; shorter documents occur twice by chance
-HEADER_BYTES = 1024
+UNNAMED_S, UNNAMED_PART = 0.25, 0.002  # of the wall clock: what a run may spend under no name
+# From the launch of a run to the start of its own wall clock, and after that one's end: at most so long, less for a
+# short run, where it could hide as much as the run itself; and how far the runs of one race may differ in it
+STARTING_S, STARTING_LEAST_S, STARTING_PART = 60, 20, 0.2
+STARTING_SPREAD_S, STARTING_SPREAD_PART = 15, 0.05
+CLOCKS_S = 2  # times of day are stated in whole seconds
+STALL, NEIGHBOURS = 0.2, 20  # of the median of its neighbours: a busy machine makes steps uneven, but not so short
+TELLING_LINES = 8  # times of fewer lines can agree by chance
+HEADER_BYTES, MAGIC = 1024, 20240520
+# Validation text in training is sought by what so many tokens in a row hash to, in so many places at most
+FINGERPRINT, MOST_PRINTS, LEAST_PRINTS = 32, 1 << 20, 8
+CHUNK = 1 << 22
+SHARED = 0.5  # of a document's prints: it is in training, perhaps cut or with tokens changed
+COINCIDENCES = 1000  # in so many documents one may be: the web holds some pages twice
+
+MODEL_RULES = ("the saved model is the log's", "independent validation loss", "a sequence's loss is its own",
+               "later tokens do not reach earlier logits", "targets do not reach logits", "probabilities sum to 1",
+               "evaluation leaves the model as it was")
 
 
 class NotCheckable(Exception):
@@ -73,7 +91,8 @@ class Evidence:
     """One run: what logs.py read, the source as the script's file held it, and its step lines."""
     run: logs.Run
     source: str | None
-    lines: list  # (step, train_time in ms or None, step_avg in ms or None, whether it is a validation line)
+    lines: list  # (step, train_time in ms, step_avg in ms or None, whether it is a validation line)
+    stray: str | None  # what in the file the script does not write
 
     @property
     def name(self):
@@ -86,8 +105,8 @@ class Evidence:
 
     @property
     def race_side(self):
-        race = stats.race_of(self.run)
-        return race.side if race else ""
+        found = stats.race_of(self.run)
+        return found.side if found else ""
 
     def get(self, where, kind=object):
         """The entry at a path like `end.state_hash.before_warmup`. NotCheckable or Broken if none of this type is."""
@@ -97,241 +116,154 @@ class Evidence:
         for key in where.split("."):
             found = found.get(key) if isinstance(found, dict) else None
         truth_for_number = isinstance(found, bool) and kind not in (bool, object)
-        endless = isinstance(found, float) and not math.isfinite(found)
-        if found is None or not isinstance(found, kind) or truth_for_number or endless:
+        if found is None or not isinstance(found, kind) or truth_for_number or kind in (int, NUMBER) and \
+                not is_number(found):
             raise Broken(f"the log's {where} is {json.dumps(found)[:60]}; every run of this project's script states it")
+        return found
+
+    def digest(self, where):
+        found = self.get(where, str)
+        if not _SHA256.fullmatch(found):
+            raise Broken(f"the log's {where} is {found[:20]!r}, no SHA-256")
         return found
 
 
 NUMBER = (int, float)
-_STEP = re.compile(r"step:(\d{1,18})/\d+ (?:.* )?train_time:(\d+)ms(?: step_avg:([\d.]+|nan)ms)?")
+_SHA256 = re.compile("[0-9a-f]{64}")
+_SOME = r"\d{1,15}(?:\.\d{1,15})?"  # a number that no arithmetic chokes on
+_STEP = re.compile(rf"step:(\d{{1,15}})/\d+ (?:.* )?train_time:(\d{{1,15}})ms(?: step_avg:({_SOME}|nan)ms)?(?: |$)")
+# The lines of our logs, a letter each: the description, steps, the end, the memory; an error that came after it
+_OURS = {"d": r'\{"run_id": .*\}', "e": r'\{"end": .*\}', "x": "error: .*",
+         "p": r"peak memory allocated: \d+ MiB reserved: \d+ MiB",
+         "s": rf"step:\d{{1,15}}/%s (?:val_loss:{_SOME} )?train_time:\d{{1,15}}ms step_avg:{_SOME}ms"
+              rf"(?: train_loss:{_SOME})?"}
 
 
-def read_evidence(run, alone):
-    """Reads a run's file again, for what logs.py does not keep. alone: the file holds no other run."""
-    opener = gzip.open if Path(run.path).suffix == ".gz" else open
-    with opener(run.path, "rt", encoding="utf-8", errors="surrogateescape") as file:
-        parts = re.split(rf"^{'=' * 100}$", file.read(), flags=re.M)
+def is_number(x):
+    return isinstance(x, NUMBER) and not isinstance(x, bool) and abs(x) < 1e15  # nan and inf are not
+
+
+def read_text(path):
+    """The text of a file, packed or not, with line ends as \\n. CannotJudge if it is more than any run writes."""
+    try:
+        with open(path, "rb") as file:
+            zipped = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            raw = (gzip.GzipFile(fileobj=file) if zipped else file).read(MOST_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise CannotJudge(f"{logs.printable(path)}: cannot be read ({error}); copy it again") from None
+    if len(raw) > MOST_BYTES:
+        raise CannotJudge(f"{logs.printable(path)}: more than {MOST_BYTES >> 20} MiB, which no run writes; leave the "
+                          "file out")
+    return raw.decode("utf-8", "surrogateescape").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_evidence(run, in_file):
+    """Reads a run's file again, for what logs.py does not keep. in_file: how many runs the file holds."""
+    parts = re.split(rf"^{'=' * 100}$", read_text(run.path), flags=re.M)
     texts = [part.removeprefix("\n") for part in parts]
-    source = next((text for text in texts[:-1] if text.strip()), None)
-    lines = []
-    for match in map(_STEP.match, texts[-1].splitlines() if alone else ()):
+    before = texts[:-1] if run.start is None else texts[:1]  # the community's may open with a separator
+    source = next((text for text in before if text.strip()), None)
+    written, lines = texts[-1].removesuffix("\n").split("\n"), []
+    for match in map(_STEP.match, written if in_file == 1 else ()):
         if match:
             average = float(match[3]) if match[3] and match[3] != "nan" else None
             lines.append((int(match[1]), int(match[2]), average, "val_loss:" in match[0]))
-    return Evidence(run, source.removesuffix("\n") if source and run.start else source, lines)
-
-
-# The source: what sets a compiler's switches
-
-_SETTINGS = re.compile(r"(?:.*\.)?_inductor(?:\..*)?|(?:.*\.)?_(?:dynamo|functorch)(?:\.(?:.*\.)?config\b.*|\.\*)?"
-                       r"|torch\.(?:compiler|\*)\.config\b.*")
-# Not the compiler's switches: variables of the launcher, the collectives and the allocator, and where caches lie
-_VARIABLE = re.compile(r"(?!TORCHELASTIC|TORCH_NCCL|PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF|"
-                       r"(?:TORCHINDUCTOR|TRITON)_CACHE_DIR$)"
-                       r"(?:TORCH|PYTORCH|TRITON|INDUCTOR)[A-Z0-9_]*")
-_READING = {"os.getenv", *(f"os.environ.{method}" for method in ("get", "items", "keys", "values", "copy"))}
-_SETTING = re.compile(r"os\.(?:environ(?:\..*)?|putenv)")
-
-
-class Scan(ast.NodeVisitor):
-    """Finds what sets or hides a compiler's switch, or the environment by another way than os.environ["NAME"] = ...
-
-    Follows names through imports, assignments, getattr and import_module; what it cannot follow is `?`. Any touch of
-    the settings counts, reading too: a run has no business there."""
-
-    def __init__(self, tree):
-        self.findings = {}  # by line
-        self.names = {name: name for name in ("getattr", "exec", "eval", "compile", "vars", "__import__")}
-        before = None
-        while before != self.names:  # an alias may be used above the line that makes it
-            before = dict(self.names)
-            for node in ast.walk(tree):
-                self.bind(node)
-        self.visit(tree)
-
-    def bind(self, node):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            self.names.update({name: bound for _, name, bound in imported(node)})
-        elif isinstance(node, ast.Assign):
-            for target in node.targets:
-                pairs = zip(target.elts, node.value.elts) if isinstance(target, ast.Tuple) and \
-                    isinstance(node.value, ast.Tuple) else [(target, node.value)]
-                for pair in pairs:
-                    self.bind_name(*pair)
-        elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value:
-            self.bind_name(node.target, node.value)
-
-    def bind_name(self, target, value):
-        if isinstance(target, ast.Name) and target.id not in self.names and not self.path(value).startswith("?"):
-            self.names[target.id] = self.path(value)
-
-    def path(self, node):
-        """Dotted path of an expression, like `torch.compile`."""
-        if isinstance(node, ast.Name):
-            return self.names.get(node.id, "?")
-        if isinstance(node, ast.Attribute):
-            return f"{self.path(node.value)}.{node.attr}"
-        if isinstance(node, ast.NamedExpr):
-            return self.path(node.value)
-        if isinstance(node, ast.Subscript):
-            holder, key = node.value, text_of(node.slice) or "*"
-            if self.path(holder) == "sys.modules":
-                return key
-            if isinstance(holder, ast.Call) and self.path(holder.func) == "vars" and holder.args:
-                return f"{self.path(holder.args[0])}.{key}"
-            if isinstance(holder, ast.Attribute) and holder.attr == "__dict__":
-                return f"{self.path(holder.value)}.{key}"
-        if isinstance(node, ast.Call) and node.args:
-            called = self.path(node.func)
-            if called == "getattr" and len(node.args) > 1:
-                return f"{self.path(node.args[0])}.{text_of(node.args[1]) or '*'}"
-            if called in ("importlib.import_module", "__import__"):
-                return text_of(node.args[0]) or "?"
-        return "?"
-
-    def found(self, node, what):
-        self.findings.setdefault(node.lineno, f"line {node.lineno} {what}: {' '.join(ast.unparse(node).split())[:80]}")
-
-    def visit(self, node):
-        path = self.path(node) if isinstance(node, ast.expr) else "?"
-        if _SETTINGS.fullmatch(path) or (_SETTINGS.fullmatch(text_of(node) or "")):
-            self.found(node, "touches the compiler's settings")
-        elif _SETTING.fullmatch(path) and path not in _READING:
-            self.found(node, "changes the environment, or hands it on")
-        elif isinstance(node, ast.Attribute):  # what it is an attribute of is judged by the whole path
-            while isinstance(node, ast.Attribute):
-                node = node.value
-            if not isinstance(node, ast.Name):
-                self.visit(node)
-        else:
-            super().visit(node)
-
-    def visit_Expr(self, node):
-        if not isinstance(node.value, ast.Constant):  # a docstring
-            self.generic_visit(node)
-
-    def visit_Compare(self, node):
-        for part in (node.left, *node.comparators):  # `"torch._dynamo" in sys.modules`, `"NAME" in os.environ`
-            if not text_of(part) and self.path(part) != "os.environ":
-                self.visit(part)
-
-    def visit_Import(self, node):
-        for path, _, _ in imported(node):
-            if _SETTINGS.fullmatch(path) and path not in ("torch._dynamo", "torch._functorch"):
-                self.found(node, "imports the compiler's settings")
-
-    visit_ImportFrom = visit_Import
-
-    def visit_Subscript(self, node):
-        if self.path(node.value) == "os.environ":
-            name = text_of(node.slice)
-            if not isinstance(node.ctx, ast.Load) and (name is None or _VARIABLE.fullmatch(name)):
-                self.found(node, "sets a compiler's environment variable, or one whose name cannot be read")
-        else:
-            self.generic_visit(node)
-
-    def visit_Call(self, node):
-        called, keywords = self.path(node.func), {keyword.arg for keyword in node.keywords}
-        first = text_of(node.args[0]) if node.args else None
-        compiles = called == "torch.compile" or "torch.compile" in map(self.path, node.args)
-        if keywords & {"mode", "options"} and (compiles or called.startswith("?") and called.endswith(".compile")):
-            self.found(node, "compiles with a mode or options")
-        elif compiles and None in keywords:
-            self.found(node, "compiles with arguments that cannot be read")
-        elif called in ("exec", "eval", "compile"):
-            self.found(node, "runs text that cannot be scanned")
-        elif called in ("importlib.import_module", "__import__") and first is None:
-            self.found(node, "imports a module whose name cannot be read")
-        elif called == "os.environ.setdefault" and first and not _VARIABLE.fullmatch(first):
-            return
-        self.generic_visit(node)
-
-    def visit_Dict(self, node):
-        if any(_VARIABLE.fullmatch(text_of(key) or "") for key in node.keys):
-            self.found(node, "names a compiler's environment variable")
-        self.generic_visit(node)
-
-
-def imported(node):
-    """(what an import statement brings, the name it gets, what that name stands for), as dotted paths."""
-    if isinstance(node, ast.ImportFrom):
-        brought = [(f"{node.module}.{alias.name}", alias.asname or alias.name) for alias in node.names]
-        return [(path, name, path) for path, name in brought]
-    tops = [alias.name.split(".")[0] for alias in node.names]  # `import a.b` names a, `import a.b as c` names a.b
-    return [(alias.name, alias.asname or top, alias.name if alias.asname else top)
-            for alias, top in zip(node.names, tops)]
-
-
-def text_of(node):
-    """The string that an expression of constants makes, or None."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        parts = [text_of(node.left), text_of(node.right)]
-    elif isinstance(node, ast.JoinedStr):
-        parts = [text_of(value.value if isinstance(value, ast.FormattedValue) else value) for value in node.values]
-    else:
-        return None
-    return None if None in parts else "".join(parts)
-
-
-@functools.cache
-def scan(source):
-    """What in a source sets or hides a compiler's switch, a text each. Broken if it is no Python."""
-    try:
-        return list(Scan(ast.parse(source)).findings.values())
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise Broken(f"the source in the log cannot be parsed ({type(error).__name__}: {error})") from None
+    stray = None
+    if run.start is not None:
+        forms = {kind: re.compile(form.replace("%s", str(run.stated_steps))) for kind, form in _OURS.items()}
+        kinds = "".join(next((kind for kind, form in forms.items() if form.fullmatch(line)), "o") for line in written)
+        good = re.match("d?s*(?:ep?)?(?:(?<=p)xo*)?", kinds).end()
+        if in_file > 1:
+            stray = f"its file holds {in_file} runs, and a run of this project's script has a file of its own"
+        elif len(parts) != 3:
+            stray = f"{len(parts) - 1} separators divide it, and the script writes 2"
+        elif not re.fullmatch("ds+ep(?:xo*)?", kinds):
+            line = written[good] if good < len(written) else "it ends too early"
+            stray = f"line {good + 1} after the last separator is none that the script writes there: {line[:80]!r}"
+    return Evidence(run, source.removesuffix("\n") if source and run.start else source, lines, stray)
 
 
 # Rules for each run: Evidence -> what shows that it is kept; Broken or NotCheckable otherwise
 
 def check_log(e):
-    seen = hashlib.sha256((e.source or "").encode("utf-8", "surrogateescape")).hexdigest()
     stated = e.get("start.source_sha256", str)
+    if e.stray or e.source is None:
+        raise Broken(e.stray or "it holds no source")
+    seen = hashlib.sha256(e.source.encode("utf-8", "surrogateescape")).hexdigest()
     if seen != stated:
         raise Broken(f"the source in the log has SHA-256 {seen[:8]}..., its description states {stated[:8]}...")
     loss, decimals = e.get("end.final_val_loss", NUMBER), e.run.loss_decimals
     if not abs(loss - e.run.final_loss) <= 0.501 * 10 ** -decimals:
         raise Broken(f"its end states final_val_loss {loss}, its last validation line {e.run.final_loss:.{decimals}f}")
-    steps = e.run.stated_steps
+    steps, race_id = e.run.stated_steps, e.get("start.config.race_id", str)
     pairs = [("end.steps", steps), ("start.config.num_steps", steps), ("start.seed", e.get("start.config.seed")),
              ("end.target_val_loss", e.get("start.target_val_loss")),
              ("end.reached", loss <= e.get("end.target_val_loss", NUMBER)),
              ("start.target_val_loss", e.get("start.config.target_val_loss")),
-             ("end.train_tokens", steps * e.get("start.config.batch_tokens", int))]
+             ("end.train_tokens", steps * e.get("start.config.batch_tokens", int)),
+             ("start.config.run_id", e.get("start.run_id", str) if race_id else e.get("start.config.run_id"))]
+    pairs += [(f"start.race.{key}", e.get(f"start.config.{flag}")) for key, flag in (
+        ("race_id", "race_id"), ("run", "race_run"), ("declared_n", "race_runs"), ("side", "race_side"))
+        if race_id or e.run.start.get("race") is not None]
     for where, wanted in pairs:
         if e.get(where, type(wanted)) != wanted:
             raise Broken(f"{where} is {e.get(where)}, by the rest of the log it is {wanted}")
+    e.digest("end.final_state_hash")
+    if moment(e.get("start.started", str)) is None:
+        raise Broken(f"it started at {e.get('start.started')[:40]!r}, which is no time")
     return "its lines, its description and the hash of its source agree"
 
 
-def check_shards(e):
+def moment(text):
+    """Seconds since 1970 of a time in ISO form, or None."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def shards_of(e):
+    """{split: its shards}, each with what the log must state of it."""
     lists = {split: e.get(f"start.shards.{split}", list) for split in ("train", "val")}
     for split, shards in lists.items():
         for shard in shards or [None]:
-            if not isinstance(shard, dict) or not re.fullmatch("[0-9a-f]{64}", str(shard.get("sha256"))) or \
-                    not isinstance(shard.get("tokens"), int) or not isinstance(shard.get("name"), str):
+            if not isinstance(shard, dict) or not _SHA256.fullmatch(str(shard.get("sha256"))) or \
+                    not isinstance(shard.get("name"), str) or not is_number(shard.get("tokens")):
                 raise Broken(f"a {split} shard is stated without name, tokens and SHA-256: {json.dumps(shard)[:80]}")
+    return lists
+
+
+def check_shards(e):
+    lists = shards_of(e)
     for key in ("sha256", "name"):
         both = {shard[key] for shard in lists["train"]} & {shard[key] for shard in lists["val"]}
         if both:
             raise Broken(f"{', '.join(sorted(both))[:80]} is both training and validation data")
-    if not re.fullmatch("[0-9a-f]{64}", e.get("end.train_sha256", str)):
-        raise Broken("the digest of the tokens consumed is not a SHA-256")
+    e.digest("end.train_sha256")
     return f"{len(lists['train'])} training, {len(lists['val'])} validation shards, each with its SHA-256, none in both"
 
 
-def check_val_tokens(e, wanted=None):
+def is_fineweb(e):
+    """Whether the public speedrun's rules hold: by the preset, by the shards' names, or, since files can be renamed,
+    by a vocabulary of GPT-2's size, which the number of parameters gives away, and as many tokens as they ask for."""
     try:
-        check_shards(e)
+        shards = shards_of(e)["val"]
     except Broken:
         raise NotCheckable("the shards are not stated in full") from None
-    shards, counted = e.get("start.shards.val"), e.get("end.val_tokens", int)
+    if e.run.start.get("preset") == "speedrun" or all(shard["name"].startswith("fineweb_val_") for shard in shards):
+        return True
+    layers, width = e.get("start.config.layers", str), e.get("start.config.model_dim", int)
+    tables = 2 + len(set(re.findall(r"\d", layers)))  # embedding, head, value tables
+    matrices = 4 * len(re.findall("[SL]", layers)) + 8 * layers.count("M")
+    rows = (e.get("start.parameters", int) - matrices * width ** 2) / max(1, tables * width)
+    return int(rows) in GPT2_VOCAB and sum(shard["tokens"] for shard in shards) > FINEWEB_VAL_TOKENS
+
+
+def check_val_tokens(e, wanted=None):
+    counted, fineweb = e.get("end.val_tokens", int), is_fineweb(e)
     if wanted is None:
-        fineweb = all(shard["name"].startswith("fineweb_val_") for shard in shards)
-        wanted = FINEWEB_VAL_TOKENS if fineweb else sum(shard["tokens"] for shard in shards) - 1
+        wanted = FINEWEB_VAL_TOKENS if fineweb else sum(shard["tokens"] for shard in shards_of(e)["val"]) - 1
     if counted != wanted:
         raise Broken(f"{counted:,} tokens were scored, and the rule is {wanted:,}")
     return f"{counted:,} tokens were scored"
@@ -339,26 +271,34 @@ def check_val_tokens(e, wanted=None):
 
 def check_source(e):
     if e.source is None:
-        raise NotCheckable("the log holds no source")
-    if not re.search(r"^\s*(?:import|from)\s+torch\b", e.source, re.M):
-        raise NotCheckable("what stands in the log for the source does not import torch: it is not the script")
-    findings = scan(e.source)
-    if findings:
-        raise Broken(several(findings))
+        raise (Broken if e.ours else NotCheckable)("the log holds no source")
+    try:
+        found = scan.scan(e.source)
+    except SyntaxError as error:
+        if not e.ours and "import torch" not in e.source:
+            raise NotCheckable("what stands in the log for the source is no Python") from None
+        raise Broken(f"the source in the log cannot be parsed ({str(error)[:80]})") from None
+    if found.findings:
+        raise Broken(several(found.findings))
+    doubts = [f"imports {', '.join(found.foreign)}, whose code the log does not hold"] if found.foreign else []
+    if not found.imports_torch:
+        doubts.append("does not import torch: it is not the script")
+    if doubts:
+        raise (Broken if e.ours else NotCheckable)(f"what stands in the log for the source {'; '.join(doubts)}")
     return "nothing in the source sets a compiler's switch"
 
 
 def check_environment(e):
-    if not e.ours or "environment" not in e.run.start:
-        raise NotCheckable("the log does not hold the environment that the run was started with")
-    found = {name: v for name, v in e.get("start.environment", dict).items() if _VARIABLE.fullmatch(name)}
+    found = {name: value for name, value in e.get("start.environment", dict).items() if scan.VARIABLE.fullmatch(name)}
     if found:
         raise Broken(f"started with {', '.join(f'{name}={v}' for name, v in sorted(found.items()))[:120]}")
     return "no compiler's variable was set at the start"
 
 
 def check_clock(e):
-    timed = [(step, ms, average, val) for step, ms, average, val in e.lines]
+    timed = e.lines
+    if e.ours and e.run.clock_falls:
+        raise Broken(f"train_time falls at step {e.run.clock_falls[0]}")
     if len(timed) < 2:
         raise NotCheckable("fewer than two lines with train_time in ms" if len(timed) else
                            "no line with train_time in ms that is this run's alone")
@@ -371,45 +311,54 @@ def check_clock(e):
     if all(wrong):
         step, ms, average, _ = wrong[0][0]
         raise Broken(f"at step {step} train_time is {ms} ms, by its step_avg of {average} ms {step * average:.0f} ms")
+    steps = [(step, ms) for step, ms, _, val in timed if not val]
     if e.ours:
-        missing = set(range(1, e.run.stated_steps + 1)) - {step for step, _, _, val in timed if not val}
-        if missing:
-            raise Broken(f"{len(missing)} steps have no line, the first of them {min(missing)}")
-        stated = e.get("end.train_time_ms", NUMBER)
-        if abs(stated - timed[-1][1]) > 1:
-            raise Broken(f"its end states train_time_ms {stated:.0f}, its last line {timed[-1][1]}")
+        wanted = next((i for i, (step, _) in enumerate(steps, 1) if step != i), len(steps) + 1)
+        if wanted <= e.run.stated_steps or len(steps) != e.run.stated_steps:
+            raise Broken(f"of {e.run.stated_steps} steps {len(steps)} have a line; step {wanted} has none in its place")
+        stated, last = e.get("end.train_time_ms", NUMBER), e.run.train_time_ms
+        if last is None or abs(stated - last) > 1:
+            raise Broken(f"its end states train_time_ms {stated:.0f}, its last validation line {last}")
         if stated > 1000 * e.get("end.wall_seconds", NUMBER):
             raise Broken(f"train_time is {stated / 1000:.1f} s, the wall clock {e.get('end.wall_seconds'):.1f} s")
-    steps = [(step, ms) for step, ms, _, val in timed if not val]
-    paces = [(step, (ms - before) / max(step - earlier, 1)) for (earlier, before), (step, ms) in zip(steps, steps[1:])]
-    middle = np.median([pace for _, pace in paces]) if paces else 0
-    stalls = [f"step {step}" for step, pace in paces if pace < STALL * middle]
-    if stalls:
-        raise Broken(f"a step takes {middle:.0f} ms, and the clock all but stands still at {several(stalls)}")
+    check_paces(steps)
     below = ", below the wall clock" if e.ours else ""
     return f"train_time rises on {len(timed)} lines and agrees with step_avg{below}"
 
 
-def check_outside(e, manifest):
+def check_paces(steps):
+    """steps: (step, ms) of each line. Broken if the clock all but stands still where its neighbours need their time."""
+    number, ms = np.array(steps, dtype=float).reshape(-1, 2).T
+    paces = np.diff(ms) / np.maximum(np.diff(number), 1)
+    if not len(paces):
+        return
+    width = min(NEIGHBOURS, len(paces))
+    medians = np.median(np.lib.stride_tricks.sliding_window_view(paces, width), axis=1)
+    around = medians[np.clip(np.arange(len(paces)) - width // 2, 0, len(medians) - 1)]
+    stalls = np.flatnonzero(paces + 1 < STALL * around)  # lines are in whole ms
+    if len(stalls):
+        found = [f"step {number[i + 1]:.0f}" for i in stalls]
+        raise Broken(f"a step takes {around[stalls[0]]:.0f} ms, and the clock all but stands still at {several(found)}")
+
+
+def check_outside(e):
     wall, trained = e.get("end.wall_seconds", NUMBER), e.get("end.train_time_ms", NUMBER) / 1000
     spans = e.get("end.seconds_outside_clock", dict)
-    if not all(isinstance(seconds, NUMBER) and seconds > -0.05 for seconds in spans.values()):
+    if not all(is_number(seconds) and seconds > -0.05 for seconds in spans.values()):
         raise Broken(f"spans outside the clock are no seconds: {json.dumps(spans)[:100]}")
     unnamed = wall - trained - sum(spans.values())
     if not abs(unnamed) <= UNNAMED_S + UNNAMED_PART * wall:
         raise Broken(f"wall clock {wall:.1f} s, training {trained:.1f} s, named outside {sum(spans.values()):.1f} s: "
                      f"{unnamed:+.1f} s are under no name")
-    run_id = e.get("start.run_id")
-    measured = next((attempt.get("seconds") for attempt in manifest if attempt["run_id"] == run_id), None)
-    if isinstance(measured, NUMBER) and not -0.1 <= measured - wall <= STARTING_S:
-        raise Broken(f"the run states {wall:.1f} s by the wall clock, the race that started it measured {measured:.1f}")
     shown = ", ".join(f"{name} {seconds:.1f}" for name, seconds in spans.items())
-    return f"of {wall:.1f} s: training {trained:.1f}, {shown}, under no name {unnamed:.1f}"
+    long = [name for name, seconds in spans.items() if seconds > trained]
+    remark = f"; LONGER THAN TRAINING: {', '.join(long)}, see why" if long else ""
+    return f"of {wall:.1f} s: training {trained:.1f}, {shown}, under no name {unnamed:.1f}{remark}"
 
 
 def check_same(e, before, after, what):
-    hashes = [e.get(where, str) for where in (before, after)]
-    if len(set(hashes)) > 1 or not all(hashes):
+    hashes = [e.digest(where) for where in (before, after)]
+    if len(set(hashes)) > 1:
         raise Broken(f"{what} changes the state: its hash is {hashes[0][:8]}... before and {hashes[1][:8]}... after")
     return f"state hash {hashes[0][:8]}... before and after"
 
@@ -426,64 +375,185 @@ def several(findings):
     return "; ".join(findings[:SHOWN]) + more
 
 
+def judged(check, *arguments):
+    """(verdict, reason) of a check. Whatever a stranger's log or model makes it raise is a finding too."""
+    try:
+        return PASS, check(*arguments)
+    except NotCheckable as reason:
+        return UNKNOWN, str(reason)
+    except Broken as reason:
+        return FAIL, str(reason)
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        return (UNKNOWN, f"memory ran out: check it where there is more ({text})") if ran_out(error) else (FAIL, text)
+
+
+def ran_out(error):
+    """Whether an error is one of memory, of which torch has kinds of its own."""
+    return isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "allocate memory" in str(error)
+
+
 def for_each(rule, runs, check):
     """One Finding of a rule that every run must keep."""
-    kept, broken, unknown = [], [], []
-    for e in runs:
-        try:
-            kept.append(check(e))
-        except Broken as reason:
-            broken.append(f"{e.name}: {reason}")
-        except NotCheckable as reason:
-            unknown.append(str(reason))
+    found = [(e, *judged(check, e)) for e in runs]
+    broken = [f"{e.name}: {reason}" for e, verdict, reason in found if verdict == FAIL]
+    unknown = [reason for _, verdict, reason in found if verdict == UNKNOWN]
     if broken:
         return Finding(rule, FAIL, several(broken))
     if unknown:
         return Finding(rule, UNKNOWN, f"{len(unknown)} of {len(runs)} runs: {unknown[0]}")
-    return Finding(rule, PASS, kept[0] if len(runs) == 1 else f"{len(runs)} runs; the first: {kept[0]}")
+    return Finding(rule, PASS, found[0][2] if len(runs) == 1 else f"{len(runs)} runs; the first: {found[0][2]}")
 
 
 # Rules for all runs together
 
-def check_accounts(runs, found, manifest):
+def check_accounts(runs, found, races):
     """Were these all the runs, and were there to be so many?"""
-    remarks = []
-    by_side = defaultdict(list)
+    remarks, unknown, members = [], [], defaultdict(list)
     for e in runs:
-        by_side[stats.race_of(e.run) and stats.race_of(e.run)[:2]].append(e)
-    for race, members in by_side.items():
-        where = f"side {race[1]}: " if race and race[1] else ""
-        if len({e.run.source_sha256 for e in members}) > 1:
-            raise Broken(f"{where}the runs are of {len({e.run.source_sha256 for e in members})} sources")
-        seeds = Counter(e.get("start.seed", int) for e in members if e.ours)
+        members[stats.race_of(e.run) and stats.race_of(e.run)[:2]].append(e)
+    for which, of_side in members.items():
+        where = f"side {which[1]}: " if which and which[1] else ""
+        if len({e.run.source_sha256 for e in of_side}) > 1:
+            raise Broken(f"{where}the runs are of {len({e.run.source_sha256 for e in of_side})} sources")
+        seeds = Counter(e.get("start.seed", int) for e in of_side if e.ours)
         if seeds and max(seeds.values()) > 1:
             raise Broken(f"{where}seed {max(seeds, key=seeds.get)} was used {max(seeds.values())} times")
-        if race is None:
+        if which is None:
             continue
-        declared = {e.get("start.race.declared_n", int) for e in members}
-        numbers = sorted(e.get("start.race.run", int) for e in members)
-        if len(declared) > 1 or numbers != list(range(1, max(declared) + 1)):
-            raise Broken(f"{where}{' or '.join(map(str, declared))} runs were declared, and here are "
+        declared = {e.get("start.race.declared_n", int) for e in of_side}
+        numbers = sorted(e.get("start.race.run", int) for e in of_side)
+        if declared != {len(numbers)} or numbers != list(range(1, len(numbers) + 1)):
+            raise Broken(f"{where}{' or '.join(map(str, sorted(declared)))} runs were declared, and here are "
                          f"{', '.join(map(str, numbers[:20]))}")
-        remarks.append(f"{where}{len(members)} runs, as declared")
+        remarks.append(f"{where}{len(of_side)} runs, as declared")
     if len({json.dumps(e.run.start.get("shards"), sort_keys=True) for e in runs if e.ours}) > 1:
         raise Broken("the runs did not all read the same data")
-    starts = [e.run.start for e in runs] + [item.start for item in found.rejected]
-    here = {str(start.get("run_id")) for start in starts if start}
-    for attempt in manifest:
-        what = f"run {attempt.get('run')}{attempt.get('side')}, {attempt.get('run_id')}"
-        if attempt.get("logged") and attempt.get("run_id") not in here:
-            raise Broken(f"{what}, was started ({attempt.get('status')}), and its log is not here")
-        if attempt.get("status") != "done":
-            remarks.append(f"{what}: {attempt.get('status')}")
-    strangers = {str(e.get("start.run_id")) for e in runs if e.ours} - {str(attempt["run_id"]) for attempt in manifest}
-    if manifest and strangers:
-        raise Broken(f"not started by this race, by its {MANIFEST}: {several(sorted(strangers))}")
-    remarks += [f"{logs.printable(os.path.basename(item.path))}: {item.reason}" for item in found.rejected
-                if item.kind in (logs.INCOMPLETE, logs.NOT_FINITE)]
-    if None in by_side:
-        raise NotCheckable("; ".join(["no number of runs was declared: some may be left out", *remarks]))
-    return "; ".join(remarks + ([] if manifest else [f"there is no {MANIFEST} of the runs that were started"]))
+    sources = {e.run.source_sha256 for e in runs}
+    for item in found.rejected:
+        name = logs.printable(os.path.basename(item.path))
+        if item.kind == logs.NOT_FINITE and item.source_sha256 in sources:
+            raise Broken(f"{name}, of the same source, speaks against the record: {item.reason}")
+        if item.kind in (logs.INCOMPLETE, logs.NOT_FINITE):
+            remarks.append(f"{name}: {item.reason}")
+    by_race = defaultdict(list)
+    for e in runs:
+        if stats.race_of(e.run):
+            by_race[stats.race_of(e.run).race_id].append(e)
+    started = {run_id for one in races.values() for run_id in one.attempts}
+    strangers = {str(e.run.start.get("run_id")) for e in runs if e.ours} - started
+    if races and strangers:
+        raise Broken(f"not started by this race, by its {race.MANIFEST}: {several(sorted(strangers))}")
+    here = {str(item.start.get("run_id")) for item in [*(e.run for e in runs), *found.rejected] if item.start}
+    for race_id, of_race in by_race.items():
+        if race_id in races:
+            said, doubts = check_race(races[race_id], of_race, here)
+            remarks, unknown = remarks + said, unknown + doubts
+        else:
+            unknown.append(f"there is no {race.MANIFEST} of race {race_id}: what else was started cannot be seen")
+    if None in members:
+        unknown.append("no number of runs was declared: some may be left out")
+    if unknown:
+        raise NotCheckable("; ".join([*unknown, *remarks]))
+    return "; ".join(remarks)
+
+
+def check_race(manifest, runs, here):
+    """Compares a manifest with the runs of its race -> (remarks, what cannot be known). here: run_ids with a log."""
+    declared, order = manifest.race, manifest.race["order"]
+    if len(order) != declared["n"] * len(declared["sides"]) or \
+            order != [f"{run}{side}" for run, side in race.order(declared["n"], declared["sides"])]:
+        raise Broken(f"the order in {race.MANIFEST} is not that of {declared['n']} runs a side")
+    remarks, unknown, tried, done = [], [], [], set()
+    for run_id, attempt in manifest.attempts.items():
+        which, status = f"{attempt['run']}{attempt['side']}", attempt["status"]
+        what = f"run {which}, {run_id}"
+        if not tried or tried[-1] != which:
+            tried.append(which)
+        if (status == "done" or attempt.get("logged")) and run_id not in here:
+            raise Broken(f"{what}, was started ({status}), and its log is not here")
+        if status == "done" and which in done:
+            raise Broken(f"run {which} was done twice")
+        if status == "done":
+            done.add(which)
+            continue
+        remarks.append(f"{what}: {status}")
+        if run_id not in here and status not in ("failed", "interrupted"):  # nobody saw how it ended
+            unknown.append(f"{what}, was started and left no log: how it ended cannot be seen")
+    if tried != order[:len(tried)]:
+        raise Broken(f"by {race.MANIFEST} the runs were not started in the order it declares")
+    for e in runs:
+        attempt = manifest.attempts.get(e.get("start.run_id", str))
+        if attempt is None:
+            raise Broken(f"{e.name} is of another race than its {race.MANIFEST}")
+        side = declared["sides"].get(attempt["side"])
+        if side is None:
+            raise Broken(f"{e.name} is of side {attempt['side']!r}, which the race has not")
+        pairs = [("start.race.declared_n", declared["n"]), ("start.race.run", attempt["run"]),
+                 ("start.race.side", attempt["side"]), ("start.ranks", declared["ranks"]),
+                 ("start.seed", declared["seed"] + attempt["run"]), ("start.seed", attempt.get("seed")),
+                 ("start.source_sha256", side.get("source_sha256"))]
+        for where, wanted in pairs:
+            if e.get(where) != wanted:
+                raise Broken(f"{e.name}: its {where} is {e.get(where)}, by {race.MANIFEST} it is {wanted}")
+        began, logged = moment(attempt.get("started")), moment(e.run.start.get("started"))
+        lasted = attempt["seconds"] if is_number(attempt.get("seconds")) else math.inf
+        if logged is not None and (began is None or not -CLOCKS_S <= logged - began <= lasted + CLOCKS_S):
+            raise Broken(f"{e.name} states that it started at {e.get('start.started')}, by {race.MANIFEST} it ran for "
+                         f"{lasted:.0f} s from {attempt.get('started')} on")
+    return remarks, unknown
+
+
+def check_wall(runs, races):
+    """Does a run's own wall clock agree with what the race measured from outside?"""
+    late = defaultdict(list)
+    for e in runs:
+        found = races.get(stats.race_of(e.run).race_id) if stats.race_of(e.run) else None
+        measured = found.attempts.get(e.run.start.get("run_id"), {}).get("seconds") if found else None
+        if is_number(measured):
+            wall = e.get("end.wall_seconds", NUMBER)
+            late[found.race["id"]].append((measured - wall, wall, e.name))
+            if not -0.1 <= measured - wall <= min(STARTING_S, STARTING_LEAST_S + STARTING_PART * wall):
+                raise Broken(f"{e.name} states {wall:.1f} s by the wall clock, the race that started it measured "
+                             f"{measured:.1f}")
+    if not late:
+        raise NotCheckable(f"no {race.MANIFEST} tells how long the runs took: race them with race.py")
+    for of_race in late.values():
+        (least, _, one), (most, wall, other) = min(of_race), max(of_race)
+        if most - least > STARTING_SPREAD_S + STARTING_SPREAD_PART * wall:
+            raise Broken(f"the race measured {least:.1f} s more than the wall clock of {one}, and {most:.1f} s more "
+                         f"than that of {other}")
+    lags = [lag for of_race in late.values() for lag, _, _ in of_race]
+    return f"the race measured {min(lags):.1f} to {max(lags):.1f} s more than each run's wall clock, which starts later"
+
+
+def check_copies(runs):
+    """Is each run one of its own? Another seed gives another state, and no two runs take the same time at each step."""
+    seen = {}
+    for e in runs:
+        if e.ours:
+            for state in set(state_hashes(e)):
+                other, seed = seen.setdefault(state, (e, e.get("start.seed", int)))
+                if seed != e.get("start.seed"):
+                    raise Broken(f"{other.name} and {e.name} have the seeds {seed} and {e.get('start.seed')}, and the "
+                                 f"same state hash {state[:8]}...")
+        times = tuple(ms for _, ms, *_ in e.lines)
+        if len(times) >= TELLING_LINES:
+            other, _ = seen.setdefault(times, (e, None))
+            if other is not e:
+                raise Broken(f"{other.name} and {e.name} have the same time at each of {len(times)} lines")
+    if not seen:
+        raise NotCheckable("the logs hold neither state hashes nor the times of their steps")
+    return f"no two of {len(runs)} runs have the same times, and no two seeds a state hash in common"
+
+
+def state_hashes(e):
+    """Those that the log states; that it must, other rules say."""
+    stated = [e.run.end.get("final_state_hash")] if e.run.end else []
+    for holder in ("state_hash", "validation_hash"):
+        found = (e.run.end or {}).get(holder)
+        stated += found.values() if isinstance(found, dict) else []
+    return [state for state in stated if isinstance(state, str) and _SHA256.fullmatch(state)]
 
 
 def check_loss(runs, target):
@@ -502,8 +572,7 @@ def choose_target(runs, given):
     """The target of a rule, which is not for the log to choose where the data is FineWeb's."""
     if given is not None:
         return given
-    stated = {e.get("start.target_val_loss", NUMBER) for e in runs if e.ours and
-              not e.get("start.shards.val", list)[0]["name"].startswith("fineweb_val_")}
+    stated = {e.get("start.target_val_loss", NUMBER) for e in runs if e.ours and not is_fineweb(e)}
     if len(stated) > 1:
         raise Broken(f"the logs state {len(stated)} targets: {', '.join(map(str, sorted(stated)))}")
     return float(stated.pop()) if stated else stats.DEFAULT_TARGET
@@ -512,7 +581,10 @@ def choose_target(runs, given):
 def check_hardware(runs, others):
     described = {}
     for e in runs + others:
-        facts = {"ranks": e.get("start.ranks", int), **e.get("start.hardware", dict), **e.get("start.versions", dict)}
+        switches = {name: value for name, value in e.get("start.environment", dict).items()
+                    if not name.startswith("TORCHELASTIC_")}  # of which some name the run
+        facts = {"ranks": e.get("start.ranks", int), **e.get("start.hardware", dict), **e.get("start.versions", dict),
+                 **switches}
         described.setdefault(json.dumps(facts, sort_keys=True), (e, facts))
     if len(described) > 1:
         (one, facts), (other, theirs) = list(described.values())[:2]
@@ -520,15 +592,26 @@ def check_hardware(runs, others):
                   if facts.get(key) != theirs.get(key)]
         raise Broken(f"{one.name} and {other.name} differ in {'; '.join(differ)[:200]}")
     _, facts = next(iter(described.values()))
-    return f"{facts.get('device')}, and the same ids, driver and versions (clock rates are not logged)"
+    return f"{facts.get('device')}, and the same ids, driver, versions and switches (clock rates are not logged)"
 
 
 def check_interleaved(runs, others):
-    order = sorted((e.get("start.started", str), side) for side, es in (("a", runs), ("b", others)) for e in es)
-    sides = "".join(side for _, side in order)
+    order = []
+    for side, es in (("a", runs), ("b", others)):
+        for e in es:
+            began, spans = moment(e.get("start.started", str)), e.get("end.seconds_outside_clock", dict)
+            if began is None:
+                raise Broken(f"{e.name} states no time at which it started")
+            before = sum(spans[name] for name in ("joining", "setup") if is_number(spans.get(name)))
+            order.append((began, side, e.name, began + e.get("end.wall_seconds", NUMBER) - before))
+    order.sort()
+    for (_, _, one, ended), (began, _, other, _) in zip(order, order[1:]):
+        if began + CLOCKS_S < ended:
+            raise Broken(f"{other} started {ended - began:.0f} s before {one} ended: they took time from each other")
+    sides = "".join(side for _, side, *_ in order)
     if len(runs) != len(others) or any(a == b for a, b in zip(sides[::2], sides[1::2])):
         raise Broken(f"in the order of their start the runs are {sides[:60]}: not in pairs")
-    return f"started as {sides[:60]}"
+    return f"started as {sides[:60]}, one after another"
 
 
 def check_faster(runs, others):
@@ -548,51 +631,69 @@ def check_faster(runs, others):
 
 # The data itself
 
-def read_tokens(path):
-    """(uint16 [tokens], vocabulary, BOS) of a shard."""
+def open_shard(path):
+    """(uint16 [tokens], not yet read; vocabulary, BOS) of a shard. Broken if it is none."""
     header = np.fromfile(path, dtype="<i4", count=HEADER_BYTES // 4)
-    return np.fromfile(path, dtype="<u2", offset=HEADER_BYTES), int(header[3]) or 50257, int(header[4]) or 50256
+    size = os.path.getsize(path)
+    if len(header) < HEADER_BYTES // 4 or header[0] != MAGIC or size != HEADER_BYTES + 2 * int(header[2]) or \
+            size == HEADER_BYTES:
+        raise Broken(f"{logs.printable(path)} is no shard of tokens")
+    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES), int(header[3]) or 50257, int(header[4]) or 50256
 
 
 def find_shard(shard, folder):
     """The file of a shard that a log states. NotCheckable if it is not there, Broken if it holds something else."""
-    path = Path(folder) / os.path.basename(shard["name"])
+    path, digest = Path(folder) / os.path.basename(shard["name"]), hashlib.sha256()
     try:
         with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest() if sys.version_info >= (3, 11) else \
-                hashlib.sha256(file.read()).hexdigest()
-    except OSError as error:
-        raise NotCheckable(f"{path}: {error.strerror}; name the folder of the shards with --data") from None
-    if digest != shard["sha256"]:
-        raise Broken(f"{path} has SHA-256 {digest[:8]}..., the log states {shard['sha256'][:8]}...")
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except (OSError, ValueError) as error:  # a name may be none that a file can have
+        raise NotCheckable(f"{logs.printable(path)}: {getattr(error, 'strerror', None) or error}; name the folder of "
+                           "the shards with --data") from None
+    if digest.hexdigest() != shard["sha256"]:
+        raise Broken(f"{path} has SHA-256 {digest.hexdigest()[:8]}..., the log states {shard['sha256'][:8]}...")
+    if open_shard(path)[0].size != shard["tokens"]:
+        raise Broken(f"{path} holds {open_shard(path)[0].size:,} tokens, the log states {shard['tokens']:,}")
     return path
 
 
 def check_data(e, folder):
-    check_shards(e)
-    paths = {split: [find_shard(shard, folder) for shard in shards] for split, shards in e.get("start.shards").items()}
-    documents, short = defaultdict(list), 0
-    for path in paths["val"]:
-        tokens, _, bos = read_tokens(path)
-        for i, body in enumerate(np.split(tokens, np.flatnonzero(tokens == bos))[1:]):
-            if len(body) > FINGERPRINT:
-                documents[int(fingerprints(body[1:FINGERPRINT + 1])[0])].append((f"{path.name} document {i}", body[1:]))
-            else:
-                short += 1
-    heads = np.sort(np.fromiter(documents, dtype=np.uint64, count=len(documents)))
-    shared = {}
-    for path in paths["train"] if len(heads) else ():
-        tokens, _, _ = read_tokens(path)
-        for begin in range(0, len(tokens), 1 << 22):
-            prints = fingerprints(tokens[begin:begin + (1 << 22) + FINGERPRINT - 1])
-            for at in np.flatnonzero(heads[np.searchsorted(heads[:-1], prints)] == prints):
-                for name, body in documents[int(prints[at])]:
-                    if np.array_equal(tokens[begin + at:begin + at + len(body)], body):
-                        shared.setdefault(name, f"{name} is in {path.name} at token {begin + at}")
-    if shared:
-        raise Broken(f"{len(shared)} validation documents are in the training data; {next(iter(shared.values()))}")
-    return (f"the shards are those of the log; none of {sum(map(len, documents.values()))} validation documents is in "
-            f"training ({short} of fewer than {FINGERPRINT} tokens were not sought)")
+    """Is a scored document in training, whole, in part, or with tokens changed? Reads the shards piece by piece."""
+    paths = {split: [find_shard(shard, folder) for shard in shards] for split, shards in shards_of(e).items()}
+    shards = [open_shard(path) for path in paths["val"]]
+    tokens = np.concatenate([tokens for tokens, _, _ in shards])[:e.get("end.val_tokens", int) + 1]
+    opens = tokens == shards[0][2]
+    document = np.cumsum(opens) - 1
+    last = document[FINGERPRINT - 1:]
+    hashes, first = fingerprints(tokens), document[:len(last)]
+    within = (first == last) & (first >= 0) & ~opens[:len(last)]
+    limit = np.uint64(2 ** 64 // max(1, -(-int(within.sum()) // MOST_PRINTS)) - 1)  # the same part of every text
+    asked = np.flatnonzero(within & (hashes <= limit))
+    values, which = np.unique(hashes[asked], return_inverse=True)
+    count = np.bincount(first[asked], minlength=opens.sum())
+    place = np.full(len(values), -1)  # of the first occurrence: shard and position in one number
+    for i, path in enumerate(paths["train"] if len(values) else ()):
+        shard, _, _ = open_shard(path)
+        for begin in range(0, len(shard), CHUNK):
+            prints = fingerprints(shard[begin:begin + CHUNK + FINGERPRINT - 1])
+            at = np.flatnonzero(prints <= limit)[::-1]
+            near = np.minimum(np.searchsorted(values, prints[at]), len(values) - 1)
+            new = (values[near] == prints[at]) & (place[near] < 0)
+            place[near[new]] = (i << 40) + begin + at[new]
+    found = place[which] >= 0
+    share = np.bincount(first[asked], weights=found, minlength=len(count)) / np.maximum(count, 1)
+    sought = count >= LEAST_PRINTS
+    leaked = np.flatnonzero(sought & (share >= SHARED))
+    text, number = "the shards are those of the log; ", int(sought.sum())
+    if len(leaked):
+        there = place[which[found & (first[asked] == leaked[0])][0]]
+        text += (f"{len(leaked)} of {number} validation documents are in the training data; {share[leaked[0]]:.0%} of "
+                 f"document {leaked[0]} is in {paths['train'][there >> 40].name} from token {there & (1 << 40) - 1} on")
+    if len(leaked) > number // COINCIDENCES:
+        raise Broken(text)
+    none = f"none of {number} validation documents is in training ({len(sought) - number} short ones were not sought)"
+    return text + (": not more than chance may bring" if len(leaked) else none)
 
 
 def fingerprints(tokens):
@@ -608,17 +709,16 @@ def fingerprints(tokens):
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-3}  # of a mean loss, between machines
 LOGIT_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}  # of a logit, within one
-PROBE_TOKENS, PROBES = 1024, 12
+PROBE_TOKENS, PROBES, FAR_PROBES = 1024, 12, 6
+SCORED_AGAIN = 16  # sequences
 BLOCK = 128  # of FlexAttention: where a mistaken block mask leaks
 
 
-def rerun(source, model_path, shard_paths, stated):
-    """Loads a saved model with the source of its log and tests both. stated: what the log says of them.
+def load(source, model_path, device):
+    """(model, windows of the last validation, config) by a source that is run anew, with no state of an earlier load.
 
-    Returns {rule: (verdict, reason)}. What the evaluation needs of the source: load_model(path, device), Windows, and a
-    model with forward(inputs, targets, windows) -> summed loss, logits(inputs, windows), trunk and lm_head.logits."""
-    import torch
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    What the evaluation needs of the source: load_model(path, device), Windows, and a model with
+    forward(inputs, targets, windows) -> summed loss, logits(inputs, windows), trunk and lm_head.logits."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "judged.py"
         path.write_text(source, encoding="utf-8", errors="surrogateescape")
@@ -626,28 +726,47 @@ def rerun(source, model_path, shard_paths, stated):
         module = sys.modules["judged"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     model, saved = module.load_model(model_path, device)
-    shards = [read_tokens(path) for path in shard_paths]
-    examiner = Examiner(model, module.Windows(*saved["windows"]), np.concatenate([tokens for tokens, _, _ in shards]),
-                        *shards[0][1:], saved["config"])
-    verdicts, before = {}, examiner.state()
-    tensors = torch.load(model_path, weights_only=True, map_location="cpu")["model"]
-    verdicts["the saved model is the log's"] = judged(lambda: check_saved(tensors, saved["config"], stated))
-    verdicts["independent validation loss"] = judged(lambda: examiner.check_loss(stated))
-    verdicts["later tokens do not reach earlier logits"] = judged(examiner.check_causality)
-    verdicts["targets do not reach logits"] = judged(examiner.check_targets)
-    verdicts["probabilities sum to 1"] = judged(examiner.check_probabilities)
-    verdicts["evaluation leaves the model as it was"] = judged(lambda: examiner.check_state(before))
-    return verdicts
+    return model, module.Windows(*saved["windows"]), saved["config"]
 
 
-def judged(check):
-    """(verdict, reason) of a check. What a stranger's model raises is a finding too."""
+def rerun(source, model_path, shard_paths, stated):
+    """Loads a saved model with the source of its log and tests both. stated: what the log says of them.
+
+    Returns the (verdict, reason) of each of MODEL_RULES."""
+    import torch
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shards = [open_shard(path) for path in shard_paths]
+    stream = np.concatenate([tokens for tokens, _, _ in shards])
+
+    def examiner():
+        return Examiner(*load(source, model_path, device), stream, *shards[0][1:])
+
+    first = examiner()
+    before = first.state()
+    saved = torch.load(model_path, weights_only=True, map_location="cpu")
+    checks = [lambda: check_saved(saved["model"], saved["config"], stated), lambda: first.check_loss(stated),
+              lambda: examiner().check_order(first.sums), first.check_causality, first.check_targets,
+              first.check_probabilities, lambda: first.check_state(before)]
+    return dict(zip(MODEL_RULES, map(judged, checks)))
+
+
+def bound_memory():
+    """Makes an allocation that this machine cannot hold an error, where the system would kill the process."""
     try:
-        return PASS, check()
-    except NotCheckable as reason:
-        return UNKNOWN, str(reason)
-    except Exception as reason:
-        return FAIL, str(reason) if isinstance(reason, Broken) else f"{type(reason).__name__}: {reason}"
+        free = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return
+    import torch
+    if free and not torch.cuda.is_available():  # CUDA reserves more addresses than there is memory
+        limit = used + 1024 * int(free[1])
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def rerun_alone(*arguments):
+    """rerun in a process that is there for nothing else."""
+    bound_memory()
+    return rerun(*arguments)
 
 
 def check_saved(tensors, config, stated):
@@ -668,9 +787,9 @@ def hash_of(x):
 class Examiner:
     """A model, and the questions that are put to it. stream: the validation tokens, uint16."""
 
-    def __init__(self, model, windows, stream, vocab_size, bos, config):
+    def __init__(self, model, windows, config, stream, vocab_size, bos):
         self.model, self.windows, self.stream, self.vocab_size, self.bos = model, windows, stream, vocab_size, bos
-        self.config, self.device = config, model.scalars.device
+        self.config, self.device, self.sums = config, model.scalars.device, []
         self.draw = np.random.default_rng(0)
         self.tolerance = LOGIT_TOLERANCE[config["dtype"]]
         self.probe = self.probe_sequence()
@@ -704,29 +823,48 @@ class Examiner:
         with torch.no_grad():
             return float(self.model(padded, wanted, self.windows))
 
-    def losses_by_hand(self, tokens, targets):
-        """Sum of -log p(target). The head goes over parts of the sequence, or a long one's logits would not fit."""
+    def surprises(self, tokens, targets):
+        """-log p(target) at each place, float64 [T]. The head takes parts of the sequence, or a long one's logits would
+        not fit."""
         import torch
-        total = 0.0
+        parts = []
         with torch.no_grad():
             for x, wanted in zip(self.model.trunk(self.tensor(tokens), self.windows)[:len(tokens)].split(4096),
                                  torch.from_numpy(targets.astype(np.int64)).to(self.device).split(4096)):
                 logits = self.model.lm_head.logits(x).float()
-                total += float((logits.logsumexp(1) - logits.gather(1, wanted[:, None])[:, 0]).double().sum())
-        return total
+                parts.append((logits.logsumexp(1) - logits.gather(1, wanted[:, None])[:, 0]).double())
+        return torch.cat(parts)
+
+    def score(self, sequence):
+        """Sum of the surprises of a validation sequence, which has a number."""
+        begin = sequence * self.config["val_len"]
+        piece = self.stream[begin:min(begin + self.config["val_len"], self.scored) + 1]
+        return float(self.surprises(piece[:-1], piece[1:]).sum()), len(piece) - 1
 
     def check_loss(self, stated):
-        scored, length = stated["val_tokens"], self.config["val_len"]
-        if len(self.stream) < scored + 1:
-            raise Broken(f"{scored:,} tokens are said to be scored, and the shards hold {len(self.stream):,}")
-        inputs, targets = self.stream[:scored], self.stream[1:scored + 1]
-        total = sum(self.losses_by_hand(inputs[at:at + length], targets[at:at + length])
-                    for at in range(0, scored, length))
-        loss, tolerance = total / scored, TOLERANCE[self.config["dtype"]]
-        text = f"{loss:.5f} over {scored:,} tokens, the log states {stated['loss']:.5f}"
+        self.scored = stated["val_tokens"]
+        if not 0 < self.scored < len(self.stream):
+            raise Broken(f"{self.scored:,} tokens are said to be scored, and the shards hold {len(self.stream):,}")
+        for sequence in range(-(-self.scored // self.config["val_len"])):
+            self.sums.append(self.score(sequence))
+        loss, tolerance = sum(total for total, _ in self.sums) / self.scored, TOLERANCE[self.config["dtype"]]
+        text = f"{loss:.5f} over {self.scored:,} tokens, the log states {stated['loss']:.5f}"
         if not abs(loss - stated["loss"]) <= tolerance:
             raise Broken(f"{text}: more than {tolerance} apart")
         return text
+
+    def check_order(self, sums):
+        """sums: what another load of this model scored, from the first sequence to the last."""
+        if not sums:
+            raise NotCheckable("the loss was not evaluated (above is why)")
+        self.scored = sum(count for _, count in sums)
+        some = np.sort(self.draw.permutation(len(sums))[:SCORED_AGAIN])[::-1]
+        for sequence in map(int, some):
+            (total, count), (before, _) = self.score(sequence), sums[sequence]
+            if not abs(total - before) <= TOLERANCE[self.config["dtype"]] * count:
+                raise Broken(f"sequence {sequence} has a loss of {before / count:.5f} after those before it, and of "
+                             f"{total / count:.5f} after others")
+        return f"{len(some)} of {len(sums)} sequences, scored from last to first by a model loaded anew"
 
     def check_causality(self):
         base, length = self.logits(self.probe), len(self.probe)
@@ -744,21 +882,43 @@ class Examiner:
                 asked += 1
                 if not difference <= self.tolerance:
                     raise Broken(f"other tokens from {at} on ({kind}) change an earlier logit by {difference:.2g}")
+        length = min(self.config["val_len"], len(self.stream) - 1)
+        if length > len(self.probe):
+            asked += self.check_far(length)
         return f"other tokens from {asked} places on (random, edges of blocks, document joins) leave all earlier logits"
+
+    def check_far(self, length):
+        """Causality at the length of validation, where not the logits of a sequence fit but its surprises."""
+        tokens, targets = self.stream[:length], self.stream[1:length + 1]
+        try:
+            base = self.surprises(tokens, targets)
+            for at in map(int, self.draw.integers(1, length, FAR_PROBES)):
+                changed = np.append(tokens[:at], self.draw.integers(0, self.vocab_size, length - at))
+                difference = float((self.surprises(changed, targets)[:at] - base[:at]).abs().max())
+                if not difference <= self.tolerance:
+                    raise Broken(f"other tokens from {at} on change an earlier one's loss by {difference:.2g} in a "
+                                 f"sequence of {length:,}")
+        except Exception as error:
+            if ran_out(error):
+                raise NotCheckable(f"no leak in {len(self.probe):,} tokens; for the {length:,} of a validation "
+                                   "sequence memory ran out: check it where there is more") from None
+            raise
+        return FAR_PROBES
 
     def check_targets(self):
         truth = np.append(self.probe[1:], self.bos)
         random = self.draw.integers(0, self.vocab_size, len(truth))
-        others = [truth, random, np.full(len(truth), random[0])]
         base = self.logits(self.probe)
-        surprise = -base.log_softmax(1)
+        surprise, tolerance = -base.log_softmax(1), TOLERANCE[self.config["dtype"]] * len(truth)
+        least_likely = surprise[:, :self.vocab_size].argmax(1).cpu().numpy()  # a factor on the loss shows most
+        others = [truth, random, np.full(len(truth), random[0]), least_likely]
         for targets in others:
             seen = self.forward(self.probe, targets)
             wanted = float(surprise.gather(1, self.tensor(targets)[:len(truth), None].long()).sum())
-            if not abs(seen - wanted) <= self.tolerance * len(truth):
+            if not abs(seen - wanted) <= tolerance:
                 raise Broken(f"forward's mean loss is {seen / len(truth):.5f}, the logits' {wanted / len(truth):.5f}")
-            by_parts = self.losses_by_hand(self.probe, targets)
-            if not abs(by_parts - wanted) <= self.tolerance * len(truth):
+            by_parts = float(self.surprises(self.probe, targets).sum())
+            if not abs(by_parts - wanted) <= tolerance:
                 raise Broken(f"logits and lm_head disagree: {wanted / len(truth):.5f} and {by_parts / len(truth):.5f}")
             if not float((self.logits(self.probe) - base).abs().max()) <= self.tolerance:
                 raise Broken("the logits are others after a loss was asked for")
@@ -800,98 +960,117 @@ def check_rerun(model_path, runs, folder):
     e = next((e for e in runs if e.ours and e.run.start.get("run_id") == run_id), None)
     if e is None:
         raise CannotJudge(f"{logs.printable(model_path)} is of run {run_id}, whose log is not given; name that log too")
-    rule = "the model evaluated again"
-    try:
+
+    def examine():
         check_shards(e)
-        folder = folder or os.path.dirname(ROOT / e.get("start.config.val_files", str))
-        paths = [find_shard(shard, folder) for shard in e.get("start.shards.val")]
+        where = folder or os.path.dirname(ROOT / e.get("start.config.val_files", str))
+        paths = [find_shard(shard, where) for shard in e.get("start.shards.val")]
         stated = {"loss": e.get("end.final_val_loss", NUMBER), "val_tokens": e.get("end.val_tokens", int),
-                  "state_hash": e.get("end.validation_hash.after", str), "config": e.get("start.config", dict)}
+                  "state_hash": e.digest("end.validation_hash.after"), "config": e.get("start.config", dict)}
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            verdicts = pool.submit(rerun, e.source or "", os.path.abspath(model_path), paths, stated).result()
-    except NotCheckable as reason:
-        return [Finding(rule, UNKNOWN, str(reason))]
-    except BrokenProcessPool:
-        return [Finding(rule, FAIL, "the process that ran the log's source died")]
-    except Exception as error:  # whatever a stranger's source raises
-        return [Finding(rule, FAIL, str(error) if isinstance(error, Broken) else
-                        f"the log's source cannot load the model ({type(error).__name__}: {error})"[:300])]
-    return [Finding(rule, *verdict) for rule, verdict in verdicts.items()]
+            try:
+                return pool.submit(rerun_alone, e.source or "", os.path.abspath(model_path), paths, stated).result()
+            except BrokenProcessPool:
+                raise Broken("the process that ran the log's source died") from None
+    verdict, found = judged(examine)
+    if verdict == PASS:
+        return [Finding(rule, *found[rule]) for rule in MODEL_RULES]
+    return [Finding(MODEL_RULES[0], verdict, f"the log's source cannot load or judge the model: {found}"),
+            *(Finding(rule, UNKNOWN, "the model could not be evaluated (above is why)") for rule in MODEL_RULES[1:])]
 
 
 # Together
 
-def read_manifest(paths):
-    """What race.py wrote down in the folders of these paths: the last word on each run that was started."""
-    attempts = {}
-    for folder in dict.fromkeys(path if os.path.isdir(path) else os.path.dirname(path) or "." for path in paths):
-        try:
-            text = (Path(folder) / MANIFEST).read_text(encoding="utf-8", errors="replace")
-        except OSError:
+def read_manifests(folders):
+    """{race id: what race.py wrote down in one of these folders}. CannotJudge if it cannot be read."""
+    races = {}
+    for folder in sorted({os.path.realpath(folder) for folder in folders}):
+        path = Path(folder) / race.MANIFEST
+        if not path.exists():
             continue
-        for line in text.splitlines():
+        manifest, text = race.Manifest(path), read_text(path)
+        for number, line in enumerate(text[:text.rfind("\n") + 1].splitlines(), 1):  # a last line may be cut off
             try:
-                event = json.loads(line)
-            except ValueError:
-                raise CannotJudge(f"{Path(folder) / MANIFEST}: no JSON: {line[:60]!r}; restore the file") from None
-            if isinstance(event, dict) and event.get("run_id"):
-                attempts.setdefault(str(event["run_id"]), {}).update(event)
-    return list(attempts.values())
+                manifest.take(race.check_event(logs.parse_json(line), first=number == 1))
+            except ValueError as error:
+                raise CannotJudge(f"{logs.printable(path)}: line {number} is none of a race's ({error}); restore "
+                                  "the file") from None
+        if manifest.race is None:
+            raise CannotJudge(f"{logs.printable(path)}: no line says what the race is; restore the file")
+        same = races.setdefault(manifest.race["id"], manifest)
+        if (same.race, same.attempts) != (manifest.race, manifest.attempts):
+            raise CannotJudge(f"{logs.printable(path)} and {logs.printable(same.path)} tell of one race, and differ; "
+                              "keep the true one")
+    return races
 
 
 def read_runs(paths):
-    """(Evidence of each run, what logs.read found). CannotJudge if there is none, or a file cannot be read."""
+    """(Evidence of each run, what logs.read found, {race id: manifest} of the folders). CannotJudge if there is none,
+    or a file cannot be read."""
     found = logs.read(paths)
     unreadable = [item for item in found.rejected if item.kind == logs.UNREADABLE]
     if unreadable or not found.runs:
         reasons = several([f"{logs.printable(item.path)}: {item.reason}" for item in unreadable or found.rejected])
         raise CannotJudge(f"no run to judge ({reasons or 'nothing was found'}); name a folder of logs, or logs")
-    counts = Counter(run.path for run in found.runs)
-    return [read_evidence(run, counts[run.path] == 1) for run in found.runs], found
+    counts = Counter(item.path for item in [*found.runs, *found.rejected, *found.duplicates] if item.index_in_file)
+    folders = [path for path in paths if os.path.isdir(path)] + [os.path.dirname(run.path) or "." for run in found.runs]
+    return [read_evidence(run, counts[run.path]) for run in found.runs], found, read_manifests(folders)
 
 
 def verify(options):
     """All Findings, in the order of the table. CannotJudge if the input allows none."""
-    everyone, found = read_runs(options.record)
-    manifest = read_manifest(options.record)
+    everyone, found, races = read_runs(options.record)
     sides = sorted({e.race_side for e in everyone} - {""})
-    runs, others = everyone, read_runs(options.vs)[0] if options.vs else []
-    if len(sides) > 1 and not options.vs:
+    runs, others, apart = everyone, [], []
+    if options.vs:
+        apart, found_apart, races_apart = read_runs(options.vs)
+        others = apart
+    elif len(sides) > 1:
         runs = [e for e in everyone if e.race_side == options.side]
         others = [e for e in everyone if e.race_side != options.side]
         if not runs:
             raise CannotJudge(f"--side {options.side}: the race has the sides {', '.join(sides)}; name one of them")
+    timed = everyone + apart  # what is compared by its time must have an honest one
 
     def together(rule, check, *arguments):
-        return Finding(rule, *judged(lambda: check(*arguments)))
+        return Finding(rule, *judged(check, *arguments))
 
     findings = [
-        for_each("the log is unaltered", everyone, check_log),
+        for_each("the log is unaltered", timed, check_log),
         for_each("data stated with digests", everyone, check_shards),
         for_each("exactly the stated validation tokens", everyone, lambda e: check_val_tokens(e, options.val_tokens)),
         for_each("no compiler flags in the source", everyone, check_source),
         for_each("no compiler flags in the environment", everyone, check_environment),
-        for_each("the clock is honest", everyone, check_clock),
-        for_each("all time outside the clock is named", everyone, lambda e: check_outside(e, manifest)),
+        for_each("the clock is honest", timed, check_clock),
+        for_each("all time outside the clock is named", timed, check_outside),
+        together("the wall clock agrees with the race's", check_wall, timed,
+                 {**races, **races_apart} if apart else races),
         for_each("warm-up does not train", everyone, lambda e: check_same(
             e, "end.state_hash.before_warmup", "end.state_hash.after_warmup", "the warm-up")),
         for_each("nothing is compiled on the clock", everyone, check_compiles),
         for_each("validation does not train", everyone, lambda e: check_same(
             e, "end.validation_hash.before", "end.validation_hash.after", "validation")),
-        together("every run is accounted for", check_accounts, everyone, found, manifest),
+        together("every run is accounted for", check_accounts, everyone, found, races),
+        together("no run is a copy of another", check_copies, timed),
         together("mean loss below target, p < 0.01", lambda: check_loss(runs, choose_target(runs, options.target))),
     ]
-    if others:
-        findings += [together("the same hardware on both sides", check_hardware, runs, others),
-                     together("the sides ran in turn", check_interleaved, runs, others),
-                     together("faster than the other side, p < 0.01", check_faster, runs, others)]
+    if apart:
+        findings.append(together("every run of the other side is accounted for", check_accounts, apart, found_apart,
+                                 races_apart))
+    for rule, check in (("the same hardware on both sides", check_hardware),
+                        ("the sides ran in turn", check_interleaved),
+                        ("faster than the other side, p < 0.01", check_faster)):
+        findings.append(together(rule, check, runs, others) if others else
+                        Finding(rule, UNKNOWN, "name the logs of the other side with --vs, or race both sides"))
     if options.data:
         distinct = {json.dumps(e.run.start.get("shards"), sort_keys=True) if e.ours else "": e for e in everyone}
         findings.append(for_each("no validation document in training", list(distinct.values()),
                                  lambda e: check_data(e, options.data)))
+    else:
+        findings.append(Finding("no validation document in training", UNKNOWN, "name the shards' folder with --data"))
     if options.rerun:
-        findings += check_rerun(options.rerun, everyone, options.data)
-    return findings
+        return findings + check_rerun(options.rerun, everyone, options.data)
+    return findings + [Finding(rule, UNKNOWN, "name a model of the run with --rerun") for rule in MODEL_RULES]
 
 
 def parse(arguments):
@@ -919,8 +1098,9 @@ def main(arguments=None):
         return 2
     counts = Counter(finding.verdict for finding in findings)
     if options.json:
-        verdict = FAIL if counts[FAIL] else PASS
-        print(json.dumps({"verdict": verdict, "rules": [finding._asdict() for finding in findings]}, indent=1))
+        verdict = FAIL if counts[FAIL] else INCOMPLETE if counts[UNKNOWN] else PASS
+        rules = [finding._asdict() for finding in findings]
+        print(json.dumps({"verdict": verdict, "counts": dict(counts), "rules": rules}, indent=1))
     else:
         rows = [("FAIL" if f.verdict == FAIL else f.verdict, f.rule, f.reason) for f in findings]
         print("\n".join(logs.columns(rows)))
