@@ -1088,7 +1088,7 @@ class Comm:
     """The collectives that a run needs. Nothing else names one, so tests can put another network in its place.
 
     gloo reduces and scatters by an all-reduce of which it keeps a shard, and gathers into a copy. Made of messages, the
-    two send half and copy nothing: bench/whole_step.py has a step of two ranks at 0.91 of the time.
+    two send half and copy nothing, which bench/whole_step.py times.
     """
 
     def __init__(self, rank: int = 0, ranks: int = 1):
