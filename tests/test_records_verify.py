@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -590,9 +591,70 @@ SETTINGS = [
     "f(os.environ)",
     "import subprocess; subprocess.run('python', env={'TORCHINDUCTOR_X': '1'})",
     "exec('x')",
+    # names that stand for several things
+    "import re as c\ndef f():\n    from torch import _inductor as c\n    c.config.x = 1",
+    "def f():\n    import re as e\nfrom os import environ as e\ne['TORCH_X'] = '1'",
+    "import os as o\ndef f(o): pass\no.environ['TORCH_X'] = '1'",
+    # torch.compile that is not called where it stands, or called by another name
+    "torch.compiler.compile(f, mode='x')",
+    "torch.nn.Module.compile(model, mode='x')",
+    "torch.compile.__call__(f, mode='x')",
+    "import functools; c = functools.partial(torch.compile, dynamic=False)",
+    "{'c': torch.compile}['c'](f, mode='x')",
+    "for c in (torch.compile,): c(f, mode='x')",
+    "def g(c=torch.compile): c(f, mode='x')",
+    "c = torch.compile",
+    "getattr(torch, 'compile')(f, mode='x')",
+    "torch._TorchCompileInductorWrapper('max-autotune', None, False)",
+    # the environment
+    "os.environb[b'TORCHINDUCTOR_X'] = b'1'",
+    "from unittest import mock; mock.patch.dict('os.environ', TORCHINDUCTOR_X='1')",
+    "from unittest import mock; mock.patch.dict('os.environ', {'TORCHINDUCTOR_X': '1'})",
+    "from os import *; environ['TORCHINDUCTOR_X'] = '1'",
+    "os.__dict__['environ']['TORCHINDUCTOR_X'] = '1'",
+    "e = os.environ.copy(); e['TORCHINDUCTOR_X'] = '1'",
+    "e = dict(os.environ.items()); e[name] = '1'; os.execve(sys.executable, sys.argv, e)",
+    "import subprocess; subprocess.run(sys.argv, env=e)",
+    "import subprocess; subprocess.run(['env', 'TORCHINDUCTOR_X=1', 'python'])",
+    "import subprocess; subprocess.run(f'TORCHINDUCTOR_X={x} python x.py', shell=True)",
+    "os.environ.setdefault('X', torch._inductor.config.x)",
+    "os.environ.setdefault(name, '1')",
+    "os.environ[torch._inductor.config.x:]",
+    "os.environ.get('X', torch._inductor.config)",
+    "import posix; posix.putenv('TORCH_X', '1')",
+    "holder = [os]",
+    # modules by other ways
+    "m = sys.modules; m['torch._ind' + x].config.x = 1",
+    "sys.modules.get(name)",
+    "sys.modules[name].config.x = 1",
+    "f(getattr(torch, name))",
+    "getattr(torch.nn, name)",
+    "setattr(torch.backends, name, 1)",
+    "torch.__getattribute__('_induc' + t)",
+    "torch.nn.__dict__[name]",
+    "f.__globals__['torch']",
+    "import operator; operator.attrgetter(name)(t)",
+    "import operator; operator.attrgetter('_inductor.config')(t)",
+    "import builtins; builtins.exec('x')",
+    "import builtins; builtins.getattr(torch, name)",
+    "g = getattr; g(t, name)",
+    "__builtins__['exec']('x')",
+    "globals()[name]",
+    "import runpy; runpy.run_path('x')",
+    "from importlib import util",
+    "import importlib; importlib.reload(m)",
+    "import triton; triton.knobs.autotuning.x = 1",
 ]
 HARMLESS = [
     "torch.compile(f, dynamic=False)",
+    "@torch.compile\ndef f(): pass",
+    "@torch.compile(dynamic=False, fullgraph=True)\ndef f(): pass",
+    "from torch import compile as c; f = c(f)",
+    "torch.compile(f, backend='inductor')",
+    "import importlib; importlib.import_module('numpy')",
+    "hasattr(torch, 'float8_e4m3fn'); getattr(torch.version, 'cuda'); getattr(config, name)",
+    "class C:\n    compile: str = 'on'\n    def f(self): return vars(self), self.__dict__",
+    "import subprocess; subprocess.run(['nvidia-smi'], capture_output=True)",
     "if 'torch._dynamo' in sys.modules: torch._dynamo.utils.counters['stats']",
     "torch._dynamo.reset()",
     "os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'",
@@ -614,6 +676,34 @@ def test_a_compiler_setting_in_the_source_is_found(line):
 @pytest.mark.parametrize("line", HARMLESS)
 def test_a_harmless_line_is_not_taken_for_a_setting(line):
     assert scan.scan(IMPORTS + line).findings == []
+
+
+@pytest.mark.parametrize("line, module", [
+    ("import helper", "helper"), ("from helper.inner import x", "helper"), ("from . import helper", ""),
+    ("import importlib; importlib.import_module('helper')", "helper"), ("__import__('helper')", "helper"),
+    ("import numpy, triton, tiktoken, huggingface_hub, tqdm, scipy, matplotlib, ctypes", None),
+])
+def test_a_module_that_the_log_does_not_hold_is_named(line, module):
+    assert scan.scan(IMPORTS + line).foreign == ([] if module is None else [module])
+
+
+@pytest.mark.parametrize("source, seconds", [
+    ("x" + ".__dict__['a']" * 90, 1), ("(" * 150 + "x" + ")" * 150, 1), ("x" + ".a" * 3000, 5), ("-" * 5000 + "1", 5),
+    ("\n".join(f"import m{i} as a" for i in range(5000)) + "\na" * 5000, 5), ("a = a.b\n" * 20000, 10),
+    ("import torch\n" + "torch.compile\n" * 20000, 10), ("'x' + " * 900 + "'x'", 5),
+])
+def test_a_source_cannot_exhaust_its_reader(source, seconds):
+    began = time.monotonic()
+    try:
+        scan.scan(source)
+    except SyntaxError:
+        pass
+    assert time.monotonic() - began < seconds
+
+
+def test_a_source_that_is_too_long_to_scan_is_refused():
+    with pytest.raises(SyntaxError, match="characters"):
+        scan.scan("#" * (scan.MOST_CHARACTERS + 1))
 
 
 def test_the_script_itself_is_clean():
