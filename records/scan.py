@@ -149,7 +149,7 @@ class _Scanner(ast.NodeVisitor):
 
     def visit_Import(self, node):
         for path, _, _ in imported(node):
-            self.modules.add(path.split(".")[0])
+            self.modules.add(path.split(".")[0] or "a module beside it")
             if path not in ("torch._dynamo", "torch._functorch") and any(
                     pattern.fullmatch(path) for pattern, _ in _FORBIDDEN[:3]) or path.endswith(".*") and \
                     re.fullmatch(_MODULES, path[:-2]):
@@ -193,9 +193,10 @@ class _Scanner(ast.NodeVisitor):
         if "env" in keywords and any(path.startswith("subprocess.") for path in called):
             self.found(node, "starts a program with an environment of its own")
         if called & _IMPORTS:
-            self.modules.add((first or "").split(".")[0])
             if first is None:
                 self.found(node, "imports a module whose name cannot be read")
+            else:
+                self.modules.add(first.split(".")[0])
         if called & {"operator.attrgetter", "operator.methodcaller"} and first is None:
             self.found(node, "reaches for a name that cannot be read")
         if called & {*_BY_NAME, "hasattr"} and len(node.args) > 1:

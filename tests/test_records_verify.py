@@ -1,5 +1,6 @@
 """records/verify.py: logs of a real run pass; each rule catches a violation planted in the log or in the script."""
 
+import gzip
 import hashlib
 import importlib.util
 import json
@@ -489,6 +490,38 @@ def test_a_side_that_is_not_faster_is_caught(race, judge):
     fails_only(judge(race(4, "ab", change)), "faster than the other side, p < 0.01", "p = ")
 
 
+def two_races(race, tmp_path, change=lambda log: None):
+    """An honest race and a slower one, which is the other side."""
+    folder, other = race(4, "a").rename(tmp_path / "new"), tmp_path / "old"
+
+    def slower(log, run, side):
+        scale_clock(log, 2 + 0.01 * run)
+        log.end.update({key: log.end[key][::-1] for key in ("final_state_hash",)})
+        log.start["started"] = log.start["started"].replace("T00", "T01")
+        change(log)
+    race(4, "a", slower).rename(other)
+    return folder, other
+
+
+def test_the_other_side_must_be_honest_too(race, judge, tmp_path):
+    folder, other = two_races(race, tmp_path)
+    status, rules = judge(folder, "--vs", other)
+    others = "every run of the other side is accounted for"
+    failed = {rule for rule, (verdict, _) in rules.items() if verdict == "fail"}
+    assert failed == {COMPARED[1]} and rules[others][0] == rules[COMPARED[2]][0] == "pass"  # aaaabbbb: not in turn
+    (other / "1a.txt").rename(tmp_path / "1a.txt")
+    assert judge(folder, "--vs", other)[1][others][0] == "fail"
+    (tmp_path / "1a.txt").rename(other / "1a.txt")
+    shutil.copy(folder / "1a.txt", other / "1a.txt")
+    assert "same time" in judge(folder, "--vs", other)[1][COPIES][1]
+
+
+def test_an_edited_clock_of_the_other_side_is_caught(race, judge, tmp_path):
+    folder, other = two_races(race, tmp_path, lambda log: log.set("end.train_time_ms", log.end["train_time_ms"] + 60))
+    status, rules = judge(folder, "--vs", other)
+    assert "1a.txt: its end states train_time_ms" in rules[CLOCK][1]
+
+
 # The data
 
 NO_LEAK = "no validation document in training"
@@ -503,6 +536,19 @@ def test_fineweb_has_its_own_rule(race, judge):
     status, rules = judge(race(change=lambda log, run, side: log.start["shards"]["val"][0].update(name=name)))
     assert status == 1 and "10,485,760" in rules["exactly the stated validation tokens"][1]
     assert "target 3.28" in rules["mean loss below target, p < 0.01"][1]  # whatever the log says
+
+
+def gpt2_sized(log):
+    """As if its vocabulary were GPT-2's, and its validation split FineWeb's under another name."""
+    log.start["parameters"] += 4 * (50304 - 128) * 32  # embedding, head, two value tables
+    log.start["shards"]["val"][0]["tokens"] = 100_000_000
+
+
+@pytest.mark.parametrize("change", [gpt2_sized, lambda log: log.set("start.preset", "speedrun")])
+def test_fineweb_is_known_without_its_name(race, judge, change):
+    status, rules = judge(race(change=lambda log, run, side: change(log)))
+    assert status == 1 and "10,485,760" in rules["exactly the stated validation tokens"][1]
+    assert "target 3.28" in rules["mean loss below target, p < 0.01"][1]
 
 
 @pytest.mark.parametrize("key", ["name", "sha256"])
@@ -679,7 +725,7 @@ def test_a_harmless_line_is_not_taken_for_a_setting(line):
 
 
 @pytest.mark.parametrize("line, module", [
-    ("import helper", "helper"), ("from helper.inner import x", "helper"), ("from . import helper", ""),
+    ("import helper", "helper"), ("from helper.inner import x", "helper"), ("from . import helper", "a module beside it"),
     ("import importlib; importlib.import_module('helper')", "helper"), ("__import__('helper')", "helper"),
     ("import numpy, triton, tiktoken, huggingface_hub, tqdm, scipy, matplotlib, ctypes", None),
 ])
@@ -797,6 +843,58 @@ def test_a_model_that_learns_when_asked_is_caught(rerun):
     assert rules["evaluation leaves the model as it was"][0] == "fail"
 
 
+def test_a_loss_that_is_a_little_smaller_is_caught(rerun):
+    for factor in ("0.9997", "0.9999"):
+        rules = rerun(('ignore_index=-1, reduction="sum")', f'ignore_index=-1, reduction="sum") * {factor}'))
+        assert rules["targets do not reach logits"][0] == "fail"
+
+
+def test_what_a_model_remembers_of_earlier_sequences_is_caught(rerun):
+    """In a plain attribute, which is no part of its state; and in a global."""
+    remember = "        self.last = getattr(self, 'last', 0 * e) * 0.9 + e.mean(0)\n        e = e + 0.3 * self.last\n"
+    everywhere = remember.replace("getattr(self, 'last', 0 * e)", "globals().get('last', 0 * e)").replace(
+        "self.last =", "globals()['last'] =").replace("self.last", "last")
+    for plant in (remember, everywhere):
+        verdict, reason = rerun((EMBED, EMBED + plant))["a sequence's loss is its own"]
+        assert verdict == "fail" and "after those before it" in reason
+
+
+def test_a_leak_far_behind_the_probe_is_caught(rerun, monkeypatch):
+    """In sequences longer than the probe the losses tell, at places all over them."""
+    monkeypatch.setattr(verify, "PROBE_TOKENS", 64)
+    far = "        if len(e) > 200:\n            e = torch.cat([e[:150], e[150:] + 0.1 * torch.roll(e[150:], -1, 0)])\n"
+    rule = "later tokens do not reach earlier logits"
+    verdict, reason = rerun((EMBED, EMBED + far))[rule]
+    assert verdict == "fail" and "in a sequence of 256" in reason
+    assert rerun()[rule][0] == "pass"
+
+
+@pytest.mark.parametrize("error", ["MemoryError()", "RuntimeError(\"DefaultCPUAllocator: can't allocate memory\")"])
+def test_memory_that_runs_out_is_no_verdict(rerun, monkeypatch, error):
+    monkeypatch.setattr(verify, "PROBE_TOKENS", 64)
+    rules = rerun((EMBED, EMBED + f"        if len(e) > 200: raise {error}\n"))
+    for rule in ("independent validation loss", "later tokens do not reach earlier logits"):
+        assert rules[rule][0] == "not checkable" and "memory ran out" in rules[rule][1]
+
+
+def test_an_allocation_beyond_the_memory_is_an_error(tmp_path):
+    code = ("import sys; sys.path.insert(0, 'records'); import torch, verify; verify.bound_memory()\n"
+            "try: torch.zeros(1 << 50)\nexcept Exception as error: print(verify.ran_out(error))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_a_model_in_bfloat16_passes_and_a_smaller_loss_does_not(train, judge, data):
+    log = train(dtype="bfloat16", num_steps=6)
+    status, rules = judge(log, "--rerun", log.with_suffix(".pt"), "--data", data)
+    assert {rules[rule][0] for rule in verify.MODEL_RULES} == {"pass"}, rules
+    smaller = Log(log)
+    smaller.source = smaller.source.replace('ignore_index=-1, reduction="sum")', 'ignore_index=-1, reduction="sum") * 0.9997')
+    runs, *_ = verify.read_runs([smaller.write(log.with_name("smaller.txt"))])
+    found = {finding.rule: finding.verdict for finding in verify.check_rerun(log.with_suffix(".pt"), runs, data)}
+    assert found["targets do not reach logits"] == "fail"
+
+
 def test_a_loss_that_is_not_the_models_is_caught(rerun):
     rules = rerun(loss=3.9)
     assert [rule for rule, (verdict, _) in rules.items() if verdict == "fail"] == ["independent validation loss"]
@@ -865,7 +963,62 @@ def test_values_of_any_type_are_no_crash(honest, tmp_path, capsys):
     whole = Log(honest)
     every = [("start", *path) for path in places(whole.start) if path[0] != "config"]
     every += [("end", *path) for path in places(whole.end)]
-    values = [None, "x", [], {}, -1, 1e400, [1], True]
+    values = [None, "x", [], {}, -1, 1e400, [1], True, 10 ** 400, {"extra": 5}, "\ud800", "a\0b"]
     for i, path in enumerate(every):
-        log = Log(honest).set(".".join(path), values[i % len(values)]).write(tmp_path / "l.txt")
-        assert verify.main([str(log)]) in (0, 1), (path, values[i % len(values)])
+        for value in values[i % 3::3]:
+            log = Log(honest).set(".".join(path), value).write(tmp_path / "l.txt")
+            assert verify.main([str(log), "--data", str(tmp_path), "--json"]) in (0, 1), (path, value)
+            for rule in json.loads(capsys.readouterr().out)["rules"]:  # a reason, and not a net below the rules
+                assert "Error:" not in rule["reason"], (path, value, rule)
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"run_id": 5}', "9" * 5000, '{"race": null}', "\0", '"\\ud800"'])
+def test_a_manifest_of_anything_is_one_line(race, capsys, line):
+    folder = race()
+    with open(folder / "race.jsonl", "a") as file:
+        file.write(line + "\n")
+    assert verify.main([str(folder)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_what_no_terminal_shows_is_escaped(honest, tmp_path):
+    log = Log(honest).set("start.environment", {"TORCH_X": "\ud800"}).set("start.run_id", "\udcff")
+    log.write(tmp_path / "l.txt")
+    done = subprocess.run([sys.executable, ROOT / "records/verify.py", tmp_path / "l.txt"], capture_output=True,
+                          text=True)
+    assert done.returncode == 1 and "TORCH_X=\\ud800" in done.stdout and not done.stderr
+
+
+@pytest.mark.parametrize("line", ["step_avg:1.2.3ms", "step_avg:.ms", "step_avg:nanms", "step_avg:" + "9" * 400 + "ms"])
+def test_odd_numbers_of_the_community_are_no_crash(tmp_path, judge, line):
+    for name, time_ms in (("a", "100"), ("b", "9" * 400)):
+        lines = [f"step:{s}/3 val_loss:3.1{s} train_time:{time_ms}ms {line}" for s in range(4)]
+        (tmp_path / f"{name}.txt").write_text("\n".join(["import torch", RULE, *lines]) + "\n")
+    status, rules = judge(tmp_path)
+    assert status in (0, 1) and not any("Error:" in reason for _, reason in rules.values())
+
+
+def test_gzip_goes_by_its_first_bytes(race, judge):
+    folder = race()
+    (folder / "1a.txt").rename(folder / "1a.txt.gz")  # plain
+    (folder / "2a.txt").write_bytes(gzip.compress((folder / "2a.txt").read_bytes()))
+    assert judge(folder)[0] == 0
+
+
+def test_a_file_that_no_run_writes_is_refused(honest, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(verify, "MOST_BYTES", 100_000)
+    log = Log(honest)
+    log.environment += "x" * 200_000 + "\n"
+    (tmp_path / "l.txt.gz").write_bytes(gzip.compress(log.write(tmp_path / "l").read_bytes()))
+    assert verify.main([str(tmp_path / "l.txt.gz")]) == 2
+    error = capsys.readouterr().err
+    assert "which no run writes" in error and error.count("\n") == 1
+
+
+def test_billions_are_not_counted_out(honest, tmp_path, judge):
+    log = Log(honest).set("start.config.num_steps", 10 ** 12).set("start.race.declared_n", 10 ** 12)
+    log.lines = [line.replace("/12 ", f"/{10 ** 12} ") for line in log.lines]
+    step, loss, time_ms, _ = log.lines[-1].split()
+    log.lines[-1] = f"step:{10 ** 12}/{10 ** 12} {loss} {time_ms} step_avg:0.00ms"
+    status, rules = judge(log.write(tmp_path / "l.txt"))
+    assert rules[CLOCK][0] == rules[ACCOUNTS][0] == "fail" and "have a line" in rules[CLOCK][1]
