@@ -60,7 +60,7 @@ HEADER_BYTES, MAGIC = 1024, 20240520
 # Validation text in training is sought by what so many tokens in a row hash to, in so many places at most
 FINGERPRINT, MOST_PRINTS, LEAST_PRINTS = 32, 1 << 20, 8
 CHUNK = 1 << 22
-SHARED = 0.5  # of a document's prints: it is in training, perhaps cut or with tokens changed
+SHARED, UNBROKEN = 0.8, 0.5  # of a document's prints: with tokens changed; in a row, as where it was cut
 COINCIDENCES = 1000  # in so many documents one may be: the web holds some pages twice
 
 MODEL_RULES = ("the saved model is the log's", "independent validation loss", "a sequence's loss is its own",
@@ -671,7 +671,7 @@ def check_data(e, folder):
     limit = np.uint64(2 ** 64 // max(1, -(-int(within.sum()) // MOST_PRINTS)) - 1)  # the same part of every text
     asked = np.flatnonzero(within & (hashes <= limit))
     values, which = np.unique(hashes[asked], return_inverse=True)
-    count = np.bincount(first[asked], minlength=opens.sum())
+    count = np.bincount(first[asked], minlength=int(opens.sum()))
     place = np.full(len(values), -1)  # of the first occurrence: shard and position in one number
     for i, path in enumerate(paths["train"] if len(values) else ()):
         shard, _, _ = open_shard(path)
@@ -681,13 +681,16 @@ def check_data(e, folder):
             near = np.minimum(np.searchsorted(values, prints[at]), len(values) - 1)
             new = (values[near] == prints[at]) & (place[near] < 0)
             place[near[new]] = (i << 40) + begin + at[new]
-    found = place[which] >= 0
-    share = np.bincount(first[asked], weights=found, minlength=len(count)) / np.maximum(count, 1)
+    owner, found = first[asked], place[which] >= 0
+    row = np.cumsum(~found | (np.diff(owner, prepend=-1) > 0))  # the same for prints found one after another
+    longest = np.zeros(len(count))
+    np.maximum.at(longest, owner, np.bincount(row, weights=found)[row])
+    share = np.bincount(owner, weights=found, minlength=len(count)) / np.maximum(count, 1)
     sought = count >= LEAST_PRINTS
-    leaked = np.flatnonzero(sought & (share >= SHARED))
+    leaked = np.flatnonzero(sought & ((share >= SHARED) | (longest >= UNBROKEN * count)))
     text, number = "the shards are those of the log; ", int(sought.sum())
     if len(leaked):
-        there = place[which[found & (first[asked] == leaked[0])][0]]
+        there = place[which[found & (owner == leaked[0])][0]]
         text += (f"{len(leaked)} of {number} validation documents are in the training data; {share[leaked[0]]:.0%} of "
                  f"document {leaked[0]} is in {paths['train'][there >> 40].name} from token {there & (1 << 40) - 1} on")
     if len(leaked) > number // COINCIDENCES:
