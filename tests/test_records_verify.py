@@ -269,7 +269,8 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
                   (WHOLE, "no compiler flags in the source"), "holds no source"),
     "another source": (lambda log: log.set("source", "import os\n\n").set("start.source_sha256", hashlib.sha256(
         b"import os\n").hexdigest()), "no compiler flags in the source", "not the script"),
-    "a module beside it": (lambda log: with_source(log, "import helper\n"), "no compiler flags in the source", "helper"),
+    "a module beside it": (lambda log: with_source(log, "import helper\n"), "no compiler flags in the source",
+                           "helper"),
     "no environment": (lambda log: log.start.pop("environment"), "no compiler flags in the environment", "environment"),
     "a number declared anew": (lambda log: log.set("start.race.declared_n", 1).set("start.config.race_runs", 3), WHOLE,
                                "declared_n"),
@@ -642,7 +643,7 @@ SETTINGS = [
     "exec('x')",
     # names that stand for several things
     "import re as c\ndef f():\n    from torch import _inductor as c\n    c.config.x = 1",
-    "def f():\n    import re as e\nfrom os import environ as e\ne['TORCH_X'] = '1'",
+    "import re as e\ndef f():\n    from os import environ as e\n    e[name] = '1'",
     "import os as o\ndef f(o): pass\no.environ['TORCH_X'] = '1'",
     # torch.compile that is not called where it stands, or called by another name
     "torch.compiler.compile(f, mode='x')",
@@ -659,7 +660,8 @@ SETTINGS = [
     "os.environb[b'TORCHINDUCTOR_X'] = b'1'",
     "from unittest import mock; mock.patch.dict('os.environ', TORCHINDUCTOR_X='1')",
     "from unittest import mock; mock.patch.dict('os.environ', {'TORCHINDUCTOR_X': '1'})",
-    "from os import *; environ['TORCHINDUCTOR_X'] = '1'",
+    "from os import *",
+    "e.update(dict(TORCHINDUCTOR_X='1'))",
     "os.__dict__['environ']['TORCHINDUCTOR_X'] = '1'",
     "e = os.environ.copy(); e['TORCHINDUCTOR_X'] = '1'",
     "e = dict(os.environ.items()); e[name] = '1'; os.execve(sys.executable, sys.argv, e)",
@@ -728,7 +730,8 @@ def test_a_harmless_line_is_not_taken_for_a_setting(line):
 
 
 @pytest.mark.parametrize("line, module", [
-    ("import helper", "helper"), ("from helper.inner import x", "helper"), ("from . import helper", "a module beside it"),
+    ("import helper", "helper"), ("from helper.inner import x", "helper"),
+    ("from . import helper", "a module beside it"),
     ("import importlib; importlib.import_module('helper')", "helper"), ("__import__('helper')", "helper"),
     ("import numpy, triton, tiktoken, huggingface_hub, tqdm, scipy, matplotlib, ctypes", None),
 ])
