@@ -3,7 +3,8 @@
     python records/board.py add logs/race-ID records/DATE_NAME "what the record shows"
     python records/board.py
 
-The first copies a race's logs and manifest into a new folder and writes its README.md and plot.png by records/stats.py;
+The first copies a race's logs and manifest into a new folder and writes its README.md and plot.png by records/stats.py.
+The copies are as the runs wrote them, but for what names a folder of the machine: the log's own, and torchrun's;
 the second writes records/README.md anew from all folders. Every figure stands beside the command that makes it again.
 
 Exit status: 0 written, 2 it cannot be.
@@ -12,6 +13,7 @@ Exit status: 0 written, 2 it cannot be.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -68,6 +70,19 @@ def write_board() -> None:
     (HERE / "README.md").write_text("\n".join(text) + "\n", encoding="utf-8")
 
 
+def public(log: str) -> str:
+    """A log without what names a folder of the machine that wrote it: nobody else can use that, and it may tell a name."""
+    lines = log.split("\n")
+    for i, line in enumerate(lines):
+        if line.startswith('{"run_id": '):
+            start = logs.parse_json(line)
+            if "log_dir" in start.get("config", {}):
+                start["config"]["log_dir"] = "logs"
+            start.get("environment", {}).pop("TORCHELASTIC_ERROR_FILE", None)
+            lines[i] = json.dumps(start)
+    return "\n".join(lines)
+
+
 def add(race: Path, folder: Path, title: str) -> None:
     """Raises CannotJudge, and leaves nothing behind, where the race's logs give no verdict."""
     if not race.is_dir():
@@ -79,7 +94,9 @@ def add(race: Path, folder: Path, title: str) -> None:
     folder.mkdir()
     try:
         for path in sorted(race.iterdir()):
-            if path.suffix == ".txt" or path.name == MANIFEST:
+            if path.suffix == ".txt":
+                (folder / path.name).write_text(public(path.read_text(encoding="utf-8")), encoding="utf-8")
+            elif path.name == MANIFEST:
                 shutil.copy2(path, folder)
         write_record(folder, title)
     except BaseException:

@@ -13,7 +13,8 @@ import board  # noqa: E402
 
 
 def write_log(folder, run, side, loss, seconds, declared=3, source="print('one')"):
-    start = {"run_id": f"r{run}{side}", "started": "2026-01-02T03:04:05+00:00", "config": {"seed": run}, "seed": run, "ranks": 2,
+    start = {"run_id": f"r{run}{side}", "started": "2026-01-02T03:04:05+00:00", "config": {"seed": run, "log_dir": "/home/me/logs"},
+             "seed": run, "ranks": 2, "environment": {"OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": "/home/me/error.json"},
              "git": {"revision": "c0ffee", "clean": True}, "hardware": {"device": "a machine", "gpus": []}, "target_val_loss": 1.4,
              "race": {"race_id": "x", "run": run, "declared_n": declared, "side": side}}
     rule = "=" * 100
@@ -44,6 +45,9 @@ def test_a_race_becomes_a_record_and_a_row(race, capsys):
     assert board.main(["add", str(folder), str(records / "2026-01-02_toy"), "A toy | record"]) == 0
     made = records / "2026-01-02_toy"
     assert sorted(path.name for path in made.iterdir()) == ["README.md", "plot.png", "r1a.txt", "r1b.txt", "r2a.txt", "r2b.txt", "r3a.txt", "r3b.txt", "race.jsonl"]
+    before, after = (place.joinpath("r1a.txt").read_text().splitlines() for place in (folder, made))
+    assert [i for i, (a, b) in enumerate(zip(before, after)) if a != b] == [4] and len(before) == len(after)
+    assert "/home/me" in before[4] and "/home/me" not in after[4] and json.loads(after[4])["environment"] == {"OMP_NUM_THREADS": "1"}
     page = (made / "README.md").read_text()
     assert page.startswith("# A toy | record\n") and "python records/stats.py records/2026-01-02_toy --side a" in page
     assert "1.20200" in page and "9.0200" in page and "revision `c0ffee`" in page
