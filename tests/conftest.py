@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import socket
 import traceback
 from datetime import timedelta
@@ -17,6 +18,8 @@ import torch.distributed as dist
 import train_gpt
 
 torch.set_num_threads(1)
+# a shell that starts the tests in the background makes them ignore Ctrl-C, and so all that they start
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TINY = dict(dtype="float32", fp8_head=False, model_dim=32, num_heads=2, head_dim=16, gate_dim=6, bank_mb=0.03, compile="off",
             batch_tokens=8 * 48, micro_tokens=48, max_len=40, val_len=64, val_tokens=0, window_block=4, num_steps=12,
