@@ -1206,12 +1206,12 @@ class BankOptimizer:
         # compiled code takes numbers as tensors, or it would be compiled again for each; of its own in each place
         as_tensor = functools.lru_cache(256)(lambda place, x: torch.full((), x, device=banks[0].values.device))
         self.number = as_tensor if compiled else lambda place, x: x
-        self.home = {slot.param: bank for bank in banks for slot in bank.slots}
+        self.home: dict[nn.Parameter, Bank] = {}
         # where the model holds each parameter: (the parameter, its name, the module's own table, the name in there)
         self.places = [(param, f"{prefix}.{key}".lstrip("."), module._parameters, key)
                        for prefix, module in (model.named_modules() if model is not None else ())
                        for key, param in module._parameters.items() if param is not None and param.requires_grad]
-        self._check_members(model)
+        self._find_homes(model)
         self._check_plans()
         self.forward_hooks = []
         for bank in banks:
@@ -1365,20 +1365,21 @@ class BankOptimizer:
                     bank.gathering.wait()
                 bank.gathering = None
 
-    def _check_members(self, model: nn.Module | None) -> None:
-        """RunError if a parameter is in two banks or in none, or settings exclude each other."""
-        s, slots = self.settings, [slot for bank in self.banks for slot in bank.slots]
-        if len(self.home) < len(slots):
-            seen: set[nn.Parameter] = set()
-            twice = next(slot for slot in slots if slot.param in seen or seen.add(slot.param))
-            raise RunError(f"{twice.name} is in two banks or twice in one; put each parameter into one bank, once")
-        for slot in slots:
-            if not slot.param.requires_grad:
-                raise RunError(f"{slot.name} is frozen, and its bank would wait for its gradient; leave it out")
+    def _find_homes(self, model: nn.Module | None) -> None:
+        """Each parameter's bank. RunError if a parameter is in two or in none, or settings exclude each other."""
+        for bank in self.banks:
+            for slot in bank.slots:
+                if slot.param in self.home:
+                    raise RunError(f"{slot.name} is in two banks or twice in one; put each parameter into one bank, "
+                                   "once")
+                if not slot.param.requires_grad:
+                    raise RunError(f"{slot.name} is frozen, and its bank would wait for its gradient; leave it out")
+                self.home[slot.param] = bank
         for param, name, _, _ in self.places:
             if param not in self.home:
                 raise RunError(f"{name} is in no bank, and would never learn; put it into one, or freeze it by "
                                "requires_grad_(False)")
+        s = self.settings
         if s.exact and (s.unused or s.clip_norm):
             raise RunError("exact mode excludes unused parameters and clipping: sums depend on the number of ranks")
         if s.lazy_gather and model is None:

@@ -34,6 +34,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def add_model_flags(parser: argparse.ArgumentParser, layers: int, batch: int, bank_mb: float, help_bank: str) -> None:
+    """Those of a Transformer, its data and its banks, with the defaults that differ between benchmarks."""
+    parser.add_argument("--layers", type=positive, default=layers)
+    parser.add_argument("--dim", type=positive, default=256)
+    parser.add_argument("--vocab", type=positive, default=1024)
+    parser.add_argument("--batch", type=positive, default=batch, help="sequences a rank and step")
+    parser.add_argument("--tokens", type=positive, default=256, help="of a sequence")
+    parser.add_argument("--bank_mb", type=float, default=bank_mb, help=help_bank)
+
+
 def machine() -> str:
     """One line: what the figures were measured on, and how busy it was."""
     load = os.getloadavg()[0]

@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from common import (VALUES, Transformer, bank_optimizer, join, leave, machine, positive, ratios, run,
-                    some_text, spread, table, table_line, take_turns, train_gpt)
+from common import (VALUES, Transformer, add_model_flags, bank_optimizer, join, leave, machine, positive, ratios,
+                    run, some_text, spread, table, table_line, take_turns, train_gpt)
 
 LINK = "wire"  # the interface's name within each host
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -244,12 +244,7 @@ def rows_of(mbit: int, result: dict[str, Any]) -> Iterator[list[Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--mbit", type=positive, nargs="+", default=[1000, 500, 200], help="of the link, each way")
-    parser.add_argument("--layers", type=positive, default=6)
-    parser.add_argument("--dim", type=positive, default=256)
-    parser.add_argument("--vocab", type=positive, default=1024)
-    parser.add_argument("--batch", type=positive, default=16, help="sequences a rank and step")
-    parser.add_argument("--tokens", type=positive, default=256, help="of a sequence")
-    parser.add_argument("--bank_mb", type=float, default=0.5, help="MiB of parameters a bank; also of DDP's buckets")
+    add_model_flags(parser, 6, 16, 0.5, "MiB of parameters a bank; also of DDP's buckets")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--steps", type=positive, default=3, help="timed in a row, in each round")
     parser.add_argument("--result", help=argparse.SUPPRESS)  # given to the ranks: where rank 0 writes

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from common import (VALUES, GlooComm, Transformer, bank_optimizer, machine, on_ranks, positive, ratios, run,
-                    some_text, spread, table, take_turns, train_gpt)
+from common import (VALUES, GlooComm, Transformer, add_model_flags, bank_optimizer, machine, on_ranks, positive,
+                    ratios, run, some_text, spread, table, take_turns, train_gpt)
 
 LR = 1e-3
 ADAM = dict(lr=LR, betas=(0.9, 0.999), eps=1e-8)
@@ -140,12 +140,7 @@ def peak_memory(rank: int, ranks: int, args: argparse.Namespace, name: str) -> f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--ranks", type=positive, default=2)
-    parser.add_argument("--layers", type=positive, default=12)
-    parser.add_argument("--dim", type=positive, default=256)
-    parser.add_argument("--vocab", type=positive, default=1024)
-    parser.add_argument("--batch", type=positive, default=1, help="sequences a rank and step")
-    parser.add_argument("--tokens", type=positive, default=256, help="of a sequence")
-    parser.add_argument("--bank_mb", type=float, default=8.0, help="MiB of parameters a bank")
+    add_model_flags(parser, 12, 1, 8.0, "MiB of parameters a bank")
     parser.add_argument("--rounds", type=positive, default=40)
     parser.add_argument("--warm", type=int, default=4, help="rounds before those that count")
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="also measure memory")

@@ -95,7 +95,12 @@ def add(race: Path, folder: Path, title: str) -> None:
     try:
         for path in sorted(race.iterdir()):
             if path.suffix == ".txt":
-                (folder / path.name).write_text(public(path.read_text(encoding="utf-8")), encoding="utf-8")
+                try:
+                    log = public(path.read_text(encoding="utf-8"))
+                except ValueError as error:
+                    raise stats.CannotJudge(f"{path}: cannot be read as a log ({error}); copy it again, or take it out "
+                                            "of the folder") from error
+                (folder / path.name).write_text(log, encoding="utf-8")
             elif path.name == MANIFEST:
                 shutil.copy2(path, folder)
         write_record(folder, title)

@@ -638,7 +638,8 @@ def open_shard(path):
     if len(header) < HEADER_BYTES // 4 or header[0] != MAGIC or size != HEADER_BYTES + 2 * int(header[2]) or \
             size == HEADER_BYTES:
         raise Broken(f"{logs.printable(path)} is no shard of tokens")
-    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES), int(header[3]) or 50257, int(header[4]) or 50256
+    encoding = header[3:5].tolist() if header[3] else (50257, 50256)  # as train_gpt.py reads it: GPT-2's, unless stated
+    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES), *encoding
 
 
 def find_shard(shard, folder):

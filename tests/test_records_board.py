@@ -66,6 +66,8 @@ def test_without_records_there_is_no_leaderboard(race, capsys):
     (lambda folder, records: write_log(folder, 3, "a", 1.2, 9.0, source="print('two')"), "source"),
     (lambda folder, records: [path.unlink() for path in folder.iterdir()], ""),
     (lambda folder, records: (records / "new").mkdir(), "exists"),
+    (lambda folder, records: (folder / "r4a.txt").write_text('{"run_id": "cut'), "r4a.txt: cannot be read as a log"),
+    (lambda folder, records: (folder / "r4a.txt").write_bytes(b"\xff\xfe"), "r4a.txt: cannot be read as a log"),
 ])
 def test_what_cannot_be_judged_leaves_nothing_behind(race, capsys, spoil, says):
     folder, records = race

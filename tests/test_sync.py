@@ -183,11 +183,15 @@ class Failing(Comm):
         return Broken()
 
 
+def with_model(model, comm, optimizer=BankOptimizer, **changes):
+    """An engine that knows its model, with a bank a parameter."""
+    banks = train_gpt.fill_banks(adam_members(model), 0, comm.rank, comm.ranks)
+    return optimizer(banks, comm, settings=SyncSettings(**changes), model=model)
+
+
 def flow(model, x, comm=None, optimizer=BankOptimizer, steps=3, **changes):
     """Some steps of Adam through a network -> (the optimizer, the parameters)."""
-    comm = comm or Comm()
-    banks = train_gpt.fill_banks(adam_members(model), 0, comm.rank, comm.ranks)
-    engine = optimizer(banks, comm, settings=SyncSettings(**changes), model=model)
+    engine = with_model(model, comm or Comm(), optimizer, **changes)
     for step in range(steps):
         engine.arm(step)
         model(x + step).square().sum().backward()
@@ -500,7 +504,7 @@ def test_forward_walk_updates_the_first_layers_first():
 
 def test_a_lazy_gather_is_waited_for_where_the_forward_reads_it():
     comm, model = Recorder(), chain()
-    engine = BankOptimizer(train_gpt.fill_banks(adam_members(model), 0, 0, 1), comm, settings=SyncSettings(lazy_gather=True), model=model)
+    engine = with_model(model, comm, lazy_gather=True)
     for step in range(2):
         engine.arm(step)
         model(X).sum().backward()
@@ -518,8 +522,7 @@ def test_a_lazy_gather_is_waited_for_where_the_forward_reads_it():
 
 def test_a_lazy_gather_that_no_forward_read_is_waited_for_before_the_next_update():
     model, comm = Branches(), Recorder()
-    engine = BankOptimizer(train_gpt.fill_banks(adam_members(model), 0, 0, 1), comm,
-                           settings=SyncSettings(lazy_gather=True, unused=True), model=model)
+    engine = with_model(model, comm, lazy_gather=True, unused=True)
     for step in range(2):
         engine.arm(step)
         torch.stack([p.sum() for p in model.parameters()]).sum().backward()  # no module's forward runs
@@ -636,11 +639,6 @@ def test_mixed_devices_are_refused():
     members = [train_gpt.Member("a", nn.Parameter(torch.zeros(2)), ONCE), train_gpt.Member("b", nn.Parameter(torch.zeros(2, device="meta")), ONCE)]
     with pytest.raises(RunError, match="b is torch.float32 on meta"):
         train_gpt.Bank("mixed", members, 0, 1)
-
-
-def with_model(model, comm, **changes):
-    banks = train_gpt.fill_banks(adam_members(model), 0, comm.rank, comm.ranks)
-    return BankOptimizer(banks, comm, settings=SyncSettings(**changes), model=model)
 
 
 def replaced_on_both(comm, how, unused):
