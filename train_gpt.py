@@ -7,19 +7,19 @@
 This file is the whole experiment: its source opens the log of every run that it makes. Read it from top to bottom:
 
     config         every value that decides a run, a reason beside each; two presets; flags made from the fields
+    plan           the table of stages; plan_of(config, step) -> everything that depends on the step
     data           shards, the packing of documents, a stream that loads ahead
     model          what one rank computes; it does not know that there are others
-    update rules   Adam and NorMuon: pure functions on one shard
-    banks          parameters and gradients of one kind in one contiguous buffer each
-    communication  Comm names the collectives; the optimizer launches, waits, updates, gathers
+    update rules   Adam and NorMuon: pure functions on tensors
+    buckets        parameters and gradients of one kind in one contiguous buffer each
+    communication  Comm names the collectives; the Reducer brings gradients in, the DistributedOptimizer parameters out
     assignment     which parameter is updated by which rule
-    schedules      step -> number
     validation, log, checkpoint
     main           set-up, warm-up, the loop
 
-One gradient's way: autograd makes it; the hook adds it into its slot of the bank; when all of the bank have come, the
-bank's reduce-scatter starts while backward goes on; the step waits for it, updates this rank's shard with the bank's
-rule, and starts the all-gather that puts the new values where the model reads them.
+One gradient's way: autograd makes it; the hook adds it into its place in the bucket; when all of the bucket are ready,
+the bucket's reduce-scatter starts while backward goes on; the step waits for it, updates this rank's shard with the
+bucket's rule, and starts the all-gather that puts the new parameters where the model reads them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import errno
+import fcntl
 import functools
 import glob
 import hashlib
@@ -39,15 +41,19 @@ import platform
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import traceback
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from fnmatch import fnmatchcase
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple, NoReturn, Sequence
 
@@ -66,116 +72,139 @@ class RunError(Exception):
 # ------------------------------------------------------------------------------------------------------------------
 # config
 
-def value(default: Any, why: str, choices: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"why": why, "choices": choices})
+def option(default: Any, why: str, choices: tuple[str, ...] = (), zero: bool = False, most: float = math.inf,
+           below: float = math.inf) -> Any:
+    """A field of the config with the reason for its value. A number is more than 0, or with `zero` 0 too; it is at most
+    `most`, and less than `below`."""
+    return field(default=default, metadata={"why": why, "choices": choices, "zero": zero, "most": most, "below": below})
 
 @dataclass(frozen=True)
-class Config:
+class StageValues:
+    """What may change from stage to stage: where the table `stages` has a column of this name, it goes before the flag."""
+
+    micro_batches: int = option(8, "of a step, over all ranks, which take equal shares of them")
+    max_document_tokens: int = option(2048, "a training document ends here; keeps a batch from being one long document")
+    long_window: int = option(3, "blocks that layers with the long window see back; the short window is half of it")
+    peak_lr_factor: float = option(1.0, "on every learning rate, before the cooldown takes it down", zero=True)
+    loss_weights: tuple[float, ...] = option((1.0,), "of the next token, the one after it, and so on, in the training "
+                                             "loss: several, like 1,.5, make it predict several tokens ahead")
+
+@dataclass(frozen=True)
+class SyncSettings:
+    """How gradients and parameters travel. Each setting computes the same; `exact` fixes even the order of sums."""
+
+    sync: str = option("hook", "hook: reduce-scatter starts in backward. step: not before the step", ("hook", "step"))
+    walk: str = option("launch", "order of the step over buckets: as launched, or first layer on", ("launch", "forward"))
+    overlap_param_gather: bool = option(False, "the next forward waits for new parameters, where it reads them")
+    find_unused_parameters: bool = option(False, "parameters may go without gradient; what no rank used stays untouched")
+    check_grads: bool = option(False, "stop before a step with a gradient that is not finite (a GPU waits for it)")
+    clip_norm: float = option(0.0, "scale gradients down to this norm over all that update in a step (0: never)", zero=True)
+    exact: bool = option(False, "the same bytes at any number of ranks: fixed trees of sums, one thread, no batches")
+
+@dataclass(frozen=True)
+class Config(SyncSettings, StageValues):
     """Every value that decides a run. The defaults are the preset `speedrun`: record 44, to the letter."""
 
-    seed: int = value(0, "decides the initial parameters and, where documents are shuffled, their order")
-    target_val_loss: float = value(3.28, "what the run is to reach, in nats a token")
+    seed: int = option(0, "decides the initial parameters and, where documents are shuffled, their order", zero=True,
+                       most=2 ** 63 - 1)
+    target_val_loss: float = option(3.28, "what the run is to reach, in nats a token")
 
     # data
-    train_files: str = value("data/fineweb10B/fineweb_train_*.bin", "relative paths start at this script's folder")
-    val_files: str = value("data/fineweb10B/fineweb_val_*.bin", "as above")
-    train_shards: int = value(9, "shards to use, in the order of their names (0: all); nine are enough for the record")
-    max_len: int = value(2048, "a training document ends here; keeps a batch from being one long document")
-    long_documents: str = value("cut", "cut: skip what is beyond max_len. split: it makes further documents, each "
-                                "opened by a BOS in place of its first token", ("cut", "split"))
-    shuffle: bool = value(False, "documents of a shard in an order drawn from the seed (FineWeb is shuffled as it is)")
-    batch_tokens: int = value(8 * 2048 * 16, "tokens a step, over all ranks")
-    micro_tokens: int = value(2048 * 16, "tokens of one forward and backward: one packed sequence, a slot of the batch")
-    val_tokens: int = value(10_485_760, "tokens to validate on, from the start of the split (0: the whole split)")
-    val_len: int = value(4 * 64 * 1024, "tokens of one validation sequence")
-    val_every: int = value(250, "steps between validations; there is one at the end in any case")
+    train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "relative paths start at this script's folder")
+    val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "as above")
+    train_shards: int = option(9, "shards to use, in the order of their names (0: all); nine are enough for the record",
+                               zero=True)
+    long_documents: str = option("cut", "cut: skip what is beyond max_document_tokens. split: it makes further documents, "
+                                 "each opened by a BOS in place of its first token", ("cut", "split"))
+    shuffle: bool = option(False, "documents of a shard in an order drawn from the seed (FineWeb is shuffled as it is)")
+    micro_batch_tokens: int = option(2048 * 16, "tokens of one forward and backward: one packed sequence")
+    val_tokens: int = option(10_485_760, "tokens to validate on, from the start of the split (0: the whole split)", zero=True)
+    val_len: int = option(4 * 64 * 1024, "tokens of one validation sequence")
+    val_every: int = option(250, "steps between validations; there is one at the end in any case", zero=True)
 
     # model
-    layers: str = value("- S1M S2M SM LM SM SM M SM S0M S1M L2M", "a word a layer: S or L, attention with the short or "
-                        "the long window; a digit, the value table mixed in; M, an MLP; -, nothing at all")
-    model_dim: int = value(768, "width of the residual stream")
-    num_heads: int = value(6, "attention heads")
-    head_dim: int = value(128, "width of a head; num_heads * head_dim must be model_dim")
-    gate_dim: int = value(12, "entries of the stream that open a head's gate and the smear gate")
-    backout_layer: int = value(8, "the layer whose output is partly taken back before the head")
-    dtype: str = value("bfloat16", "of embeddings, head, gates, activations, Adam's moments, NorMuon's products; "
-                       "matrices are float32 (a CPU without bf16 units wants float32)", ("bfloat16", "float32"))
-    fp8_head: bool = value(True, "the head's training product in fp8, on GPUs that have it")
+    layers: str = option("- S1M S2M SM LM SM SM M SM S0M S1M L2M", "a word a layer: S or L, attention with the short or "
+                         "the long window; a digit, the value table mixed in; M, an MLP; -, nothing at all")
+    model_dim: int = option(768, "width of the residual stream")
+    num_heads: int = option(6, "attention heads")
+    head_dim: int = option(128, "width of a head; num_heads * head_dim must be model_dim")
+    gate_dim: int = option(12, "entries of the stream that open a head's gate and the smear gate")
+    backout_layer: int = option(8, "the layer whose output is partly taken back before the head", zero=True)
+    # Adam's moments have their parameter's dtype: as in the record those of the scalars are float32. Two roundings of the
+    # record are left out, since float32 costs nothing there: of the gates' moments, and of what follows polar
+    dtype: str = option("bfloat16", "of embeddings, head, gates, activations and NorMuon's products; matrices are float32 "
+                        "(a CPU without bf16 units wants float32)", ("bfloat16", "float32"))
+    fp8_head: bool = option(True, "the head's training product in fp8, on GPUs that have it")
 
-    # schedules
-    num_steps: int = value(2245, "steps in all, the extension included")
-    extension_steps: int = value(40, "the last of them, at the longest training window and the lowest learning rate")
-    cooldown: float = value(0.5, "fraction of the scheduled steps over which the learning rate falls")
-    lr_floor: float = value(0.1, "what is left of it at the end, as a fraction")
-    window_block: int = value(128, "tokens in a block; windows are counted in blocks")
-    windows: str = value("3 7 11", "the long window in equal parts of the scheduled steps; the short one is half")
-    extension_window: int = value(13, "the long window of the extension")
-    final_window: int = value(20, "the long window of the last validation; the rotary is not stretched for it")
+    # plan
+    num_steps: int = option(2245, "steps in all")
+    stages: str = option("until long_window; 1/3 3; 2/3 7; 1 11; +40 13", "a table, its rows apart by ; or line ends. Its "
+                         "head: until, then values that differ from stage to stage. until: a fraction of the scheduled "
+                         "steps, or the step before which the stage ends; +N: N steps more, after the schedule. a>b "
+                         "goes from a to b within the stage")
+    cooldown: float = option(0.5, "fraction of the scheduled steps over which the learning rate falls", zero=True, most=1)
+    lr_floor: float = option(0.1, "what it falls to, as a fraction of the learning rate", zero=True, most=1)
+    window_block: int = option(128, "tokens in a block; windows are counted in blocks")
+    final_window: int = option(20, "the long window of the last validation; the rotary is not stretched for it")
 
     # optimizers
-    adam_lr: float = value(0.008, "base of the multipliers that follow")
-    adam_beta1: float = value(0.65, "short memory: by a token's next gradient the last one is old")
-    adam_beta2: float = value(0.95, "likewise")
-    adam_eps: float = value(1e-8, "keeps a parameter without gradient where it is")
-    adam_every: int = value(2, "Adam steps every so many steps, on the sum of their gradients")
-    embed_lr_mul: float = value(75.0, "embeddings start at unit scale and must move far")
-    scalar_lr_mul: float = value(5.0, "mixing weights: faster than the head, slower than embeddings")
-    muon_lr: float = value(0.03, "size of an orthogonal update")
-    muon_weight_decay: float = value(1.2, "times muon_lr, where it agrees with the update in sign")
-    muon_momentum: float = value(0.95, "after its rise and before its fall")
-    muon_momentum_low: float = value(0.85, "where it rises from and falls to")
-    muon_momentum_rise: int = value(300, "steps of the rise")
-    muon_momentum_fall: int = value(50, "steps of the fall, at the end of the run")
-    muon_beta2: float = value(0.95, "memory of the second moment of the orthogonal update")
-    fc_lr_mul: float = value(2.0, "the MLP's first matrix learns faster")
+    adam_lr: float = option(0.008, "base of the multipliers that follow", zero=True)
+    adam_beta1: float = option(0.65, "short memory: by a token's next gradient the last one is old", zero=True, below=1)
+    adam_beta2: float = option(0.95, "likewise", zero=True, below=1)
+    adam_eps: float = option(1e-8, "keeps a parameter without gradient where it is")
+    adam_every: int = option(2, "Adam steps every so many steps, on the sum of their gradients")
+    embed_lr_mul: float = option(75.0, "embeddings start at unit scale and must move far", zero=True)
+    scalar_lr_mul: float = option(5.0, "mixing weights: faster than the head, slower than embeddings", zero=True)
+    muon_lr: float = option(0.03, "size of an orthogonal update", zero=True)
+    muon_weight_decay: float = option(1.2, "times muon_lr, where it agrees with the update in sign", zero=True)
+    muon_momentum: float = option(0.95, "after its rise and before its fall", zero=True, below=1)
+    muon_momentum_low: float = option(0.85, "where it rises from and falls to", zero=True, below=1)
+    muon_momentum_rise: int = option(300, "steps of the rise", zero=True)
+    muon_momentum_fall: int = option(50, "steps of the fall, at the end of the run", zero=True)
+    muon_beta2: float = option(0.95, "memory of the second moment of the orthogonal update", zero=True, below=1)
+    fc_lr_mul: float = option(2.0, "the MLP's first matrix learns faster", zero=True)
 
-    # gradient sync
-    sync: str = value("hook", "hook: reduce-scatter starts in backward. step: not before the step", ("hook", "step"))
-    bank_mb: float = value(72.0, "MiB of parameters at which a bank is full (0: a bank a parameter); the default is 8 "
-                           "of the record's largest matrices, one a rank")
-    walk: str = value("launch", "order of the step over banks: as launched, or first layer on", ("launch", "forward"))
-    lazy_gather: bool = value(False, "the next forward waits for new parameters, where it reads them")
-    fp32_grads: bool = value(False, "sum and exchange the gradients of bf16 parameters in float32")
-    compress_grads: bool = value(False, "send gradients in bf16")
-    unused: bool = value(False, "parameters may go without gradient; what no rank used stays untouched")
-    check_grads: bool = value(False, "stop before a step with a gradient that is not finite (a GPU waits for it)")
-    clip_norm: float = value(0.0, "scale gradients down to this norm over all that update in a step (0: never)")
-    exact: bool = value(False, "the same bytes at any number of ranks: fixed trees of sums, one thread, no batches")
+    # gradient sync, beside SyncSettings
+    bucket_mb: float = option(72.0, "MiB of parameters at which a bucket is full (0: one bucket per parameter); the default "
+                              "is 8 of the record's largest matrices, one per rank", zero=True)
+    grad_reduce_in_fp32: bool = option(False, "sum and exchange the gradients of bf16 parameters in float32")
+    bf16_compress: bool = option(False, "send gradients in bf16")
 
     # machine
-    compile: str = value("auto", "blocks, head and rules, each by itself. auto: on GPUs", ("auto", "on", "off"))
-    warmup_steps: int = value(30, "before the clock: every window and kind of step once, then everything is put back")
-    timeout_s: int = value(300, "seconds until a collective that others do not join is an error")
-    profile: str = value("", "A:B writes a Chrome trace of the steps A to B beside the log, one a rank")
+    compile: str = option("auto", "blocks, head and rules, each by itself. auto: on GPUs", ("auto", "on", "off"))
+    warmup_steps: int = option(30, "before the clock: every stage and kind of step once, then everything is put back",
+                               zero=True)
+    timeout_s: int = option(300, "seconds until a collective that others do not join is an error", most=10 ** 6)
+    profile: str = option("", "A:B writes a Chrome trace of the steps A to B beside the log, one per rank")
 
-    # log and what comes after
-    log_dir: str = value("logs", "relative paths start at this script's folder")
-    run_id: str = value("", "name of the log (empty: the time and a random part)")
-    train_loss_every: int = value(10, "steps between training losses in the log")
-    save_model: bool = value(False, "keep the trained parameters beside the log, for evaluation by another process")
-    sample_tokens: int = value(0, "tokens of text sampled from the trained model, outside the clock")
-    race_id: str = value("", "set by the racing tool: which race this run belongs to")
-    race_run: int = value(0, "set by the racing tool: number of this run within its race")
-    race_runs: int = value(0, "set by the racing tool: runs declared before the first one")
-    race_side: str = value("", "set by the racing tool: which of two versions this is")
-
-    @property
-    def slots(self) -> int:
-        """Packed sequences in a batch: micro-batches of a step, over all ranks."""
-        return self.batch_tokens // self.micro_tokens
+    # log, saved state, and what comes after
+    log_dir: str = option("logs", "relative paths start at this script's folder")
+    run_id: str = option("", "name of the log (empty: the time and a part that names the launch)")
+    train_loss_every: int = option(10, "steps between training losses in the log", zero=True)
+    save_every: int = option(0, "steps between checkpoints, off the clock (0: only on SIGTERM and SIGUSR1)", zero=True)
+    keep_checkpoints: int = option(2, "the latest so many are kept, until the run has ended well")
+    resume: str = option("", "go on from this checkpoint, or the one of this log, or `latest` of log_dir")
+    init_from: str = option("", "begin with the parameters of this saved model or checkpoint; never a record")
+    save_model: bool = option(False, "keep the trained parameters beside the log: sample.py and verify.py read them")
+    race: str = option("", "set by the racing tool: ID:RUN:DECLARED_N:SIDE")
 
 PRESETS = {
     "speedrun": Config(),
     # the same code, small: bytes of the standard library on two CPU cores
     "laptop": Config(
         target_val_loss=1.40, train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin",
-        train_shards=0, max_len=257, long_documents="split", shuffle=True, batch_tokens=8 * 256, micro_tokens=256,
+        train_shards=0, max_document_tokens=257, long_documents="split", shuffle=True, micro_batch_tokens=256,
         val_tokens=0, val_len=1024, val_every=160, layers="S0M S1M S0M L1M", model_dim=192, num_heads=3, head_dim=64,
-        backout_layer=2, dtype="float32", fp8_head=False, num_steps=320, extension_steps=20, window_block=32,
-        windows="4 8", extension_window=8, final_window=12, adam_every=2, muon_momentum_rise=60,
-        muon_momentum_fall=20, bank_mb=1.0, check_grads=True, warmup_steps=4, train_loss_every=1, sample_tokens=300,
+        backout_layer=2, dtype="float32", fp8_head=False, num_steps=320, window_block=32,
+        stages="until long_window; 1/2 4; 1 8; +20 8", final_window=12, muon_momentum_rise=60, muon_momentum_fall=20,
+        bucket_mb=1.0, check_grads=True, warmup_steps=4, train_loss_every=1, save_model=True,
     ),
 }
+
+# What may differ where a run goes on: it decides how the run is computed, not what
+FREE_TO_CHANGE = {f.name for f in dataclasses.fields(SyncSettings)} - {"exact", "clip_norm"} | {
+    "bucket_mb", "compile", "warmup_steps", "timeout_s", "profile", "log_dir", "run_id", "save_every", "keep_checkpoints",
+    "resume", "save_model", "train_files", "val_files"}
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -192,12 +221,12 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Every flag is a field of the config; its default is the preset's.")
     parser.add_argument("--preset", choices=PRESETS, help="where the values below come from (default: speedrun on a "
                         "machine with a GPU, laptop elsewhere)")
+    kinds = {"int": int, "float": float, "str": str, "bool": parse_bool, "tuple[float, ...]": parse_numbers}
     for f in dataclasses.fields(Config):
         defaults = " | ".join(dict.fromkeys(str(getattr(preset, f.name)) for preset in PRESETS.values()))
-        kind = {"int": int, "float": float, "str": str, "bool": parse_bool}[f.type]
         choices, why = f.metadata["choices"] or None, f.metadata["why"]
-        parser.add_argument(f"--{f.name}", type=kind, choices=choices, metavar=None if choices else f.type.upper(),
-                            help=f"{why} ({defaults or 'empty'})")
+        parser.add_argument(f"--{f.name}", type=kinds[f.type], choices=choices, help=f"{why} ({defaults or 'empty'})",
+                            metavar=None if choices else "NUMBERS" if f.type.startswith("tuple") else f.type.upper())
     return parser
 
 def parse_bool(text: str) -> bool:
@@ -205,11 +234,35 @@ def parse_bool(text: str) -> bool:
         raise argparse.ArgumentTypeError(f"{text!r} is not a truth value: write true or false")
     return text.lower() == "true"
 
+def parse_numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers: write them like 1,.5,.25") from None
+
 def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]:
-    """Flags -> the preset's name and the config. Leaves by SystemExit on a flag that is unknown or ill-typed."""
+    """Flags -> the preset's name and the config. A run that goes on has its checkpoint's, but for what is free to change.
+
+    Leaves by SystemExit on a flag that is unknown or ill-typed; RunError where there is nothing to resume from.
+    """
     given = {name: v for name, v in vars(make_parser().parse_args(argv)).items() if v is not None}
     preset = given.pop("preset", default_preset)
-    return preset, dataclasses.replace(PRESETS[preset], **given)
+    config = dataclasses.replace(PRESETS[preset], **given)
+    if not config.resume:
+        return preset, config
+    path = find_checkpoint(config)
+    saved = load_file(path)
+    fixed = sorted(set(given) - FREE_TO_CHANGE)
+    if fixed:
+        raise RunError(f"--resume goes on with the values of {path}; --{', --'.join(fixed)} would make it another run: "
+                       "leave them out")
+    kept = {name: v for name, v in given.items() if name in FREE_TO_CHANGE}
+    kept.update(run_id=saved["run_id"], log_dir=str(path.parent), resume=str(path))
+    return saved["preset"], dataclasses.replace(config_of(saved["config"]), **kept)
+
+def config_of(values: dict[str, Any]) -> Config:
+    """A config of what JSON made of one."""
+    return Config(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
 
 def profiled_steps(config: Config) -> range:
     first, last = map(int, config.profile.split(":"))
@@ -241,49 +294,33 @@ def check_config(config: Config, ranks: int) -> None:
         if not holds:
             wrong.append(message)
 
-    below_one = ("adam_beta1", "adam_beta2", "muon_beta2", "muon_momentum", "muon_momentum_low")
-    zero_or_more = {"seed", "train_shards", "val_tokens", "val_every", "extension_steps", "cooldown", "lr_floor",
-                    "adam_lr", "embed_lr_mul", "scalar_lr_mul", "muon_lr", "muon_weight_decay", "muon_momentum_rise",
-                    "muon_momentum_fall", "fc_lr_mul", "backout_layer", "bank_mb", "clip_norm", "warmup_steps",
-                    "train_loss_every", "sample_tokens", "race_run", "race_runs", *below_one}
     for f in dataclasses.fields(c):
-        v = getattr(c, f.name)
-        if f.type in ("int", "float"):
-            least = "0 or more" if f.name in zero_or_more else "more than 0"
-            want(math.isfinite(v) and (v > 0 or v == 0 and f.name in zero_or_more),
-                 f"{f.name} is {v}; it must be {least}, and finite")
-    for name in below_one:
-        want(getattr(c, name) < 1, f"{name} is {getattr(c, name)}; it must be less than 1")
-    for name in ("cooldown", "lr_floor"):
-        want(getattr(c, name) <= 1, f"{name} is {getattr(c, name)}; it must be at most 1")
-    for name, most in (("seed", 2 ** 63 - 1), ("timeout_s", 10 ** 6)):
-        want(getattr(c, name) <= most, f"{name} is {getattr(c, name)}; it must be at most {most}")
-    want(ranks in (1, 2, 4, 8), f"{ranks} ranks; the batch is shared out evenly over 1, 2, 4 or 8 (--nproc_per_node)")
+        message = out_of_range(f, getattr(c, f.name))
+        want(not message, message)
     want(c.num_heads * c.head_dim == c.model_dim,
          f"num_heads * head_dim is {c.num_heads} * {c.head_dim}; it must be model_dim, {c.model_dim}")
     want(c.head_dim % 4 == 0, f"head_dim is {c.head_dim}; the rotary needs a multiple of 4")
     want(c.gate_dim <= c.model_dim, f"gate_dim is {c.gate_dim}; the stream has only {c.model_dim} entries: lower it")
-    want(c.extension_steps < c.num_steps,
-         f"extension_steps is {c.extension_steps} of num_steps {c.num_steps}; leave the schedule a step: lower it")
-    want(c.micro_tokens < 1 or ranks < 1 or c.batch_tokens % (c.micro_tokens * ranks) == 0,
-         f"batch_tokens {c.batch_tokens} is not a whole number of micro_tokens {c.micro_tokens} for each of {ranks} "
-         f"ranks; make batch_tokens a multiple of {c.micro_tokens * ranks}")
     want(c.val_tokens % max(1, c.val_len) == 0, f"val_tokens {c.val_tokens} is not a multiple of val_len {c.val_len}")
-    want(c.max_len >= 2, f"max_len is {c.max_len}; a document needs at least a BOS and a token")
     want("/" not in c.run_id and c.run_id not in (".", ".."), f"run_id is {c.run_id!r}; it names a file: leave out '/'")
+    want(not c.race or re.fullmatch(r"[^:]+:\d+:\d+:[^:]*", c.race), f"race is {c.race!r}; it is the racing tool's to set")
+    want(not (c.resume and c.init_from), "resume and init_from exclude each other: leave one out")
     steps = profiled_steps(c) if re.fullmatch(r"\d+:\d+", c.profile) else ()
     want(not c.profile or steps and steps[-1] < c.num_steps,
          f"profile is {c.profile!r}; give the first and the last step, like 10:13, below num_steps {c.num_steps}")
-    for name in ("compress_grads", "clip_norm", "unused"):
+    for name in ("bf16_compress", "clip_norm", "find_unused_parameters"):
         want(not (c.exact and getattr(c, name)), f"exact and {name} {getattr(c, name)} exclude each other: its sums "
              f"depend on the number of ranks; leave out --exact or --{name}")
-    want(not c.exact or c.micro_tokens < 1 or c.slots & (c.slots - 1) == 0, f"exact sums a batch as a binary tree; "
-         f"batch_tokens {c.batch_tokens} has {c.batch_tokens / max(1, c.micro_tokens):g} slots of micro_tokens "
-         f"{c.micro_tokens}: make it a power of two")
-    words = c.windows.split()
-    want(words and all(word.isdecimal() and int(word) > 0 for word in words),
-         f"windows is {c.windows!r}; give numbers of blocks, like '3 7 11'")
     try:
+        for stage in stages_of(c):
+            n = stage.first["micro_batches"]
+            where = f"the stage from step {stage.begin} on has {n} micro-batches"
+            want(ranks > 0 and n % max(1, ranks) == 0, f"{ranks} ranks; {where}, which they cannot share evenly: start "
+                 f"{usable_ranks(c, max(1, ranks))} ranks (--nproc_per_node), or change --micro_batches")
+            want(not c.exact or n & (n - 1) == 0 and ranks & (ranks - 1) == 0, f"exact sums a batch as a binary tree; "
+                 f"{where} on {ranks} ranks: make both powers of two")
+            want(stage.first["max_document_tokens"] >= 2, f"max_document_tokens is {stage.first['max_document_tokens']} "
+                 f"from step {stage.begin} on; a document needs at least a BOS and a token")
         layers = parse_layers(c.layers)
         want(layers, "layers is empty; give at least one layer")
         want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
@@ -293,7 +330,136 @@ def check_config(config: Config, ranks: int) -> None:
     except RunError as error:
         wrong.append(str(error))
     if wrong:
-        raise RunError("; ".join(wrong))
+        raise RunError("; ".join(dict.fromkeys(wrong)))
+
+def out_of_range(f: dataclasses.Field, v: Any) -> str:
+    """What is wrong with a number, or with one of several, by the declaration of its field; nothing, if nothing is."""
+    if f.type in ("str", "bool"):
+        return ""
+    several, limits = isinstance(v, tuple), f.metadata
+    zero, numbers = limits["zero"] or several and any(v), v if several else (v,)
+    if all(math.isfinite(x) and (x > 0 or zero and x == 0) and x <= limits["most"] and x < limits["below"] for x in numbers):
+        return ""
+    bounds = [f"{words} {limits[key]:g}" for key, words in (("most", "at most"), ("below", "less than"))
+              if limits[key] < math.inf]
+    return f"{f.name} is {v}; it must be {', '.join(['0 or more' if zero else 'more than 0', *bounds])}, and finite"
+
+# ------------------------------------------------------------------------------------------------------------------
+# plan
+
+class Windows(NamedTuple):
+    """How many tokens back the layers with the long and with the short window see."""
+
+    long: int
+    short: int
+
+class Stage(NamedTuple):
+    """Steps [begin, end) and their StageValues by name: in the first step and, where a value moves, at the end."""
+
+    begin: int
+    end: int
+    scheduled: bool  # or after the schedule
+    first: dict[str, Any]
+    last: dict[str, Any]
+
+@functools.lru_cache(maxsize=16)
+def stages_of(config: Config) -> tuple[Stage, ...]:
+    """The table of stages, those without a step left out. RunError if it is no table, or does not fill num_steps."""
+    c, columns = config, {f.name: f for f in dataclasses.fields(StageValues)}
+    head, *rows = [line.split() for line in re.split("[;\n]", c.stages) if line.strip()] or [[]]
+    if head[:1] != ["until"] or not rows or not {*head[1:]} <= {*columns} or len({*head}) < len(head):
+        raise RunError(f"stages is {c.stages!r}; write a head that begins with `until` and names some of "
+                       f"{', '.join(columns)}, then a row per stage")
+    stages, begin = [], 0
+    scheduled = c.num_steps - sum(int(row[0]) for row in rows if re.fullmatch(r"\+\d+", row[0]))
+    for row in rows:
+        extra, where = row[0].startswith("+"), f"stages: the row {' '.join(row)!r} under {' '.join(head)!r}"
+        try:
+            share = Fraction(row[0])
+            end = begin + int(share) if extra else math.ceil(scheduled * share) if share <= 1 else int(row[0])
+            cells = {name: parse_cell(columns[name], cell) for name, cell in zip(head[1:], row[1:], strict=True)}
+        except (ValueError, ZeroDivisionError) as error:
+            raise RunError(f"{where}: {error}; begin it with a fraction like 1/3, a step or +N, then give one value per "
+                           "column, where numbers may move: a>b") from None
+        if not (share > 0 and (begin >= scheduled if extra else begin <= end <= scheduled)) or scheduled < 1:
+            raise RunError(f"{where} ends before step {end}, the one before it before step {begin}, and {scheduled} of "
+                           f"num_steps {c.num_steps} are scheduled; let stages follow one another, those with + last")
+        first, last = ({**{name: getattr(c, name) for name in columns}, **{name: cell[i] for name, cell in cells.items()}}
+                       for i in (0, 1))
+        if end > begin:
+            stages.append(Stage(begin, end, not extra, first, last))
+        begin = end
+    if begin != c.num_steps:
+        raise RunError(f"stages: the last ends before step {begin} of num_steps {c.num_steps}; let its `until` be 1")
+    return tuple(stages)
+
+def parse_cell(column: dataclasses.Field, cell: str) -> tuple[Any, Any]:
+    """A cell of the table: its value at the beginning and at the end of the stage. ValueError if the column takes none
+    such."""
+    kind, several = int if column.type == "int" else float, column.type.startswith("tuple")
+    numbers = [[kind(end) for end in item.split(">")] for item in cell.split(",")]
+    ends = [tuple(number[i] for number in numbers) if several else numbers[0][i] for i in (0, -1)]
+    if max(map(len, numbers)) > (1 if kind is int else 2) or len(numbers) > 1 and not several:
+        raise ValueError(f"{cell!r} is no value of {column.name}")
+    if wrong := out_of_range(column, ends[0]) or out_of_range(column, ends[1]):
+        raise ValueError(wrong)
+    return ends[0], ends[1]
+
+@dataclass(frozen=True)
+class Plan(StageValues):
+    """Everything that depends on the step, for one step: its stage's values, those that move as they are in this step."""
+
+    step: int = 0
+    lr_factor: float = 1.0  # on every learning rate
+    momentum: float = 0.0  # NorMuon's
+    windows: Windows = Windows(0, 0)  # of the training step, and of a validation before it
+    rotary_windows: tuple[int, ...] = ()  # long windows so far, in tokens: the rotary is stretched from each to the next
+
+def plan_of(config: Config, step: int) -> Plan:
+    """The plan of a step; of step num_steps, which trains nothing, that of the last validation."""
+    c, stages = config, stages_of(config)
+    at = max(i for i, stage in enumerate(stages) if stage.begin <= step)
+    stage = stages[at]
+    done = min(1.0, (step - stage.begin) / (stage.end - stage.begin))
+    values = {name: move(first, stage.last[name], done) for name, first in stage.first.items()}
+    rotary = [key * c.window_block for key, _ in itertools.groupby(s.first["long_window"] for s in stages[:at + 1])]
+    longest = c.final_window if step == c.num_steps else values["long_window"]
+    return Plan(**values, step=step, lr_factor=lr_factor(c, step, values["peak_lr_factor"]), momentum=momentum(c, step),
+                windows=Windows(longest * c.window_block, values["long_window"] // 2 * c.window_block),
+                rotary_windows=tuple(rotary))
+
+def move(first: Any, last: Any, done: float) -> Any:
+    """From first (done = 0) to last (done = 1) in a line; number by number where there are several."""
+    if isinstance(first, tuple):
+        return tuple(move(a, b, done) for a, b in zip(first, last))
+    return first if first == last else first + done * (last - first)
+
+def lr_factor(config: Config, step: int, peak: float) -> float:
+    """peak until the cooldown, then in a line down to lr_floor at the end of the scheduled steps, and so from there."""
+    c, scheduled = config, max(stage.end for stage in stages_of(config) if stage.scheduled)
+    done = min(0.9999, step / scheduled)  # the record's: never all the way to the floor
+    left = min(1.0, (1 - done) / c.cooldown) if c.cooldown else 1.0
+    return peak * left + (1 - left) * c.lr_floor
+
+def momentum(config: Config, step: int) -> float:
+    """From low to high in the first steps, and back in the last."""
+    c, fall_from = config, config.num_steps - config.muon_momentum_fall
+    height = 1.0
+    if step < c.muon_momentum_rise:
+        height = step / c.muon_momentum_rise
+    elif step > fall_from:
+        height = 1 - (step - fall_from) / c.muon_momentum_fall
+    return c.muon_momentum_low + height * (c.muon_momentum - c.muon_momentum_low)
+
+def tokens_of_steps(config: Config, steps: int) -> int:
+    """Tokens that the first so many steps train on."""
+    return sum((min(steps, stage.end) - stage.begin) * stage.first["micro_batches"] * config.micro_batch_tokens
+               for stage in stages_of(config) if stage.begin < steps)
+
+def usable_ranks(config: Config, most: int) -> int:
+    """The largest number of ranks, at most `most`, that can share out the micro-batches of every stage evenly."""
+    shared = math.gcd(*(stage.first["micro_batches"] for stage in stages_of(config)))
+    return max(ranks for ranks in range(1, max(1, most) + 1) if shared % ranks == 0)
 
 # ------------------------------------------------------------------------------------------------------------------
 # data
@@ -301,25 +467,28 @@ def check_config(config: Config, ranks: int) -> None:
 HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1
 GPT2_VOCAB, GPT2_BOS = 50257, 50256  # where a header says nothing of them
 
+class Encoding(NamedTuple):
+    vocab_size: int
+    bos_id: int
+
 class Shard(NamedTuple):
     """A file of tokens: a header of 256 int32, then uint16 tokens, both little-endian."""
 
     path: Path
     tokens: int
-    vocab_size: int
-    bos_id: int
+    encoding: Encoding
+    sha256: str = ""  # of the file when the run began, where it is known
 
 def read_header(path: Path) -> Shard:
     """Header words: 0 magic, 1 version, 2 tokens, 3 vocabulary, 4 BOS. RunError if the file is no whole shard."""
-    try:
-        with open(path, "rb") as file:
-            words = file.read(HEADER_INTS * 4)
-            size = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise RunError(f"{path}: cannot be read ({error.strerror}); fetch or make the data again") from error
+    again = "delete it, then fetch or make it again"
+    if not path.is_file():  # a pipe would be waited for
+        raise RunError(f"{path}: is no file; {again}")
+    with open(path, "rb") as file:
+        words = file.read(HEADER_INTS * 4)
+        size = os.fstat(file.fileno()).st_size
     if len(words) < HEADER_INTS * 4:
-        raise RunError(f"{path}: ends after {len(words)} bytes, within its header of {HEADER_INTS * 4}; delete it, "
-                       "then fetch or make it again")
+        raise RunError(f"{path}: ends after {len(words)} bytes, within its header of {HEADER_INTS * 4}; {again}")
     header = np.frombuffer(words, dtype="<i4")
     if header[:2].tolist() != [MAGIC, VERSION]:
         raise RunError(f"{path}: begins with {header[:2].tolist()}, a shard with [{MAGIC}, {VERSION}]; make "
@@ -327,36 +496,37 @@ def read_header(path: Path) -> Shard:
     tokens = int(header[2])
     if size != HEADER_INTS * 4 + 2 * tokens:
         raise RunError(f"{path}: {size} bytes, but its header promises {tokens} tokens, {HEADER_INTS * 4 + 2 * tokens} "
-                       "bytes; delete it, then fetch or make it again")
-    vocab_size, bos_id = header[3:5].tolist() if header[3] else (GPT2_VOCAB, GPT2_BOS)
-    return Shard(path, tokens, vocab_size, bos_id)
+                       f"bytes; {again}")
+    return Shard(path, tokens, Encoding(*(header[3:5].tolist() if header[3] else (GPT2_VOCAB, GPT2_BOS))))
 
 def find_shards(pattern: str, limit: int = 0) -> list[Shard]:
-    """The shards that match a glob pattern, by name, the first `limit` of them (0: all); all in one vocabulary."""
+    """The shards that match a glob pattern, by name, the first `limit` of them (0: all); all in one encoding."""
     paths = sorted(ROOT / path for path in glob.glob(pattern, root_dir=ROOT))  # an absolute one stays as it is
     if not paths:
         raise RunError(f"no shard matches {ROOT / pattern}; make some with data/stdlib.py, data/fineweb.py or "
                        "data/text.py, or name others with --train_files and --val_files")
     shards = [read_header(path) for path in paths[:limit or None]]
     for shard in shards:
-        if shard[2:] != shards[0][2:]:
-            raise RunError(f"{shard.path}: vocabulary and BOS are {shard[2:]}, those of {shards[0].path} are "
-                           f"{shards[0][2:]}; shards of one run share one encoding")
+        if shard.encoding != shards[0].encoding:
+            raise RunError(f"{shard.path}: {shard.encoding}, but {shards[0].path}: {shards[0].encoding}; shards of one "
+                           "run share one encoding")
     return shards
 
+def sha256_of(data: Any) -> str:
+    return hashlib.sha256(data).hexdigest()
+
 def load_tokens(shard: Shard) -> np.ndarray:
-    """All tokens of a shard, uint16 [tokens]. RunError if one is outside the vocabulary."""
-    try:
-        tokens = np.fromfile(shard.path, dtype="<u2", offset=HEADER_INTS * 4)
-    except OSError as error:
-        raise RunError(f"{shard.path}: cannot be read ({error}); fetch or make the data again") from error
-    if len(tokens) != shard.tokens:
-        raise RunError(f"{shard.path}: held {shard.tokens} tokens when the run began and {len(tokens)} now; leave the "
-                       "data alone while a run reads it")
+    """All tokens of a shard, uint16 [tokens]. RunError if one is outside the vocabulary, or the file is another one."""
+    raw = shard.path.read_bytes()
+    if len(raw) != HEADER_INTS * 4 + 2 * shard.tokens or shard.sha256 and sha256_of(raw) != shard.sha256:
+        raise RunError(f"{shard.path}: is not the file that it was when the run began; leave the data alone while a run "
+                       "reads it, and start the run again")
+    tokens = np.frombuffer(raw, dtype="<u2", offset=HEADER_INTS * 4)
     highest = int(tokens.max(initial=0))
-    if highest >= shard.vocab_size:
+    if highest >= shard.encoding.vocab_size:
         raise RunError(f"{shard.path}: token {highest} at position {tokens.argmax()}, but the vocabulary has "
-                       f"{shard.vocab_size}; the shard is damaged or its header names another encoding: make it again")
+                       f"{shard.encoding.vocab_size}; the shard is damaged or its header names another encoding: make it "
+                       "again")
     return tokens
 
 class Documents(NamedTuple):
@@ -364,34 +534,34 @@ class Documents(NamedTuple):
 
     tokens: np.ndarray   # uint16 [tokens]
     starts: np.ndarray   # int64 [documents]
-    lengths: np.ndarray  # int64 [documents], already cut at max_len
+    lengths: np.ndarray  # int64 [documents]
 
-def index_documents(tokens: np.ndarray, bos_id: int, max_len: int, long_documents: str = "cut",
-                    order: np.random.Generator | None = None) -> Documents:
+def index_documents(tokens: np.ndarray, bos_id: int) -> Documents:
     """Find the documents (each opens with BOS). What comes before the first BOS belongs to none and is left out."""
     starts = np.flatnonzero(tokens == bos_id)
-    lengths = np.diff(starts, append=len(tokens))
-    if long_documents == "split":
-        pieces = -(-lengths // max_len)
-        within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        starts = np.repeat(starts, pieces) + within * max_len
-        lengths = np.repeat(lengths, pieces) - within * max_len
-    lengths = np.minimum(lengths, max_len)
-    if order is not None:
-        chosen = order.permutation(len(starts))
-        starts, lengths = starts[chosen], lengths[chosen]
-    return Documents(tokens, starts, lengths)
+    return Documents(tokens, starts, np.diff(starts, append=len(tokens)))
 
-def pack(ends: np.ndarray, first: int, slots: int, slot_tokens: int) -> list[tuple[int, int, int]] | None:
-    """Which documents fill a batch. Each slot takes documents one after another until it holds slot_tokens + 1.
+def limit_documents(documents: Documents, longest: int, split: bool) -> tuple[Documents, np.ndarray]:
+    """Documents of at most `longest` tokens: the rest of each is left out, or split off as further documents behind it.
+
+    Also returns of which document each is a piece, int64 [pieces].
+    """
+    tokens, starts, lengths = documents
+    pieces = -(-lengths // longest) if split else np.ones_like(lengths)
+    piece_of = np.repeat(np.arange(len(starts)), pieces)
+    begins = (np.arange(len(piece_of)) - (np.cumsum(pieces) - pieces)[piece_of]) * longest
+    return Documents(tokens, starts[piece_of] + begins, np.minimum(lengths[piece_of] - begins, longest)), piece_of
+
+def pack(ends: np.ndarray, first: int, count: int, tokens: int) -> list[tuple[int, int, int]] | None:
+    """Which documents fill `count` micro-batches. Each takes one after another until it holds tokens + 1.
 
     ends [documents]: running sum of the documents' lengths. first: the document to begin with.
-    Returns for each slot (first document, last document, tokens of it that fit), or None if the documents run out.
+    Returns for each (first document, last document, tokens of it that fit), or None if the documents run out.
     """
     taken = []
-    for _ in range(slots):
+    for _ in range(count):
         before = int(ends[first - 1]) if first else 0
-        full = before + slot_tokens + 1
+        full = before + tokens + 1
         last = int(np.searchsorted(ends, full))
         if last >= len(ends):
             return None
@@ -399,87 +569,108 @@ def pack(ends: np.ndarray, first: int, slots: int, slot_tokens: int) -> list[tup
         first = last + 1
     return taken
 
-def fill_slot(documents: Documents, bos_id: int, first: int, last: int, last_tokens: int) -> np.ndarray:
-    """The tokens of one slot, uint16 [slot_tokens + 1]. BOS opens every document, a later piece of a split one too."""
+def fill_micro_batch(documents: Documents, bos_id: int, first: int, last: int, last_tokens: int) -> np.ndarray:
+    """The tokens of one micro-batch, uint16 [tokens + 1]. BOS opens every document, a later piece of a split one too."""
     lengths = documents.lengths[first:last + 1].copy()
     lengths[-1] = last_tokens
     starts = documents.starts[first:last + 1]
-    slot = np.concatenate([documents.tokens[start:start + n] for start, n in zip(starts, lengths)])
-    slot[np.cumsum(lengths) - lengths] = bos_id
-    return slot
+    micro_batch = np.concatenate([documents.tokens[start:start + n] for start, n in zip(starts, lengths)])
+    micro_batch[np.cumsum(lengths) - lengths] = bos_id
+    return micro_batch
+
+class Position(NamedTuple):
+    """Where the next batch begins: a shard, and a document of it if each has at most `longest` tokens."""
+
+    shard: int = 0
+    document: int = 0
+    longest: int = 0
 
 class Stream:
     """Batches of packed documents for one rank; the next shard is loaded and indexed in the background.
 
-    A batch has `slots` packed sequences; rank r takes slots/ranks of them in a row, so what the ranks read together
-    does not depend on how many they are. A batch that would run past a shard's last document begins anew at the next.
+    Rank r takes micro_batches / ranks micro-batches of a batch in a row, so what the ranks read together does not depend
+    on how many they are. A batch that would run past a shard's last document begins anew at the next.
+
+    digest sums, modulo 2**256, the SHA-256 of each micro-batch of this rank behind its step and its place in the step
+    (8 bytes each): the sum over the ranks does not depend on their number, and goes on where a run goes on.
     """
 
     def __init__(self, shards: list[Shard], config: Config, rank: int = 0, ranks: int = 1):
-        self.shards, self.config = shards, config
-        self.mine = range(rank * config.slots // ranks, (rank + 1) * config.slots // ranks)
+        self.shards, self.config, self.rank, self.ranks = shards, config, rank, ranks
+        self.split = config.long_documents == "split"
+        self.longest = max(stage.first["max_document_tokens"] for stage in stages_of(config))
         self.loader = ThreadPoolExecutor(1, thread_name_prefix="load-shard")
-        self.loaded: dict[int, Future[tuple[Documents, np.ndarray]]] = {}
-        self.seek((0, 0))
+        self.loaded: dict[int, Future[Documents]] = {}
+        self.limit = functools.lru_cache(maxsize=1)(self._limit)
+        self.position, self.digest = Position(), 0
 
-    def _load(self, index: int) -> tuple[Documents, np.ndarray]:
+    def _load(self, index: int) -> Documents:
+        """All documents of a shard, in the order of the run; long ones as pieces, which are shuffled each by itself."""
         c, shard = self.config, self.shards[index]
-        order = np.random.default_rng([c.seed, index]) if c.shuffle else None
-        documents = index_documents(load_tokens(shard), shard.bos_id, c.max_len, c.long_documents, order)
+        documents = index_documents(load_tokens(shard), shard.encoding.bos_id)
         if not len(documents.starts):
-            raise RunError(f"{shard.path}: no token is BOS ({shard.bos_id}), so no document begins; make it again with "
-                           "a script of data/, or write its BOS id into header word 4")
-        return documents, np.cumsum(documents.lengths)
+            raise RunError(f"{shard.path}: no token is BOS ({shard.encoding.bos_id}), so no document begins; make it again "
+                           "with a script of data/, or write its BOS id into header word 4")
+        if self.split:
+            documents, _ = limit_documents(documents, self.longest, split=True)
+        if c.shuffle:
+            order = np.random.default_rng([c.seed, index]).permutation(len(documents.starts))
+            documents = Documents(documents.tokens, documents.starts[order], documents.lengths[order])
+        return documents
 
-    def _open(self, index: int) -> tuple[Documents, np.ndarray]:
-        """Shard `index` as soon as it is loaded; starts loading the one after it, forgets the others."""
+    def _limit(self, index: int, longest: int) -> tuple[Documents, np.ndarray, np.ndarray]:
+        """A shard's documents of at most `longest` tokens, the running sum of their lengths, and of what each is a piece.
+        Starts loading the shard after it, forgets the others."""
         if index >= len(self.shards):
-            held = sum(shard.tokens for shard in self.shards)
             raise RunError(f"the training data ran out: {len(self.shards)} shard(s) like {self.shards[0].path} hold "
-                           f"{held} tokens, and documents cut at {self.config.max_len} gave only {self.steps} batches "
-                           f"of {self.config.batch_tokens}; add shards, or lower --num_steps")
+                           f"{sum(shard.tokens for shard in self.shards)} tokens, but documents of at most {longest} did "
+                           f"not fill {self.config.num_steps} steps; add shards, or lower --num_steps")
         wanted = [i for i in (index, index + 1) if i < len(self.shards)]
         self.loaded = {i: self.loaded.get(i) or self.loader.submit(self._load, i) for i in wanted}
-        return self.loaded[index].result()
+        documents, piece_of = limit_documents(self.loaded[index].result(), longest, self.split)
+        return documents, np.cumsum(documents.lengths), piece_of
 
-    def position(self) -> tuple[int, int]:
-        """(shard, document) at which the next batch begins."""
-        return self.shard, self.document
-
-    def seek(self, position: tuple[int, int]) -> None:
-        self.shard, self.document = position
-        self.steps = 0
-        self.digests = [hashlib.sha256() for _ in self.mine]
-
-    def _advance(self) -> tuple[Documents, list[tuple[int, int, int]]]:
+    def _advance(self, plan: Plan) -> tuple[Documents, list[tuple[int, int, int]]]:
         """What the next batch takes from which documents; the position moves behind it. RunError when the data ends."""
-        documents, ends = self._open(self.shard)
-        while (taken := pack(ends, self.document, self.config.slots, self.config.micro_tokens)) is None:
-            self.shard, self.document = self.shard + 1, 0
-            documents, ends = self._open(self.shard)
-        self.document = taken[-1][1] + 1
-        self.steps += 1
+        index, document, before = self.position
+        longest = plan.max_document_tokens
+        if document and before != longest:  # go on with the first document that no batch has begun
+            piece_of = self.limit(index, before)[2]
+            unread = piece_of[document - 1] + 1  # what is left of a document that was split is skipped
+            document = int(np.searchsorted(self.limit(index, longest)[2], unread))
+        while True:
+            documents, ends, _ = self.limit(index, longest)
+            taken = pack(ends, document, plan.micro_batches, self.config.micro_batch_tokens)
+            if taken is not None:
+                break
+            index, document = index + 1, 0
+        self.position = Position(index, taken[-1][1] + 1, longest)
         return documents, taken
 
-    def next_batch(self) -> list[np.ndarray]:
-        """This rank's slots of the next batch, each uint16 [micro_tokens + 1]. RunError when the data ends."""
-        documents, taken = self._advance()
-        batch = [fill_slot(documents, self.shards[0].bos_id, *taken[slot]) for slot in self.mine]
-        for digest, slot in zip(self.digests, batch):
-            digest.update(slot)
+    def next_batch(self, plan: Plan) -> list[np.ndarray]:
+        """This rank's micro-batches of the step, each uint16 [micro_batch_tokens + 1]. RunError when the data ends."""
+        documents, taken = self._advance(plan)
+        own = len(taken) // self.ranks
+        places = range(self.rank * own, (self.rank + 1) * own)
+        batch = [fill_micro_batch(documents, self.shards[0].encoding.bos_id, *taken[place]) for place in places]
+        for place, micro_batch in zip(places, batch):
+            where = plan.step.to_bytes(8, "little") + place.to_bytes(8, "little")
+            digest = hashlib.sha256(where + micro_batch.tobytes()).digest()
+            self.digest = (self.digest + int.from_bytes(digest, "big")) % 2 ** 256
         return batch
 
-    def check_enough(self, steps: int) -> None:
-        """RunError if it is known already that the data ends before so many steps: exactly, where all is loaded."""
-        held, needed = sum(shard.tokens for shard in self.shards), steps * self.config.batch_tokens
+    def check_enough(self) -> None:
+        """RunError if it is known already that the data ends before the run: exactly, where all is loaded."""
+        c, held = self.config, sum(shard.tokens for shard in self.shards)
+        needed = tokens_of_steps(c, c.num_steps)
         if held < needed:
-            raise RunError(f"{len(self.shards)} shard(s) like {self.shards[0].path} hold {held} tokens; {steps} steps "
-                           f"read at least {needed}: add shards, or lower --num_steps")
+            raise RunError(f"{len(self.shards)} shard(s) like {self.shards[0].path} hold {held} tokens; {c.num_steps} "
+                           f"steps read at least {needed}: add shards, or lower --num_steps")
         if len(self.shards) <= 2:
-            start = self.position()
-            for _ in range(steps):
-                self._advance()
-            self.seek(start)
+            start = self.position
+            for step in range(c.num_steps):
+                self._advance(plan_of(c, step))
+            self.position = start
 
     def close(self) -> None:
         self.loader.shutdown(wait=False, cancel_futures=True)
@@ -498,8 +689,9 @@ def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.nd
     if len(stream) < max(wanted, 2):
         raise RunError(f"validation needs {max(wanted, 2)} tokens, {len(shards)} shard(s) like {shards[0].path} hold "
                        f"{len(stream)}; fetch the whole split, or lower --val_tokens (a multiple of --val_len; 0: all)")
-    if not (stream == shards[0].bos_id).any():
-        raise RunError(f"{shards[0].path}: no token is BOS ({shards[0].bos_id}), so no document begins: make it again")
+    if not (stream == shards[0].encoding.bos_id).any():
+        raise RunError(f"{shards[0].path}: no token is BOS ({shards[0].encoding.bos_id}), so no document begins: make it "
+                       "again")
     rows = -(-(len(stream) - 1) // length)
     padded = np.full(rows * length + 1, -1, dtype=np.int32)
     padded[:len(stream)] = stream
@@ -535,23 +727,26 @@ class Rotary(nn.Module):
 
     def __init__(self, head_dim: int, tokens: int, dtype: torch.dtype):
         super().__init__()
-        self.register_buffer("frequencies", rotary_frequencies(head_dim))
-        self.register_buffer("scale", torch.tensor(self.FIRST_SCALE))
-        self.register_buffer("cos", torch.empty(tokens, head_dim // 2, dtype=dtype), persistent=False)
-        self.register_buffer("sin", torch.empty(tokens, head_dim // 2, dtype=dtype), persistent=False)
-        self.tabulate()
-
-    def tabulate(self) -> None:
-        angles = torch.outer(torch.arange(len(self.cos), device=self.cos.device), self.frequencies)
-        self.cos.copy_(angles.cos())
-        self.sin.copy_(angles.sin())
+        self.register_buffer("first_frequencies", rotary_frequencies(head_dim), persistent=False)
+        for name, shape in (("scale", ()), ("cos", (tokens, head_dim // 2)), ("sin", (tokens, head_dim // 2))):
+            self.register_buffer(name, torch.empty(shape, dtype=dtype if shape else torch.float32), persistent=False)
+        self.windows: tuple[int, ...] | None = None
+        self.follow(())
 
     @torch.no_grad()
-    def set(self, frequencies: Tensor, scale: float) -> None:
-        """In place: a compiled block goes on reading the same tensors."""
-        self.frequencies.copy_(frequencies)
+    def follow(self, windows: tuple[int, ...]) -> None:
+        """Stretch for long windows, in tokens, that came one after another: from the first frequencies on, so that the
+        tables depend on the plan of a step alone. In place: a compiled block goes on reading the same tensors."""
+        if windows == self.windows:
+            return
+        frequencies, scale = self.first_frequencies, self.FIRST_SCALE
+        for window, longer in itertools.pairwise(windows):
+            frequencies, scale = stretch(frequencies, scale, window, longer)
+        angles = torch.outer(torch.arange(len(self.cos), device=self.cos.device), frequencies)
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
         self.scale.fill_(scale)
-        self.tabulate()
+        self.windows = windows
 
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos[:len(x_THD), None], sin[:len(x_THD), None]
@@ -627,15 +822,15 @@ class Attention(nn.Module):
         """x, values [T, dim] -> [T, dim]. value_mix [2]: of the layer's own values and of the table's."""
         tokens, dim = x.shape
         cos, sin, scale = rotary
-        qkvo = self.qkvo.view(4 * dim, dim).type_as(x)
-        qkv = F.linear(x, qkvo[:3 * dim]).view(tokens, 3 * self.heads, -1)
+        qkv_weight, o_weight = self.qkvo.view(4 * dim, dim).type_as(x).split((3 * dim, dim))
+        qkv = F.linear(x, qkv_weight).view(tokens, 3 * self.heads, -1)
         qk, v = qkv.split((2 * self.heads, self.heads), dim=1)
         q, k = rotate(norm(qk), cos, sin).chunk(2, dim=1)
         q = q * scale
         v = value_mix[0] * v if values is None else value_mix[0] * v + value_mix[1] * values.view_as(v)
         gate = torch.sigmoid(F.linear(x[:, :self.gate.size(1)], self.gate))
         y = attend(q, k, v, mask) * gate[..., None]
-        return F.linear(y.reshape(tokens, dim), qkvo[3 * dim:])
+        return F.linear(y.reshape(tokens, dim), o_weight)
 
 class MLP(nn.Module):
     def __init__(self, dim: int):
@@ -705,18 +900,19 @@ class Head(nn.Module):
         x = FP8Linear.apply(x, self.weight) if self.fp8 and self.training else F.linear(x, self.weight)
         return 30 * torch.sigmoid(x.float() / 7.5)
 
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Cross entropy in nats, summed over the targets [T]; -1 is no target."""
-        return F.cross_entropy(self.logits(x), targets, ignore_index=-1, reduction="sum")
+    def forward(self, x: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        """Cross entropies in nats, summed over the positions of targets [n, T], and over n with weights [n]. Targets k
+        are the tokens k + 1 ahead; -1 is none."""
+        logits = self.logits(x)
+        losses = [F.cross_entropy(logits, of_distance, ignore_index=-1, reduction="sum") for of_distance in targets]
+        return (torch.stack(losses) * weights).sum()
+
+@functools.lru_cache(maxsize=4)  # a copy to a GPU at each step would make it wait
+def weights_tensor(weights: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(weights, device=device)
 
 def mix_in_saved(x: Tensor, weight: Tensor, saved: Tensor) -> Tensor:
     return x + torch.sigmoid(weight) * saved
-
-class Windows(NamedTuple):
-    """How many tokens back the layers with the long and with the short window see."""
-
-    long: int
-    short: int
 
 class GPT(nn.Module):
     """The model of record 44, sizes as arguments. Works on one packed sequence [T] at a time.
@@ -753,14 +949,14 @@ class GPT(nn.Module):
         make = block_mask if x.is_cuda else dense_mask
         return {"L": make(docs, windows.long), "S": make(docs, windows.short), None: None}
 
-    def trunk(self, x: Tensor, windows: Windows) -> Tensor:
+    def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
         """Tokens [T] -> normed stream before the head [T, dim]."""
         skips, mixes, value_mixes, smear, backout = self.scalars.split(self.scalar_sizes)
         mixes, value_mixes = mixes.view(-1, 2), value_mixes.view(-1, 2)
-        masks = self.masks(x, windows)
+        masks = self.masks(tokens, windows)
         rotary = (self.rotary.cos, self.rotary.sin, self.rotary.scale)
-        values = [table(x) for table in self.value_embeds]
-        e = self.embed(x)
+        values: dict[int, Tensor] = {}  # looked up where first needed, so that their gradients come with that layer's
+        e = self.embed(tokens)
         opening = smear[0] * torch.sigmoid(F.linear(e[1:, :self.smear_gate.size(1)], self.smear_gate))
         e = torch.cat([e[:1], e[1:] + opening * e[:-1]])
         x0 = norm(e)
@@ -769,18 +965,23 @@ class GPT(nn.Module):
         for i, (layer, block) in enumerate(zip(self.layers, self.blocks)):
             if i in self.skip_from:
                 x = self.mix_in_saved(x, skips[i - min(self.skip_from)], saved[self.skip_from[i]])
+            if layer.value_table is not None and layer.value_table not in values:
+                values[layer.value_table] = self.value_embeds[layer.value_table](tokens)
             if layer != Layer(None, None, False):
-                table = None if layer.value_table is None else values[layer.value_table]
-                x = block(x, x0, mixes[i], table, value_mixes[i], rotary, masks[layer.window])
+                mixed_in = values.get(layer.value_table)
+                x = block(x, x0, mixes[i], mixed_in, value_mixes[i], rotary, masks[layer.window])
             if i in self.read_again:
                 saved[i] = x.view_as(x)
         return norm(x - backout[0] * saved[self.backout_layer])
 
-    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows) -> Tensor:
-        """inputs, targets [T] -> the sum of the targets' cross entropies, in nats; targets of -1 count nothing."""
+    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows, loss_weights: tuple[float, ...] = (1.0,)) -> Tensor:
+        """inputs, targets [T] -> the sum of the targets' cross entropies, in nats; targets of -1 count nothing. Further
+        weights are of the targets of later positions: what lies beyond the last counts nothing."""
         x = self.trunk(inputs, windows)
-        parts = zip(x.split(self.loss_tokens), targets.split(self.loss_tokens))
-        return torch.stack([self.lm_head(x_part, targets_part) for x_part, targets_part in parts]).sum()
+        ahead = torch.stack([F.pad(targets[k:], (0, k), value=-1) for k in range(len(loss_weights))])
+        weights = weights_tensor(loss_weights, x.device)
+        parts = zip(x.split(self.loss_tokens), ahead.split(self.loss_tokens, dim=1))
+        return torch.stack([self.lm_head(x_part, targets_part, weights) for x_part, targets_part in parts]).sum()
 
     def logits(self, inputs: Tensor, windows: Windows) -> Tensor:
         """inputs [T] -> float32 [T, padded vocabulary]."""
@@ -792,6 +993,7 @@ class GPT(nn.Module):
         for part in (*self.blocks, self.lm_head):
             part.forward = torch.compile(part.forward, dynamic=False)
         self.mix_in_saved = torch.compile(self.mix_in_saved, dynamic=False)
+
 
 # ------------------------------------------------------------------------------------------------------------------
 # update rules
@@ -815,274 +1017,264 @@ def polar(u: Tensor, dtype: torch.dtype) -> Tensor:
         x = torch.baddbmm(x, torch.baddbmm(s, s, s, beta=b, alpha=c), x, beta=a)
     return x.mT if u.size(-2) > u.size(-1) else x
 
-def normuon(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scale: Tensor, lr: float, decay: float, momentum: float,
-            beta2: float, dtype: torch.dtype) -> None:
-    """NorMuon (arXiv:2510.05491) with cautious weight decay, in place on p, m and v.
-
-    p, g, m [n, rows, columns]: parameters, gradients, momentum. v [n, 1, columns] or [n, rows, 1]: the second moment
-    along the axis that is left. scale [n, 1, 1]: of each matrix's learning rate. dtype: what polar computes in.
-    """
-    m.copy_(momentum * m + (1 - momentum) * g)
-    o = polar(momentum * m + (1 - momentum) * g, dtype).float()
-    size = o.norm(dim=(-2, -1), keepdim=True)
-    v.copy_(beta2 * v + (1 - beta2) * o.square().mean(-2 if v.size(-2) == 1 else -1, keepdim=True))
-    o = o * v.clamp_min(1e-10).rsqrt()
-    o = o * (size / o.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
-    o = o + torch.where(o * p >= 0, decay * p, 0)
-    p.sub_(lr * scale * o)
-
-def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: float, beta1: float, beta2: float, eps: float,
-         t: float) -> None:
-    """Adam (arXiv:1412.6980) with bias correction for the t-th update, in place on p, m, v, all [n]; float32 inside."""
-    p32, g32, m32, v32 = (x.float() for x in (p, g, m, v))  # what is float32 is not copied
-    if torch.compiler.is_compiling():  # becomes one kernel
-        m32 = beta1 * m32 + (1 - beta1) * g32
-        v32 = beta2 * v32 + (1 - beta2) * g32 * g32
-        p32 = p32 - lr / (1 - beta1 ** t) * m32 / ((v32 / (1 - beta2 ** t)).sqrt() + eps)
-    else:  # line by line it would go a dozen times through memory: 20 times slower on 5 million elements
-        torch._fused_adam_([p32], [g32], [m32], [v32], [], [torch.full((), t, device=p.device)], lr=lr, beta1=beta1,
-                           beta2=beta2, weight_decay=0.0, eps=eps, amsgrad=False, maximize=False)
-    for x, x32 in ((p, p32), (m, m32), (v, v32)):
-        x.copy_(x32)  # onto itself: nothing happens
-
-class StepValues(NamedTuple):
-    """What the schedules say about one step."""
-
-    lr_factor: float
-    momentum: float
-
 @dataclass(frozen=True)
 class Adam:
-    """A rule of a bank. Its unit is an element: any equal parts of the bank may lie on the ranks."""
+    """Adam (arXiv:1412.6980). Its unit is an element: any equal parts of a bucket may lie on the ranks."""
 
     lr: float
     beta1: float
     beta2: float
     eps: float
     every: int  # it updates in every so-manieth step, on the sum of the gradients since the last update
-    moment_dtype: torch.dtype
-    function = staticmethod(adam)
 
-    def unit(self, shape: torch.Size, parts: int) -> tuple[int, ...]:
+    def unit(self, shape: torch.Size, matrices: int) -> tuple[int, ...]:
         return ()
 
-    def new_state(self, bank: Bank) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(bank.my_values, dtype=self.moment_dtype) for name in ("m", "v")}
+    def init_state(self, shard: Tensor) -> dict[str, Tensor]:
+        """First and second moment of a shard [n], in its dtype."""
+        return {"m": torch.zeros_like(shard), "v": torch.zeros_like(shard)}
 
-    def arguments(self, bank: Bank, values: StepValues) -> tuple:
-        return (bank.my_values, bank.my_grads, bank.state["m"], bank.state["v"], self.lr * values.lr_factor,
-                self.beta1, self.beta2, self.eps, float(bank.updates))
+    def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
+        """What the t-th update takes."""
+        return {"lr": self.lr * plan.lr_factor, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps, "t": float(t)}
+
+    @staticmethod
+    def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: dict[str, Any]) -> None:
+        """In place on param [n] and its state; float32 inside. eps is added before the bias correction, as the record has
+        it: p -= lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + eps)."""
+        lr, beta1, beta2, eps, t = (hyper[key] for key in ("lr", "beta1", "beta2", "eps", "t"))
+        p, g, m, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (param, grad, state["m"], state["v"]))
+        correction = (1 - beta2 ** t) ** 0.5
+        if torch.compiler.is_compiling():  # becomes one kernel
+            m = beta1 * m + (1 - beta1) * g
+            v = beta2 * v + (1 - beta2) * g * g
+            p = p - lr * correction / (1 - beta1 ** t) * m / (v.sqrt() + eps)
+        else:  # line by line it would go a dozen times through memory: 20 times slower on 5 million elements
+            torch._fused_adam_([p], [g], [m], [v], [], [torch.full((), t, device=p.device)], lr=lr, beta1=beta1,
+                               beta2=beta2, weight_decay=0.0, eps=eps / correction, amsgrad=False, maximize=False)
+        for x, new in ((param, p), (state["m"], m), (state["v"], v)):
+            x.copy_(new)  # onto itself: nothing happens
 
 @dataclass(frozen=True)
 class NorMuon:
-    """A rule of a bank. Its unit is a matrix, which lies whole on one rank."""
+    """NorMuon (arXiv:2510.05491) with cautious weight decay. Its unit is a matrix, which lies whole on one rank."""
 
     lr: float
     weight_decay: float
     beta2: float
     polar_dtype: torch.dtype
-    wide: bool  # the stored parameter is wider than tall: the second moment is one value a column, else one a row
+    wide: bool  # the stored parameter is wider than tall: the second moment is one value per column, else one per row
     every: int = 1
-    function = staticmethod(normuon)
 
-    def unit(self, shape: torch.Size, parts: int) -> tuple[int, ...]:
-        """One parameter is `parts` matrices behind one another in memory."""
-        if len(shape) != 2 or shape[0] * shape[1] % (parts * shape[0]):
-            raise RunError(f"NorMuon updates matrices; it was given a parameter of shape {tuple(shape)} in "
-                           f"{parts} part(s)")
-        return (shape[0], shape[1] // parts)
+    def unit(self, shape: torch.Size, matrices: int) -> tuple[int, ...]:
+        """One parameter is so many matrices behind one another in memory."""
+        if len(shape) != 2 or shape[1] % matrices:
+            raise RunError(f"NorMuon updates matrices; it was given a parameter of shape {tuple(shape)} as {matrices}: "
+                           "name a rule of elements for it, such as Adam, or a number of matrices that divides it")
+        return (shape[0], shape[1] // matrices)
 
-    def new_state(self, bank: Bank) -> dict[str, Tensor]:
-        n, rows, columns = bank.my_values.shape
-        second = (n, 1, columns) if self.wide else (n, rows, 1)
-        return {"m": torch.zeros_like(bank.my_values, dtype=torch.float32),
-                "v": torch.zeros(second, device=bank.my_values.device)}
+    def init_state(self, shard: Tensor) -> dict[str, Tensor]:
+        """Momentum of a shard [n, rows, columns], and the second moment along the axis that is left; float32."""
+        second = shard[:, :1] if self.wide else shard[:, :, :1]
+        return {"m": torch.zeros_like(shard, dtype=torch.promote_types(shard.dtype, torch.float32)),
+                "v": torch.zeros(second.shape, dtype=torch.promote_types(shard.dtype, torch.float32), device=shard.device)}
 
-    def arguments(self, bank: Bank, values: StepValues) -> tuple:
-        lr, decay = self.lr * values.lr_factor, self.lr * self.weight_decay * values.lr_factor
-        return (bank.my_values, bank.my_grads, bank.state["m"], bank.state["v"], bank.my_scales, lr, decay,
-                values.momentum, self.beta2, self.polar_dtype)
+    def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
+        lr, decay = self.lr * plan.lr_factor, self.lr * self.weight_decay * plan.lr_factor
+        return {"lr": lr, "decay": decay, "momentum": plan.momentum, "beta2": self.beta2, "dtype": self.polar_dtype}
+
+    @staticmethod
+    def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: dict[str, Any]) -> None:
+        """In place on param [n, rows, columns] and its state. hyper["scale"] [n, 1, 1]: of each matrix's learning rate;
+        hyper["dtype"]: what polar computes in."""
+        m, v, momentum, beta2 = state["m"], state["v"], hyper["momentum"], hyper["beta2"]
+        m.copy_(momentum * m + (1 - momentum) * grad)
+        o = polar(momentum * m + (1 - momentum) * grad, hyper["dtype"]).to(m.dtype)
+        size = o.norm(dim=(-2, -1), keepdim=True)
+        v.copy_(beta2 * v + (1 - beta2) * o.square().mean(-2 if v.size(-2) == 1 else -1, keepdim=True))
+        o = o * v.clamp_min(1e-10).rsqrt()
+        o = o * (size / o.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
+        o = o + torch.where(o * param >= 0, hyper["decay"] * param, 0)
+        param.sub_(hyper["lr"] * hyper["scale"] * o)
 
 # ------------------------------------------------------------------------------------------------------------------
-# banks
+# buckets
 
-class Member(NamedTuple):
-    """A parameter, the rule that updates it, and how: as `parts` matrices, its learning rate times `scale`."""
+class ParamSpec(NamedTuple):
+    """A parameter, the rule that updates it, and how: as `matrices` units, its learning rate times `scale`, and from
+    `first_step` on; before it no gradient is expected."""
 
     name: str
     param: nn.Parameter
     rule: Adam | NorMuon
-    parts: int = 1
+    matrices: int = 1
     scale: float = 1.0
+    first_step: int = 0
 
 @dataclass
-class Slot:
-    """One parameter's place in its bank."""
+class BucketParam:
+    """One parameter's place in its bucket."""
 
     name: str
     param: nn.Parameter
-    offset: int            # of its first element in the bank
-    grad: Tensor           # view of the bank's gradients, in the parameter's shape
-    fresh: bool = True     # no gradient since the last update: the next one overwrites
-    arrived: bool = False  # its gradient of this backward is in
-    tree: list[tuple[int, Tensor]] = field(default_factory=list)  # exact mode: (height, sum) of micro-batches
+    offset: int                  # of its first element in the bucket
+    grad: Tensor                 # view of the bucket's gradients, in the parameter's shape
+    needs_overwrite: bool = True  # it holds no gradient since the last update
+    grad_ready: bool = False      # its gradient of the prepared backward is in
+    partial_sums: list[tuple[int, Tensor]] = field(default_factory=list)  # exact mode: (height, sum) of micro-batches
 
-@functools.cache
-def factor_tensor(factor: float, dtype: torch.dtype) -> Tensor:
-    """As torch.mul takes it soonest with gradients of dtype: a small one would take half as long again by a number."""
-    return torch.tensor(factor, dtype=torch.promote_types(dtype, torch.float32))
+@functools.lru_cache(maxsize=256)
+def factor_tensor(factor: float, grad: torch.dtype, main: torch.dtype, device: torch.device) -> Tensor:
+    """As torch.mul takes it soonest: by a number a small product would take half as long again. Where gradients are
+    narrower than what they go into, a tensor of one dimension, which makes the product of the wider type in one pass."""
+    if grad != main:
+        return torch.tensor([factor], dtype=main, device=device)
+    return torch.tensor(factor, dtype=torch.promote_types(grad, torch.float32))
 
-class Bank:
+class Bucket:
     """Parameters with one rule and one dtype, in one contiguous buffer; their gradients in another.
 
-    Both hold ranks equal shards of whole units. Building a bank copies the parameters in and makes each a view of it.
+    Both hold equal shards of whole units for all ranks. Building a bucket copies the parameters in and makes each a view.
     """
 
-    ALIGN = 64  # elements: parameters start where vector loads like it, and no shard ends within a vector
+    SHARD_ALIGNMENT = 64  # elements: parameters start where vector loads like it, and no shard ends within a vector
 
-    def __init__(self, name: str, members: Sequence[Member], rank: int, ranks: int,
-                 grad_dtype: torch.dtype | None = None):
-        self.name, self.rule = name, members[0].rule
-        first = members[0].param
-        unit = self.rule.unit(first.shape, members[0].parts)
-        self.granule = math.prod(unit) if unit else self.ALIGN
-        counts = [-(-member.param.numel() // self.granule) for member in members]
-        self.shard = -(-sum(counts) // ranks) * self.granule
-        self.values = torch.zeros(ranks * self.shard, dtype=first.dtype, device=first.device)
-        self.grads = torch.zeros_like(self.values, dtype=grad_dtype or first.dtype)
-        self.slots = []
-        for member, begin in zip(members, np.cumsum([0, *counts[:-1]]).tolist()):
-            param, offset = member.param, begin * self.granule
+    def __init__(self, name: str, specs: Sequence[ParamSpec], rank: int, ranks: int, grad_dtype: torch.dtype | None = None):
+        self.name, self.rule, self.first_step = name, specs[0].rule, specs[0].first_step
+        first = specs[0].param
+        unit = self.rule.unit(first.shape, specs[0].matrices)
+        unit_numel = math.prod(unit) if unit else self.SHARD_ALIGNMENT
+        counts = [-(-spec.param.numel() // unit_numel) for spec in specs]
+        per_rank = -(-sum(counts) // ranks)
+        self.padding = ranks * per_rank / sum(counts)  # units updated, for each that is a parameter's
+        self.shard_numel, self.shard_begin = per_rank * unit_numel, rank * per_rank * unit_numel
+        self.param_data = torch.zeros(ranks * self.shard_numel, dtype=first.dtype, device=first.device)
+        self.grad_data = torch.zeros_like(self.param_data, dtype=grad_dtype or first.dtype)
+        self.params = []
+        for spec, begin in zip(specs, np.cumsum([0, *counts[:-1]]).tolist()):
+            param, offset = spec.param, begin * unit_numel
             if (param.dtype, param.device) != (first.dtype, first.device):
-                raise RunError(f"bank {name}: {member.name} is {param.dtype} on {param.device}, {members[0].name} is "
-                               f"{first.dtype} on {first.device}; give each dtype a bank, and move the model before")
+                raise RunError(f"bucket {name}: {spec.name} is {param.dtype} on {param.device}, {specs[0].name} is "
+                               f"{first.dtype} on {first.device}; give each dtype a bucket, and move the model before")
             here = slice(offset, offset + param.numel())
-            self.values[here].copy_(param.detach().reshape(-1))
-            param.data, param.grad = self.values[here].view(param.shape), None
-            self.slots.append(Slot(member.name, param, offset, self.grads[here].view(param.shape)))
-        self.begin = rank * self.shard
-        mine = slice(self.begin, self.begin + self.shard)
-        self.shard_values, self.shard_grads = self.values[mine], self.grads[mine]
-        self.my_values, self.my_grads = (x.view(-1, *unit) for x in (self.shard_values, self.shard_grads))
-        scales = [member.scale for member, count in zip(members, counts) for _ in range(count)]
-        scales += [1.0] * (ranks * self.shard // self.granule - len(scales))
-        per_rank = self.shard // self.granule
-        self.my_scales = torch.tensor(scales[rank * per_rank:(rank + 1) * per_rank], device=first.device).view(-1, 1, 1)
-        self.updates = 0
-        self.state = self.rule.new_state(self)
-        self.arrivals = 0  # of this backward's gradients
-        self.armed = self.launched = False
-        self.work = self.gathering = None    # of the reduce-scatter, of the all-gather
-        self.pending: Tensor | None = None   # exact mode: the sum over the steps since the last update
+            self.param_data[here].copy_(param.detach().reshape(-1))
+            param.data, param.grad = self.param_data[here].view(param.shape), None
+            self.params.append(BucketParam(spec.name, param, offset, self.grad_data[here].view(param.shape)))
+        mine = slice(self.shard_begin, self.shard_begin + self.shard_numel)
+        self.flat_param_shard, self.flat_grad_shard = self.param_data[mine], self.grad_data[mine]
+        self.param_shard, self.grad_shard = (x.view(-1, *unit) for x in (self.flat_param_shard, self.flat_grad_shard))
+        scales = [spec.scale for spec, count in zip(specs, counts) for _ in range(count)]
+        scales += [1.0] * (ranks * per_rank - len(scales))
+        self.scale = torch.tensor(scales[rank * per_rank:(rank + 1) * per_rank], device=first.device).view(-1, 1, 1)
+        self.updates, self.state = 0, self.rule.init_state(self.param_shard)
+        self.ready_count = 0  # of the prepared backward's gradients
+        self.prepared = self.launched = False
+        self.reducing = self.gathering = None  # handles of the reduce-scatter and of the all-gather
+        self.pending: Tensor | None = None     # exact mode: this shard's sum over the steps since the last update
 
     @property
     def complete(self) -> bool:
-        return self.arrivals == len(self.slots)
+        return self.ready_count == len(self.params)
 
-    def add(self, slot: Slot, factor: float, exact: bool = False) -> None:
-        """Move the parameter's new gradient, times factor, into its slot: one pass over it, then it is dropped."""
-        grad, slot.param.grad = slot.param.grad, None
+    def updates_in(self, step: int) -> bool:
+        return step >= self.first_step and (step + 1) % self.rule.every == 0
+
+    def add(self, place: BucketParam, factor: float, exact: bool = False) -> None:
+        """Move the parameter's new gradient, times factor, into its place: one pass over it, then it is dropped."""
+        grad, place.param.grad = place.param.grad, None
         if grad.is_sparse:
-            raise RunError(f"{slot.name} has a sparse gradient; a bank holds dense ones: build it with sparse=False")
+            raise RunError(f"{place.name} has a sparse gradient; a bucket holds dense ones: build it with sparse=False")
+        main = place.grad
         if exact:  # as a binary tree: the sum over a power of two of micro-batches has the same bytes on any ranks
-            height, total = 0, grad.to(slot.grad.dtype) * factor
-            while slot.tree and slot.tree[-1][0] == height:
-                height, total = height + 1, slot.tree.pop()[1] + total
-            slot.tree.append((height, total))
-        elif slot.fresh:
-            # of a bf16 gradient the product would be bf16 too, wherever it goes
-            torch.mul(grad.to(slot.grad.dtype), factor_tensor(factor, slot.grad.dtype), out=slot.grad)
+            height, total = 0, grad.to(main.dtype) * factor
+            while place.partial_sums and place.partial_sums[-1][0] == height:
+                height, total = height + 1, place.partial_sums.pop()[1] + total
+            place.partial_sums.append((height, total))
+        elif place.needs_overwrite:
+            torch.mul(grad, factor_tensor(factor, grad.dtype, main.dtype, main.device), out=main)
         else:
-            slot.grad.add_(grad, alpha=factor)
-        slot.fresh = False
-        if not slot.arrived:
-            slot.arrived = True
-            self.arrivals += 1
+            main.add_(grad, alpha=factor)
+        place.needs_overwrite = False
+        self.mark_ready(place)
 
-    def fell_trees(self) -> None:
-        """Exact mode: the finished sums move into their slots. RunError if one was missing in a micro-batch: the tree's
+    def mark_ready(self, place: BucketParam) -> None:
+        self.ready_count += not place.grad_ready
+        place.grad_ready = True
+
+    def finish_exact_sums(self) -> None:
+        """Exact mode: the finished sums move into their places. RunError if one was missing in a micro-batch: the tree's
         shape, and so its sum, would depend on the rank that it was on."""
-        leaves = [sum(2 ** height for height, _ in slot.tree) for slot in self.slots]
+        leaves = [sum(2 ** height for height, _ in place.partial_sums) for place in self.params]
         if min(leaves) < max(leaves):
-            fewest = self.slots[leaves.index(min(leaves))].name
+            fewest = self.params[leaves.index(min(leaves))].name
             raise RunError(f"exact mode: {fewest} got a gradient in {min(leaves)} of {max(leaves)} micro-batches; each "
                            "must take part in all, or leave out --exact")
-        for slot in self.slots:
-            slot.grad.copy_(functools.reduce(lambda later, earlier: earlier + later, [x for _, x in slot.tree[::-1]]))
-            slot.tree.clear()
+        for place in self.params:
+            sums = [x for _, x in place.partial_sums[::-1]]
+            place.grad.copy_(functools.reduce(lambda later, earlier: earlier + later, sums))
+            place.partial_sums.clear()
 
-    def share_of(self, slot: Slot, x: Tensor) -> slice:
-        """Where the slot's part lies in a tensor of this rank's shard, [shard] or with fewer values a unit."""
-        ends = (slot.offset - self.begin, slot.offset + slot.param.numel() - self.begin)
-        return slice(*(min(max(end, 0), self.shard) * x.numel() // self.shard for end in ends))
+    def overlap(self, place: BucketParam, x: Tensor) -> tuple[slice, slice]:
+        """Where the parameter's part lies in a tensor of this rank's shard, [shard_numel] or with fewer values per unit;
+        and where that part lies in the same tensor of the whole parameter."""
+        ends = [place.offset - self.shard_begin, place.offset + place.param.numel() - self.shard_begin]
+        here = [min(max(end, 0), self.shard_numel) for end in ends]
+        return tuple(slice(*(end * x.numel() // self.shard_numel for end in pair))
+                     for pair in (here, [end - ends[0] for end in here]))
 
     def check_views(self) -> None:
-        """RunError if a parameter is no longer the view of this bank that it was made."""
-        start, size = self.values.data_ptr(), self.values.element_size()
-        for slot in self.slots:
-            if slot.param.dtype != self.values.dtype or slot.param.data_ptr() != start + slot.offset * size:
-                raise RunError(f"{slot.name} was given other memory or another dtype ({slot.param.dtype}) after its "
-                               f"bank {self.name} was built ({self.values.dtype}); move or cast the model before")
+        """RunError if a parameter is no longer the view of this bucket that it was made."""
+        start, size = self.param_data.data_ptr(), self.param_data.element_size()
+        for place in self.params:
+            if place.param.dtype != self.param_data.dtype or place.param.data_ptr() != start + place.offset * size:
+                raise RunError(f"{place.name} was given other memory or another dtype ({place.param.dtype}) after its "
+                               f"bucket {self.name} was built ({self.param_data.dtype}); move or cast the model before")
 
-    def snapshot(self) -> tuple:
-        return self.values.clone(), {key: x.clone() for key, x in self.state.items()}, self.updates
-
-    def restore(self, snapshot: tuple) -> None:
-        values, state, self.updates = snapshot
-        self.values.copy_(values)
-        for key, x in state.items():
-            self.state[key].copy_(x)
-        self.pending = None
-        for slot in self.slots:
-            slot.fresh = True
-            slot.tree.clear()
-
-def fill_banks(members: Sequence[Member], bank_bytes: float, rank: int, ranks: int,
-               fp32_grads: bool = False) -> list[Bank]:
-    """Group what can share a bank, of one rule, dtype and unit, from the last layer on, until bank_bytes are full."""
-    open_groups: dict[Any, list[Member]] = {}
-    groups: list[list[Member]] = []
-    for member in reversed(members):
-        key = (member.rule, member.param.dtype, member.rule.unit(member.param.shape, member.parts))
+def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ranks: int,
+                 grad_reduce_in_fp32: bool = False) -> list[Bucket]:
+    """Group what can share a bucket (rule, dtype, unit, first step), from the last layer on, until bucket_bytes are full."""
+    open_groups: dict[Any, list[ParamSpec]] = {}
+    groups: list[list[ParamSpec]] = []
+    for spec in reversed(specs):
+        key = (spec.rule, spec.param.dtype, spec.rule.unit(spec.param.shape, spec.matrices), spec.first_step)
         if key not in open_groups:
             groups.append(open_groups.setdefault(key, []))
-        open_groups[key].append(member)
-        if sum(m.param.numel() * m.param.element_size() for m in open_groups[key]) >= bank_bytes:
+        open_groups[key].append(spec)
+        if sum(s.param.numel() * s.param.element_size() for s in open_groups[key]) >= bucket_bytes:
             del open_groups[key]
-    grad_dtype = torch.float32 if fp32_grads else None
-    return [Bank(f"{i}-{type(group[0].rule).__name__.lower()}", group, rank, ranks, grad_dtype)
+    grad_dtype = torch.float32 if grad_reduce_in_fp32 else None
+    return [Bucket(f"{i}-{type(group[0].rule).__name__.lower()}", group, rank, ranks, grad_dtype)
             for i, group in enumerate(groups)]
 
 # ------------------------------------------------------------------------------------------------------------------
 # communication
 
-class Works:
+class HandleGroup:
     """Collectives and messages that are waited for together; of none, if nobody else is needed."""
 
-    def __init__(self, *works: Any):
-        self.works = works
+    def __init__(self, *handles: Any):
+        self.handles = handles
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        for handle in self.handles:
+            handle.wait()
 
-def tree_sum(parts: Tensor, out: Tensor | None = None) -> Tensor:
-    """[n, ...] -> the sum over n, as a binary tree of neighbours; in out, if that is given and n is more than one."""
+def tree_sum(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """The sum of n tensors, as a binary tree of neighbours; in out, if that is given and n is more than one."""
     if len(parts) == 1:
         return parts[0]
     half = len(parts) // 2
     return torch.add(tree_sum(parts[:half]), tree_sum(parts[half:]), out=out)
 
 class SumOfParts:
-    """A reduce-scatter made of an all-to-all and a sum of what came."""
+    """A reduce-scatter made of messages: what the others sent for this rank is summed with its own, in order of ranks."""
 
-    def __init__(self, shard: Tensor, full: Tensor, ranks: int):
-        self.shard, self.ranks, self.received = shard, ranks, torch.empty_like(full)
-        self.work = dist.all_to_all_single(self.received, full, async_op=True)
+    def __init__(self, messages: HandleGroup, shard: Tensor, parts: Sequence[Tensor]):
+        self.messages, self.shard, self.parts = messages, shard, parts
 
     def wait(self) -> None:
-        self.work.wait()
-        tree_sum(self.received.view(self.ranks, -1), out=self.shard)
+        self.messages.wait()
+        tree_sum(self.parts, out=self.shard)
 
 class Comm:
     """The collectives that a run needs. Nothing else names one, so tests can put another network in its place.
@@ -1091,33 +1283,47 @@ class Comm:
     two send half and copy nothing, which bench/whole_step.py times.
     """
 
-    def __init__(self, rank: int = 0, ranks: int = 1):
-        self.rank, self.ranks = rank, ranks
-        self.others = [other for other in range(ranks) if other != rank]
-        self.gloo = dist.is_initialized() and dist.get_backend() == "gloo"
+    def __init__(self, rank: int = 0, ranks: int = 1, device: torch.device | str = "cpu"):
+        self.rank, self.ranks, self.device = rank, ranks, device
+        self.by_messages = ranks == 1 or dist.get_backend() == "gloo"
         # torch 2.13 renamed them
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Any:
+    def receive_buffer(self, full: Tensor, exact: bool) -> Tensor | None:
+        """What reduce_scatter wants beside a buffer [ranks * shard]: kept, since allocating it costs as much as the sum."""
+        return full.new_empty(self.ranks - 1, len(full) // self.ranks) if self.by_messages or exact else None
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, received: Tensor | None) -> Any:
         """Start: shard, this rank's part of full [ranks * shard], <- the sum over ranks of that part."""
-        if self.ranks == 1 or self.gloo:
-            return self.reduce_scatter_exactly(shard, full)
+        if self.by_messages:
+            return self.reduce_scatter_exactly(shard, full, received)
         return self._reduce_scatter(shard, full, async_op=True)
 
-    def reduce_scatter_exactly(self, shard: Tensor, full: Tensor) -> Any:
+    def reduce_scatter_exactly(self, shard: Tensor, full: Tensor, received: Tensor) -> Any:
         """reduce_scatter that sums here, as a tree: on every network the same bytes."""
-        return SumOfParts(shard, full, self.ranks) if self.ranks > 1 else Works()
+        if self.ranks == 1:
+            return HandleGroup()
+        parts = full.view(self.ranks, -1)
+        arriving = list(received)
+        arriving.insert(self.rank, parts[self.rank])
+        return SumOfParts(self._exchange(parts, arriving), shard, arriving)
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Any:
         """Start: full [ranks * shard] <- every rank's shard. May be in place."""
-        if self.ranks > 1 and not self.gloo:
+        if not self.by_messages:
             return self._all_gather(full, shard, async_op=True)
         parts = full.view(self.ranks, -1)
         if parts[self.rank].data_ptr() != shard.data_ptr():
             parts[self.rank].copy_(shard)
-        return Works(*(dist.isend(shard, other) for other in self.others),
-                     *(dist.irecv(parts[other], other) for other in self.others))
+        return self._exchange([shard] * self.ranks, parts)
+
+    def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> HandleGroup:
+        """Start: sent[i] goes to rank i, received[i] comes from it."""
+        others = [other for other in range(self.ranks) if other != self.rank]
+        messages = [dist.P2POp(way, tensors[other], other) for way, tensors in ((dist.isend, sent), (dist.irecv, received))
+                    for other in others]
+        return HandleGroup(*(dist.batch_isend_irecv(messages) if messages else ()))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """x <- its sum over ranks."""
@@ -1130,26 +1336,38 @@ class Comm:
         if self.ranks > 1:
             dist.broadcast(x, 0)
 
-    def all_objects(self, mine: Any) -> list[Any]:
-        """What every rank has, in the order of ranks."""
-        everyones = [mine] * self.ranks
-        if self.ranks > 1:
-            dist.all_gather_object(everyones, mine)
-        return everyones
+    def all_json(self, mine: Any) -> list[Any]:
+        """What every rank has, in the order of ranks. It travels as JSON: nothing that arrives is executed."""
+        text = torch.tensor(list(json.dumps(mine).encode()), dtype=torch.uint8, device=self.device)
+        sizes = self.all_reduce(F.one_hot(torch.tensor(self.rank), self.ranks).to(self.device) * len(text)).tolist()
+        texts = text.new_zeros(self.ranks, max(sizes))
+        texts[self.rank, :len(text)] = text
+        return [json.loads(bytes(row[:size])) for row, size in zip(self.all_reduce(texts).tolist(), sizes)]
 
 class CompressedComm(Comm):
     """Sends gradients in bf16, half the bytes of float32. A communication hook is a Comm that reduces its own way."""
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Any:
+    def receive_buffer(self, full: Tensor, exact: bool) -> Tensor | None:
+        return super().receive_buffer(full.bfloat16(), exact)
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, received: Tensor | None) -> Any:
         small = full.bfloat16()
         mine = small.view(self.ranks, -1)[self.rank]
-        work = super().reduce_scatter(mine, small)
+        handle = super().reduce_scatter(mine, small, received)
 
         class Unpack:
             def wait(self) -> None:
-                work.wait()
+                handle.wait()
                 shard.copy_(mine)
         return Unpack()
+
+def agree(comm: Comm, what: str, mine: dict[str, Any], cure: str) -> None:
+    """RunError on every rank if a value of mine is another on any: it names the value, the rank, and both."""
+    for rank, theirs in enumerate(everyones := comm.all_json(mine)):
+        for key in {**everyones[0], **theirs}:
+            here, first = theirs.get(key, "nothing"), everyones[0].get(key, "nothing")
+            if here != first:
+                raise RunError(f"the ranks' {what} differ: rank {rank} has {key} {here}; rank 0 has {first}. {cure}")
 
 def outer_parts(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Parameter]]]:
     """The model with its own parameters, then its children (those of a list one by one) with all of theirs: where a
@@ -1161,353 +1379,404 @@ def outer_parts(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Param
     for part in running:
         yield part, part.parameters()
 
-@dataclass(frozen=True)
-class SyncSettings:
-    """How gradients and parameters travel. Each variant computes the same; exact fixes even the order of sums."""
+def used_parameters(loss: Tensor) -> set[nn.Parameter]:
+    """The leaves of the graph that made a loss: those that will get a gradient."""
+    seen, leaves, open_nodes = set(), set(), [loss.grad_fn]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            leaves.add(getattr(node, "variable", None))
+            open_nodes += [further for further, _ in node.next_functions]
+    return leaves
 
-    sync: str = "hook"          # hook: launch a bank from the hook that completes it; step: all when the step begins
-    walk: str = "launch"        # the step's order over banks: launch order, or "forward", the first layers first
-    lazy_gather: bool = False   # the next forward waits for each bank where it reads it, not the step
-    unused: bool = False        # parameters may go without gradient; what no rank used stays untouched (Adam's bias
-                                # correction counts the updates of the bank)
-    exact: bool = False         # the same bytes at any number of ranks; not with unused, nor clip_norm
-    check_grads: bool = False   # wait for all banks, stop before a step with a gradient that is not finite
-    clip_norm: float = 0.0      # scale all gradients so that their norm over all ranks is at most this; 0: don't
+class Reducer:
+    """Gradients in: hooks add them into buckets, and start a bucket's reduce-scatter when all of it is ready.
 
-class BankOptimizer:
-    """Sums gradients into banks, exchanges them while backward goes on, updates one shard a rank, gathers parameters.
+    Buckets are launched in one order, the same on every rank: that in which rank 0's first backward completed them.
 
-        for the last micro-batch of a step:  arm(step), then backward
-        after it:                            step(values)
-
-    grad_factor multiplies every gradient: it turns the sum over micro-batches and ranks into their mean. Banks are
-    launched in one order, the same on every rank: that in which rank 0's first backward completed them.
-
-    What a bank goes through            from                                   to
-    slot.fresh: holds no gradient       its bank's update                      its next gradient
-    slot.arrived, bank.arrivals         a gradient                             the next arm()
-    bank.armed: may be launched         arm(), if it updates in this step      step()
-    bank.launched: may not be written   its last gradient, in launch order     step()
+    What a bucket goes through              from                                   to
+    place.needs_overwrite: no gradient yet  its bucket's update                    its next gradient
+    place.grad_ready, bucket.ready_count    a gradient                             the next prepare_for_backward
+    bucket.prepared: may be launched        prepare_for_backward, if due           release
+    bucket.launched: may not be written     its last gradient, in launch order     release
     """
 
-    def __init__(self, banks: Sequence[Bank], comm: Comm, grad_factor: float = 1.0,
-                 settings: SyncSettings = SyncSettings(), compiled: bool = False, model: nn.Module | None = None):
-        """model: whose modules wait for their banks before they run, which a lazy gather needs; and whose parameters
-        are seen to be those of the banks, at once and before each step."""
-        self.banks, self.comm, self.grad_factor, self.settings = list(banks), comm, grad_factor, settings
-        self.order: list[Bank] | None = None
-        self.completed: list[Bank] = []  # in the first backward, by their last gradient
-        self.due: list[Bank] = []        # armed banks, in launch order
-        self.launches = 0                # of them, since arm()
-        self.armed_step = -1
+    def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, grad_scale: float):
+        """grad_scale: every gradient is multiplied by it, besides the mean over micro-batches and ranks."""
+        self.buckets, self.comm, self.settings, self.grad_scale = list(buckets), comm, settings, grad_scale
+        self.received = {bucket.name: comm.receive_buffer(bucket.grad_data, settings.exact) for bucket in buckets}
+        self.launch_order: list[Bucket] | None = None
+        self.completed: list[Bucket] = []  # while the order is learned, by their last gradient
+        self.due: list[Bucket] = []        # prepared buckets, in launch order
+        self.launches = 0                  # of them, since they were prepared
+        self.step, self.micro_batch, self.micro_batches, self.factor = -1, 0, 0, 1.0
         self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # what profiling puts its ranges in
-        functions = {bank.rule.function for bank in banks}
-        self.functions = {f: torch.compile(f, dynamic=False) if compiled else f for f in functions}
-        # compiled code takes numbers as tensors, or it would be compiled again for each; of its own in each place
-        as_tensor = functools.lru_cache(256)(lambda place, x: torch.full((), x, device=banks[0].values.device))
-        self.number = as_tensor if compiled else lambda place, x: x
-        self.home: dict[nn.Parameter, Bank] = {}
-        # where the model holds each parameter: (the parameter, its name, the module's own table, the name in there)
-        self.places = [(param, f"{prefix}.{key}".lstrip("."), module._parameters, key)
-                       for prefix, module in (model.named_modules() if model is not None else ())
-                       for key, param in module._parameters.items() if param is not None and param.requires_grad]
-        self._find_homes(model)
-        self._check_plans()
-        self.forward_hooks = []
-        for bank in banks:
-            comm.broadcast(bank.values)
-            for slot in bank.slots:
-                self._hook(bank, slot)
-        if settings.lazy_gather:
-            for part, params in outer_parts(model):
-                reads = list(dict.fromkeys(self.home[p] for p in params if p in self.home))
-                self.forward_hooks.append(part.register_forward_pre_hook(
-                    lambda part, inputs, reads=reads: self.finish_gathers(reads)))
-
-    # a gradient arrives
-
-    def _hook(self, bank: Bank, slot: Slot) -> None:
-        self._unhook(slot)  # of an optimizer that was built before
-        slot.param.bank_hook = slot.param.register_post_accumulate_grad_hook(lambda _: self._register_grad(bank, slot))
+        for bucket in buckets:
+            for place in bucket.params:
+                self.unhook(place)  # of an optimizer that was built before
+                place.param.bucket_hook = place.param.register_post_accumulate_grad_hook(
+                    lambda _, bucket=bucket, place=place: self.register_grad_ready(bucket, place))
 
     @staticmethod
-    def _unhook(slot: Slot) -> None:
-        if hasattr(slot.param, "bank_hook"):
-            slot.param.bank_hook.remove()
-            del slot.param.bank_hook
+    def unhook(place: BucketParam) -> None:
+        if hasattr(place.param, "bucket_hook"):
+            place.param.bucket_hook.remove()
+            del place.param.bucket_hook
 
-    def remove_hooks(self) -> None:
-        for bank in self.banks:
-            for slot in bank.slots:
-                self._unhook(slot)
-        for hook in self.forward_hooks:
-            hook.remove()
+    def prepare_for_backward(self, step: int, micro_batch: int = 0, micro_batches: int = 1, loss: Tensor | None = None) -> None:
+        """Call before each backward of a step, with the number of the micro-batch and how many this rank has of the step.
+        In the last one gradients complete their buckets. loss: what backward will start from, to see what is unused."""
+        awaited = (self.step, self.micro_batch) if self.micro_batch < self.micro_batches else (step, 0)
+        if (step, micro_batch) != awaited or micro_batch and micro_batches != self.micro_batches:
+            raise RunError(f"micro-batch {micro_batch} of step {step} was prepared, where micro-batch {awaited[1]} of step "
+                           f"{awaited[0]} is next; prepare each backward of a step once, in order, then call step()")
+        launched = [bucket.name for bucket in self.buckets if bucket.launched]
+        if launched:
+            raise RunError(f"bucket {launched[0]} is launched already; call step() before preparing the next step")
+        self.step, self.micro_batch, self.micro_batches = step, micro_batch + 1, micro_batches
+        self.factor = self.grad_scale / (micro_batches * self.comm.ranks)
+        last = self.micro_batch == micro_batches
+        for bucket in self.buckets:
+            bucket.prepared = last and step >= bucket.first_step and (self.settings.exact or bucket.updates_in(step))
+            bucket.ready_count = 0
+            for place in bucket.params:
+                place.grad_ready = False
+        if self.launch_order and any(b.prepared and b not in self.launch_order for b in self.buckets):
+            self.launch_order, self.completed = None, []  # one begins to take part
+        self.due, self.launches = [b for b in self.launch_order or self.buckets if b.prepared], 0
+        if last and loss is not None and self.settings.find_unused_parameters:
+            used = used_parameters(loss)
+            for bucket in self.due:
+                for place in bucket.params:
+                    if place.param not in used:
+                        bucket.mark_ready(place)
 
-    def _register_grad(self, bank: Bank, slot: Slot) -> None:
-        if bank.launched:
-            raise RunError(f"{slot.name} got a gradient after its bank {bank.name} was launched; call step() "
+    def register_grad_ready(self, bucket: Bucket, place: BucketParam) -> None:
+        """The hook of a parameter whose gradient has come."""
+        if bucket.launched:
+            raise RunError(f"{place.name} got a gradient after its bucket {bucket.name} was launched; call step() "
                            "before the next backward")
-        if bank.armed and slot.arrived:
-            raise RunError(f"{slot.name} got its gradient twice in one armed micro-batch; arm() only before the last "
-                           "backward of a step, and do not run a part of the model twice in backward")
-        bank.add(slot, self.grad_factor, self.settings.exact)
-        if self.order is None:
-            if bank.complete and bank not in self.completed:
-                self.completed.append(bank)
-        elif bank.armed and self.settings.sync == "hook":  # a bank that is ready early waits for its turn
+        if self.step < bucket.first_step:
+            raise RunError(f"{place.name} got a gradient before step {max(0, bucket.first_step)}, its first; call "
+                           "prepare_for_backward() before each backward, and do not use the parameter before its first step")
+        if bucket.prepared and place.grad_ready:
+            raise RunError(f"{place.name} got its gradient twice in one prepared backward; prepare each backward by "
+                           "itself, and do not run a part of the model twice in one")
+        bucket.add(place, self.factor, self.settings.exact)
+        if self.launch_order is None:
+            if bucket.complete and bucket not in self.completed:
+                self.completed.append(bucket)
+        elif bucket.prepared and self.settings.sync == "hook":  # a bucket that is ready early waits for its turn
             while self.launches < len(self.due) and self.due[self.launches].complete:
-                self._launch(self.due[self.launches])
+                self.start_reduce_scatter(self.due[self.launches])
 
-    def _launch(self, bank: Bank) -> None:
-        with self.span(f"launch {bank.name}"):
+    def start_reduce_scatter(self, bucket: Bucket) -> None:
+        with self.span(f"launch {bucket.name}"):
             if self.settings.exact:
-                bank.fell_trees()
+                bucket.finish_exact_sums()
+            for place in bucket.params:
+                if place.needs_overwrite:  # unused
+                    place.grad.zero_()
             reduce_scatter = self.comm.reduce_scatter_exactly if self.settings.exact else self.comm.reduce_scatter
-            bank.work = reduce_scatter(bank.shard_grads, bank.grads)
-            bank.launched = True
+            bucket.reducing = reduce_scatter(bucket.flat_grad_shard, bucket.grad_data, self.received[bucket.name])
+            bucket.launched = True
             self.launches += 1
 
-    # a step
-
-    def arm(self, step: int) -> None:
-        """From here on gradients complete their banks: call before the backward of the last micro-batch of a step."""
-        for bank in self.banks:
-            if bank.launched:
-                raise RunError(f"bank {bank.name} is launched already; call step() before arming the next one")
-            bank.armed = self.settings.exact or self._updates_in(bank, step)
-            bank.arrivals = 0
-            for slot in bank.slots:
-                slot.arrived = False
-        self.armed_step = step
-        self.due = [bank for bank in self.order or self.banks if bank.armed]
-        self.launches = 0
-
-    def _updates_in(self, bank: Bank, step: int) -> bool:
-        return (step + 1) % bank.rule.every == 0
-
-    @torch.no_grad()
-    def step(self, values: StepValues) -> None:
-        """Wait for each bank in turn, update this rank's shard, gather. Unless lazy, all parameters are then new."""
-        if self.armed_step < 0:
-            raise RunError("step() without arm(): arm it and run a backward first")
-        for param, name, table, key in self.places:
-            if table.get(key) is not param:
-                raise RunError(f"{name} is another parameter than when the banks were built; build the optimizer after "
-                               "what replaces parameters, such as load_state_dict(assign=True)")
-        for bank in self.due:
-            bank.check_views()
-            if not bank.complete and not self.settings.unused:
-                missing = ", ".join(slot.name for slot in bank.slots if not slot.arrived)
-                raise RunError(f"bank {bank.name} was not launched: {bank.arrivals} of {len(bank.slots)} of its "
-                               f"parameters got a gradient, not {missing}; each must take part in the armed backward, "
+    def launch_rest(self) -> None:
+        """Launch what backward did not. RunError if it was not the backward that was prepared, or lacks a gradient."""
+        if self.step < 0 or self.micro_batch < self.micro_batches:
+            raise RunError(f"step() after {self.micro_batch} of {self.micro_batches} micro-batches; call "
+                           "prepare_for_backward() before each backward, and step() after the last")
+        for bucket in self.due:
+            bucket.check_views()
+            if not bucket.complete and not self.settings.find_unused_parameters:
+                missing = ", ".join(place.name for place in bucket.params if not place.grad_ready)
+                raise RunError(f"bucket {bucket.name} was not launched: {bucket.ready_count} of {len(bucket.params)} of its "
+                               f"parameters got a gradient, not {missing}; each must take part in the prepared backward, "
                                "unless unused parameters are allowed")
-        if self.order is None:
-            self._agree_on_order()
-            self._check_order()
-        for bank in self.due[self.launches:]:
-            for slot in bank.slots:
-                if slot.fresh:  # unused
-                    slot.grad.zero_()
-            self._launch(bank)
-        untouched = self._find_untouched() if self.settings.unused else set()
-        turns = self.due if self.settings.walk == "launch" else self.due[::-1]
-        if self.settings.check_grads or self.settings.clip_norm:
-            for bank in self.due:
-                self._wait(bank)
-            self._check_and_clip()
-        for bank in turns:
-            self._wait(bank)
-            if self._updates_in(bank, self.armed_step):
-                self._update(bank, values, untouched)
-                with self.span(f"gather {bank.name}"):
-                    bank.gathering = self.comm.all_gather(bank.values, bank.shard_values)
-        for bank in self.due:
-            bank.armed = bank.launched = False
-            for slot in bank.slots:
-                slot.fresh = slot.fresh or self._updates_in(bank, self.armed_step)
-        self.due, self.armed_step = [], -1
-        if not self.settings.lazy_gather:
-            self.finish_gathers(turns)
+        if self.launch_order is None:
+            self.agree_on_order()
+        for bucket in self.due[self.launches:]:
+            self.start_reduce_scatter(bucket)
 
-    def _wait(self, bank: Bank) -> None:
-        if bank.work is None:
+    def agree_on_order(self) -> None:
+        """Rank 0's order for all: first the buckets that its backward completed, then those that it did not. RunError if
+        the ranks count their micro-batches differently: each would weigh its own wrongly."""
+        agree(self.comm, "micro-batches per step", {"count": self.micro_batches}, "Give every rank as many")
+        taking_part = [b for b in self.buckets if self.step >= b.first_step]
+        order = self.completed + [b for b in taking_part if b not in self.completed]
+        self.launch_order = [self.buckets[i] for i in self.comm.all_json([self.buckets.index(b) for b in order])[0]]
+        self.due = [b for b in self.launch_order if b.prepared]
+
+    def wait(self, bucket: Bucket) -> None:
+        if bucket.reducing is None:
             return
-        with self.span(f"wait {bank.name}"):
-            bank.work.wait()
-            bank.work = None
-            if bank.pending is not None:
-                bank.shard_grads.add_(bank.pending)
+        with self.span(f"wait {bucket.name}"):
+            bucket.reducing.wait()
+            bucket.reducing = None
+            if bucket.pending is not None:
+                bucket.flat_grad_shard.add_(bucket.pending)
             if self.settings.exact:  # every step of a cycle was exchanged
-                bank.pending = None if self._updates_in(bank, self.armed_step) else bank.shard_grads.clone()
+                bucket.pending = None if bucket.updates_in(self.step) else bucket.flat_grad_shard.clone()
 
-    def _update(self, bank: Bank, values: StepValues, untouched: set[str]) -> None:
-        self.finish_gathers([bank])  # a lazy one that nothing has read since: what it sends must not change
-        with self.span(f"update {bank.name}"):
-            bank.updates += 1
-            kept = [(x, bank.share_of(slot, x), x.view(-1)[bank.share_of(slot, x)].clone()) for slot in bank.slots
-                    if slot.name in untouched for x in (bank.shard_values, *bank.state.values())]
-            arguments = [self.number(i, a) if isinstance(a, float) else a
-                         for i, a in enumerate(bank.rule.arguments(bank, values))]
-            function = self.functions[bank.rule.function]
-            if self.settings.exact and bank.my_values.dim() > 1:  # a batch may sum in another order than one matrix
-                for i in range(len(bank.my_values)):
-                    function(*(a[i:i + 1] if isinstance(a, Tensor) and a.dim() else a for a in arguments))
-            else:
-                function(*arguments)
-            for x, where, old in kept:
-                x.view(-1)[where] = old
+    def release(self) -> None:
+        """The step is over: its buckets take gradients again."""
+        for bucket in self.due:
+            bucket.prepared = bucket.launched = False
+            for place in bucket.params:
+                place.needs_overwrite |= bucket.updates_in(self.step)
+        self.due, self.step, self.micro_batch, self.micro_batches = [], -1, 0, 0
 
-    def finish_gathers(self, banks: Sequence[Bank] | None = None) -> None:
-        """Wait until the parameters of these banks, or of all, are whole."""
-        for bank in self.banks if banks is None else banks:
-            if bank.gathering is not None:
-                with self.span(f"wait gather {bank.name}"):
-                    bank.gathering.wait()
-                bank.gathering = None
-
-    def _find_homes(self, model: nn.Module | None) -> None:
-        """Each parameter's bank. RunError if a parameter is in two or in none, or settings exclude each other."""
-        for bank in self.banks:
-            for slot in bank.slots:
-                if slot.param in self.home:
-                    raise RunError(f"{slot.name} is in two banks or twice in one; put each parameter into one bank, "
-                                   "once")
-                if not slot.param.requires_grad:
-                    raise RunError(f"{slot.name} is frozen, and its bank would wait for its gradient; leave it out")
-                self.home[slot.param] = bank
-        for param, name, _, _ in self.places:
-            if param not in self.home:
-                raise RunError(f"{name} is in no bank, and would never learn; put it into one, or freeze it by "
-                               "requires_grad_(False)")
-        s = self.settings
-        if s.exact and (s.unused or s.clip_norm):
-            raise RunError("exact mode excludes unused parameters and clipping: sums depend on the number of ranks")
-        if s.lazy_gather and model is None:
-            raise RunError("a lazy gather waits in the model's forward; give the optimizer the model")
-
-    def _check_plans(self) -> None:
-        """RunError on every rank if their banks differ, before any is sent: one would be summed with another."""
-        plan = [f"settings {self.settings}, gradients times {self.grad_factor}, sent by {type(self.comm).__name__}"]
-        for bank in self.banks:
-            members = ", ".join(f"{slot.name} {list(slot.param.shape)}" for slot in bank.slots)
-            kinds = f"{bank.values.dtype}, gradients of {bank.grads.dtype}, {bank.rule}"
-            plan.append(f"bank {bank.name} of {kinds}: {members}")
-        for rank, other in enumerate(plans := self.comm.all_objects(plan)):
-            for first, here in itertools.zip_longest(plans[0], other, fillvalue="nothing"):
-                if first != here:
-                    raise RunError(f"the ranks' models differ: rank {rank} has {here}; rank 0 has {first}. Build the "
-                                   "same model from the same config on every rank")
-
-    def _agree_on_order(self) -> None:
-        """Rank 0's order for all: first the banks that its backward completed, then those that it did not."""
-        unseen = [bank for bank in self.banks if bank not in self.completed]
-        mine = [self.banks.index(bank) for bank in self.completed + unseen]
-        self.order = [self.banks[i] for i in self.comm.all_objects(mine)[0]]
-        self.due = [bank for bank in self.order if bank.armed]
-
-    def _check_order(self) -> None:
-        """RunError on every rank if they would launch in different orders: sums of different banks, without a word."""
-        orders = self.comm.all_objects([bank.name for bank in self.order])
-        for rank, order in enumerate(orders):
-            if order != orders[0]:
-                raise RunError(f"rank {rank} would launch the banks in the order {', '.join(order)}; rank 0 in "
-                               f"{', '.join(orders[0])}; let both come from one backward")
-
-    def _find_untouched(self) -> set[str]:
+    def find_untouched(self) -> set[str]:
         """Names of the parameters that no rank used since their last update."""
-        slots = [slot for bank in self.due for slot in bank.slots]
-        used = torch.tensor([float(not slot.fresh) for slot in slots], device=self.banks[0].values.device)
-        return {slot.name for slot, count in zip(slots, self.comm.all_reduce(used).tolist()) if not count}
+        places = [place for bucket in self.due for place in bucket.params]
+        used = torch.tensor([float(not place.needs_overwrite) for place in places], device=self.comm.device)
+        return {place.name for place, count in zip(places, self.comm.all_reduce(used).tolist()) if not count}
 
-    def _check_and_clip(self) -> None:
+    def check_and_clip(self) -> None:
         """RunError on every rank if a gradient is not finite on any; then scale all if their norm is too large."""
-        squares = torch.stack([bank.shard_grads.double().square().sum() for bank in self.due])
-        total = self.comm.all_reduce(squares.sum()).item()
+        def square(x: Tensor) -> Tensor:  # norms of short rows, squared and summed in float64: soon and exact
+            rows = x.view(-1, Bucket.SHARD_ALIGNMENT) if x.numel() % Bucket.SHARD_ALIGNMENT == 0 else x.view(1, -1)
+            return torch.linalg.vector_norm(rows, dim=1, dtype=torch.promote_types(x.dtype, torch.float32)).double().square().sum()
+
+        if not self.due:
+            return
+        total = self.comm.all_reduce(torch.stack([square(bucket.flat_grad_shard) for bucket in self.due]).sum()).item()
         if not math.isfinite(total):
-            bad = [slot.name for bank in self.due for slot in bank.slots
-                   if not bank.shard_grads[bank.share_of(slot, bank.shard_grads)].isfinite().all()]
-            named = sorted({name for names in self.comm.all_objects(bad) for name in names})
-            raise RunError(f"gradients that step {self.armed_step} sums are not finite: {', '.join(named)}; the step "
+            bad = [place.name for bucket in self.due for place in bucket.params
+                   if not bucket.flat_grad_shard[bucket.overlap(place, bucket.flat_grad_shard)[0]].norm().isfinite()]
+            named = sorted({name for names in self.comm.all_json(bad) for name in names})
+            raise RunError(f"gradients that step {self.step} sums are not finite: {', '.join(named)}; the step "
                            "was not applied. Lower the learning rates, or look at the data of this step")
         norm = math.sqrt(total)
         if self.settings.clip_norm and norm > self.settings.clip_norm:
-            for bank in self.due:
-                bank.shard_grads.mul_(self.settings.clip_norm / norm)
+            for bucket in self.due:
+                bucket.flat_grad_shard.mul_(self.settings.clip_norm / norm)
 
-    # its state
+class DistributedOptimizer:
+    """Parameters out: updates this rank's shard of each bucket, and gathers the new parameters from all ranks.
 
-    def snapshot(self) -> list[tuple]:
-        self.finish_gathers()
-        return [bank.snapshot() for bank in self.banks]
+        before each backward:   prepare_for_backward(step, micro_batch, micro_batches)
+        after the last one:     step(plan)
 
-    def restore(self, snapshot: list[tuple]) -> None:
-        self.finish_gathers()
-        for bank, saved in zip(self.banks, snapshot):
-            bank.restore(saved)
+    Gradients are averaged over micro-batches and ranks.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings = SyncSettings(),
+                 model: nn.Module | None = None, grad_scale: float = 1.0, compiled: bool = False):
+        """model: whose modules wait for their buckets before they run, which overlap_param_gather needs; and whose
+        parameters are seen to be those of the buckets, at once and before each step. grad_scale: see Reducer."""
+        self.buckets, self.comm, self.settings = list(buckets), comm, settings
+        # where the model holds each parameter: (the parameter, its name, the module's own table, the name in there)
+        self.param_owners = [(param, f"{prefix}.{key}".lstrip("."), module._parameters, key)
+                             for prefix, module in (model.named_modules() if model is not None else ())
+                             for key, param in module._parameters.items() if param is not None and param.requires_grad]
+        param_to_bucket = self._check_ownership()
+        if settings.overlap_param_gather and model is None:
+            raise RunError("overlap_param_gather waits in the model's forward; give the optimizer the model")
+        agree(comm, "models or settings", self._description(grad_scale), "Build the same model from the same config")
+        frozen = [p for p in model.parameters() if not p.requires_grad] if model is not None else []
+        for x in (*(bucket.param_data for bucket in buckets), *frozen, *(model.buffers() if model is not None else ())):
+            comm.broadcast(x.data)
+        self.reducer = Reducer(buckets, comm, settings, grad_scale)
+        self.prepare_for_backward = self.reducer.prepare_for_backward
+        updates = {type(bucket.rule).update for bucket in buckets}
+        self.updates = {f: torch.compile(f, dynamic=False) if compiled else f for f in updates}
+        # compiled code takes numbers as tensors, or it would be compiled again for each; of its own in each place
+        as_tensor = functools.lru_cache(256)(lambda place, x: torch.full((), x, device=comm.device))
+        self.number = as_tensor if compiled else lambda place, x: x
+        self.forward_hooks = []
+        for part, params in outer_parts(model) if settings.overlap_param_gather else ():
+            reads = list(dict.fromkeys(param_to_bucket[p] for p in params if p in param_to_bucket))
+            self.forward_hooks.append(part.register_forward_pre_hook(
+                lambda part, inputs, reads=reads: self.finish_all_gathers(reads)))
+
+    def remove_hooks(self) -> None:
+        for bucket in self.buckets:
+            for place in bucket.params:
+                Reducer.unhook(place)
+        for hook in self.forward_hooks:
+            hook.remove()
+
+    def _check_ownership(self) -> dict[nn.Parameter, Bucket]:
+        """Each parameter's bucket. RunError if a parameter is in two or in none, or settings exclude each other."""
+        param_to_bucket, s = {}, self.settings
+        for bucket in self.buckets:
+            for place in bucket.params:
+                if place.param in param_to_bucket:
+                    raise RunError(f"{place.name} is in two buckets or twice in one; put each parameter into one bucket, "
+                                   "once")
+                if not place.param.requires_grad:
+                    raise RunError(f"{place.name} is frozen, and its bucket would wait for its gradient; leave it out")
+                param_to_bucket[place.param] = bucket
+        for param, name, _, _ in self.param_owners:
+            if param not in param_to_bucket:
+                raise RunError(f"{name} is in no bucket, and would never learn; put it into one, or freeze it by "
+                               "requires_grad_(False)")
+        if s.exact and (s.find_unused_parameters or s.clip_norm):
+            raise RunError("exact mode excludes unused parameters and clipping: sums depend on the number of ranks")
+        return param_to_bucket
+
+    def _description(self, grad_scale: float) -> dict[str, str]:
+        """What must be the same on every rank, or one bucket would be summed with another."""
+        settings = {key: str(getattr(self.settings, key)) for key in (f.name for f in dataclasses.fields(SyncSettings))}
+        return {**settings, "scale of gradients": str(grad_scale), "sender": type(self.comm).__name__, **{
+            f"bucket {bucket.name}": f"of {bucket.param_data.dtype}, gradients of {bucket.grad_data.dtype}, {bucket.rule}: " +
+            ", ".join(f"{place.name} {list(place.param.shape)}" for place in bucket.params) for bucket in self.buckets}}
+
+    @torch.no_grad()
+    def step(self, plan: Plan) -> None:
+        """Wait for each bucket in turn, update this rank's shard, gather. Unless gathers overlap the next forward, all
+        parameters are then new. Of the plan the rules take lr_factor and momentum."""
+        for param, name, table, key in self.param_owners:
+            if table.get(key) is not param:
+                raise RunError(f"{name} is another parameter than when the buckets were built; build the optimizer after "
+                               "what replaces parameters, such as load_state_dict(assign=True)")
+        reducer = self.reducer
+        reducer.launch_rest()
+        untouched = reducer.find_untouched() if self.settings.find_unused_parameters else set()
+        if self.settings.check_grads or self.settings.clip_norm:
+            for bucket in reducer.due:
+                reducer.wait(bucket)
+            reducer.check_and_clip()
+        turns = reducer.due if self.settings.walk == "launch" else reducer.due[::-1]
+        for bucket in turns:
+            reducer.wait(bucket)
+            if bucket.updates_in(reducer.step):
+                self._update(bucket, plan, untouched)
+                with reducer.span(f"gather {bucket.name}"):
+                    bucket.gathering = self.comm.all_gather(bucket.param_data, bucket.flat_param_shard)
+        reducer.release()
+        if not self.settings.overlap_param_gather:
+            self.finish_all_gathers(turns)
+
+    def _update(self, bucket: Bucket, plan: Plan, untouched: set[str]) -> None:
+        self.finish_all_gathers([bucket])  # one that no forward read since: what it sends must not change
+        with self.reducer.span(f"update {bucket.name}"):
+            bucket.updates += 1
+            kept = [(x.view(-1)[here], x.view(-1)[here].clone()) for place in bucket.params if place.name in untouched
+                    for x in (bucket.param_shard, *bucket.state.values()) for here in [bucket.overlap(place, x)[0]]]
+            hyper = {key: self.number(key, v) if isinstance(v, float) else v
+                     for key, v in bucket.rule.hyper(plan, bucket.updates).items()} | {"scale": bucket.scale}
+            update = self.updates[type(bucket.rule).update]
+            parts = [slice(None)]
+            if self.settings.exact and bucket.param_shard.dim() > 1:  # a batch may sum in another order than one matrix
+                parts = [slice(i, i + 1) for i in range(len(bucket.param_shard))]
+            for part in parts:
+                update(bucket.param_shard[part], bucket.grad_shard[part], {key: x[part] for key, x in bucket.state.items()},
+                       {**hyper, "scale": bucket.scale[part]})
+            for x, old in kept:
+                x.copy_(old)
+
+    def finish_all_gathers(self, buckets: Sequence[Bucket] | None = None) -> None:
+        """Wait until the parameters of these buckets, or of all, are whole."""
+        for bucket in self.buckets if buckets is None else buckets:
+            if bucket.gathering is not None:
+                with self.reducer.span(f"wait gather {bucket.name}"):
+                    bucket.gathering.wait()
+                bucket.gathering = None
+
+    @property
+    def between_updates(self) -> bool:
+        """Gradients wait for an update that sums several steps: other than in exact mode, no state holds them."""
+        return not self.settings.exact and not all(place.needs_overwrite for bucket in self.buckets for place in bucket.params)
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and every tensor of its state, whole on every rank, whatever the number of ranks."""
-        self.finish_gathers()
-        for bank in self.banks:
-            wholes = {"": bank.values}
-            for key, mine in bank.state.items():
-                whole = torch.empty(self.comm.ranks * mine.numel(), dtype=mine.dtype, device=mine.device)
-                wholes["." + key] = whole
-                self.comm.all_gather(whole, mine.reshape(-1)).wait()
-            for slot in bank.slots:
+        """Every parameter under its name and, as name/key, all that its rule keeps; whole on every rank, and the same for
+        any number of ranks and any size of buckets."""
+        self.finish_all_gathers()
+        for bucket in self.buckets:
+            wholes = {"": bucket.param_data}
+            for key, shard in {**bucket.state, **({} if bucket.pending is None else {"pending": bucket.pending})}.items():
+                wholes[f"/{key}"] = torch.empty(self.comm.ranks * shard.numel(), dtype=shard.dtype, device=shard.device)
+                self.comm.all_gather(wholes[f"/{key}"], shard.reshape(-1)).wait()
+            for place in bucket.params:
+                yield f"{place.name}/updates", torch.tensor(bucket.updates)
                 for key, whole in wholes.items():
-                    ends = (slot.offset, slot.offset + slot.param.numel())
-                    yield slot.name + key, whole[slice(*(end * len(whole) // len(bank.values) for end in ends))]
+                    ends = (place.offset, place.offset + place.param.numel())
+                    yield place.name + key, whole[slice(*(end * len(whole) // len(bucket.param_data) for end in ends))]
 
-    def state_hash(self) -> str:
-        """SHA-256 of all parameters, their state, and how often each was updated."""
-        updates = repr(sorted((slot.name, bank.updates) for bank in self.banks for slot in bank.slots))
-        return hash_of(sorted(self.named_state(), key=lambda item: item[0]), updates)
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: x.clone() for name, x in self.named_state()}
 
-def hash_of(tensors: Sequence[tuple[str, Tensor]], further: str = "") -> str:
-    """SHA-256 over names and bytes of tensors; several are hashed at a time."""
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """The inverse of state_dict; what was on its way is dropped. RunError if something is missing or does not fit."""
+        self.finish_all_gathers()
+        for bucket in self.buckets:
+            bucket.pending = None
+            try:
+                bucket.updates, = {int(state[f"{place.name}/updates"]) for place in bucket.params}
+                for place in bucket.params:
+                    place.param.data.copy_(state[place.name].view(place.param.shape))
+                    place.needs_overwrite = True
+                    place.partial_sums.clear()
+                    if f"{place.name}/pending" in state and bucket.pending is None:
+                        bucket.pending = torch.zeros_like(bucket.flat_grad_shard)
+                    for key, x in {**bucket.state, **({} if bucket.pending is None else {"pending": bucket.pending})}.items():
+                        here, there = bucket.overlap(place, x)
+                        x.view(-1)[here] = state[f"{place.name}/{key}"].to(x.device)[there]
+            except (KeyError, ValueError, RuntimeError) as error:
+                raise RunError(f"the saved state does not fit {place.name} of bucket {bucket.name} ({error}); it must come "
+                               "from the same model and the same rules") from error
+
+    def copy_parameter(self, source: str, target: str) -> None:
+        """target begins where source is, with its state: a parameter that was tied until now. RunError between updates."""
+        if self.between_updates:
+            raise RunError(f"{target} cannot begin in a step whose gradients still wait for an update; take the next step")
+        state = self.state_dict()
+        copied = {target + name.removeprefix(source): x for name, x in state.items() if name.split("/")[0] == source}
+        self.load_state_dict({**state, **copied})
+
+    def state_hash(self, further: Sequence[tuple[str, Tensor]] = ()) -> str:
+        """SHA-256 of all parameters, their state, how often each was updated, and further tensors."""
+        return hash_of([*self.named_state(), *further])
+
+def hash_of(tensors: Sequence[tuple[str, Tensor]]) -> str:
+    """SHA-256 over names and bytes of tensors, in the order of names; several are hashed at a time."""
     def line(item: tuple[str, Tensor]) -> str:
-        raw = item[1].detach().reshape(-1).view(torch.uint8).cpu().numpy()
-        return f"{item[0]} {hashlib.sha256(raw).hexdigest()}\n"
+        return f"{item[0]} {sha256_of(item[1].detach().reshape(-1).view(torch.uint8).cpu().numpy())}\n"
     with ThreadPoolExecutor() as pool:
-        return hashlib.sha256("".join([*pool.map(line, tensors), further]).encode()).hexdigest()
+        return sha256_of("".join(pool.map(line, sorted(tensors, key=lambda item: item[0]))).encode())
 
 # ------------------------------------------------------------------------------------------------------------------
 # assignment
 
 class Assignment(NamedTuple):
-    """Which parameters a rule updates, by a pattern of their names; see Member for parts and scale."""
+    """Which parameters a rule updates, by a pattern of their names; the rest as in ParamSpec."""
 
     pattern: str
     rule: Callable[[nn.Parameter], Adam | NorMuon]
-    parts: int = 1
+    matrices: int = 1
     scale: float = 1.0
+    first_step: int = 0
 
 def assignments(config: Config) -> tuple[Assignment, ...]:
     """The table: every parameter of GPT matches exactly one line."""
-    c, dtype = config, getattr(torch, config.dtype)
+    c = config
 
-    def adam_rule(multiplier: float) -> Callable[[nn.Parameter], Adam]:
-        return lambda p: Adam(c.adam_lr * multiplier, c.adam_beta1, c.adam_beta2, c.adam_eps, c.adam_every, dtype)
+    def adam(multiplier: float) -> Callable[[nn.Parameter], Adam]:
+        return lambda p: Adam(c.adam_lr * multiplier, c.adam_beta1, c.adam_beta2, c.adam_eps, c.adam_every)
 
-    def normuon_rule(p: nn.Parameter) -> NorMuon:
+    def normuon(p: nn.Parameter) -> NorMuon:
+        dtype = getattr(torch, c.dtype)
         return NorMuon(c.muon_lr, c.muon_weight_decay, c.muon_beta2, dtype, wide=p.shape[1] > p.shape[0])
 
     return (
-        Assignment("embed.weight", adam_rule(c.embed_lr_mul)),
-        Assignment("value_embeds.*.weight", adam_rule(c.embed_lr_mul)),
-        Assignment("lm_head.weight", adam_rule(1.0)),
-        Assignment("scalars", adam_rule(c.scalar_lr_mul)),
-        Assignment("smear_gate", normuon_rule),
-        Assignment("blocks.*.attn.gate", normuon_rule),
-        Assignment("blocks.*.attn.qkvo", normuon_rule, parts=4),
-        Assignment("blocks.*.mlp.fc", normuon_rule, scale=c.fc_lr_mul),
-        Assignment("blocks.*.mlp.proj", normuon_rule),
+        Assignment("embed.weight", adam(c.embed_lr_mul)),
+        Assignment("value_embeds.*.weight", adam(c.embed_lr_mul)),
+        Assignment("lm_head.weight", adam(1.0)),
+        Assignment("scalars", adam(c.scalar_lr_mul)),
+        Assignment("smear_gate", normuon),
+        Assignment("blocks.*.attn.gate", normuon),
+        Assignment("blocks.*.attn.qkvo", normuon, matrices=4),
+        Assignment("blocks.*.mlp.fc", normuon, scale=c.fc_lr_mul),
+        Assignment("blocks.*.mlp.proj", normuon),
     )
 
-def assign(model: nn.Module, table: Sequence[Assignment]) -> list[Member]:
+def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
     """Each parameter that learns with its rule, in the model's order. RunError unless exactly one line matches each."""
-    members = []
+    specs = []
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
@@ -1516,77 +1785,25 @@ def assign(model: nn.Module, table: Sequence[Assignment]) -> list[Member]:
             raise RunError(f"{name}: {len(lines)} lines of the table of assignments match it "
                            f"({', '.join(line.pattern for line in lines) or 'none'}); one must")
         line, rule = lines[0], lines[0].rule(param)
-        # a tall matrix moves more (Keller Jordan's Muon); shape as stored, not that of its parts
+        # a tall matrix moves more (Keller Jordan's Muon); shape as stored, not that of its matrices
         tall = math.sqrt(max(1, param.shape[0] / param.shape[1])) if isinstance(rule, NorMuon) else 1.0
-        members.append(Member(name, param, rule, line.parts, line.scale * tall))
-    return members
+        specs.append(ParamSpec(name, param, rule, line.matrices, line.scale * tall, line.first_step))
+    return specs
 
-def build_model(config: Config, vocab_size: int, bos_id: int) -> GPT:
+def build_model(config: Config, encoding: Encoding) -> GPT:
     """The model of a config, with its initial parameters, on the CPU: the same for a seed on every machine."""
     torch.manual_seed(config.seed)
-    return GPT(vocab_size=vocab_size, bos_id=bos_id, layers=parse_layers(config.layers), model_dim=config.model_dim,
-               num_heads=config.num_heads, gate_dim=config.gate_dim, backout_layer=config.backout_layer,
-               max_tokens=max(config.micro_tokens, config.val_len, SAMPLE_CONTEXT), loss_tokens=config.micro_tokens,
-               dtype=getattr(torch, config.dtype), fp8_head=config.fp8_head)
+    return GPT(vocab_size=encoding.vocab_size, bos_id=encoding.bos_id, layers=parse_layers(config.layers),
+               model_dim=config.model_dim, num_heads=config.num_heads, gate_dim=config.gate_dim,
+               backout_layer=config.backout_layer, max_tokens=max(config.micro_batch_tokens, config.val_len),
+               loss_tokens=config.micro_batch_tokens, dtype=getattr(torch, config.dtype), fp8_head=config.fp8_head)
 
-def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False,
-                    grad_divisor: int = 0) -> BankOptimizer:
-    """The optimizer of a config for a model that is on its device.
-
-    grad_divisor: of the batch's summed gradient; 0: how many slots the batch has. Where micro-batches were made smaller
-    it is what it was before, so that gradients keep their size.
-    """
-    members = assign(model, assignments(config))
-    banks = fill_banks(members, config.bank_mb * 2 ** 20, comm.rank, comm.ranks, config.fp32_grads)
-    settings = SyncSettings(**{f.name: getattr(config, f.name) for f in dataclasses.fields(SyncSettings)})
-    return BankOptimizer(banks, comm, 1 / (grad_divisor or config.slots), settings, compiled, model)
-
-# ------------------------------------------------------------------------------------------------------------------
-# schedules
-
-def step_values(config: Config, step: int) -> StepValues:
-    """Learning-rate factor and momentum of one step."""
-    c = config
-    done = min(0.9999, step / (c.num_steps - c.extension_steps))  # the record's: never all the way to the floor
-    left = min(1.0, (1 - done) / c.cooldown) if c.cooldown else 1.0
-    fall_from = c.num_steps - c.muon_momentum_fall
-    if step < c.muon_momentum_rise:
-        height = step / c.muon_momentum_rise
-    elif step > fall_from:
-        height = 1 - (step - fall_from) / c.muon_momentum_fall
-    else:
-        height = 1.0
-    momentum = c.muon_momentum_low + height * (c.muon_momentum - c.muon_momentum_low)
-    return StepValues(left + (1 - left) * c.lr_floor, momentum)
-
-def long_window(config: Config, step: int) -> int:
-    """The long window, in blocks, of a training step and of a validation before it."""
-    parts = [int(word) for word in config.windows.split()]
-    scheduled = config.num_steps - config.extension_steps
-    return parts[step * len(parts) // scheduled] if step < scheduled else config.extension_window
-
-class WindowSchedule:
-    """Stretches the rotary when a step's long window first differs from the one before."""
-
-    def __init__(self, config: Config, rotary: Rotary):
-        self.config, self.rotary = config, rotary
-        self.restart()
-
-    def restart(self) -> None:
-        self.blocks, self.scale = long_window(self.config, 0), Rotary.FIRST_SCALE
-        self.rotary.set(rotary_frequencies(2 * self.rotary.cos.size(1)), self.scale)
-
-    def advance_to(self, step: int) -> Windows:
-        """Those of a training step and of a validation before it; in the last one the long window alone is longer. The
-        rotary is stretched on the way, so steps are asked for in their order."""
-        c, blocks = self.config, long_window(self.config, step)
-        if blocks != self.blocks:
-            old, new = self.blocks * c.window_block, blocks * c.window_block
-            frequencies, self.scale = stretch(self.rotary.frequencies, self.scale, old, new)
-            self.rotary.set(frequencies, self.scale)
-            self.blocks = blocks
-        longest = c.final_window if step == c.num_steps else blocks
-        return Windows(longest * c.window_block, blocks // 2 * c.window_block)
+def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False, grad_scale: float = 1.0) -> DistributedOptimizer:
+    """The optimizer of a config for a model that is on its device. grad_scale: how much smaller micro-batches were made,
+    since the loss of one is a sum over its tokens."""
+    specs = assign(model, assignments(config))
+    buckets = fill_buckets(specs, config.bucket_mb * 2 ** 20, comm.rank, comm.ranks, config.grad_reduce_in_fp32)
+    return DistributedOptimizer(buckets, comm, config, model, grad_scale, compiled)
 
 # ------------------------------------------------------------------------------------------------------------------
 # validation, log, checkpoint
@@ -1621,19 +1838,20 @@ class TrainLosses:
         self.config, self.comm = config, comm
         self.pending: list[tuple[int, float, Tensor, Any]] = []
 
-    def record(self, step: int, train_time: float, losses: list[Tensor]) -> None:
-        """losses: the summed loss of each of this rank's slots. Every so-manieth step's are averaged over all ranks."""
-        c, own = self.config, torch.stack(losses).detach()
-        slots = own.new_zeros(c.slots)
-        slots[self.comm.rank * len(own):(self.comm.rank + 1) * len(own)] = own
+    def record(self, plan: Plan, clock: Clock, losses: list[Tensor]) -> None:
+        """losses: the summed loss of each of this rank's micro-batches. Those of every so-manieth step are averaged over
+        all ranks."""
+        own, step = torch.stack(losses).detach(), plan.step + 1
+        summed = own.new_zeros(plan.micro_batches)
+        summed[self.comm.rank * len(own):(self.comm.rank + 1) * len(own)] = own
         if self.is_logged(step):
-            self.comm.all_reduce(slots)
+            self.comm.all_reduce(summed)
         event = None
         if own.is_cuda:
-            slots = torch.empty(slots.shape, dtype=slots.dtype, pin_memory=True).copy_(slots, non_blocking=True)
+            summed = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True).copy_(summed, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        self.pending.append((step, train_time, slots, event))
+        self.pending.append((step, clock.read(), summed, event))
 
     def is_logged(self, step: int) -> bool:
         return self.config.train_loss_every > 0 and step % self.config.train_loss_every == 0
@@ -1641,21 +1859,22 @@ class TrainLosses:
     def arrived(self, wait: bool = False) -> Iterator[tuple[int, float, float | None]]:
         """(step, its train time, mean loss in nats a token or None where not logged). RunError if not finite."""
         while self.pending and (wait or self.pending[0][-1] is None or self.pending[0][-1].query()):
-            step, train_time, slots, event = self.pending.pop(0)
+            step, train_time, summed, event = self.pending.pop(0)
             if event is not None:
                 event.synchronize()
-            if not slots.isfinite().all():
+            if not summed.isfinite().all():
                 raise RunError(f"the training loss of step {step} is not finite; lower the learning rates, or look at "
                                "the data that it read. The log is kept")
-            mean = slots.sum(dtype=torch.float64).item() / self.config.batch_tokens
+            mean = summed.sum(dtype=torch.float64).item() / (len(summed) * self.config.micro_batch_tokens)
             yield step, train_time, mean if self.is_logged(step) else None
 
 class Clock:
     """Milliseconds of training. It stands still for what is outside; each such span is named and timed."""
 
-    def __init__(self, device: torch.device):
-        self.device, self.elapsed, self.since = device, 0.0, None
-        self.outside: dict[str, float] = {}
+    def __init__(self, device: torch.device, began: float):
+        """began: when the process started, by time.perf_counter."""
+        self.device, self.began, self.elapsed, self.since = device, began, 0.0, None
+        self.outside: dict[str, float] = {"joining": time.perf_counter() - began}
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -1676,202 +1895,250 @@ class Clock:
     @contextlib.contextmanager
     def off(self, name: str) -> Iterator[None]:
         """Seconds within are counted under this name and not as training."""
+        runs = self.since is not None
+        if runs:
+            self.stop()
         begin = self._now()
         yield
         self.outside[name] = self.outside.get(name, 0.0) + self._now() - begin
+        if runs:
+            self.start()
+
+    def state(self) -> dict[str, Any]:
+        return {"elapsed": self.elapsed, "outside": dict(self.outside), "wall": time.perf_counter() - self.began}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on where a run was when it was saved; what it did since is lost and does not count."""
+        self.elapsed, self.began = state["elapsed"], self.began - state["wall"]
+        self.outside = {name: state["outside"].get(name, 0.0) + self.outside.get(name, 0.0)
+                        for name in {**state["outside"], **self.outside}}
+
+def printable(text: str) -> str:
+    """What comes from files and other machines, without what a terminal would obey."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 class Log:
     """The only file and the only voice of a run; rank 0's. Each line is in the file when write returns."""
 
-    def __init__(self, config: Config, rank: int):
-        self.config, self.rank, self.bar = config, rank, None
-        self.run_id = config.run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:8]}"
-        self.file, self.last_line = None, 0.0
+    def __init__(self, config: Config, rank: int, run_id: str):
+        self.config, self.rank, self.run_id = config, rank, run_id
+        self.file, self.last_line, self.mute, self.resumed = None, 0.0, bool(rank), 0
         self.shown_loss = ""  # the latest that is known
 
     @property
     def path(self) -> Path:
         return ROOT / self.config.log_dir / f"{self.run_id}.txt"
 
-    def open(self, start: dict[str, Any], environment: str) -> None:
-        """Rank 0 creates the file with the source, the environment and the run's description. RunError if it cannot."""
+    def open(self, start: dict[str, Any], environment: str, resumed: dict[str, Any] | None) -> None:
+        """Rank 0 creates the file with the source, the environment and the run's description, or goes on in it. RunError
+        if the name is taken."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        again = resumed is not None and self.path.exists()
         try:
-            with contextlib.suppress(FileExistsError):  # a file in its place shows in the next line
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path, "x", encoding="utf-8", buffering=1)
-        except FileExistsError as error:
-            raise RunError(f"{self.path} exists: run_id {self.run_id!r} was used; choose another --run_id, or delete "
-                           "that log") from error
-        except OSError as error:
-            raise RunError(f"{self.path}: cannot be written ({error.strerror}); mend that, or choose another "
-                           "--log_dir") from error
+            self.file = open(self.path, "r+" if again else "x+", encoding="utf-8", errors="replace", newline="")
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileExistsError:
+            raise RunError(f"{self.path} exists: run_id {self.run_id!r} was used; choose another --run_id, go on with "
+                           "--resume, or delete that log") from None
+        except BlockingIOError:
+            self.file = None
+            raise RunError(f"{self.path}: another process trains this run; wait for it, or end it") from None
         rule, source = "=" * 100, Path(__file__).read_text(encoding="utf-8")
-        try:
+        written = self.file.read()
+        steps = [int(step) for step in re.findall(r"^step:(\d+)/", written.rpartition(rule)[2], re.M)]
+        if not again:
             self.write(f"{source}\n{rule}\n{environment}\n{rule}\n{json.dumps(start)}")
-        except RunError:
-            self.path.unlink()
-            raise
+        if resumed is not None:
+            lost = max(0, max(steps, default=0) - resumed["from_step"])
+            self.write("\n" * (written[-1:] not in ("", "\n")) + json.dumps({"resumed": {**resumed, "lost_steps": lost}}))
+            self.resumed = len(re.findall(r'^\{"resumed"', written, re.M)) + 1
 
     def write(self, line: str) -> None:
-        if self.file is None:
-            return
-        try:
+        if self.file is not None:
             self.file.write(line + "\n")
             self.file.flush()
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self.file.close()
-            self.file = None
-            raise RunError(f"{self.path}: cannot be written ({error.strerror}); free space or choose another "
-                           "--log_dir") from error
 
     def say(self, line: str) -> None:
-        """To the terminal only."""
-        if self.rank:
-            return
-        if self.bar is not None:
-            self.bar.write(line)
-        else:
-            print(line, flush=True)
+        """To the terminal only. If that is gone or takes nothing, the run goes on without a word: the log is the result."""
+        if not self.mute:
+            try:
+                print("\r\033[K" * sys.stdout.isatty() + printable(line), flush=True)
+            except OSError:
+                self.mute = True
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    def progress(self, step: int, loss: float | None, clock: Clock) -> None:
-        """A bar on a terminal, gone after the last step; in a pipe a line every few seconds."""
-        c = self.config
-        if self.rank:
-            return
-        if loss is not None:
-            self.shown_loss = f"loss {loss:.4f}  "
-        per_step = clock.read() / step
-        speed = f"{self.shown_loss}{c.batch_tokens / per_step * 1000:,.0f} tokens/s"
-        if sys.stdout.isatty():
-            if self.bar is None:
-                from tqdm import tqdm
-                self.bar = tqdm(total=c.num_steps, unit="step", file=sys.stdout, dynamic_ncols=True, leave=False)
-            self.bar.set_postfix_str(speed, refresh=False)
-            self.bar.update(step - self.bar.n)
-            if step == c.num_steps:
-                self.bar.close()
-                self.bar = None
-        elif time.monotonic() - self.last_line > 5:
-            self.last_line = time.monotonic()
-            self.say(f"step {step}/{c.num_steps}  {speed}  {per_step * (c.num_steps - step) / 1000:.0f} s left")
+    def progress(self, step: int, loss: float | None, clock: Clock, tokens: int) -> None:
+        """A line that stays in its place on a terminal; in a pipe one every few seconds."""
+        self.shown_loss = self.shown_loss if loss is None else f"loss {loss:.4f}  "
+        pause, total = 0.2 if sys.stdout.isatty() else 5, self.config.num_steps
+        if not self.mute and time.monotonic() - self.last_line > pause:
+            self.last_line, per_step = time.monotonic(), clock.read() / step
+            self.say(f"step {step}/{total}  {self.shown_loss}{1000 * tokens / clock.read():,.0f} tokens/s  "
+                     f"{per_step * (total - step) / 1000:.0f} s left" + "\033[A" * sys.stdout.isatty())
 
     def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
-        if self.file:
-            self.file.close()
-            self.file = None
+        """RunError if the file was taken away while it was written, and cannot be put back."""
+        if self.file is None:
+            return
+        file, self.file = self.file, None
+        with file:
+            if not self.path.exists() or not os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
+                file.seek(0)
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.path.write_text(file.read(), encoding="utf-8")
+                self.say(f"{self.path} was deleted or replaced during the run; it was written again")
 
-def save_model(path: Path, model: GPT, config: Config, run_id: str, step: int, windows: Windows,
-               encoding: Shard) -> None:
-    """For evaluation by another process: load_model(path) builds the same model. Written whole or not at all."""
-    partial = path.with_suffix(".partial")
+def save_file(path: Path, content: dict[str, Any]) -> None:
+    """Written whole or not at all. RunError if there is no room."""
+    partial = path.with_name(path.name + ".partial")
     try:
-        torch.save({"config": dataclasses.asdict(config), "run_id": run_id, "step": step, "windows": list(windows),
-                    "vocab_size": encoding.vocab_size, "bos_id": encoding.bos_id,
-                    "model": {name: x.cpu() for name, x in model.state_dict().items()}}, partial)
+        with open(partial, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
     except (OSError, RuntimeError) as error:  # torch tells a full disk in words of its own
+        raise RunError(f"{path}: cannot be written ({error}); free space or choose another --log_dir") from error
+    finally:
         partial.unlink(missing_ok=True)
-        raise RunError(f"{path}: the model cannot be written ({error}); free space or choose another --log_dir, and "
-                       "run again: the log is whole, the model is lost") from error
+
+def load_file(path: str | Path) -> dict[str, Any]:
+    """What save_file wrote: tensors, numbers and text; nothing in it is executed."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError:
+        raise
+    except Exception as error:  # torch.load raises many kinds, and advises to trust the file
+        raise RunError(f"{path}: is no saved model or checkpoint ({type(error).__name__}); name one that this version of "
+                       "train_gpt.py wrote") from error
+
+def find_checkpoint(config: Config) -> Path:
+    """The checkpoint that config.resume means. RunError if there is none."""
+    folder = ROOT / config.log_dir
+    named = Path(config.resume) if Path(config.resume).exists() else ROOT / config.resume
+    if named.suffix == ".ckpt" and named.is_file():
+        return named.resolve()
+    of_run = "*" if config.resume == "latest" else glob.escape(named.stem)
+    found = sorted((folder if config.resume == "latest" else named.parent).glob(f"{of_run}.step*.ckpt"),
+                   key=lambda path: (path.stat().st_mtime, path.name))
+    if not found:
+        raise RunError(f"--resume {config.resume}: no checkpoint there; name a .ckpt or the log of a run that left one. "
+                       "A run that ended well keeps none: it is whole")
+    return found[-1].resolve()
 
 def load_model(path: str | Path, device: str = "cpu") -> tuple[GPT, dict[str, Any]]:
-    """A model that save_model wrote, in evaluation form, and the rest of what was saved with it."""
+    """A model that --save_model left, in evaluation form, and the rest of what was saved with it."""
+    saved = load_file(path)
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        model = build_model(Config(**saved["config"]), saved["vocab_size"], saved["bos_id"])
-        model.load_state_dict(saved.pop("model"))
-    except OSError as error:
-        raise RunError(f"{path}: cannot be read ({error.strerror}); name a .pt that --save_model left") from error
-    except Exception as error:  # torch.load raises many kinds, and advises to trust the file
-        raise RunError(f"{path}: holds no model of this version of train_gpt.py ({type(error).__name__}); name a .pt "
-                       "that its --save_model left") from error
-    model.rotary.tabulate()
-    return model.to(device).eval(), saved
-
-SAMPLE_CONTEXT = 2 * MASK_BLOCK
+        model = build_model(config_of(saved["config"]), Encoding(saved["vocab_size"], saved["bos_id"]))
+        load_parameters(model, saved)
+        model.rotary.follow(tuple(saved["rotary_windows"]))
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise RunError(f"{path}: holds no model of this version of train_gpt.py ({error}); name a .pt that its "
+                       "--save_model left") from error
+    return model.to(device).eval(), {key: v for key, v in saved.items() if key != "state"}
 
 @torch.no_grad()
-def sample(model: GPT, windows: Windows, tokens: int, vocab_size: int, seed: int,
-           temperature: float = 0.8) -> list[int]:
-    """Tokens drawn one by one from the model, which is given BOS and then the last SAMPLE_CONTEXT of what it said."""
-    draw = np.random.default_rng(seed)
-    said = [model.bos_id]
-    model.eval()
-    while len(said) <= tokens:
-        known = said[-SAMPLE_CONTEXT:]
-        # one length for all, or compiled blocks would be compiled for each; what follows does not reach what is known
-        context = torch.tensor(known + [model.bos_id] * (SAMPLE_CONTEXT - len(known)), device=model.scalars.device)
-        logits = model.logits(context, windows)[len(known) - 1, :vocab_size].double() / temperature
-        chances = logits.softmax(0).cpu().numpy()
-        said.append(int(draw.choice(vocab_size, p=chances / chances.sum())))
-        if said[-1] == model.bos_id:
-            break
-    model.train()
-    return said[1:]
-
-def decode(tokens: Sequence[int], encoding: Shard) -> str:
-    """Text of tokens: bytes where the vocabulary is that of bytes, else GPT-2's."""
-    if encoding.vocab_size <= 257:
-        return bytes(t for t in tokens if t < 256).decode("utf-8", errors="replace")
-    try:
-        import tiktoken
-        return tiktoken.get_encoding("gpt2").decode([t for t in tokens if t < encoding.bos_id])
-    except Exception as error:  # tiktoken fetches its vocabulary, which may fail in many ways
-        return f"(no text: GPT-2's vocabulary could not be had: {error})"
+def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
+    """Those of a saved model or checkpoint. RunError if one is missing or has another shape."""
+    for name, param in model.named_parameters():
+        x = saved["state"].get(name)
+        if x is None or x.numel() != param.numel():
+            raise RunError(f"{name} is {list(param.shape)} here, and {'missing' if x is None else list(x.shape)} in what "
+                           "was saved; give the same --layers, --model_dim and vocabulary")
+        param.copy_(x.view(param.shape))
 
 # ------------------------------------------------------------------------------------------------------------------
 # main
 
-class Watch:
-    """Tells every rank of a failure on one, also those in a collective: within seconds all have said why and left.
+class FailureMonitor:
+    """Watches the other ranks from a thread, by the store of the rendezvous, while this one may wait in a collective.
 
-    Without it the others would learn of it by a time-out, or be killed without a word.
+    Another's failure, a host or a launcher that is gone: this rank ends with the reason, within seconds. A notice to save
+    (a signal on any rank): all agree on a step before which they do, the first that none has begun.
     """
 
-    PERIOD_S, PATIENCE_S = 0.2, 5.0
+    PERIOD_S, PATIENCE_S = 0.5, 10.0
 
     def __init__(self, store: dist.Store, rank: int, ranks: int, log: Log):
         self.store, self.rank, self.ranks, self.log = store, rank, ranks, log
-        self.over = threading.Event()
-        self.thread = threading.Thread(target=self._watch, args=(store.clone(),), daemon=True)
-        self.thread.start()
+        self.over, self.lock, self.agreed = threading.Event(), threading.Lock(), threading.Event()
+        self.step, self.notices, self.answered, self.save_at = -1, 0, False, -1
+        self.heard: dict[int, tuple[bytes, float]] = {}  # of each rank: its last beat, and when it was new
+        self.asker = ThreadPoolExecutor(1)
+        threading.Thread(target=self._watch, daemon=True).start()
 
-    def _watch(self, store: dist.Store) -> None:
+    def _watch(self) -> None:
         while not self.over.wait(self.PERIOD_S):
             try:
-                failed = store.check(["failure"])
-            except RuntimeError:  # the store's host is gone, and with it whoever could be told
-                return
-            if failed:
-                complain(self.log, self.rank, store.get("failure").decode())
-                store.set(f"heard-{self.rank}", "")
+                message = self.asker.submit(self._ask).result(self.PATIENCE_S)
+            except NoAnswer:
+                message = f"the ranks' store has not answered for {self.PATIENCE_S:g} s: its host or the way to it is gone"
+            except RuntimeError:
+                message = "the ranks' store is gone, and the launcher that held it; start the run again"
+            if message and not self.over.is_set():
+                self.tell(message)
+                complain(self.log, self.rank, message)
                 os._exit(1)
 
-    def tell(self, message: str) -> None:
-        """Say it to the other ranks and wait, a little, until they have heard: when one has left, all are killed."""
-        self.stop()
-        self.store.set(f"heard-{self.rank}", "")
-        self.store.set("failure", message)
-        with contextlib.suppress(RuntimeError):
-            self.store.wait([f"heard-{rank}" for rank in range(self.ranks)], timedelta(seconds=self.PATIENCE_S))
+    def _ask(self) -> str:
+        """Say that this rank lives; what another says; nothing, if all is well."""
+        self.store.set(f"beat-{self.rank}", str(now := time.monotonic()))
+        if self.store.check(["failure"]):
+            return self.store.get("failure").decode(errors="replace")
+        for other in range(1, self.ranks if self.rank == 0 else 0):
+            beat = self.store.get(f"beat-{other}") if self.store.check([f"beat-{other}"]) else b""
+            if beat != self.heard.get(other, (None,))[0]:
+                self.heard[other] = (beat, now)
+            if now - self.heard[other][1] > self.PATIENCE_S:
+                return f"rank {other} has not been heard of for {self.PATIENCE_S:g} s: it, its host or the way to it is gone"
+        notice, places = f"notice-{self.notices}", [f"at-{self.notices}-{rank}" for rank in range(self.ranks)]
+        with self.lock:
+            if not self.answered and self.store.check([notice]):
+                self.answered = True
+                self.store.set(places[self.rank], str(self.step + 1))
+        if self.answered and not self.agreed.is_set() and self.store.check(places):
+            self.save_at = max(int(self.store.get(place)) for place in places)
+            self.agreed.set()
+        return ""
 
-    def stop(self) -> None:
+    def begins(self, step: int, notice: bool) -> bool:
+        """Before each step. notice: this rank was told to save. True where all save."""
+        if notice:
+            self.store.set(f"notice-{self.notices}", "")
+        with self.lock:
+            if not self.answered:
+                self.step = step
+                return False
+        if not self.agreed.wait(self.PATIENCE_S):
+            raise RunError("the ranks did not agree on a step to save at; another rank is gone")
+        self.step = step
+        if step != self.save_at:
+            return False
+        self.notices, self.answered = self.notices + 1, False
+        self.agreed.clear()
+        return True
+
+    def tell(self, message: str) -> None:
+        """Say it to the other ranks and give them the time to hear it: when one has left, all are killed."""
         self.over.set()
-        self.thread.join()
+        with contextlib.suppress(NoAnswer, RuntimeError):
+            self.asker.submit(self.store.set, "failure", message).result(self.PATIENCE_S / 2)
+            time.sleep(2 * self.PERIOD_S)
 
 def complain(log: Log | None, rank: int, message: str) -> None:
+    """The last word of a rank, to its log and to stderr."""
     kept = ""
-    if log:
-        if log.file:
-            kept = f"; the log so far: {log.path}"
-            with contextlib.suppress(RunError):
-                log.write(f"error: {message}")
-        log.close()
-    print(f"train_gpt.py: rank {rank}: error: {message}{kept}", file=sys.stderr, flush=True)
+    if log is not None and log.file is not None:
+        kept = f"; the log so far: {log.path}"
+        with contextlib.suppress(OSError):
+            log.write(f"error: {message}")
+            log.close()
+    with contextlib.suppress(OSError):
+        print(f"train_gpt.py: rank {rank}: error: {printable(message)}{kept}", file=sys.stderr, flush=True)
 
 def output_of(*command: str) -> str:
     """What a command prints, or nothing where it cannot be run."""
@@ -1881,10 +2148,8 @@ def output_of(*command: str) -> str:
         return ""
 
 def cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+    with contextlib.suppress(OSError, StopIteration):
+        return next(line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name"))
     return platform.processor() or platform.machine()
 
 def describe_machine(device: torch.device) -> tuple[dict[str, Any], str]:
@@ -1892,7 +2157,6 @@ def describe_machine(device: torch.device) -> tuple[dict[str, Any], str]:
     on_gpu, cpu, cores = device.type == "cuda", cpu_name(), os.cpu_count()
     rows = output_of("nvidia-smi", "--query-gpu=name,uuid,driver_version", "--format=csv,noheader").splitlines()
     gpus = [dict(zip(("name", "uuid", "driver"), row.split(", "))) for row in rows] if on_gpu else []
-    name = torch.cuda.get_device_name() if on_gpu else cpu
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
                 "triton": None}
     with contextlib.suppress(ImportError):
@@ -1901,40 +2165,57 @@ def describe_machine(device: torch.device) -> tuple[dict[str, Any], str]:
     text = (f"Running Python {sys.version}\nRunning PyTorch {torch.__version__} compiled for CUDA "
             f"{torch.version.cuda}\nRunning Triton version {versions['triton']}\n")
     text += output_of("nvidia-smi") if on_gpu else f"{cpu}, {cores} cores, {platform.platform()}"
-    prefixes = ("TORCH", "PYTORCH", "TRITON", "INDUCTOR", "NCCL", "CUDA_", "OMP_")
+    prefixes = ("TORCH", "PYTORCH", "TRITON", "INDUCTOR", "NCCL", "GLOO", "CUDA_", "OMP_", "PYTHON", "LD_")
     environment = {key: setting for key, setting in sorted(os.environ.items()) if key.startswith(prefixes)}
-    hardware = {"device": name, "gpus": gpus, "cpu": cpu, "cores": cores}
+    hardware = {"device": torch.cuda.get_device_name() if on_gpu else cpu, "gpus": gpus, "cpu": cpu, "cores": cores}
     return {"hardware": hardware, "versions": versions, "environment": environment}, text
 
-def file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
+def file_sha256(path: str | Path) -> str:
     with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest() if sys.version_info >= (3, 11) else sha256_of(file.read())
+
+def with_digests(shards: list[Shard], comm: Comm, local_rank: int, local_ranks: int) -> list[Shard]:
+    """The shards with their SHA-256, shared out over the ranks of a host. They meet after each, so that none waits for
+    longer than one takes. RunError if a host has others."""
+    digests: dict[str, str] = {}
+    for first in range(0, len(shards), local_ranks):
+        mine = {shard.path.name: file_sha256(shard.path) for shard in shards[first + local_rank:first + local_rank + 1]}
+        for theirs in comm.all_json(mine):
+            for name, digest in theirs.items():
+                if digests.setdefault(name, digest) != digest:
+                    raise RunError(f"shard {name} differs between hosts: SHA-256 {digest[:12]} and {digests[name][:12]}; "
+                                   "copy the data anew")
+    return [shard._replace(sha256=digests[shard.path.name]) for shard in shards]
 
 def describe_shards(shards: list[Shard]) -> list[dict[str, Any]]:
-    with ThreadPoolExecutor(len(shards)) as pool:
-        digests = pool.map(file_sha256, [shard.path for shard in shards])
-        return [{"name": shard.path.name, "tokens": shard.tokens, "bytes": HEADER_INTS * 4 + 2 * shard.tokens,
-                 "sha256": digest} for shard, digest in zip(shards, digests)]
+    return [{"name": shard.path.name, "tokens": shard.tokens, "bytes": HEADER_INTS * 4 + 2 * shard.tokens,
+             "sha256": shard.sha256} for shard in shards]
 
 def fit_to_gpus(config: Config, vocab_size: int, comm: Comm) -> tuple[Config, list[str]]:
     """The config without what one of the ranks' GPUs cannot do, the same on all ranks, and the changes in words."""
-    gpus = comm.all_objects((torch.cuda.get_device_capability(), torch.cuda.mem_get_info()[0]))
+    gpus = comm.all_json([torch.cuda.get_device_capability(), torch.cuda.mem_get_info()[0]])
     capability, free = (min(of_each) for of_each in zip(*gpus))
-    changes, asked = [], config.micro_tokens
-    if config.fp8_head and capability < (8, 9):
+    changes, asked = [], config.micro_batch_tokens
+    if config.fp8_head and capability < [8, 9]:
         config = dataclasses.replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
     # how many tokens a product takes at once decides its sums, so exact mode cannot adapt
-    while (not config.exact and config.micro_tokens % (2 * MASK_BLOCK) == 0
+    while (not config.exact and config.micro_batch_tokens % (2 * MASK_BLOCK) == 0
            and memory_needed(config, vocab_size, comm.ranks) > free):
-        config = dataclasses.replace(config, micro_tokens=config.micro_tokens // 2)
-    if config.micro_tokens < asked:
-        changes.append(f"too little memory for micro-batches of {asked} tokens: {config.slots // comm.ranks} of "
-                       f"{config.micro_tokens} a rank")
+        config = halve_micro_batches(config)
+    if config.micro_batch_tokens < asked:
+        changes.append(f"too little memory for micro-batches of {asked} tokens: they have {config.micro_batch_tokens}, and "
+                       "a step has as many more")
     return config, changes
+
+def halve_micro_batches(config: Config) -> Config:
+    """Twice as many micro-batches of half the tokens, in every stage."""
+    head, *rows = [line.split() for line in re.split("[;\n]", config.stages) if line.strip()]
+    if "micro_batches" in head:
+        at = head.index("micro_batches")
+        rows = [[str(2 * int(cell)) if i == at else cell for i, cell in enumerate(row)] for row in rows]
+    return dataclasses.replace(config, micro_batch_tokens=config.micro_batch_tokens // 2,
+                               micro_batches=2 * config.micro_batches, stages="; ".join(map(" ".join, [head, *rows])))
 
 def memory_needed(config: Config, vocab_size: int, ranks: int) -> int:
     """A generous guess at a rank's peak in bytes: parameters, gradients and this rank's share of their state, and what
@@ -1943,7 +2224,7 @@ def memory_needed(config: Config, vocab_size: int, ranks: int) -> int:
     matrices = sum((4 if layer.window else 0) + (8 if layer.mlp else 0) for layer in layers) * config.model_dim ** 2
     tables = (2 + sum(layer.value_table is not None for layer in layers)) * vocab_size * config.model_dim
     fixed = (4 * matrices + 2 * tables) * (2 + 2 / ranks)
-    return int(fixed + config.micro_tokens * (8 * vocab_size + 2 * 30 * len(layers) * config.model_dim))
+    return int(fixed + config.micro_batch_tokens * (8 * vocab_size + 2 * 30 * len(layers) * config.model_dim))
 
 def compile_stats() -> tuple[int, float]:
     """(graphs, seconds) of torch.compile in this process."""
@@ -1960,175 +2241,267 @@ def peak_memory_mib(device: torch.device) -> tuple[int, int]:
     return resident, resident
 
 class Trainer:
-    """Model, optimizer, data and schedule of one rank, and the step that they make together."""
+    """Model, optimizer and data of one rank, and the step that they make together."""
 
     def __init__(self, config: Config, comm: Comm, device: torch.device, train_shards: list[Shard],
-                 grad_divisor: int = 0):
-        """grad_divisor: see build_optimizer."""
+                 grad_scale: float = 1.0):
+        """grad_scale: see build_optimizer."""
         compiled = config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
         self.config, self.comm, self.device = config, comm, device
         if config.exact:
             torch.set_num_threads(1)  # how a product is split over threads decides the order of its sums
         self.stream = Stream(train_shards, config, comm.rank, comm.ranks)
-        self.model = build_model(config, train_shards[0].vocab_size, train_shards[0].bos_id).to(device)
+        self.model = build_model(config, train_shards[0].encoding).to(device)
+        if config.init_from:
+            load_parameters(self.model, load_file(config.init_from))
         if compiled:
             self.model.compile_parts()
-        self.optimizer = build_optimizer(config, self.model, comm, compiled, grad_divisor)
-        self.windows = WindowSchedule(config, self.model.rotary)
+        self.optimizer = build_optimizer(config, self.model, comm, compiled, grad_scale)
+        self.model.rotary.follow(plan_of(config, 0).rotary_windows)
 
-    def step(self, step: int, batch: list[np.ndarray]) -> list[Tensor]:
-        """One step on this rank's slots of the batch -> their summed losses, still on the device."""
-        windows = self.windows.advance_to(step)
-        losses = []
-        for slot in batch:
-            inputs, targets = split_sequence(slot, self.device)
-            if len(losses) == len(batch) - 1:
-                self.optimizer.arm(step)
-            with self.optimizer.span("forward"):
-                loss = self.model(inputs, targets, windows)
-            with self.optimizer.span("backward"):
+    def step(self, plan: Plan, batch: list[np.ndarray]) -> list[Tensor]:
+        """One step on this rank's micro-batches -> their summed losses, still on the device."""
+        self.model.rotary.follow(plan.rotary_windows)
+        losses, optimizer = [], self.optimizer
+        for i, micro_batch in enumerate(batch):
+            inputs, targets = split_sequence(micro_batch, self.device)
+            with optimizer.reducer.span("forward"):
+                loss = self.model(inputs, targets, plan.windows, plan.loss_weights)
+            optimizer.prepare_for_backward(plan.step, i, plan.micro_batches // self.comm.ranks, loss)
+            with optimizer.reducer.span("backward"):
                 loss.backward()
             losses.append(loss.detach())
-        with self.optimizer.span("step"):
-            self.optimizer.step(step_values(self.config, step))
+        with optimizer.reducer.span("step"):
+            optimizer.step(plan)
         return losses
 
-    def warm_up(self, val_sequence: np.ndarray) -> None:
-        """Every window and kind of step, so that nothing is compiled or allocated on the clock; then all is reset."""
-        c = self.config
-        saved = self.optimizer.snapshot()
-        changes = [step for step in range(c.num_steps) if not step or long_window(c, step) != long_window(c, step - 1)]
-        batch = self.stream.next_batch()
-        for i in range(c.warmup_steps):
-            # from the first cycle of Adam's that begins with the new window, each of its steps in turn
-            change = changes[i // c.adam_every % len(changes)]
-            self.step(-(-change // c.adam_every) * c.adam_every + i % c.adam_every, batch)
-        if c.warmup_steps:
-            sequences = val_sequence[None].repeat(self.comm.ranks, 0)
-            validate(self.model, sequences, self.windows.advance_to(c.num_steps), self.comm, self.device)
-        self.optimizer.restore(saved)
-        self.windows.restart()
-        self.stream.seek((0, 0))
+    def validate(self, plan: Plan, sequences: np.ndarray) -> tuple[float, int]:
+        self.optimizer.finish_all_gathers()
+        self.model.rotary.follow(plan.rotary_windows)
+        return validate(self.model, sequences, plan.windows, self.comm, self.device)
 
-    def digest_of_tokens(self) -> str:
-        """SHA-256 over what all ranks have read, slot by slot: the same for any number of ranks."""
-        everyones = self.comm.all_objects([digest.digest() for digest in self.stream.digests])
-        return hashlib.sha256(b"".join(digest for digests in everyones for digest in digests)).hexdigest()
+    def warm_up(self, val_sequence: np.ndarray) -> None:
+        """Every stage and kind of step, so that nothing is compiled or allocated on the clock; then all is put back."""
+        c, rotary = self.config, self.model.rotary.windows
+        saved, position, digest = self.optimizer.state_dict(), self.stream.position, self.stream.digest
+        begins = [-(-stage.begin // c.adam_every) * c.adam_every for stage in stages_of(c)]  # of a cycle of Adam's
+        batches: dict[int, list[np.ndarray]] = {}
+        for i in range(c.warmup_steps):
+            begin = begins[i // c.adam_every % len(begins)]
+            if begin not in batches:
+                self.stream.position = position
+                batches[begin] = self.stream.next_batch(plan_of(c, begin))
+            self.step(plan_of(c, begin + i % c.adam_every), batches[begin])
+        if c.warmup_steps:
+            self.validate(plan_of(c, c.num_steps), val_sequence[None].repeat(self.comm.ranks, 0))
+        self.optimizer.load_state_dict(saved)
+        self.model.rotary.follow(rotary)
+        self.stream.position, self.stream.digest = position, digest
+
+    def state_hash(self) -> str:
+        """SHA-256 of all that training goes on from: parameters, rules' state, buffers, and where the stream stands."""
+        where = [("stream", torch.tensor(self.stream.position)), ("digest", torch.tensor(list(self.digest().encode())))]
+        return self.optimizer.state_hash([*self.model.named_buffers(), *where])
+
+    def digest(self) -> str:
+        """Of what all ranks have read: the same for any number of ranks. See Stream."""
+        return f"{sum(int(digest, 16) for digest in self.comm.all_json(f'{self.stream.digest:x}')) % 2 ** 256:064x}"
+
+    def save(self, path: Path, step: int, config: Config, **further: Any) -> None:
+        """A checkpoint of all ranks, by rank 0; it holds the same for any number of ranks."""
+        digest = self.digest()
+        state = {}
+        for name, x in self.optimizer.named_state():
+            if self.comm.rank == 0:
+                state[name] = x.detach().to("cpu", copy=True)
+        if self.comm.rank == 0:
+            save_file(path, {**self.describe(config, step), "state": state, "position": list(self.stream.position),
+                             "digest": digest, **further})
+
+    def describe(self, config: Config, step: int) -> dict[str, Any]:
+        """What rebuilds the model before a step. config: the run's own, before it was fitted to a machine."""
+        plan, encoding = plan_of(self.config, step), self.stream.shards[0].encoding
+        return {"config": dataclasses.asdict(config), "step": step, "windows": list(plan.windows), **encoding._asdict(),
+                "rotary_windows": list(plan.rotary_windows)}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Go on from what save wrote."""
+        self.optimizer.load_state_dict(saved["state"])
+        self.stream.position = Position(*saved["position"])
+        self.stream.digest = int(saved["digest"], 16) if self.comm.rank == 0 else 0  # a sum: one rank holds the past
+        self.model.rotary.follow(tuple(saved["rotary_windows"]))
 
 class Profile:
-    """A Chrome trace of some steps, with a range for each phase of each bank. Outside these steps it costs nothing."""
+    """A Chrome trace of some steps, with a range for each phase of each bucket. Outside these steps it costs nothing."""
 
-    def __init__(self, config: Config, optimizer: BankOptimizer, clock: Clock, log: Log):
+    def __init__(self, config: Config, optimizer: DistributedOptimizer, clock: Clock, log: Log):
         self.steps = profiled_steps(config) if config.profile else range(0)
-        self.optimizer, self.plain_span, self.clock, self.log = optimizer, optimizer.span, clock, log
-        device = clock.device
-        kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (device.type == "cuda")
-        self.profiler = torch.profiler.profile(activities=kinds) if self.steps else None
+        self.reducer, self.clock, self.log = optimizer.reducer, clock, log
+        self.plain_span, self.profiler = optimizer.reducer.span, None
 
-    @contextlib.contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        if step not in self.steps:
-            yield
+    def begins(self, step: int) -> None:
+        """Before each step. The profiler's own schedule names the steps, and throws its first, which is slow, away."""
+        if not self.steps or step not in range(self.steps[0] - 1, self.steps[-1] + 2):
             return
-        if step == self.steps[0]:
-            self.profiler.start()
-            self.optimizer.span = torch.profiler.record_function
-        with torch.profiler.record_function(f"ProfilerStep#{step}"):
-            yield
-        if step == self.steps[-1]:
-            self.clock.stop()
-            with self.clock.off("profiling"):
-                self.profiler.stop()
-                self._export(self.log.path.with_name(f"{self.log.path.stem}-rank{self.log.rank}.json.gz"))
-            self.optimizer.span = self.plain_span
-            self.clock.start()
+        with self.clock.off("profiling"):
+            if self.profiler is None:
+                kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (
+                    self.clock.device.type == "cuda")
+                schedule = torch.profiler.schedule(wait=0, warmup=1, active=len(self.steps), repeat=1)
+                self.profiler = torch.profiler.profile(activities=kinds, schedule=schedule, on_trace_ready=self._export)
+                self.profiler.start()
+                self.profiler.step_num = step
+            else:
+                self.profiler.step()
+            self.reducer.span = torch.profiler.record_function if step in self.steps else self.plain_span
 
-    def _export(self, path: Path) -> None:
+    def _export(self, profiler: Any) -> None:
+        path = self.log.path.with_name(f"{self.log.path.stem}-rank{self.log.rank}.json.gz")
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.profiler.export_chrome_trace(str(path))
-        except OSError as error:
+            profiler.export_chrome_trace(str(path))
+        except OSError:
             path.unlink(missing_ok=True)
-            raise RunError(f"{path}: cannot be written ({error.strerror}); free space or choose another --log_dir; the "
-                           "trace is made in the system's folder for temporary files first") from error
+            raise
         self.log.say(f"trace: {path}")
 
-def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
+class Notices:
+    """Signals that ask for a checkpoint: SIGUSR1, and SIGTERM, after which the run ends. Before and after the training
+    loop SIGTERM is an error like others."""
+
+    def __init__(self):
+        self.training, self.told, self.terminated = False, False, threading.Event()
+
+    def hear(self, number: int, _: Any) -> None:
+        again = self.terminated.is_set()
+        if number == signal.SIGTERM:
+            self.terminated.set()
+        if self.training and not again:
+            self.told = True
+        elif number == signal.SIGTERM and not again:
+            raise RunError("terminated; torchrun does so when another rank has died, and says of which; else somebody "
+                           "ended the run: start it again")
+
+    def take(self) -> bool:
+        told, self.told = self.told, False
+        return told
+
+notices = Notices()
+
+def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float,
+        monitor: FailureMonitor | None) -> None:
     """The whole race, from the data to the verdict. began: when the process started, by time.perf_counter."""
-    clock = Clock(device)
-    clock.outside["joining"] = time.perf_counter() - began
+    clock, asked = Clock(device, began), config
     with clock.off("setup"):
         train_shards = find_shards(config.train_files, config.train_shards)
         val_shards = find_shards(config.val_files)
-        encoding = train_shards[0]
-        if val_shards[0][2:] != encoding[2:]:
-            raise RunError(f"vocabulary and BOS of the training shards are {encoding[2:]}, of the validation shards "
-                           f"{val_shards[0][2:]}; make both with one encoding")
-        changes, grad_divisor = [], config.slots
+        encoding = train_shards[0].encoding
+        if val_shards[0].encoding != encoding:
+            raise RunError(f"the training shards have {encoding}, the validation shards {val_shards[0].encoding}; make "
+                           "both with one encoding")
+        changes = []
         if device.type == "cuda":
             config, changes = fit_to_gpus(config, encoding.vocab_size, comm)
-            if config.micro_tokens % MASK_BLOCK or config.val_len % MASK_BLOCK:
-                raise RunError(f"micro_tokens {config.micro_tokens} and val_len {config.val_len} must be multiples of "
-                               f"{MASK_BLOCK} on GPUs")
+            if config.micro_batch_tokens % MASK_BLOCK or config.val_len % MASK_BLOCK:
+                raise RunError(f"micro_batch_tokens {config.micro_batch_tokens} and val_len {config.val_len} must be "
+                               f"multiples of {MASK_BLOCK} on GPUs")
+        local = from_environment("LOCAL_RANK", 0), from_environment("LOCAL_WORLD_SIZE", 1)
+        train_shards, val_shards = (with_digests(shards, comm, *local) for shards in (train_shards, val_shards))
         val_sequences = validation_sequences(val_shards, config.val_tokens, config.val_len)
-        trainer = Trainer(config, comm, device, train_shards, grad_divisor)
-        trainer.stream.check_enough(config.num_steps)
-        model, optimizer, windows = trainer.model, trainer.optimizer, trainer.windows
+        trainer = Trainer(config, comm, device, train_shards, asked.micro_batch_tokens / config.micro_batch_tokens)
+        trainer.stream.check_enough()
+        model, optimizer, first_step = trainer.model, trainer.optimizer, 0
+        resumed = {"from_step": 0, "checkpoint": None} if from_environment("TORCHELASTIC_RESTART_COUNT", 0) else None
+        if config.resume:
+            saved = load_file(config.resume)
+            trainer.load(saved)
+            clock.load_state(saved["clock"])
+            first_step = saved["step"]
+            resumed = {"from_step": first_step, "checkpoint": Path(config.resume).name,
+                       "lost_seconds": max(0.0, time.time() - saved["saved_at"])}
         parameters = sum(p.numel() for p in model.parameters())
+        machine, environment = describe_machine(device)
+        hosts = describe_hosts(comm, machine)
         if comm.rank == 0:
-            machine, environment = describe_machine(device)
             revision = output_of("git", "rev-parse", "HEAD")
+            race = config.race.split(":")
             log.open({
-                "run_id": log.run_id, "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                "preset": preset,
+                "run_id": log.run_id, "started": now(), "preset": preset,
                 "config": dataclasses.asdict(config), "seed": config.seed, "changes": changes,
                 "git": {"revision": revision, "clean": not output_of("git", "status", "--porcelain")} if revision
                 else None,
-                "source_sha256": file_sha256(Path(__file__)), "ranks": comm.ranks, **machine,
+                "source_sha256": file_sha256(__file__), "ranks": comm.ranks, **machine, "hosts": hosts,
                 "shards": {"train": describe_shards(train_shards), "val": describe_shards(val_shards)},
+                "planned": {"steps": config.num_steps, "train_tokens": tokens_of_steps(config, config.num_steps)},
                 "parameters": parameters, "target_val_loss": config.target_val_loss,
-                "race": {"race_id": config.race_id, "run": config.race_run, "declared_n": config.race_runs,
-                         "side": config.race_side} if config.race_id else None,
-            }, environment)
+                "init_from": {"path": config.init_from, "sha256": file_sha256(config.init_from)} if config.init_from else None,
+                "race": {"race_id": race[0], "run": int(race[1]), "declared_n": int(race[2]), "side": race[3]}
+                if config.race else None,
+            }, environment, resumed and {"at": now(), "ranks": comm.ranks, "source_sha256": file_sha256(__file__), **resumed})
             val_tokens = int((val_sequences[:, 1:] >= 0).sum())
             log.say(f"preset {preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, "
-                    f"{parameters / 1e6:.1f} M parameters, {config.num_steps} steps of {config.batch_tokens:,} tokens, "
+                    f"{parameters / 1e6:.1f} M parameters, {config.num_steps} steps of "
+                    f"{plan_of(config, 0).micro_batches * config.micro_batch_tokens:,} tokens at first, "
                     f"validation on {val_tokens:,}")
-        for change in changes:
-            log.say(change)
+            for line in (*changes, *padding_warnings(optimizer)):
+                log.say(line)
+            if resumed:
+                log.say(f"going on from step {first_step}")
     with clock.off("hashing"):
-        hash_before = optimizer.state_hash()
+        hash_before = trainer.state_hash()
     log.say(f"warm-up: {config.warmup_steps} steps off the clock")
     compile_began = compile_stats()[1]
     with clock.off("warmup"):
         trainer.warm_up(val_sequences[0])
     compiles, compile_ended = compile_stats()
-    clock.outside["compile"] = compile_ended - compile_began
-    clock.outside["warmup"] -= clock.outside["compile"]
+    clock.outside["compile"] = clock.outside.get("compile", 0.0) + compile_ended - compile_began
+    clock.outside["warmup"] -= compile_ended - compile_began
     with clock.off("hashing"):
-        hash_after = optimizer.state_hash()
+        hash_after = trainer.state_hash()
     losses, profile = TrainLosses(config, comm), Profile(config, optimizer, clock, log)
 
     def write_steps(wait: bool = False) -> None:
         for step, train_time, loss in losses.arrived(wait):
             shown = f"step:{step}/{config.num_steps} train_time:{train_time:.0f}ms step_avg:{train_time / step:.2f}ms"
             log.write(shown if loss is None else f"{shown} train_loss:{loss:.4f}")
-            log.progress(step, loss, clock)
+            log.progress(step, loss, clock, tokens_of_steps(config, step))
 
+    def save(step: int) -> None:
+        with clock.off("checkpoint"):
+            write_steps(wait=True)
+            try:
+                trainer.save(log.path.with_name(f"{log.run_id}.step{step:06}.ckpt"), step, asked, run_id=log.run_id,
+                             preset=preset, clock=clock.state(), saved_at=time.time())
+            except RunError as error:  # training is worth more than its checkpoint
+                log.say(f"no checkpoint: {error}")
+            for old in checkpoints(log)[:-config.keep_checkpoints]:
+                old.unlink(missing_ok=True)
+
+    wants_save, launcher, notices.training = False, os.getppid(), True
     clock.start()
-    for step in range(config.num_steps + 1):
-        last = step == config.num_steps
+    for step in range(first_step, config.num_steps + 1):
+        plan, last, told = plan_of(config, step), step == config.num_steps, notices.take()
+        if os.getppid() != launcher:
+            raise RunError("the launcher is gone, and this rank does not train on alone; start the run again, or go on "
+                           "with --resume latest if it left a checkpoint")
+        wants_save |= monitor.begins(step, told) if monitor else told
+        wants_save |= config.save_every > 0 and step % config.save_every == 0 and step > first_step
+        if wants_save and not last and not optimizer.between_updates:
+            save(step)
+            wants_save = False
+            if notices.terminated.is_set():
+                raise RunError(f"terminated before step {step}; --resume {log.path} goes on from there")
         if last or (config.val_every and step % config.val_every == 0):
-            optimizer.finish_gathers()
+            optimizer.finish_all_gathers()
             clock.stop()
             write_steps(wait=True)
             with clock.off("hashing"):
-                val_hashes = {"before": hash_of(list(model.state_dict().items()))} if last else {}
+                val_hashes = {"before": hash_of(named_tensors(model))} if last else {}
             with clock.off("validation"):
-                val_loss, val_tokens = validate(model, val_sequences, windows.advance_to(step), comm, device)
+                val_loss, val_tokens = trainer.validate(plan, val_sequences)
             if last:
                 with clock.off("hashing"):
-                    val_hashes["after"] = hash_of(list(model.state_dict().items()))
+                    val_hashes["after"] = hash_of(named_tensors(model))
             line = (f"step:{step}/{config.num_steps} val_loss:{val_loss:.4f} train_time:{clock.elapsed:.0f}ms "
                     f"step_avg:{clock.elapsed / max(step, 1):.2f}ms")
             log.write(line)
@@ -2139,46 +2512,80 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
             if last:
                 break
             clock.start()
-        with profile.step(step):
-            step_losses = trainer.step(step, trainer.stream.next_batch())
-        losses.record(step + 1, clock.read(), step_losses)
+        profile.begins(step)
+        losses.record(plan, clock, trainer.step(plan, trainer.stream.next_batch(plan)))
         write_steps()
+    notices.training = False
     compiles = compile_stats()[0] - compiles
     with clock.off("hashing"):
-        final_hash, tokens_hash = optimizer.state_hash(), trainer.digest_of_tokens()
+        final_hash, digest = trainer.state_hash(), trainer.digest()
     allocated, reserved = peak_memory_mib(device)
-    reached = val_loss <= config.target_val_loss
-    wall_seconds = time.perf_counter() - began
+    reached, wall_seconds = val_loss <= config.target_val_loss, clock.state()["wall"]
     log.write(json.dumps({"end": {
         "final_val_loss": val_loss, "target_val_loss": config.target_val_loss, "reached": reached,
-        "steps": config.num_steps, "train_tokens": config.num_steps * config.batch_tokens, "train_sha256": tokens_hash,
+        "steps": config.num_steps, "train_tokens": tokens_of_steps(config, config.num_steps), "train_digest": digest,
         "val_tokens": val_tokens, "train_time_ms": clock.elapsed, "wall_seconds": wall_seconds,
         "seconds_outside_clock": clock.outside, "compiles_after_warmup": compiles,
         "state_hash": {"before_warmup": hash_before, "after_warmup": hash_after},
-        "validation_hash": val_hashes, "final_state_hash": final_hash, "peak_memory_mib": allocated}}))
+        "validation_hash": val_hashes, "final_state_hash": final_hash, "peak_memory_mib": allocated,
+        "resumed": log.resumed}}))
     log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
-    log.say(f"\n{'target reached' if reached else 'target missed'}: validation loss {val_loss:.4f}, target "
-            f"{config.target_val_loss:g}, after {clock.elapsed / 1000:.1f} s of training and {wall_seconds:.0f} s in "
-            f"all\nlog: {log.path}")
-    if comm.rank:
-        return
-    # the log is whole: what follows may fail or take its time, and nobody waits for it
-    final_windows = windows.advance_to(config.num_steps)
-    if config.save_model:
-        save_model(log.path.with_suffix(".pt"), model, config, log.run_id, config.num_steps, final_windows, encoding)
-    if config.sample_tokens:
-        # compiled blocks would be compiled once more for the sample's length
-        compiled = "torch._dynamo" in sys.modules  # or asking would import it
-        with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
-            said = sample(model, final_windows, config.sample_tokens, encoding.vocab_size, config.seed)
-        log.say(f"\nthe model says:\n{decode(said, encoding)}")
+    if comm.rank == 0:
+        # the log is whole: what follows may fail or take its time, and nobody waits for it
+        saved_as = ""
+        if config.save_model:
+            path = log.path.with_suffix(".pt")
+            state = {name: param.detach().cpu() for name, param in model.named_parameters()}
+            save_file(path, {**trainer.describe(asked, config.num_steps), "run_id": log.run_id, "state": state})
+            saved_as = f"\nmodel: {path}"
+        for path in checkpoints(log):
+            path.unlink(missing_ok=True)
+        log.say(f"\n{'target reached' if reached else 'target missed'}: validation loss {val_loss:.4f}, target "
+                f"{config.target_val_loss:g}, after {clock.elapsed / 1000:.1f} s of training and {wall_seconds:.0f} s in "
+                f"all{saved_as}\nlog: {log.path}")
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+def checkpoints(log: Log) -> list[Path]:
+    """Of this run, the oldest first; what a killed process left half written is cleared away."""
+    for partial in log.path.parent.glob(f"{glob.escape(log.run_id)}.step*.ckpt.partial"):
+        partial.unlink(missing_ok=True)
+    return sorted(log.path.parent.glob(f"{glob.escape(log.run_id)}.step*.ckpt"))
+
+def describe_hosts(comm: Comm, machine: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each host's ranks, hardware, versions and source. RunError if their source or torch differ."""
+    mine = {"source_sha256": file_sha256(__file__), "torch": torch.__version__}
+    agree(comm, "programs", mine, "Give every host the same checkout and packages")
+    hosts: dict[str, dict[str, Any]] = {}
+    for rank, (name, described) in enumerate(comm.all_json([socket.gethostname(), {**machine, **mine}])):
+        hosts.setdefault(f"{name} {described['hardware']}", {"ranks": [], **described})["ranks"].append(rank)
+    return list(hosts.values())
+
+def padding_warnings(optimizer: DistributedOptimizer) -> list[str]:
+    """Of buckets so small that the ranks update much that is no parameter."""
+    padded = [bucket for bucket in optimizer.buckets if isinstance(bucket.rule, NorMuon)]
+    units = sum(len(bucket.param_shard) for bucket in padded) * optimizer.comm.ranks
+    needed = sum(len(bucket.param_shard) * optimizer.comm.ranks / bucket.padding for bucket in padded)
+    return [f"warning: the ranks orthogonalize {units} matrices where there are {needed:.0f}: buckets are small for "
+            f"{optimizer.comm.ranks} ranks; raise --bucket_mb"] if needed and units > 1.5 * needed else []
 
 # In what gloo and NCCL say when another rank is gone, or does not come
-LOST = re.compile(r"timed? ?out|connection (was |is )?(closed|reset|refused)|broken pipe|socket", re.IGNORECASE)
+LOST = re.compile(r"timed? ?out|connection (was |is )?(closed|reset|refused)|broken pipe|socket|closed by peer", re.I)
 
 def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.Store:
     """Form the process group. RunError if the others, or what they need to be found, are not there."""
     timeout, gpu = timedelta(seconds=config.timeout_s), device.type == "cuda"
+    several_hosts = from_environment("LOCAL_WORLD_SIZE", ranks) < ranks
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
+        if several_hosts and not gpu and address.startswith("127.") and not os.environ.get("GLOO_SOCKET_IFNAME"):
+            raise RunError(f"this host's name resolves to {address}, where other hosts cannot reach it; set "
+                           "GLOO_SOCKET_IFNAME to the network interface that they share (`ip addr` lists them), or give "
+                           "the name its real address in /etc/hosts")
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timeout))
         dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=ranks, timeout=timeout,
@@ -2194,25 +2601,48 @@ def from_environment(name: str, default: int) -> int:
         raise RunError(f"{name} in the environment is {text!r}; unset it, or start the ranks by torchrun")
     return int(text)
 
-leaving = threading.Event()  # set when this rank has begun to end with an error
+def name_of_run(config: Config) -> tuple[Config, str]:
+    """The run's id. One that torchrun starts again, after a failure, has the id of the first start, and goes on from its
+    latest checkpoint."""
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex)
+    part = sha256_of(f"{launch} {os.getppid() if launch == 'none' else ''}".encode())[:8]
+    run_id = config.run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{part}"
+    if not config.resume and from_environment("TORCHELASTIC_RESTART_COUNT", 0):
+        started = sorted((ROOT / config.log_dir).glob(f"*_{part}.txt"))
+        run_id = config.run_id or (started[-1].stem if started else run_id)
+        with contextlib.suppress(RunError):
+            found = find_checkpoint(dataclasses.replace(config, resume=str(Path(config.log_dir) / f"{run_id}.txt")))
+            config = dataclasses.replace(config, resume=str(found))
+    return config, run_id
 
-def on_sigterm(*_: Any) -> None:
-    """An error like others, or nothing where one is being dealt with already."""
-    if not leaving.is_set():
-        raise RunError("terminated; torchrun does so when another rank has died, and says of which; else somebody "
-                       "ended the run: start it again")
+def describe_error(error: BaseException, config: Config) -> str:
+    """In one line what was seen and what to do; nothing for a mistake in the code, which wants its traceback."""
+    if isinstance(error, RunError):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"{error}; lower --micro_batch_tokens"
+    if isinstance(error, OSError) and error.errno:
+        cure = {errno.ENOSPC: "free space or choose another --log_dir", errno.EFBIG: "free space or choose another --log_dir",
+                errno.EMFILE: "raise the limit on open files (ulimit -n 1024)"}.get(error.errno, "mend that, or name another")
+        return f"{error.filename or config.log_dir}: cannot be read or written ({error.strerror}); {cure}"
+    if isinstance(error, RuntimeError) and LOST.search(str(error)):
+        return (f"another rank did not answer ({str(error).splitlines()[0]}); see what it said last. Nothing: it was killed "
+                f"(perhaps memory ran out), or it is slower than --timeout_s {config.timeout_s}")
+    return ""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """One rank of a run, as torchrun started it, or the only one. Returns the exit status."""
-    began = time.perf_counter()
-    gpu = torch.cuda.is_available()
-    preset, config = parse_config(sys.argv[1:] if argv is None else argv, "speedrun" if gpu else "laptop")
-    rank, log, watch = 0, None, None
+    began, gpu = time.perf_counter(), torch.cuda.is_available()
+    rank, log, monitor, config = 0, None, None, Config()
     try:
         rank, ranks, local_rank = (from_environment(*named) for named in
                                    (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-        log = Log(config, rank)
+        preset, config = parse_config(sys.argv[1:] if argv is None else argv, "speedrun" if gpu else "laptop")
         check_config(config, ranks)
+        config, run_id = name_of_run(config)
+        log = Log(config, rank, run_id)
         device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
         if gpu:
             gpus = torch.cuda.device_count()
@@ -2220,40 +2650,35 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise RunError(f"rank {rank} has no GPU: this machine has {gpus}; lower --nproc_per_node")
             torch.cuda.set_device(device)
         if ranks > 1:
-            watch = Watch(dist.PrefixStore("watch", join(config, rank, ranks, device)), rank, ranks, log)
-        comm = (CompressedComm if config.compress_grads else Comm)(rank, ranks)
-        log.run_id = comm.all_objects(log.run_id)[0]
-        run(config, preset, comm, device, log, began)
+            monitor = FailureMonitor(dist.PrefixStore("monitor", join(config, rank, ranks, device)), rank, ranks, log)
+        comm = (CompressedComm if config.bf16_compress else Comm)(rank, ranks, device)
+        log.run_id = comm.all_json(run_id)[0]
+        agree(comm, "configs", {key: str(v) for key, v in dataclasses.asdict(config).items()},
+              "Start every rank with the same flags, and give every host the same checkpoints")
+        run(config, preset, comm, device, log, began, monitor)
         log.close()
-        if watch:
-            watch.stop()
+        if monitor:
+            monitor.over.set()
             dist.destroy_process_group()
         return 0
-    except (RunError, torch.OutOfMemoryError, KeyboardInterrupt) as error:
-        leaving.set()
-        interrupted = isinstance(error, KeyboardInterrupt)
-        hint = "; lower --micro_tokens" if isinstance(error, torch.OutOfMemoryError) else ""
-        message = "interrupted" if interrupted else f"{error}{hint}"
-        complain(log, rank, message)
-        if watch:
-            watch.tell(f"rank {rank} failed: {message}")
-        return 130 if interrupted else 1
-    except Exception as error:
-        leaving.set()
-        message, lost = f"{type(error).__name__}: {error}", False
-        if watch and isinstance(error, RuntimeError):  # often another rank's end, seen from here
-            time.sleep(Watch.PATIENCE_S)               # its own word reaches us by the watch
-            lost = LOST.search(message) is not None
-        if lost:
-            message = (f"another rank did not answer ({message.splitlines()[0]}); see what it said last. Nothing: it "
-                       f"was killed (perhaps memory ran out), or it is slower than --timeout_s {config.timeout_s}")
-        if watch:
-            watch.tell(f"rank {rank} failed: {message}")
-        complain(log, rank, message)
-        if lost:
-            return 1
-        raise
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            raise
+        notices.training = False
+        message = describe_error(error, config)
+        if monitor and isinstance(error, RuntimeError):  # often another rank's end, seen from here
+            notices.terminated.wait(FailureMonitor.PATIENCE_S / 2)  # its own word may reach us by the monitor
+        if not message:
+            traceback.print_exception(error)
+        complain(log, rank, message or f"{type(error).__name__}: {error}")
+        if monitor:
+            monitor.tell(f"rank {rank} failed: {message or type(error).__name__ + ': ' + str(error)}")
+        status = 130 if isinstance(error, KeyboardInterrupt) else 1
+        if monitor:
+            os._exit(status)  # taking the group apart would wait for those that are gone
+        return status
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, on_sigterm)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, notices.hear)
     sys.exit(main())
