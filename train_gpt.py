@@ -1832,19 +1832,26 @@ def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, 
     return tokens[:-1], tokens[1:].long()
 
 class TrainLosses:
-    """Training losses, read without making the host wait for the device: a loss is there some steps after its step."""
+    """Training losses, read without making the host wait for the device: a loss is there some steps after its step.
+
+    With them travels whether a rank was told to save. All know it LAG steps later, and so save before the same step.
+    """
+
+    LAG = 4
 
     def __init__(self, config: Config, comm: Comm):
-        self.config, self.comm = config, comm
+        self.config, self.comm, self.save_at = config, comm, -1
         self.pending: list[tuple[int, float, Tensor, Any]] = []
 
-    def record(self, plan: Plan, clock: Clock, losses: list[Tensor]) -> None:
+    def record(self, plan: Plan, clock: Clock, losses: list[Tensor], told: bool) -> bool:
         """losses: the summed loss of each of this rank's micro-batches. Those of every so-manieth step are averaged over
-        all ranks."""
+        all ranks. True if that was so, and `told` is on its way."""
         own, step = torch.stack(losses).detach(), plan.step + 1
-        summed = own.new_zeros(plan.micro_batches)
+        summed = own.new_zeros(plan.micro_batches + 1)
         summed[self.comm.rank * len(own):(self.comm.rank + 1) * len(own)] = own
-        if self.is_logged(step):
+        summed[-1] = told
+        shared = step % (self.config.train_loss_every or 10) == 0
+        if shared:
             self.comm.all_reduce(summed)
         event = None
         if own.is_cuda:
@@ -1852,21 +1859,24 @@ class TrainLosses:
             event = torch.cuda.Event()
             event.record()
         self.pending.append((step, clock.read(), summed, event))
+        return shared
 
-    def is_logged(self, step: int) -> bool:
-        return self.config.train_loss_every > 0 and step % self.config.train_loss_every == 0
-
-    def arrived(self, wait: bool = False) -> Iterator[tuple[int, float, float | None]]:
-        """(step, its train time, mean loss in nats a token or None where not logged). RunError if not finite."""
-        while self.pending and (wait or self.pending[0][-1] is None or self.pending[0][-1].query()):
-            step, train_time, summed, event = self.pending.pop(0)
+    def arrived(self, step: int, wait: bool = False) -> Iterator[tuple[int, float, float | None]]:
+        """What is there before `step`: (a step, its train time, mean loss in nats a token or None where not logged).
+        RunError if one is not finite."""
+        every = self.config.train_loss_every
+        while self.pending and (wait or self.pending[0][0] <= step - self.LAG or self.pending[0][-1] is None
+                                or self.pending[0][-1].query()):
+            done, train_time, summed, event = self.pending.pop(0)
             if event is not None:
                 event.synchronize()
             if not summed.isfinite().all():
-                raise RunError(f"the training loss of step {step} is not finite; lower the learning rates, or look at "
+                raise RunError(f"the training loss of step {done} is not finite; lower the learning rates, or look at "
                                "the data that it read. The log is kept")
-            mean = summed.sum(dtype=torch.float64).item() / (len(summed) * self.config.micro_batch_tokens)
-            yield step, train_time, mean if self.is_logged(step) else None
+            if done % (every or 10) == 0 and summed[-1]:
+                self.save_at = done + self.LAG
+            mean = summed[:-1].sum(dtype=torch.float64).item() / ((len(summed) - 1) * self.config.micro_batch_tokens)
+            yield done, train_time, mean if every and done % every == 0 else None
 
 class Clock:
     """Milliseconds of training. It stands still for what is outside; each such span is named and timed."""
@@ -2057,16 +2067,14 @@ def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
 class FailureMonitor:
     """Watches the other ranks from a thread, by the store of the rendezvous, while this one may wait in a collective.
 
-    Another's failure, a host or a launcher that is gone: this rank ends with the reason, within seconds. A notice to save
-    (a signal on any rank): all agree on a step before which they do, the first that none has begun.
+    Another's failure, a host or a launcher that is gone: this rank ends with the reason, within seconds.
     """
 
     PERIOD_S, PATIENCE_S = 0.5, 10.0
 
     def __init__(self, store: dist.Store, rank: int, ranks: int, log: Log):
         self.store, self.rank, self.ranks, self.log = store, rank, ranks, log
-        self.over, self.lock, self.agreed = threading.Event(), threading.Lock(), threading.Event()
-        self.step, self.notices, self.answered, self.save_at = -1, 0, False, -1
+        self.over = threading.Event()
         self.heard: dict[int, tuple[bytes, float]] = {}  # of each rank: its last beat, and when it was new
         self.asker = ThreadPoolExecutor(1)
         threading.Thread(target=self._watch, daemon=True).start()
@@ -2095,32 +2103,7 @@ class FailureMonitor:
                 self.heard[other] = (beat, now)
             if now - self.heard[other][1] > self.PATIENCE_S:
                 return f"rank {other} has not been heard of for {self.PATIENCE_S:g} s: it, its host or the way to it is gone"
-        notice, places = f"notice-{self.notices}", [f"at-{self.notices}-{rank}" for rank in range(self.ranks)]
-        with self.lock:
-            if not self.answered and self.store.check([notice]):
-                self.answered = True
-                self.store.set(places[self.rank], str(self.step + 1))
-        if self.answered and not self.agreed.is_set() and self.store.check(places):
-            self.save_at = max(int(self.store.get(place)) for place in places)
-            self.agreed.set()
         return ""
-
-    def begins(self, step: int, notice: bool) -> bool:
-        """Before each step. notice: this rank was told to save. True where all save."""
-        if notice:
-            self.store.set(f"notice-{self.notices}", "")
-        with self.lock:
-            if not self.answered:
-                self.step = step
-                return False
-        if not self.agreed.wait(self.PATIENCE_S):
-            raise RunError("the ranks did not agree on a step to save at; another rank is gone")
-        self.step = step
-        if step != self.save_at:
-            return False
-        self.notices, self.answered = self.notices + 1, False
-        self.agreed.clear()
-        return True
 
     def tell(self, message: str) -> None:
         """Say it to the other ranks and give them the time to hear it: when one has left, all are killed."""
@@ -2382,14 +2365,9 @@ class Notices:
             raise RunError("terminated; torchrun does so when another rank has died, and says of which; else somebody "
                            "ended the run: start it again")
 
-    def take(self) -> bool:
-        told, self.told = self.told, False
-        return told
-
 notices = Notices()
 
-def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float,
-        monitor: FailureMonitor | None) -> None:
+def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
     """The whole race, from the data to the verdict. began: when the process started, by time.perf_counter."""
     clock, asked = Clock(device, began), config
     with clock.off("setup"):
@@ -2460,15 +2438,15 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
         hash_after = trainer.state_hash()
     losses, profile = TrainLosses(config, comm), Profile(config, optimizer, clock, log)
 
-    def write_steps(wait: bool = False) -> None:
-        for step, train_time, loss in losses.arrived(wait):
-            shown = f"step:{step}/{config.num_steps} train_time:{train_time:.0f}ms step_avg:{train_time / step:.2f}ms"
+    def write_steps(step: int, wait: bool = False) -> None:
+        for done, train_time, loss in losses.arrived(step, wait):
+            shown = f"step:{done}/{config.num_steps} train_time:{train_time:.0f}ms step_avg:{train_time / done:.2f}ms"
             log.write(shown if loss is None else f"{shown} train_loss:{loss:.4f}")
-            log.progress(step, loss, clock, tokens_of_steps(config, step))
+            log.progress(done, loss, clock, tokens_of_steps(config, done))
 
     def save(step: int) -> None:
         with clock.off("checkpoint"):
-            write_steps(wait=True)
+            write_steps(step, wait=True)
             try:
                 trainer.save(log.path.with_name(f"{log.run_id}.step{step:06}.ckpt"), step, asked, run_id=log.run_id,
                              preset=preset, clock=clock.state(), saved_at=time.time())
@@ -2480,12 +2458,12 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
     wants_save, launcher, notices.training = False, os.getppid(), True
     clock.start()
     for step in range(first_step, config.num_steps + 1):
-        plan, last, told = plan_of(config, step), step == config.num_steps, notices.take()
+        plan, last = plan_of(config, step), step == config.num_steps
         if os.getppid() != launcher:
             raise RunError("the launcher is gone, and this rank does not train on alone; start the run again, or go on "
                            "with --resume latest if it left a checkpoint")
-        wants_save |= monitor.begins(step, told) if monitor else told
-        wants_save |= config.save_every > 0 and step % config.save_every == 0 and step > first_step
+        write_steps(step)
+        wants_save |= step == losses.save_at or config.save_every > 0 and step % config.save_every == 0 and step > first_step
         if wants_save and not last and not optimizer.between_updates:
             save(step)
             wants_save = False
@@ -2494,7 +2472,7 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
         if last or (config.val_every and step % config.val_every == 0):
             optimizer.finish_all_gathers()
             clock.stop()
-            write_steps(wait=True)
+            write_steps(step, wait=True)
             with clock.off("hashing"):
                 val_hashes = {"before": hash_of(named_tensors(model))} if last else {}
             with clock.off("validation"):
@@ -2513,8 +2491,8 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
                 break
             clock.start()
         profile.begins(step)
-        losses.record(plan, clock, trainer.step(plan, trainer.stream.next_batch(plan)))
-        write_steps()
+        if losses.record(plan, clock, trainer.step(plan, trainer.stream.next_batch(plan)), notices.told):
+            notices.told = False
     notices.training = False
     compiles = compile_stats()[0] - compiles
     with clock.off("hashing"):
@@ -2655,7 +2633,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.run_id = comm.all_json(run_id)[0]
         agree(comm, "configs", {key: str(v) for key, v in dataclasses.asdict(config).items()},
               "Start every rank with the same flags, and give every host the same checkpoints")
-        run(config, preset, comm, device, log, began, monitor)
+        run(config, preset, comm, device, log, began)
         log.close()
         if monitor:
             monitor.over.set()
