@@ -1230,6 +1230,38 @@ class Bucket:
                 raise RunError(f"{place.name} was given other memory or another dtype ({place.param.dtype}) after its "
                                f"bucket {self.name} was built ({self.param_data.dtype}); move or cast the model before")
 
+    def whole_state(self, comm: Comm) -> dict[str, Tensor]:
+        """By parameter name the parameters, and as name/key all that the rule keeps of each; whole on every rank."""
+        wholes = {"": self.param_data}
+        for key, shard in self.sharded_state().items():
+            wholes[f"/{key}"] = torch.empty(comm.ranks * shard.numel(), dtype=shard.dtype, device=shard.device)
+            comm.all_gather(wholes[f"/{key}"], shard.reshape(-1)).wait()
+        state = {f"{place.name}/updates": torch.tensor(self.updates) for place in self.params}
+        for place, (key, whole) in itertools.product(self.params, wholes.items()):
+            ends = (place.offset, place.offset + place.param.numel())
+            state[place.name + key] = whole[slice(*(end * len(whole) // len(self.param_data) for end in ends))]
+        return state
+
+    def sharded_state(self) -> dict[str, Tensor]:
+        return self.state if self.pending is None else {**self.state, "pending": self.pending}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """The inverse of whole_state; gradients that wait for an update are dropped. RunError if something is missing."""
+        try:
+            self.updates, = {int(state[f"{place.name}/updates"]) for place in self.params}
+            pends = f"{self.params[0].name}/pending" in state
+            self.pending = torch.zeros_like(self.flat_grad_shard) if pends else None
+            for place in self.params:
+                place.param.data.copy_(state[place.name].view(place.param.shape))
+                place.needs_overwrite = True
+                place.partial_sums.clear()
+                for key, x in self.sharded_state().items():
+                    here, there = self.overlap(place, x)
+                    x.view(-1)[here] = state[f"{place.name}/{key}"].to(x.device)[there]
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise RunError(f"the saved state does not fit bucket {self.name} of {self.params[0].name} ({error}); it must come "
+                           "from the same model and the same rules") from error
+
 def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ranks: int,
                  grad_reduce_in_fp32: bool = False) -> list[Bucket]:
     """Group what can share a bucket (rule, dtype, unit, first step), from the last layer on, until bucket_bytes are full."""
@@ -1534,25 +1566,52 @@ class Reducer:
         used = torch.tensor([float(not place.needs_overwrite) for place in places], device=self.comm.device)
         return {place.name for place, count in zip(places, self.comm.all_reduce(used).tolist()) if not count}
 
-    def check_and_clip(self) -> None:
-        """RunError on every rank if a gradient is not finite on any; then scale all if their norm is too large."""
-        def square(x: Tensor) -> Tensor:  # norms of short rows, squared and summed in float64: soon and exact
-            rows = x.view(-1, Bucket.SHARD_ALIGNMENT) if x.numel() % Bucket.SHARD_ALIGNMENT == 0 else x.view(1, -1)
-            return torch.linalg.vector_norm(rows, dim=1, dtype=torch.promote_types(x.dtype, torch.float32)).double().square().sum()
+def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step: int) -> None:
+    """RunError on every rank if a gradient is not finite on any; then scale all if their norm is too large."""
+    squares = []  # norms of short rows in float32, squared and summed in float64: soon and exact
+    for shard in (bucket.flat_grad_shard for bucket in buckets):
+        rows = shard.view(-1, Bucket.SHARD_ALIGNMENT if len(shard) % Bucket.SHARD_ALIGNMENT == 0 else len(shard))
+        norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.promote_types(shard.dtype, torch.float32))
+        squares.append(norms.double().square().sum())
+    total = comm.all_reduce(torch.stack(squares).sum()).item() if squares else 0.0
+    if not math.isfinite(total):
+        bad = [place.name for bucket in buckets for place in bucket.params
+               if not bucket.flat_grad_shard[bucket.overlap(place, bucket.flat_grad_shard)[0]].norm().isfinite()]
+        named = sorted({name for names in comm.all_json(bad) for name in names})
+        raise RunError(f"gradients that step {step} sums are not finite: {', '.join(named)}; the step was not applied. "
+                       "Lower the learning rates, or look at the data of this step")
+    if clip_norm and math.sqrt(total) > clip_norm:
+        for bucket in buckets:
+            bucket.flat_grad_shard.mul_(clip_norm / math.sqrt(total))
 
-        if not self.due:
-            return
-        total = self.comm.all_reduce(torch.stack([square(bucket.flat_grad_shard) for bucket in self.due]).sum()).item()
-        if not math.isfinite(total):
-            bad = [place.name for bucket in self.due for place in bucket.params
-                   if not bucket.flat_grad_shard[bucket.overlap(place, bucket.flat_grad_shard)[0]].norm().isfinite()]
-            named = sorted({name for names in self.comm.all_json(bad) for name in names})
-            raise RunError(f"gradients that step {self.step} sums are not finite: {', '.join(named)}; the step "
-                           "was not applied. Lower the learning rates, or look at the data of this step")
-        norm = math.sqrt(total)
-        if self.settings.clip_norm and norm > self.settings.clip_norm:
-            for bucket in self.due:
-                bucket.flat_grad_shard.mul_(self.settings.clip_norm / norm)
+class Owner(NamedTuple):
+    """Where a model holds a parameter: under this name, in this module's own table by this key."""
+
+    param: nn.Parameter
+    name: str
+    table: dict[str, Any]
+    key: str
+
+def owners_of(model: nn.Module | None) -> list[Owner]:
+    """Of all parameters that learn."""
+    return [Owner(param, f"{prefix}.{key}".lstrip("."), module._parameters, key)
+            for prefix, module in (model.named_modules() if model is not None else ())
+            for key, param in module._parameters.items() if param is not None and param.requires_grad]
+
+def check_ownership(buckets: Sequence[Bucket], owners: Sequence[Owner]) -> dict[nn.Parameter, Bucket]:
+    """Each parameter's bucket. RunError if a parameter is in two or in none, or does not learn."""
+    param_to_bucket = {}
+    for bucket, place in ((bucket, place) for bucket in buckets for place in bucket.params):
+        if place.param in param_to_bucket:
+            raise RunError(f"{place.name} is in two buckets or twice in one; put each parameter into one bucket, once")
+        if not place.param.requires_grad:
+            raise RunError(f"{place.name} is frozen, and its bucket would wait for its gradient; leave it out")
+        param_to_bucket[place.param] = bucket
+    for owner in owners:
+        if owner.param not in param_to_bucket:
+            raise RunError(f"{owner.name} is in no bucket, and would never learn; put it into one, or freeze it by "
+                           "requires_grad_(False)")
+    return param_to_bucket
 
 class DistributedOptimizer:
     """Parameters out: updates this rank's shard of each bucket, and gathers the new parameters from all ranks.
@@ -1568,14 +1627,18 @@ class DistributedOptimizer:
         """model: whose modules wait for their buckets before they run, which overlap_param_gather needs; and whose
         parameters are seen to be those of the buckets, at once and before each step. grad_scale: see Reducer."""
         self.buckets, self.comm, self.settings = list(buckets), comm, settings
-        # where the model holds each parameter: (the parameter, its name, the module's own table, the name in there)
-        self.param_owners = [(param, f"{prefix}.{key}".lstrip("."), module._parameters, key)
-                             for prefix, module in (model.named_modules() if model is not None else ())
-                             for key, param in module._parameters.items() if param is not None and param.requires_grad]
-        param_to_bucket = self._check_ownership()
+        self.param_owners = owners_of(model)
+        param_to_bucket = check_ownership(self.buckets, self.param_owners)
+        if settings.exact and (settings.find_unused_parameters or settings.clip_norm):
+            raise RunError("exact mode excludes unused parameters and clipping: sums depend on the number of ranks")
         if settings.overlap_param_gather and model is None:
             raise RunError("overlap_param_gather waits in the model's forward; give the optimizer the model")
-        agree(comm, "models or settings", self._description(grad_scale), "Build the same model from the same config")
+        agree(comm, "models or settings", {  # or one bucket would be summed with another
+            "scale of gradients": grad_scale, "sender": type(comm).__name__,
+            **{f.name: getattr(settings, f.name) for f in dataclasses.fields(SyncSettings)},
+            **{f"bucket {bucket.name}": f"of {bucket.param_data.dtype}, gradients of {bucket.grad_data.dtype}, {bucket.rule}, "
+               f"{[(place.name, *place.param.shape) for place in bucket.params]}" for bucket in buckets}}, "Build the same "
+              "model from the same config on every rank")
         frozen = [p for p in model.parameters() if not p.requires_grad] if model is not None else []
         for x in (*(bucket.param_data for bucket in buckets), *frozen, *(model.buffers() if model is not None else ())):
             comm.broadcast(x.data)
@@ -1599,47 +1662,21 @@ class DistributedOptimizer:
         for hook in self.forward_hooks:
             hook.remove()
 
-    def _check_ownership(self) -> dict[nn.Parameter, Bucket]:
-        """Each parameter's bucket. RunError if a parameter is in two or in none, or settings exclude each other."""
-        param_to_bucket, s = {}, self.settings
-        for bucket in self.buckets:
-            for place in bucket.params:
-                if place.param in param_to_bucket:
-                    raise RunError(f"{place.name} is in two buckets or twice in one; put each parameter into one bucket, "
-                                   "once")
-                if not place.param.requires_grad:
-                    raise RunError(f"{place.name} is frozen, and its bucket would wait for its gradient; leave it out")
-                param_to_bucket[place.param] = bucket
-        for param, name, _, _ in self.param_owners:
-            if param not in param_to_bucket:
-                raise RunError(f"{name} is in no bucket, and would never learn; put it into one, or freeze it by "
-                               "requires_grad_(False)")
-        if s.exact and (s.find_unused_parameters or s.clip_norm):
-            raise RunError("exact mode excludes unused parameters and clipping: sums depend on the number of ranks")
-        return param_to_bucket
-
-    def _description(self, grad_scale: float) -> dict[str, str]:
-        """What must be the same on every rank, or one bucket would be summed with another."""
-        settings = {key: str(getattr(self.settings, key)) for key in (f.name for f in dataclasses.fields(SyncSettings))}
-        return {**settings, "scale of gradients": str(grad_scale), "sender": type(self.comm).__name__, **{
-            f"bucket {bucket.name}": f"of {bucket.param_data.dtype}, gradients of {bucket.grad_data.dtype}, {bucket.rule}: " +
-            ", ".join(f"{place.name} {list(place.param.shape)}" for place in bucket.params) for bucket in self.buckets}}
-
     @torch.no_grad()
     def step(self, plan: Plan) -> None:
         """Wait for each bucket in turn, update this rank's shard, gather. Unless gathers overlap the next forward, all
         parameters are then new. Of the plan the rules take lr_factor and momentum."""
-        for param, name, table, key in self.param_owners:
-            if table.get(key) is not param:
-                raise RunError(f"{name} is another parameter than when the buckets were built; build the optimizer after "
-                               "what replaces parameters, such as load_state_dict(assign=True)")
+        for owner in self.param_owners:
+            if owner.table.get(owner.key) is not owner.param:
+                raise RunError(f"{owner.name} is another parameter than when the buckets were built; build the optimizer "
+                               "after what replaces parameters, such as load_state_dict(assign=True)")
         reducer = self.reducer
         reducer.launch_rest()
         untouched = reducer.find_untouched() if self.settings.find_unused_parameters else set()
         if self.settings.check_grads or self.settings.clip_norm:
             for bucket in reducer.due:
                 reducer.wait(bucket)
-            reducer.check_and_clip()
+            check_and_clip(reducer.due, self.comm, self.settings.clip_norm, reducer.step)
         turns = reducer.due if self.settings.walk == "launch" else reducer.due[::-1]
         for bucket in turns:
             reducer.wait(bucket)
@@ -1683,42 +1720,19 @@ class DistributedOptimizer:
         return not self.settings.exact and not all(place.needs_overwrite for bucket in self.buckets for place in bucket.params)
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter under its name and, as name/key, all that its rule keeps; whole on every rank, and the same for
-        any number of ranks and any size of buckets."""
+        """Every parameter and every tensor of its state, for the names see Bucket.whole_state; the same for any number of
+        ranks and any size of buckets."""
         self.finish_all_gathers()
         for bucket in self.buckets:
-            wholes = {"": bucket.param_data}
-            for key, shard in {**bucket.state, **({} if bucket.pending is None else {"pending": bucket.pending})}.items():
-                wholes[f"/{key}"] = torch.empty(self.comm.ranks * shard.numel(), dtype=shard.dtype, device=shard.device)
-                self.comm.all_gather(wholes[f"/{key}"], shard.reshape(-1)).wait()
-            for place in bucket.params:
-                yield f"{place.name}/updates", torch.tensor(bucket.updates)
-                for key, whole in wholes.items():
-                    ends = (place.offset, place.offset + place.param.numel())
-                    yield place.name + key, whole[slice(*(end * len(whole) // len(bucket.param_data) for end in ends))]
+            yield from bucket.whole_state(self.comm).items()
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: x.clone() for name, x in self.named_state()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """The inverse of state_dict; what was on its way is dropped. RunError if something is missing or does not fit."""
         self.finish_all_gathers()
         for bucket in self.buckets:
-            bucket.pending = None
-            try:
-                bucket.updates, = {int(state[f"{place.name}/updates"]) for place in bucket.params}
-                for place in bucket.params:
-                    place.param.data.copy_(state[place.name].view(place.param.shape))
-                    place.needs_overwrite = True
-                    place.partial_sums.clear()
-                    if f"{place.name}/pending" in state and bucket.pending is None:
-                        bucket.pending = torch.zeros_like(bucket.flat_grad_shard)
-                    for key, x in {**bucket.state, **({} if bucket.pending is None else {"pending": bucket.pending})}.items():
-                        here, there = bucket.overlap(place, x)
-                        x.view(-1)[here] = state[f"{place.name}/{key}"].to(x.device)[there]
-            except (KeyError, ValueError, RuntimeError) as error:
-                raise RunError(f"the saved state does not fit {place.name} of bucket {bucket.name} ({error}); it must come "
-                               "from the same model and the same rules") from error
+            bucket.load_state(state)
 
     def copy_parameter(self, source: str, target: str) -> None:
         """target begins where source is, with its state: a parameter that was tied until now. RunError between updates."""
