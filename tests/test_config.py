@@ -32,7 +32,8 @@ def test_preset_is_the_hardware_s_unless_named():
 
 
 @pytest.mark.parametrize("argv,says", [
-    (["--num_step", "3"], "did you mean --num_steps?"), (["--num_steps", "many"], "many"), (["--shuffle", "yes"], "write true or false"),
+    (["--num_step", "3"], "did you mean --num_steps?"), (["--num_steps", "many"], "many"),
+    (["--shuffle", "yes"], "write true or false"),
     (["--sync", "never"], "choose from"), (["--preset", "desktop"], "desktop"), (["stray"], "stray"),
     (["--loss_weights", "1;2"], "write them like 1,.5"), (["--bank_mb", "1"], "--bank_mb")])
 def test_unknown_and_ill_typed_flags_are_refused(argv, says, capsys):
@@ -135,7 +136,8 @@ def test_layers_of_the_record():
     assert [i for i, layer in enumerate(layers) if layer.window is None] == [0, 7]
     assert [i for i, layer in enumerate(layers) if layer.window == "L"] == [4, 11]
     assert [i for i, layer in enumerate(layers) if not layer.mlp] == [0]
-    assert {i: layer.value_table for i, layer in enumerate(layers) if layer.value_table is not None} == {1: 1, 2: 2, 9: 0, 10: 1, 11: 2}
+    tables = {i: layer.value_table for i, layer in enumerate(layers) if layer.value_table is not None}
+    assert tables == {1: 1, 2: 2, 9: 0, 10: 1, 11: 2}
 
 
 # the plan
@@ -228,7 +230,7 @@ def test_steps_after_the_schedule_keep_the_floor():
     ("until long_window; 1/0 3; 1 4", "'1/0 3' under"),
     ("until long_window; 0 2; 1 3", "let stages follow one another"),
     ("until long_window; -1/3 2; 1 3", "let stages follow one another"),
-    ("until long_window; 2/3 3; 1/3 7; 1 11", "'1/3 7' under 'until long_window' ends before step 4, the one before it before step 8"),
+    ("until long_window; 2/3 3; 1/3 7; 1 11", "under 'until long_window' ends before step 4, the one before it before step 8"),
     ("until long_window; 13 3", "ends before step 13"),
     ("until long_window; 1/2 3; 10 7", "the last ends before step 10 of num_steps 12; let its `until` be 1"),
     ("until long_window; +2 3; 1 7", "let stages follow one another, those with + last"),
@@ -243,7 +245,7 @@ def test_steps_after_the_schedule_keep_the_floor():
     ("until loss_weights; 1 0,0", "loss_weights is (0.0, 0.0)"),
     ("until loss_weights; 1 1,nan", "loss_weights is (1.0, nan)"),
     ("until peak_lr_factor; 1 -1", "peak_lr_factor is -1.0"),
-    ("until micro_batches; 1/2 8; 1 3", "the stage from step 6 on has 3 micro-batches, which they cannot share evenly: start 1 ranks"),
+    ("until micro_batches; 1/2 8; 1 3", "from step 6 on has 3 micro-batches, which they cannot share evenly: start 1 ranks"),
     ("until max_document_tokens; 1/2 8; 1 1", "max_document_tokens is 1 from step 6 on"),
 ])
 def test_a_table_that_is_wrong_is_one_line_that_says_what_to_write(stages, says):

@@ -1,6 +1,9 @@
 """Shards, packing, the stream: what a rank reads, and every bad input that it may meet."""
 
 import dataclasses
+import hashlib
+import os
+import struct
 import threading
 
 import numpy as np
@@ -20,41 +23,66 @@ def lengths_to_tokens(lengths):
     return tokens.astype(np.uint16)
 
 
+def plain_documents(tokens, longest, split=False):
+    """Lists of tokens: each document cut at `longest`, its rest dropped, or further documents with BOS for a first token."""
+    documents = []
+    for token in tokens.tolist():
+        if token == BOS:
+            documents.append([])
+        if documents:
+            documents[-1].append(token)
+    if not split:
+        return [document[:longest] for document in documents]
+    return [[BOS, *document[i + 1:i + longest]] for document in documents for i in range(0, len(document), longest)]
+
+
+def plain_batch(documents, at, micro_batches, tokens):
+    """The packing read aloud: documents one after another until a micro-batch holds tokens + 1, the last cut to fit.
+    Returns the micro-batches and the next document; (None, at) if the documents run out."""
+    batch, pointer = [], at
+    for _ in range(micro_batches):
+        held = []
+        while len(held) < tokens + 1:
+            if pointer == len(documents):
+                return None, at
+            held += documents[pointer][:tokens + 1 - len(held)]
+            pointer += 1
+        batch.append(held)
+    return batch, pointer
+
+
 @settings(max_examples=80, deadline=None)
-@given(lengths=st.lists(st.integers(1, 30), min_size=20, max_size=80), max_len=st.integers(2, 20), slot_tokens=st.integers(5, 40),
-       slots=st.sampled_from([1, 2, 8]))
-def test_packing_is_the_record_s(lengths, max_len, slot_tokens, slots):
-    """Against the rule read aloud: documents one after another, each cut at max_len, the last cut to fit the slot."""
-    tokens = lengths_to_tokens(np.array(lengths))
-    documents = train_gpt.index_documents(tokens, BOS, max_len)
-    ends = np.cumsum(documents.lengths)
-    pointer, at = 0, 0
-    while (taken := train_gpt.pack(ends, pointer, slots, slot_tokens)) is not None:
-        for first, last, last_tokens in taken:
-            expected = []
-            while len(expected) < slot_tokens + 1:
-                begin = sum(lengths[:at])
-                expected += tokens[begin:begin + min(lengths[at], max_len, slot_tokens + 1 - len(expected))].tolist()
-                at += 1
-            slot = train_gpt.fill_slot(documents, BOS, first, last, last_tokens)
-            assert slot.tolist() == expected and len(slot) == slot_tokens + 1 and slot[0] == BOS
-            pointer = last + 1
-            assert pointer == at
-    fits = sum(min(n, max_len) for n in lengths[at:])
-    assert fits < slots * (slot_tokens + 1 + max_len), "it stopped although another batch was there"
+@given(lengths=st.lists(st.integers(1, 30), min_size=20, max_size=80), longest=st.integers(2, 20), tokens=st.integers(5, 40),
+       micro_batches=st.sampled_from([1, 2, 3, 8]), split=st.booleans())
+def test_packing_is_the_record_s(lengths, longest, tokens, micro_batches, split):
+    """Against the rule read aloud, to the last batch that is there."""
+    stream = lengths_to_tokens(np.array(lengths))
+    documents, _ = train_gpt.limit_documents(train_gpt.index_documents(stream, BOS), longest, split)
+    plain = plain_documents(stream, longest, split)
+    ends, first, at = np.cumsum(documents.lengths), 0, 0
+    while True:
+        taken = train_gpt.pack(ends, first, micro_batches, tokens)
+        expected, at = plain_batch(plain, at, micro_batches, tokens)
+        assert (taken is None) == (expected is None)
+        if taken is None:
+            break
+        assert [train_gpt.fill_micro_batch(documents, BOS, *one).tolist() for one in taken] == expected
+        first = taken[-1][1] + 1
+        assert first == at
 
 
-@given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=20), max_len=st.integers(2, 20))
+@given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=20), longest=st.integers(2, 20))
 @settings(max_examples=60, deadline=None)
-def test_split_documents_keep_every_token_but_those_that_a_bos_replaces(lengths, max_len):
+def test_split_documents_keep_every_token_but_those_that_a_bos_replaces(lengths, longest):
     tokens = lengths_to_tokens(np.array(lengths))
-    documents = train_gpt.index_documents(tokens, BOS, max_len, "split")
-    assert documents.lengths.max() <= max_len
+    documents, piece_of = train_gpt.limit_documents(train_gpt.index_documents(tokens, BOS), longest, split=True)
+    assert documents.lengths.max() <= longest
     covered = np.concatenate([np.arange(s, s + n) for s, n in zip(documents.starts, documents.lengths)])
     assert np.array_equal(covered, np.arange(len(tokens)))
+    opened = np.cumsum(tokens == BOS) - 1
     for i in range(len(documents.starts)):
-        piece = train_gpt.fill_slot(documents, BOS, i, i, int(documents.lengths[i]))
-        assert piece[0] == BOS and not (piece[1:] == BOS).any()
+        piece = train_gpt.fill_micro_batch(documents, BOS, i, i, int(documents.lengths[i]))
+        assert piece[0] == BOS and not (piece[1:] == BOS).any() and piece_of[i] == opened[documents.starts[i]]
 
 
 def make_stream(tmp_path, tiny, rank=0, ranks=1, shards=((1, 3000), (2, 3000)), **changes):
@@ -64,21 +92,88 @@ def make_stream(tmp_path, tiny, rank=0, ranks=1, shards=((1, 3000), (2, 3000)), 
     return train_gpt.Stream(train_gpt.find_shards(str(tmp_path / "t_*.bin")), config, rank, ranks)
 
 
-def read_all(stream):
+def read(stream, steps=None):
+    """The batches of so many steps, or of all until the data runs out."""
     batches = []
-    with pytest.raises(train_gpt.RunError, match="ran out"):
-        while True:
-            batches.append(np.stack(stream.next_batch()))
+    try:
+        for step in range(steps or 10 ** 6):
+            batches.append(np.stack(stream.next_batch(train_gpt.plan_of(stream.config, step))))
+    except train_gpt.RunError as error:
+        if steps or "ran out" not in str(error):
+            raise
     return batches
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_ranks_read_disjoint_parts_of_the_same_batches(tmp_path, tiny, ranks):
-    alone = read_all(make_stream(tmp_path, tiny))
-    together = [read_all(make_stream(tmp_path, tiny, rank, ranks)) for rank in range(ranks)]
-    assert len(alone) > 5
-    for step, batch in enumerate(alone):
+def digest_of(batches):
+    """The digest of a run, written a second time: a sum over all micro-batches of hashes of step, place and tokens."""
+    total = 0
+    for step, batch in enumerate(batches):
+        for place, tokens in enumerate(batch):
+            text = struct.pack("<QQ", step, place) + np.asarray(tokens, dtype="<u2").tobytes()
+            total += int(hashlib.sha256(text).hexdigest(), 16)
+    return total % 2 ** 256
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_read_disjoint_parts_of_the_same_batches_and_one_digest(tmp_path, tiny, ranks):
+    growing = dict(stages="until micro_batches; 3 12; 1 24", micro_batch_tokens=15)
+    alone = make_stream(tmp_path, tiny, **growing)
+    batches = read(alone, 6)
+    assert [len(batch) for batch in batches] == [12] * 3 + [24] * 3 and alone.position.shard == 1
+    streams = [make_stream(tmp_path, tiny, rank, ranks, **growing) for rank in range(ranks)]
+    together = [read(stream, 6) for stream in streams]
+    for step, batch in enumerate(batches):
         assert np.array_equal(np.concatenate([mine[step] for mine in together]), batch)
+    assert alone.digest == digest_of(batches) == sum(stream.digest for stream in streams) % 2 ** 256
+    assert {stream.position for stream in streams} == {alone.position}
+
+
+def test_the_digest_tells_order_step_and_content_apart(tmp_path, tiny):
+    """A sum forgets an order of what is summed: so the places are in it."""
+    plan = train_gpt.plan_of(tiny, 0)
+    first, swapped, later = (make_stream(tmp_path, tiny) for _ in range(3))
+    batch = first.next_batch(plan)
+    later.next_batch(dataclasses.replace(plan, step=1))
+    assert first.digest == digest_of([batch]) and later.digest != first.digest
+    assert digest_of([batch[::-1]]) != digest_of([batch])
+    swapped.next_batch(plan), swapped.next_batch(dataclasses.replace(plan, step=1))
+    assert swapped.digest != first.digest
+
+
+@pytest.mark.parametrize("split", ["cut", "split"])
+@pytest.mark.parametrize("stages", ["until micro_batches; 2 2; 4 4; 1 8", "until max_document_tokens; 3 9; 5 40; 1 20",
+                                    "until max_document_tokens micro_batches; 5 30 3; 1 9 5"])
+def test_a_schedule_of_batches_or_lengths_packs_as_a_plain_second_packing(tmp_path, tiny, stages, split):
+    """The first batch of a new length begins with the first document that no batch has begun: what is left of one that was
+    split is skipped. With pieces, those are what a document was split into at the longest that any stage has."""
+    stream = make_stream(tmp_path, tiny, stages=stages, long_documents=split, shards=((4, 2500), (5, 9000)))
+    tokens = [train_gpt.load_tokens(shard) for shard in stream.shards]
+    longest = max(train_gpt.plan_of(stream.config, step).max_document_tokens for step in range(12))
+
+    def documents(shard, at):
+        """Of the shard, as lists of pieces of at most `at` tokens each."""
+        whole = plain_documents(tokens[shard], longest if split == "split" else 10 ** 6, split == "split")
+        return [plain_documents(np.array(document), at, split == "split") for document in whole]
+
+    shard, begun = 0, 0  # documents of the shard that were begun; within a length, pieces are counted by `at`
+    at, pieces, length = 0, None, None
+    for step in range(12):
+        plan = train_gpt.plan_of(stream.config, step)
+        if plan.max_document_tokens != length:
+            length = plan.max_document_tokens
+            groups = documents(shard, length)
+            pieces = [piece for group in groups for piece in group]
+            owner = [i for i, group in enumerate(groups) for _ in group]
+            at = owner.index(begun) if begun else 0
+        expected, after = plain_batch(pieces, at, plan.micro_batches, 48)
+        if expected is None:
+            shard, begun = shard + 1, 0
+            groups = documents(shard, length)
+            pieces = [piece for group in groups for piece in group]
+            owner = [i for i, group in enumerate(groups) for _ in group]
+            expected, after = plain_batch(pieces, 0, plan.micro_batches, 48)
+        at, begun = after, owner[after - 1] + 1
+        assert [list(map(int, one)) for one in stream.next_batch(plan)] == expected, step
 
 
 def test_no_document_is_read_twice_and_a_new_shard_begins_a_batch(tmp_path, tiny):
@@ -89,8 +184,8 @@ def test_no_document_is_read_twice_and_a_new_shard_begins_a_batch(tmp_path, tiny
         write_shard(tmp_path / f"n_{i}.bin", tokens.ravel(), vocab_size=1000)
     stream = train_gpt.Stream(train_gpt.find_shards(str(tmp_path / "n_*.bin")), tiny)
     first_reads = []
-    for batch in read_all(stream):
-        numbers = [int(n) for slot in batch for n in slot[np.flatnonzero(slot == BOS)[:-1] + 1]]
+    for batch in read(stream):
+        numbers = [int(n) for one in batch for n in one[np.flatnonzero(one == BOS)[:-1] + 1]]
         assert len({(n - 64) // 200 for n in numbers}) == 1, "a batch lies in one shard"
         first_reads += numbers
     assert len(first_reads) == len(set(first_reads))
@@ -98,33 +193,35 @@ def test_no_document_is_read_twice_and_a_new_shard_begins_a_batch(tmp_path, tiny
 
 
 def test_position_can_be_saved_and_sought(tmp_path, tiny):
-    stream = make_stream(tmp_path, tiny)
-    for _ in range(3):
-        stream.next_batch()
-    position = stream.position()
-    following = [np.stack(stream.next_batch()) for _ in range(6)]
-    other = make_stream(tmp_path, tiny)
-    other.seek(position)
-    assert other.position() == position
-    for batch in following:
-        assert np.array_equal(np.stack(other.next_batch()), batch)
+    """Within a length and just before it changes; in another process nothing but the position is known."""
+    for stages in ("until long_window; 1 3", "until max_document_tokens; 3 12; 1 30"):
+        stream = make_stream(tmp_path, tiny, stages=stages, long_documents="split")
+        read(stream, 3)
+        position = train_gpt.Position(*stream.position)
+        following = [stream.next_batch(train_gpt.plan_of(stream.config, step)) for step in range(3, 9)]
+        other = make_stream(tmp_path, tiny, stages=stages, long_documents="split")
+        other.position = position
+        for step, batch in enumerate(following, 3):
+            assert np.array_equal(np.stack(other.next_batch(train_gpt.plan_of(stream.config, step))), np.stack(batch))
+        assert other.position == stream.position != position
 
 
 def test_shuffled_order_is_decided_by_the_seed(tmp_path, tiny):
     def first(seed, shuffle=True):
-        return np.stack(make_stream(tmp_path, tiny, shuffle=shuffle, seed=seed).next_batch())
+        return read(make_stream(tmp_path, tiny, shuffle=shuffle, seed=seed), 1)[0]
     assert np.array_equal(first(1), first(1)) and not np.array_equal(first(1), first(2))
-    assert np.array_equal(first(1, False), first(2, False))
+    assert np.array_equal(first(1, False), first(2, False)) and not np.array_equal(first(1), first(1, False))
 
 
 def test_the_next_shard_is_loaded_in_the_background(tmp_path, tiny, monkeypatch):
     loads = []
     load = train_gpt.load_tokens
-    monkeypatch.setattr(train_gpt, "load_tokens", lambda shard: loads.append((shard.path.name, threading.current_thread().name)) or load(shard))
+    monkeypatch.setattr(train_gpt, "load_tokens",
+                        lambda shard: loads.append((shard.path.name, threading.current_thread().name)) or load(shard))
     stream = make_stream(tmp_path, tiny)
-    stream.next_batch()
+    read(stream, 1)
     stream.loaded[1].result(timeout=5)
-    assert [name for name, _ in loads] == ["t_0.bin", "t_1.bin"] and stream.position()[0] == 0
+    assert [name for name, _ in loads] == ["t_0.bin", "t_1.bin"] and stream.position.shard == 0
     assert all(thread.startswith("load-shard") for _, thread in loads)
 
 
@@ -132,22 +229,47 @@ def test_a_failure_in_the_background_reaches_the_reader(tmp_path, tiny):
     stream = make_stream(tmp_path, tiny)
     write_shard(tmp_path / "t_1.bin", [BOS, 64] + [1] * 2998)
     with pytest.raises(train_gpt.RunError, match=r"t_1\.bin: token 64 at position 1, but the vocabulary has 64"):
-        while True:
-            stream.next_batch()
+        read(stream)
+
+
+def test_a_shard_that_is_replaced_during_the_run_is_noticed_when_it_is_loaded(tmp_path, tiny):
+    """Of the same size, so that only its digest tells."""
+    make_stream(tmp_path, tiny)
+    shards = train_gpt.with_digests(train_gpt.find_shards(str(tmp_path / "t_*.bin")), train_gpt.Comm(), 0, 1)
+    assert [shard.sha256 for shard in shards] == [hashlib.sha256(shard.path.read_bytes()).hexdigest() for shard in shards]
+    for replace, says in ((lambda: write_shard(tmp_path / "t_1.bin", some_documents(9, 3000)), "is not the file that it was"),
+                          (lambda: write_shard(tmp_path / "t_1.bin", some_documents(2, 3001)), "is not the file that it was")):
+        replace()
+        with pytest.raises(train_gpt.RunError, match=f"t_1.bin: {says} when the run began"):
+            read(train_gpt.Stream(shards, tiny))
+    write_shard(tmp_path / "t_1.bin", some_documents(2, 3000))
+    assert len(read(train_gpt.Stream(shards, tiny))) == 10
 
 
 def test_running_out_names_the_shards_and_what_they_hold(tmp_path, tiny):
     stream = make_stream(tmp_path, tiny)
-    with pytest.raises(train_gpt.RunError, match=r"2 shard\(s\) like .*t_0\.bin hold 6000 tokens"):
-        while True:
-            stream.next_batch()
-    stream = make_stream(tmp_path, tiny)
-    stream.check_enough(10)
-    assert stream.position() == (0, 0)
-    with pytest.raises(train_gpt.RunError, match="add shards"):
-        stream.check_enough(100)
-    with pytest.raises(train_gpt.RunError, match="ran out"):
-        stream.check_enough(15)  # 5,760 of 6,000 tokens, but cut documents give fewer
+    with pytest.raises(train_gpt.RunError, match=r"ran out: 2 shard\(s\) like .*t_0\.bin hold 6000 tokens"):
+        read(stream, 1000)
+
+
+@pytest.mark.parametrize("steps,stages,says", [
+    (10, "until long_window; 1 3", ""),
+    (100, "until long_window; 1 3", "100 steps read at least 38400: add shards"),
+    (15, "until long_window; 1 3", "ran out"),  # 5,760 of 6,000 tokens, but cut documents give fewer
+    (20, "until micro_batches; 1 4", ""),
+    (18, "until micro_batches; 1/2 1; 1 8", ""),
+    (28, "until micro_batches; 1/2 1; 1 8", "28 steps read at least 6048"),
+    (10, "until max_document_tokens; 1/2 40; 1 6", "ran out"),
+])
+def test_whether_the_data_suffices_is_known_before_the_run(tmp_path, tiny, steps, stages, says):
+    stream = make_stream(tmp_path, tiny, num_steps=steps, stages=stages)
+    if says:
+        with pytest.raises(train_gpt.RunError, match=says):
+            stream.check_enough()
+        return
+    stream.check_enough()
+    assert stream.position == train_gpt.Position() and stream.digest == 0
+    assert len(read(stream, steps)) == steps
 
 
 @pytest.mark.parametrize("damage,says", [
@@ -158,6 +280,8 @@ def test_running_out_names_the_shards_and_what_they_hold(tmp_path, tiny):
     (lambda path: write_shard(path, [BOS, 1], version=2), r"begins with \[20240520, 2\]"),
     (lambda path: write_shard(path, [BOS, 1], count=3), "promises 3 tokens"),
     (lambda path: path.write_bytes(path.read_bytes()[:-2]), "promises 3000 tokens"),
+    (lambda path: (path.unlink(), os.mkfifo(path)), "bad.bin: is no file; delete it"),
+    (lambda path: (path.unlink(), path.mkdir()), "bad.bin: is no file; delete it"),
 ])
 def test_a_bad_shard_is_named(tmp_path, damage, says):
     path = write_shard(tmp_path / "bad.bin", some_documents(0, 3000))
@@ -176,14 +300,14 @@ def test_shards_of_two_encodings_are_refused(tmp_path):
 
 def test_a_header_that_says_nothing_means_gpt2(tmp_path):
     shard = train_gpt.read_header(write_shard(tmp_path / "a.bin", [50256, 1], vocab_size=0, bos_id=0))
-    assert (shard.vocab_size, shard.bos_id, shard.tokens) == (50257, 50256, 2)
+    assert shard.encoding == (50257, 50256) and shard.tokens == 2
 
 
 def test_a_stream_without_bos_is_refused(tmp_path, tiny):
     write_shard(tmp_path / "t.bin", [1, 2, 3] * 500)
     shards = train_gpt.find_shards(str(tmp_path / "t.bin"))
     with pytest.raises(train_gpt.RunError, match="no token is BOS"):
-        train_gpt.Stream(shards, tiny).next_batch()
+        train_gpt.Stream(shards, tiny).next_batch(train_gpt.plan_of(tiny, 0))
     with pytest.raises(train_gpt.RunError, match="no token is BOS"):
         train_gpt.validation_sequences(shards, 0, 64)
 
@@ -194,7 +318,8 @@ def test_validation_reads_the_first_tokens_in_order_across_shards(tmp_path):
     write_shard(tmp_path / "v_1.bin", whole[100:])
     shards = train_gpt.find_shards(str(tmp_path / "v_*.bin"))
     some = train_gpt.validation_sequences(shards, 128, 32)
-    assert some.shape == (4, 33) and np.array_equal(some[:, :-1].ravel(), whole[:128]) and np.array_equal(some[:, 1:].ravel(), whole[1:129])
+    assert some.shape == (4, 33)
+    assert np.array_equal(some[:, :-1].ravel(), whole[:128]) and np.array_equal(some[:, 1:].ravel(), whole[1:129])
     every = train_gpt.validation_sequences(shards, 0, 64)
     targets = every[:, 1:].ravel()
     assert every.shape == (4, 65) and np.array_equal(targets[:199], whole[1:]) and (targets[199:] == -1).all()
@@ -203,8 +328,8 @@ def test_validation_reads_the_first_tokens_in_order_across_shards(tmp_path):
 
 
 def test_a_header_may_say_nothing_of_its_encoding_or_all_of_it(tmp_path):
-    assert train_gpt.read_header(write_shard(tmp_path / "a.bin", [BOS], vocab_size=0, bos_id=0))[2:] == (50257, 50256)
-    assert train_gpt.read_header(write_shard(tmp_path / "b.bin", [0, 1], vocab_size=10, bos_id=0))[2:] == (10, 0)
+    assert train_gpt.read_header(write_shard(tmp_path / "a.bin", [BOS], vocab_size=0, bos_id=0)).encoding == (50257, 50256)
+    assert train_gpt.read_header(write_shard(tmp_path / "b.bin", [0, 1], vocab_size=10, bos_id=0)).encoding == (10, 0)
 
 
 def test_a_script_in_a_folder_with_signs_of_a_pattern_finds_its_shards(tmp_path, monkeypatch):
