@@ -34,14 +34,14 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def add_model_flags(parser: argparse.ArgumentParser, layers: int, batch: int, bank_mb: float, help_bank: str) -> None:
-    """Those of a Transformer, its data and its banks, with the defaults that differ between benchmarks."""
+def add_model_flags(parser: argparse.ArgumentParser, layers: int, batch: int, bucket_mb: float, help_bucket: str) -> None:
+    """Those of a Transformer, its data and its buckets, with the defaults that differ between benchmarks."""
     parser.add_argument("--layers", type=positive, default=layers)
     parser.add_argument("--dim", type=positive, default=256)
     parser.add_argument("--vocab", type=positive, default=1024)
-    parser.add_argument("--batch", type=positive, default=batch, help="sequences a rank and step")
+    parser.add_argument("--batch", type=positive, default=batch, help="sequences per rank and step")
     parser.add_argument("--tokens", type=positive, default=256, help="of a sequence")
-    parser.add_argument("--bank_mb", type=float, default=bank_mb, help=help_bank)
+    parser.add_argument("--bucket_mb", type=float, default=bucket_mb, help=help_bucket)
 
 
 def machine() -> str:
@@ -208,13 +208,13 @@ class Transformer(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def bank_optimizer(model: nn.Module, comm: train_gpt.Comm, lr: float, bank_mb: float,
-                   **settings: Any) -> train_gpt.BankOptimizer:
+def adam_optimizer(model: nn.Module, comm: train_gpt.Comm, lr: float, bucket_mb: float,
+                   **settings: Any) -> train_gpt.DistributedOptimizer:
     """Ours, with Adam for every parameter. settings: of SyncSettings."""
-    rule = train_gpt.Adam(lr, 0.9, 0.999, 1e-8, 1, torch.float32)
-    members = [train_gpt.Member(name, param, rule) for name, param in model.named_parameters()]
-    banks = train_gpt.fill_banks(members, bank_mb * 2 ** 20, comm.rank, comm.ranks)
-    return train_gpt.BankOptimizer(banks, comm, 1 / comm.ranks, train_gpt.SyncSettings(**settings), model=model)
+    rule = train_gpt.Adam(lr, 0.9, 0.999, EPS, every=1)
+    specs = [train_gpt.ParamSpec(name, param, rule) for name, param in model.named_parameters()]
+    buckets = train_gpt.fill_buckets(specs, bucket_mb * 2 ** 20, comm.rank, comm.ranks)
+    return train_gpt.DistributedOptimizer(buckets, comm, train_gpt.SyncSettings(**settings), model)
 
 
 class GlooComm(train_gpt.Comm):
@@ -222,10 +222,11 @@ class GlooComm(train_gpt.Comm):
 
     def __init__(self, rank: int, ranks: int):
         super().__init__(rank, ranks)
-        self.gloo = False
+        self.by_messages = False
 
 
-VALUES = train_gpt.StepValues(1.0, 0.0)  # of the schedules: none
+EPS = 1e-8
+PLAN = train_gpt.Plan()  # nothing is scheduled
 
 
 def some_text(vocab_size: int, batch: int, tokens: int, rank: int, step: int) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ RANKS = 8
 class FakeComm(train_gpt.Comm):
     """The collectives of the fake group; objects, which it cannot carry, are this rank's own."""
 
-    def all_objects(self, mine: Any) -> list[Any]:
+    def all_json(self, mine: Any) -> list[Any]:
         return [mine] * self.ranks
 
 
@@ -71,44 +71,47 @@ def main() -> None:
     device = torch.device("cuda" if gpu else "cpu")
     config, changes = train_gpt.PRESETS[args.preset], []
     vocab_size = train_gpt.GPT2_VOCAB if args.preset == "speedrun" else 257
-    comm, slots = FakeComm(0, RANKS), config.batch_tokens // config.micro_tokens
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    comm, asked = FakeComm(0, RANKS, device), config.micro_batch_tokens
     if gpu:
         config, changes = train_gpt.fit_to_gpus(config, vocab_size, comm)
     config = dataclasses.replace(config, shuffle=False)
-    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     with tempfile.TemporaryDirectory() as folder:
-        stages = [step for step in range(config.num_steps)
-                  if not step or train_gpt.long_window(config, step) != train_gpt.long_window(config, step - 1)]
-        batches = len(stages) * (args.rounds + 2) * config.adam_every + 1
+        stages = train_gpt.stages_of(config)
+        turns = [[train_gpt.plan_of(config, -(-stage.begin // config.adam_every) * config.adam_every + i)
+                  for i in range(config.adam_every)] for stage in stages]
+        tokens = sum(plan.micro_batches for plans in turns for plan in plans) * config.micro_batch_tokens
         path = Path(folder) / "random_train_000001.bin"
-        write_shard(path, 2 * batches * config.batch_tokens, vocab_size, mean_document=config.max_len // 3)
-        trainer = train_gpt.Trainer(config, comm, device, train_gpt.find_shards(str(path)), slots)
-        trainer.step(0, trainer.stream.next_batch())
+        write_shard(path, 2 * (args.rounds + 3) * tokens, vocab_size, mean_document=config.max_document_tokens // 3)
+        trainer = train_gpt.Trainer(config, comm, device, train_gpt.find_shards(str(path)), asked / config.micro_batch_tokens)
+        trainer.step(turns[0][0], trainer.stream.next_batch(turns[0][0]))
         finish(device)
         cold = seconds_since_launch()
+        trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())  # nothing of that step waits for an update
         rows, weighted = [], 0.0
-        for stage, after in zip(stages, [*stages[1:], config.num_steps]):
-            times = []
+        for stage, plans in zip(stages, turns):
+            times, tokens = [], plans[0].micro_batches * config.micro_batch_tokens
             for turn in range(args.rounds + 2):
-                taken = [trainer.stream.next_batch() for _ in range(config.adam_every)]
+                batches = [trainer.stream.next_batch(plan) for plan in plans]
                 finish(device)
                 start = time.perf_counter()
-                for i, batch in enumerate(taken):
-                    trainer.step(stage // config.adam_every * config.adam_every + i, batch)
+                for plan, batch in zip(plans, batches):
+                    trainer.step(plan, batch)
                 finish(device)
-                times.append(1e3 * (time.perf_counter() - start) / config.adam_every)
+                times.append(1e3 * (time.perf_counter() - start) / len(plans))
             times = times[2:]  # the first turns of a stage compile, and measure kernels
             median = float(np.median(times))
-            weighted += median * (after - stage) / config.num_steps
-            window = train_gpt.long_window(config, stage) * config.window_block
-            rows.append([f"{window} tokens", len(times), spread(times), f"{1e3 * config.batch_tokens / median:,.0f}"])
-        rows.append(["the schedule's mean", "", f"{weighted:.2f}", f"{1e3 * config.batch_tokens / weighted:,.0f}"])
+            weighted += median * (stage.end - stage.begin) / config.num_steps
+            rows.append([f"{plans[0].long_window * config.window_block} tokens", len(times), spread(times),
+                         f"{1e3 * tokens / median:,.0f}"])
+        mean = train_gpt.tokens_of_steps(config, config.num_steps) / config.num_steps
+        rows.append(["the plan's mean", "", f"{weighted:.2f}", f"{1e3 * mean / weighted:,.0f}"])
         trainer.stream.close()
     allocated, reserved = train_gpt.peak_memory_mib(device)
     dist.destroy_process_group()
     where = torch.cuda.get_device_name() if gpu else "CPU"
     print(f"{machine()}; {where}; preset {args.preset}, rank 0 of {RANKS}, "
-          f"{config.batch_tokens // RANKS:,} tokens a rank and step"
+          f"{config.micro_batches * config.micro_batch_tokens // RANKS:,} tokens per rank and step"
           + "".join(f"; {change}" for change in changes) + "\n")
     print(table(["longest window", "n", "ms a step", "tokens/s of 8 such ranks"], rows))
     print(f"\nlaunch to the end of the first step: {cold:.1f} s; compiling in all: "

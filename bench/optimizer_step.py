@@ -1,25 +1,29 @@
-"""The optimizer's step on many tensors: one flat bank against torch's Adam tensor by tensor, foreach and fused.
+"""The optimizer's step on many tensors: one flat bucket against torch's Adam tensor by tensor, foreach and fused.
 
     python bench/optimizer_step.py
 
-Three variants are ours. `rule`: the update alone, on a bank of all tensors. `step`: BankOptimizer.step on one rank,
-with its checks. `adds + step`: also the hooks' pass that moves each gradient into the bank, which torch's optimizers do
-without. All take turns, so none finds its tensors in the cache.
+Four variants are ours. `rule`: the update alone, on a bucket of all tensors. `step`: DistributedOptimizer.step on one rank,
+with its checks. `adds + step`: also the hooks' pass that moves each gradient into the bucket, which torch's optimizers do
+without. `clip + step`: with clipping by the norm of all, beside peers that clip by torch's clip_grad_norm_. All take turns, so none finds its tensors in the cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 from typing import Callable
 
 import torch
 
-from common import (VALUES, bank_optimizer, machine, positive, ratios, run, spread, table, take_turns,
+from common import (EPS, PLAN, adam_optimizer, machine, positive, ratios, run, spread, table, take_turns,
                     train_gpt)
 
 PEERS = {"loop": dict(foreach=False), "foreach": dict(foreach=True), "fused": dict(fused=True)}
-OURS = ("rule", "step", "adds + step")
+OURS = ("rule", "step", "adds + step", "clip + step")
+CLIP = ", clipping"  # ends the name of a peer that does
 LR = 1e-3
+CLIP_NORM = 1.0
 
 
 class Variants:
@@ -31,48 +35,56 @@ class Variants:
         self.params: dict[str, list[torch.nn.Parameter]] = {}
         self.steps: dict[str, Callable] = {}
         self.prepare: dict[str, Callable] = {}
-        for name, how in PEERS.items():
-            self.params[name] = [torch.nn.Parameter(x.clone()) for x in values]
-            for param, grad in zip(self.params[name], grads):
+        for (name, how), clip in itertools.product(PEERS.items(), ("", CLIP)):
+            self.params[name + clip] = params = [torch.nn.Parameter(x.clone()) for x in values]
+            for param, grad in zip(params, grads):
                 param.grad = grad.clone()
-            # without decay AdamW is Adam
-            self.steps[name] = torch.optim.AdamW(self.params[name], lr=LR, weight_decay=0.0, **how).step
+            # without decay AdamW is Adam; eps is added elsewhere, so it must not matter
+            optimizer = torch.optim.AdamW(params, lr=LR, eps=EPS, weight_decay=0.0, **how)
+            self.steps[name + clip] = functools.partial(self.clip_and_step, params, optimizer) if clip else optimizer.step
         for name in OURS:
             self.add_ours(name, torch.nn.ParameterList(values.clone().unbind()), grads.clone().unbind())
 
+    @staticmethod
+    def clip_and_step(params: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        torch.nn.utils.clip_grad_norm_(params, CLIP_NORM)
+        optimizer.step()
+
     def add_ours(self, name: str, model: torch.nn.ParameterList, grads: tuple[torch.Tensor, ...]) -> None:
         self.params[name] = list(model)
-        optimizer = bank_optimizer(model, train_gpt.Comm(), LR, bank_mb=float("inf"))
-        bank, = optimizer.banks
+        clip_norm = CLIP_NORM if name == "clip + step" else 0.0
+        optimizer = adam_optimizer(model, train_gpt.Comm(), LR, bucket_mb=float("inf"), clip_norm=clip_norm)
+        bucket, = optimizer.buckets
 
         @torch.no_grad()  # as in a hook
         def add() -> None:
-            optimizer.arm(0)
-            for slot in bank.slots:
-                slot.param.grad = grads[int(slot.name)]
-                bank.add(slot, 1.0)
+            optimizer.prepare_for_backward(0)
+            for place in bucket.params:
+                place.param.grad = grads[int(place.name)]
+                bucket.add(place, 1.0)
 
         def step() -> None:
-            optimizer.step(VALUES)
+            optimizer.step(PLAN)
 
         @torch.no_grad()
         def rule() -> None:
-            bank.updates += 1
-            bank.rule.function(*bank.rule.arguments(bank, VALUES))
+            bucket.updates += 1
+            bucket.rule.update(bucket.param_shard, bucket.grad_shard, bucket.state, bucket.rule.hyper(PLAN, bucket.updates))
 
         def add_and_step() -> None:
             add()
             step()
 
-        self.steps[name] = {"rule": rule, "step": step, "adds + step": add_and_step}[name]
-        if name == "step":
+        self.steps[name] = {"rule": rule, "adds + step": add_and_step}.get(name, step)
+        if self.steps[name] is step:
             self.prepare[name] = add
         elif name == "rule":
             add()
 
     def check_equal(self) -> None:
         for name, params in self.params.items():
-            furthest = max(float((a - b).detach().abs().max()) for a, b in zip(params, self.params["loop"]))
+            other = "loop" + CLIP * (name == "clip + step" or name.endswith(CLIP))
+            furthest = max(float((a - b).detach().abs().max()) for a, b in zip(params, self.params[other]))
             if not furthest <= 1e-5:
                 raise train_gpt.RunError(f"{name} ends {furthest:.1e} from torch's loop after the same steps; one "
                                          "of them is wrong, and the times mean nothing")
@@ -102,7 +114,7 @@ def main() -> None:
             for name in OURS:
                 ms = [1e3 * t for t in times[name]]
                 rows.append([f"{count} x {numel:,}", threads, name, args.rounds, spread(ms, 3),
-                             *(spread(ratios(times[peer], times[name])) for peer in PEERS)])
+                             *(spread(ratios(times[peer + CLIP * (name == "clip + step")], times[name])) for peer in PEERS)])
     print(f"{machine()}\n")
     print(table(["tensors", "threads", "ours", "n", "ms: median (quartiles)",
                  *(f"times faster than {peer}" for peer in PEERS)], rows))

@@ -1,4 +1,4 @@
-"""Passes over bytes: how often a step reads and writes gradients and parameters, on banks and with stack-and-copy.
+"""Passes over bytes: how often a step reads and writes gradients and parameters, in buckets and with stack-and-copy.
 
     python bench/passes.py
 
@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common import VALUES, Transformer, bank_optimizer, machine, positive, run, table, train_gpt
+from common import PLAN, Transformer, adam_optimizer, machine, positive, run, table, train_gpt
 
 LR = 1e-3
 ONLY_WRITE = ("aten::copy_", "aten::zero_", "aten::fill_")  # in-place operators that do not read what they change
@@ -84,29 +84,29 @@ def model_and_grads(args: argparse.Namespace) -> tuple[Transformer, dict[str, Te
     return model, {name: torch.randn_like(param) for name, param in model.named_parameters()}
 
 
-def banks(args: argparse.Namespace, passes: Passes) -> Callable[[], None]:
+def buckets(args: argparse.Namespace, passes: Passes) -> Callable[[], None]:
     model, grads = model_and_grads(args)
     comm = OneOf(0, args.ranks)
-    optimizer = bank_optimizer(model, comm, LR, args.bank_mb)
-    for bank in optimizer.banks:
-        passes.watch("parameters", bank.values)
-        passes.watch("gradients", bank.grads)
+    optimizer = adam_optimizer(model, comm, LR, args.bucket_mb)
+    for bucket in optimizer.buckets:
+        passes.watch("parameters", bucket.param_data)
+        passes.watch("gradients", bucket.grad_data)
     passes.watch("gradients", *grads.values())
 
     def step() -> None:
-        optimizer.arm(0)
-        for bank in optimizer.banks:
-            for slot in bank.slots:
-                slot.param.grad = grads[slot.name]
-                bank.add(slot, optimizer.grad_factor)
-        optimizer.step(VALUES)
+        optimizer.prepare_for_backward(0)
+        for bucket in optimizer.buckets:
+            for place in bucket.params:
+                place.param.grad = grads[place.name]
+                bucket.add(place, optimizer.reducer.factor)
+        optimizer.step(PLAN)
     return step
 
 
 class OneOf(train_gpt.Comm):
     """Rank 0 of a group whose other ranks do not exist: what they would say is what this one says."""
 
-    def all_objects(self, mine: Any) -> list[Any]:
+    def all_json(self, mine: Any) -> list[Any]:
         return [mine] * self.ranks
 
     def broadcast(self, x: Tensor) -> None:
@@ -121,7 +121,7 @@ def stack_and_copy(args: argparse.Namespace, passes: Passes) -> Callable[[], Non
         groups.setdefault(param.shape, []).append(name)
     passes.watch("parameters", *params.values())
     passes.watch("gradients", *grads.values())
-    moments: dict[torch.Size, list[Tensor]] = {}
+    moments: dict[torch.Size, dict[str, Tensor]] = {}
     comm = train_gpt.Comm(0, args.ranks)
 
     def stacked(kind: str, tensors: list[Tensor], padded: int) -> Tensor:
@@ -136,10 +136,11 @@ def stack_and_copy(args: argparse.Namespace, passes: Passes) -> Callable[[], Non
             grad = stacked("gradients", [grads[name] for name in names], padded)
             shard_grad = torch.empty_like(grad[mine])
             passes.watch("gradients", shard_grad)
-            comm.reduce_scatter(shard_grad, grad).wait()
+            comm.reduce_scatter(shard_grad, grad, None).wait()
             shard = stacked("parameters", [params[name].detach() for name in names[mine]], padded // args.ranks)
-            m, v = moments.setdefault(shape, [torch.zeros_like(shard), torch.zeros_like(shard)])
-            train_gpt.adam(shard.view(-1), shard_grad.view(-1), m.view(-1), v.view(-1), LR, 0.9, 0.999, 1e-8, 1.0)
+            rule = train_gpt.Adam(LR, 0.9, 0.999, 1e-8, every=1)
+            state = moments.setdefault(shape, rule.init_state(shard.view(-1)))
+            rule.update(shard.view(-1), shard_grad.view(-1), state, rule.hyper(PLAN, 1))
             gathered = torch.empty_like(grad)
             passes.watch("parameters", gathered)
             comm.all_gather(gathered, shard).wait()
@@ -150,7 +151,7 @@ def stack_and_copy(args: argparse.Namespace, passes: Passes) -> Callable[[], Non
 
 def count(make: Callable[[argparse.Namespace, Passes], Callable[[], None]],
           args: argparse.Namespace) -> dict[tuple[str, str], float]:
-    """Passes of one step, the second: the first one agrees on the order of the banks."""
+    """Passes of one step, the second: the first one agrees on the order of the buckets."""
     passes = Passes()
     with torch.no_grad():
         step = make(args, passes)
@@ -167,12 +168,12 @@ def main() -> None:
     parser.add_argument("--layers", type=positive, default=12)
     parser.add_argument("--dim", type=positive, default=256)
     parser.add_argument("--vocab", type=positive, default=1024)
-    parser.add_argument("--bank_mb", type=float, default=8.0)
+    parser.add_argument("--bucket_mb", type=float, default=8.0)
     args = parser.parse_args()
     dist.init_process_group("fake", rank=0, world_size=args.ranks, store=FakeStore())
     columns = [(kind, how) for kind in ("gradients", "parameters") for how in ("read", "written")]
     rows = []
-    for name, make in (("banks", banks), ("stack-and-copy", stack_and_copy)):
+    for name, make in (("buckets", buckets), ("stack-and-copy", stack_and_copy)):
         counted = count(make, args)
         passes = [counted[column] for column in columns]
         rows.append([name, *(f"{x:.2f}" for x in passes), f"{sum(passes):.2f}"])

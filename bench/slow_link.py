@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from common import (VALUES, Transformer, add_model_flags, bank_optimizer, join, leave, machine, positive, ratios,
+from common import (PLAN, Transformer, add_model_flags, adam_optimizer, join, leave, machine, positive, ratios,
                     run, some_text, spread, table, table_line, take_turns, train_gpt)
 
 LINK = "wire"  # the interface's name within each host
@@ -109,11 +109,11 @@ def two_ranks(hosts: list[str], arguments: list[str]) -> Iterator[list[subproces
 class NoComm(train_gpt.Comm):
     """Of the same shards, but nothing travels: what remains of a step is its compute."""
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Any:
-        return train_gpt.Works()
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, received: torch.Tensor | None) -> Any:
+        return train_gpt.HandleGroup()
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Any:
-        return train_gpt.Works()
+        return train_gpt.HandleGroup()
 
 
 class Rank:
@@ -123,11 +123,11 @@ class Rank:
         self.args, self.rank, self.losses = args, rank, {}
         comm = train_gpt.Comm(rank, 2)
         self.steps = {
-            "sync=hook": self.banks_step("sync=hook", comm),
-            "sync=hook, lazy gather": self.banks_step("sync=hook, lazy gather", comm, lazy_gather=True, walk="forward"),
-            "sync=step": self.banks_step("sync=step", comm, sync="step"),
+            "sync=hook": self.bucket_step("sync=hook", comm),
+            "sync=hook, gathers overlap": self.bucket_step("sync=hook, gathers overlap", comm, overlap_param_gather=True, walk="forward"),
+            "sync=step": self.bucket_step("sync=step", comm, sync="step"),
             "DDP": self.ddp_step(),
-            FLOORS[0]: self.banks_step(FLOORS[0], NoComm(rank, 2)),
+            FLOORS[0]: self.bucket_step(FLOORS[0], NoComm(rank, 2)),
             FLOORS[1]: self.communication(comm),
         }
 
@@ -135,39 +135,42 @@ class Rank:
         torch.manual_seed(0)
         return Transformer(self.args.layers, self.args.dim, self.args.vocab, self.args.tokens)
 
-    def banks(self, comm: train_gpt.Comm, **settings: Any) -> tuple[Transformer, train_gpt.BankOptimizer]:
+    def buckets(self, comm: train_gpt.Comm, **settings: Any) -> tuple[Transformer, train_gpt.DistributedOptimizer]:
         model = self.model()
-        return model, bank_optimizer(model, comm, LR, self.args.bank_mb, **settings)
+        return model, adam_optimizer(model, comm, LR, self.args.bucket_mb, **settings)
 
-    def backward(self, name: str, model: torch.nn.Module) -> None:
+    def backward(self, name: str, model: torch.nn.Module, optimizer: train_gpt.DistributedOptimizer | None = None) -> None:
         losses = self.losses.setdefault(name, [])
         loss = model(*some_text(self.args.vocab, self.args.batch, self.args.tokens, self.rank, len(losses)))
+        if optimizer:
+            optimizer.prepare_for_backward(0)
         loss.backward()
         losses.append(loss.item())
 
-    def banks_step(self, name: str, comm: train_gpt.Comm, **settings: Any) -> Callable[[], None]:
-        model, optimizer = self.banks(comm, **settings)
-        if settings.get("lazy_gather"):
-            self.finish = optimizer.finish_gathers
+    def bucket_step(self, name: str, comm: train_gpt.Comm, **settings: Any) -> Callable[[], None]:
+        model, optimizer = self.buckets(comm, **settings)
+        if settings.get("overlap_param_gather"):
+            self.finish = optimizer.finish_all_gathers
 
         def step() -> None:
-            optimizer.arm(0)
-            self.backward(name, model)
-            optimizer.step(VALUES)
+            self.backward(name, model, optimizer)
+            optimizer.step(PLAN)
         return step
 
     def communication(self, comm: train_gpt.Comm) -> Callable[[], None]:
-        _, optimizer = self.banks(comm)
+        _, optimizer = self.buckets(comm)
 
         def step() -> None:
-            for works in ([comm.reduce_scatter(bank.shard_grads, bank.grads) for bank in optimizer.banks],
-                          [comm.all_gather(bank.values, bank.shard_values) for bank in optimizer.banks]):
-                for work in works:
-                    work.wait()
+            buckets, received = optimizer.buckets, optimizer.reducer.received
+            for handles in ([comm.reduce_scatter(bucket.flat_grad_shard, bucket.grad_data, received[bucket.name])
+                             for bucket in buckets],
+                            [comm.all_gather(bucket.param_data, bucket.flat_param_shard) for bucket in buckets]):
+                for handle in handles:
+                    handle.wait()
         return step
 
     def ddp_step(self) -> Callable[[], None]:
-        model = DistributedDataParallel(self.model(), gradient_as_bucket_view=True, bucket_cap_mb=self.args.bank_mb)
+        model = DistributedDataParallel(self.model(), gradient_as_bucket_view=True, bucket_cap_mb=self.args.bucket_mb)
         optimizer = torch.optim.Adam(model.parameters(), lr=LR, fused=True)
 
         def step() -> None:
@@ -178,7 +181,7 @@ class Rank:
 
     def time(self) -> dict[str, Any]:
         """Seconds of a step by variant and round, and the bytes that it sent. A round makes several steps of a variant
-        in a row and times all but the first: a lazy gather ends in the step after its own, so each pays for one."""
+        in a row and times all but the first: a gather that overlaps ends in the step after its own, so each pays for one."""
         def first(name: str) -> None:
             self.finish()
             dist.barrier()
@@ -244,7 +247,7 @@ def rows_of(mbit: int, result: dict[str, Any]) -> Iterator[list[Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--mbit", type=positive, nargs="+", default=[1000, 500, 200], help="of the link, each way")
-    add_model_flags(parser, 6, 16, 0.5, "MiB of parameters a bank; also of DDP's buckets")
+    add_model_flags(parser, 6, 16, 0.5, "MiB of parameters per bucket; also of DDP's buckets")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--steps", type=positive, default=3, help="timed in a row, in each round")
     parser.add_argument("--result", help=argparse.SUPPRESS)  # given to the ranks: where rank 0 writes
