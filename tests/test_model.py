@@ -1,8 +1,10 @@
 """The model against record 44 written a second time, its mask, its rotary, its head in fp8."""
 
+import copy
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,18 +12,22 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import reference
 import train_gpt
-from conftest import some_documents
+from conftest import some_documents, write_shard
 
 BOS = 63
+ENCODING = train_gpt.Encoding(64, BOS)
 
 
 def shaken(config, seed=0):
     """A model none of whose parameters is zero, so that every path carries something."""
-    model = train_gpt.build_model(config, vocab_size=64, bos_id=BOS)
+    return shake(train_gpt.build_model(config, ENCODING), seed)
+
+
+@torch.no_grad()
+def shake(model, seed=0):
     torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.add_(torch.randn_like(p) * (0.1 if name == "scalars" else 0.3 * p.shape[-1] ** -0.5))
+    for name, p in model.named_parameters():
+        p.add_(torch.randn_like(p) * (0.1 if name == "scalars" else 0.3 * p.shape[-1] ** -0.5))
     return model
 
 
@@ -47,7 +53,7 @@ def test_loss_and_gradients_are_those_of_the_record(tiny, long, short):
 
 
 def test_initial_values_are_those_of_the_record(tiny):
-    model = train_gpt.build_model(dataclasses.replace(tiny, model_dim=64, head_dim=32), 1000, 999)
+    model = train_gpt.build_model(dataclasses.replace(tiny, model_dim=64, head_dim=32), train_gpt.Encoding(1000, 999))
     p = dict(model.named_parameters())
     assert p["embed.weight"].shape == (1024, 64), "the vocabulary is padded to a multiple of 128"
     assert p["embed.weight"].std().item() == pytest.approx(1, abs=0.02)
@@ -63,7 +69,10 @@ def test_initial_values_are_those_of_the_record(tiny):
     assert "blocks.7.attn.qkvo" not in p and "blocks.0.mlp.fc" not in p and "blocks.7.mlp.fc" in p
 
 
-def test_record_model_has_the_record_s_size():
+def test_record_model_has_the_record_s_size(monkeypatch):
+    monkeypatch.setattr(torch.nn.Embedding, "reset_parameters", lambda self: None)  # random numbers of nothing take seconds
+    monkeypatch.setattr(train_gpt, "uniform", lambda rows, columns, fan_in: torch.empty(rows, columns))
+    monkeypatch.setattr(train_gpt, "Rotary", lambda *sizes: None)
     with torch.device("meta"):
         c = train_gpt.Config()
         model = train_gpt.GPT(vocab_size=50257, bos_id=50256, layers=train_gpt.parse_layers(c.layers), model_dim=768, num_heads=6,
@@ -117,7 +126,7 @@ def test_rotary_turns_half_of_the_head_by_position():
     y = train_gpt.rotate(x, rotary.cos, rotary.sin)
     assert torch.allclose(y, reference.rotary(x, train_gpt.rotary_frequencies(16)), atol=1e-5)
     assert torch.equal(y[..., 4:8], x[..., 4:8]) and torch.equal(y[..., 12:], x[..., 12:])
-    assert rotary.frequencies[0] == 1 and rotary.frequencies[3].item() == pytest.approx(1 / 1024)
+    assert rotary.first_frequencies[0] == 1 and rotary.first_frequencies[3].item() == pytest.approx(1 / 1024)
 
 
 def test_stretch_keeps_fast_turns_and_slows_slow_ones():
@@ -141,6 +150,37 @@ def test_loss_in_parts_is_the_loss(tiny):
     assert model(x, y, windows).item() == pytest.approx(whole.item(), rel=1e-6)
     by_hand = F.cross_entropy(model.logits(x, windows)[:-3], y[:-3], reduction="sum")
     assert whole.item() == pytest.approx(by_hand.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("loss_tokens", [64, 24, 7])
+def test_weights_of_further_tokens_are_those_of_a_loss_by_hand(tiny, loss_tokens):
+    """Of the next token, the one after it, and the third, in float64; where the sequence ends there is nothing to predict."""
+    x, y = tokens_of(11, 64)
+    model, weights, windows = shaken(tiny), (1.0, 0.5, 0.25), train_gpt.Windows(16, 8)
+    model.loss_tokens = loss_tokens
+    logits = model.logits(x, windows).double().log_softmax(-1)
+    by_hand = -sum(weight * logits[t, y[t + k]] for k, weight in enumerate(weights) for t in range(64 - k))
+    assert model(x, y, windows, weights).item() == pytest.approx(by_hand.item(), rel=1e-6)
+    assert model(x, y, windows, (1.0, 0.0)).item() == pytest.approx(model(x, y, windows).item(), rel=1e-6)
+
+
+def test_validation_is_the_mean_of_the_next_token_s_loss_in_evaluation_form(tiny):
+    """Whatever the training loss weighs; and without fp8, which only training has."""
+    config = dataclasses.replace(tiny, fp8_head=True, dtype="bfloat16", loss_weights=(1.0, 1.0))
+    model, windows = shaken(config), train_gpt.Windows(16, 8)
+    sequences = np.stack([some_documents(seed, 65).astype(np.int32) for seed in (1, 2, 3)])
+    sequences[2, 40:] = -1
+    loss, tokens = train_gpt.validate(model, sequences, windows, train_gpt.Comm(), torch.device("cpu"))
+    assert model.training and tokens == 64 * 2 + 39
+    model.lm_head.fp8, total = False, 0.0
+    with torch.no_grad():
+        for sequence, end in zip(sequences, (64, 64, 39)):
+            x, y = torch.from_numpy(sequence[:-1]).clamp_min(0), torch.from_numpy(sequence[1:]).long()
+            total += F.cross_entropy(model.logits(x, windows)[:end].double(), y[:end], reduction="sum").item()
+    assert loss == pytest.approx(total / tokens, rel=1e-6)
+    model.lm_head.fp8 = True
+    in_fp8 = sum(model(torch.from_numpy(s[:-1]).clamp_min(0), torch.from_numpy(s[1:]).long(), windows).item() for s in sequences)
+    assert abs(in_fp8 / tokens - loss) > 1e-5, "fp8 makes no difference here, so nothing was told apart"
 
 
 def test_fp8_head_is_near_the_bf16_head():
@@ -167,20 +207,162 @@ def test_compiled_fp8_head_is_one_graph():
     with torch.no_grad():
         head.weight.normal_(0, 0.02)
     x = train_gpt.norm(torch.randn(32, 64)).bfloat16().requires_grad_()
-    y = torch.randint(0, 256, (32,))
+    y, weights = torch.randint(0, 256, (1, 32)), torch.ones(1)
     compiled = torch.compile(head.forward, backend="aot_eager", dynamic=False, fullgraph=True)
-    compiled(x, y).backward()
+    compiled(x, y, weights).backward()
     gradient, x.grad = x.grad, None
-    head.forward(x, y).backward()
+    head.forward(x, y, weights).backward()
     assert gradient.norm() > 0 and torch.allclose(gradient, x.grad, atol=1e-2)
 
 
-def test_sampled_text_is_decided_by_the_seed(tiny):
-    model = shaken(dataclasses.replace(tiny, val_len=train_gpt.SAMPLE_CONTEXT))
-    windows = train_gpt.Windows(16, 8)
-    one, two = (train_gpt.sample(model, windows, 30, 64, seed=3) for _ in range(2))
-    assert one == two and 0 < len(one) <= 30 and max(one) < 64
-    assert one != train_gpt.sample(model, windows, 30, 64, seed=4)
+# training, step by step
+
+
+def make_trainer(folder, config, grad_scale=1.0, dtype=torch.float64):
+    """A trainer on a shard in this folder, none of its parameters zero; all of it in float64 unless said otherwise."""
+    write_shard(folder / "train.bin", some_documents(21, 6000))
+    shards = train_gpt.find_shards(str(folder / "train.bin"))
+    torch.set_default_dtype(dtype)
+    try:
+        trainer = train_gpt.Trainer(dataclasses.replace(config, dtype=str(dtype).removeprefix("torch.")), train_gpt.Comm(),
+                                    torch.device("cpu"), shards, grad_scale)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    shake(trainer.model)
+    return trainer
+
+
+class PlainTraining:
+    """The record's steps without buckets: a copy of the model puts out logits, of which the loss is taken by hand; gradients
+    are of the mean over micro-batches; Adam on the sum of two steps, eps before the bias correction; NorMuon by reference.py."""
+
+    def __init__(self, model, config):
+        self.c, self.model = config, copy.deepcopy(model)
+        self.model.forward = lambda x, _, windows: self.model.logits(x, windows)
+        self.p = {name: p.detach().double().clone() for name, p in model.named_parameters()}
+        self.adam = {name: config.adam_lr * (config.scalar_lr_mul if name == "scalars" else 1 if name == "lm_head.weight"
+                                             else config.embed_lr_mul)
+                     for name in self.p if name in ("scalars", "lm_head.weight") or "embed" in name}
+        self.moments = {name: [torch.zeros_like(self.p[name]) for _ in range(3)] for name in self.adam}
+        self.muon = {name: reference.NorMuon(p, 4 if "qkvo" in name else 1, 2.0 if name.endswith("fc") else 1.0)
+                     for name, p in self.p.items() if name not in self.adam}
+
+    def step(self, step, micro_batches, long, short, frequencies, scale, factor, momentum, weights=(1.0,)):
+        for p in self.p.values():
+            p.requires_grad_().grad = None
+        turned = torch.outer(torch.arange(len(micro_batches[0]) - 1), frequencies)
+        buffers = {"rotary.cos": turned.cos(), "rotary.sin": turned.sin(), "rotary.scale": torch.tensor(scale)}
+        losses = []
+        for tokens in micro_batches:
+            x, y = torch.tensor(tokens[:-1]), tokens[1:]
+            h = torch.func.functional_call(self.model, {**self.p, **buffers}, (x, x, train_gpt.Windows(long, short)))
+            logs = h.log_softmax(-1)
+            losses.append(-sum(weight * logs[t, y[t + k]] for k, weight in enumerate(weights) for t in range(len(y) - k)))
+        (sum(losses) / len(losses)).backward()
+        for name, p in self.p.items():
+            p.requires_grad_(False)
+            if name in self.muon:
+                self.muon[name].step(p.grad, self.c.muon_lr, factor, momentum)
+                p = self.muon[name].p
+            else:
+                m, v, total = self.moments[name]
+                total += p.grad
+                if step % 2 == 1:
+                    t = (step + 1) // 2
+                    m.mul_(0.65).add_(total, alpha=0.35)
+                    v.mul_(0.95).add_(total.square(), alpha=0.05)
+                    rate = self.adam[name] * factor * math.sqrt(1 - 0.95 ** t) / (1 - 0.65 ** t)
+                    p = p - rate * m / (v.sqrt() + self.c.adam_eps)
+                    total.zero_()
+            self.p[name] = p.detach()
+        return [loss.item() for loss in losses]
+
+
+SCHEDULES = {  # a line of the table each: (the table, what each of six steps has, in words of its own)
+    "batch size": ("until micro_batches; 2 1; 1 3", lambda s: {"count": 1 if s < 2 else 3}),
+    "sequence length": ("until max_document_tokens; 3 6; 1 14", lambda s: {"longest": 6 if s < 3 else 14}),
+    "loss weights": ("until loss_weights; 2 1,.5>0; 1 1,.25", lambda s: {"weights": (1, (0.5, 0.25)[s]) if s < 2 else (1, 0.25)}),
+    "windows and rate": ("until long_window peak_lr_factor; 3 2 .5>1; +3 5 2", lambda s: {
+        "long": 8 if s < 3 else 20, "short": 4 if s < 3 else 8, "peak": 0.5 + s / 6 if s < 3 else 2.0}),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_is_a_line_of_the_table_and_trains_as_a_plain_second_training_does(tmp_path, tiny, schedule):
+    """Six steps, three updates of Adam's, over the change of a stage: batches by a plain packing, losses and updates by hand."""
+    stages, has = SCHEDULES[schedule]
+    config = dataclasses.replace(tiny, stages=stages, num_steps=6, micro_batches=2, micro_batch_tokens=16, max_document_tokens=14,
+                                 cooldown=0.0, adam_lr=0.001, adam_eps=1e-3)
+    train_gpt.check_config(config, 1)
+    trainer = make_trainer(tmp_path, config)
+    plain = PlainTraining(trainer.model, config)
+    stream = some_documents(21, 6000).tolist()
+    pointer = 0
+    frequencies, scale = train_gpt.rotary_frequencies(config.head_dim).double(), 0.1
+    for step in range(6):
+        wanted = {"count": 2, "longest": 14, "weights": (1.0,), "long": 12, "short": 4, "peak": 1.0, **has(step)}
+        batch = []
+        for _ in range(wanted["count"]):
+            held = []
+            while len(held) < 17:  # documents lie between two BOS; each is cut at the longest, the last to fit
+                end = next(i for i in range(pointer + 1, len(stream)) if stream[i] == BOS)
+                held += stream[pointer:end][:wanted["longest"]]
+                pointer = end
+            batch.append(held[:17])
+        if step == 3 and schedule == "windows and rate":
+            frequencies, scale = train_gpt.stretch(frequencies, scale, 8, 20)
+        momentum = 0.85 + 0.1 * step / 4 if step < 4 else 0.95 - 0.1 * (step - 4) / 2
+        plan = train_gpt.plan_of(config, step)
+        read = trainer.stream.next_batch(plan)
+        assert [one.tolist() for one in read] == batch, step
+        losses = trainer.step(plan, read)
+        expected = plain.step(step, batch, wanted["long"], wanted["short"], frequencies, scale, wanted["peak"], momentum,
+                              wanted["weights"])
+        assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-4), step
+    for name, p in trainer.model.named_parameters():
+        assert (p - plain.p[name]).norm() <= 1e-4 * plain.p[name].norm(), name
+
+
+def test_grad_scale_multiplies_every_gradient_and_the_losses_stay(tmp_path, tiny):
+    config = dataclasses.replace(tiny, micro_batches=2, micro_batch_tokens=16)
+    seen = []
+    for scale in (1.0, 0.25):
+        trainer = make_trainer(tmp_path, config, scale)
+        trainer.optimizer.step = lambda plan: None
+        plan = train_gpt.plan_of(config, 0)
+        losses = trainer.step(plan, trainer.stream.next_batch(plan))
+        seen.append((losses, {place.name: place.grad.clone() for bucket in trainer.optimizer.buckets for place in bucket.params}))
+    assert seen[0][0] == seen[1][0]
+    for name, grad in seen[0][1].items():
+        assert grad.norm() > 0 and torch.allclose(seen[1][1][name], 0.25 * grad, rtol=1e-12), name
+
+
+@pytest.mark.parametrize("grad_scale", [1.0, 1e-7])
+def test_the_first_adam_step_is_the_record_s_formula(tmp_path, tiny, grad_scale):
+    """p - lr * sqrt(1 - beta2) / (1 - beta1) * m / (sqrt(v) + eps), on the sum of two steps; torch adds eps elsewhere, which
+    tells where gradients are small: as in the record, whose head begins at zero."""
+    config = dataclasses.replace(tiny, micro_batches=2, micro_batch_tokens=16)
+    trainer = make_trainer(tmp_path, config, grad_scale)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    total = {name: 0.0 for name in before}
+    step, places = trainer.optimizer.step, [place for bucket in trainer.optimizer.buckets for place in bucket.params]
+
+    def note_and_step(plan):  # in the end the sum of both steps stands in the buckets
+        total.update({place.name: place.grad.clone() for place in places})
+        step(plan)
+
+    trainer.optimizer.step = note_and_step
+    for number in (0, 1):
+        plan = train_gpt.plan_of(config, number)
+        trainer.step(plan, trainer.stream.next_batch(plan))
+    for name, multiplier in (("value_embeds.1.weight", 75), ("embed.weight", 75), ("lm_head.weight", 1), ("scalars", 5)):
+        g, p = total[name], dict(trainer.model.named_parameters())[name]
+        m, v = (1 - 0.65) * g, (1 - 0.95) * g.square()
+        moved = 0.008 * multiplier * math.sqrt(1 - 0.95) / (1 - 0.65) * m / (v.sqrt() + 1e-8)
+        other = 0.008 * multiplier / (1 - 0.65) * m / ((v / (1 - 0.95)).sqrt() + 1e-8)
+        assert (p - (before[name] - moved)).norm() <= 1e-9 * moved.norm(), name
+        if grad_scale < 1:
+            assert (moved - other).norm() > 1e-2 * moved.norm(), name
 
 
 # on a GPU
@@ -205,7 +387,7 @@ def test_flex_attention_on_gpu_is_the_cpu_s_attention(gpu):
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gpu_gives_the_cpu_s_loss_and_gradients(gpu, tiny, compiled):
-    config = dataclasses.replace(tiny, model_dim=128, num_heads=2, head_dim=64, micro_tokens=256, batch_tokens=2048)
+    config = dataclasses.replace(tiny, model_dim=128, num_heads=2, head_dim=64, micro_batch_tokens=256)
     x, y = tokens_of(8, 256)
     windows = train_gpt.Windows(128, 64)
     cpu = shaken(config)
