@@ -1,4 +1,4 @@
-"""Record 44 written down a second time, plainly, for the tests: one process, float64, no banks, explicit loops.
+"""Record 44 written down a second time, plainly, for the tests: one process, float64, no buckets, explicit loops.
 
 Follows the record's description, not train_gpt.py; where the two differ, one of them is wrong.
 """
@@ -111,3 +111,17 @@ class NorMuon:
             o = o + (o * pp >= 0) * (decay * lr * f * pp)
             out.copy_(pp - lr * f * math.sqrt(max(1, rows / columns)) * self.k * o)
         self.p = new
+
+
+class Adam:
+    """Of one parameter. The record adds eps to the root of the second moment as it is, and corrects both moments after."""
+
+    def __init__(self, p):
+        self.p, self.m, self.v, self.t = p, torch.zeros_like(p), torch.zeros_like(p), 0
+
+    def step(self, g, lr, beta1=0.65, beta2=0.95, eps=1e-8):
+        self.t += 1
+        self.m = beta1 * self.m + (1 - beta1) * g
+        self.v = beta2 * self.v + (1 - beta2) * g * g
+        size = lr * math.sqrt(1 - beta2 ** self.t) / (1 - beta1 ** self.t)
+        self.p = self.p - size * self.m / (self.v.sqrt() + eps)
