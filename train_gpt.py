@@ -212,7 +212,7 @@ class Parser(argparse.ArgumentParser):
         unknown = re.match(r"unrecognized arguments: (--[^ =]+)", message)
         near = difflib.get_close_matches(unknown[1], self._option_string_actions, 1) if unknown else []
         hint = f"did you mean {near[0]}? " if near else ""
-        self.exit(2, f"train_gpt.py: error: {message}; {hint}--help lists every flag and what it takes\n")
+        self.exit(2, f"{self.prog}: error: {message}; {hint}--help lists every flag and what it takes\n")
 
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
@@ -251,14 +251,17 @@ def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]
     if not config.resume:
         return preset, config
     path = find_checkpoint(config)
-    saved = load_file(path)
     fixed = sorted(set(given) - FREE_TO_CHANGE)
     if fixed:
         raise RunError(f"--resume goes on with the values of {path}; --{', --'.join(fixed)} would make it another run: "
                        "leave them out")
-    kept = {name: v for name, v in given.items() if name in FREE_TO_CHANGE}
-    kept.update(run_id=saved["run_id"], log_dir=str(path.parent), resume=str(path))
-    return saved["preset"], dataclasses.replace(config_of(saved["config"]), **kept)
+    saved = load_file(path)
+    try:
+        given.update(run_id=saved["run_id"], log_dir=str(path.parent), resume=str(path))
+        return saved["preset"], dataclasses.replace(config_of(saved["config"]), **given)
+    except (KeyError, TypeError) as error:
+        raise RunError(f"{path}: is no checkpoint of this version of train_gpt.py ({error}); name one that --save_every "
+                       "left") from error
 
 def config_of(values: dict[str, Any]) -> Config:
     """A config of what JSON made of one."""
@@ -304,7 +307,6 @@ def check_config(config: Config, ranks: int) -> None:
     want(c.val_tokens % max(1, c.val_len) == 0, f"val_tokens {c.val_tokens} is not a multiple of val_len {c.val_len}")
     want("/" not in c.run_id and c.run_id not in (".", ".."), f"run_id is {c.run_id!r}; it names a file: leave out '/'")
     want(not c.race or re.fullmatch(r"[^:]+:\d+:\d+:[^:]*", c.race), f"race is {c.race!r}; it is the racing tool's to set")
-    want(not (c.resume and c.init_from), "resume and init_from exclude each other: leave one out")
     steps = profiled_steps(c) if re.fullmatch(r"\d+:\d+", c.profile) else ()
     want(not c.profile or steps and steps[-1] < c.num_steps,
          f"profile is {c.profile!r}; give the first and the last step, like 10:13, below num_steps {c.num_steps}")
@@ -381,7 +383,8 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
         except (ValueError, ZeroDivisionError) as error:
             raise RunError(f"{where}: {error}; begin it with a fraction like 1/3, a step or +N, then give one value per "
                            "column, where numbers may move: a>b") from None
-        if not (share > 0 and (begin >= scheduled if extra else begin <= end <= scheduled)) or scheduled < 1:
+        follows = begin >= scheduled and share.denominator == 1 if extra else begin <= end <= scheduled
+        if not (share > 0 and follows and scheduled > 0):
             raise RunError(f"{where} ends before step {end}, the one before it before step {begin}, and {scheduled} of "
                            f"num_steps {c.num_steps} are scheduled; let stages follow one another, those with + last")
         first, last = ({**{name: getattr(c, name) for name in columns}, **{name: cell[i] for name, cell in cells.items()}}
@@ -729,7 +732,7 @@ class Rotary(nn.Module):
         super().__init__()
         self.register_buffer("first_frequencies", rotary_frequencies(head_dim), persistent=False)
         for name, shape in (("scale", ()), ("cos", (tokens, head_dim // 2)), ("sin", (tokens, head_dim // 2))):
-            self.register_buffer(name, torch.empty(shape, dtype=dtype if shape else torch.float32), persistent=False)
+            self.register_buffer(name, torch.empty(shape, dtype=dtype if shape else None), persistent=False)
         self.windows: tuple[int, ...] | None = None
         self.follow(())
 
@@ -788,16 +791,21 @@ def block_mask(docs: Tensor, window: int) -> BlockMask:
 def compiled_flex_attention() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)  # uncompiled, it would build all T² scores
 
-def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Tensor | BlockMask) -> Tensor:
+Mask = Tensor | BlockMask | Callable[[Tensor, Tensor, Tensor], Tensor]
+
+def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
     """Softmax attention [T, H, D] where the mask allows it. q comes with the softmax scale in it.
 
-    FlexAttention on GPUs; it has no backward on CPUs, where a dense mask serves.
+    FlexAttention on GPUs; it has no backward on CPUs, where a dense mask serves. A function attends in their place:
+    sample.py's, which remembers the keys and values of earlier tokens.
     """
     q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
     if isinstance(mask, BlockMask):
         alone = q.is_cuda and not torch.compiler.is_compiling()  # within a compiled block it is compiled with that
         flex = compiled_flex_attention() if alone else flex_attention
         out = flex(q, k, v, block_mask=mask, scale=1.0)
+    elif not isinstance(mask, Tensor):
+        out = mask(q, k, v)
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
     return out[0].transpose(0, 1)
@@ -818,7 +826,7 @@ class Attention(nn.Module):
         self.gate = nn.Parameter(torch.zeros(heads, gate_dim, dtype=dtype))
 
     def forward(self, x: Tensor, values: Tensor | None, value_mix: Tensor, rotary: tuple[Tensor, Tensor, Tensor],
-                mask: Tensor | BlockMask) -> Tensor:
+                mask: Mask) -> Tensor:
         """x, values [T, dim] -> [T, dim]. value_mix [2]: of the layer's own values and of the table's."""
         tokens, dim = x.shape
         cos, sin, scale = rotary
@@ -849,7 +857,7 @@ class Block(nn.Module):
         self.mlp = MLP(dim) if layer.mlp else None
 
     def forward(self, x: Tensor, x0: Tensor, mix: Tensor, values: Tensor | None, value_mix: Tensor,
-                rotary: tuple[Tensor, Tensor, Tensor], mask: Tensor | BlockMask | None) -> Tensor:
+                rotary: tuple[Tensor, Tensor, Tensor], mask: Mask | None) -> Tensor:
         """x, x0 [T, dim]: the stream and its beginning; mix [2]: how much of each goes in."""
         x = mix[0] * x + mix[1] * x0
         if self.attn is not None:
@@ -951,15 +959,23 @@ class GPT(nn.Module):
 
     def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
         """Tokens [T] -> normed stream before the head [T, dim]."""
-        skips, mixes, value_mixes, smear, backout = self.scalars.split(self.scalar_sizes)
-        mixes, value_mixes = mixes.view(-1, 2), value_mixes.view(-1, 2)
         masks = self.masks(tokens, windows)
         rotary = (self.rotary.cos, self.rotary.sin, self.rotary.scale)
-        values: dict[int, Tensor] = {}  # looked up where first needed, so that their gradients come with that layer's
+        return self.run_layers(tokens, self.open_stream(tokens), rotary, [masks[layer.window] for layer in self.layers])
+
+    def open_stream(self, tokens: Tensor) -> Tensor:
+        """Tokens [T] -> the stream before the first layer [T, dim]: each token's holds some of the one before it."""
+        smear = self.scalars.split(self.scalar_sizes)[3]
         e = self.embed(tokens)
         opening = smear[0] * torch.sigmoid(F.linear(e[1:, :self.smear_gate.size(1)], self.smear_gate))
-        e = torch.cat([e[:1], e[1:] + opening * e[:-1]])
-        x0 = norm(e)
+        return norm(torch.cat([e[:1], e[1:] + opening * e[:-1]]))
+
+    def run_layers(self, tokens: Tensor, x0: Tensor, rotary: tuple[Tensor, Tensor, Tensor],
+                   masks: Sequence[Mask | None]) -> Tensor:
+        """Tokens [T] and their opened stream [T, dim], a mask per layer -> normed stream before the head [T, dim]."""
+        skips, mixes, value_mixes, _, backout = self.scalars.split(self.scalar_sizes)
+        mixes, value_mixes = mixes.view(-1, 2), value_mixes.view(-1, 2)
+        values: dict[int, Tensor] = {}  # looked up where first needed, so that their gradients come with that layer's
         x = x0.view_as(x0)  # an object of its own, as saved ones are: arguments that are one compile anew
         saved: dict[int, Tensor] = {}
         for i, (layer, block) in enumerate(zip(self.layers, self.blocks)):
@@ -969,7 +985,7 @@ class GPT(nn.Module):
                 values[layer.value_table] = self.value_embeds[layer.value_table](tokens)
             if layer != Layer(None, None, False):
                 mixed_in = values.get(layer.value_table)
-                x = block(x, x0, mixes[i], mixed_in, value_mixes[i], rotary, masks[layer.window])
+                x = block(x, x0, mixes[i], mixed_in, value_mixes[i], rotary, masks[i])
             if i in self.read_again:
                 saved[i] = x.view_as(x)
         return norm(x - backout[0] * saved[self.backout_layer])
@@ -1165,7 +1181,8 @@ class Bucket:
         self.param_shard, self.grad_shard = (x.view(-1, *unit) for x in (self.flat_param_shard, self.flat_grad_shard))
         scales = [spec.scale for spec, count in zip(specs, counts) for _ in range(count)]
         scales += [1.0] * (ranks * per_rank - len(scales))
-        self.scale = torch.tensor(scales[rank * per_rank:(rank + 1) * per_rank], device=first.device).view(-1, 1, 1)
+        scales = scales[rank * per_rank:(rank + 1) * per_rank]
+        self.scale = torch.tensor(scales, dtype=torch.promote_types(first.dtype, torch.float32), device=first.device).view(-1, 1, 1)
         self.updates, self.state = 0, self.rule.init_state(self.param_shard)
         self.ready_count = 0  # of the prepared backward's gradients
         self.prepared = self.launched = False
@@ -1201,13 +1218,13 @@ class Bucket:
         self.ready_count += not place.grad_ready
         place.grad_ready = True
 
-    def finish_exact_sums(self) -> None:
+    def finish_exact_sums(self, micro_batches: int) -> None:
         """Exact mode: the finished sums move into their places. RunError if one was missing in a micro-batch: the tree's
         shape, and so its sum, would depend on the rank that it was on."""
         leaves = [sum(2 ** height for height, _ in place.partial_sums) for place in self.params]
-        if min(leaves) < max(leaves):
+        if min(leaves) < micro_batches:
             fewest = self.params[leaves.index(min(leaves))].name
-            raise RunError(f"exact mode: {fewest} got a gradient in {min(leaves)} of {max(leaves)} micro-batches; each "
+            raise RunError(f"exact mode: {fewest} got a gradient in {min(leaves)} of {micro_batches} micro-batches; each "
                            "must take part in all, or leave out --exact")
         for place in self.params:
             sums = [x for _, x in place.partial_sums[::-1]]
@@ -1246,21 +1263,28 @@ class Bucket:
         return self.state if self.pending is None else {**self.state, "pending": self.pending}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """The inverse of whole_state; gradients that wait for an update are dropped. RunError if something is missing."""
-        try:
-            self.updates, = {int(state[f"{place.name}/updates"]) for place in self.params}
-            pends = f"{self.params[0].name}/pending" in state
-            self.pending = torch.zeros_like(self.flat_grad_shard) if pends else None
-            for place in self.params:
-                place.param.data.copy_(state[place.name].view(place.param.shape))
-                place.needs_overwrite = True
-                place.partial_sums.clear()
-                for key, x in self.sharded_state().items():
-                    here, there = self.overlap(place, x)
-                    x.view(-1)[here] = state[f"{place.name}/{key}"].to(x.device)[there]
-        except (KeyError, ValueError, RuntimeError) as error:
-            raise RunError(f"the saved state does not fit bucket {self.name} of {self.params[0].name} ({error}); it must come "
-                           "from the same model and the same rules") from error
+        """The inverse of whole_state; gradients that wait for an update are dropped. RunError if something does not fit."""
+        def saved(name: str, numel: int) -> Tensor:
+            found = state[name].numel() if name in state else 0
+            if found != numel:
+                raise RunError(f"the saved state does not fit: {name} has {found} values, and bucket {self.name} wants {numel}; "
+                               "it must come from the same model and the same rules")
+            return state[name].to(self.param_data.device).view(-1)
+
+        updates = {int(saved(f"{place.name}/updates", 1)): place.name for place in self.params}
+        if len(updates) > 1:
+            raise RunError(f"the saved state does not fit: {', '.join(updates.values())} of bucket {self.name} were updated "
+                           f"{', '.join(map(str, updates))} times; what shares a bucket must share this number")
+        self.updates, = updates
+        pends = f"{self.params[0].name}/pending" in state
+        self.pending = torch.zeros_like(self.flat_grad_shard) if pends else None
+        for place in self.params:
+            place.param.data.copy_(saved(place.name, place.param.numel()).view(place.param.shape))
+            place.needs_overwrite = True
+            place.partial_sums.clear()
+            for key, x in self.sharded_state().items():
+                here, there = self.overlap(place, x)
+                x.view(-1)[here] = saved(f"{place.name}/{key}", place.param.numel() * x.numel() // self.shard_numel)[there]
 
 def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ranks: int,
                  grad_reduce_in_fp32: bool = False) -> list[Bucket]:
@@ -1459,13 +1483,13 @@ class Reducer:
     def prepare_for_backward(self, step: int, micro_batch: int = 0, micro_batches: int = 1, loss: Tensor | None = None) -> None:
         """Call before each backward of a step, with the number of the micro-batch and how many this rank has of the step.
         In the last one gradients complete their buckets. loss: what backward will start from, to see what is unused."""
-        awaited = (self.step, self.micro_batch) if self.micro_batch < self.micro_batches else (step, 0)
+        if self.micro_batches and self.micro_batch == self.micro_batches:
+            raise RunError(f"all {self.micro_batches} micro-batches of step {self.step} were prepared; call step() before "
+                           "preparing the next step")
+        awaited = (self.step, self.micro_batch) if self.micro_batches else (step, 0)
         if (step, micro_batch) != awaited or micro_batch and micro_batches != self.micro_batches:
             raise RunError(f"micro-batch {micro_batch} of step {step} was prepared, where micro-batch {awaited[1]} of step "
                            f"{awaited[0]} is next; prepare each backward of a step once, in order, then call step()")
-        launched = [bucket.name for bucket in self.buckets if bucket.launched]
-        if launched:
-            raise RunError(f"bucket {launched[0]} is launched already; call step() before preparing the next step")
         self.step, self.micro_batch, self.micro_batches = step, micro_batch + 1, micro_batches
         self.factor = self.grad_scale / (micro_batches * self.comm.ranks)
         last = self.micro_batch == micro_batches
@@ -1492,7 +1516,7 @@ class Reducer:
         if self.step < bucket.first_step:
             raise RunError(f"{place.name} got a gradient before step {max(0, bucket.first_step)}, its first; call "
                            "prepare_for_backward() before each backward, and do not use the parameter before its first step")
-        if bucket.prepared and place.grad_ready:
+        if place.grad_ready:
             raise RunError(f"{place.name} got its gradient twice in one prepared backward; prepare each backward by "
                            "itself, and do not run a part of the model twice in one")
         bucket.add(place, self.factor, self.settings.exact)
@@ -1506,7 +1530,7 @@ class Reducer:
     def start_reduce_scatter(self, bucket: Bucket) -> None:
         with self.span(f"launch {bucket.name}"):
             if self.settings.exact:
-                bucket.finish_exact_sums()
+                bucket.finish_exact_sums(self.micro_batches)
             for place in bucket.params:
                 if place.needs_overwrite:  # unused
                     place.grad.zero_()
@@ -1549,8 +1573,8 @@ class Reducer:
             bucket.reducing = None
             if bucket.pending is not None:
                 bucket.flat_grad_shard.add_(bucket.pending)
-            if self.settings.exact:  # every step of a cycle was exchanged
-                bucket.pending = None if bucket.updates_in(self.step) else bucket.flat_grad_shard.clone()
+            # in exact mode every step of a cycle is exchanged
+            bucket.pending = None if bucket.updates_in(self.step) else bucket.flat_grad_shard.clone()
 
     def release(self) -> None:
         """The step is over: its buckets take gradients again."""
@@ -1730,7 +1754,16 @@ class DistributedOptimizer:
         return {name: x.clone() for name, x in self.named_state()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """The inverse of state_dict; what was on its way is dropped. RunError if something is missing or does not fit."""
+        known = {f"{place.name}{key}" for bucket in self.buckets for place in bucket.params
+                 for key in ("", "/updates", "/pending", *(f"/{key}" for key in bucket.state))}
+        if unknown := sorted({*state} - known):
+            raise RunError(f"the saved state does not fit: this model has no {', '.join(unknown)}; it must come from the same "
+                           "model and the same rules")
         self.finish_all_gathers()
+        for bucket in self.reducer.due:
+            self.reducer.wait(bucket)
+        self.reducer.release()
         for bucket in self.buckets:
             bucket.load_state(state)
 
@@ -1848,24 +1881,28 @@ def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, 
 class TrainLosses:
     """Training losses, read without making the host wait for the device: a loss is there some steps after its step.
 
-    With them travels whether a rank was told to save. All know it LAG steps later, and so save before the same step.
+    With them travel the notices to save that a rank has heard. All know of them LAG steps later: they save before the same
+    step.
     """
 
     LAG = 4
 
     def __init__(self, config: Config, comm: Comm):
-        self.config, self.comm, self.save_at = config, comm, -1
+        self.config, self.comm, self.told = config, comm, 0
+        self.save_at: dict[int, bool] = {}  # before these steps all save; True: and end
         self.pending: list[tuple[int, float, Tensor, Any]] = []
 
-    def record(self, plan: Plan, clock: Clock, losses: list[Tensor], told: bool) -> bool:
+    def is_logged(self, step: int) -> bool:
+        return self.config.train_loss_every > 0 and step % self.config.train_loss_every == 0
+
+    def record(self, plan: Plan, clock: Clock, losses: list[Tensor], heard: int = 0) -> None:
         """losses: the summed loss of each of this rank's micro-batches. Those of every so-manieth step are averaged over
-        all ranks. True if that was so, and `told` is on its way."""
+        all ranks. heard: the notices so far, see Notices."""
         own, step = torch.stack(losses).detach(), plan.step + 1
         summed = own.new_zeros(plan.micro_batches + 1)
         summed[self.comm.rank * len(own):(self.comm.rank + 1) * len(own)] = own
-        summed[-1] = told
-        shared = step % (self.config.train_loss_every or 10) == 0
-        if shared:
+        if self.is_logged(step) or step % 10 == 0:
+            summed[-1], self.told = heard - self.told, heard
             self.comm.all_reduce(summed)
         event = None
         if own.is_cuda:
@@ -1873,12 +1910,10 @@ class TrainLosses:
             event = torch.cuda.Event()
             event.record()
         self.pending.append((step, clock.read(), summed, event))
-        return shared
 
     def arrived(self, step: int, wait: bool = False) -> Iterator[tuple[int, float, float | None]]:
         """What is there before `step`: (a step, its train time, mean loss in nats a token or None where not logged).
         RunError if one is not finite."""
-        every = self.config.train_loss_every
         while self.pending and (wait or self.pending[0][0] <= step - self.LAG or self.pending[0][-1] is None
                                 or self.pending[0][-1].query()):
             done, train_time, summed, event = self.pending.pop(0)
@@ -1887,10 +1922,10 @@ class TrainLosses:
             if not summed.isfinite().all():
                 raise RunError(f"the training loss of step {done} is not finite; lower the learning rates, or look at "
                                "the data that it read. The log is kept")
-            if done % (every or 10) == 0 and summed[-1]:
-                self.save_at = done + self.LAG
+            if summed[-1]:
+                self.save_at[done + self.LAG] = summed[-1].item() >= Notices.END
             mean = summed[:-1].sum(dtype=torch.float64).item() / ((len(summed) - 1) * self.config.micro_batch_tokens)
-            yield done, train_time, mean if every and done % every == 0 else None
+            yield done, train_time, mean if self.is_logged(done) else None
 
 class Clock:
     """Milliseconds of training. It stands still for what is outside; each such span is named and timed."""
@@ -1957,9 +1992,10 @@ class Log:
         """Rank 0 creates the file with the source, the environment and the run's description, or goes on in it. RunError
         if the name is taken."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        again = resumed is not None and self.path.exists()
+        rule, source = "=" * 100, Path(__file__).read_text(encoding="utf-8")
         try:
-            self.file = open(self.path, "r+" if again else "x+", encoding="utf-8", errors="replace", newline="")
+            self.file = open(self.path, "r+" if resumed and self.path.exists() else "x+", encoding="utf-8", errors="replace",
+                             newline="")
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileExistsError:
             raise RunError(f"{self.path} exists: run_id {self.run_id!r} was used; choose another --run_id, go on with "
@@ -1967,15 +2003,18 @@ class Log:
         except BlockingIOError:
             self.file = None
             raise RunError(f"{self.path}: another process trains this run; wait for it, or end it") from None
-        rule, source = "=" * 100, Path(__file__).read_text(encoding="utf-8")
         written = self.file.read()
-        steps = [int(step) for step in re.findall(r"^step:(\d+)/", written.rpartition(rule)[2], re.M)]
-        if not again:
+        begun = re.search(rf"\n{rule}\n(\{{.*)\n(?s:(.*))\Z", written)
+        if not begun:  # new, or killed while it wrote this
+            self.file.truncate(self.file.seek(0))
             self.write(f"{source}\n{rule}\n{environment}\n{rule}\n{json.dumps(start)}")
-        if resumed is not None:
-            lost = max(0, max(steps, default=0) - resumed["from_step"])
-            self.write("\n" * (written[-1:] not in ("", "\n")) + json.dumps({"resumed": {**resumed, "lost_steps": lost}}))
-            self.resumed = len(re.findall(r'^\{"resumed"', written, re.M)) + 1
+        if resumed and (begun or resumed["checkpoint"]):
+            steps = re.findall(r"^step:(\d+)/", written.rpartition('\n{"resumed"')[2], re.M)
+            began = datetime.fromisoformat((json.loads(begun[1]) if begun else start)["started"])
+            resumed = {"lost_seconds": (datetime.now(timezone.utc) - began).total_seconds(), **resumed,
+                       "lost_steps": max(0, int((steps or [0])[-1]) - resumed["from_step"])}
+            self.write("\n" * (written[-1:] not in ("", "\n")) + json.dumps({"resumed": resumed}))
+            self.resumed = written.count('\n{"resumed"') + 1
 
     def write(self, line: str) -> None:
         if self.file is not None:
@@ -2013,7 +2052,8 @@ class Log:
                 self.say(f"{self.path} was deleted or replaced during the run; it was written again")
 
 def save_file(path: Path, content: dict[str, Any]) -> None:
-    """Written whole or not at all. RunError if there is no room."""
+    """Written whole or not at all, with a hash of its state. RunError if there is no room."""
+    content = {**content, "state_hash": hash_of(list(content["state"].items()))}
     partial = path.with_name(path.name + ".partial")
     try:
         with open(partial, "wb") as file:
@@ -2030,25 +2070,41 @@ def save_file(path: Path, content: dict[str, Any]) -> None:
         partial.unlink(missing_ok=True)
 
 def load_file(path: str | Path) -> dict[str, Any]:
-    """What save_file wrote: tensors, numbers and text; nothing in it is executed."""
+    """What save_file wrote: tensors, numbers and text; nothing in it is executed. RunError if it is damaged."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if hash_of(list(saved["state"].items())) != saved["state_hash"]:
+            raise ValueError("its bytes changed")
+        return saved
     except OSError:
         raise
     except Exception as error:  # torch.load raises many kinds, and advises to trust the file
-        raise RunError(f"{path}: is no saved model or checkpoint ({type(error).__name__}); name one that this version of "
-                       "train_gpt.py wrote") from error
+        raise RunError(f"{path}: is no saved model or checkpoint, or a damaged one ({type(error).__name__}); name another "
+                       "that this version of train_gpt.py wrote") from error
+
+def checkpoints(folder: Path, run_id: str) -> list[Path]:
+    """Those of a run, or of every run (*), the oldest first."""
+    return sorted(folder.glob(f"{run_id}.step*.ckpt"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+
+def clear_checkpoints(log: Log, keep: int) -> None:
+    """Delete a run's checkpoints but for the latest so many, and what a killed process left half written."""
+    run_id, folder = glob.escape(log.run_id), log.path.parent
+    found = checkpoints(folder, run_id)
+    for path in (*found[:len(found) - keep], *folder.glob(f"{run_id}.step*.ckpt.partial")):
+        path.unlink(missing_ok=True)
 
 def find_checkpoint(config: Config) -> Path:
-    """The checkpoint that config.resume means. RunError if there is none."""
-    folder = ROOT / config.log_dir
+    """The checkpoint that config.resume means; the latest of its run, where torchrun started it again. RunError if there is
+    none."""
     named = Path(config.resume) if Path(config.resume).exists() else ROOT / config.resume
-    if named.suffix == ".ckpt" and named.is_file():
-        return named.resolve()
-    of_run = "*" if config.resume == "latest" else glob.escape(named.stem)
-    found = sorted((folder if config.resume == "latest" else named.parent).glob(f"{of_run}.step*.ckpt"),
-                   key=lambda path: (path.stat().st_mtime, path.name))
-    if not found:
+    folder, run_id, again = named.parent, glob.escape(named.stem), from_environment("TORCHELASTIC_RESTART_COUNT", 0)
+    if named.suffix == ".ckpt":
+        if named.is_file() and not again:
+            return named.resolve()
+        run_id = run_id.rpartition(".step")[0] if again else run_id
+    if config.resume == "latest":
+        folder, run_id = ROOT / config.log_dir, glob.escape(config.run_id) or "*"
+    if not (found := checkpoints(folder, run_id)):
         raise RunError(f"--resume {config.resume}: no checkpoint there; name a .ckpt or the log of a run that left one. "
                        "A run that ended well keeps none: it is whole")
     return found[-1].resolve()
@@ -2079,59 +2135,63 @@ def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
 # main
 
 class FailureMonitor:
-    """Watches the other ranks from a thread, by the store of the rendezvous, while this one may wait in a collective.
+    """Watches from a thread, by the store of the rendezvous, while this rank may wait in a collective.
 
-    Another's failure, a host or a launcher that is gone: this rank ends with the reason, within seconds.
+    Every rank counts up a beat of its own, and listens for that of the next. Where a rank has failed, is not heard of, or
+    has lost the store, it ends with the reason, within seconds; so do all, since each hears of a failure.
     """
 
     PERIOD_S, PATIENCE_S = 0.5, 10.0
 
     def __init__(self, store: dist.Store, rank: int, ranks: int, log: Log):
-        self.store, self.rank, self.ranks, self.log = store, rank, ranks, log
-        self.over = threading.Event()
-        self.heard: dict[int, tuple[bytes, float]] = {}  # of each rank: its last beat, and when it was new
-        self.asker = ThreadPoolExecutor(1)
+        self.store, self.rank, self.next, self.log = store, rank, (rank + 1) % ranks, log
+        self.over, self.asker = threading.Event(), ThreadPoolExecutor(1)
+        self.beat, self.silent = 0, 0  # the next rank's last beat, and how often it was heard again
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        while not self.over.wait(self.PERIOD_S):
+        message = ""
+        while not message and not self.over.wait(self.PERIOD_S):
             try:
                 message = self.asker.submit(self._ask).result(self.PATIENCE_S)
             except NoAnswer:
                 message = f"the ranks' store has not answered for {self.PATIENCE_S:g} s: its host or the way to it is gone"
             except RuntimeError:
                 message = "the ranks' store is gone, and the launcher that held it; start the run again"
-            if message and not self.over.is_set():
-                self.tell(message)
-                complain(self.log, self.rank, message)
-                os._exit(1)
+        if message and not self.over.is_set():
+            complain(self.log, self.rank, message)
+            self.fail(message)
+            os._exit(1)
 
     def _ask(self) -> str:
         """Say that this rank lives; what another says; nothing, if all is well."""
-        self.store.set(f"beat-{self.rank}", str(now := time.monotonic()))
+        self.store.add(f"beat-{self.rank}", 1)
+        last, self.beat = self.beat, self.store.add(f"beat-{self.next}", 0)
+        self.silent = self.silent + 1 if self.beat == last else 0
         if self.store.check(["failure"]):
             return self.store.get("failure").decode(errors="replace")
-        for other in range(1, self.ranks if self.rank == 0 else 0):
-            beat = self.store.get(f"beat-{other}") if self.store.check([f"beat-{other}"]) else b""
-            if beat != self.heard.get(other, (None,))[0]:
-                self.heard[other] = (beat, now)
-            if now - self.heard[other][1] > self.PATIENCE_S:
-                return f"rank {other} has not been heard of for {self.PATIENCE_S:g} s: it, its host or the way to it is gone"
+        if self.silent * self.PERIOD_S > self.PATIENCE_S and not self.store.check([f"done-{self.next}"]):
+            return (f"rank {self.next} has not been heard of for {self.PATIENCE_S:g} s: it, its host or the way to it is "
+                    "gone")
         return ""
 
-    def tell(self, message: str) -> None:
-        """Say it to the other ranks and give them the time to hear it: when one has left, all are killed."""
+    def fail(self, message: str) -> None:
+        """Tell the others and give them the time to hear it: when one has left, all are killed, or the store is gone."""
+        self.tell("failure", message)
+        notices.terminated.wait(2 * self.PERIOD_S)
+
+    def tell(self, key: str, message: str = "") -> None:
+        """Put a last word into the store: a failure, or that this rank is done."""
         self.over.set()
         with contextlib.suppress(NoAnswer, RuntimeError):
-            self.asker.submit(self.store.set, "failure", message).result(self.PATIENCE_S / 2)
-            time.sleep(2 * self.PERIOD_S)
+            self.asker.submit(self.store.set, key, message).result(self.PATIENCE_S / 5)
 
 def complain(log: Log | None, rank: int, message: str) -> None:
     """The last word of a rank, to its log and to stderr."""
     kept = ""
     if log is not None and log.file is not None:
         kept = f"; the log so far: {log.path}"
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RunError):
             log.write(f"error: {message}")
             log.close()
     with contextlib.suppress(OSError):
@@ -2249,7 +2309,7 @@ class Trainer:
             torch.set_num_threads(1)  # how a product is split over threads decides the order of its sums
         self.stream = Stream(train_shards, config, comm.rank, comm.ranks)
         self.model = build_model(config, train_shards[0].encoding).to(device)
-        if config.init_from:
+        if config.init_from and not config.resume:
             load_parameters(self.model, load_file(config.init_from))
         if compiled:
             self.model.compile_parts()
@@ -2363,19 +2423,20 @@ class Profile:
         self.log.say(f"trace: {path}")
 
 class Notices:
-    """Signals that ask for a checkpoint: SIGUSR1, and SIGTERM, after which the run ends. Before and after the training
-    loop SIGTERM is an error like others."""
+    """Signals: SIGUSR1 asks for a checkpoint, SIGTERM for one and the end. Outside of the training loop SIGTERM is an error."""
+
+    END = 1024  # so much more counts SIGTERM than SIGUSR1
 
     def __init__(self):
-        self.training, self.told, self.terminated = False, False, threading.Event()
+        self.phase, self.heard, self.terminated = "setup", 0, threading.Event()
 
     def hear(self, number: int, _: Any) -> None:
-        again = self.terminated.is_set()
+        first = not self.terminated.is_set()
         if number == signal.SIGTERM:
             self.terminated.set()
-        if self.training and not again:
-            self.told = True
-        elif number == signal.SIGTERM and not again:
+        if self.phase == "training" and first:
+            self.heard += self.END if number == signal.SIGTERM else 1
+        elif self.phase == "setup" and number == signal.SIGTERM and first:
             raise RunError("terminated; torchrun does so when another rank has died, and says of which; else somebody "
                            "ended the run: start it again")
 
@@ -2404,8 +2465,12 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
         trainer.stream.check_enough()
         model, optimizer, first_step = trainer.model, trainer.optimizer, 0
         resumed = {"from_step": 0, "checkpoint": None} if from_environment("TORCHELASTIC_RESTART_COUNT", 0) else None
+        data = [shard.sha256 for shard in (*train_shards, *val_shards)]
         if config.resume:
             saved = load_file(config.resume)
+            if saved["data"] != data:
+                raise RunError(f"the shards are not those that {config.resume} was trained and judged on; name them by "
+                               "--train_files and --val_files")
             trainer.load(saved)
             clock.load_state(saved["clock"])
             first_step = saved["step"]
@@ -2463,25 +2528,29 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
             write_steps(step, wait=True)
             try:
                 trainer.save(log.path.with_name(f"{log.run_id}.step{step:06}.ckpt"), step, asked, run_id=log.run_id,
-                             preset=preset, clock=clock.state(), saved_at=time.time())
+                             preset=preset, clock=clock.state(), saved_at=time.time(), data=data)
             except RunError as error:  # training is worth more than its checkpoint
                 log.say(f"no checkpoint: {error}")
-            for old in checkpoints(log)[:-config.keep_checkpoints]:
-                old.unlink(missing_ok=True)
+                if ends:
+                    raise
+            if comm.rank == 0:
+                clear_checkpoints(log, keep=config.keep_checkpoints)
 
-    wants_save, launcher, notices.training = False, os.getppid(), True
+    wants_save, ends, notices.phase = False, False, "training"
+    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # a shell may leave
     clock.start()
     for step in range(first_step, config.num_steps + 1):
         plan, last = plan_of(config, step), step == config.num_steps
-        if os.getppid() != launcher:
+        if launcher not in (None, os.getppid()):
             raise RunError("the launcher is gone, and this rank does not train on alone; start the run again, or go on "
                            "with --resume latest if it left a checkpoint")
         write_steps(step)
-        wants_save |= step == losses.save_at or config.save_every > 0 and step % config.save_every == 0 and step > first_step
+        ends |= losses.save_at.get(step, False)
+        wants_save |= step in losses.save_at or config.save_every > 0 and step % config.save_every == 0 and step > first_step
         if wants_save and not last and not optimizer.between_updates:
             save(step)
             wants_save = False
-            if notices.terminated.is_set():
+            if ends:
                 raise RunError(f"terminated before step {step}; --resume {log.path} goes on from there")
         if last or (config.val_every and step % config.val_every == 0):
             optimizer.finish_all_gathers()
@@ -2505,9 +2574,8 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
                 break
             clock.start()
         profile.begins(step)
-        if losses.record(plan, clock, trainer.step(plan, trainer.stream.next_batch(plan)), notices.told):
-            notices.told = False
-    notices.training = False
+        losses.record(plan, clock, trainer.step(plan, trainer.stream.next_batch(plan)), notices.heard)
+    notices.phase = "setup"
     compiles = compile_stats()[0] - compiles
     with clock.off("hashing"):
         final_hash, digest = trainer.state_hash(), trainer.digest()
@@ -2530,8 +2598,7 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
             state = {name: param.detach().cpu() for name, param in model.named_parameters()}
             save_file(path, {**trainer.describe(asked, config.num_steps), "run_id": log.run_id, "state": state})
             saved_as = f"\nmodel: {path}"
-        for path in checkpoints(log):
-            path.unlink(missing_ok=True)
+        clear_checkpoints(log, keep=0)
         log.say(f"\n{'target reached' if reached else 'target missed'}: validation loss {val_loss:.4f}, target "
                 f"{config.target_val_loss:g}, after {clock.elapsed / 1000:.1f} s of training and {wall_seconds:.0f} s in "
                 f"all{saved_as}\nlog: {log.path}")
@@ -2541,12 +2608,6 @@ def now() -> str:
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
-
-def checkpoints(log: Log) -> list[Path]:
-    """Of this run, the oldest first; what a killed process left half written is cleared away."""
-    for partial in log.path.parent.glob(f"{glob.escape(log.run_id)}.step*.ckpt.partial"):
-        partial.unlink(missing_ok=True)
-    return sorted(log.path.parent.glob(f"{glob.escape(log.run_id)}.step*.ckpt"))
 
 def describe_hosts(comm: Comm, machine: dict[str, Any]) -> list[dict[str, Any]]:
     """Each host's ranks, hardware, versions and source. RunError if their source or torch differ."""
@@ -2602,9 +2663,8 @@ def name_of_run(config: Config) -> tuple[Config, str]:
     if not config.resume and from_environment("TORCHELASTIC_RESTART_COUNT", 0):
         started = sorted((ROOT / config.log_dir).glob(f"*_{part}.txt"))
         run_id = config.run_id or (started[-1].stem if started else run_id)
-        with contextlib.suppress(RunError):
-            found = find_checkpoint(dataclasses.replace(config, resume=str(Path(config.log_dir) / f"{run_id}.txt")))
-            config = dataclasses.replace(config, resume=str(found))
+        if found := checkpoints(ROOT / config.log_dir, glob.escape(run_id)):
+            config = dataclasses.replace(config, resume=str(found[-1]))
     return config, run_id
 
 def describe_error(error: BaseException, config: Config) -> str:
@@ -2627,7 +2687,7 @@ def describe_error(error: BaseException, config: Config) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """One rank of a run, as torchrun started it, or the only one. Returns the exit status."""
     began, gpu = time.perf_counter(), torch.cuda.is_available()
-    rank, log, monitor, config = 0, None, None, Config()
+    rank, log, monitor, config, notices.phase = 0, None, None, Config(), "setup"
     try:
         rank, ranks, local_rank = (from_environment(*named) for named in
                                    (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
@@ -2650,21 +2710,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(config, preset, comm, device, log, began)
         log.close()
         if monitor:
-            monitor.over.set()
+            monitor.tell(f"done-{rank}")
             dist.destroy_process_group()
         return 0
     except BaseException as error:
         if isinstance(error, SystemExit):
             raise
-        notices.training = False
+        notices.phase = "failed"
         message = describe_error(error, config)
         if monitor and isinstance(error, RuntimeError):  # often another rank's end, seen from here
-            notices.terminated.wait(FailureMonitor.PATIENCE_S / 2)  # its own word may reach us by the monitor
+            notices.terminated.wait(monitor.PATIENCE_S / 2)  # its own word may reach us by the monitor
+        if monitor:
+            monitor.over.set()
         if not message:
             traceback.print_exception(error)
-        complain(log, rank, message or f"{type(error).__name__}: {error}")
+        complain(log, rank, message := message or f"{type(error).__name__}: {error}")
         if monitor:
-            monitor.tell(f"rank {rank} failed: {message or type(error).__name__ + ': ' + str(error)}")
+            monitor.fail(f"rank {rank} failed: {message}")
         status = 130 if isinstance(error, KeyboardInterrupt) else 1
         if monitor:
             os._exit(status)  # taking the group apart would wait for those that are gone
