@@ -9,69 +9,79 @@ test_optimizer.py or in test_run.py; test_the_table_names_what_there_is reads th
     A3 step order               test_launches_happen_in_backward_and_waits_after_it,
                                 test_forward_walk_updates_the_first_layers_first
     A4 deterministic groups     test_ranks_group_the_same_way
-    A5 sync once a step         test_only_the_armed_micro_batch_sends, test_adam_updates_every_second_step_on_the_sum_of_both
-    A6 sharded state, averages  test_memory_is_that_of_values_gradients_and_a_share_of_the_state,
-                                test_ranks_1_2_4_train_the_same_model
-    A7 gathers all waited for   test_nothing_is_read_before_it_has_come_on_two_ranks, mutant GathersUnwaited
+    A5 sync once a step         test_only_the_last_micro_batch_sends, test_adam_updates_every_second_step_on_the_sum_of_both
+    A6 sharded state, averages  test_memory_is_that_of_parameters_gradients_and_a_share_of_the_state,
+                                test_any_number_of_ranks_trains_the_same_model
+    A7 gathers all waited for   test_nothing_is_read_before_it_has_come_on_several_ranks, mutant GathersUnwaited
     A8 missing gradient         test_a_parameter_without_a_gradient_is_an_error_with_its_name_and_count
-    A9 the rules                test_adam_is_torch_s, test_normuon_is_the_record_s_written_plainly,
+    A9 the rules                test_adam_is_the_record_s_formula_in_float64, test_adam_is_torch_s_where_eps_is_tiny,
+                                test_normuon_is_the_record_s_written_plainly, test_a_compiled_rule_is_the_same_rule,
                                 test_every_matrix_of_torch_s_muon_has_the_same_directions
-    A10 warm-up restores        test_snapshot_and_restore_put_everything_back, test_log_holds_the_whole_experiment,
+    A10 warm-up restores        test_state_put_back_after_warm_up_leaves_nothing_of_it, test_log_holds_the_whole_experiment,
                                 test_nothing_is_compiled_after_warm_up
     A11 before and after        bench/slow_link.py, bench/variants.py, test_profile_has_a_range_for_every_phase
-    B1 variants, one loss       bench/whole_step.py (a buffer a parameter: bank_mb 0),
-                                test_sync_and_bank_size_change_no_byte
-    B2 a bank per dtype         test_banks_fill_from_the_last_layer_and_keep_kinds_apart
+    B1 variants, one loss       bench/whole_step.py (a buffer a parameter: bucket_mb 0), test_no_setting_changes_a_byte
+    B2 a bucket per dtype       test_buckets_fill_from_the_last_layer_and_keep_kinds_apart
     B3 main gradients, fp32     test_shards_are_equal_and_cover_every_parameter_once,
                                 test_fp32_gradients_of_bf16_parameters_lose_no_bits,
-                                test_the_first_of_fp32_gradients_is_not_rounded_to_bf16
+                                test_a_gradient_goes_into_its_place_in_one_pass
     B4 equal shards             test_shards_are_equal_and_cover_every_parameter_once
-    B5 add and drop             test_gradients_move_into_their_slots_and_nothing_stays_behind
-    B6 memory                   test_memory_is_that_of_values_gradients_and_a_share_of_the_state,
-                                test_one_gradient_is_alive_beside_the_banks
+    B5 add and drop             test_gradients_are_averaged_over_micro_batches_and_nothing_stays_behind
+    B6 memory                   test_memory_is_that_of_parameters_gradients_and_a_share_of_the_state,
+                                test_no_gradient_is_kept_beside_the_buckets, mutant KeepsGradients
     B7 the final gradient       test_hook_sees_the_final_gradient
-    C1 count                    test_a_bank_launches_when_all_of_it_has_come_in_any_order, mutant LastParameterOnly
+    C1 count                    test_a_bucket_launches_when_all_of_it_has_come_in_any_order, mutant LastParameterOnly
     C2 no order assumed         test_random_graphs
     C3 tied                     test_a_tied_parameter_is_ready_once_after_all_its_uses
     C4 no host sync in a hook   test_a_hook_does_one_operation_a_gradient, mutant HeavyHook
-    C5 finalize first           test_a_step_before_backward_is_an_error, mutant StepsEarly
-    C6 sizes                    test_sync_and_bank_size_change_no_byte
+    C5 finalize first           test_a_step_before_backward_or_a_backward_before_the_step_is_an_error, mutant StepsEarly
+    C6 sizes                    test_no_setting_changes_a_byte
     C7 overlap measured         records/trace.py, of the ranges that test_profile_has_a_range_for_every_phase finds
     C8 ranges                   test_profile_has_a_range_for_every_phase
     C9 pitfalls                 test_mutants_are_caught
     C10 backward needs none     test_backward_ends_though_the_network_never_answers
-    C11 clip after finalize     test_clip_is_by_the_norm_over_all_ranks
+    C11 clip after finalize     test_clip_is_by_the_norm_over_all_ranks, test_clip_by_norms_of_rows_is_clip_by_the_norm
     C12 several in flight       test_several_collectives_are_in_flight
     D1 values unchanged         test_shards_are_equal_and_cover_every_parameter_once
     D2 any in-place optimizer   test_any_optimizer_of_torch_works_on_the_flat_view
     D3 shapes refused           test_a_rule_of_matrices_refuses_the_flat_view
-    D4 views checked            test_a_parameter_moved_out_of_its_bank_is_found, test_a_replaced_parameter_is_named
+    D4 views checked            test_a_parameter_moved_out_of_its_bucket_is_found, test_a_replaced_parameter_is_named
     D5 speed on small tensors   bench/optimizer_step.py
     E1 one hook, removable      test_building_twice_fires_once_and_hooks_can_be_removed
-    E2 fixed order, agreed      test_a_bank_that_is_ready_early_waits_for_its_turn, test_a_swapped_order_is_caught
+    E2 fixed order, agreed      test_a_bucket_that_is_ready_early_waits_for_its_turn, mutant SwapsOrderOnRankOne,
+                                test_ranks_that_differ_all_get_an_error_that_names_the_difference
     E3 twice                    test_a_parameter_ready_twice_is_an_error_with_its_name
-    E4 unused                   test_unused_parameters,
+    E4 unused                   test_unused_parameters, test_overlap_goes_on_though_a_parameter_is_unused,
                                 test_a_parameter_used_now_and_then_keeps_its_moments_when_it_is_not
     E5 static graph             test_a_graph_that_changes_is_an_error
     E6 rank 0's order           test_the_order_is_rank_0_s_arrival
-    E7 no_sync                  test_only_the_armed_micro_batch_sends
-    E8 communication hook       test_compressed_gradients
+    E7 no_sync                  test_only_the_last_micro_batch_sends
+    E8 communication hook       test_compressed_gradients_are_sums_of_bf16_of_every_rank, test_settings_reach_a_whole_run
     E9 refused or left out      test_frozen_and_sparse, test_mixed_devices_are_refused
     E10 layout                  test_a_transposed_gradient_lands_right
     exact mode                  test_exact_mode_gives_the_same_bytes_at_any_number_of_ranks,
                                 test_an_exact_run_prints_the_same_losses_at_any_number_of_ranks
-    zero copies                 test_a_hook_does_one_operation_a_gradient, bench/passes.py
-    launch-plan check           test_a_swapped_order_is_caught, test_ranks_whose_models_differ_all_get_an_error
-    lazy gather                 test_a_lazy_gather_is_waited_for_where_the_forward_reads_it,
+    state                       test_state_is_the_same_at_any_number_of_ranks_and_bucket_size,
+                                test_load_is_the_inverse_of_state_at_other_ranks_and_bucket_sizes,
+                                test_a_state_waits_for_the_gathers_that_are_under_way,
+                                test_a_state_that_does_not_fit_is_refused_by_name
+    late parameters             test_a_parameter_may_begin_to_take_part_at_a_step,
+                                test_a_tied_parameter_may_come_untied_at_a_step
+    micro-batches counted       test_micro_batches_are_counted, test_a_backward_that_was_not_prepared_is_an_error_with_the_cure
+    one pass, nothing allocated test_a_hook_does_one_operation_a_gradient, test_receive_buffers_are_kept, bench/passes.py
+    launch order checked        test_the_order_is_rank_0_s_arrival, mutant SwapsOrderOnRankOne
+    a GPU's collectives         test_collectives_and_messages_compute_the_same
+    nothing pickled             test_ranks_send_each_other_no_pickles, test_json_comes_from_every_rank_as_it_was
+    gather overlaps forward     test_a_gather_is_waited_for_where_the_forward_reads_it,
                                 test_the_whole_model_reads_nothing_before_it_has_come
-    in no bank, in two          test_a_parameter_in_no_bank_or_in_two_is_named
-    two dtypes in a bank        test_a_bank_of_two_dtypes_is_refused
-    second backward             test_a_gradient_for_a_launched_bank_is_an_error
+    in no bucket, in two        test_a_parameter_in_no_bucket_or_in_two_is_named
+    two dtypes in a bucket      test_a_bucket_of_two_dtypes_is_refused
+    second backward             test_a_gradient_for_a_launched_bucket_is_an_error
+    one model at the start      test_all_ranks_begin_with_the_parameters_buffers_and_frozen_ones_of_rank_0
     not finite                  test_a_gradient_that_is_not_finite_stops_every_rank_before_the_step,
                                 test_a_run_ends_with_the_name_of_a_gradient_that_is_not_finite
 """
 
-import contextlib
 import dataclasses
 import gzip
 import json
@@ -79,20 +89,22 @@ import math
 import random
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import test_optimizer
 import test_run
 import train_gpt
-from conftest import TINY, some_documents
-from test_optimizer import BOS, FULL, ONCE, Recorder, adam_members, adam_optimizer, chain, train_steps
+from conftest import some_documents
+from test_optimizer import (BOS, FULL, ONCE, WIDE, Descent, Operations, Recorder, bucket_of, chain, mixed_steps, mixture, optimizer_of,
+                            specs_of, train_steps)
 from test_run import flags, one, read_log, run_here, torchrun  # noqa: F401  (fixtures)
-from train_gpt import BankOptimizer, Comm, RunError, SyncSettings
+from train_gpt import Comm, DistributedOptimizer, Reducer, RunError
 
 
 # networks
@@ -104,25 +116,22 @@ class Hostile(Comm):
     Whoever writes after the launch, or reads before the wait, gets caught: by an error, or by NaN in what it computes.
     """
 
-    def hand_over(self, work):
-        return work
+    def hand_over(self, handle):
+        return handle
 
-    def _later(self, out, send, collective):
-        kept = send.clone()
-        out.fill_(math.nan)
-        writes = send._version  # all views of a buffer count their writes together
+    def reduce_scatter_exactly(self, shard, full, received):
+        kept = full.clone()
+        shard.fill_(math.nan)
+        writes = full._version  # all views of a buffer count their writes together
         comm = self
 
         class Later:
             def wait(self):
-                if send._version != writes:
+                if full._version != writes:
                     raise AssertionError("a buffer was written between its launch and its wait")
-                send.copy_(kept)
-                collective(comm, out, send)
+                full.copy_(kept)
+                Comm.reduce_scatter_exactly(comm, shard, full, received).wait()
         return self.hand_over(Later())
-
-    def reduce_scatter_exactly(self, shard, full):
-        return self._later(shard, full, lambda comm, out, send: Comm.reduce_scatter_exactly(comm, out, send).wait())
 
     def all_gather(self, full, shard):
         mine = shard.clone()
@@ -143,13 +152,13 @@ class Reordering(Hostile):
         super().__init__(rank, ranks)
         self.open, self.draw = [], random.Random(0)
 
-    def hand_over(self, work):
+    def hand_over(self, handle):
         comm = self
-        comm.open.append(work)
+        comm.open.append(handle)
 
         class Shuffled:
             def wait(self):
-                while work in comm.open:
+                while handle in comm.open:
                     comm.open.pop(comm.draw.randrange(len(comm.open))).wait()
         return Shuffled()
 
@@ -157,7 +166,7 @@ class Reordering(Hostile):
 class Never(Comm):
     """Takes everything and never answers."""
 
-    def reduce_scatter_exactly(self, shard, full):
+    def reduce_scatter_exactly(self, shard, full, received):
         class Unanswered:
             def wait(self):
                 raise TimeoutError("waited for a network that never answers")
@@ -171,11 +180,11 @@ class Failing(Comm):
         super().__init__(rank, ranks)
         self.at = at
 
-    def reduce_scatter_exactly(self, shard, full):
-        work = super().reduce_scatter_exactly(shard, full)
+    def reduce_scatter_exactly(self, shard, full, received):
+        handle = super().reduce_scatter_exactly(shard, full, received)
         self.at -= 1
         if self.at:
-            return work
+            return handle
 
         class Broken:
             def wait(self):
@@ -183,41 +192,55 @@ class Failing(Comm):
         return Broken()
 
 
-def with_model(model, comm, optimizer=BankOptimizer, **changes):
-    """An engine that knows its model, with a bank a parameter."""
-    banks = train_gpt.fill_banks(adam_members(model), 0, comm.rank, comm.ranks)
-    return optimizer(banks, comm, settings=SyncSettings(**changes), model=model)
+class Collectives(Comm):
+    """As on GPUs: the network's own reduce-scatter and all-gather, not messages."""
+
+    def __init__(self, rank=0, ranks=1):
+        super().__init__(rank, ranks)
+        self.by_messages = False
 
 
-def flow(model, x, comm=None, optimizer=BankOptimizer, steps=3, **changes):
-    """Some steps of Adam through a network -> (the optimizer, the parameters)."""
-    engine = with_model(model, comm or Comm(), optimizer, **changes)
-    for step in range(steps):
-        engine.arm(step)
-        model(x + step).square().sum().backward()
+def build(model, comm, mutant=None, rule=Descent(), bucket_bytes=0.0, **changes):
+    """An engine that knows its model; in place of one of its two classes perhaps a mutant."""
+    with mock.patch.object(train_gpt, "Reducer", mutant if mutant and issubclass(mutant, Reducer) else Reducer):
+        engine = mutant if mutant and issubclass(mutant, DistributedOptimizer) else DistributedOptimizer
+        buckets = train_gpt.fill_buckets(specs_of(model, rule), bucket_bytes, comm.rank, comm.ranks)
+        return engine(buckets, comm, train_gpt.SyncSettings(**changes), model)
+
+
+def run_steps(engine, model, x, steps):
+    for step in steps:
+        engine.prepare_for_backward(step)
+        model(x + step + engine.comm.rank).square().sum().backward()
         engine.step(FULL)
-    engine.finish_gathers()
+
+
+def flow(model, x, comm=None, mutant=None, **changes):
+    """Three steps of descent through a network, on other data on each rank -> (the optimizer, the parameters)."""
+    engine = build(model, comm or Comm(), mutant, **changes)
+    run_steps(engine, model, x, range(3))
+    engine.finish_all_gathers()
     return engine, [p.detach().clone() for p in model.parameters()]
 
 
-def plainly(x, steps=3):
-    """The same by torch alone."""
-    model = chain()
-    judge = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.65, 0.95), eps=1e-8, weight_decay=0)
-    for step in range(steps):
+def plainly(x, ranks=1, model=None):
+    """The same by torch alone, on one rank."""
+    model = model or chain()
+    judge = torch.optim.SGD(model.parameters(), lr=Descent().lr)
+    for step in range(3):
         judge.zero_grad()
-        model(x + step).square().sum().backward()
+        (sum(model(x + step + rank).square().sum() for rank in range(ranks)) / ranks).backward()
         judge.step()
-    return list(model.parameters())
+    return [p.detach() for p in model.parameters()]
 
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(4))
-VARIANTS = [{}, {"sync": "step"}, {"walk": "forward"}, {"lazy_gather": True}, {"lazy_gather": True, "walk": "forward"}, {"exact": True},
-            {"check_grads": True}, {"unused": True}]
+VARIANTS = [{}, {"sync": "step"}, {"walk": "forward"}, {"overlap_param_gather": True}, {"overlap_param_gather": True, "walk": "forward"},
+            {"exact": True}, {"check_grads": True}, {"clip_norm": 1e9}, {"find_unused_parameters": True}]
 
 
 def assert_close(ours, theirs):
-    for a, b in zip(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -228,41 +251,50 @@ def test_nothing_is_read_before_it_has_come(changes, network):
     assert_close(flow(chain(), X, network(), **changes)[1], plainly(X))
 
 
-def hostile_steps(comm, network, changes):
+def network_steps(comm, network, changes):
     return flow(chain(), X, network(comm.rank, comm.ranks), **changes)[1]
 
 
-@pytest.mark.parametrize("network", [Hostile, Reordering])
+@pytest.mark.parametrize("network,ranks", [(Hostile, 2), (Reordering, 3)])
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
-def test_nothing_is_read_before_it_has_come_on_two_ranks(on_ranks, changes, network):
-    for parameters in on_ranks(2, hostile_steps, network, changes):
-        # both ranks have the same data and the engine sums over ranks: Adam does not see the factor of two
-        assert_close(parameters, plainly(X))
+def test_nothing_is_read_before_it_has_come_on_several_ranks(on_ranks, changes, network, ranks):
+    """Each rank has other data, and descent sees the scale of gradients: their mean, and nothing else."""
+    for parameters in on_ranks(ranks, network_steps, network, changes):
+        assert_close(parameters, plainly(X, ranks))
+
+
+@pytest.mark.parametrize("changes", [{}, {"exact": True}, {"overlap_param_gather": True}], ids=str)
+def test_collectives_and_messages_compute_the_same(on_ranks, changes):
+    for network in (Comm, Collectives):
+        for parameters in on_ranks(3, network_steps, network, {**changes, "bucket_bytes": 200}):
+            assert_close(parameters, plainly(X, 3))
 
 
 def hostile_record(comm, changes, batches):
-    return train_steps(Hostile(comm.rank, comm.ranks), changes, 3, batches)[1]
+    return train_steps(Hostile(comm.rank, comm.ranks), changes, 2, batches)[1]
 
 
 def plain_record(comm, batches):
-    return train_steps(comm, {}, 3, batches)[1]
+    return train_steps(comm, {}, 2, batches)[1]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_whole_model_reads_nothing_before_it_has_come(on_ranks, batches, ranks):
     """Every parameter of the record's model, the scalars and gates and tables too, under a hostile network."""
-    plain = set(on_ranks(ranks, plain_record, batches))
-    for changes in ({}, {"lazy_gather": True}, {"lazy_gather": True, "walk": "forward"}, {"walk": "forward", "bank_mb": 0.0}):
-        assert set(on_ranks(ranks, hostile_record, changes, batches)) == plain, changes
+    few = batches[:, :2]
+    plain = set(on_ranks(ranks, plain_record, few))
+    for changes in ({}, {"overlap_param_gather": True}, {"overlap_param_gather": True, "walk": "forward"},
+                    {"walk": "forward", "bucket_mb": 0.0}):
+        assert set(on_ranks(ranks, hostile_record, changes, few)) == plain, changes
 
 
 def test_backward_ends_though_the_network_never_answers():
     model = chain()
-    optimizer = adam_optimizer(model, Never())
-    optimizer.order = optimizer.banks
-    optimizer.arm(0)
+    optimizer = optimizer_of(model, Never())
+    optimizer.reducer.launch_order = optimizer.buckets
+    optimizer.prepare_for_backward(0)
     model(X).sum().backward()
-    assert optimizer.launches == len(optimizer.banks)
+    assert optimizer.reducer.launches == len(optimizer.buckets)
     with pytest.raises(TimeoutError):
         optimizer.step(FULL)
 
@@ -288,150 +320,187 @@ def test_several_collectives_are_in_flight():
     assert sum(kind == "start" for kind, *_ in comm.events) == sum(kind == "wait" for kind, *_ in comm.events), "some are never waited for"
 
 
+class Counting(Comm):
+    """Counts the buffers that are made to receive in, and notes what messages arrive in."""
+
+    def __init__(self, rank, ranks):
+        super().__init__(rank, ranks)
+        self.buffers, self.arrivals = [], []
+
+    def receive_buffer(self, full, exact):
+        self.buffers.append(super().receive_buffer(full, exact))
+        return self.buffers[-1]
+
+    def _exchange(self, sent, received):
+        self.arrivals.append([received[rank].untyped_storage().data_ptr() for rank in range(self.ranks) if rank != self.rank])
+        return super()._exchange(sent, received)
+
+
+def received_in(comm):
+    comm = Counting(comm.rank, comm.ranks)
+    engine = flow(chain(), X, comm)[0]
+    kept = {buffer.untyped_storage().data_ptr() for buffer in comm.buffers}
+    gathered = {bucket.param_data.untyped_storage().data_ptr() for bucket in engine.buckets}
+    model, largest = chain((40, 40)), 0
+    engine = build(model, comm)
+    for step in range(2):
+        engine.prepare_for_backward(step)
+        model(torch.ones(1, 40)).sum().backward()
+        bucket = engine.reducer.due[-1]
+        with Operations() as operations:
+            engine.step(FULL)
+        largest = max(largest, sum("empty" in name or name in ("clone", "zeros") for name in operations.names) if step else 0)
+    return len(comm.buffers), [pointers <= kept | gathered for pointers in map(set, comm.arrivals[:6 * 2 * 3])], largest, bool(bucket)
+
+
+def test_receive_buffers_are_kept(on_ranks):
+    """One for each bucket, made when the engine is: launches and waits of later steps allocate none."""
+    for made, within, allocated, _ in on_ranks(2, received_in):
+        assert made == 6 + 2 and within == [True] * 36 and allocated == 0
+
+
 # mutants: each of these checks must fail on one
 
 
-class LastParameterOnly(BankOptimizer):
-    def _register_grad(self, bank, slot):
-        super()._register_grad(bank, slot)
-        if self.order and slot is bank.slots[-1] and not bank.launched:
-            self._launch(bank)
+class LastParameterOnly(Reducer):
+    def register_grad_ready(self, bucket, place):
+        super().register_grad_ready(bucket, place)
+        if self.launch_order and place is bucket.params[-1] and not bucket.launched:
+            self.start_reduce_scatter(bucket)
 
 
-class WaitsInHook(BankOptimizer):
-    def _launch(self, bank):
-        super()._launch(bank)
-        bank.work.wait()
+class WaitsInHook(Reducer):
+    def start_reduce_scatter(self, bucket):
+        super().start_reduce_scatter(bucket)
+        bucket.reducing.wait()
 
 
-class WritesAfterLaunch(BankOptimizer):
-    def _launch(self, bank):
-        super()._launch(bank)
-        bank.slots[0].grad.add_(1.0)
+class WritesAfterLaunch(Reducer):
+    def start_reduce_scatter(self, bucket):
+        super().start_reduce_scatter(bucket)
+        bucket.params[0].grad.add_(1.0)
 
 
-class StepsEarly(BankOptimizer):
-    def _wait(self, bank):
+class StepsEarly(Reducer):
+    def wait(self, bucket):
         pass
 
 
-class GathersUnwaited(BankOptimizer):
-    def finish_gathers(self, banks=None):
+class GathersUnwaited(DistributedOptimizer):
+    def finish_all_gathers(self, buckets=None):
         pass
 
 
-class HeavyHook(BankOptimizer):
-    def _register_grad(self, bank, slot):
-        if slot.param.grad.norm().item() >= 0:
-            super()._register_grad(bank, slot)
+class HeavyHook(Reducer):
+    def register_grad_ready(self, bucket, place):
+        if place.param.grad.norm().item() >= 0:
+            super().register_grad_ready(bucket, place)
 
 
-def check_counting(optimizer):
-    """Firing a bank's hooks in both orders, nothing is launched before the last."""
+class KeepsGradients(Reducer):
+    def register_grad_ready(self, bucket, place):
+        place.kept = place.param.grad
+        super().register_grad_ready(bucket, place)
+
+
+def check_counting(mutant):
+    """Firing a bucket's hooks in both orders, nothing is launched before the last."""
     for order in ("ab", "ba"):
-        params = {name: nn.Parameter(torch.zeros(3)) for name in "ab"}
-        comm = Recorder()
-        bank = train_gpt.Bank("both", [train_gpt.Member(n, p, ONCE) for n, p in params.items()], 0, 1)
-        engine = optimizer([bank], comm)
-        engine.order = [bank]
-        engine.arm(0)
+        params, comm = nn.ParameterDict({name: nn.Parameter(torch.zeros(3)) for name in "ab"}), Recorder()
+        engine = build(params, comm, mutant, bucket_bytes=1e9)
+        engine.reducer.launch_order = engine.buckets
+        engine.prepare_for_backward(0)
         params[order[0]].sum().backward()
         assert not comm.events, "launched with one of two gradients"
         params[order[1]].sum().backward()
         assert comm.events
 
 
-def check_no_wait_in_backward(optimizer):
+def check_no_wait_in_backward(mutant):
     model, comm = chain(), Recorder()
-    engine = optimizer(train_gpt.fill_banks(adam_members(model), 0, 0, 1), comm)
-    engine.order = engine.banks
-    engine.arm(0)
+    engine = build(model, comm, mutant)
+    engine.reducer.launch_order = engine.buckets
+    engine.prepare_for_backward(0)
     model(X).sum().backward()
     assert not any(kind == "wait" for kind, *_ in comm.events), "a hook waits"
 
 
-def check_hostile(optimizer):
-    assert_close(flow(chain(), X, Hostile(), optimizer)[1], plainly(X))
+def check_hostile(mutant):
+    assert_close(flow(chain(), X, Hostile(), mutant)[1], plainly(X))
 
 
-class OperationsOn(TorchDispatchMode):
-    """Counts the operations that read tensors of some shape, views and detaches left out."""
+def check_light_hook(mutant):
+    params = nn.ParameterDict({name: nn.Parameter(torch.zeros(1000)) for name in "pq"})
+    engine = build(params, Comm(), mutant, bucket_bytes=1e9)
+    bucket, = engine.reducer.launch_order = engine.buckets
+    train_gpt.factor_tensor(0.5, torch.float32, torch.float32, bucket.grad_data.device)  # is made once
+    for i in range(2):
+        engine.prepare_for_backward(0, i, 2)
+        with Operations() as operations:
+            for place in bucket.params:
+                place.param.grad = torch.ones(1000)
+                engine.reducer.register_grad_ready(bucket, place)
+        assert [name for name in operations.names if name != "ones"] == 2 * [["mul"], ["add_"]][i]
+    assert bucket.launched
 
-    def __init__(self):
-        super().__init__()
-        self.names = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket._qualified_op_name.split("::")[1])
-        return func(*args, **(kwargs or {}))
+def check_memory(mutant):
+    """When a gradient comes, those that came before are gone: at most one layer's are alive beside the buckets."""
+    model, alive, seen = chain((64,) * 8), [], []
 
-
-def check_light_hook(optimizer):
-    params = [nn.Parameter(torch.zeros(1000)) for _ in range(2)]
-    bank = train_gpt.Bank("b", [train_gpt.Member(name, p, ONCE) for name, p in zip("pq", params)], 0, 1)
-    engine = optimizer([bank], Comm())
-    engine.order = [bank]
-    for fresh in (True, False):
-        bank.launched = False
-        engine.arm(0)
-        with OperationsOn() as operations:
-            for slot in bank.slots:
-                slot.param.grad = torch.ones(1000)
-                engine._register_grad(bank, slot)
-        assert bank.launched and [name for name in operations.names if name != "ones"] == 2 * ["mul" if fresh else "add_"]
+    def count(p):
+        alive.append(sum(size for storage, size in seen if not storage.expired()))
+        seen.append((StorageWeakRef(p.grad.untyped_storage()), p.grad.nbytes))
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(count)
+    engine = build(model, Comm(), mutant)
+    for i in range(2):
+        engine.prepare_for_backward(0, i, 2)
+        model(torch.randn(2, 64)).sum().backward()
+    assert len(alive) == 28 and max(alive) <= 64 * 65 * 4
+    assert not any(not storage.expired() for storage, _ in seen)
 
 
 MUTANTS = [(check_counting, LastParameterOnly), (check_no_wait_in_backward, WaitsInHook), (check_hostile, WritesAfterLaunch),
-           (check_hostile, StepsEarly), (check_hostile, GathersUnwaited), (check_light_hook, HeavyHook)]
+           (check_hostile, StepsEarly), (check_hostile, GathersUnwaited), (check_light_hook, HeavyHook), (check_memory, KeepsGradients)]
 
 
 @pytest.mark.parametrize("check,mutant", MUTANTS, ids=lambda x: x.__name__)
 def test_mutants_are_caught(check, mutant):
-    check(BankOptimizer)
+    check(None)
     with pytest.raises((AssertionError, RunError)):
         check(mutant)
 
 
 def test_a_hook_does_one_operation_a_gradient():
-    check_light_hook(BankOptimizer)
+    check_light_hook(None)
 
 
-class SwapsOrderOnRankOne(BankOptimizer):
-    def _agree_on_order(self):
-        super()._agree_on_order()
+def test_no_gradient_is_kept_beside_the_buckets():
+    check_memory(None)
+
+
+class SwapsOrderOnRankOne(Reducer):
+    def agree_on_order(self):
+        super().agree_on_order()
         if self.comm.rank:
-            self.order[0], self.order[1] = self.order[1], self.order[0]
-            self.due = [bank for bank in self.order if bank.armed]
+            self.launch_order[:2] = self.launch_order[1::-1]
+            self.due = [bucket for bucket in self.launch_order if bucket.prepared]
 
 
-class SwapsUnseen(SwapsOrderOnRankOne):
-    def _check_order(self):
-        pass
-
-
-def same_size_banks(comm, optimizer):
+def same_size_buckets(comm, mutant):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    x = torch.randn(2, 8) + comm.rank
-    return flow(model, x, comm, optimizer)[1]
+    return flow(nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)), torch.ones(2, 8), comm, mutant)[1]
 
 
-def test_a_swapped_order_is_caught(on_ranks):
-    """Two collectives of one size in another order on one rank: gloo sums the wrong tensors and says nothing, so ranks compare
-    their orders before the first launch of that order. Without that, values tell."""
-    with pytest.raises(RunError, match="rank 1 would launch the banks in the order"):
-        on_ranks(2, same_size_banks, SwapsOrderOnRankOne)
-    right, wrong = (on_ranks(2, same_size_banks, optimizer)[0] for optimizer in (BankOptimizer, SwapsUnseen))
+def test_two_collectives_of_one_size_in_another_order_would_show(on_ranks):
+    """gloo sums the wrong tensors and says nothing; so the order is rank 0's everywhere, and values tell if it is not."""
     torch.manual_seed(0)
     twin = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    x = torch.randn(2, 8)
-    judge = torch.optim.AdamW(twin.parameters(), lr=0.01, betas=(0.65, 0.95), eps=1e-8, weight_decay=0)
-    for step in range(3):
-        judge.zero_grad()
-        (twin(x + step).square().sum() + twin(x + 1 + step).square().sum()).backward()
-        judge.step()
-    assert_close(right, twin.parameters())
-    assert not all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(wrong, twin.parameters()))
+    right, wrong = (on_ranks(2, same_size_buckets, mutant)[0] for mutant in (None, SwapsOrderOnRankOne))
+    plain = plainly(torch.ones(2, 8), 2, twin)
+    assert_close(right, plain)
+    assert not all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(wrong, plain))
 
 
 # order
@@ -441,7 +510,7 @@ def group_names(comm):
     generator = torch.Generator().manual_seed(7)
     shapes = torch.randint(1, 9, (20, 2), generator=generator).tolist()
     model = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
-    return [[slot.name for slot in bank.slots] for bank in train_gpt.fill_banks(adam_members(model), 100, comm.rank, comm.ranks)]
+    return [[place.name for place in bucket.params] for bucket in train_gpt.fill_buckets(specs_of(model), 100, comm.rank, comm.ranks)]
 
 
 def test_ranks_group_the_same_way(on_ranks):
@@ -450,8 +519,8 @@ def test_ranks_group_the_same_way(on_ranks):
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10 ** 6), bank_bytes=st.sampled_from([0, 100, 1e9]))
-def test_random_graphs(seed, bank_bytes):
+@given(seed=st.integers(0, 10 ** 6), bucket_bytes=st.sampled_from([0, 100, 1e9]))
+def test_random_graphs(seed, bucket_bytes):
     """Leaves of a random graph, used in any number of places: the sums are torch's, whatever order the hooks fire in."""
     generator = torch.Generator().manual_seed(seed)
     params = nn.ParameterList(nn.Parameter(torch.randn(4, generator=generator)) for _ in range(6))
@@ -464,10 +533,10 @@ def test_random_graphs(seed, bank_bytes):
             i, j = torch.randint(len(nodes), (2,), generator=draw).tolist()
             nodes.append(torch.tanh(nodes[i] * nodes[j] + nodes[i]))
         return sum(node.sum() for node in nodes)
-    optimizer = adam_optimizer(params, Hostile(), bank_bytes)
-    judge = torch.optim.AdamW(twin.parameters(), lr=0.01, betas=(0.65, 0.95), eps=1e-8, weight_decay=0)
+    optimizer = optimizer_of(params, Hostile(), bucket_bytes, Descent(0.01))
+    judge = torch.optim.SGD(twin.parameters(), lr=0.01)
     for step in range(3):
-        optimizer.arm(step)
+        optimizer.prepare_for_backward(step)
         loss(params).backward()
         optimizer.step(FULL)
         judge.zero_grad()
@@ -480,12 +549,12 @@ def test_random_graphs(seed, bank_bytes):
 def arrivals(comm):
     """Each rank's gradients arrive in an order of its own."""
     params = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in "abc"})
-    optimizer = adam_optimizer(params, comm)
-    optimizer.arm(0)
+    optimizer = optimizer_of(params, comm)
+    optimizer.prepare_for_backward(0)
     for name in ("bca" if comm.rank == 0 else "cab"):
         params[name].sum().backward()
     optimizer.step(FULL)
-    return [bank.slots[0].name for bank in optimizer.order]
+    return [bucket.params[0].name for bucket in optimizer.reducer.launch_order]
 
 
 def test_the_order_is_rank_0_s_arrival(on_ranks):
@@ -494,63 +563,110 @@ def test_the_order_is_rank_0_s_arrival(on_ranks):
 
 def test_forward_walk_updates_the_first_layers_first():
     comm = Recorder()
-    model = chain()
-    engine, _ = flow(model, X, comm, walk="forward")
-    gathers = [event[2] for event in comm.events if event[:2] == ("start", "gather")]
-    in_order = {bank.values.data_ptr(): i for i, bank in enumerate(engine.order)}
-    assert [in_order[pointer] for pointer in gathers[-len(engine.banks):]] == list(range(len(engine.banks)))[::-1]
-    assert engine.order[-1].slots[0].name.startswith("0.")
+    engine, _ = flow(chain(), X, comm, walk="forward")
+    gathers, order = [event[2] for event in comm.events if event[:2] == ("start", "gather")], engine.reducer.launch_order
+    in_order = {bucket.param_data.data_ptr(): i for i, bucket in enumerate(order)}
+    assert [in_order[pointer] for pointer in gathers[-len(order):]] == list(range(len(order)))[::-1]
+    assert order[-1].params[0].name.startswith("0.")
 
 
-def test_a_lazy_gather_is_waited_for_where_the_forward_reads_it():
+def test_a_gather_is_waited_for_where_the_forward_reads_it():
     comm, model = Recorder(), chain()
-    engine = with_model(model, comm, lazy_gather=True)
-    for step in range(2):
-        engine.arm(step)
-        model(X).sum().backward()
-        engine.step(FULL)
-    assert sum(event[:2] == ("wait", "gather") for event in comm.events) == len(engine.banks), "the second step's are still open"
+    engine = build(model, comm, overlap_param_gather=True)
+    run_steps(engine, model, X, range(2))
+    assert sum(event[:2] == ("wait", "gather") for event in comm.events) == len(engine.buckets), "the second step's are still open"
     seen = []
     for name, module in model.named_modules():
         if name:
-            module.register_forward_hook(lambda *_, name=name: seen.append((name, sum(bank.gathering is not None for bank in engine.banks))))
+            module.register_forward_hook(
+                lambda *_, name=name: seen.append((name, sum(bucket.gathering is not None for bucket in engine.buckets))))
     model(X)
-    assert seen == [("0", 4), ("1", 2), ("2", 0)], "each layer waits for its own two banks, and for no other"
+    assert seen == [("0", 4), ("1", 2), ("2", 0)], "each layer waits for its own two buckets, and for no other"
     with pytest.raises(RunError, match="give the optimizer the model"):
-        BankOptimizer(train_gpt.fill_banks(adam_members(chain()), 0, 0, 1), Comm(), settings=SyncSettings(lazy_gather=True))
+        optimizer_of(chain(), overlap_param_gather=True)
 
 
-def test_a_lazy_gather_that_no_forward_read_is_waited_for_before_the_next_update():
+def test_a_gather_that_no_forward_read_is_waited_for_before_the_next_update():
     model, comm = Branches(), Recorder()
-    engine = with_model(model, comm, lazy_gather=True, unused=True)
+    engine = build(model, comm, overlap_param_gather=True)
     for step in range(2):
-        engine.arm(step)
+        engine.prepare_for_backward(step)
         torch.stack([p.sum() for p in model.parameters()]).sum().backward()  # no module's forward runs
         engine.step(FULL)
-    for bank in engine.banks:
-        kinds = [event for event, kind, where in comm.events if kind == "gather" and where == bank.values.data_ptr()]
+    for bucket in engine.buckets:
+        kinds = [event for event, kind, where in comm.events if kind == "gather" and where == bucket.param_data.data_ptr()]
         assert kinds == ["start", "wait", "start"]
+
+
+def open_state(comm, network):
+    """What is saved, and what is loaded, while gathers are under way."""
+    model = chain()
+    engine = build(model, network(comm.rank, comm.ranks), overlap_param_gather=True, rule=ONCE)
+    first = engine.state_dict()
+    run_steps(engine, model, X, range(2))
+    state = engine.state_dict()
+    run_steps(engine, model, X, range(2, 3))
+    engine.load_state_dict(first)
+    engine.finish_all_gathers()
+    return state, all(torch.equal(p.flatten(), first[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_state_waits_for_the_gathers_that_are_under_way(on_ranks, ranks):
+    plain = on_ranks(ranks, open_state, Comm)[0][0]
+    for state, put_back in on_ranks(ranks, open_state, Hostile):
+        assert put_back and all(torch.equal(x, plain[name]) for name, x in state.items())
+
+
+# what ranks tell each other
+
+
+def all_json_of(comm):
+    return comm.all_json({"rank": comm.rank, "text": 'ü"\\\n' * comm.rank, "list": [1.5, None, True][comm.rank:]}), comm.all_json([])
+
+
+def test_json_comes_from_every_rank_as_it_was(on_ranks):
+    expected = [{"rank": rank, "text": 'ü"\\\n' * rank, "list": [1.5, None, True][rank:]} for rank in range(3)]
+    assert on_ranks(3, all_json_of) == [(expected, [[], [], []])] * 3
+
+
+def unpickled(comm):
+    """A whole life of an engine, where sending an object would fail."""
+    with mock.patch("torch.distributed.distributed_c10d._object_to_tensor", side_effect=AssertionError("pickled")):
+        optimizer, params = mixture(300.0, comm, check_grads=True, find_unused_parameters=True)
+        mixed_steps(optimizer, params, range(2))
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.prepare_for_backward(3)
+        sum(p.sum() for p in params.values()).mul(math.inf if comm.rank else 1.0).backward()
+        try:
+            optimizer.step(FULL)
+        except RunError as error:
+            return str(error)
+
+
+def test_ranks_send_each_other_no_pickles(on_ranks):
+    for message in on_ranks(2, unpickled):
+        assert "not finite: four, halved, table, tall_0" in message
 
 
 # accumulation, unused, frozen, replaced
 
 
-def test_only_the_armed_micro_batch_sends():
-    """What others call no_sync: backwards before arm() accumulate and send nothing; together they are one big batch."""
+def test_only_the_last_micro_batch_sends():
+    """What others call no_sync: all backwards but the last accumulate and send nothing; together they are one big batch."""
     model, twin, comm = chain(), chain(), Recorder()
-    optimizer = adam_optimizer(model, comm)
-    judge = torch.optim.AdamW(twin.parameters(), lr=0.01, betas=(0.65, 0.95), eps=1e-8, weight_decay=0)
+    optimizer = optimizer_of(model, comm, rule=Descent())
+    judge = torch.optim.SGD(twin.parameters(), lr=Descent().lr)
     for step in range(3):
         comm.events.clear()
-        for micro in range(3):
-            if micro == 2:
-                assert not comm.events
-                optimizer.arm(step)
-            model(X + micro).square().sum().backward()
+        for i in range(3):
+            assert not comm.events
+            optimizer.prepare_for_backward(step, i, 3)
+            model(X + i).square().sum().backward()
         optimizer.step(FULL)
-        assert comm.kinds().count(("start", "reduce")) == len(optimizer.banks)
+        assert comm.kinds().count(("start", "reduce")) == len(optimizer.buckets)
         judge.zero_grad()
-        sum(twin(X + micro).square().sum() for micro in range(3)).backward()
+        (sum(twin(X + i).square().sum() for i in range(3)) / 3).backward()
         judge.step()
     assert_close(model.parameters(), twin.parameters())
 
@@ -561,91 +677,130 @@ class Branches(nn.Module):
         torch.manual_seed(1)
         self.left, self.right, self.never = nn.Linear(3, 1), nn.Linear(3, 1), nn.Linear(3, 1)
 
-    def forward(self, x, left):
-        return (self.left if left else self.right)(x)
+    def forward(self, x, *names):
+        return sum(getattr(self, name)(x) for name in names)
 
 
-def branch_steps(comm):
+def branch_steps(comm, bucket_bytes, told):
     """Rank 0 alone takes the left branch; nobody takes the third."""
     model = Branches()
-    engine = BankOptimizer(train_gpt.fill_banks(adam_members(model), 1e9, comm.rank, comm.ranks), comm,
-                           settings=SyncSettings(unused=True))
+    engine = build(model, comm, rule=ONCE, bucket_bytes=bucket_bytes, find_unused_parameters=True)
     for step in range(3):
-        engine.arm(step)
-        model(torch.ones(2, 3) + comm.rank, left=comm.rank == 0).sum().backward()
+        loss = model(torch.ones(2, 3) + comm.rank, "right" if comm.rank else "left").sum()
+        engine.prepare_for_backward(step, loss=loss if told else None)
+        loss.backward()
         engine.step(FULL)
-    state = {name: x.clone() for name, x in engine.named_state()}
-    return {name: p.detach().clone() for name, p in model.named_parameters()}, state
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, engine.state_dict()
 
 
-def test_unused_parameters(on_ranks):
-    results = on_ranks(2, branch_steps)
+@pytest.mark.parametrize("bucket_bytes,told", [(1e9, False), (1e9, True), (0.0, True)])
+def test_unused_parameters(on_ranks, bucket_bytes, told):
+    results = on_ranks(2, branch_steps, bucket_bytes, told)
     twin = Branches()
     before = {name: p.detach().clone() for name, p in twin.named_parameters()}
     judge = torch.optim.AdamW(twin.parameters(), lr=0.01, betas=(0.65, 0.95), eps=1e-8, weight_decay=0)
     for _ in range(3):
         judge.zero_grad()
-        (twin(torch.ones(2, 3), True).sum() + twin(torch.ones(2, 3) + 1, False).sum()).backward()
+        ((twin(torch.ones(2, 3), "left").sum() + twin(torch.ones(2, 3) + 1, "right").sum()) / 2).backward()
         judge.step()
     for parameters, state in results:
         for name, p in twin.named_parameters():
             assert torch.allclose(parameters[name], p, atol=1e-6), name
             assert torch.equal(parameters[name], before[name]) == name.startswith("never"), name
-        assert not state["never.weight.m"].any() and state["left.weight.m"].any()
+        assert not state["never.weight/m"].any() and state["left.weight/m"].any()
+
+
+def launched_in_backward(comm, told):
+    """All branches in the first step; in the next the one whose buckets are launched first is not used."""
+    model = Branches()
+    engine = build(model, comm, find_unused_parameters=True)
+    for step, names in enumerate((("left", "right", "never"), ("right",) if comm.rank else ("left",))):
+        loss = model(torch.ones(2, 3), *names).sum()
+        engine.prepare_for_backward(step, loss=loss if told else None)
+        loss.backward()
+        launches, first = engine.reducer.launches, engine.reducer.due[0].params[0].name
+        engine.step(FULL)
+    return launches, first.split(".")[0], {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_overlap_goes_on_though_a_parameter_is_unused(on_ranks):
+    """Given the loss, the engine marks what backward will not reach before it begins, as DDP does; the result is the same."""
+    told, untold = (on_ranks(2, launched_in_backward, known) for known in (True, False))
+    assert [result[:2] for result in told] == [(6, "never")] * 2 and [result[:2] for result in untold] == [(0, "never")] * 2
+    for name, p in told[0][2].items():
+        assert torch.equal(p, untold[0][2][name]) and torch.equal(p, told[1][2][name])
+
+
+def test_a_gradient_of_what_the_given_loss_does_not_use_is_an_error():
+    model = Branches()
+    engine = build(model, Comm(), find_unused_parameters=True)
+    engine.prepare_for_backward(0, loss=model(torch.ones(2, 3), "left").sum())
+    with pytest.raises(RunError, match="right.bias got its gradient"):
+        model(torch.ones(2, 3), "right").sum().backward()
 
 
 def test_a_parameter_used_now_and_then_keeps_its_moments_when_it_is_not():
     """What nobody used is left as it was: no decay of its moments, no step by its momentum."""
     model = Branches()
-    engine = BankOptimizer(train_gpt.fill_banks(adam_members(model), 1e9, 0, 1), Comm(), settings=SyncSettings(unused=True))
+    engine = build(model, Comm(), rule=ONCE, bucket_bytes=1e9, find_unused_parameters=True)
     states = []
-    for step, left in enumerate((True, False)):
-        engine.arm(step)
-        model(torch.ones(2, 3), left).sum().backward()
+    for step, name in enumerate(("left", "right")):
+        engine.prepare_for_backward(step)
+        model(torch.ones(2, 3), name).sum().backward()
         engine.step(FULL)
-        states.append({name: x.clone() for name, x in engine.named_state()})
-    for key in ("left.weight", "left.weight.m", "left.weight.v"):
+        states.append(engine.state_dict())
+    for key in ("left.weight", "left.weight/m", "left.weight/v"):
         assert torch.equal(states[0][key], states[1][key]), key
     assert not torch.equal(states[0]["right.weight"], states[1]["right.weight"])
+
+
+def test_a_gradient_of_the_first_of_two_steps_counts_where_the_second_has_none():
+    """Adam every second step, unused allowed: what was used in either step is updated with what it got."""
+    model = Branches()
+    engine = build(model, Comm(), rule=Descent(every=2), bucket_bytes=1e9, find_unused_parameters=True)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for step, branch in enumerate(("left", "right")):
+        engine.prepare_for_backward(step)
+        model(torch.ones(2, 3), branch).sum().backward()
+        engine.step(FULL)
+    for name, p in model.named_parameters():
+        assert torch.allclose(p, before[name] - 0.001 * 2 * (not name.startswith("never")), rtol=1e-6), name
 
 
 def test_a_graph_that_changes_is_an_error():
     model = Branches()
     del model.never
-    optimizer = adam_optimizer(model, bank_bytes=1e9)
-    both = lambda: (model(torch.ones(1, 3), True) + model(torch.ones(1, 3), False)).sum()  # noqa: E731
-    optimizer.arm(0)
-    both().backward()
+    optimizer = optimizer_of(model, bucket_bytes=1e9)
+    optimizer.prepare_for_backward(0)
+    model(torch.ones(1, 3), "left", "right").sum().backward()
     optimizer.step(FULL)
-    optimizer.arm(1)
-    model(torch.ones(1, 3), True).sum().backward()
+    optimizer.prepare_for_backward(1)
+    model(torch.ones(1, 3), "left").sum().backward()
     with pytest.raises(RunError, match=r"2 of 4 .* not right\.bias, right\.weight.*unless unused"):
         optimizer.step(FULL)
 
 
 def test_frozen_and_sparse(tiny):
-    model = train_gpt.build_model(tiny, 64, BOS)
+    model = train_gpt.build_model(tiny, train_gpt.Encoding(64, BOS))
     model.embed.weight.requires_grad_(False)
-    names = {member.name for member in train_gpt.assign(model, train_gpt.assignments(tiny))}
+    names = {spec.name for spec in train_gpt.assign(model, train_gpt.assignments(tiny))}
     assert "embed.weight" not in names and len(names) == len(list(model.parameters())) - 1
     table = nn.Embedding(5, 3, sparse=True)
-    optimizer = adam_optimizer(table)
+    optimizer_of(table).prepare_for_backward(0)
     with pytest.raises(RunError, match="weight has a sparse gradient"):
         table(torch.tensor([1, 2])).sum().backward()
-    assert optimizer.banks
 
 
 def test_mixed_devices_are_refused():
-    members = [train_gpt.Member("a", nn.Parameter(torch.zeros(2)), ONCE), train_gpt.Member("b", nn.Parameter(torch.zeros(2, device="meta")), ONCE)]
-    with pytest.raises(RunError, match="b is torch.float32 on meta"):
-        train_gpt.Bank("mixed", members, 0, 1)
+    with pytest.raises(RunError, match="second is torch.float32 on meta"):
+        bucket_of({"first": nn.Parameter(torch.zeros(2)), "second": nn.Parameter(torch.zeros(2, device="meta"))})
 
 
 def replaced_on_both(comm, how, unused):
     model = chain()
-    engine = with_model(model, comm, unused=unused)
+    engine = build(model, comm, find_unused_parameters=unused)
     how(model)
-    engine.arm(0)
+    engine.prepare_for_backward(0)
     model(X).sum().backward()
     try:
         engine.step(FULL)
@@ -665,24 +820,24 @@ def by_loading(model):
 @pytest.mark.parametrize("how,name", [(by_hand, "1.weight"), (by_loading, "0.weight")])
 def test_a_replaced_parameter_is_named(on_ranks, how, name, unused):
     for message in on_ranks(2, replaced_on_both, how, unused):
-        assert message.startswith(f"{name} is another parameter than when the banks were built")
+        assert message.startswith(f"{name} is another parameter")
 
 
-def test_a_parameter_in_no_bank_or_in_two_is_named():
+def test_a_parameter_in_no_bucket_or_in_two_is_named():
     model = chain()
-    members = adam_members(model)
-    with pytest.raises(RunError, match=r"^2\.bias is in no bank"):
-        BankOptimizer(train_gpt.fill_banks(members[:-1], 0, 0, 1), Comm(), model=model)
-    with pytest.raises(RunError, match=r"^0\.weight is in two banks"):
-        BankOptimizer(train_gpt.fill_banks([*members, members[0]], 0, 0, 1), Comm())
+    specs = specs_of(model)
+
+    def engine(specs, model=None):
+        return DistributedOptimizer(train_gpt.fill_buckets(specs, 0, 0, 1), Comm(), model=model)
+    with pytest.raises(RunError, match=r"^2\.bias is in no bucket"):
+        engine(specs[:-1], model)
+    with pytest.raises(RunError, match=r"^0\.weight is in two buckets"):
+        engine([*specs, specs[0]])
     model[2].bias.requires_grad_(False)
     with pytest.raises(RunError, match=r"^2\.bias is frozen"):
-        BankOptimizer(train_gpt.fill_banks(members, 0, 0, 1), Comm())
-    engine = BankOptimizer(train_gpt.fill_banks(members[:-1], 0, 0, 1), Comm(), model=model)
+        engine(specs)
     frozen = model[2].bias.clone()
-    engine.arm(0)
-    model(X).sum().backward()
-    engine.step(FULL)
+    run_steps(engine(specs[:-1], model), model, X, range(1))
     assert torch.equal(model[2].bias, frozen) and model[2].weight.grad is None
 
 
@@ -701,79 +856,133 @@ class Containers(nn.Module):
 
 def test_what_lies_in_containers_is_waited_for_with_the_model():
     x = torch.randn(4, 3)
-    assert_close(*(flow(Containers(), x, comm, lazy_gather=True)[1] for comm in (Hostile(), Comm())))
+    assert_close(*(flow(Containers(), x, comm, overlap_param_gather=True)[1] for comm in (Hostile(), Comm())))
 
 
-def test_hooks_of_a_lazy_gather_can_be_removed():
+def test_hooks_that_wait_for_gathers_can_be_removed():
     model = chain()
-    engine = with_model(model, Comm(), lazy_gather=True)
+    engine = build(model, Comm(), overlap_param_gather=True)
     assert all(part._forward_pre_hooks for part in model)
     engine.remove_hooks()
     assert not any(part._forward_pre_hooks for part in model.modules())
 
 
-@pytest.mark.parametrize("changes", [{"unused": True}, {"clip_norm": 1.0}])
+# clipping, finiteness, compression
+
+
+@pytest.mark.parametrize("bucket_bytes", [0.0, 1e9])
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_exact_mode_refuses_a_gradient_that_is_not_in_every_micro_batch(bucket_bytes, micro_batches):
+    """Also where it has a bucket to itself."""
+    model = Branches()
+    del model.never
+    engine = build(model, Comm(), bucket_bytes=bucket_bytes, exact=True)
+    with pytest.raises(RunError, match=rf"right\.\w+ got a gradient in 1 of {micro_batches} micro-batches"):
+        for i in range(micro_batches):
+            engine.prepare_for_backward(0, i, micro_batches)
+            model(torch.ones(2, 3), *(("left", "right") if i == micro_batches - 1 else ("left",))).sum().backward()
+        engine.step(FULL)
+
+
+@pytest.mark.parametrize("changes", [{"find_unused_parameters": True}, {"clip_norm": 1.0}])
 def test_exact_mode_refuses_what_it_cannot_keep(changes):
     with pytest.raises(RunError, match="exact mode excludes"):
         flow(chain(), X, exact=True, **changes)
 
 
-def test_exact_mode_refuses_a_gradient_that_is_not_in_every_micro_batch():
-    model = Branches()
-    del model.never
-    engine = BankOptimizer(train_gpt.fill_banks(adam_members(model), 1e9, 0, 1), Comm(), settings=SyncSettings(exact=True))
-    model(torch.ones(2, 3), True).sum().backward()
-    engine.arm(0)
-    (model(torch.ones(2, 3), True) + model(torch.ones(2, 3), False)).sum().backward()
-    with pytest.raises(RunError, match=r"right\.\w+ got a gradient in 1 of 2 micro-batches"):
-        engine.step(FULL)
+def compressed_step(comm, ranks):
+    """One step of descent on gradients of each rank's own -> the parameters, and the bytes that were received."""
+    comm = train_gpt.CompressedComm(comm.rank, comm.ranks)
+    p = nn.Parameter(torch.zeros(500))
+    optimizer = optimizer_of(nn.ParameterDict({"p": p}), comm, rule=Descent(1.0))
+    optimizer.prepare_for_backward(0)
+    (p * gradient(comm.rank)).sum().backward()
+    optimizer.step(FULL)
+    return p.detach().clone(), {x.dtype for x in optimizer.reducer.received.values()}
 
 
-# hooks of communication, clipping, finiteness
+def gradient(rank):
+    return torch.randn(500, generator=torch.Generator().manual_seed(rank)) * 10 ** rank
 
 
-def compressed_steps(comm):
-    return flow(chain(), X, train_gpt.CompressedComm(comm.rank, comm.ranks))[1]
-
-
-def test_compressed_gradients(on_ranks):
-    """Sent in bf16, summed in bf16: near the plain result, not equal to it."""
-    for parameters in on_ranks(2, compressed_steps):
-        exactly = True
-        for a, b in zip(parameters, plainly(X)):
-            assert torch.allclose(a, b, atol=2e-3)
-            exactly &= torch.equal(a, b)
-        assert not exactly
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_compressed_gradients_are_sums_of_bf16_of_every_rank(on_ranks, ranks):
+    """To the byte: each rank's part of the mean rounded to bf16, and their sum as a tree."""
+    sent = [(gradient(rank) * torch.tensor(1 / ranks)).bfloat16() for rank in range(ranks)]
+    for p, dtypes in on_ranks(ranks, compressed_step, ranks):
+        assert torch.equal(p, -train_gpt.tree_sum(sent).float())
+        assert dtypes == {torch.bfloat16}
+        assert not torch.equal(p, -sum(gradient(rank) for rank in range(ranks)) / ranks)
 
 
 def clipped_steps(comm, limit):
     model = chain()
-    banks = train_gpt.fill_banks([train_gpt.Member(n, p, dataclasses.replace(ONCE, eps=1.0)) for n, p in model.named_parameters()], 0, comm.rank, comm.ranks)
-    engine = BankOptimizer(banks, comm, 1 / comm.ranks, SyncSettings(clip_norm=limit))
-    for step in range(2):
-        engine.arm(step)
-        model(X + comm.rank).square().sum().backward()
-        engine.step(FULL)
+    engine = build(model, comm, clip_norm=limit)
+    run_steps(engine, model, X, range(2))
     return [p.detach().clone() for p in model.parameters()]
 
 
 def test_clip_is_by_the_norm_over_all_ranks(on_ranks):
     twin = chain()
-    judge = torch.optim.AdamW(twin.parameters(), lr=0.01, betas=(0.65, 0.95), eps=1.0, weight_decay=0)
-    for _ in range(2):
+    judge = torch.optim.SGD(twin.parameters(), lr=Descent().lr)
+    for step in range(2):
         judge.zero_grad()
-        ((twin(X).square().sum() + twin(X + 1).square().sum()) / 2).backward()
+        (sum(twin(X + step + rank).square().sum() for rank in range(2)) / 2).backward()
         assert nn.utils.clip_grad_norm_(twin.parameters(), 0.5) > 0.5
         judge.step()
     for parameters in on_ranks(2, clipped_steps, 0.5):
         assert_close(parameters, twin.parameters())
 
 
+@dataclasses.dataclass(frozen=True)
+class DescentOfMatrices(Descent):
+    """Its unit is a matrix, so that shards have any number of elements."""
+
+    def unit(self, shape, matrices):
+        return tuple(shape)
+
+
+def clipped_gradients(comm, limit):
+    """Gradients from 1 to 1,000, in buckets of unlike sizes -> the parameters after a step of descent from zero."""
+    params = nn.ParameterDict({str(i): nn.Parameter(torch.zeros(shape)) for i, shape in enumerate([(3, 5), (70, 70), (9, 64), (9, 64)])})
+    specs = [train_gpt.ParamSpec(n, p, (Descent if n == "1" else DescentOfMatrices)(1.0)) for n, p in params.items()]
+    buckets = train_gpt.fill_buckets(specs, 1e9, comm.rank, comm.ranks)
+    optimizer = DistributedOptimizer(buckets, comm, train_gpt.SyncSettings(clip_norm=limit))
+    optimizer.prepare_for_backward(0)
+    sum((p * big_gradient(i, p.shape)).sum() for i, p in enumerate(params.values())).backward()
+    optimizer.step(FULL)
+    return [p.detach().clone() for p in params.values()]
+
+
+def big_gradient(i, shape):
+    return 10.0 ** i * torch.randn(shape, generator=torch.Generator().manual_seed(i))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_clip_by_norms_of_rows_is_clip_by_the_norm(on_ranks, ranks):
+    """Also where a shard is no multiple of a row, and below the limit nothing changes."""
+    for params in on_ranks(ranks, clipped_gradients, 1e9):
+        grads = [big_gradient(i, p.shape) for i, p in enumerate(params)]
+        assert all(torch.equal(p, -g) for p, g in zip(params, grads))
+    norm = math.sqrt(sum(g.double().square().sum().item() for g in grads))
+    for params in on_ranks(ranks, clipped_gradients, 7.0):
+        assert all(torch.allclose(p, -g * (7.0 / norm), rtol=1e-6, atol=0) for p, g in zip(params, grads))
+
+
+@pytest.mark.parametrize("changes", [{"check_grads": True}, {"clip_norm": 1.0}, {"find_unused_parameters": True}])
+def test_a_step_with_nothing_to_update_checks_nothing(changes):
+    optimizer = optimizer_of(chain(), rule=Descent(every=2), **changes)
+    before = optimizer.state_hash()
+    optimizer.prepare_for_backward(0)
+    optimizer.step(FULL)
+    assert optimizer.state_hash() == before
+
+
 def not_finite_on_one(comm):
     model = chain()
-    engine = BankOptimizer(train_gpt.fill_banks(adam_members(model), 0, comm.rank, comm.ranks), comm, settings=SyncSettings(check_grads=True))
+    engine = build(model, comm, bucket_bytes=1e9, check_grads=True)
     before = [p.detach().clone() for p in model.parameters()]
-    engine.arm(0)
+    engine.prepare_for_backward(0)
     loss = model(X).sum()
     if comm.rank:
         model[1].bias.register_hook(lambda g: g * math.inf)
@@ -786,7 +995,7 @@ def not_finite_on_one(comm):
 
 def test_a_gradient_that_is_not_finite_stops_every_rank_before_the_step(on_ranks):
     for message, untouched in on_ranks(2, not_finite_on_one):
-        assert "that step 0 sums are not finite: 1.bias;" in message and untouched
+        assert "step 0 sums are not finite: 1.bias;" in message and untouched
 
 
 # exact mode
@@ -798,17 +1007,86 @@ def exact_steps(comm, batches, steps):
 
 @pytest.fixture(scope="module")
 def batches():
-    return torch.from_numpy(some_documents(11, 10 * 8 * 49).astype("int64")).view(10, 8, 49)
+    return torch.from_numpy(some_documents(11, 3 * 8 * 49).astype("int64")).view(3, 8, 49)
 
 
 def test_exact_mode_gives_the_same_bytes_at_any_number_of_ranks(on_ranks, batches):
     """Four ranks, since with two every order of summation is a + b; a plain sum gives other bytes, or there were nothing to show."""
-    results = {ranks: on_ranks(ranks, exact_steps, batches, 10) for ranks in (1, 2, 4, 8)}
+    results = {ranks: on_ranks(ranks, exact_steps, batches, 3) for ranks in (1, 4, 8)}
     assert len({result[1] for on_each in results.values() for result in on_each}) == 1
     losses = [sorted(loss for result in on_each for loss in result[0]) for on_each in results.values()]
     assert all(of_ranks == losses[0] for of_ranks in losses)
-    plain = {ranks: on_ranks(ranks, train_steps, {}, 4, batches)[0][1] for ranks in (1, 2, 4)}
+    plain = {ranks: on_ranks(ranks, train_steps, {}, 2, batches)[0][1] for ranks in (1, 4)}
     assert len(set(plain.values())) > 1
+
+
+@given(heights=st.integers(0, 4), seed=st.integers(0, 1000))
+@settings(max_examples=30, deadline=None)
+def test_micro_batches_sum_as_a_binary_tree(heights, seed):
+    leaves = torch.randn(2 ** heights, 5, generator=torch.Generator().manual_seed(seed))
+    p = nn.Parameter(torch.zeros(5))
+    bucket = bucket_of({"p": p})
+    for leaf in leaves:
+        p.grad = leaf.clone()
+        bucket.add(bucket.params[0], 0.5, exact=True)
+    bucket.finish_exact_sums(len(leaves))
+    tree = 0.5 * leaves
+    while len(tree) > 1:
+        tree = tree[0::2] + tree[1::2]
+    assert torch.equal(bucket.params[0].grad, tree[0])
+
+
+# flat views
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatTorch:
+    """A rule of any torch optimizer that works in place: it is given the shard as one flat parameter."""
+
+    optimizer: type
+    options: tuple = ()
+    every: int = 1
+
+    def unit(self, shape, matrices):
+        return ()
+
+    def init_state(self, shard):
+        return {}
+
+    def hyper(self, plan, t):
+        return {"rule": self}
+
+    @staticmethod
+    def update(param, grad, state, hyper):
+        rule = hyper["rule"]
+        if "inner" not in rule.__dict__:
+            rule.__dict__["inner"] = rule.optimizer([nn.Parameter(param)], **dict(rule.options))
+        rule.inner.param_groups[0]["params"][0].grad = grad
+        rule.inner.step()
+
+
+@pytest.mark.parametrize("optimizer,options", [(torch.optim.Adam, {"lr": 0.01}), (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+                                               (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9})])
+def test_any_optimizer_of_torch_works_on_the_flat_view(optimizer, options):
+    model, twin = chain(), chain()
+    engine = optimizer_of(model, bucket_bytes=1e9, rule=FlatTorch(optimizer, tuple(options.items())))
+    judge = optimizer(twin.parameters(), **options)
+    for step in range(3):
+        engine.prepare_for_backward(step)
+        model(X + step).square().sum().backward()
+        engine.step(FULL)
+        judge.zero_grad()
+        twin(X + step).square().sum().backward()
+        judge.step()
+    assert_close(model.parameters(), twin.parameters())
+
+
+def test_a_rule_of_matrices_refuses_the_flat_view():
+    with pytest.raises(RunError, match=r"matrices.* shape \(12,\)"):
+        bucket_of({"flat": nn.Parameter(torch.zeros(12))}, WIDE)
+
+
+# whole runs
 
 
 def test_an_exact_run_prints_the_same_losses_at_any_number_of_ranks(one, tmp_path, capsys):  # noqa: F811
@@ -822,85 +1100,10 @@ def test_an_exact_run_prints_the_same_losses_at_any_number_of_ranks(one, tmp_pat
     assert logs[0][4]["final_state_hash"] == logs[1][4]["final_state_hash"] and logs[1][2]["ranks"] == 4
 
 
-def test_a_run_ends_with_the_name_of_a_gradient_that_is_not_finite(one, tmp_path):  # noqa: F811
-    done = torchrun(2, Path(train_gpt.__file__), flags(tmp_path, one[1], run_id="nan", adam_lr=1e38, val_every=0, check_grads="true"))
-    assert done.returncode != 0
-    for rank in range(2):
-        assert re.search(rf"rank {rank}: error: .*gradients that step \d sums are not finite: blocks", done.stderr), done.stderr
-    assert (tmp_path / "logs" / "nan.txt").read_text().splitlines()[-1].startswith("error: gradients that step")
-
-
-@given(heights=st.integers(0, 4), seed=st.integers(0, 1000))
-@settings(max_examples=30, deadline=None)
-def test_micro_batches_sum_as_a_binary_tree(heights, seed):
-    leaves = torch.randn(2 ** heights, 5, generator=torch.Generator().manual_seed(seed))
-    p = nn.Parameter(torch.zeros(5))
-    bank = train_gpt.Bank("b", [train_gpt.Member("p", p, ONCE)], 0, 1)
-    for leaf in leaves:
-        p.grad = leaf.clone()
-        bank.add(bank.slots[0], 1.0, exact=True)
-    bank.fell_trees()
-    tree = leaves
-    while len(tree) > 1:
-        tree = tree[0::2] + tree[1::2]
-    assert torch.equal(bank.slots[0].grad, tree[0])
-
-
-# memory, flat views, profiling
-
-
-def test_one_gradient_is_alive_beside_the_banks():
-    """Peak memory of backward is the banks and one gradient at a time: each is dropped when it has been added."""
-    model = chain((4,) * 8)
-    adam_optimizer(model)
-    alive = []
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda _: alive.append(sum(q.grad is not None for q in model.parameters())))
-    model(torch.randn(2, 4)).sum().backward()
-    assert len(alive) == 14 and max(alive) <= 1
-
-
-@dataclasses.dataclass(frozen=True)
-class FlatTorch:
-    """A rule of any torch optimizer that works in place: it is given the shard as one flat parameter."""
-
-    optimizer: type
-    options: tuple = ()
-    every: int = 1
-    function = staticmethod(lambda inner: inner.step())
-
-    def unit(self, shape, parts):
-        return ()
-
-    def new_state(self, bank):
-        self.__dict__["inner"] = self.optimizer([nn.Parameter(bank.my_values)], **dict(self.options))
-        self.inner.param_groups[0]["params"][0].grad = bank.my_grads
-        return {}
-
-    def arguments(self, bank, values):
-        return (self.inner,)
-
-
-@pytest.mark.parametrize("optimizer,options", [(torch.optim.Adam, {"lr": 0.01}), (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
-                                               (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9})])
-def test_any_optimizer_of_torch_works_on_the_flat_view(optimizer, options):
-    model, twin = chain(), chain()
-    engine = BankOptimizer(train_gpt.fill_banks(adam_members(model, FlatTorch(optimizer, tuple(options.items()))), 1e9, 0, 1), Comm())
-    judge = optimizer(twin.parameters(), **options)
-    for step in range(3):
-        engine.arm(step)
-        model(X + step).square().sum().backward()
-        engine.step(FULL)
-        judge.zero_grad()
-        twin(X + step).square().sum().backward()
-        judge.step()
-    assert_close(model.parameters(), twin.parameters())
-
-
-def test_a_rule_of_matrices_refuses_the_flat_view():
-    rule = train_gpt.NorMuon(0.03, 1.2, 0.95, torch.float32, wide=True)
-    with pytest.raises(RunError, match=r"NorMuon updates matrices; it was given a parameter of shape \(12,\)"):
-        train_gpt.Bank("flat", [train_gpt.Member("flat", nn.Parameter(torch.zeros(12)), rule)], 0, 1)
+def test_a_run_ends_with_the_name_of_a_gradient_that_is_not_finite(one, tmp_path, capsys):  # noqa: F811
+    status, _, errors = run_here(flags(tmp_path, one[1], run_id="nan", adam_lr=1e38, val_every=0, check_grads="true"), capsys)
+    assert status != 0 and re.search(r"error: .*step \d sums are not finite: blocks", errors), errors
+    assert re.search(r"^error: .*not finite", (tmp_path / "logs" / "nan.txt").read_text().splitlines()[-1])
 
 
 @pytest.mark.parametrize("sync", ["hook", "step"])
@@ -923,26 +1126,15 @@ def test_profile_has_a_range_for_every_phase(one, tmp_path, capsys, sync):  # no
     assert read_log(tmp_path / "logs" / "traced.txt")[4]["final_state_hash"] == plain, "profiling changed what is computed"
 
 
-@pytest.mark.parametrize("changes", [{"lazy_gather": "true"}, {"walk": "forward"}, {"lazy_gather": "true", "walk": "forward"},
-                                     {"check_grads": "true"}, {"clip_norm": 1e9}, {"sync": "step"}, {"unused": "true"}], ids=str)
-def test_variants_of_a_whole_run_end_in_the_same_bytes(one, tmp_path, capsys, changes):  # noqa: F811
-    status, _, errors = run_here(flags(tmp_path, one[1], run_id="variant", **changes), capsys)
-    assert status == 0, errors
-    assert read_log(tmp_path / "logs" / "variant.txt")[4]["final_state_hash"] == read_log(one[3])[4]["final_state_hash"]
-
-
-def test_a_gradient_of_the_first_of_two_steps_counts_where_the_second_has_none():
-    """Adam every second step, unused allowed: what was used in either step is updated with what it got."""
-    model = Branches()
-    engine = BankOptimizer(train_gpt.fill_banks(adam_members(model, dataclasses.replace(ONCE, every=2)), 1e9, 0, 1), Comm(),
-                           settings=SyncSettings(unused=True))
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for step, left in enumerate((True, False)):
-        engine.arm(step)
-        model(torch.ones(2, 3), left).sum().backward()
-        engine.step(FULL)
-    for name, p in model.named_parameters():
-        assert torch.equal(p, before[name]) == name.startswith("never"), name
+def test_settings_reach_a_whole_run(one, tmp_path, capsys):  # noqa: F811
+    """All that changes no byte at once, and compression, which does."""
+    harmless = {"overlap_param_gather": "true", "walk": "forward", "check_grads": "true", "clip_norm": 1e9,
+                "find_unused_parameters": "true"}
+    for changes, same in ((harmless, True), ({"bf16_compress": "true"}, False)):
+        status, _, errors = run_here(flags(tmp_path, one[1], run_id=f"same-{same}", **changes), capsys)
+        assert status == 0, errors
+        ended = read_log(tmp_path / "logs" / f"same-{same}.txt")[4]["final_state_hash"]
+        assert (ended == read_log(one[3])[4]["final_state_hash"]) == same
 
 
 def test_the_table_names_what_there_is():
