@@ -86,14 +86,19 @@ def usable_gpus():
         seen, usable = torch.cuda.device_count(), torch.cuda.is_available()
     if usable or not seen:
         return seen
+    why = "no reason given"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).split(". ")[0]
     try:
         driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], text=True,
                                 capture_output=True).stdout.split()[0]
     except (OSError, IndexError):
         driver = "(nvidia-smi does not say which)"
     sys.exit(f"launch.py: error: {seen} GPU(s), but torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot "
-             f"use them with driver {driver}; update the driver, or install into .venv torch's build for an older CUDA, or "
-             "race on the CPU: CUDA_VISIBLE_DEVICES= ./run.sh")
+             f"use them with driver {driver}: {why}; update the driver, or install into .venv torch's build for an older "
+             "CUDA, or race on the CPU: CUDA_VISIBLE_DEVICES= ./run.sh")
 
 
 def fit(flags):

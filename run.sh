@@ -104,11 +104,19 @@ if [ "$gpus" -eq 0 ]; then
     cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
 fi
-trap 'exit 130' INT  # from here on the scripts themselves say what is kept
+# Ctrl-C in a data script: it cleans up, but its traceback is nobody's; what is kept is said here
+script='
+import os, runpy, signal, sys
+signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+sys.argv.pop(0)
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")'
+kept="shards that are whole stay"
 case $own_data$preset in
-    Falsespeedrun) "$python" data/fineweb.py 9 ;;
-    Falselaptop) "$python" data/stdlib.py ;;
+    Falsespeedrun) "$python" -c "$script" data/fineweb.py 9 ;;
+    Falselaptop) "$python" -c "$script" data/stdlib.py ;;
 esac
+kept="nothing was started"
 if [ ${#race[@]} -gt 0 ]; then exec "$python" records/race.py "${race[@]}" --ranks "$ranks" -- "${flags[@]}"; fi
 say "racing: $ranks rank(s), preset $preset"
 sample=()

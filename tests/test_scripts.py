@@ -140,8 +140,9 @@ def test_help_installs_nothing(tree):
 # What run.sh starts: a Python that writes down its words, and answers --fit
 
 ECHO = """#!/bin/sh
+[ "$1" != -c ] || shift 2  # code of run.sh's own, perhaps with a script to run
 case "$*" in
-    -c*) exit ;;
+    "") exit ;;
     "launch.py --fit"*) [ -z "$REFUSED" ] || { echo "$REFUSED" >&2; exit 2; }; echo "$FIT"; exit ;;
 esac
 for word in "$@"; do printf '[%s]' "$word"; done
@@ -186,6 +187,20 @@ def test_wrong_words_are_refused_before_anything_is_started(tree, typed, status,
     assert done.returncode == status and says in done.stderr and not done.stdout
 
 
+def test_ctrl_c_while_data_are_made_lets_the_script_clean_up(tree):
+    tree.set_up('#!/bin/sh\nif [ "$1" = launch.py ]; then echo 0 2 laptop False logs; else exec "$REAL_PYTHON" "$@"; fi\n')
+    (tree.root / "data").mkdir()
+    (tree.root / "data" / "shards.py").write_text("import os, time\n")  # is found beside it
+    (tree.root / "data" / "stdlib.py").write_text(
+        "import shards\ntry:\n    print('makes', flush=True)\n    shards.time.sleep(60)\nfinally:\n    print('cleans up')\n")
+    process = tree.start()
+    assert process.stdout.readline() == "makes\n"
+    os.killpg(process.pid, signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (130, "cleans up\n")
+    assert stderr == "run.sh: packages: ready in .venv\nrun.sh: interrupted; shards that are whole stay\n"
+
+
 # What fits this machine
 
 @pytest.fixture
@@ -211,7 +226,13 @@ def test_a_driver_too_old_for_torch_is_said_and_not_raced_on_the_cpu(gpus, tree,
     tree.script(tree.play / "nvidia-smi", "#!/bin/sh\necho 550.54\necho 550.54\n")
     monkeypatch.setenv("PATH", str(tree.play), prepend=":")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(SystemExit, match=r"8 GPU\(s\), but .*built for CUDA 13.0, cannot use them with driver 550.54; update"):
+
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040). Please update")
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    says = r"8 GPU\(s\), but .*built for CUDA 13.0, cannot use them with driver 550.54: .* \(found version 12040\); update"
+    with pytest.raises(SystemExit, match=says):
         launch.main(["--fit"])
 
 
@@ -232,7 +253,7 @@ def listeners(pid):
                 yield words[1].split(":")[0]
 
 rank, ranks, attempt = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
-store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timedelta(seconds=30)))
+store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timedelta(seconds=100)))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
 seen = store.check(["left behind"])
 dist.barrier()
