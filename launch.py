@@ -119,7 +119,7 @@ def models(folder):
 def sample(saved):
     """The run is whole, so its status stands whatever becomes of this."""
     try:
-        print(flush=True)
+        os.write(1, b"\n")
     except OSError:  # nobody reads any more
         return
     subprocess.call([sys.executable, Path(__file__).with_name("sample.py"), saved, "--tokens", "300"])
@@ -146,7 +146,7 @@ def main(words):
     except SignalException as told:
         return 128 + told.sigval
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        rank, failure = error.get_first_failure()  # later ones: ranks that were ended because of it
         if failure.exitcode >= 0:
             return failure.exitcode
         hint = "; perhaps memory ran out" if failure.exitcode == -signal.SIGKILL else ""

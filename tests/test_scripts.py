@@ -271,7 +271,7 @@ def test_a_run_listens_on_loopback_only_and_each_restart_starts_afresh(tmp_path)
     (tmp_path / "ranks.py").write_text(LISTENS)
     environment = {name: v for name, v in os.environ.items() if not name.startswith(("GLOO_", "NCCL_"))}
     done = subprocess.run([sys.executable, ROOT / "launch.py", "--nproc_per_node=2", "--max_restarts=1", "ranks.py"],
-                          capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
+                          capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment)
     # the store of the agent, and gloo's of the rank; addresses are little-endian hexadecimal
     assert done.stdout == "".join(f"attempt {n} seen False lo 2 0100007F\n" for n in range(2)), done.stdout + done.stderr
     assert done.returncode == 128 + signal.SIGKILL
@@ -290,7 +290,9 @@ def test_ctrl_c_in_the_first_second_is_no_traceback(tree):
     (["new.pt"], None, ["new.pt"]),
     (["old.pt"], None, ["old.pt"]),  # written again
     ([], None, []),
-    (["new.pt"], ChildFailedError("train_gpt.py", {0: ProcessFailure(0, 1, 3, "")}), []),
+    (["new.pt"], {0: 3}, []),
+    ([], {1: 1, 0: -15}, []),  # rank 0 was ended because of rank 1
+    ([], {1: -6}, []),
 ])
 def test_the_model_that_a_run_saved_speaks(tmp_path, monkeypatch, capsys, saved, ends, sampled):
     (tmp_path / "old.pt").touch()
@@ -300,7 +302,7 @@ def test_the_model_that_a_run_saved_speaks(tmp_path, monkeypatch, capsys, saved,
         for name in saved:
             (tmp_path / name).write_text("model")
         if ends:
-            raise ends
+            raise ChildFailedError("train_gpt.py", {rank: ProcessFailure(rank, 1, status, "") for rank, status in ends.items()})
 
     called = []
     monkeypatch.setattr(launch, "run", run)
@@ -309,11 +311,22 @@ def test_the_model_that_a_run_saved_speaks(tmp_path, monkeypatch, capsys, saved,
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "lo")
     words = ["--sample_from", str(tmp_path), "--nproc_per_node=1", "train_gpt.py"]
-    assert launch.main(words) == (3 if ends else 0)
+    first = next(iter(ends.values())) if ends else 0
+    status = first if first >= 0 else 128 - first
+    assert launch.main(words) == status
+    assert capsys.readouterr().err == ("launch.py: error: rank 1 was killed by SIGABRT\n" if first < 0 else "")
     assert called == [[ROOT / "sample.py", tmp_path / name, "--tokens", "300"] for name in sampled]
     called.clear()
-    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))  # as is a pipe that nobody reads
-    assert launch.main(words) == (3 if ends else 0) and not called
+    reader, writer = os.pipe()
+    os.close(reader)
+    stdout = os.dup(1)
+    try:
+        os.dup2(writer, 1)  # as after `| head`
+        assert launch.main(words) == status and not called
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.close(writer)
 
 
 # The whole way
