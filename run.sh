@@ -4,95 +4,121 @@
 #   ./run.sh -n 5                             five timed runs, a log each, declared before the first
 #   ./run.sh -n 5 --vs "--sync step"          five pairs of runs in turn, the second with further flags
 #   ./run.sh -n 5 --vs HEAD~1                 likewise, the second of another git revision
+#   ./run.sh --resume latest                  goes on with the run that stopped last; or name its checkpoint or log
 #   ./run.sh --resume logs/race-ID/race.jsonl goes on with a race that stopped
 #   ./run.sh --preset laptop --num_steps 100  every other flag goes to train_gpt.py; --help lists them
 #   ./run.sh --setup                          only make .venv
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=$here/.venv/bin/python
+kept="nothing was started"
+trap 'say "interrupted; $kept"; exit 130' INT
 
 say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
 fail() { say "error: $*"; exit 1; }
 
+wanted=$(cksum < "$here/requirements.txt")
+ready() { [ "$(cat "$here/.venv/ready" 2>/dev/null)" = "$wanted" ] && "$python" -c '' 2>/dev/null; }
+
+# The lock belongs to file 9 as this shell and its children hold it open: it ends with the last of them, however they
+# end. macOS has no flock command; Python has the call on both
+lock='
+import fcntl, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+try:
+    fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    print("run.sh: packages: another run.sh is setting up here; waiting until it has ended", file=sys.stderr)
+    fcntl.flock(9, fcntl.LOCK_EX)
+except OSError:
+    pass  # a file system without locks, such as some network ones
+'
+
 set_up() {
-    local candidate base="" wanted
+    local candidate base=""
+    if ready; then say "packages: ready in .venv"; return; fi
     for candidate in python3 python3.13 python3.12 python3.11 python3.10 python; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then base=$candidate; break; fi
     done
-    wanted=$(cksum < "$here/requirements.txt")
-    if [ "$(cat "$here/.venv/ready" 2>/dev/null)" = "$wanted" ] && "$python" -c '' 2>/dev/null; then
-        say "packages: ready in .venv"
-        return
-    fi
     [ -n "$base" ] || fail "no Python 3.10 or newer was found; install one and come again"
+    exec 9<> "$here/requirements.txt"
+    "$base" -c "$lock"
+    if ready; then say "packages: ready in .venv"; exec 9>&-; return; fi
+    kept="what is in .venv stays; run this again to go on"
     if ! "$python" -m pip --version >/dev/null 2>&1; then
-        say "packages: making .venv with $("$base" --version)"
+        say "packages: making .venv with $("$base" --version), once: some 40 s and 1.3 GB with torch's CPU build, more with CUDA's"
         rm -rf "$here/.venv"
         "$base" -m venv "$here/.venv" || fail "$base cannot make a virtual environment; install its venv module (on Debian python3-venv)"
     fi
-    say "packages: installing requirements.txt into .venv; this is done once"
+    say "packages: installing requirements.txt into .venv"
     "$python" -m pip install --quiet --disable-pip-version-check -r "$here/requirements.txt" ||
         fail "pip could not install requirements.txt (above is why); with a network that reaches a package index, run this again"
     printf '%s\n' "$wanted" > "$here/.venv/ready"
+    exec 9>&-
+    kept="nothing was started"
 }
 
-race=() resume=false preset="" own_data=false help=false flags=()
+race=() resume="" help=false flags=()
 while [ $# -gt 0 ]; do
     case $1 in
         --setup) set_up; exit ;;
         -n|--vs|--resume)
             [ $# -gt 1 ] || fail "$1 wants a value; --help says which"
-            [ "$1" != --resume ] || resume=true
-            race+=("$1" "$2"); shift ;;
-        --preset) preset=${2:-}; flags+=("$1"); [ $# -eq 1 ] || { flags+=("$2"); shift; } ;;
-        --preset=*) preset=${1#*=}; flags+=("$1") ;;
-        --train_files*) own_data=true; flags+=("$1") ;;
+            value=$2
+            if [ "$1" = --resume ]; then
+                resume=run
+                if [ -f "$value" ] && [ "${value#/}" = "$value" ]; then value=$PWD/$value; fi
+            fi
+            case $1$value in
+                --resume*.jsonl) resume=race race+=("$1" "$value") ;;
+                --resume*) flags+=("$1" "$value") ;;
+                *) race+=("$1" "$value") ;;
+            esac
+            shift ;;
         -h|--help) help=true; flags+=("$1") ;;
         *) flags+=("$1") ;;
     esac
     shift
 done
 
-if $resume && [ ${#flags[@]} -gt 0 ]; then fail "--resume goes on as the race began; leave out ${flags[*]}"; fi
-set_up
 cd "$here"
-if $help; then sed -n '2,9s/^# \{0,1\}//p' run.sh; exec "$python" train_gpt.py "${flags[@]}"; fi
+if $help; then
+    sed -n '2,10s/^# \{0,1\}//p' run.sh
+    if ready; then exec "$python" train_gpt.py "${flags[@]}"; fi
+    printf '\nBehind this come the flags of train_gpt.py, once .venv is there: ./run.sh --setup\n'
+    exit
+fi
+if [ "$resume" = race ] && [ ${#flags[@]} -gt 0 ]; then fail "--resume goes on as the race began; leave out ${flags[*]}"; fi
+if [ "$resume" = run ] && [ ${#race[@]} -gt 0 ]; then fail "--resume goes on with one run; leave out ${race[*]}, or name a race.jsonl"; fi
+set_up
+if [ "$resume" = race ]; then exec "$python" records/race.py "${race[@]}"; fi
 
 # torch says what the ranks will see: it knows CUDA_VISIBLE_DEVICES and whether its build fits the driver
-gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
-ranks=2
-if [ "$gpus" -gt 0 ]; then
-    for ranks in 8 4 2 1; do [ "$ranks" -gt "$gpus" ] || break; done
-else
+fitting=$("$python" launch.py --fit ${flags[@]+"${flags[@]}"})
+read -r gpus ranks preset own_data log_dir <<< "$fitting"
+case "$resume ${flags[*]+${flags[*]}}" in
+    run*|*--preset*) ;;
+    *) flags=(--preset "$preset" ${flags[@]+"${flags[@]}"}) ;;  # the same on both sides of a race, whoever looks
+esac
+if [ "$gpus" -eq 0 ]; then
     cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
 fi
-if [ -z "$preset" ]; then
-    preset=$([ "$gpus" -gt 0 ] && echo speedrun || echo laptop)
-    flags=(--preset "$preset" ${flags[@]+"${flags[@]}"})
-fi
-
-if ! $own_data; then
-    case $preset in
-        speedrun) "$python" data/fineweb.py 9 ;;
-        laptop) "$python" data/stdlib.py ;;
-    esac
-fi
-# A rank that fails has said why, unless it was killed: of what torchrun and c10d add to stderr only that remains
-brief='
-    /^(train_gpt|race)\.py: / { print; fflush(); next }
-    /torch\/distributed\/elastic\/.* failed \(exitcode: -/ {
-        rank = signal = $0
-        sub(/.*local_rank: /, "", rank); sub(/ .*/, "", rank)
-        sub(/.*exitcode: -/, "", signal); sub(/\).*/, "", signal)
-        print "run.sh: error: rank " rank " was killed by signal " signal (signal == 9 ? "; perhaps memory ran out" : "")
-    }
-    /torch\/distributed\/elastic\/.*( failed \(exitcode: | death signal)/ { hidden = 1 }  # its traceback follows
-    !hidden && !/^[IWE][0-9]+ .*torch\/distributed\/|\[c10d\]/ { print }
-    { fflush() }'
-briefly() { exec "$@" 2> >(trap '' INT; exec awk "$brief" >&2); }
-
-if $resume; then briefly "$python" records/race.py "${race[@]}"; fi
-if [ ${#race[@]} -gt 0 ]; then briefly "$python" records/race.py "${race[@]}" --ranks "$ranks" -- "${flags[@]}"; fi
+# Ctrl-C in a data script: it cleans up, but its traceback is nobody's; what is kept is said here
+script='
+import os, runpy, signal, sys
+signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+sys.argv.pop(0)
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")'
+kept="shards that are whole stay"
+case $own_data$preset in
+    Falsespeedrun) "$python" -c "$script" data/fineweb.py 9 ;;
+    Falselaptop) "$python" -c "$script" data/stdlib.py ;;
+esac
+kept="nothing was started"
+if [ ${#race[@]} -gt 0 ]; then exec "$python" records/race.py "${race[@]}" --ranks "$ranks" -- "${flags[@]}"; fi
 say "racing: $ranks rank(s), preset $preset"
-briefly "$python" -m torch.distributed.run --standalone --nproc_per_node="$ranks" train_gpt.py "${flags[@]}"
+sample=()
+[ "$preset" != laptop ] || sample=(--sample_from "$log_dir")
+exec "$python" launch.py ${sample[@]+"${sample[@]}"} --nproc_per_node="$ranks" train_gpt.py "${flags[@]}"

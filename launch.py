@@ -1,0 +1,158 @@
+"""Starts the ranks of one run on this machine, as torchrun --standalone does, but open to no other machine.
+
+    python launch.py --nproc_per_node=2 [torchrun's flags] train_gpt.py [its flags]
+    python launch.py --sample_from logs --nproc_per_node=2 train_gpt.py     and lets the model speak that the run saved
+    python launch.py --fit [flags of train_gpt.py]     prints what this machine would start: GPUs, ranks, preset, whether
+                                                       the data are the user's own, folder of the log
+
+torchrun's stores listen on every address of the machine; here the store, gloo and NCCL are found on loopback alone. Each
+restart (--max_restarts) gets a store of its own, so nothing of the attempt that failed is left in it. The agent's own
+report is not printed: the rank that failed has said why, unless a signal killed it, and then this says so.
+
+Exit status: 0, or that of the first rank that failed; 128 + the signal that ended it or this (Ctrl-C: 130).
+"""
+
+import os
+import signal
+import sys
+
+
+def interrupted(*_):
+    """Ctrl-C before there are ranks: without the traceback of an import."""
+    os.write(2, b"launch.py: interrupted before a rank was started; nothing to keep\n")
+    os._exit(130)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL if "--fit" in sys.argv[:2] else interrupted)
+
+import logging
+import socket
+import subprocess
+import warnings
+from pathlib import Path
+
+import torch
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (RendezvousHandler, RendezvousInfo, RendezvousStoreInfo,
+                                                  rendezvous_handler_registry)
+from torch.distributed.run import parse_args, run
+
+HERE = "127.0.0.1"
+TOLD = "SIGINT,SIGTERM,SIGHUP,SIGQUIT,SIGUSR1"  # passed on to the ranks, which have half a minute to end
+
+
+class Loopback(RendezvousHandler):
+    """The agents of one machine are one agent: nothing to negotiate, a store per attempt and no more."""
+
+    use_agent_store = True  # this process hosts the store; all ranks are clients
+
+    def __init__(self, parameters):
+        self.run_id, self.store = parameters.run_id, None
+
+    def next_rendezvous(self):
+        if self.store:
+            print("launch.py: a rank failed; all are started again", file=sys.stderr, flush=True)
+        listener = socket.create_server((HERE, 0))
+        port = listener.getsockname()[1]
+        self.store = TCPStore(HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return RendezvousInfo(self.store, 0, 1, RendezvousStoreInfo(HERE, port))
+
+    def get_backend(self):
+        return "loopback"
+
+    def get_run_id(self):
+        return self.run_id
+
+    def is_closed(self):
+        return False
+
+    def set_closed(self):
+        pass
+
+    def num_nodes_waiting(self):
+        return 0
+
+    def shutdown(self):
+        return True
+
+
+def usable_gpus():
+    """Their number. Leaves by SystemExit where the driver shows GPUs that torch cannot use: a CPU is no substitute."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its reason is in the line below
+        seen, usable = torch.cuda.device_count(), torch.cuda.is_available()
+    if usable or not seen:
+        return seen
+    why = "no reason given"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).split(". ")[0]
+    try:
+        driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], text=True,
+                                capture_output=True).stdout.split()[0]
+    except (OSError, IndexError):
+        driver = "(nvidia-smi does not say which)"
+    sys.exit(f"launch.py: error: {seen} GPU(s), but torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot "
+             f"use them with driver {driver}: {why}; update the driver, or install into .venv torch's build for an older "
+             "CUDA, or race on the CPU: CUDA_VISIBLE_DEVICES= ./run.sh")
+
+
+def fit(flags):
+    gpus = usable_gpus()
+    import train_gpt
+    preset, config = train_gpt.parse_config(flags, "speedrun" if gpus else "laptop")
+    try:
+        ranks = train_gpt.usable_ranks(config, gpus or 2)
+    except train_gpt.RunError as error:
+        sys.exit(f"train_gpt.py: error: {error}")
+    print(gpus, ranks, preset, config.train_files != train_gpt.PRESETS[preset].train_files, config.log_dir)
+
+
+def models(folder):
+    return {(path, path.stat().st_mtime_ns) for path in Path(folder).glob("*.pt")} if folder else set()
+
+
+def sample(saved):
+    """The run is whole, so its status stands whatever becomes of this."""
+    try:
+        os.write(1, b"\n")
+    except OSError:  # nobody reads any more
+        return
+    subprocess.call([sys.executable, Path(__file__).with_name("sample.py"), saved, "--tokens", "300"])
+
+
+def main(words):
+    if words[:1] == ["--fit"]:
+        return fit(words[1:])
+    folder = None
+    if words[:1] == ["--sample_from"]:
+        _, folder, *words = words
+    rendezvous_handler_registry.register("loopback", Loopback)
+    loopback = socket.if_indextoname(1)  # lo, on macOS lo0
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # when a rank has died the others' sockets warn of it at length
+    logging.disable(logging.CRITICAL)
+    before = models(folder)
+    try:
+        run(parse_args(["--rdzv_backend=loopback", f"--local_addr={HERE}", f"--signals_to_handle={TOLD}", *words]))
+        if new := models(folder) - before:
+            sample(max(new, key=lambda model: model[1])[0])
+        return 0
+    except SignalException as told:
+        return 128 + told.sigval
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()  # later ones: ranks that were ended because of it
+        if failure.exitcode >= 0:
+            return failure.exitcode
+        hint = "; perhaps memory ran out" if failure.exitcode == -signal.SIGKILL else ""
+        print(f"launch.py: error: rank {rank} was killed by {failure.signal_name()}{hint}", file=sys.stderr)
+        return 128 - failure.exitcode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
