@@ -2089,8 +2089,7 @@ def checkpoints(folder: Path, run_id: str) -> list[Path]:
 def clear_checkpoints(log: Log, keep: int) -> None:
     """Delete a run's checkpoints but for the latest so many, and what a killed process left half written."""
     run_id, folder = glob.escape(log.run_id), log.path.parent
-    found = checkpoints(folder, run_id)
-    for path in (*found[:len(found) - keep], *folder.glob(f"{run_id}.step*.ckpt.partial")):
+    for path in (*checkpoints(folder, run_id)[:-keep or None], *folder.glob(f"{run_id}.step*.ckpt.partial")):
         path.unlink(missing_ok=True)
 
 def find_checkpoint(config: Config) -> Path:
@@ -2491,7 +2490,8 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
                 "shards": {"train": describe_shards(train_shards), "val": describe_shards(val_shards)},
                 "planned": {"steps": config.num_steps, "train_tokens": tokens_of_steps(config, config.num_steps)},
                 "parameters": parameters, "target_val_loss": config.target_val_loss,
-                "init_from": {"path": config.init_from, "sha256": file_sha256(config.init_from)} if config.init_from else None,
+                "init_from": {"path": config.init_from, "sha256": None if resumed else file_sha256(config.init_from)}
+                if config.init_from else None,
                 "race": {"race_id": race[0], "run": int(race[1]), "declared_n": int(race[2]), "side": race[3]}
                 if config.race else None,
             }, environment, resumed and {"at": now(), "ranks": comm.ranks, "source_sha256": file_sha256(__file__), **resumed})
