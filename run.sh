@@ -94,7 +94,7 @@ set_up
 if [ "$resume" = race ]; then exec "$python" records/race.py "${race[@]}"; fi
 
 # torch says what the ranks will see: it knows CUDA_VISIBLE_DEVICES and whether its build fits the driver
-fitting=$("$python" launch.py --fit ${flags[@]+"${flags[@]}"})
+fitting=$("$python" records/launch.py --fit ${flags[@]+"${flags[@]}"})
 read -r gpus ranks preset own_data log_dir <<< "$fitting"
 case "$resume ${flags[*]+${flags[*]}}" in
     run*|*--preset*) ;;
@@ -121,4 +121,4 @@ if [ ${#race[@]} -gt 0 ]; then exec "$python" records/race.py "${race[@]}" --ran
 say "racing: $ranks rank(s), preset $preset"
 sample=()
 [ "$preset" != laptop ] || sample=(--sample_from "$log_dir")
-exec "$python" launch.py ${sample[@]+"${sample[@]}"} --nproc_per_node="$ranks" train_gpt.py "${flags[@]}"
+exec "$python" records/launch.py ${sample[@]+"${sample[@]}"} --nproc_per_node="$ranks" train_gpt.py "${flags[@]}"

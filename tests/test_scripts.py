@@ -1,4 +1,4 @@
-"""run.sh, test.sh and launch.py as a user types them, from another directory."""
+"""run.sh, test.sh and records/launch.py as a user types them, from another directory."""
 
 import os
 import re
@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-import launch
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "records"))
+import launch  # noqa: E402
 import train_gpt
 from conftest import TINY, some_documents, write_shard
 
@@ -52,10 +53,11 @@ class Tree:
 
     def __init__(self, folder):
         self.root, self.play = folder / "my copy", folder / "play"
-        self.root.mkdir()
-        self.play.mkdir()
-        for name in ("run.sh", "test.sh", "requirements.txt", "launch.py"):
-            shutil.copy(ROOT / name, self.root)
+        for made in (self.root, self.play):
+            made.mkdir()
+        for name in ("run.sh", "test.sh", "requirements.txt", "records/launch.py"):
+            (self.root / name).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, self.root / name)
         self.environment = {**os.environ, "PLAY": str(self.play), "REAL_PYTHON": sys.executable,
                             "PATH": f"{self.play}:{os.environ['PATH']}"}
         self.script(self.play / "python3", BASE)
@@ -143,7 +145,7 @@ ECHO = """#!/bin/sh
 [ "$1" != -c ] || shift 2  # code of run.sh's own, perhaps with a script to run
 case "$*" in
     "") exit ;;
-    "launch.py --fit"*) [ -z "$REFUSED" ] || { echo "$REFUSED" >&2; exit 2; }; echo "$FIT"; exit ;;
+    "records/launch.py --fit"*) [ -z "$REFUSED" ] || { echo "$REFUSED" >&2; exit 2; }; echo "$FIT"; exit ;;
 esac
 for word in "$@"; do printf '[%s]' "$word"; done
 echo
@@ -152,15 +154,15 @@ echo
 
 @pytest.mark.parametrize("fit, typed, started", [
     ("0 2 laptop False my logs", [], "[data/stdlib.py]\n"
-     "[launch.py][--sample_from][my logs][--nproc_per_node=2][train_gpt.py][--preset][laptop]\n"),
+     "[records/launch.py][--sample_from][my logs][--nproc_per_node=2][train_gpt.py][--preset][laptop]\n"),
     ("7 6 speedrun False logs", ["--seed", "3"], "[data/fineweb.py][9]\n"
-     "[launch.py][--nproc_per_node=6][train_gpt.py][--preset][speedrun][--seed][3]\n"),
+     "[records/launch.py][--nproc_per_node=6][train_gpt.py][--preset][speedrun][--seed][3]\n"),
     ("1 1 laptop True logs", ["--preset=laptop"],
-     "[launch.py][--sample_from][logs][--nproc_per_node=1][train_gpt.py][--preset=laptop]\n"),
+     "[records/launch.py][--sample_from][logs][--nproc_per_node=1][train_gpt.py][--preset=laptop]\n"),
     ("0 2 laptop True logs", ["--resume", "latest", "--num_steps", "9"],
-     "[launch.py][--sample_from][logs][--nproc_per_node=2][train_gpt.py][--resume][latest][--num_steps][9]\n"),
+     "[records/launch.py][--sample_from][logs][--nproc_per_node=2][train_gpt.py][--resume][latest][--num_steps][9]\n"),
     ("0 2 laptop True logs", ["--resume", "a run.ckpt"],
-     "[launch.py][--sample_from][logs][--nproc_per_node=2][train_gpt.py][--resume][HERE/a run.ckpt]\n"),
+     "[records/launch.py][--sample_from][logs][--nproc_per_node=2][train_gpt.py][--resume][HERE/a run.ckpt]\n"),
     ("", ["--resume", "race.jsonl"], "[records/race.py][--resume][HERE/race.jsonl]\n"),
     ("4 4 speedrun True logs", ["-n", "5", "--vs", "--sync step", "--seed", "1"],
      "[records/race.py][-n][5][--vs][--sync step][--ranks][4][--][--preset][speedrun][--seed][1]\n"),
@@ -188,7 +190,7 @@ def test_wrong_words_are_refused_before_anything_is_started(tree, typed, status,
 
 
 def test_ctrl_c_while_data_are_made_lets_the_script_clean_up(tree):
-    tree.set_up('#!/bin/sh\nif [ "$1" = launch.py ]; then echo 0 2 laptop False logs; else exec "$REAL_PYTHON" "$@"; fi\n')
+    tree.set_up('#!/bin/sh\nif [ "$1" = records/launch.py ]; then echo 0 2 laptop False logs; else exec "$REAL_PYTHON" "$@"; fi\n')
     (tree.root / "data").mkdir()
     (tree.root / "data" / "shards.py").write_text("import os, time\n")  # is found beside it
     (tree.root / "data" / "stdlib.py").write_text(
@@ -270,7 +272,7 @@ signal.pause()
 def test_a_run_listens_on_loopback_only_and_each_restart_starts_afresh(tmp_path):
     (tmp_path / "ranks.py").write_text(LISTENS)
     environment = {name: v for name, v in os.environ.items() if not name.startswith(("GLOO_", "NCCL_"))}
-    done = subprocess.run([sys.executable, ROOT / "launch.py", "--nproc_per_node=2", "--max_restarts=1", "ranks.py"],
+    done = subprocess.run([sys.executable, ROOT / "records" / "launch.py", "--nproc_per_node=2", "--max_restarts=1", "ranks.py"],
                           capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment)
     # the store of the agent, and gloo's of the rank; addresses are little-endian hexadecimal
     assert done.stdout == "".join(f"attempt {n} seen False lo 2 0100007F\n" for n in range(2)), done.stdout + done.stderr
@@ -282,7 +284,7 @@ def test_a_run_listens_on_loopback_only_and_each_restart_starts_afresh(tmp_path)
 def test_ctrl_c_in_the_first_second_is_no_traceback(tree):
     (tree.root / "torch").mkdir()
     (tree.root / "torch" / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True: pass")
-    done = subprocess.run([sys.executable, tree.root / "launch.py"], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, tree.root / "records" / "launch.py"], capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stderr) == (130, "launch.py: interrupted before a rank was started; nothing to keep\n")
 
 
@@ -345,7 +347,7 @@ def tiny_flags(tmp_path):
     write_shard(tmp_path / "toy_train_000001.bin", some_documents(1, 9000))
     write_shard(tmp_path / "toy_val_000000.bin", some_documents(3, 1000))
     values = {**TINY, "train_files": tmp_path / "toy_train_*.bin", "val_files": tmp_path / "toy_val_*.bin", "num_steps": 4,
-              "extension_steps": 1, "log_dir": tmp_path / "logs"}
+              "log_dir": tmp_path / "logs"}
     return [text for name, v in values.items() for text in (f"--{name}", str(v))]
 
 
@@ -394,8 +396,8 @@ def test_the_embedded_corpus_is_made_where_it_is_missing_and_found_where_it_is()
     assert done.returncode == 0, done.stderr
     laptop = train_gpt.PRESETS["laptop"]
     train, val = (train_gpt.find_shards(pattern) for pattern in (laptop.train_files, laptop.val_files))
-    assert train[0][2:] == val[0][2:] == (257, 256)
-    assert sum(shard.tokens for shard in train) > 3 * laptop.num_steps * laptop.batch_tokens
+    assert train[0].encoding == val[0].encoding == (257, 256)
+    assert sum(shard.tokens for shard in train) > 3 * laptop.num_steps * laptop.micro_batches * laptop.micro_batch_tokens
     stream = train_gpt.Stream(train, laptop)
-    stream.check_enough(laptop.num_steps)
-    assert len(stream.next_batch()) == 8
+    stream.check_enough()
+    assert len(stream.next_batch(train_gpt.plan_of(laptop, 0))) == 8

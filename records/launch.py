@@ -1,8 +1,8 @@
 """Starts the ranks of one run on this machine, as torchrun --standalone does, but open to no other machine.
 
-    python launch.py --nproc_per_node=2 [torchrun's flags] train_gpt.py [its flags]
-    python launch.py --sample_from logs --nproc_per_node=2 train_gpt.py     and lets the model speak that the run saved
-    python launch.py --fit [flags of train_gpt.py]     prints what this machine would start: GPUs, ranks, preset, whether
+    python records/launch.py --nproc_per_node=2 [torchrun's flags] train_gpt.py [its flags]
+    python records/launch.py --sample_from logs --nproc_per_node=2 train_gpt.py     and lets the model speak that the run saved
+    python records/launch.py --fit [flags of train_gpt.py]     prints what this machine would start: GPUs, ranks, preset, whether
                                                        the data are the user's own, folder of the log
 
 torchrun's stores listen on every address of the machine; here the store, gloo and NCCL are found on loopback alone. Each
@@ -40,8 +40,9 @@ from torch.distributed.elastic.rendezvous import (RendezvousHandler, RendezvousI
                                                   rendezvous_handler_registry)
 from torch.distributed.run import parse_args, run
 
+ROOT = Path(__file__).resolve().parent.parent
 HERE = "127.0.0.1"
-TOLD = "SIGINT,SIGTERM,SIGHUP,SIGQUIT,SIGUSR1"  # passed on to the ranks, which have half a minute to end
+TOLD = "SIGINT,SIGTERM,SIGHUP,SIGQUIT"  # passed on to the ranks, which have half a minute to end
 
 
 class Loopback(RendezvousHandler):
@@ -103,6 +104,7 @@ def usable_gpus():
 
 def fit(flags):
     gpus = usable_gpus()
+    sys.path.insert(0, str(ROOT))
     import train_gpt
     preset, config = train_gpt.parse_config(flags, "speedrun" if gpus else "laptop")
     try:
@@ -122,7 +124,7 @@ def sample(saved):
         os.write(1, b"\n")
     except OSError:  # nobody reads any more
         return
-    subprocess.call([sys.executable, Path(__file__).with_name("sample.py"), saved, "--tokens", "300"])
+    subprocess.call([sys.executable, ROOT / "sample.py", saved, "--tokens", "300"])
 
 
 def main(words):
@@ -137,6 +139,8 @@ def main(words):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # when a rank has died the others' sockets warn of it at length
     logging.disable(logging.CRITICAL)
+    # a notice to save is the ranks' alone: torch's agent would end them with it
+    signal.signal(signal.SIGUSR1, lambda *_: subprocess.call(["pkill", "-USR1", "-P", str(os.getpid())]))
     before = models(folder)
     try:
         run(parse_args(["--rdzv_backend=loopback", f"--local_addr={HERE}", f"--signals_to_handle={TOLD}", *words]))
