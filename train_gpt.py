@@ -57,6 +57,14 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple, NoReturn, Sequence
 
+def interrupted_early(*_: Any) -> NoReturn:
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, b"train_gpt.py: interrupted before it began; nothing to keep\n")
+    os._exit(130)
+
+if __name__ == "__main__":  # torch takes seconds to import
+    signal.signal(signal.SIGINT, interrupted_early)
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -2733,6 +2741,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, notices.hear)
     sys.exit(main())
