@@ -282,8 +282,8 @@ def test_a_run_listens_on_loopback_only_and_each_restart_starts_afresh(tmp_path)
 
 
 def test_ctrl_c_in_the_first_second_is_no_traceback(tree):
-    (tree.root / "torch").mkdir()
-    (tree.root / "torch" / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True: pass")
+    (tree.root / "records" / "torch").mkdir()
+    (tree.root / "records" / "torch" / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True: pass")
     done = subprocess.run([sys.executable, tree.root / "records" / "launch.py"], capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stderr) == (130, "launch.py: interrupted before a rank was started; nothing to keep\n")
 
