@@ -2405,14 +2405,16 @@ class Profile:
 
     def begins(self, step: int) -> None:
         """Before each step. The profiler's own schedule names the steps, and throws its first, which is slow, away."""
-        if not self.steps or step not in range(self.steps[0] - 1, self.steps[-1] + 2):
+        if not self.steps or step not in range(self.steps[0] - 1, self.steps[-1] + 1 + bool(self.profiler)):
             return
         with self.clock.off("profiling"):
             if self.profiler is None:
                 kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (
                     self.clock.device.type == "cuda")
-                schedule = torch.profiler.schedule(wait=0, warmup=1, active=len(self.steps), repeat=1)
-                self.profiler = torch.profiler.profile(activities=kinds, schedule=schedule, on_trace_ready=self._export)
+                first = max(step, self.steps[0])  # which has a step before it but in a run that begins there
+                schedule = torch.profiler.schedule(wait=0, warmup=first - step, active=self.steps[-1] + 1 - first, repeat=1)
+                self.profiler = torch.profiler.profile(activities=kinds, on_trace_ready=self._export,
+                                                       schedule=lambda number: schedule(max(0, number - step)))
                 self.profiler.start()
                 self.profiler.step_num = step
             else:
@@ -2579,6 +2581,7 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
                 raise RunError(f"the validation loss before step {step} is {val_loss}; lower the learning rates. The "
                                "log is kept")
             if last:
+                profile.begins(step)  # ends with the step before it
                 break
             clock.start()
         profile.begins(step)
@@ -2649,6 +2652,8 @@ def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.St
                            "the name its real address in /etc/hosts")
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timeout))
+        # torchrun keeps its store when it starts the ranks again: what their last life left there is another's
+        store = dist.PrefixStore(f"life-{from_environment('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=ranks, timeout=timeout,
                                 device_id=device if gpu else None)
     except (ValueError, RuntimeError) as error:
