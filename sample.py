@@ -38,9 +38,6 @@ from train_gpt import GPT, GPT2_VOCAB, ROOT, Encoding, Parser, Rotary, RunError,
 CHUNK = 256  # tokens of a prompt that are read at once
 BORDER = "\n\n-----\n\n"  # what is shown where a document ends and the next begins
 
-# ------------------------------------------------------------------------------------------------------------------
-# reading on
-
 class Memory:
     """One layer's attention over what was read so far: stands in the place of a mask, see train_gpt.attend.
 
@@ -61,9 +58,9 @@ class Memory:
             self.kept[:, :, :self.window] = self.kept[:, :, self.count - self.window:self.count]
             self.count = self.window
         begin, end = max(0, self.count - self.window), self.count + new  # the first new token's window, the last one
-        self.kept[0, :, self.count:end], self.kept[1, :, self.count:end] = k[0], v[0]
+        self.kept[:, :, self.count:end] = torch.cat([k, v])
+        keys, values = self.kept[:, :, begin:end].split(1)
         self.count = end
-        keys, values = self.kept[:, None, :, begin:end]
         mask = None  # one token sees all of them
         if new > 1:
             at = torch.arange(end - begin, device=k.device)
@@ -113,12 +110,12 @@ def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Genera
     """A token by its chances: softmax(logits [vocabulary] / temperature) among the top_k likeliest (0: among all)."""
     if temperature == 0:
         return int(logits.argmax())
-    logits, tokens = logits.cpu().double(), None
+    logits = logits.cpu().double()
     if 0 < top_k < len(logits):
-        logits, tokens = logits.topk(top_k)
+        tokens = logits.topk(top_k).indices
+        logits = torch.full_like(logits, -math.inf).index_copy(0, tokens, logits[tokens])
     chances = ((logits - logits.max()) / temperature).softmax(0)
-    drawn = int(torch.multinomial(chances, 1, generator=generator))
-    return drawn if tokens is None else int(tokens[drawn])
+    return int(torch.multinomial(chances, 1, generator=generator))
 
 def generate(model: GPT, windows: Windows, vocab_size: int, prompt: Sequence[int], count: int, temperature: float = 0.8,
              top_k: int = 0, seed: int = 0) -> Iterator[int]:
@@ -128,9 +125,6 @@ def generate(model: GPT, windows: Windows, vocab_size: int, prompt: Sequence[int
     for _ in range(count):
         said = [draw(reader.read(said)[:vocab_size], temperature, top_k, generator)]
         yield said[0]
-
-# ------------------------------------------------------------------------------------------------------------------
-# text
 
 class Vocabulary(NamedTuple):
     encode: Callable[[str], list[int]]
@@ -161,7 +155,6 @@ def vocabulary_of(encoding: Encoding) -> Vocabulary:
     return Vocabulary(encode, gpt2.decode_single_token_bytes)
 
 def encode_prompt(text: str, vocabulary: Vocabulary, encoding: Encoding) -> list[int]:
-    """RunError, with what stands there, where the vocabulary has no token."""
     try:
         tokens = vocabulary.encode(text)
     except UnicodeEncodeError as error:
@@ -184,9 +177,6 @@ def show(tokens: Iterable[int], vocabulary: Vocabulary, bos_id: int) -> Iterator
         ends = token == bos_id
         yield visible(decoder.decode(b"" if ends else vocabulary.bytes_of(token), final=ends)) + BORDER * ends
     yield visible(decoder.decode(b"", final=True))
-
-# ------------------------------------------------------------------------------------------------------------------
-# the command
 
 def number(kind: type, most: float = math.inf) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
