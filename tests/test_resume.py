@@ -1,0 +1,592 @@
+"""A run that is stopped in any way, and goes on, ends with the bytes of one that nothing disturbed; and every rank that
+ends says why."""
+
+import contextlib
+import fcntl
+import json
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+import train_gpt
+from conftest import TINY, some_documents, write_shard
+
+ROOT = Path(train_gpt.__file__).parent
+SMALL = {**TINY, "layers": "S0M L1", "model_dim": 16, "head_dim": 8, "backout_layer": 0, "micro_batches": 4,
+         "micro_batch_tokens": 16, "max_document_tokens": 12, "val_len": 48, "num_steps": 8, "val_every": 5, "warmup_steps": 0,
+         "stages": "until long_window; 1/2 2; 1 4; +2 6", "muon_momentum_rise": 3, "bucket_mb": 0.004, "save_every": 2}
+SEVERAL = {"micro_batches": 12, "stages": "until long_window; 1 2"}  # ranks that 4 micro-batches do not suit
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    write_shard(folder / "toy_train_000001.bin", some_documents(1, 6000))
+    write_shard(folder / "toy_train_000002.bin", some_documents(2, 200_000))
+    write_shard(folder / "toy_val_000000.bin", some_documents(3, 100))
+    return {"train_files": str(folder / "toy_train_*.bin"), "val_files": str(folder / "toy_val_*.bin")}
+
+
+@pytest.fixture
+def flags(tmp_path, corpus):
+    """flags(run_id, ...) -> those of a small run whose log is in the test's folder."""
+    def make(run_id, **changes):
+        values = {**SMALL, **corpus, "log_dir": str(tmp_path), "run_id": run_id, **changes}
+        return ["--preset", "speedrun", *(text for name, v in values.items() for text in (f"--{name}", str(v)))]
+    return make
+
+
+def end_of(path):
+    """The verdict in a log."""
+    lines = re.findall(r'^\{"end".*$', path.read_text(), re.M)
+    assert len(lines) == 1, path.read_text().splitlines()[-1]
+    return json.loads(lines[0])["end"]
+
+
+def resumed_lines(path):
+    return [json.loads(line)["resumed"] for line in re.findall(r'^\{"resumed".*$', path.read_text(), re.M)]
+
+
+def steps_saved(folder):
+    return sorted(int(re.search(r"step(\d+)\.ckpt$", path.name)[1]) for path in folder.glob("*.ckpt"))
+
+
+class Killed(Exception):
+    """Planted: the end of a process that says nothing more."""
+
+
+def train(comm, argv, kill_at=-1):
+    """What main does, in a group of ranks that lives on: a run that goes to its end, or is stopped in the midst of a step."""
+    preset, config = train_gpt.parse_config(argv, "laptop")
+    train_gpt.check_config(config, comm.ranks)
+    config, run_id = train_gpt.name_of_run(config)
+    log, step = train_gpt.Log(config, comm.rank, run_id), train_gpt.Trainer.step
+
+    def mortal_step(self, plan, batch):
+        if plan.step == kill_at and train_gpt.notices.phase == "training":
+            self.optimizer.finish_all_gathers()  # what is on its way would meet the next run's
+            raise Killed
+        return step(self, plan, batch)
+
+    train_gpt.Trainer.step = mortal_step
+    kind = train_gpt.CompressedComm if config.bf16_compress else train_gpt.Comm
+    threads = torch.get_num_threads()
+    try:
+        train_gpt.run(config, preset, kind(comm.rank, comm.ranks), torch.device("cpu"), log, time.perf_counter())
+    except Killed:
+        pass
+    finally:
+        train_gpt.Trainer.step = step
+        torch.set_num_threads(threads)
+        if log.file is not None:
+            log.file.close()
+
+
+# the bytes of an undisturbed run
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"sync": "step", "walk": "forward"}, {"overlap_param_gather": "true", "walk": "forward", "bucket_mb": 0},
+    {"find_unused_parameters": "true", "check_grads": "true"}, {"clip_norm": 0.05, "bucket_mb": 1},
+    {"grad_reduce_in_fp32": "true", "dtype": "bfloat16", "overlap_param_gather": "true"}, {"bf16_compress": "true"},
+    {"exact": "true", "overlap_param_gather": "true", "save_every": 5}], ids=lambda settings: " ".join(settings) or "plain")
+def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(settings, flags, on_ranks, tmp_path):
+    """On two ranks, under every setting of the engine; and steps of a cycle of Adam's that no checkpoint can hold."""
+    settings = {"save_every": 4, **settings}
+    on_ranks(2, train, flags("whole", **settings))
+    on_ranks(2, train, flags("killed", **settings), 7)
+    saved = settings["save_every"]
+    assert steps_saved(tmp_path)[-1] == saved
+    on_ranks(2, train, ["--resume", "latest", "--log_dir", str(tmp_path)])
+    whole, resumed = end_of(tmp_path / "whole.txt"), end_of(tmp_path / "killed.txt")
+    for key in ("final_state_hash", "train_digest", "final_val_loss", "validation_hash", "train_tokens"):
+        assert whole[key] == resumed[key], key
+    assert (whole["resumed"], resumed["resumed"]) == (0, 1)
+    line, = resumed_lines(tmp_path / "killed.txt")
+    assert line["from_step"] == saved and line["lost_steps"] == 7 - saved and line["ranks"] == 2 and line["lost_seconds"] > 0
+    assert line["checkpoint"] == f"killed.step{saved:06}.ckpt" and line["source_sha256"] == train_gpt.file_sha256(ROOT / "train_gpt.py")
+    assert not list(tmp_path.glob("*.ckpt*")), "a run that ended well keeps none"
+    lines = (tmp_path / "killed.txt").read_text().splitlines()
+    after = lines[next(i for i, line in enumerate(lines) if line.startswith('{"resumed"')):]
+    losses = [[re.sub(r" train_time\S+ step_avg\S+", "", line) for line in run if line.startswith("step:")]
+              for run in (after, (tmp_path / "whole.txt").read_text().splitlines())]
+    assert losses[0] == losses[1][-len(losses[0]):] and losses[0][0].startswith("step:5/")
+    times = [int(re.search(r"train_time:(\d+)", line)[1]) for line in after if line.startswith("step:")]
+    before = [int(re.search(r"train_time:(\d+)", line)[1]) for line in lines if line.startswith(f"step:{saved}/")]
+    assert times == sorted(times) and times[0] >= before[0], "the clock goes on from the checkpoint's"
+
+
+def test_exact_runs_go_on_at_any_number_of_ranks_in_the_midst_of_a_cycle(flags, on_ranks, tmp_path):
+    """1, 2, 4 and 8 ranks in turn, each stopped between two steps of Adam's."""
+    exact = dict(exact="true", save_every=1, num_steps=9, warmup_steps=2, micro_batches=8)
+    on_ranks(1, train, flags("whole", **exact))
+    on_ranks(1, train, flags("killed", **exact), 1)
+    for ranks, kill_at, saved in ((2, 3, 1), (4, 5, 3), (8, 7, 5), (1, -1, 7)):
+        assert steps_saved(tmp_path)[-1] == saved
+        on_ranks(ranks, train, ["--resume", str(tmp_path / "killed.txt"), "--bucket_mb", str(0.002 * ranks)], kill_at)
+    whole, resumed = end_of(tmp_path / "whole.txt"), end_of(tmp_path / "killed.txt")
+    assert whole["final_state_hash"] == resumed["final_state_hash"] and whole["train_digest"] == resumed["train_digest"]
+    assert [line["ranks"] for line in resumed_lines(tmp_path / "killed.txt")] == [2, 4, 8, 1]
+
+
+def test_other_ranks_and_buckets_train_on_the_same_tokens(flags, on_ranks, tmp_path):
+    on_ranks(2, train, flags("whole"))
+    on_ranks(2, train, flags("killed"), 5)
+    on_ranks(4, train, ["--resume", str(tmp_path / "killed.txt"), "--bucket_mb", "0.05", "--sync", "step"], 7)
+    on_ranks(1, train, ["--resume", str(tmp_path / "killed.step000006.ckpt"), "--bucket_mb", "0"])
+    whole, resumed = end_of(tmp_path / "whole.txt"), end_of(tmp_path / "killed.txt")
+    assert whole["train_digest"] == resumed["train_digest"] and whole["train_tokens"] == resumed["train_tokens"]
+    assert resumed["final_val_loss"] == pytest.approx(whole["final_val_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("kill_at", [2, 5])
+def test_a_table_of_stages_goes_on_across_its_changes(kill_at, flags, on_ranks, tmp_path):
+    """The batch and the longest document change before steps 3 and 5; documents are split, so that a shard's pieces change."""
+    table = dict(stages="until micro_batches max_document_tokens long_window; 3 4 5 2; 5 2 12 4; 1 6 9 4; +1 6 9 6",
+                 save_every=1, adam_every=1, long_documents="split", shuffle="true")
+    on_ranks(2, train, flags("whole", **table))
+    on_ranks(2, train, flags("killed", **table), kill_at)
+    on_ranks(2, train, ["--resume", "latest", "--log_dir", str(tmp_path)])
+    whole, resumed = end_of(tmp_path / "whole.txt"), end_of(tmp_path / "killed.txt")
+    assert whole["final_state_hash"] == resumed["final_state_hash"] and whole["train_digest"] == resumed["train_digest"]
+
+
+# in this process: one rank
+
+
+def here(argv, capsys, kill_at=None):
+    """(exit status, stdout, stderr) of one rank in this process, perhaps stopped in a step."""
+    with pytest.MonkeyPatch.context() as patch:
+        if kill_at is not None:
+            step = train_gpt.Trainer.step
+
+            def mortal_step(self, plan, batch):
+                if plan.step == kill_at:
+                    raise train_gpt.RunError("killed")
+                return step(self, plan, batch)
+            patch.setattr(train_gpt.Trainer, "step", mortal_step)
+        status = train_gpt.main(argv)
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+@pytest.fixture
+def killed(flags, capsys, tmp_path):
+    """The log of a run that was stopped in step 5, with checkpoints before the steps 2 and 4."""
+    status, _, errors = here(flags("killed"), capsys, kill_at=5)
+    assert status == 1 and "error: killed" in errors and steps_saved(tmp_path) == [2, 4]
+    return tmp_path / "killed.txt"
+
+
+def test_the_last_so_many_are_kept(flags, capsys, tmp_path):
+    here(flags("some", save_every=1, adam_every=1, keep_checkpoints=3), capsys, kill_at=6)
+    assert steps_saved(tmp_path) == [4, 5, 6]
+    here(["--resume", str(tmp_path / "some.step000004.ckpt"), "--keep_checkpoints", "1"], capsys, kill_at=5)
+    assert steps_saved(tmp_path) == [5], "the latest is the one that was written last"
+
+
+def test_a_checkpoint_that_cannot_be_read_is_one_line(flags, killed, capsys, tmp_path):
+    latest, older = tmp_path / "killed.step000004.ckpt", tmp_path / "killed.step000002.ckpt"
+    good = latest.read_bytes()
+    tensor = max(torch.load(latest, weights_only=True)["state"].values(), key=lambda x: x.abs().sum() * x.is_floating_point())
+    place = good.index(tensor.numpy().tobytes())  # a changed bit in it
+    other = torch.load(latest, weights_only=True)
+    other["state"] = {name: x.repeat(2) for name, x in other["state"].items()}
+    model = {key: v for key, v in torch.load(latest, weights_only=True).items() if key in ("config", "state", "run_id")}
+    for content, says in ((good[:-100], "damaged"), (good[:place] + bytes([good[place] ^ 1]) + good[place + 1:], "damaged"),
+                          (b"", "damaged"), (other, "the saved state does not fit"), (model, "is no checkpoint"),
+                          ({"state": {}, "tensors": 3}, "is no checkpoint"), (None, "cannot be read")):
+        if isinstance(content, dict):
+            train_gpt.save_file(latest, content)
+        elif content is None:
+            latest.unlink()
+            latest.mkdir()
+        else:
+            latest.write_bytes(content)
+        status, _, errors = here(["--resume", str(killed)], capsys)
+        assert status == 1 and says in errors and errors.count("\n") == 1, errors
+        assert not resumed_lines(killed)
+    latest.rmdir()
+    status, _, errors = here(["--resume", str(older)], capsys)
+    assert status == 0 and resumed_lines(killed)[0]["from_step"] == 2
+
+
+def test_there_is_nothing_to_resume(flags, killed, capsys, tmp_path):
+    model = tmp_path / "model.pt"
+    for named in ("nowhere", str(tmp_path / "killed.step000003.ckpt"), str(model)):
+        status, _, errors = here(["--resume", named], capsys)
+        assert status == 1 and f"--resume {named}: no checkpoint there" in errors and errors.count("\n") == 1
+    train_gpt.save_file(model, {"state": {}})
+    assert "no checkpoint there" in here(["--resume", str(model)], capsys)[2]
+    assert here(["--resume", str(killed)], capsys)[0] == 0
+    assert "A run that ended well keeps none" in here(["--resume", str(killed)], capsys)[2]
+
+
+def test_latest_is_that_of_the_named_run(flags, killed, capsys, tmp_path):
+    here(flags("other"), capsys, kill_at=3)
+    assert here(["--resume", "latest", "--log_dir", str(tmp_path), "--run_id", "killed"], capsys)[0] == 0
+    assert end_of(killed)["resumed"] == 1 and steps_saved(tmp_path) == [2]
+
+
+def test_what_would_make_it_another_run_is_refused_by_name(flags, killed, capsys, corpus, tmp_path):
+    before = killed.read_bytes()
+    status, _, errors = here(["--resume", str(killed), "--seed", "3", "--num_steps", "9", "--bucket_mb", "1"], capsys)
+    assert status == 1 and "--num_steps, --seed would make it another run" in errors and "bucket_mb" not in errors
+    status, _, errors = here(["--resume", str(killed), "--init_from", "model.pt"], capsys)
+    assert status == 1 and "--init_from would make it another run" in errors
+    other = write_shard(tmp_path / "other_000001.bin", some_documents(5, 6000))
+    for name in ("train_files", "val_files"):
+        status, _, errors = here(["--resume", str(killed), f"--{name}", str(other)], capsys)
+        assert status == 1 and "the shards are not those" in errors and errors.count("\n") == 1
+    assert killed.read_bytes() == before
+
+
+def test_one_process_at_a_time_trains_a_run(killed, capsys):
+    before = killed.read_bytes()
+    with open(killed) as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        status, _, errors = here(["--resume", str(killed)], capsys)
+    assert status == 1 and "another process trains this run" in errors and errors.count("\n") == 1
+    assert killed.read_bytes() == before
+    assert here(["--resume", str(killed)], capsys)[0] == 0
+
+
+def test_a_torn_last_line_is_ended_and_a_lost_log_begun_anew(flags, killed, capsys, tmp_path):
+    killed.write_bytes(killed.read_bytes().removesuffix(b"error: killed\n")[:-7])
+    torn = killed.read_text().splitlines()[-1]
+    here(["--resume", str(killed)], capsys, kill_at=4)
+    assert f'\n{torn}\n{{"resumed": ' in killed.read_text() and resumed_lines(killed)[0]["lost_steps"] == 1
+    killed.unlink()
+    assert here(["--resume", "latest", "--log_dir", str(tmp_path)], capsys)[0] == 0
+    source, _, rest = killed.read_text().split("\n" + "=" * 100 + "\n")
+    start, resumed, *_ = rest.splitlines()
+    assert source == (ROOT / "train_gpt.py").read_text() and json.loads(start)["run_id"] == "killed"
+    assert json.loads(resumed)["resumed"]["from_step"] == 4 and end_of(killed)["resumed"] == 1
+
+
+def test_a_run_begins_with_a_saved_model_s_parameters(flags, capsys, tmp_path):
+    assert here(flags("first", save_model="true"), capsys)[0] == 0
+    model = tmp_path / "first.pt"
+    tuned = dict(init_from=model, num_steps=6)
+    here(flags("tuned", **tuned), capsys, kill_at=5)
+    started = json.loads((tmp_path / "tuned.txt").read_text().split("=" * 100 + "\n")[2].splitlines()[0])
+    assert started["init_from"] == {"path": str(model), "sha256": train_gpt.file_sha256(model)}
+    opening = float(re.search(r"^step:0/6 val_loss:(\S+)", (tmp_path / "tuned.txt").read_text(), re.M)[1])
+    assert opening < end_of(tmp_path / "first.txt")["final_val_loss"] + 0.1, "the head of a new model begins at zero"
+    model.unlink()
+    assert here(["--resume", "latest", "--log_dir", str(tmp_path)], capsys)[0] == 0, "the model was needed at the start only"
+    status, _, errors = here(flags("missing", init_from=model), capsys)
+    assert status == 1 and str(model) in errors and errors.count("\n") == 1
+
+
+# ranks that can be killed
+
+
+def _rank(rank, ranks, port, argv, plant, output):
+    for descriptor in (1, 2):
+        os.dup2(os.open(f"{output}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    _main(argv, plant)
+
+
+def _main(argv, plant):
+    """As the script itself begins, after what the test plants."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which torch sends to forked ranks when their launcher dies; torchrun forks none
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, train_gpt.notices.hear)
+    exec(plant, {"rank": int(os.environ["RANK"]), "train_gpt": train_gpt})
+    sys.stdout.flush()
+    sys.exit(train_gpt.main(argv))
+
+
+def in_step(fault, before=True):
+    """Source that plants a fault in each training step, before what it computes."""
+    return f"""
+import os, random, resource, signal, sys, threading, time
+step_of = train_gpt.Trainer.step
+def faulty(self, plan, batch):
+    step = plan.step
+    {fault}
+    return step_of(self, plan, batch)
+train_gpt.Trainer.step = faulty
+"""
+
+
+def forked(target, *arguments):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "train_gpt", "torch.distributed.launcher.api"])
+    process = context.Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
+class Group:
+    """Processes that are the ranks of one run. outputs: what each wrote, when all have ended."""
+
+    def __init__(self, ranks, argv, plant, output):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.names = [f"{output}.{rank}" for rank in range(ranks)]
+        for name in self.names:
+            Path(name).unlink(missing_ok=True)
+        self.processes = [forked(_rank, rank, ranks, port, argv, plant, output) for rank in range(ranks)]
+
+    def wait(self, seconds=60):
+        """The exit status of each rank; those that outlast the test's patience are killed (-9)."""
+        until = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0, until - time.monotonic()))
+        self.kill()
+        self.outputs = [Path(name).read_text() for name in self.names]
+        return [process.exitcode for process in self.processes]
+
+    def kill(self):
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+@pytest.fixture
+def group(tmp_path):
+    groups = []
+
+    def start(ranks, argv, plant=""):
+        groups.append(Group(ranks, argv, plant, tmp_path / "output"))
+        return groups[-1]
+    yield start
+    for started in groups:
+        started.kill()
+
+
+@pytest.mark.parametrize("ranks", [3, 6])
+def test_any_number_of_ranks_that_shares_out_the_batch(ranks, flags, group, capsys, tmp_path):
+    assert here(flags("alone", **SEVERAL), capsys)[0] == 0
+    together = group(ranks, flags("together", **SEVERAL))
+    assert together.wait() == [0] * ranks, together.outputs
+    alone, together = end_of(tmp_path / "alone.txt"), end_of(tmp_path / "together.txt")
+    assert alone["train_digest"] == together["train_digest"]
+    assert together["final_val_loss"] == pytest.approx(alone["final_val_loss"], abs=1e-4)
+
+
+def test_a_signal_on_one_rank_makes_all_save_at_one_step(flags, group, on_ranks, tmp_path):
+    """SIGUSR1 in step 3 of rank 1: all save before step 8 and go on; SIGTERM in step 13: all save before step 18 and end."""
+    changes = dict(num_steps=24, save_every=0, val_every=0, num_heads=2)
+    plant = in_step("if rank == 1 and step in (3, 13): os.kill(os.getpid(), signal.SIGUSR1 if step == 3 else signal.SIGTERM)")
+    told = group(2, flags("told", **changes), plant)
+    assert told.wait() == [1, 1]
+    assert steps_saved(tmp_path) == [8, 18]
+    log = tmp_path / "told.txt"
+    for rank in range(2):
+        said = re.findall(r"^train_gpt.py: .*", told.outputs[rank], re.M)
+        assert len(said) == 1 and f"error: terminated before step 18; --resume {log} goes on from there" in said[0], said
+        assert "Traceback" not in told.outputs[rank]
+    assert log.read_text().splitlines()[-1].startswith("error: terminated before step 18")
+    on_ranks(2, train, ["--resume", str(log)])
+    on_ranks(2, train, flags("whole", **changes))
+    assert end_of(log)["final_state_hash"] == end_of(tmp_path / "whole.txt")["final_state_hash"]
+
+
+def test_a_signal_before_training_is_an_error_in_one_line(flags, group, tmp_path):
+    plant = "import os, signal\n" + "train_gpt.find_shards = lambda *_: os.kill(os.getpid(), signal.SIGTERM) if rank else hang()\n" \
+        "def hang():\n    import time\n    time.sleep(60)"
+    told = group(2, flags("told"), plant)
+    assert told.wait(30) == [1, 1]
+    assert re.match(r"train_gpt.py: rank 1: error: terminated; [^\n]*\n\Z", told.outputs[1])
+    assert re.match(r"train_gpt.py: rank 0: error: rank 1 failed: terminated; [^\n]*\n\Z", told.outputs[0])
+    assert not (tmp_path / "told.txt").exists()
+
+
+FAULTS = {
+    "raise": ("raise train_gpt.RunError('the shard went away')", "rank 1 failed: the shard went away"),
+    "bug": ("raise ValueError('a mistake in the code')", "rank 1 failed: ValueError: a mistake in the code"),
+    "kill": ("os.kill(os.getpid(), signal.SIGKILL)", "(rank [02] failed: )?another rank did not answer"),
+    "stop": ("os.kill(os.getpid(), signal.SIGSTOP)", "rank 1 has not been heard of for 2 s"),
+    "sleep": ("time.sleep(100)", "(rank [02] failed: )?another rank did not answer .*--timeout_s 3"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failure_of_one_rank_ends_all_and_says_why(fault, flags, group, tmp_path):
+    """Rank 1 of three fails in its third step, where the others wait for it in a collective."""
+    action, heard = FAULTS[fault]
+    plant = in_step(f"if rank == 1 and step == 2: {action}") + "\ntrain_gpt.FailureMonitor.PATIENCE_S = 2"
+    began = time.monotonic()
+    failed = group(3, flags("failed", timeout_s=3 if fault == "sleep" else 60, **SEVERAL), plant)
+    for process in failed.processes[::2]:
+        process.join(40)
+    seconds = time.monotonic() - began
+    statuses = failed.wait(0 if fault in ("stop", "sleep") else 20)
+    assert statuses[::2] == [1, 1] and seconds < 30, (statuses, seconds)
+    for rank in (0, 2):
+        assert re.search(rf"^train_gpt.py: rank {rank}: error: {heard}", failed.outputs[rank], re.M), failed.outputs[rank]
+    log = (tmp_path / "failed.txt").read_text()
+    assert re.match(f"error: {heard}", log.splitlines()[-1]) and "step:2/8" in log and "step:3/8" not in log
+    assert [("Traceback" in output) for output in failed.outputs] == [False, fault == "bug", False]
+
+
+def test_a_store_that_is_gone_ends_the_others_and_each_says_its_own_reason(flags, group, tmp_path):
+    """Rank 0 holds the store. It stops: the others are not answered; it is killed: they end at once, with their own word."""
+    stop = in_step("if rank == 0 and step == 2: os.kill(os.getpid(), signal.SIGSTOP)")
+    stopped = group(2, flags("stopped"), stop + "\ntrain_gpt.FailureMonitor.PATIENCE_S = 2")
+    stopped.processes[1].join(40)
+    assert stopped.wait(0) == [-signal.SIGKILL, 1]
+    assert "rank 1: error: the ranks' store has not answered for 2 s" in stopped.outputs[1]
+    kill = in_step("if rank == 1 and step == 2: os.kill(int(open(pid).read()), 9); raise train_gpt.RunError('my own reason')")
+    pid = f"pid = {str(tmp_path / 'pid')!r}\nimport os\nif rank == 0: open(pid, 'w').write(str(os.getpid()))\n"
+    began = time.monotonic()
+    killed = group(2, flags("killed"), pid + kill)
+    assert killed.wait(40) == [-signal.SIGKILL, 1] and time.monotonic() - began < 30
+    assert re.search("^train_gpt.py: rank 1: error: my own reason", killed.outputs[1], re.M)
+
+
+def test_a_checkpoint_is_whole_or_not_there(flags, group, capsys, tmp_path):
+    """Killed while it writes the second: the first is whole, and what is half written is cleared by the run that goes on."""
+    plant = """
+import os, signal, torch
+save = torch.save
+def torn(content, file):
+    save(content, file)
+    if content["step"] == 4:
+        file.truncate(1000)
+        os.kill(os.getpid(), signal.SIGKILL)
+torch.save = torn
+"""
+    assert group(1, flags("killed"), plant).wait() == [-signal.SIGKILL]
+    assert steps_saved(tmp_path) == [2] and (tmp_path / "killed.step000004.ckpt.partial").stat().st_size == 1000
+    here(["--resume", "latest", "--log_dir", str(tmp_path), "--save_every", "5"], capsys, kill_at=7)
+    assert steps_saved(tmp_path) == [2, 6] and not list(tmp_path.glob("*.partial"))
+    assert here(["--resume", "latest", "--log_dir", str(tmp_path)], capsys)[0] == 0
+    assert here(flags("whole"), capsys)[0] == 0
+    assert end_of(tmp_path / "killed.txt")["final_state_hash"] == end_of(tmp_path / "whole.txt")["final_state_hash"]
+    assert not list(tmp_path.glob("*.ckpt*"))
+
+
+@pytest.mark.parametrize("terminated", [False, True])
+def test_no_room_for_a_checkpoint(terminated, flags, group, tmp_path):
+    """A limit on the size of files stands for a full disk: training goes on and says so. Where it was to end, it says that
+    there is nothing to go on from."""
+    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))"
+    plant = in_step(f"{limit}; step == 1 and {terminated} and os.kill(os.getpid(), signal.SIGTERM)")
+    full = group(1, flags("full", model_dim=96, head_dim=48, save_every=0 if terminated else 4), plant)
+    assert full.wait() == [int(terminated)], full.outputs
+    full.outputs[0].index("full.step000006.ckpt: cannot be written" if terminated else
+                          "no checkpoint: " + str(tmp_path / "full.step000004.ckpt") + ": cannot be written")
+    assert "goes on from there" not in full.outputs[0] and "Traceback" not in full.outputs[0]
+    assert not list(tmp_path.glob("*.ckpt*")) and ('\n{"end"' in (tmp_path / "full.txt").read_text()) == (not terminated)
+
+
+# torchrun
+
+
+def _elastic(ranks, restarts, argv, plant, output):
+    os.setsid()
+    for descriptor in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    config = LaunchConfig(1, 1, ranks, run_id=str(os.getpid()), rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+                          max_restarts=restarts, monitor_interval=0.02, start_method="fork", local_addr="localhost")
+    elastic_launch(config, _main)(argv, plant)
+
+
+@pytest.fixture
+def elastic(tmp_path):
+    """torchrun's own launcher, whose ranks are forked from a process that has torch already."""
+    started = []
+
+    def start(*arguments):
+        started.append(forked(_elastic, *arguments, tmp_path / "output"))
+        return started[-1]
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+
+
+def test_twenty_kills_at_random_moments_change_no_byte(flags, elastic, on_ranks, tmp_path):
+    """torchrun starts all ranks again; they go on from the latest checkpoint, at first from the beginning, in one log."""
+    changes = dict(num_steps=52, val_every=20, micro_batches=2)
+    plant = in_step("""
+    life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    chance = random.Random(life)
+    victim, at, delay = chance.randrange(2), 2 * life + chance.randrange(2), 0.04 * chance.random()
+    if life < 20 and rank == victim and step >= (at if life else 0):
+        threading.Timer(delay if life else 0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+""")
+    process = elastic(2, 25, flags("killed", **changes), plant)
+    process.join(300)
+    assert process.exitcode == 0, (tmp_path / "output").read_text()[-3000:]
+    on_ranks(2, train, flags("whole", **changes))
+    killed, whole = end_of(tmp_path / "killed.txt"), end_of(tmp_path / "whole.txt")
+    assert killed["final_state_hash"] == whole["final_state_hash"] and killed["train_digest"] == whole["train_digest"]
+    lines = resumed_lines(tmp_path / "killed.txt")
+    assert killed["resumed"] == len(lines) == 20 and (lines[0]["from_step"], lines[0]["checkpoint"]) == (0, None)
+    for line in lines:
+        assert set(line) == {"at", "from_step", "ranks", "checkpoint", "lost_steps", "lost_seconds", "source_sha256"}
+        assert line["checkpoint"] in (None, f"killed.step{line['from_step']:06}.ckpt") and 0 <= line["lost_seconds"] < 300
+    steps = [line["from_step"] for line in lines]
+    assert steps == sorted(steps) and steps[-1] > 30 and not list(tmp_path.glob("*.ckpt*"))
+
+
+def alive(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def wait_until(holds, seconds=60):
+    until = time.monotonic() + seconds
+    while not (found := holds()):
+        assert time.monotonic() < until, "it did not come"
+        time.sleep(0.02)
+    return found
+
+
+def test_ranks_whose_launcher_is_killed_end(flags, elastic, tmp_path):
+    plant = in_step(f"open({str(tmp_path / 'pid')!r} + str(rank), 'w').write(str(os.getpid())); time.sleep(0.2)")
+    launcher, log = elastic(2, 0, flags("orphan", num_steps=100), plant), tmp_path / "orphan.txt"
+    wait_until(lambda: log.exists() and "\nstep:2/" in log.read_text())
+    os.kill(launcher.pid, signal.SIGKILL)
+    pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
+    wait_until(lambda: not any(map(alive, pids)), 15)
+    assert re.search("^train_gpt.py: rank [01]: error: .* the launcher", (tmp_path / "output").read_text(), re.M)
+    assert "the launcher" in log.read_text().splitlines()[-1] and "step:90/" not in log.read_text()
+
+
+def test_torchrun_by_hand(flags, tmp_path):
+    """It starts the ranks again when one is killed; its own SIGTERM saves and ends."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3",
+               str(ROOT / "train_gpt.py"), *flags("byhand", num_steps=600, save_every=10, val_every=0)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    log = tmp_path / "byhand.txt"
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as torchrun:
+        try:
+            wait_until(lambda: steps_saved(tmp_path), 120)
+            children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+            os.kill(int(children[1]), signal.SIGKILL)
+            wait_until(lambda: re.search(r'^\{"resumed".*\nstep:', log.read_text(), re.M), 120)
+            torchrun.terminate()
+            began = time.monotonic()
+            printed, _ = torchrun.communicate(timeout=60)
+            seconds = time.monotonic() - began
+        finally:
+            torchrun.kill()
+    assert torchrun.returncode != 0 and seconds < 20
+    saved = steps_saved(tmp_path)[-1]
+    assert log.read_text().splitlines()[-1].startswith(f"error: terminated before step {saved}; --resume {log} goes on")
+    for rank in range(2):
+        assert f"train_gpt.py: rank {rank}: error: terminated before step {saved}; --resume" in printed
+    line, = resumed_lines(log)
+    assert line["checkpoint"] and line["from_step"] < saved and "Traceback" not in printed.split("torch/distributed/elastic")[0]
