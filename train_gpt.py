@@ -2064,6 +2064,7 @@ def save_file(path: Path, content: dict[str, Any]) -> None:
     content = {**content, "state_hash": hash_of(list(content["state"].items()))}
     partial = path.with_name(path.name + ".partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(partial, "wb") as file:
             torch.save(content, file)
             file.flush()
@@ -2242,7 +2243,8 @@ def with_digests(shards: list[Shard], comm: Comm, local_rank: int, local_ranks: 
     """The shards with their SHA-256, shared out over the ranks of a host. They meet after each, so that none waits for
     longer than one takes. RunError if a host has others."""
     digests: dict[str, str] = {}
-    for first in range(0, len(shards), local_ranks):
+    agree(comm, "shards", {"names": [shard.path.name for shard in shards]}, "Give every host the same data")
+    for first in range(0, len(shards), min(comm.all_json(local_ranks))):
         mine = {shard.path.name: file_sha256(shard.path) for shard in shards[first + local_rank:first + local_rank + 1]}
         for theirs in comm.all_json(mine):
             for name, digest in theirs.items():
@@ -2351,11 +2353,11 @@ class Trainer:
         begins = [-(-stage.begin // c.adam_every) * c.adam_every for stage in stages_of(c)]  # of a cycle of Adam's
         batches: dict[int, list[np.ndarray]] = {}
         for i in range(c.warmup_steps):
-            begin = begins[i // c.adam_every % len(begins)]
-            if begin not in batches:
+            step = begins[i // c.adam_every % len(begins)] + i % c.adam_every
+            if step not in batches:  # a stage may be a single step
                 self.stream.position = position
-                batches[begin] = self.stream.next_batch(plan_of(c, begin))
-            self.step(plan_of(c, begin + i % c.adam_every), batches[begin])
+                batches[step] = self.stream.next_batch(plan_of(c, step))
+            self.step(plan_of(c, step), batches[step])
         if c.warmup_steps:
             self.validate(plan_of(c, c.num_steps), val_sequence[None].repeat(self.comm.ranks, 0))
         self.optimizer.load_state_dict(saved)
@@ -2644,9 +2646,12 @@ def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.St
     """Form the process group. RunError if the others, or what they need to be found, are not there."""
     timeout, gpu = timedelta(seconds=config.timeout_s), device.type == "cuda"
     several_hosts = from_environment("LOCAL_WORLD_SIZE", ranks) < ranks
-    with contextlib.suppress(OSError):
-        address = socket.gethostbyname(socket.gethostname())
-        if several_hosts and not gpu and address.startswith("127.") and not os.environ.get("GLOO_SOCKET_IFNAME"):
+    if several_hosts and not gpu and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        try:
+            address = socket.gethostbyname(socket.gethostname())
+        except OSError:
+            address = "no address"
+        if address.startswith(("127.", "no ")):
             raise RunError(f"this host's name resolves to {address}, where other hosts cannot reach it; set "
                            "GLOO_SOCKET_IFNAME to the network interface that they share (`ip addr` lists them), or give "
                            "the name its real address in /etc/hosts")

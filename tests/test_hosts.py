@@ -1,0 +1,201 @@
+"""Two hosts: two network namespaces with a cable between them, and torchrun in each."""
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+import train_gpt
+from test_resume import SMALL, _main, corpus, end_of, flags, forked, in_step, train, wait_until  # noqa: F401 (fixtures)
+
+ROOT = Path(train_gpt.__file__).parent
+CABLE, NAMES, ADDRESSES = "cable", ("host-a", "host-b"), ("10.78.0.1", "10.78.0.2")
+PORT = 29_555
+
+
+def ip(*words):
+    return subprocess.run(["ip", *words], capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def spaces():
+    """Names of two network namespaces with a cable between them."""
+    if os.geteuid() != 0 or not shutil.which("ip"):
+        pytest.skip("two hosts are two network namespaces, which need root and `ip` (iproute2)")
+    names = [f"test-{os.getpid()}-{side}" for side in "ab"]
+    try:
+        for name in names:
+            if (made := ip("netns", "add", name)).returncode:
+                pytest.skip(f"network namespaces are not allowed here: {made.stderr.strip()}")
+        ip("link", "add", CABLE, "netns", names[0], "type", "veth", "peer", "name", CABLE, "netns", names[1])
+        for name, address in zip(names, ADDRESSES):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", CABLE)
+            ip("-n", name, "link", "set", "lo", "up")
+        plug(names, "up")
+        yield names
+    finally:
+        for name in names:  # takes the cable along
+            ip("netns", "del", name)
+
+
+def plug(spaces, how):
+    for space in spaces[:2 if how == "up" else 1]:
+        done = ip("-n", space, "link", "set", CABLE, how)
+        assert not done.returncode, done.stderr
+
+
+@pytest.fixture
+def names(tmp_path):
+    """A file like /etc/hosts, that hosts of a network may have."""
+    (tmp_path / "names").write_text("127.0.0.1 localhost\n" + "".join(f"{a} {n}\n" for a, n in zip(ADDRESSES, NAMES)))
+    return tmp_path / "names"
+
+
+def become_host(space, name, names):
+    """This process moves to a host: its network, its name, and its file of names."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_mounts, new_name, private, bind = 0x00020000, 0x04000000, 0x44000, 0x1000
+
+    def check(result):
+        if result:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    with open(f"/run/netns/{space}") as file:
+        check(libc.setns(file.fileno(), 0))
+    check(libc.unshare(new_mounts | new_name))
+    check(libc.mount(None, b"/", None, private, None))
+    check(libc.mount(str(names).encode(), b"/etc/hosts", None, bind, None))
+    socket.sethostname(name)
+
+
+def _host(space, name, names, port, argv, plant, output):
+    os.setsid()
+    become_host(space, name, names)
+    for descriptor in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    config = LaunchConfig(2, 2, 1, run_id="hosts", rdzv_backend="c10d", rdzv_endpoint=f"{NAMES[0]}:{port}", max_restarts=0,
+                          monitor_interval=0.02, start_method="fork")
+    elastic_launch(config, _main)(argv, plant)
+
+
+@pytest.fixture
+def two_hosts(spaces, names, tmp_path):
+    """torchrun's launcher on each host, with one rank; start(flags of one, flags of the other, plant) -> the launchers."""
+    started, ports = [], iter(range(PORT + 1 + os.getpid() % 1000, 65_000))
+
+    def start(one, other, plant=""):
+        port = next(ports)
+        started.extend(forked(_host, space, name, names, port, argv, plant, tmp_path / name)
+                       for space, name, argv in zip(spaces, NAMES, (one, other)))
+        return started
+    plug(spaces, "up")
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+
+
+def said(tmp_path, name):
+    """The last words of a host's rank."""
+    path = tmp_path / name
+    return "\n".join(re.findall(r"^train_gpt.py: .*", path.read_text(), re.M)) if path.exists() else ""
+
+
+def test_torchrun_on_two_hosts_as_the_readme_says(spaces, names, flags, on_ranks, tmp_path):
+    command = ["torchrun", "--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint",
+               f"{NAMES[0]}:{PORT + os.getpid() % 1000}", "--rdzv_id", "RUN", str(ROOT / "train_gpt.py"), *flags("both")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    launchers = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                  preexec_fn=lambda space=space, name=name: become_host(space, name, names))
+                 for space, name in zip(spaces, NAMES)]
+    try:
+        printed = [launcher.communicate(timeout=150)[0] for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    assert [launcher.returncode for launcher in launchers] == [0, 0], printed
+    started = json.loads((tmp_path / "both.txt").read_text().split("=" * 100 + "\n")[2].splitlines()[0])
+    assert [host["ranks"] for host in started["hosts"]] == [[0], [1]]
+    for host in started["hosts"]:
+        assert host["source_sha256"] == started["source_sha256"] and host["hardware"]["cores"] and host["versions"]["torch"]
+    on_ranks(2, train, flags("here"))
+    both, here = end_of(tmp_path / "both.txt"), end_of(tmp_path / "here.txt")
+    assert both["final_state_hash"] == here["final_state_hash"] and both["train_digest"] == here["train_digest"]
+    assert "target" in "".join(printed) and "train_gpt.py" not in printed[1]
+
+
+WAIT_AT_3 = """
+    while rank == 0 and step == 3 and not os.path.exists({go!r}): time.sleep(0.05)
+"""
+
+
+def test_a_cable_that_is_pulled_for_three_seconds_changes_nothing(spaces, two_hosts, flags, on_ranks, tmp_path):
+    log, go = tmp_path / "pulled.txt", tmp_path / "go"
+    hosts = two_hosts(*[flags("pulled")] * 2, in_step(WAIT_AT_3.format(go=str(go))))
+    wait_until(lambda: log.exists() and "\nstep:3/8" in log.read_text(), 120)
+    plug(spaces, "down")
+    go.touch()
+    time.sleep(3)
+    assert "\nstep:4/8" not in log.read_text(), "the cable was not needed"
+    plug(spaces, "up")
+    for host in hosts:
+        host.join(60)
+    assert [host.exitcode for host in hosts] == [0, 0], said(tmp_path, NAMES[0]) + said(tmp_path, NAMES[1])
+    on_ranks(2, train, flags("whole"))
+    assert end_of(log)["final_state_hash"] == end_of(tmp_path / "whole.txt")["final_state_hash"]
+
+
+def test_hosts_that_lose_each_other_end_and_say_so(spaces, two_hosts, flags, tmp_path):
+    """Each is, for the other, the host that is lost: for one that with the store, for the other that without."""
+    log, go = tmp_path / "lost.txt", tmp_path / "go"
+    two_hosts(*[flags("lost")] * 2, in_step(WAIT_AT_3.format(go=str(go))))
+    wait_until(lambda: log.exists() and "\nstep:3/8" in log.read_text(), 120)
+    plug(spaces, "down")
+    go.touch()
+    began = time.monotonic()
+    wait_until(lambda: all(said(tmp_path, name) for name in NAMES), 30)
+    seconds = time.monotonic() - began
+    assert "rank 0: error: rank 1 has not been heard of for 10 s: it, its host or the way to it is gone" in said(tmp_path, NAMES[0])
+    assert "rank 1: error: the ranks' store has not answered for 10 s: its host or the way to it is gone" in said(tmp_path, NAMES[1])
+    assert seconds < 20 and log.read_text().splitlines()[-1].startswith("error: rank 1 has not been heard of")
+
+
+@pytest.mark.parametrize("other,says", [({"seed": 1}, "rank 1 has seed 1; rank 0 has 0"),
+                                        ({}, "rank 1 has source_sha256 [0-9a-f]{64}; rank 0 has [0-9a-f]{64}")],
+                         ids=["flags", "source"])
+def test_a_host_with_other_flags_or_source_is_named_before_the_first_step(other, says, two_hosts, flags, tmp_path):
+    copy = tmp_path / "train_gpt.py"
+    copy.write_text((ROOT / "train_gpt.py").read_text() + "# edited\n")
+    plant = "" if other else f"if rank: train_gpt.__file__ = {str(copy)!r}"
+    hosts = two_hosts(flags("mixed"), flags("mixed", **other), plant)
+    for host in hosts:
+        host.join(60)
+    for rank, name in enumerate(NAMES):
+        assert re.search(f"rank {rank}: error: .*differ: {says}", said(tmp_path, name)), said(tmp_path, name)
+    assert not (tmp_path / "mixed.txt").exists()
+
+
+@pytest.mark.parametrize("address", ["127.0.1.1", None], ids=["debian", "none"])
+def test_a_host_whose_name_leads_to_itself_is_told_the_cure(address, monkeypatch):
+    """Debian gives a host's own name an address of the loopback device."""
+    def look_up(_):
+        if address is None:
+            raise socket.gaierror("not known")
+        return address
+    monkeypatch.setattr(socket, "gethostbyname", look_up)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with pytest.raises(train_gpt.RunError, match=f"name resolves to {address or 'no address'}, where .* GLOO_SOCKET_IFNAME"):
+        train_gpt.join(train_gpt.Config(), 0, 2, torch.device("cpu"))
