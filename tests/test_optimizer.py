@@ -91,11 +91,11 @@ def specs_of(model, rule=ONCE):
     return [train_gpt.ParamSpec(name, p, rule) for name, p in model.named_parameters()]
 
 
-def optimizer_of(model, comm=None, bucket_bytes=0.0, rule=ONCE, grad_scale=1.0, knows_model=False, **changes):
+def optimizer_of(model, comm=None, bucket_bytes=0.0, rule=ONCE, grad_scale=1.0, **changes):
     """An engine with one rule for every parameter of the model; changes are of the SyncSettings."""
     comm = comm or train_gpt.Comm()
     buckets = train_gpt.fill_buckets(specs_of(model, rule), bucket_bytes, comm.rank, comm.ranks)
-    return train_gpt.DistributedOptimizer(buckets, comm, train_gpt.SyncSettings(**changes), model if knows_model else None, grad_scale)
+    return train_gpt.DistributedOptimizer(buckets, comm, train_gpt.SyncSettings(**changes), grad_scale=grad_scale)
 
 
 def bucket_of(params, rule=ONCE, rank=0, ranks=1, grad_dtype=None, **spec):
@@ -179,7 +179,8 @@ def test_polar_gives_singular_values_near_one_and_keeps_directions(shape):
     assert ((a @ b) * o).sum((1, 2)).div((a @ b).norm(dim=(1, 2)) * o.norm(dim=(1, 2))).min() > 0.95
 
 
-@pytest.mark.parametrize("shape,matrices,k", [((8, 32), 1, 2.0), ((8, 32), 4, 1.0), ((32, 8), 1, 1.0), ((6, 12), 1, 1.0), ((1, 12), 1, 1.0)])
+@pytest.mark.parametrize("shape,matrices,k", [((8, 32), 1, 2.0), ((8, 32), 4, 1.0), ((32, 8), 1, 1.0), ((6, 12), 1, 1.0),
+                                              ((1, 12), 1, 1.0)])
 def test_normuon_is_the_record_s_written_plainly(shape, matrices, k):
     torch.manual_seed(2)
     param = nn.Parameter(torch.randn(shape))
@@ -926,8 +927,10 @@ def test_a_state_is_the_caller_s_own():
 
 @pytest.mark.parametrize("spoil,says", [
     (lambda state: state.pop("four/m"), "four"), (lambda state: state.pop("table"), "table"),
-    (lambda state: state.update({"tall_0": torch.zeros(5)}), "tall_0"), (lambda state: state.update({"four/v": torch.zeros(240)}), "four"),
-    (lambda state: state.update({"table/m": torch.zeros(90)}), "table"), (lambda state: state.update({"wide_1/updates": torch.tensor(7)}), "wide"),
+    (lambda state: state.update({"tall_0": torch.zeros(5)}), "tall_0"),
+    (lambda state: state.update({"four/v": torch.zeros(240)}), "four/v"),
+    (lambda state: state.update({"table/m": torch.zeros(90)}), "table/m"),
+    (lambda state: state.update({"wide_1/updates": torch.tensor(7)}), "wide_1"),
     (lambda state: state.update({"further": torch.zeros(3)}), "further")])
 def test_a_state_that_does_not_fit_is_refused_by_name(spoil, says):
     optimizer, _ = mixture(1e9, train_gpt.Comm())
@@ -957,20 +960,21 @@ def late_steps(comm, sync="hook"):
         launches.append(optimizer.reducer.launches)
         optimizer.step(FULL)
         orders.append([bucket.params[0].name for bucket in optimizer.reducer.launch_order])
-    return orders, launches, error, {name: p.detach().clone() for name, p in params.items()}, optimizer.state_dict()["late/updates"]
+    updates = optimizer.state_dict()["late/updates"]
+    return orders, launches, error, {name: p.detach().clone() for name, p in params.items()}, updates
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_parameter_may_begin_to_take_part_at_a_step(on_ranks, ranks):
     """Before it a gradient is an error; from it on the order is learned anew, overlap goes on, and its t counts from one."""
-    plain = {"a": reference.Adam(torch.zeros(3, dtype=torch.float64)), "late": reference.Adam(torch.zeros(3, dtype=torch.float64))}
+    plain = {name: reference.Adam(torch.zeros(3, dtype=torch.float64)) for name in ("a", "late")}
     for step in range(4):
         for name in ("a", "late") if step >= 2 else ("a",):
             plain[name].step(torch.full((3,), 1.0 + step + (ranks - 1) / 2, dtype=torch.float64), lr=0.01)
     for orders, launches, error, params, updates in on_ranks(ranks, late_steps):
         assert orders == [["b", "a"]] * 2 + [["late", "b", "a"]] * 2 and launches == [0, 2, 0, 3]
         assert "late" in error and "before step 2" in error
-        assert torch.allclose(params["a"], plain["a"].p, rtol=1e-12) and torch.allclose(params["late"], plain["late"].p, rtol=1e-12)
+        assert all(torch.allclose(params[name], plain[name].p, rtol=1e-12) for name in plain)
         assert updates == 2
 
 
@@ -1016,4 +1020,5 @@ def test_a_parameter_cannot_be_copied_between_updates():
     optimizer.copy_parameter("wide_0", "wide_1")
     state = optimizer.state_dict()
     for key in ("", "/m", "/v"):
-        assert torch.equal(state[f"wide_1{key}"], state[f"wide_0{key}"]) and not torch.equal(state[f"wide_2{key}"], state[f"wide_0{key}"])
+        first, second, third = (state[f"wide_{i}{key}"] for i in range(3))
+        assert torch.equal(first, second) and not torch.equal(first, third)
