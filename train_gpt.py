@@ -1989,7 +1989,7 @@ class Log:
 
     def __init__(self, config: Config, rank: int, run_id: str):
         self.config, self.rank, self.run_id = config, rank, run_id
-        self.file, self.last_line, self.mute, self.resumed = None, 0.0, bool(rank), 0
+        self.file, self.last_line, self.mute, self.resumed = None, 0.0, rank > 0 or sys.stdout is None, 0
         self.shown_loss = ""  # the latest that is known
 
     @property
@@ -2012,10 +2012,15 @@ class Log:
             self.file = None
             raise RunError(f"{self.path}: another process trains this run; wait for it, or end it") from None
         written = self.file.read()
-        begun = re.search(rf"\n{rule}\n(\{{.*)\n(?s:(.*))\Z", written)
+        begun = re.search(rf"\n{rule}\n(\{{.*)\n", written)
         if not begun:  # new, or killed while it wrote this
             self.file.truncate(self.file.seek(0))
-            self.write(f"{source}\n{rule}\n{environment}\n{rule}\n{json.dumps(start)}")
+            try:
+                self.write(f"{source}\n{rule}\n{environment}\n{rule}\n{json.dumps(start)}")
+            except OSError:
+                self.path.unlink()  # nothing is left of a run that did not begin
+                self.file = None
+                raise
         if resumed and (begun or resumed["checkpoint"]):
             steps = re.findall(r"^step:(\d+)/", written.rpartition('\n{"resumed"')[2], re.M)
             began = datetime.fromisoformat((json.loads(begun[1]) if begun else start)["started"])
@@ -2040,9 +2045,11 @@ class Log:
 
     def progress(self, step: int, loss: float | None, clock: Clock, tokens: int) -> None:
         """A line that stays in its place on a terminal; in a pipe one every few seconds."""
+        if self.mute:
+            return
         self.shown_loss = self.shown_loss if loss is None else f"loss {loss:.4f}  "
         pause, total = 0.2 if sys.stdout.isatty() else 5, self.config.num_steps
-        if not self.mute and time.monotonic() - self.last_line > pause:
+        if time.monotonic() - self.last_line > pause:
             self.last_line, per_step = time.monotonic(), clock.read() / step
             self.say(f"step {step}/{total}  {self.shown_loss}{1000 * tokens / clock.read():,.0f} tokens/s  "
                      f"{per_step * (total - step) / 1000:.0f} s left" + "\033[A" * sys.stdout.isatty())
@@ -2736,17 +2743,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         notices.phase = "failed"
         message = describe_error(error, config)
-        if monitor and isinstance(error, RuntimeError):  # often another rank's end, seen from here
-            notices.terminated.wait(monitor.PATIENCE_S / 2)  # its own word may reach us by the monitor
         if monitor:
+            if isinstance(error, RuntimeError):  # often another rank's end, seen from here
+                notices.terminated.wait(monitor.PATIENCE_S / 2)  # its own word may reach us by the monitor
             monitor.over.set()
         if not message:
             traceback.print_exception(error)
         complain(log, rank, message := message or f"{type(error).__name__}: {error}")
-        if monitor:
-            monitor.fail(f"rank {rank} failed: {message}")
         status = 130 if isinstance(error, KeyboardInterrupt) else 1
         if monitor:
+            monitor.fail(f"rank {rank} failed: {message}")
             os._exit(status)  # taking the group apart would wait for those that are gone
         return status
 

@@ -83,7 +83,7 @@ class Ranks:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "train_gpt"])
+        context.set_forkserver_preload(["torch", "train_gpt", "pytest", "torch.distributed.launcher.api"])
         self.pipes, self.processes = [], []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
