@@ -76,8 +76,9 @@ def repo(tmp_path, monkeypatch):
         git(repo, "add", "-A")
         git(repo, "commit", "-qm", f"speed {speed}")
     monkeypatch.setattr(race, "ROOT", repo)
-    monkeypatch.setattr(race, "command", lambda ranks: [sys.executable, "train_gpt.py"])
+    monkeypatch.setattr(race, "command", lambda ranks, lock: [sys.executable, "train_gpt.py"])
     monkeypatch.setattr(race, "PATIENCE_S", 10)
+    monkeypatch.setattr(race, "draw", lambda *_: None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(race.tempfile, "tempdir", None)
     before = signal.getsignal(signal.SIGTERM)
@@ -104,7 +105,7 @@ def test_one_version(repo, capsys):
     assert sorted(run.start["race"]["run"] for run in runs) == [1, 2, 3]
     assert {(run.start["race"]["declared_n"], run.start["race"]["side"]) for run in runs} == {(3, "")}
     shown = capsys.readouterr().out
-    assert "run 3 of 3, seed 3; 0.1015 ± 0.0007 s (2)" in shown and "min left" in shown and "The claim holds" in shown
+    assert "run 3 of 3, seed 3; runs: 0.1015 ± 0.0007 s [0.0999 … 0.1031]" in shown and "(2); 1 runs left, 0." in shown and "The claim holds" in shown
 
 
 def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
