@@ -46,6 +46,8 @@ import scipy.stats
 
 import logs
 
+warnings.filterwarnings("ignore", category=RuntimeWarning, module="scipy")  # equal values have no t: p is nan then
+
 DEFAULT_TARGET = 3.28  # FineWeb, the public speedrun's main track
 LATE = 0.1  # a clock may be reset in this first part of a run, after its warm-up
 OUTLIER, OUTLIER_RUNS = 5, 10  # robust standard deviations from the median; of fewer runs they tell nothing
@@ -187,9 +189,9 @@ def chance(found, n, most, last):
     Predictive power (Spiegelhalter, Freedman and Blackburn 1986), the sd taken as it is seen. Ending a race for want of
     it can only lower the probability of passing a wrong claim."""
     if n == most:
-        return float(found.pvalue < last)
+        return 1.0 * (found.pvalue < last)
     short = scipy.stats.t.isf(last, most - 1) / math.sqrt(most) + found.statistic / math.sqrt(n)
-    return float(scipy.stats.t.sf(short / math.sqrt(1 / n - 1 / most), n - 1))
+    return scipy.stats.t.sf(short / math.sqrt(1 / n - 1 / most), n - 1)
 
 
 def follow(tests, n, most, alpha):
@@ -197,13 +199,11 @@ def follow(tests, n, most, alpha):
     which must find their claim. Returns what decided it, as a dict, or None."""
     limits, passed = bounds(most, alpha), [None] * len(tests)
     for look in range(2, n + 1):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # equal values have no t: they decide nothing
-            found = [test(look) for test in tests]
+        found = [test(look) for test in tests]
         passed = [at or (look if one.pvalue < limits[look - 2] else None) for at, one in zip(passed, found)]
         chances = [1.0 if at else chance(one, look, most, limits[-1]) for at, one in zip(passed, found)]
         if all(passed) or look == most or min(chances) < FUTILE:
-            return {"n": look, "most": most, "bound": limits[look - 2], "passed": passed, "chance": min(chances),
+            return {"n": look, "most": most, "bound": limits[look - 2], "passed": passed, "chance": float(min(chances)),
                     "outcome": "the claim" if all(passed) else "futility" if look < most else "the last look"}
     return None
 
@@ -553,8 +553,8 @@ def check_all_there(side, rejected, until_decided=False):
         if len(runs) == declared[0] or until_decided and numbers.keys() == {str(i + 1) for i in range(len(runs))}:
             continue
         failed = [item for item in rejected if race_of(item) and race_of(item)[:2] == (race_id, race_side)]
-        why = "".join(f"; run {race_of(item).run} ({logs.printable(item.path)}): {item.reason}" for item in failed)
-        why += "".join(f"; {logs.printable(path)}: {reason}" for path, reason in side.left_out if "--resumed" in reason)
+        why = "".join(f"; run {race_of(item).run} ({names([item])}): {item.reason}" for item in failed)
+        why += "".join(f"; {os.path.basename(path)}: {reason}" for path, reason in side.left_out if "--resumed" in reason)
         raise CannotJudge(f"{where}: {declared[0]} runs were declared and {len(runs)} can be used{why}; pass the logs "
                           "of all, or race anew")
 
@@ -1010,9 +1010,10 @@ def plan(options):
     for what, sets, spread, distance, other in ways:
         runs = runs_needed(spread, distance, options.alpha, options.power, sets, other)
         needed.append({"claim": what, "sets": sets, "runs": runs, "sd": spread, "margin": distance, "other_sd": other})
-    for each in needed:  # the power of each way at the numbers of all
-        each["powers"] = {other["runs"]: power(other["runs"], each["sd"], each["margin"], options.alpha, each["sets"],
-                                               each["other_sd"]) for other in needed}
+    for each in needed:  # of a pilot also the power at the other way's number
+        numbers = {each["runs"], *(other["runs"] for other in needed if pairs)}
+        each["powers"] = {n: power(n, each["sd"], each["margin"], options.alpha, each["sets"], each["other_sd"])
+                          for n in numbers}
         each["power"] = each["powers"][each["runs"]]
     return {"sd": sd, "other_sd": other_sd, "margin": margin, "n": n, "alpha": options.alpha, "power": options.power,
             "needed": needed}
