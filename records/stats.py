@@ -425,13 +425,10 @@ def config_of(run):
 
 def not_fresh(run):
     """Why a run counts for nothing by default, or None: it went on from a checkpoint, or began with saved parameters."""
-    if (run.start or {}).get("init_from"):
-        return "it began with the parameters of a saved model (init_from); --resumed counts it, for no record"
-    resumed = getattr(run, "resumed", None) or (run.end or {}).get("resumed")
-    steps = [str(item["from_step"]) for item in (resumed if isinstance(resumed, (list, tuple)) else ())
-             if isinstance(item, dict) and "from_step" in item]
-    return resumed and (f"resumed{' at step ' * bool(steps)}{', '.join(steps[:4])}: it was killed, and its time is put "
-                        "together of parts; --resumed counts it, for no record")
+    why = getattr(run, "disqualified", None) or \
+        ((run.start or {}).get("init_from") and "begun from saved parameters (init_from)") or \
+        ((run.end or {}).get("resumed") and "resumed: it was killed, and its time is put together of parts")
+    return f"{why}; --resumed counts it, for no record" if why else None
 
 
 def names(items):

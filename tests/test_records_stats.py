@@ -612,7 +612,7 @@ def test_resumed_runs_do_not_count_unless_they_are_asked_for(write, judge, refus
     folder = write("resumed", contents)
     out = judge(folder)[1]
     assert "Loss (8 runs" in out and re.search(r"3.txt: resumed: it was killed, and its time is put together", out)
-    assert "4.txt: it began with the parameters of a saved model" in out
+    assert "4.txt: begun from saved parameters (init_from)" in out
     out = judge(folder, "--resumed")[1]
     assert "Loss (10 runs" in out and "Warning: runs were resumed, or began with saved parameters" in out
     race = raced(10)
@@ -695,7 +695,7 @@ def test_plans_on_the_command_line(judge, refusal, new):
     assert status == 0 and re.search(r"mean below a target: +9 runs \(power 0.928\)", out)
     status, out, _ = judge("--plan", "--sd", 0.07, "--margin", 0.2)
     assert re.search(r"less than another set: +6 runs a side \(power 0.9", out)
-    assert "until-decided --max-n is 1.15 times as many (5)" in out
+    assert "until-decided --max-n is 1.15 times as many (6)" in out
     status, out, _ = judge("--plan", "--sd", 0.07, "--other-sd", 0.2, "--margin", 0.2)
     assert "sd 0.07 and 0.2" in out and re.search(r"less than another set: +1\d runs a side", out)
     assert "sd 0.001465, margin 0.00286, from 10 runs in the logs" in judge("--plan", new)[1]
