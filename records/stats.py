@@ -5,24 +5,22 @@
     python records/stats.py race/ --side a                the same, from the logs of one race: side a against side b
     python records/stats.py --plan --sd 0.0013 --margin 0.002     how many runs such a claim needs
     python records/stats.py --plan race/ --side a --margin 0.2    to be 0.2 s faster, paired or not: race/ is the pilot
-    --markdown  the record's README section and leaderboard row     --plot out.png     --json (a plan takes only this)
 
-Exit status: 0 the claim holds, 1 it does not, 2 it cannot be judged (too few runs, mixed sources, missing
-or diverged runs, ...).
+Exit status: 0 the claim holds, 1 it does not, 2 it cannot be judged (too few runs, mixed sources, ...).
 
 The claim is that the mean final loss is below the target: one-sided one-sample t-test, p < alpha. With a second set it
 is also that the mean train_time is less than the second set's. Both must hold, so a wrong claim passes with probability
-alpha at most. Times are judged by what race.jsonl declared before the first run: the paired t-test on log time for runs
-in turn, since a machine drifts, or Welch's; without a declaration Welch's. The other one is shown, and so is Welch's
-test of the two sides' losses; they decide nothing.
+alpha at most. Times are judged as race.jsonl declared before the first run: by the paired t-test of log time, for runs
+in turn on a machine that drifts, or by Welch's; by Welch's too where nothing was declared. The other test is shown, and
+so is Welch's test of the two sides' losses: they decide nothing.
 
 These tests are right for a number of runs that was fixed before the first one. Looking after every run and stopping
 at p < alpha passes a wrong claim about six times as often. Our logs hold the declared number, and it is enforced. A
 race that declared to run until it is decided is judged by bounds that keep alpha over all its looks (`bounds`).
 
-A right skew of losses makes the t-test lenient: of wrong claims with exponential losses it passes 5 to 7 % at alpha 1 %.
-A skewness beyond the 95th percentile of normal samples of the same size is warned of, with the p-value of a bootstrap-t
-beside it, which passes 2 to 3 % of those. Of few runs neither sees much: half of exponential samples of 10 are noticed.
+A right skew of losses makes the t-test lenient: at alpha 1 % it passes 5 to 7 % of wrong claims with exponential losses.
+A skewness beyond the 95th percentile of normal samples of this size is warned of, beside the p-value of a bootstrap-t,
+which passes under half of those. Of few runs neither sees much: of ten exponential losses every second time.
 
 Intervals have confidence 1 - 2 alpha: their upper end is below the target exactly when the one-sided test says so.
 Needs logs.py beside it, numpy and scipy; matplotlib for --plot.
@@ -328,41 +326,35 @@ class Manifest:
 
 def check_event(event, first):
     """A line of the manifest as it is. ValueError if it is neither the description, which comes first, nor a run's."""
+    def wanted(holds, what):
+        if not holds:
+            raise ValueError(what)
+
+    def are_words(value):
+        return isinstance(value, list) and all(isinstance(word, str) for word in value)
     inner, keys = (event.get("race"), RACE_KEYS) if first and isinstance(event, dict) else (event, RUN_KEYS)
     for key, kind in keys.items():
-        if not isinstance(inner, dict) or not isinstance(inner.get(key), kind):
-            raise ValueError(f"its {key} is missing, or no {kind.__name__}")
-    name = inner["id" if first else "run_id"]
-    if not re.fullmatch(r"[\w.-]{1,100}", name):
-        raise ValueError(f"{name[:40]!r} is no name of a {'race' if first else 'run'}")
-    if not first:
-        return event
-    if not (inner["sides"] and all(isinstance(version, dict) and are_words(version.get("flags"))
-                                   for version in inner["sides"].values())):
-        raise ValueError("a side needs a revision and flags")
-    for version in inner["sides"].values():  # it is handed to git, which takes what begins with - for an option
-        if version.get("revision") is not None and not re.fullmatch("[0-9a-f]{40,64}", str(version["revision"])):
-            raise ValueError(f"the revision {str(version['revision'])[:40]!r} is no full hash")
-    if not (are_words(inner["order"]) and len(inner["order"]) == inner["n"] * len(inner["sides"])):
-        raise ValueError("its order wants one word for each of its n runs a side")
-    alpha, test = inner.setdefault("alpha", 0.01), inner.setdefault("test", "unpaired")  # of races before these words
-    if type(alpha) is not float or not 0 < alpha < 0.5 or test not in ("paired", "unpaired"):
-        raise ValueError("its alpha is no number below 0.5, or its test neither paired nor unpaired")
+        wanted(isinstance(inner, dict) and isinstance(inner.get(key), kind), f"its {key} is missing, or no {kind.__name__}")
+    wanted(re.fullmatch(r"[\w.-]{1,100}", inner["id" if first else "run_id"]), "what it calls itself is no name of a file")
+    for side in inner["sides"].values() if first else ():
+        wanted(isinstance(side, dict) and are_words(side.get("flags")), "a side needs a revision and flags")
+        wanted(side.get("revision") is None or re.fullmatch("[0-9a-f]{40,64}", str(side["revision"])),
+               "a side's revision is no full hash")  # git would take one that begins with - for an option
+    if first:
+        wanted(inner["sides"] and are_words(inner["order"]) and len(inner["order"]) == inner["n"] * len(inner["sides"]),
+               "its order wants one word for each of its n runs a side")
+        alpha, test = inner.setdefault("alpha", 0.01), inner.setdefault("test", "unpaired")  # of races before these words
+        wanted(type(alpha) is float and 0 < alpha < 0.5, "its alpha is no number between 0 and 0.5")
+        wanted(test in ("paired", "unpaired"), "its test is neither paired nor unpaired")
     return event
-
-
-def are_words(value):
-    return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
 
 def declaration(runs):
     """What race.jsonl beside the logs declares of the one race that they are of, or {}."""
-    races = {(os.path.dirname(run.path), race_of(run) and race_of(run).race_id) for run in runs}
-    path = Path(next(iter(races))[0]) / MANIFEST
-    if len(races) > 1 or not path.is_file():
-        return {}
-    race = Manifest.read(path).race
-    return race if (race["id"],) == tuple(races)[0][1:] else {}
+    (folder, race_id), *others = {(os.path.dirname(run.path), race_of(run) and race_of(run).race_id) for run in runs}
+    path = Path(folder) / MANIFEST
+    race = Manifest.read(path).race if race_id and not others and path.is_file() else {"id": None}
+    return race if race["id"] == race_id else {}
 
 
 # Which runs are judged
@@ -856,44 +848,6 @@ def show_runs(sides):
     return lines
 
 
-def show_markdown(report):
-    """A record's README section with its leaderboard row, as lines."""
-    a = report["sides"][0]
-    loss, time, compared = report["loss"], report["time"], report["comparison"]
-    lines = ["## Results", "", f"**{report['verdict'].capitalize()}**: {report['reason']}.", "",
-             "| run | val_loss | train_time (s) |", "|---|---|---|"]
-    for run in a.runs:
-        seconds = "-" if run.train_time_ms is None else f"{run.train_time_ms / 1000:.3f}"
-        name = logs.printable(os.path.basename(run.path)).replace("|", "\\|")
-        lines.append(f"| `{name}`{f' run {run.index_in_file}' if run.index_in_file > 1 else ''} | "
-                     f"{run.final_loss:.{run.loss_decimals}f} | {seconds} |")
-    lines += [f"| **mean ± σ** | **{show_mean_loss(loss, a.runs)}** | "
-              f"**{show_time(time)[:-2] if time else '-'}** |", "",
-              f"- Loss: n = {loss['n']}, p(mean < {loss['target']:g}) = {loss['p']:.4g} ({show_test(loss)})"]
-    if compared:
-        lines += [f"- Time before: {show_time(compared['other'])} (n = {compared['other']['n']}, mean ± σ)",
-                  f"- Difference: {compared['difference']:+.4f} s, {show_ratio(compared)}, p = {compared['p']:.4g} "
-                  f"({show_test(compared)})"]
-        for found, what in ((compared["paired_log"], "Paired"), (compared["loss"], "Loss against the other side's")):
-            lines += [f"- {what}: p = {found['p']:.4g} ({show_test(found)})"] if found else []
-    lines += [f"- Looks: {show_looks(report['stop'])}"] if report["stop"] else []
-    lines += [f"- Source: SHA-256 `{source or 'not in the logs'}`" for source in
-              sorted({run.source_sha256 or "" for run in a.runs})]
-    lines += [f"- Left out: `{logs.printable(item['path'])}`: {item['reason']}" for item in report["left_out"]
-              if not item["reason"].startswith(logs.NOT_A_LOG)]
-    lines += [f"- Warning: {warning}" for warning in report["warnings"]]
-    dates = [run.start["started"][:10] for run in a.runs if run.start and isinstance(run.start.get("started"), str)]
-    minutes = f"{time['mean'] / 60:.3f} minutes" if time else "-"
-    folder = os.path.basename(os.path.dirname(os.path.abspath(a.runs[0].path)))
-    return lines + ["", "| # | Record time | Description | Date | Log | Contributors |", "|---|---|---|---|---|---|",
-                    f"| | {minutes} | (what changed) | {max(dates, default='(date)')} | [log]({folder}/) | (who) |"]
-
-
-def as_json(report):
-    """The report with runs for Sides, ready for json.dumps."""
-    return {**{key: value for key, value in report.items() if key != "sides"}, **list_runs(report["sides"])}
-
-
 def list_runs(sides):
     """The runs of Sides and what was left out, ready for json.dumps."""
     runs = [{"set": side.name, "path": run.path, "index_in_file": run.index_in_file, "val_loss": run.final_loss,
@@ -908,11 +862,10 @@ def plot(report, path):
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    from matplotlib.ticker import MaxNLocator
 
     loss, compared, confidence = report["loss"], report["comparison"], 1 - 2 * report["alpha"]
-    sides = list(zip(report["sides"], _labels(report["sides"]), ("#1b6ac9", "#e07b39")))
-    timed = all(side.timed for side in report["sides"])
+    sides = list(zip(report["sides"], ("#1b6ac9", "#e07b39")))
+    timed = all(side.timed for side, _ in sides)
     pyplot.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
                             "grid.color": "#e6e6e6", "axes.axisbelow": True, "axes.titleweight": "bold",
                             "axes.titlelocation": "left", "axes.titlepad": 22})
@@ -920,39 +873,33 @@ def plot(report, path):
     curves, losses, times = panels
 
     def dots(axes, at, values, color):
-        spread = np.linspace(-0.14, 0.14, len(values)) if len(values) > 1 else np.zeros(1)
-        axes.plot(at + spread, values, "o", color=color, alpha=0.55, markersize=6, markeredgewidth=0)
+        axes.plot(at + np.linspace(-0.14, 0.14, len(values)) * (len(values) > 1), values, "o", color=color, alpha=0.55,
+                  markersize=6, markeredgewidth=0)
         if len(values) > 1 and np.ptp(values) > 0:
             low, high = scipy.stats.ttest_1samp(values, 0).confidence_interval(confidence)
             mean = np.mean(values)
             axes.errorbar(at + 0.28, mean, [[mean - low], [high - mean]], fmt="D", color=color, capsize=5, markersize=5)
 
-    for side, label, color in reversed(sides):
+    for at, (side, color) in reversed(list(enumerate(sides))):
         for i, run in enumerate(side.runs):
             shown = [v for v in run.validations if v.step >= LATE * run.last_step]
             curves.plot([v.step for v in shown], [v.loss for v in shown], color=color, lw=1, alpha=0.6,
-                        label=None if i else label)
-    for at, (side, label, color) in enumerate(sides):
+                        label=None if i else logs.printable(side.name))
         dots(losses, at, side.losses, color)
         if timed:
             dots(times, at, side.seconds, color)
     for axes in (curves, losses):
         axes.axhline(loss["target"], color="#333333", lw=1, ls="--", label=f"target {loss['target']:g}")
     for axes in (losses, times):
-        axes.set_xticks(range(len(sides)), [f"{label}\nn = {len(side.runs)}" for side, label, _ in sides])
+        axes.set_xticks(range(len(sides)), [f"{logs.printable(side.name)}\nn = {len(side.runs)}" for side, _ in sides])
         axes.set_xlim(-0.4, len(sides) - 0.5)
         axes.grid(False, axis="x")
-        axes.yaxis.set_major_locator(MaxNLocator(6))
         axes.ticklabel_format(axis="y", useOffset=False)
-    if not timed:
-        times.set(xticks=[], yticks=[])
     curves.legend(frameon=False)
-
     bars = f"bars: mean, {100 * confidence:g} % CI"
     about_losses = bars if loss["p"] is None else f"p(mean < {loss['target']:g}) = {loss['p']:.3g}    {bars}"
-    about_times = bars if timed else "no train_time in the logs"
-    if compared:
-        about_times = f"{show_ratio(compared)}, p = {compared['p']:.3g}"
+    about_times = (f"{show_ratio(compared)}, p = {compared['p']:.3g}" if compared else
+                   bars if timed else "no train_time in the logs")
     for axes, title, unit, about in (
             (curves, "Validation loss", "val_loss", f"one line a run, without the first {100 * LATE:g} % of its steps"),
             (losses, "Final loss", "val_loss", about_losses), (times, "Time", "train_time (s)", about_times)):
@@ -968,49 +915,35 @@ def plot(report, path):
         pyplot.close(figure)
 
 
-def _labels(sides):
-    """What a plot calls the sides: their folders, where each has one of its own; else their names."""
-    folders = [{os.path.basename(os.path.dirname(os.path.abspath(run.path))) for run in side.runs} for side in sides]
-    if all(len(found) == 1 for found in folders) and len(set.union(*folders)) == len(sides):
-        return [logs.printable(found.pop()) for found in folders]
-    return [logs.printable(side.name.removeprefix("the ")) for side in sides]
-
-
 def plan(options):
     """How many runs a claim needs, as a dict for --json. sd and margin come from the flags, or from logs: of one set from
     its losses, of two (the pilot) from their times; n is that of the runs in the logs, or None."""
     sd, other_sd, margin, n, pairs = options.sd, options.other_sd, options.margin, None, None
+    ways = [("mean below a target", 1), ("less than another set", 2)]
     if sd is None or margin is None:
         if not options.paths:
             raise CannotJudge("--plan wants --sd and --margin, or logs to take them from")
         sides = [side for side, _ in choose_sides(options)]
         for side in sides:
             check_one_experiment(side, options.mixed)
-        a, *others = sides
-        values = [side.seconds if others else side.losses for side in sides]
-        n = min(map(len, values))
-        theirs = np.mean(values[1]) if others else choose_target(a.runs, options.target)
-        margin = margin if margin is not None else float(theirs - np.mean(values[0]))
-        spreads = [summary(of_side)["sd"] for of_side in values]
-        sd, other_sd = (spreads * 2)[:2] if sd is None else (sd, other_sd)
-        pairs = pair_up(*sides) if others else None
+        values = [side.seconds if len(sides) == 2 else side.losses for side in sides]
+        n, means, spreads = min(map(len, values)), list(map(np.mean, values)), [summary(each)["sd"] for each in values]
+        theirs = means[1] if len(sides) == 2 else choose_target(sides[0].runs, options.target)
+        margin = float(theirs - means[0]) if margin is None else margin
+        sd, other_sd = (*spreads, None)[:2] if sd is None else (sd, other_sd)
+        if len(sides) == 2:
+            pairs, ways = pair_up(*sides), [("less time, unpaired", 2)]
     if not (sd and sd > 0 and margin > 0 and math.isfinite(sd) and math.isfinite(margin) and (other_sd or 1) > 0):
         raise CannotJudge(f"a plan wants sd and margin above 0, and they are {sd} and {margin}; give --sd and --margin")
-    ways = [("mean below a target", 1, sd, margin, None), ("less than another set", 2, sd, margin, other_sd)]
-    if n and others:
-        ways = [("less time, unpaired", *ways[1][1:])]
+    ways = [(what, (sd, margin), (sets, other_sd)) for what, sets in ways]
     if pairs:
-        ours, theirs = np.log([[run.train_time_ms for run in pair] for pair in pairs]).T
-        spread = summary(theirs - ours)["sd"]
-        ways.append(("less time, paired", 1, spread, -math.log1p(-margin / np.mean(others[0].seconds)), None))
-    needed = []
-    for what, sets, spread, distance, other in ways:
-        runs = runs_needed(spread, distance, options.alpha, options.power, sets, other)
-        needed.append({"claim": what, "sets": sets, "runs": runs, "sd": spread, "margin": distance, "other_sd": other})
-    for each in needed:  # of a pilot also the power at the other way's number
-        numbers = {each["runs"], *(other["runs"] for other in needed if pairs)}
-        each["powers"] = {n: power(n, each["sd"], each["margin"], options.alpha, each["sets"], each["other_sd"])
-                          for n in numbers}
+        spread = summary(np.diff(np.log([[run.train_time_ms for run in pair] for pair in pairs])))["sd"]
+        ways.append(("less time, paired", (spread, -math.log1p(-margin / theirs)), (1, None)))
+    needed = [{"claim": what, "sets": more[0], "runs": runs_needed(*size, options.alpha, options.power, *more)}
+              for what, size, more in ways]
+    for each, (_, size, more) in zip(needed, ways):  # of a pilot also the power at the other way's number
+        each["powers"] = {other["runs"]: power(other["runs"], *size, options.alpha, *more)
+                          for other in needed if pairs or other is each}
         each["power"] = each["powers"][each["runs"]]
     return {"sd": sd, "other_sd": other_sd, "margin": margin, "n": n, "alpha": options.alpha, "power": options.power,
             "needed": needed}
@@ -1034,29 +967,24 @@ def show_plan(found):
 def parse(arguments):
     parser = argparse.ArgumentParser(description="Judges a record's claim from its run logs.", allow_abbrev=False,
                                      epilog="Exit status: 0 the claim holds, 1 it does not, 2 it cannot be judged.")
-    parser.add_argument("paths", nargs="*", metavar="PATH", help="logs or folders of logs")
-    parser.add_argument("--vs", nargs="+", metavar="PATH", help="logs to be faster than")
-    parser.add_argument("--side", help="the paths hold one race: judge this side of it against the other")
-    parser.add_argument("--target", type=float,
-                        help=f"loss to be below (default: what the logs state, else {DEFAULT_TARGET})")
-    parser.add_argument("--alpha", type=float, default=0.01, help="level of every test (default: %(default)s)")
-    parser.add_argument("--source", metavar="HASH", help="judge only runs whose source's SHA-256 begins so")
-    parser.add_argument("--vs-source", metavar="HASH", help="the same for --vs")
-    parser.add_argument("--gpus", type=int, metavar="N", help="judge only runs on N GPUs")
-    parser.add_argument("--mixed", action="store_true", help="judge runs of several experiments as one set")
-    parser.add_argument("--resumed", action="store_true", help="count runs that were resumed or began with saved "
-                        "parameters; such a set is no record")
-    parser.add_argument("--plan", action="store_true", help="tell how many runs are needed, and judge nothing")
-    parser.add_argument("--sd", type=float, help="for --plan: sd of a run")
-    parser.add_argument("--other-sd", type=float, help="for --plan: sd of the other side's runs (default: the same)")
-    parser.add_argument("--margin", type=float,
-                        help="for --plan: true distance of the mean from the target or the other set")
-    parser.add_argument("--power", type=float, default=0.9,
-                        help="for --plan: probability of finding it (default: %(default)s)")
-    parser.add_argument("--plot", metavar="PNG", help="draw losses and times")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--markdown", action="store_true", help="print the record's README section and leaderboard row")
-    form.add_argument("--json", action="store_true", help="print everything for programs")
+    add = parser.add_argument
+    add("paths", nargs="*", metavar="PATH", help="logs or folders of logs")
+    add("--vs", nargs="+", metavar="PATH", help="logs to be faster than")
+    add("--side", help="the paths hold one race: judge this side of it against the other")
+    add("--target", type=float, help=f"loss to be below (default: what the logs state, else {DEFAULT_TARGET})")
+    add("--alpha", type=float, default=0.01, help="level of every test (default: %(default)s)")
+    add("--source", metavar="HASH", help="judge only runs whose source's SHA-256 begins so")
+    add("--vs-source", metavar="HASH", help="the same for --vs")
+    add("--gpus", type=int, metavar="N", help="judge only runs on N GPUs")
+    add("--mixed", action="store_true", help="judge runs of several experiments as one set")
+    add("--resumed", action="store_true", help="count runs that were resumed or begun from saved parameters; no record")
+    add("--plan", action="store_true", help="tell how many runs are needed, and judge nothing")
+    add("--sd", type=float, help="for --plan: sd of a run")
+    add("--other-sd", type=float, help="for --plan: sd of the other side's runs (default: the same)")
+    add("--margin", type=float, help="for --plan: true distance of the mean from the target or the other set")
+    add("--power", type=float, default=0.9, help="for --plan: probability of finding it (default: %(default)s)")
+    add("--plot", metavar="PNG", help="draw losses and times")
+    add("--json", action="store_true", help="print everything for programs")
     options = parser.parse_args(arguments)
     if not 0 < options.alpha < 0.5:
         parser.error(f"--alpha is {options.alpha}; it wants a number between 0 and 0.5")
@@ -1066,14 +994,13 @@ def parse(arguments):
         parser.error(f"--target is {options.target}; it wants a finite number")
     if options.side and options.vs:
         parser.error("--side takes both sets from PATH; leave out --vs")
-    senseless = ("plot", "markdown") if options.plan else ("sd", "other_sd", "margin")
+    senseless = ("plot",) if options.plan else ("sd", "other_sd", "margin")
     if options.plan and options.sd and options.margin:  # nothing is taken from logs
-        senseless += ("paths", "vs", "vs_source", "side")
+        senseless += ("vs", "vs_source", "side")
     for name in senseless:
         if getattr(options, name):
-            flag = "PATH" if name == "paths" else "--" + name.replace("_", "-")
-            parser.error(f"--plan judges nothing and has its figures from --sd and --margin; leave out {flag}"
-                         if options.plan else f"{flag} wants --plan; add it")
+            flag = "--" + name.replace("_", "-")
+            parser.error(f"--plan judges nothing; leave out {flag}" if options.plan else f"{flag} wants --plan; add it")
     if not options.paths and not options.plan:
         parser.error("no PATH was given; name logs, or a folder of logs")
     return options
@@ -1098,9 +1025,9 @@ def main(arguments=None):
         print(brief(f"The claim cannot be judged: {reason}."), file=sys.stderr)
         return 2
     if options.json:
-        print(logs.show_json(as_json(report)))
+        print(logs.show_json({**report, **list_runs(report.pop("sides"))}))
     else:
-        print("\n".join((show_markdown if options.markdown else show_report)(report)))
+        print("\n".join(show_report(report)))
     return 0 if report["verdict"] == "the claim holds" else 1
 
 

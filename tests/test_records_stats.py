@@ -667,7 +667,7 @@ def test_start_lines_of_any_content_do_not_break_the_tool(write, judge):
            {"target_val_loss": {}}, {"ranks": "x"}, {"started": 5}]
     for i, start in enumerate(odd):
         folder = write(f"odd{i}", [log(loss, t, start=start) for loss, t in zip(LOSSES, TIMES)])
-        for flags in ([], ["--markdown"], ["--json"]):
+        for flags in ([], ["--json"]):
             assert judge(folder, *flags)[0] in (0, 2)
 
 
@@ -711,25 +711,11 @@ def test_plans_on_the_command_line(judge, refusal, new):
     [], ["x", "--alpha", "2"], ["x", "--target", "nan"], ["x", "--side", "a", "--vs", "y"], ["--plan", "--power", "1"],
     ["x", "--alp", "0.1"], ["x", "--sd", "1"], ["x", "--margin", "1"],
     *(["--plan", "--sd", "1", "--margin", "1", *more] for more in (
-        ["--plot", "x.png"], ["--markdown"], ["--vs", "x"], ["--vs-source", "x"], ["--side", "a"]))])
+        ["--plot", "x.png"], ["--vs", "x"], ["--vs-source", "x"], ["--side", "a"]))])
 def test_flags_that_make_no_sense(arguments, capsys):
     with pytest.raises(SystemExit) as left:
         stats.main(arguments)
     assert left.value.code == 2 and "Traceback" not in capsys.readouterr().err
-
-
-def test_markdown_of_a_record(new, old, judge):
-    status, out, _ = judge(new, "--vs", old, "--markdown")
-    assert status == 0 and "| `0.txt` | 3.2775 | 140.909 |" in out
-    assert "**3.27714 ± 0.0014645**" in out and "p(mean < 3.28) = 8.182e-05" in out
-    assert "| | 2.347 minutes | (what changed) | (date) | [log](new/) | (who) |" in out
-    assert "1.00497 ± 0.00040 times faster, p = 7.449e-05 (one-sided Welch t-test" in out
-
-
-def test_markdown_takes_the_date_from_the_logs(write, judge):
-    days = [log(loss, t, start={"started": f"2026-07-{11 + i}T10:00:00+00:00"})
-            for i, (loss, t) in enumerate(zip(LOSSES, TIMES))]
-    assert "(what changed) | 2026-07-20 |" in judge(write("dated", days), "--markdown")[1]
 
 
 def test_the_plot(new, old, write, judge, refusal, tmp_path):
