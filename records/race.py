@@ -43,8 +43,6 @@ import uuid
 from datetime import datetime, timezone
 from pathlib import Path
 
-import scipy.stats
-
 import logs
 import stats
 from stats import MANIFEST, Manifest, check_event  # noqa: F401: verify.py takes them from here
@@ -54,6 +52,7 @@ SCRIPT = "train_gpt.py"
 OWN_FLAGS = ("--run_id", "--log_dir", "--resume", "--race", "--race_id", "--race_run", "--race_runs", "--race_side")
 PATIENCE_S = 30  # until a run that was told to stop is killed
 LOOK_S = 0.02  # between two looks at a run's log
+PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # found now: a child must not load libraries before it execs
 ALONE = [sys.executable, "-I"]  # neither PYTHON* variables nor the user's packages
 STEP = re.compile(rb"(?:step|s):(\d{1,18})[/ ]")
 
@@ -206,8 +205,8 @@ def hold(path):
 
 def end_with_parent():
     """In the child: a race that is killed leaves no run behind. Elsewhere than on Linux the lock alone must do."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if PRCTL:
+        PRCTL(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def settle(manifest):
@@ -275,8 +274,8 @@ def run_once(manifest, folder, lock, run, side):
     except KeyboardInterrupt:
         interrupted = True
         code = stop(process)
-    seconds = time.monotonic() - stamps.began
     stamps.write()
+    seconds = time.monotonic() - stamps.began
     # a whole log is a run, however its processes ended: it must not be run again
     status = "done" if complete_log(log) else "interrupted" if interrupted else "failed"
     manifest.write({**attempt, "ended_at": now(), "status": status, "exit": code, "seconds": seconds,
@@ -312,20 +311,17 @@ def estimate(report):
     """The figures so far in a line: train_time and loss of each side with their intervals, and the difference."""
     parts = []
     for side in report["sides"] if report else ():
-        figures = [("", side.seconds, " s")] * side.timed + [("loss ", side.losses, "")]
-        for word, values, unit in figures:
-            shown = f"{word}{stats.show_time(stats.summary(values))[:-2]}{unit}"
-            if len(values) > 1:
-                low, high = scipy.stats.ttest_1samp(values, 0).confidence_interval(1 - 2 * report["alpha"])
-                shown += f" [{low:.4f} … {high:.4f}]"
-            parts.append(f"{side.name.removeprefix('side ')}: {shown}" if not word else shown)
-        parts[-1] += f" ({len(side.runs)})"
-    compared = report and report["comparison"]
-    if compared:
+        shown = []
+        for values, unit in [(side.seconds, " s")] * side.timed + [(side.losses, " loss")]:
+            ends = stats.mean_interval(values, report["alpha"])
+            shown.append(stats.show_time(stats.summary(values))[:-2] + unit +
+                         (f" [{ends[0]:.4f} … {ends[1]:.4f}]" if ends else ""))
+        parts.append(f"{side.name.removeprefix('side ')}: {', '.join(shown)} ({len(side.runs)})")
+    if compared := report and report["comparison"]:
         low, high = compared["interval"]
         parts.append(f"a - b: {compared['difference']:+.4f} s [{low:+.4f} … {high:+.4f}], a is "
                      f"{stats.show_ratio(compared)}")
-    return ", ".join(parts) or "no run yet"
+    return "; ".join(parts) or "no run yet"
 
 
 def draw(manifest, report):
@@ -457,7 +453,9 @@ def main(arguments=None):
     try:
         with contextlib.ExitStack() as held:
             if options.resume:
-                path = Path(options.resume).resolve(strict=True)
+                path = Path(options.resume).resolve()
+                if not path.is_file():
+                    raise CannotRace(f"{path}: there is no such file; name the {MANIFEST} of the race")
                 lock = held.enter_context(hold(path))  # before it is read: its last line may still be being written
                 manifest = Manifest.read(path)
             else:
@@ -478,12 +476,10 @@ def main(arguments=None):
             say(f"{race['id']}: {'at most ' * bool(race.get('until_decided'))}{race['n']} runs{turns} {race['ranks']} "
                 f"rank(s), seeds {race['seed'] + 1} to {race['seed'] + race['n']}; declared in {manifest.path}")
             return run_all(manifest, where, lock)
-    except (CannotRace, stats.CannotJudge) as reason:
+    except (CannotRace, stats.CannotJudge, OSError) as reason:
+        if isinstance(reason, OSError):
+            reason = f"{reason.filename or 'a file'}: {reason.strerror}; free space or permit it"
         print(stats.brief(f"race.py: error: {reason}"), file=sys.stderr)
-        return 2
-    except OSError as error:
-        where = error.filename or "a file"
-        print(stats.brief(f"race.py: error: {where}: {error.strerror}; free space or permit it"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("race.py: interrupted before a run", file=sys.stderr)

@@ -206,6 +206,11 @@ def follow(tests, n, most, alpha):
     return None
 
 
+def mean_interval(values, alpha):
+    """(low, high) of the mean with confidence 1 - 2 alpha; of equal values, or of one, None."""
+    return _interval(scipy.stats.ttest_1samp(values, 0), alpha) if len(values) > 1 and np.ptp(values) > 0 else None
+
+
 def summary(values):
     """n, mean, sample standard deviation (n - 1; None for one value) and range."""
     values = np.asarray(values, dtype=float)
@@ -655,14 +660,13 @@ def judge_sides(sides, options):
         look_closer(side)
     sides, alpha = [side for side, _ in sides], options.alpha
     a = sides[0]
-    stop = judge_looks(sides, declared, options) if declared.get("until_decided") is True else None
     loss = judge_loss(a.losses, choose_target(a.runs, options.target), alpha)
     if loss["right_skew"] and loss["right_skew"][1] < 0.05:
         a.warnings.append(f"the losses are skewed to the right (skewness {loss['right_skew'][0]:.2f}, beyond 95 % of "
                           f"normal samples of {loss['n']}): the t-test is lenient then; a bootstrap-t gives p = "
                           f"{loss['p_bootstrap']:.4g}")
-    comparison = compare(*sides, options) if len(sides) == 2 else None
-    test = comparison
+    test = comparison = compare(*sides, options) if len(sides) == 2 else None
+    stop = judge_looks(sides, declared, options) if declared.get("until_decided") is True else None
     if comparison and declared.get("test") == "paired":
         test = comparison["paired_log"]
         if test is None:
@@ -695,8 +699,6 @@ def judge_looks(sides, declared, options):
                           f"{options.alpha:g}; say --alpha {declared['alpha']:g}")
     a, *others = sides
     runs = pair_up(a, *others) if others else [(run,) for run in sorted(a.runs, key=lambda run: int(race_of(run).run))]
-    if any(side.untimed for side in sides) and others:
-        raise CannotJudge(f"no train_time above zero in {names(a.untimed + others[0].untimed)}; race anew")
     target = choose_target(a.runs, options.target)
     losses = [ours.final_loss for ours, *_ in runs or ()]
     tests = [lambda look: one_sample_t_less(losses[:look], target)]
@@ -875,10 +877,10 @@ def plot(report, path):
     def dots(axes, at, values, color):
         axes.plot(at + np.linspace(-0.14, 0.14, len(values)) * (len(values) > 1), values, "o", color=color, alpha=0.55,
                   markersize=6, markeredgewidth=0)
-        if len(values) > 1 and np.ptp(values) > 0:
-            low, high = scipy.stats.ttest_1samp(values, 0).confidence_interval(confidence)
+        if ends := mean_interval(values, report["alpha"]):
             mean = np.mean(values)
-            axes.errorbar(at + 0.28, mean, [[mean - low], [high - mean]], fmt="D", color=color, capsize=5, markersize=5)
+            axes.errorbar(at + 0.28, mean, [[mean - ends[0]], [ends[1] - mean]], fmt="D", color=color, capsize=5,
+                          markersize=5)
 
     for at, (side, color) in reversed(list(enumerate(sides))):
         for i, run in enumerate(side.runs):
@@ -1024,10 +1026,9 @@ def main(arguments=None):
             print("\n".join(show_runs(reason.sides)), flush=True)
         print(brief(f"The claim cannot be judged: {reason}."), file=sys.stderr)
         return 2
-    if options.json:
-        print(logs.show_json({**report, **list_runs(report.pop("sides"))}))
-    else:
-        print("\n".join(show_report(report)))
+    shown = "\n".join(show_report(report))
+    sides = report.pop("sides")
+    print(logs.show_json({**report, **list_runs(sides)}) if options.json else shown)
     return 0 if report["verdict"] == "the claim holds" else 1
 
 

@@ -1,6 +1,7 @@
 """records/race.py: order, seeds, declaration, worktree, failure, Ctrl-C and resumption, with a script that trains
 nothing; and one run of the real script through the launcher."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -118,8 +119,8 @@ def test_one_version(repo, capsys):
     assert sorted(run.start["race"]["run"] for run in runs) == [1, 2, 3]
     assert {(run.start["race"]["declared_n"], run.start["race"]["side"]) for run in runs} == {(3, "")}
     shown = capsys.readouterr().out
-    assert "run 3 of 3, seed 3; runs: 0.1015 ± 0.0007 s [0.0856 … 0.1174], loss 3.2015" in shown
-    assert "(2); 1 runs left, 0." in shown and "The claim holds" in shown
+    assert "run 3 of 3, seed 3; runs: 0.1015 ± 0.0007 s [0.0856 … 0.1174], 3.2015 ± 0.0007 loss [3.1856 … 3.2174] (2)" in shown
+    assert "; 1 runs left, 0." in shown and "The claim holds" in shown
 
 
 def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
@@ -200,6 +201,11 @@ def test_an_interrupted_race_keeps_what_is_done_and_goes_on(repo, capsys, monkey
     assert sum("SPEED = 200" in path.read_text() for path in folder.glob("*b.txt")) == 2
 
 
+def test_a_race_that_nohup_started_heeds_no_hangup(repo):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert race.main(["-n", "1"]) == 0 and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
 def test_a_run_with_a_whole_log_is_done_however_it_ended(repo, capsys, monkeypatch):
     assert race.main(["-n", "1", "--", "--mood", "fail at the end"]) == 0
     assert [(event["status"], event.get("exit")) for event in only_race(repo)[2]] == [("started", None), ("done", 3)]
@@ -274,7 +280,7 @@ def test_a_script_that_changed_is_refused(repo, capsys):
     (["-n", "1", "--vs", "--log_dir=x"], "--log_dir is the race's to set"),
     (["-n", "1", "--vs", "--seed 3"], "share theirs"),
     (["-n", "1", "--", "--seed", "x"], "whole number"),
-    (["--resume", "nowhere.jsonl"], "No such file"),
+    (["--resume", "nowhere.jsonl"], "there is no such file; name the race.jsonl"),
 ])
 def test_what_cannot_be_raced_is_one_line_and_starts_nothing(repo, capsys, arguments, word):
     assert race.main(arguments) == 2
@@ -324,8 +330,8 @@ def test_each_step_line_is_stamped_as_it_reaches_the_log(repo):
     stamps = json.loads((folder / f"{events[0]['run_id']}.steps.json").read_text())
     assert [step for step, _ in stamps] == [1, 2, 3, 4, 4]  # as in the log, where the script's own text counts for nothing
     seconds = [second for _, second in stamps]
-    assert all(0.25 < b - a < 0.6 for a, b in zip(seconds, seconds[1:3]))
-    assert 0.25 < seconds[0] < seconds[-1] <= events[-1]["seconds"]
+    assert all(0.25 < b - a < 3 for a, b in zip(seconds, seconds[1:3]))
+    assert 0.25 < seconds[0] < seconds[-1] <= events[-1]["seconds"] + 1e-4
     found = logs.read([str(folder)])
     assert [item.path for item in found.rejected if item.path.endswith(".steps.json")]
     report = stats.gather("it", "", found, stats.parse([str(folder)]))
@@ -517,12 +523,21 @@ def test_the_real_script_through_the_launcher(tmp_path, monkeypatch):
     (tmp_path / "records").mkdir()
     for name in ("train_gpt.py", "records/race.py", "records/logs.py", "records/stats.py"):
         (tmp_path / name).write_text((ROOT / name).read_text())
+    (tmp_path / "changed").mkdir()  # what could change every clock
+    seen = tmp_path / "seen"
+    (tmp_path / "changed/sitecustomize.py").write_text(f"import sys; print(sys.orig_argv, file=open({str(seen)!r}, 'a'))")
     values = {**TINY, "preset": "laptop", "num_steps": 4, "extension_steps": 1, "layers": "S0M SM LM",
               "backout_layer": 1, "train_files": "toy_train_*.bin", "val_files": "toy_val_*.bin"}
     flags = [f"--{name}={str(v).lower() if isinstance(v, bool) else v}" for name, v in values.items()]
     done = subprocess.run([sys.executable, "records/race.py", "-n", "1", "--", *flags], cwd=tmp_path,
-                          capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+                          capture_output=True, text=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path / "changed")})
     assert done.returncode == 0, done.stdout + done.stderr
     (folder,) = (tmp_path / "logs").iterdir()
-    findings = {finding.rule: finding.verdict for finding in verify.verify(verify.parse([str(folder)]))}
-    assert findings["every run is accounted for"] == "pass" and "fail" not in findings.values()
+    (run,), (stamps,) = logs.read([str(folder)]).runs, folder.glob("*.steps.json")
+    assert [step for step, _ in json.loads(stamps.read_text())].count(run.last_step) == 2  # trained, and validated
+    assert not [line for line in seen.read_text().splitlines() if "torch" in line or "train_gpt" in line]  # by race.py alone
+    assert (folder / "race.png").exists() == bool(importlib.util.find_spec("matplotlib"))
+    findings = verify.verify(verify.parse([str(folder)]))
+    assert not [finding for finding in findings if finding.verdict == "fail"]
+    assert "pass" in {finding.verdict for finding in findings if finding.rule == "every run is accounted for"}
