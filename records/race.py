@@ -192,7 +192,7 @@ def hold(path):
     """The race's file, locked for this process and all that inherit it. CannotRace if a run of the race still lives.
 
     Alone to come in, shared to stay: the ranks lock it for themselves, and may live longer than who started them."""
-    file = open(path, "ab")
+    file = open(path, "a+b")  # NFS locks only what is open for both
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

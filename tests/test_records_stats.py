@@ -576,6 +576,17 @@ def test_a_race_until_decided_is_judged_by_its_bounds(write, judge, refusal):
     assert f"12 runs were declared and {n - 1} can be used" in refusal(folder, "--side", "a")
 
 
+def test_what_is_below_alpha_but_not_below_the_bound_does_not_hold(write, judge):
+    runs = json.loads(judge(declare(write("level", raced(4, "ab")), n=4), "--side", "a", "--json")[1])["runs"]
+    ours, theirs = (np.array([run["train_time_ms"] for run in runs if run["set"] == f"side {side}"]) for side in "ab")
+    shift = next(shift for shift in np.arange(0, 2, 0.001) if
+                 stats.bounds(4, 0.01)[-1] < stats.paired_t_less(np.log(ours), np.log(theirs + 1000 * shift)).pvalue < 0.01)
+    status, out, _ = judge(until_decided(write, 4, 4, round(shift, 3)), "--side", "a", "--json")
+    report = json.loads(out)
+    assert report["stop"]["bound"] < report["comparison"]["paired_log"]["p"] < 0.01 and status == 1
+    assert report["stop"]["outcome"] == "the last look" and not report["comparison"]["significant"]
+
+
 @pytest.mark.parametrize("test", ["paired", "unpaired"])
 def test_a_race_until_decided_ends_for_want_of_a_chance(write, judge, test):
     n = next(n for n in range(2, 13) if judge(until_decided(write, n, shift=-0.05, test=test), "--side", "a")[0] != 2)
@@ -599,6 +610,12 @@ def test_the_plan_of_a_pilot_says_both_powers(write, judge):
     assert paired["runs"] < 10 < 20 < unpaired["runs"]
     assert unpaired["powers"][str(paired["runs"])] < 0.2 < 0.9 < paired["powers"][str(unpaired["runs"])]
     assert found["margin"] == pytest.approx(0.2, abs=0.1) and found["other_sd"] > 0.3
+    runs = json.loads(judge(pilot, "--side", "a", "--json")[1])["runs"]
+    ours, theirs = (np.array([run["train_time_ms"] / 1000 for run in runs if run["set"] == f"side {s}"]) for s in "ab")
+    spread, margin = np.std(np.log(theirs / ours), ddof=1), -np.log(1 - found["margin"] / theirs.mean())
+    assert paired["power"] == pytest.approx(stats.power(paired["runs"], spread, margin, 0.01))
+    assert unpaired["power"] == pytest.approx(stats.power(unpaired["runs"], np.std(ours, ddof=1), found["margin"], 0.01, 2,
+                                                          np.std(theirs, ddof=1)))
     status, out, _ = judge("--plan", pilot, "--side", "a", "--margin", 0.2)
     assert status == 0 and re.search(r"less time, paired: +\d runs a side \(power 0.9\d\d; 1.000 with \d+\)", out)
 
