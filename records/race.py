@@ -369,8 +369,8 @@ def run_all(manifest, where, lock):
         if looks and done >= 2 * each and done % each == 0 and (reason := decided(manifest)):
             say(f"decided: {reason}")
             break
-        say(f"run {run} of {'at most ' * looks}{race['n']}{' side ' + side if side else ''}, seed {race['seed'] + run}; "
-            f"{estimate(so_far(manifest))}; {left(manifest, len(todo) - i)}")
+        say(f"run {run} of {'at most ' * looks}{race['n']}{' side ' + side if side else ''}, seed "
+            f"{race['seed'] + run}; {estimate(so_far(manifest))}; {left(manifest, len(todo) - i)}")
         if source_hash(where[side]) != race["sides"][side]["source_sha256"]:
             raise CannotRace(f"{SCRIPT} was changed during the race; restore it and go on with: {how}")
         status, stopped = run_once(manifest, where[side], lock, run, side)
@@ -417,7 +417,7 @@ def parse(arguments):
     parser.add_argument("--until-decided", action="store_true", help="look after every run, or pair, and stop when the "
                         "claim holds or has no chance left")
     parser.add_argument("--max-n", type=int, metavar="N", help="for --until-decided: runs (of each side) at most")
-    parser.add_argument("--test", choices=("paired", "unpaired"), default="paired", help="with --vs, what judges times: "
+    parser.add_argument("--test", choices=("paired", "unpaired"), default="paired", help="what judges times with --vs: "
                         "the paired test on log time, for a machine that drifts (default), or Welch's")
     parser.add_argument("--alpha", type=float, default=0.01, help="level of the verdict (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="processes of a run (default: 1; run.sh knows what fits)")

@@ -18,7 +18,7 @@ These tests are right for a number of runs that was fixed before the first one. 
 at p < alpha passes a wrong claim about six times as often. Our logs hold the declared number, and it is enforced. A
 race that declared to run until it is decided is judged by bounds that keep alpha over all its looks (`bounds`).
 
-A right skew of losses makes the t-test lenient: at alpha 1 % it passes 5 to 7 % of wrong claims with exponential losses.
+A right skew of losses makes the t-test lenient: at alpha 1 % it passes 5 to 7 % of wrong claims on exponential ones.
 A skewness beyond the 95th percentile of normal samples of this size is warned of, beside the p-value of a bootstrap-t,
 which passes under half of those. Of few runs neither sees much: of ten exponential losses every second time.
 
@@ -98,7 +98,7 @@ def paired_t_less(times, others):
 def bootstrap_t_less(losses, target):
     """p of mean < target by the bootstrap-t (Efron and Tibshirani 1993, chapter 16), which sees a skew. losses [n]."""
     draw, losses = np.random.default_rng(0), np.asarray(losses, dtype=float)
-    again = draw.choice(losses, (max(199, min(RESAMPLES, 10**7 // len(losses))), len(losses)))
+    again = draw.choice(losses, (max(199, min(RESAMPLES, 2 * 10**6 // len(losses))), len(losses)))
     spread = again.std(-1, ddof=1)
     shifts = (again.mean(-1) - losses.mean()) / np.where(spread > 0, spread, 1e-300)
     return (1 + np.sum(shifts <= (losses.mean() - target) / losses.std(ddof=1))) / (1 + len(again))
@@ -107,7 +107,7 @@ def bootstrap_t_less(losses, target):
 def right_skew(losses):
     """(adjusted Fisher-Pearson skewness, probability of as much in a normal sample of this size); None of under 3."""
     if len(losses) < 3:
-        return None
+        return None, None
     draw = np.random.default_rng(0)
     found = scipy.stats.monte_carlo_test(losses, lambda size: draw.normal(size=size), functools.partial(
         scipy.stats.skew, bias=False), vectorized=True, n_resamples=999, alternative="greater")
@@ -117,8 +117,8 @@ def right_skew(losses):
 def power(n, sd, margin, alpha, sets=1, other_sd=None):
     """Probability that a one-sided t-test finds a true margin.
 
-    sets=1: n runs against a fixed target, by the noncentral t distribution. sets=2: n runs a side by Welch's test, whose
-    sides have sd and other_sd. Its degrees of freedom depend only on how the two sample variances share their sum, a
+    sets=1: n runs against a fixed target, by the noncentral t distribution. sets=2: n runs a side by Welch's test, of
+    sides with sd and other_sd. Its degrees of freedom depend only on how the two sample variances share their sum, a
     beta-distributed number that is independent of the sum: given the share, t is noncentral t again."""
     df, t, nct = sets * (n - 1), scipy.stats.t, scipy.stats.nct
     if sets == 1:
@@ -176,7 +176,7 @@ def bounds(most, alpha):
             mass = mass @ np.diff(arrived)
         now = 2 * scipy.stats.norm.sf(scipy.stats.norm.isf(alpha / 2) * math.sqrt(most / n))
         found.append(float(np.interp(now - spent, np.cumsum([0, *mass]), edges)))
-        spent, left = now, np.maximum(edges, found[-1]).clip(max=np.append(edges[1:], 1))  # the rest of each cell goes on
+        spent, left = now, np.maximum(edges, found[-1]).clip(max=np.append(edges[1:], 1))  # what goes on of a cell
         mass = mass * (edges[1:] - left[:-1]) / np.diff(edges)
     return tuple(found)
 
@@ -235,9 +235,9 @@ def judge_loss(losses, target, alpha):
     if np.ptp(losses) == 0:
         raise CannotJudge(f"all {found['n']} losses are {losses[0]}: with sd 0 a t-test is not defined; use distinct "
                           "seeds, and log more decimals")
-    two_sided = scipy.stats.ttest_1samp(losses, target)
-    return {**found, "target": target, "interval": _interval(two_sided, alpha), "right_skew": right_skew(losses),
-            "p_bootstrap": float(bootstrap_t_less(losses, target)),
+    (skewness, p_skewness), two_sided = right_skew(losses), scipy.stats.ttest_1samp(losses, target)
+    return {**found, "target": target, "interval": _interval(two_sided, alpha), "skewness": skewness,
+            "p_skewness": p_skewness, "p_bootstrap": float(bootstrap_t_less(losses, target)),
             **_tested(one_sample_t_less(losses, target), "one-sided one-sample t-test, mean < target")}
 
 
@@ -339,8 +339,8 @@ def check_event(event, first):
         return isinstance(value, list) and all(isinstance(word, str) for word in value)
     inner, keys = (event.get("race"), RACE_KEYS) if first and isinstance(event, dict) else (event, RUN_KEYS)
     for key, kind in keys.items():
-        wanted(isinstance(inner, dict) and isinstance(inner.get(key), kind), f"its {key} is missing, or no {kind.__name__}")
-    wanted(re.fullmatch(r"[\w.-]{1,100}", inner["id" if first else "run_id"]), "what it calls itself is no name of a file")
+        wanted(isinstance(inner, dict) and isinstance(inner.get(key), kind), f"its {key} is no {kind.__name__}")
+    wanted(re.fullmatch(r"[\w.-]{1,100}", inner["id" if first else "run_id"]), "its id is no name of a file")
     for side in inner["sides"].values() if first else ():
         wanted(isinstance(side, dict) and are_words(side.get("flags")), "a side needs a revision and flags")
         wanted(side.get("revision") is None or re.fullmatch("[0-9a-f]{40,64}", str(side["revision"])),
@@ -348,7 +348,7 @@ def check_event(event, first):
     if first:
         wanted(inner["sides"] and are_words(inner["order"]) and len(inner["order"]) == inner["n"] * len(inner["sides"]),
                "its order wants one word for each of its n runs a side")
-        alpha, test = inner.setdefault("alpha", 0.01), inner.setdefault("test", "unpaired")  # of races before these words
+        alpha, test = inner.setdefault("alpha", 0.01), inner.setdefault("test", "unpaired")  # older races
         wanted(type(alpha) is float and 0 < alpha < 0.5, "its alpha is no number between 0 and 0.5")
         wanted(test in ("paired", "unpaired"), "its test is neither paired nor unpaired")
     return event
@@ -421,7 +421,7 @@ def config_of(run):
 
 
 def not_fresh(run):
-    """Why a run counts for nothing by default, or None: it went on from a checkpoint, or began with saved parameters."""
+    """Why a run counts for nothing by default, or None: it was resumed, or begun from saved parameters."""
     why = getattr(run, "disqualified", None) or \
         ((run.start or {}).get("init_from") and "begun from saved parameters (init_from)") or \
         ((run.end or {}).get("resumed") and "resumed: it was killed, and its time is put together of parts")
@@ -548,7 +548,7 @@ def check_all_there(side, rejected, until_decided=False):
             continue
         failed = [item for item in rejected if race_of(item) and race_of(item)[:2] == (race_id, race_side)]
         why = "".join(f"; run {race_of(item).run} ({names([item])}): {item.reason}" for item in failed)
-        why += "".join(f"; {os.path.basename(path)}: {reason}" for path, reason in side.left_out if "--resumed" in reason)
+        why += "".join(f"; {os.path.basename(path)}: {reason}" for path, reason in side.left_out if "--res" in reason)
         raise CannotJudge(f"{where}: {declared[0]} runs were declared and {len(runs)} can be used{why}; pass the logs "
                           "of all, or race anew")
 
@@ -661,8 +661,8 @@ def judge_sides(sides, options):
     sides, alpha = [side for side, _ in sides], options.alpha
     a = sides[0]
     loss = judge_loss(a.losses, choose_target(a.runs, options.target), alpha)
-    if loss["right_skew"] and loss["right_skew"][1] < 0.05:
-        a.warnings.append(f"the losses are skewed to the right (skewness {loss['right_skew'][0]:.2f}, beyond 95 % of "
+    if (loss["p_skewness"] or 1) < 0.05:
+        a.warnings.append(f"the losses are skewed to the right (skewness {loss['skewness']:.2f}, beyond 95 % of "
                           f"normal samples of {loss['n']}): the t-test is lenient then; a bootstrap-t gives p = "
                           f"{loss['p_bootstrap']:.4g}")
     test = comparison = compare(*sides, options) if len(sides) == 2 else None
@@ -708,18 +708,19 @@ def judge_looks(sides, declared, options):
                      welch_t_less(*seconds[:, :look]))
     stop = follow(tests, len(losses), declared["n"], options.alpha)
     if stop is None:
-        raise Undecided(f"the race runs until it is decided, and after {len(a.runs)} of at most {declared['n']} runs it "
-                        "is not; go on with race.py --resume")
+        raise Undecided(f"the race runs until it is decided, and after {len(a.runs)} of at most {declared['n']} runs "
+                        "it is not; go on with race.py --resume")
     return stop
 
 
 def compare(a, b, options):
     """compare_times of two Sides, with the losses too. Raises CannotJudge where their times cannot be compared."""
     check_not_shared(a, b)
-    for runs, seen in ((a.untimed + b.untimed, "no train_time above zero on the last validation line of {}"),
-                       (a.set_back + b.set_back, "the clock was set back during training ({}): such times do not compare")):
-        if runs:
-            raise CannotJudge(f"{seen.format(names(runs))}; without a second set the loss alone can be judged")
+    for odd, seen in (
+            (a.untimed + b.untimed, "no train_time above zero on the last validation line of {}"),
+            (a.set_back + b.set_back, "the clock was set back during training ({}): such times do not compare")):
+        if odd:
+            raise CannotJudge(f"{seen.format(names(odd))}; without a second set the loss alone can be judged")
     counts = [sorted({run.gpus for run in side.runs}, key=str) for side in (a, b)]
     if counts[0] != counts[1] and not options.mixed:
         shown = [" and ".join(str(count or "unknown") for count in found) for found in counts]
@@ -732,7 +733,8 @@ def compare(a, b, options):
     if loss and loss["difference"] > 0 and loss["p_two_sided"] < options.alpha:
         a.warnings.append(f"the mean loss of {a.name} is above that of {b.name} (two-sided p = "
                           f"{loss['p_two_sided']:.4g}): part of the time may have been bought with loss")
-    return {**compare_times(a.seconds, b.seconds, options.alpha, seconds), "other_loss": summary(b.losses), "loss": loss}
+    compared = compare_times(a.seconds, b.seconds, options.alpha, seconds)
+    return {**compared, "other_loss": summary(b.losses), "loss": loss}
 
 
 def so_far(sides, alpha):
@@ -783,8 +785,8 @@ def show_ratio(compared):
 def show_looks(stop):
     """How a race that ran until it was decided came to its end."""
     return (f"decided for {stop['outcome']} after {stop['n']} of at most {stop['most']} runs; there p had to be below "
-            f"{stop['bound']:.3g}; chance of the claim by the last look {stop['chance']:.3g}. The intervals and p-values "
-            "here know nothing of the looks")
+            f"{stop['bound']:.3g}; chance of the claim by the last look {stop['chance']:.3g}. Intervals and p-values "
+            "know nothing of the looks")
 
 
 def show_report(report):
@@ -823,8 +825,8 @@ def show_report(report):
             low, high = of_log["interval"]
             lines += [f"  paired:       p = {paired['p']:.4g}    {show_test(paired)}; {paired['pairs']} interleaved "
                       "pairs, shown only",
-                      f"  log, paired:  p = {of_log['p']:.4g}    {show_test(of_log)}; {of_log['ratio']:.5f} times as fast, "
-                      f"{confidence} {low:.5f} … {high:.5f}" + ", shown only" * (compared["decides"] == "welch")]
+                      f"  log, paired:  p = {of_log['p']:.4g}    {show_test(of_log)}; {of_log['ratio']:.5f} times as "
+                      f"fast, {confidence} {low:.5f} … {high:.5f}" + ", shown only" * (compared["decides"] == "welch")]
         lines += ["" if compared["significant"] else insignificant, ""]
     if report["stop"]:
         lines += [f"Looks: {show_looks(report['stop'])}.", ""]
@@ -918,8 +920,8 @@ def plot(report, path):
 
 
 def plan(options):
-    """How many runs a claim needs, as a dict for --json. sd and margin come from the flags, or from logs: of one set from
-    its losses, of two (the pilot) from their times; n is that of the runs in the logs, or None."""
+    """How many runs a claim needs, as a dict for --json. sd and margin come from the flags, or from logs: of one
+    set from its losses, of two (the pilot) from their times; n is that of the runs in the logs, or None."""
     sd, other_sd, margin, n, pairs = options.sd, options.other_sd, options.margin, None, None
     ways = [("mean below a target", 1), ("less than another set", 2)]
     if sd is None or margin is None:
@@ -962,8 +964,9 @@ def show_plan(found):
         lines.append(f"  {each['claim'] + ':':<24} {each['runs']} runs{' a side' if 'less' in each['claim'] else ''} "
                      f"(power {each['power']:.3f}{'; ' * bool(others)}{others})")
     most = math.ceil(LONGER * min(each["runs"] for each in found["needed"]))
-    return [*lines, f"Declare the number before the first run; or race until decided: --until-decided --max-n is {LONGER} "
-            f"times as many ({most}), has this power and takes fewer on average. Running on until p < alpha is no test."]
+    return [*lines, "Declare the number before the first run; running on until p < alpha is no test at this alpha. Or "
+            f"race until decided: --until-decided --max-n {most}, {LONGER} times as many, has this power and takes fewer on "
+            "average."]
 
 
 def parse(arguments):
