@@ -184,8 +184,7 @@ def looked_at(values, most, alpha=0.01):
     return claims[np.arange(len(claims)), last], looks[last], claims.any(1)
 
 
-@pytest.mark.parametrize("most", [2, 4, 7, 20])
-@pytest.mark.parametrize("alpha", [0.01, 0.05])
+@pytest.mark.parametrize("most, alpha", [(2, 0.01), (7, 0.05), (20, 0.01)])
 def test_looking_after_every_run_passes_a_wrong_claim_with_probability_alpha(most, alpha):
     runs = np.random.default_rng(8).normal(0, 0.7, (TRIALS, most))
     claims, _, without_futility = looked_at(runs, most, alpha)
