@@ -7,9 +7,9 @@
     ... --json                                                  the same figures for programs
     ... --plot timeline.png [--step 11]                         the streams around backward and the optimizer step
 
-Needs Python alone, and matplotlib for --plot. Reads .json and .json.gz as a stream, so that a trace of gigabytes needs
-time (some 20 to 40 MB of JSON a second) but little memory. Exit status: 0 the figures are printed, 2 the input cannot
-be judged (stderr says why, a line for each file).
+Needs numpy, and matplotlib for --plot. Reads .json and .json.gz as a stream and keeps a row of some 40 bytes of each GPU
+op and launch, so that a trace of gigabytes needs time (some 20 MB of JSON a second) but a fraction of its size in
+memory. Exit status: 0 the figures are printed, 2 the input cannot be judged (stderr says why, a line for each file).
 
 Definitions
     GPU op         ph X, cat kernel, gpu_memcpy or gpu_memset. A kernel with "nccl" in its name communicates, every
@@ -42,11 +42,13 @@ import os
 import re
 import sys
 import zlib
-from bisect import bisect_right
+from array import array
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import NamedTuple
+
+import numpy as np
 
 # Reading ------------------------------------------------------------------------------------------------------------
 
@@ -164,21 +166,12 @@ class Span(NamedTuple):
     thread: tuple  # (pid, tid)
 
 
-class Launch(NamedTuple):
-    start: int
-    thread: tuple
-
-
-class Op(NamedTuple):
-    """A GPU op. `kind` is compute, memory, or the collective that a communication kernel carries out."""
-    start: int
-    end: int
-    name: str
-    kind: str
-    device: object
-    stream: object
-    launch: Launch
-
+# Rows of events. Names, threads, devices and streams are numbers: places in the lists of the Trace.
+HOST = np.dtype([("start", "i8"), ("end", "i8"), ("name", "i4"), ("thread", "i4"), ("step", "i8")])
+OP = np.dtype([("start", "i8"), ("end", "i8"), ("name", "i4"), ("kind", "i1"), ("device", "i4"), ("stream", "i4"),
+               ("thread", "i4"), ("step", "i8")])  # the thread and the step are those of its launch
+NOWHERE = -1  # the step of what lies in none
+FOREVER = 1 << 62  # ns, the year 2116: a time and a duration before it add up within 64 bits
 
 GPU_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
 LAUNCH_CATEGORIES = {"cuda_runtime", "cuda_driver"}
@@ -189,16 +182,27 @@ STEP_MARK = re.compile(r"ProfilerStep#(\d{1,18})")
 OWN_RANGES = ("launch ", "wait ", "update ", "gather ")
 HOST_NAMES = re.compile(r"ProfilerStep#\d+|Optimizer\.step#|nccl:|gloo:|c10d::|autograd::engine::evaluate_function"
                         rf"|{'|'.join(OWN_RANGES)}|(forward|backward|step)$")
-NOT_COLLECTIVES = ("compute", "memory")
 COLLECTIVES = {"reducescatter": "reduce-scatter", "allgather": "all-gather", "allreduce": "all-reduce",
                "alltoall": "all-to-all", "broadcast": "broadcast", "reduce": "reduce", "send": "send-recv",
                "recv": "send-recv"}  # tried in this order
+KINDS = ["compute", "memory", *dict.fromkeys(COLLECTIVES.values()), "other"]
+COMPUTE, MEMORY, REDUCE_SCATTER = (KINDS.index(kind) for kind in ("compute", "memory", "reduce-scatter"))
 
 
 def collective(name):
     """'ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(…)' or 'nccl:_reduce_scatter_base' → 'reduce-scatter'."""
     letters = re.sub("[^a-z]", "", name.lower())
     return next((kind for key, kind in COLLECTIVES.items() if key in letters), "other")
+
+
+def kind_of(category, name, arguments):
+    """What a GPU op does: compute, memory, or the collective that a communication kernel carries out."""
+    if category != "kernel":
+        return "memory"
+    if "nccl" not in name:
+        return "compute"
+    kind = collective(name)
+    return kind if kind != "other" else collective(str(scalar(arguments.get("Collective name"))))
 
 
 def scalar(value):
@@ -212,11 +216,12 @@ def nanoseconds(microseconds):
         raise ValueError
     try:
         value = Decimal(microseconds)
-        if not value.is_finite() or value.adjusted() > 18:
-            raise ValueError
-        return round(value.scaleb(3))
+        time = round(value.scaleb(3)) if value.is_finite() and value.adjusted() < 18 else FOREVER
     except ArithmeticError:
-        raise ValueError from None
+        time = FOREVER
+    if abs(time) >= FOREVER:
+        raise ValueError
+    return time
 
 
 @dataclass
@@ -226,10 +231,11 @@ class Trace:
     world_size: object = None
     gpu: str = ""
     steps: dict = field(default_factory=dict)  # N → its marks, [Span]
-    ops: list = field(default_factory=list)  # linked, by launch inside a step: [(N, Op)]
-    orphans: list = field(default_factory=list)
-    outside: list = field(default_factory=list)  # linked ops launched in no step
-    host: list = field(default_factory=list)  # [(N, Span)], by start
+    ops: np.ndarray = None  # [OP], linked, by launch inside a step
+    outside: np.ndarray = None  # [OP], linked, launched in no step
+    orphans: np.ndarray = None  # [OP], without thread and step
+    host: np.ndarray = None  # [HOST], by start
+    values: list = field(default_factory=list)  # what the numbers in the rows stand for
     broken: int = 0  # events that matter but lack what they need
 
     @property
@@ -239,6 +245,18 @@ class Trace:
     @property
     def main_threads(self):
         return {mark.thread for marks in self.steps.values() for mark in marks}
+
+    def off_main(self, ops):
+        """Which of these ops were launched off the main thread, which is autograd's work."""
+        threads = self.main_threads
+        return ~np.isin(ops["thread"], [i for i, value in enumerate(self.values) if value in threads])
+
+    def host_names(self):
+        return {self.values[i] for i in np.unique(self.host["name"])}
+
+    def spans(self, rows):
+        return [Span(start, end, self.values[name], self.values[thread]) for start, end, name, thread, _ in
+                rows.tolist()]
 
 
 def open_text(path):
@@ -272,8 +290,9 @@ def read_events(path, header):
 
 def read(path):
     """Read a trace file and link every GPU op to its launch and its step."""
-    trace, header = Trace(path), {}
-    marks, host, unlinked, launches, threads = [], [], [], {}, {}
+    trace, header, marks = Trace(path), {}, defaultdict(list)
+    place, kinds_of_op, kinds_of_span = Places(), Places(), Places()
+    ops, launches, host = array("q"), array("q"), array("q")  # rows of 4, 3 and 3 numbers, as link takes them
     for event in read_events(path, header):
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
@@ -297,39 +316,23 @@ def read(path):
             trace.broken += 1
             continue
         thread = (str(scalar(event.get("pid"))), str(scalar(event.get("tid"))))
-        thread = threads.setdefault(thread, thread)
+        if not isinstance(correlation, int) or not 0 <= correlation < FOREVER:
+            correlation = -1 - place[correlation]
         if is_launch:
-            # where a runtime call and the driver call inside it share a number, the outer one is the launch
-            if correlation not in launches or start < launches[correlation].start:
-                launches[correlation] = Launch(start, thread)
+            launches.extend((correlation, start, place[thread]))
         elif on_gpu:
-            kind = "memory"
-            if category == "kernel":
-                kind = "compute"
-                if "nccl" in name:
-                    kind = collective(name)
-                    if kind == "other":
-                        kind = collective(str(scalar(arguments.get("Collective name"))))
             device, stream = scalar(arguments.get("device", thread[0])), scalar(arguments.get("stream", thread[1]))
-            unlinked.append((correlation, Op(start, end, sys.intern(name), kind, device, stream, None)))
+            kind = KINDS.index(kind_of(category, name, arguments))
+            ops.extend((start, end, kinds_of_op[place[name], kind, place[device], place[stream]], correlation))
+        elif mark := STEP_MARK.fullmatch(name):
+            marks[int(mark[1])].append(Span(start, end, name, thread))
         else:
-            span = Span(start, end, sys.intern(name), thread)
-            (marks if STEP_MARK.fullmatch(name) else host).append(span)
+            host.extend((start, end, kinds_of_span[place[name], place[thread]]))
 
-    for mark in sorted(marks):
-        trace.steps.setdefault(int(STEP_MARK.fullmatch(mark.name)[1]), []).append(mark)
-    trace.steps = dict(sorted(trace.steps.items()))
-    step_at = step_finder(trace.steps)
-    trace.host = [(step_at(span.start), span) for span in sorted(host)]
-    for correlation, op in unlinked:
-        launch = launches.get(correlation)
-        if launch is None:
-            trace.orphans.append(op)
-        elif (step := step_at(launch.start)) is None:
-            trace.outside.append(op._replace(launch=launch))
-        else:
-            trace.ops.append((step, op._replace(launch=launch)))
-
+    trace.steps = {step: sorted(marks[step]) for step in sorted(marks)}
+    trace.values = list(place)
+    link(trace, matrix(ops, 4), matrix(launches, 3), matrix(host, 3), np.array([*kinds_of_op, (0, 0, 0, 0)]),
+         np.array([*kinds_of_span, (0, 0)]))
     distributed = header.get("distributedInfo")
     if isinstance(distributed, dict):
         trace.rank, trace.world_size = scalar(distributed.get("rank")), scalar(distributed.get("world_size"))
@@ -339,80 +342,112 @@ def read(path):
     return trace
 
 
-def step_finder(steps):
-    """A function: time → N of the step whose mark contains it, or None. Marks may overlap or repeat."""
-    marks = sorted((mark.start, mark.end, number) for number, of_step in steps.items() for mark in of_step)
-    starts = [mark[0] for mark in marks]
-    reach = []  # the latest end so far, which says when to stop looking back
-    for _, end, _ in marks:
-        reach.append(max(end, reach[-1]) if reach else end)
+class Places(dict):
+    """value → its place in the order of arrival."""
+    def __missing__(self, value):
+        self[value] = place = len(self)
+        return place
 
-    def step_at(time):
-        index = bisect_right(starts, time) - 1
-        while index >= 0 and reach[index] > time:
-            if marks[index][1] > time:
-                return marks[index][2]
-            index -= 1
-        return None
-    return step_at
+
+def matrix(numbers, width):
+    return np.frombuffer(numbers, "i8").reshape(-1, width)
+
+
+def link(trace, ops, launches, host, kinds_of_op, kinds_of_span):
+    """Fill in the rows of a Trace that has its steps.
+
+    ops [n, 4]: start, end, row of kinds_of_op (name, kind, device, stream), correlation. launches [n, 3]: correlation,
+    start, thread. host [n, 3]: start, end, row of kinds_of_span (name, thread)."""
+    step_at = step_finder(trace.steps)
+    # where a runtime call and the driver call inside it share a number, the outer one is the launch
+    launches = launches[np.lexsort((launches[:, 1], launches[:, 0]))]
+    known, first = np.unique(launches[:, 0], return_index=True)
+    at = np.searchsorted(known, ops[:, 3])
+    linked = np.append(known, FOREVER)[at] == ops[:, 3]
+    launches = launches[first[at[linked]]]
+
+    def rows(dtype, events, kinds, **columns):
+        found = np.zeros(len(events), dtype)
+        found["start"], found["end"] = events[:, 0], events[:, 1]
+        for name, column in [*zip(dtype.names[2:], kinds[events[:, 2]].T), *columns.items()]:
+            found[name] = column
+        return found
+
+    trace.orphans = rows(OP, ops[~linked], kinds_of_op)
+    found = rows(OP, ops[linked], kinds_of_op, thread=launches[:, 2], step=step_at(launches[:, 1]))
+    inside = found["step"] != NOWHERE
+    trace.ops, trace.outside = found[inside], found[~inside]
+    host = host[np.lexsort((host[:, 1], host[:, 0]))]
+    trace.host = rows(HOST, host, kinds_of_span, step=step_at(host[:, 0]))
+
+
+def step_finder(steps):
+    """A function: times [n] → N of the step whose mark contains each, or NOWHERE. Of several the last that began."""
+    marks = sorted((mark.start, mark.end, number) for number, of_step in steps.items() for mark in of_step)
+    edges = np.unique(np.array([edge for mark in marks for edge in mark[:2]], "i8"))
+    owners = np.full(len(edges) + 1, NOWHERE)  # before the first edge, and after each
+    for start, end, number in marks:
+        owners[slice(*np.searchsorted(edges, (start, end)) + 1)] = number
+    return lambda times: owners[np.searchsorted(edges, times, side="right")]
+
+
+def by_step(rows, steps):
+    """{N: the rows of that step, in their order}."""
+    rows = rows[np.argsort(rows["step"], kind="stable")]
+    return {n: rows[slice(*np.searchsorted(rows["step"], (n, n + 1)))] for n in steps}
 
 
 # Figures ------------------------------------------------------------------------------------------------------------
 
-def merged(spans):
-    """The union of intervals, as disjoint [start, end] in order."""
-    union = []
-    for start, end in sorted((span.start, span.end) for span in spans):
-        if union and start <= union[-1][1]:
-            union[-1][1] = max(union[-1][1], end)
-        else:
-            union.append([start, end])
-    return union
-
-
-def busy(spans):
-    """Length of the union of intervals, in ns."""
-    return sum(end - start for start, end in merged(spans))
+def busy(*groups):
+    """Length of the union of intervals, in ns. A group: rows, or [Span]."""
+    times = np.concatenate([np.stack([group["start"], group["end"]], axis=1) if isinstance(group, np.ndarray) else
+                            np.array([span[:2] for span in group], "i8").reshape(-1, 2) for group in groups])
+    start, end = times[np.argsort(times[:, 0])].T
+    reach = np.maximum.accumulate(end)  # what an interval adds begins where those before it reach
+    return int(np.maximum(reach - np.maximum(start, np.append(start[:1], reach[:-1])), 0).sum())
 
 
 def overlap(some, others):
     """Length of the intersection of two unions of intervals, in ns."""
-    return busy(some) + busy(others) - busy([*some, *others])
+    return busy(some) + busy(others) - busy(some, others)
 
 
 def milliseconds(nanoseconds):
     return None if nanoseconds is None else nanoseconds / 1e6
 
 
-def is_communication(op):
-    return op.kind not in NOT_COLLECTIVES
+def communication(ops):
+    return ops[(ops["kind"] != COMPUTE) & (ops["kind"] != MEMORY)]
+
+
+def extreme(function, times):
+    """The min or max of a column as an int; None of an empty one."""
+    return int(function(times)) if len(times) else None
 
 
 def gpu_times(ops):
     """Busy times of GPU ops in ms, each GPU on its own and then summed."""
-    by_device, sums = defaultdict(list), Counter()
-    for op in ops:
-        by_device[op.device].append(op)
-    for group in by_device.values():
-        communication = [op for op in group if is_communication(op)]
-        compute = [op for op in group if op.kind == "compute"]
-        sums["span"] += max(op.end for op in group) - min(op.start for op in group)
+    sums = Counter()
+    for device in np.unique(ops["device"]):
+        group = ops[ops["device"] == device]
+        compute, comm = group[group["kind"] == COMPUTE], communication(group)
+        sums["span"] += int(group["end"].max() - group["start"].min())
         sums["busy"] += busy(group)
         sums["compute"] += busy(compute)
-        sums["comm"] += busy(communication)
-        sums["overlap"] += overlap(communication, compute)
+        sums["comm"] += busy(comm)
+        sums["overlap"] += overlap(comm, compute)
     sums["exposed"] = sums["comm"] - sums["overlap"]
     sums["idle"] = sums["span"] - sums["busy"]
     return {f"{key}_ms": milliseconds(sums[key])
             for key in ("span", "busy", "compute", "comm", "overlap", "exposed", "idle")}
 
 
-def gpu_counts(ops, main_threads):
-    communication = [op for op in ops if is_communication(op)]
-    return {"gpu_ops": len(ops),
-            "comm_kernels": dict(sorted(Counter(op.kind for op in communication).items())),
-            "reduce_scatters_from_backward": sum(op.kind == "reduce-scatter" and op.launch.thread not in main_threads
-                                                 for op in communication)}
+def gpu_counts(ops, off_main):
+    """off_main [n]: which of the ops were launched off the main thread."""
+    kinds = Counter(KINDS[kind] for kind in communication(ops)["kind"].tolist())
+    return {"gpu_ops": len(ops), "comm_kernels": dict(sorted(kinds.items())),
+            "reduce_scatters_from_backward": int(np.sum((ops["kind"] == REDUCE_SCATTER) & off_main))}
 
 
 def optimizer_steps(host):
@@ -433,21 +468,21 @@ def reduce_scatter_annotations(host):
     return [span for span in host if span.name.startswith("nccl:") and "reduce_scatter" in span.name]
 
 
-def backward_end_on_gpu(ops, main_threads):
-    return max((op.end for op in ops if not is_communication(op) and op.launch.thread not in main_threads),
-               default=None)
+def backward_end_on_gpu(ops, off_main):
+    local = (ops["kind"] == COMPUTE) | (ops["kind"] == MEMORY)
+    return extreme(np.max, ops["end"][local & off_main])
 
 
 def difference(left, right):
     return None if left is None or right is None else left - right
 
 
-def gpu_leads(ops, host, main_threads):
+def gpu_leads(ops, host, off_main):
     """B and D of one step in ms; None where the step lacks one of the two moments."""
     annotation = min((span.start for span in reduce_scatter_annotations(host)), default=None)
-    kernel = min((op.start for op in ops if op.kind == "reduce-scatter"), default=None)
+    kernel = extreme(np.min, ops["start"][ops["kind"] == REDUCE_SCATTER])
     return {"b_ms": milliseconds(difference(annotation, optimizer_start(host))),
-            "d_ms": milliseconds(difference(kernel, backward_end_on_gpu(ops, main_threads)))}
+            "d_ms": milliseconds(difference(kernel, backward_end_on_gpu(ops, off_main)))}
 
 
 def backward_spans(host):
@@ -493,23 +528,23 @@ def host_leads(host):
 
 
 def has_host_figures(trace):
-    return not trace.ops or any(span.name.startswith("launch ") for _, span in trace.host)
+    return not len(trace.ops) or any(name.startswith("launch ") for name in trace.host_names())
 
 
 def check(trace):
     """Raise Unjudgeable, with what to do, where the trace cannot tell anything about communication."""
-    linked = [op for _, op in trace.ops] + trace.outside
-    gpu_ops = len(linked) + len(trace.orphans)
+    linked = len(trace.ops) + len(trace.outside)
+    gpu_ops = linked + len(trace.orphans)
     if not trace.steps:
         problem = "no ProfilerStep#N mark; call the profiler's step() after every training step"
     elif gpu_ops and not linked:
         problem = f"none of its {gpu_ops} GPU ops has its launch in the trace; record with ProfilerActivity.CPU as well"
-    elif gpu_ops and not trace.ops:
+    elif gpu_ops and not len(trace.ops):
         problem = f"none of its {gpu_ops} GPU ops was launched inside a step; record whole steps"
-    elif gpu_ops and not any(map(is_communication, linked + trace.orphans)):
+    elif gpu_ops and not any(len(communication(ops)) for ops in (trace.ops, trace.outside, trace.orphans)):
         problem = (f'no communication, none of its {gpu_ops} GPU ops is a kernel with "nccl" in its name; record a run '
                    "of two ranks or more")
-    elif not gpu_ops and not any(span.name.startswith(("launch ", "gloo:", "c10d::")) for _, span in trace.host):
+    elif not gpu_ops and not any(name.startswith(("launch ", "gloo:", "c10d::")) for name in trace.host_names()):
         problem = ("no communication, neither GPU ops nor ranges `launch ...`, gloo:* or c10d::*; record a run of two "
                    "ranks or more")
     else:
@@ -519,25 +554,21 @@ def check(trace):
 
 def analyse(trace):
     """All figures of a trace, as --json prints them: a dict a step, the total, the orphans, the notes."""
-    ops, host, main_threads = defaultdict(list), defaultdict(list), trace.main_threads
-    for number, op in trace.ops:
-        ops[number].append(op)
-    for number, span in trace.host:
-        host[number].append(span)
-    on_gpu, on_host = bool(trace.ops), has_host_figures(trace)
+    ops, host = by_step(trace.ops, trace.steps), by_step(trace.host, trace.steps)
+    on_gpu, on_host = bool(len(trace.ops)), has_host_figures(trace)
     steps = []
     for number, marks in trace.steps.items():
         figures = {"step": number, "step_ms": milliseconds(busy(marks))}
+        spans, off_main = trace.spans(host[number]), trace.off_main(ops[number])
         if on_gpu:
-            figures |= gpu_times(ops[number]) | gpu_counts(ops[number], main_threads)
-            figures |= gpu_leads(ops[number], host[number], main_threads)
+            figures |= gpu_times(ops[number]) | gpu_counts(ops[number], off_main)
+            figures |= gpu_leads(ops[number], spans, off_main)
         if on_host:
-            figures |= host_counts(host[number]) | host_leads(host[number])
+            figures |= host_counts(spans) | host_leads(spans)
         steps.append(figures)
     total = {"steps": len(steps), "step_ms": sum(figures["step_ms"] for figures in steps)}
     if on_gpu:
-        every = [op for _, op in trace.ops]
-        total |= gpu_times(every) | gpu_counts(every, main_threads)
+        total |= gpu_times(trace.ops) | gpu_counts(trace.ops, trace.off_main(trace.ops))
     if on_host:
         for key in host_counts([]):
             values = [figures[key] for figures in steps if figures[key] is not None]
@@ -545,24 +576,24 @@ def analyse(trace):
     return {"trace": trace.path, "rank": trace.rank, "world_size": trace.world_size, "gpu": trace.gpu,
             "device": "gpu" if on_gpu else "cpu", "steps": steps, "total": total,
             "orphans": {"gpu_ops": len(trace.orphans),
-                        "comm_kernels": sum(map(is_communication, trace.orphans)),
-                        "names": dict(Counter(op.name for op in trace.orphans).most_common())},
+                        "comm_kernels": len(communication(trace.orphans)),
+                        "names": dict(Counter(trace.values[i] for i in trace.orphans["name"]).most_common())},
             "notes": notes(trace, steps)}
 
 
 def notes(trace, steps):
     """What a reader must know to trust the figures, a line each."""
     found = []
-    if trace.outside:
+    if len(trace.outside):
         found.append(f"{len(trace.outside)} GPU ops launched between the steps are left out "
-                     f"({sum(map(is_communication, trace.outside))} of them communication)")
+                     f"({len(communication(trace.outside))} of them communication)")
     if trace.broken:
         found.append(f"{trace.broken} events without a usable name, time or duration are left out")
-    devices = {op.device for _, op in trace.ops}
+    devices = np.unique(trace.ops["device"])
     if len(devices) > 1:
         found.append(f"ops on {len(devices)} GPUs: times are computed for each and summed")
-    if trace.ops:
-        others = {op.launch.thread for _, op in trace.ops} - trace.main_threads
+    if len(trace.ops):
+        others = np.unique(trace.ops["thread"][trace.off_main(trace.ops)])
         if len(others) > 1:
             found.append(f"{len(others)} threads beside the main one launched GPU ops; all count as autograd's")
         for key, title, lacks in (("b_ms", "B", "no reduce-scatter annotation or no optimizer step"),
@@ -786,33 +817,35 @@ def drawable(text):
 
 
 def bars(coloured, zero):
-    """[(Span or Op, colour key)] → bars, longest first so that short ones stay visible on top."""
-    return sorted(((milliseconds(span.start - zero), milliseconds(span.end - zero), key) for span, key in coloured),
+    """[((start, end, ...), colour key)] → bars, longest first so that short ones stay visible on top."""
+    return sorted(((milliseconds(span[0] - zero), milliseconds(span[1] - zero), key) for span, key in coloured),
                   key=lambda bar: bar[0] - bar[1])
 
 
 def gpu_panel(trace, step):
     """The GPU's streams; zero is where backward's last kernel ends (without one, where communication begins)."""
-    ops = [op for number, op in trace.ops if number == step]
-    communication = [op for op in ops if is_communication(op)]
-    backward_end = backward_end_on_gpu(ops, trace.main_threads)
-    begins = [op.start for op in communication if op.kind == "reduce-scatter"] or [op.start for op in communication]
-    zero = backward_end if backward_end is not None else min(begins or [op.start for op in ops])
+    ops = trace.ops[trace.ops["step"] == step]
+    off_main = trace.off_main(ops)
+    backward_end, comm = backward_end_on_gpu(ops, off_main), communication(ops)
+    scattered = comm[comm["kind"] == REDUCE_SCATTER]
+    begins = extreme(np.min, (scattered if len(scattered) else comm)["start"])
+    zero = next(time for time in (backward_end, begins, int(ops["start"].min())) if time is not None)
     lanes = defaultdict(list)
-    for op in ops:
-        off_main = op.launch.thread not in trace.main_threads
-        lanes[str(op.device), str(op.stream)].append((op, "backward" if off_main and op.kind == "compute" else op.kind))
+    for op, off in zip(ops.tolist(), off_main):
+        _, _, _, kind, device, stream, *_ = op
+        key = "backward" if off and kind == COMPUTE else KINDS[kind]
+        lanes[trace.values[device], trace.values[stream]].append((op, key))
     several = len({device for device, _ in lanes}) > 1
     labels = [drawable((f"GPU {device} " if several else "") + f"stream {stream}") for device, stream in lanes]
     order = sorted(zip(labels, lanes.values()), key=lambda lane: -len(lane[1]))  # the busiest stream on top
     return Panel("GPU", "backward's last kernel ended" if backward_end is not None else "communication began",
                  [(label, bars(lane, zero)) for label, lane in order],
-                 milliseconds(difference(min(begins, default=None), zero)))
+                 milliseconds(difference(begins, zero)))
 
 
 def host_panel(trace, step):
     """The host's threads; zero is the start of the optimizer step, or else the end of backward."""
-    host = [span for number, span in trace.host if number == step]
+    host = trace.spans(trace.host[trace.host["step"] == step])
     optimizer, backward = optimizer_start(host), backward_spans(host)
     launches = gradient_launches(host) if has_host_figures(trace) else reduce_scatter_annotations(host)
     marks = trace.steps[step]
@@ -842,8 +875,12 @@ def host_panel(trace, step):
 
 def telling_step(trace):
     """The step to show: the first with the most collectives."""
-    counts = Counter(number for number, op in trace.ops if is_communication(op))
-    counts = counts or Counter(number for number, span in trace.host if span.name.startswith(("launch ", "c10d::")))
+    rows = communication(trace.ops)
+    if not len(rows):
+        calls = [i for i, value in enumerate(trace.values) if isinstance(value, str) and
+                 value.startswith(("launch ", "c10d::"))]
+        rows = trace.host[np.isin(trace.host["name"], calls)]
+    counts = Counter(rows["step"].tolist())
     return min(trace.steps, key=lambda number: (-counts[number], number))
 
 
@@ -885,7 +922,7 @@ def plot(traces, path, wanted_step=None):
         step = telling_step(trace) if wanted_step is None else wanted_step
         if step not in trace.steps:
             raise Unjudgeable(f"{trace.path}: no step {step}; --step takes one of {', '.join(map(str, trace.steps))}")
-        kinds = ([gpu_panel] if any(number == step for number, _ in trace.ops) else []) + [host_panel]
+        kinds = ([gpu_panel] if step in trace.ops["step"] else []) + [host_panel]
         panels += [(f"{label}, step {step}", panel) for panel in (kind(trace, step) for kind in kinds) if panel.lanes]
     if not panels:
         raise Unjudgeable("nothing to draw in these steps; choose another with --step")
