@@ -49,7 +49,7 @@ INCIDENTAL = re.compile(r"run_id|started|seed|race|log_dir|source_sha256|git\.|e
 STEP_LINE = re.compile(r"step:(\d{1,15})/\d+ (?:.* )?train_time:(\d{1,15})ms .*train_loss:(\d{1,15}(?:\.\d{1,15})?)(?: |$)")
 SEPARATOR = "=" * 100
 # A path from the root, of two folders at least, that is no part of a longer word or of an address
-ROOTED = re.compile(r"(?<![\w.:/~*-])/(?:[^\s\"'<>|:,;/\\]+/)+([^\s\"'<>|:,;/\\]*)")
+ROOTED = re.compile(r"(?:file://|(?<![\w./~*-]))/(?!/)(?:[^\s\"'<>|:,;/\\]+/)+([^\s\"'<>|:,;/\\]*)")
 
 
 class CannotJudge(Exception):
@@ -65,7 +65,7 @@ def judge(tool: str, words: list[str], *more: str) -> tuple[int, dict]:
     command = [sys.executable, str(TOOLS / tool), *words, "--json", *more]
     ran = subprocess.run(command, cwd=HERE.parent, capture_output=True, encoding="utf-8", errors="backslashreplace")
     try:
-        found = json.loads(ran.stdout)
+        found = json.loads(ran.stdout.replace(json.dumps(f"{HERE.parent}{os.sep}")[1:-1], ""))  # pages name no folder of ours
     except ValueError:
         said = (ran.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise CannotJudge(f"python records/{tool} {' '.join(words)} broke off ({said}); run it by hand") from None
