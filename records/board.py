@@ -24,11 +24,11 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import jinja2
@@ -39,14 +39,15 @@ import logs
 HERE = Path(__file__).resolve().parent
 TOOLS, TEMPLATES = HERE, HERE / "templates"
 MANIFEST, PLOT, PAGE = "race.jsonl", "plot.png", "index.html"
-CLAIM = re.compile(r"p <|p-value|faster|below target")  # rules of verify.py that judge the claim, and not how it was made
+CLAIM = re.compile(r"p <|p-value|faster|below target")  # rules of verify.py that judge the claim, not how it was made
 ORDER = {"fail": 0, "not checkable": 1, "pass": 2}
 POINTS = 100  # of a curve of training losses: more than a screen shows
 LONGEST_DIFF = 60  # lines
+LONGEST_LABEL = 20  # characters of a value that names a side
 CONTEXT = 1  # lines around each difference
 # What differs between any two runs, and the race's own notes
 INCIDENTAL = re.compile(r"run_id|started|seed|race|log_dir|source_sha256|git\.|environment\.TORCHELASTIC_")
-STEP_LINE = re.compile(r"step:(\d{1,15})/\d+ (?:.* )?train_time:(\d{1,15})ms .*train_loss:(\d{1,15}(?:\.\d{1,15})?)(?: |$)")
+STEP_LINE = re.compile(r"step:(\d{1,15})/\d+ (?:.* )?train_time:(\d{1,15})ms .*train_loss:(\d{1,9}(?:\.\d{1,15})?)(?: |$)", re.A)
 SEPARATOR = "=" * 100
 # A path from the root, of two folders at least, that is no part of a longer word or of an address
 ROOTED = re.compile(r"(?:file://|(?<![\w./~*-]))/(?!/)(?:[^\s\"'<>|:,;/\\]+/)+([^\s\"'<>|:,;/\\]*)")
@@ -65,7 +66,8 @@ def judge(tool: str, words: list[str], *more: str) -> tuple[int, dict]:
     command = [sys.executable, str(TOOLS / tool), *words, "--json", *more]
     ran = subprocess.run(command, cwd=HERE.parent, capture_output=True, encoding="utf-8", errors="backslashreplace")
     try:
-        found = json.loads(ran.stdout.replace(json.dumps(f"{HERE.parent}{os.sep}")[1:-1], ""))  # pages name no folder of ours
+        root = json.dumps(f"{HERE.parent}{os.sep}")[1:-1]  # which a page must not name
+        found = json.loads(ran.stdout.replace(root, ""))
     except ValueError:
         said = (ran.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise CannotJudge(f"python records/{tool} {' '.join(words)} broke off ({said}); run it by hand") from None
@@ -107,7 +109,8 @@ def training_curve(log: str) -> list[tuple[int, float, float]]:
 def flat(value: object, name: str = "") -> dict[str, str]:
     """The leaves of nested dicts as text, each under a name like `hardware.device`."""
     if isinstance(value, dict):
-        return {key: text for inner, leaf in value.items() for key, text in flat(leaf, f"{name}.{inner}".strip(".")).items()}
+        return {key: text for inner, leaf in value.items()
+                for key, text in flat(leaf, f"{name}.{inner}".strip(".")).items()}
     return {name: value if isinstance(value, str) else json.dumps(value)}
 
 
@@ -135,7 +138,7 @@ def short_diff(before: str, after: str, names: tuple[str, str]) -> list[str]:
 
 
 def interval(values: list[float], alpha: float) -> tuple[float, float, float] | None:
-    """(mean, low, high) with confidence 1 - 2 alpha by the t distribution, as stats.py's intervals; None for one run."""
+    """(mean, low, high) with confidence 1 - 2 alpha by the t distribution, as stats.py has it; None for one run."""
     if len(values) < 2:
         return None
     found = scipy.stats.ttest_1samp(values, 0).confidence_interval(1 - 2 * alpha)
@@ -153,8 +156,9 @@ def tests_in(report: object, where: tuple[str, ...] = ()) -> list[dict]:
 def describe(folder: Path) -> dict:
     """Everything the pages say of a record. Raises CannotJudge where stats.py has no verdict."""
     words = [f"records/{folder.name}"]
-    runs = {(Path(run.path).relative_to(folder).as_posix(), run.index_in_file): run for run in logs.read([str(folder)]).runs}
-    if any((run.start or {}).get("race", None) and run.start["race"].get("side") == "b" for run in runs.values()):
+    runs = {(Path(run.path).relative_to(folder).as_posix(), run.index_in_file): run
+            for run in logs.read([str(folder)]).runs}
+    if "b" in {(race or {}).get("side") for race in ((run.start or {}).get("race") for run in runs.values())}:
         words += ["--side", "a"]
     plot = [] if (folder / PLOT).exists() else ["--plot", f"records/{folder.name}/{PLOT}"]
     status, report = judge("stats.py", words, *plot)
@@ -165,58 +169,60 @@ def describe(folder: Path) -> dict:
     rules = verified.get("rules") or [{"rule": "the rules can be checked", "verdict": "not checkable",
                                        "reason": verified.get("reason", "no reason was given")}]
     alpha, sides = report["alpha"], {}
-    for said in report["runs"]:
-        name = Path(said["path"]).relative_to(f"records/{folder.name}").as_posix()
-        run = runs[name, said["index_in_file"]]
+    for one in report["runs"]:
+        name = Path(one["path"]).relative_to(f"records/{folder.name}").as_posix()
+        run = runs[name, one["index_in_file"]]
         text = (folder / name).read_text(encoding="utf-8", errors="replace") if not name.endswith(".gz") else ""
-        start = run.start or {}
-        side = sides.setdefault(said["set"], {"name": said["set"].removeprefix("the "), "runs": [], "starts": [], "source": source_of(text)})
-        side["starts"].append(start)
+        side = sides.setdefault(one["set"], {"name": one["set"].removeprefix("the "), "runs": [], "starts": [],
+                                              "source": source_of(text)})
+        side["starts"].append(run.start or {})
         side["runs"].append({
-            "file": name, "seed": start.get("seed"), "loss": f"{run.final_loss:.{run.loss_decimals}f}", "value": run.final_loss,
-            "seconds": None if run.train_time_ms is None else run.train_time_ms / 1000,
-            "val": [(v.step, None if v.time_ms is None else v.time_ms / 1000, v.loss) for v in run.validations if math.isfinite(v.loss)],
+            "file": name, "seed": flat(run.start or {}).get("seed"), "loss": f"{run.final_loss:.{run.loss_decimals}f}",
+            "value": run.final_loss, "seconds": None if run.train_time_ms is None else run.train_time_ms / 1000,
+            "val": [(v.step, None if v.time_ms is None else v.time_ms / 1000, v.loss) for v in run.validations
+                    if math.isfinite(v.loss)],
             "train": training_curve(text) if run.start else []})
     sides = list(sides.values())
     differ = differences([side["starts"] for side in sides]) if len(sides) > 1 else []
-    race = manifest(folder)
+    flags = declared_flags(folder)
     for i, side in enumerate(sides):
-        start, letter = side["starts"][0], side["name"].removeprefix("side ")
-        side["sha256"] = digest_of(side["source"], start.get("source_sha256"))
-        side["revision"], side["clean"] = ((start.get("git") or {}).get(key) for key in ("revision", "clean"))
-        side["device"], side["ranks"] = (start.get("hardware") or {}).get("device"), start.get("ranks")
-        side["flags"] = ((race.get("sides") or {}).get(letter) or {}).get("flags")
-        telling = [f"{name} {row[i]}" for name, *row in differ if not name.count(".")]
+        side["said"] = said = flat(side["starts"][0])
+        side["sha256"] = digest_of(side["source"], said.get("source_sha256"))
+        side["flags"] = flags.get(side["name"].removeprefix("side "))
+        side["where"] = f"{said.get('ranks', '?')} rank(s) on {said.get('hardware.device', 'unknown hardware')}"
+        telling = [f"{name} {row[i]}" for name, *row in differ
+                   if "." not in name and max(map(len, row)) <= LONGEST_LABEL]
         side["label"] = side["name"] + (f": {', '.join(telling)}" if 0 < len(telling) < 4 else "")
         for key, values in (("loss_interval", [run["value"] for run in side["runs"]]),
                             ("time_interval", [run["seconds"] for run in side["runs"]])):
             side[key] = None if None in values else interval(values, alpha)
-    diff = []
-    if len(sides) > 1 and sides[0]["source"] != sides[1]["source"] and None not in (sides[0]["source"], sides[1]["source"]):
-        diff = short_diff(sides[1]["source"], sides[0]["source"], (sides[1]["name"], sides[0]["name"]))
-    dates = [start["started"][:10] for start in sides[0]["starts"] if isinstance(start.get("started"), str)]
-    first = sides[0]["starts"][0]
+    diff, sources = [], [side["source"] for side in sides]
+    if len(sides) > 1 and None not in sources:
+        diff = short_diff(sources[1], sources[0], (sides[1]["name"], sides[0]["name"]))
+    dates = [said["started"][:10] for said in map(flat, sides[0]["starts"]) if "started" in said]
     return {"name": folder.name, "title": title_of(folder), "words": words, "report": report, "sides": sides,
             "differ": differ, "diff": diff, "tests": tests_in(report), "date": max(dates, default=folder.name[:10]),
-            "track": f"{first.get('preset') or 'speedrun'}, {first.get('ranks', '?')} rank(s) on "
-                     f"{sides[0]['device'] or 'unknown hardware'}, target {report['loss']['target']:g}",
-            "confidence": 100 * (1 - 2 * alpha), "decimals": 1 + max(len(run["loss"].partition(".")[2]) for run in sides[0]["runs"]),
+            "track": f"{sides[0]['said'].get('preset', 'unknown preset')}, {sides[0]['where']}, "
+                     f"target {report['loss']['target']:g}",
+            "confidence": 100 * (1 - 2 * alpha),
+            "decimals": 1 + max(len(run["loss"].partition(".")[2]) for run in sides[0]["runs"]),
             "claims": [rule for rule in rules if CLAIM.search(rule["rule"])],
             "rules": sorted((rule for rule in rules if not CLAIM.search(rule["rule"])),
                             key=lambda rule: ORDER.get(rule["verdict"], 0))}
 
 
-def manifest(folder: Path) -> dict:
-    """What race.py declared before the first run; empty where the folder holds no manifest."""
+def declared_flags(folder: Path) -> dict[str, str]:
+    """{side: the flags that race.py declared for it before the first run}; empty where the folder does not say."""
     try:
         with open(folder / MANIFEST, encoding="utf-8") as lines:
-            return json.loads(next(lines))["race"]
-    except (OSError, ValueError, StopIteration, KeyError, TypeError):
+            sides = json.loads(next(lines))["race"]["sides"]
+        return {side: shlex.join(declared["flags"]) for side, declared in sides.items()}
+    except (OSError, ValueError, StopIteration, LookupError, TypeError, AttributeError):
         return {}
 
 
 def title_of(folder: Path) -> str:
-    return (folder / "README.md").read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+    return (folder / "README.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
 
 # Pages
@@ -259,13 +265,14 @@ def drawn(records: list[dict]) -> list[dict]:
              "confidence": record["confidence"],
              "difference": (record["report"]["comparison"] or {}).get("difference"),
              "interval": (record["report"]["comparison"] or {}).get("interval"),
-             "sides": [{key: side[key] for key in ("label", "runs", "loss_interval", "time_interval")} for side in record["sides"]]}
+             "sides": [{key: side[key] for key in ("label", "runs", "loss_interval", "time_interval")}
+                       for side in record["sides"]]}
             for record in records]
 
 
 def environment() -> jinja2.Environment:
-    env = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, trim_blocks=True,
-                             lstrip_blocks=True, keep_trailing_newline=True,
+    env = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined,
+                             trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
                              autoescape=lambda name: bool(name) and ".html" in name)
     env.filters |= {"md": markdown, "code": code, "fence": fence, "signed": signed, "number": number,
                     "inline": lambda value: jinja2.utils.markupsafe.Markup(inline(value))}
@@ -279,13 +286,14 @@ def write_pages() -> None:
         raise CannotJudge(f"no record lies in {HERE}; make one by `board.py add`")
     records = [describe(folder) for folder in folders]
     env = environment()
-    pages = {HERE / record["name"] / "README.md": env.get_template("record.md.jinja").render(record=record) for record in records}
+    template = env.get_template("record.md.jinja")
+    pages = {HERE / record["name"] / "README.md": template.render(record=record) for record in records}
     pages[HERE / "README.md"] = env.get_template("board.md.jinja").render(records=records)
     pages[HERE / PAGE] = env.get_template("board.html.jinja").render(records=records, drawn=drawn(records))
     for path, text in pages.items():
         check_public(path, text)
     for path, text in pages.items():
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(text.encode("utf-8", "backslashreplace"))
 
 
 # Publishing
@@ -310,7 +318,7 @@ def public(text: str) -> str:
 
 def host_names() -> list[str]:
     """The names of this machine that tell it from others, the longest first."""
-    names = {socket.gethostname(), socket.getfqdn(), os.uname().nodename} if hasattr(os, "uname") else {socket.gethostname()}
+    names = {socket.gethostname(), socket.getfqdn()}
     return sorted((name for name in names if name and not name.startswith("localhost")), key=len, reverse=True)
 
 
@@ -321,8 +329,8 @@ def check_public(path: Path, text: str) -> None:
     for word in private:
         if at := re.search(rf"(?<![\w.-]){re.escape(word)}(?![\w-])", text):
             line = text.count("\n", 0, at.start()) + 1
-            raise CannotJudge(f"{path.name}, line {line}, names this machine or a folder of it ({word}); take it out of "
-                              "the race's files")
+            raise CannotJudge(f"{path.name}, line {line}, names this machine or a folder of it ({word}); take it out "
+                              "of the race's files")
 
 
 def add(race: Path, folder: Path, title: str) -> None:

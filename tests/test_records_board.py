@@ -125,7 +125,7 @@ def test_a_page_names_what_differs_and_the_sources_digests(published):
     page = (published / "2026-01-02_toy" / "README.md").read_text()
     digest = hashlib.sha256(b"import torch\nprint('one')\n").hexdigest()
     assert "\n| `sync` | `hook` | `step` |\n" in page and page.count(digest) == 2
-    assert "The source is the same on both sides: `git show c0ffee:train_gpt.py | sha256sum` prints its digest." in page
+    assert "The source is the same on both sides: the digest is that of `git show c0ffee:train_gpt.py`." in page
     differs = page[page.index("## What differs"):page.index("## Tests")]
     assert not any(word in differs for word in ("run_id", "race_side", "log_dir", "started", "| `seed`"))
     page = (published / "2026-01-03_hostile" / "README.md").read_text()

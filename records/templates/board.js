@@ -166,8 +166,9 @@ class Record {
     const at = frame(root, 300, [-1, 1], range([...interval, 0]), "", "s", [[0, "below zero is faster"]]);
     svg("line", root, {class: "target", x1: BOX.left, x2: at.right, y1: at.y(0), y2: at.y(0)});
     this.bar(root, at, 0, [difference, ...interval], 0);
-    for (const value of [difference, ...interval]) {
-      svg("text", root, {x: at.x(0) + 12, y: at.y(value) + 4}, (value > 0 ? "+" : "−") + Math.abs(value).toFixed(2));
+    const [low, middle, high] = [interval[0], difference, interval[1]].map(at.y), line = 13;
+    for (const [value, y] of [[difference, middle], [interval[0], Math.max(low, middle + line)], [interval[1], Math.min(high, middle - line)]]) {
+      svg("text", root, {x: at.x(0) + 12, y: y + 4}, (value > 0 ? "+" : "−") + Math.abs(value).toFixed(2));
     }
   }
 
