@@ -119,37 +119,32 @@ class Scanner:
                     self.at = end
                     return value
 
-    def items(self):
-        """Yield the values of the list that opens here."""
+    def members(self, closing):
+        """Stop before each member of the list or object that opens here, and step behind its end."""
         self.at += 1
-        while (character := self.peek()) != "]":
+        while (character := self.peek()) != closing:
             if character == ",":
                 self.at += 1
             else:
-                yield self.value()
+                yield
         self.at += 1
 
     def trace(self, header):
         """Yield the events of a Chrome trace: a list, or an object's traceEvents (its other keys go into `header`)."""
         opening, listed = self.peek(), False
         if opening == "[":
-            yield from self.items()
+            yield from (self.value() for _ in self.members("]"))
         elif opening == "{":
-            self.at += 1
-            while (character := self.peek()) != "}":
-                if character == ",":
-                    self.at += 1
-                    continue
+            for _ in self.members("}"):
                 key = self.value()
                 if not isinstance(key, str) or self.peek() != ":":
                     raise ValueError(f"no string and ':' for a key at character {self.passed + self.at}")
                 self.at += 1
                 if key == "traceEvents" and self.peek() == "[":
-                    yield from self.items()
+                    yield from (self.value() for _ in self.members("]"))
                     listed = True
                 else:
                     header[key] = self.value()
-            self.at += 1
             if not listed:
                 raise ValueError('an object without a list "traceEvents"')
         else:
@@ -169,7 +164,8 @@ class Span(NamedTuple):
 # Rows of events. Names, threads, devices and streams are numbers: places in the lists of the Trace.
 HOST = np.dtype([("start", "i8"), ("end", "i8"), ("name", "i4"), ("thread", "i4"), ("step", "i8")])
 OP = np.dtype([("start", "i8"), ("end", "i8"), ("name", "i4"), ("kind", "i1"), ("device", "i4"), ("stream", "i4"),
-               ("thread", "i4"), ("step", "i8")])  # the thread and the step are those of its launch
+               ("thread", "i4"), ("step", "i8"),  # both of its launch
+               ("off_main", "?")])  # launched off the main thread, which is autograd's work
 NOWHERE = -1  # the step of what lies in none
 FOREVER = 1 << 62  # ns, the year 2116: a time and a duration before it add up within 64 bits
 
@@ -212,16 +208,13 @@ def scalar(value):
 
 def nanoseconds(microseconds):
     """Exact integer ns of a JSON number of µs (int, or a fraction's text). ValueError if it is no sensible time."""
-    if isinstance(microseconds, bool) or not isinstance(microseconds, (int, str)):
-        raise ValueError
     try:
-        value = Decimal(microseconds)
-        time = round(value.scaleb(3)) if value.is_finite() and value.adjusted() < 18 else FOREVER
+        value = Decimal(microseconds if type(microseconds) in (int, str) else "none")
+        if value.is_finite() and value.adjusted() < 18 and abs(time := round(value.scaleb(3))) < FOREVER:
+            return time
     except ArithmeticError:
-        time = FOREVER
-    if abs(time) >= FOREVER:
-        raise ValueError
-    return time
+        pass
+    raise ValueError
 
 
 @dataclass
@@ -246,11 +239,6 @@ class Trace:
     def main_threads(self):
         return {mark.thread for marks in self.steps.values() for mark in marks}
 
-    def off_main(self, ops):
-        """Which of these ops were launched off the main thread, which is autograd's work."""
-        threads = self.main_threads
-        return ~np.isin(ops["thread"], [i for i, value in enumerate(self.values) if value in threads])
-
     def host_names(self):
         return {self.values[i] for i in np.unique(self.host["name"])}
 
@@ -268,23 +256,21 @@ def open_text(path):
 
 def read_events(path, header):
     """Yield the events of a trace file; raises Unjudgeable with what is wrong with the file."""
-    if not os.path.exists(path):
-        raise Unjudgeable(f"{path}: no such file; name a torch.profiler trace, .json or .json.gz")
-    if os.path.isdir(path):
-        raise Unjudgeable(f"{path}: a folder; name the trace files in it")
     again = "record it again with torch.profiler's export_chrome_trace, or copy it again whole"
     try:
         if os.path.isfile(path) and not os.path.getsize(path):
             raise Unjudgeable(f"{path}: empty; {again}")
         with open_text(path) as stream:
             yield from Scanner(stream).trace(header)
+    except FileNotFoundError:
+        raise Unjudgeable(f"{path}: no such file; name a torch.profiler trace, .json or .json.gz") from None
+    except IsADirectoryError:
+        raise Unjudgeable(f"{path}: a folder; name the trace files in it") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise Unjudgeable(f"{path}: damaged or cut short ({error}); {again}") from None
     except OSError as error:
         raise Unjudgeable(f"{path}: cannot be read ({error.strerror or error}); check path and permissions") from None
-    except RecursionError:
-        raise Unjudgeable(f"{path}: JSON nested too deep for a trace; {again}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Unjudgeable(f"{path}: no complete Chrome trace ({error}); {again}") from None
 
 
@@ -331,8 +317,9 @@ def read(path):
 
     trace.steps = {step: sorted(marks[step]) for step in sorted(marks)}
     trace.values = list(place)
-    link(trace, matrix(ops, 4), matrix(launches, 3), matrix(host, 3), np.array([*kinds_of_op, (0, 0, 0, 0)]),
-         np.array([*kinds_of_span, (0, 0)]))
+    link(trace, *(np.frombuffer(numbers, "i8").reshape(-1, width) for numbers, width in
+                  ((ops, 4), (launches, 3), (host, 3))),
+         np.array([*kinds_of_op, (0, 0, 0, 0)]), np.array([*kinds_of_span, (0, 0)]))
     distributed = header.get("distributedInfo")
     if isinstance(distributed, dict):
         trace.rank, trace.world_size = scalar(distributed.get("rank")), scalar(distributed.get("world_size"))
@@ -347,10 +334,6 @@ class Places(dict):
     def __missing__(self, value):
         self[value] = place = len(self)
         return place
-
-
-def matrix(numbers, width):
-    return np.frombuffer(numbers, "i8").reshape(-1, width)
 
 
 def link(trace, ops, launches, host, kinds_of_op, kinds_of_span):
@@ -375,6 +358,9 @@ def link(trace, ops, launches, host, kinds_of_op, kinds_of_span):
 
     trace.orphans = rows(OP, ops[~linked], kinds_of_op)
     found = rows(OP, ops[linked], kinds_of_op, thread=launches[:, 2], step=step_at(launches[:, 1]))
+    threads = trace.main_threads
+    main = [place for place, value in enumerate(trace.values) if value in threads]
+    found["off_main"] = ~np.isin(found["thread"], main)
     inside = found["step"] != NOWHERE
     trace.ops, trace.outside = found[inside], found[~inside]
     host = host[np.lexsort((host[:, 1], host[:, 0]))]
@@ -443,11 +429,10 @@ def gpu_times(ops):
             for key in ("span", "busy", "compute", "comm", "overlap", "exposed", "idle")}
 
 
-def gpu_counts(ops, off_main):
-    """off_main [n]: which of the ops were launched off the main thread."""
+def gpu_counts(ops):
     kinds = Counter(KINDS[kind] for kind in communication(ops)["kind"].tolist())
     return {"gpu_ops": len(ops), "comm_kernels": dict(sorted(kinds.items())),
-            "reduce_scatters_from_backward": int(np.sum((ops["kind"] == REDUCE_SCATTER) & off_main))}
+            "reduce_scatters_from_backward": int(np.sum((ops["kind"] == REDUCE_SCATTER) & ops["off_main"]))}
 
 
 def optimizer_steps(host):
@@ -468,21 +453,21 @@ def reduce_scatter_annotations(host):
     return [span for span in host if span.name.startswith("nccl:") and "reduce_scatter" in span.name]
 
 
-def backward_end_on_gpu(ops, off_main):
+def backward_end_on_gpu(ops):
     local = (ops["kind"] == COMPUTE) | (ops["kind"] == MEMORY)
-    return extreme(np.max, ops["end"][local & off_main])
+    return extreme(np.max, ops["end"][local & ops["off_main"]])
 
 
 def difference(left, right):
     return None if left is None or right is None else left - right
 
 
-def gpu_leads(ops, host, off_main):
+def gpu_leads(ops, host):
     """B and D of one step in ms; None where the step lacks one of the two moments."""
     annotation = min((span.start for span in reduce_scatter_annotations(host)), default=None)
     kernel = extreme(np.min, ops["start"][ops["kind"] == REDUCE_SCATTER])
     return {"b_ms": milliseconds(difference(annotation, optimizer_start(host))),
-            "d_ms": milliseconds(difference(kernel, backward_end_on_gpu(ops, off_main)))}
+            "d_ms": milliseconds(difference(kernel, backward_end_on_gpu(ops)))}
 
 
 def backward_spans(host):
@@ -559,16 +544,15 @@ def analyse(trace):
     steps = []
     for number, marks in trace.steps.items():
         figures = {"step": number, "step_ms": milliseconds(busy(marks))}
-        spans, off_main = trace.spans(host[number]), trace.off_main(ops[number])
+        spans, launched = trace.spans(host[number]), ops[number]
         if on_gpu:
-            figures |= gpu_times(ops[number]) | gpu_counts(ops[number], off_main)
-            figures |= gpu_leads(ops[number], spans, off_main)
+            figures |= gpu_times(launched) | gpu_counts(launched) | gpu_leads(launched, spans)
         if on_host:
             figures |= host_counts(spans) | host_leads(spans)
         steps.append(figures)
     total = {"steps": len(steps), "step_ms": sum(figures["step_ms"] for figures in steps)}
     if on_gpu:
-        total |= gpu_times(trace.ops) | gpu_counts(trace.ops, trace.off_main(trace.ops))
+        total |= gpu_times(trace.ops) | gpu_counts(trace.ops)
     if on_host:
         for key in host_counts([]):
             values = [figures[key] for figures in steps if figures[key] is not None]
@@ -593,7 +577,7 @@ def notes(trace, steps):
     if len(devices) > 1:
         found.append(f"ops on {len(devices)} GPUs: times are computed for each and summed")
     if len(trace.ops):
-        others = np.unique(trace.ops["thread"][trace.off_main(trace.ops)])
+        others = np.unique(trace.ops["thread"][trace.ops["off_main"]])
         if len(others) > 1:
             found.append(f"{len(others)} threads beside the main one launched GPU ops; all count as autograd's")
         for key, title, lacks in (("b_ms", "B", "no reduce-scatter annotation or no optimizer step"),
@@ -825,15 +809,14 @@ def bars(coloured, zero):
 def gpu_panel(trace, step):
     """The GPU's streams; zero is where backward's last kernel ends (without one, where communication begins)."""
     ops = trace.ops[trace.ops["step"] == step]
-    off_main = trace.off_main(ops)
-    backward_end, comm = backward_end_on_gpu(ops, off_main), communication(ops)
+    backward_end, comm = backward_end_on_gpu(ops), communication(ops)
     scattered = comm[comm["kind"] == REDUCE_SCATTER]
     begins = extreme(np.min, (scattered if len(scattered) else comm)["start"])
     zero = next(time for time in (backward_end, begins, int(ops["start"].min())) if time is not None)
     lanes = defaultdict(list)
-    for op, off in zip(ops.tolist(), off_main):
-        _, _, _, kind, device, stream, *_ = op
-        key = "backward" if off and kind == COMPUTE else KINDS[kind]
+    for op in ops.tolist():
+        _, _, _, kind, device, stream, _, _, off_main = op
+        key = "backward" if off_main and kind == COMPUTE else KINDS[kind]
         lanes[trace.values[device], trace.values[stream]].append((op, key))
     several = len({device for device, _ in lanes}) > 1
     labels = [drawable((f"GPU {device} " if several else "") + f"stream {stream}") for device, stream in lanes]
