@@ -400,7 +400,7 @@ def overlap(some, others):
 
 
 def milliseconds(nanoseconds):
-    return None if nanoseconds is None else nanoseconds / 1e6
+    return nanoseconds / 1e6
 
 
 def communication(ops):
@@ -418,13 +418,9 @@ def gpu_times(ops):
     for device in np.unique(ops["device"]):
         group = ops[ops["device"] == device]
         compute, comm = group[group["kind"] == COMPUTE], communication(group)
-        sums["span"] += int(group["end"].max() - group["start"].min())
-        sums["busy"] += busy(group)
-        sums["compute"] += busy(compute)
-        sums["comm"] += busy(comm)
-        sums["overlap"] += overlap(comm, compute)
-    sums["exposed"] = sums["comm"] - sums["overlap"]
-    sums["idle"] = sums["span"] - sums["busy"]
+        sums.update(span=int(group["end"].max() - group["start"].min()), busy=busy(group), compute=busy(compute),
+                    comm=busy(comm), overlap=overlap(comm, compute))
+    sums.update(exposed=sums["comm"] - sums["overlap"], idle=sums["span"] - sums["busy"])
     return {f"{key}_ms": milliseconds(sums[key])
             for key in ("span", "busy", "compute", "comm", "overlap", "exposed", "idle")}
 
@@ -435,22 +431,30 @@ def gpu_counts(ops):
             "reduce_scatters_from_backward": int(np.sum((ops["kind"] == REDUCE_SCATTER) & ops["off_main"]))}
 
 
+def named(host, *prefixes):
+    return [span for span in host if span.name.startswith(prefixes)]
+
+
+def first_start(spans):
+    return min((span.start for span in spans), default=None)
+
+
+def apart(time, other):
+    """time - other in ms; None where there is no such moment."""
+    return None if time is None or other is None else milliseconds(time - other)
+
+
 def optimizer_steps(host):
     """What torch records, or else the ranges named step beside those named backward, as our own traces have them.
 
     A range that holds a backward is not the optimizer's step but the whole training step."""
-    recorded = [span for span in host if span.name.startswith("Optimizer.step#")]
     backward = [span.start for span in host if span.name == "backward"]
-    return recorded or [span for span in host if span.name == "step" and backward
-                        and not any(span.start <= start < span.end for start in backward)]
-
-
-def optimizer_start(host):
-    return min((span.start for span in optimizer_steps(host)), default=None)
+    return named(host, "Optimizer.step#") or [span for span in host if span.name == "step" and backward and
+                                              not any(span.start <= start < span.end for start in backward)]
 
 
 def reduce_scatter_annotations(host):
-    return [span for span in host if span.name.startswith("nccl:") and "reduce_scatter" in span.name]
+    return [span for span in named(host, "nccl:") if "reduce_scatter" in span.name]
 
 
 def backward_end_on_gpu(ops):
@@ -458,58 +462,45 @@ def backward_end_on_gpu(ops):
     return extreme(np.max, ops["end"][local & ops["off_main"]])
 
 
-def difference(left, right):
-    return None if left is None or right is None else left - right
-
-
 def gpu_leads(ops, host):
     """B and D of one step in ms; None where the step lacks one of the two moments."""
-    annotation = min((span.start for span in reduce_scatter_annotations(host)), default=None)
     kernel = extreme(np.min, ops["start"][ops["kind"] == REDUCE_SCATTER])
-    return {"b_ms": milliseconds(difference(annotation, optimizer_start(host))),
-            "d_ms": milliseconds(difference(kernel, backward_end_on_gpu(ops)))}
+    return {"b_ms": apart(first_start(reduce_scatter_annotations(host)), first_start(optimizer_steps(host))),
+            "d_ms": apart(kernel, backward_end_on_gpu(ops))}
 
 
 def backward_spans(host):
     """The ranges named backward; without them, the stretch from autograd's first function to its last."""
-    ranges = [span for span in host if span.name == "backward"]
-    functions = [span for span in host if span.name.startswith("autograd::engine::evaluate_function")]
-    if not ranges and functions:
-        ranges = [functions[0]._replace(end=max(span.end for span in functions))]
-    return ranges
+    functions = named(host, "autograd::engine::evaluate_function")
+    stretch = [functions[0]._replace(end=max(span.end for span in functions))] if functions else []
+    return [span for span in host if span.name == "backward"] or stretch
 
 
 def gradient_launches(host):
     """Where the host starts to send gradients: the program's own ranges, or else what torch records."""
-    if own := [span for span in host if span.name.startswith("launch ")]:
-        return own
-    for prefix in ("c10d::", "gloo:", "nccl:"):
-        if calls := [span for span in host if span.name.startswith(prefix)
-                     and collective(span.name) in ("reduce-scatter", "all-reduce")]:
-            return calls
-    return []
+    recorded = ([span for span in named(host, prefix) if collective(span.name) in ("reduce-scatter", "all-reduce")]
+                for prefix in ("c10d::", "gloo:", "nccl:"))
+    return named(host, "launch ") or next(filter(None, recorded), [])
 
 
 def host_counts(host):
     """Launches, and times that add up over steps: exposed waits, and what gloo's threads did (ms)."""
     launches, backward = gradient_launches(host), backward_spans(host)
-    waits = [span.end - span.start for span in host if span.name.startswith("wait ")]
-    gloo = [span for span in host if span.name.startswith("gloo:")]
+    waits, gloo = named(host, "wait "), named(host, "gloo:")
     return {"launches": len(launches),
             "launches_in_backward": sum(any(span.start <= launch.start < span.end for span in backward)
                                         for launch in launches) if backward else None,
-            "wait_ms": milliseconds(sum(waits)) if waits else None,
+            "wait_ms": milliseconds(sum(span.end - span.start for span in waits)) if waits else None,
             "gloo_ms": milliseconds(busy(gloo)) if gloo else None,
             "gloo_in_backward_ms": milliseconds(overlap(gloo, backward)) if gloo and backward else None}
 
 
 def host_leads(host):
     """The first launch of one step against the last backward (the one whose gradients are sent) and the step, in ms."""
-    first = min((span.start for span in gradient_launches(host)), default=None)
-    backward = max(backward_spans(host), default=None)
-    return {"launch_after_backward_start_ms": milliseconds(difference(first, backward and backward.start)),
-            "launch_after_backward_end_ms": milliseconds(difference(first, backward and backward.end)),
-            "launch_after_step_start_ms": milliseconds(difference(first, optimizer_start(host)))}
+    first, backward = first_start(gradient_launches(host)), max(backward_spans(host), default=None)
+    return {"launch_after_backward_start_ms": apart(first, backward and backward.start),
+            "launch_after_backward_end_ms": apart(first, backward and backward.end),
+            "launch_after_step_start_ms": apart(first, first_start(optimizer_steps(host)))}
 
 
 def has_host_figures(trace):
@@ -519,7 +510,7 @@ def has_host_figures(trace):
 def check(trace):
     """Raise Unjudgeable, with what to do, where the trace cannot tell anything about communication."""
     linked = len(trace.ops) + len(trace.outside)
-    gpu_ops = linked + len(trace.orphans)
+    gpu_ops, ranks = linked + len(trace.orphans), "record a run of two ranks or more"
     if not trace.steps:
         problem = "no ProfilerStep#N mark; call the profiler's step() after every training step"
     elif gpu_ops and not linked:
@@ -527,11 +518,9 @@ def check(trace):
     elif gpu_ops and not len(trace.ops):
         problem = f"none of its {gpu_ops} GPU ops was launched inside a step; record whole steps"
     elif gpu_ops and not any(len(communication(ops)) for ops in (trace.ops, trace.outside, trace.orphans)):
-        problem = (f'no communication, none of its {gpu_ops} GPU ops is a kernel with "nccl" in its name; record a run '
-                   "of two ranks or more")
+        problem = f'no communication, none of its {gpu_ops} GPU ops is a kernel with "nccl" in its name; {ranks}'
     elif not gpu_ops and not any(name.startswith(("launch ", "gloo:", "c10d::")) for name in trace.host_names()):
-        problem = ("no communication, neither GPU ops nor ranges `launch ...`, gloo:* or c10d::*; record a run of two "
-                   "ranks or more")
+        problem = f"no communication, neither GPU ops nor ranges `launch ...`, gloo:* or c10d::*; {ranks}"
     else:
         return
     raise Unjudgeable(f"{trace.path}: {problem}")
@@ -719,7 +708,7 @@ def compared(left, right):
     for group, _ in columns([left, right]):
         for key in (column.key for column in group):
             pair = [figures.get(key, 0 if key.startswith("comm_kernels ") else None) for figures in (left, right)]
-            result[key] = {"a": pair[0], "b": pair[1], "difference": difference(pair[1], pair[0])}
+            result[key] = {"a": pair[0], "b": pair[1], "difference": None if None in pair else pair[1] - pair[0]}
     return result
 
 
@@ -806,6 +795,10 @@ def bars(coloured, zero):
                   key=lambda bar: bar[0] - bar[1])
 
 
+def by_kind(spans):
+    return [(span, collective(span.name)) for span in spans]
+
+
 def gpu_panel(trace, step):
     """The GPU's streams; zero is where backward's last kernel ends (without one, where communication begins)."""
     ops = trace.ops[trace.ops["step"] == step]
@@ -822,46 +815,39 @@ def gpu_panel(trace, step):
     labels = [drawable((f"GPU {device} " if several else "") + f"stream {stream}") for device, stream in lanes]
     order = sorted(zip(labels, lanes.values()), key=lambda lane: -len(lane[1]))  # the busiest stream on top
     return Panel("GPU", "backward's last kernel ended" if backward_end is not None else "communication began",
-                 [(label, bars(lane, zero)) for label, lane in order],
-                 milliseconds(difference(begins, zero)))
+                 [(label, bars(lane, zero)) for label, lane in order], apart(begins, zero))
 
 
 def host_panel(trace, step):
     """The host's threads; zero is the start of the optimizer step, or else the end of backward."""
     host = trace.spans(trace.host[trace.host["step"] == step])
-    optimizer, backward = optimizer_start(host), backward_spans(host)
+    optimizer, backward = optimizer_steps(host), backward_spans(host)
     launches = gradient_launches(host) if has_host_figures(trace) else reduce_scatter_annotations(host)
-    marks = trace.steps[step]
-    zero, zero_name = marks[0].start, "the step began"
-    if optimizer is not None:
-        zero, zero_name = optimizer, "the optimizer step began"
+    zero, zero_name = trace.steps[step][0].start, "the step began"
+    if optimizer:
+        zero, zero_name = first_start(optimizer), "the optimizer step began"
     elif backward:
         zero, zero_name = backward[-1].end, "backward ended"
-    ranges = [(span, "backward") for span in backward]
-    ranges += [(span, "forward") for span in host if span.name == "forward"]
-    ranges += [(span, "optimizer step") for span in optimizer_steps(host)]
-    lanes = [("phases", ranges)]
-    own = [(span, span.name.partition(" ")[0]) for span in host if span.name.startswith(OWN_RANGES)]
-    lanes.append(("program's ranges", own) if own else ("calls", [(span, collective(span.name)) for span in launches]))
-    calls = defaultdict(list)
-    for span in host:
-        if span.name.startswith("nccl:"):
-            calls[span.thread in trace.main_threads].append((span, collective(span.name)))
-    if calls:
-        lanes[1:] = [(f"nccl calls, {'main' if on_main else 'backward'} thread", calls[on_main])
-                     for on_main in sorted(calls)]
-    lanes.append(("gloo threads", [(span, collective(span.name)) for span in host if span.name.startswith("gloo:")]))
-    first = min((span.start for span in launches), default=None)
+    phases = {"backward": backward, "forward": [span for span in host if span.name == "forward"],
+              "optimizer step": optimizer}
+    lanes = [("phases", [(span, key) for key, spans in phases.items() for span in spans])]
+    calls = named(host, "nccl:")
+    for thread, on_main in (("backward", False), ("main", True)):
+        lanes.append((f"nccl calls, {thread} thread",
+                      by_kind(span for span in calls if (span.thread in trace.main_threads) == on_main)))
+    if not calls:
+        own = [(span, span.name.partition(" ")[0]) for span in named(host, *OWN_RANGES)]
+        lanes.append(("program's ranges", own) if own else ("calls", by_kind(launches)))
+    lanes.append(("gloo threads", by_kind(named(host, "gloo:"))))
     return Panel("host", zero_name, [(label, bars(lane, zero)) for label, lane in lanes if lane],
-                 milliseconds(difference(first, zero)))
+                 apart(first_start(launches), zero))
 
 
 def telling_step(trace):
     """The step to show: the first with the most collectives."""
     rows = communication(trace.ops)
     if not len(rows):
-        calls = [i for i, value in enumerate(trace.values) if isinstance(value, str) and
-                 value.startswith(("launch ", "c10d::"))]
+        calls = [place for place, value in enumerate(trace.values) if str(value).startswith(("launch ", "c10d::"))]
         rows = trace.host[np.isin(trace.host["name"], calls)]
     counts = Counter(rows["step"].tolist())
     return min(trace.steps, key=lambda number: (-counts[number], number))
@@ -912,13 +898,12 @@ def plot(traces, path, wanted_step=None):
     whole, near = {}, {}
     for kind in {panel.title for _, panel in panels}:
         alike = [panel for _, panel in panels if panel.title == kind]
-        every = [bar for panel in alike for _, lane in panel.lanes for bar in lane]
-        left, right = min(bar[0] for bar in every), max(bar[1] for bar in every)
-        width = max(right - left, 1e-6)
-        whole[kind] = (left - 0.01 * width, right + 0.01 * width)
+        starts, ends, _ = zip(*(bar for panel in alike for _, lane in panel.lanes for bar in lane))
+        width = max(max(ends) - min(starts), 1e-6)
+        whole[kind] = (min(starts) - 0.01 * width, max(ends) + 0.01 * width)
         # room on both sides of zero and of the first launch
-        reach = 1.6 * max((abs(panel.first) for panel in alike if panel.first is not None), default=0)
-        near[kind] = (-max(reach, 0.02 * width), max(reach, 0.02 * width))
+        reach = max([0.02 * width, *(1.6 * abs(panel.first) for panel in alike if panel.first is not None)])
+        near[kind] = (-reach, reach)
     # where communication begins far from zero the whole shows it better than its half would
     zooms = all(near[kind][1] < 0.15 * (whole[kind][1] - whole[kind][0]) for kind in whole)
 
