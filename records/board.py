@@ -311,23 +311,32 @@ def public(text: str) -> str:
             start.get("environment", {}).pop("TORCHELASTIC_ERROR_FILE", None)
             lines[i] = json.dumps(start)
     rest = ROOTED.sub(lambda path: path[1] or "folder", "\n".join(lines))
-    for name in host_names():
-        rest = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", "host", rest)
+    for name in telling_names(source):
+        rest = re.sub(whole(name), "host", rest)
     return source + separator + rest
 
 
+def whole(word: str) -> str:
+    return rf"(?<![\w.-]){re.escape(word)}(?![\w-])"
+
+
 def host_names() -> list[str]:
-    """The names of this machine that tell it from others, the longest first."""
-    names = {socket.gethostname(), socket.getfqdn()}
-    return sorted((name for name in names if name and not name.startswith("localhost")), key=len, reverse=True)
+    """This machine's name and the first part of it, the longer first."""
+    name = socket.gethostname()
+    return [name for name in dict.fromkeys((name, name.partition(".")[0])) if name and not name.startswith("localhost")]
+
+
+def telling_names(source: str) -> list[str]:
+    """The host's names, but for one like `train` that is a word of the source as well: it says nothing of a machine."""
+    return [name for name in host_names() if not re.search(whole(name), source)]
 
 
 def check_public(path: Path, text: str) -> None:
     """Raises CannotJudge if a text that is to be published names this machine or a folder of its user or of ours."""
-    home = os.path.expanduser("~")
-    private = [*host_names(), str(HERE.parent), *([home] if home.count("/") > 1 else [])]
+    home, source = os.path.expanduser("~"), text.partition(SEPARATOR + "\n")[0]
+    private = [*telling_names(source), str(HERE.parent), *([home] if home.count("/") > 1 else [])]
     for word in private:
-        if at := re.search(rf"(?<![\w.-]){re.escape(word)}(?![\w-])", text):
+        if at := re.search(whole(word), text):
             line = text.count("\n", 0, at.start()) + 1
             raise CannotJudge(f"{path.name}, line {line}, names this machine or a folder of it ({word}); take it out "
                               "of the race's files")

@@ -19,7 +19,7 @@ sys.path.insert(0, str(RECORDS))
 import board  # noqa: E402
 
 RULE = "=" * 100
-HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>|`*[x](y)"
+HOSTILE = "</script ><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>|`*[x](y)"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
 
@@ -175,7 +175,6 @@ def test_without_records_there_is_no_leaderboard(places, capsys):
     (lambda folder, records: (folder / "r4a.txt").write_text('{"run_id": "cut'), "r4a.txt: cannot be read as a log"),
     (lambda folder, records: (folder / "r4a.txt").write_bytes(b"\xff\xfe"), "r4a.txt: cannot be read as a log"),
     (lambda folder, records: write_log(folder, 3, "a", 1.2, 9.0, source=f"x = '{records.parent}'\n"), "r3a.txt, line 1, names"),
-    (lambda folder, records: write_log(folder, 3, "a", 1.2, 9.0, source="\n\nx = 'my-host'\n"), "r3a.txt, line 3, names"),
 ])
 def test_what_cannot_be_judged_leaves_nothing_behind(places, capsys, spoil, says):
     folder, records = places
@@ -207,10 +206,11 @@ def test_published_logs_name_no_folder_and_no_host(published):
     ('"--train_files", "/home/me/data/*.bin"', '"--train_files", "*.bin"'),
     ("LD_PRELOAD=/usr/lib/libx.so:/opt/me/liby.so", "LD_PRELOAD=libx.so:liby.so"),
     ("see file:///home/me/x", "see x"),
-    ("https://example.com/a/b data/stdlib/x_*.bin 3/4 150W / 700W and/or", None), ("my-host.", "host."), ("my-hostess", None)])
+    ("https://example.com/a/b data/stdlib/x_*.bin 3/4 150W / 700W and/or", None), ("my-host.", "host."), ("my-hostess", None),
+    ('{"train": "train"}', None)])
 def test_what_is_published_of_a_line(monkeypatch, text, becomes):
-    monkeypatch.setattr(board, "host_names", lambda: ["my-host"])
-    assert board.public(f"x = '/home/me/code'\n{RULE}\n{text}\n") == f"x = '/home/me/code'\n{RULE}\n{becomes or text}\n"
+    monkeypatch.setattr(board, "host_names", lambda: ["my-host", "train"])  # and the source speaks of train
+    assert board.public(f"train = '/home/me/code'\n{RULE}\n{text}\n") == f"train = '/home/me/code'\n{RULE}\n{becomes or text}\n"
 
 
 def test_the_records_here_name_no_folder_and_each_has_its_pages():
