@@ -262,6 +262,7 @@ def drawn(records: list[dict]) -> list[dict]:
     """What the page's script draws."""
     return [{"name": record["name"], "title": record["title"], "date": record["date"], "track": record["track"],
              "target": record["report"]["loss"]["target"], "below": record["report"]["loss"]["significant"],
+             "broken": sum(rule["verdict"] == "fail" for rule in record["rules"]),
              "confidence": record["confidence"],
              "difference": (record["report"]["comparison"] or {}).get("difference"),
              "interval": (record["report"]["comparison"] or {}).get("interval"),
