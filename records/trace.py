@@ -7,9 +7,10 @@
     ... --json                                                  the same figures for programs
     ... --plot timeline.png [--step 11]                         the streams around backward and the optimizer step
 
-Needs numpy, and matplotlib for --plot. Reads .json and .json.gz as a stream and keeps a row of some 40 bytes of each GPU
-op and launch, so that a trace of gigabytes needs time (some 20 MB of JSON a second) but a fraction of its size in
-memory. Exit status: 0 the figures are printed, 2 the input cannot be judged (stderr says why, a line for each file).
+Needs numpy, and matplotlib for --plot. Reads .json and .json.gz as a stream and keeps rows of numbers, some 200 bytes of
+a GPU op with its launch, so that a trace of gigabytes needs time (some 20 MB of JSON a second) but a fraction of its
+size in memory. Exit status: 0 the figures are printed, 2 the input cannot be judged (stderr says why, a line for each
+file).
 
 Definitions
     GPU op         ph X, cat kernel, gpu_memcpy or gpu_memset. A kernel with "nccl" in its name communicates, every
@@ -418,7 +419,7 @@ def gpu_times(ops):
     for device in np.unique(ops["device"]):
         group = ops[ops["device"] == device]
         compute, comm = group[group["kind"] == COMPUTE], communication(group)
-        sums.update(span=int(group["end"].max() - group["start"].min()), busy=busy(group), compute=busy(compute),
+        sums.update(span=int(group["end"].max()) - int(group["start"].min()), busy=busy(group), compute=busy(compute),
                     comm=busy(comm), overlap=overlap(comm, compute))
     sums.update(exposed=sums["comm"] - sums["overlap"], idle=sums["span"] - sums["busy"])
     return {f"{key}_ms": milliseconds(sums[key])

@@ -235,7 +235,7 @@ function history(section) {
   const charts = section.querySelector(".charts");
   charts.replaceChildren();
   for (const track of new Set(records.map(record => record.track))) {
-    const own = records.filter(record => record.track === track && record.sides[0].time_interval).sort((a, b) => a.date < b.date ? -1 : 1);
+    const own = records.filter(record => record.track === track && record.sides[0].time_interval).sort((a, b) => a.date + a.name < b.date + b.name ? -1 : 1);
     if (!own.length) continue;
     const figure = document.createElement("figure"), caption = document.createElement("figcaption"), tip = document.createElement("div");
     caption.textContent = track;
