@@ -38,7 +38,7 @@ import logs
 
 HERE = Path(__file__).resolve().parent
 TOOLS, TEMPLATES = HERE, HERE / "templates"
-MANIFEST, PLOT, PAGE = "race.jsonl", "plot.png", "index.html"
+MANIFEST, STAMPS, PLOT, PAGE = "race.jsonl", ".steps.json", "plot.png", "index.html"  # the first two are race.py's
 CLAIM = re.compile(r"p <|p-value|faster|below target")  # rules of verify.py that judge the claim, not how it was made
 ORDER = {"fail": 0, "not checkable": 1, "pass": 2}
 POINTS = 100  # of a curve of training losses: more than a screen shows
@@ -146,10 +146,12 @@ def interval(values: list[float], alpha: float) -> tuple[float, float, float] | 
 
 
 def tests_in(report: object, where: tuple[str, ...] = ()) -> list[dict]:
-    """Every test in a report of stats.py, wherever it stands: a dict with a `p` and the name of its `test`."""
+    """Every test in a report of stats.py, wherever it stands: a dict with a `p` and the name of its `test`, and under
+    `also` its other p-values by name."""
     if not isinstance(report, dict):
         return []
-    found = [{"of": " ".join(where), **report}] if "p" in report and "test" in report else []
+    also = {key[2:].replace("_", " "): p for key, p in report.items() if key.startswith("p_") and p is not None}
+    found = [{"of": " ".join(where), "also": also, **report}] if "p" in report and "test" in report else []
     return found + [test for key, value in report.items() for test in tests_in(value, (*where, key))]
 
 
@@ -184,7 +186,7 @@ def describe(folder: Path) -> dict:
             "train": training_curve(text) if run.start else []})
     sides = list(sides.values())
     differ = differences([side["starts"] for side in sides]) if len(sides) > 1 else []
-    flags = declared_flags(folder)
+    flags, compared = declared_flags(folder), report["comparison"] or {}
     for i, side in enumerate(sides):
         side["said"] = said = flat(side["starts"][0])
         side["sha256"] = digest_of(side["source"], said.get("source_sha256"))
@@ -206,6 +208,7 @@ def describe(folder: Path) -> dict:
                      f"target {report['loss']['target']:g}",
             "confidence": 100 * (1 - 2 * alpha),
             "decimals": 1 + max(len(run["loss"].partition(".")[2]) for run in sides[0]["runs"]),
+            "decided": compared.get(compared.get("decides", ""), compared), "unseen": verified.get("unseen"),
             "claims": [rule for rule in rules if CLAIM.search(rule["rule"])],
             "rules": sorted((rule for rule in rules if not CLAIM.search(rule["rule"])),
                             key=lambda rule: ORDER.get(rule["verdict"], 0))}
@@ -354,7 +357,7 @@ def add(race: Path, folder: Path, title: str) -> None:
     folder.mkdir()
     try:
         for path in sorted(race.iterdir()):
-            if path.suffix == ".txt" or path.name == MANIFEST:
+            if path.suffix == ".txt" or path.name == MANIFEST or path.name.endswith(STAMPS):
                 try:
                     text = public(path.read_text(encoding="utf-8"))
                 except ValueError as error:

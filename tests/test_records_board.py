@@ -48,6 +48,8 @@ def write_race(folder, **baseline):
         write_log(folder, run, "a", 1 + 0.05 * run, 9 + 0.01 * run)
         write_log(folder, run, "b", 1.02 + 0.05 * run, 10 + 0.01 * run, **baseline)
     sides = {"a": {"flags": ["--train_files", "/home/me/data/*.bin"]}, "b": {"flags": ["--sync", "step"]}}
+    (folder / "r1a.steps.json").write_text("[[1, 2.5]]\n")
+    (folder / "race.png").write_bytes(b"drawn while it ran")
     (folder / "race.jsonl").write_text(json.dumps({"race": {"id": "x", "sides": sides}}) + "\n")
     return folder
 
@@ -110,7 +112,7 @@ def judged(places, monkeypatch):
 def test_a_race_becomes_a_record_and_a_row(published):
     made = published / "2026-01-02_toy"
     logs = [f"r{run}{side}.txt" for run in (1, 2, 3) for side in "ab"]
-    assert sorted(path.name for path in made.iterdir()) == sorted(["README.md", "plot.png", "race.jsonl", *logs])
+    assert sorted(path.name for path in made.iterdir()) == sorted(["README.md", "plot.png", "r1a.steps.json", "race.jsonl", *logs])
     page = (made / "README.md").read_text()
     assert page.startswith("# A toy | record\n") and "python records/stats.py records/2026-01-02_toy --side a" in page
     assert "1.10000" in page and "9.02 ± 0.01 s for side a: sync hook" in page and "revision `c0ffee`" in page
@@ -278,7 +280,11 @@ def test_the_page_needs_nothing_else(published):
 @pytest.mark.parametrize("comparison,words", [
     ({"significant": True}, "faster: −1.00 s (−1.10 … −0.90 s at 98 %; p(faster) = 1e-06)"),
     ({"significant": False, "p": 0.4, "difference": -0.1, "interval": [-1, 0.8]}, "no difference shown: −0.10 s (−1.00 … +0.80 s at 98 %; p(faster) = 0.4)"),
-    ({"significant": False, "p": 0.999, "difference": 2, "interval": [1, 3]}, "slower: +2.00 s (+1.00 … +3.00 s at 98 %; p(faster) = 1)")])
+    ({"significant": False, "p": 0.999, "difference": 2, "interval": [1, 3]}, "slower: +2.00 s (+1.00 … +3.00 s at 98 %; p(faster) = 1)"),
+    ({"significant": False, "interval": [1, 3], "decides": "log", "log": {"ratio": 1.05, "interval": [0.98, 1.12], "p": 0.03, "test": "pairs"}},
+     "no difference shown: −1.00 s, in pairs 1.05 times as fast (0.98 … 1.12 at 98 %; p(faster) = 0.03)"),
+    ({"significant": False, "interval": [-3, 3], "decides": "log", "log": {"ratio": 0.95, "interval": [0.92, 0.98], "p": 0.99, "test": "pairs"}},
+     "slower: −1.00 s, in pairs 0.95 times as fast (0.92 … 0.98 at 98 %; p(faster) = 0.99)")])
 def test_the_words_are_what_the_data_say(judged, comparison, words):
     records, report, _ = judged
     report["comparison"] |= comparison
@@ -301,6 +307,9 @@ def test_fails_come_first_and_the_claim_is_no_rule(judged):
         places = [part.index(around(name)) for name in ("three", "two", "one", "faster than the other side, p &lt; 0.01")]
         assert places == sorted(places)
         assert "not shown" in part and part.index("claim, which is no rule") < part.index("faster than")
+    rules["unseen"] = "No log shows <everything>."
+    assert board.main([]) == 0 and "No log shows &lt;everything&gt;." in (records / "2026-01-02_toy/README.md").read_text()
+    assert "No log shows &lt;everything&gt;." in (records / "index.html").read_text()
     rules["rules"] = []
     rules["reason"] = "the manifest is torn"
     assert board.main([]) == 0 and "the manifest is torn" in (records / "2026-01-02_toy/README.md").read_text()
@@ -308,11 +317,11 @@ def test_fails_come_first_and_the_claim_is_no_rule(judged):
 
 def test_every_test_of_the_report_is_listed(judged):
     records, report, _ = judged
-    report["comparison"]["losses"] = {"test": "a new one", "p": 0.0321, "t": 2.5, "df": 7.25}
+    report["comparison"]["losses"] = {"test": "a new one", "p": 0.0321, "t": 2.5, "df": 7.25, "p_two_sided": 0.0642, "p_none": None}
     assert board.main([]) == 0
     rows = [line for line in (records / "2026-01-02_toy/README.md").read_text().splitlines() if line.startswith(("| loss |", "| comparison"))]
     assert rows == ["| loss | t | - | - | 1e-05 |", "| comparison | Welch | - | - | 1e-06 |", "| comparison paired | paired | - | - | 1e-07 |",
-                    "| comparison losses | a new one | 2.5 | 7.25 | 0.0321 |"]
+                    "| comparison losses | a new one; two sided p = 0.0642 | 2.5 | 7.25 | 0.0321 |"]
 
 
 def test_a_tool_that_breaks_off_is_named(places, monkeypatch, tmp_path, capsys):
