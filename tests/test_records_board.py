@@ -47,10 +47,13 @@ def write_race(folder, **baseline):
     for run in (1, 2, 3):
         write_log(folder, run, "a", 1 + 0.05 * run, 9 + 0.01 * run)
         write_log(folder, run, "b", 1.02 + 0.05 * run, 10 + 0.01 * run, **baseline)
-    sides = {"a": {"flags": ["--train_files", "/home/me/data/*.bin"]}, "b": {"flags": ["--sync", "step"]}}
+    sides = {"a": {"revision": None, "flags": ["--train_files", "/home/me/data/*.bin"]},
+             "b": {"revision": None, "flags": ["--sync", "step"]}}
+    race = {"id": "x", "n": 3, "seed": 0, "ranks": 2, "sides": sides, "threads": "1", "revision": None,
+            "declared": "2026-01-02T03:00:00+00:00", "order": ["1a", "1b", "2b", "2a", "3a", "3b"]}
     (folder / "r1a.steps.json").write_text("[[1, 2.5]]\n")
     (folder / "race.png").write_bytes(b"drawn while it ran")
-    (folder / "race.jsonl").write_text(json.dumps({"race": {"id": "x", "sides": sides}}) + "\n")
+    (folder / "race.jsonl").write_text(json.dumps({"race": race}) + "\n")
     return folder
 
 
@@ -438,10 +441,18 @@ def box(page, selector):
 
 def test_the_browser_draws_every_run_and_fetches_nothing(page, published):
     assert page.js(f"{CURVES}.length") == 6 and page.js(f"{CURVES}.every(c => c.getTotalLength() > 50)")
-    assert page.js("[...document.querySelectorAll('#history circle')].map(c => c.classList.contains('f0'))") == [True, False]  # rules are broken
+    assert page.js("document.querySelectorAll('#history circle').length") == 2
     assert page.js("window.hacked") is None and page.js("document.images.length") == 0
     fetched = {event["params"]["request"]["url"] for event in page.events if event.get("method") == "Network.requestWillBeSent"}
     assert fetched == {(published / "index.html").as_uri()}
+
+
+def test_a_record_with_a_broken_rule_is_hollow(browser, published, tmp_path):
+    text, count = re.subn(r'("name":"2026-01-02_toy".*?"broken":)\d+', r"\g<1>0", (published / "index.html").read_text())
+    (tmp_path / "page.html").write_text(re.sub(r'("name":"2026-01-03_hostile".*?"broken":)\d+', r"\g<1>2", text))
+    browser.open(tmp_path / "page.html")
+    filled = "[...document.querySelectorAll('#history circle')].map(c => c.classList.contains('f0'))"
+    assert count == 1 and browser.js(filled) == [True, False] and browser.complaints() == []
 
 
 def test_the_log_behind_each_run_is_there(page, published):
