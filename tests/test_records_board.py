@@ -19,7 +19,7 @@ sys.path.insert(0, str(RECORDS))
 import board  # noqa: E402
 
 RULE = "=" * 100
-HOSTILE = "</script ><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>|`*[x](y)"
+HOSTILE = "</script ><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>|`*[x](y)" + "w" * 60
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
 
