@@ -1,11 +1,15 @@
-"""Record folders from races, and the leaderboard from the folders.
+"""Record folders from races, their pages, and the leaderboard, for reading as Markdown and in a browser.
 
-    python records/board.py add logs/race-ID records/DATE_NAME "what the record shows"
-    python records/board.py
+    python records/board.py add logs/race-ID records/DATE_NAME "what was tried"     a record of a race
+    python records/board.py                                                         all pages anew
 
-The first copies a race's logs and manifest into a new folder and writes its README.md and plot.png by records/stats.py.
-The copies are as the runs wrote them, but for what names a folder of the machine: the log's own, and torchrun's;
-the second writes records/README.md anew from all folders. Every figure stands beside the command that makes it again.
+The first copies a race's logs and manifest into a new folder, as the runs wrote them but for what names a folder or the
+host of this machine. Both then write, from the folders alone, each record's README.md (its first line keeps the title),
+the leaderboard in records/README.md, and records/index.html: one file with everything in it, for any browser, without
+server or network. A plot.png that is not there is drawn; remove one to have it drawn anew.
+
+Every verdict is that of records/stats.py and records/verify.py, called as anyone would. The pages' words stand in
+records/templates/. Needs jinja2, which torch brings.
 
 Exit status: 0 written, 2 it cannot be.
 """
@@ -13,97 +17,356 @@ Exit status: 0 written, 2 it cannot be.
 from __future__ import annotations
 
 import argparse
+import difflib
+import hashlib
+import html
 import json
+import math
 import os
+import re
+import shlex
 import shutil
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
+import jinja2
+import scipy.stats
+
 import logs
-import stats
 
 HERE = Path(__file__).resolve().parent
-MANIFEST = "race.jsonl"
+TOOLS, TEMPLATES = HERE, HERE / "templates"
+MANIFEST, STAMPS, PLOT, PAGE = "race.jsonl", ".steps.json", "plot.png", "index.html"  # the first two are race.py's
+CLAIM = re.compile(r"p <|p-value|faster|below target")  # rules of verify.py that judge the claim, not how it was made
+ORDER = {"fail": 0, "not checkable": 1, "pass": 2}
+POINTS = 100  # of a curve of training losses: more than a screen shows
+LONGEST_DIFF = 60  # lines
+LONGEST_LABEL = 20  # characters of a value that names a side
+CONTEXT = 1  # lines around each difference
+# What differs between any two runs, and the race's own notes
+INCIDENTAL = re.compile(r"run_id|started|seed|race|log_dir|source_sha256|git\.|environment\.TORCHELASTIC_")
+STEP_LINE = re.compile(r"step:(\d{1,15})/\d+ (?:.* )?train_time:(\d{1,15})ms .*train_loss:(\d{1,9}(?:\.\d{1,15})?)(?: |$)", re.A)
+SEPARATOR = "=" * 100
+# A path from the root, of two folders at least, that is no part of a longer word or of an address
+ROOTED = re.compile(r"(?:file://|(?<![\w./~*-]))/(?!/)(?:[^\s\"'<>|:,;/\\]+/)+([^\s\"'<>|:,;/\\]*)")
 
 
-def judgement(folder: Path) -> tuple[list[str], dict]:
-    """The words of the stats.py command that judges a record's folder, and its report. Raises stats.CannotJudge."""
-    sides = {run.start["race"]["side"] for run in logs.read([str(folder)]).runs if run.start and run.start.get("race")}
-    words = [f"records/{folder.name}", *(["--side", "a"] if "b" in sides else [])]
-    return words, stats.judge(stats.parse([str(folder), *words[1:]]))
+class CannotJudge(Exception):
+    """The folders give no page; the message says what was seen and what to do."""
 
 
-def write_record(folder: Path, title: str) -> None:
-    words, report = judgement(folder)
-    stats.plot(report, str(folder / "plot.png"))
-    command = "python records/stats.py " + " ".join(words)
-    sides = {side.name: side.runs for side in report["sides"]}
-    lines = [f"# {title}", "", *stats.show_markdown(report)[:-4], "", "![losses and times](plot.png)", "",
-             "## Made again by", "", "```", f"{command} --markdown            # this page's figures",
-             f"{command} --plot plot.png       # the picture",
-             f"python records/verify.py records/{folder.name}   # the rules", "```", ""]
-    for name, runs in sides.items():
-        start = runs[0].start or {}
-        revision = (start.get("git") or {}).get("revision", "unknown")
-        device = (start.get("hardware") or {}).get("device", "unknown hardware")
-        lines.append(f"- {name}: {len(runs)} runs, revision `{revision}`, {start.get('ranks', '?')} rank(s) on {device}")
-    (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+# What a record holds
+
+def judge(tool: str, words: list[str], *more: str) -> tuple[int, dict]:
+    """What a tool beside this file says with --json about these words of a command: its exit status and the JSON.
+
+    Raises CannotJudge if it says none."""
+    command = [sys.executable, str(TOOLS / tool), *words, "--json", *more]
+    ran = subprocess.run(command, cwd=HERE.parent, capture_output=True, encoding="utf-8", errors="backslashreplace")
+    try:
+        root = json.dumps(f"{HERE.parent}{os.sep}")[1:-1]  # which a page must not name
+        found = json.loads(ran.stdout.replace(root, ""))
+    except ValueError:
+        said = (ran.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise CannotJudge(f"python records/{tool} {' '.join(words)} broke off ({said}); run it by hand") from None
+    return ran.returncode, found
 
 
-def write_board() -> None:
+def source_of(log: str) -> str | None:
+    """The text of the source that a log opens with, as its file held it: the script ends it with a line end of its
+    own."""
+    before, separator, rest = log.partition(SEPARATOR + "\n")
+    if separator and not before.strip():
+        before, separator, _ = rest.partition(SEPARATOR + "\n")
+    return before.removesuffix("\n") if separator and before.strip() else None
+
+
+def digest_of(source: str | None, stated: str | None) -> str | None:
+    """SHA-256 of the source's file, as `git show REVISION:train_gpt.py | sha256sum` has it."""
+    if source is None:
+        return stated
+    digests = [hashlib.sha256(text.encode()).hexdigest() for text in (source, source + "\n")]
+    return stated if stated in digests else digests[0]
+
+
+def training_curve(log: str) -> list[tuple[int, float, float]]:
+    """(step, seconds, training loss) of the log's steps, thinned to means over as many steps as make POINTS of them."""
+    points = []
+    for line in log.rpartition(SEPARATOR + "\n")[2].splitlines():
+        if found := STEP_LINE.match(line):
+            step = int(found[1])
+            while points and points[-1][0] >= step:  # a run that was resumed trained these again
+                points.pop()
+            points.append((step, int(found[2]) / 1000, float(found[3])))
+    width = math.ceil(len(points) / POINTS) or 1
+    groups = [points[i:i + width] for i in range(0, len(points), width)]
+    return [(group[-1][0], round(group[-1][1], 3), round(sum(loss for *_, loss in group) / len(group), 4))
+            for group in groups]
+
+
+def flat(value: object, name: str = "") -> dict[str, str]:
+    """The leaves of nested dicts as text, each under a name like `hardware.device`."""
+    if isinstance(value, dict):
+        return {key: text for inner, leaf in value.items()
+                for key, text in flat(leaf, f"{name}.{inner}".strip(".")).items()}
+    return {name: value if isinstance(value, str) else json.dumps(value)}
+
+
+def differences(sides: list[list[dict]]) -> list[tuple[str, ...]]:
+    """(name, value on each side) of what all runs of a side state alike and the sides state differently.
+
+    sides: the description that each run's log opens with, by side."""
+    leaves = [[flat(start) for start in starts] for starts in sides]
+    names = dict.fromkeys(name for side in leaves for run in side for name in run)
     rows = []
-    for folder in sorted((path for path in HERE.iterdir() if (path / "README.md").is_file()), reverse=True):
-        title = (folder / "README.md").read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-        title = title.replace("|", "\\|")
-        words, report = judgement(folder)
-        loss, time, compared = report["loss"], report["time"], report["comparison"]
-        runs = report["sides"][0].runs
-        rows.append(f"| [{folder.name}]({folder.name}/) | {title} | {stats.show_mean_loss(loss, runs)} | "
-                    f"{loss['target']:g} | {loss['p']:.2g} | {stats.show_time(time) if time else '-'} | {loss['n']} | "
-                    f"{stats.show_ratio(compared) if compared else '-'} | {report['verdict']} | "
-                    f"`python records/stats.py {' '.join(words)}` |")
-    if not rows:
-        raise stats.CannotJudge(f"no record lies in {HERE}; make one by `board.py add`")
-    text = ["# Records", "", "Written by `python records/board.py` from the folders beside it; mean ± σ over runs.", "",
-            "| record | what it shows | val loss | target | p | time | n | against the other side | verdict | made by |",
-            "|---|---|---|---|---|---|---|---|---|---|", *rows]
-    (HERE / "README.md").write_text("\n".join(text) + "\n", encoding="utf-8")
+    for name in names:
+        values = [{run.get(name) for run in side} for side in leaves]
+        if not INCIDENTAL.match(name.removeprefix("config.")) and all(len(found) == 1 for found in values):
+            row = ["-" if value is None else value for (value,) in values]
+            if len(set(row)) > 1:
+                rows.append((name.removeprefix("config."), *row))
+    return rows
 
 
-def public(log: str) -> str:
-    """A log without what names a folder of the machine that wrote it: nobody else can use that, and it may tell a name."""
-    lines = log.split("\n")
+def short_diff(before: str, after: str, names: tuple[str, str]) -> list[str]:
+    lines = [line.rstrip("\n") for line in
+             difflib.unified_diff(before.splitlines(), after.splitlines(), *names, lineterm="", n=CONTEXT)]
+    more = len(lines) - LONGEST_DIFF
+    return lines if more <= 0 else [*lines[:LONGEST_DIFF], f"… and {more} lines more"]
+
+
+def interval(values: list[float], alpha: float) -> tuple[float, float, float] | None:
+    """(mean, low, high) with confidence 1 - 2 alpha by the t distribution, as stats.py has it; None for one run."""
+    if len(values) < 2:
+        return None
+    found = scipy.stats.ttest_1samp(values, 0).confidence_interval(1 - 2 * alpha)
+    return sum(values) / len(values), float(found.low), float(found.high)
+
+
+def tests_in(report: object, where: tuple[str, ...] = ()) -> list[dict]:
+    """Every test in a report of stats.py, wherever it stands: a dict with a `p` and the name of its `test`, and under
+    `also` its other p-values by name."""
+    if not isinstance(report, dict):
+        return []
+    also = {key[2:].replace("_", " "): p for key, p in report.items() if key.startswith("p_") and p is not None}
+    found = [{"of": " ".join(where), "also": also, **report}] if "p" in report and "test" in report else []
+    return found + [test for key, value in report.items() for test in tests_in(value, (*where, key))]
+
+
+def describe(folder: Path) -> dict:
+    """Everything the pages say of a record. Raises CannotJudge where stats.py has no verdict."""
+    words = [f"records/{folder.name}"]
+    runs = {(Path(run.path).relative_to(folder).as_posix(), run.index_in_file): run
+            for run in logs.read([str(folder)]).runs}
+    if "b" in {(race or {}).get("side") for race in ((run.start or {}).get("race") for run in runs.values())}:
+        words += ["--side", "a"]
+    plot = [] if (folder / PLOT).exists() else ["--plot", f"records/{folder.name}/{PLOT}"]
+    status, report = judge("stats.py", words, *plot)
+    if status not in (0, 1):
+        raise CannotJudge(f"{words[0]}: {report.get('reason', 'no reason was given')}; `python records/stats.py "
+                          f"{' '.join(words)}` tells more")
+    _, verified = judge("verify.py", words)
+    rules = verified.get("rules") or [{"rule": "the rules can be checked", "verdict": "not checkable",
+                                       "reason": verified.get("reason", "no reason was given")}]
+    alpha, sides = report["alpha"], {}
+    for one in report["runs"]:
+        name = Path(one["path"]).relative_to(f"records/{folder.name}").as_posix()
+        run = runs[name, one["index_in_file"]]
+        text = (folder / name).read_text(encoding="utf-8", errors="replace") if not name.endswith(".gz") else ""
+        side = sides.setdefault(one["set"], {"name": one["set"].removeprefix("the "), "runs": [], "starts": [],
+                                              "source": source_of(text)})
+        side["starts"].append(run.start or {})
+        side["runs"].append({
+            "file": name, "seed": flat(run.start or {}).get("seed"), "loss": f"{run.final_loss:.{run.loss_decimals}f}",
+            "value": run.final_loss, "seconds": None if run.train_time_ms is None else run.train_time_ms / 1000,
+            "val": [(v.step, None if v.time_ms is None else v.time_ms / 1000, v.loss) for v in run.validations
+                    if math.isfinite(v.loss)],
+            "train": training_curve(text) if run.start else []})
+    sides = list(sides.values())
+    differ = differences([side["starts"] for side in sides]) if len(sides) > 1 else []
+    flags, compared = declared_flags(folder), report["comparison"] or {}
+    for i, side in enumerate(sides):
+        side["said"] = said = flat(side["starts"][0])
+        side["sha256"] = digest_of(side["source"], said.get("source_sha256"))
+        side["flags"] = flags.get(side["name"].removeprefix("side "))
+        side["where"] = f"{said.get('ranks', '?')} rank(s) on {said.get('hardware.device', 'unknown hardware')}"
+        telling = [f"{name} {row[i]}" for name, *row in differ
+                   if "." not in name and max(map(len, row)) <= LONGEST_LABEL]
+        side["label"] = side["name"] + (f": {', '.join(telling)}" if 0 < len(telling) < 4 else "")
+        for key, values in (("loss_interval", [run["value"] for run in side["runs"]]),
+                            ("time_interval", [run["seconds"] for run in side["runs"]])):
+            side[key] = None if None in values else interval(values, alpha)
+    diff, sources = [], [side["source"] for side in sides]
+    if len(sides) > 1 and None not in sources:
+        diff = short_diff(sources[1], sources[0], (sides[1]["name"], sides[0]["name"]))
+    dates = [said["started"][:10] for said in map(flat, sides[0]["starts"]) if "started" in said]
+    return {"name": folder.name, "title": title_of(folder), "words": words, "report": report, "sides": sides,
+            "differ": differ, "diff": diff, "tests": tests_in(report), "date": max(dates, default=folder.name[:10]),
+            "track": f"{sides[0]['said'].get('preset', 'unknown preset')}, {sides[0]['where']}, "
+                     f"target {report['loss']['target']:g}",
+            "confidence": 100 * (1 - 2 * alpha),
+            "decimals": 1 + max(len(run["loss"].partition(".")[2]) for run in sides[0]["runs"]),
+            "decided": compared.get(compared.get("decides", ""), compared), "unseen": verified.get("unseen"),
+            "claims": [rule for rule in rules if CLAIM.search(rule["rule"])],
+            "rules": sorted((rule for rule in rules if not CLAIM.search(rule["rule"])),
+                            key=lambda rule: ORDER.get(rule["verdict"], 0))}
+
+
+def declared_flags(folder: Path) -> dict[str, str]:
+    """{side: the flags that race.py declared for it before the first run}; empty where the folder does not say."""
+    try:
+        with open(folder / MANIFEST, encoding="utf-8") as lines:
+            sides = json.loads(next(lines))["race"]["sides"]
+        return {side: shlex.join(declared["flags"]) for side, declared in sides.items()}
+    except (OSError, ValueError, StopIteration, LookupError, TypeError, AttributeError):
+        return {}
+
+
+def title_of(folder: Path) -> str:
+    return (folder / "README.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+
+
+# Pages
+
+def markdown(value: object) -> str:
+    """Text from a log or an author as Markdown shows it: on one line, and neither markup nor HTML."""
+    text = re.sub(r"([\\`*_\[\]|])", r"\\\1", " ".join(str(value).split()))
+    return html.escape(text, quote=False)
+
+
+def code(value: object) -> str:
+    text = " ".join(str(value).split())
+    return f"`{text}`" if re.fullmatch(r"[^`|<>&\\]+", text) else f"<code>{markdown(text)}</code>"
+
+
+def fence(lines: list[str]) -> str:
+    """What opens and closes a block of code in Markdown that no line of it can close."""
+    return "`" * max([3, *(1 + len(ticks) for line in lines for ticks in re.findall("`+", line))])
+
+
+def signed(value: float, digits: int = 2) -> str:
+    return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """With so many digits that count; p-values and such."""
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+def inline(value: object) -> str:
+    """JSON for a <script> of its own: no text in it can end the script."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def drawn(records: list[dict]) -> list[dict]:
+    """What the page's script draws."""
+    return [{"name": record["name"], "title": record["title"], "date": record["date"], "track": record["track"],
+             "target": record["report"]["loss"]["target"], "below": record["report"]["loss"]["significant"],
+             "broken": sum(rule["verdict"] == "fail" for rule in record["rules"]),
+             "confidence": record["confidence"],
+             "difference": (record["report"]["comparison"] or {}).get("difference"),
+             "interval": (record["report"]["comparison"] or {}).get("interval"),
+             "sides": [{key: side[key] for key in ("label", "runs", "loss_interval", "time_interval")}
+                       for side in record["sides"]]}
+            for record in records]
+
+
+def environment() -> jinja2.Environment:
+    env = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined,
+                             trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+                             autoescape=lambda name: bool(name) and ".html" in name)
+    env.filters |= {"md": markdown, "code": code, "fence": fence, "signed": signed, "number": number,
+                    "inline": lambda value: jinja2.utils.markupsafe.Markup(inline(value))}
+    return env
+
+
+def write_pages() -> None:
+    """Raises CannotJudge before anything is written where a record gives no verdict."""
+    folders = sorted((path.parent for path in HERE.glob("*/README.md")), reverse=True)
+    if not folders:
+        raise CannotJudge(f"no record lies in {HERE}; make one by `board.py add`")
+    records = [describe(folder) for folder in folders]
+    env = environment()
+    template = env.get_template("record.md.jinja")
+    pages = {HERE / record["name"] / "README.md": template.render(record=record) for record in records}
+    pages[HERE / "README.md"] = env.get_template("board.md.jinja").render(records=records)
+    pages[HERE / PAGE] = env.get_template("board.html.jinja").render(records=records, drawn=drawn(records))
+    for path, text in pages.items():
+        check_public(path, text)
+    for path, text in pages.items():
+        path.write_bytes(text.encode("utf-8", "backslashreplace"))
+
+
+# Publishing
+
+def public(text: str) -> str:
+    """A log or a manifest without what names a folder or the host of the machine that wrote it: nobody else can use
+    that, and it may tell a name. Of a rooted path stays its last part. A log's source stays as it is."""
+    source, separator, rest = text.partition(SEPARATOR + "\n")
+    if not separator:
+        source, rest = "", text
+    lines = rest.split("\n")
     for i, line in enumerate(lines):
         if line.startswith('{"run_id": '):
             start = logs.parse_json(line)
-            if "log_dir" in start.get("config", {}):
-                start["config"]["log_dir"] = "logs"
             start.get("environment", {}).pop("TORCHELASTIC_ERROR_FILE", None)
             lines[i] = json.dumps(start)
-    return "\n".join(lines)
+    rest = ROOTED.sub(lambda path: path[1] or "folder", "\n".join(lines))
+    for name in telling_names(source):
+        rest = re.sub(whole(name), "host", rest)
+    return source + separator + rest
+
+
+def whole(word: str) -> str:
+    return rf"(?<![\w.-]){re.escape(word)}(?![\w-])"
+
+
+def host_names() -> list[str]:
+    """This machine's name and the first part of it, the longer first."""
+    name = socket.gethostname()
+    return [name for name in dict.fromkeys((name, name.partition(".")[0])) if name and not name.startswith("localhost")]
+
+
+def telling_names(source: str) -> list[str]:
+    """The host's names, but for one like `train` that is a word of the source as well: it says nothing of a machine."""
+    return [name for name in host_names() if not re.search(whole(name), source)]
+
+
+def check_public(path: Path, text: str) -> None:
+    """Raises CannotJudge if a text that is to be published names this machine or a folder of its user or of ours."""
+    home, source = os.path.expanduser("~"), text.partition(SEPARATOR + "\n")[0]
+    private = [*telling_names(source), str(HERE.parent), *([home] if home.count("/") > 1 else [])]
+    for word in private:
+        if at := re.search(whole(word), text):
+            line = text.count("\n", 0, at.start()) + 1
+            raise CannotJudge(f"{path.name}, line {line}, names this machine or a folder of it ({word}); take it out "
+                              "of the race's files")
 
 
 def add(race: Path, folder: Path, title: str) -> None:
     """Raises CannotJudge, and leaves nothing behind, where the race's logs give no verdict."""
     if not race.is_dir():
-        raise stats.CannotJudge(f"{race} is no folder; name the folder of a race, like logs/race-ID")
+        raise CannotJudge(f"{race} is no folder; name the folder of a race, like logs/race-ID")
     if folder.exists():
-        raise stats.CannotJudge(f"{folder} exists; choose another name, or remove it")
+        raise CannotJudge(f"{folder} exists; choose another name, or remove it")
     if folder.resolve().parent != HERE:
-        raise stats.CannotJudge(f"{folder} is not in {HERE}; records lie there")
+        raise CannotJudge(f"{folder} is not in {HERE}; records lie there")
     folder.mkdir()
     try:
         for path in sorted(race.iterdir()):
-            if path.suffix == ".txt":
+            if path.suffix == ".txt" or path.name == MANIFEST or path.name.endswith(STAMPS):
                 try:
-                    log = public(path.read_text(encoding="utf-8"))
+                    text = public(path.read_text(encoding="utf-8"))
                 except ValueError as error:
-                    raise stats.CannotJudge(f"{path}: cannot be read as a log ({error}); copy it again, or take it out "
-                                            "of the folder") from error
-                (folder / path.name).write_text(log, encoding="utf-8")
-            elif path.name == MANIFEST:
-                shutil.copy2(path, folder)
-        write_record(folder, title)
+                    raise CannotJudge(f"{path}: cannot be read as a log ({error}); copy it again, or take it out "
+                                      "of the folder") from error
+                check_public(path, text)
+                (folder / path.name).write_text(text, encoding="utf-8")
+        (folder / "README.md").write_text(f"# {' '.join(title.split())}\n", encoding="utf-8")
+        write_pages()
     except BaseException:
         shutil.rmtree(folder)
         raise
@@ -119,12 +382,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.command == "add":
-            add(options.race, options.folder, options.title)
-        write_board()
-    except (stats.CannotJudge, OSError) as reason:
+            add(options.race, options.folder.absolute(), options.title)
+        else:
+            write_pages()
+    except (CannotJudge, OSError) as reason:
         print(f"board.py: error: {reason}", file=sys.stderr)
         return 2
-    print(f"written: {os.path.relpath(HERE / 'README.md')}")
+    print(f"written: {os.path.relpath(HERE / 'README.md')}, {os.path.relpath(HERE / PAGE)} and each record's README.md")
     return 0
 
 

@@ -7,9 +7,10 @@
     ... --json                                                  the same figures for programs
     ... --plot timeline.png [--step 11]                         the streams around backward and the optimizer step
 
-Needs Python alone, and matplotlib for --plot. Reads .json and .json.gz as a stream, so that a trace of gigabytes needs
-time (some 20 to 40 MB of JSON a second) but little memory. Exit status: 0 the figures are printed, 2 the input cannot
-be judged (stderr says why, a line for each file).
+Needs numpy, and matplotlib for --plot. Reads .json and .json.gz as a stream and keeps rows of numbers, some 200 bytes of
+a GPU op with its launch, so that a trace of gigabytes needs time (some 20 MB of JSON a second) but a fraction of its
+size in memory. Exit status: 0 the figures are printed, 2 the input cannot be judged (stderr says why, a line for each
+file).
 
 Definitions
     GPU op         ph X, cat kernel, gpu_memcpy or gpu_memset. A kernel with "nccl" in its name communicates, every
@@ -42,11 +43,13 @@ import os
 import re
 import sys
 import zlib
-from bisect import bisect_right
+from array import array
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import NamedTuple
+
+import numpy as np
 
 # Reading ------------------------------------------------------------------------------------------------------------
 
@@ -117,37 +120,32 @@ class Scanner:
                     self.at = end
                     return value
 
-    def items(self):
-        """Yield the values of the list that opens here."""
+    def members(self, closing):
+        """Stop before each member of the list or object that opens here, and step behind its end."""
         self.at += 1
-        while (character := self.peek()) != "]":
+        while (character := self.peek()) != closing:
             if character == ",":
                 self.at += 1
             else:
-                yield self.value()
+                yield
         self.at += 1
 
     def trace(self, header):
         """Yield the events of a Chrome trace: a list, or an object's traceEvents (its other keys go into `header`)."""
         opening, listed = self.peek(), False
         if opening == "[":
-            yield from self.items()
+            yield from (self.value() for _ in self.members("]"))
         elif opening == "{":
-            self.at += 1
-            while (character := self.peek()) != "}":
-                if character == ",":
-                    self.at += 1
-                    continue
+            for _ in self.members("}"):
                 key = self.value()
                 if not isinstance(key, str) or self.peek() != ":":
                     raise ValueError(f"no string and ':' for a key at character {self.passed + self.at}")
                 self.at += 1
                 if key == "traceEvents" and self.peek() == "[":
-                    yield from self.items()
+                    yield from (self.value() for _ in self.members("]"))
                     listed = True
                 else:
                     header[key] = self.value()
-            self.at += 1
             if not listed:
                 raise ValueError('an object without a list "traceEvents"')
         else:
@@ -164,21 +162,13 @@ class Span(NamedTuple):
     thread: tuple  # (pid, tid)
 
 
-class Launch(NamedTuple):
-    start: int
-    thread: tuple
-
-
-class Op(NamedTuple):
-    """A GPU op. `kind` is compute, memory, or the collective that a communication kernel carries out."""
-    start: int
-    end: int
-    name: str
-    kind: str
-    device: object
-    stream: object
-    launch: Launch
-
+# Rows of events. Names, threads, devices and streams are numbers: places in the lists of the Trace.
+HOST = np.dtype([("start", "i8"), ("end", "i8"), ("name", "i4"), ("thread", "i4"), ("step", "i8")])
+OP = np.dtype([("start", "i8"), ("end", "i8"), ("name", "i4"), ("kind", "i1"), ("device", "i4"), ("stream", "i4"),
+               ("thread", "i4"), ("step", "i8"),  # both of its launch
+               ("off_main", "?")])  # launched off the main thread, which is autograd's work
+NOWHERE = -1  # the step of what lies in none
+FOREVER = 1 << 62  # ns, the year 2116: a time and a duration before it add up within 64 bits
 
 GPU_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
 LAUNCH_CATEGORIES = {"cuda_runtime", "cuda_driver"}
@@ -189,16 +179,27 @@ STEP_MARK = re.compile(r"ProfilerStep#(\d{1,18})")
 OWN_RANGES = ("launch ", "wait ", "update ", "gather ")
 HOST_NAMES = re.compile(r"ProfilerStep#\d+|Optimizer\.step#|nccl:|gloo:|c10d::|autograd::engine::evaluate_function"
                         rf"|{'|'.join(OWN_RANGES)}|(forward|backward|step)$")
-NOT_COLLECTIVES = ("compute", "memory")
 COLLECTIVES = {"reducescatter": "reduce-scatter", "allgather": "all-gather", "allreduce": "all-reduce",
                "alltoall": "all-to-all", "broadcast": "broadcast", "reduce": "reduce", "send": "send-recv",
                "recv": "send-recv"}  # tried in this order
+KINDS = ["compute", "memory", *dict.fromkeys(COLLECTIVES.values()), "other"]
+COMPUTE, MEMORY, REDUCE_SCATTER = (KINDS.index(kind) for kind in ("compute", "memory", "reduce-scatter"))
 
 
 def collective(name):
     """'ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(…)' or 'nccl:_reduce_scatter_base' → 'reduce-scatter'."""
     letters = re.sub("[^a-z]", "", name.lower())
     return next((kind for key, kind in COLLECTIVES.items() if key in letters), "other")
+
+
+def kind_of(category, name, arguments):
+    """What a GPU op does: compute, memory, or the collective that a communication kernel carries out."""
+    if category != "kernel":
+        return "memory"
+    if "nccl" not in name:
+        return "compute"
+    kind = collective(name)
+    return kind if kind != "other" else collective(str(scalar(arguments.get("Collective name"))))
 
 
 def scalar(value):
@@ -208,15 +209,13 @@ def scalar(value):
 
 def nanoseconds(microseconds):
     """Exact integer ns of a JSON number of µs (int, or a fraction's text). ValueError if it is no sensible time."""
-    if isinstance(microseconds, bool) or not isinstance(microseconds, (int, str)):
-        raise ValueError
     try:
-        value = Decimal(microseconds)
-        if not value.is_finite() or value.adjusted() > 18:
-            raise ValueError
-        return round(value.scaleb(3))
+        value = Decimal(microseconds if type(microseconds) in (int, str) else "none")
+        if value.is_finite() and value.adjusted() < 18 and abs(time := round(value.scaleb(3))) < FOREVER:
+            return time
     except ArithmeticError:
-        raise ValueError from None
+        pass
+    raise ValueError
 
 
 @dataclass
@@ -226,10 +225,11 @@ class Trace:
     world_size: object = None
     gpu: str = ""
     steps: dict = field(default_factory=dict)  # N → its marks, [Span]
-    ops: list = field(default_factory=list)  # linked, by launch inside a step: [(N, Op)]
-    orphans: list = field(default_factory=list)
-    outside: list = field(default_factory=list)  # linked ops launched in no step
-    host: list = field(default_factory=list)  # [(N, Span)], by start
+    ops: np.ndarray = None  # [OP], linked, by launch inside a step
+    outside: np.ndarray = None  # [OP], linked, launched in no step
+    orphans: np.ndarray = None  # [OP], without thread and step
+    host: np.ndarray = None  # [HOST], by start
+    values: list = field(default_factory=list)  # what the numbers in the rows stand for
     broken: int = 0  # events that matter but lack what they need
 
     @property
@@ -239,6 +239,13 @@ class Trace:
     @property
     def main_threads(self):
         return {mark.thread for marks in self.steps.values() for mark in marks}
+
+    def host_names(self):
+        return {self.values[i] for i in np.unique(self.host["name"])}
+
+    def spans(self, rows):
+        return [Span(start, end, self.values[name], self.values[thread]) for start, end, name, thread, _ in
+                rows.tolist()]
 
 
 def open_text(path):
@@ -250,30 +257,29 @@ def open_text(path):
 
 def read_events(path, header):
     """Yield the events of a trace file; raises Unjudgeable with what is wrong with the file."""
-    if not os.path.exists(path):
-        raise Unjudgeable(f"{path}: no such file; name a torch.profiler trace, .json or .json.gz")
-    if os.path.isdir(path):
-        raise Unjudgeable(f"{path}: a folder; name the trace files in it")
     again = "record it again with torch.profiler's export_chrome_trace, or copy it again whole"
     try:
         if os.path.isfile(path) and not os.path.getsize(path):
             raise Unjudgeable(f"{path}: empty; {again}")
         with open_text(path) as stream:
             yield from Scanner(stream).trace(header)
+    except FileNotFoundError:
+        raise Unjudgeable(f"{path}: no such file; name a torch.profiler trace, .json or .json.gz") from None
+    except IsADirectoryError:
+        raise Unjudgeable(f"{path}: a folder; name the trace files in it") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise Unjudgeable(f"{path}: damaged or cut short ({error}); {again}") from None
     except OSError as error:
         raise Unjudgeable(f"{path}: cannot be read ({error.strerror or error}); check path and permissions") from None
-    except RecursionError:
-        raise Unjudgeable(f"{path}: JSON nested too deep for a trace; {again}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Unjudgeable(f"{path}: no complete Chrome trace ({error}); {again}") from None
 
 
 def read(path):
     """Read a trace file and link every GPU op to its launch and its step."""
-    trace, header = Trace(path), {}
-    marks, host, unlinked, launches, threads = [], [], [], {}, {}
+    trace, header, marks = Trace(path), {}, defaultdict(list)
+    place, kinds_of_op, kinds_of_span = Places(), Places(), Places()
+    ops, launches, host = array("q"), array("q"), array("q")  # rows of 4, 3 and 3 numbers, as link takes them
     for event in read_events(path, header):
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
@@ -297,39 +303,24 @@ def read(path):
             trace.broken += 1
             continue
         thread = (str(scalar(event.get("pid"))), str(scalar(event.get("tid"))))
-        thread = threads.setdefault(thread, thread)
+        if not isinstance(correlation, int) or not 0 <= correlation < FOREVER:
+            correlation = -1 - place[correlation]
         if is_launch:
-            # where a runtime call and the driver call inside it share a number, the outer one is the launch
-            if correlation not in launches or start < launches[correlation].start:
-                launches[correlation] = Launch(start, thread)
+            launches.extend((correlation, start, place[thread]))
         elif on_gpu:
-            kind = "memory"
-            if category == "kernel":
-                kind = "compute"
-                if "nccl" in name:
-                    kind = collective(name)
-                    if kind == "other":
-                        kind = collective(str(scalar(arguments.get("Collective name"))))
             device, stream = scalar(arguments.get("device", thread[0])), scalar(arguments.get("stream", thread[1]))
-            unlinked.append((correlation, Op(start, end, sys.intern(name), kind, device, stream, None)))
+            kind = KINDS.index(kind_of(category, name, arguments))
+            ops.extend((start, end, kinds_of_op[place[name], kind, place[device], place[stream]], correlation))
+        elif mark := STEP_MARK.fullmatch(name):
+            marks[int(mark[1])].append(Span(start, end, name, thread))
         else:
-            span = Span(start, end, sys.intern(name), thread)
-            (marks if STEP_MARK.fullmatch(name) else host).append(span)
+            host.extend((start, end, kinds_of_span[place[name], place[thread]]))
 
-    for mark in sorted(marks):
-        trace.steps.setdefault(int(STEP_MARK.fullmatch(mark.name)[1]), []).append(mark)
-    trace.steps = dict(sorted(trace.steps.items()))
-    step_at = step_finder(trace.steps)
-    trace.host = [(step_at(span.start), span) for span in sorted(host)]
-    for correlation, op in unlinked:
-        launch = launches.get(correlation)
-        if launch is None:
-            trace.orphans.append(op)
-        elif (step := step_at(launch.start)) is None:
-            trace.outside.append(op._replace(launch=launch))
-        else:
-            trace.ops.append((step, op._replace(launch=launch)))
-
+    trace.steps = {step: sorted(marks[step]) for step in sorted(marks)}
+    trace.values = list(place)
+    link(trace, *(np.frombuffer(numbers, "i8").reshape(-1, width) for numbers, width in
+                  ((ops, 4), (launches, 3), (host, 3))),
+         np.array([*kinds_of_op, (0, 0, 0, 0)]), np.array([*kinds_of_span, (0, 0)]))
     distributed = header.get("distributedInfo")
     if isinstance(distributed, dict):
         trace.rank, trace.world_size = scalar(distributed.get("rank")), scalar(distributed.get("world_size"))
@@ -339,179 +330,198 @@ def read(path):
     return trace
 
 
-def step_finder(steps):
-    """A function: time → N of the step whose mark contains it, or None. Marks may overlap or repeat."""
-    marks = sorted((mark.start, mark.end, number) for number, of_step in steps.items() for mark in of_step)
-    starts = [mark[0] for mark in marks]
-    reach = []  # the latest end so far, which says when to stop looking back
-    for _, end, _ in marks:
-        reach.append(max(end, reach[-1]) if reach else end)
+class Places(dict):
+    """value → its place in the order of arrival."""
+    def __missing__(self, value):
+        self[value] = place = len(self)
+        return place
 
-    def step_at(time):
-        index = bisect_right(starts, time) - 1
-        while index >= 0 and reach[index] > time:
-            if marks[index][1] > time:
-                return marks[index][2]
-            index -= 1
-        return None
-    return step_at
+
+def link(trace, ops, launches, host, kinds_of_op, kinds_of_span):
+    """Fill in the rows of a Trace that has its steps.
+
+    ops [n, 4]: start, end, row of kinds_of_op (name, kind, device, stream), correlation. launches [n, 3]: correlation,
+    start, thread. host [n, 3]: start, end, row of kinds_of_span (name, thread)."""
+    step_at = step_finder(trace.steps)
+    # where a runtime call and the driver call inside it share a number, the outer one is the launch
+    launches = launches[np.lexsort((launches[:, 1], launches[:, 0]))]
+    known, first = np.unique(launches[:, 0], return_index=True)
+    at = np.searchsorted(known, ops[:, 3])
+    linked = np.append(known, FOREVER)[at] == ops[:, 3]
+    launches = launches[first[at[linked]]]
+
+    def rows(dtype, events, kinds, **columns):
+        found = np.zeros(len(events), dtype)
+        found["start"], found["end"] = events[:, 0], events[:, 1]
+        for name, column in [*zip(dtype.names[2:], kinds[events[:, 2]].T), *columns.items()]:
+            found[name] = column
+        return found
+
+    trace.orphans = rows(OP, ops[~linked], kinds_of_op)
+    found = rows(OP, ops[linked], kinds_of_op, thread=launches[:, 2], step=step_at(launches[:, 1]))
+    threads = trace.main_threads
+    main = [place for place, value in enumerate(trace.values) if value in threads]
+    found["off_main"] = ~np.isin(found["thread"], main)
+    inside = found["step"] != NOWHERE
+    trace.ops, trace.outside = found[inside], found[~inside]
+    host = host[np.lexsort((host[:, 1], host[:, 0]))]
+    trace.host = rows(HOST, host, kinds_of_span, step=step_at(host[:, 0]))
+
+
+def step_finder(steps):
+    """A function: times [n] → N of the step whose mark contains each, or NOWHERE. Of several the last that began."""
+    marks = sorted((mark.start, mark.end, number) for number, of_step in steps.items() for mark in of_step)
+    edges = np.unique(np.array([edge for mark in marks for edge in mark[:2]], "i8"))
+    owners = np.full(len(edges) + 1, NOWHERE)  # before the first edge, and after each
+    for start, end, number in marks:
+        owners[slice(*np.searchsorted(edges, (start, end)) + 1)] = number
+    return lambda times: owners[np.searchsorted(edges, times, side="right")]
+
+
+def by_step(rows, steps):
+    """{N: the rows of that step, in their order}."""
+    rows = rows[np.argsort(rows["step"], kind="stable")]
+    return {n: rows[slice(*np.searchsorted(rows["step"], (n, n + 1)))] for n in steps}
 
 
 # Figures ------------------------------------------------------------------------------------------------------------
 
-def merged(spans):
-    """The union of intervals, as disjoint [start, end] in order."""
-    union = []
-    for start, end in sorted((span.start, span.end) for span in spans):
-        if union and start <= union[-1][1]:
-            union[-1][1] = max(union[-1][1], end)
-        else:
-            union.append([start, end])
-    return union
-
-
-def busy(spans):
-    """Length of the union of intervals, in ns."""
-    return sum(end - start for start, end in merged(spans))
+def busy(*groups):
+    """Length of the union of intervals, in ns. A group: rows, or [Span]."""
+    times = np.concatenate([np.stack([group["start"], group["end"]], axis=1) if isinstance(group, np.ndarray) else
+                            np.array([span[:2] for span in group], "i8").reshape(-1, 2) for group in groups])
+    start, end = times[np.argsort(times[:, 0])].T
+    reach = np.maximum.accumulate(end)  # what an interval adds begins where those before it reach
+    return int(np.maximum(reach - np.maximum(start, np.append(start[:1], reach[:-1])), 0).sum())
 
 
 def overlap(some, others):
     """Length of the intersection of two unions of intervals, in ns."""
-    return busy(some) + busy(others) - busy([*some, *others])
+    return busy(some) + busy(others) - busy(some, others)
 
 
 def milliseconds(nanoseconds):
-    return None if nanoseconds is None else nanoseconds / 1e6
+    return nanoseconds / 1e6
 
 
-def is_communication(op):
-    return op.kind not in NOT_COLLECTIVES
+def communication(ops):
+    return ops[(ops["kind"] != COMPUTE) & (ops["kind"] != MEMORY)]
+
+
+def extreme(function, times):
+    """The min or max of a column as an int; None of an empty one."""
+    return int(function(times)) if len(times) else None
 
 
 def gpu_times(ops):
     """Busy times of GPU ops in ms, each GPU on its own and then summed."""
-    by_device, sums = defaultdict(list), Counter()
-    for op in ops:
-        by_device[op.device].append(op)
-    for group in by_device.values():
-        communication = [op for op in group if is_communication(op)]
-        compute = [op for op in group if op.kind == "compute"]
-        sums["span"] += max(op.end for op in group) - min(op.start for op in group)
-        sums["busy"] += busy(group)
-        sums["compute"] += busy(compute)
-        sums["comm"] += busy(communication)
-        sums["overlap"] += overlap(communication, compute)
-    sums["exposed"] = sums["comm"] - sums["overlap"]
-    sums["idle"] = sums["span"] - sums["busy"]
+    sums = Counter()
+    for device in np.unique(ops["device"]):
+        group = ops[ops["device"] == device]
+        compute, comm = group[group["kind"] == COMPUTE], communication(group)
+        sums.update(span=int(group["end"].max()) - int(group["start"].min()), busy=busy(group), compute=busy(compute),
+                    comm=busy(comm), overlap=overlap(comm, compute))
+    sums.update(exposed=sums["comm"] - sums["overlap"], idle=sums["span"] - sums["busy"])
     return {f"{key}_ms": milliseconds(sums[key])
             for key in ("span", "busy", "compute", "comm", "overlap", "exposed", "idle")}
 
 
-def gpu_counts(ops, main_threads):
-    communication = [op for op in ops if is_communication(op)]
-    return {"gpu_ops": len(ops),
-            "comm_kernels": dict(sorted(Counter(op.kind for op in communication).items())),
-            "reduce_scatters_from_backward": sum(op.kind == "reduce-scatter" and op.launch.thread not in main_threads
-                                                 for op in communication)}
+def gpu_counts(ops):
+    kinds = Counter(KINDS[kind] for kind in communication(ops)["kind"].tolist())
+    return {"gpu_ops": len(ops), "comm_kernels": dict(sorted(kinds.items())),
+            "reduce_scatters_from_backward": int(np.sum((ops["kind"] == REDUCE_SCATTER) & ops["off_main"]))}
+
+
+def named(host, *prefixes):
+    return [span for span in host if span.name.startswith(prefixes)]
+
+
+def first_start(spans):
+    return min((span.start for span in spans), default=None)
+
+
+def apart(time, other):
+    """time - other in ms; None where there is no such moment."""
+    return None if time is None or other is None else milliseconds(time - other)
 
 
 def optimizer_steps(host):
     """What torch records, or else the ranges named step beside those named backward, as our own traces have them.
 
     A range that holds a backward is not the optimizer's step but the whole training step."""
-    recorded = [span for span in host if span.name.startswith("Optimizer.step#")]
     backward = [span.start for span in host if span.name == "backward"]
-    return recorded or [span for span in host if span.name == "step" and backward
-                        and not any(span.start <= start < span.end for start in backward)]
-
-
-def optimizer_start(host):
-    return min((span.start for span in optimizer_steps(host)), default=None)
+    return named(host, "Optimizer.step#") or [span for span in host if span.name == "step" and backward and
+                                              not any(span.start <= start < span.end for start in backward)]
 
 
 def reduce_scatter_annotations(host):
-    return [span for span in host if span.name.startswith("nccl:") and "reduce_scatter" in span.name]
+    return [span for span in named(host, "nccl:") if "reduce_scatter" in span.name]
 
 
-def backward_end_on_gpu(ops, main_threads):
-    return max((op.end for op in ops if not is_communication(op) and op.launch.thread not in main_threads),
-               default=None)
+def backward_end_on_gpu(ops):
+    local = (ops["kind"] == COMPUTE) | (ops["kind"] == MEMORY)
+    return extreme(np.max, ops["end"][local & ops["off_main"]])
 
 
-def difference(left, right):
-    return None if left is None or right is None else left - right
-
-
-def gpu_leads(ops, host, main_threads):
+def gpu_leads(ops, host):
     """B and D of one step in ms; None where the step lacks one of the two moments."""
-    annotation = min((span.start for span in reduce_scatter_annotations(host)), default=None)
-    kernel = min((op.start for op in ops if op.kind == "reduce-scatter"), default=None)
-    return {"b_ms": milliseconds(difference(annotation, optimizer_start(host))),
-            "d_ms": milliseconds(difference(kernel, backward_end_on_gpu(ops, main_threads)))}
+    kernel = extreme(np.min, ops["start"][ops["kind"] == REDUCE_SCATTER])
+    return {"b_ms": apart(first_start(reduce_scatter_annotations(host)), first_start(optimizer_steps(host))),
+            "d_ms": apart(kernel, backward_end_on_gpu(ops))}
 
 
 def backward_spans(host):
     """The ranges named backward; without them, the stretch from autograd's first function to its last."""
-    ranges = [span for span in host if span.name == "backward"]
-    functions = [span for span in host if span.name.startswith("autograd::engine::evaluate_function")]
-    if not ranges and functions:
-        ranges = [functions[0]._replace(end=max(span.end for span in functions))]
-    return ranges
+    functions = named(host, "autograd::engine::evaluate_function")
+    stretch = [functions[0]._replace(end=max(span.end for span in functions))] if functions else []
+    return [span for span in host if span.name == "backward"] or stretch
 
 
 def gradient_launches(host):
     """Where the host starts to send gradients: the program's own ranges, or else what torch records."""
-    if own := [span for span in host if span.name.startswith("launch ")]:
-        return own
-    for prefix in ("c10d::", "gloo:", "nccl:"):
-        if calls := [span for span in host if span.name.startswith(prefix)
-                     and collective(span.name) in ("reduce-scatter", "all-reduce")]:
-            return calls
-    return []
+    recorded = ([span for span in named(host, prefix) if collective(span.name) in ("reduce-scatter", "all-reduce")]
+                for prefix in ("c10d::", "gloo:", "nccl:"))
+    return named(host, "launch ") or next(filter(None, recorded), [])
 
 
 def host_counts(host):
     """Launches, and times that add up over steps: exposed waits, and what gloo's threads did (ms)."""
     launches, backward = gradient_launches(host), backward_spans(host)
-    waits = [span.end - span.start for span in host if span.name.startswith("wait ")]
-    gloo = [span for span in host if span.name.startswith("gloo:")]
+    waits, gloo = named(host, "wait "), named(host, "gloo:")
     return {"launches": len(launches),
             "launches_in_backward": sum(any(span.start <= launch.start < span.end for span in backward)
                                         for launch in launches) if backward else None,
-            "wait_ms": milliseconds(sum(waits)) if waits else None,
+            "wait_ms": milliseconds(sum(span.end - span.start for span in waits)) if waits else None,
             "gloo_ms": milliseconds(busy(gloo)) if gloo else None,
             "gloo_in_backward_ms": milliseconds(overlap(gloo, backward)) if gloo and backward else None}
 
 
 def host_leads(host):
     """The first launch of one step against the last backward (the one whose gradients are sent) and the step, in ms."""
-    first = min((span.start for span in gradient_launches(host)), default=None)
-    backward = max(backward_spans(host), default=None)
-    return {"launch_after_backward_start_ms": milliseconds(difference(first, backward and backward.start)),
-            "launch_after_backward_end_ms": milliseconds(difference(first, backward and backward.end)),
-            "launch_after_step_start_ms": milliseconds(difference(first, optimizer_start(host)))}
+    first, backward = first_start(gradient_launches(host)), max(backward_spans(host), default=None)
+    return {"launch_after_backward_start_ms": apart(first, backward and backward.start),
+            "launch_after_backward_end_ms": apart(first, backward and backward.end),
+            "launch_after_step_start_ms": apart(first, first_start(optimizer_steps(host)))}
 
 
 def has_host_figures(trace):
-    return not trace.ops or any(span.name.startswith("launch ") for _, span in trace.host)
+    return not len(trace.ops) or any(name.startswith("launch ") for name in trace.host_names())
 
 
 def check(trace):
     """Raise Unjudgeable, with what to do, where the trace cannot tell anything about communication."""
-    linked = [op for _, op in trace.ops] + trace.outside
-    gpu_ops = len(linked) + len(trace.orphans)
+    linked = len(trace.ops) + len(trace.outside)
+    gpu_ops, ranks = linked + len(trace.orphans), "record a run of two ranks or more"
     if not trace.steps:
         problem = "no ProfilerStep#N mark; call the profiler's step() after every training step"
     elif gpu_ops and not linked:
         problem = f"none of its {gpu_ops} GPU ops has its launch in the trace; record with ProfilerActivity.CPU as well"
-    elif gpu_ops and not trace.ops:
+    elif gpu_ops and not len(trace.ops):
         problem = f"none of its {gpu_ops} GPU ops was launched inside a step; record whole steps"
-    elif gpu_ops and not any(map(is_communication, linked + trace.orphans)):
-        problem = (f'no communication, none of its {gpu_ops} GPU ops is a kernel with "nccl" in its name; record a run '
-                   "of two ranks or more")
-    elif not gpu_ops and not any(span.name.startswith(("launch ", "gloo:", "c10d::")) for _, span in trace.host):
-        problem = ("no communication, neither GPU ops nor ranges `launch ...`, gloo:* or c10d::*; record a run of two "
-                   "ranks or more")
+    elif gpu_ops and not any(len(communication(ops)) for ops in (trace.ops, trace.outside, trace.orphans)):
+        problem = f'no communication, none of its {gpu_ops} GPU ops is a kernel with "nccl" in its name; {ranks}'
+    elif not gpu_ops and not any(name.startswith(("launch ", "gloo:", "c10d::")) for name in trace.host_names()):
+        problem = f"no communication, neither GPU ops nor ranges `launch ...`, gloo:* or c10d::*; {ranks}"
     else:
         return
     raise Unjudgeable(f"{trace.path}: {problem}")
@@ -519,25 +529,20 @@ def check(trace):
 
 def analyse(trace):
     """All figures of a trace, as --json prints them: a dict a step, the total, the orphans, the notes."""
-    ops, host, main_threads = defaultdict(list), defaultdict(list), trace.main_threads
-    for number, op in trace.ops:
-        ops[number].append(op)
-    for number, span in trace.host:
-        host[number].append(span)
-    on_gpu, on_host = bool(trace.ops), has_host_figures(trace)
+    ops, host = by_step(trace.ops, trace.steps), by_step(trace.host, trace.steps)
+    on_gpu, on_host = bool(len(trace.ops)), has_host_figures(trace)
     steps = []
     for number, marks in trace.steps.items():
         figures = {"step": number, "step_ms": milliseconds(busy(marks))}
+        spans, launched = trace.spans(host[number]), ops[number]
         if on_gpu:
-            figures |= gpu_times(ops[number]) | gpu_counts(ops[number], main_threads)
-            figures |= gpu_leads(ops[number], host[number], main_threads)
+            figures |= gpu_times(launched) | gpu_counts(launched) | gpu_leads(launched, spans)
         if on_host:
-            figures |= host_counts(host[number]) | host_leads(host[number])
+            figures |= host_counts(spans) | host_leads(spans)
         steps.append(figures)
     total = {"steps": len(steps), "step_ms": sum(figures["step_ms"] for figures in steps)}
     if on_gpu:
-        every = [op for _, op in trace.ops]
-        total |= gpu_times(every) | gpu_counts(every, main_threads)
+        total |= gpu_times(trace.ops) | gpu_counts(trace.ops)
     if on_host:
         for key in host_counts([]):
             values = [figures[key] for figures in steps if figures[key] is not None]
@@ -545,24 +550,24 @@ def analyse(trace):
     return {"trace": trace.path, "rank": trace.rank, "world_size": trace.world_size, "gpu": trace.gpu,
             "device": "gpu" if on_gpu else "cpu", "steps": steps, "total": total,
             "orphans": {"gpu_ops": len(trace.orphans),
-                        "comm_kernels": sum(map(is_communication, trace.orphans)),
-                        "names": dict(Counter(op.name for op in trace.orphans).most_common())},
+                        "comm_kernels": len(communication(trace.orphans)),
+                        "names": dict(Counter(trace.values[i] for i in trace.orphans["name"]).most_common())},
             "notes": notes(trace, steps)}
 
 
 def notes(trace, steps):
     """What a reader must know to trust the figures, a line each."""
     found = []
-    if trace.outside:
+    if len(trace.outside):
         found.append(f"{len(trace.outside)} GPU ops launched between the steps are left out "
-                     f"({sum(map(is_communication, trace.outside))} of them communication)")
+                     f"({len(communication(trace.outside))} of them communication)")
     if trace.broken:
         found.append(f"{trace.broken} events without a usable name, time or duration are left out")
-    devices = {op.device for _, op in trace.ops}
+    devices = np.unique(trace.ops["device"])
     if len(devices) > 1:
         found.append(f"ops on {len(devices)} GPUs: times are computed for each and summed")
-    if trace.ops:
-        others = {op.launch.thread for _, op in trace.ops} - trace.main_threads
+    if len(trace.ops):
+        others = np.unique(trace.ops["thread"][trace.ops["off_main"]])
         if len(others) > 1:
             found.append(f"{len(others)} threads beside the main one launched GPU ops; all count as autograd's")
         for key, title, lacks in (("b_ms", "B", "no reduce-scatter annotation or no optimizer step"),
@@ -704,7 +709,7 @@ def compared(left, right):
     for group, _ in columns([left, right]):
         for key in (column.key for column in group):
             pair = [figures.get(key, 0 if key.startswith("comm_kernels ") else None) for figures in (left, right)]
-            result[key] = {"a": pair[0], "b": pair[1], "difference": difference(pair[1], pair[0])}
+            result[key] = {"a": pair[0], "b": pair[1], "difference": None if None in pair else pair[1] - pair[0]}
     return result
 
 
@@ -786,64 +791,66 @@ def drawable(text):
 
 
 def bars(coloured, zero):
-    """[(Span or Op, colour key)] → bars, longest first so that short ones stay visible on top."""
-    return sorted(((milliseconds(span.start - zero), milliseconds(span.end - zero), key) for span, key in coloured),
+    """[((start, end, ...), colour key)] → bars, longest first so that short ones stay visible on top."""
+    return sorted(((milliseconds(span[0] - zero), milliseconds(span[1] - zero), key) for span, key in coloured),
                   key=lambda bar: bar[0] - bar[1])
+
+
+def by_kind(spans):
+    return [(span, collective(span.name)) for span in spans]
 
 
 def gpu_panel(trace, step):
     """The GPU's streams; zero is where backward's last kernel ends (without one, where communication begins)."""
-    ops = [op for number, op in trace.ops if number == step]
-    communication = [op for op in ops if is_communication(op)]
-    backward_end = backward_end_on_gpu(ops, trace.main_threads)
-    begins = [op.start for op in communication if op.kind == "reduce-scatter"] or [op.start for op in communication]
-    zero = backward_end if backward_end is not None else min(begins or [op.start for op in ops])
+    ops = trace.ops[trace.ops["step"] == step]
+    backward_end, comm = backward_end_on_gpu(ops), communication(ops)
+    scattered = comm[comm["kind"] == REDUCE_SCATTER]
+    begins = extreme(np.min, (scattered if len(scattered) else comm)["start"])
+    zero = next(time for time in (backward_end, begins, int(ops["start"].min())) if time is not None)
     lanes = defaultdict(list)
-    for op in ops:
-        off_main = op.launch.thread not in trace.main_threads
-        lanes[str(op.device), str(op.stream)].append((op, "backward" if off_main and op.kind == "compute" else op.kind))
+    for op in ops.tolist():
+        _, _, _, kind, device, stream, _, _, off_main = op
+        key = "backward" if off_main and kind == COMPUTE else KINDS[kind]
+        lanes[trace.values[device], trace.values[stream]].append((op, key))
     several = len({device for device, _ in lanes}) > 1
     labels = [drawable((f"GPU {device} " if several else "") + f"stream {stream}") for device, stream in lanes]
     order = sorted(zip(labels, lanes.values()), key=lambda lane: -len(lane[1]))  # the busiest stream on top
     return Panel("GPU", "backward's last kernel ended" if backward_end is not None else "communication began",
-                 [(label, bars(lane, zero)) for label, lane in order],
-                 milliseconds(difference(min(begins, default=None), zero)))
+                 [(label, bars(lane, zero)) for label, lane in order], apart(begins, zero))
 
 
 def host_panel(trace, step):
     """The host's threads; zero is the start of the optimizer step, or else the end of backward."""
-    host = [span for number, span in trace.host if number == step]
-    optimizer, backward = optimizer_start(host), backward_spans(host)
+    host = trace.spans(trace.host[trace.host["step"] == step])
+    optimizer, backward = optimizer_steps(host), backward_spans(host)
     launches = gradient_launches(host) if has_host_figures(trace) else reduce_scatter_annotations(host)
-    marks = trace.steps[step]
-    zero, zero_name = marks[0].start, "the step began"
-    if optimizer is not None:
-        zero, zero_name = optimizer, "the optimizer step began"
+    zero, zero_name = trace.steps[step][0].start, "the step began"
+    if optimizer:
+        zero, zero_name = first_start(optimizer), "the optimizer step began"
     elif backward:
         zero, zero_name = backward[-1].end, "backward ended"
-    ranges = [(span, "backward") for span in backward]
-    ranges += [(span, "forward") for span in host if span.name == "forward"]
-    ranges += [(span, "optimizer step") for span in optimizer_steps(host)]
-    lanes = [("phases", ranges)]
-    own = [(span, span.name.partition(" ")[0]) for span in host if span.name.startswith(OWN_RANGES)]
-    lanes.append(("program's ranges", own) if own else ("calls", [(span, collective(span.name)) for span in launches]))
-    calls = defaultdict(list)
-    for span in host:
-        if span.name.startswith("nccl:"):
-            calls[span.thread in trace.main_threads].append((span, collective(span.name)))
-    if calls:
-        lanes[1:] = [(f"nccl calls, {'main' if on_main else 'backward'} thread", calls[on_main])
-                     for on_main in sorted(calls)]
-    lanes.append(("gloo threads", [(span, collective(span.name)) for span in host if span.name.startswith("gloo:")]))
-    first = min((span.start for span in launches), default=None)
+    phases = {"backward": backward, "forward": [span for span in host if span.name == "forward"],
+              "optimizer step": optimizer}
+    lanes = [("phases", [(span, key) for key, spans in phases.items() for span in spans])]
+    calls = named(host, "nccl:")
+    for thread, on_main in (("backward", False), ("main", True)):
+        lanes.append((f"nccl calls, {thread} thread",
+                      by_kind(span for span in calls if (span.thread in trace.main_threads) == on_main)))
+    if not calls:
+        own = [(span, span.name.partition(" ")[0]) for span in named(host, *OWN_RANGES)]
+        lanes.append(("program's ranges", own) if own else ("calls", by_kind(launches)))
+    lanes.append(("gloo threads", by_kind(named(host, "gloo:"))))
     return Panel("host", zero_name, [(label, bars(lane, zero)) for label, lane in lanes if lane],
-                 milliseconds(difference(first, zero)))
+                 apart(first_start(launches), zero))
 
 
 def telling_step(trace):
     """The step to show: the first with the most collectives."""
-    counts = Counter(number for number, op in trace.ops if is_communication(op))
-    counts = counts or Counter(number for number, span in trace.host if span.name.startswith(("launch ", "c10d::")))
+    rows = communication(trace.ops)
+    if not len(rows):
+        calls = [place for place, value in enumerate(trace.values) if str(value).startswith(("launch ", "c10d::"))]
+        rows = trace.host[np.isin(trace.host["name"], calls)]
+    counts = Counter(rows["step"].tolist())
     return min(trace.steps, key=lambda number: (-counts[number], number))
 
 
@@ -885,20 +892,19 @@ def plot(traces, path, wanted_step=None):
         step = telling_step(trace) if wanted_step is None else wanted_step
         if step not in trace.steps:
             raise Unjudgeable(f"{trace.path}: no step {step}; --step takes one of {', '.join(map(str, trace.steps))}")
-        kinds = ([gpu_panel] if any(number == step for number, _ in trace.ops) else []) + [host_panel]
+        kinds = ([gpu_panel] if step in trace.ops["step"] else []) + [host_panel]
         panels += [(f"{label}, step {step}", panel) for panel in (kind(trace, step) for kind in kinds) if panel.lanes]
     if not panels:
         raise Unjudgeable("nothing to draw in these steps; choose another with --step")
     whole, near = {}, {}
     for kind in {panel.title for _, panel in panels}:
         alike = [panel for _, panel in panels if panel.title == kind]
-        every = [bar for panel in alike for _, lane in panel.lanes for bar in lane]
-        left, right = min(bar[0] for bar in every), max(bar[1] for bar in every)
-        width = max(right - left, 1e-6)
-        whole[kind] = (left - 0.01 * width, right + 0.01 * width)
+        starts, ends, _ = zip(*(bar for panel in alike for _, lane in panel.lanes for bar in lane))
+        width = max(max(ends) - min(starts), 1e-6)
+        whole[kind] = (min(starts) - 0.01 * width, max(ends) + 0.01 * width)
         # room on both sides of zero and of the first launch
-        reach = 1.6 * max((abs(panel.first) for panel in alike if panel.first is not None), default=0)
-        near[kind] = (-max(reach, 0.02 * width), max(reach, 0.02 * width))
+        reach = max([0.02 * width, *(1.6 * abs(panel.first) for panel in alike if panel.first is not None)])
+        near[kind] = (-reach, reach)
     # where communication begins far from zero the whole shows it better than its half would
     zooms = all(near[kind][1] < 0.15 * (whole[kind][1] - whole[kind][0]) for kind in whole)
 

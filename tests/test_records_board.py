@@ -1,7 +1,14 @@
-"""Records made from races, and the leaderboard from the records."""
+"""Records made from races, their pages, and what the pages do in a browser."""
 
+import hashlib
 import json
+import os
+import re
+import select
+import shutil
+import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -11,66 +18,171 @@ sys.path.insert(0, str(RECORDS))
 
 import board  # noqa: E402
 
+RULE = "=" * 100
+HOSTILE = "</script ><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>|`*[x](y)" + "w" * 60
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
-def write_log(folder, run, side, loss, seconds, declared=3, source="print('one')"):
-    start = {"run_id": f"r{run}{side}", "started": "2026-01-02T03:04:05+00:00", "config": {"seed": run, "log_dir": "/home/me/logs"},
-             "seed": run, "ranks": 2, "environment": {"OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": "/home/me/error.json"},
-             "git": {"revision": "c0ffee", "clean": True}, "hardware": {"device": "a machine", "gpus": []}, "target_val_loss": 1.4,
+
+def write_log(folder, run, side, loss, seconds, declared=3, source="import torch\nprint('one')\n", device="a machine", **config):
+    """A run of ten steps, as train_gpt.py logs it."""
+    start = {"run_id": f"r{run}{side}", "started": f"2026-01-02T03:0{run}:05+00:00", "preset": "toy",
+             "config": {"seed": run, "log_dir": "/home/me/logs", "sync": "hook", "race_side": side, **config}, "seed": run,
+             "ranks": 2, "environment": {"OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": "/home/me/error.json"},
+             "git": {"revision": "c0ffee", "clean": True}, "source_sha256": hashlib.sha256(source.encode()).hexdigest(),
+             "hardware": {"device": device, "gpus": []}, "target_val_loss": 1.4,
              "race": {"race_id": "x", "run": run, "declared_n": declared, "side": side}}
-    rule = "=" * 100
-    steps = [f"step:{i}/10 train_time:{i * seconds * 100:.0f}ms step_avg:{seconds * 100:.2f}ms" for i in range(1, 11)]
-    lines = [source, rule, "Running Python", rule, json.dumps(start), f"step:0/10 val_loss:5.0000 train_time:0ms step_avg:0.00ms", *steps,
+    steps = [f"step:{i}/10 train_time:{i * seconds * 100:.0f}ms step_avg:{seconds * 100:.2f}ms train_loss:{5 - 0.37 * i - 0.01 * run:.4f}"
+             for i in range(1, 11)]
+    lines = [source, RULE, "Running Python on my-host at /home/me/python3", RULE, json.dumps(start),
+             "step:0/10 val_loss:5.0000 train_time:0ms step_avg:0.00ms", *steps[:5],
+             f"step:5/10 val_loss:{3 + loss / 10:.4f} train_time:{seconds * 500:.0f}ms step_avg:{seconds * 100:.2f}ms", *steps[5:],
              f"step:10/10 val_loss:{loss:.4f} train_time:{seconds * 1000:.0f}ms step_avg:{seconds * 100:.2f}ms",
              json.dumps({"end": {"final_val_loss": loss}}), "peak memory allocated: 1 MiB reserved: 1 MiB"]
     (folder / f"r{run}{side}.txt").write_text("\n".join(lines) + "\n")
 
 
-@pytest.fixture
-def race(tmp_path, monkeypatch):
-    """A finished race of three pairs in which side a is a second faster, and an empty folder of records."""
-    folder = tmp_path / "race-x"
+def write_race(folder, **baseline):
+    """A finished race of three pairs in which side a is a second faster; the baseline's logs as told."""
     folder.mkdir()
     for run in (1, 2, 3):
-        write_log(folder, run, "a", 1.2 + 0.001 * run, 9 + 0.01 * run)
-        write_log(folder, run, "b", 1.2 + 0.001 * run, 10 + 0.01 * run)
-    (folder / "race.jsonl").write_text('{"race": "x"}\n')
-    records = tmp_path / "records"
-    records.mkdir()
-    monkeypatch.setattr(board, "HERE", records)
-    return folder, records
+        write_log(folder, run, "a", 1 + 0.05 * run, 9 + 0.01 * run)
+        write_log(folder, run, "b", 1.02 + 0.05 * run, 10 + 0.01 * run, **baseline)
+    sides = {"a": {"revision": None, "flags": ["--train_files", "/home/me/data/*.bin"]},
+             "b": {"revision": None, "flags": ["--sync", "step"]}}
+    race = {"id": "x", "n": 3, "seed": 0, "ranks": 2, "sides": sides, "threads": "1", "revision": None,
+            "declared": "2026-01-02T03:00:00+00:00", "order": ["1a", "1b", "2b", "2a", "3a", "3b"]}
+    (folder / "r1a.steps.json").write_text("[[1, 2.5]]\n")
+    (folder / "race.png").write_bytes(b"drawn while it ran")
+    (folder / "race.jsonl").write_text(json.dumps({"race": race}) + "\n")
+    return folder
 
 
-def test_a_race_becomes_a_record_and_a_row(race, capsys):
-    folder, records = race
-    assert board.main(["add", str(folder), str(records / "2026-01-02_toy"), "A toy | record"]) == 0
-    made = records / "2026-01-02_toy"
-    assert sorted(path.name for path in made.iterdir()) == ["README.md", "plot.png", "r1a.txt", "r1b.txt", "r2a.txt", "r2b.txt", "r3a.txt", "r3b.txt", "race.jsonl"]
-    before, after = (place.joinpath("r1a.txt").read_text().splitlines() for place in (folder, made))
-    assert [i for i, (a, b) in enumerate(zip(before, after)) if a != b] == [4] and len(before) == len(after)
-    assert "/home/me" in before[4] and "/home/me" not in after[4] and json.loads(after[4])["environment"] == {"OMP_NUM_THREADS": "1"}
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """(a race, an empty folder of records) on a machine of known name."""
+    monkeypatch.setattr(board, "host_names", lambda: ["my-host"])
+    monkeypatch.setattr(board, "HERE", tmp_path / "records")
+    (tmp_path / "records").mkdir()
+    return write_race(tmp_path / "race-x"), tmp_path / "records"
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A folder of two records: a race whose baseline has another source and a device of hostile name, and one alike."""
+    folder = tmp_path_factory.mktemp("published")
+    (folder / "records").mkdir()
+    other = "import torch\n" + "".join(f"print({i})\n" for i in range(40)) + "print('two')\n"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(board, "host_names", lambda: ["my-host"])
+        patch.setattr(board, "HERE", folder / "records")
+        first = write_race(folder / "race-1", sync="step")
+        second = write_race(folder / "race-2", sync="step", source=other, device=HOSTILE, dtype=HOSTILE)
+        (second / "race.jsonl").unlink()
+        for log in second.glob("*a.txt"):
+            log.write_text(log.read_text().replace("print('one')", "print('more')").replace(
+                hashlib.sha256(b"import torch\nprint('one')\n").hexdigest(), hashlib.sha256(b"import torch\nprint('more')\n").hexdigest()))
+        assert board.main(["add", str(first), str(folder / "records" / "2026-01-02_toy"), "A toy | record"]) == 0
+        assert board.main(["add", str(second), str(folder / "records" / "2026-01-03_hostile"), HOSTILE]) == 0
+        again = {path: path.read_bytes() for path in (folder / "records").rglob("*.*")}
+        assert board.main([]) == 0 and {path: path.read_bytes() for path in (folder / "records").rglob("*.*")} == again
+    return folder / "records"
+
+
+@pytest.fixture
+def judged(places, monkeypatch):
+    """A record's folder whose verdicts are those that the test puts into the dicts it gets."""
+    folder, records = places
+    (records / "2026-01-02_toy").mkdir()
+    for path in folder.glob("*.txt"):
+        (records / "2026-01-02_toy" / path.name).write_text(path.read_text())
+    (records / "2026-01-02_toy" / "README.md").write_text("# A toy\n")
+    runs = [{"set": f"side {side}", "path": f"records/2026-01-02_toy/r{run}{side}.txt", "index_in_file": 1}
+            for side in "ab" for run in (1, 2, 3)]
+    mean = {"n": 3, "mean": 1.202, "sd": 0.001}
+    report = {"verdict": "the claim holds", "reason": "because", "alpha": 0.01, "warnings": [], "left_out": [], "runs": runs,
+              "loss": {**mean, "target": 1.4, "p": 1e-5, "test": "t", "significant": True, "interval": [1.19, 1.21]},
+              "time": {"n": 3, "mean": 9.02, "sd": 0.01},
+              "comparison": {"other": {"n": 3, "mean": 10.02, "sd": 0.01}, "difference": -1.0, "interval": [-1.1, -0.9],
+                             "p": 1e-6, "test": "Welch", "significant": True, "paired": {"p": 1e-7, "test": "paired"}}}
+    rules = {"rules": [{"rule": name, "verdict": verdict, "reason": "seen"} for name, verdict in
+                       (("one", "pass"), ("two", "not checkable"), ("three", "fail"), ("faster than the other side, p < 0.01", "fail"))]}
+    monkeypatch.setattr(board, "judge", lambda tool, words, *more: (0, report) if tool == "stats.py" else (1, rules))
+    return records, report, rules
+
+
+# Records ------------------------------------------------------------------------------------------------------------
+
+def test_a_race_becomes_a_record_and_a_row(published):
+    made = published / "2026-01-02_toy"
+    logs = [f"r{run}{side}.txt" for run in (1, 2, 3) for side in "ab"]
+    assert sorted(path.name for path in made.iterdir()) == sorted(["README.md", "plot.png", "r1a.steps.json", "race.jsonl", *logs])
     page = (made / "README.md").read_text()
     assert page.startswith("# A toy | record\n") and "python records/stats.py records/2026-01-02_toy --side a" in page
-    assert "1.20200" in page and "9.0200" in page and "revision `c0ffee`" in page
-    leaderboard = (records / "README.md").read_text()
-    row = next(line for line in leaderboard.splitlines() if "2026-01-02_toy" in line)
-    assert "A toy \\| record" in row and "1.20200" in row and "the claim holds" in row and "times faster" in row and "| 3 |" in row
-    assert board.main([]) == 0 and (records / "README.md").read_text() == leaderboard
+    assert "1.10000" in page and "9.02 ± 0.01 s for side a: sync hook" in page and "revision `c0ffee`" in page
+    assert "below the target 1.4 (p = " in page and "faster: −1.00 s (" in page
+    leaderboard = (published / "README.md").read_text()
+    row = next(line for line in leaderboard.splitlines() if line.startswith("| [2026-01-02"))
+    assert "A toy \\| record" in row and "1.10000" in row and "faster: −1.00 s" in row and "| 3 |" in row
+    assert leaderboard.index("| [2026-01-03") < leaderboard.index("| [2026-01-02")
 
 
-def test_without_records_there_is_no_leaderboard(race, capsys):
-    assert board.main([]) == 2 and "no record lies in" in capsys.readouterr().err and not list(race[1].iterdir())
+def test_a_page_names_what_differs_and_the_sources_digests(published):
+    page = (published / "2026-01-02_toy" / "README.md").read_text()
+    digest = hashlib.sha256(b"import torch\nprint('one')\n").hexdigest()
+    assert "\n| `sync` | `hook` | `step` |\n" in page and page.count(digest) == 2
+    assert "The source is the same on both sides: the digest is that of `git show c0ffee:train_gpt.py`." in page
+    differs = page[page.index("## What differs"):page.index("## Tests")]
+    assert not any(word in differs for word in ("run_id", "race_side", "log_dir", "started", "| `seed`"))
+    page = (published / "2026-01-03_hostile" / "README.md").read_text()
+    diff = page.partition("```diff\n")[2].partition("```")[0].splitlines()
+    assert "+print('more')" in diff and "-print('two')" in diff and "+print('one')" not in diff
+    assert digest not in page and hashlib.sha256(b"import torch\nprint('more')\n").hexdigest() in page
+
+
+def test_a_long_diff_is_cut_and_says_by_how_much():
+    lines = board.short_diff("".join(f"{i}\n" for i in range(500)), "", ("b", "a"))
+    assert len(lines) == board.LONGEST_DIFF + 1 and lines[-1] == f"… and {503 - board.LONGEST_DIFF} lines more"
+    assert board.fence(["````x", "``"]) == "`````"
+
+
+@pytest.mark.parametrize("stated", [True, False])
+@pytest.mark.parametrize("source", ["print()\n", "print()", "print()\n\n"])
+def test_a_digest_is_that_of_the_file(source, stated):
+    """The script writes the file, a line end, and the separator."""
+    digest = hashlib.sha256(source.encode()).hexdigest()
+    read = board.source_of(f"{source}\n{RULE}\nmore\n{RULE}\nstep\n")
+    assert board.digest_of(read, digest if stated else None) == digest
+    assert board.source_of(f"{RULE}\n{source}\n{RULE}\nstep\n") == source and board.source_of("step") is None
+
+
+def test_differences_are_what_is_alike_within_each_side():
+    a = [{"config": {"seed": 1, "lr": 0.1, "deep": {"x": 1}, "noise": 1}}, {"config": {"seed": 2, "lr": 0.1, "deep": {"x": 1}, "noise": 2}}]
+    b = [{"config": {"seed": 3, "lr": 0.2, "deep": {}, "noise": 3}, "ranks": 4}]
+    assert board.differences([a, b]) == [("lr", "0.1", "0.2"), ("deep.x", "1", "-"), ("ranks", "-", "4")]
+
+
+def test_a_curve_is_thinned_to_means_and_leaves_out_what_was_trained_again():
+    log = f"step:1/9 train_time:1ms step_avg:1ms train_loss:9\n{RULE}\n" + "".join(
+        f"step:{i}/300 train_time:{i}000ms step_avg:1ms train_loss:{loss}\n" for i, loss in
+        [*((i, 8) for i in range(1, 251)), *((i, 2 if i % 2 else 4) for i in range(1, 301))])
+    points = board.training_curve(log)
+    assert len(points) == board.POINTS and points[0] == (3, 3.0, 2.6667) and points[-1] == (300, 300.0, 3.3333)
+
+
+def test_without_records_there_is_no_leaderboard(places, capsys):
+    assert board.main([]) == 2 and "no record lies in" in capsys.readouterr().err and not list(places[1].iterdir())
 
 
 @pytest.mark.parametrize("spoil,says", [
     (lambda folder, records: (folder / "r3b.txt").unlink(), "declared"),
-    (lambda folder, records: write_log(folder, 3, "a", 1.2, 9.0, source="print('two')"), "source"),
     (lambda folder, records: [path.unlink() for path in folder.iterdir()], ""),
     (lambda folder, records: (records / "new").mkdir(), "exists"),
     (lambda folder, records: (folder / "r4a.txt").write_text('{"run_id": "cut'), "r4a.txt: cannot be read as a log"),
     (lambda folder, records: (folder / "r4a.txt").write_bytes(b"\xff\xfe"), "r4a.txt: cannot be read as a log"),
+    (lambda folder, records: write_log(folder, 3, "a", 1.2, 9.0, source=f"x = '{records.parent}'\n"), "r3a.txt, line 1, names"),
 ])
-def test_what_cannot_be_judged_leaves_nothing_behind(race, capsys, spoil, says):
-    folder, records = race
+def test_what_cannot_be_judged_leaves_nothing_behind(places, capsys, spoil, says):
+    folder, records = places
     spoil(folder, records)
     before = sorted(records.rglob("*"))
     assert board.main(["add", str(folder), str(records / "new"), "A toy"]) == 2
@@ -78,3 +190,349 @@ def test_what_cannot_be_judged_leaves_nothing_behind(race, capsys, spoil, says):
     error = capsys.readouterr().err
     assert error.startswith("board.py: error: ") and says in error and error.count("\n") == 1
     assert board.main(["add", str(folder / "nowhere"), str(records / "x"), "A toy"]) == 2
+
+
+# Publishing ---------------------------------------------------------------------------------------------------------
+
+def test_published_logs_name_no_folder_and_no_host(published):
+    folder = published.parent / "race-1"
+    before, after = (place.joinpath("r1a.txt").read_text().splitlines() for place in (folder, published / "2026-01-02_toy"))
+    assert [i for i, (a, b) in enumerate(zip(before, after)) if a != b] == [4, 6] and len(before) == len(after)
+    assert after[4] == "Running Python on host at python3"
+    start = json.loads(after[6])
+    assert start["environment"] == {"OMP_NUM_THREADS": "1"} and start["config"]["log_dir"] == "logs"
+    for path in published.rglob("*.*"):
+        assert path.suffix == ".png" or not re.search("/home/me|my-host|/tmp/", path.read_text()), path
+
+
+@pytest.mark.parametrize("text,becomes", [
+    ("error: [Errno 28] /home/me/x/r.txt: full", "error: [Errno 28] r.txt: full"),
+    ('{"path": "/data/me/init.pt"}', '{"path": "init.pt"}'),
+    ('"--train_files", "/home/me/data/*.bin"', '"--train_files", "*.bin"'),
+    ("LD_PRELOAD=/usr/lib/libx.so:/opt/me/liby.so", "LD_PRELOAD=libx.so:liby.so"),
+    ("see file:///home/me/x", "see x"),
+    ("https://example.com/a/b data/stdlib/x_*.bin 3/4 150W / 700W and/or", None), ("my-host.", "host."), ("my-hostess", None),
+    ('{"train": "train"}', None)])
+def test_what_is_published_of_a_line(monkeypatch, text, becomes):
+    monkeypatch.setattr(board, "host_names", lambda: ["my-host", "train"])  # and the source speaks of train
+    assert board.public(f"train = '/home/me/code'\n{RULE}\n{text}\n") == f"train = '/home/me/code'\n{RULE}\n{becomes or text}\n"
+
+
+def test_the_records_here_name_no_folder_and_each_has_its_pages():
+    page = (RECORDS / "index.html").read_text()
+    for folder in (path.parent for path in RECORDS.glob("*/README.md")):
+        assert f'id="{folder.name}"' in page and f"[{folder.name}".replace("_", "\\_") in (RECORDS / "README.md").read_text()
+        for path in [*folder.glob("*.txt"), folder / "race.jsonl", folder / "README.md", RECORDS / "index.html", RECORDS / "README.md"]:
+            text = path.read_text().partition(RULE + "\n")[2] or path.read_text()
+            assert path.suffix in (".html", ".md") or not board.ROOTED.search(text), path
+            assert not re.search(r"(?<![\w.*])/(?:home|root|work|tmp|mnt|Users)/", text), path
+            assert path.suffix != ".txt" or f"{folder.name}/{path.name}" in page
+
+
+# Pages --------------------------------------------------------------------------------------------------------------
+
+class Tags(HTMLParser):
+    """The elements of a page, and the texts of its cells by row."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found, self.rows, self.cell = [], [], False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag == "td":
+            self.cell = True
+
+    def handle_endtag(self, tag):
+        if tag == "td":
+            self.cell = False
+
+    def handle_data(self, text):
+        if self.cell:
+            self.rows[-1][-1] += text
+
+
+def test_text_from_logs_is_no_markup(published):
+    text = (published / "index.html").read_text()
+    tags = Tags(text)
+    assert [tag for tag, _ in tags.found].count("script") == 2 and not any(tag == "img" for tag, _ in tags.found)
+    assert not any(name.startswith("on") for _, attributes in tags.found for name in attributes)
+    assert ["dtype", "-", HOSTILE] in tags.rows  # the cell shows it letter by letter
+    for page in (published / "README.md", published / "2026-01-03_hostile" / "README.md"):
+        lines = page.read_text().splitlines()
+        assert not any("<script" in line or "<img" in line for line in lines[page.parent != published:])  # but for the author's title
+        for line in lines:
+            if line.startswith("|"):
+                assert len(re.findall(r"(?<!\\)\|", line)) in (4, 5, 6, 9), line
+
+
+def test_the_page_needs_nothing_else(published):
+    text = (published / "index.html").read_text()
+    assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
+    for tag, attributes in Tags(text).found:
+        assert tag not in ("link", "iframe", "object") and "src" not in attributes, tag
+        if "href" in attributes and not attributes["href"].startswith("#"):
+            assert (published / attributes["href"].replace("%2F", "/")).exists(), attributes
+
+
+@pytest.mark.parametrize("comparison,words", [
+    ({"significant": True}, "faster: −1.00 s (−1.10 … −0.90 s at 98 %; p(faster) = 1e-06)"),
+    ({"significant": False, "p": 0.4, "difference": -0.1, "interval": [-1, 0.8]}, "no difference shown: −0.10 s (−1.00 … +0.80 s at 98 %; p(faster) = 0.4)"),
+    ({"significant": False, "p": 0.999, "difference": 2, "interval": [1, 3]}, "slower: +2.00 s (+1.00 … +3.00 s at 98 %; p(faster) = 1)"),
+    ({"significant": False, "interval": [1, 3], "decides": "log", "log": {"ratio": 1.05, "interval": [0.98, 1.12], "p": 0.03, "test": "pairs"}},
+     "no difference shown: −1.00 s, in pairs 1.05 times as fast (0.98 … 1.12 at 98 %; p(faster) = 0.03)"),
+    ({"significant": False, "interval": [-3, 3], "decides": "log", "log": {"ratio": 0.95, "interval": [0.92, 0.98], "p": 0.99, "test": "pairs"}},
+     "slower: −1.00 s, in pairs 0.95 times as fast (0.92 … 0.98 at 98 %; p(faster) = 0.99)")])
+def test_the_words_are_what_the_data_say(judged, comparison, words):
+    records, report, _ = judged
+    report["comparison"] |= comparison
+    assert board.main([]) == 0
+    for page in ("README.md", "index.html", "2026-01-02_toy/README.md"):
+        assert words in (records / page).read_text(), page
+    report["comparison"], report["loss"]["significant"], report["loss"]["p"] = None, False, 0.3
+    assert board.main([]) == 0
+    page = (records / "2026-01-02_toy/README.md").read_text()
+    assert "not shown to be below the target 1.4 (p = 0.3, n = 3)" in page and "faster" not in page.partition("## Tests")[0]
+
+
+def test_fails_come_first_and_the_claim_is_no_rule(judged):
+    records, _, rules = judged
+    assert board.main([]) == 0
+    for page in ("index.html", "2026-01-02_toy/README.md"):
+        text = (records / page).read_text()
+        part = text[text.lower().rindex("1 rule is broken; 1 hold, 1 could not be checked."):]
+        around = ("| {} |" if page.endswith("md") else "<td>{}</td>").format
+        places = [part.index(around(name)) for name in ("three", "two", "one", "faster than the other side, p &lt; 0.01")]
+        assert places == sorted(places)
+        assert "not shown" in part and part.index("claim, which is no rule") < part.index("faster than")
+    rules["unseen"] = "No log shows <everything>."
+    assert board.main([]) == 0 and "No log shows &lt;everything&gt;." in (records / "2026-01-02_toy/README.md").read_text()
+    assert "No log shows &lt;everything&gt;." in (records / "index.html").read_text()
+    rules["rules"] = []
+    rules["reason"] = "the manifest is torn"
+    assert board.main([]) == 0 and "the manifest is torn" in (records / "2026-01-02_toy/README.md").read_text()
+
+
+def test_every_test_of_the_report_is_listed(judged):
+    records, report, _ = judged
+    report["comparison"]["losses"] = {"test": "a new one", "p": 0.0321, "t": 2.5, "df": 7.25, "p_two_sided": 0.0642, "p_none": None}
+    assert board.main([]) == 0
+    rows = [line for line in (records / "2026-01-02_toy/README.md").read_text().splitlines() if line.startswith(("| loss |", "| comparison"))]
+    assert rows == ["| loss | t | - | - | 1e-05 |", "| comparison | Welch | - | - | 1e-06 |", "| comparison paired | paired | - | - | 1e-07 |",
+                    "| comparison losses | a new one; two sided p = 0.0642 | 2.5 | 7.25 | 0.0321 |"]
+
+
+def test_a_tool_that_breaks_off_is_named(places, monkeypatch, tmp_path, capsys):
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "stats.py").write_text("import sys; sys.exit('out of luck')")
+    monkeypatch.setattr(board, "TOOLS", tmp_path / "tools")
+    assert board.main(["add", str(places[0]), str(places[1] / "x"), "A toy"]) == 2
+    assert "records/stats.py records/x --side a broke off (out of luck); run it by hand" in capsys.readouterr().err
+
+
+# In a browser -------------------------------------------------------------------------------------------------------
+
+class Browser:
+    """A headless Chromium, spoken to in its DevTools protocol over a pair of pipes: no port, no further package."""
+
+    def __init__(self, program, folder):
+        ours, theirs = os.pipe(), os.pipe()  # we read of the one and write to the other
+        keep = f"exec 3<&{theirs[0]} 4>&{ours[1]}; exec \"$@\""
+        command = [program, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe",
+                   "--disable-dev-shm-usage", f"--user-data-dir={folder}", "about:blank"]
+        self.process = subprocess.Popen(["bash", "-c", keep, "bash", *command], pass_fds=(theirs[0], ours[1]),
+                                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        os.close(theirs[0]), os.close(ours[1])
+        self.reader, self.writer = open(ours[0], "rb", buffering=0), open(theirs[1], "wb", buffering=0)
+        self.rest, self.count, self.session, self.events = b"", 0, None, []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Network"):
+            self.call(f"{domain}.enable")
+
+    def receive(self):
+        while b"\0" not in self.rest:
+            if not select.select([self.reader], [], [], 60)[0]:
+                raise TimeoutError("the browser said nothing for 60 s")
+            piece = self.reader.read(1 << 16)
+            if not piece:
+                raise EOFError("the browser is gone")
+            self.rest += piece
+        message, _, self.rest = self.rest.partition(b"\0")
+        return json.loads(message)
+
+    def call(self, method, **parameters):
+        self.count += 1
+        message = {"id": self.count, "method": method, "params": parameters}
+        self.writer.write(json.dumps(message | ({"sessionId": self.session} if self.session else {})).encode() + b"\0")
+        while (answer := self.receive()).get("id") != self.count:
+            self.events.append(answer)
+        assert "error" not in answer, (method, answer)
+        return answer["result"]
+
+    def open(self, path, width=1280, height=900, dark=False):
+        self.events.clear()
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
+        self.call("Page.navigate", url=Path(path).as_uri())
+        while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
+            self.events.append(self.receive())
+
+    def js(self, expression):
+        """The value of an expression in the page."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def point_at(self, x, y, click=False):
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        for kind in ("mousePressed", "mouseReleased") if click else ():
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def press(self, key, **more):
+        for kind in ("keyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, **more)
+
+    def complaints(self):
+        """What the page's script threw or the browser logged as an error."""
+        return [event for event in self.events if event.get("method") == "Runtime.exceptionThrown" or
+                event.get("method") == "Runtime.consoleAPICalled" and event["params"]["type"] == "error"]
+
+    def close(self):
+        try:
+            self.call("Browser.close")
+        except (OSError, EOFError):
+            pass
+        self.process.wait(20)
+        self.reader.close(), self.writer.close()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium): the page is not tried in a browser")
+    found = Browser(CHROMIUM, tmp_path_factory.mktemp("profile"))
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def page(browser, published):
+    """The published page, opened wide and light; what its script complains of fails the test."""
+    browser.open(published / "index.html")
+    yield browser
+    assert browser.complaints() == []
+
+
+CURVES = "[...document.querySelectorAll('article')[1].querySelectorAll('.curves .validation')]"  # of the record without hostility
+TIP = "document.querySelectorAll('article')[1].querySelector('.curves .tip')"
+
+
+def box(page, selector):
+    """(left, top, width, height) in the window, with the element scrolled into it."""
+    return page.js(f"(() => {{ const e = {selector}; e.scrollIntoView({{block: 'center'}}); "
+                   "const b = e.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; })()")
+
+
+def test_the_browser_draws_every_run_and_fetches_nothing(page, published):
+    assert page.js(f"{CURVES}.length") == 6 and page.js(f"{CURVES}.every(c => c.getTotalLength() > 50)")
+    assert page.js("document.querySelectorAll('#history circle').length") == 2
+    assert page.js("window.hacked") is None and page.js("document.images.length") == 0
+    fetched = {event["params"]["request"]["url"] for event in page.events if event.get("method") == "Network.requestWillBeSent"}
+    assert fetched == {(published / "index.html").as_uri()}
+
+
+def test_a_record_with_a_broken_rule_is_hollow(browser, published, tmp_path):
+    text, count = re.subn(r'("name":"2026-01-02_toy".*?"broken":)\d+', r"\g<1>0", (published / "index.html").read_text())
+    (tmp_path / "page.html").write_text(re.sub(r'("name":"2026-01-03_hostile".*?"broken":)\d+', r"\g<1>2", text))
+    browser.open(tmp_path / "page.html")
+    filled = "[...document.querySelectorAll('#history circle')].map(c => c.classList.contains('f0'))"
+    assert count == 1 and browser.js(filled) == [True, False] and browser.complaints() == []
+
+
+def test_the_log_behind_each_run_is_there(page, published):
+    links = page.js("[...document.querySelectorAll('.run a')].map(a => a.href)")
+    assert len(links) == 12 and all(Path(link.removeprefix("file://")).is_file() for link in links)
+
+
+def test_a_run_under_the_pointer_stands_out_with_its_figures(page):
+    left, top, *_ = box(page, f"{CURVES}[4].nextElementSibling.nextElementSibling")  # the last dot of side b, seed 2
+    assert page.js(f"{TIP}.hidden")
+    page.point_at(left + 3, top + 3)
+    said = page.js(f"{TIP}.innerText")
+    assert "side b, seed 2" in said and "step 10, 10.0 s" in said and "val_loss 1.1200" in said
+    assert page.js(f"{CURVES}.map(c => c.classList.contains('lit'))") == [False] * 4 + [True, False]
+    tip, at = page.js(f"{TIP}.getBoundingClientRect().toJSON()"), (left + 3, top + 3)
+    assert abs(tip["right"] - at[0]) < 250 and abs(tip["bottom"] - at[1]) < 60, (tip, at)
+    page.point_at(5, 5)
+    assert page.js(f"{TIP}.hidden") and not page.js(f"{CURVES}.some(c => c.classList.contains('lit'))")
+
+
+def test_runs_are_switched_off_and_on(page):
+    for selector, left in (("article:nth-of-type(2) .run input", 5), ("article:nth-of-type(2) button[data-side='0']", 6),
+                           ("article:nth-of-type(2) button[data-side='0']", 3)):
+        x, y, width, height = box(page, f"document.querySelector({json.dumps(selector)})")
+        page.point_at(x + width / 2, y + height / 2, click=True)
+        assert page.js(f"{CURVES}.length") == left
+    assert page.js("document.querySelectorAll('article:nth-of-type(2) .run input:checked').length") == 3
+
+
+def test_loss_is_drawn_by_step_and_by_time(page):
+    texts = "[...document.querySelectorAll('article')[1].querySelectorAll('.curves text')].map(t => t.textContent)"
+    assert "step" in page.js(texts)
+    ends = f"{CURVES}.map(c => c.getBBox().x + c.getBBox().width)"
+    assert len(set(page.js(ends))) == 1  # every run ends at step 10
+    x, y, width, height = box(page, "document.querySelectorAll('article')[1].querySelectorAll('[type=radio]')[1]")
+    page.point_at(x + width / 2, y + height / 2, click=True)
+    assert "training time (s)" in page.js(texts) and len(set(page.js(ends))) == 6
+    whole = "document.querySelectorAll('article')[1].querySelector('[name=whole]')"
+    before = page.js(f"{CURVES}[0].getBBox().width")
+    x, y, width, height = box(page, whole)
+    page.point_at(x + width / 2, y + height / 2, click=True)
+    assert page.js(f"{CURVES}[0].getBBox().width") > before
+
+
+def test_the_keyboard_does_what_the_pointer_does(page):
+    page.js("document.querySelectorAll('article')[1].querySelector('.curves svg').focus()")
+    status = "document.querySelectorAll('article')[1].querySelector('[role=status]').textContent"
+    page.press("ArrowRight")
+    first = page.js(status)
+    assert first.startswith("side a, seed 1, step ")
+    page.press("ArrowRight")
+    assert page.js(status).startswith("side a, seed 1, step ") and page.js(status) != first
+    page.press("ArrowDown")
+    assert page.js(status).startswith("side a, seed 2, step ")
+    page.press("Escape")
+    assert page.js(f"{TIP}.hidden")
+    page.js("document.querySelector('.run input').focus()")
+    page.press(" ", text=" ")
+    assert not page.js("document.querySelector('.run input').checked")
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_light_and_dark_can_be_read(browser, published, dark):
+    """Text, and what carries meaning in the charts, against the paper: the ratios that WCAG asks for."""
+    browser.open(published / "index.html", dark=dark)
+
+    def light(colour):
+        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+        return sum(w * (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4) for w, c in zip((0.2126, 0.7152, 0.0722), parts))
+    paper = light(browser.js("getComputedStyle(document.body).backgroundColor"))
+    assert (paper < 0.1) == dark
+    for selector, what, least in (("p", "color", 4.5), (".pale", "color", 4.5), ("a", "color", 4.5), (".pass", "color", 4.5), (".fail", "color", 4.5), ("svg text", "fill", 4.5),
+                                  (".validation.s0", "stroke", 3), (".validation.s1", "stroke", 3), (".curves .target", "stroke", 3)):
+        ink = light(browser.js(f"getComputedStyle(document.querySelector({json.dumps(selector)})).{what}"))
+        assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) >= least, selector
+
+
+@pytest.mark.parametrize("width", [320, 700, 1600])
+def test_no_width_needs_scrolling_sideways(browser, published, width):
+    browser.open(published / "index.html", width=width)
+    assert browser.js("document.documentElement.scrollWidth") <= width
+    assert browser.js("[...document.querySelectorAll('.curves svg')].every(s => s.getBoundingClientRect().right <= innerWidth)")
+    assert browser.complaints() == []
