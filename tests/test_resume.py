@@ -268,7 +268,8 @@ def test_a_torn_last_line_is_ended_and_a_lost_log_begun_anew(flags, killed, caps
     killed.write_bytes(killed.read_bytes().removesuffix(b"error: killed\n")[:-7])
     torn = killed.read_text().splitlines()[-1]
     here(["--resume", str(killed)], capsys, kill_at=4)
-    assert f'\n{torn}\n{{"resumed": ' in killed.read_text() and resumed_lines(killed)[0]["lost_steps"] == 1
+    here(["--resume", str(killed)], capsys, kill_at=4)
+    assert f'\n{torn}\n{{"resumed": ' in killed.read_text() and [line["lost_steps"] for line in resumed_lines(killed)] == [1, 0]
     killed.unlink()
     assert here(["--resume", "latest", "--log_dir", str(tmp_path)], capsys)[0] == 0
     source, _, rest = killed.read_text().split("\n" + "=" * 100 + "\n")
@@ -434,7 +435,7 @@ def test_a_failure_of_one_rank_ends_all_and_says_why(fault, flags, group, tmp_pa
         process.join(40)
     seconds = time.monotonic() - began
     statuses = failed.wait(0 if fault in ("stop", "sleep") else 20)
-    assert statuses[::2] == [1, 1] and seconds < 30, (statuses, seconds)
+    assert statuses[::2] == [1, 1] and seconds < 40, (statuses, seconds)
     for rank in (0, 2):
         assert re.search(rf"^train_gpt.py: rank {rank}: error: {heard}", failed.outputs[rank], re.M), failed.outputs[rank]
     log = (tmp_path / "failed.txt").read_text()
