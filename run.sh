@@ -4,6 +4,7 @@
 #   ./run.sh -n 5                             five timed runs, a log each, declared before the first
 #   ./run.sh -n 5 --vs "--sync step"          five pairs of runs in turn, the second with further flags
 #   ./run.sh -n 5 --vs HEAD~1                 likewise, the second of another git revision
+#   ./run.sh --until-decided --max-n 12 --vs HEAD~1   likewise, until the verdict is there
 #   ./run.sh --resume latest                  goes on with the run that stopped last; or name its checkpoint or log
 #   ./run.sh --resume logs/race-ID/race.jsonl goes on with a race that stopped
 #   ./run.sh --preset laptop --num_steps 100  every other flag goes to train_gpt.py; --help lists them
@@ -62,7 +63,7 @@ race=() resume="" help=false flags=()
 while [ $# -gt 0 ]; do
     case $1 in
         --setup) set_up; exit ;;
-        -n|--vs|--resume)
+        -n|--vs|--max-n|--test|--alpha|--resume)
             [ $# -gt 1 ] || fail "$1 wants a value; --help says which"
             value=$2
             if [ "$1" = --resume ]; then
@@ -75,6 +76,7 @@ while [ $# -gt 0 ]; do
                 *) race+=("$1" "$value") ;;
             esac
             shift ;;
+        --until-decided) race+=("$1") ;;
         -h|--help) help=true; flags+=("$1") ;;
         *) flags+=("$1") ;;
     esac
@@ -83,7 +85,7 @@ done
 
 cd "$here"
 if $help; then
-    sed -n '2,10s/^# \{0,1\}//p' run.sh
+    sed -n '2,11s/^# \{0,1\}//p' run.sh
     if ready; then exec "$python" train_gpt.py "${flags[@]}"; fi
     printf '\nBehind this come the flags of train_gpt.py, once .venv is there: ./run.sh --setup\n'
     exit

@@ -173,8 +173,8 @@ def order(n, sides):
 
 
 def command(ranks, lock):
-    return [*ALONE, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "--no-python",
-            *ALONE, "-c", HOLD, str(lock), *ALONE, "-u", SCRIPT]
+    return [*ALONE, str(ROOT / "records" / "launch.py"), f"--nproc_per_node={ranks}", "--no-python", *ALONE,
+            "-c", HOLD, str(lock), *ALONE, "-u", SCRIPT]
 
 
 def race_flags(race, run, side):
