@@ -2509,7 +2509,7 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
                 "shards": {"train": describe_shards(train_shards), "val": describe_shards(val_shards)},
                 "planned": {"steps": config.num_steps, "train_tokens": tokens_of_steps(config, config.num_steps)},
                 "parameters": parameters, "target_val_loss": config.target_val_loss,
-                "init_from": {"path": config.init_from, "sha256": None if resumed else file_sha256(config.init_from)}
+                "init_from": {"path": config.init_from, "sha256": None if config.resume else file_sha256(config.init_from)}
                 if config.init_from else None,
                 "race": {"race_id": race[0], "run": int(race[1]), "declared_n": int(race[2]), "side": race[3]}
                 if config.race else None,
