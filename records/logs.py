@@ -757,7 +757,7 @@ def outcomes(logs):
         steps = str(run.last_step) if run.stated_steps is None else f"{run.last_step}/{run.stated_steps}"
         seconds = "-" if run.train_time_ms is None else f"{run.train_time_ms / 1000:.3f}"
         loss = f"{run.final_loss:.{run.loss_decimals}f}"
-        rows.append((run.path, str(run.index_in_file), "used", steps, loss, seconds, str(run.gpus or "-"),
+        rows.append((run.path, str(run.index_in_file), "no record" if run.disqualified else "used", steps, loss, seconds, str(run.gpus or "-"),
                      (run.source_sha256 or "-")[:8], "; ".join(run.notes)))
     for item in logs.rejected:
         rows.append((item.path, str(item.index_in_file or "-"), "rejected", "-", "-", "-", "-", "-", item.reason))
@@ -769,6 +769,7 @@ def outcomes(logs):
 
 def columns(rows):
     """Rows of text as lines, each column as wide as its widest cell."""
+    rows = [list(map(printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
