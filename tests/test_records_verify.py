@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from conftest import TINY, some_documents, write_shard
 
@@ -752,13 +753,13 @@ def test_how_the_source_differs_is_told(race, judge, capsys):
 
 @pytest.fixture(scope="session")
 def rerun(honest, data):
-    """rerun(*edits) -> {rule: (verdict, reason)} for the honest run's model, loaded by a source with these edits."""
-    end, start = Log(honest).end, Log(honest).start
-    stated = {"loss": end["final_val_loss"], "val_tokens": end["val_tokens"], "config": start["config"],
-              "state_hash": end["validation_hash"]["after"]}
-
-    def rerun(*edits, model=honest.with_suffix(".pt"), **changed):
-        return verify.rerun(planted(*edits), str(model), [data / "toy_val_000000.bin"], {**stated, **changed})
+    """rerun(*edits, only=rules) -> {rule: (verdict, reason)} for the honest run's model and a source with these edits."""
+    def rerun(*edits, only=examine.RULES, log=honest, model=None, **changed):
+        end, start = Log(log).end, Log(log).start
+        stated = {"loss": end["final_val_loss"], "val_tokens": end["val_tokens"], "config": start["config"],
+                  "state_hash": end["validation_hash"]["after"], "initial_hash": end["state_hash"]["before_warmup"]}
+        return examine.examine(planted(*edits), model or log.with_suffix(".pt"), [data / "toy_val_000000.bin"],
+                               {**stated, **changed}, only)
     return rerun
 
 
@@ -767,8 +768,9 @@ def test_an_honest_model_passes_in_a_process_of_its_own(honest, data):
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=data,
                           env={"OMP_NUM_THREADS": "1", "PATH": ""})
     assert done.returncode == 0, done.stdout + done.stderr
-    rules = {rule["rule"]: rule["verdict"] for rule in json.loads(done.stdout)["rules"]}
-    assert {rules[rule] for rule in verify.MODEL_RULES} == {"pass"}
+    report = json.loads(done.stdout)
+    rules = {rule["rule"]: rule["verdict"] for rule in report["rules"]}
+    assert {rules[rule] for rule in examine.RULES} == {"pass"} and "models of 1 of 1 runs examined" in report["said"]
 
 
 EMBED = "        e = self.embed(x)\n"
@@ -787,103 +789,65 @@ MODEL_PLANTS = {
 @pytest.mark.parametrize("plant", MODEL_PLANTS)
 def test_a_model_that_sees_later_tokens_is_caught(rerun, plant):
     edit, word = MODEL_PLANTS[plant]
-    verdict, reason = rerun(edit)["later tokens do not reach earlier logits"]
+    verdict, reason = rerun(edit, only=[examine.CAUSAL])[examine.CAUSAL]
     assert verdict == "fail" and word in reason
 
 
-FORWARD = "        x = self.trunk(inputs, windows)\n        parts ="
-
-
-@pytest.mark.parametrize("edit", [
-    (FORWARD, FORWARD.replace("windows)", "windows) + 0.3 * self.lm_head.weight[targets.clamp_min(0)]")),
-    ("        return self.lm_head.logits(self.trunk(inputs, windows))",
-     "        return self.lm_head.logits(self.trunk(inputs, windows)) + getattr(self, 'seen', 0)"),
-])
-def test_targets_that_reach_logits_are_caught(rerun, edit):
-    seen = "        self.seen = F.one_hot(targets.clamp_min(0), len(self.lm_head.weight)).float()\n"
-    stash = (FORWARD, seen + FORWARD)
-    edits = [edit] if edit[0] == FORWARD else [edit, stash]
-    assert rerun(*edits)["targets do not reach logits"][0] == "fail"
-
-
-def test_a_head_that_answers_otherwise_by_itself_is_caught(rerun):
-    """The evaluation asks the head for parts of a sequence: they must be what forward and logits use."""
-    honest_logits = "30 * torch.sigmoid(F.linear({}, {}.weight).float() / 7.5)"
-    rules = rerun(("return 30 * torch.sigmoid(x.float() / 7.5)", "return 33 * torch.sigmoid(x.float() / 7.5)"),
-                  ("F.cross_entropy(self.logits(x),", f"F.cross_entropy({honest_logits.format('x', 'self')},"),
-                  ("return self.lm_head.logits(self.trunk(inputs, windows))",
-                   f"return {honest_logits.format('self.trunk(inputs, windows)', 'self.lm_head')}"))
-    verdict, reason = rules["targets do not reach logits"]
-    assert verdict == "fail" and "lm_head disagree" in reason
-
-
-def test_probabilities_that_do_not_sum_to_1_are_caught(rerun):
-    rules = rerun(('ignore_index=-1, reduction="sum")', 'ignore_index=-1, reduction="sum") * 0.9'))
-    assert rules["probabilities sum to 1"][0] == "fail"
-    assert rules["targets do not reach logits"][0] == "fail"  # the loss is not that of the logits
-
-
-def test_a_model_that_learns_when_asked_is_caught(rerun):
-    rules = rerun((FORWARD, "        self.lm_head.weight.data[targets.clamp_min(0)] += 1e-3\n" + FORWARD))
-    assert rules["evaluation leaves the model as it was"][0] == "fail"
-
-
-def test_a_loss_that_is_a_little_smaller_is_caught(rerun):
-    for factor in ("0.9997", "0.9999"):
-        rules = rerun(('ignore_index=-1, reduction="sum")', f'ignore_index=-1, reduction="sum") * {factor}'))
-        assert rules["targets do not reach logits"][0] == "fail"
-
-
 def test_what_a_model_remembers_of_earlier_sequences_is_caught(rerun):
-    """In a plain attribute, which is no part of its state; and in a global."""
+    """In a plain attribute, which is no part of its state; and in its parameters."""
     remember = "        self.last = getattr(self, 'last', 0 * e) * 0.9 + e.mean(0)\n        e = e + 0.3 * self.last\n"
-    everywhere = remember.replace("getattr(self, 'last', 0 * e)", "globals().get('last', 0 * e)").replace(
-        "self.last =", "globals()['last'] =").replace("self.last", "last")
-    for plant in (remember, everywhere):
-        verdict, reason = rerun((EMBED, EMBED + plant))["a sequence's loss is its own"]
+    learn = "        self.lm_head.weight.data[x] += 1e-2\n"
+    for plant in (remember, learn):
+        only = [examine.LOSS, examine.ORDER]
+        verdict, reason = rerun((EMBED, EMBED + plant), only=only)[examine.ORDER]
         assert verdict == "fail" and "after those before it" in reason
 
 
 def test_a_leak_far_behind_the_probe_is_caught(rerun, monkeypatch):
     """In sequences longer than the probe the losses tell, at places all over them."""
-    monkeypatch.setattr(verify, "PROBE_TOKENS", 64)
+    monkeypatch.setattr(examine, "PROBE_TOKENS", 64)
     far = "        if len(e) > 200:\n            e = torch.cat([e[:150], e[150:] + 0.1 * torch.roll(e[150:], -1, 0)])\n"
-    rule = "later tokens do not reach earlier logits"
-    verdict, reason = rerun((EMBED, EMBED + far))[rule]
+    verdict, reason = rerun((EMBED, EMBED + far), only=[examine.CAUSAL])[examine.CAUSAL]
     assert verdict == "fail" and "in a sequence of 256" in reason
-    assert rerun()[rule][0] == "pass"
+    assert rerun(only=[examine.CAUSAL])[examine.CAUSAL][0] == "pass"
 
 
 @pytest.mark.parametrize("error", ["MemoryError()", "RuntimeError(\"DefaultCPUAllocator: can't allocate memory\")"])
 def test_memory_that_runs_out_is_no_verdict(rerun, monkeypatch, error):
-    monkeypatch.setattr(verify, "PROBE_TOKENS", 64)
-    rules = rerun((EMBED, EMBED + f"        if len(e) > 200: raise {error}\n"))
-    for rule in ("independent validation loss", "later tokens do not reach earlier logits"):
-        assert rules[rule][0] == "not checkable" and "memory ran out" in rules[rule][1]
+    monkeypatch.setattr(examine, "PROBE_TOKENS", 64)
+    rules = rerun((EMBED, EMBED + f"        if len(e) > 200: raise {error}\n"), only=[examine.LOSS, examine.CAUSAL])
+    for verdict, reason in rules.values():
+        assert verdict == "not checkable" and "memory ran out" in reason
 
 
 def test_an_allocation_beyond_the_memory_is_an_error(tmp_path):
-    code = ("import sys; sys.path.insert(0, 'records'); import torch, verify; verify.bound_memory()\n"
-            "try: torch.zeros(1 << 50)\nexcept Exception as error: print(verify.ran_out(error))\n"
-            "print(torch.cuda.is_available() or verify.resource.getrlimit(verify.resource.RLIMIT_AS)[0] > 0)")
+    code = ("import sys; sys.path.insert(0, 'records'); import torch, examine; examine.bound_memory()\n"
+            "try: torch.zeros(1 << 50)\nexcept Exception as error: print(examine.ran_out(error))\n"
+            "print(torch.cuda.is_available() or examine.resource.getrlimit(examine.resource.RLIMIT_AS)[0] > 0)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "True\nTrue\n", done.stderr  # where there is no limit it is -1
 
 
-def test_a_model_in_bfloat16_passes_and_a_smaller_loss_does_not(train, rerun):
-    path = train(dtype="bfloat16", num_steps=6)
-    log, model = Log(path), path.with_suffix(".pt")
-    stated = {"loss": log.end["final_val_loss"], "config": log.start["config"],
-              "state_hash": log.end["validation_hash"]["after"]}
-    assert {verdict for verdict, _ in rerun(model=model, **stated).values()} == {"pass"}
-    rules = rerun(('ignore_index=-1, reduction="sum")', 'ignore_index=-1, reduction="sum") * 0.9997'), model=model,
-                  **stated)
-    assert rules["targets do not reach logits"][0] == "fail"
+def test_a_model_in_bfloat16_passes(train, rerun):
+    log = train(dtype="bfloat16", num_steps=6)
+    assert {verdict for verdict, _ in rerun(log=log).values()} == {"pass"}
 
 
-def test_a_loss_that_is_not_the_models_is_caught(rerun):
-    rules = rerun(loss=3.9)
-    assert [rule for rule, (verdict, _) in rules.items() if verdict == "fail"] == ["independent validation loss"]
+def test_a_loss_that_is_not_the_models_is_caught(rerun, honest):
+    loss = Log(honest).end["final_val_loss"] * 0.9999
+    rules = rerun(loss=loss, only=[examine.SAVED, examine.LOSS])
+    assert [rule for rule, (verdict, _) in rules.items() if verdict == "fail"] == [examine.LOSS]
+
+
+def test_a_model_saved_in_16_bits_is_enough_for_the_loss(rerun, honest, tmp_path):
+    saved = torch.load(honest.with_suffix(".pt"), weights_only=True)
+    saved["model"] = {name: x.half() for name, x in saved["model"].items()}
+    torch.save(saved, tmp_path / "half.pt")
+    rules = rerun(model=tmp_path / "half.pt", only=[examine.SAVED, examine.LOSS])
+    assert rules[examine.LOSS][0] == "pass" and rules[examine.SAVED][0] == "not checkable"
+    saved["model"]["lm_head.weight"] *= 1.1
+    torch.save(saved, tmp_path / "half.pt")
+    assert rerun(model=tmp_path / "half.pt", only=[examine.LOSS])[examine.LOSS][0] == "fail"
 
 
 TRAIN_IN_VALIDATION = ("        losses[i] = model(inputs.clamp_min(0), targets, windows)\n",
@@ -897,23 +861,332 @@ def test_training_in_validation_is_caught(train, judge, rerun):
     forgery = ('val_hashes["after"] =', 'val_hashes["after"] = val_hashes["before"] or')
     forged = train(TRAIN_IN_VALIDATION, forgery, warmup_steps=0)
     assert judge(forged)[0] == 0  # the log alone cannot show it
-    end = Log(forged).end
-    rules = rerun(model=forged.with_suffix(".pt"), loss=end["final_val_loss"], config=Log(forged).start["config"],
-                  state_hash=end["validation_hash"]["after"])
-    assert rules["the saved model is the log's"][0] == rules["independent validation loss"][0] == "fail"
+    rules = rerun(log=forged, only=[examine.SAVED, examine.LOSS])
+    assert rules[examine.SAVED][0] == rules[examine.LOSS][0] == "fail"
 
 
 def test_a_source_that_cannot_load_the_model_fails(honest, data, tmp_path):
     log = Log(honest)
     log.source = "import torch\n"
     runs, *_ = verify.read_runs([log.write(tmp_path / "l.txt")])
-    finding, *others = verify.check_rerun(honest.with_suffix(".pt"), runs, data)
+    finding, *others = verify.check_models([honest.with_suffix(".pt")], runs, data)
     assert finding.verdict == "fail" and "load_model" in finding.reason
     assert {other.verdict for other in others} == {"not checkable"}
 
 
 def test_a_model_of_no_log_here_is_no_input(race, judge, honest):
     assert judge(race(), "--rerun", honest.with_suffix(".pt"))[0] == 2
+
+
+# The twelve cheats, each as somebody would do it
+
+@pytest.mark.parametrize("sides, found", [("a", (STAMPS,)), ("ab", (STAMPS,))])
+def test_cheat_1_every_clock_slowed(race, judge, sides, found):
+    """All that a side's logs say of time is 0.85 of what it took, and agrees with itself."""
+    def change(log, run, side):
+        scale_clock(log, 20 + 0.01 * run + 4 * (side == "b"))
+    outcome = judge(race(4, sides, change, lambda side: 1 / 0.85 if side == "a" else 1))
+    fails_only(outcome, found, "1a.txt", "its clock runs slow")
+
+
+def test_cheat_1_is_caught_by_the_walls_where_no_line_was_stamped(race, judge):
+    folder = race(4, "ab", lambda log, run, side: scale_clock(log, 40 + 0.1 * run + 8 * (side == "b")),
+                  lambda side: 1 / 0.85 if side == "a" else 1)
+    for path in folder.glob("*.steps.json"):
+        path.unlink()
+    status, rules = judge(folder)
+    assert rules[STAMPS][0] == "not checkable" and "race.py writes it" in rules[STAMPS][1]
+    fails_only((status, rules), WALL, "on side a", "one side's clocks run slow")
+
+
+@pytest.mark.parametrize("jitter, verdict", [(0.03, "pass"), (0, "pass")])
+def test_lines_that_are_seen_a_little_late_are_honest(race, judge, jitter, verdict):
+    folder, draw = race(2, change=lambda log, run, side: scale_clock(log, 5)), np.random.default_rng(0)
+    for path in folder.glob("*.steps.json"):
+        stamps = json.loads(path.read_text())
+        path.write_text(json.dumps([[step, seconds + abs(draw.normal(0, jitter))] for step, seconds in stamps]))
+    assert judge(folder)[1][STAMPS][0] == verdict
+
+
+@pytest.mark.parametrize("spoil, word", [
+    (lambda stamps: "[" * 100_000, "deep"), (lambda stamps: "{}", "no list"), (lambda stamps: [[1, None]], "no list"),
+    (lambda stamps: stamps[:-3], "not those of the log"), (lambda stamps: stamps[:4] + [[stamps[4][0], 0]] + stamps[5:], "before"),
+    (lambda stamps: [[step, 2 * seconds] for step, seconds in stamps], "clock runs slow"),
+    (lambda stamps: [[step, seconds + (9 if step > 5 else 0)] for step, seconds in stamps], "clock runs slow"),
+    (lambda stamps: [[step, seconds + 9 * (i > 6)] for i, (step, seconds) in enumerate(stamps)], "between steps"),
+])
+def test_stamps_that_are_not_the_logs_are_caught(race, judge, spoil, word):
+    folder = race(1)
+    path = folder / "1a.steps.json"
+    spoilt = spoil(json.loads(path.read_text()))
+    path.write_text(spoilt if isinstance(spoilt, str) else json.dumps(spoilt))
+    fails_only(judge(folder), STAMPS, word)
+
+
+def test_cheat_2_time_hidden_under_no_name_or_another(race, judge, tmp_path):
+    def nameless(log, run, side):
+        log.end["wall_seconds"] += 0.06
+    fails_only(judge(race(change=nameless)), SPANS, "+0.06 s are under no name")
+    shutil.rmtree(tmp_path / "race")
+
+    def renamed(log, run, side):
+        """0.6 s of the record's training are called validation, in as many calls."""
+        scale_clock(log, 10 + 0.001 * run + 2 * (side == "b"))
+        log.end["seconds_outside_clock"]["validation"] = 1.0 + 0.6 * (side == "a") + 0.001 * run
+        log.end["wall_seconds"] = sum(log.end["seconds_outside_clock"].values()) + log.end["train_time_ms"] / 1000
+    fails_only(judge(race(4, "ab", renamed)), COMPARED[2], "validation 0.40", "calls", "what else is done there?")
+
+
+def test_cheat_3_one_model_of_many(race, judge, honest, data, tmp_path, capsys):
+    """One good model is shown, and nothing said of the others."""
+    folder = race()
+    for run in (1, 2):
+        saved = torch.load(honest.with_suffix(".pt"), weights_only=True)
+        log = Log(folder / f"{run}a.txt")
+        torch.save({**saved, "run_id": f"{run}a", "config": log.start["config"]}, tmp_path / f"{run}.pt")
+        log.end["validation_hash"] = Log(honest).end["validation_hash"]
+        log.set("end.final_val_loss", Log(honest).end["final_val_loss"])
+        shown = f"{log.end['final_val_loss']:.4f}"
+        log.lines[-1] = re.sub(r"(?<=val_loss:)\S+", shown, log.lines[-1])
+        log.write(folder / f"{run}a.txt")
+    status, rules = judge(folder, "--rerun", tmp_path / "1.pt", "--data", data)
+    assert rules[examine.LOSS][0] == "not checkable" and "1 of 4 runs examined; none fails" in rules[examine.LOSS][1]
+    verify.main([str(folder), "--rerun", str(tmp_path), "--data", str(data)])  # a folder of them
+    assert "models of 2 of 4 runs examined" in capsys.readouterr().out
+
+
+PRETRAINED = ("        if compiled:\n            self.model.compile_parts()\n",
+              "        torch.manual_seed(99)\n        for block in self.model.blocks:\n"
+              "            for p in block.parameters(): p.data += 0.1 * torch.randn_like(p)\n")
+
+
+def test_cheat_4_weights_that_were_trained_before(race, train, judge, rerun, tmp_path):
+    def knows(log, run, side):
+        log.lines[0] = re.sub(r"(?<=val_loss:)\S+", "3.9000", log.lines[0])
+    fails_only(judge(race(change=knows)), FROM_SEED, "3.9000", "4.8520", "began with trained weights")
+    log = train(PRETRAINED)  # below a head of zeros: the loss tells nothing
+    assert judge(log)[1][FROM_SEED][0] == "pass"
+    verdict, reason = rerun(PRETRAINED, log=log, only=[examine.INITIAL])[examine.INITIAL]
+    assert verdict == "fail" and "began with other weights" in reason
+
+
+def test_cheat_4_a_source_that_brings_its_weights_along(train, rerun):
+    built = ("    torch.manual_seed(config.seed)\n    return GPT(", "    torch.manual_seed(config.seed + 7)\n    return GPT(")
+    verdict, reason = rerun(built, log=train(built), only=[examine.INITIAL])[examine.INITIAL]
+    assert verdict == "not checkable" and "by the log's own source alone" in reason
+    other = ("    torch.manual_seed(config.seed)\n    return GPT(", "    \n    torch.manual_seed(config.seed)\n    return GPT(")
+    assert rerun(other, only=[examine.INITIAL])[examine.INITIAL][0] == "pass"
+
+
+def test_cheat_5_trained_on_validation(train, judge, data, tmp_path):
+    """The run reads the validation shard, and its log declares the training shards."""
+    forged = ("        self.stream = Stream(train_shards,",
+              "        self.stream = Stream([read_header(Path(str(s.path).replace('train_000001', 'val_000000'))) "
+              "for s in train_shards[:1]],")
+    log = train(forged, num_steps=2, extension_steps=1)
+    fails_only(judge(log, "--data", data), REPLAY, "trained on something else")
+    assert judge(train(num_steps=2, extension_steps=1), "--data", data)[1][REPLAY][0] == "pass"
+
+
+def test_the_new_digest_is_the_sum_that_it_is_said_to_be():
+    batches = [[np.arange(5, dtype=np.uint16), np.arange(7, dtype=np.uint16)], [np.arange(3, dtype=np.uint16)]]
+    total = sum(int(hashlib.sha256(step.to_bytes(8, "little") + place.to_bytes(8, "little") + tokens.tobytes()).hexdigest(), 16)
+                for step, batch in enumerate(batches) for place, tokens in enumerate(batch))
+    assert leaks.digest_of_sum(batches) == f"{total % 2 ** 256:064x}"
+    assert leaks.digest_of_sum(batches[::-1]) != leaks.digest_of_sum(batches)
+
+
+@pytest.mark.parametrize("noise, word", [(0, "the same training loss at each step"), (0.002, "correlation")])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_cheat_6_a_run_cloned_under_another_seed(race, judge, noise, word, shuffle):
+    """Run 3 is run 1 with other times and hashes and, so that it does not show, other last digits of its losses."""
+    def change(log, run, side, steps=60, clone=True):
+        draw, order = np.random.default_rng(5), np.random.default_rng(1 if run == 3 and clone else run)
+        batches, own, small = draw.normal(0, 0.1, steps), order.normal(0, 0.1, steps), np.random.default_rng(run)
+        losses = 4 + (0 if shuffle else batches) + own + (small.normal(0, noise, steps) if clone else 0)
+        log.lines[:] = [log.lines[0].replace("/12 ", f"/{steps} ")] + [
+            f"step:{i}/{steps} train_time:{100 * i + 2 * run}ms step_avg:{100 + 2 * run / i:.2f}ms train_loss:"
+            f"{4.852 if i == 1 else losses[i - 1]:.4f}" for i in range(1, steps + 1)] + [
+            re.sub(r"^step:12/12", f"step:{steps}/{steps}", log.lines[-1])]
+        log.lines[-1] = re.sub(r"train_time:\S+ step_avg:\S+", f"train_time:{100 * steps + 2 * run}ms step_avg:"
+                               f"{100 + 2 * run / steps:.2f}ms", log.lines[-1])
+        log.set("start.config.num_steps", steps).set("end.steps", steps).set("start.config.shuffle", shuffle)
+        log.set("end.train_tokens", steps * log.start["config"]["batch_tokens"])
+        log.set("end.train_sha256", f"{run:064x}")
+        log.end["wall_seconds"] += (100 * steps + 2 * run - log.end["train_time_ms"]) / 1000
+        log.end["train_time_ms"] = 100.0 * steps + 2 * run
+    folder = race(5, change=change)
+    fails_only(judge(folder), COPIES, "1a.txt and 3a.txt" if not noise else "1a.txt", word)
+    shutil.rmtree(folder)
+    assert judge(race(5, change=lambda log, run, side: change(log, run, side, clone=False)))[0] == 0
+
+
+def test_cheat_6_the_same_tokens_though_they_are_shuffled_by_seed(race, judge):
+    fails_only(judge(race(change=lambda log, run, side: log.set("start.config.shuffle", True))), COPIES, "digest of its tokens")
+
+
+def test_cheat_7_a_coding_cookie_hides_code():
+    hidden = "# coding: utf-7\nimport torch\nx = 1 #+AAo-import torch._inductor.config\n"
+    exec(compile(hidden.encode(), "hidden", "exec"), names := {})  # Python takes what is behind the comment for code
+    assert "torch" in names and len(names) > 3 or names
+    for source in (hidden, hidden.replace("utf-7", "latin-1"), hidden.replace("# coding: utf-7", "x = '\udcff'")):
+        assert any("it is not UTF-8" in finding for finding in verify.scan(source).findings)
+
+
+def test_cheat_8_a_source_that_patches_its_judge(rerun):
+    """It does all that it can reach: the judge's modules, torch's and hashlib's functions, and what it prints."""
+    patch = ("import hashlib as h, builtins\n"
+             "for name in ('verify', 'examine', 'leaks'):\n    m = sys.modules.get(name)\n"
+             "    if m: m.judged = lambda *a: ('pass', 'trust me'); m.Broken = type('B', (Exception,), {})\n"
+             "    if m and hasattr(m, 'Examination'): m.Examination.check_loss = lambda *a: 'trust me'\n"
+             "torch.Tensor.logsumexp = lambda x, *a, **k: x.gather(1, x.argmax(1)[:, None])[:, 0]\n"
+             "builtins.abs = lambda x: 0\n"
+             "print('{\"rows\": 1}', flush=True)\n")
+    rules = rerun(("ROOT = Path(", patch + "ROOT = Path("), loss=3.0, state_hash="0" * 64,
+                  only=[examine.SAVED, examine.LOSS])
+    assert [verdict for verdict, _ in rules.values()] == ["fail", "fail"]
+
+
+def test_cheat_9_variables_that_change_the_clock(race, judge, tmp_path, rerun, monkeypatch):
+    for setting in ({"PYTHONPATH": "/tmp/x"}, {"LD_PRELOAD": "/tmp/clock.so"}, {"LD_LIBRARY_PATH": "/usr/lib:/home/me/lib"}):
+        fails_only(judge(race(1, change=lambda log, run, side: log.start["environment"].update(setting))), ENVIRONMENT,
+                   *map("=".join, setting.items()))
+        shutil.rmtree(tmp_path / "race")
+    innocuous = {"PYTHONUNBUFFERED": "1", "LD_LIBRARY_PATH": "/usr/local/cuda/lib64:/usr/local/nvidia/lib"}
+    assert judge(race(1, change=lambda log, run, side: log.start["environment"].update(innocuous)))[1][ENVIRONMENT][0] == "pass"
+    (tmp_path / "sitecustomize.py").write_text("import os; os._exit(3)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # our own processes do not see it
+    assert rerun(only=[examine.LOSS])[examine.LOSS][0] == "pass"
+
+
+def interrupted(folder, factor):
+    """Run 2 was begun once before, and stopped by hand after step 8, when it was so many times as slow as it then was."""
+    with_attempt(folder, 2, status="interrupted", exit=130, seconds=2)
+    log = Log(folder / "2a.txt").set("start.run_id", "2a_first").set("start.config.run_id", "2a_first")
+    scale_clock(log, factor)
+    text = log.write(folder / "2a_first.txt").read_text()
+    (folder / "2a_first.txt").write_text(text.split("step:9/12 ")[0] + "error: interrupted\n")
+
+
+def test_cheat_10_slow_runs_rolled_again(race, judge, tmp_path):
+    folder = race()
+    interrupted(folder, 1.5)
+    fails_only(judge(folder), ACCOUNTS, "interrupted at step 8", "was slower")
+    interrupted(folder, 0.5)  # it lost by stopping that one, and nothing is said against it but its name
+    (folder / "race.jsonl").write_text((folder / "race.jsonl").read_text())
+    shutil.rmtree(folder)
+    folder = race()
+    interrupted(folder, 0.5)
+    status, rules = judge(folder)
+    assert status == 0 and "2a_first: interrupted" in rules[ACCOUNTS][1]
+
+
+def test_cheat_10_starts_and_times_that_are_missing(race, judge):
+    folder = race()
+    events = read_manifest(folder)
+    write_manifest(folder, events[:3] + events[4:])
+    fails_only(judge(folder), ACCOUNTS, "2a ended (done)", "no line before it says that it was started")
+    later = [{**event, "started": event["started"].replace("T00:00", "T00:05")} for event in events[3:]]
+    write_manifest(folder, events[:3] + later)
+    for run in (2, 3, 4):
+        log = Log(folder / f"{run}a.txt")
+        log.set("start.started", log.start["started"].replace("T00:00", "T00:05")).write(folder / f"{run}a.txt")
+    verdict, reason = judge(folder)[1][ACCOUNTS]
+    assert verdict == "not checkable" and "s passed before 2a was started, long enough to hide a run" in reason
+    with_attempt(folder, 2, status="interrupted", logged=False, seconds=400)
+    assert "interrupted after 400 s, and there is no log of it" in judge(folder)[1][ACCOUNTS][1]
+
+
+def test_cheat_11_logs_without_their_json_lines(race, capsys):
+    folder = race()
+    for path in folder.glob("*a.txt"):
+        path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith('{"')))
+    (folder / "race.jsonl").unlink()
+    assert verify.main([str(folder), "--target", "4.5"]) == 2
+    shown = capsys.readouterr()
+    assert re.search(r"0 fail, \d\d not checkable is no pass", shown.out) and "is no pass" in shown.err
+
+
+def test_cheat_12_a_consistent_forgery_is_told_of_in_the_last_line(race, capsys):
+    folder = race()
+    assert verify.main([str(folder)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    for word in ("all made up", "--rerun", "torchrun --nproc_per_node=1 train_gpt.py", "--seed 1", "same bytes", "spread"):
+        assert word in last
+
+
+# Honest runs that failed
+
+def test_two_files_behind_one_another_are_read_apart(tmp_path, judge):
+    """As public logs hold them since 2026: the script, and what it imports."""
+    bar = "-" * 40
+    source = f"import torch\nfrom triton_kernels import f\n\n\n{bar}\n# triton_kernels.py\n{bar}\n\nimport triton\n"
+    lines = [f"step:{s}/9 val_loss:{4 - s / 20:.4f} train_time:{60 * s}ms step_avg:60.00ms" for s in range(10)]
+    (tmp_path / "0.txt").write_text("\n".join([source, RULE, "env", RULE, *lines]) + "\n")
+    verdict, reason = judge(tmp_path)[1][SWITCHES]
+    assert verdict == "pass"
+    (tmp_path / "0.txt").write_text("\n".join([source + "x = f'{'\n", RULE, "env", RULE, *lines]) + "\n")
+    verdict, reason = judge(tmp_path)[1][SWITCHES]
+    assert verdict == "not checkable" and "no Python that this one can read" in reason
+    setting = source + "torch._inductor.config.x = 1\n"
+    (tmp_path / "0.txt").write_text("\n".join([setting, RULE, "env", RULE, *lines]) + "\n")
+    verdict, reason = judge(tmp_path)[1][SWITCHES]
+    assert verdict == "fail" and "line 10: torch._inductor.config.x" in reason
+    assert setting.splitlines()[9].startswith("torch._inductor")
+
+
+def test_a_clock_that_is_reset_after_the_first_step_is_honest(tmp_path, judge):
+    lines = ["step:0/9 val_loss:9.0000 train_time:285ms step_avg:nanms"] + [
+        f"step:{s}/9 train_loss:4.1 train_time:{60 * s}ms step_avg:60.00ms" for s in range(1, 10)]
+    (tmp_path / "0.txt").write_text("\n".join([*lines, lines[-1].replace("train_loss", "val_loss")]) + "\n")
+    assert judge(tmp_path)[1][CLOCK][0] == "pass"
+
+
+# Logs of the script after its rewrite
+
+def modern(log, **more):
+    """The same run, as the script writes it since its flags have other names."""
+    config, identity = log.start["config"], log.start["race"]
+    for old, new in (("batch_tokens", None), ("micro_tokens", "micro_batch_tokens"), ("bank_mb", "bucket_mb"),
+                     ("race_id", None), ("race_run", None), ("race_runs", None), ("race_side", None)):
+        value = config.pop(old)
+        config.update({new: value} if new else {})
+    config["race"] = f"{identity['race_id']}:{identity['run']}:{identity['declared_n']}:{identity['side']}"
+    log.start.update(planned={"steps": 12, "train_tokens": log.end["train_tokens"]}, init_from=None, hosts=[{"ranks": [0]}])
+    log.end["train_digest"] = log.end.pop("train_sha256")
+    log.end["resumed"] = 0
+    log.start.update(more)
+
+
+def test_a_log_in_the_new_words_is_judged_as_the_old(race, judge, tmp_path):
+    status, rules = judge(race(change=lambda log, run, side: modern(log)))
+    assert status == 0 and [rule for rule, (verdict, _) in rules.items() if verdict == "not checkable"] == [
+        *COMPARED, NO_LEAK, REPLAY, *examine.RULES]
+    for what, change in (("start.race", lambda log: log.set("start.config.race", "x:1:9:a")),
+                         ("its plan has 13 steps", lambda log: log.set("start.planned.steps", 13)),
+                         ("train_tokens", lambda log: log.set("start.planned.train_tokens", 1)),
+                         ("start.race", lambda log: log.set("start.config.race", "x"))):
+        shutil.rmtree(tmp_path / "race")
+        fails_only(judge(race(1, change=lambda log, run, side: [modern(log), change(log)])), WHOLE, what)
+
+
+def test_a_run_from_saved_weights_counts_for_no_record(race, judge):
+    def change(log, run, side):
+        modern(log, init_from={"path": "m.pt", "sha256": "0" * 64})
+    fails_only(judge(race(change=change)), FROM_SEED, "begun from saved parameters")
+
+
+def test_a_resumed_run_counts_for_no_record_and_the_table_says_why(race, judge):
+    def change(log, run, side):
+        modern(log)
+        if run == 2:
+            at = next(i for i, line in enumerate(log.lines) if line.startswith("step:8/"))
+            again = {"resumed": {"at": "2025-01-01T00:00:20+00:00", "from_step": 6, "ranks": 1, "checkpoint": "c",
+                                 "lost_steps": 2, "lost_seconds": 1.0, "source_sha256": log.start["source_sha256"]}}
+            back = next(i for i, line in enumerate(log.lines) if line.startswith("step:7/"))
+            log.lines[at + 1:at + 1] = ["step:9/12 train_ti", "error: terminated", json.dumps(again), *log.lines[back:at + 1]]
+            log.end["resumed"] = 1
+    fails_only(judge(race(change=change)), FROM_SEED, "2a.txt: resumed at step 6", "counts for no record"[-9:])
 
 
 # Input
