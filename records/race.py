@@ -3,24 +3,35 @@
     python records/race.py -n 10                      ten runs of train_gpt.py as it lies here
     python records/race.py -n 5 --vs HEAD~1           five pairs: this checkout (side a) and another revision (side b)
     python records/race.py -n 5 --vs "--sync step"    five pairs: the same script, side b with further flags
+    python records/race.py --until-decided --max-n 12 --vs HEAD~1     pairs until the claim is decided, 12 at most
     python records/race.py -n 5 --ranks 8 -- --preset laptop --num_steps 100      flags for both sides
     python records/race.py --resume logs/race-ID/race.jsonl                       goes on where a race stopped
 
 The pairs run a b, b a, a b, ...: a machine that warms up, or grows busier, takes the same from both sides; in a b, a b
-it would take more from b. Run i has the seed BASE + i on both sides (BASE: --seed among the flags, or 0). n is declared
-before the first run and stands in every log, so nobody can stop when the figures please. logs/race-ID/ gets the logs of
-both sides, and race.jsonl, which names every run before it starts and after it ends, those that failed too. A run that
-fails stops the race, as what breaks once mostly breaks again; --resume repeats it with its seed.
+it would take more from b. Run i has the seed BASE + i on both sides (BASE: --seed among the flags, or 0). The most
+runs, the test that decides (--test) and whether looks may end the race are declared before the first run, so nobody can
+stop when the figures please: --until-decided looks after every pair, by bounds that keep alpha (stats.bounds).
+
+logs/race-ID/ gets the logs of both sides; race.jsonl, which names every run before it starts and after it ends, those
+that failed too; RUNID.steps.json, [step, seconds] of each step line as it reached the log, by the clock of this process
+since it started the run; race.png, drawn anew after each run. A run that fails stops the race, as what breaks once
+mostly breaks again; --resume repeats it with its seed. While any run of a race lives its race.jsonl is locked.
+
+Runs are started by `python -I` and without PYTHON* variables, so that no PYTHONPATH, sitecustomize of a folder or user
+site changes their clocks; what is installed beside torch itself still could.
 
 Exit status: 0 all runs are done, 1 one failed, 2 the race cannot be run so, 130 interrupted.
 """
 
 import argparse
 import contextlib
+import ctypes
+import fcntl
 import glob
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -32,18 +43,28 @@ import uuid
 from datetime import datetime, timezone
 from pathlib import Path
 
+import scipy.stats
+
 import logs
 import stats
+from stats import MANIFEST, Manifest, check_event  # noqa: F401: verify.py takes them from here
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT, MANIFEST = "train_gpt.py", "race.jsonl"
-OWN_FLAGS = ("--run_id", "--log_dir", "--race_id", "--race_run", "--race_runs", "--race_side")
+SCRIPT = "train_gpt.py"
+OWN_FLAGS = ("--run_id", "--log_dir", "--resume", "--race", "--race_id", "--race_run", "--race_runs", "--race_side")
 PATIENCE_S = 30  # until a run that was told to stop is killed
+LOOK_S = 0.02  # between two looks at a run's log
+ALONE = [sys.executable, "-I"]  # neither PYTHON* variables nor the user's packages
+STEP = re.compile(rb"(?:step|s):(\d{1,18})[/ ]")
 
-# Before any run: the script itself knows best what it refuses
-CHECK = ("import sys, train_gpt as t; ranks, *flags = sys.argv[1:]\n"
-         "try: t.check_config(t.parse_config(flags, 'laptop')[1], int(ranks))\n"
-         "except t.RunError as error: sys.exit(str(error))")
+# Before any run: the script itself knows best what it refuses, and whether it has the flag --race or the four before it
+CHECK = ("import sys; sys.path.insert(0, ''); import train_gpt as t; ranks, *flags = sys.argv[1:]\n"
+         "try: config = t.parse_config(flags, 'laptop')[1]; t.check_config(config, int(ranks))\n"
+         "except t.RunError as error: sys.exit(str(error))\n"
+         "print(hasattr(config, 'race'))")
+# In front of a rank, which torchrun gives no open file of its own: it holds the race's lock as long as it lives
+HOLD = ("import fcntl, os, sys; lock = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(lock, fcntl.LOCK_SH)\n"
+        "os.set_inheritable(lock, True); os.execv(sys.argv[2], sys.argv[2:])")
 
 
 class CannotRace(Exception):
@@ -136,11 +157,12 @@ def check_sides(race, where):
         if version.setdefault("source_sha256", seen) != seen:
             raise CannotRace(f"{SCRIPT} has changed since the race began; restore it (SHA-256 "
                              f"{version['source_sha256'][:8]}...), or race anew")
-        done = subprocess.run([sys.executable, "-c", CHECK, str(race["ranks"]), *version["flags"]], cwd=where[side],
-                              capture_output=True, text=True)
+        done = subprocess.run([*ALONE, "-c", CHECK, str(race["ranks"]), *version["flags"]], cwd=where[side],
+                              capture_output=True, text=True, env=environment())
         if done.returncode:
             why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
             raise CannotRace(f"{SCRIPT}{' of side ' + side if side else ''} refuses its flags: {why}")
+        version["race_flag"] = done.stdout.split()[-1:] == ["True"]
 
 
 # The race
@@ -151,84 +173,76 @@ def order(n, sides):
     return [(run, side) for run in range(1, n + 1) for side in (names if run % 2 else names[::-1])]
 
 
-def command(ranks):
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", SCRIPT]
+def command(ranks, lock):
+    return [*ALONE, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "--no-python",
+            *ALONE, "-c", HOLD, str(lock), *ALONE, "-u", SCRIPT]
 
 
-class Manifest:
-    """race.jsonl: what the race is, then a line before and one after each run, on the disk when write returns."""
-
-    def __init__(self, path):
-        self.path, self.race, self.attempts = path, None, {}  # attempts by run_id: its lines put together
-
-    def write(self, event):
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        self.take(event)
-
-    def take(self, event):
-        if "race" in event:
-            self.race = event["race"]
-        else:
-            self.attempts.setdefault(event["run_id"], {}).update(event)
-
-    @classmethod
-    def read(cls, path):
-        """The manifest on the disk; a last line that was cut off, as by a power failure, is cut away there too."""
-        manifest = cls(Path(path).resolve())
-        try:
-            text = manifest.path.read_bytes()
-        except OSError as error:
-            raise CannotRace(f"{path}: {error.strerror}; name the {MANIFEST} of the race") from None
-        whole = text[:text.rfind(b"\n") + 1]
-        for number, line in enumerate(whole.splitlines(), 1):
-            try:
-                manifest.take(check_event(logs.parse_json(line), first=number == 1))
-            except ValueError as error:
-                raise CannotRace(f"{path}: line {number} is none of a race's ({error}); restore it, or name the "
-                                 f"{MANIFEST} of a race") from None
-        if manifest.race is None:
-            raise CannotRace(f"{path}: no line says what the race is; name the {MANIFEST} of a race")
-        if whole != text:
-            say(f"{path}: the last line ends in the middle, and is left out")
-            os.truncate(manifest.path, len(whole))
-        return manifest
-
-    def done(self):
-        return {(a["run"], a["side"]): a for a in self.attempts.values() if a["status"] == "done"}
-
-    def settle(self):
-        """Gives each run that never ended, because the race itself died, the status that its log shows."""
-        for run_id, attempt in list(self.attempts.items()):
-            log = self.path.parent / f"{run_id}.txt"
-            if attempt["status"] == "started":
-                status = "done" if complete_log(log) else "lost"
-                self.write({**attempt, "status": status, "logged": log.exists()})
+def race_flags(race, run, side):
+    """The flags that tell a run of its race, in the words of this side's script."""
+    if race["sides"][side]["race_flag"]:
+        return {"race": f"{race['id']}:{run}:{race['n']}:{side}"}
+    return {"race_id": race["id"], "race_run": run, "race_runs": race["n"], "race_side": side}
 
 
-RACE_KEYS = {"id": str, "sides": dict, "ranks": int, "n": int, "seed": int, "order": list}
-RUN_KEYS = {"run_id": str, "run": int, "side": str, "status": str}
+def environment(**more):
+    return {**{name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}, **more}
 
 
-def check_event(event, first):
-    """A line of the manifest as it is. ValueError if it is neither the description, which comes first, nor a run's."""
-    inner, keys = (event.get("race"), RACE_KEYS) if first and isinstance(event, dict) else (event, RUN_KEYS)
-    for key, kind in keys.items():
-        if not isinstance(inner, dict) or not isinstance(inner.get(key), kind):
-            raise ValueError(f"its {key} is missing, or no {kind.__name__}")
-    sides = inner["sides"] if first else {}
-    if first and not (sides and all(isinstance(version, dict) and isinstance(version.get("revision", 0), str | None)
-                                    and are_words(version.get("flags")) for version in sides.values())):
-        raise ValueError("a side needs a revision and flags")
-    if first and not (are_words(inner["order"]) and len(inner["order"]) == inner["n"] * len(sides)):
-        raise ValueError("its order wants one word for each of its n runs a side")
-    return event
+def hold(path):
+    """The race's file, locked for this process and all that inherit it. CannotRace if a run of the race still lives.
+
+    Alone to come in, shared to stay: the ranks lock it for themselves, and may live longer than who started them."""
+    file = open(path, "ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise CannotRace(f"this race, or a run of it, is still going on; wait, or end it: `fuser {path}` names its "
+                         "processes") from None
+    return file
 
 
-def are_words(value):
-    return isinstance(value, list) and all(isinstance(word, str) for word in value)
+def end_with_parent():
+    """In the child: a race that is killed leaves no run behind. Elsewhere than on Linux the lock alone must do."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def settle(manifest):
+    """Gives each run that never ended, because the race itself died, the status that its log shows."""
+    for run_id, attempt in list(manifest.attempts.items()):
+        log = manifest.path.parent / f"{run_id}.txt"
+        if attempt["status"] == "started":
+            status = "done" if complete_log(log) else "lost"
+            manifest.write({**attempt, "status": status, "logged": log.exists()})
+
+
+class Stamps:
+    """When each step line of a run reached its log: [step, seconds since the run's process was started]."""
+
+    def __init__(self, log):
+        self.log, self.began, self.file, self.rest, self.steps = log, time.monotonic(), None, b"", []
+
+    def look(self):
+        if self.file is None:
+            with contextlib.suppress(OSError):
+                self.file = open(self.log, "rb")
+        seconds = round(time.monotonic() - self.began, 4)
+        *lines, self.rest = (self.rest + (self.file.read() if self.file else b"")).split(b"\n")
+        for line in lines:
+            found = STEP.match(line)
+            if line == logs.SEPARATOR:
+                self.steps.clear()  # what stood before it was source
+            elif found:
+                self.steps.append([int(found[1]), seconds])
+
+    def write(self):
+        self.look()
+        if self.file:
+            self.file.close()
+            self.log.with_suffix(stats.STAMPS).write_text(json.dumps(self.steps) + "\n", encoding="utf-8")
 
 
 def complete_log(path):
@@ -237,31 +251,36 @@ def complete_log(path):
     return runs[0] if len(runs) == 1 and runs[0].complete and runs[0].end else None
 
 
-def run_once(manifest, folder, run, side):
+def run_once(manifest, folder, lock, run, side):
     """One timed run, noted before and after. Returns (its status: done, failed or interrupted; whether to stop)."""
     race = manifest.race
     tries = sum((attempt["run"], attempt["side"]) == (run, side) for attempt in manifest.attempts.values())
     run_id = f"{race['id']}_{run:02}{side}" + (f"_again{tries}" if tries else "")
     seed, log = race["seed"] + run, manifest.path.parent / f"{run_id}.txt"
-    attempt = {"run": run, "side": side, "run_id": run_id, "seed": seed, "started": now(), "status": "started"}
-    flags = {"seed": seed, "run_id": run_id, "log_dir": log.parent, "race_id": race["id"], "race_run": run,
-             "race_runs": race["n"], "race_side": side}
+    attempt = {"run": run, "side": side, "run_id": run_id, "seed": seed, "started_at": now(), "status": "started"}
+    flags = {"seed": seed, "run_id": run_id, "log_dir": log.parent, **race_flags(race, run, side)}
     manifest.write(attempt)
-    began, interrupted = time.monotonic(), False
     threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}  # the same when the race is resumed
-    environment = {**os.environ, **threads}
-    words = [*command(race["ranks"]), *race["sides"][side]["flags"], *(f"--{name}={v}" for name, v in flags.items())]
+    words = [*command(race["ranks"], manifest.path), *race["sides"][side]["flags"],
+             *(f"--{name}={value}" for name, value in flags.items())]
+    stamps, interrupted = Stamps(log), False
     # a session of its own: Ctrl-C reaches the race alone, which passes it on and stays to write down what became of it
-    process = subprocess.Popen(words, cwd=folder, env=environment, start_new_session=True)
+    process = subprocess.Popen(words, cwd=folder, env=environment(**threads), start_new_session=True,
+                               pass_fds=[lock.fileno()], preexec_fn=end_with_parent)
     try:
-        code = process.wait()
+        while process.poll() is None:
+            stamps.look()
+            time.sleep(LOOK_S)
+        code = process.returncode
     except KeyboardInterrupt:
         interrupted = True
         code = stop(process)
+    seconds = time.monotonic() - stamps.began
+    stamps.write()
     # a whole log is a run, however its processes ended: it must not be run again
     status = "done" if complete_log(log) else "interrupted" if interrupted else "failed"
-    seconds = time.monotonic() - began
-    manifest.write({**attempt, "status": status, "exit": code, "seconds": seconds, "logged": log.exists()})
+    manifest.write({**attempt, "ended_at": now(), "status": status, "exit": code, "seconds": seconds,
+                    "logged": log.exists()})
     return status, interrupted or status != "done"
 
 
@@ -280,53 +299,101 @@ def now():
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def estimate(manifest):
-    """The figures so far in a line: train_time of each side, and their difference."""
-    seconds = {side: {} for side in manifest.race["sides"]}
-    for (run, side), attempt in manifest.done().items():
-        found = complete_log(manifest.path.parent / f"{attempt['run_id']}.txt")
-        if found and found.train_time_ms is not None:
-            seconds[side][run] = found.train_time_ms / 1000
-    parts = [f"{side + ': ' if side else ''}{stats.show_time(stats.summary(list(times.values())))} ({len(times)})"
-             for side, times in seconds.items() if times]
-    if len(seconds) == 2 and min(map(len, seconds.values())) > 1:
-        a, b = seconds.values()
-        with contextlib.suppress(stats.CannotJudge):
-            found = stats.compare_times(list(a.values()), list(b.values()), 0.01)
-            parts.append(f"a - b: {found['difference']:+.4f} s, a is {stats.show_ratio(found)}")
+def so_far(manifest):
+    """The report of the runs that are done, or None."""
+    found = {side: [] for side in manifest.race["sides"]}
+    for (run, side), attempt in sorted(manifest.done().items()):
+        found[side] += filter(None, [complete_log(manifest.path.parent / f"{attempt['run_id']}.txt")])
+    sides = [stats.Side(f"side {side}" if side else "runs", "", runs) for side, runs in found.items() if runs]
+    return stats.so_far(sides, manifest.race["alpha"]) if sides else None
+
+
+def estimate(report):
+    """The figures so far in a line: train_time and loss of each side with their intervals, and the difference."""
+    parts = []
+    for side in report["sides"] if report else ():
+        figures = [("", side.seconds, " s")] * side.timed + [("loss ", side.losses, "")]
+        for word, values, unit in figures:
+            shown = f"{word}{stats.show_time(stats.summary(values))[:-2]}{unit}"
+            if len(values) > 1:
+                low, high = scipy.stats.ttest_1samp(values, 0).confidence_interval(1 - 2 * report["alpha"])
+                shown += f" [{low:.4f} … {high:.4f}]"
+            parts.append(f"{side.name.removeprefix('side ')}: {shown}" if not word else shown)
+        parts[-1] += f" ({len(side.runs)})"
+    compared = report and report["comparison"]
+    if compared:
+        low, high = compared["interval"]
+        parts.append(f"a - b: {compared['difference']:+.4f} s [{low:+.4f} … {high:+.4f}], a is "
+                     f"{stats.show_ratio(compared)}")
     return ", ".join(parts) or "no run yet"
+
+
+def draw(manifest, report):
+    """race.png, whole at every moment. A picture that cannot be drawn stops no race."""
+    path = manifest.path.with_name(stats.PICTURE)
+    try:
+        stats.plot(report, str(path.with_name(".next.png")))
+        path.with_name(".next.png").replace(path)
+    except (stats.CannotJudge, ImportError, OSError) as reason:
+        say(stats.brief(f"no picture: {reason}"))
+
+
+def decided(manifest):
+    """Why a race that runs until it is decided is over, or None."""
+    try:
+        return stats.judge(stats.parse(judging(manifest)))["reason"]
+    except stats.Undecided:
+        return None
+    except stats.CannotJudge as reason:
+        say(stats.brief(f"not to be judged yet: {reason}"))
+    return None
+
+
+def judging(manifest):
+    """The words for stats.py."""
+    race = manifest.race
+    return [*map(str, sorted(manifest.path.parent.glob("*.txt"))), f"--alpha={race['alpha']}",
+            *(["--side", "a"] if "a" in race["sides"] else [])]
 
 
 def left(manifest, runs):
     """How long so many runs will take, by the mean of those that are done."""
     took = [attempt["seconds"] for attempt in manifest.done().values() if "seconds" in attempt]
-    return f"{runs * sum(took) / len(took) / 60:.1f} min left" if took else "time left not known yet"
+    time_left = f"{runs * sum(took) / len(took) / 60:.1f} min" if took else "time not known yet"
+    return f"{runs} runs left, {time_left}"
 
 
-def run_all(manifest, where):
+def run_all(manifest, where, lock):
     """Runs what is not done yet. Returns the exit status."""
     race, how = manifest.race, f"{sys.executable} {__file__} --resume {manifest.path}"
+    looks, each = race.get("until_decided") is True, len(race["sides"])
     todo = [which for which in order(race["n"], race["sides"]) if which not in manifest.done()]
     for i, (run, side) in enumerate(todo):
-        say(f"run {run} of {race['n']}{' side ' + side if side else ''}, seed {race['seed'] + run}; "
-            f"{estimate(manifest)}; {left(manifest, len(todo) - i)}")
+        done = len(manifest.done())
+        if looks and done >= 2 * each and done % each == 0 and (reason := decided(manifest)):
+            say(f"decided: {reason}")
+            break
+        say(f"run {run} of {'at most ' * looks}{race['n']}{' side ' + side if side else ''}, seed {race['seed'] + run}; "
+            f"{estimate(so_far(manifest))}; {left(manifest, len(todo) - i)}")
         if source_hash(where[side]) != race["sides"][side]["source_sha256"]:
             raise CannotRace(f"{SCRIPT} was changed during the race; restore it and go on with: {how}")
-        status, stopped = run_once(manifest, where[side], run, side)
+        status, stopped = run_once(manifest, where[side], lock, run, side)
+        if report := so_far(manifest):
+            draw(manifest, report)
         if stopped:
             what = {"done": "is done, and the race interrupted", "interrupted": "was interrupted",
                     "failed": "failed (above is why)"}[status]
             say(f"run {run}{side} {what}; {len(manifest.done())} of {race['n'] * len(race['sides'])} runs are done and "
                 f"kept. Go on with: {how}")
             return 1 if status == "failed" else 130
-    say(f"all runs are done: {estimate(manifest)}; logs: {manifest.path.parent}\n")
-    paths = map(str, sorted(manifest.path.parent.glob("*.txt")))
-    stats.main([*paths, *(["--side", "a"] if "a" in race["sides"] else [])])
+    say(f"all runs are done: {estimate(so_far(manifest))}; logs: {manifest.path.parent}\n")
+    stats.main(judging(manifest))
     return 0
 
 
 def say(line):
-    print(f"race: {line}", flush=True)
+    with contextlib.suppress(OSError):  # a terminal that went away ends no race
+        print(f"race: {line}", flush=True)
 
 
 def new_race(options):
@@ -337,7 +404,9 @@ def new_race(options):
         raise CannotRace("--vs sets --seed, and both sides of a pair share theirs; give --seed once, behind --")
     race_id = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:4]}"
     manifest = Manifest(ROOT / "logs" / f"race-{race_id}" / MANIFEST)
-    manifest.race = {"id": race_id, "n": options.n, "seed": seed or 0, "ranks": options.ranks, "sides": sides,
+    manifest.race = {"id": race_id, "n": options.n, "until_decided": options.until_decided, "alpha": options.alpha,
+                     "test": options.test if options.vs else "unpaired", "seed": seed or 0, "ranks": options.ranks,
+                     "sides": sides,
                      "threads": os.environ.get("OMP_NUM_THREADS"), "declared": now(),
                      "revision": git("rev-parse", "HEAD"),
                      "order": [f"{run}{side}" for run, side in order(options.n, sides)]}
@@ -349,6 +418,12 @@ def parse(arguments):
                                      epilog="Exit status: 0 all done, 1 one failed, 2 cannot be run, 130 interrupted.")
     parser.add_argument("-n", type=int, metavar="N", help="runs (of each side), declared before the first")
     parser.add_argument("--vs", metavar="REV_OR_FLAGS", help="race against a git revision, or further flags")
+    parser.add_argument("--until-decided", action="store_true", help="look after every run, or pair, and stop when the "
+                        "claim holds or has no chance left")
+    parser.add_argument("--max-n", type=int, metavar="N", help="for --until-decided: runs (of each side) at most")
+    parser.add_argument("--test", choices=("paired", "unpaired"), default="paired", help="with --vs, what judges times: "
+                        "the paired test on log time, for a machine that drifts (default), or Welch's")
+    parser.add_argument("--alpha", type=float, default=0.01, help="level of the verdict (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="processes of a run (default: 1; run.sh knows what fits)")
     parser.add_argument("--resume", metavar="MANIFEST", help="go on with a race that stopped")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help=f"flags of {SCRIPT}, for both sides")
@@ -361,8 +436,13 @@ def parse(arguments):
     options = parser.parse_args(words)
     if options.flags:
         parser.error(f"{options.flags[0]!r} stands alone; write flags for {SCRIPT} behind --")
-    if options.resume and (options.n or options.vs or flags):
+    if options.resume and (options.n or options.vs or options.max_n or options.until_decided or flags):
         parser.error("--resume takes everything from the manifest; leave the rest out")
+    if options.until_decided != bool(options.max_n) or options.until_decided and options.n:
+        parser.error("--until-decided wants --max-n N, and no -n")
+    if options.until_decided and options.max_n < 2 or not 0 < options.alpha < 0.5:
+        parser.error(f"--max-n is {options.max_n} and --alpha {options.alpha}; give at least 2, and less than 0.5")
+    options.n = options.max_n or options.n
     if not options.resume and (options.n or 0) < 1:
         parser.error(f"-n is {options.n}; say how many runs, at least 1")
     options.flags = flags
@@ -371,27 +451,39 @@ def parse(arguments):
 
 def main(arguments=None):
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # to be told to end is to be interrupted
+    for number in (signal.SIGTERM, signal.SIGHUP):  # to be told to end is to be interrupted
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, signal.default_int_handler)
     try:
-        manifest = Manifest.read(options.resume) if options.resume else new_race(options)
-        race = manifest.race
-        with folders(race["sides"]) as where:
+        with contextlib.ExitStack() as held:
+            if options.resume:
+                path = Path(options.resume).resolve(strict=True)
+                lock = held.enter_context(hold(path))  # before it is read: its last line may still be being written
+                manifest = Manifest.read(path)
+            else:
+                manifest = new_race(options)
+            race = manifest.race
+            where = held.enter_context(folders(race["sides"]))
             check_sides(race, where)
             if options.resume:
-                manifest.settle()
+                if manifest.cut is not None:
+                    say(f"{path}: the last line ends in the middle, and is left out")
+                    os.truncate(path, manifest.cut)
+                settle(manifest)
             else:
                 manifest.path.parent.mkdir(parents=True)
+                lock = held.enter_context(hold(manifest.path))
                 manifest.write({"race": race})
             turns = f" a side, {' '.join(race['order'][:6])} ...," if len(race["sides"]) > 1 else ","
-            say(f"{race['id']}: {race['n']} runs{turns} {race['ranks']} rank(s), seeds {race['seed'] + 1} to "
-                f"{race['seed'] + race['n']}; declared in {manifest.path}")
-            return run_all(manifest, where)
-    except CannotRace as reason:
-        print(f"race.py: error: {reason}", file=sys.stderr)
+            say(f"{race['id']}: {'at most ' * bool(race.get('until_decided'))}{race['n']} runs{turns} {race['ranks']} "
+                f"rank(s), seeds {race['seed'] + 1} to {race['seed'] + race['n']}; declared in {manifest.path}")
+            return run_all(manifest, where, lock)
+    except (CannotRace, stats.CannotJudge) as reason:
+        print(stats.brief(f"race.py: error: {reason}"), file=sys.stderr)
         return 2
     except OSError as error:
         where = error.filename or "a file"
-        print(f"race.py: error: {where}: {error.strerror}; free space or permit it", file=sys.stderr)
+        print(stats.brief(f"race.py: error: {where}: {error.strerror}; free space or permit it"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("race.py: interrupted before a run", file=sys.stderr)

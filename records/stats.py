@@ -4,28 +4,41 @@
     python records/stats.py new/*.txt --vs old/*.txt      and is the new version faster than the old one?
     python records/stats.py race/ --side a                the same, from the logs of one race: side a against side b
     python records/stats.py --plan --sd 0.0013 --margin 0.002     how many runs such a claim needs
+    python records/stats.py --plan race/ --side a --margin 0.2    to be 0.2 s faster, paired or not: race/ is the pilot
     --markdown  the record's README section and leaderboard row     --plot out.png     --json (a plan takes only this)
 
 Exit status: 0 the claim holds, 1 it does not, 2 it cannot be judged (too few runs, mixed sources, missing
 or diverged runs, ...).
 
 The claim is that the mean final loss is below the target: one-sided one-sample t-test, p < alpha. With a second set it
-is also that the mean train_time is less than the second set's: one-sided Welch t-test, p < alpha. Both must hold, so
-a wrong claim passes with probability alpha at most. A paired test is shown for interleaved runs, and decides nothing.
+is also that the mean train_time is less than the second set's. Both must hold, so a wrong claim passes with probability
+alpha at most. Times are judged by what race.jsonl declared before the first run: the paired t-test on log time for runs
+in turn, since a machine drifts, or Welch's; without a declaration Welch's. The other one is shown, and so is Welch's
+test of the two sides' losses; they decide nothing.
+
 These tests are right for a number of runs that was fixed before the first one. Looking after every run and stopping
-at p < alpha passes a wrong claim about five times as often. Our logs hold the declared number, and it is enforced.
+at p < alpha passes a wrong claim about six times as often. Our logs hold the declared number, and it is enforced. A
+race that declared to run until it is decided is judged by bounds that keep alpha over all its looks (`bounds`).
+
+A right skew of losses makes the t-test lenient: of wrong claims with exponential losses it passes 5 to 7 % at alpha 1 %.
+A skewness beyond the 95th percentile of normal samples of the same size is warned of, with the p-value of a bootstrap-t
+beside it, which passes 2 to 3 % of those. Of few runs neither sees much: half of exponential samples of 10 are noticed.
 
 Intervals have confidence 1 - 2 alpha: their upper end is below the target exactly when the one-sided test says so.
 Needs logs.py beside it, numpy and scipy; matplotlib for --plot.
 """
 
 import argparse
+import functools
 import json
 import math
 import os
+import re
 import sys
+import warnings
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -33,13 +46,21 @@ import scipy.stats
 
 import logs
 
+warnings.filterwarnings("ignore", category=RuntimeWarning, module="scipy")  # equal values have no t: p is nan then
+
 DEFAULT_TARGET = 3.28  # FineWeb, the public speedrun's main track
 LATE = 0.1  # a clock may be reset in this first part of a run, after its warm-up
 OUTLIER, OUTLIER_RUNS = 5, 10  # robust standard deviations from the median; of fewer runs they tell nothing
 MOST_RUNS = 1_000_000  # in a plan
 MOST_SHOWN = 20  # runs of a side that cannot be judged
+LINE = 300  # characters of a message on stderr
+FUTILE = 0.05  # a race until decided ends when its claim has less than this chance of being found by its last look
+LONGER = 1.15  # such a race may take this many times a plan's runs: it has the plan's power then, and takes fewer
+RESAMPLES = 9999
+MANIFEST, STAMPS, PICTURE = "race.jsonl", ".steps.json", "race.png"  # what race.py leaves beside the logs
 # Config values that do not change what is trained
-INCIDENTAL = {"seed", "run_id", "log_dir", "save_model", "sample_tokens", "train_loss_every", "timeout_s"}
+INCIDENTAL = {"seed", "run_id", "log_dir", "save_model", "sample_tokens", "train_loss_every", "timeout_s", "race",
+              "save_every", "keep_checkpoints", "resume"}
 
 
 class CannotJudge(Exception):
@@ -47,6 +68,16 @@ class CannotJudge(Exception):
 
     sides: the Sides that were read by then."""
     sides = ()
+
+
+class Undecided(CannotJudge):
+    """A race that runs until it is decided is not decided yet."""
+
+
+def brief(text):
+    """A message as one line for stderr; what is too long loses its middle, since what to do stands last."""
+    text = logs.printable(text)
+    return text if len(text) <= LINE else f"{text[:LINE // 2]} ... {text[5 - LINE // 2:]}"
 
 
 # Statistics: arrays of runs [..., n] in, tests over the last axis
@@ -66,27 +97,115 @@ def paired_t_less(times, others):
     return scipy.stats.ttest_rel(times, others, axis=-1, alternative="less")
 
 
-def power(n, sd, margin, alpha, sets=1):
-    """Probability that a one-sided t-test finds a true margin, by the noncentral t distribution.
+def bootstrap_t_less(losses, target):
+    """p of mean < target by the bootstrap-t (Efron and Tibshirani 1993, chapter 16), which sees a skew. losses [n]."""
+    draw, losses = np.random.default_rng(0), np.asarray(losses, dtype=float)
+    again = draw.choice(losses, (max(199, min(RESAMPLES, 10**7 // len(losses))), len(losses)))
+    spread = again.std(-1, ddof=1)
+    shifts = (again.mean(-1) - losses.mean()) / np.where(spread > 0, spread, 1e-300)
+    return (1 + np.sum(shifts <= (losses.mean() - target) / losses.std(ddof=1))) / (1 + len(again))
 
-    sets=1: n runs against a fixed target. sets=2: n runs a side, both with this sd (Welch's test is close to it)."""
-    df = sets * (n - 1)
-    noncentrality = margin / (sd * math.sqrt(sets / n))
-    return float(scipy.stats.nct.sf(scipy.stats.t.isf(alpha, df), df, noncentrality))
+
+def right_skew(losses):
+    """(adjusted Fisher-Pearson skewness, probability of as much in a normal sample of this size); None of under 3."""
+    if len(losses) < 3:
+        return None
+    draw = np.random.default_rng(0)
+    found = scipy.stats.monte_carlo_test(losses, lambda size: draw.normal(size=size), functools.partial(
+        scipy.stats.skew, bias=False), vectorized=True, n_resamples=999, alternative="greater")
+    return float(found.statistic), float(found.pvalue)
 
 
-def runs_needed(sd, margin, alpha, wanted, sets=1):
+def power(n, sd, margin, alpha, sets=1, other_sd=None):
+    """Probability that a one-sided t-test finds a true margin.
+
+    sets=1: n runs against a fixed target, by the noncentral t distribution. sets=2: n runs a side by Welch's test, whose
+    sides have sd and other_sd. Its degrees of freedom depend only on how the two sample variances share their sum, a
+    beta-distributed number that is independent of the sum: given the share, t is noncentral t again."""
+    df, t, nct = sets * (n - 1), scipy.stats.t, scipy.stats.nct
+    if sets == 1:
+        return float(nct.sf(t.isf(alpha, df), df, margin / sd * math.sqrt(n)))
+    share = scipy.stats.beta.ppf((np.arange(200) + 0.5) / 200, df / 4, df / 4)
+    true = np.square([sd, other_sd or sd]) / n
+    seen = 2 * true[:, None] * [share, 1 - share]  # the squared standard errors, over the scale that they share
+    welch_df = seen.sum(0)**2 / (seen**2).sum(0) * (n - 1)
+    cut = t.isf(alpha, welch_df) * np.sqrt(seen.sum(0) / true.sum())
+    return float(np.mean(nct.sf(cut, df, margin / math.sqrt(true.sum()))))
+
+
+def runs_needed(sd, margin, alpha, wanted, sets=1, other_sd=None):
     """The least n (a side) with the wanted power. Raises CannotJudge if it is beyond MOST_RUNS."""
     few, enough = 1, 2
-    while not power(enough, sd, margin, alpha, sets) >= wanted:
+    while not power(enough, sd, margin, alpha, sets, other_sd) >= wanted:
         few, enough = enough, 2 * enough
         if enough > MOST_RUNS:
             raise CannotJudge(f"a margin of {margin:g} at sd {sd:g} needs more than {MOST_RUNS:,} runs; seek "
                               "a larger one")
     while enough - few > 1:
         middle = (few + enough) // 2
-        few, enough = (few, middle) if power(middle, sd, margin, alpha, sets) >= wanted else (middle, enough)
+        few, enough = ((few, middle) if power(middle, sd, margin, alpha, sets, other_sd) >= wanted
+                       else (middle, enough))
     return enough
+
+
+@functools.lru_cache
+def bounds(most, alpha):
+    """The p-values [most - 1] below which a t-test decides after 2, 3, ..., `most` runs, in all with probability alpha.
+
+    Alpha is spent by the O'Brien-Fleming-type function of Lan and DeMets (Biometrika 70, 1983, p. 659). The bounds are
+    exact for a one-sample or paired t-test: with θ = arccot(t / √(n - 1)), the angle between the runs and the diagonal,
+    one more normal run turns √(n - 1) cos θ into √n cos θ' = √(n - 1) cos θ cos φ + sin φ, where √(n - 1) tan φ is
+    t-distributed with n - 1 degrees of freedom, whatever the sd (Jennison and Turnbull, Biometrika 78, 1991, p. 133,
+    integrate the same way). Welch's test takes the same p-values: their "significance level approach"."""
+    t = scipy.stats.t
+    edges = scipy.stats.norm.sf(np.linspace(7.5, -7.5, 401))  # cells of the p-value so far
+    edges[0], edges[-1] = 0, 1
+    mass, left, found, spent = np.diff(edges), edges, [], 0.0
+
+    def angle(p, n):
+        return np.arctan2(math.sqrt(n - 1), t.isf(p, n - 1))
+
+    for n in range(2, most + 1):
+        if n > 2:
+            before = math.sqrt(n - 1) * np.cos(angle((left[:-1] + edges[1:]) / 2, n - 1))[:, None]
+            turn = np.arctan(before)
+            reach = np.arcsin(np.clip(math.sqrt(n) * np.cos(angle(edges, n)) / np.hypot(1, before), -1, 1))
+
+            def below(phi):
+                return t.cdf(math.sqrt(n - 1) * np.tan(np.clip(phi, 1e-12 - np.pi / 2, np.pi / 2 - 1e-12)), n - 1)
+            arrived = below(np.pi - reach - turn) - below(reach - turn) + below(-np.pi - reach - turn)
+            arrived[:, 0], arrived[:, -1] = 0, 1
+            mass = mass @ np.diff(arrived)
+        now = 2 * scipy.stats.norm.sf(scipy.stats.norm.isf(alpha / 2) * math.sqrt(most / n))
+        found.append(float(np.interp(now - spent, np.cumsum([0, *mass]), edges)))
+        spent, left = now, np.maximum(edges, found[-1]).clip(max=np.append(edges[1:], 1))  # the rest of each cell goes on
+        mass = mass * (edges[1:] - left[:-1]) / np.diff(edges)
+    return tuple(found)
+
+
+def chance(found, n, most, last):
+    """Probability, by the n runs so far, that after `most` a one-sided test has p below the last bound.
+
+    Predictive power (Spiegelhalter, Freedman and Blackburn 1986), the sd taken as it is seen. Ending a race for want of
+    it can only lower the probability of passing a wrong claim."""
+    if n == most:
+        return 1.0 * (found.pvalue < last)
+    short = scipy.stats.t.isf(last, most - 1) / math.sqrt(most) + found.statistic / math.sqrt(n)
+    return scipy.stats.t.sf(short / math.sqrt(1 / n - 1 / most), n - 1)
+
+
+def follow(tests, n, most, alpha):
+    """Looks at a race after 2, 3, ..., n of at most `most` runs (a side); tests: functions of the runs so far, all of
+    which must find their claim. Returns what decided it, as a dict, or None."""
+    limits, passed = bounds(most, alpha), [None] * len(tests)
+    for look in range(2, n + 1):
+        found = [test(look) for test in tests]
+        passed = [at or (look if one.pvalue < limits[look - 2] else None) for at, one in zip(passed, found)]
+        chances = [1.0 if at else chance(one, look, most, limits[-1]) for at, one in zip(passed, found)]
+        if all(passed) or look == most or min(chances) < FUTILE:
+            return {"n": look, "most": most, "bound": limits[look - 2], "passed": passed, "chance": float(min(chances)),
+                    "outcome": "the claim" if all(passed) else "futility" if look < most else "the last look"}
+    return None
 
 
 def summary(values):
@@ -114,31 +233,136 @@ def judge_loss(losses, target, alpha):
         raise CannotJudge(f"all {found['n']} losses are {losses[0]}: with sd 0 a t-test is not defined; use distinct "
                           "seeds, and log more decimals")
     two_sided = scipy.stats.ttest_1samp(losses, target)
-    return {**found, "target": target, "interval": _interval(two_sided, alpha),
+    return {**found, "target": target, "interval": _interval(two_sided, alpha), "right_skew": right_skew(losses),
+            "p_bootstrap": float(bootstrap_t_less(losses, target)),
             **_tested(one_sample_t_less(losses, target), "one-sided one-sample t-test, mean < target")}
 
 
+def compare_means(values, others, alpha, pairs, claim):
+    """The difference of two sets and its tests, as a dict. None where the values of each set are all equal."""
+    if np.ptp(values) == np.ptp(others) == 0 or min(len(values), len(others)) < 2:
+        return None
+    two_sided = scipy.stats.ttest_ind(values, others, equal_var=False)
+    compared = {"difference": float(np.mean(values) - np.mean(others)), "interval": _interval(two_sided, alpha),
+                **_tested(welch_t_less(values, others), f"one-sided Welch t-test, {claim}"),
+                "p_two_sided": float(two_sided.pvalue), "paired": None}
+    if pairs is not None and np.ptp(np.subtract(*np.transpose(pairs))) > 0:
+        paired = paired_t_less(*np.transpose(pairs))
+        compared["paired"] = {"pairs": len(pairs), **_tested(paired, "one-sided paired t-test")}
+    return compared
+
+
 def compare_times(times, others, alpha, pairs=None):
-    """Seconds against others', as a dict; pairs (n, 2), of runs that were interleaved, add a paired test."""
+    """Seconds against others', as a dict; pairs (n, 2), of runs that were interleaved, add paired tests."""
     a, b = summary(times), summary(others)
     for found in (a, b):
         if found["n"] < 2:
             raise CannotJudge(f"comparing times needs at least 2 runs a side, and one has {found['n']}; add runs")
         if found["mean"] <= 0:
             raise CannotJudge(f"the mean train_time of a side is {found['mean']} s; pass logs whose clock ran")
-    if a["sd"] == 0 and b["sd"] == 0:
+    compared = compare_means(times, others, alpha, pairs, "time < other time")
+    if compared is None:
         raise CannotJudge("the times of each side are all equal: with sd 0 a t-test is not defined; log milliseconds")
-    two_sided = scipy.stats.ttest_ind(times, others, equal_var=False)
     ratio = b["mean"] / a["mean"]
     error = ratio * math.hypot(a["sd"] / a["mean"] / math.sqrt(a["n"]), b["sd"] / b["mean"] / math.sqrt(b["n"]))
-    compared = {"other": b, "difference": a["mean"] - b["mean"], "interval": _interval(two_sided, alpha),
-                "ratio": ratio, "ratio_standard_error": error,  # of a quotient of means, by the delta method
-                **_tested(welch_t_less(times, others), "one-sided Welch t-test, time < other time"),
-                "p_two_sided": float(two_sided.pvalue), "paired": None}
-    if pairs is not None and np.ptp(np.subtract(*np.transpose(pairs))) > 0:
-        paired = paired_t_less(*np.transpose(pairs))
-        compared["paired"] = {"pairs": len(pairs), **_tested(paired, "one-sided paired t-test")}
+    compared = {"other": b, **compared, "ratio": ratio, "ratio_standard_error": error,  # by the delta method
+                "paired_log": None}
+    if compared["paired"]:
+        ours, theirs = np.log(np.transpose(pairs))
+        low, high = _interval(scipy.stats.ttest_rel(theirs, ours), alpha)
+        compared["paired_log"] = {"pairs": len(pairs), "ratio": float(np.exp(np.mean(theirs - ours))),
+                                  "interval": [math.exp(low), math.exp(high)],
+                                  **_tested(paired_t_less(ours, theirs), "one-sided paired t-test of log time")}
     return compared
+
+
+# What race.py wrote down
+
+RACE_KEYS = {"id": str, "sides": dict, "ranks": int, "n": int, "seed": int, "order": list}
+RUN_KEYS = {"run_id": str, "run": int, "side": str, "status": str}
+
+
+class Manifest:
+    """race.jsonl: what the race is, then a line before and one after each run, on the disk when write returns."""
+
+    def __init__(self, path):
+        self.path, self.race, self.attempts, self.cut = path, None, {}, None  # attempts: by run_id, lines put together
+
+    def write(self, event):
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.take(event)
+
+    def take(self, event):
+        if "race" in event:
+            self.race = event["race"]
+        else:
+            began = event.get("started_at", event.get("started"))  # the older word
+            self.attempts.setdefault(event["run_id"], {}).update(event, started_at=began, started=began)
+
+    @classmethod
+    def read(cls, path):
+        """The manifest on the disk; cut: where a last line ends in the middle, as by a power failure, its beginning."""
+        manifest = cls(Path(path).resolve())
+        try:
+            text = manifest.path.read_bytes()
+        except OSError as error:
+            raise CannotJudge(f"{path}: {error.strerror}; name the {MANIFEST} of the race") from None
+        whole = text[:text.rfind(b"\n") + 1]
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                manifest.take(check_event(logs.parse_json(line), first=number == 1))
+            except ValueError as error:
+                raise CannotJudge(f"{path}: line {number} is none of a race's ({error}); restore it, or name the "
+                                  f"{MANIFEST} of a race") from None
+        if manifest.race is None:
+            raise CannotJudge(f"{path}: no line says what the race is; name the {MANIFEST} of a race")
+        manifest.cut = len(whole) if whole != text else None
+        return manifest
+
+    def done(self):
+        return {(a["run"], a["side"]): a for a in self.attempts.values() if a["status"] == "done"}
+
+
+def check_event(event, first):
+    """A line of the manifest as it is. ValueError if it is neither the description, which comes first, nor a run's."""
+    inner, keys = (event.get("race"), RACE_KEYS) if first and isinstance(event, dict) else (event, RUN_KEYS)
+    for key, kind in keys.items():
+        if not isinstance(inner, dict) or not isinstance(inner.get(key), kind):
+            raise ValueError(f"its {key} is missing, or no {kind.__name__}")
+    name = inner["id" if first else "run_id"]
+    if not re.fullmatch(r"[\w.-]{1,100}", name):
+        raise ValueError(f"{name[:40]!r} is no name of a {'race' if first else 'run'}")
+    if not first:
+        return event
+    if not (inner["sides"] and all(isinstance(version, dict) and are_words(version.get("flags"))
+                                   for version in inner["sides"].values())):
+        raise ValueError("a side needs a revision and flags")
+    for version in inner["sides"].values():  # it is handed to git, which takes what begins with - for an option
+        if version.get("revision") is not None and not re.fullmatch("[0-9a-f]{40,64}", str(version["revision"])):
+            raise ValueError(f"the revision {str(version['revision'])[:40]!r} is no full hash")
+    if not (are_words(inner["order"]) and len(inner["order"]) == inner["n"] * len(inner["sides"])):
+        raise ValueError("its order wants one word for each of its n runs a side")
+    alpha, test = inner.setdefault("alpha", 0.01), inner.setdefault("test", "unpaired")  # of races before these words
+    if type(alpha) is not float or not 0 < alpha < 0.5 or test not in ("paired", "unpaired"):
+        raise ValueError("its alpha is no number below 0.5, or its test neither paired nor unpaired")
+    return event
+
+
+def are_words(value):
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
+
+
+def declaration(runs):
+    """What race.jsonl beside the logs declares of the one race that they are of, or {}."""
+    races = {(os.path.dirname(run.path), race_of(run) and race_of(run).race_id) for run in runs}
+    path = Path(next(iter(races))[0]) / MANIFEST
+    if len(races) > 1 or not path.is_file():
+        return {}
+    race = Manifest.read(path).race
+    return race if (race["id"],) == tuple(races)[0][1:] else {}
 
 
 # Which runs are judged
@@ -199,34 +423,46 @@ def config_of(run):
             if key not in INCIDENTAL and not key.startswith("race_")}
 
 
+def not_fresh(run):
+    """Why a run counts for nothing by default, or None: it went on from a checkpoint, or began with saved parameters."""
+    why = getattr(run, "disqualified", None) or \
+        ((run.start or {}).get("init_from") and "begun from saved parameters (init_from)") or \
+        ((run.end or {}).get("resumed") and "resumed: it was killed, and its time is put together of parts")
+    return f"{why}; --resumed counts it, for no record" if why else None
+
+
 def names(items):
     """Paths of runs for a message, shortened where there are many."""
     paths = [logs.printable(os.path.basename(item.path)) for item in items]
     return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
 
 
-def gather(name, source_flag, found, source, gpus, race_side=None):
-    """A Side from what logs.read found, narrowed to a source, a number of GPUs, a side of a race."""
+def gather(name, source_flag, found, options, source=None, race_side=None):
+    """A Side from what logs.read found, narrowed to a source, a side of a race, and what options name."""
     unreadable = [item for item in found.rejected if item.kind == logs.UNREADABLE]
     if unreadable:
         raise CannotJudge("; ".join(f"{logs.printable(item.path)}: {item.reason}" for item in unreadable))
     runs = [run for run in found.runs if race_side is None or (race_of(run) and race_of(run).side == race_side)]
     side = Side(name, source_flag, runs)
-    side.left_out = [(item.path, item.reason) for item in found.rejected]
+    side.left_out = [(item.path, item.reason) for item in found.rejected
+                     if not item.path.endswith(STAMPS) and os.path.basename(item.path) != PICTURE]
     side.left_out += [(item.path, f"{item.reason}: {logs.printable(item.original_path)}") for item in found.duplicates]
 
-    def keep(which, remark):
-        side.left_out += [(run.path, remark) for run in side.runs if not which(run)]
-        side.runs = [run for run in side.runs if which(run)]
+    def keep(remark):
+        """Only the runs of which remark(run) says nothing."""
+        side.left_out += [(run.path, remark(run)) for run in side.runs if remark(run)]
+        side.runs = [run for run in side.runs if not remark(run)]
 
     if source:
         matching = {run.source_sha256 for run in side.runs if (run.source_sha256 or "").startswith(source.lower())}
         if len(matching) > 1:
             raise CannotJudge(f"{len(matching)} sources begin with {source}: {', '.join(sorted(matching))}; "
                               "give more digits")
-        keep(lambda run: run.source_sha256 in matching, f"of another source than {source}")
-    if gpus:
-        keep(lambda run: run.gpus == gpus, f"not a run on {gpus} GPUs")
+        keep(lambda run: None if run.source_sha256 in matching else f"of another source than {source}")
+    if options.gpus:
+        keep(lambda run: None if run.gpus == options.gpus else f"not a run on {options.gpus} GPUs")
+    if not options.resumed:
+        keep(not_fresh)
     if not side.runs:
         reasons = "; ".join(f"{logs.printable(path)}: {reason}" for path, reason in side.left_out[:3])
         raise CannotJudge(f"{name} holds no run that can be used ({reasons or 'nothing was found'}); "
@@ -235,62 +471,57 @@ def gather(name, source_flag, found, source, gpus, race_side=None):
     if incomplete:
         side.warnings.append(f"not counted, although started: {names(incomplete)}; say why in the record, or the claim "
                              "rests on a selection")
+    if any(map(not_fresh, side.runs)):
+        side.warnings.append("runs were resumed, or began with saved parameters, and are counted: that is no record")
     return side
 
 
 def check_one_experiment(side, mixed):
     """Raises CannotJudge if the runs are of several experiments; only warns if mixed."""
-    def refuse(message):
-        if not mixed:
-            raise CannotJudge(message + "or say --mixed to judge them as one set")
-        side.warnings.append("judged as one set although " + message.split(";")[0])
-
     def grouped(key):
         groups = defaultdict(list)
         for run in side.runs:
             groups[key(run)].append(run)
         return groups
 
+    def refuse(groups, what, advice, shown="{} ({}: {})"):
+        listed = ", ".join(shown.format(value, len(runs), names(runs)) for value, runs in groups.items())
+        message = f"{side.name} holds runs {what}: {listed}"
+        if not mixed:
+            raise CannotJudge(f"{message}; {advice}, or say --mixed to judge them as one set")
+        side.warnings.append("judged as one set although " + message)
+
     sources = grouped(lambda run: run.source_sha256)
     if len(sources) > 1:
-        listed = ", ".join(f"{(source or 'none')[:8]} ({len(runs)}: {names(runs)})" for source, runs in sources.items())
         choice = next(source for source in sources if source)[:8]
-        refuse(f"{side.name} holds runs of {len(sources)} sources: {listed}; choose one, for instance with "
-               f"{side.source_flag} {choice}, ")
+        refuse({(source or "none")[:8]: runs for source, runs in sources.items()}, f"of {len(sources)} sources",
+               f"choose one, for instance with {side.source_flag} {choice}")
     elif None in sources:
         side.warnings.append(f"the logs of {side.name} hold no source: nothing shows that they are of one experiment")
-
-    configs = list(map(config_of, side.runs))
-    for key in sorted({key for config in configs for key in config}):
-        values = Counter(json.dumps(config.get(key)) for config in configs)
+    configs = {id(run): config_of(run) for run in side.runs}
+    for key in sorted({key for config in configs.values() for key in config}):
+        values = grouped(lambda run: json.dumps(configs[id(run)].get(key)))
         if len(values) > 1:
-            listed = ", ".join(f"{value} ({count})" for value, count in values.items())
-            refuse(f"{side.name} holds runs whose {key} differs: {listed}; pass the logs of one, ")
-
+            refuse(values, f"whose {key} differs", "pass the logs of one", "{} ({})")
     steps = grouped(lambda run: run.last_step if run.stated_steps is None else run.stated_steps)
     if len(steps) > 1 and len(sources) == 1:
-        listed = ", ".join(f"{step} ({names(runs)})" for step, runs in steps.items())
-        refuse(f"{side.name} holds runs of different lengths: {listed} steps; pass the logs of one, ")
-
-    gpus = grouped(lambda run: run.gpus)
-    if len(gpus.keys() - {None}) > 1:
-        listed = ", ".join(f"{count or 'unknown'} ({len(runs)}: {names(runs)})" for count, runs in gpus.items())
-        choice = max(gpus.keys() - {None}, key=lambda count: len(gpus[count]))
-        refuse(f"{side.name} holds runs on different numbers of GPUs: {listed}; choose one, for instance with "
-               f"--gpus {choice}, ")
-
-    races = grouped(lambda run: race_of(run) and race_of(run).race_id)
+        refuse(steps, "of different lengths in steps", "pass the logs of one")
+    gpus = grouped(lambda run: run.gpus or "unknown")
+    known = gpus.keys() - {"unknown"}
+    if len(known) > 1:
+        refuse(gpus, "on different numbers of GPUs", "choose one, for instance with --gpus "
+               f"{max(known, key=lambda count: len(gpus[count]))}")
+    races = grouped(lambda run: race_of(run).race_id if race_of(run) else "none")
     if len(races) > 1:
-        listed = ", ".join(f"{race or 'none'} ({len(runs)})" for race, runs in races.items())
-        refuse(f"{side.name} holds runs of different races: {listed}; pass the logs of one, ")
-    if None in races:
+        refuse(races, "of different races", "pass the logs of one", "{} ({})")
+    if not all(map(race_of, side.runs)):
         side.warnings.append(f"{side.name} declares no number of runs: the verdict stands only if it was fixed before "
                              "the first run, and if every run that was started is here")
 
     def seeded(run):
         """What makes two runs one experiment done twice; None where the log states no seed."""
         seed = (run.start or {}).get("seed")
-        return None if seed is None else json.dumps([seed, run.source_sha256, config_of(run)], sort_keys=True)
+        return None if seed is None else json.dumps([seed, run.source_sha256, configs[id(run)]], sort_keys=True)
 
     for experiment, runs in grouped(seeded).items():
         if experiment and len(runs) > 1:
@@ -299,8 +530,9 @@ def check_one_experiment(side, mixed):
                               "distinct seeds")
 
 
-def check_all_there(side, rejected):
-    """Raises CannotJudge unless each race in the set has exactly the runs that were declared before it."""
+def check_all_there(side, rejected, until_decided=False):
+    """Raises CannotJudge unless each race in the set has exactly the runs that were declared before it; the first ones
+    of them, if it was to end when decided."""
     races = defaultdict(list)
     for run in side.runs:
         if race_of(run):
@@ -311,13 +543,15 @@ def check_all_there(side, rejected):
         if len(declared) > 1:
             raise CannotJudge(f"{where}: its logs declare different numbers of runs ({', '.join(map(str, declared))}); "
                               "race anew")
-        twice = [number for number, count in Counter(race_of(run).run for run in runs).items() if count > 1]
+        numbers = Counter(race_of(run).run for run in runs)
+        twice = [number for number, count in numbers.items() if count > 1]
         if twice:
             raise CannotJudge(f"{where}: run {', '.join(twice)} is there more than once; pass each run once")
-        if len(runs) == declared[0]:
+        if len(runs) == declared[0] or until_decided and numbers.keys() == {str(i + 1) for i in range(len(runs))}:
             continue
         failed = [item for item in rejected if race_of(item) and race_of(item)[:2] == (race_id, race_side)]
-        why = "".join(f"; run {race_of(item).run} ({logs.printable(item.path)}): {item.reason}" for item in failed)
+        why = "".join(f"; run {race_of(item).run} ({names([item])}): {item.reason}" for item in failed)
+        why += "".join(f"; {os.path.basename(path)}: {reason}" for path, reason in side.left_out if "--resumed" in reason)
         raise CannotJudge(f"{where}: {declared[0]} runs were declared and {len(runs)} can be used{why}; pass the logs "
                           "of all, or race anew")
 
@@ -376,15 +610,15 @@ def choose_target(runs, given):
     return float(stated[0])
 
 
-def find_pairs(a, b):
-    """Seconds (n, 2) of the runs of one race that have the same number on both sides; None unless all have."""
+def pair_up(a, b):
+    """Both sides' runs of one race that have the same number, as pairs in its order; None unless all have one."""
     def numbered(side):
-        raced = [(race_of(run), seconds) for run, seconds in zip(side.runs, side.seconds)]
-        return {(race.race_id, race.run): seconds for race, seconds in raced if race}
+        raced = [(race_of(run), run) for run in side.runs]
+        return {(race.race_id, race.run): run for race, run in raced if race}
     ours, theirs = numbered(a), numbered(b)
-    if len(ours) < 2 or ours.keys() != theirs.keys() or len(ours) != len(a.runs):
+    if len(ours) < 2 or ours.keys() != theirs.keys() or not len(ours) == len(a.runs) == len(b.runs):
         return None
-    return [(ours[key], theirs[key]) for key in ours]
+    return [(ours[key], theirs[key]) for key in sorted(ours, key=lambda key: (len(key[1]), key))]
 
 
 def choose_sides(options):
@@ -396,16 +630,16 @@ def choose_sides(options):
             raise CannotJudge(f"--side {options.side} wants the logs of a race with that side and one other; these "
                               f"have {', '.join(raced) or 'no sides'}; pass all logs of one race")
         other = next(side for side in raced if side != options.side)
-        return [(gather(f"side {side}", flag, found, source, options.gpus, side), found.rejected)
+        return [(gather(f"side {side}", flag, found, options, source, side), found.rejected)
                 for side, flag, source in ((options.side, "--source", options.source),
                                            (other, "--vs-source", options.vs_source))]
     if len(raced) > 1:
         raise CannotJudge(f"these are logs of the sides {', '.join(raced)} of a race; say whose claim it is, for "
                           f"instance --side {raced[0]}")
-    sides = [(gather("the set", "--source", found, options.source, options.gpus), found.rejected)]
+    sides = [(gather("the set", "--source", found, options, options.source), found.rejected)]
     if options.vs:
         found = logs.read(options.vs)
-        sides.append((gather("the --vs set", "--vs-source", found, options.vs_source, options.gpus), found.rejected))
+        sides.append((gather("the --vs set", "--vs-source", found, options, options.vs_source), found.rejected))
     return sides
 
 
@@ -421,112 +655,111 @@ def judge(options):
 
 def judge_sides(sides, options):
     """judge, of what choose_sides gave."""
+    declared = declaration([run for side, _ in sides for run in side.runs])
     for side, rejected in sides:
         check_one_experiment(side, options.mixed)
-        check_all_there(side, rejected)
+        check_all_there(side, rejected, declared.get("until_decided") is True)
         check_none_diverged(side, rejected)
         look_closer(side)
-    sides = [side for side, _ in sides]
+    sides, alpha = [side for side, _ in sides], options.alpha
     a = sides[0]
-    loss = judge_loss(a.losses, choose_target(a.runs, options.target), options.alpha)
+    stop = judge_looks(sides, declared, options) if declared.get("until_decided") is True else None
+    loss = judge_loss(a.losses, choose_target(a.runs, options.target), alpha)
+    if loss["right_skew"] and loss["right_skew"][1] < 0.05:
+        a.warnings.append(f"the losses are skewed to the right (skewness {loss['right_skew'][0]:.2f}, beyond 95 % of "
+                          f"normal samples of {loss['n']}): the t-test is lenient then; a bootstrap-t gives p = "
+                          f"{loss['p_bootstrap']:.4g}")
     comparison = compare(*sides, options) if len(sides) == 2 else None
-    below = loss["p"] < options.alpha
-    faster = comparison is None or comparison["p"] < options.alpha
+    test = comparison
+    if comparison and declared.get("test") == "paired":
+        test = comparison["paired_log"]
+        if test is None:
+            raise CannotJudge("race.jsonl declares the paired test, and these runs give no pairs that differ; pass the "
+                              "logs of the whole race")
+    below, faster = loss["p"] < alpha, test is None or test["p"] < alpha
+    if stop:
+        below, faster = stop["passed"][0] is not None, stop["passed"][-1] is not None
+        if len(a.runs) > stop["n"]:
+            a.warnings.append(f"the race was decided after {stop['n']} runs, and went on to {len(a.runs)}; it stands")
+    if comparison:
+        comparison |= {"significant": faster, "decides": "paired_log" if test is not comparison else "welch"}
+    reasons = [f"mean loss {'' if below else 'not significantly '}< {loss['target']:g} (p = {loss['p']:.4g})"]
+    if comparison:
+        paired = " by the paired test of log time" * (test is not comparison)
+        reasons.append(f"{'' if faster else 'not significantly '}faster{paired} (p = {test['p']:.4g})")
+    reasons.append(f"at alpha {alpha:g}" if not stop else f"decided for {stop['outcome']} after {stop['n']} of at most "
+                   f"{stop['most']} runs, at alpha {alpha:g} over all looks")
     return {"verdict": "the claim holds" if below and faster else "the claim does not hold",
-            "reason": _reason(loss, comparison, options.alpha), "alpha": options.alpha,
-            "loss": {**loss, "significant": below}, "time": summary(a.seconds) if a.timed else None,
-            "comparison": comparison and {**comparison, "significant": faster},
+            "reason": ", ".join(reasons), "alpha": alpha, "loss": {**loss, "significant": below},
+            "time": summary(a.seconds) if a.timed else None, "comparison": comparison, "stop": stop,
             "warnings": list(dict.fromkeys(warning for side in sides for warning in side.warnings)),
             "left_out": list_runs(sides)["left_out"], "sides": sides}
 
 
+def judge_looks(sides, declared, options):
+    """follow, of a race that runs until it is decided. Raises Undecided if it is not."""
+    if options.alpha != declared["alpha"]:
+        raise CannotJudge(f"the race declared to run until it is decided at alpha {declared['alpha']:g}, not "
+                          f"{options.alpha:g}; say --alpha {declared['alpha']:g}")
+    a, *others = sides
+    runs = pair_up(a, *others) if others else [(run,) for run in sorted(a.runs, key=lambda run: int(race_of(run).run))]
+    if any(side.untimed for side in sides) and others:
+        raise CannotJudge(f"no train_time above zero in {names(a.untimed + others[0].untimed)}; race anew")
+    target = choose_target(a.runs, options.target)
+    losses = [ours.final_loss for ours, *_ in runs or ()]
+    tests = [lambda look: one_sample_t_less(losses[:look], target)]
+    if others and runs:
+        seconds = np.transpose([[run.train_time_ms for run in pair] for pair in runs])
+        tests.append(lambda look: paired_t_less(*np.log(seconds[:, :look])) if declared["test"] == "paired" else
+                     welch_t_less(*seconds[:, :look]))
+    stop = follow(tests, len(losses), declared["n"], options.alpha)
+    if stop is None:
+        raise Undecided(f"the race runs until it is decided, and after {len(a.runs)} of at most {declared['n']} runs it "
+                        "is not; go on with race.py --resume")
+    return stop
+
+
 def compare(a, b, options):
-    """compare_times of two Sides, with the other's loss. Raises CannotJudge where their times cannot be compared."""
+    """compare_times of two Sides, with the losses too. Raises CannotJudge where their times cannot be compared."""
     check_not_shared(a, b)
-    untimed = a.untimed + b.untimed
-    if untimed:
-        raise CannotJudge(f"no train_time above zero on the last validation line of {names(untimed)}; without a second "
-                          "set the loss alone can be judged")
-    set_back = a.set_back + b.set_back
-    if set_back:
-        raise CannotJudge(f"the clock was set back during training ({names(set_back)}): such times do not compare; "
-                          "without a second set the loss alone can be judged")
+    for runs, seen in ((a.untimed + b.untimed, "no train_time above zero on the last validation line of {}"),
+                       (a.set_back + b.set_back, "the clock was set back during training ({}): such times do not compare")):
+        if runs:
+            raise CannotJudge(f"{seen.format(names(runs))}; without a second set the loss alone can be judged")
     counts = [sorted({run.gpus for run in side.runs}, key=str) for side in (a, b)]
     if counts[0] != counts[1] and not options.mixed:
         shown = [" and ".join(str(count or "unknown") for count in found) for found in counts]
         raise CannotJudge(f"the sets ran on different numbers of GPUs ({shown[0]} against {shown[1]}); compare runs on "
                           "the same machine, or say --mixed")
-    compared = compare_times(a.seconds, b.seconds, options.alpha, find_pairs(a, b))
-    return {**compared, "other_loss": summary(b.losses)}
+    pairs = pair_up(a, b)
+    seconds, losses = (pairs and [[value(run) for run in pair] for pair in pairs]
+                       for value in (lambda run: run.train_time_ms / 1000, lambda run: run.final_loss))
+    loss = compare_means(a.losses, b.losses, options.alpha, losses, "loss < other loss")
+    if loss and loss["difference"] > 0 and loss["p_two_sided"] < options.alpha:
+        a.warnings.append(f"the mean loss of {a.name} is above that of {b.name} (two-sided p = "
+                          f"{loss['p_two_sided']:.4g}): part of the time may have been bought with loss")
+    return {**compare_times(a.seconds, b.seconds, options.alpha, seconds), "other_loss": summary(b.losses), "loss": loss}
 
 
-def _reason(loss, comparison, alpha):
-    below = "<" if loss["p"] < alpha else "not significantly <"
-    parts = [f"mean loss {below} {loss['target']:g} (p = {loss['p']:.4g})"]
-    if comparison:
-        faster = "faster" if comparison["p"] < alpha else "not significantly faster"
-        parts.append(f"{faster} (p = {comparison['p']:.4g})")
-    return f"{', '.join(parts)}, at alpha {alpha:g}"
+def so_far(sides, alpha):
+    """The report of a race that goes on, for plot and for race.py's line: what cannot be told yet is None."""
+    def known(function, *arguments):
+        try:
+            return function(*arguments)
+        except CannotJudge:
+            return None
+    pairs = pair_up(*sides) if len(sides) == 2 and all(side.timed for side in sides) else None
+    target = known(choose_target, sides[0].runs, None) or DEFAULT_TARGET
+    return {"sides": sides, "alpha": alpha, "loss": known(judge_loss, sides[0].losses, target, alpha) or
+            {"target": target, "p": None}, "comparison": known(compare_times, *(side.seconds for side in sides), alpha,
+            pairs and [[run.train_time_ms / 1000 for run in pair] for pair in pairs])
+            if len(sides) == 2 and all(side.timed for side in sides) else None}
 
 
 # What is shown
 
 def show_loss(value, runs, more=1):
     return f"{value:.{max(run.loss_decimals for run in runs) + more}f}"
-
-
-def show_report(report):
-    """The report as lines of text."""
-    a, *others = report["sides"]
-    loss, time, compared = report["loss"], report["time"], report["comparison"]
-    confidence = f"{100 * (1 - 2 * report['alpha']):g} % CI"
-    insignificant = f"  Not significant: p is not below {report['alpha']:g}."
-    low, high = (show_loss(end, a.runs) for end in loss["interval"])
-    lines = [
-        f"Loss ({loss['n']} runs, target {loss['target']:g})",
-        f"  mean ± σ:     {show_mean_loss(loss, a.runs)}    {confidence} {low} … {high}",
-        f"  range:        {show_loss(loss['min'], a.runs, 0)} … {show_loss(loss['max'], a.runs, 0)}",
-        f"  mean < {loss['target']:g}:  p = {loss['p']:.4g}    {show_test(loss)}",
-        "" if loss["significant"] else insignificant, ""]
-    if time:
-        lines += [f"Time ({time['n']} runs, train_time of the last validation line)",
-                  f"  mean ± σ:     {show_time(time)}",
-                  f"  range:        {time['min']:.3f} … {time['max']:.3f} s", ""]
-    if compared:
-        other, (low, high) = compared["other"], compared["interval"]
-        lines += [
-            f"Against {others[0].name} ({other['n']} runs)",
-            f"  their time:   {show_time(other)}    range {other['min']:.3f} … {other['max']:.3f} s",
-            f"  their loss:   {show_mean_loss(compared['other_loss'], others[0].runs)}",
-            f"  difference:   {compared['difference']:+.4f} s    {confidence} {low:+.4f} … {high:+.4f} s",
-            f"  ratio:        {show_ratio(compared)}    ± is the standard error",
-            f"  less time:    p = {compared['p']:.4g}    {show_test(compared)}; "
-            f"two-sided p = {compared['p_two_sided']:.4g}"]
-        if compared["paired"]:
-            paired = compared["paired"]
-            lines.append(f"  paired:       p = {paired['p']:.4g}    {show_test(paired)}; {paired['pairs']} interleaved "
-                         "pairs, shown only")
-        lines += ["" if compared["significant"] else insignificant, ""]
-    if report["left_out"]:
-        left_out = [f"  {logs.printable(item['path'])}: {item['reason']}" for item in report["left_out"]]
-        lines += ["Left out:", *left_out, ""]
-    lines += [f"Warning: {warning}" for warning in report["warnings"]]
-    lines += ["", f"{report['verdict'].capitalize()}: {report['reason']}."]
-    return [line for line, before in zip(lines, ["", *lines]) if line or before]  # no blank line after another
-
-
-def show_runs(sides):
-    """The single runs of sides that cannot be judged, as lines: no mean, since it may be one of unlike things."""
-    lines = []
-    for side in sides:
-        lines.append(f"{side.name[0].upper()}{side.name[1:]} ({len(side.runs)} run{'s' * (len(side.runs) > 1)})")
-        for run in side.runs[:MOST_SHOWN]:
-            seconds = "no time" if run.train_time_ms is None else f"{run.train_time_ms / 1000:.3f} s"
-            lines.append(f"  {logs.printable(run.path)}: loss {show_loss(run.final_loss, [run], 0)}, {seconds}")
-        if len(side.runs) > MOST_SHOWN:
-            lines.append(f"  and {len(side.runs) - MOST_SHOWN} more")
-        lines += [f"  left out: {logs.printable(path)}: {reason}" for path, reason in dict.fromkeys(side.left_out)]
-    return lines
 
 
 def show_mean_loss(found, runs):
@@ -553,6 +786,76 @@ def show_ratio(compared):
     return f"{ratio:.{digits}f} ± {error:.{digits}f} times {word}"
 
 
+def show_looks(stop):
+    """How a race that ran until it was decided came to its end."""
+    return (f"decided for {stop['outcome']} after {stop['n']} of at most {stop['most']} runs; there p had to be below "
+            f"{stop['bound']:.3g}; chance of the claim by the last look {stop['chance']:.3g}. The intervals and p-values "
+            "here know nothing of the looks")
+
+
+def show_report(report):
+    """The report as lines of text."""
+    a, *others = report["sides"]
+    loss, time, compared = report["loss"], report["time"], report["comparison"]
+    confidence = f"{100 * (1 - 2 * report['alpha']):g} % CI"
+    insignificant = f"  Not significant: p is not below {report['alpha']:g}."
+    low, high = (show_loss(end, a.runs) for end in loss["interval"])
+    lines = [
+        f"Loss ({loss['n']} runs, target {loss['target']:g})",
+        f"  mean ± σ:     {show_mean_loss(loss, a.runs)}    {confidence} {low} … {high}",
+        f"  range:        {show_loss(loss['min'], a.runs, 0)} … {show_loss(loss['max'], a.runs, 0)}",
+        f"  mean < {loss['target']:g}:  p = {loss['p']:.4g}    {show_test(loss)}",
+        "" if loss["significant"] else insignificant, ""]
+    if time:
+        lines += [f"Time ({time['n']} runs, train_time of the last validation line)",
+                  f"  mean ± σ:     {show_time(time)}",
+                  f"  range:        {time['min']:.3f} … {time['max']:.3f} s", ""]
+    if compared:
+        other, (low, high), losses = compared["other"], compared["interval"], compared["loss"]
+        lines += [
+            f"Against {others[0].name} ({other['n']} runs)",
+            f"  their time:   {show_time(other)}    range {other['min']:.3f} … {other['max']:.3f} s",
+            f"  their loss:   {show_mean_loss(compared['other_loss'], others[0].runs)}"]
+        if losses:
+            lines.append(f"  less loss:    p = {losses['p']:.4g}    {show_test(losses)}; two-sided p = "
+                         f"{losses['p_two_sided']:.4g}; difference {losses['difference']:+.3g}, shown only")
+        lines += [
+            f"  difference:   {compared['difference']:+.4f} s    {confidence} {low:+.4f} … {high:+.4f} s",
+            f"  ratio:        {show_ratio(compared)}    ± is the standard error",
+            f"  less time:    p = {compared['p']:.4g}    {show_test(compared)}; "
+            f"two-sided p = {compared['p_two_sided']:.4g}" + ", shown only" * (compared["decides"] != "welch")]
+        if compared["paired"]:
+            paired, of_log = compared["paired"], compared["paired_log"]
+            low, high = of_log["interval"]
+            lines += [f"  paired:       p = {paired['p']:.4g}    {show_test(paired)}; {paired['pairs']} interleaved "
+                      "pairs, shown only",
+                      f"  log, paired:  p = {of_log['p']:.4g}    {show_test(of_log)}; {of_log['ratio']:.5f} times as fast, "
+                      f"{confidence} {low:.5f} … {high:.5f}" + ", shown only" * (compared["decides"] == "welch")]
+        lines += ["" if compared["significant"] else insignificant, ""]
+    if report["stop"]:
+        lines += [f"Looks: {show_looks(report['stop'])}.", ""]
+    if report["left_out"]:
+        left_out = [f"  {logs.printable(item['path'])}: {item['reason']}" for item in report["left_out"]]
+        lines += ["Left out:", *left_out, ""]
+    lines += [f"Warning: {warning}" for warning in report["warnings"]]
+    lines += ["", f"{report['verdict'].capitalize()}: {report['reason']}."]
+    return [line for line, before in zip(lines, ["", *lines]) if line or before]  # no blank line after another
+
+
+def show_runs(sides):
+    """The single runs of sides that cannot be judged, as lines: no mean, since it may be one of unlike things."""
+    lines = []
+    for side in sides:
+        lines.append(f"{side.name[0].upper()}{side.name[1:]} ({len(side.runs)} run{'s' * (len(side.runs) > 1)})")
+        for run in side.runs[:MOST_SHOWN]:
+            seconds = "no time" if run.train_time_ms is None else f"{run.train_time_ms / 1000:.3f} s"
+            lines.append(f"  {logs.printable(run.path)}: loss {show_loss(run.final_loss, [run], 0)}, {seconds}")
+        if len(side.runs) > MOST_SHOWN:
+            lines.append(f"  and {len(side.runs) - MOST_SHOWN} more")
+        lines += [f"  left out: {logs.printable(path)}: {reason}" for path, reason in dict.fromkeys(side.left_out)]
+    return lines
+
+
 def show_markdown(report):
     """A record's README section with its leaderboard row, as lines."""
     a = report["sides"][0]
@@ -571,6 +874,9 @@ def show_markdown(report):
         lines += [f"- Time before: {show_time(compared['other'])} (n = {compared['other']['n']}, mean ± σ)",
                   f"- Difference: {compared['difference']:+.4f} s, {show_ratio(compared)}, p = {compared['p']:.4g} "
                   f"({show_test(compared)})"]
+        for found, what in ((compared["paired_log"], "Paired"), (compared["loss"], "Loss against the other side's")):
+            lines += [f"- {what}: p = {found['p']:.4g} ({show_test(found)})"] if found else []
+    lines += [f"- Looks: {show_looks(report['stop'])}"] if report["stop"] else []
     lines += [f"- Source: SHA-256 `{source or 'not in the logs'}`" for source in
               sorted({run.source_sha256 or "" for run in a.runs})]
     lines += [f"- Left out: `{logs.printable(item['path'])}`: {item['reason']}" for item in report["left_out"]
@@ -643,13 +949,13 @@ def plot(report, path):
     curves.legend(frameon=False)
 
     bars = f"bars: mean, {100 * confidence:g} % CI"
+    about_losses = bars if loss["p"] is None else f"p(mean < {loss['target']:g}) = {loss['p']:.3g}    {bars}"
     about_times = bars if timed else "no train_time in the logs"
     if compared:
         about_times = f"{show_ratio(compared)}, p = {compared['p']:.3g}"
     for axes, title, unit, about in (
             (curves, "Validation loss", "val_loss", f"one line a run, without the first {100 * LATE:g} % of its steps"),
-            (losses, "Final loss", "val_loss", f"p(mean < {loss['target']:g}) = {loss['p']:.3g}    {bars}"),
-            (times, "Time", "train_time (s)", about_times)):
+            (losses, "Final loss", "val_loss", about_losses), (times, "Time", "train_time (s)", about_times)):
         axes.set(title=title, ylabel=unit)
         axes.text(0, 1.03, about, transform=axes.transAxes, fontsize=8.5, color="#555555")
     curves.set_xlabel("step")
@@ -671,38 +977,58 @@ def _labels(sides):
 
 
 def plan(options):
-    """How many runs a claim needs, as a dict for --json. sd and margin come from the flags, or from the loss in logs;
-    n is that of the runs in the logs, or None."""
-    sd, margin, n = options.sd, options.margin, None
+    """How many runs a claim needs, as a dict for --json. sd and margin come from the flags, or from logs: of one set from
+    its losses, of two (the pilot) from their times; n is that of the runs in the logs, or None."""
+    sd, other_sd, margin, n, pairs = options.sd, options.other_sd, options.margin, None, None
     if sd is None or margin is None:
         if not options.paths:
             raise CannotJudge("--plan wants --sd and --margin, or logs to take them from")
-        side = gather("the set", "--source", logs.read(options.paths), options.source, options.gpus)
-        check_one_experiment(side, options.mixed)
-        loss = summary(side.losses)
-        if sd is None:
-            sd = loss["sd"]
-        if margin is None:
-            margin = choose_target(side.runs, options.target) - loss["mean"]
-        n = loss["n"]
-    if not (sd and sd > 0 and margin > 0 and math.isfinite(sd) and math.isfinite(margin)):
+        sides = [side for side, _ in choose_sides(options)]
+        for side in sides:
+            check_one_experiment(side, options.mixed)
+        a, *others = sides
+        values = [side.seconds if others else side.losses for side in sides]
+        n = min(map(len, values))
+        theirs = np.mean(values[1]) if others else choose_target(a.runs, options.target)
+        margin = margin if margin is not None else float(theirs - np.mean(values[0]))
+        spreads = [summary(of_side)["sd"] for of_side in values]
+        sd, other_sd = (spreads * 2)[:2] if sd is None else (sd, other_sd)
+        pairs = pair_up(*sides) if others else None
+    if not (sd and sd > 0 and margin > 0 and math.isfinite(sd) and math.isfinite(margin) and (other_sd or 1) > 0):
         raise CannotJudge(f"a plan wants sd and margin above 0, and they are {sd} and {margin}; give --sd and --margin")
+    ways = [("mean below a target", 1, sd, margin, None), ("less than another set", 2, sd, margin, other_sd)]
+    if n and others:
+        ways = [("less time, unpaired", *ways[1][1:])]
+    if pairs:
+        ours, theirs = np.log([[run.train_time_ms for run in pair] for pair in pairs]).T
+        spread = summary(theirs - ours)["sd"]
+        ways.append(("less time, paired", 1, spread, -math.log1p(-margin / np.mean(others[0].seconds)), None))
     needed = []
-    for sets, what in ((1, "mean below a target"), (2, "less than another set")):
-        runs = runs_needed(sd, margin, options.alpha, options.power, sets)
-        reached = power(runs, sd, margin, options.alpha, sets)
-        needed.append({"claim": what, "sets": sets, "runs": runs, "power": reached})
-    return {"sd": sd, "margin": margin, "n": n, "alpha": options.alpha, "power": options.power, "needed": needed}
+    for what, sets, spread, distance, other in ways:
+        runs = runs_needed(spread, distance, options.alpha, options.power, sets, other)
+        needed.append({"claim": what, "sets": sets, "runs": runs, "sd": spread, "margin": distance, "other_sd": other})
+    for each in needed:  # of a pilot also the power at the other way's number
+        numbers = {each["runs"], *(other["runs"] for other in needed if pairs)}
+        each["powers"] = {n: power(n, each["sd"], each["margin"], options.alpha, each["sets"], each["other_sd"])
+                          for n in numbers}
+        each["power"] = each["powers"][each["runs"]]
+    return {"sd": sd, "other_sd": other_sd, "margin": margin, "n": n, "alpha": options.alpha, "power": options.power,
+            "needed": needed}
 
 
 def show_plan(found):
     """The plan as lines of text."""
-    origin = "" if found["n"] is None else f", from the losses of {found['n']} runs"
-    lines = [f"sd {found['sd']:.4g}, margin {found['margin']:.4g}{origin}; one-sided t-test at alpha "
-             f"{found['alpha']:g}, power {found['power']:g}"]
-    lines += [f"  {each['claim'] + ':':<24} {each['runs']} runs{' a side' if each['sets'] == 2 else ''} "
-              f"(power {each['power']:.3f})" for each in found["needed"]]
-    return [*lines, "Declare the number before the first run; running on until p < alpha is no test at this alpha."]
+    origin = "" if found["n"] is None else f", from {found['n']} runs in the logs"
+    sd = f"{found['sd']:.4g}" + (f" and {found['other_sd']:.4g}" if found["other_sd"] else "")
+    lines = [f"sd {sd}, margin {found['margin']:.4g}{origin}; one-sided t-test at alpha {found['alpha']:g}, power "
+             f"{found['power']:g}"]
+    for each in found["needed"]:
+        others = ", ".join(f"{power:.3f} with {n}" for n, power in each["powers"].items() if n != each["runs"])
+        lines.append(f"  {each['claim'] + ':':<24} {each['runs']} runs{' a side' if 'less' in each['claim'] else ''} "
+                     f"(power {each['power']:.3f}{'; ' * bool(others)}{others})")
+    most = math.ceil(LONGER * min(each["runs"] for each in found["needed"]))
+    return [*lines, f"Declare the number before the first run; or race until decided: --until-decided --max-n is {LONGER} "
+            f"times as many ({most}), has this power and takes fewer on average. Running on until p < alpha is no test."]
 
 
 def parse(arguments):
@@ -718,8 +1044,11 @@ def parse(arguments):
     parser.add_argument("--vs-source", metavar="HASH", help="the same for --vs")
     parser.add_argument("--gpus", type=int, metavar="N", help="judge only runs on N GPUs")
     parser.add_argument("--mixed", action="store_true", help="judge runs of several experiments as one set")
+    parser.add_argument("--resumed", action="store_true", help="count runs that were resumed or began with saved "
+                        "parameters; such a set is no record")
     parser.add_argument("--plan", action="store_true", help="tell how many runs are needed, and judge nothing")
     parser.add_argument("--sd", type=float, help="for --plan: sd of a run")
+    parser.add_argument("--other-sd", type=float, help="for --plan: sd of the other side's runs (default: the same)")
     parser.add_argument("--margin", type=float,
                         help="for --plan: true distance of the mean from the target or the other set")
     parser.add_argument("--power", type=float, default=0.9,
@@ -737,10 +1066,14 @@ def parse(arguments):
         parser.error(f"--target is {options.target}; it wants a finite number")
     if options.side and options.vs:
         parser.error("--side takes both sets from PATH; leave out --vs")
-    for name in ("vs", "vs_source", "side", "plot", "markdown") if options.plan else ("sd", "margin"):
+    senseless = ("plot", "markdown") if options.plan else ("sd", "other_sd", "margin")
+    if options.plan and options.sd and options.margin:  # nothing is taken from logs
+        senseless += ("paths", "vs", "vs_source", "side")
+    for name in senseless:
         if getattr(options, name):
-            flag = "--" + name.replace("_", "-")
-            parser.error(f"--plan judges nothing; leave out {flag}" if options.plan else f"{flag} wants --plan; add it")
+            flag = "PATH" if name == "paths" else "--" + name.replace("_", "-")
+            parser.error(f"--plan judges nothing and has its figures from --sd and --margin; leave out {flag}"
+                         if options.plan else f"{flag} wants --plan; add it")
     if not options.paths and not options.plan:
         parser.error("no PATH was given; name logs, or a folder of logs")
     return options
@@ -762,7 +1095,7 @@ def main(arguments=None):
                                   **list_runs(reason.sides)}))
         elif reason.sides:
             print("\n".join(show_runs(reason.sides)), flush=True)
-        print(f"The claim cannot be judged: {reason}.", file=sys.stderr)
+        print(brief(f"The claim cannot be judged: {reason}."), file=sys.stderr)
         return 2
     if options.json:
         print(logs.show_json(as_json(report)))

@@ -19,18 +19,21 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
 import logs  # noqa: E402
 import race  # noqa: E402
+import stats  # noqa: E402
 import verify  # noqa: E402
 
 # Takes train_gpt.py's flags of a race and two of its own, and writes its log. SPEED stands for what a version changes.
 SCRIPT = '''
-import argparse, hashlib, json, sys, time
+import argparse, hashlib, json, signal, sys, time
 from pathlib import Path
 SPEED = 100
+NEW = True  # has --race, and heeds no other
 class RunError(Exception): pass
 def parse_config(argv, preset):
     p = argparse.ArgumentParser("train_gpt.py", allow_abbrev=False)
     for name in ("run_id", "log_dir", "race_id", "race_side", "mood"): p.add_argument("--" + name, default="")
     for name in ("seed", "race_run", "race_runs", "slower"): p.add_argument("--" + name, type=int, default=0)
+    if NEW: p.add_argument("--race", default="")
     return preset, p.parse_args(argv)
 def check_config(c, ranks):
     if c.slower < 0: raise RunError(f"slower is {c.slower}; give 0 or more")
@@ -39,16 +42,23 @@ def main(argv):
     here = Path(__file__).parent
     if not (here / "data/toy/toy_train_000001.bin").read_bytes(): sys.exit("no data")
     source = Path(__file__).read_text()
+    race = dict(zip(("race_id", "run", "declared_n", "side"), c.race.split(":"))) if NEW else {
+        "race_id": c.race_id, "run": c.race_run, "declared_n": c.race_runs, "side": c.race_side}
+    race.update(run=int(race["run"]), declared_n=int(race["declared_n"]))
     start = {"run_id": c.run_id, "seed": c.seed, "config": vars(c), "ranks": 1,
              "source_sha256": hashlib.sha256(source.encode()).hexdigest(),
-             "race": {"race_id": c.race_id, "run": c.race_run, "declared_n": c.race_runs, "side": c.race_side}}
-    ms = SPEED + c.slower + c.seed
+             "race": race, "isolated": sys.flags.isolated}
+    ms = SPEED + c.slower + c.seed * (3 if c.mood == "jittery" and race["side"] == "b" else 1)
     with open(Path(c.log_dir) / f"{c.run_id}.txt", "x") as log:
         print(source, "=" * 100, "python", "=" * 100, json.dumps(start), sep="\\n", file=log, flush=True)
         if c.mood == "sleepy" and not Path("awake").exists(): time.sleep(60)
-        if c.mood == "fail on 2" and c.race_run == 2 and not Path("awake").exists(): sys.exit(3)
-        print(f"step:1/1 train_time:{ms}ms step_avg:{ms}.00ms", file=log)
-        print(f"step:1/1 val_loss:{3.2 + c.seed / 1000:.4f} train_time:{ms}ms step_avg:{ms}.00ms", file=log)
+        if c.mood == "stubborn":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN); Path("deaf").touch(); time.sleep(60)
+        steps = 4 if c.mood == "slowly" else 1
+        for step in range(1, steps): time.sleep(0.3); print(f"step:{step}/4 train_time:{step}ms step_avg:1.00ms", file=log, flush=True)
+        if c.mood == "fail on 2" and race["run"] == 2 and not Path("awake").exists(): sys.exit(3)
+        print(f"step:{steps}/{steps} train_time:{ms}ms step_avg:{ms}.00ms", file=log)
+        print(f"step:{steps}/{steps} val_loss:{3.2 + c.seed / 1000:.4f} train_time:{ms}ms step_avg:{ms}.00ms", file=log)
         print(json.dumps({"end": {"final_val_loss": 3.2 + c.seed / 1000, "steps": 1, "train_time_ms": ms}}), file=log)
     if c.mood == "fail at the end": sys.exit(3)
     if c.mood == "sleepy at the end": time.sleep(60)
@@ -72,17 +82,21 @@ def repo(tmp_path, monkeypatch):
     git(repo, "add", "-A")
     git(repo, "commit", "-qm", "nothing yet")
     for speed in (200, 100):
-        (repo / "train_gpt.py").write_text(SCRIPT.replace("SPEED = 100", f"SPEED = {speed}"))
+        old = speed == 200  # the older version knows the four flags before --race
+        (repo / "train_gpt.py").write_text(SCRIPT.replace("SPEED = 100", f"SPEED = {speed}")
+                                           .replace("NEW = True", f"NEW = {not old}"))
         git(repo, "add", "-A")
         git(repo, "commit", "-qm", f"speed {speed}")
     monkeypatch.setattr(race, "ROOT", repo)
-    monkeypatch.setattr(race, "command", lambda ranks: [sys.executable, "train_gpt.py"])
+    monkeypatch.setattr(race, "command", lambda ranks, lock: [*race.ALONE, "train_gpt.py"])
     monkeypatch.setattr(race, "PATIENCE_S", 10)
+    monkeypatch.setattr(race, "draw", lambda *_: None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(race.tempfile, "tempdir", None)
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield repo
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
     assert len(git(repo, "worktree", "list").splitlines()) == 1 and not list(tmp_path.glob("race-*"))
 
 
@@ -104,7 +118,8 @@ def test_one_version(repo, capsys):
     assert sorted(run.start["race"]["run"] for run in runs) == [1, 2, 3]
     assert {(run.start["race"]["declared_n"], run.start["race"]["side"]) for run in runs} == {(3, "")}
     shown = capsys.readouterr().out
-    assert "run 3 of 3, seed 3; 0.1015 ± 0.0007 s (2)" in shown and "min left" in shown and "The claim holds" in shown
+    assert "run 3 of 3, seed 3; runs: 0.1015 ± 0.0007 s [0.0856 … 0.1174], loss 3.2015" in shown
+    assert "(2); 1 runs left, 0." in shown and "The claim holds" in shown
 
 
 def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
@@ -142,7 +157,9 @@ def test_a_run_is_noted_before_it_starts_and_after(repo, monkeypatch):
     assert race.main(["-n", "1"]) == 0
     ended = only_race(repo)[2][-1]
     assert noted[0]["status"] == "started"
-    assert ended == {**noted[0], "status": "done", "exit": 0, "seconds": ended["seconds"], "logged": True}
+    assert ended == {**noted[0], "status": "done", "exit": 0, "seconds": ended["seconds"], "logged": True,
+                     "ended_at": ended["ended_at"]}
+    assert noted[0]["started_at"] <= ended["ended_at"] and "+00:00" in ended["ended_at"]
 
 
 def test_a_failed_run_stops_the_race_and_is_repeated_with_its_seed(repo, capsys):
@@ -158,7 +175,7 @@ def test_a_failed_run_stops_the_race_and_is_repeated_with_its_seed(repo, capsys)
     assert accounts.verdict == "pass" and "run 2, " in accounts.reason and ": failed" in accounts.reason
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_race_keeps_what_is_done_and_goes_on(repo, capsys, monkeypatch, number):
     processes, popen = [], subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: processes.append(popen(*a, **k)) or processes[-1])
@@ -268,7 +285,9 @@ def test_what_cannot_be_raced_is_one_line_and_starts_nothing(repo, capsys, argum
 
 @pytest.mark.parametrize("arguments, word", [
     (["-n", "0"], "at least 1"), ([], "at least 1"), (["-n", "1", "x"], "behind --"),
-    (["-n", "1", "--resume", "x"], "leave the rest out")])
+    (["-n", "1", "--resume", "x"], "leave the rest out"), (["--until-decided"], "wants --max-n"),
+    (["--max-n", "3"], "--until-decided wants"), (["-n", "2", "--max-n", "3", "--until-decided"], "no -n"),
+    (["--until-decided", "--max-n", "1"], "at least 2"), (["-n", "2", "--alpha", "0.6"], "less than 0.5")])
 def test_usage(capsys, arguments, word):
     with pytest.raises(SystemExit) as left:
         race.main(arguments)
@@ -280,17 +299,210 @@ RACE = {"id": "x", "sides": {"": {"revision": None, "flags": []}}, "ranks": 1, "
 
 @pytest.mark.parametrize("text", [
     "", "{}", "[]", "not json", '{"race": {"n": 1}}', '{"race": 5}', b"\xff\n".decode("latin-1"), "null\n",
-    "[" * 100_000 + "\n", "[" * 600 + "]" * 600 + "\n",
+    "[" * 100_000 + "\n", "[" * 600 + "]" * 600 + "\n", '{"race": {"id": ' + '{"x": ' * 990 + "1" + "}" * 992 + "\n",
     *(json.dumps({"race": {**RACE, **change}}) + "\n" for change in (
         {"id": 3}, {"sides": {}}, {"sides": ["a"]}, {"sides": {"a": {}}}, {"n": "2"}, {"seed": None}, {"order": 1},
+        {"id": "../x"}, {"id": "a:b"}, {"alpha": "x"}, {"alpha": 0.9}, {"test": "best"},
+        *({"sides": {"a": {"revision": revision, "flags": []}}} for revision in ("--lock", "HEAD", "abc123", "g" * 40, "")),
         {"n": 10**400}, {"n": 10**15}, {"order": [1]}, {"sides": {"a": {"revision": 5, "flags": []}}},
         {"sides": {"a": {"revision": None, "flags": [1]}}})),
-    json.dumps({"race": RACE}) + '\n{"run_id": "x", "run": 1, "side": ""}\n'])
+    json.dumps({"race": RACE}) + '\n{"run_id": "x", "run": 1, "side": ""}\n',
+    json.dumps({"race": RACE}) + '\n{"run_id": "../x", "run": 1, "side": "", "status": "started"}\n',
+    json.dumps({"race": RACE}) + '\n{"run_id": "x", "run": 1, "side": "", "status": "done", "exit": ' + "[" * 900 + "]" * 900 + "}\n"])
 def test_a_manifest_that_is_none(tmp_path, capsys, text):
     (tmp_path / "race.jsonl").write_text(text)
     assert race.main(["--resume", str(tmp_path / "race.jsonl")]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "race.jsonl" in error and "Error" not in error
+    assert error.count("\n") == 1 and "race.jsonl" in error and "Error" not in error and len(error) <= 301
+
+
+# What a race leaves beside its logs
+
+def test_each_step_line_is_stamped_as_it_reaches_the_log(repo):
+    assert race.main(["-n", "1", "--", "--mood", "slowly"]) == 0
+    folder, _, events = only_race(repo)
+    stamps = json.loads((folder / f"{events[0]['run_id']}.steps.json").read_text())
+    assert [step for step, _ in stamps] == [1, 2, 3, 4, 4]  # as in the log, where the script's own text counts for nothing
+    seconds = [second for _, second in stamps]
+    assert all(0.25 < b - a < 0.6 for a, b in zip(seconds, seconds[1:3]))
+    assert 0.25 < seconds[0] < seconds[-1] <= events[-1]["seconds"]
+    found = logs.read([str(folder)])
+    assert [item.path for item in found.rejected if item.path.endswith(".steps.json")]
+    report = stats.gather("it", "", found, stats.parse([str(folder)]))
+    assert [Path(path).name for path, _ in report.left_out] == ["race.jsonl"]  # what belongs to a race is not remarkable
+
+
+def test_stamps_of_lines_that_come_in_pieces(tmp_path):
+    stamps = race.Stamps(tmp_path / "x.txt")
+    stamps.look()
+    for piece in ("step:7/9 said the source\n" + "=" * 100 + "\nstep:1/9 tra", "in_time:5ms\ns:2 tel:4.0\nstep:x\n", "step:3/9 cut"):
+        with open(tmp_path / "x.txt", "a") as log:
+            log.write(piece)
+        stamps.look()
+    stamps.write()
+    assert [step for step, _ in json.loads((tmp_path / "x.steps.json").read_text())] == [1, 2]
+
+
+def test_the_picture_is_drawn_anew_after_each_run(repo, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.undo()
+    monkeypatch.setattr(race, "ROOT", repo)
+    monkeypatch.setattr(race, "command", lambda ranks, lock: [*race.ALONE, "train_gpt.py"])
+    seen, once = [], race.run_once
+
+    def look(manifest, *arguments):
+        seen.append((manifest.path.parent / "race.png").exists() and (manifest.path.parent / "race.png").read_bytes())
+        return once(manifest, *arguments)
+    monkeypatch.setattr(race, "run_once", look)
+    assert race.main(["-n", "2", "--vs", "HEAD~1"]) == 0
+    folder = only_race(repo)[0]
+    pictures = [*seen, (folder / "race.png").read_bytes()]
+    assert pictures[0] is False and len(set(pictures)) == 5 and all(each.startswith(b"\x89PNG") for each in pictures[1:])
+    assert not list(folder.glob(".*"))
+    assert "race.png" not in capsys.readouterr().out.split("Left out")[-1]
+
+
+def test_a_picture_that_cannot_be_drawn_stops_no_race(repo, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+    monkeypatch.undo()
+    monkeypatch.setattr(race, "ROOT", repo)
+    monkeypatch.setattr(race, "command", lambda ranks, lock: [*race.ALONE, "train_gpt.py"])
+    monkeypatch.setattr(stats, "plot", full)
+    assert race.main(["-n", "1"]) == 0 and "no picture: [Errno 28] No space left" in capsys.readouterr().out
+
+
+def test_both_generations_of_scripts_are_told_of_their_race(repo):
+    """Side a knows --race, side b of an older revision the four flags that it replaces."""
+    assert race.main(["-n", "1", "--vs", "HEAD~1"]) == 0
+    folder, described, _ = only_race(repo)
+    runs = logs.read([str(folder)]).runs
+    assert {run.start["race"]["side"]: run.start["config"].get("race", "none") for run in runs} == \
+        {"a": f"{described['id']}:1:1:a", "b": "none"}
+    assert {run.start["race"]["race_id"] for run in runs} == {described["id"]}
+
+
+# Decided while it runs
+
+def test_a_race_until_decided_stops_for_the_claim(repo, capsys):
+    assert race.main(["--until-decided", "--max-n", "6", "--vs", "HEAD~1", "--", "--mood", "jittery"]) == 0
+    folder, described, events = only_race(repo)
+    runs = len(starts(events))
+    assert described["until_decided"] and described["n"] == 6 and described["test"] == "paired" and runs in (6, 8, 10)
+    shown = capsys.readouterr().out
+    assert f"decided: mean loss < 3.28 (p = " in shown and f"decided for the claim after {runs // 2} of at most 6 runs" in shown
+    assert race.main(["--resume", str(folder / "race.jsonl")]) == 0  # decided is decided
+    assert len(starts(only_race(repo)[2])) == runs
+    assert stats.main([str(folder), "--side", "a"]) == 0
+
+
+def test_a_race_until_decided_stops_for_want_of_a_chance(repo, capsys):
+    assert race.main(["--until-decided", "--max-n", "9", "--vs", "--slower -3", "--alpha", "0.05", "--", "--slower", "3",
+                      "--mood", "jittery"]) == 2  # as the script refuses
+    assert race.main(["--until-decided", "--max-n", "9", "--vs", "--slower 0", "--alpha", "0.05", "--", "--slower", "30"]) == 0
+    folder, described, events = only_race(repo)
+    assert described["alpha"] == 0.05 and 4 <= len(starts(events)) < 10
+    assert "decided for futility after" in capsys.readouterr().out
+
+
+# Races that die
+
+DRIVER = ("import sys; sys.path.insert(0, {records!r}); import race; from pathlib import Path; race.ROOT = Path({root!r})\n"
+          "race.command = lambda ranks, lock: [*race.ALONE, 'train_gpt.py']; race.draw = lambda *_: None\n"
+          "sys.exit(race.main(sys.argv[1:]))")
+
+
+def start(repo, *arguments, **keywords):
+    words = [sys.executable, "-c", DRIVER.format(records=str(ROOT / "records"), root=str(repo)), *arguments]
+    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, **{"stdout": subprocess.DEVNULL, **keywords})
+
+
+def wait_for(condition, seconds=20):
+    until = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.05)
+    return found
+
+
+def kill(process, repo):
+    """As no process can heed; its folder for worktrees stays."""
+    process.kill()
+    process.wait()
+    process.stderr.close()
+    for folder in repo.parent.glob("race-*"):
+        folder.rmdir()
+
+
+def running(repo):
+    """Processes whose log lies in this repository's race."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"train_gpt.py" in words and any(os.fsencode(repo) in word for word in words):
+            found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process is told of its parent's death")
+def test_a_race_that_is_killed_leaves_no_run_behind(repo):
+    process = start(repo, "-n", "2", "--", "--mood", "sleepy")
+    wait_for(lambda: list(repo.glob("logs/*/*.txt")))
+    assert running(repo)
+    kill(process, repo)
+    wait_for(lambda: not running(repo))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_race_is_not_resumed_beside_a_run_of_it_that_lives(repo, capsys):
+    """One that heeds no signal. Its race.py is dead, and the lock that both held still lives."""
+    process = start(repo, "-n", "2", "--", "--mood", "stubborn")
+    wait_for((repo / "deaf").exists)
+    kill(process, repo)
+    (manifest,) = repo.glob("logs/*/race.jsonl")
+    before = manifest.read_bytes()
+    assert len(running(repo)) == 1
+    assert race.main(["--resume", str(manifest)]) == 2
+    error = capsys.readouterr().err
+    assert f"is still going on; wait, or end it: `fuser {manifest}`" in error and error.count("\n") == 1
+    assert manifest.read_bytes() == before and len(running(repo)) == 1
+    os.kill(running(repo)[0], signal.SIGKILL)
+    wait_for(lambda: not running(repo))
+    manifest.write_text(manifest.read_text().replace("stubborn", "lively"))
+    assert race.main(["--resume", str(manifest)]) == 0
+    assert [event["status"] for event in only_race(repo)[2][:2]] == ["started", "lost"]
+
+
+def test_a_rank_holds_the_lock_as_long_as_it_lives(tmp_path):
+    """Its launcher gives it no open file, and may be killed before it."""
+    (tmp_path / "race.jsonl").touch()
+    words = [*race.ALONE, "-c", race.HOLD, str(tmp_path / "race.jsonl"), *race.ALONE, "-c", "print(1, flush=True); input()"]
+    with race.hold(tmp_path / "race.jsonl"):
+        rank = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert rank.stdout.readline() == b"1\n"
+    with pytest.raises(race.CannotRace, match="still going on"):
+        race.hold(tmp_path / "race.jsonl")
+    rank.communicate(b"\n")
+    race.hold(tmp_path / "race.jsonl").close()
+
+
+def test_a_race_goes_on_where_nobody_reads_it(repo):
+    process = start(repo, "-n", "2", stdout=subprocess.PIPE)
+    process.stdout.close()  # as `| head` does
+    assert "Traceback" not in process.stderr.read()
+    process.wait()
+    assert [event["status"] for event in only_race(repo)[2]] == ["started", "done"] * 2
+
+
+def test_what_the_environment_says_to_python_does_not_reach_a_run(repo, monkeypatch, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(f"open({str(tmp_path / 'seen')!r}, 'w')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert race.main(["-n", "1"]) == 0
+    assert logs.read([str(only_race(repo)[0])]).runs[0].start["isolated"] == 1 and not (tmp_path / "seen").exists()
+    assert not [name for name in race.environment() if name.startswith("PYTHON")]
 
 
 def test_data_paths_are_those_of_the_checkout():
