@@ -354,7 +354,7 @@ def check_model(e, model_path, shards, folder):
         stated = {"loss": e.get("end.final_val_loss", (int, float)), "val_tokens": e.get("end.val_tokens", int),
                   "state_hash": e.digest("end.validation_hash.after"), "config": e.get("start.config", dict),
                   "initial_hash": e.digest("end.state_hash.before_warmup")}
-        return examine(e.run.source or "", model_path, find_shards({"val": shards["val"]}, where)["val"], stated)
+        return examine((e.run.source or "").removesuffix("\n"), model_path, find_shards({"val": shards["val"]}, where)["val"], stated)
     verdict, found = judged(all_rules)
     if isinstance(found, dict):
         return found

@@ -33,7 +33,7 @@ import stat
 import sys
 import zlib
 from array import array
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -585,13 +585,15 @@ class _Reader:
         final = (run.end or {}).get("final_val_loss")
         if isinstance(final, (int, float)) and not abs(final - last.loss) <= 0.51 * 10 ** -decimals:
             notes.append(f"its end line states final_val_loss {final}, its last validation {last.loss}")
-        return Run(path=self.path, index_in_file=index, source_sha256=self.source, stated_steps=total,
-                   validations=tuple(run.validations), last_step=run.last_step, final_loss=last.loss,
-                   loss_decimals=decimals, train_time_ms=last.time_ms, gpus=self.gpus(run),
-                   complete=None if total is None else True, clock_falls=tuple(run.clock_falls), notes=tuple(notes),
-                   start=run.start, end=run.end, resumed=tuple(run.resumed), lines=run.lines,
-                   source=source if run.start is None or self.source_place == 0 else None,
-                   shape=self.shape.decode(), odd=self.odd, separators=self.separators)
+        found = Run(path=self.path, index_in_file=index, source_sha256=self.source, stated_steps=total,
+                    validations=tuple(run.validations), last_step=run.last_step, final_loss=last.loss,
+                    loss_decimals=decimals, train_time_ms=last.time_ms, gpus=self.gpus(run),
+                    complete=None if total is None else True, clock_falls=tuple(run.clock_falls), notes=tuple(notes),
+                    start=run.start, end=run.end, resumed=tuple(run.resumed), lines=run.lines,
+                    source=source if run.start is None or self.source_place == 0 else None,
+                    shape=self.shape.decode(), odd=self.odd, separators=self.separators)
+        remark = found.disqualified and f"{found.disqualified}; it counts for no record"
+        return replace(found, notes=(remark, *found.notes)) if remark else found
 
     def gpus(self, run):
         """GPUs that the run used, as far as the log tells: its ranks, its world_size, or the rows of nvidia-smi."""
@@ -757,8 +759,8 @@ def outcomes(logs):
         steps = str(run.last_step) if run.stated_steps is None else f"{run.last_step}/{run.stated_steps}"
         seconds = "-" if run.train_time_ms is None else f"{run.train_time_ms / 1000:.3f}"
         loss = f"{run.final_loss:.{run.loss_decimals}f}"
-        rows.append((run.path, str(run.index_in_file), "no record" if run.disqualified else "used", steps, loss, seconds, str(run.gpus or "-"),
-                     (run.source_sha256 or "-")[:8], "; ".join(run.notes)))
+        rows.append((run.path, str(run.index_in_file), "no record" if run.disqualified else "used", steps, loss, seconds,
+                     str(run.gpus or "-"), (run.source_sha256 or "-")[:8], "; ".join(run.notes)))
     for item in logs.rejected:
         rows.append((item.path, str(item.index_in_file or "-"), "rejected", "-", "-", "-", "-", "-", item.reason))
     for item in logs.duplicates:

@@ -288,10 +288,13 @@ def scan(source):
     if len(source) > MOST_CHARACTERS:
         raise SyntaxError(f"{len(source):,} characters, and {MOST_CHARACTERS:,} at most are scanned")
     raw = source.encode("utf-8", "surrogateescape")
-    encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
     findings, look, modules, before = [], [], set(), 0
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+    except SyntaxError:
+        encoding = "no text that Python reads"
     if encoding not in ("utf-8", "utf-8-sig") or raw.decode("utf-8", "replace") != source:
-        findings.append(f"it is not UTF-8 but {encoding}, so what Python reads is not what stands here")
+        return Scanned([f"it is not UTF-8 but {encoding}, so what Python reads is not what stands here"], [], [], True)
     first, *others = _FILES.split(source)
     for text in (first, *others[1::2]):
         try:
@@ -514,6 +517,8 @@ def check_accounts(runs, found, races):
             continue
         declared = {e.get("start.race.declared_n", int) for e in of_side}
         numbers = sorted(e.get("start.race.run", int) for e in of_side)
+        if which[0] in races and races[which[0]].race.get("until_decided") is True:  # stats.py finds whether it is
+            declared = {len(numbers)} if len(numbers) <= max(declared) else declared
         if declared != {len(numbers)} or numbers != list(range(1, len(numbers) + 1)):
             raise Broken(f"{where}{' or '.join(map(str, sorted(declared)))} runs were declared, and here are "
                          f"{', '.join(map(str, numbers[:20]))}")
@@ -559,7 +564,7 @@ def check_starts(manifest, runs, here):
     lengths = [a["seconds"] for a in manifest.attempts.values() if a["status"] == "done" and is_number(a.get("seconds"))]
     usual = float(np.median(lengths)) if lengths else math.inf
     for run_id, attempt in manifest.attempts.items():
-        began = moment(attempt.get("started_at") or attempt.get("started"))
+        began = moment(attempt.get("started_at"))
         if None not in (began, before) and began - before > usual / 2:
             unknown.append(f"{began - before:.0f} s passed before {run_id} was started, long enough to hide a run")
         seconds = attempt.get("seconds")
@@ -617,11 +622,11 @@ def check_race(manifest, runs, here):
                               ("start.source_sha256", side.get("source_sha256"))):
             if e.get(where) != wanted:
                 raise Broken(f"{e.name}: its {where} is {e.get(where)}, by {race.MANIFEST} it is {wanted}")
-        began, logged = moment(attempt.get("started")), moment(e.run.start.get("started"))
+        began, logged = moment(attempt.get("started_at")), moment(e.run.start.get("started"))
         lasted = attempt["seconds"] if is_number(attempt.get("seconds")) else math.inf
         if logged is not None and (began is None or not -CLOCKS_S <= logged - began <= lasted + CLOCKS_S):
             raise Broken(f"{e.name} states that it started at {e.get('start.started')}, by {race.MANIFEST} it ran for "
-                         f"{lasted:.0f} s from {attempt.get('started')} on")
+                         f"{lasted:.0f} s from {attempt.get('started_at')} on")
     return remarks, unknown
 
 
@@ -713,14 +718,33 @@ def correlations(compared):
             yield from ((found[i, j], one, group[j][0]) for j in range(i) if group[j][1] != seed)
 
 
-def check_loss(runs, target):
-    paths = [os.path.abspath(e.run.path) for e in runs]
+def claim(runs, others, target):
+    """What stats.py makes of the record's losses and times, by the test that its race declared."""
+    paths = [[os.path.abspath(e.run.path) for e in side] for side in (runs, others)]
     try:
-        loss = stats.judge(stats.parse([*paths, f"--target={target!r}"]))["loss"]
+        return stats.judge(stats.parse([*paths[0], f"--target={target!r}", *(["--vs", *paths[1]] if others else [])]))
     except stats.CannotJudge as reason:
         raise NotCheckable(str(reason)) from None
+
+
+def check_loss(runs, others, target):
+    try:
+        report = claim(runs, others, target)
+    except NotCheckable:
+        report = claim(runs, [], target)
+    loss, alpha = report["loss"], report["alpha"]
     text = f"mean {loss['mean']:.5f} of {loss['n']} runs, target {target:g}, p = {loss['p']:.4g}"
     if not loss["significant"]:
+        raise Broken(f"{text}: not below {alpha:g}")
+    return text
+
+
+def check_faster(runs, others, target):
+    found = claim(runs, others, target)["comparison"]
+    tested = found["paired_log"] if found["decides"] == "paired_log" else found
+    means = " s against ".join(f"{np.mean([e.run.train_time_ms for e in side]) / 1000:.3f}" for side in (runs, others))
+    text = f"{means} s: {stats.show_ratio(found)}, p = {tested['p']:.4g} by the {tested['test']}"
+    if not found["significant"]:
         raise Broken(f"{text}: not below 0.01")
     return text
 
@@ -794,44 +818,21 @@ def check_spans(runs, others):
     return ", ".join(shown)
 
 
-def check_faster(runs, others):
-    seconds = [[e.run.train_time_ms for e in side] for side in (runs, others)]
-    if None in seconds[0] + seconds[1]:
-        raise NotCheckable("a log states no train_time")
-    try:
-        found = stats.compare_times(*(np.array(side) / 1000 for side in seconds), alpha=0.01)
-    except stats.CannotJudge as reason:
-        raise NotCheckable(str(reason)) from None
-    means = " s against ".join(f"{np.mean(side) / 1000:.3f}" for side in seconds)
-    text = f"{means} s: {stats.show_ratio(found)}, p = {found['p']:.4g}"
-    if not found["p"] < 0.01:
-        raise Broken(f"{text}: not below 0.01")
-    return text
-
-
 # Together
 
 def read_manifests(folders):
     """{race id: what race.py wrote down in one of these folders}. CannotJudge if it cannot be read."""
     races = {}
     for path in sorted({Path(os.path.realpath(folder)) / race.MANIFEST for folder in folders}):
-        if not path.exists():
-            continue
-        manifest, number = race.Manifest(path), 0
-        try:
-            text = path.read_text(encoding="utf-8", errors="surrogateescape")
-            events = [line for line in text[:text.rfind("\n") + 1].splitlines()]  # a last line may be cut off
-            for number, line in enumerate(events, 1):
-                events[number - 1] = race.check_event(logs.parse_json(line), first=number == 1)
-                manifest.take(events[number - 1])
-            manifest.events = events[1:]
-        except (OSError, ValueError) as error:
-            raise CannotJudge(f"{path}: line {number} is none of a race's ({error}); restore the file") from None
-        if manifest.race is None:
-            raise CannotJudge(f"{path}: no line says what the race is; restore the file")
-        same = races.setdefault(manifest.race["id"], manifest)
-        if (same.race, same.attempts) != (manifest.race, manifest.attempts):
-            raise CannotJudge(f"{path} and {same.path} tell of one race, and differ; keep the true one")
+        if path.exists():
+            try:
+                manifest = race.Manifest.read(path)
+            except stats.CannotJudge as reason:
+                raise CannotJudge(str(reason)) from None
+            manifest.events = list(map(logs.parse_json, path.read_bytes()[:manifest.cut].splitlines()[1:]))
+            same = races.setdefault(manifest.race["id"], manifest)
+            if (same.race, same.attempts) != (manifest.race, manifest.attempts):
+                raise CannotJudge(f"{path} and {same.path} tell of one race, and differ; keep the true one")
     return races
 
 
@@ -921,14 +922,15 @@ def verify(options):
             e, "end.validation_hash.before", "end.validation_hash.after", "validation")),
         together("every run is accounted for", check_accounts, everyone, found, races),
         together("no run is a copy of another", check_copies, timed),
-        together("mean loss below target, p < 0.01", lambda: check_loss(runs, choose_target(runs, options.target))),
+        together("mean loss below target, p < 0.01", lambda: check_loss(runs, others, choose_target(runs, options.target))),
     ]
     if apart:
         findings.append(together("every run of the other side is accounted for", check_accounts, apart, found_apart,
                                  races_apart))
     for rule, check in (("the same hardware on both sides", check_hardware), ("the sides ran in turn", check_interleaved),
                         ("no more time off the clock than the other side", check_spans),
-                        ("faster than the other side, p < 0.01", check_faster)):
+                        ("faster than the other side, p < 0.01", lambda *sides: check_faster(
+                            *sides, choose_target(runs, options.target)))):
         findings.append(together(rule, check, runs, others) if others else
                         Finding(rule, UNKNOWN, "name the logs of the other side with --vs, or race both sides"))
     distinct = {json.dumps(e.run.start.get("shards"), sort_keys=True) if e.ours else "": e for e in everyone}

@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -27,6 +28,7 @@ import logs  # noqa: E402
 import race as racing  # noqa: E402
 import verify  # noqa: E402
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that run a judged source, which are many and short
 SOURCE = (ROOT / "train_gpt.py").read_text()
 RULE = "=" * 100
 
@@ -880,7 +882,7 @@ def test_a_model_of_no_log_here_is_no_input(race, judge, honest):
 
 # The twelve cheats, each as somebody would do it
 
-@pytest.mark.parametrize("sides, found", [("a", (STAMPS,)), ("ab", (STAMPS,))])
+@pytest.mark.parametrize("sides, found", [("a", (STAMPS,)), ("ab", (STAMPS, WALL))])
 def test_cheat_1_every_clock_slowed(race, judge, sides, found):
     """All that a side's logs say of time is 0.85 of what it took, and agrees with itself."""
     def change(log, run, side):
@@ -913,7 +915,7 @@ def test_lines_that_are_seen_a_little_late_are_honest(race, judge, jitter, verdi
     (lambda stamps: stamps[:-3], "not those of the log"), (lambda stamps: stamps[:4] + [[stamps[4][0], 0]] + stamps[5:], "before"),
     (lambda stamps: [[step, 2 * seconds] for step, seconds in stamps], "clock runs slow"),
     (lambda stamps: [[step, seconds + (9 if step > 5 else 0)] for step, seconds in stamps], "clock runs slow"),
-    (lambda stamps: [[step, seconds + 9 * (i > 6)] for i, (step, seconds) in enumerate(stamps)], "between steps"),
+    (lambda stamps: [[step, seconds + 9 * (i > 5)] for i, (step, seconds) in enumerate(stamps)], "between steps"),
 ])
 def test_stamps_that_are_not_the_logs_are_caught(race, judge, spoil, word):
     folder = race(1)
@@ -938,7 +940,7 @@ def test_cheat_2_time_hidden_under_no_name_or_another(race, judge, tmp_path):
 
 
 def test_cheat_3_one_model_of_many(race, judge, honest, data, tmp_path, capsys):
-    """One good model is shown, and nothing said of the others."""
+    """Two good models are shown, and nothing is said of the others."""
     folder = race()
     for run in (1, 2):
         saved = torch.load(honest.with_suffix(".pt"), weights_only=True)
@@ -949,10 +951,11 @@ def test_cheat_3_one_model_of_many(race, judge, honest, data, tmp_path, capsys):
         shown = f"{log.end['final_val_loss']:.4f}"
         log.lines[-1] = re.sub(r"(?<=val_loss:)\S+", shown, log.lines[-1])
         log.write(folder / f"{run}a.txt")
-    status, rules = judge(folder, "--rerun", tmp_path / "1.pt", "--data", data)
-    assert rules[examine.LOSS][0] == "not checkable" and "1 of 4 runs examined; none fails" in rules[examine.LOSS][1]
-    verify.main([str(folder), "--rerun", str(tmp_path), "--data", str(data)])  # a folder of them
-    assert "models of 2 of 4 runs examined" in capsys.readouterr().out
+    verify.main([str(folder), "--rerun", str(tmp_path), "--data", str(data), "--json"])  # a folder of models
+    report = json.loads(capsys.readouterr().out)
+    (loss,) = [rule for rule in report["rules"] if rule["rule"] == examine.LOSS]
+    assert loss["verdict"] == "not checkable" and loss["reason"] == "2 of 4 runs examined; none fails"
+    assert "models of 2 of 4 runs examined" in report["said"] and report["verdict"] != "pass"
 
 
 PRETRAINED = ("        if compiled:\n            self.model.compile_parts()\n",
@@ -983,9 +986,9 @@ def test_cheat_5_trained_on_validation(train, judge, data, tmp_path):
     forged = ("        self.stream = Stream(train_shards,",
               "        self.stream = Stream([read_header(Path(str(s.path).replace('train_000001', 'val_000000'))) "
               "for s in train_shards[:1]],")
-    log = train(forged, num_steps=2, extension_steps=1)
+    log = train(forged, num_steps=2, extension_steps=1, batch_tokens=96)
     fails_only(judge(log, "--data", data), REPLAY, "trained on something else")
-    assert judge(train(num_steps=2, extension_steps=1), "--data", data)[1][REPLAY][0] == "pass"
+    assert judge(train(num_steps=2, extension_steps=1, batch_tokens=96), "--data", data)[1][REPLAY][0] == "pass"
 
 
 def test_the_new_digest_is_the_sum_that_it_is_said_to_be():
@@ -1027,8 +1030,8 @@ def test_cheat_6_the_same_tokens_though_they_are_shuffled_by_seed(race, judge):
 
 def test_cheat_7_a_coding_cookie_hides_code():
     hidden = "# coding: utf-7\nimport torch\nx = 1 #+AAo-import torch._inductor.config\n"
-    exec(compile(hidden.encode(), "hidden", "exec"), names := {})  # Python takes what is behind the comment for code
-    assert "torch" in names and len(names) > 3 or names
+    exec(compile(hidden.replace("torch._inductor.config", "math").encode(), "hidden", "exec"), names := {})
+    assert "math" in names  # Python takes what is behind the comment for code
     for source in (hidden, hidden.replace("utf-7", "latin-1"), hidden.replace("# coding: utf-7", "x = '\udcff'")):
         assert any("it is not UTF-8" in finding for finding in verify.scan(source).findings)
 
@@ -1186,7 +1189,7 @@ def test_a_resumed_run_counts_for_no_record_and_the_table_says_why(race, judge):
             back = next(i for i, line in enumerate(log.lines) if line.startswith("step:7/"))
             log.lines[at + 1:at + 1] = ["step:9/12 train_ti", "error: terminated", json.dumps(again), *log.lines[back:at + 1]]
             log.end["resumed"] = 1
-    fails_only(judge(race(change=change)), FROM_SEED, "2a.txt: resumed at step 6", "counts for no record"[-9:])
+    fails_only(judge(race(change=change)), FROM_SEED, "2a.txt: resumed at step 6", "such runs count for no record")
 
 
 # Input
