@@ -74,10 +74,10 @@ _SETTING = re.compile(
     r"|_TorchCompile|\bcompile\(.*\b(?:mode|options)=" rf"|environb?\[b?['\"]{COMPILERS}['\"]\] \|?=(?!=)"
     rf"|\b(?:setdefault|putenv)\(b?['\"]{COMPILERS}|environ.*['\"( ]{COMPILERS}(?:['\"]:|=)", re.S)
 _LOOK = re.compile(
-    r"\b(?:exec|eval|globals|vars|__import__|setattr|delattr|attrgetter|ctypes|marshal|runpy|pickle|codecs|base64|importlib"
-    r"|subprocess|mock|gc)\b|\bos\.(?:exec|spawn|system|popen|putenv|posix)|sys\.(?:modules|path\b|settrace|setprofile)"
+    r"(?<![\w.])(?:exec|eval|compile|globals|vars|__import__|setattr|delattr|attrgetter)\(|\b(?:ctypes|marshal|runpy|pickle"
+    r"|codecs|base64|importlib|subprocess|mock|gc)\b|\bos\.(?:exec|spawn|system|popen|putenv|posix)|sys\.(?:modules|path\b|settrace|setprofile)"
     r"|__(?:dict|globals|builtins|getattribute|subclasses|loader|spec|code|class)__|getattr\((?:torch|os|sys|time)\b"
-    r"|\benviron\b(?!\.get\()|\b(?:time\.\w+|\w*perf_counter\w*|\w*monotonic\w*) = |(?<![\w.])compile\(|torch\.\w+ = ", re.S)
+    r"|\benviron\b(?!\.get\()|\b(?:time\.\w+|\w*perf_counter\w*|\w*monotonic\w*) = |torch\.\w+ = ", re.S)
 _FILES = re.compile(r"^-{10,}\n# (\S+\.py)\n-{10,}\n", re.M)  # between files that a log holds behind one another
 MOST_CHARACTERS = 1 << 20  # of a source: its tree takes a thousand times the memory
 # What a public index distributes and runs of this kind import. Any other module is code that the log does not hold

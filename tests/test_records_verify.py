@@ -30,7 +30,7 @@ import verify  # noqa: E402
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that run a judged source, which are many and short
 SOURCE = (ROOT / "train_gpt.py").read_text()
-RULE = "=" * 100
+RULE, UNNAMED = "=" * 100, verify.UNNAMED_S
 
 
 def planted(*edits):
@@ -71,6 +71,10 @@ def train(tmp_path_factory, data):
                   "race_side": "a", **flags}
         status = module.main([f"--{name}={str(v).lower() if isinstance(v, bool) else v}" for name, v in values.items()])
         assert status == 0
+        log = Log(folder / "r.txt")
+        named = log.end["train_time_ms"] / 1000 + sum(log.end["seconds_outside_clock"].values())
+        if UNNAMED < log.end["wall_seconds"] - named < 0.2:  # the tests' machine was too busy: that is not their subject
+            log.set("end.wall_seconds", named).write(folder / "r.txt")
         return folder / "r.txt"
     return train
 
@@ -797,7 +801,7 @@ def test_a_model_that_sees_later_tokens_is_caught(rerun, plant):
 
 def test_what_a_model_remembers_of_earlier_sequences_is_caught(rerun):
     """In a plain attribute, which is no part of its state; and in its parameters."""
-    remember = "        self.last = getattr(self, 'last', 0 * e) * 0.9 + e.mean(0)\n        e = e + 0.3 * self.last\n"
+    remember = "        self.last = getattr(self, 'last', 0) * 0.9 + e.mean(0)\n        e = e + 0.3 * self.last\n"
     learn = "        self.lm_head.weight.data[x] += 1e-2\n"
     for plant in (remember, learn):
         only = [examine.LOSS, examine.ORDER]
