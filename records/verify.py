@@ -506,32 +506,22 @@ def check_accounts(runs, found, races):
     """Were these all the runs, and were there to be so many?"""
     remarks, unknown, members = [], [], sides_of(runs)
     for which, of_side in members.items():
-        where = f"side {which[1]}: " if which and which[1] else ""
-        if len({e.run.source_sha256 for e in of_side}) > 1:
-            raise Broken(f"{where}the runs are of {len({e.run.source_sha256 for e in of_side})} sources")
-        seeds = Counter(e.get("start.seed", int) for e in of_side if e.ours)
-        if seeds and max(seeds.values()) > 1:
-            raise Broken(f"{where}seed {max(seeds, key=seeds.get)} was used {max(seeds.values())} times")
+        side = stats.Side(f"side {which[1]}" if which and which[1] else "the set", "--source", [e.run for e in of_side])
+        until_decided = which is not None and which[0] in races and races[which[0]].race.get("until_decided") is True
+        try:
+            stats.check_one_experiment(side, mixed=False)
+            stats.check_all_there(side, found.rejected, until_decided)
+            stats.check_none_diverged(side, found.rejected)
+        except stats.CannotJudge as reason:
+            raise Broken(str(reason)) from None
         if which is None:
             unknown.append("no number of runs was declared: some may be left out")
-            continue
-        declared = {e.get("start.race.declared_n", int) for e in of_side}
-        numbers = sorted(e.get("start.race.run", int) for e in of_side)
-        if which[0] in races and races[which[0]].race.get("until_decided") is True:  # stats.py finds whether it is
-            declared = {len(numbers)} if len(numbers) <= max(declared) else declared
-        if declared != {len(numbers)} or numbers != list(range(1, len(numbers) + 1)):
-            raise Broken(f"{where}{' or '.join(map(str, sorted(declared)))} runs were declared, and here are "
-                         f"{', '.join(map(str, numbers[:20]))}")
-        remarks.append(f"{where}{len(of_side)} runs, as declared")
+        else:
+            remarks.append(f"{side.name}: {len(of_side)} runs, as declared")
     if len({json.dumps(e.run.start.get("shards"), sort_keys=True) for e in runs if e.ours}) > 1:
         raise Broken("the runs did not all read the same data")
-    sources = {e.run.source_sha256 for e in runs}
-    for item in found.rejected:
-        name = logs.printable(os.path.basename(item.path))
-        if item.kind == logs.NOT_FINITE and item.source_sha256 in sources:
-            raise Broken(f"{name}, of the same source, speaks against the record: {item.reason}")
-        if item.kind in (logs.INCOMPLETE, logs.NOT_FINITE):
-            remarks.append(f"{name}: {item.reason}")
+    remarks += [f"{logs.printable(os.path.basename(item.path))}: {item.reason}" for item in found.rejected
+                if item.kind in (logs.INCOMPLETE, logs.NOT_FINITE)]
     started = {run_id for one in races.values() for run_id in one.attempts}
     strangers = {str(e.run.start.get("run_id")) for e in runs if e.ours} - started
     if races and strangers:
