@@ -555,7 +555,7 @@ def check_starts(manifest, runs, here):
     usual = float(np.median(lengths)) if lengths else math.inf
     for run_id, attempt in manifest.attempts.items():
         began = moment(attempt.get("started_at"))
-        if None not in (began, before) and began - before > usual / 2:
+        if None not in (began, before) and began - before > usual / 2 + STARTING_LEAST_S:
             unknown.append(f"{began - before:.0f} s passed before {run_id} was started, long enough to hide a run")
         seconds = attempt.get("seconds")
         before = moment(attempt.get("ended_at")) or (began + seconds if began and is_number(seconds) else None)
@@ -709,10 +709,11 @@ def correlations(compared):
 
 
 def claim(runs, others, target):
-    """What stats.py makes of the record's losses and times, by the test that its race declared."""
+    """What stats.py makes of the record's losses and times, by the test that its race declared. target None: the logs'."""
     paths = [[os.path.abspath(e.run.path) for e in side] for side in (runs, others)]
     try:
-        return stats.judge(stats.parse([*paths[0], f"--target={target!r}", *(["--vs", *paths[1]] if others else [])]))
+        return stats.judge(stats.parse([*paths[0], *([f"--target={target!r}"] if target is not None else []),
+                                        *(["--vs", *paths[1]] if others else [])]))
     except stats.CannotJudge as reason:
         raise NotCheckable(str(reason)) from None
 
@@ -838,17 +839,6 @@ def read_runs(paths):
     return [Evidence(run, run.steps) for run in found.runs], found, read_manifests(folders)
 
 
-def parent_of(runs, others):
-    """(name, text) of the source that the record's is compared with."""
-    theirs = next((e.run.source for e in others if e.run.source), None)
-    if theirs and theirs != runs[0].run.source:
-        return "the other side's", theirs.removesuffix("\n")
-    try:
-        return "this checkout's train_gpt.py", (ROOT / race.SCRIPT).read_text(encoding="utf-8")
-    except OSError:
-        return None
-
-
 def check_models(paths, runs, folder):
     """Findings on saved models. CannotJudge if one is none of these runs'."""
     import torch
@@ -873,23 +863,48 @@ def check_models(paths, runs, folder):
     return [of_all(rule, [(name, *rules[rule]) for name, rules in found.values()], len(runs)) for rule in examine.RULES]
 
 
-def verify(options):
-    """(all Findings in the order of the table, the runs, the text of the last line). CannotJudge if the input allows none."""
+@dataclass(frozen=True)
+class Record:
+    """What options name: runs and others are the sides; everyone all runs of the record, apart those of --vs."""
+    everyone: list
+    found: logs.Logs
+    races: dict
+    runs: list
+    others: list
+    apart: list
+    found_apart: logs.Logs | None
+    races_apart: dict
+
+    @property
+    def parent(self):
+        """(name, text) of the source that the record's is compared with, or None."""
+        theirs = next((e.run.source for e in self.others if e.run.source), None)
+        if theirs and theirs != self.runs[0].run.source:
+            return "the other side's", theirs.removesuffix("\n")
+        path = ROOT / race.SCRIPT
+        return ("this checkout's train_gpt.py", path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def read_record(options):
+    """The Record that options name. CannotJudge if there is none."""
     everyone, found, races = read_runs(options.record)
     sides = sorted({e.race.side for e in everyone if e.race} - {""})
-    runs, others, apart = everyone, [], []
     if options.vs:
         apart, found_apart, races_apart = read_runs(options.vs)
-        others, races_of_all = apart, {**races, **races_apart}
-    else:
-        races_of_all = races
-    if len(sides) > 1 and not options.vs:
-        runs = [e for e in everyone if e.race and e.race.side == options.side]
-        others = [e for e in everyone if e not in runs]
-        if not runs:
-            raise CannotJudge(f"--side {options.side}: the race has the sides {', '.join(sides)}; name one of them")
-    timed = everyone + apart  # what is compared by its time must have an honest one
-    parent = parent_of(runs, others)
+        return Record(everyone, found, races, everyone, apart, apart, found_apart, races_apart)
+    if len(sides) < 2:
+        return Record(everyone, found, races, everyone, [], [], None, {})
+    runs = [e for e in everyone if e.race and e.race.side == options.side]
+    if not runs:
+        raise CannotJudge(f"--side {options.side}: the race has the sides {', '.join(sides)}; name one of them")
+    return Record(everyone, found, races, runs, [e for e in everyone if e not in runs], [], None, {})
+
+
+def verify(options, record=None):
+    """All Findings, in the order of the table. CannotJudge if the input allows none."""
+    record = record or read_record(options)
+    everyone, runs, others, races, parent = record.everyone, record.runs, record.others, record.races, record.parent
+    timed = everyone + record.apart  # what is compared by its time must have an honest one
 
     def together(rule, check, *arguments):
         return Finding(rule, *judged(check, *arguments))
@@ -904,23 +919,23 @@ def verify(options):
         for_each("the clock is honest", timed, check_clock),
         for_each("the race's clock saw each step take as long", timed, check_stamps),
         for_each("all time outside the clock is named", timed, check_outside),
-        together("the wall clock agrees with the race's", check_wall, timed, races_of_all),
+        together("the wall clock agrees with the race's", check_wall, timed, {**races, **record.races_apart}),
         for_each("warm-up does not train", everyone, lambda e: check_same(
             e, "end.state_hash.before_warmup", "end.state_hash.after_warmup", "the warm-up")),
         for_each("nothing is compiled on the clock", everyone, check_compiles),
         for_each("validation does not train", everyone, lambda e: check_same(
             e, "end.validation_hash.before", "end.validation_hash.after", "validation")),
-        together("every run is accounted for", check_accounts, everyone, found, races),
+        together("every run is accounted for", check_accounts, everyone, record.found, races),
         together("no run is a copy of another", check_copies, timed),
         together("mean loss below target, p < 0.01", lambda: check_loss(runs, others, choose_target(runs, options.target))),
     ]
-    if apart:
-        findings.append(together("every run of the other side is accounted for", check_accounts, apart, found_apart,
-                                 races_apart))
+    if record.apart:
+        findings.append(together("every run of the other side is accounted for", check_accounts, record.apart,
+                                 record.found_apart, record.races_apart))
     for rule, check in (("the same hardware on both sides", check_hardware), ("the sides ran in turn", check_interleaved),
                         ("no more time off the clock than the other side", check_spans),
                         ("faster than the other side, p < 0.01", lambda *sides: check_faster(
-                            *sides, choose_target(runs, options.target)))):
+                            *sides, options.target))):
         findings.append(together(rule, check, runs, others) if others else
                         Finding(rule, UNKNOWN, "name the logs of the other side with --vs, or race both sides"))
     distinct = {json.dumps(e.run.start.get("shards"), sort_keys=True) if e.ours else "": e for e in everyone}
@@ -931,10 +946,9 @@ def verify(options):
                 e.get("start.config", dict), shards_of(e), e.planned()[0], e.get("end", dict), options.data))):
         findings.append(for_each(rule, of, check) if options.data else
                         Finding(rule, UNKNOWN, "name the shards' folder with --data"))
-    findings += check_models(options.rerun, everyone, options.data) if options.rerun else [
+    return findings + (check_models(options.rerun, everyone, options.data) if options.rerun else [
         Finding(rule, UNKNOWN, f"0 of {len(everyone)} runs examined: name a model of each with --rerun")
-        for rule in examine.RULES]
-    return findings, runs, parent, unseen(runs, races)
+        for rule in examine.RULES])
 
 
 def unseen(runs, races):
@@ -971,7 +985,8 @@ def parse(arguments):
 def main(arguments=None):
     options = parse(arguments)
     try:
-        findings, runs, parent, last = verify(options)
+        record = read_record(options)
+        findings, runs, last = verify(options, record), record.runs, unseen(record.runs, record.races)
     except CannotJudge as reason:
         if options.json:
             print(json.dumps({"verdict": "cannot be judged", "reason": str(reason)}))
@@ -990,8 +1005,8 @@ def main(arguments=None):
         print(json.dumps({"verdict": verdict, "counts": dict(counts), "said": said, "unseen": last,
                           "rules": [finding._asdict() for finding in findings]}, indent=1))
     else:
-        if options.diff and parent:
-            print("\n".join(map(logs.printable, difference(parent[1], (runs[0].run.source or "").removesuffix("\n")))) + "\n")
+        if options.diff and record.parent:
+            print("\n".join(map(logs.printable, difference(record.parent[1], (runs[0].run.source or "").removesuffix("\n")))) + "\n")
         print("\n".join(logs.columns([("FAIL" if f.verdict == FAIL else f.verdict, f.rule, f.reason) for f in findings])))
         print(f"\n{said}\n{logs.printable(last)}")
     if bare:
