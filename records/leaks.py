@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 import logs
+import stats
 
 ROOT = Path(__file__).resolve().parent.parent
 PASS, FAIL, UNKNOWN = "pass", "fail", "not checkable"
@@ -38,7 +39,7 @@ def judged(check, *arguments):
     """(verdict, reason) of a check. Whatever a stranger's log or model makes it raise is a finding too."""
     try:
         return PASS, check(*arguments)
-    except NotCheckable as reason:
+    except (NotCheckable, stats.CannotJudge) as reason:
         return UNKNOWN, str(reason)
     except Broken as reason:
         return FAIL, str(reason)
