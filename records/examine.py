@@ -1,7 +1,7 @@
-"""Examines a saved model: the source in its log, run in a process of its own, gives logits, and we compute all the rest.
+"""Examines a saved model: the source in its log, run in a process of its own, gives logits; the rest is computed here.
 
-Rules on a model; records/verify.py calls them for --rerun. What the source could do to its judge it now does to a process that
-is given tokens and returns logits: losses, hashes and comparisons are made here, from the saved bytes and those logits.
+Rules on a model; records/verify.py calls them for --rerun. What the source could do to its judge it does to a process
+that is given tokens and returns logits: losses, hashes and comparisons are made from those and from the saved bytes.
 That process begins without PYTHON* and LD_* variables and knows no target of the last token. What the source reads from
 the disk there (a table of answers, say) only its reader can see.
 """
@@ -109,6 +109,12 @@ def serve(source_path, model_path, shared_path):
 
 
 # The judge
+
+def read_model(path, device="cpu"):
+    """What train_gpt.py saved: config, run_id, vocab_size, bos_id, windows, and the tensors by name under `model`."""
+    import torch
+    return torch.load(path, weights_only=True, map_location=device)
+
 
 class Witness:
     """A process that runs a source. It is asked for logits and believed in nothing else."""
@@ -332,9 +338,8 @@ class Examination:
 def examine(source, model_path, val_paths, stated, only=RULES):
     """{rule: (verdict, reason)} of a saved model and the source of its log.
 
-    stated: what the log says: loss, val_tokens, state_hash, initial_hash, config. Raises Broken if the source cannot load it."""
-    import torch
-    saved = torch.load(model_path, weights_only=True, map_location="cpu")
+    stated: what the log says: loss, val_tokens, state_hash, initial_hash, config. Broken if the source cannot load it."""
+    saved = read_model(model_path)
     shards = [open_shard(path) for path in val_paths]
     stream = np.concatenate([tokens for tokens, _, _ in shards])
     if (saved["vocab_size"], saved["bos_id"]) != tuple(shards[0][1:]):
@@ -348,13 +353,14 @@ def examine(source, model_path, val_paths, stated, only=RULES):
 
 
 def check_model(e, model_path, shards, folder):
-    """{rule: (verdict, reason)} for the run e, whose model this is. folder: of the shards, or None: where the log found them."""
+    """{rule: (verdict, reason)} for the run e, whose model this is. folder: of the shards; None: where the log says."""
     def all_rules():
         where = folder or os.path.dirname(ROOT / e.get("start.config.val_files", str))
         stated = {"loss": e.get("end.final_val_loss", (int, float)), "val_tokens": e.get("end.val_tokens", int),
                   "state_hash": e.digest("end.validation_hash.after"), "config": e.get("start.config", dict),
                   "initial_hash": e.digest("end.state_hash.before_warmup")}
-        return examine((e.run.source or "").removesuffix("\n"), model_path, find_shards({"val": shards["val"]}, where)["val"], stated)
+        paths = find_shards({"val": shards["val"]}, where)["val"]
+        return examine((e.run.source or "").removesuffix("\n"), model_path, paths, stated)
     verdict, found = judged(all_rules)
     if isinstance(found, dict):
         return found

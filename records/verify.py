@@ -2,10 +2,11 @@
 
     python records/verify.py RECORD...                 RECORD: a folder of logs, or logs
     python records/verify.py RECORD --vs OTHER         and is it faster on the same hardware? (a race holds both sides)
-    python records/verify.py RECORD --data DIR         hashes the shards in DIR, packs the batches anew, seeks validation text
-    python records/verify.py RECORD --rerun MODEL...   evaluates saved models again, best one of each run (see examine.py)
-    python records/verify.py RECORD --diff             and prints how the source differs from its parent: the other side's, or
-                                                       this checkout's train_gpt.py
+    python records/verify.py RECORD --data DIR         hashes the shards in DIR, packs its batches anew, seeks validation
+                                                       text in training
+    python records/verify.py RECORD --rerun MODEL...   evaluates saved models again, at best one of each run: examine.py
+    python records/verify.py RECORD --diff             and prints how the source differs from its parent: the other
+                                                       side's, or this checkout's train_gpt.py
     --json  for programs; its verdict is pass, fail, or incomplete: nothing fails, and not all could be checked
 
 Exit status: 0 nothing fails (what could not be checked is listed), 1 a rule is broken, 2 it cannot be judged: no input, or
@@ -75,7 +76,7 @@ _SETTING = re.compile(
     rf"|\b(?:setdefault|putenv)\(b?['\"]{COMPILERS}|environ.*['\"( ]{COMPILERS}(?:['\"]:|=)", re.S)
 _LOOK = re.compile(
     r"(?<![\w.])(?:exec|eval|compile|globals|vars|__import__|setattr|delattr|attrgetter)\(|\b(?:ctypes|marshal|runpy|pickle"
-    r"|codecs|base64|importlib|subprocess|mock|gc)\b|\bos\.(?:exec|spawn|system|popen|putenv|posix)|sys\.(?:modules|path\b|settrace|setprofile)"
+    r"|codecs|base64|importlib|subprocess|mock|gc)\b|\bos\.(?:exec|spawn|system|popen|putenv|posix)|sys\.(?:modules|path\b|set\w+)"
     r"|__(?:dict|globals|builtins|getattribute|subclasses|loader|spec|code|class)__|getattr\((?:torch|os|sys|time)\b"
     r"|\benviron\b(?!\.get\()|\b(?:time\.\w+|\w*perf_counter\w*|\w*monotonic\w*) = |torch\.\w+ = ", re.S)
 _FILES = re.compile(r"^-{10,}\n# (\S+\.py)\n-{10,}\n", re.M)  # between files that a log holds behind one another
@@ -422,7 +423,8 @@ def check_stamps(e):
     if [pair[0] for pair in stamps] != [line.step for line in steps]:
         steps = [line for line in steps if not line.validation]  # a race that stamps these alone
     if [pair[0] for pair in stamps] != [line.step for line in steps] or len(steps) < 2:
-        raise Broken(f"{logs.printable(path.name)} has {len(stamps)} lines, and not those of the log, which has {len(e.steps)}")
+        raise Broken(f"{logs.printable(path.name)} has {len(stamps)} lines, and not those of the log, which has "
+                     f"{len(e.steps)}")
     own, seen = np.array([line.time_ms / 1000 for line in steps]), np.array([pair[1] for pair in stamps])
     falls = np.flatnonzero(np.diff(seen) < 0)
     if len(falls):
@@ -653,8 +655,8 @@ def check_copies(runs):
     for e in runs:
         seed = e.get("start.seed", int) if e.ours else None
         end = e.run.end or {}
-        held = [end.get("final_state_hash"), *(digest for key in ("state_hash", "validation_hash")
-                                               for digest in (end.get(key) if isinstance(end.get(key), dict) else {}).values())]
+        held = [end.get(key) for key in ("final_state_hash", "state_hash", "validation_hash")]
+        held = [text for item in held for text in (item.values() if isinstance(item, dict) else [item])]
         marks = [("state hash", text) for text in held if isinstance(text, str) and SHA256.fullmatch(text)]
         if e.ours and e.run.start.get("config", {}).get("shuffle") is True:
             marks += [("digest of its tokens", end.get(key)) for key in ("train_sha256", "train_digest")
@@ -691,7 +693,7 @@ def correlations(compared):
     groups = defaultdict(list)
     for e, seed, losses in compared:
         shuffled = e.run.start.get("config", {}).get("shuffle") is True
-        if len(losses) >= ALIKE_LINES and (shuffled or True):
+        if len(losses) >= ALIKE_LINES:
             groups[len(losses), shuffled].append((e, seed, np.array(losses)))
     for (_, shuffled), group in groups.items():
         table = np.array([losses for *_, losses in group])
@@ -848,7 +850,6 @@ def read_runs(paths):
 
 def check_models(paths, runs, folder):
     """Findings on saved models. CannotJudge if one is none of these runs'."""
-    import torch
     files = [file for path in map(Path, paths) for file in (sorted(path.glob("*.pt")) if path.is_dir() else [path])]
     if not files:
         raise CannotJudge(f"{logs.printable(paths[0])}: holds no .pt; name models that --save_model true left")
@@ -856,7 +857,7 @@ def check_models(paths, runs, folder):
     found = {}
     for path in files:
         try:
-            run_id = torch.load(path, weights_only=True, map_location="meta")["run_id"]
+            run_id = examine.read_model(path, "meta")["run_id"]
         except Exception as error:
             raise CannotJudge(f"{path}: no model that train_gpt.py saved ({type(error).__name__}); run it with "
                               "--save_model true") from None
@@ -1013,7 +1014,8 @@ def main(arguments=None):
                           "rules": [finding._asdict() for finding in findings]}, indent=1))
     else:
         if options.diff and record.parent:
-            print("\n".join(map(logs.printable, difference(record.parent[1], (runs[0].run.source or "").removesuffix("\n")))) + "\n")
+            changes = difference(record.parent[1], (runs[0].run.source or "").removesuffix("\n"))
+            print("\n".join(map(logs.printable, changes)) + "\n")
         print("\n".join(logs.columns([("FAIL" if f.verdict == FAIL else f.verdict, f.rule, f.reason) for f in findings])))
         print(f"\n{said}\n{logs.printable(last)}")
     if bare:
