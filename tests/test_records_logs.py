@@ -359,7 +359,7 @@ def test_the_shape_of_our_own_log_is_kept(write):
     lines = ["step:1/2 train_time:5ms step_avg:5.00ms", "step:2/2 val_loss:3.1 train_time:9ms step_avg:4.50ms"]
     run = only_run(write(text(['{"run_id": "x"}', *lines, '{"end": {}}'])))
     assert (run.shape, run.odd) == ("dssep", None)
-    for odd in ("a remark", "step:2/3 train_time:9ms step_avg:4.50ms", "step:2/2 train_time:9ms", "x" * (logs.BLOCK + 9)):
+    for odd in ("a remark", "step:2/3 train_time:9ms step_avg:4.50ms", "step:2/2 train_time:9ms", "x" * (3 * logs.BLOCK)):
         run = only_run(write(text(['{"run_id": "x"}', lines[0], odd, lines[1], '{"end": {}}'])))
         assert run.shape == "dsosep" and f"line 3 after the last separator: {odd[:80]!r}"[:90] in run.odd
 
@@ -382,6 +382,8 @@ def test_a_resumed_run_is_one_run_without_what_was_trained_again(write):
     assert run.disqualified.startswith("resumed at step 12") and whole.disqualified is None
     assert any("before it was resumed: error: terminated" in note for note in run.notes)
     assert any("counts for no record" in note for note in run.notes)
+    far = only_run(write(text(resumed(lines, 22, 7)), "d.txt"))  # it had validated twice since
+    assert (far.validations, far.steps) == (whole.validations, whole.steps)
     twice = [*resumed(lines, 19, 12)[:-3], '{"resumed": {"from_step": 15}}', *lines[-6:]]
     twice = only_run(write(text(twice), "c.txt"))
     assert twice.steps == whole.steps and twice.disqualified.startswith("resumed at step 12, 15")
@@ -701,6 +703,7 @@ def test_nothing_in_a_log_steers_a_terminal(write):
     evil = "\x1b]0;owned\x07\x1b[2J\x9b\u202e"
     lines = [*common(), f"step:20/20 val_loss:oops{evil}", f"error: {evil}", f"step:20 val_{evil}loss:1", f'{{"end": {evil}']
     path = write(text(lines, environment="env"), "a\x1b[2J.txt")
+    assert all(note.isprintable() for note in only_run(path).notes)
     for shown in (command(path).stdout, command(path, path + "\x1b").stdout):
         assert "\\x1b[2J.txt" in shown and "\\x1b]0;owned\\x07" in shown.replace("\\\\", "\\")
         assert all(c.isprintable() or c == "\n" for c in shown)

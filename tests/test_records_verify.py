@@ -1251,11 +1251,11 @@ def test_a_manifest_of_anything_is_one_line(race, capsys, line):
 
 
 def test_what_no_terminal_shows_is_escaped(honest, tmp_path):
-    log = Log(honest).set("start.environment", {"TORCH_X": "\ud800"}).set("start.run_id", "\udcff")
+    log = Log(honest).set("start.environment", {"TORCH_X": "\ud800\x1b[2J"}).set("start.run_id", "\udcff")
     log.write(tmp_path / "l.txt")
     done = subprocess.run([sys.executable, ROOT / "records/verify.py", tmp_path / "l.txt"], capture_output=True,
                           text=True)
-    assert done.returncode == 1 and "TORCH_X=\\ud800" in done.stdout and not done.stderr
+    assert done.returncode == 1 and "TORCH_X=\\ud800\\x1b[2J" in done.stdout and not done.stderr
 
 
 @pytest.mark.parametrize("line", ["step_avg:1.2.3ms", "step_avg:.ms", "step_avg:nanms", "step_avg:" + "9" * 400 + "ms"])
