@@ -721,12 +721,12 @@ def test_a_module_that_the_log_does_not_hold_is_named(line, module):
     ("import torch\n" + "torch.compile\n" * 20000, 10), ("'x' + " * 900 + "'x'", 5),
 ])
 def test_a_source_cannot_exhaust_its_reader(source, seconds):
-    began = time.monotonic()
+    began = time.process_time()
     try:
         verify.scan(source)
     except SyntaxError:
         pass
-    assert time.monotonic() - began < seconds
+    assert time.process_time() - began < seconds
 
 
 def test_a_source_that_is_too_long_to_scan_is_refused():
