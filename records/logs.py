@@ -15,6 +15,9 @@ What counts as a run:
 - A run is complete if its last validation is at the step that it stated as its total. llm.c's form states no total:
   there completeness cannot be known (None), unless training lines follow the last validation.
 - Its loss is `val_loss` (llm.c: `tel`) and its time is `train_time`, both of the last validation line.
+- A line {"resumed": ...} says that a killed run goes on from a checkpoint: what it had written of later steps is dropped,
+  and the counter that falls back there begins no other run. Such runs, and those that began from saved parameters, are
+  read, and Run.disqualified says why they count for no record.
 
 This file needs nothing but the standard library.
 """
@@ -29,14 +32,16 @@ import re
 import stat
 import sys
 import zlib
-from dataclasses import dataclass, field, is_dataclass
+from array import array
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 SEPARATOR = b"=" * 100
 BLOCK = 1 << 20  # bytes read at a time; a longer line cannot be a log line
-MOST_LINES = 100_000  # runs or validation lines in one file, and
+MOST_RUNS, MOST_LINES = 10_000, 100_000  # runs, and validation lines, in one file, and
 MOST_NOTES = 20  # notes on one run: they bound the memory that a hostile file can take
+MOST_SOURCE = 1 << 20  # bytes of a source that is kept; a longer one has a digest only
 DEEPEST = 50  # lists and objects within each other in a line of JSON: whoever walks them later needs no guard
 DOCUMENTS = {".md", ".markdown", ".rst", ".py", ".ipynb", ".json", ".jsonl", ".csv", ".tsv", ".html", ".pdf",
              ".yaml", ".yml", ".toml", ".sh", ".png", ".jpg", ".svg"}  # they may quote a log's lines, and are none
@@ -45,7 +50,8 @@ DOCUMENTS = {".md", ".markdown", ".rst", ".py", ".ipynb", ".json", ".jsonl", ".c
 UNREADABLE, NOT_A_LOG, INCOMPLETE, NOT_FINITE = "unreadable", "not a log", "incomplete", "not finite"
 
 _LINE = re.compile(rb"""^(?:step|s):(\d{1,18})(?:/(\d{1,18}))?\ ((?:train_loss:\S+\ )?(?:train_time:(\d{1,18})ms\b)?.*)$
-                     |^((?:step:|step\ +\d+/\d+\ *\||s:\d|\{"run_id"|\{"end"|error:).*)$""", re.M | re.X)
+                     |^((?:step:|step\ +\d+/\d+\ *\||s:\d|\{"run_id"|\{"end"|\{"resumed"
+                     |error:).*)$""", re.M | re.X)
 _SPACED = re.compile(rb"step:? *(\d{1,18})/(\d{1,18}) *[|,](.*)")  # `step  25/1840 | time: 1,530ms | val loss: 4.1`
 _SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in (
     (rb"(?<=\d),(?=\d{3})", b""), (rb"[|,] ", b" "), (rb"\b(train|val)[ _]loss: *", rb"\1_loss:"),
@@ -55,6 +61,15 @@ _LAST_FIELD = re.compile(rb"[^\s:]+:\S*?(\.\d+)?(ms|s)?$")
 _GPU_ROW = re.compile(rb"^\|\s+(\d+)\s+[^|]*\|\s+[0-9A-Fa-f]{8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.", re.M)
 _WORLD_SIZE = re.compile(rb"\bworld_size['\"]?(?: *[=:] *| +)(\d{1,18})(?!\d)")
 _TRAINING = re.compile(rb"(?:trl|train_loss|train_time):")
+_SOME = rb"\d{1,15}(?:\.\d{1,15})?"  # a number that no arithmetic chokes on
+_TIMED = re.compile(rb"(?:^|.* )train_time:(\d{1,15})ms(?: step_avg:(%b|nan)ms)?(?: |$)" % _SOME)
+_TRAIN_LOSS = re.compile(rb"(?:^|.* )train_loss:(%b)(?: |$)" % _SOME)
+# The lines that this project's script writes after the last separator, each kind under a letter
+_OWN_LINE = re.compile(
+    rb"""(?P<d>\{"run_id":\ .*\}) | (?P<r>\{"resumed":\ .*\}) | (?P<e>\{"end":\ .*\}) | (?P<x>error:\ .*)
+    |(?P<p>peak\ memory\ allocated:\ \d+\ MiB\ reserved:\ \d+\ MiB)
+    |(?P<s>step:\d{1,15}/(?P<total>\d{1,18})\ (?:val_loss:%b\ )?train_time:\d{1,15}ms\ step_avg:%bms
+    (?:\ train_loss:%b)?)""" % (_SOME, _SOME, _SOME), re.X)
 
 
 class Validation(NamedTuple):
@@ -65,12 +80,45 @@ class Validation(NamedTuple):
     extras: dict
 
 
+class Step(NamedTuple):
+    """A line with train_time in ms; average and train_loss are None where it states none."""
+    step: int
+    time_ms: float
+    average: float | None
+    train_loss: float | None
+    validation: bool
+
+
+class _Kept:
+    """What a run and a rejected one share besides their fields."""
+
+    @property
+    def steps(self):
+        """The Step of each line that states a train_time in ms, in their order."""
+        numbers = [None if number != number else number for number in self.lines]
+        return [Step(int(step), ms, average, loss, bool(val)) for step, ms, average, loss, val in
+                zip(*(numbers[i::5] for i in range(5)))]
+
+    @property
+    def disqualified(self):
+        """Why the run counts for no record whatever its figures are, or None."""
+        if self.resumed:
+            at = ", ".join(str(resumed.get("from_step")) for resumed in self.resumed[:5])
+            return f"resumed at step {at}: it was killed before, and what was lost is not on its clock"
+        if (self.start or {}).get("init_from"):
+            return "begun from saved parameters (init_from), and not from its seed"
+        return None
+
+
 @dataclass(frozen=True)
-class Run:
+class Run(_Kept):
     """A run that can be used. index_in_file counts from 1; start and end are this project's JSON lines, if any.
 
     complete is None where the form states no total. clock_falls holds the steps at which train_time was less than
-    before: once, early, is the community's reset after warm-up."""
+    before: once, early, is the community's reset after warm-up. resumed holds what each {"resumed": ...} line says.
+    What a table of runs need not show has no place in the JSON either: source is the text as its digest takes it, shape
+    a letter for each line that this project's script wrote (see _OWN_LINE; o: none of its), odd the first line of
+    none, separators how many the file has."""
     path: str
     index_in_file: int
     source_sha256: str | None
@@ -86,10 +134,16 @@ class Run:
     notes: tuple[str, ...]
     start: dict | None
     end: dict | None
+    resumed: tuple[dict, ...] = field(default=(), repr=False)
+    lines: array = field(default_factory=lambda: array("d"), repr=False, compare=False)
+    source: str | None = field(default=None, repr=False)
+    shape: str = field(default="", repr=False)
+    odd: str | None = field(default=None, repr=False)
+    separators: int = field(default=0, repr=False)
 
 
 @dataclass(frozen=True)
-class Rejected:
+class Rejected(_Kept):
     """A file (index_in_file None) or one run of it that cannot be used; the rest as in Run, where the run has it."""
     path: str
     reason: str
@@ -98,6 +152,8 @@ class Rejected:
     start: dict | None = None
     source_sha256: str | None = None
     validations: tuple[Validation, ...] = ()
+    resumed: tuple[dict, ...] = field(default=(), repr=False)
+    lines: array = field(default_factory=lambda: array("d"), repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -121,14 +177,14 @@ def read(paths):
     """Reads logs and folders of logs.
 
     Never raises for what stands in or is wrong with a path: see Logs.rejected."""
-    logs, seen_files, seen_contents = Logs(), {}, {}
+    logs, seen_files, seen_contents, sources = Logs(), {}, {}, {}
     for path in _files(paths, logs.rejected):
         identity = os.path.realpath(path)
         if identity in seen_files:
             logs.duplicates.append(Duplicate(path, None, seen_files[identity], "the same file, named twice"))
             continue
         seen_files[identity] = path
-        runs, rejected, digest = read_file(path)
+        runs, rejected, digest = read_file(path, sources)
         if digest in seen_contents:
             logs.duplicates.append(Duplicate(path, None, seen_contents[digest], "byte-identical"))
             continue
@@ -142,8 +198,10 @@ def read(paths):
     return logs
 
 
-def read_file(path):
-    """Reads one file -> (runs, rejected, digest of the contents or None where there are none to compare)."""
+def read_file(path, sources=None):
+    """Reads one file -> (runs, rejected, digest of the contents or None where there are none to compare).
+
+    sources: {SHA-256: text} of files read before, so that a source that many runs share is kept once."""
     name = os.path.basename(path).lower().removesuffix(".gz")
     stem, suffix = os.path.splitext(name)
     try:
@@ -155,7 +213,7 @@ def read_file(path):
         with open(path, "rb", buffering=0) as file:
             zipped = file.read(2) == b"\x1f\x8b"
             file.seek(0)
-            return _parse(path, gzip.GzipFile(fileobj=file) if zipped else file)
+            return _parse(path, gzip.GzipFile(fileobj=file) if zipped else file, {} if sources is None else sources)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         return _refused(path, UNREADABLE, f"broken gzip file ({error}); copy it again from where it was made")
     except OSError as error:
@@ -231,7 +289,7 @@ class _Notes(dict):
 
     def add(self, text):
         if len(self) < MOST_NOTES:
-            self[text] = None
+            self[printable(text)] = None
         else:
             self["and more notes of these kinds"] = None
 
@@ -248,21 +306,48 @@ class _OpenRun:
         self.cut = False  # the last line was cut off
         self.clock, self.clock_falls = -math.inf, []
         self.notes, self.error = _Notes(), None
+        self.lines, self.resumed = array("d"), []  # five numbers for each Step
 
     def went_on(self, step, total, time_ms, rest):
         """Takes a training line that brings no surprise, as all but a few lines are; False if there is one."""
         if total != self.stated or step < self.last_step or time_ms < self.clock or b"val_loss:" in rest:
             return False
         self.last_step, self.clock, self.trained_on = step, time_ms, True
+        self.keep(step, rest, False)
+        return True
+
+    def keep(self, step, rest, validation):
+        timed, loss = _TIMED.match(rest), _TRAIN_LOSS.match(rest) if b"train_loss:" in rest else None
+        if timed and len(self.lines) < 5 * MOST_LINES:
+            self.lines.extend((step, int(timed[1]), float(timed[2] or "nan"), float(loss[1]) if loss else math.nan,
+                               validation))
+
+    def resume(self, resumed):
+        """Goes back to a checkpoint: what was written of later steps was trained again. False if it states no step."""
+        at = resumed.get("from_step") if isinstance(resumed, dict) else None
+        if not isinstance(at, int) or at < 0 or len(self.resumed) >= MOST_LINES:
+            return False
+        self.resumed.append(resumed)
+        self.validations = [validation for validation in self.validations if validation.step <= at]
+        self.lines = array("d", (x for i in range(0, len(self.lines), 5) if self.lines[i] <= at
+                                 for x in self.lines[i:i + 5]))
+        self.clock_falls = [step for step in self.clock_falls if step <= at]
+        self.clock = self.lines[-4] if self.lines else -math.inf
+        self.last_step, self.cut = at, False
+        self.trained_on = not self.validations or self.validations[-1].step < at
+        if self.error:
+            self.notes.add(f"before it was resumed: {self.error}")
+            self.error = None
         return True
 
 
 class _Reader:
     """Takes a file in pieces and keeps what counts: its source, its environment, and the runs after the separator."""
 
-    def __init__(self, path):
-        self.path = path
+    def __init__(self, path, sources):
+        self.path, self.sources, self.separators = path, sources, 0
         self.source, self.source_hash, self.blank = None, hashlib.sha256(), True
+        self.source_pieces, self.kept, self.source_place = [], 0, 0  # bytes; none when they are too many
         self.script = False  # the source imports torch: the file is a run's, and no other text with separators
         self.environment = b""
         self.quoted = 0  # validation lines between the source and the last separator
@@ -270,6 +355,7 @@ class _Reader:
 
     def forget_runs(self):
         self.run, self.closed, self.validations, self.notes = None, [], 0, _Notes()
+        self.own, self.shape, self.odd, self.total = None, bytearray(), None, None
 
     def take(self, text, terminated=True):
         """Takes whole lines, with line ends as \\n; terminated is False for a last line without a line end."""
@@ -288,14 +374,20 @@ class _Reader:
         """Takes a piece of what may turn out to be the source: only a separator after it tells."""
         if self.source is None:
             self.source_hash.update(text)
+            self.kept += len(text)
+            if self.kept > MOST_SOURCE:
+                self.source_pieces = []
+            elif text:
+                self.source_pieces.append(bytes(text))
             self.blank = self.blank and not text.strip()
             self.script = self.script or b"import torch" in text
 
     def separator(self):
         if self.source is None and not self.blank:
-            self.source, self.environment = self.source_hash.hexdigest(), b""
+            self.source, self.environment, self.source_place = self.source_hash.hexdigest(), b"", self.separators
         else:
             self.quoted += self.validations
+        self.separators += 1
         self.forget_runs()
 
     def lines(self, text, terminated=True):
@@ -314,6 +406,23 @@ class _Reader:
                 self.other_line(other)
         if not terminated:
             self.unterminated(text[len(whole):])
+        if self.own is None and text:
+            self.own = text.startswith(b'{"run_id"')
+        if self.own:
+            for line in text.removesuffix(b"\n").split(b"\n"):
+                self.kind(line)
+
+    def kind(self, line):
+        """Notes which line of this project's script it is; o if none, or one that states another total."""
+        match = _OWN_LINE.fullmatch(line)
+        kind = match.lastgroup if match else "o"
+        if kind == "s":
+            self.total = self.total or match["total"]
+            kind = "s" if match["total"] == self.total else "o"
+        if kind == "o" and self.odd is None:
+            self.odd = f"line {len(self.shape) + 1} after the last separator: {_show(line)!r}"
+        if len(self.shape) < 3 * MOST_LINES:
+            self.shape += kind.encode()
 
     def step_line(self, step, total, rest):
         validation = _validation(step, rest) if b"val_loss:" in rest or b"tel:" in rest else None
@@ -326,6 +435,8 @@ class _Reader:
         repeated = validation and run and run.validations and run.validations[-1].step == step
         if run is None or (run.last_step is not None and step < run.last_step):
             run = self.begin_run()
+        elif repeated and run.resumed:
+            run.validations.pop()  # the checkpoint was made before it
         elif repeated and len(run.validations) == 1 and not run.trained_on:
             run = self.begin_run()  # a start that came to nothing and another, or a list of results
         elif repeated:
@@ -336,6 +447,7 @@ class _Reader:
             run.notes.add(f"the stated total changed from {_show(run.stated)} to {_show(total)} at step {step}")
             run.stated = total
         run.last_step = step
+        run.keep(step, rest, bool(validation))
         if validation:
             run.validations.append(validation)
             run.validation_text, run.trained_on = rest, False
@@ -368,6 +480,9 @@ class _Reader:
                 return
             if "run_id" in content:
                 self.begin_run(content)
+            elif "resumed" in content:
+                if not (self.run and self.run.resume(content["resumed"])):
+                    notes.add(f"says that it was resumed, and not where: {_show(line)!r}")
             elif self.run and isinstance(content["end"], dict):
                 self.run.end = content["end"]
         elif not line.startswith(b"error:"):
@@ -391,7 +506,7 @@ class _Reader:
 
     def begin_run(self, start=None):
         self.close_run()
-        if len(self.closed) >= MOST_LINES:
+        if len(self.closed) >= MOST_RUNS:
             raise _TooMuch
         self.run = _OpenRun(start)
         return self.run
@@ -414,12 +529,15 @@ class _Reader:
         if self.quoted:
             self.notes.add(f"{self.quoted} validation lines before the last separator do not count")
         runs, rejected = [], []
+        text = None
+        if self.source and self.kept <= MOST_SOURCE:
+            text = self.sources.setdefault(self.source, b"".join(self.source_pieces).decode("utf-8", "surrogateescape"))
         for index, run in enumerate(self.closed, 1):
-            outcome = self.judge(run, index)
+            outcome = self.judge(run, index, text)
             (runs if isinstance(outcome, Run) else rejected).append(outcome)
         return runs, rejected
 
-    def judge(self, run, index):
+    def judge(self, run, index, source):
         total = int(run.stated) if run.stated else None
         notes = [*self.notes, *run.notes]
         last = run.validations[-1] if run.validations else None
@@ -445,7 +563,7 @@ class _Reader:
         if why:
             details = ([run.error] if run.error else []) + notes
             return Rejected(self.path, "; ".join([why, *details]), kind, index, run.start, self.source,
-                            tuple(run.validations))
+                            tuple(run.validations), tuple(run.resumed), run.lines)
 
         if total is None:
             notes.append("this form states no total: whether the run is complete cannot be known")
@@ -467,11 +585,15 @@ class _Reader:
         final = (run.end or {}).get("final_val_loss")
         if isinstance(final, (int, float)) and not abs(final - last.loss) <= 0.51 * 10 ** -decimals:
             notes.append(f"its end line states final_val_loss {final}, its last validation {last.loss}")
-        return Run(path=self.path, index_in_file=index, source_sha256=self.source, stated_steps=total,
-                   validations=tuple(run.validations), last_step=run.last_step, final_loss=last.loss,
-                   loss_decimals=decimals, train_time_ms=last.time_ms, gpus=self.gpus(run),
-                   complete=None if total is None else True, clock_falls=tuple(run.clock_falls), notes=tuple(notes),
-                   start=run.start, end=run.end)
+        found = Run(path=self.path, index_in_file=index, source_sha256=self.source, stated_steps=total,
+                    validations=tuple(run.validations), last_step=run.last_step, final_loss=last.loss,
+                    loss_decimals=decimals, train_time_ms=last.time_ms, gpus=self.gpus(run),
+                    complete=None if total is None else True, clock_falls=tuple(run.clock_falls), notes=tuple(notes),
+                    start=run.start, end=run.end, resumed=tuple(run.resumed), lines=run.lines,
+                    source=source if run.start is None or self.source_place == 0 else None,
+                    shape=self.shape.decode(), odd=self.odd, separators=self.separators)
+        remark = found.disqualified and f"{found.disqualified}; it counts for no record"
+        return replace(found, notes=(remark, *found.notes)) if remark else found
 
     def gpus(self, run):
         """GPUs that the run used, as far as the log tells: its ranks, its world_size, or the rows of nvidia-smi."""
@@ -487,8 +609,8 @@ class _TooMuch(Exception):
     """The file holds more runs or validation lines than any log."""
 
 
-def _parse(path, file):
-    reader, digest, size = _Reader(path), hashlib.sha256(), 0
+def _parse(path, file, sources):
+    reader, digest, size = _Reader(path, sources), hashlib.sha256(), 0
     rest, overlong = b"", False
     while block := file.read(BLOCK):
         if not size and block[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -507,11 +629,12 @@ def _parse(path, file):
             try:
                 reader.take(_unix(text[:end]))
             except _TooMuch:
-                return _refused(path, NOT_A_LOG, f"more than {MOST_LINES:,} runs or validation lines")
+                return _refused(path, NOT_A_LOG, f"more than {MOST_RUNS:,} runs or {MOST_LINES:,} validation lines")
         rest = text[end:]
         if len(rest) > BLOCK:
             reader.source_text(rest)
             reader.notes.add(f"a line of more than {BLOCK:,} bytes is left out")
+            reader.kind(rest[:80])
             rest, overlong = b"", True
     if not size:
         return _refused(path, NOT_A_LOG, "an empty file")
@@ -591,7 +714,7 @@ def _is_whole(rest, earlier):
 
 def _show(text):
     text = b"none" if text is None else text
-    return text[:80].decode("utf-8", "replace") + ("..." if len(text) > 80 else "")
+    return printable(text[:80].decode("utf-8", "replace")) + ("..." if len(text) > 80 else "")
 
 
 def parse_json(line):
@@ -613,7 +736,9 @@ def parse_json(line):
 def show_json(value):
     """value as JSON that any program takes: dataclasses and named tuples as objects, null for nan and inf."""
     def plain(value):
-        value = vars(value) if is_dataclass(value) else value._asdict() if hasattr(value, "_asdict") else value
+        if is_dataclass(value):
+            value = {field.name: getattr(value, field.name) for field in fields(value) if field.repr}
+        value = value._asdict() if hasattr(value, "_asdict") else value
         if isinstance(value, dict):
             return {key: plain(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
@@ -622,9 +747,9 @@ def show_json(value):
     return json.dumps(plain(value), indent=1, allow_nan=False)
 
 
-def printable(path):
-    """A path as text that any terminal and any font takes, on one line."""
-    return os.fspath(path).encode("utf-8", "backslashreplace").decode().replace("\n", "\\n").replace("\r", "\\r")
+def printable(text):
+    """A path, or text from a log, on one line and without what would steer a terminal: those characters as \\x1b."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in os.fspath(text))
 
 
 def outcomes(logs):
@@ -634,8 +759,8 @@ def outcomes(logs):
         steps = str(run.last_step) if run.stated_steps is None else f"{run.last_step}/{run.stated_steps}"
         seconds = "-" if run.train_time_ms is None else f"{run.train_time_ms / 1000:.3f}"
         loss = f"{run.final_loss:.{run.loss_decimals}f}"
-        rows.append((run.path, str(run.index_in_file), "used", steps, loss, seconds, str(run.gpus or "-"),
-                     (run.source_sha256 or "-")[:8], "; ".join(run.notes)))
+        rows.append((run.path, str(run.index_in_file), "no record" if run.disqualified else "used", steps, loss, seconds,
+                     str(run.gpus or "-"), (run.source_sha256 or "-")[:8], "; ".join(run.notes)))
     for item in logs.rejected:
         rows.append((item.path, str(item.index_in_file or "-"), "rejected", "-", "-", "-", "-", "-", item.reason))
     for item in logs.duplicates:
@@ -646,6 +771,7 @@ def outcomes(logs):
 
 def columns(rows):
     """Rows of text as lines, each column as wide as its widest cell."""
+    rows = [list(map(printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 

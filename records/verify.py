@@ -2,78 +2,90 @@
 
     python records/verify.py RECORD...                 RECORD: a folder of logs, or logs
     python records/verify.py RECORD --vs OTHER         and is it faster on the same hardware? (a race holds both sides)
-    python records/verify.py RECORD --data DIR         hashes the shards in DIR; is validation text in training?
-    python records/verify.py RECORD --rerun MODEL.pt   evaluates a saved model again, in a process of its own
+    python records/verify.py RECORD --data DIR         hashes the shards in DIR, packs its batches anew, seeks validation
+                                                       text in training
+    python records/verify.py RECORD --rerun MODEL...   evaluates saved models again, at best one of each run: examine.py
+    python records/verify.py RECORD --diff             and prints how the source differs from its parent: the other
+                                                       side's, or this checkout's train_gpt.py
     --json  for programs; its verdict is pass, fail, or incomplete: nothing fails, and not all could be checked
 
-Exit status: 0 nothing fails (what could not be checked is listed), 1 a rule is broken, 2 the input cannot be judged.
+Exit status: 0 nothing fails (what could not be checked is listed), 1 a rule is broken, 2 it cannot be judged: no input, or
+logs that describe nothing of their runs.
 
-A log is what a run says of itself: an honest run passes, a careless or clumsily edited one does not. --rerun believes
-only the saved parameters and the source in the log, and it RUNS THAT SOURCE: read it first, as you would before any
-program of a stranger's. What a source does to the process that judges it, only its reader can see.
+A log is what a run says of itself. race.py's own times stand against its clock, --data against its digests, --rerun against
+its losses; a forgery in which all agrees shows only where the run is run again, and the last line says how.
 """
 
 import argparse
-import gzip
+import ast
+import difflib
+import functools
 import hashlib
-import importlib.util
+import io
 import json
 import math
-import multiprocessing
 import os
 import re
-import resource
+import shlex
 import sys
-import tempfile
-import zlib
+import tokenize
 from collections import Counter, defaultdict
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from scipy.stats import ttest_ind
 
+import examine
+import leaks
 import logs
 import race
-import scan
 import stats
+from leaks import FAIL, PASS, ROOT, SHA256, UNKNOWN, Broken, NotCheckable, judged, several
 
-ROOT = Path(__file__).resolve().parent.parent
-PASS, FAIL, UNKNOWN = "pass", "fail", "not checkable"
 INCOMPLETE = "incomplete"  # of all rules together
-SHOWN = 3  # findings of one rule that are spelled out
-MOST_BYTES = 32 << 20  # of a log or a manifest, unpacked
 GPT2_VOCAB = range(50257, 51200)  # rows of its embedding, filled up
 FINEWEB_VAL_TOKENS = 10_485_760  # the public speedrun's rule; other data is validated on as a whole
-UNNAMED_S, UNNAMED_PART = 0.25, 0.002  # of the wall clock: what a run may spend under no name
-# From the launch of a run to the start of its own wall clock, and after that one's end: at most so long, less for a
-# short run, where it could hide as much as the run itself; and how far the runs of one race may differ in it
+UNNAMED_S = 0.02  # of the wall clock: what a run may spend under no name; honest ones spend 0.0007
+# The race's own times of the lines: how late one may be seen, once and for each validation; and over how many lines
+STAMP_S, STAMP_EACH_S, STAMP_LINES = 0.1, 0.05, 5
+# From the launch of a run to the start of its own wall clock, and after that one's end: at most so long, less for a short
+# run, where it could hide as much as the run itself; how far the runs of a race may differ in it, and the sides' medians
 STARTING_S, STARTING_LEAST_S, STARTING_PART = 60, 20, 0.2
-STARTING_SPREAD_S, STARTING_SPREAD_PART = 15, 0.05
+SPREAD_S, SPREAD_PART, SIDES_S, SIDES_PART = 15, 0.05, 3, 0.01
 CLOCKS_S = 2  # times of day are stated in whole seconds
 STALL, NEIGHBOURS = 0.2, 20  # of the median of its neighbours: a busy machine makes steps uneven, but not so short
-TELLING_LINES = 8  # times of fewer lines can agree by chance
-HEADER_BYTES, MAGIC = 1024, 20240520
-# Validation text in training is sought by what so many tokens in a row hash to, in so many places at most
-FINGERPRINT, MOST_PRINTS, LEAST_PRINTS = 32, 1 << 20, 8
-CHUNK = 1 << 22
-SHARED, UNBROKEN = 0.8, 0.5  # of a document's prints: with tokens changed; in a row, as where it was cut
-COINCIDENCES = 1000  # in so many documents one may be: the web holds some pages twice
+TELLING_LINES, ALIKE_LINES, ALIKE = 8, 30, 0.9  # fewer times agree by chance; so many losses, and their correlation
+KNOWS_NOTHING = 0.005  # nats below ln(vocabulary) that rounding may bring to an untrained model
+NUMBER = (int, float)
 
-MODEL_RULES = ("the saved model is the log's", "independent validation loss", "a sequence's loss is its own",
-               "later tokens do not reach earlier logits", "targets do not reach logits", "probabilities sum to 1",
-               "evaluation leaves the model as it was")
-
-
-class NotCheckable(Exception):
-    """The evidence for a rule is not there; the message says which."""
-
-
-class Broken(Exception):
-    """A rule is broken; the message says by what."""
+# Variables: the compiler's; the launcher's, the allocator's and places of caches are not meant. What changes Python or a
+# library is meant, but for what is known to change neither
+COMPILERS = (r"(?!TORCHELASTIC|TORCH_NCCL|PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF|(?:TORCHINDUCTOR|TRITON)_CACHE_DIR\b)"
+             r"(?:TORCH|PYTORCH|TRITON|INDUCTOR)[A-Z0-9]*_[A-Z0-9_]+")
+_VARIABLE = re.compile(rf"{COMPILERS}=.*|(?:PYTHON|LD_)\w*=.*", re.S)
+_INNOCUOUS = re.compile(
+    r"PYTHON(?:UNBUFFERED|DONTWRITEBYTECODE|HASHSEED|IOENCODING|UTF8|FAULTHANDLER|NOUSERSITE|SAFEPATH)=.*"
+    r"|LD_LIBRARY_PATH=(?:(?:/usr/(?:local/(?:cuda|nvidia)|lib)|/lib|/opt/)[^:]*(?::|$)|:)*")
+# Statements that set a compiler's switch, and those that a reader should look at: there is no end to the ways of hiding one
+_SETTING = re.compile(
+    r"\b_inductor\b|\b_(?:dynamo|functorch)\b[\w. ]*\b(?:config\b|import \*)|\bcompiler\.config\b|triton\.knobs"
+    r"|_TorchCompile|\bcompile\(.*\b(?:mode|options)=" rf"|environb?\[b?['\"]{COMPILERS}['\"]\] \|?=(?!=)"
+    rf"|\b(?:setdefault|putenv)\(b?['\"]{COMPILERS}|environ.*['\"( ]{COMPILERS}(?:['\"]:|=)", re.S)
+_LOOK = re.compile(
+    r"(?<![\w.])(?:exec|eval|compile|globals|vars|__import__|setattr|delattr|attrgetter)\(|\b(?:ctypes|marshal|runpy|pickle"
+    r"|codecs|base64|importlib|subprocess|mock|gc)\b|\bos\.(?:exec|spawn|system|popen|putenv|posix)|sys\.(?:modules|path\b|set\w+)"
+    r"|__(?:dict|globals|builtins|getattribute|subclasses|loader|spec|code|class)__|getattr\((?:torch|os|sys|time)\b"
+    r"|\benviron\b(?!\.get\()|\b(?:time\.\w+|\w*perf_counter\w*|\w*monotonic\w*) = |torch\.\w+ = ", re.S)
+_FILES = re.compile(r"^-{10,}\n# (\S+\.py)\n-{10,}\n", re.M)  # between files that a log holds behind one another
+MOST_CHARACTERS = 1 << 20  # of a source: its tree takes a thousand times the memory
+# What a public index distributes and runs of this kind import. Any other module is code that the log does not hold
+_PACKAGES = {"torch", "torchvision", "torchao", "triton", "numpy", "scipy", "matplotlib", "pandas", "numba", "tiktoken",
+             "tokenizers", "transformers", "datasets", "safetensors", "huggingface_hub", "kernels", "flash_attn",
+             "flash_attn_interface", "flash_attn_3", "xformers", "einops", "tqdm", "rich", "requests", "yaml", "wandb",
+             "psutil", "pynvml", "nvtx", "cuda", "cutlass", "packaging", "dotenv"}
 
 
 class CannotJudge(Exception):
@@ -88,11 +100,9 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """One run: what logs.py read, the source as the script's file held it, and its step lines."""
+    """One run as logs.py read it, with its step lines."""
     run: logs.Run
-    source: str | None
-    lines: list  # (step, train_time in ms, step_avg in ms or None, whether it is a validation line)
-    stray: str | None  # what in the file the script does not write
+    steps: list
 
     @property
     def name(self):
@@ -104,9 +114,8 @@ class Evidence:
         return self.run.start is not None
 
     @property
-    def race_side(self):
-        found = stats.race_of(self.run)
-        return found.side if found else ""
+    def race(self):
+        return stats.race_of(self.run)
 
     def get(self, where, kind=object):
         """The entry at a path like `end.state_hash.before_warmup`. NotCheckable or Broken if none of this type is."""
@@ -123,96 +132,31 @@ class Evidence:
 
     def digest(self, where):
         found = self.get(where, str)
-        if not _SHA256.fullmatch(found):
+        if not SHA256.fullmatch(found):
             raise Broken(f"the log's {where} is {found[:20]!r}, no SHA-256")
         return found
 
+    def planned(self):
+        """(steps, tokens of all steps): where each step has as many, the config alone tells."""
+        if "planned" in self.run.start:
+            return self.get("start.planned.steps", int), self.get("start.planned.train_tokens", int)
+        steps = self.get("start.config.num_steps", int)
+        return steps, steps * self.get("start.config.batch_tokens", int)
 
-NUMBER = (int, float)
-_SHA256 = re.compile("[0-9a-f]{64}")
-_SOME = r"\d{1,15}(?:\.\d{1,15})?"  # a number that no arithmetic chokes on
-_STEP = re.compile(rf"step:(\d{{1,15}})/\d+ (?:.* )?train_time:(\d{{1,15}})ms(?: step_avg:({_SOME}|nan)ms)?(?: |$)")
-# The lines of our logs, a letter each: the description, steps, the end, the memory; an error that came after it
-_OURS = {"d": r'\{"run_id": .*\}', "e": r'\{"end": .*\}', "x": "error: .*",
-         "p": r"peak memory allocated: \d+ MiB reserved: \d+ MiB",
-         "s": rf"step:\d{{1,15}}/%s (?:val_loss:{_SOME} )?train_time:\d{{1,15}}ms step_avg:{_SOME}ms"
-              rf"(?: train_loss:{_SOME})?"}
+    def flagged_race(self):
+        """Which run of which race its flags say it is, in the words of start.race; None if of none."""
+        config, keys = self.get("start.config", dict), ("race_id", "run", "declared_n", "side")
+        if "race" in config:
+            words = self.get("start.config.race", str).split(":")
+            values = [words[0], *map(int, words[1:3]), words[3]] if len(words) == 4 and "".join(words[1:3]).isdecimal() \
+                and len(words[1] + words[2]) < 30 else [config["race"]]
+        else:
+            values = [config.get(key) for key in ("race_id", "race_run", "race_runs", "race_side")]
+        return dict(zip(keys, values)) if values[0] else None
 
 
 def is_number(x):
     return isinstance(x, NUMBER) and not isinstance(x, bool) and abs(x) < 1e15  # nan and inf are not
-
-
-def read_text(path):
-    """The text of a file, packed or not, with line ends as \\n. CannotJudge if it is more than any run writes."""
-    try:
-        with open(path, "rb") as file:
-            zipped = file.read(2) == b"\x1f\x8b"
-            file.seek(0)
-            raw = (gzip.GzipFile(fileobj=file) if zipped else file).read(MOST_BYTES + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        raise CannotJudge(f"{logs.printable(path)}: cannot be read ({error}); copy it again") from None
-    if len(raw) > MOST_BYTES:
-        raise CannotJudge(f"{logs.printable(path)}: more than {MOST_BYTES >> 20} MiB, which no run writes; leave the "
-                          "file out")
-    return raw.decode("utf-8", "surrogateescape").replace("\r\n", "\n").replace("\r", "\n")
-
-
-def read_evidence(run, in_file):
-    """Reads a run's file again, for what logs.py does not keep. in_file: how many runs the file holds."""
-    parts = re.split(rf"^{'=' * 100}$", read_text(run.path), flags=re.M)
-    texts = [part.removeprefix("\n") for part in parts]
-    before = texts[:-1] if run.start is None else texts[:1]  # the community's may open with a separator
-    source = next((text for text in before if text.strip()), None)
-    written, lines = texts[-1].removesuffix("\n").split("\n"), []
-    for match in map(_STEP.match, written if in_file == 1 else ()):
-        if match:
-            average = float(match[3]) if match[3] and match[3] != "nan" else None
-            lines.append((int(match[1]), int(match[2]), average, "val_loss:" in match[0]))
-    stray = None
-    if run.start is not None:
-        forms = {kind: re.compile(form.replace("%s", str(run.stated_steps))) for kind, form in _OURS.items()}
-        kinds = "".join(next((kind for kind, form in forms.items() if form.fullmatch(line)), "o") for line in written)
-        good = re.match("d?s*(?:ep?)?(?:(?<=p)xo*)?", kinds).end()
-        if in_file > 1:
-            stray = f"its file holds {in_file} runs, and a run of this project's script has a file of its own"
-        elif len(parts) != 3:
-            stray = f"{len(parts) - 1} separators divide it, and the script writes 2"
-        elif not re.fullmatch("ds+ep(?:xo*)?", kinds):
-            line = written[good] if good < len(written) else "it ends too early"
-            stray = f"line {good + 1} after the last separator is none that the script writes there: {line[:80]!r}"
-    return Evidence(run, source.removesuffix("\n") if source and run.start else source, lines, stray)
-
-
-# Rules for each run: Evidence -> what shows that it is kept; Broken or NotCheckable otherwise
-
-def check_log(e):
-    stated = e.get("start.source_sha256", str)
-    if e.stray or e.source is None:
-        raise Broken(e.stray or "it holds no source")
-    seen = hashlib.sha256(e.source.encode("utf-8", "surrogateescape")).hexdigest()
-    if seen != stated:
-        raise Broken(f"the source in the log has SHA-256 {seen[:8]}..., its description states {stated[:8]}...")
-    loss, decimals = e.get("end.final_val_loss", NUMBER), e.run.loss_decimals
-    if not abs(loss - e.run.final_loss) <= 0.501 * 10 ** -decimals:
-        raise Broken(f"its end states final_val_loss {loss}, its last validation line {e.run.final_loss:.{decimals}f}")
-    steps, race_id = e.run.stated_steps, e.get("start.config.race_id", str)
-    pairs = [("end.steps", steps), ("start.config.num_steps", steps), ("start.seed", e.get("start.config.seed")),
-             ("end.target_val_loss", e.get("start.target_val_loss")),
-             ("end.reached", loss <= e.get("end.target_val_loss", NUMBER)),
-             ("start.target_val_loss", e.get("start.config.target_val_loss")),
-             ("end.train_tokens", steps * e.get("start.config.batch_tokens", int)),
-             ("start.config.run_id", e.get("start.run_id", str) if race_id else e.get("start.config.run_id"))]
-    pairs += [(f"start.race.{key}", e.get(f"start.config.{flag}")) for key, flag in (
-        ("race_id", "race_id"), ("run", "race_run"), ("declared_n", "race_runs"), ("side", "race_side"))
-        if race_id or e.run.start.get("race") is not None]
-    for where, wanted in pairs:
-        if e.get(where, type(wanted)) != wanted:
-            raise Broken(f"{where} is {e.get(where)}, by the rest of the log it is {wanted}")
-    e.digest("end.final_state_hash")
-    if moment(e.get("start.started", str)) is None:
-        raise Broken(f"it started at {e.get('start.started')[:40]!r}, which is no time")
-    return "its lines, its description and the hash of its source agree"
 
 
 def moment(text):
@@ -223,12 +167,78 @@ def moment(text):
         return None
 
 
+# Rules for each run: Evidence -> what shows that it is kept; Broken or NotCheckable otherwise
+
+def check_log(e):
+    stated = e.get("start.source_sha256", str)
+    good = re.match("d?[srxo]*(?:ep?)?(?:(?<=p)xo*)?" if e.run.resumed else "d?s*(?:ep?)?(?:(?<=p)xo*)?", e.run.shape).end()
+    if e.run.separators != 2:
+        raise Broken(f"{e.run.separators} separators divide it, and the script writes 2")
+    if not re.fullmatch("d[srxo]+ep(?:xo*)?" if e.run.resumed else "ds+ep(?:xo*)?", e.run.shape):
+        raise Broken(f"line {good + 1} after the last separator is none that the script writes there"
+                     f"{' (' + e.run.odd + ')' if e.run.odd else ''}")
+    if not e.run.source or not e.run.source.strip():
+        raise Broken("it holds no source")
+    seen = source_hash(e)
+    if seen != stated:
+        raise Broken(f"the source in the log has SHA-256 {seen[:8]}..., its description states {stated[:8]}...")
+    loss, decimals = e.get("end.final_val_loss", NUMBER), e.run.loss_decimals
+    if not abs(loss - e.run.final_loss) <= 0.501 * 10 ** -decimals:
+        raise Broken(f"its end states final_val_loss {loss}, its last validation line {e.run.final_loss:.{decimals}f}")
+    (steps, tokens), raced, run_id = e.planned(), e.flagged_race(), e.get("start.run_id", str)
+    if steps != e.run.stated_steps or e.run.start.get("race") != raced:
+        raise Broken(f"its plan has {steps} steps, its lines {e.run.stated_steps}; start.race is "
+                     f"{json.dumps(e.run.start.get('race'))[:120]}, by its flags {json.dumps(raced)[:120]}")
+    for where, wanted in (("end.steps", steps), ("start.seed", e.get("start.config.seed")), ("end.train_tokens", tokens),
+                          ("end.target_val_loss", e.get("start.target_val_loss")),
+                          ("end.reached", loss <= e.get("end.target_val_loss", NUMBER)),
+                          ("start.target_val_loss", e.get("start.config.target_val_loss")),
+                          ("start.config.run_id", run_id if raced else e.get("start.config.run_id"))):
+        if e.get(where, type(wanted)) != wanted:
+            raise Broken(f"{where} is {e.get(where)}, by the rest of the log it is {wanted}")
+    e.digest("end.final_state_hash")
+    if moment(e.get("start.started", str)) is None:
+        raise Broken(f"it started at {e.get('start.started')[:40]!r}, which is no time")
+    return "its lines, its description and the hash of its source agree"
+
+
+def source_hash(e):
+    """SHA-256 of the script's file: the log ends it with a newline more."""
+    source = (e.run.source or "").removesuffix("\n") if e.ours else e.run.source or ""
+    return hashlib.sha256(source.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def embedding_rows(e):
+    """Rows of the embedding, filled up: what the number of parameters leaves for it, the head and the value tables."""
+    layers, width = e.get("start.config.layers", str), e.get("start.config.model_dim", int)
+    tables = 2 + len(set(re.findall(r"\d", layers)))
+    matrices = 4 * len(re.findall("[SL]", layers)) + 8 * layers.count("M")
+    return int((e.get("start.parameters", int) - matrices * width ** 2) / max(1, tables * width))
+
+
+def check_beginning(e):
+    """A head of zeros gives each token the same probability, whatever is below it."""
+    e.get("start.seed", int)
+    if e.run.disqualified:
+        raise Broken(f"{e.run.disqualified}; such runs count for no record")
+    first = [e.run.validations[0].loss] if e.run.validations[0].step == 0 else []
+    first += [step.train_loss for step in e.steps if step.step == 1 and step.train_loss is not None]
+    nothing = math.log(max(1, embedding_rows(e) // 128 * 128))
+    if not first:
+        raise NotCheckable("no line states a loss before the first step")
+    if min(first) < nothing - KNOWS_NOTHING:
+        raise Broken(f"its loss before the first step is {min(first):.4f}, and a model that knows nothing has "
+                     f"{nothing:.4f}: it began with trained weights")
+    more = "" if max(first) < nothing + KNOWS_NOTHING else f" and more than the {nothing:.4f} of a head of zeros"
+    return f"in one piece from its seed; its loss before the first step is {first[0]:.4f}, that of no knowledge{more}"
+
+
 def shards_of(e):
     """{split: its shards}, each with what the log must state of it."""
     lists = {split: e.get(f"start.shards.{split}", list) for split in ("train", "val")}
     for split, shards in lists.items():
         for shard in shards or [None]:
-            if not isinstance(shard, dict) or not _SHA256.fullmatch(str(shard.get("sha256"))) or \
+            if not isinstance(shard, dict) or not SHA256.fullmatch(str(shard.get("sha256"))) or \
                     not isinstance(shard.get("name"), str) or not is_number(shard.get("tokens")):
                 raise Broken(f"a {split} shard is stated without name, tokens and SHA-256: {json.dumps(shard)[:80]}")
     return lists
@@ -240,7 +250,7 @@ def check_shards(e):
         both = {shard[key] for shard in lists["train"]} & {shard[key] for shard in lists["val"]}
         if both:
             raise Broken(f"{', '.join(sorted(both))[:80]} is both training and validation data")
-    e.digest("end.train_sha256")
+    e.digest("end.train_digest" if "train_digest" in (e.run.end or {}) else "end.train_sha256")
     return f"{len(lists['train'])} training, {len(lists['val'])} validation shards, each with its SHA-256, none in both"
 
 
@@ -253,11 +263,7 @@ def is_fineweb(e):
         raise NotCheckable("the shards are not stated in full") from None
     if e.run.start.get("preset") == "speedrun" or all(shard["name"].startswith("fineweb_val_") for shard in shards):
         return True
-    layers, width = e.get("start.config.layers", str), e.get("start.config.model_dim", int)
-    tables = 2 + len(set(re.findall(r"\d", layers)))  # embedding, head, value tables
-    matrices = 4 * len(re.findall("[SL]", layers)) + 8 * layers.count("M")
-    rows = (e.get("start.parameters", int) - matrices * width ** 2) / max(1, tables * width)
-    return int(rows) in GPT2_VOCAB and sum(shard["tokens"] for shard in shards) > FINEWEB_VAL_TOKENS
+    return embedding_rows(e) in GPT2_VOCAB and sum(shard["tokens"] for shard in shards) > FINEWEB_VAL_TOKENS
 
 
 def check_val_tokens(e, wanted=None):
@@ -269,15 +275,63 @@ def check_val_tokens(e, wanted=None):
     return f"{counted:,} tokens were scored"
 
 
-def check_source(e):
-    if e.source is None:
+class Scanned(NamedTuple):
+    """Texts: statements that set a switch, line numbers to look at, modules that neither log nor index holds."""
+    findings: list
+    look: list
+    foreign: list
+    imports_torch: bool
+
+
+@functools.lru_cache(maxsize=64)
+def scan(source):
+    """Scanned of a source, which may be several files. SyntaxError if it is no Python that can be read."""
+    if len(source) > MOST_CHARACTERS:
+        raise SyntaxError(f"{len(source):,} characters, and {MOST_CHARACTERS:,} at most are scanned")
+    raw = source.encode("utf-8", "surrogateescape")
+    findings, look, modules, before = [], [], set(), 0
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+    except SyntaxError:
+        encoding = "no text that Python reads"
+    if encoding not in ("utf-8", "utf-8-sig") or raw.decode("utf-8", "replace") != source:
+        return Scanned([f"it is not UTF-8 but {encoding}, so what Python reads is not what stands here"], [], [], True)
+    first, *others = _FILES.split(source)
+    for text in (first, *others[1::2]):
+        try:
+            for node in ast.walk(ast.parse(text)):
+                if not isinstance(node, ast.stmt) or isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                    continue  # what is no statement is a part of one; a docstring does nothing
+                parts = [child for child in ast.iter_child_nodes(node) if isinstance(child, (ast.expr, ast.withitem))]
+                shown = " ".join(map(ast.unparse, parts if hasattr(node, "body") else [node]))
+                if _SETTING.search(shown):
+                    findings.append(f"line {before + node.lineno}: {' '.join(shown.split())[:80]}")
+                elif _LOOK.search(shown):
+                    look.append(before + node.lineno)
+                paths = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                paths += ["." * node.level + (node.module or "")] if isinstance(node, ast.ImportFrom) else []
+                modules |= {path.split(".")[0] or "a module beside it" for path in paths}
+        except (ValueError, RecursionError, MemoryError) as error:
+            raise SyntaxError(f"{type(error).__name__}: {error}") from None
+        before += text.count("\n") + 3
+    held = sys.stdlib_module_names | _PACKAGES | {name.removesuffix(".py") for name in others[::2]}
+    return Scanned(findings, sorted(set(look)), sorted(modules - held), "torch" in modules)
+
+
+@functools.lru_cache(maxsize=64)
+def difference(parent, source):
+    return list(difflib.unified_diff(parent.splitlines(), source.splitlines(), "parent", "source", lineterm="", n=1))
+
+
+def check_source(e, parent):
+    """parent: (its name, its text) of the source that this one is compared with, or None."""
+    if not e.run.source:
         raise (Broken if e.ours else NotCheckable)("the log holds no source")
     try:
-        found = scan.scan(e.source)
+        found = scan(e.run.source)
     except SyntaxError as error:
-        if not e.ours and "import torch" not in e.source:
-            raise NotCheckable("what stands in the log for the source is no Python") from None
-        raise Broken(f"the source in the log cannot be parsed ({str(error)[:80]})") from None
+        raise (Broken if e.ours else NotCheckable)(f"what stands in the log for the source is no Python that this one "
+                                                   f"can read ({str(error)[:80]})") from None
     if found.findings:
         raise Broken(several(found.findings))
     doubts = [f"imports {', '.join(found.foreign)}, whose code the log does not hold"] if found.foreign else []
@@ -285,33 +339,42 @@ def check_source(e):
         doubts.append("does not import torch: it is not the script")
     if doubts:
         raise (Broken if e.ours else NotCheckable)(f"what stands in the log for the source {'; '.join(doubts)}")
-    return "nothing in the source sets a compiler's switch"
+    text = "nothing in the source sets a compiler's switch in plain words"
+    if found.look:
+        text += f"; look at its lines {', '.join(map(str, found.look[:12]))}{' ...' if len(found.look) > 12 else ''}"
+    if parent and e.ours:
+        changed = [line for line in difference(parent[1], e.run.source.removesuffix("\n")) if line[0] in "+-"][2:]
+        text += f"; {len(changed)} lines differ from {parent[0]} (--diff)" if changed else f"; it is {parent[0]}"
+    return text
 
 
 def check_environment(e):
-    found = {name: value for name, value in e.get("start.environment", dict).items() if scan.VARIABLE.fullmatch(name)}
+    settings = [f"{name}={value}" for name, value in sorted(e.get("start.environment", dict).items())]
+    found = [text for text in settings if _VARIABLE.fullmatch(text) and not _INNOCUOUS.fullmatch(text)]
     if found:
-        raise Broken(f"started with {', '.join(f'{name}={v}' for name, v in sorted(found.items()))[:120]}")
-    return "no compiler's variable was set at the start"
+        raise Broken(f"started with {', '.join(found)[:160]}")
+    return "no variable was set that changes the compiler, Python or its libraries"
 
 
 def check_clock(e):
-    timed = e.lines
+    timed = e.steps
     if e.ours and e.run.clock_falls:
         raise Broken(f"train_time falls at step {e.run.clock_falls[0]}")
+    falls = [i for i, (one, next_) in enumerate(zip(timed, timed[1:]), 1) if next_.time_ms < one.time_ms]
+    if len(falls) == 1 and timed[falls[0]].step <= 11:
+        timed = timed[falls[0]:]  # the community's reset after its first steps
+    elif falls:
+        raise Broken(f"train_time falls to {timed[falls[0]].time_ms:.0f} ms at step {timed[falls[0]].step}")
     if len(timed) < 2:
-        raise NotCheckable("fewer than two lines with train_time in ms" if len(timed) else
-                           "no line with train_time in ms that is this run's alone")
-    for (_, before, *_), (step, ms, *_) in zip(timed, timed[1:]):
-        if ms < before:
-            raise Broken(f"train_time falls from {before} to {ms} ms at step {step}")
+        raise NotCheckable("fewer than two lines with train_time in ms")
     warm = (0,) if e.ours else (0, 1, 10)  # steps that the community's scripts leave out of their average
-    wrong = [[line for line in timed if line[2] is not None and abs(line[1] - line[2] * max(line[0] - left_out, 1)) >
-              1 + 0.006 * line[0]] for left_out in warm]
+    wrong = [[line for line in timed if line.average is not None and
+              abs(line.time_ms - line.average * max(line.step - left_out, 1)) > 1 + 0.006 * line.step] for left_out in warm]
     if all(wrong):
-        step, ms, average, _ = wrong[0][0]
-        raise Broken(f"at step {step} train_time is {ms} ms, by its step_avg of {average} ms {step * average:.0f} ms")
-    steps = [(step, ms) for step, ms, _, val in timed if not val]
+        line = wrong[0][0]
+        raise Broken(f"at step {line.step} train_time is {line.time_ms:.0f} ms, by its step_avg of {line.average} ms "
+                     f"{line.step * line.average:.0f} ms")
+    steps = [(line.step, line.time_ms) for line in timed if not line.validation]
     if e.ours:
         wanted = next((i for i, (step, _) in enumerate(steps, 1) if step != i), len(steps) + 1)
         if wanted <= e.run.stated_steps or len(steps) != e.run.stated_steps:
@@ -341,19 +404,62 @@ def check_paces(steps):
         raise Broken(f"a step takes {around[stalls[0]]:.0f} ms, and the clock all but stands still at {several(found)}")
 
 
+def check_stamps(e):
+    """Did the steps take as long by the race's clock, which saw each line reach the log, as by the run's own?
+
+    A stretch begins at a validation's line, written as the clock goes on, and ends at the last step before the next one.
+    What passes between stretches must be named: validation, hashing and the like."""
+    path = Path(re.sub(r"\.txt$", "", e.run.path.removesuffix(".gz")) + ".steps.json")
+    steps, spans = e.steps, e.get("end.seconds_outside_clock", dict)
+    try:
+        stamps = logs.parse_json(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise NotCheckable(f"no {logs.printable(path.name)} lies beside the log: race.py writes it") from None
+    except ValueError as error:
+        raise Broken(f"{logs.printable(path.name)}: {error}") from None
+    if not isinstance(stamps, list) or not all(isinstance(pair, list) and len(pair) == 2 and all(map(is_number, pair))
+                                               for pair in stamps):
+        raise Broken(f"{logs.printable(path.name)} is no list of [step, seconds]")
+    if [pair[0] for pair in stamps] != [line.step for line in steps]:
+        steps = [line for line in steps if not line.validation]  # a race that stamps these alone
+    if [pair[0] for pair in stamps] != [line.step for line in steps] or len(steps) < 2:
+        raise Broken(f"{logs.printable(path.name)} has {len(stamps)} lines, and not those of the log, which has "
+                     f"{len(e.steps)}")
+    own, seen = np.array([line.time_ms / 1000 for line in steps]), np.array([pair[1] for pair in stamps])
+    falls = np.flatnonzero(np.diff(seen) < 0)
+    if len(falls):
+        raise Broken(f"by the race's clock step {steps[falls[0] + 1].step} was written before the one before it")
+    heads = [i for i, line in enumerate(steps) if line.validation or i == 0]
+    slow, gaps = 0.0, seen[-1] - seen[0]
+    for begin, end in zip(heads, [*heads[1:], len(steps)]):
+        late, edge = (seen - own)[begin:end], max(1, min(STAMP_LINES, (end - begin) // 4))
+        slow += float(np.median(late[-edge:]) - np.median(late[:edge]))
+        gaps -= seen[end - 1] - seen[begin]
+    allowed = STAMP_S + STAMP_EACH_S * math.sqrt(2 * len(heads))
+    if slow > allowed:
+        raise Broken(f"its {e.run.stated_steps} steps took {slow:.2f} s more by the race's clock than the {own[-1]:.2f} s "
+                     f"of its own, and {allowed:.2f} s is what lines may be late: its clock runs slow")
+    named = sum(seconds for name, seconds in spans.items() if is_number(seconds) and name not in
+                ("joining", "setup", "warmup", "compile"))
+    if gaps > named + allowed:
+        raise Broken(f"{gaps:.2f} s passed between steps by the race's clock, and it names {named:.2f} s (validation, "
+                     "hashing and the like)")
+    return f"{own[-1]:.2f} s by its own clock, {slow:+.2f} s by the race's, which saw {len(steps)} lines"
+
+
 def check_outside(e):
     wall, trained = e.get("end.wall_seconds", NUMBER), e.get("end.train_time_ms", NUMBER) / 1000
     spans = e.get("end.seconds_outside_clock", dict)
     if not all(is_number(seconds) and seconds > -0.05 for seconds in spans.values()):
         raise Broken(f"spans outside the clock are no seconds: {json.dumps(spans)[:100]}")
     unnamed = wall - trained - sum(spans.values())
-    if not abs(unnamed) <= UNNAMED_S + UNNAMED_PART * wall:
-        raise Broken(f"wall clock {wall:.1f} s, training {trained:.1f} s, named outside {sum(spans.values()):.1f} s: "
-                     f"{unnamed:+.1f} s are under no name")
+    if not abs(unnamed) <= UNNAMED_S:
+        raise Broken(f"wall clock {wall:.2f} s, training {trained:.2f} s, named outside {sum(spans.values()):.2f} s: "
+                     f"{unnamed:+.2f} s are under no name, and {UNNAMED_S} s may be")
     shown = ", ".join(f"{name} {seconds:.1f}" for name, seconds in spans.items())
     long = [name for name, seconds in spans.items() if seconds > trained]
     remark = f"; LONGER THAN TRAINING: {', '.join(long)}, see why" if long else ""
-    return f"of {wall:.1f} s: training {trained:.1f}, {shown}, under no name {unnamed:.1f}{remark}"
+    return f"of {wall:.1f} s: training {trained:.1f}, {shown}, under no name {unnamed:.4f}{remark}"
 
 
 def check_same(e, before, after, what):
@@ -370,99 +476,112 @@ def check_compiles(e):
     return "nothing was compiled after the warm-up"
 
 
-def several(findings):
-    more = f"; and {len(findings) - SHOWN} more" if len(findings) > SHOWN else ""
-    return "; ".join(findings[:SHOWN]) + more
-
-
-def judged(check, *arguments):
-    """(verdict, reason) of a check. Whatever a stranger's log or model makes it raise is a finding too."""
-    try:
-        return PASS, check(*arguments)
-    except NotCheckable as reason:
-        return UNKNOWN, str(reason)
-    except Broken as reason:
-        return FAIL, str(reason)
-    except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        return (UNKNOWN, f"memory ran out: check it where there is more ({text})") if ran_out(error) else (FAIL, text)
-
-
-def ran_out(error):
-    """Whether an error is one of memory, of which torch has kinds of its own."""
-    return isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "allocate memory" in str(error)
-
-
 def for_each(rule, runs, check):
     """One Finding of a rule that every run must keep."""
-    found = [(e, *judged(check, e)) for e in runs]
-    broken = [f"{e.name}: {reason}" for e, verdict, reason in found if verdict == FAIL]
+    return of_all(rule, [(e.name, *judged(check, e)) for e in runs], len(runs))
+
+
+def of_all(rule, found, wanted):
+    """One Finding from (name, verdict, reason) of each run that was examined; wanted: how many should have been."""
+    broken = [f"{name}: {reason}" for name, verdict, reason in found if verdict == FAIL]
     unknown = [reason for _, verdict, reason in found if verdict == UNKNOWN]
+    some = f"{len(found)} of {wanted} runs examined; " if len(found) < wanted else ""
     if broken:
-        return Finding(rule, FAIL, several(broken))
+        return Finding(rule, FAIL, some + several(broken))
     if unknown:
-        return Finding(rule, UNKNOWN, f"{len(unknown)} of {len(runs)} runs: {unknown[0]}")
-    return Finding(rule, PASS, found[0][2] if len(runs) == 1 else f"{len(runs)} runs; the first: {found[0][2]}")
+        return Finding(rule, UNKNOWN, f"{some}{len(unknown)} of {len(found)} runs: {unknown[0]}")
+    shown = found[0][2] if wanted == 1 else f"{len(found)} of {wanted} runs; the first: {found[0][2]}"
+    return Finding(rule, UNKNOWN if some else PASS, some + "none fails" if some else shown)
 
 
 # Rules for all runs together
 
+def sides_of(runs):
+    """{(race id, side) or None: its runs}"""
+    members = defaultdict(list)
+    for e in runs:
+        members[e.race and e.race[:2]].append(e)
+    return members
+
+
 def check_accounts(runs, found, races):
     """Were these all the runs, and were there to be so many?"""
-    remarks, unknown, members = [], [], defaultdict(list)
-    for e in runs:
-        members[stats.race_of(e.run) and stats.race_of(e.run)[:2]].append(e)
+    remarks, unknown, members = [], [], sides_of(runs)
     for which, of_side in members.items():
-        where = f"side {which[1]}: " if which and which[1] else ""
-        if len({e.run.source_sha256 for e in of_side}) > 1:
-            raise Broken(f"{where}the runs are of {len({e.run.source_sha256 for e in of_side})} sources")
-        seeds = Counter(e.get("start.seed", int) for e in of_side if e.ours)
-        if seeds and max(seeds.values()) > 1:
-            raise Broken(f"{where}seed {max(seeds, key=seeds.get)} was used {max(seeds.values())} times")
+        side = stats.Side(f"side {which[1]}" if which and which[1] else "the set", "--source", [e.run for e in of_side])
+        until_decided = which is not None and which[0] in races and races[which[0]].race.get("until_decided") is True
+        try:
+            stats.check_one_experiment(side, mixed=False)
+            stats.check_all_there(side, found.rejected, until_decided)
+            stats.check_none_diverged(side, found.rejected)
+        except stats.CannotJudge as reason:
+            raise Broken(str(reason)) from None
         if which is None:
-            continue
-        declared = {e.get("start.race.declared_n", int) for e in of_side}
-        numbers = sorted(e.get("start.race.run", int) for e in of_side)
-        if declared != {len(numbers)} or numbers != list(range(1, len(numbers) + 1)):
-            raise Broken(f"{where}{' or '.join(map(str, sorted(declared)))} runs were declared, and here are "
-                         f"{', '.join(map(str, numbers[:20]))}")
-        remarks.append(f"{where}{len(of_side)} runs, as declared")
+            unknown.append("no number of runs was declared: some may be left out")
+        else:
+            remarks.append(f"{side.name}: {len(of_side)} runs, as declared")
     if len({json.dumps(e.run.start.get("shards"), sort_keys=True) for e in runs if e.ours}) > 1:
         raise Broken("the runs did not all read the same data")
-    sources = {e.run.source_sha256 for e in runs}
-    for item in found.rejected:
-        name = logs.printable(os.path.basename(item.path))
-        if item.kind == logs.NOT_FINITE and item.source_sha256 in sources:
-            raise Broken(f"{name}, of the same source, speaks against the record: {item.reason}")
-        if item.kind in (logs.INCOMPLETE, logs.NOT_FINITE):
-            remarks.append(f"{name}: {item.reason}")
-    by_race = defaultdict(list)
-    for e in runs:
-        if stats.race_of(e.run):
-            by_race[stats.race_of(e.run).race_id].append(e)
+    remarks += [f"{logs.printable(os.path.basename(item.path))}: {item.reason}" for item in found.rejected
+                if item.kind in (logs.INCOMPLETE, logs.NOT_FINITE)]
     started = {run_id for one in races.values() for run_id in one.attempts}
     strangers = {str(e.run.start.get("run_id")) for e in runs if e.ours} - started
     if races and strangers:
         raise Broken(f"not started by this race, by its {race.MANIFEST}: {several(sorted(strangers))}")
-    here = {str(item.start.get("run_id")) for item in [*(e.run for e in runs), *found.rejected] if item.start}
-    for race_id, of_race in by_race.items():
+    here = {str(item.start.get("run_id")): item for item in [*found.rejected, *(e.run for e in runs)] if item.start}
+    for race_id in dict.fromkeys(which[0] for which in members if which):
         if race_id in races:
-            said, doubts = check_race(races[race_id], of_race, here)
-            remarks, unknown = remarks + said, unknown + doubts
+            of_race = [e for which, of_side in members.items() if which and which[0] == race_id for e in of_side]
+            for check in (check_starts, check_race):
+                said, doubts = check(races[race_id], of_race, here)
+                remarks, unknown = remarks + said, unknown + doubts
         else:
             unknown.append(f"there is no {race.MANIFEST} of race {race_id}: what else was started cannot be seen")
-    if None in members:
-        unknown.append("no number of runs was declared: some may be left out")
     if unknown:
         raise NotCheckable("; ".join([*unknown, *remarks]))
     return "; ".join(remarks)
 
 
+def check_starts(manifest, runs, here):
+    """Each start is written before the process and each end after it: was a slow run stopped, or hidden in a gap?
+
+    here: {run_id: what logs.py read}. Returns (remarks, what cannot be known)."""
+    remarks, unknown, begun, before = [], [], set(), None
+    done = {e.get("start.run_id"): e for e in runs}
+    for event in manifest.events:
+        if event["status"] == "started":
+            begun.add(event["run_id"])
+        elif event["run_id"] not in begun:
+            raise Broken(f"{event['run_id']} ended ({event['status']}), and no line before it says that it was started")
+    lengths = [a["seconds"] for a in manifest.attempts.values() if a["status"] == "done" and is_number(a.get("seconds"))]
+    usual = float(np.median(lengths)) if lengths else math.inf
+    for run_id, attempt in manifest.attempts.items():
+        began = moment(attempt.get("started_at"))
+        if None not in (began, before) and began - before > usual / 2 + STARTING_LEAST_S:
+            unknown.append(f"{began - before:.0f} s passed before {run_id} was started, long enough to hide a run")
+        seconds = attempt.get("seconds")
+        before = moment(attempt.get("ended_at")) or (began + seconds if began and is_number(seconds) else None)
+        log = here.get(run_id)
+        if attempt["status"] == "done":
+            continue
+        last = log.steps[-1] if log and log.steps else None
+        others = [step.time_ms for e in done.values() if e.race.side == attempt["side"]
+                  for step in e.steps if last and step.step == last.step]
+        if others and last.time_ms > np.median(others):
+            text = (f"run {attempt['run']}{attempt['side']}, {run_id}, {attempt['status']} at step {last.step}, was slower "
+                    f"({last.time_ms / 1000:.3f} s) than those that count ({np.median(others) / 1000:.3f} s)")
+            if attempt["status"] == "interrupted":
+                raise Broken(f"{text}: who may stop slow runs chooses the figures; race anew")
+            unknown.append(text)
+        elif not log and is_number(seconds) and seconds > usual / 2:
+            raise Broken(f"{run_id}: {attempt['status']} after {seconds:.0f} s, and there is no log of it")
+    return remarks, unknown
+
+
 def check_race(manifest, runs, here):
     """Compares a manifest with the runs of its race -> (remarks, what cannot be known). here: run_ids with a log."""
     declared, order = manifest.race, manifest.race["order"]
-    if len(order) != declared["n"] * len(declared["sides"]) or \
-            order != [f"{run}{side}" for run, side in race.order(declared["n"], declared["sides"])]:
+    if order != [f"{run}{side}" for run, side in race.order(declared["n"], declared["sides"])]:
         raise Broken(f"the order in {race.MANIFEST} is not that of {declared['n']} runs a side")
     remarks, unknown, tried, done = [], [], [], set()
     for run_id, attempt in manifest.attempts.items():
@@ -489,81 +608,143 @@ def check_race(manifest, runs, here):
         side = declared["sides"].get(attempt["side"])
         if side is None:
             raise Broken(f"{e.name} is of side {attempt['side']!r}, which the race has not")
-        pairs = [("start.race.declared_n", declared["n"]), ("start.race.run", attempt["run"]),
-                 ("start.race.side", attempt["side"]), ("start.ranks", declared["ranks"]),
-                 ("start.seed", declared["seed"] + attempt["run"]), ("start.seed", attempt.get("seed")),
-                 ("start.source_sha256", side.get("source_sha256"))]
-        for where, wanted in pairs:
+        for where, wanted in (("start.race.declared_n", declared["n"]), ("start.race.run", attempt["run"]),
+                              ("start.race.side", attempt["side"]), ("start.ranks", declared["ranks"]),
+                              ("start.seed", declared["seed"] + attempt["run"]), ("start.seed", attempt.get("seed")),
+                              ("start.source_sha256", side.get("source_sha256"))):
             if e.get(where) != wanted:
                 raise Broken(f"{e.name}: its {where} is {e.get(where)}, by {race.MANIFEST} it is {wanted}")
-        began, logged = moment(attempt.get("started")), moment(e.run.start.get("started"))
+        began, logged = moment(attempt.get("started_at")), moment(e.run.start.get("started"))
         lasted = attempt["seconds"] if is_number(attempt.get("seconds")) else math.inf
         if logged is not None and (began is None or not -CLOCKS_S <= logged - began <= lasted + CLOCKS_S):
             raise Broken(f"{e.name} states that it started at {e.get('start.started')}, by {race.MANIFEST} it ran for "
-                         f"{lasted:.0f} s from {attempt.get('started')} on")
+                         f"{lasted:.0f} s from {attempt.get('started_at')} on")
     return remarks, unknown
 
 
 def check_wall(runs, races):
-    """Does a run's own wall clock agree with what the race measured from outside?"""
+    """Does a run's own wall clock agree with what the race measured from outside, and alike on both sides?"""
     late = defaultdict(list)
     for e in runs:
-        found = races.get(stats.race_of(e.run).race_id) if stats.race_of(e.run) else None
+        found = races.get(e.race.race_id) if e.race else None
         measured = found.attempts.get(e.run.start.get("run_id"), {}).get("seconds") if found else None
         if is_number(measured):
             wall = e.get("end.wall_seconds", NUMBER)
-            late[found.race["id"]].append((measured - wall, wall, e.name))
+            late[found.race["id"]].append((measured - wall, wall, e.name, e.race.side))
             if not -0.1 <= measured - wall <= min(STARTING_S, STARTING_LEAST_S + STARTING_PART * wall):
                 raise Broken(f"{e.name} states {wall:.1f} s by the wall clock, the race that started it measured "
                              f"{measured:.1f}")
     if not late:
         raise NotCheckable(f"no {race.MANIFEST} tells how long the runs took: race them with race.py")
     for of_race in late.values():
-        (least, _, one), (most, wall, other) = min(of_race), max(of_race)
-        if most - least > STARTING_SPREAD_S + STARTING_SPREAD_PART * wall:
+        (least, _, one, _), (most, wall, other, _) = min(of_race), max(of_race)
+        if most - least > SPREAD_S + SPREAD_PART * wall:
             raise Broken(f"the race measured {least:.1f} s more than the wall clock of {one}, and {most:.1f} s more "
                          f"than that of {other}")
-    lags = [lag for of_race in late.values() for lag, _, _ in of_race]
+        medians = {side: np.median([lag for lag, *_, of in of_race if of == side]) for *_, side in of_race}
+        if max(medians.values()) - min(medians.values()) > SIDES_S + SIDES_PART * wall:
+            raise Broken("the race measured more than the runs' wall clocks by " + ", ".join(
+                f"{lag:.1f} s on side {side}" for side, lag in sorted(medians.items())) + ": one side's clocks run slow")
+    lags = [lag for of_race in late.values() for lag, *_ in of_race]
     return f"the race measured {min(lags):.1f} to {max(lags):.1f} s more than each run's wall clock, which starts later"
 
 
 def check_copies(runs):
-    """Is each run one of its own? Another seed gives another state, and no two runs take the same time at each step."""
-    seen = {}
+    """Is each run one of its own? Another seed gives other states and losses, and no two runs the same times."""
+    seen, compared = {}, []
     for e in runs:
-        if e.ours:
-            for state in set(state_hashes(e)):
-                other, seed = seen.setdefault(state, (e, e.get("start.seed", int)))
-                if seed != e.get("start.seed"):
-                    raise Broken(f"{other.name} and {e.name} have the seeds {seed} and {e.get('start.seed')}, and the "
-                                 f"same state hash {state[:8]}...")
-        times = tuple(ms for _, ms, *_ in e.lines)
+        seed = e.get("start.seed", int) if e.ours else None
+        end = e.run.end or {}
+        held = [end.get(key) for key in ("final_state_hash", "state_hash", "validation_hash")]
+        held = [text for item in held for text in (item.values() if isinstance(item, dict) else [item])]
+        marks = [("state hash", text) for text in held if isinstance(text, str) and SHA256.fullmatch(text)]
+        if e.ours and e.run.start.get("config", {}).get("shuffle") is True:
+            marks += [("digest of its tokens", end.get(key)) for key in ("train_sha256", "train_digest")
+                      if isinstance(end.get(key), str)]
+        losses = tuple(step.train_loss for step in e.steps if step.train_loss is not None)
+        if e.ours and len(losses) >= TELLING_LINES:
+            marks.append(("training loss at each step", losses))
+            compared.append((e, seed, losses))
+        for what, mark in marks if e.ours else ():
+            other, others = seen.setdefault((what, mark), (e, seed))
+            if others != seed:
+                raise Broken(f"{other.name} and {e.name} have the seeds {others} and {seed}, and the same {what} "
+                             f"{mark[:8] if isinstance(mark, str) else ''}")
+        times = tuple(step.time_ms for step in e.steps)
         if len(times) >= TELLING_LINES:
             other, _ = seen.setdefault(times, (e, None))
             if other is not e:
                 raise Broken(f"{other.name} and {e.name} have the same time at each of {len(times)} lines")
     if not seen:
         raise NotCheckable("the logs hold neither state hashes nor the times of their steps")
-    return f"no two of {len(runs)} runs have the same times, and no two seeds a state hash in common"
+    closest = max(correlations(compared), default=(None,), key=lambda item: item[0])
+    if closest[0] is not None and closest[0] > ALIKE:
+        raise Broken(f"{closest[1].name} and {closest[2].name} have other seeds, and training losses that go up and down "
+                     f"together (correlation {closest[0]:.3f}): one is a copy of the other with small changes")
+    told = f"; the losses of other seeds correlate by {closest[0]:.2f} at most" if closest[0] is not None else ""
+    return f"no two of {len(runs)} runs have the same times, and no two seeds a state hash or losses in common{told}"
 
 
-def state_hashes(e):
-    """Those that the log states; that it must, other rules say."""
-    stated = [e.run.end.get("final_state_hash")] if e.run.end else []
-    for holder in ("state_hash", "validation_hash"):
-        found = (e.run.end or {}).get(holder)
-        stated += found.values() if isinstance(found, dict) else []
-    return [state for state in stated if isinstance(state, str) and _SHA256.fullmatch(state)]
+def correlations(compared):
+    """Yields (correlation, run, run) of the training losses of runs of other seeds, without what they must share.
+
+    That is the descent, and, where all runs read the same batches in the same order, how hard each batch is: the mean
+    over the runs, of which there must then be three."""
+    groups = defaultdict(list)
+    for e, seed, losses in compared:
+        shuffled = e.run.start.get("config", {}).get("shuffle") is True
+        if len(losses) >= ALIKE_LINES:
+            groups[len(losses), shuffled].append((e, seed, np.array(losses)))
+    for (_, shuffled), group in groups.items():
+        table = np.array([losses for *_, losses in group])
+        if not shuffled:
+            if len({seed for _, seed, _ in group}) < 3:
+                continue
+            table = table - table.mean(axis=0)
+        smooth = np.array([np.convolve(row, np.ones(9) / 9, "valid") for row in table])
+        rough = table[:, 4:-4] - smooth
+        rough = rough[:, rough.shape[1] // 5:]  # the descent is steep at first
+        with np.errstate(invalid="ignore", divide="ignore"):
+            found = np.nan_to_num(np.corrcoef(rough))
+        for i, (one, seed, _) in enumerate(group):
+            yield from ((found[i, j], one, group[j][0]) for j in range(i) if group[j][1] != seed)
 
 
-def check_loss(runs, target):
-    paths = [os.path.abspath(e.run.path) for e in runs]
+def claim(runs, others, target):
+    """What stats.py makes of the record's losses and times, by the test that its race declared. target None: the logs'.
+    Raises stats.CannotJudge."""
+    paths = [[os.path.abspath(e.run.path) for e in side] for side in (runs, others)]
+    return stats.judge(stats.parse([*paths[0], *([f"--target={target!r}"] if target is not None else []),
+                                    *(["--vs", *paths[1]] if others else [])]))
+
+
+def check_loss(runs, others, target):
     try:
-        loss = stats.judge(stats.parse([*paths, f"--target={target!r}"]))["loss"]
-    except stats.CannotJudge as reason:
+        report = claim(runs, others, target)
+    except stats.Undecided as reason:
         raise NotCheckable(str(reason)) from None
+    except stats.CannotJudge:  # the times, say: the losses stand by themselves
+        report = claim(runs, [], target)
+    loss, alpha = report["loss"], report["alpha"]
     text = f"mean {loss['mean']:.5f} of {loss['n']} runs, target {target:g}, p = {loss['p']:.4g}"
     if not loss["significant"]:
+        raise Broken(f"{text}: not below {alpha:g}")
+    return text
+
+
+def check_faster(runs, others, target):
+    try:
+        found = claim(runs, others, target)["comparison"]
+        tested, holds = found["paired_log"] if found["decides"] == "paired_log" else found, found["significant"]
+    except stats.Undecided as reason:
+        raise NotCheckable(str(reason)) from None
+    except stats.CannotJudge:  # the declared test has no figure, or something else that other rules name
+        seconds = [[(e.run.train_time_ms or 0) / 1000 for e in side] for side in (runs, others)]
+        tested = found = stats.compare_times(*seconds, 0.01)
+        holds = found["p"] < 0.01
+    means = " s against ".join(f"{np.mean([e.run.train_time_ms for e in side]) / 1000:.3f}" for side in (runs, others))
+    text = f"{means} s: {stats.show_ratio(found)}, p = {tested['p']:.4g} by the {tested['test']}"
+    if not holds:
         raise Broken(f"{text}: not below 0.01")
     return text
 
@@ -584,7 +765,7 @@ def check_hardware(runs, others):
         switches = {name: value for name, value in e.get("start.environment", dict).items()
                     if not name.startswith("TORCHELASTIC_")}  # of which some name the run
         facts = {"ranks": e.get("start.ranks", int), **e.get("start.hardware", dict), **e.get("start.versions", dict),
-                 **switches}
+                 **switches, "hosts": e.run.start.get("hosts")}
         described.setdefault(json.dumps(facts, sort_keys=True), (e, facts))
     if len(described) > 1:
         (one, facts), (other, theirs) = list(described.values())[:2]
@@ -614,373 +795,27 @@ def check_interleaved(runs, others):
     return f"started as {sides[:60]}, one after another"
 
 
-def check_faster(runs, others):
-    seconds = [[e.run.train_time_ms for e in side] for side in (runs, others)]
-    if None in seconds[0] + seconds[1]:
-        raise NotCheckable("a log states no train_time")
-    try:
-        found = stats.compare_times(*(np.array(side) / 1000 for side in seconds), alpha=0.01)
-    except stats.CannotJudge as reason:
-        raise NotCheckable(str(reason)) from None
-    means = " s against ".join(f"{np.mean(side) / 1000:.3f}" for side in seconds)
-    text = f"{means} s: {stats.show_ratio(found)}, p = {found['p']:.4g}"
-    if not found["p"] < 0.01:
-        raise Broken(f"{text}: not below 0.01")
-    return text
-
-
-# The data itself
-
-def open_shard(path):
-    """(uint16 [tokens], not yet read; vocabulary, BOS) of a shard. Broken if it is none."""
-    header = np.fromfile(path, dtype="<i4", count=HEADER_BYTES // 4)
-    size = os.path.getsize(path)
-    if len(header) < HEADER_BYTES // 4 or header[0] != MAGIC or size != HEADER_BYTES + 2 * int(header[2]) or \
-            size == HEADER_BYTES:
-        raise Broken(f"{logs.printable(path)} is no shard of tokens")
-    encoding = header[3:5].tolist() if header[3] else (50257, 50256)  # as train_gpt.py reads it: GPT-2's, unless stated
-    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES), *encoding
-
-
-def find_shard(shard, folder):
-    """The file of a shard that a log states. NotCheckable if it is not there, Broken if it holds something else."""
-    path, digest = Path(folder) / os.path.basename(shard["name"]), hashlib.sha256()
-    try:
-        with open(path, "rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    except (OSError, ValueError) as error:  # a name may be none that a file can have
-        raise NotCheckable(f"{logs.printable(path)}: {getattr(error, 'strerror', None) or error}; name the folder of "
-                           "the shards with --data") from None
-    if digest.hexdigest() != shard["sha256"]:
-        raise Broken(f"{path} has SHA-256 {digest.hexdigest()[:8]}..., the log states {shard['sha256'][:8]}...")
-    if open_shard(path)[0].size != shard["tokens"]:
-        raise Broken(f"{path} holds {open_shard(path)[0].size:,} tokens, the log states {shard['tokens']:,}")
-    return path
-
-
-def check_data(e, folder):
-    """Is a scored document in training, whole, in part, or with tokens changed? Reads the shards piece by piece."""
-    paths = {split: [find_shard(shard, folder) for shard in shards] for split, shards in shards_of(e).items()}
-    shards = [open_shard(path) for path in paths["val"]]
-    tokens = np.concatenate([tokens for tokens, _, _ in shards])[:e.get("end.val_tokens", int) + 1]
-    opens = tokens == shards[0][2]
-    document = np.cumsum(opens) - 1
-    last = document[FINGERPRINT - 1:]
-    hashes, first = fingerprints(tokens), document[:len(last)]
-    within = (first == last) & (first >= 0) & ~opens[:len(last)]
-    limit = np.uint64(2 ** 64 // max(1, -(-int(within.sum()) // MOST_PRINTS)) - 1)  # the same part of every text
-    asked = np.flatnonzero(within & (hashes <= limit))
-    values, which = np.unique(hashes[asked], return_inverse=True)
-    count = np.bincount(first[asked], minlength=int(opens.sum()))
-    place = np.full(len(values), -1)  # of the first occurrence: shard and position in one number
-    for i, path in enumerate(paths["train"] if len(values) else ()):
-        shard, _, _ = open_shard(path)
-        for begin in range(0, len(shard), CHUNK):
-            prints = fingerprints(shard[begin:begin + CHUNK + FINGERPRINT - 1])
-            at = np.flatnonzero(prints <= limit)[::-1]
-            near = np.minimum(np.searchsorted(values, prints[at]), len(values) - 1)
-            new = (values[near] == prints[at]) & (place[near] < 0)
-            place[near[new]] = (i << 40) + begin + at[new]
-    owner, found = first[asked], place[which] >= 0
-    row = np.cumsum(~found | (np.diff(owner, prepend=-1) > 0))  # the same for prints found one after another
-    longest = np.zeros(len(count))
-    np.maximum.at(longest, owner, np.bincount(row, weights=found)[row])
-    share = np.bincount(owner, weights=found, minlength=len(count)) / np.maximum(count, 1)
-    sought = count >= LEAST_PRINTS
-    leaked = np.flatnonzero(sought & ((share >= SHARED) | (longest >= UNBROKEN * count)))
-    text, number = "the shards are those of the log; ", int(sought.sum())
-    if len(leaked):
-        there = place[which[found & (owner == leaked[0])][0]]
-        text += (f"{len(leaked)} of {number} validation documents are in the training data; {share[leaked[0]]:.0%} of "
-                 f"document {leaked[0]} is in {paths['train'][there >> 40].name} from token {there & (1 << 40) - 1} on")
-    if len(leaked) > number // COINCIDENCES:
-        raise Broken(text)
-    none = f"none of {number} validation documents is in training ({len(sought) - number} short ones were not sought)"
-    return text + (": not more than chance may bring" if len(leaked) else none)
-
-
-def fingerprints(tokens):
-    """uint64 hash of every FINGERPRINT tokens in a row: [n] -> [n - FINGERPRINT + 1]. Each turn doubles the length."""
-    prints, length, factor = tokens.astype(np.uint64) + np.uint64(1), 1, 0x9E3779B97F4A7C15
-    while length < FINGERPRINT:
-        prints = prints[:-length] * np.uint64(factor) + prints[length:]
-        length, factor = 2 * length, factor * factor % 2 ** 64
-    return prints
-
-
-# The model itself: runs in a process of its own, and imports torch there only
-
-TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-3}  # of a mean loss, between machines
-LOGIT_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}  # of a logit, within one
-PROBE_TOKENS, PROBES, FAR_PROBES = 1024, 12, 6
-SCORED_AGAIN = 16  # sequences
-BLOCK = 128  # of FlexAttention: where a mistaken block mask leaks
-
-
-def load(source, model_path, device):
-    """(model, windows of the last validation, config) by a source that is run anew, with no state of an earlier load.
-
-    What the evaluation needs of the source: load_model(path, device), Windows, and a model with
-    forward(inputs, targets, windows) -> summed loss, logits(inputs, windows), trunk and lm_head.logits."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "judged.py"
-        path.write_text(source, encoding="utf-8", errors="surrogateescape")
-        spec = importlib.util.spec_from_file_location("judged", path)
-        module = sys.modules["judged"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    model, saved = module.load_model(model_path, device)
-    return model, module.Windows(*saved["windows"]), saved["config"]
-
-
-def rerun(source, model_path, shard_paths, stated):
-    """Loads a saved model with the source of its log and tests both. stated: what the log says of them.
-
-    Returns the (verdict, reason) of each of MODEL_RULES."""
-    import torch
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    shards = [open_shard(path) for path in shard_paths]
-    stream = np.concatenate([tokens for tokens, _, _ in shards])
-
-    def examiner():
-        return Examiner(*load(source, model_path, device), stream, *shards[0][1:])
-
-    first = examiner()
-    before = first.state()
-    saved = torch.load(model_path, weights_only=True, map_location="cpu")
-    checks = [lambda: check_saved(saved["model"], saved["config"], stated), lambda: first.check_loss(stated),
-              lambda: examiner().check_order(first.sums), first.check_causality, first.check_targets,
-              first.check_probabilities, lambda: first.check_state(before)]
-    return dict(zip(MODEL_RULES, map(judged, checks)))
-
-
-def bound_memory():
-    """Makes an allocation that this machine cannot hold an error, where the system would kill the process."""
-    try:
-        free = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    except OSError:
-        return
-    import torch
-    if free and not torch.cuda.is_available():  # CUDA reserves more addresses than there is memory
-        limit = used + 1024 * int(free[1])
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def rerun_alone(*arguments):
-    """rerun in a process that is there for nothing else."""
-    bound_memory()
-    return rerun(*arguments)
-
-
-def check_saved(tensors, config, stated):
-    listed = "".join(f"{name} {hash_of(x)}\n" for name, x in tensors.items())  # the form that the log's hashes have
-    seen = hashlib.sha256(listed.encode()).hexdigest()
-    if seen != stated["state_hash"]:
-        raise Broken(f"its parameters have hash {seen[:8]}..., the log states {stated['state_hash'][:8]}...")
-    if config != stated["config"]:
-        raise Broken("its config is not the log's")
-    return "its config is the log's, and its parameters are those of the last validation"
-
-
-def hash_of(x):
-    import torch
-    return hashlib.sha256(x.detach().reshape(-1).view(torch.uint8).cpu().numpy()).hexdigest()
-
-
-class Examiner:
-    """A model, and the questions that are put to it. stream: the validation tokens, uint16."""
-
-    def __init__(self, model, windows, config, stream, vocab_size, bos):
-        self.model, self.windows, self.stream, self.vocab_size, self.bos = model, windows, stream, vocab_size, bos
-        self.config, self.device, self.sums = config, model.scalars.device, []
-        self.draw = np.random.default_rng(0)
-        self.tolerance = LOGIT_TOLERANCE[config["dtype"]]
-        self.probe = self.probe_sequence()
-
-    def tensor(self, tokens):
-        """int32 on the device, filled up with BOS to whole blocks, which on GPUs it must have."""
-        import torch
-        rest = -len(tokens) % BLOCK if self.device.type == "cuda" else 0
-        filled = np.append(tokens.astype(np.int32), np.full(rest, self.bos, np.int32))
-        return torch.from_numpy(filled).to(self.device)
-
-    def probe_sequence(self):
-        """Documents of the validation data, cut so that they end here and there and on the edges of blocks."""
-        length = min(PROBE_TOKENS, self.config["val_len"])
-        tokens = self.stream[:length].copy()
-        joins = {0, BLOCK, BLOCK - 1, 2 * BLOCK + 1, *self.draw.integers(1, length, 1 + length // 100)}
-        tokens[[at for at in joins if at < length]] = self.bos
-        return tokens
-
-    def logits(self, tokens):
-        """float64 [T, padded vocabulary]"""
-        import torch
-        with torch.no_grad():
-            return self.model.logits(self.tensor(tokens), self.windows)[:len(tokens)].double()
-
-    def forward(self, tokens, targets):
-        import torch
-        padded = self.tensor(tokens)
-        wanted = torch.full((len(padded),), -1, dtype=torch.int64, device=self.device)
-        wanted[:len(tokens)] = torch.as_tensor(np.asarray(targets, dtype=np.int64))
-        with torch.no_grad():
-            return float(self.model(padded, wanted, self.windows))
-
-    def surprises(self, tokens, targets):
-        """-log p(target) at each place, float64 [T]. The head takes parts of the sequence, or a long one's logits would
-        not fit."""
-        import torch
-        parts = []
-        with torch.no_grad():
-            for x, wanted in zip(self.model.trunk(self.tensor(tokens), self.windows)[:len(tokens)].split(4096),
-                                 torch.from_numpy(targets.astype(np.int64)).to(self.device).split(4096)):
-                logits = self.model.lm_head.logits(x).float()
-                parts.append((logits.logsumexp(1) - logits.gather(1, wanted[:, None])[:, 0]).double())
-        return torch.cat(parts)
-
-    def score(self, sequence):
-        """Sum of the surprises of a validation sequence, which has a number."""
-        begin = sequence * self.config["val_len"]
-        piece = self.stream[begin:min(begin + self.config["val_len"], self.scored) + 1]
-        return float(self.surprises(piece[:-1], piece[1:]).sum()), len(piece) - 1
-
-    def check_loss(self, stated):
-        self.scored = stated["val_tokens"]
-        if not 0 < self.scored < len(self.stream):
-            raise Broken(f"{self.scored:,} tokens are said to be scored, and the shards hold {len(self.stream):,}")
-        for sequence in range(-(-self.scored // self.config["val_len"])):
-            self.sums.append(self.score(sequence))
-        loss, tolerance = sum(total for total, _ in self.sums) / self.scored, TOLERANCE[self.config["dtype"]]
-        text = f"{loss:.5f} over {self.scored:,} tokens, the log states {stated['loss']:.5f}"
-        if not abs(loss - stated["loss"]) <= tolerance:
-            raise Broken(f"{text}: more than {tolerance} apart")
-        return text
-
-    def check_order(self, sums):
-        """sums: what another load of this model scored, from the first sequence to the last."""
-        if not sums:
-            raise NotCheckable("the loss was not evaluated (above is why)")
-        self.scored = sum(count for _, count in sums)
-        some = np.sort(self.draw.permutation(len(sums))[:SCORED_AGAIN])[::-1]
-        for sequence in map(int, some):
-            (total, count), (before, _) = self.score(sequence), sums[sequence]
-            if not abs(total - before) <= TOLERANCE[self.config["dtype"]] * count:
-                raise Broken(f"sequence {sequence} has a loss of {before / count:.5f} after those before it, and of "
-                             f"{total / count:.5f} after others")
-        return f"{len(some)} of {len(sums)} sequences, scored from last to first by a model loaded anew"
-
-    def check_causality(self):
-        base, length = self.logits(self.probe), len(self.probe)
-        joins, edges = np.flatnonzero(self.probe == self.bos), np.arange(BLOCK, length, BLOCK)
-        places = {"a random place": self.draw.integers(1, length, PROBES),
-                  "the edge of a block": np.concatenate([edges, edges - 1]),
-                  "a document join": self.draw.permutation(np.concatenate([joins, joins + 1]))[:2 * PROBES]}
-        asked = 0
-        for kind, offsets in places.items():
-            for at in sorted({int(at) for at in offsets if 0 < at < length}):
-                changed = self.probe.copy()
-                changed[at:] = self.draw.integers(0, self.vocab_size, length - at)
-                changed[at] = self.bos if self.probe[at] != self.bos else (self.bos + 1) % self.vocab_size
-                difference = float((self.logits(changed)[:at] - base[:at]).abs().max())
-                asked += 1
-                if not difference <= self.tolerance:
-                    raise Broken(f"other tokens from {at} on ({kind}) change an earlier logit by {difference:.2g}")
-        length = min(self.config["val_len"], len(self.stream) - 1)
-        if length > len(self.probe):
-            asked += self.check_far(length)
-        return f"other tokens from {asked} places on (random, edges of blocks, document joins) leave all earlier logits"
-
-    def check_far(self, length):
-        """Causality at the length of validation, where not the logits of a sequence fit but its surprises."""
-        tokens, targets = self.stream[:length], self.stream[1:length + 1]
-        try:
-            base = self.surprises(tokens, targets)
-            for at in map(int, self.draw.integers(1, length, FAR_PROBES)):
-                changed = np.append(tokens[:at], self.draw.integers(0, self.vocab_size, length - at))
-                difference = float((self.surprises(changed, targets)[:at] - base[:at]).abs().max())
-                if not difference <= self.tolerance:
-                    raise Broken(f"other tokens from {at} on change an earlier one's loss by {difference:.2g} in a "
-                                 f"sequence of {length:,}")
-        except Exception as error:
-            if ran_out(error):
-                raise NotCheckable(f"no leak in {len(self.probe):,} tokens; for the {length:,} of a validation "
-                                   "sequence memory ran out: check it where there is more") from None
-            raise
-        return FAR_PROBES
-
-    def check_targets(self):
-        truth = np.append(self.probe[1:], self.bos)
-        random = self.draw.integers(0, self.vocab_size, len(truth))
-        base = self.logits(self.probe)
-        surprise, tolerance = -base.log_softmax(1), TOLERANCE[self.config["dtype"]] * len(truth)
-        least_likely = surprise[:, :self.vocab_size].argmax(1).cpu().numpy()  # a factor on the loss shows most
-        others = [truth, random, np.full(len(truth), random[0]), least_likely]
-        for targets in others:
-            seen = self.forward(self.probe, targets)
-            wanted = float(surprise.gather(1, self.tensor(targets)[:len(truth), None].long()).sum())
-            if not abs(seen - wanted) <= tolerance:
-                raise Broken(f"forward's mean loss is {seen / len(truth):.5f}, the logits' {wanted / len(truth):.5f}")
-            by_parts = float(self.surprises(self.probe, targets).sum())
-            if not abs(by_parts - wanted) <= tolerance:
-                raise Broken(f"logits and lm_head disagree: {wanted / len(truth):.5f} and {by_parts / len(truth):.5f}")
-            if not float((self.logits(self.probe) - base).abs().max()) <= self.tolerance:
-                raise Broken("the logits are others after a loss was asked for")
-        return f"with {len(others)} sets of targets the logits stay, and they give the loss that forward states"
-
-    def check_probabilities(self):
-        asked = self.probe[:min(BLOCK, len(self.probe))]
-        if self.vocab_size > BLOCK * 8:
-            raise NotCheckable(f"{self.vocab_size:,} tokens are too many to ask for each; the row above compares "
-                               "forward's loss with a softmax of the logits")
-        targets = np.full(len(asked), -1)
-        padded, total = self.logits(asked).size(1), 0.0
-        for token in range(padded):
-            targets[-1] = token
-            total += float(np.exp(-self.forward(asked, targets)))
-        if not abs(total - 1) <= 10 * self.tolerance:
-            raise Broken(f"the probabilities that forward gives to the tokens at one place sum to {total:.5f}")
-        return f"those that forward gives to all {padded} tokens sum to {total:.6f}"
-
-    def state(self):
-        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
-        return {name: hash_of(x) for name, x in tensors}
-
-    def check_state(self, before):
-        changed = [name for name, digest in self.state().items() if before.get(name) != digest]
-        if changed:
-            raise Broken(f"{len(changed)} tensors changed while the model was only asked, first {changed[0]}")
-        return f"all {len(before)} parameters and buffers"
-
-
-def check_rerun(model_path, runs, folder):
-    """Findings of rerun() for the run whose model this is. CannotJudge if it is none of theirs."""
-    import torch
-    try:
-        run_id = torch.load(model_path, weights_only=True, map_location="meta")["run_id"]
-    except Exception as error:
-        raise CannotJudge(f"{logs.printable(model_path)}: no model that train_gpt.py saved ({type(error).__name__}); "
-                          "run it with --save_model true") from None
-    e = next((e for e in runs if e.ours and e.run.start.get("run_id") == run_id), None)
-    if e is None:
-        raise CannotJudge(f"{logs.printable(model_path)} is of run {run_id}, whose log is not given; name that log too")
-
-    def examine():
-        check_shards(e)
-        where = folder or os.path.dirname(ROOT / e.get("start.config.val_files", str))
-        paths = [find_shard(shard, where) for shard in e.get("start.shards.val")]
-        stated = {"loss": e.get("end.final_val_loss", NUMBER), "val_tokens": e.get("end.val_tokens", int),
-                  "state_hash": e.digest("end.validation_hash.after"), "config": e.get("start.config", dict)}
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            try:
-                return pool.submit(rerun_alone, e.source or "", os.path.abspath(model_path), paths, stated).result()
-            except BrokenProcessPool:
-                raise Broken("the process that ran the log's source died") from None
-    verdict, found = judged(examine)
-    if verdict == PASS:
-        return [Finding(rule, *found[rule]) for rule in MODEL_RULES]
-    return [Finding(MODEL_RULES[0], verdict, f"the log's source cannot load or judge the model: {found}"),
-            *(Finding(rule, UNKNOWN, "the model could not be evaluated (above is why)") for rule in MODEL_RULES[1:])]
+def check_spans(runs, others):
+    """Is time that the record has off its clock on the other's? Spans are compared by the call."""
+    def per_call(e):
+        spans, calls = e.get("end.seconds_outside_clock", dict), max(1, len(e.run.validations))
+        return {name: seconds / (calls if name == "validation" else 1) for name, seconds in spans.items()
+                if name not in ("joining", "setup", "compile") and is_number(seconds)}, calls
+    sides = [[per_call(e) for e in side] for side in (runs, others)]
+    if min(map(len, sides)) < 2:
+        raise NotCheckable("fewer than two runs on a side")
+    shown = []
+    for name in sorted({name for side in sides for spans, _ in side for name in spans}):
+        mine, theirs = (np.array([spans.get(name, 0.0) for spans, _ in side]) for side in sides)
+        text = f"{name} {mine.mean():.3f} s against {theirs.mean():.3f} s"
+        if name == "validation":
+            text += f" a call ({' and '.join(str(round(np.mean([calls for _, calls in side]), 1)) for side in sides)} calls)"
+        certain = not np.ptp(mine) and not np.ptp(theirs) or ttest_ind(mine, theirs, equal_var=False,
+                                                                       alternative="greater").pvalue < 0.01
+        if mine.mean() > 1.1 * theirs.mean() + UNNAMED_S and certain:
+            raise Broken(f"off its clock the record's side spends more: {text}; what else is done there?")
+        shown.append(text)
+    return ", ".join(shown)
 
 
 # Together
@@ -988,23 +823,16 @@ def check_rerun(model_path, runs, folder):
 def read_manifests(folders):
     """{race id: what race.py wrote down in one of these folders}. CannotJudge if it cannot be read."""
     races = {}
-    for folder in sorted({os.path.realpath(folder) for folder in folders}):
-        path = Path(folder) / race.MANIFEST
-        if not path.exists():
-            continue
-        manifest, text = race.Manifest(path), read_text(path)
-        for number, line in enumerate(text[:text.rfind("\n") + 1].splitlines(), 1):  # a last line may be cut off
+    for path in sorted({Path(os.path.realpath(folder)) / race.MANIFEST for folder in folders}):
+        if path.exists():
             try:
-                manifest.take(race.check_event(logs.parse_json(line), first=number == 1))
-            except ValueError as error:
-                raise CannotJudge(f"{logs.printable(path)}: line {number} is none of a race's ({error}); restore "
-                                  "the file") from None
-        if manifest.race is None:
-            raise CannotJudge(f"{logs.printable(path)}: no line says what the race is; restore the file")
-        same = races.setdefault(manifest.race["id"], manifest)
-        if (same.race, same.attempts) != (manifest.race, manifest.attempts):
-            raise CannotJudge(f"{logs.printable(path)} and {logs.printable(same.path)} tell of one race, and differ; "
-                              "keep the true one")
+                manifest = race.Manifest.read(path)
+            except stats.CannotJudge as reason:
+                raise CannotJudge(str(reason)) from None
+            manifest.events = list(map(logs.parse_json, path.read_bytes()[:manifest.cut].splitlines()[1:]))
+            same = races.setdefault(manifest.race["id"], manifest)
+            if (same.race, same.attempts) != (manifest.race, manifest.attempts):
+                raise CannotJudge(f"{path} and {same.path} tell of one race, and differ; keep the true one")
     return races
 
 
@@ -1014,67 +842,136 @@ def read_runs(paths):
     found = logs.read(paths)
     unreadable = [item for item in found.rejected if item.kind == logs.UNREADABLE]
     if unreadable or not found.runs:
-        reasons = several([f"{logs.printable(item.path)}: {item.reason}" for item in unreadable or found.rejected])
+        reasons = several([f"{item.path}: {item.reason}" for item in unreadable or found.rejected])
         raise CannotJudge(f"no run to judge ({reasons or 'nothing was found'}); name a folder of logs, or logs")
-    counts = Counter(item.path for item in [*found.runs, *found.rejected, *found.duplicates] if item.index_in_file)
     folders = [path for path in paths if os.path.isdir(path)] + [os.path.dirname(run.path) or "." for run in found.runs]
-    return [read_evidence(run, counts[run.path]) for run in found.runs], found, read_manifests(folders)
+    return [Evidence(run, run.steps) for run in found.runs], found, read_manifests(folders)
 
 
-def verify(options):
-    """All Findings, in the order of the table. CannotJudge if the input allows none."""
+def check_models(paths, runs, folder):
+    """Findings on saved models. CannotJudge if one is none of these runs'."""
+    files = [file for path in map(Path, paths) for file in (sorted(path.glob("*.pt")) if path.is_dir() else [path])]
+    if not files:
+        raise CannotJudge(f"{logs.printable(paths[0])}: holds no .pt; name models that --save_model true left")
+    by_id = {e.run.start.get("run_id"): e for e in runs if e.ours}
+    found = {}
+    for path in files:
+        try:
+            run_id = examine.read_model(path, "meta")["run_id"]
+        except Exception as error:
+            raise CannotJudge(f"{path}: no model that train_gpt.py saved ({type(error).__name__}); run it with "
+                              "--save_model true") from None
+        if run_id not in by_id:
+            raise CannotJudge(f"{path} is of run {run_id}, whose log is not given; name that log too")
+        e = by_id[run_id]
+        verdict, shards = judged(shards_of, e)
+        if verdict != PASS:
+            raise CannotJudge(f"{path}: its log does not say what it was validated on ({shards})")
+        found[run_id] = (e.name, examine.check_model(e, path, shards, folder))
+    return [of_all(rule, [(name, *rules[rule]) for name, rules in found.values()], len(runs)) for rule in examine.RULES]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What options name: runs and others are the sides; everyone all runs of the record, apart those of --vs."""
+    everyone: list
+    found: logs.Logs
+    races: dict
+    runs: list
+    others: list
+    apart: list
+    found_apart: logs.Logs | None
+    races_apart: dict
+
+    @property
+    def parent(self):
+        """(name, text) of the source that the record's is compared with, or None."""
+        theirs = next((e.run.source for e in self.others if e.run.source), None)
+        if theirs and theirs != self.runs[0].run.source:
+            return "the other side's", theirs.removesuffix("\n")
+        path = ROOT / race.SCRIPT
+        return ("this checkout's train_gpt.py", path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def read_record(options):
+    """The Record that options name. CannotJudge if there is none."""
     everyone, found, races = read_runs(options.record)
-    sides = sorted({e.race_side for e in everyone} - {""})
-    runs, others, apart = everyone, [], []
+    sides = sorted({e.race.side for e in everyone if e.race} - {""})
     if options.vs:
         apart, found_apart, races_apart = read_runs(options.vs)
-        others = apart
-    elif len(sides) > 1:
-        runs = [e for e in everyone if e.race_side == options.side]
-        others = [e for e in everyone if e.race_side != options.side]
-        if not runs:
-            raise CannotJudge(f"--side {options.side}: the race has the sides {', '.join(sides)}; name one of them")
-    timed = everyone + apart  # what is compared by its time must have an honest one
+        return Record(everyone, found, races, everyone, apart, apart, found_apart, races_apart)
+    if len(sides) < 2:
+        return Record(everyone, found, races, everyone, [], [], None, {})
+    runs = [e for e in everyone if e.race and e.race.side == options.side]
+    if not runs:
+        raise CannotJudge(f"--side {options.side}: the race has the sides {', '.join(sides)}; name one of them")
+    return Record(everyone, found, races, runs, [e for e in everyone if e not in runs], [], None, {})
+
+
+def verify(options, record=None):
+    """All Findings, in the order of the table. CannotJudge if the input allows none."""
+    record = record or read_record(options)
+    everyone, runs, others, races, parent = record.everyone, record.runs, record.others, record.races, record.parent
+    timed = everyone + record.apart  # what is compared by its time must have an honest one
 
     def together(rule, check, *arguments):
         return Finding(rule, *judged(check, *arguments))
 
     findings = [
         for_each("the log is unaltered", timed, check_log),
+        for_each("one run from its seed", timed, check_beginning),
         for_each("data stated with digests", everyone, check_shards),
         for_each("exactly the stated validation tokens", everyone, lambda e: check_val_tokens(e, options.val_tokens)),
-        for_each("no compiler flags in the source", everyone, check_source),
-        for_each("no compiler flags in the environment", everyone, check_environment),
+        for_each("no compiler flags in the source", everyone, lambda e: check_source(e, parent)),
+        for_each("nothing in the environment changes the run", timed, check_environment),
         for_each("the clock is honest", timed, check_clock),
+        for_each("the race's clock saw each step take as long", timed, check_stamps),
         for_each("all time outside the clock is named", timed, check_outside),
-        together("the wall clock agrees with the race's", check_wall, timed,
-                 {**races, **races_apart} if apart else races),
+        together("the wall clock agrees with the race's", check_wall, timed, {**races, **record.races_apart}),
         for_each("warm-up does not train", everyone, lambda e: check_same(
             e, "end.state_hash.before_warmup", "end.state_hash.after_warmup", "the warm-up")),
         for_each("nothing is compiled on the clock", everyone, check_compiles),
         for_each("validation does not train", everyone, lambda e: check_same(
             e, "end.validation_hash.before", "end.validation_hash.after", "validation")),
-        together("every run is accounted for", check_accounts, everyone, found, races),
+        together("every run is accounted for", check_accounts, everyone, record.found, races),
         together("no run is a copy of another", check_copies, timed),
-        together("mean loss below target, p < 0.01", lambda: check_loss(runs, choose_target(runs, options.target))),
+        together("mean loss below target, p < 0.01", lambda: check_loss(runs, others, choose_target(runs, options.target))),
     ]
-    if apart:
-        findings.append(together("every run of the other side is accounted for", check_accounts, apart, found_apart,
-                                 races_apart))
-    for rule, check in (("the same hardware on both sides", check_hardware),
-                        ("the sides ran in turn", check_interleaved),
-                        ("faster than the other side, p < 0.01", check_faster)):
+    if record.apart:
+        findings.append(together("every run of the other side is accounted for", check_accounts, record.apart,
+                                 record.found_apart, record.races_apart))
+    for rule, check in (("the same hardware on both sides", check_hardware), ("the sides ran in turn", check_interleaved),
+                        ("no more time off the clock than the other side", check_spans),
+                        ("faster than the other side, p < 0.01", lambda *sides: check_faster(
+                            *sides, options.target))):
         findings.append(together(rule, check, runs, others) if others else
                         Finding(rule, UNKNOWN, "name the logs of the other side with --vs, or race both sides"))
-    if options.data:
-        distinct = {json.dumps(e.run.start.get("shards"), sort_keys=True) if e.ours else "": e for e in everyone}
-        findings.append(for_each("no validation document in training", list(distinct.values()),
-                                 lambda e: check_data(e, options.data)))
-    else:
-        findings.append(Finding("no validation document in training", UNKNOWN, "name the shards' folder with --data"))
-    if options.rerun:
-        return findings + check_rerun(options.rerun, everyone, options.data)
-    return findings + [Finding(rule, UNKNOWN, "name a model of the run with --rerun") for rule in MODEL_RULES]
+    distinct = {json.dumps(e.run.start.get("shards"), sort_keys=True) if e.ours else "": e for e in everyone}
+    for rule, of, check in (
+            ("no validation document in training", list(distinct.values()), lambda e: leaks.check_leaks(
+                shards_of(e), e.get("end.val_tokens", int), options.data)),
+            ("trained on the declared shards", everyone, lambda e: leaks.check_replay(
+                e.get("start.config", dict), shards_of(e), e.planned()[0], e.get("end", dict), options.data))):
+        findings.append(for_each(rule, of, check) if options.data else
+                        Finding(rule, UNKNOWN, "name the shards' folder with --data"))
+    return findings + (check_models(options.rerun, everyone, options.data) if options.rerun else [
+        Finding(rule, UNKNOWN, f"0 of {len(everyone)} runs examined: name a model of each with --rerun")
+        for rule in examine.RULES])
+
+
+def unseen(runs, races):
+    """What no rule can find, and who could."""
+    e = next((e for e in runs if e.ours), None)
+    if e is None:
+        return "A log without a description shows little; what it does not say, only its author's machine can."
+    found = races.get(e.race.race_id) if e.race else None
+    side = found.race["sides"].get(e.race.side) if found else None
+    flags = side["flags"] if side else ["--preset", str(e.run.start.get("preset"))]
+    return ("No log shows a forgery in which losses, times, source and hashes are all made up to fit. These would: --rerun "
+            "with a model of each run, on your machine; and a run of your own by `" + shlex.join(
+                ["torchrun", f"--nproc_per_node={e.run.start.get('ranks')}", race.SCRIPT, *flags, "--seed",
+                 str(e.run.start.get("seed"))]) + f"` for {e.name}: the same seed gives the same bytes (final_state_hash) on "
+            "a CPU, and on a GPU a loss within the spread of these.")
 
 
 def parse(arguments):
@@ -1083,10 +980,12 @@ def parse(arguments):
     parser.add_argument("record", nargs="+", metavar="RECORD", help="a folder of logs, or logs")
     parser.add_argument("--vs", nargs="+", metavar="OTHER", help="logs of what it must be faster than")
     parser.add_argument("--side", default="a", help="of a race with two sides: the one that is the record (default: a)")
-    parser.add_argument("--data", metavar="DIR", help="folder of the shards: hash them, seek validation in training")
-    parser.add_argument("--rerun", metavar="MODEL", help="a model that train_gpt.py saved; RUNS the source in its log")
+    parser.add_argument("--data", metavar="DIR", help="folder of the shards: hash and replay them, seek validation in training")
+    parser.add_argument("--rerun", nargs="+", metavar="MODEL",
+                        help="models that train_gpt.py saved, or folders of them; RUNS the source in their logs")
     parser.add_argument("--target", type=float, help="loss to be below (default: 3.28 on FineWeb, else the logs')")
     parser.add_argument("--val_tokens", type=int, help="tokens to score (default: 10,485,760 on FineWeb, else all)")
+    parser.add_argument("--diff", action="store_true", help="print how the source differs from its parent")
     parser.add_argument("--json", action="store_true", help="print the findings for programs")
     return parser.parse_args(arguments)
 
@@ -1094,22 +993,34 @@ def parse(arguments):
 def main(arguments=None):
     options = parse(arguments)
     try:
-        findings = verify(options)
+        record = read_record(options)
+        findings, runs, last = verify(options, record), record.runs, unseen(record.runs, record.races)
     except CannotJudge as reason:
         if options.json:
             print(json.dumps({"verdict": "cannot be judged", "reason": str(reason)}))
-        print(f"verify.py: error: {reason}", file=sys.stderr)
+        print(f"verify.py: error: {logs.printable(str(reason))}", file=sys.stderr)
         return 2
     counts = Counter(finding.verdict for finding in findings)
+    bare = not counts[FAIL] and any(not e.ours for e in runs)
+    examined = next((re.match(r"\d+ of \d+ runs", f.reason)[0] for f in findings if f.rule == examine.LOSS and
+                     re.match(r"\d+ of \d+ runs", f.reason)), f"{len(runs)} of {len(runs)} runs")
+    said = f"{counts[PASS]} rules pass, {counts[FAIL]} fail, {counts[UNKNOWN]} could not be checked; models of {examined} " \
+           "examined"
+    if bare:
+        said += f": {counts[FAIL]} fail, {counts[UNKNOWN]} not checkable is no pass; the logs describe nothing of their runs"
     if options.json:
         verdict = FAIL if counts[FAIL] else INCOMPLETE if counts[UNKNOWN] else PASS
-        rules = [finding._asdict() for finding in findings]
-        print(json.dumps({"verdict": verdict, "counts": dict(counts), "rules": rules}, indent=1))
+        print(json.dumps({"verdict": verdict, "counts": dict(counts), "said": said, "unseen": last,
+                          "rules": [finding._asdict() for finding in findings]}, indent=1))
     else:
-        rows = [("FAIL" if f.verdict == FAIL else f.verdict, f.rule, f.reason) for f in findings]
-        print("\n".join(logs.columns(rows)))
-        print(f"\n{counts[PASS]} rules pass, {counts[FAIL]} fail, {counts[UNKNOWN]} could not be checked")
-    return 1 if counts[FAIL] else 0
+        if options.diff and record.parent:
+            changes = difference(record.parent[1], (runs[0].run.source or "").removesuffix("\n"))
+            print("\n".join(map(logs.printable, changes)) + "\n")
+        print("\n".join(logs.columns([("FAIL" if f.verdict == FAIL else f.verdict, f.rule, f.reason) for f in findings])))
+        print(f"\n{said}\n{logs.printable(last)}")
+    if bare:
+        print(f"verify.py: {said}", file=sys.stderr)
+    return 1 if counts[FAIL] else 2 if bare else 0
 
 
 if __name__ == "__main__":

@@ -342,6 +342,79 @@ def test_a_changed_total_is_told(write):
                                                   "the stated total changed from 19 to 20 at step 4")
 
 
+# What is kept of a run
+
+def test_the_step_lines_and_the_source_are_kept(write):
+    run = only_run(write(text(["step:0/2 val_loss:9.1 train_time:0ms step_avg:nanms",
+                               "step:1/2 train_time:70ms step_avg:70.00ms train_loss:8.5", "step:2/2 train_loss:7 train_time:2s",
+                               "step:2/2 val_loss:3.2785 train_time:150ms step_avg:75.00ms"])))
+    assert run.steps == [(0, 0, None, None, True), (1, 70, 70, 8.5, False), (2, 150, 75, None, True)]
+    assert run.source == "import torch\n" and run.shape == "" and run.separators == 2
+    one, two = logs.read([write(text(common()), "a.txt"), write(text(common("3.2")), "b.txt")]).runs
+    assert one.source is two.source  # kept once
+    assert only_run(write("x" * (logs.MOST_SOURCE + 1) + "\n" + text(common()))).source is None
+
+
+def test_the_shape_of_our_own_log_is_kept(write):
+    lines = ["step:1/2 train_time:5ms step_avg:5.00ms", "step:2/2 val_loss:3.1 train_time:9ms step_avg:4.50ms"]
+    run = only_run(write(text(['{"run_id": "x"}', *lines, '{"end": {}}'])))
+    assert (run.shape, run.odd) == ("dssep", None)
+    for odd in ("a remark", "step:2/3 train_time:9ms step_avg:4.50ms", "step:2/2 train_time:9ms", "x" * (3 * logs.BLOCK)):
+        run = only_run(write(text(['{"run_id": "x"}', lines[0], odd, lines[1], '{"end": {}}'])))
+        assert run.shape == "dsosep" and f"line 3 after the last separator: {odd[:80]!r}"[:90] in run.odd
+
+
+# Resumed runs
+
+def resumed(lines, at, again, **more):
+    """The lines of a run that was killed after `at` of them and went on from step `again`."""
+    told = {"resumed": {"from_step": again, "ranks": 2, "checkpoint": "c", "lost_steps": 3, **more}}
+    from_there = next(i for i, line in enumerate(lines) if line.startswith(f"step:{again + 1}/"))
+    return ['{"run_id": "x"}', *lines[:at], "step:1", "error: terminated", json.dumps(told), *lines[from_there:]]
+
+
+def test_a_resumed_run_is_one_run_without_what_was_trained_again(write):
+    lines = common()
+    whole = only_run(write(text(['{"run_id": "x"}', *lines])))
+    run = only_run(write(text(resumed(lines, 19, 12)), "b.txt"))
+    assert (run.validations, run.steps, run.clock_falls) == (whole.validations, whole.steps, ())
+    assert run.resumed[0]["lost_steps"] == 3 and run.complete and run.shape.count("r") == 1
+    assert run.disqualified.startswith("resumed at step 12") and whole.disqualified is None
+    assert any("before it was resumed: error: terminated" in note for note in run.notes)
+    assert any("counts for no record" in note for note in run.notes)
+    far = only_run(write(text(resumed(lines, 22, 7)), "d.txt"))  # it had validated twice since
+    assert (far.validations, far.steps) == (whole.validations, whole.steps)
+    twice = [*resumed(lines, 19, 12)[:-3], '{"resumed": {"from_step": 15}}', *lines[-6:]]
+    twice = only_run(write(text(twice), "c.txt"))
+    assert twice.steps == whole.steps and twice.disqualified.startswith("resumed at step 12, 15")
+
+
+def test_a_checkpoint_before_a_validation_of_its_step_validates_it_again(write):
+    lines = common()
+    at = next(i for i, line in enumerate(lines) if line.startswith("step:10/20 val_loss"))
+    start = ['{"run_id": "x"}', *lines[:at + 3], '{"resumed": {"from_step": 10}}', *lines[at:]]
+    run = only_run(write(text(start)))
+    assert [v.step for v in run.validations] == [0, 5, 10, 15, 20] and run.complete
+
+
+def test_a_resumed_run_that_ended_again_is_incomplete_once(write):
+    rejection = only_rejection(write(text(resumed(common(), 19, 12)[:-6])))
+    assert rejection.kind == logs.INCOMPLETE and rejection.resumed and rejection.index_in_file == 1
+
+
+@pytest.mark.parametrize("line", ['{"resumed": 5}', '{"resumed": {"from_step": "x"}}', '{"resumed": {"from_step": -1}}'])
+def test_a_resumption_that_says_not_where_is_told(write, line):
+    lines = common()
+    found = logs.read([write(text(['{"run_id": "x"}', *lines[:9], line, *lines[5:]]))])
+    assert any("says that it was resumed, and not where" in item.reason for item in found.rejected)
+
+
+def test_a_run_from_saved_parameters_counts_for_no_record(write):
+    run = only_run(write(text(['{"run_id": "x", "init_from": {"path": "m.pt"}}', *common()])))
+    assert run.disqualified.startswith("begun from saved parameters")
+    assert run.notes[0] == f"{run.disqualified}; it counts for no record" and "no record" in command(run.path).stdout
+
+
 # Runs that cannot be used
 
 @pytest.mark.parametrize("lines, reason", [
@@ -624,6 +697,16 @@ def test_a_path_that_no_terminal_shows(tmp_path):
     done = subprocess.run([sys.executable, str(RECORDS / "logs.py"), path, path + "x"], capture_output=True,
                           env={"PYTHONIOENCODING": "ascii:strict"})
     assert done.returncode == 2 and done.stderr == b"" and b"\\udcff\\n.txtx  -    rejected" in done.stdout
+
+
+def test_nothing_in_a_log_steers_a_terminal(write):
+    evil = "\x1b]0;owned\x07\x1b[2J\x9b\u202e"
+    lines = [*common(), f"step:20/20 val_loss:oops{evil}", f"error: {evil}", f"step:20 val_{evil}loss:1", f'{{"end": {evil}']
+    path = write(text(lines, environment="env"), "a\x1b[2J.txt")
+    assert all(note.isprintable() for note in only_run(path).notes)
+    for shown in (command(path).stdout, command(path, path + "\x1b").stdout):
+        assert "\\x1b[2J.txt" in shown and "\\x1b]0;owned\\x07" in shown.replace("\\\\", "\\")
+        assert all(c.isprintable() or c == "\n" for c in shown)
 
 
 def test_the_command_fails_on_a_path_that_is_not_there(tmp_path, write):

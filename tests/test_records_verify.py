@@ -4,25 +4,33 @@ import gzip
 import hashlib
 import importlib.util
 import json
+import math
+import os
+import re
 import shutil
 import subprocess
 import sys
 import time
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from conftest import TINY, some_documents, write_shard
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
+import examine  # noqa: E402
+import leaks  # noqa: E402
+import logs  # noqa: E402
 import race as racing  # noqa: E402
-import scan  # noqa: E402
 import verify  # noqa: E402
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that run a judged source, which are many and short
 SOURCE = (ROOT / "train_gpt.py").read_text()
-RULE = "=" * 100
+RULE, UNNAMED = "=" * 100, verify.UNNAMED_S
 
 
 def planted(*edits):
@@ -58,11 +66,15 @@ def train(tmp_path_factory, data):
         folder = tmp_path_factory.mktemp("run")
         module = load(planted(*edits), folder / f"{folder.name}_train_gpt.py")
         values = {**TINY, "preset": "laptop", "layers": "S0M S1M SM LM SM", "backout_layer": 3, "target_val_loss": 4.5,
-                  "val_len": 256, "train_files": data / "toy_train_*.bin", "val_files": data / "toy_val_*.bin",
+                  "val_len": 256, "shuffle": False, "train_files": data / "toy_train_*.bin", "val_files": data / "toy_val_*.bin",
                   "log_dir": folder, "run_id": "r", "save_model": True, "race_id": "x", "race_run": 1, "race_runs": 1,
                   "race_side": "a", **flags}
         status = module.main([f"--{name}={str(v).lower() if isinstance(v, bool) else v}" for name, v in values.items()])
         assert status == 0
+        log = Log(folder / "r.txt")
+        named = log.end["train_time_ms"] / 1000 + sum(log.end["seconds_outside_clock"].values())
+        if UNNAMED < log.end["wall_seconds"] - named < 0.2:  # the tests' machine was too busy: that is not their subject
+            log.set("end.wall_seconds", named).write(folder / "r.txt")
         return folder / "r.txt"
     return train
 
@@ -90,14 +102,19 @@ class Log:
 
     def label(self, run, n, side="a", loss=None):
         """Makes it consistently another run of a race: its own state, its own pace."""
-        minute = 2 * run + ("ab" if run % 2 else "ba").index(side)
         identity = {"race_id": "x", "run": run, "declared_n": n, "side": side}
-        self.start.update(run_id=f"{run}{side}", seed=run, started=f"2025-01-01T00:{minute:02}:00+00:00", race=identity)
+        self.start.update(run_id=f"{run}{side}", seed=run, race=identity)
         self.start["config"].update(seed=run, run_id=f"{run}{side}", race_run=run, race_runs=n, race_side=side)
         fresh, trained = (hashlib.sha256(text.encode()).hexdigest() for text in (f"{run}", f"{run}{side}"))
         self.end.update(state_hash={"before_warmup": fresh, "after_warmup": fresh},
                         validation_hash={"before": trained, "after": trained}, final_state_hash=trained[::-1])
+        spans = self.end["seconds_outside_clock"]
+        self.end["wall_seconds"] += 0.4 - spans["validation"]
+        spans["validation"] = 0.4  # whatever the tests' machine needed
         pace(self, lambda step, ms: step * (100 + 2 * run + (side == "b")))
+        draw = np.random.default_rng(run)  # another seed, other losses, but not before the first step
+        self.lines = [re.sub(r"(?<=train_loss:)\S+", lambda found: f"{float(found[0]) + draw.normal() / 20:.4f}", line)
+                      if i > 2 else line for i, line in enumerate(self.lines)]
         if loss is not None:
             before = self.end["final_val_loss"]
             self.lines[-1] = self.lines[-1].replace(f"val_loss:{before:.4f}", f"val_loss:{loss:.4f}")
@@ -112,18 +129,22 @@ class Log:
 
 @pytest.fixture
 def race(honest, tmp_path):
-    """race(n, sides, change) -> a folder of an honest race's logs, but for what change(log, run, side) does to each."""
-    def race(n=4, sides="a", change=lambda log, run, side: None):
+    """race(n, sides, change, slow) -> a folder of an honest race's logs, but for what change(log, run, side) does to each,
+    and but for a clock of the race that runs slow(side) times as fast as the logs'."""
+    def race(n=4, sides="a", change=lambda log, run, side: None, slow=lambda side: 1):
         folder = tmp_path / "race"
         folder.mkdir()
         order = racing.order(n, sides)
-        events = []
+        events, clock = [], datetime(2025, 1, 1, tzinfo=timezone.utc)
         for run, side in order:
-            log = Log(honest).label(run, n, side, loss=4.0 + 0.01 * run)
+            log = Log(honest).label(run, n, side, loss=4.0 + 0.01 * run).set("start.started", clock.isoformat())
             change(log, run, side)
-            log.write(folder / f"{run}{side}.txt")
-            events.append({"run": run, "side": side, "run_id": f"{run}{side}", "status": "done", "logged": True,
-                           "seed": run, "started": log.start["started"], "seconds": log.end["wall_seconds"] + 5})
+            write_stamps(log.write(folder / f"{run}{side}.txt"), log, slow(side))
+            event = {"run": run, "side": side, "run_id": f"{run}{side}", "status": "started", "seed": run,
+                     "started": log.start["started"]}
+            events += [event, {**event, "status": "done", "logged": True,
+                               "seconds": slow(side) * log.end["wall_seconds"] + 5}]
+            clock += timedelta(seconds=math.ceil(events[-1]["seconds"]))
         versions = {side: {"revision": None, "flags": [],
                            "source_sha256": log.start["source_sha256"]} for side in sides}
         declared = {"id": "x", "n": n, "seed": 0, "ranks": 1, "sides": versions, "order": [f"{r}{s}" for r, s in order]}
@@ -132,8 +153,30 @@ def race(honest, tmp_path):
     return race
 
 
+def write_stamps(path, log, slow=1):
+    """What race.py leaves beside a log: when it saw each line. A validation takes its part of what the log names."""
+    (found,), *_ = logs.read_file(str(path)) if log.lines else ([None],)
+    seconds = 5 * slow
+    stamps, before = [], 0
+    each = log.end["seconds_outside_clock"]["validation"] / sum("val_loss" in line for line in log.lines)
+    for step in found.steps if found else ():
+        seconds += slow * ((step.time_ms - before) / 1000 + (each if step.validation else 0))
+        stamps.append([step.step, seconds])
+        before = step.time_ms
+    path.with_suffix(".steps.json").write_text(json.dumps(stamps))
+
+
 def read_manifest(folder):
     return [json.loads(line) for line in (folder / "race.jsonl").read_text().splitlines()]
+
+
+def with_attempt(folder, run, **how):
+    """Puts an attempt at a run before the one that was done: {} as it, and how it differs."""
+    events = read_manifest(folder)
+    both = [{**event, "run_id": f"{run}a_first"} for event in events[2 * run - 1:2 * run + 1]]
+    both[1].update(how)
+    write_manifest(folder, [*events[:2 * run - 1], *both[:1 if how.get("status") == "started" else 2],
+                            *events[2 * run - 1:]])
 
 
 def write_manifest(folder, events):
@@ -165,13 +208,14 @@ def fails_only(outcome, rule, *words):
 
 def test_an_honest_race_passes(race, judge, data):
     status, rules = judge(race(), "--data", data)
-    assert status == 0
+    assert status == 0, [(rule, reason) for rule, (verdict, reason) in rules.items() if verdict == "fail"]
     unknown = [rule for rule, (verdict, _) in rules.items() if verdict == "not checkable"]
-    assert unknown == [*COMPARED, *verify.MODEL_RULES]  # which ask for --vs and --rerun
+    assert unknown == [*COMPARED, *examine.RULES]  # which ask for --vs and --rerun
     assert {verdict for verdict, _ in rules.values()} == {"pass", "not checkable"}
 
 
-COMPARED = ["the same hardware on both sides", "the sides ran in turn", "faster than the other side, p < 0.01"]
+COMPARED = ["the same hardware on both sides", "the sides ran in turn", "no more time off the clock than the other side",
+            "faster than the other side, p < 0.01"]
 
 
 def test_the_verdict_tells_of_rules_that_were_not_checked(race, capsys):
@@ -186,7 +230,7 @@ def test_a_faster_side_passes(race, judge):
     def slow(log, run, side):
         scale_clock(log, 2 + (side == "b") + 0.01 * run)
     status, rules = judge(race(4, "ab", slow))
-    assert status == 0, rules
+    assert status == 0, [(rule, reason) for rule, (verdict, reason) in rules.items() if verdict == "fail"]
     for rule in COMPARED:
         assert rules[rule][0] == "pass"
 
@@ -223,7 +267,7 @@ def test_community_logs_are_mostly_not_checkable(tmp_path, judge):
         (tmp_path / f"{i}.txt").write_text("\n".join([*head, *lines]) + "\n")
     status, rules = judge(tmp_path)
     verdicts = {rule: verdict for rule, (verdict, _) in rules.items()}
-    assert status == 0
+    assert status == 2  # nothing fails, and that is no pass
     assert verdicts.pop("no compiler flags in the source") == verdicts.pop("the clock is honest") == "pass"
     assert verdicts.pop("mean loss below target, p < 0.01") == verdicts.pop("no run is a copy of another") == "pass"
     assert set(verdicts.values()) == {"not checkable"}
@@ -234,6 +278,8 @@ def test_community_logs_are_mostly_not_checkable(tmp_path, judge):
 WHOLE, CLOCK, SPANS = "the log is unaltered", "the clock is honest", "all time outside the clock is named"
 WALL, COPIES, ACCOUNTS = "the wall clock agrees with the race's", "no run is a copy of another", \
     "every run is accounted for"
+STAMPS, FROM_SEED = "the race's clock saw each step take as long", "one run from its seed"
+SWITCHES, ENVIRONMENT = "no compiler flags in the source", "nothing in the environment changes the run"
 WARM_UP, TRAINS, COMPILES = "warm-up does not train", "validation does not train", "nothing is compiled on the clock"
 LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
     "the last line's loss": (lambda log: edit_line(log, -1, "loss:4.01", "loss:3.90"), WHOLE, "states final_val_loss"),
@@ -248,7 +294,7 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
     "training in validation": (lambda log: log.set("end.validation_hash.after", "0" * 64), TRAINS, "before"),
     "a hash left out": (lambda log: log.end.pop("validation_hash"), TRAINS, "validation_hash.before"),
     "a launch with flags": (lambda log: log.set("start.environment", {"TORCHINDUCTOR_X": "1", "TORCHELASTIC_X": "1"}),
-                            "no compiler flags in the environment", "started with TORCHINDUCTOR_X=1"),
+                            ENVIRONMENT, "started with TORCHINDUCTOR_X=1"),
     "a short count": (lambda log: log.set("end.val_tokens", 512), "exactly the stated validation tokens", "512", "999"),
     "a step cut out": (lambda log: log.lines.pop(4), CLOCK, "of 12 steps 11 have a line"),
     "a step that is there twice": (lambda log: log.lines.insert(4, log.lines[4]), CLOCK, "of 12 steps 13"),
@@ -257,12 +303,12 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
     "a last time in other digits": (lambda log: edit_line(log, -1, f"{log.end['train_time_ms']:.0f}ms", "1e3ms"),
                                     (WHOLE, CLOCK), "none that the script writes"),
     "a last time that falls": (lambda log: edit_line(log, -1, f"{log.end['train_time_ms']:.0f}ms", "1000ms"),
-                               (CLOCK,), "falls at step 12"),
+                               (CLOCK, STAMPS), "falls at step 12"),
     "an odd average": (lambda log: edit_line(log, 3, "step_avg:", "step_avg:1.2."), (WHOLE,), "none that the script"),
     "a time of 400 digits": (lambda log: edit_line(log, 3, "train_time:", "train_time:" + "9" * 400),
                              (WHOLE, CLOCK), "none that the script"),
     "a run behind it": (lambda log: log.set("memory", log.memory + "\nstep:0/9 val_loss:1.0000 train_time:0ms"),
-                        WHOLE, "its file holds 2 runs"),
+                        WHOLE, "none that the script writes"),
     "a line behind it": (lambda log: log.set("memory", log.memory + "\nerror: x\n" + log.lines[-1]),
                          WHOLE, "none that the script writes"),
     "no source": (lambda log: log.set("source", "").set("start.source_sha256", hashlib.sha256(b"").hexdigest()),
@@ -271,12 +317,13 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
         b"import os\n").hexdigest()), "no compiler flags in the source", "not the script"),
     "a module beside it": (lambda log: with_source(log, "import helper\n"), "no compiler flags in the source",
                            "helper"),
-    "no environment": (lambda log: log.start.pop("environment"), "no compiler flags in the environment", "environment"),
+    "no environment": (lambda log: log.start.pop("environment"), ENVIRONMENT, "environment"),
     "a number declared anew": (lambda log: log.set("start.race.declared_n", 1).set("start.config.race_runs", 3), WHOLE,
                                "declared_n"),
     "a hash that is none": (lambda log: log.set("end.final_state_hash", "x"), WHOLE, "no SHA-256"),
     "a step_avg": (lambda log: edit_line(log, 3, "step_avg:", "step_avg:9"), CLOCK, "step_avg"),
-    "the end's time": (lambda log: log.set("end.train_time_ms", log.end["train_time_ms"] - 90), CLOCK, "train_time_ms"),
+    "the end's time": (lambda log: log.set("end.train_time_ms", log.end["train_time_ms"] - 90), (CLOCK, SPANS),
+                       "train_time_ms"),
     "a nameless span": (lambda log: log.set("end.wall_seconds", log.end["wall_seconds"] + 3), SPANS, "under no name"),
     "a negative span": (lambda log: log.set("end.seconds_outside_clock.setup", -1.0), SPANS, "no seconds"),
 }
@@ -343,10 +390,10 @@ def test_a_script_with_a_slow_clock_is_caught(train, judge):
 ])
 def test_a_wall_clock_that_lies_is_caught_by_the_race(race, judge, more, words):
     folder = race()
-    declared, *events = read_manifest(folder)
-    for event, seconds in zip(events, more):
+    events = read_manifest(folder)
+    for event, seconds in zip(events[2::2], more):  # those that say how a run ended
         event["seconds"] += seconds
-    write_manifest(folder, [declared, *events])
+    write_manifest(folder, events)
     fails_only(judge(folder), WALL, *words)
 
 
@@ -355,17 +402,15 @@ def test_a_wall_clock_that_lies_is_caught_by_the_race(race, judge, more, words):
 def test_cherry_picked_runs_are_caught(race, judge):
     folder = race()
     (folder / "2a.txt").unlink()
-    fails_only(judge(folder), "every run is accounted for", "4 runs were declared", "1, 3, 4")
+    fails_only(judge(folder), "every run is accounted for", "4 runs were declared and 3 can be used")
 
 
 def test_a_failed_run_whose_log_was_removed_is_caught(race, judge):
     folder = race()
-    first = {"run": 2, "side": "a", "run_id": "2a_first", "status": "failed", "logged": True}
-    events = read_manifest(folder)
-    write_manifest(folder, [*events[:2], first, *events[2:]])
+    with_attempt(folder, 2, status="failed", seconds=1)
     fails_only(judge(folder), ACCOUNTS, "2a_first", "its log is not here")
     log = (folder / "2a.txt").read_text().replace('"run_id": "2a"', '"run_id": "2a_first"')
-    (folder / "2a_first.txt").write_text(log.split("step:5/12 val_loss")[0])
+    (folder / "2a_first.txt").write_text(log.split("step:1/12 train_time")[0])
     status, rules = judge(folder)
     assert status == 0 and "2a_first: failed" in rules[ACCOUNTS][1]
 
@@ -374,9 +419,7 @@ def test_a_failed_run_whose_log_was_removed_is_caught(race, judge):
                                              ("failed", "pass")])
 def test_a_run_that_nobody_saw_end_is_no_mere_remark(race, judge, status, verdict):
     folder = race()
-    events = read_manifest(folder)
-    first = {"run": 2, "side": "a", "run_id": "2a_first", "status": status, "logged": False}
-    write_manifest(folder, [*events[:2], first, *events[2:]])
+    with_attempt(folder, 2, status=status, logged=False, seconds=1)
     found, reason = judge(folder)[1][ACCOUNTS]
     assert found == verdict and "2a_first" in reason
 
@@ -385,12 +428,12 @@ MANIFEST_EDITS = {  # what is done to its lines, a word of the reason
     "fewer runs were declared": (lambda e: e[0]["race"].update(n=3, order=["1a", "2a", "3a"]), "order it declares"),
     "more runs were declared": (lambda e: e[0]["race"].update(n=5, order=["1a", "2a", "3a", "4a", "5a"]), "is 4, by"),
     "another order": (lambda e: e[0]["race"]["order"].reverse(), "the order"),
-    "an order that was not kept": (lambda e: e.insert(1, e.pop()), "in the order it declares"),
+    "an order that was not kept": (lambda e: e.__setitem__(slice(1, None), e[-2:] + e[1:-2]), "in the order it declares"),
     "another seed": (lambda e: e[0]["race"].update(seed=7), "start.seed is 1"),
-    "another seed of a run": (lambda e: e[3].update(seed=7), "start.seed is 3"),
+    "another seed of a run": (lambda e: e[6].update(seed=7), "start.seed is 3"),
     "another source": (lambda e: e[0]["race"]["sides"]["a"].update(source_sha256="0" * 64), "source_sha256"),
     "another time": (lambda e: e[2].update(started="2025-01-02T00:00:00+00:00"), "states that it started"),
-    "a run that was done twice": (lambda e: e[3].update(run=2), "done twice"),
+    "a run that was done twice": (lambda e: [event.update(run=2) for event in e[5:7]], "done twice"),
     "a side of another race": (lambda e: e[2].update(side="c"), "order it declares"),
 }
 
@@ -406,8 +449,7 @@ def test_a_manifest_that_is_not_its_logs_is_caught(race, judge, edit):
 
 def test_the_manifest_is_found_beside_the_logs(race, judge, tmp_path):
     folder = race()
-    events = read_manifest(folder)
-    write_manifest(folder, [*events[:2], {**events[2], "run_id": "2a_first"}, *events[2:]])
+    with_attempt(folder, 2)
     for named in ([tmp_path], sorted(folder.glob("*.txt"))):
         fails_only(judge(*named), ACCOUNTS, "2a_first", "its log is not here")
     (folder / "2a.txt").unlink()
@@ -422,7 +464,7 @@ def test_the_manifest_is_found_beside_the_logs(race, judge, tmp_path):
 
 def test_a_run_from_elsewhere_is_caught(race, judge):
     folder = race()
-    write_manifest(folder, read_manifest(folder)[:-1])
+    write_manifest(folder, read_manifest(folder)[:-2])
     fails_only(judge(folder), ACCOUNTS, "4a", "not started by this race")
 
 
@@ -436,21 +478,19 @@ def test_one_run_under_several_seeds_is_caught(race, judge, tmp_path):
 
 def test_a_diverged_run_beside_the_others_is_caught(race, judge):
     folder = race()
-    events = read_manifest(folder)
-    first = {**events[2], "run_id": "2a_first", "status": "failed"}
-    write_manifest(folder, [*events[:2], first, *events[2:]])
+    with_attempt(folder, 2, status="failed")
     log = Log(folder / "2a.txt")
     log.start["run_id"] = "2a_first"
     log.lines = [line.replace(f"val_loss:{log.end['final_val_loss']:.4f}", "val_loss:nan") for line in log.lines]
     log.write(folder / "2a_first.txt")
-    fails_only(judge(folder), ACCOUNTS, "2a_first.txt", "speaks against the record")
+    fails_only(judge(folder), ACCOUNTS, "2a_first.txt", "speaks against the claim")
 
 
 @pytest.mark.parametrize("change, word", [
-    (lambda log, run, side: log.set("start.seed", 5).set("start.config.seed", 5), "seed 5 was used 4 times"),
+    (lambda log, run, side: log.set("start.seed", 5).set("start.config.seed", 5), "4 runs of side a share the seed 5"),
     (lambda log, run, side: log.start["shards"]["train"][0].update(sha256=f"{run:064}"), "the same data"),
     (lambda log, run, side: log.set("start.race.declared_n", 3 + run).set("start.config.race_runs", 3 + run),
-     "runs were declared"),
+     "its logs declare different numbers of runs"),
 ])
 def test_runs_that_are_not_of_one_race_are_caught(race, judge, change, word):
     fails_only(judge(race(change=change)), "every run is accounted for", word)
@@ -476,8 +516,8 @@ def test_a_loss_not_surely_below_target_is_caught(race, judge):
     (lambda log: log.set("start.versions.torch", "9.9"), "the same hardware on both sides", "9.9"),
     (lambda log: log.set("start.environment.OMP_NUM_THREADS", "7"), COMPARED[0], "OMP_NUM_THREADS"),
     (lambda log: log.set("start.started", log.start["started"].replace("2025", "2026")), COMPARED[1], "aaaabbbb"),
-    (lambda log: log.set("end.wall_seconds", log.end["wall_seconds"] + 70).set(
-        "end.seconds_outside_clock.validation", 70), COMPARED[1], "took time from each other"),
+    (lambda log: log.set("start.started", (datetime.fromisoformat(log.start["started"]) - timedelta(seconds=9)).isoformat()),
+     COMPARED[1], "took time from each other"),
 ])
 def test_sides_that_cannot_be_compared_are_caught(race, judge, change, rule, word):
     def both(log, run, side):
@@ -511,7 +551,7 @@ def test_the_other_side_must_be_honest_too(race, judge, tmp_path):
     status, rules = judge(folder, "--vs", other)
     others = "every run of the other side is accounted for"
     failed = {rule for rule, (verdict, _) in rules.items() if verdict == "fail"}
-    assert failed == {COMPARED[1]} and rules[others][0] == rules[COMPARED[2]][0] == "pass"  # aaaabbbb: not in turn
+    assert failed == {COMPARED[1]} and rules[others][0] == rules[COMPARED[3]][0] == "pass"  # aaaabbbb: not in turn
     (other / "1a.txt").rename(tmp_path / "1a.txt")
     assert judge(folder, "--vs", other)[1][others][0] == "fail"
     (tmp_path / "1a.txt").rename(other / "1a.txt")
@@ -528,7 +568,7 @@ def test_an_edited_clock_of_the_other_side_is_caught(race, judge, tmp_path):
 
 # The data
 
-NO_LEAK = "no validation document in training"
+NO_LEAK, REPLAY = "no validation document in training", "trained on the declared shards"
 
 
 def test_validation_set_too_short_is_caught(train, judge):
@@ -586,7 +626,7 @@ def test_validation_documents_in_training_are_caught(train, judge, tmp_path, ste
 def test_changed_shards_are_caught(race, judge, data, tmp_path):
     shards = shutil.copytree(data, tmp_path / "shards")
     write_shard(shards / "toy_train_000002.bin", some_documents(7, 6000))
-    fails_only(judge(race(), "--data", shards), NO_LEAK, "toy_train_000002.bin has SHA-256")
+    fails_only(judge(race(), "--data", shards), (NO_LEAK, REPLAY), "toy_train_000002.bin has SHA-256")
 
 
 def test_missing_shards_are_not_checkable(race, judge, tmp_path):
@@ -600,143 +640,79 @@ SETTINGS = [
     "torch._inductor.config.max_autotune = True",
     "import torch._inductor.config as c; c.x = 1",
     "from torch._inductor import config; config.x = 1",
-    "from torch import _inductor as i; i.config.x = 1",
+    "from torch import _inductor as i",
     "setattr(torch._inductor.config, 'x', 1)",
     "c = torch._dynamo.config; c.x = 1",
-    "d = torch._dynamo; d.config.x = 1",
-    "import torch._dynamo as d; d.config.x = 1",
     "from torch._dynamo import *",
-    "torch._inductor.config.patch(x=1)",
     "with torch._dynamo.config.patch({'x': 1}): pass",
     "from unittest import mock; mock.patch('torch._inductor.config.x', 1)",
-    "getattr(torch, '_ind' + 'uctor').config.x = 1",
-    "m = getattr(torch, name); m.config.x = 1",
-    "vars(torch)['_inductor'].config.x = 1",
-    "torch.__dict__['_dynamo'].config.x = 1",
-    "torch._dynamo.utils.config.x = 1",
     "torch.compiler.config.x = 1",
-    "sys.modules['torch._inductor'].config.x = 1",
-    "import importlib; importlib.import_module('torch._inductor.config').x = 1",
-    "from importlib import import_module as load; load('torch._dynamo').config.x = 1",
-    "import importlib as i; i.import_module(name)",
-    "if (c := __import__('torch._inductor.config')): c.x = 1",
-    "a, b = torch._inductor, 2; a.config.x = 1",
-    "f(torch._dynamo)",
+    "import triton; triton.knobs.autotuning.x = 1",
     "torch.compile(f, mode='max-autotune')",
-    "torch.compile(f, options={})",
-    "torch.compile(f, **how)",
+    "torch.compile(f,\n    dynamic=False,\n    options={})",
     "@torch.compile(mode='x')\ndef f(): pass",
-    "from torch import compile as c; c(f, mode='x')",
-    "import functools; functools.partial(torch.compile, mode='x')",
     "model.compile(mode='max-autotune')",
     "os.environ['TORCHINDUCTOR_MAX_AUTOTUNE'] = '1'",
-    "os.environ['TORCHINDUC' + f'TOR_X'] = '1'",
-    "os.environ[name] = '1'",
-    "from os import environ; environ['TRITON_X'] = '1'",
-    "e = os.environ; e['TORCH_X'] = '1'",
     "os.environ.setdefault('TORCHDYNAMO_X', '1')",
-    "os.environ.update(flags)",
+    "os.environ.update(TORCHINDUCTOR_X='1')",
     "os.environ |= {'TORCHINDUCTOR_X': '1'}",
     "os.putenv('TORCH_X', '1')",
-    "f(os.environ)",
-    "import subprocess; subprocess.run('python', env={'TORCHINDUCTOR_X': '1'})",
-    "exec('x')",
-    # names that stand for several things
-    "import re as c\ndef f():\n    from torch import _inductor as c\n    c.config.x = 1",
-    "import re as e\ndef f():\n    from os import environ as e\n    e[name] = '1'",
-    "import os as o\ndef f(o): pass\no.environ['TORCH_X'] = '1'",
-    # torch.compile that is not called where it stands, or called by another name
-    "torch.compiler.compile(f, mode='x')",
-    "torch.nn.Module.compile(model, mode='x')",
-    "torch.compile.__call__(f, mode='x')",
-    "import functools; c = functools.partial(torch.compile, dynamic=False)",
-    "{'c': torch.compile}['c'](f, mode='x')",
-    "for c in (torch.compile,): c(f, mode='x')",
-    "def g(c=torch.compile): c(f, mode='x')",
-    "c = torch.compile",
-    "getattr(torch, 'compile')(f, mode='x')",
-    "torch._TorchCompileInductorWrapper('max-autotune', None, False)",
-    # the environment
-    "os.environb[b'TORCHINDUCTOR_X'] = b'1'",
-    "from unittest import mock; mock.patch.dict('os.environ', TORCHINDUCTOR_X='1')",
-    "from unittest import mock; mock.patch.dict('os.environ', {'TORCHINDUCTOR_X': '1'})",
-    "from os import *",
-    "e.update(dict(TORCHINDUCTOR_X='1'))",
-    "os.__dict__['environ']['TORCHINDUCTOR_X'] = '1'",
-    "e = os.environ.copy(); e['TORCHINDUCTOR_X'] = '1'",
-    "e = dict(os.environ.items()); e[name] = '1'; os.execve(sys.executable, sys.argv, e)",
-    "import subprocess; subprocess.run(sys.argv, env=e)",
-    "import subprocess; subprocess.run(['env', 'TORCHINDUCTOR_X=1', 'python'])",
-    "import subprocess; subprocess.run(f'TORCHINDUCTOR_X={x} python x.py', shell=True)",
-    "os.environ.setdefault('X', torch._inductor.config.x)",
-    "os.environ.setdefault(name, '1')",
-    "os.environ[torch._inductor.config.x:]",
-    "os.environ.get('X', torch._inductor.config)",
-    "import posix; posix.putenv('TORCH_X', '1')",
-    "holder = [os]",
-    # modules by other ways
-    "m = sys.modules; m['torch._ind' + x].config.x = 1",
-    "sys.modules.get(name)",
-    "sys.modules[name].config.x = 1",
-    "f(getattr(torch, name))",
-    "getattr(torch.nn, name)",
-    "setattr(torch.backends, name, 1)",
-    "torch.__getattribute__('_induc' + t)",
-    "torch.nn.__dict__[name]",
-    "f.__globals__['torch']",
-    "import operator; operator.attrgetter(name)(t)",
-    "import operator; operator.attrgetter('_inductor.config')(t)",
-    "import builtins; builtins.exec('x')",
-    "import builtins; builtins.getattr(torch, name)",
-    "g = getattr; g(t, name)",
-    "__builtins__['exec']('x')",
-    "globals()[name]",
-    "import runpy; runpy.run_path('x')",
-    "from importlib import util",
-    "import importlib; importlib.reload(m)",
-    "import triton; triton.knobs.autotuning.x = 1",
+    "# -*- coding: rot13 -*-",
+    "x = 1\n\n\nif x:\n    torch._inductor.config.x = 1",
+]
+TO_LOOK_AT = [  # what can hide a switch, or a clock: there is no end to it, and a reader sees it
+    "getattr(torch, '_ind' + 'uctor').config.x = 1", "vars(torch)[name]", "torch.__dict__['_dynamo']",
+    "sys.modules[name].config.x = 1", "import importlib; importlib.import_module(name)", "exec('x')",
+    "os.environ[name] = '1'", "os.environ.update(flags)", "f.__globals__['torch']", "import ctypes",
+    "time.perf_counter = lambda: 0", "f(os.environ)", "import subprocess; subprocess.run(sys.argv)",
+    "globals()[name]", "import gc; gc.get_objects()",
 ]
 HARMLESS = [
     "torch.compile(f, dynamic=False)",
-    "@torch.compile\ndef f(): pass",
     "@torch.compile(dynamic=False, fullgraph=True)\ndef f(): pass",
-    "from torch import compile as c; f = c(f)",
-    "torch.compile(f, backend='inductor')",
-    "import importlib; importlib.import_module('numpy')",
-    "hasattr(torch, 'float8_e4m3fn'); getattr(torch.version, 'cuda'); getattr(config, name)",
-    "class C:\n    compile: str = 'on'\n    def f(self): return vars(self), self.__dict__",
-    "import subprocess; subprocess.run(['nvidia-smi'], capture_output=True)",
-    "if 'torch._dynamo' in sys.modules: torch._dynamo.utils.counters['stats']",
+    "class C:\n    compile: str = 'on'\n    def f(self): return self.x",
+    "torch._dynamo.utils.counters['stats']",
     "torch._dynamo.reset()",
     "os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'",
-    "os.environ.get('TORCH_X'); int(os.environ['RANK']); 'TORCH_X' in os.environ",
-    "os.environ['OMP_NUM_THREADS'] = '1'; os.environ.setdefault('OMP_NUM_THREADS', '1')",
-    "{k: v for k, v in os.environ.items() if k.startswith(('TORCH', 'TRITON'))}",
+    "os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True'",
+    "os.environ.get('TORCH_X')",
     "'torch._inductor.config.x = 1'",
-    "self.config.x = 1; config.lr = 3; dtype = getattr(torch, config.dtype)",
+    "x = 1  # torch._inductor.config.x = 1",
+    "self.config.x = 1; config.lr = 3; dtype = getattr(torch_dtypes, config.dtype)",
     "import re; re.compile('x', flags=1); model.eval()",
+    "# coding: utf-8",
 ]
-IMPORTS = "import os\nimport sys\nimport torch\n"
+IMPORTS = "import os, sys, torch\n"
+
+
+def scanned(line):
+    return verify.scan(f"{line}\n{IMPORTS}" if "coding" in line else IMPORTS + line)
 
 
 @pytest.mark.parametrize("line", SETTINGS)
 def test_a_compiler_setting_in_the_source_is_found(line):
-    assert scan.scan(IMPORTS + line).findings
+    assert scanned(line).findings
+
+
+@pytest.mark.parametrize("line", TO_LOOK_AT)
+def test_a_line_that_could_hide_one_is_to_be_looked_at(line):
+    found = scanned(line)
+    assert found.findings == [] and found.look == [2]
 
 
 @pytest.mark.parametrize("line", HARMLESS)
 def test_a_harmless_line_is_not_taken_for_a_setting(line):
-    assert scan.scan(IMPORTS + line).findings == []
+    found = scanned(line)
+    assert found.findings == [] and (found.look == [] or "environ[" in line)
 
 
 @pytest.mark.parametrize("line, module", [
     ("import helper", "helper"), ("from helper.inner import x", "helper"),
     ("from . import helper", "a module beside it"),
-    ("import importlib; importlib.import_module('helper')", "helper"), ("__import__('helper')", "helper"),
     ("import numpy, triton, tiktoken, huggingface_hub, tqdm, scipy, matplotlib, ctypes", None),
 ])
 def test_a_module_that_the_log_does_not_hold_is_named(line, module):
-    assert scan.scan(IMPORTS + line).foreign == ([] if module is None else [module])
+    assert verify.scan(IMPORTS + line).foreign == ([] if module is None else [module])
 
 
 @pytest.mark.parametrize("source, seconds", [
@@ -745,41 +721,54 @@ def test_a_module_that_the_log_does_not_hold_is_named(line, module):
     ("import torch\n" + "torch.compile\n" * 20000, 10), ("'x' + " * 900 + "'x'", 5),
 ])
 def test_a_source_cannot_exhaust_its_reader(source, seconds):
-    began = time.monotonic()
+    began = time.process_time()
     try:
-        scan.scan(source)
+        verify.scan(source)
     except SyntaxError:
         pass
-    assert time.monotonic() - began < seconds
+    assert time.process_time() - began < seconds
 
 
 def test_a_source_that_is_too_long_to_scan_is_refused():
     with pytest.raises(SyntaxError, match="characters"):
-        scan.scan("#" * (scan.MOST_CHARACTERS + 1))
+        verify.scan("#" * (verify.MOST_CHARACTERS + 1))
 
 
 def test_the_script_itself_is_clean():
-    assert scan.scan(SOURCE) == ([], [], True)
+    found = verify.scan(SOURCE)
+    assert found.findings == found.foreign == [] and found.imports_torch and len(found.look) < 20
 
 
 def test_a_setting_in_a_log_is_caught(race, judge):
     def change(log, run, side):
         log.source = log.source.replace("ROOT = Path(", "torch._inductor.config.max_autotune = True\nROOT = Path(", 1)
         log.start["source_sha256"] = hashlib.sha256(log.source[:-1].encode()).hexdigest()
-    fails_only(judge(race(change=change)), "no compiler flags in the source", "torch._inductor.config.max_autotune")
+    fails_only(judge(race(change=change)), SWITCHES, "torch._inductor.config.max_autotune")
+
+
+def test_how_the_source_differs_is_told(race, judge, capsys):
+    def change(log, run, side):
+        log.source = log.source.replace("adam_lr", "adam_LR", 1)
+        log.start["source_sha256"] = hashlib.sha256(log.source[:-1].encode()).hexdigest()
+    folder = race(change=change)
+    status, rules = judge(folder)
+    assert "2 lines differ from this checkout's train_gpt.py" in rules[SWITCHES][1]
+    assert verify.main([str(folder), "--diff"]) == status
+    shown = capsys.readouterr().out
+    assert "adam_LR" in shown and shown.count("\n+ ") == 1
 
 
 # The model again
 
 @pytest.fixture(scope="session")
 def rerun(honest, data):
-    """rerun(*edits) -> {rule: (verdict, reason)} for the honest run's model, loaded by a source with these edits."""
-    end, start = Log(honest).end, Log(honest).start
-    stated = {"loss": end["final_val_loss"], "val_tokens": end["val_tokens"], "config": start["config"],
-              "state_hash": end["validation_hash"]["after"]}
-
-    def rerun(*edits, model=honest.with_suffix(".pt"), **changed):
-        return verify.rerun(planted(*edits), str(model), [data / "toy_val_000000.bin"], {**stated, **changed})
+    """rerun(*edits, only=rules) -> {rule: (verdict, reason)} for the honest run's model and a source with these edits."""
+    def rerun(*edits, only=examine.RULES, log=honest, model=None, **changed):
+        end, start = Log(log).end, Log(log).start
+        stated = {"loss": end["final_val_loss"], "val_tokens": end["val_tokens"], "config": start["config"],
+                  "state_hash": end["validation_hash"]["after"], "initial_hash": end["state_hash"]["before_warmup"]}
+        return examine.examine(planted(*edits), model or log.with_suffix(".pt"), [data / "toy_val_000000.bin"],
+                               {**stated, **changed}, only)
     return rerun
 
 
@@ -788,8 +777,9 @@ def test_an_honest_model_passes_in_a_process_of_its_own(honest, data):
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=data,
                           env={"OMP_NUM_THREADS": "1", "PATH": ""})
     assert done.returncode == 0, done.stdout + done.stderr
-    rules = {rule["rule"]: rule["verdict"] for rule in json.loads(done.stdout)["rules"]}
-    assert {rules[rule] for rule in verify.MODEL_RULES} == {"pass"}
+    report = json.loads(done.stdout)
+    rules = {rule["rule"]: rule["verdict"] for rule in report["rules"]}
+    assert {rules[rule] for rule in examine.RULES} == {"pass"} and "models of 1 of 1 runs examined" in report["said"]
 
 
 EMBED = "        e = self.embed(x)\n"
@@ -808,103 +798,65 @@ MODEL_PLANTS = {
 @pytest.mark.parametrize("plant", MODEL_PLANTS)
 def test_a_model_that_sees_later_tokens_is_caught(rerun, plant):
     edit, word = MODEL_PLANTS[plant]
-    verdict, reason = rerun(edit)["later tokens do not reach earlier logits"]
+    verdict, reason = rerun(edit, only=[examine.CAUSAL])[examine.CAUSAL]
     assert verdict == "fail" and word in reason
 
 
-FORWARD = "        x = self.trunk(inputs, windows)\n        parts ="
-
-
-@pytest.mark.parametrize("edit", [
-    (FORWARD, FORWARD.replace("windows)", "windows) + 0.3 * self.lm_head.weight[targets.clamp_min(0)]")),
-    ("        return self.lm_head.logits(self.trunk(inputs, windows))",
-     "        return self.lm_head.logits(self.trunk(inputs, windows)) + getattr(self, 'seen', 0)"),
-])
-def test_targets_that_reach_logits_are_caught(rerun, edit):
-    seen = "        self.seen = F.one_hot(targets.clamp_min(0), len(self.lm_head.weight)).float()\n"
-    stash = (FORWARD, seen + FORWARD)
-    edits = [edit] if edit[0] == FORWARD else [edit, stash]
-    assert rerun(*edits)["targets do not reach logits"][0] == "fail"
-
-
-def test_a_head_that_answers_otherwise_by_itself_is_caught(rerun):
-    """The evaluation asks the head for parts of a sequence: they must be what forward and logits use."""
-    honest_logits = "30 * torch.sigmoid(F.linear({}, {}.weight).float() / 7.5)"
-    rules = rerun(("return 30 * torch.sigmoid(x.float() / 7.5)", "return 33 * torch.sigmoid(x.float() / 7.5)"),
-                  ("F.cross_entropy(self.logits(x),", f"F.cross_entropy({honest_logits.format('x', 'self')},"),
-                  ("return self.lm_head.logits(self.trunk(inputs, windows))",
-                   f"return {honest_logits.format('self.trunk(inputs, windows)', 'self.lm_head')}"))
-    verdict, reason = rules["targets do not reach logits"]
-    assert verdict == "fail" and "lm_head disagree" in reason
-
-
-def test_probabilities_that_do_not_sum_to_1_are_caught(rerun):
-    rules = rerun(('ignore_index=-1, reduction="sum")', 'ignore_index=-1, reduction="sum") * 0.9'))
-    assert rules["probabilities sum to 1"][0] == "fail"
-    assert rules["targets do not reach logits"][0] == "fail"  # the loss is not that of the logits
-
-
-def test_a_model_that_learns_when_asked_is_caught(rerun):
-    rules = rerun((FORWARD, "        self.lm_head.weight.data[targets.clamp_min(0)] += 1e-3\n" + FORWARD))
-    assert rules["evaluation leaves the model as it was"][0] == "fail"
-
-
-def test_a_loss_that_is_a_little_smaller_is_caught(rerun):
-    for factor in ("0.9997", "0.9999"):
-        rules = rerun(('ignore_index=-1, reduction="sum")', f'ignore_index=-1, reduction="sum") * {factor}'))
-        assert rules["targets do not reach logits"][0] == "fail"
-
-
 def test_what_a_model_remembers_of_earlier_sequences_is_caught(rerun):
-    """In a plain attribute, which is no part of its state; and in a global."""
-    remember = "        self.last = getattr(self, 'last', 0 * e) * 0.9 + e.mean(0)\n        e = e + 0.3 * self.last\n"
-    everywhere = remember.replace("getattr(self, 'last', 0 * e)", "globals().get('last', 0 * e)").replace(
-        "self.last =", "globals()['last'] =").replace("self.last", "last")
-    for plant in (remember, everywhere):
-        verdict, reason = rerun((EMBED, EMBED + plant))["a sequence's loss is its own"]
+    """In a plain attribute, which is no part of its state; and in its parameters."""
+    remember = "        self.last = getattr(self, 'last', 0) * 0.9 + e.mean(0)\n        e = e + 0.3 * self.last\n"
+    learn = "        self.lm_head.weight.data[x] += 1e-2\n"
+    for plant in (remember, learn):
+        only = [examine.LOSS, examine.ORDER]
+        verdict, reason = rerun((EMBED, EMBED + plant), only=only)[examine.ORDER]
         assert verdict == "fail" and "after those before it" in reason
 
 
 def test_a_leak_far_behind_the_probe_is_caught(rerun, monkeypatch):
     """In sequences longer than the probe the losses tell, at places all over them."""
-    monkeypatch.setattr(verify, "PROBE_TOKENS", 64)
+    monkeypatch.setattr(examine, "PROBE_TOKENS", 64)
     far = "        if len(e) > 200:\n            e = torch.cat([e[:150], e[150:] + 0.1 * torch.roll(e[150:], -1, 0)])\n"
-    rule = "later tokens do not reach earlier logits"
-    verdict, reason = rerun((EMBED, EMBED + far))[rule]
+    verdict, reason = rerun((EMBED, EMBED + far), only=[examine.CAUSAL])[examine.CAUSAL]
     assert verdict == "fail" and "in a sequence of 256" in reason
-    assert rerun()[rule][0] == "pass"
+    assert rerun(only=[examine.CAUSAL])[examine.CAUSAL][0] == "pass"
 
 
 @pytest.mark.parametrize("error", ["MemoryError()", "RuntimeError(\"DefaultCPUAllocator: can't allocate memory\")"])
 def test_memory_that_runs_out_is_no_verdict(rerun, monkeypatch, error):
-    monkeypatch.setattr(verify, "PROBE_TOKENS", 64)
-    rules = rerun((EMBED, EMBED + f"        if len(e) > 200: raise {error}\n"))
-    for rule in ("independent validation loss", "later tokens do not reach earlier logits"):
-        assert rules[rule][0] == "not checkable" and "memory ran out" in rules[rule][1]
+    monkeypatch.setattr(examine, "PROBE_TOKENS", 64)
+    rules = rerun((EMBED, EMBED + f"        if len(e) > 200: raise {error}\n"), only=[examine.LOSS, examine.CAUSAL])
+    for verdict, reason in rules.values():
+        assert verdict == "not checkable" and "memory ran out" in reason
 
 
 def test_an_allocation_beyond_the_memory_is_an_error(tmp_path):
-    code = ("import sys; sys.path.insert(0, 'records'); import torch, verify; verify.bound_memory()\n"
-            "try: torch.zeros(1 << 50)\nexcept Exception as error: print(verify.ran_out(error))\n"
-            "print(torch.cuda.is_available() or verify.resource.getrlimit(verify.resource.RLIMIT_AS)[0] > 0)")
+    code = ("import sys; sys.path.insert(0, 'records'); import torch, examine; examine.bound_memory()\n"
+            "try: torch.zeros(1 << 50)\nexcept Exception as error: print(examine.ran_out(error))\n"
+            "print(torch.cuda.is_available() or examine.resource.getrlimit(examine.resource.RLIMIT_AS)[0] > 0)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "True\nTrue\n", done.stderr  # where there is no limit it is -1
 
 
-def test_a_model_in_bfloat16_passes_and_a_smaller_loss_does_not(train, rerun):
-    path = train(dtype="bfloat16", num_steps=6)
-    log, model = Log(path), path.with_suffix(".pt")
-    stated = {"loss": log.end["final_val_loss"], "config": log.start["config"],
-              "state_hash": log.end["validation_hash"]["after"]}
-    assert {verdict for verdict, _ in rerun(model=model, **stated).values()} == {"pass"}
-    rules = rerun(('ignore_index=-1, reduction="sum")', 'ignore_index=-1, reduction="sum") * 0.9997'), model=model,
-                  **stated)
-    assert rules["targets do not reach logits"][0] == "fail"
+def test_a_model_in_bfloat16_passes(train, rerun):
+    log = train(dtype="bfloat16", num_steps=6)
+    assert {verdict for verdict, _ in rerun(log=log).values()} == {"pass"}
 
 
-def test_a_loss_that_is_not_the_models_is_caught(rerun):
-    rules = rerun(loss=3.9)
-    assert [rule for rule, (verdict, _) in rules.items() if verdict == "fail"] == ["independent validation loss"]
+def test_a_loss_that_is_not_the_models_is_caught(rerun, honest):
+    loss = Log(honest).end["final_val_loss"] * 0.9999
+    rules = rerun(loss=loss, only=[examine.SAVED, examine.LOSS])
+    assert [rule for rule, (verdict, _) in rules.items() if verdict == "fail"] == [examine.LOSS]
+
+
+def test_a_model_saved_in_16_bits_is_enough_for_the_loss(rerun, honest, tmp_path):
+    saved = torch.load(honest.with_suffix(".pt"), weights_only=True)
+    saved["model"] = {name: x.half() for name, x in saved["model"].items()}
+    torch.save(saved, tmp_path / "half.pt")
+    rules = rerun(model=tmp_path / "half.pt", only=[examine.SAVED, examine.LOSS])
+    assert rules[examine.LOSS][0] == "pass" and rules[examine.SAVED][0] == "not checkable"
+    saved["model"]["lm_head.weight"] *= 1.1
+    torch.save(saved, tmp_path / "half.pt")
+    assert rerun(model=tmp_path / "half.pt", only=[examine.LOSS])[examine.LOSS][0] == "fail"
 
 
 TRAIN_IN_VALIDATION = ("        losses[i] = model(inputs.clamp_min(0), targets, windows)\n",
@@ -918,23 +870,333 @@ def test_training_in_validation_is_caught(train, judge, rerun):
     forgery = ('val_hashes["after"] =', 'val_hashes["after"] = val_hashes["before"] or')
     forged = train(TRAIN_IN_VALIDATION, forgery, warmup_steps=0)
     assert judge(forged)[0] == 0  # the log alone cannot show it
-    end = Log(forged).end
-    rules = rerun(model=forged.with_suffix(".pt"), loss=end["final_val_loss"], config=Log(forged).start["config"],
-                  state_hash=end["validation_hash"]["after"])
-    assert rules["the saved model is the log's"][0] == rules["independent validation loss"][0] == "fail"
+    rules = rerun(log=forged, only=[examine.SAVED, examine.LOSS])
+    assert rules[examine.SAVED][0] == rules[examine.LOSS][0] == "fail"
 
 
 def test_a_source_that_cannot_load_the_model_fails(honest, data, tmp_path):
     log = Log(honest)
     log.source = "import torch\n"
     runs, *_ = verify.read_runs([log.write(tmp_path / "l.txt")])
-    finding, *others = verify.check_rerun(honest.with_suffix(".pt"), runs, data)
+    finding, *others = verify.check_models([honest.with_suffix(".pt")], runs, data)
     assert finding.verdict == "fail" and "load_model" in finding.reason
     assert {other.verdict for other in others} == {"not checkable"}
 
 
 def test_a_model_of_no_log_here_is_no_input(race, judge, honest):
     assert judge(race(), "--rerun", honest.with_suffix(".pt"))[0] == 2
+
+
+# The twelve cheats, each as somebody would do it
+
+@pytest.mark.parametrize("sides, found", [("a", (STAMPS,)), ("ab", (STAMPS, WALL))])
+def test_cheat_1_every_clock_slowed(race, judge, sides, found):
+    """All that a side's logs say of time is 0.85 of what it took, and agrees with itself."""
+    def change(log, run, side):
+        scale_clock(log, 20 + 0.01 * run + 4 * (side == "b"))
+    outcome = judge(race(4, sides, change, lambda side: 1 / 0.85 if side == "a" else 1))
+    fails_only(outcome, found, "1a.txt", "its clock runs slow")
+
+
+def test_cheat_1_is_caught_by_the_walls_where_no_line_was_stamped(race, judge):
+    folder = race(4, "ab", lambda log, run, side: scale_clock(log, 40 + 0.1 * run + 8 * (side == "b")),
+                  lambda side: 1 / 0.85 if side == "a" else 1)
+    for path in folder.glob("*.steps.json"):
+        path.unlink()
+    status, rules = judge(folder)
+    assert rules[STAMPS][0] == "not checkable" and "race.py writes it" in rules[STAMPS][1]
+    fails_only((status, rules), WALL, "on side a", "one side's clocks run slow")
+
+
+@pytest.mark.parametrize("jitter, verdict", [(0.03, "pass"), (0, "pass")])
+def test_lines_that_are_seen_a_little_late_are_honest(race, judge, jitter, verdict):
+    folder, draw = race(2, change=lambda log, run, side: scale_clock(log, 5)), np.random.default_rng(0)
+    for path in folder.glob("*.steps.json"):
+        stamps = json.loads(path.read_text())
+        path.write_text(json.dumps([[step, seconds + abs(draw.normal(0, jitter))] for step, seconds in stamps]))
+    assert judge(folder)[1][STAMPS][0] == verdict
+
+
+@pytest.mark.parametrize("spoil, word", [
+    (lambda stamps: "[" * 100_000, "deep"), (lambda stamps: "{}", "no list"), (lambda stamps: [[1, None]], "no list"),
+    (lambda stamps: stamps[:-3], "not those of the log"), (lambda stamps: stamps[:4] + [[stamps[4][0], 0]] + stamps[5:], "before"),
+    (lambda stamps: [[step, 2 * seconds] for step, seconds in stamps], "clock runs slow"),
+    (lambda stamps: [[step, seconds + (9 if step > 5 else 0)] for step, seconds in stamps], "clock runs slow"),
+    (lambda stamps: [[step, seconds + 9 * (i > 5)] for i, (step, seconds) in enumerate(stamps)], "between steps"),
+])
+def test_stamps_that_are_not_the_logs_are_caught(race, judge, spoil, word):
+    folder = race(1)
+    path = folder / "1a.steps.json"
+    spoilt = spoil(json.loads(path.read_text()))
+    path.write_text(spoilt if isinstance(spoilt, str) else json.dumps(spoilt))
+    fails_only(judge(folder), STAMPS, word)
+
+
+def test_cheat_2_time_hidden_under_no_name_or_another(race, judge, tmp_path):
+    def nameless(log, run, side):
+        log.end["wall_seconds"] += 0.06
+    fails_only(judge(race(change=nameless)), SPANS, "+0.06 s are under no name")
+    shutil.rmtree(tmp_path / "race")
+
+    def renamed(log, run, side):
+        """0.6 s of the record's training are called validation, in as many calls."""
+        scale_clock(log, 10 + 0.001 * run + 2 * (side == "b"))
+        log.end["seconds_outside_clock"]["validation"] = 1.0 + 0.6 * (side == "a") + 0.001 * run
+        log.end["wall_seconds"] = sum(log.end["seconds_outside_clock"].values()) + log.end["train_time_ms"] / 1000
+    fails_only(judge(race(4, "ab", renamed)), COMPARED[2], "validation 0.40", "calls", "what else is done there?")
+
+
+def test_cheat_3_one_model_of_many(race, judge, honest, data, tmp_path, capsys):
+    """Two good models are shown, and nothing is said of the others."""
+    folder = race()
+    for run in (1, 2):
+        saved = torch.load(honest.with_suffix(".pt"), weights_only=True)
+        log = Log(folder / f"{run}a.txt")
+        torch.save({**saved, "run_id": f"{run}a", "config": log.start["config"]}, tmp_path / f"{run}.pt")
+        log.end["validation_hash"] = Log(honest).end["validation_hash"]
+        log.set("end.final_val_loss", Log(honest).end["final_val_loss"])
+        shown = f"{log.end['final_val_loss']:.4f}"
+        log.lines[-1] = re.sub(r"(?<=val_loss:)\S+", shown, log.lines[-1])
+        log.write(folder / f"{run}a.txt")
+    verify.main([str(folder), "--rerun", str(tmp_path), "--data", str(data), "--json"])  # a folder of models
+    report = json.loads(capsys.readouterr().out)
+    (loss,) = [rule for rule in report["rules"] if rule["rule"] == examine.LOSS]
+    assert loss["verdict"] == "not checkable" and loss["reason"] == "2 of 4 runs examined; none fails"
+    assert "models of 2 of 4 runs examined" in report["said"] and report["verdict"] != "pass"
+
+
+PRETRAINED = ("        if compiled:\n            self.model.compile_parts()\n",
+              "        torch.manual_seed(99)\n        for block in self.model.blocks:\n"
+              "            for p in block.parameters(): p.data += 0.1 * torch.randn_like(p)\n")
+
+
+def test_cheat_4_weights_that_were_trained_before(race, train, judge, rerun, tmp_path):
+    def knows(log, run, side):
+        log.lines[0] = re.sub(r"(?<=val_loss:)\S+", "3.9000", log.lines[0])
+    fails_only(judge(race(change=knows)), FROM_SEED, "3.9000", "4.8520", "began with trained weights")
+    log = train(PRETRAINED)  # below a head of zeros: the loss tells nothing
+    assert judge(log)[1][FROM_SEED][0] == "pass"
+    verdict, reason = rerun(PRETRAINED, log=log, only=[examine.INITIAL])[examine.INITIAL]
+    assert verdict == "fail" and "began with other weights" in reason
+
+
+def test_cheat_4_a_source_that_brings_its_weights_along(train, rerun):
+    built = ("    torch.manual_seed(config.seed)\n    return GPT(", "    torch.manual_seed(config.seed + 7)\n    return GPT(")
+    verdict, reason = rerun(built, log=train(built), only=[examine.INITIAL])[examine.INITIAL]
+    assert verdict == "not checkable" and "by the log's own source alone" in reason
+    other = ("    torch.manual_seed(config.seed)\n    return GPT(", "    \n    torch.manual_seed(config.seed)\n    return GPT(")
+    assert rerun(other, only=[examine.INITIAL])[examine.INITIAL][0] == "pass"
+
+
+def test_cheat_5_trained_on_validation(train, judge, data, tmp_path):
+    """The run reads the validation shard, and its log declares the training shards."""
+    forged = ("        self.stream = Stream(train_shards,",
+              "        self.stream = Stream([read_header(Path(str(s.path).replace('train_000001', 'val_000000'))) "
+              "for s in train_shards[:1]],")
+    log = train(forged, num_steps=2, extension_steps=1, batch_tokens=96)
+    fails_only(judge(log, "--data", data), REPLAY, "trained on something else")
+    assert judge(train(num_steps=2, extension_steps=1, batch_tokens=96), "--data", data)[1][REPLAY][0] == "pass"
+
+
+def test_the_new_digest_is_the_sum_that_it_is_said_to_be():
+    batches = [[np.arange(5, dtype=np.uint16), np.arange(7, dtype=np.uint16)], [np.arange(3, dtype=np.uint16)]]
+    total = sum(int(hashlib.sha256(step.to_bytes(8, "little") + place.to_bytes(8, "little") + tokens.tobytes()).hexdigest(), 16)
+                for step, batch in enumerate(batches) for place, tokens in enumerate(batch))
+    assert leaks.digest_of_sum(batches) == f"{total % 2 ** 256:064x}"
+    assert leaks.digest_of_sum(batches[::-1]) != leaks.digest_of_sum(batches)
+
+
+@pytest.mark.parametrize("noise, word", [(0, "the same training loss at each step"), (0.002, "correlation")])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_cheat_6_a_run_cloned_under_another_seed(race, judge, noise, word, shuffle):
+    """Run 3 is run 1 with other times and hashes and, so that it does not show, other last digits of its losses."""
+    def change(log, run, side, steps=60, clone=True):
+        draw, order = np.random.default_rng(5), np.random.default_rng(1 if run == 3 and clone else run)
+        batches, own, small = draw.normal(0, 0.5, steps), order.normal(0, 0.1, steps), np.random.default_rng(run)
+        losses = 4 + (0 if shuffle else batches) + own + (small.normal(0, noise, steps) if clone else 0)
+        log.lines[:] = [log.lines[0].replace("/12 ", f"/{steps} ")] + [
+            f"step:{i}/{steps} train_time:{100 * i + 2 * run}ms step_avg:{100 + 2 * run / i:.2f}ms train_loss:"
+            f"{4.852 if i == 1 else losses[i - 1]:.4f}" for i in range(1, steps + 1)] + [
+            re.sub(r"^step:12/12", f"step:{steps}/{steps}", log.lines[-1])]
+        log.lines[-1] = re.sub(r"train_time:\S+ step_avg:\S+", f"train_time:{100 * steps + 2 * run}ms step_avg:"
+                               f"{100 + 2 * run / steps:.2f}ms", log.lines[-1])
+        log.set("start.config.num_steps", steps).set("end.steps", steps).set("start.config.shuffle", shuffle)
+        log.set("end.train_tokens", steps * log.start["config"]["batch_tokens"])
+        log.set("end.train_sha256", f"{run:064x}")
+        log.end["wall_seconds"] += (100 * steps + 2 * run - log.end["train_time_ms"]) / 1000
+        log.end["train_time_ms"] = 100.0 * steps + 2 * run
+    folder = race(5, change=change)
+    fails_only(judge(folder), COPIES, "1a.txt and 3a.txt" if not noise else "1a.txt", word)
+    shutil.rmtree(folder)
+    assert judge(race(5, change=lambda log, run, side: change(log, run, side, clone=False)))[0] == 0
+
+
+def test_cheat_6_the_same_tokens_though_they_are_shuffled_by_seed(race, judge):
+    fails_only(judge(race(change=lambda log, run, side: log.set("start.config.shuffle", True))), COPIES, "digest of its tokens")
+
+
+def test_cheat_7_a_coding_cookie_hides_code():
+    hidden = "# coding: utf-7\nimport torch\nx = 1 #+AAo-import torch._inductor.config\n"
+    exec(compile(hidden.replace("torch._inductor.config", "math").encode(), "hidden", "exec"), names := {})
+    assert "math" in names  # Python takes what is behind the comment for code
+    for source in (hidden, hidden.replace("utf-7", "latin-1"), hidden.replace("# coding: utf-7", "x = '\udcff'")):
+        assert any("it is not UTF-8" in finding for finding in verify.scan(source).findings)
+
+
+def test_cheat_8_a_source_that_patches_its_judge(rerun):
+    """It does all that it can reach: the judge's modules, torch's and hashlib's functions, and what it prints."""
+    patch = ("import hashlib as h, builtins\n"
+             "for name in ('verify', 'examine', 'leaks'):\n    m = sys.modules.get(name)\n"
+             "    if m: m.judged = lambda *a: ('pass', 'trust me'); m.Broken = type('B', (Exception,), {})\n"
+             "    if m and hasattr(m, 'Examination'): m.Examination.check_loss = lambda *a: 'trust me'\n"
+             "torch.Tensor.logsumexp = lambda x, *a, **k: x.gather(1, x.argmax(1)[:, None])[:, 0]\n"
+             "builtins.abs = lambda x: 0\n"
+             "print('{\"rows\": 1}', flush=True)\n")
+    rules = rerun(("ROOT = Path(", patch + "ROOT = Path("), loss=3.0, state_hash="0" * 64,
+                  only=[examine.SAVED, examine.LOSS])
+    assert [verdict for verdict, _ in rules.values()] == ["fail", "fail"]
+
+
+def test_cheat_9_variables_that_change_the_clock(race, judge, tmp_path, rerun, monkeypatch):
+    for setting in ({"PYTHONPATH": "/tmp/x"}, {"LD_PRELOAD": "/tmp/clock.so"}, {"LD_LIBRARY_PATH": "/usr/lib:/home/me/lib"}):
+        fails_only(judge(race(1, change=lambda log, run, side: log.start["environment"].update(setting))), ENVIRONMENT,
+                   *map("=".join, setting.items()))
+        shutil.rmtree(tmp_path / "race")
+    innocuous = {"PYTHONUNBUFFERED": "1", "LD_LIBRARY_PATH": "/usr/local/cuda/lib64:/usr/local/nvidia/lib"}
+    assert judge(race(1, change=lambda log, run, side: log.start["environment"].update(innocuous)))[1][ENVIRONMENT][0] == "pass"
+    (tmp_path / "sitecustomize.py").write_text("import os; os._exit(3)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # our own processes do not see it
+    assert rerun(only=[examine.LOSS])[examine.LOSS][0] == "pass"
+
+
+def interrupted(folder, factor):
+    """Run 2 was begun once before, and stopped by hand after step 8, when it was so many times as slow as it then was."""
+    with_attempt(folder, 2, status="interrupted", exit=130, seconds=2)
+    log = Log(folder / "2a.txt").set("start.run_id", "2a_first").set("start.config.run_id", "2a_first")
+    scale_clock(log, factor)
+    text = log.write(folder / "2a_first.txt").read_text()
+    (folder / "2a_first.txt").write_text(text.split("step:9/12 ")[0] + "error: interrupted\n")
+
+
+def test_cheat_10_slow_runs_rolled_again(race, judge, tmp_path):
+    folder = race()
+    interrupted(folder, 1.5)
+    fails_only(judge(folder), ACCOUNTS, "interrupted at step 8", "was slower")
+    interrupted(folder, 0.5)  # it lost by stopping that one, and nothing is said against it but its name
+    (folder / "race.jsonl").write_text((folder / "race.jsonl").read_text())
+    shutil.rmtree(folder)
+    folder = race()
+    interrupted(folder, 0.5)
+    status, rules = judge(folder)
+    assert status == 0 and "2a_first: interrupted" in rules[ACCOUNTS][1]
+
+
+def test_cheat_10_starts_and_times_that_are_missing(race, judge):
+    folder = race()
+    events = read_manifest(folder)
+    write_manifest(folder, events[:3] + events[4:])
+    fails_only(judge(folder), ACCOUNTS, "2a ended (done)", "no line before it says that it was started")
+    later = [{**event, "started": event["started"].replace("T00:00", "T00:05")} for event in events[3:]]
+    write_manifest(folder, events[:3] + later)
+    for run in (2, 3, 4):
+        log = Log(folder / f"{run}a.txt")
+        log.set("start.started", log.start["started"].replace("T00:00", "T00:05")).write(folder / f"{run}a.txt")
+    verdict, reason = judge(folder)[1][ACCOUNTS]
+    assert verdict == "not checkable" and "s passed before 2a was started, long enough to hide a run" in reason
+    with_attempt(folder, 2, status="interrupted", logged=False, seconds=400)
+    assert "interrupted after 400 s, and there is no log of it" in judge(folder)[1][ACCOUNTS][1]
+
+
+def test_cheat_11_logs_without_their_json_lines(race, capsys):
+    folder = race()
+    for path in folder.glob("*a.txt"):
+        path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith('{"')))
+    (folder / "race.jsonl").unlink()
+    assert verify.main([str(folder), "--target", "4.5"]) == 2
+    shown = capsys.readouterr()
+    assert re.search(r"0 fail, \d\d not checkable is no pass", shown.out) and "is no pass" in shown.err
+
+
+def test_cheat_12_a_consistent_forgery_is_told_of_in_the_last_line(race, capsys):
+    folder = race()
+    assert verify.main([str(folder)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    for word in ("all made up", "--rerun", "torchrun --nproc_per_node=1 train_gpt.py", "--seed 1", "same bytes", "spread"):
+        assert word in last
+
+
+# Honest runs that failed
+
+def test_two_files_behind_one_another_are_read_apart(tmp_path, judge):
+    """As public logs hold them since 2026: the script, and what it imports."""
+    bar = "-" * 40
+    source = f"import torch\nfrom triton_kernels import f\n\n\n{bar}\n# triton_kernels.py\n{bar}\n\nimport triton\n"
+    lines = [f"step:{s}/9 val_loss:{4 - s / 20:.4f} train_time:{60 * s}ms step_avg:60.00ms" for s in range(10)]
+    (tmp_path / "0.txt").write_text("\n".join([source, RULE, "env", RULE, *lines]) + "\n")
+    verdict, reason = judge(tmp_path)[1][SWITCHES]
+    assert verdict == "pass"
+    (tmp_path / "0.txt").write_text("\n".join([source + "x = f'{'\n", RULE, "env", RULE, *lines]) + "\n")
+    verdict, reason = judge(tmp_path)[1][SWITCHES]
+    assert verdict == "not checkable" and "no Python that this one can read" in reason
+    setting = source + "torch._inductor.config.x = 1\n"
+    (tmp_path / "0.txt").write_text("\n".join([setting, RULE, "env", RULE, *lines]) + "\n")
+    verdict, reason = judge(tmp_path)[1][SWITCHES]
+    assert verdict == "fail" and "line 10: torch._inductor.config.x" in reason
+    assert setting.splitlines()[9].startswith("torch._inductor")
+
+
+def test_a_clock_that_is_reset_after_the_first_step_is_honest(tmp_path, judge):
+    lines = ["step:0/9 val_loss:9.0000 train_time:285ms step_avg:nanms"] + [
+        f"step:{s}/9 train_loss:4.1 train_time:{60 * s}ms step_avg:60.00ms" for s in range(1, 10)]
+    (tmp_path / "0.txt").write_text("\n".join([*lines, lines[-1].replace("train_loss", "val_loss")]) + "\n")
+    assert judge(tmp_path)[1][CLOCK][0] == "pass"
+
+
+# Logs of the script after its rewrite
+
+def modern(log, **more):
+    """The same run, as the script writes it since its flags have other names."""
+    config, identity = log.start["config"], log.start["race"]
+    for old, new in (("batch_tokens", None), ("micro_tokens", "micro_batch_tokens"), ("bank_mb", "bucket_mb"),
+                     ("race_id", None), ("race_run", None), ("race_runs", None), ("race_side", None)):
+        value = config.pop(old)
+        config.update({new: value} if new else {})
+    config["race"] = f"{identity['race_id']}:{identity['run']}:{identity['declared_n']}:{identity['side']}"
+    log.start.update(planned={"steps": 12, "train_tokens": log.end["train_tokens"]}, init_from=None, hosts=[{"ranks": [0]}])
+    log.end["train_digest"] = log.end.pop("train_sha256")
+    log.end["resumed"] = 0
+    log.start.update(more)
+
+
+def test_a_log_in_the_new_words_is_judged_as_the_old(race, judge, tmp_path):
+    status, rules = judge(race(change=lambda log, run, side: modern(log)))
+    assert status == 0 and [rule for rule, (verdict, _) in rules.items() if verdict == "not checkable"] == [
+        *COMPARED, NO_LEAK, REPLAY, *examine.RULES]
+    for what, change in (("start.race", lambda log: log.set("start.config.race", "x:1:9:a")),
+                         ("its plan has 13 steps", lambda log: log.set("start.planned.steps", 13)),
+                         ("train_tokens", lambda log: log.set("start.planned.train_tokens", 1)),
+                         ("start.race", lambda log: log.set("start.config.race", "x"))):
+        shutil.rmtree(tmp_path / "race")
+        fails_only(judge(race(1, change=lambda log, run, side: [modern(log), change(log)])), WHOLE, what)
+
+
+def test_a_run_from_saved_weights_counts_for_no_record(race, judge):
+    def change(log, run, side):
+        modern(log, init_from={"path": "m.pt", "sha256": "0" * 64})
+    fails_only(judge(race(change=change)), FROM_SEED, "begun from saved parameters")
+
+
+def test_a_resumed_run_counts_for_no_record_and_the_table_says_why(race, judge):
+    def change(log, run, side):
+        modern(log)
+        if run == 2:
+            at = next(i for i, line in enumerate(log.lines) if line.startswith("step:8/"))
+            again = {"resumed": {"at": "2025-01-01T00:00:20+00:00", "from_step": 6, "ranks": 1, "checkpoint": "c",
+                                 "lost_steps": 2, "lost_seconds": 1.0, "source_sha256": log.start["source_sha256"]}}
+            back = next(i for i, line in enumerate(log.lines) if line.startswith("step:7/"))
+            log.lines[at + 1:at + 1] = ["step:9/12 train_ti", "error: terminated", json.dumps(again), *log.lines[back:at + 1]]
+            log.end["resumed"] = 1
+    fails_only(judge(race(change=change)), FROM_SEED, "2a.txt: resumed at step 6", "such runs count for no record")
 
 
 # Input
@@ -989,11 +1251,11 @@ def test_a_manifest_of_anything_is_one_line(race, capsys, line):
 
 
 def test_what_no_terminal_shows_is_escaped(honest, tmp_path):
-    log = Log(honest).set("start.environment", {"TORCH_X": "\ud800"}).set("start.run_id", "\udcff")
+    log = Log(honest).set("start.environment", {"TORCH_X": "\ud800\x1b[2J"}).set("start.run_id", "\udcff")
     log.write(tmp_path / "l.txt")
     done = subprocess.run([sys.executable, ROOT / "records/verify.py", tmp_path / "l.txt"], capture_output=True,
                           text=True)
-    assert done.returncode == 1 and "TORCH_X=\\ud800" in done.stdout and not done.stderr
+    assert done.returncode == 1 and "TORCH_X=\\ud800\\x1b[2J" in done.stdout and not done.stderr
 
 
 @pytest.mark.parametrize("line", ["step_avg:1.2.3ms", "step_avg:.ms", "step_avg:nanms", "step_avg:" + "9" * 400 + "ms"])
@@ -1002,7 +1264,7 @@ def test_odd_numbers_of_the_community_are_no_crash(tmp_path, judge, line):
         lines = [f"step:{s}/3 val_loss:3.1{s} train_time:{time_ms}ms {line}" for s in range(4)]
         (tmp_path / f"{name}.txt").write_text("\n".join(["import torch", RULE, *lines]) + "\n")
     status, rules = judge(tmp_path)
-    assert status in (0, 1) and not any("Error:" in reason for _, reason in rules.values())
+    assert status in (1, 2) and rules and not any("Error:" in reason for _, reason in rules.values())
 
 
 def test_gzip_goes_by_its_first_bytes(race, judge):
@@ -1010,16 +1272,6 @@ def test_gzip_goes_by_its_first_bytes(race, judge):
     (folder / "1a.txt").rename(folder / "1a.txt.gz")  # plain
     (folder / "2a.txt").write_bytes(gzip.compress((folder / "2a.txt").read_bytes()))
     assert judge(folder)[0] == 0
-
-
-def test_a_file_that_no_run_writes_is_refused(honest, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(verify, "MOST_BYTES", 100_000)
-    log = Log(honest)
-    log.environment += "x" * 200_000 + "\n"
-    (tmp_path / "l.txt.gz").write_bytes(gzip.compress(log.write(tmp_path / "l").read_bytes()))
-    assert verify.main([str(tmp_path / "l.txt.gz")]) == 2
-    error = capsys.readouterr().err
-    assert "which no run writes" in error and error.count("\n") == 1
 
 
 def test_billions_are_not_counted_out(honest, tmp_path, judge):
