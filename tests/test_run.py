@@ -30,7 +30,9 @@ ROOT = Path(train_gpt.__file__).parent
 
 
 def flags(folder, corpus, **changes):
-    values = {**TINY, "layers": "- S0M LM M", "backout_layer": 2, "micro_batches": 2, **corpus, "log_dir": str(folder / "logs"), "target_val_loss": 3.0, **changes}
+    """Of a run even smaller than TINY: four layers, two micro-batches."""
+    values = {**TINY, "layers": "- S0M LM M", "backout_layer": 2, "micro_batches": 2, **corpus,
+              "log_dir": str(folder / "logs"), "target_val_loss": 3.0, **changes}
     return ["--preset", "speedrun", *(text for name, v in values.items() for text in (f"--{name}", str(v)))]
 
 
@@ -201,7 +203,8 @@ def test_the_saved_model_gives_the_logged_loss_again(one):
     model, saved = train_gpt.load_model(path.with_suffix(".pt"))
     end = read_log(path)[4]
     sequences = train_gpt.validation_sequences(train_gpt.find_shards(corpus["val_files"]), 0, 64)
-    loss, tokens = train_gpt.validate(model, sequences, train_gpt.Windows(*saved["windows"]), train_gpt.Comm(), torch.device("cpu"))
+    windows = train_gpt.Windows(*saved["windows"])
+    loss, tokens = train_gpt.validate(model, sequences, windows, train_gpt.Comm(), torch.device("cpu"))
     assert loss == pytest.approx(end["final_val_loss"], rel=1e-6) and tokens == end["val_tokens"] and saved["step"] == 12
     with pytest.raises(train_gpt.RunError, match="is no saved model"):
         train_gpt.load_model(path)
@@ -490,7 +493,8 @@ def test_few_open_files_are_one_line(one, tmp_path):
     said = []
     for ranks, counts in ((1, (1, 2, 3)), (2, (2, 6, 10))):
         for count in counts:
-            argv = flags(tmp_path, one[1], run_id=f"files{ranks}-{count}", num_steps=2, stages="until long_window; 1 3", val_every=0)
+            short = dict(num_steps=2, stages="until long_window; 1 3", val_every=0)
+            argv = flags(tmp_path, one[1], run_id=f"files{ranks}-{count}", **short)
             done = launch(tmp_path, *[argv] * ranks, setup=functools.partial(few_files, count))
             assert "Traceback" not in "".join(rank.err for rank in done), (ranks, count, done)
             said += [rank.err for rank in done if rank.status]
