@@ -562,7 +562,9 @@ def wait_until(holds, seconds=60):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_whose_launcher_is_killed_end(ranks, flags, elastic, tmp_path):
-    plant = in_step(f"open({str(tmp_path / 'pid')!r} + str(rank), 'w').write(str(os.getpid())); time.sleep(0.2)")
+    """One alone notices between two steps; several while they hang in one."""
+    plant = in_step(f"open({str(tmp_path / 'pid')!r} + str(rank), 'w').write(str(os.getpid()))\n"
+                    f"    time.sleep({60 if ranks > 1 else 0.2} if step > 1 else 0)")
     launcher, log = elastic(ranks, 0, flags("orphan", num_steps=100), plant), tmp_path / "orphan.txt"
     wait_until(lambda: log.exists() and "\nstep:2/" in log.read_text())
     os.kill(launcher.pid, signal.SIGKILL)
