@@ -93,7 +93,6 @@ def refused(changes, ranks):
     ({"profile": "3:12"}, 1, "below num_steps 12"),
     ({"profile": "3:2"}, 1, "profile is '3:2'"),
     ({"race": "2026:1"}, 1, "race is '2026:1'"),
-    ({"resume": "a.ckpt", "init_from": "b.pt"}, 1, "resume and init_from exclude each other"),
     ({"exact": True, "clip_norm": 1.0}, 1, "exact and clip_norm 1.0 exclude each other"),
     ({"exact": True, "find_unused_parameters": True}, 1, "exact and find_unused_parameters True exclude each other"),
     ({"exact": True, "micro_batches": 6}, 1, "has 6 micro-batches on 1 ranks: make both powers of two"),
