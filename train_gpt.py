@@ -2573,6 +2573,7 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
             save(step)
             wants_save = False
             if ends:
+                comm.all_json("saved")  # a rank that left earlier would end rank 0 while it writes
                 raise RunError(f"terminated before step {step}; --resume {log.path} goes on from there")
         if last or (config.val_every and step % config.val_every == 0):
             optimizer.finish_all_gathers()
