@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from leaks import ROOT, UNKNOWN, Broken, NotCheckable, find_shards, judged, open_shard, ran_out
+from leaks import ROOT, UNKNOWN, Broken, NotCheckable, find_shards, judged, open_shard, ran_out, several
 
 SAVED, INITIAL, LOSS, ORDER, CAUSAL = RULES = (
     "the saved model is the log's", "initial weights come from the seed", "independent validation loss",
@@ -33,6 +33,7 @@ SCORED_AGAIN = 16  # sequences
 BLOCK = 128  # of FlexAttention: where a mistaken block mask leaks
 ROWS = 512  # logits of so many tokens are handed over at a time
 PATIENCE_S = 900  # for one answer: the first compiles
+FITTED = ("micro_batch_tokens", "micro_batches", "stages", "fp8_head")  # train_gpt.py may fit these to a GPU
 PASSED_ON = ("PATH", "HOME", "TMPDIR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # of the environment
 
 
@@ -41,21 +42,26 @@ PASSED_ON = ("PATH", "HOME", "TMPDIR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
 def load(source_path, model_path):
     """(its module, model, windows of the last validation, what was saved beside it).
 
-    What is asked of the source: load_model(path, device) and a model with trunk(tokens, windows) and lm_head.logits; for
-    the initial weights Config, build_model, build_optimizer and Comm."""
+    What is asked of the source: load_model(path, device), Windows, and a model with trunk(tokens, windows) and
+    lm_head.logits; for the initial weights config_of, Trainer, Comm, Shard and Encoding."""
     import torch
     spec = importlib.util.spec_from_file_location("judged", source_path)
     module = sys.modules["judged"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     model, saved = module.load_model(model_path, "cuda" if torch.cuda.is_available() else "cpu")
-    return module, model, getattr(module, "Windows", lambda *windows: windows)(*saved["windows"]), saved
+    return module, model, module.Windows(*saved["windows"]), saved
 
 
-def initial_hash(module, saved):
-    """The state hash of a run of this config before its first step."""
-    config = module.Config(**saved["config"])
-    model = module.build_model(config, saved["vocab_size"], saved["bos_id"])
-    return module.build_optimizer(config, model, module.Comm()).state_hash()
+def beginning(module, config, saved):
+    """The state hash of a run of this config before its first step, and the digests of its buffers at its end. Of its data
+    the state holds how many tokens were read: none."""
+    import torch
+    nothing = module.Shard(Path("none"), 0, module.Encoding(saved["vocab_size"], saved["bos_id"]))
+    config = module.config_of({**config, "compile": "off", "init_from": ""})
+    trainer = module.Trainer(config, module.Comm(), torch.device("cuda" if torch.cuda.is_available() else "cpu"), [nothing])
+    first = trainer.state_hash()
+    trainer.model.rotary.follow(tuple(saved["rotary_windows"]))
+    return {"hash": first, "buffers": {name: digest_of(x) for name, x in trainer.model.named_buffers()}}
 
 
 def bound_memory():
@@ -91,8 +97,8 @@ def serve(source_path, model_path, shared_path):
     for line in sys.stdin:
         try:
             count = json.loads(line)
-            if count is None:
-                answer(hash=initial_hash(module, saved))
+            if isinstance(count, dict):
+                answer(**beginning(module, count, saved))
                 continue
             rest = -count % BLOCK if device.type == "cuda" else 0  # whole blocks, which on GPUs it must have
             shared = np.memmap(shared_path, dtype=np.int32, mode="r+")
@@ -111,7 +117,7 @@ def serve(source_path, model_path, shared_path):
 # The judge
 
 def read_model(path, device="cpu"):
-    """What train_gpt.py saved: config, run_id, vocab_size, bos_id, windows, and the tensors by name under `model`."""
+    """What train_gpt.py saved: config, run_id, vocab_size, bos_id, windows, and the parameters by name under `state`."""
     import torch
     return torch.load(path, weights_only=True, map_location=device)
 
@@ -125,15 +131,10 @@ class Witness:
         (where / "judged.py").write_text(source, encoding="utf-8", errors="surrogateescape")
         self.shared = where / "shared"
         self.shared.write_bytes(bytes(4 * most_tokens))
-        paths = [str(where / "judged.py"), os.path.abspath(model_path), str(self.shared)]
-        code = (f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import examine; "
-                f"examine.serve(*{paths!r})")
-        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-        self.process = subprocess.Popen([sys.executable, "-I", "-c", code], cwd=where, env=environment, bufsize=0,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self.process = self.start(where, [str(where / "judged.py"), os.path.abspath(model_path), str(self.shared)])
         self.rest = b""
         try:
-            self.columns = self.answer("columns", int)
+            self.columns = self.answer(columns=int)["columns"]
             if not 0 < self.columns <= 1 << 20:
                 raise Broken(f"its logits have {self.columns} columns")
             with open(self.shared, "r+b") as file:
@@ -141,6 +142,13 @@ class Witness:
         except BaseException:
             self.close()
             raise
+
+    def start(self, where, paths):
+        code = (f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import examine; "
+                f"examine.serve(*{paths!r})")
+        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        return subprocess.Popen([sys.executable, "-I", "-c", code], cwd=where, env=environment, bufsize=0,
+                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
     def __enter__(self):
         return self
@@ -155,7 +163,7 @@ class Witness:
         self.process.stdout.close()
         self.folder.cleanup()
 
-    def answer(self, key, kind):
+    def answer(self, **kinds):
         while b"\n" not in self.rest:
             ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE_S)
             block = os.read(self.process.stdout.fileno(), 1 << 16) if ready else b""
@@ -168,9 +176,9 @@ class Witness:
             raise MemoryError(str(found.get("error"))[:150])
         if "error" in found:
             raise Broken(f"the log's source cannot load or run the model ({' '.join(str(found['error']).split())[:150]})")
-        if not isinstance(found.get(key), kind):
+        if not all(isinstance(found.get(key), kind) for key, kind in kinds.items()):
             raise Broken(f"the log's source answers {line[:60]!r}")
-        return found[key]
+        return found
 
     def ask(self, question):
         try:
@@ -178,9 +186,9 @@ class Witness:
         except BrokenPipeError:
             raise Broken("the process that runs the log's source died") from None
 
-    def initial_hash(self):
-        self.ask(None)
-        return self.answer("hash", str)
+    def beginning(self, config):
+        self.ask(config)
+        return self.answer(hash=str, buffers=dict)
 
     def logits(self, tokens):
         """Yields float32 [some of T, padded vocabulary] until there is a row for each token."""
@@ -189,7 +197,7 @@ class Witness:
         self.ask(len(tokens))
         seen = 0
         while seen < len(tokens):
-            rows = self.answer("rows", int)
+            rows = self.answer(rows=int)["rows"]
             if rows != min(ROWS, len(tokens) - seen):
                 raise Broken(f"its logits of {len(tokens)} tokens come in {rows} rows")
             logits = np.memmap(self.shared, dtype=np.float32, mode="r", shape=(rows, self.columns))
@@ -198,12 +206,14 @@ class Witness:
             seen += rows
 
 
-def hash_of(tensors):
-    """The form that a log's hash of a model has, from the saved tensors."""
+def digest_of(tensor):
     import torch
-    digests = (hashlib.sha256(x.detach().reshape(-1).view(torch.uint8).cpu().numpy()).hexdigest()
-               for x in tensors.values())
-    return hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in zip(tensors, digests)).encode()).hexdigest()
+    return hashlib.sha256(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy()).hexdigest()
+
+
+def hash_of(digests):
+    """The form that a log's hash of a model has, from the digests of its tensors."""
+    return hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in sorted(digests.items())).encode()).hexdigest()
 
 
 class Examination:
@@ -211,9 +221,9 @@ class Examination:
 
     def __init__(self, source, model_path, saved, stream, stated):
         self.source, self.model_path, self.saved, self.stream, self.stated = source, model_path, saved, stream, stated
-        self.config, self.bos, self.sums = saved["config"], saved["bos_id"], []
+        self.config, self.bos, self.sums = json.loads(json.dumps(saved["config"])), saved["bos_id"], []
         self.draw = np.random.default_rng(0)
-        self.halved = any(x.element_size() == 2 for x in saved["model"].values()) and \
+        self.halved = any(x.element_size() == 2 for x in saved["state"].values()) and \
             self.config["dtype"] == "float32"
         self.tolerance = HALF_TOLERANCE if self.halved else TOLERANCE[self.config["dtype"]]
         self.logit_tolerance = LOGIT_TOLERANCE[self.config["dtype"]]
@@ -223,32 +233,48 @@ class Examination:
     def witness(self, source=None):
         return Witness(source or self.source, self.model_path, max(self.length, PROBE_TOKENS))
 
-    def check_saved(self):
-        if self.config != self.stated["config"]:
-            raise Broken("its config is not the log's")
+    def check_saved(self, witness):
+        """The saved file holds no buffers; whatever digests the source gives for its own, parameters with another hash
+        do not get the log's."""
+        stated = self.stated["config"]
+        free = FITTED if self.stated.get("changes") else ()
+        differ = sorted(key for key in {*stated, *self.config} - {*free} if stated.get(key) != self.config.get(key))
+        if differ:
+            raise Broken(f"its config is not the log's: {several(differ)}")
         if self.halved:
             raise NotCheckable("its parameters are saved in 16 bits, of which the log has no hash: the loss tells")
-        seen = hash_of(self.saved["model"])
+        digests = {name: digest_of(x) for name, x in self.saved["state"].items()}
+        seen = hash_of({**witness.beginning(stated)["buffers"], **digests})
         if seen != self.stated["state_hash"]:
+            self.same_kind_of_machine()
             raise Broken(f"its parameters have hash {seen[:8]}..., the log states {self.stated['state_hash'][:8]}...")
         return "its config is the log's, and its parameters are those of the last validation"
+
+    def same_kind_of_machine(self):
+        """The rotary's tables, which hashes cover, have other last bits where a GPU made them."""
+        import torch
+        on_gpu = self.stated.get("on_gpu", False)
+        if on_gpu != torch.cuda.is_available():
+            raise NotCheckable("the hash is not the log's, which covers tables of cos and sin that were made on a "
+                               f"{'GPU' if on_gpu else 'CPU'}: check it on one")
 
     def check_initial(self, witness):
         """This checkout's script is asked first: one that brings its weights along would vouch for them."""
         wanted, ours = self.stated["initial_hash"], (ROOT / "train_gpt.py").read_text(encoding="utf-8")
         text = f"the initial state hash {wanted[:8]}... is that of seed {self.config['seed']}"
         if ours == self.source:
-            seen = witness.initial_hash()
+            seen = witness.beginning(self.stated["config"])["hash"]
         else:
             try:
                 with self.witness(ours) as other:
-                    seen = other.initial_hash()
+                    seen = other.beginning(self.stated["config"])["hash"]
             except Broken:  # it may not take this config
                 seen = None
-            if seen != wanted and (seen := witness.initial_hash()) == wanted:
+            if seen != wanted and (seen := witness.beginning(self.stated["config"])["hash"]) == wanted:
                 raise NotCheckable(f"{text} by the log's own source alone, and not by this checkout's train_gpt.py: see "
                                    "where they differ (--diff)")
         if seen != wanted:
+            self.same_kind_of_machine()
             raise Broken(f"seed {self.config['seed']} gives the initial state hash {seen[:8]}..., the log states "
                          f"{wanted[:8]}...: it began with other weights")
         return text
@@ -338,7 +364,7 @@ class Examination:
 def examine(source, model_path, val_paths, stated, only=RULES):
     """{rule: (verdict, reason)} of a saved model and the source of its log.
 
-    stated: what the log says: loss, val_tokens, state_hash, initial_hash, config. Broken if the source cannot load it."""
+    stated: what the log says: loss, val_tokens, state_hash, initial_hash, config, changes, on_gpu. Broken if the source cannot load it."""
     saved = read_model(model_path)
     shards = [open_shard(path) for path in val_paths]
     stream = np.concatenate([tokens for tokens, _, _ in shards])
@@ -346,7 +372,7 @@ def examine(source, model_path, val_paths, stated, only=RULES):
         raise Broken(f"its vocabulary and BOS are {saved['vocab_size']}, {saved['bos_id']}, the shards' {shards[0][1:]}")
     asked = Examination(source, model_path, saved, stream, stated)
     with asked.witness() as witness:
-        checks = dict(zip(RULES, (asked.check_saved, lambda: asked.check_initial(witness),
+        checks = dict(zip(RULES, (lambda: asked.check_saved(witness), lambda: asked.check_initial(witness),
                                   lambda: asked.check_loss(witness), asked.check_order,
                                   lambda: asked.check_causality(witness))))
         return {rule: judged(check) for rule, check in checks.items() if rule in only}
@@ -358,6 +384,7 @@ def check_model(e, model_path, shards, folder):
         where = folder or os.path.dirname(ROOT / e.get("start.config.val_files", str))
         stated = {"loss": e.get("end.final_val_loss", (int, float)), "val_tokens": e.get("end.val_tokens", int),
                   "state_hash": e.digest("end.validation_hash.after"), "config": e.get("start.config", dict),
+                  "changes": e.run.start.get("changes"), "on_gpu": bool(e.get("start.hardware", dict).get("gpus")),
                   "initial_hash": e.digest("end.state_hash.before_warmup")}
         paths = find_shards({"val": shards["val"]}, where)["val"]
         return examine((e.run.source or "").removesuffix("\n"), model_path, paths, stated)

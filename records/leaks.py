@@ -152,10 +152,11 @@ def check_replay(config, shards, steps, end, folder):
     sys.path.append(str(ROOT))
     import train_gpt
     try:
-        seen = (digest_of_sum if "train_digest" in end else digest_by_place)(batches(train_gpt, config, paths, steps))
+        old = "train_digest" not in end
+        seen = digest_of_batches(train_gpt, train_gpt.config_of(in_new_words(config) if old else config), paths, steps, old)
     except train_gpt.RunError as error:
         raise Broken(f"the declared shards do not give {steps} batches: {error}") from None
-    except (TypeError, AttributeError) as error:
+    except (TypeError, KeyError) as error:
         raise NotCheckable(f"this checkout's train_gpt.py does not take the log's config ({error}); check out the "
                            "revision that the log states, and verify there") from None
     if seen != stated:
@@ -164,35 +165,23 @@ def check_replay(config, shards, steps, end, folder):
     return f"{steps} batches of the declared shards, packed anew, have the digest {stated[:8]}... of the log"
 
 
-def batches(train_gpt, config, paths, steps):
-    """Yields the micro-batches of each step, uint16 [tokens + 1], whatever the number of ranks was.
+def in_new_words(config):
+    """What decides the batches in a config of November 2026, when its names were others."""
+    same = {name: config[name] for name in ("seed", "long_documents", "shuffle", "num_steps")}
+    return {**same, "micro_batch_tokens": config["micro_tokens"], "max_document_tokens": config["max_len"],
+            "micro_batches": config["batch_tokens"] // config["micro_tokens"], "stages": "until long_window; 1 3"}
 
-    This is all that the replay asks of train_gpt.py: Config, read_header, and Stream(shards, config).next_batch(),
-    which takes the step's plan where there is a plan_of(config, step)."""
-    config = train_gpt.Config(**config)
+
+def digest_of_batches(train_gpt, config, paths, steps, by_place):
+    """A run's train_digest, which the stream keeps: that of one rank is that of any number. by_place: an older run's
+    train_sha256, where each place in a batch has a digest over all steps, and they are hashed together."""
     stream = train_gpt.Stream([train_gpt.read_header(path) for path in paths], config)
+    places = [hashlib.sha256() for _ in range(config.micro_batches)]
     try:
         for step in range(steps):
-            yield stream.next_batch(*([train_gpt.plan_of(config, step)] if hasattr(train_gpt, "plan_of") else []))
+            for place, tokens in zip(places, stream.next_batch(train_gpt.plan_of(config, step))):
+                place.update(tokens)
     finally:
         stream.close()
-
-
-def digest_by_place(batches):
-    """A run's train_sha256: each place in a batch has a digest over all steps, and they are hashed together."""
-    digests = []
-    for batch in batches:
-        digests = digests or [hashlib.sha256() for _ in batch]
-        for digest, tokens in zip(digests, batch):
-            digest.update(tokens)
-    return hashlib.sha256(b"".join(digest.digest() for digest in digests)).hexdigest()
-
-
-def digest_of_sum(batches):
-    """A run's train_digest: the sum over micro-batches of SHA-256(step, index within the step, tokens), modulo 2**256."""
-    total = 0
-    for step, batch in enumerate(batches):
-        for index, tokens in enumerate(batch):
-            place = step.to_bytes(8, "little") + index.to_bytes(8, "little")
-            total += int.from_bytes(hashlib.sha256(place + np.asarray(tokens, "<u2").tobytes()).digest(), "big")
-    return f"{total % 2 ** 256:064x}"
+    joined = b"".join(place.digest() for place in places)
+    return hashlib.sha256(joined).hexdigest() if by_place else f"{stream.digest:064x}"

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+import train_gpt
 from conftest import TINY, some_documents, write_shard
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,8 +69,7 @@ def train(tmp_path_factory, data):
         module = load(planted(*edits), folder / f"{folder.name}_train_gpt.py")
         values = {**TINY, "preset": "laptop", "layers": "S0M S1M SM LM SM", "backout_layer": 3, "target_val_loss": 4.5,
                   "val_len": 256, "shuffle": False, "train_files": data / "toy_train_*.bin", "val_files": data / "toy_val_*.bin",
-                  "log_dir": folder, "run_id": "r", "save_model": True, "race_id": "x", "race_run": 1, "race_runs": 1,
-                  "race_side": "a", **flags}
+                  "log_dir": folder, "run_id": "r", "save_model": True, "race": "x:1:1:a", **flags}
         status = module.main([f"--{name}={str(v).lower() if isinstance(v, bool) else v}" for name, v in values.items()])
         assert status == 0
         log = Log(folder / "r.txt")
@@ -104,7 +105,7 @@ class Log:
         """Makes it consistently another run of a race: its own state, its own pace."""
         identity = {"race_id": "x", "run": run, "declared_n": n, "side": side}
         self.start.update(run_id=f"{run}{side}", seed=run, race=identity)
-        self.start["config"].update(seed=run, run_id=f"{run}{side}", race_run=run, race_runs=n, race_side=side)
+        self.start["config"].update(seed=run, run_id=f"{run}{side}", race=f"x:{run}:{n}:{side}")
         fresh, trained = (hashlib.sha256(text.encode()).hexdigest() for text in (f"{run}", f"{run}{side}"))
         self.end.update(state_hash={"before_warmup": fresh, "after_warmup": fresh},
                         validation_hash={"before": trained, "after": trained}, final_state_hash=trained[::-1])
@@ -318,7 +319,7 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
     "a module beside it": (lambda log: with_source(log, "import helper\n"), "no compiler flags in the source",
                            "helper"),
     "no environment": (lambda log: log.start.pop("environment"), ENVIRONMENT, "environment"),
-    "a number declared anew": (lambda log: log.set("start.race.declared_n", 1).set("start.config.race_runs", 3), WHOLE,
+    "a number declared anew": (lambda log: log.set("start.race.declared_n", 1).set("start.config.race", "x:1:3:a"), WHOLE,
                                "declared_n"),
     "a hash that is none": (lambda log: log.set("end.final_state_hash", "x"), WHOLE, "no SHA-256"),
     "a step_avg": (lambda log: edit_line(log, 3, "step_avg:", "step_avg:9"), CLOCK, "step_avg"),
@@ -376,7 +377,7 @@ def test_a_clock_that_falls_or_outruns_the_wall_is_caught(race, judge, tmp_path)
 
 
 def test_a_script_with_a_slow_clock_is_caught(train, judge):
-    step = "        step_losses = trainer.step(step,"
+    step = "        losses.record(plan, clock, trainer.step("
     log = train(("self.elapsed += 1000 *", "self.elapsed += 500 *"),
                 ("self.elapsed + (1000 *", "self.elapsed + (500 *"), (step, "        time.sleep(0.15)\n" + step))
     status, rules = judge(log)
@@ -489,7 +490,7 @@ def test_a_diverged_run_beside_the_others_is_caught(race, judge):
 @pytest.mark.parametrize("change, word", [
     (lambda log, run, side: log.set("start.seed", 5).set("start.config.seed", 5), "4 runs of side a share the seed 5"),
     (lambda log, run, side: log.start["shards"]["train"][0].update(sha256=f"{run:064}"), "the same data"),
-    (lambda log, run, side: log.set("start.race.declared_n", 3 + run).set("start.config.race_runs", 3 + run),
+    (lambda log, run, side: log.set("start.race.declared_n", 3 + run).set("start.config.race", f"x:{run}:{3 + run}:{side}"),
      "its logs declare different numbers of runs"),
 ])
 def test_runs_that_are_not_of_one_race_are_caught(race, judge, change, word):
@@ -618,8 +619,7 @@ def test_validation_documents_in_training_are_caught(train, judge, tmp_path, ste
     train_tokens[2001:2001 + len(stolen)] = stolen  # without its BOS, inside another document
     write_shard(tmp_path / "toy_train_000001.bin", train_tokens)
     write_shard(tmp_path / "toy_val_000000.bin", val)
-    log = train(train_files=tmp_path / "toy_train_*.bin", val_files=tmp_path / "toy_val_*.bin", num_steps=4,
-                extension_steps=1)
+    log = train(train_files=tmp_path / "toy_train_*.bin", val_files=tmp_path / "toy_val_*.bin", num_steps=4)
     fails_only(judge(log, "--data", tmp_path), NO_LEAK, f"of document {longest} is in", "token 2001")
 
 
@@ -760,8 +760,49 @@ def test_how_the_source_differs_is_told(race, judge, capsys):
 
 # The model again
 
-@pytest.fixture(scope="session")
-def rerun(honest, data):
+class Forked:
+    """The process of a Witness without the seconds in which it imports torch."""
+
+    def __init__(self, where, paths):
+        (theirs_in, ours_in), (ours_out, theirs_out) = os.pipe(), os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                for fd, place in ((theirs_in, 0), (theirs_out, 1), (os.open(os.devnull, os.O_WRONLY), 2)):
+                    os.dup2(fd, place)
+                os.chdir(where)
+                sys.stdin = open(0)
+                examine.serve(*paths)
+            finally:
+                os._exit(0)
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self.stdin, self.stdout = open(ours_in, "wb", 0), open(ours_out, "rb", 0)
+
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self):
+        os.waitpid(self.pid, 0)
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    monkeypatch.setattr(examine.Witness, "start", lambda self, where, paths: Forked(where, paths))
+
+
+@pytest.fixture
+def rerun(honest, data, forked):
+    return examined(honest, data)
+
+
+@pytest.fixture
+def rerun_apart(honest, data):
+    """By a Witness as it is."""
+    return examined(honest, data)
+
+
+def examined(honest, data):
     """rerun(*edits, only=rules) -> {rule: (verdict, reason)} for the honest run's model and a source with these edits."""
     def rerun(*edits, only=examine.RULES, log=honest, model=None, **changed):
         end, start = Log(log).end, Log(log).start
@@ -782,14 +823,14 @@ def test_an_honest_model_passes_in_a_process_of_its_own(honest, data):
     assert {rules[rule] for rule in examine.RULES} == {"pass"} and "models of 1 of 1 runs examined" in report["said"]
 
 
-EMBED = "        e = self.embed(x)\n"
+EMBED = "        e = self.embed(tokens)\n"
 MODEL_PLANTS = {
     "every token sees the next": ((EMBED, EMBED + "        e = e + 0.1 * torch.roll(e, -1, 0)\n"), "earlier logit"),
     "a leak at the edges of blocks": (
         (EMBED, EMBED + "        at = torch.arange(127, len(e) - 1, 128)\n"
                         "        e = e.index_add(0, at, 0.1 * e[at + 1])\n"), "edge of a block"),
     "a leak at document joins": (
-        (EMBED, EMBED + "        at = (x[1:] == self.bos_id).nonzero()[:, 0]\n        at = at[at < len(e) - 2]\n"
+        (EMBED, EMBED + "        at = (tokens[1:] == self.bos_id).nonzero()[:, 0]\n        at = at[at < len(e) - 2]\n"
          "        e = e.index_add(0, at, 0.1 * e[at + 2])\n"), "earlier logit"),
     "a mask that is not causal": (("return (q >= k) & (q - k", "return (q >= k - 1) & (q - k"), "earlier logit"),
 }
@@ -805,7 +846,7 @@ def test_a_model_that_sees_later_tokens_is_caught(rerun, plant):
 def test_what_a_model_remembers_of_earlier_sequences_is_caught(rerun):
     """In a plain attribute, which is no part of its state; and in its parameters."""
     remember = "        self.last = getattr(self, 'last', 0) * 0.9 + e.mean(0)\n        e = e + 0.3 * self.last\n"
-    learn = "        self.lm_head.weight.data[x] += 1e-2\n"
+    learn = "        self.lm_head.weight.data[tokens] += 1e-2\n"
     for plant in (remember, learn):
         only = [examine.LOSS, examine.ORDER]
         verdict, reason = rerun((EMBED, EMBED + plant), only=only)[examine.ORDER]
@@ -850,12 +891,12 @@ def test_a_loss_that_is_not_the_models_is_caught(rerun, honest):
 
 def test_a_model_saved_in_16_bits_is_enough_for_the_loss(rerun, honest, tmp_path):
     saved = torch.load(honest.with_suffix(".pt"), weights_only=True)
-    saved["model"] = {name: x.half() for name, x in saved["model"].items()}
-    torch.save(saved, tmp_path / "half.pt")
+    saved["state"] = {name: x.half() for name, x in saved["state"].items()}
+    train_gpt.save_file(tmp_path / "half.pt", saved)
     rules = rerun(model=tmp_path / "half.pt", only=[examine.SAVED, examine.LOSS])
     assert rules[examine.LOSS][0] == "pass" and rules[examine.SAVED][0] == "not checkable"
-    saved["model"]["lm_head.weight"] *= 1.1
-    torch.save(saved, tmp_path / "half.pt")
+    saved["state"]["lm_head.weight"] *= 1.1
+    train_gpt.save_file(tmp_path / "half.pt", saved)
     assert rerun(model=tmp_path / "half.pt", only=[examine.LOSS])[examine.LOSS][0] == "fail"
 
 
@@ -874,7 +915,7 @@ def test_training_in_validation_is_caught(train, judge, rerun):
     assert rules[examine.SAVED][0] == rules[examine.LOSS][0] == "fail"
 
 
-def test_a_source_that_cannot_load_the_model_fails(honest, data, tmp_path):
+def test_a_source_that_cannot_load_the_model_fails(honest, data, tmp_path, forked):
     log = Log(honest)
     log.source = "import torch\n"
     runs, *_ = verify.read_runs([log.write(tmp_path / "l.txt")])
@@ -946,7 +987,7 @@ def test_cheat_2_time_hidden_under_no_name_or_another(race, judge, tmp_path):
     fails_only(judge(race(4, "ab", renamed)), COMPARED[2], "validation 0.40", "calls", "what else is done there?")
 
 
-def test_cheat_3_one_model_of_many(race, judge, honest, data, tmp_path, capsys):
+def test_cheat_3_one_model_of_many(race, honest, data, tmp_path, capsys, forked):
     """Two good models are shown, and nothing is said of the others."""
     folder = race()
     for run in (1, 2):
@@ -976,7 +1017,7 @@ def test_cheat_4_weights_that_were_trained_before(race, train, judge, rerun, tmp
     fails_only(judge(race(change=knows)), FROM_SEED, "3.9000", "4.8520", "began with trained weights")
     log = train(PRETRAINED)  # below a head of zeros: the loss tells nothing
     assert judge(log)[1][FROM_SEED][0] == "pass"
-    verdict, reason = rerun(PRETRAINED, log=log, only=[examine.INITIAL])[examine.INITIAL]
+    verdict, reason = rerun(log=log, only=[examine.INITIAL])[examine.INITIAL]
     assert verdict == "fail" and "began with other weights" in reason
 
 
@@ -993,17 +1034,9 @@ def test_cheat_5_trained_on_validation(train, judge, data, tmp_path):
     forged = ("        self.stream = Stream(train_shards,",
               "        self.stream = Stream([read_header(Path(str(s.path).replace('train_000001', 'val_000000'))) "
               "for s in train_shards[:1]],")
-    log = train(forged, num_steps=2, extension_steps=1, batch_tokens=96)
+    log = train(forged, num_steps=4, micro_batches=2)
     fails_only(judge(log, "--data", data), REPLAY, "trained on something else")
-    assert judge(train(num_steps=2, extension_steps=1, batch_tokens=96), "--data", data)[1][REPLAY][0] == "pass"
-
-
-def test_the_new_digest_is_the_sum_that_it_is_said_to_be():
-    batches = [[np.arange(5, dtype=np.uint16), np.arange(7, dtype=np.uint16)], [np.arange(3, dtype=np.uint16)]]
-    total = sum(int(hashlib.sha256(step.to_bytes(8, "little") + place.to_bytes(8, "little") + tokens.tobytes()).hexdigest(), 16)
-                for step, batch in enumerate(batches) for place, tokens in enumerate(batch))
-    assert leaks.digest_of_sum(batches) == f"{total % 2 ** 256:064x}"
-    assert leaks.digest_of_sum(batches[::-1]) != leaks.digest_of_sum(batches)
+    assert judge(train(num_steps=4, micro_batches=2), "--data", data)[1][REPLAY][0] == "pass"
 
 
 @pytest.mark.parametrize("noise, word", [(0, "the same training loss at each step"), (0.002, "correlation")])
@@ -1021,8 +1054,8 @@ def test_cheat_6_a_run_cloned_under_another_seed(race, judge, noise, word, shuff
         log.lines[-1] = re.sub(r"train_time:\S+ step_avg:\S+", f"train_time:{100 * steps + 2 * run}ms step_avg:"
                                f"{100 + 2 * run / steps:.2f}ms", log.lines[-1])
         log.set("start.config.num_steps", steps).set("end.steps", steps).set("start.config.shuffle", shuffle)
-        log.set("end.train_tokens", steps * log.start["config"]["batch_tokens"])
-        log.set("end.train_sha256", f"{run:064x}")
+        log.set("end.train_tokens", steps * 8 * 48).set("start.planned", {"steps": steps, "train_tokens": steps * 8 * 48})
+        log.set("end.train_digest", f"{run:064x}")
         log.end["wall_seconds"] += (100 * steps + 2 * run - log.end["train_time_ms"]) / 1000
         log.end["train_time_ms"] = 100.0 * steps + 2 * run
     folder = race(5, change=change)
@@ -1043,7 +1076,7 @@ def test_cheat_7_a_coding_cookie_hides_code():
         assert any("it is not UTF-8" in finding for finding in verify.scan(source).findings)
 
 
-def test_cheat_8_a_source_that_patches_its_judge(rerun):
+def test_cheat_8_a_source_that_patches_its_judge(rerun_apart):
     """It does all that it can reach: the judge's modules, torch's and hashlib's functions, and what it prints."""
     patch = ("import hashlib as h, builtins\n"
              "for name in ('verify', 'examine', 'leaks'):\n    m = sys.modules.get(name)\n"
@@ -1052,12 +1085,12 @@ def test_cheat_8_a_source_that_patches_its_judge(rerun):
              "torch.Tensor.logsumexp = lambda x, *a, **k: x.gather(1, x.argmax(1)[:, None])[:, 0]\n"
              "builtins.abs = lambda x: 0\n"
              "print('{\"rows\": 1}', flush=True)\n")
-    rules = rerun(("ROOT = Path(", patch + "ROOT = Path("), loss=3.0, state_hash="0" * 64,
+    rules = rerun_apart(("ROOT = Path(", patch + "ROOT = Path("), loss=3.0, state_hash="0" * 64,
                   only=[examine.SAVED, examine.LOSS])
     assert [verdict for verdict, _ in rules.values()] == ["fail", "fail"]
 
 
-def test_cheat_9_variables_that_change_the_clock(race, judge, tmp_path, rerun, monkeypatch):
+def test_cheat_9_variables_that_change_the_clock(race, judge, tmp_path, rerun_apart, monkeypatch):
     for setting in ({"PYTHONPATH": "/tmp/x"}, {"LD_PRELOAD": "/tmp/clock.so"}, {"LD_LIBRARY_PATH": "/usr/lib:/home/me/lib"}):
         fails_only(judge(race(1, change=lambda log, run, side: log.start["environment"].update(setting))), ENVIRONMENT,
                    *map("=".join, setting.items()))
@@ -1066,7 +1099,7 @@ def test_cheat_9_variables_that_change_the_clock(race, judge, tmp_path, rerun, m
     assert judge(race(1, change=lambda log, run, side: log.start["environment"].update(innocuous)))[1][ENVIRONMENT][0] == "pass"
     (tmp_path / "sitecustomize.py").write_text("import os; os._exit(3)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # our own processes do not see it
-    assert rerun(only=[examine.LOSS])[examine.LOSS][0] == "pass"
+    assert rerun_apart(only=[examine.LOSS])[examine.LOSS][0] == "pass"
 
 
 def interrupted(folder, factor):
@@ -1152,43 +1185,45 @@ def test_a_clock_that_is_reset_after_the_first_step_is_honest(tmp_path, judge):
     assert judge(tmp_path)[1][CLOCK][0] == "pass"
 
 
-# Logs of the script after its rewrite
+# Logs of November 2026, when flags had other names; and what the script may do since
 
-def modern(log, **more):
-    """The same run, as the script writes it since its flags have other names."""
-    config, identity = log.start["config"], log.start["race"]
-    for old, new in (("batch_tokens", None), ("micro_tokens", "micro_batch_tokens"), ("bank_mb", "bucket_mb"),
-                     ("race_id", None), ("race_run", None), ("race_runs", None), ("race_side", None)):
-        value = config.pop(old)
-        config.update({new: value} if new else {})
-    config["race"] = f"{identity['race_id']}:{identity['run']}:{identity['declared_n']}:{identity['side']}"
-    log.start.update(planned={"steps": 12, "train_tokens": log.end["train_tokens"]}, init_from=None, hosts=[{"ranks": [0]}])
-    log.end["train_digest"] = log.end.pop("train_sha256")
-    log.end["resumed"] = 0
-    log.start.update(more)
+def test_the_first_record_is_judged_by_its_own_words(judge):
+    status, rules = judge(ROOT / "records/2026-11-21_laptop")
+    assert status == 1 and [rule for rule, (verdict, _) in rules.items() if verdict == "fail"] == [COMPARED[3]]
+    assert [rule for rule, (verdict, _) in rules.items() if verdict == "not checkable"] == [
+        STAMPS, NO_LEAK, REPLAY, *examine.RULES]
 
 
-def test_a_log_in_the_new_words_is_judged_as_the_old(race, judge, tmp_path):
-    status, rules = judge(race(change=lambda log, run, side: modern(log)))
-    assert status == 0 and [rule for rule, (verdict, _) in rules.items() if verdict == "not checkable"] == [
-        *COMPARED, NO_LEAK, REPLAY, *examine.RULES]
-    for what, change in (("start.race", lambda log: log.set("start.config.race", "x:1:9:a")),
-                         ("its plan has 13 steps", lambda log: log.set("start.planned.steps", 13)),
-                         ("train_tokens", lambda log: log.set("start.planned.train_tokens", 1)),
-                         ("start.race", lambda log: log.set("start.config.race", "x"))):
-        shutil.rmtree(tmp_path / "race")
-        fails_only(judge(race(1, change=lambda log, run, side: [modern(log), change(log)])), WHOLE, what)
+def test_the_tokens_of_an_older_log_are_packed_anew(data):
+    flags = {"seed": 3, "long_documents": "split", "shuffle": True, "num_steps": 4}
+    new = train_gpt.Config(**flags, stages="until long_window; 1 3", micro_batch_tokens=48, micro_batches=2, max_document_tokens=40)
+    shards = sorted(data.glob("toy_train_*.bin"))
+    stream, places = train_gpt.Stream([train_gpt.read_header(path) for path in shards], new), [b"", b""]
+    for step in range(4):
+        places = [place + tokens.tobytes() for place, tokens in zip(places, stream.next_batch(train_gpt.plan_of(new, step)))]
+    stated = hashlib.sha256(b"".join(hashlib.sha256(place).digest() for place in places)).hexdigest()
+    described = [{"name": path.name, "tokens": 6000, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()} for path in shards]
+    old = {**flags, "micro_tokens": 48, "batch_tokens": 96, "max_len": 40, "windows": "3 7"}
+    for config, verdict in ((old, "pass"), ({**old, "seed": 4}, "fail"), ({"seed": 4}, "not checkable")):
+        assert leaks.judged(leaks.check_replay, config, {"train": described}, 4, {"train_sha256": stated}, data)[0] == verdict
+
+
+@pytest.mark.parametrize("where, to, what", [
+    ("start.config.race", "x:1:9:a", "start.race"), ("start.config.race", "x", "start.race"),
+    ("start.planned.steps", 13, "its plan has 13 steps"), ("start.planned.train_tokens", 1, "train_tokens"),
+])
+def test_a_plan_or_race_that_is_not_the_logs_is_caught(race, judge, where, to, what):
+    fails_only(judge(race(1, change=lambda log, run, side: log.set(where, to))), WHOLE, what)
 
 
 def test_a_run_from_saved_weights_counts_for_no_record(race, judge):
     def change(log, run, side):
-        modern(log, init_from={"path": "m.pt", "sha256": "0" * 64})
+        log.set("start.init_from", {"path": "m.pt", "sha256": "0" * 64})
     fails_only(judge(race(change=change)), FROM_SEED, "begun from saved parameters")
 
 
 def test_a_resumed_run_counts_for_no_record_and_the_table_says_why(race, judge):
     def change(log, run, side):
-        modern(log)
         if run == 2:
             at = next(i for i, line in enumerate(log.lines) if line.startswith("step:8/"))
             again = {"resumed": {"at": "2025-01-01T00:00:20+00:00", "from_step": 6, "ranks": 1, "checkpoint": "c",
@@ -1275,7 +1310,7 @@ def test_gzip_goes_by_its_first_bytes(race, judge):
 
 
 def test_billions_are_not_counted_out(honest, tmp_path, judge):
-    log = Log(honest).set("start.config.num_steps", 10 ** 12).set("start.race.declared_n", 10 ** 12)
+    log = Log(honest).set("start.planned.steps", 10 ** 12).set("start.race.declared_n", 10 ** 12)
     log.lines = [line.replace("/12 ", f"/{10 ** 12} ") for line in log.lines]
     step, loss, time_ms, _ = log.lines[-1].split()
     log.lines[-1] = f"step:{10 ** 12}/{10 ** 12} {loss} {time_ms} step_avg:0.00ms"
