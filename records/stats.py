@@ -422,10 +422,7 @@ def config_of(run):
 
 def not_fresh(run):
     """Why a run counts for nothing by default, or None: it was resumed, or begun from saved parameters."""
-    why = getattr(run, "disqualified", None) or \
-        ((run.start or {}).get("init_from") and "begun from saved parameters (init_from)") or \
-        ((run.end or {}).get("resumed") and "resumed: it was killed, and its time is put together of parts")
-    return f"{why}; --resumed counts it, for no record" if why else None
+    return f"{run.disqualified}; --resumed counts it, for no record" if run.disqualified else None
 
 
 def names(items):

@@ -61,9 +61,9 @@ TELLING_LINES, ALIKE_LINES, ALIKE = 8, 30, 0.9  # fewer times agree by chance; s
 KNOWS_NOTHING = 0.005  # nats below ln(vocabulary) that rounding may bring to an untrained model
 NUMBER = (int, float)
 
-# Variables: the compiler's; the launcher's, the allocator's and places of caches are not meant. What changes Python or a
+# Variables: the compiler's; the launcher's, the allocator's, places of caches and how much is said are not meant. What changes Python or a
 # library is meant, but for what is known to change neither
-COMPILERS = (r"(?!TORCHELASTIC|TORCH_NCCL|PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF|(?:TORCHINDUCTOR|TRITON)_CACHE_DIR\b)"
+COMPILERS = (r"(?!TORCHELASTIC|TORCH_NCCL|TORCH_CPP_LOG_LEVEL|PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF|(?:TORCHINDUCTOR|TRITON)_CACHE_DIR\b)"
              r"(?:TORCH|PYTORCH|TRITON|INDUCTOR)[A-Z0-9]*_[A-Z0-9_]+")
 _VARIABLE = re.compile(rf"{COMPILERS}=.*|(?:PYTHON|LD_)\w*=.*", re.S)
 _INNOCUOUS = re.compile(
@@ -189,7 +189,8 @@ def check_log(e):
     if steps != e.run.stated_steps or e.run.start.get("race") != raced:
         raise Broken(f"its plan has {steps} steps, its lines {e.run.stated_steps}; start.race is "
                      f"{json.dumps(e.run.start.get('race'))[:120]}, by its flags {json.dumps(raced)[:120]}")
-    for where, wanted in (("end.steps", steps), ("start.seed", e.get("start.config.seed")), ("end.train_tokens", tokens),
+    often = [("end.resumed", len(e.run.resumed))] if "planned" in e.run.start else []
+    for where, wanted in (*often, ("end.steps", steps), ("start.seed", e.get("start.config.seed")), ("end.train_tokens", tokens),
                           ("end.target_val_loss", e.get("start.target_val_loss")),
                           ("end.reached", loss <= e.get("end.target_val_loss", NUMBER)),
                           ("start.target_val_loss", e.get("start.config.target_val_loss")),

@@ -521,12 +521,12 @@ def test_the_real_script_through_the_launcher(tmp_path, monkeypatch):
     write_shard(tmp_path / "toy_train_000001.bin", some_documents(1, 9000))
     write_shard(tmp_path / "toy_val_000000.bin", some_documents(3, 1000))
     (tmp_path / "records").mkdir()
-    for name in ("train_gpt.py", "records/race.py", "records/logs.py", "records/stats.py"):
+    for name in ("train_gpt.py", "records/race.py", "records/launch.py", "records/logs.py", "records/stats.py"):
         (tmp_path / name).write_text((ROOT / name).read_text())
     (tmp_path / "changed").mkdir()  # what could change every clock
     seen = tmp_path / "seen"
     (tmp_path / "changed/sitecustomize.py").write_text(f"import sys; print(sys.orig_argv, file=open({str(seen)!r}, 'a'))")
-    values = {**TINY, "preset": "laptop", "num_steps": 4, "extension_steps": 1, "layers": "S0M SM LM",
+    values = {**TINY, "preset": "laptop", "num_steps": 4, "layers": "S0M SM LM",
               "backout_layer": 1, "train_files": "toy_train_*.bin", "val_files": "toy_val_*.bin"}
     flags = [f"--{name}={str(v).lower() if isinstance(v, bool) else v}" for name, v in values.items()]
     done = subprocess.run([sys.executable, "records/race.py", "-n", "1", "--", *flags], cwd=tmp_path,

@@ -621,20 +621,24 @@ def test_the_plan_of_a_pilot_says_both_powers(write, judge):
 
 # Runs that were resumed
 
+def resumed(content):
+    return content.replace("\nstep:11/", '\n{"resumed": {"from_step": 10}}\nstep:11/', 1)
+
+
 def test_resumed_runs_do_not_count_unless_they_are_asked_for(write, judge, refusal, new):
     contents = [log(loss, t, start={"seed": i}) for i, (loss, t) in enumerate(zip(LOSSES, TIMES))]
-    contents[3] = contents[3].replace('{"end": {', '{"end": {"resumed": 1, ')
+    contents[3] = resumed(contents[3])
     contents[4] = log(LOSSES[4], TIMES[4], start={"seed": 4, "init_from": {"path": "x.pt", "sha256": "0"}})
     folder = write("resumed", contents)
     out = judge(folder)[1]
-    assert "Loss (8 runs" in out and re.search(r"3.txt: resumed: it was killed, and its time is put together", out)
+    assert "Loss (8 runs" in out and re.search(r"3.txt: resumed at step 10: it was killed before", out)
     assert "4.txt: begun from saved parameters (init_from)" in out
     out = judge(folder, "--resumed")[1]
     assert "Loss (10 runs" in out and "Warning: runs were resumed, or began with saved parameters" in out
     race = raced(10)
-    race[6] = race[6].replace('{"end": {', '{"end": {"resumed": 2, ')
+    race[6] = resumed(race[6])
     message = refusal(folder := write("race", race))
-    assert "10 runs were declared and 9 can be used; 6.txt: resumed: it was killed" in message
+    assert "10 runs were declared and 9 can be used; 6.txt: resumed at step 10: it was killed" in message
     assert judge(folder, "--resumed")[0] == 0
 
 
