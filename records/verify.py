@@ -324,8 +324,8 @@ def difference(parent, source):
     return list(difflib.unified_diff(parent.splitlines(), source.splitlines(), "parent", "source", lineterm="", n=1))
 
 
-def check_source(e, parent):
-    """parent: (its name, its text) of the source that this one is compared with, or None."""
+def check_source(e, theirs):
+    """theirs: the other side's source, or None."""
     if not e.run.source:
         raise (Broken if e.ours else NotCheckable)("the log holds no source")
     try:
@@ -343,9 +343,9 @@ def check_source(e, parent):
     text = "nothing in the source sets a compiler's switch in plain words"
     if found.look:
         text += f"; look at its lines {', '.join(map(str, found.look[:12]))}{' ...' if len(found.look) > 12 else ''}"
-    if parent and e.ours:
-        changed = [line for line in difference(parent[1], e.run.source.removesuffix("\n")) if line[0] in "+-"][2:]
-        text += f"; {len(changed)} lines differ from {parent[0]} (--diff)" if changed else f"; it is {parent[0]}"
+    if theirs and e.ours:
+        changed = [line for line in difference(theirs, e.run.source.removesuffix("\n")) if line[0] in "+-"][2:]
+        text += f"; {len(changed)} lines differ from the other side's (--diff)" if changed else "; it is the other side's"
     return text
 
 
@@ -885,13 +885,10 @@ class Record:
     races_apart: dict
 
     @property
-    def parent(self):
-        """(name, text) of the source that the record's is compared with, or None."""
+    def theirs(self):
+        """The other side's source, if it has one and another than the record."""
         theirs = next((e.run.source for e in self.others if e.run.source), None)
-        if theirs and theirs != self.runs[0].run.source:
-            return "the other side's", theirs.removesuffix("\n")
-        path = ROOT / race.SCRIPT
-        return ("this checkout's train_gpt.py", path.read_text(encoding="utf-8")) if path.is_file() else None
+        return theirs.removesuffix("\n") if theirs and theirs != self.runs[0].run.source else None
 
 
 def read_record(options):
@@ -912,7 +909,7 @@ def read_record(options):
 def verify(options, record=None):
     """All Findings, in the order of the table. CannotJudge if the input allows none."""
     record = record or read_record(options)
-    everyone, runs, others, races, parent = record.everyone, record.runs, record.others, record.races, record.parent
+    everyone, runs, others, races, theirs = record.everyone, record.runs, record.others, record.races, record.theirs
     timed = everyone + record.apart  # what is compared by its time must have an honest one
 
     def together(rule, check, *arguments):
@@ -923,7 +920,7 @@ def verify(options, record=None):
         for_each("one run from its seed", timed, check_beginning),
         for_each("data stated with digests", everyone, check_shards),
         for_each("exactly the stated validation tokens", everyone, lambda e: check_val_tokens(e, options.val_tokens)),
-        for_each("no compiler flags in the source", everyone, lambda e: check_source(e, parent)),
+        for_each("no compiler flags in the source", everyone, lambda e: check_source(e, theirs)),
         for_each("nothing in the environment changes the run", timed, check_environment),
         for_each("the clock is honest", timed, check_clock),
         for_each("the race's clock saw each step take as long", timed, check_stamps),
@@ -1014,8 +1011,9 @@ def main(arguments=None):
         print(json.dumps({"verdict": verdict, "counts": dict(counts), "said": said, "unseen": last,
                           "rules": [finding._asdict() for finding in findings]}, indent=1))
     else:
-        if options.diff and record.parent:
-            changes = difference(record.parent[1], (runs[0].run.source or "").removesuffix("\n"))
+        if options.diff:
+            parent = record.theirs or (ROOT / race.SCRIPT).read_text(encoding="utf-8")
+            changes = difference(parent, (runs[0].run.source or "").removesuffix("\n"))
             print("\n".join(map(logs.printable, changes)) + "\n")
         print("\n".join(logs.columns([("FAIL" if f.verdict == FAIL else f.verdict, f.rule, f.reason) for f in findings])))
         print(f"\n{said}\n{logs.printable(last)}")

@@ -1,6 +1,8 @@
 """Records made from races, their pages, and what the pages do in a browser."""
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import re
@@ -17,6 +19,8 @@ RECORDS = Path(__file__).resolve().parent.parent / "records"
 sys.path.insert(0, str(RECORDS))
 
 import board  # noqa: E402
+import stats  # noqa: E402
+import verify  # noqa: E402
 
 RULE = "=" * 100
 HOSTILE = "</script ><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>|`*[x](y)" + "w" * 60
@@ -66,6 +70,14 @@ def places(tmp_path, monkeypatch):
     return write_race(tmp_path / "race-x"), tmp_path / "records"
 
 
+def judge_here(tool, words, *more):
+    """As board.judge, without the seconds that a process needs for its imports."""
+    said = io.StringIO()
+    with contextlib.chdir(board.HERE.parent), contextlib.redirect_stdout(said):
+        status = {"stats.py": stats, "verify.py": verify}[tool].main([*words, "--json", *more])
+    return status, json.loads(said.getvalue().replace(f"{board.HERE.parent}{os.sep}", ""))
+
+
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
     """A folder of two records: a race whose baseline has another source and a device of hostile name, and one alike."""
@@ -81,8 +93,11 @@ def published(tmp_path_factory):
         for log in second.glob("*a.txt"):
             log.write_text(log.read_text().replace("print('one')", "print('more')").replace(
                 hashlib.sha256(b"import torch\nprint('one')\n").hexdigest(), hashlib.sha256(b"import torch\nprint('more')\n").hexdigest()))
+        in_processes = board.judge
+        patch.setattr(board, "judge", judge_here)
         assert board.main(["add", str(first), str(folder / "records" / "2026-01-02_toy"), "A toy | record"]) == 0
         assert board.main(["add", str(second), str(folder / "records" / "2026-01-03_hostile"), HOSTILE]) == 0
+        patch.setattr(board, "judge", in_processes)
         again = {path: path.read_bytes() for path in (folder / "records").rglob("*.*")}
         assert board.main([]) == 0 and {path: path.read_bytes() for path in (folder / "records").rglob("*.*")} == again
     return folder / "records"

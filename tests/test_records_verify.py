@@ -749,14 +749,16 @@ def test_a_setting_in_a_log_is_caught(race, judge):
 
 def test_how_the_source_differs_is_told(race, judge, capsys):
     def change(log, run, side):
-        log.source = log.source.replace("adam_lr", "adam_LR", 1)
-        log.start["source_sha256"] = hashlib.sha256(log.source[:-1].encode()).hexdigest()
-    folder = race(change=change)
+        if side == "a":
+            log.source = log.source.replace("adam_lr", "adam_LR", 1)
+            log.start["source_sha256"] = hashlib.sha256(log.source[:-1].encode()).hexdigest()
+    folder = race(2, "ab", change)
     status, rules = judge(folder)
-    assert "2 lines differ from this checkout's train_gpt.py" in rules[SWITCHES][1]
-    assert verify.main([str(folder), "--diff"]) == status
-    shown = capsys.readouterr().out
-    assert "adam_LR" in shown and shown.count("\n+ ") == 1
+    assert "2 lines differ from the other side's" in rules[SWITCHES][1]
+    for of_one_side in ([], [folder / "1a.txt", folder / "2a.txt"]):  # then it is this checkout's
+        verify.main([*map(str, of_one_side or [folder]), "--diff"])
+        shown = capsys.readouterr().out
+        assert "adam_LR" in shown and shown.count("\n+ ") == 1
 
 
 # The model again
