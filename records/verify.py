@@ -223,7 +223,9 @@ def check_beginning(e):
     if e.run.disqualified:
         raise Broken(f"{e.run.disqualified}; such runs count for no record")
     first = [e.run.validations[0].loss] if e.run.validations[0].step == 0 else []
-    first += [step.train_loss for step in e.steps if step.step == 1 and step.train_loss is not None]
+    config = e.get("start.config", dict)
+    if "loss_weights" not in str(config.get("stages")) and config.get("loss_weights", [1]) == [1]:  # else it is another sum
+        first += [step.train_loss for step in e.steps if step.step == 1 and step.train_loss is not None]
     nothing = math.log(max(1, embedding_rows(e) // 128 * 128))
     if not first:
         raise NotCheckable("no line states a loss before the first step")

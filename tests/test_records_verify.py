@@ -1024,6 +1024,12 @@ def test_cheat_4_weights_that_were_trained_before(race, train, judge, rerun, tmp
     def knows(log, run, side):
         log.lines[0] = re.sub(r"(?<=val_loss:)\S+", "3.9000", log.lines[0])
     fails_only(judge(race(change=knows)), FROM_SEED, "3.9000", "4.8520", "began with trained weights")
+    shutil.rmtree(tmp_path / "race")
+
+    def weighted(log, run, side):
+        log.lines[1] = re.sub(r"(?<=train_loss:)\S+", "2.4260", log.lines[1])
+        log.set("start.config.loss_weights", [0.5] if run != 2 else [1.0])
+    fails_only(judge(race(change=weighted)), (FROM_SEED, ACCOUNTS), "2a.txt: its loss before the first step is 2.4260")
     log = train(PRETRAINED, num_steps=4)  # below a head of zeros: the loss tells nothing
     assert judge(log)[1][FROM_SEED][0] == "pass"
     verdict, reason = rerun(log=log, only=[examine.INITIAL])[examine.INITIAL]
