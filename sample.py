@@ -180,7 +180,7 @@ def show(tokens: Iterable[int], vocabulary: Vocabulary, bos_id: int) -> Iterator
 
 def number(kind: type, most: float = math.inf) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
-        if not 0 <= (value := kind(text)) <= most:
+        if not 0 <= (value := kind(text)) <= most or value == math.inf:
             raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to {most}")
         return value
     parse.__name__ = kind.__name__  # argparse says "invalid int value"
@@ -231,5 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 if __name__ == "__main__":
+    if sys.stdout is None:
+        sys.exit("sample.py: error: there is no output to write to; leave it open")
     sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal that does not speak UTF-8
     sys.exit(main())

@@ -189,7 +189,8 @@ class Config(SyncSettings, StageValues):
     log_dir: str = option("logs", "relative paths start at this script's folder")
     run_id: str = option("", "name of the log (empty: the time and a part that names the launch)")
     train_loss_every: int = option(10, "steps between training losses in the log", zero=True)
-    save_every: int = option(0, "steps between checkpoints, off the clock (0: only on SIGTERM and SIGUSR1)", zero=True)
+    save_every: int = option(0, "steps between checkpoints, off the clock (0: only on SIGTERM and SIGUSR1); one waits for "
+                             "the next step at which no gradient waits for Adam", zero=True)
     keep_checkpoints: int = option(2, "the latest so many are kept, until the run has ended well")
     resume: str = option("", "go on from this checkpoint, or the one of this log, or `latest` of log_dir")
     init_from: str = option("", "begin with the parameters of this saved model or checkpoint; never a record")
@@ -312,7 +313,8 @@ def check_config(config: Config, ranks: int) -> None:
          f"num_heads * head_dim is {c.num_heads} * {c.head_dim}; it must be model_dim, {c.model_dim}")
     want(c.head_dim % 4 == 0, f"head_dim is {c.head_dim}; the rotary needs a multiple of 4")
     want(c.gate_dim <= c.model_dim, f"gate_dim is {c.gate_dim}; the stream has only {c.model_dim} entries: lower it")
-    want(c.val_tokens % max(1, c.val_len) == 0, f"val_tokens {c.val_tokens} is not a multiple of val_len {c.val_len}")
+    want(c.val_tokens % max(1, c.val_len) == 0, f"val_tokens {c.val_tokens} is not a multiple of val_len {c.val_len}; give "
+         "one, or 0 for the whole split")
     want("/" not in c.run_id and c.run_id not in (".", ".."), f"run_id is {c.run_id!r}; it names a file: leave out '/'")
     want(not c.race or re.fullmatch(r"[^:]+:\d+:\d+:[^:]*", c.race), f"race is {c.race!r}; it is the racing tool's to set")
     steps = profiled_steps(c) if re.fullmatch(r"\d+:\d+", c.profile) else ()
@@ -381,18 +383,23 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
         raise RunError(f"stages is {c.stages!r}; write a head that begins with `until` and names some of "
                        f"{', '.join(columns)}, then a row per stage")
     stages, begin = [], 0
-    scheduled = c.num_steps - sum(int(row[0]) for row in rows if re.fullmatch(r"\+\d+", row[0]))
+    further = sum(int(row[0]) for row in rows if re.fullmatch(r"\+[0-9]+", row[0]))
+    scheduled = c.num_steps - further
+    if scheduled < 1:
+        raise RunError(f"stages: the rows with + take {further} steps, so {scheduled} of num_steps {c.num_steps} are scheduled; "
+                       "raise --num_steps, or give --stages with fewer")
     for row in rows:
         extra, where = row[0].startswith("+"), f"stages: the row {' '.join(row)!r} under {' '.join(head)!r}"
         try:
+            if not re.fullmatch(r"\+[0-9]+|[0-9]+(/0*[1-9][0-9]*)?|[0-9]*\.[0-9]+", row[0]):
+                raise ValueError(f"{row[0]!r} is no end of a stage")
             share = Fraction(row[0])
             end = begin + int(share) if extra else math.ceil(scheduled * share) if share <= 1 else int(row[0])
             cells = {name: parse_cell(columns[name], cell) for name, cell in zip(head[1:], row[1:], strict=True)}
-        except (ValueError, ZeroDivisionError) as error:
+        except ValueError as error:
             raise RunError(f"{where}: {error}; begin it with a fraction like 1/3, a step or +N, then give one value per "
                            "column, where numbers may move: a>b") from None
-        follows = begin >= scheduled and share.denominator == 1 if extra else begin <= end <= scheduled
-        if not (share > 0 and follows and scheduled > 0):
+        if not (share > 0 and (begin >= scheduled if extra else begin <= end <= scheduled)):
             raise RunError(f"{where} ends before step {end}, the one before it before step {begin}, and {scheduled} of "
                            f"num_steps {c.num_steps} are scheduled; let stages follow one another, those with + last")
         first, last = ({**{name: getattr(c, name) for name in columns}, **{name: cell[i] for name, cell in cells.items()}}
@@ -1190,7 +1197,8 @@ class Bucket:
         scales = [spec.scale for spec, count in zip(specs, counts) for _ in range(count)]
         scales += [1.0] * (ranks * per_rank - len(scales))
         scales = scales[rank * per_rank:(rank + 1) * per_rank]
-        self.scale = torch.tensor(scales, dtype=torch.promote_types(first.dtype, torch.float32), device=first.device).view(-1, 1, 1)
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        self.scale = torch.tensor(scales, dtype=dtype, device=first.device).view(-1, 1, 1)
         self.updates, self.state = 0, self.rule.init_state(self.param_shard)
         self.ready_count = 0  # of the prepared backward's gradients
         self.prepared = self.launched = False
@@ -1856,7 +1864,8 @@ def build_model(config: Config, encoding: Encoding) -> GPT:
                backout_layer=config.backout_layer, max_tokens=max(config.micro_batch_tokens, config.val_len),
                loss_tokens=config.micro_batch_tokens, dtype=getattr(torch, config.dtype), fp8_head=config.fp8_head)
 
-def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False, grad_scale: float = 1.0) -> DistributedOptimizer:
+def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False,
+                    grad_scale: float = 1.0) -> DistributedOptimizer:
     """The optimizer of a config for a model that is on its device. grad_scale: how much smaller micro-batches were made,
     since the loss of one is a sum over its tokens."""
     specs = assign(model, assignments(config))
@@ -2175,7 +2184,7 @@ class FailureMonitor:
             except NoAnswer:
                 message = f"the ranks' store has not answered for {self.PATIENCE_S:g} s: its host or the way to it is gone"
             except RuntimeError:
-                message = "the ranks' store is gone, and the launcher that held it; start the run again"
+                message = "the ranks' store is gone, and the launcher that held it; start the run again, or go on with --resume"
         if message and not self.over.is_set():
             complain(self.log, self.rank, message)
             self.fail(message)
@@ -2444,7 +2453,8 @@ class Profile:
         self.log.say(f"trace: {path}")
 
 class Notices:
-    """Signals: SIGUSR1 asks for a checkpoint, SIGTERM for one and the end. Outside of the training loop SIGTERM is an error."""
+    """Signals: SIGUSR1 asks for a checkpoint, SIGTERM for one and the end. Before training SIGTERM is an error; in the last
+    validation the run ends by itself."""
 
     END = 1024  # so much more counts SIGTERM than SIGUSR1
 
@@ -2587,7 +2597,7 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
                 with clock.off("hashing"):
                     val_hashes["after"] = hash_of(named_tensors(model))
             line = (f"step:{step}/{config.num_steps} val_loss:{val_loss:.4f} train_time:{clock.elapsed:.0f}ms "
-                    f"step_avg:{clock.elapsed / max(step, 1):.2f}ms")
+                    f"step_avg:{clock.elapsed / step if step else 0:.2f}ms")
             log.write(line)
             log.say(line)
             if not math.isfinite(val_loss):
@@ -2706,7 +2716,7 @@ def describe_error(error: BaseException, config: Config) -> str:
         return f"{error}; lower --micro_batch_tokens"
     if isinstance(error, OSError) and error.errno:
         cure = {errno.ENOSPC: "free space or choose another --log_dir", errno.EFBIG: "free space or choose another --log_dir",
-                errno.EMFILE: "raise the limit on open files (ulimit -n 1024)"}.get(error.errno, "mend that, or name another")
+                errno.EMFILE: "raise the limit on open files (ulimit -n 1024)"}.get(error.errno, "mend that, or name another file")
         return f"{error.filename or config.log_dir}: cannot be read or written ({error.strerror}); {cure}"
     if isinstance(error, RuntimeError) and LOST.search(str(error)):
         return (f"another rank did not answer ({str(error).splitlines()[0]}); see what it said last. Nothing: it was killed "

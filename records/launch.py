@@ -106,10 +106,10 @@ def fit(flags):
     gpus = usable_gpus()
     sys.path.insert(0, str(ROOT))
     import train_gpt
-    preset, config = train_gpt.parse_config(flags, "speedrun" if gpus else "laptop")
     try:
+        preset, config = train_gpt.parse_config(flags, "speedrun" if gpus else "laptop")
         ranks = train_gpt.usable_ranks(config, gpus or 2)
-    except train_gpt.RunError as error:
+    except (train_gpt.RunError, OSError) as error:
         sys.exit(f"train_gpt.py: error: {error}")
     print(gpus, ranks, preset, config.train_files != train_gpt.PRESETS[preset].train_files, config.log_dir)
 

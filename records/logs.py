@@ -104,7 +104,7 @@ class _Kept:
         """Why the run counts for no record whatever its figures are, or None."""
         if self.resumed:
             at = ", ".join(str(resumed.get("from_step")) for resumed in self.resumed[:5])
-            return f"resumed at step {at}: it was killed before, and what was lost is not on its clock"
+            return f"resumed at step {at}: it had ended before, and what it may have lost is not on its clock"
         if (self.start or {}).get("init_from"):
             return "begun from saved parameters (init_from), and not from its seed"
         return None

@@ -768,7 +768,8 @@ def check_hardware(runs, others):
         switches = {name: value for name, value in e.get("start.environment", dict).items()
                     if not name.startswith("TORCHELASTIC_")}  # of which some name the run
         facts = {"ranks": e.get("start.ranks", int), **e.get("start.hardware", dict), **e.get("start.versions", dict),
-                 **switches, "hosts": e.run.start.get("hosts")}
+                 **switches, "hosts": [{key: host.get(key) for key in ("ranks", "hardware", "versions")}
+                                       for host in e.run.start.get("hosts") or () if isinstance(host, dict)]}
         described.setdefault(json.dumps(facts, sort_keys=True), (e, facts))
     if len(described) > 1:
         (one, facts), (other, theirs) = list(described.values())[:2]

@@ -529,6 +529,18 @@ def test_sides_that_cannot_be_compared_are_caught(race, judge, change, rule, wor
     fails_only(judge(race(4, "ab", both)), rule, word)
 
 
+@pytest.mark.parametrize("cpus, status", [("xx", 0), ("xy", 1)])
+def test_hosts_are_compared_by_what_they_are_and_not_by_what_names_a_launch(race, judge, cpus, status):
+    def both(log, run, side):
+        scale_clock(log, 2 + (side == "b") + 0.01 * run)
+        log.set("start.hosts", [{"ranks": [0, 1], "hardware": {"cpu": cpus[side == "b"]}, "versions": {},
+                                 "environment": {"TORCHELASTIC_ERROR_FILE": f"file of {run}{side}"}, "source_sha256": 64 * side}])
+    found = judge(race(4, "ab", both))
+    assert found[0] == status
+    if status:
+        fails_only(found, COMPARED[0], "hosts")
+
+
 def test_a_side_that_is_not_faster_is_caught(race, judge):
     def change(log, run, side):
         scale_clock(log, 1 + 0.01 * run + 0.005 * (side == "b"))
