@@ -631,7 +631,7 @@ def test_resumed_runs_do_not_count_unless_they_are_asked_for(write, judge, refus
     contents[4] = log(LOSSES[4], TIMES[4], start={"seed": 4, "init_from": {"path": "x.pt", "sha256": "0"}})
     folder = write("resumed", contents)
     out = judge(folder)[1]
-    assert "Loss (8 runs" in out and re.search(r"3.txt: resumed at step 10: it was killed before", out)
+    assert "Loss (8 runs" in out and re.search(r"3.txt: resumed at step 10: it had ended before", out)
     assert "4.txt: begun from saved parameters (init_from)" in out
     out = judge(folder, "--resumed")[1]
     assert "Loss (10 runs" in out and "Warning: runs were resumed, or began with saved parameters" in out
