@@ -374,11 +374,14 @@ class Stage(NamedTuple):
     first: dict[str, Any]
     last: dict[str, Any]
 
+def rows_of(table: str) -> list[list[str]]:
+    return [line.split() for line in re.split("[;\n]", table) if line.strip()]
+
 @functools.lru_cache(maxsize=16)
 def stages_of(config: Config) -> tuple[Stage, ...]:
     """The table of stages, those without a step left out. RunError if it is no table, or does not fill num_steps."""
     c, columns = config, {f.name: f for f in dataclasses.fields(StageValues)}
-    head, *rows = [line.split() for line in re.split("[;\n]", c.stages) if line.strip()] or [[]]
+    head, *rows = rows_of(c.stages) or [[]]
     if head[:1] != ["until"] or not rows or not {*head[1:]} <= {*columns} or len({*head}) < len(head):
         raise RunError(f"stages is {c.stages!r}; write a head that begins with `until` and names some of "
                        f"{', '.join(columns)}, then a row per stage")
@@ -2295,7 +2298,7 @@ def fit_to_gpus(config: Config, vocab_size: int, comm: Comm) -> tuple[Config, li
 
 def halve_micro_batches(config: Config) -> Config:
     """Twice as many micro-batches of half the tokens, in every stage."""
-    head, *rows = [line.split() for line in re.split("[;\n]", config.stages) if line.strip()]
+    head, *rows = rows_of(config.stages)
     if "micro_batches" in head:
         at = head.index("micro_batches")
         rows = [[str(2 * int(cell)) if i == at else cell for i, cell in enumerate(row)] for row in rows]
