@@ -638,7 +638,7 @@ def test_resumed_runs_do_not_count_unless_they_are_asked_for(write, judge, refus
     race = raced(10)
     race[6] = resumed(race[6])
     message = refusal(folder := write("race", race))
-    assert "10 runs were declared and 9 can be used; 6.txt: resumed at step 10: it was killed" in message
+    assert "10 runs were declared and 9 can be used; 6.txt: resumed at step 10: it had ended" in message
     assert judge(folder, "--resumed")[0] == 0
 
 
