@@ -264,7 +264,7 @@ def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]
     if fixed:
         raise RunError(f"--resume goes on with the values of {path}; --{', --'.join(fixed)} would make it another run: "
                        "leave them out")
-    saved = load_file(path)
+    saved = load_file(path, check=False)  # run() checks it, where it takes the state
     try:
         given.update(run_id=saved["run_id"], log_dir=str(path.parent), resume=str(path))
         return saved["preset"], dataclasses.replace(config_of(saved["config"]), **given)
@@ -1180,7 +1180,7 @@ class Bucket:
         unit_numel = math.prod(unit) if unit else self.SHARD_ALIGNMENT
         counts = [-(-spec.param.numel() // unit_numel) for spec in specs]
         per_rank = -(-sum(counts) // ranks)
-        self.padding = ranks * per_rank / sum(counts)  # units updated, for each that is a parameter's
+        self.units = sum(counts)  # of the parameters; the rest of all shards' units is padding
         self.shard_numel, self.shard_begin = per_rank * unit_numel, rank * per_rank * unit_numel
         self.param_data = torch.zeros(ranks * self.shard_numel, dtype=first.dtype, device=first.device)
         self.grad_data = torch.zeros_like(self.param_data, dtype=grad_dtype or first.dtype)
@@ -1365,9 +1365,13 @@ class Comm:
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+    sent_dtype: torch.dtype | None = None  # of gradients; None: theirs
+
     def receive_buffer(self, full: Tensor, exact: bool) -> Tensor | None:
         """What reduce_scatter wants beside a buffer [ranks * shard]: kept, since allocating it costs as much as the sum."""
-        return full.new_empty(self.ranks - 1, len(full) // self.ranks) if self.by_messages or exact else None
+        if self.by_messages or exact:
+            return full.new_empty(self.ranks - 1, len(full) // self.ranks, dtype=self.sent_dtype)
+        return None
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, received: Tensor | None) -> Any:
         """Start: shard, this rank's part of full [ranks * shard], <- the sum over ranks of that part."""
@@ -1425,11 +1429,10 @@ class Comm:
 class CompressedComm(Comm):
     """Sends gradients in bf16, half the bytes of float32. A communication hook is a Comm that reduces its own way."""
 
-    def receive_buffer(self, full: Tensor, exact: bool) -> Tensor | None:
-        return super().receive_buffer(full.bfloat16(), exact)
+    sent_dtype = torch.bfloat16
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, received: Tensor | None) -> Any:
-        small = full.bfloat16()
+        small = full.to(self.sent_dtype)
         mine = small.view(self.ranks, -1)[self.rank]
         handle = super().reduce_scatter(mine, small, received)
 
@@ -2100,11 +2103,12 @@ def save_file(path: Path, content: dict[str, Any]) -> None:
     finally:
         partial.unlink(missing_ok=True)
 
-def load_file(path: str | Path) -> dict[str, Any]:
-    """What save_file wrote: tensors, numbers and text; nothing in it is executed. RunError if it is damaged."""
+def load_file(path: str | Path, check: bool = True) -> dict[str, Any]:
+    """What save_file wrote: tensors, numbers and text; nothing in it is executed. RunError if it is damaged; without
+    check the tensors are not read, only what stands beside them."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if hash_of(list(saved["state"].items())) != saved["state_hash"]:
+        if check and hash_of(list(saved["state"].items())) != saved["state_hash"]:
             raise ValueError("its bytes changed")
         return saved
     except OSError:
@@ -2512,7 +2516,8 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
                        "lost_seconds": max(0.0, time.time() - saved["saved_at"])}
         parameters = sum(p.numel() for p in model.parameters())
         machine, environment = describe_machine(device)
-        hosts = describe_hosts(comm, machine)
+        source_sha256 = file_sha256(__file__)
+        hosts = describe_hosts(comm, {**machine, "source_sha256": source_sha256, "torch": torch.__version__})
         if comm.rank == 0:
             revision = output_of("git", "rev-parse", "HEAD")
             race = config.race.split(":")
@@ -2521,7 +2526,7 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
                 "config": dataclasses.asdict(config), "seed": config.seed, "changes": changes,
                 "git": {"revision": revision, "clean": not output_of("git", "status", "--porcelain")} if revision
                 else None,
-                "source_sha256": file_sha256(__file__), "ranks": comm.ranks, **machine, "hosts": hosts,
+                "source_sha256": source_sha256, "ranks": comm.ranks, **machine, "hosts": hosts,
                 "shards": {"train": describe_shards(train_shards), "val": describe_shards(val_shards)},
                 "planned": {"steps": config.num_steps, "train_tokens": tokens_of_steps(config, config.num_steps)},
                 "parameters": parameters, "target_val_loss": config.target_val_loss,
@@ -2529,7 +2534,7 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
                 if config.init_from else None,
                 "race": {"race_id": race[0], "run": int(race[1]), "declared_n": int(race[2]), "side": race[3]}
                 if config.race else None,
-            }, environment, resumed and {"at": now(), "ranks": comm.ranks, "source_sha256": file_sha256(__file__), **resumed})
+            }, environment, resumed and {"at": now(), "ranks": comm.ranks, "source_sha256": source_sha256, **resumed})
             val_tokens = int((val_sequences[:, 1:] >= 0).sum())
             log.say(f"preset {preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, "
                     f"{parameters / 1e6:.1f} M parameters, {config.num_steps} steps of "
@@ -2646,12 +2651,12 @@ def now() -> str:
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
-def describe_hosts(comm: Comm, machine: dict[str, Any]) -> list[dict[str, Any]]:
+def describe_hosts(comm: Comm, mine: dict[str, Any]) -> list[dict[str, Any]]:
     """Each host's ranks, hardware, versions and source. RunError if their source or torch differ."""
-    mine = {"source_sha256": file_sha256(__file__), "torch": torch.__version__}
-    agree(comm, "programs", mine, "Give every host the same checkout and packages")
+    program = {key: mine[key] for key in ("source_sha256", "torch")}
+    agree(comm, "programs", program, "Give every host the same checkout and packages")
     hosts: dict[str, dict[str, Any]] = {}
-    for rank, (name, described) in enumerate(comm.all_json([socket.gethostname(), {**machine, **mine}])):
+    for rank, (name, described) in enumerate(comm.all_json([socket.gethostname(), mine])):
         hosts.setdefault(f"{name} {described['hardware']}", {"ranks": [], **described})["ranks"].append(rank)
     return list(hosts.values())
 
@@ -2659,8 +2664,8 @@ def padding_warnings(optimizer: DistributedOptimizer) -> list[str]:
     """Of buckets so small that the ranks update much that is no parameter."""
     padded = [bucket for bucket in optimizer.buckets if isinstance(bucket.rule, NorMuon)]
     units = sum(len(bucket.param_shard) for bucket in padded) * optimizer.comm.ranks
-    needed = sum(len(bucket.param_shard) * optimizer.comm.ranks / bucket.padding for bucket in padded)
-    return [f"warning: the ranks orthogonalize {units} matrices where there are {needed:.0f}: buckets are small for "
+    needed = sum(bucket.units for bucket in padded)
+    return [f"warning: the ranks orthogonalize {units} matrices where there are {needed}: buckets are small for "
             f"{optimizer.comm.ranks} ranks; raise --bucket_mb"] if needed and units > 1.5 * needed else []
 
 # In what gloo and NCCL say when another rank is gone, or does not come

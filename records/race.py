@@ -45,7 +45,7 @@ from pathlib import Path
 
 import logs
 import stats
-from stats import MANIFEST, Manifest, check_event  # noqa: F401: verify.py takes them from here
+from stats import MANIFEST, Manifest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "train_gpt.py"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import socket
+import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -51,13 +52,26 @@ def some_documents(seed: int, tokens: int, vocab_size: int = 64, bos_id: int = 6
     return stream
 
 
+def write_corpus(folder, train=(6000, 6000), val=1000):
+    """Train shards of so many tokens and a val shard -> the flags that name them."""
+    for number, tokens in enumerate(train, 1):
+        write_shard(folder / f"toy_train_{number:06}.bin", some_documents(number, tokens))
+    write_shard(folder / "toy_val_000000.bin", some_documents(3, val))
+    return {"train_files": str(folder / "toy_train_*.bin"), "val_files": str(folder / "toy_val_*.bin")}
+
+
 @pytest.fixture
 def corpus(tmp_path):
-    """A folder with two train shards and a val shard -> the flags that name them."""
-    write_shard(tmp_path / "toy_train_000001.bin", some_documents(1, 6000))
-    write_shard(tmp_path / "toy_train_000002.bin", some_documents(2, 6000))
-    write_shard(tmp_path / "toy_val_000000.bin", some_documents(3, 1000))
-    return {"train_files": str(tmp_path / "toy_train_*.bin"), "val_files": str(tmp_path / "toy_val_*.bin")}
+    return write_corpus(tmp_path)
+
+
+def wait_until(holds, seconds=60, what="it"):
+    """What holds() gives as soon as it is true."""
+    until = time.monotonic() + seconds
+    while not (found := holds()):
+        assert time.monotonic() < until, f"{what} did not come in {seconds} s"
+        time.sleep(0.02)
+    return found
 
 
 # ranks

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import types
 
 import pytest
 import torch
@@ -19,18 +20,22 @@ FULL = train_gpt.Plan(lr_factor=1.0, momentum=0.95)
 WIDE, TALL = (train_gpt.NorMuon(0.03, 1.2, 0.95, torch.float32, wide=wide) for wide in (True, False))
 
 
-@dataclasses.dataclass(frozen=True)
-class Descent:
-    """A third rule, plain gradient descent: unlike Adam and NorMuon it sees the scale of a gradient."""
-
-    lr: float = 0.001
-    every: int = 1
+class OfElements:
+    """A rule whose unit is an element, and which keeps nothing of it."""
 
     def unit(self, shape, matrices):
         return ()
 
     def init_state(self, shard):
         return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Descent(OfElements):
+    """A third rule, plain gradient descent: unlike Adam and NorMuon it sees the scale of a gradient."""
+
+    lr: float = 0.001
+    every: int = 1
 
     def hyper(self, plan, t):
         return {"lr": self.lr * plan.lr_factor}
@@ -239,7 +244,7 @@ def test_a_matrix_lies_whole_on_one_rank(count, ranks):
     for rank in range(ranks):
         bucket = bucket_of(params, WIDE, rank, ranks)
         assert bucket.param_shard.shape == (-(-count // ranks), 3, 7)
-        assert bucket.padding == pytest.approx(ranks * -(-count // ranks) / count)
+        assert bucket.units == count
         seen += [m.unique().item() for m in bucket.param_shard]
     assert [x for x in seen if x] == [i + 1 for i in range(count)], "padding is zero, and comes last"
 
@@ -1024,3 +1029,14 @@ def test_a_parameter_cannot_be_copied_between_updates():
     for key in ("", "/m", "/v"):
         first, second, third = (state[f"wide_{i}{key}"] for i in range(3))
         assert torch.equal(first, second) and not torch.equal(first, third)
+
+
+def test_buckets_too_small_for_the_ranks_are_told(tiny):
+    """A bucket per parameter on eight ranks: each is filled up to eight matrices."""
+    for ranks, bucket_bytes, told in ((8, 0, True), (1, 0, False), (8, 1e12, False)):
+        specs = train_gpt.assign(train_gpt.build_model(tiny, train_gpt.Encoding(64, BOS)), train_gpt.assignments(tiny))
+        buckets = train_gpt.fill_buckets(specs, bucket_bytes, 0, ranks)
+        warned = train_gpt.padding_warnings(types.SimpleNamespace(buckets=buckets, comm=types.SimpleNamespace(ranks=ranks)))
+        assert bool(warned) == told
+        if told:  # 10 qkvo of four, 22 of the MLPs, 10 gates, the smear gate
+            assert "orthogonalize 344 matrices where there are 73" in warned[0] and "--bucket_mb" in warned[0]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import TINY, some_documents, write_shard
+from conftest import TINY, wait_until, write_corpus
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
@@ -423,14 +423,6 @@ def start(repo, *arguments, **keywords):
     return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, **{"stdout": subprocess.DEVNULL, **keywords})
 
 
-def wait_for(condition, seconds=20):
-    until = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.05)
-    return found
-
-
 def kill(process, repo):
     """As no process can heed; its folder for worktrees stays."""
     process.kill()
@@ -456,17 +448,17 @@ def running(repo):
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process is told of its parent's death")
 def test_a_race_that_is_killed_leaves_no_run_behind(repo):
     process = start(repo, "-n", "2", "--", "--mood", "sleepy")
-    wait_for(lambda: list(repo.glob("logs/*/*.txt")))
+    wait_until(lambda: list(repo.glob("logs/*/*.txt")), 20)
     assert running(repo)
     kill(process, repo)
-    wait_for(lambda: not running(repo))
+    wait_until(lambda: not running(repo), 20)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_race_is_not_resumed_beside_a_run_of_it_that_lives(repo, capsys):
     """One that heeds no signal. Its race.py is dead, and the lock that both held still lives."""
     process = start(repo, "-n", "2", "--", "--mood", "stubborn")
-    wait_for((repo / "deaf").exists)
+    wait_until((repo / "deaf").exists, 20)
     kill(process, repo)
     (manifest,) = repo.glob("logs/*/race.jsonl")
     before = manifest.read_bytes()
@@ -476,7 +468,7 @@ def test_a_race_is_not_resumed_beside_a_run_of_it_that_lives(repo, capsys):
     assert f"is still going on; wait, or end it: `fuser {manifest}`" in error and error.count("\n") == 1
     assert manifest.read_bytes() == before and len(running(repo)) == 1
     os.kill(running(repo)[0], signal.SIGKILL)
-    wait_for(lambda: not running(repo))
+    wait_until(lambda: not running(repo), 20)
     manifest.write_text(manifest.read_text().replace("stubborn", "lively"))
     assert race.main(["--resume", str(manifest)]) == 0
     assert [event["status"] for event in only_race(repo)[2][:2]] == ["started", "lost"]
@@ -518,8 +510,7 @@ def test_data_paths_are_those_of_the_checkout():
 
 def test_the_real_script_through_the_launcher(tmp_path, monkeypatch):
     """As run.sh does it, in a checkout of its own."""
-    write_shard(tmp_path / "toy_train_000001.bin", some_documents(1, 9000))
-    write_shard(tmp_path / "toy_val_000000.bin", some_documents(3, 1000))
+    write_corpus(tmp_path, train=(9000,))
     (tmp_path / "records").mkdir()
     for name in ("train_gpt.py", "records/race.py", "records/launch.py", "records/logs.py", "records/stats.py"):
         (tmp_path / name).write_text((ROOT / name).read_text())

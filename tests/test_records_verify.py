@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import TINY, some_documents, write_shard
+from conftest import TINY, some_documents, write_corpus, write_shard
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
@@ -55,9 +55,7 @@ def load(source, path):
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
-    write_shard(folder / "toy_train_000001.bin", some_documents(1, 6000))
-    write_shard(folder / "toy_train_000002.bin", some_documents(2, 6000))
-    write_shard(folder / "toy_val_000000.bin", some_documents(3, 1000))
+    write_corpus(folder)
     return folder
 
 

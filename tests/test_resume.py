@@ -19,7 +19,7 @@ import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import train_gpt
-from conftest import TINY, some_documents, write_shard
+from conftest import TINY, some_documents, wait_until, write_corpus, write_shard
 
 ROOT = Path(train_gpt.__file__).parent
 SMALL = {**TINY, "layers": "S0M L1", "model_dim": 16, "head_dim": 8, "backout_layer": 0, "micro_batches": 4,
@@ -30,11 +30,7 @@ SEVERAL = {"micro_batches": 12, "stages": "until long_window; 1 2"}  # ranks tha
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    write_shard(folder / "toy_train_000001.bin", some_documents(1, 6000))
-    write_shard(folder / "toy_train_000002.bin", some_documents(2, 200_000))
-    write_shard(folder / "toy_val_000000.bin", some_documents(3, 100))
-    return {"train_files": str(folder / "toy_train_*.bin"), "val_files": str(folder / "toy_val_*.bin")}
+    return write_corpus(tmp_path_factory.mktemp("corpus"), train=(6000, 200_000), val=100)
 
 
 @pytest.fixture
@@ -550,14 +546,6 @@ def alive(pid):
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
-
-
-def wait_until(holds, seconds=60):
-    until = time.monotonic() + seconds
-    while not (found := holds()):
-        assert time.monotonic() < until, "it did not come"
-        time.sleep(0.02)
-    return found
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import train_gpt
-from conftest import TINY, some_documents, write_shard
+from conftest import TINY, some_documents, write_corpus, write_shard
 
 ROOT = Path(train_gpt.__file__).parent
 
@@ -126,9 +126,7 @@ def in_step(number, act, monkeypatch):
 def one(tmp_path_factory):
     """One finished run: (folder, flags of its corpus, what it printed, its log)."""
     folder = tmp_path_factory.mktemp("one")
-    write_shard(folder / "toy_train_000001.bin", some_documents(1, 9000))
-    write_shard(folder / "toy_val_000000.bin", some_documents(3, 1000))
-    corpus = {"train_files": str(folder / "toy_train_*.bin"), "val_files": str(folder / "toy_val_*.bin")}
+    corpus = write_corpus(folder, train=(9000,))
     command = [sys.executable, str(ROOT / "train_gpt.py"), *flags(folder, corpus, run_id="one", save_model="true")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=folder,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})

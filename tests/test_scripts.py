@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,18 +15,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "records"))
 import launch  # noqa: E402
 import train_gpt
-from conftest import TINY, some_documents, write_shard
+from conftest import TINY, some_documents, wait_until, write_corpus, write_shard
 
 ROOT = Path(train_gpt.__file__).parent
 READY = (ROOT / ".venv" / "ready").exists()
 needs_venv = pytest.mark.skipif(not READY, reason="run.sh has not set up .venv here; ./test.sh does it first")
-
-
-def wait_for(condition, what, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not come in {seconds} s"
-        time.sleep(0.02)
 
 
 # Set-up, in a copy of the tree whose base Python only plays
@@ -97,7 +89,7 @@ def tree(tmp_path):
 
 def test_two_first_set_ups_at_once_take_turns(tree):
     first = tree.start("--setup")
-    wait_for(lambda: tree.calls() == ["venv", "begins"], "pip's start")
+    wait_until(lambda: tree.calls() == ["venv", "begins"], what="pip's start")
     second = tree.start("--setup")
     waits = "run.sh: packages: another run.sh is setting up here; waiting until it has ended\n"
     assert second.stderr.readline() == waits
@@ -110,7 +102,7 @@ def test_two_first_set_ups_at_once_take_turns(tree):
 
 def test_a_set_up_that_was_killed_holds_no_lock_and_is_gone_on_with(tree):
     first = tree.start("--setup")
-    wait_for(lambda: tree.calls() == ["venv", "begins"], "pip's start")
+    wait_until(lambda: tree.calls() == ["venv", "begins"], what="pip's start")
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate(timeout=60)
     tree.let_pip_end()
@@ -121,7 +113,7 @@ def test_a_set_up_that_was_killed_holds_no_lock_and_is_gone_on_with(tree):
 
 def test_ctrl_c_in_the_set_up_ends_in_a_line_that_says_what_is_kept(tree):
     process = tree.start("--setup", name="test.sh")  # which must end with it
-    wait_for(lambda: tree.calls() == ["venv", "begins"], "pip's start")
+    wait_until(lambda: tree.calls() == ["venv", "begins"], what="pip's start")
     os.killpg(process.pid, signal.SIGINT)
     stderr = process.communicate(timeout=60)[1]
     assert process.returncode == 130
@@ -344,10 +336,7 @@ def offline():
 
 @pytest.fixture
 def tiny_flags(tmp_path):
-    write_shard(tmp_path / "toy_train_000001.bin", some_documents(1, 9000))
-    write_shard(tmp_path / "toy_val_000000.bin", some_documents(3, 1000))
-    values = {**TINY, "train_files": tmp_path / "toy_train_*.bin", "val_files": tmp_path / "toy_val_*.bin", "num_steps": 4,
-              "log_dir": tmp_path / "logs"}
+    values = {**TINY, **write_corpus(tmp_path, train=(9000,)), "num_steps": 4, "log_dir": tmp_path / "logs"}
     return [text for name, v in values.items() for text in (f"--{name}", str(v))]
 
 

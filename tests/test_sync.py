@@ -101,8 +101,8 @@ import test_optimizer
 import test_run
 import train_gpt
 from conftest import some_documents
-from test_optimizer import (BOS, FULL, ONCE, WIDE, Descent, Operations, Recorder, bucket_of, chain, mixed_steps, mixture,
-                            optimizer_of, specs_of, train_steps)
+from test_optimizer import (BOS, FULL, ONCE, WIDE, Descent, OfElements, Operations, Recorder, bucket_of, chain, mixed_steps,
+                            mixture, optimizer_of, specs_of, train_steps)
 from test_run import flags, launch, one, read_log, run_here  # noqa: F401  (fixtures)
 from train_gpt import Comm, DistributedOptimizer, Reducer, RunError
 
@@ -1036,18 +1036,12 @@ def test_micro_batches_sum_as_a_binary_tree(heights, seed):
 
 
 @dataclasses.dataclass(frozen=True)
-class FlatTorch:
+class FlatTorch(OfElements):
     """A rule of any torch optimizer that works in place: it is given the shard as one flat parameter."""
 
     optimizer: type
     options: tuple = ()
     every: int = 1
-
-    def unit(self, shape, matrices):
-        return ()
-
-    def init_state(self, shard):
-        return {}
 
     def hyper(self, plan, t):
         return {"rule": self}
