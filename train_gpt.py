@@ -31,6 +31,7 @@ import difflib
 import errno
 import fcntl
 import functools
+import gc
 import glob
 import hashlib
 import itertools
@@ -40,14 +41,17 @@ import os
 import platform
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import traceback
 import uuid
+import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import dataclass, field
@@ -915,30 +919,71 @@ class FP8Linear(torch.autograd.Function):
         grad_x = fp8_product(grad8, by_column[0], FP8_GRAD_SCALE, FP8_WEIGHT_SCALE, fast=False)
         return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], FP8_GRAD_SCALE, ctx.x_scale, fast=False)
 
+def softcap(x: Tensor) -> Tensor:
+    """The head's product -> logits in float32, held softly between 0 and 30."""
+    return 30 * torch.sigmoid(x.to(torch.promote_types(x.dtype, torch.float32)) / 7.5)
+
+class SoftcappedCrossEntropy(torch.autograd.Function):
+    """The plain form in Head.forward, for compiled code; x [T, V] is the head's product.
+
+    Logits z between 0 and 30 need no maximum: log sum exp(z) is log sum exp(z - 30) + 30. So forward reads x once, and
+    backward makes each element's gradient from it and its row's sum; compiled, torch's own would read it three times.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        z, counted = softcap(x), weights[:, None] * (targets >= 0)
+        log_sum = (z - 30).exp().sum(1).log() + 30
+        ctx.save_for_backward(x, targets, counted, log_sum)
+        return (counted * (log_sum - z.gather(1, targets.clamp_min(0).T).T)).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        x, targets, counted, log_sum = ctx.saved_tensors
+        z, classes = softcap(x), torch.arange(x.size(1), device=x.device)
+        grad_z = counted.sum(0)[:, None] * (z - log_sum[:, None]).exp()
+        for of_distance, weight in zip(targets, counted):
+            grad_z = grad_z - torch.where(classes == of_distance[:, None], weight[:, None], 0)
+        return (grad * grad_z * z * (30 - z) / (30 * 7.5)).to(x.dtype), None, None
+
 class Head(nn.Module):
     def __init__(self, vocab: int, dim: int, dtype: torch.dtype, fp8: bool):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(vocab, dim, dtype=dtype))
         self.fp8 = fp8
 
+    def product(self, x: Tensor) -> Tensor:
+        return FP8Linear.apply(x, self.weight) if self.fp8 and self.training else F.linear(x, self.weight)
+
     def logits(self, x: Tensor) -> Tensor:
-        """[T, dim] -> float32 [T, V], held softly between 0 and 30."""
-        x = FP8Linear.apply(x, self.weight) if self.fp8 and self.training else F.linear(x, self.weight)
-        return 30 * torch.sigmoid(x.float() / 7.5)
+        """[T, dim] -> float32 [T, V]."""
+        return softcap(self.product(x))
 
     def forward(self, x: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """Cross entropies in nats, summed over the positions of targets [n, T], and over n with weights [n]. Targets k
         are the tokens k + 1 ahead; -1 is none."""
-        logits = self.logits(x)
-        losses = [F.cross_entropy(logits, of_distance, ignore_index=-1, reduction="sum") for of_distance in targets]
+        x = self.product(x)
+        if torch.compiler.is_compiling():
+            return SoftcappedCrossEntropy.apply(x, targets, weights)
+        losses = [F.cross_entropy(softcap(x), of_distance, ignore_index=-1, reduction="sum") for of_distance in targets]
         return (torch.stack(losses) * weights).sum()
 
 @functools.lru_cache(maxsize=4)  # a copy to a GPU at each step would make it wait
 def weights_tensor(weights: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(weights, device=device)
 
+# What stands between the blocks: functions of their own, so that each can be compiled by itself
+
+def smear(e: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    """Embeddings [T, dim] -> the normed stream before the first layer: each token's holds some of the one before it."""
+    opening = weight * torch.sigmoid(F.linear(e[1:, :gate.size(1)], gate))
+    return norm(torch.cat([e[:1], e[1:] + opening * e[:-1]]))
+
 def mix_in_saved(x: Tensor, weight: Tensor, saved: Tensor) -> Tensor:
     return x + torch.sigmoid(weight) * saved
+
+def back_out(x: Tensor, weight: Tensor, saved: Tensor) -> Tensor:
+    return norm(x - weight * saved)
 
 class GPT(nn.Module):
     """The model of record 44, sizes as arguments. Works on one packed sequence [T] at a time.
@@ -968,7 +1013,7 @@ class GPT(nn.Module):
         self.scalars = nn.Parameter(torch.cat([torch.tensor(first).repeat(size // len(first))
                                                for first, size in zip(firsts, self.scalar_sizes)]))
         self.rotary = Rotary(model_dim // num_heads, max_tokens, dtype)
-        self.mix_in_saved = mix_in_saved
+        self.smear, self.mix_in_saved, self.back_out = smear, mix_in_saved, back_out
 
     def masks(self, x: Tensor, windows: Windows) -> dict[str | None, Tensor | BlockMask | None]:
         docs = (x == self.bos_id).cumsum(0)
@@ -982,17 +1027,15 @@ class GPT(nn.Module):
         return self.run_layers(tokens, self.open_stream(tokens), rotary, [masks[layer.window] for layer in self.layers])
 
     def open_stream(self, tokens: Tensor) -> Tensor:
-        """Tokens [T] -> the stream before the first layer [T, dim]: each token's holds some of the one before it."""
-        smear = self.scalars.split(self.scalar_sizes)[3]
-        e = self.embed(tokens)
-        opening = smear[0] * torch.sigmoid(F.linear(e[1:, :self.smear_gate.size(1)], self.smear_gate))
-        return norm(torch.cat([e[:1], e[1:] + opening * e[:-1]]))
+        """Tokens [T] -> the stream before the first layer [T, dim]."""
+        return self.smear(self.embed(tokens), self.smear_gate, self.scalars.split(self.scalar_sizes)[3][0])
 
     def run_layers(self, tokens: Tensor, x0: Tensor, rotary: tuple[Tensor, Tensor, Tensor],
                    masks: Sequence[Mask | None]) -> Tensor:
         """Tokens [T] and their opened stream [T, dim], a mask per layer -> normed stream before the head [T, dim]."""
         skips, mixes, value_mixes, _, backout = self.scalars.split(self.scalar_sizes)
-        mixes, value_mixes = mixes.view(-1, 2), value_mixes.view(-1, 2)
+        # apart at once: the gradients of so many selections would each be padded with zeros, and summed
+        skips, mixes, value_mixes = skips.unbind(), mixes.view(-1, 2).unbind(), value_mixes.view(-1, 2).unbind()
         values: dict[int, Tensor] = {}  # looked up where first needed, so that their gradients come with that layer's
         x = x0.view_as(x0)  # an object of its own, as saved ones are: arguments that are one compile anew
         saved: dict[int, Tensor] = {}
@@ -1006,7 +1049,7 @@ class GPT(nn.Module):
                 x = block(x, x0, mixes[i], mixed_in, value_mixes[i], rotary, masks[i])
             if i in self.read_again:
                 saved[i] = x.view_as(x)
-        return norm(x - backout[0] * saved[self.backout_layer])
+        return self.back_out(x, backout[0], saved[self.backout_layer])
 
     def forward(self, inputs: Tensor, targets: Tensor, windows: Windows, loss_weights: tuple[float, ...] = (1.0,)) -> Tensor:
         """inputs, targets [T] -> the sum of the targets' cross entropies, in nats; targets of -1 count nothing. Further
@@ -1022,11 +1065,12 @@ class GPT(nn.Module):
         return self.lm_head.logits(self.trunk(inputs, windows))
 
     def compile_parts(self) -> None:
-        """Compile each kind of block, the skip and the head by itself. Blocks of one kind share one compiled graph, and
-        gradients leave backward block by block: compiled as a whole, all would appear at its end."""
+        """Compile each kind of block, the head and what stands between them by itself. Blocks of one kind share one compiled
+        graph, and gradients leave backward block by block: compiled as a whole, all would appear at its end."""
         for part in (*self.blocks, self.lm_head):
             part.forward = torch.compile(part.forward, dynamic=False)
-        self.mix_in_saved = torch.compile(self.mix_in_saved, dynamic=False)
+        for part in ("smear", "mix_in_saved", "back_out"):
+            setattr(self, part, torch.compile(getattr(self, part), dynamic=False))
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -2238,6 +2282,35 @@ def output_of(*command: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
 
+def count_gpus() -> int:
+    """Those that torch can use. RunError where the driver shows some that it cannot use: a CPU is no substitute."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its reason is in the message below
+        seen, usable = torch.cuda.device_count(), torch.cuda.is_available()
+    if seen and not usable:
+        why = "no reason given"
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            why = str(error).split(". ")[0]
+        driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+        raise RunError(f"this machine has {seen} GPU(s), but torch {torch.__version__}, built for CUDA {torch.version.cuda}, "
+                       f"cannot use them with driver {driver[0] if driver else '(nvidia-smi does not say which)'}: {why}; "
+                       "update the driver, or install torch's build for an older CUDA as the README says, or race on the CPU: "
+                       "CUDA_VISIBLE_DEVICES= ./run.sh")
+    return seen
+
+def check_compiler(gpu: bool) -> None:
+    """RunError where torch.compile would end in a traceback, after minutes: it makes C or C++ of a part of its work."""
+    named, usual = (os.environ.get("CC"), ("gcc", "clang")) if gpu else (os.environ.get("CXX"), ("g++", "clang++"))
+    if not any(map(shutil.which, [named] if named else usual)):
+        raise RunError(f"compiling needs {' or '.join([named] if named else usual)}, and this machine has none; install gcc and "
+                       "g++ (on Debian the package build-essential)" + ("" if gpu else ", or leave out --compile on"))
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if gpu and not header.exists():
+        raise RunError(f"compiling needs {header}, which is missing; install Python's headers (on Debian the package "
+                       "python3-dev)")
+
 def cpu_name() -> str:
     with contextlib.suppress(OSError, StopIteration):
         return next(line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name"))
@@ -2338,7 +2411,10 @@ class Trainer:
     def __init__(self, config: Config, comm: Comm, device: torch.device, train_shards: list[Shard],
                  grad_scale: float = 1.0):
         """grad_scale: see build_optimizer."""
-        compiled = config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
+        gpu = device.type == "cuda"
+        compiled = config.compile == "on" or (config.compile == "auto" and gpu)
+        if compiled or gpu:  # FlexAttention is compiled in any case
+            check_compiler(gpu)
         self.config, self.comm, self.device = config, comm, device
         if config.exact:
             torch.set_num_threads(1)  # how a product is split over threads decides the order of its sums
@@ -2389,6 +2465,8 @@ class Trainer:
         self.optimizer.load_state_dict(saved)
         self.model.rotary.follow(rotary)
         self.stream.position, self.stream.digest = position, digest
+        gc.collect()  # compiling leaves cycles that hold memory of the GPU
+        gc.freeze()  # a collection on the clock does not look through what there is now
 
     def state_hash(self) -> str:
         """SHA-256 of all that training goes on from: parameters, rules' state, buffers, and where the stream stands."""
@@ -2733,18 +2811,18 @@ def describe_error(error: BaseException, config: Config) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """One rank of a run, as torchrun started it, or the only one. Returns the exit status."""
-    began, gpu = time.perf_counter(), torch.cuda.is_available()
+    began = time.perf_counter()
     rank, log, monitor, config, notices.phase = 0, None, None, Config(), "setup"
     try:
         rank, ranks, local_rank = (from_environment(*named) for named in
                                    (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-        preset, config = parse_config(sys.argv[1:] if argv is None else argv, "speedrun" if gpu else "laptop")
+        gpus = count_gpus()
+        preset, config = parse_config(sys.argv[1:] if argv is None else argv, "speedrun" if gpus else "laptop")
         check_config(config, ranks)
         config, run_id = name_of_run(config)
         log = Log(config, rank, run_id)
-        device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
-        if gpu:
-            gpus = torch.cuda.device_count()
+        device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
+        if gpus:
             if local_rank >= gpus:
                 raise RunError(f"rank {rank} has no GPU: this machine has {gpus}; lower --nproc_per_node")
             torch.cuda.set_device(device)
@@ -2754,7 +2832,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.run_id = comm.all_json(run_id)[0]
         agree(comm, "configs", {key: str(v) for key, v in dataclasses.asdict(config).items()},
               "Start every rank with the same flags, and give every host the same checkpoints")
-        run(config, preset, comm, device, log, began)
+        try:
+            run(config, preset, comm, device, log, began)
+        finally:
+            gc.unfreeze()
         log.close()
         if monitor:
             monitor.tell(f"done-{rank}")

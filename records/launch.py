@@ -29,7 +29,6 @@ if __name__ == "__main__":
 import logging
 import socket
 import subprocess
-import warnings
 from pathlib import Path
 
 import torch
@@ -80,33 +79,11 @@ class Loopback(RendezvousHandler):
         return True
 
 
-def usable_gpus():
-    """Their number. Leaves by SystemExit where the driver shows GPUs that torch cannot use: a CPU is no substitute."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its reason is in the line below
-        seen, usable = torch.cuda.device_count(), torch.cuda.is_available()
-    if usable or not seen:
-        return seen
-    why = "no reason given"
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        why = str(error).split(". ")[0]
-    try:
-        driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], text=True,
-                                capture_output=True).stdout.split()[0]
-    except (OSError, IndexError):
-        driver = "(nvidia-smi does not say which)"
-    sys.exit(f"launch.py: error: {seen} GPU(s), but torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot "
-             f"use them with driver {driver}: {why}; update the driver, or install into .venv torch's build for an older "
-             "CUDA, or race on the CPU: CUDA_VISIBLE_DEVICES= ./run.sh")
-
-
 def fit(flags):
-    gpus = usable_gpus()
     sys.path.insert(0, str(ROOT))
     import train_gpt
     try:
+        gpus = train_gpt.count_gpus()
         preset, config = train_gpt.parse_config(flags, "speedrun" if gpus else "laptop")
         ranks = train_gpt.usable_ranks(config, gpus or 2)
     except (train_gpt.RunError, OSError) as error:

@@ -215,6 +215,23 @@ def test_compiled_fp8_head_is_one_graph():
     assert gradient.norm() > 0 and torch.allclose(gradient, x.grad, atol=1e-2)
 
 
+def test_the_loss_of_compiled_code_is_the_plain_one():
+    """In float64, of several tokens ahead, where some count nothing, with logits from one end of their range to the other."""
+    torch.manual_seed(0)
+    head, weights = train_gpt.Head(256, 64, torch.float64, fp8=False), torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
+    with torch.no_grad():
+        head.weight.normal_(0, 8)
+    x, targets = torch.randn(40, 64, dtype=torch.float64, requires_grad=True), torch.randint(0, 256, (3, 40))
+    targets[:, -3:] = targets[1, 7] = -1
+    logits = head.logits(x)
+    assert logits.min() < 1 and logits.max() > 29
+    plain, fused = head(x, targets, weights), train_gpt.SoftcappedCrossEntropy.apply(head.product(x), targets, weights)
+    assert fused.item() == pytest.approx(plain.item(), rel=1e-14)
+    of_plain, of_fused = (torch.autograd.grad(3 * loss, (x, head.weight)) for loss in (plain, fused))
+    for expected, gradient in zip(of_plain, of_fused):
+        assert (gradient - expected).norm() <= 1e-13 * expected.norm()
+
+
 # training, step by step
 
 

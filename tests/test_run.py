@@ -245,13 +245,31 @@ def test_another_seed_is_another_run(one, tmp_path, capsys):
     assert log[2]["race"] == {"race_id": "2026-11-21_1", "run": 2, "declared_n": 5, "side": "ours"}
 
 
+@pytest.mark.parametrize("gpu, variable, programs", [(False, "CXX", "g++ or clang++"), (True, "CC", "gcc or clang")])
+def test_a_machine_without_a_compiler_is_told_so_before_the_traceback(gpu, variable, programs, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(train_gpt.RunError, match=f"compiling needs {re.escape(programs)}, and this machine has none; install"):
+        train_gpt.check_compiler(gpu)
+    monkeypatch.setenv(variable, str(tmp_path / "cc"))
+    with pytest.raises(train_gpt.RunError, match=f"{re.escape(str(tmp_path / 'cc'))}, and this machine has none"):
+        train_gpt.check_compiler(gpu)
+    (tmp_path / "cc").touch(mode=0o755)
+    monkeypatch.setattr(train_gpt.sysconfig, "get_path", lambda name: str(tmp_path))
+    if gpu:
+        with pytest.raises(train_gpt.RunError, match="Python.h, which is missing; install Python's headers"):
+            train_gpt.check_compiler(gpu)
+    (tmp_path / "Python.h").touch()
+    train_gpt.check_compiler(gpu)
+
+
 def test_nothing_is_compiled_after_warm_up(one, tmp_path, capsys, monkeypatch):
     """Every kind of block, window and step is met in the warm-up; a backend that compiles quickly serves to count graphs.
     Gathers that the next forward waits for compile nothing further: their hooks run outside of what is compiled."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     changes = dict(compile="on", stages="until long_window; 1/3 2; 2/3 3; 1 4; +4 11", warmup_steps=10, num_steps=14,
                    bucket_mb=1000, val_len=96, layers=train_gpt.Config().layers, backout_layer=8)
-    parts = 3 + 2  # blocks with attention, with attention and a value table, with an MLP alone; the head; the skip
+    parts = 3 + 1 + 3  # blocks with attention, with attention and a value table, with an MLP alone; the head; what is between
     rules = 4 + 3  # NorMuon on four shapes of matrices, Adam on three kinds of bucket
     for name, lazy in (("compiled", "false"), ("overlapping", "true")):
         torch._dynamo.reset()

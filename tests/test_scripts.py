@@ -215,7 +215,7 @@ def test_all_usable_gpus_are_taken_and_two_ranks_without_one(gpus, capsys, monke
     assert capsys.readouterr().out == "7 7 laptop True my logs\n"
 
 
-def test_a_driver_too_old_for_torch_is_said_and_not_raced_on_the_cpu(gpus, tree, monkeypatch):
+def test_a_driver_too_old_for_torch_is_said_and_not_raced_on_the_cpu(gpus, tree, monkeypatch, capsys):
     gpus(8, False)
     tree.script(tree.play / "nvidia-smi", "#!/bin/sh\necho 550.54\necho 550.54\n")
     monkeypatch.setenv("PATH", str(tree.play), prepend=":")
@@ -228,6 +228,8 @@ def test_a_driver_too_old_for_torch_is_said_and_not_raced_on_the_cpu(gpus, tree,
     says = r"8 GPU\(s\), but .*built for CUDA 13.0, cannot use them with driver 550.54: .* \(found version 12040\); update"
     with pytest.raises(SystemExit, match=says):
         launch.main(["--fit"])
+    assert train_gpt.main([]) == 1
+    assert re.search(says, capsys.readouterr().err)
 
 
 # The launcher
