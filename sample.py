@@ -77,7 +77,8 @@ class Reader:
         reach = {"L": windows.long, "S": windows.short}
         self.model, self.rotary = model, model.rotary
         self.memories = [Memory(reach[layer.window]) if layer.window else None for layer in model.layers]
-        self.position, self.before = 0, []  # tokens read, and the last one of them, if any
+        self.position, self.before = 0, []  # tokens read, and the last of them, as many as the opening of the stream reads
+        self.reach = max([1, *(table.tokens - 1 for table in model.ngrams)])
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[int]) -> Tensor:
@@ -103,7 +104,7 @@ class Reader:
         x0 = self.model.open_stream(tokens)[len(self.before):]
         tables = (self.rotary.cos[now], self.rotary.sin[now], self.rotary.scale)
         x = self.model.run_layers(tokens[len(self.before):], x0, tables, self.memories)
-        self.position, self.before = now.stop, piece[-1:]
+        self.position, self.before = now.stop, (self.before + piece)[-self.reach:]
         return x
 
 def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:

@@ -137,6 +137,8 @@ class Config(SyncSettings, StageValues):
     # model
     layers: str = option("- S1M S2M SM LM SM SM M SM S0M S1M L2M", "a word a layer: S or L, attention with the short or "
                          "the long window; a digit, the value table mixed in; M, an MLP; -, nothing at all")
+    ngrams: str = option("", "tables of the last tokens together, added to the stream where it begins: a word a table, "
+                         "TOKENS:ROWS:WIDTH, like 2:16384:64 3:32768:64. With fewer rows than n-grams these share them")
     model_dim: int = option(768, "width of the residual stream")
     num_heads: int = option(6, "attention heads")
     head_dim: int = option(128, "width of a head; num_heads * head_dim must be model_dim")
@@ -166,6 +168,7 @@ class Config(SyncSettings, StageValues):
     adam_eps: float = option(1e-8, "keeps a parameter without gradient where it is")
     adam_every: int = option(2, "Adam steps every so many steps, on the sum of their gradients")
     embed_lr_mul: float = option(75.0, "embeddings start at unit scale and must move far", zero=True)
+    ngram_lr_mul: float = option(4.0, "a row is updated when its n-gram was met, and must move far each time", zero=True)
     scalar_lr_mul: float = option(5.0, "mixing weights: faster than the head, slower than embeddings", zero=True)
     muon_lr: float = option(0.03, "size of an orthogonal update", zero=True)
     muon_weight_decay: float = option(1.2, "times muon_lr, where it agrees with the update in sign", zero=True)
@@ -302,6 +305,23 @@ def parse_layers(words: str) -> tuple[Layer, ...]:
         return Layer(window, table, rest == "M")
     return tuple(map(parse, words.split()))
 
+class Ngrams(NamedTuple):
+    """A table of vectors [rows, width] of the last `tokens` tokens."""
+
+    tokens: int
+    rows: int
+    width: int
+
+def parse_ngrams(words: str) -> tuple[Ngrams, ...]:
+    """`2:16384:64` -> Ngrams(2, 16384, 64). RunError on a word that is none."""
+    tables = []
+    for word in words.split():
+        numbers = [int(number) for number in word.split(":") if number.isdecimal()]
+        if not re.fullmatch(r"[0-9]+:[0-9]+:[0-9]+", word) or numbers[0] < 2 or not all(numbers):
+            raise RunError(f"ngrams: {word!r} is no table; write TOKENS:ROWS:WIDTH, with 2 tokens or more, like 2:16384:64")
+        tables.append(Ngrams(*numbers))
+    return tuple(tables)
+
 def check_config(config: Config, ranks: int) -> None:
     """RunError, with every finding, if the values are impossible by themselves or for this number of ranks."""
     c, wrong = config, []
@@ -339,6 +359,13 @@ def check_config(config: Config, ranks: int) -> None:
                  f"from step {stage.begin} on; a document needs at least a BOS and a token")
         layers = parse_layers(c.layers)
         want(layers, "layers is empty; give at least one layer")
+        memory, size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 4 if c.dtype == "float32" else 2
+        for table in parse_ngrams(c.ngrams):
+            want(table.width <= c.model_dim, f"ngrams: a table is {table.width} wide, and model_dim is {c.model_dim}; a width "
+                 "is at most that")
+            needed = 4 * size * table.rows * table.width  # parameters, their gradients, two moments
+            want(needed <= memory, f"ngrams: a table of {table.rows} rows, {table.width} wide, takes {needed >> 30} GiB to train, "
+                 f"and this machine has {memory >> 30}; give it fewer rows")
         want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
         tables = {layer.value_table for layer in layers} - {None}
         want(tables == set(range(len(tables))), f"layers use the value tables {sorted(tables)}; number them from 0 on "
@@ -832,6 +859,44 @@ def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
     return out[0].transpose(0, 1)
 
+class NgramTable(nn.Embedding):
+    """A learned vector for the n tokens that end at each place. Before a document stands BOS, whatever came before it.
+
+    With a row for each n-gram of the vocabulary each has its own. Else a hash shares the rows out, and signs by the rest of
+    it let n-grams in one row disturb each other with mean 0 (hashed embeddings, arXiv:0902.2206).
+    """
+
+    SIGNS, MASK, FACTOR = 8192, 2 ** 40 - 1, 2_654_435  # of the hash; a product stays below 2 ** 63
+
+    def __init__(self, ngrams: Ngrams, vocab: int, bos_id: int, dtype: torch.dtype):
+        super().__init__(ngrams.rows, ngrams.width, dtype=dtype)
+        self.tokens, self.vocab, self.bos_id = ngrams.tokens, vocab, bos_id
+        self.exact = vocab ** ngrams.tokens <= ngrams.rows
+        bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0))
+        self.register_buffer("signs", (2 * bits - 1).to(dtype), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens [T] -> [T, width]."""
+        last, inside, ngram = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), []
+        for _ in range(self.tokens):  # the last one, the one before it, and so on, while it is of the same document
+            ngram.append(torch.where(inside, last, self.bos_id))
+            inside = inside & (last != self.bos_id)
+            last = F.pad(last[:-1], (1, 0), value=self.bos_id)
+        number = torch.zeros_like(last)
+        for token in ngram:
+            number = number * self.vocab + token if self.exact else self.hash(number, token)
+        if self.exact:
+            return super().forward(number)
+        rows = self.num_embeddings
+        return super().forward(number % rows) * self.signs[number // rows % self.SIGNS]
+
+    def hash(self, number: Tensor, token: Tensor) -> Tensor:
+        number = (number ^ token) * self.FACTOR & self.MASK
+        return number ^ (number >> 21)
+
 def uniform(rows: int, columns: int, fan_in: int) -> Tensor:
     """Initial matrix, uniform with standard deviation 0.5 / sqrt(fan_in)."""
     bound = math.sqrt(3) * 0.5 / math.sqrt(fan_in)
@@ -994,7 +1059,7 @@ class GPT(nn.Module):
 
     def __init__(self, *, vocab_size: int, bos_id: int, layers: Sequence[Layer], model_dim: int, num_heads: int,
                  gate_dim: int, backout_layer: int, max_tokens: int, loss_tokens: int, dtype: torch.dtype,
-                 fp8_head: bool = False):
+                 fp8_head: bool = False, ngrams: Sequence[Ngrams] = ()):
         super().__init__()
         self.bos_id, self.layers = bos_id, tuple(layers)
         self.backout_layer, self.loss_tokens = backout_layer, loss_tokens
@@ -1005,6 +1070,7 @@ class GPT(nn.Module):
         tables = 1 + max((layer.value_table for layer in layers if layer.value_table is not None), default=-1)
         self.embed = nn.Embedding(vocab, model_dim, dtype=dtype)
         self.value_embeds = nn.ModuleList(nn.Embedding(vocab, model_dim, dtype=dtype) for _ in range(tables))
+        self.ngrams = nn.ModuleList(NgramTable(table, vocab_size, bos_id, dtype) for table in ngrams)
         self.smear_gate = nn.Parameter(torch.zeros(1, gate_dim, dtype=dtype))
         self.blocks = nn.ModuleList(Block(layer, model_dim, num_heads, gate_dim, dtype) for layer in layers)
         self.lm_head = Head(vocab, model_dim, dtype, fp8_head)
@@ -1028,7 +1094,10 @@ class GPT(nn.Module):
 
     def open_stream(self, tokens: Tensor) -> Tensor:
         """Tokens [T] -> the stream before the first layer [T, dim]."""
-        return self.smear(self.embed(tokens), self.smear_gate, self.scalars.split(self.scalar_sizes)[3][0])
+        x0 = self.smear(self.embed(tokens), self.smear_gate, self.scalars.split(self.scalar_sizes)[3][0])
+        for table in self.ngrams:  # a narrow one adds to the first entries
+            x0 = x0 + F.pad(table(tokens), (0, x0.size(1) - table.embedding_dim))
+        return x0
 
     def run_layers(self, tokens: Tensor, x0: Tensor, rotary: tuple[Tensor, Tensor, Tensor],
                    masks: Sequence[Mask | None]) -> Tensor:
@@ -1820,7 +1889,8 @@ class DistributedOptimizer:
             yield from bucket.whole_state(self.comm).items()
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {name: x.clone() for name, x in self.named_state()}
+        """A copy of named_state, on the CPU: a GPU's memory is for training."""
+        return {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """The inverse of state_dict; what was on its way is dropped. RunError if something is missing or does not fit."""
@@ -1881,6 +1951,7 @@ def assignments(config: Config) -> tuple[Assignment, ...]:
     return (
         Assignment("embed.weight", adam(c.embed_lr_mul)),
         Assignment("value_embeds.*.weight", adam(c.embed_lr_mul)),
+        Assignment("ngrams.*.weight", adam(c.ngram_lr_mul)),
         Assignment("lm_head.weight", adam(1.0)),
         Assignment("scalars", adam(c.scalar_lr_mul)),
         Assignment("smear_gate", normuon),
@@ -1912,7 +1983,8 @@ def build_model(config: Config, encoding: Encoding) -> GPT:
     return GPT(vocab_size=encoding.vocab_size, bos_id=encoding.bos_id, layers=parse_layers(config.layers),
                model_dim=config.model_dim, num_heads=config.num_heads, gate_dim=config.gate_dim,
                backout_layer=config.backout_layer, max_tokens=max(config.micro_batch_tokens, config.val_len),
-               loss_tokens=config.micro_batch_tokens, dtype=getattr(torch, config.dtype), fp8_head=config.fp8_head)
+               loss_tokens=config.micro_batch_tokens, dtype=getattr(torch, config.dtype), fp8_head=config.fp8_head,
+               ngrams=parse_ngrams(config.ngrams))
 
 def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False,
                     grad_scale: float = 1.0) -> DistributedOptimizer:
@@ -2366,8 +2438,14 @@ def fit_to_gpus(config: Config, vocab_size: int, comm: Comm) -> tuple[Config, li
         changes.append("this GPU has no fp8: the head's product stays in bf16")
     # how many tokens a product takes at once decides its sums, so exact mode cannot adapt
     while (not config.exact and config.micro_batch_tokens % (2 * MASK_BLOCK) == 0
-           and memory_needed(config, vocab_size, comm.ranks) > free):
+           and memory_needed(config, vocab_size, comm.ranks)[0] > free):
         config = halve_micro_batches(config)
+    training, validation = memory_needed(config, vocab_size, comm.ranks)
+    if max(training, validation) > free:
+        cure = (f"--val_len, of {config.val_len} tokens, and compare losses only with runs that have the same"
+                if validation > free else "--micro_batch_tokens, or leave out --exact, which keeps it as it is")
+        raise RunError(f"a GPU here has {free >> 20} MiB free; this run needs about {training >> 20} in training and "
+                       f"{validation >> 20} in validation: lower {cure}")
     if config.micro_batch_tokens < asked:
         changes.append(f"too little memory for micro-batches of {asked} tokens: they have {config.micro_batch_tokens}, and "
                        "a step has as many more")
@@ -2382,14 +2460,22 @@ def halve_micro_batches(config: Config) -> Config:
     return dataclasses.replace(config, micro_batch_tokens=config.micro_batch_tokens // 2,
                                micro_batches=2 * config.micro_batches, stages="; ".join(map(" ".join, [head, *rows])))
 
-def memory_needed(config: Config, vocab_size: int, ranks: int) -> int:
-    """A generous guess at a rank's peak in bytes: parameters, gradients and this rank's share of their state, and what
-    a micro-batch leaves for backward: logits several times over, and of each layer some thirty tensors of its width."""
-    layers = parse_layers(config.layers)
-    matrices = sum((4 if layer.window else 0) + (8 if layer.mlp else 0) for layer in layers) * config.model_dim ** 2
-    tables = (2 + sum(layer.value_table is not None for layer in layers)) * vocab_size * config.model_dim
-    fixed = (4 * matrices + 2 * tables) * (2 + 2 / ranks)
-    return int(fixed + config.micro_batch_tokens * (8 * vocab_size + 2 * 30 * len(layers) * config.model_dim))
+def memory_needed(config: Config, vocab_size: int, ranks: int) -> tuple[int, int]:
+    """A rank's peaks in training and in validation, in bytes; compiled, as bench/dry_gpu measures them, within a tenth."""
+    c, layers = config, parse_layers(config.layers)
+    size = getattr(torch, c.dtype).itemsize
+    attentions, mlps = sum(layer.window is not None for layer in layers), sum(layer.mlp for layer in layers)
+    matrices = (4 * attentions + 8 * mlps) * c.model_dim ** 2
+    tables = (2 + len({layer.value_table for layer in layers} - {None})) * vocab_size * c.model_dim
+    tables += sum(table.rows * table.width for table in parse_ngrams(c.ngrams))
+    # parameters and gradients, and this rank's share of what the rules keep: float32 matrices one momentum, tables two moments
+    kept = 8 * matrices + 2 * size * tables + (4 * matrices + 2 * size * tables) / ranks
+    width = c.model_dim * size  # of one token's place in the stream, in bytes
+    product = vocab_size * size  # a token's logits; in fp8 their gradient lies there twice besides
+    of_training = (2 if c.fp8_head else 1) * product + (13 * attentions + 8 * mlps + 8) * width
+    of_validation = c.val_len * 20 * width  # an MLP's product and its square, and what later layers read again
+    return (int(kept + c.micro_batch_tokens * of_training),
+            int(kept + max(of_validation, 12 * width * c.val_len + c.micro_batch_tokens * product)))
 
 def compile_stats() -> tuple[int, float]:
     """(graphs, seconds) of torch.compile in this process."""
@@ -2479,11 +2565,7 @@ class Trainer:
 
     def save(self, path: Path, step: int, config: Config, **further: Any) -> None:
         """A checkpoint of all ranks, by rank 0; it holds the same for any number of ranks."""
-        digest = self.digest()
-        state = {}
-        for name, x in self.optimizer.named_state():
-            if self.comm.rank == 0:
-                state[name] = x.detach().to("cpu", copy=True)
+        digest, state = self.digest(), self.optimizer.state_dict()
         if self.comm.rank == 0:
             save_file(path, {**self.describe(config, step), "state": state, "position": list(self.stream.position),
                              "digest": digest, **further})

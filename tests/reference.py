@@ -31,8 +31,9 @@ def rotary(x, freqs):
     return out
 
 
-def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1):
-    """p: parameters by name, float64. x, y: token lists. -> summed cross entropy of the twelve layers."""
+def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0):
+    """p: parameters by name, float64. x, y: token lists. added: to the opened stream. -> summed cross entropy of the twelve
+    layers."""
     T, dim = len(x), p["embed.weight"].shape[1]
     D = dim // heads
     if freqs is None:
@@ -44,7 +45,7 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1):
     rows = [e[0]]
     for t in range(1, T):
         rows.append(e[t] + smear * torch.sigmoid(p["smear_gate"][0] @ e[t][:width]) * e[t - 1])
-    h = h0 = rms(torch.stack(rows))
+    h = h0 = rms(torch.stack(rows)) + added
     document = torch.tensor([sum(1 for v in x[:t + 1] if v == bos) for t in range(T)])
     tables = {1: 1, 2: 2, 9: 0, 10: 1, 11: 2}
     outputs = {}

@@ -14,8 +14,8 @@ import reference
 import train_gpt
 from conftest import some_documents, write_shard
 
-BOS = 63
-ENCODING = train_gpt.Encoding(64, BOS)
+VOCAB, BOS = 64, 63
+ENCODING = train_gpt.Encoding(VOCAB, BOS)
 
 
 def shaken(config, seed=0):
@@ -50,6 +50,71 @@ def test_loss_and_gradients_are_those_of_the_record(tiny, long, short):
         wanted = plain[name].grad
         assert (p.grad - wanted).norm() <= 1e-5 * wanted.norm(), name
         assert wanted.norm() > 0, f"{name} does not matter to the loss, so nothing was compared"
+
+
+class ByHand:
+    """Tables of n-grams a second time: a dictionary of rows by tuples of tokens. A hashed one is asked for its row and
+    signs once per n-gram, alone in a sequence of its own."""
+
+    def __init__(self, table, weight):
+        self.table, self.weight, self.known = table, weight, {}
+
+    def vector(self, ngram):
+        if ngram not in self.known:
+            number = 0
+            for token in ngram:
+                if self.table.exact:
+                    number = number * VOCAB + token
+                else:
+                    number = ((number ^ token) * 2_654_435) % 2 ** 40
+                    number ^= number >> 21
+            rows = self.table.num_embeddings
+            signs = 1 if self.table.exact else self.table.signs[number // rows % 8192].double()
+            self.known[ngram] = self.weight[number % rows] * signs
+        return self.known[ngram]
+
+    def vectors(self, x):
+        """Of every place: of the tokens from it back; before a document, and before all, stands BOS."""
+        found = []
+        for t in range(len(x)):
+            begin = max([0] + [i for i in range(t + 1) if x[i] == BOS])
+            ngram = [x[i] if i >= begin else BOS for i in range(t, t - self.table.tokens, -1)]
+            found.append(self.vector(tuple(ngram)))
+        return torch.stack(found)
+
+
+def test_tables_of_ngrams_are_those_by_hand(tiny):
+    """Loss and gradients, of exact and hashed tables, as wide as the stream and narrower, in which n-grams meet."""
+    config = dataclasses.replace(tiny, ngrams=f"2:{VOCAB ** 2}:32 2:50:8 3:40:32 4:17:3")
+    model = shaken(config)
+    assert [table.exact for table in model.ngrams] == [True, False, False, False]
+    x, y = tokens_of(5, 60)
+    assert (x == BOS).sum() > 2
+    loss = model(x, y, train_gpt.Windows(12, 4))
+    loss.backward()
+    plain = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+    added = torch.zeros(60, 32, dtype=torch.float64)
+    for i, table in enumerate(model.ngrams):
+        vectors = ByHand(table, plain[f"ngrams.{i}.weight"]).vectors(x.tolist())
+        added = added + F.pad(vectors, (0, 32 - vectors.shape[1]))
+    expected = reference.loss(plain, x.tolist(), y.tolist(), 12, 4, BOS, config.num_heads, added=added)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for name, p in model.named_parameters():
+        wanted = plain[name].grad
+        assert (p.grad - wanted).norm() <= 1e-5 * wanted.norm(), name
+        assert wanted.norm() > 0, name
+
+
+def test_tables_of_ngrams_begin_as_nothing_and_change_no_other_initial_value(tiny):
+    plain, model = (train_gpt.build_model(dataclasses.replace(tiny, ngrams=words), train_gpt.Encoding(VOCAB, BOS))
+                    for words in ("", "2:50:8"))
+    for (name, p), (other, q) in zip(plain.named_parameters(), [item for item in model.named_parameters()
+                                                               if not item[0].startswith("ngrams")], strict=True):
+        assert name == other and torch.equal(p, q)
+    assert not model.ngrams[0].weight.any() and model.ngrams[0].signs.unique().tolist() == [-1, 1]
+    x, y = tokens_of(5, 40)
+    assert torch.equal(plain(x, y, train_gpt.Windows(12, 4)), model(x, y, train_gpt.Windows(12, 4)))
 
 
 def test_initial_values_are_those_of_the_record(tiny):

@@ -38,12 +38,13 @@ def a_text(tokens=150):
     return [7, 8] + text[:60] + [256] + [token % 200 for token in text[60:140]] + text[140:]
 
 
+@pytest.mark.parametrize("ngrams", ["", "2:40:8 4:70:32"])
 @pytest.mark.parametrize("sizes", [[1], [2, 1, 5, 30, 1, 1, 17], [1000]], ids=["one by one", "mixed", "at once"])
-def test_logits_are_those_of_the_full_forward(tiny, monkeypatch, sizes):
+def test_logits_are_those_of_the_full_forward(tiny, monkeypatch, sizes, ngrams):
     monkeypatch.setattr(sample, "CHUNK", 9)  # so that keys and values move to the front of their buffers again and again
     text = a_text()
-    expected = shaken(dataclasses.replace(tiny, val_len=256)).logits(torch.tensor(text), WINDOWS)
-    model = shaken(tiny)
+    expected = shaken(dataclasses.replace(tiny, val_len=256, ngrams=ngrams)).logits(torch.tensor(text), WINDOWS)
+    model = shaken(dataclasses.replace(tiny, ngrams=ngrams))
     assert len(model.rotary.cos) < len(text) - 60, "no table had to be extended"
     reader, begin = sample.Reader(model, WINDOWS), 0
     while begin < len(text):
