@@ -2461,21 +2461,18 @@ def halve_micro_batches(config: Config) -> Config:
                                micro_batches=2 * config.micro_batches, stages="; ".join(map(" ".join, [head, *rows])))
 
 def memory_needed(config: Config, vocab_size: int, ranks: int) -> tuple[int, int]:
-    """A rank's peaks in training and in validation, in bytes; compiled, as bench/dry_gpu measures them, within a tenth."""
+    """A rank's peaks in training and in validation, in bytes: fitted to what compiled runs allocated on bench/dry_gpu."""
     c, layers = config, parse_layers(config.layers)
-    size = getattr(torch, c.dtype).itemsize
-    attentions, mlps = sum(layer.window is not None for layer in layers), sum(layer.mlp for layer in layers)
+    size, attentions, mlps = getattr(torch, c.dtype).itemsize, sum(bool(x.window) for x in layers), sum(x.mlp for x in layers)
+    value_tables, read_again = len({layer.value_table for layer in layers} - {None}), (len(layers) - 1) // 2 + 1
     matrices = (4 * attentions + 8 * mlps) * c.model_dim ** 2
-    tables = (2 + len({layer.value_table for layer in layers} - {None})) * vocab_size * c.model_dim
-    tables += sum(table.rows * table.width for table in parse_ngrams(c.ngrams))
-    # parameters and gradients, and this rank's share of what the rules keep: float32 matrices one momentum, tables two moments
-    kept = 8 * matrices + 2 * size * tables + (4 * matrices + 2 * size * tables) / ranks
-    width = c.model_dim * size  # of one token's place in the stream, in bytes
-    product = vocab_size * size  # a token's logits; in fp8 their gradient lies there twice besides
-    of_training = (2 if c.fp8_head else 1) * product + (13 * attentions + 8 * mlps + 8) * width
-    of_validation = c.val_len * 20 * width  # an MLP's product and its square, and what later layers read again
-    return (int(kept + c.micro_batch_tokens * of_training),
-            int(kept + max(of_validation, 12 * width * c.val_len + c.micro_batch_tokens * product)))
+    entries = (2 + value_tables) * vocab_size * c.model_dim + sum(x.rows * x.width for x in parse_ngrams(c.ngrams))
+    # parameters and gradients, and this rank's share of what rules keep: of a float32 matrix one moment, of an entry two
+    kept = 8 * matrices + 2 * size * entries + (4 * matrices + 2 * size * entries) / ranks
+    width, logits = c.model_dim * size, vocab_size * size  # of one token, in bytes
+    saved = (4 * attentions + 14 * mlps + 32) * width + logits * (2 if c.fp8_head else 1)  # fp8: their gradient, twice in e5m2
+    training = kept + c.micro_batch_tokens * saved + 340 * 2 ** 20
+    return int(training), int(kept + c.val_len * (12 + read_again + value_tables) * width)
 
 def compile_stats() -> tuple[int, float]:
     """(graphs, seconds) of torch.compile in this process."""

@@ -280,7 +280,7 @@ class SmallGpus(train_gpt.Comm):
         self.ranks = 2
 
     def all_json(self, mine):
-        return [json.loads(json.dumps(mine)), [[8, 0], 24 * 2 ** 30]]
+        return [json.loads(json.dumps(mine)), [[8, 0], 12 * 2 ** 30]]
 
 
 def test_what_the_smallest_gpu_cannot_do_is_left_out_on_all(monkeypatch):
@@ -309,15 +309,40 @@ def test_micro_batches_that_do_not_fit_are_halved_in_every_stage():
 @pytest.mark.parametrize("layers,dim", [("SM LM M", 256), ("S0M SM", 64), ("S S L", 256), ("M M M M", 256)])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_memory_needed_counts_at_least_what_the_run_keeps(tiny, layers, dim, ranks):
-    """Parameters, gradients and this rank's state, counted in bytes; of a micro-batch so small that the rest is nothing.
+    """Parameters, gradients and this rank's state, counted in bytes; of a sequence so short that the rest is nothing.
     A kind of parameter that the guess leaves out would be missed in one of these models."""
     config = dataclasses.replace(tiny, layers=layers, backout_layer=1, model_dim=dim, head_dim=dim // 2, bucket_mb=1000,
-                                 micro_batch_tokens=1, dtype="bfloat16")
+                                 dtype="bfloat16", ngrams="2:100:16")
     encoding = train_gpt.Encoding(128, 127)
     model = train_gpt.build_model(config, encoding)
     specs = train_gpt.assign(model, train_gpt.assignments(config))
     buckets = train_gpt.fill_buckets(specs, 2 ** 40, 0, ranks)
     kept = sum(x.numel() * x.element_size() for bucket in buckets
                for x in (bucket.param_data, bucket.grad_data, *bucket.state.values()))
-    guess = train_gpt.memory_needed(config, encoding.vocab_size, ranks)
+    config = dataclasses.replace(config, val_len=1)
+    _, guess = train_gpt.memory_needed(config, encoding.vocab_size, ranks)
     assert 0.95 * kept <= guess <= 1.6 * kept, (kept, guess)
+
+
+@pytest.mark.parametrize("ranks, changes, training, validation", [
+    (8, dict(), 19049, 9399),
+    (1, dict(), 19920, 10271),
+    (8, dict(micro_batch_tokens=8192), 6083, 9399),
+    (8, dict(fp8_head=False), 16002, 9399),
+    (1, dict(fp8_head=False, micro_batch_tokens=8192), 6248, 10271),
+    (8, dict(layers="S0M LM S0M SM", backout_layer=2), 11492, 5956),
+])
+def test_memory_needed_is_what_runs_of_speedrun_allocate(ranks, changes, training, validation):
+    """MiB that the dry GPU counted (bench/dry_gpu, an 80 GB card), within a tenth."""
+    guesses = train_gpt.memory_needed(dataclasses.replace(train_gpt.Config(), **changes), 50257, ranks)
+    assert [guess / 2 ** 20 for guess in guesses] == [pytest.approx(training, rel=0.1), pytest.approx(validation, rel=0.1)]
+
+
+@pytest.mark.parametrize("free, changes, says", [
+    (8, dict(), r"8192 MiB free; this run needs about \d+ in training and 1\d{4} in validation: lower --val_len, of 262144"),
+    (16, dict(exact=True), r"16384 MiB free; .* lower --micro_batch_tokens, or leave out --exact")])
+def test_a_gpu_that_is_too_small_is_told_what_would_fit(monkeypatch, free, changes, says):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (free * 2 ** 30, free * 2 ** 30))
+    with pytest.raises(train_gpt.RunError, match=says):
+        train_gpt.fit_to_gpus(dataclasses.replace(train_gpt.Config(), **changes), 50257, train_gpt.Comm())
