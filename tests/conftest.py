@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
+import os
+import runpy
 import signal
 import socket
+import sys
 import time
 import traceback
+import warnings
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Callable
 
 import numpy as np
@@ -74,6 +80,71 @@ def wait_until(holds, seconds=60, what="it"):
     return found
 
 
+# processes
+
+
+def forked(target: Callable, *arguments: Any, daemon: bool = False) -> multiprocessing.Process:
+    """A process that runs target(*arguments), a function of a test module, and has torch from the start."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "train_gpt", "pytest", "torch.distributed.launcher.api"])
+    process = context.Process(target=target, args=arguments, daemon=daemon)
+    process.start()
+    return process
+
+
+def _script(argv: list[str], environment: dict[str, str], prepare: Callable | None, out: str, err: str) -> None:
+    """What `python argv` does, in a process that has torch from the start."""
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = argv
+    sys.path.insert(0, str(Path(argv[0]).parent))
+    torch.set_num_threads(1)
+    warnings.resetwarnings()
+    warnings.simplefilter("ignore")
+    if prepare is not None:
+        prepare()
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+class Script:
+    """A script of ours at work: what tests need of subprocess.Popen, without the seconds in which it would import torch."""
+
+    def __init__(self, argv: list[str], environment: dict[str, str], prepare: Callable | None, out: Path, err: Path):
+        self.outputs, self.argv = (out, err), argv
+        self.process = forked(_script, argv, environment, prepare, str(out), str(err))
+        self.pid = self.process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        self.process.join(timeout)
+        assert self.returncode is not None, f"{self.argv} did not end in {timeout} s"
+        return tuple(path.read_text() if path.exists() else "" for path in self.outputs)
+
+
+@pytest.fixture
+def script(tmp_path):
+    """script(path, flag, ..., prepare=None, NAME=value of the environment) -> a Script; prepare() is called in its process before it."""
+    started, number = [], itertools.count()
+
+    def start(path: Path, *flags: str, prepare: Callable | None = None, **environment: str) -> Script:
+        outputs = (tmp_path / f"{name}-{next(number)}" for name in ("out", "err"))
+        started.append(Script([str(path), *map(str, flags)], {**os.environ, **environment}, prepare, *outputs))
+        return started[-1]
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.join()
+
+
 # ranks
 
 
@@ -96,13 +167,10 @@ class Ranks:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "train_gpt", "pytest", "torch.distributed.launcher.api"])
         self.pipes, self.processes = [], []
         for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            self.processes.append(context.Process(target=_serve, args=(rank, ranks, port, theirs), daemon=True))
-            self.processes[-1].start()
+            ours, theirs = multiprocessing.Pipe()
+            self.processes.append(forked(_serve, rank, ranks, port, theirs, daemon=True))
             self.pipes.append(ours)
 
     def outcomes(self, function: Callable, *arguments: Any) -> list[tuple[str, Any]]:

@@ -1,7 +1,11 @@
-"""Each benchmark runs at a tiny size and prints its table; what they count is held to what it must be."""
+"""Each benchmark runs at a tiny size and prints its table; what they count is held to what it must be.
+
+test_whole_step starts its script as a user does, and that its ranks; the others have torch from the start.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import signal
@@ -13,21 +17,28 @@ from pathlib import Path
 import pytest
 import torch
 
+from conftest import Script, wait_until
+
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 SMALL_MODEL = ("--layers", "2", "--dim", "16", "--vocab", "32", "--tokens", "16", "--batch", "1", "--bucket_mb", "0.01")
 SMALL_LINK = (*SMALL_MODEL, "--mbit", "100", "--rounds", "2", "--steps", "1")
 
 
-def start(script: str, *flags: str) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-W", "ignore", BENCH / script, *flags], stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+@pytest.fixture
+def start(script):
+    """start("name.py", flag, ...) -> the benchmark at work."""
+    return lambda name, *flags, **how: script(BENCH / name, *flags, OMP_NUM_THREADS="1", **how)
 
 
-def bench(script: str, *flags: str) -> str:
-    process = start(script, *flags)
-    out, errors = process.communicate(timeout=90)
-    assert process.returncode == 0, errors
-    return out
+@pytest.fixture
+def bench(start):
+    """The same -> what it printed."""
+    def bench(name: str, *flags: str) -> str:
+        process = start(name, *flags)
+        out, errors = process.communicate(timeout=90)
+        assert process.returncode == 0, errors
+        return out
+    return bench
 
 
 def rows(out: str) -> list[dict[str, str]]:
@@ -36,7 +47,7 @@ def rows(out: str) -> list[dict[str, str]]:
     return [dict(zip(lines[0], line)) for line in lines[2:]]
 
 
-def test_optimizer_step():
+def test_optimizer_step(bench):
     table = rows(bench("optimizer_step.py", "--shapes", "3x100", "5x7", "--threads", "1", "--rounds", "3"))
     assert [(row["tensors"], row["ours"]) for row in table] == [
         (shape, ours) for shape in ("3 x 100", "5 x 7") for ours in ("rule", "step", "adds + step", "clip + step")]
@@ -44,8 +55,10 @@ def test_optimizer_step():
 
 
 def test_whole_step():
-    out = bench("whole_step.py", *SMALL_MODEL, "--rounds", "3", "--warm", "1", "--no-memory")
-    table = {row["variant"]: row for row in rows(out)}
+    command = [sys.executable, "-W", "ignore", BENCH / "whole_step.py", *SMALL_MODEL, "--rounds", "3", "--warm", "1", "--no-memory"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    table = {row["variant"]: row for row in rows(done.stdout)}
     assert list(table) == ["buckets", "buckets, gloo's own", "DDP, gradients as views", "DDP", "DDP + ZeRO, parameters as views",
                            "DDP + ZeRO", "FSDP2, not resharded", "FSDP2"]
     assert len({row["last loss"][:5] for row in table.values()}) == 1
@@ -53,14 +66,14 @@ def test_whole_step():
     assert state["buckets"] < 0.7 * state["DDP"]
 
 
-def namespaces(of: subprocess.Popen) -> list[str]:
+def namespaces(of: Script) -> list[str]:
     if not shutil.which("ip"):
         return []
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     return [line for line in listed.splitlines() if line.startswith(f"bench-{of.pid}-")]
 
 
-def test_slow_link():
+def test_slow_link(start):
     process = start("slow_link.py", *SMALL_LINK)
     out, errors = process.communicate(timeout=90)
     assert process.returncode == 0, errors
@@ -74,12 +87,11 @@ def test_slow_link():
 
 
 @pytest.mark.parametrize("with_what", [signal.SIGINT, signal.SIGTERM])
-def test_slow_link_removes_its_namespaces_when_it_is_stopped(with_what):
+def test_slow_link_removes_its_namespaces_when_it_is_stopped(start, with_what):
     process = start("slow_link.py", *SMALL_LINK, "--rounds", "100000")
-    while process.poll() is None and not namespaces(process):
-        time.sleep(0.05)
-    if process.poll() is not None:
-        out, errors = process.communicate()
+    wait_until(lambda: process.returncode is not None or len(namespaces(process)) == 2)
+    if process.returncode is not None:
+        out, errors = process.communicate(timeout=0)
         assert out.startswith("skipped: "), errors
         pytest.skip(out)
     time.sleep(0.5)
@@ -89,7 +101,7 @@ def test_slow_link_removes_its_namespaces_when_it_is_stopped(with_what):
     assert not namespaces(process)
 
 
-def test_passes():
+def test_passes(bench):
     out = bench("passes.py", "--ranks", "8", "--layers", "1", "--dim", "64", "--vocab", "512")
     table = {row["passes a step"]: row for row in rows(out)}
     shard = 1 / 8
@@ -100,24 +112,28 @@ def test_passes():
     assert float(table["stack-and-copy"]["all"]) > float(table["buckets"]["all"]) + 2
 
 
-def test_one_rank_of_8():
+def test_one_rank_of_8(bench):
     out = bench("one_rank_of_8.py", "--preset", "laptop", "--rounds", "1")
     assert rows(out)[-1]["longest window"] == "the plan's mean"
     assert "launch to the end of the first step" in out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which takes minutes")
-def test_one_rank_of_8_says_why_it_is_skipped():
+def test_one_rank_of_8_says_why_it_is_skipped(bench):
     assert bench("one_rank_of_8.py").startswith("skipped: the preset speedrun needs an NVIDIA GPU")
 
 
-def test_a_rank_that_fails_ends_the_benchmark_with_one_line():
-    process = start("whole_step.py", "--layers", "1", "--dim", "193")  # of three heads
+def ranks_are_forked():
+    multiprocessing.get_context = lambda method, context=multiprocessing.get_context: context("fork")
+
+
+def test_a_rank_that_fails_ends_the_benchmark_with_one_line(start):
+    process = start("whole_step.py", "--layers", "1", "--dim", "193", prepare=ranks_are_forked)  # of three heads
     _, errors = process.communicate(timeout=60)
     assert process.returncode and errors.splitlines()[-1].startswith("error: timings: ")
 
 
-def test_a_shape_that_is_none():
+def test_a_shape_that_is_none(start):
     process = start("optimizer_step.py", "--shapes", "3y4")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2 and "'3y4' is no shape; write tensors and elements" in errors
