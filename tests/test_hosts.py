@@ -18,8 +18,8 @@ import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import train_gpt
-from conftest import wait_until
-from test_resume import SMALL, _main, corpus, end_of, flags, forked, in_step, train  # noqa: F401 (fixtures)
+from conftest import forked, wait_until
+from test_resume import SMALL, _main, corpus, end_of, flags, in_step, train  # noqa: F401 (fixtures)
 
 ROOT = Path(train_gpt.__file__).parent
 CABLE, NAMES, ADDRESSES = "cable", ("host-a", "host-b"), ("10.78.0.1", "10.78.0.2")

@@ -97,7 +97,8 @@ def published(tmp_path_factory):
         patch.setattr(board, "judge", judge_here)
         assert board.main(["add", str(first), str(folder / "records" / "2026-01-02_toy"), "A toy | record"]) == 0
         assert board.main(["add", str(second), str(folder / "records" / "2026-01-03_hostile"), HOSTILE]) == 0
-        patch.setattr(board, "judge", in_processes)
+        patch.setattr(board, "judge", lambda tool, words, *more: (  # one of both as a user's command judges it
+            in_processes if any("_toy" in word for word in words) else judge_here)(tool, words, *more))
         again = {path: path.read_bytes() for path in (folder / "records").rglob("*.*")}
         assert board.main([]) == 0 and {path: path.read_bytes() for path in (folder / "records").rglob("*.*")} == again
     return folder / "records"

@@ -4,7 +4,6 @@ ends says why."""
 import contextlib
 import fcntl
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -19,7 +18,7 @@ import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import train_gpt
-from conftest import TINY, some_documents, wait_until, write_corpus, write_shard
+from conftest import TINY, forked, some_documents, wait_until, write_corpus, write_shard
 
 ROOT = Path(train_gpt.__file__).parent
 SMALL = {**TINY, "layers": "S0M L1", "model_dim": 16, "head_dim": 8, "backout_layer": 0, "micro_batches": 4,
@@ -322,14 +321,6 @@ def faulty(self, plan, batch):
     return step_of(self, plan, batch)
 train_gpt.Trainer.step = faulty
 """
-
-
-def forked(target, *arguments):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "train_gpt", "pytest", "torch.distributed.launcher.api"])
-    process = context.Process(target=target, args=arguments)
-    process.start()
-    return process
 
 
 class Group:

@@ -6,7 +6,6 @@ import functools
 import gzip
 import hashlib
 import json
-import multiprocessing
 import os
 import re
 import resource
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import train_gpt
-from conftest import TINY, some_documents, write_corpus, write_shard
+from conftest import TINY, forked, some_documents, write_corpus, write_shard
 
 ROOT = Path(train_gpt.__file__).parent
 
@@ -60,8 +59,6 @@ def _rank(argv, environment, setup, out, err):
 def launch(folder, *argvs, setup=None, timeout=120, **environment):
     """A rank for each list of flags, as torchrun starts them, each prepared by setup(rank) -> the Done of each. Like
     torchrun it holds the store, and ends the others when one has failed."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "train_gpt", "pytest"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     ranks, processes, files = len(argvs), [], []
     for rank, argv in enumerate(argvs):
@@ -69,9 +66,8 @@ def launch(folder, *argvs, setup=None, timeout=120, **environment):
                    "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0,
                    "OMP_NUM_THREADS": 1, **environment}
         files.append([folder / f"{name}-{rank}-{time.monotonic_ns()}" for name in ("out", "err")])
-        processes.append(context.Process(target=_rank, daemon=True, args=(
-            argv, {key: str(v) for key, v in of_rank.items()}, setup, *map(str, files[-1]))))
-        processes[-1].start()
+        of_rank = {key: str(v) for key, v in of_rank.items()}
+        processes.append(forked(_rank, argv, of_rank, setup, *map(str, files[-1]), daemon=True))
     end, failed = time.monotonic() + timeout, None
     while any(process.exitcode is None for process in processes):
         assert time.monotonic() < end, "the ranks do not end: " + " ".join(err.read_text() for _, err in files)
