@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -81,6 +82,17 @@ def wait_until(holds, seconds=60, what="it"):
 
 
 # processes
+
+
+_ports = itertools.count(10_000 + os.getpid() % 200 * 100)
+
+
+def free_port() -> int:
+    """Of those that no system gives away by itself, and that another worker of pytest does not try at the same time."""
+    for port in _ports:
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def forked(target: Callable, *arguments: Any, daemon: bool = False) -> multiprocessing.Process:
@@ -164,9 +176,7 @@ class Ranks:
     """So many processes in one gloo group. call(f, ...) runs f(comm, ...) on each; f must be a function of a test module."""
 
     def __init__(self, ranks: int):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.pipes, self.processes = [], []
         for rank in range(ranks):
             ours, theirs = multiprocessing.Pipe()

@@ -826,12 +826,11 @@ def examined(honest, data):
     return rerun
 
 
-def test_an_honest_model_passes_in_a_process_of_its_own(honest, data):
-    command = [sys.executable, ROOT / "records/verify.py", honest, "--rerun", honest.with_suffix(".pt"), "--json"]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=data,
-                          env={"OMP_NUM_THREADS": "1", "PATH": ""})
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout)
+def test_an_honest_model_passes_in_a_process_of_its_own(honest, script):
+    judging = script(ROOT / "records/verify.py", honest, "--rerun", honest.with_suffix(".pt"), "--json", PATH="")
+    out, errors = judging.communicate(timeout=300)
+    assert judging.returncode == 0, out + errors
+    report = json.loads(out)
     rules = {rule["rule"]: rule["verdict"] for rule in report["rules"]}
     assert {rules[rule] for rule in examine.RULES} == {"pass"} and "models of 1 of 1 runs examined" in report["said"]
 

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import train_gpt
-from conftest import TINY, forked, some_documents, wait_until, write_corpus, write_shard
+from conftest import TINY, forked, free_port, some_documents, wait_until, write_corpus, write_shard
 
 ROOT = Path(train_gpt.__file__).parent
 SMALL = {**TINY, "layers": "S0M L1", "model_dim": 16, "head_dim": 8, "backout_layer": 0, "micro_batches": 4,
@@ -327,9 +326,7 @@ class Group:
     """Processes that are the ranks of one run. outputs: what each wrote, when all have ended."""
 
     def __init__(self, ranks, argv, plant, output):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.names = [f"{output}.{rank}" for rank in range(ranks)]
         for name in self.names:
             Path(name).unlink(missing_ok=True)

@@ -339,7 +339,8 @@ def offline():
 
 @pytest.fixture
 def tiny_flags(tmp_path):
-    values = {**TINY, **write_corpus(tmp_path, train=(9000,)), "num_steps": 4, "log_dir": tmp_path / "logs"}
+    values = {**TINY, **write_corpus(tmp_path, train=(9000,)), "num_steps": 4, "log_dir": tmp_path / "logs",
+              "layers": "S0M LM", "backout_layer": 0}
     return [text for name, v in values.items() for text in (f"--{name}", str(v))]
 
 
