@@ -539,8 +539,8 @@ def alive(pid):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_whose_launcher_is_killed_end(ranks, flags, elastic, tmp_path):
     """One alone notices between two steps; several while they hang in one."""
-    plant = in_step(f"open({str(tmp_path / 'pid')!r} + str(rank), 'w').write(str(os.getpid()))\n"
-                    f"    time.sleep({60 if ranks > 1 else 0.2} if step > 1 else 0)")
+    plant = (f"import os\nopen({str(tmp_path / 'pid')!r} + str(rank), 'w').write(str(os.getpid()))\n"
+             + in_step(f"time.sleep({60 if ranks > 1 else 0.2} if step > 1 else 0)"))
     launcher, log = elastic(ranks, 0, flags("orphan", num_steps=100), plant), tmp_path / "orphan.txt"
     wait_until(lambda: log.exists() and "\nstep:2/" in log.read_text())
     os.kill(launcher.pid, signal.SIGKILL)
