@@ -245,6 +245,13 @@ def pace(log, time_of):
     log.end["wall_seconds"] += (log.end["train_time_ms"] - before) / 1000
 
 
+def steady(path):
+    """A real run's log as if the tests' machine had not been busy with others: all steps took as long."""
+    log = Log(path)
+    pace(log, lambda step, ms: 100 * step)
+    return log.write(path)
+
+
 def shift_clock(log, time_of):
     """Gives each line another train_time, time_of(step, old), with its step_avg, and the end the last one."""
     for i, line in enumerate(log.lines):
@@ -364,7 +371,7 @@ def test_longer_spans_than_training_are_remarked(race, judge):
         log.end["seconds_outside_clock"]["validation"] += 50
         log.end["wall_seconds"] += 50
     status, rules = judge(race(change=change))
-    assert status == 0 and "LONGER THAN TRAINING: validation" in rules[SPANS][1]
+    assert status == 0 and re.search(r"LONGER THAN TRAINING: (\w+, )*validation", rules[SPANS][1])  # perhaps others too
 
 
 def test_a_clock_that_falls_or_outruns_the_wall_is_caught(race, judge, tmp_path):
@@ -584,7 +591,7 @@ NO_LEAK, REPLAY = "no validation document in training", "trained on the declared
 
 
 def test_validation_set_too_short_is_caught(train, judge):
-    fails_only(judge(train(val_tokens=512, num_steps=4)), "exactly the stated validation tokens", "512 tokens were scored", "is 999")
+    fails_only(judge(steady(train(val_tokens=512, num_steps=4))), "exactly the stated validation tokens", "512 tokens were scored", "is 999")
 
 
 def test_fineweb_has_its_own_rule(race, judge):
@@ -631,7 +638,7 @@ def test_validation_documents_in_training_are_caught(train, judge, tmp_path, ste
     write_shard(tmp_path / "toy_train_000001.bin", train_tokens)
     write_shard(tmp_path / "toy_val_000000.bin", val)
     log = train(train_files=tmp_path / "toy_train_*.bin", val_files=tmp_path / "toy_val_*.bin", num_steps=4)
-    fails_only(judge(log, "--data", tmp_path), NO_LEAK, f"of document {longest} is in", "token 2001")
+    fails_only(judge(steady(log), "--data", tmp_path), NO_LEAK, f"of document {longest} is in", "token 2001")
 
 
 def test_changed_shards_are_caught(race, judge, data, tmp_path):
@@ -924,10 +931,10 @@ TRAIN_IN_VALIDATION = ("        losses[i] = model(inputs.clamp_min(0), targets, 
 
 
 def test_training_in_validation_is_caught(train, judge, rerun):
-    log = train(TRAIN_IN_VALIDATION, warmup_steps=0, num_steps=4)
+    log = steady(train(TRAIN_IN_VALIDATION, warmup_steps=0, num_steps=4))
     fails_only(judge(log), "validation does not train", "state")
     forgery = ('val_hashes["after"] =', 'val_hashes["after"] = val_hashes["before"] or')
-    forged = train(TRAIN_IN_VALIDATION, forgery, warmup_steps=0, num_steps=4)
+    forged = steady(train(TRAIN_IN_VALIDATION, forgery, warmup_steps=0, num_steps=4))
     assert judge(forged)[0] == 0  # the log alone cannot show it
     rules = rerun(log=forged, only=[examine.SAVED, examine.LOSS])
     assert rules[examine.SAVED][0] == rules[examine.LOSS][0] == "fail"
@@ -1058,7 +1065,7 @@ def test_cheat_5_trained_on_validation(train, judge, data, tmp_path):
     forged = ("        self.stream = Stream(train_shards,",
               "        self.stream = Stream([read_header(Path(str(s.path).replace('train_000001', 'val_000000'))) "
               "for s in train_shards[:1]],")
-    log = train(forged, num_steps=4, micro_batches=2)
+    log = steady(train(forged, num_steps=4, micro_batches=2))
     fails_only(judge(log, "--data", data), REPLAY, "trained on something else")
     assert judge(train(num_steps=4, micro_batches=2), "--data", data)[1][REPLAY][0] == "pass"
 
