@@ -1,28 +1,27 @@
 /* A GPU that computes nothing: what torch, Triton and NCCL's process group call of NVIDIA's libraries.
  *
- * Memory is reserved and, but for small copies and fills, never written; kernels, products, collectives, events and
- * synchronizations are written down, a line each, and not run. `setup` builds this as one library under all the names
- * that torch asks for; every function that torch asks for and that is not here returns 0, by a stub made there.
+ * Memory is reserved and, but for small copies and fills, not written. Kernels, products, collectives and events are written
+ * down, a line each, and not run. `setup` builds this as one library under all the names that torch asks for; a function that
+ * torch asks for and that is not here succeeds and does nothing. Functions are declared with the first of their arguments, as
+ * far as they read them: the caller clears the stack.
  *
- * A line of the log $DRY_GPU_LOG, its fields apart by tabs: ms, thread, stream, kind, name, numbers...
- *     KERNEL, TRITON   grid x, y, z, threads of a block, bytes of dynamic shared memory
- *     GEMM             m, n, k, batch; the name is the type of the factors
- *     COPY, FILL       bytes
- *     NCCL             bytes of the whole buffer, over all ranks
- *     EVENT, WAIT      the event
- *     SYNC             (the host waits for the GPU)
- *     ALLOC, FREE, OOM bytes, bytes in use
- *     MODULE           registers, bytes of local memory of a thread, static shared memory: of a kernel as it is loaded
- *     MARK             (what dry_gpu_mark was told)
+ * A line of the log $DRY_GPU_LOG, its fields apart by tabs: ms, thread, stream, kind, name, numbers
+ *     KERNEL, TRITON    grid x, y, z; threads of a block; bytes of dynamic shared memory
+ *     GEMM              m, n, k, batch; the name is the type of the factors
+ *     COPY, FILL, NCCL  bytes; of a collective those of the whole buffer, over all ranks
+ *     EVENT, WAIT       the event
+ *     SYNC              the host waits for the GPU
+ *     ALLOC, FREE, OOM  bytes, bytes in use
+ *     MODULE            of a kernel that is loaded: registers, bytes of stack (spills), static shared memory
+ *     MARK              what dry_gpu_mark was told
  */
 #define _GNU_SOURCE
-#include <cuda.h>
-#include <cuda_runtime_api.h>
 #include <dlfcn.h>
+#include <driver_types.h>
 #include <elf.h>
+#include <fcntl.h>
 #include <library_types.h>
 #include <pthread.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -31,382 +30,366 @@
 #include <time.h>
 #include <unistd.h>
 
-/* ---- the log and the card */
+#define GIVES(function, type, value) int function(type *out) { *out = value; return 0; }
+#define GIVES_SECOND(function, type, value) int function(void *first, type *out) { *out = value; return 0; }
+#define SAYS(function, text) const char *function(void) { return text; }
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static FILE *log_file;
+static FILE *file;
 
-void dry_log(const void *stream, const char *kind, const char *name, int count, ...) {
+#define SAY(stream, kind, name, ...) say(stream, kind, name, (long[]){__VA_ARGS__ __VA_OPT__(,) -1})
+
+static int say(const void *stream, const char *kind, const char *name, const long *numbers) { /* as far as -1 */
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     pthread_mutex_lock(&lock);
-    if (!log_file) log_file = fopen(getenv("DRY_GPU_LOG") ? getenv("DRY_GPU_LOG") : "/dev/null", "w");
-    fprintf(log_file, "%.4f\t%ld\t%lx\t%s\t%s", now.tv_sec * 1e3 + now.tv_nsec / 1e6, syscall(SYS_gettid), (long)stream,
-            kind, name);
-    va_list numbers;
-    va_start(numbers, count);
-    while (count--) fprintf(log_file, "\t%ld", va_arg(numbers, long));
-    va_end(numbers);
-    putc('\n', log_file);
+    if (!file) file = fopen(getenv("DRY_GPU_LOG") ?: "/dev/null", "w");
+    fprintf(file, "%.4f\t%ld\t%lx\t%s\t%s", now.tv_sec * 1e3 + now.tv_nsec / 1e6, syscall(SYS_gettid), (long)stream, kind, name);
+    while (*numbers >= 0) fprintf(file, "\t%ld", *numbers++);
+    putc('\n', file);
     pthread_mutex_unlock(&lock);
+    return 0;
 }
+void dry_gpu_mark(const char *text) { SAY(0, "MARK", text); }
+void dry_gpu_flush(void) { if (file) fflush(file); }
 
-void dry_gpu_mark(const char *text) { dry_log(0, "MARK", text, 0); }
-
-void dry_gpu_flush(void) { if (log_file) fflush(log_file); }
+/* ---- the card: an H100, or a card of compute capability 8.9 */
 
 static long setting(const char *name, long otherwise) { return getenv(name) ? atol(getenv(name)) : otherwise; }
 
-static int attribute(int which) {
-    int arch = setting("DRY_GPU_ARCH", 90), hopper = arch >= 90;
-    switch (which) {
-    case cudaDevAttrMaxThreadsPerBlock: case cudaDevAttrMaxBlockDimX: case cudaDevAttrMaxBlockDimY: return 1024;
-    case cudaDevAttrMaxBlockDimZ: return 64;
-    case cudaDevAttrMaxGridDimX: return 0x7fffffff;
-    case cudaDevAttrMaxGridDimY: case cudaDevAttrMaxGridDimZ: return 65535;
-    case cudaDevAttrMaxSharedMemoryPerBlock: return 48 << 10;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return (hopper ? 227 : 99) << 10;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return (hopper ? 228 : 100) << 10;
-    case cudaDevAttrMaxRegistersPerBlock: case cudaDevAttrMaxRegistersPerMultiprocessor: return 65536;
-    case cudaDevAttrMaxThreadsPerMultiProcessor: return hopper ? 2048 : 1536;
-    case cudaDevAttrMaxBlocksPerMultiprocessor: return hopper ? 32 : 24;
-    case cudaDevAttrWarpSize: return 32;
-    case cudaDevAttrMultiProcessorCount: return hopper ? 132 : 128;
-    case cudaDevAttrL2CacheSize: return (hopper ? 50 : 72) << 20;
-    case cudaDevAttrClockRate: return 1755000;
-    case cudaDevAttrMemoryClockRate: return hopper ? 2619000 : 10501000;
-    case cudaDevAttrGlobalMemoryBusWidth: return hopper ? 5120 : 384;
-    case cudaDevAttrTextureAlignment: return 512;
-    case cudaDevAttrComputeCapabilityMajor: return arch / 10;
-    case cudaDevAttrComputeCapabilityMinor: return arch % 10;
-    case cudaDevAttrConcurrentKernels: case cudaDevAttrUnifiedAddressing: case cudaDevAttrCooperativeLaunch: return 1;
-    default: return 0;
-    }
-}
+/* of an H100 and of an RTX 4090 */
+static const struct { enum cudaDeviceAttr which; int sm_90, sm_89; } card[] = {
+    {cudaDevAttrMaxThreadsPerBlock, 1024, 1024}, {cudaDevAttrMaxBlockDimX, 1024, 1024}, {cudaDevAttrMaxBlockDimY, 1024, 1024},
+    {cudaDevAttrMaxBlockDimZ, 64, 64}, {cudaDevAttrMaxGridDimX, 0x7fffffff, 0x7fffffff}, {cudaDevAttrWarpSize, 32, 32},
+    {cudaDevAttrMaxGridDimY, 65535, 65535}, {cudaDevAttrMaxGridDimZ, 65535, 65535}, {cudaDevAttrTextureAlignment, 512, 512},
+    {cudaDevAttrMaxSharedMemoryPerBlock, 48 << 10, 48 << 10}, {cudaDevAttrMaxSharedMemoryPerBlockOptin, 227 << 10, 99 << 10},
+    {cudaDevAttrMaxSharedMemoryPerMultiprocessor, 228 << 10, 100 << 10}, {cudaDevAttrMaxRegistersPerBlock, 65536, 65536},
+    {cudaDevAttrMaxRegistersPerMultiprocessor, 65536, 65536}, {cudaDevAttrMaxThreadsPerMultiProcessor, 2048, 1536},
+    {cudaDevAttrMultiProcessorCount, 132, 128}, {cudaDevAttrL2CacheSize, 50 << 20, 72 << 20},
+    {cudaDevAttrGlobalMemoryBusWidth, 5120, 384}, {cudaDevAttrMemoryClockRate, 2619000, 10501000},
+    {cudaDevAttrComputeCapabilityMajor, 9, 8}, {cudaDevAttrComputeCapabilityMinor, 0, 9}};
 
-cudaError_t cudaGetDeviceCount(int *count) { *count = 1; return 0; }
-cudaError_t cudaGetDevice(int *device) { *device = 0; return 0; }
-cudaError_t cudaDriverGetVersion(int *version) { *version = CUDART_VERSION; return 0; }
-cudaError_t cudaRuntimeGetVersion(int *version) { *version = CUDART_VERSION; return 0; }
-cudaError_t cudaDeviceGetAttribute(int *v, enum cudaDeviceAttr which, int d) { *v = attribute(which); return 0; }
-cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return 0; }
-cudaError_t cudaDeviceCanAccessPeer(int *can, int a, int b) { *can = 1; return 0; }
-cudaError_t cudaDeviceSynchronize(void) { dry_log(0, "SYNC", "cudaDeviceSynchronize", 0); return 0; }
-const char *cudaGetErrorString(cudaError_t e) { return e == cudaErrorMemoryAllocation ? "out of memory" : "no error"; }
-const char *cudaGetErrorName(cudaError_t e) { return cudaGetErrorString(e); }
-
-static size_t capacity(void) { return setting("DRY_GPU_MEMORY", 85028634624L); }
-
-cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
-    memset(p, 0, sizeof *p);
-    snprintf(p->name, sizeof p->name, "GPU that computes nothing (sm_%ld)", setting("DRY_GPU_ARCH", 90));
-    p->totalGlobalMem = capacity();
-    p->major = attribute(cudaDevAttrComputeCapabilityMajor);
-    p->minor = attribute(cudaDevAttrComputeCapabilityMinor);
-    p->multiProcessorCount = attribute(cudaDevAttrMultiProcessorCount);
-    p->maxThreadsPerMultiProcessor = attribute(cudaDevAttrMaxThreadsPerMultiProcessor);
-    p->maxThreadsPerBlock = p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024;
-    p->maxThreadsDim[2] = 64;
-    p->maxGridSize[0] = 0x7fffffff;
-    p->maxGridSize[1] = p->maxGridSize[2] = 65535;
-    p->regsPerBlock = p->regsPerMultiprocessor = 65536;
-    p->sharedMemPerBlock = attribute(cudaDevAttrMaxSharedMemoryPerBlock);
-    p->sharedMemPerBlockOptin = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    p->sharedMemPerMultiprocessor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-    p->l2CacheSize = attribute(cudaDevAttrL2CacheSize);
-    p->memoryBusWidth = attribute(cudaDevAttrGlobalMemoryBusWidth);
-    p->warpSize = 32;
-    p->textureAlignment = 512;
-    p->unifiedAddressing = p->concurrentKernels = p->cooperativeLaunch = 1;
+static int attribute(enum cudaDeviceAttr which) {
+    for (size_t i = 0; i < sizeof card / sizeof *card; i++)
+        if (card[i].which == which) return setting("DRY_GPU_ARCH", 90) == 89 ? card[i].sm_89 : card[i].sm_90;
     return 0;
 }
+static size_t capacity(void) { return setting("DRY_GPU_MEMORY", 85028634624L); }
 
-/* ---- memory: address space that the kernel of this machine gives out only where it is written */
+int cudaGetDeviceProperties(struct cudaDeviceProp *p) {
+    *p = (struct cudaDeviceProp){
+        .name = "GPU that computes nothing", .totalGlobalMem = capacity(), .warpSize = 32, .maxThreadsPerBlock = 1024,
+        .maxThreadsDim = {1024, 1024, 64}, .maxGridSize = {0x7fffffff, 65535, 65535}, .textureAlignment = 512,
+        .regsPerBlock = 65536, .regsPerMultiprocessor = 65536, .major = attribute(cudaDevAttrComputeCapabilityMajor),
+        .minor = attribute(cudaDevAttrComputeCapabilityMinor), .l2CacheSize = attribute(cudaDevAttrL2CacheSize),
+        .multiProcessorCount = attribute(cudaDevAttrMultiProcessorCount),
+        .maxThreadsPerMultiProcessor = attribute(cudaDevAttrMaxThreadsPerMultiProcessor),
+        .sharedMemPerBlock = attribute(cudaDevAttrMaxSharedMemoryPerBlock),
+        .sharedMemPerBlockOptin = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+        .sharedMemPerMultiprocessor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor)};
+    return 0;
+}
+int cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr which) { *value = attribute(which); return 0; }
+GIVES(cudaGetDeviceCount, int, 1)
+GIVES(cudaGetDevice, int, 0)
+GIVES(cudaDriverGetVersion, int, 13000)
+GIVES(cudaRuntimeGetVersion, int, 13000)
+GIVES(cudaDeviceCanAccessPeer, int, 1)
+int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return 0; }
+const char *cudaGetErrorString(int error) { return error == cudaErrorMemoryAllocation ? "out of memory" : "no error"; }
+SAYS(cudaGetErrorName, "")
+
+/* ---- memory: address space, which takes memory of this machine only where it is written */
 
 enum { HOST = cudaMemoryTypeHost, DEVICE = cudaMemoryTypeDevice };
 static struct Range { char *at; size_t bytes; int type; } ranges[1 << 16];
 static int range_count;
 static size_t used = 512 << 20; /* what a context takes of the card */
 
-static void *reserve(size_t bytes, int type) {
-    void *at = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    pthread_mutex_lock(&lock);
-    ranges[range_count++] = (struct Range){at, bytes, type};
-    if (type == DEVICE) used += bytes;
-    pthread_mutex_unlock(&lock);
-    return at;
-}
-
 static struct Range find(const void *at, int remove) {
     struct Range found = {0};
     pthread_mutex_lock(&lock);
-    for (int i = 0; i < range_count; i++)
+    for (int i = 0; i < range_count && !found.at; i++)
         if ((char *)at >= ranges[i].at && (char *)at < ranges[i].at + ranges[i].bytes) {
             found = ranges[i];
             if (remove) ranges[i] = ranges[--range_count];
-            break;
         }
     pthread_mutex_unlock(&lock);
     return found;
 }
-
-cudaError_t cudaMalloc(void **at, size_t bytes) {
-    int fits = used + bytes <= capacity();
-    if (fits) *at = reserve(bytes, DEVICE);
-    dry_log(0, fits ? "ALLOC" : "OOM", "cudaMalloc", 2, bytes, used);
-    return fits ? 0 : cudaErrorMemoryAllocation;
+static int allocate(void **at, size_t bytes, int type, const char *function) {
+    if (type == DEVICE && used + bytes > capacity()) {
+        SAY(0, "OOM", function, bytes, used);
+        return cudaErrorMemoryAllocation;
+    }
+    *at = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    pthread_mutex_lock(&lock);
+    ranges[range_count++] = (struct Range){*at, bytes, type};
+    used += type == DEVICE ? bytes : 0;
+    pthread_mutex_unlock(&lock);
+    return SAY(0, "ALLOC", function, bytes, used);
 }
-
-cudaError_t cudaFree(void *at) {
-    struct Range range = find(at, at != 0);
+int cudaMalloc(void **at, size_t bytes) { return allocate(at, bytes, DEVICE, "cudaMalloc"); }
+int cudaHostAlloc(void **at, size_t bytes) { return allocate(at, bytes, HOST, "cudaHostAlloc"); }
+int cudaFree(void *at) {
+    struct Range range = find(at, 1);
     if (!range.at) return 0;
     munmap(range.at, range.bytes);
-    if (range.type == DEVICE) used -= range.bytes;
-    dry_log(0, "FREE", "cudaFree", 2, range.bytes, used);
-    return 0;
+    used -= range.type == DEVICE ? range.bytes : 0;
+    return SAY(0, "FREE", "cudaFree", range.bytes, used);
 }
-
-cudaError_t cudaHostAlloc(void **at, size_t bytes, unsigned flags) {
-    *at = reserve(bytes, HOST);
-    dry_log(0, "ALLOC", "cudaHostAlloc", 2, bytes, used);
-    return 0;
-}
-cudaError_t cudaFreeHost(void *at) { return cudaFree(at); }
-
-cudaError_t cudaMemGetInfo(size_t *free, size_t *total) { *total = capacity(); *free = *total - used; return 0; }
-
-cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *at) {
-    struct Range range = find(at, 0);
-    memset(a, 0, sizeof *a);
-    a->type = range.type;
-    a->device = range.at ? 0 : -2;
-    a->devicePointer = range.at ? (void *)at : 0;
-    a->hostPointer = range.type == HOST ? (void *)at : 0;
+int cudaFreeHost(void *at) { return cudaFree(at); }
+int cudaMemGetInfo(size_t *free, size_t *total) { *total = capacity(); *free = *total - used; return 0; }
+int cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *at) {
+    int type = find(at, 0).type;
+    *a = (struct cudaPointerAttributes){.type = type, .device = type ? 0 : -2, .devicePointer = type ? (void *)at : 0,
+                                        .hostPointer = type == HOST ? (void *)at : 0};
     return 0;
 }
 
 /* Small copies are made, so that numbers which the host sends and reads again survive. */
-static const char *copy(void *to, const void *from, size_t bytes) {
-    static const char *ways[3][3] = {{"host to host", "host to host", "pageable to device"},
-                                     {"host to host", "host to host", "pinned to device"},
-                                     {"device to pageable", "device to pinned", "device to device"}};
+int cudaMemcpyAsync(void *to, const void *from, size_t bytes, int kind, void *stream) {
+    static const char *places[] = {"pageable", "pinned", "device"};
+    char way[32];
+    snprintf(way, sizeof way, "%s to %s", places[find(from, 0).type], places[find(to, 0).type]);
     if (bytes <= 1 << 20) memcpy(to, from, bytes);
-    return ways[find(from, 0).type][find(to, 0).type];
+    return SAY(stream, "COPY", way, bytes);
 }
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
-    dry_log(stream, "COPY", copy(to, from, bytes), 1, bytes);
-    return 0;
+int cudaMemcpy(void *to, const void *from, size_t bytes, int kind) {
+    SAY(0, "SYNC", "cudaMemcpy");
+    return cudaMemcpyAsync(to, from, bytes, kind, 0);
 }
-cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {
-    copy(to, from, bytes);
-    dry_log(0, "SYNC", "cudaMemcpy", 0);
-    return 0;
-}
-cudaError_t cudaMemsetAsync(void *at, int byte, size_t bytes, cudaStream_t stream) {
+int cudaMemsetAsync(void *at, int byte, size_t bytes, void *stream) {
     if (bytes <= 1 << 20) memset(at, byte, bytes);
-    dry_log(stream, "FILL", "cudaMemset", 1, bytes);
-    return 0;
+    return SAY(stream, "FILL", "", bytes);
 }
 
 /* ---- streams and events */
 
 static void *new_handle(void) { static long last; return (void *)__sync_add_and_fetch(&last, 16); }
 
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t *s, unsigned flags, int priority) { *s = new_handle(); return 0; }
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned flags) { *s = new_handle(); return 0; }
-cudaError_t cudaStreamGetPriority(cudaStream_t s, int *priority) { *priority = 0; return 0; }
-cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *status) { *status = 0; return 0; }
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatus *status, unsigned long long *id,
-        cudaGraph_t *graph, const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *count) {
-    *status = 0;
-    return 0;
-}
-cudaError_t cudaStreamSynchronize(cudaStream_t s) { dry_log(s, "SYNC", "cudaStreamSynchronize", 0); return 0; }
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) { *event = new_handle(); return 0; }
-cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, 0); }
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t s) { dry_log(s, "EVENT", "", 1, (long)event); return 0; }
-cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned flags) { return cudaEventRecord(e, s); }
-cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t event, unsigned flags) {
-    dry_log(s, "WAIT", "", 1, (long)event);
-    return 0;
-}
-cudaError_t cudaEventSynchronize(cudaEvent_t event) { dry_log(0, "SYNC", "cudaEventSynchronize", 0); return 0; }
-cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t a, cudaEvent_t b) { *ms = 0.01f; return 0; }
+#define WAITS(function) int function(void *stream) { return SAY(stream, "SYNC", #function); }
+WAITS(cudaDeviceSynchronize)
+WAITS(cudaStreamSynchronize)
+WAITS(cudaEventSynchronize)
+GIVES(cudaStreamCreateWithPriority, void *, new_handle())
+GIVES(cudaStreamCreateWithFlags, void *, new_handle())
+GIVES(cudaEventCreate, void *, new_handle())
+GIVES(cudaEventCreateWithFlags, void *, new_handle())
+GIVES(cudaEventElapsedTime, float, 0.01f)
+GIVES_SECOND(cudaStreamGetPriority, int, 0)
+GIVES_SECOND(cudaStreamIsCapturing, int, 0)
+GIVES_SECOND(cudaStreamGetCaptureInfo, int, 0)
+int cudaEventRecord(void *event, void *stream) { return SAY(stream, "EVENT", "", (long)event); }
+int cudaEventRecordWithFlags(void *event, void *stream) { return cudaEventRecord(event, stream); }
+int cudaStreamWaitEvent(void *stream, void *event) { return SAY(stream, "WAIT", "", (long)event); }
 
 /* ---- kernels in torch's own libraries, by the name under which they register */
 
 static struct Named { const void *function; const char *name; } *kernels;
-static int kernel_count, kernels_sorted;
+static int kernel_count, sorted;
 
+void __cudaRegisterFunction(void **module, const void *function, char *device, const char *name) {
+    if (kernel_count % 4096 == 0) kernels = realloc(kernels, (kernel_count + 4096) * sizeof *kernels);
+    kernels[kernel_count++] = (struct Named){function, name};
+    sorted = 0;
+}
 static int by_address(const void *a, const void *b) {
     const void *x = ((struct Named *)a)->function, *y = ((struct Named *)b)->function;
     return (x > y) - (x < y);
 }
-void __cudaRegisterFunction(void **module, const char *function, char *device, const char *name, int limit, uint3 *tid,
-                            uint3 *bid, dim3 *block, dim3 *grid, int *size) {
-    pthread_mutex_lock(&lock);
-    if (kernel_count % 4096 == 0) kernels = realloc(kernels, (kernel_count + 4096) * sizeof *kernels);
-    kernels[kernel_count++] = (struct Named){function, name};
-    kernels_sorted = 0;
-    pthread_mutex_unlock(&lock);
-}
 static const char *name_of(const void *function) {
     pthread_mutex_lock(&lock);
-    if (!kernels_sorted++) qsort(kernels, kernel_count, sizeof *kernels, by_address);
-    struct Named key = {function}, *found = bsearch(&key, kernels, kernel_count, sizeof key, by_address);
+    if (!sorted++) qsort(kernels, kernel_count, sizeof *kernels, by_address);
+    struct Named *found = bsearch(&(struct Named){function}, kernels, kernel_count, sizeof *kernels, by_address);
     pthread_mutex_unlock(&lock);
     return found ? found->name : "?";
 }
-void **__cudaRegisterFatBinary(void *module) { static void *handle; return &handle; }
-char __cudaInitModule(void **module) { return 1; }
+void **__cudaRegisterFatBinary(void) { static void *handle; return &handle; }
 
-static __thread struct { dim3 grid, block; size_t shared; void *stream; } pushed[8];
+static __thread struct Launch { dim3 grid, block; size_t shared; void *stream; } pushed[8];
 static __thread int depth;
-
-unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void *stream) {
-    pushed[depth].grid = grid, pushed[depth].block = block;
-    pushed[depth].shared = shared, pushed[depth++].stream = stream;
+int __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void *stream) {
+    pushed[depth++] = (struct Launch){grid, block, shared, stream};
     return 0;
 }
-cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void *stream) {
-    *grid = pushed[--depth].grid, *block = pushed[depth].block;
-    *shared = pushed[depth].shared, *(void **)stream = pushed[depth].stream;
+int __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void **stream) {
+    struct Launch l = pushed[--depth];
+    *grid = l.grid, *block = l.block, *shared = l.shared, *stream = l.stream;
     return 0;
 }
 
-/* Small fills are done: a compiler that folds constants makes them on the GPU and reads them. The kernel's arguments are
+/* Small fills are made: a compiler that folds constants makes them on the GPU and reads them. The kernel's arguments are
  * how many, the value, where to. */
 static void fill(const char *name, void **args) {
     const char *type = strstr(name, "FillFunctorI");
     if (!type || !strstr(name, "vectorized_elementwise_kernel")) return;
     type += strlen("FillFunctorI");
-    int width = strchr("bha", *type) ? 1 : strchr("st", *type) || !strncmp(type, "N3c108BFloat16", 14) ? 2 :
-                strchr("ijf", *type) ? 4 : strchr("lmd", *type) ? 8 : 0;
-    long count = *(int *)args[0];
-    if (width && count <= 1 << 15)
-        for (long i = 0; i < count; i++) memcpy(*(char **)args[2] + i * width, args[1], width);
+    int width = strchr("bha", *type) ? 1 : strchr("st", *type) || !strncmp(type, "N3c108BFloat16", 14) ? 2
+                : strchr("ijf", *type) ? 4 : strchr("lmd", *type) ? 8 : 0;
+    for (long i = 0, count = *(int *)args[0]; i < count && count <= 1 << 15; i++)
+        memcpy(*(char **)args[2] + i * width, args[1], width);
 }
-cudaError_t cudaLaunchKernel(const void *f, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t stream) {
-    const char *name = name_of(f);
+int cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **args, size_t shared, void *stream) {
+    const char *name = name_of(function);
     fill(name, args);
-    dry_log(stream, "KERNEL", name, 5, (long)grid.x, (long)grid.y, (long)grid.z, (long)block.x * block.y * block.z, shared);
-    return 0;
+    return SAY(stream, "KERNEL", name, grid.x, grid.y, grid.z, block.x * block.y * block.z, shared);
 }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *f, void **args) {
-    return cudaLaunchKernel(f, c->gridDim, c->blockDim, args, c->dynamicSmemBytes, c->stream);
-}
-cudaError_t cudaLaunchCooperativeKernel(const void *f, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t s) {
-    return cudaLaunchKernel(f, grid, block, args, shared, s);
-}
-cudaError_t __cudaGetKernel(void **kernel, const void *f) { *kernel = (void *)f; return 0; }
-cudaError_t __cudaLaunchKernel(void *f, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t stream) {
+int __cudaLaunchKernel(const void *f, dim3 grid, dim3 block, void **args, size_t shared, void *stream) {
     return cudaLaunchKernel(f, grid, block, args, shared, stream);
 }
-cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *f) {
-    memset(a, 0, sizeof *a);
-    a->maxThreadsPerBlock = 1024;
-    a->numRegs = 32;
-    a->ptxVersion = a->binaryVersion = setting("DRY_GPU_ARCH", 90);
-    a->maxDynamicSharedSizeBytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+int cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *f, void **args) {
+    return cudaLaunchKernel(f, c->gridDim, c->blockDim, args, c->dynamicSmemBytes, c->stream);
+}
+int __cudaGetKernel(const void **kernel, const void *function) { *kernel = function; return 0; }
+int cudaFuncGetAttributes(struct cudaFuncAttributes *a) {
+    *a = (struct cudaFuncAttributes){.maxThreadsPerBlock = 1024, .numRegs = 32, .ptxVersion = 90, .binaryVersion = 90,
+                                     .maxDynamicSharedSizeBytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)};
     return 0;
 }
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, const void *f, int threads, size_t shared) {
-    *n = 2048 / threads;
-    return 0;
-}
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, const void *f, int threads, size_t shared,
-                                                                   unsigned flags) {
-    return cudaOccupancyMaxActiveBlocksPerMultiprocessor(n, f, threads, shared);
-}
+GIVES(cudaOccupancyMaxActiveBlocksPerMultiprocessor, int, 4)
+GIVES(cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, int, 4)
 
 /* ---- the driver: kernels that are compiled while the program runs */
 
-static CUcontext context = (CUcontext)&used;
-static const CUdevice device0 = 0;
+struct Kernel { int registers, stack, shared; char name[]; };
 
-CUresult cuDriverGetVersion(int *version) { *version = CUDA_VERSION; return 0; }
-CUresult cuDeviceGetCount(int *count) { *count = 1; return 0; }
-CUresult cuDeviceGet(CUdevice *device, int ordinal) { *device = device0; return 0; }
-CUresult cuDeviceGetAttribute(int *v, CUdevice_attribute which, CUdevice d) { *v = attribute((int)which); return 0; }
-CUresult cuCtxGetCurrent(CUcontext *c) { *c = context; return 0; }
-CUresult cuCtxGetDevice(CUdevice *device) { *device = device0; return 0; }
-CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d) { *c = context; return 0; }
-CUresult cuDevicePrimaryCtxGetState(CUdevice d, unsigned *flags, int *active) { *active = 1; return 0; }
-CUresult cuGetErrorString(CUresult error, const char **text) { *text = "no error"; return 0; }
-CUresult cuPointerGetAttribute(void *v, CUpointer_attribute which, CUdeviceptr at) { *(CUdeviceptr *)v = at; return 0; }
-CUresult cuOccupancyMaxActiveClusters(int *n, CUfunction f, const CUlaunchConfig *c) { *n = 66; return 0; }
+GIVES(cuCtxGetCurrent, void *, &used)
+GIVES(cuDevicePrimaryCtxRetain, void *, &used)
+GIVES(cuDriverGetVersion, int, 13000)
+GIVES(cuDeviceGet, int, 0)
+GIVES(cuOccupancyMaxActiveClusters, int, 66)
+GIVES_SECOND(cuGetErrorString, char *, "no error")
+int cuDevicePrimaryCtxGetState(int device, int *flags, int *active) { *active = 1; return 0; }
+int cuDeviceGetAttribute(int *value, enum cudaDeviceAttr which) { *value = attribute(which); return 0; }
+int cuPointerGetAttribute(void **value, int which, void *at) { *value = at; return 0; }
+int cuModuleLoadData(const void **module, const void *image) { *module = image; return 0; }
+int cuModuleLoad(void **module, const char *path) {
+    int cubin = open(path, O_RDONLY);
+    *module = mmap(0, lseek(cubin, 0, SEEK_END), PROT_READ, MAP_PRIVATE, cubin, 0);
+    close(cubin);
+    return *module == MAP_FAILED ? 301 : 0; /* CUDA_ERROR_FILE_NOT_FOUND */
+}
 
-struct Kernel { char name[256]; int registers, local, shared; };
-
-/* Registers, local and shared memory stand in the headers of a cubin, which is an ELF file. */
-static void read_cubin(struct Kernel *kernel, const char *image) {
+/* The image is a cubin, which is an ELF file; what its kernel takes stands in a section's entries: a byte of format, one of
+ * kind, two of size; those of format 4 are followed by so many bytes, here the kernel's number and the value. */
+int cuModuleGetFunction(struct Kernel **function, const char *image, const char *name) {
+    struct Kernel *kernel = *function = calloc(1, sizeof *kernel + strlen(name) + 1);
+    strcpy(kernel->name, name);
     const Elf64_Ehdr *header = (void *)image;
-    const Elf64_Shdr *section = (void *)(image + header->e_shoff);
-    const char *names = image + section[header->e_shstrndx].sh_offset;
-    for (int i = 0; i < header->e_shnum; i++) {
-        const char *name = names + section[i].sh_name;
-        if (!strncmp(name, ".nv.shared.", 11)) kernel->shared += section[i].sh_size;
-        if (strcmp(name, ".nv.info")) continue;
-        /* entries: a byte of format, one of kind, two of size; those of format 4 are followed by so many bytes */
-        enum { SIZED = 4, FRAME_SIZE = 0x11, REGISTER_COUNT = 0x2f };
-        const unsigned char *at = (void *)(image + section[i].sh_offset), *end = at + section[i].sh_size;
+    const Elf64_Shdr *sections = (void *)(image + header->e_shoff);
+    for (const Elf64_Shdr *section = sections; section < sections + header->e_shnum; section++) {
+        const char *title = image + sections[header->e_shstrndx].sh_offset + section->sh_name;
+        if (!strncmp(title, ".nv.shared.", 11)) kernel->shared += section->sh_size;
+        if (strcmp(title, ".nv.info")) continue;
+        enum { SIZED = 4, STACK = 0x11, REGISTERS = 0x2f };
+        const unsigned char *at = (void *)(image + section->sh_offset), *end = at + section->sh_size;
         for (int size; at < end; at += 4 + size) {
             size = at[0] == SIZED ? at[2] | at[3] << 8 : 0;
-            if (at[0] == SIZED && at[1] == FRAME_SIZE) kernel->local = *(int *)(at + 8);
-            if (at[0] == SIZED && at[1] == REGISTER_COUNT) kernel->registers = *(int *)(at + 8);
+            if (size == 8 && at[1] == STACK) kernel->stack = *(int *)(at + 8);
+            if (size == 8 && at[1] == REGISTERS) kernel->registers = *(int *)(at + 8);
         }
     }
+    return SAY(0, "MODULE", name, kernel->registers, kernel->stack, kernel->shared);
 }
-
-CUresult cuModuleLoadData(CUmodule *module, const void *image) { *module = (void *)image; return 0; }
-CUresult cuModuleLoad(CUmodule *module, const char *path) {
-    FILE *file = fopen(path, "rb");
-    if (!file) return CUDA_ERROR_FILE_NOT_FOUND;
-    fseek(file, 0, SEEK_END);
-    long bytes = ftell(file);
-    rewind(file);
-    *module = malloc(bytes);
-    if (fread(*module, 1, bytes, file) != (size_t)bytes) return CUDA_ERROR_FILE_NOT_FOUND;
-    fclose(file);
+int cuFuncGetAttribute(int *value, int which, const struct Kernel *kernel) {
+    enum { THREADS = 0, SHARED = 1, LOCAL = 3, REGISTERS = 4 };
+    *value = which == THREADS ? 1024 : which == SHARED ? kernel->shared : which == LOCAL ? kernel->stack
+             : which == REGISTERS ? kernel->registers : 0;
     return 0;
 }
-CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
-    struct Kernel *kernel = calloc(1, sizeof *kernel);
-    snprintf(kernel->name, sizeof kernel->name, "%s", name);
-    read_cubin(kernel, (const char *)module);
-    dry_log(0, "MODULE", name, 3, (long)kernel->registers, (long)kernel->local, (long)kernel->shared);
-    *function = (CUfunction)kernel;
-    return 0;
+struct Configuration { unsigned grid[3], block[3], shared; void *stream; };
+int cuLaunchKernelEx(const struct Configuration *c, const struct Kernel *k) {
+    return SAY(c->stream, "TRITON", k->name, c->grid[0], c->grid[1], c->grid[2], c->block[0] * c->block[1] * c->block[2],
+               c->shared);
 }
-CUresult cuFuncGetAttribute(int *value, CUfunction_attribute which, CUfunction function) {
-    struct Kernel *kernel = (void *)function;
-    *value = which == CU_FUNC_ATTRIBUTE_NUM_REGS ? kernel->registers
-             : which == CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES ? kernel->local
-             : which == CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES ? kernel->shared
-             : which == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : 0;
-    return 0;
+int cuLaunchKernel(const struct Kernel *kernel, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz,
+                   unsigned shared, void *stream) {
+    return SAY(stream, "TRITON", kernel->name, x, y, z, bx * by * bz, shared);
 }
-CUresult cuLaunchKernel(CUfunction f, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz,
-                        unsigned shared, CUstream stream, void **args, void **extra) {
-    dry_log(stream, "TRITON", ((struct Kernel *)f)->name, 5, (long)x, (long)y, (long)z, (long)bx * by * bz, (long)shared);
-    return 0;
-}
-CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **args, void **extra) {
-    return cuLaunchKernel(f, c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ,
-                          c->sharedMemBytes, c->hStream, args, extra);
-}
-
-/* torch asks for the driver's functions by name */
-cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version, unsigned long long flags,
-                                             enum cudaDriverEntryPointQueryResult *status) {
+int cudaGetDriverEntryPointByVersion(const char *name, void **function) {
     static void *self;
     if (!self) self = dlopen("libcuda.so.1", RTLD_NOW);
-    *function = dlsym(self, name);
-    if (!*function) *function = dlsym(self, "cuInit"); /* a stub: nothing happens, and it succeeds */
-    if (status) *status = cudaDriverEntryPointSuccess;
+    *function = dlsym(self, name) ?: dlsym(self, "cuInit"); /* which does nothing */
     return 0;
 }
-cudaError_t cudaGetDriverEntryPoint(const char *name, void **function, unsigned long long flags,
-                                    enum cudaDriverEntryPointQueryResult *status) {
-    return cudaGetDriverEntryPointByVersion(name, function, CUDART_VERSION, flags, status);
+
+/* ---- cuBLAS and cuBLASLt: D [m, n] = A [m, k] B [k, n], by columns */
+
+static __thread void *blas_stream;
+
+static int product(void *stream, cudaDataType type, long m, long n, long k, long batch) {
+    const char *name = type == CUDA_R_16BF ? "bf16" : type == CUDA_R_16F ? "fp16" : type == CUDA_R_32F ? "fp32"
+                       : type == CUDA_R_8F_E4M3 || type == CUDA_R_8F_E5M2 ? "fp8" : "other";
+    return SAY(stream, "GEMM", name, m, n, k, batch);
 }
+GIVES(cublasCreate_v2, void *, &used)
+GIVES(cublasLtCreate, void *, &used)
+GIVES_SECOND(cublasGetStream_v2, void *, blas_stream)
+GIVES_SECOND(cublasGetMathMode, int, 0)
+GIVES_SECOND(cublasGetPointerMode_v2, int, 0)
+int cublasSetStream_v2(void *handle, void *stream) { blas_stream = stream; return 0; }
+int cublasGemmEx(void *h, int ta, int tb, int m, int n, int k, void *alpha, void *a, cudaDataType type) {
+    return product(blas_stream, type, m, n, k, 1);
+}
+int cublasGemmStridedBatchedEx(void *h, int ta, int tb, int m, int n, int k, void *alpha, void *a, cudaDataType type, int lda,
+                               long sa, void *b, int tb_, int ldb, long sb, void *beta, void *c, int tc, int ldc, long sc, int batch) {
+    return product(blas_stream, type, m, n, k, batch);
+}
+int cublasSgemm_v2(void *h, int ta, int tb, int m, int n, int k) { return product(blas_stream, CUDA_R_32F, m, n, k, 1); }
+int cublasSgemmStridedBatched(void *h, int ta, int tb, int m, int n, int k, void *alpha, void *a, int lda, long sa, void *b,
+                              int ldb, long sb, void *beta, void *c, int ldc, long sc, int batch) {
+    return product(blas_stream, CUDA_R_32F, m, n, k, batch);
+}
+int cublasSgemv_v2(void *h, int t, int m, int n) { return product(blas_stream, CUDA_R_32F, m, 1, n, 1); }
+
+/* A layout holds (type, rows, columns, stride, batch), a product's description whether A and B are transposed. */
+GIVES(cublasLtMatmulDescCreate, void *, calloc(2, sizeof(int)))
+GIVES(cublasLtMatmulPreferenceCreate, void *, calloc(1, 64))
+int cublasLtMatrixLayoutCreate(long **layout, int type, long rows, long columns, long stride) {
+    *layout = memcpy(malloc(5 * sizeof(long)), (long[]){type, rows, columns, stride, 1}, 5 * sizeof(long));
+    return 0;
+}
+int cublasLtMatrixLayoutSetAttribute(long *layout, int which, const int *value) {
+    if (which == 5) layout[4] = *value;
+    return 0;
+}
+int cublasLtMatmulDescSetAttribute(int *transposed, int which, const int *value) {
+    if (which == 3 || which == 4) transposed[which - 3] = *value;
+    return 0;
+}
+/* An fp8 product wants A transposed, B not, strides of 16 bytes, and e5m2 once at most. A result's state 0 is success. */
+int cublasLtMatmulAlgoGetHeuristic(void *h, const int *transposed, const long *a, const long *b, void *c, void *d,
+                                   void *preference, int wanted, void *results, int *found) {
+    int fp8 = a[0] == CUDA_R_8F_E4M3 || a[0] == CUDA_R_8F_E5M2;
+    int fits = transposed[0] && !transposed[1] && a[3] % 16 == 0 && b[3] % 16 == 0 && (a[0] == CUDA_R_8F_E4M3 || b[0] == CUDA_R_8F_E4M3);
+    memset(results, 0, 96);
+    return (*found = !fp8 || fits) ? 0 : 15;
+}
+int cublasLtMatmul(void *h, const int *transposed, void *alpha, void *A, const long *a, void *B, const long *b, void *beta, void *C,
+                   const long *c, void *D, const long *d, void *algorithm, void *workspace, size_t bytes, void *stream) {
+    return product(stream, a[0], d[1], d[2], transposed[0] ? a[1] : a[2], a[4]);
+}
+
+/* ---- NCCL, of which this process is rank 0 */
+
+static int group_ranks;
+static const int type_bytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1}; /* of ncclDataType_t */
+
+GIVES(ncclGetVersion, int, 22907)
+GIVES_SECOND(ncclCommCount, int, group_ranks)
+GIVES_SECOND(ncclCommUserRank, int, 0)
+GIVES_SECOND(ncclCommGetAsyncError, int, 0)
+SAYS(ncclGetErrorString, "no error")
+SAYS(ncclGetLastError, "")
+int ncclCommInitRankConfig(void **comm, int ranks) { *comm = &group_ranks; group_ranks = ranks; return 0; }
+int ncclCommInitRank(void **comm, int ranks) { return ncclCommInitRankConfig(comm, ranks); }
+
+#define COLLECTIVE(function, name, times, ...) \
+    int function(void *in, void *out, size_t count, int type, __VA_ARGS__ void *comm, void *stream) { \
+        return SAY(stream, "NCCL", name, count * type_bytes[type] * times); \
+    }
+COLLECTIVE(ncclAllReduce, "all-reduce", 1, int op,)
+COLLECTIVE(ncclBroadcast, "broadcast", 1, int root,)
+COLLECTIVE(ncclReduceScatter, "reduce-scatter", group_ranks, int op,)
+COLLECTIVE(ncclAllGather, "all-gather", group_ranks, )

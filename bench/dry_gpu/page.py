@@ -1,12 +1,13 @@
 """bench/dry_gpu/run: rank 0 of N of a run on a GPU that computes nothing, and one page about it.
 
-    bench/dry_gpu/setup                                             once
-    bench/dry_gpu/run -- --preset speedrun                          rank 0 of 8 on 80 GB of sm_90
-    bench/dry_gpu/run --ranks 1 --memory 24 --arch 89 -- --preset speedrun --layers "- S1M L2M"
-    bench/dry_gpu/run --against HEAD~3 -- --preset speedrun         two revisions side by side
+    bench/dry_gpu/setup                                        once
+    bench/dry_gpu/run -- --preset speedrun                     rank 0 of 8 on 80 GB of sm_90
+    bench/dry_gpu/run --ranks 1 --memory 24 --arch 89 -- --preset speedrun --micro_batch_tokens 8192
+    bench/dry_gpu/run --against HEAD~3 -- --preset speedrun    that revision's scripts and the working tree's, side by side
 
-Shards are made of random tokens, in documents as long as FineWeb's (assumed: lognormal, median 400, mean 700). Everything that is a
-time on the device is simulated: see simulate.py. Exit status: 0, 1 the run failed, 2 the run does not fit the card (the page says why).
+Shards are made of random tokens, in documents about as long as FineWeb's (assumed: lognormal, median 400, mean 700).
+What is called simulated is computed by simulate.py; host times are of this machine. A kernel that does not compile ends
+the run with what Triton says. Exit status: 0 the page is printed, 1 the run failed, 2 it does not fit the card.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import collections
 import io
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -22,191 +24,184 @@ from pathlib import Path
 
 import numpy as np
 
-from simulate import RATES, RECORD, RECORD_STEP_MS, costs, parse_log, phase, simulate
+from simulate import RATES, RECORD, RECORD_MS, costs, parse_log, phase, simulate
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-GIB = 2 ** 30
-CONTEXT = 0.99  # of a card's nominal memory is there
-
-
-# ---- the run
 
 
 def write_shards(folder, vocab):
-    """Links under many names to one shard: enough tokens for the longest plan, few to read."""
+    """One shard under many names, since a plan reads more tokens than are worth making."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = np.random.default_rng(0)
     for name, tokens, copies in (("train", 5_000_000, 120), ("val", 10_485_761, 1)):
         if (folder / f"random_{name}_{copies - 1:06}.bin").exists():
             continue
         stream = draw.integers(0, vocab - 1, tokens).astype("<u2")
-        stream[np.minimum(np.cumsum(draw.lognormal(np.log(400), 1.06, tokens // 300).astype(int) + 1), tokens - 1)] = vocab - 1
-        stream[0] = vocab - 1
+        begins = np.cumsum(draw.lognormal(np.log(400), 1.06, tokens // 300).astype(int) + 1)
+        stream[[0, *begins[begins < tokens]]] = vocab - 1
         header = np.zeros(256, "<i4")
         header[:5] = 20240520, 1, tokens, vocab, vocab - 1
         (folder / f"{name}.bin").write_bytes(header.tobytes() + stream.tobytes())
         for i in range(copies):
-            (folder / f"random_{name}_{i:06}.bin").symlink_to(folder / f"{name}.bin")
-
-
-def source_of(revision, home):
-    """The folder of a revision's scripts; the working tree's for none."""
-    if not revision:
-        return ROOT
-    tar = subprocess.run(["git", "archive", revision, "--", "*.py"], cwd=ROOT, capture_output=True)
-    if tar.returncode:
-        sys.exit(f"run: error: --against {revision}: {tar.stderr.decode().strip()}; name a revision that has train_gpt.py")
-    folder = home / "against" / revision.replace("/", "_")
-    tarfile.open(fileobj=io.BytesIO(tar.stdout)).extractall(folder, filter="data")
-    return folder
+            (folder / f"random_{name}_{i:06}.bin").symlink_to(f"{name}.bin")
 
 
 def dry_run(args, revision, home):
-    """Run rank 0 -> (events of the launch log, facts)."""
-    work = home / ("work-against" if revision else "work")
-    subprocess.run(["rm", "-rf", work], check=True)
-    work.mkdir(parents=True)
-    write_shards(shards := home / f"shards-{args.vocab}", args.vocab)
-    flags = ["--train_files", f"{shards}/random_train_*.bin", "--val_files", f"{shards}/random_val_*.bin", "--train_shards", "0",
-             "--log_dir", str(work / "logs"), *args.flags]
-    request = {"folder": str(source_of(revision, home)), "ranks": args.ranks, "steps": args.steps, "flags": flags,
-               "facts": str(work / "facts.json")}
-    (work / "request.json").write_text(json.dumps(request))
-    environment = {
-        **os.environ, "LD_LIBRARY_PATH": str(home / "lib"), "TRITON_LIBCUDA_PATH": str(home / "lib"),
-        "TRITON_CACHE_DIR": str(home / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_BENCHMARK_KERNEL": "1", "TORCH_NCCL_ENABLE_MONITORING": "0",
-        "OMP_NUM_THREADS": "1", "DRY_GPU_LOG": str(work / "launches.log"), "DRY_GPU_ARCH": str(args.arch),
-        "DRY_GPU_MEMORY": str(int(args.memory * CONTEXT * GIB))}
+    """Run rank 0 of a revision's scripts, or the working tree's -> (events of the launch log, facts)."""
+    folder, work = ROOT, home / ("against" if revision else "work")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    if revision:
+        archive = subprocess.run(["git", "archive", revision, "--", "*.py"], cwd=ROOT, capture_output=True)
+        if archive.returncode:
+            sys.exit(f"run: error: --against {revision}: {archive.stderr.decode().strip()}; name a revision of this checkout")
+        folder = work / "scripts"
+        tarfile.open(fileobj=io.BytesIO(archive.stdout)).extractall(folder, filter="data")
+    write_shards(home / f"shards-{args.vocab}", args.vocab)
+    shards = f"{home}/shards-{args.vocab}/random_"
+    flags = ["--train_files", f"{shards}train_*.bin", "--val_files", f"{shards}val_*.bin", "--train_shards", "0"]
+    (work / "request.json").write_text(json.dumps({
+        "folder": str(folder), "ranks": args.ranks, "steps": args.steps, "facts": str(work / "facts.json"),
+        "flags": [*flags, "--log_dir", str(work / "logs"), *args.flags]}))
+    settings = {
+        "LD_LIBRARY_PATH": home / "lib", "TRITON_LIBCUDA_PATH": home / "lib", "TRITON_CACHE_DIR": home / "triton",
+        "TORCHINDUCTOR_CACHE_DIR": home / "inductor", "TORCHINDUCTOR_COMPILE_THREADS": 1, "OMP_NUM_THREADS": 1,
+        "TORCHINDUCTOR_BENCHMARK_KERNEL": 1,  # makes Inductor count a kernel's bytes
+        "TORCH_NCCL_ENABLE_MONITORING": 0, "DRY_GPU_LOG": work / "launches.log", "DRY_GPU_ARCH": args.arch,
+        "DRY_GPU_MEMORY": int(0.99 * args.memory * 2 ** 30)}  # 80 GB of an H100 are 79.2 GiB
     with open(work / "out.txt", "w") as out:
-        status = subprocess.call([sys.executable, Path(__file__).with_name("rank0.py"), work / "request.json"], env=environment,
-                                 stdout=out, stderr=subprocess.STDOUT)
-    if status or not (work / "facts.json").exists():
-        last = (work / "out.txt").read_text().strip().splitlines()[-25:]
-        sys.exit("\n".join([*last, f"run: error: the run of {revision or 'the working tree'} ended with {status}; all it said: "
-                            f"{work / 'out.txt'}"]))
-    return parse_log(open(work / "launches.log")), json.loads((work / "facts.json").read_text())
+        status = subprocess.call([sys.executable, Path(__file__).with_name("rank0.py"), work / "request.json"], stdout=out,
+                                 stderr=out, env=os.environ | {name: str(v) for name, v in settings.items()})
+    if status:
+        last = (work / "out.txt").read_text().splitlines()[-20:]
+        sys.exit("\n".join([*last, f"run: error: {revision or 'the working tree'}: status {status}; all of it: {work}/out.txt"]))
+    return list(parse_log(open(work / "launches.log"))), json.loads((work / "facts.json").read_text())
 
 
 # ---- the page
+
+KINDS = {"TRITON": "Triton", "GEMM": "products", "KERNEL": "eager", "COPY": "copies", "FILL": "fills", "NCCL": "collectives"}
 
 
 def table(head, rows):
     return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in (head, ["---"] * len(head), *rows))
 
 
-def counted(words):
-    """a a b -> `2 a, b`, in order."""
+def runs_of(words):
+    """a a b -> `2 a, b`."""
     runs = []
     for word in words:
-        if runs and runs[-1][1] == word:
-            runs[-1][0] += 1
-        else:
-            runs.append([1, word])
+        if not runs or runs[-1][1] != word:
+            runs.append([0, word])
+        runs[-1][0] += 1
     return ", ".join(f"{n} {word}" if n > 1 else word for n, word in runs) or "none"
 
 
-def clocked(events, steps):
-    """The events of the timed steps: of whole steps, after the first validation."""
-    marks = [i for i, e in enumerate(events) if e.kind == "STEP"]
-    return events[marks[0]:marks[min(steps, len(marks) - 1)]] if marks else []
-
-
-def rows_of(events, facts, args):
-    """The page's lines for one revision: {what: figure}."""
-    rows, rates = {}, RATES[args.arch]
-    loaded = {(e.name, *e.words): e for e in events if e.kind == "MODULE"}
-    spilled = [f"{name} ({local} B)" for name, _, local, _ in loaded if local]
+def launch_rows(events, steps):
+    """What was compiled, and what the timed steps launched: {what: figure}."""
+    kernels = {(e.name, *e.words) for e in events if e.kind == "MODULE"}
+    spills = sorted(f"{name}, {stack} B" for name, _, stack, _ in kernels if stack)
     shared = max((e.words[4] for e in events if e.kind == "TRITON"), default=0)
-    rows["kernels compiled"] = f"{len(loaded)}; spill: {len(spilled)}" + (f": {', '.join(spilled[:4])}" if spilled else "")
-    rows["most registers; shared memory of a launch"] = f"{max((k[1] for k in loaded), default=0)}; {shared / 1024:.0f} KiB"
-    rows["graphs; breaks; after warm-up"] = f"{facts['graphs']}; {sum(facts['breaks'].values())}; {facts['late']}"
-    rows["compiling; warm-up, here"] = f"{facts['compile']:.0f} s; {facts.get('warm-up seconds', 0):.0f} s"
-    train = clocked(phase(events, "training"), args.steps)
-    steps = sum(e.kind == "STEP" for e in train) or 1
-    kinds = collections.Counter(e.kind for e in train)
-    names = {"TRITON": "Triton", "GEMM": "products", "KERNEL": "eager", "COPY": "copies", "FILL": "fills", "NCCL": "collectives"}
-    rows["launches a step"] = f"{sum(kinds[k] for k in names) / steps:.0f}: " + ", ".join(
-        f"{kinds[k] / steps:.0f} {name}" for k, name in names.items() if kinds[k])
-    rows["host waits for the GPU, on the clock"] = counted(e.name for e in train if e.kind == "SYNC")
-    rows["allocations on the clock"] = counted(f"{e.name} {e.words[0] / 2 ** 20:.0f} MiB" for e in train if e.kind in ("ALLOC", "FREE"))
-    ends = [i for i, e in enumerate(train) if e.kind == "STEP"]
-    for title, part in (("even step", train[ends[-2]:ends[-1]] if len(ends) > 1 else []), ("odd step", train[ends[-1]:] if ends else [])):
-        sent = [e for e in part if e.kind == "NCCL"]
-        rows[f"collectives, {title}"] = f"{sum(e.words[0] for e in sent) / 1e6:.0f} MB: " + counted(
-            f"{e.name.replace('reduce-scatter', 'rs').replace('all-gather', 'ag')} {e.words[0] / 1e6:.3g}" for e in sent)
+    rows = {"Triton kernels compiled and loaded; that spill": f"{len(kernels)}; {runs_of(spills)}",
+            "most registers; most shared memory": f"{max((k[1] for k in kernels), default=0)}; {shared / 1024:.0f} KiB"}
+    train = phase(events, "training")
+    begins = [i for i, e in enumerate(train) if e.kind == "STEP"][:steps + 1]
+    if len(begins) < 3:
+        return rows
+    clock, steps = train[begins[0]:begins[-1]], len(begins) - 1
+    count = collections.Counter(e.kind for e in clock)
+    rows["launches a step"] = f"{sum(count[kind] for kind in KINDS) / steps:.0f}"
+    for kind, name in KINDS.items():
+        rows[f"— {name}"] = f"{count[kind] / steps:.0f}"
+    rows["on the clock, host waits for GPU"] = runs_of(e.name for e in clock if e.kind == "SYNC")
+    rows["on the clock, allocations"] = runs_of(
+        f"{e.name} of {e.words[0]:,} B" for e in clock if e.kind in ("ALLOC", "FREE", "OOM"))
+    for back in (2, 1):
+        sent = [e for e in train[begins[-back - 1]:begins[-back]] if e.kind == "NCCL"]
+        number = int(train[begins[-back - 1]].name)
+        rows[f"collectives of step {number}, MB"] = f"{sum(e.words[0] for e in sent) / 1e6:,.0f}: " + runs_of(
+            f"{e.name} {e.words[0] / 1e6:.3g}" for e in sent)
+    return rows
+
+
+def simulated_rows(steps, plan):
+    """Of the census's steps: {what: figure}. Classes are those of the first windows. plan: {windows: their steps}"""
+    rows, groups = {}, collections.defaultdict(list)
+    for step in steps:
+        groups[step.windows].append(step)
+    means = {windows: statistics.mean(step.ms for step in group) for windows, group in groups.items()}
+    for windows, ms in means.items():
+        rows[f"simulated ms a step, windows {windows}"] = f"{ms:.1f}"
+    weights = {windows: plan.get(windows, 0) if plan else 1 for windows in means}
+    if sum(weights.values()):
+        rows["simulated ms a step, mean"] = f"{sum(means[w] * weights[w] for w in means) / sum(weights.values()):.1f}"
+    first = next(iter(groups.values()), [])
+    for kind in RECORD if first else ():
+        ms, count = (statistics.mean(step.kinds.get(kind, (0, 0))[j] for step in first) for j in (0, 1))
+        rows[f"— {kind}: ms, launches"] = f"{ms:.2f}, {count:.0f}"
+    if first:
+        rows["— main stream waits for others"] = f"{statistics.mean(step.waiting_ms for step in first):.2f}"
+    return rows
+
+
+def page(events, facts, args, title):
+    """({what: figure}, paragraphs) of one revision."""
+    census = phase(events, "census")
+    steps = simulate(census, costs(census, RATES[args.arch], args.ranks))
+    rows = {"graphs; breaks; compiled after warm-up": f"{facts['graphs']}; {sum(facts['breaks'].values())}; {facts['late']}",
+            "compiling; warm-up in all (host)": f"{facts['compile']:.0f} s; {facts.get('warm_up', 0):.0f} s"}
+    rows |= launch_rows(events, args.steps)
     if facts["host"]:
-        rows["host ms a step, here"] = f"{statistics.median(facts['host']):.1f} (n = {len(facts['host'])})"
+        wall, cpu = zip(*facts["host"])
+        rows["host ms a step: wall; CPU of all threads"] = (
+            f"{statistics.median(wall):.0f} (least {min(wall):.0f}); {statistics.median(cpu):.0f}")
     for name, held in facts["memory"].items():
         rows[f"peak MiB in {name}; reserved"] = f"{held['peak'] >> 20:,}; {held['reserved'] >> 20:,}"
-    census = phase(events, "census")
-    by_windows = collections.defaultdict(list)
-    for step in simulate(census, costs(census, rates, args.ranks, facts["attention"][0])):
-        by_windows[step.windows].append(step)
-    for windows, steps in by_windows.items():
-        rows[f"simulated ms a step, windows {windows}"] = f"{statistics.mean(s.ms for s in steps):.2f}"
-    weights = {w: facts.get("plan", {}).get(w, 0 if facts.get("plan") else 1) for w in by_windows}
-    if sum(weights.values()):
-        mean = sum(weights[w] * statistics.mean(s.ms for s in steps) for w, steps in by_windows.items()) / sum(weights.values())
-        rows["simulated ms a step, the plan's mean"] = f"{mean:.2f}"
-    first = next(iter(by_windows.values()), [])
-    for kind in RECORD:
-        if kind != "a step" and first:
-            ms, count = (statistics.mean(s.busy.get(kind, (0, 0))[j] for s in first) for j in (0, 1))
-            rows[f"simulated ms, {kind} (launches)"] = f"{ms:.2f} ({count:.0f})"
-    if first:
-        rows["simulated ms, main stream waits for collectives"] = f"{statistics.mean(s.waiting_ms for s in first):.2f}"
-    return rows, first
-
-
-def lists_of(facts, first, title):
-    """Below the table: the tensors of each peak, and the kernels that take longest."""
-    out = []
+    rows |= simulated_rows(steps, facts.get("plan"))
+    notes = []
     if "out of memory" in facts:
-        out.append(f"**{title} does not fit this card: out of memory in {facts['out of memory'][0]}.** {facts['out of memory'][1]}")
+        notes.append(f"**It does not fit: out of memory in {facts['phase']}.** {facts['out of memory']}")
+    notes += [f"Graph break, {n} times: {why}" for why, n in facts["breaks"].items()]
     for name, held in facts["memory"].items():
-        if name != "set-up" or "out of memory" in facts:
-            out.append(f"{title}, the peak in {name}, MiB: " + "; ".join(
-                f"{size / 2 ** 20:,.0f} in {n} of {where}" for size, n, where in held["tensors"][:8] if size >> 20))
+        notes.append(f"What makes the peak in {name}, MiB: " + "; ".join(
+            f"{size / 2 ** 20:,.0f} in {n} × {where}" for size, n, where in held["tensors"] if size >> 24))
     longest = collections.Counter()
-    for step in first:
-        for name, (ms, _) in step.names.items():
-            longest[name] += ms / len(first)
-    if longest:
-        out.append(f"{title}, simulated ms of the longest: " + "; ".join(f"{ms:.2f} {name[:90]}" for name, ms in longest.most_common(14)))
-    if facts["breaks"]:
-        out.append(f"{title}, graph breaks: " + "; ".join(f"{n} {why}" for why, n in facts["breaks"].items()))
-    return out
+    for step in steps:
+        if step.windows == steps[0].windows:
+            for name, (ms, _) in step.names.items():
+                longest[name] += ms / sum(other.windows == step.windows for other in steps)
+    notes.append(f"Simulated ms a step, windows {steps[0].windows if steps else 'none'}: " + "; ".join(
+        f"{ms:.2f} {name[:100]}" for name, ms in longest.most_common(16)))
+    return rows, [f"{title}. {note}" for note in notes]
 
 
 def main():
     parser = argparse.ArgumentParser(prog="run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=8, help="of which rank 0 runs (8)")
+    parser.add_argument("--ranks", type=int, default=8, help="of which this is rank 0 (8)")
     parser.add_argument("--memory", type=float, default=80, help="GB of the card (80)")
-    parser.add_argument("--arch", type=int, choices=RATES, default=90, help="compute capability (90)")
-    parser.add_argument("--steps", type=int, default=8, help="whose launches are counted and whose host time is taken (8)")
-    parser.add_argument("--vocab", type=int, help="of the shards (50257; 257 for the preset laptop)")
-    parser.add_argument("--against", default="", metavar="REVISION", help="run this revision's train_gpt.py too")
+    parser.add_argument("--arch", type=int, choices=RATES, default=90, help="90: an H100, 89: an RTX 4090 (90)")
+    parser.add_argument("--steps", type=int, default=8, help="that are counted, and timed on the host (8)")
+    parser.add_argument("--vocab", type=int, help="of the shards (257 for the preset laptop, else 50257)")
+    parser.add_argument("--against", default="", metavar="REVISION", help="run its scripts too")
     parser.add_argument("flags", nargs="*", help="of train_gpt.py, after --")
     args = parser.parse_args()
     args.vocab = args.vocab or (257 if "laptop" in args.flags else 50257)
-    home, pages = Path(os.environ["DRY_GPU_HOME"]), []
-    for revision in [args.against] * bool(args.against) + [""]:
-        events, facts = dry_run(args, revision, home)
-        rows, first = rows_of(events, facts, args)
-        pages.append((revision or "working tree", rows, lists_of(facts, first, revision or "working tree"), facts))
-    record = {f"simulated ms, {k} (launches)": f"{ms:.2f} ({n})" for k, (ms, n) in RECORD.items()} | {
-        "simulated ms a step, the plan's mean": RECORD_STEP_MS, "simulated ms a step, windows 384 128": RECORD["a step"][0],
-        "launches a step": RECORD["a step"][1]} if args.arch == 90 and args.vocab == 50257 else {}
-    print(f"Simulated, nothing of it measured on a device: rank 0 of {args.ranks}, {args.memory:g} GB, sm_{args.arch}, "
+    pages, status = {}, 0
+    for revision in [args.against, ""] if args.against else [""]:
+        events, facts = dry_run(args, revision, Path(os.environ["DRY_GPU_HOME"]))
+        title = revision or "working tree"
+        pages[title] = page(events, facts, args, title)
+        status = 2 if "out of memory" in facts else status
+    record = {"launches a step": 953, **{f"— {kind}: ms, launches": f"{ms}, {n}" for kind, (ms, n) in RECORD.items()},
+              **{f"simulated ms a step, {'' if w == 'mean' else 'windows '}{w}": ms for w, ms in RECORD_MS.items()}}
+    labels = dict.fromkeys(label for rows, _ in pages.values() for label in rows)
+    print(f"Simulated, nothing measured on a device: rank 0 of {args.ranks}, {args.memory:g} GB, sm_{args.arch}, "
           f"`{' '.join(args.flags)}`\n")
-    head = ["", *(page[0] for page in pages)] + ["the record's trace"] * bool(record)
-    labels = dict.fromkeys(label for page in pages for label in page[1])
-    print(table(head, [[label, *(page[1].get(label, "") for page in pages), *([record.get(label, "")] if record else [])]
-                       for label in labels]))
-    for page in pages:
-        print("\n" + "\n\n".join(page[2]))
-    return 2 if any("out of memory" in page[3] for page in pages) else 0
+    print(table(["", *pages, "record 44, measured on 8 H100"],
+                [[label, *(rows.get(label, "") for rows, _ in pages.values()), record.get(label, "")] for label in labels]))
+    for _, notes in pages.values():
+        print("\n" + "\n\n".join(notes))
+    return status
 
 
 if __name__ == "__main__":
