@@ -1,9 +1,9 @@
 /* A GPU that computes nothing: what torch, Triton and NCCL's process group call of NVIDIA's libraries.
  *
- * Memory is reserved and, but for small copies and fills, not written. Kernels, products, collectives and events are written
- * down, a line each, and not run. `setup` builds this as one library under all the names that torch asks for; a function that
- * torch asks for and that is not here succeeds and does nothing. Functions are declared with the first of their arguments, as
- * far as they read them: the caller clears the stack.
+ * Memory is reserved and, but for small copies and fills, not written. Kernels, products, collectives and events are
+ * written down, a line each, and not run. `setup` builds this as one library under all the names that torch asks for; a
+ * function that torch asks for and that is not here succeeds and does nothing. Functions are declared with the first of
+ * their arguments, as far as they read them: the caller clears the stack.
  *
  * A line of the log $DRY_GPU_LOG, its fields apart by tabs: ms, thread, stream, kind, name, numbers
  *     KERNEL, TRITON    grid x, y, z; threads of a block; bytes of dynamic shared memory
@@ -44,7 +44,8 @@ static int say(const void *stream, const char *kind, const char *name, const lon
     clock_gettime(CLOCK_MONOTONIC, &now);
     pthread_mutex_lock(&lock);
     if (!file) file = fopen(getenv("DRY_GPU_LOG") ?: "/dev/null", "w");
-    fprintf(file, "%.4f\t%ld\t%lx\t%s\t%s", now.tv_sec * 1e3 + now.tv_nsec / 1e6, syscall(SYS_gettid), (long)stream, kind, name);
+    fprintf(file, "%.4f\t%ld\t%lx\t%s\t%s", now.tv_sec * 1e3 + now.tv_nsec / 1e6, syscall(SYS_gettid), (long)stream,
+            kind, name);
     while (*numbers >= 0) fprintf(file, "\t%ld", *numbers++);
     putc('\n', file);
     pthread_mutex_unlock(&lock);
@@ -59,13 +60,14 @@ static long setting(const char *name, long otherwise) { return getenv(name) ? at
 
 /* of an H100 and of an RTX 4090 */
 static const struct { enum cudaDeviceAttr which; int sm_90, sm_89; } card[] = {
-    {cudaDevAttrMaxThreadsPerBlock, 1024, 1024}, {cudaDevAttrMaxBlockDimX, 1024, 1024}, {cudaDevAttrMaxBlockDimY, 1024, 1024},
-    {cudaDevAttrMaxBlockDimZ, 64, 64}, {cudaDevAttrMaxGridDimX, 0x7fffffff, 0x7fffffff}, {cudaDevAttrWarpSize, 32, 32},
-    {cudaDevAttrMaxGridDimY, 65535, 65535}, {cudaDevAttrMaxGridDimZ, 65535, 65535}, {cudaDevAttrTextureAlignment, 512, 512},
-    {cudaDevAttrMaxSharedMemoryPerBlock, 48 << 10, 48 << 10}, {cudaDevAttrMaxSharedMemoryPerBlockOptin, 227 << 10, 99 << 10},
-    {cudaDevAttrMaxSharedMemoryPerMultiprocessor, 228 << 10, 100 << 10}, {cudaDevAttrMaxRegistersPerBlock, 65536, 65536},
+    {cudaDevAttrMaxThreadsPerBlock, 1024, 1024}, {cudaDevAttrMaxRegistersPerBlock, 65536, 65536},
+    {cudaDevAttrMaxBlockDimX, 1024, 1024}, {cudaDevAttrMaxBlockDimY, 1024, 1024}, {cudaDevAttrMaxBlockDimZ, 64, 64},
+    {cudaDevAttrMaxGridDimX, 0x7fffffff, 0x7fffffff}, {cudaDevAttrMaxGridDimY, 65535, 65535},
+    {cudaDevAttrMaxGridDimZ, 65535, 65535}, {cudaDevAttrTextureAlignment, 512, 512}, {cudaDevAttrWarpSize, 32, 32},
+    {cudaDevAttrMaxSharedMemoryPerBlock, 48 << 10, 48 << 10}, {cudaDevAttrL2CacheSize, 50 << 20, 72 << 20},
+    {cudaDevAttrMaxSharedMemoryPerBlockOptin, 227 << 10, 99 << 10},
+    {cudaDevAttrMaxSharedMemoryPerMultiprocessor, 228 << 10, 100 << 10}, {cudaDevAttrMultiProcessorCount, 132, 128},
     {cudaDevAttrMaxRegistersPerMultiprocessor, 65536, 65536}, {cudaDevAttrMaxThreadsPerMultiProcessor, 2048, 1536},
-    {cudaDevAttrMultiProcessorCount, 132, 128}, {cudaDevAttrL2CacheSize, 50 << 20, 72 << 20},
     {cudaDevAttrGlobalMemoryBusWidth, 5120, 384}, {cudaDevAttrMemoryClockRate, 2619000, 10501000},
     {cudaDevAttrComputeCapabilityMajor, 9, 8}, {cudaDevAttrComputeCapabilityMinor, 0, 9}};
 
@@ -219,8 +221,8 @@ int __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void **s
     return 0;
 }
 
-/* Small fills are made: a compiler that folds constants makes them on the GPU and reads them. The kernel's arguments are
- * how many, the value, where to. */
+/* Small fills are made: a compiler that folds constants makes them on the GPU and reads them. The kernel's arguments
+ * are how many, the value, where to. */
 static void fill(const char *name, void **args) {
     const char *type = strstr(name, "FillFunctorI");
     if (!type || !strstr(name, "vectorized_elementwise_kernel")) return;
@@ -271,8 +273,8 @@ int cuModuleLoad(void **module, const char *path) {
     return *module == MAP_FAILED ? 301 : 0; /* CUDA_ERROR_FILE_NOT_FOUND */
 }
 
-/* The image is a cubin, which is an ELF file; what its kernel takes stands in a section's entries: a byte of format, one of
- * kind, two of size; those of format 4 are followed by so many bytes, here the kernel's number and the value. */
+/* The image is a cubin, which is an ELF file. What its kernel takes stands in a section's entries: a byte of format,
+ * one of kind, two of size; those of format 4 are followed by so many bytes, here the kernel's number and the value. */
 int cuModuleGetFunction(struct Kernel **function, const char *image, const char *name) {
     struct Kernel *kernel = *function = calloc(1, sizeof *kernel + strlen(name) + 1);
     strcpy(kernel->name, name);
@@ -300,12 +302,12 @@ int cuFuncGetAttribute(int *value, int which, const struct Kernel *kernel) {
 }
 struct Configuration { unsigned grid[3], block[3], shared; void *stream; };
 int cuLaunchKernelEx(const struct Configuration *c, const struct Kernel *k) {
-    return SAY(c->stream, "TRITON", k->name, c->grid[0], c->grid[1], c->grid[2], c->block[0] * c->block[1] * c->block[2],
-               c->shared);
+    return SAY(c->stream, "TRITON", k->name, c->grid[0], c->grid[1], c->grid[2],
+               c->block[0] * c->block[1] * c->block[2], c->shared);
 }
-int cuLaunchKernel(const struct Kernel *kernel, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz,
-                   unsigned shared, void *stream) {
-    return SAY(stream, "TRITON", kernel->name, x, y, z, bx * by * bz, shared);
+int cuLaunchKernel(const struct Kernel *k, unsigned x, unsigned y, unsigned z, unsigned block_x, unsigned block_y,
+                   unsigned block_z, unsigned shared, void *stream) {
+    return SAY(stream, "TRITON", k->name, x, y, z, block_x * block_y * block_z, shared);
 }
 int cudaGetDriverEntryPointByVersion(const char *name, void **function) {
     static void *self;
@@ -332,13 +334,16 @@ int cublasSetStream_v2(void *handle, void *stream) { blas_stream = stream; retur
 int cublasGemmEx(void *h, int ta, int tb, int m, int n, int k, void *alpha, void *a, cudaDataType type) {
     return product(blas_stream, type, m, n, k, 1);
 }
-int cublasGemmStridedBatchedEx(void *h, int ta, int tb, int m, int n, int k, void *alpha, void *a, cudaDataType type, int lda,
-                               long sa, void *b, int tb_, int ldb, long sb, void *beta, void *c, int tc, int ldc, long sc, int batch) {
+int cublasGemmStridedBatchedEx(void *h, int ta, int tb, int m, int n, int k, void *alpha, void *a, cudaDataType type,
+                               int lda, long sa, void *b, int type_b, int ldb, long sb, void *beta, void *c, int type_c,
+                               int ldc, long sc, int batch) {
     return product(blas_stream, type, m, n, k, batch);
 }
-int cublasSgemm_v2(void *h, int ta, int tb, int m, int n, int k) { return product(blas_stream, CUDA_R_32F, m, n, k, 1); }
-int cublasSgemmStridedBatched(void *h, int ta, int tb, int m, int n, int k, void *alpha, void *a, int lda, long sa, void *b,
-                              int ldb, long sb, void *beta, void *c, int ldc, long sc, int batch) {
+int cublasSgemm_v2(void *h, int ta, int tb, int m, int n, int k) {
+    return product(blas_stream, CUDA_R_32F, m, n, k, 1);
+}
+int cublasSgemmStridedBatched(void *h, int ta, int tb, int m, int n, int k, void *alpha, void *a, int lda, long sa,
+                              void *b, int ldb, long sb, void *beta, void *c, int ldc, long sc, int batch) {
     return product(blas_stream, CUDA_R_32F, m, n, k, batch);
 }
 int cublasSgemv_v2(void *h, int t, int m, int n) { return product(blas_stream, CUDA_R_32F, m, 1, n, 1); }
@@ -358,16 +363,18 @@ int cublasLtMatmulDescSetAttribute(int *transposed, int which, const int *value)
     if (which == 3 || which == 4) transposed[which - 3] = *value;
     return 0;
 }
-/* An fp8 product wants A transposed, B not, strides of 16 bytes, and e5m2 once at most. A result's state 0 is success. */
+/* An fp8 product wants A transposed, B not, strides of 16 bytes, and e5m2 once at most. A result of zeros is good. */
 int cublasLtMatmulAlgoGetHeuristic(void *h, const int *transposed, const long *a, const long *b, void *c, void *d,
                                    void *preference, int wanted, void *results, int *found) {
     int fp8 = a[0] == CUDA_R_8F_E4M3 || a[0] == CUDA_R_8F_E5M2;
-    int fits = transposed[0] && !transposed[1] && a[3] % 16 == 0 && b[3] % 16 == 0 && (a[0] == CUDA_R_8F_E4M3 || b[0] == CUDA_R_8F_E4M3);
+    int e4m3 = a[0] == CUDA_R_8F_E4M3 || b[0] == CUDA_R_8F_E4M3;
+    int fits = transposed[0] && !transposed[1] && a[3] % 16 == 0 && b[3] % 16 == 0 && e4m3;
     memset(results, 0, 96);
     return (*found = !fp8 || fits) ? 0 : 15;
 }
-int cublasLtMatmul(void *h, const int *transposed, void *alpha, void *A, const long *a, void *B, const long *b, void *beta, void *C,
-                   const long *c, void *D, const long *d, void *algorithm, void *workspace, size_t bytes, void *stream) {
+int cublasLtMatmul(void *h, const int *transposed, void *alpha, void *A, const long *a, void *B, const long *b,
+                   void *beta, void *C, const long *c, void *D, const long *d, void *algorithm, void *workspace,
+                   size_t bytes, void *stream) {
     return product(stream, a[0], d[1], d[2], transposed[0] ? a[1] : a[2], a[4]);
 }
 

@@ -3,7 +3,7 @@
     bench/dry_gpu/setup                                        once
     bench/dry_gpu/run -- --preset speedrun                     rank 0 of 8 on 80 GB of sm_90
     bench/dry_gpu/run --ranks 1 --memory 24 --arch 89 -- --preset speedrun --micro_batch_tokens 8192
-    bench/dry_gpu/run --against HEAD~3 -- --preset speedrun    that revision's scripts and the working tree's, side by side
+    bench/dry_gpu/run --against HEAD~3 -- --preset speedrun    that revision and the working tree, side by side
 
 Shards are made of random tokens, in documents about as long as FineWeb's (assumed: lognormal, median 400, mean 700).
 What is called simulated is computed by simulate.py; host times are of this machine. A kernel that does not compile ends
@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -48,13 +49,11 @@ def write_shards(folder, vocab):
 
 def dry_run(args, revision, home):
     """Run rank 0 of a revision's scripts, or the working tree's -> (events of the launch log, facts)."""
-    folder, work = ROOT, home / ("against" if revision else "work")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
+    folder, work = ROOT, Path(tempfile.mkdtemp(prefix="run-", dir=home))
     if revision:
         archive = subprocess.run(["git", "archive", revision, "--", "*.py"], cwd=ROOT, capture_output=True)
         if archive.returncode:
-            sys.exit(f"run: error: --against {revision}: {archive.stderr.decode().strip()}; name a revision of this checkout")
+            sys.exit(f"run: error: --against {revision}: {archive.stderr.decode().strip()}; name one of this checkout")
         folder = work / "scripts"
         tarfile.open(fileobj=io.BytesIO(archive.stdout)).extractall(folder, filter="data")
     write_shards(home / f"shards-{args.vocab}", args.vocab)
@@ -70,17 +69,21 @@ def dry_run(args, revision, home):
         "TORCH_NCCL_ENABLE_MONITORING": 0, "DRY_GPU_LOG": work / "launches.log", "DRY_GPU_ARCH": args.arch,
         "DRY_GPU_MEMORY": int(0.99 * args.memory * 2 ** 30)}  # 80 GB of an H100 are 79.2 GiB
     with open(work / "out.txt", "w") as out:
-        status = subprocess.call([sys.executable, Path(__file__).with_name("rank0.py"), work / "request.json"], stdout=out,
-                                 stderr=out, env=os.environ | {name: str(v) for name, v in settings.items()})
+        command = [sys.executable, Path(__file__).with_name("rank0.py"), work / "request.json"]
+        environment = os.environ | {name: str(setting) for name, setting in settings.items()}
+        status = subprocess.call(command, stdout=out, stderr=out, env=environment)
     if status:
         last = (work / "out.txt").read_text().splitlines()[-20:]
-        sys.exit("\n".join([*last, f"run: error: {revision or 'the working tree'}: status {status}; all of it: {work}/out.txt"]))
-    return list(parse_log(open(work / "launches.log"))), json.loads((work / "facts.json").read_text())
+        sys.exit("\n".join([*last, f"run: error: rank 0 ended with status {status}; all that it said: {work}/out.txt"]))
+    events, facts = list(parse_log(open(work / "launches.log"))), json.loads((work / "facts.json").read_text())
+    shutil.rmtree(work)
+    return events, facts
 
 
 # ---- the page
 
-KINDS = {"TRITON": "Triton", "GEMM": "products", "KERNEL": "eager", "COPY": "copies", "FILL": "fills", "NCCL": "collectives"}
+KINDS = {"TRITON": "Triton", "GEMM": "products", "KERNEL": "eager", "COPY": "copies", "FILL": "fills",
+         "NCCL": "collectives"}
 
 
 def table(head, rows):
@@ -148,7 +151,8 @@ def page(events, facts, args, title):
     """({what: figure}, paragraphs) of one revision."""
     census = phase(events, "census")
     steps = simulate(census, costs(census, RATES[args.arch], args.ranks))
-    rows = {"graphs; breaks; compiled after warm-up": f"{facts['graphs']}; {sum(facts['breaks'].values())}; {facts['late']}",
+    breaks = sum(facts["breaks"].values())
+    rows = {"graphs; breaks; compiled after warm-up": f"{facts['graphs']}; {breaks}; {facts['late']}",
             "compiling; warm-up in all (host)": f"{facts['compile']:.0f} s; {facts.get('warm_up', 0):.0f} s"}
     rows |= launch_rows(events, args.steps)
     if facts["host"]:
@@ -176,7 +180,8 @@ def page(events, facts, args, title):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8, help="of which this is rank 0 (8)")
     parser.add_argument("--memory", type=float, default=80, help="GB of the card (80)")
     parser.add_argument("--arch", type=int, choices=RATES, default=90, help="90: an H100, 89: an RTX 4090 (90)")
@@ -197,8 +202,8 @@ def main():
     labels = dict.fromkeys(label for rows, _ in pages.values() for label in rows)
     print(f"Simulated, nothing measured on a device: rank 0 of {args.ranks}, {args.memory:g} GB, sm_{args.arch}, "
           f"`{' '.join(args.flags)}`\n")
-    print(table(["", *pages, "record 44, measured on 8 H100"],
-                [[label, *(rows.get(label, "") for rows, _ in pages.values()), record.get(label, "")] for label in labels]))
+    print(table(["", *pages, "record 44, measured on 8 H100"], (
+        [label, *(rows.get(label, "") for rows, _ in pages.values()), record.get(label, "")] for label in labels)))
     for _, notes in pages.values():
         print("\n" + "\n\n".join(notes))
     return status

@@ -1,10 +1,10 @@
 """Rank 0 of N of a run, on the GPU that computes nothing; page.py starts it and tells of what it wrote.
 
-    python rank0.py REQUEST.json       {"folder": of train_gpt.py, "ranks", "steps", "flags", "facts": the file to write}
+    python rank0.py REQUEST.json     {"folder": of train_gpt.py, "ranks", "steps", "flags", "facts": the file to write}
 
-The other ranks are not there: NCCL's stubs send nothing, and what ranks say to one another is rank 0's own word. The warm-up
-runs twice: the second time nothing is compiled, and each kernel's cost is taken down (the census). Then come the first
-validation, the steps that are timed, and two in which the origin of each allocation is kept. Then it stops.
+The other ranks are not there: NCCL's stubs send nothing, and what ranks say to one another is rank 0's own word. The
+warm-up runs twice: the second time nothing is compiled, and each kernel's cost is taken down (the census). Then come
+the first validation, the steps that are timed, and two in which the origin of each allocation is kept. Then it stops.
 """
 
 import collections
@@ -40,7 +40,8 @@ class Done(Exception):
 
 # ---- what a kernel reads and writes
 
-SPECIAL = {"exp": 1, "exp2": 1, "log": 1, "log2": 1, "rsqrt": 1, "sqrt": 1, "tanh": 2, "sigmoid": 2, "online_softmax_combine": 2}
+SPECIAL = {"exp": 1, "exp2": 1, "log": 1, "log2": 1, "rsqrt": 1, "sqrt": 1, "tanh": 2, "sigmoid": 2,
+           "online_softmax_combine": 2}
 
 
 def bytes_of(tensors):
@@ -48,9 +49,12 @@ def bytes_of(tensors):
 
 
 def cost_of(kernel, args, meta):
-    """A Triton kernel's (bytes, special functions, FLOPs in fp8, FLOPs in bf16): what it says of itself by Triton's
-    `launch_metadata`, else Inductor's count of its bytes, else the size of its arguments. A second loop over a row reads
-    it again; special functions are counted in the source, in its loops if it has some, once per element."""
+    """A Triton kernel's (bytes, special functions, FLOPs in fp8, FLOPs in bf16).
+
+    What it says of itself by Triton's `launch_metadata`; else Inductor's count of its bytes, else the size of its
+    arguments. A second loop over a row reads it again. Special functions are counted in the source, in its loops if it
+    has some, once per element.
+    """
     named = dict(zip(kernel.arg_names, args))
     if kernel.launch_metadata:
         said = kernel.launch_metadata((1, 1, 1), None, named)
@@ -65,7 +69,7 @@ def cost_of(kernel, args, meta):
 
 
 class Census(TorchDispatchMode):
-    """While it lasts the launch log tells costs: before a Triton kernel its own, after an operator that operator's bytes."""
+    """While it lasts the log tells costs: before a Triton kernel its own, after an operator that operator's bytes."""
 
     @classmethod
     def ignore_compile_internals(cls):  # else compiled code would not be taken
@@ -102,7 +106,7 @@ class Census(TorchDispatchMode):
 
 
 def attention_flops(tokens, windows, model, words):
-    """Of the products of one layer's forward, in the mean of the layers, over all pairs in the blocks that are looked at."""
+    """Of a layer's forward, in the mean of the layers, over all pairs in the blocks that are looked at."""
     block, dim = 128, model.embed.weight.shape[1]
     documents = np.cumsum(np.asarray(tokens)[:-1] == model.bos_id).reshape(-1, block)
     at = np.arange(len(documents))
@@ -115,7 +119,7 @@ def attention_flops(tokens, windows, model, words):
 # ---- memory
 
 def origin(block, source):
-    """Where a block of memory was asked for: the line of train_gpt.py, and the tensor where a compiled graph made it."""
+    """Where memory was asked for: the line of train_gpt.py, and the tensor where a compiled graph made it."""
     tensor = where = ""
     for frame in block.get("frames") or ():
         if "inductor" in frame["filename"] and not tensor:
@@ -139,13 +143,14 @@ class Memory:
         torch.cuda.reset_peak_memory_stats()
         self.phase, self.live = phase, {}
         for segment in torch.cuda.memory._snapshot()["segments"]:
-            self.live.update((block["address"], block) for block in segment["blocks"] if block["state"] == "active_allocated")
+            self.live |= {b["address"]: b for b in segment["blocks"] if b["state"] == "active_allocated"}
 
     def end(self, failed=False):
         """Replay the phase up to its highest sum; to its end if it failed."""
         if not self.phase:
             return
-        events = [e for e in torch.cuda.memory._snapshot()["device_traces"][0] if e["action"] in ("alloc", "free_completed")]
+        trace = torch.cuda.memory._snapshot()["device_traces"][0]
+        events = [e for e in trace if e["action"] in ("alloc", "free_completed")]
         held = np.cumsum([0] + [e["size"] if e["action"] == "alloc" else -e["size"] for e in events])
         for e in events[:len(events) if failed else held.argmax()]:
             self.live[e["addr"]] = e
@@ -168,10 +173,11 @@ def main(request):
     import train_gpt as T
     ranks, steps, facts, times = request["ranks"], request["steps"], {}, []
     says = "all_json" if hasattr(getattr(T, "Comm", None), "all_json") else "all_objects"  # its name in older revisions
-    for name in ("parse_config", "check_config", "run", "validate", "Log", "Trainer.step", "Trainer.warm_up", f"Comm.{says}"):
-        owner = getattr(T, name.partition(".")[0], None)
-        if not hasattr(owner, name.partition(".")[2] or "__call__"):
-            sys.exit(f"{T.__file__} has no {name}, by which the dry run holds it; name a revision that has it, or mend rank0.py")
+    for name in f"parse_config check_config run validate Log Trainer.step Trainer.warm_up Comm.{says}".split():
+        owner, _, attribute = name.partition(".")
+        if not hasattr(getattr(T, owner, None), attribute or "__call__"):
+            sys.exit(f"{T.__file__} has no {name}, by which the dry run holds it; name a revision that has it, or mend "
+                     "rank0.py")
     real_step, real_warm_up, real_validate = T.Trainer.step, T.Trainer.warm_up, T.validate
     memory, stats = Memory(T.__file__), torch._dynamo.utils.counters["stats"]
 
@@ -229,7 +235,8 @@ def main(request):
     if ranks > 1:
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=ranks, device_id=device)
-        setattr(T.Comm, says, lambda self, mine: [mine if says == "all_objects" else json.loads(json.dumps(mine))] * ranks)
+        said = (lambda mine: mine) if says == "all_objects" else (lambda mine: json.loads(json.dumps(mine)))
+        setattr(T.Comm, says, lambda self, mine: [said(mine)] * ranks)
     preset, config = T.parse_config(request["flags"], "speedrun")
     T.check_config(config, ranks)
     memory.begin("set-up")
@@ -249,7 +256,8 @@ def main(request):
         compile=utils.calculate_time_spent().get("total_wall_time", 0),
         host=[[1e3 * (b - a) for a, b in zip(*pair)] for pair in zip(times[:steps], times[1:steps + 1])])
     if hasattr(T, "plan_of"):  # how many steps of the plan have which windows
-        facts["plan"] = collections.Counter(" ".join(map(str, T.plan_of(config, s).windows)) for s in range(config.num_steps))
+        facts["plan"] = collections.Counter(
+            " ".join(map(str, T.plan_of(config, step).windows)) for step in range(config.num_steps))
     with open(request["facts"], "w") as file:
         json.dump(facts, file)
     gpu.dry_gpu_flush()

@@ -1,11 +1,12 @@
 """Launch logs of the GPU that computes nothing (device.c says what stands in them), played by a roofline over streams.
 
-A kernel takes the longest of what its bytes, FLOPs and special functions take at the rates below; those of a stream follow
-one another; an event is over when all is that its stream was given before it. Nothing of this is measured.
+A kernel takes the longest of what its bytes, FLOPs and special functions take at the rates below; those of a stream
+follow one another; an event is over when all is that its stream was given before it. Nothing of this is measured.
 """
 
 import collections
 import math
+import re
 from typing import Any, Iterable, Iterator, NamedTuple
 
 
@@ -37,9 +38,12 @@ def phase(events: list[Event], name: str) -> list[Event]:
 
 
 class Rates(NamedTuple):
-    """Of one GPU, a second. sm_90: what record 44's trace on 8 H100 shows, 0.71 of the data sheet's FLOPs and 0.9 of its
-    bytes; `special` by the kernel of its log-softmax; attention's FLOPs are on top of its bytes, and FlexAttention is
-    assumed to reach 0.55 of the trace's FlashAttention 3. sm_89: the same shares of an RTX 4090's sheet, over PCIe 4.0."""
+    """Of one GPU, a second.
+
+    sm_90: what record 44's trace on 8 H100 shows, 0.71 of the data sheet's FLOPs and 0.9 of its bytes; `special` by its
+    log-softmax kernel. Attention's FLOPs are on top of its bytes; FlexAttention is assumed to reach 0.55 of the trace's
+    FlashAttention 3. sm_89: the same shares of an RTX 4090's data sheet, over PCIe 4.0.
+    """
 
     multiprocessors: int
     bytes: float
@@ -58,8 +62,9 @@ RATES = {90: Rates(132, 3.0e12, 705e12, 1384e12, 47e12, 2.1e12, 450e12, 250e12, 
          89: Rates(128, 0.9e12, 117e12, 234e12, 58e12, 2.9e12, 75e12, 42e12, 22e9)}
 
 # Measured: ms and launches a step by class, in the trace of steps 10 to 13 of record 44 on 8 H100 (windows 384 and 128)
-RECORD = {"products in bf16": (21.81, 259), "products in fp8": (5.49, 3), "attention": (5.63, 60), "Triton, loss": (8.01, 7),
-          "Triton, rest": (13.60, 266), "eager": (1.51, 136), "copies and fills": (0.96, 207), "collectives": (4.75, 15)}
+RECORD = {"products in bf16": (21.81, 259), "products in fp8": (5.49, 3), "attention": (5.63, 60),
+          "Triton, loss": (8.01, 7), "Triton, rest": (13.60, 266), "eager": (1.51, 136),
+          "copies and fills": (0.96, 207), "collectives": (4.75, 15)}
 RECORD_MS = {"384 128": 60.3, "896 384": 61.0, "1408 640": 61.5, "1664 768": 62.0, "mean": 61.3}  # by its five logs
 
 
@@ -94,9 +99,10 @@ def costs(events: list[Event], rates: Rates, ranks: int) -> dict[int, Cost]:
                 out[j] = out[j]._replace(name=e.name, seconds=max(rates.kernel_s, seconds))
         elif e.kind in ("TRITON", "KERNEL"):
             moved, special, fp8, bf16 = said.pop(e.thread, [0, 0, 0, 0]) if e.kind == "TRITON" else [0, 0, 0, 0]
-            kind = "eager" if e.kind == "KERNEL" else "Triton, loss" if "softmax" in name or "loss" in name[:25] else "Triton, rest"
+            loss = "softmax" in name or "loss" in name[:25]  # further on it names an operator that was fused in
+            kind = "eager" if e.kind == "KERNEL" else "Triton, loss" if loss else "Triton, rest"
             seconds = max(moved / rates.bytes, special / rates.special, fp8 / rates.fp8, bf16 / rates.bf16)
-            if name.startswith("triton_tem") and "flex_attention" in name or "flash_fwd" in name.lower() or "FlashAttn" in name:
+            if re.match("triton_tem.*flex_attention", name) or re.search("flash_[fb]wd|FlashAttn", name):
                 kind, backward = "attention", 2.5 if "backward" in name or "bwd" in name.lower() else 1
                 seconds += backward * attention / (rates.flex if "flex" in name else rates.flash)
             if e.kind == "KERNEL":
@@ -125,7 +131,7 @@ class Step(NamedTuple):
 
 
 def simulate(events: list[Event], cost: dict[int, Cost]) -> list[Step]:
-    """Play the streams. A step lasts from where the main stream stands at its mark to where it stands at the next one's."""
+    """Play the streams. A step lasts from where the main stream stands at its mark to where it stands at the next's."""
     at: dict[str, float] = collections.defaultdict(float)  # by stream: when it is done with what it was given
     over: dict[int, float] = {}  # by event
     steps: list[Step] = []

@@ -1,0 +1,167 @@
+"""The GPU that computes nothing: its log, the simulation and the page, on logs written by hand; and, where
+bench/dry_gpu/setup has been run, whole runs on it."""
+
+import importlib
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+DRY = Path(__file__).resolve().parent.parent / "bench" / "dry_gpu"
+sys.path.insert(0, str(DRY))
+simulate, page = importlib.import_module("simulate"), importlib.import_module("page")
+sys.path.remove(str(DRY))
+
+HOME = Path(os.environ.get("DRY_GPU_HOME") or
+            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dry-gpu-light")
+RATES = simulate.Rates(10, 1e9, 1e12, 2e12, 1e11, 1e9, 4e11, 2e11, 1e8, kernel_s=1e-6, collective_s=1e-5)
+
+
+def events(*lines):
+    """`stream kind name words...` each -> the log's events; a mark has no stream: `MARK kind words...`."""
+    def whole(line):
+        words = line.split()
+        return "\t".join(["1.5", "7", *(["0", *words] if words[0] == "MARK" else words)]) + "\n"
+    return list(simulate.parse_log(map(whole, lines)))
+
+
+def test_a_line_of_the_log_and_a_mark():
+    kernel, mark = events("a0 TRITON triton_poi 4 1 1 128 0", "MARK COST 10 0 0 0")
+    assert kernel == (1.5, "7", "a0", "TRITON", "triton_poi", [4, 1, 1, 128, 0])
+    assert (mark.kind, mark.words) == ("COST", ["10", "0", "0", "0"])
+
+
+def test_the_last_stretch_of_a_phase():
+    log = events("MARK PHASE training", "0 SYNC a", "MARK PHASE validation", "0 SYNC b", "MARK PHASE training",
+                 "0 SYNC c")
+    assert [e.name for e in simulate.phase(log, "training")] == ["training", "c"]
+    assert simulate.phase(log, "census") == []
+
+
+@pytest.mark.parametrize("lines, kind, seconds", [
+    (("MARK COST 5e6 0 0 0", "0 TRITON triton_red_fused_add 4 1 1 128 0"), "Triton, rest", 5e-3),
+    (("MARK COST 5e6 7e6 0 0", "0 TRITON triton_red_fused__log_softmax_add 4 1 1 128 0"), "Triton, loss", 7e-3),
+    (("MARK COST 0 0 0 3e9", "0 TRITON relu_squared 4 1 1 128 0"), "Triton, rest", 3e-3),
+    (("0 TRITON triton_poi_fused_add 4 1 1 128 0",), "Triton, rest", 1e-6),
+    (("0 COPY x 1000000",), "copies and fills", 2e-3),
+    (("0 FILL x 1000000",), "copies and fills", 1e-3),
+    (("0 NCCL all-gather 4000000",), "collectives", 1e-5 + 0.75 * 4e-2),
+    (("0 NCCL all-reduce 4000000",), "collectives", 1e-5 + 1.5 * 4e-2),
+    (("MARK WINDOWS 384 128 2e9", "MARK COST 1e6 0 0 0", "0 TRITON triton_tem_fused_flex_attention_3 4 1 1 128 0"),
+     "attention", 1e-3 + 1e-2),
+    (("MARK WINDOWS 384 128 2e9", "MARK COST 0 0 0 0", "0 TRITON triton_tem_fused_flex_attention_backward 4 1 1 128 0"),
+     "attention", 2.5e-2),
+    (("MARK WINDOWS 384 128 2e9", "0 KERNEL flash_fwd_kernel 4 1 1 128 0", "MARK OP _flash_attention_forward 1000000"),
+     "attention", 1e-3 + 5e-3),
+])
+def test_what_an_event_costs(lines, kind, seconds):
+    log = events(*lines)
+    (cost,) = simulate.costs(log, RATES, ranks=4).values()
+    assert cost.kind == kind and cost.seconds == pytest.approx(seconds)
+
+
+def test_kernels_of_an_operator_share_its_bytes():
+    log = events("0 KERNEL a 1 1 1 1 0", "0 KERNEL b 1 1 1 1 0", "MARK OP sort 4000000", "0 KERNEL c 1 1 1 1 0")
+    assert simulate.costs(log, RATES, 1) == {
+        0: ("eager", "sort", 2e-3), 1: ("eager", "sort", 2e-3), 3: ("eager", "c", 1e-6)}
+
+
+def test_a_product_comes_in_waves_of_tiles():
+    """Ten tiles fill the ten multiprocessors; an eleventh takes as long again."""
+    full = simulate.product_seconds(1280, 256, 1024, 1, 2, 1e12, RATES)
+    assert full == pytest.approx(max(2 * 1280 * 256 * 1024 / 1e12, (1280 * 1024 + 1024 * 256 + 1280 * 256) * 2 / 1e9))
+    wide = RATES._replace(bytes=1e15)
+    assert simulate.product_seconds(1408, 256, 1024, 1, 2, 1e12, wide) == pytest.approx(
+        2 * simulate.product_seconds(1280, 256, 1024, 1, 2, 1e12, wide))
+
+
+STEP = ("MARK STEP {}", "MARK WINDOWS 384 128 0", "MARK COST 3e6 0 0 0", "0 TRITON k 1 1 1 1 0",  # 3 ms
+        "0 EVENT e 16", "5 WAIT e 16", "5 NCCL reduce-scatter 1000000",  # from 3 ms on: 7.51 ms
+        "5 EVENT e 32", "MARK COST 2e6 0 0 0", "0 TRITON l 1 1 1 1 0",  # 2 ms beside it
+        "0 WAIT e 32", "MARK COST 1e6 0 0 0", "0 TRITON m 1 1 1 1 0", "MARK END")  # waits 5.51 ms, then 1 ms
+
+
+def two_steps():
+    return [line.format(number) for number in (0, 1) for line in STEP]
+
+
+def test_streams_run_beside_one_another_and_wait_for_events():
+    log = events("MARK PHASE census", *two_steps(), "0 COPY x 9000000")
+    steps = simulate.simulate(log, simulate.costs(log, RATES, 4))
+    assert [step.ms for step in steps] == pytest.approx([11.51, 11.51]) and steps[0].windows == "384 128"
+    assert steps[1].waiting_ms == pytest.approx(5.51)
+    assert steps[0].kinds["Triton, rest"] == (pytest.approx(6), 3) and steps[0].kinds["collectives"][1] == 1
+    assert steps[0].names["Triton, rest: k"] == (pytest.approx(3), 1)
+
+
+FACTS = {"graphs": 2, "late": 1, "breaks": {"a call of print": 3}, "compile": 4.2, "warm_up": 9.0, "phase": "training",
+         "host": [[20.0, 10.0], [22.0, 12.0]], "plan": {"384 128": 5},
+         "memory": {"training": {"peak": 3 << 30, "reserved": 4 << 30, "tensors": [[2 << 30, 7, "forward, line 9"]]}}}
+
+
+def a_log():
+    module = "0 MODULE k 64 8 1024"
+    return events("MARK PHASE warm-up", module, "MARK PHASE census", *two_steps(), "MARK PHASE training", *two_steps(),
+                  "0 SYNC cudaStreamSynchronize", "0 SYNC cudaStreamSynchronize", "0 ALLOC cudaMalloc 2048 4096",
+                  "MARK STEP 2")
+
+
+def test_the_page():
+    rows, notes = page.page(a_log(), FACTS, Namespace(arch=90, ranks=4, steps=2), "this")
+    assert rows["Triton kernels compiled and loaded; that spill"] == "1; k, 8 B"
+    assert rows["graphs; breaks; compiled after warm-up"] == "2; 3; 1"
+    assert rows["launches a step"] == "4" and rows["— Triton"] == "3" and rows["— collectives"] == "1"
+    assert rows["on the clock, host waits for GPU"] == "2 cudaStreamSynchronize"
+    assert rows["on the clock, allocations"] == "cudaMalloc of 2,048 B"
+    assert rows["collectives of step 1, MB"] == "1: reduce-scatter 1"
+    assert rows["host ms a step: wall; CPU of all threads"] == "21 (least 20); 11"
+    assert rows["peak MiB in training; reserved"] == "3,072; 4,096"
+    assert rows["simulated ms a step, mean"] == rows["simulated ms a step, windows 384 128"]
+    assert any("2,048 in 7 × forward, line 9" in note for note in notes)
+    assert any("a call of print" in note for note in notes)
+
+
+def test_the_page_of_a_run_that_does_not_fit():
+    facts = {**FACTS, "out of memory": "CUDA out of memory. Tried to allocate 3.00 GiB", "phase": "warm-up", "host": []}
+    log = events("MARK PHASE warm-up", "0 OOM cudaMalloc 9 9")
+    rows, notes = page.page(log, facts, Namespace(arch=89, ranks=1, steps=2), "this")
+    assert "does not fit: out of memory in warm-up" in notes[0] and "Tried to allocate 3.00 GiB" in notes[0]
+    assert "launches a step" not in rows
+
+
+def test_without_a_compiler_setup_says_so_in_one_line(tmp_path):
+    done = subprocess.run(["/bin/bash", DRY / "setup"], env={"PATH": str(tmp_path), "HOME": str(tmp_path)}, text=True,
+                          capture_output=True)
+    assert done.returncode == 1 and done.stderr == "setup: error: no gcc; install gcc and binutils\n"
+
+
+@pytest.fixture(scope="module")
+def dry(tmp_path_factory):
+    """dry(flags of run) -> its outcome, for a small GPT that is compiled in seconds."""
+    if not (HOME / "lib" / "libdrygpu.so").exists():
+        pytest.skip(f"the GPU that computes nothing is not set up in {HOME}; bench/dry_gpu/setup does it")
+
+    def call(*flags):
+        small = ("--preset", "laptop", "--layers", "S0M L0M", "--val_tokens", "2048", "--backout_layer", "1",
+                 "--micro_batch_tokens", "1024")
+        return subprocess.run([DRY / "run", "--steps", "2", *flags, "--", *small], capture_output=True, text=True,
+                              timeout=600)
+    return call
+
+
+def test_two_ranks_of_a_small_gpt(dry):
+    done = dry("--ranks", "2", "--memory", "12", "--arch", "89")
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    lines = {what: figure for what, figure, *_ in cells}
+    assert lines["graphs; breaks; compiled after warm-up"].endswith("; 0; 0")
+    assert int(lines["— Triton"]) > 10 and int(lines["— collectives"]) > 2 and "reduce-scatter" in done.stdout
+    assert float(lines["simulated ms a step, mean"]) > 0 and "forward, line" in done.stdout
+
+
+def test_a_card_that_is_too_small_gives_a_page(dry):
+    done = dry("--ranks", "1", "--memory", "0.53")
+    assert done.returncode == 2 and "does not fit: out of memory in" in done.stdout, done.stdout + done.stderr
