@@ -71,11 +71,11 @@ def test_kernels_of_an_operator_share_its_bytes():
 
 def test_a_product_comes_in_waves_of_tiles():
     """Ten tiles fill the ten multiprocessors; an eleventh takes as long again."""
-    full = simulate.product_seconds(1280, 256, 1024, 1, 2, 1e12, RATES)
-    assert full == pytest.approx(max(2 * 1280 * 256 * 1024 / 1e12, (1280 * 1024 + 1024 * 256 + 1280 * 256) * 2 / 1e9))
+    full = simulate.product_seconds(1280, 128, 256, 1, 2, 1e12, RATES)
+    assert full == pytest.approx(max(2 * 1280 * 128 * 256 / 1e12, (1280 * 256 + 256 * 128 + 1280 * 128) * 2 / 1e9))
     wide = RATES._replace(bytes=1e15)
-    assert simulate.product_seconds(1408, 256, 1024, 1, 2, 1e12, wide) == pytest.approx(
-        2 * simulate.product_seconds(1280, 256, 1024, 1, 2, 1e12, wide))
+    assert simulate.product_seconds(1408, 128, 256, 1, 2, 1e12, wide) == pytest.approx(
+        2 * simulate.product_seconds(1280, 128, 256, 1, 2, 1e12, wide))
 
 
 STEP = ("MARK STEP {}", "MARK WINDOWS 384 128 0", "MARK COST 3e6 0 0 0", "0 TRITON k 1 1 1 1 0",  # 3 ms

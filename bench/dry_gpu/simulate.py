@@ -62,15 +62,15 @@ RATES = {90: Rates(132, 3.0e12, 705e12, 1384e12, 47e12, 2.1e12, 450e12, 250e12, 
          89: Rates(128, 0.9e12, 117e12, 234e12, 58e12, 2.9e12, 75e12, 42e12, 22e9)}
 
 # Measured: ms and launches a step by class, in the trace of steps 10 to 13 of record 44 on 8 H100 (windows 384 and 128)
-RECORD = {"products in bf16": (21.81, 259), "products in fp8": (5.49, 3), "attention": (5.63, 60),
+RECORD = {"products": (21.81, 259), "products in fp8": (5.49, 3), "attention": (5.63, 60),
           "Triton, loss": (8.01, 7), "Triton, rest": (13.60, 266), "eager": (1.51, 136),
           "copies and fills": (0.96, 207), "collectives": (4.75, 15)}
 RECORD_MS = {"384 128": 60.3, "896 384": 61.0, "1408 640": 61.5, "1664 768": 62.0, "mean": 61.3}  # by its five logs
 
 
 def product_seconds(m: int, n: int, k: int, batch: int, width: int, flops: float, rates: Rates) -> float:
-    """Waves of tiles of 128 x 256, and of 1024 of k where that is longer, one to a multiprocessor."""
-    tiles = math.ceil(m / 128) * math.ceil(n / 256) * math.ceil(k / 1024) * batch
+    """Waves of tiles of 128 x 128, and of 256 of k where that is longer, one to a multiprocessor."""
+    tiles = math.ceil(m / 128) * math.ceil(n / 128) * math.ceil(k / 256) * batch
     idle = math.ceil(tiles / rates.multiprocessors) * rates.multiprocessors / tiles
     return max(2 * m * n * k * batch / flops * idle, (m * k + k * n + m * n) * width * batch / rates.bytes)
 
@@ -109,7 +109,7 @@ def costs(events: list[Event], rates: Rates, ranks: int) -> dict[int, Cost]:
                 eager[e.thread].append(i)
         elif e.kind == "GEMM":
             flops, width = {"fp8": (rates.fp8, 1), "fp32": (rates.fp32, 4)}.get(name, (rates.bf16, 2))
-            kind = "products in fp8" if name == "fp8" else "products in bf16"
+            kind = "products in fp8" if name == "fp8" else "products"
             name += " " + " x ".join(map(str, e.words))
             seconds = product_seconds(*e.words, width, flops, rates)
         elif e.kind in ("COPY", "FILL"):
