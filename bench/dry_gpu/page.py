@@ -154,7 +154,8 @@ def page(events, facts, args, title):
     steps = simulate(census, costs(census, RATES[args.arch], args.ranks))
     breaks = sum(facts["breaks"].values())
     rows = {"graphs; breaks; compiled after warm-up": f"{facts['graphs']}; {breaks}; {facts['late']}",
-            "compiling; warm-up in all (host)": f"{facts['compile']:.0f} s; {facts.get('warm_up', 0):.0f} s"}
+            "compiling; warm-up in all (host)": f"{facts['compile']:.0f} s; {facts.get('warm_up', 0):.0f} s",
+            "micro-batches of a step, tokens": facts.get("batch", "none")}
     rows |= launch_rows(events, args.steps)
     if facts["host"]:
         wall, cpu = zip(*facts["host"])

@@ -189,6 +189,7 @@ def main(request):
         mark("PHASE", phase)
 
     def step(trainer, plan, batch):
+        facts["batch"] = f"{len(batch)} × {len(batch[0]) - 1:,}"  # which may be fitted to the card
         if facts["phase"] == "training":
             times.append((time.perf_counter(), time.process_time()))
             if len(times) == steps + 1:
