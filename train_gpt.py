@@ -168,7 +168,7 @@ class Config(SyncSettings, StageValues):
     adam_eps: float = option(1e-8, "keeps a parameter without gradient where it is")
     adam_every: int = option(2, "Adam steps every so many steps, on the sum of their gradients")
     embed_lr_mul: float = option(75.0, "embeddings start at unit scale and must move far", zero=True)
-    ngram_lr_mul: float = option(4.0, "a row is updated when its n-gram was met, and must move far each time", zero=True)
+    ngram_lr_mul: float = option(25.0, "most rows meet few gradients, and must move far with each", zero=True)
     scalar_lr_mul: float = option(5.0, "mixing weights: faster than the head, slower than embeddings", zero=True)
     muon_lr: float = option(0.03, "size of an orthogonal update", zero=True)
     muon_weight_decay: float = option(1.2, "times muon_lr, where it agrees with the update in sign", zero=True)
@@ -210,10 +210,10 @@ PRESETS = {
     "laptop": Config(
         target_val_loss=1.40, train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin",
         train_shards=0, max_document_tokens=257, long_documents="split", shuffle=True, micro_batch_tokens=256,
-        val_tokens=0, val_len=1024, val_every=160, layers="S0M S1M S0M L1M", model_dim=192, num_heads=3, head_dim=64,
-        backout_layer=2, dtype="float32", fp8_head=False, num_steps=320, window_block=32,
-        stages="until long_window; 1/2 4; 1 8; +20 8", final_window=12, muon_momentum_rise=60, muon_momentum_fall=20,
-        bucket_mb=1.0, check_grads=True, warmup_steps=4, train_loss_every=1, save_model=True,
+        val_tokens=0, val_len=1024, val_every=0, layers="S0M S1M S0M L1M", ngrams="2:16384:64 3:32768:64 4:65536:64 5:65536:64",
+        model_dim=192, num_heads=3, head_dim=64, backout_layer=2, dtype="float32", fp8_head=False, num_steps=100,
+        stages="until long_window; 1/2 4; 1 8; +10 8", window_block=32, final_window=12, muon_momentum_rise=25,
+        muon_momentum_fall=10, bucket_mb=1.0, check_grads=True, warmup_steps=4, train_loss_every=1, save_model=True,
     ),
 }
 

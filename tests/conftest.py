@@ -29,7 +29,7 @@ torch.set_num_threads(1)
 # a shell that starts the tests in the background makes them ignore Ctrl-C, and so all that they start
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-TINY = dict(dtype="float32", fp8_head=False, model_dim=32, num_heads=2, head_dim=16, gate_dim=6, bucket_mb=0.03, compile="off",
+TINY = dict(dtype="float32", fp8_head=False, model_dim=32, num_heads=2, head_dim=16, gate_dim=6, ngrams="", bucket_mb=0.03, compile="off",
             micro_batches=8, micro_batch_tokens=48, max_document_tokens=40, val_len=64, val_tokens=0, window_block=4,
             num_steps=12, stages="until long_window; 1/3 3; 2/3 7; 1 11; +2 13", warmup_steps=3, muon_momentum_rise=4,
             muon_momentum_fall=2, val_every=5, train_loss_every=1, train_shards=0)

@@ -1078,7 +1078,7 @@ def test_a_rule_of_matrices_refuses_the_flat_view():
 
 # whole runs
 
-SHORT = {"micro_batches": 4, "num_steps": 6, "stages": "until long_window; 1/2 3; 1 7", "warmup_steps": 0, "val_every": 3,
+SHORT = {"ngrams": "2:40:8", "micro_batches": 4, "num_steps": 6, "stages": "until long_window; 1/2 3; 1 7", "warmup_steps": 0, "val_every": 3,
          "muon_momentum_fall": 1}
 
 
