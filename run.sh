@@ -7,7 +7,7 @@
 #   ./run.sh --until-decided --max-n 12 --vs HEAD~1   likewise, until the verdict is there
 #   ./run.sh --resume latest                  goes on with the run that stopped last; or name its checkpoint or log
 #   ./run.sh --resume logs/race-ID/race.jsonl goes on with a race that stopped
-#   ./run.sh --preset laptop --num_steps 100  every other flag goes to train_gpt.py; --help lists them
+#   ./run.sh --preset laptop --num_steps 300  every other flag goes to train_gpt.py; --help lists them
 #   ./run.sh --setup                          only make .venv
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

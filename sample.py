@@ -78,7 +78,7 @@ class Reader:
         self.model, self.rotary = model, model.rotary
         self.memories = [Memory(reach[layer.window]) if layer.window else None for layer in model.layers]
         self.position, self.before = 0, []  # tokens read, and the last of them, as many as the opening of the stream reads
-        self.reach = max([1, *(table.tokens - 1 for table in model.ngrams)])
+        self.reach = max([1, *(table.n - 1 for table in model.ngrams)])
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[int]) -> Tensor:

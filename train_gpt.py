@@ -138,7 +138,7 @@ class Config(SyncSettings, StageValues):
     layers: str = option("- S1M S2M SM LM SM SM M SM S0M S1M L2M", "a word a layer: S or L, attention with the short or "
                          "the long window; a digit, the value table mixed in; M, an MLP; -, nothing at all")
     ngrams: str = option("", "tables of the last tokens together, added to the stream where it begins: a word a table, "
-                         "TOKENS:ROWS:WIDTH, like 2:16384:64 3:32768:64. With fewer rows than n-grams these share them")
+                         "N:ROWS:WIDTH, like 2:16384:64 3:32768:64. With fewer rows than n-grams these share them")
     model_dim: int = option(768, "width of the residual stream")
     num_heads: int = option(6, "attention heads")
     head_dim: int = option(128, "width of a head; num_heads * head_dim must be model_dim")
@@ -211,7 +211,7 @@ PRESETS = {
         target_val_loss=1.40, train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin",
         train_shards=0, max_document_tokens=257, long_documents="split", shuffle=True, micro_batch_tokens=256,
         val_tokens=0, val_len=1024, val_every=0, layers="S0M S1M S0M L1M", ngrams="2:16384:64 3:32768:64 4:65536:64 5:65536:64",
-        model_dim=192, num_heads=3, head_dim=64, backout_layer=2, dtype="float32", fp8_head=False, num_steps=100,
+        model_dim=192, num_heads=3, head_dim=64, backout_layer=2, dtype="float32", fp8_head=False, num_steps=130,
         stages="until long_window; 1/2 4; 1 8; +10 8", window_block=32, final_window=12, muon_momentum_rise=25,
         muon_momentum_fall=10, bucket_mb=1.0, check_grads=True, warmup_steps=4, train_loss_every=1, save_model=True,
     ),
@@ -306,21 +306,20 @@ def parse_layers(words: str) -> tuple[Layer, ...]:
     return tuple(map(parse, words.split()))
 
 class Ngrams(NamedTuple):
-    """A table of vectors [rows, width] of the last `tokens` tokens."""
+    """A table of vectors [rows, width] of the last n tokens."""
 
-    tokens: int
+    n: int
     rows: int
     width: int
 
 def parse_ngrams(words: str) -> tuple[Ngrams, ...]:
     """`2:16384:64` -> Ngrams(2, 16384, 64). RunError on a word that is none."""
-    tables = []
-    for word in words.split():
-        numbers = [int(number) for number in word.split(":") if number.isdecimal()]
-        if not re.fullmatch(r"[0-9]+:[0-9]+:[0-9]+", word) or numbers[0] < 2 or not all(numbers):
-            raise RunError(f"ngrams: {word!r} is no table; write TOKENS:ROWS:WIDTH, with 2 tokens or more, like 2:16384:64")
-        tables.append(Ngrams(*numbers))
-    return tuple(tables)
+    def parse(word: str) -> Ngrams:
+        table = re.fullmatch(r"([2-9]):([1-9][0-9]*):([1-9][0-9]*)", word)
+        if not table:
+            raise RunError(f"ngrams: {word!r} is no table; write N:ROWS:WIDTH, like 2:16384:64, with 2 to 9 tokens")
+        return Ngrams(*map(int, table.groups()))
+    return tuple(map(parse, words.split()))
 
 def check_config(config: Config, ranks: int) -> None:
     """RunError, with every finding, if the values are impossible by themselves or for this number of ranks."""
@@ -359,13 +358,13 @@ def check_config(config: Config, ranks: int) -> None:
                  f"from step {stage.begin} on; a document needs at least a BOS and a token")
         layers = parse_layers(c.layers)
         want(layers, "layers is empty; give at least one layer")
+        tables = parse_ngrams(c.ngrams)
+        widest = max((table.width for table in tables), default=0)
+        want(widest <= c.model_dim, f"ngrams: a table is {widest} wide, and model_dim is {c.model_dim}; a width is at most that")
         memory, size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 4 if c.dtype == "float32" else 2
-        for table in parse_ngrams(c.ngrams):
-            want(table.width <= c.model_dim, f"ngrams: a table is {table.width} wide, and model_dim is {c.model_dim}; a width "
-                 "is at most that")
-            needed = 4 * size * table.rows * table.width  # parameters, their gradients, two moments
-            want(needed <= memory, f"ngrams: a table of {table.rows} rows, {table.width} wide, takes {needed >> 30} GiB to train, "
-                 f"and this machine has {memory >> 30}; give it fewer rows")
+        needed = 4 * size * sum(table.rows * table.width for table in tables)  # parameters, their gradients, two moments
+        want(needed <= memory, f"ngrams: the tables take {needed >> 30} GiB to train, and this machine has {memory >> 30}; give "
+             "them fewer rows")
         want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
         tables = {layer.value_table for layer in layers} - {None}
         want(tables == set(range(len(tables))), f"layers use the value tables {sorted(tables)}; number them from 0 on "
@@ -863,38 +862,37 @@ class NgramTable(nn.Embedding):
     """A learned vector for the n tokens that end at each place. Before a document stands BOS, whatever came before it.
 
     With a row for each n-gram of the vocabulary each has its own. Else a hash shares the rows out, and signs by the rest of
-    it let n-grams in one row disturb each other with mean 0 (hashed embeddings, arXiv:0902.2206).
+    it let n-grams in one row disturb each other with mean 0 (feature hashing, arXiv:0902.2206).
     """
 
-    SIGNS, MASK, FACTOR = 8192, 2 ** 40 - 1, 2_654_435  # of the hash; a product stays below 2 ** 63
+    SIGNS, BITS, FACTOR = 8192, 40, 2_654_435  # of the hash; a product stays below 2 ** 63
 
     def __init__(self, ngrams: Ngrams, vocab: int, bos_id: int, dtype: torch.dtype):
         super().__init__(ngrams.rows, ngrams.width, dtype=dtype)
-        self.tokens, self.vocab, self.bos_id = ngrams.tokens, vocab, bos_id
-        self.exact = vocab ** ngrams.tokens <= ngrams.rows
-        bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0))
-        self.register_buffer("signs", (2 * bits - 1).to(dtype), persistent=False)
+        self.n, self.vocab, self.bos_id = ngrams.n, vocab, bos_id
+        self.shared = vocab ** ngrams.n > ngrams.rows
+        if self.shared:
+            bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0))
+            self.register_buffer("signs", (2 * bits - 1).to(dtype), persistent=False)
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens [T] -> [T, width]."""
-        last, inside, ngram = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), []
-        for _ in range(self.tokens):  # the last one, the one before it, and so on, while it is of the same document
-            ngram.append(torch.where(inside, last, self.bos_id))
-            inside = inside & (last != self.bos_id)
-            last = F.pad(last[:-1], (1, 0), value=self.bos_id)
-        number = torch.zeros_like(last)
-        for token in ngram:
-            number = number * self.vocab + token if self.exact else self.hash(number, token)
-        if self.exact:
+        token, inside, number = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), torch.zeros_like(tokens).long()
+        for _ in range(self.n):  # the last one, the one before it, and so on, while it is of the same document
+            one = torch.where(inside, token, self.bos_id)
+            number = self.hash(number ^ one) if self.shared else number * self.vocab + one
+            inside = inside & (token != self.bos_id)
+            token = F.pad(token[:-1], (1, 0), value=self.bos_id)
+        if not self.shared:
             return super().forward(number)
         rows = self.num_embeddings
         return super().forward(number % rows) * self.signs[number // rows % self.SIGNS]
 
-    def hash(self, number: Tensor, token: Tensor) -> Tensor:
-        number = (number ^ token) * self.FACTOR & self.MASK
+    def hash(self, number: Tensor) -> Tensor:
+        number = number * self.FACTOR % 2 ** self.BITS
         return number ^ (number >> 21)
 
 def uniform(rows: int, columns: int, fan_in: int) -> Tensor:
@@ -989,7 +987,7 @@ def softcap(x: Tensor) -> Tensor:
     return 30 * torch.sigmoid(x.to(torch.promote_types(x.dtype, torch.float32)) / 7.5)
 
 class SoftcappedCrossEntropy(torch.autograd.Function):
-    """The plain form in Head.forward, for compiled code; x [T, V] is the head's product.
+    """The value and the gradient of the plain form in Head.forward, for compiled code; x [T, V] is the head's product.
 
     Logits z between 0 and 30 need no maximum: log sum exp(z) is log sum exp(z - 30) + 30. So forward reads x once, and
     backward makes each element's gradient from it and its row's sum; compiled, torch's own would read it three times.
@@ -2278,7 +2276,7 @@ def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
         x = saved["state"].get(name)
         if x is None or x.numel() != param.numel():
             raise RunError(f"{name} is {list(param.shape)} here, and {'missing' if x is None else list(x.shape)} in what "
-                           "was saved; give the same --layers, --model_dim and vocabulary")
+                           "was saved; give the same --layers, --model_dim, --ngrams and vocabulary")
         param.copy_(x.view(param.shape))
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -2374,11 +2372,14 @@ def count_gpus() -> int:
 
 def check_compiler(gpu: bool) -> None:
     """RunError where torch.compile would end in a traceback, after minutes: it makes C or C++ of a part of its work."""
-    named, usual = (os.environ.get("CC"), ("gcc", "clang")) if gpu else (os.environ.get("CXX"), ("g++", "clang++"))
+    named, usual = os.environ.get("CC"), ("gcc", "clang")  # Triton's
+    if not gpu:
+        named, usual = os.environ.get("CXX"), ("clang++",) if sys.platform == "darwin" else ("g++",)  # Inductor's
     if not any(map(shutil.which, [named] if named else usual)):
         raise RunError(f"compiling needs {' or '.join([named] if named else usual)}, and this machine has none; install gcc and "
                        "g++ (on Debian the package build-essential)" + ("" if gpu else ", or leave out --compile on"))
-    header = Path(sysconfig.get_path("include"), "Python.h")
+    scheme = sysconfig.get_default_scheme()
+    header = Path(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme), "Python.h")
     if gpu and not header.exists():
         raise RunError(f"compiling needs {header}, which is missing; install Python's headers (on Debian the package "
                        "python3-dev)")
@@ -2424,28 +2425,45 @@ def with_digests(shards: list[Shard], comm: Comm, local_rank: int, local_ranks: 
                                    "copy the data anew")
     return [shard._replace(sha256=digests[shard.path.name]) for shard in shards]
 
+def find_data(config: Config, comm: Comm) -> tuple[list[Shard], list[Shard]]:
+    """The shards to train and to validate on, the same for all ranks. RunError unless both are in one encoding."""
+    train, val = find_shards(config.train_files, config.train_shards), find_shards(config.val_files)
+    if train[0].encoding != val[0].encoding:
+        raise RunError(f"the training shards have {train[0].encoding}, the validation shards {val[0].encoding}; make both "
+                       "with one encoding")
+    local = from_environment("LOCAL_RANK", 0), from_environment("LOCAL_WORLD_SIZE", 1)
+    return with_digests(train, comm, *local), with_digests(val, comm, *local)
+
 def describe_shards(shards: list[Shard]) -> list[dict[str, Any]]:
     return [{"name": shard.path.name, "tokens": shard.tokens, "bytes": HEADER_INTS * 4 + 2 * shard.tokens,
              "sha256": shard.sha256} for shard in shards]
 
+USABLE_MEMORY = 0.85  # of what is free: the rest goes into the allocator's gaps, and to NCCL and cuBLAS
+
 def fit_to_gpus(config: Config, vocab_size: int, comm: Comm) -> tuple[Config, list[str]]:
     """The config without what one of the ranks' GPUs cannot do, the same on all ranks, and the changes in words."""
+    if config.micro_batch_tokens % MASK_BLOCK or config.val_len % MASK_BLOCK:
+        raise RunError(f"micro_batch_tokens {config.micro_batch_tokens} and val_len {config.val_len} must be multiples of "
+                       f"{MASK_BLOCK} on GPUs")
     gpus = comm.all_json([torch.cuda.get_device_capability(), torch.cuda.mem_get_info()[0]])
     capability, free = (min(of_each) for of_each in zip(*gpus))
     changes, asked = [], config.micro_batch_tokens
     if config.fp8_head and capability < [8, 9]:
         config = dataclasses.replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
+    def lacking(config: Config) -> list[bool]:
+        return [needed > USABLE_MEMORY * free for needed in memory_needed(config, vocab_size, comm.ranks)]
+
     # how many tokens a product takes at once decides its sums, so exact mode cannot adapt
-    while (not config.exact and config.micro_batch_tokens % (2 * MASK_BLOCK) == 0
-           and memory_needed(config, vocab_size, comm.ranks)[0] > free):
+    while not config.exact and config.micro_batch_tokens % (2 * MASK_BLOCK) == 0 and lacking(config)[1]:
         config = halve_micro_batches(config)
-    training, validation = memory_needed(config, vocab_size, comm.ranks)
-    if max(training, validation) > free:
-        cure = (f"--val_len, of {config.val_len} tokens, and compare losses only with runs that have the same"
-                if validation > free else "--micro_batch_tokens, or leave out --exact, which keeps it as it is")
-        raise RunError(f"a GPU here has {free >> 20} MiB free; this run needs about {training >> 20} in training and "
-                       f"{validation >> 20} in validation: lower {cure}")
+    if any(short := lacking(config)):
+        cure = ("more ranks, fewer rows in --ngrams, or a smaller model" if short[0] else
+                f"a --val_len below {config.val_len}; its losses compare only with runs that have the same" if short[2] else
+                "smaller --micro_batch_tokens, and as many more --micro_batches" if config.exact else "a smaller model")
+        needed = " and ".join(f"{x >> 20} in {where}" for x, where in zip(memory_needed(config, vocab_size, comm.ranks)[1:],
+                                                                          ("training", "validation")))
+        raise RunError(f"a GPU here has {free >> 20} MiB free, and this run would allocate about {needed}: take {cure}")
     if config.micro_batch_tokens < asked:
         changes.append(f"too little memory for micro-batches of {asked} tokens: they have {config.micro_batch_tokens}, and "
                        "a step has as many more")
@@ -2460,8 +2478,9 @@ def halve_micro_batches(config: Config) -> Config:
     return dataclasses.replace(config, micro_batch_tokens=config.micro_batch_tokens // 2,
                                micro_batches=2 * config.micro_batches, stages="; ".join(map(" ".join, [head, *rows])))
 
-def memory_needed(config: Config, vocab_size: int, ranks: int) -> tuple[int, int]:
-    """A rank's peaks in training and in validation, in bytes: fitted to what compiled runs allocated on bench/dry_gpu."""
+def memory_needed(config: Config, vocab_size: int, ranks: int) -> tuple[int, int, int]:
+    """What a rank allocates, in bytes: throughout, at most in training, at most in validation. Fitted to compiled runs on
+    bench/dry_gpu."""
     c, layers = config, parse_layers(config.layers)
     size, attentions, mlps = getattr(torch, c.dtype).itemsize, sum(bool(x.window) for x in layers), sum(x.mlp for x in layers)
     value_tables, read_again = len({layer.value_table for layer in layers} - {None}), (len(layers) - 1) // 2 + 1
@@ -2472,7 +2491,7 @@ def memory_needed(config: Config, vocab_size: int, ranks: int) -> tuple[int, int
     width, logits = c.model_dim * size, vocab_size * size  # of one token, in bytes
     saved = (4 * attentions + 14 * mlps + 32) * width + logits * (2 if c.fp8_head else 1)  # fp8: their gradient, twice in e5m2
     training = kept + c.micro_batch_tokens * saved + 340 * 2 ** 20
-    return int(training), int(kept + c.val_len * (12 + read_again + value_tables) * width)
+    return int(kept), int(training), int(kept + c.val_len * (12 + read_again + value_tables) * width)
 
 def compile_stats() -> tuple[int, float]:
     """(graphs, seconds) of torch.compile in this process."""
@@ -2562,7 +2581,10 @@ class Trainer:
 
     def save(self, path: Path, step: int, config: Config, **further: Any) -> None:
         """A checkpoint of all ranks, by rank 0; it holds the same for any number of ranks."""
-        digest, state = self.digest(), self.optimizer.state_dict()
+        digest, state = self.digest(), {}
+        for name, x in self.optimizer.named_state():  # all ranks gather it, one keeps it
+            if self.comm.rank == 0:
+                state[name] = x.detach().to("cpu", copy=True)
         if self.comm.rank == 0:
             save_file(path, {**self.describe(config, step), "state": state, "position": list(self.stream.position),
                              "digest": digest, **further})
@@ -2639,22 +2661,11 @@ notices = Notices()
 
 def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
     """The whole race, from the data to the verdict. began: when the process started, by time.perf_counter."""
-    clock, asked = Clock(device, began), config
+    clock, asked, changes = Clock(device, began), config, []
     with clock.off("setup"):
-        train_shards = find_shards(config.train_files, config.train_shards)
-        val_shards = find_shards(config.val_files)
-        encoding = train_shards[0].encoding
-        if val_shards[0].encoding != encoding:
-            raise RunError(f"the training shards have {encoding}, the validation shards {val_shards[0].encoding}; make "
-                           "both with one encoding")
-        changes = []
+        train_shards, val_shards = find_data(config, comm)
         if device.type == "cuda":
-            config, changes = fit_to_gpus(config, encoding.vocab_size, comm)
-            if config.micro_batch_tokens % MASK_BLOCK or config.val_len % MASK_BLOCK:
-                raise RunError(f"micro_batch_tokens {config.micro_batch_tokens} and val_len {config.val_len} must be "
-                               f"multiples of {MASK_BLOCK} on GPUs")
-        local = from_environment("LOCAL_RANK", 0), from_environment("LOCAL_WORLD_SIZE", 1)
-        train_shards, val_shards = (with_digests(shards, comm, *local) for shards in (train_shards, val_shards))
+            config, changes = fit_to_gpus(config, train_shards[0].encoding.vocab_size, comm)
         val_sequences = validation_sequences(val_shards, config.val_tokens, config.val_len)
         trainer = Trainer(config, comm, device, train_shards, asked.micro_batch_tokens / config.micro_batch_tokens)
         trainer.stream.check_enough()
@@ -2676,22 +2687,11 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
         source_sha256 = file_sha256(__file__)
         hosts = describe_hosts(comm, {**machine, "source_sha256": source_sha256, "torch": torch.__version__})
         if comm.rank == 0:
-            revision = output_of("git", "rev-parse", "HEAD")
-            race = config.race.split(":")
-            log.open({
-                "run_id": log.run_id, "started": now(), "preset": preset,
-                "config": dataclasses.asdict(config), "seed": config.seed, "changes": changes,
-                "git": {"revision": revision, "clean": not output_of("git", "status", "--porcelain")} if revision
-                else None,
-                "source_sha256": source_sha256, "ranks": comm.ranks, **machine, "hosts": hosts,
-                "shards": {"train": describe_shards(train_shards), "val": describe_shards(val_shards)},
-                "planned": {"steps": config.num_steps, "train_tokens": tokens_of_steps(config, config.num_steps)},
-                "parameters": parameters, "target_val_loss": config.target_val_loss,
-                "init_from": {"path": config.init_from, "sha256": None if config.resume else file_sha256(config.init_from)}
-                if config.init_from else None,
-                "race": {"race_id": race[0], "run": int(race[1]), "declared_n": int(race[2]), "side": race[3]}
-                if config.race else None,
-            }, environment, resumed and {"at": now(), "ranks": comm.ranks, "source_sha256": source_sha256, **resumed})
+            log.open({"run_id": log.run_id, "started": now(), "preset": preset, **describe_config(config), "changes": changes,
+                      "source_sha256": source_sha256, "ranks": comm.ranks, **machine, "hosts": hosts,
+                      "shards": {"train": describe_shards(train_shards), "val": describe_shards(val_shards)},
+                      "parameters": parameters}, environment,
+                     resumed and {"at": now(), "ranks": comm.ranks, "source_sha256": source_sha256, **resumed})
             val_tokens = int((val_sequences[:, 1:] >= 0).sum())
             log.say(f"preset {preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, "
                     f"{parameters / 1e6:.1f} M parameters, {config.num_steps} steps of "
@@ -2807,6 +2807,17 @@ def now() -> str:
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
+
+def describe_config(config: Config) -> dict[str, Any]:
+    """What a run means to do, and what it comes from, for its log."""
+    c, revision, race = config, output_of("git", "rev-parse", "HEAD"), config.race.split(":")
+    return {
+        "config": dataclasses.asdict(c), "seed": c.seed, "target_val_loss": c.target_val_loss,
+        "planned": {"steps": c.num_steps, "train_tokens": tokens_of_steps(c, c.num_steps)},
+        "git": {"revision": revision, "clean": not output_of("git", "status", "--porcelain")} if revision else None,
+        "init_from": {"path": c.init_from, "sha256": None if c.resume else file_sha256(c.init_from)} if c.init_from else None,
+        "race": {"race_id": race[0], "run": int(race[1]), "declared_n": int(race[2]), "side": race[3]} if c.race else None,
+    }
 
 def describe_hosts(comm: Comm, mine: dict[str, Any]) -> list[dict[str, Any]]:
     """Each host's ranks, hardware, versions and source. RunError if their source or torch differ."""

@@ -31,7 +31,6 @@ import socket
 import subprocess
 from pathlib import Path
 
-import torch
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

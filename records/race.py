@@ -4,7 +4,7 @@
     python records/race.py -n 5 --vs HEAD~1           five pairs: this checkout (side a) and another revision (side b)
     python records/race.py -n 5 --vs "--sync step"    five pairs: the same script, side b with further flags
     python records/race.py --until-decided --max-n 12 --vs HEAD~1     pairs until the claim is decided, 12 at most
-    python records/race.py -n 5 --ranks 8 -- --preset laptop --num_steps 100      flags for both sides
+    python records/race.py -n 5 --ranks 8 -- --preset laptop --num_steps 300      flags for both sides
     python records/race.py --resume logs/race-ID/race.jsonl                       goes on where a race stopped
 
 The pairs run a b, b a, a b, ...: a machine that warms up, or grows busier, takes the same from both sides; in a b, a b

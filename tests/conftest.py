@@ -84,7 +84,7 @@ def wait_until(holds, seconds=60, what="it"):
 # processes
 
 
-_ports = itertools.count(10_000 + os.getpid() % 200 * 100)
+_ports = itertools.cycle(range(10_000 + os.getpid() % 200 * 100, 10_100 + os.getpid() % 200 * 100))
 
 
 def free_port() -> int:

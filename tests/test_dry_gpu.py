@@ -16,7 +16,7 @@ simulate, page = importlib.import_module("simulate"), importlib.import_module("p
 sys.path.remove(str(DRY))
 
 HOME = Path(os.environ.get("DRY_GPU_HOME") or
-            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dry-gpu-light")
+            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dry-gpu")
 RATES = simulate.Rates(10, 1e9, 1e12, 2e12, 1e11, 1e9, 4e11, 2e11, 1e8, kernel_s=1e-6, collective_s=1e-5)
 
 
@@ -110,7 +110,7 @@ def a_log():
 
 
 def test_the_page():
-    rows, notes = page.page(a_log(), FACTS, Namespace(arch=90, ranks=4, steps=2), "this")
+    rows, notes = page.page(a_log(), FACTS, Namespace(arch=90, ranks=4, steps=2), "this", FACTS["plan"])
     assert rows["Triton kernels compiled and loaded; that spill"] == "1; k, 8 B"
     assert rows["graphs; breaks; compiled after warm-up"] == "2; 3; 1"
     assert rows["launches a step"] == "4" and rows["— Triton"] == "3" and rows["— collectives"] == "1"
@@ -127,8 +127,8 @@ def test_the_page():
 def test_the_page_of_a_run_that_does_not_fit():
     facts = {**FACTS, "out of memory": "CUDA out of memory. Tried to allocate 3.00 GiB", "phase": "warm-up", "host": []}
     log = events("MARK PHASE warm-up", "0 OOM cudaMalloc 9 9")
-    rows, notes = page.page(log, facts, Namespace(arch=89, ranks=1, steps=2), "this")
-    assert "does not fit: out of memory in warm-up" in notes[0] and "Tried to allocate 3.00 GiB" in notes[0]
+    rows, notes = page.page(log, facts, Namespace(arch=89, ranks=1, steps=2), "this", {})
+    assert "does not fit, as warm-up shows" in notes[0] and "Tried to allocate 3.00 GiB" in notes[0]
     assert "launches a step" not in rows
 
 
@@ -163,4 +163,4 @@ def test_two_ranks_of_a_small_gpt(dry):
 
 def test_a_card_that_is_too_small_gives_a_page(dry):
     done = dry("--ranks", "1", "--memory", "0.53")
-    assert done.returncode == 2 and "does not fit: out of memory in" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 2 and "does not fit, as set-up shows" in done.stdout and "MiB free" in done.stdout, done.stdout + done.stderr

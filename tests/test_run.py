@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import functools
+import gc
 import gzip
 import hashlib
 import json
@@ -284,6 +285,19 @@ def test_nothing_is_compiled_after_warm_up(one, tmp_path, capsys, monkeypatch):
     cold = dict(compile="on", warmup_steps=0, num_steps=2, stages="until long_window; 1 3", layers="- SM", backout_layer=1)
     status, _, _ = run_here(flags(tmp_path, one[1], run_id="cold", **cold), capsys)
     assert status == 0 and read_log(tmp_path / "logs" / "cold.txt")[4]["compiles_after_warmup"] > 0
+
+
+def test_a_collection_on_the_clock_does_not_look_through_what_there_was_before(one, tmp_path, capsys, monkeypatch):
+    frozen, record = [], train_gpt.TrainLosses.record
+
+    def recorded(*values):
+        frozen.append(gc.get_freeze_count())
+        record(*values)
+
+    monkeypatch.setattr(train_gpt.TrainLosses, "record", recorded)
+    status, _, errors = run_here(flags(tmp_path, one[1], num_steps=3, stages="until long_window; 1 3", run_id="frozen"), capsys)
+    assert status == 0, errors
+    assert len(frozen) == 3 and min(frozen) > 10_000 and gc.get_freeze_count() == 0
 
 
 # what a run goes on from

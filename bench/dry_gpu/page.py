@@ -59,7 +59,8 @@ def dry_run(args, revision, home):
         tarfile.open(fileobj=io.BytesIO(archive.stdout)).extractall(folder, filter="data")
     write_shards(home / f"shards-{args.vocab}", args.vocab)
     shards = f"{home}/shards-{args.vocab}/random_"
-    flags = ["--train_files", f"{shards}train_*.bin", "--val_files", f"{shards}val_*.bin", "--train_shards", "0"]
+    flags = ["--train_files", f"{shards}train_*.bin", "--val_files", f"{shards}val_*.bin", "--train_shards", "0",
+             "--val_every", "250"]  # whose first, at step 0, is looked at
     (work / "request.json").write_text(json.dumps({
         "folder": str(folder), "ranks": args.ranks, "steps": args.steps, "facts": str(work / "facts.json"),
         "flags": [*flags, "--log_dir", str(work / "logs"), *args.flags]}))
@@ -129,16 +130,17 @@ def launch_rows(events, steps):
 
 
 def simulated_rows(steps, plan):
-    """Of the census's steps: {what: figure}. Classes are those of the first windows. plan: {windows: their steps}"""
+    """Of the census's steps: {what: figure}. Classes are those of the first windows. plan: {windows: their steps}, of the
+    working tree for every revision, or the means would not compare."""
     rows, groups = {}, collections.defaultdict(list)
     for step in steps:
         groups[step.windows].append(step)
     means = {windows: statistics.mean(step.ms for step in group) for windows, group in groups.items()}
     for windows, ms in means.items():
         rows[f"simulated ms a step, windows {windows}"] = f"{ms:.1f}"
-    weights = {windows: plan.get(windows, 0) if plan else 1 for windows in means}
-    if sum(weights.values()):
-        rows["simulated ms a step, mean"] = f"{sum(means[w] * weights[w] for w in means) / sum(weights.values()):.1f}"
+    if steps_met := sum(plan.get(windows, 0) for windows in means):
+        mean = sum(ms * plan.get(windows, 0) for windows, ms in means.items()) / steps_met
+        rows["simulated ms a step, mean"] = f"{mean:.1f}"
     first = next(iter(groups.values()), [])
     for kind in RECORD if first else ():
         ms, count = (statistics.mean(step.kinds.get(kind, (0, 0))[j] for step in first) for j in (0, 1))
@@ -148,8 +150,8 @@ def simulated_rows(steps, plan):
     return rows
 
 
-def page(events, facts, args, title):
-    """({what: figure}, paragraphs) of one revision."""
+def page(events, facts, args, title, plan):
+    """({what: figure}, paragraphs) of one revision. plan: see simulated_rows."""
     census = phase(events, "census")
     steps = simulate(census, costs(census, RATES[args.arch], args.ranks))
     breaks = sum(facts["breaks"].values())
@@ -163,10 +165,10 @@ def page(events, facts, args, title):
             f"{statistics.median(wall):.0f} (least {min(wall):.0f}); {statistics.median(cpu):.0f}")
     for name, held in facts["memory"].items():
         rows[f"peak MiB in {name}; reserved"] = f"{held['peak'] >> 20:,}; {held['reserved'] >> 20:,}"
-    rows |= simulated_rows(steps, facts.get("plan"))
+    rows |= simulated_rows(steps, plan)
     notes = []
     if "out of memory" in facts:
-        notes.append(f"**It does not fit: out of memory in {facts['phase']}.** {facts['out of memory']}")
+        notes.append(f"**It does not fit, as {facts['phase']} shows.** {facts['out of memory']}")
     notes += [f"Graph break, {n} times: {why}" for why, n in facts["breaks"].items()]
     for name, held in facts["memory"].items():
         tensors = [(size / 2 ** 20, n, where) for size, n, where in held["tensors"] if size > held["peak"] / 50]
@@ -193,15 +195,14 @@ def main():
     parser.add_argument("--against", default="", metavar="REVISION", help="run its scripts too")
     parser.add_argument("flags", nargs="*", help="of train_gpt.py, after --")
     args = parser.parse_args()
-    args.vocab = args.vocab or (257 if "laptop" in args.flags else 50257)
-    pages, status = {}, 0
-    for revision in [args.against, ""] if args.against else [""]:
-        events, facts = dry_run(args, revision, Path(os.environ["DRY_GPU_HOME"]))
-        title = revision or "working tree"
-        pages[title] = page(events, facts, args, title)
-        status = 2 if "out of memory" in facts else status
+    args.vocab = args.vocab or (257 if any("laptop" in flag for flag in args.flags) else 50257)
+    runs = {revision or "working tree": dry_run(args, revision, Path(os.environ["DRY_GPU_HOME"]))
+            for revision in ([args.against, ""] if args.against else [""])}
+    plan = runs["working tree"][1].get("plan", {})
+    pages = {title: page(events, facts, args, title, plan) for title, (events, facts) in runs.items()}
+    status = 2 if any("out of memory" in facts for _, facts in runs.values()) else 0
     record = {} if args.vocab <= 257 else {
-        "launches a step": 953, **{f"— {kind}: ms, launches": f"{ms}, {n}" for kind, (ms, n) in RECORD.items()},
+        "launches a step": sum(n for _, n in RECORD.values()), **{f"— {kind}: ms, launches": f"{ms}, {n}" for kind, (ms, n) in RECORD.items()},
         **{f"simulated ms a step, {'' if w == 'mean' else 'windows '}{w}": ms for w, ms in RECORD_MS.items()}}
     labels = dict.fromkeys(label for rows, _ in pages.values() for label in rows)
     print(f"Simulated, nothing measured on a device: rank 0 of {args.ranks}, {args.memory:g} GB, sm_{args.arch}, "

@@ -99,7 +99,8 @@ def costs(events: list[Event], rates: Rates, ranks: int) -> dict[int, Cost]:
                 out[j] = out[j]._replace(name=e.name, seconds=max(rates.kernel_s, seconds))
         elif e.kind in ("TRITON", "KERNEL"):
             moved, special, fp8, bf16 = said.pop(e.thread, [0, 0, 0, 0]) if e.kind == "TRITON" else [0, 0, 0, 0]
-            loss = "softmax" in name or "loss" in name[:25]  # further on it names an operator that was fused in
+            # the loss: a softmax, or exponentials of a sigmoid; later words of a name are of what was fused in behind it
+            loss = "softmax" in name or "loss" in name[:25] or re.search("_exp_.*_sigmoid_", name)
             kind = "eager" if e.kind == "KERNEL" else "Triton, loss" if loss else "Triton, rest"
             seconds = max(moved / rates.bytes, special / rates.special, fp8 / rates.fp8, bf16 / rates.bf16)
             if re.match("triton_tem.*flex_attention", name) or re.search("flash_[fb]wd|FlashAttn", name):
