@@ -210,11 +210,14 @@ def source_hash(e):
 
 
 def embedding_rows(e):
-    """Rows of the embedding, filled up: what the number of parameters leaves for it, the head and the value tables."""
+    """Rows of the embedding, filled up: what the number of parameters leaves for it, the head and the value tables. A log
+    older than tables of n-grams has none."""
     layers, width = e.get("start.config.layers", str), e.get("start.config.model_dim", int)
     tables = 2 + len(set(re.findall(r"\d", layers)))
     matrices = 4 * len(re.findall("[SL]", layers)) + 8 * layers.count("M")
-    return int((e.get("start.parameters", int) - matrices * width ** 2) / max(1, tables * width))
+    ngrams = re.findall(r"\d:(\d{1,12}):(\d{1,12})", str(e.get("start.config", dict).get("ngrams", "")))
+    rest = e.get("start.parameters", int) - matrices * width ** 2 - sum(int(rows) * int(wide) for rows, wide in ngrams)
+    return int(rest / max(1, tables * width))
 
 
 def check_beginning(e):

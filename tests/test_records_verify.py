@@ -1036,6 +1036,13 @@ PRETRAINED = ("        if compiled:\n            self.model.compile_parts()\n",
               "            for p in block.parameters(): p.data += 0.1 * torch.randn_like(p)\n")
 
 
+def test_tables_of_ngrams_are_no_rows_of_the_embedding(race, judge, tmp_path):
+    """What a model that knows nothing loses is that of its vocabulary, whatever else it has."""
+    def with_tables(log, run, side):
+        log.set("start.config.ngrams", "2:100000:32 3:5:7").set("start.parameters", log.start["parameters"] + 3_200_035)
+    assert judge(race(change=with_tables))[1][FROM_SEED][0] == "pass"
+
+
 def test_cheat_4_weights_that_were_trained_before(race, train, judge, rerun, tmp_path):
     def knows(log, run, side):
         log.lines[0] = re.sub(r"(?<=val_loss:)\S+", "3.9000", log.lines[0])

@@ -45,7 +45,9 @@ def write_shards(folder, vocab):
         header[:5] = 20240520, 1, tokens, vocab, vocab - 1
         (folder / f"{name}.bin").write_bytes(header.tobytes() + stream.tobytes())
         for i in range(copies):
-            (folder / f"random_{name}_{i:06}.bin").symlink_to(f"{name}.bin")
+            link = folder / f"random_{name}_{i:06}.bin"
+            link.unlink(missing_ok=True)  # of a run that was ended here
+            link.symlink_to(f"{name}.bin")
 
 
 def dry_run(args, revision, home):
