@@ -868,7 +868,7 @@ class NgramTable(nn.Embedding):
     SIGNS, BITS, FACTOR = 8192, 40, 2_654_435  # of the hash; a product stays below 2 ** 63
 
     def __init__(self, ngrams: Ngrams, vocab: int, bos_id: int, dtype: torch.dtype):
-        super().__init__(ngrams.rows, ngrams.width, dtype=dtype)
+        super().__init__(ngrams.rows, ngrams.width, dtype=dtype, sparse=True)  # a micro-batch meets few of the rows
         self.n, self.vocab, self.bos_id = ngrams.n, vocab, bos_id
         self.shared = vocab ** ngrams.n > ngrams.rows
         if self.shared:
@@ -1092,7 +1092,8 @@ class GPT(nn.Module):
 
     def open_stream(self, tokens: Tensor) -> Tensor:
         """Tokens [T] -> the stream before the first layer [T, dim]."""
-        x0 = self.smear(self.embed(tokens), self.smear_gate, self.scalars.split(self.scalar_sizes)[3][0])
+        e = self.embed(tokens)
+        x0 = self.smear(e, self.smear_gate, self.scalars.split(self.scalar_sizes)[3][0])
         for table in self.ngrams:  # a narrow one adds to the first entries
             x0 = x0 + F.pad(table(tokens), (0, x0.size(1) - table.embedding_dim))
         return x0
@@ -1327,13 +1328,16 @@ class Bucket:
         return step >= self.first_step and (step + 1) % self.rule.every == 0
 
     def add(self, place: BucketParam, factor: float, exact: bool = False) -> None:
-        """Move the parameter's new gradient, times factor, into its place: one pass over it, then it is dropped."""
+        """Move the parameter's new gradient, times factor, into its place: one pass over it, then it is dropped. Of a sparse
+        gradient, a table's, only the rows that it has are touched."""
         grad, place.param.grad = place.param.grad, None
-        if grad.is_sparse:
-            raise RunError(f"{place.name} has a sparse gradient; a bucket holds dense ones: build it with sparse=False")
         main = place.grad
-        if exact:  # as a binary tree: the sum over a power of two of micro-batches has the same bytes on any ranks
-            height, total = 0, grad.to(main.dtype) * factor
+        if grad.is_sparse and not exact:
+            if place.needs_overwrite:
+                main.zero_()
+            main.index_add_(0, grad._indices()[0], grad._values().to(main.dtype), alpha=factor)
+        elif exact:  # as a binary tree: the sum over a power of two of micro-batches has the same bytes on any ranks
+            height, total = 0, grad.to_dense().to(main.dtype) * factor
             while place.partial_sums and place.partial_sums[-1][0] == height:
                 height, total = height + 1, place.partial_sums.pop()[1] + total
             place.partial_sums.append((height, total))

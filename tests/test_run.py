@@ -243,7 +243,7 @@ def test_another_seed_is_another_run(one, tmp_path, capsys):
     assert log[2]["race"] == {"race_id": "2026-11-21_1", "run": 2, "declared_n": 5, "side": "ours"}
 
 
-@pytest.mark.parametrize("gpu, variable, programs", [(False, "CXX", "g++ or clang++"), (True, "CC", "gcc or clang")])
+@pytest.mark.parametrize("gpu, variable, programs", [(False, "CXX", "clang++" if sys.platform == "darwin" else "g++"), (True, "CC", "gcc or clang")])
 def test_a_machine_without_a_compiler_is_told_so_before_the_traceback(gpu, variable, programs, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv(variable, raising=False)
@@ -253,7 +253,7 @@ def test_a_machine_without_a_compiler_is_told_so_before_the_traceback(gpu, varia
     with pytest.raises(train_gpt.RunError, match=f"{re.escape(str(tmp_path / 'cc'))}, and this machine has none"):
         train_gpt.check_compiler(gpu)
     (tmp_path / "cc").touch(mode=0o755)
-    monkeypatch.setattr(train_gpt.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(train_gpt.sysconfig, "get_path", lambda name, scheme: str(tmp_path))
     if gpu:
         with pytest.raises(train_gpt.RunError, match="Python.h, which is missing; install Python's headers"):
             train_gpt.check_compiler(gpu)

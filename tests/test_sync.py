@@ -57,7 +57,7 @@ test_optimizer.py or in test_run.py; test_the_table_names_what_there_is reads th
     E6 rank 0's order           test_the_order_is_rank_0_s_arrival
     E7 no_sync                  test_only_the_last_micro_batch_sends
     E8 communication hook       test_compressed_gradients_are_sums_of_bf16_of_every_rank, test_settings_reach_a_whole_run
-    E9 refused or left out      test_frozen_and_sparse, test_mixed_devices_are_refused
+    E9 refused or left out      test_frozen, test_mixed_devices_are_refused
     E10 layout                  test_a_transposed_gradient_lands_right
     exact mode                  test_exact_mode_gives_the_same_bytes_at_any_number_of_ranks,
                                 test_an_exact_run_prints_the_same_losses_at_any_number_of_ranks
@@ -775,15 +775,32 @@ def test_a_graph_that_changes_is_an_error():
         optimizer.step(FULL)
 
 
-def test_frozen_and_sparse(tiny):
+def test_frozen(tiny):
     model = train_gpt.build_model(tiny, train_gpt.Encoding(64, BOS))
     model.embed.weight.requires_grad_(False)
     names = {spec.name for spec in train_gpt.assign(model, train_gpt.assignments(tiny))}
     assert "embed.weight" not in names and len(names) == len(list(model.parameters())) - 1
-    table = nn.Embedding(5, 3, sparse=True)
-    optimizer_of(table).prepare_for_backward(0)
-    with pytest.raises(RunError, match="weight has a sparse gradient"):
-        table(torch.tensor([1, 2])).sum().backward()
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("settings", [{}, {"exact": True}, {"clip_norm": 0.1}])
+def test_sparse_gradients_are_summed_as_dense_ones(settings, every):
+    """Over micro-batches and steps, of rows that come once, twice or never, and of none at all."""
+    batches = [[torch.tensor(rows) for rows in step] for step in ([[1, 2, 2], [4, 1]], [[0], [0, 0]], [[3, 3, 3, 1], [2]], [[4], [0]])]
+    weights = torch.arange(15.0).view(5, 3).sin()
+    results = []
+    for sparse in (False, True):
+        table = nn.Embedding(5, 3, sparse=sparse)
+        table.weight.data.copy_(weights)
+        optimizer = optimizer_of(table, rule=Descent(0.1, every), **settings)
+        for step, micro_batches in enumerate(batches):
+            for i, rows in enumerate(micro_batches):
+                optimizer.prepare_for_backward(step, i, len(micro_batches))
+                (table(rows) * weights[:len(rows)].cos()).square().sum().backward()
+            optimizer.step(FULL)
+        results.append(table.weight.detach().clone())
+    assert (results[0] - weights).norm() > 0.01
+    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-7)
 
 
 def test_mixed_devices_are_refused():
