@@ -45,7 +45,8 @@ SPECIAL = {"exp": 1, "exp2": 1, "log": 1, "log2": 1, "rsqrt": 1, "sqrt": 1, "tan
 
 
 def bytes_of(tensors):
-    return sum(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()) for x in tensors if x.is_cuda)
+    return sum(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()) for x in tensors
+               if x.is_cuda and x.layout == torch.strided)
 
 
 def cost_of(kernel, args, meta):
