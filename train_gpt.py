@@ -321,6 +321,9 @@ def parse_ngrams(words: str) -> tuple[Ngrams, ...]:
         return Ngrams(*map(int, table.groups()))
     return tuple(map(parse, words.split()))
 
+def ngram_entries(config: Config) -> int:
+    return sum(table.rows * table.width for table in parse_ngrams(config.ngrams))
+
 def check_config(config: Config, ranks: int) -> None:
     """RunError, with every finding, if the values are impossible by themselves or for this number of ranks."""
     c, wrong = config, []
@@ -358,11 +361,10 @@ def check_config(config: Config, ranks: int) -> None:
                  f"from step {stage.begin} on; a document needs at least a BOS and a token")
         layers = parse_layers(c.layers)
         want(layers, "layers is empty; give at least one layer")
-        tables = parse_ngrams(c.ngrams)
-        widest = max((table.width for table in tables), default=0)
+        widest = max((table.width for table in parse_ngrams(c.ngrams)), default=0)
         want(widest <= c.model_dim, f"ngrams: a table is {widest} wide, and model_dim is {c.model_dim}; a width is at most that")
-        memory, size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 4 if c.dtype == "float32" else 2
-        needed = 4 * size * sum(table.rows * table.width for table in tables)  # parameters, their gradients, two moments
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        needed = 4 * ngram_entries(c) * getattr(torch, c.dtype).itemsize  # parameters, their gradients, two moments
         want(needed <= memory, f"ngrams: the tables take {needed >> 30} GiB to train, and this machine has {memory >> 30}; give "
              "them fewer rows")
         want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
@@ -858,43 +860,6 @@ def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
     return out[0].transpose(0, 1)
 
-class NgramTable(nn.Embedding):
-    """A learned vector for the n tokens that end at each place. Before a document stands BOS, whatever came before it.
-
-    With a row for each n-gram of the vocabulary each has its own. Else a hash shares the rows out, and signs by the rest of
-    it let n-grams in one row disturb each other with mean 0 (feature hashing, arXiv:0902.2206).
-    """
-
-    SIGNS, BITS, FACTOR = 8192, 40, 2_654_435  # of the hash; a product stays below 2 ** 63
-
-    def __init__(self, ngrams: Ngrams, vocab: int, bos_id: int, dtype: torch.dtype):
-        super().__init__(ngrams.rows, ngrams.width, dtype=dtype, sparse=True)  # a micro-batch meets few of the rows
-        self.n, self.vocab, self.bos_id = ngrams.n, vocab, bos_id
-        self.shared = vocab ** ngrams.n > ngrams.rows
-        if self.shared:
-            bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0))
-            self.register_buffer("signs", (2 * bits - 1).to(dtype), persistent=False)
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens [T] -> [T, width]."""
-        token, inside, number = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), torch.zeros_like(tokens).long()
-        for _ in range(self.n):  # the last one, the one before it, and so on, while it is of the same document
-            one = torch.where(inside, token, self.bos_id)
-            number = self.hash(number ^ one) if self.shared else number * self.vocab + one
-            inside = inside & (token != self.bos_id)
-            token = F.pad(token[:-1], (1, 0), value=self.bos_id)
-        if not self.shared:
-            return super().forward(number)
-        rows = self.num_embeddings
-        return super().forward(number % rows) * self.signs[number // rows % self.SIGNS]
-
-    def hash(self, number: Tensor) -> Tensor:
-        number = number * self.FACTOR % 2 ** self.BITS
-        return number ^ (number >> 21)
-
 def uniform(rows: int, columns: int, fan_in: int) -> Tensor:
     """Initial matrix, uniform with standard deviation 0.5 / sqrt(fan_in)."""
     bound = math.sqrt(3) * 0.5 / math.sqrt(fan_in)
@@ -982,21 +947,23 @@ class FP8Linear(torch.autograd.Function):
         grad_x = fp8_product(grad8, by_column[0], FP8_GRAD_SCALE, FP8_WEIGHT_SCALE, fast=False)
         return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], FP8_GRAD_SCALE, ctx.x_scale, fast=False)
 
+LOGIT_CAP, LOGIT_SOFTNESS = 30, 7.5
+
 def softcap(x: Tensor) -> Tensor:
-    """The head's product -> logits in float32, held softly between 0 and 30."""
-    return 30 * torch.sigmoid(x.to(torch.promote_types(x.dtype, torch.float32)) / 7.5)
+    """The head's product -> logits in float32, held softly between 0 and LOGIT_CAP."""
+    return LOGIT_CAP * torch.sigmoid(x.to(torch.promote_types(x.dtype, torch.float32)) / LOGIT_SOFTNESS)
 
 class SoftcappedCrossEntropy(torch.autograd.Function):
     """The value and the gradient of the plain form in Head.forward, for compiled code; x [T, V] is the head's product.
 
-    Logits z between 0 and 30 need no maximum: log sum exp(z) is log sum exp(z - 30) + 30. So forward reads x once, and
+    Logits z between 0 and a cap need no maximum: log sum exp(z) is log sum exp(z - cap) + cap. So forward reads x once, and
     backward makes each element's gradient from it and its row's sum; compiled, torch's own would read it three times.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         z, counted = softcap(x), weights[:, None] * (targets >= 0)
-        log_sum = (z - 30).exp().sum(1).log() + 30
+        log_sum = (z - LOGIT_CAP).exp().sum(1).log() + LOGIT_CAP
         ctx.save_for_backward(x, targets, counted, log_sum)
         return (counted * (log_sum - z.gather(1, targets.clamp_min(0).T).T)).sum()
 
@@ -1007,7 +974,7 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
         grad_z = counted.sum(0)[:, None] * (z - log_sum[:, None]).exp()
         for of_distance, weight in zip(targets, counted):
             grad_z = grad_z - torch.where(classes == of_distance[:, None], weight[:, None], 0)
-        return (grad * grad_z * z * (30 - z) / (30 * 7.5)).to(x.dtype), None, None
+        return (grad * grad_z * z * (LOGIT_CAP - z) / (LOGIT_CAP * LOGIT_SOFTNESS)).to(x.dtype), None, None
 
 class Head(nn.Module):
     def __init__(self, vocab: int, dim: int, dtype: torch.dtype, fp8: bool):
@@ -1034,6 +1001,43 @@ class Head(nn.Module):
 @functools.lru_cache(maxsize=4)  # a copy to a GPU at each step would make it wait
 def weights_tensor(weights: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(weights, device=device)
+
+class NgramTable(nn.Embedding):
+    """A learned vector for the n tokens that end at each place. Before a document stands BOS, whatever came before it.
+
+    With a row for each n-gram of the vocabulary each has its own. Else a hash shares the rows out, and signs by the rest of
+    it let n-grams in one row disturb each other with mean 0 (feature hashing, arXiv:0902.2206).
+    """
+
+    SIGNS, BITS, FACTOR = 8192, 40, 2_654_435  # of the hash; a product stays below 2 ** 63
+
+    def __init__(self, ngrams: Ngrams, vocab: int, bos_id: int, dtype: torch.dtype):
+        super().__init__(ngrams.rows, ngrams.width, dtype=dtype, sparse=True)  # a micro-batch meets few of the rows
+        self.n, self.vocab, self.bos_id = ngrams.n, vocab, bos_id
+        self.shared = vocab ** ngrams.n > ngrams.rows
+        if self.shared:
+            bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0))
+            self.register_buffer("signs", (2 * bits - 1).to(dtype), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens [T] -> [T, width]."""
+        token, inside, number = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), torch.zeros_like(tokens).long()
+        for _ in range(self.n):  # the last one, the one before it, and so on, while it is of the same document
+            one = torch.where(inside, token, self.bos_id)
+            number = self.hash(number ^ one) if self.shared else number * self.vocab + one
+            inside = inside & (token != self.bos_id)
+            token = F.pad(token[:-1], (1, 0), value=self.bos_id)
+        if not self.shared:
+            return super().forward(number)
+        rows = self.num_embeddings
+        return super().forward(number % rows) * self.signs[number // rows % self.SIGNS]
+
+    def hash(self, number: Tensor) -> Tensor:
+        number = number * self.FACTOR % 2 ** self.BITS
+        return number ^ (number >> 21)
 
 # What stands between the blocks: functions of their own, so that each can be compiled by itself
 
@@ -2455,6 +2459,7 @@ def fit_to_gpus(config: Config, vocab_size: int, comm: Comm) -> tuple[Config, li
     if config.fp8_head and capability < [8, 9]:
         config = dataclasses.replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
+
     def lacking(config: Config) -> list[bool]:
         return [needed > USABLE_MEMORY * free for needed in memory_needed(config, vocab_size, comm.ranks)]
 
@@ -2489,7 +2494,7 @@ def memory_needed(config: Config, vocab_size: int, ranks: int) -> tuple[int, int
     size, attentions, mlps = getattr(torch, c.dtype).itemsize, sum(bool(x.window) for x in layers), sum(x.mlp for x in layers)
     value_tables, read_again = len({layer.value_table for layer in layers} - {None}), (len(layers) - 1) // 2 + 1
     matrices = (4 * attentions + 8 * mlps) * c.model_dim ** 2
-    entries = (2 + value_tables) * vocab_size * c.model_dim + sum(x.rows * x.width for x in parse_ngrams(c.ngrams))
+    entries = (2 + value_tables) * vocab_size * c.model_dim + ngram_entries(c)
     # parameters and gradients, and this rank's share of what rules keep: of a float32 matrix one moment, of an entry two
     kept = 8 * matrices + 2 * size * entries + (4 * matrices + 2 * size * entries) / ranks
     width, logits = c.model_dim * size, vocab_size * size  # of one token, in bytes
