@@ -47,13 +47,13 @@ class Memory:
 
     def __init__(self, window: int):
         self.window, self.count = window, 0
-        self.kept: Tensor | None = None  # [2, heads, 2 * window + CHUNK, head_dim]: keys and values
+        self.kept: Tensor | None = None  # [2, heads, 2 * window + 2 * CHUNK, head_dim]: keys and values
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k, v [1, heads, T, head_dim] of the next T tokens, at most CHUNK -> what they see, likewise."""
+        """q, k, v [1, heads, T, head_dim] of the next T places, at most two times CHUNK -> what they see, likewise."""
         new = k.size(2)
         if self.kept is None:
-            self.kept = k.new_empty(2, k.size(1), 2 * self.window + CHUNK, k.size(3))
+            self.kept = k.new_empty(2, k.size(1), 2 * (self.window + CHUNK), k.size(3))
         if self.count + new > self.kept.size(2):
             self.kept[:, :, :self.window] = self.kept[:, :, self.count - self.window:self.count]
             self.count = self.window
@@ -74,7 +74,7 @@ class Reader:
     """
 
     def __init__(self, model: GPT, windows: Windows):
-        reach = {"L": windows.long, "S": windows.short}
+        reach = {"L": windows.long, "S": windows.short, "P": windows.short}
         self.model, self.rotary = model, model.rotary
         self.memories = [Memory(reach[layer.window]) if layer.window else None for layer in model.layers]
         self.position, self.before = 0, []  # tokens read, and the last of them, as many as the opening of the stream reads
@@ -96,14 +96,13 @@ class Reader:
             for memory in filter(None, self.memories):
                 memory.count = 0
         now = slice(self.position, self.position + len(piece))
-        if now.stop > len(self.rotary.cos):
-            longer = Rotary(2 * self.rotary.cos.size(1), 2 * now.stop, self.rotary.cos.dtype)
+        if 2 * now.stop > len(self.rotary.cos):  # where heads are paired a token has two places
+            longer = Rotary(2 * self.rotary.cos.size(1), 4 * now.stop, self.rotary.cos.dtype)
             longer.follow(self.rotary.windows)
             self.rotary = longer.to(self.rotary.cos.device)
         tokens = torch.tensor(self.before + piece, device=self.rotary.cos.device)
         x0 = self.model.open_stream(tokens)[len(self.before):]
-        tables = (self.rotary.cos[now], self.rotary.sin[now], self.rotary.scale)
-        x = self.model.run_layers(tokens[len(self.before):], x0, tables, self.memories)
+        x = self.model.run_layers(tokens[len(self.before):], x0, self.rotary, self.memories, self.position)
         self.position, self.before = now.stop, (self.before + piece)[-self.reach:]
         return x
 

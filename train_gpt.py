@@ -85,10 +85,11 @@ class RunError(Exception):
 # config
 
 def option(default: Any, why: str, choices: tuple[str, ...] = (), zero: bool = False, most: float = math.inf,
-           below: float = math.inf) -> Any:
-    """A field of the config with the reason for its value. A number is more than 0, or with `zero` 0 too; it is at most
-    `most`, and less than `below`."""
-    return field(default=default, metadata={"why": why, "choices": choices, "zero": zero, "most": most, "below": below})
+           below: float = math.inf, signed: bool = False) -> Any:
+    """A field of the config with the reason for its value. A number is more than 0, or with `zero` 0 too, or `signed`; it
+    is at most `most`, and less than `below`."""
+    return field(default=default, metadata={"why": why, "choices": choices, "zero": zero, "most": most, "below": below,
+                                            "signed": signed})
 
 @dataclass(frozen=True)
 class StageValues:
@@ -136,7 +137,8 @@ class Config(SyncSettings, StageValues):
 
     # model
     layers: str = option("- S1M S2M SM LM SM SM M SM S0M S1M L2M", "a word a layer: S or L, attention with the short or "
-                         "the long window; a digit, the value table mixed in; M, an MLP; -, nothing at all")
+                         "the long window, P, with the short one over pairs of heads; a digit, the value table mixed in; "
+                         "M, an MLP; -, nothing at all; before it c, its attention reads the output of backout_layer")
     ngrams: str = option("", "tables of the last tokens together, added to the stream where it begins: a word a table, "
                          "N:ROWS:WIDTH, like 2:16384:64 3:32768:64. With fewer rows than n-grams these share them")
     model_dim: int = option(768, "width of the residual stream")
@@ -144,6 +146,16 @@ class Config(SyncSettings, StageValues):
     head_dim: int = option(128, "width of a head; num_heads * head_dim must be model_dim")
     gate_dim: int = option(12, "entries of the stream that open a head's gate and the smear gate")
     backout_layer: int = option(8, "the layer whose output is partly taken back before the head", zero=True)
+    stream_gain: float = option(1.0, "what a layer first takes of the stream: above 1 later layers begin to weigh more")
+    value_gates: bool = option(False, "each head opens itself to the value table by the token, as it does to attention")
+    exclude_self: bool = option(False, "heads learn to leave out what points to the token's own value (XSA, arXiv:2603.09078)")
+    output_init: float = option(0.0, "size of attention's first output matrices, as a fraction of the others'", zero=True)
+    head_init: float = option(0.0, "standard deviation of the head's first weights", zero=True)
+    untie_at: float = option(0.0, "fraction of the scheduled steps in which the head's weights are the embedding too; then "
+                             "it goes on by itself from there. 0: two from the first step on", zero=True, most=1)
+    logit_cap: float = option(30.0, "logits lie between 0 and this: cap * sigmoid((product + shift) / softness)")
+    logit_shift: float = option(0.0, "see logit_cap", signed=True)
+    logit_softness: float = option(7.5, "see logit_cap")
     # Adam's moments have their parameter's dtype: as in the record those of the scalars are float32. Two roundings of the
     # record are left out, since float32 costs nothing there: of the gates' moments, and of what follows polar
     dtype: str = option("bfloat16", "of embeddings, head, gates, activations and NorMuon's products; matrices are float32 "
@@ -169,6 +181,8 @@ class Config(SyncSettings, StageValues):
     adam_every: int = option(2, "Adam steps every so many steps, on the sum of their gradients")
     embed_lr_mul: float = option(75.0, "embeddings start at unit scale and must move far", zero=True)
     ngram_lr_mul: float = option(25.0, "most rows meet few gradients, and must move far with each", zero=True)
+    adam_weight_decay: float = option(0.0, "times the square of a parameter's learning rate, where it agrees with the update "
+                                      "in sign; not of the mixing weights", zero=True)
     scalar_lr_mul: float = option(5.0, "mixing weights: faster than the head, slower than embeddings", zero=True)
     muon_lr: float = option(0.03, "size of an orthogonal update", zero=True)
     muon_weight_decay: float = option(1.2, "times muon_lr, where it agrees with the update in sign", zero=True)
@@ -178,6 +192,11 @@ class Config(SyncSettings, StageValues):
     muon_momentum_fall: int = option(50, "steps of the fall, at the end of the run", zero=True)
     muon_beta2: float = option(0.95, "memory of the second moment of the orthogonal update", zero=True, below=1)
     fc_lr_mul: float = option(2.0, "the MLP's first matrix learns faster", zero=True)
+    proj_lr_mul: float = option(1.0, "of the MLP's second matrix", zero=True)
+    attn_lr_mul: float = option(1.0, "of attention's matrices", zero=True)
+    tail_average: float = option(0.0, "the run ends with this share of a moving average of all parameters in them (0: none "
+                                 "is taken)", zero=True, most=1)
+    tail_steps: int = option(40, "that the average reaches back; it is taken over the last three times as many")
 
     # gradient sync, beside SyncSettings
     bucket_mb: float = option(72.0, "MiB of parameters at which a bucket is full (0: one bucket per parameter); the default "
@@ -288,21 +307,23 @@ def profiled_steps(config: Config) -> range:
     return range(first, last + 1)
 
 class Layer(NamedTuple):
-    """What is in one layer: the window of its attention (S, L or none), its value table, whether it has an MLP."""
+    """What is in one layer: the window of its attention (S, L, P or none), its value table, whether it has an MLP, whether
+    its attention reads the output of backout_layer."""
 
     window: str | None
     value_table: int | None
     mlp: bool
+    reads_back: bool = False
 
 def parse_layers(words: str) -> tuple[Layer, ...]:
     """`S1M` -> Layer("S", 1, True); see Config.layers. RunError on a word that is none."""
     def parse(word: str) -> Layer:
-        rest = "" if word == "-" else word
-        window, rest = (rest[0], rest[1:]) if rest[:1] in ("S", "L") else (None, rest)
-        table, rest = (int(rest[0]), rest[1:]) if window and rest[:1].isdecimal() else (None, rest)
-        if rest not in ("", "M"):
-            raise RunError(f"layers: {word!r} is not a layer; write S or L, perhaps a digit, perhaps M; or M; or -")
-        return Layer(window, table, rest == "M")
+        parts = re.fullmatch(r"-|M|(c?)([SLP])(\d?)(M?)", word)
+        if not parts:
+            raise RunError(f"layers: {word!r} is not a layer; write S, L or P, perhaps a digit, perhaps M, perhaps c before "
+                           "it; or M; or -")
+        reads_back, window, table, mlp = parts.groups()
+        return Layer(window, int(table) if table else None, mlp == "M" or word == "M", bool(reads_back))
     return tuple(map(parse, words.split()))
 
 class Ngrams(NamedTuple):
@@ -346,6 +367,8 @@ def check_config(config: Config, ranks: int) -> None:
     steps = profiled_steps(c) if re.fullmatch(r"\d+:\d+", c.profile) else ()
     want(not c.profile or steps and steps[-1] < c.num_steps,
          f"profile is {c.profile!r}; give the first and the last step, like 10:13, below num_steps {c.num_steps}")
+    want(not (c.untie_at and c.overlap_param_gather), "untie_at and overlap_param_gather exclude each other: the embedding reads "
+         "the head's weights before the head waits for them; leave out one")
     for name in ("bf16_compress", "clip_norm", "find_unused_parameters"):
         want(not (c.exact and getattr(c, name)), f"exact and {name} {getattr(c, name)} exclude each other: its sums "
              f"depend on the number of ranks; leave out --exact or --{name}")
@@ -359,6 +382,9 @@ def check_config(config: Config, ranks: int) -> None:
                  f"{where} on {ranks} ranks: make both powers of two")
             want(stage.first["max_document_tokens"] >= 2, f"max_document_tokens is {stage.first['max_document_tokens']} "
                  f"from step {stage.begin} on; a document needs at least a BOS and a token")
+            ahead = len(stage.first["loss_weights"])
+            want(ahead <= c.micro_batch_tokens, f"loss_weights looks {ahead} tokens ahead from step {stage.begin} on, and a "
+                 f"micro-batch has {c.micro_batch_tokens}: give fewer")
         layers = parse_layers(c.layers)
         want(layers, "layers is empty; give at least one layer")
         widest = max((table.width for table in parse_ngrams(c.ngrams)), default=0)
@@ -368,6 +394,10 @@ def check_config(config: Config, ranks: int) -> None:
         want(needed <= memory, f"ngrams: the tables take {needed >> 30} GiB to train, and this machine has {memory >> 30}; give "
              "them fewer rows")
         want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
+        want(not any(layer.reads_back for layer in layers[:c.backout_layer + 1]), f"layers: one with c stands before or at "
+             f"backout_layer {c.backout_layer}, whose output it would read; write c in later ones")
+        want(c.num_heads % 2 == 0 or all(layer.window != "P" for layer in layers), f"layers: P pairs heads, and num_heads is "
+             f"{c.num_heads}; make it even, or write S")
         tables = {layer.value_table for layer in layers} - {None}
         want(tables == set(range(len(tables))), f"layers use the value tables {sorted(tables)}; number them from 0 on "
              "without a gap")
@@ -382,11 +412,13 @@ def out_of_range(f: dataclasses.Field, v: Any) -> str:
         return ""
     several, limits = isinstance(v, tuple), f.metadata
     zero, numbers = limits["zero"] or several and any(v), v if several else (v,)
-    if all(math.isfinite(x) and (x > 0 or zero and x == 0) and x <= limits["most"] and x < limits["below"] for x in numbers):
+    if all(math.isfinite(x) and (x > 0 or zero and x == 0 or limits["signed"]) and x <= limits["most"]
+           and x < limits["below"] for x in numbers):
         return ""
     bounds = [f"{words} {limits[key]:g}" for key, words in (("most", "at most"), ("below", "less than"))
               if limits[key] < math.inf]
-    return f"{f.name} is {v}; it must be {', '.join(['0 or more' if zero else 'more than 0', *bounds])}, and finite"
+    least = "a number" if limits["signed"] else "0 or more" if zero else "more than 0"
+    return f"{f.name} is {v}; it must be {', '.join([least, *bounds])}, and finite"
 
 # ------------------------------------------------------------------------------------------------------------------
 # plan
@@ -467,6 +499,10 @@ class Plan(StageValues):
     momentum: float = 0.0  # NorMuon's
     windows: Windows = Windows(0, 0)  # of the training step, and of a validation before it
     rotary_windows: tuple[int, ...] = ()  # long windows so far, in tokens: the rotary is stretched from each to the next
+    tied: bool = False  # the head's weights are the embedding too
+    unties: bool = False  # before this step the embedding begins to be one by itself
+    average_rate: float = 0.0  # how much of the parameters goes into their moving average after this step
+    average_share: float = 0.0  # how much of the average then goes into the parameters
 
 def plan_of(config: Config, step: int) -> Plan:
     """The plan of a step; of step num_steps, which trains nothing, that of the last validation."""
@@ -477,9 +513,12 @@ def plan_of(config: Config, step: int) -> Plan:
     values = {name: move(first, stage.last[name], done) for name, first in stage.first.items()}
     rotary = [key * c.window_block for key, _ in itertools.groupby(s.first["long_window"] for s in stages[:at + 1])]
     longest = c.final_window if step == c.num_steps else values["long_window"]
+    last, averaged = step == c.num_steps - 1, step - max(0, c.num_steps - 3 * c.tail_steps)  # steps since the average began
+    average_rate = 0.0 if averaged < 0 or not c.tail_average else 1 / c.tail_steps if averaged else 1.0
     return Plan(**values, step=step, lr_factor=lr_factor(c, step, values["peak_lr_factor"]), momentum=momentum(c, step),
                 windows=Windows(longest * c.window_block, values["long_window"] // 2 * c.window_block),
-                rotary_windows=tuple(rotary))
+                rotary_windows=tuple(rotary), tied=step < untie_step(c), unties=0 < step == untie_step(c),
+                average_rate=average_rate, average_share=c.tail_average if last else 0.0)
 
 def move(first: Any, last: Any, done: float) -> Any:
     """From first (done = 0) to last (done = 1) in a line; number by number where there are several."""
@@ -487,9 +526,16 @@ def move(first: Any, last: Any, done: float) -> Any:
         return tuple(move(a, b, done) for a, b in zip(first, last))
     return first if first == last else first + done * (last - first)
 
+def scheduled_steps(config: Config) -> int:
+    return max(stage.end for stage in stages_of(config) if stage.scheduled)
+
+def untie_step(config: Config) -> int:
+    """The step from which on the embedding is one by itself: the first of a cycle of Adam's, when no gradient waits."""
+    return math.ceil(scheduled_steps(config) * config.untie_at / config.adam_every) * config.adam_every
+
 def lr_factor(config: Config, step: int, peak: float) -> float:
     """peak until the cooldown, then in a line down to lr_floor at the end of the scheduled steps, and so from there."""
-    c, scheduled = config, max(stage.end for stage in stages_of(config) if stage.scheduled)
+    c, scheduled = config, scheduled_steps(config)
     done = min(0.9999, step / scheduled)  # the record's: never all the way to the floor
     left = min(1.0, (1 - done) / c.cooldown) if c.cooldown else 1.0
     return peak * left + (1 - left) * c.lr_floor
@@ -865,15 +911,33 @@ def uniform(rows: int, columns: int, fan_in: int) -> Tensor:
     bound = math.sqrt(3) * 0.5 / math.sqrt(fan_in)
     return torch.empty(rows, columns).uniform_(-bound, bound)
 
+def pair_heads(x_THD: Tensor) -> Tensor:
+    """[T, H, D] -> [2T, H / 2, D]: two neighbouring heads as one sequence, in which each token has two places."""
+    tokens, heads, dim = x_THD.shape
+    return x_THD.view(tokens, heads // 2, 2, dim).transpose(1, 2).reshape(2 * tokens, heads // 2, dim)
+
+def unpair_heads(x_THD: Tensor) -> Tensor:
+    """The inverse of pair_heads."""
+    places, pairs, dim = x_THD.shape
+    return x_THD.reshape(places // 2, 2, pairs, dim).transpose(1, 2).reshape(places // 2, 2 * pairs, dim)
+
 class Attention(nn.Module):
-    def __init__(self, dim: int, heads: int, gate_dim: int, dtype: torch.dtype):
+    """value_gates, exclude_self, output_init: see Config."""
+
+    def __init__(self, layer: Layer, dim: int, heads: int, gate_dim: int, dtype: torch.dtype, value_gates: bool,
+                 exclude_self: bool, output_init: float):
         super().__init__()
-        self.heads = heads
+        self.heads, self.paired = heads, layer.window == "P"
         # query, key, value and output matrices [dim, dim] behind one another in memory
         qkvo = uniform(4 * dim, dim, dim)
-        qkvo[3 * dim:] = 0
+        qkvo[3 * dim:] = qkvo[3 * dim:] * output_init if output_init else 0  # 0 times a negative number is no plain 0
         self.qkvo = nn.Parameter(qkvo.view(dim, 4 * dim))
         self.gate = nn.Parameter(torch.zeros(heads, gate_dim, dtype=dtype))
+        self.value_gate = self.self_share = None
+        if value_gates and layer.value_table is not None:
+            self.value_gate = nn.Parameter(torch.zeros(heads, gate_dim, dtype=dtype))
+        if exclude_self and not self.paired:
+            self.self_share = nn.Parameter(torch.zeros(heads, dtype=dtype))
 
     def forward(self, x: Tensor, values: Tensor | None, value_mix: Tensor, rotary: tuple[Tensor, Tensor, Tensor],
                 mask: Mask) -> Tensor:
@@ -883,12 +947,31 @@ class Attention(nn.Module):
         qkv_weight, o_weight = self.qkvo.view(4 * dim, dim).type_as(x).split((3 * dim, dim))
         qkv = F.linear(x, qkv_weight).view(tokens, 3 * self.heads, -1)
         qk, v = qkv.split((2 * self.heads, self.heads), dim=1)
-        q, k = rotate(norm(qk), cos, sin).chunk(2, dim=1)
-        q = q * scale
-        v = value_mix[0] * v if values is None else value_mix[0] * v + value_mix[1] * values.view_as(v)
-        gate = torch.sigmoid(F.linear(x[:, :self.gate.size(1)], self.gate))
-        y = attend(q, k, v, mask) * gate[..., None]
+        qk, v = norm(qk), value_mix[0] * v
+        if values is not None:
+            v = v + value_mix[1] * self.gated(x, values).view_as(v)
+        if self.paired:  # attention over both places of a token, and the rotary turns from one to the other
+            (q, k), v = (pair_heads(half) for half in qk.chunk(2, dim=1)), pair_heads(v)
+            qk = torch.cat([q, k], dim=1)
+        q, k = rotate(qk, cos, sin).chunk(2, dim=1)
+        y = attend(q * scale, k, v, mask)
+        if self.paired:
+            y = unpair_heads(y)
+        if self.self_share is not None:
+            own = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
+            y = y - torch.tanh(self.self_share)[:, None] * own * v
+        y = y * torch.sigmoid(F.linear(x[:, :self.gate.size(1)], self.gate))[..., None]
         return F.linear(y.reshape(tokens, dim), o_weight)
+
+    def gated(self, x: Tensor, values: Tensor) -> Tensor:
+        """The value table's vectors [T, dim], each head's times its gate, from 0 to 2, which half of the entries are for
+        the stream and half for the vectors to open."""
+        if self.value_gate is None:
+            return values
+        half = self.value_gate.size(1) // 2
+        seen = torch.cat([x[:, :half], values[:, :self.value_gate.size(1) - half]], dim=1)
+        opening = 2 * torch.sigmoid(F.linear(seen, self.value_gate))
+        return opening[..., None] * values.view(*opening.shape, -1)
 
 class MLP(nn.Module):
     def __init__(self, dim: int):
@@ -901,17 +984,18 @@ class MLP(nn.Module):
         return F.linear(h.relu() * h, self.proj.type_as(x))  # relu squared; square() by itself is slow on CPUs
 
 class Block(nn.Module):
-    def __init__(self, layer: Layer, dim: int, heads: int, gate_dim: int, dtype: torch.dtype):
+    def __init__(self, layer: Layer, dim: int, **attention: Any):
         super().__init__()
-        self.attn = Attention(dim, heads, gate_dim, dtype) if layer.window else None
+        self.attn = Attention(layer, dim, **attention) if layer.window else None
         self.mlp = MLP(dim) if layer.mlp else None
 
     def forward(self, x: Tensor, x0: Tensor, mix: Tensor, values: Tensor | None, value_mix: Tensor,
-                rotary: tuple[Tensor, Tensor, Tensor], mask: Mask | None) -> Tensor:
-        """x, x0 [T, dim]: the stream and its beginning; mix [2]: how much of each goes in."""
+                rotary: tuple[Tensor, Tensor, Tensor], mask: Mask | None, back: Tensor | None = None) -> Tensor:
+        """x, x0 [T, dim]: the stream and its beginning; mix [2]: how much of each goes in. back [T, dim]: what attention
+        reads in place of the stream."""
         x = mix[0] * x + mix[1] * x0
         if self.attn is not None:
-            x = x + self.attn(norm(x), values, value_mix, rotary, mask)
+            x = x + self.attn(norm(x if back is None else back), values, value_mix, rotary, mask)
         if self.mlp is not None:
             x = x + self.mlp(norm(x))
         return x
@@ -947,11 +1031,16 @@ class FP8Linear(torch.autograd.Function):
         grad_x = fp8_product(grad8, by_column[0], FP8_GRAD_SCALE, FP8_WEIGHT_SCALE, fast=False)
         return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], FP8_GRAD_SCALE, ctx.x_scale, fast=False)
 
-LOGIT_CAP, LOGIT_SOFTNESS = 30, 7.5
+class Softcap(NamedTuple):
+    """The head's product -> logits in float32, held softly between 0 and cap."""
 
-def softcap(x: Tensor) -> Tensor:
-    """The head's product -> logits in float32, held softly between 0 and LOGIT_CAP."""
-    return LOGIT_CAP * torch.sigmoid(x.to(torch.promote_types(x.dtype, torch.float32)) / LOGIT_SOFTNESS)
+    cap: float
+    shift: float
+    softness: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.cap * torch.sigmoid((x + self.shift if self.shift else x) / self.softness)
 
 class SoftcappedCrossEntropy(torch.autograd.Function):
     """The value and the gradient of the plain form in Head.forward, for compiled code; x [T, V] is the head's product.
@@ -961,41 +1050,44 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap) -> Tensor:
         z, counted = softcap(x), weights[:, None] * (targets >= 0)
-        log_sum = (z - LOGIT_CAP).exp().sum(1).log() + LOGIT_CAP
+        log_sum = (z - softcap.cap).exp().sum(1).log() + softcap.cap
         ctx.save_for_backward(x, targets, counted, log_sum)
+        ctx.softcap = softcap
         return (counted * (log_sum - z.gather(1, targets.clamp_min(0).T).T)).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         x, targets, counted, log_sum = ctx.saved_tensors
-        z, classes = softcap(x), torch.arange(x.size(1), device=x.device)
+        cap, _, softness = ctx.softcap
+        z, classes = ctx.softcap(x), torch.arange(x.size(1), device=x.device)
         grad_z = counted.sum(0)[:, None] * (z - log_sum[:, None]).exp()
         for of_distance, weight in zip(targets, counted):
             grad_z = grad_z - torch.where(classes == of_distance[:, None], weight[:, None], 0)
-        return (grad * grad_z * z * (LOGIT_CAP - z) / (LOGIT_CAP * LOGIT_SOFTNESS)).to(x.dtype), None, None
+        return (grad * grad_z * z * (cap - z) / (cap * softness)).to(x.dtype), None, None, None
 
 class Head(nn.Module):
-    def __init__(self, vocab: int, dim: int, dtype: torch.dtype, fp8: bool):
+    def __init__(self, vocab: int, dim: int, dtype: torch.dtype, fp8: bool, softcap: Softcap, init: float = 0.0):
+        """init: standard deviation of the first weights."""
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(vocab, dim, dtype=dtype))
-        self.fp8 = fp8
+        self.weight = nn.Parameter(init * torch.randn(vocab, dim, dtype=dtype) if init else torch.zeros(vocab, dim, dtype=dtype))
+        self.fp8, self.softcap = fp8, softcap
 
     def product(self, x: Tensor) -> Tensor:
         return FP8Linear.apply(x, self.weight) if self.fp8 and self.training else F.linear(x, self.weight)
 
     def logits(self, x: Tensor) -> Tensor:
         """[T, dim] -> float32 [T, V]."""
-        return softcap(self.product(x))
+        return self.softcap(self.product(x))
 
     def forward(self, x: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """Cross entropies in nats, summed over the positions of targets [n, T], and over n with weights [n]. Targets k
         are the tokens k + 1 ahead; -1 is none."""
         x = self.product(x)
         if torch.compiler.is_compiling():
-            return SoftcappedCrossEntropy.apply(x, targets, weights)
-        losses = [F.cross_entropy(softcap(x), of_distance, ignore_index=-1, reduction="sum") for of_distance in targets]
+            return SoftcappedCrossEntropy.apply(x, targets, weights, self.softcap)
+        losses = [F.cross_entropy(self.softcap(x), of_distance, ignore_index=-1, reduction="sum") for of_distance in targets]
         return (torch.stack(losses) * weights).sum()
 
 @functools.lru_cache(maxsize=4)  # a copy to a GPU at each step would make it wait
@@ -1061,9 +1153,11 @@ class GPT(nn.Module):
 
     def __init__(self, *, vocab_size: int, bos_id: int, layers: Sequence[Layer], model_dim: int, num_heads: int,
                  gate_dim: int, backout_layer: int, max_tokens: int, loss_tokens: int, dtype: torch.dtype,
-                 fp8_head: bool = False, ngrams: Sequence[Ngrams] = ()):
+                 softcap: Softcap, fp8_head: bool = False, ngrams: Sequence[Ngrams] = (),
+                 stream_gain: float = 1.0, head_init: float = 0.0, output_init: float = 0.0, value_gates: bool = False,
+                 exclude_self: bool = False):
         super().__init__()
-        self.bos_id, self.layers = bos_id, tuple(layers)
+        self.bos_id, self.layers, self.tied = bos_id, tuple(layers), False
         self.backout_layer, self.loss_tokens = backout_layer, loss_tokens
         count, vocab = len(layers), -(-vocab_size // 128) * 128
         # the later half takes in what the earlier put out, last out first in; the last layer takes nothing
@@ -1074,41 +1168,50 @@ class GPT(nn.Module):
         self.value_embeds = nn.ModuleList(nn.Embedding(vocab, model_dim, dtype=dtype) for _ in range(tables))
         self.ngrams = nn.ModuleList(NgramTable(table, vocab_size, bos_id, dtype) for table in ngrams)
         self.smear_gate = nn.Parameter(torch.zeros(1, gate_dim, dtype=dtype))
-        self.blocks = nn.ModuleList(Block(layer, model_dim, num_heads, gate_dim, dtype) for layer in layers)
-        self.lm_head = Head(vocab, model_dim, dtype, fp8_head)
+        self.blocks = nn.ModuleList(
+            Block(layer, model_dim, heads=num_heads, gate_dim=gate_dim, dtype=dtype, value_gates=value_gates,
+                  exclude_self=exclude_self, output_init=output_init) for layer in layers)
+        self.lm_head = Head(vocab, model_dim, dtype, fp8_head, softcap, head_init)
         self.scalar_sizes = [count // 2, 2 * count, 2 * count, 1, 1]  # skips, stream mixes, value mixes, smear, backout
-        firsts = ([-1.5], [1.0, 0.0], [0.5, 0.5], [0.0], [0.5])
+        firsts = ([-1.5], [stream_gain, 0.0], [0.5, 0.5], [0.0], [0.5])
         self.scalars = nn.Parameter(torch.cat([torch.tensor(first).repeat(size // len(first))
                                                for first, size in zip(firsts, self.scalar_sizes)]))
-        self.rotary = Rotary(model_dim // num_heads, max_tokens, dtype)
+        self.pairs = any(layer.window == "P" for layer in layers)
+        self.rotary = Rotary(model_dim // num_heads, max_tokens * (1 + self.pairs), dtype)
         self.smear, self.mix_in_saved, self.back_out = smear, mix_in_saved, back_out
+
+    def follow(self, rotary_windows: tuple[int, ...], tied: bool) -> None:
+        """A plan's state of the model; see Plan."""
+        self.rotary.follow(rotary_windows)
+        self.tied = tied
 
     def masks(self, x: Tensor, windows: Windows) -> dict[str | None, Tensor | BlockMask | None]:
         docs = (x == self.bos_id).cumsum(0)
         make = block_mask if x.is_cuda else dense_mask
-        return {"L": make(docs, windows.long), "S": make(docs, windows.short), None: None}
+        paired = {"P": make(docs.repeat_interleave(2), windows.short)} if self.pairs else {}
+        return {"L": make(docs, windows.long), "S": make(docs, windows.short), None: None, **paired}
 
     def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
         """Tokens [T] -> normed stream before the head [T, dim]."""
         masks = self.masks(tokens, windows)
-        rotary = (self.rotary.cos, self.rotary.sin, self.rotary.scale)
-        return self.run_layers(tokens, self.open_stream(tokens), rotary, [masks[layer.window] for layer in self.layers])
+        return self.run_layers(tokens, self.open_stream(tokens), self.rotary, [masks[layer.window] for layer in self.layers])
 
     def open_stream(self, tokens: Tensor) -> Tensor:
         """Tokens [T] -> the stream before the first layer [T, dim]."""
-        e = self.embed(tokens)
+        e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)
         x0 = self.smear(e, self.smear_gate, self.scalars.split(self.scalar_sizes)[3][0])
         for table in self.ngrams:  # a narrow one adds to the first entries
             x0 = x0 + F.pad(table(tokens), (0, x0.size(1) - table.embedding_dim))
         return x0
 
-    def run_layers(self, tokens: Tensor, x0: Tensor, rotary: tuple[Tensor, Tensor, Tensor],
-                   masks: Sequence[Mask | None]) -> Tensor:
-        """Tokens [T] and their opened stream [T, dim], a mask per layer -> normed stream before the head [T, dim]."""
+    def run_layers(self, tokens: Tensor, x0: Tensor, rotary: Rotary, masks: Sequence[Mask | None], begin: int = 0) -> Tensor:
+        """Tokens [T] and their opened stream [T, dim], a mask per layer -> normed stream before the head [T, dim]. begin:
+        the place of the first token, for the rotary."""
         skips, mixes, value_mixes, _, backout = self.scalars.split(self.scalar_sizes)
         # apart at once: the gradients of so many selections would each be padded with zeros, and summed
         skips, mixes, value_mixes = skips.unbind(), mixes.view(-1, 2).unbind(), value_mixes.view(-1, 2).unbind()
         values: dict[int, Tensor] = {}  # looked up where first needed, so that their gradients come with that layer's
+        turns = {places: (rotary.cos[places * begin:], rotary.sin[places * begin:], rotary.scale) for places in (1, 2)}
         x = x0.view_as(x0)  # an object of its own, as saved ones are: arguments that are one compile anew
         saved: dict[int, Tensor] = {}
         for i, (layer, block) in enumerate(zip(self.layers, self.blocks)):
@@ -1118,7 +1221,8 @@ class GPT(nn.Module):
                 values[layer.value_table] = self.value_embeds[layer.value_table](tokens)
             if layer != Layer(None, None, False):
                 mixed_in = values.get(layer.value_table)
-                x = block(x, x0, mixes[i], mixed_in, value_mixes[i], rotary, masks[i])
+                back = saved[self.backout_layer] if layer.reads_back else None
+                x = block(x, x0, mixes[i], mixed_in, value_mixes[i], turns[1 + (layer.window == "P")], masks[i], back)
             if i in self.read_again:
                 saved[i] = x.view_as(x)
         return self.back_out(x, backout[0], saved[self.backout_layer])
@@ -1176,6 +1280,7 @@ class Adam:
     beta2: float
     eps: float
     every: int  # it updates in every so-manieth step, on the sum of the gradients since the last update
+    weight_decay: float = 0.0  # cautious: see update
 
     def unit(self, shape: torch.Size, matrices: int) -> tuple[int, ...]:
         return ()
@@ -1186,15 +1291,18 @@ class Adam:
 
     def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
         """What the t-th update takes."""
-        return {"lr": self.lr * plan.lr_factor, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps, "t": float(t)}
+        lr = self.lr * plan.lr_factor
+        decay = {"decay": lr * lr * self.weight_decay} if self.weight_decay else {}
+        return {"lr": lr, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps, "t": float(t), **decay}
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: dict[str, Any]) -> None:
         """In place on param [n] and its state; float32 inside. eps is added before the bias correction, as the record has
-        it: p -= lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + eps)."""
+        it: p -= lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + eps), and with a decay p -= decay * p where that
+        made p smaller."""
         lr, beta1, beta2, eps, t = (hyper[key] for key in ("lr", "beta1", "beta2", "eps", "t"))
         p, g, m, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (param, grad, state["m"], state["v"]))
-        correction = (1 - beta2 ** t) ** 0.5
+        correction, before = (1 - beta2 ** t) ** 0.5, p.clone() if "decay" in hyper else p
         if torch.compiler.is_compiling():  # becomes one kernel
             m = beta1 * m + (1 - beta1) * g
             v = beta2 * v + (1 - beta2) * g * g
@@ -1202,6 +1310,8 @@ class Adam:
         else:  # line by line it would go a dozen times through memory: 20 times slower on 5 million elements
             torch._fused_adam_([p], [g], [m], [v], [], [torch.full((), t, device=p.device)], lr=lr, beta1=beta1,
                                beta2=beta2, weight_decay=0.0, eps=eps / correction, amsgrad=False, maximize=False)
+        if "decay" in hyper:
+            p = p - torch.where((before - p) * before > 0, hyper["decay"] * before, 0)
         for x, new in ((param, p), (state["m"], m), (state["v"], v)):
             x.copy_(new)  # onto itself: nothing happens
 
@@ -1874,6 +1984,18 @@ class DistributedOptimizer:
             for x, old in kept:
                 x.copy_(old)
 
+    @torch.no_grad()
+    def average(self, rate: float, share: float) -> None:
+        """After a step: a moving average of all parameters moves towards them by `rate`, then they towards it by `share`."""
+        for bucket in self.buckets:
+            kept = bucket.state["average"].lerp_(bucket.param_shard.to(bucket.state["average"].dtype), rate)
+            if share:
+                self.finish_all_gathers([bucket])
+                bucket.param_shard.copy_(bucket.param_shard.lerp(kept.to(bucket.param_shard.dtype), share))
+                bucket.gathering = self.comm.all_gather(bucket.param_data, bucket.flat_param_shard)
+        if share:
+            self.finish_all_gathers()
+
     def finish_all_gathers(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Wait until the parameters of these buckets, or of all, are whole."""
         for bucket in self.buckets if buckets is None else buckets:
@@ -1916,9 +2038,12 @@ class DistributedOptimizer:
         """target begins where source is, with its state: a parameter that was tied until now. RunError between updates."""
         if self.between_updates:
             raise RunError(f"{target} cannot begin in a step whose gradients still wait for an update; take the next step")
-        state = self.state_dict()
-        copied = {target + name.removeprefix(source): x for name, x in state.items() if name.split("/")[0] == source}
-        self.load_state_dict({**state, **copied})
+        self.finish_all_gathers()
+        of_source, of_target = (next(bucket for bucket in self.buckets for place in bucket.params if place.name == name)
+                                for name in (source, target))
+        copied = {target + name.removeprefix(source): x for name, x in of_source.whole_state(self.comm).items()
+                  if name.split("/")[0] == source}
+        of_target.load_state({**of_target.whole_state(self.comm), **copied})
 
     def state_hash(self, further: Sequence[tuple[str, Tensor]] = ()) -> str:
         """SHA-256 of all parameters, their state, how often each was updated, and further tensors."""
@@ -1947,24 +2072,27 @@ def assignments(config: Config) -> tuple[Assignment, ...]:
     """The table: every parameter of GPT matches exactly one line."""
     c = config
 
-    def adam(multiplier: float) -> Callable[[nn.Parameter], Adam]:
-        return lambda p: Adam(c.adam_lr * multiplier, c.adam_beta1, c.adam_beta2, c.adam_eps, c.adam_every)
+    def adam(multiplier: float, decay: float = c.adam_weight_decay) -> Callable[[nn.Parameter], Adam]:
+        return lambda p: Adam(c.adam_lr * multiplier, c.adam_beta1, c.adam_beta2, c.adam_eps, c.adam_every, decay)
 
     def normuon(p: nn.Parameter) -> NorMuon:
         dtype = getattr(torch, c.dtype)
         return NorMuon(c.muon_lr, c.muon_weight_decay, c.muon_beta2, dtype, wide=p.shape[1] > p.shape[0])
 
     return (
-        Assignment("embed.weight", adam(c.embed_lr_mul)),
+        # tied at first, it goes on as the head does
+        Assignment("embed.weight", adam(1.0 if c.untie_at else c.embed_lr_mul), first_step=untie_step(c)),
         Assignment("value_embeds.*.weight", adam(c.embed_lr_mul)),
         Assignment("ngrams.*.weight", adam(c.ngram_lr_mul)),
         Assignment("lm_head.weight", adam(1.0)),
-        Assignment("scalars", adam(c.scalar_lr_mul)),
+        Assignment("scalars", adam(c.scalar_lr_mul, 0.0)),
         Assignment("smear_gate", normuon),
         Assignment("blocks.*.attn.gate", normuon),
-        Assignment("blocks.*.attn.qkvo", normuon, matrices=4),
+        Assignment("blocks.*.attn.value_gate", normuon),
+        Assignment("blocks.*.attn.self_share", adam(1.0, 0.0)),
+        Assignment("blocks.*.attn.qkvo", normuon, matrices=4, scale=c.attn_lr_mul),
         Assignment("blocks.*.mlp.fc", normuon, scale=c.fc_lr_mul),
-        Assignment("blocks.*.mlp.proj", normuon),
+        Assignment("blocks.*.mlp.proj", normuon, scale=c.proj_lr_mul),
     )
 
 def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
@@ -1990,7 +2118,10 @@ def build_model(config: Config, encoding: Encoding) -> GPT:
                model_dim=config.model_dim, num_heads=config.num_heads, gate_dim=config.gate_dim,
                backout_layer=config.backout_layer, max_tokens=max(config.micro_batch_tokens, config.val_len),
                loss_tokens=config.micro_batch_tokens, dtype=getattr(torch, config.dtype), fp8_head=config.fp8_head,
-               ngrams=parse_ngrams(config.ngrams))
+               ngrams=parse_ngrams(config.ngrams),
+               softcap=Softcap(config.logit_cap, config.logit_shift, config.logit_softness), stream_gain=config.stream_gain,
+               head_init=config.head_init, output_init=config.output_init, value_gates=config.value_gates,
+               exclude_self=config.exclude_self)
 
 def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False,
                     grad_scale: float = 1.0) -> DistributedOptimizer:
@@ -1998,6 +2129,8 @@ def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = Fal
     since the loss of one is a sum over its tokens."""
     specs = assign(model, assignments(config))
     buckets = fill_buckets(specs, config.bucket_mb * 2 ** 20, comm.rank, comm.ranks, config.grad_reduce_in_fp32)
+    for bucket in buckets if config.tail_average else ():
+        bucket.state["average"] = bucket.param_shard.to(torch.promote_types(bucket.param_shard.dtype, torch.float32), copy=True)
     return DistributedOptimizer(buckets, comm, config, model, grad_scale, compiled)
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -2271,7 +2404,7 @@ def load_model(path: str | Path, device: str = "cpu") -> tuple[GPT, dict[str, An
     try:
         model = build_model(config_of(saved["config"]), Encoding(saved["vocab_size"], saved["bos_id"]))
         load_parameters(model, saved)
-        model.rotary.follow(tuple(saved["rotary_windows"]))
+        model.follow(tuple(saved["rotary_windows"]), saved.get("tied", False))
     except (KeyError, TypeError, RuntimeError) as error:
         raise RunError(f"{path}: holds no model of this version of train_gpt.py ({error}); name a .pt that its "
                        "--save_model left") from error
@@ -2496,7 +2629,8 @@ def memory_needed(config: Config, vocab_size: int, ranks: int) -> tuple[int, int
     matrices = (4 * attentions + 8 * mlps) * c.model_dim ** 2
     entries = (2 + value_tables) * vocab_size * c.model_dim + ngram_entries(c)
     # parameters and gradients, and this rank's share of what rules keep: of a float32 matrix one moment, of an entry two
-    kept = 8 * matrices + 2 * size * entries + (4 * matrices + 2 * size * entries) / ranks
+    average = 4 * (matrices + entries) if c.tail_average else 0
+    kept = 8 * matrices + 2 * size * entries + (4 * matrices + 2 * size * entries + average) / ranks
     width, logits = c.model_dim * size, vocab_size * size  # of one token, in bytes
     saved = (4 * attentions + 14 * mlps + 32) * width + logits * (2 if c.fp8_head else 1)  # fp8: their gradient, twice in e5m2
     training = kept + c.micro_batch_tokens * saved + 340 * 2 ** 20
@@ -2536,12 +2670,15 @@ class Trainer:
         if compiled:
             self.model.compile_parts()
         self.optimizer = build_optimizer(config, self.model, comm, compiled, grad_scale)
-        self.model.rotary.follow(plan_of(config, 0).rotary_windows)
+        first = plan_of(config, 0)
+        self.model.follow(first.rotary_windows, first.tied)
 
     def step(self, plan: Plan, batch: list[np.ndarray]) -> list[Tensor]:
         """One step on this rank's micro-batches -> their summed losses, still on the device."""
-        self.model.rotary.follow(plan.rotary_windows)
+        self.model.follow(plan.rotary_windows, plan.tied)
         losses, optimizer = [], self.optimizer
+        if plan.unties:
+            optimizer.copy_parameter("lm_head.weight", "embed.weight")
         for i, micro_batch in enumerate(batch):
             inputs, targets = split_sequence(micro_batch, self.device)
             with optimizer.reducer.span("forward"):
@@ -2552,16 +2689,18 @@ class Trainer:
             losses.append(loss.detach())
         with optimizer.reducer.span("step"):
             optimizer.step(plan)
+            if plan.average_rate:
+                optimizer.average(plan.average_rate, plan.average_share)
         return losses
 
     def validate(self, plan: Plan, sequences: np.ndarray) -> tuple[float, int]:
         self.optimizer.finish_all_gathers()
-        self.model.rotary.follow(plan.rotary_windows)
+        self.model.follow(plan.rotary_windows, plan.tied)
         return validate(self.model, sequences, plan.windows, self.comm, self.device)
 
     def warm_up(self, val_sequence: np.ndarray) -> None:
         """Every stage and kind of step, so that nothing is compiled or allocated on the clock; then all is put back."""
-        c, rotary = self.config, self.model.rotary.windows
+        c, before = self.config, (self.model.rotary.windows, self.model.tied)
         saved, position, digest = self.optimizer.state_dict(), self.stream.position, self.stream.digest
         begins = [-(-stage.begin // c.adam_every) * c.adam_every for stage in stages_of(c)]  # of a cycle of Adam's
         batches: dict[int, list[np.ndarray]] = {}
@@ -2574,7 +2713,7 @@ class Trainer:
         if c.warmup_steps:
             self.validate(plan_of(c, c.num_steps), val_sequence[None].repeat(self.comm.ranks, 0))
         self.optimizer.load_state_dict(saved)
-        self.model.rotary.follow(rotary)
+        self.model.follow(*before)
         self.stream.position, self.stream.digest = position, digest
         gc.collect()  # compiling leaves cycles that hold memory of the GPU
         gc.freeze()  # a collection on the clock does not look through what there is now
@@ -2602,14 +2741,14 @@ class Trainer:
         """What rebuilds the model before a step. config: the run's own, before it was fitted to a machine."""
         plan, encoding = plan_of(self.config, step), self.stream.shards[0].encoding
         return {"config": dataclasses.asdict(config), "step": step, "windows": list(plan.windows), **encoding._asdict(),
-                "rotary_windows": list(plan.rotary_windows)}
+                "rotary_windows": list(plan.rotary_windows), "tied": plan.tied}
 
     def load(self, saved: dict[str, Any]) -> None:
         """Go on from what save wrote."""
         self.optimizer.load_state_dict(saved["state"])
         self.stream.position = Position(*saved["position"])
         self.stream.digest = int(saved["digest"], 16) if self.comm.rank == 0 else 0  # a sum: one rank holds the past
-        self.model.rotary.follow(tuple(saved["rotary_windows"]))
+        self.model.follow(tuple(saved["rotary_windows"]), saved.get("tied", False))
 
 class Profile:
     """A Chrome trace of some steps, with a range for each phase of each bucket. Outside these steps it costs nothing."""

@@ -31,9 +31,12 @@ def rotary(x, freqs):
     return out
 
 
-def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0):
+def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softcap=(30, 0, 7.5), read_back=(), paired=()):
     """p: parameters by name, float64. x, y: token lists. added: to the opened stream. -> summed cross entropy of the twelve
-    layers."""
+    layers.
+
+    softcap: cap, shift, softness. read_back: layers whose attention reads layer 8's output. paired: layers in which heads 2j
+    and 2j + 1 share one softmax. Gates of value tables and shares of the own value are taken where p has them."""
     T, dim = len(x), p["embed.weight"].shape[1]
     D = dim // heads
     if freqs is None:
@@ -54,28 +57,48 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0):
             h = h + torch.sigmoid(skips[i - 6]) * outputs[11 - i]
         h = lam[i, 0] * h + lam[i, 1] * h0
         if i != 7:
-            a = rms(h)
+            a = rms(outputs[8] if i in read_back else h)
             w = p[f"blocks.{i}.attn.qkvo"].reshape(4, dim, dim)
             q, k, v = ((a @ w[j].T).view(T, heads, D) for j in range(3))
-            q, k = rotary(rms(q), freqs), rotary(rms(k), freqs)
+            q, k = rms(q), rms(k)
+            if i in paired:  # head h of token t stands at place 2t + h % 2
+                q, k = (torch.stack([rotary(part.repeat_interleave(2, 0), freqs)[h % 2::2, h] for h in range(heads)], 1)
+                        for part in (q, k))
+            else:
+                q, k = rotary(q, freqs), rotary(k, freqs)
             v = sa[i, 0] * v
             if i in tables:
-                v = v + sa[i, 1] * p[f"value_embeds.{tables[i]}.weight"][x].view(T, heads, D)
+                values = p[f"value_embeds.{tables[i]}.weight"][x]
+                opening = torch.ones(T, heads, dtype=a.dtype)
+                if (gate := p.get(f"blocks.{i}.attn.value_gate")) is not None:
+                    half = gate.shape[1] // 2
+                    opening = 2 * torch.sigmoid(a[:, :half] @ gate[:, :half].T + values[:, :gate.shape[1] - half] @ gate[:, half:].T)
+                v = v + sa[i, 1] * opening[..., None] * values.view(T, heads, D)
             window = long if i in (4, 11) else short
             heads_out = []
             for head in range(heads):
                 mixed = []
                 for t in range(T):
-                    seen = [j for j in range(t + 1) if t - j <= window and document[j] == document[t]]
-                    weights = torch.softmax(scale * (k[seen, head] @ q[t, head]), 0)
-                    mixed.append(weights @ v[seen, head])
+                    if i in paired:
+                        pair, at = (head, head ^ 1), lambda j, h: 2 * j + h % 2
+                    else:
+                        pair, at = (head,), lambda j, h: j
+                    seen = [(j, h) for j in range(t + 1) for h in pair
+                            if 0 <= at(t, head) - at(j, h) <= window and document[j] == document[t]]
+                    weights = torch.softmax(torch.stack([scale * (k[j, h] @ q[t, head]) for j, h in seen]), 0)
+                    y_t = sum(weight * v[j, h] for weight, (j, h) in zip(weights, seen))
+                    if (share := p.get(f"blocks.{i}.attn.self_share")) is not None:
+                        own = v[t, head]
+                        y_t = y_t - torch.tanh(share[head]) * (y_t @ own) / (own @ own) * own
+                    mixed.append(y_t)
                 gate = torch.sigmoid(a[:, :p[f"blocks.{i}.attn.gate"].shape[1]] @ p[f"blocks.{i}.attn.gate"][head])
                 heads_out.append(torch.stack(mixed) * gate[:, None])
             h = h + torch.stack(heads_out, 1).reshape(T, dim) @ w[3].T
         h = h + torch.relu(rms(h) @ p[f"blocks.{i}.mlp.fc"]).square() @ p[f"blocks.{i}.mlp.proj"].T
         outputs[i] = h
     h = rms(h - backout * outputs[8])
-    logits = 30 * torch.sigmoid(h @ p["lm_head.weight"].T / 7.5)
+    cap, shift, softness = softcap
+    logits = cap * torch.sigmoid((h @ p["lm_head.weight"].T + shift) / softness)
     return F.cross_entropy(logits, torch.tensor(y), reduction="sum")
 
 

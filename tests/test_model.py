@@ -16,6 +16,7 @@ from conftest import some_documents, write_shard
 
 VOCAB, BOS = 64, 63
 ENCODING = train_gpt.Encoding(VOCAB, BOS)
+SOFTCAP = train_gpt.Softcap(30.0, 0.0, 7.5)
 
 
 def shaken(config, seed=0):
@@ -50,6 +51,58 @@ def test_loss_and_gradients_are_those_of_the_record(tiny, long, short):
         wanted = plain[name].grad
         assert (p.grad - wanted).norm() <= 1e-5 * wanted.norm(), name
         assert wanted.norm() > 0, f"{name} does not matter to the loss, so nothing was compared"
+
+
+FURTHER = {  # values beyond the record's, each with what reference.loss takes for it
+    "logits": (dict(logit_cap=23.0, logit_shift=5.0), dict(softcap=(23.0, 5.0, 7.5))),
+    "value gates": (dict(value_gates=True), dict()),
+    "own value left out": (dict(exclude_self=True), dict()),
+    "attention reads back": (dict(layers="- S1M S2M SM LM SM SM M SM cS0M S1M cL2M"), dict(read_back=(9, 11))),
+    "paired heads": (dict(layers="- S1M P2M SM LM PM SM M SM P0M S1M L2M", exclude_self=True), dict(paired=(2, 5, 9))),
+    "tied": (dict(untie_at=1.0), dict()),
+}
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_what_came_after_the_record_is_as_written_down_a_second_time(tiny, name):
+    """Loss and gradients; that a change makes a difference is seen, and that no parameter goes without it."""
+    changes, further = FURTHER[name]
+    config = dataclasses.replace(tiny, **changes)
+    train_gpt.check_config(config, 1)
+    model = shaken(config)
+    model.follow((), tied=bool(config.untie_at))
+    x, y = tokens_of(5, 40)
+    loss = model(x, y, train_gpt.Windows(12, 5))
+    loss.backward()
+    plain = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+    as_read = {**plain, **({"embed.weight": plain["lm_head.weight"]} if config.untie_at else {})}
+    expected = reference.loss(as_read, x.tolist(), y.tolist(), 12, 5, BOS, config.num_heads, **further)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    record = reference.loss({name: p for name, p in plain.items() if "value_gate" not in name and "self_share" not in name},
+                            x.tolist(), y.tolist(), 12, 5, BOS, config.num_heads)
+    assert abs(record.item() - loss.item()) > 1e-5 * loss.item()
+    for name, p in model.named_parameters():
+        if p.grad is None:
+            assert config.untie_at and name == "embed.weight"
+            continue
+        wanted = plain[name].grad
+        assert (p.grad - wanted).norm() <= 1e-5 * wanted.norm(), name
+        assert wanted.norm() > 0, name
+
+
+def test_first_values_beyond_the_record_s(tiny):
+    changed = dataclasses.replace(tiny, stream_gain=1.1, head_init=0.005, output_init=0.5, value_gates=True, exclude_self=True)
+    plain, model = (dict(train_gpt.build_model(config, ENCODING).named_parameters()) for config in (tiny, changed))
+    dim = tiny.model_dim
+    assert model["scalars"][6:30].tolist() == pytest.approx([1.1, 0.0] * 12)
+    assert model["lm_head.weight"].std().item() == pytest.approx(0.005, rel=0.05)
+    for i in (1, 11):
+        q, k, v, o = model[f"blocks.{i}.attn.qkvo"].view(4, dim, dim)
+        assert torch.equal(q, plain["blocks.1.attn.qkvo"].view(4, dim, dim)[0]) or i > 1
+        assert o.std().item() == pytest.approx(0.5 * v.std().item(), rel=0.1)
+        assert not model[f"blocks.{i}.attn.value_gate"].any() and not model[f"blocks.{i}.attn.self_share"].any()
+    assert "blocks.3.attn.value_gate" not in model, "that layer has no value table"
 
 
 class ByHand:
@@ -141,7 +194,8 @@ def test_record_model_has_the_record_s_size(monkeypatch):
     with torch.device("meta"):
         c = train_gpt.Config()
         model = train_gpt.GPT(vocab_size=50257, bos_id=50256, layers=train_gpt.parse_layers(c.layers), model_dim=768, num_heads=6,
-                              gate_dim=12, backout_layer=8, max_tokens=128, loss_tokens=128, dtype=torch.bfloat16)
+                              gate_dim=12, backout_layer=8, max_tokens=128, loss_tokens=128, dtype=torch.bfloat16,
+                              softcap=SOFTCAP)
     matrices = sum(p.numel() for p in model.parameters() if p.dtype == torch.float32 and p.dim() == 2)
     assert matrices == 32 * 768 * 3072
     assert model.embed.weight.numel() == model.lm_head.weight.numel() == 50304 * 768 and len(model.value_embeds) == 3
@@ -268,7 +322,7 @@ def test_compiled_fp8_head_is_one_graph():
     """A break in it would keep the casts, the logits and the loss from fusing; no GPU is needed to trace it."""
     torch.manual_seed(0)
     torch._dynamo.reset()
-    head = train_gpt.Head(256, 64, torch.bfloat16, fp8=True)
+    head = train_gpt.Head(256, 64, torch.bfloat16, fp8=True, softcap=SOFTCAP)
     with torch.no_grad():
         head.weight.normal_(0, 0.02)
     x = train_gpt.norm(torch.randn(32, 64)).bfloat16().requires_grad_()
@@ -292,17 +346,18 @@ def test_compiled_fp8_head_is_one_graph():
         assert gradient.norm() > 0 and (gradient - p.grad).norm() < 0.02 * p.grad.norm()
 
 
-def test_the_loss_of_compiled_code_is_the_plain_one():
+@pytest.mark.parametrize("softcap", [SOFTCAP, train_gpt.Softcap(23.0, 5.0, 7.5)])
+def test_the_loss_of_compiled_code_is_the_plain_one(softcap):
     """In float64, of several tokens ahead, where some count nothing, with logits from one end of their range to the other."""
     torch.manual_seed(0)
-    head, weights = train_gpt.Head(256, 64, torch.float64, fp8=False), torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
+    head, weights = train_gpt.Head(256, 64, torch.float64, False, softcap), torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
     with torch.no_grad():
         head.weight.normal_(0, 8)
     x, targets = torch.randn(40, 64, dtype=torch.float64, requires_grad=True), torch.randint(0, 256, (3, 40))
     targets[:, -3:] = targets[1, 7] = -1
     logits = head.logits(x)
-    assert logits.min() < 1 and logits.max() > 29
-    plain, fused = head(x, targets, weights), train_gpt.SoftcappedCrossEntropy.apply(head.product(x), targets, weights)
+    assert logits.min() < 1 and logits.max() > softcap.cap - 1
+    plain, fused = head(x, targets, weights), train_gpt.SoftcappedCrossEntropy.apply(head.product(x), targets, weights, softcap)
     assert fused.item() == pytest.approx(plain.item(), rel=1e-14)
     of_plain, of_fused = (torch.autograd.grad(3 * loss, (x, head.weight)) for loss in (plain, fused))
     for expected, gradient in zip(of_plain, of_fused):
@@ -334,12 +389,15 @@ class PlainTraining:
         self.c, self.model = config, copy.deepcopy(model)
         self.model.forward = lambda x, _, windows: self.model.logits(x, windows)
         self.p = {name: p.detach().double().clone() for name, p in model.named_parameters()}
-        self.adam = {name: config.adam_lr * (config.scalar_lr_mul if name == "scalars" else 1 if name == "lm_head.weight"
+        ones = ("lm_head.weight", "embed.weight") if config.untie_at else ("lm_head.weight",)
+        self.adam = {name: config.adam_lr * (config.scalar_lr_mul if name == "scalars" else 1 if name in ones
                                              else config.embed_lr_mul)
                      for name in self.p if name in ("scalars", "lm_head.weight") or "embed" in name}
         self.moments = {name: [torch.zeros_like(self.p[name]) for _ in range(3)] for name in self.adam}
-        self.muon = {name: reference.NorMuon(p, 4 if "qkvo" in name else 1, 2.0 if name.endswith("fc") else 1.0)
+        faster = {"fc": config.fc_lr_mul, "proj": config.proj_lr_mul, "qkvo": config.attn_lr_mul}
+        self.muon = {name: reference.NorMuon(p, 4 if "qkvo" in name else 1, faster.get(name.split(".")[-1], 1.0))
                      for name, p in self.p.items() if name not in self.adam}
+        self.averages = None
 
     def step(self, step, micro_batches, long, short, frequencies, scale, factor, momentum, weights=(1.0,)):
         for p in self.p.values():
@@ -355,6 +413,9 @@ class PlainTraining:
         (sum(losses) / len(losses)).backward()
         for name, p in self.p.items():
             p.requires_grad_(False)
+            if p.grad is None:
+                assert self.model.tied and name == "embed.weight"
+                continue
             if name in self.muon:
                 self.muon[name].step(p.grad, self.c.muon_lr, factor, momentum)
                 p = self.muon[name].p
@@ -366,10 +427,25 @@ class PlainTraining:
                     m.mul_(0.65).add_(total, alpha=0.35)
                     v.mul_(0.95).add_(total.square(), alpha=0.05)
                     rate = self.adam[name] * factor * math.sqrt(1 - 0.95 ** t) / (1 - 0.65 ** t)
-                    p = p - rate * m / (v.sqrt() + self.c.adam_eps)
+                    change = rate * m / (v.sqrt() + self.c.adam_eps)
+                    decay = 0 if name == "scalars" else (self.adam[name] * factor) ** 2 * self.c.adam_weight_decay
+                    p = p - change - torch.where(change * p > 0, decay * p, 0)
                     total.zero_()
             self.p[name] = p.detach()
         return [loss.item() for loss in losses]
+
+    def untie(self):
+        """The embedding begins where the head is, moments and all."""
+        self.p["embed.weight"] = self.p["lm_head.weight"].clone()
+        self.moments["embed.weight"] = [x.clone() for x in self.moments["lm_head.weight"]]
+        self.averages["embed.weight"] = self.averages["lm_head.weight"].clone()
+        self.model.tied = False
+
+    def average(self, horizon, share):
+        self.averages = self.averages or {name: p.clone() for name, p in self.p.items()}
+        for name, p in self.p.items():
+            self.averages[name] = self.averages[name] + (p - self.averages[name]) / horizon
+            self.p[name] = p + share * (self.averages[name] - p)
 
 
 SCHEDULES = {  # a line of the table each: (the table, what each of six steps has, in words of its own)
@@ -415,6 +491,32 @@ def test_a_schedule_is_a_line_of_the_table_and_trains_as_a_plain_second_training
         assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-4), step
     for name, p in trainer.model.named_parameters():
         assert (p - plain.p[name]).norm() <= 1e-4 * plain.p[name].norm(), name
+
+
+def test_untying_decay_average_and_rates_train_as_a_plain_second_training_does(tmp_path, tiny):
+    """Ten steps: tied until step 6, averaged from step 4 on, the average in the parameters after the last."""
+    config = dataclasses.replace(
+        tiny, stages="until long_window; 1 3", num_steps=10, micro_batches=2, micro_batch_tokens=16, max_document_tokens=14,
+        cooldown=0.0, adam_lr=0.001, adam_eps=1e-3, untie_at=0.51, adam_weight_decay=2e4, proj_lr_mul=4.0, attn_lr_mul=0.5,
+        tail_average=0.4, tail_steps=2)
+    train_gpt.check_config(config, 1)
+    trainer = make_trainer(tmp_path, config)
+    plain = PlainTraining(trainer.model, config)
+    plain.model.tied = True
+    frequencies = train_gpt.rotary_frequencies(config.head_dim).double()
+    for step in range(10):
+        plan = train_gpt.plan_of(config, step)
+        batch = trainer.stream.next_batch(plan)
+        if step == 6:
+            plain.untie()
+        losses = trainer.step(plan, batch)
+        expected = plain.step(step, [one.tolist() for one in batch], *plan.windows, frequencies, 0.1, 1.0, plan.momentum)
+        assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-4), step
+        if step >= 4:
+            plain.average(1 if step == 4 else 2, 0.4 if step == 9 else 0.0)
+    for name, p in trainer.model.named_parameters():
+        assert (p - plain.p[name]).norm() <= 1e-4 * plain.p[name].norm(), name
+    assert not torch.equal(trainer.model.embed.weight, trainer.model.lm_head.weight)
 
 
 def test_grad_scale_multiplies_every_gradient_and_the_losses_stay(tmp_path, tiny):

@@ -180,6 +180,7 @@ def test_a_failed_run_stops_the_race_and_is_repeated_with_its_seed(repo, capsys)
 def test_an_interrupted_race_keeps_what_is_done_and_goes_on(repo, capsys, monkeypatch, number):
     processes, popen = [], subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: processes.append(popen(*a, **k)) or processes[-1])
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # not as under nohup, where a race goes on by right
 
     def interrupt():
         while not list(repo.glob("logs/*/*.txt")):

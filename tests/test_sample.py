@@ -38,14 +38,17 @@ def a_text(tokens=150):
     return [7, 8] + text[:60] + [256] + [token % 200 for token in text[60:140]] + text[140:]
 
 
-@pytest.mark.parametrize("ngrams", ["", "2:40:8 4:70:32"])
+PAIRED = "- S1M P2M SM LM PM SM M SM cP0M S1M cL2M"
+
+
+@pytest.mark.parametrize("changes", [dict(), dict(ngrams="2:40:8 4:70:32"), dict(layers=PAIRED, exclude_self=True, value_gates=True)])
 @pytest.mark.parametrize("sizes", [[1], [2, 1, 5, 30, 1, 1, 17], [1000]], ids=["one by one", "mixed", "at once"])
-def test_logits_are_those_of_the_full_forward(tiny, monkeypatch, sizes, ngrams):
+def test_logits_are_those_of_the_full_forward(tiny, monkeypatch, sizes, changes):
     monkeypatch.setattr(sample, "CHUNK", 9)  # so that keys and values move to the front of their buffers again and again
     text = a_text()
-    expected = shaken(dataclasses.replace(tiny, val_len=256, ngrams=ngrams)).logits(torch.tensor(text), WINDOWS)
-    model = shaken(dataclasses.replace(tiny, ngrams=ngrams))
-    assert len(model.rotary.cos) < len(text) - 60, "no table had to be extended"
+    expected = shaken(dataclasses.replace(tiny, val_len=256, **changes)).logits(torch.tensor(text), WINDOWS)
+    model = shaken(dataclasses.replace(tiny, **changes))
+    assert len(model.rotary.cos) // (1 + model.pairs) < len(text) - 60, "no table had to be extended"
     reader, begin = sample.Reader(model, WINDOWS), 0
     while begin < len(text):
         for size in sizes:
@@ -53,7 +56,7 @@ def test_logits_are_those_of_the_full_forward(tiny, monkeypatch, sizes, ngrams):
                 logits = reader.read(text[begin:begin + size])
                 begin = min(begin + size, len(text))
                 torch.testing.assert_close(logits, expected[begin - 1], rtol=0, atol=1e-4, msg=f"token {begin - 1}")
-    assert all(memory.kept.size(2) <= 2 * 12 + 9 for memory in reader.memories if memory), "memory grows with the text"
+    assert all(memory.kept.size(2) <= 2 * (12 + 9) for memory in reader.memories if memory), "memory grows with the text"
     assert expected.std(0).mean() > 0.1, "all tokens expect the same, so nothing was compared"
 
 
