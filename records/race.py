@@ -3,6 +3,7 @@
     python records/race.py -n 10                      ten runs of train_gpt.py as it lies here
     python records/race.py -n 5 --vs HEAD~1           five pairs: this checkout (side a) and another revision (side b)
     python records/race.py -n 5 --vs "--sync step"    five pairs: the same script, side b with further flags
+    python records/race.py -n 5 --vs "--flag x" --vs "--other y"      a ladder: five runs of each idea and of the base
     python records/race.py --until-decided --max-n 12 --vs HEAD~1     pairs until the claim is decided, 12 at most
     python records/race.py -n 5 --ranks 8 -- --preset laptop --num_steps 300      flags for both sides
     python records/race.py --resume logs/race-ID/race.jsonl                       goes on where a race stopped
@@ -43,6 +44,7 @@ import uuid
 from datetime import datetime, timezone
 from pathlib import Path
 
+import ladder
 import logs
 import stats
 from stats import MANIFEST, Manifest
@@ -81,10 +83,16 @@ def git(*arguments):
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def describe_sides(vs, flags):
-    """{side: {"revision", "flags"}}; a revision of None is this checkout. A lone side has no name, as in the logs."""
-    if vs is None:
+def describe_sides(ideas, flags):
+    """{side: {"revision", "flags"}}; a revision of None is this checkout. A lone side has no name, as in the logs. Of a
+    ladder the last side is the base."""
+    if not ideas:
         return {"": {"revision": None, "flags": flags}}
+    if len(ideas) > 1:
+        if not all(idea.startswith("-") for idea in ideas):
+            raise CannotRace("several --vs make a ladder of flags; race a revision by itself")
+        return {chr(ord("a") + i): {"revision": None, "flags": flags + split_flags(idea)} for i, idea in enumerate([*ideas, ""])}
+    vs, = ideas
     if vs.startswith("-"):
         return {"a": {"revision": None, "flags": flags}, "b": {"revision": None, "flags": flags + split_flags(vs)}}
     revision = git("rev-parse", "--verify", "--quiet", f"{vs}^{{commit}}")
@@ -304,7 +312,7 @@ def so_far(manifest):
     for (run, side), attempt in sorted(manifest.done().items()):
         found[side] += filter(None, [complete_log(manifest.path.parent / f"{attempt['run_id']}.txt")])
     sides = [stats.Side(f"side {side}" if side else "runs", "", runs) for side, runs in found.items() if runs]
-    return stats.so_far(sides, manifest.race["alpha"]) if sides else None
+    return stats.so_far(sides, manifest.race["alpha"]) if 0 < len(sides) <= 2 else None
 
 
 def estimate(report):
@@ -383,7 +391,10 @@ def run_all(manifest, where, lock):
                 f"kept. Go on with: {how}")
             return 1 if status == "failed" else 130
     say(f"all runs are done: {estimate(so_far(manifest))}; logs: {manifest.path.parent}\n")
-    stats.main(judging(manifest))
+    if len(race["sides"]) > 2:
+        ladder.main([str(manifest.path.parent)])
+    else:
+        stats.main(judging(manifest))
     return 0
 
 
@@ -396,8 +407,8 @@ def new_race(options):
     """The Manifest of a race that begins, not yet on the disk."""
     seed, flags = check_flags(options.flags)
     sides = describe_sides(options.vs, flags)
-    if check_flags(split_flags(options.vs) if (options.vs or "").startswith("-") else [])[0] is not None:
-        raise CannotRace("--vs sets --seed, and both sides of a pair share theirs; give --seed once, behind --")
+    if any(check_flags(split_flags(vs) if vs.startswith("-") else [])[0] is not None for vs in options.vs):
+        raise CannotRace("--vs sets --seed, and all sides share theirs; give --seed once, behind --")
     race_id = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:4]}"
     manifest = Manifest(ROOT / "logs" / f"race-{race_id}" / MANIFEST)
     manifest.race = {"id": race_id, "n": options.n, "until_decided": options.until_decided, "alpha": options.alpha,
@@ -413,7 +424,8 @@ def parse(arguments):
     parser = argparse.ArgumentParser(description="Times runs: one version, or two in turn.", allow_abbrev=False,
                                      epilog="Exit status: 0 all done, 1 one failed, 2 cannot be run, 130 interrupted.")
     parser.add_argument("-n", type=int, metavar="N", help="runs (of each side), declared before the first")
-    parser.add_argument("--vs", metavar="REV_OR_FLAGS", help="race against a git revision, or further flags")
+    parser.add_argument("--vs", metavar="REV_OR_FLAGS", action="append", default=[], help="race against a git revision, or "
+                        "further flags; flags several times: a ladder of ideas against one base")
     parser.add_argument("--until-decided", action="store_true", help="look after every run, or pair, and stop when the "
                         "claim holds or has no chance left")
     parser.add_argument("--max-n", type=int, metavar="N", help="for --until-decided: runs (of each side) at most")
@@ -426,7 +438,7 @@ def parse(arguments):
     words, flags = list(arguments), []
     if "--" in words:
         words, flags = words[:words.index("--")], words[words.index("--") + 1:]
-    if "--vs" in words[:-1]:  # argparse would take the flags that follow for its own
+    while "--vs" in words[:-1]:  # argparse would take the flags that follow for its own
         at = words.index("--vs")
         words[at:at + 2] = [f"--vs={words[at + 1]}"]
     options = parser.parse_args(words)
@@ -434,6 +446,8 @@ def parse(arguments):
         parser.error(f"{options.flags[0]!r} stands alone; write flags for {SCRIPT} behind --")
     if options.resume and (options.n or options.vs or options.max_n or options.until_decided or flags):
         parser.error("--resume takes everything from the manifest; leave the rest out")
+    if len(options.vs) > 25 or options.until_decided and len(options.vs) > 1:
+        parser.error(f"--vs is given {len(options.vs)} times; a ladder has 25 ideas at most, and no --until-decided")
     if options.until_decided != bool(options.max_n) or options.until_decided and options.n:
         parser.error("--until-decided wants --max-n N, and no -n")
     if options.until_decided and options.max_n < 2 or not 0 < options.alpha < 0.5:

@@ -13,11 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
+import scipy.stats
 
 from conftest import TINY, wait_until, write_corpus
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
+import ladder  # noqa: E402
 import logs  # noqa: E402
 import race  # noqa: E402
 import stats  # noqa: E402
@@ -33,7 +35,7 @@ class RunError(Exception): pass
 def parse_config(argv, preset):
     p = argparse.ArgumentParser("train_gpt.py", allow_abbrev=False)
     for name in ("run_id", "log_dir", "race_id", "race_side", "mood"): p.add_argument("--" + name, default="")
-    for name in ("seed", "race_run", "race_runs", "slower"): p.add_argument("--" + name, type=int, default=0)
+    for name in ("seed", "race_run", "race_runs", "slower", "worse"): p.add_argument("--" + name, type=int, default=0)
     if NEW: p.add_argument("--race", default="")
     return preset, p.parse_args(argv)
 def check_config(c, ranks):
@@ -59,8 +61,9 @@ def main(argv):
         for step in range(1, steps): time.sleep(0.3); print(f"step:{step}/4 train_time:{step}ms step_avg:1.00ms", file=log, flush=True)
         if c.mood == "fail on 2" and race["run"] == 2 and not Path("awake").exists(): sys.exit(3)
         print(f"step:{steps}/{steps} train_time:{ms}ms step_avg:{ms}.00ms", file=log)
-        print(f"step:{steps}/{steps} val_loss:{3.2 + c.seed / 1000:.4f} train_time:{ms}ms step_avg:{ms}.00ms", file=log)
-        print(json.dumps({"end": {"final_val_loss": 3.2 + c.seed / 1000, "steps": 1, "train_time_ms": ms}}), file=log)
+        loss = 3.2 + c.seed / 1000 + c.worse * (10 + c.seed % 3) / 1000
+        print(f"step:{steps}/{steps} val_loss:{loss:.4f} train_time:{ms}ms step_avg:{ms}.00ms", file=log)
+        print(json.dumps({"end": {"final_val_loss": loss, "steps": 1, "train_time_ms": ms}}), file=log)
     if c.mood == "fail at the end": sys.exit(3)
     if c.mood == "sleepy at the end": time.sleep(60)
 if __name__ == "__main__": main(sys.argv[1:])
@@ -145,6 +148,62 @@ def test_other_flags(repo, vs):
     runs = {run.start["race"]["side"]: run for run in logs.read([str(folder)]).runs}
     assert (runs["a"].train_time_ms, runs["b"].train_time_ms) == (101, 108)
     assert {run.start["config"]["mood"] for run in runs.values()} == {"good"}
+
+
+def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
+    """Three ideas and the base in turn; differences, intervals and p by scipy's own, the record's logs give the same page."""
+    assert race.main(["-n", "4", "--vs", "--worse 2", "--vs", "--worse -1 --slower 10", "--vs=--slower 7", "--", "--mood", "good"]) == 0
+    folder, described, events = only_race(repo)
+    assert [f"{run}{side}" for run, side, _ in starts(events)][:8] == ["1a", "1b", "1c", "1d", "2d", "2c", "2b", "2a"]
+    shown = capsys.readouterr().out
+    found = ladder.judge(*ladder.read(folder))
+    better, slower, worse = found["rows"]
+    assert [row["idea"] for row in found["rows"]] == ["--worse -1 --slower 10", "--slower 7", "--worse 2"]
+    seeds = (1, 2, 3, 4)
+    ours, base = [[3.2 + s / 1000 + factor * (10 + s % 3) / 1000 for s in seeds] for factor in (2, 0)]
+    test = scipy.stats.ttest_rel(ours, base)
+    assert worse["loss"] == pytest.approx(sum(2 * (10 + s % 3) / 1000 for s in seeds) / 4) and worse["p"] == pytest.approx(test.pvalue)
+    low, high = test.confidence_interval()
+    assert (worse["loss"] - worse["loss_ci"], worse["loss"] + worse["loss_ci"]) == pytest.approx((low, high))
+    assert better["time"] == pytest.approx(scipy.stats.gmean([(110 + s) / (100 + s) for s in seeds]))
+    assert (better["kept"], slower["kept"], worse["kept"]) == (True, False, False) and slower["p"] == slower["holm"] == 1
+    assert better["holm"] == pytest.approx(2 * better["p"]) or better["holm"] == pytest.approx(3 * better["p"])
+    assert "| `--worse 2` | +0.02" in shown and "| yes |" in shown
+    kept = repo / "a_ladder"
+    assert ladder.main([str(folder), "--record", str(kept), "--title", "Ideas"]) == 0
+    assert (kept / "ladder.png").read_bytes()[:4] == b"\x89PNG" and (kept / "README.md").read_text().startswith("# Ideas\n")
+    again = repo / "again"
+    shutil.copytree(kept, again)
+    subprocess.run(["tar", "-xf", "logs.tar.xz"], cwd=again, check=True)
+    assert ladder.table(ladder.judge(*ladder.read(again))) == ladder.table(found)
+    assert ladder.main([str(folder), "--record", str(kept)]) == 2 and "a_ladder exists" in capsys.readouterr().err
+    next(again.glob("*_02b.txt")).unlink()
+    assert ladder.main([str(again)]) == 2 and "_02b.txt holds no whole run" in capsys.readouterr().err
+
+
+def test_holm_s_correction():
+    """The largest p of those so far, each times the number that is left (an example by hand)."""
+    assert ladder.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert ladder.holm([0.5, 0.9]) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("words, says", [
+    (["-n", "2", "--vs", "--slower 1", "--vs", "HEAD~1"], "race a revision by itself"),
+    (["--until-decided", "--max-n", "4", "--vs", "--slower 1", "--vs", "--slower 2"], "--vs is given 2 times; a ladder has 25"),
+    (["-n", "2", "--vs", "--slower 1", "--vs", "--seed 3"], "--vs sets --seed, and all sides share theirs"),
+    (["-n", "2", "--vs", "--slower 1", "--vs", "--slower -3"], "side b refuses its flags: slower is -3")])
+def test_ladders_that_cannot_be(repo, capsys, words, says):
+    try:
+        assert race.main(words) == 2
+    except SystemExit as ended:  # argparse's
+        assert ended.code == 2
+    assert says in capsys.readouterr().err and not (repo / "logs").exists()
+
+
+def test_two_sides_are_no_ladder(repo, capsys):
+    assert race.main(["-n", "2", "--vs", "--slower 7"]) == 0
+    assert ladder.main([str(only_race(repo)[0])]) == 2
+    assert "2 sides of 2 runs" in capsys.readouterr().err
 
 
 def test_a_run_is_noted_before_it_starts_and_after(repo, monkeypatch):
@@ -513,7 +572,7 @@ def test_the_real_script_through_the_launcher(tmp_path, monkeypatch):
     """As run.sh does it, in a checkout of its own."""
     write_corpus(tmp_path, train=(9000,))
     (tmp_path / "records").mkdir()
-    for name in ("train_gpt.py", "records/race.py", "records/launch.py", "records/logs.py", "records/stats.py"):
+    for name in ("train_gpt.py", "records/race.py", "records/launch.py", "records/ladder.py", "records/logs.py", "records/stats.py"):
         (tmp_path / name).write_text((ROOT / name).read_text())
     (tmp_path / "changed").mkdir()  # what could change every clock
     seen = tmp_path / "seen"

@@ -1,0 +1,159 @@
+"""Judges a ladder: ideas raced in turn against one base, each with the same seeds.
+
+    python records/race.py -n 5 --vs "--exclude_self true" --vs "--untie_at 0.67" -- --preset laptop     races one
+    python records/ladder.py logs/race-ID                               its table
+    python records/ladder.py logs/race-ID --record records/DATE_ladder  likewise, and keeps it: page, picture and logs
+
+Of each idea: what it changes in the final validation loss and in the time, as means over the seeds of the difference to
+the base's run with the same seed, with 95 % confidence intervals by Student's t; and the two-sided p of the losses, as
+it is and by Holm's correction for that many ideas (Scandinavian Journal of Statistics 6, 1979). An idea is kept where its
+loss is lower at a corrected p below 0.05. Give an idea that costs time fewer steps (--num_steps): losses then compare at
+equal time.
+
+Exit status: 0 judged, 2 there is nothing to judge.
+"""
+
+import argparse
+import math
+import shlex
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import scipy.stats
+
+import logs
+import stats
+
+LEVEL = 0.05
+ARCHIVE, PICTURE = "logs.tar.xz", "ladder.png"  # all logs hold the same source: packed together they are small
+
+
+def read(folder):
+    """(the race's declaration, {side: {seed: (final loss, seconds)}}). Raises stats.CannotJudge where a run is missing."""
+    manifest = stats.Manifest.read(folder / stats.MANIFEST)
+    done, sides = manifest.done(), manifest.race["sides"]
+    missing = [f"{run}{side}" for side in sides for run in range(1, manifest.race["n"] + 1) if (run, side) not in done]
+    if missing or manifest.race["n"] < 2 or len(sides) < 3:
+        raise stats.CannotJudge(f"{folder}: {len(sides)} sides of {manifest.race['n']} runs, of which {len(missing)} are not "
+                                "done; a ladder wants a base and two ideas, two runs of each, and all of them: go on with "
+                                "race.py --resume")
+    found = {}
+    for (run, side), attempt in done.items():
+        runs, rejected, _ = logs.read_file(str(folder / f"{attempt['run_id']}.txt"))
+        if len(runs) != 1 or runs[0].final_loss is None or not runs[0].train_time_ms:
+            raise stats.CannotJudge(f"{attempt['run_id']}.txt holds no whole run{': ' + rejected[0].reason if rejected else ''}; "
+                                    "restore the logs of the race")
+        found.setdefault(side, {})[run] = runs[0].final_loss, runs[0].train_time_ms / 1000
+    return manifest.race, found
+
+
+def holm(values):
+    """Holm's corrected p of each of several p."""
+    order, corrected, most = np.argsort(values), np.empty(len(values)), 0.0
+    for place, i in enumerate(order):
+        most = max(most, min(1.0, (len(values) - place) * values[i]))
+        corrected[i] = most
+    return corrected.tolist()
+
+
+def paired(ours, base):
+    """(mean difference, its interval's half width at 95 %, two-sided p) of n pairs."""
+    difference = np.subtract(ours, base)
+    error = difference.std(ddof=1) / math.sqrt(len(difference))
+    p = scipy.stats.ttest_rel(ours, base).pvalue if error else float(difference.mean() == 0)
+    return difference.mean(), scipy.stats.t.ppf(0.975, len(difference) - 1) * error, p
+
+
+def judge(race, found):
+    """The base's figures, and a row of each idea, the largest gain first."""
+    base = min(race["sides"], key=lambda side: len(race["sides"][side]["flags"]))
+    seeds, common = sorted(found[base]), len(race["sides"][base]["flags"])
+    losses, seconds = ({side: [runs[seed][i] for seed in seeds] for side, runs in found.items()} for i in (0, 1))
+    rows = []
+    for side, version in race["sides"].items():
+        if side != base:
+            loss, time = paired(losses[side], losses[base]), paired(np.log(seconds[side]), np.log(seconds[base]))
+            rows.append({"idea": shlex.join(version["flags"][common:]), "loss": loss[0], "loss_ci": loss[1], "p": loss[2],
+                         "time": math.exp(time[0]), "time_ci": math.exp(time[0]) * math.sinh(time[1]),
+                         "sd": np.subtract(losses[side], losses[base]).std(ddof=1)})
+    for row, corrected in zip(rows, holm([row["p"] for row in rows])):
+        row |= {"holm": corrected, "kept": bool(corrected < LEVEL and row["loss"] < 0)}
+    return {"flags": shlex.join(race["sides"][base]["flags"]), "n": len(seeds), "losses": losses[base], "seconds": seconds[base],
+            "rows": sorted(rows, key=lambda row: row["loss"])}
+
+
+def table(found):
+    """Markdown."""
+    loss, seconds = found["losses"], found["seconds"]
+    sd = float(np.median([row["sd"] for row in found["rows"]]))
+    one_percent = 0.01 * float(np.mean(loss))
+    lines = [f"Base: `{found['flags']}`, {found['n']} seeds: loss {np.mean(loss):.4f} ± {np.std(loss, ddof=1):.4f}, "
+             f"{np.mean(seconds):.1f} ± {np.std(seconds, ddof=1):.1f} s (mean ± σ).",
+             f"Differences between runs of one seed have σ = {sd:.4f} in the median idea: to see 1 % of the loss with 80 % power "
+             f"at p < {LEVEL:g}, uncorrected, takes {stats.runs_needed(sd, one_percent, LEVEL / 2, 0.8)} seeds.", "",
+             "| idea | Δ loss (95 %) | time, times the base's (95 %) | p | p, Holm | kept |", "|---|---|---|---|---|---|"]
+    for row in found["rows"]:
+        lines.append(f"| `{row['idea']}` | {row['loss']:+.4f} ± {row['loss_ci']:.4f} | {row['time']:.3f} ± {row['time_ci']:.3f} | "
+                     f"{row['p']:.2g} | {row['holm']:.2g} | {'yes' if row['kept'] else 'no'} |")
+    return "\n".join(lines)
+
+
+def draw(found, path):
+    """Each idea's difference in loss with its interval."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = found["rows"][::-1]
+    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.36 * len(rows)), layout="constrained")
+    for at, row in enumerate(rows):
+        color = "#1b6ac9" if row["kept"] else "#8a8a8a" if row["holm"] >= LEVEL else "#c0392b"
+        axes.errorbar(row["loss"], at, xerr=row["loss_ci"], fmt="o", color=color, capsize=4)
+    axes.axvline(0, color="#333333", lw=1)
+    axes.set_yticks(range(len(rows)), [row["idea"] if len(row["idea"]) < 60 else row["idea"][:57] + "…" for row in rows], fontsize=9)
+    axes.set_xlabel("change of the final validation loss, nats (95 %)")
+    axes.set_title(f"{found['n']} seeds against one base; blue: lower, red: higher, at p < {LEVEL:g} by Holm's correction",
+                   fontsize=10, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="x", color="#e6e6e6")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def keep(folder, record, found, title):
+    """The record's folder: README.md, picture, manifest and the logs packed together."""
+    if record.exists():
+        raise stats.CannotJudge(f"{record} exists; choose another name, or remove it")
+    record.mkdir(parents=True)
+    draw(found, record / PICTURE)
+    (record / stats.MANIFEST).write_bytes((folder / stats.MANIFEST).read_bytes())
+    with tarfile.open(record / ARCHIVE, "w:xz") as archive:
+        for path in sorted(folder.glob("*.txt")):
+            archive.add(path, path.name)
+    (record / "README.md").write_text(f"# {title}\n\n{table(found)}\n\n![differences of the ideas]({PICTURE})\n\nAgain from "
+                                      f"the logs: `tar -xf {ARCHIVE}` in a copy of this folder, then `python "
+                                      "records/ladder.py COPY`.\n", encoding="utf-8")
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("race", type=Path, help="the folder of a race with several --vs")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep it there")
+    parser.add_argument("--title", default="A ladder", help="of the record's page")
+    options = parser.parse_args(arguments)
+    try:
+        found = judge(*read(options.race))
+        print(table(found))
+        if options.record:
+            keep(options.race, options.record, found, options.title)
+            print(f"\nkept in {options.record}")
+    except (stats.CannotJudge, OSError) as reason:
+        print(stats.brief(f"ladder.py: error: {reason}"), file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    logs.run_main(main)
