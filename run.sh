@@ -115,7 +115,7 @@ sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0], run_name="__main__")'
 kept="shards that are whole stay"
 case $own_data$preset in
-    Falsespeedrun) "$python" -c "$script" data/fineweb.py 9 ;;
+    Falsespeedrun|Falsefrontier) "$python" -c "$script" data/fineweb.py 9 ;;
     Falselaptop) "$python" -c "$script" data/stdlib.py ;;
 esac
 kept="nothing was started"

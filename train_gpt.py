@@ -225,6 +225,23 @@ class Config(SyncSettings, StageValues):
 
 PRESETS = {
     "speedrun": Config(),
+    # record 89 of the public speedrun, as far as its mathematics is here. Missing of it: coefficients by the token (MUDD) for
+    # the stream, x0 and the tables, mixing of heads after the softmax, targets of a token's prefixes, offset keys. Another
+    # are: the U-net's skips (one there), Adam's memory (three pairs of betas there, and a decay of its own for each kind),
+    # the angle between paired heads (theirs is reversed in every second pair), and what packs a batch (micro-batches of one
+    # length, where a rank there takes one longer sequence)
+    "frontier": Config(
+        # 1 of 12 layers did nothing; pairs of heads where the window is short; the last three read the seventh's output
+        layers="PM S0M P1M LM SM PM M SM cS2M cP3M cL4M", backout_layer=7, value_gates=True, exclude_self=True,
+        ngrams="2:377280:768", ngram_lr_mul=75.0,  # as value tables have it
+        stream_gain=1.1, output_init=1.0, head_init=0.005, untie_at=2 / 3,
+        logit_cap=23.0, logit_shift=5.0,  # at 0 in the middle of the products of a head that begins near 0
+        micro_batch_tokens=2048 * 8, num_steps=1285, cooldown=0.6, lr_floor=0.15,
+        # a batch that grows, short documents first, several tokens ahead first
+        stages="until micro_batches max_document_tokens long_window peak_lr_factor loss_weights; 1/3 8 896 3 1 1,.5,.25>0; "
+               "2/3 16 2048 7 1.52 1,.5>0; 1 24 2048 11 1.73 1; +15 24 2048 13 1.73 1",
+        muon_lr=0.023, muon_beta2=0.9, proj_lr_mul=4.0, adam_weight_decay=0.025, adam_eps=1e-10,
+    ),
     # the same code, small: bytes of the standard library on two CPU cores
     "laptop": Config(
         target_val_loss=1.40, train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin",

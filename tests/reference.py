@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 
 COEFFICIENTS = [
     (8.156554524902461, -22.48329292557795, 15.878769915207462), (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -31,18 +30,25 @@ def rotary(x, freqs):
     return out
 
 
-def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softcap=(30, 0, 7.5), read_back=(), paired=()):
-    """p: parameters by name, float64. x, y: token lists. added: to the opened stream. -> summed cross entropy of the twelve
-    layers.
+RECORD = "- S1M S2M SM LM SM SM M SM S0M S1M L2M"
 
-    softcap: cap, shift, softness. read_back: layers whose attention reads layer 8's output. paired: layers in which heads 2j
-    and 2j + 1 share one softmax. Gates of value tables and shares of the own value are taken where p has them."""
+
+def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softcap=(30, 0, 7.5), layers=RECORD, backout_layer=8,
+         ahead=(1,)):
+    """p: parameters by name, float64. x, y: token lists. added: to the opened stream. -> summed cross entropy of all layers,
+    of the next tokens with the weights `ahead`.
+
+    softcap: cap, shift, softness. layers: a word each. L: the long window, P: heads 2j and 2j + 1 share one softmax, c:
+    attention reads the backout layer's output. Gates of value tables and shares of the own value are taken where p has them."""
+    layers = layers.split()
+    count = len(layers)
     T, dim = len(x), p["embed.weight"].shape[1]
     D = dim // heads
     if freqs is None:
         freqs = torch.cat([(1 / 1024) ** torch.linspace(0, 1, D // 4), torch.zeros(D // 4)]).double()
-    skips, lam = p["scalars"][:6], p["scalars"][6:30].view(12, 2)
-    sa, smear, backout = p["scalars"][30:54].view(12, 2), p["scalars"][54], p["scalars"][55]
+    n = count // 2
+    skips, lam = p["scalars"][:n], p["scalars"][n:n + 2 * count].view(count, 2)
+    sa, (smear, backout) = p["scalars"][n + 2 * count:n + 4 * count].view(count, 2), p["scalars"][n + 4 * count:]
     e = p["embed.weight"][x]
     width = p["smear_gate"].shape[1]
     rows = [e[0]]
@@ -50,36 +56,39 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
         rows.append(e[t] + smear * torch.sigmoid(p["smear_gate"][0] @ e[t][:width]) * e[t - 1])
     h = h0 = rms(torch.stack(rows)) + added
     document = torch.tensor([sum(1 for v in x[:t + 1] if v == bos) for t in range(T)])
-    tables = {1: 1, 2: 2, 9: 0, 10: 1, 11: 2}
     outputs = {}
-    for i in range(1, 12):
-        if 6 <= i < 11:
-            h = h + torch.sigmoid(skips[i - 6]) * outputs[11 - i]
+    first_skip = (count + 1) // 2
+    for i, word in enumerate(layers):
+        if first_skip <= i < count - 1:
+            h = h + torch.sigmoid(skips[i - first_skip]) * outputs[count - 1 - i]
+        if word == "-":
+            outputs[i] = h
+            continue
         h = lam[i, 0] * h + lam[i, 1] * h0
-        if i != 7:
-            a = rms(outputs[8] if i in read_back else h)
+        if word != "M":
+            a = rms(outputs[backout_layer] if "c" in word else h)
             w = p[f"blocks.{i}.attn.qkvo"].reshape(4, dim, dim)
             q, k, v = ((a @ w[j].T).view(T, heads, D) for j in range(3))
             q, k = rms(q), rms(k)
-            if i in paired:  # head h of token t stands at place 2t + h % 2
+            if "P" in word:  # head h of token t stands at place 2t + h % 2
                 q, k = (torch.stack([rotary(part.repeat_interleave(2, 0), freqs)[h % 2::2, h] for h in range(heads)], 1)
                         for part in (q, k))
             else:
                 q, k = rotary(q, freqs), rotary(k, freqs)
             v = sa[i, 0] * v
-            if i in tables:
-                values = p[f"value_embeds.{tables[i]}.weight"][x]
+            if number := [c for c in word if c.isdigit()]:
+                values = p[f"value_embeds.{number[0]}.weight"][x]
                 opening = torch.ones(T, heads, dtype=a.dtype)
                 if (gate := p.get(f"blocks.{i}.attn.value_gate")) is not None:
                     half = gate.shape[1] // 2
                     opening = 2 * torch.sigmoid(a[:, :half] @ gate[:, :half].T + values[:, :gate.shape[1] - half] @ gate[:, half:].T)
                 v = v + sa[i, 1] * opening[..., None] * values.view(T, heads, D)
-            window = long if i in (4, 11) else short
+            window = long if "L" in word else short
             heads_out = []
             for head in range(heads):
                 mixed = []
                 for t in range(T):
-                    if i in paired:
+                    if "P" in word:
                         pair, at = (head, head ^ 1), lambda j, h: 2 * j + h % 2
                     else:
                         pair, at = (head,), lambda j, h: j
@@ -94,12 +103,14 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
                 gate = torch.sigmoid(a[:, :p[f"blocks.{i}.attn.gate"].shape[1]] @ p[f"blocks.{i}.attn.gate"][head])
                 heads_out.append(torch.stack(mixed) * gate[:, None])
             h = h + torch.stack(heads_out, 1).reshape(T, dim) @ w[3].T
-        h = h + torch.relu(rms(h) @ p[f"blocks.{i}.mlp.fc"]).square() @ p[f"blocks.{i}.mlp.proj"].T
+        if "M" in word:
+            h = h + torch.relu(rms(h) @ p[f"blocks.{i}.mlp.fc"]).square() @ p[f"blocks.{i}.mlp.proj"].T
         outputs[i] = h
-    h = rms(h - backout * outputs[8])
+    h = rms(h - backout * outputs[backout_layer])
     cap, shift, softness = softcap
     logits = cap * torch.sigmoid((h @ p["lm_head.weight"].T + shift) / softness)
-    return F.cross_entropy(logits, torch.tensor(y), reduction="sum")
+    logs = logits.log_softmax(-1)
+    return -sum(weight * logs[t, y[t + k]] for k, weight in enumerate(ahead) for t in range(T - k))
 
 
 def polar(u):
