@@ -242,13 +242,14 @@ PRESETS = {
                "2/3 16 2048 7 1.52 1,.5>0; 1 24 2048 11 1.73 1; +15 24 2048 13 1.73 1",
         muon_lr=0.023, muon_beta2=0.9, proj_lr_mul=4.0, adam_weight_decay=0.025, adam_eps=1e-10,
     ),
-    # the same code, small: bytes of the standard library on two CPU cores
+    # the same code, small: bytes of the standard library on two CPU cores. Two narrow layers under wide tables: where time is
+    # short more tokens are worth more than more layers (LOG.md)
     "laptop": Config(
         target_val_loss=1.40, train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin",
         train_shards=0, max_document_tokens=257, long_documents="split", shuffle=True, micro_batch_tokens=256,
-        val_tokens=0, val_len=1024, val_every=0, layers="S0M S1M S0M L1M", ngrams="2:16384:64 3:32768:64 4:65536:64 5:65536:64",
-        model_dim=192, num_heads=3, head_dim=64, backout_layer=2, dtype="float32", fp8_head=False, num_steps=140,
-        stages="until long_window; 1/2 4; 1 8; +10 8", window_block=32, final_window=12, muon_momentum_rise=25,
+        val_tokens=0, val_len=1024, val_every=0, layers="S0M L1M", ngrams="2:16384:64 3:32768:64 4:65536:64 5:65536:64",
+        model_dim=64, num_heads=2, head_dim=32, backout_layer=0, dtype="float32", fp8_head=False, num_steps=220,
+        stages="until long_window; 1/2 4; 1 8; +10 8", window_block=32, final_window=12, adam_lr=0.012, muon_momentum_rise=25,
         muon_momentum_fall=10, bucket_mb=1.0, check_grads=True, warmup_steps=4, train_loss_every=1, save_model=True,
     ),
 }

@@ -361,7 +361,7 @@ def test_a_gpu_that_is_too_small_is_told_what_would_fit(monkeypatch, free, chang
 @pytest.mark.parametrize("words, says", [
     ("2:16384", "'2:16384' is no table; write N:ROWS:WIDTH"), ("1:64:8", "'1:64:8' is no table"), ("2:0:8", "'2:0:8' is no table"),
     ("2:64:0", "is no table"), ("1000000:64:8", "with 2 to 9 tokens"), ("2:64:8x", "is no table"),
-    ("2:64:8 3:64:193", "a table is 193 wide, and model_dim is 192; a width is at most that"),
+    ("2:64:8 3:64:193", "a table is 193 wide, and model_dim is 64; a width is at most that"),
     (f"2:{10 ** 10}:64 3:{10 ** 10}:64", r"ngrams: the tables take \d+ GiB to train, and this machine has \d+; give them fewer rows")])
 def test_tables_of_ngrams_that_cannot_be_are_named(words, says):
     with pytest.raises(train_gpt.RunError, match=says):
