@@ -137,3 +137,25 @@ def test_a_shape_that_is_none(start):
     process = start("optimizer_step.py", "--shapes", "3y4")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2 and "'3y4' is no shape; write tensors and elements" in errors
+
+
+def test_nanogpt_beside_the_laptop_preset(bench, tmp_path):
+    """A clone that prints what nanoGPT does: iterations that evaluate are left out of its seconds, its last loss counts."""
+    (tmp_path / "clone/data/shakespeare_char").mkdir(parents=True)
+    (tmp_path / "clone/data/shakespeare_char/prepare.py").write_text("")
+    (tmp_path / "clone/train.py").write_text(
+        "import sys; assert '--max_iters=3' in sys.argv and open('data/shakespeare_char/input.txt').read(2) == 'ab'\n"
+        "print('step 0: train loss 4.2000, val loss 4.1000\\niter 0: loss 4.2000, time 9000.00ms, mfu -100.00%')\n"
+        "print('iter 1: loss 3.0000, time 1500.00ms, mfu 0.1%\\niter 2: loss 3.0000, time 500.00ms, mfu 0.1%')\n"
+        "print('step 3: train loss 1.9000, val loss 1.8800\\niter 3: loss 1.9000, time 7000.00ms, mfu 0.1%')\n")
+    (tmp_path / "text").write_text("abcdefgh\n" * 4000)
+    shown = bench("nanogpt.py", "--nanogpt", str(tmp_path / "clone"), "--text", str(tmp_path / "text"), "--rounds", "1", "--ranks", "1",
+                  "--nanogpt_steps", "3", "--flags", "--num_steps 4 --micro_batches 2 --model_dim 16 --num_heads 1 --head_dim 16 "
+                  "--ngrams 2:16:8 --stages 'until long_window; 1 4' --muon_momentum_rise 1 --muon_momentum_fall 1 --warmup_steps 0")
+    assert "| nanoGPT | 1.8800 | 2.0 |" in shown and "| laptop | " in shown
+
+
+def test_nanogpt_wants_a_clone(start, tmp_path):
+    process = start("nanogpt.py", "--nanogpt", str(tmp_path), "--text", str(tmp_path))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and "train.py: there is no such file; name a clone of nanoGPT" in errors
