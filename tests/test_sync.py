@@ -950,7 +950,7 @@ def test_clip_is_by_the_norm_over_all_ranks(on_ranks):
 class DescentOfMatrices(Descent):
     """Its unit is a matrix, so that shards have any number of elements."""
 
-    def unit(self, shape, matrices):
+    def unit(self, spec):
         return tuple(shape)
 
 
