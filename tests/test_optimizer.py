@@ -570,8 +570,9 @@ def steps_of(model, optimizer, steps, prepared):
             else:
                 with optimizer.no_sync() if i < 2 else contextlib.nullcontext():
                     (loss / 3).backward()
-        optimizer.step(train_gpt.Plan(momentum=0.9)) if prepared else optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(FULL)
+        if not prepared:
+            optimizer.zero_grad()
 
 
 def torch_s_way(comm, every, prepared):
@@ -579,7 +580,7 @@ def torch_s_way(comm, every, prepared):
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1 + comm.rank)  # rank 0's are everyone's
-    optimizer = optimizer_of(model, comm, rule=dataclasses.replace(ONCE, every=every))
+    optimizer = optimizer_of(model, comm, rule=Descent(every=every))  # which sees the scale of a gradient
     steps_of(model, optimizer, 5, prepared)
     return list(model.parameters()), optimizer.buckets[0].updates
 
@@ -589,7 +590,7 @@ def test_backward_and_step_alone_are_the_same_training(on_ranks, every):
     """zero_grad after step leaves what a rule still sums, and no_sync sends nothing but adds."""
     for (ours, updates), (plain, _) in zip(on_ranks(2, torch_s_way, every, False), on_ranks(2, torch_s_way, every, True)):
         assert updates == 5 // every
-        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) and not torch.equal(a, first)
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) and not torch.equal(a, first)
                    for a, b, first in zip(ours, plain, chain().parameters()))
 
 
@@ -620,6 +621,7 @@ def test_a_state_keeps_learning_rates_and_the_place_in_a_cycle():
     whole, half = optimizer_of(first, rule=rule), optimizer_of(second, rule=rule)
     whole.param_groups[0]["lr"] = 0.5
     steps_of(first, whole, 2, False)
+    steps_of(second, half, 1, False)  # of which nothing may be left
     half.load_state_dict(whole.state_dict())
     assert half.param_groups[0]["lr"] == 0.5
     for model, optimizer in ((first, whole), (second, half)):
