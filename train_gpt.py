@@ -514,7 +514,7 @@ class Plan(StageValues):
 
     step: int = 0
     lr_factor: float = 1.0  # on every learning rate
-    momentum: float = 0.0  # NorMuon's
+    momentum: float = Config.muon_momentum  # NorMuon's
     windows: Windows = Windows(0, 0)  # of the training step, and of a validation before it
     rotary_windows: tuple[int, ...] = ()  # long windows so far, in tokens: the rotary is stretched from each to the next
     tied: bool = False  # the head's weights are the embedding too
@@ -1291,16 +1291,18 @@ def polar(u: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Adam:
-    """Adam (arXiv:1412.6980). Its unit is an element: any equal parts of a bucket may lie on the ranks."""
+    """Adam (arXiv:1412.6980). Its unit is an element: any equal parts of a bucket may lie on the ranks. The defaults are
+    usual ones; the record's are in Config."""
 
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    every: int  # it updates in every so-manieth step, on the sum of the gradients since the last update
+    lr: float = 3e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    every: int = 1  # it updates in every so-manieth step, on the sum of the gradients since the last update
     weight_decay: float = 0.0  # cautious: see update
 
-    def unit(self, shape: torch.Size, matrices: int) -> tuple[int, ...]:
+
+    def unit(self, spec: ParamSpec) -> tuple[int, ...]:
         return ()
 
     def init_state(self, shard: Tensor) -> dict[str, Tensor]:
@@ -1337,19 +1339,20 @@ class Adam:
 class NorMuon:
     """NorMuon (arXiv:2510.05491) with cautious weight decay. Its unit is a matrix, which lies whole on one rank."""
 
-    lr: float
-    weight_decay: float
-    beta2: float
-    polar_dtype: torch.dtype
-    wide: bool  # the stored parameter is wider than tall: the second moment is one value per column, else one per row
+    lr: float = Config.muon_lr
+    weight_decay: float = Config.muon_weight_decay
+    beta2: float = Config.muon_beta2
+    polar_dtype: torch.dtype = torch.float32
+    wide: bool = False  # set by `assign`, as the parameter is stored: a second moment per column, else one per row
     every: int = 1
 
-    def unit(self, shape: torch.Size, matrices: int) -> tuple[int, ...]:
-        """One parameter is so many matrices behind one another in memory."""
-        if len(shape) != 2 or shape[1] % matrices:
-            raise RunError(f"NorMuon updates matrices; it was given a parameter of shape {tuple(shape)} as {matrices}: "
-                           "name a rule of elements for it, such as Adam, or a number of matrices that divides it")
-        return (shape[0], shape[1] // matrices)
+    def unit(self, spec: ParamSpec) -> tuple[int, ...]:
+        """The shape that the spec states; else the parameter is one matrix, a convolution's [out, all the rest]."""
+        shape, unit = tuple(spec.param.shape), spec.unit
+        if len(shape) < 2 or unit and (len(unit) != 2 or spec.param.numel() % math.prod(unit)):
+            raise RunError(f"NorMuon updates matrices, and {spec.name} has shape {shape}, in units of {unit or 'all'}: give it "
+                           "a rule of elements, such as Adam, or a unit of two numbers that fills it")
+        return unit or (shape[0], math.prod(shape[1:]))
 
     def init_state(self, shard: Tensor) -> dict[str, Tensor]:
         """Momentum of a shard [n, rows, columns], and the second moment along the axis that is left; float32."""
@@ -1379,13 +1382,14 @@ class NorMuon:
 # buckets
 
 class ParamSpec(NamedTuple):
-    """A parameter, the rule that updates it, and how: as `matrices` units, its learning rate times `scale`, and from
-    `first_step` on; before it no gradient is expected."""
+    """A parameter, the rule that updates it, and how: its learning rate times `scale`, and from `first_step` on; before it
+    no gradient is expected. unit: the shape of the matrices that lie in it behind one another in memory, if it is several:
+    (d, d) for torch's fused query, key and value [3d, d]."""
 
     name: str
     param: nn.Parameter
     rule: Adam | NorMuon
-    matrices: int = 1
+    unit: tuple[int, int] | None = None
     scale: float = 1.0
     first_step: int = 0
 
@@ -1420,7 +1424,7 @@ class Bucket:
     def __init__(self, name: str, specs: Sequence[ParamSpec], rank: int, ranks: int, grad_dtype: torch.dtype | None = None):
         self.name, self.rule, self.first_step = name, specs[0].rule, specs[0].first_step
         first = specs[0].param
-        unit = self.rule.unit(first.shape, specs[0].matrices)
+        unit = self.rule.unit(specs[0])
         unit_numel = math.prod(unit) if unit else self.SHARD_ALIGNMENT
         counts = [-(-spec.param.numel() // unit_numel) for spec in specs]
         per_rank = -(-sum(counts) // ranks)
@@ -1529,7 +1533,7 @@ class Bucket:
         return self.state if self.pending is None else {**self.state, "pending": self.pending}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """The inverse of whole_state; gradients that wait for an update are dropped. RunError if something does not fit."""
+        """The inverse of whole_state. RunError if something does not fit."""
         def saved(name: str, numel: int) -> Tensor:
             found = state[name].numel() if name in state else 0
             if found != numel:
@@ -1546,8 +1550,6 @@ class Bucket:
         self.pending = torch.zeros_like(self.flat_grad_shard) if pends else None
         for place in self.params:
             place.param.data.copy_(saved(place.name, place.param.numel()).view(place.param.shape))
-            place.needs_overwrite = True
-            place.partial_sums.clear()
             for key, x in self.sharded_state().items():
                 here, there = self.overlap(place, x)
                 x.view(-1)[here] = saved(f"{place.name}/{key}", place.param.numel() * x.numel() // self.shard_numel)[there]
@@ -1558,7 +1560,7 @@ def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ran
     open_groups: dict[Any, list[ParamSpec]] = {}
     groups: list[list[ParamSpec]] = []
     for spec in reversed(specs):
-        key = (spec.rule, spec.param.dtype, spec.rule.unit(spec.param.shape, spec.matrices), spec.first_step)
+        key = (spec.rule, spec.param.dtype, spec.rule.unit(spec), spec.first_step)
         if key not in open_groups:
             groups.append(open_groups.setdefault(key, []))
         open_groups[key].append(spec)
@@ -1719,7 +1721,8 @@ def used_parameters(loss: Tensor) -> set[nn.Parameter]:
     return leaves
 
 class Reducer:
-    """Gradients in: hooks add them into buckets, and start a bucket's reduce-scatter when all of it is ready.
+    """Gradients in: hooks add them into buckets, and start a bucket's reduce-scatter when all of it is ready. A backward that
+    nobody prepared is the only one of the next step, or one before that, in no_sync.
 
     Buckets are launched in one order, the same on every rank: that in which rank 0's first backward completed them.
 
@@ -1739,6 +1742,8 @@ class Reducer:
         self.due: list[Bucket] = []        # prepared buckets, in launch order
         self.launches = 0                  # of them, since they were prepared
         self.step, self.micro_batch, self.micro_batches, self.factor = -1, 0, 0, 1.0
+        self.next_step, self.only_add = 0, False  # of a backward that nobody prepares
+        self.arrived = False  # a gradient, since the last step
         self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # what profiling puts its ranges in
         for bucket in buckets:
             for place in bucket.params:
@@ -1784,13 +1789,18 @@ class Reducer:
         """The hook of a parameter whose gradient has come."""
         if bucket.launched:
             raise RunError(f"{place.name} got a gradient after its bucket {bucket.name} was launched; call step() "
-                           "before the next backward")
+                           "before the next backward, or run all but the last of a step in no_sync()")
+        self.arrived = True
+        if self.step < 0:
+            if self.only_add:
+                return bucket.add(place, self.grad_scale / self.comm.ranks, self.settings.exact)
+            self.prepare_for_backward(self.next_step)
         if self.step < bucket.first_step:
-            raise RunError(f"{place.name} got a gradient before step {max(0, bucket.first_step)}, its first; call "
-                           "prepare_for_backward() before each backward, and do not use the parameter before its first step")
+            raise RunError(f"{place.name} got a gradient in step {self.step}, before step {bucket.first_step}, its first; "
+                           "do not use the parameter before it")
         if place.grad_ready:
-            raise RunError(f"{place.name} got its gradient twice in one prepared backward; prepare each backward by "
-                           "itself, and do not run a part of the model twice in one")
+            raise RunError(f"{place.name} got its gradient twice in one backward; prepare each backward by itself, or run "
+                           "all but the last of a step in no_sync(), and no part of the model twice in one")
         bucket.add(place, self.factor, self.settings.exact)
         if self.launch_order is None:
             if bucket.complete and bucket not in self.completed:
@@ -1814,8 +1824,8 @@ class Reducer:
     def launch_rest(self) -> None:
         """Launch what backward did not. RunError if it was not the backward that was prepared, or lacks a gradient."""
         if self.step < 0 or self.micro_batch < self.micro_batches:
-            raise RunError(f"step() after {self.micro_batch} of {self.micro_batches} micro-batches; call "
-                           "prepare_for_backward() before each backward, and step() after the last")
+            raise RunError(f"step() after {self.micro_batch} of {self.micro_batches} micro-batches; call it after the last "
+                           "backward, which must not be in no_sync(), and prepare_for_backward() before each or before none")
         for bucket in self.due:
             bucket.check_views()
             if not bucket.complete and not self.settings.find_unused_parameters:
@@ -1854,7 +1864,18 @@ class Reducer:
             bucket.prepared = bucket.launched = False
             for place in bucket.params:
                 place.needs_overwrite |= bucket.updates_in(self.step)
-        self.due, self.step, self.micro_batch, self.micro_batches = [], -1, 0, 0
+        self.due, self.step, self.micro_batch, self.micro_batches, self.arrived = [], -1, 0, 0, False
+
+    def drop_gradients(self) -> None:
+        """Those on their way, and those that no update has used."""
+        for bucket in self.due:
+            self.wait(bucket)
+        self.release()
+        for bucket in self.buckets:
+            bucket.pending = None
+            for place in bucket.params:
+                place.needs_overwrite = True
+                place.partial_sums.clear()
 
     def find_untouched(self) -> set[str]:
         """Names of the parameters that no rank used since their last update."""
@@ -1909,13 +1930,16 @@ def check_ownership(buckets: Sequence[Bucket], owners: Sequence[Owner]) -> dict[
                            "requires_grad_(False)")
     return param_to_bucket
 
-class DistributedOptimizer:
+class DistributedOptimizer(torch.optim.Optimizer):
     """Parameters out: updates this rank's shard of each bucket, and gathers the new parameters from all ranks.
 
         before each backward:   prepare_for_backward(step, micro_batch, micro_batches)
         after the last one:     step(plan)
 
-    Gradients are averaged over micro-batches and ranks.
+    Gradients are averaged over micro-batches and ranks. As one of torch's optimizers it is used without the first line and
+    the plan: `backward()`, `step()`; then, as in DDP, the mean is over ranks alone, and the backwards of one step, of which
+    all but the last run in `no_sync()`, are summed. param_groups has one group for each rule and learning rate: set its
+    "lr", or let torch's schedulers do it. A parameter's own .grad is None throughout: clip by settings.clip_norm.
     """
 
     def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings = SyncSettings(),
@@ -1925,6 +1949,13 @@ class DistributedOptimizer:
         self.buckets, self.comm, self.settings = list(buckets), comm, settings
         self.param_owners = owners_of(model)
         param_to_bucket = check_ownership(self.buckets, self.param_owners)
+        groups: dict[Any, dict[str, Any]] = {}  # by rule and learning rate
+        for bucket in self.buckets:
+            kind = (type(bucket.rule).__name__, getattr(bucket.rule, "lr", 0.0))
+            groups.setdefault(kind, {"rule": kind[0], "lr": kind[1], "params": []})
+            groups[kind]["params"] += [place.param for place in bucket.params]
+        super().__init__(groups.values(), {})
+        self.group_of = {param: group for group in self.param_groups for param in group["params"]}
         if settings.exact and (settings.find_unused_parameters or settings.clip_norm):
             raise RunError("exact mode excludes unused parameters and clipping: sums depend on the number of ranks")
         if settings.overlap_param_gather and model is None:
@@ -1958,8 +1989,22 @@ class DistributedOptimizer:
         for hook in self.forward_hooks:
             hook.remove()
 
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A backward that nobody prepared only adds to the gradients in it; the last of a step comes after it."""
+        self.reducer.only_add = True
+        try:
+            yield
+        finally:
+            self.reducer.only_add = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """After step(), which used them, nothing; in a step, drops what no update has used, as every rank must."""
+        if self.reducer.arrived:
+            self.reducer.drop_gradients()
+
     @torch.no_grad()
-    def step(self, plan: Plan) -> None:
+    def step(self, plan: Plan = Plan()) -> None:
         """Wait for each bucket in turn, update this rank's shard, gather. Unless gathers overlap the next forward, all
         parameters are then new. Of the plan the rules take lr_factor and momentum."""
         for owner in self.param_owners:
@@ -1980,6 +2025,7 @@ class DistributedOptimizer:
                 self._update(bucket, plan, untouched)
                 with reducer.span(f"gather {bucket.name}"):
                     bucket.gathering = self.comm.all_gather(bucket.param_data, bucket.flat_param_shard)
+        reducer.next_step = reducer.step + 1
         reducer.release()
         if not self.settings.overlap_param_gather:
             self.finish_all_gathers(turns)
@@ -1988,10 +2034,12 @@ class DistributedOptimizer:
         self.finish_all_gathers([bucket])  # one that no forward read since: what it sends must not change
         with self.reducer.span(f"update {bucket.name}"):
             bucket.updates += 1
+            rule, lr = bucket.rule, self.group_of[bucket.params[0].param]["lr"]
+            rule = rule if lr == getattr(rule, "lr", lr) else dataclasses.replace(rule, lr=lr)
             kept = [(x.view(-1)[here], x.view(-1)[here].clone()) for place in bucket.params if place.name in untouched
                     for x in (bucket.param_shard, *bucket.state.values()) for here in [bucket.overlap(place, x)[0]]]
             hyper = {key: self.number(key, v) if isinstance(v, float) else v
-                     for key, v in bucket.rule.hyper(plan, bucket.updates).items()} | {"scale": bucket.scale}
+                     for key, v in rule.hyper(plan, bucket.updates).items()} | {"scale": bucket.scale}
             update = self.updates[type(bucket.rule).update]
             parts = [slice(None)]
             if self.settings.exact and bucket.param_shard.dim() > 1:  # a batch may sum in another order than one matrix
@@ -2035,22 +2083,26 @@ class DistributedOptimizer:
             yield from bucket.whole_state(self.comm).items()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A copy of named_state, on the CPU: a GPU's memory is for training."""
-        return {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
+        """A copy of named_state, on the CPU: a GPU's memory is for training; and of each parameter's learning rate."""
+        rates = {f"{place.name}/lr": torch.tensor(self.group_of[place.param]["lr"], dtype=torch.float64)
+                 for bucket in self.buckets for place in bucket.params}
+        return {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()} | rates
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """The inverse of state_dict; what was on its way is dropped. RunError if something is missing or does not fit."""
         known = {f"{place.name}{key}" for bucket in self.buckets for place in bucket.params
-                 for key in ("", "/updates", "/pending", *(f"/{key}" for key in bucket.state))}
+                 for key in ("", "/updates", "/pending", "/lr", *(f"/{key}" for key in bucket.state))}
         if unknown := sorted({*state} - known):
             raise RunError(f"the saved state does not fit: this model has no {', '.join(unknown)}; it must come from the same "
                            "model and the same rules")
         self.finish_all_gathers()
-        for bucket in self.reducer.due:
-            self.reducer.wait(bucket)
-        self.reducer.release()
+        self.reducer.drop_gradients()
         for bucket in self.buckets:
             bucket.load_state(state)
+            for place in bucket.params:
+                if f"{place.name}/lr" in state:  # a run's checkpoint has none: its plan knows
+                    self.group_of[place.param]["lr"] = float(state[f"{place.name}/lr"])
+        self.reducer.next_step = max((bucket.updates * bucket.rule.every for bucket in self.buckets), default=0)
 
     def copy_parameter(self, source: str, target: str) -> None:
         """target begins where source is, with its state: a parameter that was tied until now. RunError between updates."""
@@ -2081,8 +2133,8 @@ class Assignment(NamedTuple):
     """Which parameters a rule updates, by a pattern of their names; the rest as in ParamSpec."""
 
     pattern: str
-    rule: Callable[[nn.Parameter], Adam | NorMuon]
-    matrices: int = 1
+    rule: Adam | NorMuon
+    unit: tuple[int, int] | None = None
     scale: float = 1.0
     first_step: int = 0
 
@@ -2090,13 +2142,11 @@ def assignments(config: Config) -> tuple[Assignment, ...]:
     """The table: every parameter of GPT matches exactly one line."""
     c = config
 
-    def adam(multiplier: float, decay: float = c.adam_weight_decay) -> Callable[[nn.Parameter], Adam]:
-        return lambda p: Adam(c.adam_lr * multiplier, c.adam_beta1, c.adam_beta2, c.adam_eps, c.adam_every, decay)
+    def adam(multiplier: float, decay: float = c.adam_weight_decay) -> Adam:
+        return Adam(c.adam_lr * multiplier, c.adam_beta1, c.adam_beta2, c.adam_eps, c.adam_every, decay)
 
-    def normuon(p: nn.Parameter) -> NorMuon:
-        dtype = getattr(torch, c.dtype)
-        return NorMuon(c.muon_lr, c.muon_weight_decay, c.muon_beta2, dtype, wide=p.shape[1] > p.shape[0])
 
+    normuon = NorMuon(c.muon_lr, c.muon_weight_decay, c.muon_beta2, getattr(torch, c.dtype))
     return (
         # tied at first, it goes on as the head does
         Assignment("embed.weight", adam(1.0 if c.untie_at else c.embed_lr_mul), first_step=untie_step(c)),
@@ -2105,10 +2155,10 @@ def assignments(config: Config) -> tuple[Assignment, ...]:
         Assignment("lm_head.weight", adam(1.0)),
         Assignment("scalars", adam(c.scalar_lr_mul, 0.0)),
         Assignment("smear_gate", normuon),
-        Assignment("blocks.*.attn.gate", normuon),
-        Assignment("blocks.*.attn.value_gate", normuon),
+        Assignment("blocks.*.attn.gate", normuon, unit=(c.num_heads, c.gate_dim)),
+        Assignment("blocks.*.attn.value_gate", normuon, unit=(c.num_heads, c.gate_dim)),
         Assignment("blocks.*.attn.self_share", adam(1.0, 0.0)),
-        Assignment("blocks.*.attn.qkvo", normuon, matrices=4, scale=c.attn_lr_mul),
+        Assignment("blocks.*.attn.qkvo", normuon, unit=(c.model_dim, c.model_dim), scale=c.attn_lr_mul),
         Assignment("blocks.*.mlp.fc", normuon, scale=c.fc_lr_mul),
         Assignment("blocks.*.mlp.proj", normuon, scale=c.proj_lr_mul),
     )
@@ -2122,12 +2172,50 @@ def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
         lines = [line for line in table if fnmatchcase(name, line.pattern)]
         if len(lines) != 1:
             raise RunError(f"{name}: {len(lines)} lines of the table of assignments match it "
-                           f"({', '.join(line.pattern for line in lines) or 'none'}); one must")
-        line, rule = lines[0], lines[0].rule(param)
-        # a tall matrix moves more (Keller Jordan's Muon); shape as stored, not that of its matrices
-        tall = math.sqrt(max(1, param.shape[0] / param.shape[1])) if isinstance(rule, NorMuon) else 1.0
-        specs.append(ParamSpec(name, param, rule, line.matrices, line.scale * tall, line.first_step))
+                           f"({', '.join(line.pattern for line in lines) or 'none'}); one must: "
+                           f"{'narrow the pattern of the others' if lines else 'add a line for it'}")
+        spec = ParamSpec(name, param, *lines[0][1:])
+        if isinstance(spec.rule, NorMuon):
+            rows, columns = spec.rule.unit(spec)
+            if not spec.unit and param.shape == (3 * columns, columns):
+                raise RunError(f"{name} [{rows}, {columns}] may be three matrices in one, such as a fused query, key and value: give "
+                               f"its line of the table unit=({columns}, {columns}); or, if it is one, unit=({rows}, {columns})")
+            spec = spec._replace(rule=dataclasses.replace(spec.rule, wide=param.numel() > param.shape[0] ** 2),
+                                 scale=spec.scale * math.sqrt(max(1, rows / columns)))  # as in Keller Jordan's Muon
+        specs.append(spec)
     return specs
+
+def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon_lr: float = NorMuon.lr,
+                        adam_lr: float = Adam.lr) -> list[Assignment]:
+    """The table, and a line for each parameter that it leaves out: NorMuon for the matrices inside the model, Adam for
+    embeddings, the last matrix (the head) and vectors. The gates of torch's recurrent layers and its fused attention are
+    matrices by themselves; for those of your own state the unit. RunError if a line of the table matches nothing."""
+    embeddings, units, head, learns = set(), {}, None, [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    for module in model.modules():
+        own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
+        head = own[-1] if own else head  # where it is tied, an embedding
+        embeddings.update(own if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else ())
+        if isinstance(module, (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)):
+            rows = module.embed_dim if isinstance(module, nn.MultiheadAttention) else module.hidden_size
+            units |= {p: (rows, p.shape[1]) for p in own if p.shape[0] > rows}
+    for line in table:
+        if not any(fnmatchcase(name, line.pattern) for name, _ in learns):
+            raise RunError(f"{line.pattern}: no parameter that learns has such a name; named_parameters() tells what there is")
+    lines = list(table)
+    for name, p in learns:
+        inside = p.dim() > 1 and 1 < p.shape[0] < p.numel() and p is not head and p not in embeddings
+        rule = NorMuon(muon_lr, polar_dtype=torch.bfloat16 if p.is_cuda else torch.float32) if inside else Adam(adam_lr)
+        if not any(fnmatchcase(name, line.pattern) for line in table):
+            lines.append(Assignment(glob.escape(name), rule, units.get(p) if inside else None))
+    return lines
+
+def make_optimizer(model: nn.Module, table: Sequence[Assignment] = (), bucket_mb: float = Config.bucket_mb,
+                   settings: SyncSettings = SyncSettings(), **rates: float) -> DistributedOptimizer:
+    """The optimizer of any model, on its device, in the process group that there is; see default_assignments."""
+    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    specs = assign(model, default_assignments(model, table, **rates))
+    buckets = fill_buckets(specs, bucket_mb * 2 ** 20, *ranks)
+    return DistributedOptimizer(buckets, Comm(*ranks, specs[0].param.device), settings, model)
 
 def build_model(config: Config, encoding: Encoding) -> GPT:
     """The model of a config, with its initial parameters, on the CPU: the same for a seed on every machine."""

@@ -283,8 +283,9 @@ def environment() -> jinja2.Environment:
     return env
 
 
-def write_pages() -> None:
-    """Raises CannotJudge before anything is written where a record gives no verdict."""
+def write_pages() -> list[dict]:
+    """What describe says of each record, the newest first. Raises CannotJudge before anything is written where a record
+    gives no verdict."""
     folders = sorted((path.parent for path in HERE.glob("*/README.md")), reverse=True)
     if not folders:
         raise CannotJudge(f"no record lies in {HERE}; make one by `board.py add`")
@@ -298,6 +299,7 @@ def write_pages() -> None:
         check_public(path, text)
     for path, text in pages.items():
         path.write_bytes(text.encode("utf-8", "backslashreplace"))
+    return records
 
 
 # Publishing
@@ -346,8 +348,8 @@ def check_public(path: Path, text: str) -> None:
                               "of the race's files")
 
 
-def add(race: Path, folder: Path, title: str) -> None:
-    """Raises CannotJudge, and leaves nothing behind, where the race's logs give no verdict."""
+def add(race: Path, folder: Path, title: str) -> list[str]:
+    """The rules that it breaks. Raises CannotJudge, and leaves nothing behind, where the race's logs give no verdict."""
     if not race.is_dir():
         raise CannotJudge(f"{race} is no folder; name the folder of a race, like logs/race-ID")
     if folder.exists():
@@ -366,10 +368,11 @@ def add(race: Path, folder: Path, title: str) -> None:
                 check_public(path, text)
                 (folder / path.name).write_text(text, encoding="utf-8")
         (folder / "README.md").write_text(f"# {' '.join(title.split())}\n", encoding="utf-8")
-        write_pages()
+        (record,) = (record for record in write_pages() if record["name"] == folder.name)
     except BaseException:
         shutil.rmtree(folder)
         raise
+    return [f"{rule['rule']}: {rule['reason']}" for rule in record["rules"] if rule["verdict"] == "fail"]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -382,7 +385,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.command == "add":
-            add(options.race, options.folder.absolute(), options.title)
+            for broken in add(options.race, options.folder.absolute(), options.title):
+                print(f"board.py: warning: this race breaks a rule, and its page says so: {logs.printable(broken)}", file=sys.stderr)
         else:
             write_pages()
     except (CannotJudge, OSError) as reason:

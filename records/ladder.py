@@ -68,14 +68,15 @@ def paired(ours, base):
 
 def judge(race, found):
     """The base's figures, and a row of each idea, the largest gain first."""
-    base = min(race["sides"], key=lambda side: len(race["sides"][side]["flags"]))
-    seeds, common = sorted(found[base]), len(race["sides"][base]["flags"])
+    ideas = {side: stats.own_flags(race, side) for side in race["sides"]}
+    base = min(ideas, key=ideas.get)  # that without any
+    seeds = sorted(found[base])
     losses, seconds = ({side: [runs[seed][i] for seed in seeds] for side, runs in found.items()} for i in (0, 1))
     rows = []
-    for side, version in race["sides"].items():
+    for side, idea in ideas.items():
         if side != base:
             loss, time = paired(losses[side], losses[base]), paired(np.log(seconds[side]), np.log(seconds[base]))
-            rows.append({"idea": shlex.join(version["flags"][common:]), "loss": loss[0], "loss_ci": loss[1], "p": loss[2],
+            rows.append({"idea": idea, "loss": loss[0], "loss_ci": loss[1], "p": loss[2],
                          "time": math.exp(time[0]), "time_ci": math.exp(time[0]) * math.sinh(time[1]),
                          "sd": np.subtract(losses[side], losses[base]).std(ddof=1)})
     for row, corrected in zip(rows, holm([row["p"] for row in rows])):

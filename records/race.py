@@ -2,7 +2,8 @@
 
     python records/race.py -n 10                      ten runs of train_gpt.py as it lies here
     python records/race.py -n 5 --vs HEAD~1           five pairs: this checkout (side a) and another revision (side b)
-    python records/race.py -n 5 --vs "--sync step"    five pairs: the same script, side b with further flags
+    python records/race.py -n 5 --vs "--sync step"    five pairs: the same script; side a, the one with the idea, has these
+                                                      flags too
     python records/race.py -n 5 --vs "--flag x" --vs "--other y"      a ladder: five runs of each idea and of the base
     python records/race.py --until-decided --max-n 12 --vs HEAD~1     pairs until the claim is decided, 12 at most
     python records/race.py -n 5 --ranks 8 -- --preset laptop --num_steps 300      flags for both sides
@@ -94,7 +95,7 @@ def describe_sides(ideas, flags):
         return {chr(ord("a") + i): {"revision": None, "flags": flags + split_flags(idea)} for i, idea in enumerate([*ideas, ""])}
     vs, = ideas
     if vs.startswith("-"):
-        return {"a": {"revision": None, "flags": flags}, "b": {"revision": None, "flags": flags + split_flags(vs)}}
+        return {"a": {"revision": None, "flags": flags + split_flags(vs)}, "b": {"revision": None, "flags": flags}}
     revision = git("rev-parse", "--verify", "--quiet", f"{vs}^{{commit}}")
     if revision is None:
         raise CannotRace(f"--vs {vs!r} is no revision that git knows here; name a commit, branch or tag; or flags")
@@ -311,7 +312,8 @@ def so_far(manifest):
     found = {side: [] for side in manifest.race["sides"]}
     for (run, side), attempt in sorted(manifest.done().items()):
         found[side] += filter(None, [complete_log(manifest.path.parent / f"{attempt['run_id']}.txt")])
-    sides = [stats.Side(f"side {side}" if side else "runs", "", runs) for side, runs in found.items() if runs]
+    sides = [stats.Side(f"side {side}" if side else "runs", "", runs, stats.own_flags(manifest.race, side))
+             for side, runs in found.items() if runs]
     return stats.so_far(sides, manifest.race["alpha"]) if 0 < len(sides) <= 2 else None
 
 

@@ -32,7 +32,9 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
+import textwrap
 import warnings
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -55,7 +57,8 @@ LINE = 300  # characters of a message on stderr
 FUTILE = 0.05  # a race until decided ends when its claim has less than this chance of being found by its last look
 LONGER = 1.15  # such a race may take this many times a plan's runs: it has the plan's power then, and takes fewer
 RESAMPLES = 9999
-MANIFEST, STAMPS, PICTURE = "race.jsonl", ".steps.json", "race.png"  # what race.py leaves beside the logs
+MANIFEST, STAMPS, PICTURE = "race.jsonl", ".steps.json", "race.png"  # what race.py leaves beside the logs,
+BESIDE = (MANIFEST, STAMPS, ".png", ".pt")  # and runs do
 # Config values that do not change what is trained
 INCIDENTAL = {"seed", "run_id", "log_dir", "save_model", "sample_tokens", "train_loss_every", "timeout_s", "race",
               "save_every", "keep_checkpoints", "resume"}
@@ -362,6 +365,12 @@ def declaration(runs):
     return race if race["id"] == race_id else {}
 
 
+def own_flags(race, side):
+    """The flags that a race declares for this side and for no other, as text."""
+    shared = os.path.commonprefix([other["flags"] for other in race["sides"].values()])
+    return shlex.join(race["sides"][side]["flags"][len(shared):] if side in race["sides"] else [])
+
+
 # Which runs are judged
 
 @dataclass
@@ -370,8 +379,13 @@ class Side:
     name: str
     source_flag: str
     runs: list
+    flags: str = ""  # its own, of a race
     left_out: list = field(default_factory=list)  # (path, reason)
     warnings: list = field(default_factory=list)
+
+    @property
+    def label(self):
+        return logs.printable(self.name + (f" ({textwrap.shorten(self.flags, 48, placeholder=' …')})" if self.flags else ""))
 
     @property
     def losses(self):
@@ -439,7 +453,7 @@ def gather(name, source_flag, found, options, source=None, race_side=None):
     runs = [run for run in found.runs if race_side is None or (race_of(run) and race_of(run).side == race_side)]
     side = Side(name, source_flag, runs)
     side.left_out = [(item.path, item.reason) for item in found.rejected
-                     if not item.path.endswith(STAMPS) and os.path.basename(item.path) != PICTURE]
+                     if not item.path.endswith(BESIDE)]
     side.left_out += [(item.path, f"{item.reason}: {logs.printable(item.original_path)}") for item in found.duplicates]
 
     def keep(remark):
@@ -651,6 +665,7 @@ def judge_sides(sides, options):
     """judge, of what choose_sides gave."""
     declared = declaration([run for side, _ in sides for run in side.runs])
     for side, rejected in sides:
+        side.flags = own_flags(declared, side.name.removeprefix("side ")) if "sides" in declared else ""
         check_one_experiment(side, options.mixed)
         check_all_there(side, rejected, declared.get("until_decided") is True)
         check_none_diverged(side, rejected)
@@ -677,6 +692,10 @@ def judge_sides(sides, options):
     if comparison:
         comparison |= {"significant": faster, "decides": "paired_log" if test is not comparison else "welch"}
     reasons = [f"mean loss {'' if below else 'not significantly '}< {loss['target']:g} (p = {loss['p']:.4g})"]
+    if losses := comparison and comparison["loss"]:
+        tested = losses["paired"] if declared.get("test") == "paired" and losses["paired"] else losses
+        reasons.append(f"{abs(losses['difference']):.4g} {'below' if losses['difference'] < 0 else 'above'} that of "
+                       f"{sides[1].name} (p(less) = {tested['p']:.4g})")
     if comparison:
         paired = " by the paired test of log time" * (test is not comparison)
         reasons.append(f"{'' if faster else 'not significantly '}faster{paired} (p = {test['p']:.4g})")
@@ -806,12 +825,13 @@ def show_report(report):
     if compared:
         other, (low, high), losses = compared["other"], compared["interval"], compared["loss"]
         lines += [
-            f"Against {others[0].name} ({other['n']} runs)",
+            f"{a.label[0].upper()}{a.label[1:]} against {others[0].label} ({other['n']} runs)",
             f"  their time:   {show_time(other)}    range {other['min']:.3f} … {other['max']:.3f} s",
             f"  their loss:   {show_mean_loss(compared['other_loss'], others[0].runs)}"]
         if losses:
+            paired = f"; paired p = {losses['paired']['p']:.4g}" if losses["paired"] else ""
             lines.append(f"  less loss:    p = {losses['p']:.4g}    {show_test(losses)}; two-sided p = "
-                         f"{losses['p_two_sided']:.4g}; difference {losses['difference']:+.3g}, shown only")
+                         f"{losses['p_two_sided']:.4g}{paired}; difference {losses['difference']:+.3g}, shown only")
         lines += [
             f"  difference:   {compared['difference']:+.4f} s    {confidence} {low:+.4f} … {high:+.4f} s",
             f"  ratio:        {show_ratio(compared)}    ± is the standard error",
@@ -859,7 +879,8 @@ def list_runs(sides):
 
 
 def plot(report, path):
-    """Three panels: loss over steps, final losses with their interval, times of the sets with theirs."""
+    """Three panels: losses over steps, final losses with their interval, times of the sets with theirs. Of training
+    losses each set's mean; the second set is dashed, so that it shows what lies under it."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -881,11 +902,18 @@ def plot(report, path):
             axes.errorbar(at + 0.28, mean, [[mean - ends[0]], [ends[1] - mean]], fmt="D", color=color, capsize=5,
                           markersize=5)
 
-    for at, (side, color) in reversed(list(enumerate(sides))):
+    for at, (side, color) in enumerate(sides):
+        trained = defaultdict(list)
         for i, run in enumerate(side.runs):
             shown = [v for v in run.validations if v.step >= LATE * run.last_step]
-            curves.plot([v.step for v in shown], [v.loss for v in shown], color=color, lw=1, alpha=0.6,
-                        label=None if i else logs.printable(side.name))
+            curves.plot([v.step for v in shown], [v.loss for v in shown], "o-" if at == 0 else "s--", color=color, lw=1,
+                        markersize=3, alpha=0.7, label=None if i else side.label)
+            for step in run.steps:
+                if step.train_loss is not None and step.step >= LATE * run.last_step:
+                    trained[step.step].append(step.train_loss)
+        if trained:
+            curves.plot(*zip(*((step, np.mean(found)) for step, found in sorted(trained.items()))), "-" if at == 0 else "--",
+                        color=color, lw=1, alpha=0.35, label=f"{side.name}, training")
         dots(losses, at, side.losses, color)
         if timed:
             dots(times, at, side.seconds, color)
@@ -902,7 +930,7 @@ def plot(report, path):
     about_times = (f"{show_ratio(compared)}, p = {compared['p']:.3g}" if compared else
                    bars if timed else "no train_time in the logs")
     for axes, title, unit, about in (
-            (curves, "Validation loss", "val_loss", f"one line a run, without the first {100 * LATE:g} % of its steps"),
+            (curves, "Loss", "loss", f"validation, one line a run, and training, without the first {100 * LATE:g} % of steps"),
             (losses, "Final loss", "val_loss", about_losses), (times, "Time", "train_time (s)", about_times)):
         axes.set(title=title, ylabel=unit)
         axes.text(0, 1.03, about, transform=axes.transAxes, fontsize=8.5, color="#555555")
@@ -1019,6 +1047,8 @@ def main(arguments=None):
         if options.plot:
             plot(report, options.plot)
     except CannotJudge as reason:
+        if options.plot and reason.sides:
+            plot(so_far(reason.sides, options.alpha), options.plot)
         if options.json:
             print(logs.show_json({"verdict": "the claim cannot be judged", "reason": str(reason),
                                   **list_runs(reason.sides)}))

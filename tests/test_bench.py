@@ -112,6 +112,15 @@ def test_passes(bench):
     assert float(table["stack-and-copy"]["all"]) > float(table["buckets"]["all"]) + 2
 
 
+def test_own_model(bench):
+    """The optimizers are beside one another on the same data: both learn what is in it, and neither far more."""
+    sides = {row["optimizer"]: row for row in rows(bench("own_model.py", *"--vocab 16 --dim 16 --batch 4 --tokens 16 --steps 40".split()))}
+    assert list(sides) == ["ours", "DDP, Muon and AdamW"]
+    losses = [float(row["last loss"]) for row in sides.values()]
+    assert all(1.0 < loss < 2.0 for loss in losses) and abs(losses[0] - losses[1]) < 0.3  # of ln 16 at first, ln 3 at best
+    assert all(float(row["ms a step"]) > 0 for row in sides.values())
+
+
 def test_one_rank_of_8(bench):
     out = bench("one_rank_of_8.py", "--preset", "laptop", "--rounds", "1")
     assert rows(out)[-1]["longest window"] == "the plan's mean"

@@ -1,5 +1,6 @@
 """Update rules, buckets, the sync of gradients and what is saved, against plain rules in float64 and one process alone."""
 
+import contextlib
 import dataclasses
 import math
 import types
@@ -23,7 +24,7 @@ WIDE, TALL = (train_gpt.NorMuon(0.03, 1.2, 0.95, torch.float32, wide=wide) for w
 class OfElements:
     """A rule whose unit is an element, and which keeps nothing of it."""
 
-    def unit(self, shape, matrices):
+    def unit(self, spec):
         return ()
 
     def init_state(self, shard):
@@ -193,7 +194,7 @@ def test_normuon_is_the_record_s_written_plainly(shape, matrices, k):
     plain = reference.NorMuon(param.detach().double(), matrices, k)
     rule = WIDE if shape[1] > shape[0] else TALL
     scale = k * math.sqrt(max(1, shape[0] / shape[1]))
-    bucket = bucket_of({"p": param}, rule, matrices=matrices, scale=scale)
+    bucket = bucket_of({"p": param}, rule, unit=(shape[0], shape[1] // matrices), scale=scale)
     optimizer = train_gpt.DistributedOptimizer([bucket], train_gpt.Comm())
     for step in range(4):
         g = torch.randn(shape)
@@ -252,7 +253,7 @@ def test_a_matrix_lies_whole_on_one_rank(count, ranks):
 def test_each_matrix_has_its_own_scale_on_whatever_rank_it_lies():
     def scales(rank, ranks):
         params = [nn.Parameter(torch.ones(3, 14)) for _ in range(3)]
-        specs = [train_gpt.ParamSpec(str(i), p, WIDE, matrices=2, scale=2.0 + i) for i, p in enumerate(params)]
+        specs = [train_gpt.ParamSpec(str(i), p, WIDE, unit=(3, 7), scale=2.0 + i) for i, p in enumerate(params)]
         return train_gpt.Bucket("b", specs, rank, ranks).scale.flatten().tolist()
     assert scales(0, 1) == [2, 2, 3, 3, 4, 4]
     assert [scales(rank, 4) for rank in range(4)] == [[2, 2], [3, 3], [4, 4], [1, 1]]
@@ -478,18 +479,6 @@ def test_a_parameter_without_a_gradient_is_an_error_with_its_name_and_count():
         optimizer.step(FULL)
 
 
-def test_a_backward_that_was_not_prepared_is_an_error_with_the_cure():
-    model = chain()
-    optimizer = optimizer_of(model)
-    for _ in range(2):
-        with pytest.raises(train_gpt.RunError, match=r"2\.bias .*prepare_for_backward"):
-            model(torch.ones(1, 6)).sum().backward()
-        model.zero_grad()
-        optimizer.prepare_for_backward(0)
-        model(torch.ones(1, 6)).sum().backward()
-        optimizer.step(FULL)  # and the next one is not prepared again
-
-
 @pytest.mark.parametrize("sync", ["hook", "step"])
 def test_a_step_before_backward_or_a_backward_before_the_step_is_an_error(sync):
     model = chain()
@@ -565,6 +554,177 @@ def test_every_parameter_is_assigned_exactly_once(tiny):
 def test_a_bucket_of_two_dtypes_is_refused():
     with pytest.raises(train_gpt.RunError, match="second is torch.bfloat16"):
         bucket_of({"first": nn.Parameter(torch.zeros(2)), "second": nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))})
+
+
+# as one of torch's optimizers
+
+
+def steps_of(model, optimizer, steps, prepared):
+    """Three backwards a step, whose sum counts; the engine's own way or torch's."""
+    for step in range(steps):
+        for i in range(3):
+            loss = model(torch.full((2, 6), 1.0 + step + i)).square().sum()
+            if prepared:
+                optimizer.prepare_for_backward(step, i, 3)
+                loss.backward()
+            else:
+                with optimizer.no_sync() if i < 2 else contextlib.nullcontext():
+                    (loss / 3).backward()
+        optimizer.step(FULL)
+        if not prepared:
+            optimizer.zero_grad()
+
+
+def torch_s_way(comm, every, prepared):
+    model = chain()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 + comm.rank)  # rank 0's are everyone's
+    optimizer = optimizer_of(model, comm, rule=Descent(every=every))  # which sees the scale of a gradient
+    steps_of(model, optimizer, 5, prepared)
+    return list(model.parameters()), optimizer.buckets[0].updates
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_backward_and_step_alone_are_the_same_training(on_ranks, every):
+    """zero_grad after step leaves what a rule still sums, and no_sync sends nothing but adds."""
+    for (ours, updates), (plain, _) in zip(on_ranks(2, torch_s_way, every, False), on_ranks(2, torch_s_way, every, True)):
+        assert updates == 5 // every
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) and not torch.equal(a, first)
+                   for a, b, first in zip(ours, plain, chain().parameters()))
+
+
+def test_schedulers_and_learning_rates_work_on_the_groups():
+    """torch's scheduler gives what the plan's factor gives; a group that is set to 0 stands still."""
+    trained = []
+    for scheduled in (True, False):
+        model = chain()
+        optimizer = optimizer_of(model)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)) if scheduled else None
+        for step in range(4):
+            model(torch.ones(2, 6)).square().sum().backward()
+            optimizer.step(FULL if scheduled else train_gpt.Plan(lr_factor=1 / (1 + step)))
+            if schedule:
+                schedule.step()
+        trained.append(list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*trained))
+    (group,), before = optimizer.param_groups, [p.detach().clone() for p in model.parameters()]
+    assert group["rule"] == "Adam" and group["lr"] == ONCE.lr and len(group["params"]) == len(before)
+    group["lr"] = 0.0
+    model(torch.ones(2, 6)).square().sum().backward()
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+
+
+def test_a_state_keeps_learning_rates_and_the_place_in_a_cycle():
+    rule, (first, second) = dataclasses.replace(ONCE, every=2), (chain(), chain(seed=1))
+    whole, half = optimizer_of(first, rule=rule), optimizer_of(second, rule=rule)
+    whole.param_groups[0]["lr"] = 0.5
+    steps_of(first, whole, 2, False)
+    steps_of(second, half, 1, False)  # of which nothing may be left
+    half.load_state_dict(whole.state_dict())
+    assert half.param_groups[0]["lr"] == 0.5
+    for model, optimizer in ((first, whole), (second, half)):
+        steps_of(model, optimizer, 2, False)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters()))
+    assert whole.buckets[0].updates == half.buckets[0].updates == 2
+
+
+def test_zero_grad_in_place_of_step_drops_a_batch():
+    models = chain(), chain()
+    for model, spoilt in zip(models, (True, False)):
+        optimizer = optimizer_of(model)
+        for step in range(3):
+            if spoilt:
+                with optimizer.no_sync():
+                    model(torch.full((2, 6), 9.0)).sum().backward()
+                if step:
+                    model(torch.full((2, 6), math.nan)).sum().backward()  # launched
+                optimizer.zero_grad()
+            model(torch.ones(2, 6)).square().sum().backward()
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models)))
+
+
+class Zoo(nn.Module):
+    """A parameter of each kind that researchers bring."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.embed, self.place = nn.Embedding(20, 8), nn.Parameter(torch.randn(1, 5, 8))
+        self.gru, self.attention, self.norm = nn.GRU(8, 6), nn.MultiheadAttention(8, 2), nn.LayerNorm(8)
+        self.conv, self.mix = nn.Conv1d(8, 4, 3), nn.Linear(6, 8)
+        self.head = nn.Linear(8, 20, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def test_parameters_of_any_model_have_a_rule_by_default():
+    found = {spec.name: spec for spec in train_gpt.assign(Zoo(), train_gpt.default_assignments(Zoo()))}
+    inside = {name: spec.rule.unit(spec) for name, spec in found.items() if isinstance(spec.rule, train_gpt.NorMuon)}
+    assert inside == {"gru.weight_ih_l0": (6, 8), "gru.weight_hh_l0": (6, 6), "attention.in_proj_weight": (8, 8),
+                      "attention.out_proj.weight": (8, 8), "conv.weight": (4, 24), "mix.weight": (8, 6)}
+    assert len(found) == len(list(Zoo().parameters()))
+    assert found["conv.weight"].rule.wide and not found["mix.weight"].rule.wide and found["mix.weight"].scale == (8 / 6) ** 0.5
+    tied = train_gpt.assign(Zoo(tied=True), train_gpt.default_assignments(Zoo(tied=True)))
+    assert {spec.name for spec in tied if isinstance(spec.rule, train_gpt.NorMuon)} == set(inside)
+
+
+def test_fused_matrices_are_updated_each_by_itself():
+    """A [3d, d] with its unit is updated as its three parts alone; as one it would be another update."""
+    fused, grad = torch.randn(12, 4), torch.randn(12, 4)
+    results = []
+    for parts, unit in (([fused], (4, 4)), (fused.split(4), None), ([fused], (12, 4))):
+        params = nn.ParameterList(part.clone() for part in parts)
+        optimizer = train_gpt.make_optimizer(params, [train_gpt.Assignment("*", train_gpt.NorMuon(), unit)])
+        torch.cat(list(params)).mul(grad).sum().backward()
+        optimizer.step()
+        results.append(torch.cat(list(params)).detach())
+    assert torch.allclose(results[0], results[1]) and not torch.allclose(results[0], results[2], atol=1e-3)
+
+
+class Fused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.norm, self.head = nn.Linear(4, 12), nn.LayerNorm(12), nn.Linear(12, 3)
+
+    def forward(self, x):
+        return self.head(self.norm(self.qkv(x)))
+
+
+MUON = train_gpt.NorMuon()
+SPLIT = train_gpt.Assignment("qkv.weight", MUON, unit=(4, 4))
+
+
+def used(optimizer, model, *calls):
+    for call in calls:
+        getattr(optimizer, call)() if call == "step" else model(torch.ones(1, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("table,calls,says", [
+    ((), (), r"qkv.weight \[12, 4\] may be three matrices .* unit=\(4, 4\); or, if it is one, unit=\(12, 4\)"),
+    ([SPLIT, train_gpt.Assignment("norm.*", MUON)], (), r"NorMuon updates matrices, and norm.weight has shape \(12,\).* Adam"),
+    ([SPLIT._replace(unit=(5, 4))], (), r"qkv.weight has shape \(12, 4\), in units of \(5, 4\)"),
+    ([SPLIT, train_gpt.Assignment("*", train_gpt.Adam())], (), r"qkv.weight: 2 lines .*\(qkv.weight, \*\).* narrow the pattern"),
+    ([SPLIT._replace(pattern="blocks.*")], (), r"blocks.\*: no parameter that learns has such a name"),
+    ([SPLIT], ["step"], r"step\(\) after 0 .* after the last backward"),
+    ([SPLIT], ["backward", "step", "step"], r"step\(\) after 0 "),
+    ([SPLIT], ["backward", "backward"], r"twice in one backward; .*no_sync\(\)"),
+    ([SPLIT], ["backward", "step", "backward", "backward"], r"launched; call step\(\) .* no_sync\(\)")], ids=str)
+def test_a_wrong_use_is_answered_with_the_cure(table, calls, says):
+    model = Fused()
+    with pytest.raises(train_gpt.RunError, match=says) as raised:
+        used(train_gpt.make_optimizer(model, table), model, *calls)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_step_whose_backwards_all_were_in_no_sync_is_an_error():
+    model = Fused()
+    optimizer = train_gpt.make_optimizer(model, [SPLIT])
+    with optimizer.no_sync():
+        used(optimizer, model, "backward")
+    with pytest.raises(train_gpt.RunError, match=r"must not be in no_sync\(\)"):
+        optimizer.step()
 
 
 def every_second_step(comm, exact):
@@ -809,7 +969,7 @@ def mixture(bucket_bytes, comm, late=None, **changes):
     params["halved"] = nn.Parameter(params["halved"].detach().bfloat16())
     adam = train_gpt.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=0.1, every=2)
     rules = {"wide": WIDE, "tall": TALL, "four": WIDE}
-    specs = [train_gpt.ParamSpec(name, p, rules.get(name.split("_")[0], adam), 4 if name == "four" else 1, 1.0 + i / 10)
+    specs = [train_gpt.ParamSpec(name, p, rules.get(name.split("_")[0], adam), (6, 10) if name == "four" else None, 1.0 + i / 10)
              for i, (name, p) in enumerate(params.items())]
     buckets = train_gpt.fill_buckets(specs, bucket_bytes, comm.rank, comm.ranks)
     return train_gpt.DistributedOptimizer(buckets, comm, train_gpt.SyncSettings(**changes), params), params

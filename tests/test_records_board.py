@@ -221,6 +221,17 @@ def test_published_logs_name_no_folder_and_no_host(published):
         assert path.suffix == ".png" or not re.search("/home/me|my-host|/tmp/", path.read_text()), path
 
 
+def test_a_race_that_breaks_a_rule_is_told_as_it_becomes_a_record(judged, tmp_path, capsys):
+    records, _, rules = judged
+    race = write_race(tmp_path / "race-y")
+    for folder, broken in (("2026-01-04_broken", 1), ("2026-01-05_whole", 0)):
+        rules["rules"][2]["verdict"] = "fail" if broken else "pass"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(board, "describe", lambda folder, describe=board.describe: describe(records / "2026-01-02_toy") | {"name": folder.name})
+            assert board.main(["add", str(race), str(records / folder), "a title"]) == 0
+        assert capsys.readouterr().err.count("warning: this race breaks a rule, and its page says so: three: seen") == broken
+
+
 @pytest.mark.parametrize("text,becomes", [
     ("error: [Errno 28] /home/me/x/r.txt: full", "error: [Errno 28] r.txt: full"),
     ('{"path": "/data/me/init.pt"}', '{"path": "init.pt"}'),

@@ -146,7 +146,7 @@ def test_other_flags(repo, vs):
     assert race.main(["-n", "1", "--vs", vs, "--", "--mood", "good"]) == 0
     folder, _, events = only_race(repo)
     runs = {run.start["race"]["side"]: run for run in logs.read([str(folder)]).runs}
-    assert (runs["a"].train_time_ms, runs["b"].train_time_ms) == (101, 108)
+    assert (runs["a"].train_time_ms, runs["b"].train_time_ms) == (108, 101)
     assert {run.start["config"]["mood"] for run in runs.values()} == {"good"}
 
 
@@ -204,6 +204,14 @@ def test_two_sides_are_no_ladder(repo, capsys):
     assert race.main(["-n", "2", "--vs", "--slower 7"]) == 0
     assert ladder.main([str(only_race(repo)[0])]) == 2
     assert "2 sides of 2 runs" in capsys.readouterr().err
+
+
+def test_a_race_by_a_flag_judges_the_side_that_has_it(repo, capsys):
+    """By its losses too, and under its name."""
+    assert race.main(["-n", "3", "--vs", "--slower 1", "--", "--slower", "9", "--mood", "jittery"]) == 0
+    shown = capsys.readouterr().out
+    assert "Side a (--slower 1) against side b (3 runs)" in shown and "above that of side b (p(less) = " in shown
+    assert "times faster" in shown
 
 
 def test_a_run_is_noted_before_it_starts_and_after(repo, monkeypatch):
@@ -334,7 +342,7 @@ def test_a_script_that_changed_is_refused(repo, capsys):
     (["-n", "1", "--vs", "HEAD~2"], "has no train_gpt.py"),
     (["-n", "1", "--", "--nosuch", "1"], "refuses its flags"),
     (["-n", "1", "--", "--slower", "-3"], "slower is -3"),
-    (["-n", "1", "--vs", "--slower -3"], "of side b refuses its flags"),
+    (["-n", "1", "--vs", "--slower -3"], "of side a refuses its flags"),
     (["-n", "1", "--vs", "--mood 'x"], "close its quotes"),
     (["-n", "1", "--", "--run_id", "x"], "--run_id is the race's to set"),
     (["-n", "1", "--vs", "--log_dir=x"], "--log_dir is the race's to set"),
@@ -395,7 +403,9 @@ def test_each_step_line_is_stamped_as_it_reaches_the_log(repo):
     found = logs.read([str(folder)])
     assert [item.path for item in found.rejected if item.path.endswith(".steps.json")]
     report = stats.gather("it", "", found, stats.parse([str(folder)]))
-    assert [Path(path).name for path, _ in report.left_out] == ["race.jsonl"]  # what belongs to a race is not remarkable
+    (folder / "notes.txt").write_text("mine")
+    beside = stats.gather("it", "", logs.read([str(folder)]), stats.parse([str(folder)])).left_out
+    assert not report.left_out and [Path(path).name for path, _ in beside] == ["notes.txt"]  # what belongs to a race is not remarkable
 
 
 def test_stamps_of_lines_that_come_in_pieces(tmp_path):
@@ -465,7 +475,7 @@ def test_a_race_until_decided_stops_for_the_claim(repo, capsys):
 def test_a_race_until_decided_stops_for_want_of_a_chance(repo, capsys):
     assert race.main(["--until-decided", "--max-n", "9", "--vs", "--slower -3", "--alpha", "0.05", "--", "--slower", "3",
                       "--mood", "jittery"]) == 2  # as the script refuses
-    assert race.main(["--until-decided", "--max-n", "9", "--vs", "--slower 0", "--alpha", "0.05", "--", "--slower", "30"]) == 0
+    assert race.main(["--until-decided", "--max-n", "9", "--vs", "--slower 30", "--alpha", "0.05", "--", "--slower", "0"]) == 0
     folder, described, events = only_race(repo)
     assert described["alpha"] == 0.05 and 4 <= len(starts(events)) < 10
     assert "decided for futility after" in capsys.readouterr().out

@@ -482,7 +482,7 @@ def test_both_sides_of_a_race(write, judge, refusal):
     folder = write("race", raced(10, "ab", shift=0.2))
     assert "say whose claim it is, for instance --side a" in refusal(folder)
     status, out, _ = judge(folder, "--side", "a")
-    assert status == 0 and "Against side b (10 runs)" in out and "10 interleaved pairs" in out
+    assert status == 0 and "Side a against side b (10 runs)" in out and "10 interleaved pairs" in out
     assert judge(folder, "--side", "b")[0] == 1
     drifted = write("drifted", raced(10, "ab", shift=0.2, drift=1.0))
     status, out, _ = judge(drifted, "--side", "a", "--json")
@@ -543,7 +543,9 @@ def test_losses_of_two_sides_are_compared(write, judge):
     found, wanted = report["comparison"]["loss"], scipy.stats.ttest_ind(ours, theirs, equal_var=False)
     assert found["t"] == pytest.approx(wanted.statistic) and found["p_two_sided"] == pytest.approx(wanted.pvalue)
     assert found["p"] == pytest.approx(stats.welch_t_less(ours, theirs).pvalue) and found["paired"]["pairs"] == 10
-    assert "less loss:    p = " in judge(folder, "--side", "a")[1] and not any("bought" in w for w in report["warnings"])
+    shown = judge(declare(folder), "--side", "a")[1]
+    assert f"that of side b (p(less) = {found['paired']['p']:.4g})" in shown.splitlines()[-1], "the declared test"
+    assert "less loss:    p = " in shown and not any("bought" in w for w in report["warnings"])
     worse = write("worse", (re.sub(r"val_loss:3.27(\d+)", r"val_loss:3.279\1", content) if "'a'" in content else content
                             for content in contents))
     assert "is above that of side b (two-sided p = " in judge(worse, "--side", "a")[1]
@@ -747,6 +749,22 @@ def test_the_plot(new, old, write, judge, refusal, tmp_path):
         assert judge(*arguments, "--plot", path)[0] == 0
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 20_000
     assert "cannot write the plot" in refusal(new, "--plot", tmp_path / "none" / "x.png")
+
+
+def test_a_short_run_alone_is_drawn_with_its_training_losses(write, judge, monkeypatch, tmp_path):
+    figures = []
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: figures.append(self))
+    lines = [f"step:{i}/20 train_time:{i}ms step_avg:1.00ms train_loss:{5 - i / 10:.4f}" for i in range(1, 21)]
+    one = write("one", ["\n".join(["x", "=" * 100, *lines, "step:20/20 val_loss:3.2000 train_time:20ms step_avg:1.00ms", ""])])
+    status, _, err = judge(one, "--plot", tmp_path / "x.png")
+    assert status == 2 and "at least 2 runs" in err
+    drawn = {line.get_label(): line for line in figures[0].axes[0].lines}
+    assert list(drawn["the set, training"].get_ydata()) == [5 - i / 10 for i in range(2, 21)]
+    assert list(drawn["the set"].get_xydata()[0]) == [20, 3.2] and drawn["the set"].get_marker() == "o"
+    assert judge(write("race", raced(3, "ab")), "--side", "a", "--plot", tmp_path / "y.png")[0] < 2
+    styles = {line.get_linestyle() for line in figures[1].axes[0].lines if "side b" in str(line.get_label())}
+    assert styles == {"--"}, "side b lies dashed over side a"
 
 
 def test_the_command_works_from_anywhere(new, tmp_path):

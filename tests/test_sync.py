@@ -67,7 +67,7 @@ test_optimizer.py or in test_run.py; test_the_table_names_what_there_is reads th
                                 test_a_state_that_does_not_fit_is_refused_by_name
     late parameters             test_a_parameter_may_begin_to_take_part_at_a_step,
                                 test_a_tied_parameter_may_come_untied_at_a_step
-    micro-batches counted       test_micro_batches_are_counted, test_a_backward_that_was_not_prepared_is_an_error_with_the_cure
+    micro-batches counted       test_micro_batches_are_counted, test_a_wrong_use_is_answered_with_the_cure
     one pass, nothing allocated test_a_hook_does_one_operation_a_gradient, test_receive_buffers_are_kept, bench/passes.py
     launch order checked        test_the_order_is_rank_0_s_arrival, mutant SwapsOrderOnRankOne
     a GPU's collectives         test_collectives_and_messages_compute_the_same
@@ -950,8 +950,8 @@ def test_clip_is_by_the_norm_over_all_ranks(on_ranks):
 class DescentOfMatrices(Descent):
     """Its unit is a matrix, so that shards have any number of elements."""
 
-    def unit(self, shape, matrices):
-        return tuple(shape)
+    def unit(self, spec):
+        return tuple(spec.param.shape)
 
 
 def clipped_gradients(comm, limit):
