@@ -120,13 +120,14 @@ class Config(SyncSettings, StageValues):
 
     seed: int = option(0, "decides the initial parameters and, where documents are shuffled, their order", zero=True,
                        most=2 ** 63 - 1)
-    target_val_loss: float = option(3.28, "what the run is to reach, in nats a token")
+    target_val_loss: float = option(3.28, "what the run is to reach, in nats a token (0: nothing is judged)", zero=True)
 
     # data
     train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "relative paths start at this script's folder")
     val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "as above")
     train_shards: int = option(9, "shards to use, in the order of their names (0: all); nine are enough for the record",
                                zero=True)
+    epochs: int = option(1, "how often the shards may be read, one time after the other; the rules of the race say once")
     long_documents: str = option("cut", "cut: skip what is beyond max_document_tokens. split: it makes further documents, "
                                  "each opened by a BOS in place of its first token", ("cut", "split"))
     shuffle: bool = option(False, "documents of a shard in an order drawn from the seed (FineWeb is shuffled as it is)")
@@ -300,7 +301,7 @@ def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]
     """
     given = {name: v for name, v in vars(make_parser().parse_args(argv)).items() if v is not None}
     preset = given.pop("preset", default_preset)
-    config = dataclasses.replace(PRESETS[preset], **given)
+    config = dataclasses.replace(PRESETS[preset], **{**shortened(PRESETS[preset], given.get("num_steps")), **given})
     if not config.resume:
         return preset, config
     path = find_checkpoint(config)
@@ -315,6 +316,16 @@ def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]
     except (KeyError, TypeError) as error:
         raise RunError(f"{path}: is no checkpoint of this version of train_gpt.py ({error}); name one that --save_every "
                        "left") from error
+
+def shortened(preset: Config, num_steps: int | None) -> dict[str, Any]:
+    """What a preset counts in steps, in proportion to a run that has fewer. A longer run keeps the preset's counts."""
+    if num_steps is None or num_steps >= preset.num_steps:
+        return {}
+
+    def scaled(steps: int | str) -> int:
+        return int(steps) * num_steps // preset.num_steps
+    return {"muon_momentum_rise": scaled(preset.muon_momentum_rise), "muon_momentum_fall": scaled(preset.muon_momentum_fall),
+            "stages": re.sub(r"\+(\d+)", lambda further: f"+{scaled(further[1])}", preset.stages)}
 
 def config_of(values: dict[str, Any]) -> Config:
     """A config of what JSON made of one."""
@@ -484,7 +495,7 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
         except ValueError as error:
             raise RunError(f"{where}: {error}; begin it with a fraction like 1/3, a step or +N, then give one value per "
                            "column, where numbers may move: a>b") from None
-        if not (share > 0 and (begin >= scheduled if extra else begin <= end <= scheduled)):
+        if not (extra and begin >= scheduled or share > 0 and not extra and begin <= end <= scheduled):
             raise RunError(f"{where} ends before step {end}, the one before it before step {begin}, and {scheduled} of "
                            f"num_steps {c.num_steps} are scheduled; let stages follow one another, those with + last")
         first, last = ({**{name: getattr(c, name) for name in columns}, **{name: cell[i] for name, cell in cells.items()}}
@@ -706,14 +717,15 @@ class Stream:
     """Batches of packed documents for one rank; the next shard is loaded and indexed in the background.
 
     Rank r takes micro_batches / ranks micro-batches of a batch in a row, so what the ranks read together does not depend
-    on how many they are. A batch that would run past a shard's last document begins anew at the next.
+    on how many they are. A batch that would run past a shard's last document begins anew at the next. With several
+    epochs the shards follow one another again, shuffled in another order where documents are shuffled.
 
     digest sums, modulo 2**256, the SHA-256 of each micro-batch of this rank behind its step and its place in the step
     (8 bytes each): the sum over the ranks does not depend on their number, and goes on where a run goes on.
     """
 
     def __init__(self, shards: list[Shard], config: Config, rank: int = 0, ranks: int = 1):
-        self.shards, self.config, self.rank, self.ranks = shards, config, rank, ranks
+        self.shards, self.config, self.rank, self.ranks = shards * config.epochs, config, rank, ranks
         self.split = config.long_documents == "split"
         self.longest = max(stage.first["max_document_tokens"] for stage in stages_of(config))
         self.loader = ThreadPoolExecutor(1, thread_name_prefix="load-shard")
@@ -739,9 +751,8 @@ class Stream:
         """A shard's documents of at most `longest` tokens, the running sum of their lengths, and of what each is a piece.
         Starts loading the shard after it, forgets the others."""
         if index >= len(self.shards):
-            raise RunError(f"the training data ran out: {len(self.shards)} shard(s) like {self.shards[0].path} hold "
-                           f"{sum(shard.tokens for shard in self.shards)} tokens, but documents of at most {longest} did "
-                           f"not fill {self.config.num_steps} steps; add shards, or lower --num_steps")
+            raise RunError(f"the training data ran out: {self.described()}, but documents of at most {longest} did not fill "
+                           f"{self.config.num_steps} steps; add shards, or lower --num_steps")
         wanted = [i for i in (index, index + 1) if i < len(self.shards)]
         self.loaded = {i: self.loaded.get(i) or self.loader.submit(self._load, i) for i in wanted}
         documents, piece_of = limit_documents(self.loaded[index].result(), longest, self.split)
@@ -778,16 +789,19 @@ class Stream:
 
     def check_enough(self) -> None:
         """RunError if it is known already that the data ends before the run: exactly, where all is loaded."""
-        c, held = self.config, sum(shard.tokens for shard in self.shards)
-        needed = tokens_of_steps(c, c.num_steps)
-        if held < needed:
-            raise RunError(f"{len(self.shards)} shard(s) like {self.shards[0].path} hold {held} tokens; {c.num_steps} "
-                           f"steps read at least {needed}: add shards, or lower --num_steps")
-        if len(self.shards) <= 2:
+        c, needed = self.config, tokens_of_steps(self.config, self.config.num_steps)
+        if sum(shard.tokens for shard in self.shards) < needed:
+            raise RunError(f"{self.described()}; {c.num_steps} steps read at least {needed}: add shards, or lower --num_steps")
+        if len(self.shards) <= 2 * c.epochs:
             start = self.position
             for step in range(c.num_steps):
                 self._advance(plan_of(c, step))
             self.position = start
+
+    def described(self) -> str:
+        times = f", read {self.config.epochs} times" * (self.config.epochs > 1)
+        return (f"{len(self.shards) // self.config.epochs} shard(s) like {self.shards[0].path}{times} hold "
+                f"{sum(shard.tokens for shard in self.shards)} tokens")
 
     def close(self) -> None:
         self.loader.shutdown(wait=False, cancel_futures=True)
@@ -2964,9 +2978,10 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
             save_file(path, {**trainer.describe(asked, config.num_steps), "run_id": log.run_id, "state": state})
             saved_as = f"\nmodel: {path}"
         clear_checkpoints(log, keep=0)
-        log.say(f"\n{'target reached' if reached else 'target missed'}: validation loss {val_loss:.4f}, target "
-                f"{config.target_val_loss:g}, after {clock.elapsed / 1000:.1f} s of training and {wall_seconds:.0f} s in "
-                f"all{saved_as}\nlog: {log.path}")
+        target = config.target_val_loss
+        verdict, of = ("target reached: " if reached else "target missed: ", f" target {target:g},") if target else ("", "")
+        log.say(f"\n{verdict}validation loss {val_loss:.4f},{of} after {clock.elapsed / 1000:.1f} s of training and "
+                f"{wall_seconds:.0f} s in all{saved_as}\nlog: {log.path}")
 
 def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")

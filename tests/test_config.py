@@ -31,6 +31,20 @@ def test_preset_is_the_hardware_s_unless_named():
     assert parse("--preset", "speedrun", "--seed", "5") == ("speedrun", train_gpt.Config(seed=5))
 
 
+def test_a_shorter_run_keeps_the_proportions_of_its_preset():
+    counted = lambda config: (config.muon_momentum_rise, config.muon_momentum_fall, config.stages.rpartition("+")[2])
+    for preset in train_gpt.PRESETS:
+        whole = train_gpt.PRESETS[preset]
+        for steps in (*range(1, 20), whole.num_steps - 1, whole.num_steps, 2 * whole.num_steps):
+            config = parse("--num_steps", str(steps), preset=preset)[1]
+            train_gpt.check_config(config, 1)
+            assert train_gpt.momentum(config, 0) == (whole.muon_momentum_low if config.muon_momentum_rise else whole.muon_momentum)
+    assert counted(parse("--num_steps", "70")[1]) == (12, 5, "5 8")
+    assert counted(parse("--num_steps", "280")[1]) == counted(train_gpt.PRESETS["laptop"]) == (25, 10, "10 8")
+    assert counted(parse("--num_steps", "70", "--muon_momentum_rise", "30", "--stages", "until long_window; 1 4; +3 5")[1]) == \
+        (30, 5, "3 5")
+
+
 @pytest.mark.parametrize("argv,says", [
     (["--num_step", "3"], "did you mean --num_steps?"), (["--num_steps", "many"], "many"),
     (["--shuffle", "yes"], "write true or false"),
@@ -243,7 +257,6 @@ def test_steps_after_the_schedule_keep_the_floor():
     ("until long_window; 1/2 3; 10 7", "the last ends before step 10 of num_steps 12; let its `until` be 1"),
     ("until long_window; +2 3; 1 7", "let stages follow one another, those with + last"),
     ("until long_window; +12 3", "0 of num_steps 12 are scheduled"),
-    ("until long_window; 1 3; +0 4", "let stages follow one another"),
     ("until long_window; 1 3; +1/2 4", "'+1/2 4' under"),
     ("until long_window; 1 three", "'1 three' under"),
     ("until long_window; 1 0", "long_window is 0; it must be more than 0"),
