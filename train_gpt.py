@@ -260,6 +260,13 @@ FREE_TO_CHANGE = {f.name for f in dataclasses.fields(SyncSettings)} - {"exact", 
     "bucket_mb", "compile", "warmup_steps", "timeout_s", "profile", "log_dir", "run_id", "save_every", "keep_checkpoints",
     "resume", "save_model", "train_files", "val_files"}
 
+# What --help prints: a title above each of these fields, and with `short` no more than these
+SECTIONS = {"micro_batches": "what may differ from stage to stage", "sync": "how gradients and parameters travel",
+            "seed": "the run", "train_files": "data", "layers": "model", "num_steps": "plan", "adam_lr": "optimizers",
+            "bucket_mb": "gradient sync", "compile": "machine", "log_dir": "log, saved state, and what comes after"}
+FIRST_FLAGS = ("preset", "num_steps", "seed", "target_val_loss", "train_files", "val_files", "val_tokens", "layers", "model_dim",
+               "micro_batches", "save_model", "save_every", "resume", "log_dir")
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line instead of the usage, which would list every flag."""
@@ -268,18 +275,33 @@ class Parser(argparse.ArgumentParser):
         hint = f"did you mean {near[0]}? " if near else ""
         self.exit(2, f"{self.prog}: error: {message}; {hint}--help lists every flag and what it takes\n")
 
+class Help(argparse.Action):
+    """--help prints every flag and ends, --help short those of FIRST_FLAGS."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _: Any, value: str | None, flag: str | None = None) -> NoReturn:
+        for action in parser._actions:
+            if value and action.dest not in FIRST_FLAGS:
+                action.help = argparse.SUPPRESS
+        parser.print_help()
+        parser.exit()
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="train_gpt.py", description=__doc__.split("\n\n")[0], allow_abbrev=False,
+    parser = group = Parser(
+        prog="train_gpt.py", description=__doc__.split("\n\n")[0], allow_abbrev=False, add_help=False,
         usage="train_gpt.py [--preset NAME] [--flag VALUE ...]",
-        epilog="Every flag is a field of the config; its default is the preset's.")
+        epilog="Every flag is a field of the config; its default, in brackets, is the preset's.")
+    parser.add_argument("-h", "--help", action=Help, nargs="?", choices=("short",), help="all flags; with `short` those that a "
+                        "first look needs")
     parser.add_argument("--preset", choices=PRESETS, help="where the values below come from (default: speedrun on a "
                         "machine with a GPU, laptop elsewhere)")
     kinds = {"int": int, "float": float, "str": str, "bool": parse_bool, "tuple[float, ...]": parse_numbers}
     for f in dataclasses.fields(Config):
-        defaults = " | ".join(dict.fromkeys(str(getattr(preset, f.name)) for preset in PRESETS.values()))
+        if f.name in SECTIONS:
+            group = parser.add_argument_group(SECTIONS[f.name])
+        defaults = {str(getattr(preset, f.name)) or "empty": name for name, preset in PRESETS.items()}
+        shown = next(iter(defaults)) if len(defaults) == 1 else "; ".join(f"{name}: {v}" for v, name in defaults.items())
         choices, why = f.metadata["choices"] or None, f.metadata["why"]
-        parser.add_argument(f"--{f.name}", type=kinds[f.type], choices=choices, help=f"{why} ({defaults or 'empty'})",
+        group.add_argument(f"--{f.name}", type=kinds[f.type], choices=choices, help=f"{why} ({shown})",
                             metavar=None if choices else "NUMBERS" if f.type.startswith("tuple") else f.type.upper())
     return parser
 
@@ -2289,13 +2311,19 @@ def printable(text: str) -> str:
     """What comes from files and other machines, without what a terminal would obey."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
+def curve(losses: Sequence[float], width: int = 16) -> str:
+    """Losses as a line of bars, the mean of so many in each; the highest is full."""
+    means = [float(np.mean(part)) for part in np.array_split(losses, min(width, len(losses)) or 1) if len(part)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / (high - low or 1))] for mean in means)
+
 class Log:
     """The only file and the only voice of a run; rank 0's. Each line is in the file when write returns."""
 
     def __init__(self, config: Config, rank: int, run_id: str):
         self.config, self.rank, self.run_id = config, rank, run_id
         self.file, self.last_line, self.mute, self.resumed = None, 0.0, rank > 0 or sys.stdout is None, 0
-        self.shown_loss = ""  # the latest that is known
+        self.losses: list[float] = []  # of training, those that are known
 
     @property
     def path(self) -> Path:
@@ -2352,12 +2380,15 @@ class Log:
         """A line that stays in its place on a terminal; in a pipe one every few seconds."""
         if self.mute:
             return
-        self.shown_loss = self.shown_loss if loss is None else f"loss {loss:.4f}  "
-        pause, total = 0.2 if sys.stdout.isatty() else 5, self.config.num_steps
-        if time.monotonic() - self.last_line > pause:
+        self.losses += [] if loss is None else [loss]
+        terminal, total = sys.stdout.isatty(), self.config.num_steps
+        if time.monotonic() - self.last_line > (0.2 if terminal else 5):
             self.last_line, per_step = time.monotonic(), clock.read() / step
-            self.say(f"step {step}/{total}  {self.shown_loss}{1000 * tokens / clock.read():,.0f} tokens/s  "
-                     f"{per_step * (total - step) / 1000:.0f} s left" + "\033[A" * sys.stdout.isatty())
+            shown = f"loss {self.losses[-1]:.4f}  " if self.losses else ""
+            if terminal and (sys.stdout.encoding or "").lower() == "utf-8":
+                shown += f"{curve(self.losses)}  "
+            self.say(f"step {step}/{total}  {shown}{1000 * tokens / clock.read():,.0f} tokens/s  "
+                     f"{per_step * (total - step) / 1000:.0f} s left" + "\033[A" * terminal)
 
     def close(self) -> None:
         """RunError if the file was taken away while it was written, and cannot be put back."""

@@ -44,7 +44,8 @@ def describe(path, changed):
     except (picture.NothingToDraw, OSError):
         return f"<h2>{name}</h2><p>no step yet; written {silent:.0f} s ago</p>"
     last, total = run.steps[-1], ((run.start or {}).get("planned") or {}).get("steps")
-    state = ("ended" if getattr(run, "end", None) else f"under way, written {silent:.0f} s ago" if silent < 60 else
+    broken = getattr(run, "reason", "")  # of a run that is under way: that it has no end
+    state = ("ended" if getattr(run, "end", None) else html.escape(broken) if "error:" in broken else f"under way, written {silent:.0f} s ago" if silent < 60 else
              f"no word for {silent / 60:.0f} min, and no end")
     left = f", {(total - last.step) * last.time_ms / last.step / 1000:.0f} s left" if state.startswith("under") and total and \
         last.step else ""

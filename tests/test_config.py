@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -64,6 +65,23 @@ def test_help_names_every_flag_and_its_reason(capsys):
     assert stop.value.code == 0
     for f in dataclasses.fields(train_gpt.Config):
         assert f"--{f.name}" in text and f.metadata["why"][:20] in text
+
+
+def test_help_short_names_what_a_first_look_needs_and_nothing_else(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse("--help", "short")
+    shown = capsys.readouterr().out
+    assert stop.value.code == 0 and {*re.findall(r"^  --(\w+)", shown, re.M)} == {*train_gpt.FIRST_FLAGS}
+    assert "speedrun: 2245; laptop: 140" in shown and "\noptimizers:" not in shown
+    with pytest.raises(SystemExit):
+        parse("--help")
+    shown = capsys.readouterr().out
+    assert [*train_gpt.SECTIONS.values()] == re.findall(r"^([a-z].*):$", shown, re.M)[1:]
+
+
+@pytest.mark.parametrize("losses, drawn", [([], ""), ([3.0], "▁"), ([4.0, 2.0, 1.0, 1.0], "█▃▁▁"), (range(160, 0, -1), "██▇▇▆▆▅▅▄▄▃▃▂▂▁▁")])
+def test_the_curve_of_the_progress_line(losses, drawn):
+    assert train_gpt.curve(losses) == drawn
 
 
 def test_a_config_survives_json():

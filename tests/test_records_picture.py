@@ -98,6 +98,9 @@ def test_the_page_follows_a_run_from_its_first_step_to_its_end(tmp_path, open_pa
         assert page.count("<svg") == page.count("Loss over seconds") == (says != "no step yet")
     assert f'http-equiv="refresh" content="{watch.PERIOD_S}"' in page
     path.write_text(log(START, *steps(1, 10)))
+    path.write_text(log(START, *steps(1, 10), "error: the disk <i>burns"))
+    assert "error: the disk &lt;i&gt;burns" in open_page()
+    path.write_text(log(START, *steps(1, 10)))
     os.utime(path, (1, 1))
     assert re.search(r"step 10 of 40: no word for \d+ min, and no end", open_page())
     with pytest.raises(urllib.error.HTTPError):
