@@ -103,7 +103,9 @@ if [ -n "$resume" ] && [ ${#text[@]} -gt 0 ]; then fail "--resume goes on with t
 set_up
 if [ "$resume" = race ]; then exec "$python" records/race.py "${race[@]}"; fi
 
-# Ctrl-C in a data script: it cleans up, but its traceback is nobody's; what is kept is said here
+# Until its script has said otherwise Python answers Ctrl-C with a traceback; here it is run.sh's to answer
+start() { (trap '' INT; exec "$python" "$@"); }
+# Ctrl-C in a data script: it cleans up; what is kept is said here
 script='
 import os, runpy, signal, sys
 signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
@@ -114,12 +116,12 @@ fit=--fit
 if [ ${#text[@]} -gt 0 ]; then
     name=$(basename "${text[0]%.*}" | tr -c 'A-Za-z0-9\n' _)
     shards=data/own-$name-$(printf '%s\n' "${text[@]}" | cksum | cut -d ' ' -f 1)  # another text, another folder
-    "$python" -c "$script" data/text.py "${text[@]}" --out "$shards" --encoding bytes --force
+    start -c "$script" data/text.py "${text[@]}" --out "$shards" --encoding bytes --force
     flags=(--preset laptop --train_files "$shards/*_train_*.bin" --val_files "$shards/*_val_*.bin" ${flags[@]+"${flags[@]}"})
     fit=--fit_text
 fi
 # torch says what the ranks will see: it knows CUDA_VISIBLE_DEVICES and whether its build fits the driver
-fitting=$("$python" records/launch.py "$fit" ${flags[@]+"${flags[@]}"})
+fitting=$(start records/launch.py "$fit" ${flags[@]+"${flags[@]}"})
 { read -r gpus ranks preset own_data log_dir; read -r -a fits || true; } <<< "$fitting"
 flags+=(${fits[@]+"${fits[@]}"})
 case "$resume ${flags[*]+${flags[*]}}" in
@@ -132,8 +134,8 @@ if [ "$gpus" -eq 0 ]; then
 fi
 kept="shards that are whole stay"
 case $own_data$preset in
-    Falsespeedrun|Falsefrontier) "$python" -c "$script" data/fineweb.py 9 ;;
-    Falselaptop) "$python" -c "$script" data/stdlib.py ;;
+    Falsespeedrun|Falsefrontier) start -c "$script" data/fineweb.py 9 ;;
+    Falselaptop) start -c "$script" data/stdlib.py ;;
 esac
 kept="nothing was started"
 if [ ${#race[@]} -gt 0 ]; then exec "$python" records/race.py "${race[@]}" --ranks "$ranks" -- "${flags[@]}"; fi

@@ -6,6 +6,11 @@
 ./run.sh draws one after each run, when the log is whole. Exit status: 0 drawn, 2 there is nothing to draw.
 """
 
+import signal
+
+if __name__ == "__main__":  # Ctrl-C while it follows a run
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import sys
 from pathlib import Path

@@ -7,6 +7,11 @@ Only read, so that no run notices; but drawing takes some tenths of a second of 
 it out where a run is timed on few cores. Ctrl-C ends it.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import functools
 import html
@@ -88,10 +93,7 @@ def main(arguments=None):
         print(f"watch.py: error: port {options.port}: {error}; choose another --port", file=sys.stderr)
         return 2
     print(f"http://127.0.0.1:{server.server_port}/ shows {options.folder}; Ctrl-C ends it", flush=True)
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        return 130
+    server.serve_forever()
 
 
 if __name__ == "__main__":
