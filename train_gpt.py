@@ -344,10 +344,10 @@ def shortened(preset: Config, num_steps: int | None) -> dict[str, Any]:
     if num_steps is None or num_steps >= preset.num_steps:
         return {}
 
-    def scaled(steps: int | str) -> int:
-        return int(steps) * num_steps // preset.num_steps
-    return {"muon_momentum_rise": scaled(preset.muon_momentum_rise), "muon_momentum_fall": scaled(preset.muon_momentum_fall),
-            "stages": re.sub(r"\+(\d+)", lambda further: f"+{scaled(further[1])}", preset.stages)}
+    def scaled(steps: int) -> int:
+        return steps * num_steps // preset.num_steps
+    return {**{name: max(1, scaled(getattr(preset, name))) for name in ("muon_momentum_rise", "muon_momentum_fall", "tail_steps")},
+            "stages": re.sub(r"\+(\d+)", lambda further: f"+{scaled(int(further[1]))}", preset.stages)}
 
 def config_of(values: dict[str, Any]) -> Config:
     """A config of what JSON made of one."""

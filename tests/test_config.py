@@ -39,7 +39,7 @@ def test_a_shorter_run_keeps_the_proportions_of_its_preset():
         for steps in (*range(1, 20), whole.num_steps - 1, whole.num_steps, 2 * whole.num_steps):
             config = parse("--num_steps", str(steps), preset=preset)[1]
             train_gpt.check_config(config, 1)
-            assert train_gpt.momentum(config, 0) == (whole.muon_momentum_low if config.muon_momentum_rise else whole.muon_momentum)
+            assert train_gpt.momentum(config, 0) == whole.muon_momentum_low
     assert counted(parse("--num_steps", "70")[1]) == (12, 5, "5 8")
     assert counted(parse("--num_steps", "280")[1]) == counted(train_gpt.PRESETS["laptop"]) == (25, 10, "10 8")
     assert counted(parse("--num_steps", "70", "--muon_momentum_rise", "30", "--stages", "until long_window; 1 4; +3 5")[1]) == \
