@@ -2532,14 +2532,22 @@ class FailureMonitor:
         self.tell("failure", message)
         notices.terminated.wait(2 * self.PERIOD_S)
 
+    def first_to_say(self, message: str) -> bool:
+        """Whether no rank of this host has said the same. Rank 0, which has the log, goes first."""
+        notices.terminated.wait(self.PERIOD_S * bool(self.rank))
+        with contextlib.suppress(NoAnswer, RuntimeError):
+            said = self.asker.submit(self.store.compare_set, f"{socket.gethostname()}: {message}", "", str(self.rank))
+            return said.result(self.PATIENCE_S / 5) == str(self.rank).encode()
+        return True
+
     def tell(self, key: str, message: str = "") -> None:
         """Put a last word into the store: a failure, or that this rank is done."""
         self.over.set()
         with contextlib.suppress(NoAnswer, RuntimeError):
             self.asker.submit(self.store.set, key, message).result(self.PATIENCE_S / 5)
 
-def complain(log: Log | None, rank: int, message: str) -> None:
-    """The last word of a rank, to its log and to stderr."""
+def complain(log: Log | None, rank: int, message: str, aloud: bool = True) -> None:
+    """The last word of a rank, to its log and, aloud, to stderr."""
     kept = ""
     if log is not None and log.file is not None:
         kept = f"; the log so far: {log.path}"
@@ -2547,7 +2555,8 @@ def complain(log: Log | None, rank: int, message: str) -> None:
             log.write(f"error: {message}")
             log.close()
     with contextlib.suppress(OSError):
-        print(f"train_gpt.py: rank {rank}: error: {printable(message)}{kept}", file=sys.stderr, flush=True)
+        if aloud:
+            print(f"train_gpt.py: rank {rank}: error: {printable(message)}{kept}", file=sys.stderr, flush=True)
 
 def output_of(*command: str) -> str:
     """What a command prints, or nothing where it cannot be run."""
@@ -3154,7 +3163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             monitor.over.set()
         if not message:
             traceback.print_exception(error)
-        complain(log, rank, message := message or f"{type(error).__name__}: {error}")
+        message = message or f"{type(error).__name__}: {error}"
+        complain(log, rank, message, aloud=not monitor or monitor.first_to_say(message))
         status = 130 if isinstance(error, KeyboardInterrupt) else 1
         if monitor:
             monitor.fail(f"rank {rank} failed: {message}")

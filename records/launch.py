@@ -45,7 +45,7 @@ from torch.distributed.run import parse_args, run
 ROOT = Path(__file__).resolve().parent.parent
 HERE = "127.0.0.1"
 MOST_MODELS = 5  # of some 50 MB each
-MOST_EPOCHS = 2  # on small texts of own, twice gave the lowest validation loss: see LOG.md
+LEAST_STEPS = 40  # to which a small text is read again: fewer learn too little, more learn it by heart (LOG.md)
 MOST_VAL_TOKENS = 2 ** 18
 TOLD = "SIGINT,SIGTERM,SIGHUP,SIGQUIT"  # passed on to the ranks, which have half a minute to end
 
@@ -103,23 +103,30 @@ def fit(flags, text):
 def fit_text(train_gpt, config, given):
     """What fits the size of a user's text, by name, but for what the user has given; the reasons go to stderr."""
     train, val = train_gpt.find_shards(config.train_files), train_gpt.find_shards(config.val_files)
-    most = given.epochs or (MOST_EPOCHS if given.num_steps is None else 10 ** 4)
-    stream = train_gpt.Stream(train, dataclasses.replace(config, epochs=most))
-    steps, sizes = 0, [shard.tokens for shard in train]
-    with contextlib.suppress(train_gpt.RunError):  # the text ends
-        while steps < config.num_steps:
-            stream.next_batch(train_gpt.plan_of(config, steps))
-            steps += 1
+    sizes = [shard.tokens for shard in train]
+
+    def read(epochs, wanted):
+        """(steps that the text fills, at most so many, the stream behind them)"""
+        stream, steps = train_gpt.Stream(train, dataclasses.replace(config, epochs=epochs)), 0
+        with contextlib.suppress(train_gpt.RunError):  # the text ends
+            while steps < wanted:
+                stream.next_batch(train_gpt.plan_of(config, steps))
+                steps += 1
+        stream.close()
+        return steps, stream
+
+    steps, stream = read(given.epochs or (10 ** 4 if given.num_steps else 1), config.num_steps)
+    if 0 < steps < LEAST_STEPS and given.epochs is None and given.num_steps is None:
+        steps, stream = read(LEAST_STEPS, LEAST_STEPS)
     batch, about = train_gpt.tokens_of_steps(config, 1), f"{sum(sizes):,} tokens to train on"
     if not steps:
         raise train_gpt.RunError(f"the text has {about}, and a step reads {batch:,}: give more text")
     at, document, _ = stream.position
-    epochs, part = at // len(train) + 1, document / len(stream.loaded[at].result().starts)
+    epochs, part = at // len(train) + 1, document / len(stream.loaded[at].result().starts) if at in stream.loaded else 1
     whole = int(0.97 * steps * sum(sizes) / (sum(sizes[:at]) + part * sizes[at % len(train)]))
-    stream.close()
     chosen = {"target_val_loss": 0, "num_steps": steps, "epochs": epochs}
     say(f"text: {about}, read by {steps} steps of {batch:,} " + (
-        f"in {epochs} epochs; more steps would soon learn it by heart (--num_steps)" if epochs > 1 else
+        f"in {epochs} epochs; more of them would learn it by heart" if epochs > 1 else
         f"in part; nearly all of it takes --num_steps {whole}" if whole > 1.05 * steps else "once"))
     if (held := sum(shard.tokens for shard in val)) > MOST_VAL_TOKENS:
         chosen["val_tokens"] = MOST_VAL_TOKENS // config.val_len * config.val_len

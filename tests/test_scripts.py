@@ -245,8 +245,10 @@ def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path):
     assert fit(600_000, "--num_steps", whole[1])[0].epochs == 1
     assert fit(600_000, "--num_steps", str(int(1.07 * int(whole[1]))))[0].epochs == 2
     config, says = fit(40_000, val=700_000)
-    assert 20 <= config.num_steps < 40 and config.epochs == launch.MOST_EPOCHS and f"in {launch.MOST_EPOCHS} epochs" in says
-    assert config.val_tokens == 2 ** 18 and "validation on 262,144 of 700,000 tokens" in says and config.muon_momentum_rise < 10
+    assert config.num_steps == launch.LEAST_STEPS and config.epochs == 3 and "by 40 steps of 2,048 in 3 epochs; more" in says
+    assert config.val_tokens == 2 ** 18 and "validation on 262,144 of 700,000 tokens" in says and config.muon_momentum_rise == 7
+    config, says = fit(140_000)
+    assert launch.LEAST_STEPS < config.num_steps < 70 and config.epochs == 1 and says.endswith("once\n")
     config, _ = fit(40_000, "--num_steps", "70", "--target_val_loss", "2", "--val_tokens", "1024", val=700_000)
     assert (config.num_steps, config.target_val_loss, config.val_tokens) == (70, 2, 1024) and 4 <= config.epochs <= 8
     config, says = fit(40_000, "--epochs", "1")
