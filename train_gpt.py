@@ -289,7 +289,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = group = Parser(
         prog="train_gpt.py", description=__doc__.split("\n\n")[0], allow_abbrev=False, add_help=False,
         usage="train_gpt.py [--preset NAME] [--flag VALUE ...]",
-        epilog="Every flag is a field of the config; its default, in brackets, is the preset's.")
+        epilog="Every flag is a field of the config; in brackets the value of the preset speedrun, and of others that differ.")
     parser.add_argument("-h", "--help", action=Help, nargs="?", choices=("short",), help="all flags; with `short` those that a "
                         "first look needs")
     parser.add_argument("--preset", choices=PRESETS, help="where the values below come from (default: speedrun on a "
@@ -298,8 +298,8 @@ def make_parser() -> argparse.ArgumentParser:
     for f in dataclasses.fields(Config):
         if f.name in SECTIONS:
             group = parser.add_argument_group(SECTIONS[f.name])
-        defaults = {str(getattr(preset, f.name)) or "empty": name for name, preset in PRESETS.items()}
-        shown = next(iter(defaults)) if len(defaults) == 1 else "; ".join(f"{name}: {v}" for v, name in defaults.items())
+        usual, *others = (str(getattr(preset, f.name)) or "empty" for preset in PRESETS.values())
+        shown = "; ".join([usual, *(f"{name}: {v}" for name, v in zip(list(PRESETS)[1:], others) if v != usual)])
         choices, why = f.metadata["choices"] or None, f.metadata["why"]
         group.add_argument(f"--{f.name}", type=kinds[f.type], choices=choices, help=f"{why} ({shown})",
                             metavar=None if choices else "NUMBERS" if f.type.startswith("tuple") else f.type.upper())

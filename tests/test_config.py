@@ -40,10 +40,10 @@ def test_a_shorter_run_keeps_the_proportions_of_its_preset():
             config = parse("--num_steps", str(steps), preset=preset)[1]
             train_gpt.check_config(config, 1)
             assert train_gpt.momentum(config, 0) == whole.muon_momentum_low
-    assert counted(parse("--num_steps", "70")[1]) == (12, 5, "5 8")
-    assert counted(parse("--num_steps", "280")[1]) == counted(train_gpt.PRESETS["laptop"]) == (25, 10, "10 8")
-    assert counted(parse("--num_steps", "70", "--muon_momentum_rise", "30", "--stages", "until long_window; 1 4; +3 5")[1]) == \
-        (30, 5, "3 5")
+    assert counted(parse("--num_steps", "449", preset="speedrun")[1]) == (60, 10, "8 13")
+    assert counted(parse("--num_steps", "4490", preset="speedrun")[1]) == counted(train_gpt.Config()) == (300, 50, "40 13")
+    given = ("--num_steps", "449", "--muon_momentum_rise", "30", "--stages", "until long_window; 1 4; +3 5")
+    assert counted(parse(*given, preset="speedrun")[1]) == (30, 10, "3 5")
 
 
 @pytest.mark.parametrize("argv,says", [
@@ -72,7 +72,8 @@ def test_help_short_names_what_a_first_look_needs_and_nothing_else(capsys):
         parse("--help", "short")
     shown = capsys.readouterr().out
     assert stop.value.code == 0 and {*re.findall(r"^  --(\w+)", shown, re.M)} == {*train_gpt.FIRST_FLAGS}
-    assert "speedrun: 2245; laptop: 140" in shown and "\noptimizers:" not in shown
+    assert f"steps in all (2245; frontier: 1285; laptop: {train_gpt.PRESETS['laptop'].num_steps})" in " ".join(shown.split())
+    assert "\noptimizers:" not in shown
     with pytest.raises(SystemExit):
         parse("--help")
     shown = capsys.readouterr().out
