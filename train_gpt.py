@@ -120,13 +120,14 @@ class Config(SyncSettings, StageValues):
 
     seed: int = option(0, "decides the initial parameters and, where documents are shuffled, their order", zero=True,
                        most=2 ** 63 - 1)
-    target_val_loss: float = option(3.28, "what the run is to reach, in nats a token")
+    target_val_loss: float = option(3.28, "what the run is to reach, in nats a token (0: nothing is judged)", zero=True)
 
     # data
     train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "relative paths start at this script's folder")
     val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "as above")
     train_shards: int = option(9, "shards to use, in the order of their names (0: all); nine are enough for the record",
                                zero=True)
+    epochs: int = option(1, "how often the shards may be read, one time after the other; the rules of the race say once")
     long_documents: str = option("cut", "cut: skip what is beyond max_document_tokens. split: it makes further documents, "
                                  "each opened by a BOS in place of its first token", ("cut", "split"))
     shuffle: bool = option(False, "documents of a shard in an order drawn from the seed (FineWeb is shuffled as it is)")
@@ -259,6 +260,13 @@ FREE_TO_CHANGE = {f.name for f in dataclasses.fields(SyncSettings)} - {"exact", 
     "bucket_mb", "compile", "warmup_steps", "timeout_s", "profile", "log_dir", "run_id", "save_every", "keep_checkpoints",
     "resume", "save_model", "train_files", "val_files"}
 
+# What --help prints: a title above each of these fields, and with `short` no more than these
+SECTIONS = {"micro_batches": "what may differ from stage to stage", "sync": "how gradients and parameters travel",
+            "seed": "the run", "train_files": "data", "layers": "model", "num_steps": "plan", "adam_lr": "optimizers",
+            "bucket_mb": "gradient sync", "compile": "machine", "log_dir": "log, saved state, and what comes after"}
+FIRST_FLAGS = ("preset", "num_steps", "seed", "target_val_loss", "train_files", "val_files", "val_tokens", "layers", "model_dim",
+               "micro_batches", "save_model", "save_every", "resume", "log_dir")
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line instead of the usage, which would list every flag."""
@@ -267,18 +275,33 @@ class Parser(argparse.ArgumentParser):
         hint = f"did you mean {near[0]}? " if near else ""
         self.exit(2, f"{self.prog}: error: {message}; {hint}--help lists every flag and what it takes\n")
 
+class Help(argparse.Action):
+    """--help prints every flag and ends, --help short those of FIRST_FLAGS."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _: Any, value: str | None, flag: str | None = None) -> NoReturn:
+        for action in parser._actions:
+            if value and action.dest not in FIRST_FLAGS:
+                action.help = argparse.SUPPRESS
+        parser.print_help()
+        parser.exit()
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="train_gpt.py", description=__doc__.split("\n\n")[0], allow_abbrev=False,
+    parser = group = Parser(
+        prog="train_gpt.py", description=__doc__.split("\n\n")[0], allow_abbrev=False, add_help=False,
         usage="train_gpt.py [--preset NAME] [--flag VALUE ...]",
-        epilog="Every flag is a field of the config; its default is the preset's.")
+        epilog="Every flag is a field of the config; in brackets the value of the preset speedrun, and of others that differ.")
+    parser.add_argument("-h", "--help", action=Help, nargs="?", choices=("short",), help="all flags; with `short` those that a "
+                        "first look needs")
     parser.add_argument("--preset", choices=PRESETS, help="where the values below come from (default: speedrun on a "
                         "machine with a GPU, laptop elsewhere)")
     kinds = {"int": int, "float": float, "str": str, "bool": parse_bool, "tuple[float, ...]": parse_numbers}
     for f in dataclasses.fields(Config):
-        defaults = " | ".join(dict.fromkeys(str(getattr(preset, f.name)) for preset in PRESETS.values()))
+        if f.name in SECTIONS:
+            group = parser.add_argument_group(SECTIONS[f.name])
+        usual, *others = (str(getattr(preset, f.name)) or "empty" for preset in PRESETS.values())
+        shown = "; ".join([usual, *(f"{name}: {v}" for name, v in zip(list(PRESETS)[1:], others) if v != usual)])
         choices, why = f.metadata["choices"] or None, f.metadata["why"]
-        parser.add_argument(f"--{f.name}", type=kinds[f.type], choices=choices, help=f"{why} ({defaults or 'empty'})",
+        group.add_argument(f"--{f.name}", type=kinds[f.type], choices=choices, help=f"{why} ({shown})",
                             metavar=None if choices else "NUMBERS" if f.type.startswith("tuple") else f.type.upper())
     return parser
 
@@ -300,7 +323,7 @@ def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]
     """
     given = {name: v for name, v in vars(make_parser().parse_args(argv)).items() if v is not None}
     preset = given.pop("preset", default_preset)
-    config = dataclasses.replace(PRESETS[preset], **given)
+    config = dataclasses.replace(PRESETS[preset], **{**shortened(PRESETS[preset], given.get("num_steps")), **given})
     if not config.resume:
         return preset, config
     path = find_checkpoint(config)
@@ -315,6 +338,16 @@ def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]
     except (KeyError, TypeError) as error:
         raise RunError(f"{path}: is no checkpoint of this version of train_gpt.py ({error}); name one that --save_every "
                        "left") from error
+
+def shortened(preset: Config, num_steps: int | None) -> dict[str, Any]:
+    """What a preset counts in steps, in proportion to a run that has fewer. A longer run keeps the preset's counts."""
+    if num_steps is None or num_steps >= preset.num_steps:
+        return {}
+
+    def scaled(steps: int) -> int:
+        return steps * num_steps // preset.num_steps
+    return {**{name: max(1, scaled(getattr(preset, name))) for name in ("muon_momentum_rise", "muon_momentum_fall", "tail_steps")},
+            "stages": re.sub(r"\+(\d+)", lambda further: f"+{scaled(int(further[1]))}", preset.stages)}
 
 def config_of(values: dict[str, Any]) -> Config:
     """A config of what JSON made of one."""
@@ -484,7 +517,7 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
         except ValueError as error:
             raise RunError(f"{where}: {error}; begin it with a fraction like 1/3, a step or +N, then give one value per "
                            "column, where numbers may move: a>b") from None
-        if not (share > 0 and (begin >= scheduled if extra else begin <= end <= scheduled)):
+        if not (extra and begin >= scheduled or share > 0 and not extra and begin <= end <= scheduled):
             raise RunError(f"{where} ends before step {end}, the one before it before step {begin}, and {scheduled} of "
                            f"num_steps {c.num_steps} are scheduled; let stages follow one another, those with + last")
         first, last = ({**{name: getattr(c, name) for name in columns}, **{name: cell[i] for name, cell in cells.items()}}
@@ -706,14 +739,15 @@ class Stream:
     """Batches of packed documents for one rank; the next shard is loaded and indexed in the background.
 
     Rank r takes micro_batches / ranks micro-batches of a batch in a row, so what the ranks read together does not depend
-    on how many they are. A batch that would run past a shard's last document begins anew at the next.
+    on how many they are. A batch that would run past a shard's last document begins anew at the next. With several
+    epochs the shards follow one another again, shuffled in another order where documents are shuffled.
 
     digest sums, modulo 2**256, the SHA-256 of each micro-batch of this rank behind its step and its place in the step
     (8 bytes each): the sum over the ranks does not depend on their number, and goes on where a run goes on.
     """
 
     def __init__(self, shards: list[Shard], config: Config, rank: int = 0, ranks: int = 1):
-        self.shards, self.config, self.rank, self.ranks = shards, config, rank, ranks
+        self.shards, self.config, self.rank, self.ranks = shards * config.epochs, config, rank, ranks
         self.split = config.long_documents == "split"
         self.longest = max(stage.first["max_document_tokens"] for stage in stages_of(config))
         self.loader = ThreadPoolExecutor(1, thread_name_prefix="load-shard")
@@ -739,9 +773,8 @@ class Stream:
         """A shard's documents of at most `longest` tokens, the running sum of their lengths, and of what each is a piece.
         Starts loading the shard after it, forgets the others."""
         if index >= len(self.shards):
-            raise RunError(f"the training data ran out: {len(self.shards)} shard(s) like {self.shards[0].path} hold "
-                           f"{sum(shard.tokens for shard in self.shards)} tokens, but documents of at most {longest} did "
-                           f"not fill {self.config.num_steps} steps; add shards, or lower --num_steps")
+            raise RunError(f"the training data ran out: {self.described()}, but documents of at most {longest} did not fill "
+                           f"{self.config.num_steps} steps; add shards, or lower --num_steps")
         wanted = [i for i in (index, index + 1) if i < len(self.shards)]
         self.loaded = {i: self.loaded.get(i) or self.loader.submit(self._load, i) for i in wanted}
         documents, piece_of = limit_documents(self.loaded[index].result(), longest, self.split)
@@ -778,16 +811,19 @@ class Stream:
 
     def check_enough(self) -> None:
         """RunError if it is known already that the data ends before the run: exactly, where all is loaded."""
-        c, held = self.config, sum(shard.tokens for shard in self.shards)
-        needed = tokens_of_steps(c, c.num_steps)
-        if held < needed:
-            raise RunError(f"{len(self.shards)} shard(s) like {self.shards[0].path} hold {held} tokens; {c.num_steps} "
-                           f"steps read at least {needed}: add shards, or lower --num_steps")
-        if len(self.shards) <= 2:
+        c, needed = self.config, tokens_of_steps(self.config, self.config.num_steps)
+        if sum(shard.tokens for shard in self.shards) < needed:
+            raise RunError(f"{self.described()}; {c.num_steps} steps read at least {needed}: add shards, or lower --num_steps")
+        if len(self.shards) <= 2 * c.epochs:
             start = self.position
             for step in range(c.num_steps):
                 self._advance(plan_of(c, step))
             self.position = start
+
+    def described(self) -> str:
+        times = f", read {self.config.epochs} times" * (self.config.epochs > 1)
+        return (f"{len(self.shards) // self.config.epochs} shard(s) like {self.shards[0].path}{times} hold "
+                f"{sum(shard.tokens for shard in self.shards)} tokens")
 
     def close(self) -> None:
         self.loader.shutdown(wait=False, cancel_futures=True)
@@ -2363,13 +2399,19 @@ def printable(text: str) -> str:
     """What comes from files and other machines, without what a terminal would obey."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
+def curve(losses: Sequence[float], width: int = 16) -> str:
+    """Losses as a line of bars, the mean of so many in each; the highest is full."""
+    means = [float(np.mean(part)) for part in np.array_split(losses, min(width, len(losses)) or 1) if len(part)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / (high - low or 1))] for mean in means)
+
 class Log:
     """The only file and the only voice of a run; rank 0's. Each line is in the file when write returns."""
 
     def __init__(self, config: Config, rank: int, run_id: str):
         self.config, self.rank, self.run_id = config, rank, run_id
         self.file, self.last_line, self.mute, self.resumed = None, 0.0, rank > 0 or sys.stdout is None, 0
-        self.shown_loss = ""  # the latest that is known
+        self.losses: list[float] = []  # of training, those that are known
 
     @property
     def path(self) -> Path:
@@ -2426,12 +2468,15 @@ class Log:
         """A line that stays in its place on a terminal; in a pipe one every few seconds."""
         if self.mute:
             return
-        self.shown_loss = self.shown_loss if loss is None else f"loss {loss:.4f}  "
-        pause, total = 0.2 if sys.stdout.isatty() else 5, self.config.num_steps
-        if time.monotonic() - self.last_line > pause:
+        self.losses += [] if loss is None else [loss]
+        terminal, total = sys.stdout.isatty(), self.config.num_steps
+        if time.monotonic() - self.last_line > (0.2 if terminal else 5):
             self.last_line, per_step = time.monotonic(), clock.read() / step
-            self.say(f"step {step}/{total}  {self.shown_loss}{1000 * tokens / clock.read():,.0f} tokens/s  "
-                     f"{per_step * (total - step) / 1000:.0f} s left" + "\033[A" * sys.stdout.isatty())
+            shown = f"loss {self.losses[-1]:.4f}  " if self.losses else ""
+            if terminal and (sys.stdout.encoding or "").lower() == "utf-8":
+                shown += f"{curve(self.losses)}  "
+            self.say(f"step {step}/{total}  {shown}{1000 * tokens / clock.read():,.0f} tokens/s  "
+                     f"{per_step * (total - step) / 1000:.0f} s left" + "\033[A" * terminal)
 
     def close(self) -> None:
         """RunError if the file was taken away while it was written, and cannot be put back."""
@@ -2575,14 +2620,22 @@ class FailureMonitor:
         self.tell("failure", message)
         notices.terminated.wait(2 * self.PERIOD_S)
 
+    def first_to_say(self, message: str) -> bool:
+        """Whether no rank of this host has said the same. Rank 0, which has the log, goes first."""
+        notices.terminated.wait(self.PERIOD_S * bool(self.rank))
+        with contextlib.suppress(NoAnswer, RuntimeError):
+            said = self.asker.submit(self.store.compare_set, f"{socket.gethostname()}: {message}", "", str(self.rank))
+            return said.result(self.PATIENCE_S / 5) == str(self.rank).encode()
+        return True
+
     def tell(self, key: str, message: str = "") -> None:
         """Put a last word into the store: a failure, or that this rank is done."""
         self.over.set()
         with contextlib.suppress(NoAnswer, RuntimeError):
             self.asker.submit(self.store.set, key, message).result(self.PATIENCE_S / 5)
 
-def complain(log: Log | None, rank: int, message: str) -> None:
-    """The last word of a rank, to its log and to stderr."""
+def complain(log: Log | None, rank: int, message: str, aloud: bool = True) -> None:
+    """The last word of a rank, to its log and, aloud, to stderr."""
     kept = ""
     if log is not None and log.file is not None:
         kept = f"; the log so far: {log.path}"
@@ -2590,7 +2643,8 @@ def complain(log: Log | None, rank: int, message: str) -> None:
             log.write(f"error: {message}")
             log.close()
     with contextlib.suppress(OSError):
-        print(f"train_gpt.py: rank {rank}: error: {printable(message)}{kept}", file=sys.stderr, flush=True)
+        if aloud:
+            print(f"train_gpt.py: rank {rank}: error: {printable(message)}{kept}", file=sys.stderr, flush=True)
 
 def output_of(*command: str) -> str:
     """What a command prints, or nothing where it cannot be run."""
@@ -3052,9 +3106,10 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
             save_file(path, {**trainer.describe(asked, config.num_steps), "run_id": log.run_id, "state": state})
             saved_as = f"\nmodel: {path}"
         clear_checkpoints(log, keep=0)
-        log.say(f"\n{'target reached' if reached else 'target missed'}: validation loss {val_loss:.4f}, target "
-                f"{config.target_val_loss:g}, after {clock.elapsed / 1000:.1f} s of training and {wall_seconds:.0f} s in "
-                f"all{saved_as}\nlog: {log.path}")
+        target = config.target_val_loss
+        verdict, of = ("target reached: " if reached else "target missed: ", f" target {target:g},") if target else ("", "")
+        log.say(f"\n{verdict}validation loss {val_loss:.4f},{of} after {clock.elapsed / 1000:.1f} s of training and "
+                f"{wall_seconds:.0f} s in all{saved_as}\nlog: {log.path}")
 
 def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -3196,7 +3251,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             monitor.over.set()
         if not message:
             traceback.print_exception(error)
-        complain(log, rank, message := message or f"{type(error).__name__}: {error}")
+        message = message or f"{type(error).__name__}: {error}"
+        complain(log, rank, message, aloud=not monitor or monitor.first_to_say(message))
         status = 130 if isinstance(error, KeyboardInterrupt) else 1
         if monitor:
             monitor.fail(f"rank {rank} failed: {message}")

@@ -4,7 +4,8 @@
     python data/fineweb.py 103    # all of it, 21 GB
 
 A shard gets its name when its size, header and SHA-256 are right. An interrupted download goes on where it stopped when
-the command is given again. What manifest.json lists counts as verified; without that file all is hashed anew.
+the command is given again. What manifest.json lists counts as verified; without that file all is hashed anew, or, where
+the hub cannot be reached, taken for what its header and size say.
 """
 import argparse
 import re
@@ -21,7 +22,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import build_hf_headers
 from tqdm import tqdm
 
-from shards import GPT2, DataError, entry_of, only_writer, partial, read_manifest, run, sha256_of, write_manifest
+from shards import GPT2, DataError, entry_of, only_writer, partial, read_header, read_manifest, run, sha256_of, write_manifest
 
 REPO = "kjj0/fineweb10B-gpt2"
 REVISION = "889765ea1f903759787add96995d81171b632d0c"
@@ -124,6 +125,14 @@ def split_of(name):
     return name.split("_")[1]
 
 
+def is_shard(path):
+    """Whether a file's header is a shard's and its size what the header says. Its content may be any."""
+    try:
+        return read_header(path) > 0
+    except (DataError, OSError):
+        return False
+
+
 def size_of(path):
     return path.stat().st_size if path.exists() else 0
 
@@ -178,8 +187,11 @@ def main():
         try:
             downloader.look_up(wanted[0])  # one alone: without a network there is no sense in trying every one
         except (httpx2.TransportError, ConnectionError) as error:
-            raise DataError(f"the hub can't be reached ({in_one_line(error)}); missing in {args.out}: "
-                            f"{', '.join(wanted)}; connect, and give the same command again") from None
+            if missing := [name for name in wanted if not is_shard(args.out / name)]:
+                raise DataError(f"the hub can't be reached ({in_one_line(error)}); missing in {args.out}: "
+                                f"{', '.join(missing)}; connect, and give the same command again") from None
+            print(f"{args.out}: all {len(names)} shards are there; the hub can't be reached to verify {', '.join(wanted)}")
+            return
         except (HfHubHTTPError, DataError):
             pass  # of this file alone, perhaps: told below, with the others
         pool = ThreadPoolExecutor(AT_ONCE)

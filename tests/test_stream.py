@@ -256,6 +256,26 @@ def test_running_out_names_the_shards_and_what_they_hold(tmp_path, tiny):
         read(stream, 1000)
 
 
+def test_epochs_read_the_shards_again_in_another_order(tmp_path, tiny):
+    """With three epochs the first is as with one; each later one reads the same documents, shuffled anew."""
+    changes = dict(shuffle=True, long_documents="split", max_document_tokens=49, micro_batch_tokens=48, micro_batches=1)
+    shards = ((1, 2000), (2, 2000))
+    once, thrice = (read(make_stream(tmp_path, tiny, shards=shards, epochs=epochs, **changes)) for epochs in (1, 3))
+    assert all(np.array_equal(a, b) for a, b in zip(once, thrice)) and 2.8 * len(once) < len(thrice) < 3.2 * len(once)
+    again = thrice[len(once):2 * len(once)]
+    assert not any(np.array_equal(a, b) for a, b in zip(once, again))
+
+
+def test_whether_epochs_suffice_is_known_before_the_run(tmp_path, tiny):
+    one, two = (make_stream(tmp_path, tiny, num_steps=20, epochs=epochs) for epochs in (1, 2))
+    with pytest.raises(train_gpt.RunError, match="hold 6000 tokens; 20 steps read at least 7680: add shards"):
+        one.check_enough()
+    two.check_enough()
+    assert len(read(two, 20)) == 20
+    with pytest.raises(train_gpt.RunError, match=r"ran out: 2 shard\(s\) like .*t_0\.bin, read 2 times hold 12000 tokens"):
+        make_stream(tmp_path, tiny, num_steps=31, epochs=2).check_enough()
+
+
 @pytest.mark.parametrize("steps,stages,says", [
     (10, "until long_window; 1 3", ""),
     (100, "until long_window; 1 3", "100 steps read at least 38400: add shards"),

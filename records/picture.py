@@ -1,0 +1,104 @@
+"""A picture of one run: its losses over steps and over seconds, its target, its speed.
+
+    python records/picture.py logs/RUN.txt            draws logs/RUN.png; of a run under way as far as it is
+    python records/picture.py logs/RUN.txt OUT.svg
+
+./run.sh draws one after each run, when the log is whole. Exit status: 0 drawn, 2 there is nothing to draw.
+"""
+
+import signal
+
+if __name__ == "__main__":  # Ctrl-C while it follows a run
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import logs
+
+STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e6e6e6",
+         "axes.axisbelow": True, "axes.titleweight": "bold", "axes.titlelocation": "left", "svg.fonttype": "none"}
+TRAINING, VALIDATION = "#1b6ac9", "#e07b39"
+SMOOTHED = 1 / 20  # of the steps: what a mean is taken over, and what is left out where the first losses dwarf the rest
+
+
+class NothingToDraw(Exception):
+    """The message says what was seen and what to do."""
+
+
+def read(path):
+    """The last run of a log, whole or not: it has steps, validations and start. NothingToDraw if no step is timed."""
+    runs, rejected, _ = logs.read_file(path)
+    found = [run for run in (*runs, *rejected) if run.index_in_file is not None and run.steps]
+    if not found:
+        why = f" ({rejected[0].reason})" if rejected else ""
+        raise NothingToDraw(f"{logs.printable(path)}: no step with a train_time{why}; name the log of a run")
+    return max(found, key=lambda run: run.index_in_file)
+
+
+def running_mean(values):
+    """Of each value and those before it, over SMOOTHED of all; of fewer at the beginning."""
+    width = max(1, round(SMOOTHED * len(values)))
+    sums = np.cumsum(values)
+    before = np.concatenate([np.zeros(width), sums[:-width]])
+    return (sums - before) / np.minimum(np.arange(1, len(values) + 1), width)
+
+
+def draw(run, out, **how):
+    """Writes the picture to a path or an open file. how: for matplotlib's savefig, like format="svg"."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    config = (run.start or {}).get("config") or {}
+    trained = [step for step in run.steps if step.train_loss is not None]
+    timed = [step for step in run.steps if step.step > 0 and not step.validation]
+    validated = [step for step in run.validations if step.time_ms is not None]
+    target = config.get("target_val_loss")
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(12, 4), layout="constrained")
+        over_steps, over_seconds, speed = figure.subplots(1, 3)
+        for axes, place, title, unit in (
+                (over_steps, lambda line: line.step, "Loss over steps", "step"),
+                (over_seconds, lambda line: line.time_ms / 1000, "Loss over seconds", "seconds of training")):
+            if trained:
+                at, losses = [place(step) for step in trained], [step.train_loss for step in trained]
+                axes.plot(at, losses, color=TRAINING, lw=0.7, alpha=0.3)
+                axes.plot(at, running_mean(losses), color=TRAINING, lw=1.5, label="training, and its running mean")
+            shown = [line for line in validated if line.step > 0] or validated
+            axes.plot([place(line) for line in shown], [line.loss for line in shown], "o-", color=VALIDATION,
+                      label=f"validation: {shown[-1].loss:.4f}" if shown else "validation: none yet")
+            if target:
+                axes.axhline(target, color="#333333", lw=1, ls="--", label=f"target {target:g}")
+            axes.set(title=title, xlabel=unit, ylabel="nats a token")
+        if late := [step.train_loss for step in trained if step.step >= SMOOTHED * trained[-1].step]:
+            lowest = min([*late, *(line.loss for line in validated), *([target] if target else [])])
+            for axes in (over_steps, over_seconds):
+                axes.set_ylim(lowest - 0.05 * (max(late) - lowest + 0.1), max(late))
+        over_steps.legend(frameon=False, loc="upper right")
+        if len(timed) > 1:
+            steps, ms = (np.array([getattr(step, name) for step in timed]) for name in ("step", "time_ms"))
+            speed.plot(steps[1:], running_mean(np.diff(ms) / np.maximum(np.diff(steps), 1)), color=TRAINING)
+        speed.set(title="Speed", xlabel="step", ylabel="ms a step", ylim=(0, None))
+        figure.savefig(out, **{"dpi": 120, **how})
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("log", type=Path)
+    parser.add_argument("out", type=Path, nargs="?", help="default: beside the log, .png")
+    options = parser.parse_args(arguments)
+    out = options.out or options.log.with_suffix(".png")
+    try:
+        draw(read(options.log), out)
+    except (NothingToDraw, OSError, ValueError) as reason:
+        print(f"picture.py: error: {reason}", file=sys.stderr)
+        return 2
+    print(f"picture: {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    logs.run_main(main)

@@ -1,0 +1,100 @@
+"""A page with the runs under way and the latest before them, drawn anew as they go on. This machine alone can open it.
+
+    python records/watch.py                  the logs in logs/ and its subfolders, at http://127.0.0.1:8000
+    python records/watch.py FOLDER --port 0  another folder; 0: any port that is free
+
+Only read, so that no run notices; but drawing takes some tenths of a second of a core for each page that is open, so leave
+it out where a run is timed on few cores. Ctrl-C ends it.
+"""
+
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import argparse
+import functools
+import html
+import io
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import logs
+import picture
+
+ROOT = Path(__file__).resolve().parent.parent
+SHOWN = 6  # runs on the page
+PERIOD_S = 5
+PAGE = """<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="{period}"><title>{title}</title>
+<style>body {{ font: 15px sans-serif; max-width: 75em; margin: 2em auto }} svg {{ width: 100%; height: auto }}</style>
+{body}</html>
+"""
+
+
+@functools.lru_cache(maxsize=2 * SHOWN)
+def shown(path, changed):
+    """(run, its picture as SVG) of the log as it was when it was `changed`; NothingToDraw before its first step."""
+    run, drawn = picture.read(path), io.StringIO()
+    picture.draw(run, drawn, format="svg")
+    return run, drawn.getvalue().partition("<svg")[2]
+
+
+def describe(path, changed):
+    """A section of the page."""
+    name, silent = html.escape(logs.printable(path.name)), time.time() - changed / 1e9
+    try:
+        run, drawn = shown(path, changed)
+    except (picture.NothingToDraw, OSError):
+        return f"<h2>{name}</h2><p>no step yet; written {silent:.0f} s ago</p>"
+    last, total = run.steps[-1], ((run.start or {}).get("planned") or {}).get("steps")
+    broken = getattr(run, "reason", "")  # of a run that is under way: that it has no end
+    state = ("ended" if getattr(run, "end", None) else html.escape(broken) if "error:" in broken else f"under way, written {silent:.0f} s ago" if silent < 60 else
+             f"no word for {silent / 60:.0f} min, and no end")
+    left = f", {(total - last.step) * last.time_ms / last.step / 1000:.0f} s left" if state.startswith("under") and total and \
+        last.step else ""
+    return f"<h2>{name}</h2><p>step {last.step} of {total or '?'}: {state}{left}</p><svg{drawn}"
+
+
+def page(folder):
+    """The whole page: the logs of the folder that changed last, the latest first."""
+    found = sorted(((path.stat().st_mtime_ns, path) for path in folder.rglob("*.txt")), reverse=True)[:SHOWN]
+    body = "\n".join(describe(path, changed) for changed, path in found) or "<p>no log here yet</p>"
+    return PAGE.format(period=PERIOD_S, title=html.escape(logs.printable(folder)), body=body)
+
+
+def serve(folder, port):
+    """A server that answers on loopback; serve_forever() begins. OSError if the port is taken."""
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            if self.path != "/":
+                return self.send_error(404)
+            content = page(folder).encode("utf-8", "replace")
+            self.send_response(200)
+            for name, value in (("Content-Type", "text/html; charset=utf-8"), ("Content-Length", len(content))):
+                self.send_header(name, str(value))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_):
+            pass
+    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "logs")
+    parser.add_argument("--port", type=int, default=8000)
+    options = parser.parse_args(arguments)
+    try:
+        server = serve(options.folder, options.port)
+    except (OSError, OverflowError) as error:
+        print(f"watch.py: error: port {options.port}: {error}; choose another --port", file=sys.stderr)
+        return 2
+    print(f"http://127.0.0.1:{server.server_port}/ shows {options.folder}; Ctrl-C ends it", flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    logs.run_main(main)

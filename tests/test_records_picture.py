@@ -1,0 +1,114 @@
+"""records/picture.py and records/watch.py: any log that times steps gives a picture, and a page shows the runs under way."""
+
+import os
+import re
+import sys
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "records"))
+import picture  # noqa: E402
+import watch  # noqa: E402
+
+START = '{"run_id": "x", "config": {"target_val_loss": 1.5}, "planned": {"steps": 40}}'
+END = '{"end": {"final_val_loss": 1.4}}'
+
+
+def log(*lines):
+    return "\n".join(["import torch", "=" * 100, "a machine", "=" * 100, *lines, ""])
+
+
+def steps(first, last, total=40):
+    return [f"step:{n}/{total} train_time:{100 * n}ms step_avg:100.00ms train_loss:{1 + 5 / n:.4f}" for n in range(first, last + 1)]
+
+
+WHOLE = log(START, "step:0/40 val_loss:5.5000 train_time:0ms step_avg:0.00ms", *steps(1, 40),
+            "step:40/40 val_loss:1.4000 train_time:4000ms step_avg:100.00ms", END)
+COMMUNITY = log("step:0/40 val_loss:10.8 train_time:0ms step_avg:nanms",
+                *(f"step:{n}/40 train_time:{90 * n}ms step_avg:90.00ms" for n in range(1, 41)),
+                "step:40/40 val_loss:3.2780 train_time:3600ms step_avg:90.00ms")
+
+
+def svg(tmp_path, text):
+    (tmp_path / "run.txt").write_text(text)
+    assert picture.main([str(tmp_path / "run.txt"), str(tmp_path / "run.svg")]) == 0
+    return (tmp_path / "run.svg").read_text()
+
+
+def test_a_run_s_picture_tells_its_losses_its_target_and_its_speed(tmp_path):
+    drawn = svg(tmp_path, WHOLE)
+    for said in ("Loss over steps", "Loss over seconds", "Speed", "validation: 1.4000", "target 1.5", "ms a step"):
+        assert f">{said}<" in drawn, said
+    (tmp_path / "run.svg").unlink()
+    assert picture.main([str(tmp_path / "run.txt")]) == 0 and (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("text, says", [
+    (log(START, *steps(1, 7)), "validation: none yet"),
+    (log(START, *steps(1, 1)), "validation: none yet"),
+    (COMMUNITY, "validation: 3.2780"),
+    (log(START, *steps(1, 9), '{"resumed": {"from_step": 5}}', *steps(6, 8)), "target 1.5"),
+])
+def test_a_run_under_way_or_of_others_is_drawn_as_far_as_it_is(tmp_path, text, says):
+    assert f">{says}<" in svg(tmp_path, text)
+
+
+@pytest.mark.parametrize("text", ["", "my diary", log(START), None])
+def test_what_is_no_run_is_named_in_a_line(tmp_path, capsys, text):
+    if text is not None:
+        (tmp_path / "run.txt").write_text(text)
+    assert picture.main([str(tmp_path / "run.txt")]) == 2
+    said = capsys.readouterr().err
+    assert re.match(r"picture.py: error: .*run.txt: no step with a train_time.*; name the log of a run\n$", said), said
+    assert not (tmp_path / "run.png").exists()
+
+
+def test_the_running_mean_is_that_of_the_latest_twentieth():
+    values = np.random.default_rng(0).normal(size=100)
+    expected = [values[max(0, i - 4):i + 1].mean() for i in range(100)]
+    assert np.allclose(picture.running_mean(values), expected)
+
+
+@pytest.fixture
+def open_page(tmp_path):
+    """open_page(path) -> the text that a browser would get of a server on tmp_path."""
+    server = watch.serve(tmp_path, 0)
+    assert server.server_address[0] == "127.0.0.1"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield lambda path="/": urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}{path}", timeout=30).read().decode()
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_page_follows_a_run_from_its_first_step_to_its_end(tmp_path, open_page):
+    assert "no log here yet" in open_page()
+    path = tmp_path / "race-1" / "<b>run.txt"
+    path.parent.mkdir()
+    for text, says in ((log(START), "no step yet"), (log(START, *steps(1, 10)), "step 10 of 40: under way"),
+                       (log(START, *steps(1, 20)), "step 20 of 40: under way"), (WHOLE, "step 40 of 40: ended")):
+        path.write_text(text)
+        page = open_page()
+        assert says in page and "&lt;b&gt;run.txt" in page and "<b>" not in page
+        assert page.count("<svg") == page.count("Loss over seconds") == (says != "no step yet")
+    assert f'http-equiv="refresh" content="{watch.PERIOD_S}"' in page
+    path.write_text(log(START, *steps(1, 10)))
+    path.write_text(log(START, *steps(1, 10), "error: the disk <i>burns"))
+    assert "error: the disk &lt;i&gt;burns" in open_page()
+    path.write_text(log(START, *steps(1, 10)))
+    os.utime(path, (1, 1))
+    assert re.search(r"step 10 of 40: no word for \d+ min, and no end", open_page())
+    with pytest.raises(urllib.error.HTTPError):
+        open_page("/race-1/")
+
+
+def test_a_port_that_is_taken_is_named(tmp_path, capsys):
+    server = watch.serve(tmp_path, 0)
+    assert watch.main([str(tmp_path), "--port", str(server.server_port)]) == 2
+    server.server_close()
+    assert "choose another --port" in capsys.readouterr().err
