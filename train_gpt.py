@@ -15,6 +15,7 @@ This file is the whole experiment: its source opens the log of every run that it
     communication  Comm names the collectives; the Reducer brings gradients in, the DistributedOptimizer parameters out
     assignment     which parameter is updated by which rule
     validation, log, checkpoint
+    preflight      each part once beside its plain form, before the run that relies on it
     main           set-up, warm-up, the loop
 
 One gradient's way: autograd makes it; the hook adds it into its place in the bucket; when all of the bucket are ready,
@@ -85,11 +86,11 @@ class RunError(Exception):
 # config
 
 def option(default: Any, why: str, choices: tuple[str, ...] = (), zero: bool = False, most: float = math.inf,
-           below: float = math.inf, signed: bool = False) -> Any:
+           below: float = math.inf, signed: bool = False, bare: str | None = None) -> Any:
     """A field of the config with the reason for its value. A number is more than 0, or with `zero` 0 too, or `signed`; it
-    is at most `most`, and less than `below`."""
+    is at most `most`, and less than `below`. bare: what the flag means without a value."""
     return field(default=default, metadata={"why": why, "choices": choices, "zero": zero, "most": most, "below": below,
-                                            "signed": signed})
+                                            "signed": signed, "bare": bare})
 
 @dataclass(frozen=True)
 class StageValues:
@@ -207,6 +208,10 @@ class Config(SyncSettings, StageValues):
 
     # machine
     compile: str = option("auto", "blocks, head and rules, each by itself. auto: on GPUs", ("auto", "on", "off"))
+    attention: str = option("auto", "auto: FlexAttention on GPUs, a dense mask on CPUs. masked: masks in pieces, slower",
+                            ("auto", "masked"))
+    preflight: str = option("auto", "each part once beside its plain form, before the run. auto: on GPUs. only, or the bare "
+                            "flag: and no run", ("auto", "on", "off", "only"), bare="only")
     warmup_steps: int = option(30, "before the clock: every stage and kind of step once, then everything is put back",
                                zero=True)
     timeout_s: int = option(300, "seconds until a collective that others do not join is an error", most=10 ** 6)
@@ -257,8 +262,8 @@ PRESETS = {
 
 # What may differ where a run goes on: it decides how the run is computed, not what
 FREE_TO_CHANGE = {f.name for f in dataclasses.fields(SyncSettings)} - {"exact", "clip_norm"} | {
-    "bucket_mb", "compile", "warmup_steps", "timeout_s", "profile", "log_dir", "run_id", "save_every", "keep_checkpoints",
-    "resume", "save_model", "train_files", "val_files"}
+    "bucket_mb", "compile", "attention", "preflight", "warmup_steps", "timeout_s", "profile", "log_dir", "run_id",
+    "save_every", "keep_checkpoints", "resume", "save_model", "train_files", "val_files"}
 
 # What --help prints: a title above each of these fields, and with `short` no more than these
 SECTIONS = {"micro_batches": "what may differ from stage to stage", "sync": "how gradients and parameters travel",
@@ -300,9 +305,10 @@ def make_parser() -> argparse.ArgumentParser:
             group = parser.add_argument_group(SECTIONS[f.name])
         usual, *others = (str(getattr(preset, f.name)) or "empty" for preset in PRESETS.values())
         shown = "; ".join([usual, *(f"{name}: {v}" for name, v in zip(list(PRESETS)[1:], others) if v != usual)])
-        choices, why = f.metadata["choices"] or None, f.metadata["why"]
+        choices, why, bare = f.metadata["choices"] or None, f.metadata["why"], f.metadata["bare"]
         group.add_argument(f"--{f.name}", type=kinds[f.type], choices=choices, help=f"{why} ({shown})",
-                            metavar=None if choices else "NUMBERS" if f.type.startswith("tuple") else f.type.upper())
+                           nargs="?" if bare else None, const=bare,
+                           metavar=None if choices else "NUMBERS" if f.type.startswith("tuple") else f.type.upper())
     return parser
 
 def parse_bool(text: str) -> bool:
@@ -570,6 +576,10 @@ def plan_of(config: Config, step: int) -> Plan:
                 windows=Windows(longest * c.window_block, values["long_window"] // 2 * c.window_block),
                 rotary_windows=tuple(rotary), tied=step < untie_step(c), unties=0 < step == untie_step(c),
                 average_rate=average_rate, average_share=c.tail_average if last else 0.0)
+
+def longest_window(config: Config) -> int:
+    """In tokens."""
+    return max(config.final_window, *(stage.first["long_window"] for stage in stages_of(config))) * config.window_block
 
 def move(first: Any, last: Any, done: float) -> Any:
     """From first (done = 0) to last (done = 1) in a line; number by number where there are several."""
@@ -937,6 +947,17 @@ def block_mask(docs: Tensor, window: int) -> BlockMask:
     predicate = may_attend(docs, torch.full((), window, device=docs.device))
     return BlockMask.from_kv_blocks(*listed(some & ~every), *listed(every), BLOCK_SIZE=MASK_BLOCK, mask_mod=predicate)
 
+MASK_PIECE = 1024  # queries
+
+def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype) -> Tensor:
+    """The predicate for scaled_dot_product_attention where FlexAttention fails: pieces of queries, each with its own keys
+    and `reach` earlier ones. 0 or -inf [T / piece, piece, reach + piece], of one shape for all windows up to reach."""
+    piece = math.gcd(len(docs), MASK_PIECE)
+    q = torch.arange(len(docs), device=docs.device, dtype=torch.int32).view(-1, piece, 1)
+    k = q[:, :1] + torch.arange(-reach, piece, device=docs.device, dtype=torch.int32)
+    seen = (k >= 0) & may_attend(docs, window)(None, None, q, k.clamp_min(0))
+    return torch.zeros(seen.shape, dtype=dtype, device=docs.device).masked_fill_(~seen, -math.inf)
+
 @functools.cache
 def compiled_flex_attention() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)  # uncompiled, it would build all T² scores
@@ -949,6 +970,11 @@ def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
     FlexAttention on GPUs; it has no backward on CPUs, where a dense mask serves. A function attends in their place:
     sample.py's, which remembers the keys and values of earlier tokens.
     """
+    if isinstance(mask, Tensor) and mask.dim() == 3:
+        pieces, piece, seen = mask.shape
+        q = q_THD.view(pieces, piece, *q_THD.shape[1:]).transpose(1, 2)
+        k, v = (F.pad(x, (0, 0, 0, 0, seen - piece, 0)).unfold(0, seen, piece).mT for x in (k_THD, v_THD))
+        return F.scaled_dot_product_attention(q, k, v, mask[:, None], scale=1.0).transpose(1, 2).reshape(q_THD.shape)
     q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
     if isinstance(mask, BlockMask):
         alone = q.is_cuda and not torch.compiler.is_compiling()  # within a compiled block it is compiled with that
@@ -1232,6 +1258,7 @@ class GPT(nn.Module):
                                                for first, size in zip(firsts, self.scalar_sizes)]))
         self.pairs = any(layer.window == "P" for layer in layers)
         self.rotary = Rotary(model_dim // num_heads, max_tokens * (1 + self.pairs), dtype)
+        self.reach = 0  # where more, the tokens back that masks in pieces show
         self.smear, self.mix_in_saved, self.back_out = smear, mix_in_saved, back_out
 
     def follow(self, rotary_windows: tuple[int, ...], tied: bool) -> None:
@@ -1241,7 +1268,8 @@ class GPT(nn.Module):
 
     def masks(self, x: Tensor, windows: Windows) -> dict[str | None, Tensor | BlockMask | None]:
         docs = (x == self.bos_id).cumsum(0)
-        make = block_mask if x.is_cuda else dense_mask
+        in_pieces = functools.partial(mask_in_pieces, reach=self.reach, dtype=self.embed.weight.dtype)
+        make = in_pieces if self.reach else block_mask if x.is_cuda else dense_mask
         paired = {"P": make(docs.repeat_interleave(2), windows.short)} if self.pairs else {}
         return {"L": make(docs, windows.long), "S": make(docs, windows.short), None: None, **paired}
 
@@ -2070,21 +2098,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.finish_all_gathers([bucket])  # one that no forward read since: what it sends must not change
         with self.reducer.span(f"update {bucket.name}"):
             bucket.updates += 1
-            rule, lr = bucket.rule, self.group_of[bucket.params[0].param]["lr"]
-            rule = rule if lr == getattr(rule, "lr", lr) else dataclasses.replace(rule, lr=lr)
             kept = [(x.view(-1)[here], x.view(-1)[here].clone()) for place in bucket.params if place.name in untouched
                     for x in (bucket.param_shard, *bucket.state.values()) for here in [bucket.overlap(place, x)[0]]]
-            hyper = {key: self.number(key, v) if isinstance(v, float) else v
-                     for key, v in rule.hyper(plan, bucket.updates).items()} | {"scale": bucket.scale}
-            update = self.updates[type(bucket.rule).update]
-            parts = [slice(None)]
-            if self.settings.exact and bucket.param_shard.dim() > 1:  # a batch may sum in another order than one matrix
-                parts = [slice(i, i + 1) for i in range(len(bucket.param_shard))]
-            for part in parts:
-                update(bucket.param_shard[part], bucket.grad_shard[part], {key: x[part] for key, x in bucket.state.items()},
-                       {**hyper, "scale": bucket.scale[part]})
+            self.apply_rule(bucket, plan)
             for x, old in kept:
                 x.copy_(old)
+
+    def apply_rule(self, bucket: Bucket, plan: Plan) -> None:
+        rule, lr = bucket.rule, self.group_of[bucket.params[0].param]["lr"]
+        rule = rule if lr == getattr(rule, "lr", lr) else dataclasses.replace(rule, lr=lr)
+        hyper = {key: self.number(key, v) if isinstance(v, float) else v
+                 for key, v in rule.hyper(plan, bucket.updates).items()} | {"scale": bucket.scale}
+        update = self.updates[type(bucket.rule).update]
+        parts = [slice(None)]
+        if self.settings.exact and bucket.param_shard.dim() > 1:  # a batch may sum in another order than one matrix
+            parts = [slice(i, i + 1) for i in range(len(bucket.param_shard))]
+        for part in parts:
+            update(bucket.param_shard[part], bucket.grad_shard[part], {key: x[part] for key, x in bucket.state.items()},
+                   {**hyper, "scale": bucket.scale[part]})
 
     @torch.no_grad()
     def average(self, rate: float, share: float) -> None:
@@ -2376,13 +2407,15 @@ class Clock:
 
     @contextlib.contextmanager
     def off(self, name: str) -> Iterator[None]:
-        """Seconds within are counted under this name and not as training."""
+        """Seconds within are counted under this name, those of torch.compile under its own, and not as training."""
         runs = self.since is not None
         if runs:
             self.stop()
-        begin = self._now()
+        begin, compiled = self._now(), compile_stats()[1]
         yield
-        self.outside[name] = self.outside.get(name, 0.0) + self._now() - begin
+        compiled = compile_stats()[1] - compiled
+        for part, seconds in ((name, self._now() - begin - compiled), ("compile", compiled)):
+            self.outside[part] = self.outside.get(part, 0.0) + seconds
         if runs:
             self.start()
 
@@ -2570,6 +2603,160 @@ def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
             raise RunError(f"{name} is {list(param.shape)} here, and {'missing' if x is None else list(x.shape)} in what "
                            "was saved; give the same --layers, --model_dim, --ngrams and vocabulary")
         param.copy_(x.view(param.shape))
+
+# ------------------------------------------------------------------------------------------------------------------
+# preflight
+
+class Part(NamedTuple):
+    """A part of a run, and how it is computed there. compute(False) does that; compute(True) is plain: float32, uncompiled, by
+    other means where there are some. allowed: the norm of their difference, over the plain one's. fallback: the flag that does
+    without this way, and its value."""
+
+    name: str
+    how: str
+    compute: Callable[[bool], Sequence[Tensor]]
+    allowed: float
+    fallback: tuple[str, Any] | None = None
+
+# Two to four times what bf16 and fp8 make, uncompiled, on a CPU. Of the gates' few entries polar makes a quarter and more
+ALLOWED, ALLOWED_IN_FP8, ALLOWED_OF_POLAR, ALLOWED_OF_GATES = {torch.bfloat16: 0.06, torch.float32: 1e-4}, 0.1, 0.06, 0.9
+
+def model_parts(trainer: Trainer) -> Iterator[Part]:
+    """Attention, each kind of block, and the head: with gradients, on a micro-batch of noise."""
+    c, model, device, plan = trainer.config, trainer.model, trainer.device, plan_of(trainer.config, trainer.config.num_steps - 1)
+    for p in model.parameters():  # a zero would hide what is behind it
+        p.data.normal_(0, 0.02) if p.dim() > 1 else p.data.fill_(0.5)
+    with device:
+        plain = build_model(dataclasses.replace(c, dtype="float32", fp8_head=False), trainer.stream.shards[0].encoding)
+        text = torch.where(torch.rand(c.micro_batch_tokens) < 0.002, model.bos_id, 0)
+        targets = torch.randint(len(model.embed.weight), (len(plan.loss_weights), len(text)))
+        x, x0, values, back, grad = (norm(torch.randn(len(text), c.model_dim)).to(model.embed.weight.dtype) for _ in range(5))
+    plain.load_state_dict(model.state_dict())
+    plain.reach, plain.loss_tokens = longest_window(c), 1024
+    plain.lm_head.forward = functools.partial(torch.utils.checkpoint.checkpoint, plain.lm_head.forward, use_reentrant=False)
+    masks = {m: m.masks(text, plan.windows) for m in (model, plain)}
+
+    def attention(m: GPT, *qkv: Tensor) -> Tensor:
+        q, k, v = (y.view(len(text), c.num_heads, -1) for y in qkv)
+        return attend(q * Rotary.FIRST_SCALE, k, v, masks[m]["L"])
+
+    def block(i: int, m: GPT, x: Tensor, x0: Tensor, *further: Tensor) -> Tensor:
+        mixes, value_mixes = (y.view(-1, 2).unbind() for y in m.scalars.split(m.scalar_sizes)[1:3])
+        rotary, layer = (m.rotary.cos[0:], m.rotary.sin[0:], m.rotary.scale), m.layers[i]
+        values, back = further[0] if layer.value_table is not None else None, further[-1] if layer.reads_back else None
+        return m.blocks[i](x, x0, mixes[i], values, value_mixes[i], rotary, masks[m][layer.window], back)
+
+    def head(m: GPT, x: Tensor) -> Tensor:
+        pieces, weights = zip(x.split(m.loss_tokens), targets.split(m.loss_tokens, dim=1)), weights_tensor(plan.loss_weights, device)
+        return sum(m.lm_head(*piece, weights) for piece in pieces)
+
+    def part(name: str, way: tuple[str, Any], function: Callable[..., Tensor], given: Sequence[Tensor], *learnt: str) -> Part:
+        def compute(by_plain: bool) -> list[Tensor]:
+            m, math_alone = (plain, torch.nn.attention.SDPBackend.MATH) if by_plain else (model, None)
+            inputs = [y.detach().to(torch.float32 if by_plain else y.dtype).requires_grad_() for y in given]
+            with torch.nn.attention.sdpa_kernel(math_alone) if by_plain else contextlib.nullcontext():
+                out = function(m, *inputs)
+            inputs += [p for name, p in m.named_parameters() if name.startswith(learnt)]
+            out_grad = grad.to(out.dtype).view_as(out) if out.dim() else None
+            return [out.detach(), *torch.autograd.grad(out, inputs, out_grad)]
+        return Part(name, way[0], compute, ALLOWED_IN_FP8 if way[0] == "fp8" else ALLOWED[x.dtype], way[1])
+
+    yield part("attention", ("masks in pieces", None) if model.reach else (
+        "FlexAttention" if device.type == "cuda" else "dense mask", ("attention", "masked")), attention, (x, x0, values))
+    kinds = {(layer.window == "P", bool(layer.window), layer.value_table is None, layer.mlp, layer.reads_back): i
+             for i, layer in reversed([*enumerate(model.layers)]) if layer.window or layer.mlp}
+    for i in kinds.values():
+        layer = model.layers[i]
+        given = x, x0, *[values] * (layer.value_table is not None), *[back] * layer.reads_back
+        yield part(f"block {c.layers.split()[i]}", trainer.way, functools.partial(block, i), given, "scalars", f"blocks.{i}.")
+    yield part("head", ("fp8", ("fp8_head", False)) if model.lm_head.fp8 else trainer.way, head, (x,), "lm_head.")
+
+def rule_parts(trainer: Trainer) -> Iterator[Part]:
+    """Each update rule on each shape of a shard."""
+    optimizer, plan = trainer.optimizer, plan_of(trainer.config, 0)
+
+    @torch.no_grad()
+    def update(bucket: Bucket, noise: Sequence[Tensor], by_plain: bool) -> list[Tensor]:
+        held = bucket.param_shard, bucket.grad_shard, *bucket.state.values()
+        if by_plain:
+            held, hyper = [x.to(torch.float32, copy=True) for x in noise], {**bucket.rule.hyper(plan, 1), "dtype": torch.float32}
+            bucket.rule.update(*held[:2], dict(zip(bucket.state, held[2:])), {**hyper, "scale": bucket.scale})
+        else:
+            for x, y in zip(held, noise):
+                x.copy_(y)
+            bucket.updates = 1
+            optimizer.apply_rule(bucket, plan)
+        return [held[0].float() - noise[0].float(), *held[2:]]
+
+    for bucket in {(type(b.rule), b.param_shard.shape, b.param_data.dtype): b for b in optimizer.buckets}.values():
+        noise = [torch.randn_like(x) / 50 for x in (bucket.param_shard, bucket.grad_shard)]
+        noise += [torch.rand_like(x) / 1000 for x in bucket.state.values()]
+        allowed = ALLOWED[bucket.param_data.dtype]
+        if isinstance(bucket.rule, NorMuon) and bucket.rule.polar_dtype != torch.float32:
+            allowed = ALLOWED_OF_POLAR if min(bucket.param_shard.shape[1:]) >= 64 else ALLOWED_OF_GATES
+        yield Part(f"{type(bucket.rule).__name__} {list(bucket.param_shard.shape)}", trainer.way[0],
+                   functools.partial(update, bucket, noise), allowed, trainer.way[1])
+
+def transfer_parts(trainer: Trainer) -> Iterator[Part]:
+    """A shard on its way to the device; and the collectives, on the largest bucket."""
+    comm, device, exact = trainer.comm, trainer.device, trainer.config.exact
+    shard = trainer.stream.shards[comm.rank % len(trainer.stream.shards)]
+    bucket = max(trainer.optimizer.buckets, key=lambda bucket: bucket.grad_data.nbytes)
+    everyones = [torch.randn(bucket.grad_data.shape, device=device, generator=torch.Generator(device).manual_seed(rank))
+                 .to(bucket.grad_data.dtype).view(comm.ranks, -1) for rank in range(comm.ranks)]
+
+    def load(by_plain: bool) -> list[Tensor]:
+        raw = np.fromfile(shard.path, "<u2", offset=4 * HEADER_INTS) if by_plain else load_tokens(shard)
+        return [torch.from_numpy(raw[:-1].astype(np.int32)).to(device) if by_plain else split_sequence(raw, device)[0]]
+
+    def exchange(kind: str, by_plain: bool) -> list[Tensor]:
+        if by_plain:
+            return [sum(x.float() for x in everyones)]
+        full = everyones[comm.rank].clone()
+        if kind == "all-reduce":
+            return [comm.all_reduce(full)]
+        reduce_scatter = comm.reduce_scatter_exactly if exact else comm.reduce_scatter
+        reduce_scatter(full[comm.rank], full.view(-1), comm.receive_buffer(full.view(-1), exact)).wait()
+        comm.all_gather(full.view(-1), full[comm.rank]).wait()
+        return [full]
+
+    yield Part("load a shard", f"{shard.tokens:,} tokens", load, 0.0)
+    for kind in ("all-reduce", "reduce-scatter, all-gather") if comm.ranks > 1 else ():
+        yield Part(kind, f"{bucket.grad_data.nbytes >> 10:,} KiB", functools.partial(exchange, kind),
+                   ALLOWED[comm.sent_dtype or bucket.grad_data.dtype])
+
+def preflight(trainer: Trainer, log: Log) -> tuple[list[list[str]], Part | None]:
+    """Each part once, then all is as it was -> rows [part, how, difference, allowed, ms, verdict], each of the rank that is
+    worst; and the first part that failed on any, if it has a fallback: others may fail because of it. Else RunError."""
+    parts, mine, rows, failed = [], [], [["part", "how", "difference", "allowed", "ms", "verdict"]], []
+    saved = trainer.optimizer.state_dict()
+    for part in itertools.chain(model_parts(trainer), rule_parts(trainer), transfer_parts(trainer)):
+        difference, why, clock = math.inf, "", Clock(trainer.device, 0.0)
+        try:
+            part.compute(False)  # compiles, and measures kernels
+            clock.start()
+            used = part.compute(False)
+            clock.stop()
+            gaps = [((x.float() - y.float()).norm().item(), y.float().norm().item()) for x, y in zip(used, part.compute(True))]
+            difference = max(gap / size if size and gap == gap else math.inf for gap, size in gaps)  # zeros are no result
+        except RunError:
+            raise
+        except Exception as error:  # a compiler's, a kernel's, or memory ran out
+            why = f": {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        mine.append([difference, clock.elapsed, why])
+        parts.append(part._replace(compute=None))  # which holds its tensors
+    trainer.optimizer.load_state_dict(saved)
+    for part, (difference, ms, why) in zip(parts, map(max, zip(*trainer.comm.all_json(mine)))):
+        failed += [part] if difference > part.allowed else []
+        rows.append([part.name, part.how, f"{difference:.1e}", f"{part.allowed:g}", f"{ms:.1f}",
+                     f"failed{why}" if part in failed else "ok"])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows if failed or trainer.config.preflight == "only" else ():
+        log.say("  ".join(map(str.ljust, row, widths)).rstrip())
+    if failed and not failed[0].fallback:
+        raise RunError(f"preflight: {failed[0].name}, {failed[0].how}, does not give what its plain form gives, and no flag does "
+                       "without it; mend this machine, or race on another")
+    return rows[1:], failed[0] if failed else None
 
 # ------------------------------------------------------------------------------------------------------------------
 # main
@@ -2820,6 +3007,7 @@ class Trainer:
         compiled = config.compile == "on" or (config.compile == "auto" and gpu)
         if compiled or gpu:  # FlexAttention is compiled in any case
             check_compiler(gpu)
+        self.way = ("compiled", ("compile", "off")) if compiled else ("uncompiled", None)  # see Part
         self.config, self.comm, self.device = config, comm, device
         if config.exact:
             torch.set_num_threads(1)  # how a product is split over threads decides the order of its sums
@@ -2827,6 +3015,8 @@ class Trainer:
         self.model = build_model(config, train_shards[0].encoding).to(device)
         if config.init_from and not config.resume:
             load_parameters(self.model, load_file(config.init_from))
+        if config.attention == "masked":
+            self.model.reach = longest_window(config)
         if compiled:
             self.model.compile_parts()
         self.optimizer = build_optimizer(config, self.model, comm, compiled, grad_scale)
@@ -2975,8 +3165,22 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
         if device.type == "cuda":
             config, changes = fit_to_gpus(config, train_shards[0].encoding.vocab_size, comm)
         val_sequences = validation_sequences(val_shards, config.val_tokens, config.val_len)
-        trainer = Trainer(config, comm, device, train_shards, asked.micro_batch_tokens / config.micro_batch_tokens)
+        scale = asked.micro_batch_tokens / config.micro_batch_tokens
+        trainer = Trainer(config, comm, device, train_shards, scale)
         trainer.stream.check_enough()
+    parts, failed = [], config.preflight in ("on", "only") or config.preflight == "auto" and device.type == "cuda"
+    while failed:
+        with clock.off("preflight"):
+            rows, failed = preflight(trainer, log)
+            parts += rows
+            if failed:
+                name, instead = failed.fallback
+                changes.append(f"preflight: {failed.name}, {failed.how}, failed: --{name} {str(instead).lower()} in its place")
+                config = dataclasses.replace(config, **{name: instead})
+                trainer = Trainer(config, comm, device, train_shards, scale)
+    if config.preflight == "only":
+        return
+    with clock.off("setup"):
         model, optimizer, first_step = trainer.model, trainer.optimizer, 0
         resumed = {"from_step": 0, "checkpoint": None} if from_environment("TORCHELASTIC_RESTART_COUNT", 0) else None
         data = [shard.sha256 for shard in (*train_shards, *val_shards)]
@@ -2996,7 +3200,7 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
         hosts = describe_hosts(comm, {**machine, "source_sha256": source_sha256, "torch": torch.__version__})
         if comm.rank == 0:
             log.open({"run_id": log.run_id, "started": now(), "preset": preset, **describe_config(config), "changes": changes,
-                      "source_sha256": source_sha256, "ranks": comm.ranks, **machine, "hosts": hosts,
+                      "preflight": parts, "source_sha256": source_sha256, "ranks": comm.ranks, **machine, "hosts": hosts,
                       "shards": {"train": describe_shards(train_shards), "val": describe_shards(val_shards)},
                       "parameters": parameters}, environment,
                      resumed and {"at": now(), "ranks": comm.ranks, "source_sha256": source_sha256, **resumed})
@@ -3012,12 +3216,9 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
     with clock.off("hashing"):
         hash_before = trainer.state_hash()
     log.say(f"warm-up: {config.warmup_steps} steps off the clock")
-    compile_began = compile_stats()[1]
     with clock.off("warmup"):
         trainer.warm_up(val_sequences[0])
-    compiles, compile_ended = compile_stats()
-    clock.outside["compile"] = clock.outside.get("compile", 0.0) + compile_ended - compile_began
-    clock.outside["warmup"] -= compile_ended - compile_began
+    compiles = compile_stats()[0]
     with clock.off("hashing"):
         hash_after = trainer.state_hash()
     losses, profile = TrainLosses(config, comm), Profile(config, optimizer, clock, log)

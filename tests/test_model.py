@@ -245,6 +245,21 @@ def test_flex_attention_sees_what_the_dense_mask_sees(window):
         assert partial >= {j for j in range(4) if dense[i, j].any()} - full and not partial & full
 
 
+@pytest.mark.parametrize("window", [1, 9, 40])
+def test_masks_in_pieces_show_what_the_dense_mask_shows(window, monkeypatch):
+    monkeypatch.setattr(train_gpt, "MASK_PIECE", 16)
+    docs = (torch.rand(48) < 0.1).cumsum(0)
+    qkv = torch.randn(3, 48, 2, 8, dtype=torch.float64, requires_grad=True)
+    pieces = train_gpt.mask_in_pieces(docs, window, 40, torch.float64)
+    assert pieces.shape == (3, 16, 56)
+    results = []
+    for mask in (train_gpt.dense_mask(docs, window), pieces):
+        out = train_gpt.attend(*qkv.unbind(), mask)
+        results.append([out, *torch.autograd.grad(out.square().sum(), qkv)])
+    for dense, in_pieces in zip(*results):
+        assert torch.allclose(dense, in_pieces, rtol=0, atol=1e-12)
+
+
 def test_rotary_turns_half_of_the_head_by_position():
     rotary = train_gpt.Rotary(16, 10, torch.float32)
     x = torch.randn(10, 2, 16)

@@ -4,6 +4,8 @@
     bench/dry_gpu/run -- --preset speedrun                     rank 0 of 8 on 80 GB of sm_90
     bench/dry_gpu/run --ranks 1 --memory 24 --arch 89 -- --preset speedrun --micro_batch_tokens 8192
     bench/dry_gpu/run --against HEAD~3 -- --preset speedrun    that revision and the working tree, side by side
+    bench/dry_gpu/run --cold -- --preset speedrun              with nothing compiled before, and with all
+    bench/dry_gpu/run --cards                                  speedrun on 1 to 8 cards of 80, 48 and 24 GB: a table
 
 Shards are made of random tokens, in documents about as long as FineWeb's (assumed: lognormal, median 400, mean 700).
 What is called simulated is computed by simulate.py; host times are of this machine. A kernel that does not compile ends
@@ -13,6 +15,7 @@ the run with what Triton says. Exit status: 0 the page is printed, 1 the run fai
 import argparse
 import collections
 import io
+import itertools
 import json
 import os
 import shutil
@@ -50,7 +53,7 @@ def write_shards(folder, vocab):
             link.symlink_to(f"{name}.bin")
 
 
-def dry_run(args, revision, home):
+def dry_run(args, home, revision="", cold=False):
     """Run rank 0 of a revision's scripts, or the working tree's -> (events of the launch log, facts)."""
     folder, work = ROOT, Path(tempfile.mkdtemp(prefix="run-", dir=home))
     if revision:
@@ -66,9 +69,10 @@ def dry_run(args, revision, home):
     (work / "request.json").write_text(json.dumps({
         "folder": str(folder), "ranks": args.ranks, "steps": args.steps, "facts": str(work / "facts.json"),
         "flags": [*flags, "--log_dir", str(work / "logs"), *args.flags]}))
+    caches = work if cold else home
     settings = {
-        "LD_LIBRARY_PATH": home / "lib", "TRITON_LIBCUDA_PATH": home / "lib", "TRITON_CACHE_DIR": home / "triton",
-        "TORCHINDUCTOR_CACHE_DIR": home / "inductor", "TORCHINDUCTOR_COMPILE_THREADS": 1, "OMP_NUM_THREADS": 1,
+        "LD_LIBRARY_PATH": home / "lib", "TRITON_LIBCUDA_PATH": home / "lib", "TRITON_CACHE_DIR": caches / "triton",
+        "TORCHINDUCTOR_CACHE_DIR": caches / "inductor", "TORCHINDUCTOR_COMPILE_THREADS": args.compilers, "OMP_NUM_THREADS": 1,
         "TORCHINDUCTOR_BENCHMARK_KERNEL": 1,  # makes Inductor count a kernel's bytes
         "TORCH_NCCL_ENABLE_MONITORING": 0, "DRY_GPU_LOG": work / "launches.log", "DRY_GPU_ARCH": args.arch,
         "DRY_GPU_MEMORY": int(0.99 * args.memory * 2 ** 30)}  # 80 GB of an H100 are 79.2 GiB
@@ -131,6 +135,9 @@ def launch_rows(events, steps):
     return rows
 
 
+MEAN = "simulated ms a step, mean"
+
+
 def simulated_rows(steps, plan):
     """Of the census's steps: {what: figure}. Classes are those of the first windows. plan: {windows: their steps}, of the
     working tree for every revision, or the means would not compare."""
@@ -142,7 +149,7 @@ def simulated_rows(steps, plan):
         rows[f"simulated ms a step, windows {windows}"] = f"{ms:.1f}"
     if steps_met := sum(plan.get(windows, 0) for windows in means):
         mean = sum(ms * plan.get(windows, 0) for windows, ms in means.items()) / steps_met
-        rows["simulated ms a step, mean"] = f"{mean:.1f}"
+        rows[MEAN] = f"{mean:.1f}"
     first = next(iter(groups.values()), [])
     for kind in RECORD if first else ():
         ms, count = (statistics.mean(step.kinds.get(kind, (0, 0))[j] for step in first) for j in (0, 1))
@@ -158,7 +165,8 @@ def page(events, facts, args, title, plan):
     steps = simulate(census, costs(census, RATES[args.arch], args.ranks))
     breaks = sum(facts["breaks"].values())
     rows = {"graphs; breaks; compiled after warm-up": f"{facts['graphs']}; {breaks}; {facts['late']}",
-            "compiling; warm-up in all (host)": f"{facts['compile']:.0f} s; {facts.get('warm_up', 0):.0f} s",
+            "compiling; warm-up in all; its CPU time": "; ".join(
+                f"{facts.get(name, 0):.0f} s" for name in ("compile", "warm_up", "warm_up_cpu")),
             "micro-batches of a step, tokens": facts.get("batch", "none")}
     rows |= launch_rows(events, args.steps)
     if facts["host"]:
@@ -186,6 +194,18 @@ def page(events, facts, args, title, plan):
     return rows, [f"{title}. {note}" for note in notes]
 
 
+def fit(args, home):
+    """A row of what --cards prints: what of the preset fits, and how long it would take."""
+    events, facts = dry_run(args, home)
+    card, census = f"{args.memory:g} GB, sm_{args.arch}", phase(events, "census")
+    if "out of memory" in facts:
+        return card, args.ranks, facts["out of memory"], "", "", ""
+    mean = float(simulated_rows(simulate(census, costs(census, RATES[args.arch], args.ranks)), facts["plan"])[MEAN])
+    peak = max(held["peak"] for held in facts["memory"].values())
+    return (card, args.ranks, facts["batch"], f"{peak / 2 ** 30:.1f}", f"{mean:.0f}",
+            f"{mean * sum(facts['plan'].values()) / 6e4:.1f}")
+
+
 def main():
     parser = argparse.ArgumentParser(
         prog="run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -195,11 +215,23 @@ def main():
     parser.add_argument("--steps", type=int, default=8, help="that are counted, and timed on the host (8)")
     parser.add_argument("--vocab", type=int, help="of the shards (257 for the preset laptop, else 50257)")
     parser.add_argument("--against", default="", metavar="REVISION", help="run its scripts too")
+    parser.add_argument("--cold", action="store_true", help="run once more, before, with empty caches of compiled code")
+    parser.add_argument("--compilers", type=int, default=1, help="processes that compile kernels (1)")
+    parser.add_argument("--cards", action="store_true", help="print only what of speedrun fits on which cards")
     parser.add_argument("flags", nargs="*", help="of train_gpt.py, after --")
     args = parser.parse_args()
     args.vocab = args.vocab or (257 if any("laptop" in flag for flag in args.flags) else 50257)
-    runs = {revision or "working tree": dry_run(args, revision, Path(os.environ["DRY_GPU_HOME"]))
-            for revision in ([args.against, ""] if args.against else [""])}
+    home = Path(os.environ["DRY_GPU_HOME"])
+    if args.cards:
+        print("Simulated, nothing measured on a device: the preset speedrun\n\n" + table(
+            ["each GPU", "GPUs", "micro-batches of a step, per GPU", "peak GiB", "ms a step", "minutes for its steps"], []))
+        args.steps, args.flags = 2, ["--preset", "speedrun", "--warmup_steps", "8"]  # one of each kind, in each stage
+        for (args.memory, args.arch), args.ranks in itertools.product(((80, 90), (48, 89), (24, 89)), (8, 4, 2, 1)):
+            print("| " + " | ".join(map(str, fit(args, home))) + " |", flush=True)
+        return 0
+    runs = {args.against: dry_run(args, home, args.against)} if args.against else {}
+    runs |= {"nothing compiled before": dry_run(args, home, cold=True)} if args.cold else {}
+    runs["working tree"] = dry_run(args, home)
     plan = runs["working tree"][1].get("plan", {})
     pages = {title: page(events, facts, args, title, plan) for title, (events, facts) in runs.items()}
     status = 2 if any("out of memory" in facts for _, facts in runs.values()) else 0

@@ -1,0 +1,159 @@
+"""Each part of a run beside its plain form: what is broken is caught, and what does without it is taken, by all ranks."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+import train_gpt
+from conftest import write_corpus
+from test_run import flags, read_log, run_here
+
+CPU = torch.device("cpu")
+
+
+class Said(list):
+    say = list.append
+
+
+def trainer_of(config, comm=None, **changes):
+    changes = {"layers": "- S0M LM M", "backout_layer": 2, "bucket_mb": 1.0, **changes}
+    config = dataclasses.replace(config, **changes)
+    return train_gpt.Trainer(config, comm or train_gpt.Comm(), CPU, train_gpt.find_shards(config.train_files))
+
+
+@pytest.fixture
+def config(tiny, corpus):
+    return dataclasses.replace(tiny, **corpus)
+
+
+def failed(rows):
+    return {row[0] for row in rows if row[-1] != "ok"}
+
+
+def test_what_is_whole_passes_and_leaves_no_trace(config):
+    trainer, said = trainer_of(config), Said()
+    before = trainer.state_hash()
+    rows, broken = train_gpt.preflight(trainer, said)
+    assert trainer.state_hash() == before and broken is None and not said
+    assert [row[0] for row in rows[:5]] == ["attention", "block M", "block LM", "block S0M", "head"]
+    assert {row[0].split()[0] for row in rows[5:]} == {"Adam", "NorMuon", "load"} and not failed(rows)
+    assert all(float(row[2]) <= float(row[3]) and float(row[4]) > 0 for row in rows)
+    assert float(rows[0][2]) > 0, "attention was compared with itself"
+    train_gpt.preflight(trainer_of(config, preflight="only"), said)
+    assert len(said) == 1 + len(rows) and said[0].split() == ["part", "how", "difference", "allowed", "ms", "verdict"]
+
+
+def break_attention(monkeypatch):
+    whole = train_gpt.dense_mask
+    monkeypatch.setattr(train_gpt, "dense_mask", lambda docs, window: whole(docs, window // 2))
+
+
+def break_fp8(monkeypatch):
+    whole = train_gpt.fp8_product
+    monkeypatch.setattr(train_gpt, "fp8_product", lambda *args, **settings: 1.2 * whole(*args, **settings))
+
+
+def break_compiled(monkeypatch, owner, result):
+    """As a compiler would that gets the code of one class wrong."""
+    def compile(function, dynamic):
+        broken = function.__qualname__.startswith(owner)
+        return (lambda *args: result(function, args)) if broken else function
+    monkeypatch.setattr(torch, "compile", compile)
+
+
+def no_kernel(function, args):
+    raise RuntimeError("no kernel image is available\nfor this device")
+
+
+def only_decays(function, args):
+    param, grad, state, hyper = args
+    function(param, 0 * grad, state, hyper)
+
+
+COMPILED = {"compile": "on"}
+
+
+@pytest.mark.parametrize("break_it, changes, part, instead", [
+    (break_attention, {}, "attention", ("attention", "masked")),
+    (break_fp8, {"fp8_head": True}, "head", ("fp8_head", False)),
+    (lambda m: break_compiled(m, "Block", lambda f, args: 1.1 * f(*args)), COMPILED, "block M", ("compile", "off")),
+    (lambda m: break_compiled(m, "Head", no_kernel), COMPILED, "head", ("compile", "off")),
+    (lambda m: break_compiled(m, "Head", lambda f, args: 0 * f(*args)), COMPILED, "head", ("compile", "off")),
+    (lambda m: break_compiled(m, "Head", lambda f, args: torch.nan * f(*args)), COMPILED, "head", ("compile", "off")),
+    (lambda m: break_compiled(m, "Adam", only_decays), COMPILED, "Adam [", ("compile", "off")),
+    (lambda m: break_compiled(m, "NorMuon", only_decays), COMPILED, "NorMuon [", ("compile", "off")),
+])
+def test_a_broken_part_is_caught_and_names_what_does_without_it(config, monkeypatch, break_it, changes, part, instead):
+    break_it(monkeypatch)
+    trainer, said = trainer_of(config, **changes), Said()
+    before = trainer.state_hash()
+    rows, broken = train_gpt.preflight(trainer, said)
+    assert broken.name.startswith(part) and broken.fallback == instead and trainer.state_hash() == before
+    assert len(said) == 1 + len(rows) and broken.name in failed(rows)
+    name, value = instead
+    rows, broken = train_gpt.preflight(trainer_of(config, **{**changes, name: value}), said)
+    assert broken is None and not failed(rows), "the fallback does not do without it"
+
+
+def test_what_a_compiler_says_stands_in_the_table(config, monkeypatch):
+    break_compiled(monkeypatch, "Head", no_kernel)
+    rows, _ = train_gpt.preflight(trainer_of(config, **COMPILED), Said())
+    assert [row[-1] for row in rows if row[0] == "head"] == ["failed: RuntimeError: no kernel image is available"]
+
+
+def test_a_shard_that_reads_wrongly_stops_the_run(config, monkeypatch):
+    whole = train_gpt.load_tokens
+    trainer = trainer_of(config)
+    monkeypatch.setattr(train_gpt, "load_tokens", lambda shard: whole(shard)[::-1])
+    with pytest.raises(train_gpt.RunError, match=r"preflight: load a shard, 6,000 tokens, does not give what its plain form"):
+        train_gpt.preflight(trainer, Said())
+
+
+def deaf(comm):
+    """Its rank 1 sums without what the others sent."""
+    if comm.rank == 1:
+        comm.reduce_scatter = lambda shard, full, received: train_gpt.SumOfParts(comm._exchange(
+            full.view(2, -1), [*received, full.view(2, -1)[1]]), shard, [full.view(2, -1)[1]])
+    return comm
+
+
+def beside_a_broken_rank(comm, config, which):
+    """What preflight says on each rank where one is broken."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if which == "attention" and comm.rank == 1:
+            break_attention(monkeypatch)
+        trainer = trainer_of(config, deaf(comm) if which == "collective" else comm)
+        rows, broken = train_gpt.preflight(trainer, Said())
+    return [row[0] for row in rows[-3:]], failed(rows), broken and broken.fallback
+
+
+def test_all_ranks_take_the_fallback_that_one_needs(config, on_ranks):
+    exchanged = ["load a shard", "all-reduce", "reduce-scatter, all-gather"]
+    assert on_ranks(2, beside_a_broken_rank, config, "none") == [(exchanged, set(), None)] * 2
+    assert on_ranks(2, beside_a_broken_rank, config, "attention") == [
+        (exchanged, {"attention", "block LM", "block S0M"}, ("attention", "masked"))] * 2
+
+
+def test_a_collective_that_sums_wrongly_stops_all_ranks(config, on_ranks):
+    with pytest.raises(train_gpt.RunError, match="reduce-scatter, all-gather, .* KiB, does not give what its plain form gives"):
+        on_ranks(2, beside_a_broken_rank, config, "collective")
+
+
+def test_a_run_names_its_fallback_in_the_log(tmp_path, corpus, capsys, monkeypatch):
+    break_fp8(monkeypatch)
+    short = dict(num_steps=3, stages="until long_window; 1 3", warmup_steps=1, fp8_head="true", preflight="on", run_id="a")
+    status, out, errors = run_here(flags(tmp_path, corpus, **short), capsys)
+    start = read_log(tmp_path / "logs" / "a.txt")[2]
+    change = "preflight: head, fp8, failed: --fp8_head false in its place"
+    assert status == 0 and start["changes"] == [change] and change in out, errors
+    assert start["config"]["fp8_head"] is False and failed(start["preflight"]) == {"head"}
+    assert [row[1] for row in start["preflight"] if row[0] == "head"] == ["fp8", "uncompiled"]
+    assert read_log(tmp_path / "logs" / "a.txt")[4]["seconds_outside_clock"]["preflight"] > 0
+
+
+def test_the_bare_flag_prints_a_table_and_makes_no_run(tmp_path, corpus, capsys):
+    status, out, errors = run_here([*flags(tmp_path, corpus), "--preflight"], capsys)
+    assert status == 0 and out.startswith("part ") and out.count(" ok\n") == len(out.splitlines()) - 1, errors
+    assert not (tmp_path / "logs").exists()
