@@ -2755,7 +2755,7 @@ def preflight(trainer: Trainer, log: Log) -> tuple[list[list[str]], Part | None]
         log.say("  ".join(map(str.ljust, row, widths)).rstrip())
     if failed and not failed[0].fallback:
         raise RunError(f"preflight: {failed[0].name}, {failed[0].how}, does not give what its plain form gives, and no flag does "
-                       "without it; mend this machine, or race on another")
+                       "without it; mend this machine, or race on another; --preflight off goes on all the same")
     return rows[1:], failed[0] if failed else None
 
 # ------------------------------------------------------------------------------------------------------------------
