@@ -153,6 +153,7 @@ class Config(SyncSettings, StageValues):
     exclude_self: bool = option(False, "heads learn to leave out what points to the token's own value (XSA, arXiv:2603.09078)")
     output_init: float = option(0.0, "size of attention's first output matrices, as a fraction of the others'", zero=True)
     head_init: float = option(0.0, "standard deviation of the head's first weights", zero=True)
+    value_init: float = option(1.0, "standard deviation of the value tables' first vectors", zero=True)
     untie_at: float = option(0.0, "fraction of the scheduled steps in which the head's weights are the embedding too; then "
                              "it goes on by itself from there. 0: two from the first step on", zero=True, most=1)
     logit_cap: float = option(30.0, "logits lie between 0 and this: cap * sigmoid((product + shift) / softness)")
@@ -240,7 +241,7 @@ PRESETS = {
         # 1 of 12 layers did nothing; pairs of heads where the window is short; the last three read the seventh's output
         layers="PM S0M P1M LM SM PM M SM cS2M cP3M cL4M", backout_layer=7, value_gates=True, exclude_self=True,
         ngrams="2:377280:768", ngram_lr_mul=75.0,  # as value tables have it
-        stream_gain=1.1, output_init=1.0, head_init=0.005, untie_at=2 / 3,
+        stream_gain=1.1, output_init=1.0, head_init=0.005, value_init=0.01, untie_at=2 / 3,
         logit_cap=23.0, logit_shift=5.0,  # at 0 in the middle of the products of a head that begins near 0
         micro_batch_tokens=2048 * 8, num_steps=1285, cooldown=0.6, lr_floor=0.15,
         # a batch that grows, short documents first, several tokens ahead first
@@ -1234,8 +1235,8 @@ class GPT(nn.Module):
     def __init__(self, *, vocab_size: int, bos_id: int, layers: Sequence[Layer], model_dim: int, num_heads: int,
                  gate_dim: int, backout_layer: int, max_tokens: int, loss_tokens: int, dtype: torch.dtype,
                  softcap: Softcap, fp8_head: bool = False, ngrams: Sequence[Ngrams] = (),
-                 stream_gain: float = 1.0, head_init: float = 0.0, output_init: float = 0.0, value_gates: bool = False,
-                 exclude_self: bool = False):
+                 stream_gain: float = 1.0, head_init: float = 0.0, value_init: float = 1.0, output_init: float = 0.0,
+                 value_gates: bool = False, exclude_self: bool = False):
         super().__init__()
         self.bos_id, self.layers, self.tied = bos_id, tuple(layers), False
         self.backout_layer, self.loss_tokens = backout_layer, loss_tokens
@@ -1246,6 +1247,8 @@ class GPT(nn.Module):
         tables = 1 + max((layer.value_table for layer in layers if layer.value_table is not None), default=-1)
         self.embed = nn.Embedding(vocab, model_dim, dtype=dtype)
         self.value_embeds = nn.ModuleList(nn.Embedding(vocab, model_dim, dtype=dtype) for _ in range(tables))
+        for table in self.value_embeds:
+            table.weight.data.mul_(value_init)
         self.ngrams = nn.ModuleList(NgramTable(table, vocab_size, bos_id, dtype) for table in ngrams)
         self.smear_gate = nn.Parameter(torch.zeros(1, gate_dim, dtype=dtype))
         self.blocks = nn.ModuleList(
@@ -2293,8 +2296,8 @@ def build_model(config: Config, encoding: Encoding) -> GPT:
                loss_tokens=config.micro_batch_tokens, dtype=getattr(torch, config.dtype), fp8_head=config.fp8_head,
                ngrams=parse_ngrams(config.ngrams),
                softcap=Softcap(config.logit_cap, config.logit_shift, config.logit_softness), stream_gain=config.stream_gain,
-               head_init=config.head_init, output_init=config.output_init, value_gates=config.value_gates,
-               exclude_self=config.exclude_self)
+               head_init=config.head_init, value_init=config.value_init, output_init=config.output_init,
+               value_gates=config.value_gates, exclude_self=config.exclude_self)
 
 def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False,
                     grad_scale: float = 1.0) -> DistributedOptimizer:

@@ -98,11 +98,13 @@ def test_what_came_after_the_record_is_as_written_down_a_second_time(tiny, name)
 
 
 def test_first_values_beyond_the_record_s(tiny):
-    changed = dataclasses.replace(tiny, stream_gain=1.1, head_init=0.005, output_init=0.5, value_gates=True, exclude_self=True)
+    changed = dataclasses.replace(tiny, stream_gain=1.1, head_init=0.005, value_init=0.5, output_init=0.5, value_gates=True,
+                                  exclude_self=True)
     plain, model = (dict(train_gpt.build_model(config, ENCODING).named_parameters()) for config in (tiny, changed))
     dim = tiny.model_dim
     assert model["scalars"][6:30].tolist() == pytest.approx([1.1, 0.0] * 12)
     assert model["lm_head.weight"].std().item() == pytest.approx(0.005, rel=0.05)
+    assert torch.equal(model["value_embeds.1.weight"], 0.5 * plain["value_embeds.1.weight"])
     for i in (1, 11):
         q, k, v, o = model[f"blocks.{i}.attn.qkvo"].view(4, dim, dim)
         assert torch.equal(q, plain["blocks.1.attn.qkvo"].view(4, dim, dim)[0]) or i > 1
