@@ -33,6 +33,7 @@ SCORED_AGAIN = 16  # sequences
 BLOCK = 128  # of FlexAttention: where a mistaken block mask leaks
 ROWS = 512  # logits of so many tokens are handed over at a time
 PATIENCE_S = 900  # for one answer: the first compiles
+STARTING_S = 10  # about what a process needs until its first answer, of which a model gets two or three
 FITTED = ("micro_batch_tokens", "micro_batches", "stages", "fp8_head")  # train_gpt.py may fit these to a GPU
 PASSED_ON = ("PATH", "HOME", "TMPDIR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # of the environment
 
@@ -376,6 +377,14 @@ def examine(source, model_path, val_paths, stated, only=RULES):
                                   lambda: asked.check_loss(witness), asked.check_order,
                                   lambda: asked.check_causality(witness))))
         return {rule: judged(check) for rule, check in checks.items() if rule in only}
+
+
+def seconds_needed(e):
+    """About how long check_model takes, where a token takes as long as in the log's validations; a guess."""
+    config, tokens, calls = e.get("start.config", dict), e.get("end.val_tokens", int), max(1, len(e.run.validations))
+    asked = tokens + (SCORED_AGAIN + 1 + FAR_PROBES) * config["val_len"] + 5 * PROBES * min(PROBE_TOKENS, config["val_len"])
+    validation = e.get("end.seconds_outside_clock.validation", (int, float)) * e.get("start.ranks", int)
+    return 3 * STARTING_S + asked / tokens * validation / calls
 
 
 def check_model(e, model_path, shards, folder):

@@ -62,6 +62,8 @@ _SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in (
 _NUMBER = re.compile(r"[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|nan|inf(?:inity)?)", re.I)
 _LAST_FIELD = re.compile(rb"[^\s:]+:\S*?(\.\d+)?(ms|s)?$")
 _GPU_ROW = re.compile(rb"^\|\s+(\d+)\s+[^|]*\|\s+[0-9A-Fa-f]{8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.", re.M)
+_MONTHS = "JanFebMarAprMayJunJulAugSepOctNovDec"
+_DAY = re.compile(rb"^[A-Z][a-z]{2} ([A-Z][a-z]{2}) +(\d{1,2}) [\d:]{8} (20\d\d)\b", re.M)  # nvidia-smi's head
 _WORLD_SIZE = re.compile(rb"\bworld_size['\"]?(?: *[=:] *| +)(\d{1,18})(?!\d)")
 _TRAINING = re.compile(rb"(?:trl|train_loss|train_time):")
 _SOME = rb"\d{1,15}(?:\.\d{1,15})?"  # a number that no arithmetic chokes on
@@ -121,7 +123,7 @@ class Run(_Kept):
     before: once, early, is the community's reset after warm-up. resumed holds what each {"resumed": ...} line says.
     What a table of runs need not show has no place in the JSON either: source is the text as its digest takes it, shape
     a letter for each line that this project's script wrote (see _OWN_LINE; o: none of its), odd the first line of
-    none, separators how many the file has."""
+    none, separators how many the file has, day that of nvidia-smi's table, like 2024-10-18."""
     path: str
     index_in_file: int
     source_sha256: str | None
@@ -143,6 +145,7 @@ class Run(_Kept):
     shape: str = field(default="", repr=False)
     odd: str | None = field(default=None, repr=False)
     separators: int = field(default=0, repr=False)
+    day: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -594,9 +597,14 @@ class _Reader:
                     complete=None if total is None else True, clock_falls=tuple(run.clock_falls), notes=tuple(notes),
                     start=run.start, end=run.end, resumed=tuple(run.resumed), lines=run.lines,
                     source=source if run.start is None or self.source_place == 0 else None,
-                    shape=self.shape.decode(), odd=self.odd, separators=self.separators)
+                    shape=self.shape.decode(), odd=self.odd, separators=self.separators, day=self.day())
         remark = found.disqualified and f"{found.disqualified}; it counts for no record"
         return replace(found, notes=(remark, *found.notes)) if remark else found
+
+    def day(self):
+        if found := _DAY.search(self.environment):
+            month, day, year = map(bytes.decode, found.groups())
+            return f"{year}-{_MONTHS.index(month) // 3 + 1:02}-{int(day):02}" if month in _MONTHS else None
 
     def gpus(self, run):
         """GPUs that the run used, as far as the log tells: its ranks, its world_size, or the rows of nvidia-smi."""

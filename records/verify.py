@@ -1,5 +1,9 @@
 """Judges a record by the rules of the speedrun: every rule a program can check is a pass, a fail, or not checkable.
 
+The first line is the verdict; what holds, what no log shows and which flag would, and what is broken follow in at most 20;
+then each rule with its reason. The claim (loss, faster) stands apart from the rules. A public log is judged by the rules of
+its day, which nvidia-smi wrote into it: a later rule that it does not keep is a remark.
+
     python records/verify.py RECORD...                 RECORD: a folder of logs, or logs
     python records/verify.py RECORD --vs OTHER         and is it faster on the same hardware? (a race holds both sides)
     python records/verify.py RECORD --data DIR         hashes the shards in DIR, packs its batches anew, seeks validation
@@ -9,8 +13,8 @@
                                                        side's, or this checkout's train_gpt.py
     --json  for programs; its verdict is pass, fail, or incomplete: nothing fails, and not all could be checked
 
-Exit status: 0 nothing fails (what could not be checked is listed), 1 a rule is broken, 2 it cannot be judged: no input, or
-logs that describe nothing of their runs.
+Exit status: 0 nothing fails (what could not be checked is listed), 1 a rule is broken or the claim not shown, 2 it cannot be
+judged: no input, or logs that describe nothing of their runs.
 
 A log is what a run says of itself. race.py's own times stand against its clock, --data against its digests, --rerun against
 its losses; a forgery in which all agrees shows only where the run is run again, and the last line says how.
@@ -28,6 +32,7 @@ import os
 import re
 import shlex
 import sys
+import textwrap
 import tokenize
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -45,7 +50,12 @@ import race
 import stats
 from leaks import FAIL, PASS, ROOT, SHA256, UNKNOWN, Broken, NotCheckable, judged, several
 
-INCOMPLETE = "incomplete"  # of all rules together
+INCOMPLETE, REMARK = "incomplete", "remark"  # of all rules together; of a rule that came after the run
+LOSS, FASTER = CLAIMS = "mean loss below target, p < 0.01", "faster than the other side, p < 0.01"
+ACCOUNTS, SWITCHES = "every run is accounted for", "no compiler flags in the source"
+# The days on which the public speedrun's README got these rules; the others are as old as it, or only logs of ours show them
+HOLDS_FROM = {LOSS: "2024-12-04", ACCOUNTS: "2024-12-04", SWITCHES: "2025-02-02"}
+WIDTH, HELD_LINES, OF_A_KIND = 120, 5, 3  # columns of a line; lines of what holds; of what else is in the summary
 GPT2_VOCAB = range(50257, 51200)  # rows of its embedding, filled up
 FINEWEB_VAL_TOKENS = 10_485_760  # the public speedrun's rule; other data is validated on as a whole
 UNNAMED_S = 0.02  # of the wall clock: what a run may spend under no name; honest ones spend 0.0007
@@ -860,8 +870,7 @@ def check_models(paths, runs, folder):
     files = [file for path in map(Path, paths) for file in (sorted(path.glob("*.pt")) if path.is_dir() else [path])]
     if not files:
         raise CannotJudge(f"{logs.printable(paths[0])}: holds no .pt; name models that --save_model true left")
-    by_id = {e.run.start.get("run_id"): e for e in runs if e.ours}
-    found = {}
+    by_id, models = {e.run.start.get("run_id"): e for e in runs if e.ours}, {}
     for path in files:
         try:
             run_id = examine.read_model(path, "meta")["run_id"]
@@ -870,12 +879,16 @@ def check_models(paths, runs, folder):
                               "--save_model true") from None
         if run_id not in by_id:
             raise CannotJudge(f"{path} is of run {run_id}, whose log is not given; name that log too")
-        e = by_id[run_id]
-        verdict, shards = judged(shards_of, e)
+        verdict, shards = judged(shards_of, by_id[run_id])
         if verdict != PASS:
             raise CannotJudge(f"{path}: its log does not say what it was validated on ({shards})")
-        found[run_id] = (e.name, examine.check_model(e, path, shards, folder))
-    return [of_all(rule, [(name, *rules[rule]) for name, rules in found.values()], len(runs)) for rule in examine.RULES]
+        models[run_id] = (path, shards)
+    known, seconds = judged(lambda: sum(examine.seconds_needed(by_id[run_id]) for run_id in models))
+    about = f"some {max(1, round(seconds / 60))} min, if a token takes as long as in the logs' validations" if known == PASS else \
+        "the logs do not tell how long that takes"
+    print(f"verify.py: {len(models)} models are examined, which runs the source in their logs: {about}", file=sys.stderr)
+    found = {by_id[run_id].name: examine.check_model(by_id[run_id], *model, folder) for run_id, model in models.items()}
+    return [of_all(rule, [(name, *rules[rule]) for name, rules in found.items()], len(runs)) for rule in examine.RULES]
 
 
 @dataclass(frozen=True)
@@ -926,7 +939,7 @@ def verify(options, record=None):
         for_each("one run from its seed", timed, check_beginning),
         for_each("data stated with digests", everyone, check_shards),
         for_each("exactly the stated validation tokens", everyone, lambda e: check_val_tokens(e, options.val_tokens)),
-        for_each("no compiler flags in the source", everyone, lambda e: check_source(e, theirs)),
+        for_each(SWITCHES, everyone, lambda e: check_source(e, theirs)),
         for_each("nothing in the environment changes the run", timed, check_environment),
         for_each("the clock is honest", timed, check_clock),
         for_each("the race's clock saw each step take as long", timed, check_stamps),
@@ -937,17 +950,16 @@ def verify(options, record=None):
         for_each("nothing is compiled on the clock", everyone, check_compiles),
         for_each("validation does not train", everyone, lambda e: check_same(
             e, "end.validation_hash.before", "end.validation_hash.after", "validation")),
-        together("every run is accounted for", check_accounts, everyone, record.found, races),
+        together(ACCOUNTS, check_accounts, everyone, record.found, races),
         together("no run is a copy of another", check_copies, timed),
-        together("mean loss below target, p < 0.01", lambda: check_loss(runs, others, choose_target(runs, options.target))),
+        together(LOSS, lambda: check_loss(runs, others, choose_target(runs, options.target))),
     ]
     if record.apart:
         findings.append(together("every run of the other side is accounted for", check_accounts, record.apart,
                                  record.found_apart, record.races_apart))
     for rule, check in (("the same hardware on both sides", check_hardware), ("the sides ran in turn", check_interleaved),
                         ("no more time off the clock than the other side", check_spans),
-                        ("faster than the other side, p < 0.01", lambda *sides: check_faster(
-                            *sides, options.target))):
+                        (FASTER, lambda *sides: check_faster(*sides, options.target))):
         findings.append(together(rule, check, runs, others) if others else
                         Finding(rule, UNKNOWN, "name the logs of the other side with --vs, or race both sides"))
     distinct = {json.dumps(e.run.start.get("shards"), sort_keys=True) if e.ours else "": e for e in everyone}
@@ -958,9 +970,18 @@ def verify(options, record=None):
                 e.get("start.config", dict), shards_of(e), e.planned()[0], e.get("end", dict), options.data))):
         findings.append(for_each(rule, of, check) if options.data else
                         Finding(rule, UNKNOWN, "name the shards' folder with --data"))
+    findings = [of_its_day(finding, everyone) for finding in findings]
     return findings + (check_models(options.rerun, everyone, options.data) if options.rerun else [
         Finding(rule, UNKNOWN, f"0 of {len(everyone)} runs examined: name a model of each with --rerun")
         for rule in examine.RULES])
+
+
+def of_its_day(finding, runs):
+    """What breaks a rule that came after all of these runs is a remark."""
+    last = max("today" if e.ours else e.run.day or "today" for e in runs)
+    if finding.verdict == FAIL and last < HOLDS_FROM.get(finding.rule, ""):
+        return Finding(finding.rule, REMARK, f"a rule since {HOLDS_FROM[finding.rule]}, and these runs are of {last}: {finding.reason}")
+    return finding
 
 
 def unseen(runs, races):
@@ -976,6 +997,43 @@ def unseen(runs, races):
                 ["torchrun", f"--nproc_per_node={e.run.start.get('ranks')}", race.SCRIPT, *flags, "--seed",
                  str(e.run.start.get("seed"))]) + f"` for {e.name}: the same seed gives the same bytes (final_state_hash) on "
             "a CPU, and on a GPU a loss within the spread of these.")
+
+
+def wrap(text, indent="", **how):
+    return textwrap.wrap(logs.printable(text), WIDTH, initial_indent=indent, subsequent_indent=indent, placeholder=" …",
+                         break_on_hyphens=False, **how)
+
+
+def show(findings, bare, examined):
+    """The summary, then every rule with its reason; what fails comes last in both."""
+    order = {PASS: 0, REMARK: 1, UNKNOWN: 2, FAIL: 3}
+    rules, claims = ([f for f in findings if (f.rule in CLAIMS) == claim] for claim in (False, True))
+    of = {verdict: [f for f in rules if f.verdict == verdict] for verdict in order}
+    broken, shown = len(of[FAIL]), {PASS: "shown", FAIL: "NOT shown", REMARK: "not shown", UNKNOWN: "not to be judged"}
+    counted = f"Of the rules {len(of[PASS])} hold, {broken} are broken, {len(of[UNKNOWN])} cannot be seen in what was given; {examined}"
+    verdict = ("FAIL: rules are broken" if broken else "NO PASS: the logs describe nothing of their runs" if bare else
+               "CLAIM NOT SHOWN, no rule is broken" if any(f.verdict == FAIL for f in claims) else
+               "NO RULE IS BROKEN, but not all could be seen" if of[UNKNOWN] else "PASS")
+
+    def some(head, lines):
+        """The first few, each on a line of its own."""
+        cut = [line for text in lines[:OF_A_KIND] for line in wrap(text, "  ", max_lines=1)]
+        more = f", and {len(lines) - OF_A_KIND} more below" if len(lines) > OF_A_KIND else ""
+        return [f"{head}{more}:", *cut] if lines else []
+
+    unseen = defaultdict(list)
+    for f in of[UNKNOWN]:
+        unseen[f.reason].append(f.rule)
+    return [
+        *wrap(f"{verdict}. {counted}", max_lines=1),
+        *(line for f in claims for line in wrap(f"Claim {shown[f.verdict]}: {f.rule}: {f.reason}", max_lines=2)),
+        *wrap("Holds: " + "; ".join(f.rule for f in of[PASS]), max_lines=HELD_LINES),
+        *some("Not seen, and what would show it", [f"{reason}: {'; '.join(names)}" for reason, names in unseen.items()]),
+        *(wrap("Remarks, of rules that came later: " + "; ".join(f.rule for f in of[REMARK]), max_lines=1) if of[REMARK] else []),
+        *some("BROKEN", [f"{f.rule}: {f.reason}" for f in of[FAIL]]),
+        "", "Each rule:", "",
+        *(line for f in sorted(findings, key=lambda f: order[f.verdict])
+          for line in [f"{'FAIL' if f.verdict == FAIL else f.verdict}: {f.rule}", *wrap(f.reason, "    ")])]
 
 
 def parse(arguments):
@@ -1006,25 +1064,25 @@ def main(arguments=None):
         return 2
     counts = Counter(finding.verdict for finding in findings)
     bare = not counts[FAIL] and any(not e.ours for e in runs)
+    said = [f"{counts[PASS]} rules pass, {counts[FAIL]} fail, {counts[UNKNOWN]} could not be checked"]
+    if bare:
+        said += [f"{counts[FAIL]} fail, {counts[UNKNOWN]} not checkable is no pass; the logs describe nothing of their runs"]
     examined = next((re.match(r"\d+ of \d+ runs", f.reason)[0] for f in findings if f.rule == examine.LOSS and
                      re.match(r"\d+ of \d+ runs", f.reason)), f"{len(runs)} of {len(runs)} runs")
-    said = f"{counts[PASS]} rules pass, {counts[FAIL]} fail, {counts[UNKNOWN]} could not be checked; models of {examined} " \
-           "examined"
-    if bare:
-        said += f": {counts[FAIL]} fail, {counts[UNKNOWN]} not checkable is no pass; the logs describe nothing of their runs"
     if options.json:
         verdict = FAIL if counts[FAIL] else INCOMPLETE if counts[UNKNOWN] else PASS
-        print(json.dumps({"verdict": verdict, "counts": dict(counts), "said": said, "unseen": last,
+        print(json.dumps({"verdict": verdict, "counts": dict(counts), "unseen": last,
+                          "said": f"{said[0]}; models of {examined} examined{': '.join(['', *said[1:]])}",
                           "rules": [finding._asdict() for finding in findings]}, indent=1))
     else:
+        print("\n".join(show(findings, bare, f"models of {examined} examined")))
         if options.diff:
             parent = record.theirs or (ROOT / race.SCRIPT).read_text(encoding="utf-8")
             changes = difference(parent, (runs[0].run.source or "").removesuffix("\n"))
-            print("\n".join(map(logs.printable, changes)) + "\n")
-        print("\n".join(logs.columns([("FAIL" if f.verdict == FAIL else f.verdict, f.rule, f.reason) for f in findings])))
-        print(f"\n{said}\n{logs.printable(last)}")
+            print("\n".join(["", *map(logs.printable, changes)]))
+        print("\n".join(["", *wrap(last)]))
     if bare:
-        print(f"verify.py: {said}", file=sys.stderr)
+        print(f"verify.py: {said[1]}", file=sys.stderr)
     return 1 if counts[FAIL] else 2 if bare else 0
 
 

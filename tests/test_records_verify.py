@@ -1185,15 +1185,73 @@ def test_cheat_11_logs_without_their_json_lines(race, capsys):
     (folder / "race.jsonl").unlink()
     assert verify.main([str(folder), "--target", "4.5"]) == 2
     shown = capsys.readouterr()
-    assert re.search(r"0 fail, \d\d not checkable is no pass", shown.out) and "is no pass" in shown.err
+    assert shown.out.startswith("NO PASS: the logs describe nothing of their runs. ")
+    assert re.search(r"0 fail, \d\d not checkable is no pass", shown.err)
 
 
 def test_cheat_12_a_consistent_forgery_is_told_of_in_the_last_line(race, capsys):
     folder = race()
     assert verify.main([str(folder)]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
+    last = " ".join(capsys.readouterr().out.rpartition("\n\n")[2].split())
     for word in ("all made up", "--rerun", "torchrun --nproc_per_node=1 train_gpt.py", "--seed 1", "same bytes", "spread"):
         assert word in last
+
+
+# The reviewer's page
+
+def page_of(capsys, *arguments):
+    """(the summary's lines, the rest's); no line is too long, and what fails comes last."""
+    verify.main([*map(str, arguments)])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 120
+    summary, rest = lines[:lines.index("")], lines[lines.index("Each rule:"):]
+    verdicts = [line.partition(":")[0] for line in rest if line.startswith(("pass:", "FAIL:", "not checkable:"))]
+    assert len(summary) <= 20 and verdicts == sorted(verdicts, key=["pass", "not checkable", "FAIL"].index)
+    return summary, rest
+
+
+def test_the_page_begins_with_the_verdict(race, capsys):
+    def spoil(log, run, side):
+        log.set("end.compiles_after_warmup", 2).set("end.state_hash.after_warmup", "0" * 64).set("end.val_tokens", 512)
+        log.set("end.validation_hash.after", "0" * 64).set("start.environment", {"TORCHINDUCTOR_X": "y" * 300})
+    summary, rest = page_of(capsys, race(4, "ab", spoil))
+    assert summary[0].startswith("FAIL: rules are broken. ") and " 6 are broken, " in summary[0] and "0 of 8 runs" in summary[0]
+    assert [line[:17] for line in summary if line.startswith("Claim")] == ["Claim shown: mean", "Claim shown: fast"]
+    broken = summary.index("BROKEN, and 3 more below:")
+    assert len(summary) == broken + 4 and summary[broken + 1].startswith("  exactly the stated validation tokens: ")
+    unseen = summary[summary.index("Not seen, and what would show it:") + 1:broken]
+    assert [word for line in unseen for word in ("--data", "--rerun") if word in line] == ["--data", "--rerun"]
+    assert "y" * 60 in "".join(line.strip() for line in rest), "the details leave out nothing of the reason"
+
+
+def test_not_faster_is_no_broken_rule(race, capsys):
+    summary, rest = page_of(capsys, race(4, "ab", lambda log, run, side: scale_clock(log, 2 + 0.1 * (side == "a"))))
+    assert summary[0].startswith("CLAIM NOT SHOWN, no rule is broken. ") and " 0 are broken, " in summary[0]
+    assert any(line.startswith("Claim NOT shown: faster than the other side") for line in summary)
+    assert not any(line.startswith("BROKEN") for line in summary)
+
+
+@pytest.mark.parametrize("day,verdict", [("Fri Jan  3 12:00:00 2025", "remark"), ("Mon Feb  3 12:00:00 2025", "fail"), ("", "fail")])
+def test_a_public_log_is_judged_by_the_rules_of_its_day(tmp_path, judge, race, day, verdict):
+    lines = [f"step:{s}/9 val_loss:{4 - s / 20:.4f} train_time:{60 * s}ms step_avg:60.00ms" for s in range(1, 10)]
+    source = "import torch\ntorch._inductor.config.coordinate_descent_tuning = True"
+    (tmp_path / "0.txt").write_text("\n".join([source, RULE, "env", day, RULE, *lines]) + "\n")
+    status, rules = judge(tmp_path)
+    assert rules[SWITCHES][0] == verdict and status == (1 if verdict == "fail" else 2)
+    assert ("a rule since 2025-02-02, and these runs are of 2025-01-03" in rules[SWITCHES][1]) == (verdict == "remark")
+    if day:  # a log of ours is judged by all rules, whatever it says
+        folder = race(1, change=lambda log, *_: log.set("environment", day + "\n").set("end.compiles_after_warmup", 1))
+        with_source(log := Log(folder / "1a.txt"), "torch._inductor.config.x = 1\n")
+        log.write(folder / "1a.txt")
+        assert judge(folder)[1][SWITCHES][0] == "fail"
+
+
+def test_the_time_that_models_need_is_said_before(race, honest, capsys, monkeypatch):
+    monkeypatch.setattr(examine, "check_model", lambda *_: pytest.fail("was examined before") if not (
+        said := capsys.readouterr().err) else seen.append(said) or dict.fromkeys(examine.RULES, ("pass", "")))
+    seen = []
+    verify.main([str(honest), "--rerun", str(honest.with_suffix(".pt")), "--json"])
+    assert re.match(r"verify.py: 1 models are examined, which runs the source in their logs: some \d+ min, if", seen[0])
 
 
 # Honest runs that failed
