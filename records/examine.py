@@ -61,7 +61,7 @@ def beginning(module, config, saved):
     config = module.config_of({**config, "compile": "off", "init_from": ""})
     trainer = module.Trainer(config, module.Comm(), torch.device("cuda" if torch.cuda.is_available() else "cpu"), [nothing])
     first = trainer.state_hash()
-    trainer.model.follow(tuple(saved["rotary_windows"]), saved.get("tied", False))
+    trainer.model.rotary.follow(tuple(saved["rotary_windows"]))
     return {"hash": first, "buffers": {name: digest_of(x) for name, x in trainer.model.named_buffers()}}
 
 

@@ -224,7 +224,7 @@ def embedding_rows(e):
     older than tables of n-grams has none."""
     layers, width = e.get("start.config.layers", str), e.get("start.config.model_dim", int)
     tables = 2 + len(set(re.findall(r"\d", layers)))
-    matrices = 4 * len(re.findall("[SL]", layers)) + 8 * layers.count("M")
+    matrices = 4 * len(re.findall("[SLP]", layers)) + 8 * layers.count("M")
     ngrams = re.findall(r"\d:(\d{1,12}):(\d{1,12})", str(e.get("start.config", dict).get("ngrams", "")))
     rest = e.get("start.parameters", int) - matrices * width ** 2 - sum(int(rows) * int(wide) for rows, wide in ngrams)
     return int(rest / max(1, tables * width))
