@@ -813,10 +813,11 @@ def check_interleaved(runs, others):
 
 
 def check_spans(runs, others):
-    """Is time that the record has off its clock on the other's? Spans are compared by the call."""
+    """Is time that the record has off its clock on the other's? Validation is compared by the call, hashing by what is hashed."""
     def per_call(e):
         spans, calls = e.get("end.seconds_outside_clock", dict), max(1, len(e.run.validations))
-        return {name: seconds / (calls if name == "validation" else 1) for name, seconds in spans.items()
+        sizes = {"validation": calls, "hashing": e.get("start.parameters", int) / 1e6}
+        return {name: seconds / sizes.get(name, 1) for name, seconds in spans.items()
                 if name not in ("joining", "setup", "compile") and is_number(seconds)}, calls
     sides = [[per_call(e) for e in side] for side in (runs, others)]
     if min(map(len, sides)) < 2:
@@ -827,6 +828,7 @@ def check_spans(runs, others):
         text = f"{name} {mine.mean():.3f} s against {theirs.mean():.3f} s"
         if name == "validation":
             text += f" a call ({' and '.join(str(round(np.mean([calls for _, calls in side]), 1)) for side in sides)} calls)"
+        text += " a million parameters" * (name == "hashing")
         certain = not np.ptp(mine) and not np.ptp(theirs) or ttest_ind(mine, theirs, equal_var=False,
                                                                        alternative="greater").pvalue < 0.01
         if mine.mean() > 1.1 * theirs.mean() + UNNAMED_S and certain:
