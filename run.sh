@@ -3,7 +3,7 @@
 #   ./run.sh                                  one run, with the preset that fits this machine
 #   ./run.sh --text FILE FOLDER ...           one run on your own text: small, on a CPU too, then a sample of what it says
 #   ./run.sh -n 5                             five timed runs, a log each, declared before the first
-#   ./run.sh -n 5 --vs "--sync step"          five pairs of runs in turn, the second with further flags
+#   ./run.sh -n 5 --vs "--sync step"          five pairs of runs in turn, the first with further flags
 #   ./run.sh -n 5 --vs HEAD~1                 likewise, the second of another git revision
 #   ./run.sh --until-decided --max-n 12 --vs HEAD~1   likewise, until the verdict is there
 #   ./run.sh --resume latest                  goes on with the run that stopped last; or name its checkpoint or log

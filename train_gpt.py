@@ -150,7 +150,8 @@ class Config(SyncSettings, StageValues):
     backout_layer: int = option(8, "the layer whose output is partly taken back before the head", zero=True)
     stream_gain: float = option(1.0, "what a layer first takes of the stream: above 1 later layers begin to weigh more")
     value_gates: bool = option(False, "each head opens itself to the value table by the token, as it does to attention")
-    exclude_self: bool = option(False, "heads learn to leave out what points to the token's own value (XSA, arXiv:2603.09078)")
+    exclude_self: bool = option(False, "heads learn to leave out what points to the token's own value (XSA, arXiv:2603.09078), "
+                                "but for paired ones")
     output_init: float = option(0.0, "size of attention's first output matrices, as a fraction of the others'", zero=True)
     head_init: float = option(0.0, "standard deviation of the head's first weights", zero=True)
     value_init: float = option(1.0, "standard deviation of the value tables' first vectors", zero=True)
@@ -166,7 +167,7 @@ class Config(SyncSettings, StageValues):
     fp8_head: bool = option(True, "the head's training product in fp8, on GPUs that have it")
 
     # plan
-    num_steps: int = option(2245, "steps in all")
+    num_steps: int = option(2245, "steps in all. Fewer than the preset's: what it counts in steps shrinks along, unless given")
     stages: str = option("until long_window; 1/3 3; 2/3 7; 1 11; +40 13", "a table, its rows apart by ; or line ends. Its "
                          "head: until, then values that differ from stage to stage. until: a fraction of the scheduled "
                          "steps, or the step before which the stage ends; +N: N steps more, after the schedule. a>b "
@@ -182,7 +183,8 @@ class Config(SyncSettings, StageValues):
     adam_beta2: float = option(0.95, "likewise", zero=True, below=1)
     adam_eps: float = option(1e-8, "keeps a parameter without gradient where it is")
     adam_every: int = option(2, "Adam steps every so many steps, on the sum of their gradients")
-    embed_lr_mul: float = option(75.0, "embeddings start at unit scale and must move far", zero=True)
+    embed_lr_mul: float = option(75.0, "embeddings start at unit scale and must move far. With untie_at of value tables alone: "
+                                 "the embedding then learns as the head does", zero=True)
     ngram_lr_mul: float = option(25.0, "most rows meet few gradients, and must move far with each", zero=True)
     adam_weight_decay: float = option(0.0, "times the square of a parameter's learning rate, where it agrees with the update "
                                       "in sign; not of the mixing weights", zero=True)
@@ -233,16 +235,15 @@ class Config(SyncSettings, StageValues):
 PRESETS = {
     "speedrun": Config(),
     # record 89 of the public speedrun, as far as its mathematics is here. Missing of it: coefficients by the token (MUDD) for
-    # the stream, x0 and the tables, mixing of heads after the softmax, targets of a token's prefixes, offset keys. Another
-    # are: the U-net's skips (one there), Adam's memory (three pairs of betas there, and a decay of its own for each kind),
-    # the angle between paired heads (theirs is reversed in every second pair), and what packs a batch (micro-batches of one
-    # length, where a rank there takes one longer sequence)
+    # the stream, x0 and the tables, mixing of heads after the softmax, targets of a token's prefixes, offset keys.
+    # Different there: one skip in place of the U-net's; Adam's betas and decay by kind of parameter; the angle between
+    # paired heads, reversed in every second pair; a batch that grows by longer sequences, here by more of one length
     "frontier": Config(
-        # 1 of 12 layers did nothing; pairs of heads where the window is short; the last three read the seventh's output
+        # without the record's first layer, which does nothing; attention of the last ones reads backout_layer's output
         layers="PM S0M P1M LM SM PM M SM cS2M cP3M cL4M", backout_layer=7, value_gates=True, exclude_self=True,
         ngrams="2:377280:768", ngram_lr_mul=75.0,  # as value tables have it
         stream_gain=1.1, output_init=1.0, head_init=0.005, value_init=0.01, untie_at=2 / 3,
-        logit_cap=23.0, logit_shift=5.0,  # at 0 in the middle of the products of a head that begins near 0
+        logit_cap=23.0, logit_shift=5.0,  # a lower cap, and more room below a product of 0 than above it
         micro_batch_tokens=2048 * 8, num_steps=1285, cooldown=0.6, lr_floor=0.15,
         # a batch that grows, short documents first, several tokens ahead first
         stages="until micro_batches max_document_tokens long_window peak_lr_factor loss_weights; 1/3 8 896 3 1 1,.5,.25>0; "
@@ -557,8 +558,8 @@ class Plan(StageValues):
     momentum: float = Config.muon_momentum  # NorMuon's
     windows: Windows = Windows(0, 0)  # of the training step, and of a validation before it
     rotary_windows: tuple[int, ...] = ()  # long windows so far, in tokens: the rotary is stretched from each to the next
-    tied: bool = False  # the head's weights are the embedding too
-    unties: bool = False  # before this step the embedding begins to be one by itself
+    tied: bool = False  # before this step the head's weights are the embedding too
+    unties: bool = False  # with this step the embedding begins to be one by itself
     average_rate: float = 0.0  # how much of the parameters goes into their moving average after this step
     average_share: float = 0.0  # how much of the average then goes into the parameters
 
@@ -571,11 +572,11 @@ def plan_of(config: Config, step: int) -> Plan:
     values = {name: move(first, stage.last[name], done) for name, first in stage.first.items()}
     rotary = [key * c.window_block for key, _ in itertools.groupby(s.first["long_window"] for s in stages[:at + 1])]
     longest = c.final_window if step == c.num_steps else values["long_window"]
-    last, averaged = step == c.num_steps - 1, step - max(0, c.num_steps - 3 * c.tail_steps)  # steps since the average began
+    untie, last, averaged = untie_step(c), step == c.num_steps - 1, step - max(0, c.num_steps - 3 * c.tail_steps)  # steps since the average began
     average_rate = 0.0 if averaged < 0 or not c.tail_average else 1 / c.tail_steps if averaged else 1.0
     return Plan(**values, step=step, lr_factor=lr_factor(c, step, values["peak_lr_factor"]), momentum=momentum(c, step),
                 windows=Windows(longest * c.window_block, values["long_window"] // 2 * c.window_block),
-                rotary_windows=tuple(rotary), tied=step < untie_step(c), unties=0 < step == untie_step(c),
+                rotary_windows=tuple(rotary), tied=step < untie or 0 < step == untie, unties=0 < step == untie,
                 average_rate=average_rate, average_share=c.tail_average if last else 0.0)
 
 def longest_window(config: Config) -> int:
@@ -1003,7 +1004,7 @@ def unpair_heads(x_THD: Tensor) -> Tensor:
     return x_THD.reshape(places // 2, 2, pairs, dim).transpose(1, 2).reshape(places // 2, 2 * pairs, dim)
 
 class Attention(nn.Module):
-    """value_gates, exclude_self, output_init: see Config."""
+    """value_gates, exclude_self, output_init: see Config. qkvo [dim, 4 dim], gates [heads, gate_dim], self_share [heads]."""
 
     def __init__(self, layer: Layer, dim: int, heads: int, gate_dim: int, dtype: torch.dtype, value_gates: bool,
                  exclude_self: bool, output_init: float):
@@ -1235,8 +1236,9 @@ class GPT(nn.Module):
     def __init__(self, *, vocab_size: int, bos_id: int, layers: Sequence[Layer], model_dim: int, num_heads: int,
                  gate_dim: int, backout_layer: int, max_tokens: int, loss_tokens: int, dtype: torch.dtype,
                  softcap: Softcap, fp8_head: bool = False, ngrams: Sequence[Ngrams] = (),
-                 stream_gain: float = 1.0, head_init: float = 0.0, value_init: float = 1.0, output_init: float = 0.0,
-                 value_gates: bool = False, exclude_self: bool = False):
+                 stream_gain: float = Config.stream_gain, head_init: float = Config.head_init,
+                 value_init: float = Config.value_init, output_init: float = Config.output_init,
+                 value_gates: bool = Config.value_gates, exclude_self: bool = Config.exclude_self):
         super().__init__()
         self.bos_id, self.layers, self.tied = bos_id, tuple(layers), False
         self.backout_layer, self.loss_tokens = backout_layer, loss_tokens
@@ -1805,6 +1807,8 @@ class Reducer:
         self.buckets, self.comm, self.settings, self.grad_scale = list(buckets), comm, settings, grad_scale
         self.received = {bucket.name: comm.receive_buffer(bucket.grad_data, settings.exact) for bucket in buckets}
         self.launch_order: list[Bucket] | None = None
+        self.orders: dict[int, list[Bucket] | None] = {}  # by how many buckets take part: some begin later than others
+        self.taking_part = len(self.buckets)
         self.completed: list[Bucket] = []  # while the order is learned, by their last gradient
         self.due: list[Bucket] = []        # prepared buckets, in launch order
         self.launches = 0                  # of them, since they were prepared
@@ -1842,8 +1846,9 @@ class Reducer:
             bucket.ready_count = 0
             for place in bucket.params:
                 place.grad_ready = False
-        if self.launch_order and any(b.prepared and b not in self.launch_order for b in self.buckets):
-            self.launch_order, self.completed = None, []  # one begins to take part
+        taking_part = sum(step >= bucket.first_step for bucket in self.buckets)
+        if taking_part != self.taking_part:
+            self.taking_part, self.launch_order, self.completed = taking_part, self.orders.get(taking_part), []
         self.due, self.launches = [b for b in self.launch_order or self.buckets if b.prepared], 0
         if last and loss is not None and self.settings.find_unused_parameters:
             used = used_parameters(loss)
@@ -1912,6 +1917,7 @@ class Reducer:
         taking_part = [b for b in self.buckets if self.step >= b.first_step]
         order = self.completed + [b for b in taking_part if b not in self.completed]
         self.launch_order = [self.buckets[i] for i in self.comm.all_json([self.buckets.index(b) for b in order])[0]]
+        self.orders[self.taking_part] = self.launch_order
         self.due = [b for b in self.launch_order if b.prepared]
 
     def wait(self, bucket: Bucket) -> None:
@@ -2599,9 +2605,10 @@ def load_model(path: str | Path, device: str = "cpu") -> tuple[GPT, dict[str, An
 
 @torch.no_grad()
 def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
-    """Those of a saved model or checkpoint. RunError if one is missing or has another shape."""
+    """Those of a saved model or checkpoint; of one that was tied the head's are the embedding's too. RunError if one is missing
+    or has another shape."""
     for name, param in model.named_parameters():
-        x = saved["state"].get(name)
+        x = saved["state"].get("lm_head.weight" if saved.get("tied") and name == "embed.weight" else name)
         if x is None or x.numel() != param.numel():
             raise RunError(f"{name} is {list(param.shape)} here, and {'missing' if x is None else list(x.shape)} in what "
                            "was saved; give the same --layers, --model_dim, --ngrams and vocabulary")
@@ -2700,13 +2707,16 @@ def rule_parts(trainer: Trainer) -> Iterator[Part]:
         yield Part(f"{type(bucket.rule).__name__} {list(bucket.param_shard.shape)}", trainer.way[0],
                    functools.partial(update, bucket, noise), allowed, trainer.way[1])
 
+MOST_SENT = 2 ** 22  # elements: every rank makes what all ranks send
+
 def transfer_parts(trainer: Trainer) -> Iterator[Part]:
-    """A shard on its way to the device; and the collectives, on the largest bucket."""
+    """A shard on its way to the device; and the collectives, on as much as the largest bucket holds, or MOST_SENT a rank."""
     comm, device, exact = trainer.comm, trainer.device, trainer.config.exact
     shard = trainer.stream.shards[comm.rank % len(trainer.stream.shards)]
     bucket = max(trainer.optimizer.buckets, key=lambda bucket: bucket.grad_data.nbytes)
-    everyones = [torch.randn(bucket.grad_data.shape, device=device, generator=torch.Generator(device).manual_seed(rank))
-                 .to(bucket.grad_data.dtype).view(comm.ranks, -1) for rank in range(comm.ranks)]
+    shape, dtype = (comm.ranks, min(bucket.shard_numel, MOST_SENT)), bucket.grad_data.dtype
+    everyones = [torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(rank)).to(dtype)
+                 for rank in range(comm.ranks)]
 
     def load(by_plain: bool) -> list[Tensor]:
         raw = np.fromfile(shard.path, "<u2", offset=4 * HEADER_INTS) if by_plain else load_tokens(shard)
@@ -2725,8 +2735,7 @@ def transfer_parts(trainer: Trainer) -> Iterator[Part]:
 
     yield Part("load a shard", f"{shard.tokens:,} tokens", load, 0.0)
     for kind in ("all-reduce", "reduce-scatter, all-gather") if comm.ranks > 1 else ():
-        yield Part(kind, f"{bucket.grad_data.nbytes >> 10:,} KiB", functools.partial(exchange, kind),
-                   ALLOWED[comm.sent_dtype or bucket.grad_data.dtype])
+        yield Part(kind, f"{everyones[0].nbytes >> 10:,} KiB", functools.partial(exchange, kind), ALLOWED[comm.sent_dtype or dtype])
 
 def preflight(trainer: Trainer, log: Log) -> tuple[list[list[str]], Part | None]:
     """Each part once, then all is as it was -> rows [part, how, difference, allowed, ms, verdict], each of the rank that is
@@ -2748,6 +2757,9 @@ def preflight(trainer: Trainer, log: Log) -> tuple[list[list[str]], Part | None]
             why = f": {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
         mine.append([difference, clock.elapsed, why])
         parts.append(part._replace(compute=None))  # which holds its tensors
+    for bucket in trainer.optimizer.buckets:  # their padding too
+        for x in (bucket.param_data, bucket.grad_data, *bucket.state.values()):
+            x.zero_()
     trainer.optimizer.load_state_dict(saved)
     for part, (difference, ms, why) in zip(parts, map(max, zip(*trainer.comm.all_json(mine)))):
         failed += [part] if difference > part.allowed else []
@@ -2757,8 +2769,8 @@ def preflight(trainer: Trainer, log: Log) -> tuple[list[list[str]], Part | None]
     for row in rows if failed or trainer.config.preflight == "only" else ():
         log.say("  ".join(map(str.ljust, row, widths)).rstrip())
     if failed and not failed[0].fallback:
-        raise RunError(f"preflight: {failed[0].name}, {failed[0].how}, does not give what its plain form gives, and no flag does "
-                       "without it; mend this machine, or race on another; --preflight off goes on all the same")
+        raise RunError(f"preflight: {failed[0].name}, {failed[0].how}, failed as the table says, and no flag does without it; mend "
+                       "this machine, or race on another; --preflight off goes on all the same")
     return rows[1:], failed[0] if failed else None
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -3028,7 +3040,7 @@ class Trainer:
 
     def step(self, plan: Plan, batch: list[np.ndarray]) -> list[Tensor]:
         """One step on this rank's micro-batches -> their summed losses, still on the device."""
-        self.model.follow(plan.rotary_windows, plan.tied)
+        self.model.follow(plan.rotary_windows, plan.tied and not plan.unties)
         losses, optimizer = [], self.optimizer
         if plan.unties:
             optimizer.copy_parameter("lm_head.weight", "embed.weight")
@@ -3055,7 +3067,8 @@ class Trainer:
         """Every stage and kind of step, so that nothing is compiled or allocated on the clock; then all is put back."""
         c, before = self.config, (self.model.rotary.windows, self.model.tied)
         saved, position, digest = self.optimizer.state_dict(), self.stream.position, self.stream.digest
-        begins = [-(-stage.begin // c.adam_every) * c.adam_every for stage in stages_of(c)]  # of a cycle of Adam's
+        first = [stage.begin for stage in stages_of(c)] + [c.num_steps - c.adam_every] * bool(c.tail_average)
+        begins = [-(-step // c.adam_every) * c.adam_every for step in first]  # of a cycle of Adam's
         batches: dict[int, list[np.ndarray]] = {}
         for i in range(c.warmup_steps):
             step = begins[i // c.adam_every % len(begins)] + i % c.adam_every
@@ -3171,7 +3184,8 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
         scale = asked.micro_batch_tokens / config.micro_batch_tokens
         trainer = Trainer(config, comm, device, train_shards, scale)
         trainer.stream.check_enough()
-    parts, failed = [], config.preflight in ("on", "only") or config.preflight == "auto" and device.type == "cuda"
+    started, parts = now(), []
+    failed = config.preflight in ("on", "only") or config.preflight == "auto" and device.type == "cuda"
     while failed:
         with clock.off("preflight"):
             rows, failed = preflight(trainer, log)
@@ -3180,7 +3194,13 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
                 name, instead = failed.fallback
                 changes.append(f"preflight: {failed.name}, {failed.how}, failed: --{name} {str(instead).lower()} in its place")
                 config = dataclasses.replace(config, **{name: instead})
+                trainer.stream.close()
+                del trainer  # its memory is the next one's
+                gc.collect()
                 trainer = Trainer(config, comm, device, train_shards, scale)
+            if device.type == "cuda":  # the plain forms took more than the run will
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
     if config.preflight == "only":
         return
     with clock.off("setup"):
@@ -3202,7 +3222,7 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
         source_sha256 = file_sha256(__file__)
         hosts = describe_hosts(comm, {**machine, "source_sha256": source_sha256, "torch": torch.__version__})
         if comm.rank == 0:
-            log.open({"run_id": log.run_id, "started": now(), "preset": preset, **describe_config(config), "changes": changes,
+            log.open({"run_id": log.run_id, "started": started, "preset": preset, **describe_config(config), "changes": changes,
                       "preflight": parts, "source_sha256": source_sha256, "ranks": comm.ranks, **machine, "hosts": hosts,
                       "shards": {"train": describe_shards(train_shards), "val": describe_shards(val_shards)},
                       "parameters": parameters}, environment,

@@ -34,11 +34,12 @@ def read(folder):
     """(the race's declaration, {side: {seed: (final loss, seconds)}}). Raises stats.CannotJudge where a run is missing."""
     manifest = stats.Manifest.read(folder / stats.MANIFEST)
     done, sides = manifest.done(), manifest.race["sides"]
-    missing = [f"{run}{side}" for side in sides for run in range(1, manifest.race["n"] + 1) if (run, side) not in done]
-    if missing or manifest.race["n"] < 2 or len(sides) < 3:
-        raise stats.CannotJudge(f"{folder}: {len(sides)} sides of {manifest.race['n']} runs, of which {len(missing)} are not "
-                                "done; a ladder wants a base and two ideas, two runs of each, and all of them: go on with "
-                                "race.py --resume")
+    missing = sum((run, side) not in done for side in sides for run in range(1, manifest.race["n"] + 1))
+    if len(sides) < 3 or manifest.race["n"] < 2:
+        raise stats.CannotJudge(f"{folder}: a race of {len(sides)} sides, {manifest.race['n']} runs of each; a ladder has a base and "
+                                "two ideas at least, and two runs of each; of two sides stats.py --side a tells more")
+    if missing:
+        raise stats.CannotJudge(f"{folder}: {missing} runs are not done; go on with race.py --resume {folder / stats.MANIFEST}")
     found = {}
     for (run, side), attempt in done.items():
         runs, rejected, _ = logs.read_file(str(folder / f"{attempt['run_id']}.txt"))
@@ -89,11 +90,14 @@ def table(found):
     """Markdown."""
     loss, seconds = found["losses"], found["seconds"]
     sd = float(np.median([row["sd"] for row in found["rows"]]))
-    one_percent = 0.01 * float(np.mean(loss))
+    try:
+        wanted = stats.runs_needed(sd, 0.01 * float(np.mean(loss)), LEVEL / 2, 0.8) if sd else 2
+    except stats.CannotJudge:
+        wanted = f"more than {stats.MOST_RUNS:,}"
     lines = [f"Base: `{found['flags']}`, {found['n']} seeds: loss {np.mean(loss):.4f} ± {np.std(loss, ddof=1):.4f}, "
              f"{np.mean(seconds):.1f} ± {np.std(seconds, ddof=1):.1f} s (mean ± σ).",
              f"Differences between runs of one seed have σ = {sd:.4f} in the median idea: to see 1 % of the loss with 80 % power "
-             f"at p < {LEVEL:g}, uncorrected, takes {stats.runs_needed(sd, one_percent, LEVEL / 2, 0.8)} seeds.", "",
+             f"at p < {LEVEL:g}, uncorrected, takes {wanted} seeds.", "",
              "| idea | Δ loss (95 %) | time, times the base's (95 %) | p | p, Holm | kept |", "|---|---|---|---|---|---|"]
     for row in found["rows"]:
         lines.append(f"| `{row['idea']}` | {row['loss']:+.4f} ± {row['loss_ci']:.4f} | {row['time']:.3f} ± {row['time_ci']:.3f} | "

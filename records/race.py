@@ -308,13 +308,15 @@ def now():
 
 
 def so_far(manifest):
-    """The report of the runs that are done, or None."""
+    """The report of the runs that are done, or None; of a ladder ladder.py makes one, when all are."""
+    if len(manifest.race["sides"]) > 2:
+        return None
     found = {side: [] for side in manifest.race["sides"]}
     for (run, side), attempt in sorted(manifest.done().items()):
         found[side] += filter(None, [complete_log(manifest.path.parent / f"{attempt['run_id']}.txt")])
     sides = [stats.Side(f"side {side}" if side else "runs", "", runs, stats.own_flags(manifest.race, side))
              for side, runs in found.items() if runs]
-    return stats.so_far(sides, manifest.race["alpha"]) if 0 < len(sides) <= 2 else None
+    return stats.so_far(sides, manifest.race["alpha"]) if sides else None
 
 
 def estimate(report):

@@ -456,7 +456,7 @@ def check_stamps(e):
         raise Broken(f"its {e.run.stated_steps} steps took {slow:.2f} s more by the race's clock than the {own[-1]:.2f} s "
                      f"of its own, and {allowed:.2f} s is what lines may be late: its clock runs slow")
     named = sum(seconds for name, seconds in spans.items() if is_number(seconds) and name not in
-                ("joining", "setup", "warmup", "compile"))
+                ("joining", "setup", "warmup", "compile", "preflight"))
     if gaps > named + allowed:
         raise Broken(f"{gaps:.2f} s passed between steps by the race's clock, and it names {named:.2f} s (validation, "
                      "hashing and the like)")
@@ -818,7 +818,7 @@ def check_spans(runs, others):
         spans, calls = e.get("end.seconds_outside_clock", dict), max(1, len(e.run.validations))
         sizes = {"validation": calls, "hashing": e.get("start.parameters", int) / 1e6}
         return {name: seconds / sizes.get(name, 1) for name, seconds in spans.items()
-                if name not in ("joining", "setup", "compile") and is_number(seconds)}, calls
+                if name not in ("joining", "setup", "compile", "preflight") and is_number(seconds)}, calls
     sides = [[per_call(e) for e in side] for side in (runs, others)]
     if min(map(len, sides)) < 2:
         raise NotCheckable("fewer than two runs on a side")

@@ -527,10 +527,15 @@ def test_untying_decay_average_and_rates_train_as_a_plain_second_training_does(t
     plain = PlainTraining(trainer.model, config)
     plain.model.tied = True
     frequencies = train_gpt.rotary_frequencies(config.head_dim).double()
+    assert [train_gpt.plan_of(config, step).tied for step in (0, 5, 6, 7, 10)] == [True, True, True, False, False]
     for step in range(10):
         plan = train_gpt.plan_of(config, step)
         batch = trainer.stream.next_batch(plan)
         if step == 6:
+            sequences = np.stack(batch)  # a validation before the step still reads the head's weights
+            loss = trainer.validate(plan, sequences)[0]
+            trainer.model.embed.weight.data.add_(1)
+            assert trainer.validate(plan, sequences)[0] == loss
             plain.untie()
         losses = trainer.step(plan, batch)
         expected = plain.step(step, [one.tolist() for one in batch], *plan.windows, frequencies, 0.1, 1.0, plan.momentum)
@@ -540,6 +545,10 @@ def test_untying_decay_average_and_rates_train_as_a_plain_second_training_does(t
     for name, p in trainer.model.named_parameters():
         assert (p - plain.p[name]).norm() <= 1e-4 * plain.p[name].norm(), name
     assert not torch.equal(trainer.model.embed.weight, trainer.model.lm_head.weight)
+    to_the_end = dataclasses.replace(config, untie_at=1.0)
+    assert train_gpt.plan_of(to_the_end, 10).tied, "the last validation is of the model that was trained"
+    train_gpt.load_parameters(trainer.model, {"state": trainer.optimizer.state_dict(), "tied": True})
+    assert torch.equal(trainer.model.embed.weight, trainer.model.lm_head.weight)
 
 
 def test_grad_scale_multiplies_every_gradient_and_the_losses_stay(tmp_path, tiny):

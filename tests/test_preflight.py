@@ -107,7 +107,7 @@ def test_a_shard_that_reads_wrongly_stops_the_run(config, monkeypatch):
     whole = train_gpt.load_tokens
     trainer = trainer_of(config)
     monkeypatch.setattr(train_gpt, "load_tokens", lambda shard: whole(shard)[::-1])
-    with pytest.raises(train_gpt.RunError, match=r"preflight: load a shard, 6,000 tokens, does not give what its plain form"):
+    with pytest.raises(train_gpt.RunError, match=r"preflight: load a shard, 6,000 tokens, failed as the table says"):
         train_gpt.preflight(trainer, Said())
 
 

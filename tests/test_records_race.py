@@ -203,7 +203,7 @@ def test_ladders_that_cannot_be(repo, capsys, words, says):
 def test_two_sides_are_no_ladder(repo, capsys):
     assert race.main(["-n", "2", "--vs", "--slower 7"]) == 0
     assert ladder.main([str(only_race(repo)[0])]) == 2
-    assert "2 sides of 2 runs" in capsys.readouterr().err
+    assert "a race of 2 sides, 2 runs of each" in capsys.readouterr().err
 
 
 def test_a_race_by_a_flag_judges_the_side_that_has_it(repo, capsys):
