@@ -3476,6 +3476,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not message:
             traceback.print_exception(error)
         message = message or f"{type(error).__name__}: {error}"
+        if monitor:
+            monitor.tell("failure", f"rank {rank} failed: {message}")  # before anything that takes time
         complain(log, rank, message, aloud=not monitor or monitor.first_to_say(message))
         status = 130 if isinstance(error, KeyboardInterrupt) else 1
         if monitor:

@@ -140,7 +140,7 @@ def say(line):
 
 def written(folder):
     """The logs and models in a folder, each with the time when it was written last."""
-    return {(path, path.stat().st_mtime_ns) for path in Path(folder or os.devnull).glob("*") if path.suffix in (".txt", ".pt")}
+    return {(path, path.stat().st_mtime_ns) for path in Path(folder).glob("*") if path.suffix in (".txt", ".pt")}
 
 
 def follow(folder, before):
@@ -180,7 +180,7 @@ def main(words):
     logging.disable(logging.CRITICAL)
     # a notice to save is the ranks' alone: torch's agent would end them with it
     signal.signal(signal.SIGUSR1, lambda *_: subprocess.call(["pkill", "-USR1", "-P", str(os.getpid())]))
-    before = written(folder)
+    before = written(folder) if folder else set()
     try:
         run(parse_args(["--rdzv_backend=loopback", f"--local_addr={HERE}", f"--signals_to_handle={TOLD}", *words]))
         if folder:

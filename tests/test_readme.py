@@ -1,0 +1,156 @@
+"""The README's commands, flags and links, and the files of bench/cluster: each is run, or tested where the table says, or the
+table says why it cannot be."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import train_gpt
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+needs_venv = pytest.mark.skipif(not (ROOT / ".venv" / "ready").exists(), reason="run.sh has not set up .venv here")
+PROGRAMS = r"(?:[A-Z_]+=\S* )*(?:\./run\.sh|\./test\.sh|\.venv/bin/|torchrun|sbatch|bench/dry_gpu|rm )"
+
+RUN = object()  # test_the_commands_of_a_first_hour runs it, in this order
+LONG = "takes minutes, and its parts are tested: "
+COMMANDS = {
+    "./run.sh --help short": RUN,
+    "./run.sh --help": RUN,
+    "./run.sh --num_steps 20 --val_tokens 16384": RUN,
+    '.venv/bin/python sample.py --prompt "def read("': RUN,
+    ".venv/bin/python records/logs.py --follow logs/RUN.txt": RUN,
+    ".venv/bin/python records/stats.py --plan --sd 0.0013 --margin 0.002": RUN,
+    "./run.sh": LONG + "test_scripts.py::test_what_is_started",
+    "./test.sh": "it is what runs this",
+    "./test.sh -n 0 tests/test_run.py": "it would run tests within tests",
+    "./run.sh --text FILE FOLDER …": "test_scripts.py::test_one_command_trains_on_own_text_and_leaves_log_model_picture_and_a_sample",
+    ".venv/bin/python data/text.py FILE… --out DIR": "test_data_text.py::test_many_files_in_order_whatever_the_number_of_processes",
+    "./run.sh --preset frontier": "wants a GPU",
+    "./run.sh --resume latest": "test_scripts.py::test_what_is_started",
+    "./run.sh -n 10": "test_scripts.py::test_what_is_started",
+    "./run.sh -n 5 --vs HEAD": "test_scripts.py::test_what_is_started",
+    "./run.sh -n 10 --vs REVISION": "test_scripts.py::test_what_is_started",
+    "./run.sh --until-decided --max-n 12 --vs HEAD": LONG + "test_records_race.py::test_a_race_until_decided_stops_for_the_claim",
+    "CUDA_VISIBLE_DEVICES= ./run.sh": "without a GPU it is ./run.sh",
+    "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./run.sh":
+        "test_scripts.py::test_torch_s_build_for_an_older_driver_is_one_variable_away",
+    "rm -r .venv": "it would take the tests' own packages",
+    "torchrun --nproc_per_node=8 train_gpt.py": "wants eight GPUs",
+    "torchrun --max-restarts 3": "test_resume.py::test_twenty_kills_at_random_moments_change_no_byte",
+    "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 --rdzv_id RUN train_gpt.py":
+        "wants two hosts with GPUs; on two network namespaces: test_hosts.py::",
+    ".venv/bin/python data/fineweb.py 9": "test_data_fineweb.py::test_a_complete_download_and_nothing_asked_the_second_time",
+    ".venv/bin/python records/watch.py": "test_records_picture.py::test_the_page_follows_a_run_from_its_first_step_to_its_end",
+    ".venv/bin/python records/stats.py THEIR_LOGS --target 3.28": "test_records_stats.py::",
+    ".venv/bin/python records/stats.py logs/race-ID": "test_records_stats.py::",
+    ".venv/bin/python records/verify.py logs/race-ID --data data/stdlib": "test_records_verify.py::",
+    '.venv/bin/python records/board.py add logs/race-ID records/DATE_NAME "what it shows"': "test_records_board.py::",
+    "sbatch bench/cluster/speedrun.sbatch -n 5": "test_readme.py::test_the_slurm_job_starts_what_it_says",
+    "bench/dry_gpu/setup": "test_dry_gpu.py::",
+    "bench/dry_gpu/run -- --preset speedrun": "test_dry_gpu.py::",
+}
+
+
+def commands(text):
+    """Every command in blocks and in code spans, once each."""
+    blocks = re.findall(r"^```\n(.*?)^```$", text, re.M | re.S)
+    spans = re.findall(r"`([^`]+)`", re.sub(r"^```\n.*?^```$", "", text, flags=re.M | re.S))
+    lines = [line.split("  #")[0] for block in blocks for line in block.splitlines()] + spans
+    found = (" ".join(line.split()) for line in lines)
+    return list(dict.fromkeys(line for line in found if re.match(PROGRAMS, line) and not re.fullmatch(r"bench/dry_gpu/?", line)))
+
+
+def test_every_command_is_in_the_table_and_each_named_test_is_there():
+    assert {*commands(README)} == {*COMMANDS}
+    for command, how in COMMANDS.items():
+        for file, name in re.findall(r"(test_\w+\.py)::(\w*)", how if how is not RUN else ""):
+            assert re.search(rf"^def {name or 'test_'}\b" if name else "^def test_", (ROOT / "tests" / file).read_text(), re.M), command
+
+
+@needs_venv
+def test_the_commands_of_a_first_hour(tmp_path):
+    """As written, in a copy of the files that git tracks, beside the packages and the data that a first run makes."""
+    clone = tmp_path / "a clone"
+    for name in subprocess.check_output(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True).split("\n")[:-1]:
+        if (ROOT / name).is_file() and not name.startswith(("tests/", "records/20")):
+            (clone / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, clone / name)
+    for linked in (".venv", "data/stdlib"):
+        (clone / linked).symlink_to(ROOT / linked)
+    said = {}
+    for command in (command for command, how in COMMANDS.items() if how is RUN):
+        runs = [path.stem for path in clone.glob("logs/*.txt")]
+        done = subprocess.run(["bash", "-c", command.replace("RUN", runs[0] if runs else "RUN")], cwd=clone, capture_output=True,
+                              text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, (command, done.stderr)
+        said[command] = done.stdout
+    run, sampled, followed = (said[command] for command in [*COMMANDS][2:5])
+    shown = README.split("```")[3]
+    for line in ("validation loss ", "model: ", "log: ", "picture: "):
+        assert line in run and line in shown
+    assert sampled.startswith("def read(") and followed.count("\n") == 22 and "val_loss" in followed.splitlines()[-1]
+
+
+def test_every_flag_is_one_of_a_program_here_and_every_link_leads_somewhere():
+    sources = "".join(path.read_text(encoding="utf-8") for path in
+                      (ROOT / "run.sh", ROOT / "sample.py", *(ROOT / "data").glob("*.py"), *(ROOT / "records").glob("*.py")))
+    torchrun = {"--nnodes", "--nproc_per_node", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--max-restarts"}
+    known = {*train_gpt.make_parser()._option_string_actions, *re.findall(r"--[a-z][\w-]+", sources), *torchrun}
+    for path in ("README.md", "bench/cluster/Dockerfile", "bench/cluster/speedrun.sbatch"):
+        text = re.sub(r"^#SBATCH.*|--no-install-recommends|--(gpus all|ipc=host|build-arg|nodes 2)", "", (ROOT / path).read_text(), flags=re.M)
+        assert not {*re.findall(r"(?<![\w-])--[a-z][\w-]+", text)} - known, path
+    headings = {re.sub(r"[^\w -]", "", line.lower()).strip().replace(" ", "-") for line in re.findall(r"^#+ (.*)", README, re.M)}
+    for link in re.findall(r"\]\((?!http)([^)]+)\)", README):
+        assert link[1:] in headings if link.startswith("#") else (ROOT / link).exists(), link
+    assert README.count("\n") < 200
+
+
+# bench/cluster
+
+
+def test_the_dockerfile_copies_what_its_set_up_needs(tmp_path):
+    """The set-up with only the files that were copied before it, and a Python that plays."""
+    text = (ROOT / "bench/cluster/Dockerfile").read_text()
+    copied, entry = re.search(r"^COPY (.*) \./\nRUN (\./run\.sh --setup)$", text, re.M).groups()
+    for name in copied.split():
+        shutil.copy(ROOT / name, tmp_path / name)
+    python = tmp_path / "play" / "python3"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\ncase "$*" in "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python";; esac\n')
+    python.chmod(0o755)
+    done = subprocess.run(["bash", "-c", entry], cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"})
+    assert done.returncode == 0 and (tmp_path / ".venv" / "ready").exists(), done.stderr
+    for line in re.findall(r"^RUN (.*)", text, re.M):
+        assert subprocess.run(["bash", "-n", "-c", line]).returncode == 0
+    assert {line.split()[0] for line in text.splitlines() if line and line[0] != "#"} == \
+        {"FROM", "RUN", "WORKDIR", "ARG", "COPY", "ENTRYPOINT"}
+    ignored = (ROOT / "bench/cluster/Dockerfile.dockerignore").read_text().split("\n")[1:-1]
+    assert {line.rstrip("/*") for line in ignored} == {".venv", "logs", "data", "**/__pycache__"}
+
+
+@pytest.mark.parametrize("environment, started", [
+    ({}, "./run.sh -n 5"),
+    ({"SLURM_RESTART_COUNT": "1"}, "./run.sh --resume latest"),
+    ({"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}, ".venv/bin/python -m torch.distributed.run --nnodes 2 --nproc_per_node 4 "
+     "--rdzv_backend c10d --rdzv_endpoint node1:29500 --rdzv_id 77 train_gpt.py -n 5"),
+])
+def test_the_slurm_job_starts_what_it_says(tmp_path, environment, started):
+    for name, text in (("srun", 'echo "$@"'), ("scontrol", '[ "$*" = "show hostnames node[1-2]" ] && printf "node1\\nnode2\\n"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_NNODES": "1",
+                   "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_ID": "77", **environment}
+
+    def job():
+        return subprocess.run(["bash", ROOT / "bench/cluster/speedrun.sbatch", "-n", "5"], capture_output=True, text=True, env=environment)
+    refused = job()
+    assert refused.returncode == 1 and "run ./run.sh --setup on the login node" in refused.stderr
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "ready").touch()
+    assert job().stdout == started + "\n"
