@@ -47,7 +47,6 @@ LONGEST_LABEL = 20  # characters of a value that names a side
 CONTEXT = 1  # lines around each difference
 # What differs between any two runs, and the race's own notes
 INCIDENTAL = re.compile(r"run_id|started|seed|race|log_dir|source_sha256|git\.|environment\.TORCHELASTIC_")
-STEP_LINE = re.compile(r"step:(\d{1,15})/\d+ (?:.* )?train_time:(\d{1,15})ms .*train_loss:(\d{1,9}(?:\.\d{1,15})?)(?: |$)", re.A)
 SEPARATOR = "=" * 100
 # A path from the root, of two folders at least, that is no part of a longer word or of an address
 ROOTED = re.compile(r"(?:file://|(?<![\w./~*-]))/(?!/)(?:[^\s\"'<>|:,;/\\]+/)+([^\s\"'<>|:,;/\\]*)")
@@ -74,15 +73,6 @@ def judge(tool: str, words: list[str], *more: str) -> tuple[int, dict]:
     return ran.returncode, found
 
 
-def source_of(log: str) -> str | None:
-    """The text of the source that a log opens with, as its file held it: the script ends it with a line end of its
-    own."""
-    before, separator, rest = log.partition(SEPARATOR + "\n")
-    if separator and not before.strip():
-        before, separator, _ = rest.partition(SEPARATOR + "\n")
-    return before.removesuffix("\n") if separator and before.strip() else None
-
-
 def digest_of(source: str | None, stated: str | None) -> str | None:
     """SHA-256 of the source's file, as `git show REVISION:train_gpt.py | sha256sum` has it."""
     if source is None:
@@ -91,15 +81,9 @@ def digest_of(source: str | None, stated: str | None) -> str | None:
     return stated if stated in digests else digests[0]
 
 
-def training_curve(log: str) -> list[tuple[int, float, float]]:
-    """(step, seconds, training loss) of the log's steps, thinned to means over as many steps as make POINTS of them."""
-    points = []
-    for line in log.rpartition(SEPARATOR + "\n")[2].splitlines():
-        if found := STEP_LINE.match(line):
-            step = int(found[1])
-            while points and points[-1][0] >= step:  # a run that was resumed trained these again
-                points.pop()
-            points.append((step, int(found[2]) / 1000, float(found[3])))
+def training_curve(steps: list[logs.Step]) -> list[tuple[int, float, float]]:
+    """(step, seconds, training loss) of a run's steps, thinned to means over as many steps as make POINTS of them."""
+    points = [(step.step, step.time_ms / 1000, step.train_loss) for step in steps if step.train_loss is not None]
     width = math.ceil(len(points) / POINTS) or 1
     groups = [points[i:i + width] for i in range(0, len(points), width)]
     return [(group[-1][0], round(group[-1][1], 3), round(sum(loss for *_, loss in group) / len(group), 4))
@@ -174,16 +158,15 @@ def describe(folder: Path) -> dict:
     for one in report["runs"]:
         name = Path(one["path"]).relative_to(f"records/{folder.name}").as_posix()
         run = runs[name, one["index_in_file"]]
-        text = (folder / name).read_text(encoding="utf-8", errors="replace") if not name.endswith(".gz") else ""
         side = sides.setdefault(one["set"], {"name": one["set"].removeprefix("the "), "runs": [], "starts": [],
-                                              "source": source_of(text)})
+                                              "source": run.source and run.source.removesuffix("\n")})
         side["starts"].append(run.start or {})
         side["runs"].append({
             "file": name, "seed": flat(run.start or {}).get("seed"), "loss": f"{run.final_loss:.{run.loss_decimals}f}",
             "value": run.final_loss, "seconds": None if run.train_time_ms is None else run.train_time_ms / 1000,
             "val": [(v.step, None if v.time_ms is None else v.time_ms / 1000, v.loss) for v in run.validations
                     if math.isfinite(v.loss)],
-            "train": training_curve(text) if run.start else []})
+            "train": training_curve(run.steps) if run.start else []})
     sides = list(sides.values())
     differ = differences([side["starts"] for side in sides]) if len(sides) > 1 else []
     flags, compared = declared_flags(folder), report["comparison"] or {}

@@ -692,7 +692,7 @@ def judge_sides(sides, options):
     if comparison:
         comparison |= {"significant": faster, "decides": "paired_log" if test is not comparison else "welch"}
     reasons = [f"mean loss {'' if below else 'not significantly '}< {loss['target']:g} (p = {loss['p']:.4g})"]
-    if losses := comparison and comparison["loss"]:
+    if (losses := comparison and comparison["loss"]) and losses["difference"]:
         tested = losses["paired"] if declared.get("test") == "paired" and losses["paired"] else losses
         reasons.append(f"{abs(losses['difference']):.4g} {'below' if losses['difference'] < 0 else 'above'} that of "
                        f"{sides[1].name} (p(less) = {tested['p']:.4g})")

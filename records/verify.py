@@ -13,8 +13,8 @@ its day, which nvidia-smi wrote into it: a later rule that it does not keep is a
                                                        side's, or this checkout's train_gpt.py
     --json  for programs; its verdict is pass, fail, or incomplete: nothing fails, and not all could be checked
 
-Exit status: 0 nothing fails (what could not be checked is listed), 1 a rule is broken or the claim not shown, 2 it cannot be
-judged: no input, or logs that describe nothing of their runs.
+Exit status: 0 nothing fails (what could not be checked is listed), 1 a rule is broken or the claim not shown, 2 it cannot
+be judged: no input, or logs that describe nothing of their runs.
 
 A log is what a run says of itself. race.py's own times stand against its clock, --data against its digests, --rerun against
 its losses; a forgery in which all agrees shows only where the run is run again, and the last line says how.
@@ -49,11 +49,12 @@ import logs
 import race
 import stats
 from leaks import FAIL, PASS, ROOT, SHA256, UNKNOWN, Broken, NotCheckable, judged, several
+from stats import CannotJudge
 
 INCOMPLETE, REMARK = "incomplete", "remark"  # of all rules together; of a rule that came after the run
 LOSS, FASTER = CLAIMS = "mean loss below target, p < 0.01", "faster than the other side, p < 0.01"
 ACCOUNTS, SWITCHES = "every run is accounted for", "no compiler flags in the source"
-# The days on which the public speedrun's README got these rules; the others are as old as it, or only logs of ours show them
+# The days on which the public speedrun's README got these rules; others are as old as it, or only logs of ours show them
 HOLDS_FROM = {LOSS: "2024-12-04", ACCOUNTS: "2024-12-04", SWITCHES: "2025-02-02"}
 WIDTH, HELD_LINES, OF_A_KIND = 120, 5, 3  # columns of a line; lines of what holds; of what else is in the summary
 GPT2_VOCAB = range(50257, 51200)  # rows of its embedding, filled up
@@ -96,10 +97,6 @@ _PACKAGES = {"torch", "torchvision", "torchao", "triton", "numpy", "scipy", "mat
              "tokenizers", "transformers", "datasets", "safetensors", "huggingface_hub", "kernels", "flash_attn",
              "flash_attn_interface", "flash_attn_3", "xformers", "einops", "tqdm", "rich", "requests", "yaml", "wandb",
              "psutil", "pynvml", "nvtx", "cuda", "cutlass", "packaging", "dotenv"}
-
-
-class CannotJudge(Exception):
-    """The input allows no verdict at all."""
 
 
 class Finding(NamedTuple):
@@ -530,7 +527,7 @@ def check_accounts(runs, found, races):
             stats.check_one_experiment(side, mixed=False)
             stats.check_all_there(side, found.rejected, until_decided)
             stats.check_none_diverged(side, found.rejected)
-        except stats.CannotJudge as reason:
+        except CannotJudge as reason:
             raise Broken(str(reason)) from None
         if which is None:
             unknown.append("no number of runs was declared: some may be left out")
@@ -728,7 +725,7 @@ def correlations(compared):
 
 def claim(runs, others, target):
     """What stats.py makes of the record's losses and times, by the test that its race declared. target None: the logs'.
-    Raises stats.CannotJudge."""
+    Raises CannotJudge."""
     paths = [[os.path.abspath(e.run.path) for e in side] for side in (runs, others)]
     return stats.judge(stats.parse([*paths[0], *([f"--target={target!r}"] if target is not None else []),
                                     *(["--vs", *paths[1]] if others else [])]))
@@ -739,7 +736,7 @@ def check_loss(runs, others, target):
         report = claim(runs, others, target)
     except stats.Undecided as reason:
         raise NotCheckable(str(reason)) from None
-    except stats.CannotJudge:  # the times, say: the losses stand by themselves
+    except CannotJudge:  # the times, say: the losses stand by themselves
         report = claim(runs, [], target)
     loss, alpha = report["loss"], report["alpha"]
     text = f"mean {loss['mean']:.5f} of {loss['n']} runs, target {target:g}, p = {loss['p']:.4g}"
@@ -754,7 +751,7 @@ def check_faster(runs, others, target):
         tested, holds = found["paired_log"] if found["decides"] == "paired_log" else found, found["significant"]
     except stats.Undecided as reason:
         raise NotCheckable(str(reason)) from None
-    except stats.CannotJudge:  # the declared test has no figure, or something else that other rules name
+    except CannotJudge:  # the declared test has no figure, or something else that other rules name
         seconds = [[(e.run.train_time_ms or 0) / 1000 for e in side] for side in (runs, others)]
         tested = found = stats.compare_times(*seconds, 0.01)
         holds = found["p"] < 0.01
@@ -844,10 +841,7 @@ def read_manifests(folders):
     races = {}
     for path in sorted({Path(os.path.realpath(folder)) / race.MANIFEST for folder in folders}):
         if path.exists():
-            try:
-                manifest = race.Manifest.read(path)
-            except stats.CannotJudge as reason:
-                raise CannotJudge(str(reason)) from None
+            manifest = race.Manifest.read(path)
             manifest.events = list(map(logs.parse_json, path.read_bytes()[:manifest.cut].splitlines()[1:]))
             same = races.setdefault(manifest.race["id"], manifest)
             if (same.race, same.attempts) != (manifest.race, manifest.attempts):
@@ -855,16 +849,22 @@ def read_manifests(folders):
     return races
 
 
+class Set(NamedTuple):
+    """Evidence of each run, what logs.read found, and {race id: manifest} of the folders."""
+    runs: list
+    found: logs.Logs | None
+    races: dict
+
+
 def read_runs(paths):
-    """(Evidence of each run, what logs.read found, {race id: manifest} of the folders). CannotJudge if there is none,
-    or a file cannot be read."""
+    """The Set of these logs and folders. CannotJudge if there is no run, or a file cannot be read."""
     found = logs.read(paths)
     unreadable = [item for item in found.rejected if item.kind == logs.UNREADABLE]
     if unreadable or not found.runs:
         reasons = several([f"{item.path}: {item.reason}" for item in unreadable or found.rejected])
         raise CannotJudge(f"no run to judge ({reasons or 'nothing was found'}); name a folder of logs, or logs")
     folders = [path for path in paths if os.path.isdir(path)] + [os.path.dirname(run.path) or "." for run in found.runs]
-    return [Evidence(run, run.steps) for run in found.runs], found, read_manifests(folders)
+    return Set([Evidence(run, run.steps) for run in found.runs], found, read_manifests(folders))
 
 
 def check_models(paths, runs, folder):
@@ -886,24 +886,19 @@ def check_models(paths, runs, folder):
             raise CannotJudge(f"{path}: its log does not say what it was validated on ({shards})")
         models[run_id] = (path, shards)
     known, seconds = judged(lambda: sum(examine.seconds_needed(by_id[run_id]) for run_id in models))
-    about = f"some {max(1, round(seconds / 60))} min, if a token takes as long as in the logs' validations" if known == PASS else \
-        "the logs do not tell how long that takes"
+    about = (f"some {max(1, round(seconds / 60))} min, if a token takes as long as in the logs' validations" if known == PASS
+             else "the logs do not tell how long that takes")
     print(f"verify.py: {len(models)} models are examined, which runs the source in their logs: {about}", file=sys.stderr)
     found = {by_id[run_id].name: examine.check_model(by_id[run_id], *model, folder) for run_id, model in models.items()}
     return [of_all(rule, [(name, *rules[rule]) for name, rules in found.items()], len(runs)) for rule in examine.RULES]
 
 
-@dataclass(frozen=True)
-class Record:
-    """What options name: runs and others are the sides; everyone all runs of the record, apart those of --vs."""
-    everyone: list
-    found: logs.Logs
-    races: dict
+class Record(NamedTuple):
+    """What options name: two Sets, of the record and of --vs, and the runs of the two sides."""
+    whole: Set
+    apart: Set
     runs: list
     others: list
-    apart: list
-    found_apart: logs.Logs | None
-    races_apart: dict
 
     @property
     def theirs(self):
@@ -914,24 +909,20 @@ class Record:
 
 def read_record(options):
     """The Record that options name. CannotJudge if there is none."""
-    everyone, found, races = read_runs(options.record)
-    sides = sorted({e.race.side for e in everyone if e.race} - {""})
-    if options.vs:
-        apart, found_apart, races_apart = read_runs(options.vs)
-        return Record(everyone, found, races, everyone, apart, apart, found_apart, races_apart)
-    if len(sides) < 2:
-        return Record(everyone, found, races, everyone, [], [], None, {})
-    runs = [e for e in everyone if e.race and e.race.side == options.side]
+    whole, apart = read_runs(options.record), read_runs(options.vs) if options.vs else Set([], None, {})
+    sides = sorted({e.race.side for e in whole.runs if e.race} - {""})
+    if options.vs or len(sides) < 2:
+        return Record(whole, apart, whole.runs, apart.runs)
+    runs = [e for e in whole.runs if e.race and e.race.side == options.side]
     if not runs:
         raise CannotJudge(f"--side {options.side}: the race has the sides {', '.join(sides)}; name one of them")
-    return Record(everyone, found, races, runs, [e for e in everyone if e not in runs], [], None, {})
+    return Record(whole, apart, runs, [e for e in whole.runs if e not in runs])
 
 
 def verify(options, record=None):
     """All Findings, in the order of the table. CannotJudge if the input allows none."""
-    record = record or read_record(options)
-    everyone, runs, others, races, theirs = record.everyone, record.runs, record.others, record.races, record.theirs
-    timed = everyone + record.apart  # what is compared by its time must have an honest one
+    whole, apart, runs, others = record = record or read_record(options)
+    everyone, timed = whole.runs, whole.runs + apart.runs  # what is compared by its time must have an honest one
 
     def together(rule, check, *arguments):
         return Finding(rule, *judged(check, *arguments))
@@ -941,24 +932,23 @@ def verify(options, record=None):
         for_each("one run from its seed", timed, check_beginning),
         for_each("data stated with digests", everyone, check_shards),
         for_each("exactly the stated validation tokens", everyone, lambda e: check_val_tokens(e, options.val_tokens)),
-        for_each(SWITCHES, everyone, lambda e: check_source(e, theirs)),
+        for_each(SWITCHES, everyone, lambda e: check_source(e, record.theirs)),
         for_each("nothing in the environment changes the run", timed, check_environment),
         for_each("the clock is honest", timed, check_clock),
         for_each("the race's clock saw each step take as long", timed, check_stamps),
         for_each("all time outside the clock is named", timed, check_outside),
-        together("the wall clock agrees with the race's", check_wall, timed, {**races, **record.races_apart}),
+        together("the wall clock agrees with the race's", check_wall, timed, {**whole.races, **apart.races}),
         for_each("warm-up does not train", everyone, lambda e: check_same(
             e, "end.state_hash.before_warmup", "end.state_hash.after_warmup", "the warm-up")),
         for_each("nothing is compiled on the clock", everyone, check_compiles),
         for_each("validation does not train", everyone, lambda e: check_same(
             e, "end.validation_hash.before", "end.validation_hash.after", "validation")),
-        together(ACCOUNTS, check_accounts, everyone, record.found, races),
+        together(ACCOUNTS, check_accounts, *whole),
         together("no run is a copy of another", check_copies, timed),
         together(LOSS, lambda: check_loss(runs, others, choose_target(runs, options.target))),
     ]
-    if record.apart:
-        findings.append(together("every run of the other side is accounted for", check_accounts, record.apart,
-                                 record.found_apart, record.races_apart))
+    if apart.runs:
+        findings.append(together("every run of the other side is accounted for", check_accounts, *apart))
     for rule, check in (("the same hardware on both sides", check_hardware), ("the sides ran in turn", check_interleaved),
                         ("no more time off the clock than the other side", check_spans),
                         (FASTER, lambda *sides: check_faster(*sides, options.target))):
@@ -982,7 +972,8 @@ def of_its_day(finding, runs):
     """What breaks a rule that came after all of these runs is a remark."""
     last = max("today" if e.ours else e.run.day or "today" for e in runs)
     if finding.verdict == FAIL and last < HOLDS_FROM.get(finding.rule, ""):
-        return Finding(finding.rule, REMARK, f"a rule since {HOLDS_FROM[finding.rule]}, and these runs are of {last}: {finding.reason}")
+        since = f"a rule since {HOLDS_FROM[finding.rule]}, and these runs are of {last}"
+        return Finding(finding.rule, REMARK, f"{since}: {finding.reason}")
     return finding
 
 
@@ -1012,8 +1003,8 @@ def show(findings, bare, examined):
     rules, claims = ([f for f in findings if (f.rule in CLAIMS) == claim] for claim in (False, True))
     of = {verdict: [f for f in rules if f.verdict == verdict] for verdict in order}
     broken, shown = len(of[FAIL]), {PASS: "shown", FAIL: "NOT shown", REMARK: "not shown", UNKNOWN: "not to be judged"}
-    counted = f"Of the rules {len(of[PASS])} hold, {broken} are broken, {len(of[UNKNOWN])} cannot be seen in what was given; {examined}"
-    verdict = ("FAIL: rules are broken" if broken else "NO PASS: the logs describe nothing of their runs" if bare else
+    counted = f"{len(of[PASS])} rules hold, {broken} are broken, {len(of[UNKNOWN])} cannot be seen; {examined}"
+    verdict = ("FAIL: rules are broken" if broken else "NO PASS: the logs describe nothing" if bare else
                "CLAIM NOT SHOWN, no rule is broken" if any(f.verdict == FAIL for f in claims) else
                "NO RULE IS BROKEN, but not all could be seen" if of[UNKNOWN] else "PASS")
 
@@ -1027,7 +1018,7 @@ def show(findings, bare, examined):
     for f in of[UNKNOWN]:
         unseen[f.reason].append(f.rule)
     return [
-        *wrap(f"{verdict}. {counted}", max_lines=1),
+        logs.printable(f"{verdict}. {counted}"),
         *(line for f in claims for line in wrap(f"Claim {shown[f.verdict]}: {f.rule}: {f.reason}", max_lines=2)),
         *wrap("Holds: " + "; ".join(f.rule for f in of[PASS]), max_lines=HELD_LINES),
         *some("Not seen, and what would show it", [f"{reason}: {'; '.join(names)}" for reason, names in unseen.items()]),
@@ -1058,7 +1049,7 @@ def main(arguments=None):
     options = parse(arguments)
     try:
         record = read_record(options)
-        findings, runs, last = verify(options, record), record.runs, unseen(record.runs, record.races)
+        findings, runs, last = verify(options, record), record.runs, unseen(record.runs, record.whole.races)
     except CannotJudge as reason:
         if options.json:
             print(json.dumps({"verdict": "cannot be judged", "reason": str(reason)}))
@@ -1066,25 +1057,22 @@ def main(arguments=None):
         return 2
     counts = Counter(finding.verdict for finding in findings)
     bare = not counts[FAIL] and any(not e.ours for e in runs)
-    said = [f"{counts[PASS]} rules pass, {counts[FAIL]} fail, {counts[UNKNOWN]} could not be checked"]
-    if bare:
-        said += [f"{counts[FAIL]} fail, {counts[UNKNOWN]} not checkable is no pass; the logs describe nothing of their runs"]
-    examined = next((re.match(r"\d+ of \d+ runs", f.reason)[0] for f in findings if f.rule == examine.LOSS and
-                     re.match(r"\d+ of \d+ runs", f.reason)), f"{len(runs)} of {len(runs)} runs")
+    (loss,), some = (f.reason for f in findings if f.rule == examine.LOSS), r"\d+ of \d+ runs"
+    examined = re.match(some, loss)[0] if re.match(some, loss) else f"{len(runs)} of {len(runs)} runs"
+    said, *page = show(findings, bare, f"models of {examined} examined")
     if options.json:
         verdict = FAIL if counts[FAIL] else INCOMPLETE if counts[UNKNOWN] else PASS
-        print(json.dumps({"verdict": verdict, "counts": dict(counts), "unseen": last,
-                          "said": f"{said[0]}; models of {examined} examined{': '.join(['', *said[1:]])}",
+        print(json.dumps({"verdict": verdict, "counts": dict(counts), "said": said, "unseen": last,
                           "rules": [finding._asdict() for finding in findings]}, indent=1))
     else:
-        print("\n".join(show(findings, bare, f"models of {examined} examined")))
+        print("\n".join([said, *page]))
         if options.diff:
             parent = record.theirs or (ROOT / race.SCRIPT).read_text(encoding="utf-8")
             changes = difference(parent, (runs[0].run.source or "").removesuffix("\n"))
             print("\n".join(["", *map(logs.printable, changes)]))
         print("\n".join(["", *wrap(last)]))
     if bare:
-        print(f"verify.py: {said[1]}", file=sys.stderr)
+        print(f"verify.py: {said}", file=sys.stderr)
     return 1 if counts[FAIL] else 2 if bare else 0
 
 

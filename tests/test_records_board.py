@@ -19,6 +19,7 @@ RECORDS = Path(__file__).resolve().parent.parent / "records"
 sys.path.insert(0, str(RECORDS))
 
 import board  # noqa: E402
+import logs  # noqa: E402
 import stats  # noqa: E402
 import verify  # noqa: E402
 
@@ -163,12 +164,13 @@ def test_a_long_diff_is_cut_and_says_by_how_much():
 
 @pytest.mark.parametrize("stated", [True, False])
 @pytest.mark.parametrize("source", ["print()\n", "print()", "print()\n\n"])
-def test_a_digest_is_that_of_the_file(source, stated):
+def test_a_digest_is_that_of_the_file(tmp_path, source, stated):
     """The script writes the file, a line end, and the separator."""
     digest = hashlib.sha256(source.encode()).hexdigest()
-    read = board.source_of(f"{source}\n{RULE}\nmore\n{RULE}\nstep\n")
-    assert board.digest_of(read, digest if stated else None) == digest
-    assert board.source_of(f"{RULE}\n{source}\n{RULE}\nstep\n") == source and board.source_of("step") is None
+    (tmp_path / "x.txt").write_text(f"{source}\n{RULE}\nmore\n{RULE}\nstep:1/1 val_loss:1.0 train_time:1ms step_avg:1ms\n")
+    (run,), *_ = logs.read_file(str(tmp_path / "x.txt"))
+    assert board.digest_of(run.source.removesuffix("\n"), digest if stated else None) == digest
+    assert board.digest_of(None, "stated") == "stated"
 
 
 def test_differences_are_what_is_alike_within_each_side():
@@ -177,11 +179,9 @@ def test_differences_are_what_is_alike_within_each_side():
     assert board.differences([a, b]) == [("lr", "0.1", "0.2"), ("deep.x", "1", "-"), ("ranks", "-", "4")]
 
 
-def test_a_curve_is_thinned_to_means_and_leaves_out_what_was_trained_again():
-    log = f"step:1/9 train_time:1ms step_avg:1ms train_loss:9\n{RULE}\n" + "".join(
-        f"step:{i}/300 train_time:{i}000ms step_avg:1ms train_loss:{loss}\n" for i, loss in
-        [*((i, 8) for i in range(1, 251)), *((i, 2 if i % 2 else 4) for i in range(1, 301))])
-    points = board.training_curve(log)
+def test_a_curve_is_thinned_to_means():
+    steps = [logs.Step(i, 1000 * i, 1.0, 2 if i % 2 else 4, False) for i in range(1, 301)]
+    points = board.training_curve([*steps, logs.Step(300, 300_000, 1.0, None, True)])
     assert len(points) == board.POINTS and points[0] == (3, 3.0, 2.6667) and points[-1] == (300, 300.0, 3.3333)
 
 

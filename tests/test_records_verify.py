@@ -1185,8 +1185,7 @@ def test_cheat_11_logs_without_their_json_lines(race, capsys):
     (folder / "race.jsonl").unlink()
     assert verify.main([str(folder), "--target", "4.5"]) == 2
     shown = capsys.readouterr()
-    assert shown.out.startswith("NO PASS: the logs describe nothing of their runs. ")
-    assert re.search(r"0 fail, \d\d not checkable is no pass", shown.err)
+    assert shown.out.startswith("NO PASS: the logs describe nothing. ") and shown.out.splitlines()[0] in shown.err
 
 
 def test_cheat_12_a_consistent_forgery_is_told_of_in_the_last_line(race, capsys):
@@ -1214,6 +1213,7 @@ def test_the_page_begins_with_the_verdict(race, capsys):
     def spoil(log, run, side):
         log.set("end.compiles_after_warmup", 2).set("end.state_hash.after_warmup", "0" * 64).set("end.val_tokens", 512)
         log.set("end.validation_hash.after", "0" * 64).set("start.environment", {"TORCHINDUCTOR_X": "y" * 300})
+        scale_clock(log, 2 + (side == "b") + 0.01 * run)
     summary, rest = page_of(capsys, race(4, "ab", spoil))
     assert summary[0].startswith("FAIL: rules are broken. ") and " 6 are broken, " in summary[0] and "0 of 8 runs" in summary[0]
     assert [line[:17] for line in summary if line.startswith("Claim")] == ["Claim shown: mean", "Claim shown: fast"]
