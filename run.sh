@@ -9,6 +9,7 @@
 #   ./run.sh --resume latest                  goes on with the run that stopped last; or name its checkpoint or log
 #   ./run.sh --resume logs/race-ID/race.jsonl goes on with a race that stopped
 #   ./run.sh --preset laptop --num_steps 300  every other flag goes to train_gpt.py; --help lists them
+#   ./run.sh --preflight                      each part of a run once, beside its plain form: a table, and no run
 #   ./run.sh --setup                          only make .venv
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -92,7 +93,7 @@ done
 
 cd "$here"
 if $help; then
-    sed -n '2,12s/^# \{0,1\}//p' run.sh
+    sed -n '2,13s/^# \{0,1\}//p' run.sh
     if ready; then exec "$python" train_gpt.py "${flags[@]}"; fi
     printf '\nBehind this come the flags of train_gpt.py, once .venv is there: ./run.sh --setup\n'
     exit

@@ -3439,6 +3439,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         rank, ranks, local_rank = (from_environment(*named) for named in
                                    (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+        for library in ("TORCHINDUCTOR", "TRITON"):  # what they compiled is there for the next run, and for all ranks
+            os.environ.setdefault(f"{library}_CACHE_DIR", str(ROOT / ".cache" / library.lower()))
         gpus = count_gpus()
         preset, config = parse_config(sys.argv[1:] if argv is None else argv, "speedrun" if gpus else "laptop")
         check_config(config, ranks)

@@ -776,7 +776,7 @@ def check_hardware(runs, others):
     described = {}
     for e in runs + others:
         switches = {name: value for name, value in e.get("start.environment", dict).items()
-                    if not name.startswith("TORCHELASTIC_")}  # of which some name the run
+                    if not name.startswith("TORCHELASTIC_") and not name.endswith("_CACHE_DIR")}  # which name run and checkout
         facts = {"ranks": e.get("start.ranks", int), **e.get("start.hardware", dict), **e.get("start.versions", dict),
                  **switches, "hosts": [{key: host.get(key) for key in ("ranks", "hardware", "versions")}
                                        for host in e.run.start.get("hosts") or () if isinstance(host, dict)]}

@@ -540,6 +540,7 @@ def test_hosts_are_compared_by_what_they_are_and_not_by_what_names_a_launch(race
         scale_clock(log, 2 + (side == "b") + 0.01 * run)
         log.set("start.hosts", [{"ranks": [0, 1], "hardware": {"cpu": cpus[side == "b"]}, "versions": {},
                                  "environment": {"TORCHELASTIC_ERROR_FILE": f"file of {run}{side}"}, "source_sha256": 64 * side}])
+        log.set("start.environment", {"TRITON_CACHE_DIR": f"checkout of side {side}"})
     found = judge(race(4, "ab", both))
     assert found[0] == status
     if status:

@@ -300,6 +300,16 @@ def test_a_collection_on_the_clock_does_not_look_through_what_there_was_before(o
     assert len(frozen) == 3 and min(frozen) > 10_000 and gc.get_freeze_count() == 0
 
 
+def test_what_was_compiled_stays_in_the_checkout_unless_the_environment_says_otherwise(monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    with pytest.raises(SystemExit):
+        train_gpt.main(["--no_such_flag"])
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(ROOT / ".cache" / "torchinductor")
+    assert os.environ["TRITON_CACHE_DIR"] == "/elsewhere"
+
+
 # what a run goes on from
 
 
