@@ -39,6 +39,7 @@ import logs
 HERE = Path(__file__).resolve().parent
 TOOLS, TEMPLATES = HERE, HERE / "templates"
 MANIFEST, STAMPS, PLOT, PAGE = "race.jsonl", ".steps.json", "plot.png", "index.html"  # the first two are race.py's
+LADDER = "ladder.png"  # ladder.py's: such a folder has its page already
 CLAIM = re.compile(r"p <|p-value|faster|below target")  # rules of verify.py that judge the claim, not how it was made
 ORDER = {"fail": 0, "not checkable": 1, "pass": 2}
 POINTS = 100  # of a curve of training losses: more than a screen shows
@@ -269,14 +270,16 @@ def environment() -> jinja2.Environment:
 def write_pages() -> list[dict]:
     """What describe says of each record, the newest first. Raises CannotJudge before anything is written where a record
     gives no verdict."""
-    folders = sorted((path.parent for path in HERE.glob("*/README.md")), reverse=True)
+    found = sorted((path.parent for path in HERE.glob("*/README.md")), reverse=True)
+    ladders = [{"name": folder.name, "title": title_of(folder)} for folder in found if (folder / LADDER).exists()]
+    folders = [folder for folder in found if not (folder / LADDER).exists()]
     if not folders:
         raise CannotJudge(f"no record lies in {HERE}; make one by `board.py add`")
     records = [describe(folder) for folder in folders]
     env = environment()
     template = env.get_template("record.md.jinja")
     pages = {HERE / record["name"] / "README.md": template.render(record=record) for record in records}
-    pages[HERE / "README.md"] = env.get_template("board.md.jinja").render(records=records)
+    pages[HERE / "README.md"] = env.get_template("board.md.jinja").render(records=records, ladders=ladders)
     pages[HERE / PAGE] = env.get_template("board.html.jinja").render(records=records, drawn=drawn(records))
     for path, text in pages.items():
         check_public(path, text)

@@ -14,8 +14,10 @@ Exit status: 0 judged, 2 there is nothing to judge.
 """
 
 import argparse
+import io
 import math
 import shlex
+import shutil
 import sys
 import tarfile
 from pathlib import Path
@@ -128,18 +130,31 @@ def draw(found, path):
 
 
 def keep(folder, record, found, title):
-    """The record's folder: README.md, picture, manifest and the logs packed together."""
+    """The record's folder: README.md, picture, and race.jsonl and the logs packed together."""
+    import board
     if record.exists():
         raise stats.CannotJudge(f"{record} exists; choose another name, or remove it")
     record.mkdir(parents=True)
-    draw(found, record / PICTURE)
-    (record / stats.MANIFEST).write_bytes((folder / stats.MANIFEST).read_bytes())
-    with tarfile.open(record / ARCHIVE, "w:xz") as archive:
-        for path in sorted(folder.glob("*.txt")):
-            archive.add(path, path.name)
-    (record / "README.md").write_text(f"# {title}\n\n{table(found)}\n\n![differences of the ideas]({PICTURE})\n\nAgain from "
-                                      f"the logs: `tar -xf {ARCHIVE}` in a copy of this folder, then `python "
-                                      "records/ladder.py COPY`.\n", encoding="utf-8")
+    try:
+        draw(found, record / PICTURE)
+        with tarfile.open(record / ARCHIVE, "w:xz") as archive:
+            for path in (folder / stats.MANIFEST, *sorted(folder.glob("*.txt"))):
+                text = board.public(path.read_text(encoding="utf-8"))
+                try:
+                    board.check_public(path, text)
+                except board.CannotJudge as reason:
+                    raise stats.CannotJudge(str(reason)) from None
+                packed = tarfile.TarInfo(path.name)
+                packed.size = len(text.encode())
+                archive.addfile(packed, io.BytesIO(text.encode()))
+        (record / "README.md").write_text(f"# {title}\n\n{table(found)}\n\n![differences of the ideas]({PICTURE})\n\nAgain from "
+                                          f"the logs: `tar -xf {ARCHIVE}` in a copy of this folder, then `python "
+                                          "records/ladder.py COPY`.\n", encoding="utf-8")
+        if record.absolute().parent == board.HERE:
+            board.write_pages()
+    except BaseException:
+        shutil.rmtree(record)
+        raise
 
 
 def main(arguments=None):
