@@ -2497,11 +2497,12 @@ class Log:
             self.file.write(line + "\n")
             self.file.flush()
 
-    def say(self, line: str) -> None:
-        """To the terminal only. If that is gone or takes nothing, the run goes on without a word: the log is the result."""
+    def say(self, line: str, stay: bool = False) -> None:
+        """To the terminal only; with stay the next line takes its place. If that is gone or takes nothing, the run goes on
+        without a word: the log is the result."""
         if not self.mute:
             try:
-                print("\r\033[K" * sys.stdout.isatty() + printable(line), flush=True)
+                print("\r\033[K" * sys.stdout.isatty() + printable(line) + "\033[A" * stay, flush=True)
             except OSError:
                 self.mute = True
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -2515,10 +2516,10 @@ class Log:
         if time.monotonic() - self.last_line > (0.2 if terminal else 5):
             self.last_line, per_step = time.monotonic(), clock.read() / step
             shown = f"loss {self.losses[-1]:.4f}  " if self.losses else ""
-            if terminal and (sys.stdout.encoding or "").lower() == "utf-8":
+            if shown and terminal and (sys.stdout.encoding or "").lower() == "utf-8":
                 shown += f"{curve(self.losses)}  "
             self.say(f"step {step}/{total}  {shown}{1000 * tokens / clock.read():,.0f} tokens/s  "
-                     f"{per_step * (total - step) / 1000:.0f} s left" + "\033[A" * terminal)
+                     f"{per_step * (total - step) / 1000:.0f} s left", stay=terminal)
 
     def close(self) -> None:
         """RunError if the file was taken away while it was written, and cannot be put back."""

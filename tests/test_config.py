@@ -1,6 +1,7 @@
 """Flags, presets, impossible values; the table of stages and the plan of a step."""
 
 import dataclasses
+import io
 import json
 import re
 
@@ -78,6 +79,24 @@ def test_help_short_names_what_a_first_look_needs_and_nothing_else(capsys):
         parse("--help")
     shown = capsys.readouterr().out
     assert [*train_gpt.SECTIONS.values()] == re.findall(r"^([a-z].*):$", shown, re.M)[1:]
+
+
+class Terminal(io.TextIOWrapper):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("encoding, curve", [("utf-8", "█▅▁  "), ("ascii", "")])
+def test_on_a_terminal_the_progress_line_stays_in_its_place(encoding, curve, monkeypatch):
+    monkeypatch.setattr(train_gpt.sys, "stdout", Terminal(shown := io.BytesIO(), encoding=encoding))
+    log, clock = train_gpt.Log(train_gpt.Config(num_steps=9), 0, "x"), train_gpt.Clock(torch.device("cpu"), 0.0)
+    for step, loss in enumerate((None, 4.0, 3.0, 2.0), 1):
+        clock.elapsed, log.last_line = 1000.0 * step, 0.0
+        log.progress(step, loss, clock, 10 * step)
+    train_gpt.sys.stdout.flush()
+    first, *_, last, end = shown.getvalue().decode().split("\x1b[A\n")
+    assert (first, end) == ("\r\x1b[Kstep 1/9  10 tokens/s  8 s left", "")
+    assert last == f"\r\x1b[Kstep 4/9  loss 2.0000  {curve}10 tokens/s  5 s left"
 
 
 @pytest.mark.parametrize("losses, drawn", [([], ""), ([3.0], "▁"), ([4.0, 2.0, 1.0, 1.0], "█▃▁▁"), (range(160, 0, -1), "██▇▇▆▆▅▅▄▄▃▃▂▂▁▁")])

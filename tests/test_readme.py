@@ -95,7 +95,7 @@ def test_the_commands_of_a_first_hour(tmp_path):
     shown = README.split("```")[3]
     for line in ("validation loss ", "model: ", "log: ", "picture: "):
         assert line in run and line in shown
-    assert sampled.startswith("def read(") and followed.count("\n") == 21 and "val_loss" in followed.splitlines()[-1]
+    assert sampled.startswith("def read(") and followed.count("\n") == 20 + 1 and "val_loss" in followed.splitlines()[-1]
 
 
 def test_every_flag_is_one_of_a_program_here_and_every_link_leads_somewhere():

@@ -239,14 +239,16 @@ def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path):
         stream.close()
         return config, err
 
-    config, says = fit(600_000)
-    assert (config.num_steps, config.epochs, config.target_val_loss, config.val_tokens) == (140, 1, 0, 0)
-    whole = re.search(r"600,000 tokens to train on, read by 140 steps of 2,048 in part; nearly all of it takes --num_steps (\d+)\n", says)
-    assert fit(600_000, "--num_steps", whole[1])[0].epochs == 1
-    assert fit(600_000, "--num_steps", str(int(1.07 * int(whole[1]))))[0].epochs == 2
+    laptop = train_gpt.PRESETS["laptop"]
+    config, says = fit(1_200_000)
+    assert (config.num_steps, config.epochs, config.target_val_loss, config.val_tokens) == (laptop.num_steps, 1, 0, 0)
+    whole = re.search(r"1,200,000 tokens to train on, read by \d+ steps of 2,048 in part; nearly all of it takes --num_steps (\d+)\n", says)
+    assert fit(1_200_000, "--num_steps", whole[1])[0].epochs == 1
+    assert fit(1_200_000, "--num_steps", str(int(1.07 * int(whole[1]))))[0].epochs == 2
     config, says = fit(40_000, val=700_000)
     assert config.num_steps == launch.LEAST_STEPS and config.epochs == 3 and "by 40 steps of 2,048 in 3 epochs; more" in says
-    assert config.val_tokens == 2 ** 18 and "validation on 262,144 of 700,000 tokens" in says and config.muon_momentum_rise == 7
+    assert config.val_tokens == 2 ** 18 and "validation on 262,144 of 700,000 tokens" in says
+    assert config.muon_momentum_rise == laptop.muon_momentum_rise * 40 // laptop.num_steps
     config, says = fit(140_000)
     assert launch.LEAST_STEPS < config.num_steps < 70 and config.epochs == 1 and says.endswith("once\n")
     config, _ = fit(40_000, "--num_steps", "70", "--target_val_loss", "2", "--val_tokens", "1024", val=700_000)
