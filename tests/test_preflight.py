@@ -33,7 +33,7 @@ def failed(rows):
 
 
 def test_what_is_whole_passes_and_leaves_no_trace(config):
-    trainer, said = trainer_of(config), Said()
+    trainer, said = trainer_of(config, ngrams="2:32:8"), Said()
     before = trainer.state_hash()
     rows, broken = train_gpt.preflight(trainer, said)
     assert trainer.state_hash() == before and broken is None and not said
@@ -41,7 +41,7 @@ def test_what_is_whole_passes_and_leaves_no_trace(config):
     assert {row[0].split()[0] for row in rows[5:]} == {"Adam", "NorMuon", "load"} and not failed(rows)
     assert all(float(row[2]) <= float(row[3]) and float(row[4]) > 0 for row in rows)
     assert float(rows[0][2]) > 0, "attention was compared with itself"
-    train_gpt.preflight(trainer_of(config, preflight="only"), said)
+    train_gpt.preflight(trainer_of(config, ngrams="2:32:8", preflight="only"), said)
     assert len(said) == 1 + len(rows) and said[0].split() == ["part", "how", "difference", "allowed", "ms", "verdict"]
 
 
