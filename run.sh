@@ -115,7 +115,8 @@ sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0], run_name="__main__")'
 fit=--fit
 if [ ${#text[@]} -gt 0 ]; then
-    name=$(basename "${text[0]%.*}" | tr -c 'A-Za-z0-9\n' _)
+    name=$(basename "${text[0]}")
+    name=$(printf '%s\n' "${name%.*}" | tr -c 'A-Za-z0-9\n' _)
     shards=data/own-$name-$(printf '%s\n' "${text[@]}" | cksum | cut -d ' ' -f 1)  # another text, another folder
     start -c "$script" data/text.py "${text[@]}" --out "$shards" --encoding bytes --force
     flags=(--preset laptop --train_files "$shards/*_train_*.bin" --val_files "$shards/*_val_*.bin" ${flags[@]+"${flags[@]}"})

@@ -136,7 +136,7 @@ def vocabulary_of(encoding: Encoding) -> Vocabulary:
     if encoding.vocab_size != GPT2_VOCAB:
         raise RunError(f"the model's vocabulary has {encoding.vocab_size} tokens; only those of bytes (at most 257) and of "
                        f"GPT-2 ({GPT2_VOCAB}) can be read here")
-    sys.path.append(str(ROOT / "data"))
+    sys.path.insert(0, str(ROOT / "data"))
     import text as text_to_shards
     try:
         gpt2 = text_to_shards.gpt2_vocabulary()

@@ -2055,6 +2055,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.forward_hooks.append(part.register_forward_pre_hook(
                 lambda part, inputs, reads=reads: self.finish_all_gathers(reads)))
 
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        if hasattr(self, "group_of"):
+            raise RunError("buckets cannot take in a further parameter; build the optimizer anew, with all of them")
+        super().add_param_group(group)
+
     def remove_hooks(self) -> None:
         for bucket in self.buckets:
             for place in bucket.params:

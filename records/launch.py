@@ -152,7 +152,7 @@ def follow(folder, before):
         for model in [path for path in new if path.suffix == ".pt"][-1:]:
             os.write(1, b"\n")
             subprocess.call([sys.executable, ROOT / "sample.py", model, "--tokens", "300"])
-        remove_old_models(folder)
+            remove_old_models(folder)
     except OSError:  # nobody reads any more, or the files are gone
         pass
 

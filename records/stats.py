@@ -27,6 +27,7 @@ Needs logs.py beside it, numpy and scipy; matplotlib for --plot.
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import math
@@ -615,6 +616,8 @@ def choose_target(runs, given):
         return DEFAULT_TARGET
     if len(stated) > 1 or type(stated[0]) not in (int, float) or not math.isfinite(stated[0]):
         raise CannotJudge(f"the logs state the targets {', '.join(map(str, stated))}; choose with --target")
+    if not stated[0]:
+        raise CannotJudge("the runs had no target, as on a text of one's own; choose one with --target")
     return float(stated[0])
 
 
@@ -1048,7 +1051,8 @@ def main(arguments=None):
             plot(report, options.plot)
     except CannotJudge as reason:
         if options.plot and reason.sides:
-            plot(so_far(reason.sides, options.alpha), options.plot)
+            with contextlib.suppress(CannotJudge):
+                plot(so_far(reason.sides, options.alpha), options.plot)
         if options.json:
             print(logs.show_json({"verdict": "the claim cannot be judged", "reason": str(reason),
                                   **list_runs(reason.sides)}))

@@ -18,7 +18,7 @@ import html
 import io
 import sys
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import logs
@@ -50,10 +50,17 @@ def describe(path, changed):
         return f"<h2>{name}</h2><p>no step yet; written {silent:.0f} s ago</p>"
     last, total = run.steps[-1], ((run.start or {}).get("planned") or {}).get("steps")
     broken = getattr(run, "reason", "")  # of a run that is under way: that it has no end
-    state = ("ended" if getattr(run, "end", None) else html.escape(broken) if "error:" in broken else f"under way, written {silent:.0f} s ago" if silent < 60 else
-             f"no word for {silent / 60:.0f} min, and no end")
-    left = f", {(total - last.step) * last.time_ms / last.step / 1000:.0f} s left" if state.startswith("under") and total and \
-        last.step else ""
+    left = ""
+    if getattr(run, "end", None):
+        state = "ended"
+    elif "error:" in broken:
+        state = html.escape(broken)
+    elif silent >= 60:
+        state = f"no word for {silent / 60:.0f} min, and no end"
+    else:
+        state = f"under way, written {silent:.0f} s ago"
+        if total and last.step:
+            left = f", {(total - last.step) * last.time_ms / last.step / 1000:.0f} s left"
     return f"<h2>{name}</h2><p>step {last.step} of {total or '?'}: {state}{left}</p><svg{drawn}"
 
 
@@ -79,7 +86,7 @@ def serve(folder, port):
 
         def log_message(self, *_):
             pass
-    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    return HTTPServer(("127.0.0.1", port), Handler)  # one at a time: matplotlib's settings are of all threads
 
 
 def main(arguments=None):

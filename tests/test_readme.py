@@ -155,4 +155,8 @@ def test_the_slurm_job_starts_what_it_says(tmp_path, environment, started):
     assert refused.returncode == 1 and "run ./run.sh --setup on the login node" in refused.stderr
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "ready").touch()
+    if "resume" in started:
+        assert job().stdout == "./run.sh -n 5\n", "nothing to go on from"
+        (tmp_path / "logs").mkdir()
+        (tmp_path / "logs" / "RUN.step000100.ckpt").touch()
     assert job().stdout == started + "\n"
