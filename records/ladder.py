@@ -121,8 +121,8 @@ def draw(found, path):
     axes.axvline(0, color="#333333", lw=1)
     axes.set_yticks(range(len(rows)), [row["idea"] if len(row["idea"]) < 60 else row["idea"][:57] + "…" for row in rows], fontsize=9)
     axes.set_xlabel("change of the final validation loss, nats (95 %)")
-    axes.set_title(f"{found['n']} seeds against one base; blue: lower, red: higher, at p < {LEVEL:g} by Holm's correction",
-                   fontsize=10, loc="left")
+    figure.suptitle(f"{found['n']} seeds against one base; blue: lower, red: higher, at p < {LEVEL:g} by Holm's correction",
+                    fontsize=10, x=0.01, ha="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="x", color="#e6e6e6")
     figure.savefig(path, dpi=150)

@@ -73,7 +73,7 @@ def test_help_short_names_what_a_first_look_needs_and_nothing_else(capsys):
         parse("--help", "short")
     shown = capsys.readouterr().out
     assert stop.value.code == 0 and {*re.findall(r"^  --(\w+)", shown, re.M)} == {*train_gpt.FIRST_FLAGS}
-    assert f"steps in all (2245; frontier: 1285; laptop: {train_gpt.PRESETS['laptop'].num_steps})" in " ".join(shown.split())
+    assert f"(2245; frontier: 1285; laptop: {train_gpt.PRESETS['laptop'].num_steps})" in " ".join(shown.split())
     assert "\noptimizers:" not in shown
     with pytest.raises(SystemExit):
         parse("--help")

@@ -208,9 +208,9 @@ def test_two_sides_are_no_ladder(repo, capsys):
 
 def test_a_race_by_a_flag_judges_the_side_that_has_it(repo, capsys):
     """By its losses too, and under its name."""
-    assert race.main(["-n", "3", "--vs", "--slower 1", "--", "--slower", "9", "--mood", "jittery"]) == 0
+    assert race.main(["-n", "3", "--vs", "--slower 1 --worse 1", "--", "--slower", "9", "--mood", "jittery"]) == 0
     shown = capsys.readouterr().out
-    assert "Side a (--slower 1) against side b (3 runs)" in shown and "above that of side b (p(less) = " in shown
+    assert "Side a (--slower 1 --worse 1) against side b (3 runs)" in shown and "above that of side b (p(less) = " in shown
     assert "times faster" in shown
 
 

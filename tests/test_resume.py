@@ -379,9 +379,8 @@ def test_a_signal_on_one_rank_makes_all_save_at_one_step(flags, group, on_ranks,
     assert told.wait() == [1, 1]
     assert steps_saved(tmp_path) == [8, 18]
     log = tmp_path / "told.txt"
-    for rank in range(2):
-        said = re.findall(r"^train_gpt.py: .*", told.outputs[rank], re.M)
-        assert len(said) == 1 and f"terminated before step 18; --resume {log} goes on from there" in said[0], said
+    said = re.findall(r"^train_gpt.py: .*", told.outputs[0] + told.outputs[1], re.M)  # by one, for both
+    assert len(said) == 1 and f"terminated before step 18; --resume {log} goes on from there" in said[0], said
         assert "Traceback" not in told.outputs[rank]
     assert "terminated before step 18" in log.read_text().splitlines()[-1]
     on_ranks(2, train, ["--resume", str(log)])
@@ -422,8 +421,8 @@ def test_a_failure_of_one_rank_ends_all_and_says_why(fault, flags, group, tmp_pa
     seconds = time.monotonic() - began
     statuses = failed.wait(0 if fault in ("stop", "sleep") else 20)
     assert statuses[::2] == [1, 1] and seconds < 40, (statuses, seconds)
-    for rank in (0, 2):
-        assert re.search(rf"^train_gpt.py: rank {rank}: error: {heard}", failed.outputs[rank], re.M), failed.outputs[rank]
+    said = failed.outputs[0] + failed.outputs[2]  # what both find one of them says
+    assert re.search(rf"^train_gpt.py: rank [02]: error: {heard}", said, re.M), said
     log = (tmp_path / "failed.txt").read_text()
     assert re.match(f"error: {heard}", log.splitlines()[-1]) and "step:2/8" in log and "step:3/8" not in log
     assert [("Traceback" in output) for output in failed.outputs] == [False, fault == "bug", False]
@@ -574,7 +573,6 @@ def test_torchrun_by_hand(flags, tmp_path):
     saved = steps_saved(tmp_path)[-1]
     ended = f"error: (rank [01] failed: )?terminated before step {saved}; --resume {log} goes on"
     assert re.match(ended, log.read_text().splitlines()[-1])
-    for rank in range(2):
-        assert re.search(f"train_gpt.py: rank {rank}: {ended}", printed)
+    assert re.search(f"train_gpt.py: rank [01]: {ended}", printed)
     line, = resumed_lines(log)
     assert line["checkpoint"] and line["from_step"] < saved and "Traceback" not in printed.split("torch/distributed/elastic")[0]
