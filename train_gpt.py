@@ -256,10 +256,10 @@ PRESETS = {
         target_val_loss=1.40, train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin",
         train_shards=0, max_document_tokens=257, long_documents="split", shuffle=True, micro_batch_tokens=256,
         val_tokens=0, val_len=1024, val_every=0, layers="S0M L1M", ngrams="2:16384:64 3:32768:64 4:65536:64 5:65536:64",
-        model_dim=64, num_heads=2, head_dim=32, backout_layer=0, dtype="float32", fp8_head=False, num_steps=220,
+        model_dim=64, num_heads=2, head_dim=32, backout_layer=0, dtype="float32", fp8_head=False, num_steps=200,
         stages="until long_window; 1/2 4; 1 8; +10 8", window_block=32, final_window=12, exclude_self=True, lr_floor=0.15,
-        adam_lr=0.012, muon_momentum_rise=25,
-        muon_momentum_fall=10, bucket_mb=1.0, check_grads=True, warmup_steps=4, train_loss_every=1, save_model=True,
+        adam_lr=0.012, muon_momentum_rise=25, muon_momentum_fall=10, bucket_mb=1.0, overlap_param_gather=True, walk="forward",
+        check_grads=True, warmup_steps=4, train_loss_every=1, save_model=True,
     ),
 }
 

@@ -34,6 +34,8 @@ COMMANDS = {
     "./run.sh --resume latest": "test_scripts.py::test_what_is_started",
     "./run.sh -n 10": "test_scripts.py::test_what_is_started",
     "./run.sh -n 5 --vs HEAD": "test_scripts.py::test_what_is_started",
+    './run.sh -n 5 --vs "--lr_floor 0.15" --vs "--exclude_self true"':
+        "test_records_race.py::test_a_ladder_judges_each_idea_against_the_base",
     "./run.sh -n 10 --vs REVISION": "test_scripts.py::test_what_is_started",
     "./run.sh --until-decided --max-n 12 --vs HEAD": LONG + "test_records_race.py::test_a_race_until_decided_stops_for_the_claim",
     "CUDA_VISIBLE_DEVICES= ./run.sh": "without a GPU it is ./run.sh",
