@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Callable
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -28,6 +29,9 @@ import train_gpt
 torch.set_num_threads(1)
 # a shell that starts the tests in the background makes them ignore Ctrl-C, and so all that they start
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# and a machine that is busy makes no property wrong
+hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy")
 
 TINY = dict(dtype="float32", fp8_head=False, model_dim=32, num_heads=2, head_dim=16, gate_dim=6, ngrams="", bucket_mb=0.03, compile="off",
             micro_batches=8, micro_batch_tokens=48, max_document_tokens=40, val_len=64, val_tokens=0, window_block=4,
