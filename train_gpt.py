@@ -573,12 +573,12 @@ def plan_of(config: Config, step: int) -> Plan:
     values = {name: move(first, stage.last[name], done) for name, first in stage.first.items()}
     rotary = [key * c.window_block for key, _ in itertools.groupby(s.first["long_window"] for s in stages[:at + 1])]
     longest = c.final_window if step == c.num_steps else values["long_window"]
-    untie, last, averaged = untie_step(c), step == c.num_steps - 1, step - max(0, c.num_steps - 3 * c.tail_steps)  # steps since the average began
-    average_rate = 0.0 if averaged < 0 or not c.tail_average else 1 / c.tail_steps if averaged else 1.0
+    untie, average_from = untie_step(c), max(0, c.num_steps - 3 * c.tail_steps)
+    average_rate = 0.0 if step < average_from or not c.tail_average else 1 / c.tail_steps if step > average_from else 1.0
     return Plan(**values, step=step, lr_factor=lr_factor(c, step, values["peak_lr_factor"]), momentum=momentum(c, step),
                 windows=Windows(longest * c.window_block, values["long_window"] // 2 * c.window_block),
-                rotary_windows=tuple(rotary), tied=step < untie or 0 < step == untie, unties=0 < step == untie,
-                average_rate=average_rate, average_share=c.tail_average if last else 0.0)
+                rotary_windows=tuple(rotary), tied=0 < untie >= step, unties=0 < untie == step,
+                average_rate=average_rate, average_share=c.tail_average if step == c.num_steps - 1 else 0.0)
 
 def longest_window(config: Config) -> int:
     """In tokens."""
@@ -1371,7 +1371,6 @@ class Adam:
     every: int = 1  # it updates in every so-manieth step, on the sum of the gradients since the last update
     weight_decay: float = 0.0  # cautious: see update
 
-
     def unit(self, spec: ParamSpec) -> tuple[int, ...]:
         return ()
 
@@ -2059,7 +2058,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, group: dict[str, Any]) -> None:
         if hasattr(self, "group_of"):
             raise RunError("buckets cannot take in a further parameter; build the optimizer anew, with all of them")
-        super().add_param_group(group)
+        self.param_groups.append(group)  # torch's own would import its compiler, which takes over a second
 
     def remove_hooks(self) -> None:
         for bucket in self.buckets:
@@ -2226,7 +2225,6 @@ def assignments(config: Config) -> tuple[Assignment, ...]:
 
     def adam(multiplier: float, decay: float = c.adam_weight_decay) -> Adam:
         return Adam(c.adam_lr * multiplier, c.adam_beta1, c.adam_beta2, c.adam_eps, c.adam_every, decay)
-
 
     normuon = NorMuon(c.muon_lr, c.muon_weight_decay, c.muon_beta2, getattr(torch, c.dtype))
     return (
@@ -2769,7 +2767,6 @@ def preflight(trainer: Trainer, log: Log) -> tuple[list[list[str]], Part | None]
         for x in (bucket.param_data, bucket.grad_data, *bucket.state.values()):
             x.zero_()
     trainer.optimizer.load_state_dict(saved)
-    torch.cuda.empty_cache()
     for part, (difference, ms, why) in zip(parts, map(max, zip(*trainer.comm.all_json(mine)))):
         failed += [part] if difference > part.allowed else []
         rows.append([part.name, part.how, f"{difference:.1e}", f"{part.allowed:g}", f"{ms:.1f}",
