@@ -2808,7 +2808,8 @@ class FailureMonitor:
                 message = "the ranks' store is gone, and the launcher that held it; start the run again, or go on with --resume"
         if message and not self.over.is_set():
             complain(self.log, self.rank, message)
-            self.fail(message)
+            self.tell("failure", message)
+            self.give_time()
             os._exit(1)
 
     def _ask(self) -> str:
@@ -2823,9 +2824,8 @@ class FailureMonitor:
                     "gone")
         return ""
 
-    def fail(self, message: str) -> None:
-        """Tell the others and give them the time to hear it: when one has left, all are killed, or the store is gone."""
-        self.tell("failure", message)
+    def give_time(self) -> None:
+        """To the others, for hearing a last word: when one has left, all are killed, or the store is gone."""
         notices.terminated.wait(2 * self.PERIOD_S)
 
     def first_to_say(self, message: str) -> bool:
@@ -3489,7 +3489,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(log, rank, message, aloud=not monitor or monitor.first_to_say(message))
         status = 130 if isinstance(error, KeyboardInterrupt) else 1
         if monitor:
-            monitor.fail(f"rank {rank} failed: {message}")
+            monitor.give_time()
             os._exit(status)  # taking the group apart would wait for those that are gone
         return status
 
