@@ -186,6 +186,8 @@ class Config(SyncSettings, StageValues):
     embed_lr_mul: float = option(75.0, "embeddings start at unit scale and must move far. With untie_at of value tables alone: "
                                  "the embedding then learns as the head does", zero=True)
     ngram_lr_mul: float = option(25.0, "most rows meet few gradients, and must move far with each", zero=True)
+    lazy_tables: bool = option(False, "only rows of n-gram tables that have a gradient are sent, updated and gathered; the rest "
+                               "stay as they are, with their moments. Else Adam goes on with all rows in each update")
     adam_weight_decay: float = option(0.0, "times the square of a parameter's learning rate, where it agrees with the update "
                                       "in sign; not of the mixing weights", zero=True)
     scalar_lr_mul: float = option(5.0, "mixing weights: faster than the head, slower than embeddings", zero=True)
@@ -1199,16 +1201,19 @@ class NgramTable(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens [T] -> [T, width]."""
+        rows, number = self.look_up(tokens)
+        found = super().forward(rows)
+        return found * self.signs[number // self.num_embeddings % self.SIGNS] if self.shared else found
+
+    def look_up(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [..., T] -> the rows that they read, and the n-grams' numbers or hashes; of the same shape."""
         token, inside, number = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), torch.zeros_like(tokens).long()
         for _ in range(self.n):  # the last one, the one before it, and so on, while it is of the same document
             one = torch.where(inside, token, self.bos_id)
             number = self.hash(number ^ one) if self.shared else number * self.vocab + one
             inside = inside & (token != self.bos_id)
-            token = F.pad(token[:-1], (1, 0), value=self.bos_id)
-        if not self.shared:
-            return super().forward(number)
-        rows = self.num_embeddings
-        return super().forward(number % rows) * self.signs[number // rows % self.SIGNS]
+            token = F.pad(token[..., :-1], (1, 0), value=self.bos_id)
+        return number % self.num_embeddings, number
 
     def hash(self, number: Tensor) -> Tensor:
         number = number * self.FACTOR % 2 ** self.BITS
@@ -1315,6 +1320,10 @@ class GPT(nn.Module):
                 saved[i] = x.view_as(x)
         return self.back_out(x, backout[0], saved[self.backout_layer])
 
+    def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
+        """Of each n-gram table the rows that a forward of these tokens [..., T] reads."""
+        return {table.weight: table.look_up(tokens)[0] for table in self.ngrams}
+
     def forward(self, inputs: Tensor, targets: Tensor, windows: Windows, loss_weights: tuple[float, ...] = (1.0,)) -> Tensor:
         """inputs, targets [T] -> the sum of the targets' cross entropies, in nats; targets of -1 count nothing. Further
         weights are of the targets of later positions: what lies beyond the last counts nothing."""
@@ -1370,12 +1379,16 @@ class Adam:
     eps: float = 1e-8
     every: int = 1  # it updates in every so-manieth step, on the sum of the gradients since the last update
     weight_decay: float = 0.0  # cautious: see update
+    rows: bool = False  # lazy: its unit is a table's row, and one without a gradient stays as it is, with its moments
 
     def unit(self, spec: ParamSpec) -> tuple[int, ...]:
-        return ()
+        if self.rows and spec.param.dim() != 2:
+            raise RunError(f"{spec.name} has shape {tuple(spec.param.shape)}, and its rule updates the rows of tables; give it "
+                           "Adam without `rows`")
+        return tuple(spec.param.shape[1:]) if self.rows else ()
 
     def init_state(self, shard: Tensor) -> dict[str, Tensor]:
-        """First and second moment of a shard [n], in its dtype."""
+        """First and second moment of a shard [n] or [rows, width], in its dtype."""
         return {"m": torch.zeros_like(shard), "v": torch.zeros_like(shard)}
 
     def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
@@ -1489,6 +1502,7 @@ class Bucket:
     """
 
     SHARD_ALIGNMENT = 64  # elements: parameters start where vector loads like it, and no shard ends within a vector
+    grads_on: str | None = None  # another device than the parameters'
 
     def __init__(self, name: str, specs: Sequence[ParamSpec], rank: int, ranks: int, grad_dtype: torch.dtype | None = None):
         self.name, self.rule, self.first_step = name, specs[0].rule, specs[0].first_step
@@ -1500,7 +1514,7 @@ class Bucket:
         self.units = sum(counts)  # of the parameters; the rest of all shards' units is padding
         self.shard_numel, self.shard_begin = per_rank * unit_numel, rank * per_rank * unit_numel
         self.param_data = torch.zeros(ranks * self.shard_numel, dtype=first.dtype, device=first.device)
-        self.grad_data = torch.zeros_like(self.param_data, dtype=grad_dtype or first.dtype)
+        self.grad_data = torch.zeros_like(self.param_data, dtype=grad_dtype or first.dtype, device=self.grads_on)
         self.params = []
         for spec, begin in zip(specs, np.cumsum([0, *counts[:-1]]).tolist()):
             param, offset = spec.param, begin * unit_numel
@@ -1522,6 +1536,7 @@ class Bucket:
         self.updates, self.state = 0, self.rule.init_state(self.param_shard)
         self.ready_count = 0  # of the prepared backward's gradients
         self.prepared = self.launched = False
+        self.received: Tensor | None = None    # what the reduce-scatter wants beside the buffer
         self.reducing = self.gathering = None  # handles of the reduce-scatter and of the all-gather
         self.pending: Tensor | None = None     # exact mode: this shard's sum over the steps since the last update
 
@@ -1537,21 +1552,26 @@ class Bucket:
         gradient, a table's, only the rows that it has are touched."""
         grad, place.param.grad = place.param.grad, None
         main = place.grad
-        if grad.is_sparse and not exact:
+        if exact:
+            self.add_to_tree(place, grad.to_dense().to(main.dtype) * factor, torch.add)
+        elif grad.is_sparse:
             if place.needs_overwrite:
                 main.zero_()
             main.index_add_(0, grad._indices()[0], grad._values().to(main.dtype), alpha=factor)
-        elif exact:  # as a binary tree: the sum over a power of two of micro-batches has the same bytes on any ranks
-            height, total = 0, grad.to_dense().to(main.dtype) * factor
-            while place.partial_sums and place.partial_sums[-1][0] == height:
-                height, total = height + 1, place.partial_sums.pop()[1] + total
-            place.partial_sums.append((height, total))
         elif place.needs_overwrite:
             torch.mul(grad, factor_tensor(factor, grad.dtype, main.dtype, main.device), out=main)
         else:
             main.add_(grad, alpha=factor)
         place.needs_overwrite = False
         self.mark_ready(place)
+
+    @staticmethod
+    def add_to_tree(place: BucketParam, total: Any, plus: Callable[[Any, Any], Any]) -> None:
+        """A binary tree: the sum over a power of two of micro-batches has the same bytes on any ranks."""
+        height = 0
+        while place.partial_sums and place.partial_sums[-1][0] == height:
+            height, total = height + 1, plus(place.partial_sums.pop()[1], total)
+        place.partial_sums.append((height, total))
 
     def mark_ready(self, place: BucketParam) -> None:
         self.ready_count += not place.grad_ready
@@ -1566,8 +1586,53 @@ class Bucket:
             raise RunError(f"exact mode: {fewest} got a gradient in {min(leaves)} of {micro_batches} micro-batches; each "
                            "must take part in all, or leave out --exact")
         for place in self.params:
-            sums = [x for _, x in place.partial_sums[::-1]]
-            place.grad.copy_(functools.reduce(lambda later, earlier: earlier + later, sums))
+            self.take_sums(place, [x for _, x in place.partial_sums[::-1]])
+            place.partial_sums.clear()
+
+    def take_sums(self, place: BucketParam, sums: Sequence[Any]) -> None:
+        """Exact mode: the sum of these is the parameter's gradient."""
+        place.grad.copy_(functools.reduce(torch.add, sums))
+
+    def follow_forward(self) -> None:
+        """Between the forward and the backward of the last micro-batch."""
+
+    def start_reduce(self, comm: Comm, micro_batches: int, exact: bool) -> None:
+        if exact:
+            self.finish_exact_sums(micro_batches)
+        for place in self.params:
+            if place.needs_overwrite:  # unused
+                place.grad.zero_()
+        reduce_scatter = comm.reduce_scatter_exactly if exact else comm.reduce_scatter
+        self.reducing = reduce_scatter(self.flat_grad_shard, self.grad_data, self.received)
+
+    def add_pending(self, updates: bool) -> None:
+        """Exact mode exchanges in every step: its sum waits for the step that updates."""
+        if self.pending is not None:
+            self.flat_grad_shard.add_(self.pending)
+        self.pending = None if updates else self.flat_grad_shard.clone()
+
+    def update(self, update: Callable[..., None], hyper: dict[str, Any], one_by_one: bool) -> None:
+        """This rank's shard, by a rule's update or what it was compiled to. one_by_one: for exact mode, since a batch of
+        matrices may sum in another order than one."""
+        parts = [slice(None)]
+        if one_by_one and self.param_shard.dim() > 1:
+            parts = [slice(i, i + 1) for i in range(len(self.param_shard))]
+        for part in parts:
+            update(self.param_shard[part], self.grad_shard[part], {key: x[part] for key, x in self.state.items()},
+                   {**hyper, "scale": self.scale[part]})
+
+    def start_gather(self, comm: Comm) -> None:
+        self.gathering = comm.all_gather(self.param_data, self.flat_param_shard)
+
+    def part_of(self, place: BucketParam) -> Tensor:
+        """What of the parameter's summed gradient lies in this shard."""
+        return self.flat_grad_shard[self.overlap(place, self.flat_grad_shard)[0]]
+
+    def drop(self) -> None:
+        """All gradients that no update has used."""
+        self.pending = None
+        for place in self.params:
+            place.needs_overwrite = True
             place.partial_sums.clear()
 
     def overlap(self, place: BucketParam, x: Tensor) -> tuple[slice, slice]:
@@ -1616,12 +1681,195 @@ class Bucket:
                            f"{', '.join(map(str, updates))} times; what shares a bucket must share this number")
         self.updates, = updates
         pends = f"{self.params[0].name}/pending" in state
-        self.pending = torch.zeros_like(self.flat_grad_shard) if pends else None
+        self.pending = torch.zeros_like(self.flat_param_shard, dtype=self.grad_data.dtype) if pends else None
         for place in self.params:
             place.param.data.copy_(saved(place.name, place.param.numel()).view(place.param.shape))
             for key, x in self.sharded_state().items():
                 here, there = self.overlap(place, x)
                 x.view(-1)[here] = saved(f"{place.name}/{key}", place.param.numel() * x.numel() // self.shard_numel)[there]
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """From the CPU, without waiting for it."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+
+class RowBucket(Bucket):
+    """Tables of which a step reads few rows: these alone travel and are updated; see Adam.rows.
+
+    what travels             from -> to                it starts
+    how many rows were read  each rank -> all          when they are announced, before forward
+    which                    each rank -> all          between forward and backward
+    their gradients          each rank -> rows' owner  when the last gradient has come
+    their new values         rows' owner -> all        after their update
+
+    Where nobody announced the rows all but the last go out together. Rows are numbered through the bucket's tables.
+    """
+
+    grads_on = "meta"  # only those of rows that were read take memory
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.rows = self.param_data.view(-1, *self.param_shard.shape[1:])  # [of all ranks, width]
+        self.first_own = self.shard_begin // self.rows.size(1)
+        self.read: list[Tensor] = []   # numbers of rows, some more than once
+        self.pieces: list[RowBucket.Piece] = []
+        self.exchange: Iterator[None] | None = None
+        self.stage = 0                 # how many lines of the table above have started
+        self.by_owner: list[Tensor] | None = None  # rows that any rank has read; None: they are not known to all
+        self.set_grads(torch.empty(0).long(), self.grad_data.new_empty((0, self.rows.size(1)), device=self.rows.device))
+
+    class Piece(NamedTuple):
+        """Gradients [n, width] of rows [n], of which some may come more than once; to be multiplied by a factor."""
+
+        rows: Tensor
+        values: Tensor
+        factor: float = 1.0
+
+    def set_grads(self, touched: Tensor, grads: Tensor) -> None:
+        """The summed gradients [n, width] of n rows of this shard, counted from its first."""
+        self.touched, self.grad_shard, self.flat_grad_shard = touched, grads, grads.view(-1)
+
+    def first_row(self, place: BucketParam) -> int:
+        return place.offset // self.rows.size(1)
+
+    def distinct(self, lists: Iterable[Tensor]) -> Tensor:
+        """The rows in them, sorted; on the CPU."""
+        seen = torch.zeros(len(self.rows), dtype=torch.bool)
+        for rows in lists:
+            seen[rows.cpu()] = True
+        return seen.nonzero().view(-1)
+
+    def sum_pieces(self, pieces: Iterable[Piece], rows: Tensor) -> Tensor:
+        """Their sum [n, width] in n sorted rows, on the device. RunError if a piece has another row."""
+        rows = to_device(rows, self.rows.device)
+        sums = self.grad_data.new_zeros((len(rows), self.rows.size(1)), device=rows.device)
+        for piece in pieces:
+            at = torch.searchsorted(rows, piece.rows)
+            if not rows.is_cuda and not torch.equal(F.pad(rows, (0, 1), value=-1)[at], piece.rows):  # a GPU would wait
+                raise RunError(f"{', '.join(place.name for place in self.params)}: rows have a gradient that were not "
+                               "announced; announce all that a step reads, in every step, or nothing")
+            sums.index_add_(0, at, piece.values.to(sums.dtype), alpha=piece.factor)
+        return sums
+
+    def add(self, place: BucketParam, factor: float, exact: bool = False) -> None:
+        grad, place.param.grad = place.param.grad, None
+        if not grad.is_sparse:
+            raise RunError(f"{place.name} got a dense gradient, and its rule wants rows; make it by nn.Embedding(..., sparse=True), "
+                           "or give it Adam without `rows`")
+        piece = self.Piece(grad._indices()[0] + self.first_row(place), grad._values(), factor)
+        if exact:
+            self.add_to_tree(place, self.plus(piece), self.plus)
+        else:
+            self.pieces.append(piece)
+        place.needs_overwrite = False
+        self.mark_ready(place)
+
+    def plus(self, *pieces: Piece) -> Piece:
+        rows = self.distinct(piece.rows for piece in pieces)
+        return self.Piece(to_device(rows, self.rows.device), self.sum_pieces(pieces, rows))
+
+    def take_sums(self, place: BucketParam, sums: Sequence[Piece]) -> None:
+        self.pieces += sums
+
+    def announce(self, comm: Comm, exact: bool) -> None:
+        """self.read holds all rows whose gradients the next launch will send."""
+        if self.exchange is not None:
+            raise RunError(f"rows of {self.params[0].name} were announced twice for one step; announce those of all its "
+                           "micro-batches at once")
+        self.exchange, self.stage = self.exchanging(comm, exact), 0
+        self.reach(1)
+
+    def reach(self, stage: int) -> None:
+        while self.exchange is not None and self.stage < stage:
+            self.stage += 1
+            next(self.exchange, None)
+
+    def follow_forward(self) -> None:
+        self.reach(2)
+
+    def start_reduce(self, comm: Comm, micro_batches: int, exact: bool) -> None:
+        if exact:
+            self.finish_exact_sums(micro_batches)
+        if self.exchange is None:
+            self.read = [piece.rows for piece in self.pieces]
+            self.announce(comm, exact)
+        self.reach(3)
+        self.reducing = HandleGroup(then=lambda: self.reach(4))
+
+    def exchanging(self, comm: Comm, exact: bool) -> Iterator[None]:
+        """What travels up to the summed gradients; yields where the next line of the table may have to wait."""
+        def of_owner(owner: int, rows: Tensor, given: Tensor) -> Tensor:
+            ends = torch.tensor([owner, owner + 1], dtype=rows.dtype) * len(self.param_shard)
+            return given[slice(*torch.searchsorted(rows, ends).tolist())]
+
+        me, own = comm.rank, self.distinct(self.read)
+        counts = list(torch.zeros(comm.ranks, 1, dtype=torch.int64))
+        counts[me] += len(own)
+        handle = comm.exchange([counts[me]] * comm.ranks, counts)
+        yield
+        handle.wait()
+        everyones = [torch.empty(int(count), dtype=torch.int32) for count in counts]
+        everyones[me] = own.int()
+        handle = comm.exchange([everyones[me]] * comm.ranks, everyones)
+        yield
+        handle.wait()
+        everyones = [rows.long() for rows in everyones]
+        union = self.distinct(everyones)
+        self.by_owner = [of_owner(owner, union, union) for owner in range(comm.ranks)]
+        sums = self.sum_pieces(self.pieces, own)
+        sums = sums.to(comm.sent_dtype or sums.dtype)
+        self.pieces, self.read = [], []
+        of_mine = [of_owner(me, rows, rows) for rows in everyones]
+        arriving = [sums.new_empty(len(rows), sums.size(1)) for rows in of_mine]
+        sent = [of_owner(owner, own, sums) for owner in range(comm.ranks)]
+        arriving[me] = sent[me]
+        handle = comm.exchange(sent, arriving)
+        yield
+        handle.wait()
+        pieces = [self.Piece(to_device(rows, sums.device), values) for rows, values in zip(of_mine, arriving)]
+        mine = self.by_owner[me]  # exact mode needs a tree again
+        grads = tree_sum([self.sum_pieces([x], mine) for x in pieces]) if exact else self.sum_pieces(pieces, mine)
+        self.set_grads(to_device(mine - self.first_own, grads.device), grads)
+        self.exchange = None
+
+    def add_pending(self, updates: bool) -> None:
+        if updates and self.pending is None:
+            return
+        if self.pending is None:
+            self.pending = torch.zeros_like(self.flat_param_shard, dtype=self.grad_shard.dtype)
+        grads = self.pending.view(self.param_shard.shape).index_add_(0, self.touched, self.grad_shard)
+        self.set_grads(torch.arange(len(grads), device=grads.device), grads)
+        self.by_owner = None  # those of earlier steps count too
+        self.pending = None if updates else self.pending
+
+    def update(self, update: Callable[..., None], hyper: dict[str, Any], one_by_one: bool) -> None:
+        """Of the rows that have a gradient; uncompiled, since their number is another in each step."""
+        wholes = [self.param_shard, *self.state.values()]
+        param, *state = (whole[self.touched] for whole in wholes)
+        self.rule.update(param, self.grad_shard, dict(zip(self.state, state)), hyper)
+        moved = self.grad_shard.any(1, keepdim=True)
+        for whole, new in zip(wholes, (param, *state)):
+            whole[self.touched] = torch.where(moved, new, whole[self.touched])
+
+    def start_gather(self, comm: Comm) -> None:
+        if self.by_owner is None:
+            return super().start_gather(comm)
+        rows = [to_device(x, self.rows.device) for x in self.by_owner]
+        arriving = [self.rows.new_empty(len(x), self.rows.size(1)) for x in rows]
+        arriving[comm.rank] = self.rows[rows[comm.rank]]
+
+        def write() -> None:
+            for some, values in zip(rows, arriving):
+                self.rows[some] = values
+        self.gathering = HandleGroup(comm.exchange([arriving[comm.rank]] * comm.ranks, arriving), then=write)
+
+    def part_of(self, place: BucketParam) -> Tensor:
+        first = self.first_row(place) - self.first_own
+        return self.grad_shard[(self.touched >= first) & (self.touched < first + len(place.param))]
+
+    def drop(self) -> None:
+        self.reach(4)
+        self.pieces, self.read = [], []
+        super().drop()
 
 def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ranks: int,
                  grad_reduce_in_fp32: bool = False) -> list[Bucket]:
@@ -1636,21 +1884,22 @@ def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ran
         if sum(s.param.numel() * s.param.element_size() for s in open_groups[key]) >= bucket_bytes:
             del open_groups[key]
     grad_dtype = torch.float32 if grad_reduce_in_fp32 else None
-    return [Bucket(f"{i}-{type(group[0].rule).__name__.lower()}", group, rank, ranks, grad_dtype)
-            for i, group in enumerate(groups)]
+    return [(RowBucket if getattr(group[0].rule, "rows", False) else Bucket)(
+        f"{i}-{type(group[0].rule).__name__.lower()}", group, rank, ranks, grad_dtype) for i, group in enumerate(groups)]
 
 # ------------------------------------------------------------------------------------------------------------------
 # communication
 
 class HandleGroup:
-    """Collectives and messages that are waited for together; of none, if nobody else is needed."""
+    """Collectives and messages that are waited for together, none if nobody else is needed; and what is done then."""
 
-    def __init__(self, *handles: Any):
-        self.handles = handles
+    def __init__(self, *handles: Any, then: Callable[[], Any] = lambda: None):
+        self.handles, self.then = handles, then
 
     def wait(self) -> None:
         for handle in self.handles:
             handle.wait()
+        self.then()
 
 def tree_sum(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """The sum of n tensors, as a binary tree of neighbours; in out, if that is given and n is more than one."""
@@ -1658,16 +1907,6 @@ def tree_sum(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         return parts[0]
     half = len(parts) // 2
     return torch.add(tree_sum(parts[:half]), tree_sum(parts[half:]), out=out)
-
-class SumOfParts:
-    """A reduce-scatter made of messages: what the others sent for this rank is summed with its own, in order of ranks."""
-
-    def __init__(self, messages: HandleGroup, shard: Tensor, parts: Sequence[Tensor]):
-        self.messages, self.shard, self.parts = messages, shard, parts
-
-    def wait(self) -> None:
-        self.messages.wait()
-        tree_sum(self.parts, out=self.shard)
 
 class Comm:
     """The collectives that a run needs. Nothing else names one, so tests can put another network in its place.
@@ -1698,13 +1937,13 @@ class Comm:
         return self._reduce_scatter(shard, full, async_op=True)
 
     def reduce_scatter_exactly(self, shard: Tensor, full: Tensor, received: Tensor) -> Any:
-        """reduce_scatter that sums here, as a tree: on every network the same bytes."""
+        """reduce_scatter made of messages, summed here as a tree: on every network the same bytes."""
         if self.ranks == 1:
             return HandleGroup()
         parts = full.view(self.ranks, -1)
         arriving = list(received)
         arriving.insert(self.rank, parts[self.rank])
-        return SumOfParts(self._exchange(parts, arriving), shard, arriving)
+        return HandleGroup(self.exchange(parts, arriving), then=lambda: tree_sum(arriving, out=shard))
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Any:
         """Start: full [ranks * shard] <- every rank's shard. May be in place."""
@@ -1713,13 +1952,19 @@ class Comm:
         parts = full.view(self.ranks, -1)
         if parts[self.rank].data_ptr() != shard.data_ptr():
             parts[self.rank].copy_(shard)
-        return self._exchange([shard] * self.ranks, parts)
+        return self.exchange([shard] * self.ranks, parts)
 
-    def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> HandleGroup:
-        """Start: sent[i] goes to rank i, received[i] comes from it."""
-        others = [other for other in range(self.ranks) if other != self.rank]
-        messages = [dist.P2POp(way, tensors[other], other) for way, tensors in ((dist.isend, sent), (dist.irecv, received))
-                    for other in others]
+    @functools.cached_property
+    def between_hosts(self) -> Any:
+        """What carries tensors of the CPU: beside a GPU's network a group of its own, which all ranks make at once."""
+        return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+
+    def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> HandleGroup:
+        """Start: sent[i] goes to rank i, received[i] comes from it; what is empty does not travel."""
+        group = self.between_hosts if self.ranks > 1 and not sent[0].is_cuda else None
+        messages = [dist.P2POp(way, tensors[other], other, group)
+                    for way, tensors in ((dist.isend, sent), (dist.irecv, received))
+                    for other in range(self.ranks) if other != self.rank and tensors[other].numel()]
         return HandleGroup(*(dist.batch_isend_irecv(messages) if messages else ()))
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -1752,13 +1997,7 @@ class CompressedComm(Comm):
     def reduce_scatter(self, shard: Tensor, full: Tensor, received: Tensor | None) -> Any:
         small = full.to(self.sent_dtype)
         mine = small.view(self.ranks, -1)[self.rank]
-        handle = super().reduce_scatter(mine, small, received)
-
-        class Unpack:
-            def wait(self) -> None:
-                handle.wait()
-                shard.copy_(mine)
-        return Unpack()
+        return HandleGroup(super().reduce_scatter(mine, small, received), then=lambda: shard.copy_(mine))
 
 def agree(comm: Comm, what: str, mine: dict[str, Any], cure: str) -> None:
     """RunError on every rank if a value of mine is another on any: it names the value, the rank, and both."""
@@ -1805,7 +2044,6 @@ class Reducer:
     def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, grad_scale: float):
         """grad_scale: every gradient is multiplied by it, besides the mean over micro-batches and ranks."""
         self.buckets, self.comm, self.settings, self.grad_scale = list(buckets), comm, settings, grad_scale
-        self.received = {bucket.name: comm.receive_buffer(bucket.grad_data, settings.exact) for bucket in buckets}
         self.launch_order: list[Bucket] | None = None
         self.orders: dict[int, list[Bucket] | None] = {}  # by how many buckets take part: some begin later than others
         self.taking_part = len(self.buckets)
@@ -1817,6 +2055,7 @@ class Reducer:
         self.arrived = False  # a gradient, since the last step
         self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # what profiling puts its ranges in
         for bucket in buckets:
+            bucket.received = comm.receive_buffer(bucket.grad_data, settings.exact)
             for place in bucket.params:
                 self.unhook(place)  # of an optimizer that was built before
                 place.param.bucket_hook = place.param.register_post_accumulate_grad_hook(
@@ -1827,6 +2066,17 @@ class Reducer:
         if hasattr(place.param, "bucket_hook"):
             place.param.bucket_hook.remove()
             del place.param.bucket_hook
+
+    def is_due(self, bucket: Bucket, step: int) -> bool:
+        return step >= bucket.first_step and (self.settings.exact or bucket.updates_in(step))
+
+    def announce_rows(self, step: int, rows: dict[nn.Parameter, Tensor]) -> None:
+        """Before a step's first forward: which rows of tables this rank will read in it, in numbers of any shape, on the CPU.
+        May be left out, on all ranks: then the ranks wait for one another when the gradients have come."""
+        for bucket in (bucket for bucket in self.buckets if isinstance(bucket, RowBucket)):
+            bucket.read += [rows[place.param].flatten() + bucket.first_row(place) for place in bucket.params]
+            if self.is_due(bucket, step):
+                bucket.announce(self.comm, self.settings.exact)
 
     def prepare_for_backward(self, step: int, micro_batch: int = 0, micro_batches: int = 1, loss: Tensor | None = None) -> None:
         """Call before each backward of a step, with the number of the micro-batch and how many this rank has of the step.
@@ -1842,7 +2092,7 @@ class Reducer:
         self.factor = self.grad_scale / (micro_batches * self.comm.ranks)
         last = self.micro_batch == micro_batches
         for bucket in self.buckets:
-            bucket.prepared = last and step >= bucket.first_step and (self.settings.exact or bucket.updates_in(step))
+            bucket.prepared = last and self.is_due(bucket, step)
             bucket.ready_count = 0
             for place in bucket.params:
                 place.grad_ready = False
@@ -1850,6 +2100,8 @@ class Reducer:
         if taking_part != self.taking_part:
             self.taking_part, self.launch_order, self.completed = taking_part, self.orders.get(taking_part), []
         self.due, self.launches = [b for b in self.launch_order or self.buckets if b.prepared], 0
+        for bucket in self.due:
+            bucket.follow_forward()
         if last and loss is not None and self.settings.find_unused_parameters:
             used = used_parameters(loss)
             for bucket in self.due:
@@ -1883,13 +2135,7 @@ class Reducer:
 
     def start_reduce_scatter(self, bucket: Bucket) -> None:
         with self.span(f"launch {bucket.name}"):
-            if self.settings.exact:
-                bucket.finish_exact_sums(self.micro_batches)
-            for place in bucket.params:
-                if place.needs_overwrite:  # unused
-                    place.grad.zero_()
-            reduce_scatter = self.comm.reduce_scatter_exactly if self.settings.exact else self.comm.reduce_scatter
-            bucket.reducing = reduce_scatter(bucket.flat_grad_shard, bucket.grad_data, self.received[bucket.name])
+            bucket.start_reduce(self.comm, self.micro_batches, self.settings.exact)
             bucket.launched = True
             self.launches += 1
 
@@ -1926,10 +2172,7 @@ class Reducer:
         with self.span(f"wait {bucket.name}"):
             bucket.reducing.wait()
             bucket.reducing = None
-            if bucket.pending is not None:
-                bucket.flat_grad_shard.add_(bucket.pending)
-            # in exact mode every step of a cycle is exchanged
-            bucket.pending = None if bucket.updates_in(self.step) else bucket.flat_grad_shard.clone()
+            bucket.add_pending(bucket.updates_in(self.step))
 
     def release(self) -> None:
         """The step is over: its buckets take gradients again."""
@@ -1945,10 +2188,7 @@ class Reducer:
             self.wait(bucket)
         self.release()
         for bucket in self.buckets:
-            bucket.pending = None
-            for place in bucket.params:
-                place.needs_overwrite = True
-                place.partial_sums.clear()
+            bucket.drop()
 
     def find_untouched(self) -> set[str]:
         """Names of the parameters that no rank used since their last update."""
@@ -1960,13 +2200,13 @@ def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step
     """RunError on every rank if a gradient is not finite on any; then scale all if their norm is too large."""
     squares = []  # norms of short rows in float32, squared and summed in float64: soon and exact
     for shard in (bucket.flat_grad_shard for bucket in buckets):
-        rows = shard.view(-1, Bucket.SHARD_ALIGNMENT if len(shard) % Bucket.SHARD_ALIGNMENT == 0 else len(shard))
+        rows = shard.view(-1, math.gcd(len(shard), Bucket.SHARD_ALIGNMENT) or 1)
         norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.promote_types(shard.dtype, torch.float32))
         squares.append(norms.double().square().sum())
     total = comm.all_reduce(torch.stack(squares).sum()).item() if squares else 0.0
     if not math.isfinite(total):
         bad = [place.name for bucket in buckets for place in bucket.params
-               if not bucket.flat_grad_shard[bucket.overlap(place, bucket.flat_grad_shard)[0]].norm().isfinite()]
+               if not bucket.part_of(place).norm().isfinite()]
         named = sorted({name for names in comm.all_json(bad) for name in names})
         raise RunError(f"gradients that step {step} sums are not finite: {', '.join(named)}; the step was not applied. "
                        "Lower the learning rates, or look at the data of this step")
@@ -2043,7 +2283,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for x in (*(bucket.param_data for bucket in buckets), *frozen, *(model.buffers() if model is not None else ())):
             comm.broadcast(x.data)
         self.reducer = Reducer(buckets, comm, settings, grad_scale)
-        self.prepare_for_backward = self.reducer.prepare_for_backward
+        self.prepare_for_backward, self.announce_rows = self.reducer.prepare_for_backward, self.reducer.announce_rows
         updates = {type(bucket.rule).update for bucket in buckets}
         self.updates = {f: torch.compile(f, dynamic=False) if compiled else f for f in updates}
         # compiled code takes numbers as tensors, or it would be compiled again for each; of its own in each place
@@ -2102,7 +2342,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if bucket.updates_in(reducer.step):
                 self._update(bucket, plan, untouched)
                 with reducer.span(f"gather {bucket.name}"):
-                    bucket.gathering = self.comm.all_gather(bucket.param_data, bucket.flat_param_shard)
+                    bucket.start_gather(self.comm)
         reducer.next_step = reducer.step + 1
         reducer.release()
         if not self.settings.overlap_param_gather:
@@ -2123,13 +2363,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         rule = rule if lr == getattr(rule, "lr", lr) else dataclasses.replace(rule, lr=lr)
         hyper = {key: self.number(key, v) if isinstance(v, float) else v
                  for key, v in rule.hyper(plan, bucket.updates).items()} | {"scale": bucket.scale}
-        update = self.updates[type(bucket.rule).update]
-        parts = [slice(None)]
-        if self.settings.exact and bucket.param_shard.dim() > 1:  # a batch may sum in another order than one matrix
-            parts = [slice(i, i + 1) for i in range(len(bucket.param_shard))]
-        for part in parts:
-            update(bucket.param_shard[part], bucket.grad_shard[part], {key: x[part] for key, x in bucket.state.items()},
-                   {**hyper, "scale": bucket.scale[part]})
+        bucket.update(self.updates[type(rule).update], hyper, self.settings.exact)
 
     @torch.no_grad()
     def average(self, rate: float, share: float) -> None:
@@ -2139,7 +2373,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if share:
                 self.finish_all_gathers([bucket])
                 bucket.param_shard.copy_(bucket.param_shard.lerp(kept.to(bucket.param_shard.dtype), share))
-                bucket.gathering = self.comm.all_gather(bucket.param_data, bucket.flat_param_shard)
+                Bucket.start_gather(bucket, self.comm)  # all of it, of whatever kind the bucket is
         if share:
             self.finish_all_gathers()
 
@@ -2231,7 +2465,7 @@ def assignments(config: Config) -> tuple[Assignment, ...]:
         # tied at first, it goes on as the head does
         Assignment("embed.weight", adam(1.0 if c.untie_at else c.embed_lr_mul), first_step=untie_step(c)),
         Assignment("value_embeds.*.weight", adam(c.embed_lr_mul)),
-        Assignment("ngrams.*.weight", adam(c.ngram_lr_mul)),
+        Assignment("ngrams.*.weight", dataclasses.replace(adam(c.ngram_lr_mul), rows=c.lazy_tables)),
         Assignment("lm_head.weight", adam(1.0)),
         Assignment("scalars", adam(c.scalar_lr_mul, 0.0)),
         Assignment("smear_gate", normuon),
@@ -2340,9 +2574,7 @@ def validate(model: GPT, sequences: np.ndarray, windows: Windows, comm: Comm,
 
 def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
     """[T + 1] tokens -> inputs int32 [T], targets int64 [T] on the device, without waiting for it."""
-    tokens = torch.from_numpy(sequence.astype(np.int32))
-    if device.type == "cuda":
-        tokens = tokens.pin_memory().to(device, non_blocking=True)
+    tokens = to_device(torch.from_numpy(sequence.astype(np.int32)), device)
     return tokens[:-1], tokens[1:].long()
 
 class TrainLosses:
@@ -2705,6 +2937,8 @@ def rule_parts(trainer: Trainer) -> Iterator[Part]:
         return [held[0].float() - noise[0].float(), *held[2:]]
 
     for bucket in {(type(b.rule), b.param_shard.shape, b.param_data.dtype): b for b in optimizer.buckets}.values():
+        if isinstance(bucket, RowBucket):  # all of them
+            bucket.set_grads(torch.arange(len(bucket.param_shard), device=trainer.device), torch.empty_like(bucket.param_shard))
         noise = [torch.randn_like(x) / 50 for x in (bucket.param_shard, bucket.grad_shard)]
         noise += [torch.rand_like(x) / 1000 for x in bucket.state.values()]
         allowed = ALLOWED[bucket.param_data.dtype]
@@ -3050,6 +3284,8 @@ class Trainer:
         losses, optimizer = [], self.optimizer
         if plan.unties:
             optimizer.copy_parameter("lm_head.weight", "embed.weight")
+        if self.config.lazy_tables:
+            optimizer.announce_rows(plan.step, self.model.rows_read(torch.from_numpy(np.stack(batch)[:, :-1].astype(np.int32))))
         for i, micro_batch in enumerate(batch):
             inputs, targets = split_sequence(micro_batch, self.device)
             with optimizer.reducer.span("forward"):

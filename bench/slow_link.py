@@ -161,8 +161,8 @@ class Rank:
         _, optimizer = self.buckets(comm)
 
         def step() -> None:
-            buckets, received = optimizer.buckets, optimizer.reducer.received
-            for handles in ([comm.reduce_scatter(bucket.flat_grad_shard, bucket.grad_data, received[bucket.name])
+            buckets = optimizer.buckets
+            for handles in ([comm.reduce_scatter(bucket.flat_grad_shard, bucket.grad_data, bucket.received)
                              for bucket in buckets],
                             [comm.all_gather(bucket.param_data, bucket.flat_param_shard) for bucket in buckets]):
                 for handle in handles:

@@ -20,7 +20,8 @@ import train_gpt
 from conftest import TINY, forked, free_port, some_documents, wait_until, write_corpus, write_shard
 
 ROOT = Path(train_gpt.__file__).parent
-SMALL = {**TINY, "layers": "S0M L1", "ngrams": "2:40:8 3:30:16", "model_dim": 16, "head_dim": 8, "backout_layer": 0, "micro_batches": 4,
+SMALL = {**TINY, "layers": "S0M L1", "ngrams": "2:40:8 3:30:16", "lazy_tables": "true",
+         "model_dim": 16, "head_dim": 8, "backout_layer": 0, "micro_batches": 4,
          "micro_batch_tokens": 16, "max_document_tokens": 12, "val_len": 48, "num_steps": 8, "val_every": 5, "warmup_steps": 0,
          "stages": "until long_window; 1/2 2; 1 4; +2 6", "muon_momentum_rise": 3, "bucket_mb": 0.004, "save_every": 2}
 SEVERAL = {"micro_batches": 12, "stages": "until long_window; 1 2"}  # ranks that 4 micro-batches do not suit

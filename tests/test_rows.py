@@ -1,0 +1,234 @@
+"""Tables of which a step reads few rows: what is computed, what travels, and when."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import reference
+import train_gpt
+from conftest import some_documents
+from test_optimizer import FULL, optimizer_of, train_steps
+from test_sync import Hostile
+from train_gpt import Comm, RowBucket, RunError
+
+LAZY = train_gpt.Adam(lr=0.1, beta1=0.65, beta2=0.95, eps=1e-3, rows=True)
+SIZES, WIDTH = (7, 12), 4  # of two tables in one bucket: of two ranks the first owns some of the second
+
+
+def tables(seed=0):
+    torch.manual_seed(seed)
+    return nn.ModuleList(nn.Embedding(size, WIDTH, sparse=True, dtype=torch.float64) for size in SIZES)
+
+
+def rows_of(step, rank, micro_batch, ranks=2, micro_batches=2):
+    """Of both tables, what the micro-batch of a run reads: the same for any number of ranks. Some rows come twice, some never."""
+    draw = torch.Generator().manual_seed(100 * step + rank * micro_batches + micro_batch)
+    return [torch.randint(size // 2 + step % 3, (3, 2), generator=draw) for size in SIZES]
+
+
+def loss_of(model, rows):
+    """Not the same for any two rows, nor for a row at any two places."""
+    return sum(((table(some) + 0.3) ** 2 * torch.arange(1.0, 1 + some.numel() * WIDTH).view(*some.shape, WIDTH)).sum()
+               for table, some in zip(model, rows))
+
+
+def train(comm, steps=4, micro_batches=2, announce=True, every=1, network=Comm, changes={}):
+    """-> the optimizer's state after these steps, and the bytes that this rank sent in the last one."""
+    model, comm = tables(), Counting(comm.rank, comm.ranks) if network is Comm else network(comm.rank, comm.ranks)
+    optimizer = optimizer_of(model, comm, 1e9, dataclasses.replace(LAZY, every=every), **changes)
+    for step in range(steps):
+        comm.sent = []
+        batch = [rows_of(step, comm.rank, i, comm.ranks, micro_batches) for i in range(micro_batches)]
+        if announce:
+            optimizer.announce_rows(step, {table.weight: torch.stack(some) for table, some in zip(model, zip(*batch))})
+        for i, rows in enumerate(batch):
+            loss = loss_of(model, rows)
+            optimizer.prepare_for_backward(step, i, micro_batches)
+            loss.backward()
+        optimizer.step(FULL)
+    optimizer.finish_all_gathers()
+    sent = list(getattr(comm, "sent", ()))
+    return optimizer.state_dict(), sent
+
+
+class Counting(Comm):
+    """Writes down the numbers of elements of what it sends: to whom does not matter."""
+
+    def exchange(self, sent, received):
+        self.sent.append([x.numel() for rank, x in enumerate(sent) if rank != self.rank])
+        return super().exchange(sent, received)
+
+
+def by_hand(steps=4, ranks=2, micro_batches=2, every=1):
+    """Dense gradients of all ranks and micro-batches, and Adam row by row."""
+    model = tables()
+    plain = [[reference.Adam(row.detach().clone()) for row in table.weight] for table in model]
+    counts = [[0] * size for size in SIZES]
+    for step in range(steps):
+        for rank in range(ranks):
+            for i in range(micro_batches):
+                (loss_of(model, rows_of(step, rank, i, ranks, micro_batches)) / (ranks * micro_batches)).backward()
+        if (step + 1) % every:
+            continue
+        for table, rows, touched in zip(model, plain, counts):
+            grad, table.weight.grad = table.weight.grad.to_dense(), None
+            for number, row in enumerate(rows):
+                row.t = (step + 1) // every - 1  # updates of the whole table, whichever rows they met
+                if grad[number].any():
+                    row.step(grad[number], lr=0.1, eps=1e-3)
+                    touched[number] += 1
+                table.weight.data[number] = row.p
+    return model, plain, counts
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("announce", [True, False])
+def test_rows_with_a_gradient_are_updated_and_no_others(on_ranks, ranks, announce, every):
+    """On every rank the tables and moments are those of a second implementation."""
+    model, plain, counts = by_hand(ranks=ranks, every=every)
+    assert {0, 4 // every} < {count for touched in counts for count in touched}, "some rows always, some never, some now and then"
+    for state, _ in on_ranks(ranks, train, 4, 2, announce, every):
+        for i, rows in enumerate(plain):
+            for key, kept in (("", "p"), ("/m", "m"), ("/v", "v")):
+                theirs = torch.stack([getattr(row, kept) for row in rows])
+                torch.testing.assert_close(state[f"{i}.weight{key}"].view_as(theirs), theirs, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("changes", [{"sync": "step"}, {"walk": "forward"}, {"check_grads": True}, {"find_unused_parameters": True},
+                                     {"exact": True}, {"clip_norm": 1e9}], ids=str)
+@pytest.mark.parametrize("network", [Comm, Hostile])
+def test_no_setting_changes_what_is_computed(on_ranks, changes, network):
+    plain, _ = on_ranks(2, train)[0]
+    for state, _ in on_ranks(2, train, 4, 2, True, 1, network, changes):
+        for name, x in plain.items():
+            torch.testing.assert_close(state[name], x, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_exact_mode_gives_the_same_bytes_at_any_number_of_ranks(on_ranks, every):
+    """Also between two updates, and where other micro-batches lie on a rank. A plain sum gives other bytes, or this shows nothing."""
+    def hashes(exact, steps):
+        return {train_gpt.hash_of([*on_ranks(ranks, train, steps, 8 // ranks, True, every, Comm, {"exact": exact})[0][0].items()])
+                for ranks in (1, 2, 4)}
+    assert len(hashes(True, 3)) == len(hashes(True, 4)) == 1 < len(hashes(False, 4))
+
+
+def test_rows_alone_travel(on_ranks):
+    """How many, which, their gradients to their owners, and their new values to all."""
+    read = [torch.stack([torch.cat([a.flatten(), b.flatten() + SIZES[0]]) for a, b in (rows_of(3, rank, i) for i in range(2))])
+            .unique() for rank in range(2)]
+    border = -(-sum(SIZES) // 2)  # between the rows of the first rank and those of the second
+    union = torch.cat(read).unique()
+    for rank, (_, sent) in enumerate(on_ranks(2, train)):
+        mine = union < border if rank == 0 else union >= border
+        others = read[rank] >= border if rank == 0 else read[rank] < border
+        assert sent == [[1], [len(read[rank])], [WIDTH * int(others.sum())], [WIDTH * int(mine.sum())]]
+        assert len(union) < sum(SIZES) * 0.8
+
+
+def moments(comm, exact):
+    """A row that was updated, then read by a loss in which it counts nothing."""
+    model = tables()
+    optimizer = optimizer_of(model, comm, 1e9, LAZY, exact=exact)
+    states = []
+    for step, weight in enumerate((1.0, 0.0)):
+        optimizer.prepare_for_backward(step)
+        rows = torch.tensor([1, 2])
+        (model[0](rows) * torch.tensor([[1.0], [weight]]) + model[1](rows)).sum().backward()
+        optimizer.step(FULL)
+        states.append(optimizer.state_dict())
+    return states
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_gradient_of_zero_is_none(on_ranks, exact):
+    for before, after in on_ranks(2, moments, exact):
+        for key in ("", "/m", "/v"):
+            old, new = (state[f"0.weight{key}"].view(-1, WIDTH) for state in (before, after))
+            assert torch.equal(old[2], new[2]) and not torch.equal(old[1], new[1])
+
+
+def dropped(comm, when):
+    """Rows are announced, perhaps sent, and dropped; the steps after it are as if nothing had been."""
+    results = []
+    for drops in (True, False):
+        model = tables()
+        optimizer = optimizer_of(model, comm, 1e9, LAZY)
+        first = optimizer.state_dict()
+        if drops:
+            rows = rows_of(9, comm.rank, 0)
+            optimizer.announce_rows(0, dict(zip((table.weight for table in model), rows)))
+            loss = loss_of(model, rows)
+            if when != "announced":
+                optimizer.prepare_for_backward(0)
+            if when == "sent":
+                loss.backward()
+                optimizer.reducer.launch_rest()
+            optimizer.load_state_dict(first)
+        for step in range(2):
+            rows = rows_of(step, comm.rank, 0)
+            optimizer.announce_rows(step, dict(zip((table.weight for table in model), rows)))
+            loss = loss_of(model, rows)
+            optimizer.prepare_for_backward(step)
+            loss.backward()
+            optimizer.step(FULL)
+        results.append(optimizer.state_hash())
+    return results
+
+
+@pytest.mark.parametrize("when", ["announced", "prepared", "sent"])
+def test_what_was_under_way_is_dropped_with_a_loaded_state(on_ranks, when):
+    results = on_ranks(2, dropped, when)
+    assert len({x for result in results for x in result}) == 1
+
+
+def test_a_state_fits_tables_that_are_updated_row_by_row_and_others():
+    lazy, dense = (optimizer_of(tables(seed), rule=dataclasses.replace(LAZY, rows=rows)) for seed, rows in ((0, True), (1, False)))
+    dense.load_state_dict(lazy.state_dict())
+    assert dense.state_hash() == lazy.state_hash() and isinstance(lazy.buckets[0], RowBucket)
+
+
+def backward_of(sparse=True, announced=()):
+    torch.manual_seed(0)
+    table = nn.Embedding(5, 3, sparse=sparse)
+    optimizer = optimizer_of(table, rule=LAZY)
+    for rows in announced:
+        optimizer.announce_rows(0, {table.weight: torch.tensor(rows).long()})
+    optimizer.prepare_for_backward(0)
+    table(torch.tensor([1, 4])).sum().backward()
+    optimizer.step(FULL)
+    return table
+
+
+@pytest.mark.parametrize("given,says", [
+    (dict(sparse=False), r"weight got a dense gradient, and its rule wants rows; make it by nn.Embedding\(\.\.\., sparse=True\)"),
+    (dict(announced=[[1, 2]]), "weight: rows have a gradient that were not announced; announce all that a step reads"),
+    (dict(announced=[[]]), "rows have a gradient that were not announced"),
+    (dict(announced=[[1, 4], [1]]), "rows of weight were announced twice for one step"),
+])
+def test_a_wrong_use_is_answered_with_the_cure(given, says):
+    with pytest.raises(RunError, match=says):
+        backward_of(**given)
+
+
+def test_only_tables_have_rows():
+    with pytest.raises(RunError, match=r"scale has shape \(3,\), and its rule updates the rows of tables; give it Adam without `rows`"):
+        train_gpt.fill_buckets([train_gpt.ParamSpec("scale", nn.Parameter(torch.zeros(3)), LAZY)], 0, 0, 1)
+
+
+def test_more_rows_may_be_announced_than_are_read():
+    few, many = (backward_of(announced=[rows]) for rows in ([1, 4], [4, 3, 1, 1]))
+    assert torch.equal(few.weight, many.weight)
+
+
+def record_steps(comm, changes, batches):
+    return train_steps(comm, {"ngrams": "2:40:8 3:30:8", "lazy_tables": True, **changes}, 3, batches)[1]
+
+
+def test_a_run_with_row_by_row_tables_is_the_same_at_any_number_of_ranks(on_ranks):
+    """In exact mode, through the model's own n-gram tables, whose rows the trainer announces."""
+    batches = torch.from_numpy(some_documents(11, 3 * 4 * 49).astype("int64")).view(3, 4, 49)
+    assert len({x for ranks in (1, 2, 4) for x in on_ranks(ranks, record_steps, {"exact": True}, batches)}) == 1
