@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
 import difflib
 import errno
@@ -3392,6 +3393,8 @@ class Profile:
         except OSError:
             path.unlink(missing_ok=True)
             raise
+        # what takes it apart crashes in torch 2.13, on ranks that others sent to: it is never taken apart
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(profiler.profiler.kineto_results))
         self.log.say(f"trace: {path}")
 
 class Notices:

@@ -207,18 +207,18 @@ def test_the_saved_model_gives_the_logged_loss_again(one):
 
 
 def test_two_ranks_read_the_same_tokens_and_reach_the_same_loss(one, tmp_path):
-    """Once by torchrun itself, and once more: the same seed on as many ranks gives the same bytes, though two steps of it are
-    profiled."""
+    """And once more, by torchrun itself: the same seed on as many ranks gives the same bytes, though two steps of it are
+    profiled, which once crashed the ranks' very end."""
     folder, corpus, _, path = one
-    done = torchrun(2, ROOT / "train_gpt.py", flags(tmp_path, corpus, run_id="two"))
-    assert done.returncode == 0, done.stderr
+    done = launch(tmp_path, *[flags(tmp_path, corpus, run_id="two")] * 2)
+    assert [rank.status for rank in done] == [0, 0], done
     alone, two = read_log(path)[4], read_log(tmp_path / "logs" / "two.txt")[4]
     assert two["train_digest"] == alone["train_digest"] and two["val_tokens"] == alone["val_tokens"]
     assert two["final_val_loss"] == pytest.approx(alone["final_val_loss"], rel=1e-2)
     assert losses_of(tmp_path / "logs" / "two.txt", "train")[:4] == pytest.approx(losses_of(path, "train")[:4], abs=1e-3)
     assert two["state_hash"]["before_warmup"] == two["state_hash"]["after_warmup"] == alone["state_hash"]["before_warmup"]
-    again = launch(tmp_path, *[flags(tmp_path, corpus, run_id="again", profile="3:4")] * 2)
-    assert [rank.status for rank in again] == [0, 0], again
+    again = torchrun(2, ROOT / "train_gpt.py", flags(tmp_path, corpus, run_id="again", profile="3:4"))
+    assert again.returncode == 0, again.stderr
     twice = read_log(tmp_path / "logs" / "again.txt")
     assert twice[4]["final_state_hash"] == two["final_state_hash"], "same seed, same ranks, other bytes"
     assert twice[2]["hosts"][0]["ranks"] == [0, 1] and len(twice[2]["hosts"]) == 1
