@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import dataclasses
 import difflib
 import errno
@@ -3364,7 +3363,7 @@ class Profile:
 
     def __init__(self, config: Config, optimizer: DistributedOptimizer, clock: Clock, log: Log):
         self.steps = profiled_steps(config) if config.profile else range(0)
-        self.reducer, self.clock, self.log = optimizer.reducer, clock, log
+        self.optimizer, self.reducer, self.clock, self.log = optimizer, optimizer.reducer, clock, log
         self.plain_span, self.profiler = optimizer.reducer.span, None
 
     def begins(self, step: int) -> None:
@@ -3382,6 +3381,7 @@ class Profile:
                 self.profiler.start()
                 self.profiler.step_num = step
             else:
+                self.optimizer.finish_all_gathers()  # one that ends after the trace does makes torch 2.13 crash at the exit
                 self.profiler.step()
             self.reducer.span = torch.profiler.record_function if step in self.steps else self.plain_span
 
@@ -3393,8 +3393,6 @@ class Profile:
         except OSError:
             path.unlink(missing_ok=True)
             raise
-        # what takes it apart crashes in torch 2.13, on ranks that others sent to: it is never taken apart
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(profiler.profiler.kineto_results))
         self.log.say(f"trace: {path}")
 
 class Notices:
