@@ -1692,6 +1692,13 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     """From the CPU, without waiting for it."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
+class RowGrads(NamedTuple):
+    """Gradients [n, width] of rows [n], of which some may come more than once; to be multiplied by a factor."""
+
+    rows: Tensor
+    values: Tensor
+    factor: float = 1.0
+
 class RowBucket(Bucket):
     """Tables of which a step reads few rows: these alone travel and are updated; see Adam.rows.
 
@@ -1711,18 +1718,11 @@ class RowBucket(Bucket):
         self.rows = self.param_data.view(-1, *self.param_shard.shape[1:])  # [of all ranks, width]
         self.first_own = self.shard_begin // self.rows.size(1)
         self.read: list[Tensor] = []   # numbers of rows, some more than once
-        self.pieces: list[RowBucket.Piece] = []
+        self.pieces: list[RowGrads] = []
         self.exchange: Iterator[None] | None = None
         self.stage = 0                 # how many lines of the table above have started
         self.by_owner: list[Tensor] | None = None  # rows that any rank has read; None: they are not known to all
         self.set_grads(torch.empty(0).long(), self.grad_data.new_empty((0, self.rows.size(1)), device=self.rows.device))
-
-    class Piece(NamedTuple):
-        """Gradients [n, width] of rows [n], of which some may come more than once; to be multiplied by a factor."""
-
-        rows: Tensor
-        values: Tensor
-        factor: float = 1.0
 
     def set_grads(self, touched: Tensor, grads: Tensor) -> None:
         """The summed gradients [n, width] of n rows of this shard, counted from its first."""
@@ -1738,7 +1738,7 @@ class RowBucket(Bucket):
             seen[rows.cpu()] = True
         return seen.nonzero().view(-1)
 
-    def sum_pieces(self, pieces: Iterable[Piece], rows: Tensor) -> Tensor:
+    def sum_pieces(self, pieces: Iterable[RowGrads], rows: Tensor) -> Tensor:
         """Their sum [n, width] in n sorted rows, on the device. RunError if a piece has another row."""
         rows = to_device(rows, self.rows.device)
         sums = self.grad_data.new_zeros((len(rows), self.rows.size(1)), device=rows.device)
@@ -1755,7 +1755,7 @@ class RowBucket(Bucket):
         if not grad.is_sparse:
             raise RunError(f"{place.name} got a dense gradient, and its rule wants rows; make it by nn.Embedding(..., sparse=True), "
                            "or give it Adam without `rows`")
-        piece = self.Piece(grad._indices()[0] + self.first_row(place), grad._values(), factor)
+        piece = RowGrads(grad._indices()[0] + self.first_row(place), grad._values(), factor)
         if exact:
             self.add_to_tree(place, self.plus(piece), self.plus)
         else:
@@ -1763,11 +1763,11 @@ class RowBucket(Bucket):
         place.needs_overwrite = False
         self.mark_ready(place)
 
-    def plus(self, *pieces: Piece) -> Piece:
+    def plus(self, *pieces: RowGrads) -> RowGrads:
         rows = self.distinct(piece.rows for piece in pieces)
-        return self.Piece(to_device(rows, self.rows.device), self.sum_pieces(pieces, rows))
+        return RowGrads(to_device(rows, self.rows.device), self.sum_pieces(pieces, rows))
 
-    def take_sums(self, place: BucketParam, sums: Sequence[Piece]) -> None:
+    def take_sums(self, place: BucketParam, sums: Sequence[RowGrads]) -> None:
         self.pieces += sums
 
     def announce(self, comm: Comm, exact: bool) -> None:
@@ -1825,7 +1825,7 @@ class RowBucket(Bucket):
         handle = comm.exchange(sent, arriving)
         yield
         handle.wait()
-        pieces = [self.Piece(to_device(rows, sums.device), values) for rows, values in zip(of_mine, arriving)]
+        pieces = [RowGrads(to_device(rows, sums.device), values) for rows, values in zip(of_mine, arriving)]
         mine = self.by_owner[me]  # exact mode needs a tree again
         grads = tree_sum([self.sum_pieces([x], mine) for x in pieces]) if exact else self.sum_pieces(pieces, mine)
         self.set_grads(to_device(mine - self.first_own, grads.device), grads)
