@@ -5,6 +5,7 @@
 #   ./run.sh -n 5                             five timed runs, a log each, declared before the first
 #   ./run.sh -n 5 --vs "--sync step"          five pairs of runs in turn, the first with further flags
 #   ./run.sh -n 5 --vs HEAD~1                 likewise, the second of another git revision
+#   ./run.sh -n 5 --vs FOLDER --cmd COMMAND   likewise, the second another project's, started so in that folder
 #   ./run.sh --until-decided --max-n 12 --vs HEAD~1   likewise, until the verdict is there
 #   ./run.sh --resume latest                  goes on with the run that stopped last; or name its checkpoint or log
 #   ./run.sh --resume logs/race-ID/race.jsonl goes on with a race that stopped
@@ -65,7 +66,7 @@ race=() resume="" help=false flags=() text=()
 while [ $# -gt 0 ]; do
     case $1 in
         --setup) set_up; exit ;;
-        -n|--vs|--max-n|--test|--alpha|--resume)
+        -n|--vs|--cmd|--max-n|--test|--alpha|--resume)
             [ $# -gt 1 ] || fail "$1 wants a value; --help says which"
             value=$2
             if [ "$1" = --resume ]; then
@@ -93,7 +94,7 @@ done
 
 cd "$here"
 if $help; then
-    sed -n '2,13s/^# \{0,1\}//p' run.sh
+    sed -n '2,14s/^# \{0,1\}//p' run.sh
     if ready; then exec "$python" train_gpt.py "${flags[@]}"; fi
     printf '\nBehind this come the flags of train_gpt.py, once .venv is there: ./run.sh --setup\n'
     exit

@@ -5,6 +5,8 @@
     python records/race.py -n 5 --vs "--sync step"    five pairs: the same script; side a, the one with the idea, has these
                                                       flags too
     python records/race.py -n 5 --vs "--flag x" --vs "--other y"      a ladder: five runs of each idea and of the base
+    python records/race.py -n 5 --vs ../modded-nanogpt --cmd "torchrun --nproc_per_node=8 train_gpt.py"
+                                                      side b: another project's script, started so in its folder
     python records/race.py --until-decided --max-n 12 --vs HEAD~1     pairs until the claim is decided, 12 at most
     python records/race.py -n 5 --ranks 8 -- --preset laptop --num_steps 300      flags for both sides
     python records/race.py --resume logs/race-ID/race.jsonl                       goes on where a race stopped
@@ -19,6 +21,9 @@ that failed too; RUNID.steps.json, [step, seconds] of each step line as it reach
 since it started the run; race.png, drawn anew after each run. A run that fails stops the race, as what breaks once
 mostly breaks again; --resume repeats it with its seed. While any run of a race lives its race.jsonl is locked.
 
+Another project's script has seeds of its own, and knows nothing of the race. What its command wrote last in logs/*.txt
+of its folder is the run's log; a copy lies beside the others, and race.jsonl says of which run it is.
+
 Runs are started by `python -I` and without PYTHON* variables, so that no PYTHONPATH, sitecustomize of a folder or user
 site changes their clocks; what is installed beside torch itself still could.
 
@@ -32,6 +37,7 @@ import fcntl
 import glob
 import hashlib
 import json
+import math
 import os
 import re
 import shlex
@@ -55,15 +61,16 @@ SCRIPT = "train_gpt.py"
 OWN_FLAGS = ("--run_id", "--log_dir", "--resume", "--race", "--race_id", "--race_run", "--race_runs", "--race_side")
 PATIENCE_S = 30  # until a run that was told to stop is killed
 LOOK_S = 0.02  # between two looks at a run's log
+MOST_LOGS = 50  # earlier ones that are read to foresee how long a race takes
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # found now: a child must not load libraries before it execs
 ALONE = [sys.executable, "-I"]  # neither PYTHON* variables nor the user's packages
 STEP = re.compile(rb"(?:step|s):(\d{1,18})[/ ]")
 
 # Before any run: the script itself knows best what it refuses, and whether it has the flag --race or the four before it
-CHECK = ("import sys; sys.path.insert(0, ''); import train_gpt as t; ranks, *flags = sys.argv[1:]\n"
-         "try: config = t.parse_config(flags, 'laptop')[1]; t.check_config(config, int(ranks))\n"
+CHECK = ("import json, sys; sys.path.insert(0, ''); import train_gpt as t; ranks, *flags = sys.argv[1:]\n"
+         "try: preset, config = t.parse_config(flags, 'laptop'); t.check_config(config, int(ranks))\n"
          "except t.RunError as error: sys.exit(str(error))\n"
-         "print(hasattr(config, 'race'))")
+         "print(json.dumps({'race_flag': hasattr(config, 'race'), 'preset': preset, 'steps': config.num_steps}))")
 # In front of a rank, which torchrun gives no open file of its own: it holds the race's lock as long as it lives
 HOLD = ("import fcntl, os, sys; lock = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(lock, fcntl.LOCK_SH)\n"
         "os.set_inheritable(lock, True); os.execv(sys.argv[2], sys.argv[2:])")
@@ -84,9 +91,9 @@ def git(*arguments):
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def describe_sides(ideas, flags):
+def describe_sides(ideas, cmd, flags):
     """{side: {"revision", "flags"}}; a revision of None is this checkout. A lone side has no name, as in the logs. Of a
-    ladder the last side is the base."""
+    ladder the last side is the base. A side with a "folder" is another project's, and its flags are its whole command."""
     if not ideas:
         return {"": {"revision": None, "flags": flags}}
     if len(ideas) > 1:
@@ -94,11 +101,15 @@ def describe_sides(ideas, flags):
             raise CannotRace("several --vs make a ladder of flags; race a revision by itself")
         return {chr(ord("a") + i): {"revision": None, "flags": flags + split_flags(idea)} for i, idea in enumerate([*ideas, ""])}
     vs, = ideas
+    if cmd is not None:
+        theirs = {"revision": None, "flags": split_flags(cmd), "folder": os.path.normpath(ROOT / vs)}
+        return {"a": {"revision": None, "flags": flags}, "b": theirs}
     if vs.startswith("-"):
         return {"a": {"revision": None, "flags": flags + split_flags(vs)}, "b": {"revision": None, "flags": flags}}
     revision = git("rev-parse", "--verify", "--quiet", f"{vs}^{{commit}}")
     if revision is None:
-        raise CannotRace(f"--vs {vs!r} is no revision that git knows here; name a commit, branch or tag; or flags")
+        raise CannotRace(f"--vs {vs!r} is no revision that git knows here; name a commit, branch or tag; or flags; or, "
+                         "with --cmd, a folder")
     if git("cat-file", "-e", f"{revision}:{SCRIPT}") is None:
         raise CannotRace(f"revision {vs} has no {SCRIPT}; name a later one")
     return {"a": {"revision": None, "flags": flags}, "b": {"revision": revision, "flags": flags}}
@@ -108,7 +119,7 @@ def split_flags(text):
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise CannotRace(f"--vs {text!r} cannot be split into flags ({error}); close its quotes") from None
+        raise CannotRace(f"{text!r} cannot be split into words ({error}); close its quotes") from None
 
 
 def check_flags(flags):
@@ -138,7 +149,7 @@ def folders(sides):
     try:
         found = {}
         for side, version in sides.items():
-            found[side] = ROOT
+            found[side] = Path(version.get("folder", ROOT))
             if version["revision"]:
                 found[side] = home / version["revision"][:12]
                 if git("worktree", "add", "--detach", str(found[side]), version["revision"]) is None:
@@ -154,23 +165,41 @@ def folders(sides):
         git("worktree", "prune")
 
 
-def source_hash(folder):
-    return hashlib.sha256((folder / SCRIPT).read_bytes()).hexdigest()
+def source_hash(version, folder):
+    """Of the script; of another project's, of the files that its command names."""
+    words = version["flags"] if "folder" in version else [SCRIPT]
+    files = [folder / word for word in words if (folder / word).is_file()]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def check_sides(race, where):
-    """Raises CannotRace unless each side has the source that the race began with, and its script takes its flags."""
+    """Raises CannotRace unless each side has the source that the race began with, and its script can be started so."""
     for side, version in race["sides"].items():
-        seen = source_hash(where[side])
+        script = f"{SCRIPT}{' of side ' + side if side else ''}"
+        (check_command if "folder" in version else check_script)(version, where[side], script, race["ranks"])
+        seen = source_hash(version, where[side])
         if version.setdefault("source_sha256", seen) != seen:
-            raise CannotRace(f"{SCRIPT} has changed since the race began; restore it (SHA-256 "
+            raise CannotRace(f"{script} has changed since the race began; restore it (SHA-256 "
                              f"{version['source_sha256'][:8]}...), or race anew")
-        done = subprocess.run([*ALONE, "-c", CHECK, str(race["ranks"]), *version["flags"]], cwd=where[side],
-                              capture_output=True, text=True, env=environment())
-        if done.returncode:
-            why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            raise CannotRace(f"{SCRIPT}{' of side ' + side if side else ''} refuses its flags: {why}")
-        version["race_flag"] = done.stdout.split()[-1:] == ["True"]
+
+
+def check_script(version, folder, script, ranks):
+    done = subprocess.run([*ALONE, "-c", CHECK, str(ranks), *version["flags"]], cwd=folder, env=environment(),
+                          capture_output=True, text=True)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise CannotRace(f"{script} refuses its flags: {why}")
+    version.update(json.loads(done.stdout.splitlines()[-1]))
+
+
+def check_command(version, folder, *_):
+    """Of another project's script: its folder, and the program that starts it."""
+    if not folder.is_dir():
+        raise CannotRace(f"--vs {folder} is no folder; with --cmd it names another project's, as seen from {ROOT}")
+    program = " ".join(version["flags"][:1])
+    if not shutil.which(folder / program if "/" in program else program):
+        raise CannotRace(f"--cmd: there is no program {program!r} {f'in {folder}' if '/' in program else 'on the PATH'}; "
+                         "name one, or a shell: bash -c '...'")
 
 
 # The race
@@ -254,9 +283,27 @@ class Stamps:
 
 
 def complete_log(path):
-    """The run in a log that is whole, or None."""
+    """The run in a log that is whole, or None. Another project's log has neither start nor end line."""
     runs, _, _ = logs.read_file(str(path))
-    return runs[0] if len(runs) == 1 and runs[0].complete and runs[0].end else None
+    return runs[0] if len(runs) == 1 and runs[0].complete and (runs[0].end or not runs[0].start) else None
+
+
+def logs_of(folder):
+    """The logs of another project's folder, each with the time when it was written last."""
+    return {(path, path.stat().st_mtime_ns) for path in (folder / "logs").glob("*.txt")}
+
+
+def take_log(folder, before, log):
+    """Copies what a command wrote last of such logs to the race. Returns what is wrong with it, or None."""
+    new = logs_of(folder) - before
+    if not new:
+        return f"it left no log in {folder / 'logs'}/*.txt"
+    newest = max(new, key=lambda found: found[1])[0]
+    shutil.copyfile(newest, log)
+    if not complete_log(log):
+        _, rejected, _ = logs.read_file(str(log))
+        why = rejected[0].reason if rejected else "not one that states its total"
+        return f"its log {newest} holds no whole run: {why}"
 
 
 def run_once(manifest, folder, lock, run, side):
@@ -266,11 +313,13 @@ def run_once(manifest, folder, lock, run, side):
     run_id = f"{race['id']}_{run:02}{side}" + (f"_again{tries}" if tries else "")
     seed, log = race["seed"] + run, manifest.path.parent / f"{run_id}.txt"
     attempt = {"run": run, "side": side, "run_id": run_id, "seed": seed, "started_at": now(), "status": "started"}
-    flags = {"seed": seed, "run_id": run_id, "log_dir": log.parent, **race_flags(race, run, side)}
+    version = race["sides"][side]
+    foreign, before, words = "folder" in version, logs_of(folder), version["flags"]
+    if not foreign:
+        flags = {"seed": seed, "run_id": run_id, "log_dir": log.parent, **race_flags(race, run, side)}
+        words = [*command(race["ranks"], manifest.path), *words, *(f"--{name}={value}" for name, value in flags.items())]
     manifest.write(attempt)
     threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}  # the same when the race is resumed
-    words = [*command(race["ranks"], manifest.path), *race["sides"][side]["flags"],
-             *(f"--{name}={value}" for name, value in flags.items())]
     stamps, interrupted = Stamps(log), False
     # a session of its own: Ctrl-C reaches the race alone, which passes it on and stays to write down what became of it
     process = subprocess.Popen(words, cwd=folder, env=environment(**threads), start_new_session=True,
@@ -285,6 +334,8 @@ def run_once(manifest, folder, lock, run, side):
         code = stop(process)
     stamps.write()
     seconds = time.monotonic() - stamps.began
+    if foreign and (wrong := take_log(folder, before, log)) and not interrupted:
+        say(f"`{shlex.join(words)}` of side {side} ended with exit status {code}, and {wrong}")
     # a whole log is a run, however its processes ended: it must not be run again
     status = "done" if complete_log(log) else "interrupted" if interrupted else "failed"
     manifest.write({**attempt, "ended_at": now(), "status": status, "exit": code, "seconds": seconds,
@@ -365,10 +416,27 @@ def judging(manifest):
 
 
 def left(manifest, runs):
-    """How long so many runs will take, by the mean of those that are done."""
-    took = [attempt["seconds"] for attempt in manifest.done().values() if "seconds" in attempt]
-    time_left = f"{runs * sum(took) / len(took) / 60:.1f} min" if took else "time not known yet"
-    return f"{runs} runs left, {time_left}"
+    """How long so many runs will take, by the mean of those that are done; before the first by an earlier run."""
+    took, like = [attempt["seconds"] for attempt in manifest.done().values() if "seconds" in attempt], ""
+    if not took and (earlier := foresee(manifest.race)):
+        took, like = [earlier.end["wall_seconds"]], f", if each takes as long as {os.path.basename(earlier.path)} did"
+    if not took:
+        return f"{runs} runs left, how long is known after the first"
+    minutes = math.ceil(runs * sum(took) / len(took) / 60)
+    return f"{runs} runs left, about {minutes // 60}:{minutes % 60:02} h{like}"
+
+
+def foresee(race):
+    """The latest whole run in logs/ with the preset, steps, ranks and cores of this race, or None."""
+    side, *others = race["sides"].values()
+    if any("folder" in other for other in others):  # another project's takes a time of its own
+        return None
+    wanted = [side["preset"], side["steps"], race["ranks"], os.cpu_count()]
+    for log in sorted((ROOT / "logs").rglob("*.txt"), key=lambda path: path.name, reverse=True)[:MOST_LOGS]:
+        run = complete_log(log)
+        if run and "wall_seconds" in (run.end or {}) and wanted == [
+                run.start["preset"], run.stated_steps, run.start["ranks"], run.start["hardware"]["cores"]]:
+            return run
 
 
 def run_all(manifest, where, lock):
@@ -383,7 +451,7 @@ def run_all(manifest, where, lock):
             break
         say(f"run {run} of {'at most ' * looks}{race['n']}{' side ' + side if side else ''}, seed "
             f"{race['seed'] + run}; {estimate(so_far(manifest))}; {left(manifest, len(todo) - i)}")
-        if source_hash(where[side]) != race["sides"][side]["source_sha256"]:
+        if source_hash(race["sides"][side], where[side]) != race["sides"][side]["source_sha256"]:
             raise CannotRace(f"{SCRIPT} was changed during the race; restore it and go on with: {how}")
         status, stopped = run_once(manifest, where[side], lock, run, side)
         if report := so_far(manifest):
@@ -410,7 +478,7 @@ def say(line):
 def new_race(options):
     """The Manifest of a race that begins, not yet on the disk."""
     seed, flags = check_flags(options.flags)
-    sides = describe_sides(options.vs, flags)
+    sides = describe_sides(options.vs, options.cmd, flags)
     if any(check_flags(split_flags(vs) if vs.startswith("-") else [])[0] is not None for vs in options.vs):
         raise CannotRace("--vs sets --seed, and all sides share theirs; give --seed once, behind --")
     race_id = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:4]}"
@@ -428,8 +496,10 @@ def parse(arguments):
     parser = argparse.ArgumentParser(description="Times runs: one version, or two in turn.", allow_abbrev=False,
                                      epilog="Exit status: 0 all done, 1 one failed, 2 cannot be run, 130 interrupted.")
     parser.add_argument("-n", type=int, metavar="N", help="runs (of each side), declared before the first")
-    parser.add_argument("--vs", metavar="REV_OR_FLAGS", action="append", default=[], help="race against a git revision, or "
-                        "further flags; flags several times: a ladder of ideas against one base")
+    parser.add_argument("--vs", metavar="VERSION", action="append", default=[], help="race against a git revision; or "
+                        "further flags; flags several times: a ladder of ideas against one base; or, with --cmd, a folder")
+    parser.add_argument("--cmd", metavar="COMMAND", help="what starts the script of another project in the "
+                        "folder that --vs names")
     parser.add_argument("--until-decided", action="store_true", help="look after every run, or pair, and stop when the "
                         "claim holds or has no chance left")
     parser.add_argument("--max-n", type=int, metavar="N", help="for --until-decided: runs (of each side) at most")
@@ -448,8 +518,10 @@ def parse(arguments):
     options = parser.parse_args(words)
     if options.flags:
         parser.error(f"{options.flags[0]!r} stands alone; write flags for {SCRIPT} behind --")
-    if options.resume and (options.n or options.vs or options.max_n or options.until_decided or flags):
+    if options.resume and (options.n or options.vs or options.cmd or options.max_n or options.until_decided or flags):
         parser.error("--resume takes everything from the manifest; leave the rest out")
+    if options.cmd and len(options.vs) != 1:
+        parser.error(f"--cmd wants one --vs, the folder that it is run in, and --vs is given {len(options.vs)} times")
     if len(options.vs) > 25 or options.until_decided and len(options.vs) > 1:
         parser.error(f"--vs is given {len(options.vs)} times; a ladder has 25 ideas at most, and no --until-decided")
     if options.until_decided != bool(options.max_n) or options.until_decided and options.n:

@@ -349,6 +349,7 @@ def check_event(event, first):
         wanted(isinstance(side, dict) and are_words(side.get("flags")), "a side needs a revision and flags")
         wanted(side.get("revision") is None or re.fullmatch("[0-9a-f]{40,64}", str(side["revision"])),
                "a side's revision is no full hash")  # git would take one that begins with - for an option
+        wanted(isinstance(side.get("folder", ""), str), "a side's folder is no path")
     if first:
         wanted(inner["sides"] and are_words(inner["order"]) and len(inner["order"]) == inner["n"] * len(inner["sides"]),
                "its order wants one word for each of its n runs a side")
@@ -421,11 +422,20 @@ class Race(NamedTuple):
 
 
 def race_of(run):
-    """The Race of a run or of a rejected one, or None."""
-    race = (run.start or {}).get("race")
+    """The Race of a run or of a rejected one, or None. Of another project's script race.jsonl beside the log tells."""
+    race = (run.start or {}).get("race") or told_beside(run.path)
     if not isinstance(race, dict) or "race_id" not in race:
         return None
     return Race(str(race["race_id"]), str(race.get("side") or ""), str(race.get("run")), race.get("declared_n"))
+
+
+def told_beside(path):
+    """The race field for a log of which race.jsonl beside it says that it is a run of a side that has a folder; or None."""
+    path = Path(path)
+    manifest = Manifest.read(path.with_name(MANIFEST)) if path.with_name(MANIFEST).is_file() else None
+    attempt = manifest and manifest.attempts.get(path.stem)
+    if attempt and "folder" in manifest.race["sides"].get(attempt["side"], {}):
+        return {"race_id": manifest.race["id"], "declared_n": manifest.race["n"], **attempt}
 
 
 def config_of(run):

@@ -3,6 +3,7 @@ nothing; and one run of the real script through the launcher."""
 
 import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
@@ -27,7 +28,7 @@ import verify  # noqa: E402
 
 # Takes train_gpt.py's flags of a race and two of its own, and writes its log. SPEED stands for what a version changes.
 SCRIPT = '''
-import argparse, hashlib, json, signal, sys, time
+import argparse, hashlib, json, os, signal, sys, time
 from pathlib import Path
 SPEED = 100
 NEW = True  # has --race, and heeds no other
@@ -36,19 +37,21 @@ def parse_config(argv, preset):
     p = argparse.ArgumentParser("train_gpt.py", allow_abbrev=False)
     for name in ("run_id", "log_dir", "race_id", "race_side", "mood"): p.add_argument("--" + name, default="")
     for name in ("seed", "race_run", "race_runs", "slower", "worse"): p.add_argument("--" + name, type=int, default=0)
+    p.add_argument("--num_steps", type=int, default=1)
     if NEW: p.add_argument("--race", default="")
     return preset, p.parse_args(argv)
 def check_config(c, ranks):
     if c.slower < 0: raise RunError(f"slower is {c.slower}; give 0 or more")
 def main(argv):
-    _, c = parse_config(argv, "")
+    preset, c = parse_config(argv, "laptop")
     here = Path(__file__).parent
     if not (here / "data/toy/toy_train_000001.bin").read_bytes(): sys.exit("no data")
     source = Path(__file__).read_text()
     race = dict(zip(("race_id", "run", "declared_n", "side"), c.race.split(":"))) if NEW else {
         "race_id": c.race_id, "run": c.race_run, "declared_n": c.race_runs, "side": c.race_side}
     race.update(run=int(race["run"]), declared_n=int(race["declared_n"]))
-    start = {"run_id": c.run_id, "seed": c.seed, "config": vars(c), "ranks": 1,
+    start = {"run_id": c.run_id, "seed": c.seed, "config": vars(c), "ranks": 1, "preset": preset,
+             "hardware": {"cores": os.cpu_count()},
              "source_sha256": hashlib.sha256(source.encode()).hexdigest(),
              "race": race, "isolated": sys.flags.isolated}
     ms = SPEED + c.slower + c.seed * (3 if c.mood == "jittery" and race["side"] == "b" else 1)
@@ -63,10 +66,30 @@ def main(argv):
         print(f"step:{steps}/{steps} train_time:{ms}ms step_avg:{ms}.00ms", file=log)
         loss = 3.2 + c.seed / 1000 + c.worse * (10 + c.seed % 3) / 1000
         print(f"step:{steps}/{steps} val_loss:{loss:.4f} train_time:{ms}ms step_avg:{ms}.00ms", file=log)
-        print(json.dumps({"end": {"final_val_loss": loss, "steps": 1, "train_time_ms": ms}}), file=log)
+        print(json.dumps({"end": {"final_val_loss": loss, "steps": 1, "train_time_ms": ms, "wall_seconds": 1500}}), file=log)
     if c.mood == "fail at the end": sys.exit(3)
     if c.mood == "sleepy at the end": time.sleep(60)
 if __name__ == "__main__": main(sys.argv[1:])
+'''
+
+
+# Another project's, which takes no flag of ours and names its log itself
+THEIRS = '''
+import sys, time, uuid
+from pathlib import Path
+mood = sys.argv[1] if len(sys.argv) > 1 else ""
+Path("logs").mkdir(exist_ok=True)
+runs = len(list(Path("logs").glob("*.txt")))
+if mood == "fails": sys.exit("theirs: no such GPU")
+if mood == "no log": sys.exit()
+with open(f"logs/{uuid.uuid4()}.txt", "w") as log:
+    print(open(__file__).read(), "=" * 100, "Running PyTorch, world_size: 1", "=" * 100, sep="\\n", file=log, flush=True)
+    if mood == "no steps": sys.exit("theirs: out of memory")
+    if mood == "sleepy" and not Path("awake").exists(): time.sleep(60)
+    for step, loss in enumerate((10.8258, 3.25 + runs / 1000)):
+        ms = step * (300 + 2 * runs)
+        print(f"step:{step}/1 val_loss:{loss:.4f} train_time:{ms}ms step_avg:{ms / max(step, 1):.2f}ms", file=log, flush=True)
+    print("peak memory allocated: 31 MiB reserved: 40 MiB", file=log)
 '''
 
 
@@ -123,7 +146,13 @@ def test_one_version(repo, capsys):
     assert {(run.start["race"]["declared_n"], run.start["race"]["side"]) for run in runs} == {(3, "")}
     shown = capsys.readouterr().out
     assert "run 3 of 3, seed 3; runs: 0.1015 ± 0.0007 s [0.0856 … 0.1174], 3.2015 ± 0.0007 loss [3.1856 … 3.2174] (2)" in shown
-    assert "; 1 runs left, 0." in shown and "The claim holds" in shown
+    assert "runs: no run yet" not in shown and "; 3 runs left, how long is known after the first" in shown
+    assert "; 1 runs left, about 0:01 h\n" in shown and "The claim holds" in shown
+    assert race.main(["-n", "2"]) == 0  # two of 1,500 s, as the log of the same preset, steps, ranks and cores says
+    latest = max(run.start["run_id"] for run in runs)
+    assert f"; 2 runs left, about 0:50 h, if each takes as long as {latest}.txt did\n" in capsys.readouterr().out
+    assert race.main(["-n", "2", "--", "--num_steps", "2"]) == 0
+    assert "; 2 runs left, how long is known" in capsys.readouterr().out
 
 
 def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
@@ -139,6 +168,65 @@ def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
     assert "a - b: -0.1000 s" in capsys.readouterr().out
     verdicts = {finding.rule: finding.verdict for finding in verify.verify(verify.parse([str(folder)]))}
     assert verdicts["every run is accounted for"] == verdicts["faster than the other side, p < 0.01"] == "pass"
+
+
+@pytest.fixture
+def theirs(repo):
+    """The folder of another project, beside this one."""
+    (repo.parent / "theirs").mkdir()
+    (repo.parent / "theirs/their_gpt.py").write_text(THEIRS)
+    return repo.parent / "theirs"
+
+
+def against(mood=""):
+    return ["--vs", "../theirs", "--cmd", f"{sys.executable} their_gpt.py {mood}"]
+
+
+def test_another_project_s_script_runs_in_turn_and_is_judged_by_the_same_figures(repo, theirs, capsys):
+    (theirs / "logs").mkdir()
+    (theirs / "logs/of_before.txt").write_text("step:1/1 val_loss:1.0000 train_time:5ms step_avg:5.00ms\n")
+    assert race.main(["-n", "3", *against(), "--", "--slower", "7"]) == 0
+    folder, described, events = only_race(repo)
+    assert [f"{run}{side}" for run, side, _ in starts(events)] == ["1a", "1b", "2b", "2a", "3a", "3b"]
+    own = {path.read_bytes() for path in (theirs / "logs").glob("*-*.txt")}
+    assert len(own) == 3 and {path.read_bytes() for path in folder.glob("*b.txt")} == own
+    shown = capsys.readouterr().out
+    ours = [107 + seed for seed in (1, 2, 3)]
+    test = scipy.stats.ttest_rel([math.log(ms) for ms in ours], [math.log(ms) for ms in (302, 304, 306)], alternative="less")
+    assert f"faster by the paired test of log time (p = {test.pvalue:.4g})" in shown and "The claim holds" in shown
+    assert "Side a (--slower 7) against side b" in shown and "a - b: -0.1950 s" in shown
+    verdicts = {finding.rule: finding.verdict for finding in verify.verify(verify.parse([str(folder)]))}
+    assert verdicts["faster than the other side, p < 0.01"] == "pass"
+    assert verdicts["every run is accounted for"] == "not checkable"  # theirs do not describe themselves
+
+
+@pytest.mark.parametrize("mood, says", [
+    ("fails", "ended with exit status 1, and it left no log in {theirs}/logs/*.txt"),
+    ("'no log'", "ended with exit status 0, and it left no log in"),
+    ("'no steps'", "ended with exit status 1, and its log {theirs}/logs/"),
+])
+def test_another_project_s_script_that_leaves_no_run_stops_the_race(repo, theirs, capsys, mood, says):
+    assert race.main(["-n", "2", *against(mood)]) == 1
+    assert [event["status"] for event in only_race(repo)[2]] == ["started", "done", "started", "failed"]
+    shown = capsys.readouterr().out
+    assert says.format(theirs=theirs) in shown and ("no step" in shown) == ("steps" in mood) and "run 1b failed (above is why)" in shown
+
+
+def test_another_project_s_script_is_interrupted_with_the_race_and_goes_on(repo, theirs, capsys):
+    def interrupt():
+        wait_until(lambda: list(theirs.glob("logs/*.txt")))
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert race.main(["-n", "2", *against("sleepy")]) == 130
+    folder, _, events = only_race(repo)
+    assert events[-1]["status"] == "interrupted" and events[-1]["exit"] == -signal.SIGINT
+    assert "run 1b was interrupted; 1 of 4 runs are done" in capsys.readouterr().out
+    (theirs / "awake").touch()
+    assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
+    assert [f"{run}{side}" for run, side, _ in starts(only_race(repo)[2])] == ["1a", "1b", "1b", "2b", "2a"]
+    (theirs / "their_gpt.py").write_text(THEIRS + "# faster")
+    assert race.main(["--resume", str(folder / "race.jsonl")]) == 2
+    assert "train_gpt.py of side b has changed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("vs", ["--slower 7", "--slower=7"])
@@ -348,6 +436,11 @@ def test_a_script_that_changed_is_refused(repo, capsys):
     (["-n", "1", "--vs", "--log_dir=x"], "--log_dir is the race's to set"),
     (["-n", "1", "--vs", "--seed 3"], "share theirs"),
     (["-n", "1", "--", "--seed", "x"], "whole number"),
+    (["-n", "1", "--vs", "../nowhere", "--cmd", "./run.sh"], "nowhere is no folder; with --cmd it names another project's"),
+    (["-n", "1", "--vs", "data", "--cmd", "./run.sh"], "there is no program './run.sh' in "),
+    (["-n", "1", "--vs", "data", "--cmd", "no_such_torchrun x.py"], "'no_such_torchrun' on the PATH; name one"),
+    (["-n", "1", "--vs", "data", "--cmd", ""], "there is no program ''"),
+    (["-n", "1", "--vs", "data", "--cmd", "python 'x"], "close its quotes"),
     (["--resume", "nowhere.jsonl"], "there is no such file; name the race.jsonl"),
 ])
 def test_what_cannot_be_raced_is_one_line_and_starts_nothing(repo, capsys, arguments, word):
@@ -360,6 +453,7 @@ def test_what_cannot_be_raced_is_one_line_and_starts_nothing(repo, capsys, argum
 @pytest.mark.parametrize("arguments, word", [
     (["-n", "0"], "at least 1"), ([], "at least 1"), (["-n", "1", "x"], "behind --"),
     (["-n", "1", "--resume", "x"], "leave the rest out"), (["--until-decided"], "wants --max-n"),
+    (["-n", "1", "--cmd", "./run.sh"], "--cmd wants one --vs"), (["--resume", "x", "--cmd", "y"], "leave the rest out"),
     (["--max-n", "3"], "--until-decided wants"), (["-n", "2", "--max-n", "3", "--until-decided"], "no -n"),
     (["--until-decided", "--max-n", "1"], "at least 2"), (["-n", "2", "--alpha", "0.6"], "less than 0.5")])
 def test_usage(capsys, arguments, word):
@@ -378,7 +472,7 @@ RACE = {"id": "x", "sides": {"": {"revision": None, "flags": []}}, "ranks": 1, "
         {"id": 3}, {"sides": {}}, {"sides": ["a"]}, {"sides": {"a": {}}}, {"n": "2"}, {"seed": None}, {"order": 1},
         {"id": "../x"}, {"id": "a:b"}, {"alpha": "x"}, {"alpha": 0.9}, {"test": "best"},
         *({"sides": {"a": {"revision": revision, "flags": []}}} for revision in ("--lock", "HEAD", "abc123", "g" * 40, "")),
-        {"n": 10**400}, {"n": 10**15}, {"order": [1]}, {"sides": {"a": {"revision": 5, "flags": []}}},
+        {"sides": {"a": {"revision": None, "flags": [], "folder": 5}}}, {"n": 10**400}, {"n": 10**15}, {"order": [1]}, {"sides": {"a": {"revision": 5, "flags": []}}},
         {"sides": {"a": {"revision": None, "flags": [1]}}})),
     json.dumps({"race": RACE}) + '\n{"run_id": "x", "run": 1, "side": ""}\n',
     json.dumps({"race": RACE}) + '\n{"run_id": "../x", "run": 1, "side": "", "status": "started"}\n',

@@ -163,6 +163,9 @@ echo
     ("", ["--resume", "race.jsonl"], "[records/race.py][--resume][HERE/race.jsonl]\n"),
     ("4 4 speedrun True logs", ["-n", "5", "--vs", "--sync step", "--seed", "1"],
      "[records/race.py][-n][5][--vs][--sync step][--ranks][4][--][--preset][speedrun][--seed][1]\n"),
+    ("8 8 speedrun True logs", ["-n", "5", "--vs", "../theirs", "--cmd", "torchrun --nproc_per_node=8 train_gpt.py"],
+     "[records/race.py][-n][5][--vs][../theirs][--cmd][torchrun --nproc_per_node=8 train_gpt.py][--ranks][8][--][--preset]"
+     "[speedrun]\n"),
 ])
 def test_what_is_started(tree, fit, typed, started):
     tree.set_up(ECHO)
