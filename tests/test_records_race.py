@@ -78,8 +78,7 @@ THEIRS = '''
 import sys, time, uuid
 from pathlib import Path
 mood = sys.argv[1] if len(sys.argv) > 1 else ""
-Path("logs").mkdir(exist_ok=True)
-runs = len(list(Path("logs").glob("*.txt")))
+runs = len(list(Path("logs").glob("*-*.txt")))
 if mood == "fails": sys.exit("theirs: no such GPU")
 if mood == "no log": sys.exit()
 with open(f"logs/{uuid.uuid4()}.txt", "w") as log:
@@ -172,10 +171,12 @@ def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
 
 @pytest.fixture
 def theirs(repo):
-    """The folder of another project, beside this one."""
-    (repo.parent / "theirs").mkdir()
-    (repo.parent / "theirs/their_gpt.py").write_text(THEIRS)
-    return repo.parent / "theirs"
+    """The folder of another project, beside this one, with a log of before."""
+    folder = repo.parent / "theirs"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "logs/before.txt").write_text("step:1/1 val_loss:1.0000 train_time:5ms step_avg:5.00ms\n")
+    (folder / "their_gpt.py").write_text(THEIRS)
+    return folder
 
 
 def against(mood=""):
@@ -183,8 +184,6 @@ def against(mood=""):
 
 
 def test_another_project_s_script_runs_in_turn_and_is_judged_by_the_same_figures(repo, theirs, capsys):
-    (theirs / "logs").mkdir()
-    (theirs / "logs/of_before.txt").write_text("step:1/1 val_loss:1.0000 train_time:5ms step_avg:5.00ms\n")
     assert race.main(["-n", "3", *against(), "--", "--slower", "7"]) == 0
     folder, described, events = only_race(repo)
     assert [f"{run}{side}" for run, side, _ in starts(events)] == ["1a", "1b", "2b", "2a", "3a", "3b"]
@@ -214,7 +213,7 @@ def test_another_project_s_script_that_leaves_no_run_stops_the_race(repo, theirs
 
 def test_another_project_s_script_is_interrupted_with_the_race_and_goes_on(repo, theirs, capsys):
     def interrupt():
-        wait_until(lambda: list(theirs.glob("logs/*.txt")))
+        wait_until(lambda: list(theirs.glob("logs/*-*.txt")))
         os.kill(os.getpid(), signal.SIGINT)
     threading.Thread(target=interrupt, daemon=True).start()
     assert race.main(["-n", "2", *against("sleepy")]) == 130
