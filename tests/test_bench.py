@@ -113,12 +113,9 @@ def test_passes(bench):
 
 
 def test_own_model(bench):
-    """The optimizers are beside one another on the same data: both learn what is in it, and neither far more."""
-    sides = {row["optimizer"]: row for row in rows(bench("own_model.py", *"--vocab 16 --dim 16 --batch 4 --tokens 16 --steps 40".split()))}
-    assert list(sides) == ["ours", "DDP, Muon and AdamW"]
-    losses = [float(row["last loss"]) for row in sides.values()]
-    assert all(1.0 < loss < 2.0 for loss in losses) and abs(losses[0] - losses[1]) < 0.3  # of ln 16 at first, ln 3 at best
-    assert all(float(row["ms a step"]) > 0 for row in sides.values())
+    """Both optimizers learn what is in the text: from ln 64 to near ln 3, which is the best."""
+    losses = {row["optimizer"]: float(row["last loss"]) for row in rows(bench("own_model.py"))}
+    assert losses.keys() == {"ours", "DDP, Muon and AdamW"} and all(1.05 < loss < 1.3 for loss in losses.values()), losses
 
 
 def test_one_rank_of_8(bench):
