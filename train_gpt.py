@@ -274,7 +274,7 @@ FREE_TO_CHANGE = {f.name for f in dataclasses.fields(SyncSettings)} - {"exact", 
 SECTIONS = {"micro_batches": "what may differ from stage to stage", "sync": "how gradients and parameters travel",
             "seed": "the run", "train_files": "data", "layers": "model", "num_steps": "plan", "adam_lr": "optimizers",
             "bucket_mb": "gradient sync", "compile": "machine", "log_dir": "log, saved state, and what comes after"}
-FIRST_FLAGS = ("preset", "num_steps", "seed", "target_val_loss", "train_files", "val_files", "val_tokens", "layers", "model_dim",
+FIRST_FLAGS = ("preset", "num_steps", "seed", "target_val_loss", "train_files", "val_files", "val_tokens", "depth", "layers", "model_dim",
                "micro_batches", "save_model", "save_every", "resume", "log_dir")
 
 class Parser(argparse.ArgumentParser):
@@ -314,6 +314,9 @@ def make_parser() -> argparse.ArgumentParser:
         group.add_argument(f"--{f.name}", type=kinds[f.type], choices=choices, help=f"{why} ({shown})",
                            nargs="?" if bare else None, const=bare,
                            metavar=None if choices else "NUMBERS" if f.type.startswith("tuple") else f.type.upper())
+        if f.name == "layers":
+            group.add_argument("--depth", type=int, metavar="INT", help="in place of --layers and --backout_layer: so many "
+                               "plain layers, SM, each fourth and the last LM; the output of one at three quarters is taken back")
     return parser
 
 def parse_bool(text: str) -> bool:
@@ -333,7 +336,12 @@ def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]
     Leaves by SystemExit on a flag that is unknown or ill-typed; RunError where there is nothing to resume from.
     """
     given = {name: v for name, v in vars(make_parser().parse_args(argv)).items() if v is not None}
-    preset = given.pop("preset", default_preset)
+    preset, depth = given.pop("preset", default_preset), given.pop("depth", None)
+    if depth is not None:
+        if given.keys() & {"layers", "backout_layer"}:
+            raise RunError("--depth says what --layers and --backout_layer say; leave it out, or them")
+        words = ["LM" if i % 4 == 3 or i == depth - 1 else "SM" for i in range(depth)]
+        given.update(layers=" ".join(words), backout_layer=max(0, 3 * (depth - 1) // 4))
     config = dataclasses.replace(PRESETS[preset], **{**shortened(PRESETS[preset], given.get("num_steps")), **given})
     if not config.resume:
         return preset, config

@@ -104,6 +104,18 @@ def test_the_curve_of_the_progress_line(losses, drawn):
     assert train_gpt.curve(losses) == drawn
 
 
+def test_depth_is_said_in_layers():
+    """So that a log has one way to say it."""
+    for depth, words, back in ((1, "LM", 0), (2, "SM LM", 0), (5, "SM SM SM LM LM", 3), (12, "SM SM SM LM " * 3, 8)):
+        config = parse("--depth", str(depth))[1]
+        train_gpt.check_config(config, 1)
+        assert config == dataclasses.replace(parse()[1], layers=words.strip(), backout_layer=back)
+    with pytest.raises(train_gpt.RunError, match="--depth says what --layers and --backout_layer say; leave it out, or them"):
+        parse("--depth", "3", "--layers", "SM")
+    with pytest.raises(train_gpt.RunError, match="layers is empty; give at least one layer"):
+        train_gpt.check_config(parse("--depth", "0")[1], 1)
+
+
 def test_a_config_survives_json():
     config = train_gpt.Config(**{**TINY, "loss_weights": (1.0, 0.5)})
     assert train_gpt.config_of(json.loads(json.dumps(dataclasses.asdict(config)))) == config
