@@ -102,7 +102,7 @@ def describe_sides(ideas, cmd, flags):
         return {chr(ord("a") + i): {"revision": None, "flags": flags + split_flags(idea)} for i, idea in enumerate([*ideas, ""])}
     vs, = ideas
     if cmd is not None:
-        theirs = {"revision": None, "flags": split_flags(cmd), "folder": os.path.normpath(ROOT / vs)}
+        theirs = {"revision": None, "flags": split_flags(cmd), "folder": vs}
         return {"a": {"revision": None, "flags": flags}, "b": theirs}
     if vs.startswith("-"):
         return {"a": {"revision": None, "flags": flags + split_flags(vs)}, "b": {"revision": None, "flags": flags}}
@@ -149,7 +149,7 @@ def folders(sides):
     try:
         found = {}
         for side, version in sides.items():
-            found[side] = Path(version.get("folder", ROOT))
+            found[side] = (ROOT / version.get("folder", "")).resolve()
             if version["revision"]:
                 found[side] = home / version["revision"][:12]
                 if git("worktree", "add", "--detach", str(found[side]), version["revision"]) is None:
