@@ -1196,9 +1196,9 @@ class NgramTable(nn.Embedding):
 
     SIGNS, BITS, FACTOR = 8192, 40, 2_654_435  # of the hash; a product stays below 2 ** 63
 
-    def __init__(self, ngrams: Ngrams, vocab: int, bos_id: int, dtype: torch.dtype):
+    def __init__(self, ngrams: Ngrams, vocab: int, dtype: torch.dtype):
         super().__init__(ngrams.rows, ngrams.width, dtype=dtype, sparse=True)  # a micro-batch meets few of the rows
-        self.n, self.vocab, self.bos_id = ngrams.n, vocab, bos_id
+        self.n, self.vocab = ngrams.n, vocab
         self.shared = vocab ** ngrams.n > ngrams.rows
         if self.shared:
             bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0))
@@ -1207,24 +1207,18 @@ class NgramTable(nn.Embedding):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens [T] -> [T, width]."""
-        rows, number = self.look_up(tokens)
-        found = super().forward(rows)
+    def forward(self, number: Tensor) -> Tensor:
+        """The n-grams' numbers or hashes [T], see GPT.ngram_numbers -> [T, width]."""
+        found = super().forward(number % self.num_embeddings)
         return found * self.signs[number // self.num_embeddings % self.SIGNS] if self.shared else found
 
-    def look_up(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [..., T] -> the rows that they read, and the n-grams' numbers or hashes; of the same shape."""
-        token, inside, number = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), torch.zeros_like(tokens).long()
-        for _ in range(self.n):  # the last one, the one before it, and so on, while it is of the same document
-            one = torch.where(inside, token, self.bos_id)
-            number = self.hash(number ^ one) if self.shared else number * self.vocab + one
-            inside = inside & (token != self.bos_id)
-            token = F.pad(token[..., :-1], (1, 0), value=self.bos_id)
-        return number % self.num_embeddings, number
+    def number(self, lasts: Sequence[Tensor]) -> Tensor:
+        """The last token at each place, the one before it, and so on -> the n-gram's own number."""
+        return functools.reduce(lambda number, one: number * self.vocab + one, lasts[:self.n])
 
-    def hash(self, number: Tensor) -> Tensor:
-        number = number * self.FACTOR % 2 ** self.BITS
+    @classmethod
+    def hash(cls, number: Tensor) -> Tensor:
+        number = number * cls.FACTOR % 2 ** cls.BITS
         return number ^ (number >> 21)
 
 # What stands between the blocks: functions of their own, so that each can be compiled by itself
@@ -1265,7 +1259,7 @@ class GPT(nn.Module):
         self.value_embeds = nn.ModuleList(nn.Embedding(vocab, model_dim, dtype=dtype) for _ in range(tables))
         for table in self.value_embeds:
             table.weight.data.mul_(value_init)
-        self.ngrams = nn.ModuleList(NgramTable(table, vocab_size, bos_id, dtype) for table in ngrams)
+        self.ngrams = nn.ModuleList(NgramTable(table, vocab_size, dtype) for table in ngrams)
         self.smear_gate = nn.Parameter(torch.zeros(1, gate_dim, dtype=dtype))
         self.blocks = nn.ModuleList(
             Block(layer, model_dim, heads=num_heads, gate_dim=gate_dim, dtype=dtype, value_gates=value_gates,
@@ -1301,9 +1295,19 @@ class GPT(nn.Module):
         """Tokens [T] -> the stream before the first layer [T, dim]."""
         e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)
         x0 = self.smear(e, self.smear_gate, self.scalars.split(self.scalar_sizes)[3][0])
-        for table in self.ngrams:  # a narrow one adds to the first entries
-            x0 = x0 + F.pad(table(tokens), (0, x0.size(1) - table.embedding_dim))
+        for table, number in zip(self.ngrams, self.ngram_numbers(tokens)):  # a narrow one adds to the first entries
+            x0 = x0 + F.pad(table(number), (0, x0.size(1) - table.embedding_dim))
         return x0
+
+    def ngram_numbers(self, tokens: Tensor) -> list[Tensor]:
+        """Tokens [..., T] -> for each table the numbers of its n-grams, or their hashes, which tables share; of that shape."""
+        token, inside, lasts = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), []
+        for _ in range(max((table.n for table in self.ngrams), default=0)):  # the last token, the one before it, and so on,
+            lasts.append(torch.where(inside, token, self.bos_id))  # while it is of the same document
+            inside = inside & (token != self.bos_id)
+            token = F.pad(token[..., :-1], (1, 0), value=self.bos_id)
+        hashes = [*itertools.accumulate(lasts, lambda number, one: NgramTable.hash(number ^ one), initial=0)]
+        return [hashes[table.n] if table.shared else table.number(lasts) for table in self.ngrams]
 
     def run_layers(self, tokens: Tensor, x0: Tensor, rotary: Rotary, masks: Sequence[Mask | None], begin: int = 0) -> Tensor:
         """Tokens [T] and their opened stream [T, dim], a mask per layer -> normed stream before the head [T, dim]. begin:
@@ -1330,7 +1334,7 @@ class GPT(nn.Module):
 
     def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
         """Of each n-gram table the rows that a forward of these tokens [..., T] reads."""
-        return {table.weight: table.look_up(tokens)[0] for table in self.ngrams}
+        return {table.weight: number % table.num_embeddings for table, number in zip(self.ngrams, self.ngram_numbers(tokens))}
 
     def forward(self, inputs: Tensor, targets: Tensor, windows: Windows, loss_weights: tuple[float, ...] = (1.0,)) -> Tensor:
         """inputs, targets [T] -> the sum of the targets' cross entropies, in nats; targets of -1 count nothing. Further
