@@ -203,6 +203,27 @@ def backward_of(sparse=True, announced=()):
     return table
 
 
+def not_finite(comm, table, row):
+    model = tables()
+    optimizer = optimizer_of(model, comm, 1e9, LAZY, check_grads=True)
+    optimizer.prepare_for_backward(0)
+    read = [torch.tensor([0, 6]), torch.tensor([0, 11])]
+    weights = [torch.ones(2, 1), torch.ones(2, 1)]
+    weights[table][row] = float("inf")
+    sum((table(rows) * weight).sum() for table, rows, weight in zip(model, read, weights)).backward()
+    try:
+        optimizer.step(FULL)
+    except RunError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("table,row", [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_a_gradient_that_is_not_finite_is_named_by_its_table(on_ranks, table, row):
+    """In the first and in the last row of each, which lie on both ranks."""
+    for message in on_ranks(2, not_finite, table, row):
+        assert message.startswith(f"gradients that step 0 sums are not finite: {table}.weight;")
+
+
 @pytest.mark.parametrize("given,says", [
     (dict(sparse=False), r"weight got a dense gradient, and its rule wants rows; make it by nn.Embedding\(\.\.\., sparse=True\)"),
     (dict(announced=[[1, 2]]), "weight: rows have a gradient that were not announced; announce all that a step reads"),
