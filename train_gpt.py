@@ -252,16 +252,17 @@ PRESETS = {
                "2/3 16 2048 7 1.52 1,.5>0; 1 24 2048 11 1.73 1; +15 24 2048 13 1.73 1",
         muon_lr=0.023, muon_beta2=0.9, proj_lr_mul=4.0, adam_weight_decay=0.025, adam_eps=1e-10,
     ),
-    # the same code, small: bytes of the standard library on two CPU cores. Two narrow layers under wide tables: where time is
-    # short more tokens are worth more than more layers (LOG.md)
+    # the same code, small: bytes of the standard library on two CPU cores. Two narrow layers under tables of which a step reads
+    # some rows: where time is short more tokens are worth more than more layers, and longer n-grams more than both (LOG.md)
     "laptop": Config(
         target_val_loss=1.40, train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin",
-        train_shards=0, max_document_tokens=257, long_documents="split", shuffle=True, micro_batch_tokens=256,
-        val_tokens=0, val_len=1024, val_every=0, layers="S0M L1M", ngrams="2:16384:64 3:32768:64 4:65536:64 5:65536:64",
-        model_dim=64, num_heads=2, head_dim=32, backout_layer=0, dtype="float32", fp8_head=False, num_steps=200,
-        stages="until long_window; 1/2 4; 1 8; +10 8", window_block=32, final_window=12, exclude_self=True, lr_floor=0.15,
-        adam_lr=0.012, muon_momentum_rise=25, muon_momentum_fall=10, bucket_mb=1.0, overlap_param_gather=True, walk="forward",
-        check_grads=True, warmup_steps=4, train_loss_every=1, save_model=True,
+        train_shards=0, max_document_tokens=257, long_documents="split", shuffle=True, micro_batch_tokens=512, micro_batches=4,
+        val_tokens=0, val_len=1024, val_every=0, layers="S0M L1M", model_dim=64, num_heads=2, head_dim=32, backout_layer=0,
+        ngrams="2:16384:64 3:32768:64 4:65536:64 6:65536:64 8:65536:64", lazy_tables=True,
+        dtype="float32", fp8_head=False, num_steps=140, stages="until long_window; 1/2 4; 1 8; +10 8", window_block=32,
+        final_window=12, exclude_self=True, lr_floor=0.15, adam_every=1, adam_lr=0.02, ngram_lr_mul=4.0, adam_beta1=0.5,
+        adam_beta2=0.9, muon_lr=0.04, muon_momentum_rise=25, muon_momentum_fall=10, bucket_mb=1.0, overlap_param_gather=True,
+        walk="forward", check_grads=True, warmup_steps=4, train_loss_every=1, save_model=True,
     ),
 }
 
@@ -460,7 +461,7 @@ def check_config(config: Config, ranks: int) -> None:
         widest = max((table.width for table in parse_ngrams(c.ngrams)), default=0)
         want(widest <= c.model_dim, f"ngrams: a table is {widest} wide, and model_dim is {c.model_dim}; a width is at most that")
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        needed = 4 * ngram_entries(c) * getattr(torch, c.dtype).itemsize  # parameters, their gradients, two moments
+        needed = (4 - c.lazy_tables) * ngram_entries(c) * getattr(torch, c.dtype).itemsize  # with gradients and two moments
         want(needed <= memory, f"ngrams: the tables take {needed >> 30} GiB to train, and this machine has {memory >> 30}; give "
              "them fewer rows")
         want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
@@ -3244,7 +3245,8 @@ def memory_needed(config: Config, vocab_size: int, ranks: int) -> tuple[int, int
     entries = (2 + value_tables) * vocab_size * c.model_dim + ngram_entries(c)
     # parameters and gradients, and this rank's share of what rules keep: of a float32 matrix one moment, of an entry two
     average = 4 * (matrices + entries) if c.tail_average else 0
-    kept = 8 * matrices + 2 * size * entries + (4 * matrices + 2 * size * entries + average) / ranks
+    grads = entries - c.lazy_tables * ngram_entries(c)
+    kept = 8 * matrices + size * (entries + grads) + (4 * matrices + 2 * size * entries + average) / ranks
     width, logits = c.model_dim * size, vocab_size * size  # of one token, in bytes
     saved = (4 * attentions + 14 * mlps + 32) * width + logits * (2 if c.fp8_head else 1)  # fp8: their gradient, twice in e5m2
     training = kept + c.micro_batch_tokens * saved + 340 * 2 ** 20

@@ -186,7 +186,9 @@ def test_a_model_of_one_layer_is_possible():
 @pytest.mark.parametrize("preset", train_gpt.PRESETS)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_presets_are_possible(preset, ranks):
-    train_gpt.check_config(train_gpt.PRESETS[preset], ranks)
+    """On eight GPUs with eight ranks, on eight cores with four."""
+    config = train_gpt.PRESETS[preset]
+    train_gpt.check_config(config, min(ranks, 4) if preset == "laptop" else ranks)
 
 
 @pytest.mark.parametrize("micro_batches,possible", [(8, [1, 2, 4, 8]), (6, [1, 2, 3, 6]), (12, [1, 2, 3, 4, 6, 12])])
@@ -377,18 +379,18 @@ def test_micro_batches_that_do_not_fit_are_halved_in_every_stage():
 
 
 @pytest.mark.parametrize("layers,dim", [("SM LM M", 256), ("S0M SM", 64), ("S S L", 256), ("M M M M", 256)])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_memory_needed_counts_at_least_what_the_run_keeps(tiny, layers, dim, ranks):
+@pytest.mark.parametrize("ranks,lazy", [(1, False), (2, True)])
+def test_memory_needed_counts_at_least_what_the_run_keeps(tiny, layers, dim, ranks, lazy):
     """Parameters, gradients and this rank's state, counted in bytes.
     A kind of parameter that the guess leaves out would be missed in one of these models."""
     config = dataclasses.replace(tiny, layers=layers, backout_layer=1, model_dim=dim, head_dim=dim // 2, bucket_mb=1000,
-                                 dtype="bfloat16", ngrams="2:20000:16")
+                                 dtype="bfloat16", ngrams="2:20000:16", lazy_tables=lazy)
     encoding = train_gpt.Encoding(1024, 1023)
     model = train_gpt.build_model(config, encoding)
     specs = train_gpt.assign(model, train_gpt.assignments(config))
     buckets = train_gpt.fill_buckets(specs, 2 ** 40, 0, ranks)
     kept = sum(x.numel() * x.element_size() for bucket in buckets
-               for x in (bucket.param_data, bucket.grad_data, *bucket.state.values()))
+               for x in (bucket.param_data, bucket.grad_data, *bucket.state.values()) if x.device.type != "meta")
     guess = train_gpt.memory_needed(config, encoding.vocab_size, ranks)[0]
     assert 0.95 * kept <= guess <= 1.6 * kept, (kept, guess)
 

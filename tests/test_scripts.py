@@ -468,7 +468,7 @@ def test_the_embedded_corpus_is_made_where_it_is_missing_and_found_where_it_is()
     assert sum(shard.tokens for shard in train) > 3 * laptop.num_steps * laptop.micro_batches * laptop.micro_batch_tokens
     stream = train_gpt.Stream(train, laptop)
     stream.check_enough()
-    assert len(stream.next_batch(train_gpt.plan_of(laptop, 0))) == 8
+    assert len(stream.next_batch(train_gpt.plan_of(laptop, 0))) == laptop.micro_batches
 
 
 # Packages
