@@ -9,6 +9,7 @@ This file is the whole experiment: its source opens the log of every run that it
     config         every value that decides a run, a reason beside each; two presets; flags made from the fields
     plan           the table of stages; plan_of(config, step) -> everything that depends on the step
     data           shards, the packing of documents, a stream that loads ahead
+    kernels        what GPUs compute in a kernel of its own, beside the plain form that defines it
     model          what one rank computes; it does not know that there are others
     update rules   Adam and NorMuon: pure functions on tensors
     buckets        parameters and gradients of one kind in one contiguous buffer each
@@ -76,6 +77,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # it comes with torch's build for GPUs
+    triton = None
 
 ROOT = Path(__file__).resolve().parent
 
@@ -215,6 +223,8 @@ class Config(SyncSettings, StageValues):
     compile: str = option("auto", "blocks, head and rules, each by itself. auto: on GPUs", ("auto", "on", "off"))
     attention: str = option("auto", "auto: FlexAttention on GPUs, a dense mask on CPUs. masked: masks in pieces, slower",
                             ("auto", "masked"))
+    kernels: str = option("auto", "the MLP's Triton kernels. auto: on GPUs that have Hopper's tensor memory accelerator",
+                          ("auto", "on", "off"))
     preflight: str = option("auto", "each part once beside its plain form, before the run. auto: on GPUs. only, or the bare "
                             "flag: and no run", ("auto", "on", "off", "only"), bare="only")
     warmup_steps: int = option(30, "before the clock: every stage and kind of step once, then everything is put back",
@@ -268,7 +278,7 @@ PRESETS = {
 
 # What may differ where a run goes on: it decides how the run is computed, not what
 FREE_TO_CHANGE = {f.name for f in dataclasses.fields(SyncSettings)} - {"exact", "clip_norm"} | {
-    "bucket_mb", "compile", "attention", "preflight", "warmup_steps", "timeout_s", "profile", "log_dir", "run_id",
+    "bucket_mb", "compile", "attention", "kernels", "preflight", "warmup_steps", "timeout_s", "profile", "log_dir", "run_id",
     "save_every", "keep_checkpoints", "resume", "save_model", "train_files", "val_files"}
 
 # What --help prints: a title above each of these fields, and with `short` no more than these
@@ -875,6 +885,69 @@ def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.nd
     return np.lib.stride_tricks.sliding_window_view(padded, length + 1)[::length]
 
 # ------------------------------------------------------------------------------------------------------------------
+# kernels
+
+TILE_M, TILE_N, TILE_K = 128, 256, 64  # of a product: two warp groups, three stages in Hopper's shared memory
+
+def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
+    """a [m, k] @ b [k, n] -> relu(.) ** 2; or, given such a result h [m, n], times its derivative, 2 sqrt(h)."""
+    if a.is_cuda and a.dtype == torch.bfloat16 and not (len(a) % TILE_M or b.size(1) % TILE_N or a.size(1) % TILE_K):
+        return relu_squared_by_triton(a, b, h, torch.cuda.get_device_properties(a.device).multi_processor_count)
+    y = a @ b
+    return y.relu() * y if h is None else 2 * y * h.sqrt()
+
+def relu_squared_by_triton(a: Tensor, b: Tensor, h: Tensor | None, programs: int) -> Tensor:
+    """Sizes must be multiples of the tiles. programs: how many share the tiles, one to a multiprocessor."""
+    (m, k), n, half = a.shape, b.size(1), [TILE_M, TILE_N // 2]
+    out = a.new_empty(m, n)
+    tiles = (a, [TILE_M, TILE_K]), (b, [TILE_K, TILE_N]), (out if h is None else h, half), (out, half)
+    relu_squared_kernel[(programs,)](
+        *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), m, n, k, TILE_M, TILE_N, TILE_K,
+        programs, h is not None, num_warps=8, num_stages=3)
+    return out
+
+if triton is not None:
+    def told_of_product(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
+        """FLOPs and bytes, by their names in Triton's profiler."""
+        m, n, k = (args[size] for size in "MNK")
+        return {"flops16": 2 * m * n * k, "bytes": 2 * (m * k + k * n + m * n * (1 + args["BACKWARD"]))}
+
+    @triton.jit(launch_metadata=told_of_product)
+    def relu_squared_kernel(a, b, h, out, M, N, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+                            PROGRAMS: tl.constexpr, BACKWARD: tl.constexpr):
+        """See relu_squared. A program goes on to its next tile while the last is being written, in halves."""
+        HALF: tl.constexpr = TILE_N // 2
+        columns = N // TILE_N
+        for tile in tl.range(tl.program_id(0), M // TILE_M * columns, PROGRAMS, flatten=True):
+            row, column = tile // columns * TILE_M, tile % columns * TILE_N
+            y = tl.zeros((TILE_M, TILE_N), tl.float32)
+            for k in range(0, K, TILE_K):
+                y = tl.dot(a.load([row, k]), b.load([k, column]), y)
+            halves = y.reshape(TILE_M, 2, HALF).permute(0, 2, 1).split()
+            for i in tl.static_range(2):
+                y = halves[i]
+                if BACKWARD:
+                    y = 2 * y * tl.sqrt(h.load([row, column + i * HALF]).to(tl.float32))
+                else:
+                    y = tl.maximum(y, 0) * y
+                out.store([row, column + i * HALF], y.to(out.dtype))
+
+class ReluSquaredMLP(torch.autograd.Function):
+    """The plain form in MLP.forward: of what lies between x [T, dim] and the result, it keeps only what is squared."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fc: Tensor, proj: Tensor) -> Tensor:
+        h = relu_squared(x, fc)
+        ctx.save_for_backward(x, fc, proj, h)
+        return F.linear(h, proj)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, fc, proj, h = ctx.saved_tensors
+        grad_y = relu_squared(grad, proj, h)
+        return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h
+
+# ------------------------------------------------------------------------------------------------------------------
 # model
 
 def norm(x: Tensor) -> Tensor:
@@ -1072,10 +1145,14 @@ class MLP(nn.Module):
         super().__init__()
         self.fc = nn.Parameter(uniform(dim, 4 * dim, dim))
         self.proj = nn.Parameter(torch.zeros(dim, 4 * dim))
+        self.kernels = False
 
     def forward(self, x: Tensor) -> Tensor:
-        h = x @ self.fc.type_as(x)
-        return F.linear(h.relu() * h, self.proj.type_as(x))  # relu squared; square() by itself is slow on CPUs
+        fc, proj = self.fc.type_as(x), self.proj.type_as(x)
+        if self.kernels:
+            return ReluSquaredMLP.apply(x, fc, proj)
+        h = x @ fc
+        return F.linear(h.relu() * h, proj)  # relu squared; square() by itself is slow on CPUs
 
 class Block(nn.Module):
     def __init__(self, layer: Layer, dim: int, **attention: Any):
@@ -2929,7 +3006,9 @@ def model_parts(trainer: Trainer) -> Iterator[Part]:
     for i in kinds.values():
         layer = model.layers[i]
         given = x, x0, *[values] * (layer.value_table is not None), *[back] * layer.reads_back
-        yield part(f"block {c.layers.split()[i]}", trainer.way, functools.partial(block, i), given, "scalars", f"blocks.{i}.")
+        kernels = layer.mlp and model.blocks[i].mlp.kernels
+        way = (f"{trainer.way[0]}, with kernels", ("kernels", "off")) if kernels else trainer.way
+        yield part(f"block {c.layers.split()[i]}", way, functools.partial(block, i), given, "scalars", f"blocks.{i}.")
     yield part("head", ("fp8", ("fp8_head", False)) if model.lm_head.fp8 else trainer.way, head, (x,), "lm_head.")
 
 def rule_parts(trainer: Trainer) -> Iterator[Part]:
@@ -3207,6 +3286,8 @@ def fit_to_gpus(config: Config, vocab_size: int, comm: Comm) -> tuple[Config, li
     if config.fp8_head and capability < [8, 9]:
         config = dataclasses.replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
+    if config.kernels == "auto" and (triton is None or capability < [9, 0]):
+        config = dataclasses.replace(config, kernels="off")
 
     def lacking(config: Config) -> list[bool]:
         return [needed > USABLE_MEMORY * free for needed in memory_needed(config, vocab_size, comm.ranks)]
@@ -3237,7 +3318,7 @@ def halve_micro_batches(config: Config) -> Config:
 
 def memory_needed(config: Config, vocab_size: int, ranks: int) -> tuple[int, int, int]:
     """What a rank allocates, in bytes: throughout, at most in training, at most in validation. Fitted to compiled runs on
-    bench/dry_gpu."""
+    bench/dry_gpu without kernels, which need less: a preflight may take them away."""
     c, layers = config, parse_layers(config.layers)
     size, attentions, mlps = getattr(torch, c.dtype).itemsize, sum(bool(x.window) for x in layers), sum(x.mlp for x in layers)
     value_tables, read_again = len({layer.value_table for layer in layers} - {None}), (len(layers) - 1) // 2 + 1
@@ -3286,6 +3367,9 @@ class Trainer:
             load_parameters(self.model, load_file(config.init_from))
         if config.attention == "masked":
             self.model.reach = longest_window(config)
+        for block in self.model.blocks:
+            if block.mlp is not None:
+                block.mlp.kernels = config.kernels == "on" or config.kernels == "auto" and gpu
         if compiled:
             self.model.compile_parts()
         self.optimizer = build_optimizer(config, self.model, comm, compiled, grad_scale)

@@ -45,7 +45,9 @@ def test_the_last_stretch_of_a_phase():
 @pytest.mark.parametrize("lines, kind, seconds", [
     (("MARK COST 5e6 0 0 0", "0 TRITON triton_red_fused_add 4 1 1 128 0"), "Triton, rest", 5e-3),
     (("MARK COST 5e6 7e6 0 0", "0 TRITON triton_red_fused__log_softmax_add 4 1 1 128 0"), "Triton, loss", 7e-3),
-    (("MARK COST 0 0 0 3e9", "0 TRITON relu_squared 4 1 1 128 0"), "Triton, rest", 3e-3),
+    (("MARK COST 0 0 0 3e9", "0 TRITON relu_squared 4 1 1 128 0"), "products", 3e-3 / 0.8),
+    (("MARK COST 5e6 0 0 3e9", "0 TRITON relu_squared 4 1 1 128 0"), "products", 5e-3),
+    (("MARK COST 0 0 4e9 0", "0 TRITON fp8_product 4 1 1 128 0"), "products in fp8", 2e-3 / 0.8),
     (("0 TRITON triton_poi_fused_add 4 1 1 128 0",), "Triton, rest", 1e-6),
     (("0 COPY x 1000000",), "copies and fills", 2e-3),
     (("0 FILL x 1000000",), "copies and fills", 1e-3),

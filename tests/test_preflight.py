@@ -55,6 +55,11 @@ def break_fp8(monkeypatch):
     monkeypatch.setattr(train_gpt, "fp8_product", lambda *args, **settings: 1.2 * whole(*args, **settings))
 
 
+def break_kernel(monkeypatch):
+    whole = train_gpt.relu_squared
+    monkeypatch.setattr(train_gpt, "relu_squared", lambda a, b, h=None: whole(a, b) if h is None else 1.1 * whole(a, b, h))
+
+
 def break_compiled(monkeypatch, owner, result):
     """As a compiler would that gets the code of one class wrong."""
     def compile(function, dynamic):
@@ -78,6 +83,7 @@ COMPILED = {"compile": "on"}
 @pytest.mark.parametrize("break_it, changes, part, instead", [
     (break_attention, {}, "attention", ("attention", "masked")),
     (break_fp8, {"fp8_head": True}, "head", ("fp8_head", False)),
+    (break_kernel, {"kernels": "on"}, "block M", ("kernels", "off")),
     (lambda m: break_compiled(m, "Block", lambda f, args: 1.1 * f(*args)), COMPILED, "block M", ("compile", "off")),
     (lambda m: break_compiled(m, "Head", no_kernel), COMPILED, "head", ("compile", "off")),
     (lambda m: break_compiled(m, "Head", lambda f, args: 0 * f(*args)), COMPILED, "head", ("compile", "off")),

@@ -49,16 +49,15 @@ def bytes_of(tensors):
                if x.is_cuda and x.layout == torch.strided)
 
 
-def cost_of(kernel, args, meta):
-    """A Triton kernel's (bytes, special functions, FLOPs in fp8, FLOPs in bf16).
+def cost_of(kernel, named, meta):
+    """A Triton kernel's (bytes, special functions, FLOPs in fp8, FLOPs in bf16), from its arguments by name.
 
-    What it says of itself by Triton's `launch_metadata`; else Inductor's count of its bytes, else the size of its
+    What it says of itself by Triton's `launch_metadata`, which Inductor's copy of a kernel of the script lacks; else Inductor's count of its bytes, else the size of its
     arguments. A second loop over a row reads it again. Special functions are counted in the source, in its loops if it
     has some, once per element.
     """
-    named = dict(zip(kernel.arg_names, args))
-    if kernel.launch_metadata:
-        said = kernel.launch_metadata((1, 1, 1), None, named)
+    if metadata := getattr(sys.modules["train_gpt"], kernel.__name__, kernel).launch_metadata:
+        said = metadata((1, 1, 1), None, named)
         return said.get("bytes", 0), 0, said.get("flops8", 0), said.get("flops16", 0)
     sizes = {name: bytes_of([x]) for name, x in named.items() if isinstance(x, torch.Tensor)}
     loops = [re.split(r"\n    (?=\S)", loop)[0] for loop in re.split(r"\n    for .*:", kernel.src)[1:]]
@@ -93,11 +92,12 @@ class Census(TorchDispatchMode):
         self.plain = {cls: cls.run for cls in (CachingAutotuner, JITFunction)}
 
         def by_inductor(tuner, *args, **kwargs):
-            mark("COST", *cost_of(tuner.fn, args, tuner.inductor_meta))
+            named = dict(zip(tuner.fn.arg_names, args)) | tuner.triton_meta["constants"]
+            mark("COST", *cost_of(tuner.fn, named, tuner.inductor_meta))
             return self.plain[CachingAutotuner](tuner, *args, **kwargs)
 
         def by_hand(kernel, *args, **kwargs):
-            mark("COST", *cost_of(kernel, [*args, *map(kwargs.get, kernel.arg_names[len(args):])], {}))
+            mark("COST", *cost_of(kernel, dict(zip(kernel.arg_names, args)) | kwargs, {}))
             return self.plain[JITFunction](kernel, *args, **kwargs)
         CachingAutotuner.run, JITFunction.run = by_inductor, by_hand
         return super().__enter__()

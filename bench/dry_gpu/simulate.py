@@ -42,7 +42,7 @@ class Rates(NamedTuple):
 
     sm_90: what record 44's trace on 8 H100 shows, 0.71 of the data sheet's FLOPs and 0.9 of its bytes; `special` by its
     log-softmax kernel. Attention's FLOPs are on top of its bytes; FlexAttention is assumed to reach 0.55 of the trace's
-    FlashAttention 3. sm_89: the same shares of an RTX 4090's data sheet, over PCIe 4.0.
+    FlashAttention 3, and a product in Triton 0.8 of the trace's. sm_89: the same shares of an RTX 4090's data sheet, over PCIe 4.0.
     """
 
     multiprocessors: int
@@ -56,6 +56,7 @@ class Rates(NamedTuple):
     link: float  # NCCL's bytes
     kernel_s: float = 2e-6  # the least that a kernel takes
     collective_s: float = 15e-6  # and a collective, beside its bytes
+    triton: float = 0.8  # of the FLOPs of NVIDIA's products
 
 
 RATES = {90: Rates(132, 3.0e12, 705e12, 1384e12, 47e12, 2.1e12, 450e12, 250e12, 340e9),
@@ -102,7 +103,9 @@ def costs(events: list[Event], rates: Rates, ranks: int) -> dict[int, Cost]:
             # the loss: a softmax, or exponentials of a sigmoid; later words of a name are of what was fused in behind it
             loss = "softmax" in name or "loss" in name[:25] or re.search("_exp_.*_sigmoid_", name)
             kind = "eager" if e.kind == "KERNEL" else "Triton, loss" if loss else "Triton, rest"
-            seconds = max(moved / rates.bytes, special / rates.special, fp8 / rates.fp8, bf16 / rates.bf16)
+            kind = "products" if bf16 else "products in fp8" if fp8 else kind
+            flops = (fp8 / rates.fp8 + bf16 / rates.bf16) / rates.triton
+            seconds = max(moved / rates.bytes, special / rates.special, flops)
             if re.match("triton_tem.*flex_attention", name) or re.search("flash_[fb]wd|FlashAttn", name):
                 kind, backward = "attention", 2.5 if "backward" in name or "bwd" in name.lower() else 1
                 seconds += backward * attention / (rates.flex if "flex" in name else rates.flash)

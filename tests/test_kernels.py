@@ -1,0 +1,84 @@
+"""Each Triton kernel beside the plain form that defines it: in float32, by Triton's interpreter."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import train_gpt
+
+DRY_GPU = Path(os.environ.get("DRY_GPU_HOME") or
+               Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dry-gpu")
+
+
+@pytest.fixture(scope="module")
+def interpret():
+    """interpret(code) -> what it prints, as JSON, where Triton's kernels are run by its interpreter."""
+    python, libraries = sys.executable, ""
+    if not importlib.util.find_spec("triton"):
+        python, libraries = DRY_GPU / "venv" / "bin" / "python", DRY_GPU / "lib"
+        if not python.exists():
+            pytest.skip(f"no triton: it comes with torch's build for GPUs, and bench/dry_gpu/setup puts it into {DRY_GPU}")
+
+    def run(code):
+        done = subprocess.run([python, "-c", "import json, sys, torch, train_gpt as T\n" + code], capture_output=True, text=True,
+                              cwd=train_gpt.ROOT, env=os.environ | {"TRITON_INTERPRET": "1", "LD_LIBRARY_PATH": str(libraries)})
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+    return run
+
+
+def test_relu_squared_and_its_derivative(interpret):
+    """Tiles in all directions, shared by one program, by several, and by more than there are."""
+    gaps = interpret("""
+a, b, found = torch.randn(256, 192), torch.randn(192, 512), []
+for programs in (1, 3, 9):
+    h = T.relu_squared(a, b)
+    found.append((T.relu_squared_by_triton(a, b, None, programs) - h).abs().max().item() / h.max().item())
+    found.append((T.relu_squared_by_triton(a, b, h, programs) - T.relu_squared(a, b, h)).abs().max().item() / h.max().item())
+    turned = T.relu_squared_by_triton(a.T.contiguous().T, b.T.contiguous().T, None, programs)
+    found.append((turned - h).abs().max().item() / h.max().item())
+print(json.dumps(found))
+""")
+    assert len(gaps) == 9 and max(gaps) < 1e-5, gaps
+
+
+GRADIENTS = """
+mlp = T.MLP(64)
+x, grad = torch.randn(128, 64), torch.randn(128, 64)
+mlp.proj.data.normal_()
+def by_both():
+    for mlp.kernels in (False, True):
+        y = mlp(given := x.clone().requires_grad_())
+        yield [y, *torch.autograd.grad(y, [given, mlp.fc, mlp.proj], grad)]
+found = [((x - y).norm() / x.norm()).item() for x, y in zip(*by_both())]
+"""
+
+
+def test_gradients_of_the_mlp(interpret):
+    by_triton = "T.relu_squared = lambda a, b, h=None: T.relu_squared_by_triton(a, b, h, 2)\n"
+    gaps = interpret(by_triton + GRADIENTS + "print(json.dumps(found))")
+    assert len(gaps) == 4 and max(gaps) < 1e-5, gaps
+
+
+def test_gradients_of_the_mlp_in_the_plain_form():
+    exec(GRADIENTS, space := {"T": train_gpt, "torch": torch})
+    assert len(space["found"]) == 4 and max(space["found"]) < 1e-5, space["found"]
+
+
+@pytest.mark.parametrize("m, k, n, dtype, taken", [
+    (256, 128, 512, torch.bfloat16, True), (256, 128, 512, torch.float32, False), (200, 128, 512, torch.bfloat16, False),
+    (256, 100, 512, torch.bfloat16, False), (256, 128, 384, torch.bfloat16, False)])
+def test_a_gpu_takes_the_kernel_where_sizes_fill_its_tiles(monkeypatch, m, k, n, dtype, taken):
+    launched = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Gpu", (), {"multi_processor_count": 132}))
+    monkeypatch.setattr(train_gpt, "relu_squared_by_triton", lambda a, b, h, programs: launched.append(programs) or a.new_empty(m, n))
+    with FakeTensorMode():
+        out = train_gpt.relu_squared(torch.empty(m, k, dtype=dtype, device="cuda"), torch.empty(k, n, dtype=dtype, device="cuda"))
+    assert out.shape == (m, n) and launched == [132] * taken
