@@ -52,9 +52,10 @@ def bytes_of(tensors):
 def cost_of(kernel, named, meta):
     """A Triton kernel's (bytes, special functions, FLOPs in fp8, FLOPs in bf16), from its arguments by name.
 
-    What it says of itself by Triton's `launch_metadata`, which Inductor's copy of a kernel of the script lacks; else Inductor's count of its bytes, else the size of its
-    arguments. A second loop over a row reads it again. Special functions are counted in the source, in its loops if it
-    has some, once per element.
+    What it says of itself by Triton's `launch_metadata`, which Inductor's copy of a kernel of the script lacks; else
+    Inductor's count of its bytes, but at most the size of its arguments: what is read by several indices it counts several
+    times. A second loop over a row reads it again. Special functions are counted in the source, in its loops if it has
+    some, once per element.
     """
     if metadata := getattr(sys.modules["train_gpt"], kernel.__name__, kernel).launch_metadata:
         said = metadata((1, 1, 1), None, named)
@@ -62,7 +63,8 @@ def cost_of(kernel, named, meta):
     sizes = {name: bytes_of([x]) for name, x in named.items() if isinstance(x, torch.Tensor)}
     loops = [re.split(r"\n    (?=\S)", loop)[0] for loop in re.split(r"\n    for .*:", kernel.src)[1:]]
     again = collections.Counter(name for loop in loops for name in set(re.findall(r"tl\.load\((\w+) \+ \(.*r0_", loop)))
-    moved = (meta.get("kernel_num_gb") or 0) * 1e9 or sum(sizes.values())
+    most = sum(size * (1 + name.startswith("in_out")) for name, size in sizes.items())
+    moved = min((meta.get("kernel_num_gb") or math.inf) * 1e9, most)
     # Inductor counts an argument that may be written in place twice, even where this kernel only reads it
     moved -= sum(size for name, size in sizes.items() if name.startswith("in_out") and f"tl.store({name}" not in kernel.src)
     elements = math.prod(map(int, re.findall(r"^    (?:[xyz]|r\d_)numel = (\d+)$", kernel.src, re.M)))
