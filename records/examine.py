@@ -6,16 +6,19 @@ That process begins without PYTHON* and LD_* variables and knows no target of th
 the disk there (a table of answers, say) only its reader can see.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import json
 import os
 import re
 import resource
-import select
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +34,8 @@ LOGIT_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}  # of a logit, within one 
 PROBE_TOKENS, PROBES, FAR_PROBES = 1024, 12, 6
 SCORED_AGAIN = 16  # sequences
 BLOCK = 128  # of FlexAttention: where a mistaken block mask leaks
-ROWS = 512  # logits of so many tokens are handed over at a time
+ROWS, MOST_COLUMNS = 64, 1 << 20  # logits of so many tokens are handed over at a time; of so many words at most
+LONGEST_ANSWER = 1 << 20  # bytes of JSON
 PATIENCE_S = 900  # for one answer: the first compiles
 STARTING_S = 10  # about what a process needs until its first answer, of which a model gets two or three
 FITTED = ("micro_batch_tokens", "micro_batches", "stages", "fp8_head")  # train_gpt.py may fit these to a GPU
@@ -78,41 +82,42 @@ def bound_memory():
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def serve(source_path, model_path, shared_path):
-    """Answers a line of JSON on stdin with one or more on stdout; tokens and logits are in a file that both sides map."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the source prints is no answer
+def serve(source_path, model_path, descriptor):
+    """Answers a config with the state that a run of it begins in, and tokens with their logits, ROWS at a time: what is
+    said is JSON, and the numbers follow as they lie in memory."""
+    import torch
+    connection = Connection(descriptor)
 
     def answer(**words):
-        print(json.dumps(words), file=answers, flush=True)
-    try:
-        import torch
-        bound_memory()
-        module, model, windows, saved = load(source_path, model_path)
-        device = next(model.parameters()).device
-        with torch.no_grad():
-            columns = model.lm_head.logits(model.trunk(torch.zeros(BLOCK, dtype=torch.int32, device=device), windows))
-        answer(columns=columns.size(1))
-    except Exception as error:
-        return answer(error=f"{type(error).__name__}: {error}", memory=ran_out(error))
-    for line in sys.stdin:
+        connection.send_bytes(json.dumps(words).encode())
+
+    def attempt(action, *arguments):
         try:
-            count = json.loads(line)
-            if isinstance(count, dict):
-                answer(**beginning(module, count, saved))
-                continue
-            rest = -count % BLOCK if device.type == "cuda" else 0  # whole blocks, which on GPUs it must have
-            shared = np.memmap(shared_path, dtype=np.int32, mode="r+")
-            tokens = np.append(shared[:count], np.full(rest, saved["bos_id"], np.int32))
-            with torch.no_grad():
-                trunk = model.trunk(torch.from_numpy(tokens).to(device), windows)[:count]
-                for part in trunk.split(ROWS):
-                    logits = model.lm_head.logits(part).float().cpu().numpy()
-                    shared.view(np.float32)[:logits.size] = logits.reshape(-1)
-                    answer(rows=len(logits))
-                    sys.stdin.readline()  # they were read
+            return action(*arguments)
         except Exception as error:
             answer(error=f"{type(error).__name__}: {error}", memory=ran_out(error))
+
+    def send_logits(tokens):
+        device = next(model.parameters()).device
+        rest = -len(tokens) % BLOCK if device.type == "cuda" else 0  # whole blocks, which on GPUs it must have
+        padded = torch.tensor(tokens + rest * [saved["bos_id"]], dtype=torch.int32, device=device)
+        with torch.no_grad():
+            for part in model.trunk(padded, windows)[:len(tokens)].split(ROWS):
+                logits = model.lm_head.logits(part).float().cpu().numpy()
+                answer(rows=len(logits))
+                connection.send_bytes(logits)
+
+    bound_memory()
+    loaded = attempt(load, source_path, model_path)
+    if loaded:
+        module, model, windows, saved = loaded
+        answer(loaded=True)
+        with contextlib.suppress(EOFError):
+            while question := json.loads(connection.recv_bytes()):
+                if isinstance(question, list):
+                    attempt(send_logits, question)
+                else:
+                    attempt(lambda: answer(**beginning(module, question, saved)))
 
 
 # The judge
@@ -126,30 +131,27 @@ def read_model(path, device="cpu"):
 class Witness:
     """A process that runs a source. It is asked for logits and believed in nothing else."""
 
-    def __init__(self, source, model_path, most_tokens):
+    def __init__(self, source, model_path):
         self.folder = tempfile.TemporaryDirectory()
-        where = Path(self.folder.name)
-        (where / "judged.py").write_text(source, encoding="utf-8", errors="surrogateescape")
-        self.shared = where / "shared"
-        self.shared.write_bytes(bytes(4 * most_tokens))
-        self.process = self.start(where, [str(where / "judged.py"), os.path.abspath(model_path), str(self.shared)])
-        self.rest = b""
+        path = Path(self.folder.name, "judged.py")
+        path.write_text(source, encoding="utf-8", errors="surrogateescape")
+        ours, theirs = socket.socketpair()
+        for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", PATIENCE_S, 0))
+        with theirs:
+            self.process = self.start(str(path), os.path.abspath(model_path), theirs.fileno())
+        self.connection = Connection(ours.detach())
         try:
-            self.columns = self.answer(columns=int)["columns"]
-            if not 0 < self.columns <= 1 << 20:
-                raise Broken(f"its logits have {self.columns} columns")
-            with open(self.shared, "r+b") as file:
-                file.truncate(4 * max(most_tokens, ROWS * self.columns))
+            self.answer(loaded=bool)
         except BaseException:
             self.close()
             raise
 
-    def start(self, where, paths):
-        code = (f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import examine; "
-                f"examine.serve(*{paths!r})")
+    def start(self, *arguments):
+        code = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import examine; examine.serve(*{arguments!r})"
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-        return subprocess.Popen([sys.executable, "-I", "-c", code], cwd=where, env=environment, bufsize=0,
-                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        return subprocess.Popen([sys.executable, "-I", "-c", code], cwd=self.folder.name, env=environment,
+                                pass_fds=arguments[-1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def __enter__(self):
         return self
@@ -160,32 +162,28 @@ class Witness:
     def close(self):
         self.process.kill()
         self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
+        self.connection.close()
         self.folder.cleanup()
 
+    def exchange(self, action, *arguments):
+        try:
+            return action(*arguments)
+        except (EOFError, OSError):
+            raise Broken("the process that runs the log's source died, or gives no answer") from None
+
+    def ask(self, question):
+        self.exchange(self.connection.send_bytes, json.dumps(question).encode())
+
     def answer(self, **kinds):
-        while b"\n" not in self.rest:
-            ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE_S)
-            block = os.read(self.process.stdout.fileno(), 1 << 16) if ready else b""
-            if not block or len(self.rest) > 1 << 16:
-                raise Broken("the process that runs the log's source died, or gives no answer")
-            self.rest += block
-        line, _, self.rest = self.rest.partition(b"\n")
-        found = json.loads(line)
+        message = self.exchange(self.connection.recv_bytes, LONGEST_ANSWER)
+        found = json.loads(message)
         if found.get("memory"):
             raise MemoryError(str(found.get("error"))[:150])
         if "error" in found:
             raise Broken(f"the log's source cannot load or run the model ({' '.join(str(found['error']).split())[:150]})")
         if not all(isinstance(found.get(key), kind) for key, kind in kinds.items()):
-            raise Broken(f"the log's source answers {line[:60]!r}")
+            raise Broken(f"the log's source answers {message[:60]!r}")
         return found
-
-    def ask(self, question):
-        try:
-            self.process.stdin.write(json.dumps(question).encode() + b"\n")
-        except BrokenPipeError:
-            raise Broken("the process that runs the log's source died") from None
 
     def beginning(self, config):
         self.ask(config)
@@ -194,27 +192,19 @@ class Witness:
     def logits(self, tokens):
         """Yields float32 [some of T, padded vocabulary] until there is a row for each token."""
         import torch
-        np.memmap(self.shared, dtype=np.int32, mode="r+")[:len(tokens)] = tokens
-        self.ask(len(tokens))
-        seen = 0
-        while seen < len(tokens):
+        self.ask(tokens.tolist())
+        for begin in range(0, len(tokens), ROWS):
             rows = self.answer(rows=int)["rows"]
-            if rows != min(ROWS, len(tokens) - seen):
+            message = bytearray(self.exchange(self.connection.recv_bytes, 4 * ROWS * MOST_COLUMNS))
+            if rows != min(ROWS, len(tokens) - begin):
                 raise Broken(f"its logits of {len(tokens)} tokens come in {rows} rows")
-            logits = np.memmap(self.shared, dtype=np.float32, mode="r", shape=(rows, self.columns))
-            yield torch.from_numpy(np.array(logits)).to("cuda" if torch.cuda.is_available() else "cpu")
-            self.ask("read")
-            seen += rows
+            logits = np.frombuffer(message, np.float32).reshape(rows, -1)
+            yield torch.from_numpy(logits).to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def digest_of(tensor):
     import torch
     return hashlib.sha256(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy()).hexdigest()
-
-
-def hash_of(digests):
-    """The form that a log's hash of a model has, from the digests of its tensors."""
-    return hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in sorted(digests.items())).encode()).hexdigest()
 
 
 class Examination:
@@ -223,18 +213,12 @@ class Examination:
     def __init__(self, source, model_path, saved, stream, stated):
         self.source, self.model_path, self.saved, self.stream, self.stated = source, model_path, saved, stream, stated
         self.config, self.bos, self.sums = json.loads(json.dumps(saved["config"])), saved["bos_id"], []
-        self.draw = np.random.default_rng(0)
-        self.halved = any(x.element_size() == 2 for x in saved["state"].values()) and \
-            self.config["dtype"] == "float32"
-        self.tolerance = HALF_TOLERANCE if self.halved else TOLERANCE[self.config["dtype"]]
-        self.logit_tolerance = LOGIT_TOLERANCE[self.config["dtype"]]
-        self.scored = stated["val_tokens"]
+        self.draw, self.dtype, self.scored = np.random.default_rng(0), self.config["dtype"], stated["val_tokens"]
+        self.halved = self.dtype == "float32" and any(x.element_size() == 2 for x in saved["state"].values())
         self.length = min(self.config["val_len"], len(stream) - 1)
+        self.witness = Witness(source, model_path)
 
-    def witness(self, source=None):
-        return Witness(source or self.source, self.model_path, max(self.length, PROBE_TOKENS))
-
-    def check_saved(self, witness):
+    def check_saved(self):
         """The saved file holds no buffers; whatever digests the source gives for its own, parameters with another hash
         do not get the log's."""
         stated = self.stated["config"]
@@ -245,7 +229,8 @@ class Examination:
         if self.halved:
             raise NotCheckable("its parameters are saved in 16 bits, of which the log has no hash: the loss tells")
         digests = {name: digest_of(x) for name, x in self.saved["state"].items()}
-        seen = hash_of({**witness.beginning(stated)["buffers"], **digests})
+        every = sorted({**self.witness.beginning(stated)["buffers"], **digests}.items())
+        seen = hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in every).encode()).hexdigest()
         if seen != self.stated["state_hash"]:
             self.same_kind_of_machine()
             raise Broken(f"its parameters have hash {seen[:8]}..., the log states {self.stated['state_hash'][:8]}...")
@@ -259,25 +244,23 @@ class Examination:
             raise NotCheckable("the hash is not the log's, which covers tables of cos and sin that were made on a "
                                f"{'GPU' if on_gpu else 'CPU'}: check it on one")
 
-    def check_initial(self, witness):
+    def check_initial(self):
         """This checkout's script is asked first: one that brings its weights along would vouch for them."""
-        wanted, ours = self.stated["initial_hash"], (ROOT / "train_gpt.py").read_text(encoding="utf-8")
+        wanted, ours, seen = self.stated["initial_hash"], (ROOT / "train_gpt.py").read_text(encoding="utf-8"), None
         text = f"the initial state hash {wanted[:8]}... is that of seed {self.config['seed']}"
-        if ours == self.source:
-            seen = witness.beginning(self.stated["config"])["hash"]
-        else:
-            try:
-                with self.witness(ours) as other:
-                    seen = other.beginning(self.stated["config"])["hash"]
-            except Broken:  # it may not take this config
-                seen = None
-            if seen != wanted and (seen := witness.beginning(self.stated["config"])["hash"]) == wanted:
-                raise NotCheckable(f"{text} by the log's own source alone, and not by this checkout's train_gpt.py: see "
-                                   "where they differ (--diff)")
+        if ours != self.source:
+            with contextlib.suppress(Broken), Witness(ours, self.model_path) as other:  # it may not take this config
+                seen = other.beginning(self.stated["config"])["hash"]
+            if seen == wanted:
+                return text
+        seen = self.witness.beginning(self.stated["config"])["hash"]
         if seen != wanted:
             self.same_kind_of_machine()
             raise Broken(f"seed {self.config['seed']} gives the initial state hash {seen[:8]}..., the log states "
                          f"{wanted[:8]}...: it began with other weights")
+        if ours != self.source:
+            raise NotCheckable(f"{text} by the log's own source alone, and not by this checkout's train_gpt.py: see where "
+                               "they differ (--diff)")
         return text
 
     def surprises(self, witness, tokens, targets):
@@ -295,14 +278,15 @@ class Examination:
         piece = self.stream[begin:min(begin + self.config["val_len"], self.scored) + 1]
         return float(self.surprises(witness, piece[:-1], piece[1:]).sum()), len(piece) - 1
 
-    def check_loss(self, witness):
+    def check_loss(self):
         if not 0 < self.scored < len(self.stream):
             raise Broken(f"{self.scored:,} tokens are said to be scored, and the shards hold {len(self.stream):,}")
-        self.sums = [self.score(witness, sequence) for sequence in range(-(-self.scored // self.config["val_len"]))]
+        self.sums = [self.score(self.witness, sequence) for sequence in range(-(-self.scored // self.config["val_len"]))]
         loss = sum(total for total, _ in self.sums) / self.scored
         text = f"{loss:.5f} over {self.scored:,} tokens, the log states {self.stated['loss']:.5f}"
-        if not abs(loss - self.stated["loss"]) <= self.tolerance:
-            raise Broken(f"{text}: more than {self.tolerance} apart")
+        tolerance = HALF_TOLERANCE if self.halved else TOLERANCE[self.dtype]
+        if not abs(loss - self.stated["loss"]) <= tolerance:
+            raise Broken(f"{text}: more than {tolerance} apart")
         return text
 
     def check_order(self):
@@ -310,56 +294,52 @@ class Examination:
         if not self.sums:
             raise NotCheckable("the loss was not evaluated (above is why)")
         some = np.sort(self.draw.permutation(len(self.sums))[:SCORED_AGAIN])[::-1]
-        with self.witness() as witness:
+        with Witness(self.source, self.model_path) as witness:
             for sequence in map(int, some):
                 (total, count), (before, _) = self.score(witness, sequence), self.sums[sequence]
-                if not abs(total - before) <= TOLERANCE[self.config["dtype"]] * count:
+                if not abs(total - before) <= TOLERANCE[self.dtype] * count:
                     raise Broken(f"sequence {sequence} has a loss of {before / count:.5f} after those before it, and of "
                                  f"{total / count:.5f} after others")
         return f"{len(some)} of {len(self.sums)} sequences, scored from last to first by another process"
 
     def probe(self):
-        """Documents of the validation data, cut so that they end here and there and on the edges of blocks."""
+        """Documents of the validation data, cut so that they end here and there and on the edges of blocks; their BOS."""
         length = min(PROBE_TOKENS, self.config["val_len"])
         tokens = self.stream[:length].copy()
         joins = {0, BLOCK, BLOCK - 1, 2 * BLOCK + 1, *self.draw.integers(1, length, 1 + length // 100)}
         tokens[[at for at in joins if at < length]] = self.bos
-        return tokens
+        return tokens, np.flatnonzero(tokens == self.bos)
 
-    def check_causality(self, witness):
+    def check_causality(self):
         import torch
-        probe, vocab_size = self.probe(), self.saved["vocab_size"]
-        base, length = torch.cat(list(witness.logits(probe))), len(probe)
-        joins, edges = np.flatnonzero(probe == self.bos), np.arange(BLOCK, length, BLOCK)
+        probe, joins = self.probe()
+        length, edges = len(probe), np.arange(BLOCK, len(probe), BLOCK)
         places = {"a random place": self.draw.integers(1, length, PROBES),
                   "the edge of a block": np.concatenate([edges, edges - 1]),
                   "a document join": self.draw.permutation(np.concatenate([joins, joins + 1]))[:2 * PROBES]}
-        asked = 0
-        for kind, offsets in places.items():
-            for at in sorted({int(at) for at in offsets if 0 < at < length}):
-                changed = probe.copy()
-                changed[at:] = self.draw.integers(0, vocab_size, length - at)
-                changed[at] = self.bos if probe[at] != self.bos else (self.bos + 1) % vocab_size
-                logits = torch.cat(list(witness.logits(changed)))
-                difference = float((logits[:at] - base[:at]).abs().max())
-                asked += 1
-                if not difference <= self.logit_tolerance:
-                    raise Broken(f"other tokens from {at} on ({kind}) change an earlier logit by {difference:.2g}")
+        probes = [(at, kind) for kind, offsets in places.items() for at in sorted({*offsets.tolist()}) if 0 < at < length]
+        self.change_later(probe, probes, lambda tokens: torch.cat(list(self.witness.logits(tokens))), "logit")
+        far = []
         if self.length > length:  # at the length of validation, where not the logits fit but the surprises
             tokens, targets = self.stream[:self.length], self.stream[1:self.length + 1]
+            far = [(at, f"in a sequence of {self.length:,}") for at in self.draw.integers(1, self.length, FAR_PROBES).tolist()]
             try:
-                base = self.surprises(witness, tokens, targets)
-                for at in map(int, self.draw.integers(1, self.length, FAR_PROBES)):
-                    changed = np.append(tokens[:at], self.draw.integers(0, vocab_size, self.length - at))
-                    difference = float((self.surprises(witness, changed, targets)[:at] - base[:at]).abs().max())
-                    asked += 1
-                    if not difference <= self.logit_tolerance:
-                        raise Broken(f"other tokens from {at} on change an earlier one's loss by {difference:.2g} in a "
-                                     f"sequence of {self.length:,}")
+                self.change_later(tokens, far, lambda tokens: self.surprises(self.witness, tokens, targets), "token's loss")
             except MemoryError:
                 raise NotCheckable(f"no leak in {length:,} tokens; for the {self.length:,} of a validation sequence "
                                    "memory ran out: check it where there is more") from None
-        return f"other tokens from {asked} places on (random, edges of blocks, document joins) leave all earlier logits"
+        return (f"other tokens from {len(probes) + len(far)} places on (random, edges of blocks, document joins) leave all "
+                "earlier logits")
+
+    def change_later(self, tokens, places, answer, what):
+        """Broken if other tokens from one of the places on change an earlier answer. places: [(offset, its kind)]."""
+        base = answer(tokens)
+        for at, kind in places:
+            changed = np.append(tokens[:at], self.draw.integers(0, self.saved["vocab_size"], len(tokens) - at))
+            changed[at] = self.bos if tokens[at] != self.bos else (self.bos + 1) % self.saved["vocab_size"]
+            difference = float((answer(changed)[:at] - base[:at]).abs().max())
+            if not difference <= LOGIT_TOLERANCE[self.dtype]:
+                raise Broken(f"other tokens from {at} on ({kind}) change an earlier {what} by {difference:.2g}")
 
 
 def examine(source, model_path, val_paths, stated, only=RULES):
@@ -372,11 +352,9 @@ def examine(source, model_path, val_paths, stated, only=RULES):
     if (saved["vocab_size"], saved["bos_id"]) != tuple(shards[0][1:]):
         raise Broken(f"its vocabulary and BOS are {saved['vocab_size']}, {saved['bos_id']}, the shards' {shards[0][1:]}")
     asked = Examination(source, model_path, saved, stream, stated)
-    with asked.witness() as witness:
-        checks = dict(zip(RULES, (lambda: asked.check_saved(witness), lambda: asked.check_initial(witness),
-                                  lambda: asked.check_loss(witness), asked.check_order,
-                                  lambda: asked.check_causality(witness))))
-        return {rule: judged(check) for rule, check in checks.items() if rule in only}
+    checks = asked.check_saved, asked.check_initial, asked.check_loss, asked.check_order, asked.check_causality
+    with asked.witness:
+        return {rule: judged(check) for rule, check in zip(RULES, checks) if rule in only}
 
 
 def seconds_needed(e):
