@@ -35,6 +35,12 @@ class Broken(Exception):
     """A rule is broken; the message says by what."""
 
 
+def demand(holds, otherwise):
+    """Broken, with what is otherwise, unless something holds."""
+    if not holds:
+        raise Broken(otherwise)
+
+
 def judged(check, *arguments):
     """(verdict, reason) of a check. Whatever a stranger's log or model makes it raise is a finding too."""
     try:

@@ -48,7 +48,7 @@ import leaks
 import logs
 import race
 import stats
-from leaks import FAIL, PASS, ROOT, SHA256, UNKNOWN, Broken, NotCheckable, judged, several
+from leaks import FAIL, PASS, ROOT, SHA256, UNKNOWN, Broken, NotCheckable, demand, judged, several
 from stats import CannotJudge
 
 INCOMPLETE, REMARK = "incomplete", "remark"  # of all rules together; of a rule that came after the run
@@ -143,6 +143,12 @@ class Evidence:
             raise Broken(f"the log's {where} is {found[:20]!r}, no SHA-256")
         return found
 
+    def must_state(self, by, *pairs, name=""):
+        """Broken unless at each where of (where, wanted) the log says what is wanted, by whom it is."""
+        for where, wanted in pairs:
+            if self.get(where, type(wanted)) != wanted:
+                raise Broken(f"{name}{where} is {self.get(where)}, by {by} it is {wanted}")
+
     def planned(self):
         """(steps, tokens of all steps): where each step has as many, the config alone tells."""
         if "planned" in self.run.start:
@@ -152,14 +158,12 @@ class Evidence:
 
     def flagged_race(self):
         """Which run of which race its flags say it is, in the words of start.race; None if of none."""
-        config, keys = self.get("start.config", dict), ("race_id", "run", "declared_n", "side")
+        config = self.get("start.config", dict)
+        values = [config.get(key) for key in ("race_id", "race_run", "race_runs", "race_side")]  # the older words
         if "race" in config:
-            words = self.get("start.config.race", str).split(":")
-            values = [words[0], *map(int, words[1:3]), words[3]] if len(words) == 4 and "".join(words[1:3]).isdecimal() \
-                and len(words[1] + words[2]) < 30 else [config["race"]]
-        else:
-            values = [config.get(key) for key in ("race_id", "race_run", "race_runs", "race_side")]
-        return dict(zip(keys, values)) if values[0] else None
+            words = re.fullmatch(r"([^:]*):(\d{1,14}):(\d{1,14}):([^:]*)", self.get("start.config.race", str))
+            values = [words[1], int(words[2]), int(words[3]), words[4]] if words else [config["race"]]
+        return dict(zip(("race_id", "run", "declared_n", "side"), values)) if values[0] else None
 
 
 def is_number(x):
@@ -177,36 +181,29 @@ def moment(text):
 # Rules for each run: Evidence -> what shows that it is kept; Broken or NotCheckable otherwise
 
 def check_log(e):
-    stated = e.get("start.source_sha256", str)
-    good = re.match("d?[srxo]*(?:ep?)?(?:(?<=p)xo*)?" if e.run.resumed else "d?s*(?:ep?)?(?:(?<=p)xo*)?", e.run.shape).end()
-    if e.run.separators != 2:
-        raise Broken(f"{e.run.separators} separators divide it, and the script writes 2")
-    if not re.fullmatch("d[srxo]+ep(?:xo*)?" if e.run.resumed else "ds+ep(?:xo*)?", e.run.shape):
-        raise Broken(f"line {good + 1} after the last separator is none that the script writes there"
-                     f"{' (' + e.run.odd + ')' if e.run.odd else ''}")
-    if not e.run.source or not e.run.source.strip():
-        raise Broken("it holds no source")
+    run, stated, kinds = e.run, e.get("start.source_sha256", str), "[srxo]" if e.run.resumed else "s"
+    good = re.match(f"d?{kinds}*(?:ep?)?(?:(?<=p)xo*)?", run.shape).end()
+    demand(run.separators == 2, f"{run.separators} separators divide it, and the script writes 2")
+    demand(re.fullmatch(f"d{kinds}+ep(?:xo*)?", run.shape), f"line {good + 1} after the last separator is none that the "
+           f"script writes there{f' ({run.odd})' if run.odd else ''}")
+    demand((run.source or "").strip(), "it holds no source")
     seen = source_hash(e)
-    if seen != stated:
-        raise Broken(f"the source in the log has SHA-256 {seen[:8]}..., its description states {stated[:8]}...")
-    loss, decimals = e.get("end.final_val_loss", NUMBER), e.run.loss_decimals
-    if not abs(loss - e.run.final_loss) <= 0.501 * 10 ** -decimals:
-        raise Broken(f"its end states final_val_loss {loss}, its last validation line {e.run.final_loss:.{decimals}f}")
+    demand(seen == stated, f"the source in the log has SHA-256 {seen[:8]}..., its description states {stated[:8]}...")
+    loss, decimals = e.get("end.final_val_loss", NUMBER), run.loss_decimals
+    demand(abs(loss - run.final_loss) <= 0.501 * 10 ** -decimals,
+           f"its end states final_val_loss {loss}, its last validation line {run.final_loss:.{decimals}f}")
     (steps, tokens), raced, run_id = e.planned(), e.flagged_race(), e.get("start.run_id", str)
-    if steps != e.run.stated_steps or e.run.start.get("race") != raced:
-        raise Broken(f"its plan has {steps} steps, its lines {e.run.stated_steps}; start.race is "
-                     f"{json.dumps(e.run.start.get('race'))[:120]}, by its flags {json.dumps(raced)[:120]}")
-    often = [("end.resumed", len(e.run.resumed))] if "planned" in e.run.start else []
-    for where, wanted in (*often, ("end.steps", steps), ("start.seed", e.get("start.config.seed")), ("end.train_tokens", tokens),
-                          ("end.target_val_loss", e.get("start.target_val_loss")),
-                          ("end.reached", loss <= e.get("end.target_val_loss", NUMBER)),
-                          ("start.target_val_loss", e.get("start.config.target_val_loss")),
-                          ("start.config.run_id", run_id if raced else e.get("start.config.run_id"))):
-        if e.get(where, type(wanted)) != wanted:
-            raise Broken(f"{where} is {e.get(where)}, by the rest of the log it is {wanted}")
+    demand(steps == run.stated_steps and run.start.get("race") == raced,
+           f"its plan has {steps} steps, its lines {run.stated_steps}; start.race is "
+           f"{json.dumps(run.start.get('race'))[:120]}, by its flags {json.dumps(raced)[:120]}")
+    e.must_state("the rest of the log", *[("end.resumed", len(run.resumed))] * ("planned" in run.start),
+                 ("end.steps", steps), ("start.seed", e.get("start.config.seed")), ("end.train_tokens", tokens),
+                 ("end.target_val_loss", e.get("start.target_val_loss")),
+                 ("end.reached", loss <= e.get("end.target_val_loss", NUMBER)),
+                 ("start.target_val_loss", e.get("start.config.target_val_loss")),
+                 ("start.config.run_id", run_id if raced else e.get("start.config.run_id")))
     e.digest("end.final_state_hash")
-    if moment(e.get("start.started", str)) is None:
-        raise Broken(f"it started at {e.get('start.started')[:40]!r}, which is no time")
+    demand(moment(e.get("start.started", str)), f"it started at {e.get('start.started')[:40]!r}, which is no time")
     return "its lines, its description and the hash of its source agree"
 
 
@@ -230,18 +227,16 @@ def embedding_rows(e):
 def check_beginning(e):
     """A head of zeros gives each token the same probability, whatever is below it."""
     e.get("start.seed", int)
-    if e.run.disqualified:
-        raise Broken(f"{e.run.disqualified}; such runs count for no record")
+    demand(not e.run.disqualified, f"{e.run.disqualified}; such runs count for no record")
     first = [e.run.validations[0].loss] if e.run.validations[0].step == 0 else []
     config = e.get("start.config", dict)
     if "loss_weights" not in str(config.get("stages")) and config.get("loss_weights", [1]) == [1]:  # else it is another sum
         first += [step.train_loss for step in e.steps if step.step == 1 and step.train_loss is not None]
-    nothing = math.log(max(1, embedding_rows(e) // 128 * 128))
     if not first:
         raise NotCheckable("no line states a loss before the first step")
-    if min(first) < nothing - KNOWS_NOTHING:
-        raise Broken(f"its loss before the first step is {min(first):.4f}, and a model that knows nothing has "
-                     f"{nothing:.4f}: it began with trained weights")
+    nothing = math.log(max(1, embedding_rows(e) // 128 * 128))
+    demand(min(first) >= nothing - KNOWS_NOTHING, f"its loss before the first step is {min(first):.4f}, and a model that "
+           f"knows nothing has {nothing:.4f}: it began with trained weights")
     more = "" if max(first) < nothing + KNOWS_NOTHING else f" and more than the {nothing:.4f} of a head of zeros"
     return f"in one piece from its seed; its loss before the first step is {first[0]:.4f}, that of no knowledge{more}"
 
@@ -261,8 +256,7 @@ def check_shards(e):
     lists = shards_of(e)
     for key in ("sha256", "name"):
         both = {shard[key] for shard in lists["train"]} & {shard[key] for shard in lists["val"]}
-        if both:
-            raise Broken(f"{', '.join(sorted(both))[:80]} is both training and validation data")
+        demand(not both, f"{', '.join(sorted(both))[:80]} is both training and validation data")
     e.digest("end.train_digest" if "train_digest" in (e.run.end or {}) else "end.train_sha256")
     return f"{len(lists['train'])} training, {len(lists['val'])} validation shards, each with its SHA-256, none in both"
 
@@ -283,8 +277,7 @@ def check_val_tokens(e, wanted=None):
     counted, fineweb = e.get("end.val_tokens", int), is_fineweb(e)
     if wanted is None:
         wanted = FINEWEB_VAL_TOKENS if fineweb else sum(shard["tokens"] for shard in shards_of(e)["val"]) - 1
-    if counted != wanted:
-        raise Broken(f"{counted:,} tokens were scored, and the rule is {wanted:,}")
+    demand(counted == wanted, f"{counted:,} tokens were scored, and the rule is {wanted:,}")
     return f"{counted:,} tokens were scored"
 
 
@@ -338,20 +331,19 @@ def difference(parent, source):
 
 def check_source(e, theirs):
     """theirs: the other side's source, or None."""
+    failed = Broken if e.ours else NotCheckable
     if not e.run.source:
-        raise (Broken if e.ours else NotCheckable)("the log holds no source")
+        raise failed("the log holds no source")
+    what = "what stands in the log for the source"
     try:
         found = scan(e.run.source)
     except SyntaxError as error:
-        raise (Broken if e.ours else NotCheckable)(f"what stands in the log for the source is no Python that this one "
-                                                   f"can read ({str(error)[:80]})") from None
-    if found.findings:
-        raise Broken(several(found.findings))
-    doubts = [f"imports {', '.join(found.foreign)}, whose code the log does not hold"] if found.foreign else []
-    if not found.imports_torch:
-        doubts.append("does not import torch: it is not the script")
+        raise failed(f"{what} is no Python that this one can read ({str(error)[:80]})") from None
+    demand(not found.findings, several(found.findings))
+    doubts = [f"imports {', '.join(found.foreign)}, whose code the log does not hold"] * bool(found.foreign)
+    doubts += ["does not import torch: it is not the script"] * (not found.imports_torch)
     if doubts:
-        raise (Broken if e.ours else NotCheckable)(f"what stands in the log for the source {'; '.join(doubts)}")
+        raise failed(f"{what} {'; '.join(doubts)}")
     text = "nothing in the source sets a compiler's switch in plain words"
     if found.look:
         text += f"; look at its lines {', '.join(map(str, found.look[:12]))}{' ...' if len(found.look) > 12 else ''}"
@@ -364,15 +356,13 @@ def check_source(e, theirs):
 def check_environment(e):
     settings = [f"{name}={value}" for name, value in sorted(e.get("start.environment", dict).items())]
     found = [text for text in settings if _VARIABLE.fullmatch(text) and not _INNOCUOUS.fullmatch(text)]
-    if found:
-        raise Broken(f"started with {', '.join(found)[:160]}")
+    demand(not found, f"started with {', '.join(found)[:160]}")
     return "no variable was set that changes the compiler, Python or its libraries"
 
 
 def check_clock(e):
     timed = e.steps
-    if e.ours and e.run.clock_falls:
-        raise Broken(f"train_time falls at step {e.run.clock_falls[0]}")
+    demand(not (e.ours and e.run.clock_falls), f"train_time falls at step {[*e.run.clock_falls, 0][0]}")
     falls = [i for i, (one, next_) in enumerate(zip(timed, timed[1:]), 1) if next_.time_ms < one.time_ms]
     if len(falls) == 1 and timed[falls[0]].step <= 11:
         timed = timed[falls[0]:]  # the community's reset after its first steps
@@ -390,31 +380,29 @@ def check_clock(e):
     steps = [(line.step, line.time_ms) for line in timed if not line.validation]
     if e.ours:
         wanted = next((i for i, (step, _) in enumerate(steps, 1) if step != i), len(steps) + 1)
-        if wanted <= e.run.stated_steps or len(steps) != e.run.stated_steps:
-            raise Broken(f"of {e.run.stated_steps} steps {len(steps)} have a line; step {wanted} has none in its place")
+        demand(wanted > e.run.stated_steps == len(steps),
+               f"of {e.run.stated_steps} steps {len(steps)} have a line; step {wanted} has none in its place")
         stated, last = e.get("end.train_time_ms", NUMBER), e.run.train_time_ms
-        if last is None or abs(stated - last) > 1:
-            raise Broken(f"its end states train_time_ms {stated:.0f}, its last validation line {last}")
-        if stated > 1000 * e.get("end.wall_seconds", NUMBER):
-            raise Broken(f"train_time is {stated / 1000:.1f} s, the wall clock {e.get('end.wall_seconds'):.1f} s")
+        demand(last is not None and abs(stated - last) <= 1,
+               f"its end states train_time_ms {stated:.0f}, its last validation line {last}")
+        wall = e.get("end.wall_seconds", NUMBER)
+        demand(stated <= 1000 * wall, f"train_time is {stated / 1000:.1f} s, the wall clock {wall:.1f} s")
     check_paces(steps)
-    below = ", below the wall clock" if e.ours else ""
-    return f"train_time rises on {len(timed)} lines and agrees with step_avg{below}"
+    return f"train_time rises on {len(timed)} lines and agrees with step_avg{', below the wall clock' if e.ours else ''}"
 
 
 def check_paces(steps):
     """steps: (step, ms) of each line. Broken if the clock all but stands still where its neighbours need their time."""
     number, ms = np.array(steps, dtype=float).reshape(-1, 2).T
     paces = np.diff(ms) / np.maximum(np.diff(number), 1)
-    if not len(paces):
-        return
-    width = min(NEIGHBOURS, len(paces))
-    medians = np.median(np.lib.stride_tricks.sliding_window_view(paces, width), axis=1)
-    around = medians[np.clip(np.arange(len(paces)) - width // 2, 0, len(medians) - 1)]
-    stalls = np.flatnonzero(paces + 1 < STALL * around)  # lines are in whole ms
-    if len(stalls):
+    if len(paces):
+        width = min(NEIGHBOURS, len(paces))
+        medians = np.median(np.lib.stride_tricks.sliding_window_view(paces, width), axis=1)
+        around = medians[np.clip(np.arange(len(paces)) - width // 2, 0, len(medians) - 1)]
+        stalls = np.flatnonzero(paces + 1 < STALL * around)  # lines are in whole ms
         found = [f"step {number[i + 1]:.0f}" for i in stalls]
-        raise Broken(f"a step takes {around[stalls[0]]:.0f} ms, and the clock all but stands still at {several(found)}")
+        demand(not found, f"a step takes {around[[*stalls, 0][0]]:.0f} ms, and the clock all but stands still at "
+               f"{several(found)}")
 
 
 def check_stamps(e):
@@ -463,12 +451,12 @@ def check_stamps(e):
 def check_outside(e):
     wall, trained = e.get("end.wall_seconds", NUMBER), e.get("end.train_time_ms", NUMBER) / 1000
     spans = e.get("end.seconds_outside_clock", dict)
-    if not all(is_number(seconds) and seconds > -0.05 for seconds in spans.values()):
-        raise Broken(f"spans outside the clock are no seconds: {json.dumps(spans)[:100]}")
-    unnamed = wall - trained - sum(spans.values())
-    if not abs(unnamed) <= UNNAMED_S:
-        raise Broken(f"wall clock {wall:.2f} s, training {trained:.2f} s, named outside {sum(spans.values()):.2f} s: "
-                     f"{unnamed:+.2f} s are under no name, and {UNNAMED_S} s may be")
+    demand(all(is_number(seconds) and seconds > -0.05 for seconds in spans.values()),
+           f"spans outside the clock are no seconds: {json.dumps(spans)[:100]}")
+    named = sum(spans.values())
+    unnamed = wall - trained - named
+    demand(abs(unnamed) <= UNNAMED_S, f"wall clock {wall:.2f} s, training {trained:.2f} s, named outside {named:.2f} s: "
+           f"{unnamed:+.2f} s are under no name, and {UNNAMED_S} s may be")
     shown = ", ".join(f"{name} {seconds:.1f}" for name, seconds in spans.items())
     long = [name for name, seconds in spans.items() if seconds > trained]
     remark = f"; LONGER THAN TRAINING: {', '.join(long)}, see why" if long else ""
@@ -476,16 +464,14 @@ def check_outside(e):
 
 
 def check_same(e, before, after, what):
-    hashes = [e.digest(where) for where in (before, after)]
-    if len(set(hashes)) > 1:
-        raise Broken(f"{what} changes the state: its hash is {hashes[0][:8]}... before and {hashes[1][:8]}... after")
-    return f"state hash {hashes[0][:8]}... before and after"
+    one, other = e.digest(before), e.digest(after)
+    demand(one == other, f"{what} changes the state: its hash is {one[:8]}... before and {other[:8]}... after")
+    return f"state hash {one[:8]}... before and after"
 
 
 def check_compiles(e):
     compiled = e.get("end.compiles_after_warmup", int)
-    if compiled:
-        raise Broken(f"{compiled} graphs were compiled after the warm-up")
+    demand(not compiled, f"{compiled} graphs were compiled after the warm-up")
     return "nothing was compiled after the warm-up"
 
 
