@@ -799,11 +799,12 @@ def outcomes(logs):
     return sorted((printable(row[0]), *row[1:]) for row in rows)
 
 
-def columns(rows):
-    """Rows of text as lines, each column as wide as its widest cell."""
-    rows = [list(map(printable, row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+def columns(rows, of_numbers=False):
+    """Rows of text as lines, each column as wide as its widest cell; columns of numbers, behind a first, flush right."""
+    turned = [list(map(printable, column)) for column in zip(*rows)]
+    justify = [str.ljust, *[str.rjust if of_numbers else str.ljust] * len(turned)]
+    aligned = [[just(cell, max(map(len, column))) for cell in column] for just, column in zip(justify, turned)]
+    return ["  ".join(row).rstrip() for row in zip(*aligned)]
 
 
 def main(arguments=None):

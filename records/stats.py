@@ -293,7 +293,8 @@ class Manifest:
     """race.jsonl: what the race is, then a line before and one after each run, on the disk when write returns."""
 
     def __init__(self, path):
-        self.path, self.race, self.attempts, self.cut = path, None, {}, None  # attempts: by run_id, lines put together
+        self.path, self.race, self.events, self.cut = path, None, [], None
+        self.attempts = {}  # by run_id, its events put together
 
     def write(self, event):
         with open(self.path, "a", encoding="utf-8") as file:
@@ -306,6 +307,7 @@ class Manifest:
         if "race" in event:
             self.race = event["race"]
         else:
+            self.events.append(event)
             began = event.get("started_at", event.get("started"))  # the older word
             self.attempts.setdefault(event["run_id"], {}).update(event, started_at=began, started=began)
 

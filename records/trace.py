@@ -51,6 +51,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+import logs
+
 # Reading ------------------------------------------------------------------------------------------------------------
 
 CHUNK = 1 << 20  # characters read at a time: large beside an event, small beside a trace
@@ -263,14 +265,10 @@ def read_events(path, header):
             raise Unjudgeable(f"{path}: empty; {again}")
         with open_text(path) as stream:
             yield from Scanner(stream).trace(header)
-    except FileNotFoundError:
-        raise Unjudgeable(f"{path}: no such file; name a torch.profiler trace, .json or .json.gz") from None
-    except IsADirectoryError:
-        raise Unjudgeable(f"{path}: a folder; name the trace files in it") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise Unjudgeable(f"{path}: damaged or cut short ({error}); {again}") from None
     except OSError as error:
-        raise Unjudgeable(f"{path}: cannot be read ({error.strerror or error}); check path and permissions") from None
+        raise Unjudgeable(f"{path}: {error.strerror or error}; name a file of torch.profiler, .json or .json.gz") from None
     except (ValueError, RecursionError) as error:
         raise Unjudgeable(f"{path}: no complete Chrome trace ({error}); {again}") from None
 
@@ -627,18 +625,12 @@ def cell(value, form):
     return "-" if value is None else format(value, form)
 
 
-def table(rows):
-    """Lines of a table from rows of strings: the first column flush left, the others flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
-
-
 def figure_tables(named):
     """Lines of the tables, one a group of columns, from [(name of the row, flat figures)]."""
     lines = []
     for group, legend in columns([figures for _, figures in named]):
         rows = [[name, *(cell(figures.get(column.key), column.form) for column in group)] for name, figures in named]
-        lines += ["", *table([["ms", *(column.title for column in group)], *rows]), *legend]
+        lines += ["", *logs.columns([["ms", *(column.title for column in group)], *rows], True), *legend]
     return lines
 
 
@@ -655,7 +647,7 @@ def orphan_line(orphans):
 
 
 def title(analysis):
-    facts = [os.path.basename(analysis["trace"])]
+    facts = [logs.printable(os.path.basename(analysis["trace"]))]
     if analysis["rank"] is not None:
         facts.append(f"rank {analysis['rank']} of {analysis['world_size']}")
     facts.append(analysis["gpu"] or analysis["device"].upper())
@@ -664,7 +656,7 @@ def title(analysis):
 
 def remarks(analysis):
     lines = [orphan_line(analysis["orphans"])] if analysis["device"] == "gpu" else []
-    return lines + [f"note: {note}" for note in analysis["notes"]]
+    return lines + [f"note: {logs.printable(note)}" for note in analysis["notes"]]
 
 
 def report(analyses):
@@ -755,7 +747,7 @@ def comparison_report(left, right, comparison):
             unit = ", ms" if column.key.endswith("_ms") else ""
             rows.append([column.title + unit, cell(pair["a"], form), cell(pair["b"], form),
                          cell(pair["difference"], "+" + form.lstrip("+")), change])
-    lines += ["", *table(list(dict.fromkeys(map(tuple, rows))))]  # both tables open with the step's time
+    lines += ["", *logs.columns(dict.fromkeys(map(tuple, rows)), True)]  # both tables open with the step's time
     shown = [column for column in BY_STEP if any(column.key in step for step in comparison["steps"])]
     rows = [["step, ms", *(f"{column.title} {side}" for column in shown for side in ("a", "b", "b - a"))]]
     for step in comparison["steps"]:
@@ -765,7 +757,7 @@ def comparison_report(left, right, comparison):
             row += [cell(pair.get("a"), column.form), cell(pair.get("b"), column.form),
                     cell(pair.get("difference"), SIGNED)]
         rows.append(row)
-    return [*lines, "", *table(rows), *legends]
+    return [*lines, "", *logs.columns(rows, True), *legends]
 
 
 # Timeline -----------------------------------------------------------------------------------------------------------
@@ -783,11 +775,6 @@ class Panel(NamedTuple):
     zero_name: str
     lanes: list  # [(label, [(start, end, key of COLOURS)])], top lane first
     first: float  # when the first collective begins, or None
-
-
-def drawable(text):
-    """Text that any font takes: a name may hold what is no character, and matplotlib raises at that."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def bars(coloured, zero):
@@ -813,7 +800,7 @@ def gpu_panel(trace, step):
         key = "backward" if off_main and kind == COMPUTE else KINDS[kind]
         lanes[trace.values[device], trace.values[stream]].append((op, key))
     several = len({device for device, _ in lanes}) > 1
-    labels = [drawable((f"GPU {device} " if several else "") + f"stream {stream}") for device, stream in lanes]
+    labels = [logs.printable((f"GPU {device} " if several else "") + f"stream {stream}") for device, stream in lanes]
     order = sorted(zip(labels, lanes.values()), key=lambda lane: -len(lane[1]))  # the busiest stream on top
     return Panel("GPU", "backward's last kernel ended" if backward_end is not None else "communication began",
                  [(label, bars(lane, zero)) for label, lane in order], apart(begins, zero))
@@ -962,8 +949,6 @@ def read_set(paths, problems):
 
 
 def main(arguments=None):
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # a file name may hold what the terminal cannot show
     opening = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(description=opening[0], epilog=opening[2],
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -983,20 +968,16 @@ def main(arguments=None):
         analyses, others = [analysis for _, analysis in left], [analysis for _, analysis in right]
         comparison = compare(analyses, others) if others else None
         if options.plot:
-            plot([(drawable(trace.name), trace) for trace, _ in [*left[:1], *right[:1]]], options.plot, options.step)
+            plot([(logs.printable(trace.name), trace) for trace, _ in [*left[:1], *right[:1]]], options.plot, options.step)
     except Unjudgeable as problem:
         print(problem, file=sys.stderr)
         return 2
     if options.json:
-        output = json.dumps({"traces": analyses, "vs": others, "comparison": comparison}, indent=1)
+        print(json.dumps({"traces": analyses, "vs": others, "comparison": comparison}, indent=1))
     else:
-        output = "\n".join(comparison_report(analyses, others, comparison) if comparison else report(analyses))
-    try:
-        print(output, flush=True)
-    except BrokenPipeError:  # the reader, say head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print("\n".join(comparison_report(analyses, others, comparison) if comparison else report(analyses)))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    logs.run_main(main)

@@ -41,7 +41,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import ttest_ind
 
 import examine
 import leaks
@@ -66,6 +65,7 @@ STAMP_S, STAMP_EACH_S, STAMP_LINES = 0.1, 0.05, 5
 # run, where it could hide as much as the run itself; how far the runs of a race may differ in it, and the sides' medians
 STARTING_S, STARTING_LEAST_S, STARTING_PART = 60, 20, 0.2
 SPREAD_S, SPREAD_PART, SIDES_S, SIDES_PART = 15, 0.05, 3, 0.01
+SETTING_UP = "joining", "setup", "compile", "preflight"  # spans before the first step, which a machine's state decides
 CLOCKS_S = 2  # times of day are stated in whole seconds
 STALL, NEIGHBOURS = 0.2, 20  # of the median of its neighbours: a busy machine makes steps uneven, but not so short
 TELLING_LINES, ALIKE_LINES, ALIKE = 8, 30, 0.9  # fewer times agree by chance; so many losses, and their correlation
@@ -107,9 +107,12 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """One run as logs.py read it, with its step lines."""
+    """One run as logs.py read it."""
     run: logs.Run
-    steps: list
+
+    @functools.cached_property
+    def steps(self):
+        return self.run.steps
 
     @property
     def name(self):
@@ -273,10 +276,9 @@ def is_fineweb(e):
     return embedding_rows(e) in GPT2_VOCAB and sum(shard["tokens"] for shard in shards) > FINEWEB_VAL_TOKENS
 
 
-def check_val_tokens(e, wanted=None):
-    counted, fineweb = e.get("end.val_tokens", int), is_fineweb(e)
-    if wanted is None:
-        wanted = FINEWEB_VAL_TOKENS if fineweb else sum(shard["tokens"] for shard in shards_of(e)["val"]) - 1
+def check_val_tokens(e):
+    counted = e.get("end.val_tokens", int)
+    wanted = FINEWEB_VAL_TOKENS if is_fineweb(e) else sum(shard["tokens"] for shard in shards_of(e)["val"]) - 1
     demand(counted == wanted, f"{counted:,} tokens were scored, and the rule is {wanted:,}")
     return f"{counted:,} tokens were scored"
 
@@ -410,26 +412,23 @@ def check_stamps(e):
 
     A stretch begins at a validation's line, written as the clock goes on, and ends at the last step before the next one.
     What passes between stretches must be named: validation, hashing and the like."""
-    path = Path(re.sub(r"\.txt$", "", e.run.path.removesuffix(".gz")) + ".steps.json")
-    steps, spans = e.steps, e.get("end.seconds_outside_clock", dict)
+    path = Path(re.sub(r"\.txt$", "", e.run.path.removesuffix(".gz")) + stats.STAMPS)
+    steps, spans, name = e.steps, e.get("end.seconds_outside_clock", dict), logs.printable(path.name)
     try:
         stamps = logs.parse_json(path.read_text(encoding="utf-8"))
     except OSError:
-        raise NotCheckable(f"no {logs.printable(path.name)} lies beside the log: race.py writes it") from None
+        raise NotCheckable(f"no {name} lies beside the log: race.py writes it") from None
     except ValueError as error:
-        raise Broken(f"{logs.printable(path.name)}: {error}") from None
-    if not isinstance(stamps, list) or not all(isinstance(pair, list) and len(pair) == 2 and all(map(is_number, pair))
-                                               for pair in stamps):
-        raise Broken(f"{logs.printable(path.name)} is no list of [step, seconds]")
-    if [pair[0] for pair in stamps] != [line.step for line in steps]:
+        raise Broken(f"{name}: {error}") from None
+    demand(isinstance(stamps, list) and all(isinstance(pair, list) and len(pair) == 2 and all(map(is_number, pair))
+                                            for pair in stamps), f"{name} is no list of [step, seconds]")
+    if len(stamps) < len(steps):
         steps = [line for line in steps if not line.validation]  # a race that stamps these alone
-    if [pair[0] for pair in stamps] != [line.step for line in steps] or len(steps) < 2:
-        raise Broken(f"{logs.printable(path.name)} has {len(stamps)} lines, and not those of the log, which has "
-                     f"{len(e.steps)}")
+    demand([pair[0] for pair in stamps] == [line.step for line in steps] and len(steps) > 1,
+           f"{name} has {len(stamps)} lines, and not those of the log, which has {len(e.steps)}")
     own, seen = np.array([line.time_ms / 1000 for line in steps]), np.array([pair[1] for pair in stamps])
-    falls = np.flatnonzero(np.diff(seen) < 0)
-    if len(falls):
-        raise Broken(f"by the race's clock step {steps[falls[0] + 1].step} was written before the one before it")
+    for at in np.flatnonzero(np.diff(seen) < 0):
+        raise Broken(f"by the race's clock step {steps[at + 1].step} was written before the one before it")
     heads = [i for i, line in enumerate(steps) if line.validation or i == 0]
     slow, gaps = 0.0, seen[-1] - seen[0]
     for begin, end in zip(heads, [*heads[1:], len(steps)]):
@@ -437,14 +436,11 @@ def check_stamps(e):
         slow += float(np.median(late[-edge:]) - np.median(late[:edge]))
         gaps -= seen[end - 1] - seen[begin]
     allowed = STAMP_S + STAMP_EACH_S * math.sqrt(2 * len(heads))
-    if slow > allowed:
-        raise Broken(f"its {e.run.stated_steps} steps took {slow:.2f} s more by the race's clock than the {own[-1]:.2f} s "
-                     f"of its own, and {allowed:.2f} s is what lines may be late: its clock runs slow")
-    named = sum(seconds for name, seconds in spans.items() if is_number(seconds) and name not in
-                ("joining", "setup", "warmup", "compile", "preflight"))
-    if gaps > named + allowed:
-        raise Broken(f"{gaps:.2f} s passed between steps by the race's clock, and it names {named:.2f} s (validation, "
-                     "hashing and the like)")
+    demand(slow <= allowed, f"its {e.run.stated_steps} steps took {slow:.2f} s more by the race's clock than the "
+           f"{own[-1]:.2f} s of its own, and {allowed:.2f} s is what lines may be late: its clock runs slow")
+    named = sum(seconds for name, seconds in spans.items() if is_number(seconds) and name not in ("warmup", *SETTING_UP))
+    demand(gaps <= named + allowed, f"{gaps:.2f} s passed between steps by the race's clock, and it names {named:.2f} s "
+           "(validation, hashing and the like)")
     return f"{own[-1]:.2f} s by its own clock, {slow:+.2f} s by the race's, which saw {len(steps)} lines"
 
 
@@ -475,11 +471,6 @@ def check_compiles(e):
     return "nothing was compiled after the warm-up"
 
 
-def for_each(rule, runs, check):
-    """One Finding of a rule that every run must keep."""
-    return of_all(rule, [(e.name, *judged(check, e)) for e in runs], len(runs))
-
-
 def of_all(rule, found, wanted):
     """One Finding from (name, verdict, reason) of each run that was examined; wanted: how many should have been."""
     broken = [f"{name}: {reason}" for name, verdict, reason in found if verdict == FAIL]
@@ -495,17 +486,11 @@ def of_all(rule, found, wanted):
 
 # Rules for all runs together
 
-def sides_of(runs):
-    """{(race id, side) or None: its runs}"""
-    members = defaultdict(list)
-    for e in runs:
-        members[e.race and e.race[:2]].append(e)
-    return members
-
-
 def check_accounts(runs, found, races):
     """Were these all the runs, and were there to be so many?"""
-    remarks, unknown, members = [], [], sides_of(runs)
+    remarks, unknown, members = [], [], defaultdict(list)
+    for e in runs:
+        members[e.race and e.race[:2]].append(e)
     for which, of_side in members.items():
         side = stats.Side(f"side {which[1]}" if which and which[1] else "the set", "--source", [e.run for e in of_side])
         until_decided = which is not None and which[0] in races and races[which[0]].race.get("until_decided") is True
@@ -519,21 +504,18 @@ def check_accounts(runs, found, races):
             unknown.append("no number of runs was declared: some may be left out")
         else:
             remarks.append(f"{side.name}: {len(of_side)} runs, as declared")
-    if len({json.dumps(e.run.start.get("shards"), sort_keys=True) for e in runs if e.ours}) > 1:
-        raise Broken("the runs did not all read the same data")
+    demand(len(shards_read(runs)) < 2, "the runs did not all read the same data")
     remarks += [f"{logs.printable(os.path.basename(item.path))}: {item.reason}" for item in found.rejected
                 if item.kind in (logs.INCOMPLETE, logs.NOT_FINITE)]
-    started = {run_id for one in races.values() for run_id in one.attempts}
-    strangers = {str(e.run.start.get("run_id")) for e in runs if e.ours} - started
-    if races and strangers:
-        raise Broken(f"not started by this race, by its {race.MANIFEST}: {several(sorted(strangers))}")
     here = {str(item.start.get("run_id")): item for item in [*found.rejected, *(e.run for e in runs)] if item.start}
+    strangers = {str(e.run.start.get("run_id")) for e in runs if e.ours}.difference(*(one.attempts for one in races.values()))
+    demand(not (races and strangers), f"not started by this race, by its {race.MANIFEST}: {several(sorted(strangers))}")
     for race_id in dict.fromkeys(which[0] for which in members if which):
         if race_id in races:
-            of_race = [e for which, of_side in members.items() if which and which[0] == race_id for e in of_side]
-            for check in (check_starts, check_race):
-                said, doubts = check(races[race_id], of_race, here)
-                remarks, unknown = remarks + said, unknown + doubts
+            of_race = [e for e in runs if e.race and e.race.race_id == race_id]
+            said, doubts = check_attempts(races[race_id], of_race, here)
+            check_declared(races[race_id], of_race)
+            remarks, unknown = remarks + said, unknown + doubts
         else:
             unknown.append(f"there is no {race.MANIFEST} of race {race_id}: what else was started cannot be seen")
     if unknown:
@@ -541,84 +523,72 @@ def check_accounts(runs, found, races):
     return "; ".join(remarks)
 
 
-def check_starts(manifest, runs, here):
-    """Each start is written before the process and each end after it: was a slow run stopped, or hidden in a gap?
+def shards_read(runs):
+    """{what a log of ours states of its shards: a run that read them}"""
+    return {json.dumps(e.run.start.get("shards"), sort_keys=True): e for e in runs if e.ours}
+
+
+def check_attempts(manifest, runs, here):
+    """Each start is written before the process and each end after it: was a run stopped, left out, or hidden in a gap?
 
     here: {run_id: what logs.py read}. Returns (remarks, what cannot be known)."""
-    remarks, unknown, begun, before = [], [], set(), None
-    done = {e.get("start.run_id"): e for e in runs}
+    order, remarks, unknown, tried, done, begun, before = manifest.race["order"], [], [], [], set(), set(), None
     for event in manifest.events:
-        if event["status"] == "started":
-            begun.add(event["run_id"])
-        elif event["run_id"] not in begun:
-            raise Broken(f"{event['run_id']} ended ({event['status']}), and no line before it says that it was started")
+        demand(event["status"] == "started" or event["run_id"] in begun, f"{event['run_id']} ended ({event['status']}), and "
+               "no line before it says that it was started")
+        begun.add(event["run_id"])
     lengths = [a["seconds"] for a in manifest.attempts.values() if a["status"] == "done" and is_number(a.get("seconds"))]
     usual = float(np.median(lengths)) if lengths else math.inf
     for run_id, attempt in manifest.attempts.items():
-        began = moment(attempt.get("started_at"))
+        which, status, seconds = f"{attempt['run']}{attempt['side']}", attempt["status"], attempt.get("seconds")
+        what, log, began = f"run {which}, {run_id}", here.get(run_id), moment(attempt.get("started_at"))
         if None not in (began, before) and began - before > usual / 2 + STARTING_LEAST_S:
             unknown.append(f"{began - before:.0f} s passed before {run_id} was started, long enough to hide a run")
-        seconds = attempt.get("seconds")
         before = moment(attempt.get("ended_at")) or (began + seconds if began and is_number(seconds) else None)
-        log = here.get(run_id)
-        if attempt["status"] == "done":
-            continue
-        last = log.steps[-1] if log and log.steps else None
-        others = [step.time_ms for e in done.values() if e.race.side == attempt["side"]
-                  for step in e.steps if last and step.step == last.step]
-        if others and last.time_ms > np.median(others):
-            text = (f"run {attempt['run']}{attempt['side']}, {run_id}, {attempt['status']} at step {last.step}, was slower "
-                    f"({last.time_ms / 1000:.3f} s) than those that count ({np.median(others) / 1000:.3f} s)")
-            if attempt["status"] == "interrupted":
-                raise Broken(f"{text}: who may stop slow runs chooses the figures; race anew")
-            unknown.append(text)
-        elif not log and is_number(seconds) and seconds > usual / 2:
-            raise Broken(f"{run_id}: {attempt['status']} after {seconds:.0f} s, and there is no log of it")
-    return remarks, unknown
-
-
-def check_race(manifest, runs, here):
-    """Compares a manifest with the runs of its race -> (remarks, what cannot be known). here: run_ids with a log."""
-    declared, order = manifest.race, manifest.race["order"]
-    if order != [f"{run}{side}" for run, side in race.order(declared["n"], declared["sides"])]:
-        raise Broken(f"the order in {race.MANIFEST} is not that of {declared['n']} runs a side")
-    remarks, unknown, tried, done = [], [], [], set()
-    for run_id, attempt in manifest.attempts.items():
-        which, status = f"{attempt['run']}{attempt['side']}", attempt["status"]
-        what = f"run {which}, {run_id}"
-        if not tried or tried[-1] != which:
-            tried.append(which)
-        if (status == "done" or attempt.get("logged")) and run_id not in here:
-            raise Broken(f"{what}, was started ({status}), and its log is not here")
-        if status == "done" and which in done:
-            raise Broken(f"run {which} was done twice")
+        tried += [which] * (which not in tried[-1:])
         if status == "done":
+            demand(log, f"{what}, was started (done), and its log is not here")
+            demand(which not in done, f"run {which} was done twice")
             done.add(which)
             continue
         remarks.append(f"{what}: {status}")
-        if run_id not in here and status not in ("failed", "interrupted"):  # nobody saw how it ended
-            unknown.append(f"{what}, was started and left no log: how it ended cannot be seen")
-    if tried != order[:len(tried)]:
-        raise Broken(f"by {race.MANIFEST} the runs were not started in the order it declares")
+        last = log.steps[-1] if log and log.steps else None
+        others = [step.time_ms for e in runs if e.race.side == attempt["side"] for step in e.steps
+                  if last and step.step == last.step]
+        if others and last.time_ms > np.median(others):
+            text = (f"{what}, {status} at step {last.step}, was slower ({last.time_ms / 1000:.3f} s) than those that count "
+                    f"({np.median(others) / 1000:.3f} s)")
+            demand(status != "interrupted", f"{text}: who may stop slow runs chooses the figures; race anew")
+            unknown.append(text)
+        if not log:
+            if is_number(seconds) and seconds > usual / 2:
+                raise Broken(f"{run_id}: {status} after {seconds:.0f} s, and there is no log of it")
+            demand(not attempt.get("logged"), f"{what}, was started ({status}), and its log is not here")
+            if status not in ("failed", "interrupted"):  # nobody saw how it ended
+                unknown.append(f"{what}, was started and left no log: how it ended cannot be seen")
+    demand(tried == order[:len(tried)], f"by {race.MANIFEST} the runs were not started in the order it declares")
+    return remarks, unknown
+
+
+def check_declared(manifest, runs):
+    """Is each run what its race declared before it, and wrote down of it?"""
+    declared = manifest.race
+    demand(declared["order"] == [f"{run}{side}" for run, side in race.order(declared["n"], declared["sides"])],
+           f"the order in {race.MANIFEST} is not that of {declared['n']} runs a side")
     for e in runs:
         attempt = manifest.attempts.get(e.get("start.run_id", str))
-        if attempt is None:
-            raise Broken(f"{e.name} is of another race than its {race.MANIFEST}")
+        demand(attempt, f"{e.name} is of another race than its {race.MANIFEST}")
         side = declared["sides"].get(attempt["side"])
-        if side is None:
-            raise Broken(f"{e.name} is of side {attempt['side']!r}, which the race has not")
-        for where, wanted in (("start.race.declared_n", declared["n"]), ("start.race.run", attempt["run"]),
-                              ("start.race.side", attempt["side"]), ("start.ranks", declared["ranks"]),
-                              ("start.seed", declared["seed"] + attempt["run"]), ("start.seed", attempt.get("seed")),
-                              ("start.source_sha256", side.get("source_sha256"))):
-            if e.get(where) != wanted:
-                raise Broken(f"{e.name}: its {where} is {e.get(where)}, by {race.MANIFEST} it is {wanted}")
+        demand(side, f"{e.name} is of side {attempt['side']!r}, which the race has not")
+        e.must_state(race.MANIFEST, ("start.race.declared_n", declared["n"]), ("start.race.run", attempt["run"]),
+                     ("start.race.side", attempt["side"]), ("start.ranks", declared["ranks"]),
+                     ("start.seed", declared["seed"] + attempt["run"]), ("start.seed", attempt.get("seed")),
+                     ("start.source_sha256", side.get("source_sha256")), name=f"{e.name}: its ")
         began, logged = moment(attempt.get("started_at")), moment(e.run.start.get("started"))
         lasted = attempt["seconds"] if is_number(attempt.get("seconds")) else math.inf
-        if logged is not None and (began is None or not -CLOCKS_S <= logged - began <= lasted + CLOCKS_S):
-            raise Broken(f"{e.name} states that it started at {e.get('start.started')}, by {race.MANIFEST} it ran for "
-                         f"{lasted:.0f} s from {attempt.get('started_at')} on")
-    return remarks, unknown
+        demand(logged is None or began is not None and -CLOCKS_S <= logged - began <= lasted + CLOCKS_S,
+               f"{e.name} states that it started at {e.get('start.started')}, by {race.MANIFEST} it ran for "
+               f"{lasted:.0f} s from {attempt.get('started_at')} on")
 
 
 def check_wall(runs, races):
@@ -630,20 +600,18 @@ def check_wall(runs, races):
         if is_number(measured):
             wall = e.get("end.wall_seconds", NUMBER)
             late[found.race["id"]].append((measured - wall, wall, e.name, e.race.side))
-            if not -0.1 <= measured - wall <= min(STARTING_S, STARTING_LEAST_S + STARTING_PART * wall):
-                raise Broken(f"{e.name} states {wall:.1f} s by the wall clock, the race that started it measured "
-                             f"{measured:.1f}")
+            demand(-0.1 <= measured - wall <= min(STARTING_S, STARTING_LEAST_S + STARTING_PART * wall),
+                   f"{e.name} states {wall:.1f} s by the wall clock, the race that started it measured {measured:.1f}")
     if not late:
         raise NotCheckable(f"no {race.MANIFEST} tells how long the runs took: race them with race.py")
     for of_race in late.values():
         (least, _, one, _), (most, wall, other, _) = min(of_race), max(of_race)
-        if most - least > SPREAD_S + SPREAD_PART * wall:
-            raise Broken(f"the race measured {least:.1f} s more than the wall clock of {one}, and {most:.1f} s more "
-                         f"than that of {other}")
+        demand(most - least <= SPREAD_S + SPREAD_PART * wall, f"the race measured {least:.1f} s more than the wall clock of "
+               f"{one}, and {most:.1f} s more than that of {other}")
         medians = {side: np.median([lag for lag, *_, of in of_race if of == side]) for *_, side in of_race}
-        if max(medians.values()) - min(medians.values()) > SIDES_S + SIDES_PART * wall:
-            raise Broken("the race measured more than the runs' wall clocks by " + ", ".join(
-                f"{lag:.1f} s on side {side}" for side, lag in sorted(medians.items())) + ": one side's clocks run slow")
+        told = ", ".join(f"{lag:.1f} s on side {side}" for side, lag in sorted(medians.items()))
+        demand(max(medians.values()) - min(medians.values()) <= SIDES_S + SIDES_PART * wall,
+               f"the race measured more than the runs' wall clocks by {told}: one side's clocks run slow")
     lags = [lag for of_race in late.values() for lag, *_ in of_race]
     return f"the race measured {min(lags):.1f} to {max(lags):.1f} s more than each run's wall clock, which starts later"
 
@@ -652,36 +620,37 @@ def check_copies(runs):
     """Is each run one of its own? Another seed gives other states and losses, and no two runs the same times."""
     seen, compared = {}, []
     for e in runs:
-        seed = e.get("start.seed", int) if e.ours else None
-        end = e.run.end or {}
-        held = [end.get(key) for key in ("final_state_hash", "state_hash", "validation_hash")]
-        held = [text for item in held for text in (item.values() if isinstance(item, dict) else [item])]
-        marks = [("state hash", text) for text in held if isinstance(text, str) and SHA256.fullmatch(text)]
-        if e.ours and e.run.start.get("config", {}).get("shuffle") is True:
-            marks += [("digest of its tokens", end.get(key)) for key in ("train_sha256", "train_digest")
-                      if isinstance(end.get(key), str)]
-        losses = tuple(step.train_loss for step in e.steps if step.train_loss is not None)
-        if e.ours and len(losses) >= TELLING_LINES:
-            marks.append(("training loss at each step", losses))
-            compared.append((e, seed, losses))
-        for what, mark in marks if e.ours else ():
-            other, others = seen.setdefault((what, mark), (e, seed))
-            if others != seed:
-                raise Broken(f"{other.name} and {e.name} have the seeds {others} and {seed}, and the same {what} "
-                             f"{mark[:8] if isinstance(mark, str) else ''}")
         times = tuple(step.time_ms for step in e.steps)
+        if e.ours:
+            seed, end, shuffled = e.get("start.seed", int), e.run.end or {}, is_shuffled(e)
+            held = [end.get(key) for key in ("final_state_hash", "state_hash", "validation_hash")]
+            held = [text for item in held for text in (item.values() if isinstance(item, dict) else [item])]
+            marks = [("state hash", text) for text in held if isinstance(text, str) and SHA256.fullmatch(text)]
+            marks += [("digest of its tokens", end[key]) for key in ("train_sha256", "train_digest")
+                      if shuffled and isinstance(end.get(key), str)]
+            losses = tuple(step.train_loss for step in e.steps if step.train_loss is not None)
+            if len(losses) >= TELLING_LINES:
+                marks.append(("training loss at each step", losses))
+                compared.append((e, seed, losses))
+            for what, mark in marks:
+                other, others = seen.setdefault((what, mark), (e, seed))
+                demand(others == seed, f"{other.name} and {e.name} have the seeds {others} and {seed}, and the same {what} "
+                       f"{mark[:8] if isinstance(mark, str) else ''}")
         if len(times) >= TELLING_LINES:
             other, _ = seen.setdefault(times, (e, None))
-            if other is not e:
-                raise Broken(f"{other.name} and {e.name} have the same time at each of {len(times)} lines")
+            demand(other is e, f"{other.name} and {e.name} have the same time at each of {len(times)} lines")
     if not seen:
         raise NotCheckable("the logs hold neither state hashes nor the times of their steps")
-    closest = max(correlations(compared), default=(None,), key=lambda item: item[0])
-    if closest[0] is not None and closest[0] > ALIKE:
-        raise Broken(f"{closest[1].name} and {closest[2].name} have other seeds, and training losses that go up and down "
-                     f"together (correlation {closest[0]:.3f}): one is a copy of the other with small changes")
-    told = f"; the losses of other seeds correlate by {closest[0]:.2f} at most" if closest[0] is not None else ""
+    told = ""
+    for found, one, other in sorted(correlations(compared), key=lambda item: -item[0])[:1]:
+        demand(found <= ALIKE, f"{one.name} and {other.name} have other seeds, and training losses that go up and down "
+               f"together (correlation {found:.3f}): one is a copy of the other with small changes")
+        told = f"; the losses of other seeds correlate by {found:.2f} at most"
     return f"no two of {len(runs)} runs have the same times, and no two seeds a state hash or losses in common{told}"
+
+
+def is_shuffled(e):
+    return e.run.start.get("config", {}).get("shuffle") is True
 
 
 def correlations(compared):
@@ -691,20 +660,17 @@ def correlations(compared):
     over the runs, of which there must then be three."""
     groups = defaultdict(list)
     for e, seed, losses in compared:
-        shuffled = e.run.start.get("config", {}).get("shuffle") is True
         if len(losses) >= ALIKE_LINES:
-            groups[len(losses), shuffled].append((e, seed, np.array(losses)))
+            groups[len(losses), is_shuffled(e)].append((e, seed, np.array(losses)))
     for (_, shuffled), group in groups.items():
         table = np.array([losses for *_, losses in group])
         if not shuffled:
             if len({seed for _, seed, _ in group}) < 3:
                 continue
             table = table - table.mean(axis=0)
-        smooth = np.array([np.convolve(row, np.ones(9) / 9, "valid") for row in table])
-        rough = table[:, 4:-4] - smooth
-        rough = rough[:, rough.shape[1] // 5:]  # the descent is steep at first
+        rough = table[:, 4:-4] - np.array([np.convolve(row, np.ones(9) / 9, "valid") for row in table])
         with np.errstate(invalid="ignore", divide="ignore"):
-            found = np.nan_to_num(np.corrcoef(rough))
+            found = np.nan_to_num(np.corrcoef(rough[:, rough.shape[1] // 5:]))  # the descent is steep at first
         for i, (one, seed, _) in enumerate(group):
             yield from ((found[i, j], one, group[j][0]) for j in range(i) if group[j][1] != seed)
 
@@ -712,22 +678,22 @@ def correlations(compared):
 def claim(runs, others, target):
     """What stats.py makes of the record's losses and times, by the test that its race declared. target None: the logs'.
     Raises CannotJudge."""
-    paths = [[os.path.abspath(e.run.path) for e in side] for side in (runs, others)]
-    return stats.judge(stats.parse([*paths[0], *([f"--target={target!r}"] if target is not None else []),
-                                    *(["--vs", *paths[1]] if others else [])]))
+    options = stats.parse([".", *([f"--target={target!r}"] if target is not None else [])])
+    sides = [stats.gather(name, flag, logs.Logs([e.run for e in side]), options) for name, flag, side in
+             (("the set", "--source", runs), ("the --vs set", "--vs-source", others)) if side]
+    return stats.judge_sides([(side, []) for side in sides], options)
 
 
 def check_loss(runs, others, target):
     try:
         report = claim(runs, others, target)
-    except stats.Undecided as reason:
-        raise NotCheckable(str(reason)) from None
+    except stats.Undecided:
+        raise
     except CannotJudge:  # the times, say: the losses stand by themselves
         report = claim(runs, [], target)
-    loss, alpha = report["loss"], report["alpha"]
+    loss = report["loss"]
     text = f"mean {loss['mean']:.5f} of {loss['n']} runs, target {target:g}, p = {loss['p']:.4g}"
-    if not loss["significant"]:
-        raise Broken(f"{text}: not below {alpha:g}")
+    demand(loss["significant"], f"{text}: not below {report['alpha']:g}")
     return text
 
 
@@ -735,16 +701,15 @@ def check_faster(runs, others, target):
     try:
         found = claim(runs, others, target)["comparison"]
         tested, holds = found["paired_log"] if found["decides"] == "paired_log" else found, found["significant"]
-    except stats.Undecided as reason:
-        raise NotCheckable(str(reason)) from None
+    except stats.Undecided:
+        raise
     except CannotJudge:  # the declared test has no figure, or something else that other rules name
         seconds = [[(e.run.train_time_ms or 0) / 1000 for e in side] for side in (runs, others)]
         tested = found = stats.compare_times(*seconds, 0.01)
         holds = found["p"] < 0.01
     means = " s against ".join(f"{np.mean([e.run.train_time_ms for e in side]) / 1000:.3f}" for side in (runs, others))
     text = f"{means} s: {stats.show_ratio(found)}, p = {tested['p']:.4g} by the {tested['test']}"
-    if not holds:
-        raise Broken(f"{text}: not below 0.01")
+    demand(holds, f"{text}: not below 0.01")
     return text
 
 
@@ -753,8 +718,7 @@ def choose_target(runs, given):
     if given is not None:
         return given
     stated = {e.get("start.target_val_loss", NUMBER) for e in runs if e.ours and not is_fineweb(e)}
-    if len(stated) > 1:
-        raise Broken(f"the logs state {len(stated)} targets: {', '.join(map(str, sorted(stated)))}")
+    demand(len(stated) < 2, f"the logs state {len(stated)} targets: {', '.join(map(str, sorted(stated)))}")
     return float(stated.pop()) if stated else stats.DEFAULT_TARGET
 
 
@@ -767,31 +731,28 @@ def check_hardware(runs, others):
                  **switches, "hosts": [{key: host.get(key) for key in ("ranks", "hardware", "versions")}
                                        for host in e.run.start.get("hosts") or () if isinstance(host, dict)]}
         described.setdefault(json.dumps(facts, sort_keys=True), (e, facts))
-    if len(described) > 1:
-        (one, facts), (other, theirs) = list(described.values())[:2]
+    (one, facts), *more = described.values()
+    for other, theirs in more:
         differ = [f"{key}: {facts.get(key)} and {theirs.get(key)}" for key in sorted(facts.keys() | theirs.keys())
                   if facts.get(key) != theirs.get(key)]
         raise Broken(f"{one.name} and {other.name} differ in {'; '.join(differ)[:200]}")
-    _, facts = next(iter(described.values()))
     return f"{facts.get('device')}, and the same ids, driver, versions and switches (clock rates are not logged)"
 
 
 def check_interleaved(runs, others):
     order = []
-    for side, es in (("a", runs), ("b", others)):
-        for e in es:
-            began, spans = moment(e.get("start.started", str)), e.get("end.seconds_outside_clock", dict)
-            if began is None:
-                raise Broken(f"{e.name} states no time at which it started")
-            before = sum(spans[name] for name in ("joining", "setup") if is_number(spans.get(name)))
-            order.append((began, side, e.name, began + e.get("end.wall_seconds", NUMBER) - before))
+    for side, e in [*(("a", e) for e in runs), *(("b", e) for e in others)]:
+        began, spans = moment(e.get("start.started", str)), e.get("end.seconds_outside_clock", dict)
+        demand(began, f"{e.name} states no time at which it started")
+        before = sum(spans[name] for name in ("joining", "setup") if is_number(spans.get(name)))
+        order.append((began, side, e.name, began + e.get("end.wall_seconds", NUMBER) - before))
     order.sort()
     for (_, _, one, ended), (began, _, other, _) in zip(order, order[1:]):
-        if began + CLOCKS_S < ended:
-            raise Broken(f"{other} started {ended - began:.0f} s before {one} ended: they took time from each other")
+        demand(began + CLOCKS_S >= ended,
+               f"{other} started {ended - began:.0f} s before {one} ended: they took time from each other")
     sides = "".join(side for _, side, *_ in order)
-    if len(runs) != len(others) or any(a == b for a, b in zip(sides[::2], sides[1::2])):
-        raise Broken(f"in the order of their start the runs are {sides[:60]}: not in pairs")
+    demand(len(runs) == len(others) and all(a != b for a, b in zip(sides[::2], sides[1::2])),
+           f"in the order of their start the runs are {sides[:60]}: not in pairs")
     return f"started as {sides[:60]}, one after another"
 
 
@@ -801,21 +762,19 @@ def check_spans(runs, others):
         spans, calls = e.get("end.seconds_outside_clock", dict), max(1, len(e.run.validations))
         sizes = {"validation": calls, "hashing": e.get("start.parameters", int) / 1e6}
         return {name: seconds / sizes.get(name, 1) for name, seconds in spans.items()
-                if name not in ("joining", "setup", "compile", "preflight") and is_number(seconds)}, calls
-    sides = [[per_call(e) for e in side] for side in (runs, others)]
+                if name not in SETTING_UP and is_number(seconds)}, calls
+    sides, shown = [[per_call(e) for e in side] for side in (runs, others)], []
     if min(map(len, sides)) < 2:
         raise NotCheckable("fewer than two runs on a side")
-    shown = []
     for name in sorted({name for side in sides for spans, _ in side for name in spans}):
         mine, theirs = (np.array([spans.get(name, 0.0) for spans, _ in side]) for side in sides)
         text = f"{name} {mine.mean():.3f} s against {theirs.mean():.3f} s"
         if name == "validation":
             text += f" a call ({' and '.join(str(round(np.mean([calls for _, calls in side]), 1)) for side in sides)} calls)"
         text += " a million parameters" * (name == "hashing")
-        certain = not np.ptp(mine) and not np.ptp(theirs) or ttest_ind(mine, theirs, equal_var=False,
-                                                                       alternative="greater").pvalue < 0.01
-        if mine.mean() > 1.1 * theirs.mean() + UNNAMED_S and certain:
-            raise Broken(f"off its clock the record's side spends more: {text}; what else is done there?")
+        certain = np.ptp(mine) == np.ptp(theirs) == 0 or stats.welch_t_less(theirs, mine).pvalue < 0.01
+        demand(mine.mean() <= 1.1 * theirs.mean() + UNNAMED_S or not certain,
+               f"off its clock the record's side spends more: {text}; what else is done there?")
         shown.append(text)
     return ", ".join(shown)
 
@@ -828,7 +787,6 @@ def read_manifests(folders):
     for path in sorted({Path(os.path.realpath(folder)) / race.MANIFEST for folder in folders}):
         if path.exists():
             manifest = race.Manifest.read(path)
-            manifest.events = list(map(logs.parse_json, path.read_bytes()[:manifest.cut].splitlines()[1:]))
             same = races.setdefault(manifest.race["id"], manifest)
             if (same.race, same.attempts) != (manifest.race, manifest.attempts):
                 raise CannotJudge(f"{path} and {same.path} tell of one race, and differ; keep the true one")
@@ -837,9 +795,9 @@ def read_manifests(folders):
 
 class Set(NamedTuple):
     """Evidence of each run, what logs.read found, and {race id: manifest} of the folders."""
-    runs: list
-    found: logs.Logs | None
-    races: dict
+    runs: list = []
+    found: logs.Logs | None = None
+    races: dict = {}
 
 
 def read_runs(paths):
@@ -850,7 +808,7 @@ def read_runs(paths):
         reasons = several([f"{item.path}: {item.reason}" for item in unreadable or found.rejected])
         raise CannotJudge(f"no run to judge ({reasons or 'nothing was found'}); name a folder of logs, or logs")
     folders = [path for path in paths if os.path.isdir(path)] + [os.path.dirname(run.path) or "." for run in found.runs]
-    return Set([Evidence(run, run.steps) for run in found.runs], found, read_manifests(folders))
+    return Set(list(map(Evidence, found.runs)), found, read_manifests(folders))
 
 
 def check_models(paths, runs, folder):
@@ -895,7 +853,7 @@ class Record(NamedTuple):
 
 def read_record(options):
     """The Record that options name. CannotJudge if there is none."""
-    whole, apart = read_runs(options.record), read_runs(options.vs) if options.vs else Set([], None, {})
+    whole, apart = read_runs(options.record), read_runs(options.vs) if options.vs else Set()
     sides = sorted({e.race.side for e in whole.runs if e.race} - {""})
     if options.vs or len(sides) < 2:
         return Record(whole, apart, whole.runs, apart.runs)
@@ -909,49 +867,49 @@ def verify(options, record=None):
     """All Findings, in the order of the table. CannotJudge if the input allows none."""
     whole, apart, runs, others = record = record or read_record(options)
     everyone, timed = whole.runs, whole.runs + apart.runs  # what is compared by its time must have an honest one
+    distinct = [*shards_read(everyone).values(), *[e for e in everyone if not e.ours][:1]]
+    data = (options.data, "name the shards' folder with --data")
+    sides = (others, "name the logs of the other side with --vs, or race both sides")
 
-    def together(rule, check, *arguments):
-        return Finding(rule, *judged(check, *arguments))
+    def each(rule, of, check, wants=(True, "")):
+        return of_all(rule, [(e.name, *judged(check, e)) for e in of], len(of)) if wants[0] else Finding(rule, UNKNOWN, wants[1])
+
+    def together(rule, check, *arguments, wants=(True, "")):
+        return Finding(rule, *(judged(check, *arguments) if wants[0] else (UNKNOWN, wants[1])))
 
     findings = [
-        for_each("the log is unaltered", timed, check_log),
-        for_each("one run from its seed", timed, check_beginning),
-        for_each("data stated with digests", everyone, check_shards),
-        for_each("exactly the stated validation tokens", everyone, lambda e: check_val_tokens(e, options.val_tokens)),
-        for_each(SWITCHES, everyone, lambda e: check_source(e, record.theirs)),
-        for_each("nothing in the environment changes the run", timed, check_environment),
-        for_each("the clock is honest", timed, check_clock),
-        for_each("the race's clock saw each step take as long", timed, check_stamps),
-        for_each("all time outside the clock is named", timed, check_outside),
+        each("the log is unaltered", timed, check_log),
+        each("one run from its seed", timed, check_beginning),
+        each("data stated with digests", everyone, check_shards),
+        each("exactly the stated validation tokens", everyone, check_val_tokens),
+        each(SWITCHES, everyone, lambda e: check_source(e, record.theirs)),
+        each("nothing in the environment changes the run", timed, check_environment),
+        each("the clock is honest", timed, check_clock),
+        each("the race's clock saw each step take as long", timed, check_stamps),
+        each("all time outside the clock is named", timed, check_outside),
         together("the wall clock agrees with the race's", check_wall, timed, {**whole.races, **apart.races}),
-        for_each("warm-up does not train", everyone, lambda e: check_same(
+        each("warm-up does not train", everyone, lambda e: check_same(
             e, "end.state_hash.before_warmup", "end.state_hash.after_warmup", "the warm-up")),
-        for_each("nothing is compiled on the clock", everyone, check_compiles),
-        for_each("validation does not train", everyone, lambda e: check_same(
+        each("nothing is compiled on the clock", everyone, check_compiles),
+        each("validation does not train", everyone, lambda e: check_same(
             e, "end.validation_hash.before", "end.validation_hash.after", "validation")),
         together(ACCOUNTS, check_accounts, *whole),
         together("no run is a copy of another", check_copies, timed),
         together(LOSS, lambda: check_loss(runs, others, choose_target(runs, options.target))),
+        *([together("every run of the other side is accounted for", check_accounts, *apart)] if apart.runs else []),
+        together("the same hardware on both sides", check_hardware, runs, others, wants=sides),
+        together("the sides ran in turn", check_interleaved, runs, others, wants=sides),
+        together("no more time off the clock than the other side", check_spans, runs, others, wants=sides),
+        together(FASTER, check_faster, runs, others, options.target, wants=sides),
+        each("no validation document in training", distinct, lambda e: leaks.check_leaks(
+            shards_of(e), e.get("end.val_tokens", int), options.data), data),
+        each("trained on the declared shards", everyone, lambda e: leaks.check_replay(
+            e.get("start.config", dict), shards_of(e), e.planned()[0], e.get("end", dict), options.data), data),
     ]
-    if apart.runs:
-        findings.append(together("every run of the other side is accounted for", check_accounts, *apart))
-    for rule, check in (("the same hardware on both sides", check_hardware), ("the sides ran in turn", check_interleaved),
-                        ("no more time off the clock than the other side", check_spans),
-                        (FASTER, lambda *sides: check_faster(*sides, options.target))):
-        findings.append(together(rule, check, runs, others) if others else
-                        Finding(rule, UNKNOWN, "name the logs of the other side with --vs, or race both sides"))
-    distinct = {json.dumps(e.run.start.get("shards"), sort_keys=True) if e.ours else "": e for e in everyone}
-    for rule, of, check in (
-            ("no validation document in training", list(distinct.values()), lambda e: leaks.check_leaks(
-                shards_of(e), e.get("end.val_tokens", int), options.data)),
-            ("trained on the declared shards", everyone, lambda e: leaks.check_replay(
-                e.get("start.config", dict), shards_of(e), e.planned()[0], e.get("end", dict), options.data))):
-        findings.append(for_each(rule, of, check) if options.data else
-                        Finding(rule, UNKNOWN, "name the shards' folder with --data"))
-    findings = [of_its_day(finding, everyone) for finding in findings]
-    return findings + (check_models(options.rerun, everyone, options.data) if options.rerun else [
-        Finding(rule, UNKNOWN, f"0 of {len(everyone)} runs examined: name a model of each with --rerun")
-        for rule in examine.RULES])
+    return [of_its_day(finding, everyone) for finding in findings] + (
+        check_models(options.rerun, everyone, options.data) if options.rerun else
+        [Finding(rule, UNKNOWN, f"0 of {len(everyone)} runs examined: name a model of each with --rerun")
+         for rule in examine.RULES])
 
 
 def of_its_day(finding, runs):
@@ -1025,7 +983,6 @@ def parse(arguments):
     parser.add_argument("--rerun", nargs="+", metavar="MODEL",
                         help="models that train_gpt.py saved, or folders of them; RUNS the source in their logs")
     parser.add_argument("--target", type=float, help="loss to be below (default: 3.28 on FineWeb, else the logs')")
-    parser.add_argument("--val_tokens", type=int, help="tokens to score (default: 10,485,760 on FineWeb, else all)")
     parser.add_argument("--diff", action="store_true", help="print how the source differs from its parent")
     parser.add_argument("--json", action="store_true", help="print the findings for programs")
     return parser.parse_args(arguments)

@@ -15,6 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 SCRIPT = Path(__file__).parent.parent / "records" / "trace.py"
+sys.path.insert(0, str(SCRIPT.parent))
 spec = importlib.util.spec_from_file_location("records_trace", SCRIPT)
 trace = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = trace  # dataclasses look their module up
@@ -385,8 +386,8 @@ def test_a_file_that_is_no_trace_gets_one_line(tmp_path, capsys, name):
 
 
 def test_a_path_that_cannot_be_read_gets_one_line(tmp_path, capsys):
-    assert "no such file" in refusal(tmp_path / "missing.json", capsys)
-    assert "a folder" in refusal(tmp_path, capsys)
+    assert "No such file" in refusal(tmp_path / "missing.json", capsys)
+    assert "directory" in refusal(tmp_path, capsys)
 
 
 @pytest.mark.parametrize("chunk", [7, 1 << 20])
@@ -617,12 +618,13 @@ def test_the_timeline_measures_from_the_moments_that_b_and_d_name(tmp_path):
 def test_it_runs_alone(tmp_path):
     """By path, from anywhere, where there is no matplotlib; a closed pipe is no error."""
     path = two_steps().write(tmp_path / "t.json")
-    command = [sys.executable, "-I", str(SCRIPT), str(path)]
+    command = [sys.executable, str(SCRIPT), str(path)]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"LC_ALL": "C"})
     assert run.returncode == 0 and run.stderr == "" and "in all" in run.stdout
-    without = "import sys, runpy; sys.modules['matplotlib'] = None; sys.argv = sys.argv[1:]; " \
+    without = "import os, sys, runpy; sys.modules['matplotlib'] = None; sys.argv = sys.argv[1:]; " \
+              "sys.path.insert(0, os.path.dirname(sys.argv[0])); " \
               "runpy.run_path(sys.argv[0], run_name='__main__')"
-    run = subprocess.run([sys.executable, "-c", without, *command[2:], "--plot", "x.png"], cwd=tmp_path,
+    run = subprocess.run([sys.executable, "-c", without, *command[1:], "--plot", "x.png"], cwd=tmp_path,
                          capture_output=True, text=True)
     assert run.returncode == 2 and "matplotlib" in run.stderr and run.stderr.count("\n") == 1
     run = subprocess.run(f"'{sys.executable}' '{SCRIPT}' '{path}' | true", shell=True, capture_output=True, text=True)
@@ -640,7 +642,8 @@ def test_memory_stays_below_the_size_of_the_trace(tmp_path):
             build.op(REDUCE_SCATTER if i % 50 == 0 else "gemm", start + 10 * i, start + 10 * i + 8, start + 5 * i)
     peaks = []
     for path in (two_steps().write(tmp_path / "small.json"), build.write(tmp_path / "large.json")):
-        watched = "import re, runpy, sys; sys.argv = sys.argv[1:]\n" \
+        watched = "import os, re, runpy, sys; sys.argv = sys.argv[1:]\n" \
+                  "sys.path.insert(0, os.path.dirname(sys.argv[0]))\n" \
                   "try: runpy.run_path(sys.argv[0], run_name='__main__')\n" \
                   "finally: print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1], file=sys.stderr)"
         run = subprocess.run([sys.executable, "-c", watched, str(SCRIPT), str(path)], capture_output=True, text=True)
