@@ -16,6 +16,13 @@ Exit status: 0 written, 2 it cannot be.
 
 from __future__ import annotations
 
+import signal
+
+import logs
+
+if __name__ == "__main__":  # scipy takes seconds to import
+    signal.signal(signal.SIGINT, logs.leave)
+
 import argparse
 import difflib
 import hashlib
@@ -34,7 +41,6 @@ from pathlib import Path
 import jinja2
 import scipy.stats
 
-import logs
 
 HERE = Path(__file__).resolve().parent
 TOOLS, TEMPLATES = HERE, HERE / "templates"

@@ -13,6 +13,13 @@ equal time.
 Exit status: 0 judged, 2 there is nothing to judge.
 """
 
+import signal
+
+import logs
+
+if __name__ == "__main__":  # scipy takes seconds to import
+    signal.signal(signal.SIGINT, logs.leave)
+
 import argparse
 import io
 import math
@@ -25,7 +32,6 @@ from pathlib import Path
 import numpy as np
 import scipy.stats
 
-import logs
 import stats
 
 LEVEL = 0.05

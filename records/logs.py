@@ -2,8 +2,8 @@
 
     python records/logs.py PATH...            one line for every run and file: used, rejected, or a duplicate, and why
     python records/logs.py --json PATH...     the same for programs
-    python records/logs.py --follow LOG       a line of JSON for each step as the log gets it, until the run ends: for
-                                              whatever draws metrics, and off the run's clock
+    python records/logs.py --follow LOG       a line of JSON for each step as the log gets it, until the run ends or was
+                                              killed: for whatever draws metrics, and off the run's clock
 
 A PATH is a log (.gz too) or a folder, which is searched with its subfolders, linked ones too (those that begin with a
 dot are left out). Nothing is guessed and nothing is dropped without a word: a run is used, or its file is named with
@@ -25,12 +25,14 @@ This file needs nothing but the standard library.
 """
 
 import argparse
+import fcntl
 import gzip
 import hashlib
 import json
 import math
 import os
 import re
+import signal
 import stat
 import sys
 import time
@@ -763,9 +765,10 @@ def printable(text):
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in os.fspath(text))
 
 
-def follow(path, period_s=1.0):
+def follow(path, period_s=1.0, silent_s=60):
     """Yields {step, train_time_ms, train_loss, val_loss} of each step of a log, the losses that it states, until the run
-    has ended or broken off. What a resumed run trains again comes again. OSError if there is no such file."""
+    has ended or broken off. What a resumed run trains again comes again. OSError if there is no such file; TimeoutError
+    if it is silent for that long, and no process holds its lock, as our runs do: the run was killed."""
     told = resumes = 0
     while os.stat(path):
         runs, rejected, _ = read_file(path)
@@ -779,7 +782,19 @@ def follow(path, period_s=1.0):
             told += 1
         if run and (getattr(run, "end", None) or getattr(run, "complete", None) or "error:" in getattr(run, "reason", "")):
             return
+        silent = time.time() - os.stat(path).st_mtime
+        if silent > silent_s and not is_locked(path):
+            raise TimeoutError(f"no line for {silent:.0f} s, no end, and no process writes it: the run was killed")
         time.sleep(period_s)
+
+
+def is_locked(path):
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def outcomes(logs):
@@ -818,7 +833,8 @@ def main(arguments=None):
             for line in follow(*options.paths[:1]):
                 print(json.dumps(line), flush=True)
         except OSError as error:
-            print(f"logs.py: error: {printable(options.paths[0])}: {error.strerror}; name the log of a run", file=sys.stderr)
+            why = f"{error.strerror}; name the log of a run" if error.strerror else error
+            print(f"logs.py: error: {printable(options.paths[0])}: {why}", file=sys.stderr)
             return 2
         return 0
     logs = read(options.paths)
@@ -832,8 +848,16 @@ def main(arguments=None):
     return 0 if logs.runs and not unreadable else 2
 
 
+def leave(*_):
+    """What a tool does about Ctrl-C until run_main: its imports take seconds, and would show a traceback."""
+    os.write(2, b"interrupted\n")
+    os._exit(130)
+
+
 def run_main(main):
     """Calls main() and exits with its status; a reader that goes away (`| head`) is no error, Ctrl-C no traceback."""
+    if signal.getsignal(signal.SIGINT) == leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # a path or a log may hold what the terminal cannot show
     try:

@@ -26,6 +26,13 @@ Intervals have confidence 1 - 2 alpha: their upper end is below the target exact
 Needs logs.py beside it, numpy and scipy; matplotlib for --plot.
 """
 
+import signal
+
+import logs
+
+if __name__ == "__main__":  # scipy takes seconds to import
+    signal.signal(signal.SIGINT, logs.leave)
+
 import argparse
 import contextlib
 import functools
@@ -45,7 +52,6 @@ from typing import NamedTuple
 import numpy as np
 import scipy.stats
 
-import logs
 
 warnings.filterwarnings("ignore", category=RuntimeWarning, module="scipy")  # equal values have no t: p is nan then
 
@@ -776,10 +782,11 @@ def so_far(sides, alpha):
         except CannotJudge:
             return None
     pairs = pair_up(*sides) if len(sides) == 2 and all(side.timed for side in sides) else None
-    target = known(choose_target, sides[0].runs, None) or DEFAULT_TARGET
-    return {"sides": sides, "alpha": alpha, "loss": known(judge_loss, sides[0].losses, target, alpha) or
-            {"target": target, "p": None}, "comparison": known(compare_times, *(side.seconds for side in sides), alpha,
-            pairs and [[run.train_time_ms / 1000 for run in pair] for pair in pairs])
+    target = known(choose_target, sides[0].runs, None)
+    loss = known(judge_loss, sides[0].losses, target, alpha) if target else None
+    return {"sides": sides, "alpha": alpha, "loss": loss or {"target": target, "p": None}, "comparison":
+            known(compare_times, *(side.seconds for side in sides), alpha,
+                  pairs and [[run.train_time_ms / 1000 for run in pair] for pair in pairs])
             if len(sides) == 2 and all(side.timed for side in sides) else None}
 
 
@@ -932,7 +939,7 @@ def plot(report, path):
         dots(losses, at, side.losses, color)
         if timed:
             dots(times, at, side.seconds, color)
-    for axes in (curves, losses):
+    for axes in (curves, losses) if loss["target"] else ():
         axes.axhline(loss["target"], color="#333333", lw=1, ls="--", label=f"target {loss['target']:g}")
     for axes in (losses, times):
         axes.set_xticks(range(len(sides)), [f"{logs.printable(side.name)}\nn = {len(side.runs)}" for side, _ in sides])

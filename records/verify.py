@@ -20,6 +20,13 @@ A log is what a run says of itself. race.py's own times stand against its clock,
 its losses; a forgery in which all agrees shows only where the run is run again, and the last line says how.
 """
 
+import signal
+
+import logs
+
+if __name__ == "__main__":  # scipy takes seconds to import
+    signal.signal(signal.SIGINT, logs.leave)
+
 import argparse
 import ast
 import difflib
@@ -44,7 +51,6 @@ import numpy as np
 
 import examine
 import leaks
-import logs
 import race
 import stats
 from leaks import FAIL, PASS, ROOT, SHA256, UNKNOWN, Broken, NotCheckable, demand, judged, several
@@ -260,6 +266,8 @@ def check_shards(e):
     for key in ("sha256", "name"):
         both = {shard[key] for shard in lists["train"]} & {shard[key] for shard in lists["val"]}
         demand(not both, f"{', '.join(sorted(both))[:80]} is both training and validation data")
+    epochs = e.get("start.config", dict).get("epochs", 1)
+    demand(epochs == 1, f"its training shards are read {epochs} times (--epochs), and a record reads each once")
     e.digest("end.train_digest" if "train_digest" in (e.run.end or {}) else "end.train_sha256")
     return f"{len(lists['train'])} training, {len(lists['val'])} validation shards, each with its SHA-256, none in both"
 
@@ -532,7 +540,9 @@ def check_attempts(manifest, runs, here):
     """Each start is written before the process and each end after it: was a run stopped, left out, or hidden in a gap?
 
     here: {run_id: what logs.py read}. Returns (remarks, what cannot be known)."""
-    order, remarks, unknown, tried, done, begun, before = manifest.race["order"], [], [], [], set(), set(), None
+    declared, remarks, unknown, tried, done, begun, before = manifest.race, [], [], [], set(), set(), None
+    demand(declared["order"] == [f"{run}{side}" for run, side in race.order(declared["n"], declared["sides"])],
+           f"the order in {race.MANIFEST} is not that of {declared['n']} runs a side")
     for event in manifest.events:
         demand(event["status"] == "started" or event["run_id"] in begun, f"{event['run_id']} ended ({event['status']}), and "
                "no line before it says that it was started")
@@ -566,15 +576,13 @@ def check_attempts(manifest, runs, here):
             demand(not attempt.get("logged"), f"{what}, was started ({status}), and its log is not here")
             if status not in ("failed", "interrupted"):  # nobody saw how it ended
                 unknown.append(f"{what}, was started and left no log: how it ended cannot be seen")
-    demand(tried == order[:len(tried)], f"by {race.MANIFEST} the runs were not started in the order it declares")
+    demand(tried == declared["order"][:len(tried)], f"by {race.MANIFEST} the runs were not started in the order it declares")
     return remarks, unknown
 
 
 def check_declared(manifest, runs):
     """Is each run what its race declared before it, and wrote down of it?"""
     declared = manifest.race
-    demand(declared["order"] == [f"{run}{side}" for run, side in race.order(declared["n"], declared["sides"])],
-           f"the order in {race.MANIFEST} is not that of {declared['n']} runs a side")
     for e in runs:
         attempt = manifest.attempts.get(e.get("start.run_id", str))
         demand(attempt, f"{e.name} is of another race than its {race.MANIFEST}")

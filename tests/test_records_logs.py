@@ -1,5 +1,6 @@
 """records/logs.py: every form of log and every trap met in the wild, each from a log that the test writes itself."""
 
+import fcntl
 import gzip
 import hashlib
 import json
@@ -747,6 +748,32 @@ def test_following_ends_where_a_run_broke_off_and_says_what_is_no_file(tmp_path,
     assert logs.main(["--follow", str(path)]) == 0
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["step"] for line in told] == [0, 1, 2, 3, 4, 5, 5] and told[0]["val_loss"] and "val_loss" not in told[1]
+
+
+def test_following_ends_where_the_run_was_killed_and_waits_while_its_process_lives(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "run.txt"
+    path.write_text(text(common()[:7]))
+    os.utime(path, (0, 0))  # nothing came for long
+    with open(path, "a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        told, slept = [], []
+        monkeypatch.setattr(logs.time, "sleep", lambda seconds: held.close() if len(slept) > 2 else slept.append(seconds))
+        with pytest.raises(TimeoutError, match="no end, and no process writes it: the run was killed"):
+            told.extend(logs.follow(path))
+    assert len(slept) == 3
+    assert logs.main(["--follow", str(path)]) == 2
+    said = capsys.readouterr()
+    assert len(said.out.splitlines()) == 7 and "run.txt: no line for" in said.err and said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("tool", ["stats", "verify", "board", "ladder"])
+def test_ctrl_c_while_a_tool_imports_is_a_word_and_130(tmp_path, tool):
+    (tmp_path / "scipy").mkdir()
+    (tmp_path / "scipy" / "__init__.py").write_text("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)")
+    code = f"import runpy, sys; sys.path[:0] = [{str(tmp_path)!r}, {str(RECORDS)!r}]; runpy.run_path(" \
+           f"{str(RECORDS / tool)!r} + '.py', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
 def test_ctrl_c_in_a_tool_is_a_word_and_130(capsys):

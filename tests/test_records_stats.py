@@ -765,6 +765,11 @@ def test_a_short_run_alone_is_drawn_with_its_training_losses(write, judge, monke
     assert judge(write("race", raced(3, "ab")), "--side", "a", "--plot", tmp_path / "y.png")[0] < 2
     styles = {line.get_linestyle() for line in figures[1].axes[0].lines if "side b" in str(line.get_label())}
     assert styles == {"--"}, "side b lies dashed over side a"
+    aimless = [log(3.2 + seed / 99, 9.0 + seed, start={"seed": seed, "target_val_loss": 0}) for seed in range(3)]
+    status, _, err = judge(write("aimless", aimless), "--plot", tmp_path / "z.png")
+    assert status == 2 and "the runs had no target" in err
+    labels = ["target" in str(line.get_label()) for found in figures for axes in found.axes[:2] for line in axes.lines]
+    assert labels.count(True) == 4, "both panels of the first two pictures, and none of a race without a target"
 
 
 def test_the_command_works_from_anywhere(new, tmp_path):
