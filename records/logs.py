@@ -26,6 +26,7 @@ This file needs nothing but the standard library.
 
 import argparse
 import fcntl
+import functools
 import gzip
 import hashlib
 import json
@@ -99,7 +100,7 @@ class Step(NamedTuple):
 class _Kept:
     """What a run and a rejected one share besides their fields."""
 
-    @property
+    @functools.cached_property
     def steps(self):
         """The Step of each line that states a train_time in ms, in their order."""
         numbers = [None if number != number else number for number in self.lines]

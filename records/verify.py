@@ -116,10 +116,6 @@ class Evidence:
     """One run as logs.py read it."""
     run: logs.Run
 
-    @functools.cached_property
-    def steps(self):
-        return self.run.steps
-
     @property
     def name(self):
         return logs.printable(os.path.basename(self.run.path))
@@ -129,7 +125,7 @@ class Evidence:
         """Whether the log describes itself. One that does must hold all that ours hold."""
         return self.run.start is not None
 
-    @property
+    @functools.cached_property
     def race(self):
         return stats.race_of(self.run)
 
@@ -196,7 +192,7 @@ def check_log(e):
     demand(re.fullmatch(f"d{kinds}+ep(?:xo*)?", run.shape), f"line {good + 1} after the last separator is none that the "
            f"script writes there{f' ({run.odd})' if run.odd else ''}")
     demand((run.source or "").strip(), "it holds no source")
-    seen = source_hash(e)
+    seen = hashlib.sha256(run.source.removesuffix("\n").encode("utf-8", "surrogateescape")).hexdigest()  # as its file
     demand(seen == stated, f"the source in the log has SHA-256 {seen[:8]}..., its description states {stated[:8]}...")
     loss, decimals = e.get("end.final_val_loss", NUMBER), run.loss_decimals
     demand(abs(loss - run.final_loss) <= 0.501 * 10 ** -decimals,
@@ -214,12 +210,6 @@ def check_log(e):
     e.digest("end.final_state_hash")
     demand(moment(e.get("start.started", str)), f"it started at {e.get('start.started')[:40]!r}, which is no time")
     return "its lines, its description and the hash of its source agree"
-
-
-def source_hash(e):
-    """SHA-256 of the script's file: the log ends it with a newline more."""
-    source = (e.run.source or "").removesuffix("\n") if e.ours else e.run.source or ""
-    return hashlib.sha256(source.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def embedding_rows(e):
@@ -240,7 +230,7 @@ def check_beginning(e):
     first = [e.run.validations[0].loss] if e.run.validations[0].step == 0 else []
     config = e.get("start.config", dict)
     if "loss_weights" not in str(config.get("stages")) and config.get("loss_weights", [1]) == [1]:  # else it is another sum
-        first += [step.train_loss for step in e.steps if step.step == 1 and step.train_loss is not None]
+        first += [step.train_loss for step in e.run.steps if step.step == 1 and step.train_loss is not None]
     if not first:
         raise NotCheckable("no line states a loss before the first step")
     nothing = math.log(max(1, embedding_rows(e) // 128 * 128))
@@ -371,7 +361,7 @@ def check_environment(e):
 
 
 def check_clock(e):
-    timed = e.steps
+    timed = e.run.steps
     demand(not (e.ours and e.run.clock_falls), f"train_time falls at step {[*e.run.clock_falls, 0][0]}")
     falls = [i for i, (one, next_) in enumerate(zip(timed, timed[1:]), 1) if next_.time_ms < one.time_ms]
     if len(falls) == 1 and timed[falls[0]].step <= 11:
@@ -421,7 +411,7 @@ def check_stamps(e):
     A stretch begins at a validation's line, written as the clock goes on, and ends at the last step before the next one.
     What passes between stretches must be named: validation, hashing and the like."""
     path = Path(re.sub(r"\.txt$", "", e.run.path.removesuffix(".gz")) + stats.STAMPS)
-    steps, spans, name = e.steps, e.get("end.seconds_outside_clock", dict), logs.printable(path.name)
+    steps, spans, name = e.run.steps, e.get("end.seconds_outside_clock", dict), logs.printable(path.name)
     try:
         stamps = logs.parse_json(path.read_text(encoding="utf-8"))
     except OSError:
@@ -433,7 +423,7 @@ def check_stamps(e):
     if len(stamps) < len(steps):
         steps = [line for line in steps if not line.validation]  # a race that stamps these alone
     demand([pair[0] for pair in stamps] == [line.step for line in steps] and len(steps) > 1,
-           f"{name} has {len(stamps)} lines, and not those of the log, which has {len(e.steps)}")
+           f"{name} has {len(stamps)} lines, and not those of the log, which has {len(e.run.steps)}")
     own, seen = np.array([line.time_ms / 1000 for line in steps]), np.array([pair[1] for pair in stamps])
     for at in np.flatnonzero(np.diff(seen) < 0):
         raise Broken(f"by the race's clock step {steps[at + 1].step} was written before the one before it")
@@ -563,7 +553,7 @@ def check_attempts(manifest, runs, here):
             continue
         remarks.append(f"{what}: {status}")
         last = log.steps[-1] if log and log.steps else None
-        others = [step.time_ms for e in runs if e.race.side == attempt["side"] for step in e.steps
+        others = [step.time_ms for e in runs if e.race.side == attempt["side"] for step in e.run.steps
                   if last and step.step == last.step]
         if others and last.time_ms > np.median(others):
             text = (f"{what}, {status} at step {last.step}, was slower ({last.time_ms / 1000:.3f} s) than those that count "
@@ -628,7 +618,7 @@ def check_copies(runs):
     """Is each run one of its own? Another seed gives other states and losses, and no two runs the same times."""
     seen, compared = {}, []
     for e in runs:
-        times = tuple(step.time_ms for step in e.steps)
+        times = tuple(step.time_ms for step in e.run.steps)
         if e.ours:
             seed, end, shuffled = e.get("start.seed", int), e.run.end or {}, is_shuffled(e)
             held = [end.get(key) for key in ("final_state_hash", "state_hash", "validation_hash")]
@@ -636,7 +626,7 @@ def check_copies(runs):
             marks = [("state hash", text) for text in held if isinstance(text, str) and SHA256.fullmatch(text)]
             marks += [("digest of its tokens", end[key]) for key in ("train_sha256", "train_digest")
                       if shuffled and isinstance(end.get(key), str)]
-            losses = tuple(step.train_loss for step in e.steps if step.train_loss is not None)
+            losses = tuple(step.train_loss for step in e.run.steps if step.train_loss is not None)
             if len(losses) >= TELLING_LINES:
                 marks.append(("training loss at each step", losses))
                 compared.append((e, seed, losses))
