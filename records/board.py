@@ -16,12 +16,9 @@ Exit status: 0 written, 2 it cannot be.
 
 from __future__ import annotations
 
-import signal
-
 import logs
 
-if __name__ == "__main__":  # scipy takes seconds to import
-    signal.signal(signal.SIGINT, logs.leave)
+logs.end_at_ctrl_c(__name__)  # scipy takes seconds to import
 
 import argparse
 import difflib
@@ -39,12 +36,13 @@ import sys
 from pathlib import Path
 
 import jinja2
-import scipy.stats
 
+import stats
+from stats import MANIFEST, STAMPS, CannotJudge
 
 HERE = Path(__file__).resolve().parent
 TOOLS, TEMPLATES = HERE, HERE / "templates"
-MANIFEST, STAMPS, PLOT, PAGE = "race.jsonl", ".steps.json", "plot.png", "index.html"  # the first two are race.py's
+PLOT, PAGE = "plot.png", "index.html"
 LADDER = "ladder.png"  # ladder.py's: such a folder has its page already
 CLAIM = re.compile(r"p <|p-value|faster|below target")  # rules of verify.py that judge the claim, not how it was made
 ORDER = {"fail": 0, "not checkable": 1, "pass": 2}
@@ -54,13 +52,9 @@ LONGEST_LABEL = 20  # characters of a value that names a side
 CONTEXT = 1  # lines around each difference
 # What differs between any two runs, and the race's own notes
 INCIDENTAL = re.compile(r"run_id|started|seed|race|log_dir|source_sha256|git\.|environment\.TORCHELASTIC_")
-SEPARATOR = "=" * 100
+SEPARATOR = logs.SEPARATOR.decode()
 # A path from the root, of two folders at least, that is no part of a longer word or of an address
 ROOTED = re.compile(r"(?:file://|(?<![\w./~*-]))/(?!/)(?:[^\s\"'<>|:,;/\\]+/)+([^\s\"'<>|:,;/\\]*)")
-
-
-class CannotJudge(Exception):
-    """The folders give no page; the message says what was seen and what to do."""
 
 
 # What a record holds
@@ -132,8 +126,8 @@ def interval(values: list[float], alpha: float) -> tuple[float, float, float] | 
     """(mean, low, high) with confidence 1 - 2 alpha by the t distribution, as stats.py has it; None for one run."""
     if len(values) < 2:
         return None
-    found = scipy.stats.ttest_1samp(values, 0).confidence_interval(1 - 2 * alpha)
-    return sum(values) / len(values), float(found.low), float(found.high)
+    mean = sum(values) / len(values)
+    return mean, *(stats.mean_interval(values, alpha) or (mean, mean))
 
 
 def tests_in(report: object, where: tuple[str, ...] = ()) -> list[dict]:
@@ -176,11 +170,13 @@ def describe(folder: Path) -> dict:
             "train": training_curve(run.steps) if run.start else []})
     sides = list(sides.values())
     differ = differences([side["starts"] for side in sides]) if len(sides) > 1 else []
-    flags, compared = declared_flags(folder), report["comparison"] or {}
+    compared = report["comparison"] or {}
+    race = stats.Manifest.read(folder / MANIFEST).race if (folder / MANIFEST).exists() else {"sides": {}}
     for i, side in enumerate(sides):
         side["said"] = said = flat(side["starts"][0])
         side["sha256"] = digest_of(side["source"], said.get("source_sha256"))
-        side["flags"] = flags.get(side["name"].removeprefix("side "))
+        declared = race["sides"].get(side["name"].removeprefix("side "))
+        side["flags"] = declared and shlex.join(declared["flags"])
         side["where"] = f"{said.get('ranks', '?')} rank(s) on {said.get('hardware.device', 'unknown hardware')}"
         telling = [f"{name} {row[i]}" for name, *row in differ
                    if "." not in name and max(map(len, row)) <= LONGEST_LABEL]
@@ -202,16 +198,6 @@ def describe(folder: Path) -> dict:
             "claims": [rule for rule in rules if CLAIM.search(rule["rule"])],
             "rules": sorted((rule for rule in rules if not CLAIM.search(rule["rule"])),
                             key=lambda rule: ORDER.get(rule["verdict"], 0))}
-
-
-def declared_flags(folder: Path) -> dict[str, str]:
-    """{side: the flags that race.py declared for it before the first run}; empty where the folder does not say."""
-    try:
-        with open(folder / MANIFEST, encoding="utf-8") as lines:
-            sides = json.loads(next(lines))["race"]["sides"]
-        return {side: shlex.join(declared["flags"]) for side, declared in sides.items()}
-    except (OSError, ValueError, StopIteration, LookupError, TypeError, AttributeError):
-        return {}
 
 
 def title_of(folder: Path) -> str:

@@ -148,7 +148,8 @@ class Witness:
             raise
 
     def start(self, *arguments):
-        code = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import examine; examine.serve(*{arguments!r})"
+        code = (f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import examine; "
+                f"examine.serve(*{arguments!r})")
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         return subprocess.Popen([sys.executable, "-I", "-c", code], cwd=self.folder.name, env=environment,
                                 pass_fds=arguments[-1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -259,8 +260,8 @@ class Examination:
             raise Broken(f"seed {self.config['seed']} gives the initial state hash {seen[:8]}..., the log states "
                          f"{wanted[:8]}...: it began with other weights")
         if ours != self.source:
-            raise NotCheckable(f"{text} by the log's own source alone, and not by this checkout's train_gpt.py: see where "
-                               "they differ (--diff)")
+            raise NotCheckable(f"{text} by the log's own source alone, and not by this checkout's train_gpt.py: see "
+                               "where they differ (--diff)")
         return text
 
     def surprises(self, witness, tokens, targets):
@@ -281,7 +282,8 @@ class Examination:
     def check_loss(self):
         if not 0 < self.scored < len(self.stream):
             raise Broken(f"{self.scored:,} tokens are said to be scored, and the shards hold {len(self.stream):,}")
-        self.sums = [self.score(self.witness, sequence) for sequence in range(-(-self.scored // self.config["val_len"]))]
+        sequences = range(-(-self.scored // self.config["val_len"]))
+        self.sums = [self.score(self.witness, sequence) for sequence in sequences]
         loss = sum(total for total, _ in self.sums) / self.scored
         text = f"{loss:.5f} over {self.scored:,} tokens, the log states {self.stated['loss']:.5f}"
         tolerance = HALF_TOLERANCE if self.halved else TOLERANCE[self.dtype]
@@ -303,7 +305,8 @@ class Examination:
         return f"{len(some)} of {len(self.sums)} sequences, scored from last to first by another process"
 
     def probe(self):
-        """Documents of the validation data, cut so that they end here and there and on the edges of blocks; their BOS."""
+        """(documents of the validation data, cut so that they end here and there and on the edges of blocks; places of
+        their BOS)."""
         length = min(PROBE_TOKENS, self.config["val_len"])
         tokens = self.stream[:length].copy()
         joins = {0, BLOCK, BLOCK - 1, 2 * BLOCK + 1, *self.draw.integers(1, length, 1 + length // 100)}
@@ -317,19 +320,22 @@ class Examination:
         places = {"a random place": self.draw.integers(1, length, PROBES),
                   "the edge of a block": np.concatenate([edges, edges - 1]),
                   "a document join": self.draw.permutation(np.concatenate([joins, joins + 1]))[:2 * PROBES]}
-        probes = [(at, kind) for kind, offsets in places.items() for at in sorted({*offsets.tolist()}) if 0 < at < length]
+        probes = [(at, kind) for kind, offsets in places.items() for at in np.unique(offsets).tolist()
+                  if 0 < at < length]
         self.change_later(probe, probes, lambda tokens: torch.cat(list(self.witness.logits(tokens))), "logit")
         far = []
         if self.length > length:  # at the length of validation, where not the logits fit but the surprises
             tokens, targets = self.stream[:self.length], self.stream[1:self.length + 1]
-            far = [(at, f"in a sequence of {self.length:,}") for at in self.draw.integers(1, self.length, FAR_PROBES).tolist()]
+            kind = f"in a sequence of {self.length:,}"
+            far = [(at, kind) for at in self.draw.integers(1, self.length, FAR_PROBES).tolist()]
             try:
-                self.change_later(tokens, far, lambda tokens: self.surprises(self.witness, tokens, targets), "token's loss")
+                self.change_later(tokens, far, lambda later: self.surprises(self.witness, later, targets),
+                                  "token's loss")
             except MemoryError:
                 raise NotCheckable(f"no leak in {length:,} tokens; for the {self.length:,} of a validation sequence "
                                    "memory ran out: check it where there is more") from None
-        return (f"other tokens from {len(probes) + len(far)} places on (random, edges of blocks, document joins) leave all "
-                "earlier logits")
+        return (f"other tokens from {len(probes) + len(far)} places on (random, edges of blocks, document joins) leave "
+                "all earlier logits")
 
     def change_later(self, tokens, places, answer, what):
         """Broken if other tokens from one of the places on change an earlier answer. places: [(offset, its kind)]."""

@@ -13,12 +13,9 @@ equal time.
 Exit status: 0 judged, 2 there is nothing to judge.
 """
 
-import signal
-
 import logs
 
-if __name__ == "__main__":  # scipy takes seconds to import
-    signal.signal(signal.SIGINT, logs.leave)
+logs.end_at_ctrl_c(__name__)  # scipy takes seconds to import
 
 import argparse
 import io
@@ -146,10 +143,7 @@ def keep(folder, record, found, title):
         with tarfile.open(record / ARCHIVE, "w:xz") as archive:
             for path in (folder / stats.MANIFEST, *sorted(folder.glob("*.txt"))):
                 text = board.public(path.read_text(encoding="utf-8"))
-                try:
-                    board.check_public(path, text)
-                except board.CannotJudge as reason:
-                    raise stats.CannotJudge(str(reason)) from None
+                board.check_public(path, text)
                 packed = tarfile.TarInfo(path.name)
                 packed.size = len(text.encode())
                 archive.addfile(packed, io.BytesIO(text.encode()))

@@ -807,16 +807,14 @@ def outcomes(logs):
         loss = f"{run.final_loss:.{run.loss_decimals}f}"
         rows.append((run.path, str(run.index_in_file), "no record" if run.disqualified else "used", steps, loss, seconds,
                      str(run.gpus or "-"), (run.source_sha256 or "-")[:8], "; ".join(run.notes)))
-    for item in logs.rejected:
-        rows.append((item.path, str(item.index_in_file or "-"), "rejected", "-", "-", "-", "-", "-", item.reason))
-    for item in logs.duplicates:
-        remark = f"{item.reason}: {printable(item.original_path)}"
-        rows.append((item.path, str(item.index_in_file or "-"), "duplicate", "-", "-", "-", "-", "-", remark))
+    others = [(item, "rejected", item.reason) for item in logs.rejected]
+    others += [(item, "duplicate", f"{item.reason}: {printable(item.original_path)}") for item in logs.duplicates]
+    rows += [(item.path, str(item.index_in_file or "-"), what, *"-----", why) for item, what, why in others]
     return sorted((printable(row[0]), *row[1:]) for row in rows)
 
 
 def columns(rows, of_numbers=False):
-    """Rows of text as lines, each column as wide as its widest cell; columns of numbers, behind a first, flush right."""
+    """Rows of text as lines, each column as wide as its widest cell; of_numbers: flush right, but for the first."""
     turned = [list(map(printable, column)) for column in zip(*rows)]
     justify = [str.ljust, *[str.rjust if of_numbers else str.ljust] * len(turned)]
     aligned = [[just(cell, max(map(len, column))) for cell in column] for just, column in zip(justify, turned)]
@@ -849,15 +847,18 @@ def main(arguments=None):
     return 0 if logs.runs and not unreadable else 2
 
 
-def leave(*_):
-    """What a tool does about Ctrl-C until run_main: its imports take seconds, and would show a traceback."""
-    os.write(2, b"interrupted\n")
-    os._exit(130)
+def end_at_ctrl_c(name):
+    """Makes Ctrl-C the end of a tool that still imports, without a traceback, until run_main. name: its __name__."""
+    def end(*_):
+        os.write(2, b"interrupted\n")
+        os._exit(130)
+    if name == "__main__":
+        signal.signal(signal.SIGINT, end)
 
 
 def run_main(main):
     """Calls main() and exits with its status; a reader that goes away (`| head`) is no error, Ctrl-C no traceback."""
-    if signal.getsignal(signal.SIGINT) == leave:
+    if callable(signal.getsignal(signal.SIGINT)):  # end_at_ctrl_c's
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # a path or a log may hold what the terminal cannot show

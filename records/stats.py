@@ -26,12 +26,9 @@ Intervals have confidence 1 - 2 alpha: their upper end is below the target exact
 Needs logs.py beside it, numpy and scipy; matplotlib for --plot.
 """
 
-import signal
-
 import logs
 
-if __name__ == "__main__":  # scipy takes seconds to import
-    signal.signal(signal.SIGINT, logs.leave)
+logs.end_at_ctrl_c(__name__)  # scipy takes seconds to import
 
 import argparse
 import contextlib
@@ -47,7 +44,6 @@ import warnings
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import scipy.stats
@@ -907,12 +903,12 @@ def plot(report, path):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    from picture import STYLE
+
     loss, compared, confidence = report["loss"], report["comparison"], 1 - 2 * report["alpha"]
     sides = list(zip(report["sides"], ("#1b6ac9", "#e07b39")))
     timed = all(side.timed for side, _ in sides)
-    pyplot.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-                            "grid.color": "#e6e6e6", "axes.axisbelow": True, "axes.titleweight": "bold",
-                            "axes.titlelocation": "left", "axes.titlepad": 22})
+    pyplot.rcParams.update({**STYLE, "axes.titlepad": 22})
     figure, panels = pyplot.subplots(1, 3, figsize=(14, 4.6), width_ratios=(1.5, 1, 1), layout="constrained")
     curves, losses, times = panels
 

@@ -268,7 +268,8 @@ def read_events(path, header):
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise Unjudgeable(f"{path}: damaged or cut short ({error}); {again}") from None
     except OSError as error:
-        raise Unjudgeable(f"{path}: {error.strerror or error}; name a file of torch.profiler, .json or .json.gz") from None
+        why = error.strerror or error
+        raise Unjudgeable(f"{path}: {why}; name a torch.profiler trace, .json or .json.gz") from None
     except (ValueError, RecursionError) as error:
         raise Unjudgeable(f"{path}: no complete Chrome trace ({error}); {again}") from None
 
@@ -968,7 +969,8 @@ def main(arguments=None):
         analyses, others = [analysis for _, analysis in left], [analysis for _, analysis in right]
         comparison = compare(analyses, others) if others else None
         if options.plot:
-            plot([(logs.printable(trace.name), trace) for trace, _ in [*left[:1], *right[:1]]], options.plot, options.step)
+            drawn = [(logs.printable(trace.name), trace) for trace, _ in [*left[:1], *right[:1]]]
+            plot(drawn, options.plot, options.step)
     except Unjudgeable as problem:
         print(problem, file=sys.stderr)
         return 2

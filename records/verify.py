@@ -20,12 +20,9 @@ A log is what a run says of itself. race.py's own times stand against its clock,
 its losses; a forgery in which all agrees shows only where the run is run again, and the last line says how.
 """
 
-import signal
-
 import logs
 
-if __name__ == "__main__":  # scipy takes seconds to import
-    signal.signal(signal.SIGINT, logs.leave)
+logs.end_at_ctrl_c(__name__)  # scipy takes seconds to import
 
 import argparse
 import ast
@@ -189,8 +186,8 @@ def check_log(e):
     run, stated, kinds = e.run, e.get("start.source_sha256", str), "[srxo]" if e.run.resumed else "s"
     good = re.match(f"d?{kinds}*(?:ep?)?(?:(?<=p)xo*)?", run.shape).end()
     demand(run.separators == 2, f"{run.separators} separators divide it, and the script writes 2")
-    demand(re.fullmatch(f"d{kinds}+ep(?:xo*)?", run.shape), f"line {good + 1} after the last separator is none that the "
-           f"script writes there{f' ({run.odd})' if run.odd else ''}")
+    demand(re.fullmatch(f"d{kinds}+ep(?:xo*)?", run.shape), f"line {good + 1} after the last separator is none that "
+           f"the script writes there{f' ({run.odd})' if run.odd else ''}")
     demand((run.source or "").strip(), "it holds no source")
     seen = hashlib.sha256(run.source.removesuffix("\n").encode("utf-8", "surrogateescape")).hexdigest()  # as its file
     demand(seen == stated, f"the source in the log has SHA-256 {seen[:8]}..., its description states {stated[:8]}...")
@@ -234,8 +231,8 @@ def check_beginning(e):
     if not first:
         raise NotCheckable("no line states a loss before the first step")
     nothing = math.log(max(1, embedding_rows(e) // 128 * 128))
-    demand(min(first) >= nothing - KNOWS_NOTHING, f"its loss before the first step is {min(first):.4f}, and a model that "
-           f"knows nothing has {nothing:.4f}: it began with trained weights")
+    demand(min(first) >= nothing - KNOWS_NOTHING, f"its loss before the first step is {min(first):.4f}, and a model "
+           f"that knows nothing has {nothing:.4f}: it began with trained weights")
     more = "" if max(first) < nothing + KNOWS_NOTHING else f" and more than the {nothing:.4f} of a head of zeros"
     return f"in one piece from its seed; its loss before the first step is {first[0]:.4f}, that of no knowledge{more}"
 
@@ -388,7 +385,8 @@ def check_clock(e):
         wall = e.get("end.wall_seconds", NUMBER)
         demand(stated <= 1000 * wall, f"train_time is {stated / 1000:.1f} s, the wall clock {wall:.1f} s")
     check_paces(steps)
-    return f"train_time rises on {len(timed)} lines and agrees with step_avg{', below the wall clock' if e.ours else ''}"
+    below = ", below the wall clock" if e.ours else ""
+    return f"train_time rises on {len(timed)} lines and agrees with step_avg{below}"
 
 
 def check_paces(steps):
@@ -436,9 +434,10 @@ def check_stamps(e):
     allowed = STAMP_S + STAMP_EACH_S * math.sqrt(2 * len(heads))
     demand(slow <= allowed, f"its {e.run.stated_steps} steps took {slow:.2f} s more by the race's clock than the "
            f"{own[-1]:.2f} s of its own, and {allowed:.2f} s is what lines may be late: its clock runs slow")
-    named = sum(seconds for name, seconds in spans.items() if is_number(seconds) and name not in ("warmup", *SETTING_UP))
-    demand(gaps <= named + allowed, f"{gaps:.2f} s passed between steps by the race's clock, and it names {named:.2f} s "
-           "(validation, hashing and the like)")
+    before = "warmup", *SETTING_UP
+    named = sum(seconds for span, seconds in spans.items() if is_number(seconds) and span not in before)
+    demand(gaps <= named + allowed, f"{gaps:.2f} s passed between steps by the race's clock, and it names {named:.2f} "
+           "s (validation, hashing and the like)")
     return f"{own[-1]:.2f} s by its own clock, {slow:+.2f} s by the race's, which saw {len(steps)} lines"
 
 
@@ -449,8 +448,8 @@ def check_outside(e):
            f"spans outside the clock are no seconds: {json.dumps(spans)[:100]}")
     named = sum(spans.values())
     unnamed = wall - trained - named
-    demand(abs(unnamed) <= UNNAMED_S, f"wall clock {wall:.2f} s, training {trained:.2f} s, named outside {named:.2f} s: "
-           f"{unnamed:+.2f} s are under no name, and {UNNAMED_S} s may be")
+    demand(abs(unnamed) <= UNNAMED_S, f"wall clock {wall:.2f} s, training {trained:.2f} s, named outside {named:.2f} "
+           f"s: {unnamed:+.2f} s are under no name, and {UNNAMED_S} s may be")
     shown = ", ".join(f"{name} {seconds:.1f}" for name, seconds in spans.items())
     long = [name for name, seconds in spans.items() if seconds > trained]
     remark = f"; LONGER THAN TRAINING: {', '.join(long)}, see why" if long else ""
@@ -506,7 +505,8 @@ def check_accounts(runs, found, races):
     remarks += [f"{logs.printable(os.path.basename(item.path))}: {item.reason}" for item in found.rejected
                 if item.kind in (logs.INCOMPLETE, logs.NOT_FINITE)]
     here = {str(item.start.get("run_id")): item for item in [*found.rejected, *(e.run for e in runs)] if item.start}
-    strangers = {str(e.run.start.get("run_id")) for e in runs if e.ours}.difference(*(one.attempts for one in races.values()))
+    started = {run_id for one in races.values() for run_id in one.attempts}
+    strangers = {str(e.run.start.get("run_id")) for e in runs if e.ours} - started
     demand(not (races and strangers), f"not started by this race, by its {race.MANIFEST}: {several(sorted(strangers))}")
     for race_id in dict.fromkeys(which[0] for which in members if which):
         if race_id in races:
@@ -534,8 +534,8 @@ def check_attempts(manifest, runs, here):
     demand(declared["order"] == [f"{run}{side}" for run, side in race.order(declared["n"], declared["sides"])],
            f"the order in {race.MANIFEST} is not that of {declared['n']} runs a side")
     for event in manifest.events:
-        demand(event["status"] == "started" or event["run_id"] in begun, f"{event['run_id']} ended ({event['status']}), and "
-               "no line before it says that it was started")
+        demand(event["status"] == "started" or event["run_id"] in begun, f"{event['run_id']} ended "
+               f"({event['status']}), and no line before it says that it was started")
         begun.add(event["run_id"])
     lengths = [a["seconds"] for a in manifest.attempts.values() if a["status"] == "done" and is_number(a.get("seconds"))]
     usual = float(np.median(lengths)) if lengths else math.inf
@@ -556,8 +556,8 @@ def check_attempts(manifest, runs, here):
         others = [step.time_ms for e in runs if e.race.side == attempt["side"] for step in e.run.steps
                   if last and step.step == last.step]
         if others and last.time_ms > np.median(others):
-            text = (f"{what}, {status} at step {last.step}, was slower ({last.time_ms / 1000:.3f} s) than those that count "
-                    f"({np.median(others) / 1000:.3f} s)")
+            text = (f"{what}, {status} at step {last.step}, was slower ({last.time_ms / 1000:.3f} s) than those that "
+                    f"count ({np.median(others) / 1000:.3f} s)")
             demand(status != "interrupted", f"{text}: who may stop slow runs chooses the figures; race anew")
             unknown.append(text)
         if not log:
@@ -566,7 +566,8 @@ def check_attempts(manifest, runs, here):
             demand(not attempt.get("logged"), f"{what}, was started ({status}), and its log is not here")
             if status not in ("failed", "interrupted"):  # nobody saw how it ended
                 unknown.append(f"{what}, was started and left no log: how it ended cannot be seen")
-    demand(tried == declared["order"][:len(tried)], f"by {race.MANIFEST} the runs were not started in the order it declares")
+    demand(tried == declared["order"][:len(tried)],
+           f"by {race.MANIFEST} the runs were not started in the order it declares")
     return remarks, unknown
 
 
@@ -604,8 +605,8 @@ def check_wall(runs, races):
         raise NotCheckable(f"no {race.MANIFEST} tells how long the runs took: race them with race.py")
     for of_race in late.values():
         (least, _, one, _), (most, wall, other, _) = min(of_race), max(of_race)
-        demand(most - least <= SPREAD_S + SPREAD_PART * wall, f"the race measured {least:.1f} s more than the wall clock of "
-               f"{one}, and {most:.1f} s more than that of {other}")
+        demand(most - least <= SPREAD_S + SPREAD_PART * wall, f"the race measured {least:.1f} s more than the wall "
+               f"clock of {one}, and {most:.1f} s more than that of {other}")
         medians = {side: np.median([lag for lag, *_, of in of_race if of == side]) for *_, side in of_race}
         told = ", ".join(f"{lag:.1f} s on side {side}" for side, lag in sorted(medians.items()))
         demand(max(medians.values()) - min(medians.values()) <= SIDES_S + SIDES_PART * wall,
@@ -632,8 +633,8 @@ def check_copies(runs):
                 compared.append((e, seed, losses))
             for what, mark in marks:
                 other, others = seen.setdefault((what, mark), (e, seed))
-                demand(others == seed, f"{other.name} and {e.name} have the seeds {others} and {seed}, and the same {what} "
-                       f"{mark[:8] if isinstance(mark, str) else ''}")
+                demand(others == seed, f"{other.name} and {e.name} have the seeds {others} and {seed}, and the same "
+                       f"{what} {mark[:8] if isinstance(mark, str) else ''}")
         if len(times) >= TELLING_LINES:
             other, _ = seen.setdefault(times, (e, None))
             demand(other is e, f"{other.name} and {e.name} have the same time at each of {len(times)} lines")
@@ -866,14 +867,15 @@ def verify(options, record=None):
     whole, apart, runs, others = record = record or read_record(options)
     everyone, timed = whole.runs, whole.runs + apart.runs  # what is compared by its time must have an honest one
     distinct = [*shards_read(everyone).values(), *[e for e in everyone if not e.ours][:1]]
-    data = (options.data, "name the shards' folder with --data")
-    sides = (others, "name the logs of the other side with --vs, or race both sides")
+    no_data = "" if options.data else "name the shards' folder with --data"
+    no_others = "" if others else "name the logs of the other side with --vs, or race both sides"
 
-    def each(rule, of, check, wants=(True, "")):
-        return of_all(rule, [(e.name, *judged(check, e)) for e in of], len(of)) if wants[0] else Finding(rule, UNKNOWN, wants[1])
+    def each(rule, of, check, lacks=""):
+        found = [] if lacks else [(e.name, *judged(check, e)) for e in of]
+        return Finding(rule, UNKNOWN, lacks) if lacks else of_all(rule, found, len(of))
 
-    def together(rule, check, *arguments, wants=(True, "")):
-        return Finding(rule, *(judged(check, *arguments) if wants[0] else (UNKNOWN, wants[1])))
+    def together(rule, check, *arguments, lacks=""):
+        return Finding(rule, *((UNKNOWN, lacks) if lacks else judged(check, *arguments)))
 
     findings = [
         each("the log is unaltered", timed, check_log),
@@ -895,14 +897,14 @@ def verify(options, record=None):
         together("no run is a copy of another", check_copies, timed),
         together(LOSS, lambda: check_loss(runs, others, choose_target(runs, options.target))),
         *([together("every run of the other side is accounted for", check_accounts, *apart)] if apart.runs else []),
-        together("the same hardware on both sides", check_hardware, runs, others, wants=sides),
-        together("the sides ran in turn", check_interleaved, runs, others, wants=sides),
-        together("no more time off the clock than the other side", check_spans, runs, others, wants=sides),
-        together(FASTER, check_faster, runs, others, options.target, wants=sides),
+        together("the same hardware on both sides", check_hardware, runs, others, lacks=no_others),
+        together("the sides ran in turn", check_interleaved, runs, others, lacks=no_others),
+        together("no more time off the clock than the other side", check_spans, runs, others, lacks=no_others),
+        together(FASTER, check_faster, runs, others, options.target, lacks=no_others),
         each("no validation document in training", distinct, lambda e: leaks.check_leaks(
-            shards_of(e), e.get("end.val_tokens", int), options.data), data),
+            shards_of(e), e.get("end.val_tokens", int), options.data), no_data),
         each("trained on the declared shards", everyone, lambda e: leaks.check_replay(
-            e.get("start.config", dict), shards_of(e), e.planned()[0], e.get("end", dict), options.data), data),
+            e.get("start.config", dict), shards_of(e), e.planned()[0], e.get("end", dict), options.data), no_data),
     ]
     return [of_its_day(finding, everyone) for finding in findings] + (
         check_models(options.rerun, everyone, options.data) if options.rerun else

@@ -757,7 +757,7 @@ def test_following_ends_where_the_run_was_killed_and_waits_while_its_process_liv
     with open(path, "a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         told, slept = [], []
-        monkeypatch.setattr(logs.time, "sleep", lambda seconds: held.close() if len(slept) > 2 else slept.append(seconds))
+        monkeypatch.setattr(logs.time, "sleep", lambda seconds: held.close() if len(slept) > 2 else slept.append(1))
         with pytest.raises(TimeoutError, match="no end, and no process writes it: the run was killed"):
             told.extend(logs.follow(path))
     assert len(slept) == 3
@@ -769,7 +769,8 @@ def test_following_ends_where_the_run_was_killed_and_waits_while_its_process_liv
 @pytest.mark.parametrize("tool", ["stats", "verify", "board", "ladder"])
 def test_ctrl_c_while_a_tool_imports_is_a_word_and_130(tmp_path, tool):
     (tmp_path / "scipy").mkdir()
-    (tmp_path / "scipy" / "__init__.py").write_text("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)")
+    (tmp_path / "scipy" / "__init__.py").write_text(
+        "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)")
     code = f"import runpy, sys; sys.path[:0] = [{str(tmp_path)!r}, {str(RECORDS)!r}]; runpy.run_path(" \
            f"{str(RECORDS / tool)!r} + '.py', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
