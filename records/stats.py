@@ -772,18 +772,16 @@ def compare(a, b, options):
 
 def so_far(sides, alpha):
     """The report of a race that goes on, for plot and for race.py's line: what cannot be told yet is None."""
-    def known(function, *arguments):
-        try:
-            return function(*arguments)
-        except CannotJudge:
-            return None
-    pairs = pair_up(*sides) if len(sides) == 2 and all(side.timed for side in sides) else None
-    target = known(choose_target, sides[0].runs, None)
-    loss = known(judge_loss, sides[0].losses, target, alpha) if target else None
-    return {"sides": sides, "alpha": alpha, "loss": loss or {"target": target, "p": None}, "comparison":
-            known(compare_times, *(side.seconds for side in sides), alpha,
-                  pairs and [[run.train_time_ms / 1000 for run in pair] for pair in pairs])
-            if len(sides) == 2 and all(side.timed for side in sides) else None}
+    report = {"sides": sides, "alpha": alpha, "loss": {"target": None, "p": None}, "comparison": None}
+    with contextlib.suppress(CannotJudge):
+        report["loss"]["target"] = target = choose_target(sides[0].runs, None)
+        report["loss"] = judge_loss(sides[0].losses, target, alpha)
+    if len(sides) == 2 and all(side.timed for side in sides):
+        pairs = pair_up(*sides)
+        with contextlib.suppress(CannotJudge):
+            report["comparison"] = compare_times(*(side.seconds for side in sides), alpha, pairs and [
+                [run.train_time_ms / 1000 for run in pair] for pair in pairs])
+    return report
 
 
 # What is shown
