@@ -945,6 +945,12 @@ def test_a_source_that_cannot_load_the_model_fails(honest, data, tmp_path, forke
     assert {other.verdict for other in others} == {"not checkable"}
 
 
+def test_a_source_that_gives_no_answer_is_not_waited_for(rerun, monkeypatch):
+    monkeypatch.setattr(examine, "PATIENCE_S", 1)
+    with pytest.raises(leaks.Broken, match="gives no answer"):
+        rerun(("ROOT = Path(", "time.sleep(60)\nROOT = Path("))
+
+
 def test_a_model_of_no_log_here_is_no_input(race, judge, honest):
     assert judge(race(), "--rerun", honest.with_suffix(".pt"))[0] == 2
 
