@@ -586,7 +586,7 @@ def check_declared(manifest, runs):
         began, logged = moment(attempt.get("started_at")), moment(e.run.start.get("started"))
         lasted = attempt["seconds"] if is_number(attempt.get("seconds")) else math.inf
         demand(logged is None or began is not None and -CLOCKS_S <= logged - began <= lasted + CLOCKS_S,
-               f"{e.name} states that it started at {e.get('start.started')}, by {race.MANIFEST} it ran for "
+               f"{e.name} states that it started at {e.run.start.get('started')}, by {race.MANIFEST} it ran for "
                f"{lasted:.0f} s from {attempt.get('started_at')} on")
 
 
