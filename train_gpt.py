@@ -932,23 +932,6 @@ if triton is not None:
                     y = tl.maximum(y, 0) * y
                 out.store([row, column + i * HALF], y.to(out.dtype))
 
-def short_rows_at_once() -> Any:
-    """Inductor's choices, but for rows of up to 1,024 entries: where a kernel reads them with gaps too, as the rotary and the
-    gates do, it would go over them twice, and take what lies between through memory in float32."""
-    from torch._inductor.choices import InductorChoices
-    from torch._inductor.runtime.hints import ReductionHint
-
-    class Choices(InductorChoices):
-        @staticmethod
-        def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
-            short = features.get_reduction_hint() == ReductionHint.DEFAULT and features.reduction_numel <= 1024
-            return bool(short) or InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
-
-        def uuid(self) -> str:
-            """Part of the key of what Inductor's cache keeps."""
-            return "short rows at once"
-    return Choices()
-
 class ReluSquaredMLP(torch.autograd.Function):
     """The plain form in MLP.forward: of what lies between x [T, dim] and the result, it keeps only what is squared."""
 
@@ -1016,11 +999,9 @@ class Rotary(nn.Module):
         self.windows = windows
 
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The first half of a head's entries turns towards the second, the second away from the first."""
-    cos, sin = (table[:len(x_THD), None, None] for table in (cos, sin))
-    sign = 1 - 2 * torch.arange(2, device=sin.device, dtype=sin.dtype)[:, None]
-    halves = x_THD.unflatten(-1, (2, -1))
-    return (halves * cos + halves.flip(-2) * (sin * sign)).flatten(-2)
+    cos, sin = cos[:len(x_THD), None], sin[:len(x_THD), None]
+    x1, x2 = x_THD.chunk(2, dim=-1)
+    return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
 
 MASK_BLOCK = 128  # of FlexAttention
 
@@ -1132,13 +1113,15 @@ class Attention(nn.Module):
         cos, sin, scale = rotary
         qkv_weight, o_weight = self.qkvo.view(4 * dim, dim).type_as(x).split((3 * dim, dim))
         qkv = F.linear(x, qkv_weight).view(tokens, 3 * self.heads, -1)
-        q, k, v = qkv.split(self.heads, dim=1)
-        q, k, v = norm(q), norm(k), value_mix[0] * v
+        qk, v = qkv.split((2 * self.heads, self.heads), dim=1)
+        qk, v = norm(qk), value_mix[0] * v
         if values is not None:
             v = v + value_mix[1] * self.gated(x, values).view_as(v)
         if self.paired:  # attention over both places of a token, and the rotary turns from one to the other
-            q, k, v = pair_heads(q), pair_heads(k), pair_heads(v)
-        y = attend(rotate(q, cos, sin) * scale, rotate(k, cos, sin), v, mask)
+            (q, k), v = (pair_heads(half) for half in qk.chunk(2, dim=1)), pair_heads(v)
+            qk = torch.cat([q, k], dim=1)
+        q, k = rotate(qk, cos, sin).chunk(2, dim=1)
+        y = attend(q * scale, k, v, mask)
         if self.paired:
             y = unpair_heads(y)
         if self.self_share is not None:
@@ -1447,7 +1430,6 @@ class GPT(nn.Module):
     def compile_parts(self) -> None:
         """Compile each kind of block, the head and what stands between them by itself. Blocks of one kind share one compiled
         graph, and gradients leave backward block by block: compiled as a whole, all would appear at its end."""
-        torch._inductor.config.inductor_choices_class = short_rows_at_once
         for part in (*self.blocks, self.lm_head):
             part.forward = torch.compile(part.forward, dynamic=False)
         for part in ("smear", "mix_in_saved", "back_out"):

@@ -1,17 +1,14 @@
-"""Each Triton kernel beside the plain form that defines it, in float32, by Triton's interpreter; and what Inductor is told."""
+"""Each Triton kernel beside the plain form that defines it: in float32, by Triton's interpreter."""
 
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
-from torch._inductor.choices import InductorChoices
-from torch._inductor.runtime.hints import ReductionHint
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train_gpt
@@ -85,12 +82,3 @@ def test_a_gpu_takes_the_kernel_where_sizes_fill_its_tiles(monkeypatch, m, k, n,
     with FakeTensorMode():
         out = train_gpt.relu_squared(torch.empty(m, k, dtype=dtype, device="cuda"), torch.empty(k, n, dtype=dtype, device="cuda"))
     assert out.shape == (m, n) and launched == [132] * taken
-
-
-@pytest.mark.parametrize("hint, numel, at_once", [
-    (ReductionHint.DEFAULT, 128, True), (ReductionHint.DEFAULT, 1024, True), (ReductionHint.DEFAULT, 1152, "as usual"),
-    (ReductionHint.OUTER, 128, "as usual")])
-def test_only_short_rows_with_gaps_are_kept_at_once(monkeypatch, hint, numel, at_once):
-    monkeypatch.setattr(InductorChoices, "should_use_persistent_reduction", lambda features, cooperative: "as usual")
-    row = Namespace(get_reduction_hint=lambda: hint, reduction_numel=numel)
-    assert train_gpt.short_rows_at_once().should_use_persistent_reduction(row, False) == at_once
