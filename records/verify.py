@@ -504,7 +504,8 @@ def check_accounts(runs, found, races):
     demand(len(shards_read(runs)) < 2, "the runs did not all read the same data")
     remarks += [f"{logs.printable(os.path.basename(item.path))}: {item.reason}" for item in found.rejected
                 if item.kind in (logs.INCOMPLETE, logs.NOT_FINITE)]
-    here = {str(item.start.get("run_id")): item for item in [*found.rejected, *(e.run for e in runs)] if item.start}
+    here = {str((item.start or {}).get("run_id", Path(item.path).stem)): item  # another project's says nothing of itself
+            for item in [*found.rejected, *(e.run for e in runs)]}
     started = {run_id for one in races.values() for run_id in one.attempts}
     strangers = {str(e.run.start.get("run_id")) for e in runs if e.ours} - started
     demand(not (races and strangers), f"not started by this race, by its {race.MANIFEST}: {several(sorted(strangers))}")

@@ -675,7 +675,8 @@ def test_the_real_script_through_the_launcher(tmp_path, monkeypatch):
     """As run.sh does it, in a checkout of its own."""
     write_corpus(tmp_path, train=(9000,))
     (tmp_path / "records").mkdir()
-    for name in ("train_gpt.py", "records/race.py", "records/launch.py", "records/ladder.py", "records/logs.py", "records/stats.py"):
+    for name in ("train_gpt.py", "records/race.py", "records/launch.py", "records/ladder.py", "records/logs.py", "records/picture.py",
+                 "records/stats.py"):
         (tmp_path / name).write_text((ROOT / name).read_text())
     (tmp_path / "changed").mkdir()  # what could change every clock
     seen = tmp_path / "seen"
