@@ -187,9 +187,9 @@ def describe(folder: Path) -> dict:
     diff, sources = [], [side["source"] for side in sides]
     if len(sides) > 1 and None not in sources:
         diff = short_diff(sources[1], sources[0], (sides[1]["name"], sides[0]["name"]))
-    dates = [said["started"][:10] for said in map(flat, sides[0]["starts"]) if "started" in said]
+    started = max((said["started"] for said in map(flat, sides[0]["starts"]) if "started" in said), default=folder.name[:10])
     return {"name": folder.name, "title": title_of(folder), "words": words, "report": report, "sides": sides,
-            "differ": differ, "diff": diff, "tests": tests_in(report), "date": max(dates, default=folder.name[:10]),
+            "differ": differ, "diff": diff, "tests": tests_in(report), "started": started, "date": started[:10],
             "track": f"{sides[0]['said'].get('preset', 'unknown preset')}, {sides[0]['where']}, "
                      f"target {report['loss']['target']:g}",
             "confidence": 100 * (1 - 2 * alpha),
@@ -267,7 +267,7 @@ def write_pages() -> list[dict]:
     folders = [folder for folder in found if not (folder / LADDER).exists()]
     if not folders:
         raise CannotJudge(f"no record lies in {HERE}; make one by `board.py add`")
-    records = [describe(folder) for folder in folders]
+    records = sorted(map(describe, folders), key=lambda record: record["started"], reverse=True)
     env = environment()
     template = env.get_template("record.md.jinja")
     pages = {HERE / record["name"] / "README.md": template.render(record=record) for record in records}
