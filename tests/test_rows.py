@@ -129,6 +129,44 @@ def test_rows_alone_travel(on_ranks):
         assert len(union) < sum(SIZES) * 0.8
 
 
+def as_torch_s(comm):
+    """As one of torch's optimizers, nobody preparing or announcing anything: two backwards a step, the first in no_sync."""
+    model = tables()
+    optimizer = optimizer_of(model, comm, 1e9, LAZY)
+    for step in range(4):
+        with optimizer.no_sync():
+            (loss_of(model, rows_of(step, comm.rank, 0, comm.ranks)) / 2).backward()
+        (loss_of(model, rows_of(step, comm.rank, 1, comm.ranks)) / 2).backward()
+        optimizer.step()
+    optimizer.finish_all_gathers()
+    return optimizer.state_dict()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_are_those_of_a_loop_as_torch_has_it(on_ranks, ranks):
+    plain, _ = on_ranks(ranks, train)[0]
+    for state in on_ranks(ranks, as_torch_s):
+        for name, x in plain.items():
+            torch.testing.assert_close(state[name], x, rtol=1e-12, atol=1e-14)
+
+
+def one_reads_nothing(comm):
+    """A table that rank 1 does not read, with unused parameters allowed; both ranks end alike."""
+    model = tables()
+    optimizer = optimizer_of(model, comm, 1e9, LAZY, find_unused_parameters=True)
+    for step in range(2):
+        loss = model[0](torch.tensor([1, 2 + step])).sum() + (model[1](torch.tensor([5])).sum() if comm.rank == 0 else 0)
+        optimizer.prepare_for_backward(step, loss=loss)
+        loss.backward()
+        optimizer.step(FULL)
+    return optimizer.state_hash(), model[1].weight.detach()[4:6].clone()
+
+
+def test_a_table_that_one_rank_does_not_read(on_ranks):
+    hashes, rows = zip(*on_ranks(2, one_reads_nothing))
+    assert len(set(hashes)) == 1 and torch.equal(rows[0][0], tables()[1].weight[4]) and not torch.equal(rows[0][1], tables()[1].weight[5])
+
+
 def moments(comm, exact):
     """A row that was updated, then read by a loss in which it counts nothing."""
     model = tables()
