@@ -194,8 +194,8 @@ class Config(SyncSettings, StageValues):
     embed_lr_mul: float = option(75.0, "embeddings start at unit scale and must move far. With untie_at of value tables alone: "
                                  "the embedding then learns as the head does", zero=True)
     ngram_lr_mul: float = option(25.0, "most rows meet few gradients, and must move far with each", zero=True)
-    lazy_tables: bool = option(False, "only rows of n-gram tables that have a gradient are sent, updated and gathered; the rest "
-                               "stay as they are, with their moments. Else Adam goes on with all rows in each update")
+    lazy_tables: bool = option(False, "of n-gram tables only rows that a step reads travel, and those with a gradient are updated; "
+                               "the rest stay as they are, with their moments. Else Adam goes on with all rows in each update")
     adam_weight_decay: float = option(0.0, "times the square of a parameter's learning rate, where it agrees with the update "
                                       "in sign; not of the mixing weights", zero=True)
     scalar_lr_mul: float = option(5.0, "mixing weights: faster than the head, slower than embeddings", zero=True)
@@ -471,7 +471,7 @@ def check_config(config: Config, ranks: int) -> None:
         widest = max((table.width for table in parse_ngrams(c.ngrams)), default=0)
         want(widest <= c.model_dim, f"ngrams: a table is {widest} wide, and model_dim is {c.model_dim}; a width is at most that")
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        needed = (4 - c.lazy_tables) * ngram_entries(c) * getattr(torch, c.dtype).itemsize  # with gradients and two moments
+        needed = 4 * ngram_entries(c) * getattr(torch, c.dtype).itemsize  # parameters, their gradients, two moments
         want(needed <= memory, f"ngrams: the tables take {needed >> 30} GiB to train, and this machine has {memory >> 30}; give "
              "them fewer rows")
         want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
@@ -891,7 +891,7 @@ TILE_M, TILE_N, TILE_K = 128, 256, 64  # of a product: two warp groups, three st
 
 def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
     """a [m, k] @ b [k, n] -> relu(.) ** 2; or, given such a result h [m, n], times its derivative, 2 sqrt(h)."""
-    if a.is_cuda and a.dtype == torch.bfloat16 and not (len(a) % TILE_M or b.size(1) % TILE_N or a.size(1) % TILE_K):
+    if triton and a.is_cuda and a.dtype == torch.bfloat16 and not (len(a) % TILE_M or b.size(1) % TILE_N or a.size(1) % TILE_K):
         return relu_squared_by_triton(a, b, h, torch.cuda.get_device_properties(a.device).multi_processor_count)
     y = a @ b
     return y.relu() * y if h is None else 2 * y * h.sqrt()
@@ -1798,7 +1798,8 @@ class RowBucket(Bucket):
     their gradients          each rank -> rows' owner  when the last gradient has come
     their new values         rows' owner -> all        after their update
 
-    Where nobody announced the rows all but the last go out together. Rows are numbered through the bucket's tables.
+    Where nobody announced the rows all but the last go out together. Where exact mode sums several steps new values are those
+    of all rows. Rows are numbered through the bucket's tables.
     """
 
     grads_on = "meta"  # only those of rows that were read take memory
@@ -1807,10 +1808,10 @@ class RowBucket(Bucket):
         super().__init__(*args)
         self.rows = self.param_data.view(-1, *self.param_shard.shape[1:])  # [of all ranks, width]
         self.first_own = self.shard_begin // self.rows.size(1)
-        self.read: list[Tensor] = []   # numbers of rows, some more than once
+        self.announced: list[Tensor] = []   # numbers of rows, some more than once
         self.pieces: list[RowGrads] = []
-        self.exchange: Iterator[None] | None = None
-        self.stage = 0                 # how many lines of the table above have started
+        self.travel: Iterator[None] | None = None
+        self.leg = 0                   # how many lines of the table above have started
         self.by_owner: list[Tensor] | None = None  # rows that any rank has read; None: they are not known to all
         self.set_grads(torch.empty(0).long(), self.grad_data.new_empty((0, self.rows.size(1)), device=self.rows.device))
 
@@ -1834,7 +1835,10 @@ class RowBucket(Bucket):
         sums = self.grad_data.new_zeros((len(rows), self.rows.size(1)), device=rows.device)
         for piece in pieces:
             at = torch.searchsorted(rows, piece.rows)
-            if not rows.is_cuda and not torch.equal(F.pad(rows, (0, 1), value=-1)[at], piece.rows):  # a GPU would wait
+            known = (F.pad(rows, (0, 1), value=-1)[at] == piece.rows).all()
+            if rows.is_cuda:
+                torch._assert_async(known)  # without waiting for it
+            elif not known:
                 raise RunError(f"{', '.join(place.name for place in self.params)}: rows have a gradient that were not "
                                "announced; announce all that a step reads, in every step, or nothing")
             sums.index_add_(0, at, piece.values.to(sums.dtype), alpha=piece.factor)
@@ -1850,6 +1854,8 @@ class RowBucket(Bucket):
             self.add_to_tree(place, self.plus(piece), self.plus)
         else:
             self.pieces.append(piece)
+            if sum(len(piece.rows) for piece in self.pieces) > len(self.rows):  # no more memory than a gradient of all rows
+                self.pieces = [self.plus(*self.pieces)]
         place.needs_overwrite = False
         self.mark_ready(place)
 
@@ -1861,17 +1867,17 @@ class RowBucket(Bucket):
         self.pieces += sums
 
     def announce(self, comm: Comm, exact: bool) -> None:
-        """self.read holds all rows whose gradients the next launch will send."""
-        if self.exchange is not None:
+        """self.announced holds all rows whose gradients the next launch will send."""
+        if self.travel is not None:
             raise RunError(f"rows of {self.params[0].name} were announced twice for one step; announce those of all its "
                            "micro-batches at once")
-        self.exchange, self.stage = self.exchanging(comm, exact), 0
+        self.travel, self.leg = self.travelling(comm, exact), 0
         self.reach(1)
 
-    def reach(self, stage: int) -> None:
-        while self.exchange is not None and self.stage < stage:
-            self.stage += 1
-            next(self.exchange, None)
+    def reach(self, leg: int) -> None:
+        while self.travel is not None and self.leg < leg:
+            self.leg += 1
+            next(self.travel, None)
 
     def follow_forward(self) -> None:
         self.reach(2)
@@ -1879,38 +1885,38 @@ class RowBucket(Bucket):
     def start_reduce(self, comm: Comm, micro_batches: int, exact: bool) -> None:
         if exact:
             self.finish_exact_sums(micro_batches)
-        if self.exchange is None:
-            self.read = [piece.rows for piece in self.pieces]
+        if self.travel is None:
+            self.announced = [piece.rows for piece in self.pieces]
             self.announce(comm, exact)
         self.reach(3)
         self.reducing = HandleGroup(then=lambda: self.reach(4))
 
-    def exchanging(self, comm: Comm, exact: bool) -> Iterator[None]:
+    def travelling(self, comm: Comm, exact: bool) -> Iterator[None]:
         """What travels up to the summed gradients; yields where the next line of the table may have to wait."""
         def of_owner(owner: int, rows: Tensor, given: Tensor) -> Tensor:
             ends = torch.tensor([owner, owner + 1], dtype=rows.dtype) * len(self.param_shard)
             return given[slice(*torch.searchsorted(rows, ends).tolist())]
 
-        me, own = comm.rank, self.distinct(self.read)
+        me, read = comm.rank, self.distinct(self.announced)
         counts = list(torch.zeros(comm.ranks, 1, dtype=torch.int64))
-        counts[me] += len(own)
+        counts[me] += len(read)
         handle = comm.exchange([counts[me]] * comm.ranks, counts)
         yield
         handle.wait()
         everyones = [torch.empty(int(count), dtype=torch.int32) for count in counts]
-        everyones[me] = own.int()
+        everyones[me] = read.int()
         handle = comm.exchange([everyones[me]] * comm.ranks, everyones)
         yield
         handle.wait()
         everyones = [rows.long() for rows in everyones]
         union = self.distinct(everyones)
         self.by_owner = [of_owner(owner, union, union) for owner in range(comm.ranks)]
-        sums = self.sum_pieces(self.pieces, own)
+        sums = self.sum_pieces(self.pieces, read)
         sums = sums.to(comm.sent_dtype or sums.dtype)
-        self.pieces, self.read = [], []
+        self.pieces, self.announced = [], []
         of_mine = [of_owner(me, rows, rows) for rows in everyones]
         arriving = [sums.new_empty(len(rows), sums.size(1)) for rows in of_mine]
-        sent = [of_owner(owner, own, sums) for owner in range(comm.ranks)]
+        sent = [of_owner(owner, read, sums) for owner in range(comm.ranks)]
         arriving[me] = sent[me]
         handle = comm.exchange(sent, arriving)
         yield
@@ -1919,7 +1925,7 @@ class RowBucket(Bucket):
         mine = self.by_owner[me]  # exact mode needs a tree again
         grads = tree_sum([self.sum_pieces([x], mine) for x in pieces]) if exact else self.sum_pieces(pieces, mine)
         self.set_grads(to_device(mine - self.first_own, grads.device), grads)
-        self.exchange = None
+        self.travel = None
 
     def add_pending(self, updates: bool) -> None:
         if updates and self.pending is None:
@@ -1941,7 +1947,7 @@ class RowBucket(Bucket):
             whole[self.touched] = torch.where(moved, new, whole[self.touched])
 
     def start_gather(self, comm: Comm) -> None:
-        if self.by_owner is None:
+        if self.by_owner is None or comm.ranks == 1:
             return super().start_gather(comm)
         rows = [to_device(x, self.rows.device) for x in self.by_owner]
         arriving = [self.rows.new_empty(len(x), self.rows.size(1)) for x in rows]
@@ -1958,7 +1964,7 @@ class RowBucket(Bucket):
 
     def drop(self) -> None:
         self.reach(4)
-        self.pieces, self.read = [], []
+        self.travel, self.pieces, self.announced = None, [], []
         super().drop()
 
 def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ranks: int,
@@ -2164,7 +2170,7 @@ class Reducer:
         """Before a step's first forward: which rows of tables this rank will read in it, in numbers of any shape, on the CPU.
         May be left out, on all ranks: then the ranks wait for one another when the gradients have come."""
         for bucket in (bucket for bucket in self.buckets if isinstance(bucket, RowBucket)):
-            bucket.read += [rows[place.param].flatten() + bucket.first_row(place) for place in bucket.params]
+            bucket.announced += [rows[place.param].flatten().long() + bucket.first_row(place) for place in bucket.params]
             if self.is_due(bucket, step):
                 bucket.announce(self.comm, self.settings.exact)
 
@@ -2290,7 +2296,7 @@ def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step
     """RunError on every rank if a gradient is not finite on any; then scale all if their norm is too large."""
     squares = []  # norms of short rows in float32, squared and summed in float64: soon and exact
     for shard in (bucket.flat_grad_shard for bucket in buckets):
-        rows = shard.view(-1, math.gcd(len(shard), Bucket.SHARD_ALIGNMENT) or 1)
+        rows = shard.view(-1, math.gcd(len(shard), Bucket.SHARD_ALIGNMENT))
         norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.promote_types(shard.dtype, torch.float32))
         squares.append(norms.double().square().sum())
     total = comm.all_reduce(torch.stack(squares).sum()).item() if squares else 0.0
@@ -2408,7 +2414,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """After step(), which used them, nothing; in a step, drops what no update has used, as every rank must."""
-        if self.reducer.arrived:
+        if self.reducer.arrived or any(isinstance(bucket, RowBucket) and bucket.travel for bucket in self.buckets):
             self.reducer.drop_gradients()
 
     @torch.no_grad()
@@ -2451,7 +2457,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def apply_rule(self, bucket: Bucket, plan: Plan) -> None:
         rule, lr = bucket.rule, self.group_of[bucket.params[0].param]["lr"]
         rule = rule if lr == getattr(rule, "lr", lr) else dataclasses.replace(rule, lr=lr)
-        hyper = {key: self.number(key, v) if isinstance(v, float) else v
+        uncompiled = isinstance(bucket, RowBucket)
+        hyper = {key: self.number(key, v) if isinstance(v, float) and not uncompiled else v
                  for key, v in rule.hyper(plan, bucket.updates).items()} | {"scale": bucket.scale}
         bucket.update(self.updates[type(rule).update], hyper, self.settings.exact)
 
@@ -3030,7 +3037,8 @@ def rule_parts(trainer: Trainer) -> Iterator[Part]:
 
     for bucket in {(type(b.rule), b.param_shard.shape, b.param_data.dtype): b for b in optimizer.buckets}.values():
         if isinstance(bucket, RowBucket):  # all of them
-            bucket.set_grads(torch.arange(len(bucket.param_shard), device=trainer.device), torch.empty_like(bucket.param_shard))
+            bucket.set_grads(torch.arange(len(bucket.param_shard), device=trainer.device),
+                             torch.empty_like(bucket.param_shard, dtype=bucket.grad_data.dtype))
         noise = [torch.randn_like(x) / 50 for x in (bucket.param_shard, bucket.grad_shard)]
         noise += [torch.rand_like(x) / 1000 for x in bucket.state.values()]
         allowed = ALLOWED[bucket.param_data.dtype]
@@ -3326,8 +3334,7 @@ def memory_needed(config: Config, vocab_size: int, ranks: int) -> tuple[int, int
     entries = (2 + value_tables) * vocab_size * c.model_dim + ngram_entries(c)
     # parameters and gradients, and this rank's share of what rules keep: of a float32 matrix one moment, of an entry two
     average = 4 * (matrices + entries) if c.tail_average else 0
-    grads = entries - c.lazy_tables * ngram_entries(c)
-    kept = 8 * matrices + size * (entries + grads) + (4 * matrices + 2 * size * entries + average) / ranks
+    kept = 8 * matrices + 2 * size * entries + (4 * matrices + 2 * size * entries + average) / ranks
     width, logits = c.model_dim * size, vocab_size * size  # of one token, in bytes
     saved = (4 * attentions + 14 * mlps + 32) * width + logits * (2 if c.fp8_head else 1)  # fp8: their gradient, twice in e5m2
     training = kept + c.micro_batch_tokens * saved + 340 * 2 ** 20

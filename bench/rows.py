@@ -1,7 +1,7 @@
 """What tables of n-grams cost: all their rows in each update, or only those that have a gradient.
 
     python bench/rows.py                          the laptop preset on two ranks
-    python bench/rows.py --ranks 8 --rounds 2     bytes are those of as many ranks, times those of an overfull machine
+    python bench/rows.py --ranks 4 --rounds 2     bytes are those of as many ranks, times those of an overfull machine
 
 Bytes are counted where they leave a rank, over the steps of one cycle of Adam; a model without the tables is subtracted. "needed"
 are those of the rows' gradients that others own, and of new rows that others hold; beside them travel the rows' numbers.

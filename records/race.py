@@ -168,7 +168,7 @@ def folders(sides):
 def source_hash(version, folder):
     """Of the script; of another project's, of the files that its command names."""
     words = version["flags"] if "folder" in version else [SCRIPT]
-    files = [folder / word for word in words if (folder / word).is_file()]
+    files = [folder / word for word in words if len(word) < 256 and (folder / word).is_file()]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
@@ -435,7 +435,7 @@ def foresee(race):
     for log in sorted((ROOT / "logs").rglob("*.txt"), key=lambda path: path.name, reverse=True)[:MOST_LOGS]:
         run = complete_log(log)
         if run and "wall_seconds" in (run.end or {}) and wanted == [
-                run.start["preset"], run.stated_steps, run.start["ranks"], run.start["hardware"]["cores"]]:
+                run.start["preset"], run.stated_steps, run.start["ranks"], run.start["hardware"].get("cores")]:
             return run
 
 

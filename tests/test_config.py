@@ -380,18 +380,18 @@ def test_micro_batches_that_do_not_fit_are_halved_in_every_stage():
 
 
 @pytest.mark.parametrize("layers,dim", [("SM LM M", 256), ("S0M SM", 64), ("S S L", 256), ("M M M M", 256)])
-@pytest.mark.parametrize("ranks,lazy", [(1, False), (2, True)])
-def test_memory_needed_counts_at_least_what_the_run_keeps(tiny, layers, dim, ranks, lazy):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_memory_needed_counts_at_least_what_the_run_keeps(tiny, layers, dim, ranks):
     """Parameters, gradients and this rank's state, counted in bytes.
     A kind of parameter that the guess leaves out would be missed in one of these models."""
     config = dataclasses.replace(tiny, layers=layers, backout_layer=1, model_dim=dim, head_dim=dim // 2, bucket_mb=1000,
-                                 dtype="bfloat16", ngrams="2:20000:16", lazy_tables=lazy)
+                                 dtype="bfloat16", ngrams="2:20000:16")
     encoding = train_gpt.Encoding(1024, 1023)
     model = train_gpt.build_model(config, encoding)
     specs = train_gpt.assign(model, train_gpt.assignments(config))
     buckets = train_gpt.fill_buckets(specs, 2 ** 40, 0, ranks)
     kept = sum(x.numel() * x.element_size() for bucket in buckets
-               for x in (bucket.param_data, bucket.grad_data, *bucket.state.values()) if x.device.type != "meta")
+               for x in (bucket.param_data, bucket.grad_data, *bucket.state.values()))
     guess = train_gpt.memory_needed(config, encoding.vocab_size, ranks)[0]
     assert 0.95 * kept <= guess <= 1.6 * kept, (kept, guess)
 

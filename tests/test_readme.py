@@ -34,7 +34,7 @@ COMMANDS = {
     "./run.sh --resume latest": "test_scripts.py::test_what_is_started",
     "./run.sh -n 10": "test_scripts.py::test_what_is_started",
     "./run.sh -n 5 --vs HEAD": "test_scripts.py::test_what_is_started",
-    './run.sh -n 5 --vs "--lr_floor 0.15" --vs "--exclude_self true"':
+    './run.sh -n 5 --vs "--muon_lr 0.03" --vs "--lazy_tables false"':
         "test_records_race.py::test_a_ladder_judges_each_idea_against_the_base",
     './run.sh -n 5 --vs ../modded-nanogpt --cmd "torchrun --nproc_per_node=8 train_gpt.py"':
         "test_records_race.py::test_another_project_s_script_runs_in_turn_and_is_judged_by_the_same_figures",

@@ -196,6 +196,7 @@ def test_another_project_s_script_runs_in_turn_and_is_judged_by_the_same_figures
     assert "Side a (--slower 7) against side b" in shown and "a - b: -0.1930 s" in shown
     verdicts = {finding.rule: finding.verdict for finding in verify.verify(verify.parse([str(folder)]))}
     assert verdicts["faster than the other side, p < 0.01"] == "pass"
+    assert "fail" not in verdicts.values(), verdicts
     assert verdicts["every run is accounted for"] == "not checkable"  # theirs do not describe themselves
 
 

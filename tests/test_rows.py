@@ -273,6 +273,36 @@ def test_a_wrong_use_is_answered_with_the_cure(given, says):
         backward_of(**given)
 
 
+@pytest.mark.parametrize("read", [None, [2, 3]])
+def test_after_an_error_zero_grad_begins_anew(read):
+    """Of a forward that failed after its rows were announced, and of rows that were not."""
+    torch.manual_seed(0)
+    table = nn.Embedding(5, 3, sparse=True)
+    optimizer = optimizer_of(table, rule=LAZY)
+    optimizer.announce_rows(0, {table.weight: torch.tensor([1, 4])})
+    if read:
+        optimizer.prepare_for_backward(0)
+        table(torch.tensor(read)).sum().backward()
+        with pytest.raises(RunError, match="not announced"):
+            optimizer.step(FULL)
+    optimizer.zero_grad()
+    optimizer.announce_rows(0, {table.weight: torch.tensor([1, 4])})
+    optimizer.prepare_for_backward(0)
+    table(torch.tensor([1, 4])).sum().backward()
+    optimizer.step(FULL)
+    assert torch.equal(table.weight, backward_of().weight)
+
+
+def test_gradients_that_wait_take_no_more_memory_than_a_gradient_of_all_rows():
+    table = nn.Embedding(5, 3, sparse=True)
+    optimizer = optimizer_of(table, rule=dataclasses.replace(LAZY, every=4))
+    for step in range(3):
+        optimizer.prepare_for_backward(step)
+        table(torch.tensor([step, 1, 1, 0])).sum().backward()
+        assert sum(len(piece.rows) for piece in optimizer.buckets[0].pieces) <= 5
+        optimizer.step(FULL)
+
+
 def test_only_tables_have_rows():
     with pytest.raises(RunError, match=r"scale has shape \(3,\), and its rule updates the rows of tables; give it Adam without `rows`"):
         train_gpt.fill_buckets([train_gpt.ParamSpec("scale", nn.Parameter(torch.zeros(3)), LAZY)], 0, 0, 1)
@@ -288,6 +318,6 @@ def record_steps(comm, changes, batches):
 
 
 def test_a_run_with_row_by_row_tables_is_the_same_at_any_number_of_ranks(on_ranks):
-    """In exact mode, through the model's own n-gram tables, whose rows the trainer announces."""
+    """In exact mode, through the model's own n-gram tables."""
     batches = torch.from_numpy(some_documents(11, 3 * 4 * 49).astype("int64")).view(3, 4, 49)
     assert len({x for ranks in (1, 2, 4) for x in on_ranks(ranks, record_steps, {"exact": True}, batches)}) == 1
