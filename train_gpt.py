@@ -891,7 +891,7 @@ TILE_M, TILE_N, TILE_K = 128, 256, 64  # of a product: two warp groups, three st
 
 def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
     """a [m, k] @ b [k, n] -> relu(.) ** 2; or, given such a result h [m, n], times its derivative, 2 sqrt(h)."""
-    if triton and a.is_cuda and a.dtype == torch.bfloat16 and not (len(a) % TILE_M or b.size(1) % TILE_N or a.size(1) % TILE_K):
+    if a.is_cuda and a.dtype == torch.bfloat16 and not (len(a) % TILE_M or b.size(1) % TILE_N or a.size(1) % TILE_K):
         return relu_squared_by_triton(a, b, h, torch.cuda.get_device_properties(a.device).multi_processor_count)
     y = a @ b
     return y.relu() * y if h is None else 2 * y * h.sqrt()
