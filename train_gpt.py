@@ -6,7 +6,7 @@
 
 This file is the whole experiment: its source opens the log of every run that it makes. Read it from top to bottom:
 
-    config         every value that decides a run, a reason beside each; two presets; flags made from the fields
+    config         every value that decides a run, a reason beside each; presets; flags made from the fields
     plan           the table of stages; plan_of(config, step) -> everything that depends on the step
     data           shards, the packing of documents, a stream that loads ahead
     kernels        what GPUs compute in a kernel of its own, beside the plain form that defines it
@@ -1593,6 +1593,7 @@ class Bucket:
 
     SHARD_ALIGNMENT = 64  # elements: parameters start where vector loads like it, and no shard ends within a vector
     grads_on: str | None = None  # another device than the parameters'
+    compiles = True  # the rule, where a run is compiled
 
     def __init__(self, name: str, specs: Sequence[ParamSpec], rank: int, ranks: int, grad_dtype: torch.dtype | None = None):
         self.name, self.rule, self.first_step = name, specs[0].rule, specs[0].first_step
@@ -1803,15 +1804,20 @@ class RowBucket(Bucket):
     """
 
     grads_on = "meta"  # only those of rows that were read take memory
+    compiles = False   # their number is another in each step
 
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.rows = self.param_data.view(-1, *self.param_shard.shape[1:])  # [of all ranks, width]
         self.first_own = self.shard_begin // self.rows.size(1)
-        self.announced: list[Tensor] = []   # numbers of rows, some more than once
+        self.forget()
+
+    def forget(self) -> None:
+        """All that was announced, and all gradients."""
+        self.announced: list[Tensor] = []  # numbers of rows, some more than once
         self.pieces: list[RowGrads] = []
         self.travel: Iterator[None] | None = None
-        self.leg = 0                   # how many lines of the table above have started
+        self.leg = 0                       # how many lines of the table above have started
         self.by_owner: list[Tensor] | None = None  # rows that any rank has read; None: they are not known to all
         self.set_grads(torch.empty(0).long(), self.grad_data.new_empty((0, self.rows.size(1)), device=self.rows.device))
 
@@ -1938,10 +1944,10 @@ class RowBucket(Bucket):
         self.pending = None if updates else self.pending
 
     def update(self, update: Callable[..., None], hyper: dict[str, Any], one_by_one: bool) -> None:
-        """Of the rows that have a gradient; uncompiled, since their number is another in each step."""
+        """Of the rows that have a gradient. As elements are, they are independent of one another."""
         wholes = [self.param_shard, *self.state.values()]
         param, *state = (whole[self.touched] for whole in wholes)
-        self.rule.update(param, self.grad_shard, dict(zip(self.state, state)), hyper)
+        update(param, self.grad_shard, dict(zip(self.state, state)), hyper)
         moved = self.grad_shard.any(1, keepdim=True)
         for whole, new in zip(wholes, (param, *state)):
             whole[self.touched] = torch.where(moved, new, whole[self.touched])
@@ -1964,7 +1970,7 @@ class RowBucket(Bucket):
 
     def drop(self) -> None:
         self.reach(4)
-        self.travel, self.pieces, self.announced = None, [], []
+        self.forget()
         super().drop()
 
 def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ranks: int,
@@ -2148,7 +2154,7 @@ class Reducer:
         self.launches = 0                  # of them, since they were prepared
         self.step, self.micro_batch, self.micro_batches, self.factor = -1, 0, 0, 1.0
         self.next_step, self.only_add = 0, False  # of a backward that nobody prepares
-        self.arrived = False  # a gradient, since the last step
+        self.arrived = False  # a gradient, or the word which rows will have one, since the last step
         self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # what profiling puts its ranges in
         for bucket in buckets:
             bucket.received = comm.receive_buffer(bucket.grad_data, settings.exact)
@@ -2169,6 +2175,7 @@ class Reducer:
     def announce_rows(self, step: int, rows: dict[nn.Parameter, Tensor]) -> None:
         """Before a step's first forward: which rows of tables this rank will read in it, in numbers of any shape, on the CPU.
         May be left out, on all ranks: then the ranks wait for one another when the gradients have come."""
+        self.arrived = True
         for bucket in (bucket for bucket in self.buckets if isinstance(bucket, RowBucket)):
             bucket.announced += [rows[place.param].flatten().long() + bucket.first_row(place) for place in bucket.params]
             if self.is_due(bucket, step):
@@ -2414,7 +2421,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """After step(), which used them, nothing; in a step, drops what no update has used, as every rank must."""
-        if self.reducer.arrived or any(isinstance(bucket, RowBucket) and bucket.travel for bucket in self.buckets):
+        if self.reducer.arrived:
             self.reducer.drop_gradients()
 
     @torch.no_grad()
@@ -2457,10 +2464,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def apply_rule(self, bucket: Bucket, plan: Plan) -> None:
         rule, lr = bucket.rule, self.group_of[bucket.params[0].param]["lr"]
         rule = rule if lr == getattr(rule, "lr", lr) else dataclasses.replace(rule, lr=lr)
-        uncompiled = isinstance(bucket, RowBucket)
-        hyper = {key: self.number(key, v) if isinstance(v, float) and not uncompiled else v
+        hyper = {key: self.number(key, v) if isinstance(v, float) and bucket.compiles else v
                  for key, v in rule.hyper(plan, bucket.updates).items()} | {"scale": bucket.scale}
-        bucket.update(self.updates[type(rule).update], hyper, self.settings.exact)
+        bucket.update(self.updates[type(rule).update] if bucket.compiles else type(rule).update, hyper, self.settings.exact)
 
     @torch.no_grad()
     def average(self, rate: float, share: float) -> None:

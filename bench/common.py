@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import random
@@ -99,6 +100,18 @@ def take_turns(variants: dict[str, Callable[[], Any]], rounds: int, warm: int, m
             if i >= warm:
                 times[name].append(time.perf_counter() - start)
     return times
+
+
+def next_steps(trainer: train_gpt.Trainer, steps: int) -> Callable[[], None]:
+    """A turn of a trainer: so many steps further in its plan, and their gathers."""
+    numbers = itertools.count()
+
+    def turn() -> None:
+        for step in itertools.islice(numbers, steps):
+            plan = train_gpt.plan_of(trainer.config, step)
+            trainer.step(plan, trainer.stream.next_batch(plan))
+        trainer.optimizer.finish_all_gathers()
+    return turn
 
 
 # ranks

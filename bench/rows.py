@@ -19,7 +19,7 @@ from typing import Any, Sequence
 import torch
 from torch import Tensor
 
-from common import machine, on_ranks, positive, ratios, run, spread, table, take_turns, train_gpt
+from common import machine, next_steps, on_ranks, positive, ratios, run, spread, table, take_turns, train_gpt
 
 WITHOUT, ALL, TOUCHED = "no tables", "all rows", "rows with a gradient"
 VARIANTS = {WITHOUT: {"ngrams": ""}, ALL: {"lazy_tables": False}, TOUCHED: {"lazy_tables": True}}
@@ -45,20 +45,15 @@ def measure(rank: int, ranks: int, flags: list[str], rounds: int) -> dict[str, t
     shards = train_gpt.find_shards(base.train_files, base.train_shards)
     trainers = {name: train_gpt.Trainer(dataclasses.replace(base, **changes), Counting(rank, ranks), torch.device("cpu"), shards)
                 for name, changes in VARIANTS.items()}
-    at, sent = dict.fromkeys(trainers, 0), {name: [] for name in trainers}
+    turns = {name: next_steps(trainer, base.adam_every) for name, trainer in trainers.items()}
+    sent = {name: [] for name in trainers}
 
-    def turn(name: str) -> None:
-        trainer = trainers[name]
-        trainer.comm.bytes = [0, 0]
-        for _ in range(base.adam_every):
-            plan = train_gpt.plan_of(base, at[name])
-            trainer.step(plan, trainer.stream.next_batch(plan))
-            at[name] += 1
-        trainer.optimizer.finish_all_gathers()
-        sent[name].append([count / base.adam_every for count in trainer.comm.bytes])
+    def counted(name: str) -> None:
+        trainers[name].comm.bytes = [0, 0]
+        turns[name]()
+        sent[name].append([count / base.adam_every for count in trainers[name].comm.bytes])
 
-    turns = {name: functools.partial(turn, name) for name in trainers}
-    times = take_turns(turns, rounds, 1, meet=torch.distributed.barrier if ranks > 1 else lambda: None)
+    times = take_turns({name: functools.partial(counted, name) for name in turns}, rounds, 1, meet=torch.distributed.barrier)
     return {name: ([t / base.adam_every for t in times[name]], sent[name][1:]) for name in trainers}
 
 

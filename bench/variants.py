@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import shlex
 
 import torch
 
-from common import machine, on_ranks, positive, ratios, run, spread, table, take_turns, train_gpt
+from common import machine, next_steps, on_ranks, positive, ratios, run, spread, table, take_turns, train_gpt
 
 VARIANTS = {
     "as the preset has it": {},
@@ -41,15 +40,7 @@ def measure(rank: int, ranks: int, flags: list[str], rounds: int) -> tuple[dict[
     shards = train_gpt.find_shards(base.train_files, base.train_shards)
     trainers = {name: train_gpt.Trainer(dataclasses.replace(base, **changes), comm, torch.device("cpu"), shards)
                 for name, changes in VARIANTS.items()}
-    at = dict.fromkeys(trainers, 0)
-
-    def turn(name: str) -> None:
-        for _ in range(STEPS_A_TURN):
-            plan = train_gpt.plan_of(base, at[name])
-            trainers[name].step(plan, trainers[name].stream.next_batch(plan))
-            at[name] += 1
-        trainers[name].optimizer.finish_all_gathers()
-    turns = {name: functools.partial(turn, name) for name in trainers}
+    turns = {name: next_steps(trainer, STEPS_A_TURN) for name, trainer in trainers.items()}
     times = take_turns(turns, rounds, 1, meet=torch.distributed.barrier)
     return times, {name: trainer.optimizer.state_hash() for name, trainer in trainers.items()}
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import Script, wait_until
+from conftest import Script, wait_until, write_corpus
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 SMALL_MODEL = ("--layers", "2", "--dim", "16", "--vocab", "32", "--tokens", "16", "--batch", "1", "--bucket_mb", "0.01")
@@ -116,6 +116,19 @@ def test_own_model(bench):
     """Both optimizers learn what is in the text: from ln 64 to near ln 3, which is the best."""
     losses = {row["optimizer"]: float(row["last loss"]) for row in rows(bench("own_model.py"))}
     assert losses.keys() == {"ours", "DDP, Muon and AdamW"} and all(1.05 < loss < 1.3 for loss in losses.values()), losses
+
+
+def test_rows(start, tmp_path):
+    """Of tables with far more rows than a step reads a fraction travels, and of that nearly all are the rows themselves."""
+    corpus = write_corpus(tmp_path, train=(9000,))
+    flags = {**corpus, "ngrams": "2:4000:16 3:4000:16", "micro_batch_tokens": 64, "val_tokens": 0}
+    process = start("rows.py", "--rounds", "1", "--flags", " ".join(f"--{name} '{v}'" for name, v in flags.items()))
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    needed, sent = ({row["rank 0 of 2"]: row[key] for row in rows(out)} for key in ("MB needed", "sent / needed"))
+    assert float(needed["no tables"]) == 0 and float(needed["all rows"]) == pytest.approx(2 * 4000 * 16 * 4 / 1e6, abs=0.005)
+    assert 0 < float(needed["rows with a gradient"]) < 0.2 * float(needed["all rows"])
+    assert 1 < float(sent["rows with a gradient"]) < 1.2
 
 
 def test_one_rank_of_8(bench):
