@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -180,7 +181,7 @@ def theirs(repo):
 
 
 def against(mood=""):
-    return ["--vs", "../theirs", "--cmd", f"{sys.executable} their_gpt.py {mood}"]
+    return ["--vs", "../theirs", "--cmd", f"{shlex.quote(sys.executable)} their_gpt.py {mood}"]
 
 
 def test_another_project_s_script_runs_in_turn_and_is_judged_by_the_same_figures(repo, theirs, capsys):
