@@ -1,7 +1,5 @@
 """A model of your own: a GRU on this project's optimizer, then on DDP with torch.optim.Muon and AdamW, on two ranks."""
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import manual_seed, nn, optim
 
 from common import on_ranks, run, some_text, table, train_gpt
 
@@ -22,12 +20,12 @@ def ours(model):
 def theirs(model):
     matrices = [p for p in model.gru.parameters() if p.dim() == 2]
     others = [*model.embed.parameters(), *model.head.parameters(), *(p for p in model.gru.parameters() if p.dim() == 1)]
-    return DistributedDataParallel(model), [torch.optim.Muon(matrices, MUON_LR), torch.optim.AdamW(others, ADAM_LR)]
+    return nn.parallel.DistributedDataParallel(model), [optim.Muon(matrices, MUON_LR), optim.AdamW(others, ADAM_LR)]
 
 def train(rank, ranks):
     rows = []
     for name, build in (("ours", ours), ("DDP, Muon and AdamW", theirs)):
-        torch.manual_seed(0)
+        manual_seed(0)
         model, optimizers = build(Model())
         for step in range(100):
             loss = model(*some_text(VOCAB, 8, 32, rank, step))
