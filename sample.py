@@ -5,8 +5,8 @@
     python sample.py --prompt "def read(" --tokens 500 --seed 3
     python sample.py logs/RUN.pt --temperature 0      the likeliest token each time; 1: as the model was trained
 
-The model's own layers run on one token at a time; only the attention is another here. It keeps the keys and values that
-each layer's window reaches, so a token costs the same however long the text has become.
+One token is read after another. The keys and values that each layer's window reaches are kept, so a token costs the same
+however long the text has become.
 """
 
 from __future__ import annotations
@@ -28,101 +28,173 @@ import unicodedata
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+import numpy as np
+from torch import nn
 
-from train_gpt import GPT, GPT2_VOCAB, ROOT, Encoding, Parser, Rotary, RunError, Windows, load_model, may_attend, printable
+import train_gpt
+from train_gpt import GPT, GPT2_VOCAB, ROOT, Encoding, Parser, RunError, Windows, load_model, printable
 
-CHUNK = 256  # tokens of a prompt that are read at once
+EPS = float(np.finfo(np.float32).eps)
 BORDER = "\n\n-----\n\n"  # what is shown where a document ends and the next begins
 
-class Memory:
-    """One layer's attention over what was read so far: stands in the place of a mask, see train_gpt.attend.
+def norm(x: np.ndarray) -> np.ndarray:
+    """Of a vector, by numbers of Python, which cost less than arrays of one."""
+    return x * (float(x @ x) / len(x) + EPS) ** -0.5
 
-    Keeps the keys and values of one document. They lie in the order of their tokens in a buffer of twice the window;
-    when it is full, what the window still reaches moves to its front.
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+def weights_of(module: nn.Module) -> dict[str, np.ndarray]:
+    """Its own parameters, not those of the modules in it, in float32."""
+    return {name: p.detach().float().numpy() for name, p in module.named_parameters(recurse=False)}
+
+class Attention:
+    """A layer's attention, for one token after another. Of the document it keeps the keys and values that the window
+    reaches, [heads, 2 * window + 2, head_dim], in their order; where there is no more room, these move to the front.
+
+    Paired heads follow one another in each other's keys and values: a token has two places there.
     """
 
-    def __init__(self, window: int):
-        self.window, self.count = window, 0
-        self.kept: Tensor | None = None  # [2, heads, 2 * window + 2 * CHUNK, head_dim]: keys and values
+    def __init__(self, layer: train_gpt.Attention, window: int):
+        self.weights, self.window, self.places = weights_of(layer), window, 1 + layer.paired
+        qkvo = self.weights["qkvo"].reshape(-1, len(self.weights["qkvo"]))
+        self.qkv, self.out = np.split(qkvo, [len(qkvo) // 4 * 3])
+        heads, dim = layer.heads // self.places, len(self.out) // layer.heads
+        self.keys, self.values = np.empty((2, heads, 2 * window + 2, dim), np.float32)
+        self.count = 0
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k, v [1, heads, T, head_dim] of the next T places, at most two times CHUNK -> what they see, likewise."""
-        new = k.size(2)
-        if self.kept is None:
-            self.kept = k.new_empty(2, k.size(1), 2 * (self.window + CHUNK), k.size(3))
-        if self.count + new > self.kept.size(2):
-            self.kept[:, :, :self.window] = self.kept[:, :, self.count - self.window:self.count]
+    def __call__(self, x: np.ndarray, values: np.ndarray | None, value_mix: Sequence[float],
+                 turns: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+        """The normed stream [dim] and the value table's vector, see train_gpt.Attention.forward -> [dim]. turns: cos and sin
+        [2, head_dim / 2] of each place."""
+        w = self.weights
+        qkv = (self.qkv @ x).reshape(3, len(w["gate"]), -1)
+        qk, v = qkv[:2] / np.sqrt(np.vecdot(qkv[:2], qkv[:2]) / qkv.shape[2] + EPS)[..., None], value_mix[0] * qkv[2]
+        if values is not None:
+            v += value_mix[1] * self.gated(x, values.reshape(v.shape))
+        y = np.empty_like(v)
+        for place, (cos, sin) in zip(range(self.places), turns):
+            halves = qk[:, place::self.places].reshape(2, -1, *cos.shape)
+            q, k = (halves * cos + halves[:, :, ::-1] * sin).reshape(2, len(self.keys), -1)
+            y[place::self.places] = self.attend(q, k, v[place::self.places])
+        if "self_share" in w:
+            own = np.vecdot(y, v) / np.maximum(np.vecdot(v, v), 1e-8)
+            y -= (np.tanh(w["self_share"]) * own)[:, None] * v
+        y *= sigmoid(w["gate"] @ x[:w["gate"].shape[1]])[:, None]
+        return self.out @ y.ravel()
+
+    def gated(self, x: np.ndarray, values: np.ndarray) -> np.ndarray:
+        if "value_gate" not in self.weights:
+            return values
+        gate = self.weights["value_gate"]
+        half = gate.shape[1] // 2
+        seen = np.concatenate([x[:half], values.ravel()[:gate.shape[1] - half]])
+        return 2 * sigmoid(gate @ seen)[:, None] * values
+
+    def attend(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """q, k, v [heads, head_dim] of the next place -> what it sees, likewise."""
+        if self.count == self.keys.shape[1]:
+            for kept in (self.keys, self.values):
+                kept[:, :self.window] = kept[:, self.count - self.window:]
             self.count = self.window
-        begin, end = max(0, self.count - self.window), self.count + new  # the first new token's window, the last one
-        self.kept[:, :, self.count:end] = torch.cat([k, v])
-        keys, values = self.kept[:, :, begin:end].split(1)
-        self.count = end
-        mask = None  # one token sees all of them
-        if new > 1:
-            at = torch.arange(end - begin, device=k.device)
-            mask = may_attend(torch.zeros_like(at), self.window)(None, None, at[-new:, None], at[None, :])
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=1.0)
+        begin, self.count = max(0, self.count - self.window), self.count + 1
+        self.keys[:, self.count - 1], self.values[:, self.count - 1] = k, v
+        scores = self.keys[:, begin:self.count] @ q[:, :, None]
+        chances = np.exp(scores - scores.max())
+        return (chances.mT @ self.values[:, begin:self.count])[:, 0] / chances.sum(1)
 
 class Reader:
-    """A model and what it has read: a text of any length, a few tokens at a time.
+    """A model and what it has read: the forward of train_gpt.GPT once more, for one token after another.
 
-    The logits are those of GPT.logits on the whole text, but for the order of sums.
+    In NumPy, a call of which takes a fraction of torch's time, and in float32. The logits are those of GPT.logits on the
+    whole text, but for rounding.
     """
 
     def __init__(self, model: GPT, windows: Windows):
         reach = {"L": windows.long, "S": windows.short, "P": windows.short}
-        self.model, self.rotary = model, model.rotary
-        self.memories = [Memory(reach[layer.window]) if layer.window else None for layer in model.layers]
-        self.position, self.before = 0, []  # tokens read, and the last of them, as many as the opening of the stream reads
-        self.reach = max([1, *(table.n - 1 for table in model.ngrams)])
+        self.model, self.weights = model, weights_of(model)
+        self.head = weights_of(model.lm_head)["weight"]
+        self.embed = self.head if model.tied else weights_of(model.embed)["weight"]
+        self.value_tables = [weights_of(table)["weight"] for table in model.value_embeds]
+        self.ngram_tables = [weights_of(table)["weight"] for table in model.ngrams]
+        self.signs = [table.signs.float().numpy() if table.shared else None for table in model.ngrams]
+        self.attention = [layer.window and Attention(block.attn, reach[layer.window])
+                          for layer, block in zip(model.layers, model.blocks)]
+        self.mlps = [layer.mlp and weights_of(block.mlp) for layer, block in zip(model.layers, model.blocks)]
+        scalars = [part.tolist() for part in model.scalars.detach().split(model.scalar_sizes)]
+        self.skips, self.mixes, self.value_mixes, (self.smear,), (self.backout,) = scalars
+        frequencies, scale = model.rotary.frequencies()
+        # one half of a head turns one way, the other the other; queries and keys are both turned, so each takes a root of the scale
+        self.frequencies, self.root = np.stack([frequencies, -frequencies]), scale ** 0.5
+        self.position, self.before = 0, np.zeros_like(self.embed[0])  # before: the last token's embedding
+        self.lasts = [model.bos_id] * max((table.n for table in model.ngrams), default=0)  # tokens, the latest first
 
-    @torch.inference_mode()
-    def read(self, tokens: Sequence[int]) -> Tensor:
-        """The next tokens of the text, at least one -> of what follows the last, logits float32 [padded vocabulary]."""
-        begin = 0
-        for end in range(1, len(tokens) + 1):  # pieces that a BOS can only open
-            if end == len(tokens) or end - begin == CHUNK or tokens[end] == self.model.bos_id:
-                x = self._read(list(tokens[begin:end]))
-                begin = end
-        return self.model.lm_head.logits(x[-1:])[0]
+    @np.errstate(over="ignore")  # of sigmoids
+    def read(self, token: int) -> np.ndarray:
+        """The next token of the text -> of what follows it, logits float32 [padded vocabulary]."""
+        if token == self.model.bos_id:  # attention and n-grams stay inside a document
+            self.lasts = [token] * len(self.lasts)
+            for attention in filter(None, self.attention):
+                attention.count = 0
+        self.lasts = [token, *self.lasts][:len(self.lasts)]
+        x = self.trunk(token)
+        self.position += 1
+        cap, shift, softness = self.model.lm_head.softcap
+        return cap * sigmoid((self.head @ x + shift) / softness)
 
-    def _read(self, piece: list[int]) -> Tensor:
-        """At most CHUNK tokens of one document -> the model's normed stream [T, dim]."""
-        if piece[0] == self.model.bos_id:  # attention stays inside a document
-            for memory in filter(None, self.memories):
-                memory.count = 0
-        now = slice(self.position, self.position + len(piece))
-        if 2 * now.stop > len(self.rotary.cos):  # where heads are paired a token has two places
-            longer = Rotary(2 * self.rotary.cos.size(1), 4 * now.stop, self.rotary.cos.dtype)
-            longer.follow(self.rotary.windows)
-            self.rotary = longer.to(self.rotary.cos.device)
-        tokens = torch.tensor(self.before + piece, device=self.rotary.cos.device)
-        x0 = self.model.open_stream(tokens)[len(self.before):]
-        x = self.model.run_layers(tokens[len(self.before):], x0, self.rotary, self.memories, self.position)
-        self.position, self.before = now.stop, (self.before + piece)[-self.reach:]
+    def open_stream(self, token: int) -> np.ndarray:
+        """-> the stream before the first layer [dim]."""
+        e, before, gate = self.embed[token], self.before, self.weights["smear_gate"][0]
+        x, self.before = norm(e + self.smear * sigmoid(gate @ e[:len(gate)]) * before), e
+        for number, rows, signs in zip(self.model.numbers_of(self.lasts), self.ngram_tables, self.signs):
+            further, row = divmod(number, len(rows))
+            x[:rows.shape[1]] += rows[row] if signs is None else rows[row] * signs[further % len(signs)]
         return x
 
-def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    def turn(self, place: int) -> tuple[np.ndarray, np.ndarray]:
+        """The rotary's cos and sin [2, head_dim / 2] of a place."""
+        angles = place * self.frequencies
+        return self.root * np.cos(angles), self.root * np.sin(angles)
+
+    def trunk(self, token: int) -> np.ndarray:
+        """-> the normed stream before the head [dim]."""
+        model, saved = self.model, {}
+        x = x0 = self.open_stream(token)
+        turns = {places: [self.turn(places * self.position + place) for place in range(places)]
+                 for places in range(1, 2 + model.pairs)}
+        for i, (layer, attention, mlp) in enumerate(zip(model.layers, self.attention, self.mlps)):
+            if i in model.skip_from:
+                x = x + float(sigmoid(self.skips[i - min(model.skip_from)])) * saved[model.skip_from[i]]
+            if attention or mlp:
+                x = self.mixes[2 * i] * x + self.mixes[2 * i + 1] * x0
+            if attention:
+                values = None if layer.value_table is None else self.value_tables[layer.value_table][token]
+                read = norm(saved[model.backout_layer] if layer.reads_back else x)
+                x = x + attention(read, values, self.value_mixes[2 * i:2 * i + 2], turns[attention.places])
+            if mlp:
+                h = np.maximum(norm(x) @ mlp["fc"], 0)
+                x = x + mlp["proj"] @ (h * h)
+            saved[i] = x
+        return norm(x - self.backout * saved[model.backout_layer])
+
+def draw(logits: np.ndarray, temperature: float, top_k: int, random: np.random.Generator) -> int:
     """A token by its chances: softmax(logits [vocabulary] / temperature) among the top_k likeliest (0: among all)."""
     if temperature == 0:
         return int(logits.argmax())
-    logits = logits.cpu().double()
-    if 0 < top_k < len(logits):
-        tokens = logits.topk(top_k).indices
-        logits = torch.full_like(logits, -math.inf).index_copy(0, tokens, logits[tokens])
-    chances = ((logits - logits.max()) / temperature).softmax(0)
-    return int(torch.multinomial(chances, 1, generator=generator))
+    among = np.argpartition(logits, -top_k)[-top_k:] if 0 < top_k < len(logits) else np.arange(len(logits))
+    with np.errstate(over="ignore"):  # of a temperature next to zero
+        chances = np.exp((logits[among] - logits.max()).astype(np.float64) / temperature).cumsum()
+    return int(among[chances.searchsorted(random.random() * chances[-1], side="right")])
 
 def generate(model: GPT, windows: Windows, vocab_size: int, prompt: Sequence[int], count: int, temperature: float = 0.8,
              top_k: int = 0, seed: int = 0) -> Iterator[int]:
     """`count` tokens that the model says after BOS and the prompt. BOS among them begins another document."""
-    reader, generator = Reader(model, windows), torch.Generator().manual_seed(seed)
+    reader, random = Reader(model, windows), np.random.default_rng(seed)
     said = [model.bos_id, *prompt]
     for _ in range(count):
-        said = [draw(reader.read(said)[:vocab_size], temperature, top_k, generator)]
+        for token in said:
+            logits = reader.read(token)[:vocab_size]
+        said = [draw(logits, temperature, top_k, random)]
         yield said[0]
 
 class Vocabulary(NamedTuple):
@@ -205,13 +277,8 @@ def latest_model(folder: Path) -> Path:
 def main(argv: Sequence[str] | None = None) -> int:
     flags = make_parser().parse_args(argv)
     try:
-        model, saved = load_model(flags.model or latest_model(ROOT / "logs"), "cuda" if torch.cuda.is_available() else "cpu")
+        model, saved = load_model(flags.model or latest_model(ROOT / "logs"))
         encoding, windows = Encoding(saved["vocab_size"], saved["bos_id"]), Windows(*saved["windows"])
-        for param in model.parameters():  # matrices as the activations are, once and not for each token
-            if param.dim() == 2:
-                param.data = param.data.type_as(model.embed.weight)
-        if model.embed.embedding_dim <= 512:
-            torch.set_num_threads(1)  # with less to do, several wait for one another longer than they work
         vocabulary = vocabulary_of(encoding)
         prompt = encode_prompt(flags.prompt, vocabulary, encoding)
         said = generate(model, windows, encoding.vocab_size, prompt, flags.tokens, flags.temperature, flags.top_k, flags.seed)

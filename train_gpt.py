@@ -989,14 +989,19 @@ class Rotary(nn.Module):
         tables depend on the plan of a step alone. In place: a compiled block goes on reading the same tensors."""
         if windows == self.windows:
             return
-        frequencies, scale = self.first_frequencies, self.FIRST_SCALE
-        for window, longer in itertools.pairwise(windows):
-            frequencies, scale = stretch(frequencies, scale, window, longer)
+        self.windows = windows
+        frequencies, scale = self.frequencies()
         angles = torch.outer(torch.arange(len(self.cos), device=self.cos.device), frequencies)
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
         self.scale.fill_(scale)
-        self.windows = windows
+
+    def frequencies(self) -> tuple[Tensor, float]:
+        """Those of now, in radians a token [head_dim / 2], and the softmax scale."""
+        frequencies, scale = self.first_frequencies, self.FIRST_SCALE
+        for window, longer in itertools.pairwise(self.windows):
+            frequencies, scale = stretch(frequencies, scale, window, longer)
+        return frequencies, scale
 
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos[:len(x_THD), None], sin[:len(x_THD), None]
@@ -1049,13 +1054,12 @@ def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype) ->
 def compiled_flex_attention() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)  # uncompiled, it would build all T² scores
 
-Mask = Tensor | BlockMask | Callable[[Tensor, Tensor, Tensor], Tensor]
+Mask = Tensor | BlockMask
 
 def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
     """Softmax attention [T, H, D] where the mask allows it. q comes with the softmax scale in it.
 
-    FlexAttention on GPUs; it has no backward on CPUs, where a dense mask serves. A function attends in their place:
-    sample.py's, which remembers the keys and values of earlier tokens.
+    FlexAttention on GPUs; it has no backward on CPUs, where a dense mask serves.
     """
     if isinstance(mask, Tensor) and mask.dim() == 3:
         pieces, piece, seen = mask.shape
@@ -1067,8 +1071,6 @@ def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
         alone = q.is_cuda and not torch.compiler.is_compiling()  # within a compiled block it is compiled with that
         flex = compiled_flex_attention() if alone else flex_attention
         out = flex(q, k, v, block_mask=mask, scale=1.0)
-    elif not isinstance(mask, Tensor):
-        out = mask(q, k, v)
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
     return out[0].transpose(0, 1)
@@ -1366,8 +1368,26 @@ class GPT(nn.Module):
 
     def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
         """Tokens [T] -> normed stream before the head [T, dim]."""
-        masks = self.masks(tokens, windows)
-        return self.run_layers(tokens, self.open_stream(tokens), self.rotary, [masks[layer.window] for layer in self.layers])
+        masks, x0 = self.masks(tokens, windows), self.open_stream(tokens)
+        rotary = self.rotary.cos, self.rotary.sin, self.rotary.scale
+        skips, mixes, value_mixes, _, backout = self.scalars.split(self.scalar_sizes)
+        # apart at once: the gradients of so many selections would each be padded with zeros, and summed
+        skips, mixes, value_mixes = skips.unbind(), mixes.view(-1, 2).unbind(), value_mixes.view(-1, 2).unbind()
+        values: dict[int, Tensor] = {}  # looked up where first needed, so that their gradients come with that layer's
+        x = x0.view_as(x0)  # an object of its own, as saved ones are: arguments that are one compile anew
+        saved: dict[int, Tensor] = {}
+        for i, (layer, block) in enumerate(zip(self.layers, self.blocks)):
+            if i in self.skip_from:
+                x = self.mix_in_saved(x, skips[i - min(self.skip_from)], saved[self.skip_from[i]])
+            if layer.value_table is not None and layer.value_table not in values:
+                values[layer.value_table] = self.value_embeds[layer.value_table](tokens)
+            if layer != Layer(None, None, False):
+                mixed_in = values.get(layer.value_table)
+                back = saved[self.backout_layer] if layer.reads_back else None
+                x = block(x, x0, mixes[i], mixed_in, value_mixes[i], rotary, masks[layer.window], back)
+            if i in self.read_again:
+                saved[i] = x.view_as(x)
+        return self.back_out(x, backout[0], saved[self.backout_layer])
 
     def open_stream(self, tokens: Tensor) -> Tensor:
         """Tokens [T] -> the stream before the first layer [T, dim]."""
@@ -1384,31 +1404,12 @@ class GPT(nn.Module):
             lasts.append(torch.where(inside, token, self.bos_id))  # while it is of the same document
             inside = inside & (token != self.bos_id)
             token = F.pad(token[..., :-1], (1, 0), value=self.bos_id)
+        return self.numbers_of(lasts)
+
+    def numbers_of(self, lasts: Sequence[Any]) -> list[Any]:
+        """The last token, the one before it, and so on: tensors or numbers -> see ngram_numbers."""
         hashes = [*itertools.accumulate(lasts, lambda number, one: NgramTable.hash(number ^ one), initial=0)]
         return [hashes[table.n] if table.shared else table.number(lasts) for table in self.ngrams]
-
-    def run_layers(self, tokens: Tensor, x0: Tensor, rotary: Rotary, masks: Sequence[Mask | None], begin: int = 0) -> Tensor:
-        """Tokens [T] and their opened stream [T, dim], a mask per layer -> normed stream before the head [T, dim]. begin:
-        the place of the first token, for the rotary."""
-        skips, mixes, value_mixes, _, backout = self.scalars.split(self.scalar_sizes)
-        # apart at once: the gradients of so many selections would each be padded with zeros, and summed
-        skips, mixes, value_mixes = skips.unbind(), mixes.view(-1, 2).unbind(), value_mixes.view(-1, 2).unbind()
-        values: dict[int, Tensor] = {}  # looked up where first needed, so that their gradients come with that layer's
-        turns = {places: (rotary.cos[places * begin:], rotary.sin[places * begin:], rotary.scale) for places in (1, 2)}
-        x = x0.view_as(x0)  # an object of its own, as saved ones are: arguments that are one compile anew
-        saved: dict[int, Tensor] = {}
-        for i, (layer, block) in enumerate(zip(self.layers, self.blocks)):
-            if i in self.skip_from:
-                x = self.mix_in_saved(x, skips[i - min(self.skip_from)], saved[self.skip_from[i]])
-            if layer.value_table is not None and layer.value_table not in values:
-                values[layer.value_table] = self.value_embeds[layer.value_table](tokens)
-            if layer != Layer(None, None, False):
-                mixed_in = values.get(layer.value_table)
-                back = saved[self.backout_layer] if layer.reads_back else None
-                x = block(x, x0, mixes[i], mixed_in, value_mixes[i], turns[1 + (layer.window == "P")], masks[i], back)
-            if i in self.read_again:
-                saved[i] = x.view_as(x)
-        return self.back_out(x, backout[0], saved[self.backout_layer])
 
     def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
         """Of each n-gram table the rows that a forward of these tokens [..., T] reads."""
@@ -2993,7 +2994,7 @@ def model_parts(trainer: Trainer) -> Iterator[Part]:
 
     def block(i: int, m: GPT, x: Tensor, x0: Tensor, *further: Tensor) -> Tensor:
         mixes, value_mixes = (y.view(-1, 2).unbind() for y in m.scalars.split(m.scalar_sizes)[1:3])
-        rotary, layer = (m.rotary.cos[0:], m.rotary.sin[0:], m.rotary.scale), m.layers[i]
+        rotary, layer = (m.rotary.cos, m.rotary.sin, m.rotary.scale), m.layers[i]
         values, back = further[0] if layer.value_table is not None else None, further[-1] if layer.reads_back else None
         return m.blocks[i](x, x0, mixes[i], values, value_mixes[i], rotary, masks[m][layer.window], back)
 
