@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import tempfile
 import time
@@ -33,7 +34,7 @@ class FakeComm(train_gpt.Comm):
     """The collectives of the fake group; objects, which it cannot carry, are this rank's own."""
 
     def all_json(self, mine: Any) -> list[Any]:
-        return [mine] * self.ranks
+        return [json.loads(json.dumps(mine))] * self.ranks
 
     def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> train_gpt.HandleGroup:
         """Messages: every rank reads the rows that this one reads, and has no gradient of them."""
@@ -71,14 +72,14 @@ def main() -> None:
                         help="timed turns a window; a turn is as many steps as lie between two of Adam")
     args = parser.parse_args()
     gpu = torch.cuda.is_available()
-    if not gpu and args.preset == "speedrun":
-        print("skipped: the preset speedrun needs an NVIDIA GPU and torch sees none; here --preset laptop runs")
+    if not gpu and args.preset != "laptop":
+        print(f"skipped: the preset {args.preset} needs an NVIDIA GPU and torch sees none; here --preset laptop runs")
         return
     device = torch.device("cuda" if gpu else "cpu")
     config, changes = train_gpt.PRESETS[args.preset], []
     while train_gpt.usable_ranks(config, RANKS) < RANKS:
         config = train_gpt.halve_micro_batches(config)
-    vocab_size = train_gpt.GPT2_VOCAB if args.preset == "speedrun" else 257
+    vocab_size = 257 if args.preset == "laptop" else train_gpt.GPT2_VOCAB
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     comm, asked = FakeComm(0, RANKS, device), config.micro_batch_tokens
     if gpu:
