@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,7 +142,7 @@ def test_one_rank_of_8(bench):
 def test_the_other_ranks_of_one_rank_of_8_say_what_json_carries(monkeypatch):
     monkeypatch.syspath_prepend(BENCH)
     from one_rank_of_8 import FakeComm
-    assert FakeComm(0, 8).all_json((9, 0)) == [[9, 0]] * 8, "a GPU's capability is compared with a list"
+    assert FakeComm.all_json(SimpleNamespace(ranks=8), (9, 0)) == [[9, 0]] * 8, "a GPU's capability is compared with a list"
 
 
 def test_one_rank_of_8_says_why_it_is_skipped(bench):
