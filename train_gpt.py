@@ -140,6 +140,8 @@ class Config(SyncSettings, StageValues):
     long_documents: str = option("cut", "cut: skip what is beyond max_document_tokens. split: it makes further documents, "
                                  "each opened by a BOS in place of its first token", ("cut", "split"))
     shuffle: bool = option(False, "documents of a shard in an order drawn from the seed (FineWeb is shuffled as it is)")
+    even_order: bool = option(False, "when shuffled, each stretch of the order comes evenly from all of the shard, and the seed "
+                              "draws where it begins: losses of short runs depend less on what they happen to read")
     micro_batch_tokens: int = option(2048 * 16, "tokens of one forward and backward: one packed sequence")
     val_tokens: int = option(10_485_760, "tokens to validate on, from the start of the split (0: the whole split)", zero=True)
     val_len: int = option(4 * 64 * 1024, "tokens of one validation sequence")
@@ -266,9 +268,10 @@ PRESETS = {
     # some rows: where time is short more tokens are worth more than more layers, and longer n-grams more than both (LOG.md)
     "laptop": Config(
         target_val_loss=1.40, train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin",
-        train_shards=0, max_document_tokens=257, long_documents="split", shuffle=True, micro_batch_tokens=512, micro_batches=4,
-        val_tokens=0, val_len=1024, val_every=0, layers="S0M L1M", model_dim=64, num_heads=2, head_dim=32, backout_layer=0,
-        ngrams="2:16384:64 3:32768:64 4:65536:64 6:65536:64 8:65536:64", lazy_tables=True,
+        train_shards=0, max_document_tokens=257, long_documents="split", shuffle=True, even_order=True, micro_batch_tokens=512,
+        micro_batches=4, val_tokens=0, val_len=1024, val_every=0, layers="S0M L1M", model_dim=64, num_heads=2, head_dim=32,
+        backout_layer=0, lazy_tables=True,
+        ngrams="2:16384:64 3:32768:64 4:65536:64 6:65536:64 8:65536:64",
         dtype="float32", fp8_head=False, num_steps=140, stages="until long_window; 1/2 4; 1 8; +10 8", window_block=32,
         final_window=12, exclude_self=True, lr_floor=0.15, adam_every=1, adam_lr=0.02, ngram_lr_mul=4.0, adam_beta1=0.5,
         adam_beta2=0.9, muon_lr=0.04, muon_momentum_rise=25, muon_momentum_fall=10, bucket_mb=1.0, overlap_param_gather=True,
@@ -649,6 +652,7 @@ def usable_ranks(config: Config, most: int) -> int:
 # data
 
 HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1
+GOLDEN_RATIO = (5 ** 0.5 - 1) / 2
 GPT2_VOCAB, GPT2_BOS = 50257, 50256  # where a header says nothing of them
 
 class Encoding(NamedTuple):
@@ -799,7 +803,13 @@ class Stream:
         if self.split:
             documents, _ = limit_documents(documents, self.longest, split=True)
         if c.shuffle:
-            order = np.random.default_rng([c.seed, index]).permutation(len(documents.starts))
+            random, count = np.random.default_rng([c.seed, index]), len(documents.starts)
+            # multiples of the golden ratio, modulo 1: those between any two bounds belong to documents that are spread
+            # evenly over the shard (Knuth, The Art of Computer Programming 3, 6.4)
+            if c.even_order:
+                order = ((np.arange(count) * GOLDEN_RATIO + random.random()) % 1).argsort()
+            else:
+                order = random.permutation(count)
             documents = Documents(documents.tokens, documents.starts[order], documents.lengths[order])
         return documents
 

@@ -213,6 +213,21 @@ def test_shuffled_order_is_decided_by_the_seed(tmp_path, tiny):
     assert np.array_equal(first(1, False), first(2, False)) and not np.array_equal(first(1), first(1, False))
 
 
+def test_any_stretch_of_an_even_order_comes_from_all_of_the_shard(tmp_path, tiny):
+    write_shard(tmp_path / "t_0.bin", np.tile([BOS, 1, 2], 1000))
+
+    def order(seed, even):
+        config = dataclasses.replace(tiny, shuffle=True, even_order=even, seed=seed)
+        return train_gpt.Stream(train_gpt.find_shards(str(tmp_path / "t_0.bin")), config)._load(0).starts // 3
+
+    def unevenness(order):  # of each hundred in a row, how many come from each tenth of the shard
+        return max(np.abs(np.bincount(order[i:i + 100] // 100, minlength=10) - 10).max() for i in range(0, 901, 50))
+    for seed in (1, 2):
+        assert sorted(order(seed, True)) == sorted(order(seed, False)) == list(range(1000))
+        assert unevenness(order(seed, True)) <= 2 and unevenness(order(seed, False)) > 5
+    assert not np.array_equal(order(1, True)[:10], order(2, True)[:10]), "the seed decides where it begins"
+
+
 def test_the_next_shard_is_loaded_in_the_background(tmp_path, tiny, monkeypatch):
     loads = []
     load = train_gpt.load_tokens
