@@ -272,7 +272,7 @@ PRESETS = {
         micro_batches=4, val_tokens=0, val_len=1024, val_every=0, layers="S0M L1M", model_dim=64, num_heads=2, head_dim=32,
         backout_layer=0, lazy_tables=True,
         ngrams="2:16384:64 3:32768:64 4:65536:64 6:65536:64 8:65536:64",
-        dtype="float32", fp8_head=False, num_steps=140, stages="until long_window; 1/2 4; 1 8; +10 8", window_block=32,
+        dtype="float32", fp8_head=False, num_steps=130, stages="until long_window; 1/2 4; 1 8; +10 8", window_block=32,
         final_window=12, exclude_self=True, lr_floor=0.15, adam_every=1, adam_lr=0.02, ngram_lr_mul=4.0, adam_beta1=0.5,
         adam_beta2=0.9, muon_lr=0.04, muon_momentum_rise=25, muon_momentum_fall=10, bucket_mb=1.0, overlap_param_gather=True,
         walk="forward", check_grads=True, warmup_steps=4, train_loss_every=1, save_model=True,
