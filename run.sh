@@ -103,17 +103,21 @@ if [ "$resume" = race ] && [ ${#flags[@]} -gt 0 ]; then fail "--resume goes on a
 if [ "$resume" = run ] && [ ${#race[@]} -gt 0 ]; then fail "--resume goes on with one run; leave out ${race[*]}, or name a race.jsonl"; fi
 if [ -n "$resume" ] && [ ${#text[@]} -gt 0 ]; then fail "--resume goes on with the text of its run; leave out --text"; fi
 set_up
-if [ "$resume" = race ]; then exec "$python" records/race.py "${race[@]}"; fi
-
-# Until its script has said otherwise Python answers Ctrl-C with a traceback; here it is run.sh's to answer
-start() { (trap '' INT; exec "$python" "$@"); }
+# Python answers Ctrl-C with a traceback until its script says otherwise: blocked it waits until then, ignored (where env
+# cannot block) it is run.sh's to answer, once the script has ended
+held=(env --default-signal=INT --block-signal=INT)
+"${held[@]}" true 2>/dev/null || held=()
+start() { (trap '' INT; exec ${held[@]+"${held[@]}"} "$python" "$@"); }
 # Ctrl-C in a data script: it cleans up; what is kept is said here
 script='
 import os, runpy, signal, sys
 signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 sys.argv.pop(0)
 sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0], run_name="__main__")'
+if [ "$resume" = race ]; then exec ${held[@]+"${held[@]}"} "$python" records/race.py "${race[@]}"; fi
+
 fit=--fit
 if [ ${#text[@]} -gt 0 ]; then
     name=$(basename "${text[0]}")
@@ -141,6 +145,6 @@ case $own_data$preset in
     Falselaptop) start -c "$script" data/stdlib.py ;;
 esac
 kept="nothing was started"
-if [ ${#race[@]} -gt 0 ]; then exec "$python" records/race.py "${race[@]}" --ranks "$ranks" -- "${flags[@]}"; fi
+if [ ${#race[@]} -gt 0 ]; then exec ${held[@]+"${held[@]}"} "$python" records/race.py "${race[@]}" --ranks "$ranks" -- "${flags[@]}"; fi
 say "racing: $ranks rank(s), preset $preset"
-exec "$python" records/launch.py --then "$log_dir" --nproc_per_node="$ranks" train_gpt.py "${flags[@]}"
+exec ${held[@]+"${held[@]}"} "$python" records/launch.py --then "$log_dir" --nproc_per_node="$ranks" train_gpt.py "${flags[@]}"

@@ -3193,17 +3193,22 @@ class FailureMonitor:
         with contextlib.suppress(NoAnswer, RuntimeError):
             self.asker.submit(self.store.set, key, message).result(self.PATIENCE_S / 5)
 
+INTERRUPTED = "interrupted"
+
 def complain(log: Log | None, rank: int, message: str, aloud: bool = True) -> None:
     """The last word of a rank, to its log and, aloud, to stderr."""
     kept = ""
     if log is not None and log.file is not None:
-        kept = f"; the log so far: {log.path}"
+        kept = f"; the log so far: {log.path}; no checkpoint to go on from, --save_every keeps some"
+        if checkpoints(log.path.parent, glob.escape(log.path.stem)):
+            kept = f"; the log so far: {log.path}; --resume {log.path} goes on from its last checkpoint"
         with contextlib.suppress(OSError, RunError):
             log.write(f"error: {message}")
             log.close()
     with contextlib.suppress(OSError):
         if aloud:
-            print(f"train_gpt.py: rank {rank}: error: {printable(message)}{kept}", file=sys.stderr, flush=True)
+            error = "error: " * (message != INTERRUPTED)
+            print(f"train_gpt.py: rank {rank}: {error}{printable(message)}{kept}", file=sys.stderr, flush=True)
 
 def output_of(*command: str) -> str:
     """What a command prints, or nothing where it cannot be run."""
@@ -3785,7 +3790,7 @@ def describe_error(error: BaseException, config: Config) -> str:
     if isinstance(error, RunError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
+        return INTERRUPTED
     if isinstance(error, torch.OutOfMemoryError):
         return f"{error}; lower --micro_batch_tokens"
     if isinstance(error, OSError) and error.errno:

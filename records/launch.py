@@ -27,6 +27,7 @@ def interrupted(*_):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL if sys.argv[1:2] and sys.argv[1].startswith("--fit") else interrupted)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # run.sh blocks it until here
 
 import contextlib
 import dataclasses

@@ -854,6 +854,7 @@ def end_at_ctrl_c(name):
         os._exit(130)
     if name == "__main__":
         signal.signal(signal.SIGINT, end)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # run.sh blocks it until here
 
 
 def run_main(main):

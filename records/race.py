@@ -30,6 +30,10 @@ site changes their clocks; what is installed beside torch itself still could.
 Exit status: 0 all runs are done, 1 one failed, 2 the race cannot be run so, 130 interrupted.
 """
 
+import logs
+
+logs.end_at_ctrl_c(__name__)  # scipy takes seconds to import
+
 import argparse
 import contextlib
 import ctypes
@@ -52,7 +56,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import ladder
-import logs
 import stats
 from stats import MANIFEST, Manifest
 
