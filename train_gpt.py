@@ -2264,7 +2264,7 @@ class Reducer:
                 missing = ", ".join(place.name for place in bucket.params if not place.grad_ready)
                 raise RunError(f"bucket {bucket.name} was not launched: {bucket.ready_count} of {len(bucket.params)} of its "
                                f"parameters got a gradient, not {missing}; each must take part in the prepared backward, "
-                               "unless unused parameters are allowed")
+                               "unless find_unused_parameters allows it")
         if self.launch_order is None:
             self.agree_on_order()
         for bucket in self.due[self.launches:]:
@@ -2439,6 +2439,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, plan: Plan = Plan()) -> None:
         """Wait for each bucket in turn, update this rank's shard, gather. Unless gathers overlap the next forward, all
         parameters are then new. Of the plan the rules take lr_factor and momentum."""
+        if callable(plan):
+            raise RunError("step() calls no closure; call backward() before it")
         for owner in self.param_owners:
             if owner.table.get(owner.key) is not owner.param:
                 raise RunError(f"{owner.name} is another parameter than when the buckets were built; build the optimizer "
@@ -2627,6 +2629,8 @@ def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon
             rows = module.embed_dim if isinstance(module, nn.MultiheadAttention) else module.hidden_size
             units |= {p: (rows, p.shape[1]) for p in own if p.shape[0] > rows}
     for line in table:
+        if isinstance(line.rule, type):
+            raise RunError(f"{line.pattern}: its rule is the class {line.rule.__name__}; write {line.rule.__name__}()")
         if not any(fnmatchcase(name, line.pattern) for name, _ in learns):
             raise RunError(f"{line.pattern}: no parameter that learns has such a name; named_parameters() tells what there is")
     lines = list(table)
@@ -2638,10 +2642,16 @@ def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon
     return lines
 
 def make_optimizer(model: nn.Module, table: Sequence[Assignment] = (), bucket_mb: float = Config.bucket_mb,
-                   settings: SyncSettings = SyncSettings(), **rates: float) -> DistributedOptimizer:
+                   settings: SyncSettings = SyncSettings(), muon_lr: float = NorMuon.lr,
+                   adam_lr: float = Adam.lr) -> DistributedOptimizer:
     """The optimizer of any model, on its device, in the process group that there is; see default_assignments."""
+    if not isinstance(model, nn.Module):
+        raise RunError(f"make_optimizer got a {type(model).__name__}; give it the model itself: names of parameters and kinds of "
+                       "modules decide by which rule each is updated")
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    specs = assign(model, default_assignments(model, table, **rates))
+    specs = assign(model, default_assignments(model, table, muon_lr, adam_lr))
+    if not specs:
+        raise RunError("no parameter of this model learns; set requires_grad on those that are to")
     buckets = fill_buckets(specs, bucket_mb * 2 ** 20, *ranks)
     return DistributedOptimizer(buckets, Comm(*ranks, specs[0].param.device), settings, model)
 

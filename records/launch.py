@@ -94,10 +94,14 @@ def fit(flags, text):
         preset, config = train_gpt.parse_config(flags, "speedrun" if gpus else "laptop")
         ranks = train_gpt.usable_ranks(config, gpus or 2)
         train_gpt.check_config(config, ranks)  # here once, and not by each rank
-        chosen = fit_text(train_gpt, config, train_gpt.make_parser().parse_args(flags)) if text else {}
+        given, usual = train_gpt.make_parser().parse_args(flags), train_gpt.PRESETS[preset]
+        chosen = fit_text(train_gpt, config, given) if text else {}
+        if not text and Path(config.train_files).name != Path(usual.train_files).name and given.target_val_loss is None:
+            chosen = {"target_val_loss": 0}
+            say(f"data of your own: no loss is judged, since {usual.target_val_loss} is of others; --target_val_loss sets one")
     except (train_gpt.RunError, OSError) as error:
         sys.exit(f"train_gpt.py: error: {error}")
-    print(gpus, ranks, preset, config.train_files != train_gpt.PRESETS[preset].train_files, config.log_dir)
+    print(gpus, ranks, preset, config.train_files != usual.train_files, config.log_dir)
     print(*(word for name, value in chosen.items() for word in (f"--{name}", value)))
 
 
@@ -116,7 +120,11 @@ def fit_text(train_gpt, config, given):
         stream.close()
         return steps, stream
 
-    steps, stream = read(given.epochs or (10 ** 4 if given.num_steps else 1), config.num_steps)
+    epochs, chosen = given.epochs or (10 ** 4 if given.num_steps else 1), {}
+    steps, stream = read(epochs, config.num_steps)
+    if not steps and given.micro_batches is None:  # one for each rank
+        config, chosen = dataclasses.replace(config, micro_batches=2), {"micro_batches": 2}
+        steps, stream = read(epochs, config.num_steps)
     if 0 < steps < LEAST_STEPS and given.epochs is None and given.num_steps is None:
         steps, stream = read(LEAST_STEPS, LEAST_STEPS)
     batch, about = train_gpt.tokens_of_steps(config, 1), f"{sum(sizes):,} tokens to train on"
@@ -125,7 +133,9 @@ def fit_text(train_gpt, config, given):
     at, document, _ = stream.position
     epochs, part = at // len(train) + 1, document / len(stream.loaded[at].result().starts) if at in stream.loaded else 1
     whole = int(0.97 * steps * sum(sizes) / (sum(sizes[:at]) + part * sizes[at % len(train)]))
-    chosen = {"target_val_loss": 0, "num_steps": steps, "epochs": epochs}
+    chosen |= {"target_val_loss": 0, "num_steps": steps, "epochs": epochs}
+    say(f"text: in bytes; of GPT-2's {train_gpt.GPT2_VOCAB:,} tokens, some 4 bytes each, one would come about "
+        f"{sum(sizes) / 4 / train_gpt.GPT2_VOCAB:.2g} times, and the head for them be most of a step's work")
     say(f"text: {about}, read by {steps} steps of {batch:,} " + (
         f"in {epochs} epochs; more of them would learn it by heart" if epochs > 1 else
         f"in part; nearly all of it takes --num_steps {whole}" if whole > 1.05 * steps else "once"))
@@ -141,7 +151,7 @@ def say(line):
 
 def written(folder):
     """The logs and models in a folder, each with the time when it was written last."""
-    return {(path, path.stat().st_mtime_ns) for path in Path(folder).glob("*") if path.suffix in (".txt", ".pt")}
+    return {(path, path.stat().st_mtime_ns) for path in Path(folder).resolve().glob("*") if path.suffix in (".txt", ".pt")}
 
 
 def follow(folder, before):

@@ -2,7 +2,8 @@
 
     python records/logs.py PATH...            one line for every run and file: used, rejected, or a duplicate, and why
     python records/logs.py --json PATH...     the same for programs
-    python records/logs.py --follow LOG       a line of JSON for each step as the log gets it, until the run ends or was
+    python records/logs.py --follow LOG [--to tensorboard:DIR | --to wandb:PROJECT]
+                                              a line of JSON for each step as the log gets it, until the run ends or was
                                               killed: for whatever draws metrics, and off the run's clock
 
 A PATH is a log (.gz too) or a folder, which is searched with its subfolders, linked ones too (those that begin with a
@@ -798,6 +799,25 @@ def is_locked(path):
     return False
 
 
+def sink(where, name):
+    """A function of a step's values: prints a line of JSON, or hands them to a board of the user's, under this name."""
+    board, _, place = where.partition(":")
+    if board == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+        writer = SummaryWriter(str(Path(place or "logs/tensorboard") / name))
+
+        def write(line):
+            for key in line.keys() - {"step"}:
+                writer.add_scalar(key, line[key], line["step"])
+            writer.flush()
+        return write
+    if board == "wandb":
+        import wandb
+        run = wandb.init(project=place or None, name=name)
+        return lambda line: run.log({key: line[key] for key in line.keys() - {"step"}}, step=line["step"])
+    return lambda line: print(json.dumps(line), flush=True)
+
+
 def outcomes(logs):
     """Rows (path, run, outcome, steps, loss, seconds, GPUs, source, remark) as text, one for each run and file."""
     rows = []
@@ -826,11 +846,19 @@ def main(arguments=None):
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a log, a .gz of one, or a folder of them")
     parser.add_argument("--json", action="store_true", help="print all that was read, for programs")
     parser.add_argument("--follow", action="store_true", help="print the steps of one log as JSON lines, to the run's end")
+    parser.add_argument("--to", default="", metavar="BOARD", help="of --follow: tensorboard:DIR or wandb:PROJECT, where that "
+                        "package is installed")
     options = parser.parse_args(arguments)
+    if options.to.partition(":")[0] not in ("", "tensorboard", "wandb") or options.to and not options.follow:
+        parser.error("--to is for --follow: tensorboard:DIR or wandb:PROJECT")
     if options.follow:
         try:
-            for line in follow(*options.paths[:1]):
-                print(json.dumps(line), flush=True)
+            take = sink(options.to, Path(options.paths[0]).stem)
+            for line in follow(options.paths[0]):
+                take(line)
+        except ImportError as error:
+            print(f"logs.py: error: --to {printable(options.to)}: {error}; install it, or leave out --to", file=sys.stderr)
+            return 2
         except OSError as error:
             why = f"{error.strerror}; name the log of a run" if error.strerror else error
             print(f"logs.py: error: {printable(options.paths[0])}: {why}", file=sys.stderr)

@@ -718,6 +718,21 @@ def test_a_wrong_use_is_answered_with_the_cure(table, calls, says):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("arguments,says", [
+    (lambda model: [model.parameters()], "got a generator; give it the model itself"),
+    (lambda model: [nn.ReLU()], "no parameter of this model learns; set requires_grad"),
+    (lambda model: [model, [train_gpt.Assignment("*", train_gpt.Adam)]], r"the class Adam; write Adam\(\)")])
+def test_what_is_no_model_and_no_rule_is_named(arguments, says):
+    with pytest.raises(train_gpt.RunError, match=says):
+        train_gpt.make_optimizer(*arguments(Fused()))
+
+
+def test_a_closure_is_refused_before_anything_is_updated():
+    optimizer = train_gpt.make_optimizer(Fused(), [SPLIT])
+    with pytest.raises(train_gpt.RunError, match=r"no closure; call backward\(\) before it"):
+        optimizer.step(lambda: None)
+
+
 def test_a_step_whose_backwards_all_were_in_no_sync_is_an_error():
     model = Fused()
     optimizer = train_gpt.make_optimizer(model, [SPLIT])

@@ -55,6 +55,8 @@ COMMANDS = {
     ".venv/bin/python records/verify.py logs/race-ID --data data/stdlib": "test_records_verify.py::",
     '.venv/bin/python records/board.py add logs/race-ID records/DATE_NAME "what it shows"': "test_records_board.py::",
     "sbatch bench/cluster/speedrun.sbatch -n 5": "test_readme.py::test_the_slurm_job_starts_what_it_says",
+    "sbatch --nodes 2 bench/cluster/speedrun.sbatch": "test_readme.py::test_the_slurm_job_starts_what_it_says",
+    ".venv/bin/python bench/own_model.py": "test_bench.py::test_own_model",
     "bench/dry_gpu/setup": "test_dry_gpu.py::",
     "bench/dry_gpu/run -- --preset speedrun": "test_dry_gpu.py::",
     "bench/dry_gpu/run --cards": LONG + "test_dry_gpu.py::",
@@ -138,16 +140,18 @@ def test_the_dockerfile_copies_what_its_set_up_needs(tmp_path):
     assert {line.split()[0] for line in text.splitlines() if line and line[0] != "#"} == \
         {"FROM", "RUN", "WORKDIR", "ARG", "COPY", "ENTRYPOINT"}
     ignored = (ROOT / "bench/cluster/Dockerfile.dockerignore").read_text().split("\n")[1:-1]
-    assert {line.rstrip("/*") for line in ignored} == {".venv", "logs", "data", "**/__pycache__"}
+    assert ignored == [".venv", "logs", "data/*", "!data/*.py", "**/__pycache__"], "a pattern's last slash would be dropped"
 
 
-@pytest.mark.parametrize("environment, started", [
-    ({}, "./run.sh -n 5"),
-    ({"SLURM_RESTART_COUNT": "1"}, "./run.sh --resume latest"),
-    ({"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}, ".venv/bin/python -m torch.distributed.run --nnodes 2 --nproc_per_node 4 "
-     "--rdzv_backend c10d --rdzv_endpoint node1:29500 --rdzv_id 77 train_gpt.py -n 5"),
+@pytest.mark.parametrize("environment, flags, started", [
+    ({}, "-n 5", "./run.sh -n 5"),
+    ({}, "--save_every 5", "./run.sh --run_id slurm-77.0 --save_every 5"),
+    ({"SLURM_RESTART_COUNT": "1"}, "", "./run.sh --resume logs/slurm-77.0.step000004.ckpt"),
+    ({"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}, "", ".venv/bin/python -m torch.distributed.run --nnodes 2 "
+     "--nproc_per_node 4 --rdzv_backend c10d --rdzv_endpoint node1:29500 --rdzv_id 77 train_gpt.py --run_id slurm-77.0"),
+    ({"SLURM_NNODES": "2"}, "-n 5", ""),
 ])
-def test_the_slurm_job_starts_what_it_says(tmp_path, environment, started):
+def test_the_slurm_job_starts_what_it_says(tmp_path, environment, flags, started):
     for name, text in (("srun", 'echo "$@"'), ("scontrol", '[ "$*" = "show hostnames node[1-2]" ] && printf "node1\\nnode2\\n"')):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -155,13 +159,18 @@ def test_the_slurm_job_starts_what_it_says(tmp_path, environment, started):
                    "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_ID": "77", **environment}
 
     def job():
-        return subprocess.run(["bash", ROOT / "bench/cluster/speedrun.sbatch", "-n", "5"], capture_output=True, text=True, env=environment)
+        return subprocess.run(["bash", ROOT / "bench/cluster/speedrun.sbatch", *flags.split()], capture_output=True, text=True, env=environment)
     refused = job()
     assert refused.returncode == 1 and "run ./run.sh --setup on the login node" in refused.stderr
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "ready").touch()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "another.step000100.ckpt").touch()
     if "resume" in started:
-        assert job().stdout == "./run.sh -n 5\n", "nothing to go on from"
-        (tmp_path / "logs").mkdir()
-        (tmp_path / "logs" / "RUN.step000100.ckpt").touch()
-    assert job().stdout == started + "\n"
+        assert job().stdout == "./run.sh --run_id slurm-77.1\n", "nothing of this job to go on from"
+        for step, modified in ((4, 20), (2, 10)):
+            (path := tmp_path / "logs" / f"slurm-77.0.step00000{step}.ckpt").touch()
+            os.utime(path, (modified, modified))
+    done = job()
+    assert done.stdout == started + "\n" * bool(started)
+    assert (done.returncode, "a race runs on one node" in done.stderr) == ((0, False) if started else (1, True))

@@ -9,6 +9,7 @@ import random
 import resource
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -764,6 +765,26 @@ def test_following_ends_where_the_run_was_killed_and_waits_while_its_process_liv
     assert logs.main(["--follow", str(path)]) == 2
     said = capsys.readouterr()
     assert len(said.out.splitlines()) == 7 and "run.txt: no line for" in said.err and said.err.count("\n") == 1
+
+
+def test_followed_steps_reach_a_board_that_is_installed(tmp_path, monkeypatch, capsys):
+    path, taken = tmp_path / "run.txt", []
+    path.write_text(text(common()[:7] + ["error: interrupted"]))
+    board = types.SimpleNamespace(init=lambda project, name: types.SimpleNamespace(log=lambda v, step: taken.append((project, name, step, v))))
+    monkeypatch.setitem(sys.modules, "wandb", board)
+    assert logs.main(["--follow", str(path), "--to", "wandb:race"]) == 0
+    assert not capsys.readouterr().out
+    assert logs.main(["--follow", str(path)]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert taken == [("race", "run", line.pop("step"), line) for line in lines] and lines
+    writer = types.SimpleNamespace(add_scalar=lambda *found: taken.append(found), flush=lambda: None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=lambda folder: taken.append(folder) or writer))
+    taken.clear()
+    assert logs.main(["--follow", str(path), "--to", f"tensorboard:{tmp_path}"]) == 0
+    assert taken[0] == str(tmp_path / "run") and {found[0] for found in taken[1:]} == {key for line in lines for key in line}
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert logs.main(["--follow", str(path), "--to", "wandb:race"]) == 2
+    assert "--to wandb:race: import of wandb halted" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tool", ["stats", "verify", "board", "ladder"])

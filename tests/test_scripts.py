@@ -258,8 +258,20 @@ def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path):
     assert (config.num_steps, config.target_val_loss, config.val_tokens) == (70, 2, 1024) and 4 <= config.epochs <= 8
     config, says = fit(40_000, "--epochs", "1")
     assert config.epochs == 1 and config.num_steps < 20 and says.endswith("once\n")
-    with pytest.raises(SystemExit, match="has 1,500 tokens to train on, and a step reads 2,048: give more text"):
-        fit(1500)
+    config, says = fit(1500)
+    assert config.micro_batches == 2 and config.epochs == config.num_steps == 40 and "one would come about 0.0075 times" in says
+    with pytest.raises(SystemExit, match="has 900 tokens to train on, and a step reads 1,024: give more text"):
+        fit(900)
+
+
+@pytest.mark.parametrize("files, flags, target", [
+    ("own_train_*.bin", [], "--target_val_loss 0"), ("own_train_*.bin", ["--target_val_loss", "2"], ""),
+    ("stdlib_train_*.bin", [], "")])  # elsewhere, and the same
+def test_own_data_are_not_judged_by_the_loss_of_others(gpus, capsys, tmp_path, files, flags, target):
+    gpus(0, False)
+    launch.main(["--fit", "--preset", "laptop", "--train_files", str(tmp_path / files), *flags])
+    out, err = capsys.readouterr()
+    assert out.split("\n")[1] == target and ("no loss is judged" in err) == bool(target)
 
 
 def test_a_driver_too_old_for_torch_is_said_and_not_raced_on_the_cpu(gpus, tree, monkeypatch, capsys):
