@@ -222,7 +222,7 @@ def test_all_usable_gpus_are_taken_and_two_ranks_without_one(gpus, capsys):
         gpus(seen, seen > 0)
         assert not launch.main(["--fit"]) and capsys.readouterr().out == expected
     launch.main(["--fit", "--preset", "laptop", "--train_files", "mine*", "--log_dir", "my logs"])
-    assert capsys.readouterr().out == "7 4 laptop True my logs\n\n"
+    assert capsys.readouterr().out == "7 4 laptop True my logs\n--target_val_loss 0\n"
     with pytest.raises(SystemExit, match="train_gpt.py: error: num_heads"):  # once, and not by each rank
         launch.main(["--fit", "--preset", "laptop", "--num_heads", "5"])
 
