@@ -57,11 +57,12 @@ class Attention:
 
     def __init__(self, layer: train_gpt.Attention, window: int):
         self.weights, self.window, self.places = weights_of(layer), window, 1 + layer.paired
-        qkvo = self.weights["qkvo"].reshape(-1, len(self.weights["qkvo"]))
+        matrices = [self.weights[name] for name in ("qkvo", "qk", "vo") if name in self.weights]
+        qkvo = np.concatenate([some.reshape(-1, len(matrices[0])) for some in matrices])
         self.qkv, self.out = np.split(qkvo, [len(qkvo) // 4 * 3])
         heads, dim = layer.heads // self.places, len(self.out) // layer.heads
         self.keys, self.values = np.empty((2, heads, 2 * window + 2, dim), np.float32)
-        self.count = 0
+        self.count, self.offset, self.last = 0, layer.key_offset, None  # the last token's key, before an offset
 
     def __call__(self, x: np.ndarray, values: np.ndarray | None, value_mix: Sequence[float],
                  turns: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
@@ -76,6 +77,9 @@ class Attention:
         for place, (cos, sin) in zip(range(self.places), turns):
             halves = qk[:, place::self.places].reshape(2, -1, *cos.shape)
             q, k = (halves * cos + halves[:, :, ::-1] * sin).reshape(2, len(self.keys), -1)
+            if self.offset:
+                stands = np.arange(k.shape[1]) // (k.shape[1] // 4) % 2 == 1
+                k, self.last = np.where(stands, k if self.last is None else self.last, k), k
             y[place::self.places] = self.attend(q, k, v[place::self.places])
         if "self_share" in w:
             own = np.vecdot(y, v) / np.maximum(np.vecdot(v, v), 1e-8)
@@ -122,7 +126,8 @@ class Reader:
                           for layer, block in zip(model.layers, model.blocks)]
         self.mlps = [layer.mlp and weights_of(block.mlp) for layer, block in zip(model.layers, model.blocks)]
         scalars = [part.tolist() for part in model.scalars.detach().split(model.scalar_sizes)]
-        self.skips, self.mixes, self.value_mixes, (self.smear,), (self.backout,) = scalars
+        self.skips, mixes, self.value_mixes, (self.smear,), (self.backout,) = scalars
+        self.mixes = np.reshape(mixes, (len(model.layers), -1)).tolist()  # of each layer
         frequencies, scale = model.rotary.frequencies()
         # one half of a head turns one way, the other the other; queries and keys are both turned, so each takes a root of the scale
         self.frequencies, self.root = np.stack([frequencies, -frequencies]), scale ** 0.5
@@ -142,14 +147,15 @@ class Reader:
         cap, shift, softness = self.model.lm_head.softcap
         return cap * sigmoid((self.head @ x + shift) / softness)
 
-    def open_stream(self, token: int) -> np.ndarray:
-        """-> the stream before the first layer [dim]."""
+    def open_stream(self, token: int) -> tuple[np.ndarray, np.ndarray]:
+        """-> the stream before the first layer [dim], and the tables' vectors, if layers take them in."""
         e, before, gate = self.embed[token], self.before, self.weights["smear_gate"][0]
         x, self.before = norm(e + self.smear * sigmoid(gate @ e[:len(gate)]) * before), e
+        total = np.zeros_like(x) if self.model.ngram_mix else x
         for number, rows, signs in zip(self.model.numbers_of(self.lasts), self.ngram_tables, self.signs):
             further, row = divmod(number, len(rows))
-            x[:rows.shape[1]] += rows[row] if signs is None else rows[row] * signs[further % len(signs)]
-        return x
+            total[:rows.shape[1]] += rows[row] if signs is None else rows[row] * signs[further % len(signs)]
+        return x, total
 
     def turn(self, place: int) -> tuple[np.ndarray, np.ndarray]:
         """The rotary's cos and sin [2, head_dim / 2] of a place."""
@@ -159,14 +165,15 @@ class Reader:
     def trunk(self, token: int) -> np.ndarray:
         """-> the normed stream before the head [dim]."""
         model, saved = self.model, {}
-        x = x0 = self.open_stream(token)
+        x, ngrams = self.open_stream(token)
+        x0 = x
         turns = {places: [self.turn(places * self.position + place) for place in range(places)]
                  for places in range(1, 2 + model.pairs)}
         for i, (layer, attention, mlp) in enumerate(zip(model.layers, self.attention, self.mlps)):
             if i in model.skip_from:
                 x = x + float(sigmoid(self.skips[i - min(model.skip_from)])) * saved[model.skip_from[i]]
             if attention or mlp:
-                x = self.mixes[2 * i] * x + self.mixes[2 * i + 1] * x0
+                x = sum(weight * part for weight, part in zip(self.mixes[i], (x, x0, ngrams)))
             if attention:
                 values = None if layer.value_table is None else self.value_tables[layer.value_table][token]
                 read = norm(saved[model.backout_layer] if layer.reads_back else x)

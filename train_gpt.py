@@ -123,6 +123,8 @@ class SyncSettings:
     clip_norm: float = option(0.0, "scale gradients down to this norm over all that update in a step (0: never)", zero=True)
     exact: bool = option(False, "the same bytes at any number of ranks: fixed trees of sums, one thread, no batches")
 
+ADAM_KINDS = ("head", "embed", "values", "ngrams", "scalars", "shares", "gates", "smear")  # see assignments
+
 @dataclass(frozen=True)
 class Config(SyncSettings, StageValues):
     """Every value that decides a run. The defaults are the preset `speedrun`: record 44, to the letter."""
@@ -153,6 +155,8 @@ class Config(SyncSettings, StageValues):
                          "M, an MLP; -, nothing at all; before it c, its attention reads the output of backout_layer")
     ngrams: str = option("", "tables of the last tokens together, added to the stream where it begins: a word a table, "
                          "N:ROWS:WIDTH, like 2:16384:64 3:32768:64. With fewer rows than n-grams these share them")
+    ngram_mix: float = option(0.0, "first weight of the tables' vectors in the input of each layer, which learns its "
+                              "own (0: they are added once)", zero=True)
     model_dim: int = option(768, "width of the residual stream")
     num_heads: int = option(6, "attention heads")
     head_dim: int = option(128, "width of a head; num_heads * head_dim must be model_dim")
@@ -162,6 +166,8 @@ class Config(SyncSettings, StageValues):
     value_gates: bool = option(False, "each head opens itself to the value table by the token, as it does to attention")
     exclude_self: bool = option(False, "heads learn to leave out what points to the token's own value (XSA, arXiv:2603.09078), "
                                 "but for paired ones")
+    key_offset: bool = option(False, "with the long window a key takes what the rotary does not turn from the token "
+                              "before, so that a layer finds what once followed this token")
     output_init: float = option(0.0, "size of attention's first output matrices, as a fraction of the others'", zero=True)
     head_init: float = option(0.0, "standard deviation of the head's first weights", zero=True)
     value_init: float = option(1.0, "standard deviation of the value tables' first vectors", zero=True)
@@ -192,6 +198,10 @@ class Config(SyncSettings, StageValues):
     adam_beta1: float = option(0.65, "short memory: by a token's next gradient the last one is old", zero=True, below=1)
     adam_beta2: float = option(0.95, "likewise", zero=True, below=1)
     adam_eps: float = option(1e-8, "keeps a parameter without gradient where it is")
+    adam_groups: str = option("", "what kinds of parameters have in place of the flags: a table like stages. Its head: "
+                              "of, then some of lr_mul, beta1, beta2, weight_decay. of: " + ", ".join(ADAM_KINDS) +
+                              ". Without a row gates and smear are NorMuon's")
+    adam_fp32_moments: bool = option(False, "Adam's moments in float32, whatever the parameter is in")
     adam_every: int = option(2, "Adam steps every so many steps, on the sum of their gradients")
     embed_lr_mul: float = option(75.0, "embeddings start at unit scale and must move far. With untie_at of value tables alone: "
                                  "the embedding then learns as the head does", zero=True)
@@ -208,6 +218,8 @@ class Config(SyncSettings, StageValues):
     muon_momentum_rise: int = option(300, "steps of the rise", zero=True)
     muon_momentum_fall: int = option(50, "steps of the fall, at the end of the run", zero=True)
     muon_beta2: float = option(0.95, "memory of the second moment of the orthogonal update", zero=True, below=1)
+    muon_qk_heads: int = option(0, "heads whose queries, or keys, NorMuon takes as one matrix, with a second moment a "
+                                "column; values and outputs then have one a row. 0: all, columns", zero=True)
     fc_lr_mul: float = option(2.0, "the MLP's first matrix learns faster", zero=True)
     proj_lr_mul: float = option(1.0, "of the MLP's second matrix", zero=True)
     attn_lr_mul: float = option(1.0, "of attention's matrices", zero=True)
@@ -248,21 +260,24 @@ class Config(SyncSettings, StageValues):
 
 PRESETS = {
     "speedrun": Config(),
-    # record 89 of the public speedrun, as far as its mathematics is here. Missing of it: coefficients by the token (MUDD) for
-    # the stream, x0 and the tables, mixing of heads after the softmax, targets of a token's prefixes, offset keys.
-    # Different there: one skip in place of the U-net's; Adam's betas and decay by kind of parameter; the angle between
-    # paired heads, reversed in every second pair; a batch that grows by longer sequences, here by more of one length
+    # record 89 of the public speedrun, as far as its mathematics is here. Missing of it: coefficients by the token
+    # (MUDD) for the stream, x0 and the tables, mixing of heads after the softmax, targets of a token's prefixes.
+    # Different there: one skip in place of the U-net's; x0 and n-grams come after attention, not before; betas .9 and .95
+    # for the stream's weights; paired heads are not those that NorMuon takes together, and the angle of every second pair
+    # is reversed; a batch that grows by longer sequences, here by more of one length
     "frontier": Config(
         # without the record's first layer, which does nothing; attention of the last ones reads backout_layer's output
         layers="PM S0M P1M LM SM PM M SM cS2M cP3M cL4M", backout_layer=7, value_gates=True, exclude_self=True,
-        ngrams="2:377280:768", ngram_lr_mul=75.0,  # as value tables have it
+        ngrams="2:377280:768", ngram_mix=0.05, key_offset=True,
         stream_gain=1.1, output_init=1.0, head_init=0.005, value_init=0.01, untie_at=2 / 3,
         logit_cap=23.0, logit_shift=5.0,  # a lower cap, and more room below a product of 0 than above it
         micro_batch_tokens=2048 * 8, num_steps=1285, cooldown=0.6, lr_floor=0.15,
         # a batch that grows, short documents first, several tokens ahead first
         stages="until micro_batches max_document_tokens long_window peak_lr_factor loss_weights; 1/3 8 896 3 1 1,.5,.25>0; "
                "2/3 16 2048 7 1.52 1,.5>0; 1 24 2048 11 1.73 1; +15 24 2048 13 1.73 1",
-        muon_lr=0.023, muon_beta2=0.9, proj_lr_mul=4.0, adam_weight_decay=0.025, adam_eps=1e-10,
+        muon_lr=0.023, muon_beta2=0.9, proj_lr_mul=4.0, muon_qk_heads=2, adam_eps=1e-10, adam_fp32_moments=True,
+        adam_groups="of lr_mul beta1 beta2 weight_decay; head 1 .5 .95 .75; values 75 .75 .95 .025; ngrams 75 .75 .95 "
+                    ".025; scalars 5 .9 .99 0; shares 1 .9 .95 0; gates 1 .9 .99 .005; smear .01 .9 .99 0",
     ),
     # the same code, small: bytes of the standard library on two CPU cores. Two narrow layers under tables of which a step reads
     # some rows: where time is short more tokens are worth more than more layers, and longer n-grams more than both (LOG.md)
@@ -426,6 +441,24 @@ def parse_ngrams(words: str) -> tuple[Ngrams, ...]:
         return Ngrams(*map(int, table.groups()))
     return tuple(map(parse, words.split()))
 
+def adam_groups(config: Config) -> dict[str, dict[str, float]]:
+    """What the table has for kinds of parameters. RunError if it is none."""
+    (first, *columns), *rows = rows_of(config.adam_groups) or [["of"]]
+    groups, below = {}, {"lr_mul": math.inf, "beta1": 1, "beta2": 1, "weight_decay": math.inf}
+    for kind, *cells in rows or [["no row"]] * bool(config.adam_groups):
+        try:
+            values = dict(zip(columns, map(float, cells), strict=True))
+            fits = all(0 <= x < below[name] for name, x in values.items())
+            fits = fits and first == "of" and kind in {*ADAM_KINDS} - {*groups}
+        except (ValueError, KeyError):
+            fits = False
+        if not fits:
+            raise RunError(f"adam_groups: {' '.join([kind, *cells])!r} under {' '.join([first, *columns])!r}; write a "
+                           f"head, of and some of {', '.join(below)}, then a row for each of some of "
+                           f"{', '.join(ADAM_KINDS)}, with numbers of 0 or more, betas below 1")
+        groups[kind] = values
+    return groups
+
 def ngram_entries(config: Config) -> int:
     return sum(table.rows * table.width for table in parse_ngrams(config.ngrams))
 
@@ -480,6 +513,13 @@ def check_config(config: Config, ranks: int) -> None:
         want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
         want(not any(layer.reads_back for layer in layers[:c.backout_layer + 1]), f"layers: one with c stands before or at "
              f"backout_layer {c.backout_layer}, whose output it would read; write c in later ones")
+        want(not (c.untie_at and "embed" in adam_groups(c)), "adam_groups has a row for embed, which with untie_at has "
+             "that of head; leave it out")
+        want(not c.ngram_mix or c.ngrams, f"ngram_mix is {c.ngram_mix} without tables; give --ngrams, or leave it out")
+        want(not c.key_offset or any(layer.window == "L" for layer in layers), "key_offset is for layers with the long "
+             "window, and layers has none; write L for one, or leave it out")
+        want(not c.muon_qk_heads or c.num_heads % c.muon_qk_heads == 0, f"muon_qk_heads is {c.muon_qk_heads}, and "
+             f"num_heads {c.num_heads}; give a divisor of it, or 0")
         want(c.num_heads % 2 == 0 or all(layer.window != "P" for layer in layers), f"layers: P pairs heads, and num_heads is "
              f"{c.num_heads}; make it even, or write S")
         tables = {layer.value_table for layer in layers} - {None}
@@ -1100,17 +1140,25 @@ def unpair_heads(x_THD: Tensor) -> Tensor:
     places, pairs, dim = x_THD.shape
     return x_THD.reshape(places // 2, 2, pairs, dim).transpose(1, 2).reshape(places // 2, 2 * pairs, dim)
 
+def offset_keys(k_THD: Tensor) -> Tensor:
+    """What the rotary leaves alone of each key becomes that of the token before it."""
+    quarters = torch.arange(k_THD.size(-1), device=k_THD.device) // (k_THD.size(-1) // 4)
+    return torch.where(quarters % 2 == 1, torch.cat([k_THD[:1], k_THD[:-1]]), k_THD)
+
 class Attention(nn.Module):
-    """value_gates, exclude_self, output_init: see Config. qkvo [dim, 4 dim], gates [heads, gate_dim], self_share [heads]."""
+    """value_gates, exclude_self, key_offset, output_init: see Config. qkvo [dim, 4 dim]; or, as NorMuon takes second
+    moments, qk [dim, 2 dim] and vo [2 dim, dim]; gates [heads, gate_dim], self_share [heads]."""
 
     def __init__(self, layer: Layer, dim: int, heads: int, gate_dim: int, dtype: torch.dtype, value_gates: bool,
-                 exclude_self: bool, output_init: float):
+                 exclude_self: bool, key_offset: bool, output_init: float, qk_apart: bool):
         super().__init__()
-        self.heads, self.paired = heads, layer.window == "P"
+        self.heads, self.paired, self.key_offset = heads, layer.window == "P", key_offset and layer.window == "L"
         # query, key, value and output matrices [dim, dim] behind one another in memory
         qkvo = uniform(4 * dim, dim, dim)
         qkvo[3 * dim:] = qkvo[3 * dim:] * output_init if output_init else 0  # 0 times a negative number is no plain 0
-        self.qkvo = nn.Parameter(qkvo.view(dim, 4 * dim))
+        self.qkvo = None if qk_apart else nn.Parameter(qkvo.view(dim, 4 * dim))
+        if qk_apart:
+            self.qk, self.vo = nn.Parameter(qkvo[:2 * dim].reshape(dim, 2 * dim)), nn.Parameter(qkvo[2 * dim:].clone())
         self.gate = nn.Parameter(torch.zeros(heads, gate_dim, dtype=dtype))
         self.value_gate = self.self_share = None
         if value_gates and layer.value_table is not None:
@@ -1123,7 +1171,8 @@ class Attention(nn.Module):
         """x, values [T, dim] -> [T, dim]. value_mix [2]: of the layer's own values and of the table's."""
         tokens, dim = x.shape
         cos, sin, scale = rotary
-        qkv_weight, o_weight = self.qkvo.view(4 * dim, dim).type_as(x).split((3 * dim, dim))
+        qkvo = torch.cat([self.qk.view(2 * dim, dim), self.vo]) if self.qkvo is None else self.qkvo.view(4 * dim, dim)
+        qkv_weight, o_weight = qkvo.type_as(x).split((3 * dim, dim))
         qkv = F.linear(x, qkv_weight).view(tokens, 3 * self.heads, -1)
         qk, v = qkv.split((2 * self.heads, self.heads), dim=1)
         qk, v = norm(qk), value_mix[0] * v
@@ -1133,6 +1182,8 @@ class Attention(nn.Module):
             (q, k), v = (pair_heads(half) for half in qk.chunk(2, dim=1)), pair_heads(v)
             qk = torch.cat([q, k], dim=1)
         q, k = rotate(qk, cos, sin).chunk(2, dim=1)
+        if self.key_offset:
+            k = offset_keys(k)
         y = attend(q * scale, k, v, mask)
         if self.paired:
             y = unpair_heads(y)
@@ -1173,10 +1224,13 @@ class Block(nn.Module):
         self.mlp = MLP(dim) if layer.mlp else None
 
     def forward(self, x: Tensor, x0: Tensor, mix: Tensor, values: Tensor | None, value_mix: Tensor,
-                rotary: tuple[Tensor, Tensor, Tensor], mask: Mask | None, back: Tensor | None = None) -> Tensor:
-        """x, x0 [T, dim]: the stream and its beginning; mix [2]: how much of each goes in. back [T, dim]: what attention
-        reads in place of the stream."""
+                rotary: tuple[Tensor, Tensor, Tensor], mask: Mask | None, ngrams: Tensor | None = None,
+                back: Tensor | None = None) -> Tensor:
+        """x, x0, ngrams [T, dim]: the stream, its beginning, the tables' vectors; mix [2 or 3]: how much of each
+        goes in. back [T, dim]: what attention reads in place of the stream."""
         x = mix[0] * x + mix[1] * x0
+        if ngrams is not None:
+            x = x + mix[2] * ngrams
         if self.attn is not None:
             x = x + self.attn(norm(x if back is None else back), values, value_mix, rotary, mask)
         if self.mlp is not None:
@@ -1336,10 +1390,11 @@ class GPT(nn.Module):
                  softcap: Softcap, fp8_head: bool = False, ngrams: Sequence[Ngrams] = (),
                  stream_gain: float = Config.stream_gain, head_init: float = Config.head_init,
                  value_init: float = Config.value_init, output_init: float = Config.output_init,
-                 value_gates: bool = Config.value_gates, exclude_self: bool = Config.exclude_self):
+                 value_gates: bool = Config.value_gates, exclude_self: bool = Config.exclude_self,
+                 key_offset: bool = Config.key_offset, qk_apart: bool = False, ngram_mix: float = Config.ngram_mix):
         super().__init__()
         self.bos_id, self.layers, self.tied = bos_id, tuple(layers), False
-        self.backout_layer, self.loss_tokens = backout_layer, loss_tokens
+        self.backout_layer, self.loss_tokens, self.ngram_mix = backout_layer, loss_tokens, ngram_mix
         count, vocab = len(layers), -(-vocab_size // 128) * 128
         # the later half takes in what the earlier put out, last out first in; the last layer takes nothing
         self.skip_from = {i: count - 1 - i for i in range(-(-count // 2), count - 1)}
@@ -1353,10 +1408,13 @@ class GPT(nn.Module):
         self.smear_gate = nn.Parameter(torch.zeros(1, gate_dim, dtype=dtype))
         self.blocks = nn.ModuleList(
             Block(layer, model_dim, heads=num_heads, gate_dim=gate_dim, dtype=dtype, value_gates=value_gates,
-                  exclude_self=exclude_self, output_init=output_init) for layer in layers)
+                  exclude_self=exclude_self, key_offset=key_offset, output_init=output_init, qk_apart=qk_apart)
+            for layer in layers)
         self.lm_head = Head(vocab, model_dim, dtype, fp8_head, softcap, head_init)
-        self.scalar_sizes = [count // 2, 2 * count, 2 * count, 1, 1]  # skips, stream mixes, value mixes, smear, backout
-        firsts = ([-1.5], [stream_gain, 0.0], [0.5, 0.5], [0.0], [0.5])
+        mix = [stream_gain, 0.0, *[ngram_mix] * bool(ngram_mix)]
+        # skips, stream mixes, value mixes, smear, backout
+        self.scalar_sizes = [count // 2, len(mix) * count, 2 * count, 1, 1]
+        firsts = ([-1.5], mix, [0.5, 0.5], [0.0], [0.5])
         self.scalars = nn.Parameter(torch.cat([torch.tensor(first).repeat(size // len(first))
                                                for first, size in zip(firsts, self.scalar_sizes)]))
         self.pairs = any(layer.window == "P" for layer in layers)
@@ -1378,11 +1436,12 @@ class GPT(nn.Module):
 
     def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
         """Tokens [T] -> normed stream before the head [T, dim]."""
-        masks, x0 = self.masks(tokens, windows), self.open_stream(tokens)
+        masks, (x0, ngrams) = self.masks(tokens, windows), self.open_stream(tokens)
         rotary = self.rotary.cos, self.rotary.sin, self.rotary.scale
         skips, mixes, value_mixes, _, backout = self.scalars.split(self.scalar_sizes)
         # apart at once: the gradients of so many selections would each be padded with zeros, and summed
-        skips, mixes, value_mixes = skips.unbind(), mixes.view(-1, 2).unbind(), value_mixes.view(-1, 2).unbind()
+        skips, mixes = skips.unbind(), mixes.view(len(self.layers), -1).unbind()
+        value_mixes = value_mixes.view(-1, 2).unbind()
         values: dict[int, Tensor] = {}  # looked up where first needed, so that their gradients come with that layer's
         x = x0.view_as(x0)  # an object of its own, as saved ones are: arguments that are one compile anew
         saved: dict[int, Tensor] = {}
@@ -1394,18 +1453,19 @@ class GPT(nn.Module):
             if layer != Layer(None, None, False):
                 mixed_in = values.get(layer.value_table)
                 back = saved[self.backout_layer] if layer.reads_back else None
-                x = block(x, x0, mixes[i], mixed_in, value_mixes[i], rotary, masks[layer.window], back)
+                x = block(x, x0, mixes[i], mixed_in, value_mixes[i], rotary, masks[layer.window], ngrams, back)
             if i in self.read_again:
                 saved[i] = x.view_as(x)
         return self.back_out(x, backout[0], saved[self.backout_layer])
 
-    def open_stream(self, tokens: Tensor) -> Tensor:
-        """Tokens [T] -> the stream before the first layer [T, dim]."""
+    def open_stream(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tokens [T] -> the stream before the first layer [T, dim]; and the tables' vectors, unless they are in it."""
         e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)
         x0 = self.smear(e, self.smear_gate, self.scalars.split(self.scalar_sizes)[3][0])
+        total = 0 if self.ngram_mix else x0
         for table, number in zip(self.ngrams, self.ngram_numbers(tokens)):  # a narrow one adds to the first entries
-            x0 = x0 + F.pad(table(number), (0, x0.size(1) - table.embedding_dim))
-        return x0
+            total = total + F.pad(table(number), (0, x0.size(1) - table.embedding_dim))
+        return (x0, total) if self.ngram_mix else (total, None)
 
     def ngram_numbers(self, tokens: Tensor) -> list[Tensor]:
         """Tokens [..., T] -> for each table the numbers of its n-grams, or their hashes, which tables share; of that shape."""
@@ -1480,6 +1540,7 @@ class Adam:
     eps: float = 1e-8
     every: int = 1  # it updates in every so-manieth step, on the sum of the gradients since the last update
     weight_decay: float = 0.0  # cautious: see update
+    fp32_moments: bool = False
     rows: bool = False  # lazy: its unit is a table's row, and one without a gradient stays as it is, with its moments
 
     def unit(self, spec: ParamSpec) -> tuple[int, ...]:
@@ -1489,8 +1550,9 @@ class Adam:
         return tuple(spec.param.shape[1:]) if self.rows else ()
 
     def init_state(self, shard: Tensor) -> dict[str, Tensor]:
-        """First and second moment of a shard [n] or [rows, width], in its dtype."""
-        return {"m": torch.zeros_like(shard), "v": torch.zeros_like(shard)}
+        """First and second moment of a shard [n] or [rows, width], in its dtype unless in float32."""
+        dtype = torch.promote_types(shard.dtype, torch.float32) if self.fp32_moments else shard.dtype
+        return {key: torch.zeros_like(shard, dtype=dtype) for key in ("m", "v")}
 
     def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
         """What the t-th update takes."""
@@ -2571,24 +2633,28 @@ class Assignment(NamedTuple):
 
 def assignments(config: Config) -> tuple[Assignment, ...]:
     """The table: every parameter of GPT matches exactly one line."""
-    c = config
+    c, groups = config, adam_groups(config)
 
-    def adam(multiplier: float, decay: float = c.adam_weight_decay) -> Adam:
-        return Adam(c.adam_lr * multiplier, c.adam_beta1, c.adam_beta2, c.adam_eps, c.adam_every, decay)
+    def adam(kind: str, lr_mul: float = 1.0, decay: float = c.adam_weight_decay) -> Adam:
+        v = {"lr_mul": lr_mul, "beta1": c.adam_beta1, "beta2": c.adam_beta2, "weight_decay": decay}
+        v, fp32 = v | groups.get(kind, {}), c.adam_fp32_moments
+        return Adam(c.adam_lr * v.pop("lr_mul"), eps=c.adam_eps, every=c.adam_every, fp32_moments=fp32, **v)
 
     normuon = NorMuon(c.muon_lr, c.muon_weight_decay, c.muon_beta2, getattr(torch, c.dtype))
+    embed = adam("head") if c.untie_at else adam("embed", c.embed_lr_mul)  # tied at first, it goes on as the head does
+    gates, smear = (adam(kind) if kind in groups else normuon for kind in ("gates", "smear"))
     return (
-        # tied at first, it goes on as the head does
-        Assignment("embed.weight", adam(1.0 if c.untie_at else c.embed_lr_mul), first_step=untie_step(c)),
-        Assignment("value_embeds.*.weight", adam(c.embed_lr_mul)),
-        Assignment("ngrams.*.weight", dataclasses.replace(adam(c.ngram_lr_mul), rows=c.lazy_tables)),
-        Assignment("lm_head.weight", adam(1.0)),
-        Assignment("scalars", adam(c.scalar_lr_mul, 0.0)),
-        Assignment("smear_gate", normuon),
-        Assignment("blocks.*.attn.gate", normuon, unit=(c.num_heads, c.gate_dim)),
-        Assignment("blocks.*.attn.value_gate", normuon, unit=(c.num_heads, c.gate_dim)),
-        Assignment("blocks.*.attn.self_share", adam(1.0, 0.0)),
+        Assignment("embed.weight", embed, first_step=untie_step(c)),
+        Assignment("value_embeds.*.weight", adam("values", c.embed_lr_mul)),
+        Assignment("ngrams.*.weight", dataclasses.replace(adam("ngrams", c.ngram_lr_mul), rows=c.lazy_tables)),
+        Assignment("lm_head.weight", adam("head")),
+        Assignment("scalars", adam("scalars", c.scalar_lr_mul, 0.0)),
+        Assignment("smear_gate", smear),
+        Assignment("blocks.*.attn.*gate", gates, unit=(c.num_heads, c.gate_dim)),
+        Assignment("blocks.*.attn.self_share", adam("shares", decay=0.0)),
         Assignment("blocks.*.attn.qkvo", normuon, unit=(c.model_dim, c.model_dim), scale=c.attn_lr_mul),
+        Assignment("blocks.*.attn.qk", normuon, unit=(c.muon_qk_heads * c.head_dim, c.model_dim), scale=c.attn_lr_mul),
+        Assignment("blocks.*.attn.vo", normuon, unit=(c.model_dim, c.model_dim), scale=c.attn_lr_mul),
         Assignment("blocks.*.mlp.fc", normuon, scale=c.fc_lr_mul),
         Assignment("blocks.*.mlp.proj", normuon, scale=c.proj_lr_mul),
     )
@@ -2665,7 +2731,8 @@ def build_model(config: Config, encoding: Encoding) -> GPT:
                ngrams=parse_ngrams(config.ngrams),
                softcap=Softcap(config.logit_cap, config.logit_shift, config.logit_softness), stream_gain=config.stream_gain,
                head_init=config.head_init, value_init=config.value_init, output_init=config.output_init,
-               value_gates=config.value_gates, exclude_self=config.exclude_self)
+               value_gates=config.value_gates, exclude_self=config.exclude_self, key_offset=config.key_offset,
+               qk_apart=config.muon_qk_heads > 0, ngram_mix=config.ngram_mix)
 
 def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False,
                     grad_scale: float = 1.0) -> DistributedOptimizer:
@@ -3002,7 +3069,8 @@ def model_parts(trainer: Trainer) -> Iterator[Part]:
         plain = build_model(as_plain, trainer.stream.shards[0].encoding)
         text = torch.where(torch.rand(c.micro_batch_tokens) < 0.002, model.bos_id, 0)
         targets = torch.randint(len(model.embed.weight), (len(plan.loss_weights), len(text)))
-        x, x0, values, back, grad = (norm(torch.randn(len(text), c.model_dim)).to(model.embed.weight.dtype) for _ in range(5))
+        noise = (norm(torch.randn(len(text), c.model_dim)).to(model.embed.weight.dtype) for _ in range(6))
+        x, x0, values, ngrams, back, grad = noise
     plain.load_state_dict(model.state_dict(), strict=False)
     plain.reach, plain.loss_tokens = longest_window(c), 1024
     plain.lm_head.forward = functools.partial(torch.utils.checkpoint.checkpoint, plain.lm_head.forward, use_reentrant=False)
@@ -3013,10 +3081,13 @@ def model_parts(trainer: Trainer) -> Iterator[Part]:
         return attend(q * Rotary.FIRST_SCALE, k, v, masks[m]["L"])
 
     def block(i: int, m: GPT, x: Tensor, x0: Tensor, *further: Tensor) -> Tensor:
-        mixes, value_mixes = (y.view(-1, 2).unbind() for y in m.scalars.split(m.scalar_sizes)[1:3])
-        rotary, layer = (m.rotary.cos, m.rotary.sin, m.rotary.scale), m.layers[i]
-        values, back = further[0] if layer.value_table is not None else None, further[-1] if layer.reads_back else None
-        return m.blocks[i](x, x0, mixes[i], values, value_mixes[i], rotary, masks[m][layer.window], back)
+        mixes, value_mixes = (y.view(len(m.layers), -1).unbind() for y in m.scalars.split(m.scalar_sizes)[1:3])
+        rotary, layer, given = (m.rotary.cos, m.rotary.sin, m.rotary.scale), m.layers[i], iter(further)
+        values, ngrams, back = (next(given) if there else None for there in takes(layer))
+        return m.blocks[i](x, x0, mixes[i], values, value_mixes[i], rotary, masks[m][layer.window], ngrams, back)
+
+    def takes(layer: Layer) -> tuple[bool, ...]:
+        return layer.value_table is not None, c.ngram_mix > 0, layer.reads_back
 
     def head(m: GPT, x: Tensor) -> Tensor:
         pieces, weights = zip(x.split(m.loss_tokens), targets.split(m.loss_tokens, dim=1)), weights_tensor(plan.loss_weights, device)
@@ -3035,11 +3106,11 @@ def model_parts(trainer: Trainer) -> Iterator[Part]:
 
     yield part("attention", ("masks in pieces", None) if model.reach else (
         "FlexAttention" if device.type == "cuda" else "dense mask", ("attention", "masked")), attention, (x, x0, values))
-    kinds = {(layer.window == "P", bool(layer.window), layer.value_table is None, layer.mlp, layer.reads_back): i
+    kinds = {(layer.window == "P", c.key_offset and layer.window, bool(layer.window), layer.mlp, *takes(layer)): i
              for i, layer in reversed([*enumerate(model.layers)]) if layer.window or layer.mlp}
     for i in kinds.values():
         layer = model.layers[i]
-        given = x, x0, *[values] * (layer.value_table is not None), *[back] * layer.reads_back
+        given = x, x0, *itertools.compress((values, ngrams, back), takes(layer))
         kernels = layer.mlp and model.blocks[i].mlp.kernels
         way = (f"{trainer.way[0]}, with kernels", ("kernels", "off")) if kernels else trainer.way
         yield part(f"block {c.layers.split()[i]}", way, functools.partial(block, i), given, "scalars", f"blocks.{i}.")
@@ -3366,7 +3437,8 @@ def memory_needed(config: Config, vocab_size: int, ranks: int) -> tuple[int, int
     entries = (2 + value_tables) * vocab_size * c.model_dim + ngram_entries(c)
     # parameters and gradients, and this rank's share of what rules keep: of a float32 matrix one moment, of an entry two
     average = 4 * (matrices + entries) if c.tail_average else 0
-    kept = 8 * matrices + 2 * size * entries + (4 * matrices + 2 * size * entries + average) / ranks
+    moments = 2 * entries * (4 if c.adam_fp32_moments else size)
+    kept = 8 * matrices + 2 * size * entries + (4 * matrices + moments + average) / ranks
     width, logits = c.model_dim * size, vocab_size * size  # of one token, in bytes
     saved = (4 * attentions + 14 * mlps + 32) * width + logits * (2 if c.fp8_head else 1)  # fp8: their gradient, twice in e5m2
     training = kept + c.micro_batch_tokens * saved + 340 * 2 ** 20

@@ -34,12 +34,14 @@ RECORD = "- S1M S2M SM LM SM SM M SM S0M S1M L2M"
 
 
 def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softcap=(30, 0, 7.5), layers=RECORD, backout_layer=8,
-         ahead=(1,)):
+         ahead=(1,), ngrams=None, offset=False):
     """p: parameters by name, float64. x, y: token lists. added: to the opened stream. -> summed cross entropy of all layers,
     of the next tokens with the weights `ahead`.
 
     softcap: cap, shift, softness. layers: a word each. L: the long window, P: heads 2j and 2j + 1 share one softmax, c:
-    attention reads the backout layer's output. Gates of value tables and shares of the own value are taken where p has them."""
+    attention reads the backout layer's output. Gates of value tables and shares of the own value are taken where p has them.
+    ngrams [T, dim]: comes into every layer, times a third weight of the layer. offset: in layers with L a key has of the token
+    before what does not turn. Matrices: qkvo, or qk and vo."""
     layers = layers.split()
     count = len(layers)
     T, dim = len(x), p["embed.weight"].shape[1]
@@ -47,8 +49,9 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
     if freqs is None:
         freqs = torch.cat([(1 / 1024) ** torch.linspace(0, 1, D // 4), torch.zeros(D // 4)]).double()
     n = count // 2
-    skips, lam = p["scalars"][:n], p["scalars"][n:n + 2 * count].view(count, 2)
-    sa, (smear, backout) = p["scalars"][n + 2 * count:n + 4 * count].view(count, 2), p["scalars"][n + 4 * count:]
+    mixes = 2 if ngrams is None else 3
+    skips, lam = p["scalars"][:n], p["scalars"][n:n + mixes * count].view(count, mixes)
+    sa, (smear, backout) = p["scalars"][n + mixes * count:-2].view(count, 2), p["scalars"][-2:]
     e = p["embed.weight"][x]
     width = p["smear_gate"].shape[1]
     rows = [e[0]]
@@ -64,10 +67,11 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
         if word == "-":
             outputs[i] = h
             continue
-        h = lam[i, 0] * h + lam[i, 1] * h0
+        h = lam[i, 0] * h + lam[i, 1] * h0 + (0 if ngrams is None else lam[i, 2] * ngrams)
         if word != "M":
             a = rms(outputs[backout_layer] if "c" in word else h)
-            w = p[f"blocks.{i}.attn.qkvo"].reshape(4, dim, dim)
+            names = ("qkvo",) if f"blocks.{i}.attn.qkvo" in p else ("qk", "vo")
+            w = torch.cat([p[f"blocks.{i}.attn.{name}"].reshape(-1, dim, dim) for name in names])
             q, k, v = ((a @ w[j].T).view(T, heads, D) for j in range(3))
             q, k = rms(q), rms(k)
             if "P" in word:  # head h of token t stands at place 2t + h % 2
@@ -75,6 +79,9 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
                         for part in (q, k))
             else:
                 q, k = rotary(q, freqs), rotary(k, freqs)
+            if offset and "L" in word:
+                back = [int(turn == 0) for turn in freqs.tolist()] * 2
+                k = torch.stack([torch.stack([k[max(0, t - back[d]), :, d] for d in range(D)], -1) for t in range(T)])
             v = sa[i, 0] * v
             if number := [c for c in word if c.isdigit()]:
                 values = p[f"value_embeds.{number[0]}.weight"][x]
@@ -123,28 +130,29 @@ def polar(u):
 
 
 class NorMuon:
-    """One parameter, as `parts` matrices."""
+    """One parameter, as `parts` matrices, each of `shape`. by_column: the second moment's axis, else as the parameter is stored."""
 
-    def __init__(self, p, parts=1, k=1.0):
-        self.p, self.parts, self.k = p, parts, k
+    def __init__(self, p, parts=1, k=1.0, shape=None, by_column=None):
+        rows, columns = p.shape
+        self.p, self.parts, self.k, self.shape = p, parts, k, shape or (rows, columns // parts)
+        self.grows = math.sqrt(max(1, self.shape[0] / self.shape[1] if shape else rows / columns))
+        self.by_column = columns > rows if by_column is None else by_column
         self.m = torch.zeros_like(p)
         self.v = {}
 
     def step(self, g, lr=0.03, f=1.0, momentum=0.95, beta2=0.95, decay=1.2):
-        rows, columns = self.p.shape
         self.m = momentum * self.m + (1 - momentum) * g
         u = (1 - momentum) * g + momentum * self.m
         new = self.p.clone()
-        shape = (rows, columns // self.parts)
-        for i, (up, pp, out) in enumerate(zip(*(x.reshape(self.parts, *shape) for x in (u, self.p, new)))):
+        for i, (up, pp, out) in enumerate(zip(*(x.reshape(self.parts, *self.shape) for x in (u, self.p, new)))):
             o = polar(up)
             size = o.norm()
-            mean = o.square().mean(0 if columns > rows else 1, keepdim=True)
+            mean = o.square().mean(0 if self.by_column else 1, keepdim=True)
             self.v[i] = beta2 * self.v.get(i, torch.zeros_like(mean)) + (1 - beta2) * mean
             o = o / self.v[i].clamp_min(1e-10).sqrt()
             o = o * size / o.norm().clamp_min(1e-10)
             o = o + (o * pp >= 0) * (decay * lr * f * pp)
-            out.copy_(pp - lr * f * math.sqrt(max(1, rows / columns)) * self.k * o)
+            out.copy_(pp - lr * f * self.grows * self.k * o)
         self.p = new
 
 

@@ -434,6 +434,29 @@ def test_tables_of_ngrams_that_cannot_be_are_named(words, says):
         train_gpt.check_config(dataclasses.replace(train_gpt.PRESETS["laptop"], ngrams=words), 1)
 
 
+@pytest.mark.parametrize("table, says", [
+    ("of beta1; tail .9", "'tail .9' under 'of beta1'; write a head, of and some of lr_mul, beta1, beta2, weight_decay"),
+    ("of beta1; head 1", "'head 1' under .* betas below 1"), ("of lr_mul; head nan", "'head nan' under"),
+    ("of lr_mul; head -1", "'head -1' under"), ("of lr; head 1", "'head 1' under 'of lr'"), ("head .9 .95", "'no row' under 'head .9 .95'"),
+    ("of lr_mul beta1; head 1", "'head 1' under"), ("of lr_mul; head 1; head 2", "'head 2' under"), ("of lr_mul; head x", "'head x' under"),
+    ("of lr_mul; embed 3", "adam_groups has a row for embed, which with untie_at has that of head; leave it out"), (";", "'no row' under 'of'")])
+def test_groups_of_adam_that_cannot_be_are_named(table, says):
+    config = dataclasses.replace(train_gpt.PRESETS["frontier"], adam_groups=table)
+    with pytest.raises(train_gpt.RunError, match=says):
+        train_gpt.check_config(config, 1)
+
+
+@pytest.mark.parametrize("changes, says", [
+    (dict(ngram_mix=0.1, ngrams=""), "ngram_mix is 0.1 without tables; give --ngrams, or leave it out"),
+    (dict(ngram_mix=-0.1), "ngram_mix is -0.1; it must be 0 or more"),
+    (dict(key_offset=True, layers="S0M SM"), "key_offset is for layers with the long window, and layers has none; write L for one"),
+    (dict(muon_qk_heads=4), "muon_qk_heads is 4, and num_heads 2; give a divisor of it, or 0"),
+    (dict(muon_qk_heads=-1), "muon_qk_heads is -1; it must be 0 or more")])
+def test_mechanisms_that_cannot_be_are_named(changes, says):
+    with pytest.raises(train_gpt.RunError, match=says):
+        train_gpt.check_config(dataclasses.replace(train_gpt.PRESETS["laptop"], **changes), 1)
+
+
 def test_tables_of_ngrams_have_a_learning_rate_of_their_own(tiny):
     config = dataclasses.replace(tiny, ngrams="2:50:8", ngram_lr_mul=7.0)
     specs = train_gpt.assign(train_gpt.build_model(config, train_gpt.Encoding(64, 63)), train_gpt.assignments(config))

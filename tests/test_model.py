@@ -60,9 +60,12 @@ FURTHER = {  # values beyond the record's, each with what reference.loss takes f
     "attention reads back": (dict(layers="- S1M S2M SM LM SM SM M SM cS0M S1M cL2M"), dict()),
     "paired heads": (dict(layers="- S1M P2M SM LM PM SM M SM P0M S1M L2M", exclude_self=True), dict()),
     "tied": (dict(untie_at=1.0), dict()),
+    "offset keys": (dict(key_offset=True), dict(offset=True)),
+    "weights of n-grams by layer": (dict(ngrams="2:50:32", ngram_mix=0.3), dict()),
     "all of frontier": (dict({name: getattr(train_gpt.PRESETS["frontier"], name) for name in (
         "layers", "backout_layer", "value_gates", "exclude_self", "stream_gain", "output_init", "head_init", "untie_at", "logit_cap",
-        "logit_shift")}, ngrams="2:50:32"), dict(softcap=(23.0, 5.0, 7.5), backout_layer=7, ahead=(1.0, 0.5, 0.25))),
+        "logit_shift", "ngram_mix", "key_offset", "muon_qk_heads")}, ngrams="2:50:32"),
+        dict(softcap=(23.0, 5.0, 7.5), backout_layer=7, ahead=(1.0, 0.5, 0.25), offset=True)),
 }
 
 
@@ -80,14 +83,14 @@ def test_what_came_after_the_record_is_as_written_down_a_second_time(tiny, name)
     plain = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
     as_read = {**plain, **({"embed.weight": plain["lm_head.weight"]} if config.untie_at else {})}
     if config.ngrams:
-        further = {**further, "added": ByHand(model.ngrams[0], plain["ngrams.0.weight"]).vectors(x.tolist())}
+        further = {**further, "ngrams": ByHand(model.ngrams[0], plain["ngrams.0.weight"]).vectors(x.tolist())}
     expected = reference.loss(as_read, x.tolist(), y.tolist(), 12, 5, BOS, config.num_heads, layers=config.layers, **further)
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    if name != "all of frontier":
+    if not config.ngrams:
         record = reference.loss({name: p for name, p in plain.items() if "value_gate" not in name and "self_share" not in name},
                                 x.tolist(), y.tolist(), 12, 5, BOS, config.num_heads)
-        assert abs(record.item() - loss.item()) > 1e-5 * loss.item()
+        assert abs(record.item() - loss.item()) > 5e-6 * loss.item(), "five times what may differ above"
     for name, p in model.named_parameters():
         if p.grad is None:
             assert config.untie_at and name == "embed.weight"
@@ -406,20 +409,26 @@ def make_trainer(folder, config, grad_scale=1.0, dtype=torch.float64):
 
 class PlainTraining:
     """The record's steps without buckets: a copy of the model puts out logits, of which the loss is taken by hand; gradients
-    are of the mean over micro-batches; Adam on the sum of two steps, eps before the bias correction; NorMuon by reference.py."""
+    are of the mean over micro-batches; Adam on the sum of two steps, eps before the bias correction; NorMuon by reference.py.
+    groups: of kinds of names the learning rate, betas and decay of Adam; units: the shape and axis of NorMuon's matrices."""
 
-    def __init__(self, model, config):
+    def __init__(self, model, config, groups=None, units=None):
         self.c, self.model = config, copy.deepcopy(model)
         self.model.forward = lambda x, _, windows: self.model.logits(x, windows)
         self.p = {name: p.detach().double().clone() for name, p in model.named_parameters()}
         ones = ("lm_head.weight", "embed.weight") if config.untie_at else ("lm_head.weight",)
-        self.adam = {name: config.adam_lr * (config.scalar_lr_mul if name == "scalars" else 1 if name in ones
-                                             else config.embed_lr_mul)
-                     for name in self.p if name in ("scalars", "lm_head.weight") or "embed" in name}
+        groups = groups or {name: (config.adam_lr * (config.scalar_lr_mul if name == "scalars" else 1 if name in ones
+                                                     else config.embed_lr_mul), 0.65, 0.95,
+                                   0 if name == "scalars" else config.adam_weight_decay)
+                            for name in self.p if name in ("scalars", "lm_head.weight") or "embed" in name}
+        self.adam = {name: values for name in self.p for end, values in groups.items() if name.endswith(end)}
         self.moments = {name: [torch.zeros_like(self.p[name]) for _ in range(3)] for name in self.adam}
         faster = {"fc": config.fc_lr_mul, "proj": config.proj_lr_mul, "qkvo": config.attn_lr_mul}
         self.muon = {name: reference.NorMuon(p, 4 if "qkvo" in name else 1, faster.get(name.split(".")[-1], 1.0))
                      for name, p in self.p.items() if name not in self.adam}
+        for name, (shape, by_column) in (units or {}).items():
+            self.muon |= {whole: reference.NorMuon(p, p.numel() // math.prod(shape), shape=shape, by_column=by_column)
+                          for whole, p in self.p.items() if whole.endswith(f".attn.{name}")}
         self.averages = None
 
     def step(self, step, micro_batches, long, short, frequencies, scale, factor, momentum, weights=(1.0,)):
@@ -440,19 +449,17 @@ class PlainTraining:
                 assert self.model.tied and name == "embed.weight"
                 continue
             if name in self.muon:
-                self.muon[name].step(p.grad, self.c.muon_lr, factor, momentum)
+                self.muon[name].step(p.grad, self.c.muon_lr, factor, momentum, self.c.muon_beta2)
                 p = self.muon[name].p
             else:
                 m, v, total = self.moments[name]
                 total += p.grad
                 if step % 2 == 1:
-                    t = (step + 1) // 2
-                    m.mul_(0.65).add_(total, alpha=0.35)
-                    v.mul_(0.95).add_(total.square(), alpha=0.05)
-                    rate = self.adam[name] * factor * math.sqrt(1 - 0.95 ** t) / (1 - 0.65 ** t)
-                    change = rate * m / (v.sqrt() + self.c.adam_eps)
-                    decay = 0 if name == "scalars" else (self.adam[name] * factor) ** 2 * self.c.adam_weight_decay
-                    p = p - change - torch.where(change * p > 0, decay * p, 0)
+                    t, (lr, beta1, beta2, decay) = (step + 1) // 2, self.adam[name]
+                    m.mul_(beta1).add_(total, alpha=1 - beta1)
+                    v.mul_(beta2).add_(total.square(), alpha=1 - beta2)
+                    change = lr * factor * math.sqrt(1 - beta2 ** t) / (1 - beta1 ** t) * m / (v.sqrt() + self.c.adam_eps)
+                    p = p - change - torch.where(change * p > 0, (lr * factor) ** 2 * decay * p, 0)
                     total.zero_()
             self.p[name] = p.detach()
         return [loss.item() for loss in losses]
@@ -549,6 +556,53 @@ def test_untying_decay_average_and_rates_train_as_a_plain_second_training_does(t
     assert train_gpt.plan_of(to_the_end, 10).tied, "the last validation is of the model that was trained"
     train_gpt.load_parameters(trainer.model, {"state": trainer.optimizer.state_dict(), "tied": True})
     assert torch.equal(trainer.model.embed.weight, trainer.model.lm_head.weight)
+
+
+def test_groups_of_adam_and_matrices_of_few_heads_train_as_a_plain_second_training_does(tmp_path, tiny):
+    """Six steps of frontier's table, with decays that show; then: no group's number can be changed unseen."""
+    groups = "of lr_mul beta1 beta2 weight_decay; head 1 .5 .9 9e4; embed 3 .6 .8 5e4; values 7 .75 .95 2e4; ngrams 5 .7 .85 3e4; " \
+             "scalars 2 .9 .99 1e4; shares 1.5 .8 .7 4e4; gates .5 .9 .98 6e4; smear .2 .4 .6 8e4"
+    config = dataclasses.replace(
+        tiny, stages="until long_window; 1 3", num_steps=6, micro_batches=2, micro_batch_tokens=16, max_document_tokens=14,
+        cooldown=0.0, adam_lr=0.001, adam_eps=1e-3, ngrams="2:50:8", ngram_mix=0.3, exclude_self=True, value_gates=True,
+        key_offset=True, muon_qk_heads=1, muon_beta2=0.9, adam_groups=groups)
+    train_gpt.check_config(config, 1)
+    trainer = make_trainer(tmp_path, config)
+    by_hand = {
+        "lm_head.weight": (0.001, 0.5, 0.9, 9e4), "embed.weight": (0.003, 0.6, 0.8, 5e4), "scalars": (0.002, 0.9, 0.99, 1e4),
+        "ngrams.0.weight": (0.005, 0.7, 0.85, 3e4), "smear_gate": (0.0002, 0.4, 0.6, 8e4), "self_share": (0.0015, 0.8, 0.7, 4e4),
+        **{f"value_embeds.{i}.weight": (0.007, 0.75, 0.95, 2e4) for i in range(3)},
+        **{f"attn.{gate}": (0.0005, 0.9, 0.98, 6e4) for gate in ("gate", "value_gate")}}
+    plain = PlainTraining(trainer.model, config, by_hand, {"qk": ((16, 32), True), "vo": ((32, 32), False)})
+    first = {name: p.clone() for name, p in plain.p.items()}
+    assert {*plain.muon} == {name for name in plain.p if name.endswith((".qk", ".vo", ".fc", ".proj"))}
+    frequencies = train_gpt.rotary_frequencies(config.head_dim).double()
+    for step in range(6):
+        plan = train_gpt.plan_of(config, step)
+        batch = trainer.stream.next_batch(plan)
+        losses = trainer.step(plan, batch)
+        expected = plain.step(step, [one.tolist() for one in batch], *plan.windows, frequencies, 0.1, 1.0, plan.momentum)
+        assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-4), step
+    for name, p in trainer.model.named_parameters():
+        assert (p - plain.p[name]).norm() <= 1e-6 * (first[name] - plain.p[name]).norm(), name
+
+
+@pytest.mark.parametrize("words", ["head", "values", "ngrams", "scalars", "shares", "gates", "smear"])
+def test_frontier_s_groups_are_those_of_the_record(tiny, words):
+    """(learning rate over adam_lr, betas, decay over 0.005) as the record's table has them."""
+    wanted = {"head": (1, 0.5, 0.95, 150), "values": (75, 0.75, 0.95, 5), "ngrams": (75, 0.75, 0.95, 5), "scalars": (5, 0.9, 0.99, 0),
+              "shares": (1, 0.9, 0.95, 0), "gates": (1, 0.9, 0.99, 1), "smear": (0.01, 0.9, 0.99, 0)}[words]
+    names = {"head": ["lm_head.weight", "embed.weight"], "values": ["value_embeds.0.weight", "value_embeds.4.weight"],
+             "ngrams": ["ngrams.0.weight"], "scalars": ["scalars"], "shares": ["blocks.1.attn.self_share"],
+             "gates": ["blocks.1.attn.gate", "blocks.1.attn.value_gate"], "smear": ["smear_gate"]}[words]
+    config = dataclasses.replace(train_gpt.PRESETS["frontier"], model_dim=32, num_heads=2, head_dim=16, ngrams="2:50:8",
+                                 micro_batch_tokens=48, val_len=64)
+    specs = train_gpt.assign(train_gpt.build_model(config, ENCODING), train_gpt.assignments(config))
+    rules = {spec.name: spec.rule for spec in specs}
+    for name in names:
+        rule = rules[name]
+        assert (rule.lr / 0.008, rule.beta1, rule.beta2, rule.weight_decay / 0.005) == pytest.approx(wanted), name
+        assert (rule.eps, rule.every, rule.fp32_moments) == (1e-10, 2, True), name
 
 
 def test_grad_scale_multiplies_every_gradient_and_the_losses_stay(tmp_path, tiny):

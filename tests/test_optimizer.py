@@ -329,6 +329,22 @@ def test_adam_of_bf16_computes_in_float32_and_rounds_once():
     assert torch.equal(g, kept)
 
 
+def test_float32_moments_of_a_bf16_parameter_lose_no_bits():
+    """Beside float64's, given the same gradients; the parameter's own dtype would lose them."""
+    draw, errors = torch.Generator().manual_seed(0), {}
+    grads = torch.randn(9, 500, generator=draw).bfloat16()
+    for fp32 in (False, True):
+        p, plain = torch.ones(500).bfloat16(), reference.Adam(torch.ones(500, dtype=torch.float64))
+        rule = dataclasses.replace(ONCE, fp32_moments=fp32)
+        state = rule.init_state(p)
+        for t, g in enumerate(grads, 1):
+            rule.update(p, g, state, rule.hyper(FULL, t))
+            plain.step(g.double(), lr=0.01)
+        assert p.dtype == torch.bfloat16 and {x.dtype for x in state.values()} == {torch.float32 if fp32 else torch.bfloat16}
+        errors[fp32] = max(((state[key] - getattr(plain, key)).norm() / getattr(plain, key).norm()).item() for key in "mv")
+    assert errors[True] < 1e-6 < 1e-3 < errors[False]
+
+
 def test_gradients_are_averaged_over_micro_batches_and_nothing_stays_behind():
     model, twin = chain(), chain()
     optimizer = optimizer_of(model, bucket_bytes=1e9, grad_scale=0.5)

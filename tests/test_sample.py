@@ -43,7 +43,8 @@ def a_text(tokens=150):
 PAIRED = "- S1M P2M SM LM PM SM M SM cP0M S1M cL2M"
 
 
-@pytest.mark.parametrize("changes", [dict(), dict(ngrams="2:40:8 4:70:32"), dict(layers=PAIRED, exclude_self=True, value_gates=True)])
+@pytest.mark.parametrize("changes", [dict(), dict(ngrams="2:40:8 4:70:32"), dict(layers=PAIRED, exclude_self=True, value_gates=True),
+                                     dict(ngrams="2:40:8", ngram_mix=0.3, key_offset=True, muon_qk_heads=1)])
 @pytest.mark.parametrize("tied", [False, True])
 def test_logits_are_those_of_the_full_forward(tiny, changes, tied):
     text, model = a_text(), shaken(dataclasses.replace(tiny, val_len=256, **changes))
