@@ -559,7 +559,7 @@ def test_untying_decay_average_and_rates_train_as_a_plain_second_training_does(t
 
 
 def test_groups_of_adam_and_matrices_of_few_heads_train_as_a_plain_second_training_does(tmp_path, tiny):
-    """Six steps of frontier's table, with decays that show; then: no group's number can be changed unseen."""
+    """Six steps, three updates of Adam, with rates and decays that show: each kind by its own row of the table."""
     groups = "of lr_mul beta1 beta2 weight_decay; head 1 .5 .9 9e4; embed 3 .6 .8 5e4; values 7 .75 .95 2e4; ngrams 5 .7 .85 3e4; " \
              "scalars 2 .9 .99 1e4; shares 1.5 .8 .7 4e4; gates .5 .9 .98 6e4; smear .2 .4 .6 8e4"
     config = dataclasses.replace(
