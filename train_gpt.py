@@ -462,6 +462,9 @@ def adam_groups(config: Config) -> dict[str, dict[str, float]]:
 def ngram_entries(config: Config) -> int:
     return sum(table.rows * table.width for table in parse_ngrams(config.ngrams))
 
+def moment_bytes(config: Config) -> int:
+    return 4 if config.adam_fp32_moments else getattr(torch, config.dtype).itemsize
+
 def check_config(config: Config, ranks: int) -> None:
     """RunError, with every finding, if the values are impossible by themselves or for this number of ranks."""
     c, wrong = config, []
@@ -507,7 +510,8 @@ def check_config(config: Config, ranks: int) -> None:
         widest = max((table.width for table in parse_ngrams(c.ngrams)), default=0)
         want(widest <= c.model_dim, f"ngrams: a table is {widest} wide, and model_dim is {c.model_dim}; a width is at most that")
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        needed = 4 * ngram_entries(c) * getattr(torch, c.dtype).itemsize  # parameters, their gradients, two moments
+        # parameters, their gradients, two moments
+        needed = 2 * ngram_entries(c) * (getattr(torch, c.dtype).itemsize + moment_bytes(c))
         want(needed <= memory, f"ngrams: the tables take {needed >> 30} GiB to train, and this machine has {memory >> 30}; give "
              "them fewer rows")
         want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
@@ -3437,8 +3441,7 @@ def memory_needed(config: Config, vocab_size: int, ranks: int) -> tuple[int, int
     entries = (2 + value_tables) * vocab_size * c.model_dim + ngram_entries(c)
     # parameters and gradients, and this rank's share of what rules keep: of a float32 matrix one moment, of an entry two
     average = 4 * (matrices + entries) if c.tail_average else 0
-    moments = 2 * entries * (4 if c.adam_fp32_moments else size)
-    kept = 8 * matrices + 2 * size * entries + (4 * matrices + moments + average) / ranks
+    kept = 8 * matrices + 2 * size * entries + (4 * matrices + 2 * moment_bytes(c) * entries + average) / ranks
     width, logits = c.model_dim * size, vocab_size * size  # of one token, in bytes
     saved = (4 * attentions + 14 * mlps + 32) * width + logits * (2 if c.fp8_head else 1)  # fp8: their gradient, twice in e5m2
     training = kept + c.micro_batch_tokens * saved + 340 * 2 ** 20

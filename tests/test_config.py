@@ -385,7 +385,7 @@ def test_memory_needed_counts_at_least_what_the_run_keeps(tiny, layers, dim, ran
     """Parameters, gradients and this rank's state, counted in bytes.
     A kind of parameter that the guess leaves out would be missed in one of these models."""
     config = dataclasses.replace(tiny, layers=layers, backout_layer=1, model_dim=dim, head_dim=dim // 2, bucket_mb=1000,
-                                 dtype="bfloat16", ngrams="2:20000:16")
+                                 dtype="bfloat16", ngrams="2:20000:16", adam_fp32_moments=ranks == 2)
     encoding = train_gpt.Encoding(1024, 1023)
     model = train_gpt.build_model(config, encoding)
     specs = train_gpt.assign(model, train_gpt.assignments(config))
