@@ -18,7 +18,8 @@ stop when the figures please: --until-decided looks after every pair, by bounds 
 
 logs/race-ID/ gets the logs of both sides; race.jsonl, which names every run before it starts and after it ends, those
 that failed too; RUNID.steps.json, [step, seconds] of each step line as it reached the log, by the clock of this process
-since it started the run; race.png, drawn anew after each run. A run that fails stops the race, as what breaks once
+since it started the run; RUNID.pt, its model in 16 bits, for verify.py --rerun (--save_model true among the flags keeps
+it whole, false keeps none); race.png, drawn anew after each run. A run that fails stops the race, as what breaks once
 mostly breaks again; --resume repeats it with its seed. While any run of a race lives its race.jsonl is locked.
 
 Another project's script has seeds of its own, and knows nothing of the race. What its command wrote last in logs/*.txt
@@ -69,11 +70,14 @@ PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # found now: a child must not
 ALONE = [sys.executable, "-I"]  # neither PYTHON* variables nor the user's packages
 STEP = re.compile(rb"(?:step|s):(\d{1,18})[/ ]")
 
-# Before any run: the script itself knows best what it refuses, and whether it has the flag --race or the four before it
+# Before any run: the script itself knows best what it refuses, which flags of a race it has, and what it would save
 CHECK = ("import json, sys; sys.path.insert(0, ''); import train_gpt as t; ranks, *flags = sys.argv[1:]\n"
          "try: preset, config = t.parse_config(flags, 'laptop'); t.check_config(config, int(ranks))\n"
          "except t.RunError as error: sys.exit(str(error))\n"
-         "print(json.dumps({'race_flag': hasattr(config, 'race'), 'preset': preset, 'steps': config.num_steps}))")
+         "print(json.dumps({'race_flag': hasattr(config, 'race'), 'preset': preset, 'steps': config.num_steps, 'small_model': "
+         "hasattr(config, 'save_model') and not any(flag.startswith('--save_model') for flag in flags)}))")
+# After a run, by a process that gives its memory back
+HALVE = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import examine; examine.halve(sys.argv[1])"
 # In front of a rank, which torchrun gives no open file of its own: it holds the race's lock as long as it lives
 HOLD = ("import fcntl, os, sys; lock = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(lock, fcntl.LOCK_SH)\n"
         "os.set_inheritable(lock, True); os.execv(sys.argv[2], sys.argv[2:])")
@@ -219,10 +223,12 @@ def command(ranks, lock):
 
 
 def race_flags(race, run, side):
-    """The flags that tell a run of its race, in the words of this side's script."""
-    if race["sides"][side]["race_flag"]:
-        return {"race": f"{race['id']}:{run}:{race['n']}:{side}"}
-    return {"race_id": race["id"], "race_run": run, "race_runs": race["n"], "race_side": side}
+    """The flags that tell a run of its race, in the words of this side's script, and to leave its model."""
+    version = race["sides"][side]
+    saving = {"save_model": "true"} if version.get("small_model") else {}
+    if version["race_flag"]:
+        return {**saving, "race": f"{race['id']}:{run}:{race['n']}:{side}"}
+    return {**saving, "race_id": race["id"], "race_run": run, "race_runs": race["n"], "race_side": side}
 
 
 def environment(**more):
@@ -343,6 +349,10 @@ def run_once(manifest, folder, lock, run, side):
     status = "done" if complete_log(log) else "interrupted" if interrupted else "failed"
     manifest.write({**attempt, "ended_at": now(), "status": status, "exit": code, "seconds": seconds,
                     "logged": log.exists()})
+    if version.get("small_model") and (model := log.with_suffix(".pt")).exists():
+        halved = subprocess.run([*ALONE, "-c", HALVE, str(model)], env=environment(), capture_output=True, text=True)
+        if halved.returncode:
+            say(f"{model.name} stays as large as it is: {(halved.stderr.splitlines() or ['no reason given'])[-1]}")
     return status, interrupted or status != "done"
 
 

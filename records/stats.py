@@ -75,6 +75,10 @@ class CannotJudge(Exception):
     sides = ()
 
 
+class Mixed(CannotJudge):
+    """The runs are of several experiments."""
+
+
 class Undecided(CannotJudge):
     """A race that runs until it is decided is not decided yet."""
 
@@ -512,7 +516,7 @@ def check_one_experiment(side, mixed):
         listed = ", ".join(shown.format(value, len(runs), names(runs)) for value, runs in groups.items())
         message = f"{side.name} holds runs {what}: {listed}"
         if not mixed:
-            raise CannotJudge(f"{message}; {advice}, or say --mixed to judge them as one set")
+            raise Mixed(f"{message}; {advice}, or say --mixed to judge them as one set")
         side.warnings.append("judged as one set although " + message)
 
     sources = grouped(lambda run: run.source_sha256)

@@ -492,9 +492,12 @@ def check_accounts(runs, found, races):
         side = stats.Side(f"side {which[1]}" if which and which[1] else "the set", "--source", [e.run for e in of_side])
         until_decided = which is not None and which[0] in races and races[which[0]].race.get("until_decided") is True
         try:
-            stats.check_one_experiment(side, mixed=False)
-            stats.check_all_there(side, found.rejected, until_decided)
             stats.check_none_diverged(side, found.rejected)
+            stats.check_all_there(side, found.rejected, until_decided)
+            stats.check_one_experiment(side, mixed=False)
+        except stats.Mixed as reason:
+            demand(which is None and not any(e.ours for e in of_side), str(reason))
+            unknown.append(f"which runs are the record no log says ({reason})")
         except CannotJudge as reason:
             raise Broken(str(reason)) from None
         if which is None:

@@ -1233,6 +1233,18 @@ def test_not_faster_is_no_broken_rule(race, capsys):
     assert not any(line.startswith("BROKEN") for line in summary)
 
 
+def test_public_logs_of_two_sources_break_no_rule(tmp_path, judge):
+    """Folders of the public speedrun hold what their record was compared with, too: which is which no log says."""
+    for name, source in (("a", "import torch"), ("b", "import torch"), ("c", "import torch, math")):
+        lines = [f"step:{s}/9 val_loss:{4 - s / 20:.4f} train_time:{60 * s + ord(name)}ms step_avg:nanms" for s in range(1, 10)]
+        (tmp_path / f"{name}.txt").write_text("\n".join([source, RULE, "env", RULE, *lines]) + "\n")
+    status, rules = judge(tmp_path)
+    verdict, reason = rules[ACCOUNTS]
+    assert status == 2 and verdict == "not checkable" and "which runs are the record no log says (the set holds runs of 2 sources" in reason
+    (tmp_path / "c.txt").write_text((tmp_path / "a.txt").read_text().replace("val_loss:3.5500", "val_loss:nan"))
+    assert judge(tmp_path)[1][ACCOUNTS][0] == "fail"  # whatever the logs leave open
+
+
 @pytest.mark.parametrize("day,verdict", [("Fri Jan  3 12:00:00 2025", "remark"), ("Mon Feb  3 12:00:00 2025", "fail"), ("", "fail")])
 def test_a_public_log_is_judged_by_the_rules_of_its_day(tmp_path, judge, race, day, verdict):
     lines = [f"step:{s}/9 val_loss:{4 - s / 20:.4f} train_time:{60 * s}ms step_avg:60.00ms" for s in range(1, 10)]
