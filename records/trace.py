@@ -248,20 +248,13 @@ class Trace:
                 rows.tolist()]
 
 
-def open_text(path):
-    """The text of a file, unpacked if its first bytes say gzip, whatever its name says."""
-    file = open(path, "rb")
-    packed = file.peek(2)[:2] == b"\x1f\x8b"
-    return io.TextIOWrapper(gzip.GzipFile(fileobj=file) if packed else file, encoding="utf-8", errors="replace")
-
-
 def read_events(path, header):
     """Yield the events of a trace file; raises Unjudgeable with what is wrong with the file."""
     again = "record it again with torch.profiler's export_chrome_trace, or copy it again whole"
     try:
         if os.path.isfile(path) and not os.path.getsize(path):
             raise Unjudgeable(f"{path}: empty; {again}")
-        with open_text(path) as stream:
+        with io.TextIOWrapper(logs.open_unpacked(path), encoding="utf-8", errors="replace") as stream:
             yield from Scanner(stream).trace(header)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise Unjudgeable(f"{path}: damaged or cut short ({error}); {again}") from None
