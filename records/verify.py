@@ -36,7 +36,6 @@ import os
 import re
 import shlex
 import sys
-import textwrap
 import tokenize
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -48,17 +47,18 @@ import numpy as np
 
 import examine
 import leaks
+import pages
 import race
 import stats
 from leaks import FAIL, PASS, ROOT, SHA256, UNKNOWN, Broken, NotCheckable, demand, judged, several
 from stats import CannotJudge
 
 INCOMPLETE, REMARK = "incomplete", "remark"  # of all rules together; of a rule that came after the run
+VERDICTS = PASS, REMARK, UNKNOWN, FAIL  # in the order of the page
 LOSS, FASTER = CLAIMS = "mean loss below target, p < 0.01", "faster than the other side, p < 0.01"
 ACCOUNTS, SWITCHES = "every run is accounted for", "no compiler flags in the source"
 # The days on which the public speedrun's README got these rules; others are as old as it, or only logs of ours show them
 HOLDS_FROM = {LOSS: "2024-12-04", ACCOUNTS: "2024-12-04", SWITCHES: "2025-02-02"}
-WIDTH, HELD_LINES, OF_A_KIND = 120, 5, 3  # columns of a line; lines of what holds; of what else is in the summary
 GPT2_VOCAB = range(50257, 51200)  # rows of its embedding, filled up
 FINEWEB_VAL_TOKENS = 10_485_760  # the public speedrun's rule; other data is validated on as a whole
 UNNAMED_S = 0.02  # of the wall clock: what a run may spend under no name; honest ones spend 0.0007
@@ -787,12 +787,10 @@ def check_spans(runs, others):
 def read_manifests(folders):
     """{race id: what race.py wrote down in one of these folders}. CannotJudge if it cannot be read."""
     races = {}
-    for path in sorted({Path(os.path.realpath(folder)) / race.MANIFEST for folder in folders}):
-        if path.exists():
-            manifest = race.Manifest.read(path)
-            same = races.setdefault(manifest.race["id"], manifest)
-            if (same.race, same.attempts) != (manifest.race, manifest.attempts):
-                raise CannotJudge(f"{path} and {same.path} tell of one race, and differ; keep the true one")
+    for manifest in filter(None, map(stats.manifest_in, sorted({os.path.realpath(folder) for folder in folders}))):
+        same = races.setdefault(manifest.race["id"], manifest)
+        if (same.race, same.attempts) != (manifest.race, manifest.attempts):
+            raise CannotJudge(f"{manifest.path} and {same.path} tell of one race, and differ; keep the true one")
     return races
 
 
@@ -940,41 +938,20 @@ def unseen(runs, races):
             "a CPU, and on a GPU a loss within the spread of these.")
 
 
-def wrap(text, indent="", **how):
-    return textwrap.wrap(logs.printable(text), WIDTH, initial_indent=indent, subsequent_indent=indent, placeholder=" …",
-                         break_on_hyphens=False, **how)
-
-
-def show(findings, bare, examined):
-    """The summary, then every rule with its reason; what fails comes last in both."""
-    order = {PASS: 0, REMARK: 1, UNKNOWN: 2, FAIL: 3}
-    rules, claims = ([f for f in findings if (f.rule in CLAIMS) == claim] for claim in (False, True))
-    of = {verdict: [f for f in rules if f.verdict == verdict] for verdict in order}
-    broken, shown = len(of[FAIL]), {PASS: "shown", FAIL: "NOT shown", REMARK: "not shown", UNKNOWN: "not to be judged"}
-    counted = f"{len(of[PASS])} rules hold, {broken} are broken, {len(of[UNKNOWN])} cannot be seen; {examined}"
-    verdict = ("FAIL: rules are broken" if broken else "NO PASS: the logs describe nothing" if bare else
-               "CLAIM NOT SHOWN, no rule is broken" if any(f.verdict == FAIL for f in claims) else
-               "NO RULE IS BROKEN, but not all could be seen" if of[UNKNOWN] else "PASS")
-
-    def some(head, lines):
-        """The first few, each on a line of its own."""
-        cut = [line for text in lines[:OF_A_KIND] for line in wrap(text, "  ", max_lines=1)]
-        more = f", and {len(lines) - OF_A_KIND} more below" if len(lines) > OF_A_KIND else ""
-        return [f"{head}{more}:", *cut] if lines else []
-
-    unseen = defaultdict(list)
+def sum_up(findings, bare, examined):
+    """What the page shows: the verdict in a line, and findings by what became of them; what fails comes last."""
+    of = {verdict: [f for f in findings if f.rule not in CLAIMS and f.verdict == verdict] for verdict in VERDICTS}
+    claims, unseen = [f for f in findings if f.rule in CLAIMS], defaultdict(list)
     for f in of[UNKNOWN]:
         unseen[f.reason].append(f.rule)
-    return [
-        logs.printable(f"{verdict}. {counted}"),
-        *(line for f in claims for line in wrap(f"Claim {shown[f.verdict]}: {f.rule}: {f.reason}", max_lines=2)),
-        *wrap("Holds: " + "; ".join(f.rule for f in of[PASS]), max_lines=HELD_LINES),
-        *some("Not seen, and what would show it", [f"{reason}: {'; '.join(names)}" for reason, names in unseen.items()]),
-        *(wrap("Remarks, of rules that came later: " + "; ".join(f.rule for f in of[REMARK]), max_lines=1) if of[REMARK] else []),
-        *some("BROKEN", [f"{f.rule}: {f.reason}" for f in of[FAIL]]),
-        "", "Each rule:", "",
-        *(line for f in sorted(findings, key=lambda f: order[f.verdict])
-          for line in [f"{'FAIL' if f.verdict == FAIL else f.verdict}: {f.rule}", *wrap(f.reason, "    ")])]
+    verdict = ("FAIL: rules are broken" if of[FAIL] else "NO PASS: the logs describe nothing" if bare else
+               "CLAIM NOT SHOWN, no rule is broken" if any(f.verdict == FAIL for f in claims) else
+               "NO RULE IS BROKEN, but not all could be seen" if of[UNKNOWN] else "PASS")
+    return {"said": logs.printable(f"{verdict}. {len(of[PASS])} rules hold, {len(of[FAIL])} are broken, "
+                                   f"{len(of[UNKNOWN])} cannot be seen; models of {examined} examined"),
+            "of": of, "claims": claims, "unseen": [f"{reason}: {'; '.join(rules)}" for reason, rules in unseen.items()],
+            "broken": [f"{f.rule}: {f.reason}" for f in of[FAIL]],
+            "findings": sorted(findings, key=lambda f: VERDICTS.index(f.verdict))}
 
 
 def parse(arguments):
@@ -1004,22 +981,19 @@ def main(arguments=None):
         return 2
     counts = Counter(finding.verdict for finding in findings)
     bare = not counts[FAIL] and any(not e.ours for e in runs)
-    (loss,), some = (f.reason for f in findings if f.rule == examine.LOSS), r"\d+ of \d+ runs"
-    examined = re.match(some, loss)[0] if re.match(some, loss) else f"{len(runs)} of {len(runs)} runs"
-    said, *page = show(findings, bare, f"models of {examined} examined")
+    (loss,) = (f.reason for f in findings if f.rule == examine.LOSS)
+    some = re.match(r"\d+ of \d+ runs", loss)
+    page = sum_up(findings, bare, some[0] if some else f"{len(runs)} of {len(runs)} runs")
     if options.json:
         verdict = FAIL if counts[FAIL] else INCOMPLETE if counts[UNKNOWN] else PASS
-        print(json.dumps({"verdict": verdict, "counts": dict(counts), "said": said, "unseen": last,
+        print(json.dumps({"verdict": verdict, "counts": dict(counts), "said": page["said"], "unseen": last,
                           "rules": [finding._asdict() for finding in findings]}, indent=1))
     else:
-        print("\n".join([said, *page]))
-        if options.diff:
-            parent = record.theirs or (ROOT / race.SCRIPT).read_text(encoding="utf-8")
-            changes = difference(parent, (runs[0].run.source or "").removesuffix("\n"))
-            print("\n".join(["", *map(logs.printable, changes)]))
-        print("\n".join(["", *wrap(last)]))
+        parent = record.theirs or (ROOT / race.SCRIPT).read_text(encoding="utf-8")
+        diff = difference(parent, (runs[0].run.source or "").removesuffix("\n")) if options.diff else []
+        print(pages.show("verify.txt.jinja", **page, diff=diff, last=last))
     if bare:
-        print(f"verify.py: {said}", file=sys.stderr)
+        print(f"verify.py: {page['said']}", file=sys.stderr)
     return 1 if counts[FAIL] else 2 if bare else 0
 
 
