@@ -1,11 +1,11 @@
 """Starts the ranks of one run on this machine, as torchrun --standalone does, but open to no other machine.
 
     python records/launch.py --nproc_per_node=2 [torchrun's flags] train_gpt.py [its flags]
-    python records/launch.py --then logs --nproc_per_node=2 train_gpt.py     and draws the log, lets the model speak that the run
-                                                       saved, and keeps the latest five models of that folder
-    python records/launch.py --fit [flags of train_gpt.py]     prints what this machine would start: GPUs, ranks, preset, whether
-                                                       the data are the user's own, folder of the log
-    python records/launch.py --fit_text [flags]        likewise, and a second line: flags that fit the size of a user's text
+    python records/launch.py --then logs --nproc_per_node=2 train_gpt.py     and draws the log, lets the model speak that
+                                        the run saved, and keeps the latest five models of that folder
+    python records/launch.py --fit [flags of train_gpt.py]     prints what this machine would start: GPUs, ranks, preset,
+                                        whether the data are the user's own, folder of the log
+    python records/launch.py --fit_text [flags]     likewise, and a second line: flags that fit the size of a user's text
 
 torchrun's stores listen on every address of the machine; here the store, gloo and NCCL are found on loopback alone. Each
 restart (--max_restarts) gets a store of its own, so nothing of the attempt that failed is left in it. The agent's own
@@ -67,23 +67,9 @@ class Loopback(RendezvousHandler):
         self.store = TCPStore(HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         return RendezvousInfo(self.store, 0, 1, RendezvousStoreInfo(HERE, port))
 
-    def get_backend(self):
-        return "loopback"
-
-    def get_run_id(self):
-        return self.run_id
-
-    def is_closed(self):
-        return False
-
-    def set_closed(self):
-        pass
-
-    def num_nodes_waiting(self):
-        return 0
-
-    def shutdown(self):
-        return True
+    get_backend, get_run_id = lambda self: "loopback", lambda self: self.run_id
+    is_closed, set_closed = lambda self: False, lambda self: None
+    num_nodes_waiting, shutdown = lambda self: 0, lambda self: True
 
 
 def fit(flags, text):
@@ -141,7 +127,8 @@ def fit_text(train_gpt, config, given):
         f"in part; nearly all of it takes --num_steps {whole}" if whole > 1.05 * steps else "once"))
     if (held := sum(shard.tokens for shard in val)) > MOST_VAL_TOKENS:
         chosen["val_tokens"] = MOST_VAL_TOKENS // config.val_len * config.val_len
-        say(f"text: validation on {chosen['val_tokens']:,} of {held:,} tokens, to take seconds; --val_tokens 0 takes all")
+        say(f"text: validation on {chosen['val_tokens']:,} of {held:,} tokens, to take seconds; --val_tokens 0 takes "
+            "all")
     return {name: value for name, value in chosen.items() if getattr(given, name) is None}
 
 
@@ -187,7 +174,7 @@ def main(words):
     loopback = socket.if_indextoname(1)  # lo, on macOS lo0
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # when a rank has died the others' sockets warn of it at length
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else all sockets warn of a rank that died
     logging.disable(logging.CRITICAL)
     # a notice to save is the ranks' alone: torch's agent would end them with it
     signal.signal(signal.SIGUSR1, lambda *_: subprocess.call(["pkill", "-USR1", "-P", str(os.getpid())]))
