@@ -185,7 +185,8 @@ def describe(folder: Path) -> dict:
     diff, sources = [], [side["source"] for side in sides]
     if len(sides) > 1 and None not in sources:
         diff = short_diff(sources[1], sources[0], (sides[1]["name"], sides[0]["name"]))
-    started = max((said["started"] for said in map(flat, sides[0]["starts"]) if "started" in said), default=folder.name[:10])
+    stated = [str(start["started"]) for start in sides[0]["starts"] if "started" in start]
+    started = max(stated, default=folder.name[:10])
     return {"name": folder.name, "title": title_of(folder), "words": words, "report": report, "sides": sides,
             "differ": differ, "diff": diff, "tests": tests_in(report), "started": started, "date": started[:10],
             "track": f"{sides[0]['said'].get('preset', 'unknown preset')}, {sides[0]['where']}, "
@@ -283,7 +284,7 @@ def check_public(path: Path, text: str) -> None:
 
 
 def add(race: Path, folder: Path, title: str) -> list[str]:
-    """The rules that it breaks. Raises CannotJudge, and leaves nothing behind, where the race's logs give no verdict."""
+    """The rules that it breaks. Raises CannotJudge, and leaves nothing behind, where its logs give no verdict."""
     if not race.is_dir():
         raise CannotJudge(f"{race} is no folder; name the folder of a race, like logs/race-ID")
     if folder.exists():
@@ -319,8 +320,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.command == "add":
-            for broken in add(options.race, options.folder.absolute(), options.title):
-                print(f"board.py: warning: this race breaks a rule, and its page says so: {logs.printable(broken)}", file=sys.stderr)
+            for broken in map(logs.printable, add(options.race, options.folder.absolute(), options.title)):
+                print(f"board.py: warning: this race breaks a rule, and its page says so: {broken}", file=sys.stderr)
         else:
             write_pages()
     except (CannotJudge, OSError) as reason:

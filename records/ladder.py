@@ -6,9 +6,9 @@
 
 Of each idea: what it changes in the final validation loss and in the time, as means over the seeds of the difference to
 the base's run with the same seed, with 95 % confidence intervals by Student's t; and the two-sided p of the losses, as
-it is and by Holm's correction for that many ideas (Scandinavian Journal of Statistics 6, 1979). An idea is kept where its
-loss is lower at a corrected p below 0.05. Give an idea that costs time fewer steps (--num_steps): losses then compare at
-equal time.
+it is and by Holm's correction for that many ideas (Scandinavian Journal of Statistics 6, 1979). An idea is kept where
+its loss is lower at a corrected p below 0.05. Give an idea that costs time fewer steps (--num_steps): losses then
+compare at equal time.
 
 Exit status: 0 judged, 2 there is nothing to judge.
 """
@@ -38,14 +38,14 @@ ARCHIVE, PICTURE = "logs.tar.xz", "ladder.png"  # all logs hold the same source:
 
 
 def read(folder):
-    """(the race's declaration, {side: {seed: (final loss, seconds)}}). Raises stats.CannotJudge where a run is missing."""
+    """(the race's declaration, {side: {seed: (final loss, seconds)}}). stats.CannotJudge where a run is missing."""
     manifest = stats.Manifest.read(folder / stats.MANIFEST)
     done, sides = manifest.done(), manifest.race["sides"]
     missing = sum((run, side) not in done for side in sides for run in range(1, manifest.race["n"] + 1))
     if len(sides) < 3 or manifest.race["n"] < 2:
-        raise stats.CannotJudge(f"{folder}: a race of {len(sides)} sides, {manifest.race['n']} runs of each; a ladder has "
-                                "a base and two ideas at least, and two runs of each; of two sides stats.py --side a "
-                                "tells more")
+        raise stats.CannotJudge(f"{folder}: a race of {len(sides)} sides, {manifest.race['n']} runs of each; a ladder "
+                                "has a base and two ideas at least, and two runs of each; of two sides stats.py --side "
+                                "a tells more")
     if missing:
         raise stats.CannotJudge(f"{folder}: {missing} runs are not done; go on with race.py --resume "
                                 f"{folder / stats.MANIFEST}")
@@ -61,10 +61,9 @@ def read(folder):
 
 def holm(values):
     """Holm's corrected p of each of several p."""
-    order, corrected, most = np.argsort(values), np.empty(len(values)), 0.0
-    for place, i in enumerate(order):
-        most = max(most, min(1.0, (len(values) - place) * values[i]))
-        corrected[i] = most
+    order, left = np.argsort(values), np.arange(len(values), 0, -1)
+    corrected = np.empty(len(values))
+    corrected[order] = np.maximum.accumulate(np.minimum(1, left * np.asarray(values)[order]))
     return corrected.tolist()
 
 

@@ -1,15 +1,15 @@
 """Starts the ranks of one run on this machine, as torchrun --standalone does, but open to no other machine.
 
     python records/launch.py --nproc_per_node=2 [torchrun's flags] train_gpt.py [its flags]
-    python records/launch.py --then logs --nproc_per_node=2 train_gpt.py     and draws the log, lets the model speak that
-                                        the run saved, and keeps the latest five models of that folder
-    python records/launch.py --fit [flags of train_gpt.py]     prints what this machine would start: GPUs, ranks, preset,
-                                        whether the data are the user's own, folder of the log
-    python records/launch.py --fit_text [flags]     likewise, and a second line: flags that fit the size of a user's text
+    python records/launch.py --then logs --nproc_per_node=2 train_gpt.py    and draws the log, lets the model speak that
+                                    the run saved, and keeps the latest five models of that folder
+    python records/launch.py --fit [flags of train_gpt.py]    prints what this machine would start: GPUs, ranks, preset,
+                                    whether the data are the user's own, folder of the log
+    python records/launch.py --fit_text [flags]    likewise, and a second line: flags that fit the size of a user's text
 
-torchrun's stores listen on every address of the machine; here the store, gloo and NCCL are found on loopback alone. Each
-restart (--max_restarts) gets a store of its own, so nothing of the attempt that failed is left in it. The agent's own
-report is not printed: the rank that failed has said why, unless a signal killed it, and then this says so.
+torchrun's stores listen on every address of the machine; here the store, gloo and NCCL are found on loopback alone.
+Each restart (--max_restarts) gets a store of its own, so nothing of the attempt that failed is left in it. The agent's
+own report is not printed: the rank that failed has said why, unless a signal killed it, and then this says so.
 
 Exit status: 0, or that of the first rank that failed; 128 + the signal that ended it or this (Ctrl-C: 130).
 """

@@ -18,9 +18,9 @@ What counts as a run:
 - A run is complete if its last validation is at the step that it stated as its total. llm.c's form states no total:
   there completeness cannot be known (None), unless training lines follow the last validation.
 - Its loss is `val_loss` (llm.c: `tel`) and its time is `train_time`, both of the last validation line.
-- A line {"resumed": ...} says that a killed run goes on from a checkpoint: what it had written of later steps is dropped,
-  and the counter that falls back there begins no other run. Such runs, and those that began from saved parameters, are
-  read, and Run.disqualified says why they count for no record.
+- A line {"resumed": ...} says that a killed run goes on from a checkpoint: what it had written of later steps is
+  dropped, and the counter that falls back there begins no other run. Such runs, and those that began from saved
+  parameters, are read, and Run.disqualified says why they count for no record.
 
 This file needs nothing but the standard library.
 """
@@ -736,22 +736,30 @@ def printable(text):
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in os.fspath(text))
 
 
+def last_run(path):
+    """(the last run of a file, used or rejected, or None; why it, or the file, was rejected, or "")"""
+    runs, rejected, _ = read_file(path)
+    found = [run for run in (*runs, *rejected) if run.index_in_file]
+    run = max(found, key=lambda run: run.index_in_file, default=None)
+    return run, getattr(run or rejected[0], "reason", "")
+
+
 def follow(path, period_s=1.0, silent_s=60):
-    """Yields {step, train_time_ms, train_loss, val_loss} of each step of a log, the losses that it states, until the run
-    has ended or broken off. What a resumed run trains again comes again. OSError if there is no such file; TimeoutError
-    if it is silent for that long, and no process holds its lock, as our runs do: the run was killed."""
+    """Yields {step, train_time_ms, train_loss, val_loss} of each step of a log, the losses that it states, until the
+    run has ended or broken off. What a resumed run trains again comes again. OSError if there is no such file;
+    TimeoutError if it is silent for that long, and no process holds its lock, as our runs do: the run was killed."""
     told = resumes = 0
     while os.stat(path):
-        runs, rejected, _ = read_file(path)
-        run = max((run for run in runs + rejected if run.index_in_file), key=lambda run: run.index_in_file, default=None)
+        run, why = last_run(path)
         if run and len(run.resumed) > resumes:
             resumes, told = len(run.resumed), sum(step.step <= run.resumed[-1]["from_step"] for step in run.steps)
         for step in run.steps[told:] if run else ():
-            val_loss = next((v.loss for v in run.validations if v.step == step.step), None) if step.validation else None
-            line = {"step": step.step, "train_time_ms": step.time_ms, "train_loss": step.train_loss, "val_loss": val_loss}
+            losses = [validation.loss for validation in run.validations if validation.step == step.step]
+            line = {"step": step.step, "train_time_ms": step.time_ms, "train_loss": step.train_loss,
+                    "val_loss": losses[0] if step.validation and losses else None}
             yield {name: value for name, value in line.items() if value is not None}
             told += 1
-        if run and (getattr(run, "end", None) or getattr(run, "complete", None) or "error:" in getattr(run, "reason", "")):
+        if run and (getattr(run, "end", None) or getattr(run, "complete", None) or "error:" in why):
             return
         silent = time.time() - os.stat(path).st_mtime
         if silent > silent_s and not is_locked(path):
@@ -794,8 +802,9 @@ def outcomes(logs):
         steps = str(run.last_step) if run.stated_steps is None else f"{run.last_step}/{run.stated_steps}"
         seconds = "-" if run.train_time_ms is None else f"{run.train_time_ms / 1000:.3f}"
         loss = f"{run.final_loss:.{run.loss_decimals}f}"
-        rows.append((run.path, str(run.index_in_file), "no record" if run.disqualified else "used", steps, loss, seconds,
-                     str(run.gpus or "-"), (run.source_sha256 or "-")[:8], "; ".join(run.notes)))
+        outcome = "no record" if run.disqualified else "used"
+        rows.append((run.path, str(run.index_in_file), outcome, steps, loss, seconds, str(run.gpus or "-"),
+                     (run.source_sha256 or "-")[:8], "; ".join(run.notes)))
     others = [(item, "rejected", item.reason) for item in logs.rejected]
     others += [(item, "duplicate", f"{item.reason}: {printable(item.original_path)}") for item in logs.duplicates]
     rows += [(item.path, str(item.index_in_file or "-"), what, *"-----", why) for item, what, why in others]
@@ -814,9 +823,9 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description="Lists every run log and what became of it.")
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a log, a .gz of one, or a folder of them")
     parser.add_argument("--json", action="store_true", help="print all that was read, for programs")
-    parser.add_argument("--follow", action="store_true", help="print the steps of one log as JSON lines, to the run's end")
-    parser.add_argument("--to", default="", metavar="BOARD", help="of --follow: tensorboard:DIR or wandb:PROJECT, where that "
-                        "package is installed")
+    parser.add_argument("--follow", action="store_true", help="print one log's steps as JSON lines, to the run's end")
+    parser.add_argument("--to", default="", metavar="BOARD", help="of --follow: tensorboard:DIR or wandb:PROJECT, where "
+                        "that package is installed")
     options = parser.parse_args(arguments)
     if options.to.partition(":")[0] not in ("", "tensorboard", "wandb") or options.to and not options.follow:
         parser.error("--to is for --follow: tensorboard:DIR or wandb:PROJECT")
@@ -826,7 +835,8 @@ def main(arguments=None):
             for line in follow(options.paths[0]):
                 take(line)
         except ImportError as error:
-            print(f"logs.py: error: --to {printable(options.to)}: {error}; install it, or leave out --to", file=sys.stderr)
+            print(f"logs.py: error: --to {printable(options.to)}: {error}; install it, or leave out --to",
+                  file=sys.stderr)
             return 2
         except OSError as error:
             why = f"{error.strerror}; name the log of a run" if error.strerror else error

@@ -2,8 +2,8 @@
 
     python records/race.py -n 10                      ten runs of train_gpt.py as it lies here
     python records/race.py -n 5 --vs HEAD~1           five pairs: this checkout (side a) and another revision (side b)
-    python records/race.py -n 5 --vs "--sync step"    five pairs: the same script; side a, the one with the idea, has these
-                                                      flags too
+    python records/race.py -n 5 --vs "--sync step"    five pairs: the same script; side a, the one with the idea, has
+                                                      these flags too
     python records/race.py -n 5 --vs "--flag x" --vs "--other y"      a ladder: five runs of each idea and of the base
     python records/race.py -n 5 --vs ../modded-nanogpt --cmd "torchrun --nproc_per_node=8 train_gpt.py"
                                                       side b: another project's script, started so in its folder
@@ -48,6 +48,7 @@ import re
 import shlex
 import shutil
 import signal
+import string
 import subprocess
 import sys
 import tempfile
@@ -74,8 +75,8 @@ STEP = re.compile(rb"(?:step|s):(\d{1,18})[/ ]")
 CHECK = ("import json, sys; sys.path.insert(0, ''); import train_gpt as t; ranks, *flags = sys.argv[1:]\n"
          "try: preset, config = t.parse_config(flags, 'laptop'); t.check_config(config, int(ranks))\n"
          "except t.RunError as error: sys.exit(str(error))\n"
-         "print(json.dumps({'race_flag': hasattr(config, 'race'), 'preset': preset, 'steps': config.num_steps, 'small_model': "
-         "hasattr(config, 'save_model') and not any(flag.startswith('--save_model') for flag in flags)}))")
+         "print(json.dumps({'race_flag': hasattr(config, 'race'), 'preset': preset, 'steps': config.num_steps,\n"
+         "    'small_model': hasattr(config, 'save_model') and not any(f.startswith('--save_model') for f in flags)}))")
 # After a run, by a process that gives its memory back
 HALVE = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import examine; examine.halve(sys.argv[1])"
 # In front of a rank, which torchrun gives no open file of its own: it holds the race's lock as long as it lives
@@ -100,13 +101,14 @@ def git(*arguments):
 
 def describe_sides(ideas, cmd, flags):
     """{side: {"revision", "flags"}}; a revision of None is this checkout. A lone side has no name, as in the logs. Of a
-    ladder the last side is the base. A side with a "folder" is another project's, and its flags are its whole command."""
+    ladder the last side is the base. A side with a "folder" is another project's; its flags are its whole command."""
     if not ideas:
         return {"": {"revision": None, "flags": flags}}
     if len(ideas) > 1:
         if not all(idea.startswith("-") for idea in ideas):
             raise CannotRace("several --vs make a ladder of flags; race a revision by itself")
-        return {chr(ord("a") + i): {"revision": None, "flags": flags + split_flags(idea)} for i, idea in enumerate([*ideas, ""])}
+        return {side: {"revision": None, "flags": flags + split_flags(idea)}
+                for side, idea in zip(string.ascii_lowercase, [*ideas, ""])}
     vs, = ideas
     if cmd is not None:
         theirs = {"revision": None, "flags": split_flags(cmd), "folder": vs}
@@ -205,8 +207,8 @@ def check_command(version, folder, *_):
         raise CannotRace(f"--vs {folder} is no folder; with --cmd it names another project's, as seen from {ROOT}")
     program = " ".join(version["flags"][:1])
     if not shutil.which(folder / program if "/" in program else program):
-        raise CannotRace(f"--cmd: there is no program {program!r} {f'in {folder}' if '/' in program else 'on the PATH'}; "
-                         "name one, or a shell: bash -c '...'")
+        where = f"in {folder}" if "/" in program else "on the PATH"
+        raise CannotRace(f"--cmd: there is no program {program!r} {where}; name one, or a shell: bash -c '...'")
 
 
 # The race
@@ -326,7 +328,8 @@ def run_once(manifest, folder, lock, run, side):
     foreign, before, words = "folder" in version, logs_of(folder), version["flags"]
     if not foreign:
         flags = {"seed": seed, "run_id": run_id, "log_dir": log.parent, **race_flags(race, run, side)}
-        words = [*command(race["ranks"], manifest.path), *words, *(f"--{name}={value}" for name, value in flags.items())]
+        words = [*command(race["ranks"], manifest.path), *words]
+        words += [f"--{name}={value}" for name, value in flags.items()]
     manifest.write(attempt)
     threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}  # the same when the race is resumed
     stamps, interrupted = Stamps(log), False
@@ -510,7 +513,8 @@ def parse(arguments):
                                      epilog="Exit status: 0 all done, 1 one failed, 2 cannot be run, 130 interrupted.")
     parser.add_argument("-n", type=int, metavar="N", help="runs (of each side), declared before the first")
     parser.add_argument("--vs", metavar="VERSION", action="append", default=[], help="race against a git revision; or "
-                        "further flags; flags several times: a ladder of ideas against one base; or, with --cmd, a folder")
+                        "further flags; flags several times: a ladder of ideas against one base; or, with --cmd, a "
+                        "folder")
     parser.add_argument("--cmd", metavar="COMMAND", help="what starts the script of another project in the "
                         "folder that --vs names")
     parser.add_argument("--until-decided", action="store_true", help="look after every run, or pair, and stop when the "

@@ -150,7 +150,8 @@ def runs_needed(sd, margin, alpha, wanted, sets=1, other_sd=None):
     while not power(enough, sd, margin, alpha, sets, other_sd) >= wanted:
         enough *= 2
         if enough > MOST_RUNS:
-            raise CannotJudge(f"a margin of {margin:g} at sd {sd:g} needs more than {MOST_RUNS:,} runs; seek a larger one")
+            raise CannotJudge(f"a margin of {margin:g} at sd {sd:g} needs more than {MOST_RUNS:,} runs; seek a larger "
+                              "one")
     few = enough // 2 + 1
     return few + bisect.bisect_left(range(few, enough), wanted,
                                     key=lambda n: power(n, sd, margin, alpha, sets, other_sd))
@@ -449,7 +450,7 @@ def race_of(run):
 
 
 def told_beside(path):
-    """The race field for a log, where race.jsonl beside it says that it is a run of a side that has a folder; or None."""
+    """The race field for a log, where race.jsonl beside it says that it is of a side that has a folder; or None."""
     manifest = manifest_in(Path(path).parent)
     attempt = manifest and manifest.attempts.get(Path(path).stem)
     if attempt and "folder" in manifest.race["sides"].get(attempt["side"], {}):

@@ -325,7 +325,7 @@ class Places(dict):
 
 
 def link(trace, ops, launches, host):
-    """Share out the rows, by their steps, to a Trace that has those: each gets its own, and a GPU op its launch's thread."""
+    """Share out the rows, by their steps, to a Trace that has those. A GPU op gets its launch's step and thread."""
     step_at = step_finder(trace.steps)
     # where a runtime call and the driver call inside it share a number, the outer one is the launch
     launches = launches[np.lexsort((launches["start"], launches["correlation"]))]
@@ -428,20 +428,13 @@ def optimizer_steps(host):
                                               not any(span.start <= start < span.end for start in backward)]
 
 
-def reduce_scatter_annotations(host):
-    return [span for span in named(host, "nccl:") if "reduce_scatter" in span.name]
-
-
-def backward_end_on_gpu(ops):
-    local = (ops["kind"] == COMPUTE) | (ops["kind"] == MEMORY)
-    return extreme(np.max, ops["end"][local & (ops["thread"] != MAIN)])
-
-
 def gpu_leads(ops, host):
     """B and D of one step in ms; None where the step lacks one of the two moments."""
-    kernel = extreme(np.min, ops["start"][ops["kind"] == REDUCE_SCATTER])
-    return {"b_ms": apart(first_start(reduce_scatter_annotations(host)), first_start(optimizer_steps(host))),
-            "d_ms": apart(kernel, backward_end_on_gpu(ops))}
+    annotations = [span for span in named(host, "nccl:") if "reduce_scatter" in span.name]
+    of_backward = ((ops["kind"] == COMPUTE) | (ops["kind"] == MEMORY)) & (ops["thread"] != MAIN)
+    return {"b_ms": apart(first_start(annotations), first_start(optimizer_steps(host))),
+            "d_ms": apart(extreme(np.min, ops["start"][ops["kind"] == REDUCE_SCATTER]),
+                          extreme(np.max, ops["end"][of_backward]))}
 
 
 def backward_spans(host):
@@ -478,10 +471,6 @@ def host_leads(host):
             "launch_after_step_start_ms": apart(first, first_start(optimizer_steps(host)))}
 
 
-def has_host_figures(trace):
-    return not len(trace.ops) or any(name.startswith("launch ") for name in trace.host_names())
-
-
 def check(trace):
     """Raise Unjudgeable, with what to do, where the trace cannot tell anything about communication."""
     linked = len(trace.ops) + len(trace.outside)
@@ -504,7 +493,8 @@ def check(trace):
 def analyse(trace):
     """All figures of a trace, as --json prints them: a dict a step, the total, the orphans, the notes."""
     ops, host = by_step(trace.ops, trace.steps), by_step(trace.host, trace.steps)
-    on_gpu, on_host = bool(len(trace.ops)), has_host_figures(trace)
+    on_gpu = bool(len(trace.ops))
+    on_host = not on_gpu or any(name.startswith("launch ") for name in trace.host_names())
     steps = []
     for number, marks in trace.steps.items():
         figures = {"step": number, "step_ms": milliseconds(busy(marks))}

@@ -3,8 +3,8 @@
     python records/watch.py                  the logs in logs/ and its subfolders, at http://127.0.0.1:8000
     python records/watch.py FOLDER --port 0  another folder; 0: any port that is free
 
-Only read, so that no run notices; but drawing takes some tenths of a second of a core for each page that is open, so leave
-it out where a run is timed on few cores. Ctrl-C ends it.
+Only read, so that no run notices; but drawing takes some tenths of a second of a core for each page that is open, so
+leave it out where a run is timed on few cores. Ctrl-C ends it.
 """
 
 import signal
