@@ -2,6 +2,7 @@
 
 import html
 import json
+import os
 import re
 import textwrap
 from pathlib import Path
@@ -58,7 +59,7 @@ def render(template, **values):
                              trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
                              autoescape=lambda name: bool(name) and ".html" in name)
     env.filters |= {"md": markdown, "code": code, "fence": fence, "signed": signed, "number": number, "inline": inline,
-                    "printable": logs.printable, "wrap": wrap}
+                    "printable": logs.printable, "basename": os.path.basename, "wrap": wrap}
     return env.get_template(template).render(values)
 
 

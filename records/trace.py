@@ -51,6 +51,7 @@ from typing import NamedTuple
 import numpy as np
 
 import logs
+import pages
 
 # Reading ------------------------------------------------------------------------------------------------------------
 
@@ -564,10 +565,6 @@ HOST_COLUMNS = [Column("step_ms", "host step", MS), Column("launches", "launches
                 Column("launch_after_step_start_ms", "after step start", SIGNED),
                 Column("wait_ms", "wait", MS), Column("gloo_ms", "gloo busy", MS),
                 Column("gloo_in_backward_ms", "gloo in backward", MS)]
-GPU_LEGEND = ["B: first reduce-scatter launched - optimizer started. D: first reduce-scatter kernel - backward's last",
-              "kernel. Negative: communication began that much earlier. from backward: launched by autograd's thread."]
-HOST_LEGEND = ["after ...: first launch - that moment; below zero it came that much earlier. wait: host blocked on",
-               "communication. gloo busy: its threads at work, and how much of that during backward."]
 
 
 def flat(figures):
@@ -577,66 +574,54 @@ def flat(figures):
 
 
 def columns(flats):
-    """The columns in which at least one of these flat figures has a value, GPU first: a ([Column], legend) a table."""
+    """The columns in which one of these flat figures has a value: ("gpu" or "cpu", [Column]) of each table."""
     present = {key for figures in flats for key, value in figures.items() if value is not None}
     kinds = [Column(key, key.removeprefix("comm_kernels "), COUNT) for key in sorted(present)
              if key.startswith("comm_kernels ")]
     gpu = [*GPU_COLUMNS, *kinds, *([FROM_BACKWARD] if "comm_kernels reduce-scatter" in present else [])]
-    groups = [(gpu, GPU_LEGEND)] if "span_ms" in present else []
-    groups += [(HOST_COLUMNS, HOST_LEGEND)] if "launches" in present else []
-    return [([column for column in group if column.key in present], legend) for group, legend in groups]
+    return [(device, [column for column in group if column.key in present]) for device, group, telling in
+            (("gpu", gpu, "span_ms"), ("cpu", HOST_COLUMNS, "launches")) if telling in present]
 
 
 def cell(value, form):
     return "-" if value is None else format(value, form)
 
 
-def figure_tables(named):
-    """Lines of the tables, one a group of columns, from [(name of the row, flat figures)]."""
-    lines = []
-    for group, legend in columns([figures for _, figures in named]):
-        rows = [[name, *(cell(figures.get(column.key), column.form) for column in group)] for name, figures in named]
-        lines += ["", *logs.columns([["ms", *(column.title for column in group)], *rows], True), *legend]
-    return lines
+def table(rows):
+    return "\n".join(logs.columns(rows, True))
 
 
-def orphan_line(orphans):
-    if not orphans["gpu_ops"]:
-        return "orphans: none"
+def tables(named):
+    """("gpu" or "cpu", text) of a table for each group of columns, from [(name of the row, flat figures)]."""
+    return [(device, table([["ms", *(column.title for column in group)], *(
+        [name, *(cell(figures.get(column.key), column.form) for column in group)] for name, figures in named)]))
+        for device, group in columns([figures for _, figures in named])]
+
+
+def kernels(orphans):
+    """(name, count) of the kernels among orphans that communicate, the most frequent first."""
     names = Counter()
     for name, count in orphans["names"].items():
         if "nccl" in name:
             names[name.partition("(")[0]] += count
-    named = f": {', '.join(f'{count} {name}' for name, count in names.most_common())}" if names else ""
-    return (f"orphans, launched before recording began and left out: {orphans['gpu_ops']} GPU ops, "
-            f"{orphans['comm_kernels']} of them communication{named}")
+    return names.most_common()
 
 
-def title(analysis):
-    facts = [logs.printable(os.path.basename(analysis["trace"]))]
-    if analysis["rank"] is not None:
-        facts.append(f"rank {analysis['rank']} of {analysis['world_size']}")
-    facts.append(analysis["gpu"] or analysis["device"].upper())
-    return f"{', '.join(facts)}, {analysis['total']['steps']} steps"
-
-
-def remarks(analysis):
-    lines = [orphan_line(analysis["orphans"])] if analysis["device"] == "gpu" else []
-    return lines + [f"note: {logs.printable(note)}" for note in analysis["notes"]]
-
-
-def report(analyses):
-    """Lines: a table of steps for each trace, and one of all traces where there are several."""
-    lines = []
-    for analysis in analyses:
-        rows = [(f"step {figures['step']}", flat(figures)) for figures in analysis["steps"]]
-        rows.append(("in all", flat(analysis["total"])))
-        lines += [title(analysis), *figure_tables(rows), *remarks(analysis), ""]
+def show(sets, comparison):
+    """A table of steps for each trace and one of all where there are several; or two sets side by side."""
+    analyses, others = sets
+    of_all = [(os.path.basename(analysis["trace"]), flat(analysis["total"])) for analysis in analyses]
     if len(analyses) > 1 and len({analysis["device"] for analysis in analyses}) == 1:
-        rows = [(os.path.basename(analysis["trace"]), flat(analysis["total"])) for analysis in analyses]
-        rows.append(("mean", mean([figures for _, figures in rows])))
-        lines += [f"{len(analyses)} traces, in all", *figure_tables(rows), ""]
-    return lines[:-1]
+        of_all.append(("mean", mean([figures for _, figures in of_all])))
+    else:
+        of_all = []
+
+    def of_steps(analysis):
+        steps = [(f"step {figures['step']}", flat(figures)) for figures in analysis["steps"]]
+        return [*steps, ("in all", flat(analysis["total"]))]
+    return pages.show("trace.txt.jinja", sets=sets, of_all=of_all, of_steps=of_steps, tables=tables, kernels=kernels,
+                      table=table, comparison=comparison,
+                      **(side_by_side(comparison, len(analyses), len(others)) if others else {}))
 
 
 # Two sets side by side ----------------------------------------------------------------------------------------------
@@ -664,7 +649,7 @@ def set_means(analyses):
 def compared(left, right):
     """{key: {"a", "b", "difference"}} of two flat figures."""
     result = {}
-    for group, _ in columns([left, right]):
+    for _, group in columns([left, right]):
         for key in (column.key for column in group):
             pair = [figures.get(key, 0 if key.startswith("comm_kernels ") else None) for figures in (left, right)]
             result[key] = {"a": pair[0], "b": pair[1], "difference": None if None in pair else pair[1] - pair[0]}
@@ -695,35 +680,24 @@ BY_STEP = [Column("exposed_ms", "exposed", MS), Column("b_ms", "B", SIGNED), Col
            Column("launch_after_backward_end_ms", "after backward end", SIGNED), Column("wait_ms", "wait", MS)]
 
 
-def comparison_report(left, right, comparison):
-    lines = []
-    for letter, analyses in (("a", left), ("b", right)):
-        for analysis in analyses:
-            lines += [f"{letter}: {title(analysis)}", *(f"   {remark}" for remark in remarks(analysis))]
-    lines += [f"note: {note}" for note in comparison["notes"]]
-    over = f", mean of {len(left)} and {len(right)} ranks" if len(left) + len(right) > 2 else ""
-    rows = [[f"in all{over}", "a", "b", "b - a", ""]]
-    legends = []
-    for group, legend in columns([{key: pair[side] for key, pair in comparison["total"].items()} for side in "ab"]):
-        legends += legend
-        for column in group:
-            pair = comparison["total"][column.key]
-            form = column.form if column.form != COUNT or not over else ".1f"
-            change = f"{pair['difference'] / pair['a']:+.1%}" if pair["a"] and pair["difference"] is not None else ""
-            unit = ", ms" if column.key.endswith("_ms") else ""
-            rows.append([column.title + unit, cell(pair["a"], form), cell(pair["b"], form),
-                         cell(pair["difference"], "+" + form.lstrip("+")), change])
-    lines += ["", *logs.columns(dict.fromkeys(map(tuple, rows)), True)]  # both tables open with the step's time
+def side_by_side(comparison, *ranks):
+    """The rows of both tables of a comparison, and the devices whose figures they show."""
+    over = f", mean of {ranks[0]} and {ranks[1]} ranks" if sum(ranks) > 2 else ""
+    groups = columns([{key: pair[side] for key, pair in comparison["total"].items()} for side in "ab"])
+    in_all = [(f"in all{over}", "a", "b", "b - a", "")]
+    for column in dict.fromkeys(column for _, group in groups for column in group):  # both open with the step's time
+        a, b, difference = comparison["total"][column.key].values()
+        form = column.form if column.form != COUNT or not over else ".1f"
+        in_all.append((column.title + ", ms" * column.key.endswith("_ms"), cell(a, form), cell(b, form),
+                       cell(difference, "+" + form.lstrip("+")),
+                       f"{difference / a:+.1%}" if a and difference is not None else ""))
     shown = [column for column in BY_STEP if any(column.key in step for step in comparison["steps"])]
-    rows = [["step, ms", *(f"{column.title} {side}" for column in shown for side in ("a", "b", "b - a"))]]
+    by_step = [["step, ms", *(f"{column.title} {side}" for column in shown for side in ("a", "b", "b - a"))]]
     for step in comparison["steps"]:
-        row = [str(step["a_step"]) if step["a_step"] == step["b_step"] else f"{step['a_step']} | {step['b_step']}"]
-        for column in shown:
-            pair = step.get(column.key, {})
-            row += [cell(pair.get("a"), column.form), cell(pair.get("b"), column.form),
-                    cell(pair.get("difference"), SIGNED)]
-        rows.append(row)
-    return [*lines, "", *logs.columns(rows, True), *legends]
+        number = step["a_step"] if step["a_step"] == step["b_step"] else f"{step['a_step']} | {step['b_step']}"
+        by_step.append([str(number), *(cell(step.get(column.key, {}).get(key), form) for column in shown for key, form in
+                                       (("a", column.form), ("b", column.form), ("difference", SIGNED)))])
+    return {"in_all": in_all, "by_step": by_step, "devices": [device for device, _ in groups]}
 
 
 # Command line -------------------------------------------------------------------------------------------------------
@@ -770,7 +744,7 @@ def main(arguments=None):
     if options.json:
         print(json.dumps({"traces": analyses, "vs": others, "comparison": comparison}, indent=1))
     else:
-        print("\n".join(comparison_report(analyses, others, comparison) if comparison else report(analyses)))
+        print(show((analyses, others), comparison))
     return 0
 
 
