@@ -21,6 +21,7 @@ import logs
 logs.end_at_ctrl_c(__name__)  # scipy takes seconds to import
 
 import argparse
+import contextlib
 import difflib
 import hashlib
 import json
@@ -32,6 +33,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pages
@@ -283,30 +285,42 @@ def check_public(path: Path, text: str) -> None:
                               "of the race's files")
 
 
+def published(path: Path) -> str:
+    """The text of a race's file as it is published. Raises CannotJudge where it is none, or would tell too much."""
+    try:
+        text = public(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CannotJudge(f"{path}: cannot be read as a log ({error}); copy it again, or take it out of the "
+                          "folder") from error
+    check_public(path, text)
+    return text
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[None]:
+    """A folder that is gone again where what fills it fails."""
+    if folder.exists():
+        raise CannotJudge(f"{folder} exists; choose another name, or remove it")
+    folder.mkdir(parents=True)
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+
+
 def add(race: Path, folder: Path, title: str) -> list[str]:
     """The rules that it breaks. Raises CannotJudge, and leaves nothing behind, where its logs give no verdict."""
     if not race.is_dir():
         raise CannotJudge(f"{race} is no folder; name the folder of a race, like logs/race-ID")
-    if folder.exists():
-        raise CannotJudge(f"{folder} exists; choose another name, or remove it")
     if folder.resolve().parent != HERE:
         raise CannotJudge(f"{folder} is not in {HERE}; records lie there")
-    folder.mkdir()
-    try:
+    with new_folder(folder):
         for path in sorted(race.iterdir()):
             if path.suffix == ".txt" or path.name == MANIFEST or path.name.endswith(STAMPS):
-                try:
-                    text = public(path.read_text(encoding="utf-8"))
-                except ValueError as error:
-                    raise CannotJudge(f"{path}: cannot be read as a log ({error}); copy it again, or take it out "
-                                      "of the folder") from error
-                check_public(path, text)
-                (folder / path.name).write_text(text, encoding="utf-8")
+                (folder / path.name).write_text(published(path), encoding="utf-8")
         (folder / "README.md").write_text(f"# {' '.join(title.split())}\n", encoding="utf-8")
         (record,) = (record for record in write_pages() if record["name"] == folder.name)
-    except BaseException:
-        shutil.rmtree(folder)
-        raise
     return [f"{rule['rule']}: {rule['reason']}" for rule in record["rules"] if rule["verdict"] == "fail"]
 
 

@@ -21,7 +21,6 @@ import argparse
 import io
 import math
 import shlex
-import shutil
 import sys
 import tarfile
 import textwrap
@@ -130,24 +129,16 @@ def draw(found, path):
 def keep(folder, record, found, title):
     """The record's folder: README.md, picture, and race.jsonl and the logs packed together."""
     import board
-    if record.exists():
-        raise stats.CannotJudge(f"{record} exists; choose another name, or remove it")
-    record.mkdir(parents=True)
-    try:
+    with board.new_folder(record):
         draw(found, record / PICTURE)
         with tarfile.open(record / ARCHIVE, "w:xz") as archive:
             for path in (folder / stats.MANIFEST, *sorted(folder.glob("*.txt"))):
-                text = board.public(path.read_text(encoding="utf-8"))
-                board.check_public(path, text)
-                packed = tarfile.TarInfo(path.name)
-                packed.size = len(text.encode())
-                archive.addfile(packed, io.BytesIO(text.encode()))
+                text, packed = board.published(path).encode(), tarfile.TarInfo(path.name)
+                packed.size = len(text)
+                archive.addfile(packed, io.BytesIO(text))
         (record / "README.md").write_text(f"{table(found, title)}\n", encoding="utf-8")
         if record.absolute().parent == board.HERE:
             board.write_pages()
-    except BaseException:
-        shutil.rmtree(record)
-        raise
 
 
 def main(arguments=None):

@@ -523,6 +523,7 @@ def test_a_loss_not_surely_below_target_is_caught(race, judge):
 @pytest.mark.parametrize("change, rule, word", [
     (lambda log: log.set("start.hardware.device", "another GPU"), "the same hardware on both sides", "another GPU"),
     (lambda log: log.set("start.versions.torch", "9.9"), "the same hardware on both sides", "9.9"),
+    (lambda log: log.set("start.versions.libraries", "0" * 64), "the same hardware on both sides", "libraries: None and 00"),
     (lambda log: log.set("start.environment.OMP_NUM_THREADS", "7"), COMPARED[0], "OMP_NUM_THREADS"),
     (lambda log: log.set("start.started", log.start["started"].replace("2025", "2026")), COMPARED[1], "aaaabbbb"),
     (lambda log: log.set("start.started", (datetime.fromisoformat(log.start["started"]) - timedelta(seconds=9)).isoformat()),
