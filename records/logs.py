@@ -377,7 +377,8 @@ class _Reader:
         """Takes a line without its line end, which may be the source's or a run's: a separator after it tells."""
         if line == SEPARATOR:
             return self.separator()
-        self.source_text(line + b"\n")
+        if self.source is None:
+            self.source_text(line + b"\n")
         match = _LINE.match(line)
         if not terminated:
             self.unterminated(line, match)
@@ -395,15 +396,15 @@ class _Reader:
             self.kind(line)
 
     def source_text(self, text):
-        if self.source is None:
-            self.source_hash.update(text)
-            self.kept += len(text)
-            if self.kept > MOST_SOURCE:
-                self.source_pieces = []
-            else:
-                self.source_pieces.append(text)
-            self.blank = self.blank and not text.strip()
-            self.script = self.script or b"import torch" in text
+        """Takes a piece of what may turn out to be the source: only a separator after it tells."""
+        self.source_hash.update(text)
+        self.kept += len(text)
+        if self.kept > MOST_SOURCE:
+            self.source_pieces = []
+        else:
+            self.source_pieces.append(text)
+        self.blank = self.blank and not text.strip()
+        self.script = self.script or b"import torch" in text
 
     def separator(self):
         if self.source is None and not self.blank:
@@ -627,17 +628,20 @@ def _parse(path, file, sources):
         digest.update(piece)
         ends = piece.endswith(b"\n")
         if overlong or not ends and len(piece) == BLOCK:  # no log line: the source may hold it, and nothing else
-            reader.source_text(piece)
+            if reader.source is None:
+                reader.source_text(piece)
             if not overlong:
                 reader.notes.add(f"a line of more than {BLOCK:,} bytes is left out")
                 reader.kind(piece[:80])
             overlong = not ends
             continue
-        lines = piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-        for line in lines[:-1]:
+        if b"\r" in piece:
+            piece = piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, rest = piece.split(b"\n")
+        for line in lines:
             reader.take(line, True)
-        if lines[-1]:
-            reader.take(lines[-1], False)
+        if rest:
+            reader.take(rest, False)
     return *reader.finish(), digest.digest()
 
 
