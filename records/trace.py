@@ -593,9 +593,11 @@ def table(rows):
 
 def tables(named):
     """("gpu" or "cpu", text) of a table for each group of columns, from [(name of the row, flat figures)]."""
-    return [(device, table([["ms", *(column.title for column in group)], *(
-        [name, *(cell(figures.get(column.key), column.form) for column in group)] for name, figures in named)]))
-        for device, group in columns([figures for _, figures in named])]
+    found = []
+    for device, group in columns([figures for _, figures in named]):
+        rows = [[name, *(cell(figures.get(column.key), column.form) for column in group)] for name, figures in named]
+        found.append((device, table([["ms", *(column.title for column in group)], *rows])))
+    return found
 
 
 def kernels(orphans):
@@ -607,21 +609,20 @@ def kernels(orphans):
     return names.most_common()
 
 
-def show(sets, comparison):
+def show(analyses, others, comparison):
     """A table of steps for each trace and one of all where there are several; or two sets side by side."""
-    analyses, others = sets
-    of_all = [(os.path.basename(analysis["trace"]), flat(analysis["total"])) for analysis in analyses]
-    if len(analyses) > 1 and len({analysis["device"] for analysis in analyses}) == 1:
-        of_all.append(("mean", mean([figures for _, figures in of_all])))
-    else:
-        of_all = []
-
     def of_steps(analysis):
         steps = [(f"step {figures['step']}", flat(figures)) for figures in analysis["steps"]]
         return [*steps, ("in all", flat(analysis["total"]))]
-    return pages.show("trace.txt.jinja", sets=sets, of_all=of_all, of_steps=of_steps, tables=tables, kernels=kernels,
-                      table=table, comparison=comparison,
-                      **(side_by_side(comparison, len(analyses), len(others)) if others else {}))
+
+    of_all, beside = [], {}
+    if others:
+        beside = side_by_side(comparison, len(analyses), len(others))
+    elif len(analyses) > 1 and len({analysis["device"] for analysis in analyses}) == 1:
+        of_all = [(os.path.basename(analysis["trace"]), flat(analysis["total"])) for analysis in analyses]
+        of_all.append(("mean", mean([figures for _, figures in of_all])))
+    return pages.show("trace.txt.jinja", sets=(analyses, others), of_all=of_all, of_steps=of_steps, tables=tables,
+                      kernels=kernels, table=table, comparison=comparison, **beside)
 
 
 # Two sets side by side ----------------------------------------------------------------------------------------------
@@ -744,7 +745,7 @@ def main(arguments=None):
     if options.json:
         print(json.dumps({"traces": analyses, "vs": others, "comparison": comparison}, indent=1))
     else:
-        print(show((analyses, others), comparison))
+        print(show(analyses, others, comparison))
     return 0
 
 
