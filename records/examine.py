@@ -135,7 +135,8 @@ def halve(path):
     sys.path.append(str(ROOT))
     import train_gpt
     saved = read_model(path)
-    state = {name: x.half() if x.dtype == torch.float32 else x for name, x in saved["state"].items()}
+    state = {name: x.half() if x.dtype == torch.float32 and x.half().isfinite().all() else x  # not beyond 65504
+             for name, x in saved["state"].items()}
     train_gpt.save_file(Path(path), {**saved, "state": state})
 
 

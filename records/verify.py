@@ -8,7 +8,7 @@ rules of its day, which nvidia-smi wrote into it: a later rule that it does not 
     python records/verify.py RECORD --vs OTHER         and is it faster on the same hardware? (a race holds both sides)
     python records/verify.py RECORD --data DIR         hashes the shards in DIR, packs its batches anew, seeks
                                                        validation text in training
-    python records/verify.py RECORD --rerun MODEL...   evaluates saved models again, at best one of each run: examine.py
+    python records/verify.py RECORD --rerun MODEL...   evaluates saved models again, one of each run at best: examine.py
     python records/verify.py RECORD --diff             and prints how the source differs from its parent: the other
                                                        side's, or this checkout's train_gpt.py
     --json  for programs; its verdict is pass, fail, or incomplete: nothing fails, and not all could be checked
