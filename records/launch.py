@@ -84,7 +84,8 @@ def fit(flags, text):
         chosen = fit_text(train_gpt, config, given) if text else {}
         if not text and Path(config.train_files).name != Path(usual.train_files).name and given.target_val_loss is None:
             chosen = {"target_val_loss": 0}
-            say(f"data of your own: no loss is judged, since {usual.target_val_loss} is of others; --target_val_loss sets one")
+            say(f"data of your own: no loss is judged, since {usual.target_val_loss} is of others; --target_val_loss "
+                "sets one")
     except (train_gpt.RunError, OSError) as error:
         sys.exit(f"train_gpt.py: error: {error}")
     print(gpus, ranks, preset, config.train_files != usual.train_files, config.log_dir)
@@ -138,7 +139,8 @@ def say(line):
 
 def written(folder):
     """The logs and models in a folder, each with the time when it was written last."""
-    return {(path, path.stat().st_mtime_ns) for path in Path(folder).resolve().glob("*") if path.suffix in (".txt", ".pt")}
+    return {(path, path.stat().st_mtime_ns) for path in Path(folder).resolve().glob("*")
+            if path.suffix in (".txt", ".pt")}
 
 
 def follow(folder, before):

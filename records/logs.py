@@ -828,8 +828,8 @@ def main(arguments=None):
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a log, a .gz of one, or a folder of them")
     parser.add_argument("--json", action="store_true", help="print all that was read, for programs")
     parser.add_argument("--follow", action="store_true", help="print one log's steps as JSON lines, to the run's end")
-    parser.add_argument("--to", default="", metavar="BOARD", help="of --follow: tensorboard:DIR or wandb:PROJECT, where "
-                        "that package is installed")
+    parser.add_argument("--to", default="", metavar="BOARD", help="of --follow: tensorboard:DIR or wandb:PROJECT, "
+                        "where that package is installed")
     options = parser.parse_args(arguments)
     if options.to.partition(":")[0] not in ("", "tensorboard", "wandb") or options.to and not options.follow:
         parser.error("--to is for --follow: tensorboard:DIR or wandb:PROJECT")

@@ -696,8 +696,12 @@ def side_by_side(comparison, *ranks):
     by_step = [["step, ms", *(f"{column.title} {side}" for column in shown for side in ("a", "b", "b - a"))]]
     for step in comparison["steps"]:
         number = step["a_step"] if step["a_step"] == step["b_step"] else f"{step['a_step']} | {step['b_step']}"
-        by_step.append([str(number), *(cell(step.get(column.key, {}).get(key), form) for column in shown for key, form in
-                                       (("a", column.form), ("b", column.form), ("difference", SIGNED)))])
+        row = [str(number)]
+        for column in shown:
+            pair = step.get(column.key, {})
+            row += [cell(pair.get("a"), column.form), cell(pair.get("b"), column.form),
+                    cell(pair.get("difference"), SIGNED)]
+        by_step.append(row)
     return {"in_all": in_all, "by_step": by_step, "devices": [device for device, _ in groups]}
 
 
