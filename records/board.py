@@ -21,9 +21,9 @@ import logs
 logs.end_at_ctrl_c(__name__)  # scipy takes seconds to import
 
 import argparse
+import contextlib
 import difflib
 import hashlib
-import html
 import json
 import math
 import os
@@ -33,15 +33,15 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-import jinja2
-
+import pages
 import stats
 from stats import MANIFEST, STAMPS, CannotJudge
 
 HERE = Path(__file__).resolve().parent
-TOOLS, TEMPLATES = HERE, HERE / "templates"
+TOOLS = HERE
 PLOT, PAGE = "plot.png", "index.html"
 LADDER = "ladder.png"  # ladder.py's: such a folder has its page already
 CLAIM = re.compile(r"p <|p-value|faster|below target")  # rules of verify.py that judge the claim, not how it was made
@@ -171,11 +171,11 @@ def describe(folder: Path) -> dict:
     sides = list(sides.values())
     differ = differences([side["starts"] for side in sides]) if len(sides) > 1 else []
     compared = report["comparison"] or {}
-    race = stats.Manifest.read(folder / MANIFEST).race if (folder / MANIFEST).exists() else {"sides": {}}
+    manifest = stats.manifest_in(folder)
     for i, side in enumerate(sides):
         side["said"] = said = flat(side["starts"][0])
         side["sha256"] = digest_of(side["source"], said.get("source_sha256"))
-        declared = race["sides"].get(side["name"].removeprefix("side "))
+        declared = manifest and manifest.race["sides"].get(side["name"].removeprefix("side "))
         side["flags"] = declared and shlex.join(declared["flags"])
         side["where"] = f"{said.get('ranks', '?')} rank(s) on {said.get('hardware.device', 'unknown hardware')}"
         telling = [f"{name} {row[i]}" for name, *row in differ
@@ -187,7 +187,8 @@ def describe(folder: Path) -> dict:
     diff, sources = [], [side["source"] for side in sides]
     if len(sides) > 1 and None not in sources:
         diff = short_diff(sources[1], sources[0], (sides[1]["name"], sides[0]["name"]))
-    started = max((said["started"] for said in map(flat, sides[0]["starts"]) if "started" in said), default=folder.name[:10])
+    stated = [str(start["started"]) for start in sides[0]["starts"] if "started" in start]
+    started = max(stated, default=folder.name[:10])
     return {"name": folder.name, "title": title_of(folder), "words": words, "report": report, "sides": sides,
             "differ": differ, "diff": diff, "tests": tests_in(report), "started": started, "date": started[:10],
             "track": f"{sides[0]['said'].get('preset', 'unknown preset')}, {sides[0]['where']}, "
@@ -206,37 +207,6 @@ def title_of(folder: Path) -> str:
 
 # Pages
 
-def markdown(value: object) -> str:
-    """Text from a log or an author as Markdown shows it: on one line, and neither markup nor HTML."""
-    text = re.sub(r"([\\`*_\[\]|])", r"\\\1", " ".join(str(value).split()))
-    return html.escape(text, quote=False)
-
-
-def code(value: object) -> str:
-    text = " ".join(str(value).split())
-    return f"`{text}`" if re.fullmatch(r"[^`|<>&\\]+", text) else f"<code>{markdown(text)}</code>"
-
-
-def fence(lines: list[str]) -> str:
-    """What opens and closes a block of code in Markdown that no line of it can close."""
-    return "`" * max([3, *(1 + len(ticks) for line in lines for ticks in re.findall("`+", line))])
-
-
-def signed(value: float, digits: int = 2) -> str:
-    return f"{value:+.{digits}f}".replace("-", "−")
-
-
-def number(value: float | None, digits: int = 4) -> str:
-    """With so many digits that count; p-values and such."""
-    return "-" if value is None else f"{value:.{digits}g}"
-
-
-def inline(value: object) -> str:
-    """JSON for a <script> of its own: no text in it can end the script."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
 def drawn(records: list[dict]) -> list[dict]:
     """What the page's script draws."""
     return [{"name": record["name"], "title": record["title"], "date": record["date"], "track": record["track"],
@@ -250,15 +220,6 @@ def drawn(records: list[dict]) -> list[dict]:
             for record in records]
 
 
-def environment() -> jinja2.Environment:
-    env = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined,
-                             trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-                             autoescape=lambda name: bool(name) and ".html" in name)
-    env.filters |= {"md": markdown, "code": code, "fence": fence, "signed": signed, "number": number,
-                    "inline": lambda value: jinja2.utils.markupsafe.Markup(inline(value))}
-    return env
-
-
 def write_pages() -> list[dict]:
     """What describe says of each record, the newest first. Raises CannotJudge before anything is written where a record
     gives no verdict."""
@@ -268,14 +229,12 @@ def write_pages() -> list[dict]:
     if not folders:
         raise CannotJudge(f"no record lies in {HERE}; make one by `board.py add`")
     records = sorted(map(describe, folders), key=lambda record: record["started"], reverse=True)
-    env = environment()
-    template = env.get_template("record.md.jinja")
-    pages = {HERE / record["name"] / "README.md": template.render(record=record) for record in records}
-    pages[HERE / "README.md"] = env.get_template("board.md.jinja").render(records=records, ladders=ladders)
-    pages[HERE / PAGE] = env.get_template("board.html.jinja").render(records=records, drawn=drawn(records))
-    for path, text in pages.items():
+    texts = {HERE / record["name"] / "README.md": pages.render("record.md.jinja", record=record) for record in records}
+    texts[HERE / "README.md"] = pages.render("board.md.jinja", records=records, ladders=ladders)
+    texts[HERE / PAGE] = pages.render("board.html.jinja", records=records, drawn=drawn(records))
+    for path, text in texts.items():
         check_public(path, text)
-    for path, text in pages.items():
+    for path, text in texts.items():
         path.write_bytes(text.encode("utf-8", "backslashreplace"))
     return records
 
@@ -326,30 +285,42 @@ def check_public(path: Path, text: str) -> None:
                               "of the race's files")
 
 
-def add(race: Path, folder: Path, title: str) -> list[str]:
-    """The rules that it breaks. Raises CannotJudge, and leaves nothing behind, where the race's logs give no verdict."""
-    if not race.is_dir():
-        raise CannotJudge(f"{race} is no folder; name the folder of a race, like logs/race-ID")
+def published(path: Path) -> str:
+    """The text of a race's file as it is published. Raises CannotJudge where it is none, or would tell too much."""
+    try:
+        text = public(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CannotJudge(f"{path}: cannot be read as a log ({error}); copy it again, or take it out of the "
+                          "folder") from error
+    check_public(path, text)
+    return text
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[None]:
+    """A folder that is gone again where what fills it fails."""
     if folder.exists():
         raise CannotJudge(f"{folder} exists; choose another name, or remove it")
-    if folder.resolve().parent != HERE:
-        raise CannotJudge(f"{folder} is not in {HERE}; records lie there")
-    folder.mkdir()
+    folder.mkdir(parents=True)
     try:
-        for path in sorted(race.iterdir()):
-            if path.suffix == ".txt" or path.name == MANIFEST or path.name.endswith(STAMPS):
-                try:
-                    text = public(path.read_text(encoding="utf-8"))
-                except ValueError as error:
-                    raise CannotJudge(f"{path}: cannot be read as a log ({error}); copy it again, or take it out "
-                                      "of the folder") from error
-                check_public(path, text)
-                (folder / path.name).write_text(text, encoding="utf-8")
-        (folder / "README.md").write_text(f"# {' '.join(title.split())}\n", encoding="utf-8")
-        (record,) = (record for record in write_pages() if record["name"] == folder.name)
+        yield
     except BaseException:
         shutil.rmtree(folder)
         raise
+
+
+def add(race: Path, folder: Path, title: str) -> list[str]:
+    """The rules that it breaks. Raises CannotJudge, and leaves nothing behind, where its logs give no verdict."""
+    if not race.is_dir():
+        raise CannotJudge(f"{race} is no folder; name the folder of a race, like logs/race-ID")
+    if folder.resolve().parent != HERE:
+        raise CannotJudge(f"{folder} is not in {HERE}; records lie there")
+    with new_folder(folder):
+        for path in sorted(race.iterdir()):
+            if path.suffix == ".txt" or path.name == MANIFEST or path.name.endswith(STAMPS):
+                (folder / path.name).write_text(published(path), encoding="utf-8")
+        (folder / "README.md").write_text(f"# {' '.join(title.split())}\n", encoding="utf-8")
+        (record,) = (record for record in write_pages() if record["name"] == folder.name)
     return [f"{rule['rule']}: {rule['reason']}" for rule in record["rules"] if rule["verdict"] == "fail"]
 
 
@@ -363,8 +334,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.command == "add":
-            for broken in add(options.race, options.folder.absolute(), options.title):
-                print(f"board.py: warning: this race breaks a rule, and its page says so: {logs.printable(broken)}", file=sys.stderr)
+            for broken in map(logs.printable, add(options.race, options.folder.absolute(), options.title)):
+                print(f"board.py: warning: this race breaks a rule, and its page says so: {broken}", file=sys.stderr)
         else:
             write_pages()
     except (CannotJudge, OSError) as reason:

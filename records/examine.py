@@ -58,12 +58,13 @@ def load(source_path, model_path):
 
 
 def beginning(module, config, saved):
-    """The state hash of a run of this config before its first step, and the digests of its buffers at its end. Of its data
-    the state holds how many tokens were read: none."""
+    """The state hash of a run of this config before its first step, and the digests of its buffers at its end. Of its
+    data the state holds how many tokens were read: none."""
     import torch
     nothing = module.Shard(Path("none"), 0, module.Encoding(saved["vocab_size"], saved["bos_id"]))
     config = module.config_of({**config, "compile": "off", "init_from": ""})
-    trainer = module.Trainer(config, module.Comm(), torch.device("cuda" if torch.cuda.is_available() else "cpu"), [nothing])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    trainer = module.Trainer(config, module.Comm(), device, [nothing])
     first = trainer.state_hash()
     trainer.model.rotary.follow(tuple(saved["rotary_windows"]))
     return {"hash": first, "buffers": {name: digest_of(x) for name, x in trainer.model.named_buffers()}}
@@ -123,9 +124,20 @@ def serve(source_path, model_path, descriptor):
 # The judge
 
 def read_model(path, device="cpu"):
-    """What train_gpt.py saved: config, run_id, vocab_size, bos_id, windows, and the parameters by name under `state`."""
+    """What train_gpt.py saved: config, run_id, vocab_size, bos_id, windows, and parameters by name under `state`."""
     import torch
     return torch.load(path, weights_only=True, map_location=device)
+
+
+def halve(path):
+    """Rewrites a saved model with its parameters in 16 bits: half as large, and the loss tells as much."""
+    import torch
+    sys.path.append(str(ROOT))
+    import train_gpt
+    saved = read_model(path)
+    state = {name: x.half() if x.dtype == torch.float32 and x.half().isfinite().all() else x  # not beyond 65504
+             for name, x in saved["state"].items()}
+    train_gpt.save_file(Path(path), {**saved, "state": state})
 
 
 class Witness:
@@ -181,7 +193,8 @@ class Witness:
         if found.get("memory"):
             raise MemoryError(str(found.get("error"))[:150])
         if "error" in found:
-            raise Broken(f"the log's source cannot load or run the model ({' '.join(str(found['error']).split())[:150]})")
+            why = " ".join(str(found["error"]).split())[:150]
+            raise Broken(f"the log's source cannot load or run the model ({why})")
         if not all(isinstance(found.get(key), kind) for key, kind in kinds.items()):
             raise Broken(f"the log's source answers {message[:60]!r}")
         return found
@@ -209,13 +222,13 @@ def digest_of(tensor):
 
 
 class Examination:
-    """A model, and the questions that are put to it. stream: the validation tokens, uint16. stated: what the log says."""
+    """A model, and the questions put to it. stream: the validation tokens, uint16. stated: what the log says."""
 
     def __init__(self, source, model_path, saved, stream, stated):
         self.source, self.model_path, self.saved, self.stream, self.stated = source, model_path, saved, stream, stated
         self.config, self.bos, self.sums = json.loads(json.dumps(saved["config"])), saved["bos_id"], []
         self.draw, self.dtype, self.scored = np.random.default_rng(0), self.config["dtype"], stated["val_tokens"]
-        self.halved = self.dtype == "float32" and any(x.element_size() == 2 for x in saved["state"].values())
+        self.halved = any(str(x.dtype) == "torch.float16" for x in saved["state"].values())
         self.length = min(self.config["val_len"], len(stream) - 1)
         self.witness = Witness(source, model_path)
 
@@ -300,8 +313,8 @@ class Examination:
             for sequence in map(int, some):
                 (total, count), (before, _) = self.score(witness, sequence), self.sums[sequence]
                 if not abs(total - before) <= TOLERANCE[self.dtype] * count:
-                    raise Broken(f"sequence {sequence} has a loss of {before / count:.5f} after those before it, and of "
-                                 f"{total / count:.5f} after others")
+                    raise Broken(f"sequence {sequence} has a loss of {before / count:.5f} after those before it, and "
+                                 f"of {total / count:.5f} after others")
         return f"{len(some)} of {len(self.sums)} sequences, scored from last to first by another process"
 
     def probe(self):
@@ -351,12 +364,14 @@ class Examination:
 def examine(source, model_path, val_paths, stated, only=RULES):
     """{rule: (verdict, reason)} of a saved model and the source of its log.
 
-    stated: what the log says: loss, val_tokens, state_hash, initial_hash, config, changes, on_gpu. Broken if the source cannot load it."""
+    stated: what the log says: loss, val_tokens, state_hash, initial_hash, config, changes, on_gpu. Broken if the source
+    cannot load it."""
     saved = read_model(model_path)
     shards = [open_shard(path) for path in val_paths]
     stream = np.concatenate([tokens for tokens, _, _ in shards])
     if (saved["vocab_size"], saved["bos_id"]) != tuple(shards[0][1:]):
-        raise Broken(f"its vocabulary and BOS are {saved['vocab_size']}, {saved['bos_id']}, the shards' {shards[0][1:]}")
+        raise Broken(f"its vocabulary and BOS are {saved['vocab_size']}, {saved['bos_id']}, those of the shards "
+                     f"{shards[0][1:]}")
     asked = Examination(source, model_path, saved, stream, stated)
     checks = asked.check_saved, asked.check_initial, asked.check_loss, asked.check_order, asked.check_causality
     with asked.witness:
@@ -366,7 +381,8 @@ def examine(source, model_path, val_paths, stated, only=RULES):
 def seconds_needed(e):
     """About how long check_model takes, where a token takes as long as in the log's validations; a guess."""
     config, tokens, calls = e.get("start.config", dict), e.get("end.val_tokens", int), max(1, len(e.run.validations))
-    asked = tokens + (SCORED_AGAIN + 1 + FAR_PROBES) * config["val_len"] + 5 * PROBES * min(PROBE_TOKENS, config["val_len"])
+    longest = config["val_len"]
+    asked = tokens + (SCORED_AGAIN + 1 + FAR_PROBES) * longest + 5 * PROBES * min(PROBE_TOKENS, longest)
     validation = e.get("end.seconds_outside_clock.validation", (int, float)) * e.get("start.ranks", int)
     return 3 * STARTING_S + asked / tokens * validation / calls
 

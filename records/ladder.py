@@ -6,9 +6,9 @@
 
 Of each idea: what it changes in the final validation loss and in the time, as means over the seeds of the difference to
 the base's run with the same seed, with 95 % confidence intervals by Student's t; and the two-sided p of the losses, as
-it is and by Holm's correction for that many ideas (Scandinavian Journal of Statistics 6, 1979). An idea is kept where its
-loss is lower at a corrected p below 0.05. Give an idea that costs time fewer steps (--num_steps): losses then compare at
-equal time.
+it is and by Holm's correction for that many ideas (Scandinavian Journal of Statistics 6, 1979). An idea is kept where
+its loss is lower at a corrected p below 0.05. Give an idea that costs time fewer steps (--num_steps): losses then
+compare at equal time.
 
 Exit status: 0 judged, 2 there is nothing to judge.
 """
@@ -21,14 +21,15 @@ import argparse
 import io
 import math
 import shlex
-import shutil
 import sys
 import tarfile
+import textwrap
 from pathlib import Path
 
 import numpy as np
 import scipy.stats
 
+import pages
 import stats
 
 LEVEL = 0.05
@@ -36,31 +37,32 @@ ARCHIVE, PICTURE = "logs.tar.xz", "ladder.png"  # all logs hold the same source:
 
 
 def read(folder):
-    """(the race's declaration, {side: {seed: (final loss, seconds)}}). Raises stats.CannotJudge where a run is missing."""
+    """(the race's declaration, {side: {seed: (final loss, seconds)}}). stats.CannotJudge where a run is missing."""
     manifest = stats.Manifest.read(folder / stats.MANIFEST)
     done, sides = manifest.done(), manifest.race["sides"]
     missing = sum((run, side) not in done for side in sides for run in range(1, manifest.race["n"] + 1))
     if len(sides) < 3 or manifest.race["n"] < 2:
-        raise stats.CannotJudge(f"{folder}: a race of {len(sides)} sides, {manifest.race['n']} runs of each; a ladder has a base and "
-                                "two ideas at least, and two runs of each; of two sides stats.py --side a tells more")
+        raise stats.CannotJudge(f"{folder}: a race of {len(sides)} sides, {manifest.race['n']} runs of each; a ladder "
+                                "has a base and two ideas at least, and two runs of each; of two sides stats.py --side "
+                                "a tells more")
     if missing:
-        raise stats.CannotJudge(f"{folder}: {missing} runs are not done; go on with race.py --resume {folder / stats.MANIFEST}")
+        raise stats.CannotJudge(f"{folder}: {missing} runs are not done; go on with race.py --resume "
+                                f"{folder / stats.MANIFEST}")
     found = {}
     for (run, side), attempt in done.items():
         runs, rejected, _ = logs.read_file(str(folder / f"{attempt['run_id']}.txt"))
         if len(runs) != 1 or runs[0].final_loss is None or not runs[0].train_time_ms:
-            raise stats.CannotJudge(f"{attempt['run_id']}.txt holds no whole run{': ' + rejected[0].reason if rejected else ''}; "
-                                    "restore the logs of the race")
+            why = f": {rejected[0].reason}" if rejected else ""
+            raise stats.CannotJudge(f"{attempt['run_id']}.txt holds no whole run{why}; restore the logs of the race")
         found.setdefault(side, {})[run] = runs[0].final_loss, runs[0].train_time_ms / 1000
     return manifest.race, found
 
 
 def holm(values):
     """Holm's corrected p of each of several p."""
-    order, corrected, most = np.argsort(values), np.empty(len(values)), 0.0
-    for place, i in enumerate(order):
-        most = max(most, min(1.0, (len(values) - place) * values[i]))
-        corrected[i] = most
+    order, left = np.argsort(values), np.arange(len(values), 0, -1)
+    corrected = np.empty(len(values))
+    corrected[order] = np.maximum.accumulate(np.minimum(1, left * np.asarray(values)[order]))
     return corrected.tolist()
 
 
@@ -87,27 +89,19 @@ def judge(race, found):
                          "sd": np.subtract(losses[side], losses[base]).std(ddof=1)})
     for row, corrected in zip(rows, holm([row["p"] for row in rows])):
         row |= {"holm": corrected, "kept": bool(corrected < LEVEL and row["loss"] < 0)}
-    return {"flags": shlex.join(race["sides"][base]["flags"]), "n": len(seeds), "losses": losses[base], "seconds": seconds[base],
-            "rows": sorted(rows, key=lambda row: row["loss"])}
+    return {"flags": shlex.join(race["sides"][base]["flags"]), "n": len(seeds), "losses": losses[base],
+            "seconds": seconds[base], "rows": sorted(rows, key=lambda row: row["loss"])}
 
 
-def table(found):
-    """Markdown."""
-    loss, seconds = found["losses"], found["seconds"]
-    sd = float(np.median([row["sd"] for row in found["rows"]]))
+def table(found, title=None):
+    """Markdown; with a title the whole page of a record."""
+    sd, loss = float(np.median([row["sd"] for row in found["rows"]])), stats.summary(found["losses"])
     try:
-        wanted = stats.runs_needed(sd, 0.01 * float(np.mean(loss)), LEVEL / 2, 0.8) if sd else 2
+        wanted = stats.runs_needed(sd, 0.01 * loss["mean"], LEVEL / 2, 0.8) if sd else 2
     except stats.CannotJudge:
         wanted = f"more than {stats.MOST_RUNS:,}"
-    lines = [f"Base: `{found['flags']}`, {found['n']} seeds: loss {np.mean(loss):.4f} ± {np.std(loss, ddof=1):.4f}, "
-             f"{np.mean(seconds):.1f} ± {np.std(seconds, ddof=1):.1f} s (mean ± σ).",
-             f"Differences between runs of one seed have σ = {sd:.4f} in the median idea: to see 1 % of the loss with 80 % power "
-             f"at p < {LEVEL:g}, uncorrected, takes {wanted} seeds.", "",
-             "| idea | Δ loss (95 %) | time, times the base's (95 %) | p | p, Holm | kept |", "|---|---|---|---|---|---|"]
-    for row in found["rows"]:
-        lines.append(f"| `{row['idea']}` | {row['loss']:+.4f} ± {row['loss_ci']:.4f} | {row['time']:.3f} ± {row['time_ci']:.3f} | "
-                     f"{row['p']:.2g} | {row['holm']:.2g} | {'yes' if row['kept'] else 'no'} |")
-    return "\n".join(lines)
+    return pages.show("ladder.md.jinja", **found, title=title, loss=loss, time=stats.summary(found["seconds"]), sd=sd,
+                      wanted=wanted, level=LEVEL, picture=PICTURE, archive=ARCHIVE)
 
 
 def draw(found, path):
@@ -122,10 +116,10 @@ def draw(found, path):
         color = "#1b6ac9" if row["kept"] else "#8a8a8a" if row["holm"] >= LEVEL else "#c0392b"
         axes.errorbar(row["loss"], at, xerr=row["loss_ci"], fmt="o", color=color, capsize=4)
     axes.axvline(0, color="#333333", lw=1)
-    axes.set_yticks(range(len(rows)), [row["idea"] if len(row["idea"]) < 60 else row["idea"][:57] + "…" for row in rows], fontsize=9)
+    axes.set_yticks(range(len(rows)), [textwrap.shorten(row["idea"], 60, placeholder=" …") for row in rows], fontsize=9)
     axes.set_xlabel("change of the final validation loss, nats (95 %)")
-    figure.suptitle(f"{found['n']} seeds against one base; blue: lower, red: higher, at p < {LEVEL:g} by Holm's correction",
-                    fontsize=10, x=0.01, ha="left")
+    figure.suptitle(f"{found['n']} seeds against one base; blue: lower, red: higher, at p < {LEVEL:g} by Holm's "
+                    "correction", fontsize=10, x=0.01, ha="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="x", color="#e6e6e6")
     figure.savefig(path, dpi=150)
@@ -135,26 +129,16 @@ def draw(found, path):
 def keep(folder, record, found, title):
     """The record's folder: README.md, picture, and race.jsonl and the logs packed together."""
     import board
-    if record.exists():
-        raise stats.CannotJudge(f"{record} exists; choose another name, or remove it")
-    record.mkdir(parents=True)
-    try:
+    with board.new_folder(record):
         draw(found, record / PICTURE)
         with tarfile.open(record / ARCHIVE, "w:xz") as archive:
             for path in (folder / stats.MANIFEST, *sorted(folder.glob("*.txt"))):
-                text = board.public(path.read_text(encoding="utf-8"))
-                board.check_public(path, text)
-                packed = tarfile.TarInfo(path.name)
-                packed.size = len(text.encode())
-                archive.addfile(packed, io.BytesIO(text.encode()))
-        (record / "README.md").write_text(f"# {title}\n\n{table(found)}\n\n![differences of the ideas]({PICTURE})\n\nAgain from "
-                                          f"the logs: `tar -xf {ARCHIVE}` in a copy of this folder, then `python "
-                                          "records/ladder.py COPY`.\n", encoding="utf-8")
+                text, packed = board.published(path).encode(), tarfile.TarInfo(path.name)
+                packed.size = len(text)
+                archive.addfile(packed, io.BytesIO(text))
+        (record / "README.md").write_text(f"{table(found, title)}\n", encoding="utf-8")
         if record.absolute().parent == board.HERE:
             board.write_pages()
-    except BaseException:
-        shutil.rmtree(record)
-        raise
 
 
 def main(arguments=None):

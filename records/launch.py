@@ -1,15 +1,15 @@
 """Starts the ranks of one run on this machine, as torchrun --standalone does, but open to no other machine.
 
     python records/launch.py --nproc_per_node=2 [torchrun's flags] train_gpt.py [its flags]
-    python records/launch.py --then logs --nproc_per_node=2 train_gpt.py     and draws the log, lets the model speak that the run
-                                                       saved, and keeps the latest five models of that folder
-    python records/launch.py --fit [flags of train_gpt.py]     prints what this machine would start: GPUs, ranks, preset, whether
-                                                       the data are the user's own, folder of the log
-    python records/launch.py --fit_text [flags]        likewise, and a second line: flags that fit the size of a user's text
+    python records/launch.py --then logs --nproc_per_node=2 train_gpt.py    and draws the log, lets the model speak that
+                                    the run saved, and keeps the latest five models of that folder
+    python records/launch.py --fit [flags of train_gpt.py]    prints what this machine would start: GPUs, ranks, preset,
+                                    whether the data are the user's own, folder of the log
+    python records/launch.py --fit_text [flags]    likewise, and a second line: flags that fit the size of a user's text
 
-torchrun's stores listen on every address of the machine; here the store, gloo and NCCL are found on loopback alone. Each
-restart (--max_restarts) gets a store of its own, so nothing of the attempt that failed is left in it. The agent's own
-report is not printed: the rank that failed has said why, unless a signal killed it, and then this says so.
+torchrun's stores listen on every address of the machine; here the store, gloo and NCCL are found on loopback alone.
+Each restart (--max_restarts) gets a store of its own, so nothing of the attempt that failed is left in it. The agent's
+own report is not printed: the rank that failed has said why, unless a signal killed it, and then this says so.
 
 Exit status: 0, or that of the first rank that failed; 128 + the signal that ended it or this (Ctrl-C: 130).
 """
@@ -67,23 +67,9 @@ class Loopback(RendezvousHandler):
         self.store = TCPStore(HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         return RendezvousInfo(self.store, 0, 1, RendezvousStoreInfo(HERE, port))
 
-    def get_backend(self):
-        return "loopback"
-
-    def get_run_id(self):
-        return self.run_id
-
-    def is_closed(self):
-        return False
-
-    def set_closed(self):
-        pass
-
-    def num_nodes_waiting(self):
-        return 0
-
-    def shutdown(self):
-        return True
+    get_backend, get_run_id = lambda self: "loopback", lambda self: self.run_id
+    is_closed, set_closed = lambda self: False, lambda self: None
+    num_nodes_waiting, shutdown = lambda self: 0, lambda self: True
 
 
 def fit(flags, text):
@@ -98,7 +84,8 @@ def fit(flags, text):
         chosen = fit_text(train_gpt, config, given) if text else {}
         if not text and Path(config.train_files).name != Path(usual.train_files).name and given.target_val_loss is None:
             chosen = {"target_val_loss": 0}
-            say(f"data of your own: no loss is judged, since {usual.target_val_loss} is of others; --target_val_loss sets one")
+            say(f"data of your own: no loss is judged, since {usual.target_val_loss} is of others; --target_val_loss "
+                "sets one")
     except (train_gpt.RunError, OSError) as error:
         sys.exit(f"train_gpt.py: error: {error}")
     print(gpus, ranks, preset, config.train_files != usual.train_files, config.log_dir)
@@ -141,7 +128,8 @@ def fit_text(train_gpt, config, given):
         f"in part; nearly all of it takes --num_steps {whole}" if whole > 1.05 * steps else "once"))
     if (held := sum(shard.tokens for shard in val)) > MOST_VAL_TOKENS:
         chosen["val_tokens"] = MOST_VAL_TOKENS // config.val_len * config.val_len
-        say(f"text: validation on {chosen['val_tokens']:,} of {held:,} tokens, to take seconds; --val_tokens 0 takes all")
+        say(f"text: validation on {chosen['val_tokens']:,} of {held:,} tokens, to take seconds; --val_tokens 0 takes "
+            "all")
     return {name: value for name, value in chosen.items() if getattr(given, name) is None}
 
 
@@ -151,7 +139,8 @@ def say(line):
 
 def written(folder):
     """The logs and models in a folder, each with the time when it was written last."""
-    return {(path, path.stat().st_mtime_ns) for path in Path(folder).resolve().glob("*") if path.suffix in (".txt", ".pt")}
+    return {(path, path.stat().st_mtime_ns) for path in Path(folder).resolve().glob("*")
+            if path.suffix in (".txt", ".pt")}
 
 
 def follow(folder, before):
@@ -187,7 +176,7 @@ def main(words):
     loopback = socket.if_indextoname(1)  # lo, on macOS lo0
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # when a rank has died the others' sockets warn of it at length
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else all sockets warn of a rank that died
     logging.disable(logging.CRITICAL)
     # a notice to save is the ranks' alone: torch's agent would end them with it
     signal.signal(signal.SIGUSR1, lambda *_: subprocess.call(["pkill", "-USR1", "-P", str(os.getpid())]))

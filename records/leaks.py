@@ -1,7 +1,7 @@
 """The data of a run: is it what the log says, was it what the run trained on, and is validation text in training?
 
-Rules that read the shards; records/verify.py calls them where --data names their folder. A rule returns what shows that it
-is kept, and raises Broken or NotCheckable.
+Rules that read the shards; records/verify.py calls them where --data names their folder. A rule returns what shows that
+it is kept, and raises Broken or NotCheckable.
 """
 
 import hashlib
@@ -152,22 +152,24 @@ def fingerprints(tokens):
 # What the run read
 
 def check_replay(config, shards, steps, end, folder):
-    """Do the declared shards, packed by this checkout's train_gpt.py, give the digest of the tokens that the log states?"""
+    """Do the declared shards, packed by this checkout's train_gpt.py, give the digest of tokens that the log states?"""
     stated = end.get("train_digest") or end.get("train_sha256")
     paths = find_shards({"train": shards["train"]}, folder)["train"]
     sys.path.append(str(ROOT))
     import train_gpt
     try:
         old = "train_digest" not in end
-        seen = digest_of_batches(train_gpt, train_gpt.config_of(in_new_words(config) if old else config), paths, steps, old)
+        config = train_gpt.config_of(in_new_words(config) if old else config)
+        seen = digest_of_batches(train_gpt, config, paths, steps, old)
     except train_gpt.RunError as error:
         raise Broken(f"the declared shards do not give {steps} batches: {error}") from None
     except (TypeError, KeyError) as error:
         raise NotCheckable(f"this checkout's train_gpt.py does not take the log's config ({error}); check out the "
                            "revision that the log states, and verify there") from None
     if seen != stated:
-        raise Broken(f"{steps} batches of the declared shards have digest {seen[:8]}..., the log states {stated[:8]}...: "
-                     "it trained on something else, or packs its batches in another way than this train_gpt.py")
+        raise Broken(f"{steps} batches of the declared shards have digest {seen[:8]}..., the log states "
+                     f"{stated[:8]}...: it trained on something else, or packs its batches in another way than this "
+                     "train_gpt.py")
     return f"{steps} batches of the declared shards, packed anew, have the digest {stated[:8]}... of the log"
 
 

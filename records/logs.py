@@ -18,9 +18,9 @@ What counts as a run:
 - A run is complete if its last validation is at the step that it stated as its total. llm.c's form states no total:
   there completeness cannot be known (None), unless training lines follow the last validation.
 - Its loss is `val_loss` (llm.c: `tel`) and its time is `train_time`, both of the last validation line.
-- A line {"resumed": ...} says that a killed run goes on from a checkpoint: what it had written of later steps is dropped,
-  and the counter that falls back there begins no other run. Such runs, and those that began from saved parameters, are
-  read, and Run.disqualified says why they count for no record.
+- A line {"resumed": ...} says that a killed run goes on from a checkpoint: what it had written of later steps is
+  dropped, and the counter that falls back there begins no other run. Such runs, and those that began from saved
+  parameters, are read, and Run.disqualified says why they count for no record.
 
 This file needs nothing but the standard library.
 """
@@ -44,7 +44,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-SEPARATOR = b"=" * 100
+SEPARATOR, UTF_16 = b"=" * 100, (b"\xff\xfe", b"\xfe\xff")
 BLOCK = 1 << 20  # bytes read at a time; a longer line cannot be a log line
 MOST_RUNS, MOST_LINES = 10_000, 100_000  # runs, and validation lines, in one file, and
 MOST_NOTES = 20  # notes on one run: they bound the memory that a hostile file can take
@@ -58,7 +58,7 @@ UNREADABLE, NOT_A_LOG, INCOMPLETE, NOT_FINITE = "unreadable", "not a log", "inco
 
 _LINE = re.compile(rb"""^(?:step|s):(\d{1,18})(?:/(\d{1,18}))?\ ((?:train_loss:\S+\ )?(?:train_time:(\d{1,18})ms\b)?.*)$
                      |^((?:step:|step\ +\d+/\d+\ *\||s:\d|\{"run_id"|\{"end"|\{"resumed"
-                     |error:).*)$""", re.M | re.X)
+                     |error:).*)$""", re.X)
 _SPACED = re.compile(rb"step:? *(\d{1,18})/(\d{1,18}) *[|,](.*)")  # `step  25/1840 | time: 1,530ms | val loss: 4.1`
 _SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in (
     (rb"(?<=\d),(?=\d{3})", b""), (rb"[|,] ", b" "), (rb"\b(train|val)[ _]loss: *", rb"\1_loss:"),
@@ -220,14 +220,20 @@ def read_file(path, sources=None):
         if suffix in DOCUMENTS or stem == "readme":
             what = f"a {suffix} file" if suffix in DOCUMENTS else "a README"
             return _refused(path, NOT_A_LOG, f"{what}; rename it to .txt if it is a run's log")
-        with open(path, "rb", buffering=0) as file:
-            zipped = file.read(2) == b"\x1f\x8b"
-            file.seek(0)
-            return _parse(path, gzip.GzipFile(fileobj=file) if zipped else file, {} if sources is None else sources)
+        with open_unpacked(path) as file:
+            return _parse(path, file, {} if sources is None else sources)
+    except _TooMuch:
+        return _refused(path, NOT_A_LOG, f"more than {MOST_RUNS:,} runs or {MOST_LINES:,} validation lines")
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         return _refused(path, UNREADABLE, f"broken gzip file ({error}); copy it again from where it was made")
     except OSError as error:
         return _refused(path, UNREADABLE, f"cannot be read ({error.strerror or error}); check the path and its rights")
+
+
+def open_unpacked(path):
+    """The bytes of a file, unpacked if the first of them say gzip, whatever its name says."""
+    file = open(path, "rb")
+    return gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
 
 
 def _refused(path, kind, reason):
@@ -352,14 +358,14 @@ class _OpenRun:
 
 
 class _Reader:
-    """Takes a file in pieces and keeps what counts: its source, its environment, and the runs after the separator."""
+    """Takes a file's lines and keeps what counts: its source, its environment, and the runs after the separator."""
 
     def __init__(self, path, sources):
         self.path, self.sources, self.separators = path, sources, 0
         self.source, self.source_hash, self.blank = None, hashlib.sha256(), True
         self.source_pieces, self.kept, self.source_place = [], 0, 0  # bytes; none when they are too many
         self.script = False  # the source imports torch: the file is a run's, and no other text with separators
-        self.environment = b""
+        self.environment = bytearray()
         self.quoted = 0  # validation lines between the source and the last separator
         self.forget_runs()
 
@@ -367,60 +373,47 @@ class _Reader:
         self.run, self.closed, self.validations, self.notes = None, [], 0, _Notes()
         self.own, self.shape, self.odd, self.total = None, bytearray(), None, None
 
-    def take(self, text, terminated=True):
-        """Takes whole lines, with line ends as \\n; terminated is False for a last line without a line end."""
-        at = 0
-        for begin, end in _separators(text):
-            if self.source is None:
-                self.source_text(text[at:begin])
-            else:
-                self.lines(text[at:begin])
-            self.separator()
-            at = end
-        self.source_text(text[at:])
-        self.lines(text[at:], terminated)
+    def take(self, line, terminated):
+        """Takes a line without its line end, which may be the source's or a run's: a separator after it tells."""
+        if line == SEPARATOR:
+            return self.separator()
+        if self.source is None:
+            self.source_text(line + b"\n")
+        match = _LINE.match(line)
+        if not terminated:
+            self.unterminated(line, match)
+        elif match:
+            step, total, rest, plain_ms, other = match.groups()
+            if other is not None:
+                self.other_line(other)
+            elif not (plain_ms and self.run and self.run.went_on(int(step), total, int(plain_ms), rest)):
+                self.step_line(int(step), total, rest)
+        elif self.run is None and len(self.environment) < BLOCK:
+            self.environment += line + b"\n"
+        if self.own is None:
+            self.own = line.startswith(b'{"run_id"')
+        if self.own:
+            self.kind(line)
 
     def source_text(self, text):
         """Takes a piece of what may turn out to be the source: only a separator after it tells."""
-        if self.source is None:
-            self.source_hash.update(text)
-            self.kept += len(text)
-            if self.kept > MOST_SOURCE:
-                self.source_pieces = []
-            elif text:
-                self.source_pieces.append(bytes(text))
-            self.blank = self.blank and not text.strip()
-            self.script = self.script or b"import torch" in text
+        self.source_hash.update(text)
+        self.kept += len(text)
+        if self.kept > MOST_SOURCE:
+            self.source_pieces = []
+        else:
+            self.source_pieces.append(text)
+        self.blank = self.blank and not text.strip()
+        self.script = self.script or b"import torch" in text
 
     def separator(self):
         if self.source is None and not self.blank:
-            self.source, self.environment, self.source_place = self.source_hash.hexdigest(), b"", self.separators
+            self.source, self.source_place = self.source_hash.hexdigest(), self.separators
+            self.environment.clear()
         else:
             self.quoted += self.validations
         self.separators += 1
         self.forget_runs()
-
-    def lines(self, text, terminated=True):
-        """Takes what may turn out to be the run's lines: only a separator after them tells that they are not."""
-        whole = text if terminated else text[:text.rfind(b"\n") + 1]
-        if self.run is None and len(self.environment) < BLOCK:
-            first = _LINE.search(whole)
-            self.environment += text[:first.start()] if first else text
-        for match in _LINE.finditer(whole):
-            step, total, rest, plain_ms, other = match.groups()
-            if plain_ms and self.run and self.run.went_on(int(step), total, int(plain_ms), rest):
-                continue
-            if other is None:
-                self.step_line(int(step), total, rest)
-            else:
-                self.other_line(other)
-        if not terminated:
-            self.unterminated(text[len(whole):])
-        if self.own is None and text:
-            self.own = text.startswith(b'{"run_id"')
-        if self.own:
-            for line in text.removesuffix(b"\n").split(b"\n"):
-                self.kind(line)
 
     def kind(self, line):
         """Notes which line of this project's script it is; o if none, or one that states another total."""
@@ -502,14 +495,13 @@ class _Reader:
         else:
             notes.add(_show(line))
 
-    def unterminated(self, line):
+    def unterminated(self, line, match):
         """Keeps a last line without a line end only if nothing can be missing from it."""
-        match = _LINE.match(line)
         if match and match[3] and _is_whole(match[3], self.run.validation_text if self.run else None):
             self.step_line(int(match[1]), match[2], match[3])
         elif match and match[5] and match[5].startswith(b"{") and line.endswith(b"}"):
             self.other_line(line)
-        elif match or (line and (b"step:".startswith(line) or b"s:".startswith(line))):
+        elif match or line and (b"step:".startswith(line) or b"s:".startswith(line)):
             if self.run:
                 self.run.cut = True
             (self.run.notes if self.run else self.notes).add(f"the last line is cut off and dropped: {_show(line)!r}")
@@ -625,51 +617,32 @@ class _TooMuch(Exception):
 
 
 def _parse(path, file, sources):
-    reader, digest, size = _Reader(path, sources), hashlib.sha256(), 0
-    rest, overlong = b"", False
-    while block := file.read(BLOCK):
-        if not size and block[:2] in (b"\xff\xfe", b"\xfe\xff"):
-            return _refused(path, UNREADABLE, "UTF-16 text; convert it to UTF-8")
-        if not size and b"\0" in block[:4096]:
-            return _refused(path, NOT_A_LOG, "a binary file")
-        size += len(block)
-        digest.update(block)
-        text = rest + block
-        if overlong:  # inside a line that is no log line: the source may hold it, and nothing else
-            end = text.find(b"\n") + 1
-            reader.source_text(text[:end] if end else text)
-            overlong, text = not end, text[end:] if end else b""
-        end = text.rfind(b"\n") + 1
-        if end:
-            try:
-                reader.take(_unix(text[:end]))
-            except _TooMuch:
-                return _refused(path, NOT_A_LOG, f"more than {MOST_RUNS:,} runs or {MOST_LINES:,} validation lines")
-        rest = text[end:]
-        if len(rest) > BLOCK:
-            reader.source_text(rest)
-            reader.notes.add(f"a line of more than {BLOCK:,} bytes is left out")
-            reader.kind(rest[:80])
-            rest, overlong = b"", True
-    if not size:
-        return _refused(path, NOT_A_LOG, "an empty file")
-    if rest:
-        reader.take(_unix(rest), terminated=rest.endswith(b"\r"))
+    head = file.peek(4096)[:4096]
+    for is_so, kind, what in ((not head, NOT_A_LOG, "an empty file"),
+                              (head[:2] in UTF_16, UNREADABLE, "UTF-16 text; convert it to UTF-8"),
+                              (b"\0" in head, NOT_A_LOG, "a binary file")):
+        if is_so:
+            return _refused(path, kind, what)
+    reader, digest, overlong = _Reader(path, sources), hashlib.sha256(), False
+    while piece := file.readline(BLOCK):
+        digest.update(piece)
+        ends = piece.endswith(b"\n")
+        if overlong or not ends and len(piece) == BLOCK:  # no log line: the source may hold it, and nothing else
+            if reader.source is None:
+                reader.source_text(piece)
+            if not overlong:
+                reader.notes.add(f"a line of more than {BLOCK:,} bytes is left out")
+                reader.kind(piece[:80])
+            overlong = not ends
+            continue
+        if b"\r" in piece:
+            piece = piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, rest = piece.split(b"\n")
+        for line in lines:
+            reader.take(line, True)
+        if rest:
+            reader.take(rest, False)
     return *reader.finish(), digest.digest()
-
-
-def _unix(text):
-    return text.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in text else text
-
-
-def _separators(text):
-    """Yields (begin, end) of every separator line of text, its line end included."""
-    at = text.find(SEPARATOR)
-    while at >= 0:
-        end = at + len(SEPARATOR)
-        if (at == 0 or text[at - 1] == 10) and text[end:end + 1] in (b"\n", b""):
-            yield at, end + 1
-        at = text.find(SEPARATOR, max(end, text.find(b"\n", at)))
 
 
 def _fields(rest):
@@ -767,22 +740,30 @@ def printable(text):
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in os.fspath(text))
 
 
+def last_run(path):
+    """(the last run of a file, used or rejected, or None; why it, or the file, was rejected, or "")"""
+    runs, rejected, _ = read_file(path)
+    found = [run for run in (*runs, *rejected) if run.index_in_file]
+    run = max(found, key=lambda run: run.index_in_file, default=None)
+    return run, getattr(run or rejected[0], "reason", "")
+
+
 def follow(path, period_s=1.0, silent_s=60):
-    """Yields {step, train_time_ms, train_loss, val_loss} of each step of a log, the losses that it states, until the run
-    has ended or broken off. What a resumed run trains again comes again. OSError if there is no such file; TimeoutError
-    if it is silent for that long, and no process holds its lock, as our runs do: the run was killed."""
+    """Yields {step, train_time_ms, train_loss, val_loss} of each step of a log, the losses that it states, until the
+    run has ended or broken off. What a resumed run trains again comes again. OSError if there is no such file;
+    TimeoutError if it is silent for that long, and no process holds its lock, as our runs do: the run was killed."""
     told = resumes = 0
     while os.stat(path):
-        runs, rejected, _ = read_file(path)
-        run = max((run for run in runs + rejected if run.index_in_file), key=lambda run: run.index_in_file, default=None)
+        run, why = last_run(path)
         if run and len(run.resumed) > resumes:
             resumes, told = len(run.resumed), sum(step.step <= run.resumed[-1]["from_step"] for step in run.steps)
         for step in run.steps[told:] if run else ():
-            val_loss = next((v.loss for v in run.validations if v.step == step.step), None) if step.validation else None
-            line = {"step": step.step, "train_time_ms": step.time_ms, "train_loss": step.train_loss, "val_loss": val_loss}
+            losses = [validation.loss for validation in run.validations if validation.step == step.step]
+            line = {"step": step.step, "train_time_ms": step.time_ms, "train_loss": step.train_loss,
+                    "val_loss": losses[0] if step.validation and losses else None}
             yield {name: value for name, value in line.items() if value is not None}
             told += 1
-        if run and (getattr(run, "end", None) or getattr(run, "complete", None) or "error:" in getattr(run, "reason", "")):
+        if run and (getattr(run, "end", None) or getattr(run, "complete", None) or "error:" in why):
             return
         silent = time.time() - os.stat(path).st_mtime
         if silent > silent_s and not is_locked(path):
@@ -825,8 +806,9 @@ def outcomes(logs):
         steps = str(run.last_step) if run.stated_steps is None else f"{run.last_step}/{run.stated_steps}"
         seconds = "-" if run.train_time_ms is None else f"{run.train_time_ms / 1000:.3f}"
         loss = f"{run.final_loss:.{run.loss_decimals}f}"
-        rows.append((run.path, str(run.index_in_file), "no record" if run.disqualified else "used", steps, loss, seconds,
-                     str(run.gpus or "-"), (run.source_sha256 or "-")[:8], "; ".join(run.notes)))
+        outcome = "no record" if run.disqualified else "used"
+        rows.append((run.path, str(run.index_in_file), outcome, steps, loss, seconds, str(run.gpus or "-"),
+                     (run.source_sha256 or "-")[:8], "; ".join(run.notes)))
     others = [(item, "rejected", item.reason) for item in logs.rejected]
     others += [(item, "duplicate", f"{item.reason}: {printable(item.original_path)}") for item in logs.duplicates]
     rows += [(item.path, str(item.index_in_file or "-"), what, *"-----", why) for item, what, why in others]
@@ -845,9 +827,9 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description="Lists every run log and what became of it.")
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a log, a .gz of one, or a folder of them")
     parser.add_argument("--json", action="store_true", help="print all that was read, for programs")
-    parser.add_argument("--follow", action="store_true", help="print the steps of one log as JSON lines, to the run's end")
-    parser.add_argument("--to", default="", metavar="BOARD", help="of --follow: tensorboard:DIR or wandb:PROJECT, where that "
-                        "package is installed")
+    parser.add_argument("--follow", action="store_true", help="print one log's steps as JSON lines, to the run's end")
+    parser.add_argument("--to", default="", metavar="BOARD", help="of --follow: tensorboard:DIR or wandb:PROJECT, "
+                        "where that package is installed")
     options = parser.parse_args(arguments)
     if options.to.partition(":")[0] not in ("", "tensorboard", "wandb") or options.to and not options.follow:
         parser.error("--to is for --follow: tensorboard:DIR or wandb:PROJECT")
@@ -857,7 +839,8 @@ def main(arguments=None):
             for line in follow(options.paths[0]):
                 take(line)
         except ImportError as error:
-            print(f"logs.py: error: --to {printable(options.to)}: {error}; install it, or leave out --to", file=sys.stderr)
+            print(f"logs.py: error: --to {printable(options.to)}: {error}; install it, or leave out --to",
+                  file=sys.stderr)
             return 2
         except OSError as error:
             why = f"{error.strerror}; name the log of a run" if error.strerror else error

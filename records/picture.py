@@ -19,8 +19,9 @@ import numpy as np
 
 import logs
 
-STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e6e6e6",
-         "axes.axisbelow": True, "axes.titleweight": "bold", "axes.titlelocation": "left", "svg.fonttype": "none"}
+STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+         "grid.color": "#e6e6e6", "axes.axisbelow": True, "axes.titleweight": "bold", "axes.titlelocation": "left",
+         "svg.fonttype": "none"}
 TRAINING, VALIDATION = "#1b6ac9", "#e07b39"
 SMOOTHED = 1 / 20  # of the steps: what a mean is taken over, and what is left out where the first losses dwarf the rest
 
@@ -31,12 +32,11 @@ class NothingToDraw(Exception):
 
 def read(path):
     """The last run of a log, whole or not: it has steps, validations and start. NothingToDraw if no step is timed."""
-    runs, rejected, _ = logs.read_file(path)
-    found = [run for run in (*runs, *rejected) if run.index_in_file is not None and run.steps]
-    if not found:
-        why = f" ({rejected[0].reason})" if rejected else ""
+    run, why = logs.last_run(path)
+    if not (run and run.steps):
+        why = why and f" ({why})"
         raise NothingToDraw(f"{logs.printable(path)}: no step with a train_time{why}; name the log of a run")
-    return max(found, key=lambda run: run.index_in_file)
+    return run
 
 
 def running_mean(values):

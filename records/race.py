@@ -2,8 +2,8 @@
 
     python records/race.py -n 10                      ten runs of train_gpt.py as it lies here
     python records/race.py -n 5 --vs HEAD~1           five pairs: this checkout (side a) and another revision (side b)
-    python records/race.py -n 5 --vs "--sync step"    five pairs: the same script; side a, the one with the idea, has these
-                                                      flags too
+    python records/race.py -n 5 --vs "--sync step"    five pairs: the same script; side a, the one with the idea, has
+                                                      these flags too
     python records/race.py -n 5 --vs "--flag x" --vs "--other y"      a ladder: five runs of each idea and of the base
     python records/race.py -n 5 --vs ../modded-nanogpt --cmd "torchrun --nproc_per_node=8 train_gpt.py"
                                                       side b: another project's script, started so in its folder
@@ -18,7 +18,8 @@ stop when the figures please: --until-decided looks after every pair, by bounds 
 
 logs/race-ID/ gets the logs of both sides; race.jsonl, which names every run before it starts and after it ends, those
 that failed too; RUNID.steps.json, [step, seconds] of each step line as it reached the log, by the clock of this process
-since it started the run; race.png, drawn anew after each run. A run that fails stops the race, as what breaks once
+since it started the run; RUNID.pt, its model in 16 bits, for verify.py --rerun (--save_model true among the flags keeps
+it whole, false keeps none); race.png, drawn anew after each run. A run that fails stops the race, as what breaks once
 mostly breaks again; --resume repeats it with its seed. While any run of a race lives its race.jsonl is locked.
 
 Another project's script has seeds of its own, and knows nothing of the race. What its command wrote last in logs/*.txt
@@ -47,6 +48,7 @@ import re
 import shlex
 import shutil
 import signal
+import string
 import subprocess
 import sys
 import tempfile
@@ -69,11 +71,14 @@ PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # found now: a child must not
 ALONE = [sys.executable, "-I"]  # neither PYTHON* variables nor the user's packages
 STEP = re.compile(rb"(?:step|s):(\d{1,18})[/ ]")
 
-# Before any run: the script itself knows best what it refuses, and whether it has the flag --race or the four before it
+# Before any run: the script itself knows best what it refuses, which flags of a race it has, and what it would save
 CHECK = ("import json, sys; sys.path.insert(0, ''); import train_gpt as t; ranks, *flags = sys.argv[1:]\n"
          "try: preset, config = t.parse_config(flags, 'laptop'); t.check_config(config, int(ranks))\n"
          "except t.RunError as error: sys.exit(str(error))\n"
-         "print(json.dumps({'race_flag': hasattr(config, 'race'), 'preset': preset, 'steps': config.num_steps}))")
+         "print(json.dumps({'race_flag': hasattr(config, 'race'), 'preset': preset, 'steps': config.num_steps,\n"
+         "    'small_model': hasattr(config, 'save_model') and not any(f.startswith('--save_model') for f in flags)}))")
+# After a run, by a process that gives its memory back
+HALVE = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import examine; examine.halve(sys.argv[1])"
 # In front of a rank, which torchrun gives no open file of its own: it holds the race's lock as long as it lives
 HOLD = ("import fcntl, os, sys; lock = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(lock, fcntl.LOCK_SH)\n"
         "os.set_inheritable(lock, True); os.execv(sys.argv[2], sys.argv[2:])")
@@ -96,13 +101,14 @@ def git(*arguments):
 
 def describe_sides(ideas, cmd, flags):
     """{side: {"revision", "flags"}}; a revision of None is this checkout. A lone side has no name, as in the logs. Of a
-    ladder the last side is the base. A side with a "folder" is another project's, and its flags are its whole command."""
+    ladder the last side is the base. A side with a "folder" is another project's; its flags are its whole command."""
     if not ideas:
         return {"": {"revision": None, "flags": flags}}
     if len(ideas) > 1:
         if not all(idea.startswith("-") for idea in ideas):
             raise CannotRace("several --vs make a ladder of flags; race a revision by itself")
-        return {chr(ord("a") + i): {"revision": None, "flags": flags + split_flags(idea)} for i, idea in enumerate([*ideas, ""])}
+        return {side: {"revision": None, "flags": flags + split_flags(idea)}
+                for side, idea in zip(string.ascii_lowercase, [*ideas, ""])}
     vs, = ideas
     if cmd is not None:
         theirs = {"revision": None, "flags": split_flags(cmd), "folder": vs}
@@ -201,8 +207,8 @@ def check_command(version, folder, *_):
         raise CannotRace(f"--vs {folder} is no folder; with --cmd it names another project's, as seen from {ROOT}")
     program = " ".join(version["flags"][:1])
     if not shutil.which(folder / program if "/" in program else program):
-        raise CannotRace(f"--cmd: there is no program {program!r} {f'in {folder}' if '/' in program else 'on the PATH'}; "
-                         "name one, or a shell: bash -c '...'")
+        where = f"in {folder}" if "/" in program else "on the PATH"
+        raise CannotRace(f"--cmd: there is no program {program!r} {where}; name one, or a shell: bash -c '...'")
 
 
 # The race
@@ -219,10 +225,12 @@ def command(ranks, lock):
 
 
 def race_flags(race, run, side):
-    """The flags that tell a run of its race, in the words of this side's script."""
-    if race["sides"][side]["race_flag"]:
-        return {"race": f"{race['id']}:{run}:{race['n']}:{side}"}
-    return {"race_id": race["id"], "race_run": run, "race_runs": race["n"], "race_side": side}
+    """The flags that tell a run of its race, in the words of this side's script, and to leave its model."""
+    version = race["sides"][side]
+    saving = {"save_model": "true"} if version.get("small_model") else {}
+    if version["race_flag"]:
+        return {**saving, "race": f"{race['id']}:{run}:{race['n']}:{side}"}
+    return {**saving, "race_id": race["id"], "race_run": run, "race_runs": race["n"], "race_side": side}
 
 
 def environment(**more):
@@ -320,7 +328,8 @@ def run_once(manifest, folder, lock, run, side):
     foreign, before, words = "folder" in version, logs_of(folder), version["flags"]
     if not foreign:
         flags = {"seed": seed, "run_id": run_id, "log_dir": log.parent, **race_flags(race, run, side)}
-        words = [*command(race["ranks"], manifest.path), *words, *(f"--{name}={value}" for name, value in flags.items())]
+        words = [*command(race["ranks"], manifest.path), *words]
+        words += [f"--{name}={value}" for name, value in flags.items()]
     manifest.write(attempt)
     threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}  # the same when the race is resumed
     stamps, interrupted = Stamps(log), False
@@ -343,6 +352,10 @@ def run_once(manifest, folder, lock, run, side):
     status = "done" if complete_log(log) else "interrupted" if interrupted else "failed"
     manifest.write({**attempt, "ended_at": now(), "status": status, "exit": code, "seconds": seconds,
                     "logged": log.exists()})
+    if version.get("small_model") and (model := log.with_suffix(".pt")).exists():
+        halved = subprocess.run([*ALONE, "-c", HALVE, str(model)], env=environment(), capture_output=True, text=True)
+        if halved.returncode:
+            say(f"{model.name} stays as large as it is: {(halved.stderr.splitlines() or ['no reason given'])[-1]}")
     return status, interrupted or status != "done"
 
 
@@ -500,7 +513,8 @@ def parse(arguments):
                                      epilog="Exit status: 0 all done, 1 one failed, 2 cannot be run, 130 interrupted.")
     parser.add_argument("-n", type=int, metavar="N", help="runs (of each side), declared before the first")
     parser.add_argument("--vs", metavar="VERSION", action="append", default=[], help="race against a git revision; or "
-                        "further flags; flags several times: a ladder of ideas against one base; or, with --cmd, a folder")
+                        "further flags; flags several times: a ladder of ideas against one base; or, with --cmd, a "
+                        "folder")
     parser.add_argument("--cmd", metavar="COMMAND", help="what starts the script of another project in the "
                         "folder that --vs names")
     parser.add_argument("--until-decided", action="store_true", help="look after every run, or pair, and stop when the "

@@ -31,6 +31,7 @@ import logs
 logs.end_at_ctrl_c(__name__)  # scipy takes seconds to import
 
 import argparse
+import bisect
 import contextlib
 import functools
 import json
@@ -49,6 +50,7 @@ from typing import NamedTuple
 import numpy as np
 import scipy.stats
 
+import pages
 
 warnings.filterwarnings("ignore", category=RuntimeWarning, module="scipy")  # equal values have no t: p is nan then
 
@@ -73,6 +75,10 @@ class CannotJudge(Exception):
 
     sides: the Sides that were read by then."""
     sides = ()
+
+
+class Mixed(CannotJudge):
+    """The runs are of several experiments."""
 
 
 class Undecided(CannotJudge):
@@ -140,17 +146,15 @@ def power(n, sd, margin, alpha, sets=1, other_sd=None):
 
 def runs_needed(sd, margin, alpha, wanted, sets=1, other_sd=None):
     """The least n (a side) with the wanted power. Raises CannotJudge if it is beyond MOST_RUNS."""
-    few, enough = 1, 2
+    enough = 2
     while not power(enough, sd, margin, alpha, sets, other_sd) >= wanted:
-        few, enough = enough, 2 * enough
+        enough *= 2
         if enough > MOST_RUNS:
-            raise CannotJudge(f"a margin of {margin:g} at sd {sd:g} needs more than {MOST_RUNS:,} runs; seek "
-                              "a larger one")
-    while enough - few > 1:
-        middle = (few + enough) // 2
-        few, enough = ((few, middle) if power(middle, sd, margin, alpha, sets, other_sd) >= wanted
-                       else (middle, enough))
-    return enough
+            raise CannotJudge(f"a margin of {margin:g} at sd {sd:g} needs more than {MOST_RUNS:,} runs; seek a larger "
+                              "one")
+    few = enough // 2 + 1
+    return few + bisect.bisect_left(range(few, enough), wanted,
+                                    key=lambda n: power(n, sd, margin, alpha, sets, other_sd))
 
 
 @functools.lru_cache
@@ -350,26 +354,32 @@ def check_event(event, first):
     for key, kind in keys.items():
         wanted(isinstance(inner, dict) and isinstance(inner.get(key), kind), f"its {key} is no {kind.__name__}")
     wanted(re.fullmatch(r"[\w.-]{1,100}", inner["id" if first else "run_id"]), "its id is no name of a file")
-    for side in inner["sides"].values() if first else ():
+    if not first:
+        return event
+    for side in inner["sides"].values():
         wanted(isinstance(side, dict) and are_words(side.get("flags")), "a side needs a revision and flags")
         wanted(side.get("revision") is None or re.fullmatch("[0-9a-f]{40,64}", str(side["revision"])),
                "a side's revision is no full hash")  # git would take one that begins with - for an option
         wanted(isinstance(side.get("folder", ""), str), "a side's folder is no path")
-    if first:
-        wanted(inner["sides"] and are_words(inner["order"]) and len(inner["order"]) == inner["n"] * len(inner["sides"]),
-               "its order wants one word for each of its n runs a side")
-        alpha, test = inner.setdefault("alpha", 0.01), inner.setdefault("test", "unpaired")  # older races
-        wanted(type(alpha) is float and 0 < alpha < 0.5, "its alpha is no number between 0 and 0.5")
-        wanted(test in ("paired", "unpaired"), "its test is neither paired nor unpaired")
+    wanted(inner["sides"] and are_words(inner["order"]) and len(inner["order"]) == inner["n"] * len(inner["sides"]),
+           "its order wants one word for each of its n runs a side")
+    alpha, test = inner.setdefault("alpha", 0.01), inner.setdefault("test", "unpaired")  # older races
+    wanted(type(alpha) is float and 0 < alpha < 0.5, "its alpha is no number between 0 and 0.5")
+    wanted(test in ("paired", "unpaired"), "its test is neither paired nor unpaired")
     return event
+
+
+def manifest_in(folder):
+    """The Manifest that lies in a folder, or None. CannotJudge if it cannot be read."""
+    path = Path(folder) / MANIFEST
+    return Manifest.read(path) if path.is_file() else None
 
 
 def declaration(runs):
     """What race.jsonl beside the logs declares of the one race that they are of, or {}."""
     (folder, race_id), *others = {(os.path.dirname(run.path), race_of(run) and race_of(run).race_id) for run in runs}
-    path = Path(folder) / MANIFEST
-    race = Manifest.read(path).race if race_id and not others and path.is_file() else {"id": None}
-    return race if race["id"] == race_id else {}
+    manifest = manifest_in(folder) if race_id and not others else None
+    return manifest.race if manifest and manifest.race["id"] == race_id else {}
 
 
 def own_flags(race, side):
@@ -392,7 +402,12 @@ class Side:
 
     @property
     def label(self):
-        return logs.printable(self.name + (f" ({textwrap.shorten(self.flags, 48, placeholder=' …')})" if self.flags else ""))
+        flags = textwrap.shorten(self.flags, 48, placeholder=" …")
+        return logs.printable(f"{self.name} ({flags})" if flags else self.name)
+
+    @property
+    def decimals(self):
+        return max(run.loss_decimals for run in self.runs)
 
     @property
     def losses(self):
@@ -435,10 +450,9 @@ def race_of(run):
 
 
 def told_beside(path):
-    """The race field for a log of which race.jsonl beside it says that it is a run of a side that has a folder; or None."""
-    path = Path(path)
-    manifest = Manifest.read(path.with_name(MANIFEST)) if path.with_name(MANIFEST).is_file() else None
-    attempt = manifest and manifest.attempts.get(path.stem)
+    """The race field for a log, where race.jsonl beside it says that it is of a side that has a folder; or None."""
+    manifest = manifest_in(Path(path).parent)
+    attempt = manifest and manifest.attempts.get(Path(path).stem)
     if attempt and "folder" in manifest.race["sides"].get(attempt["side"], {}):
         return {"race_id": manifest.race["id"], "declared_n": manifest.race["n"], **attempt}
 
@@ -512,7 +526,7 @@ def check_one_experiment(side, mixed):
         listed = ", ".join(shown.format(value, len(runs), names(runs)) for value, runs in groups.items())
         message = f"{side.name} holds runs {what}: {listed}"
         if not mixed:
-            raise CannotJudge(f"{message}; {advice}, or say --mixed to judge them as one set")
+            raise Mixed(f"{message}; {advice}, or say --mixed to judge them as one set")
         side.warnings.append("judged as one set although " + message)
 
     sources = grouped(lambda run: run.source_sha256)
@@ -695,7 +709,7 @@ def judge_sides(sides, options):
         a.warnings.append(f"the losses are skewed to the right (skewness {loss['skewness']:.2f}, beyond 95 % of "
                           f"normal samples of {loss['n']}): the t-test is lenient then; a bootstrap-t gives p = "
                           f"{loss['p_bootstrap']:.4g}")
-    test = comparison = compare(*sides, options) if len(sides) == 2 else None
+    test = comparison = compare(*sides, alpha, options.mixed) if len(sides) == 2 else None
     stop = judge_looks(sides, declared, options) if declared.get("until_decided") is True else None
     if comparison and declared.get("test") == "paired":
         test = comparison["paired_log"]
@@ -747,7 +761,7 @@ def judge_looks(sides, declared, options):
     return stop
 
 
-def compare(a, b, options):
+def compare(a, b, alpha, mixed):
     """compare_times of two Sides, with the losses too. Raises CannotJudge where their times cannot be compared."""
     check_not_shared(a, b)
     for odd, seen in (
@@ -756,18 +770,18 @@ def compare(a, b, options):
         if odd:
             raise CannotJudge(f"{seen.format(names(odd))}; without a second set the loss alone can be judged")
     counts = [sorted({run.gpus for run in side.runs}, key=str) for side in (a, b)]
-    if counts[0] != counts[1] and not options.mixed:
+    if counts[0] != counts[1] and not mixed:
         shown = [" and ".join(str(count or "unknown") for count in found) for found in counts]
         raise CannotJudge(f"the sets ran on different numbers of GPUs ({shown[0]} against {shown[1]}); compare runs on "
                           "the same machine, or say --mixed")
     pairs = pair_up(a, b)
     seconds, losses = (pairs and [[value(run) for run in pair] for pair in pairs]
                        for value in (lambda run: run.train_time_ms / 1000, lambda run: run.final_loss))
-    loss = compare_means(a.losses, b.losses, options.alpha, losses, "loss < other loss")
-    if loss and loss["difference"] > 0 and loss["p_two_sided"] < options.alpha:
+    loss = compare_means(a.losses, b.losses, alpha, losses, "loss < other loss")
+    if loss and loss["difference"] > 0 and loss["p_two_sided"] < alpha:
         a.warnings.append(f"the mean loss of {a.name} is above that of {b.name} (two-sided p = "
                           f"{loss['p_two_sided']:.4g}): part of the time may have been bought with loss")
-    compared = compare_times(a.seconds, b.seconds, options.alpha, seconds)
+    compared = compare_times(a.seconds, b.seconds, alpha, seconds)
     return {**compared, "other_loss": summary(b.losses), "loss": loss}
 
 
@@ -777,28 +791,13 @@ def so_far(sides, alpha):
     with contextlib.suppress(CannotJudge):
         report["loss"]["target"] = target = choose_target(sides[0].runs, None)
         report["loss"] = judge_loss(sides[0].losses, target, alpha)
-    if len(sides) == 2 and all(side.timed for side in sides):
-        pairs = pair_up(*sides)
+    if len(sides) == 2:
         with contextlib.suppress(CannotJudge):
-            report["comparison"] = compare_times(*(side.seconds for side in sides), alpha, pairs and [
-                [run.train_time_ms / 1000 for run in pair] for pair in pairs])
+            report["comparison"] = compare(*sides, alpha, mixed=True)
     return report
 
 
 # What is shown
-
-def show_loss(value, runs, more=1):
-    return f"{value:.{max(run.loss_decimals for run in runs) + more}f}"
-
-
-def show_mean_loss(found, runs):
-    spread = "" if found["sd"] is None else f" ± {show_loss(found['sd'], runs, 3)}"
-    return show_loss(found["mean"], runs) + spread
-
-
-def show_test(tested):
-    return f"{tested['test'].split(',')[0]}, t = {tested['t']:.4f}, df {tested['df']:.4g}"
-
 
 def show_time(time):
     spread = "" if time["sd"] is None else f" ± {time['sd']:.4f}"
@@ -813,77 +812,6 @@ def show_ratio(compared):
         ratio, error, word = 1 / ratio, error / ratio**2, "slower"
     digits = min(9, max(2, 1 - math.floor(math.log10(error))))
     return f"{ratio:.{digits}f} ± {error:.{digits}f} times {word}"
-
-
-def show_looks(stop):
-    """How a race that ran until it was decided came to its end."""
-    return (f"decided for {stop['outcome']} after {stop['n']} of at most {stop['most']} runs; there p had to be below "
-            f"{stop['bound']:.3g}; chance of the claim by the last look {stop['chance']:.3g}. Intervals and p-values "
-            "know nothing of the looks")
-
-
-def show_report(report):
-    """The report as lines of text."""
-    a, *others = report["sides"]
-    loss, time, compared = report["loss"], report["time"], report["comparison"]
-    confidence = f"{100 * (1 - 2 * report['alpha']):g} % CI"
-    insignificant = f"  Not significant: p is not below {report['alpha']:g}."
-    low, high = (show_loss(end, a.runs) for end in loss["interval"])
-    lines = [
-        f"Loss ({loss['n']} runs, target {loss['target']:g})",
-        f"  mean ± σ:     {show_mean_loss(loss, a.runs)}    {confidence} {low} … {high}",
-        f"  range:        {show_loss(loss['min'], a.runs, 0)} … {show_loss(loss['max'], a.runs, 0)}",
-        f"  mean < {loss['target']:g}:  p = {loss['p']:.4g}    {show_test(loss)}",
-        "" if loss["significant"] else insignificant, ""]
-    if time:
-        lines += [f"Time ({time['n']} runs, train_time of the last validation line)",
-                  f"  mean ± σ:     {show_time(time)}",
-                  f"  range:        {time['min']:.3f} … {time['max']:.3f} s", ""]
-    if compared:
-        other, (low, high), losses = compared["other"], compared["interval"], compared["loss"]
-        lines += [
-            f"{a.label[0].upper()}{a.label[1:]} against {others[0].label} ({other['n']} runs)",
-            f"  their time:   {show_time(other)}    range {other['min']:.3f} … {other['max']:.3f} s",
-            f"  their loss:   {show_mean_loss(compared['other_loss'], others[0].runs)}"]
-        if losses:
-            paired = f"; paired p = {losses['paired']['p']:.4g}" if losses["paired"] else ""
-            lines.append(f"  less loss:    p = {losses['p']:.4g}    {show_test(losses)}; two-sided p = "
-                         f"{losses['p_two_sided']:.4g}{paired}; difference {losses['difference']:+.3g}, shown only")
-        lines += [
-            f"  difference:   {compared['difference']:+.4f} s    {confidence} {low:+.4f} … {high:+.4f} s",
-            f"  ratio:        {show_ratio(compared)}    ± is the standard error",
-            f"  less time:    p = {compared['p']:.4g}    {show_test(compared)}; "
-            f"two-sided p = {compared['p_two_sided']:.4g}" + ", shown only" * (compared["decides"] != "welch")]
-        if compared["paired"]:
-            paired, of_log = compared["paired"], compared["paired_log"]
-            low, high = of_log["interval"]
-            lines += [f"  paired:       p = {paired['p']:.4g}    {show_test(paired)}; {paired['pairs']} interleaved "
-                      "pairs, shown only",
-                      f"  log, paired:  p = {of_log['p']:.4g}    {show_test(of_log)}; {of_log['ratio']:.5f} times as "
-                      f"fast, {confidence} {low:.5f} … {high:.5f}" + ", shown only" * (compared["decides"] == "welch")]
-        lines += ["" if compared["significant"] else insignificant, ""]
-    if report["stop"]:
-        lines += [f"Looks: {show_looks(report['stop'])}.", ""]
-    if report["left_out"]:
-        left_out = [f"  {logs.printable(item['path'])}: {item['reason']}" for item in report["left_out"]]
-        lines += ["Left out:", *left_out, ""]
-    lines += [f"Warning: {warning}" for warning in report["warnings"]]
-    lines += ["", f"{report['verdict'].capitalize()}: {report['reason']}."]
-    return [line for line, before in zip(lines, ["", *lines]) if line or before]  # no blank line after another
-
-
-def show_runs(sides):
-    """The single runs of sides that cannot be judged, as lines: no mean, since it may be one of unlike things."""
-    lines = []
-    for side in sides:
-        lines.append(f"{side.name[0].upper()}{side.name[1:]} ({len(side.runs)} run{'s' * (len(side.runs) > 1)})")
-        for run in side.runs[:MOST_SHOWN]:
-            seconds = "no time" if run.train_time_ms is None else f"{run.train_time_ms / 1000:.3f} s"
-            lines.append(f"  {logs.printable(run.path)}: loss {show_loss(run.final_loss, [run], 0)}, {seconds}")
-        if len(side.runs) > MOST_SHOWN:
-            lines.append(f"  and {len(side.runs) - MOST_SHOWN} more")
-        lines += [f"  left out: {logs.printable(path)}: {reason}" for path, reason in dict.fromkeys(side.left_out)]
-    return lines
 
 
 def list_runs(sides):
@@ -904,51 +832,47 @@ def plot(report, path):
 
     from picture import STYLE
 
-    loss, compared, confidence = report["loss"], report["comparison"], 1 - 2 * report["alpha"]
-    sides = list(zip(report["sides"], ("#1b6ac9", "#e07b39")))
-    timed = all(side.timed for side, _ in sides)
+    loss, compared, bars = report["loss"], report["comparison"], f"bars: mean, {100 * (1 - 2 * report['alpha']):g} % CI"
+    timed = all(side.timed for side in report["sides"])
     pyplot.rcParams.update({**STYLE, "axes.titlepad": 22})
     figure, panels = pyplot.subplots(1, 3, figsize=(14, 4.6), width_ratios=(1.5, 1, 1), layout="constrained")
     curves, losses, times = panels
-
-    def dots(axes, at, values, color):
-        axes.plot(at + np.linspace(-0.14, 0.14, len(values)) * (len(values) > 1), values, "o", color=color, alpha=0.55,
-                  markersize=6, markeredgewidth=0)
-        if ends := mean_interval(values, report["alpha"]):
-            mean = np.mean(values)
-            axes.errorbar(at + 0.28, mean, [[mean - ends[0]], [ends[1] - mean]], fmt="D", color=color, capsize=5,
-                          markersize=5)
-
-    for at, (side, color) in enumerate(sides):
+    for at, (side, color, line) in enumerate(zip(report["sides"], ("#1b6ac9", "#e07b39"), ("-", "--"))):
         trained = defaultdict(list)
         for i, run in enumerate(side.runs):
-            shown = [v for v in run.validations if v.step >= LATE * run.last_step]
-            curves.plot([v.step for v in shown], [v.loss for v in shown], "o-" if at == 0 else "s--", color=color, lw=1,
+            first = LATE * run.last_step
+            shown = [v for v in run.validations if v.step >= first]
+            curves.plot([v.step for v in shown], [v.loss for v in shown], "os"[at] + line, color=color, lw=1,
                         markersize=3, alpha=0.7, label=None if i else side.label)
             for step in run.steps:
-                if step.train_loss is not None and step.step >= LATE * run.last_step:
+                if step.train_loss is not None and step.step >= first:
                     trained[step.step].append(step.train_loss)
         if trained:
-            curves.plot(*zip(*((step, np.mean(found)) for step, found in sorted(trained.items()))), "-" if at == 0 else "--",
-                        color=color, lw=1, alpha=0.35, label=f"{side.name}, training")
-        dots(losses, at, side.losses, color)
-        if timed:
-            dots(times, at, side.seconds, color)
-    for axes in (curves, losses) if loss["target"] else ():
-        axes.axhline(loss["target"], color="#333333", lw=1, ls="--", label=f"target {loss['target']:g}")
+            curves.plot(sorted(trained), [np.mean(trained[step]) for step in sorted(trained)], line, color=color, lw=1,
+                        alpha=0.35, label=f"{side.name}, training")
+        for axes, values in ((losses, side.losses), *([(times, side.seconds)] if timed else [])):
+            spread = np.linspace(-0.14, 0.14, len(values)) * (len(values) > 1)
+            axes.plot(at + spread, values, "o", color=color, alpha=0.55, markersize=6, markeredgewidth=0)
+            if ends := mean_interval(values, report["alpha"]):
+                mean = np.mean(values)
+                axes.errorbar(at + 0.28, mean, [[mean - ends[0]], [ends[1] - mean]], fmt="D", color=color, capsize=5,
+                              markersize=5)
+    if loss["target"]:
+        for axes in (curves, losses):
+            axes.axhline(loss["target"], color="#333333", lw=1, ls="--", label=f"target {loss['target']:g}")
     for axes in (losses, times):
-        axes.set_xticks(range(len(sides)), [f"{logs.printable(side.name)}\nn = {len(side.runs)}" for side, _ in sides])
-        axes.set_xlim(-0.4, len(sides) - 0.5)
+        axes.set_xticks(range(len(report["sides"])),
+                        [f"{logs.printable(side.name)}\nn = {len(side.runs)}" for side in report["sides"]])
+        axes.set_xlim(-0.4, len(report["sides"]) - 0.5)
         axes.grid(False, axis="x")
         axes.ticklabel_format(axis="y", useOffset=False)
     curves.legend(frameon=False)
-    bars = f"bars: mean, {100 * confidence:g} % CI"
     about_losses = bars if loss["p"] is None else f"p(mean < {loss['target']:g}) = {loss['p']:.3g}    {bars}"
     about_times = (f"{show_ratio(compared)}, p = {compared['p']:.3g}" if compared else
                    bars if timed else "no train_time in the logs")
-    for axes, title, unit, about in (
-            (curves, "Loss", "loss", f"validation, one line a run, and training, without the first {100 * LATE:g} % of steps"),
-            (losses, "Final loss", "val_loss", about_losses), (times, "Time", "train_time (s)", about_times)):
+    about_curves = f"validation, one line a run, and training, without the first {100 * LATE:g} % of steps"
+    for axes, title, unit, about in zip(panels, ("Loss", "Final loss", "Time"), ("loss", "val_loss", "train_time (s)"),
+                                        (about_curves, about_losses, about_times)):
         axes.set(title=title, ylabel=unit)
         axes.text(0, 1.03, about, transform=axes.transAxes, fontsize=8.5, color="#555555")
     curves.set_xlabel("step")
@@ -993,22 +917,6 @@ def plan(options):
         each["power"] = each["powers"][each["runs"]]
     return {"sd": sd, "other_sd": other_sd, "margin": margin, "n": n, "alpha": options.alpha, "power": options.power,
             "needed": needed}
-
-
-def show_plan(found):
-    """The plan as lines of text."""
-    origin = "" if found["n"] is None else f", from {found['n']} runs in the logs"
-    sd = f"{found['sd']:.4g}" + (f" and {found['other_sd']:.4g}" if found["other_sd"] else "")
-    lines = [f"sd {sd}, margin {found['margin']:.4g}{origin}; one-sided t-test at alpha {found['alpha']:g}, power "
-             f"{found['power']:g}"]
-    for each in found["needed"]:
-        others = ", ".join(f"{power:.3f} with {n}" for n, power in each["powers"].items() if n != each["runs"])
-        lines.append(f"  {each['claim'] + ':':<24} {each['runs']} runs{' a side' if 'less' in each['claim'] else ''} "
-                     f"(power {each['power']:.3f}{'; ' * bool(others)}{others})")
-    most = math.ceil(LONGER * min(each["runs"] for each in found["needed"]))
-    return [*lines, "Declare the number before the first run; running on until p < alpha is no test at this alpha. Or "
-            f"race until decided: --until-decided --max-n {most}, {LONGER} times as many, has this power and takes fewer on "
-            "average."]
 
 
 def parse(arguments):
@@ -1058,7 +966,9 @@ def main(arguments=None):
     try:
         if options.plan:
             found = plan(options)
-            print(logs.show_json(found) if options.json else "\n".join(show_plan(found)))
+            most = math.ceil(LONGER * min(each["runs"] for each in found["needed"]))
+            print(logs.show_json(found) if options.json else
+                  pages.show("plan.txt.jinja", **found, most=most, longer=LONGER))
             return 0
         report = judge(options)
         if options.plot:
@@ -1071,12 +981,14 @@ def main(arguments=None):
             print(logs.show_json({"verdict": "the claim cannot be judged", "reason": str(reason),
                                   **list_runs(reason.sides)}))
         elif reason.sides:
-            print("\n".join(show_runs(reason.sides)), flush=True)
+            print(pages.show("runs.txt.jinja", sides=reason.sides, most=MOST_SHOWN), flush=True)
         print(brief(f"The claim cannot be judged: {reason}."), file=sys.stderr)
         return 2
-    shown = "\n".join(show_report(report))
-    sides = report.pop("sides")
-    print(logs.show_json({**report, **list_runs(sides)}) if options.json else shown)
+    if options.json:
+        sides = report.pop("sides")
+        print(logs.show_json({**report, **list_runs(sides)}))
+    else:
+        print(pages.show("stats.txt.jinja", report=report, show_time=show_time, show_ratio=show_ratio))
     return 0 if report["verdict"] == "the claim holds" else 1
 
 

@@ -5,9 +5,8 @@
     python records/trace.py rank*.json.gz                       several ranks: each, then one table of all
     python records/trace.py before.json.gz --vs after.json.gz   two versions, each one rank or several, side by side
     ... --json                                                  the same figures for programs
-    ... --plot timeline.png [--step 11]                         the streams around backward and the optimizer step
 
-Needs numpy, and matplotlib for --plot. Reads .json and .json.gz as a stream and keeps rows of numbers, some 200 bytes of
+Needs numpy. Reads .json and .json.gz as a stream and keeps rows of numbers, some 200 bytes of
 a GPU op with its launch, so that a trace of gigabytes needs time (some 20 MB of JSON a second) but a fraction of its
 size in memory. Exit status: 0 the figures are printed, 2 the input cannot be judged (stderr says why, a line for each
 file).
@@ -52,6 +51,7 @@ from typing import NamedTuple
 import numpy as np
 
 import logs
+import pages
 
 # Reading ------------------------------------------------------------------------------------------------------------
 
@@ -164,12 +164,16 @@ class Span(NamedTuple):
     thread: tuple  # (pid, tid)
 
 
-# Rows of events. Names, threads, devices and streams are numbers: places in the lists of the Trace.
-HOST = np.dtype([("start", "i8"), ("end", "i8"), ("name", "i4"), ("thread", "i4"), ("step", "i8")])
-OP = np.dtype([("start", "i8"), ("end", "i8"), ("name", "i4"), ("kind", "i1"), ("device", "i4"), ("stream", "i4"),
-               ("thread", "i4"), ("step", "i8"),  # both of its launch
-               ("off_main", "?")])  # launched off the main thread, which is autograd's work
-NOWHERE = -1  # the step of what lies in none
+def rows_of(*columns):
+    """The type of rows of 64-bit numbers; names, threads and devices are places in the Trace's list of values."""
+    return np.dtype([(column, "i8") for column in columns])
+
+
+HOST = rows_of("start", "end", "name", "thread", "step")
+LAUNCH = rows_of("start", "correlation", "thread")
+OP = rows_of("start", "end", "name", "kind", "device", "correlation", "thread", "step")  # both of its launch
+MAIN = -1  # the thread of what the main one launched; the others' launches are autograd's work
+NOWHERE, ORPHANED = -1, -2  # the step of what lies in none; and of what has no launch
 FOREVER = 1 << 62  # ns, the year 2116: a time and a duration before it add up within 64 bits
 
 GPU_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -178,9 +182,8 @@ HOST_CATEGORIES = {"cpu_op", "user_annotation"}
 OLD_CATEGORIES = {"Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset", "Runtime": "cuda_runtime",
                   "Operator": "cpu_op"}  # torch before 1.12
 STEP_MARK = re.compile(r"ProfilerStep#(\d{1,18})")
-OWN_RANGES = ("launch ", "wait ", "update ", "gather ")
 HOST_NAMES = re.compile(r"ProfilerStep#\d+|Optimizer\.step#|nccl:|gloo:|c10d::|autograd::engine::evaluate_function"
-                        rf"|{'|'.join(OWN_RANGES)}|(forward|backward|step)$")
+                        r"|launch |wait |(backward|step)$")
 COLLECTIVES = {"reducescatter": "reduce-scatter", "allgather": "all-gather", "allreduce": "all-reduce",
                "alltoall": "all-to-all", "broadcast": "broadcast", "reduce": "reduce", "send": "send-recv",
                "recv": "send-recv"}  # tried in this order
@@ -205,7 +208,7 @@ def kind_of(category, name, arguments):
 
 
 def scalar(value):
-    """A number or a string as it is, else None: what may name a rank, a GPU or a stream."""
+    """A number or a string as it is, else None: what may name a rank or a GPU."""
     return value if isinstance(value, (int, str)) else None
 
 
@@ -230,13 +233,9 @@ class Trace:
     ops: np.ndarray = None  # [OP], linked, by launch inside a step
     outside: np.ndarray = None  # [OP], linked, launched in no step
     orphans: np.ndarray = None  # [OP], without thread and step
-    host: np.ndarray = None  # [HOST], by start
+    host: np.ndarray = None  # [HOST], by step and start
     values: list = field(default_factory=list)  # what the numbers in the rows stand for
     broken: int = 0  # events that matter but lack what they need
-
-    @property
-    def name(self):
-        return os.path.basename(self.path)
 
     @property
     def main_threads(self):
@@ -250,20 +249,13 @@ class Trace:
                 rows.tolist()]
 
 
-def open_text(path):
-    """The text of a file, unpacked if its first bytes say gzip, whatever its name says."""
-    file = open(path, "rb")
-    packed = file.peek(2)[:2] == b"\x1f\x8b"
-    return io.TextIOWrapper(gzip.GzipFile(fileobj=file) if packed else file, encoding="utf-8", errors="replace")
-
-
 def read_events(path, header):
     """Yield the events of a trace file; raises Unjudgeable with what is wrong with the file."""
     again = "record it again with torch.profiler's export_chrome_trace, or copy it again whole"
     try:
         if os.path.isfile(path) and not os.path.getsize(path):
             raise Unjudgeable(f"{path}: empty; {again}")
-        with open_text(path) as stream:
+        with io.TextIOWrapper(logs.open_unpacked(path), encoding="utf-8", errors="replace") as stream:
             yield from Scanner(stream).trace(header)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise Unjudgeable(f"{path}: damaged or cut short ({error}); {again}") from None
@@ -277,8 +269,8 @@ def read_events(path, header):
 def read(path):
     """Read a trace file and link every GPU op to its launch and its step."""
     trace, header, marks = Trace(path), {}, defaultdict(list)
-    place, kinds_of_op, kinds_of_span = Places(), Places(), Places()
-    ops, launches, host = array("q"), array("q"), array("q")  # rows of 4, 3 and 3 numbers, as link takes them
+    place = Places()
+    ops, launches, host = array("q"), array("q"), array("q")  # rows of OP, LAUNCH and HOST, one after another
     for event in read_events(path, header):
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
@@ -305,21 +297,18 @@ def read(path):
         if not isinstance(correlation, int) or not 0 <= correlation < FOREVER:
             correlation = -1 - place[correlation]
         if is_launch:
-            launches.extend((correlation, start, place[thread]))
+            launches.extend((start, correlation, place[thread]))
         elif on_gpu:
-            device, stream = scalar(arguments.get("device", thread[0])), scalar(arguments.get("stream", thread[1]))
-            kind = KINDS.index(kind_of(category, name, arguments))
-            ops.extend((start, end, kinds_of_op[place[name], kind, place[device], place[stream]], correlation))
+            kind, device = KINDS.index(kind_of(category, name, arguments)), scalar(arguments.get("device", thread[0]))
+            ops.extend((start, end, place[name], kind, place[device], correlation, MAIN, ORPHANED))
         elif mark := STEP_MARK.fullmatch(name):
             marks[int(mark[1])].append(Span(start, end, name, thread))
         else:
-            host.extend((start, end, kinds_of_span[place[name], place[thread]]))
+            host.extend((start, end, place[name], place[thread], NOWHERE))
 
     trace.steps = {step: sorted(marks[step]) for step in sorted(marks)}
     trace.values = list(place)
-    link(trace, *(np.frombuffer(numbers, "i8").reshape(-1, width) for numbers, width in
-                  ((ops, 4), (launches, 3), (host, 3))),
-         np.array([*kinds_of_op, (0, 0, 0, 0)]), np.array([*kinds_of_span, (0, 0)]))
+    link(trace, np.frombuffer(ops, OP), np.frombuffer(launches, LAUNCH), np.frombuffer(host, HOST))
     distributed = header.get("distributedInfo")
     if isinstance(distributed, dict):
         trace.rank, trace.world_size = scalar(distributed.get("rank")), scalar(distributed.get("world_size"))
@@ -336,35 +325,23 @@ class Places(dict):
         return place
 
 
-def link(trace, ops, launches, host, kinds_of_op, kinds_of_span):
-    """Fill in the rows of a Trace that has its steps.
-
-    ops [n, 4]: start, end, row of kinds_of_op (name, kind, device, stream), correlation. launches [n, 3]: correlation,
-    start, thread. host [n, 3]: start, end, row of kinds_of_span (name, thread)."""
+def link(trace, ops, launches, host):
+    """Share out the rows, by their steps, to a Trace that has those. A GPU op gets its launch's step and thread."""
     step_at = step_finder(trace.steps)
     # where a runtime call and the driver call inside it share a number, the outer one is the launch
-    launches = launches[np.lexsort((launches[:, 1], launches[:, 0]))]
-    known, first = np.unique(launches[:, 0], return_index=True)
-    at = np.searchsorted(known, ops[:, 3])
-    linked = np.append(known, FOREVER)[at] == ops[:, 3]
+    launches = launches[np.lexsort((launches["start"], launches["correlation"]))]
+    known, first = np.unique(launches["correlation"], return_index=True)
+    at = np.searchsorted(known, ops["correlation"])
+    linked = np.append(known, FOREVER)[at] == ops["correlation"]
     launches = launches[first[at[linked]]]
-
-    def rows(dtype, events, kinds, **columns):
-        found = np.zeros(len(events), dtype)
-        found["start"], found["end"] = events[:, 0], events[:, 1]
-        for name, column in [*zip(dtype.names[2:], kinds[events[:, 2]].T), *columns.items()]:
-            found[name] = column
-        return found
-
-    trace.orphans = rows(OP, ops[~linked], kinds_of_op)
-    found = rows(OP, ops[linked], kinds_of_op, thread=launches[:, 2], step=step_at(launches[:, 1]))
     threads = trace.main_threads
     main = [place for place, value in enumerate(trace.values) if value in threads]
-    found["off_main"] = ~np.isin(found["thread"], main)
-    inside = found["step"] != NOWHERE
-    trace.ops, trace.outside = found[inside], found[~inside]
-    host = host[np.lexsort((host[:, 1], host[:, 0]))]
-    trace.host = rows(HOST, host, kinds_of_span, step=step_at(host[:, 0]))
+    ops["step"][linked] = step_at(launches["start"])
+    ops["thread"][linked] = np.where(np.isin(launches["thread"], main), MAIN, launches["thread"])
+    ops = ops[np.argsort(ops["step"], kind="stable")]
+    trace.orphans, trace.outside, trace.ops = np.split(ops, np.searchsorted(ops["step"], (NOWHERE, NOWHERE + 1)))
+    host["step"] = step_at(host["start"])
+    trace.host = host[np.lexsort((host["end"], host["start"], host["step"]))]
 
 
 def step_finder(steps):
@@ -378,8 +355,7 @@ def step_finder(steps):
 
 
 def by_step(rows, steps):
-    """{N: the rows of that step, in their order}."""
-    rows = rows[np.argsort(rows["step"], kind="stable")]
+    """{N: the rows of that step}, of rows that are sorted so."""
     return {n: rows[slice(*np.searchsorted(rows["step"], (n, n + 1)))] for n in steps}
 
 
@@ -428,7 +404,7 @@ def gpu_times(ops):
 def gpu_counts(ops):
     kinds = Counter(KINDS[kind] for kind in communication(ops)["kind"].tolist())
     return {"gpu_ops": len(ops), "comm_kernels": dict(sorted(kinds.items())),
-            "reduce_scatters_from_backward": int(np.sum((ops["kind"] == REDUCE_SCATTER) & ops["off_main"]))}
+            "reduce_scatters_from_backward": int(np.sum((ops["kind"] == REDUCE_SCATTER) & (ops["thread"] != MAIN)))}
 
 
 def named(host, *prefixes):
@@ -453,20 +429,13 @@ def optimizer_steps(host):
                                               not any(span.start <= start < span.end for start in backward)]
 
 
-def reduce_scatter_annotations(host):
-    return [span for span in named(host, "nccl:") if "reduce_scatter" in span.name]
-
-
-def backward_end_on_gpu(ops):
-    local = (ops["kind"] == COMPUTE) | (ops["kind"] == MEMORY)
-    return extreme(np.max, ops["end"][local & ops["off_main"]])
-
-
 def gpu_leads(ops, host):
     """B and D of one step in ms; None where the step lacks one of the two moments."""
-    kernel = extreme(np.min, ops["start"][ops["kind"] == REDUCE_SCATTER])
-    return {"b_ms": apart(first_start(reduce_scatter_annotations(host)), first_start(optimizer_steps(host))),
-            "d_ms": apart(kernel, backward_end_on_gpu(ops))}
+    annotations = [span for span in named(host, "nccl:") if "reduce_scatter" in span.name]
+    of_backward = ((ops["kind"] == COMPUTE) | (ops["kind"] == MEMORY)) & (ops["thread"] != MAIN)
+    return {"b_ms": apart(first_start(annotations), first_start(optimizer_steps(host))),
+            "d_ms": apart(extreme(np.min, ops["start"][ops["kind"] == REDUCE_SCATTER]),
+                          extreme(np.max, ops["end"][of_backward]))}
 
 
 def backward_spans(host):
@@ -503,10 +472,6 @@ def host_leads(host):
             "launch_after_step_start_ms": apart(first, first_start(optimizer_steps(host)))}
 
 
-def has_host_figures(trace):
-    return not len(trace.ops) or any(name.startswith("launch ") for name in trace.host_names())
-
-
 def check(trace):
     """Raise Unjudgeable, with what to do, where the trace cannot tell anything about communication."""
     linked = len(trace.ops) + len(trace.outside)
@@ -529,7 +494,8 @@ def check(trace):
 def analyse(trace):
     """All figures of a trace, as --json prints them: a dict a step, the total, the orphans, the notes."""
     ops, host = by_step(trace.ops, trace.steps), by_step(trace.host, trace.steps)
-    on_gpu, on_host = bool(len(trace.ops)), has_host_figures(trace)
+    on_gpu = bool(len(trace.ops))
+    on_host = not on_gpu or any(name.startswith("launch ") for name in trace.host_names())
     steps = []
     for number, marks in trace.steps.items():
         figures = {"step": number, "step_ms": milliseconds(busy(marks))}
@@ -566,7 +532,7 @@ def notes(trace, steps):
     if len(devices) > 1:
         found.append(f"ops on {len(devices)} GPUs: times are computed for each and summed")
     if len(trace.ops):
-        others = np.unique(trace.ops["thread"][trace.ops["off_main"]])
+        others = np.unique(trace.ops["thread"][trace.ops["thread"] != MAIN])
         if len(others) > 1:
             found.append(f"{len(others)} threads beside the main one launched GPU ops; all count as autograd's")
         for key, title, lacks in (("b_ms", "B", "no reduce-scatter annotation or no optimizer step"),
@@ -599,10 +565,6 @@ HOST_COLUMNS = [Column("step_ms", "host step", MS), Column("launches", "launches
                 Column("launch_after_step_start_ms", "after step start", SIGNED),
                 Column("wait_ms", "wait", MS), Column("gloo_ms", "gloo busy", MS),
                 Column("gloo_in_backward_ms", "gloo in backward", MS)]
-GPU_LEGEND = ["B: first reduce-scatter launched - optimizer started. D: first reduce-scatter kernel - backward's last",
-              "kernel. Negative: communication began that much earlier. from backward: launched by autograd's thread."]
-HOST_LEGEND = ["after ...: first launch - that moment; below zero it came that much earlier. wait: host blocked on",
-               "communication. gloo busy: its threads at work, and how much of that during backward."]
 
 
 def flat(figures):
@@ -612,66 +574,55 @@ def flat(figures):
 
 
 def columns(flats):
-    """The columns in which at least one of these flat figures has a value, GPU first: a ([Column], legend) a table."""
+    """The columns in which one of these flat figures has a value: ("gpu" or "cpu", [Column]) of each table."""
     present = {key for figures in flats for key, value in figures.items() if value is not None}
     kinds = [Column(key, key.removeprefix("comm_kernels "), COUNT) for key in sorted(present)
              if key.startswith("comm_kernels ")]
     gpu = [*GPU_COLUMNS, *kinds, *([FROM_BACKWARD] if "comm_kernels reduce-scatter" in present else [])]
-    groups = [(gpu, GPU_LEGEND)] if "span_ms" in present else []
-    groups += [(HOST_COLUMNS, HOST_LEGEND)] if "launches" in present else []
-    return [([column for column in group if column.key in present], legend) for group, legend in groups]
+    return [(device, [column for column in group if column.key in present]) for device, group, telling in
+            (("gpu", gpu, "span_ms"), ("cpu", HOST_COLUMNS, "launches")) if telling in present]
 
 
 def cell(value, form):
     return "-" if value is None else format(value, form)
 
 
-def figure_tables(named):
-    """Lines of the tables, one a group of columns, from [(name of the row, flat figures)]."""
-    lines = []
-    for group, legend in columns([figures for _, figures in named]):
+def table(rows):
+    return "\n".join(logs.columns(rows, True))
+
+
+def tables(named):
+    """("gpu" or "cpu", text) of a table for each group of columns, from [(name of the row, flat figures)]."""
+    found = []
+    for device, group in columns([figures for _, figures in named]):
         rows = [[name, *(cell(figures.get(column.key), column.form) for column in group)] for name, figures in named]
-        lines += ["", *logs.columns([["ms", *(column.title for column in group)], *rows], True), *legend]
-    return lines
+        found.append((device, table([["ms", *(column.title for column in group)], *rows])))
+    return found
 
 
-def orphan_line(orphans):
-    if not orphans["gpu_ops"]:
-        return "orphans: none"
+def kernels(orphans):
+    """(name, count) of the kernels among orphans that communicate, the most frequent first."""
     names = Counter()
     for name, count in orphans["names"].items():
         if "nccl" in name:
             names[name.partition("(")[0]] += count
-    named = f": {', '.join(f'{count} {name}' for name, count in names.most_common())}" if names else ""
-    return (f"orphans, launched before recording began and left out: {orphans['gpu_ops']} GPU ops, "
-            f"{orphans['comm_kernels']} of them communication{named}")
+    return names.most_common()
 
 
-def title(analysis):
-    facts = [logs.printable(os.path.basename(analysis["trace"]))]
-    if analysis["rank"] is not None:
-        facts.append(f"rank {analysis['rank']} of {analysis['world_size']}")
-    facts.append(analysis["gpu"] or analysis["device"].upper())
-    return f"{', '.join(facts)}, {analysis['total']['steps']} steps"
+def show(analyses, others, comparison):
+    """A table of steps for each trace and one of all where there are several; or two sets side by side."""
+    def of_steps(analysis):
+        steps = [(f"step {figures['step']}", flat(figures)) for figures in analysis["steps"]]
+        return [*steps, ("in all", flat(analysis["total"]))]
 
-
-def remarks(analysis):
-    lines = [orphan_line(analysis["orphans"])] if analysis["device"] == "gpu" else []
-    return lines + [f"note: {logs.printable(note)}" for note in analysis["notes"]]
-
-
-def report(analyses):
-    """Lines: a table of steps for each trace, and one of all traces where there are several."""
-    lines = []
-    for analysis in analyses:
-        rows = [(f"step {figures['step']}", flat(figures)) for figures in analysis["steps"]]
-        rows.append(("in all", flat(analysis["total"])))
-        lines += [title(analysis), *figure_tables(rows), *remarks(analysis), ""]
-    if len(analyses) > 1 and len({analysis["device"] for analysis in analyses}) == 1:
-        rows = [(os.path.basename(analysis["trace"]), flat(analysis["total"])) for analysis in analyses]
-        rows.append(("mean", mean([figures for _, figures in rows])))
-        lines += [f"{len(analyses)} traces, in all", *figure_tables(rows), ""]
-    return lines[:-1]
+    of_all, beside = [], {}
+    if others:
+        beside = side_by_side(comparison, len(analyses), len(others))
+    elif len(analyses) > 1 and len({analysis["device"] for analysis in analyses}) == 1:
+        of_all = [(os.path.basename(analysis["trace"]), flat(analysis["total"])) for analysis in analyses]
+        of_all.append(("mean", mean([figures for _, figures in of_all])))
+    return pages.show("trace.txt.jinja", sets=(analyses, others), of_all=of_all, of_steps=of_steps, tables=tables,
+                      kernels=kernels, table=table, comparison=comparison, **beside)
 
 
 # Two sets side by side ----------------------------------------------------------------------------------------------
@@ -699,7 +650,7 @@ def set_means(analyses):
 def compared(left, right):
     """{key: {"a", "b", "difference"}} of two flat figures."""
     result = {}
-    for group, _ in columns([left, right]):
+    for _, group in columns([left, right]):
         for key in (column.key for column in group):
             pair = [figures.get(key, 0 if key.startswith("comm_kernels ") else None) for figures in (left, right)]
             result[key] = {"a": pair[0], "b": pair[1], "difference": None if None in pair else pair[1] - pair[0]}
@@ -730,200 +681,28 @@ BY_STEP = [Column("exposed_ms", "exposed", MS), Column("b_ms", "B", SIGNED), Col
            Column("launch_after_backward_end_ms", "after backward end", SIGNED), Column("wait_ms", "wait", MS)]
 
 
-def comparison_report(left, right, comparison):
-    lines = []
-    for letter, analyses in (("a", left), ("b", right)):
-        for analysis in analyses:
-            lines += [f"{letter}: {title(analysis)}", *(f"   {remark}" for remark in remarks(analysis))]
-    lines += [f"note: {note}" for note in comparison["notes"]]
-    over = f", mean of {len(left)} and {len(right)} ranks" if len(left) + len(right) > 2 else ""
-    rows = [[f"in all{over}", "a", "b", "b - a", ""]]
-    legends = []
-    for group, legend in columns([{key: pair[side] for key, pair in comparison["total"].items()} for side in "ab"]):
-        legends += legend
-        for column in group:
-            pair = comparison["total"][column.key]
-            form = column.form if column.form != COUNT or not over else ".1f"
-            change = f"{pair['difference'] / pair['a']:+.1%}" if pair["a"] and pair["difference"] is not None else ""
-            unit = ", ms" if column.key.endswith("_ms") else ""
-            rows.append([column.title + unit, cell(pair["a"], form), cell(pair["b"], form),
-                         cell(pair["difference"], "+" + form.lstrip("+")), change])
-    lines += ["", *logs.columns(dict.fromkeys(map(tuple, rows)), True)]  # both tables open with the step's time
+def side_by_side(comparison, *ranks):
+    """The rows of both tables of a comparison, and the devices whose figures they show."""
+    over = f", mean of {ranks[0]} and {ranks[1]} ranks" if sum(ranks) > 2 else ""
+    groups = columns([{key: pair[side] for key, pair in comparison["total"].items()} for side in "ab"])
+    in_all = [(f"in all{over}", "a", "b", "b - a", "")]
+    for column in dict.fromkeys(column for _, group in groups for column in group):  # both open with the step's time
+        a, b, difference = comparison["total"][column.key].values()
+        form = column.form if column.form != COUNT or not over else ".1f"
+        in_all.append((column.title + ", ms" * column.key.endswith("_ms"), cell(a, form), cell(b, form),
+                       cell(difference, "+" + form.lstrip("+")),
+                       f"{difference / a:+.1%}" if a and difference is not None else ""))
     shown = [column for column in BY_STEP if any(column.key in step for step in comparison["steps"])]
-    rows = [["step, ms", *(f"{column.title} {side}" for column in shown for side in ("a", "b", "b - a"))]]
+    by_step = [["step, ms", *(f"{column.title} {side}" for column in shown for side in ("a", "b", "b - a"))]]
     for step in comparison["steps"]:
-        row = [str(step["a_step"]) if step["a_step"] == step["b_step"] else f"{step['a_step']} | {step['b_step']}"]
+        number = step["a_step"] if step["a_step"] == step["b_step"] else f"{step['a_step']} | {step['b_step']}"
+        row = [str(number)]
         for column in shown:
             pair = step.get(column.key, {})
             row += [cell(pair.get("a"), column.form), cell(pair.get("b"), column.form),
                     cell(pair.get("difference"), SIGNED)]
-        rows.append(row)
-    return [*lines, "", *logs.columns(rows, True), *legends]
-
-
-# Timeline -----------------------------------------------------------------------------------------------------------
-
-COLOURS = {"forward": "#c9d6c3", "backward": "#5f7d95", "optimizer step": "#e3c77b", "compute": "#b8c4ce",
-           "memory": "#dddddd", "reduce-scatter": "#d1495b", "all-gather": "#2a9d8f", "all-reduce": "#8e5ea2",
-           "all-to-all": "#e07a1f", "broadcast": "#4f6db8", "reduce": "#9a6b4f", "send-recv": "#6c757d",
-           "other": "#343a40", "launch": "#d1495b", "wait": "#f2a65a", "update": "#7a9e7e", "gather": "#2a9d8f"}
-INK, PALE, HIGHLIGHT, ALARM = "#22303c", "#6b7883", "#f6f1e4", "#d1495b"
-
-
-class Panel(NamedTuple):
-    """One row of the timeline. Times of bars and marks in ms after `zero_name`."""
-    title: str
-    zero_name: str
-    lanes: list  # [(label, [(start, end, key of COLOURS)])], top lane first
-    first: float  # when the first collective begins, or None
-
-
-def bars(coloured, zero):
-    """[((start, end, ...), colour key)] → bars, longest first so that short ones stay visible on top."""
-    return sorted(((milliseconds(span[0] - zero), milliseconds(span[1] - zero), key) for span, key in coloured),
-                  key=lambda bar: bar[0] - bar[1])
-
-
-def by_kind(spans):
-    return [(span, collective(span.name)) for span in spans]
-
-
-def gpu_panel(trace, step):
-    """The GPU's streams; zero is where backward's last kernel ends (without one, where communication begins)."""
-    ops = trace.ops[trace.ops["step"] == step]
-    backward_end, comm = backward_end_on_gpu(ops), communication(ops)
-    scattered = comm[comm["kind"] == REDUCE_SCATTER]
-    begins = extreme(np.min, (scattered if len(scattered) else comm)["start"])
-    zero = next(time for time in (backward_end, begins, int(ops["start"].min())) if time is not None)
-    lanes = defaultdict(list)
-    for op in ops.tolist():
-        _, _, _, kind, device, stream, _, _, off_main = op
-        key = "backward" if off_main and kind == COMPUTE else KINDS[kind]
-        lanes[trace.values[device], trace.values[stream]].append((op, key))
-    several = len({device for device, _ in lanes}) > 1
-    labels = [logs.printable((f"GPU {device} " if several else "") + f"stream {stream}") for device, stream in lanes]
-    order = sorted(zip(labels, lanes.values()), key=lambda lane: -len(lane[1]))  # the busiest stream on top
-    return Panel("GPU", "backward's last kernel ended" if backward_end is not None else "communication began",
-                 [(label, bars(lane, zero)) for label, lane in order], apart(begins, zero))
-
-
-def host_panel(trace, step):
-    """The host's threads; zero is the start of the optimizer step, or else the end of backward."""
-    host = trace.spans(trace.host[trace.host["step"] == step])
-    optimizer, backward = optimizer_steps(host), backward_spans(host)
-    launches = gradient_launches(host) if has_host_figures(trace) else reduce_scatter_annotations(host)
-    zero, zero_name = trace.steps[step][0].start, "the step began"
-    if optimizer:
-        zero, zero_name = first_start(optimizer), "the optimizer step began"
-    elif backward:
-        zero, zero_name = backward[-1].end, "backward ended"
-    phases = {"backward": backward, "forward": [span for span in host if span.name == "forward"],
-              "optimizer step": optimizer}
-    lanes = [("phases", [(span, key) for key, spans in phases.items() for span in spans])]
-    calls = named(host, "nccl:")
-    for thread, on_main in (("backward", False), ("main", True)):
-        lanes.append((f"nccl calls, {thread} thread",
-                      by_kind(span for span in calls if (span.thread in trace.main_threads) == on_main)))
-    if not calls:
-        own = [(span, span.name.partition(" ")[0]) for span in named(host, *OWN_RANGES)]
-        lanes.append(("program's ranges", own) if own else ("calls", by_kind(launches)))
-    lanes.append(("gloo threads", by_kind(named(host, "gloo:"))))
-    return Panel("host", zero_name, [(label, bars(lane, zero)) for label, lane in lanes if lane],
-                 apart(first_start(launches), zero))
-
-
-def telling_step(trace):
-    """The step to show: the first with the most collectives."""
-    rows = communication(trace.ops)
-    if not len(rows):
-        calls = [place for place, value in enumerate(trace.values) if str(value).startswith(("launch ", "c10d::"))]
-        rows = trace.host[np.isin(trace.host["name"], calls)]
-    counts = Counter(rows["step"].tolist())
-    return min(trace.steps, key=lambda number: (-counts[number], number))
-
-
-def draw_lanes(axes, panel, limits):
-    from matplotlib.ticker import MaxNLocator
-    for row, (_, lane) in enumerate(panel.lanes):
-        visible = [bar for bar in lane if bar[1] >= limits[0] and bar[0] <= limits[1]]
-        axes.broken_barh([(start, end - start) for start, end, _ in visible], (-row - 0.36, 0.72),
-                         facecolors=[COLOURS[key] for _, _, key in visible], linewidth=0, zorder=2)
-    axes.axvline(0, color=INK, linewidth=1, linestyle=(0, (4, 3)), zorder=3)
-    if panel.first is not None and limits[0] <= panel.first <= limits[1]:
-        axes.axvline(panel.first, color=ALARM, linewidth=1.4, zorder=4)
-        axes.plot(panel.first, 0.62, marker="v", markersize=7, color=ALARM, clip_on=False, zorder=5)
-    axes.set_xlabel(f"ms after {panel.zero_name}", fontsize=9, color=PALE)
-    axes.set_xlim(limits)
-    axes.set_ylim(-len(panel.lanes) + 0.45, 0.62)
-    axes.set_yticks([-row for row in range(len(panel.lanes))])
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=7))
-    axes.tick_params(length=0, colors=INK, labelsize=9)
-    axes.grid(axis="x", color="#e7ebee", linewidth=0.8, zorder=0)
-    for side in axes.spines.values():
-        side.set_visible(False)
-
-
-def plot(traces, path, wanted_step=None):
-    """Draw a timeline of one step of each trace: left the whole, right the moment that decides, with the first launch.
-
-    traces: [(label, Trace)]. Panels of one kind share their scale, so that traces compare by eye.
-    """
-    try:
-        import matplotlib
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-        from matplotlib.patches import Patch
-    except ImportError:
-        raise Unjudgeable("--plot needs matplotlib, which is not installed; pip install matplotlib") from None
-    panels = []
-    for label, trace in traces:
-        step = telling_step(trace) if wanted_step is None else wanted_step
-        if step not in trace.steps:
-            raise Unjudgeable(f"{trace.path}: no step {step}; --step takes one of {', '.join(map(str, trace.steps))}")
-        kinds = ([gpu_panel] if step in trace.ops["step"] else []) + [host_panel]
-        panels += [(f"{label}, step {step}", panel) for panel in (kind(trace, step) for kind in kinds) if panel.lanes]
-    if not panels:
-        raise Unjudgeable("nothing to draw in these steps; choose another with --step")
-    whole, near = {}, {}
-    for kind in {panel.title for _, panel in panels}:
-        alike = [panel for _, panel in panels if panel.title == kind]
-        starts, ends, _ = zip(*(bar for panel in alike for _, lane in panel.lanes for bar in lane))
-        width = max(max(ends) - min(starts), 1e-6)
-        whole[kind] = (min(starts) - 0.01 * width, max(ends) + 0.01 * width)
-        # room on both sides of zero and of the first launch
-        reach = max([0.02 * width, *(1.6 * abs(panel.first) for panel in alike if panel.first is not None)])
-        near[kind] = (-reach, reach)
-    # where communication begins far from zero the whole shows it better than its half would
-    zooms = all(near[kind][1] < 0.15 * (whole[kind][1] - whole[kind][0]) for kind in whole)
-
-    heights = [1.1 + len(panel.lanes) for _, panel in panels]
-    figure, grid = pyplot.subplots(len(panels), 1 + zooms, figsize=(15, 0.5 * sum(heights) + 1.5), squeeze=False,
-                                   layout="constrained", gridspec_kw={"height_ratios": heights,
-                                                                      "width_ratios": (1.7, 1)[:1 + zooms]})
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08, hspace=0.03)
-    for (label, panel), (overview, *zoom) in zip(panels, grid):
-        draw_lanes(overview, panel, whole[panel.title])
-        overview.set_yticklabels([name for name, _ in panel.lanes])
-        overview.set_title(f"{panel.title}  ·  {label}", loc="left", fontsize=11, color=INK, fontweight="bold", pad=10)
-        for axes in zoom:
-            draw_lanes(axes, panel, near[panel.title])
-            axes.set_yticklabels([])
-            axes.set_facecolor(HIGHLIGHT)
-            overview.axvspan(*near[panel.title], color=HIGHLIGHT, zorder=0)
-        if panel.first is not None:
-            what = "first collective" if panel.title == "GPU" else "first launch"
-            text = f"{what} {panel.first:+.3f} ms".replace("-", "−")
-            (zoom or [overview])[0].set_title(text, loc="left" if zoom else "right", fontsize=10, color=ALARM, pad=10)
-    drawn = {key for _, panel in panels for _, lane in panel.lanes for _, _, key in lane}
-    figure.legend(handles=[Patch(color=COLOURS[key], label=key) for key in COLOURS if key in drawn],
-                  loc="outside lower center", ncols=min(len(drawn), 10), frameon=False, fontsize=9)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise Unjudgeable(f"--plot {path}: cannot be written ({error}); give a path ending in .png in a folder that "
-                          "exists") from None
-    finally:
-        pyplot.close(figure)
+        by_step.append(row)
+    return {"in_all": in_all, "by_step": by_step, "devices": [device for device, _ in groups]}
 
 
 # Command line -------------------------------------------------------------------------------------------------------
@@ -956,11 +735,7 @@ def main(arguments=None):
     parser.add_argument("traces", nargs="+", metavar="TRACE", help="profiler trace, .json or .json.gz, one a rank")
     parser.add_argument("--vs", nargs="+", metavar="TRACE", default=[], help="set b, to compare with the first, a")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
-    parser.add_argument("--plot", metavar="PNG", help="draw a timeline of one step of the first trace of each set")
-    parser.add_argument("--step", type=int, metavar="N", help="the step to draw; else the one with most collectives")
     options = parser.parse_args(arguments)
-    if options.step is not None and not options.plot:
-        parser.error(f"--step {options.step} says what --plot draws; add --plot PNG, or leave it out")
     problems = []
     left, right = read_set(options.traces, problems), read_set(options.vs, problems)
     try:
@@ -968,16 +743,13 @@ def main(arguments=None):
             raise Unjudgeable("\n".join(problems))
         analyses, others = [analysis for _, analysis in left], [analysis for _, analysis in right]
         comparison = compare(analyses, others) if others else None
-        if options.plot:
-            drawn = [(logs.printable(trace.name), trace) for trace, _ in [*left[:1], *right[:1]]]
-            plot(drawn, options.plot, options.step)
     except Unjudgeable as problem:
         print(problem, file=sys.stderr)
         return 2
     if options.json:
         print(json.dumps({"traces": analyses, "vs": others, "comparison": comparison}, indent=1))
     else:
-        print("\n".join(comparison_report(analyses, others, comparison) if comparison else report(analyses)))
+        print(show(analyses, others, comparison))
     return 0
 
 

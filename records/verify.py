@@ -1,23 +1,23 @@
 """Judges a record by the rules of the speedrun: every rule a program can check is a pass, a fail, or not checkable.
 
-The first line is the verdict; what holds, what no log shows and which flag would, and what is broken follow in at most 20;
-then each rule with its reason. The claim (loss, faster) stands apart from the rules. A public log is judged by the rules of
-its day, which nvidia-smi wrote into it: a later rule that it does not keep is a remark.
+The first line is the verdict; what holds, what no log shows and which flag would, and what is broken follow in at most
+20; then each rule with its reason. The claim (loss, faster) stands apart from the rules. A public log is judged by the
+rules of its day, which nvidia-smi wrote into it: a later rule that it does not keep is a remark.
 
     python records/verify.py RECORD...                 RECORD: a folder of logs, or logs
     python records/verify.py RECORD --vs OTHER         and is it faster on the same hardware? (a race holds both sides)
-    python records/verify.py RECORD --data DIR         hashes the shards in DIR, packs its batches anew, seeks validation
-                                                       text in training
-    python records/verify.py RECORD --rerun MODEL...   evaluates saved models again, at best one of each run: examine.py
+    python records/verify.py RECORD --data DIR         hashes the shards in DIR, packs its batches anew, seeks
+                                                       validation text in training
+    python records/verify.py RECORD --rerun MODEL...   evaluates saved models again, one of each run at best: examine.py
     python records/verify.py RECORD --diff             and prints how the source differs from its parent: the other
                                                        side's, or this checkout's train_gpt.py
     --json  for programs; its verdict is pass, fail, or incomplete: nothing fails, and not all could be checked
 
-Exit status: 0 nothing fails (what could not be checked is listed), 1 a rule is broken or the claim not shown, 2 it cannot
-be judged: no input, or logs that describe nothing of their runs.
+Exit status: 0 nothing fails (what could not be checked is listed), 1 a rule is broken or the claim not shown, 2 it
+cannot be judged: no input, or logs that describe nothing of their runs.
 
-A log is what a run says of itself. race.py's own times stand against its clock, --data against its digests, --rerun against
-its losses; a forgery in which all agrees shows only where the run is run again, and the last line says how.
+A log is what a run says of itself. race.py's own times stand against its clock, --data against its digests, --rerun
+against its losses; a forgery in which all agrees shows only where the run is run again, and the last line says how.
 """
 
 import logs
@@ -36,7 +36,6 @@ import os
 import re
 import shlex
 import sys
-import textwrap
 import tokenize
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -48,24 +47,26 @@ import numpy as np
 
 import examine
 import leaks
+import pages
 import race
 import stats
 from leaks import FAIL, PASS, ROOT, SHA256, UNKNOWN, Broken, NotCheckable, demand, judged, several
 from stats import CannotJudge
 
 INCOMPLETE, REMARK = "incomplete", "remark"  # of all rules together; of a rule that came after the run
+VERDICTS = PASS, REMARK, UNKNOWN, FAIL  # in the order of the page
 LOSS, FASTER = CLAIMS = "mean loss below target, p < 0.01", "faster than the other side, p < 0.01"
 ACCOUNTS, SWITCHES = "every run is accounted for", "no compiler flags in the source"
-# The days on which the public speedrun's README got these rules; others are as old as it, or only logs of ours show them
+# The days on which the public speedrun's README got these rules; others are as old as it, or need a log of ours
 HOLDS_FROM = {LOSS: "2024-12-04", ACCOUNTS: "2024-12-04", SWITCHES: "2025-02-02"}
-WIDTH, HELD_LINES, OF_A_KIND = 120, 5, 3  # columns of a line; lines of what holds; of what else is in the summary
 GPT2_VOCAB = range(50257, 51200)  # rows of its embedding, filled up
 FINEWEB_VAL_TOKENS = 10_485_760  # the public speedrun's rule; other data is validated on as a whole
 UNNAMED_S = 0.02  # of the wall clock: what a run may spend under no name; honest ones spend 0.0007
 # The race's own times of the lines: how late one may be seen, once and for each validation; and over how many lines
 STAMP_S, STAMP_EACH_S, STAMP_LINES = 0.1, 0.05, 5
-# From the launch of a run to the start of its own wall clock, and after that one's end: at most so long, less for a short
-# run, where it could hide as much as the run itself; how far the runs of a race may differ in it, and the sides' medians
+# From the launch of a run to the start of its own wall clock, and after that one's end: at most so long, less for a
+# short run, where it could hide as much as the run itself; how far the runs of a race may differ in it, and the sides'
+# medians
 STARTING_S, STARTING_LEAST_S, STARTING_PART = 60, 20, 0.2
 SPREAD_S, SPREAD_PART, SIDES_S, SIDES_PART = 15, 0.05, 3, 0.01
 SETTING_UP = "joining", "setup", "compile", "preflight"  # spans before the first step, which a machine's state decides
@@ -75,22 +76,23 @@ TELLING_LINES, ALIKE_LINES, ALIKE = 8, 30, 0.9  # fewer times agree by chance; s
 KNOWS_NOTHING = 0.005  # nats below ln(vocabulary) that rounding may bring to an untrained model
 NUMBER = (int, float)
 
-# Variables: the compiler's; the launcher's, the allocator's, places of caches and how much is said are not meant. What changes Python or a
-# library is meant, but for what is known to change neither
-COMPILERS = (r"(?!TORCHELASTIC|TORCH_NCCL|TORCH_CPP_LOG_LEVEL|PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF|(?:TORCHINDUCTOR|TRITON)_CACHE_DIR\b)"
-             r"(?:TORCH|PYTORCH|TRITON|INDUCTOR)[A-Z0-9]*_[A-Z0-9_]+")
+# Variables: the compiler's; the launcher's, the allocator's, places of caches and how much is said are not meant. What
+# changes Python or a library is meant, but for what is known to change neither
+COMPILERS = (r"(?!TORCHELASTIC|TORCH_NCCL|TORCH_CPP_LOG_LEVEL|PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF"
+             r"|(?:TORCHINDUCTOR|TRITON)_CACHE_DIR\b)(?:TORCH|PYTORCH|TRITON|INDUCTOR)[A-Z0-9]*_[A-Z0-9_]+")
 _VARIABLE = re.compile(rf"{COMPILERS}=.*|(?:PYTHON|LD_)\w*=.*", re.S)
 _INNOCUOUS = re.compile(
     r"PYTHON(?:UNBUFFERED|DONTWRITEBYTECODE|HASHSEED|IOENCODING|UTF8|FAULTHANDLER|NOUSERSITE|SAFEPATH)=.*"
     r"|LD_LIBRARY_PATH=(?:(?:/usr/(?:local/(?:cuda|nvidia)|lib)|/lib|/opt/)[^:]*(?::|$)|:)*")
-# Statements that set a compiler's switch, and those that a reader should look at: there is no end to the ways of hiding one
+# Statements that set a compiler's switch, and those that a reader should look at: the ways of hiding one have no end
 _SETTING = re.compile(
     r"\b_inductor\b|\b_(?:dynamo|functorch)\b[\w. ]*\b(?:config\b|import \*)|\bcompiler\.config\b|triton\.knobs"
     r"|_TorchCompile|\bcompile\(.*\b(?:mode|options)=" rf"|environb?\[b?['\"]{COMPILERS}['\"]\] \|?=(?!=)"
     rf"|\b(?:setdefault|putenv)\(b?['\"]{COMPILERS}|environ.*['\"( ]{COMPILERS}(?:['\"]:|=)", re.S)
 _LOOK = re.compile(
-    r"(?<![\w.])(?:exec|eval|compile|globals|vars|__import__|setattr|delattr|attrgetter)\(|\b(?:ctypes|marshal|runpy|pickle"
-    r"|codecs|base64|importlib|subprocess|mock|gc)\b|\bos\.(?:exec|spawn|system|popen|putenv|posix)|sys\.(?:modules|path\b|set\w+)"
+    r"(?<![\w.])(?:exec|eval|compile|globals|vars|__import__|setattr|delattr|attrgetter)\("
+    r"|\b(?:ctypes|marshal|runpy|pickle|codecs|base64|importlib|subprocess|mock|gc)\b"
+    r"|\bos\.(?:exec|spawn|system|popen|putenv|posix)|sys\.(?:modules|path\b|set\w+)"
     r"|__(?:dict|globals|builtins|getattribute|subclasses|loader|spec|code|class)__|getattr\((?:torch|os|sys|time)\b"
     r"|\benviron\b(?!\.get\()|\b(?:time\.\w+|\w*perf_counter\w*|\w*monotonic\w*) = |torch\.\w+ = ", re.S)
 _FILES = re.compile(r"^-{10,}\n# (\S+\.py)\n-{10,}\n", re.M)  # between files that a log holds behind one another
@@ -210,8 +212,8 @@ def check_log(e):
 
 
 def embedding_rows(e):
-    """Rows of the embedding, filled up: what the number of parameters leaves for it, the head and the value tables. A log
-    older than tables of n-grams has none."""
+    """Rows of the embedding, filled up: what the number of parameters leaves for it, the head and the value tables. A
+    log older than tables of n-grams has none."""
     layers, width = e.get("start.config.layers", str), e.get("start.config.model_dim", int)
     tables = 2 + len(set(re.findall(r"\d", layers)))
     matrices = 4 * len(re.findall("[SLP]", layers)) + 8 * layers.count("M")
@@ -226,7 +228,8 @@ def check_beginning(e):
     demand(not e.run.disqualified, f"{e.run.disqualified}; such runs count for no record")
     first = [e.run.validations[0].loss] if e.run.validations[0].step == 0 else []
     config = e.get("start.config", dict)
-    if "loss_weights" not in str(config.get("stages")) and config.get("loss_weights", [1]) == [1]:  # else it is another sum
+    weighted = "loss_weights" in str(config.get("stages")) or config.get("loss_weights", [1]) != [1]
+    if not weighted:  # else it is another sum
         first += [step.train_loss for step in e.run.steps if step.step == 1 and step.train_loss is not None]
     if not first:
         raise NotCheckable("no line states a loss before the first step")
@@ -303,8 +306,9 @@ def scan(source):
     for text in (first, *others[1::2]):
         try:
             for node in ast.walk(ast.parse(text)):
-                if not isinstance(node, ast.stmt) or isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                    continue  # what is no statement is a part of one; a docstring does nothing
+                says_nothing = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)  # a docstring
+                if says_nothing or not isinstance(node, ast.stmt):
+                    continue  # what is no statement is a part of one
                 parts = [child for child in ast.iter_child_nodes(node) if isinstance(child, (ast.expr, ast.withitem))]
                 shown = " ".join(map(ast.unparse, parts if hasattr(node, "body") else [node]))
                 if _SETTING.search(shown):
@@ -345,8 +349,8 @@ def check_source(e, theirs):
     if found.look:
         text += f"; look at its lines {', '.join(map(str, found.look[:12]))}{' ...' if len(found.look) > 12 else ''}"
     if theirs and e.ours:
-        changed = [line for line in difference(theirs, e.run.source.removesuffix("\n")) if line[0] in "+-"][2:]
-        text += f"; {len(changed)} lines differ from the other side's (--diff)" if changed else "; it is the other side's"
+        changed = len([line for line in difference(theirs, e.run.source.removesuffix("\n")) if line[0] in "+-"][2:])
+        text += f"; {changed} lines differ from the other side's (--diff)" if changed else "; it is the other side's"
     return text
 
 
@@ -369,7 +373,8 @@ def check_clock(e):
         raise NotCheckable("fewer than two lines with train_time in ms")
     warm = (0,) if e.ours else (0, 1, 10)  # steps that the community's scripts leave out of their average
     wrong = [[line for line in timed if line.average is not None and
-              abs(line.time_ms - line.average * max(line.step - left_out, 1)) > 1 + 0.006 * line.step] for left_out in warm]
+              abs(line.time_ms - line.average * max(line.step - without, 1)) > 1 + 0.006 * line.step]
+             for without in warm]
     if all(wrong):
         line = wrong[0][0]
         raise Broken(f"at step {line.step} train_time is {line.time_ms:.0f} ms, by its step_avg of {line.average} ms "
@@ -406,7 +411,7 @@ def check_paces(steps):
 def check_stamps(e):
     """Did the steps take as long by the race's clock, which saw each line reach the log, as by the run's own?
 
-    A stretch begins at a validation's line, written as the clock goes on, and ends at the last step before the next one.
+    A stretch begins at a validation's line, written as the clock goes on, and ends at the last step before the next.
     What passes between stretches must be named: validation, hashing and the like."""
     path = Path(re.sub(r"\.txt$", "", e.run.path.removesuffix(".gz")) + stats.STAMPS)
     steps, spans, name = e.run.steps, e.get("end.seconds_outside_clock", dict), logs.printable(path.name)
@@ -492,9 +497,12 @@ def check_accounts(runs, found, races):
         side = stats.Side(f"side {which[1]}" if which and which[1] else "the set", "--source", [e.run for e in of_side])
         until_decided = which is not None and which[0] in races and races[which[0]].race.get("until_decided") is True
         try:
-            stats.check_one_experiment(side, mixed=False)
-            stats.check_all_there(side, found.rejected, until_decided)
             stats.check_none_diverged(side, found.rejected)
+            stats.check_all_there(side, found.rejected, until_decided)
+            stats.check_one_experiment(side, mixed=False)
+        except stats.Mixed as reason:
+            demand(which is None and not any(e.ours for e in of_side), str(reason))
+            unknown.append(f"which runs are the record no log says ({reason})")
         except CannotJudge as reason:
             raise Broken(str(reason)) from None
         if which is None:
@@ -504,7 +512,8 @@ def check_accounts(runs, found, races):
     demand(len(shards_read(runs)) < 2, "the runs did not all read the same data")
     remarks += [f"{logs.printable(os.path.basename(item.path))}: {item.reason}" for item in found.rejected
                 if item.kind in (logs.INCOMPLETE, logs.NOT_FINITE)]
-    here = {str((item.start or {}).get("run_id", Path(item.path).stem)): item  # another project's says nothing of itself
+    # another project's log says nothing of itself
+    here = {str((item.start or {}).get("run_id", Path(item.path).stem)): item
             for item in [*found.rejected, *(e.run for e in runs)]}
     started = {run_id for one in races.values() for run_id in one.attempts}
     strangers = {str(e.run.start.get("run_id")) for e in runs if e.ours} - started
@@ -538,7 +547,7 @@ def check_attempts(manifest, runs, here):
         demand(event["status"] == "started" or event["run_id"] in begun, f"{event['run_id']} ended "
                f"({event['status']}), and no line before it says that it was started")
         begun.add(event["run_id"])
-    lengths = [a["seconds"] for a in manifest.attempts.values() if a["status"] == "done" and is_number(a.get("seconds"))]
+    lengths = [attempt["seconds"] for attempt in manifest.done().values() if is_number(attempt.get("seconds"))]
     usual = float(np.median(lengths)) if lengths else math.inf
     for run_id, attempt in manifest.attempts.items():
         which, status, seconds = f"{attempt['run']}{attempt['side']}", attempt["status"], attempt.get("seconds")
@@ -726,7 +735,7 @@ def check_hardware(runs, others):
     described = {}
     for e in runs + others:
         switches = {name: value for name, value in e.get("start.environment", dict).items()
-                    if not name.startswith("TORCHELASTIC_") and not name.endswith("_CACHE_DIR")}  # which name run and checkout
+                    if not re.match("TORCHELASTIC_|.*_CACHE_DIR$", name)}  # which name run and checkout
         facts = {"ranks": e.get("start.ranks", int), **e.get("start.hardware", dict), **e.get("start.versions", dict),
                  **switches, "hosts": [{key: host.get(key) for key in ("ranks", "hardware", "versions")}
                                        for host in e.run.start.get("hosts") or () if isinstance(host, dict)]}
@@ -757,7 +766,7 @@ def check_interleaved(runs, others):
 
 
 def check_spans(runs, others):
-    """Is time that the record has off its clock on the other's? Validation is compared by the call, hashing by what is hashed."""
+    """Is time that the record has off its clock on the other's? Validation counts by the call, hashing by its size."""
     def per_call(e):
         spans, calls = e.get("end.seconds_outside_clock", dict), max(1, len(e.run.validations))
         sizes = {"validation": calls, "hashing": e.get("start.parameters", int) / 1e6}
@@ -770,7 +779,8 @@ def check_spans(runs, others):
         mine, theirs = (np.array([spans.get(name, 0.0) for spans, _ in side]) for side in sides)
         text = f"{name} {mine.mean():.3f} s against {theirs.mean():.3f} s"
         if name == "validation":
-            text += f" a call ({' and '.join(str(round(np.mean([calls for _, calls in side]), 1)) for side in sides)} calls)"
+            counts = [round(np.mean([calls for _, calls in side]), 1) for side in sides]
+            text += f" a call ({counts[0]} and {counts[1]} calls)"
         text += " a million parameters" * (name == "hashing")
         certain = np.ptp(mine) == np.ptp(theirs) == 0 or stats.welch_t_less(theirs, mine).pvalue < 0.01
         demand(mine.mean() <= 1.1 * theirs.mean() + UNNAMED_S or not certain,
@@ -784,12 +794,10 @@ def check_spans(runs, others):
 def read_manifests(folders):
     """{race id: what race.py wrote down in one of these folders}. CannotJudge if it cannot be read."""
     races = {}
-    for path in sorted({Path(os.path.realpath(folder)) / race.MANIFEST for folder in folders}):
-        if path.exists():
-            manifest = race.Manifest.read(path)
-            same = races.setdefault(manifest.race["id"], manifest)
-            if (same.race, same.attempts) != (manifest.race, manifest.attempts):
-                raise CannotJudge(f"{path} and {same.path} tell of one race, and differ; keep the true one")
+    for manifest in filter(None, map(stats.manifest_in, sorted({os.path.realpath(folder) for folder in folders}))):
+        same = races.setdefault(manifest.race["id"], manifest)
+        if (same.race, same.attempts) != (manifest.race, manifest.attempts):
+            raise CannotJudge(f"{manifest.path} and {same.path} tell of one race, and differ; keep the true one")
     return races
 
 
@@ -830,9 +838,10 @@ def check_models(paths, runs, folder):
             raise CannotJudge(f"{path}: its log does not say what it was validated on ({shards})")
         models[run_id] = (path, shards)
     known, seconds = judged(lambda: sum(examine.seconds_needed(by_id[run_id]) for run_id in models))
-    about = (f"some {max(1, round(seconds / 60))} min, if a token takes as long as in the logs' validations" if known == PASS
-             else "the logs do not tell how long that takes")
-    print(f"verify.py: {len(models)} models are examined, which runs the source in their logs: {about}", file=sys.stderr)
+    about = ("the logs do not tell how long that takes" if known != PASS else
+             f"some {max(1, round(seconds / 60))} min, if a token takes as long as in the logs' validations")
+    print(f"verify.py: {len(models)} models are examined, which runs the source in their logs: {about}",
+          file=sys.stderr)
     found = {by_id[run_id].name: examine.check_model(by_id[run_id], *model, folder) for run_id, model in models.items()}
     return [of_all(rule, [(name, *rules[rule]) for name, rules in found.items()], len(runs)) for rule in examine.RULES]
 
@@ -930,48 +939,28 @@ def unseen(runs, races):
     found = races.get(e.race.race_id) if e.race else None
     side = found.race["sides"].get(e.race.side) if found else None
     flags = side["flags"] if side else ["--preset", str(e.run.start.get("preset"))]
-    return ("No log shows a forgery in which losses, times, source and hashes are all made up to fit. These would: --rerun "
-            "with a model of each run, on your machine; and a run of your own by `" + shlex.join(
-                ["torchrun", f"--nproc_per_node={e.run.start.get('ranks')}", race.SCRIPT, *flags, "--seed",
-                 str(e.run.start.get("seed"))]) + f"` for {e.name}: the same seed gives the same bytes (final_state_hash) on "
-            "a CPU, and on a GPU a loss within the spread of these.")
+    again = shlex.join(["torchrun", f"--nproc_per_node={e.run.start.get('ranks')}", race.SCRIPT, *flags, "--seed",
+                        str(e.run.start.get("seed"))])
+    return ("No log shows a forgery in which losses, times, source and hashes are all made up to fit. These would: "
+            f"--rerun with a model of each run, on your machine; and a run of your own by `{again}` for {e.name}: "
+            "the same seed gives the same bytes (final_state_hash) on a CPU, and on a GPU a loss within the spread of "
+            "these.")
 
 
-def wrap(text, indent="", **how):
-    return textwrap.wrap(logs.printable(text), WIDTH, initial_indent=indent, subsequent_indent=indent, placeholder=" …",
-                         break_on_hyphens=False, **how)
-
-
-def show(findings, bare, examined):
-    """The summary, then every rule with its reason; what fails comes last in both."""
-    order = {PASS: 0, REMARK: 1, UNKNOWN: 2, FAIL: 3}
-    rules, claims = ([f for f in findings if (f.rule in CLAIMS) == claim] for claim in (False, True))
-    of = {verdict: [f for f in rules if f.verdict == verdict] for verdict in order}
-    broken, shown = len(of[FAIL]), {PASS: "shown", FAIL: "NOT shown", REMARK: "not shown", UNKNOWN: "not to be judged"}
-    counted = f"{len(of[PASS])} rules hold, {broken} are broken, {len(of[UNKNOWN])} cannot be seen; {examined}"
-    verdict = ("FAIL: rules are broken" if broken else "NO PASS: the logs describe nothing" if bare else
-               "CLAIM NOT SHOWN, no rule is broken" if any(f.verdict == FAIL for f in claims) else
-               "NO RULE IS BROKEN, but not all could be seen" if of[UNKNOWN] else "PASS")
-
-    def some(head, lines):
-        """The first few, each on a line of its own."""
-        cut = [line for text in lines[:OF_A_KIND] for line in wrap(text, "  ", max_lines=1)]
-        more = f", and {len(lines) - OF_A_KIND} more below" if len(lines) > OF_A_KIND else ""
-        return [f"{head}{more}:", *cut] if lines else []
-
-    unseen = defaultdict(list)
+def sum_up(findings, bare, examined):
+    """What the page shows: the verdict in a line, and findings by what became of them; what fails comes last."""
+    of = {verdict: [f for f in findings if f.rule not in CLAIMS and f.verdict == verdict] for verdict in VERDICTS}
+    claims, unseen = [f for f in findings if f.rule in CLAIMS], defaultdict(list)
     for f in of[UNKNOWN]:
         unseen[f.reason].append(f.rule)
-    return [
-        logs.printable(f"{verdict}. {counted}"),
-        *(line for f in claims for line in wrap(f"Claim {shown[f.verdict]}: {f.rule}: {f.reason}", max_lines=2)),
-        *wrap("Holds: " + "; ".join(f.rule for f in of[PASS]), max_lines=HELD_LINES),
-        *some("Not seen, and what would show it", [f"{reason}: {'; '.join(names)}" for reason, names in unseen.items()]),
-        *(wrap("Remarks, of rules that came later: " + "; ".join(f.rule for f in of[REMARK]), max_lines=1) if of[REMARK] else []),
-        *some("BROKEN", [f"{f.rule}: {f.reason}" for f in of[FAIL]]),
-        "", "Each rule:", "",
-        *(line for f in sorted(findings, key=lambda f: order[f.verdict])
-          for line in [f"{'FAIL' if f.verdict == FAIL else f.verdict}: {f.rule}", *wrap(f.reason, "    ")])]
+    verdict = ("FAIL: rules are broken" if of[FAIL] else "NO PASS: the logs describe nothing" if bare else
+               "CLAIM NOT SHOWN, no rule is broken" if any(f.verdict == FAIL for f in claims) else
+               "NO RULE IS BROKEN, but not all could be seen" if of[UNKNOWN] else "PASS")
+    return {"said": logs.printable(f"{verdict}. {len(of[PASS])} rules hold, {len(of[FAIL])} are broken, "
+                                   f"{len(of[UNKNOWN])} cannot be seen; models of {examined} examined"),
+            "of": of, "claims": claims, "unseen": [f"{reason}: {'; '.join(rules)}" for reason, rules in unseen.items()],
+            "broken": [f"{f.rule}: {f.reason}" for f in of[FAIL]],
+            "findings": sorted(findings, key=lambda f: VERDICTS.index(f.verdict))}
 
 
 def parse(arguments):
@@ -980,7 +969,8 @@ def parse(arguments):
     parser.add_argument("record", nargs="+", metavar="RECORD", help="a folder of logs, or logs")
     parser.add_argument("--vs", nargs="+", metavar="OTHER", help="logs of what it must be faster than")
     parser.add_argument("--side", default="a", help="of a race with two sides: the one that is the record (default: a)")
-    parser.add_argument("--data", metavar="DIR", help="folder of the shards: hash and replay them, seek validation in training")
+    parser.add_argument("--data", metavar="DIR",
+                        help="folder of the shards: hash and replay them, seek validation in training")
     parser.add_argument("--rerun", nargs="+", metavar="MODEL",
                         help="models that train_gpt.py saved, or folders of them; RUNS the source in their logs")
     parser.add_argument("--target", type=float, help="loss to be below (default: 3.28 on FineWeb, else the logs')")
@@ -1001,22 +991,19 @@ def main(arguments=None):
         return 2
     counts = Counter(finding.verdict for finding in findings)
     bare = not counts[FAIL] and any(not e.ours for e in runs)
-    (loss,), some = (f.reason for f in findings if f.rule == examine.LOSS), r"\d+ of \d+ runs"
-    examined = re.match(some, loss)[0] if re.match(some, loss) else f"{len(runs)} of {len(runs)} runs"
-    said, *page = show(findings, bare, f"models of {examined} examined")
+    (loss,) = (f.reason for f in findings if f.rule == examine.LOSS)
+    some = re.match(r"\d+ of \d+ runs", loss)
+    page = sum_up(findings, bare, some[0] if some else f"{len(runs)} of {len(runs)} runs")
     if options.json:
         verdict = FAIL if counts[FAIL] else INCOMPLETE if counts[UNKNOWN] else PASS
-        print(json.dumps({"verdict": verdict, "counts": dict(counts), "said": said, "unseen": last,
+        print(json.dumps({"verdict": verdict, "counts": dict(counts), "said": page["said"], "unseen": last,
                           "rules": [finding._asdict() for finding in findings]}, indent=1))
     else:
-        print("\n".join([said, *page]))
-        if options.diff:
-            parent = record.theirs or (ROOT / race.SCRIPT).read_text(encoding="utf-8")
-            changes = difference(parent, (runs[0].run.source or "").removesuffix("\n"))
-            print("\n".join(["", *map(logs.printable, changes)]))
-        print("\n".join(["", *wrap(last)]))
+        parent = record.theirs or (ROOT / race.SCRIPT).read_text(encoding="utf-8")
+        diff = difference(parent, (runs[0].run.source or "").removesuffix("\n")) if options.diff else []
+        print(pages.show("verify.txt.jinja", **page, diff=diff, last=last))
     if bare:
-        print(f"verify.py: {said}", file=sys.stderr)
+        print(f"verify.py: {page['said']}", file=sys.stderr)
     return 1 if counts[FAIL] else 2 if bare else 0
 
 

@@ -3,8 +3,8 @@
     python records/watch.py                  the logs in logs/ and its subfolders, at http://127.0.0.1:8000
     python records/watch.py FOLDER --port 0  another folder; 0: any port that is free
 
-Only read, so that no run notices; but drawing takes some tenths of a second of a core for each page that is open, so leave
-it out where a run is timed on few cores. Ctrl-C ends it.
+Only read, so that no run notices; but drawing takes some tenths of a second of a core for each page that is open, so
+leave it out where a run is timed on few cores. Ctrl-C ends it.
 """
 
 import signal
@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
 import argparse
 import functools
-import html
 import io
 import sys
 import time
@@ -22,15 +21,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import logs
+import pages
 import picture
 
 ROOT = Path(__file__).resolve().parent.parent
 SHOWN = 6  # runs on the page
 PERIOD_S = 5
-PAGE = """<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="{period}"><title>{title}</title>
-<style>body {{ font: 15px sans-serif; max-width: 75em; margin: 2em auto }} svg {{ width: 100%; height: auto }}</style>
-{body}</html>
-"""
 
 
 @functools.lru_cache(maxsize=2 * SHOWN)
@@ -38,37 +34,34 @@ def shown(path, changed):
     """(run, its picture as SVG) of the log as it was when it was `changed`; NothingToDraw before its first step."""
     run, drawn = picture.read(path), io.StringIO()
     picture.draw(run, drawn, format="svg")
-    return run, drawn.getvalue().partition("<svg")[2]
+    return run, "<svg" + drawn.getvalue().partition("<svg")[2]
 
 
 def describe(path, changed):
     """A section of the page."""
-    name, silent = html.escape(logs.printable(path.name)), time.time() - changed / 1e9
+    found, silent = {"name": path.name, "svg": ""}, time.time() - changed / 1e9
     try:
         run, drawn = shown(path, changed)
     except (picture.NothingToDraw, OSError):
-        return f"<h2>{name}</h2><p>no step yet; written {silent:.0f} s ago</p>"
+        return {**found, "state": f"no step yet; written {silent:.0f} s ago"}
     last, total = run.steps[-1], ((run.start or {}).get("planned") or {}).get("steps")
-    broken = getattr(run, "reason", "")  # of a run that is under way: that it has no end
-    left = ""
+    state = getattr(run, "reason", "")  # of a run that is under way: that it has no end
     if getattr(run, "end", None):
         state = "ended"
-    elif "error:" in broken:
-        state = html.escape(broken)
-    elif silent >= 60:
+    elif "error:" not in state and silent >= 60:
         state = f"no word for {silent / 60:.0f} min, and no end"
-    else:
+    elif "error:" not in state:
         state = f"under way, written {silent:.0f} s ago"
         if total and last.step:
-            left = f", {(total - last.step) * last.time_ms / last.step / 1000:.0f} s left"
-    return f"<h2>{name}</h2><p>step {last.step} of {total or '?'}: {state}{left}</p><svg{drawn}"
+            state += f", {(total - last.step) * last.time_ms / last.step / 1000:.0f} s left"
+    return {**found, "state": f"step {last.step} of {total or '?'}: {state}", "svg": drawn}
 
 
 def page(folder):
     """The whole page: the logs of the folder that changed last, the latest first."""
     found = sorted(((path.stat().st_mtime_ns, path) for path in folder.rglob("*.txt")), reverse=True)[:SHOWN]
-    body = "\n".join(describe(path, changed) for changed, path in found) or "<p>no log here yet</p>"
-    return PAGE.format(period=PERIOD_S, title=html.escape(logs.printable(folder)), body=body)
+    return pages.render("watch.html.jinja", period=PERIOD_S, folder=folder,
+                        runs=[describe(path, changed) for changed, path in found])
 
 
 def serve(folder, port):

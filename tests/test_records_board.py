@@ -20,6 +20,7 @@ sys.path.insert(0, str(RECORDS))
 
 import board  # noqa: E402
 import logs  # noqa: E402
+import pages  # noqa: E402
 import stats  # noqa: E402
 import verify  # noqa: E402
 
@@ -159,7 +160,7 @@ def test_a_page_names_what_differs_and_the_sources_digests(published):
 def test_a_long_diff_is_cut_and_says_by_how_much():
     lines = board.short_diff("".join(f"{i}\n" for i in range(500)), "", ("b", "a"))
     assert len(lines) == board.LONGEST_DIFF + 1 and lines[-1] == f"… and {503 - board.LONGEST_DIFF} lines more"
-    assert board.fence(["````x", "``"]) == "`````"
+    assert pages.fence(["````x", "``"]) == "`````"
 
 
 @pytest.mark.parametrize("stated", [True, False])

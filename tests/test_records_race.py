@@ -16,11 +16,13 @@ from pathlib import Path
 
 import pytest
 import scipy.stats
+import torch
 
 from conftest import TINY, wait_until, write_corpus
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
+import examine  # noqa: E402
 import ladder  # noqa: E402
 import logs  # noqa: E402
 import race  # noqa: E402
@@ -670,6 +672,18 @@ def test_what_the_environment_says_to_python_does_not_reach_a_run(repo, monkeypa
     assert not [name for name in race.environment() if name.startswith("PYTHON")]
 
 
+def test_each_run_leaves_a_small_model_unless_its_flags_say_otherwise(repo, monkeypatch):
+    """Of a script that saves any: the older version does not."""
+    script = (repo / "train_gpt.py").read_text().replace('"mood")', '"mood", "save_model")').replace(
+        "    if c.mood == \"fail at", "    if c.save_model: Path(c.log_dir, f\"{c.run_id}.pt\").write_text(\"model\")\n    if c.mood == \"fail at")
+    (repo / "train_gpt.py").write_text(script)
+    monkeypatch.setattr(race, "HALVE", "import sys; open(sys.argv[1], 'a').write(' in 16 bits')")
+    for flags, left in (([], ["model in 16 bits"] * 2), (["--save_model=whole"], ["model"] * 2), (["--save_model="], [])):
+        assert race.main(["-n", "2", "--", *flags]) == 0
+        assert [path.read_text() for path in max(repo.glob("logs/*"), key=os.path.getmtime).glob("*.pt")] == left
+    assert race.main(["-n", "1", "--vs", "HEAD~1"]) == 0  # which knows no such flag
+
+
 def test_data_paths_are_those_of_the_checkout():
     assert race.check_flags(["--train_files", "data/x/*.bin", "--val_files=/y/*.bin", "--seed=3"]) == \
         (3, ["--train_files", str(ROOT / "data/x/*.bin"), "--val_files", "/y/*.bin"])
@@ -678,10 +692,8 @@ def test_data_paths_are_those_of_the_checkout():
 def test_the_real_script_through_the_launcher(tmp_path, monkeypatch):
     """As run.sh does it, in a checkout of its own."""
     write_corpus(tmp_path, train=(9000,))
-    (tmp_path / "records").mkdir()
-    for name in ("train_gpt.py", "records/race.py", "records/launch.py", "records/ladder.py", "records/logs.py", "records/picture.py",
-                 "records/stats.py"):
-        (tmp_path / name).write_text((ROOT / name).read_text())
+    shutil.copy(ROOT / "train_gpt.py", tmp_path)
+    shutil.copytree(ROOT / "records", tmp_path / "records", ignore=shutil.ignore_patterns("2*", "*.html"))
     (tmp_path / "changed").mkdir()  # what could change every clock
     seen = tmp_path / "seen"
     (tmp_path / "changed/sitecustomize.py").write_text(f"import sys; print(sys.orig_argv, file=open({str(seen)!r}, 'a'))")
@@ -697,7 +709,13 @@ def test_the_real_script_through_the_launcher(tmp_path, monkeypatch):
     assert [step for step, _ in json.loads(stamps.read_text())].count(run.last_step) == 2  # trained, and validated
     assert not [line for line in seen.read_text().splitlines() if "torch" in line or "train_gpt" in line]  # by race.py alone
     assert (folder / "race.png").exists() == bool(importlib.util.find_spec("matplotlib"))
-    monkeypatch.setattr(verify, "STARTING_LEAST_S", 60)  # the imports of launcher and rank on the tests' machine, busy as it may be
+    for name, seconds in (("STARTING_S", 600), ("STARTING_LEAST_S", 600), ("UNNAMED_S", 0.2)):
+        monkeypatch.setattr(verify, name, seconds)  # launcher and rank on the tests' machine, busy as it may be
     findings = verify.verify(verify.parse([str(folder)]))
     assert not [finding for finding in findings if finding.verdict == "fail"]
     assert "pass" in {finding.verdict for finding in findings if finding.rule == "every run is accounted for"}
+    model = examine.read_model(folder / f"{run.start['run_id']}.pt")  # 16 bits of each parameter, enough for its loss
+    assert {x.dtype for x in model["state"].values()} == {torch.float16}
+    models = verify.verify(verify.parse([str(folder), "--rerun", str(folder), "--data", str(tmp_path)]))[-len(examine.RULES):]
+    assert {finding.rule: finding.verdict for finding in models} == {
+        **dict.fromkeys(examine.RULES, "pass"), examine.SAVED: "not checkable"}
