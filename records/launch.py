@@ -67,9 +67,23 @@ class Loopback(RendezvousHandler):
         self.store = TCPStore(HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         return RendezvousInfo(self.store, 0, 1, RendezvousStoreInfo(HERE, port))
 
-    get_backend, get_run_id = lambda self: "loopback", lambda self: self.run_id
-    is_closed, set_closed = lambda self: False, lambda self: None
-    num_nodes_waiting, shutdown = lambda self: 0, lambda self: True
+    def get_backend(self):
+        return "loopback"
+
+    def get_run_id(self):
+        return self.run_id
+
+    def is_closed(self):
+        return False
+
+    def set_closed(self):
+        pass
+
+    def num_nodes_waiting(self):
+        return 0
+
+    def shutdown(self):
+        return True
 
 
 def fit(flags, text):
