@@ -2775,21 +2775,21 @@ def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, 
 class TrainLosses:
     """Training losses, read without making the host wait for the device: a loss is there some steps after its step.
 
-    With them travel the notices to save that a rank has heard. All know of them LAG steps later: they save before the same
-    step.
+    With them travel the notices to save that a rank has heard. All know of them LAG steps later: they save before the
+    same step.
     """
 
     LAG = 4
 
-    def __init__(self, config: Config, comm: Comm):
-        self.config, self.comm, self.told = config, comm, 0
+    def __init__(self, config: Config, comm: Comm, clock: Clock, log: Log):
+        self.config, self.comm, self.clock, self.log, self.told = config, comm, clock, log, 0
         self.save_at: dict[int, bool] = {}  # before these steps all save; True: and end
         self.pending: list[tuple[int, float, Tensor, Any]] = []
 
     def is_logged(self, step: int) -> bool:
         return self.config.train_loss_every > 0 and step % self.config.train_loss_every == 0
 
-    def record(self, plan: Plan, clock: Clock, losses: list[Tensor], heard: int = 0) -> None:
+    def record(self, plan: Plan, losses: list[Tensor], heard: int = 0) -> None:
         """losses: the summed loss of each of this rank's micro-batches. Those of every so-manieth step are averaged over
         all ranks. heard: the notices so far, see Notices."""
         own, step = torch.stack(losses).detach(), plan.step + 1
@@ -2803,11 +2803,10 @@ class TrainLosses:
             summed = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True).copy_(summed, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        self.pending.append((step, clock.read(), summed, event))
+        self.pending.append((step, self.clock.read(), summed, event))
 
-    def arrived(self, step: int, wait: bool = False) -> Iterator[tuple[int, float, float | None]]:
-        """What is there before `step`: (a step, its train time, mean loss in nats a token or None where not logged).
-        RunError if one is not finite."""
+    def write(self, step: int, wait: bool = False) -> None:
+        """To log and terminal, what is there before a step. RunError if a loss is not finite."""
         while self.pending and (wait or self.pending[0][0] <= step - self.LAG or self.pending[0][-1] is None
                                 or self.pending[0][-1].query()):
             done, train_time, summed, event = self.pending.pop(0)
@@ -2818,8 +2817,12 @@ class TrainLosses:
                                "the data that it read. The log is kept")
             if summed[-1]:
                 self.save_at[done + self.LAG] = summed[-1].item() >= Notices.END
-            mean = summed[:-1].sum(dtype=torch.float64).item() / ((len(summed) - 1) * self.config.micro_batch_tokens)
-            yield done, train_time, mean if self.is_logged(done) else None
+            loss, times = None, f"train_time:{train_time:.0f}ms step_avg:{train_time / done:.2f}ms"
+            if self.is_logged(done):  # in nats a token
+                loss = summed[:-1].sum(dtype=torch.float64).item() / ((len(summed) - 1) * self.config.micro_batch_tokens)
+                times += f" train_loss:{loss:.4f}"
+            self.log.write(f"step:{done}/{self.config.num_steps} {times}")
+            self.log.progress(done, loss, self.clock, tokens_of_steps(self.config, done))
 
 class Clock:
     """Milliseconds of training. It stands still for what is outside; each such span is named and timed."""
@@ -3375,14 +3378,14 @@ def with_digests(shards: list[Shard], comm: Comm, local_rank: int, local_ranks: 
                                    "copy the data anew")
     return [shard._replace(sha256=digests[shard.path.name]) for shard in shards]
 
-def find_data(config: Config, comm: Comm) -> tuple[list[Shard], list[Shard]]:
+def find_data(config: Config, comm: Comm) -> dict[str, list[Shard]]:
     """The shards to train and to validate on, the same for all ranks. RunError unless both are in one encoding."""
     train, val = find_shards(config.train_files, config.train_shards), find_shards(config.val_files)
     if train[0].encoding != val[0].encoding:
         raise RunError(f"the training shards have {train[0].encoding}, the validation shards {val[0].encoding}; make both "
                        "with one encoding")
     local = from_environment("LOCAL_RANK", 0), from_environment("LOCAL_WORLD_SIZE", 1)
-    return with_digests(train, comm, *local), with_digests(val, comm, *local)
+    return {"train": with_digests(train, comm, *local), "val": with_digests(val, comm, *local)}
 
 def describe_shards(shards: list[Shard]) -> list[dict[str, Any]]:
     return [{"name": shard.path.name, "tokens": shard.tokens, "bytes": HEADER_INTS * 4 + 2 * shard.tokens,
@@ -3465,9 +3468,9 @@ class Trainer:
     """Model, optimizer and data of one rank, and the step that they make together."""
 
     def __init__(self, config: Config, comm: Comm, device: torch.device, train_shards: list[Shard],
-                 grad_scale: float = 1.0):
-        """grad_scale: see build_optimizer."""
-        gpu = device.type == "cuda"
+                 asked: Config | None = None):
+        """asked: the config before it was fitted to this machine."""
+        gpu, self.asked = device.type == "cuda", asked or config
         compiled = config.compile == "on" or (config.compile == "auto" and gpu)
         if compiled or gpu:  # FlexAttention is compiled in any case
             check_compiler(gpu)
@@ -3486,7 +3489,8 @@ class Trainer:
                 block.mlp.kernels = config.kernels == "on" or config.kernels == "auto" and gpu
         if compiled:
             self.model.compile_parts()
-        self.optimizer = build_optimizer(config, self.model, comm, compiled, grad_scale)
+        scale = self.asked.micro_batch_tokens / config.micro_batch_tokens
+        self.optimizer = build_optimizer(config, self.model, comm, compiled, scale)
         first = plan_of(config, 0)
         self.model.follow(first.rotary_windows, first.tied)
 
@@ -3547,21 +3551,27 @@ class Trainer:
         """Of what all ranks have read: the same for any number of ranks. See Stream."""
         return f"{sum(int(digest, 16) for digest in self.comm.all_json(f'{self.stream.digest:x}')) % 2 ** 256:064x}"
 
-    def save(self, path: Path, step: int, config: Config, **further: Any) -> None:
+    def save(self, path: Path, step: int, **further: Any) -> None:
         """A checkpoint of all ranks, by rank 0; it holds the same for any number of ranks."""
         digest, state = self.digest(), {}
         for name, x in self.optimizer.named_state():  # all ranks gather it, one keeps it
             if self.comm.rank == 0:
                 state[name] = x.detach().to("cpu", copy=True)
         if self.comm.rank == 0:
-            save_file(path, {**self.describe(config, step), "state": state, "position": list(self.stream.position),
+            save_file(path, {**self.describe(step), "state": state, "position": list(self.stream.position),
                              "digest": digest, **further})
 
-    def describe(self, config: Config, step: int) -> dict[str, Any]:
-        """What rebuilds the model before a step. config: the run's own, before it was fitted to a machine."""
+    def save_model(self, log: Log) -> Path:
+        """The parameters beside the log."""
+        path, state = log.path.with_suffix(".pt"), {name: p.detach().cpu() for name, p in self.model.named_parameters()}
+        save_file(path, {**self.describe(self.config.num_steps), "run_id": log.run_id, "state": state})
+        return path
+
+    def describe(self, step: int) -> dict[str, Any]:
+        """What rebuilds the model before a step, on any machine."""
         plan, encoding = plan_of(self.config, step), self.stream.shards[0].encoding
-        return {"config": dataclasses.asdict(config), "step": step, "windows": list(plan.windows), **encoding._asdict(),
-                "rotary_windows": list(plan.rotary_windows), "tied": plan.tied}
+        return {"config": dataclasses.asdict(self.asked), "step": step, "windows": list(plan.windows),
+                **encoding._asdict(), "rotary_windows": list(plan.rotary_windows), "tied": plan.tied}
 
     def load(self, saved: dict[str, Any]) -> None:
         """Go on from what save wrote."""
@@ -3571,31 +3581,29 @@ class Trainer:
         self.model.follow(tuple(saved["rotary_windows"]), saved.get("tied", False))
 
 class Profile:
-    """A Chrome trace of some steps, with a range for each phase of each bucket. Outside these steps it costs nothing."""
+    """A Chrome trace of some steps, with a range for each phase of each bucket; beyond these steps it costs nothing."""
 
-    def __init__(self, config: Config, optimizer: DistributedOptimizer, clock: Clock, log: Log):
-        self.steps = profiled_steps(config) if config.profile else range(0)
-        self.optimizer, self.reducer, self.clock, self.log = optimizer, optimizer.reducer, clock, log
-        self.plain_span, self.profiler = optimizer.reducer.span, None
+    def __init__(self, trainer: Trainer, clock: Clock, log: Log):
+        self.steps = profiled_steps(trainer.config) if trainer.config.profile else range(0)
+        self.optimizer, self.clock, self.log = trainer.optimizer, clock, log
+        self.plain_span, self.profiler = trainer.optimizer.reducer.span, None
 
     def begins(self, step: int) -> None:
-        """Before each step. The profiler's own schedule names the steps, and throws its first, which is slow, away."""
+        """Before each step, and after the last. The profiler throws its first step, which is slow, away."""
         if not self.steps or step not in range(self.steps[0] - 1, self.steps[-1] + 1 + bool(self.profiler)):
             return
         with self.clock.off("profiling"):
             if self.profiler is None:
-                kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (
-                    self.clock.device.type == "cuda")
-                first = max(step, self.steps[0])  # which has a step before it but in a run that begins there
-                schedule = torch.profiler.schedule(wait=0, warmup=first - step, active=self.steps[-1] + 1 - first, repeat=1)
-                self.profiler = torch.profiler.profile(activities=kinds, on_trace_ready=self._export,
+                first, last = max(step, self.steps[0]), self.steps[-1]  # a run may begin in their midst
+                schedule = torch.profiler.schedule(wait=0, warmup=first - step, active=last + 1 - first, repeat=1)
+                self.profiler = torch.profiler.profile(on_trace_ready=self._export,
                                                        schedule=lambda number: schedule(max(0, number - step)))
                 self.profiler.start()
                 self.profiler.step_num = step
             else:
-                self.optimizer.finish_all_gathers()  # one that ends after the trace does makes torch 2.13 crash at the exit
+                self.optimizer.finish_all_gathers()  # one that ends after the trace makes torch 2.13 crash at the exit
                 self.profiler.step()
-            self.reducer.span = torch.profiler.record_function if step in self.steps else self.plain_span
+            self.optimizer.reducer.span = torch.profiler.record_function if step in self.steps else self.plain_span
 
     def _export(self, profiler: Any) -> None:
         path = self.log.path.with_name(f"{self.log.path.stem}-rank{self.log.rank}.json.gz")
@@ -3608,8 +3616,8 @@ class Profile:
         self.log.say(f"trace: {path}")
 
 class Notices:
-    """Signals: SIGUSR1 asks for a checkpoint, SIGTERM for one and the end. Before training SIGTERM is an error; in the last
-    validation the run ends by itself."""
+    """Signals: SIGUSR1 asks for a checkpoint, SIGTERM for one and the end. Before training SIGTERM is an error; in the
+    last validation the run ends by itself."""
 
     END = 1024  # so much more counts SIGTERM than SIGUSR1
 
@@ -3630,165 +3638,185 @@ notices = Notices()
 
 def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
     """The whole race, from the data to the verdict. began: when the process started, by time.perf_counter."""
-    clock, asked, changes = Clock(device, began), config, []
+    clock, asked, changes, parts, gpu = Clock(device, began), config, [], [], device.type == "cuda"
     with clock.off("setup"):
-        train_shards, val_shards = find_data(config, comm)
-        if device.type == "cuda":
-            config, changes = fit_to_gpus(config, train_shards[0].encoding.vocab_size, comm)
-        val_sequences = validation_sequences(val_shards, config.val_tokens, config.val_len)
-        scale = asked.micro_batch_tokens / config.micro_batch_tokens
-        trainer = Trainer(config, comm, device, train_shards, scale)
+        shards = find_data(config, comm)
+        if gpu:
+            config, changes = fit_to_gpus(config, shards["train"][0].encoding.vocab_size, comm)
+        val_sequences = validation_sequences(shards["val"], config.val_tokens, config.val_len)
+        trainer = Trainer(config, comm, device, shards["train"], asked)
         trainer.stream.check_enough()
-    started, parts = now(), []
-    failed = config.preflight in ("on", "only") or config.preflight == "auto" and device.type == "cuda"
+    started = now()
+    failed = config.preflight in ("on", "only") or config.preflight == "auto" and gpu
     while failed:
         with clock.off("preflight"):
             rows, failed = preflight(trainer, log)
             parts += rows
             if failed:
-                name, instead = failed.fallback
-                changes.append(f"preflight: {failed.name}, {failed.how}, failed: --{name} {str(instead).lower()} in its place")
-                config = dataclasses.replace(config, **{name: instead})
-                trainer.stream.close()
+                flag, value = failed.fallback
+                changes.append(f"preflight: {failed.name}, {failed.how}, failed: --{flag} {str(value).lower()} in its "
+                               "place")
+                config = dataclasses.replace(config, **{flag: value})
                 del trainer  # its memory is the next one's
                 gc.collect()
-                trainer = Trainer(config, comm, device, train_shards, scale)
-            if device.type == "cuda":  # the plain forms took more than the run will
+                trainer = Trainer(config, comm, device, shards["train"], asked)
+            if gpu:  # the plain forms took more than the run will
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-    if config.preflight == "only":
-        return
-    with clock.off("setup"):
-        model, optimizer, first_step = trainer.model, trainer.optimizer, 0
-        resumed = {"from_step": 0, "checkpoint": None} if from_environment("TORCHELASTIC_RESTART_COUNT", 0) else None
-        data = [shard.sha256 for shard in (*train_shards, *val_shards)]
-        if config.resume:
-            saved = load_file(config.resume)
-            if saved["data"] != data:
-                raise RunError(f"the shards are not those that {config.resume} was trained and judged on; name them by "
-                               "--train_files and --val_files")
-            trainer.load(saved)
-            clock.load_state(saved["clock"])
-            first_step = saved["step"]
-            resumed = {"from_step": first_step, "checkpoint": Path(config.resume).name,
-                       "lost_seconds": max(0.0, time.time() - saved["saved_at"])}
-        parameters = sum(p.numel() for p in model.parameters())
-        machine, environment = describe_machine(device)
-        source_sha256 = file_sha256(__file__)
-        hosts = describe_hosts(comm, {**machine, "source_sha256": source_sha256, "torch": torch.__version__})
-        if comm.rank == 0:
-            log.open({"run_id": log.run_id, "started": started, "preset": preset, **describe_config(config), "changes": changes,
-                      "preflight": parts, "source_sha256": source_sha256, "ranks": comm.ranks, **machine, "hosts": hosts,
-                      "shards": {"train": describe_shards(train_shards), "val": describe_shards(val_shards)},
-                      "parameters": parameters}, environment,
-                     resumed and {"at": now(), "ranks": comm.ranks, "source_sha256": source_sha256, **resumed})
-            val_tokens = int((val_sequences[:, 1:] >= 0).sum())
-            log.say(f"preset {preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, "
-                    f"{parameters / 1e6:.1f} M parameters, {config.num_steps} steps of "
-                    f"{plan_of(config, 0).micro_batches * config.micro_batch_tokens:,} tokens at first, "
-                    f"validation on {val_tokens:,}")
-            for line in (*changes, *padding_warnings(optimizer)):
+    if config.preflight != "only":
+        race = Run(preset, trainer, shards, val_sequences, clock, log)
+        race.open_log({"started": started, "changes": changes, "preflight": parts})
+        race.warm_up()
+        race.train()
+        race.finish()
+
+class Run:
+    """What follows when data and trainer are there; the methods stand in the order of a run."""
+
+    def __init__(self, preset: str, trainer: Trainer, shards: dict[str, list[Shard]], val_sequences: np.ndarray,
+                 clock: Clock, log: Log):
+        self.preset, self.trainer, self.shards, self.val_sequences = preset, trainer, shards, val_sequences
+        self.config, self.comm, self.clock, self.log = trainer.config, trainer.comm, clock, log
+        self.digests = [shard.sha256 for split in shards.values() for shard in split]
+        self.losses, self.first_step = TrainLosses(trainer.config, trainer.comm, clock, log), 0
+
+    def resume(self) -> dict[str, Any] | None:
+        """Go on from the checkpoint that the config names -> what the log says of it; nothing where a run begins."""
+        path = self.config.resume
+        if not path:
+            return {"from_step": 0, "checkpoint": None} if from_environment("TORCHELASTIC_RESTART_COUNT", 0) else None
+        saved = load_file(path)
+        if saved["data"] != self.digests:
+            raise RunError(f"the shards are not those that {path} was trained and judged on; name them by "
+                           "--train_files and --val_files")
+        self.trainer.load(saved)
+        self.clock.load_state(saved["clock"])
+        self.first_step = saved["step"]
+        return {"from_step": self.first_step, "checkpoint": Path(path).name,
+                "lost_seconds": max(0.0, time.time() - saved["saved_at"])}
+
+    def open_log(self, set_up: dict[str, Any]) -> None:
+        """set_up: what is known of the time before."""
+        with self.clock.off("setup"):
+            c, comm, log, resumed = self.config, self.comm, self.log, self.resume()
+            machine, environment = describe_machine(self.trainer.device)
+            source = {"source_sha256": file_sha256(__file__)}
+            hosts = describe_hosts(comm, {**machine, **source, "torch": torch.__version__})
+            if comm.rank:
+                return
+            parameters = sum(p.numel() for p in self.trainer.model.parameters())
+            start = {"run_id": log.run_id, "preset": self.preset, **describe_config(c), **set_up, **source, **machine,
+                     "ranks": comm.ranks, "hosts": hosts, "parameters": parameters,
+                     "shards": {split: describe_shards(shards) for split, shards in self.shards.items()}}
+            log.open(start, environment, resumed and {"at": now(), "ranks": comm.ranks, **source, **resumed})
+            log.say(f"preset {self.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, "
+                    f"{parameters / 1e6:.1f} M parameters, {c.num_steps} steps of {tokens_of_steps(c, 1):,} tokens at "
+                    f"first, validation on {(self.val_sequences[:, 1:] >= 0).sum():,}")
+            for line in (*set_up["changes"], *padding_warnings(self.trainer.optimizer)):
                 log.say(line)
             if resumed:
-                log.say(f"going on from step {first_step}")
-    with clock.off("hashing"):
-        hash_before = trainer.state_hash()
-    log.say(f"warm-up: {config.warmup_steps} steps off the clock")
-    with clock.off("warmup"):
-        trainer.warm_up(val_sequences[0])
-    compiles = compile_stats()[0]
-    with clock.off("hashing"):
-        hash_after = trainer.state_hash()
-    losses, profile = TrainLosses(config, comm), Profile(config, optimizer, clock, log)
+                log.say(f"going on from step {self.first_step}")
 
-    def write_steps(step: int, wait: bool = False) -> None:
-        for done, train_time, loss in losses.arrived(step, wait):
-            shown = f"step:{done}/{config.num_steps} train_time:{train_time:.0f}ms step_avg:{train_time / done:.2f}ms"
-            log.write(shown if loss is None else f"{shown} train_loss:{loss:.4f}")
-            log.progress(done, loss, clock, tokens_of_steps(config, done))
+    def warm_up(self) -> None:
+        self.state_hash = {"before_warmup": self.hash_state()}
+        self.log.say(f"warm-up: {self.config.warmup_steps} steps off the clock")
+        with self.clock.off("warmup"):
+            self.trainer.warm_up(self.val_sequences[0])
+        self.compiles = compile_stats()[0]
+        self.state_hash["after_warmup"] = self.hash_state()
 
-    def save(step: int) -> None:
-        with clock.off("checkpoint"):
-            write_steps(step, wait=True)
+    def hash_state(self) -> str:
+        with self.clock.off("hashing"):
+            return self.trainer.state_hash()
+
+    def train(self) -> None:
+        """All steps; a checkpoint or a validation stands before the step whose number it bears."""
+        c, optimizer, profile = self.config, self.trainer.optimizer, Profile(self.trainer, self.clock, self.log)
+        launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # a shell may leave
+        save_due, notices.phase = False, "training"
+        self.clock.start()
+        for step in range(self.first_step, c.num_steps):
+            if launcher not in (None, os.getppid()):
+                raise RunError("the launcher is gone, and this rank does not train on alone; start the run again, or "
+                               "go on with --resume latest if it left a checkpoint")
+            self.losses.write(step)
+            if step in self.losses.save_at or c.save_every and step % c.save_every == 0 and step > self.first_step:
+                save_due = True
+            if save_due and not optimizer.between_updates:
+                self.save(step)
+                save_due = False
+            if c.val_every and step % c.val_every == 0:
+                self.validate(step)
+            profile.begins(step)
+            plan = plan_of(c, step)
+            self.losses.record(plan, self.trainer.step(plan, self.trainer.stream.next_batch(plan)), notices.heard)
+        optimizer.finish_all_gathers()
+        self.clock.stop()
+        self.losses.write(c.num_steps, wait=True)
+        profile.begins(c.num_steps)
+
+    def save(self, step: int) -> None:
+        """A checkpoint; the end, where SIGTERM asked for it. Without room for one training goes on all the same."""
+        path = self.log.path.with_name(f"{self.log.run_id}.step{step:06}.ckpt")
+        ends = any(end for asked, end in self.losses.save_at.items() if asked <= step)
+        with self.clock.off("checkpoint"):
+            self.losses.write(step, wait=True)
             try:
-                trainer.save(log.path.with_name(f"{log.run_id}.step{step:06}.ckpt"), step, asked, run_id=log.run_id,
-                             preset=preset, clock=clock.state(), saved_at=time.time(), data=data)
-            except RunError as error:  # training is worth more than its checkpoint
-                log.say(f"no checkpoint: {error}")
+                self.trainer.save(path, step, run_id=self.log.run_id, preset=self.preset, clock=self.clock.state(),
+                                  saved_at=time.time(), data=self.digests)
+            except RunError as error:
+                self.log.say(f"no checkpoint: {error}")
                 if ends:
                     raise
-            if comm.rank == 0:
-                clear_checkpoints(log, keep=config.keep_checkpoints)
+            if self.comm.rank == 0:
+                clear_checkpoints(self.log, keep=self.config.keep_checkpoints)
+        if ends:
+            self.comm.all_json("saved")  # a rank that left earlier would end rank 0 while it writes
+            raise RunError(f"terminated before step {step}; --resume {self.log.path} goes on from there")
 
-    wants_save, ends, notices.phase = False, False, "training"
-    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # a shell may leave
-    clock.start()
-    for step in range(first_step, config.num_steps + 1):
-        plan, last = plan_of(config, step), step == config.num_steps
-        if launcher not in (None, os.getppid()):
-            raise RunError("the launcher is gone, and this rank does not train on alone; start the run again, or go on "
-                           "with --resume latest if it left a checkpoint")
-        write_steps(step)
-        ends |= losses.save_at.get(step, False)
-        wants_save |= step in losses.save_at or config.save_every > 0 and step % config.save_every == 0 and step > first_step
-        if wants_save and not last and not optimizer.between_updates:
-            save(step)
-            wants_save = False
-            if ends:
-                comm.all_json("saved")  # a rank that left earlier would end rank 0 while it writes
-                raise RunError(f"terminated before step {step}; --resume {log.path} goes on from there")
-        if last or (config.val_every and step % config.val_every == 0):
-            optimizer.finish_all_gathers()
-            clock.stop()
-            write_steps(step, wait=True)
-            with clock.off("hashing"):
-                val_hashes = {"before": hash_of(named_tensors(model))} if last else {}
-            with clock.off("validation"):
-                val_loss, val_tokens = trainer.validate(plan, val_sequences)
-            if last:
-                with clock.off("hashing"):
-                    val_hashes["after"] = hash_of(named_tensors(model))
-            line = (f"step:{step}/{config.num_steps} val_loss:{val_loss:.4f} train_time:{clock.elapsed:.0f}ms "
-                    f"step_avg:{clock.elapsed / step if step else 0:.2f}ms")
-            log.write(line)
-            log.say(line)
-            if not math.isfinite(val_loss):
-                raise RunError(f"the validation loss before step {step} is {val_loss}; lower the learning rates. The "
-                               "log is kept")
-            if last:
-                profile.begins(step)  # ends with the step before it
-                break
-            clock.start()
-        profile.begins(step)
-        losses.record(plan, clock, trainer.step(plan, trainer.stream.next_batch(plan)), notices.heard)
-    notices.phase = "setup"
-    compiles = compile_stats()[0] - compiles
-    with clock.off("hashing"):
-        final_hash, digest = trainer.state_hash(), trainer.digest()
-    allocated, reserved = peak_memory_mib(device)
-    reached, wall_seconds = val_loss <= config.target_val_loss, clock.state()["wall"]
-    log.write(json.dumps({"end": {
-        "final_val_loss": val_loss, "target_val_loss": config.target_val_loss, "reached": reached,
-        "steps": config.num_steps, "train_tokens": tokens_of_steps(config, config.num_steps), "train_digest": digest,
-        "val_tokens": val_tokens, "train_time_ms": clock.elapsed, "wall_seconds": wall_seconds,
-        "seconds_outside_clock": clock.outside, "compiles_after_warmup": compiles,
-        "state_hash": {"before_warmup": hash_before, "after_warmup": hash_after},
-        "validation_hash": val_hashes, "final_state_hash": final_hash, "peak_memory_mib": allocated,
-        "resumed": log.resumed}}))
-    log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
-    if comm.rank == 0:
-        # the log is whole: what follows may fail or take its time, and nobody waits for it
-        saved_as = ""
-        if config.save_model:
-            path = log.path.with_suffix(".pt")
-            state = {name: param.detach().cpu() for name, param in model.named_parameters()}
-            save_file(path, {**trainer.describe(asked, config.num_steps), "run_id": log.run_id, "state": state})
-            saved_as = f"\nmodel: {path}"
-        clear_checkpoints(log, keep=0)
-        target = config.target_val_loss
-        verdict, of = ("target reached: " if reached else "target missed: ", f" target {target:g},") if target else ("", "")
-        log.say(f"\n{verdict}validation loss {val_loss:.4f},{of} after {clock.elapsed / 1000:.1f} s of training and "
-                f"{wall_seconds:.0f} s in all{saved_as}\nlog: {log.path}")
+    def validate(self, step: int) -> tuple[float, int]:
+        """(the loss, of so many tokens), to log and terminal as well. RunError if it is not finite."""
+        self.trainer.optimizer.finish_all_gathers()  # which belong to the steps before
+        with self.clock.off("validation"):
+            self.losses.write(step, wait=True)
+            loss, tokens = self.trainer.validate(plan_of(self.config, step), self.val_sequences)
+            line = (f"step:{step}/{self.config.num_steps} val_loss:{loss:.4f} train_time:{self.clock.elapsed:.0f}ms "
+                    f"step_avg:{self.clock.elapsed / step if step else 0:.2f}ms")
+            self.log.write(line)
+            self.log.say(line)
+        if not math.isfinite(loss):
+            raise RunError(f"the validation loss before step {step} is {loss}; lower the learning rates. The log is "
+                           "kept")
+        return loss, tokens
+
+    def finish(self) -> None:
+        """The last validation and the verdict; on rank 0 the model too."""
+        c, clock, trainer = self.config, self.clock, self.trainer
+        with clock.off("hashing"):
+            before = hash_of(named_tensors(trainer.model))
+        loss, val_tokens = self.validate(c.num_steps)
+        notices.phase, compiles = "setup", compile_stats()[0] - self.compiles
+        with clock.off("hashing"):
+            after, digest = hash_of(named_tensors(trainer.model)), trainer.digest()
+        final_hash, (allocated, reserved) = self.hash_state(), peak_memory_mib(trainer.device)
+        reached, wall_seconds = loss <= c.target_val_loss, clock.state()["wall"]
+        self.log.write(json.dumps({"end": {
+            "final_val_loss": loss, "target_val_loss": c.target_val_loss, "reached": reached, "steps": c.num_steps,
+            "train_tokens": tokens_of_steps(c, c.num_steps), "train_digest": digest, "val_tokens": val_tokens,
+            "train_time_ms": clock.elapsed, "wall_seconds": wall_seconds, "seconds_outside_clock": clock.outside,
+            "compiles_after_warmup": compiles, "state_hash": self.state_hash, "final_state_hash": final_hash,
+            "validation_hash": {"before": before, "after": after}, "peak_memory_mib": allocated,
+            "resumed": self.log.resumed}}))
+        self.log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
+        if self.comm.rank == 0:  # the log is whole: what follows may fail or take its time, and nobody waits for it
+            verdict, of, saved_as = "", "", ""
+            if c.target_val_loss:
+                verdict, of = f"target {'reached' if reached else 'missed'}: ", f" target {c.target_val_loss:g},"
+            if c.save_model:
+                saved_as = f"\nmodel: {trainer.save_model(self.log)}"
+            clear_checkpoints(self.log, keep=0)
+            self.log.say(f"\n{verdict}validation loss {loss:.4f},{of} after {clock.elapsed / 1000:.1f} s of training "
+                         f"and {wall_seconds:.0f} s in all{saved_as}\nlog: {self.log.path}")
 
 def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -3887,6 +3915,24 @@ def describe_error(error: BaseException, config: Config) -> str:
                 f"(perhaps memory ran out), or it is slower than --timeout_s {config.timeout_s}")
     return ""
 
+def fail(error: BaseException, config: Config, rank: int, log: Log | None, monitor: FailureMonitor | None) -> int:
+    """A rank's last word, to the others, its log and stderr -> its exit status. Of several ranks each ends here: taking
+    the group apart would wait for those that are gone."""
+    notices.phase = "failed"
+    if monitor and isinstance(error, RuntimeError):  # often another rank's end, seen from here
+        notices.terminated.wait(monitor.PATIENCE_S / 2)  # its own word may reach us by the monitor
+    message, status = describe_error(error, config), 130 if isinstance(error, KeyboardInterrupt) else 1
+    if not message:
+        traceback.print_exception(error)
+        message = f"{type(error).__name__}: {error}"
+    if not monitor:
+        complain(log, rank, message)
+        return status
+    monitor.tell("failure", f"rank {rank} failed: {message}")  # before anything that takes time
+    complain(log, rank, message, aloud=monitor.first_to_say(message))
+    monitor.give_time()
+    os._exit(status)
+
 def main(argv: Sequence[str] | None = None) -> int:
     """One rank of a run, as torchrun started it, or the only one. Returns the exit status."""
     began = time.perf_counter()
@@ -3921,26 +3967,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             monitor.tell(f"done-{rank}")
             dist.destroy_process_group()
         return 0
+    except SystemExit:  # the parser's
+        raise
     except BaseException as error:
-        if isinstance(error, SystemExit):
-            raise
-        notices.phase = "failed"
-        message = describe_error(error, config)
-        if monitor:
-            if isinstance(error, RuntimeError):  # often another rank's end, seen from here
-                notices.terminated.wait(monitor.PATIENCE_S / 2)  # its own word may reach us by the monitor
-            monitor.over.set()
-        if not message:
-            traceback.print_exception(error)
-        message = message or f"{type(error).__name__}: {error}"
-        if monitor:
-            monitor.tell("failure", f"rank {rank} failed: {message}")  # before anything that takes time
-        complain(log, rank, message, aloud=not monitor or monitor.first_to_say(message))
-        status = 130 if isinstance(error, KeyboardInterrupt) else 1
-        if monitor:
-            monitor.give_time()
-            os._exit(status)  # taking the group apart would wait for those that are gone
-        return status
+        return fail(error, config, rank, log, monitor)
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -81,7 +81,7 @@ def main() -> None:
         config = train_gpt.halve_micro_batches(config)
     vocab_size = 257 if args.preset == "laptop" else train_gpt.GPT2_VOCAB
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    comm, asked = FakeComm(0, RANKS, device), config.micro_batch_tokens
+    comm, asked = FakeComm(0, RANKS, device), config
     if gpu:
         config, changes = train_gpt.fit_to_gpus(config, vocab_size, comm)
     config = dataclasses.replace(config, shuffle=False)
@@ -92,7 +92,7 @@ def main() -> None:
         tokens = sum(plan.micro_batches for plans in turns for plan in plans) * config.micro_batch_tokens
         path = Path(folder) / "random_train_000001.bin"
         write_shard(path, 2 * (args.rounds + 3) * tokens, vocab_size, mean_document=config.max_document_tokens // 3)
-        trainer = train_gpt.Trainer(config, comm, device, train_gpt.find_shards(str(path)), asked / config.micro_batch_tokens)
+        trainer = train_gpt.Trainer(config, comm, device, train_gpt.find_shards(str(path)), asked)
         trainer.step(turns[0][0], trainer.stream.next_batch(turns[0][0]))
         finish(device)
         cold = seconds_since_launch()
