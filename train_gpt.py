@@ -27,6 +27,7 @@ bucket's rule, and starts the all-gather that puts the new parameters where the 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import difflib
@@ -90,37 +91,42 @@ ROOT = Path(__file__).resolve().parent
 class RunError(Exception):
     """Something the user can mend: the message says what was seen, what is wanted and what to do."""
 
+def demand(holds: Any, message: str) -> None:
+    if not holds:
+        raise RunError(message)
+
 # ------------------------------------------------------------------------------------------------------------------
 # config
 
-def option(default: Any, why: str, choices: tuple[str, ...] = (), zero: bool = False, most: float = math.inf,
-           below: float = math.inf, signed: bool = False, bare: str | None = None) -> Any:
-    """A field of the config with the reason for its value. A number is more than 0, or with `zero` 0 too, or `signed`; it
-    is at most `most`, and less than `below`. bare: what the flag means without a value."""
-    return field(default=default, metadata={"why": why, "choices": choices, "zero": zero, "most": most, "below": below,
-                                            "signed": signed, "bare": bare})
+Numbers = tuple[float, ...]
+
+def option(default: Any, why: str, choices: tuple[str, ...] = (), least: float | None = None, most: float = math.inf,
+           below: float = math.inf, bare: str | None = None) -> Any:
+    """A field of the config with the reason for its value. A number is more than 0, or `least` or more; at most `most`,
+    and less than `below`. bare: what the flag means without a value."""
+    return field(default=default, metadata={"why": why, "choices": choices, "least": least, "most": most,
+                                            "below": below, "bare": bare})
 
 @dataclass(frozen=True)
 class StageValues:
-    """What may change from stage to stage: where the table `stages` has a column of this name, it goes before the flag."""
+    """What may change from stage to stage: a column of this name in the table `stages` goes before the flag."""
 
     micro_batches: int = option(8, "of a step, over all ranks, which take equal shares of them")
-    max_document_tokens: int = option(2048, "a training document ends here; keeps a batch from being one long document")
+    max_document_tokens: int = option(2048, "a training document ends here: a batch is not one long document", least=2)
     long_window: int = option(3, "blocks that layers with the long window see back; the short window is half of it")
-    peak_lr_factor: float = option(1.0, "on every learning rate, before the cooldown takes it down", zero=True)
-    loss_weights: tuple[float, ...] = option((1.0,), "of the next token, the one after it, and so on, in the training "
-                                             "loss: several, like 1,.5, make it predict several tokens ahead")
+    peak_lr_factor: float = option(1.0, "on every learning rate, before the cooldown takes it down", least=0)
+    loss_weights: Numbers = option((1.0,), "in the training loss, of the next token, the one after it, …: like 1,.5")
 
 @dataclass(frozen=True)
 class SyncSettings:
     """How gradients and parameters travel. Each setting computes the same; `exact` fixes even the order of sums."""
 
     sync: str = option("hook", "hook: reduce-scatter starts in backward. step: not before the step", ("hook", "step"))
-    walk: str = option("launch", "order of the step over buckets: as launched, or first layer on", ("launch", "forward"))
+    walk: str = option("launch", "order of the step over buckets: as launched, or from layer 0", ("launch", "forward"))
     overlap_param_gather: bool = option(False, "the next forward waits for new parameters, where it reads them")
-    find_unused_parameters: bool = option(False, "parameters may go without gradient; what no rank used stays untouched")
+    find_unused_parameters: bool = option(False, "parameters may go without gradient; what no rank used stays as it is")
     check_grads: bool = option(False, "stop before a step with a gradient that is not finite (a GPU waits for it)")
-    clip_norm: float = option(0.0, "scale gradients down to this norm over all that update in a step (0: never)", zero=True)
+    clip_norm: float = option(0.0, "scale gradients down to this norm, over all that update in a step (0: no)", least=0)
     exact: bool = option(False, "the same bytes at any number of ranks: fixed trees of sums, one thread, no batches")
 
 ADAM_KINDS = ("head", "embed", "values", "ngrams", "scalars", "shares", "gates", "smear")  # see assignments
@@ -129,129 +135,123 @@ ADAM_KINDS = ("head", "embed", "values", "ngrams", "scalars", "shares", "gates",
 class Config(SyncSettings, StageValues):
     """Every value that decides a run. The defaults are the preset `speedrun`: record 44, to the letter."""
 
-    seed: int = option(0, "decides the initial parameters and, where documents are shuffled, their order", zero=True,
-                       most=2 ** 63 - 1)
-    target_val_loss: float = option(3.28, "what the run is to reach, in nats a token (0: nothing is judged)", zero=True)
+    seed: int = option(0, "of the initial parameters and of the order of shuffled documents", least=0, most=2 ** 63 - 1)
+    target_val_loss: float = option(3.28, "what the run is to reach, in nats a token (0: nothing is judged)", least=0)
 
     # data
     train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "relative paths start at this script's folder")
     val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "as above")
-    train_shards: int = option(9, "shards to use, in the order of their names (0: all); nine are enough for the record",
-                               zero=True)
-    epochs: int = option(1, "how often the shards may be read, one time after the other; the rules of the race say once")
-    long_documents: str = option("cut", "cut: skip what is beyond max_document_tokens. split: it makes further documents, "
-                                 "each opened by a BOS in place of its first token", ("cut", "split"))
+    train_shards: int = option(9, "in the order of their names (0: all); nine are enough for the record", least=0)
+    epochs: int = option(1, "how often the shards may be read, again from the first; the rules of the race say once")
+    long_documents: str = option("cut", "cut: skip what is beyond max_document_tokens. split: it makes further "
+                                 "documents, each opened by a BOS in place of its first token", ("cut", "split"))
     shuffle: bool = option(False, "documents of a shard in an order drawn from the seed (FineWeb is shuffled as it is)")
-    even_order: bool = option(False, "when shuffled, each stretch of the order comes evenly from all of the shard, and the seed "
-                              "draws where it begins: losses of short runs depend less on what they happen to read")
+    even_order: bool = option(False, "when shuffled, each stretch of the order comes evenly from all of the shard; the "
+                              "seed draws where it begins: short runs depend less on what they happen to read")
     micro_batch_tokens: int = option(2048 * 16, "tokens of one forward and backward: one packed sequence")
-    val_tokens: int = option(10_485_760, "tokens to validate on, from the start of the split (0: the whole split)", zero=True)
+    val_tokens: int = option(10_485_760, "to validate on, from the start of the split (0: the whole split)", least=0)
     val_len: int = option(4 * 64 * 1024, "tokens of one validation sequence")
-    val_every: int = option(250, "steps between validations; there is one at the end in any case", zero=True)
+    val_every: int = option(250, "steps between validations; there is one at the end in any case", least=0)
 
     # model
-    layers: str = option("- S1M S2M SM LM SM SM M SM S0M S1M L2M", "a word a layer: S or L, attention with the short or "
-                         "the long window, P, with the short one over pairs of heads; a digit, the value table mixed in; "
-                         "M, an MLP; -, nothing at all; before it c, its attention reads the output of backout_layer")
+    layers: str = option("- S1M S2M SM LM SM SM M SM S0M S1M L2M", "a word a layer: S or L, attention with the short "
+                         "or the long window, P, with the short one over pairs of heads; a digit, the value table "
+                         "mixed in; M, an MLP; -, nothing; c before it, its attention reads backout_layer's output")
     ngrams: str = option("", "tables of the last tokens together, added to the stream where it begins: a word a table, "
                          "N:ROWS:WIDTH, like 2:16384:64 3:32768:64. With fewer rows than n-grams these share them")
     ngram_mix: float = option(0.0, "first weight of the tables' vectors in the input of each layer, which learns its "
-                              "own (0: they are added once)", zero=True)
+                              "own (0: they are added once)", least=0)
     model_dim: int = option(768, "width of the residual stream")
     num_heads: int = option(6, "attention heads")
     head_dim: int = option(128, "width of a head; num_heads * head_dim must be model_dim")
     gate_dim: int = option(12, "entries of the stream that open a head's gate and the smear gate")
-    backout_layer: int = option(8, "the layer whose output is partly taken back before the head", zero=True)
+    backout_layer: int = option(8, "the layer whose output is partly taken back before the head", least=0)
     stream_gain: float = option(1.0, "what a layer first takes of the stream: above 1 later layers begin to weigh more")
     value_gates: bool = option(False, "each head opens itself to the value table by the token, as it does to attention")
-    exclude_self: bool = option(False, "heads learn to leave out what points to the token's own value (XSA, arXiv:2603.09078), "
-                                "but for paired ones")
+    exclude_self: bool = option(False, "unpaired heads can leave out a token's own value (XSA, arXiv:2603.09078)")
     key_offset: bool = option(False, "with the long window a key takes what the rotary does not turn from the token "
                               "before, so that a layer finds what once followed this token")
-    output_init: float = option(0.0, "size of attention's first output matrices, as a fraction of the others'", zero=True)
-    head_init: float = option(0.0, "standard deviation of the head's first weights", zero=True)
-    value_init: float = option(1.0, "standard deviation of the value tables' first vectors", zero=True)
-    untie_at: float = option(0.0, "fraction of the scheduled steps in which the head's weights are the embedding too; then "
-                             "it goes on by itself from there. 0: two from the first step on", zero=True, most=1)
+    output_init: float = option(0.0, "size of attention's first output matrices, as a fraction of the others'", least=0)
+    head_init: float = option(0.0, "standard deviation of the head's first weights", least=0)
+    value_init: float = option(1.0, "standard deviation of the value tables' first vectors", least=0)
+    untie_at: float = option(0.0, "fraction of the scheduled steps in which the head's weights are the embedding too; "
+                             "then it goes on by itself from there. 0: two from the first step on", least=0, most=1)
     logit_cap: float = option(30.0, "logits lie between 0 and this: cap * sigmoid((product + shift) / softness)")
-    logit_shift: float = option(0.0, "see logit_cap", signed=True)
+    logit_shift: float = option(0.0, "see logit_cap", least=-math.inf)
     logit_softness: float = option(7.5, "see logit_cap")
-    # Adam's moments have their parameter's dtype: as in the record those of the scalars are float32. Two roundings of the
-    # record are left out, since float32 costs nothing there: of the gates' moments, and of what follows polar
-    dtype: str = option("bfloat16", "of embeddings, head, gates, activations and NorMuon's products; matrices are float32 "
-                        "(a CPU without bf16 units wants float32)", ("bfloat16", "float32"))
+    # Adam's moments have their parameter's dtype: as in the record those of the scalars are float32. Two roundings of
+    # the record are left out, since float32 costs nothing there: of the gates' moments, and of what follows polar
+    dtype: str = option("bfloat16", "of embeddings, head, gates, activations and NorMuon's products; matrices are "
+                        "float32 (a CPU without bf16 units wants float32)", ("bfloat16", "float32"))
     fp8_head: bool = option(True, "the head's training product in fp8, on GPUs that have it")
 
     # plan
-    num_steps: int = option(2245, "steps in all. Fewer than the preset's: what it counts in steps shrinks along, unless given")
-    stages: str = option("until long_window; 1/3 3; 2/3 7; 1 11; +40 13", "a table, its rows apart by ; or line ends. Its "
-                         "head: until, then values that differ from stage to stage. until: a fraction of the scheduled "
-                         "steps, or the step before which the stage ends; +N: N steps more, after the schedule. a>b "
-                         "goes from a to b within the stage")
-    cooldown: float = option(0.5, "fraction of the scheduled steps over which the learning rate falls", zero=True, most=1)
-    lr_floor: float = option(0.1, "what it falls to, as a fraction of the learning rate", zero=True, most=1)
+    num_steps: int = option(2245, "in all. With fewer than the preset's what it counts in steps shrinks, unless given")
+    stages: str = option("until long_window; 1/3 3; 2/3 7; 1 11; +40 13", "a table, its rows apart by ; or line ends. "
+                         "Its head: until, then values that differ from stage to stage. until: a fraction of the "
+                         "scheduled steps, or the step before which the stage ends; +N: N steps more, after the "
+                         "schedule. a>b goes from a to b within the stage")
+    cooldown: float = option(0.5, "fraction of the scheduled steps over which the learning rate falls", least=0, most=1)
+    lr_floor: float = option(0.1, "what it falls to, as a fraction of the learning rate", least=0, most=1)
     window_block: int = option(128, "tokens in a block; windows are counted in blocks")
     final_window: int = option(20, "the long window of the last validation; the rotary is not stretched for it")
 
     # optimizers
-    adam_lr: float = option(0.008, "base of the multipliers that follow", zero=True)
-    adam_beta1: float = option(0.65, "short memory: by a token's next gradient the last one is old", zero=True, below=1)
-    adam_beta2: float = option(0.95, "likewise", zero=True, below=1)
+    adam_lr: float = option(0.008, "base of the multipliers that follow", least=0)
+    adam_beta1: float = option(0.65, "short memory: by a token's next gradient the last one is old", least=0, below=1)
+    adam_beta2: float = option(0.95, "likewise", least=0, below=1)
     adam_eps: float = option(1e-8, "keeps a parameter without gradient where it is")
     adam_groups: str = option("", "what kinds of parameters have in place of the flags: a table like stages. Its head: "
                               "of, then some of lr_mul, beta1, beta2, weight_decay. of: " + ", ".join(ADAM_KINDS) +
                               ". Without a row gates and smear are NorMuon's")
     adam_fp32_moments: bool = option(False, "Adam's moments in float32, whatever the parameter is in")
     adam_every: int = option(2, "Adam steps every so many steps, on the sum of their gradients")
-    embed_lr_mul: float = option(75.0, "embeddings start at unit scale and must move far. With untie_at of value tables alone: "
-                                 "the embedding then learns as the head does", zero=True)
-    ngram_lr_mul: float = option(25.0, "most rows meet few gradients, and must move far with each", zero=True)
-    lazy_tables: bool = option(False, "of n-gram tables only rows that a step reads travel, and those with a gradient are updated; "
-                               "the rest stay as they are, with their moments. Else Adam goes on with all rows in each update")
-    adam_weight_decay: float = option(0.0, "times the square of a parameter's learning rate, where it agrees with the update "
-                                      "in sign; not of the mixing weights", zero=True)
-    scalar_lr_mul: float = option(5.0, "mixing weights: faster than the head, slower than embeddings", zero=True)
-    muon_lr: float = option(0.03, "size of an orthogonal update", zero=True)
-    muon_weight_decay: float = option(1.2, "times muon_lr, where it agrees with the update in sign", zero=True)
-    muon_momentum: float = option(0.95, "after its rise and before its fall", zero=True, below=1)
-    muon_momentum_low: float = option(0.85, "where it rises from and falls to", zero=True, below=1)
-    muon_momentum_rise: int = option(300, "steps of the rise", zero=True)
-    muon_momentum_fall: int = option(50, "steps of the fall, at the end of the run", zero=True)
-    muon_beta2: float = option(0.95, "memory of the second moment of the orthogonal update", zero=True, below=1)
+    embed_lr_mul: float = option(75.0, "embeddings start at unit scale and must move far. With untie_at only value "
+                                 "tables: the embedding then learns as the head does", least=0)
+    ngram_lr_mul: float = option(25.0, "most rows meet few gradients, and must move far with each", least=0)
+    lazy_tables: bool = option(False, "of n-gram tables only rows that a step reads travel, and those with a gradient "
+                               "are updated; the rest stay as they are, with their moments")
+    adam_weight_decay: float = option(0.0, "times the square of a parameter's learning rate, where it agrees with the "
+                                      "update in sign; not of the mixing weights", least=0)
+    scalar_lr_mul: float = option(5.0, "mixing weights: faster than the head, slower than embeddings", least=0)
+    muon_lr: float = option(0.03, "size of an orthogonal update", least=0)
+    muon_weight_decay: float = option(1.2, "times muon_lr, where it agrees with the update in sign", least=0)
+    muon_momentum: float = option(0.95, "after its rise and before its fall", least=0, below=1)
+    muon_momentum_low: float = option(0.85, "where it rises from and falls to", least=0, below=1)
+    muon_momentum_rise: int = option(300, "steps of the rise", least=0)
+    muon_momentum_fall: int = option(50, "steps of the fall, at the end of the run", least=0)
+    muon_beta2: float = option(0.95, "memory of the second moment of the orthogonal update", least=0, below=1)
     muon_qk_heads: int = option(0, "heads whose queries, or keys, NorMuon takes as one matrix, with a second moment a "
-                                "column; values and outputs then have one a row. 0: all, columns", zero=True)
-    fc_lr_mul: float = option(2.0, "the MLP's first matrix learns faster", zero=True)
-    proj_lr_mul: float = option(1.0, "of the MLP's second matrix", zero=True)
-    attn_lr_mul: float = option(1.0, "of attention's matrices", zero=True)
-    tail_average: float = option(0.0, "the run ends with this share of a moving average of all parameters in them (0: none "
-                                 "is taken)", zero=True, most=1)
+                                "column; values and outputs then have one a row. 0: all, columns", least=0)
+    fc_lr_mul: float = option(2.0, "the MLP's first matrix learns faster", least=0)
+    proj_lr_mul: float = option(1.0, "of the MLP's second matrix", least=0)
+    attn_lr_mul: float = option(1.0, "of attention's matrices", least=0)
+    tail_average: float = option(0.0, "share of its moving average in each final parameter (0: none)", least=0, most=1)
     tail_steps: int = option(40, "that the average reaches back; it is taken over the last three times as many")
 
     # gradient sync, beside SyncSettings
-    bucket_mb: float = option(72.0, "MiB of parameters at which a bucket is full (0: one bucket per parameter); the default "
-                              "is 8 of the record's largest matrices, one per rank", zero=True)
+    bucket_mb: float = option(72.0, "MiB of parameters at which a bucket is full (0: one bucket per parameter); the "
+                              "default is 8 of the record's largest matrices, one per rank", least=0)
     grad_reduce_in_fp32: bool = option(False, "sum and exchange the gradients of bf16 parameters in float32")
     bf16_compress: bool = option(False, "send gradients in bf16")
 
     # machine
     compile: str = option("auto", "blocks, head and rules, each by itself. auto: on GPUs", ("auto", "on", "off"))
-    attention: str = option("auto", "auto: FlexAttention on GPUs, a dense mask on CPUs. masked: masks in pieces, slower",
+    attention: str = option("auto", "auto: FlexAttention on GPUs, a dense mask on CPUs. masked: in pieces, slower",
                             ("auto", "masked"))
-    kernels: str = option("auto", "the MLP's Triton kernels. auto: on GPUs that have Hopper's tensor memory accelerator",
-                          ("auto", "on", "off"))
-    preflight: str = option("auto", "each part once beside its plain form, before the run. auto: on GPUs. only, or the bare "
-                            "flag: and no run", ("auto", "on", "off", "only"), bare="only")
-    warmup_steps: int = option(30, "before the clock: every stage and kind of step once, then everything is put back",
-                               zero=True)
+    kernels: str = option("auto", "the MLP's Triton kernels. auto: on Hopper GPUs and later", ("auto", "on", "off"))
+    preflight: str = option("auto", "each part once beside its plain form, before the run. auto: on GPUs. only, or "
+                            "the bare flag: and no run", ("auto", "on", "off", "only"), bare="only")
+    warmup_steps: int = option(30, "before the clock: every stage and kind of step once, then all is put back", least=0)
     timeout_s: int = option(300, "seconds until a collective that others do not join is an error", most=10 ** 6)
     profile: str = option("", "A:B writes a Chrome trace of the steps A to B beside the log, one per rank")
 
     # log, saved state, and what comes after
     log_dir: str = option("logs", "relative paths start at this script's folder")
     run_id: str = option("", "name of the log (empty: the time and a part that names the launch)")
-    train_loss_every: int = option(10, "steps between training losses in the log", zero=True)
-    save_every: int = option(0, "steps between checkpoints, off the clock (0: only on SIGTERM and SIGUSR1); one waits for "
-                             "the next step at which no gradient waits for Adam", zero=True)
+    train_loss_every: int = option(10, "steps between training losses in the log", least=0)
+    save_every: int = option(0, "steps between checkpoints, off the clock (0: only on SIGTERM and SIGUSR1); each "
+                             "waits for a step at which no gradient waits for Adam", least=0)
     keep_checkpoints: int = option(2, "the latest so many are kept, until the run has ended well")
     resume: str = option("", "go on from this checkpoint, or the one of this log, or `latest` of log_dir")
     init_from: str = option("", "begin with the parameters of this saved model or checkpoint; never a record")
@@ -273,38 +273,38 @@ PRESETS = {
         logit_cap=23.0, logit_shift=5.0,  # a lower cap, and more room below a product of 0 than above it
         micro_batch_tokens=2048 * 8, num_steps=1285, cooldown=0.6, lr_floor=0.15,
         # a batch that grows, short documents first, several tokens ahead first
-        stages="until micro_batches max_document_tokens long_window peak_lr_factor loss_weights; 1/3 8 896 3 1 1,.5,.25>0; "
-               "2/3 16 2048 7 1.52 1,.5>0; 1 24 2048 11 1.73 1; +15 24 2048 13 1.73 1",
+        stages="until micro_batches max_document_tokens long_window peak_lr_factor loss_weights; "
+               "1/3 8 896 3 1 1,.5,.25>0; 2/3 16 2048 7 1.52 1,.5>0; 1 24 2048 11 1.73 1; +15 24 2048 13 1.73 1",
         muon_lr=0.023, muon_beta2=0.9, proj_lr_mul=4.0, muon_qk_heads=2, adam_eps=1e-10, adam_fp32_moments=True,
         adam_groups="of lr_mul beta1 beta2 weight_decay; head 1 .5 .95 .75; values 75 .75 .95 .025; ngrams 75 .75 .95 "
                     ".025; scalars 5 .9 .99 0; shares 1 .9 .95 0; gates 1 .9 .99 .005; smear .01 .9 .99 0",
     ),
-    # the same code, small: bytes of the standard library on two CPU cores. Two narrow layers under tables of which a step reads
-    # some rows: where time is short more tokens are worth more than more layers, and longer n-grams more than both (LOG.md)
+    # the same code, small: bytes of the standard library on two CPU cores. Two narrow layers under tables of n-grams:
+    # where time is short more tokens are worth more than more layers, and longer n-grams more than both (LOG.md)
     "laptop": Config(
         target_val_loss=1.40, train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin",
-        train_shards=0, max_document_tokens=257, long_documents="split", shuffle=True, even_order=True, micro_batch_tokens=512,
-        micro_batches=4, val_tokens=0, val_len=1024, val_every=0, layers="S0M L1M", model_dim=64, num_heads=2, head_dim=32,
-        backout_layer=0, lazy_tables=True,
-        ngrams="2:16384:64 3:32768:64 4:65536:64 6:65536:64 8:65536:64",
-        dtype="float32", fp8_head=False, num_steps=130, stages="until long_window; 1/2 4; 1 8; +10 8", window_block=32,
-        final_window=12, exclude_self=True, lr_floor=0.15, adam_every=1, adam_lr=0.02, ngram_lr_mul=4.0, adam_beta1=0.5,
-        adam_beta2=0.9, muon_lr=0.04, muon_momentum_rise=25, muon_momentum_fall=10, bucket_mb=1.0, overlap_param_gather=True,
-        walk="forward", check_grads=True, warmup_steps=4, train_loss_every=1, save_model=True,
+        train_shards=0, max_document_tokens=257, long_documents="split", shuffle=True, even_order=True,
+        micro_batch_tokens=512, micro_batches=4, val_tokens=0, val_len=1024, val_every=0, layers="S0M L1M", model_dim=64,
+        num_heads=2, head_dim=32, backout_layer=0, exclude_self=True, lazy_tables=True,
+        ngrams="2:16384:64 3:32768:64 4:65536:64 6:65536:64 8:65536:64", dtype="float32", fp8_head=False,
+        num_steps=130, stages="until long_window; 1/2 4; 1 8; +10 8", window_block=32, final_window=12, lr_floor=0.15,
+        adam_every=1, adam_lr=0.02, ngram_lr_mul=4.0, adam_beta1=0.5, adam_beta2=0.9, muon_lr=0.04,
+        muon_momentum_rise=25, muon_momentum_fall=10, bucket_mb=1.0, overlap_param_gather=True, walk="forward",
+        check_grads=True, warmup_steps=4, train_loss_every=1, save_model=True,
     ),
 }
 
 # What may differ where a run goes on: it decides how the run is computed, not what
 FREE_TO_CHANGE = {f.name for f in dataclasses.fields(SyncSettings)} - {"exact", "clip_norm"} | {
-    "bucket_mb", "compile", "attention", "kernels", "preflight", "warmup_steps", "timeout_s", "profile", "log_dir", "run_id",
-    "save_every", "keep_checkpoints", "resume", "save_model", "train_files", "val_files"}
+    "bucket_mb", "compile", "attention", "kernels", "preflight", "warmup_steps", "timeout_s", "profile", "log_dir",
+    "run_id", "save_every", "keep_checkpoints", "resume", "save_model", "train_files", "val_files"}
 
 # What --help prints: a title above each of these fields, and with `short` no more than these
 SECTIONS = {"micro_batches": "what may differ from stage to stage", "sync": "how gradients and parameters travel",
             "seed": "the run", "train_files": "data", "layers": "model", "num_steps": "plan", "adam_lr": "optimizers",
             "bucket_mb": "gradient sync", "compile": "machine", "log_dir": "log, saved state, and what comes after"}
-FIRST_FLAGS = ("preset", "num_steps", "seed", "target_val_loss", "train_files", "val_files", "val_tokens", "depth", "layers", "model_dim",
-               "micro_batches", "save_model", "save_every", "resume", "log_dir")
+FIRST_FLAGS = ("preset", "num_steps", "seed", "target_val_loss", "train_files", "val_files", "val_tokens", "depth",
+               "layers", "model_dim", "micro_batches", "save_model", "save_every", "resume", "log_dir")
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -328,24 +328,23 @@ def make_parser() -> argparse.ArgumentParser:
     parser = group = Parser(
         prog="train_gpt.py", description=__doc__.split("\n\n")[0], allow_abbrev=False, add_help=False,
         usage="train_gpt.py [--preset NAME] [--flag VALUE ...]",
-        epilog="Every flag is a field of the config; in brackets the value of the preset speedrun, and of others that differ.")
-    parser.add_argument("-h", "--help", action=Help, nargs="?", choices=("short",), help="all flags; with `short` those that a "
-                        "first look needs")
+        epilog="Every flag is a field of the config; in brackets the value of the preset speedrun, and of others that "
+               "differ.")
+    parser.add_argument("-h", "--help", action=Help, nargs="?", choices=("short",),
+                        help="all flags; with `short` those that a first look needs")
     parser.add_argument("--preset", choices=PRESETS, help="where the values below come from (default: speedrun on a "
                         "machine with a GPU, laptop elsewhere)")
-    kinds = {"int": int, "float": float, "str": str, "bool": parse_bool, "tuple[float, ...]": parse_numbers}
     for f in dataclasses.fields(Config):
         if f.name in SECTIONS:
             group = parser.add_argument_group(SECTIONS[f.name])
         usual, *others = (str(getattr(preset, f.name)) or "empty" for preset in PRESETS.values())
         shown = "; ".join([usual, *(f"{name}: {v}" for name, v in zip(list(PRESETS)[1:], others) if v != usual)])
-        choices, why, bare = f.metadata["choices"] or None, f.metadata["why"], f.metadata["bare"]
-        group.add_argument(f"--{f.name}", type=kinds[f.type], choices=choices, help=f"{why} ({shown})",
-                           nargs="?" if bare else None, const=bare,
-                           metavar=None if choices else "NUMBERS" if f.type.startswith("tuple") else f.type.upper())
+        choices, bare = f.metadata["choices"] or None, f.metadata["bare"]
+        group.add_argument(f"--{f.name}", type=PARSERS[f.type], choices=choices, help=f"{f.metadata['why']} ({shown})",
+                           nargs="?" if bare else None, const=bare, metavar=None if choices else f.type.upper())
         if f.name == "layers":
-            group.add_argument("--depth", type=int, metavar="INT", help="in place of --layers and --backout_layer: so many "
-                               "plain layers, SM, each fourth and the last LM; the output of one at three quarters is taken back")
+            group.add_argument("--depth", type=int, metavar="INT", help="in place of --layers and --backout_layer: so "
+                               "many layers SM, each fourth and the last LM; one at three quarters is taken back")
     return parser
 
 def parse_bool(text: str) -> bool:
@@ -359,33 +358,32 @@ def parse_numbers(text: str) -> tuple[float, ...]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers: write them like 1,.5,.25") from None
 
+PARSERS = {"int": int, "float": float, "str": str, "bool": parse_bool, "Numbers": parse_numbers}  # by a field's type
+
 def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]:
-    """Flags -> the preset's name and the config. A run that goes on has its checkpoint's, but for what is free to change.
+    """Flags -> the preset's name and the config. A run that goes on has its checkpoint's, but for FREE_TO_CHANGE.
 
     Leaves by SystemExit on a flag that is unknown or ill-typed; RunError where there is nothing to resume from.
     """
     given = {name: v for name, v in vars(make_parser().parse_args(argv)).items() if v is not None}
     preset, depth = given.pop("preset", default_preset), given.pop("depth", None)
     if depth is not None:
-        if given.keys() & {"layers", "backout_layer"}:
-            raise RunError("--depth says what --layers and --backout_layer say; leave it out, or them")
+        demand(not given.keys() & {"layers", "backout_layer"}, "--depth says what --layers and --backout_layer say; "
+               "leave it out, or them")
         words = ["LM" if i % 4 == 3 or i == depth - 1 else "SM" for i in range(depth)]
         given.update(layers=" ".join(words), backout_layer=max(0, 3 * (depth - 1) // 4))
-    config = dataclasses.replace(PRESETS[preset], **{**shortened(PRESETS[preset], given.get("num_steps")), **given})
+    config = dataclasses.replace(PRESETS[preset], **shortened(PRESETS[preset], given.get("num_steps")) | given)
     if not config.resume:
         return preset, config
-    path = find_checkpoint(config)
-    fixed = sorted(set(given) - FREE_TO_CHANGE)
-    if fixed:
-        raise RunError(f"--resume goes on with the values of {path}; --{', --'.join(fixed)} would make it another run: "
-                       "leave them out")
-    saved = load_file(path, check=False)  # run() checks it, where it takes the state
+    path, fixed = find_checkpoint(config), sorted(given.keys() - FREE_TO_CHANGE)
+    demand(not fixed, f"--resume goes on with the values of {path}; --{', --'.join(fixed)} would make it another run: "
+           "leave them out")
+    saved = load_file(path, check=False)  # Run.resume checks it, where it takes the state
     try:
         given.update(run_id=saved["run_id"], log_dir=str(path.parent), resume=str(path))
         return saved["preset"], dataclasses.replace(config_of(saved["config"]), **given)
     except (KeyError, TypeError) as error:
-        raise RunError(f"{path}: is no checkpoint of this version of train_gpt.py ({error}); name one that --save_every "
-                       "left") from error
+        raise RunError(f"{path}: is no checkpoint of this version of train_gpt.py ({error}); name another") from error
 
 def shortened(preset: Config, num_steps: int | None) -> dict[str, Any]:
     """What a preset counts in steps, in proportion to a run that has fewer. A longer run keeps the preset's counts."""
@@ -394,7 +392,8 @@ def shortened(preset: Config, num_steps: int | None) -> dict[str, Any]:
 
     def scaled(steps: int) -> int:
         return steps * num_steps // preset.num_steps
-    return {**{name: max(1, scaled(getattr(preset, name))) for name in ("muon_momentum_rise", "muon_momentum_fall", "tail_steps")},
+    counts = ("muon_momentum_rise", "muon_momentum_fall", "tail_steps")
+    return {**{name: max(1, scaled(getattr(preset, name))) for name in counts},
             "stages": re.sub(r"\+(\d+)", lambda further: f"+{scaled(int(further[1]))}", preset.stages)}
 
 def config_of(values: dict[str, Any]) -> Config:
@@ -406,8 +405,8 @@ def profiled_steps(config: Config) -> range:
     return range(first, last + 1)
 
 class Layer(NamedTuple):
-    """What is in one layer: the window of its attention (S, L, P or none), its value table, whether it has an MLP, whether
-    its attention reads the output of backout_layer."""
+    """What is in one layer: the window of its attention (S, L, P or none), its value table, whether it has an MLP, and
+    whether its attention reads the output of backout_layer."""
 
     window: str | None
     value_table: int | None
@@ -417,12 +416,11 @@ class Layer(NamedTuple):
 def parse_layers(words: str) -> tuple[Layer, ...]:
     """`S1M` -> Layer("S", 1, True); see Config.layers. RunError on a word that is none."""
     def parse(word: str) -> Layer:
-        parts = re.fullmatch(r"-|M|(c?)([SLP])(\d?)(M?)", word)
-        if not parts:
-            raise RunError(f"layers: {word!r} is not a layer; write S, L or P, perhaps a digit, perhaps M, perhaps c before "
-                           "it; or M; or -")
+        parts = re.fullmatch(r"-|(?:(c?)([SLP])(\d?))?(M?)", word)
+        demand(parts, f"layers: {word!r} is not a layer; write S, L or P, perhaps a digit, perhaps M, perhaps c before "
+               "it; or M; or -")
         reads_back, window, table, mlp = parts.groups()
-        return Layer(window, int(table) if table else None, mlp == "M" or word == "M", bool(reads_back))
+        return Layer(window, int(table) if table else None, bool(mlp), bool(reads_back))
     return tuple(map(parse, words.split()))
 
 class Ngrams(NamedTuple):
@@ -436,8 +434,7 @@ def parse_ngrams(words: str) -> tuple[Ngrams, ...]:
     """`2:16384:64` -> Ngrams(2, 16384, 64). RunError on a word that is none."""
     def parse(word: str) -> Ngrams:
         table = re.fullmatch(r"([2-9]):([1-9][0-9]*):([1-9][0-9]*)", word)
-        if not table:
-            raise RunError(f"ngrams: {word!r} is no table; write N:ROWS:WIDTH, like 2:16384:64, with 2 to 9 tokens")
+        demand(table, f"ngrams: {word!r} is no table; write N:ROWS:WIDTH, like 2:16384:64, with 2 to 9 tokens")
         return Ngrams(*map(int, table.groups()))
     return tuple(map(parse, words.split()))
 
@@ -480,43 +477,41 @@ def check_config(config: Config, ranks: int) -> None:
          f"num_heads * head_dim is {c.num_heads} * {c.head_dim}; it must be model_dim, {c.model_dim}")
     want(c.head_dim % 4 == 0, f"head_dim is {c.head_dim}; the rotary needs a multiple of 4")
     want(c.gate_dim <= c.model_dim, f"gate_dim is {c.gate_dim}; the stream has only {c.model_dim} entries: lower it")
-    want(c.val_tokens % max(1, c.val_len) == 0, f"val_tokens {c.val_tokens} is not a multiple of val_len {c.val_len}; give "
-         "one, or 0 for the whole split")
+    want(c.val_tokens % max(1, c.val_len) == 0, f"val_tokens {c.val_tokens} is not a multiple of val_len {c.val_len}; "
+         "give one, or 0 for the whole split")
     want("/" not in c.run_id and c.run_id not in (".", ".."), f"run_id is {c.run_id!r}; it names a file: leave out '/'")
-    want(not c.race or re.fullmatch(r"[^:]+:\d+:\d+:[^:]*", c.race), f"race is {c.race!r}; it is the racing tool's to set")
+    want(not c.race or re.fullmatch(r"[^:]+:\d+:\d+:[^:]*", c.race), f"race is {c.race!r}; a racing tool sets it")
     steps = profiled_steps(c) if re.fullmatch(r"\d+:\d+", c.profile) else ()
     want(not c.profile or steps and steps[-1] < c.num_steps,
          f"profile is {c.profile!r}; give the first and the last step, like 10:13, below num_steps {c.num_steps}")
-    want(not (c.untie_at and c.overlap_param_gather), "untie_at and overlap_param_gather exclude each other: the embedding reads "
-         "the head's weights before the head waits for them; leave out one")
+    want(not (c.untie_at and c.overlap_param_gather), "untie_at and overlap_param_gather exclude each other: the "
+         "embedding reads the head's weights before the head waits for them; leave out one")
     for name in ("bf16_compress", "clip_norm", "find_unused_parameters"):
         want(not (c.exact and getattr(c, name)), f"exact and {name} {getattr(c, name)} exclude each other: its sums "
              f"depend on the number of ranks; leave out --exact or --{name}")
     try:
         for stage in stages_of(c):
-            n = stage.first["micro_batches"]
+            n, ahead = stage.first["micro_batches"], len(stage.first["loss_weights"])
             where = f"the stage from step {stage.begin} on has {n} micro-batches"
             want(ranks > 0 and n % max(1, ranks) == 0, f"{ranks} ranks; {where}, which they cannot share evenly: start "
                  f"{usable_ranks(c, max(1, ranks))} ranks (--nproc_per_node), or change --micro_batches")
             want(not c.exact or n & (n - 1) == 0 and ranks & (ranks - 1) == 0, f"exact sums a batch as a binary tree; "
                  f"{where} on {ranks} ranks: make both powers of two")
-            want(stage.first["max_document_tokens"] >= 2, f"max_document_tokens is {stage.first['max_document_tokens']} "
-                 f"from step {stage.begin} on; a document needs at least a BOS and a token")
-            ahead = len(stage.first["loss_weights"])
-            want(ahead <= c.micro_batch_tokens, f"loss_weights looks {ahead} tokens ahead from step {stage.begin} on, and a "
-                 f"micro-batch has {c.micro_batch_tokens}: give fewer")
+            want(ahead <= c.micro_batch_tokens, f"loss_weights looks {ahead} tokens ahead from step {stage.begin} on, "
+                 f"and a micro-batch has {c.micro_batch_tokens}: give fewer")
         layers = parse_layers(c.layers)
         want(layers, "layers is empty; give at least one layer")
         widest = max((table.width for table in parse_ngrams(c.ngrams)), default=0)
-        want(widest <= c.model_dim, f"ngrams: a table is {widest} wide, and model_dim is {c.model_dim}; a width is at most that")
+        want(widest <= c.model_dim, f"ngrams: a table is {widest} wide, and model_dim is {c.model_dim}; a width is at "
+             "most that")
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         # parameters, their gradients, two moments
         needed = 2 * ngram_entries(c) * (getattr(torch, c.dtype).itemsize + moment_bytes(c))
-        want(needed <= memory, f"ngrams: the tables take {needed >> 30} GiB to train, and this machine has {memory >> 30}; give "
-             "them fewer rows")
+        want(needed <= memory, f"ngrams: the tables take {needed >> 30} GiB to train, and this machine has "
+             f"{memory >> 30}; give them fewer rows")
         want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
-        want(not any(layer.reads_back for layer in layers[:c.backout_layer + 1]), f"layers: one with c stands before or at "
-             f"backout_layer {c.backout_layer}, whose output it would read; write c in later ones")
+        want(not any(layer.reads_back for layer in layers[:c.backout_layer + 1]), "layers: one with c stands before "
+             f"or at backout_layer {c.backout_layer}, whose output it would read; write c in later ones")
         want(not (c.untie_at and "embed" in adam_groups(c)), "adam_groups has a row for embed, which with untie_at has "
              "that of head; leave it out")
         want(not c.ngram_mix or c.ngrams, f"ngram_mix is {c.ngram_mix} without tables; give --ngrams, or leave it out")
@@ -524,8 +519,8 @@ def check_config(config: Config, ranks: int) -> None:
              "window, and layers has none; write L for one, or leave it out")
         want(not c.muon_qk_heads or c.num_heads % c.muon_qk_heads == 0, f"muon_qk_heads is {c.muon_qk_heads}, and "
              f"num_heads {c.num_heads}; give a divisor of it, or 0")
-        want(c.num_heads % 2 == 0 or all(layer.window != "P" for layer in layers), f"layers: P pairs heads, and num_heads is "
-             f"{c.num_heads}; make it even, or write S")
+        want(c.num_heads % 2 == 0 or all(layer.window != "P" for layer in layers), "layers: P pairs heads, and "
+             f"num_heads is {c.num_heads}; make it even, or write S")
         tables = {layer.value_table for layer in layers} - {None}
         want(tables == set(range(len(tables))), f"layers use the value tables {sorted(tables)}; number them from 0 on "
              "without a gap")
@@ -538,15 +533,15 @@ def out_of_range(f: dataclasses.Field, v: Any) -> str:
     """What is wrong with a number, or with one of several, by the declaration of its field; nothing, if nothing is."""
     if f.type in ("str", "bool"):
         return ""
-    several, limits = isinstance(v, tuple), f.metadata
-    zero, numbers = limits["zero"] or several and any(v), v if several else (v,)
-    if all(math.isfinite(x) and (x > 0 or zero and x == 0 or limits["signed"]) and x <= limits["most"]
-           and x < limits["below"] for x in numbers):
+    least, most, below = (f.metadata[name] for name in ("least", "most", "below"))
+    if f.type == "Numbers" and any(v):
+        least = 0
+    if all(math.isfinite(x) and (x > 0 if least is None else x >= least) and x <= most and x < below
+           for x in (v if f.type == "Numbers" else [v])):
         return ""
-    bounds = [f"{words} {limits[key]:g}" for key, words in (("most", "at most"), ("below", "less than"))
-              if limits[key] < math.inf]
-    least = "a number" if limits["signed"] else "0 or more" if zero else "more than 0"
-    return f"{f.name} is {v}; it must be {', '.join([least, *bounds])}, and finite"
+    wanted = ["more than 0" if least is None else "a number" if least < 0 else f"{least} or more"]
+    wanted += [f"{words} {bound:g}" for words, bound in (("at most", most), ("less than", below)) if bound < math.inf]
+    return f"{f.name} is {v}; it must be {', '.join(wanted)}, and finite"
 
 # ------------------------------------------------------------------------------------------------------------------
 # plan
@@ -574,42 +569,41 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
     """The table of stages, those without a step left out. RunError if it is no table, or does not fill num_steps."""
     c, columns = config, {f.name: f for f in dataclasses.fields(StageValues)}
     head, *rows = rows_of(c.stages) or [[]]
-    if head[:1] != ["until"] or not rows or not {*head[1:]} <= {*columns} or len({*head}) < len(head):
-        raise RunError(f"stages is {c.stages!r}; write a head that begins with `until` and names some of "
-                       f"{', '.join(columns)}, then a row per stage")
+    demand(head[:1] == ["until"] and rows and {*head[1:]} <= {*columns} and len({*head}) == len(head),
+           f"stages is {c.stages!r}; write a head that begins with `until` and names some of {', '.join(columns)}, "
+           "then a row per stage")
     stages, begin = [], 0
     further = sum(int(row[0]) for row in rows if re.fullmatch(r"\+[0-9]+", row[0]))
     scheduled = c.num_steps - further
-    if scheduled < 1:
-        raise RunError(f"stages: the rows with + take {further} steps, so {scheduled} of num_steps {c.num_steps} are scheduled; "
-                       "raise --num_steps, or give --stages with fewer")
+    demand(scheduled > 0, f"stages: the rows with + take {further} steps, so {scheduled} of num_steps {c.num_steps} "
+           "are scheduled; raise --num_steps, or give --stages with fewer")
     for row in rows:
         extra, where = row[0].startswith("+"), f"stages: the row {' '.join(row)!r} under {' '.join(head)!r}"
         try:
             if not re.fullmatch(r"\+[0-9]+|[0-9]+(/0*[1-9][0-9]*)?|[0-9]*\.[0-9]+", row[0]):
                 raise ValueError(f"{row[0]!r} is no end of a stage")
-            share = Fraction(row[0])
-            end = begin + int(share) if extra else math.ceil(scheduled * share) if share <= 1 else int(row[0])
             cells = {name: parse_cell(columns[name], cell) for name, cell in zip(head[1:], row[1:], strict=True)}
         except ValueError as error:
-            raise RunError(f"{where}: {error}; begin it with a fraction like 1/3, a step or +N, then give one value per "
-                           "column, where numbers may move: a>b") from None
-        if not (extra and begin >= scheduled or share > 0 and not extra and begin <= end <= scheduled):
-            raise RunError(f"{where} ends before step {end}, the one before it before step {begin}, and {scheduled} of "
-                           f"num_steps {c.num_steps} are scheduled; let stages follow one another, those with + last")
-        first, last = ({**{name: getattr(c, name) for name in columns}, **{name: cell[i] for name, cell in cells.items()}}
-                       for i in (0, 1))
+            raise RunError(f"{where}: {error}; begin it with a fraction like 1/3, a step or +N, then give one value "
+                           "per column, where numbers may move: a>b") from None
+        share = Fraction(row[0])
+        end = begin + int(share) if extra else math.ceil(scheduled * share) if share <= 1 else int(row[0])
+        demand(extra and begin >= scheduled or share > 0 and not extra and begin <= end <= scheduled,
+               f"{where} ends before step {end}, the one before it before step {begin}, and {scheduled} of num_steps "
+               f"{c.num_steps} are scheduled; let stages follow one another, those with + last")
+        flags = {name: getattr(c, name) for name in columns}
+        first, last = (flags | {name: ends[i] for name, ends in cells.items()} for i in (0, 1))
         if end > begin:
             stages.append(Stage(begin, end, not extra, first, last))
         begin = end
-    if begin != c.num_steps:
-        raise RunError(f"stages: the last ends before step {begin} of num_steps {c.num_steps}; let its `until` be 1")
+    demand(begin == c.num_steps, f"stages: the last ends before step {begin} of num_steps {c.num_steps}; let its "
+           "`until` be 1")
     return tuple(stages)
 
 def parse_cell(column: dataclasses.Field, cell: str) -> tuple[Any, Any]:
     """A cell of the table: its value at the beginning and at the end of the stage. ValueError if the column takes none
     such."""
-    kind, several = int if column.type == "int" else float, column.type.startswith("tuple")
+    kind, several = int if column.type == "int" else float, column.type == "Numbers"
     numbers = [[kind(end) for end in item.split(">")] for item in cell.split(",")]
     ends = [tuple(number[i] for number in numbers) if several else numbers[0][i] for i in (0, -1)]
     if max(map(len, numbers)) > (1 if kind is int else 2) or len(numbers) > 1 and not several:
@@ -620,13 +614,13 @@ def parse_cell(column: dataclasses.Field, cell: str) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Plan(StageValues):
-    """Everything that depends on the step, for one step: its stage's values, those that move as they are in this step."""
+    """Everything that depends on the step, for one step: its stage's values, those that move as they are in it."""
 
     step: int = 0
     lr_factor: float = 1.0  # on every learning rate
     momentum: float = Config.muon_momentum  # NorMuon's
     windows: Windows = Windows(0, 0)  # of the training step, and of a validation before it
-    rotary_windows: tuple[int, ...] = ()  # long windows so far, in tokens: the rotary is stretched from each to the next
+    rotary_windows: tuple[int, ...] = ()  # long windows so far, in tokens: the rotary is stretched to each in turn
     tied: bool = False  # before this step the head's weights are the embedding too
     unties: bool = False  # with this step the embedding begins to be one by itself
     average_rate: float = 0.0  # how much of the parameters goes into their moving average after this step
@@ -642,7 +636,9 @@ def plan_of(config: Config, step: int) -> Plan:
     rotary = [key * c.window_block for key, _ in itertools.groupby(s.first["long_window"] for s in stages[:at + 1])]
     longest = c.final_window if step == c.num_steps else values["long_window"]
     untie, average_from = untie_step(c), max(0, c.num_steps - 3 * c.tail_steps)
-    average_rate = 0.0 if step < average_from or not c.tail_average else 1 / c.tail_steps if step > average_from else 1.0
+    average_rate = 0.0
+    if c.tail_average and step >= average_from:
+        average_rate = 1 / c.tail_steps if step > average_from else 1.0
     return Plan(**values, step=step, lr_factor=lr_factor(c, step, values["peak_lr_factor"]), momentum=momentum(c, step),
                 windows=Windows(longest * c.window_block, values["long_window"] // 2 * c.window_block),
                 rotary_windows=tuple(rotary), tied=0 < untie >= step, unties=0 < untie == step,
@@ -2790,8 +2786,8 @@ class TrainLosses:
         return self.config.train_loss_every > 0 and step % self.config.train_loss_every == 0
 
     def record(self, plan: Plan, losses: list[Tensor], heard: int = 0) -> None:
-        """losses: the summed loss of each of this rank's micro-batches. Those of every so-manieth step are averaged over
-        all ranks. heard: the notices so far, see Notices."""
+        """losses: the summed loss of each of this rank's micro-batches; those of logged steps are summed over all
+        ranks. heard: the notices so far, see Notices."""
         own, step = torch.stack(losses).detach(), plan.step + 1
         summed = own.new_zeros(plan.micro_batches + 1)
         summed[self.comm.rank * len(own):(self.comm.rank + 1) * len(own)] = own
@@ -2812,14 +2808,14 @@ class TrainLosses:
             done, train_time, summed, event = self.pending.pop(0)
             if event is not None:
                 event.synchronize()
-            if not summed.isfinite().all():
-                raise RunError(f"the training loss of step {done} is not finite; lower the learning rates, or look at "
-                               "the data that it read. The log is kept")
+            demand(summed.isfinite().all(), f"the training loss of step {done} is not finite; lower the learning "
+                   "rates, or look at the data that it read. The log is kept")
             if summed[-1]:
                 self.save_at[done + self.LAG] = summed[-1].item() >= Notices.END
             loss, times = None, f"train_time:{train_time:.0f}ms step_avg:{train_time / done:.2f}ms"
             if self.is_logged(done):  # in nats a token
-                loss = summed[:-1].sum(dtype=torch.float64).item() / ((len(summed) - 1) * self.config.micro_batch_tokens)
+                tokens = (len(summed) - 1) * self.config.micro_batch_tokens
+                loss = summed[:-1].sum(dtype=torch.float64).item() / tokens
                 times += f" train_loss:{loss:.4f}"
             self.log.write(f"step:{done}/{self.config.num_steps} {times}")
             self.log.progress(done, loss, self.clock, tokens_of_steps(self.config, done))
@@ -2830,7 +2826,7 @@ class Clock:
     def __init__(self, device: torch.device, began: float):
         """began: when the process started, by time.perf_counter."""
         self.device, self.began, self.elapsed, self.since = device, began, 0.0, None
-        self.outside: dict[str, float] = {"joining": time.perf_counter() - began}
+        self.outside = collections.Counter(joining=time.perf_counter() - began)  # seconds, by name
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -2857,8 +2853,7 @@ class Clock:
         begin, compiled = self._now(), compile_stats()[1]
         yield
         compiled = compile_stats()[1] - compiled
-        for part, seconds in ((name, self._now() - begin - compiled), ("compile", compiled)):
-            self.outside[part] = self.outside.get(part, 0.0) + seconds
+        self.outside.update({name: self._now() - begin - compiled, "compile": compiled})
         if runs:
             self.start()
 
@@ -2868,8 +2863,7 @@ class Clock:
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on where a run was when it was saved; what it did since is lost and does not count."""
         self.elapsed, self.began = state["elapsed"], self.began - state["wall"]
-        self.outside = {name: state["outside"].get(name, 0.0) + self.outside.get(name, 0.0)
-                        for name in {**state["outside"], **self.outside}}
+        self.outside.update(state["outside"])
 
 def printable(text: str) -> str:
     """What comes from files and other machines, without what a terminal would obey."""
@@ -2894,30 +2888,28 @@ class Log:
         return ROOT / self.config.log_dir / f"{self.run_id}.txt"
 
     def open(self, start: dict[str, Any], environment: str, resumed: dict[str, Any] | None) -> None:
-        """Rank 0 creates the file with the source, the environment and the run's description, or goes on in it. RunError
-        if the name is taken."""
+        """Rank 0 creates the file with the source, the environment and the run's description, or goes on in it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rule, source = "=" * 100, Path(__file__).read_text(encoding="utf-8")
         try:
-            self.file = open(self.path, "r+" if resumed and self.path.exists() else "x+", encoding="utf-8", errors="replace",
-                             newline="")
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file = open(self.path, "r+" if resumed and self.path.exists() else "x+", encoding="utf-8", errors="replace",
+                        newline="")
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileExistsError:
             raise RunError(f"{self.path} exists: run_id {self.run_id!r} was used; choose another --run_id, go on with "
                            "--resume, or delete that log") from None
         except BlockingIOError:
-            self.file = None
             raise RunError(f"{self.path}: another process trains this run; wait for it, or end it") from None
-        written = self.file.read()
+        written = file.read()
         begun = re.search(rf"\n{rule}\n(\{{.*)\n", written)
         if not begun:  # new, or killed while it wrote this
-            self.file.truncate(self.file.seek(0))
+            file.truncate(file.seek(0))
             try:
-                self.write(f"{source}\n{rule}\n{environment}\n{rule}\n{json.dumps(start)}")
+                print(source, rule, environment, rule, json.dumps(start), sep="\n", file=file, flush=True)
             except OSError:
                 self.path.unlink()  # nothing is left of a run that did not begin
-                self.file = None
                 raise
+        self.file = file
         if resumed and (begun or resumed["checkpoint"]):
             steps = re.findall(r"^step:(\d+)/", written.rpartition('\n{"resumed"')[2], re.M)
             began = datetime.fromisoformat((json.loads(begun[1]) if begun else start)["started"])
@@ -2932,8 +2924,8 @@ class Log:
             self.file.flush()
 
     def say(self, line: str, stay: bool = False) -> None:
-        """To the terminal only; with stay the next line takes its place. If that is gone or takes nothing, the run goes on
-        without a word: the log is the result."""
+        """To the terminal only; with stay the next line takes its place. If it is gone or full the run goes on without
+        a word: the log is the result."""
         if not self.mute:
             try:
                 print("\r\033[K" * sys.stdout.isatty() + printable(line) + "\033[A" * stay, flush=True)
@@ -2997,33 +2989,33 @@ def load_file(path: str | Path, check: bool = True) -> dict[str, Any]:
     except OSError:
         raise
     except Exception as error:  # torch.load raises many kinds, and advises to trust the file
-        raise RunError(f"{path}: is no saved model or checkpoint, or a damaged one ({type(error).__name__}); name another "
-                       "that this version of train_gpt.py wrote") from error
+        raise RunError(f"{path}: is no saved model or checkpoint of this version of train_gpt.py, or a damaged one "
+                       f"({type(error).__name__}); name another") from error
 
-def checkpoints(folder: Path, run_id: str) -> list[Path]:
-    """Those of a run, or of every run (*), the oldest first."""
-    return sorted(folder.glob(f"{run_id}.step*.ckpt"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+def checkpoints(folder: Path, run_id: str, suffix: str = "") -> list[Path]:
+    """Those of a run, or without its id of every run, the oldest first."""
+    found = folder.glob(f"{glob.escape(run_id) or '*'}.step*.ckpt{suffix}")
+    return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
 
 def clear_checkpoints(log: Log, keep: int) -> None:
     """Delete a run's checkpoints but for the latest so many, and what a killed process left half written."""
-    run_id, folder = glob.escape(log.run_id), log.path.parent
-    for path in (*checkpoints(folder, run_id)[:-keep or None], *folder.glob(f"{run_id}.step*.ckpt.partial")):
+    run = log.path.parent, log.run_id
+    for path in (*checkpoints(*run)[:-keep or None], *checkpoints(*run, ".partial")):
         path.unlink(missing_ok=True)
 
 def find_checkpoint(config: Config) -> Path:
-    """The checkpoint that config.resume means; the latest of its run, where torchrun started it again. RunError if there is
-    none."""
+    """The checkpoint that config.resume means; the latest of its run, where torchrun started it again."""
     named = Path(config.resume) if Path(config.resume).exists() else ROOT / config.resume
-    folder, run_id, again = named.parent, glob.escape(named.stem), from_environment("TORCHELASTIC_RESTART_COUNT", 0)
-    if named.suffix == ".ckpt":
-        if named.is_file() and not again:
-            return named.resolve()
-        run_id = run_id.rpartition(".step")[0] if again else run_id
+    folder, run_id, again = named.parent, named.stem, from_environment("TORCHELASTIC_RESTART_COUNT", 0)
     if config.resume == "latest":
-        folder, run_id = ROOT / config.log_dir, glob.escape(config.run_id) or "*"
-    if not (found := checkpoints(folder, run_id)):
-        raise RunError(f"--resume {config.resume}: no checkpoint there; name a .ckpt or the log of a run that left one. "
-                       "A run that ended well keeps none: it is whole")
+        folder, run_id = ROOT / config.log_dir, config.run_id
+    elif named.suffix == ".ckpt" and again:
+        run_id = run_id.rpartition(".step")[0]
+    elif named.suffix == ".ckpt" and named.is_file():
+        return named.resolve()
+    found = checkpoints(folder, run_id)
+    demand(found, f"--resume {config.resume}: no checkpoint there; name a .ckpt or the log of a run that left one. A "
+           "run that ended well keeps none: it is whole")
     return found[-1].resolve()
 
 def load_model(path: str | Path, device: str = "cpu") -> tuple[GPT, dict[str, Any]]:
@@ -3032,30 +3024,28 @@ def load_model(path: str | Path, device: str = "cpu") -> tuple[GPT, dict[str, An
     try:
         model = build_model(config_of(saved["config"]), Encoding(saved["vocab_size"], saved["bos_id"]))
         load_parameters(model, saved)
-        model.follow(tuple(saved["rotary_windows"]), saved.get("tied", False))
+        model.follow(tuple(saved["rotary_windows"]), saved["tied"])
     except (KeyError, TypeError, RuntimeError) as error:
-        raise RunError(f"{path}: holds no model of this version of train_gpt.py ({error}); name a .pt that its "
-                       "--save_model left") from error
+        raise RunError(f"{path}: holds no model of this version of train_gpt.py ({error}); name another") from error
     return model.to(device).eval(), {key: v for key, v in saved.items() if key != "state"}
 
 @torch.no_grad()
 def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
-    """Those of a saved model or checkpoint; of one that was tied the head's are the embedding's too. RunError if one is missing
-    or has another shape."""
+    """Those of a saved model or checkpoint; of one that was tied the head's are the embedding's too."""
     for name, param in model.named_parameters():
-        x = saved["state"].get("lm_head.weight" if saved.get("tied") and name == "embed.weight" else name)
-        if x is None or x.numel() != param.numel():
-            raise RunError(f"{name} is {list(param.shape)} here, and {'missing' if x is None else list(x.shape)} in what "
-                           "was saved; give the same --layers, --model_dim, --ngrams and vocabulary")
+        x = saved["state"].get("lm_head.weight" if saved["tied"] and name == "embed.weight" else name)
+        demand(x is not None and x.numel() == param.numel(), f"{name} is {list(param.shape)} here, and "
+               f"{'missing' if x is None else list(x.shape)} in what was saved; give the same --layers, --model_dim, "
+               "--ngrams and vocabulary")
         param.copy_(x.view(param.shape))
 
 # ------------------------------------------------------------------------------------------------------------------
 # preflight
 
 class Part(NamedTuple):
-    """A part of a run, and how it is computed there. compute(False) does that; compute(True) is plain: float32, uncompiled, by
-    other means where there are some. allowed: the norm of their difference, over the plain one's. fallback: the flag that does
-    without this way, and its value."""
+    """A part of a run, and how it is computed there. compute(False) does that; compute(True) is plain: float32,
+    uncompiled, by other means where there are some. allowed: the norm of their difference, over the plain one's.
+    fallback: the flag that does without this way, and its value."""
 
     name: str
     how: str
@@ -3063,8 +3053,9 @@ class Part(NamedTuple):
     allowed: float
     fallback: tuple[str, Any] | None = None
 
-# Two to four times what bf16 and fp8 make, uncompiled, on a CPU. Of the gates' few entries polar makes a quarter and more
-ALLOWED, ALLOWED_IN_FP8, ALLOWED_OF_POLAR, ALLOWED_OF_GATES = {torch.bfloat16: 0.06, torch.float32: 1e-4}, 0.1, 0.06, 0.9
+# Two to four times what bf16 and fp8 make, uncompiled, on a CPU. Polar makes a quarter and more of the gates' few entries
+ALLOWED, ALLOWED_IN_FP8 = {torch.bfloat16: 0.06, torch.float32: 1e-4}, 0.1
+ALLOWED_OF_POLAR, ALLOWED_OF_GATES = 0.06, 0.9
 
 def model_parts(trainer: Trainer) -> Iterator[Part]:
     """Attention, each kind of block, and the head: with gradients, on a micro-batch of noise."""
@@ -3131,8 +3122,9 @@ def rule_parts(trainer: Trainer) -> Iterator[Part]:
     def update(bucket: Bucket, noise: Sequence[Tensor], by_plain: bool) -> list[Tensor]:
         held = bucket.param_shard, bucket.grad_shard, *bucket.state.values()
         if by_plain:
-            held, hyper = [x.to(torch.float32, copy=True) for x in noise], {**bucket.rule.hyper(plan, 1), "dtype": torch.float32}
-            bucket.rule.update(*held[:2], dict(zip(bucket.state, held[2:])), {**hyper, "scale": bucket.scale})
+            held = [x.to(torch.float32, copy=True) for x in noise]
+            hyper = {**bucket.rule.hyper(plan, 1), "dtype": torch.float32, "scale": bucket.scale}
+            bucket.rule.update(*held[:2], dict(zip(bucket.state, held[2:])), hyper)
         else:
             for x, y in zip(held, noise):
                 x.copy_(y)
@@ -3155,7 +3147,7 @@ def rule_parts(trainer: Trainer) -> Iterator[Part]:
 MOST_SENT = 2 ** 22  # elements: every rank makes what all ranks send
 
 def transfer_parts(trainer: Trainer) -> Iterator[Part]:
-    """A shard on its way to the device; and the collectives, on as much as the largest bucket holds, or MOST_SENT a rank."""
+    """A shard on its way to the device; collectives, on as much as the largest bucket holds, or MOST_SENT a rank."""
     comm, device, exact = trainer.comm, trainer.device, trainer.config.exact
     shard = trainer.stream.shards[comm.rank % len(trainer.stream.shards)]
     bucket = max(trainer.optimizer.buckets, key=lambda bucket: bucket.grad_data.nbytes)
@@ -3180,11 +3172,12 @@ def transfer_parts(trainer: Trainer) -> Iterator[Part]:
 
     yield Part("load a shard", f"{shard.tokens:,} tokens", load, 0.0)
     for kind in ("all-reduce", "reduce-scatter, all-gather") if comm.ranks > 1 else ():
-        yield Part(kind, f"{everyones[0].nbytes >> 10:,} KiB", functools.partial(exchange, kind), ALLOWED[comm.sent_dtype or dtype])
+        yield Part(kind, f"{everyones[0].nbytes >> 10:,} KiB", functools.partial(exchange, kind),
+                   ALLOWED[comm.sent_dtype or dtype])
 
 def preflight(trainer: Trainer, log: Log) -> tuple[list[list[str]], Part | None]:
-    """Each part once, then all is as it was -> rows [part, how, difference, allowed, ms, verdict], each of the rank that is
-    worst; and the first part that failed on any, if it has a fallback: others may fail because of it. Else RunError."""
+    """Each part once, then all is as it was -> rows as named below, each of the rank that is worst; and the first part
+    that failed on any: others may fail because of it. RunError if no flag does without it."""
     parts, mine, rows, failed = [], [], [["part", "how", "difference", "allowed", "ms", "verdict"]], []
     saved = trainer.optimizer.state_dict()
     for part in itertools.chain(model_parts(trainer), rule_parts(trainer), transfer_parts(trainer)):
@@ -3194,8 +3187,9 @@ def preflight(trainer: Trainer, log: Log) -> tuple[list[list[str]], Part | None]
             clock.start()
             used = part.compute(False)
             clock.stop()
-            gaps = [((x.float() - y.float()).norm().item(), y.float().norm().item()) for x, y in zip(used, part.compute(True))]
-            difference = max(gap / size if size and gap == gap else math.inf for gap, size in gaps)  # zeros are no result
+            pairs = zip(map(torch.Tensor.float, used), map(torch.Tensor.float, part.compute(True)))
+            ratios = [((x - y).norm() / y.norm()).item() for x, y in pairs]
+            difference = max(ratio if math.isfinite(ratio) else math.inf for ratio in ratios)  # zeros are no result
         except RunError:
             raise
         except Exception as error:  # a compiler's, a kernel's, or memory ran out
@@ -3213,10 +3207,11 @@ def preflight(trainer: Trainer, log: Log) -> tuple[list[list[str]], Part | None]
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows if failed or trainer.config.preflight == "only" else ():
         log.say("  ".join(map(str.ljust, row, widths)).rstrip())
-    if failed and not failed[0].fallback:
-        raise RunError(f"preflight: {failed[0].name}, {failed[0].how}, failed as the table says, and no flag does without it; mend "
-                       "this machine, or race on another; --preflight off goes on all the same")
-    return rows[1:], failed[0] if failed else None
+    if not failed:
+        return rows[1:], None
+    demand(failed[0].fallback, f"preflight: {failed[0].name}, {failed[0].how}, failed as the table says, and no flag "
+           "does without it; mend this machine, or race on another; --preflight off goes on all the same")
+    return rows[1:], failed[0]
 
 # ------------------------------------------------------------------------------------------------------------------
 # main
@@ -3224,8 +3219,8 @@ def preflight(trainer: Trainer, log: Log) -> tuple[list[list[str]], Part | None]
 class FailureMonitor:
     """Watches from a thread, by the store of the rendezvous, while this rank may wait in a collective.
 
-    Every rank counts up a beat of its own, and listens for that of the next. Where a rank has failed, is not heard of, or
-    has lost the store, it ends with the reason, within seconds; so do all, since each hears of a failure.
+    Every rank counts up a beat of its own, and listens for that of the next. Where a rank has failed, is not heard of,
+    or has lost the store, it ends with the reason, within seconds; so do all, since each hears of a failure.
     """
 
     PERIOD_S, PATIENCE_S = 0.5, 10.0
@@ -3242,9 +3237,10 @@ class FailureMonitor:
             try:
                 message = self.asker.submit(self._ask).result(self.PATIENCE_S)
             except NoAnswer:
-                message = f"the ranks' store has not answered for {self.PATIENCE_S:g} s: its host or the way to it is gone"
+                message = (f"the ranks' store has not answered for {self.PATIENCE_S:g} s: its host or the way to it is "
+                           "gone")
             except RuntimeError:
-                message = "the ranks' store is gone, and the launcher that held it; start the run again, or go on with --resume"
+                message = "the ranks' store is gone, and the launcher that held it; start again, or go on with --resume"
         if message and not self.over.is_set():
             complain(self.log, self.rank, message)
             self.tell("failure", message)
@@ -3259,8 +3255,7 @@ class FailureMonitor:
         if self.store.check(["failure"]):
             return self.store.get("failure").decode(errors="replace")
         if self.silent * self.PERIOD_S > self.PATIENCE_S and not self.store.check([f"done-{self.next}"]):
-            return (f"rank {self.next} has not been heard of for {self.PATIENCE_S:g} s: it, its host or the way to it is "
-                    "gone")
+            return f"rank {self.next} has not been heard of for {self.PATIENCE_S:g} s: it, its host or the way is gone"
         return ""
 
     def give_time(self) -> None:
@@ -3288,7 +3283,7 @@ def complain(log: Log | None, rank: int, message: str, aloud: bool = True) -> No
     kept = ""
     if log is not None and log.file is not None:
         kept = f"; the log so far: {log.path}; no checkpoint to go on from, --save_every keeps some"
-        if checkpoints(log.path.parent, glob.escape(log.path.stem)):
+        if checkpoints(log.path.parent, log.path.stem):
             kept = f"; the log so far: {log.path}; --resume {log.path} goes on from its last checkpoint"
         with contextlib.suppress(OSError, RunError):
             log.write(f"error: {message}")
@@ -3316,26 +3311,29 @@ def count_gpus() -> int:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
             why = str(error).split(". ")[0]
-        driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
-        raise RunError(f"this machine has {seen} GPU(s), but torch {torch.__version__}, built for CUDA {torch.version.cuda}, "
-                       f"cannot use them with driver {driver[0] if driver else '(nvidia-smi does not say which)'}: {why}; "
-                       "update the driver, or install torch's build for an older CUDA as the README says, or race on the CPU: "
+        driver, *_ = nvidia_smi("driver_version") or ["(nvidia-smi does not say which)"]
+        raise RunError(f"this machine has {seen} GPU(s), but torch {torch.__version__}, built for CUDA "
+                       f"{torch.version.cuda}, cannot use them with driver {driver}: {why}; update the driver, or "
+                       "install torch's build for an older CUDA as the README says, or race on the CPU: "
                        "CUDA_VISIBLE_DEVICES= ./run.sh")
     return seen
 
+def nvidia_smi(fields: str) -> list[str]:
+    """A line per GPU; none where it cannot be run."""
+    return output_of("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader").splitlines()
+
 def check_compiler(gpu: bool) -> None:
     """RunError where torch.compile would end in a traceback, after minutes: it makes C or C++ of a part of its work."""
-    named, usual = os.environ.get("CC"), ("gcc", "clang")  # Triton's
+    variable, usual = "CC", ("gcc", "clang")  # Triton's
     if not gpu:
-        named, usual = os.environ.get("CXX"), ("clang++",) if sys.platform == "darwin" else ("g++",)  # Inductor's
-    if not any(map(shutil.which, [named] if named else usual)):
-        raise RunError(f"compiling needs {' or '.join([named] if named else usual)}, and this machine has none; install gcc and "
-                       "g++ (on Debian the package build-essential)" + ("" if gpu else ", or leave out --compile on"))
+        variable, usual = "CXX", ("clang++",) if sys.platform == "darwin" else ("g++",)  # Inductor's
+    programs = [os.environ[variable]] if os.environ.get(variable) else usual
+    demand(any(map(shutil.which, programs)), f"compiling needs {' or '.join(programs)}, and this machine has none; "
+           "install gcc and g++ (on Debian build-essential)" + ("" if gpu else ", or leave out --compile on"))
     scheme = sysconfig.get_default_scheme()
     header = Path(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme), "Python.h")
-    if gpu and not header.exists():
-        raise RunError(f"compiling needs {header}, which is missing; install Python's headers (on Debian the package "
-                       "python3-dev)")
+    demand(not gpu or header.exists(), f"compiling needs {header}, which is missing; install Python's headers (on "
+           "Debian the package python3-dev)")
 
 def cpu_name() -> str:
     with contextlib.suppress(OSError, StopIteration):
@@ -3343,26 +3341,25 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 def describe_machine(device: torch.device) -> tuple[dict[str, Any], str]:
-    """(hardware, versions and the environment's switches for the JSON line, the free text above it)."""
+    """(hardware, versions, source and the environment's switches for the JSON line, the free text above it)."""
     on_gpu, cpu, cores = device.type == "cuda", cpu_name(), os.cpu_count()
-    rows = output_of("nvidia-smi", "--query-gpu=name,uuid,driver_version", "--format=csv,noheader").splitlines()
-    gpus = [dict(zip(("name", "uuid", "driver"), row.split(", "))) for row in rows] if on_gpu else []
+    gpus = [dict(zip(("name", "uuid", "driver"), row.split(", "))) for row in nvidia_smi("name,uuid,driver_version")]
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
-                "triton": None}
-    with contextlib.suppress(ImportError):
-        import triton
-        versions["triton"] = triton.__version__
+                "triton": triton and triton.__version__}
     text = (f"Running Python {sys.version}\nRunning PyTorch {torch.__version__} compiled for CUDA "
             f"{torch.version.cuda}\nRunning Triton version {versions['triton']}\n")
     text += output_of("nvidia-smi") if on_gpu else f"{cpu}, {cores} cores, {platform.platform()}"
     prefixes = ("TORCH", "PYTORCH", "TRITON", "INDUCTOR", "NCCL", "GLOO", "CUDA_", "OMP_", "PYTHON", "LD_")
     environment = {key: setting for key, setting in sorted(os.environ.items()) if key.startswith(prefixes)}
-    hardware = {"device": torch.cuda.get_device_name() if on_gpu else cpu, "gpus": gpus, "cpu": cpu, "cores": cores}
-    return {"hardware": hardware, "versions": versions, "environment": environment}, text
+    hardware = {"device": torch.cuda.get_device_name() if on_gpu else cpu, "gpus": gpus if on_gpu else [],
+                "cpu": cpu, "cores": cores}
+    return {"hardware": hardware, "versions": versions, "environment": environment,
+            "source_sha256": file_sha256(__file__)}, text
 
 def file_sha256(path: str | Path) -> str:
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if sys.version_info >= (3, 11) else sha256_of(file.read())
+        in_pieces = sys.version_info >= (3, 11)
+        return hashlib.file_digest(file, "sha256").hexdigest() if in_pieces else sha256_of(file.read())
 
 def with_digests(shards: list[Shard], comm: Comm, local_rank: int, local_ranks: int) -> list[Shard]:
     """The shards with their SHA-256, shared out over the ranks of a host. They meet after each, so that none waits for
@@ -3371,19 +3368,16 @@ def with_digests(shards: list[Shard], comm: Comm, local_rank: int, local_ranks: 
     agree(comm, "shards", {"names": [shard.path.name for shard in shards]}, "Give every host the same data")
     for first in range(0, len(shards), min(comm.all_json(local_ranks))):
         mine = {shard.path.name: file_sha256(shard.path) for shard in shards[first + local_rank:first + local_rank + 1]}
-        for theirs in comm.all_json(mine):
-            for name, digest in theirs.items():
-                if digests.setdefault(name, digest) != digest:
-                    raise RunError(f"shard {name} differs between hosts: SHA-256 {digest[:12]} and {digests[name][:12]}; "
-                                   "copy the data anew")
+        for name, digest in (found for theirs in comm.all_json(mine) for found in theirs.items()):
+            demand(digests.setdefault(name, digest) == digest, f"shard {name} differs between hosts: SHA-256 "
+                   f"{digest[:12]} and {digests[name][:12]}; copy the data anew")
     return [shard._replace(sha256=digests[shard.path.name]) for shard in shards]
 
 def find_data(config: Config, comm: Comm) -> dict[str, list[Shard]]:
-    """The shards to train and to validate on, the same for all ranks. RunError unless both are in one encoding."""
+    """The shards to train and to validate on, the same for all ranks and in one encoding."""
     train, val = find_shards(config.train_files, config.train_shards), find_shards(config.val_files)
-    if train[0].encoding != val[0].encoding:
-        raise RunError(f"the training shards have {train[0].encoding}, the validation shards {val[0].encoding}; make both "
-                       "with one encoding")
+    demand(train[0].encoding == val[0].encoding, f"the training shards have {train[0].encoding}, the validation shards "
+           f"{val[0].encoding}; make both with one encoding")
     local = from_environment("LOCAL_RANK", 0), from_environment("LOCAL_WORLD_SIZE", 1)
     return {"train": with_digests(train, comm, *local), "val": with_digests(val, comm, *local)}
 
@@ -3395,9 +3389,8 @@ USABLE_MEMORY = 0.85  # of what is free: the rest goes into the allocator's gaps
 
 def fit_to_gpus(config: Config, vocab_size: int, comm: Comm) -> tuple[Config, list[str]]:
     """The config without what one of the ranks' GPUs cannot do, the same on all ranks, and the changes in words."""
-    if config.micro_batch_tokens % MASK_BLOCK or config.val_len % MASK_BLOCK:
-        raise RunError(f"micro_batch_tokens {config.micro_batch_tokens} and val_len {config.val_len} must be multiples of "
-                       f"{MASK_BLOCK} on GPUs")
+    demand(config.micro_batch_tokens % MASK_BLOCK == 0 == config.val_len % MASK_BLOCK, "micro_batch_tokens "
+           f"{config.micro_batch_tokens} and val_len {config.val_len} must be multiples of {MASK_BLOCK} on GPUs")
     gpus = comm.all_json([torch.cuda.get_device_capability(), torch.cuda.mem_get_info()[0]])
     capability, free = (min(of_each) for of_each in zip(*gpus))
     changes, asked = [], config.micro_batch_tokens
@@ -3415,14 +3408,14 @@ def fit_to_gpus(config: Config, vocab_size: int, comm: Comm) -> tuple[Config, li
         config = halve_micro_batches(config)
     if any(short := lacking(config)):
         cure = ("more ranks, fewer rows in --ngrams, or a smaller model" if short[0] else
-                f"a --val_len below {config.val_len}; its losses compare only with runs that have the same" if short[2] else
+                f"a --val_len below {config.val_len}; its losses compare only among runs with it" if short[2] else
                 "smaller --micro_batch_tokens, and as many more --micro_batches" if config.exact else "a smaller model")
-        needed = " and ".join(f"{x >> 20} in {where}" for x, where in zip(memory_needed(config, vocab_size, comm.ranks)[1:],
-                                                                          ("training", "validation")))
-        raise RunError(f"a GPU here has {free >> 20} MiB free, and this run would allocate about {needed}: take {cure}")
+        _, training, validation = memory_needed(config, vocab_size, comm.ranks)
+        raise RunError(f"a GPU here has {free >> 20} MiB free, and this run would allocate about {training >> 20} in "
+                       f"training and {validation >> 20} in validation: take {cure}")
     if config.micro_batch_tokens < asked:
-        changes.append(f"too little memory for micro-batches of {asked} tokens: they have {config.micro_batch_tokens}, and "
-                       "a step has as many more")
+        changes.append(f"too little memory for micro-batches of {asked} tokens: they have {config.micro_batch_tokens}, "
+                       "and a step has as many more")
     return config, changes
 
 def halve_micro_batches(config: Config) -> Config:
@@ -3435,26 +3428,26 @@ def halve_micro_batches(config: Config) -> Config:
                                micro_batches=2 * config.micro_batches, stages="; ".join(map(" ".join, [head, *rows])))
 
 def memory_needed(config: Config, vocab_size: int, ranks: int) -> tuple[int, int, int]:
-    """What a rank allocates, in bytes: throughout, at most in training, at most in validation. Fitted to compiled runs on
-    bench/dry_gpu without kernels, which need less: a preflight may take them away."""
-    c, layers = config, parse_layers(config.layers)
-    size, attentions, mlps = getattr(torch, c.dtype).itemsize, sum(bool(x.window) for x in layers), sum(x.mlp for x in layers)
+    """What a rank allocates, in bytes: throughout, at most in training, at most in validation. Fitted to compiled runs
+    on bench/dry_gpu without kernels, which need less: a preflight may take them away."""
+    c, layers, size = config, parse_layers(config.layers), getattr(torch, config.dtype).itemsize
+    attentions, mlps = sum(bool(layer.window) for layer in layers), sum(layer.mlp for layer in layers)
     value_tables, read_again = len({layer.value_table for layer in layers} - {None}), (len(layers) - 1) // 2 + 1
     matrices = (4 * attentions + 8 * mlps) * c.model_dim ** 2
     entries = (2 + value_tables) * vocab_size * c.model_dim + ngram_entries(c)
-    # parameters and gradients, and this rank's share of what rules keep: of a float32 matrix one moment, of an entry two
+    # parameters and gradients, and a rank's share of what rules keep: of a float32 matrix one moment, of an entry two
     average = 4 * (matrices + entries) if c.tail_average else 0
     kept = 8 * matrices + 2 * size * entries + (4 * matrices + 2 * moment_bytes(c) * entries + average) / ranks
     width, logits = c.model_dim * size, vocab_size * size  # of one token, in bytes
-    saved = (4 * attentions + 14 * mlps + 32) * width + logits * (2 if c.fp8_head else 1)  # fp8: their gradient, twice in e5m2
+    copies = 2 if c.fp8_head else 1  # in fp8 also their gradient, twice in e5m2
+    saved = (4 * attentions + 14 * mlps + 32) * width + logits * copies
     training = kept + c.micro_batch_tokens * saved + 340 * 2 ** 20
     return int(kept), int(training), int(kept + c.val_len * (12 + read_again + value_tables) * width)
 
 def compile_stats() -> tuple[int, float]:
     """(graphs, seconds) of torch.compile in this process."""
-    if "torch._dynamo" not in sys.modules:
+    if not (utils := sys.modules.get("torch._dynamo.utils")):
         return 0, 0.0
-    utils = torch._dynamo.utils
     return utils.counters["stats"]["unique_graphs"], utils.calculate_time_spent().get("total_wall_time", 0.0)
 
 def peak_memory_mib(device: torch.device) -> tuple[int, int]:
@@ -3501,7 +3494,8 @@ class Trainer:
         if plan.unties:
             optimizer.copy_parameter("lm_head.weight", "embed.weight")
         if self.config.lazy_tables:
-            optimizer.announce_rows(plan.step, self.model.rows_read(torch.from_numpy(np.stack(batch)[:, :-1].astype(np.int32))))
+            read = self.model.rows_read(torch.from_numpy(np.stack(batch)[:, :-1].astype(np.int32)))
+            optimizer.announce_rows(plan.step, read)
         for i, micro_batch in enumerate(batch):
             inputs, targets = split_sequence(micro_batch, self.device)
             with optimizer.reducer.span("forward"):
@@ -3578,7 +3572,7 @@ class Trainer:
         self.optimizer.load_state_dict(saved["state"])
         self.stream.position = Position(*saved["position"])
         self.stream.digest = int(saved["digest"], 16) if self.comm.rank == 0 else 0  # a sum: one rank holds the past
-        self.model.follow(tuple(saved["rotary_windows"]), saved.get("tied", False))
+        self.model.follow(tuple(saved["rotary_windows"]), saved["tied"])
 
 class Profile:
     """A Chrome trace of some steps, with a range for each phase of each bucket; beyond these steps it costs nothing."""
@@ -3631,8 +3625,8 @@ class Notices:
         if self.phase == "training" and first:
             self.heard += self.END if number == signal.SIGTERM else 1
         elif self.phase == "setup" and number == signal.SIGTERM and first:
-            raise RunError("terminated; torchrun does so when another rank has died, and says of which; else somebody "
-                           "ended the run: start it again")
+            raise RunError("terminated; torchrun does so when another rank has died; else somebody ended the run: "
+                           "start it again")
 
 notices = Notices()
 
@@ -3686,9 +3680,8 @@ class Run:
         if not path:
             return {"from_step": 0, "checkpoint": None} if from_environment("TORCHELASTIC_RESTART_COUNT", 0) else None
         saved = load_file(path)
-        if saved["data"] != self.digests:
-            raise RunError(f"the shards are not those that {path} was trained and judged on; name them by "
-                           "--train_files and --val_files")
+        demand(saved["data"] == self.digests, f"the shards are not those that {path} was trained and judged on; name "
+               "them by --train_files and --val_files")
         self.trainer.load(saved)
         self.clock.load_state(saved["clock"])
         self.first_step = saved["step"]
@@ -3700,15 +3693,15 @@ class Run:
         with self.clock.off("setup"):
             c, comm, log, resumed = self.config, self.comm, self.log, self.resume()
             machine, environment = describe_machine(self.trainer.device)
-            source = {"source_sha256": file_sha256(__file__)}
-            hosts = describe_hosts(comm, {**machine, **source, "torch": torch.__version__})
+            hosts = describe_hosts(comm, machine)
             if comm.rank:
                 return
             parameters = sum(p.numel() for p in self.trainer.model.parameters())
-            start = {"run_id": log.run_id, "preset": self.preset, **describe_config(c), **set_up, **source, **machine,
+            start = {"run_id": log.run_id, "preset": self.preset, **describe_config(c), **set_up, **machine,
                      "ranks": comm.ranks, "hosts": hosts, "parameters": parameters,
                      "shards": {split: describe_shards(shards) for split, shards in self.shards.items()}}
-            log.open(start, environment, resumed and {"at": now(), "ranks": comm.ranks, **source, **resumed})
+            log.open(start, environment, resumed and {"at": now(), **resumed, "ranks": comm.ranks,
+                                                      "source_sha256": machine["source_sha256"]})
             log.say(f"preset {self.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, "
                     f"{parameters / 1e6:.1f} M parameters, {c.num_steps} steps of {tokens_of_steps(c, 1):,} tokens at "
                     f"first, validation on {(self.val_sequences[:, 1:] >= 0).sum():,}")
@@ -3736,9 +3729,8 @@ class Run:
         save_due, notices.phase = False, "training"
         self.clock.start()
         for step in range(self.first_step, c.num_steps):
-            if launcher not in (None, os.getppid()):
-                raise RunError("the launcher is gone, and this rank does not train on alone; start the run again, or "
-                               "go on with --resume latest if it left a checkpoint")
+            demand(launcher in (None, os.getppid()), "the launcher is gone, and this rank does not train on alone; "
+                   "start the run again, or go on with --resume latest if it left a checkpoint")
             self.losses.write(step)
             if step in self.losses.save_at or c.save_every and step % c.save_every == 0 and step > self.first_step:
                 save_due = True
@@ -3784,9 +3776,8 @@ class Run:
                     f"step_avg:{self.clock.elapsed / step if step else 0:.2f}ms")
             self.log.write(line)
             self.log.say(line)
-        if not math.isfinite(loss):
-            raise RunError(f"the validation loss before step {step} is {loss}; lower the learning rates. The log is "
-                           "kept")
+        demand(math.isfinite(loss), f"the validation loss before step {step} is {loss}; lower the learning rates. The "
+               "log is kept")
         return loss, tokens
 
     def finish(self) -> None:
@@ -3831,14 +3822,16 @@ def describe_config(config: Config) -> dict[str, Any]:
         "config": dataclasses.asdict(c), "seed": c.seed, "target_val_loss": c.target_val_loss,
         "planned": {"steps": c.num_steps, "train_tokens": tokens_of_steps(c, c.num_steps)},
         "git": {"revision": revision, "clean": not output_of("git", "status", "--porcelain")} if revision else None,
-        "init_from": {"path": c.init_from, "sha256": None if c.resume else file_sha256(c.init_from)} if c.init_from else None,
-        "race": {"race_id": race[0], "run": int(race[1]), "declared_n": int(race[2]), "side": race[3]} if c.race else None,
+        "init_from": {"path": c.init_from, "sha256": None if c.resume else file_sha256(c.init_from)}
+        if c.init_from else None,
+        "race": {"race_id": race[0], "run": int(race[1]), "declared_n": int(race[2]), "side": race[3]}
+        if c.race else None,
     }
 
 def describe_hosts(comm: Comm, mine: dict[str, Any]) -> list[dict[str, Any]]:
     """Each host's ranks, hardware, versions and source. RunError if their source or torch differ."""
-    program = {key: mine[key] for key in ("source_sha256", "torch")}
-    agree(comm, "programs", program, "Give every host the same checkout and packages")
+    agree(comm, "programs", {"source_sha256": mine["source_sha256"], "torch": mine["versions"]["torch"]},
+          "Give every host the same checkout and packages")
     hosts: dict[str, dict[str, Any]] = {}
     for rank, (name, described) in enumerate(comm.all_json([socket.gethostname(), mine])):
         hosts.setdefault(f"{name} {described['hardware']}", {"ranks": [], **described})["ranks"].append(rank)
@@ -3864,10 +3857,9 @@ def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.St
             address = socket.gethostbyname(socket.gethostname())
         except OSError:
             address = "no address"
-        if address.startswith(("127.", "no ")):
-            raise RunError(f"this host's name resolves to {address}, where other hosts cannot reach it; set "
-                           "GLOO_SOCKET_IFNAME to the network interface that they share (`ip addr` lists them), or give "
-                           "the name its real address in /etc/hosts")
+        demand(not address.startswith(("127.", "no ")), f"this host's name resolves to {address}, where other hosts "
+               "cannot reach it; set GLOO_SOCKET_IFNAME to the network interface that they share (`ip addr` lists "
+               "them), or give the name its real address in /etc/hosts")
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timeout))
         # torchrun keeps its store when it starts the ranks again: what their last life left there is another's
@@ -3881,20 +3873,18 @@ def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.St
 
 def from_environment(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
-    if not text.isdecimal():
-        raise RunError(f"{name} in the environment is {text!r}; unset it, or start the ranks by torchrun")
+    demand(text.isdecimal(), f"{name} in the environment is {text!r}; unset it, or start the ranks by torchrun")
     return int(text)
 
 def name_of_run(config: Config) -> tuple[Config, str]:
-    """The run's id. One that torchrun starts again, after a failure, has the id of the first start, and goes on from its
-    latest checkpoint."""
+    """The run's id. What torchrun starts again has that of its first start, and goes on from its last checkpoint."""
     launch = os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex)
     part = sha256_of(f"{launch} {os.getppid() if launch == 'none' else ''}".encode())[:8]
     run_id = config.run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{part}"
     if not config.resume and from_environment("TORCHELASTIC_RESTART_COUNT", 0):
         started = sorted((ROOT / config.log_dir).glob(f"*_{part}.txt"))
         run_id = config.run_id or (started[-1].stem if started else run_id)
-        if found := checkpoints(ROOT / config.log_dir, glob.escape(run_id)):
+        if found := checkpoints(ROOT / config.log_dir, run_id):
             config = dataclasses.replace(config, resume=str(found[-1]))
     return config, run_id
 
@@ -3907,12 +3897,13 @@ def describe_error(error: BaseException, config: Config) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return f"{error}; lower --micro_batch_tokens"
     if isinstance(error, OSError) and error.errno:
-        cure = {errno.ENOSPC: "free space or choose another --log_dir", errno.EFBIG: "free space or choose another --log_dir",
-                errno.EMFILE: "raise the limit on open files (ulimit -n 1024)"}.get(error.errno, "mend that, or name another file")
+        full, many = "free space or choose another --log_dir", "raise the limit on open files (ulimit -n 1024)"
+        cures = {errno.ENOSPC: full, errno.EFBIG: full, errno.EMFILE: many}
+        cure = cures.get(error.errno, "mend that, or name another file")
         return f"{error.filename or config.log_dir}: cannot be read or written ({error.strerror}); {cure}"
     if isinstance(error, RuntimeError) and LOST.search(str(error)):
-        return (f"another rank did not answer ({str(error).splitlines()[0]}); see what it said last. Nothing: it was killed "
-                f"(perhaps memory ran out), or it is slower than --timeout_s {config.timeout_s}")
+        return (f"another rank did not answer ({str(error).splitlines()[0]}); see what it said last. Nothing: it was "
+                f"killed (perhaps memory ran out), or it is slower than --timeout_s {config.timeout_s}")
     return ""
 
 def fail(error: BaseException, config: Config, rank: int, log: Log | None, monitor: FailureMonitor | None) -> int:
@@ -3938,8 +3929,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.perf_counter()
     rank, log, monitor, config, notices.phase = 0, None, None, Config(), "setup"
     try:
-        rank, ranks, local_rank = (from_environment(*named) for named in
-                                   (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+        rank, ranks, local_rank = map(from_environment, ("RANK", "WORLD_SIZE", "LOCAL_RANK"), (0, 1, 0))
         for library in ("TORCHINDUCTOR", "TRITON"):  # what they compiled is there for the next run, and for all ranks
             os.environ.setdefault(f"{library}_CACHE_DIR", str(ROOT / ".cache" / library.lower()))
         gpus = count_gpus()
@@ -3949,8 +3939,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         log = Log(config, rank, run_id)
         device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
         if gpus:
-            if local_rank >= gpus:
-                raise RunError(f"rank {rank} has no GPU: this machine has {gpus}; lower --nproc_per_node")
+            demand(local_rank < gpus, f"rank {rank} has no GPU: this machine has {gpus}; lower --nproc_per_node")
             torch.cuda.set_device(device)
         if ranks > 1:
             monitor = FailureMonitor(dist.PrefixStore("monitor", join(config, rank, ranks, device)), rank, ranks, log)
