@@ -284,8 +284,8 @@ PRESETS = {
     "laptop": Config(
         target_val_loss=1.40, train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin",
         train_shards=0, max_document_tokens=257, long_documents="split", shuffle=True, even_order=True,
-        micro_batch_tokens=512, micro_batches=4, val_tokens=0, val_len=1024, val_every=0, layers="S0M L1M", model_dim=64,
-        num_heads=2, head_dim=32, backout_layer=0, exclude_self=True, lazy_tables=True,
+        micro_batch_tokens=512, micro_batches=4, val_tokens=0, val_len=1024, val_every=0, layers="S0M L1M",
+        model_dim=64, num_heads=2, head_dim=32, backout_layer=0, exclude_self=True, lazy_tables=True,
         ngrams="2:16384:64 3:32768:64 4:65536:64 6:65536:64 8:65536:64", dtype="float32", fp8_head=False,
         num_steps=130, stages="until long_window; 1/2 4; 1 8; +10 8", window_block=32, final_window=12, lr_floor=0.15,
         adam_every=1, adam_lr=0.02, ngram_lr_mul=4.0, adam_beta1=0.5, adam_beta2=0.9, muon_lr=0.04,
@@ -328,12 +328,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser = group = Parser(
         prog="train_gpt.py", description=__doc__.split("\n\n")[0], allow_abbrev=False, add_help=False,
         usage="train_gpt.py [--preset NAME] [--flag VALUE ...]",
-        epilog="Every flag is a field of the config; in brackets the value of the preset speedrun, and of others that "
-               "differ.")
+        epilog="Every flag is a field of the config; in brackets speedrun's value, and other presets' that differ.")
     parser.add_argument("-h", "--help", action=Help, nargs="?", choices=("short",),
                         help="all flags; with `short` those that a first look needs")
-    parser.add_argument("--preset", choices=PRESETS, help="where the values below come from (default: speedrun on a "
-                        "machine with a GPU, laptop elsewhere)")
+    parser.add_argument("--preset", choices=PRESETS, help="of the values below (speedrun with a GPU, laptop elsewhere)")
     for f in dataclasses.fields(Config):
         if f.name in SECTIONS:
             group = parser.add_argument_group(SECTIONS[f.name])
@@ -376,8 +374,7 @@ def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]
     if not config.resume:
         return preset, config
     path, fixed = find_checkpoint(config), sorted(given.keys() - FREE_TO_CHANGE)
-    demand(not fixed, f"--resume goes on with the values of {path}; --{', --'.join(fixed)} would make it another run: "
-           "leave them out")
+    demand(not fixed, f"--resume goes on with {path}; --{', --'.join(fixed)} would make it another run: leave that out")
     saved = load_file(path, check=False)  # Run.resume checks it, where it takes the state
     try:
         given.update(run_id=saved["run_id"], log_dir=str(path.parent), resume=str(path))
@@ -522,8 +519,7 @@ def check_config(config: Config, ranks: int) -> None:
         want(c.num_heads % 2 == 0 or all(layer.window != "P" for layer in layers), "layers: P pairs heads, and "
              f"num_heads is {c.num_heads}; make it even, or write S")
         tables = {layer.value_table for layer in layers} - {None}
-        want(tables == set(range(len(tables))), f"layers use the value tables {sorted(tables)}; number them from 0 on "
-             "without a gap")
+        want(tables == set(range(len(tables))), f"layers use the value tables {sorted(tables)}; number them from 0 on")
     except RunError as error:
         wrong.append(str(error))
     if wrong:
@@ -601,8 +597,7 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
     return tuple(stages)
 
 def parse_cell(column: dataclasses.Field, cell: str) -> tuple[Any, Any]:
-    """A cell of the table: its value at the beginning and at the end of the stage. ValueError if the column takes none
-    such."""
+    """A cell of the table: its value at the beginning and at the end of the stage. ValueError if it is none."""
     kind, several = int if column.type == "int" else float, column.type == "Numbers"
     numbers = [[kind(end) for end in item.split(">")] for item in cell.split(",")]
     ends = [tuple(number[i] for number in numbers) if several else numbers[0][i] for i in (0, -1)]
@@ -2808,8 +2803,7 @@ class TrainLosses:
             done, train_time, summed, event = self.pending.pop(0)
             if event is not None:
                 event.synchronize()
-            demand(summed.isfinite().all(), f"the training loss of step {done} is not finite; lower the learning "
-                   "rates, or look at the data that it read. The log is kept")
+            demand(summed.isfinite().all(), f"the training loss of step {done} is not finite; lower the learning rates")
             if summed[-1]:
                 self.save_at[done + self.LAG] = summed[-1].item() >= Notices.END
             loss, times = None, f"train_time:{train_time:.0f}ms step_avg:{train_time / done:.2f}ms"
@@ -2924,8 +2918,7 @@ class Log:
             self.file.flush()
 
     def say(self, line: str, stay: bool = False) -> None:
-        """To the terminal only; with stay the next line takes its place. If it is gone or full the run goes on without
-        a word: the log is the result."""
+        """To the terminal only, and lost where that is gone; with stay the next line takes its place."""
         if not self.mute:
             try:
                 print("\r\033[K" * sys.stdout.isatty() + printable(line) + "\033[A" * stay, flush=True)
@@ -3053,7 +3046,7 @@ class Part(NamedTuple):
     allowed: float
     fallback: tuple[str, Any] | None = None
 
-# Two to four times what bf16 and fp8 make, uncompiled, on a CPU. Polar makes a quarter and more of the gates' few entries
+# Two to four times what bf16 and fp8 make, uncompiled, on a CPU. Of the gates' few entries polar makes 0.25 and more
 ALLOWED, ALLOWED_IN_FP8 = {torch.bfloat16: 0.06, torch.float32: 1e-4}, 0.1
 ALLOWED_OF_POLAR, ALLOWED_OF_GATES = 0.06, 0.9
 
@@ -3237,8 +3230,7 @@ class FailureMonitor:
             try:
                 message = self.asker.submit(self._ask).result(self.PATIENCE_S)
             except NoAnswer:
-                message = (f"the ranks' store has not answered for {self.PATIENCE_S:g} s: its host or the way to it is "
-                           "gone")
+                message = f"the ranks' store has not answered for {self.PATIENCE_S:g} s: its host or the way is gone"
             except RuntimeError:
                 message = "the ranks' store is gone, and the launcher that held it; start again, or go on with --resume"
         if message and not self.over.is_set():
@@ -3579,8 +3571,7 @@ class Profile:
 
     def __init__(self, trainer: Trainer, clock: Clock, log: Log):
         self.steps = profiled_steps(trainer.config) if trainer.config.profile else range(0)
-        self.optimizer, self.clock, self.log = trainer.optimizer, clock, log
-        self.plain_span, self.profiler = trainer.optimizer.reducer.span, None
+        self.optimizer, self.clock, self.log, self.profiler = trainer.optimizer, clock, log, None
 
     def begins(self, step: int) -> None:
         """Before each step, and after the last. The profiler throws its first step, which is slow, away."""
@@ -3597,7 +3588,8 @@ class Profile:
             else:
                 self.optimizer.finish_all_gathers()  # one that ends after the trace makes torch 2.13 crash at the exit
                 self.profiler.step()
-            self.optimizer.reducer.span = torch.profiler.record_function if step in self.steps else self.plain_span
+            span = torch.profiler.record_function if step in self.steps else contextlib.nullcontext
+            self.optimizer.reducer.span = span
 
     def _export(self, profiler: Any) -> None:
         path = self.log.path.with_name(f"{self.log.path.stem}-rank{self.log.rank}.json.gz")
@@ -3610,8 +3602,7 @@ class Profile:
         self.log.say(f"trace: {path}")
 
 class Notices:
-    """Signals: SIGUSR1 asks for a checkpoint, SIGTERM for one and the end. Before training SIGTERM is an error; in the
-    last validation the run ends by itself."""
+    """Signals: SIGUSR1 asks for a checkpoint, SIGTERM for one and the end; before training that is an error."""
 
     END = 1024  # so much more counts SIGTERM than SIGUSR1
 
@@ -3625,8 +3616,7 @@ class Notices:
         if self.phase == "training" and first:
             self.heard += self.END if number == signal.SIGTERM else 1
         elif self.phase == "setup" and number == signal.SIGTERM and first:
-            raise RunError("terminated; torchrun does so when another rank has died; else somebody ended the run: "
-                           "start it again")
+            raise RunError("terminated; by torchrun, since another rank has died, or by somebody: start the run again")
 
 notices = Notices()
 
@@ -3680,8 +3670,7 @@ class Run:
         if not path:
             return {"from_step": 0, "checkpoint": None} if from_environment("TORCHELASTIC_RESTART_COUNT", 0) else None
         saved = load_file(path)
-        demand(saved["data"] == self.digests, f"the shards are not those that {path} was trained and judged on; name "
-               "them by --train_files and --val_files")
+        demand(saved["data"] == self.digests, f"the shards are not those of {path}; give --train_files and --val_files")
         self.trainer.load(saved)
         self.clock.load_state(saved["clock"])
         self.first_step = saved["step"]
@@ -3729,8 +3718,7 @@ class Run:
         save_due, notices.phase = False, "training"
         self.clock.start()
         for step in range(self.first_step, c.num_steps):
-            demand(launcher in (None, os.getppid()), "the launcher is gone, and this rank does not train on alone; "
-                   "start the run again, or go on with --resume latest if it left a checkpoint")
+            demand(launcher in (None, os.getppid()), "the launcher is gone; start again, or go on with --resume")
             self.losses.write(step)
             if step in self.losses.save_at or c.save_every and step % c.save_every == 0 and step > self.first_step:
                 save_due = True
@@ -3776,8 +3764,7 @@ class Run:
                     f"step_avg:{self.clock.elapsed / step if step else 0:.2f}ms")
             self.log.write(line)
             self.log.say(line)
-        demand(math.isfinite(loss), f"the validation loss before step {step} is {loss}; lower the learning rates. The "
-               "log is kept")
+        demand(math.isfinite(loss), f"the validation loss before step {step} is {loss}; lower the learning rates")
         return loss, tokens
 
     def finish(self) -> None:
