@@ -3017,7 +3017,7 @@ def load_model(path: str | Path, device: str = "cpu") -> tuple[GPT, dict[str, An
     try:
         model = build_model(config_of(saved["config"]), Encoding(saved["vocab_size"], saved["bos_id"]))
         load_parameters(model, saved)
-        model.follow(tuple(saved["rotary_windows"]), saved["tied"])
+        model.follow(tuple(saved["rotary_windows"]), saved.get("tied", False))
     except (KeyError, TypeError, RuntimeError) as error:
         raise RunError(f"{path}: holds no model of this version of train_gpt.py ({error}); name another") from error
     return model.to(device).eval(), {key: v for key, v in saved.items() if key != "state"}
@@ -3026,7 +3026,7 @@ def load_model(path: str | Path, device: str = "cpu") -> tuple[GPT, dict[str, An
 def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
     """Those of a saved model or checkpoint; of one that was tied the head's are the embedding's too."""
     for name, param in model.named_parameters():
-        x = saved["state"].get("lm_head.weight" if saved["tied"] and name == "embed.weight" else name)
+        x = saved["state"].get("lm_head.weight" if saved.get("tied") and name == "embed.weight" else name)
         demand(x is not None and x.numel() == param.numel(), f"{name} is {list(param.shape)} here, and "
                f"{'missing' if x is None else list(x.shape)} in what was saved; give the same --layers, --model_dim, "
                "--ngrams and vocabulary")
@@ -3180,8 +3180,8 @@ def preflight(trainer: Trainer, log: Log) -> tuple[list[list[str]], Part | None]
             clock.start()
             used = part.compute(False)
             clock.stop()
-            pairs = zip(map(torch.Tensor.float, used), map(torch.Tensor.float, part.compute(True)))
-            ratios = [((x - y).norm() / y.norm()).item() for x, y in pairs]
+            ratios = [((x.float() - y.float()).norm() / y.float().norm()).item()
+                      for x, y in zip(used, part.compute(True))]
             difference = max(ratio if math.isfinite(ratio) else math.inf for ratio in ratios)  # zeros are no result
         except RunError:
             raise
@@ -3564,7 +3564,7 @@ class Trainer:
         self.optimizer.load_state_dict(saved["state"])
         self.stream.position = Position(*saved["position"])
         self.stream.digest = int(saved["digest"], 16) if self.comm.rank == 0 else 0  # a sum: one rank holds the past
-        self.model.follow(tuple(saved["rotary_windows"]), saved["tied"])
+        self.model.follow(tuple(saved["rotary_windows"]), saved.get("tied", False))
 
 class Profile:
     """A Chrome trace of some steps, with a range for each phase of each bucket; beyond these steps it costs nothing."""
