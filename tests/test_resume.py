@@ -159,6 +159,21 @@ def test_a_table_of_stages_goes_on_across_its_changes(kill_at, flags, on_ranks, 
     assert whole["final_state_hash"] == resumed["final_state_hash"] and whole["train_digest"] == resumed["train_digest"]
 
 
+def test_a_clock_that_goes_on_adds_what_it_named_before():
+    first, second = (train_gpt.Clock(torch.device("cpu"), time.perf_counter() - 1) for _ in range(2))
+    for clock in (first, second):
+        with clock.off("setup"):
+            time.sleep(0.01)
+    with first.off("warmup"):
+        first.elapsed = 7.0
+    own, saved = dict(second.outside), first.state()
+    second.load_state(saved)
+    assert second.elapsed == 7.0 and second.outside.keys() == {"joining", "setup", "warmup", "compile"}
+    for name, seconds in second.outside.items():
+        assert seconds == saved["outside"][name] + own.get(name, 0), name
+    assert second.state()["wall"] > 2, "the life before counts"
+
+
 # in this process: one rank
 
 
