@@ -262,9 +262,9 @@ PRESETS = {
     "speedrun": Config(),
     # record 89 of the public speedrun, as far as its mathematics is here. Missing of it: coefficients by the token
     # (MUDD) for the stream, x0 and the tables, mixing of heads after the softmax, targets of a token's prefixes.
-    # Different there: one skip in place of the U-net's; x0 and n-grams come after attention, not before; betas .9 and .95
-    # for the stream's weights; paired heads are not those that NorMuon takes together, and the angle of every second pair
-    # is reversed; a batch that grows by longer sequences, here by more of one length
+    # Different there: one skip in place of the U-net's; x0 and n-grams come after attention, not before; betas .9 and
+    # .95 for the stream's weights; paired heads are not those that NorMuon takes together, and the angle of every
+    # second pair is reversed; a batch that grows by longer sequences, here by more of one length
     "frontier": Config(
         # without the record's first layer, which does nothing; attention of the last ones reads backout_layer's output
         layers="PM S0M P1M LM SM PM M SM cS2M cP3M cL4M", backout_layer=7, value_gates=True, exclude_self=True,

@@ -319,7 +319,8 @@ def test_steps_after_the_schedule_keep_the_floor():
     ("until loss_weights; 1 1,nan", "loss_weights is (1.0, nan)"),
     ("until peak_lr_factor; 1 -1", "peak_lr_factor is -1.0"),
     ("until micro_batches; 1/2 8; 1 3", "from step 6 on has 3 micro-batches, which they cannot share evenly: start 1 ranks"),
-    ("until max_document_tokens; 1/2 8; 1 1", "'1 1' under 'until max_document_tokens': max_document_tokens is 1; it must be 2 or more"),
+    ("until max_document_tokens; 1/2 8; 1 1",
+     "'1 1' under 'until max_document_tokens': max_document_tokens is 1; it must be 2 or more"),
 ])
 def test_a_table_that_is_wrong_is_one_line_that_says_what_to_write(stages, says):
     assert says in refused({"stages": stages}, 2)
