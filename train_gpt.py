@@ -496,34 +496,38 @@ def check_config(config: Config, ranks: int) -> None:
                  f"{where} on {ranks} ranks: make both powers of two")
             want(ahead <= c.micro_batch_tokens, f"loss_weights looks {ahead} tokens ahead from step {stage.begin} on, "
                  f"and a micro-batch has {c.micro_batch_tokens}: give fewer")
-        layers = parse_layers(c.layers)
-        want(layers, "layers is empty; give at least one layer")
-        widest = max((table.width for table in parse_ngrams(c.ngrams)), default=0)
-        want(widest <= c.model_dim, f"ngrams: a table is {widest} wide, and model_dim is {c.model_dim}; a width is at "
-             "most that")
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        # parameters, their gradients, two moments
-        needed = 2 * ngram_entries(c) * (getattr(torch, c.dtype).itemsize + moment_bytes(c))
-        want(needed <= memory, f"ngrams: the tables take {needed >> 30} GiB to train, and this machine has "
-             f"{memory >> 30}; give them fewer rows")
-        want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
-        want(not any(layer.reads_back for layer in layers[:c.backout_layer + 1]), "layers: one with c stands before "
-             f"or at backout_layer {c.backout_layer}, whose output it would read; write c in later ones")
-        want(not (c.untie_at and "embed" in adam_groups(c)), "adam_groups has a row for embed, which with untie_at has "
-             "that of head; leave it out")
-        want(not c.ngram_mix or c.ngrams, f"ngram_mix is {c.ngram_mix} without tables; give --ngrams, or leave it out")
-        want(not c.key_offset or any(layer.window == "L" for layer in layers), "key_offset is for layers with the long "
-             "window, and layers has none; write L for one, or leave it out")
-        want(not c.muon_qk_heads or c.num_heads % c.muon_qk_heads == 0, f"muon_qk_heads is {c.muon_qk_heads}, and "
-             f"num_heads {c.num_heads}; give a divisor of it, or 0")
-        want(c.num_heads % 2 == 0 or all(layer.window != "P" for layer in layers), "layers: P pairs heads, and "
-             f"num_heads is {c.num_heads}; make it even, or write S")
-        tables = {layer.value_table for layer in layers} - {None}
-        want(tables == set(range(len(tables))), f"layers use the value tables {sorted(tables)}; number them from 0 on")
+        check_layers(c, want)
     except RunError as error:
         wrong.append(str(error))
     if wrong:
         raise RunError("; ".join(dict.fromkeys(wrong)))
+
+def check_layers(c: Config, want: Callable[[Any, str], None]) -> None:
+    """What the layers and their tables want of the other values. RunError on a word that is none."""
+    layers = parse_layers(c.layers)
+    want(layers, "layers is empty; give at least one layer")
+    widest = max((table.width for table in parse_ngrams(c.ngrams)), default=0)
+    want(widest <= c.model_dim, f"ngrams: a table is {widest} wide, and model_dim is {c.model_dim}; a width is at "
+         "most that")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # parameters, their gradients, two moments
+    needed = 2 * ngram_entries(c) * (getattr(torch, c.dtype).itemsize + moment_bytes(c))
+    want(needed <= memory, f"ngrams: the tables take {needed >> 30} GiB to train, and this machine has "
+         f"{memory >> 30}; give them fewer rows")
+    want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
+    want(not any(layer.reads_back for layer in layers[:c.backout_layer + 1]), "layers: one with c stands before "
+         f"or at backout_layer {c.backout_layer}, whose output it would read; write c in later ones")
+    want(not (c.untie_at and "embed" in adam_groups(c)), "adam_groups has a row for embed, which with untie_at has "
+         "that of head; leave it out")
+    want(not c.ngram_mix or c.ngrams, f"ngram_mix is {c.ngram_mix} without tables; give --ngrams, or leave it out")
+    want(not c.key_offset or any(layer.window == "L" for layer in layers), "key_offset is for layers with the long "
+         "window, and layers has none; write L for one, or leave it out")
+    want(not c.muon_qk_heads or c.num_heads % c.muon_qk_heads == 0, f"muon_qk_heads is {c.muon_qk_heads}, and "
+         f"num_heads {c.num_heads}; give a divisor of it, or 0")
+    want(c.num_heads % 2 == 0 or all(layer.window != "P" for layer in layers), "layers: P pairs heads, and "
+         f"num_heads is {c.num_heads}; make it even, or write S")
+    tables = {layer.value_table for layer in layers} - {None}
+    want(tables == set(range(len(tables))), f"layers use the value tables {sorted(tables)}; number them from 0 on")
 
 def out_of_range(f: dataclasses.Field, v: Any) -> str:
     """What is wrong with a number, or with one of several, by the declaration of its field; nothing, if nothing is."""
