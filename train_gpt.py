@@ -3352,6 +3352,17 @@ def describe_machine(device: torch.device) -> tuple[dict[str, Any], str]:
     return {"hardware": hardware, "versions": versions, "environment": environment,
             "source_sha256": file_sha256(__file__)}, text
 
+def loaded_libraries() -> str:
+    """One SHA-256 over the names and contents of all shared libraries in this process, but for what was compiled here;
+    empty where the system does not list them."""
+    compiled = tuple(os.environ.get(f"{name}_CACHE_DIR", " ") for name in ("TORCHINDUCTOR", "TRITON"))
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else ()
+    paths = {line.split(maxsplit=5)[5] for line in lines if " r-xp " in line and " /" in line}
+    named = sorted((Path(path).name, file_sha256(path)) for path in paths
+                   if not path.startswith(compiled) and Path(path).exists())
+    return sha256_of(json.dumps(named).encode()) if named else ""
+
 def file_sha256(path: str | Path) -> str:
     with open(path, "rb") as file:
         in_pieces = sys.version_info >= (3, 11)
@@ -3689,6 +3700,8 @@ class Run:
             hosts = describe_hosts(comm, machine)
             if comm.rank:
                 return
+            if c.race:  # takes a second or two
+                machine["versions"]["libraries"] = loaded_libraries()
             parameters = sum(p.numel() for p in self.trainer.model.parameters())
             start = {"run_id": log.run_id, "preset": self.preset, **describe_config(c), **set_up, **machine,
                      "ranks": comm.ranks, "hosts": hosts, "parameters": parameters,

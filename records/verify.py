@@ -732,11 +732,13 @@ def choose_target(runs, given):
 
 
 def check_hardware(runs, others):
-    described = {}
+    described, libraries = {}, {}
     for e in runs + others:
+        versions = {**e.get("start.versions", dict)}
+        libraries.setdefault(versions.pop("libraries", None), e.name)  # which logs before 2026-11-22 lack
         switches = {name: value for name, value in e.get("start.environment", dict).items()
                     if not re.match("TORCHELASTIC_|.*_CACHE_DIR$", name)}  # which name run and checkout
-        facts = {"ranks": e.get("start.ranks", int), **e.get("start.hardware", dict), **e.get("start.versions", dict),
+        facts = {"ranks": e.get("start.ranks", int), **e.get("start.hardware", dict), **versions,
                  **switches, "hosts": [{key: host.get(key) for key in ("ranks", "hardware", "versions")}
                                        for host in e.run.start.get("hosts") or () if isinstance(host, dict)]}
         described.setdefault(json.dumps(facts, sort_keys=True), (e, facts))
@@ -745,6 +747,8 @@ def check_hardware(runs, others):
         differ = [f"{key}: {facts.get(key)} and {theirs.get(key)}" for key in sorted(facts.keys() | theirs.keys())
                   if facts.get(key) != theirs.get(key)]
         raise Broken(f"{one.name} and {other.name} differ in {'; '.join(differ)[:200]}")
+    libraries.pop(None, None)
+    demand(len(libraries) < 2, f"{' and '.join([*libraries.values()][:2])} had loaded other shared libraries")
     return f"{facts.get('device')}, and the same ids, driver, versions and switches (clock rates are not logged)"
 
 
