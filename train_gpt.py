@@ -1626,9 +1626,9 @@ class NorMuon:
 # buckets
 
 class ParamSpec(NamedTuple):
-    """A parameter, the rule that updates it, and how: its learning rate times `scale`, and from `first_step` on; before it
-    no gradient is expected. unit: the shape of the matrices that lie in it behind one another in memory, if it is several:
-    (d, d) for torch's fused query, key and value [3d, d]."""
+    """A parameter, the rule that updates it, and how: its learning rate times `scale`, and from `first_step` on; before
+    it no gradient is expected. unit: the shape of the matrices that lie in it behind one another in memory, if it is
+    several: (d, d) for torch's fused query, key and value [3d, d]."""
 
     name: str
     param: nn.Parameter
@@ -1637,174 +1637,125 @@ class ParamSpec(NamedTuple):
     scale: float = 1.0
     first_step: int = 0
 
-@dataclass
+@dataclass(eq=False)
 class BucketParam:
     """One parameter's place in its bucket."""
 
     name: str
     param: nn.Parameter
-    offset: int                  # of its first element in the bucket
-    grad: Tensor                 # view of the bucket's gradients, in the parameter's shape
-    needs_overwrite: bool = True  # it holds no gradient since the last update
-    grad_ready: bool = False      # its gradient of the prepared backward is in
-    partial_sums: list[tuple[int, Tensor]] = field(default_factory=list)  # exact mode: (height, sum) of micro-batches
+    offset: int   # of its first element in the bucket
+    grad: Tensor  # view of the bucket's gradients, in the parameter's shape
+    waiting: list[Tensor] = field(default_factory=list)  # gradients that are summed when they are sent, not in `grad`
 
 @functools.lru_cache(maxsize=256)
 def factor_tensor(factor: float, grad: torch.dtype, main: torch.dtype, device: torch.device) -> Tensor:
     """As torch.mul takes it soonest: by a number a small product would take half as long again. Where gradients are
-    narrower than what they go into, a tensor of one dimension, which makes the product of the wider type in one pass."""
+    narrower than what they go into, a tensor of one dimension, which makes the product of the wider type at once."""
     if grad != main:
         return torch.tensor([factor], dtype=main, device=device)
     return torch.tensor(factor, dtype=torch.promote_types(grad, torch.float32))
 
 class Bucket:
-    """Parameters with one rule and one dtype, in one contiguous buffer; their gradients in another.
-
-    Both hold equal shards of whole units for all ranks. Building a bucket copies the parameters in and makes each a view.
-    """
+    """Parameters with one rule and one dtype, in one contiguous buffer; their gradients in another. Both hold equal
+    shards of whole units for all ranks. Building a bucket copies the parameters in and makes each a view."""
 
     SHARD_ALIGNMENT = 64  # elements: parameters start where vector loads like it, and no shard ends within a vector
     grads_on: str | None = None  # another device than the parameters'
     compiles = True  # the rule, where a run is compiled
 
-    def __init__(self, name: str, specs: Sequence[ParamSpec], rank: int, ranks: int, grad_dtype: torch.dtype | None = None):
-        self.name, self.rule, self.first_step = name, specs[0].rule, specs[0].first_step
-        first = specs[0].param
+    def __init__(self, name: str, specs: Sequence[ParamSpec], rank: int, ranks: int,
+                 grad_dtype: torch.dtype | None = None):
+        first, self.name, self.rule, self.first_step = specs[0].param, name, specs[0].rule, specs[0].first_step
         unit = self.rule.unit(specs[0])
         unit_numel = math.prod(unit) if unit else self.SHARD_ALIGNMENT
         counts = [-(-spec.param.numel() // unit_numel) for spec in specs]
-        per_rank = -(-sum(counts) // ranks)
         self.units = sum(counts)  # of the parameters; the rest of all shards' units is padding
+        per_rank = -(-self.units // ranks)
         self.shard_numel, self.shard_begin = per_rank * unit_numel, rank * per_rank * unit_numel
         self.param_data = torch.zeros(ranks * self.shard_numel, dtype=first.dtype, device=first.device)
         self.grad_data = torch.zeros_like(self.param_data, dtype=grad_dtype or first.dtype, device=self.grads_on)
+        scale = torch.ones(ranks * per_rank, 1, 1, dtype=torch.promote_types(first.dtype, torch.float32))
         self.params = []
-        for spec, begin in zip(specs, np.cumsum([0, *counts[:-1]]).tolist()):
-            param, offset = spec.param, begin * unit_numel
+        for spec, begin, count in zip(specs, itertools.accumulate(counts, initial=0), counts):
+            param, here = spec.param, slice(begin * unit_numel, begin * unit_numel + spec.param.numel())
             if (param.dtype, param.device) != (first.dtype, first.device):
                 raise RunError(f"bucket {name}: {spec.name} is {param.dtype} on {param.device}, {specs[0].name} is "
                                f"{first.dtype} on {first.device}; give each dtype a bucket, and move the model before")
-            here = slice(offset, offset + param.numel())
             self.param_data[here].copy_(param.detach().reshape(-1))
             param.data, param.grad = self.param_data[here].view(param.shape), None
-            self.params.append(BucketParam(spec.name, param, offset, self.grad_data[here].view(param.shape)))
+            self.params.append(BucketParam(spec.name, param, here.start, self.grad_data[here].view(param.shape)))
+            scale[begin:begin + count] = spec.scale
+        self.scale = scale[rank * per_rank:(rank + 1) * per_rank].to(first.device, copy=True)  # of this shard's units
         mine = slice(self.shard_begin, self.shard_begin + self.shard_numel)
         self.flat_param_shard, self.flat_grad_shard = self.param_data[mine], self.grad_data[mine]
         self.param_shard, self.grad_shard = (x.view(-1, *unit) for x in (self.flat_param_shard, self.flat_grad_shard))
-        scales = [spec.scale for spec, count in zip(specs, counts) for _ in range(count)]
-        scales += [1.0] * (ranks * per_rank - len(scales))
-        scales = scales[rank * per_rank:(rank + 1) * per_rank]
-        dtype = torch.promote_types(first.dtype, torch.float32)
-        self.scale = torch.tensor(scales, dtype=dtype, device=first.device).view(-1, 1, 1)
         self.updates, self.state = 0, self.rule.init_state(self.param_shard)
-        self.ready_count = 0  # of the prepared backward's gradients
-        self.prepared = self.launched = False
-        self.received: Tensor | None = None    # what the reduce-scatter wants beside the buffer
-        self.reducing = self.gathering = None  # handles of the reduce-scatter and of the all-gather
-        self.pending: Tensor | None = None     # exact mode: this shard's sum over the steps since the last update
-
-    @property
-    def complete(self) -> bool:
-        return self.ready_count == len(self.params)
+        self.needs_overwrite = set(self.params)  # those that hold no gradient since the last update
+        self.missing = set(self.params)          # those whose gradient of the prepared backward is to come
+        self.received: Tensor | None = None      # what the reduce-scatter wants beside the buffer
+        self.reducing = self.gathering = None    # handles of the reduce-scatter and of the all-gather
 
     def updates_in(self, step: int) -> bool:
         return step >= self.first_step and (step + 1) % self.rule.every == 0
 
     def add(self, place: BucketParam, factor: float, exact: bool = False) -> None:
-        """Move the parameter's new gradient, times factor, into its place: one pass over it, then it is dropped. Of a sparse
-        gradient, a table's, only the rows that it has are touched."""
+        """Move the parameter's new gradient, times factor, to where it waits for its launch; then it is dropped."""
         grad, place.param.grad = place.param.grad, None
-        main = place.grad
+        self.accumulate(place, grad, factor, exact)
+        self.needs_overwrite.discard(place)
+        self.missing.discard(place)
+
+    def accumulate(self, place: BucketParam, grad: Tensor, factor: float, exact: bool) -> None:
+        """Into its place in the bucket, in one pass. Of a sparse gradient only the rows that it has are touched."""
+        main, overwrite = place.grad, place in self.needs_overwrite
         if exact:
-            self.add_to_tree(place, grad.to_dense().to(main.dtype) * factor, torch.add)
+            place.waiting.append(grad.to_dense().to(main.dtype) * factor)
         elif grad.is_sparse:
-            if place.needs_overwrite:
+            if overwrite:
                 main.zero_()
             main.index_add_(0, grad._indices()[0], grad._values().to(main.dtype), alpha=factor)
-        elif place.needs_overwrite:
+        elif overwrite:
             torch.mul(grad, factor_tensor(factor, grad.dtype, main.dtype, main.device), out=main)
         else:
             main.add_(grad, alpha=factor)
-        place.needs_overwrite = False
-        self.mark_ready(place)
 
-    @staticmethod
-    def add_to_tree(place: BucketParam, total: Any, plus: Callable[[Any, Any], Any]) -> None:
-        """A binary tree: the sum over a power of two of micro-batches has the same bytes on any ranks."""
-        height = 0
-        while place.partial_sums and place.partial_sums[-1][0] == height:
-            height, total = height + 1, plus(place.partial_sums.pop()[1], total)
-        place.partial_sums.append((height, total))
-
-    def mark_ready(self, place: BucketParam) -> None:
-        self.ready_count += not place.grad_ready
-        place.grad_ready = True
-
-    def finish_exact_sums(self, micro_batches: int) -> None:
-        """Exact mode: the finished sums move into their places. RunError if one was missing in a micro-batch: the tree's
-        shape, and so its sum, would depend on the rank that it was on."""
-        leaves = [sum(2 ** height for height, _ in place.partial_sums) for place in self.params]
-        if min(leaves) < micro_batches:
-            fewest = self.params[leaves.index(min(leaves))].name
-            raise RunError(f"exact mode: {fewest} got a gradient in {min(leaves)} of {micro_batches} micro-batches; each "
-                           "must take part in all, or leave out --exact")
-        for place in self.params:
-            self.take_sums(place, [x for _, x in place.partial_sums[::-1]])
-            place.partial_sums.clear()
-
-    def take_sums(self, place: BucketParam, sums: Sequence[Any]) -> None:
-        """Exact mode: the sum of these is the parameter's gradient."""
-        place.grad.copy_(functools.reduce(torch.add, sums))
-
-    def follow_forward(self) -> None:
-        """Between the forward and the backward of the last micro-batch."""
-
-    def start_reduce(self, comm: Comm, micro_batches: int, exact: bool) -> None:
-        if exact:
-            self.finish_exact_sums(micro_batches)
-        for place in self.params:
-            if place.needs_overwrite:  # unused
-                place.grad.zero_()
-        reduce_scatter = comm.reduce_scatter_exactly if exact else comm.reduce_scatter
-        self.reducing = reduce_scatter(self.flat_grad_shard, self.grad_data, self.received)
+    def start_reduce(self, comm: Comm, exact: bool) -> None:
+        """Send the gradients that wait; when self.reducing was waited for, grad_shard holds their sum over ranks."""
+        for place in self.needs_overwrite:  # unused
+            place.grad.zero_()
+        for place in self.params if exact else ():
+            place.grad.copy_(tree_sum(place.waiting))
+            place.waiting.clear()
+        self.reducing = comm.reduce_scatter(self.flat_grad_shard, self.grad_data, self.received)
 
     def add_pending(self, updates: bool) -> None:
         """Exact mode exchanges in every step: its sum waits for the step that updates."""
-        if self.pending is not None:
-            self.flat_grad_shard.add_(self.pending)
-        self.pending = None if updates else self.flat_grad_shard.clone()
+        if (pending := self.state.pop("pending", None)) is not None:
+            self.flat_grad_shard.add_(pending)
+        if not updates:
+            self.state["pending"] = self.flat_grad_shard.clone()
 
     def update(self, update: Callable[..., None], hyper: dict[str, Any], one_by_one: bool) -> None:
-        """This rank's shard, by a rule's update or what it was compiled to. one_by_one: for exact mode, since a batch of
-        matrices may sum in another order than one."""
-        parts = [slice(None)]
-        if one_by_one and self.param_shard.dim() > 1:
-            parts = [slice(i, i + 1) for i in range(len(self.param_shard))]
-        for part in parts:
+        """This rank's shard, by a rule's update or what it was compiled to. one_by_one: for exact mode, since a batch
+        of matrices may sum in another order than one."""
+        size = 1 if one_by_one and self.param_shard.dim() > 1 else len(self.param_shard)
+        for part in (slice(i, i + size) for i in range(0, len(self.param_shard), size)):
             update(self.param_shard[part], self.grad_shard[part], {key: x[part] for key, x in self.state.items()},
                    {**hyper, "scale": self.scale[part]})
 
     def start_gather(self, comm: Comm) -> None:
         self.gathering = comm.all_gather(self.param_data, self.flat_param_shard)
 
-    def part_of(self, place: BucketParam) -> Tensor:
-        """What of the parameter's summed gradient lies in this shard."""
-        return self.flat_grad_shard[self.overlap(place, self.flat_grad_shard)[0]]
+    def not_finite(self) -> list[str]:
+        """Names of parameters: by their summed gradients where those lie in this shard, else by this rank's own."""
+        return [place.name for place in self.params if not place.grad.isfinite().all()]
 
     def drop(self) -> None:
         """All gradients that no update has used."""
-        self.pending = None
+        self.state.pop("pending", None)
+        self.needs_overwrite.update(self.params)
         for place in self.params:
-            place.needs_overwrite = True
-            place.partial_sums.clear()
-
-    def overlap(self, place: BucketParam, x: Tensor) -> tuple[slice, slice]:
-        """Where the parameter's part lies in a tensor of this rank's shard, [shard_numel] or with fewer values per unit;
-        and where that part lies in the same tensor of the whole parameter."""
-        ends = [place.offset - self.shard_begin, place.offset + place.param.numel() - self.shard_begin]
-        here = [min(max(end, 0), self.shard_numel) for end in ends]
-        return tuple(slice(*(end * x.numel() // self.shard_numel for end in pair))
-                     for pair in (here, [end - ends[0] for end in here]))
+            place.waiting.clear()
 
     def check_views(self) -> None:
         """RunError if a parameter is no longer the view of this bucket that it was made."""
@@ -1814,65 +1765,26 @@ class Bucket:
                 raise RunError(f"{place.name} was given other memory or another dtype ({place.param.dtype}) after its "
                                f"bucket {self.name} was built ({self.param_data.dtype}); move or cast the model before")
 
-    def whole_state(self, comm: Comm) -> dict[str, Tensor]:
-        """By parameter name the parameters, and as name/key all that the rule keeps of each; whole on every rank."""
-        wholes = {"": self.param_data}
-        for key, shard in self.sharded_state().items():
-            wholes[f"/{key}"] = torch.empty(comm.ranks * shard.numel(), dtype=shard.dtype, device=shard.device)
-            comm.all_gather(wholes[f"/{key}"], shard.reshape(-1)).wait()
-        state = {f"{place.name}/updates": torch.tensor(self.updates) for place in self.params}
-        for place, (key, whole) in itertools.product(self.params, wholes.items()):
-            ends = (place.offset, place.offset + place.param.numel())
-            state[place.name + key] = whole[slice(*(end * len(whole) // len(self.param_data) for end in ends))]
-        return state
-
-    def sharded_state(self) -> dict[str, Tensor]:
-        return self.state if self.pending is None else {**self.state, "pending": self.pending}
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """The inverse of whole_state. RunError if something does not fit."""
-        def saved(name: str, numel: int) -> Tensor:
-            found = state[name].numel() if name in state else 0
-            if found != numel:
-                raise RunError(f"the saved state does not fit: {name} has {found} values, and bucket {self.name} wants {numel}; "
-                               "it must come from the same model and the same rules")
-            return state[name].to(self.param_data.device).view(-1)
-
-        updates = {int(saved(f"{place.name}/updates", 1)): place.name for place in self.params}
-        if len(updates) > 1:
-            raise RunError(f"the saved state does not fit: {', '.join(updates.values())} of bucket {self.name} were updated "
-                           f"{', '.join(map(str, updates))} times; what shares a bucket must share this number")
-        self.updates, = updates
-        pends = f"{self.params[0].name}/pending" in state
-        self.pending = torch.zeros_like(self.flat_param_shard, dtype=self.grad_data.dtype) if pends else None
-        for place in self.params:
-            place.param.data.copy_(saved(place.name, place.param.numel()).view(place.param.shape))
-            for key, x in self.sharded_state().items():
-                here, there = self.overlap(place, x)
-                x.view(-1)[here] = saved(f"{place.name}/{key}", place.param.numel() * x.numel() // self.shard_numel)[there]
+    def part_of(self, place: BucketParam, x: Tensor, of_shard: bool = False) -> Tensor:
+        """View of the parameter's values in a tensor of all shards or of this rank's, which may have fewer values than
+        the bucket has elements, but as many for each unit."""
+        begin, numel = (self.shard_begin, self.shard_numel) if of_shard else (0, len(self.param_data))
+        ends = (place.offset - begin, place.offset - begin + place.param.numel())
+        return x.view(-1)[slice(*(max(end, 0) * x.numel() // numel for end in ends))]
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """From the CPU, without waiting for it."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
-class RowGrads(NamedTuple):
-    """Gradients [n, width] of rows [n], of which some may come more than once; to be multiplied by a factor."""
-
-    rows: Tensor
-    values: Tensor
-    factor: float = 1.0
-
 class RowBucket(Bucket):
     """Tables of which a step reads few rows: these alone travel and are updated; see Adam.rows.
 
     what travels             from -> to                it starts
-    how many rows were read  each rank -> all          when they are announced, before forward
-    which                    each rank -> all          between forward and backward
-    their gradients          each rank -> rows' owner  when the last gradient has come
+    a bit a row: is it read  each rank -> all          when rows are announced, before forward; or with their gradients
+    rows' gradients          each rank -> rows' owner  when the last gradient has come
     their new values         rows' owner -> all        after their update
 
-    Where nobody announced the rows all but the last go out together. Where exact mode sums several steps new values are those
-    of all rows. Rows are numbered through the bucket's tables.
+    Where exact mode sums several steps these are all rows. Rows are numbered through the bucket's tables.
     """
 
     grads_on = "meta"  # only those of rows that were read take memory
@@ -1881,17 +1793,9 @@ class RowBucket(Bucket):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.rows = self.param_data.view(-1, *self.param_shard.shape[1:])  # [of all ranks, width]
-        self.first_own = self.shard_begin // self.rows.size(1)
-        self.forget()
-
-    def forget(self) -> None:
-        """All that was announced, and all gradients."""
-        self.announced: list[Tensor] = []  # numbers of rows, some more than once
-        self.pieces: list[RowGrads] = []
-        self.travel: Iterator[None] | None = None
-        self.leg = 0                       # how many lines of the table above have started
-        self.by_owner: list[Tensor] | None = None  # rows that any rank has read; None: they are not known to all
-        self.set_grads(torch.empty(0).long(), self.grad_data.new_empty((0, self.rows.size(1)), device=self.rows.device))
+        self.set_grads(torch.empty(0).long(), self.rows.new_empty((0, self.rows.size(1)), dtype=self.grad_data.dtype))
+        self.read = torch.zeros(len(self.rows), dtype=torch.uint8)  # 1: this rank has announced the row
+        self.announced: Any = None  # handle of the exchange of `reads`, all ranks' rows in bits
 
     def set_grads(self, touched: Tensor, grads: Tensor) -> None:
         """The summed gradients [n, width] of n rows of this shard, counted from its first."""
@@ -1900,120 +1804,83 @@ class RowBucket(Bucket):
     def first_row(self, place: BucketParam) -> int:
         return place.offset // self.rows.size(1)
 
-    def distinct(self, lists: Iterable[Tensor]) -> Tensor:
-        """The rows in them, sorted; on the CPU."""
-        seen = torch.zeros(len(self.rows), dtype=torch.bool)
-        for rows in lists:
-            seen[rows.cpu()] = True
-        return seen.nonzero().view(-1)
+    def accumulate(self, place: BucketParam, grad: Tensor, factor: float, exact: bool) -> None:
+        """As they come, until they are sent."""
+        if not grad.is_sparse:
+            raise RunError(f"{place.name} got a dense gradient, and its rule wants rows; make it by "
+                           "nn.Embedding(..., sparse=True), or give it Adam without `rows`")
+        place.waiting.append(grad.to(self.grad_data.dtype) * factor)
+        if not exact and sum(x._nnz() for x in place.waiting) > len(place.param):  # more memory than for all rows
+            place.waiting = [tree_sum(place.waiting).coalesce()]
 
-    def sum_pieces(self, pieces: Iterable[RowGrads], rows: Tensor) -> Tensor:
-        """Their sum [n, width] in n sorted rows, on the device. RunError if a piece has another row."""
-        rows = to_device(rows, self.rows.device)
-        sums = self.grad_data.new_zeros((len(rows), self.rows.size(1)), device=rows.device)
-        for piece in pieces:
-            at = torch.searchsorted(rows, piece.rows)
-            known = (F.pad(rows, (0, 1), value=-1)[at] == piece.rows).all()
+    def announce(self, comm: Comm, rows: Iterable[Tensor], last: bool) -> None:
+        """Numbers of rows that this rank reads. last: the next launch will send their gradients, and no others'."""
+        if self.announced is not None:
+            raise RunError(f"rows of {self.params[0].name} were announced twice for one step; announce those of all "
+                           "its micro-batches at once")
+        for some in rows:
+            self.read.index_fill_(0, some.cpu(), 1)
+        if last:
+            self.reads = torch.from_numpy(np.packbits(self.read.numpy())).repeat(comm.ranks, 1)
+            self.announced = comm.exchange([self.reads[comm.rank]] * comm.ranks, self.reads)
+
+    def forget(self) -> None:
+        """What was announced, when it has come."""
+        if self.announced is not None:
+            self.announced.wait()
+        self.announced = None
+        self.read.zero_()
+
+    def numbers(self, mask: np.ndarray) -> Tensor:
+        """Of the rows that it holds, sorted, on the device."""
+        return to_device(torch.from_numpy(np.flatnonzero(mask)), self.rows.device)
+
+    def sum_in(self, rows: Tensor, grads: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """Gradients, (numbers of rows, values), summed [n, width] in n sorted rows. RunError if one is of others."""
+        sums = self.rows.new_zeros((len(rows), self.rows.size(1)), dtype=self.grad_data.dtype)
+        for numbers, values in grads:
+            at = torch.searchsorted(rows, numbers)
+            known = (F.pad(rows, (0, 1), value=-1)[at] == numbers).all()
             if rows.is_cuda:
                 torch._assert_async(known)  # without waiting for it
             elif not known:
                 raise RunError(f"{', '.join(place.name for place in self.params)}: rows have a gradient that were not "
                                "announced; announce all that a step reads, in every step, or nothing")
-            sums.index_add_(0, at, piece.values.to(sums.dtype), alpha=piece.factor)
+            sums.index_add_(0, at, values.to(sums.dtype))
         return sums
 
-    def add(self, place: BucketParam, factor: float, exact: bool = False) -> None:
-        grad, place.param.grad = place.param.grad, None
-        if not grad.is_sparse:
-            raise RunError(f"{place.name} got a dense gradient, and its rule wants rows; make it by nn.Embedding(..., sparse=True), "
-                           "or give it Adam without `rows`")
-        piece = RowGrads(grad._indices()[0] + self.first_row(place), grad._values(), factor)
-        if exact:
-            self.add_to_tree(place, self.plus(piece), self.plus)
-        else:
-            self.pieces.append(piece)
-            if sum(len(piece.rows) for piece in self.pieces) > len(self.rows):  # no more memory than a gradient of all rows
-                self.pieces = [self.plus(*self.pieces)]
-        place.needs_overwrite = False
-        self.mark_ready(place)
+    def start_reduce(self, comm: Comm, exact: bool) -> None:
+        grads = []  # of rows that may come more than once, in numbers of the bucket's
+        for place in self.params:
+            waiting = [tree_sum([x.coalesce() for x in place.waiting])] if exact else place.waiting
+            grads += [(x._indices()[0] + self.first_row(place), x._values()) for x in waiting]
+        if self.announced is None:
+            self.announce(comm, [rows for rows, _ in grads], True)
+        self.forget()
+        reads = np.unpackbits(self.reads.numpy(), 1, len(self.rows)).view(bool)
+        reads = reads.reshape(comm.ranks, comm.ranks, -1)  # [rank that reads, rank that owns, row of its shard]
+        self.read_by_any, of_mine = reads.any(0), reads[:, comm.rank]
+        sums = self.sum_in(self.numbers(reads[comm.rank]), grads)
+        sent = sums.to(comm.sent_dtype or sums.dtype).split(reads[comm.rank].sum(1).tolist())
+        arriving = [sent[0].new_empty(n, sums.size(1)) for n in of_mine.sum(1).tolist()]
+        arriving[comm.rank] = sent[comm.rank]
 
-    def plus(self, *pieces: RowGrads) -> RowGrads:
-        rows = self.distinct(piece.rows for piece in pieces)
-        return RowGrads(to_device(rows, self.rows.device), self.sum_pieces(pieces, rows))
-
-    def take_sums(self, place: BucketParam, sums: Sequence[RowGrads]) -> None:
-        self.pieces += sums
-
-    def announce(self, comm: Comm, exact: bool) -> None:
-        """self.announced holds all rows whose gradients the next launch will send."""
-        if self.travel is not None:
-            raise RunError(f"rows of {self.params[0].name} were announced twice for one step; announce those of all its "
-                           "micro-batches at once")
-        self.travel, self.leg = self.travelling(comm, exact), 0
-        self.reach(1)
-
-    def reach(self, leg: int) -> None:
-        while self.travel is not None and self.leg < leg:
-            self.leg += 1
-            next(self.travel, None)
-
-    def follow_forward(self) -> None:
-        self.reach(2)
-
-    def start_reduce(self, comm: Comm, micro_batches: int, exact: bool) -> None:
-        if exact:
-            self.finish_exact_sums(micro_batches)
-        if self.travel is None:
-            self.announced = [piece.rows for piece in self.pieces]
-            self.announce(comm, exact)
-        self.reach(3)
-        self.reducing = HandleGroup(then=lambda: self.reach(4))
-
-    def travelling(self, comm: Comm, exact: bool) -> Iterator[None]:
-        """What travels up to the summed gradients; yields where the next line of the table may have to wait."""
-        def of_owner(owner: int, rows: Tensor, given: Tensor) -> Tensor:
-            ends = torch.tensor([owner, owner + 1], dtype=rows.dtype) * len(self.param_shard)
-            return given[slice(*torch.searchsorted(rows, ends).tolist())]
-
-        me, read = comm.rank, self.distinct(self.announced)
-        counts = list(torch.zeros(comm.ranks, 1, dtype=torch.int64))
-        counts[me] += len(read)
-        handle = comm.exchange([counts[me]] * comm.ranks, counts)
-        yield
-        handle.wait()
-        everyones = [torch.empty(int(count), dtype=torch.int32) for count in counts]
-        everyones[me] = read.int()
-        handle = comm.exchange([everyones[me]] * comm.ranks, everyones)
-        yield
-        handle.wait()
-        everyones = [rows.long() for rows in everyones]
-        union = self.distinct(everyones)
-        self.by_owner = [of_owner(owner, union, union) for owner in range(comm.ranks)]
-        sums = self.sum_pieces(self.pieces, read)
-        sums = sums.to(comm.sent_dtype or sums.dtype)
-        self.pieces, self.announced = [], []
-        of_mine = [of_owner(me, rows, rows) for rows in everyones]
-        arriving = [sums.new_empty(len(rows), sums.size(1)) for rows in of_mine]
-        sent = [of_owner(owner, read, sums) for owner in range(comm.ranks)]
-        arriving[me] = sent[me]
-        handle = comm.exchange(sent, arriving)
-        yield
-        handle.wait()
-        pieces = [RowGrads(to_device(rows, sums.device), values) for rows, values in zip(of_mine, arriving)]
-        mine = self.by_owner[me]  # exact mode needs a tree again
-        grads = tree_sum([self.sum_pieces([x], mine) for x in pieces]) if exact else self.sum_pieces(pieces, mine)
-        self.set_grads(to_device(mine - self.first_own, grads.device), grads)
-        self.travel = None
+        def add_up() -> None:
+            pieces = [(self.numbers(mask), x) for mask, x in zip(of_mine, arriving)]
+            mine = self.numbers(self.read_by_any[comm.rank])
+            self.set_grads(mine, tree_sum([self.sum_in(mine, [piece]) for piece in pieces]) if exact else
+                           self.sum_in(mine, pieces))
+        for place in self.params:
+            place.waiting.clear()
+        self.reducing = HandleGroup(comm.exchange(sent, arriving), then=add_up)
 
     def add_pending(self, updates: bool) -> None:
-        if updates and self.pending is None:
-            return
-        if self.pending is None:
-            self.pending = torch.zeros_like(self.flat_param_shard, dtype=self.grad_shard.dtype)
-        grads = self.pending.view(self.param_shard.shape).index_add_(0, self.touched, self.grad_shard)
-        self.set_grads(torch.arange(len(grads), device=grads.device), grads)
-        self.by_owner = None  # those of earlier steps count too
-        self.pending = None if updates else self.pending
+        if not updates or "pending" in self.state:  # sums of several steps are of all rows
+            grads = torch.zeros_like(self.param_shard, dtype=self.grad_data.dtype)
+            grads[self.touched] = self.grad_shard
+            self.set_grads(torch.arange(len(grads), device=grads.device), grads)
+            self.read_by_any = None
+        super().add_pending(updates)
 
     def update(self, update: Callable[..., None], hyper: dict[str, Any], one_by_one: bool) -> None:
         """Of the rows that have a gradient. As elements are, they are independent of one another."""
@@ -2025,41 +1892,41 @@ class RowBucket(Bucket):
             whole[self.touched] = torch.where(moved, new, whole[self.touched])
 
     def start_gather(self, comm: Comm) -> None:
-        if self.by_owner is None or comm.ranks == 1:
+        if self.read_by_any is None or comm.ranks == 1:
             return super().start_gather(comm)
-        rows = [to_device(x, self.rows.device) for x in self.by_owner]
-        arriving = [self.rows.new_empty(len(x), self.rows.size(1)) for x in rows]
-        arriving[comm.rank] = self.rows[rows[comm.rank]]
+        rows = self.numbers(self.read_by_any)
+        values = self.rows[rows]
+        arriving = values.split(self.read_by_any.sum(1).tolist())
 
         def write() -> None:
-            for some, values in zip(rows, arriving):
-                self.rows[some] = values
+            self.rows[rows] = values
         self.gathering = HandleGroup(comm.exchange([arriving[comm.rank]] * comm.ranks, arriving), then=write)
 
-    def part_of(self, place: BucketParam) -> Tensor:
-        first = self.first_row(place) - self.first_own
-        return self.grad_shard[(self.touched >= first) & (self.touched < first + len(place.param))]
+    def not_finite(self) -> list[str]:
+        bad = self.touched[~self.grad_shard.isfinite().all(1)] + self.shard_begin // self.rows.size(1)
+        tables = [(place.name, self.first_row(place), len(place.param)) for place in self.params]
+        return [name for name, first, size in tables if ((bad >= first) & (bad < first + size)).any()]
 
     def drop(self) -> None:
-        self.reach(4)
         self.forget()
         super().drop()
 
 def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ranks: int,
                  grad_reduce_in_fp32: bool = False) -> list[Bucket]:
-    """Group what can share a bucket (rule, dtype, unit, first step), from the last layer on, until bucket_bytes are full."""
+    """Group what can share a bucket (rule, dtype, unit, first step), from the last layer on, until it is full."""
     open_groups: dict[Any, list[ParamSpec]] = {}
     groups: list[list[ParamSpec]] = []
     for spec in reversed(specs):
         key = (spec.rule, spec.param.dtype, spec.rule.unit(spec), spec.first_step)
-        if key not in open_groups:
-            groups.append(open_groups.setdefault(key, []))
-        open_groups[key].append(spec)
-        if sum(s.param.numel() * s.param.element_size() for s in open_groups[key]) >= bucket_bytes:
+        if not (group := open_groups.setdefault(key, [])):
+            groups.append(group)
+        group.append(spec)
+        if sum(s.param.nbytes for s in group) >= bucket_bytes:
             del open_groups[key]
     grad_dtype = torch.float32 if grad_reduce_in_fp32 else None
     return [(RowBucket if getattr(group[0].rule, "rows", False) else Bucket)(
-        f"{i}-{type(group[0].rule).__name__.lower()}", group, rank, ranks, grad_dtype) for i, group in enumerate(groups)]
+                f"{i}-{type(group[0].rule).__name__.lower()}", group, rank, ranks, grad_dtype)
+            for i, group in enumerate(groups)]
 
 # ------------------------------------------------------------------------------------------------------------------
 # communication
@@ -2089,6 +1956,8 @@ class Comm:
     two send half and copy nothing, which bench/whole_step.py times.
     """
 
+    sent_dtype: torch.dtype | None = None  # of gradients; None: theirs
+
     def __init__(self, rank: int = 0, ranks: int = 1, device: torch.device | str = "cpu"):
         self.rank, self.ranks, self.device = rank, ranks, device
         self.by_messages = ranks == 1 or dist.get_backend() == "gloo"
@@ -2096,27 +1965,22 @@ class Comm:
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-    sent_dtype: torch.dtype | None = None  # of gradients; None: theirs
-
     def receive_buffer(self, full: Tensor, exact: bool) -> Tensor | None:
-        """What reduce_scatter wants beside a buffer [ranks * shard]: kept, since allocating it costs as much as the sum."""
+        """What reduce_scatter of a buffer [ranks * shard] wants beside it, where it is made of messages: kept, since
+        allocating it costs as much as the sum. exact: on every network the same bytes, so on all of messages."""
         if self.by_messages or exact:
             return full.new_empty(self.ranks - 1, len(full) // self.ranks, dtype=self.sent_dtype)
         return None
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, received: Tensor | None) -> Any:
-        """Start: shard, this rank's part of full [ranks * shard], <- the sum over ranks of that part."""
-        if self.by_messages:
-            return self.reduce_scatter_exactly(shard, full, received)
-        return self._reduce_scatter(shard, full, async_op=True)
-
-    def reduce_scatter_exactly(self, shard: Tensor, full: Tensor, received: Tensor) -> Any:
-        """reduce_scatter made of messages, summed here as a tree: on every network the same bytes."""
+        """Start: shard, this rank's part of full [ranks * shard], <- the sum over ranks of that part; where there is a
+        buffer to receive messages in, as a tree."""
         if self.ranks == 1:
             return HandleGroup()
+        if received is None:
+            return self._reduce_scatter(shard, full, async_op=True)
         parts = full.view(self.ranks, -1)
-        arriving = list(received)
-        arriving.insert(self.rank, parts[self.rank])
+        arriving = [*received[:self.rank], parts[self.rank], *received[self.rank:]]
         return HandleGroup(self.exchange(parts, arriving), then=lambda: tree_sum(arriving, out=shard))
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Any:
@@ -2124,8 +1988,7 @@ class Comm:
         if not self.by_messages:
             return self._all_gather(full, shard, async_op=True)
         parts = full.view(self.ranks, -1)
-        if parts[self.rank].data_ptr() != shard.data_ptr():
-            parts[self.rank].copy_(shard)
+        parts[self.rank].copy_(shard)  # onto itself: nothing happens
         return self.exchange([shard] * self.ranks, parts)
 
     @functools.cached_property
@@ -2193,169 +2056,153 @@ def outer_parts(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Param
 
 def used_parameters(loss: Tensor) -> set[nn.Parameter]:
     """The leaves of the graph that made a loss: those that will get a gradient."""
-    seen, leaves, open_nodes = set(), set(), [loss.grad_fn]
+    seen, open_nodes = set(), [loss.grad_fn]
     while open_nodes:
-        node = open_nodes.pop()
-        if node is not None and node not in seen:
+        if (node := open_nodes.pop()) is not None and node not in seen:
             seen.add(node)
-            leaves.add(getattr(node, "variable", None))
             open_nodes += [further for further, _ in node.next_functions]
-    return leaves
+    return {getattr(node, "variable", None) for node in seen}
 
 class Reducer:
-    """Gradients in: hooks add them into buckets, and start a bucket's reduce-scatter when all of it is ready. A backward that
-    nobody prepared is the only one of the next step, or one before that, in no_sync.
+    """Gradients in: hooks add them into buckets, and start a bucket's reduce-scatter when all of it is ready. Buckets
+    are launched in one order, the same on every rank: that in which rank 0's first backward completed them. A backward
+    that nobody prepared is the only one of the next step, or one before that, in no_sync.
 
-    Buckets are launched in one order, the same on every rank: that in which rank 0's first backward completed them.
-
-    What a bucket goes through              from                                   to
-    place.needs_overwrite: no gradient yet  its bucket's update                    its next gradient
-    place.grad_ready, bucket.ready_count    a gradient                             the next prepare_for_backward
-    bucket.prepared: may be launched        prepare_for_backward, if due           release
-    bucket.launched: may not be written     its last gradient, in launch order     release
+    What a bucket goes through              from                                  to
+    place in needs_overwrite: no gradient   the bucket's update                   its next gradient
+    place in missing: gradient is awaited   prepare_for_backward                  its gradient
+    bucket in due: may be launched          prepare_for_backward                  release
+    bucket.reducing: may not be written     its last gradient, in launch order    wait
     """
 
     def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, grad_scale: float):
         """grad_scale: every gradient is multiplied by it, besides the mean over micro-batches and ranks."""
         self.buckets, self.comm, self.settings, self.grad_scale = list(buckets), comm, settings, grad_scale
-        self.launch_order: list[Bucket] | None = None
-        self.orders: dict[int, list[Bucket] | None] = {}  # by how many buckets take part: some begin later than others
-        self.taking_part = len(self.buckets)
-        self.completed: list[Bucket] = []  # while the order is learned, by their last gradient
-        self.due: list[Bucket] = []        # prepared buckets, in launch order
-        self.launches = 0                  # of them, since they were prepared
-        self.step, self.micro_batch, self.micro_batches, self.factor = -1, 0, 0, 1.0
-        self.next_step, self.only_add = 0, False  # of a backward that nobody prepares
-        self.arrived = False  # a gradient, or the word which rows will have one, since the last step
+        self.launch_order: list[Bucket] = []  # of those that took part when it was learned; empty: it is to be learned
+        self.completed: list[Bucket] = []     # while the order is learned, by their last gradient
+        self.due: list[Bucket] = []           # of the prepared backward, in launch order
+        self.launches = 0                     # of them
+        self.step = 0                         # the one of which micro-batches were prepared, or else the next
+        self.micro_batch, self.micro_batches, self.factor = 0, 0, 1.0
+        self.only_add = False  # in no_sync
+        self.arrived = False   # a gradient, or the word which rows will have one, since the last step
         self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # what profiling puts its ranges in
         for bucket in buckets:
             bucket.received = comm.receive_buffer(bucket.grad_data, settings.exact)
             for place in bucket.params:
-                self.unhook(place)  # of an optimizer that was built before
+                if hasattr(place.param, "bucket_hook"):  # of an optimizer that was built before
+                    place.param.bucket_hook.remove()
                 place.param.bucket_hook = place.param.register_post_accumulate_grad_hook(
                     lambda _, bucket=bucket, place=place: self.register_grad_ready(bucket, place))
-
-    @staticmethod
-    def unhook(place: BucketParam) -> None:
-        if hasattr(place.param, "bucket_hook"):
-            place.param.bucket_hook.remove()
-            del place.param.bucket_hook
 
     def is_due(self, bucket: Bucket, step: int) -> bool:
         return step >= bucket.first_step and (self.settings.exact or bucket.updates_in(step))
 
     def announce_rows(self, step: int, rows: dict[nn.Parameter, Tensor]) -> None:
-        """Before a step's first forward: which rows of tables this rank will read in it, in numbers of any shape, on the CPU.
-        May be left out, on all ranks: then the ranks wait for one another when the gradients have come."""
+        """Before a step's first forward: which rows of tables this rank will read in it, numbers of any shape on the
+        CPU. May be left out, on all ranks: then the ranks wait for one another when the gradients have come."""
         self.arrived = True
-        for bucket in (bucket for bucket in self.buckets if isinstance(bucket, RowBucket)):
-            bucket.announced += [rows[place.param].flatten().long() + bucket.first_row(place) for place in bucket.params]
-            if self.is_due(bucket, step):
-                bucket.announce(self.comm, self.settings.exact)
+        for bucket in self.buckets:
+            if isinstance(bucket, RowBucket):
+                bucket.announce(self.comm, [rows[place.param].flatten().long() + bucket.first_row(place)
+                                            for place in bucket.params], self.is_due(bucket, step))
 
-    def prepare_for_backward(self, step: int, micro_batch: int = 0, micro_batches: int = 1, loss: Tensor | None = None) -> None:
-        """Call before each backward of a step, with the number of the micro-batch and how many this rank has of the step.
-        In the last one gradients complete their buckets. loss: what backward will start from, to see what is unused."""
+    def prepare_for_backward(self, step: int, micro_batch: int = 0, micro_batches: int = 1,
+                             loss: Tensor | None = None) -> None:
+        """Call before each backward of a step, with the number of the micro-batch and how many this rank has of it. In
+        the last one gradients complete their buckets. loss: what backward will start from, to see what is unused."""
         if self.micro_batches and self.micro_batch == self.micro_batches:
-            raise RunError(f"all {self.micro_batches} micro-batches of step {self.step} were prepared; call step() before "
-                           "preparing the next step")
+            raise RunError(f"all {self.micro_batches} micro-batches of step {self.step} were prepared; call step()")
         awaited = (self.step, self.micro_batch) if self.micro_batches else (step, 0)
         if (step, micro_batch) != awaited or micro_batch and micro_batches != self.micro_batches:
-            raise RunError(f"micro-batch {micro_batch} of step {step} was prepared, where micro-batch {awaited[1]} of step "
-                           f"{awaited[0]} is next; prepare each backward of a step once, in order, then call step()")
+            raise RunError(f"micro-batch {micro_batch} of step {step} was prepared, where micro-batch {awaited[1]} of "
+                           f"step {awaited[0]} is next; prepare each backward of a step once, in order, then step()")
         self.step, self.micro_batch, self.micro_batches = step, micro_batch + 1, micro_batches
         self.factor = self.grad_scale / (micro_batches * self.comm.ranks)
+        if sum(step >= bucket.first_step for bucket in self.buckets) > len(self.launch_order):  # one takes part anew
+            self.launch_order, self.completed = [], []
         last = self.micro_batch == micro_batches
+        self.due = [bucket for bucket in self.launch_order or self.buckets if last and self.is_due(bucket, step)]
+        self.launches = 0
         for bucket in self.buckets:
-            bucket.prepared = last and self.is_due(bucket, step)
-            bucket.ready_count = 0
-            for place in bucket.params:
-                place.grad_ready = False
-        taking_part = sum(step >= bucket.first_step for bucket in self.buckets)
-        if taking_part != self.taking_part:
-            self.taking_part, self.launch_order, self.completed = taking_part, self.orders.get(taking_part), []
-        self.due, self.launches = [b for b in self.launch_order or self.buckets if b.prepared], 0
-        for bucket in self.due:
-            bucket.follow_forward()
+            bucket.missing.update(bucket.params)
         if last and loss is not None and self.settings.find_unused_parameters:
             used = used_parameters(loss)
             for bucket in self.due:
-                for place in bucket.params:
-                    if place.param not in used:
-                        bucket.mark_ready(place)
+                bucket.missing = {place for place in bucket.params if place.param in used}
 
     def register_grad_ready(self, bucket: Bucket, place: BucketParam) -> None:
         """The hook of a parameter whose gradient has come."""
-        if bucket.launched:
+        if bucket.reducing is not None:
             raise RunError(f"{place.name} got a gradient after its bucket {bucket.name} was launched; call step() "
                            "before the next backward, or run all but the last of a step in no_sync()")
         self.arrived = True
-        if self.step < 0:
+        if not self.micro_batches:
             if self.only_add:
                 return bucket.add(place, self.grad_scale / self.comm.ranks, self.settings.exact)
-            self.prepare_for_backward(self.next_step)
+            self.prepare_for_backward(self.step)
         if self.step < bucket.first_step:
-            raise RunError(f"{place.name} got a gradient in step {self.step}, before step {bucket.first_step}, its first; "
-                           "do not use the parameter before it")
-        if place.grad_ready:
-            raise RunError(f"{place.name} got its gradient twice in one backward; prepare each backward by itself, or run "
-                           "all but the last of a step in no_sync(), and no part of the model twice in one")
+            raise RunError(f"{place.name} got a gradient in step {self.step}, before step {bucket.first_step}, its "
+                           "first; do not use the parameter before it")
+        if place not in bucket.missing:
+            raise RunError(f"{place.name} got its gradient twice in one backward; prepare each backward by itself, or "
+                           "run all but the last of a step in no_sync(), and no part of the model twice in one")
         bucket.add(place, self.factor, self.settings.exact)
-        if self.launch_order is None:
-            if bucket.complete and bucket not in self.completed:
+        if not self.launch_order:
+            if not bucket.missing:
                 self.completed.append(bucket)
-        elif bucket.prepared and self.settings.sync == "hook":  # a bucket that is ready early waits for its turn
-            while self.launches < len(self.due) and self.due[self.launches].complete:
+        elif self.settings.sync == "hook":  # a bucket that is ready early waits for its turn
+            while self.launches < len(self.due) and not self.due[self.launches].missing:
                 self.start_reduce_scatter(self.due[self.launches])
 
     def start_reduce_scatter(self, bucket: Bucket) -> None:
         with self.span(f"launch {bucket.name}"):
-            bucket.start_reduce(self.comm, self.micro_batches, self.settings.exact)
-            bucket.launched = True
+            for place in bucket.params if self.settings.exact else ():
+                if len(place.waiting) < self.micro_batches:  # the tree, and so its sum, would depend on the ranks
+                    raise RunError(f"exact mode: {place.name} got a gradient in {len(place.waiting)} of "
+                                   f"{self.micro_batches} micro-batches; use it in all, or leave out --exact")
+            bucket.start_reduce(self.comm, self.settings.exact)
             self.launches += 1
 
     def launch_rest(self) -> None:
         """Launch what backward did not. RunError if it was not the backward that was prepared, or lacks a gradient."""
-        if self.step < 0 or self.micro_batch < self.micro_batches:
-            raise RunError(f"step() after {self.micro_batch} of {self.micro_batches} micro-batches; call it after the last "
-                           "backward, which must not be in no_sync(), and prepare_for_backward() before each or before none")
+        if not self.micro_batches or self.micro_batch < self.micro_batches:
+            raise RunError(f"step() after {self.micro_batch} of {self.micro_batches} micro-batches; call it after the "
+                           "last backward, which must not be in no_sync(), prepare_for_backward() before each or none")
         for bucket in self.due:
             bucket.check_views()
-            if not bucket.complete and not self.settings.find_unused_parameters:
-                missing = ", ".join(place.name for place in bucket.params if not place.grad_ready)
-                raise RunError(f"bucket {bucket.name} was not launched: {bucket.ready_count} of {len(bucket.params)} of its "
-                               f"parameters got a gradient, not {missing}; each must take part in the prepared backward, "
-                               "unless find_unused_parameters allows it")
-        if self.launch_order is None:
+            if bucket.missing and not self.settings.find_unused_parameters:
+                missing = [place.name for place in bucket.params if place in bucket.missing]
+                raise RunError(f"bucket {bucket.name} was not launched: {len(bucket.params) - len(missing)} of "
+                               f"{len(bucket.params)} of its parameters got a gradient, not {', '.join(missing)}; each "
+                               "must take part in the prepared backward, unless find_unused_parameters allows it")
+        if not self.launch_order:
             self.agree_on_order()
         for bucket in self.due[self.launches:]:
             self.start_reduce_scatter(bucket)
 
     def agree_on_order(self) -> None:
-        """Rank 0's order for all: first the buckets that its backward completed, then those that it did not. RunError if
-        the ranks count their micro-batches differently: each would weigh its own wrongly."""
+        """Rank 0's order for all: first the buckets that its backward completed, then those that it did not. RunError
+        if the ranks count their micro-batches differently: each would weigh its own wrongly."""
         agree(self.comm, "micro-batches per step", {"count": self.micro_batches}, "Give every rank as many")
-        taking_part = [b for b in self.buckets if self.step >= b.first_step]
-        order = self.completed + [b for b in taking_part if b not in self.completed]
-        self.launch_order = [self.buckets[i] for i in self.comm.all_json([self.buckets.index(b) for b in order])[0]]
-        self.orders[self.taking_part] = self.launch_order
-        self.due = [b for b in self.launch_order if b.prepared]
+        others = [b for b in self.buckets if self.step >= b.first_step and b not in self.completed]
+        order = [self.buckets.index(b) for b in self.completed + others]
+        self.launch_order = [self.buckets[i] for i in self.comm.all_json(order)[0]]
+        self.due.sort(key=self.launch_order.index)
 
     def wait(self, bucket: Bucket) -> None:
-        if bucket.reducing is None:
-            return
-        with self.span(f"wait {bucket.name}"):
-            bucket.reducing.wait()
-            bucket.reducing = None
-            bucket.add_pending(bucket.updates_in(self.step))
+        if bucket.reducing is not None:
+            with self.span(f"wait {bucket.name}"):
+                bucket.reducing.wait()
+                bucket.reducing = None
+                bucket.add_pending(bucket.updates_in(self.step))
 
     def release(self) -> None:
         """The step is over: its buckets take gradients again."""
         for bucket in self.due:
-            bucket.prepared = bucket.launched = False
-            for place in bucket.params:
-                place.needs_overwrite |= bucket.updates_in(self.step)
-        self.due, self.step, self.micro_batch, self.micro_batches, self.arrived = [], -1, 0, 0, False
+            if bucket.updates_in(self.step):
+                bucket.needs_overwrite.update(bucket.params)
+        self.due, self.micro_batch, self.micro_batches, self.arrived = [], 0, 0, False
 
     def drop_gradients(self) -> None:
         """Those on their way, and those that no update has used."""
@@ -2364,12 +2211,6 @@ class Reducer:
         self.release()
         for bucket in self.buckets:
             bucket.drop()
-
-    def find_untouched(self) -> set[str]:
-        """Names of the parameters that no rank used since their last update."""
-        places = [place for bucket in self.due for place in bucket.params]
-        used = torch.tensor([float(not place.needs_overwrite) for place in places], device=self.comm.device)
-        return {place.name for place, count in zip(places, self.comm.all_reduce(used).tolist()) if not count}
 
 def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step: int) -> None:
     """RunError on every rank if a gradient is not finite on any; then scale all if their norm is too large."""
@@ -2380,82 +2221,154 @@ def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step
         squares.append(norms.double().square().sum())
     total = comm.all_reduce(torch.stack(squares).sum()).item() if squares else 0.0
     if not math.isfinite(total):
-        bad = [place.name for bucket in buckets for place in bucket.params
-               if not bucket.part_of(place).norm().isfinite()]
-        named = sorted({name for names in comm.all_json(bad) for name in names})
-        raise RunError(f"gradients that step {step} sums are not finite: {', '.join(named)}; the step was not applied. "
-                       "Lower the learning rates, or look at the data of this step")
+        bad = comm.all_json([name for bucket in buckets for name in bucket.not_finite()])
+        raise RunError(f"gradients that step {step} sums are not finite: {', '.join(sorted({*itertools.chain(*bad)}))};"
+                       " the step was not applied. Lower the learning rates, or look at the data of this step")
     if clip_norm and math.sqrt(total) > clip_norm:
         for bucket in buckets:
             bucket.flat_grad_shard.mul_(clip_norm / math.sqrt(total))
 
-class Owner(NamedTuple):
-    """Where a model holds a parameter: under this name, in this module's own table by this key."""
-
-    param: nn.Parameter
-    name: str
-    table: dict[str, Any]
-    key: str
-
-def owners_of(model: nn.Module | None) -> list[Owner]:
-    """Of all parameters that learn."""
-    return [Owner(param, f"{prefix}.{key}".lstrip("."), module._parameters, key)
-            for prefix, module in (model.named_modules() if model is not None else ())
-            for key, param in module._parameters.items() if param is not None and param.requires_grad]
-
-def check_ownership(buckets: Sequence[Bucket], owners: Sequence[Owner]) -> dict[nn.Parameter, Bucket]:
-    """Each parameter's bucket. RunError if a parameter is in two or in none, or does not learn."""
-    param_to_bucket = {}
-    for bucket, place in ((bucket, place) for bucket in buckets for place in bucket.params):
-        if place.param in param_to_bucket:
+def check_ownership(buckets: Sequence[Bucket], model: nn.Module) -> list[tuple[str, dict[str, Any], str, nn.Parameter]]:
+    """Where the model holds each parameter that learns: its name, a module's own table, the key there, and itself.
+    RunError if one is in two buckets or in none, or one in a bucket does not learn."""
+    seen = set()
+    for place in (place for bucket in buckets for place in bucket.params):
+        if place.param in seen:
             raise RunError(f"{place.name} is in two buckets or twice in one; put each parameter into one bucket, once")
         if not place.param.requires_grad:
             raise RunError(f"{place.name} is frozen, and its bucket would wait for its gradient; leave it out")
-        param_to_bucket[place.param] = bucket
-    for owner in owners:
-        if owner.param not in param_to_bucket:
-            raise RunError(f"{owner.name} is in no bucket, and would never learn; put it into one, or freeze it by "
+        seen.add(place.param)
+    owners = [(f"{prefix}.{key}".lstrip("."), module._parameters, key, param)
+              for prefix, module in model.named_modules() for key, param in module._parameters.items()
+              if param is not None and param.requires_grad]
+    for name, _, _, param in owners:
+        if param not in seen:
+            raise RunError(f"{name} is in no bucket, and would never learn; put it into one, or freeze it by "
                            "requires_grad_(False)")
-    return param_to_bucket
+    return owners
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class SavedState:
+    """The state of buckets by names, the same at any number of ranks and any size of buckets: NAME, a parameter;
+    NAME/KEY, a tensor that its rule keeps; NAME/updates, how many there were; and in a state_dict NAME/lr."""
+
+    buckets: list[Bucket]
+    comm: Comm
+
+    def whole_state(self, bucket: Bucket) -> dict[str, Tensor]:
+        """Of one bucket, whole on every rank."""
+        wholes = {"": bucket.param_data}
+        for key, shard in bucket.state.items():
+            wholes[f"/{key}"] = shard.new_empty(self.comm.ranks * shard.numel())
+            self.comm.all_gather(wholes[f"/{key}"], shard.reshape(-1)).wait()
+        state = {place.name + key: bucket.part_of(place, x) for place in bucket.params for key, x in wholes.items()}
+        return state | {f"{place.name}/updates": torch.tensor(bucket.updates) for place in bucket.params}
+
+    def load_bucket(self, bucket: Bucket, state: dict[str, Tensor]) -> None:
+        """The inverse of whole_state, which takes out of `state` what it loads. RunError if something does not fit."""
+        def take(name: str, numel: int) -> Tensor:
+            saved = state.pop(name, torch.empty(0))
+            if saved.numel() != numel:
+                raise RunError(f"the saved state does not fit: {name} has {saved.numel()} values, not {numel}; it must "
+                               "come from the same model and the same rules")
+            return saved.view(-1)
+
+        updates = {place.name: int(take(f"{place.name}/updates", 1)) for place in bucket.params}
+        bucket.updates = max(updates.values())
+        if bucket.updates != min(updates.values()):
+            raise RunError(f"the saved state does not fit: a bucket has one number of updates, not {updates}")
+        if f"{bucket.params[0].name}/pending" in state:
+            bucket.state["pending"] = torch.zeros_like(bucket.flat_param_shard, dtype=bucket.grad_data.dtype)
+        wholes = {f"/{key}": x.new_zeros(self.comm.ranks, x.numel()) for key, x in bucket.state.items()}
+        for place, (key, whole) in itertools.product(bucket.params, {"": bucket.param_data, **wholes}.items()):
+            part = bucket.part_of(place, whole)
+            part.copy_(take(place.name + key, part.numel()))
+        for key, x in bucket.state.items():
+            x.view(-1).copy_(wholes[f"/{key}"][self.comm.rank])
+
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and every tensor of its state, whole on every rank."""
+        self.finish_all_gathers()
+        for bucket in self.buckets:
+            yield from self.whole_state(bucket).items()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """A copy of named_state, on the CPU: a GPU's memory is for training; and of each parameter's learning rate."""
+        rates = {f"{place.name}/lr": torch.tensor(self.group_of[place.param]["lr"], dtype=torch.float64)
+                 for bucket in self.buckets for place in bucket.params}
+        return {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()} | rates
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """The inverse of state_dict; what was on its way is dropped. RunError if something does not fit."""
+        state = dict(state)
+        self.finish_all_gathers()
+        self.reducer.drop_gradients()
+        for bucket in self.buckets:
+            self.load_bucket(bucket, state)
+            for place in bucket.params:  # a run's checkpoint has no rates: its plan knows
+                group = self.group_of[place.param]
+                group["lr"] = float(state.pop(f"{place.name}/lr", group["lr"]))
+        if state:
+            raise RunError(f"the saved state does not fit: this model has no {', '.join(sorted(state))}; it must come "
+                           "from the same model and the same rules")
+        self.reducer.step = max((bucket.updates * bucket.rule.every for bucket in self.buckets), default=0)
+
+    @property
+    def between_updates(self) -> bool:
+        """Gradients wait for an update that sums several steps: other than in exact mode, no state holds them."""
+        return not self.settings.exact and any(len(b.needs_overwrite) < len(b.params) for b in self.buckets)
+
+    def copy_parameter(self, source: str, target: str) -> None:
+        """target begins where source is, with its state: a parameter that was tied until now."""
+        if self.between_updates:
+            raise RunError(f"{target} cannot begin in a step whose gradients wait for an update; take the next step")
+        self.finish_all_gathers()
+        bucket_of = {place.name: bucket for bucket in self.buckets for place in bucket.params}
+        copied = {target + name.removeprefix(source): x for name, x in self.whole_state(bucket_of[source]).items()
+                  if name.split("/")[0] == source}
+        self.load_bucket(bucket_of[target], self.whole_state(bucket_of[target]) | copied)
+
+    def state_hash(self, further: Sequence[tuple[str, Tensor]] = ()) -> str:
+        """SHA-256 of all parameters, their state, how often each was updated, and further tensors."""
+        return hash_of([*self.named_state(), *further])
+
+class DistributedOptimizer(SavedState, torch.optim.Optimizer):
     """Parameters out: updates this rank's shard of each bucket, and gathers the new parameters from all ranks.
 
         before each backward:   prepare_for_backward(step, micro_batch, micro_batches)
         after the last one:     step(plan)
 
-    Gradients are averaged over micro-batches and ranks. As one of torch's optimizers it is used without the first line and
-    the plan: `backward()`, `step()`; then, as in DDP, the mean is over ranks alone, and the backwards of one step, of which
-    all but the last run in `no_sync()`, are summed. param_groups has one group for each rule and learning rate: set its
-    "lr", or let torch's schedulers do it. A parameter's own .grad is None throughout: clip by settings.clip_norm.
+    Gradients are averaged over micro-batches and ranks. As one of torch's optimizers it is used without the first line
+    and the plan: `backward()`, `step()`; then, as in DDP, the mean is over ranks alone, and the backwards of one step,
+    of which all but the last run in `no_sync()`, are summed. param_groups has a group for each rule and learning rate:
+    set its "lr", or let torch's schedulers do it. A parameter's .grad is None throughout: clip by settings.clip_norm.
     """
 
     def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings = SyncSettings(),
                  model: nn.Module | None = None, grad_scale: float = 1.0, compiled: bool = False):
         """model: whose modules wait for their buckets before they run, which overlap_param_gather needs; and whose
         parameters are seen to be those of the buckets, at once and before each step. grad_scale: see Reducer."""
-        self.buckets, self.comm, self.settings = list(buckets), comm, settings
-        self.param_owners = owners_of(model)
-        param_to_bucket = check_ownership(self.buckets, self.param_owners)
-        groups: dict[Any, dict[str, Any]] = {}  # by rule and learning rate
-        for bucket in self.buckets:
-            kind = (type(bucket.rule).__name__, getattr(bucket.rule, "lr", 0.0))
-            groups.setdefault(kind, {"rule": kind[0], "lr": kind[1], "params": []})
-            groups[kind]["params"] += [place.param for place in bucket.params]
-        super().__init__(groups.values(), {})
-        self.group_of = {param: group for group in self.param_groups for param in group["params"]}
         if settings.exact and (settings.find_unused_parameters or settings.clip_norm):
             raise RunError("exact mode excludes unused parameters and clipping: sums depend on the number of ranks")
         if settings.overlap_param_gather and model is None:
             raise RunError("overlap_param_gather waits in the model's forward; give the optimizer the model")
+        model = nn.Module() if model is None else model
+        self.buckets, self.comm, self.settings = list(buckets), comm, settings
+        self.param_owners = check_ownership(buckets, model)
+        groups: dict[Any, dict[str, Any]] = {}  # by rule and learning rate
+        for bucket in buckets:
+            kind = (type(bucket.rule).__name__, getattr(bucket.rule, "lr", 0.0))
+            group = groups.setdefault(kind, {"rule": kind[0], "lr": kind[1], "params": []})
+            group["params"] += [place.param for place in bucket.params]
+        super().__init__(groups.values(), {})
+        self.group_of = {param: group for group in self.param_groups for param in group["params"]}
         agree(comm, "models or settings", {  # or one bucket would be summed with another
             "scale of gradients": grad_scale, "sender": type(comm).__name__,
             **{f.name: getattr(settings, f.name) for f in dataclasses.fields(SyncSettings)},
-            **{f"bucket {bucket.name}": f"of {bucket.param_data.dtype}, gradients of {bucket.grad_data.dtype}, {bucket.rule}, "
-               f"{[(place.name, *place.param.shape) for place in bucket.params]}" for bucket in buckets}}, "Build the same "
-              "model from the same config on every rank")
-        frozen = [p for p in model.parameters() if not p.requires_grad] if model is not None else []
-        for x in (*(bucket.param_data for bucket in buckets), *frozen, *(model.buffers() if model is not None else ())):
+            **{f"bucket {bucket.name}": f"of {bucket.param_data.dtype}, gradients of {bucket.grad_data.dtype}, "
+               f"{bucket.rule}, {[(place.name, *place.param.shape) for place in bucket.params]}" for bucket in buckets},
+        }, "Build the same model from the same config on every rank")
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        for x in (*(bucket.param_data for bucket in buckets), *frozen, *model.buffers()):
             comm.broadcast(x.data)
         self.reducer = Reducer(buckets, comm, settings, grad_scale)
         self.prepare_for_backward, self.announce_rows = self.reducer.prepare_for_backward, self.reducer.announce_rows
@@ -2464,9 +2377,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # compiled code takes numbers as tensors, or it would be compiled again for each; of its own in each place
         as_tensor = functools.lru_cache(256)(lambda place, x: torch.full((), x, device=comm.device))
         self.number = as_tensor if compiled else lambda place, x: x
-        self.forward_hooks = []
+        self.forward_hooks, bucket_of = [], {place.param: bucket for bucket in buckets for place in bucket.params}
         for part, params in outer_parts(model) if settings.overlap_param_gather else ():
-            reads = list(dict.fromkeys(param_to_bucket[p] for p in params if p in param_to_bucket))
+            reads = list(dict.fromkeys(bucket_of[p] for p in params if p in bucket_of))
             self.forward_hooks.append(part.register_forward_pre_hook(
                 lambda part, inputs, reads=reads: self.finish_all_gathers(reads)))
 
@@ -2476,10 +2389,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.param_groups.append(group)  # torch's own would import its compiler, which takes over a second
 
     def remove_hooks(self) -> None:
-        for bucket in self.buckets:
-            for place in bucket.params:
-                Reducer.unhook(place)
-        for hook in self.forward_hooks:
+        for hook in (*self.forward_hooks, *(p.bucket_hook for group in self.param_groups for p in group["params"])):
             hook.remove()
 
     @contextlib.contextmanager
@@ -2502,13 +2412,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         parameters are then new. Of the plan the rules take lr_factor and momentum."""
         if callable(plan):
             raise RunError("step() calls no closure; call backward() before it")
-        for owner in self.param_owners:
-            if owner.table.get(owner.key) is not owner.param:
-                raise RunError(f"{owner.name} is another parameter than when the buckets were built; build the optimizer "
+        for name, table, key, param in self.param_owners:
+            if table.get(key) is not param:
+                raise RunError(f"{name} is another parameter than when the buckets were built; build the optimizer "
                                "after what replaces parameters, such as load_state_dict(assign=True)")
         reducer = self.reducer
         reducer.launch_rest()
-        untouched = reducer.find_untouched() if self.settings.find_unused_parameters else set()
+        untouched = self.find_untouched() if self.settings.find_unused_parameters else ()
         if self.settings.check_grads or self.settings.clip_norm:
             for bucket in reducer.due:
                 reducer.wait(bucket)
@@ -2517,39 +2427,45 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for bucket in turns:
             reducer.wait(bucket)
             if bucket.updates_in(reducer.step):
-                self._update(bucket, plan, untouched)
+                self.finish_all_gathers([bucket])  # one that no forward read since: what it sends must not change
+                with reducer.span(f"update {bucket.name}"):
+                    bucket.updates += 1
+                    self.apply_rule(bucket, plan, untouched)
                 with reducer.span(f"gather {bucket.name}"):
                     bucket.start_gather(self.comm)
-        reducer.next_step = reducer.step + 1
         reducer.release()
+        reducer.step += 1
         if not self.settings.overlap_param_gather:
             self.finish_all_gathers(turns)
 
-    def _update(self, bucket: Bucket, plan: Plan, untouched: set[str]) -> None:
-        self.finish_all_gathers([bucket])  # one that no forward read since: what it sends must not change
-        with self.reducer.span(f"update {bucket.name}"):
-            bucket.updates += 1
-            kept = [(x.view(-1)[here], x.view(-1)[here].clone()) for place in bucket.params if place.name in untouched
-                    for x in (bucket.param_shard, *bucket.state.values()) for here in [bucket.overlap(place, x)[0]]]
-            self.apply_rule(bucket, plan)
-            for x, old in kept:
-                x.copy_(old)
+    def find_untouched(self) -> set[BucketParam]:
+        """The parameters that no rank used since their last update."""
+        used = {place: place not in bucket.needs_overwrite for bucket in self.reducer.due for place in bucket.params}
+        counts = self.comm.all_reduce(torch.tensor([*used.values()], dtype=torch.float32, device=self.comm.device))
+        return {place for place, count in zip(used, counts.tolist()) if not count}
 
-    def apply_rule(self, bucket: Bucket, plan: Plan) -> None:
+    def apply_rule(self, bucket: Bucket, plan: Plan, untouched: Iterable[BucketParam] = ()) -> None:
+        """One update of this rank's shard, but for parameters that are to stay as they are, with their state."""
+        kept = [(part, part.clone()) for place in bucket.params if place in untouched
+                for part in (bucket.part_of(place, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
         rule, lr = bucket.rule, self.group_of[bucket.params[0].param]["lr"]
         rule = rule if lr == getattr(rule, "lr", lr) else dataclasses.replace(rule, lr=lr)
         hyper = {key: self.number(key, v) if isinstance(v, float) and bucket.compiles else v
-                 for key, v in rule.hyper(plan, bucket.updates).items()} | {"scale": bucket.scale}
-        bucket.update(self.updates[type(rule).update] if bucket.compiles else type(rule).update, hyper, self.settings.exact)
+                 for key, v in rule.hyper(plan, bucket.updates).items()}
+        update = type(rule).update
+        bucket.update(self.updates[update] if bucket.compiles else update, hyper, self.settings.exact)
+        for part, old in kept:
+            part.copy_(old)
 
     @torch.no_grad()
     def average(self, rate: float, share: float) -> None:
-        """After a step: a moving average of all parameters moves towards them by `rate`, then they towards it by `share`."""
+        """After a step: an average of all parameters moves towards them by `rate`, then they towards it by `share`."""
         for bucket in self.buckets:
-            kept = bucket.state["average"].lerp_(bucket.param_shard.to(bucket.state["average"].dtype), rate)
+            param, average = bucket.param_shard, bucket.state["average"]
+            average.lerp_(param.to(average.dtype), rate)
             if share:
                 self.finish_all_gathers([bucket])
-                bucket.param_shard.copy_(bucket.param_shard.lerp(kept.to(bucket.param_shard.dtype), share))
+                param.copy_(param.lerp(average.to(param.dtype), share))
                 Bucket.start_gather(bucket, self.comm)  # all of it, of whatever kind the bucket is
         if share:
             self.finish_all_gathers()
@@ -2561,55 +2477,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 with self.reducer.span(f"wait gather {bucket.name}"):
                     bucket.gathering.wait()
                 bucket.gathering = None
-
-    @property
-    def between_updates(self) -> bool:
-        """Gradients wait for an update that sums several steps: other than in exact mode, no state holds them."""
-        return not self.settings.exact and not all(place.needs_overwrite for bucket in self.buckets for place in bucket.params)
-
-    def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and every tensor of its state, for the names see Bucket.whole_state; the same for any number of
-        ranks and any size of buckets."""
-        self.finish_all_gathers()
-        for bucket in self.buckets:
-            yield from bucket.whole_state(self.comm).items()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """A copy of named_state, on the CPU: a GPU's memory is for training; and of each parameter's learning rate."""
-        rates = {f"{place.name}/lr": torch.tensor(self.group_of[place.param]["lr"], dtype=torch.float64)
-                 for bucket in self.buckets for place in bucket.params}
-        return {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()} | rates
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """The inverse of state_dict; what was on its way is dropped. RunError if something is missing or does not fit."""
-        known = {f"{place.name}{key}" for bucket in self.buckets for place in bucket.params
-                 for key in ("", "/updates", "/pending", "/lr", *(f"/{key}" for key in bucket.state))}
-        if unknown := sorted({*state} - known):
-            raise RunError(f"the saved state does not fit: this model has no {', '.join(unknown)}; it must come from the same "
-                           "model and the same rules")
-        self.finish_all_gathers()
-        self.reducer.drop_gradients()
-        for bucket in self.buckets:
-            bucket.load_state(state)
-            for place in bucket.params:
-                if f"{place.name}/lr" in state:  # a run's checkpoint has none: its plan knows
-                    self.group_of[place.param]["lr"] = float(state[f"{place.name}/lr"])
-        self.reducer.next_step = max((bucket.updates * bucket.rule.every for bucket in self.buckets), default=0)
-
-    def copy_parameter(self, source: str, target: str) -> None:
-        """target begins where source is, with its state: a parameter that was tied until now. RunError between updates."""
-        if self.between_updates:
-            raise RunError(f"{target} cannot begin in a step whose gradients still wait for an update; take the next step")
-        self.finish_all_gathers()
-        of_source, of_target = (next(bucket for bucket in self.buckets for place in bucket.params if place.name == name)
-                                for name in (source, target))
-        copied = {target + name.removeprefix(source): x for name, x in of_source.whole_state(self.comm).items()
-                  if name.split("/")[0] == source}
-        of_target.load_state({**of_target.whole_state(self.comm), **copied})
-
-    def state_hash(self, further: Sequence[tuple[str, Tensor]] = ()) -> str:
-        """SHA-256 of all parameters, their state, how often each was updated, and further tensors."""
-        return hash_of([*self.named_state(), *further])
 
 def hash_of(tensors: Sequence[tuple[str, Tensor]]) -> str:
     """SHA-256 over names and bytes of tensors, in the order of names; several are hashed at a time."""
@@ -2661,9 +2528,7 @@ def assignments(config: Config) -> tuple[Assignment, ...]:
 def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
     """Each parameter that learns with its rule, in the model's order. RunError unless exactly one line matches each."""
     specs = []
-    for name, param in model.named_parameters():
-        if not param.requires_grad:
-            continue
+    for name, param in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
         lines = [line for line in table if fnmatchcase(name, line.pattern)]
         if len(lines) != 1:
             raise RunError(f"{name}: {len(lines)} lines of the table of assignments match it "
@@ -2673,8 +2538,9 @@ def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
         if isinstance(spec.rule, NorMuon):
             rows, columns = spec.rule.unit(spec)
             if not spec.unit and param.shape == (3 * columns, columns):
-                raise RunError(f"{name} [{rows}, {columns}] may be three matrices in one, such as a fused query, key and value: give "
-                               f"its line of the table unit=({columns}, {columns}); or, if it is one, unit=({rows}, {columns})")
+                raise RunError(f"{name} [{rows}, {columns}] may be three matrices in one, such as a fused query, key, "
+                               f"value: give its line of the table unit=({columns}, {columns}); or, if it is one, "
+                               f"unit=({rows}, {columns})")
             spec = spec._replace(rule=dataclasses.replace(spec.rule, wide=param.numel() > param.shape[0] ** 2),
                                  scale=spec.scale * math.sqrt(max(1, rows / columns)))  # as in Keller Jordan's Muon
         specs.append(spec)
@@ -2683,8 +2549,8 @@ def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
 def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon_lr: float = NorMuon.lr,
                         adam_lr: float = Adam.lr) -> list[Assignment]:
     """The table, and a line for each parameter that it leaves out: NorMuon for the matrices inside the model, Adam for
-    embeddings, the last matrix (the head) and vectors. The gates of torch's recurrent layers and its fused attention are
-    matrices by themselves; for those of your own state the unit. RunError if a line of the table matches nothing."""
+    embeddings, the last matrix (the head) and vectors. The gates of torch's recurrent layers and its fused attention
+    are matrices by themselves; for those of your own state the unit. RunError if a line matches nothing."""
     embeddings, units, head, learns = set(), {}, None, [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     for module in model.modules():
         own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
@@ -2697,7 +2563,7 @@ def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon
         if isinstance(line.rule, type):
             raise RunError(f"{line.pattern}: its rule is the class {line.rule.__name__}; write {line.rule.__name__}()")
         if not any(fnmatchcase(name, line.pattern) for name, _ in learns):
-            raise RunError(f"{line.pattern}: no parameter that learns has such a name; named_parameters() tells what there is")
+            raise RunError(f"{line.pattern}: no parameter that learns has such a name; named_parameters() has them all")
     lines = list(table)
     for name, p in learns:
         inside = p.dim() > 1 and 1 < p.shape[0] < p.numel() and p is not head and p not in embeddings
@@ -2711,8 +2577,8 @@ def make_optimizer(model: nn.Module, table: Sequence[Assignment] = (), bucket_mb
                    adam_lr: float = Adam.lr) -> DistributedOptimizer:
     """The optimizer of any model, on its device, in the process group that there is; see default_assignments."""
     if not isinstance(model, nn.Module):
-        raise RunError(f"make_optimizer got a {type(model).__name__}; give it the model itself: names of parameters and kinds of "
-                       "modules decide by which rule each is updated")
+        raise RunError(f"make_optimizer got a {type(model).__name__}; give it the model itself: names of parameters and"
+                       " kinds of modules decide by which rule each is updated")
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     specs = assign(model, default_assignments(model, table, muon_lr, adam_lr))
     if not specs:
@@ -2728,19 +2594,20 @@ def build_model(config: Config, encoding: Encoding) -> GPT:
                backout_layer=config.backout_layer, max_tokens=max(config.micro_batch_tokens, config.val_len),
                loss_tokens=config.micro_batch_tokens, dtype=getattr(torch, config.dtype), fp8_head=config.fp8_head,
                ngrams=parse_ngrams(config.ngrams),
-               softcap=Softcap(config.logit_cap, config.logit_shift, config.logit_softness), stream_gain=config.stream_gain,
-               head_init=config.head_init, value_init=config.value_init, output_init=config.output_init,
-               value_gates=config.value_gates, exclude_self=config.exclude_self, key_offset=config.key_offset,
-               qk_apart=config.muon_qk_heads > 0, ngram_mix=config.ngram_mix)
+               softcap=Softcap(config.logit_cap, config.logit_shift, config.logit_softness),
+               stream_gain=config.stream_gain, head_init=config.head_init, value_init=config.value_init,
+               output_init=config.output_init, value_gates=config.value_gates, exclude_self=config.exclude_self,
+               key_offset=config.key_offset, qk_apart=config.muon_qk_heads > 0, ngram_mix=config.ngram_mix)
 
 def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False,
                     grad_scale: float = 1.0) -> DistributedOptimizer:
-    """The optimizer of a config for a model that is on its device. grad_scale: how much smaller micro-batches were made,
-    since the loss of one is a sum over its tokens."""
+    """The optimizer of a config for a model that is on its device. grad_scale: how much smaller micro-batches were
+    made, since the loss of one is a sum over its tokens."""
     specs = assign(model, assignments(config))
     buckets = fill_buckets(specs, config.bucket_mb * 2 ** 20, comm.rank, comm.ranks, config.grad_reduce_in_fp32)
     for bucket in buckets if config.tail_average else ():
-        bucket.state["average"] = bucket.param_shard.to(torch.promote_types(bucket.param_shard.dtype, torch.float32), copy=True)
+        wide = torch.promote_types(bucket.param_shard.dtype, torch.float32)
+        bucket.state["average"] = bucket.param_shard.to(wide, copy=True)
     return DistributedOptimizer(buckets, comm, config, model, grad_scale, compiled)
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -3162,8 +3029,7 @@ def transfer_parts(trainer: Trainer) -> Iterator[Part]:
         full = everyones[comm.rank].clone()
         if kind == "all-reduce":
             return [comm.all_reduce(full)]
-        reduce_scatter = comm.reduce_scatter_exactly if exact else comm.reduce_scatter
-        reduce_scatter(full[comm.rank], full.view(-1), comm.receive_buffer(full.view(-1), exact)).wait()
+        comm.reduce_scatter(full[comm.rank], full.view(-1), comm.receive_buffer(full.view(-1), exact)).wait()
         comm.all_gather(full.view(-1), full[comm.rank]).wait()
         return [full]
 

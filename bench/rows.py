@@ -4,7 +4,8 @@
     python bench/rows.py --ranks 4 --rounds 2     bytes are those of as many ranks, times those of an overfull machine
 
 Bytes are counted where they leave a rank, over the steps of one cycle of Adam; a model without the tables is subtracted. "needed"
-are those of the rows' gradients that others own, and of new rows that others hold; beside them travel the rows' numbers.
+are those of the rows' gradients that others own, and of new rows that others hold; beside them travels, a bit
+a row, which rows a rank reads.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ VARIANTS = {WITHOUT: {"ngrams": ""}, ALL: {"lazy_tables": False}, TOUCHED: {"laz
 
 
 class Counting(train_gpt.Comm):
-    """Adds up what leaves this rank: [numbers of rows, all else], in bytes."""
+    """Adds up what leaves this rank: [which rows are read, all else], in bytes."""
 
     def __init__(self, rank: int, ranks: int):
         super().__init__(rank, ranks)
@@ -40,7 +41,7 @@ class Counting(train_gpt.Comm):
 
 
 def measure(rank: int, ranks: int, flags: list[str], rounds: int) -> dict[str, tuple[list[float], list[list[float]]]]:
-    """Of each variant the seconds of its turns, and of each turn the bytes [numbers, all else], both by the step."""
+    """Of each variant the seconds of its turns, and of each turn the bytes [which rows, all else], both by the step."""
     _, base = train_gpt.parse_config(flags, "laptop")
     shards = train_gpt.find_shards(base.train_files, base.train_shards)
     trainers = {name: train_gpt.Trainer(dataclasses.replace(base, **changes), Counting(rank, ranks), torch.device("cpu"), shards)
@@ -64,15 +65,15 @@ def main() -> None:
     parser.add_argument("--flags", default="", help="flags of train_gpt.py, in one string")
     args = parser.parse_args()
     found = on_ranks(args.ranks, measure, shlex.split(args.flags), args.rounds)
-    numbers, rest = ({name: statistics.mean(x[kind] for x in sent) for name, (_, sent) in found.items()} for kind in (0, 1))
+    which, rest = ({name: statistics.mean(x[kind] for x in sent) for name, (_, sent) in found.items()} for kind in (0, 1))
     rows = []
     for name, (times, _) in found.items():
         needed = rest[name] - rest[WITHOUT]
-        share = f"{(needed + numbers[name]) / needed:.3f}" if needed else ""
-        rows.append([name, f"{needed / 1e6:.2f}", f"{numbers[name] / 1e6:.3f}", share, spread([1000 * t for t in times], 0),
+        share = f"{(needed + which[name]) / needed:.3f}" if needed else ""
+        rows.append([name, f"{needed / 1e6:.2f}", f"{which[name] / 1e6:.3f}", share, spread([1000 * t for t in times], 0),
                      spread(ratios(times, found[ALL][0]))])
     print(machine())
-    print(table([f"rank 0 of {args.ranks}", "MB needed", "of numbers", "sent / needed", "ms a step", f"ratio to all rows (n = {args.rounds})"],
+    print(table([f"rank 0 of {args.ranks}", "MB needed", "MB, which rows", "sent / needed", "ms a step", f"ratio to all rows (n = {args.rounds})"],
                 rows))
 
 
