@@ -745,14 +745,14 @@ def sha256_of(data: Any) -> str:
 def load_tokens(shard: Shard) -> np.ndarray:
     """All tokens of a shard, uint16 [tokens]. RunError if one is outside the vocabulary, or the file is another one."""
     raw = shard.path.read_bytes()
-    if len(raw) != HEADER_INTS * 4 + 2 * shard.tokens or shard.sha256 and sha256_of(raw) != shard.sha256:
-        raise RunError(f"{shard.path}: is not the file that it was when the run began; leave the data alone while a run "
-                       "reads it, and start the run again")
+    same = len(raw) == HEADER_INTS * 4 + 2 * shard.tokens and shard.sha256 in ("", sha256_of(raw))
+    demand(same, f"{shard.path}: is not the file that it was when the run began; leave the data alone while a run "
+           "reads it, and start the run again")
     tokens = np.frombuffer(raw, dtype="<u2", offset=HEADER_INTS * 4)
     highest = int(tokens.max(initial=0))
     if highest >= shard.encoding.vocab_size:
         raise RunError(f"{shard.path}: token {highest} at position {tokens.argmax()}, but the vocabulary has "
-                       f"{shard.encoding.vocab_size}; the shard is damaged or its header names another encoding: make it "
+                       f"{shard.encoding.vocab_size}; it is damaged, or its header names another encoding: make it "
                        "again")
     return tokens
 
@@ -797,7 +797,7 @@ def pack(ends: np.ndarray, first: int, count: int, tokens: int) -> list[tuple[in
     return taken
 
 def fill_micro_batch(documents: Documents, bos_id: int, first: int, last: int, last_tokens: int) -> np.ndarray:
-    """The tokens of one micro-batch, uint16 [tokens + 1]. BOS opens every document, a later piece of a split one too."""
+    """The tokens of one micro-batch, uint16 [tokens + 1]. BOS opens every document, later pieces of a split one too."""
     lengths = documents.lengths[first:last + 1].copy()
     lengths[-1] = last_tokens
     starts = documents.starts[first:last + 1]
@@ -815,9 +815,9 @@ class Position(NamedTuple):
 class Stream:
     """Batches of packed documents for one rank; the next shard is loaded and indexed in the background.
 
-    Rank r takes micro_batches / ranks micro-batches of a batch in a row, so what the ranks read together does not depend
-    on how many they are. A batch that would run past a shard's last document begins anew at the next. With several
-    epochs the shards follow one another again, shuffled in another order where documents are shuffled.
+    Rank r takes micro_batches / ranks micro-batches of a batch in a row, so what the ranks read together does not
+    depend on how many they are. A batch that would run past a shard's last document begins anew at the next. With
+    several epochs the shards follow one another again, shuffled in another order where documents are shuffled.
 
     digest sums, modulo 2**256, the SHA-256 of each micro-batch of this rank behind its step and its place in the step
     (8 bytes each): the sum over the ranks does not depend on their number, and goes on where a run goes on.
@@ -836,9 +836,8 @@ class Stream:
         """All documents of a shard, in the order of the run; long ones as pieces, which are shuffled each by itself."""
         c, shard = self.config, self.shards[index]
         documents = index_documents(load_tokens(shard), shard.encoding.bos_id)
-        if not len(documents.starts):
-            raise RunError(f"{shard.path}: no token is BOS ({shard.encoding.bos_id}), so no document begins; make it again "
-                           "with a script of data/, or write its BOS id into header word 4")
+        demand(len(documents.starts), f"{shard.path}: no token is BOS ({shard.encoding.bos_id}), so no document begins; "
+               "make it again with a script of data/, or write its BOS id into header word 4")
         if self.split:
             documents, _ = limit_documents(documents, self.longest, split=True)
         if c.shuffle:
@@ -853,11 +852,10 @@ class Stream:
         return documents
 
     def _limit(self, index: int, longest: int) -> tuple[Documents, np.ndarray, np.ndarray]:
-        """A shard's documents of at most `longest` tokens, the running sum of their lengths, and of what each is a piece.
-        Starts loading the shard after it, forgets the others."""
-        if index >= len(self.shards):
-            raise RunError(f"the training data ran out: {self.described()}, but documents of at most {longest} did not fill "
-                           f"{self.config.num_steps} steps; add shards, or lower --num_steps")
+        """A shard's documents of at most `longest` tokens, the running sum of their lengths, and of what each is a
+        piece. Starts loading the shard after it, forgets the others."""
+        demand(index < len(self.shards), f"the training data ran out: {self.described()}, but documents of at most "
+               f"{longest} did not fill {self.config.num_steps} steps; add shards, or lower --num_steps")
         wanted = [i for i in (index, index + 1) if i < len(self.shards)]
         self.loaded = {i: self.loaded.get(i) or self.loader.submit(self._load, i) for i in wanted}
         documents, piece_of = limit_documents(self.loaded[index].result(), longest, self.split)
@@ -895,8 +893,8 @@ class Stream:
     def check_enough(self) -> None:
         """RunError if it is known already that the data ends before the run: exactly, where all is loaded."""
         c, needed = self.config, tokens_of_steps(self.config, self.config.num_steps)
-        if sum(shard.tokens for shard in self.shards) < needed:
-            raise RunError(f"{self.described()}; {c.num_steps} steps read at least {needed}: add shards, or lower --num_steps")
+        demand(sum(shard.tokens for shard in self.shards) >= needed, f"{self.described()}; {c.num_steps} steps read at "
+               f"least {needed}: add shards, or lower --num_steps")
         if len(self.shards) <= 2 * c.epochs:
             start = self.position
             for step in range(c.num_steps):
@@ -925,9 +923,8 @@ def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.nd
     if len(stream) < max(wanted, 2):
         raise RunError(f"validation needs {max(wanted, 2)} tokens, {len(shards)} shard(s) like {shards[0].path} hold "
                        f"{len(stream)}; fetch the whole split, or lower --val_tokens (a multiple of --val_len; 0: all)")
-    if not (stream == shards[0].encoding.bos_id).any():
-        raise RunError(f"{shards[0].path}: no token is BOS ({shards[0].encoding.bos_id}), so no document begins: make it "
-                       "again")
+    demand((stream == shards[0].encoding.bos_id).any(), f"{shards[0].path}: no token is BOS "
+           f"({shards[0].encoding.bos_id}), so no document begins: make it again")
     rows = -(-(len(stream) - 1) // length)
     padded = np.full(rows * length + 1, -1, dtype=np.int32)
     padded[:len(stream)] = stream
@@ -1091,8 +1088,8 @@ def block_mask(docs: Tensor, window: int) -> BlockMask:
 MASK_PIECE = 1024  # queries
 
 def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype) -> Tensor:
-    """The predicate for scaled_dot_product_attention where FlexAttention fails: pieces of queries, each with its own keys
-    and `reach` earlier ones. 0 or -inf [T / piece, piece, reach + piece], of one shape for all windows up to reach."""
+    """The predicate for scaled_dot_product_attention where FlexAttention fails: pieces of queries, each with its own
+    keys and `reach` earlier ones. 0 or -inf [T / piece, piece, reach + piece], one shape for windows up to reach."""
     piece = math.gcd(len(docs), MASK_PIECE)
     q = torch.arange(len(docs), device=docs.device, dtype=torch.int32).view(-1, piece, 1)
     k = q[:, :1] + torch.arange(-reach, piece, device=docs.device, dtype=torch.int32)
@@ -1193,8 +1190,8 @@ class Attention(nn.Module):
         return F.linear(y.reshape(tokens, dim), o_weight)
 
     def gated(self, x: Tensor, values: Tensor) -> Tensor:
-        """The value table's vectors [T, dim], each head's times its gate, from 0 to 2, which half of the entries are for
-        the stream and half for the vectors to open."""
+        """The value table's vectors [T, dim], each head's times its gate, from 0 to 2, which half of the entries are
+        for the stream and half for the vectors to open."""
         if self.value_gate is None:
             return values
         half = self.value_gate.size(1) // 2
@@ -1281,8 +1278,8 @@ class Softcap(NamedTuple):
 class SoftcappedCrossEntropy(torch.autograd.Function):
     """The value and the gradient of the plain form in Head.forward, for compiled code; x [T, V] is the head's product.
 
-    Logits z between 0 and a cap need no maximum: log sum exp(z) is log sum exp(z - cap) + cap. So forward reads x once, and
-    backward makes each element's gradient from it and its row's sum; compiled, torch's own would read it three times.
+    Logits z between 0 and a cap need no maximum: log sum exp(z) is log sum exp(z - cap) + cap. So forward reads x once,
+    and backward makes each element's gradient from it and its row's sum; compiled, torch's own would read it thrice.
     """
 
     @staticmethod
@@ -1307,7 +1304,8 @@ class Head(nn.Module):
     def __init__(self, vocab: int, dim: int, dtype: torch.dtype, fp8: bool, softcap: Softcap, init: float = 0.0):
         """init: standard deviation of the first weights."""
         super().__init__()
-        self.weight = nn.Parameter(init * torch.randn(vocab, dim, dtype=dtype) if init else torch.zeros(vocab, dim, dtype=dtype))
+        first = init * torch.randn(vocab, dim, dtype=dtype) if init else torch.zeros(vocab, dim, dtype=dtype)
+        self.weight = nn.Parameter(first)
         self.fp8, self.softcap = fp8, softcap
 
     def product(self, x: Tensor) -> Tensor:
@@ -1323,7 +1321,8 @@ class Head(nn.Module):
         x = self.product(x)
         if torch.compiler.is_compiling():
             return SoftcappedCrossEntropy.apply(x, targets, weights, self.softcap)
-        losses = [F.cross_entropy(self.softcap(x), of_distance, ignore_index=-1, reduction="sum") for of_distance in targets]
+        losses = [F.cross_entropy(self.softcap(x), of_distance, ignore_index=-1, reduction="sum")
+                  for of_distance in targets]
         return (torch.stack(losses) * weights).sum()
 
 @functools.lru_cache(maxsize=4)  # a copy to a GPU at each step would make it wait
@@ -1333,8 +1332,8 @@ def weights_tensor(weights: tuple[float, ...], device: torch.device) -> Tensor:
 class NgramTable(nn.Embedding):
     """A learned vector for the n tokens that end at each place. Before a document stands BOS, whatever came before it.
 
-    With a row for each n-gram of the vocabulary each has its own. Else a hash shares the rows out, and signs by the rest of
-    it let n-grams in one row disturb each other with mean 0 (feature hashing, arXiv:0902.2206).
+    With a row for each n-gram of the vocabulary each has its own. Else a hash shares the rows out, and signs by the
+    rest of it let n-grams in one row disturb each other with mean 0 (feature hashing, arXiv:0902.2206).
     """
 
     SIGNS, BITS, FACTOR = 8192, 40, 2_654_435  # of the hash; a product stays below 2 ** 63
@@ -1467,10 +1466,11 @@ class GPT(nn.Module):
         return (x0, total) if self.ngram_mix else (total, None)
 
     def ngram_numbers(self, tokens: Tensor) -> list[Tensor]:
-        """Tokens [..., T] -> for each table the numbers of its n-grams, or their hashes, which tables share; of that shape."""
+        """Tokens [..., T] -> for each table its n-grams' numbers, or hashes, which tables share; of that shape."""
         token, inside, lasts = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), []
-        for _ in range(max((table.n for table in self.ngrams), default=0)):  # the last token, the one before it, and so on,
-            lasts.append(torch.where(inside, token, self.bos_id))  # while it is of the same document
+        for _ in range(max((table.n for table in self.ngrams), default=0)):
+            # the last token, the one before it, and so on, while it is of the same document
+            lasts.append(torch.where(inside, token, self.bos_id))
             inside = inside & (token != self.bos_id)
             token = F.pad(token[..., :-1], (1, 0), value=self.bos_id)
         return self.numbers_of(lasts)
@@ -1482,9 +1482,10 @@ class GPT(nn.Module):
 
     def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
         """Of each n-gram table the rows that a forward of these tokens [..., T] reads."""
-        return {table.weight: number % table.num_embeddings for table, number in zip(self.ngrams, self.ngram_numbers(tokens))}
+        return {table.weight: number % table.num_embeddings
+                for table, number in zip(self.ngrams, self.ngram_numbers(tokens))}
 
-    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows, loss_weights: tuple[float, ...] = (1.0,)) -> Tensor:
+    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows, loss_weights: Numbers = (1.0,)) -> Tensor:
         """inputs, targets [T] -> the sum of the targets' cross entropies, in nats; targets of -1 count nothing. Further
         weights are of the targets of later positions: what lies beyond the last counts nothing."""
         x = self.trunk(inputs, windows)
@@ -1498,7 +1499,7 @@ class GPT(nn.Module):
         return self.lm_head.logits(self.trunk(inputs, windows))
 
     def compile_parts(self) -> None:
-        """Compile each kind of block, the head and what stands between them by itself. Blocks of one kind share one compiled
+        """Compile each kind of block, the head and what stands between them by itself. Blocks of one kind share one
         graph, and gradients leave backward block by block: compiled as a whole, all would appear at its end."""
         for part in (*self.blocks, self.lm_head):
             part.forward = torch.compile(part.forward, dynamic=False)
@@ -1530,8 +1531,8 @@ def polar(u: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Adam:
-    """Adam (arXiv:1412.6980). Its unit is an element: any equal parts of a bucket may lie on the ranks. The defaults are
-    usual ones; the record's are in Config."""
+    """Adam (arXiv:1412.6980). Its unit is an element: any equal parts of a bucket may lie on the ranks. The defaults
+    are usual ones; the record's are in Config."""
 
     lr: float = 3e-3
     beta1: float = 0.9
@@ -1543,9 +1544,8 @@ class Adam:
     rows: bool = False  # lazy: its unit is a table's row, and one without a gradient stays as it is, with its moments
 
     def unit(self, spec: ParamSpec) -> tuple[int, ...]:
-        if self.rows and spec.param.dim() != 2:
-            raise RunError(f"{spec.name} has shape {tuple(spec.param.shape)}, and its rule updates the rows of tables; give it "
-                           "Adam without `rows`")
+        demand(not self.rows or spec.param.dim() == 2, f"{spec.name} has shape {tuple(spec.param.shape)}, and its rule "
+               "updates the rows of tables; give it Adam without `rows`")
         return tuple(spec.param.shape[1:]) if self.rows else ()
 
     def init_state(self, shard: Tensor) -> dict[str, Tensor]:
@@ -1561,9 +1561,9 @@ class Adam:
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: dict[str, Any]) -> None:
-        """In place on param [n] and its state; float32 inside. eps is added before the bias correction, as the record has
-        it: p -= lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + eps), and with a decay p -= decay * p where that
-        made p smaller."""
+        """In place on param [n] and its state; float32 inside. eps is added before the bias correction, as the record
+        has it: p -= lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + eps), and with a decay p -= decay * p where
+        that made p smaller."""
         lr, beta1, beta2, eps, t = (hyper[key] for key in ("lr", "beta1", "beta2", "eps", "t"))
         p, g, m, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (param, grad, state["m"], state["v"]))
         correction, before = (1 - beta2 ** t) ** 0.5, p.clone() if "decay" in hyper else p
@@ -1594,15 +1594,16 @@ class NorMuon:
         """The shape that the spec states; else the parameter is one matrix, a convolution's [out, all the rest]."""
         shape, unit = tuple(spec.param.shape), spec.unit
         if len(shape) < 2 or unit and (len(unit) != 2 or spec.param.numel() % math.prod(unit)):
-            raise RunError(f"NorMuon updates matrices, and {spec.name} has shape {shape}, in units of {unit or 'all'}: give it "
-                           "a rule of elements, such as Adam, or a unit of two numbers that fills it")
+            raise RunError(f"NorMuon updates matrices, and {spec.name} has shape {shape}, in units of {unit or 'all'}: "
+                           "give it a rule of elements, such as Adam, or a unit of two numbers that fills it")
         return unit or (shape[0], math.prod(shape[1:]))
 
     def init_state(self, shard: Tensor) -> dict[str, Tensor]:
         """Momentum of a shard [n, rows, columns], and the second moment along the axis that is left; float32."""
+        dtype = torch.promote_types(shard.dtype, torch.float32)
         second = shard[:, :1] if self.wide else shard[:, :, :1]
-        return {"m": torch.zeros_like(shard, dtype=torch.promote_types(shard.dtype, torch.float32)),
-                "v": torch.zeros(second.shape, dtype=torch.promote_types(shard.dtype, torch.float32), device=shard.device)}
+        return {"m": torch.zeros_like(shard, dtype=dtype),
+                "v": torch.zeros(second.shape, dtype=dtype, device=shard.device)}
 
     def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
         lr, decay = self.lr * plan.lr_factor, self.lr * self.weight_decay * plan.lr_factor
@@ -2923,11 +2924,13 @@ ALLOWED_OF_POLAR, ALLOWED_OF_GATES = 0.06, 0.9
 
 def model_parts(trainer: Trainer) -> Iterator[Part]:
     """Attention, each kind of block, and the head: with gradients, on a micro-batch of noise."""
-    c, model, device, plan = trainer.config, trainer.model, trainer.device, plan_of(trainer.config, trainer.config.num_steps - 1)
+    c, model, device = trainer.config, trainer.model, trainer.device
+    plan = plan_of(c, c.num_steps - 1)
     for p in model.parameters():  # a zero would hide what is behind it
         p.data.normal_(0, 0.02) if p.dim() > 1 else p.data.fill_(0.5)
     with device:
-        as_plain = dataclasses.replace(c, dtype="float32", fp8_head=False, ngrams="")  # whose tables take part in none of this
+        # without tables, which take part in none of this
+        as_plain = dataclasses.replace(c, dtype="float32", fp8_head=False, ngrams="")
         plain = build_model(as_plain, trainer.stream.shards[0].encoding)
         text = torch.where(torch.rand(c.micro_batch_tokens) < 0.002, model.bos_id, 0)
         targets = torch.randint(len(model.embed.weight), (len(plan.loss_weights), len(text)))
@@ -2935,7 +2938,8 @@ def model_parts(trainer: Trainer) -> Iterator[Part]:
         x, x0, values, ngrams, back, grad = noise
     plain.load_state_dict(model.state_dict(), strict=False)
     plain.reach, plain.loss_tokens = longest_window(c), 1024
-    plain.lm_head.forward = functools.partial(torch.utils.checkpoint.checkpoint, plain.lm_head.forward, use_reentrant=False)
+    again = torch.utils.checkpoint.checkpoint  # float32 logits are not kept
+    plain.lm_head.forward = functools.partial(again, plain.lm_head.forward, use_reentrant=False)
     masks = {m: m.masks(text, plan.windows) for m in (model, plain)}
 
     def attention(m: GPT, *qkv: Tensor) -> Tensor:
@@ -2952,10 +2956,12 @@ def model_parts(trainer: Trainer) -> Iterator[Part]:
         return layer.value_table is not None, c.ngram_mix > 0, layer.reads_back
 
     def head(m: GPT, x: Tensor) -> Tensor:
-        pieces, weights = zip(x.split(m.loss_tokens), targets.split(m.loss_tokens, dim=1)), weights_tensor(plan.loss_weights, device)
+        weights = weights_tensor(plan.loss_weights, device)
+        pieces = zip(x.split(m.loss_tokens), targets.split(m.loss_tokens, dim=1))
         return sum(m.lm_head(*piece, weights) for piece in pieces)
 
-    def part(name: str, way: tuple[str, Any], function: Callable[..., Tensor], given: Sequence[Tensor], *learnt: str) -> Part:
+    def part(name: str, way: tuple[str, Any], function: Callable[..., Tensor], given: Sequence[Tensor],
+             *learnt: str) -> Part:
         def compute(by_plain: bool) -> list[Tensor]:
             m, math_alone = (plain, torch.nn.attention.SDPBackend.MATH) if by_plain else (model, None)
             inputs = [y.detach().to(torch.float32 if by_plain else y.dtype).requires_grad_() for y in given]
@@ -2966,8 +2972,8 @@ def model_parts(trainer: Trainer) -> Iterator[Part]:
             return [out.detach(), *torch.autograd.grad(out, inputs, out_grad)]
         return Part(name, way[0], compute, ALLOWED_IN_FP8 if way[0] == "fp8" else ALLOWED[x.dtype], way[1])
 
-    yield part("attention", ("masks in pieces", None) if model.reach else (
-        "FlexAttention" if device.type == "cuda" else "dense mask", ("attention", "masked")), attention, (x, x0, values))
+    usual = "FlexAttention" if device.type == "cuda" else "dense mask", ("attention", "masked")
+    yield part("attention", ("masks in pieces", None) if model.reach else usual, attention, (x, x0, values))
     kinds = {(layer.window == "P", c.key_offset and layer.window, bool(layer.window), layer.mlp, *takes(layer)): i
              for i, layer in reversed([*enumerate(model.layers)]) if layer.window or layer.mlp}
     for i in kinds.values():
