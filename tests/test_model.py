@@ -397,10 +397,11 @@ def make_trainer(folder, config, grad_scale=1.0, dtype=torch.float64):
     """A trainer on a shard in this folder, none of its parameters zero; all of it in float64 unless said otherwise."""
     write_shard(folder / "train.bin", some_documents(21, 6000))
     shards = train_gpt.find_shards(str(folder / "train.bin"))
+    asked = dataclasses.replace(config, micro_batch_tokens=grad_scale * config.micro_batch_tokens)
     torch.set_default_dtype(dtype)
     try:
         trainer = train_gpt.Trainer(dataclasses.replace(config, dtype=str(dtype).removeprefix("torch.")), train_gpt.Comm(),
-                                    torch.device("cpu"), shards, grad_scale)
+                                    torch.device("cpu"), shards, asked)
     finally:
         torch.set_default_dtype(torch.float32)
     shake(trainer.model)

@@ -385,9 +385,9 @@ def test_a_clock_that_falls_or_outruns_the_wall_is_caught(race, judge, tmp_path)
 
 
 def test_a_script_with_a_slow_clock_is_caught(train, judge):
-    step = "        losses.record(plan, clock, trainer.step("
+    step = "            self.losses.record(plan, self.trainer.step("
     log = train(("self.elapsed += 1000 *", "self.elapsed += 500 *"),
-                ("self.elapsed + (1000 *", "self.elapsed + (500 *"), (step, "        time.sleep(0.05)\n" + step))
+                ("self.elapsed + (1000 *", "self.elapsed + (500 *"), (step, "            time.sleep(0.05)\n" + step))
     status, rules = judge(log)
     assert status == 1 and "under no name" in rules["all time outside the clock is named"][1]
 
@@ -540,8 +540,7 @@ def test_sides_that_cannot_be_compared_are_caught(race, judge, change, rule, wor
 def test_libraries_of_another_digest_are_caught_and_older_logs_without_one_are_not(race, judge, before, status):
     def both(log, run, side):
         scale_clock(log, 2 + (side == "b") + 0.01 * run)
-        if side == "a" or before:
-            log.set("start.versions.libraries", "0" * 64 if side == "a" else before)
+        log.set("start.versions.libraries", "0" * 64 if side == "a" else before)
     found = judge(race(4, "ab", both))
     assert found[0] == status
     if status:
@@ -769,7 +768,7 @@ def test_a_source_that_is_too_long_to_scan_is_refused():
 
 def test_the_script_itself_is_clean():
     found = verify.scan(SOURCE)
-    assert found.findings == found.foreign == [] and found.imports_torch and len(found.look) < 20
+    assert found.findings == found.foreign == [] and found.imports_torch and len(found.look) <= 20
 
 
 def test_a_setting_in_a_log_is_caught(race, judge):
@@ -941,7 +940,7 @@ TRAIN_IN_VALIDATION = ("        losses[i] = model(inputs.clamp_min(0), targets, 
 def test_training_in_validation_is_caught(train, judge, rerun):
     log = steady(train(TRAIN_IN_VALIDATION, warmup_steps=0, num_steps=4))
     fails_only(judge(log), "validation does not train", "state")
-    forgery = ('val_hashes["after"] =', 'val_hashes["after"] = val_hashes["before"] or')
+    forgery = ("after, digest = hash_of(", "after, digest = before or hash_of(")
     forged = steady(train(TRAIN_IN_VALIDATION, forgery, warmup_steps=0, num_steps=4))
     assert judge(forged)[0] == 0  # the log alone cannot show it
     rules = rerun(log=forged, only=[examine.SAVED, examine.LOSS])
