@@ -146,8 +146,8 @@ class Config(SyncSettings, StageValues):
     long_documents: str = option("cut", "cut: skip what is beyond max_document_tokens. split: it makes further "
                                  "documents, each opened by a BOS in place of its first token", ("cut", "split"))
     shuffle: bool = option(False, "documents of a shard in an order drawn from the seed (FineWeb is shuffled as it is)")
-    even_order: bool = option(False, "when shuffled, each stretch of the order comes evenly from all of the shard; the "
-                              "seed draws where it begins: short runs depend less on what they happen to read")
+    even_order: bool = option(False, "when shuffled, each stretch of the order comes evenly from all of the shard: losses "
+                              "of short runs depend less on what they happen to read")
     micro_batch_tokens: int = option(2048 * 16, "tokens of one forward and backward: one packed sequence")
     val_tokens: int = option(10_485_760, "to validate on, from the start of the split (0: the whole split)", least=0)
     val_len: int = option(4 * 64 * 1024, "tokens of one validation sequence")
@@ -287,7 +287,7 @@ PRESETS = {
         micro_batch_tokens=512, micro_batches=4, val_tokens=0, val_len=1024, val_every=0, layers="S0M L1M",
         model_dim=64, num_heads=2, head_dim=32, backout_layer=0, exclude_self=True, lazy_tables=True,
         ngrams="2:16384:64 3:32768:64 4:65536:64 6:65536:64 8:65536:64", dtype="float32", fp8_head=False,
-        num_steps=130, stages="until long_window; 1/2 4; 1 8; +10 8", window_block=32, final_window=12, lr_floor=0.15,
+        num_steps=135, stages="until long_window; 1/2 4; 1 8; +10 8", window_block=32, final_window=12, lr_floor=0.15,
         adam_every=1, adam_lr=0.02, ngram_lr_mul=4.0, adam_beta1=0.5, adam_beta2=0.9, muon_lr=0.04,
         muon_momentum_rise=25, muon_momentum_fall=10, bucket_mb=1.0, overlap_param_gather=True, walk="forward",
         check_grads=True, warmup_steps=4, train_loss_every=1, save_model=True,
@@ -517,7 +517,8 @@ def check_layers(c: Config, want: Callable[[Any, str], None]) -> None:
     want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
     want(not any(layer.reads_back for layer in layers[:c.backout_layer + 1]), "layers: one with c stands before "
          f"or at backout_layer {c.backout_layer}, whose output it would read; write c in later ones")
-    want(not (c.untie_at and "embed" in adam_groups(c)), "adam_groups has a row for embed, which with untie_at has "
+    groups = adam_groups(c)
+    want(not (c.untie_at and "embed" in groups), "adam_groups has a row for embed, which with untie_at has "
          "that of head; leave it out")
     want(not c.ngram_mix or c.ngrams, f"ngram_mix is {c.ngram_mix} without tables; give --ngrams, or leave it out")
     want(not c.key_offset or any(layer.window == "L" for layer in layers), "key_offset is for layers with the long "
@@ -691,7 +692,6 @@ def usable_ranks(config: Config, most: int) -> int:
 # data
 
 HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1
-GOLDEN_RATIO = (5 ** 0.5 - 1) / 2
 GPT2_VOCAB, GPT2_BOS = 50257, 50256  # where a header says nothing of them
 
 class Encoding(NamedTuple):
@@ -779,6 +779,15 @@ def limit_documents(documents: Documents, longest: int, split: bool) -> tuple[Do
     begins = (np.arange(len(piece_of)) - (np.cumsum(pieces) - pieces)[piece_of]) * longest
     return Documents(tokens, starts[piece_of] + begins, np.minimum(lengths[piece_of] - begins, longest)), piece_of
 
+def even_order(count: int, random: np.random.Generator) -> np.ndarray:
+    """A random order of 0 .. count - 1, int64 [count], of which any stretch comes evenly from all of them: of each two
+    neighbours one, by lot, comes in the first half; of each two that are neighbours there, one in its first half."""
+    place, when = np.arange(count), np.zeros(count, np.int64)
+    for level in range(count.bit_length()):
+        lots = random.integers(0, 2, (2 ** level, (count >> level + 1) + 1))
+        place, when = place // 2, 2 * when + (place % 2 ^ lots[when, place // 2])
+    return when.argsort()
+
 def pack(ends: np.ndarray, first: int, count: int, tokens: int) -> list[tuple[int, int, int]] | None:
     """Which documents fill `count` micro-batches. Each takes one after another until it holds tokens + 1.
 
@@ -842,12 +851,7 @@ class Stream:
             documents, _ = limit_documents(documents, self.longest, split=True)
         if c.shuffle:
             random, count = np.random.default_rng([c.seed, index]), len(documents.starts)
-            # multiples of the golden ratio, modulo 1: those between any two bounds belong to documents that are spread
-            # evenly over the shard (Knuth, The Art of Computer Programming 3, 6.4)
-            if c.even_order:
-                order = ((np.arange(count) * GOLDEN_RATIO + random.random()) % 1).argsort()
-            else:
-                order = random.permutation(count)
+            order = even_order(count, random) if c.even_order else random.permutation(count)
             documents = Documents(documents.tokens, documents.starts[order], documents.lengths[order])
         return documents
 
@@ -2119,6 +2123,7 @@ class Reducer:
             raise RunError(f"micro-batch {micro_batch} of step {step} was prepared, where micro-batch {awaited[1]} of "
                            f"step {awaited[0]} is next; prepare each backward of a step once, in order, then step()")
         self.step, self.micro_batch, self.micro_batches = step, micro_batch + 1, micro_batches
+        self.arrived = True  # if what follows fails, zero_grad() is to drop this step
         self.factor = self.grad_scale / (micro_batches * self.comm.ranks)
         if sum(step >= bucket.first_step for bucket in self.buckets) > len(self.launch_order):  # one takes part anew
             self.launch_order, self.completed = [], []
@@ -2138,13 +2143,13 @@ class Reducer:
             raise RunError(f"{place.name} got a gradient after its bucket {bucket.name} was launched; call step() "
                            "before the next backward, or run all but the last of a step in no_sync()")
         self.arrived = True
+        if self.step < bucket.first_step:
+            raise RunError(f"{place.name} got a gradient in step {self.step}, before step {bucket.first_step}, its "
+                           "first; do not use the parameter before it")
         if not self.micro_batches:
             if self.only_add:
                 return bucket.add(place, self.grad_scale / self.comm.ranks, self.settings.exact)
             self.prepare_for_backward(self.step)
-        if self.step < bucket.first_step:
-            raise RunError(f"{place.name} got a gradient in step {self.step}, before step {bucket.first_step}, its "
-                           "first; do not use the parameter before it")
         if place not in bucket.missing:
             raise RunError(f"{place.name} got its gradient twice in one backward; prepare each backward by itself, or "
                            "run all but the last of a step in no_sync(), and no part of the model twice in one")
@@ -3641,7 +3646,7 @@ class Run:
                 clear_checkpoints(self.log, keep=self.config.keep_checkpoints)
         if ends:
             self.comm.all_json("saved")  # a rank that left earlier would end rank 0 while it writes
-            raise RunError(f"terminated before step {step}; --resume {self.log.path} goes on from there")
+            raise RunError(f"terminated before step {step}")
 
     def validate(self, step: int) -> tuple[float, int]:
         """(the loss, of so many tokens), to log and terminal as well. RunError if it is not finite."""

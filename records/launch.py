@@ -45,7 +45,7 @@ from torch.distributed.run import parse_args, run
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = "127.0.0.1"
-MOST_MODELS = 5  # of some 50 MB each
+MOST_MODELS = 5  # of 64 MB each
 LEAST_STEPS = 40  # to which a small text is read again: fewer learn too little, more learn it by heart (LOG.md)
 MOST_VAL_TOKENS = 2 ** 18
 TOLD = "SIGINT,SIGTERM,SIGHUP,SIGQUIT"  # passed on to the ranks, which have half a minute to end

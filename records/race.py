@@ -107,6 +107,8 @@ def describe_sides(ideas, cmd, flags):
     if len(ideas) > 1:
         if not all(idea.startswith("-") for idea in ideas):
             raise CannotRace("several --vs make a ladder of flags; race a revision by itself")
+        if len(ideas) >= len(string.ascii_lowercase):
+            raise CannotRace(f"{len(ideas)} --vs are more than the sides that have a letter; race the rest by themselves")
         return {side: {"revision": None, "flags": flags + split_flags(idea)}
                 for side, idea in zip(string.ascii_lowercase, [*ideas, ""])}
     vs, = ideas

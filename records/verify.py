@@ -732,10 +732,12 @@ def choose_target(runs, given):
 
 
 def check_hardware(runs, others):
-    described, libraries = {}, {}
+    described = {}
+    for side in runs, others:  # whose flags and source decide what is loaded
+        stated = {digest: e.name for e in side if (digest := e.get("start.versions", dict).get("libraries"))}
+        demand(len(stated) < 2, f"{' and '.join([*stated.values()][:2])} had loaded other shared libraries")
     for e in runs + others:
-        versions = {**e.get("start.versions", dict)}
-        libraries[versions.pop("libraries", None) or ""] = e.name  # which older logs, and macOS's, lack
+        versions = {name: version for name, version in e.get("start.versions", dict).items() if name != "libraries"}
         switches = {name: value for name, value in e.get("start.environment", dict).items()
                     if not re.match("TORCHELASTIC_|.*_CACHE_DIR$", name)}  # which name run and checkout
         facts = {"ranks": e.get("start.ranks", int), **e.get("start.hardware", dict), **versions,
@@ -747,8 +749,6 @@ def check_hardware(runs, others):
         differ = [f"{key}: {facts.get(key)} and {theirs.get(key)}" for key in sorted(facts.keys() | theirs.keys())
                   if facts.get(key) != theirs.get(key)]
         raise Broken(f"{one.name} and {other.name} differ in {'; '.join(differ)[:200]}")
-    libraries.pop("", None)
-    demand(len(libraries) < 2, f"{' and '.join([*libraries.values()][:2])} had loaded other shared libraries")
     return f"{facts.get('device')}, and the same ids, driver, versions and switches (clock rates are not logged)"
 
 

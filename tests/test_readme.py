@@ -150,6 +150,8 @@ def test_the_dockerfile_copies_what_its_set_up_needs(tmp_path):
     ({"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}, "", ".venv/bin/python -m torch.distributed.run --nnodes 2 "
      "--nproc_per_node 4 --rdzv_backend c10d --rdzv_endpoint node1:29500 --rdzv_id 77 train_gpt.py --run_id slurm-77.0"),
     ({"SLURM_NNODES": "2"}, "-n 5", ""),
+    ({"SLURM_RESTART_COUNT": "1"}, "-n 5", ""),
+    ({}, "--resume latest", "./run.sh --resume latest"),
 ])
 def test_the_slurm_job_starts_what_it_says(tmp_path, environment, flags, started):
     for name, text in (("srun", 'echo "$@"'), ("scontrol", '[ "$*" = "show hostnames node[1-2]" ] && printf "node1\\nnode2\\n"')):
@@ -166,11 +168,11 @@ def test_the_slurm_job_starts_what_it_says(tmp_path, environment, flags, started
     (tmp_path / ".venv" / "ready").touch()
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "another.step000100.ckpt").touch()
-    if "resume" in started:
+    if "ckpt" in started:
         assert job().stdout == "./run.sh --run_id slurm-77.1\n", "nothing of this job to go on from"
         for step, modified in ((4, 20), (2, 10)):
             (path := tmp_path / "logs" / f"slurm-77.0.step00000{step}.ckpt").touch()
             os.utime(path, (modified, modified))
     done = job()
     assert done.stdout == started + "\n" * bool(started)
-    assert (done.returncode, "a race runs on one node" in done.stderr) == ((0, False) if started else (1, True))
+    assert (done.returncode, "race" in done.stderr) == ((0, False) if started else (1, True))
