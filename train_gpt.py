@@ -119,7 +119,8 @@ class StageValues:
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """How gradients and parameters travel. Each setting computes the same; `exact` fixes even the order of sums."""
+    """How gradients and parameters travel. Each computes the same, but for what clips and what may be unused; `exact`
+    fixes even the order of sums."""
 
     sync: str = option("hook", "hook: reduce-scatter starts in backward. step: not before the step", ("hook", "step"))
     walk: str = option("launch", "order of the step over buckets: as launched, or from layer 0", ("launch", "forward"))
@@ -146,8 +147,8 @@ class Config(SyncSettings, StageValues):
     long_documents: str = option("cut", "cut: skip what is beyond max_document_tokens. split: it makes further "
                                  "documents, each opened by a BOS in place of its first token", ("cut", "split"))
     shuffle: bool = option(False, "documents of a shard in an order drawn from the seed (FineWeb is shuffled as it is)")
-    even_order: bool = option(False, "when shuffled, each stretch of the order comes evenly from all of the shard: losses "
-                              "of short runs depend less on what they happen to read")
+    even_order: bool = option(False, "when shuffled, each stretch of the order comes evenly from all of the shard; the seed "
+                              "draws where it begins: losses of short runs depend less on what they read")
     micro_batch_tokens: int = option(2048 * 16, "tokens of one forward and backward: one packed sequence")
     val_tokens: int = option(10_485_760, "to validate on, from the start of the split (0: the whole split)", least=0)
     val_len: int = option(4 * 64 * 1024, "tokens of one validation sequence")
@@ -779,14 +780,13 @@ def limit_documents(documents: Documents, longest: int, split: bool) -> tuple[Do
     begins = (np.arange(len(piece_of)) - (np.cumsum(pieces) - pieces)[piece_of]) * longest
     return Documents(tokens, starts[piece_of] + begins, np.minimum(lengths[piece_of] - begins, longest)), piece_of
 
-def even_order(count: int, random: np.random.Generator) -> np.ndarray:
-    """A random order of 0 .. count - 1, int64 [count], of which any stretch comes evenly from all of them: of each two
-    neighbours one, by lot, comes in the first half; of each two that are neighbours there, one in its first half."""
-    place, when = np.arange(count), np.zeros(count, np.int64)
-    for level in range(count.bit_length()):
-        lots = random.integers(0, 2, (2 ** level, (count >> level + 1) + 1))
-        place, when = place // 2, 2 * when + (place % 2 ^ lots[when, place // 2])
-    return when.argsort()
+GOLDEN_RATIO = (5 ** 0.5 - 1) / 2
+
+def even_order(count: int, begin: float) -> np.ndarray:
+    """An order of 0 .. count - 1, int64 [count], of which any stretch comes evenly from all of them; begin, from 0 to
+    1, decides where in one cycle it begins. Multiples of the golden ratio, modulo 1, are spread so that those between any
+    two bounds come at nearly equal distances (Knuth, The Art of Computer Programming 3, 6.4)."""
+    return ((np.arange(count) * GOLDEN_RATIO + begin) % 1).argsort()
 
 def pack(ends: np.ndarray, first: int, count: int, tokens: int) -> list[tuple[int, int, int]] | None:
     """Which documents fill `count` micro-batches. Each takes one after another until it holds tokens + 1.
@@ -826,7 +826,7 @@ class Stream:
 
     Rank r takes micro_batches / ranks micro-batches of a batch in a row, so what the ranks read together does not
     depend on how many they are. A batch that would run past a shard's last document begins anew at the next. With
-    several epochs the shards follow one another again, shuffled in another order where documents are shuffled.
+    several epochs the shards follow one another again, shuffled anew where documents are shuffled.
 
     digest sums, modulo 2**256, the SHA-256 of each micro-batch of this rank behind its step and its place in the step
     (8 bytes each): the sum over the ranks does not depend on their number, and goes on where a run goes on.
@@ -845,13 +845,13 @@ class Stream:
         """All documents of a shard, in the order of the run; long ones as pieces, which are shuffled each by itself."""
         c, shard = self.config, self.shards[index]
         documents = index_documents(load_tokens(shard), shard.encoding.bos_id)
-        demand(len(documents.starts), f"{shard.path}: no token is BOS ({shard.encoding.bos_id}), so no document begins; "
-               "make it again with a script of data/, or write its BOS id into header word 4")
+        demand(len(documents.starts), f"{shard.path}: no token is BOS ({shard.encoding.bos_id}), so no document "
+               "begins; make it again with a script of data/, or write its BOS id into header word 4")
         if self.split:
             documents, _ = limit_documents(documents, self.longest, split=True)
         if c.shuffle:
             random, count = np.random.default_rng([c.seed, index]), len(documents.starts)
-            order = even_order(count, random) if c.even_order else random.permutation(count)
+            order = even_order(count, random.random()) if c.even_order else random.permutation(count)
             documents = Documents(documents.tokens, documents.starts[order], documents.lengths[order])
         return documents
 

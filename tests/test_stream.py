@@ -224,9 +224,8 @@ def test_any_stretch_of_an_even_order_comes_from_all_of_the_shard(tmp_path, tiny
         return max(np.abs(np.bincount(order[i:i + 100] // 100, minlength=10) - 10).max() for i in range(0, 901, 50))
     for seed in (1, 2):
         assert sorted(order(seed, True)) == sorted(order(seed, False)) == list(range(1000))
-        assert unevenness(order(seed, True)) <= 3 and unevenness(order(seed, False)) > 5
-    both = np.intersect1d(order(1, True)[:100], order(2, True)[:100])
-    assert len(both) < 25, "seeds are independent: a tenth and a tenth share about a hundredth"
+        assert unevenness(order(seed, True)) <= 2 and unevenness(order(seed, False)) > 5
+    assert not np.array_equal(order(1, True)[:10], order(2, True)[:10]), "the seed decides where it begins"
 
 
 def test_the_next_shard_is_loaded_in_the_background(tmp_path, tiny, monkeypatch):
