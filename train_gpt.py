@@ -147,8 +147,8 @@ class Config(SyncSettings, StageValues):
     long_documents: str = option("cut", "cut: skip what is beyond max_document_tokens. split: it makes further "
                                  "documents, each opened by a BOS in place of its first token", ("cut", "split"))
     shuffle: bool = option(False, "documents of a shard in an order drawn from the seed (FineWeb is shuffled as it is)")
-    even_order: bool = option(False, "when shuffled, each stretch of the order comes evenly from all of the shard; the seed "
-                              "draws where it begins: losses of short runs depend less on what they read")
+    even_order: bool = option(False, "when shuffled, each stretch of the order comes evenly from all of the shard; the "
+                              "seed draws where it begins: losses of short runs depend less on what they read")
     micro_batch_tokens: int = option(2048 * 16, "tokens of one forward and backward: one packed sequence")
     val_tokens: int = option(10_485_760, "to validate on, from the start of the split (0: the whole split)", least=0)
     val_len: int = option(4 * 64 * 1024, "tokens of one validation sequence")
@@ -784,8 +784,8 @@ GOLDEN_RATIO = (5 ** 0.5 - 1) / 2
 
 def even_order(count: int, begin: float) -> np.ndarray:
     """An order of 0 .. count - 1, int64 [count], of which any stretch comes evenly from all of them; begin, from 0 to
-    1, decides where in one cycle it begins. Multiples of the golden ratio, modulo 1, are spread so that those between any
-    two bounds come at nearly equal distances (Knuth, The Art of Computer Programming 3, 6.4)."""
+    1, decides where in one cycle it begins. Multiples of the golden ratio, modulo 1, are spread so that those between
+    any two bounds come at nearly equal distances (Knuth, The Art of Computer Programming 3, 6.4)."""
     return ((np.arange(count) * GOLDEN_RATIO + begin) % 1).argsort()
 
 def pack(ends: np.ndarray, first: int, count: int, tokens: int) -> list[tuple[int, int, int]] | None:
