@@ -3155,9 +3155,11 @@ def complain(log: Log | None, rank: int, message: str, aloud: bool = True) -> No
     """The last word of a rank, to its log and, aloud, to stderr."""
     kept = ""
     if log is not None and log.file is not None:
-        kept = f"; the log so far: {log.path}; no checkpoint to go on from, --save_every keeps some"
-        if checkpoints(log.path.parent, log.path.stem):
-            kept = f"; the log so far: {log.path}; --resume {log.path} goes on from its last checkpoint"
+        kept = f"; the log so far: {log.path}"
+        if "--resume" not in message:
+            found = checkpoints(log.path.parent, log.path.stem)
+            kept += (f"; --resume {log.path} goes on from its last checkpoint" if found else
+                     "; no checkpoint to go on from, --save_every keeps some")
         with contextlib.suppress(OSError, RunError):
             log.write(f"error: {message}")
             log.close()
@@ -3646,7 +3648,7 @@ class Run:
                 clear_checkpoints(self.log, keep=self.config.keep_checkpoints)
         if ends:
             self.comm.all_json("saved")  # a rank that left earlier would end rank 0 while it writes
-            raise RunError(f"terminated before step {step}")
+            raise RunError(f"terminated before step {step}; --resume {self.log.path} goes on from there")
 
     def validate(self, step: int) -> tuple[float, int]:
         """(the loss, of so many tokens), to log and terminal as well. RunError if it is not finite."""
