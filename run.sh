@@ -107,7 +107,8 @@ set_up
 # cannot block) it is run.sh's to answer, once the script has ended
 held=(env --default-signal=INT --block-signal=INT)
 "${held[@]}" true 2>/dev/null || held=()
-start() { (trap '' INT; exec ${held[@]+"${held[@]}"} "$python" "$@"); }
+become() { exec ${held[@]+"${held[@]}"} "$python" "$@"; }
+start() { (trap '' INT; become "$@"); }
 # Ctrl-C in a data script: it cleans up; what is kept is said here
 script='
 import os, runpy, signal, sys
@@ -116,7 +117,7 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 sys.argv.pop(0)
 sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0], run_name="__main__")'
-if [ "$resume" = race ]; then exec ${held[@]+"${held[@]}"} "$python" records/race.py "${race[@]}"; fi
+if [ "$resume" = race ]; then become records/race.py "${race[@]}"; fi
 
 fit=--fit
 if [ ${#text[@]} -gt 0 ]; then
@@ -145,6 +146,6 @@ case $own_data$preset in
     Falselaptop) start -c "$script" data/stdlib.py ;;
 esac
 kept="nothing was started"
-if [ ${#race[@]} -gt 0 ]; then exec ${held[@]+"${held[@]}"} "$python" records/race.py "${race[@]}" --ranks "$ranks" -- "${flags[@]}"; fi
+if [ ${#race[@]} -gt 0 ]; then become records/race.py "${race[@]}" --ranks "$ranks" -- "${flags[@]}"; fi
 say "racing: $ranks rank(s), preset $preset"
-exec ${held[@]+"${held[@]}"} "$python" records/launch.py --then "$log_dir" --nproc_per_node="$ranks" train_gpt.py "${flags[@]}"
+become records/launch.py --then "$log_dir" --nproc_per_node="$ranks" train_gpt.py "${flags[@]}"

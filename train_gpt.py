@@ -78,6 +78,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.weak import WeakIdKeyDictionary
 
 try:
     import triton
@@ -746,7 +747,7 @@ def sha256_of(data: Any) -> str:
 def load_tokens(shard: Shard) -> np.ndarray:
     """All tokens of a shard, uint16 [tokens]. RunError if one is outside the vocabulary, or the file is another one."""
     raw = shard.path.read_bytes()
-    same = len(raw) == HEADER_INTS * 4 + 2 * shard.tokens and shard.sha256 in ("", sha256_of(raw))
+    same = len(raw) == HEADER_INTS * 4 + 2 * shard.tokens and (not shard.sha256 or shard.sha256 == sha256_of(raw))
     demand(same, f"{shard.path}: is not the file that it was when the run began; leave the data alone while a run "
            "reads it, and start the run again")
     tokens = np.frombuffer(raw, dtype="<u2", offset=HEADER_INTS * 4)
@@ -2068,10 +2069,13 @@ def used_parameters(loss: Tensor) -> set[nn.Parameter]:
             open_nodes += [further for further, _ in node.next_functions]
     return {getattr(node, "variable", None) for node in seen}
 
+HOOKS = WeakIdKeyDictionary()  # each parameter's one, which as its attribute could not be saved with it
+
 class Reducer:
     """Gradients in: hooks add them into buckets, and start a bucket's reduce-scatter when all of it is ready. Buckets
-    are launched in one order, the same on every rank: that in which rank 0's first backward completed them. A backward
-    that nobody prepared is the only one of the next step, or one before that, in no_sync.
+    are launched in one order, the same on every rank: that in which rank 0's backward completed them when the latest of
+    them took part for the first time. A backward that nobody prepared is the only one of the next step, or one before
+    that, in no_sync.
 
     What a bucket goes through              from                                  to
     place in needs_overwrite: no gradient   the bucket's update                   its next gradient
@@ -2090,14 +2094,15 @@ class Reducer:
         self.step = 0                         # the one of which micro-batches were prepared, or else the next
         self.micro_batch, self.micro_batches, self.factor = 0, 0, 1.0
         self.only_add = False  # in no_sync
+        self.added = 0         # most gradients that a parameter got in it for one step
         self.arrived = False   # a gradient, or the word which rows will have one, since the last step
         self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # what profiling puts its ranges in
         for bucket in buckets:
             bucket.received = comm.receive_buffer(bucket.grad_data, settings.exact)
             for place in bucket.params:
-                if hasattr(place.param, "bucket_hook"):  # of an optimizer that was built before
-                    place.param.bucket_hook.remove()
-                place.param.bucket_hook = place.param.register_post_accumulate_grad_hook(
+                if place.param in HOOKS:  # of an optimizer that was built before
+                    HOOKS[place.param].remove()
+                HOOKS[place.param] = place.param.register_post_accumulate_grad_hook(
                     lambda _, bucket=bucket, place=place: self.register_grad_ready(bucket, place))
 
     def is_due(self, bucket: Bucket, step: int) -> bool:
@@ -2148,11 +2153,14 @@ class Reducer:
                            "first; do not use the parameter before it")
         if not self.micro_batches:
             if self.only_add:
-                return bucket.add(place, self.grad_scale / self.comm.ranks, self.settings.exact)
+                bucket.add(place, self.grad_scale / self.comm.ranks, self.settings.exact)
+                self.added = max(self.added, len(place.waiting))
+                return
             self.prepare_for_backward(self.step)
         if place not in bucket.missing:
-            raise RunError(f"{place.name} got its gradient twice in one backward; prepare each backward by itself, or "
-                           "run all but the last of a step in no_sync(), and no part of the model twice in one")
+            raise RunError(f"{place.name} got its gradient twice in one backward; prepare each backward by itself, with "
+                           "its own loss if with any, or run all but the last of a step in no_sync(), and no part of "
+                           "the model twice in one")
         bucket.add(place, self.factor, self.settings.exact)
         if not self.launch_order:
             if not bucket.missing:
@@ -2163,10 +2171,11 @@ class Reducer:
 
     def start_reduce_scatter(self, bucket: Bucket) -> None:
         with self.span(f"launch {bucket.name}"):
+            wanted = self.added + self.micro_batches
             for place in bucket.params if self.settings.exact else ():
-                if len(place.waiting) < self.micro_batches:  # the tree, and so its sum, would depend on the ranks
-                    raise RunError(f"exact mode: {place.name} got a gradient in {len(place.waiting)} of "
-                                   f"{self.micro_batches} micro-batches; use it in all, or leave out --exact")
+                if len(place.waiting) < wanted:  # the tree, and so its sum, would depend on the ranks
+                    raise RunError(f"exact mode: {place.name} got a gradient in {len(place.waiting)} of {wanted} "
+                                   "micro-batches; use it in all, or leave out --exact")
             bucket.start_reduce(self.comm, self.settings.exact)
             self.launches += 1
 
@@ -2208,7 +2217,7 @@ class Reducer:
         for bucket in self.due:
             if bucket.updates_in(self.step):
                 bucket.needs_overwrite.update(bucket.params)
-        self.due, self.micro_batch, self.micro_batches, self.arrived = [], 0, 0, False
+        self.due, self.micro_batch, self.micro_batches, self.added, self.arrived = [], 0, 0, 0, False
 
     def drop_gradients(self) -> None:
         """Those on their way, and those that no update has used."""
@@ -2255,7 +2264,8 @@ def check_ownership(buckets: Sequence[Bucket], model: nn.Module) -> list[tuple[s
 
 class SavedState:
     """The state of buckets by names, the same at any number of ranks and any size of buckets: NAME, a parameter;
-    NAME/KEY, a tensor that its rule keeps; NAME/updates, how many there were; and in a state_dict NAME/lr."""
+    NAME/KEY, a tensor that its rule keeps; NAME/updates, how many there were; and in a state_dict NAME/lr, and
+    NAME/step, the next one."""
 
     buckets: list[Bucket]
     comm: Comm
@@ -2298,25 +2308,28 @@ class SavedState:
             yield from self.whole_state(bucket).items()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A copy of named_state, on the CPU: a GPU's memory is for training; and of each parameter's learning rate."""
-        rates = {f"{place.name}/lr": torch.tensor(self.group_of[place.param]["lr"], dtype=torch.float64)
-                 for bucket in self.buckets for place in bucket.params}
-        return {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()} | rates
+        """A copy of named_state, on the CPU: a GPU's memory is for training; and what belongs to no bucket."""
+        state = {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
+        for place in (place for bucket in self.buckets for place in bucket.params):
+            state[f"{place.name}/lr"] = torch.tensor(self.group_of[place.param]["lr"], dtype=torch.float64)
+            state[f"{place.name}/step"] = torch.tensor(self.reducer.step)
+        return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """The inverse of state_dict; what was on its way is dropped. RunError if something does not fit."""
-        state = dict(state)
+        state, steps = dict(state), [0]
         self.finish_all_gathers()
         self.reducer.drop_gradients()
         for bucket in self.buckets:
             self.load_bucket(bucket, state)
-            for place in bucket.params:  # a run's checkpoint has no rates: its plan knows
+            for place in bucket.params:  # a run's checkpoint has neither: its plan knows
                 group = self.group_of[place.param]
                 group["lr"] = float(state.pop(f"{place.name}/lr", group["lr"]))
+                steps.append(int(state.pop(f"{place.name}/step", bucket.updates * bucket.rule.every)))
         if state:
             raise RunError(f"the saved state does not fit: this model has no {', '.join(sorted(state))}; it must come "
                            "from the same model and the same rules")
-        self.reducer.step = max((bucket.updates * bucket.rule.every for bucket in self.buckets), default=0)
+        self.reducer.step = max(steps)
 
     @property
     def between_updates(self) -> bool:
@@ -2395,7 +2408,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         self.param_groups.append(group)  # torch's own would import its compiler, which takes over a second
 
     def remove_hooks(self) -> None:
-        for hook in (*self.forward_hooks, *(p.bucket_hook for group in self.param_groups for p in group["params"])):
+        for hook in (*self.forward_hooks, *(HOOKS[p] for group in self.param_groups for p in group["params"])):
             hook.remove()
 
     @contextlib.contextmanager
@@ -3496,12 +3509,13 @@ class Profile:
         self.log.say(f"trace: {path}")
 
 class Notices:
-    """Signals: SIGUSR1 asks for a checkpoint, SIGTERM for one and the end; before training that is an error."""
+    """Signals: SIGUSR1 asks for a checkpoint, SIGTERM for one and the end; before and after training that is an error.
+    phase: set-up, training, verdict; over, when the log is whole or has its last word."""
 
     END = 1024  # so much more counts SIGTERM than SIGUSR1
 
     def __init__(self):
-        self.phase, self.heard, self.terminated = "setup", 0, threading.Event()
+        self.phase, self.heard, self.terminated = "set-up", 0, threading.Event()
 
     def hear(self, number: int, _: Any) -> None:
         first = not self.terminated.is_set()
@@ -3509,7 +3523,7 @@ class Notices:
             self.terminated.set()
         if self.phase == "training" and first:
             self.heard += self.END if number == signal.SIGTERM else 1
-        elif self.phase == "setup" and number == signal.SIGTERM and first:
+        elif self.phase in ("set-up", "verdict") and number == signal.SIGTERM and first:
             raise RunError("terminated; by torchrun, since another rank has died, or by somebody: start the run again")
 
 notices = Notices()
@@ -3596,12 +3610,12 @@ class Run:
                 log.say(f"going on from step {self.first_step}")
 
     def warm_up(self) -> None:
-        self.state_hash = {"before_warmup": self.hash_state()}
+        before = self.hash_state()
         self.log.say(f"warm-up: {self.config.warmup_steps} steps off the clock")
         with self.clock.off("warmup"):
             self.trainer.warm_up(self.val_sequences[0])
         self.compiles = compile_stats()[0]
-        self.state_hash["after_warmup"] = self.hash_state()
+        self.state_hashes = {"before_warmup": before, "after_warmup": self.hash_state()}
 
     def hash_state(self) -> str:
         with self.clock.off("hashing"):
@@ -3669,7 +3683,7 @@ class Run:
         with clock.off("hashing"):
             before = hash_of(named_tensors(trainer.model))
         loss, val_tokens = self.validate(c.num_steps)
-        notices.phase, compiles = "setup", compile_stats()[0] - self.compiles
+        notices.phase, compiles = "verdict", compile_stats()[0] - self.compiles
         with clock.off("hashing"):
             after, digest = hash_of(named_tensors(trainer.model)), trainer.digest()
         final_hash, (allocated, reserved) = self.hash_state(), peak_memory_mib(trainer.device)
@@ -3678,10 +3692,11 @@ class Run:
             "final_val_loss": loss, "target_val_loss": c.target_val_loss, "reached": reached, "steps": c.num_steps,
             "train_tokens": tokens_of_steps(c, c.num_steps), "train_digest": digest, "val_tokens": val_tokens,
             "train_time_ms": clock.elapsed, "wall_seconds": wall_seconds, "seconds_outside_clock": clock.outside,
-            "compiles_after_warmup": compiles, "state_hash": self.state_hash, "final_state_hash": final_hash,
+            "compiles_after_warmup": compiles, "state_hash": self.state_hashes, "final_state_hash": final_hash,
             "validation_hash": {"before": before, "after": after}, "peak_memory_mib": allocated,
             "resumed": self.log.resumed}}))
         self.log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
+        notices.phase = "over"
         if self.comm.rank == 0:  # the log is whole: what follows may fail or take its time, and nobody waits for it
             verdict, of, saved_as = "", "", ""
             if c.target_val_loss:
@@ -3792,7 +3807,7 @@ def describe_error(error: BaseException, config: Config) -> str:
 def fail(error: BaseException, config: Config, rank: int, log: Log | None, monitor: FailureMonitor | None) -> int:
     """A rank's last word, to the others, its log and stderr -> its exit status. Of several ranks each ends here: taking
     the group apart would wait for those that are gone."""
-    notices.phase = "failed"
+    notices.phase = "over"
     if monitor and isinstance(error, RuntimeError):  # often another rank's end, seen from here
         notices.terminated.wait(monitor.PATIENCE_S / 2)  # its own word may reach us by the monitor
     message, status = describe_error(error, config), 130 if isinstance(error, KeyboardInterrupt) else 1
@@ -3810,7 +3825,7 @@ def fail(error: BaseException, config: Config, rank: int, log: Log | None, monit
 def main(argv: Sequence[str] | None = None) -> int:
     """One rank of a run, as torchrun started it, or the only one. Returns the exit status."""
     began = time.perf_counter()
-    rank, log, monitor, config, notices.phase = 0, None, None, Config(), "setup"
+    rank, log, monitor, config, notices.phase = 0, None, None, Config(), "set-up"
     try:
         rank, ranks, local_rank = map(from_environment, ("RANK", "WORLD_SIZE", "LOCAL_RANK"), (0, 1, 0))
         for library in ("TORCHINDUCTOR", "TRITON"):  # what they compiled is there for the next run, and for all ranks

@@ -39,7 +39,7 @@ class Variants:
             self.params[name + clip] = params = [torch.nn.Parameter(x.clone()) for x in values]
             for param, grad in zip(params, grads):
                 param.grad = grad.clone()
-            # without decay AdamW is Adam; eps is added elsewhere, so it must not matter
+            # without decay AdamW is Adam
             optimizer = torch.optim.AdamW(params, lr=LR, eps=EPS, weight_decay=0.0, **how)
             self.steps[name + clip] = functools.partial(self.clip_and_step, params, optimizer) if clip else optimizer.step
         for name in OURS:

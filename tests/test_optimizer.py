@@ -1,6 +1,7 @@
 """Update rules, buckets, the sync of gradients and what is saved, against plain rules in float64 and one process alone."""
 
 import contextlib
+import copy
 import dataclasses
 import math
 import types
@@ -643,6 +644,28 @@ def test_a_state_keeps_learning_rates_and_the_place_in_a_cycle():
     assert whole.buckets[0].updates == half.buckets[0].updates == 2
 
 
+def test_an_exact_state_in_the_midst_of_a_cycle_knows_its_step():
+    models = [chain(seed=seed) for seed in range(2)]
+    whole, half = (optimizer_of(model, rule=dataclasses.replace(ONCE, every=2), exact=True) for model in models)
+    steps_of(models[0], whole, 3, False)
+    half.load_state_dict(whole.state_dict())
+    for model, optimizer in zip(models, (whole, half)):
+        steps_of(model, optimizer, 1, False)
+        assert optimizer.buckets[0].updates == 2
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models)))
+
+
+def test_a_model_with_its_hooks_can_be_saved_whole(tmp_path):
+    model = chain()
+    optimizer = optimizer_of(model)
+    steps_of(model, optimizer, 1, False)
+    torch.save(model, tmp_path / "model.pt")
+    for again in (torch.load(tmp_path / "model.pt", weights_only=False), copy.deepcopy(model)):
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters()))
+        again(torch.ones(2, 6)).sum().backward()  # no hook of the other's
+        assert all(p.grad is not None for p in again.parameters())
+
+
 def test_zero_grad_in_place_of_step_drops_a_batch():
     models = chain(), chain()
     for model, spoilt in zip(models, (True, False)):
@@ -753,6 +776,15 @@ def test_a_step_whose_backwards_all_were_in_no_sync_is_an_error():
         used(optimizer, model, "backward")
     with pytest.raises(train_gpt.RunError, match=r"must not be in no_sync\(\)"):
         optimizer.step()
+
+
+def test_exact_mode_counts_the_gradients_in_no_sync_too():
+    model = Fused()
+    optimizer = train_gpt.make_optimizer(model, [SPLIT], settings=train_gpt.SyncSettings(exact=True))
+    with optimizer.no_sync():
+        model.qkv.weight.sum().backward()
+    with pytest.raises(train_gpt.RunError, match="got a gradient in 1 of 2 micro-batches"):
+        used(optimizer, model, "backward", "step")
 
 
 def every_second_step(comm, exact):
