@@ -291,8 +291,8 @@ PRESETS = {
         ngrams="2:16384:64 3:32768:64 4:65536:64 6:65536:64 8:65536:64", dtype="float32", fp8_head=False,
         num_steps=135, stages="until long_window; 1/2 4; 1 8; +10 8", window_block=32, final_window=12, lr_floor=0.15,
         adam_every=1, adam_lr=0.02, ngram_lr_mul=4.0, adam_beta1=0.5, adam_beta2=0.9, muon_lr=0.04,
-        muon_momentum_rise=25, muon_momentum_fall=10, bucket_mb=1.0, overlap_param_gather=True, walk="forward",
-        check_grads=True, warmup_steps=4, train_loss_every=1, save_model=True,
+        muon_momentum_rise=25, muon_momentum_fall=10, check_grads=True,
+        warmup_steps=4, train_loss_every=1, save_model=True,
     ),
 }
 
@@ -1067,11 +1067,6 @@ def may_attend(docs: Tensor, window: Tensor | int) -> Callable[..., Tensor]:
         return (q >= k) & (q - k <= window) & (docs[q] == docs[k])
     return predicate
 
-def dense_mask(docs: Tensor, window: int) -> Tensor:
-    """bool [T, T] of the predicate, for scaled_dot_product_attention."""
-    at = torch.arange(len(docs), device=docs.device)
-    return may_attend(docs, window)(None, None, at[:, None], at[None, :])
-
 def block_mask(docs: Tensor, window: int) -> BlockMask:
     """The predicate for FlexAttention: blocks seen in full and those in part. docs [T], T a multiple of MASK_BLOCK.
 
@@ -1090,12 +1085,14 @@ def block_mask(docs: Tensor, window: int) -> BlockMask:
     predicate = may_attend(docs, torch.full((), window, device=docs.device))
     return BlockMask.from_kv_blocks(*listed(some & ~every), *listed(every), BLOCK_SIZE=MASK_BLOCK, mask_mod=predicate)
 
-MASK_PIECE = 1024  # queries
+MASK_PIECE = {"cuda": 1024, "cpu": 64}  # queries; the fewer, the fewer keys that none of them sees
 
 def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype) -> Tensor:
-    """The predicate for scaled_dot_product_attention where FlexAttention fails: pieces of queries, each with its own
-    keys and `reach` earlier ones. 0 or -inf [T / piece, piece, reach + piece], one shape for windows up to reach."""
-    piece = math.gcd(len(docs), MASK_PIECE)
+    """The predicate for scaled_dot_product_attention, on CPUs and where FlexAttention fails: pieces of queries, each
+    with its own keys and `reach` earlier ones. 0 or -inf [pieces, piece, reach + piece], one shape for windows up to
+    reach. What fills up the last piece is a document."""
+    piece = min(len(docs), MASK_PIECE[docs.device.type])
+    docs = F.pad(docs, (0, -len(docs) % piece), value=-1)
     q = torch.arange(len(docs), device=docs.device, dtype=torch.int32).view(-1, piece, 1)
     k = q[:, :1] + torch.arange(-reach, piece, device=docs.device, dtype=torch.int32)
     seen = (k >= 0) & may_attend(docs, window)(None, None, q, k.clamp_min(0))
@@ -1110,21 +1107,19 @@ Mask = Tensor | BlockMask
 def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
     """Softmax attention [T, H, D] where the mask allows it. q comes with the softmax scale in it.
 
-    FlexAttention on GPUs; it has no backward on CPUs, where a dense mask serves.
+    FlexAttention with a BlockMask: it has no backward on CPUs.
     """
-    if isinstance(mask, Tensor) and mask.dim() == 3:
-        pieces, piece, seen = mask.shape
-        q = q_THD.view(pieces, piece, *q_THD.shape[1:]).transpose(1, 2)
-        k, v = (F.pad(x, (0, 0, 0, 0, seen - piece, 0)).unfold(0, seen, piece).mT for x in (k_THD, v_THD))
-        return F.scaled_dot_product_attention(q, k, v, mask[:, None], scale=1.0).transpose(1, 2).reshape(q_THD.shape)
-    q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
     if isinstance(mask, BlockMask):
-        alone = q.is_cuda and not torch.compiler.is_compiling()  # within a compiled block it is compiled with that
+        alone = q_THD.is_cuda and not torch.compiler.is_compiling()  # within a compiled block it is compiled with that
         flex = compiled_flex_attention() if alone else flex_attention
-        out = flex(q, k, v, block_mask=mask, scale=1.0)
-    else:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
-    return out[0].transpose(0, 1)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
+        return flex(q, k, v, block_mask=mask, scale=1.0)[0].transpose(0, 1)
+    pieces, piece, seen = mask.shape
+    rest = pieces * piece - len(q_THD)
+    q = F.pad(q_THD, (0, 0, 0, 0, 0, rest)).view(pieces, piece, *q_THD.shape[1:]).transpose(1, 2)
+    k, v = (F.pad(x, (0, 0, 0, 0, seen - piece, rest)).unfold(0, seen, piece).mT for x in (k_THD, v_THD))
+    out = F.scaled_dot_product_attention(q, k, v, mask[:, None], scale=1.0)
+    return out.transpose(1, 2).reshape(-1, *q_THD.shape[1:])[:len(q_THD)]
 
 def uniform(rows: int, columns: int, fan_in: int) -> Tensor:
     """Initial matrix, uniform with standard deviation 0.5 / sqrt(fan_in)."""
@@ -1422,7 +1417,7 @@ class GPT(nn.Module):
                                                for first, size in zip(firsts, self.scalar_sizes)]))
         self.pairs = any(layer.window == "P" for layer in layers)
         self.rotary = Rotary(model_dim // num_heads, max_tokens * (1 + self.pairs), dtype)
-        self.reach = 0  # where more, the tokens back that masks in pieces show
+        self.reach = 0  # where more, masks are in pieces, on GPUs too, with so many tokens back, whatever the window
         self.smear, self.mix_in_saved, self.back_out = smear, mix_in_saved, back_out
 
     def follow(self, rotary_windows: tuple[int, ...], tied: bool) -> None:
@@ -1430,10 +1425,13 @@ class GPT(nn.Module):
         self.rotary.follow(rotary_windows)
         self.tied = tied
 
-    def masks(self, x: Tensor, windows: Windows) -> dict[str | None, Tensor | BlockMask | None]:
+    def masks(self, x: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
         docs = (x == self.bos_id).cumsum(0)
-        in_pieces = functools.partial(mask_in_pieces, reach=self.reach, dtype=self.embed.weight.dtype)
-        make = in_pieces if self.reach else block_mask if x.is_cuda else dense_mask
+
+        def make(docs: Tensor, window: int) -> Mask:
+            if docs.is_cuda and not self.reach:
+                return block_mask(docs, window)
+            return mask_in_pieces(docs, window, self.reach or window, self.embed.weight.dtype)
         paired = {"P": make(docs.repeat_interleave(2), windows.short)} if self.pairs else {}
         return {"L": make(docs, windows.long), "S": make(docs, windows.short), None: None, **paired}
 
@@ -2158,9 +2156,9 @@ class Reducer:
                 return
             self.prepare_for_backward(self.step)
         if place not in bucket.missing:
-            raise RunError(f"{place.name} got its gradient twice in one backward; prepare each backward by itself, with "
-                           "its own loss if with any, or run all but the last of a step in no_sync(), and no part of "
-                           "the model twice in one")
+            raise RunError(f"{place.name} got its gradient twice in one backward; prepare each backward by itself, "
+                           "with its own loss if with any, or run all but the last of a step in no_sync(), and no part "
+                           "of the model twice in one")
         bucket.add(place, self.factor, self.settings.exact)
         if not self.launch_order:
             if not bucket.missing:
@@ -2990,8 +2988,8 @@ def model_parts(trainer: Trainer) -> Iterator[Part]:
             return [out.detach(), *torch.autograd.grad(out, inputs, out_grad)]
         return Part(name, way[0], compute, ALLOWED_IN_FP8 if way[0] == "fp8" else ALLOWED[x.dtype], way[1])
 
-    usual = "FlexAttention" if device.type == "cuda" else "dense mask", ("attention", "masked")
-    yield part("attention", ("masks in pieces", None) if model.reach else usual, attention, (x, x0, values))
+    way = "FlexAttention" if isinstance(masks[model]["L"], BlockMask) else "masks in pieces"
+    yield part("attention", (way, None if model.reach else ("attention", "masked")), attention, (x, x0, values))
     kinds = {(layer.window == "P", c.key_offset and layer.window, bool(layer.window), layer.mlp, *takes(layer)): i
              for i, layer in reversed([*enumerate(model.layers)]) if layer.window or layer.mlp}
     for i in kinds.values():
@@ -3374,7 +3372,7 @@ class Trainer:
         self.model = build_model(config, train_shards[0].encoding).to(device)
         if config.init_from and not config.resume:
             load_parameters(self.model, load_file(config.init_from))
-        if config.attention == "masked":
+        if config.attention == "masked" or compiled and not gpu:
             self.model.reach = longest_window(config)
         for block in self.model.blocks:
             if block.mlp is not None:

@@ -795,7 +795,8 @@ def sink(where, name):
     if board == "wandb":
         import wandb
         run = wandb.init(project=place or None, name=name)
-        return lambda line: run.log({key: line[key] for key in line.keys() - {"step"}}, step=line["step"])
+        run.define_metric("*", step_metric="step")  # its own steps never go back, as those of a resumed run do
+        return run.log
     return lambda line: print(json.dumps(line), flush=True)
 
 
@@ -833,8 +834,11 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     if options.to.partition(":")[0] not in ("", "tensorboard", "wandb") or options.to and not options.follow:
         parser.error("--to is for --follow: tensorboard:DIR or wandb:PROJECT")
+    if options.follow and len(options.paths) > 1:
+        parser.error(f"--follow is of one log, not of {len(options.paths)}")
     if options.follow:
         try:
+            os.stat(options.paths[0])  # before a board opens for it
             take = sink(options.to, Path(options.paths[0]).stem)
             for line in follow(options.paths[0]):
                 take(line)

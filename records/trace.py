@@ -6,10 +6,9 @@
     python records/trace.py before.json.gz --vs after.json.gz   two versions, each one rank or several, side by side
     ... --json                                                  the same figures for programs
 
-Needs numpy. Reads .json and .json.gz as a stream and keeps rows of numbers, some 200 bytes of
-a GPU op with its launch, so that a trace of gigabytes needs time (some 20 MB of JSON a second) but a fraction of its
-size in memory. Exit status: 0 the figures are printed, 2 the input cannot be judged (stderr says why, a line for each
-file).
+Needs numpy. Reads .json and .json.gz as a stream and keeps rows of numbers, so that a trace of gigabytes needs time
+(some 20 MB of JSON a second) but a fraction of its size in memory. Exit status: 0 the figures are printed, 2 the input
+cannot be judged (stderr says why, a line for each file).
 
 Definitions
     GPU op         ph X, cat kernel, gpu_memcpy or gpu_memset. A kernel with "nccl" in its name communicates, every

@@ -224,25 +224,40 @@ def test_a_later_token_changes_no_earlier_logits(tiny):
         assert torch.equal(before[:at], after[:at]) and not torch.equal(before[at], after[at])
 
 
+def dense_mask(docs, window):
+    """bool [T, T]: token q sees token k."""
+    back = torch.arange(len(docs))[:, None] - torch.arange(len(docs))
+    return (back >= 0) & (back <= window) & (docs[:, None] == docs)
+
+
+def dense_attention(q, k, v, docs, window):
+    """The definition, over all pairs [T, H, D]."""
+    scores = torch.einsum("qhd,khd->hqk", q, k).masked_fill(~dense_mask(docs, window), -math.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
+def in_pieces(docs, window, reach=None):
+    return train_gpt.mask_in_pieces(docs, window, window if reach is None else reach, torch.float32)
+
+
 def test_attention_stays_inside_document_and_window():
     docs = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2])
-    mask = train_gpt.dense_mask(docs, window=2)
+    (mask,) = in_pieces(docs, window=2).exp()
     for q in range(8):
-        for k in range(8):
-            assert mask[q, k].item() == (k <= q <= k + 2 and docs[q] == docs[k]), (q, k)
+        for k in range(-2, 8):
+            assert mask[q, k + 2].item() == (0 <= k <= q <= k + 2 and docs[q] == docs[k]), (q, k)
 
 
 @pytest.mark.parametrize("window", [0, 1, 100, 128, 129, 300, 1000])
-def test_flex_attention_sees_what_the_dense_mask_sees(window):
+def test_flex_attention_sees_what_the_definition_sees(window):
     """The block lists may only leave out what the predicate forbids, and call full only what it allows throughout."""
     generator = torch.Generator().manual_seed(window)
     docs = (torch.rand(512, generator=generator) < 0.005).cumsum(0)
     q, k, v = torch.randn(3, 512, 2, 16, generator=generator).unbind(0)
     blocks = train_gpt.block_mask(docs, window)
     by_blocks = train_gpt.attend(q, k, v, blocks)
-    by_dense = train_gpt.attend(q, k, v, train_gpt.dense_mask(docs, window))
-    assert torch.allclose(by_blocks, by_dense, atol=2e-5)
-    dense = train_gpt.dense_mask(docs, window).view(4, 128, 4, 128).transpose(1, 2)
+    assert torch.allclose(by_blocks, dense_attention(q, k, v, docs, window), atol=2e-5)
+    dense = dense_mask(docs, window).view(4, 128, 4, 128).transpose(1, 2)
     for i in range(4):
         partial = set(blocks.kv_indices[0, 0, i, :blocks.kv_num_blocks[0, 0, i]].tolist())
         full = set(blocks.full_kv_indices[0, 0, i, :blocks.full_kv_num_blocks[0, 0, i]].tolist())
@@ -250,19 +265,21 @@ def test_flex_attention_sees_what_the_dense_mask_sees(window):
         assert partial >= {j for j in range(4) if dense[i, j].any()} - full and not partial & full
 
 
-@pytest.mark.parametrize("window", [1, 9, 40])
-def test_masks_in_pieces_show_what_the_dense_mask_shows(window, monkeypatch):
-    monkeypatch.setattr(train_gpt, "MASK_PIECE", 16)
-    docs = (torch.rand(48) < 0.1).cumsum(0)
-    qkv = torch.randn(3, 48, 2, 8, dtype=torch.float64, requires_grad=True)
-    pieces = train_gpt.mask_in_pieces(docs, window, 40, torch.float64)
-    assert pieces.shape == (3, 16, 56)
-    results = []
-    for mask in (train_gpt.dense_mask(docs, window), pieces):
+@pytest.mark.parametrize("tokens", [1, 15, 48, 55])
+@pytest.mark.parametrize("window", [0, 1, 9, 40])
+def test_attention_by_masks_in_pieces_is_that_of_the_definition(tokens, window, monkeypatch):
+    """Whole pieces or not, with as much of what is earlier as the window needs, or more."""
+    monkeypatch.setitem(train_gpt.MASK_PIECE, "cpu", 16)
+    docs = (torch.rand(tokens) < 0.1).cumsum(0)
+    qkv = torch.randn(3, tokens, 2, 8, dtype=torch.float64, requires_grad=True)
+    expected = dense_attention(*qkv, docs, window)
+    expected = [expected, *torch.autograd.grad(expected.square().sum(), qkv)]
+    for reach in (window, 40):
+        mask = train_gpt.mask_in_pieces(docs, window, reach, torch.float64)
+        assert mask.shape == (-(-tokens // 16), min(16, tokens), reach + min(16, tokens))
         out = train_gpt.attend(*qkv.unbind(), mask)
-        results.append([out, *torch.autograd.grad(out.square().sum(), qkv)])
-    for dense, in_pieces in zip(*results):
-        assert torch.allclose(dense, in_pieces, rtol=0, atol=1e-12)
+        for ours, right in zip([out, *torch.autograd.grad(out.square().sum(), qkv)], expected):
+            assert torch.allclose(ours, right, rtol=0, atol=1e-12)
 
 
 def test_rotary_turns_half_of_the_head_by_position():
@@ -662,7 +679,7 @@ def gpu():
 def test_flex_attention_on_gpu_is_the_cpu_s_attention(gpu):
     docs = (torch.rand(1024) < 0.005).cumsum(0)
     q, k, v = torch.randn(3, 1024, 2, 64).unbind(0)
-    cpu = train_gpt.attend(q, k, v, train_gpt.dense_mask(docs, 200))
+    cpu = dense_attention(q, k, v, docs, 200)
     on_gpu = train_gpt.attend(q.to(gpu), k.to(gpu), v.to(gpu), train_gpt.block_mask(docs.to(gpu), 200))
     assert torch.allclose(cpu, on_gpu.cpu(), atol=5e-3)
 

@@ -46,8 +46,10 @@ def test_what_is_whole_passes_and_leaves_no_trace(config):
 
 
 def break_attention(monkeypatch):
-    whole = train_gpt.dense_mask
-    monkeypatch.setattr(train_gpt, "dense_mask", lambda docs, window: whole(docs, window // 2))
+    """But for masks that reach as far as any window."""
+    whole = train_gpt.GPT.masks
+    monkeypatch.setattr(train_gpt.GPT, "masks", lambda model, x, windows: whole(
+        model, x, windows if model.reach else train_gpt.Windows(windows.long // 2, windows.short // 2)))
 
 
 def break_fp8(monkeypatch):

@@ -1,6 +1,7 @@
 """The README's commands, flags and links, and the files of bench/cluster: each is run, or tested where the table says, or the
 table says why it cannot be."""
 
+import dataclasses
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 import train_gpt
 
@@ -117,6 +119,27 @@ def test_every_flag_is_one_of_a_program_here_and_every_link_leads_somewhere():
     for link in re.findall(r"\]\((?!http)([^)]+)\)", README):
         assert link[1:] in headings if link.startswith("#") else (ROOT / link).exists(), link
     assert README.count("\n") < 200
+
+
+def test_the_rule_that_the_readme_shows_trains_as_its_formula_says():
+    block = next(block for block in re.findall(r"^```\n(.*?)^```$", README, re.M | re.S) if "class Lion" in block)
+    names = {"dataclass": dataclasses.dataclass, "torch": torch, "__name__": __name__}
+    exec(block, names)
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(3, 2) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizer = train_gpt.make_optimizer(models[0], [train_gpt.Assignment("*", names["Lion"](lr=0.01))])
+    averages = [torch.zeros_like(p) for p in models[1].parameters()]
+    for step in range(5):
+        for model in models:
+            model(torch.full((1, 3), step - 2.0)).square().sum().backward()
+        optimizer.step()
+        for p, m in zip(models[1].parameters(), averages):  # algorithm 2 of arXiv:2302.06675, without decay
+            p.data -= 0.01 * (0.9 * m + 0.1 * p.grad).sign()
+            m.copy_(0.99 * m + 0.01 * p.grad)
+            p.grad = None
+    for a, b in zip(*(model.parameters() for model in models)):
+        assert torch.allclose(a, b, atol=1e-6)
 
 
 # bench/cluster

@@ -770,18 +770,24 @@ def test_following_ends_where_the_run_was_killed_and_waits_while_its_process_liv
 def test_followed_steps_reach_a_board_that_is_installed(tmp_path, monkeypatch, capsys):
     path, taken = tmp_path / "run.txt", []
     path.write_text(text(common()[:7] + ["error: interrupted"]))
-    board = types.SimpleNamespace(init=lambda project, name: types.SimpleNamespace(log=lambda v, step: taken.append((project, name, step, v))))
+    run = types.SimpleNamespace(log=taken.append, define_metric=lambda *metrics, step_metric: taken.append((*metrics, step_metric)))
+    board = types.SimpleNamespace(init=lambda project, name: taken.append((project, name)) or run)
     monkeypatch.setitem(sys.modules, "wandb", board)
     assert logs.main(["--follow", str(path), "--to", "wandb:race"]) == 0
     assert not capsys.readouterr().out
     assert logs.main(["--follow", str(path)]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert taken == [("race", "run", line.pop("step"), line) for line in lines] and lines
+    assert taken == [("race", "run"), ("*", "step"), *lines] and lines
     writer = types.SimpleNamespace(add_scalar=lambda *found: taken.append(found), flush=lambda: None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=lambda folder: taken.append(folder) or writer))
     taken.clear()
     assert logs.main(["--follow", str(path), "--to", f"tensorboard:{tmp_path}"]) == 0
-    assert taken[0] == str(tmp_path / "run") and {found[0] for found in taken[1:]} == {key for line in lines for key in line}
+    assert taken[0] == str(tmp_path / "run") and {found[0] for found in taken[1:]} == {key for line in lines for key in line} - {"step"}
+    taken.clear()
+    assert logs.main(["--follow", str(tmp_path / "none.txt"), "--to", "wandb:race"]) == 2 and not taken
+    with pytest.raises(SystemExit):
+        logs.main(["--follow", str(path), str(path)])
+    assert "--follow is of one log, not of 2" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert logs.main(["--follow", str(path), "--to", "wandb:race"]) == 2
     assert "--to wandb:race: import of wandb halted" in capsys.readouterr().err
