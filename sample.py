@@ -52,39 +52,47 @@ class Attention:
     """A layer's attention, for one token after another. Of the document it keeps the keys and values that the window
     reaches, [heads, 2 * window + 2, head_dim], in their order; where there is no more room, these move to the front.
 
-    Paired heads follow one another in each other's keys and values: a token has two places there.
+    Paired heads follow one another in each other's keys and values: a token has two places there. Of queries and keys
+    what the rotary turns together lies side by side, a complex number each; values end in a 1, which sums chances up.
     """
 
     def __init__(self, layer: train_gpt.Attention, window: int):
         self.weights, self.window, self.places = weights_of(layer), window, 1 + layer.paired
         matrices = [self.weights[name] for name in ("qkvo", "qk", "vo") if name in self.weights]
         qkvo = np.concatenate([some.reshape(-1, len(matrices[0])) for some in matrices])
-        self.qkv, self.out = np.split(qkvo, [len(qkvo) // 4 * 3])
-        heads, dim = layer.heads // self.places, len(self.out) // layer.heads
-        self.keys, self.values = np.empty((2, heads, 2 * window + 2, dim), np.float32)
-        self.count, self.offset, self.last = 0, layer.key_offset, None  # the last token's key, before an offset
+        width, gate = qkvo.shape[1], self.weights["gate"]
+        self.heads, dim = layer.heads, width // layer.heads
+        in_pairs = np.arange(dim).reshape(2, -1).T.ravel()
+        qk = qkvo[:2 * width].reshape(-1, dim, width)[:, in_pairs].reshape(2 * width, width)
+        gate = np.pad(gate, ((0, 0), (0, width - gate.shape[1])))
+        self.inner, self.out = np.concatenate([qk, qkvo[2 * width:3 * width], gate]), qkvo[3 * width:]
+        kept = layer.heads // self.places, 2 * window + 2
+        self.keys, self.values = np.empty((*kept, dim), np.float32), np.ones((*kept, dim + 1), np.float32)
+        self.count = 0
+        # of a key what the rotary leaves alone, where that is of the token before; and its last key
+        self.stands, self.last = (in_pairs // (dim // 4) % 2 == 1 if layer.key_offset else None), None
+        self.self_share = np.tanh(self.weights["self_share"])[:, None] if "self_share" in self.weights else None
 
     def __call__(self, x: np.ndarray, values: np.ndarray | None, value_mix: Sequence[float],
-                 turns: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-        """The normed stream [dim] and the value table's vector, see train_gpt.Attention.forward -> [dim]. turns: cos and sin
-        [2, head_dim / 2] of each place."""
-        w = self.weights
-        qkv = (self.qkv @ x).reshape(3, len(w["gate"]), -1)
-        qk, v = qkv[:2] / np.sqrt(np.vecdot(qkv[:2], qkv[:2]) / qkv.shape[2] + EPS)[..., None], value_mix[0] * qkv[2]
+                 turns: Sequence[np.ndarray]) -> np.ndarray:
+        """The normed stream [dim] and the value table's vector, see train_gpt.Attention.forward -> [dim]. turns: of each
+        place the rotary's factors, complex [head_dim / 2]."""
+        inner = self.inner @ x
+        opening, qkv = sigmoid(inner[-self.heads:, None]), inner[:-self.heads].reshape(3, self.heads, -1)
+        qk, v = qkv[:2], value_mix[0] * qkv[2]
+        size = (np.vecdot(qk, qk) / v.shape[1] + EPS)[..., None] ** -0.5
         if values is not None:
             v += value_mix[1] * self.gated(x, values.reshape(v.shape))
         y = np.empty_like(v)
-        for place, (cos, sin) in zip(range(self.places), turns):
-            halves = qk[:, place::self.places].reshape(2, -1, *cos.shape)
-            q, k = (halves * cos + halves[:, :, ::-1] * sin).reshape(2, len(self.keys), -1)
-            if self.offset:
-                stands = np.arange(k.shape[1]) // (k.shape[1] // 4) % 2 == 1
-                k, self.last = np.where(stands, k if self.last is None else self.last, k), k
-            y[place::self.places] = self.attend(q, k, v[place::self.places])
-        if "self_share" in w:
-            own = np.vecdot(y, v) / np.maximum(np.vecdot(v, v), 1e-8)
-            y -= (np.tanh(w["self_share"]) * own)[:, None] * v
-        y *= sigmoid(w["gate"] @ x[:w["gate"].shape[1]])[:, None]
+        for place, turn in zip(range(self.places), turns):
+            of = slice(place, None, self.places)
+            q, k = ((qk[:, of] * size[:, of]).view(np.complex64) * turn).view(np.float32)
+            if self.stands is not None:
+                k, self.last = np.where(self.stands, k if self.last is None else self.last, k), k
+            y[of] = self.attend(q, k, v[of])
+        if self.self_share is not None:
+            y -= self.self_share * (np.vecdot(y, v) / np.maximum(np.vecdot(v, v), 1e-8))[:, None] * v
+        y *= opening
         return self.out @ y.ravel()
 
     def gated(self, x: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -102,10 +110,10 @@ class Attention:
                 kept[:, :self.window] = kept[:, self.count - self.window:]
             self.count = self.window
         begin, self.count = max(0, self.count - self.window), self.count + 1
-        self.keys[:, self.count - 1], self.values[:, self.count - 1] = k, v
-        scores = self.keys[:, begin:self.count] @ q[:, :, None]
-        chances = np.exp(scores - scores.max())
-        return (chances.mT @ self.values[:, begin:self.count])[:, 0] / chances.sum(1)
+        self.keys[:, self.count - 1], self.values[:, self.count - 1, :-1] = k, v
+        chances = np.exp(self.keys[:, begin:self.count] @ q[:, :, None])  # of normed vectors: no score is large
+        seen = (chances.mT @ self.values[:, begin:self.count])[:, 0]
+        return seen[:, :-1] / seen[:, -1:]
 
 class Reader:
     """A model and what it has read: the forward of train_gpt.GPT once more, for one token after another.
@@ -126,11 +134,12 @@ class Reader:
                           for layer, block in zip(model.layers, model.blocks)]
         self.mlps = [layer.mlp and weights_of(block.mlp) for layer, block in zip(model.layers, model.blocks)]
         scalars = [part.tolist() for part in model.scalars.detach().split(model.scalar_sizes)]
-        self.skips, mixes, self.value_mixes, (self.smear,), (self.backout,) = scalars
+        skips, mixes, self.value_mixes, (self.smear,), (self.backout,) = scalars
+        self.skips = sigmoid(np.array(skips)).tolist()
         self.mixes = np.reshape(mixes, (len(model.layers), -1)).tolist()  # of each layer
         frequencies, scale = model.rotary.frequencies()
-        # one half of a head turns one way, the other the other; queries and keys are both turned, so each takes a root of the scale
-        self.frequencies, self.root = np.stack([frequencies, -frequencies]), scale ** 0.5
+        # queries and keys are both turned, so each takes a root of the scale
+        self.angles, self.root = -1j * frequencies.double().numpy(), scale ** 0.5
         self.position, self.before = 0, np.zeros_like(self.embed[0])  # before: the last token's embedding
         self.lasts = [model.bos_id] * max((table.n for table in model.ngrams), default=0)  # tokens, the latest first
 
@@ -157,10 +166,9 @@ class Reader:
             total[:rows.shape[1]] += rows[row] if signs is None else rows[row] * signs[further % len(signs)]
         return x, total
 
-    def turn(self, place: int) -> tuple[np.ndarray, np.ndarray]:
-        """The rotary's cos and sin [2, head_dim / 2] of a place."""
-        angles = place * self.frequencies
-        return self.root * np.cos(angles), self.root * np.sin(angles)
+    def turn(self, place: int) -> np.ndarray:
+        """The rotary's factors of a place, complex [head_dim / 2]."""
+        return (self.root * np.exp(place * self.angles)).astype(np.complex64)
 
     def trunk(self, token: int) -> np.ndarray:
         """-> the normed stream before the head [dim]."""
@@ -171,9 +179,11 @@ class Reader:
                  for places in range(1, 2 + model.pairs)}
         for i, (layer, attention, mlp) in enumerate(zip(model.layers, self.attention, self.mlps)):
             if i in model.skip_from:
-                x = x + float(sigmoid(self.skips[i - min(model.skip_from)])) * saved[model.skip_from[i]]
+                x = x + self.skips[i - min(model.skip_from)] * saved[model.skip_from[i]]
             if attention or mlp:
-                x = sum(weight * part for weight, part in zip(self.mixes[i], (x, x0, ngrams)))
+                x = self.mixes[i][0] * x + self.mixes[i][1] * x0
+                if model.ngram_mix:
+                    x += self.mixes[i][2] * ngrams
             if attention:
                 values = None if layer.value_table is None else self.value_tables[layer.value_table][token]
                 read = norm(saved[model.backout_layer] if layer.reads_back else x)
@@ -188,10 +198,12 @@ def draw(logits: np.ndarray, temperature: float, top_k: int, random: np.random.G
     """A token by its chances: softmax(logits [vocabulary] / temperature) among the top_k likeliest (0: among all)."""
     if temperature == 0:
         return int(logits.argmax())
-    among = np.argpartition(logits, -top_k)[-top_k:] if 0 < top_k < len(logits) else np.arange(len(logits))
     with np.errstate(over="ignore"):  # of a temperature next to zero
-        chances = np.exp((logits[among] - logits.max()).astype(np.float64) / temperature).cumsum()
-    return int(among[chances.searchsorted(random.random() * chances[-1], side="right")])
+        chances = np.exp((logits - logits.max()).astype(np.float64) / temperature)
+    if 0 < top_k < len(logits):
+        chances[np.argpartition(logits, -top_k)[:-top_k]] = 0
+    chances = chances.cumsum()
+    return int(chances.searchsorted(random.random() * chances[-1], side="right"))
 
 def generate(model: GPT, windows: Windows, vocab_size: int, prompt: Sequence[int], count: int, temperature: float = 0.8,
              top_k: int = 0, seed: int = 0) -> Iterator[int]:

@@ -1352,7 +1352,8 @@ class NgramTable(nn.Embedding):
     def forward(self, number: Tensor) -> Tensor:
         """The n-grams' numbers or hashes [T], see GPT.ngram_numbers -> [T, width]."""
         found = super().forward(number % self.num_embeddings)
-        return found * self.signs[number // self.num_embeddings % self.SIGNS] if self.shared else found
+        signs = number // self.num_embeddings % self.SIGNS
+        return found * self.signs.index_select(0, signs) if self.shared else found
 
     def number(self, lasts: Sequence[Tensor]) -> Tensor:
         """The last token at each place, the one before it, and so on -> the n-gram's own number."""
@@ -1889,17 +1890,18 @@ class RowBucket(Bucket):
     def update(self, update: Callable[..., None], hyper: dict[str, Any], one_by_one: bool) -> None:
         """Of the rows that have a gradient. As elements are, they are independent of one another."""
         wholes = [self.param_shard, *self.state.values()]
-        param, *state = (whole[self.touched] for whole in wholes)
+        olds = [whole.index_select(0, self.touched) for whole in wholes]  # on CPUs a fifth of the time of whole[...]
+        param, *state = (old.clone() for old in olds)
         update(param, self.grad_shard, dict(zip(self.state, state)), hyper)
-        moved = self.grad_shard.any(1, keepdim=True)
-        for whole, new in zip(wholes, (param, *state)):
-            whole[self.touched] = torch.where(moved, new, whole[self.touched])
+        moved = self.grad_shard.abs().amax(1, keepdim=True) != 0
+        for whole, old, new in zip(wholes, olds, (param, *state)):
+            whole[self.touched] = torch.where(moved, new, old)
 
     def start_gather(self, comm: Comm) -> None:
         if self.read_by_any is None or comm.ranks == 1:
             return super().start_gather(comm)
         rows = self.numbers(self.read_by_any)
-        values = self.rows[rows]
+        values = self.rows.index_select(0, rows)
         arriving = values.split(self.read_by_any.sum(1).tolist())
 
         def write() -> None:
