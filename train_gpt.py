@@ -286,7 +286,7 @@ PRESETS = {
     "laptop": Config(
         target_val_loss=1.40, train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin",
         train_shards=0, max_document_tokens=257, long_documents="split", shuffle=True, even_order=True,
-        micro_batch_tokens=512, micro_batches=4, val_tokens=0, val_len=1024, val_every=0, layers="S0M L1M",
+        micro_batch_tokens=1024, micro_batches=2, val_tokens=0, val_len=1024, val_every=0, layers="S0M L1M",
         model_dim=64, num_heads=2, head_dim=32, backout_layer=0, exclude_self=True, lazy_tables=True,
         ngrams="2:16384:64 3:32768:64 4:65536:64 6:65536:64 8:65536:64", dtype="float32", fp8_head=False,
         num_steps=135, stages="until long_window; 1/2 4; 1 8; +10 8", window_block=32, final_window=12, lr_floor=0.15,

@@ -123,8 +123,8 @@ def fit_text(train_gpt, config, given):
 
     epochs, chosen = given.epochs or (10 ** 4 if given.num_steps else 1), {}
     steps, stream = read(epochs, config.num_steps)
-    if not steps and given.micro_batches is None:  # one for each rank
-        config, chosen = dataclasses.replace(config, micro_batches=2), {"micro_batches": 2}
+    if not steps and given.micro_batch_tokens is None:
+        config, chosen = dataclasses.replace(config, micro_batch_tokens=512), {"micro_batch_tokens": 512}
         steps, stream = read(epochs, config.num_steps)
     if 0 < steps < LEAST_STEPS and given.epochs is None and given.num_steps is None:
         steps, stream = read(LEAST_STEPS, LEAST_STEPS)

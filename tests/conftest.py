@@ -232,3 +232,11 @@ def on_ranks(_rank_pools):
             _rank_pools.pop(ranks).stop()  # the group may be left in any state
             raise
     return call
+
+
+LONG = ("resume", "records_verify", "run", "readme", "scripts", "records_race", "bench", "hosts", "dry_gpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first, so that no process is left alone with one at the end."""
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)

@@ -259,7 +259,7 @@ def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path):
     config, says = fit(40_000, "--epochs", "1")
     assert config.epochs == 1 and config.num_steps < 20 and says.endswith("once\n")
     config, says = fit(1500)
-    assert config.micro_batches == 2 and config.epochs == config.num_steps == 40 and "one would come about 0.0075 times" in says
+    assert config.micro_batch_tokens == 512 and config.epochs == config.num_steps == 40 and "one would come about 0.0075 times" in says
     with pytest.raises(SystemExit, match="has 900 tokens to train on, and a step reads 1,024: give more text"):
         fit(900)
 
