@@ -56,7 +56,8 @@ class Attention:
     what the rotary turns together lies side by side, a complex number each; values end in a 1, which sums chances up.
     """
 
-    def __init__(self, layer: train_gpt.Attention, window: int):
+    def __init__(self, layer: train_gpt.Attention, window: int, scale: float):
+        """scale: the softmax's."""
         self.weights, self.window, self.places = weights_of(layer), window, 1 + layer.paired
         matrices = [self.weights[name] for name in ("qkvo", "qk", "vo") if name in self.weights]
         qkvo = np.concatenate([some.reshape(-1, len(matrices[0])) for some in matrices])
@@ -68,7 +69,8 @@ class Attention:
         self.inner, self.out = np.concatenate([qk, qkvo[2 * width:3 * width], gate]), qkvo[3 * width:]
         kept = layer.heads // self.places, 2 * window + 2
         self.keys, self.values = np.empty((*kept, dim), np.float32), np.ones((*kept, dim + 1), np.float32)
-        self.count = 0
+        # of vectors with a norm of sqrt(dim), or, with an offset, up to sqrt(2 dim): no score's exponential overflows
+        self.count, self.bounded = 0, 2 * scale * dim < 80
         # of a key what the rotary leaves alone, where that is of the token before; and its last key
         self.stands, self.last = (in_pairs // (dim // 4) % 2 == 1 if layer.key_offset else None), None
         self.self_share = np.tanh(self.weights["self_share"])[:, None] if "self_share" in self.weights else None
@@ -111,7 +113,8 @@ class Attention:
             self.count = self.window
         begin, self.count = max(0, self.count - self.window), self.count + 1
         self.keys[:, self.count - 1], self.values[:, self.count - 1, :-1] = k, v
-        chances = np.exp(self.keys[:, begin:self.count] @ q[:, :, None])  # of normed vectors: no score is large
+        scores = self.keys[:, begin:self.count] @ q[:, :, None]
+        chances = np.exp(scores if self.bounded else scores - scores.max(1, keepdims=True))
         seen = (chances.mT @ self.values[:, begin:self.count])[:, 0]
         return seen[:, :-1] / seen[:, -1:]
 
@@ -130,14 +133,14 @@ class Reader:
         self.value_tables = [weights_of(table)["weight"] for table in model.value_embeds]
         self.ngram_tables = [weights_of(table)["weight"] for table in model.ngrams]
         self.signs = [table.signs.float().numpy() if table.shared else None for table in model.ngrams]
-        self.attention = [layer.window and Attention(block.attn, reach[layer.window])
+        frequencies, scale = model.rotary.frequencies()
+        self.attention = [layer.window and Attention(block.attn, reach[layer.window], scale)
                           for layer, block in zip(model.layers, model.blocks)]
         self.mlps = [layer.mlp and weights_of(block.mlp) for layer, block in zip(model.layers, model.blocks)]
         scalars = [part.tolist() for part in model.scalars.detach().split(model.scalar_sizes)]
         skips, mixes, self.value_mixes, (self.smear,), (self.backout,) = scalars
         self.skips = sigmoid(np.array(skips)).tolist()
         self.mixes = np.reshape(mixes, (len(model.layers), -1)).tolist()  # of each layer
-        frequencies, scale = model.rotary.frequencies()
         # queries and keys are both turned, so each takes a root of the scale
         self.angles, self.root = -1j * frequencies.double().numpy(), scale ** 0.5
         self.position, self.before = 0, np.zeros_like(self.embed[0])  # before: the last token's embedding

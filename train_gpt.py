@@ -239,7 +239,7 @@ class Config(SyncSettings, StageValues):
 
     # machine
     compile: str = option("auto", "blocks, head and rules, each by itself. auto: on GPUs", ("auto", "on", "off"))
-    attention: str = option("auto", "auto: FlexAttention on GPUs, a dense mask on CPUs. masked: in pieces, slower",
+    attention: str = option("auto", "auto: FlexAttention on GPUs, masks in pieces on CPUs. masked: these",
                             ("auto", "masked"))
     kernels: str = option("auto", "the MLP's Triton kernels. auto: on Hopper GPUs and later", ("auto", "on", "off"))
     preflight: str = option("auto", "each part once beside its plain form, before the run. auto: on GPUs. only, or "
@@ -1085,13 +1085,15 @@ def block_mask(docs: Tensor, window: int) -> BlockMask:
     predicate = may_attend(docs, torch.full((), window, device=docs.device))
     return BlockMask.from_kv_blocks(*listed(some & ~every), *listed(every), BLOCK_SIZE=MASK_BLOCK, mask_mod=predicate)
 
-MASK_PIECE = {"cuda": 1024, "cpu": 64}  # queries; the fewer, the fewer keys that none of them sees
+MASK_PIECE = {"cuda": 1024, "cpu": 64}  # queries, at least; the fewer, the fewer keys that none of them sees
 
 def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype) -> Tensor:
     """The predicate for scaled_dot_product_attention, on CPUs and where FlexAttention fails: pieces of queries, each
     with its own keys and `reach` earlier ones. 0 or -inf [pieces, piece, reach + piece], one shape for windows up to
-    reach. What fills up the last piece is a document."""
-    piece = min(len(docs), MASK_PIECE[docs.device.type])
+    reach; where that is as much as all, one piece. Queries that fill up the last piece see one another."""
+    piece = max(MASK_PIECE[docs.device.type], reach // 4)
+    if reach + piece >= len(docs):
+        piece, reach = len(docs), 0
     docs = F.pad(docs, (0, -len(docs) % piece), value=-1)
     q = torch.arange(len(docs), device=docs.device, dtype=torch.int32).view(-1, piece, 1)
     k = q[:, :1] + torch.arange(-reach, piece, device=docs.device, dtype=torch.int32)
@@ -1107,7 +1109,7 @@ Mask = Tensor | BlockMask
 def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
     """Softmax attention [T, H, D] where the mask allows it. q comes with the softmax scale in it.
 
-    FlexAttention with a BlockMask: it has no backward on CPUs.
+    With a BlockMask by FlexAttention, which has no backward on CPUs.
     """
     if isinstance(mask, BlockMask):
         alone = q_THD.is_cuda and not torch.compiler.is_compiling()  # within a compiled block it is compiled with that
@@ -1631,9 +1633,9 @@ class NorMuon:
 # buckets
 
 class ParamSpec(NamedTuple):
-    """A parameter, the rule that updates it, and how: its learning rate times `scale`, and from `first_step` on; before
-    it no gradient is expected. unit: the shape of the matrices that lie in it behind one another in memory, if it is
-    several: (d, d) for torch's fused query, key and value [3d, d]."""
+    """A parameter, the rule that updates it, and how: a matrix's learning rate times `scale`, and from `first_step`
+    on; before it no gradient is expected. unit: the shape of the matrices that lie in it behind one another in
+    memory, if it is several: (d, d) for torch's fused query, key and value [3d, d]."""
 
     name: str
     param: nn.Parameter
@@ -1665,6 +1667,7 @@ class Bucket:
     shards of whole units for all ranks. Building a bucket copies the parameters in and makes each a view."""
 
     SHARD_ALIGNMENT = 64  # elements: parameters start where vector loads like it, and no shard ends within a vector
+    RESERVED = "updates", "pending", "average", "lr", "step"  # in what is saved, beside a rule's state
     grads_on: str | None = None  # another device than the parameters'
     compiles = True  # the rule, where a run is compiled
 
@@ -1679,6 +1682,8 @@ class Bucket:
         self.shard_numel, self.shard_begin = per_rank * unit_numel, rank * per_rank * unit_numel
         self.param_data = torch.zeros(ranks * self.shard_numel, dtype=first.dtype, device=first.device)
         self.grad_data = torch.zeros_like(self.param_data, dtype=grad_dtype or first.dtype, device=self.grads_on)
+        demand(len(unit) == 2 or all(spec.scale == 1 for spec in specs), f"{specs[0].name}: its rule, "
+               f"{type(self.rule).__name__}, is of no matrices, and knows no scale; give it a rule with another lr")
         scale = torch.ones(ranks * per_rank, 1, 1, dtype=torch.promote_types(first.dtype, torch.float32))
         self.params = []
         for spec, begin, count in zip(specs, itertools.accumulate(counts, initial=0), counts):
@@ -1695,6 +1700,11 @@ class Bucket:
         self.flat_param_shard, self.flat_grad_shard = self.param_data[mine], self.grad_data[mine]
         self.param_shard, self.grad_shard = (x.view(-1, *unit) for x in (self.flat_param_shard, self.flat_grad_shard))
         self.updates, self.state = 0, self.rule.init_state(self.param_shard)
+        for key, x in self.state.items():
+            if key in self.RESERVED or x.shape[:1] != self.param_shard.shape[:1]:
+                raise RunError(f"{type(self.rule).__name__}.init_state gives {key!r} {list(x.shape)}; its shard has "
+                               f"{len(self.param_shard)} units, and so must each tensor, under a name other than "
+                               f"{', '.join(self.RESERVED)}, which are the engine's")
         self.needs_overwrite = set(self.params)  # those that hold no gradient since the last update
         self.missing = set(self.params)          # those whose gradient of the prepared backward is to come
         self.received: Tensor | None = None      # what the reduce-scatter wants beside the buffer
@@ -1917,12 +1927,17 @@ class RowBucket(Bucket):
         self.forget()
         super().drop()
 
+RULE = "lr", "every", "unit", "init_state", "hyper", "update"  # what a rule has
+
 def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ranks: int,
                  grad_reduce_in_fp32: bool = False) -> list[Bucket]:
     """Group what can share a bucket (rule, dtype, unit, first step), from the last layer on, until it is full."""
     open_groups: dict[Any, list[ParamSpec]] = {}
     groups: list[list[ParamSpec]] = []
     for spec in reversed(specs):
+        frozen = getattr(spec.rule, "__dataclass_params__", None)
+        demand(frozen and frozen.frozen and all(hasattr(spec.rule, name) for name in RULE), f"{spec.name}: its rule "
+               f"{type(spec.rule).__name__} is none; write a frozen dataclass with {', '.join(RULE)}, as Adam has them")
         key = (spec.rule, spec.param.dtype, spec.rule.unit(spec), spec.first_step)
         if not (group := open_groups.setdefault(key, [])):
             groups.append(group)
@@ -2069,7 +2084,7 @@ def used_parameters(loss: Tensor) -> set[nn.Parameter]:
             open_nodes += [further for further, _ in node.next_functions]
     return {getattr(node, "variable", None) for node in seen}
 
-HOOKS = WeakIdKeyDictionary()  # each parameter's one, which as its attribute could not be saved with it
+HOOKS = WeakIdKeyDictionary()  # parameter -> the handle of its hook: as an attribute it would be pickled
 
 class Reducer:
     """Gradients in: hooks add them into buckets, and start a bucket's reduce-scatter when all of it is ready. Buckets
@@ -2097,6 +2112,7 @@ class Reducer:
         self.added = 0         # most gradients that a parameter got in it for one step
         self.arrived = False   # a gradient, or the word which rows will have one, since the last step
         self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # what profiling puts its ranges in
+        self.hooks: list[Any] = []
         for bucket in buckets:
             bucket.received = comm.receive_buffer(bucket.grad_data, settings.exact)
             for place in bucket.params:
@@ -2104,6 +2120,7 @@ class Reducer:
                     HOOKS[place.param].remove()
                 HOOKS[place.param] = place.param.register_post_accumulate_grad_hook(
                     lambda _, bucket=bucket, place=place: self.register_grad_ready(bucket, place))
+                self.hooks.append(HOOKS[place.param])
 
     def is_due(self, bucket: Bucket, step: int) -> bool:
         return step >= bucket.first_step and (self.settings.exact or bucket.updates_in(step))
@@ -2264,8 +2281,8 @@ def check_ownership(buckets: Sequence[Bucket], model: nn.Module) -> list[tuple[s
 
 class SavedState:
     """The state of buckets by names, the same at any number of ranks and any size of buckets: NAME, a parameter;
-    NAME/KEY, a tensor that its rule keeps; NAME/updates, how many there were; and in a state_dict NAME/lr, and
-    NAME/step, the next one."""
+    NAME/KEY, a tensor that its rule keeps; NAME/updates, how many there were; and in a state_dict NAME/lr, its
+    learning rate, and NAME/step, the number of the next step."""
 
     buckets: list[Bucket]
     comm: Comm
@@ -2308,7 +2325,7 @@ class SavedState:
             yield from self.whole_state(bucket).items()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A copy of named_state, on the CPU: a GPU's memory is for training; and what belongs to no bucket."""
+        """A copy of named_state, on the CPU: a GPU's memory is for training; and what else a step depends on."""
         state = {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
         for place in (place for bucket in self.buckets for place in bucket.params):
             state[f"{place.name}/lr"] = torch.tensor(self.group_of[place.param]["lr"], dtype=torch.float64)
@@ -2375,7 +2392,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         self.param_owners = check_ownership(buckets, model)
         groups: dict[Any, dict[str, Any]] = {}  # by rule and learning rate
         for bucket in buckets:
-            kind = (type(bucket.rule).__name__, getattr(bucket.rule, "lr", 0.0))
+            kind = (type(bucket.rule).__name__, bucket.rule.lr)
             group = groups.setdefault(kind, {"rule": kind[0], "lr": kind[1], "params": []})
             group["params"] += [place.param for place in bucket.params]
         super().__init__(groups.values(), {})
@@ -2408,12 +2425,14 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         self.param_groups.append(group)  # torch's own would import its compiler, which takes over a second
 
     def remove_hooks(self) -> None:
-        for hook in (*self.forward_hooks, *(HOOKS[p] for group in self.param_groups for p in group["params"])):
+        """Leave the model: its gradients are in .grad again, unless another optimizer was built for it since."""
+        for hook in (*self.forward_hooks, *self.reducer.hooks):
             hook.remove()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A backward that nobody prepared only adds to the gradients in it; the last of a step comes after it."""
+        """A backward that nobody prepared only adds to the gradients in it; the last of a step comes after it. Every
+        rank runs as many in it."""
         self.reducer.only_add = True
         try:
             yield
@@ -2468,7 +2487,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         kept = [(part, part.clone()) for place in bucket.params if place in untouched
                 for part in (bucket.part_of(place, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
         rule, lr = bucket.rule, self.group_of[bucket.params[0].param]["lr"]
-        rule = rule if lr == getattr(rule, "lr", lr) else dataclasses.replace(rule, lr=lr)
+        rule = rule if lr == rule.lr else dataclasses.replace(rule, lr=lr)
         hyper = {key: self.number(key, v) if isinstance(v, float) and bucket.compiles else v
                  for key, v in rule.hyper(plan, bucket.updates).items()}
         update = type(rule).update
@@ -3509,8 +3528,8 @@ class Profile:
         self.log.say(f"trace: {path}")
 
 class Notices:
-    """Signals: SIGUSR1 asks for a checkpoint, SIGTERM for one and the end; before and after training that is an error.
-    phase: set-up, training, verdict; over, when the log is whole or has its last word."""
+    """Signals: SIGUSR1 asks for a checkpoint, before training too, and SIGTERM for one and the end, which before and
+    after training is an error. phase: set-up, training, verdict; over, when the log is whole or has its last word."""
 
     END = 1024  # so much more counts SIGTERM than SIGUSR1
 
@@ -3521,9 +3540,11 @@ class Notices:
         first = not self.terminated.is_set()
         if number == signal.SIGTERM:
             self.terminated.set()
-        if self.phase == "training" and first:
-            self.heard += self.END if number == signal.SIGTERM else 1
-        elif self.phase in ("set-up", "verdict") and number == signal.SIGTERM and first:
+        if number == signal.SIGUSR1:
+            self.heard += 1
+        elif self.phase == "training" and first:
+            self.heard += self.END
+        elif self.phase in ("set-up", "verdict") and first:
             raise RunError("terminated; by torchrun, since another rank has died, or by somebody: start the run again")
 
 notices = Notices()

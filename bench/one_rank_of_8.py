@@ -6,7 +6,7 @@
 torch's `fake` process group stands for the other ranks: its collectives cost nothing and send nothing, so this rank's
 shard of the gradients is its own alone, and the parameters of the other shards never change. Times and memory are those
 of rank 0 in a run of 8, losses mean nothing. Documents are random tokens of random lengths. There is a row for each
-training window; the schedule's mean weighs each by its steps.
+training window; the plan's mean weighs each by its steps.
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from common import (PLAN, GlooComm, Transformer, add_model_flags, adam_optimizer, machine, on_ranks, positive,
-                    ratios, run, some_text, spread, table, take_turns, train_gpt)
+from common import (EPS, PLAN, GlooComm, Transformer, add_model_flags, adam_optimizer, machine, on_ranks, positive, ratios,
+                    run, some_text, spread, table, take_turns, train_gpt)
 
 LR = 1e-3
-ADAM = dict(lr=LR, betas=(0.9, 0.999), eps=1e-8)
+ADAM = dict(lr=LR, betas=(0.9, 0.999), eps=EPS)
 
 
 class Buckets:
@@ -170,7 +170,7 @@ def main() -> None:
                  "bytes of optimizer state per rank", "first loss", "last loss"], rows))
     for name, mine in losses.items():
         if not max(abs(a - b) for a, b in zip(mine, losses["buckets"])) <= 0.02:
-            raise train_gpt.RunError(f"losses end at {mine[-1]:.4f} with {name} and at {losses['banks'][-1]:.4f} with "
+            raise train_gpt.RunError(f"losses end at {mine[-1]:.4f} with {name} and at {losses['buckets'][-1]:.4f} with "
                                      "buckets; one of them trains wrongly, and the times mean nothing")
 
 

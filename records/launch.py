@@ -47,6 +47,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HERE = "127.0.0.1"
 MOST_MODELS = 5  # of 64 MB each
 LEAST_STEPS = 40  # to which a small text is read again: fewer learn too little, more learn it by heart (LOG.md)
+LEAST_TOKENS = 64  # of a micro-batch, where a text does not fill one of the preset's
 MOST_VAL_TOKENS = 2 ** 18
 TOLD = "SIGINT,SIGTERM,SIGHUP,SIGQUIT"  # passed on to the ranks, which have half a minute to end
 
@@ -123,14 +124,16 @@ def fit_text(train_gpt, config, given):
 
     epochs, chosen = given.epochs or (10 ** 4 if given.num_steps else 1), {}
     steps, stream = read(epochs, config.num_steps)
-    if not steps and given.micro_batch_tokens is None:
-        config, chosen = dataclasses.replace(config, micro_batch_tokens=512), {"micro_batch_tokens": 512}
+    while not steps and given.micro_batch_tokens is None and config.micro_batch_tokens > LEAST_TOKENS:
+        chosen = {"micro_batch_tokens": config.micro_batch_tokens // 2}
+        config = dataclasses.replace(config, **chosen)
         steps, stream = read(epochs, config.num_steps)
     if 0 < steps < LEAST_STEPS and given.epochs is None and given.num_steps is None:
         steps, stream = read(LEAST_STEPS, LEAST_STEPS)
     batch, about = train_gpt.tokens_of_steps(config, 1), f"{sum(sizes):,} tokens to train on"
     if not steps:
-        raise train_gpt.RunError(f"the text has {about}, and a step reads {batch:,}: give more text")
+        raise train_gpt.RunError(f"the text has {about}, and a step reads {batch:,}: give more text, or less of "
+                                 "--micro_batches or --micro_batch_tokens")
     at, document, _ = stream.position
     epochs, part = at // len(train) + 1, document / len(stream.loaded[at].result().starts) if at in stream.loaded else 1
     whole = int(0.97 * steps * sum(sizes) / (sum(sizes[:at]) + part * sizes[at % len(train)]))

@@ -756,7 +756,8 @@ def follow(path, period_s=1.0, silent_s=60):
     while os.stat(path):
         run, why = last_run(path)
         if run and len(run.resumed) > resumes:
-            resumes, told = len(run.resumed), sum(step.step <= run.resumed[-1]["from_step"] for step in run.steps)
+            kept = sum(step.step <= run.resumed[-1]["from_step"] for step in run.steps)
+            resumes, told = len(run.resumed), min(told, kept)
         for step in run.steps[told:] if run else ():
             losses = [validation.loss for validation in run.validations if validation.step == step.step]
             line = {"step": step.step, "train_time_ms": step.time_ms, "train_loss": step.train_loss,
@@ -767,7 +768,8 @@ def follow(path, period_s=1.0, silent_s=60):
             return
         silent = time.time() - os.stat(path).st_mtime
         if silent > silent_s and not is_locked(path):
-            raise TimeoutError(f"no line for {silent:.0f} s, no end, and no process writes it: the run was killed")
+            what = "no end, and no process writes it: the run was killed" if run else f"and no run in it ({why})"
+            raise TimeoutError(f"no line for {silent:.0f} s, {what}")
         time.sleep(period_s)
 
 

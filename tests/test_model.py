@@ -236,16 +236,13 @@ def dense_attention(q, k, v, docs, window):
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
 
-def in_pieces(docs, window, reach=None):
-    return train_gpt.mask_in_pieces(docs, window, window if reach is None else reach, torch.float32)
-
-
-def test_attention_stays_inside_document_and_window():
+def test_attention_stays_inside_document_and_window(monkeypatch):
+    monkeypatch.setitem(train_gpt.MASK_PIECE, "cpu", 4)
     docs = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2])
-    (mask,) = in_pieces(docs, window=2).exp()
+    mask = train_gpt.mask_in_pieces(docs, 2, 2, torch.float32).exp()
     for q in range(8):
-        for k in range(-2, 8):
-            assert mask[q, k + 2].item() == (0 <= k <= q <= k + 2 and docs[q] == docs[k]), (q, k)
+        for k in range(q // 4 * 4 - 2, q // 4 * 4 + 4):
+            assert mask[q // 4, q % 4, k + 2 - q // 4 * 4].item() == (0 <= k <= q <= k + 2 and docs[q] == docs[k]), (q, k)
 
 
 @pytest.mark.parametrize("window", [0, 1, 100, 128, 129, 300, 1000])
@@ -265,18 +262,19 @@ def test_flex_attention_sees_what_the_definition_sees(window):
         assert partial >= {j for j in range(4) if dense[i, j].any()} - full and not partial & full
 
 
-@pytest.mark.parametrize("tokens", [1, 15, 48, 55])
-@pytest.mark.parametrize("window", [0, 1, 9, 40])
+@pytest.mark.parametrize("tokens", [1, 15, 48, 55, 130])
+@pytest.mark.parametrize("window", [0, 1, 9, 40, 100, 200])
 def test_attention_by_masks_in_pieces_is_that_of_the_definition(tokens, window, monkeypatch):
-    """Whole pieces or not, with as much of what is earlier as the window needs, or more."""
+    """One piece or several, whole or not, with as much of what is earlier as the window needs, or more."""
     monkeypatch.setitem(train_gpt.MASK_PIECE, "cpu", 16)
     docs = (torch.rand(tokens) < 0.1).cumsum(0)
     qkv = torch.randn(3, tokens, 2, 8, dtype=torch.float64, requires_grad=True)
     expected = dense_attention(*qkv, docs, window)
     expected = [expected, *torch.autograd.grad(expected.square().sum(), qkv)]
-    for reach in (window, 40):
-        mask = train_gpt.mask_in_pieces(docs, window, reach, torch.float64)
-        assert mask.shape == (-(-tokens // 16), min(16, tokens), reach + min(16, tokens))
+    for reach in {window, max(window, 72)}:
+        mask, piece = train_gpt.mask_in_pieces(docs, window, reach, torch.float64), max(16, reach // 4)
+        several = -(-tokens // piece), piece, reach + piece
+        assert mask.shape == (several if reach + piece < tokens else (1, tokens, tokens))
         out = train_gpt.attend(*qkv.unbind(), mask)
         for ours, right in zip([out, *torch.autograd.grad(out.square().sum(), qkv)], expected):
             assert torch.allclose(ours, right, rtol=0, atol=1e-12)

@@ -778,6 +778,49 @@ def test_a_step_whose_backwards_all_were_in_no_sync_is_an_error():
         optimizer.step()
 
 
+@dataclasses.dataclass(frozen=True)
+class Keeps(OfElements):
+    """Keeps a tensor of some name and shape."""
+
+    key: str = "kept"
+    shape: tuple | None = None
+    lr: float = 0.001
+    every: int = 1
+
+    def init_state(self, shard):
+        return {self.key: torch.zeros_like(shard) if self.shape is None else torch.zeros(self.shape)}
+
+    def hyper(self, plan, t):
+        return {"lr": self.lr * plan.lr_factor}
+
+    @staticmethod
+    def update(param, grad, state, hyper):
+        param.sub_(hyper["lr"] * grad)
+
+
+@pytest.mark.parametrize("rule, scale, says", [
+    *((Keeps(key), 1.0, f"gives '{key}'.* under a name other than updates, pending, average, lr, step") for key in train_gpt.Bucket.RESERVED),
+    (Keeps(shape=()), 1.0, r"gives 'kept' \[\]; its shard has 64 units"),
+    (Keeps(), 3.0, "p: its rule, Keeps, is of no matrices, and knows no scale"),
+    (dataclasses.make_dataclass("Thawed", [("lr", float, 1.0)])(), 1.0, "its rule Thawed is none; write a frozen dataclass"),
+    (types.SimpleNamespace(lr=1.0), 1.0, "its rule SimpleNamespace is none; write a frozen dataclass with lr, every, unit, init_state")], ids=str)
+def test_a_rule_that_cannot_be_one_is_refused(rule, scale, says):
+    with pytest.raises(train_gpt.RunError, match=says):
+        train_gpt.fill_buckets([train_gpt.ParamSpec("p", nn.Parameter(torch.zeros(5)), rule, scale=scale)], 0.0, 0, 1)
+
+
+def test_an_optimizer_that_leaves_takes_no_hooks_of_a_later_one():
+    model = chain()
+    first = optimizer_of(model)
+    second = optimizer_of(model)
+    first.remove_hooks()
+    steps_of(model, second, 1, False)
+    assert second.buckets[0].updates == 1
+    second.remove_hooks()
+    model(torch.ones(2, 6)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_exact_mode_counts_the_gradients_in_no_sync_too():
     model = Fused()
     optimizer = train_gpt.make_optimizer(model, [SPLIT], settings=train_gpt.SyncSettings(exact=True))
@@ -1029,8 +1072,9 @@ def mixture(bucket_bytes, comm, late=None, **changes):
     params["halved"] = nn.Parameter(params["halved"].detach().bfloat16())
     adam = train_gpt.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=0.1, every=2)
     rules = {"wide": WIDE, "tall": TALL, "four": WIDE}
-    specs = [train_gpt.ParamSpec(name, p, rules.get(name.split("_")[0], adam), (6, 10) if name == "four" else None, 1.0 + i / 10)
-             for i, (name, p) in enumerate(params.items())]
+    kinds = ((name, p, rules.get(name.split("_")[0], adam)) for name, p in params.items())
+    specs = [train_gpt.ParamSpec(name, p, rule, (6, 10) if name == "four" else None, 1.0 + i / 10 * (rule is not adam))
+             for i, (name, p, rule) in enumerate(kinds)]
     buckets = train_gpt.fill_buckets(specs, bucket_bytes, comm.rank, comm.ranks)
     return train_gpt.DistributedOptimizer(buckets, comm, train_gpt.SyncSettings(**changes), params), params
 

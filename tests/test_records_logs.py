@@ -751,6 +751,20 @@ def test_following_ends_where_a_run_broke_off_and_says_what_is_no_file(tmp_path,
     assert [line["step"] for line in told] == [0, 1, 2, 3, 4, 5, 5] and told[0]["val_loss"] and "val_loss" not in told[1]
 
 
+def test_following_a_run_after_it_was_resumed_tells_it_from_its_first_step(tmp_path):
+    path = tmp_path / "run.txt"
+    path.write_text(text(resumed(common(), 19, 12)))
+    told = [line["step"] for line in logs.follow(path)]
+    assert told == sorted(told) and {*range(1, told[-1] + 1)} <= {*told}
+
+
+def test_following_what_is_no_log_says_so(tmp_path, capsys):
+    path = tmp_path / "README.md"
+    path.write_text("no log")
+    os.utime(path, (0, 0))
+    assert logs.main(["--follow", str(path)]) == 2 and "and no run in it (not a log" in capsys.readouterr().err
+
+
 def test_following_ends_where_the_run_was_killed_and_waits_while_its_process_lives(tmp_path, capsys, monkeypatch):
     path = tmp_path / "run.txt"
     path.write_text(text(common()[:7]))

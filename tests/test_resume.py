@@ -404,6 +404,20 @@ def test_a_signal_on_one_rank_makes_all_save_at_one_step(flags, group, on_ranks,
     assert end_of(log)["final_state_hash"] == end_of(tmp_path / "whole.txt")["final_state_hash"]
 
 
+def test_what_a_signal_means_before_and_after_training():
+    notices = train_gpt.Notices()
+    notices.hear(signal.SIGUSR1, None)
+    assert notices.heard == 1, "the first steps will save"
+    notices.phase = "over"
+    notices.hear(signal.SIGTERM, None)
+    assert notices.heard == 1 and notices.terminated.is_set()
+    for notices.phase in ("set-up", "verdict"):
+        notices.terminated.clear()
+        with pytest.raises(train_gpt.RunError, match="terminated"):
+            notices.hear(signal.SIGTERM, None)
+        notices.hear(signal.SIGTERM, None)  # the error is under way
+
+
 def test_a_signal_before_training_is_an_error_in_one_line(flags, group, tmp_path):
     plant = """
 import os, signal, time

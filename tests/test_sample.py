@@ -58,6 +58,16 @@ def test_logits_are_those_of_the_full_forward(tiny, changes, tied):
     assert expected.std(0).mean() > 0.1, "all tokens expect the same, so nothing was compared"
 
 
+def test_a_head_so_wide_that_scores_would_overflow(tiny):
+    """Queries that are their own keys: a score is the head's width times the softmax scale."""
+    model = shaken(dataclasses.replace(tiny, model_dim=1024, num_heads=1, head_dim=1024, layers="LM", backout_layer=0, val_len=256))
+    qkvo = model.blocks[0].attn.qkvo.data.view(4, 1024, 1024)
+    qkvo[0] = qkvo[1]
+    text, reader = a_text(20), sample.Reader(model, WINDOWS)
+    logits = np.stack([reader.read(token) for token in text])
+    np.testing.assert_allclose(logits, model.logits(torch.tensor(text), WINDOWS).detach().numpy(), rtol=0, atol=1e-3)
+
+
 def test_bf16_and_a_window_of_the_token_alone(tiny):
     model = shaken(dataclasses.replace(tiny, dtype="bfloat16", val_len=256))
     text, windows = a_text(), Windows(4, 0)

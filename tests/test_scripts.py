@@ -222,7 +222,7 @@ def test_all_usable_gpus_are_taken_and_two_ranks_without_one(gpus, capsys):
         gpus(seen, seen > 0)
         assert not launch.main(["--fit"]) and capsys.readouterr().out == expected
     launch.main(["--fit", "--preset", "laptop", "--train_files", "mine*", "--log_dir", "my logs"])
-    assert capsys.readouterr().out == "7 4 laptop True my logs\n--target_val_loss 0\n"
+    assert capsys.readouterr().out == "7 2 laptop True my logs\n--target_val_loss 0\n"
     with pytest.raises(SystemExit, match="train_gpt.py: error: num_heads"):  # once, and not by each rank
         launch.main(["--fit", "--preset", "laptop", "--num_heads", "5"])
 
@@ -260,8 +260,9 @@ def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path):
     assert config.epochs == 1 and config.num_steps < 20 and says.endswith("once\n")
     config, says = fit(1500)
     assert config.micro_batch_tokens == 512 and config.epochs == config.num_steps == 40 and "one would come about 0.0075 times" in says
-    with pytest.raises(SystemExit, match="has 900 tokens to train on, and a step reads 1,024: give more text"):
-        fit(900)
+    assert fit(900)[0].micro_batch_tokens == 256
+    with pytest.raises(SystemExit, match="has 100 tokens to train on, and a step reads 128: give more text, or less of --micro_batches"):
+        fit(100)
 
 
 @pytest.mark.parametrize("files, flags, target", [

@@ -1058,6 +1058,7 @@ class FlatTorch(OfElements):
 
     optimizer: type
     options: tuple = ()
+    lr: float = 0.0
     every: int = 1
 
     def hyper(self, plan, t):
