@@ -186,9 +186,9 @@ def test_a_model_of_one_layer_is_possible():
 @pytest.mark.parametrize("preset", train_gpt.PRESETS)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_presets_are_possible(preset, ranks):
-    """On eight GPUs with eight ranks, on eight cores with four."""
+    """On eight GPUs with eight ranks, on any number of cores with two."""
     config = train_gpt.PRESETS[preset]
-    train_gpt.check_config(config, min(ranks, 4) if preset == "laptop" else ranks)
+    train_gpt.check_config(config, min(ranks, 2) if preset == "laptop" else ranks)
 
 
 @pytest.mark.parametrize("micro_batches,possible", [(8, [1, 2, 4, 8]), (6, [1, 2, 3, 6]), (12, [1, 2, 3, 4, 6, 12])])
