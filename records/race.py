@@ -260,6 +260,23 @@ def end_with_parent():
         PRCTL(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
+@contextlib.contextmanager
+def interrupts_later():
+    """What would interrupt is heard within, and interrupts at the end: else the start of a process could swallow it, or
+    the process be lost."""
+    heard, usual = [], {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if callable(signal.getsignal(number)):
+            usual[number] = signal.signal(number, lambda *_: heard.append(True))
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+    if heard:
+        raise KeyboardInterrupt
+
+
 def settle(manifest):
     """Gives each run that never ended, because the race itself died, the status that its log shows."""
     for run_id, attempt in list(manifest.attempts.items()):
@@ -335,10 +352,11 @@ def run_once(manifest, folder, lock, run, side):
     manifest.write(attempt)
     threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}  # the same when the race is resumed
     stamps, interrupted = Stamps(log), False
-    # a session of its own: Ctrl-C reaches the race alone, which passes it on and stays to write down what became of it
-    process = subprocess.Popen(words, cwd=folder, env=environment(**threads), start_new_session=True,
-                               pass_fds=[lock.fileno()], preexec_fn=end_with_parent)
     try:
+        # a session of its own: Ctrl-C reaches the race alone, which passes it on, and stays to note what became of it
+        with interrupts_later():
+            process = subprocess.Popen(words, cwd=folder, env=environment(**threads), start_new_session=True,
+                                       pass_fds=[lock.fileno()], preexec_fn=end_with_parent)
         while process.poll() is None:
             stamps.look()
             time.sleep(LOOK_S)

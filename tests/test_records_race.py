@@ -362,6 +362,21 @@ def test_an_interrupted_race_keeps_what_is_done_and_goes_on(repo, capsys, monkey
     assert sum("SPEED = 200" in path.read_text() for path in folder.glob("*b.txt")) == 2
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_a_run_is_being_started_reaches_that_run(repo, monkeypatch, number):
+    processes, popen = [], subprocess.Popen
+
+    def start(words, **settings):
+        processes.append(popen(words, **settings))
+        if settings.get("pass_fds"):  # a run of the race
+            os.kill(os.getpid(), number)
+        return processes[-1]
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert race.main(["-n", "1", "--", "--mood", "sleepy"]) == 130
+    assert [event["status"] for event in only_race(repo)[2]] == ["started", "interrupted"]
+    assert all(process.poll() is not None for process in processes)
+
+
 def test_a_race_that_nohup_started_heeds_no_hangup(repo):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     assert race.main(["-n", "1"]) == 0 and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
