@@ -291,8 +291,8 @@ PRESETS = {
         ngrams="2:16384:64 3:32768:64 4:65536:64 6:65536:64 8:65536:64", dtype="float32", fp8_head=False,
         num_steps=135, stages="until long_window; 1/2 4; 1 8; +10 8", window_block=32, final_window=12, lr_floor=0.15,
         adam_every=1, adam_lr=0.02, ngram_lr_mul=4.0, adam_beta1=0.5, adam_beta2=0.9, muon_lr=0.04,
-        muon_momentum_rise=25, muon_momentum_fall=10, check_grads=True,
-        warmup_steps=4, train_loss_every=1, save_model=True,
+        muon_momentum_rise=25, muon_momentum_fall=10, check_grads=True, warmup_steps=4, train_loss_every=1,
+        save_model=True,
     ),
 }
 
@@ -1354,8 +1354,9 @@ class NgramTable(nn.Embedding):
     def forward(self, number: Tensor) -> Tensor:
         """The n-grams' numbers or hashes [T], see GPT.ngram_numbers -> [T, width]."""
         found = super().forward(number % self.num_embeddings)
-        signs = number // self.num_embeddings % self.SIGNS
-        return found * self.signs.index_select(0, signs) if self.shared else found
+        if not self.shared:
+            return found
+        return found * self.signs.index_select(0, number // self.num_embeddings % self.SIGNS)
 
     def number(self, lasts: Sequence[Tensor]) -> Tensor:
         """The last token at each place, the one before it, and so on -> the n-gram's own number."""
@@ -3009,8 +3010,8 @@ def model_parts(trainer: Trainer) -> Iterator[Part]:
             return [out.detach(), *torch.autograd.grad(out, inputs, out_grad)]
         return Part(name, way[0], compute, ALLOWED_IN_FP8 if way[0] == "fp8" else ALLOWED[x.dtype], way[1])
 
-    way = "FlexAttention" if isinstance(masks[model]["L"], BlockMask) else "masks in pieces"
-    yield part("attention", (way, None if model.reach else ("attention", "masked")), attention, (x, x0, values))
+    how = "FlexAttention" if isinstance(masks[model]["L"], BlockMask) else "masks in pieces"
+    yield part("attention", (how, None if model.reach else ("attention", "masked")), attention, (x, x0, values))
     kinds = {(layer.window == "P", c.key_offset and layer.window, bool(layer.window), layer.mlp, *takes(layer)): i
              for i, layer in reversed([*enumerate(model.layers)]) if layer.window or layer.mlp}
     for i in kinds.values():

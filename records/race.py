@@ -264,11 +264,11 @@ def end_with_parent():
 def interrupts_later():
     """What would interrupt is heard within, and interrupts at the end: else the start of a process could swallow it, or
     the process be lost."""
-    heard, usual = [], {}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if callable(signal.getsignal(number)):
-            usual[number] = signal.signal(number, lambda *_: heard.append(True))
+    heard, numbers = [], (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    usual = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
     try:
+        for number in usual:
+            signal.signal(number, lambda *_: heard.append(True))
         yield
     finally:
         for number, handler in usual.items():
@@ -351,7 +351,7 @@ def run_once(manifest, folder, lock, run, side):
         words += [f"--{name}={value}" for name, value in flags.items()]
     manifest.write(attempt)
     threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}  # the same when the race is resumed
-    stamps, interrupted = Stamps(log), False
+    stamps, interrupted, process = Stamps(log), False, None
     try:
         # a session of its own: Ctrl-C reaches the race alone, which passes it on, and stays to note what became of it
         with interrupts_later():
@@ -362,6 +362,8 @@ def run_once(manifest, folder, lock, run, side):
             time.sleep(LOOK_S)
         code = process.returncode
     except KeyboardInterrupt:
+        if process is None:
+            raise
         interrupted = True
         code = stop(process)
     stamps.write()
