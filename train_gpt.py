@@ -2087,11 +2087,17 @@ def used_parameters(loss: Tensor) -> set[nn.Parameter]:
 
 HOOKS = WeakIdKeyDictionary()  # parameter -> the handle of its hook: as an attribute it would be pickled
 
+def set_hook(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Any:
+    """Call it when a gradient has come, in place of the hook of an optimizer that was built before -> its handle."""
+    if param in HOOKS:
+        HOOKS[param].remove()
+    HOOKS[param] = param.register_post_accumulate_grad_hook(hook)
+    return HOOKS[param]
+
 class Reducer:
     """Gradients in: hooks add them into buckets, and start a bucket's reduce-scatter when all of it is ready. Buckets
-    are launched in one order, the same on every rank: that in which rank 0's backward completed them when the latest of
-    them took part for the first time. A backward that nobody prepared is the only one of the next step, or one before
-    that, in no_sync.
+    are launched in one order, the same on every rank: that in which rank 0's backward completed them, learned anew when
+    one more takes part. A backward that nobody prepared is the only one of the next step, or before it, in no_sync.
 
     What a bucket goes through              from                                  to
     place in needs_overwrite: no gradient   the bucket's update                   its next gradient
@@ -2109,19 +2115,13 @@ class Reducer:
         self.launches = 0                     # of them
         self.step = 0                         # the one of which micro-batches were prepared, or else the next
         self.micro_batch, self.micro_batches, self.factor = 0, 0, 1.0
-        self.only_add = False  # in no_sync
-        self.added = 0         # most gradients that a parameter got in it for one step
+        self.only_add, self.added = False, 0  # in no_sync; most gradients that a parameter got in it for one step
         self.arrived = False   # a gradient, or the word which rows will have one, since the last step
         self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # what profiling puts its ranges in
-        self.hooks: list[Any] = []
         for bucket in buckets:
             bucket.received = comm.receive_buffer(bucket.grad_data, settings.exact)
-            for place in bucket.params:
-                if place.param in HOOKS:  # of an optimizer that was built before
-                    HOOKS[place.param].remove()
-                HOOKS[place.param] = place.param.register_post_accumulate_grad_hook(
-                    lambda _, bucket=bucket, place=place: self.register_grad_ready(bucket, place))
-                self.hooks.append(HOOKS[place.param])
+        self.hooks = [set_hook(place.param, lambda _, at=(bucket, place): self.register_grad_ready(*at))
+                      for bucket in buckets for place in bucket.params]
 
     def is_due(self, bucket: Bucket, step: int) -> bool:
         return step >= bucket.first_step and (self.settings.exact or bucket.updates_in(step))

@@ -1,5 +1,6 @@
 """Flags, presets, impossible values; the table of stages and the plan of a step."""
 
+import ast
 import dataclasses
 import io
 import json
@@ -463,3 +464,10 @@ def test_tables_of_ngrams_have_a_learning_rate_of_their_own(tiny):
     specs = train_gpt.assign(train_gpt.build_model(config, train_gpt.Encoding(64, 63)), train_gpt.assignments(config))
     [rule] = [spec.rule for spec in specs if spec.name == "ngrams.0.weight"]
     assert isinstance(rule, train_gpt.Adam) and rule.lr == config.adam_lr * 7
+
+
+def test_no_class_and_no_line_is_too_long_to_read():
+    source = open(train_gpt.__file__, encoding="utf-8").read()
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    assert {node.name for node in classes if node.end_lineno - node.lineno >= 150} == set() != {node.name for node in classes}
+    assert max(map(len, source.splitlines())) <= 120
