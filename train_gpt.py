@@ -260,6 +260,10 @@ class Config(SyncSettings, StageValues):
     save_model: bool = option(False, "keep the trained parameters beside the log: sample.py and verify.py read them")
     race: str = option("", "set by the racing tool: ID:RUN:DECLARED_N:SIDE")
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
 PRESETS = {
     "speedrun": Config(),
     # record 89 of the public speedrun, as far as its mathematics is here. Missing of it: coefficients by the token
@@ -459,7 +463,7 @@ def ngram_entries(config: Config) -> int:
     return sum(table.rows * table.width for table in parse_ngrams(config.ngrams))
 
 def moment_bytes(config: Config) -> int:
-    return 4 if config.adam_fp32_moments else getattr(torch, config.dtype).itemsize
+    return 4 if config.adam_fp32_moments else config.torch_dtype.itemsize
 
 def check_config(config: Config, ranks: int) -> None:
     """RunError, with every finding, if the values are impossible by themselves or for this number of ranks."""
@@ -513,7 +517,7 @@ def check_layers(c: Config, want: Callable[[Any, str], None]) -> None:
          "most that")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # parameters, their gradients, two moments
-    needed = 2 * ngram_entries(c) * (getattr(torch, c.dtype).itemsize + moment_bytes(c))
+    needed = 2 * ngram_entries(c) * (c.torch_dtype.itemsize + moment_bytes(c))
     want(needed <= memory, f"ngrams: the tables take {needed >> 30} GiB to train, and this machine has "
          f"{memory >> 30}; give them fewer rows")
     want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
@@ -1144,25 +1148,26 @@ def offset_keys(k_THD: Tensor) -> Tensor:
     return torch.where(quarters % 2 == 1, torch.cat([k_THD[:1], k_THD[:-1]]), k_THD)
 
 class Attention(nn.Module):
-    """value_gates, exclude_self, key_offset, output_init: see Config. qkvo [dim, 4 dim]; or, as NorMuon takes second
-    moments, qk [dim, 2 dim] and vo [2 dim, dim]; gates [heads, gate_dim], self_share [heads]."""
+    """qkvo [dim, 4 dim]; or, as NorMuon takes second moments, qk [dim, 2 dim] and vo [2 dim, dim]; gates [heads,
+    gate_dim], self_share [heads]."""
 
-    def __init__(self, layer: Layer, dim: int, heads: int, gate_dim: int, dtype: torch.dtype, value_gates: bool,
-                 exclude_self: bool, key_offset: bool, output_init: float, qk_apart: bool):
+    def __init__(self, config: Config, layer: Layer):
         super().__init__()
-        self.heads, self.paired, self.key_offset = heads, layer.window == "P", key_offset and layer.window == "L"
+        c, dim = config, config.model_dim
+        self.heads, self.paired = c.num_heads, layer.window == "P"
+        self.key_offset = c.key_offset and layer.window == "L"
         # query, key, value and output matrices [dim, dim] behind one another in memory
         qkvo = uniform(4 * dim, dim, dim)
-        qkvo[3 * dim:] = qkvo[3 * dim:] * output_init if output_init else 0  # 0 times a negative number is no plain 0
-        self.qkvo = None if qk_apart else nn.Parameter(qkvo.view(dim, 4 * dim))
-        if qk_apart:
+        qkvo[3 * dim:] = qkvo[3 * dim:] * c.output_init if c.output_init else 0  # 0 times a negative number is no 0
+        self.qkvo = None if c.muon_qk_heads else nn.Parameter(qkvo.view(dim, 4 * dim))
+        if c.muon_qk_heads:
             self.qk, self.vo = nn.Parameter(qkvo[:2 * dim].reshape(dim, 2 * dim)), nn.Parameter(qkvo[2 * dim:].clone())
-        self.gate = nn.Parameter(torch.zeros(heads, gate_dim, dtype=dtype))
+        self.gate = nn.Parameter(torch.zeros(c.num_heads, c.gate_dim, dtype=c.torch_dtype))
         self.value_gate = self.self_share = None
-        if value_gates and layer.value_table is not None:
-            self.value_gate = nn.Parameter(torch.zeros(heads, gate_dim, dtype=dtype))
-        if exclude_self and not self.paired:
-            self.self_share = nn.Parameter(torch.zeros(heads, dtype=dtype))
+        if c.value_gates and layer.value_table is not None:
+            self.value_gate = nn.Parameter(torch.zeros_like(self.gate))
+        if c.exclude_self and not self.paired:
+            self.self_share = nn.Parameter(torch.zeros(c.num_heads, dtype=c.torch_dtype))
 
     def forward(self, x: Tensor, values: Tensor | None, value_mix: Tensor, rotary: tuple[Tensor, Tensor, Tensor],
                 mask: Mask) -> Tensor:
@@ -1216,10 +1221,10 @@ class MLP(nn.Module):
         return F.linear(h.relu() * h, proj)  # relu squared; square() by itself is slow on CPUs
 
 class Block(nn.Module):
-    def __init__(self, layer: Layer, dim: int, **attention: Any):
+    def __init__(self, config: Config, layer: Layer):
         super().__init__()
-        self.attn = Attention(layer, dim, **attention) if layer.window else None
-        self.mlp = MLP(dim) if layer.mlp else None
+        self.attn = Attention(config, layer) if layer.window else None
+        self.mlp = MLP(config.model_dim) if layer.mlp else None
 
     def forward(self, x: Tensor, x0: Tensor, mix: Tensor, values: Tensor | None, value_mix: Tensor,
                 rotary: tuple[Tensor, Tensor, Tensor], mask: Mask | None, ngrams: Tensor | None = None,
@@ -1381,46 +1386,36 @@ def back_out(x: Tensor, weight: Tensor, saved: Tensor) -> Tensor:
     return norm(x - weight * saved)
 
 class GPT(nn.Module):
-    """The model of record 44, sizes as arguments. Works on one packed sequence [T] at a time.
+    """The model of record 44, and what later ones added, as far as the config has it. Works on one packed sequence [T]
+    at a time. The vocabulary is padded to a multiple of 128."""
 
-    layers: see Layer. max_tokens: the longest sequence that it will be given. loss_tokens: the head's product and loss
-    take so many tokens at once, which bounds the memory of the logits. The vocabulary is padded to a multiple of 128.
-    """
-
-    def __init__(self, *, vocab_size: int, bos_id: int, layers: Sequence[Layer], model_dim: int, num_heads: int,
-                 gate_dim: int, backout_layer: int, max_tokens: int, loss_tokens: int, dtype: torch.dtype,
-                 softcap: Softcap, fp8_head: bool = False, ngrams: Sequence[Ngrams] = (),
-                 stream_gain: float = Config.stream_gain, head_init: float = Config.head_init,
-                 value_init: float = Config.value_init, output_init: float = Config.output_init,
-                 value_gates: bool = Config.value_gates, exclude_self: bool = Config.exclude_self,
-                 key_offset: bool = Config.key_offset, qk_apart: bool = False, ngram_mix: float = Config.ngram_mix):
+    def __init__(self, config: Config, encoding: Encoding):
         super().__init__()
-        self.bos_id, self.layers, self.tied = bos_id, tuple(layers), False
-        self.backout_layer, self.loss_tokens, self.ngram_mix = backout_layer, loss_tokens, ngram_mix
-        count, vocab = len(layers), -(-vocab_size // 128) * 128
+        c, self.bos_id, self.layers, self.tied = config, encoding.bos_id, parse_layers(config.layers), False
+        self.backout_layer, self.ngram_mix = c.backout_layer, c.ngram_mix
+        self.loss_tokens = c.micro_batch_tokens  # the head takes so many at once, which bounds the memory of the logits
+        count, vocab, dtype = len(self.layers), -(-encoding.vocab_size // 128) * 128, c.torch_dtype
         # the later half takes in what the earlier put out, last out first in; the last layer takes nothing
         self.skip_from = {i: count - 1 - i for i in range(-(-count // 2), count - 1)}
-        self.read_again = {*self.skip_from.values(), backout_layer}
-        tables = 1 + max((layer.value_table for layer in layers if layer.value_table is not None), default=-1)
-        self.embed = nn.Embedding(vocab, model_dim, dtype=dtype)
-        self.value_embeds = nn.ModuleList(nn.Embedding(vocab, model_dim, dtype=dtype) for _ in range(tables))
+        self.read_again = {*self.skip_from.values(), c.backout_layer}
+        tables = 1 + max((layer.value_table for layer in self.layers if layer.value_table is not None), default=-1)
+        self.embed = nn.Embedding(vocab, c.model_dim, dtype=dtype)
+        self.value_embeds = nn.ModuleList(nn.Embedding(vocab, c.model_dim, dtype=dtype) for _ in range(tables))
         for table in self.value_embeds:
-            table.weight.data.mul_(value_init)
-        self.ngrams = nn.ModuleList(NgramTable(table, vocab_size, dtype) for table in ngrams)
-        self.smear_gate = nn.Parameter(torch.zeros(1, gate_dim, dtype=dtype))
-        self.blocks = nn.ModuleList(
-            Block(layer, model_dim, heads=num_heads, gate_dim=gate_dim, dtype=dtype, value_gates=value_gates,
-                  exclude_self=exclude_self, key_offset=key_offset, output_init=output_init, qk_apart=qk_apart)
-            for layer in layers)
-        self.lm_head = Head(vocab, model_dim, dtype, fp8_head, softcap, head_init)
-        mix = [stream_gain, 0.0, *[ngram_mix] * bool(ngram_mix)]
+            table.weight.data.mul_(c.value_init)
+        self.ngrams = nn.ModuleList(NgramTable(table, encoding.vocab_size, dtype) for table in parse_ngrams(c.ngrams))
+        self.smear_gate = nn.Parameter(torch.zeros(1, c.gate_dim, dtype=dtype))
+        self.blocks = nn.ModuleList(Block(c, layer) for layer in self.layers)
+        softcap = Softcap(c.logit_cap, c.logit_shift, c.logit_softness)
+        self.lm_head = Head(vocab, c.model_dim, dtype, c.fp8_head, softcap, c.head_init)
+        mix = [c.stream_gain, 0.0, *[c.ngram_mix] * bool(c.ngram_mix)]
         # skips, stream mixes, value mixes, smear, backout
         self.scalar_sizes = [count // 2, len(mix) * count, 2 * count, 1, 1]
         firsts = ([-1.5], mix, [0.5, 0.5], [0.0], [0.5])
         self.scalars = nn.Parameter(torch.cat([torch.tensor(first).repeat(size // len(first))
                                                for first, size in zip(firsts, self.scalar_sizes)]))
-        self.pairs = any(layer.window == "P" for layer in layers)
-        self.rotary = Rotary(model_dim // num_heads, max_tokens * (1 + self.pairs), dtype)
+        self.pairs = any(layer.window == "P" for layer in self.layers)
+        self.rotary = Rotary(c.head_dim, max(c.micro_batch_tokens, c.val_len) * (1 + self.pairs), dtype)
         self.reach = 0  # where more, masks are in pieces, on GPUs too, with so many tokens back, whatever the window
         self.smear, self.mix_in_saved, self.back_out = smear, mix_in_saved, back_out
 
@@ -2545,7 +2540,7 @@ def assignments(config: Config) -> tuple[Assignment, ...]:
         v, fp32 = v | groups.get(kind, {}), c.adam_fp32_moments
         return Adam(c.adam_lr * v.pop("lr_mul"), eps=c.adam_eps, every=c.adam_every, fp32_moments=fp32, **v)
 
-    normuon = NorMuon(c.muon_lr, c.muon_weight_decay, c.muon_beta2, getattr(torch, c.dtype))
+    normuon = NorMuon(c.muon_lr, c.muon_weight_decay, c.muon_beta2, c.torch_dtype)
     embed = adam("head") if c.untie_at else adam("embed", c.embed_lr_mul)  # tied at first, it goes on as the head does
     gates, smear = (adam(kind) if kind in groups else normuon for kind in ("gates", "smear"))
     return (
@@ -2628,15 +2623,7 @@ def make_optimizer(model: nn.Module, table: Sequence[Assignment] = (), bucket_mb
 def build_model(config: Config, encoding: Encoding) -> GPT:
     """The model of a config, with its initial parameters, on the CPU: the same for a seed on every machine."""
     torch.manual_seed(config.seed)
-    return GPT(vocab_size=encoding.vocab_size, bos_id=encoding.bos_id, layers=parse_layers(config.layers),
-               model_dim=config.model_dim, num_heads=config.num_heads, gate_dim=config.gate_dim,
-               backout_layer=config.backout_layer, max_tokens=max(config.micro_batch_tokens, config.val_len),
-               loss_tokens=config.micro_batch_tokens, dtype=getattr(torch, config.dtype), fp8_head=config.fp8_head,
-               ngrams=parse_ngrams(config.ngrams),
-               softcap=Softcap(config.logit_cap, config.logit_shift, config.logit_softness),
-               stream_gain=config.stream_gain, head_init=config.head_init, value_init=config.value_init,
-               output_init=config.output_init, value_gates=config.value_gates, exclude_self=config.exclude_self,
-               key_offset=config.key_offset, qk_apart=config.muon_qk_heads > 0, ngram_mix=config.ngram_mix)
+    return GPT(config, encoding)
 
 def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False,
                     grad_scale: float = 1.0) -> DistributedOptimizer:
@@ -3349,7 +3336,7 @@ def halve_micro_batches(config: Config) -> Config:
 def memory_needed(config: Config, vocab_size: int, ranks: int) -> tuple[int, int, int]:
     """What a rank allocates, in bytes: throughout, at most in training, at most in validation. Fitted to compiled runs
     on bench/dry_gpu without kernels, which need less: a preflight may take them away."""
-    c, layers, size = config, parse_layers(config.layers), getattr(torch, config.dtype).itemsize
+    c, layers, size = config, parse_layers(config.layers), config.torch_dtype.itemsize
     attentions, mlps = sum(bool(layer.window) for layer in layers), sum(layer.mlp for layer in layers)
     value_tables, read_again = len({layer.value_table for layer in layers} - {None}), (len(layers) - 1) // 2 + 1
     matrices = (4 * attentions + 8 * mlps) * c.model_dim ** 2

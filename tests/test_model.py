@@ -203,10 +203,7 @@ def test_record_model_has_the_record_s_size(monkeypatch):
     monkeypatch.setattr(train_gpt, "uniform", lambda rows, columns, fan_in: torch.empty(rows, columns))
     monkeypatch.setattr(train_gpt, "Rotary", lambda *sizes: None)
     with torch.device("meta"):
-        c = train_gpt.Config()
-        model = train_gpt.GPT(vocab_size=50257, bos_id=50256, layers=train_gpt.parse_layers(c.layers), model_dim=768, num_heads=6,
-                              gate_dim=12, backout_layer=8, max_tokens=128, loss_tokens=128, dtype=torch.bfloat16,
-                              softcap=SOFTCAP)
+        model = train_gpt.GPT(train_gpt.Config(), train_gpt.Encoding(50257, 50256))
     matrices = sum(p.numel() for p in model.parameters() if p.dtype == torch.float32 and p.dim() == 2)
     assert matrices == 32 * 768 * 3072
     assert model.embed.weight.numel() == model.lm_head.weight.numel() == 50304 * 768 and len(model.value_embeds) == 3

@@ -1074,10 +1074,10 @@ def test_cheat_4_weights_that_were_trained_before(race, train, judge, rerun, tmp
 
 
 def test_cheat_4_a_source_that_brings_its_weights_along(train, rerun):
-    built = ("    torch.manual_seed(config.seed)\n    return GPT(", "    torch.manual_seed(config.seed + 7)\n    return GPT(")
+    built = ("    torch.manual_seed(config.seed)\n    return GPT(config", "    torch.manual_seed(config.seed + 7)\n    return GPT(config")
     verdict, reason = rerun(built, log=train(built, num_steps=4), only=[examine.INITIAL])[examine.INITIAL]
     assert verdict == "not checkable" and "by the log's own source alone" in reason
-    other = ("    torch.manual_seed(config.seed)\n    return GPT(", "    \n    torch.manual_seed(config.seed)\n    return GPT(")
+    other = ("    torch.manual_seed(config.seed)\n    return GPT(config", "    \n    torch.manual_seed(config.seed)\n    return GPT(config")
     assert rerun(other, only=[examine.INITIAL])[examine.INITIAL][0] == "pass"
 
 
