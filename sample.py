@@ -74,24 +74,27 @@ class Attention:
         # of a key what the rotary leaves alone, where that is of the token before; and its last key
         self.stands, self.last = (in_pairs // (dim // 4) % 2 == 1 if layer.key_offset else None), None
         self.self_share = np.tanh(self.weights["self_share"])[:, None] if "self_share" in self.weights else None
+        # by which place's factors the rotary turns each head, and which heads then stand in it
+        self.turned_by = np.arange(self.heads) % self.places
+        self.standing = [slice(place, None, self.places) for place in range(self.places)]
+        if layer.by_halves and layer.paired:
+            self.standing = [slice(self.heads // 2), slice(self.heads // 2, None)]
 
     def __call__(self, x: np.ndarray, values: np.ndarray | None, value_mix: Sequence[float],
-                 turns: Sequence[np.ndarray]) -> np.ndarray:
+                 turns: np.ndarray) -> np.ndarray:
         """The normed stream [dim] and the value table's vector, see train_gpt.Attention.forward -> [dim]. turns: of each
-        place the rotary's factors, complex [head_dim / 2]."""
+        place the rotary's factors, complex [places, head_dim / 2]."""
         inner = self.inner @ x
         opening, qkv = sigmoid(inner[-self.heads:, None]), inner[:-self.heads].reshape(3, self.heads, -1)
         qk, v = qkv[:2], value_mix[0] * qkv[2]
         size = (np.vecdot(qk, qk) / v.shape[1] + EPS)[..., None] ** -0.5
         if values is not None:
             v += value_mix[1] * self.gated(x, values.reshape(v.shape))
-        y = np.empty_like(v)
-        for place, turn in zip(range(self.places), turns):
-            of = slice(place, None, self.places)
-            q, k = ((qk[:, of] * size[:, of]).view(np.complex64) * turn).view(np.float32)
-            if self.stands is not None:
-                k, self.last = np.where(self.stands, k if self.last is None else self.last, k), k
-            y[of] = self.attend(q, k, v[of])
+        y, (q, k) = np.empty_like(v), ((qk * size).view(np.complex64) * turns[self.turned_by]).view(np.float32)
+        if self.stands is not None:
+            k, self.last = np.where(self.stands, k if self.last is None else self.last, k), k
+        for of in self.standing:
+            y[of] = self.attend(q[of], k[of], v[of])
         if self.self_share is not None:
             y -= self.self_share * (np.vecdot(y, v) / np.maximum(np.vecdot(v, v), 1e-8))[:, None] * v
         y *= opening
@@ -178,7 +181,7 @@ class Reader:
         model, saved = self.model, {}
         x, ngrams = self.open_stream(token)
         x0 = x
-        turns = {places: [self.turn(places * self.position + place) for place in range(places)]
+        turns = {places: np.stack([self.turn(places * self.position + place) for place in range(places)])
                  for places in range(1, 2 + model.pairs)}
         for i, (layer, attention, mlp) in enumerate(zip(model.layers, self.attention, self.mlps)):
             if i in model.skip_from:

@@ -69,8 +69,11 @@ def interrupted_early(*_: Any) -> NoReturn:
         os.write(2, b"train_gpt.py: interrupted before it began; nothing to keep\n")
     os._exit(130)
 
+LAUNCHER = os.getppid()  # now: a rank whose launcher has died is another's child
+
 if __name__ == "__main__":  # torch takes seconds to import
     signal.signal(signal.SIGINT, interrupted_early)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a checkpoint is wanted, and there is nothing to keep
 
 import numpy as np
 import torch
@@ -171,6 +174,9 @@ class Config(SyncSettings, StageValues):
     stream_gain: float = option(1.0, "what a layer first takes of the stream: above 1 later layers begin to weigh more")
     value_gates: bool = option(False, "each head opens itself to the value table by the token, as it does to attention")
     exclude_self: bool = option(False, "unpaired heads can leave out a token's own value (XSA, arXiv:2603.09078)")
+    pairing: str = option("neighbours", "the heads that P pairs: 0 and 1, 2 and 3; or by halves: 0 and the first of "
+                          "the second half (its public code does so, and turns both as neighbours)",
+                          ("neighbours", "halves"))
     key_offset: bool = option(False, "with the long window a key takes what the rotary does not turn from the token "
                               "before, so that a layer finds what once followed this token")
     output_init: float = option(0.0, "size of attention's first output matrices, as a fraction of the others'", least=0)
@@ -228,7 +234,8 @@ class Config(SyncSettings, StageValues):
     fc_lr_mul: float = option(2.0, "the MLP's first matrix learns faster", least=0)
     proj_lr_mul: float = option(1.0, "of the MLP's second matrix", least=0)
     attn_lr_mul: float = option(1.0, "of attention's matrices", least=0)
-    tail_average: float = option(0.0, "share of its moving average in each final parameter (0: none)", least=0, most=1)
+    tail_average: float = option(0.0, "share of its moving average in each final parameter but the embedding (0: none)",
+                                 least=0, most=1)
     tail_steps: int = option(40, "that the average reaches back; it is taken over the last three times as many")
 
     # gradient sync, beside SyncSettings
@@ -268,19 +275,24 @@ PRESETS = {
     "speedrun": Config(),
     # record 89 of the public speedrun, as far as its mathematics is here. Missing of it: coefficients by the token
     # (MUDD) for the stream, x0 and the tables, mixing of heads after the softmax, targets of a token's prefixes.
-    # Different there: one skip in place of the U-net's; x0 and n-grams come after attention, not before; betas .9 and
-    # .95 for the stream's weights; paired heads are not those that NorMuon takes together, and the angle of every
-    # second pair is reversed; a batch that grows by longer sequences, here by more of one length
+    # Different there: one skip, 3 to 6, times a gate of x0, in place of the U-net's; x0 and n-grams come after
+    # attention, not before, and not in layer 6; the stream grows by sqrt(1.1) a sublayer, whose outputs have weights
+    # of 1 that learn, with betas of .9 and .95; values are half the layer's own and all of the table's, and the output
+    # matrix has a scalar; attention's gates are in layers 3 and 10 alone, no sigmoids, and begin at a quarter; layers 8
+    # and 10 leave no own values out; the angle of every second pair of entries is reversed; a batch that grows by
+    # longer sequences, here by more of one length
     "frontier": Config(
         # without the record's first layer, which does nothing; attention of the last ones reads backout_layer's output
         layers="PM S0M P1M LM SM PM M SM cS2M cP3M cL4M", backout_layer=7, value_gates=True, exclude_self=True,
+        pairing="halves",
         ngrams="2:377280:768", ngram_mix=0.05, key_offset=True,
         stream_gain=1.1, output_init=1.0, head_init=0.005, value_init=0.01, untie_at=2 / 3,
         logit_cap=23.0, logit_shift=5.0,  # a lower cap, and more room below a product of 0 than above it
         micro_batch_tokens=2048 * 8, num_steps=1285, cooldown=0.6, lr_floor=0.15,
         # a batch that grows, short documents first, several tokens ahead first
         stages="until micro_batches max_document_tokens long_window peak_lr_factor loss_weights; "
-               "1/3 8 896 3 1 1,.5,.25>0; 2/3 16 2048 7 1.52 1,.5>0; 1 24 2048 11 1.73 1; +15 24 2048 13 1.73 1",
+               "423/1270 8 896 3 1 1,.5,.25>0; 847/1270 16 2048 7 1.52 1,.5>0; 1 24 2048 11 1.73 1; "
+               "+15 24 2048 13 1.73 1",
         muon_lr=0.023, muon_beta2=0.9, proj_lr_mul=4.0, muon_qk_heads=2, adam_eps=1e-10, adam_fp32_moments=True,
         adam_groups="of lr_mul beta1 beta2 weight_decay; head 1 .5 .95 .75; values 75 .75 .95 .025; ngrams 75 .75 .95 "
                     ".025; scalars 5 .9 .99 0; shares 1 .9 .95 0; gates 1 .9 .99 .005; smear .01 .9 .99 0",
@@ -502,13 +514,13 @@ def check_config(config: Config, ranks: int) -> None:
                  f"{where} on {ranks} ranks: make both powers of two")
             want(ahead <= c.micro_batch_tokens, f"loss_weights looks {ahead} tokens ahead from step {stage.begin} on, "
                  f"and a micro-batch has {c.micro_batch_tokens}: give fewer")
-        check_layers(c, want)
+        check_layers(c, ranks, want)
     except RunError as error:
         wrong.append(str(error))
     if wrong:
         raise RunError("; ".join(dict.fromkeys(wrong)))
 
-def check_layers(c: Config, want: Callable[[Any, str], None]) -> None:
+def check_layers(c: Config, ranks: int, want: Callable[[Any, str], None]) -> None:
     """What the layers and their tables want of the other values. RunError on a word that is none."""
     layers = parse_layers(c.layers)
     want(layers, "layers is empty; give at least one layer")
@@ -516,13 +528,16 @@ def check_layers(c: Config, want: Callable[[Any, str], None]) -> None:
     want(widest <= c.model_dim, f"ngrams: a table is {widest} wide, and model_dim is {c.model_dim}; a width is at "
          "most that")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # parameters, their gradients, two moments
-    needed = 2 * ngram_entries(c) * (c.torch_dtype.itemsize + moment_bytes(c))
+    # of each rank parameters and gradients, and for the warm-up all of the state saved and gathered; two moments
+    here, size, moment = from_environment("LOCAL_WORLD_SIZE", max(1, ranks)), c.torch_dtype.itemsize, moment_bytes(c)
+    needed = ngram_entries(c) * (here * ((3 - c.lazy_tables) * size + 4 * moment) + 2 * moment)
     want(needed <= memory, f"ngrams: the tables take {needed >> 30} GiB to train, and this machine has "
          f"{memory >> 30}; give them fewer rows")
     want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
     want(not any(layer.reads_back for layer in layers[:c.backout_layer + 1]), "layers: one with c stands before "
          f"or at backout_layer {c.backout_layer}, whose output it would read; write c in later ones")
+    want(not c.untie_at or c.head_init, f"untie_at is {c.untie_at:g} and head_init 0: as the embedding too, a head of "
+         "zeros learns nothing; give --head_init 0.005")
     groups = adam_groups(c)
     want(not (c.untie_at and "embed" in groups), "adam_groups has a row for embed, which with untie_at has "
          "that of head; leave it out")
@@ -1154,7 +1169,7 @@ class Attention(nn.Module):
     def __init__(self, config: Config, layer: Layer):
         super().__init__()
         c, dim = config, config.model_dim
-        self.heads, self.paired = c.num_heads, layer.window == "P"
+        self.heads, self.paired, self.by_halves = c.num_heads, layer.window == "P", c.pairing == "halves"
         self.key_offset = c.key_offset and layer.window == "L"
         # query, key, value and output matrices [dim, dim] behind one another in memory
         qkvo = uniform(4 * dim, dim, dim)
@@ -1187,9 +1202,11 @@ class Attention(nn.Module):
         q, k = rotate(qk, cos, sin).chunk(2, dim=1)
         if self.key_offset:
             k = offset_keys(k)
+        if self.paired and self.by_halves:  # as they lie in memory
+            q, k, v = (unpair_heads(x).view(x.shape) for x in (q, k, v))
         y = attend(q * scale, k, v, mask)
         if self.paired:
-            y = unpair_heads(y)
+            y = y.view(tokens, self.heads, -1) if self.by_halves else unpair_heads(y)
         if self.self_share is not None:
             own = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
             y = y - torch.tanh(self.self_share)[:, None] * own * v
@@ -2492,14 +2509,16 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
             part.copy_(old)
 
     @torch.no_grad()
-    def average(self, rate: float, share: float) -> None:
-        """After a step: an average of all parameters moves towards them by `rate`, then they towards it by `share`."""
+    def average(self, rate: float, share: float, but: Sequence[str] = ()) -> None:
+        """After a step: an average of all parameters goes towards them by `rate`; they, but some, to it by `share`."""
         for bucket in self.buckets:
             param, average = bucket.param_shard, bucket.state["average"]
             average.lerp_(param.to(average.dtype), rate)
             if share:
                 self.finish_all_gathers([bucket])
-                param.copy_(param.lerp(average.to(param.dtype), share))
+                for place in (place for place in bucket.params if place.name not in but):
+                    part, mean = (bucket.part_of(place, x, True) for x in (param, average))
+                    part.copy_(part.lerp(mean.to(part.dtype), share))
                 Bucket.start_gather(bucket, self.comm)  # all of it, of whatever kind the bucket is
         if share:
             self.finish_all_gathers()
@@ -2678,14 +2697,13 @@ class TrainLosses:
         return self.config.train_loss_every > 0 and step % self.config.train_loss_every == 0
 
     def record(self, plan: Plan, losses: list[Tensor], heard: int = 0) -> None:
-        """losses: the summed loss of each of this rank's micro-batches; those of logged steps are summed over all
-        ranks. heard: the notices so far, see Notices."""
+        """losses: the summed loss of each of this rank's micro-batches, which are summed over all ranks. heard: the
+        notices so far, see Notices; they travel in every step, since where steps are slow a launcher kills soon."""
         own, step = torch.stack(losses).detach(), plan.step + 1
         summed = own.new_zeros(plan.micro_batches + 1)
         summed[self.comm.rank * len(own):(self.comm.rank + 1) * len(own)] = own
-        if self.is_logged(step) or step % 10 == 0:
-            summed[-1], self.told = heard - self.told, heard
-            self.comm.all_reduce(summed)
+        summed[-1], self.told = heard - self.told, heard
+        self.comm.all_reduce(summed)
         event = None
         if own.is_cuda:
             summed = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True).copy_(summed, non_blocking=True)
@@ -2866,7 +2884,8 @@ def save_file(path: Path, content: dict[str, Any]) -> None:
     except (OSError, RuntimeError) as error:  # torch tells a full disk in words of its own
         raise RunError(f"{path}: cannot be written ({error}); free space or choose another --log_dir") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 def load_file(path: str | Path, check: bool = True) -> dict[str, Any]:
     """What save_file wrote: tensors, numbers and text; nothing in it is executed. RunError if it is damaged; without
@@ -2904,6 +2923,11 @@ def find_checkpoint(config: Config) -> Path:
     elif named.suffix == ".ckpt" and named.is_file():
         return named.resolve()
     found = checkpoints(folder, run_id)
+    if config.resume == "latest" and again:  # of the run that this launch went on with; others may have saved since
+        def is_ours(path: Path) -> bool:
+            log = folder / f"{path.name.rpartition('.step')[0]}.txt"
+            return log.exists() and f'"launch": "{name_of_launch()}"' in log.read_text(errors="replace")
+        found = list(filter(is_ours, found)) or found
     demand(found, f"--resume {config.resume}: no checkpoint there; name a .ckpt or the log of a run that left one. A "
            "run that ended well keeps none: it is whole")
     return found[-1].resolve()
@@ -3064,7 +3088,35 @@ def transfer_parts(trainer: Trainer) -> Iterator[Part]:
         comm.all_gather(full.view(-1), full[comm.rank]).wait()
         return [full]
 
+    def send_rows(bucket: RowBucket, by_plain: bool) -> list[Tensor]:
+        """Gradients of some rows of its first table, of each rank others, to their owners; as values back to all."""
+        place, sums = bucket.params[0], torch.zeros_like(bucket.rows, dtype=torch.float32)
+        for rank in range(comm.ranks):
+            noise = torch.Generator().manual_seed(rank)
+            rows = torch.randint(len(place.param), (1, 4096), generator=noise)
+            grads = torch.randn(4096, bucket.rows.size(1), generator=noise).to(device, bucket.grad_data.dtype)
+            sums.index_add_(0, rows[0].to(device) + bucket.first_row(place), grads.float())
+            if rank == comm.rank:
+                place.waiting = [torch.sparse_coo_tensor(rows.to(device), grads, place.param.shape,
+                                                         check_invariants=False)]
+        if by_plain:
+            place.waiting = []
+            return [sums]
+        bucket.rows.zero_()
+        bucket.start_reduce(comm, exact)
+        bucket.reducing.wait()
+        bucket.reducing = None
+        bucket.param_shard[bucket.touched] = bucket.grad_shard.to(bucket.rows.dtype)
+        bucket.start_gather(comm)
+        bucket.gathering.wait()
+        bucket.gathering = None
+        return [bucket.rows.clone()]
+
     yield Part("load a shard", f"{shard.tokens:,} tokens", load, 0.0)
+    row_buckets = [bucket for bucket in trainer.optimizer.buckets if isinstance(bucket, RowBucket)]
+    for bucket in row_buckets[:comm.ranks - 1]:  # the first, unless there is nobody to send to
+        yield Part("rows to their owners, to all", f"{4096 * bucket.rows[0].nbytes >> 10:,} KiB",
+                   functools.partial(torch.no_grad()(send_rows), bucket), ALLOWED[comm.sent_dtype or dtype])
     for kind in ("all-reduce", "reduce-scatter, all-gather") if comm.ranks > 1 else ():
         yield Part(kind, f"{everyones[0].nbytes >> 10:,} KiB", functools.partial(exchange, kind),
                    ALLOWED[comm.sent_dtype or dtype])
@@ -3175,14 +3227,14 @@ def complain(log: Log | None, rank: int, message: str, aloud: bool = True) -> No
     """The last word of a rank, to its log and, aloud, to stderr."""
     kept = ""
     if log is not None and log.file is not None:
-        kept = f"; the log so far: {log.path}"
+        with contextlib.suppress(OSError, RunError):
+            log.write(f"error: {message}")
+            log.close()
+            kept = f"; the log so far: {log.path}"
         if "--resume" not in message:
             found = checkpoints(log.path.parent, log.path.stem)
             kept += (f"; --resume {log.path} goes on from its last checkpoint" if found else
                      "; no checkpoint to go on from, --save_every keeps some")
-        with contextlib.suppress(OSError, RunError):
-            log.write(f"error: {message}")
-            log.close()
     with contextlib.suppress(OSError):
         if aloud:
             error = "error: " * (message != INTERRUPTED)
@@ -3413,7 +3465,7 @@ class Trainer:
         with optimizer.reducer.span("step"):
             optimizer.step(plan)
             if plan.average_rate:
-                optimizer.average(plan.average_rate, plan.average_share)
+                optimizer.average(plan.average_rate, plan.average_share, but=["embed.weight"])
         return losses
 
     def validate(self, plan: Plan, sequences: np.ndarray) -> tuple[float, int]:
@@ -3516,21 +3568,23 @@ class Profile:
         self.log.say(f"trace: {path}")
 
 class Notices:
-    """Signals: SIGUSR1 asks for a checkpoint, before training too, and SIGTERM for one and the end, which before and
-    after training is an error. phase: set-up, training, verdict; over, when the log is whole or has its last word."""
+    """Signals: SIGUSR1 asks for a checkpoint, before training too, and those of ENDS for one and the end, which before
+    and after training is an error. phase: set-up, training, verdict; over, when the log is whole or has its last
+    word."""
 
-    END = 1024  # so much more counts SIGTERM than SIGUSR1
+    ENDS = signal.SIGTERM, signal.SIGHUP
+    END = 1024  # so much more counts one of them than SIGUSR1
 
     def __init__(self):
         self.phase, self.heard, self.terminated = "set-up", 0, threading.Event()
 
     def hear(self, number: int, _: Any) -> None:
         first = not self.terminated.is_set()
-        if number == signal.SIGTERM:
-            self.terminated.set()
         if number == signal.SIGUSR1:
             self.heard += 1
-        elif self.phase == "training" and first:
+            return
+        self.terminated.set()
+        if self.phase == "training" and first:
             self.heard += self.END
         elif self.phase in ("set-up", "verdict") and first:
             raise RunError("terminated; by torchrun, since another rank has died, or by somebody: start the run again")
@@ -3588,6 +3642,10 @@ class Run:
             return {"from_step": 0, "checkpoint": None} if from_environment("TORCHELASTIC_RESTART_COUNT", 0) else None
         saved = load_file(path)
         demand(saved["data"] == self.digests, f"the shards are not those of {path}; give --train_files and --val_files")
+        fitted = saved.get("micro_batch_tokens", self.config.micro_batch_tokens)
+        demand(fitted == self.config.micro_batch_tokens, f"{path} is of a run whose micro-batches had {fitted} tokens, "
+               f"and this machine's memory is for {self.config.micro_batch_tokens}, which are filled otherwise; go on "
+               "where as much memory is free")
         self.trainer.load(saved)
         self.clock.load_state(saved["clock"])
         self.first_step = saved["step"]
@@ -3608,8 +3666,9 @@ class Run:
             start = {"run_id": log.run_id, "preset": self.preset, **describe_config(c), **set_up, **machine,
                      "ranks": comm.ranks, "hosts": hosts, "parameters": parameters,
                      "shards": {split: describe_shards(shards) for split, shards in self.shards.items()}}
-            log.open(start, environment, resumed and {"at": now(), **resumed, "ranks": comm.ranks,
-                                                      "source_sha256": machine["source_sha256"]})
+            log.open(start, environment, resumed and {
+                "at": now(), **resumed, "ranks": comm.ranks, "source_sha256": machine["source_sha256"],
+                "launch": name_of_launch(), "changes": set_up["changes"], "hosts": hosts})
             log.say(f"preset {self.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, "
                     f"{parameters / 1e6:.1f} M parameters, {c.num_steps} steps of {tokens_of_steps(c, 1):,} tokens at "
                     f"first, validation on {(self.val_sequences[:, 1:] >= 0).sum():,}")
@@ -3633,7 +3692,7 @@ class Run:
     def train(self) -> None:
         """All steps; a checkpoint or a validation stands before the step whose number it bears."""
         c, optimizer, profile = self.config, self.trainer.optimizer, Profile(self.trainer, self.clock, self.log)
-        launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # a shell may leave
+        launcher = LAUNCHER if "TORCHELASTIC_RUN_ID" in os.environ else None  # a shell may leave
         save_due, notices.phase = False, "training"
         self.clock.start()
         for step in range(self.first_step, c.num_steps):
@@ -3662,7 +3721,8 @@ class Run:
             self.losses.write(step, wait=True)
             try:
                 self.trainer.save(path, step, run_id=self.log.run_id, preset=self.preset, clock=self.clock.state(),
-                                  saved_at=time.time(), data=self.digests)
+                                  saved_at=time.time(), data=self.digests,
+                                  micro_batch_tokens=self.config.micro_batch_tokens)
             except RunError as error:
                 self.log.say(f"no checkpoint: {error}")
                 if ends:
@@ -3783,10 +3843,14 @@ def from_environment(name: str, default: int) -> int:
     demand(text.isdecimal(), f"{name} in the environment is {text!r}; unset it, or start the ranks by torchrun")
     return int(text)
 
+def name_of_launch() -> str:
+    """The same when torchrun starts the ranks again."""
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex)
+    return sha256_of(f"{launch} {LAUNCHER if launch == 'none' else ''}".encode())[:8]
+
 def name_of_run(config: Config) -> tuple[Config, str]:
     """The run's id. What torchrun starts again has that of its first start, and goes on from its last checkpoint."""
-    launch = os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex)
-    part = sha256_of(f"{launch} {os.getppid() if launch == 'none' else ''}".encode())[:8]
+    part = name_of_launch()
     run_id = config.run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{part}"
     if not config.resume and from_environment("TORCHELASTIC_RESTART_COUNT", 0):
         started = sorted((ROOT / config.log_dir).glob(f"*_{part}.txt"))
@@ -3870,6 +3934,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, notices.hear)
+    for number in (signal.SIGUSR1, *Notices.ENDS):
+        if number == signal.SIGUSR1 or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has SIGHUP ignored
+            signal.signal(number, notices.hear)
     sys.exit(main())

@@ -34,12 +34,12 @@ RECORD = "- S1M S2M SM LM SM SM M SM S0M S1M L2M"
 
 
 def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softcap=(30, 0, 7.5), layers=RECORD, backout_layer=8,
-         ahead=(1,), ngrams=None, offset=False):
+         ahead=(1,), ngrams=None, offset=False, halves=False):
     """p: parameters by name, float64. x, y: token lists. added: to the opened stream. -> summed cross entropy of all layers,
     of the next tokens with the weights `ahead`.
 
-    softcap: cap, shift, softness. layers: a word each. L: the long window, P: heads 2j and 2j + 1 share one softmax, c:
-    attention reads the backout layer's output. Gates of value tables and shares of the own value are taken where p has them.
+    softcap: cap, shift, softness. layers: a word each. L: the long window, P: heads 2j and 2j + 1, or with halves j and
+    j + heads / 2, share one softmax, c: attention reads the backout layer's output. Gates of value tables and shares of the own value are taken where p has them.
     ngrams [T, dim]: comes into every layer, times a third weight of the layer. offset: in layers with L a key has of the token
     before what does not turn. Matrices: qkvo, or qk and vo."""
     layers = layers.split()
@@ -74,7 +74,7 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
             w = torch.cat([p[f"blocks.{i}.attn.{name}"].reshape(-1, dim, dim) for name in names])
             q, k, v = ((a @ w[j].T).view(T, heads, D) for j in range(3))
             q, k = rms(q), rms(k)
-            if "P" in word:  # head h of token t stands at place 2t + h % 2
+            if "P" in word:  # head h of token t is turned as at place 2t + h % 2
                 q, k = (torch.stack([rotary(part.repeat_interleave(2, 0), freqs)[h % 2::2, h] for h in range(heads)], 1)
                         for part in (q, k))
             else:
@@ -95,7 +95,9 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
             for head in range(heads):
                 mixed = []
                 for t in range(T):
-                    if "P" in word:
+                    if "P" in word and halves:
+                        pair, at = (head, (head + heads // 2) % heads), lambda j, h: 2 * j + (h >= heads // 2)
+                    elif "P" in word:
                         pair, at = (head, head ^ 1), lambda j, h: 2 * j + h % 2
                     else:
                         pair, at = (head,), lambda j, h: j

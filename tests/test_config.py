@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import io
 import json
+import os
 import re
 
 import pytest
@@ -144,6 +145,7 @@ def refused(changes, ranks):
     ({"layers": "S0M cSM LM", "backout_layer": 1}, 1, "stands before or at backout_layer 1, whose output it would read"),
     ({"layers": "P0M SM", "backout_layer": 1, "num_heads": 1, "head_dim": 32}, 1, "num_heads is 1; make it even, or write S"),
     ({"untie_at": 1.5}, 1, "untie_at is 1.5; it must be 0 or more, at most 1"),
+    ({"untie_at": 0.5}, 1, "untie_at is 0.5 and head_init 0: as the embedding too, a head of zeros learns nothing"),
     ({"untie_at": 0.5, "overlap_param_gather": True}, 1, "untie_at and overlap_param_gather exclude each other"),
     ({"loss_weights": (1.0,) * 200, "micro_batch_tokens": 128}, 1, "looks 200 tokens ahead from step 0 on, and a micro-batch has 128"),
     ({"logit_shift": float("inf")}, 1, "logit_shift is inf; it must be a number, and finite"),
@@ -186,9 +188,10 @@ def test_a_model_of_one_layer_is_possible():
 
 @pytest.mark.parametrize("preset", train_gpt.PRESETS)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_presets_are_possible(preset, ranks):
+def test_presets_are_possible(monkeypatch, preset, ranks):
     """On eight GPUs with eight ranks, on any number of cores with two."""
     config = train_gpt.PRESETS[preset]
+    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 2 ** 12, "SC_PHYS_PAGES": 2 ** 24}[name])
     train_gpt.check_config(config, min(ranks, 2) if preset == "laptop" else ranks)
 
 
@@ -434,6 +437,17 @@ def test_a_gpu_that_is_too_small_is_told_what_would_fit(monkeypatch, free, chang
 def test_tables_of_ngrams_that_cannot_be_are_named(words, says):
     with pytest.raises(train_gpt.RunError, match=says):
         train_gpt.check_config(dataclasses.replace(train_gpt.PRESETS["laptop"], ngrams=words), 1)
+
+
+def test_every_rank_of_a_machine_holds_the_tables(monkeypatch):
+    """One rank of 2 million rows of 64 takes 3.9 GB (measured: 3,898 MiB); two take 7."""
+    config = dataclasses.replace(train_gpt.PRESETS["laptop"], ngrams="2:2000000:64")
+    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 2 ** 20, "SC_PHYS_PAGES": 5000}[name])
+    train_gpt.check_config(config, 1)
+    with pytest.raises(train_gpt.RunError, match="the tables take 6 GiB to train, and this machine has 4"):
+        train_gpt.check_config(config, 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # of two hosts
+    train_gpt.check_config(config, 2)
 
 
 @pytest.mark.parametrize("table, says", [
