@@ -93,19 +93,10 @@ def brief(text):
 
 # Statistics: arrays of runs [..., n] in, tests over the last axis
 
-def one_sample_t_less(losses, target):
-    """One-sided one-sample t-test of mean < target."""
-    return scipy.stats.ttest_1samp(losses, target, axis=-1, alternative="less")
-
-
-def welch_t_less(times, others):
-    """One-sided Welch t-test of mean(times) < mean(others)."""
-    return scipy.stats.ttest_ind(times, others, axis=-1, equal_var=False, alternative="less")
-
-
-def paired_t_less(times, others):
-    """One-sided paired t-test of mean(times - others) < 0."""
-    return scipy.stats.ttest_rel(times, others, axis=-1, alternative="less")
+# One-sided t-tests of: mean(losses) < target; Welch's of mean(times) < mean(others); the paired one of times < others
+one_sample_t_less = functools.partial(scipy.stats.ttest_1samp, axis=-1, alternative="less")
+welch_t_less = functools.partial(scipy.stats.ttest_ind, axis=-1, equal_var=False, alternative="less")
+paired_t_less = functools.partial(scipy.stats.ttest_rel, axis=-1, alternative="less")
 
 
 def bootstrap_t_less(losses, target):
@@ -146,15 +137,11 @@ def power(n, sd, margin, alpha, sets=1, other_sd=None):
 
 def runs_needed(sd, margin, alpha, wanted, sets=1, other_sd=None):
     """The least n (a side) with the wanted power. Raises CannotJudge if it is beyond MOST_RUNS."""
-    enough = 2
-    while not power(enough, sd, margin, alpha, sets, other_sd) >= wanted:
-        enough *= 2
-        if enough > MOST_RUNS:
-            raise CannotJudge(f"a margin of {margin:g} at sd {sd:g} needs more than {MOST_RUNS:,} runs; seek a larger "
-                              "one")
-    few = enough // 2 + 1
-    return few + bisect.bisect_left(range(few, enough), wanted,
-                                    key=lambda n: power(n, sd, margin, alpha, sets, other_sd))
+    n = bisect.bisect_left(range(MOST_RUNS + 1), wanted, lo=2,
+                           key=lambda n: power(n, sd, margin, alpha, sets, other_sd))
+    if n > MOST_RUNS:
+        raise CannotJudge(f"a margin of {margin:g} at sd {sd:g} needs more than {MOST_RUNS:,} runs; seek a larger one")
+    return n
 
 
 @functools.lru_cache
