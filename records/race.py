@@ -403,7 +403,7 @@ def so_far(manifest):
     found = {side: [] for side in manifest.race["sides"]}
     for (run, side), attempt in sorted(manifest.done().items()):
         found[side] += filter(None, [complete_log(manifest.path.parent / f"{attempt['run_id']}.txt")])
-    sides = [stats.Side(f"side {side}" if side else "runs", "", runs, stats.own_flags(manifest.race, side))
+    sides = [stats.Side(f"side {side}" if side else "runs", runs, declared=manifest.race)
              for side, runs in found.items() if runs]
     return stats.so_far(sides, manifest.race["alpha"]) if sides else None
 

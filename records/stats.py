@@ -43,7 +43,7 @@ import sys
 import textwrap
 import warnings
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,6 +83,12 @@ class Mixed(CannotJudge):
 
 class Undecided(CannotJudge):
     """A race that runs until it is decided is not decided yet."""
+
+
+def demand(holds, otherwise):
+    """CannotJudge, with what is otherwise, unless something holds."""
+    if not holds:
+        raise CannotJudge(otherwise)
 
 
 def brief(text):
@@ -139,8 +145,7 @@ def runs_needed(sd, margin, alpha, wanted, sets=1, other_sd=None):
     """The least n (a side) with the wanted power. Raises CannotJudge if it is beyond MOST_RUNS."""
     n = bisect.bisect_left(range(MOST_RUNS + 1), wanted, lo=2,
                            key=lambda n: power(n, sd, margin, alpha, sets, other_sd))
-    if n > MOST_RUNS:
-        raise CannotJudge(f"a margin of {margin:g} at sd {sd:g} needs more than {MOST_RUNS:,} runs; seek a larger one")
+    demand(n <= MOST_RUNS, f"a margin of {margin:g} at sd {sd:g} needs more than {MOST_RUNS:,} runs; seek a larger one")
     return n
 
 
@@ -228,53 +233,48 @@ def _interval(two_sided, alpha):
 def judge_loss(losses, target, alpha):
     """The loss half of a verdict as a dict. Raises CannotJudge where a t-test is not defined."""
     found = summary(losses)
-    if found["n"] < 2:
-        raise CannotJudge(f"a test needs at least 2 runs, and there is {found['n']}; add runs (--plan tells how many)")
-    if np.ptp(losses) == 0:
-        raise CannotJudge(f"all {found['n']} losses are {losses[0]}: with sd 0 a t-test is not defined; use distinct "
-                          "seeds, and log more decimals")
+    demand(found["n"] > 1, f"a test needs at least 2 runs, and there is {found['n']}; add runs (--plan tells how many)")
+    demand(np.ptp(losses), f"all {found['n']} losses are {losses[0]}: with sd 0 a t-test is not defined; use distinct "
+           "seeds, and log more decimals")
     (skewness, p_skewness), two_sided = right_skew(losses), scipy.stats.ttest_1samp(losses, target)
     return {**found, "target": target, "interval": _interval(two_sided, alpha), "skewness": skewness,
             "p_skewness": p_skewness, "p_bootstrap": float(bootstrap_t_less(losses, target)),
             **_tested(one_sample_t_less(losses, target), "one-sided one-sample t-test, mean < target")}
 
 
-def compare_means(values, others, alpha, pairs, claim):
-    """The difference of two sets and its tests, as a dict. None where the values of each set are all equal."""
-    if np.ptp(values) == np.ptp(others) == 0 or min(len(values), len(others)) < 2:
+def compare_means(values, others, alpha, paired, claim):
+    """The difference of two sets and its tests, as a dict; paired, where the runs were in turn, adds that test. None
+    where the values of each set are all equal."""
+    if np.ptp(values) == np.ptp(others) == 0:
         return None
     two_sided = scipy.stats.ttest_ind(values, others, equal_var=False)
     compared = {"difference": float(np.mean(values) - np.mean(others)), "interval": _interval(two_sided, alpha),
                 **_tested(welch_t_less(values, others), f"one-sided Welch t-test, {claim}"),
                 "p_two_sided": float(two_sided.pvalue), "paired": None}
-    if pairs is not None and np.ptp(np.subtract(*np.transpose(pairs))) > 0:
-        paired = paired_t_less(*np.transpose(pairs))
-        compared["paired"] = {"pairs": len(pairs), **_tested(paired, "one-sided paired t-test")}
+    if paired and np.ptp(np.subtract(values, others)) > 0:
+        compared["paired"] = {"pairs": len(values),
+                              **_tested(paired_t_less(values, others), "one-sided paired t-test")}
     return compared
 
 
-def compare_times(times, others, alpha, pairs=None):
-    """Seconds against others', as a dict; pairs (n, 2), of runs that were interleaved, add paired tests."""
+def compare_times(times, others, alpha, paired=False):
+    """Seconds against others', as a dict; paired, where the runs were in turn, adds such tests."""
     a, b = summary(times), summary(others)
     for found in (a, b):
-        if found["n"] < 2:
-            raise CannotJudge(f"comparing times needs at least 2 runs a side, and one has {found['n']}; add runs")
-        if found["mean"] <= 0:
-            raise CannotJudge(f"the mean train_time of a side is {found['mean']} s; pass logs whose clock ran")
-    compared = compare_means(times, others, alpha, pairs, "time < other time")
-    if compared is None:
-        raise CannotJudge("the times of each side are all equal: with sd 0 a t-test is not defined; log milliseconds")
-    ratio = b["mean"] / a["mean"]
+        demand(found["n"] > 1, f"comparing times needs at least 2 runs a side, and one has {found['n']}; add runs")
+        demand(found["mean"] > 0, f"the mean train_time of a side is {found['mean']} s; pass logs whose clock ran")
+    compared = compare_means(times, others, alpha, paired, "time < other time")
+    demand(compared, "the times of each side are all equal: with sd 0 a t-test is not defined; log milliseconds")
+    ratio, of_log = b["mean"] / a["mean"], None
     error = ratio * math.hypot(a["sd"] / a["mean"] / math.sqrt(a["n"]), b["sd"] / b["mean"] / math.sqrt(b["n"]))
-    compared = {"other": b, **compared, "ratio": ratio, "ratio_standard_error": error,  # by the delta method
-                "paired_log": None}
     if compared["paired"]:
-        ours, theirs = np.log(np.transpose(pairs))
-        low, high = _interval(scipy.stats.ttest_rel(theirs, ours), alpha)
-        compared["paired_log"] = {"pairs": len(pairs), "ratio": float(np.exp(np.mean(theirs - ours))),
-                                  "interval": [math.exp(low), math.exp(high)],
-                                  **_tested(paired_t_less(ours, theirs), "one-sided paired t-test of log time")}
-    return compared
+        ours, theirs = np.log(times), np.log(others)
+        interval = _interval(scipy.stats.ttest_rel(theirs, ours), alpha)
+        of_log = {"pairs": len(ours), "ratio": float(np.exp(np.mean(theirs - ours))),
+                  "interval": list(map(math.exp, interval)),
+                  **_tested(paired_t_less(ours, theirs), "one-sided paired t-test of log time")}
+    return {"other": b, **compared, "ratio": ratio, "ratio_standard_error": error,  # by the delta method
+            "paired_log": of_log}
 
 
 # What race.py wrote down
@@ -303,7 +303,7 @@ class Manifest:
         else:
             self.events.append(event)
             began = event.get("started_at", event.get("started"))  # the older word
-            self.attempts.setdefault(event["run_id"], {}).update(event, started_at=began, started=began)
+            self.attempts.setdefault(event["run_id"], {}).update(event, started_at=began)
 
     @classmethod
     def read(cls, path):
@@ -317,11 +317,10 @@ class Manifest:
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 manifest.take(check_event(logs.parse_json(line), first=number == 1))
-            except ValueError as error:
+            except (ValueError, CannotJudge) as error:
                 raise CannotJudge(f"{path}: line {number} is none of a race's ({error}); restore it, or name the "
                                   f"{MANIFEST} of a race") from None
-        if manifest.race is None:
-            raise CannotJudge(f"{path}: no line says what the race is; name the {MANIFEST} of a race")
+        demand(manifest.race, f"{path}: no line says what the race is; name the {MANIFEST} of a race")
         manifest.cut = len(whole) if whole != text else None
         return manifest
 
@@ -330,29 +329,26 @@ class Manifest:
 
 
 def check_event(event, first):
-    """A line of the manifest as it is. ValueError if it is neither the description, which comes first, nor a run's."""
-    def wanted(holds, what):
-        if not holds:
-            raise ValueError(what)
-
+    """A line of the manifest as it is. CannotJudge if it is neither the description, which comes first, nor a run's."""
     def are_words(value):
         return isinstance(value, list) and all(isinstance(word, str) for word in value)
+
     inner, keys = (event.get("race"), RACE_KEYS) if first and isinstance(event, dict) else (event, RUN_KEYS)
     for key, kind in keys.items():
-        wanted(isinstance(inner, dict) and isinstance(inner.get(key), kind), f"its {key} is no {kind.__name__}")
-    wanted(re.fullmatch(r"[\w.-]{1,100}", inner["id" if first else "run_id"]), "its id is no name of a file")
+        demand(isinstance(inner, dict) and isinstance(inner.get(key), kind), f"its {key} is no {kind.__name__}")
+    demand(re.fullmatch(r"[\w.-]{1,100}", inner["id" if first else "run_id"]), "its id is no name of a file")
     if not first:
         return event
     for side in inner["sides"].values():
-        wanted(isinstance(side, dict) and are_words(side.get("flags")), "a side needs a revision and flags")
-        wanted(side.get("revision") is None or re.fullmatch("[0-9a-f]{40,64}", str(side["revision"])),
+        demand(isinstance(side, dict) and are_words(side.get("flags")), "a side needs a revision and flags")
+        demand(side.get("revision") is None or re.fullmatch("[0-9a-f]{40,64}", str(side["revision"])),
                "a side's revision is no full hash")  # git would take one that begins with - for an option
-        wanted(isinstance(side.get("folder", ""), str), "a side's folder is no path")
-    wanted(inner["sides"] and are_words(inner["order"]) and len(inner["order"]) == inner["n"] * len(inner["sides"]),
+        demand(isinstance(side.get("folder", ""), str), "a side's folder is no path")
+    demand(inner["sides"] and are_words(inner["order"]) and len(inner["order"]) == inner["n"] * len(inner["sides"]),
            "its order wants one word for each of its n runs a side")
     alpha, test = inner.setdefault("alpha", 0.01), inner.setdefault("test", "unpaired")  # older races
-    wanted(type(alpha) is float and 0 < alpha < 0.5, "its alpha is no number between 0 and 0.5")
-    wanted(test in ("paired", "unpaired"), "its test is neither paired nor unpaired")
+    demand(type(alpha) is float and 0 < alpha < 0.5, "its alpha is no number between 0 and 0.5")
+    demand(test in ("paired", "unpaired"), "its test is neither paired nor unpaired")
     return event
 
 
@@ -381,16 +377,21 @@ def own_flags(race, side):
 class Side:
     """One set of runs: those judged, what was left out and why, and what its reader should know."""
     name: str
-    source_flag: str
     runs: list
-    flags: str = ""  # its own, of a race
+    rejected: list = field(default_factory=list)  # with its runs, those of other sides too
+    declared: dict = field(default_factory=dict)  # of its race, by race.jsonl
     left_out: list = field(default_factory=list)  # (path, reason)
     warnings: list = field(default_factory=list)
 
     @property
     def label(self):
-        flags = textwrap.shorten(self.flags, 48, placeholder=" …")
+        flags = own_flags(self.declared, self.name.removeprefix("side ")) if self.declared else ""
+        flags = textwrap.shorten(flags, 48, placeholder=" …")
         return logs.printable(f"{self.name} ({flags})" if flags else self.name)
+
+    @property
+    def until_decided(self):
+        return self.declared.get("until_decided") is True
 
     @property
     def decimals(self):
@@ -430,18 +431,20 @@ class Race(NamedTuple):
 
 def race_of(run):
     """The Race of a run or of a rejected one, or None. Of another project's script race.jsonl beside the log tells."""
-    race = (run.start or {}).get("race") or told_beside(run.path)
+    race = (run.start or {}).get("race")
+    if not race and (manifest := manifest_in(os.path.dirname(run.path))):
+        attempt = manifest.attempts.get(Path(run.path).stem)
+        if attempt and "folder" in manifest.race["sides"].get(attempt["side"], {}):
+            race = {"race_id": manifest.race["id"], "declared_n": manifest.race["n"], **attempt}
     if not isinstance(race, dict) or "race_id" not in race:
         return None
     return Race(str(race["race_id"]), str(race.get("side") or ""), str(race.get("run")), race.get("declared_n"))
 
 
-def told_beside(path):
-    """The race field for a log, where race.jsonl beside it says that it is of a side that has a folder; or None."""
-    manifest = manifest_in(Path(path).parent)
-    attempt = manifest and manifest.attempts.get(Path(path).stem)
-    if attempt and "folder" in manifest.race["sides"].get(attempt["side"], {}):
-        return {"race_id": manifest.race["id"], "declared_n": manifest.race["n"], **attempt}
+def side_of(run):
+    """(id of its race, its side there), or None."""
+    race = race_of(run)
+    return race and race[:2]
 
 
 def config_of(run):
@@ -451,94 +454,77 @@ def config_of(run):
             if key not in INCIDENTAL and not key.startswith("race_")}
 
 
-def not_fresh(run):
-    """Why a run counts for nothing by default, or None: it was resumed, or begun from saved parameters."""
-    return f"{run.disqualified}; --resumed counts it, for no record" if run.disqualified else None
-
-
 def names(items):
     """Paths of runs for a message, shortened where there are many."""
     paths = [logs.printable(os.path.basename(item.path)) for item in items]
     return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
 
 
-def gather(name, source_flag, found, options, source=None, race_side=None):
+def grouped(runs, key):
+    groups = defaultdict(list)
+    for run in runs:
+        groups[key(run)].append(run)
+    return groups
+
+
+def gather(name, found, options, source=None, race_side=None):
     """A Side from what logs.read found, narrowed to a source, a side of a race, and what options name."""
     unreadable = [item for item in found.rejected if item.kind == logs.UNREADABLE]
-    if unreadable:
-        raise CannotJudge("; ".join(f"{logs.printable(item.path)}: {item.reason}" for item in unreadable))
+    demand(not unreadable, "; ".join(f"{logs.printable(item.path)}: {item.reason}" for item in unreadable))
+
+    def unwanted(run):
+        """Why a run is left out, or None."""
+        if source and not (run.source_sha256 or "").startswith(source.lower()):
+            return f"of another source than {source}"
+        if options.gpus and run.gpus != options.gpus:
+            return f"not a run on {options.gpus} GPUs"
+        if run.disqualified and not options.resumed:
+            return f"{run.disqualified}; --resumed counts it, for no record"
+        return None
+
     runs = [run for run in found.runs if race_side is None or (race_of(run) and race_of(run).side == race_side)]
-    side = Side(name, source_flag, runs)
-    side.left_out = [(item.path, item.reason) for item in found.rejected
-                     if not item.path.endswith(BESIDE)]
+    side = Side(name, [run for run in runs if not unwanted(run)], found.rejected)
+    side.left_out = [(item.path, item.reason) for item in found.rejected if not item.path.endswith(BESIDE)]
     side.left_out += [(item.path, f"{item.reason}: {logs.printable(item.original_path)}") for item in found.duplicates]
-
-    def keep(remark):
-        """Only the runs of which remark(run) says nothing."""
-        side.left_out += [(run.path, remark(run)) for run in side.runs if remark(run)]
-        side.runs = [run for run in side.runs if not remark(run)]
-
-    if source:
-        matching = {run.source_sha256 for run in side.runs if (run.source_sha256 or "").startswith(source.lower())}
-        if len(matching) > 1:
-            raise CannotJudge(f"{len(matching)} sources begin with {source}: {', '.join(sorted(matching))}; "
-                              "give more digits")
-        keep(lambda run: None if run.source_sha256 in matching else f"of another source than {source}")
-    if options.gpus:
-        keep(lambda run: None if run.gpus == options.gpus else f"not a run on {options.gpus} GPUs")
-    if not options.resumed:
-        keep(not_fresh)
-    if not side.runs:
-        reasons = "; ".join(f"{logs.printable(path)}: {reason}" for path, reason in side.left_out[:3])
-        raise CannotJudge(f"{name} holds no run that can be used ({reasons or 'nothing was found'}); "
-                          "`python records/logs.py PATH...` tells more")
+    side.left_out += [(run.path, unwanted(run)) for run in runs if unwanted(run)]
+    reasons = "; ".join(f"{logs.printable(path)}: {reason}" for path, reason in side.left_out[:3])
+    demand(side.runs, f"{name} holds no run that can be used ({reasons or 'nothing was found'}); "
+           "`python records/logs.py PATH...` tells more")
     incomplete = [item for item in found.rejected if item.kind == logs.INCOMPLETE]
     if incomplete:
         side.warnings.append(f"not counted, although started: {names(incomplete)}; say why in the record, or the claim "
                              "rests on a selection")
-    if any(map(not_fresh, side.runs)):
+    if any(run.disqualified for run in side.runs):
         side.warnings.append("runs were resumed, or began with saved parameters, and are counted: that is no record")
     return side
 
 
 def check_one_experiment(side, mixed):
     """Raises CannotJudge if the runs are of several experiments; only warns if mixed."""
-    def grouped(key):
-        groups = defaultdict(list)
-        for run in side.runs:
-            groups[key(run)].append(run)
-        return groups
-
-    def refuse(groups, what, advice, shown="{} ({}: {})"):
+    def must_agree(what, key, advice="pass the logs of one", shown="{} ({}: {})"):
+        """The runs must have one key(run); None tells nothing. advice may name one of the values that were seen."""
+        groups = grouped((run for run in side.runs if key(run) is not None), key)
+        if len(groups) < 2:
+            return
         listed = ", ".join(shown.format(value, len(runs), names(runs)) for value, runs in groups.items())
         message = f"{side.name} holds runs {what}: {listed}"
         if not mixed:
-            raise Mixed(f"{message}; {advice}, or say --mixed to judge them as one set")
+            example = next(value for value in groups if value != "none")
+            raise Mixed(f"{message}; {advice.format(example)}, or say --mixed to judge them as one set")
         side.warnings.append("judged as one set although " + message)
 
-    sources = grouped(lambda run: run.source_sha256)
-    if len(sources) > 1:
-        choice = next(source for source in sources if source)[:8]
-        refuse({(source or "none")[:8]: runs for source, runs in sources.items()}, f"of {len(sources)} sources",
-               f"choose one, for instance with {side.source_flag} {choice}")
-    elif None in sources:
+    sources, configs = {run.source_sha256 for run in side.runs}, {id(run): config_of(run) for run in side.runs}
+    must_agree(f"of {len(sources)} sources", lambda run: run.source_sha256 or "none", "choose one, for instance with "
+               "--source {:.8} (of the second set --vs-source)", "{:.8} ({}: {})")
+    for name in sorted({name for config in configs.values() for name in config}):
+        must_agree(f"whose {name} differs", lambda run: json.dumps(configs[id(run)].get(name)), shown="{} ({})")
+    if len(sources) == 1:
+        must_agree("of different lengths in steps",
+                   lambda run: run.last_step if run.stated_steps is None else run.stated_steps)
+    must_agree("on different numbers of GPUs", lambda run: run.gpus, "choose one, for instance with --gpus {}")
+    must_agree("of different races", lambda run: (side_of(run) or ["none"])[0], shown="{} ({})")
+    if sources == {None}:
         side.warnings.append(f"the logs of {side.name} hold no source: nothing shows that they are of one experiment")
-    configs = {id(run): config_of(run) for run in side.runs}
-    for key in sorted({key for config in configs.values() for key in config}):
-        values = grouped(lambda run: json.dumps(configs[id(run)].get(key)))
-        if len(values) > 1:
-            refuse(values, f"whose {key} differs", "pass the logs of one", "{} ({})")
-    steps = grouped(lambda run: run.last_step if run.stated_steps is None else run.stated_steps)
-    if len(steps) > 1 and len(sources) == 1:
-        refuse(steps, "of different lengths in steps", "pass the logs of one")
-    gpus = grouped(lambda run: run.gpus or "unknown")
-    known = gpus.keys() - {"unknown"}
-    if len(known) > 1:
-        refuse(gpus, "on different numbers of GPUs", "choose one, for instance with --gpus "
-               f"{max(known, key=lambda count: len(gpus[count]))}")
-    races = grouped(lambda run: race_of(run).race_id if race_of(run) else "none")
-    if len(races) > 1:
-        refuse(races, "of different races", "pass the logs of one", "{} ({})")
     if not all(map(race_of, side.runs)):
         side.warnings.append(f"{side.name} declares no number of runs: the verdict stands only if it was fixed before "
                              "the first run, and if every run that was started is here")
@@ -548,45 +534,39 @@ def check_one_experiment(side, mixed):
         seed = (run.start or {}).get("seed")
         return None if seed is None else json.dumps([seed, run.source_sha256, configs[id(run)]], sort_keys=True)
 
-    for experiment, runs in grouped(seeded).items():
+    for experiment, runs in grouped(side.runs, seeded).items():
         if experiment and len(runs) > 1:
             raise CannotJudge(f"{len(runs)} runs of {side.name} share the seed {json.dumps(runs[0].start['seed'])} "
                               f"({names(runs)}): they are not independent, and p would be too small; race with "
                               "distinct seeds")
 
 
-def check_all_there(side, rejected, until_decided=False):
+def check_all_there(side):
     """Raises CannotJudge unless each race in the set has exactly the runs that were declared before it; the first ones
     of them, if it was to end when decided."""
-    races = defaultdict(list)
-    for run in side.runs:
-        if race_of(run):
-            races[race_of(run)[:2]].append(run)
-    for (race_id, race_side), runs in races.items():
-        where = f"race {race_id}" + (f", side {race_side}" if race_side else "")
-        declared = list({json.dumps(race_of(run).declared_n): race_of(run).declared_n for run in runs}.values())
-        if len(declared) > 1:
-            raise CannotJudge(f"{where}: its logs declare different numbers of runs ({', '.join(map(str, declared))}); "
-                              "race anew")
+    for which, runs in grouped(side.runs, side_of).items():
+        if which is None:
+            continue
+        where = f"race {which[0]}" + (f", side {which[1]}" if which[1] else "")
+        declared = list(dict.fromkeys(str(race_of(run).declared_n) for run in runs))
         numbers = Counter(race_of(run).run for run in runs)
         twice = [number for number, count in numbers.items() if count > 1]
-        if twice:
-            raise CannotJudge(f"{where}: run {', '.join(twice)} is there more than once; pass each run once")
-        if len(runs) == declared[0] or until_decided and numbers.keys() == {str(i + 1) for i in range(len(runs))}:
-            continue
-        failed = [item for item in rejected if race_of(item) and race_of(item)[:2] == (race_id, race_side)]
+        demand(not twice, f"{where}: run {', '.join(twice)} is there more than once; pass each run once")
+        are_first = numbers.keys() == {str(i + 1) for i in range(len(runs))}
+        whole = declared == [str(len(runs))] or len(declared) == 1 and are_first and side.until_decided
+        failed = [item for item in side.rejected if side_of(item) == which]
         why = "".join(f"; run {race_of(item).run} ({names([item])}): {item.reason}" for item in failed)
         why += "".join(f"; {os.path.basename(path)}: {reason}" for path, reason in side.left_out if "--res" in reason)
-        raise CannotJudge(f"{where}: {declared[0]} runs were declared and {len(runs)} can be used{why}; pass the logs "
-                          "of all, or race anew")
+        demand(whole, f"{where}: {' or '.join(declared)} runs were declared and {len(runs)} can be used{why}; pass the "
+               "logs of all, or race anew")
 
 
-def check_none_diverged(side, rejected):
+def check_none_diverged(side):
     """Raises CannotJudge if a run of the set ended in a loss that is no number: it speaks against the claim, and has no
     place in a mean."""
-    sources, races = {run.source_sha256 for run in side.runs}, {race_of(run) and race_of(run)[:2] for run in side.runs}
-    diverged = [item for item in rejected if item.kind == logs.NOT_FINITE and item.source_sha256 in sources
-                and (race_of(item) and race_of(item)[:2]) in races]
+    sources, races = {run.source_sha256 for run in side.runs}, set(map(side_of, side.runs))
+    diverged = [item for item in side.rejected if item.kind == logs.NOT_FINITE and item.source_sha256 in sources
+                and side_of(item) in races]
     if diverged:
         raise CannotJudge(f"{names(diverged)} of {side.name} diverged ({diverged[0].reason}): a run that was started "
                           "and speaks against the claim; mend what made it diverge and race anew")
@@ -632,41 +612,34 @@ def choose_target(runs, given):
         return DEFAULT_TARGET
     if len(stated) > 1 or type(stated[0]) not in (int, float) or not math.isfinite(stated[0]):
         raise CannotJudge(f"the logs state the targets {', '.join(map(str, stated))}; choose with --target")
-    if not stated[0]:
-        raise CannotJudge("the runs had no target, as on a text of one's own; choose one with --target")
+    demand(stated[0], "the runs had no target, as on a text of one's own; choose one with --target")
     return float(stated[0])
 
 
-def pair_up(a, b):
-    """Both sides' runs of one race that have the same number, as pairs in its order; None unless all have one."""
-    def numbered(side):
-        raced = [(race_of(run), run) for run in side.runs]
-        return {(race.race_id, race.run): run for race, run in raced if race}
-    ours, theirs = numbered(a), numbered(b)
-    if len(ours) < 2 or ours.keys() != theirs.keys() or not len(ours) == len(a.runs) == len(b.runs):
+def pair_up(*sides):
+    """The sides' runs of one race that have the same number, together, in its order; None unless all have one."""
+    numbered = [{(race.race_id, race.run): run for run in side.runs if (race := race_of(run))} for side in sides]
+    keys = numbered[0].keys()
+    if len(keys) < 2 or any(len(side.runs) != len(runs) or runs.keys() != keys for side, runs in zip(sides, numbered)):
         return None
-    return [(ours[key], theirs[key]) for key in sorted(ours, key=lambda key: (len(key[1]), key))]
+    return [[runs[key] for runs in numbered] for key in sorted(keys, key=lambda key: (len(key[1]), key))]
 
 
 def choose_sides(options):
-    """-> [(Side, its rejected logs)], one or two of them."""
+    """The Sides that options name, one or two."""
     found = logs.read(options.paths)
     raced = sorted({race_of(run).side for run in found.runs if race_of(run)} - {""})
     if options.side:
-        if options.side not in raced or len(raced) != 2:
-            raise CannotJudge(f"--side {options.side} wants the logs of a race with that side and one other; these "
-                              f"have {', '.join(raced) or 'no sides'}; pass all logs of one race")
+        demand(options.side in raced and len(raced) == 2, f"--side {options.side} wants the logs of a race with that "
+               f"side and one other; these have {', '.join(raced) or 'no sides'}; pass all logs of one race")
         other = next(side for side in raced if side != options.side)
-        return [(gather(f"side {side}", flag, found, options, source, side), found.rejected)
-                for side, flag, source in ((options.side, "--source", options.source),
-                                           (other, "--vs-source", options.vs_source))]
-    if len(raced) > 1:
-        raise CannotJudge(f"these are logs of the sides {', '.join(raced)} of a race; say whose claim it is, for "
-                          f"instance --side {raced[0]}")
-    sides = [(gather("the set", "--source", found, options, options.source), found.rejected)]
+        return [gather(f"side {side}", found, options, source, side)
+                for side, source in ((options.side, options.source), (other, options.vs_source))]
+    demand(len(raced) < 2, f"these are logs of the sides {', '.join(raced)} of a race; say whose claim it is: "
+           f"--side {' or --side '.join(raced)}")
+    sides = [gather("the set", found, options, options.source)]
     if options.vs:
-        found = logs.read(options.vs)
-        sides.append((gather("the --vs set", "--vs-source", found, options, options.vs_source), found.rejected))
+        sides.append(gather("the --vs set", logs.read(options.vs), options, options.vs_source))
     return sides
 
 
@@ -676,46 +649,42 @@ def judge(options):
     try:
         return judge_sides(sides, options)
     except CannotJudge as reason:
-        reason.sides = [side for side, _ in sides]
+        reason.sides = sides
         raise
 
 
 def judge_sides(sides, options):
     """judge, of what choose_sides gave."""
-    declared = declaration([run for side, _ in sides for run in side.runs])
-    for side, rejected in sides:
-        side.flags = own_flags(declared, side.name.removeprefix("side ")) if "sides" in declared else ""
+    declared, alpha, a = declaration([run for side in sides for run in side.runs]), options.alpha, sides[0]
+    for side in sides:
+        side.declared = declared
         check_one_experiment(side, options.mixed)
-        check_all_there(side, rejected, declared.get("until_decided") is True)
-        check_none_diverged(side, rejected)
+        check_all_there(side)
+        check_none_diverged(side)
         look_closer(side)
-    sides, alpha = [side for side, _ in sides], options.alpha
-    a = sides[0]
     loss = judge_loss(a.losses, choose_target(a.runs, options.target), alpha)
     if (loss["p_skewness"] or 1) < 0.05:
         a.warnings.append(f"the losses are skewed to the right (skewness {loss['skewness']:.2f}, beyond 95 % of "
                           f"normal samples of {loss['n']}): the t-test is lenient then; a bootstrap-t gives p = "
                           f"{loss['p_bootstrap']:.4g}")
     test = comparison = compare(*sides, alpha, options.mixed) if len(sides) == 2 else None
-    stop = judge_looks(sides, declared, options) if declared.get("until_decided") is True else None
+    stop = judge_looks(sides, loss["target"], alpha) if a.until_decided else None
     if comparison and declared.get("test") == "paired":
         test = comparison["paired_log"]
-        if test is None:
-            raise CannotJudge("race.jsonl declares the paired test, and these runs give no pairs that differ; pass the "
-                              "logs of the whole race")
+        demand(test, "race.jsonl declares the paired test, and these runs give no pairs that differ; pass the logs of "
+               "the whole race")
     below, faster = loss["p"] < alpha, test is None or test["p"] < alpha
     if stop:
         below, faster = stop["passed"][0] is not None, stop["passed"][-1] is not None
         if len(a.runs) > stop["n"]:
             a.warnings.append(f"the race was decided after {stop['n']} runs, and went on to {len(a.runs)}; it stands")
+    reasons = [f"mean loss {'' if below else 'not significantly '}< {loss['target']:g} (p = {loss['p']:.4g})"]
     if comparison:
         comparison |= {"significant": faster, "decides": "paired_log" if test is not comparison else "welch"}
-    reasons = [f"mean loss {'' if below else 'not significantly '}< {loss['target']:g} (p = {loss['p']:.4g})"]
-    if (losses := comparison and comparison["loss"]) and losses["difference"]:
-        tested = losses["paired"] if declared.get("test") == "paired" and losses["paired"] else losses
-        reasons.append(f"{abs(losses['difference']):.4g} {'below' if losses['difference'] < 0 else 'above'} that of "
-                       f"{sides[1].name} (p(less) = {tested['p']:.4g})")
-    if comparison:
+        if (losses := comparison["loss"]) and losses["difference"]:
+            tested = losses["paired"] if declared.get("test") == "paired" and losses["paired"] else losses
+            reasons.append(f"{abs(losses['difference']):.4g} {'below' if losses['difference'] < 0 else 'above'} that "
+                           f"of {sides[1].name} (p(less) = {tested['p']:.4g})")
         paired = " by the paired test of log time" * (test is not comparison)
         reasons.append(f"{'' if faster else 'not significantly '}faster{paired} (p = {test['p']:.4g})")
     reasons.append(f"at alpha {alpha:g}" if not stop else f"decided for {stop['outcome']} after {stop['n']} of at most "
@@ -727,21 +696,19 @@ def judge_sides(sides, options):
             "left_out": list_runs(sides)["left_out"], "sides": sides}
 
 
-def judge_looks(sides, declared, options):
+def judge_looks(sides, target, alpha):
     """follow, of a race that runs until it is decided. Raises Undecided if it is not."""
-    if options.alpha != declared["alpha"]:
-        raise CannotJudge(f"the race declared to run until it is decided at alpha {declared['alpha']:g}, not "
-                          f"{options.alpha:g}; say --alpha {declared['alpha']:g}")
-    a, *others = sides
-    runs = pair_up(a, *others) if others else [(run,) for run in sorted(a.runs, key=lambda run: int(race_of(run).run))]
-    target = choose_target(a.runs, options.target)
-    losses = [ours.final_loss for ours, *_ in runs or ()]
+    a, declared = sides[0], sides[0].declared
+    demand(alpha == declared["alpha"], f"the race declared to run until it is decided at alpha {declared['alpha']:g}, "
+           f"not {alpha:g}; say --alpha {declared['alpha']:g}")
+    runs = pair_up(*sides) or []
+    losses = [ours.final_loss for ours, *_ in runs]
+    seconds = np.transpose([[run.train_time_ms for run in pair] for pair in runs])
     tests = [lambda look: one_sample_t_less(losses[:look], target)]
-    if others and runs:
-        seconds = np.transpose([[run.train_time_ms for run in pair] for pair in runs])
+    if len(sides) == 2:
         tests.append(lambda look: paired_t_less(*np.log(seconds[:, :look])) if declared["test"] == "paired" else
                      welch_t_less(*seconds[:, :look]))
-    stop = follow(tests, len(losses), declared["n"], options.alpha)
+    stop = follow(tests, len(runs), declared["n"], alpha)
     if stop is None:
         raise Undecided(f"the race runs until it is decided, and after {len(a.runs)} of at most {declared['n']} runs "
                         "it is not; go on with race.py --resume")
@@ -754,21 +721,17 @@ def compare(a, b, alpha, mixed):
     for odd, seen in (
             (a.untimed + b.untimed, "no train_time above zero on the last validation line of {}"),
             (a.set_back + b.set_back, "the clock was set back during training ({}): such times do not compare")):
-        if odd:
-            raise CannotJudge(f"{seen.format(names(odd))}; without a second set the loss alone can be judged")
-    counts = [sorted({run.gpus for run in side.runs}, key=str) for side in (a, b)]
-    if counts[0] != counts[1] and not mixed:
-        shown = [" and ".join(str(count or "unknown") for count in found) for found in counts]
-        raise CannotJudge(f"the sets ran on different numbers of GPUs ({shown[0]} against {shown[1]}); compare runs on "
-                          "the same machine, or say --mixed")
+        demand(not odd, f"{seen.format(names(odd))}; without a second set the loss alone can be judged")
+    gpus = [" and ".join(sorted({str(run.gpus or "unknown") for run in side.runs})) for side in (a, b)]
+    demand(gpus[0] == gpus[1] or mixed, f"the sets ran on different numbers of GPUs ({' against '.join(gpus)}); "
+           "compare runs on the same machine, or say --mixed")
     pairs = pair_up(a, b)
-    seconds, losses = (pairs and [[value(run) for run in pair] for pair in pairs]
-                       for value in (lambda run: run.train_time_ms / 1000, lambda run: run.final_loss))
-    loss = compare_means(a.losses, b.losses, alpha, losses, "loss < other loss")
+    in_turn = [replace(side, runs=runs) for side, runs in zip((a, b), zip(*pairs))] if pairs else (a, b)
+    compared = compare_times(*(side.seconds for side in in_turn), alpha, bool(pairs))
+    loss = compare_means(*(side.losses for side in in_turn), alpha, bool(pairs), "loss < other loss")
     if loss and loss["difference"] > 0 and loss["p_two_sided"] < alpha:
         a.warnings.append(f"the mean loss of {a.name} is above that of {b.name} (two-sided p = "
                           f"{loss['p_two_sided']:.4g}): part of the time may have been bought with loss")
-    compared = compare_times(a.seconds, b.seconds, alpha, seconds)
     return {**compared, "other_loss": summary(b.losses), "loss": loss}
 
 
@@ -819,49 +782,44 @@ def plot(report, path):
 
     from picture import STYLE
 
-    loss, compared, bars = report["loss"], report["comparison"], f"bars: mean, {100 * (1 - 2 * report['alpha']):g} % CI"
-    timed = all(side.timed for side in report["sides"])
+    loss, compared, sides = report["loss"], report["comparison"], report["sides"]
+    bars, timed = f"bars: mean, {100 * (1 - 2 * report['alpha']):g} % CI", all(side.timed for side in sides)
+    about_losses = bars if loss["p"] is None else f"p(mean < {loss['target']:g}) = {loss['p']:.3g}    {bars}"
+    about_times = (f"{show_ratio(compared)}, p = {compared['p']:.3g}" if compared else
+                   bars if timed else "no train_time in the logs")
+    about_curves = f"validation, one line a run, and training, without the first {100 * LATE:g} % of steps"
     pyplot.rcParams.update({**STYLE, "axes.titlepad": 22})
     figure, panels = pyplot.subplots(1, 3, figsize=(14, 4.6), width_ratios=(1.5, 1, 1), layout="constrained")
+    for axes, title, unit, about in zip(panels, ("Loss", "Final loss", "Time"), ("loss", "val_loss", "train_time (s)"),
+                                        (about_curves, about_losses, about_times)):
+        axes.set(title=title, ylabel=unit)
+        axes.text(0, 1.03, about, transform=axes.transAxes, fontsize=8.5, color="#555555")
     curves, losses, times = panels
-    for at, (side, color, line) in enumerate(zip(report["sides"], ("#1b6ac9", "#e07b39"), ("-", "--"))):
-        trained = defaultdict(list)
+    for at, (side, color, line) in enumerate(zip(sides, ("#1b6ac9", "#e07b39"), ("-", "--"))):
         for i, run in enumerate(side.runs):
-            first = LATE * run.last_step
-            shown = [v for v in run.validations if v.step >= first]
+            shown = [v for v in run.validations if v.step >= LATE * run.last_step]
             curves.plot([v.step for v in shown], [v.loss for v in shown], "os"[at] + line, color=color, lw=1,
                         markersize=3, alpha=0.7, label=None if i else side.label)
-            for step in run.steps:
-                if step.train_loss is not None and step.step >= first:
-                    trained[step.step].append(step.train_loss)
+        trained = grouped((step for run in side.runs for step in run.steps if step.train_loss is not None
+                           and step.step >= LATE * run.last_step), lambda step: step.step)
         if trained:
-            curves.plot(sorted(trained), [np.mean(trained[step]) for step in sorted(trained)], line, color=color, lw=1,
-                        alpha=0.35, label=f"{side.name}, training")
-        for axes, values in ((losses, side.losses), *([(times, side.seconds)] if timed else [])):
+            means = [np.mean([step.train_loss for step in trained[number]]) for number in sorted(trained)]
+            curves.plot(sorted(trained), means, line, color=color, lw=1, alpha=0.35, label=f"{side.name}, training")
+        for axes, values in [(losses, side.losses), *([(times, side.seconds)] if timed else [])]:
             spread = np.linspace(-0.14, 0.14, len(values)) * (len(values) > 1)
             axes.plot(at + spread, values, "o", color=color, alpha=0.55, markersize=6, markeredgewidth=0)
             if ends := mean_interval(values, report["alpha"]):
-                mean = np.mean(values)
-                axes.errorbar(at + 0.28, mean, [[mean - ends[0]], [ends[1] - mean]], fmt="D", color=color, capsize=5,
+                axes.errorbar(at + 0.28, np.mean(values), np.ptp(ends) / 2, fmt="D", color=color, capsize=5,
                               markersize=5)
     if loss["target"]:
         for axes in (curves, losses):
             axes.axhline(loss["target"], color="#333333", lw=1, ls="--", label=f"target {loss['target']:g}")
     for axes in (losses, times):
-        axes.set_xticks(range(len(report["sides"])),
-                        [f"{logs.printable(side.name)}\nn = {len(side.runs)}" for side in report["sides"]])
-        axes.set_xlim(-0.4, len(report["sides"]) - 0.5)
+        axes.set_xticks(range(len(sides)), [f"{logs.printable(side.name)}\nn = {len(side.runs)}" for side in sides])
+        axes.set_xlim(-0.4, len(sides) - 0.5)
         axes.grid(False, axis="x")
         axes.ticklabel_format(axis="y", useOffset=False)
     curves.legend(frameon=False)
-    about_losses = bars if loss["p"] is None else f"p(mean < {loss['target']:g}) = {loss['p']:.3g}    {bars}"
-    about_times = (f"{show_ratio(compared)}, p = {compared['p']:.3g}" if compared else
-                   bars if timed else "no train_time in the logs")
-    about_curves = f"validation, one line a run, and training, without the first {100 * LATE:g} % of steps"
-    for axes, title, unit, about in zip(panels, ("Loss", "Final loss", "Time"), ("loss", "val_loss", "train_time (s)"),
-                                        (about_curves, about_losses, about_times)):
-        axes.set(title=title, ylabel=unit)
-        axes.text(0, 1.03, about, transform=axes.transAxes, fontsize=8.5, color="#555555")
     curves.set_xlabel("step")
     try:
         figure.savefig(path, dpi=150)
@@ -875,33 +833,37 @@ def plot(report, path):
 def plan(options):
     """How many runs a claim needs, as a dict for --json. sd and margin come from the flags, or from logs: of one
     set from its losses, of two (the pilot) from their times; n is that of the runs in the logs, or None."""
-    sd, other_sd, margin, n, pairs = options.sd, options.other_sd, options.margin, None, None
-    ways = [("mean below a target", 1), ("less than another set", 2)]
+    sd, other_sd, margin, n, pilot = options.sd, options.other_sd, options.margin, None, None
     if sd is None or margin is None:
-        if not options.paths:
-            raise CannotJudge("--plan wants --sd and --margin, or logs to take them from")
-        sides = [side for side, _ in choose_sides(options)]
+        demand(options.paths, "--plan wants --sd and --margin, or logs to take them from")
+        sides = choose_sides(options)
         for side in sides:
             check_one_experiment(side, options.mixed)
-        values = [side.seconds if len(sides) == 2 else side.losses for side in sides]
-        n, means, spreads = min(map(len, values)), list(map(np.mean, values)), [summary(each)["sd"] for each in values]
-        theirs = means[1] if len(sides) == 2 else choose_target(sides[0].runs, options.target)
-        margin = float(theirs - means[0]) if margin is None else margin
-        sd, other_sd = (*spreads, None)[:2] if sd is None else (sd, other_sd)
-        if len(sides) == 2:
-            pairs, ways = pair_up(*sides), [("less time, unpaired", 2)]
-    if not (sd and sd > 0 and margin > 0 and math.isfinite(sd) and math.isfinite(margin) and (other_sd or 1) > 0):
-        raise CannotJudge(f"a plan wants sd and margin above 0, and they are {sd} and {margin}; give --sd and --margin")
-    ways = [(what, (sd, margin), (sets, other_sd)) for what, sets in ways]
-    if pairs:
-        spread = summary(np.diff(np.log([[run.train_time_ms for run in pair] for pair in pairs])))["sd"]
-        ways.append(("less time, paired", (spread, -math.log1p(-margin / theirs)), (1, None)))
-    needed = [{"claim": what, "sets": more[0], "runs": runs_needed(*size, options.alpha, options.power, *more)}
-              for what, size, more in ways]
-    for each, (_, size, more) in zip(needed, ways):  # of a pilot also the power at the other way's number
-        each["powers"] = {other["runs"]: power(other["runs"], *size, options.alpha, *more)
-                          for other in needed if pairs or other is each}
-        each["power"] = each["powers"][each["runs"]]
+        pilot = sides if len(sides) == 2 else None
+        found = [summary(side.seconds if pilot else side.losses) for side in sides]
+        n, aim = min(side["n"] for side in found), found[-1]["mean"]
+        if not pilot:
+            aim = choose_target(sides[0].runs, options.target)
+        margin = aim - found[0]["mean"] if margin is None else margin
+        if sd is None:
+            sd, other_sd = found[0]["sd"], found[1]["sd"] if pilot else None
+    demand(sd and all(0 < value < math.inf for value in (sd, margin, other_sd or 1)),
+           f"a plan wants sd and margin above 0, and they are {sd} and {margin}; give --sd and --margin")
+    of_two = {"sd": sd, "margin": margin, "sets": 2, "other_sd": other_sd}
+    ways = {"mean below a target": {"sd": sd, "margin": margin, "sets": 1}, "less than another set": of_two}
+    if pilot:
+        ways = {"less time, unpaired": of_two}
+        if pairs := pair_up(*pilot):
+            logarithms = np.log([[run.train_time_ms for run in pair] for pair in pairs])
+            ways["less time, paired"] = {"sd": summary(np.diff(logarithms))["sd"],
+                                         "margin": -math.log1p(-margin / aim), "sets": 1}
+    runs = {claim: runs_needed(**way, alpha=options.alpha, wanted=options.power) for claim, way in ways.items()}
+    needed = []
+    for claim, way in ways.items():
+        # of a pilot also the power at the other way's number
+        powers = {n: power(n, **way, alpha=options.alpha) for n in (runs.values() if pilot else [runs[claim]])}
+        needed.append({"claim": claim, "sets": way["sets"], "runs": runs[claim], "powers": powers,
+                       "power": powers[runs[claim]]})
     return {"sd": sd, "other_sd": other_sd, "margin": margin, "n": n, "alpha": options.alpha, "power": options.power,
             "needed": needed}
 

@@ -494,11 +494,11 @@ def check_accounts(runs, found, races):
     for e in runs:
         members[e.race and e.race[:2]].append(e)
     for which, of_side in members.items():
-        side = stats.Side(f"side {which[1]}" if which and which[1] else "the set", "--source", [e.run for e in of_side])
-        until_decided = which is not None and which[0] in races and races[which[0]].race.get("until_decided") is True
+        side = stats.Side(f"side {which[1]}" if which and which[1] else "the set", [e.run for e in of_side],
+                          found.rejected, races[which[0]].race if which and which[0] in races else {})
         try:
-            stats.check_none_diverged(side, found.rejected)
-            stats.check_all_there(side, found.rejected, until_decided)
+            stats.check_none_diverged(side)
+            stats.check_all_there(side)
             stats.check_one_experiment(side, mixed=False)
         except stats.Mixed as reason:
             demand(which is None and not any(e.ours for e in of_side), str(reason))
@@ -688,9 +688,9 @@ def claim(runs, others, target):
     """What stats.py makes of the record's losses and times, by the test that its race declared. target None: the logs'.
     Raises CannotJudge."""
     options = stats.parse([".", *([f"--target={target!r}"] if target is not None else [])])
-    sides = [stats.gather(name, flag, logs.Logs([e.run for e in side]), options) for name, flag, side in
-             (("the set", "--source", runs), ("the --vs set", "--vs-source", others)) if side]
-    return stats.judge_sides([(side, []) for side in sides], options)
+    sides = [stats.gather(name, logs.Logs([e.run for e in side]), options)
+             for name, side in (("the set", runs), ("the --vs set", others)) if side]
+    return stats.judge_sides(sides, options)
 
 
 def check_loss(runs, others, target):

@@ -516,9 +516,9 @@ def test_each_step_line_is_stamped_as_it_reaches_the_log(repo):
     assert 0.25 < seconds[0] < seconds[-1] <= events[-1]["seconds"] + 1e-4
     found = logs.read([str(folder)])
     assert [item.path for item in found.rejected if item.path.endswith(".steps.json")]
-    report = stats.gather("it", "", found, stats.parse([str(folder)]))
+    report = stats.gather("it", found, stats.parse([str(folder)]))
     (folder / "notes.txt").write_text("mine")
-    beside = stats.gather("it", "", logs.read([str(folder)]), stats.parse([str(folder)])).left_out
+    beside = stats.gather("it", logs.read([str(folder)]), stats.parse([str(folder)])).left_out
     assert not report.left_out and [Path(path).name for path, _ in beside] == ["notes.txt"]  # what belongs to a race is not remarkable
 
 

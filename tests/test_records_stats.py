@@ -362,13 +362,13 @@ def test_mixed_sources(new, old, refusal, judge):
 def test_too_short_a_hash(write, refusal):
     folder = write("many", (log(3.27 + i / 999, 140 + i / 9, f"source {i}") for i in range(17)))
     shared = next(digit for digit in "0123456789abcdef"
-                  if "sources begin with" in refusal(folder, "--source", digit))  # 17 hashes, 16 first digits
-    assert f"sources begin with {shared}: {shared}" in refusal(folder, "--source", shared)
+                  if "sources" in refusal(folder, "--source", digit))  # 17 hashes, 16 first digits
+    assert re.search(rf"runs of \d sources: {shared}\w{{7}} \(1: ", refusal(folder, "--source", shared))
 
 
 def test_mixed_sources_in_the_other_set(new, old, write, refusal, judge):
     third = write("third", (log(3.28 + i / 999, 150 + i / 9, "third") for i in range(3)))
-    source = re.search(r"--vs-source (\w{8})", refusal(new, "--vs", old, third))[1]
+    source = re.search(r"--source (\w{8}) \(of the second set --vs-source", refusal(new, "--vs", old, third))[1]
     assert judge(new, "--vs", old, third, "--vs-source", source)[0] == 0
 
 
@@ -480,7 +480,7 @@ def test_runs_of_two_races(write, refusal, judge):
 def test_both_sides_of_a_race(write, judge, refusal):
     """Drift hides the gain from Welch's test, which decides, and not from the paired one, which is shown."""
     folder = write("race", raced(10, "ab", shift=0.2))
-    assert "say whose claim it is, for instance --side a" in refusal(folder)
+    assert "say whose claim it is: --side a or --side b" in refusal(folder)
     status, out, _ = judge(folder, "--side", "a")
     assert status == 0 and "Side a against side b (10 runs)" in out and "10 interleaved pairs" in out
     assert judge(folder, "--side", "b")[0] == 1
