@@ -437,8 +437,9 @@ def draw(manifest, report):
 
 def decided(manifest):
     """Why a race that runs until it is decided is over, or None."""
+    options = stats.parse(judging(manifest))
     try:
-        return stats.judge(stats.parse(judging(manifest)))["reason"]
+        return stats.judge(stats.choose_sides(options), options)["reason"]
     except stats.Undecided:
         return None
     except stats.CannotJudge as reason:

@@ -71,10 +71,7 @@ INCIDENTAL = {"seed", "run_id", "log_dir", "save_model", "sample_tokens", "train
 
 
 class CannotJudge(Exception):
-    """The input does not allow a verdict; the message says what was seen and what to do.
-
-    sides: the Sides that were read by then."""
-    sides = ()
+    """The input does not allow a verdict; the message says what was seen and what to do."""
 
 
 class Mixed(CannotJudge):
@@ -585,11 +582,10 @@ def look_closer(side):
     """Adds what the logs themselves remark, and what is odd about their times, to the warnings."""
     for note, count in Counter(note for run in side.runs for note in run.notes).items():
         side.warnings.append(f"{note} ({count} of {len(side.runs)} runs of {side.name})")
-    if not side.timed:
-        without = [run for run in side.untimed if run.train_time_ms is not None]
-        if without:
-            side.warnings.append(f"train_time is not above zero on the last line of {names(without)}: the times are "
-                                 "not judged")
+    if stopped := [run for run in side.untimed if run.train_time_ms is not None]:
+        side.warnings.append(f"train_time is not above zero on the last line of {names(stopped)}: the times are not "
+                             "judged")
+    if side.untimed:
         return
     if side.set_back:
         side.warnings.append(f"the clock was set back during training ({names(side.set_back)}): such a time is not "
@@ -610,8 +606,8 @@ def choose_target(runs, given):
     stated = list({json.dumps(target): target for target in targets}.values())
     if stated == [None]:
         return DEFAULT_TARGET
-    if len(stated) > 1 or type(stated[0]) not in (int, float) or not math.isfinite(stated[0]):
-        raise CannotJudge(f"the logs state the targets {', '.join(map(str, stated))}; choose with --target")
+    demand(len(stated) == 1 and type(stated[0]) in (int, float) and math.isfinite(stated[0]),
+           f"the logs state the targets {', '.join(map(str, stated))}; choose with --target")
     demand(stated[0], "the runs had no target, as on a text of one's own; choose one with --target")
     return float(stated[0])
 
@@ -643,18 +639,8 @@ def choose_sides(options):
     return sides
 
 
-def judge(options):
-    """Options of the command -> the report, a dict for --json; the Sides are under "sides". Raises CannotJudge."""
-    sides = choose_sides(options)
-    try:
-        return judge_sides(sides, options)
-    except CannotJudge as reason:
-        reason.sides = sides
-        raise
-
-
-def judge_sides(sides, options):
-    """judge, of what choose_sides gave."""
+def judge(sides, options):
+    """The report, a dict for --json; the Sides are under "sides". Raises CannotJudge."""
     declared, alpha, a = declaration([run for side in sides for run in side.runs]), options.alpha, sides[0]
     for side in sides:
         side.declared = declared
@@ -693,7 +679,7 @@ def judge_sides(sides, options):
             "reason": ", ".join(reasons), "alpha": alpha, "loss": {**loss, "significant": below},
             "time": summary(a.seconds) if a.timed else None, "comparison": comparison, "stop": stop,
             "warnings": list(dict.fromkeys(warning for side in sides for warning in side.warnings)),
-            "left_out": list_runs(sides)["left_out"], "sides": sides}
+            **list_runs(sides), "sides": sides}
 
 
 def judge_looks(sides, target, alpha):
@@ -756,8 +742,7 @@ def show_time(time):
 
 def show_ratio(compared):
     """`1.00497 ± 0.00040 times faster`; the error has two digits that count."""
-    ratio, error = compared["ratio"], compared["ratio_standard_error"]
-    word = "faster"
+    ratio, error, word = compared["ratio"], compared["ratio_standard_error"], "faster"
     if ratio < 1:
         ratio, error, word = 1 / ratio, error / ratio**2, "slower"
     digits = min(9, max(2, 1 - math.floor(math.log10(error))))
@@ -777,8 +762,7 @@ def plot(report, path):
     """Three panels: losses over steps, final losses with their interval, times of the sets with theirs. Of training
     losses each set's mean; the second set is dashed, so that it shows what lies under it."""
     import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     from picture import STYLE
 
@@ -788,8 +772,9 @@ def plot(report, path):
     about_times = (f"{show_ratio(compared)}, p = {compared['p']:.3g}" if compared else
                    bars if timed else "no train_time in the logs")
     about_curves = f"validation, one line a run, and training, without the first {100 * LATE:g} % of steps"
-    pyplot.rcParams.update({**STYLE, "axes.titlepad": 22})
-    figure, panels = pyplot.subplots(1, 3, figsize=(14, 4.6), width_ratios=(1.5, 1, 1), layout="constrained")
+    matplotlib.rcParams.update({**STYLE, "axes.titlepad": 22})
+    figure = Figure(figsize=(14, 4.6), layout="constrained")
+    panels = figure.subplots(1, 3, width_ratios=(1.5, 1, 1))
     for axes, title, unit, about in zip(panels, ("Loss", "Final loss", "Time"), ("loss", "val_loss", "train_time (s)"),
                                         (about_curves, about_losses, about_times)):
         axes.set(title=title, ylabel=unit)
@@ -826,8 +811,6 @@ def plot(report, path):
     except (OSError, ValueError) as error:
         raise CannotJudge(f"cannot write the plot {logs.printable(path)} ({error}); give a .png in a folder that "
                           "exists") from None
-    finally:
-        pyplot.close(figure)
 
 
 def plan(options):
@@ -911,7 +894,7 @@ def parse(arguments):
 
 
 def main(arguments=None):
-    options = parse(arguments)
+    options, sides = parse(arguments), []
     try:
         if options.plan:
             found = plan(options)
@@ -919,23 +902,23 @@ def main(arguments=None):
             print(logs.show_json(found) if options.json else
                   pages.show("plan.txt.jinja", **found, most=most, longer=LONGER))
             return 0
-        report = judge(options)
+        sides = choose_sides(options)
+        report = judge(sides, options)
         if options.plot:
             plot(report, options.plot)
     except CannotJudge as reason:
-        if options.plot and reason.sides:
+        if options.plot and sides:
             with contextlib.suppress(CannotJudge):
-                plot(so_far(reason.sides, options.alpha), options.plot)
+                plot(so_far(sides, options.alpha), options.plot)
         if options.json:
-            print(logs.show_json({"verdict": "the claim cannot be judged", "reason": str(reason),
-                                  **list_runs(reason.sides)}))
-        elif reason.sides:
-            print(pages.show("runs.txt.jinja", sides=reason.sides, most=MOST_SHOWN), flush=True)
+            print(logs.show_json({"verdict": "the claim cannot be judged", "reason": str(reason), **list_runs(sides)}))
+        elif sides:
+            print(pages.show("runs.txt.jinja", sides=sides, most=MOST_SHOWN), flush=True)
         print(brief(f"The claim cannot be judged: {reason}."), file=sys.stderr)
         return 2
     if options.json:
-        sides = report.pop("sides")
-        print(logs.show_json({**report, **list_runs(sides)}))
+        del report["sides"]
+        print(logs.show_json(report))
     else:
         print(pages.show("stats.txt.jinja", report=report, show_time=show_time, show_ratio=show_ratio))
     return 0 if report["verdict"] == "the claim holds" else 1

@@ -690,7 +690,7 @@ def claim(runs, others, target):
     options = stats.parse([".", *([f"--target={target!r}"] if target is not None else [])])
     sides = [stats.gather(name, logs.Logs([e.run for e in side]), options)
              for name, side in (("the set", runs), ("the --vs set", others)) if side]
-    return stats.judge_sides(sides, options)
+    return stats.judge(sides, options)
 
 
 def check_loss(runs, others, target):
