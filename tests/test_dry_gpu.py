@@ -22,42 +22,39 @@ RATES = simulate.Rates(10, 1e9, 1e12, 2e12, 1e11, 1e9, 4e11, 2e11, 1e8, kernel_s
 
 
 def events(*lines):
-    """`stream kind name words...` each -> the log's events; a mark has no stream: `MARK kind words...`."""
-    def whole(line):
-        words = line.split()
-        return "\t".join(["1.5", "7", *(["0", *words] if words[0] == "MARK" else words)]) + "\n"
-    return list(simulate.parse_log(map(whole, lines)))
+    """`stream kind name numbers...` each -> the log's events; `-` is no name."""
+    return simulate.parse_log("\t".join("" if word == "-" else word for word in line.split()) + "\n" for line in lines)
 
 
-def test_a_line_of_the_log_and_a_mark():
-    kernel, mark = events("a0 TRITON triton_poi 4 1 1 128 0", "MARK COST 10 0 0 0")
-    assert kernel == (1.5, "7", "a0", "TRITON", "triton_poi", [4, 1, 1, 128, 0])
-    assert (mark.kind, mark.words) == ("COST", ["10", "0", "0", "0"])
+def test_lines_of_the_log():
+    kernel, cost = events("a0 TRITON triton_poi 4 1 1 128 0", "0 COST - 10 0 0 0")
+    assert kernel == ("a0", "TRITON", "triton_poi", [4, 1, 1, 128, 0])
+    assert cost == ("0", "COST", "", [10, 0, 0, 0])
 
 
 def test_the_last_stretch_of_a_phase():
-    log = events("MARK PHASE training", "0 SYNC a", "MARK PHASE validation", "0 SYNC b", "MARK PHASE training",
+    log = events("0 PHASE training", "0 SYNC a", "0 PHASE validation", "0 SYNC b", "0 PHASE training",
                  "0 SYNC c")
     assert [e.name for e in simulate.phase(log, "training")] == ["training", "c"]
     assert simulate.phase(log, "census") == []
 
 
 @pytest.mark.parametrize("lines, kind, seconds", [
-    (("MARK COST 5e6 0 0 0", "0 TRITON triton_red_fused_add 4 1 1 128 0"), "Triton, rest", 5e-3),
-    (("MARK COST 5e6 7e6 0 0", "0 TRITON triton_red_fused__log_softmax_add 4 1 1 128 0"), "Triton, loss", 7e-3),
-    (("MARK COST 0 0 0 3e9", "0 TRITON relu_squared 4 1 1 128 0"), "products", 3e-3 / 0.8),
-    (("MARK COST 5e6 0 0 3e9", "0 TRITON relu_squared 4 1 1 128 0"), "products", 5e-3),
-    (("MARK COST 0 0 4e9 0", "0 TRITON fp8_product 4 1 1 128 0"), "products in fp8", 2e-3 / 0.8),
+    (("0 COST - 5000000 0 0 0", "0 TRITON triton_red_fused_add 4 1 1 128 0"), "Triton, rest", 5e-3),
+    (("0 COST - 5000000 7000000 0 0", "0 TRITON triton_red_fused__log_softmax_add 4 1 1 128 0"), "Triton, loss", 7e-3),
+    (("0 COST - 0 0 0 3000000000", "0 TRITON relu_squared 4 1 1 128 0"), "products", 3e-3 / 0.8),
+    (("0 COST - 5000000 0 0 3000000000", "0 TRITON relu_squared 4 1 1 128 0"), "products", 5e-3),
+    (("0 COST - 0 0 4000000000 0", "0 TRITON fp8_product 4 1 1 128 0"), "products in fp8", 2e-3 / 0.8),
     (("0 TRITON triton_poi_fused_add 4 1 1 128 0",), "Triton, rest", 1e-6),
     (("0 COPY x 1000000",), "copies and fills", 2e-3),
     (("0 FILL x 1000000",), "copies and fills", 1e-3),
     (("0 NCCL all-gather 4000000",), "collectives", 1e-5 + 0.75 * 4e-2),
     (("0 NCCL all-reduce 4000000",), "collectives", 1e-5 + 1.5 * 4e-2),
-    (("MARK WINDOWS 384 128 2e9", "MARK COST 1e6 0 0 0", "0 TRITON triton_tem_fused_flex_attention_3 4 1 1 128 0"),
-     "attention", 1e-3 + 1e-2),
-    (("MARK WINDOWS 384 128 2e9", "MARK COST 0 0 0 0", "0 TRITON triton_tem_fused_flex_attention_backward 4 1 1 128 0"),
-     "attention", 2.5e-2),
-    (("MARK WINDOWS 384 128 2e9", "0 KERNEL flash_fwd_kernel 4 1 1 128 0", "MARK OP _flash_attention_forward 1000000"),
+    (("0 STEP 384_128 5 2000000000", "0 COST - 1000000 0 0 0",
+      "0 TRITON triton_tem_fused_flex_attention_3 4 1 1 128 0"), "attention", 1e-3 + 1e-2),
+    (("0 STEP 384_128 5 2000000000", "0 COST - 0 0 0 0",
+      "0 TRITON triton_tem_fused_flex_attention_backward 4 1 1 128 0"), "attention", 2.5e-2),
+    (("0 STEP 384_128 5 2000000000", "0 KERNEL flash_fwd_kernel 4 1 1 128 0", "0 OP _flash_attention_forward 1000000"),
      "attention", 1e-3 + 5e-3),
 ])
 def test_what_an_event_costs(lines, kind, seconds):
@@ -67,7 +64,7 @@ def test_what_an_event_costs(lines, kind, seconds):
 
 
 def test_kernels_of_an_operator_share_its_bytes():
-    log = events("0 KERNEL a 1 1 1 1 0", "0 KERNEL b 1 1 1 1 0", "MARK OP sort 4000000", "0 KERNEL c 1 1 1 1 0")
+    log = events("0 KERNEL a 1 1 1 1 0", "0 KERNEL b 1 1 1 1 0", "0 OP sort 4000000", "0 KERNEL c 1 1 1 1 0")
     assert simulate.costs(log, RATES, 1) == {
         0: ("eager", "sort", 2e-3), 1: ("eager", "sort", 2e-3), 3: ("eager", "c", 1e-6)}
 
@@ -81,10 +78,10 @@ def test_a_product_comes_in_waves_of_tiles():
         2 * simulate.product_seconds(1280, 128, 256, 1, 2, 1e12, wide))
 
 
-STEP = ("MARK STEP {}", "MARK WINDOWS 384 128 0", "MARK COST 3e6 0 0 0", "0 TRITON k 1 1 1 1 0",  # 3 ms
+STEP = ("0 STEP 384_128 {} 0", "0 COST - 3000000 0 0 0", "0 TRITON k 1 1 1 1 0",  # 3 ms
         "0 EVENT e 16", "5 WAIT e 16", "5 NCCL reduce-scatter 1000000",  # from 3 ms on: 7.51 ms
-        "5 EVENT e 32", "MARK COST 2e6 0 0 0", "0 TRITON l 1 1 1 1 0",  # 2 ms beside it
-        "0 WAIT e 32", "MARK COST 1e6 0 0 0", "0 TRITON m 1 1 1 1 0", "MARK END")  # waits 5.51 ms, then 1 ms
+        "5 EVENT e 32", "0 COST - 2000000 0 0 0", "0 TRITON l 1 1 1 1 0",  # 2 ms beside it
+        "0 WAIT e 32", "0 COST - 1000000 0 0 0", "0 TRITON m 1 1 1 1 0", "0 END -")  # waits 5.51 ms, then 1 ms
 
 
 def two_steps():
@@ -92,24 +89,25 @@ def two_steps():
 
 
 def test_streams_run_beside_one_another_and_wait_for_events():
-    log = events("MARK PHASE census", *two_steps(), "0 COPY x 9000000")
+    log = events("0 PHASE census", *two_steps(), "0 COPY x 9000000")
     steps = simulate.simulate(log, simulate.costs(log, RATES, 4))
-    assert [step.ms for step in steps] == pytest.approx([11.51, 11.51]) and steps[0].windows == "384 128"
+    assert [step.ms for step in steps] == pytest.approx([11.51, 11.51]) and steps[0].windows == "384_128"
     assert steps[1].waiting_ms == pytest.approx(5.51)
-    assert steps[0].kinds["Triton, rest"] == (pytest.approx(6), 3) and steps[0].kinds["collectives"][1] == 1
-    assert steps[0].names["Triton, rest: k"] == (pytest.approx(3), 1)
+    kinds = simulate.mean_costs(steps, lambda cost: cost.kind)
+    assert kinds == {"Triton, rest": (pytest.approx(6), 3), "collectives": (pytest.approx(7.51), 1)}
+    assert simulate.mean_costs(steps, lambda cost: cost.name)["k"] == (pytest.approx(3), 1)
 
 
 FACTS = {"graphs": 2, "late": 1, "breaks": {"a call of print": 3}, "compile": 4.2, "warm_up": 9.0, "phase": "training",
-         "host": [[20.0, 10.0], [22.0, 12.0]], "plan": {"384 128": 5},
+         "host": [[20.0, 10.0], [22.0, 12.0]], "plan": {"384_128": 5},
          "memory": {"training": {"peak": 3 << 30, "reserved": 4 << 30, "tensors": [[2 << 30, 7, "forward, line 9"]]}}}
 
 
 def a_log():
     module = "0 MODULE k 64 8 1024"
-    return events("MARK PHASE warm-up", module, "MARK PHASE census", *two_steps(), "MARK PHASE training", *two_steps(),
+    return events("0 PHASE warm-up", module, "0 PHASE census", *two_steps(), "0 PHASE training", *two_steps(),
                   "0 SYNC cudaStreamSynchronize", "0 SYNC cudaStreamSynchronize", "0 ALLOC cudaMalloc 2048 4096",
-                  "MARK STEP 2")
+                  "0 STEP 384_128 2 0")
 
 
 def test_the_page():
@@ -122,14 +120,14 @@ def test_the_page():
     assert rows["collectives of step 1, MB"] == "1: reduce-scatter 1"
     assert rows["host ms a step: wall; CPU of all threads"] == "21 (least 20); 11"
     assert rows["peak MiB in training; reserved"] == "3,072; 4,096"
-    assert rows["simulated ms a step, mean"] == rows["simulated ms a step, windows 384 128"]
+    assert rows["simulated ms a step, mean"] == rows["simulated ms a step, windows 384_128"]
     assert any("2,048 in 7 × forward, line 9" in note for note in notes)
     assert any("a call of print" in note for note in notes)
 
 
 def test_the_page_of_a_run_that_does_not_fit():
     facts = {**FACTS, "out of memory": "CUDA out of memory. Tried to allocate 3.00 GiB", "phase": "warm-up", "host": []}
-    log = events("MARK PHASE warm-up", "0 OOM cudaMalloc 9 9")
+    log = events("0 PHASE warm-up", "0 OOM cudaMalloc 9 9")
     rows, notes = page.page(log, facts, Namespace(arch=89, ranks=1, steps=2), "this", {})
     assert "does not fit, as warm-up shows" in notes[0] and "Tried to allocate 3.00 GiB" in notes[0]
     assert "launches a step" not in rows

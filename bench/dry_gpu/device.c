@@ -5,7 +5,7 @@
  * function that torch asks for and that is not here succeeds and does nothing. Functions are declared with the first of
  * their arguments, as far as they read them: the caller clears the stack.
  *
- * A line of the log $DRY_GPU_LOG, its fields apart by tabs: ms, thread, stream, kind, name, numbers
+ * A line of the log $DRY_GPU_LOG, its fields apart by tabs: stream, kind, name, numbers
  *     KERNEL, TRITON    grid x, y, z; threads of a block; bytes of dynamic shared memory
  *     GEMM              m, n, k, batch; the name is the type of the factors
  *     COPY, FILL, NCCL  bytes; of a collective those of the whole buffer, over all ranks
@@ -13,7 +13,7 @@
  *     SYNC              the host waits for the GPU
  *     ALLOC, FREE, OOM  bytes, bytes in use
  *     MODULE            of a kernel that is loaded: registers, bytes of stack (spills), static shared memory
- *     MARK              what dry_gpu_mark was told
+ * dry_gpu_mark writes lines of other kinds, which rank0.py makes.
  */
 #define _GNU_SOURCE
 #include <driver_types.h>
@@ -26,8 +26,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #define GIVES(function, type, value) int function(type *out) { *out = value; return 0; }
@@ -39,18 +37,15 @@ static FILE *file;
 #define SAY(stream, kind, name, ...) say(stream, kind, name, (long[]){__VA_ARGS__ __VA_OPT__(,) -1})
 
 static int say(const void *stream, const char *kind, const char *name, const long *numbers) { /* as far as -1 */
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
     pthread_mutex_lock(&lock);
     if (!file) file = fopen(getenv("DRY_GPU_LOG") ?: "/dev/null", "w");
-    fprintf(file, "%.4f\t%ld\t%lx\t%s\t%s", now.tv_sec * 1e3 + now.tv_nsec / 1e6, syscall(SYS_gettid), (long)stream,
-            kind, name);
+    fprintf(file, "%lx\t%s\t%s", (long)stream, kind, name);
     while (*numbers >= 0) fprintf(file, "\t%ld", *numbers++);
     putc('\n', file);
     pthread_mutex_unlock(&lock);
     return 0;
 }
-void dry_gpu_mark(const char *text) { SAY(0, "MARK", text); }
+void dry_gpu_mark(const char *kind, const char *rest) { SAY(0, kind, rest); }
 void dry_gpu_flush(void) { if (file) fflush(file); }
 
 /* ---- the card: an H100, or a card of compute capability 8.9 */

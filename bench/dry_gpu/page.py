@@ -7,6 +7,7 @@
     bench/dry_gpu/run --cold -- --preset speedrun              with nothing compiled before, and with all
     bench/dry_gpu/run --cards                                  speedrun on 1 to 8 cards of 80, 48 and 24 GB: a table
 
+TORCHINDUCTOR_COMPILE_THREADS says how many processes compile (else 1).
 Shards are made of random tokens, in documents about as long as FineWeb's (assumed: lognormal, median 400, mean 700).
 What is called simulated is computed by simulate.py; host times are of this machine. A kernel that does not compile ends
 the run with what Triton says. Exit status: 0 the page is printed, 1 the run failed, 2 it does not fit the card.
@@ -28,15 +29,19 @@ from pathlib import Path
 
 import numpy as np
 
-from simulate import RATES, RECORD, RECORD_MS, costs, parse_log, phase, simulate
+from simulate import RATES, RECORD, RECORD_MS, costs, mean_costs, parse_log, phase, simulate
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+def small_vocabulary(flags):
+    """Of bytes, as the laptop preset has it, which validates on all there is."""
+    return any("laptop" in flag for flag in flags)
+
+
 def write_shards(folder, vocab):
-    """One shard under many names, since a plan reads more tokens than are worth making. The small vocabulary is the
-    laptop preset's, which validates on all there is."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """One shard under many names, since a plan reads more tokens than are worth making."""
+    folder.mkdir(exist_ok=True)
     draw = np.random.default_rng(0)
     for name, tokens, copies in (("train", 5_000_000, 120), ("val", 10_485_761 if vocab > 257 else 262_145, 1)):
         if (folder / f"random_{name}_{copies - 1:06}.bin").exists():
@@ -62,28 +67,29 @@ def dry_run(args, home, revision="", cold=False):
             sys.exit(f"run: error: --against {revision}: {archive.stderr.decode().strip()}; name one of this checkout")
         folder = work / "scripts"
         tarfile.open(fileobj=io.BytesIO(archive.stdout)).extractall(folder, filter="data")
-    write_shards(home / f"shards-{args.vocab}", args.vocab)
-    shards = f"{home}/shards-{args.vocab}/random_"
-    flags = ["--train_files", f"{shards}train_*.bin", "--val_files", f"{shards}val_*.bin", "--train_shards", "0",
-             "--val_every", "250"]  # whose first, at step 0, is looked at
-    (work / "request.json").write_text(json.dumps({
-        "folder": str(folder), "ranks": args.ranks, "steps": args.steps, "facts": str(work / "facts.json"),
-        "flags": [*flags, "--log_dir", str(work / "logs"), *args.flags]}))
+    vocab = 257 if small_vocabulary(args.flags) else 50257
+    shards = home / f"shards-{vocab}"
+    write_shards(shards, vocab)
+    flags = ["--train_files", f"{shards}/random_train_*.bin", "--val_files", f"{shards}/random_val_*.bin",
+             "--train_shards", "0", "--val_every", "250"]  # whose first, at step 0, is looked at
+    request = {"folder": str(folder), "ranks": args.ranks, "steps": args.steps, "facts": str(work / "facts.json"),
+               "flags": [*flags, "--log_dir", str(work / "logs"), *args.flags]}
     caches = work if cold else home
     settings = {
         "LD_LIBRARY_PATH": home / "lib", "TRITON_LIBCUDA_PATH": home / "lib", "TRITON_CACHE_DIR": caches / "triton",
-        "TORCHINDUCTOR_CACHE_DIR": caches / "inductor", "TORCHINDUCTOR_COMPILE_THREADS": args.compilers, "OMP_NUM_THREADS": 1,
+        "TORCHINDUCTOR_CACHE_DIR": caches / "inductor", "OMP_NUM_THREADS": 1,
         "TORCHINDUCTOR_BENCHMARK_KERNEL": 1,  # makes Inductor count a kernel's bytes
         "TORCH_NCCL_ENABLE_MONITORING": 0, "DRY_GPU_LOG": work / "launches.log", "DRY_GPU_ARCH": args.arch,
         "DRY_GPU_MEMORY": int(0.99 * args.memory * 2 ** 30)}  # 80 GB of an H100 are 79.2 GiB
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ  # which may say more
+    environment |= {name: str(setting) for name, setting in settings.items()}
     with open(work / "out.txt", "w") as out:
-        command = [sys.executable, Path(__file__).with_name("rank0.py"), work / "request.json"]
-        environment = os.environ | {name: str(setting) for name, setting in settings.items()}
-        status = subprocess.call(command, stdout=out, stderr=out, env=environment)
+        status = subprocess.call([sys.executable, Path(__file__).with_name("rank0.py"), json.dumps(request)],
+                                 stdout=out, stderr=out, env=environment)
     if status:
         last = (work / "out.txt").read_text().splitlines()[-20:]
         sys.exit("\n".join([*last, f"run: error: rank 0 ended with status {status}; all that it said: {work}/out.txt"]))
-    events, facts = list(parse_log(open(work / "launches.log"))), json.loads((work / "facts.json").read_text())
+    events, facts = parse_log(open(work / "launches.log")), json.loads((work / "facts.json").read_text())
     shutil.rmtree(work)
     return events, facts
 
@@ -100,19 +106,15 @@ def table(head, rows):
 
 def runs_of(words):
     """a a b -> `2 a, b`."""
-    runs = []
-    for word in words:
-        if not runs or runs[-1][1] != word:
-            runs.append([0, word])
-        runs[-1][0] += 1
-    return ", ".join(f"{n} {word}" if n > 1 else word for n, word in runs) or "none"
+    runs = [(word, len(list(run))) for word, run in itertools.groupby(words)]
+    return ", ".join(f"{n} {word}" if n > 1 else word for word, n in runs) or "none"
 
 
 def launch_rows(events, steps):
     """What was compiled, and what the timed steps launched: {what: figure}."""
-    kernels = {(e.name, *e.words) for e in events if e.kind == "MODULE"}
+    kernels = {(e.name, *e.numbers) for e in events if e.kind == "MODULE"}
     spills = sorted(f"{name}, {stack} B" for name, _, stack, _ in kernels if stack)
-    shared = max((e.words[4] for e in events if e.kind == "TRITON"), default=0)
+    shared = max((e.numbers[4] for e in events if e.kind == "TRITON"), default=0)
     rows = {"Triton kernels compiled and loaded; that spill": f"{len(kernels)}; {runs_of(spills)}",
             "most registers; most shared memory": f"{max((k[1] for k in kernels), default=0)}; {shared / 1024:.0f} KiB"}
     train = phase(events, "training")
@@ -126,33 +128,31 @@ def launch_rows(events, steps):
         rows[f"— {name}"] = f"{count[kind] / steps:.0f}"
     rows["on the clock, host waits for GPU"] = runs_of(sorted(e.name for e in clock if e.kind == "SYNC"))
     rows["on the clock, allocations"] = runs_of(
-        f"{e.name} of {e.words[0]:,} B" for e in clock if e.kind in ("ALLOC", "FREE", "OOM"))
-    for back in (2, 1):
-        sent = [e for e in train[begins[-back - 1]:begins[-back]] if e.kind == "NCCL"]
-        number = int(train[begins[-back - 1]].name)
-        rows[f"collectives of step {number}, MB"] = f"{sum(e.words[0] for e in sent) / 1e6:,.0f}: " + runs_of(
-            f"{e.name} {e.words[0] / 1e6:.3g}" for e in sent)
+        f"{e.name} of {e.numbers[0]:,} B" for e in clock if e.kind in ("ALLOC", "FREE", "OOM"))
+    for begin, end in itertools.pairwise(begins[-3:]):
+        sent = [e for e in train[begin:end] if e.kind == "NCCL"]
+        rows[f"collectives of step {train[begin].numbers[0]}, MB"] = (
+            f"{sum(e.numbers[0] for e in sent) / 1e6:,.0f}: "
+            + runs_of(f"{e.name} {e.numbers[0] / 1e6:.3g}" for e in sent))
     return rows
 
 
 MEAN = "simulated ms a step, mean"
 
 
-def simulated_rows(steps, plan):
-    """Of the census's steps: {what: figure}. Classes are those of the first windows. plan: {windows: their steps}, of the
-    working tree for every revision, or the means would not compare."""
-    rows, groups = {}, collections.defaultdict(list)
+def simulated_rows(steps, first, plan):
+    """{what: figure} of the census's steps; of classes, those of the first, which have the same windows. plan: {windows:
+    their steps}, of the working tree for every revision, or the means would not compare."""
+    groups = collections.defaultdict(list)
     for step in steps:
-        groups[step.windows].append(step)
-    means = {windows: statistics.mean(step.ms for step in group) for windows, group in groups.items()}
-    for windows, ms in means.items():
-        rows[f"simulated ms a step, windows {windows}"] = f"{ms:.1f}"
-    if steps_met := sum(plan.get(windows, 0) for windows in means):
-        mean = sum(ms * plan.get(windows, 0) for windows, ms in means.items()) / steps_met
-        rows[MEAN] = f"{mean:.1f}"
-    first = next(iter(groups.values()), [])
+        groups[step.windows].append(step.ms)
+    rows = {f"simulated ms a step, windows {windows}": f"{statistics.mean(ms):.1f}" for windows, ms in groups.items()}
+    weights = [plan.get(windows, 0) for windows in groups]
+    if any(weights):
+        rows[MEAN] = f"{np.average([statistics.mean(ms) for ms in groups.values()], weights=weights):.1f}"
+    kinds = mean_costs(first, lambda cost: cost.kind)
     for kind in RECORD if first else ():
-        ms, count = (statistics.mean(step.kinds.get(kind, (0, 0))[j] for step in first) for j in (0, 1))
+        ms, count = kinds.get(kind, (0, 0))
         rows[f"— {kind}: ms, launches"] = f"{ms:.2f}, {count:.0f}"
     if first:
         rows["— main stream waits for others"] = f"{statistics.mean(step.waiting_ms for step in first):.2f}"
@@ -163,6 +163,7 @@ def page(events, facts, args, title, plan):
     """({what: figure}, paragraphs) of one revision. plan: see simulated_rows."""
     census = phase(events, "census")
     steps = simulate(census, costs(census, RATES[args.arch], args.ranks))
+    first = [step for step in steps if step.windows == steps[0].windows]
     breaks = sum(facts["breaks"].values())
     rows = {"graphs; breaks; compiled after warm-up": f"{facts['graphs']}; {breaks}; {facts['late']}",
             "compiling; warm-up in all; its CPU time": "; ".join(
@@ -175,7 +176,7 @@ def page(events, facts, args, title, plan):
             f"{statistics.median(wall):.0f} (least {min(wall):.0f}); {statistics.median(cpu):.0f}")
     for name, held in facts["memory"].items():
         rows[f"peak MiB in {name}; reserved"] = f"{held['peak'] >> 20:,}; {held['reserved'] >> 20:,}"
-    rows |= simulated_rows(steps, plan)
+    rows |= simulated_rows(steps, first, plan)
     notes = []
     if "out of memory" in facts:
         notes.append(f"**It does not fit, as {facts['phase']} shows.** {facts['out of memory']}")
@@ -184,24 +185,21 @@ def page(events, facts, args, title, plan):
         tensors = [(size / 2 ** 20, n, where) for size, n, where in held["tensors"] if size > held["peak"] / 50]
         notes.append(f"What makes the peak in {name}, MiB: " + "; ".join(
             f"{size:,.0f} in {n} × {where}" for size, n, where in tensors))
-    longest = collections.Counter()
-    for step in steps:
-        if step.windows == steps[0].windows:
-            for name, (ms, _) in step.names.items():
-                longest[name] += ms / sum(other.windows == step.windows for other in steps)
-    notes.append(f"Simulated ms a step, windows {steps[0].windows if steps else 'none'}: " + "; ".join(
-        f"{ms:.2f} {name[:100]}" for name, ms in longest.most_common(16)))
+    by_name = mean_costs(first, lambda cost: f"{cost.kind}: {cost.name}")
+    longest = sorted(((ms, name) for name, (ms, _) in by_name.items()), key=lambda pair: -pair[0])
+    notes.append(f"Simulated ms a step, windows {first[0].windows if first else 'none'}: " + "; ".join(
+        f"{ms:.2f} {name[:100]}" for ms, name in longest[:16]))
     return rows, [f"{title}. {note}" for note in notes]
 
 
 def fit(args, home):
     """A row of what --cards prints: what of the preset fits, and how long it would take."""
     events, facts = dry_run(args, home)
-    card, census = f"{args.memory:g} GB, sm_{args.arch}", phase(events, "census")
+    rows, _ = page(events, facts, args, "", facts["plan"])
+    card = f"{args.memory:g} GB, sm_{args.arch}"
     if "out of memory" in facts:
         return card, args.ranks, facts["out of memory"], "", "", ""
-    mean = float(simulated_rows(simulate(census, costs(census, RATES[args.arch], args.ranks)), facts["plan"])[MEAN])
-    peak = max(held["peak"] for held in facts["memory"].values())
+    peak, mean = max(held["peak"] for held in facts["memory"].values()), float(rows[MEAN])
     return (card, args.ranks, facts["batch"], f"{peak / 2 ** 30:.1f}", f"{mean:.0f}",
             f"{mean * sum(facts['plan'].values()) / 6e4:.1f}")
 
@@ -213,14 +211,11 @@ def main():
     parser.add_argument("--memory", type=float, default=80, help="GB of the card (80)")
     parser.add_argument("--arch", type=int, choices=RATES, default=90, help="90: an H100, 89: an RTX 4090 (90)")
     parser.add_argument("--steps", type=int, default=8, help="that are counted, and timed on the host (8)")
-    parser.add_argument("--vocab", type=int, help="of the shards (257 for the preset laptop, else 50257)")
     parser.add_argument("--against", default="", metavar="REVISION", help="run its scripts too")
     parser.add_argument("--cold", action="store_true", help="run once more, before, with empty caches of compiled code")
-    parser.add_argument("--compilers", type=int, default=1, help="processes that compile kernels (1)")
     parser.add_argument("--cards", action="store_true", help="print only what of speedrun fits on which cards")
     parser.add_argument("flags", nargs="*", help="of train_gpt.py, after --")
     args = parser.parse_args()
-    args.vocab = args.vocab or (257 if any("laptop" in flag for flag in args.flags) else 50257)
     home = Path(os.environ["DRY_GPU_HOME"])
     if args.cards:
         print("Simulated, nothing measured on a device: the preset speedrun\n\n" + table(
@@ -232,22 +227,21 @@ def main():
     runs = {args.against: dry_run(args, home, args.against)} if args.against else {}
     runs |= {"nothing compiled before": dry_run(args, home, cold=True)} if args.cold else {}
     runs["working tree"] = dry_run(args, home)
-    plan = runs["working tree"][1].get("plan", {})
+    plan = runs["working tree"][1]["plan"]
     pages = {title: page(events, facts, args, title, plan) for title, (events, facts) in runs.items()}
-    status = 2 if any("out of memory" in facts for _, facts in runs.values()) else 0
-    record = {} if args.vocab <= 257 else {
-        "launches a step": sum(n for _, n in RECORD.values()), **{f"— {kind}: ms, launches": f"{ms}, {n}" for kind, (ms, n) in RECORD.items()},
-        **{f"simulated ms a step, {'' if w == 'mean' else 'windows '}{w}": ms for w, ms in RECORD_MS.items()}}
-    labels = dict.fromkeys(label for rows, _ in pages.values() for label in rows)
+    columns = {title: rows for title, (rows, _) in pages.items()}
+    labels = dict.fromkeys(label for rows in columns.values() for label in rows)
+    if not small_vocabulary(args.flags):
+        columns["record 44, measured on 8 H100"] = {
+            "launches a step": sum(n for _, n in RECORD.values()),
+            **{f"— {kind}: ms, launches": f"{ms}, {n}" for kind, (ms, n) in RECORD.items()},
+            **{f"simulated ms a step, {windows}": ms for windows, ms in RECORD_MS.items()}}
     print(f"Simulated, nothing measured on a device: rank 0 of {args.ranks}, {args.memory:g} GB, sm_{args.arch}, "
           f"`{' '.join(args.flags)}`\n")
-    columns = {title: rows for title, (rows, _) in pages.items()}
-    if record:
-        columns["record 44, measured on 8 H100"] = record
     print(table(["", *columns], ([label, *(rows.get(label, "") for rows in columns.values())] for label in labels)))
     for _, notes in pages.values():
         print("\n" + "\n\n".join(notes))
-    return status
+    return 2 if any("out of memory" in facts for _, facts in runs.values()) else 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Rank 0 of N of a run, on the GPU that computes nothing; page.py starts it and tells of what it wrote.
 
-    python rank0.py REQUEST.json     {"folder": of train_gpt.py, "ranks", "steps", "flags", "facts": the file to write}
+    python rank0.py REQUEST     JSON: {"folder": of train_gpt.py, "ranks", "steps", "flags", "facts": the file to write}
 
 The other ranks are not there: NCCL's stubs send nothing, and what ranks say to one another is rank 0's own word. The
 warm-up runs twice: the second time nothing is compiled, and each kernel's cost is taken down (the census). Then come
@@ -10,7 +10,6 @@ the first validation, the steps that are timed, and two in which the origin of e
 import collections
 import contextlib
 import ctypes
-import inspect
 import json
 import linecache
 import math
@@ -18,6 +17,7 @@ import os
 import re
 import sys
 import time
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -30,8 +30,9 @@ from triton.runtime.jit import JITFunction
 gpu = ctypes.CDLL("libcuda.so.1")
 
 
-def mark(*words):
-    gpu.dry_gpu_mark("\t".join(map(str, words)).encode())
+def mark(kind, name="", *numbers):
+    """A line of the launch log, beside those that device.c writes."""
+    gpu.dry_gpu_mark(kind.encode(), "\t".join([name, *(str(int(number)) for number in numbers)]).encode())
 
 
 class Done(Exception):
@@ -72,9 +73,7 @@ def cost_of(kernel, named, meta):
     return moved + sum((times - 1) * sizes.get(name, 0) for name, times in again.items()), special * elements, 0, 0
 
 
-class Census(TorchDispatchMode):
-    """While it lasts the log tells costs: before a Triton kernel its own, after an operator that operator's bytes."""
-
+class Operators(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls):  # else compiled code would not be taken
         return True
@@ -90,35 +89,39 @@ class Census(TorchDispatchMode):
         mark("OP", name, read + written)
         return out
 
-    def __enter__(self):
-        self.plain = {cls: cls.run for cls in (CachingAutotuner, JITFunction)}
 
-        def by_inductor(tuner, *args, **kwargs):
-            named = dict(zip(tuner.fn.arg_names, args)) | tuner.triton_meta["constants"]
-            mark("COST", *cost_of(tuner.fn, named, tuner.inductor_meta))
-            return self.plain[CachingAutotuner](tuner, *args, **kwargs)
-
-        def by_hand(kernel, *args, **kwargs):
-            mark("COST", *cost_of(kernel, dict(zip(kernel.arg_names, args)) | kwargs, {}))
-            return self.plain[JITFunction](kernel, *args, **kwargs)
-        CachingAutotuner.run, JITFunction.run = by_inductor, by_hand
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        for cls, run in self.plain.items():
-            cls.run = run
-        return super().__exit__(*error)
+run_tuner, run_kernel = CachingAutotuner.run, JITFunction.run
 
 
-def attention_flops(tokens, windows, model, words):
-    """Of a layer's forward, in the mean of the layers, over all pairs in the blocks that are looked at."""
-    block, dim = 128, model.embed.weight.shape[1]
-    documents = np.cumsum(np.asarray(tokens)[:-1] == model.bos_id).reshape(-1, block)
-    at = np.arange(len(documents))
-    back = (at[:, None] - at) * block
-    seen = (back >= 0) & (documents[:, -1] >= documents[:, :1])
-    pairs = [(seen & (back - block + 1 <= windows["LS".index(word)])).sum() * block ** 2 for word in words]
-    return 4 * dim * np.mean(pairs)
+def by_inductor(tuner, *args, **kwargs):
+    named = dict(zip(tuner.fn.arg_names, args)) | tuner.triton_meta["constants"]
+    mark("COST", "", *cost_of(tuner.fn, named, tuner.inductor_meta))
+    return run_tuner(tuner, *args, **kwargs)
+
+
+def by_hand(kernel, *args, **kwargs):
+    mark("COST", "", *cost_of(kernel, dict(zip(kernel.arg_names, args)) | kwargs, {}))
+    return run_kernel(kernel, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def census():
+    """While it lasts the log tells costs: before a Triton kernel its own, after an operator that operator's bytes."""
+    with Operators(), patch.object(CachingAutotuner, "run", by_inductor), patch.object(JITFunction, "run", by_hand):
+        yield
+
+
+def attention_flops(batch, windows, model, layers):
+    """Of a layer's forward, in the mean of layers and micro-batches, over all pairs in the blocks that are looked at."""
+    block, pairs = 128, []
+    for tokens in batch:
+        documents = np.cumsum(np.asarray(tokens)[:-1] == model.bos_id).reshape(-1, block)
+        at = np.arange(len(documents))
+        back = (at[:, None] - at) * block
+        seen = (back >= 0) & (documents[:, -1] >= documents[:, :1])
+        pairs += [(seen & (back - block + 1 <= windows["LS".index(layer[0])])).sum() * block ** 2
+                  for layer in layers.split() if layer[0] in "LS"]
+    return 4 * model.embed.weight.shape[1] * np.mean(pairs)
 
 
 # ---- memory
@@ -137,22 +140,30 @@ def origin(block, source):
     return tensor + (where or "autograd, outside compiled graphs")
 
 
-class Memory:
-    """The peak of each phase, and the tensors that were there at the peak."""
+class Phases:
+    """What the run is at, which the log is told; of each phase that is watched the peak of memory, and what made it."""
 
     def __init__(self, source):
-        self.source, self.phases, self.phase = source, {}, ""
+        self.source, self.now, self.live, self.memory = source, "", None, {}
 
-    def begin(self, phase):
+    def begin(self, phase, watched=False):
+        self.end()
+        self.now = phase
+        mark("PHASE", phase)
+        if watched:
+            self.watch()
+
+    def watch(self):
+        """From here to the phase's end. It takes time."""
         torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=10 ** 7, clear_history=True)
         torch.cuda.reset_peak_memory_stats()
-        self.phase, self.live = phase, {}
+        self.live = {}
         for segment in torch.cuda.memory._snapshot()["segments"]:
             self.live |= {b["address"]: b for b in segment["blocks"] if b["state"] == "active_allocated"}
 
     def end(self, failed=False):
-        """Replay the phase up to its highest sum; to its end if it failed."""
-        if not self.phase:
+        """Where it was watched, replay it up to its highest sum; to its end if it failed."""
+        if self.live is None:
             return
         trace = torch.cuda.memory._snapshot()["device_traces"][0]
         events = [e for e in trace if e["action"] in ("alloc", "free_completed")]
@@ -164,11 +175,11 @@ class Memory:
         tensors = collections.defaultdict(list)
         for block in self.live.values():
             tensors[origin(block, self.source)].append(block["size"])
-        self.phases[self.phase] = {
+        self.memory[self.now] = {
             "peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved(),
             "tensors": sorted(((sum(v), len(v), k) for k, v in tensors.items()), reverse=True)[:12]}
         torch.cuda.memory._record_memory_history(None)
-        self.phase = ""
+        self.live = None
 
 
 # ---- the run
@@ -177,63 +188,53 @@ def main(request):
     sys.path.insert(0, request["folder"])
     import train_gpt as T
     ranks, steps, facts, times = request["ranks"], request["steps"], {}, []
-    says = "all_json" if hasattr(getattr(T, "Comm", None), "all_json") else "all_objects"  # its name in older revisions
-    for name in f"parse_config check_config run validate Log Trainer.step Trainer.warm_up Comm.{says}".split():
-        owner, _, attribute = name.partition(".")
-        if not hasattr(getattr(T, owner, None), attribute or "__call__"):
-            sys.exit(f"{T.__file__} has no {name}, by which the dry run holds it; name a revision that has it, or mend "
-                     "rank0.py")
+    phases, stats = Phases(T.__file__), torch._dynamo.utils.counters["stats"]
     real_step, real_warm_up, real_validate = T.Trainer.step, T.Trainer.warm_up, T.validate
-    memory, stats = Memory(T.__file__), torch._dynamo.utils.counters["stats"]
 
-    def fitting(function, *args):  # older revisions take fewer
-        return function(*args[:len(inspect.signature(function).parameters)])
+    class Alone(T.Comm):
+        """What this rank tells the others, and what hosts send one another, is what it hears from them."""
 
-    def enter(phase):
-        facts["phase"] = phase
-        mark("PHASE", phase)
+        def all_json(self, mine):
+            return [json.loads(json.dumps(mine))] * ranks
+
+        def exchange(self, sent, received):
+            if sent[0].is_cuda:
+                return super().exchange(sent, received)
+            for mine, theirs in zip(sent, received):
+                theirs.copy_(mine)
+            return T.HandleGroup()
 
     def step(trainer, plan, batch):
         facts["batch"] = f"{len(batch)} × {len(batch[0]) - 1:,}"  # which may be fitted to the card
-        if facts["phase"] == "training":
+        if phases.now == "training":
             times.append((time.perf_counter(), time.process_time()))
             if len(times) == steps + 1:
-                memory.begin("training")
+                phases.watch()
             if len(times) == steps + 3:
                 raise Done
-        mark("STEP", getattr(plan, "step", plan))
-        with contextlib.ExitStack() as stack:
-            if facts["phase"] == "census":
-                left, words = iter(batch), [word[0] for word in config.layers.split() if word[0] in "LS"]
-
-                def before(model, args):
-                    mark("WINDOWS", *args[2], attention_flops(next(left), args[2], model, words))
-                stack.callback(trainer.model.register_forward_pre_hook(before).remove)
-            out = real_step(trainer, plan, batch)
+        flops = attention_flops(batch, plan.windows, trainer.model, config.layers) if phases.now == "census" else 0
+        mark("STEP", " ".join(map(str, plan.windows)), plan.step, flops)
+        out = real_step(trainer, plan, batch)
         mark("END")
         return out
 
     def warm_up(trainer, *args):
-        memory.end()
-        memory.begin("warm-up")
-        enter("warm-up")
+        phases.begin("warm-up", watched=True)
         began, cpu = time.perf_counter(), sum(os.times()[:4])
         real_warm_up(trainer, *args)
-        memory.end()
-        facts.update(warm_up=time.perf_counter() - began, warm_up_cpu=sum(os.times()[:4]) - cpu, late=stats["unique_graphs"])
-        enter("census")
-        with Census():
+        facts.update(warm_up=time.perf_counter() - began, warm_up_cpu=sum(os.times()[:4]) - cpu,
+                     warmed_up=stats["unique_graphs"])
+        phases.begin("census")
+        with census():
             real_warm_up(trainer, *args)
-        enter("training")
+        phases.begin("training")
 
     def validate(*args, **kwargs):
-        if facts["phase"] != "training":
+        if phases.now != "training":
             return real_validate(*args, **kwargs)
-        memory.begin("validation")
-        enter("validation")
+        phases.begin("validation", watched=True)
         out = real_validate(*args, **kwargs)
-        enter("training")
-        memory.end()
+        phases.begin("training")
         return out
 
     T.Trainer.step, T.Trainer.warm_up, T.validate = step, warm_up, validate
@@ -241,48 +242,32 @@ def main(request):
     if ranks > 1:
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=ranks, device_id=device)
-        said = (lambda mine: mine) if says == "all_objects" else (lambda mine: json.loads(json.dumps(mine)))
-        setattr(T.Comm, says, lambda self, mine: [said(mine)] * ranks)
-        if hasattr(T.Comm, "exchange"):  # what hosts tell one another: every rank reads the same rows
-            between_gpus = T.Comm.exchange
-
-            def exchange(comm, sent, received):
-                if sent[0].is_cuda:
-                    return between_gpus(comm, sent, received)
-                for mine, theirs in zip(sent, received):
-                    theirs.copy_(mine)
-                return T.HandleGroup()
-            T.Comm.exchange = exchange
     unchecked = ["--preflight", "off"] if hasattr(T, "preflight") else []  # which finds that nothing computes
     preset, config = T.parse_config([*unchecked, *request["flags"]], "speedrun")
     T.check_config(config, ranks)
-    memory.begin("set-up")
-    enter("set-up")
+    phases.begin("set-up", watched=True)
     try:
-        fitting(T.run, config, preset, fitting(T.Comm, 0, ranks, device), device, fitting(T.Log, config, 0, "dry"),
-                time.perf_counter())
+        T.run(config, preset, Alone(0, ranks, device), device, T.Log(config, 0, "dry"), time.perf_counter())
     except Done:
         pass
     except (torch.OutOfMemoryError, T.RunError) as error:
         if isinstance(error, T.RunError) and "MiB free" not in str(error):  # a refusal before anything is allocated
             raise
         facts["out of memory"] = str(error).split(". Of the")[0]
-    memory.end(failed="out of memory" in facts)
-    utils = torch._dynamo.utils
-    late = stats["unique_graphs"] - facts.get("late", stats["unique_graphs"])
+    phases.end(failed="out of memory" in facts)
+    graphs, utils = stats["unique_graphs"], torch._dynamo.utils
     facts.update(
-        memory=memory.phases, graphs=stats["unique_graphs"], late=late, breaks=dict(utils.counters["graph_break"]),
-        compile=utils.calculate_time_spent().get("total_wall_time", 0),
-        host=[[1e3 * (b - a) for a, b in zip(*pair)] for pair in zip(times[:steps], times[1:steps + 1])])
-    if hasattr(T, "plan_of"):  # how many steps of the plan have which windows
-        facts["plan"] = collections.Counter(
-            " ".join(map(str, T.plan_of(config, step).windows)) for step in range(config.num_steps))
+        phase=phases.now, memory=phases.memory, graphs=graphs, late=graphs - facts.get("warmed_up", graphs),
+        breaks=dict(utils.counters["graph_break"]), compile=utils.calculate_time_spent().get("total_wall_time", 0),
+        host=[[1e3 * (b - a) for a, b in zip(*pair)] for pair in zip(times[:steps], times[1:steps + 1])],
+        plan=collections.Counter(  # how many steps of the plan have which windows
+            " ".join(map(str, T.plan_of(config, step).windows)) for step in range(config.num_steps)))
     with open(request["facts"], "w") as file:
         json.dump(facts, file)
     gpu.dry_gpu_flush()
 
 
 if __name__ == "__main__":
-    main(json.load(open(sys.argv[1])))
+    main(json.loads(sys.argv[1]))
     sys.stdout.flush()
     os._exit(0)  # threads of NCCL's group wait for what never comes

@@ -5,29 +5,22 @@ follow one another; an event is over when all is that its stream was given befor
 """
 
 import collections
+import dataclasses
 import math
 import re
-from typing import Any, Iterable, Iterator, NamedTuple
+from typing import Callable, Iterable, NamedTuple
 
 
 class Event(NamedTuple):
-    """A line of the log. A mark's first word is its kind, the rest its words."""
-
-    ms: float
-    thread: str
     stream: str
     kind: str
     name: str
-    words: list[Any]
+    numbers: list[int]
 
 
-def parse_log(lines: Iterable[str]) -> Iterator[Event]:
-    for line in lines:
-        ms, thread, stream, kind, name, *words = line.rstrip("\n").split("\t")
-        if kind == "MARK":
-            yield Event(float(ms), thread, stream, name, words[0] if words else "", words)
-        else:
-            yield Event(float(ms), thread, stream, kind, name, list(map(int, words)))
+def parse_log(lines: Iterable[str]) -> list[Event]:
+    fields = (line.rstrip("\n").split("\t") for line in lines)
+    return [Event(stream, kind, name, list(map(int, numbers))) for stream, kind, name, *numbers in fields]
 
 
 def phase(events: list[Event], name: str) -> list[Event]:
@@ -66,7 +59,8 @@ RATES = {90: Rates(132, 3.0e12, 705e12, 1384e12, 47e12, 2.1e12, 450e12, 250e12, 
 RECORD = {"products": (21.81, 259), "products in fp8": (5.49, 3), "attention": (5.63, 60),
           "Triton, loss": (8.01, 7), "Triton, rest": (13.60, 266), "eager": (1.51, 136),
           "copies and fills": (0.96, 207), "collectives": (4.75, 15)}
-RECORD_MS = {"384 128": 60.3, "896 384": 61.0, "1408 640": 61.5, "1664 768": 62.0, "mean": 61.3}  # by its five logs
+RECORD_MS = {"windows 384 128": 60.3, "windows 896 384": 61.0, "windows 1408 640": 61.5, "windows 1664 768": 62.0,
+             "mean": 61.3}  # by its five logs
 
 
 def product_seconds(m: int, n: int, k: int, batch: int, width: int, flops: float, rates: Rates) -> float:
@@ -82,56 +76,60 @@ class Cost(NamedTuple):
     seconds: float
 
 
+NOTHING = [0, 0, 0, 0]  # bytes, special functions, FLOPs in fp8 and in bf16
+
+
 def costs(events: list[Event], rates: Rates, ranks: int) -> dict[int, Cost]:
-    """What each event takes on the device, by its place in the list. Marks on the same thread tell: before a Triton
-    kernel its own cost, after eager kernels the bytes of their operator, which they share."""
-    said: dict[str, list[float]] = {}
-    eager: dict[str, list[int]] = collections.defaultdict(list)
-    attention, out = 0.0, {}
-    for i, e in enumerate(events):
-        kind, name, seconds = "", e.name, 0.0
-        if e.kind == "WINDOWS":
-            attention = float(e.words[2])
-        elif e.kind == "COST":
-            said[e.thread] = list(map(float, e.words))
-        elif e.kind == "OP":
-            for j in (kernels := eager.pop(e.thread, [])):
-                seconds = out[j].seconds * (out[j].kind == "attention") + float(e.words[1]) / len(kernels) / rates.bytes
-                out[j] = out[j]._replace(name=e.name, seconds=max(rates.kernel_s, seconds))
-        elif e.kind in ("TRITON", "KERNEL"):
-            moved, special, fp8, bf16 = said.pop(e.thread, [0, 0, 0, 0]) if e.kind == "TRITON" else [0, 0, 0, 0]
+    """What each event takes on the device, by its place in the list. Of the lines that rank0.py adds, one before a Triton
+    kernel tells its cost, one after eager kernels the bytes of their operator, which they share: one thread launches at a
+    time, autograd's while the main one waits."""
+    attention, said, eager, out = 0, NOTHING, [], {}
+    for i, (_, what, name, numbers) in enumerate(events):
+        kind, seconds = "", 0.0
+        if what == "STEP":
+            attention = numbers[1]
+        elif what == "COST":
+            said = numbers
+        elif what == "OP":
+            for j in eager:
+                seconds = out[j].seconds * (out[j].kind == "attention") + numbers[0] / len(eager) / rates.bytes
+                out[j] = out[j]._replace(name=name, seconds=max(rates.kernel_s, seconds))
+            eager = []
+        elif what in ("TRITON", "KERNEL"):
+            (moved, special, fp8, bf16), said = said, NOTHING
             # the loss: a softmax, or exponentials of a sigmoid; later words of a name are of what was fused in behind it
             loss = "softmax" in name or "loss" in name[:25] or re.search("_exp_.*_sigmoid_", name)
-            kind = "eager" if e.kind == "KERNEL" else "Triton, loss" if loss else "Triton, rest"
+            kind = "eager" if what == "KERNEL" else "Triton, loss" if loss else "Triton, rest"
             kind = "products" if bf16 else "products in fp8" if fp8 else kind
             flops = (fp8 / rates.fp8 + bf16 / rates.bf16) / rates.triton
             seconds = max(moved / rates.bytes, special / rates.special, flops)
             if re.match("triton_tem.*flex_attention", name) or re.search("flash_[fb]wd|FlashAttn", name):
                 kind, backward = "attention", 2.5 if "backward" in name or "bwd" in name.lower() else 1
                 seconds += backward * attention / (rates.flex if "flex" in name else rates.flash)
-            if e.kind == "KERNEL":
-                eager[e.thread].append(i)
-        elif e.kind == "GEMM":
+            if what == "KERNEL":
+                eager.append(i)
+        elif what == "GEMM":
             flops, width = {"fp8": (rates.fp8, 1), "fp32": (rates.fp32, 4)}.get(name, (rates.bf16, 2))
             kind = "products in fp8" if name == "fp8" else "products"
-            name += " " + " x ".join(map(str, e.words))
-            seconds = product_seconds(*e.words, width, flops, rates)
-        elif e.kind in ("COPY", "FILL"):
-            kind, seconds = "copies and fills", e.words[0] * (1 + (e.kind == "COPY")) / rates.bytes
-        elif e.kind == "NCCL":
-            sent = e.words[0] * (ranks - 1) / ranks * (2 if name == "all-reduce" else 1)
+            name += " " + " x ".join(map(str, numbers))
+            seconds = product_seconds(*numbers, width, flops, rates)
+        elif what in ("COPY", "FILL"):
+            kind, seconds = "copies and fills", numbers[0] * (1 + (what == "COPY")) / rates.bytes
+        elif what == "NCCL":
+            sent = numbers[0] * (ranks - 1) / ranks * (2 if name == "all-reduce" else 1)
             kind, seconds = "collectives", rates.collective_s + sent / rates.link
         if kind:
             out[i] = Cost(kind, name, max(rates.kernel_s, seconds))
     return out
 
 
-class Step(NamedTuple):
+@dataclasses.dataclass
+class Step:
     windows: str
-    ms: float
-    waiting_ms: float  # of the main stream, for other streams
-    kinds: dict[str, tuple[float, int]]  # ms and launches by class
-    names: dict[str, tuple[float, int]]  # and by kernel
+    began_s: float  # of the main stream's time
+    ms: float = 0.0
+    waiting_ms: float = 0.0  # of the main stream, for other streams
+    costs: list[Cost] = dataclasses.field(default_factory=list)
 
 
 def simulate(events: list[Event], cost: dict[int, Cost]) -> list[Step]:
@@ -139,28 +137,31 @@ def simulate(events: list[Event], cost: dict[int, Cost]) -> list[Step]:
     at: dict[str, float] = collections.defaultdict(float)  # by stream: when it is done with what it was given
     over: dict[int, float] = {}  # by event
     steps: list[Step] = []
-    began, inside, main = 0.0, False, "0"
+    inside, main = False, "0"
     for i, e in enumerate(events):
-        if e.kind == "STEP":
+        if e.kind in ("STEP", "END"):
             if steps:  # what the loop does between steps belongs to the one before
-                steps[-1] = steps[-1]._replace(ms=1e3 * (at[main] - began))
-            began, inside, windows, waiting, kinds, names = at[main], True, "unknown", 0.0, {}, {}
-        elif e.kind == "WINDOWS":
-            windows = " ".join(e.words[:2])
-        elif e.kind == "END":
-            steps.append(Step(windows, 1e3 * (at[main] - began), 1e3 * waiting, kinds, names))
-            inside = False
+                steps[-1].ms = 1e3 * (at[main] - steps[-1].began_s)
+            if inside := e.kind == "STEP":
+                steps.append(Step(e.name, at[main]))
         elif e.kind == "EVENT":
-            over[e.words[0]] = at[e.stream]
+            over[e.numbers[0]] = at[e.stream]
         elif e.kind == "WAIT":
-            until = max(at[e.stream], over.get(e.words[0], 0.0))
+            until = max(at[e.stream], over.get(e.numbers[0], 0.0))
             if inside and e.stream == main:
-                waiting += until - at[main]
+                steps[-1].waiting_ms += 1e3 * (until - at[main])
             at[e.stream] = until
         elif i in cost:
-            kind, name, seconds = cost[i]
-            at[e.stream] += seconds
-            for table, key in ((kinds, kind), (names, f"{kind}: {name}")) if inside else ():
-                ms, count = table.get(key, (0.0, 0))
-                table[key] = ms + 1e3 * seconds, count + 1
+            at[e.stream] += cost[i].seconds
+            if inside:
+                steps[-1].costs.append(cost[i])
     return steps
+
+
+def mean_costs(steps: list[Step], key: Callable[[Cost], str]) -> dict[str, tuple[float, float]]:
+    """Of a step in the mean, ms and launches by key."""
+    table: dict[str, list[float]] = collections.defaultdict(list)
+    for step in steps:
+        for cost in step.costs:
+            table[key(cost)].append(1e3 * cost.seconds)
+    return {name: (sum(ms) / len(steps), len(ms) / len(steps)) for name, ms in table.items()}
