@@ -64,9 +64,10 @@ def test_what_an_event_costs(lines, kind, seconds):
 
 
 def test_kernels_of_an_operator_share_its_bytes():
-    log = events("0 KERNEL a 1 1 1 1 0", "0 KERNEL b 1 1 1 1 0", "0 OP sort 4000000", "0 KERNEL c 1 1 1 1 0")
+    log = events("0 KERNEL a 1 1 1 1 0", "0 KERNEL b 1 1 1 1 0", "0 OP sort 4000000", "0 KERNEL c 1 1 1 1 0",
+                 "0 OP add 1000000", "0 KERNEL d 1 1 1 1 0")
     assert simulate.costs(log, RATES, 1) == {
-        0: ("eager", "sort", 2e-3), 1: ("eager", "sort", 2e-3), 3: ("eager", "c", 1e-6)}
+        0: ("eager", "sort", 2e-3), 1: ("eager", "sort", 2e-3), 3: ("eager", "add", 1e-3), 5: ("eager", "d", 1e-6)}
 
 
 def test_a_product_comes_in_waves_of_tiles():
