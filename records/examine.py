@@ -18,12 +18,14 @@ import struct
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 
-from leaks import ROOT, UNKNOWN, Broken, NotCheckable, find_shards, judged, open_shard, ran_out, several
+from leaks import (NUMBER, PASS, ROOT, UNKNOWN, Broken, NotCheckable, demand, find_shards, judged, open_shard, ran_out,
+                   several, shards_of, trainer)
 
 SAVED, INITIAL, LOSS, ORDER, CAUSAL = RULES = (
     "the saved model is the log's", "initial weights come from the seed", "independent validation loss",
@@ -132,51 +134,44 @@ def read_model(path, device="cpu"):
 def halve(path):
     """Rewrites a saved model with its parameters in 16 bits: half as large, and the loss tells as much."""
     import torch
-    sys.path.append(str(ROOT))
-    import train_gpt
     saved = read_model(path)
     state = {name: x.half() if x.dtype == torch.float32 and x.half().isfinite().all() else x  # not beyond 65504
              for name, x in saved["state"].items()}
-    train_gpt.save_file(Path(path), {**saved, "state": state})
+    trainer().save_file(Path(path), {**saved, "state": state})
 
 
+def start(folder, *arguments):
+    code = (f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import examine; "
+            f"examine.serve(*{arguments!r})")
+    environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    return subprocess.Popen([sys.executable, "-I", "-c", code], cwd=folder, env=environment,
+                            pass_fds=arguments[-1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+@contextlib.contextmanager
+def witness_of(source, model_path):
+    """A Witness, whose process ends with the block."""
+    ours, theirs = socket.socketpair()
+    for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", PATIENCE_S, 0))
+    with tempfile.TemporaryDirectory() as folder, Connection(ours.detach()) as connection:
+        path = Path(folder, "judged.py")
+        path.write_text(source, encoding="utf-8", errors="surrogateescape")
+        with theirs:
+            process = start(folder, str(path), os.path.abspath(model_path), theirs.fileno())
+        try:
+            witness = Witness(connection)
+            witness.answer(loaded=bool)
+            yield witness
+        finally:
+            process.kill()
+            process.wait()
+
+
+@dataclass
 class Witness:
     """A process that runs a source. It is asked for logits and believed in nothing else."""
-
-    def __init__(self, source, model_path):
-        self.folder = tempfile.TemporaryDirectory()
-        path = Path(self.folder.name, "judged.py")
-        path.write_text(source, encoding="utf-8", errors="surrogateescape")
-        ours, theirs = socket.socketpair()
-        for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", PATIENCE_S, 0))
-        with theirs:
-            self.process = self.start(str(path), os.path.abspath(model_path), theirs.fileno())
-        self.connection = Connection(ours.detach())
-        try:
-            self.answer(loaded=bool)
-        except BaseException:
-            self.close()
-            raise
-
-    def start(self, *arguments):
-        code = (f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import examine; "
-                f"examine.serve(*{arguments!r})")
-        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-        return subprocess.Popen([sys.executable, "-I", "-c", code], cwd=self.folder.name, env=environment,
-                                pass_fds=arguments[-1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-    def close(self):
-        self.process.kill()
-        self.process.wait()
-        self.connection.close()
-        self.folder.cleanup()
+    connection: Connection
 
     def exchange(self, action, *arguments):
         try:
@@ -195,8 +190,8 @@ class Witness:
         if "error" in found:
             why = " ".join(str(found["error"]).split())[:150]
             raise Broken(f"the log's source cannot load or run the model ({why})")
-        if not all(isinstance(found.get(key), kind) for key, kind in kinds.items()):
-            raise Broken(f"the log's source answers {message[:60]!r}")
+        demand(all(isinstance(found.get(key), kind) for key, kind in kinds.items()),
+               f"the log's source answers {message[:60]!r}")
         return found
 
     def beginning(self, config):
@@ -210,8 +205,7 @@ class Witness:
         for begin in range(0, len(tokens), ROWS):
             rows = self.answer(rows=int)["rows"]
             message = bytearray(self.exchange(self.connection.recv_bytes, 4 * ROWS * MOST_COLUMNS))
-            if rows != min(ROWS, len(tokens) - begin):
-                raise Broken(f"its logits of {len(tokens)} tokens come in {rows} rows")
+            demand(rows == min(ROWS, len(tokens) - begin), f"its logits of {len(tokens)} tokens come in {rows} rows")
             logits = np.frombuffer(message, np.float32).reshape(rows, -1)
             yield torch.from_numpy(logits).to("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -222,59 +216,53 @@ def digest_of(tensor):
 
 
 class Examination:
-    """A model, and the questions put to it. stream: the validation tokens, uint16. stated: what the log says."""
+    """The model of a run e, and the questions put to it. stream: the validation tokens, uint16."""
 
-    def __init__(self, source, model_path, saved, stream, stated):
-        self.source, self.model_path, self.saved, self.stream, self.stated = source, model_path, saved, stream, stated
-        self.config, self.bos, self.sums = json.loads(json.dumps(saved["config"])), saved["bos_id"], []
-        self.draw, self.dtype, self.scored = np.random.default_rng(0), self.config["dtype"], stated["val_tokens"]
+    def __init__(self, e, model_path, saved, stream, witness):
+        self.e, self.model_path, self.saved, self.stream, self.witness = e, model_path, saved, stream, witness
+        self.stated, self.config = e.get("start.config", dict), json.loads(json.dumps(saved["config"]))
+        self.source, self.scored, self.dtype = source_of(e), e.get("end.val_tokens", int), self.config["dtype"]
+        self.bos, self.sums, self.draw = saved["bos_id"], [], np.random.default_rng(0)
         self.halved = any(str(x.dtype) == "torch.float16" for x in saved["state"].values())
-        self.length = min(self.config["val_len"], len(stream) - 1)
-        self.witness = Witness(source, model_path)
 
     def check_saved(self):
         """The saved file holds no buffers; whatever digests the source gives for its own, parameters with another hash
         do not get the log's."""
-        stated = self.stated["config"]
-        free = FITTED if self.stated.get("changes") else ()
-        differ = sorted(key for key in {*stated, *self.config} - {*free} if stated.get(key) != self.config.get(key))
-        if differ:
-            raise Broken(f"its config is not the log's: {several(differ)}")
+        free = FITTED if self.e.run.start.get("changes") else ()
+        differ = sorted(key for key in {*self.stated, *self.config} - {*free}
+                        if self.stated.get(key) != self.config.get(key))
+        demand(not differ, f"its config is not the log's: {several(differ)}")
         if self.halved:
             raise NotCheckable("its parameters are saved in 16 bits, of which the log has no hash: the loss tells")
         digests = {name: digest_of(x) for name, x in self.saved["state"].items()}
-        every = sorted({**self.witness.beginning(stated)["buffers"], **digests}.items())
+        every = sorted({**self.witness.beginning(self.stated)["buffers"], **digests}.items())
         seen = hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in every).encode()).hexdigest()
-        if seen != self.stated["state_hash"]:
-            self.same_kind_of_machine()
-            raise Broken(f"its parameters have hash {seen[:8]}..., the log states {self.stated['state_hash'][:8]}...")
+        self.compare("its parameters have hash", seen, self.e.digest("end.validation_hash.after"))
         return "its config is the log's, and its parameters are those of the last validation"
 
-    def same_kind_of_machine(self):
+    def compare(self, what, seen, wanted, so=""):
         """The rotary's tables, which hashes cover, have other last bits where a GPU made them."""
         import torch
-        on_gpu = self.stated.get("on_gpu", False)
-        if on_gpu != torch.cuda.is_available():
+        on_gpu = bool(self.e.get("start.hardware", dict).get("gpus"))
+        if seen != wanted and on_gpu != torch.cuda.is_available():
             raise NotCheckable("the hash is not the log's, which covers tables of cos and sin that were made on a "
                                f"{'GPU' if on_gpu else 'CPU'}: check it on one")
+        demand(seen == wanted, f"{what} {seen[:8]}..., the log states {wanted[:8]}...{so}")
 
     def check_initial(self):
         """This checkout's script is asked first: one that brings its weights along would vouch for them."""
-        wanted, ours, seen = self.stated["initial_hash"], (ROOT / "train_gpt.py").read_text(encoding="utf-8"), None
-        text = f"the initial state hash {wanted[:8]}... is that of seed {self.config['seed']}"
+        wanted, ours = self.e.digest("end.state_hash.before_warmup"), (ROOT / "train_gpt.py").read_text(encoding="utf-8")
+        seed, seen = self.config["seed"], None
         if ours != self.source:
-            with contextlib.suppress(Broken), Witness(ours, self.model_path) as other:  # it may not take this config
-                seen = other.beginning(self.stated["config"])["hash"]
-            if seen == wanted:
-                return text
-        seen = self.witness.beginning(self.stated["config"])["hash"]
+            with contextlib.suppress(Broken), witness_of(ours, self.model_path) as other:  # it may not take this config
+                seen = other.beginning(self.stated)["hash"]
+        text = f"the initial state hash {wanted[:8]}... is that of seed {seed}"
         if seen != wanted:
-            self.same_kind_of_machine()
-            raise Broken(f"seed {self.config['seed']} gives the initial state hash {seen[:8]}..., the log states "
-                         f"{wanted[:8]}...: it began with other weights")
-        if ours != self.source:
-            raise NotCheckable(f"{text} by the log's own source alone, and not by this checkout's train_gpt.py: see "
-                               "where they differ (--diff)")
+            self.compare(f"seed {seed} gives the initial state hash", self.witness.beginning(self.stated)["hash"], wanted,
+                         ": it began with other weights")
+            if ours != self.source:
+                raise NotCheckable(f"{text} by the log's own source alone, and not by this checkout's train_gpt.py: "
+                                   "see where they differ (--diff)")
         return text
 
     def surprises(self, witness, tokens, targets):
@@ -293,15 +281,14 @@ class Examination:
         return float(self.surprises(witness, piece[:-1], piece[1:]).sum()), len(piece) - 1
 
     def check_loss(self):
-        if not 0 < self.scored < len(self.stream):
-            raise Broken(f"{self.scored:,} tokens are said to be scored, and the shards hold {len(self.stream):,}")
+        demand(0 < self.scored < len(self.stream),
+               f"{self.scored:,} tokens are said to be scored, and the shards hold {len(self.stream):,}")
         sequences = range(-(-self.scored // self.config["val_len"]))
         self.sums = [self.score(self.witness, sequence) for sequence in sequences]
-        loss = sum(total for total, _ in self.sums) / self.scored
-        text = f"{loss:.5f} over {self.scored:,} tokens, the log states {self.stated['loss']:.5f}"
+        loss, stated = sum(total for total, _ in self.sums) / self.scored, self.e.get("end.final_val_loss", NUMBER)
+        text = f"{loss:.5f} over {self.scored:,} tokens, the log states {stated:.5f}"
         tolerance = HALF_TOLERANCE if self.halved else TOLERANCE[self.dtype]
-        if not abs(loss - self.stated["loss"]) <= tolerance:
-            raise Broken(f"{text}: more than {tolerance} apart")
+        demand(abs(loss - stated) <= tolerance, f"{text}: more than {tolerance} apart")
         return text
 
     def check_order(self):
@@ -309,73 +296,49 @@ class Examination:
         if not self.sums:
             raise NotCheckable("the loss was not evaluated (above is why)")
         some = np.sort(self.draw.permutation(len(self.sums))[:SCORED_AGAIN])[::-1]
-        with Witness(self.source, self.model_path) as witness:
+        with witness_of(self.source, self.model_path) as witness:
             for sequence in map(int, some):
                 (total, count), (before, _) = self.score(witness, sequence), self.sums[sequence]
-                if not abs(total - before) <= TOLERANCE[self.dtype] * count:
-                    raise Broken(f"sequence {sequence} has a loss of {before / count:.5f} after those before it, and "
-                                 f"of {total / count:.5f} after others")
+                demand(abs(total - before) <= TOLERANCE[self.dtype] * count, f"sequence {sequence} has a loss of "
+                       f"{before / count:.5f} after those before it, and of {total / count:.5f} after others")
         return f"{len(some)} of {len(self.sums)} sequences, scored from last to first by another process"
 
-    def probe(self):
-        """(documents of the validation data, cut so that they end here and there and on the edges of blocks; places of
-        their BOS)."""
-        length = min(PROBE_TOKENS, self.config["val_len"])
-        tokens = self.stream[:length].copy()
-        joins = {0, BLOCK, BLOCK - 1, 2 * BLOCK + 1, *self.draw.integers(1, length, 1 + length // 100)}
-        tokens[[at for at in joins if at < length]] = self.bos
-        return tokens, np.flatnonzero(tokens == self.bos)
-
     def check_causality(self):
+        """Of a few documents all logits; of a sequence as long as those of the validation, where these do not fit, the
+        losses."""
         import torch
-        probe, joins = self.probe()
-        length, edges = len(probe), np.arange(BLOCK, len(probe), BLOCK)
+        length, whole = min(PROBE_TOKENS, self.config["val_len"]), min(self.config["val_len"], len(self.stream) - 1)
+        tokens, edges = self.stream[:length].copy(), np.arange(BLOCK, length, BLOCK)
+        joins = np.array([0, BLOCK, BLOCK - 1, 2 * BLOCK + 1, *self.draw.integers(1, length, 1 + length // 100)])
+        tokens[joins[joins < length]] = self.bos  # documents that end here and there, and on the edges of blocks
+        joins = np.flatnonzero(tokens == self.bos)
         places = {"a random place": self.draw.integers(1, length, PROBES),
                   "the edge of a block": np.concatenate([edges, edges - 1]),
                   "a document join": self.draw.permutation(np.concatenate([joins, joins + 1]))[:2 * PROBES]}
-        probes = [(at, kind) for kind, offsets in places.items() for at in np.unique(offsets).tolist()
-                  if 0 < at < length]
-        self.change_later(probe, probes, lambda tokens: torch.cat(list(self.witness.logits(tokens))), "logit")
-        far = []
-        if self.length > length:  # at the length of validation, where not the logits fit but the surprises
-            tokens, targets = self.stream[:self.length], self.stream[1:self.length + 1]
-            kind = f"in a sequence of {self.length:,}"
-            far = [(at, kind) for at in self.draw.integers(1, self.length, FAR_PROBES).tolist()]
-            try:
-                self.change_later(tokens, far, lambda later: self.surprises(self.witness, later, targets),
-                                  "token's loss")
-            except MemoryError:
-                raise NotCheckable(f"no leak in {length:,} tokens; for the {self.length:,} of a validation sequence "
-                                   "memory ran out: check it where there is more") from None
-        return (f"other tokens from {len(probes) + len(far)} places on (random, edges of blocks, document joins) leave "
-                "all earlier logits")
+        asked = self.change_later(tokens, places, lambda later: torch.cat(list(self.witness.logits(later))), "logit")
+        if whole > length:
+            targets, places = self.stream[1:whole + 1], self.draw.integers(1, whole, FAR_PROBES)
+            asked += self.change_later(self.stream[:whole], {f"in a sequence of {whole:,}": places},
+                                       lambda later: self.surprises(self.witness, later, targets), "token's loss")
+        return (f"other tokens from {asked} places on (random, edges of blocks, document joins) leave all earlier logits")
 
     def change_later(self, tokens, places, answer, what):
-        """Broken if other tokens from one of the places on change an earlier answer. places: [(offset, its kind)]."""
-        base = answer(tokens)
-        for at, kind in places:
-            changed = np.append(tokens[:at], self.draw.integers(0, self.saved["vocab_size"], len(tokens) - at))
-            changed[at] = self.bos if tokens[at] != self.bos else (self.bos + 1) % self.saved["vocab_size"]
+        """Broken if other tokens from one of the places, {their kind: offsets}, on change an earlier answer; else how
+        many there are."""
+        base, words = answer(tokens), self.saved["vocab_size"]
+        probes = [(at, kind) for kind, offsets in places.items() for at in np.unique(offsets).tolist()
+                  if 0 < at < len(tokens)]
+        for at, kind in probes:
+            changed = np.append(tokens[:at], self.draw.integers(0, words, len(tokens) - at))
+            changed[at] = self.bos if tokens[at] != self.bos else (self.bos + 1) % words
             difference = float((answer(changed)[:at] - base[:at]).abs().max())
-            if not difference <= LOGIT_TOLERANCE[self.dtype]:
-                raise Broken(f"other tokens from {at} on ({kind}) change an earlier {what} by {difference:.2g}")
+            demand(difference <= LOGIT_TOLERANCE[self.dtype],
+                   f"other tokens from {at} on ({kind}) change an earlier {what} by {difference:.2g}")
+        return len(probes)
 
 
-def examine(source, model_path, val_paths, stated, only=RULES):
-    """{rule: (verdict, reason)} of a saved model and the source of its log.
-
-    stated: what the log says: loss, val_tokens, state_hash, initial_hash, config, changes, on_gpu. Broken if the source
-    cannot load it."""
-    saved = read_model(model_path)
-    shards = [open_shard(path) for path in val_paths]
-    stream = np.concatenate([tokens for tokens, _, _ in shards])
-    if (saved["vocab_size"], saved["bos_id"]) != tuple(shards[0][1:]):
-        raise Broken(f"its vocabulary and BOS are {saved['vocab_size']}, {saved['bos_id']}, those of the shards "
-                     f"{shards[0][1:]}")
-    asked = Examination(source, model_path, saved, stream, stated)
-    checks = asked.check_saved, asked.check_initial, asked.check_loss, asked.check_order, asked.check_causality
-    with asked.witness:
-        return {rule: judged(check) for rule, check in zip(RULES, checks) if rule in only}
+def source_of(e):
+    return (e.run.source or "").removesuffix("\n")
 
 
 def seconds_needed(e):
@@ -383,22 +346,24 @@ def seconds_needed(e):
     config, tokens, calls = e.get("start.config", dict), e.get("end.val_tokens", int), max(1, len(e.run.validations))
     longest = config["val_len"]
     asked = tokens + (SCORED_AGAIN + 1 + FAR_PROBES) * longest + 5 * PROBES * min(PROBE_TOKENS, longest)
-    validation = e.get("end.seconds_outside_clock.validation", (int, float)) * e.get("start.ranks", int)
+    validation = e.get("end.seconds_outside_clock.validation", NUMBER) * e.get("start.ranks", int)
     return 3 * STARTING_S + asked / tokens * validation / calls
 
 
-def check_model(e, model_path, shards, folder):
+def check_model(e, model_path, folder, only=RULES):
     """{rule: (verdict, reason)} for the run e, whose model this is. folder: of the shards; None: where the log says."""
     def all_rules():
         where = folder or os.path.dirname(ROOT / e.get("start.config.val_files", str))
-        stated = {"loss": e.get("end.final_val_loss", (int, float)), "val_tokens": e.get("end.val_tokens", int),
-                  "state_hash": e.digest("end.validation_hash.after"), "config": e.get("start.config", dict),
-                  "changes": e.run.start.get("changes"), "on_gpu": bool(e.get("start.hardware", dict).get("gpus")),
-                  "initial_hash": e.digest("end.state_hash.before_warmup")}
-        paths = find_shards({"val": shards["val"]}, where)["val"]
-        return examine((e.run.source or "").removesuffix("\n"), model_path, paths, stated)
+        shards = [open_shard(path) for path in find_shards({"val": shards_of(e)["val"]}, where)["val"]]
+        saved = read_model(model_path)
+        demand((saved["vocab_size"], saved["bos_id"]) == shards[0][1], "its vocabulary and BOS are "
+               f"{saved['vocab_size']}, {saved['bos_id']}, those of the shards {tuple(shards[0][1])}")
+        with witness_of(source_of(e), model_path) as witness:
+            asked = Examination(e, model_path, saved, np.concatenate([tokens for tokens, _ in shards]), witness)
+            checks = asked.check_saved, asked.check_initial, asked.check_loss, asked.check_order, asked.check_causality
+            return {rule: judged(check) for rule, check in zip(RULES, checks) if rule in only}
     verdict, found = judged(all_rules)
-    if isinstance(found, dict):
+    if verdict == PASS:
         return found
     rest = dict.fromkeys(RULES, (UNKNOWN, "the model could not be evaluated (above is why)"))
     return {**rest, SAVED: (verdict, found)}

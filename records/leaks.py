@@ -5,6 +5,7 @@ it is kept, and raises Broken or NotCheckable.
 """
 
 import hashlib
+import json
 import os
 import re
 import sys
@@ -18,12 +19,12 @@ import stats
 ROOT = Path(__file__).resolve().parent.parent
 PASS, FAIL, UNKNOWN = "pass", "fail", "not checkable"
 SHOWN = 3  # findings of one rule that are spelled out
-HEADER_BYTES, MAGIC = 1024, 20240520
 # Validation text in training is sought by what so many tokens in a row hash to, in so many places at most
 FINGERPRINT, MOST_PRINTS, LEAST_PRINTS = 32, 1 << 20, 8
-CHUNK = 1 << 22
+CHUNK, FURTHEST = 1 << 22, 1 << 40  # tokens of a shard that are read at a time, and that it may have
 SHARED, UNBROKEN = 0.8, 0.5  # of a document's prints: with tokens changed; in a row, as where it was cut
 COINCIDENCES = 1000  # in so many documents one may be: the web holds some pages twice
+NUMBER = (int, float)
 SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -59,20 +60,37 @@ def ran_out(error):
     return isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "allocate memory" in str(error)
 
 
+def is_number(x):
+    return isinstance(x, NUMBER) and not isinstance(x, bool) and abs(x) < 1e15  # nan and inf are not
+
+
 def several(findings):
     more = f"; and {len(findings) - SHOWN} more" if len(findings) > SHOWN else ""
     return "; ".join(findings[:SHOWN]) + more
 
 
+def trainer():
+    """This checkout's train_gpt.py. torch takes seconds to import, and most rules need none of it."""
+    sys.path.append(str(ROOT))
+    import train_gpt
+    return train_gpt
+
+
 def open_shard(path):
-    """(uint16 [tokens], not yet read; vocabulary, BOS) of a shard. Broken if it is none."""
-    header = np.fromfile(path, dtype="<i4", count=HEADER_BYTES // 4)
-    size = os.path.getsize(path)
-    if len(header) < HEADER_BYTES // 4 or header[0] != MAGIC or size != HEADER_BYTES + 2 * int(header[2]) or \
-            size == HEADER_BYTES:
-        raise Broken(f"{logs.printable(path)} is no shard of tokens")
-    encoding = header[3:5].tolist() if header[3] else (50257, 50256)  # as train_gpt.py reads it: GPT-2's, unless stated
-    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES), *encoding
+    """(uint16 [tokens], not yet read; their Encoding) of a shard."""
+    shard = trainer().read_header(Path(path))
+    return np.memmap(path, dtype="<u2", mode="r", offset=4 * trainer().HEADER_INTS), shard.encoding
+
+
+def shards_of(e):
+    """{split: its shards}, each with what the log of the run e must state of it."""
+    lists = {split: e.get(f"start.shards.{split}", list) for split in ("train", "val")}
+    for split, shards in lists.items():
+        for shard in shards or [None]:
+            stated = isinstance(shard, dict) and SHA256.fullmatch(str(shard.get("sha256"))) and \
+                isinstance(shard.get("name"), str) and is_number(shard.get("tokens"))
+            demand(stated, f"a {split} shard is stated without name, tokens and SHA-256: {json.dumps(shard)[:80]}")
+    return lists
 
 
 def find_shard(shard, folder):
@@ -87,10 +105,10 @@ def find_shard(shard, folder):
     except (OSError, ValueError) as error:  # a name may be none that a file can have
         raise NotCheckable(f"{logs.printable(path)}: {getattr(error, 'strerror', None) or error}; name the folder of "
                            "the shards with --data") from None
-    if digest.hexdigest() != shard["sha256"]:
-        raise Broken(f"{path} has SHA-256 {digest.hexdigest()[:8]}..., the log states {shard['sha256'][:8]}...")
-    if open_shard(path)[0].size != shard["tokens"]:
-        raise Broken(f"{path} holds {open_shard(path)[0].size:,} tokens, the log states {shard['tokens']:,}")
+    demand(digest.hexdigest() == shard["sha256"],
+           f"{path} has SHA-256 {digest.hexdigest()[:8]}..., the log states {shard['sha256'][:8]}...")
+    held = len(open_shard(path)[0])
+    demand(held == shard["tokens"], f"{path} holds {held:,} tokens, the log states {shard['tokens']:,}")
     return path
 
 
@@ -99,45 +117,51 @@ def find_shards(shards, folder):
     return {split: [find_shard(shard, folder) for shard in of_split] for split, of_split in shards.items()}
 
 
-def check_leaks(shards, val_tokens, folder):
-    """Is a scored document in training, whole, in part, or with tokens changed? Reads the shards piece by piece."""
-    paths = find_shards(shards, folder)
+def check_leaks(e, folder):
+    """Is a scored document in training, whole, in part, or with tokens changed?"""
+    val_tokens, paths = e.get("end.val_tokens", int), find_shards(shards_of(e), folder)
     val = [open_shard(path) for path in paths["val"]]
-    tokens = np.concatenate([tokens for tokens, _, _ in val])[:val_tokens + 1]
-    opens = tokens == val[0][2]
+    tokens = np.concatenate([tokens for tokens, _ in val])[:val_tokens + 1]
+    opens, prints = tokens == val[0][1].bos_id, fingerprints(tokens)
     document = np.cumsum(opens) - 1
-    last = document[FINGERPRINT - 1:]
-    hashes, first = fingerprints(tokens), document[:len(last)]
-    within = (first == last) & (first >= 0) & ~opens[:len(last)]
-    limit = np.uint64(2 ** 64 // max(1, -(-int(within.sum()) // MOST_PRINTS)) - 1)  # the same part of every text
-    asked = np.flatnonzero(within & (hashes <= limit))
-    values, which = np.unique(hashes[asked], return_inverse=True)
-    count = np.bincount(first[asked], minlength=int(opens.sum()))
-    place = np.full(len(values), -1)  # of the first occurrence: shard and position in one number
-    for i, path in enumerate(paths["train"] if len(values) else ()):
-        shard, _, _ = open_shard(path)
+    first, last = document[:len(prints)], document[FINGERPRINT - 1:]
+    asked = np.flatnonzero((first == last) & (first >= 0) & ~opens[:len(prints)])
+    limit = np.uint64(2 ** 64 // max(1, -(-len(asked) // MOST_PRINTS)) - 1)  # the same part of every text
+    asked = asked[prints[asked] <= limit]
+    values, which = np.unique(prints[asked], return_inverse=True)
+    places, owners = first_places(values, limit, paths["train"])[which], first[asked]
+    number, leaked = 0, []
+    for of_document in np.split(np.arange(len(asked)), np.flatnonzero(np.diff(owners)) + 1):
+        if len(of_document) >= LEAST_PRINTS:
+            number += 1
+            found = places[of_document] >= 0
+            gaps = np.flatnonzero(np.concatenate([[True], ~found, [True]]))
+            if found.mean() >= SHARED or np.diff(gaps).max() - 1 >= UNBROKEN * len(found):
+                shard, at = divmod(int(places[of_document][found][0]), FURTHEST)
+                leaked.append(f"{found.mean():.0%} of document {owners[of_document[0]]} is in {paths['train'][shard].name} "
+                              f"from token {at} on")
+    if not leaked:
+        return (f"the shards are those of the log; none of {number} validation documents is in training "
+                f"({opens.sum() - number} short ones were not sought)")
+    text = (f"the shards are those of the log; {len(leaked)} of {number} validation documents are in the training data; "
+            f"{leaked[0]}")
+    demand(len(leaked) <= number // COINCIDENCES, text)
+    return f"{text}: not more than chance may bring"
+
+
+def first_places(values, limit, paths):
+    """Where each of these prints, sorted ones, stands first in these shards: number of the shard * FURTHEST + position;
+    -1: nowhere. limit: none is greater. Reads piece by piece."""
+    place = np.full(len(values), -1)
+    for number, path in enumerate(paths if len(values) else ()):
+        shard, _ = open_shard(path)
         for begin in range(0, len(shard), CHUNK):
             prints = fingerprints(shard[begin:begin + CHUNK + FINGERPRINT - 1])
-            at = np.flatnonzero(prints <= limit)[::-1]
-            near = np.minimum(np.searchsorted(values, prints[at]), len(values) - 1)
-            new = (values[near] == prints[at]) & (place[near] < 0)
-            place[near[new]] = (i << 40) + begin + at[new]
-    owner, found = first[asked], place[which] >= 0
-    row = np.cumsum(~found | (np.diff(owner, prepend=-1) > 0))  # the same for prints found one after another
-    longest = np.zeros(len(count))
-    np.maximum.at(longest, owner, np.bincount(row, weights=found)[row])
-    share = np.bincount(owner, weights=found, minlength=len(count)) / np.maximum(count, 1)
-    sought = count >= LEAST_PRINTS
-    leaked = np.flatnonzero(sought & ((share >= SHARED) | (longest >= UNBROKEN * count)))
-    text, number = "the shards are those of the log; ", int(sought.sum())
-    if len(leaked):
-        there = place[which[found & (owner == leaked[0])][0]]
-        text += (f"{len(leaked)} of {number} validation documents are in the training data; {share[leaked[0]]:.0%} of "
-                 f"document {leaked[0]} is in {paths['train'][there >> 40].name} from token {there & (1 << 40) - 1} on")
-    if len(leaked) > number // COINCIDENCES:
-        raise Broken(text)
-    none = f"none of {number} validation documents is in training ({len(sought) - number} short ones were not sought)"
-    return text + (": not more than chance may bring" if len(leaked) else none)
+            at = np.flatnonzero(prints <= limit)
+            _, known, met = np.intersect1d(values, prints[at], return_indices=True)
+            new = place[known] < 0
+            place[known[new]] = number * FURTHEST + begin + at[met[new]]
+    return place
 
 
 def fingerprints(tokens):
@@ -151,12 +175,11 @@ def fingerprints(tokens):
 
 # What the run read
 
-def check_replay(config, shards, steps, end, folder):
+def check_replay(e, folder):
     """Do the declared shards, packed by this checkout's train_gpt.py, give the digest of tokens that the log states?"""
-    stated = end.get("train_digest") or end.get("train_sha256")
-    paths = find_shards({"train": shards["train"]}, folder)["train"]
-    sys.path.append(str(ROOT))
-    import train_gpt
+    (steps, _), stated, config, end = e.planned(), e.train_digest(), e.get("start.config", dict), e.get("end", dict)
+    paths = find_shards({"train": shards_of(e)["train"]}, folder)["train"]
+    train_gpt = trainer()
     try:
         old = "train_digest" not in end
         config = train_gpt.config_of(in_new_words(config) if old else config)

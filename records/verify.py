@@ -50,7 +50,8 @@ import leaks
 import pages
 import race
 import stats
-from leaks import FAIL, PASS, ROOT, SHA256, UNKNOWN, Broken, NotCheckable, demand, judged, several
+from leaks import (FAIL, NUMBER, PASS, ROOT, SHA256, UNKNOWN, Broken, NotCheckable, demand, is_number, judged, several,
+                   shards_of)
 from stats import CannotJudge
 
 INCOMPLETE, REMARK = "incomplete", "remark"  # of all rules together; of a rule that came after the run
@@ -74,7 +75,6 @@ CLOCKS_S = 2  # times of day are stated in whole seconds
 STALL, NEIGHBOURS = 0.2, 20  # of the median of its neighbours: a busy machine makes steps uneven, but not so short
 TELLING_LINES, ALIKE_LINES, ALIKE = 8, 30, 0.9  # fewer times agree by chance; so many losses, and their correlation
 KNOWS_NOTHING = 0.005  # nats below ln(vocabulary) that rounding may bring to an untrained model
-NUMBER = (int, float)
 
 # Variables: the compiler's; the launcher's, the allocator's, places of caches and how much is said are not meant. What
 # changes Python or a library is meant, but for what is known to change neither
@@ -147,6 +147,9 @@ class Evidence:
             raise Broken(f"the log's {where} is {found[:20]!r}, no SHA-256")
         return found
 
+    def train_digest(self):
+        return self.digest("end.train_digest" if "train_digest" in (self.run.end or {}) else "end.train_sha256")
+
     def must_state(self, by, *pairs, name=""):
         """Broken unless at each where of (where, wanted) the log says what is wanted, by whom it is."""
         for where, wanted in pairs:
@@ -168,10 +171,6 @@ class Evidence:
             words = re.fullmatch(r"([^:]*):(\d{1,14}):(\d{1,14}):([^:]*)", self.get("start.config.race", str))
             values = [words[1], int(words[2]), int(words[3]), words[4]] if words else [config["race"]]
         return dict(zip(("race_id", "run", "declared_n", "side"), values)) if values[0] else None
-
-
-def is_number(x):
-    return isinstance(x, NUMBER) and not isinstance(x, bool) and abs(x) < 1e15  # nan and inf are not
 
 
 def moment(text):
@@ -240,17 +239,6 @@ def check_beginning(e):
     return f"in one piece from its seed; its loss before the first step is {first[0]:.4f}, that of no knowledge{more}"
 
 
-def shards_of(e):
-    """{split: its shards}, each with what the log must state of it."""
-    lists = {split: e.get(f"start.shards.{split}", list) for split in ("train", "val")}
-    for split, shards in lists.items():
-        for shard in shards or [None]:
-            if not isinstance(shard, dict) or not SHA256.fullmatch(str(shard.get("sha256"))) or \
-                    not isinstance(shard.get("name"), str) or not is_number(shard.get("tokens")):
-                raise Broken(f"a {split} shard is stated without name, tokens and SHA-256: {json.dumps(shard)[:80]}")
-    return lists
-
-
 def check_shards(e):
     lists = shards_of(e)
     for key in ("sha256", "name"):
@@ -258,7 +246,7 @@ def check_shards(e):
         demand(not both, f"{', '.join(sorted(both))[:80]} is both training and validation data")
     epochs = e.get("start.config", dict).get("epochs", 1)
     demand(epochs == 1, f"its training shards are read {epochs} times (--epochs), and a record reads each once")
-    e.digest("end.train_digest" if "train_digest" in (e.run.end or {}) else "end.train_sha256")
+    e.train_digest()
     return f"{len(lists['train'])} training, {len(lists['val'])} validation shards, each with its SHA-256, none in both"
 
 
@@ -461,10 +449,10 @@ def check_outside(e):
     return f"of {wall:.1f} s: training {trained:.1f}, {shown}, under no name {unnamed:.4f}{remark}"
 
 
-def check_same(e, before, after, what):
-    one, other = e.digest(before), e.digest(after)
-    demand(one == other, f"{what} changes the state: its hash is {one[:8]}... before and {other[:8]}... after")
-    return f"state hash {one[:8]}... before and after"
+def check_same(e, where, what_follows, what):
+    before, after = (e.digest(f"{where}.{when}{what_follows}") for when in ("before", "after"))
+    demand(before == after, f"{what} changes the state: its hash is {before[:8]}... before and {after[:8]}... after")
+    return f"state hash {before[:8]}... before and after"
 
 
 def check_compiles(e):
@@ -473,17 +461,15 @@ def check_compiles(e):
     return "nothing was compiled after the warm-up"
 
 
-def of_all(rule, found, wanted):
-    """One Finding from (name, verdict, reason) of each run that was examined; wanted: how many should have been."""
+def of_all(found, wanted):
+    """One reason from (name, verdict, reason) of each run that was examined; wanted: how many should have been."""
     broken = [f"{name}: {reason}" for name, verdict, reason in found if verdict == FAIL]
     unknown = [reason for _, verdict, reason in found if verdict == UNKNOWN]
     some = f"{len(found)} of {wanted} runs examined; " if len(found) < wanted else ""
-    if broken:
-        return Finding(rule, FAIL, some + several(broken))
-    if unknown:
-        return Finding(rule, UNKNOWN, f"{some}{len(unknown)} of {len(found)} runs: {unknown[0]}")
-    shown = found[0][2] if wanted == 1 else f"{len(found)} of {wanted} runs; the first: {found[0][2]}"
-    return Finding(rule, UNKNOWN if some else PASS, some + "none fails" if some else shown)
+    demand(not broken, some + several(broken))
+    if unknown or some:
+        raise NotCheckable(some + (f"{len(unknown)} of {len(found)} runs: {unknown[0]}" if unknown else "none fails"))
+    return found[0][2] if wanted == 1 else f"{wanted} of {wanted} runs; the first: {found[0][2]}"
 
 
 # Rules for all runs together
@@ -693,7 +679,11 @@ def claim(runs, others, target):
     return stats.judge(sides, options)
 
 
-def check_loss(runs, others, target):
+def check_loss(runs, others, given):
+    """The target is not for the log to choose where the data is FineWeb's."""
+    stated = {e.get("start.target_val_loss", NUMBER) for e in runs if given is None and e.ours and not is_fineweb(e)}
+    demand(len(stated) < 2, f"the logs state {len(stated)} targets: {', '.join(map(str, sorted(stated)))}")
+    target = float(stated.pop()) if stated else stats.DEFAULT_TARGET if given is None else given
     try:
         report = claim(runs, others, target)
     except stats.Undecided:
@@ -707,28 +697,19 @@ def check_loss(runs, others, target):
 
 
 def check_faster(runs, others, target):
+    seconds = [[(e.run.train_time_ms or 0) / 1000 for e in side] for side in (runs, others)]
     try:
         found = claim(runs, others, target)["comparison"]
         tested, holds = found["paired_log"] if found["decides"] == "paired_log" else found, found["significant"]
     except stats.Undecided:
         raise
     except CannotJudge:  # the declared test has no figure, or something else that other rules name
-        seconds = [[(e.run.train_time_ms or 0) / 1000 for e in side] for side in (runs, others)]
         tested = found = stats.compare_times(*seconds, 0.01)
         holds = found["p"] < 0.01
-    means = " s against ".join(f"{np.mean([e.run.train_time_ms for e in side]) / 1000:.3f}" for side in (runs, others))
+    means = " s against ".join(f"{np.mean(of_side):.3f}" for of_side in seconds)
     text = f"{means} s: {stats.show_ratio(found)}, p = {tested['p']:.4g} by the {tested['test']}"
     demand(holds, f"{text}: not below 0.01")
     return text
-
-
-def choose_target(runs, given):
-    """The target of a rule, which is not for the log to choose where the data is FineWeb's."""
-    if given is not None:
-        return given
-    stated = {e.get("start.target_val_loss", NUMBER) for e in runs if e.ours and not is_fineweb(e)}
-    demand(len(stated) < 2, f"the logs state {len(stated)} targets: {', '.join(map(str, sorted(stated)))}")
-    return float(stated.pop()) if stated else stats.DEFAULT_TARGET
 
 
 def check_hardware(runs, others):
@@ -795,18 +776,8 @@ def check_spans(runs, others):
 
 # Together
 
-def read_manifests(folders):
-    """{race id: what race.py wrote down in one of these folders}. CannotJudge if it cannot be read."""
-    races = {}
-    for manifest in filter(None, map(stats.manifest_in, sorted({os.path.realpath(folder) for folder in folders}))):
-        same = races.setdefault(manifest.race["id"], manifest)
-        if (same.race, same.attempts) != (manifest.race, manifest.attempts):
-            raise CannotJudge(f"{manifest.path} and {same.path} tell of one race, and differ; keep the true one")
-    return races
-
-
 class Set(NamedTuple):
-    """Evidence of each run, what logs.read found, and {race id: manifest} of the folders."""
+    """Evidence of each run of some folders, what logs.read found there, and {race id: manifest} of the folders."""
     runs: list = []
     found: logs.Logs | None = None
     races: dict = {}
@@ -814,17 +785,21 @@ class Set(NamedTuple):
 
 def read_runs(paths):
     """The Set of these logs and folders. CannotJudge if there is no run, or a file cannot be read."""
-    found = logs.read(paths)
+    found, races = logs.read(paths), {}
     unreadable = [item for item in found.rejected if item.kind == logs.UNREADABLE]
     if unreadable or not found.runs:
         reasons = several([f"{item.path}: {item.reason}" for item in unreadable or found.rejected])
         raise CannotJudge(f"no run to judge ({reasons or 'nothing was found'}); name a folder of logs, or logs")
     folders = [path for path in paths if os.path.isdir(path)] + [os.path.dirname(run.path) or "." for run in found.runs]
-    return Set(list(map(Evidence, found.runs)), found, read_manifests(folders))
+    for manifest in filter(None, map(stats.manifest_in, sorted({os.path.realpath(folder) for folder in folders}))):
+        same = races.setdefault(manifest.race["id"], manifest)
+        if (same.race, same.attempts) != (manifest.race, manifest.attempts):
+            raise CannotJudge(f"{manifest.path} and {same.path} tell of one race, and differ; keep the true one")
+    return Set(list(map(Evidence, found.runs)), found, races)
 
 
-def check_models(paths, runs, folder):
-    """Findings on saved models. CannotJudge if one is none of these runs'."""
+def find_models(paths, runs):
+    """{run_id: (its Evidence, the file of its model)}. CannotJudge if a file is no model of these runs."""
     files = [file for path in map(Path, paths) for file in (sorted(path.glob("*.pt")) if path.is_dir() else [path])]
     if not files:
         raise CannotJudge(f"{logs.printable(paths[0])}: holds no .pt; name models that --save_model true left")
@@ -837,25 +812,19 @@ def check_models(paths, runs, folder):
                               "--save_model true") from None
         if run_id not in by_id:
             raise CannotJudge(f"{path} is of run {run_id}, whose log is not given; name that log too")
-        verdict, shards = judged(shards_of, by_id[run_id])
-        if verdict != PASS:
-            raise CannotJudge(f"{path}: its log does not say what it was validated on ({shards})")
-        models[run_id] = (path, shards)
-    known, seconds = judged(lambda: sum(examine.seconds_needed(by_id[run_id]) for run_id in models))
-    about = ("the logs do not tell how long that takes" if known != PASS else
-             f"some {max(1, round(seconds / 60))} min, if a token takes as long as in the logs' validations")
-    print(f"verify.py: {len(models)} models are examined, which runs the source in their logs: {about}",
-          file=sys.stderr)
-    found = {by_id[run_id].name: examine.check_model(by_id[run_id], *model, folder) for run_id, model in models.items()}
-    return [of_all(rule, [(name, *rules[rule]) for name, rules in found.items()], len(runs)) for rule in examine.RULES]
+        models[run_id] = by_id[run_id], path
+    return models
 
 
-class Record(NamedTuple):
-    """What options name: two Sets, of the record and of --vs, and the runs of the two sides."""
+@dataclass
+class Case:
+    """What is judged: the Sets of the record and of --vs, the runs of the two sides, and models of runs."""
+    options: argparse.Namespace
     whole: Set
     apart: Set
     runs: list
     others: list
+    models: dict
 
     @property
     def theirs(self):
@@ -864,66 +833,76 @@ class Record(NamedTuple):
         return theirs.removesuffix("\n") if theirs and theirs != self.runs[0].run.source else None
 
 
-def read_record(options):
-    """The Record that options name. CannotJudge if there is none."""
+def read_case(options):
+    """The Case that options name. CannotJudge if there is none."""
     whole, apart = read_runs(options.record), read_runs(options.vs) if options.vs else Set()
-    sides = sorted({e.race.side for e in whole.runs if e.race} - {""})
-    if options.vs or len(sides) < 2:
-        return Record(whole, apart, whole.runs, apart.runs)
-    runs = [e for e in whole.runs if e.race and e.race.side == options.side]
-    if not runs:
-        raise CannotJudge(f"--side {options.side}: the race has the sides {', '.join(sides)}; name one of them")
-    return Record(whole, apart, runs, [e for e in whole.runs if e not in runs])
+    runs, others = whole.runs, apart.runs
+    sides = sorted({e.race.side for e in runs if e.race} - {""})
+    if not options.vs and len(sides) > 1:
+        runs = [e for e in whole.runs if e.race and e.race.side == options.side]
+        others = [e for e in whole.runs if e not in runs]
+        if not runs:
+            raise CannotJudge(f"--side {options.side}: the race has the sides {', '.join(sides)}; name one of them")
+    models = find_models(options.rerun, whole.runs) if options.rerun else {}
+    return Case(options, whole, apart, runs, others, models)
 
 
-def verify(options, record=None):
+def verify(options, case=None):
     """All Findings, in the order of the table. CannotJudge if the input allows none."""
-    whole, apart, runs, others = record = record or read_record(options)
-    everyone, timed = whole.runs, whole.runs + apart.runs  # what is compared by its time must have an honest one
+    case = case or read_case(options)
+    runs, others, data, findings = case.runs, case.others, options.data, []
+    everyone, timed = case.whole.runs, case.whole.runs + case.apart.runs  # what is compared by its time: an honest one
     distinct = [*shards_read(everyone).values(), *[e for e in everyone if not e.ours][:1]]
-    no_data = "" if options.data else "name the shards' folder with --data"
+    no_data = "" if data else "name the shards' folder with --data"
     no_others = "" if others else "name the logs of the other side with --vs, or race both sides"
 
     def each(rule, of, check, lacks=""):
-        found = [] if lacks else [(e.name, *judged(check, e)) for e in of]
-        return Finding(rule, UNKNOWN, lacks) if lacks else of_all(rule, found, len(of))
+        together(rule, lambda: of_all([(e.name, *judged(check, e)) for e in of], len(of)), lacks=lacks)
 
     def together(rule, check, *arguments, lacks=""):
-        return Finding(rule, *((UNKNOWN, lacks) if lacks else judged(check, *arguments)))
+        verdict, reason = (UNKNOWN, lacks) if lacks else judged(check, *arguments)
+        findings.append(of_its_day(Finding(rule, verdict, reason), everyone))
 
-    findings = [
-        each("the log is unaltered", timed, check_log),
-        each("one run from its seed", timed, check_beginning),
-        each("data stated with digests", everyone, check_shards),
-        each("exactly the stated validation tokens", everyone, check_val_tokens),
-        each(SWITCHES, everyone, lambda e: check_source(e, record.theirs)),
-        each("nothing in the environment changes the run", timed, check_environment),
-        each("the clock is honest", timed, check_clock),
-        each("the race's clock saw each step take as long", timed, check_stamps),
-        each("all time outside the clock is named", timed, check_outside),
-        together("the wall clock agrees with the race's", check_wall, timed, {**whole.races, **apart.races}),
-        each("warm-up does not train", everyone, lambda e: check_same(
-            e, "end.state_hash.before_warmup", "end.state_hash.after_warmup", "the warm-up")),
-        each("nothing is compiled on the clock", everyone, check_compiles),
-        each("validation does not train", everyone, lambda e: check_same(
-            e, "end.validation_hash.before", "end.validation_hash.after", "validation")),
-        together(ACCOUNTS, check_accounts, *whole),
-        together("no run is a copy of another", check_copies, timed),
-        together(LOSS, lambda: check_loss(runs, others, choose_target(runs, options.target))),
-        *([together("every run of the other side is accounted for", check_accounts, *apart)] if apart.runs else []),
-        together("the same hardware on both sides", check_hardware, runs, others, lacks=no_others),
-        together("the sides ran in turn", check_interleaved, runs, others, lacks=no_others),
-        together("no more time off the clock than the other side", check_spans, runs, others, lacks=no_others),
-        together(FASTER, check_faster, runs, others, options.target, lacks=no_others),
-        each("no validation document in training", distinct, lambda e: leaks.check_leaks(
-            shards_of(e), e.get("end.val_tokens", int), options.data), no_data),
-        each("trained on the declared shards", everyone, lambda e: leaks.check_replay(
-            e.get("start.config", dict), shards_of(e), e.planned()[0], e.get("end", dict), options.data), no_data),
-    ]
-    return [of_its_day(finding, everyone) for finding in findings] + (
-        check_models(options.rerun, everyone, options.data) if options.rerun else
-        [Finding(rule, UNKNOWN, f"0 of {len(everyone)} runs examined: name a model of each with --rerun")
-         for rule in examine.RULES])
+    each("the log is unaltered", timed, check_log)
+    each("one run from its seed", timed, check_beginning)
+    each("data stated with digests", everyone, check_shards)
+    each("exactly the stated validation tokens", everyone, check_val_tokens)
+    each(SWITCHES, everyone, lambda e: check_source(e, case.theirs))
+    each("nothing in the environment changes the run", timed, check_environment)
+    each("the clock is honest", timed, check_clock)
+    each("the race's clock saw each step take as long", timed, check_stamps)
+    each("all time outside the clock is named", timed, check_outside)
+    together("the wall clock agrees with the race's", check_wall, timed, {**case.whole.races, **case.apart.races})
+    each("warm-up does not train", everyone, lambda e: check_same(e, "end.state_hash", "_warmup", "the warm-up"))
+    each("nothing is compiled on the clock", everyone, check_compiles)
+    each("validation does not train", everyone, lambda e: check_same(e, "end.validation_hash", "", "validation"))
+    together(ACCOUNTS, check_accounts, *case.whole)
+    together("no run is a copy of another", check_copies, timed)
+    together(LOSS, check_loss, runs, others, options.target)
+    if case.apart.runs:
+        together("every run of the other side is accounted for", check_accounts, *case.apart)
+    together("the same hardware on both sides", check_hardware, runs, others, lacks=no_others)
+    together("the sides ran in turn", check_interleaved, runs, others, lacks=no_others)
+    together("no more time off the clock than the other side", check_spans, runs, others, lacks=no_others)
+    together(FASTER, check_faster, runs, others, options.target, lacks=no_others)
+    each("no validation document in training", distinct, lambda e: leaks.check_leaks(e, data), no_data)
+    each("trained on the declared shards", everyone, lambda e: leaks.check_replay(e, data), no_data)
+    found = examine_all(case)
+    for rule in examine.RULES:
+        together(rule, of_all, [(name, *rules[rule]) for name, rules in found], len(everyone), lacks="" if found else
+                 f"0 of {len(everyone)} runs examined: name a model of each with --rerun")
+    return findings
+
+
+def examine_all(case):
+    """[(name, {rule: (verdict, reason)})] of the runs whose models are given."""
+    if case.models:
+        known, seconds = judged(lambda: sum(examine.seconds_needed(e) for e, _ in case.models.values()))
+        about = (f"some {max(1, round(seconds / 60))} min, if a token takes as long as in the logs' validations"
+                 if known == PASS else "the logs do not tell how long that takes")
+        print(f"verify.py: {len(case.models)} models are examined, which runs the source in their logs: {about}",
+              file=sys.stderr)
+    return [(e.name, examine.check_model(e, path, case.options.data)) for e, path in case.models.values()]
 
 
 def of_its_day(finding, runs):
@@ -935,14 +914,14 @@ def of_its_day(finding, runs):
     return finding
 
 
-def unseen(runs, races):
+def unseen(case):
     """What no rule can find, and who could."""
-    e = next((e for e in runs if e.ours), None)
+    e = next((e for e in case.runs if e.ours), None)
     if e is None:
         return "A log without a description shows little; what it does not say, only its author's machine can."
-    found = races.get(e.race.race_id) if e.race else None
-    side = found.race["sides"].get(e.race.side) if found else None
-    flags = side["flags"] if side else ["--preset", str(e.run.start.get("preset"))]
+    declared = case.whole.races[e.race.race_id].race["sides"] if e.race and e.race.race_id in case.whole.races else {}
+    flags = declared[e.race.side]["flags"] if e.race and e.race.side in declared else \
+        ["--preset", str(e.run.start.get("preset"))]
     again = shlex.join(["torchrun", f"--nproc_per_node={e.run.start.get('ranks')}", race.SCRIPT, *flags, "--seed",
                         str(e.run.start.get("seed"))])
     return ("No log shows a forgery in which losses, times, source and hashes are all made up to fit. These would: "
@@ -951,19 +930,23 @@ def unseen(runs, races):
             "these.")
 
 
-def sum_up(findings, bare, examined):
-    """What the page shows: the verdict in a line, and findings by what became of them; what fails comes last."""
+def sum_up(findings, case):
+    """What is shown: the verdict in a line and in a word, and findings by what became of them; what fails comes last."""
     of = {verdict: [f for f in findings if f.rule not in CLAIMS and f.verdict == verdict] for verdict in VERDICTS}
-    claims, unseen = [f for f in findings if f.rule in CLAIMS], defaultdict(list)
+    counts, last = Counter(f.verdict for f in findings), defaultdict(list)
+    bare = not counts[FAIL] and any(not e.ours for e in case.runs)
     for f in of[UNKNOWN]:
-        unseen[f.reason].append(f.rule)
-    verdict = ("FAIL: rules are broken" if of[FAIL] else "NO PASS: the logs describe nothing" if bare else
-               "CLAIM NOT SHOWN, no rule is broken" if any(f.verdict == FAIL for f in claims) else
-               "NO RULE IS BROKEN, but not all could be seen" if of[UNKNOWN] else "PASS")
-    return {"said": logs.printable(f"{verdict}. {len(of[PASS])} rules hold, {len(of[FAIL])} are broken, "
-                                   f"{len(of[UNKNOWN])} cannot be seen; models of {examined} examined"),
-            "of": of, "claims": claims, "unseen": [f"{reason}: {'; '.join(rules)}" for reason, rules in unseen.items()],
-            "broken": [f"{f.rule}: {f.reason}" for f in of[FAIL]],
+        last[f.reason].append(f.rule)
+    said = ("FAIL: rules are broken" if of[FAIL] else "NO PASS: the logs describe nothing" if bare else
+            "CLAIM NOT SHOWN, no rule is broken" if counts[FAIL] else
+            "NO RULE IS BROKEN, but not all could be seen" if of[UNKNOWN] else "PASS")
+    return {"said": f"{said}. {len(of[PASS])} rules hold, {len(of[FAIL])} are broken, {len(of[UNKNOWN])} cannot be seen; "
+                    f"models of {len(case.models)} of {len(case.whole.runs)} runs examined",
+            "verdict": FAIL if counts[FAIL] else INCOMPLETE if counts[UNKNOWN] else PASS, "counts": dict(counts),
+            "status": 1 if counts[FAIL] else 2 if bare else 0, "of": of,
+            "claims": [f for f in findings if f.rule in CLAIMS],
+            "unseen": [f"{reason}: {'; '.join(rules)}" for reason, rules in last.items()],
+            "broken": [f"{f.rule}: {f.reason}" for f in of[FAIL]], "last": unseen(case),
             "findings": sorted(findings, key=lambda f: VERDICTS.index(f.verdict))}
 
 
@@ -986,29 +969,24 @@ def parse(arguments):
 def main(arguments=None):
     options = parse(arguments)
     try:
-        record = read_record(options)
-        findings, runs, last = verify(options, record), record.runs, unseen(record.runs, record.whole.races)
+        case = read_case(options)
+        findings = verify(options, case)
     except CannotJudge as reason:
         if options.json:
             print(json.dumps({"verdict": "cannot be judged", "reason": str(reason)}))
         print(f"verify.py: error: {logs.printable(str(reason))}", file=sys.stderr)
         return 2
-    counts = Counter(finding.verdict for finding in findings)
-    bare = not counts[FAIL] and any(not e.ours for e in runs)
-    (loss,) = (f.reason for f in findings if f.rule == examine.LOSS)
-    some = re.match(r"\d+ of \d+ runs", loss)
-    page = sum_up(findings, bare, some[0] if some else f"{len(runs)} of {len(runs)} runs")
+    page = sum_up(findings, case)
     if options.json:
-        verdict = FAIL if counts[FAIL] else INCOMPLETE if counts[UNKNOWN] else PASS
-        print(json.dumps({"verdict": verdict, "counts": dict(counts), "said": page["said"], "unseen": last,
-                          "rules": [finding._asdict() for finding in findings]}, indent=1))
+        print(json.dumps({"verdict": page["verdict"], "counts": page["counts"], "said": page["said"],
+                          "unseen": page["last"], "rules": [finding._asdict() for finding in findings]}, indent=1))
     else:
-        parent = record.theirs or (ROOT / race.SCRIPT).read_text(encoding="utf-8")
-        diff = difference(parent, (runs[0].run.source or "").removesuffix("\n")) if options.diff else []
-        print(pages.show("verify.txt.jinja", **page, diff=diff, last=last))
-    if bare:
+        parent = case.theirs or (ROOT / race.SCRIPT).read_text(encoding="utf-8")
+        diff = difference(parent, examine.source_of(case.runs[0])) if options.diff else []
+        print(pages.show("verify.txt.jinja", **page, diff=diff))
+    if page["status"] == 2:
         print(f"verify.py: {page['said']}", file=sys.stderr)
-    return 1 if counts[FAIL] else 2 if bare else 0
+    return page["status"]
 
 
 if __name__ == "__main__":

@@ -798,11 +798,11 @@ def test_how_the_source_differs_is_told(race, judge, capsys):
 class Forked:
     """The process of a Witness without the seconds in which it imports torch."""
 
-    def __init__(self, witness, *arguments):
+    def __init__(self, folder, *arguments):
         self.pid = os.fork()
         if not self.pid:
             try:
-                os.chdir(witness.folder.name)
+                os.chdir(folder)
                 examine.serve(*arguments)
             finally:
                 os._exit(0)
@@ -816,28 +816,28 @@ class Forked:
 
 @pytest.fixture
 def forked(monkeypatch):
-    monkeypatch.setattr(examine.Witness, "start", lambda *arguments: Forked(*arguments))
+    monkeypatch.setattr(examine, "start", Forked)
 
 
 @pytest.fixture
-def rerun(honest, data, forked):
-    return examined(honest, data)
+def rerun(honest, data, forked, tmp_path):
+    return examined(honest, data, tmp_path)
 
 
 @pytest.fixture
-def rerun_apart(honest, data):
+def rerun_apart(honest, data, tmp_path):
     """By a Witness as it is."""
-    return examined(honest, data)
+    return examined(honest, data, tmp_path)
 
 
-def examined(honest, data):
+def examined(honest, data, folder):
     """rerun(*edits, only=rules) -> {rule: (verdict, reason)} for the honest run's model and a source with these edits."""
     def rerun(*edits, only=examine.RULES, log=honest, model=None, **changed):
-        end, start = Log(log).end, Log(log).start
-        stated = {"loss": end["final_val_loss"], "val_tokens": end["val_tokens"], "config": start["config"],
-                  "state_hash": end["validation_hash"]["after"], "initial_hash": end["state_hash"]["before_warmup"]}
-        return examine.examine(planted(*edits), model or log.with_suffix(".pt"), [data / "toy_val_000000.bin"],
-                               {**stated, **changed}, only)
+        stated = Log(log).set("source", planted(*edits) + "\n")
+        for where, value in changed.items():
+            stated.set(where.replace("__", "."), value)
+        (e,) = verify.read_runs([stated.write(folder / "examined.txt")]).runs
+        return examine.check_model(e, model or log.with_suffix(".pt"), data, only)
     return rerun
 
 
@@ -918,7 +918,7 @@ def test_a_model_in_bfloat16_passes(train, rerun):
 
 def test_a_loss_that_is_not_the_models_is_caught(rerun, honest):
     loss = Log(honest).end["final_val_loss"] * 0.9999
-    rules = rerun(loss=loss, only=[examine.SAVED, examine.LOSS])
+    rules = rerun(end__final_val_loss=loss, only=[examine.SAVED, examine.LOSS])
     assert [rule for rule, (verdict, _) in rules.items() if verdict == "fail"] == [examine.LOSS]
 
 
@@ -951,16 +951,16 @@ def test_training_in_validation_is_caught(train, judge, rerun):
 def test_a_source_that_cannot_load_the_model_fails(honest, data, tmp_path, forked):
     log = Log(honest)
     log.source = "import torch\n"
-    runs, *_ = verify.read_runs([log.write(tmp_path / "l.txt")])
-    finding, *others = verify.check_models([honest.with_suffix(".pt")], runs, data)
-    assert finding.verdict == "fail" and "load_model" in finding.reason
-    assert {other.verdict for other in others} == {"not checkable"}
+    (e,) = verify.read_runs([log.write(tmp_path / "l.txt")]).runs
+    (verdict, reason), *others = examine.check_model(e, honest.with_suffix(".pt"), data).values()
+    assert verdict == "fail" and "load_model" in reason
+    assert {verdict for verdict, _ in others} == {"not checkable"}
 
 
 def test_a_source_that_gives_no_answer_is_not_waited_for(rerun, monkeypatch):
     monkeypatch.setattr(examine, "PATIENCE_S", 1)
-    with pytest.raises(leaks.Broken, match="gives no answer"):
-        rerun(("ROOT = Path(", "time.sleep(60)\nROOT = Path("))
+    verdict, reason = rerun(("ROOT = Path(", "time.sleep(60)\nROOT = Path("))[examine.SAVED]
+    assert verdict == "fail" and "gives no answer" in reason
 
 
 def test_a_model_of_no_log_here_is_no_input(race, judge, honest):
@@ -1137,8 +1137,8 @@ def test_cheat_8_a_source_that_patches_its_judge(rerun_apart):
              "torch.Tensor.logsumexp = lambda x, *a, **k: x.gather(1, x.argmax(1)[:, None])[:, 0]\n"
              "builtins.abs = lambda x: 0\n"
              "print('{\"rows\": 1}', flush=True)\n")
-    rules = rerun_apart(("ROOT = Path(", patch + "ROOT = Path("), loss=3.0, state_hash="0" * 64,
-                  only=[examine.SAVED, examine.LOSS])
+    rules = rerun_apart(("ROOT = Path(", patch + "ROOT = Path("), end__final_val_loss=3.0,
+                        end__validation_hash={"after": "0" * 64}, only=[examine.SAVED, examine.LOSS])
     assert [verdict for verdict, _ in rules.values()] == ["fail", "fail"]
 
 
@@ -1316,7 +1316,7 @@ def test_the_first_record_is_judged_by_its_own_words(judge):
         STAMPS, NO_LEAK, REPLAY, *examine.RULES]
 
 
-def test_the_tokens_of_an_older_log_are_packed_anew(data):
+def test_the_tokens_of_an_older_log_are_packed_anew(honest, data, tmp_path):
     flags = {"seed": 3, "long_documents": "split", "shuffle": True, "num_steps": 4}
     new = train_gpt.Config(**flags, stages="until long_window; 1 3", micro_batch_tokens=48, micro_batches=2, max_document_tokens=40)
     shards = sorted(data.glob("toy_train_*.bin"))
@@ -1327,7 +1327,11 @@ def test_the_tokens_of_an_older_log_are_packed_anew(data):
     described = [{"name": path.name, "tokens": 6000, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()} for path in shards]
     old = {**flags, "micro_tokens": 48, "batch_tokens": 96, "max_len": 40, "windows": "3 7"}
     for config, verdict in ((old, "pass"), ({**old, "seed": 4}, "fail"), ({"seed": 4}, "not checkable")):
-        assert leaks.judged(leaks.check_replay, config, {"train": described}, 4, {"train_sha256": stated}, data)[0] == verdict
+        log = Log(honest).set("start.config", config).set("start.planned.steps", 4).set("end.train_sha256", stated)
+        log.start["shards"]["train"] = described
+        del log.end["train_digest"]
+        (e,) = verify.read_runs([log.write(tmp_path / "l.txt")]).runs
+        assert leaks.judged(leaks.check_replay, e, data)[0] == verdict
 
 
 @pytest.mark.parametrize("where, to, what", [
