@@ -169,7 +169,8 @@ def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
     assert all("SPEED = 200" in Path(run.path).read_text() for run in runs if run.start["race"]["side"] == "b")
     assert "a - b: -0.1000 s" in capsys.readouterr().out
     verdicts = {finding.rule: finding.verdict for finding in verify.verify(verify.parse([str(folder)]))}
-    assert verdicts["every run is accounted for"] == verdicts["faster than the other side, p < 0.01"] == "pass"
+    assert verdicts["every run is accounted for"] == "pass"
+    assert verdicts["faster than the other side, p < 0.01"] == "not checkable"  # all pairs differ by as much
 
 
 @pytest.fixture

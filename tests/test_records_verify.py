@@ -368,14 +368,6 @@ def test_a_clock_that_is_slow_for_some_steps_is_caught(race, judge):
     fails_only(judge(race(change=skip)), "the clock is honest", "step 7; step 8")
 
 
-def test_longer_spans_than_training_are_remarked(race, judge):
-    def change(log, run, side):
-        log.end["seconds_outside_clock"]["validation"] += 50
-        log.end["wall_seconds"] += 50
-    status, rules = judge(race(change=change))
-    assert status == 0 and re.search(r"LONGER THAN TRAINING: (\w+, )*validation", rules[SPANS][1])  # perhaps others too
-
-
 def test_a_clock_that_falls_or_outruns_the_wall_is_caught(race, judge, tmp_path):
     status, rules = judge(race(change=lambda log, run, side: shift_clock(log, lambda step, ms: 100 * (step % 9))))
     assert status == 1 and "falls" in rules["the clock is honest"][1]
@@ -395,7 +387,6 @@ def test_a_script_with_a_slow_clock_is_caught(train, judge):
 @pytest.mark.parametrize("more, words", [
     ([0, 0, 100, 0], ["3a.txt", "the race that started it measured"]),
     ([0, 0, 0, 19], ["4a.txt", "the race that started it measured"]),  # a short run hides no half of itself
-    ([-4, 0, 0, 12.5], ["the race measured 1.0 s more than", "1a.txt", "17.5 s more"]),
 ])
 def test_a_wall_clock_that_lies_is_caught_by_the_race(race, judge, more, words):
     folder = race()
