@@ -251,15 +251,15 @@ class Examination:
 
     def check_initial(self):
         """This checkout's script is asked first: one that brings its weights along would vouch for them."""
-        wanted, ours = self.e.digest("end.state_hash.before_warmup"), (ROOT / "train_gpt.py").read_text(encoding="utf-8")
-        seed, seen = self.config["seed"], None
+        ours, seed = (ROOT / "train_gpt.py").read_text(encoding="utf-8"), self.config["seed"]
+        wanted, seen = self.e.digest("end.state_hash.before_warmup"), None
         if ours != self.source:
             with contextlib.suppress(Broken), witness_of(ours, self.model_path) as other:  # it may not take this config
                 seen = other.beginning(self.stated)["hash"]
         text = f"the initial state hash {wanted[:8]}... is that of seed {seed}"
         if seen != wanted:
-            self.compare(f"seed {seed} gives the initial state hash", self.witness.beginning(self.stated)["hash"], wanted,
-                         ": it began with other weights")
+            seen = self.witness.beginning(self.stated)["hash"]
+            self.compare(f"seed {seed} gives the initial state hash", seen, wanted, ": it began with other weights")
             if ours != self.source:
                 raise NotCheckable(f"{text} by the log's own source alone, and not by this checkout's train_gpt.py: "
                                    "see where they differ (--diff)")
@@ -320,7 +320,7 @@ class Examination:
             targets, places = self.stream[1:whole + 1], self.draw.integers(1, whole, FAR_PROBES)
             asked += self.change_later(self.stream[:whole], {f"in a sequence of {whole:,}": places},
                                        lambda later: self.surprises(self.witness, later, targets), "token's loss")
-        return (f"other tokens from {asked} places on (random, edges of blocks, document joins) leave all earlier logits")
+        return f"other tokens from {asked} places on (random, edges of blocks, document joins) leave all earlier logits"
 
     def change_later(self, tokens, places, answer, what):
         """Broken if other tokens from one of the places, {their kind: offsets}, on change an earlier answer; else how

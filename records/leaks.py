@@ -138,15 +138,12 @@ def check_leaks(e, folder):
             gaps = np.flatnonzero(np.concatenate([[True], ~found, [True]]))
             if found.mean() >= SHARED or np.diff(gaps).max() - 1 >= UNBROKEN * len(found):
                 shard, at = divmod(int(places[of_document][found][0]), FURTHEST)
-                leaked.append(f"{found.mean():.0%} of document {owners[of_document[0]]} is in {paths['train'][shard].name} "
-                              f"from token {at} on")
-    if not leaked:
-        return (f"the shards are those of the log; none of {number} validation documents is in training "
-                f"({opens.sum() - number} short ones were not sought)")
-    text = (f"the shards are those of the log; {len(leaked)} of {number} validation documents are in the training data; "
-            f"{leaked[0]}")
-    demand(len(leaked) <= number // COINCIDENCES, text)
-    return f"{text}: not more than chance may bring"
+                leaked.append(f"{found.mean():.0%} of document {owners[of_document[0]]} is in "
+                              f"{paths['train'][shard].name} from token {at} on")
+    text = (f"the shards are those of the log; {len(leaked) or 'none'} of {number} validation documents "
+            f"{'are' if leaked else 'is'} in training ({opens.sum() - number} short ones were not sought)")
+    demand(len(leaked) <= number // COINCIDENCES, f"{text}; {several(leaked)}")
+    return f"{text}; not more than chance may bring: {leaked[0]}" if leaked else text
 
 
 def first_places(values, limit, paths):

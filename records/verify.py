@@ -385,8 +385,8 @@ def check_paces(steps):
     paces = np.diff(ms) / np.maximum(np.diff(number), 1)
     around = scipy.ndimage.median_filter(paces, NEIGHBOURS, mode="nearest")
     stalls = np.flatnonzero(paces + 1 < STALL * around)  # lines are in whole ms
-    demand(not len(stalls), f"a step takes {around[stalls].max(initial=0):.0f} ms, and the clock all but stands still at "
-           f"{several([f'step {number[i + 1]:.0f}' for i in stalls])}")
+    demand(not len(stalls), f"a step takes {around[stalls].max(initial=0):.0f} ms, and the clock all but stands still "
+           f"at {several([f'step {number[i + 1]:.0f}' for i in stalls])}")
 
 
 def check_stamps(e):
@@ -468,40 +468,38 @@ def check_accounts(runs, found, races):
     for e in runs:
         members[e.race and e.race[:2]].append(e)
     for which, of_side in members.items():
+        declared = races[which[0]].race if which and which[0] in races else {}
         side = stats.Side(f"side {which[1]}" if which and which[1] else "the set", [e.run for e in of_side],
-                          found.rejected, races[which[0]].race if which and which[0] in races else {})
+                          found.rejected, declared)
         try:
             stats.check_none_diverged(side)
             stats.check_all_there(side)
             stats.check_one_experiment(side, mixed=False)
-        except stats.Mixed as reason:
-            demand(which is None and not any(e.ours for e in of_side), str(reason))
-            unknown.append(f"which runs are the record no log says ({reason})")
         except CannotJudge as reason:
-            raise Broken(str(reason)) from None
+            public = which is None and not any(e.ours for e in of_side)
+            demand(public and isinstance(reason, stats.Mixed), str(reason))
+            unknown.append(f"which runs are the record no log says ({reason})")
         if which is None:
             unknown.append("no number of runs was declared: some may be left out")
-        else:
-            remarks.append(f"{side.name}: {len(of_side)} runs, as declared")
+        elif not declared:
+            unknown.append(f"there is no {race.MANIFEST} of race {which[0]}: what else was started cannot be seen")
+        remarks += [f"{side.name}: {len(of_side)} runs, as declared"] * (which is not None)
     demand(len(shards_read(runs)) < 2, "the runs did not all read the same data")
     remarks += [f"{logs.printable(os.path.basename(item.path))}: {item.reason}" for item in found.rejected
                 if item.kind in (logs.INCOMPLETE, logs.NOT_FINITE)]
-    # another project's log says nothing of itself
-    here = {str((item.start or {}).get("run_id", Path(item.path).stem)): item
-            for item in [*found.rejected, *(e.run for e in runs)]}
     started = {run_id for one in races.values() for run_id in one.attempts}
     strangers = {str(e.run.start.get("run_id")) for e in runs if e.ours} - started
     demand(not (races and strangers), f"not started by this race, by its {race.MANIFEST}: {several(sorted(strangers))}")
-    for race_id in dict.fromkeys(which[0] for which in members if which):
-        if race_id in races:
-            of_race = [e for e in runs if e.race and e.race.race_id == race_id]
-            said, doubts = check_attempts(races[race_id], of_race, here)
-            check_declared(races[race_id], of_race)
-            remarks, unknown = remarks + said, unknown + doubts
-        else:
-            unknown.append(f"there is no {race.MANIFEST} of race {race_id}: what else was started cannot be seen")
+    # another project's log says nothing of itself
+    here = {str((item.start or {}).get("run_id", Path(item.path).stem)): item
+            for item in [*found.rejected, *(e.run for e in runs)]}
+    for race_id, manifest in races.items():
+        of_race = [e for e in runs if e.race and e.race.race_id == race_id]
+        if of_race:
+            check_attempts(manifest, of_race, here, remarks, unknown)
+            check_declared(manifest, of_race)
     if unknown:
-        raise NotCheckable("; ".join([*unknown, *remarks]))
+        raise NotCheckable("; ".join([*dict.fromkeys(unknown), *remarks]))
     return "; ".join(remarks)
 
 
@@ -510,11 +508,11 @@ def shards_read(runs):
     return {json.dumps(e.run.start.get("shards"), sort_keys=True): e for e in runs if e.ours}
 
 
-def check_attempts(manifest, runs, here):
+def check_attempts(manifest, runs, here, remarks, unknown):
     """Each start is written before the process and each end after it: was a run stopped, left out, or hidden in a gap?
 
-    here: {run_id: what logs.py read}. Returns (remarks, what cannot be known)."""
-    declared, remarks, unknown, tried, done, begun, before = manifest.race, [], [], [], set(), set(), None
+    here: {run_id: what logs.py read}. Adds to remarks, and to what is unknown."""
+    declared, tried, done, begun, before = manifest.race, [], set(), set(), None
     demand(declared["order"] == [f"{run}{side}" for run, side in race.order(declared["n"], declared["sides"])],
            f"the order in {race.MANIFEST} is not that of {declared['n']} runs a side")
     for event in manifest.events:
@@ -545,14 +543,13 @@ def check_attempts(manifest, runs, here):
             demand(status != "interrupted", f"{text}: who may stop slow runs chooses the figures; race anew")
             unknown.append(text)
         if not log:
-            if is_number(seconds) and seconds > usual / 2:
-                raise Broken(f"{run_id}: {status} after {seconds:.0f} s, and there is no log of it")
+            demand(not (is_number(seconds) and seconds > usual / 2),
+                   f"{run_id}: {status} after {seconds} s, and there is no log of it")
             demand(not attempt.get("logged"), f"{what}, was started ({status}), and its log is not here")
             if status not in ("failed", "interrupted"):  # nobody saw how it ended
                 unknown.append(f"{what}, was started and left no log: how it ended cannot be seen")
     demand(tried == declared["order"][:len(tried)],
            f"by {race.MANIFEST} the runs were not started in the order it declares")
-    return remarks, unknown
 
 
 def check_declared(manifest, runs):
@@ -683,24 +680,22 @@ def check_faster(runs, others, target):
 
 
 def check_hardware(runs, others):
-    described = {}
     for side in runs, others:  # its flags and source decide what is loaded
         stated = {digest: e.name for e in side if (digest := e.get("start.versions", dict).get("libraries"))}
         demand(len(stated) < 2, f"{' and '.join([*stated.values()][:2])} had loaded other shared libraries")
+    first = None
     for e in runs + others:
         versions = {name: version for name, version in e.get("start.versions", dict).items() if name != "libraries"}
         switches = {name: value for name, value in e.get("start.environment", dict).items()
                     if not re.match("TORCHELASTIC_|.*_CACHE_DIR$", name)}  # which name run and checkout
-        facts = {"ranks": e.get("start.ranks", int), **e.get("start.hardware", dict), **versions,
-                 **switches, "hosts": [{key: host.get(key) for key in ("ranks", "hardware", "versions")}
-                                       for host in e.run.start.get("hosts") or () if isinstance(host, dict)]}
-        described.setdefault(json.dumps(facts, sort_keys=True), (e, facts))
-    (one, facts), *more = described.values()
-    for other, theirs in more:
-        differ = [f"{key}: {facts.get(key)} and {theirs.get(key)}" for key in sorted(facts.keys() | theirs.keys())
-                  if facts.get(key) != theirs.get(key)]
-        raise Broken(f"{one.name} and {other.name} differ in {'; '.join(differ)[:200]}")
-    return f"{facts.get('device')}, and the same ids, driver, versions and switches (clock rates are not logged)"
+        facts = {"ranks": e.get("start.ranks", int), **e.get("start.hardware", dict), **versions, **switches,
+                 "hosts": [{key: host.get(key) for key in ("ranks", "hardware", "versions")}
+                           for host in e.run.start.get("hosts") or () if isinstance(host, dict)]}
+        one, wanted = first = first or (e.name, facts)
+        differ = [f"{key}: {wanted.get(key)} and {facts.get(key)}" for key in sorted({*wanted, *facts})
+                  if wanted.get(key) != facts.get(key)]
+        demand(not differ, f"{one} and {e.name} differ in {'; '.join(differ)[:200]}")
+    return f"{wanted.get('device')}, and the same ids, driver, versions and switches (clock rates are not logged)"
 
 
 def check_interleaved(runs, others):
@@ -722,25 +717,24 @@ def check_interleaved(runs, others):
 
 def check_spans(runs, others):
     """Is time that the record has off its clock on the other's? Validation counts by the call, hashing by its size."""
-    def per_call(e):
-        spans, calls = e.get("end.seconds_outside_clock", dict), max(1, len(e.run.validations))
-        sizes = {"validation": calls, "hashing": e.get("start.parameters", int) / 1e6}
-        return {name: seconds / sizes.get(name, 1) for name, seconds in spans.items()
-                if name not in SETTING_UP and is_number(seconds)}, calls
-    sides, shown = [[per_call(e) for e in side] for side in (runs, others)], []
-    if min(map(len, sides)) < 2:
+    sides, calls, shown = [], [], []
+    for side in runs, others:
+        calls.append([max(1, len(e.run.validations)) for e in side])
+        sizes = {"validation": calls[-1], "hashing": [e.get("start.parameters", int) / 1e6 for e in side]}
+        spans = [e.get("end.seconds_outside_clock", dict) for e in side]
+        spans = [{name: seconds for name, seconds in one.items() if is_number(seconds)} for one in spans]
+        sides.append({name: np.array([one.get(name, 0.0) for one in spans]) / sizes.get(name, 1)
+                      for name in {name for one in spans for name in one} - {*SETTING_UP}})
+    if min(map(len, calls)) < 2:
         raise NotCheckable("fewer than two runs on a side")
-    for name in sorted({name for side in sides for spans, _ in side for name in spans}):
-        mine, theirs = (np.array([spans.get(name, 0.0) for spans, _ in side]) for side in sides)
-        text = f"{name} {mine.mean():.3f} s against {theirs.mean():.3f} s"
-        if name == "validation":
-            counts = [round(np.mean([calls for _, calls in side]), 1) for side in sides]
-            text += f" a call ({counts[0]} and {counts[1]} calls)"
-        text += " a million parameters" * (name == "hashing")
+    for name in sorted({*sides[0], *sides[1]}):
+        mine, theirs = (side.get(name, np.zeros(len(of_side))) for side, of_side in zip(sides, calls))
+        per = {"validation": f" a call ({np.mean(calls[0]):.1f} and {np.mean(calls[1]):.1f} calls)",
+               "hashing": " a million parameters"}.get(name, "")
+        shown.append(f"{name} {mine.mean():.3f} s against {theirs.mean():.3f} s{per}")
         certain = np.ptp(mine) == np.ptp(theirs) == 0 or stats.welch_t_less(theirs, mine).pvalue < 0.01
         demand(mine.mean() <= 1.1 * theirs.mean() + UNNAMED_S or not certain,
-               f"off its clock the record's side spends more: {text}; what else is done there?")
-        shown.append(text)
+               f"off its clock the record's side spends more: {shown[-1]}; what else is done there?")
     return ", ".join(shown)
 
 
@@ -899,7 +893,7 @@ def unseen(case):
 
 
 def sum_up(findings, case):
-    """What is shown: the verdict in a line and in a word, and findings by what became of them; what fails comes last."""
+    """What is shown: the verdict, in a line and in a word, and findings by what became of them; failures come last."""
     of = {verdict: [f for f in findings if f.rule not in CLAIMS and f.verdict == verdict] for verdict in VERDICTS}
     counts, last = Counter(f.verdict for f in findings), defaultdict(list)
     bare = not counts[FAIL] and any(not e.ours for e in case.runs)
@@ -908,8 +902,8 @@ def sum_up(findings, case):
     said = ("FAIL: rules are broken" if of[FAIL] else "NO PASS: the logs describe nothing" if bare else
             "CLAIM NOT SHOWN, no rule is broken" if counts[FAIL] else
             "NO RULE IS BROKEN, but not all could be seen" if of[UNKNOWN] else "PASS")
-    return {"said": f"{said}. {len(of[PASS])} rules hold, {len(of[FAIL])} are broken, {len(of[UNKNOWN])} cannot be seen; "
-                    f"models of {len(case.models)} of {len(case.whole.runs)} runs examined",
+    return {"said": f"{said}. {len(of[PASS])} rules hold, {len(of[FAIL])} are broken, {len(of[UNKNOWN])} cannot be "
+                    f"seen; models of {len(case.models)} of {len(case.whole.runs)} runs examined",
             "verdict": FAIL if counts[FAIL] else INCOMPLETE if counts[UNKNOWN] else PASS, "counts": dict(counts),
             "status": 1 if counts[FAIL] else 2 if bare else 0, "of": of,
             "claims": [f for f in findings if f.rule in CLAIMS],
