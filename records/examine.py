@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from leaks import (NUMBER, PASS, ROOT, UNKNOWN, Broken, NotCheckable, demand, find_shards, judged, open_shard, ran_out,
-                   several, shards_of, trainer)
+                   several, trainer)
 
 SAVED, INITIAL, LOSS, ORDER, CAUSAL = RULES = (
     "the saved model is the log's", "initial weights come from the seed", "independent validation loss",
@@ -354,7 +354,7 @@ def check_model(e, model_path, folder, only=RULES):
     """{rule: (verdict, reason)} for the run e, whose model this is. folder: of the shards; None: where the log says."""
     def all_rules():
         where = folder or os.path.dirname(ROOT / e.get("start.config.val_files", str))
-        shards = [open_shard(path) for path in find_shards({"val": shards_of(e)["val"]}, where)["val"]]
+        shards = [open_shard(path) for path in find_shards(e, "val", where)]
         saved = read_model(model_path)
         demand((saved["vocab_size"], saved["bos_id"]) == shards[0][1], "its vocabulary and BOS are "
                f"{saved['vocab_size']}, {saved['bos_id']}, those of the shards {tuple(shards[0][1])}")

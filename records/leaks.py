@@ -112,16 +112,14 @@ def find_shard(shard, folder):
     return path
 
 
-def find_shards(shards, folder):
-    """{split: files} of the shards that a log states, as {split: list of them}."""
-    return {split: [find_shard(shard, folder) for shard in of_split] for split, of_split in shards.items()}
+def find_shards(e, split, folder):
+    return [find_shard(shard, folder) for shard in shards_of(e)[split]]
 
 
 def check_leaks(e, folder):
     """Is a scored document in training, whole, in part, or with tokens changed?"""
-    val_tokens, paths = e.get("end.val_tokens", int), find_shards(shards_of(e), folder)
-    val = [open_shard(path) for path in paths["val"]]
-    tokens = np.concatenate([tokens for tokens, _ in val])[:val_tokens + 1]
+    paths, val = find_shards(e, "train", folder), [open_shard(path) for path in find_shards(e, "val", folder)]
+    tokens = np.concatenate([tokens for tokens, _ in val])[:e.get("end.val_tokens", int) + 1]
     opens, prints = tokens == val[0][1].bos_id, fingerprints(tokens)
     document = np.cumsum(opens) - 1
     first, last = document[:len(prints)], document[FINGERPRINT - 1:]
@@ -129,7 +127,7 @@ def check_leaks(e, folder):
     limit = np.uint64(2 ** 64 // max(1, -(-len(asked) // MOST_PRINTS)) - 1)  # the same part of every text
     asked = asked[prints[asked] <= limit]
     values, which = np.unique(prints[asked], return_inverse=True)
-    places, owners = first_places(values, limit, paths["train"])[which], first[asked]
+    places, owners = first_places(values, limit, paths)[which], first[asked]
     number, leaked = 0, []
     for of_document in np.split(np.arange(len(asked)), np.flatnonzero(np.diff(owners)) + 1):
         if len(of_document) >= LEAST_PRINTS:
@@ -139,7 +137,7 @@ def check_leaks(e, folder):
             if found.mean() >= SHARED or np.diff(gaps).max() - 1 >= UNBROKEN * len(found):
                 shard, at = divmod(int(places[of_document][found][0]), FURTHEST)
                 leaked.append(f"{found.mean():.0%} of document {owners[of_document[0]]} is in "
-                              f"{paths['train'][shard].name} from token {at} on")
+                              f"{paths[shard].name} from token {at} on")
     text = (f"the shards are those of the log; {len(leaked) or 'none'} of {number} validation documents "
             f"{'are' if leaked else 'is'} in training ({opens.sum() - number} short ones were not sought)")
     demand(len(leaked) <= number // COINCIDENCES, f"{text}; {several(leaked)}")
@@ -175,8 +173,7 @@ def fingerprints(tokens):
 def check_replay(e, folder):
     """Do the declared shards, packed by this checkout's train_gpt.py, give the digest of tokens that the log states?"""
     (steps, _), stated, config, end = e.planned(), e.train_digest(), e.get("start.config", dict), e.get("end", dict)
-    paths = find_shards({"train": shards_of(e)["train"]}, folder)["train"]
-    train_gpt = trainer()
+    paths, train_gpt = find_shards(e, "train", folder), trainer()
     try:
         old = "train_digest" not in end
         config = train_gpt.config_of(in_new_words(config) if old else config)

@@ -357,13 +357,11 @@ def check_clock(e):
     if len(timed) < 2:
         raise NotCheckable("fewer than two lines with train_time in ms")
     warm = (0,) if e.ours else (0, 1, 10)  # steps that the community's scripts leave out of their average
-    wrong = [[line for line in timed if line.average is not None and
+    wrong = [[f"at step {line.step} train_time is {line.time_ms:.0f} ms, by its step_avg of {line.average} ms "
+              f"{line.step * line.average:.0f} ms" for line in timed if line.average is not None and
               abs(line.time_ms - line.average * max(line.step - without, 1)) > 1 + 0.006 * line.step]
              for without in warm]
-    if all(wrong):
-        line = wrong[0][0]
-        raise Broken(f"at step {line.step} train_time is {line.time_ms:.0f} ms, by its step_avg of {line.average} ms "
-                     f"{line.step * line.average:.0f} ms")
+    demand(not all(wrong), several(wrong[0]))
     steps = [(line.step, line.time_ms) for line in timed if not line.validation]
     if e.ours:
         wanted = next((i for i, (step, _) in enumerate(steps, 1) if step != i), len(steps) + 1)
