@@ -30,6 +30,7 @@ import fcntl
 import functools
 import gzip
 import hashlib
+import io
 import json
 import math
 import os
@@ -45,7 +46,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SEPARATOR, UTF_16 = b"=" * 100, (b"\xff\xfe", b"\xfe\xff")
-BLOCK = 1 << 20  # bytes read at a time; a longer line cannot be a log line
+MOST_MIB = 16  # of a log, unpacked; the longest of the public speedrun has 1.5
 MOST_RUNS, MOST_LINES = 10_000, 100_000  # runs, and validation lines, in one file, and
 MOST_NOTES = 20  # notes on one run: they bound the memory that a hostile file can take
 MOST_SOURCE = 1 << 20  # bytes of a source that is kept; a longer one has a digest only
@@ -56,23 +57,21 @@ DOCUMENTS = {".md", ".markdown", ".rst", ".py", ".ipynb", ".json", ".jsonl", ".c
 # Why something was not used. Every other rejection is a fact about a run; UNREADABLE is one about the input.
 UNREADABLE, NOT_A_LOG, INCOMPLETE, NOT_FINITE = "unreadable", "not a log", "incomplete", "not finite"
 
-_LINE = re.compile(rb"""^(?:step|s):(\d{1,18})(?:/(\d{1,18}))?\ ((?:train_loss:\S+\ )?(?:train_time:(\d{1,18})ms\b)?.*)$
-                     |^((?:step:|step\ +\d+/\d+\ *\||s:\d|\{"run_id"|\{"end"|\{"resumed"
-                     |error:).*)$""", re.X)
+_SEPARATED = re.compile(rb"^%b(?:\n|\Z)" % SEPARATOR, re.M)
+_KNOWN = re.compile(rb'step:|step +\d+/\d+ *\||s:\d|\{"run_id"|\{"end"|\{"resumed"|error:')
+_STEP = re.compile(rb"(?:step|s):(\d{1,18})(?:/(\d{1,18}))? (.*)")
 _SPACED = re.compile(rb"step:? *(\d{1,18})/(\d{1,18}) *[|,](.*)")  # `step  25/1840 | time: 1,530ms | val loss: 4.1`
 _SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in (
     (rb"(?<=\d),(?=\d{3})", b""), (rb"[|,] ", b" "), (rb"\b(train|val)[ _]loss: *", rb"\1_loss:"),
     (rb"\b(?:train_)?time: *", b"train_time:"), (rb"\bstep[ _]avg: *", b"step_avg:"))]
 _NUMBER = re.compile(r"[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|nan|inf(?:inity)?)", re.I)
-_LAST_FIELD = re.compile(rb"[^\s:]+:\S*?(\.\d+)?(ms|s)?$")
 _GPU_ROW = re.compile(rb"^\|\s+(\d+)\s+[^|]*\|\s+[0-9A-Fa-f]{8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.", re.M)
 _MONTHS = "JanFebMarAprMayJunJulAugSepOctNovDec"
 _DAY = re.compile(rb"^[A-Z][a-z]{2} ([A-Z][a-z]{2}) +(\d{1,2}) [\d:]{8} (20\d\d)\b", re.M)  # nvidia-smi's head
 _WORLD_SIZE = re.compile(rb"\bworld_size['\"]?(?: *[=:] *| +)(\d{1,18})(?!\d)")
-_TRAINING = re.compile(rb"(?:trl|train_loss|train_time):")
-_SOME = rb"\d{1,15}(?:\.\d{1,15})?"  # a number that no arithmetic chokes on
-_TIMED = re.compile(rb"(?:^|.* )train_time:(\d{1,15})ms(?: step_avg:(%b|nan)ms)?(?: |$)" % _SOME)
-_TRAIN_LOSS = re.compile(rb"(?:^|.* )train_loss:(%b)(?: |$)" % _SOME)
+_TRAINING, _USUAL = {"trl", "train_loss", "train_time"}, {"val_loss", "tel", "train_time", "step_avg"}
+_DURATION = re.compile(r"(\d+\.?\d*|\.\d+)(ms|s)")
+_SOME = rb"\d{1,15}(?:\.\d{1,15})?"
 # The lines that this project's script writes after the last separator, each kind under a letter
 _OWN_LINE = re.compile(
     rb"""(?P<d>\{"run_id":\ .*\}) | (?P<r>\{"resumed":\ .*\}) | (?P<e>\{"end":\ .*\}) | (?P<x>error:\ .*)
@@ -98,13 +97,46 @@ class Step(NamedTuple):
     validation: bool
 
 
-class _Kept:
-    """What a run and a rejected one share besides their fields."""
+@dataclass(frozen=True)
+class Run:
+    """A run; or one, or a file (index_in_file None), that cannot be used: then reason says why, kind is of those above.
+
+    index_in_file counts from 1; start and end are this project's JSON lines, if any. complete is None where the form
+    states no total. clock_falls holds the steps at which train_time was less than before: once, early, is the
+    community's reset after warm-up. resumed holds what each {"resumed": ...} line says.
+    What a table of runs need not show has no place in the JSON either: lines holds the five numbers of each of steps,
+    source is the text as its digest takes it, shape a letter for each line that this project's script wrote (see
+    _OWN_LINE; o: none of its), odd the first line of none, separators how many the file has, day that of nvidia-smi's
+    table, like 2024-10-18."""
+    path: str
+    index_in_file: int | None = None
+    reason: str = ""
+    kind: str = ""
+    source_sha256: str | None = None
+    stated_steps: int | None = None
+    validations: tuple[Validation, ...] = ()
+    last_step: int | None = None
+    final_loss: float | None = None
+    loss_decimals: int | None = None
+    train_time_ms: float | None = None
+    gpus: int | None = None
+    complete: bool | None = None
+    clock_falls: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+    start: dict | None = None
+    end: dict | None = None
+    resumed: tuple[dict, ...] = field(default=(), repr=False)
+    lines: array = field(default_factory=lambda: array("d"), repr=False, compare=False)
+    source: str | None = field(default=None, repr=False)
+    shape: str = field(default="", repr=False)
+    odd: str | None = field(default=None, repr=False)
+    separators: int = field(default=0, repr=False)
+    day: str | None = field(default=None, repr=False)
 
     @functools.cached_property
     def steps(self):
         """The Step of each line that states a train_time in ms, in their order."""
-        numbers = [None if number != number else number for number in self.lines]
+        numbers = [number if math.isfinite(number) else None for number in self.lines]
         return [Step(int(step), ms, average, loss, bool(val)) for step, ms, average, loss, val in
                 zip(*(numbers[i::5] for i in range(5)))]
 
@@ -118,52 +150,10 @@ class _Kept:
             return "begun from saved parameters (init_from), and not from its seed"
         return None
 
-
-@dataclass(frozen=True)
-class Run(_Kept):
-    """A run that can be used. index_in_file counts from 1; start and end are this project's JSON lines, if any.
-
-    complete is None where the form states no total. clock_falls holds the steps at which train_time was less than
-    before: once, early, is the community's reset after warm-up. resumed holds what each {"resumed": ...} line says.
-    What a table of runs need not show has no place in the JSON either: source is the text as its digest takes it, shape
-    a letter for each line that this project's script wrote (see _OWN_LINE; o: none of its), odd the first line of
-    none, separators how many the file has, day that of nvidia-smi's table, like 2024-10-18."""
-    path: str
-    index_in_file: int
-    source_sha256: str | None
-    stated_steps: int | None
-    validations: tuple[Validation, ...]
-    last_step: int
-    final_loss: float
-    loss_decimals: int
-    train_time_ms: float | None
-    gpus: int | None
-    complete: bool | None
-    clock_falls: tuple[int, ...]
-    notes: tuple[str, ...]
-    start: dict | None
-    end: dict | None
-    resumed: tuple[dict, ...] = field(default=(), repr=False)
-    lines: array = field(default_factory=lambda: array("d"), repr=False, compare=False)
-    source: str | None = field(default=None, repr=False)
-    shape: str = field(default="", repr=False)
-    odd: str | None = field(default=None, repr=False)
-    separators: int = field(default=0, repr=False)
-    day: str | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True)
-class Rejected(_Kept):
-    """A file (index_in_file None) or one run of it that cannot be used; the rest as in Run, where the run has it."""
-    path: str
-    reason: str
-    kind: str
-    index_in_file: int | None = None
-    start: dict | None = None
-    source_sha256: str | None = None
-    validations: tuple[Validation, ...] = ()
-    resumed: tuple[dict, ...] = field(default=(), repr=False)
-    lines: array = field(default_factory=lambda: array("d"), repr=False, compare=False)
+    @property
+    def over(self):
+        """Whether its log says that no further line will come."""
+        return bool(self.end or self.complete or "error:" in self.reason)
 
 
 @dataclass(frozen=True)
@@ -179,7 +169,7 @@ class Duplicate:
 class Logs:
     """All that a reading found, in the order of the paths."""
     runs: list[Run] = field(default_factory=list)
-    rejected: list[Rejected] = field(default_factory=list)
+    rejected: list[Run] = field(default_factory=list)
     duplicates: list[Duplicate] = field(default_factory=list)
 
 
@@ -187,14 +177,14 @@ def read(paths):
     """Reads logs and folders of logs.
 
     Never raises for what stands in or is wrong with a path: see Logs.rejected."""
-    logs, seen_files, seen_contents, sources = Logs(), {}, {}, {}
+    logs, seen_files, seen_contents = Logs(), {}, {}
     for path in _files(paths, logs.rejected):
         identity = os.path.realpath(path)
         if identity in seen_files:
             logs.duplicates.append(Duplicate(path, None, seen_files[identity], "the same file, named twice"))
             continue
         seen_files[identity] = path
-        runs, rejected, digest = read_file(path, sources)
+        runs, rejected, digest = read_file(path)
         if digest in seen_contents:
             logs.duplicates.append(Duplicate(path, None, seen_contents[digest], "byte-identical"))
             continue
@@ -208,36 +198,39 @@ def read(paths):
     return logs
 
 
-def read_file(path, sources=None):
-    """Reads one file -> (runs, rejected, digest of the contents or None where there are none to compare).
+class _Refused(Exception):
+    """(kind, reason): the file is none that is read."""
 
-    sources: {SHA-256: text} of files read before, so that a source that many runs share is kept once."""
-    name = os.path.basename(path).lower().removesuffix(".gz")
-    stem, suffix = os.path.splitext(name)
+
+def read_file(path):
+    """Reads one file -> (runs, rejected, digest of the contents or None where there are none to compare)."""
+    stem, suffix = os.path.splitext(os.path.basename(path).lower().removesuffix(".gz"))
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
-            return _refused(path, UNREADABLE, "not a regular file; name a log file or a folder")
+            raise _Refused(UNREADABLE, "not a regular file; name a log file or a folder")
         if suffix in DOCUMENTS or stem == "readme":
             what = f"a {suffix} file" if suffix in DOCUMENTS else "a README"
-            return _refused(path, NOT_A_LOG, f"{what}; rename it to .txt if it is a run's log")
+            raise _Refused(NOT_A_LOG, f"{what}; rename it to .txt if it is a run's log")
         with open_unpacked(path) as file:
-            return _parse(path, file, {} if sources is None else sources)
-    except _TooMuch:
-        return _refused(path, NOT_A_LOG, f"more than {MOST_RUNS:,} runs or {MOST_LINES:,} validation lines")
+            content = file.read((MOST_MIB << 20) + 1)
+        return *_parse(path, content), hashlib.sha256(content).digest()
+    except _Refused as refused:
+        kind, reason = refused.args
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        return _refused(path, UNREADABLE, f"broken gzip file ({error}); copy it again from where it was made")
+        kind, reason = UNREADABLE, f"broken gzip file ({error}); copy it again from where it was made"
     except OSError as error:
-        return _refused(path, UNREADABLE, f"cannot be read ({error.strerror or error}); check the path and its rights")
+        kind, reason = UNREADABLE, f"cannot be read ({error.strerror or error}); check the path and its rights"
+    return [], [_rejected(path, kind, reason)], None
+
+
+def _rejected(path, kind, reason):
+    return Run(path, reason=f"{kind}: {reason}", kind=kind)
 
 
 def open_unpacked(path):
     """The bytes of a file, unpacked if the first of them say gzip, whatever its name says."""
     file = open(path, "rb")
     return gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
-
-
-def _refused(path, kind, reason):
-    return [], [Rejected(path, f"{kind}: {reason}", kind)], None
 
 
 def _files(paths, rejected):
@@ -252,8 +245,8 @@ def _files(paths, rejected):
         for folder, subfolders, names in os.walk(path, onerror=problems.append, followlinks=True):
             here = os.path.realpath(folder)
             if here in searched:
-                rejected.append(Rejected(folder, "not a log: a folder that is searched under another name, or that "
-                                         "holds the one that was named; leave out the link to it", NOT_A_LOG))
+                rejected.append(_rejected(folder, NOT_A_LOG, "a folder that is searched under another name, or that holds "
+                                          "the one that was named; leave out the link to it"))
                 subfolders.clear()
                 continue
             searched.add(here)
@@ -262,11 +255,9 @@ def _files(paths, rejected):
                 found = True
                 yield os.path.join(folder, name)
         for problem in problems:
-            rejected.append(Rejected(problem.filename, f"unreadable: folder ({problem.strerror}); check its rights",
-                                     UNREADABLE))
+            rejected.append(_rejected(problem.filename, UNREADABLE, f"folder ({problem.strerror}); check its rights"))
         if not found and not problems:
-            rejected.append(Rejected(path, "not a log: a folder without files; name the folder that holds the logs",
-                                     NOT_A_LOG))
+            rejected.append(_rejected(path, NOT_A_LOG, "a folder without files; name the folder that holds the logs"))
 
 
 def without_copies(runs):
@@ -315,33 +306,19 @@ class _OpenRun:
 
     def __init__(self, start=None):
         self.start, self.end = start, None
-        self.stated = b""  # the total as it stands in the lines, compared on each of them; None if they have none
+        self.stated = None  # the total as it stands in the lines
         self.first_step = self.last_step = None
-        self.validations, self.validation_text = [], None
+        self.validations, self.validation_fields = [], {}  # the fields are the last one's
         self.trained_on = False  # training lines followed the last validation
         self.cut = False  # the last line was cut off
         self.clock, self.clock_falls = -math.inf, []
         self.notes, self.error = _Notes(), None
         self.lines, self.resumed = array("d"), []  # five numbers for each Step
 
-    def went_on(self, step, total, time_ms, rest):
-        """Takes a training line that brings no surprise, as all but a few lines are; False if there is one."""
-        if total != self.stated or step < self.last_step or time_ms < self.clock or b"val_loss:" in rest:
-            return False
-        self.last_step, self.clock, self.trained_on = step, time_ms, True
-        self.keep(step, rest, False)
-        return True
-
-    def keep(self, step, rest, validation):
-        timed, loss = _TIMED.match(rest), _TRAIN_LOSS.match(rest) if b"train_loss:" in rest else None
-        if timed and len(self.lines) < 5 * MOST_LINES:
-            self.lines.extend((step, int(timed[1]), float(timed[2] or "nan"), float(loss[1]) if loss else math.nan,
-                               validation))
-
     def resume(self, resumed):
         """Goes back to a checkpoint: what was written of later steps was trained again. False if it states no step."""
         at = resumed.get("from_step") if isinstance(resumed, dict) else None
-        if not isinstance(at, int) or at < 0 or len(self.resumed) >= MOST_LINES:
+        if not isinstance(at, int) or at < 0:
             return False
         self.resumed.append(resumed)
         self.validations = [validation for validation in self.validations if validation.step <= at]
@@ -357,86 +334,57 @@ class _OpenRun:
         return True
 
 
-class _Reader:
-    """Takes a file's lines and keeps what counts: its source, its environment, and the runs after the separator."""
+class _Part:
+    """The runs in a text without separators, and what stands before the first of them."""
 
-    def __init__(self, path, sources):
-        self.path, self.sources, self.separators = path, sources, 0
-        self.source, self.source_hash, self.blank = None, hashlib.sha256(), True
-        self.source_pieces, self.kept, self.source_place = [], 0, 0  # bytes; none when they are too many
-        self.script = False  # the source imports torch: the file is a run's, and no other text with separators
-        self.environment = bytearray()
-        self.quoted = 0  # validation lines between the source and the last separator
-        self.forget_runs()
+    def __init__(self, text):
+        self.runs, self.notes, self.environment, self.validations = [], _Notes(), bytearray(), 0
+        for line in io.BytesIO(text):
+            self.take(line.removesuffix(b"\n"), line.endswith(b"\n"))
 
-    def forget_runs(self):
-        self.run, self.closed, self.validations, self.notes = None, [], 0, _Notes()
-        self.own, self.shape, self.odd, self.total = None, bytearray(), None, None
+    @property
+    def run(self):
+        return self.runs[-1] if self.runs else None
 
-    def take(self, line, terminated):
-        """Takes a line without its line end, which may be the source's or a run's: a separator after it tells."""
-        if line == SEPARATOR:
-            return self.separator()
-        if self.source is None:
-            self.source_text(line + b"\n")
-        match = _LINE.match(line)
-        if not terminated:
-            self.unterminated(line, match)
-        elif match:
-            step, total, rest, plain_ms, other = match.groups()
-            if other is not None:
-                self.other_line(other)
-            elif not (plain_ms and self.run and self.run.went_on(int(step), total, int(plain_ms), rest)):
-                self.step_line(int(step), total, rest)
-        elif self.run is None and len(self.environment) < BLOCK:
+    def note(self, text):
+        (self.run or self).notes.add(text)
+
+    def take(self, line, ended):
+        """Takes a line; one that no line end ended only if nothing can be missing from it."""
+        known = _KNOWN.match(line)
+        step = known and _step(line)
+        if not ended and (known or b"step:".startswith(line) or b"s:".startswith(line)) and not self.is_whole(line, step):
+            if self.run:
+                self.run.cut = True
+            self.note(f"the last line is cut off and dropped: {_show(line)!r}")
+        elif step:
+            self.step_line(*step)
+        elif known:
+            self.other_line(line)
+        elif not self.runs:
             self.environment += line + b"\n"
-        if self.own is None:
-            self.own = line.startswith(b'{"run_id"')
-        if self.own:
-            self.kind(line)
 
-    def source_text(self, text):
-        """Takes a piece of what may turn out to be the source: only a separator after it tells."""
-        self.source_hash.update(text)
-        self.kept += len(text)
-        if self.kept > MOST_SOURCE:
-            self.source_pieces = []
-        else:
-            self.source_pieces.append(text)
-        self.blank = self.blank and not text.strip()
-        self.script = self.script or b"import torch" in text
-
-    def separator(self):
-        if self.source is None and not self.blank:
-            self.source, self.source_place = self.source_hash.hexdigest(), self.separators
-            self.environment.clear()
-        else:
-            self.quoted += self.validations
-        self.separators += 1
-        self.forget_runs()
-
-    def kind(self, line):
-        """Notes which line of this project's script it is; o if none, or one that states another total."""
-        match = _OWN_LINE.fullmatch(line)
-        kind = match.lastgroup if match else "o"
-        if kind == "s":
-            self.total = self.total or match["total"]
-            kind = "s" if match["total"] == self.total else "o"
-        if kind == "o" and self.odd is None:
-            self.odd = f"line {len(self.shape) + 1} after the last separator: {_show(line)!r}"
-        if len(self.shape) < 3 * MOST_LINES:
-            self.shape += kind.encode()
+    def is_whole(self, line, step):
+        """Whether a last line can be taken for whole, by the fields of the run's last validation line."""
+        if not step:
+            return line.startswith(b"{") and line.endswith(b"}")
+        fields, earlier = _fields(step[2]), self.run.validation_fields if self.run else {}
+        if not (fields and earlier.keys() <= fields.keys()):
+            return False
+        if b":" not in step[2].split()[-1]:
+            return True  # a word after the fields
+        return _ending(fields) == _ending(earlier) if earlier else _ending(fields) in ("ms", "s")
 
     def step_line(self, step, total, rest):
-        validation = _validation(step, rest) if b"val_loss:" in rest or b"tel:" in rest else None
-        run = self.run
+        fields, run = _fields(rest), self.run
+        loss_text = _loss_text(fields)
+        validation = loss_text is not None
+        if not fields or validation and _number(loss_text) is None:
+            return self.note(f"not understood, left out: {_show(rest)!r} at step {step}")
         if run and total is None and run.stated:
             total = run.stated  # a diagnostic of its own form
-        if validation is False or b":" not in rest:
-            (run.notes if run else self.notes).add(f"not understood, left out: {_show(rest)!r} at step {step}")
-            return
         repeated = validation and run and run.validations and run.validations[-1].step == step
-        if run is None or (run.last_step is not None and step < run.last_step):
+        if run is None or run.last_step is not None and step < run.last_step:
             run = self.begin_run()
         elif repeated and run.resumed:
             run.validations.pop()  # the checkpoint was made before it
@@ -450,254 +398,203 @@ class _Reader:
             run.notes.add(f"the stated total changed from {_show(run.stated)} to {_show(total)} at step {step}")
             run.stated = total
         run.last_step = step
-        run.keep(step, rest, bool(validation))
-        if validation:
-            run.validations.append(validation)
-            run.validation_text, run.trained_on = rest, False
-            time_ms = validation.time_ms
-            self.validations += 1
-        else:
-            beside = run.validations and step == run.validations[-1].step and not _TRAINING.search(rest)
-            run.trained_on = run.trained_on or not beside  # beside a validation: another metric of the same model
-            time_ms = _train_time(rest)
+        time_ms = _time_ms(fields.get("train_time", ""))
         if time_ms is not None:
-            if time_ms < run.clock and len(run.clock_falls) < MOST_LINES:
+            if time_ms < run.clock:
                 run.clock_falls.append(step)
             run.clock = time_ms
-        if self.validations > MOST_LINES:
-            raise _TooMuch
+            if fields["train_time"].endswith("ms"):
+                numbers = time_ms, _time_ms(fields.get("step_avg", "")), _number(fields.get("train_loss", ""))
+                run.lines.extend((step, *(math.nan if number is None else number for number in numbers), validation))
+        if validation:
+            extras = {name: text if _number(text) is None else _number(text) for name, text in fields.items()
+                      if text and name not in _USUAL}
+            run.validations.append(Validation(step, _number(loss_text), time_ms, extras))
+            run.validation_fields, run.trained_on = fields, False
+            self.validations += 1
+            if self.validations > MOST_LINES:
+                raise _Refused(NOT_A_LOG, f"more than {MOST_LINES:,} validation lines")
+        elif not run.validations or step != run.validations[-1].step or _TRAINING & fields.keys():
+            run.trained_on = True  # any other line beside a validation is another metric of the same model
 
     def other_line(self, line):
-        notes = self.run.notes if self.run else self.notes
-        spaced = _SPACED.match(line)
-        if spaced:
-            step, total, rest = spaced.groups()
-            for pattern, spelling in _SPELLINGS:
-                rest = pattern.sub(spelling, rest)
-            self.step_line(int(step), total, rest)
+        if line.startswith(b"error:"):
+            if self.run:
+                self.run.error = _show(line)
+            else:
+                self.note(_show(line))
         elif line.startswith(b"{"):
             try:
                 content = parse_json(line)
             except ValueError:
-                notes.add(f"a JSON line that cannot be read, left out: {_show(line)!r}")
-                return
+                return self.note(f"a JSON line that cannot be read, left out: {_show(line)!r}")
             if "run_id" in content:
                 self.begin_run(content)
             elif "resumed" in content:
                 if not (self.run and self.run.resume(content["resumed"])):
-                    notes.add(f"says that it was resumed, and not where: {_show(line)!r}")
+                    self.note(f"says that it was resumed, and not where: {_show(line)!r}")
             elif self.run and isinstance(content["end"], dict):
                 self.run.end = content["end"]
-        elif not line.startswith(b"error:"):
-            notes.add(f"not understood, left out: {_show(line)!r}")
-        elif self.run:
-            self.run.error = _show(line)
         else:
-            notes.add(_show(line))
-
-    def unterminated(self, line, match):
-        """Keeps a last line without a line end only if nothing can be missing from it."""
-        if match and match[3] and _is_whole(match[3], self.run.validation_text if self.run else None):
-            self.step_line(int(match[1]), match[2], match[3])
-        elif match and match[5] and match[5].startswith(b"{") and line.endswith(b"}"):
-            self.other_line(line)
-        elif match or line and (b"step:".startswith(line) or b"s:".startswith(line)):
-            if self.run:
-                self.run.cut = True
-            (self.run.notes if self.run else self.notes).add(f"the last line is cut off and dropped: {_show(line)!r}")
+            self.note(f"not understood, left out: {_show(line)!r}")
 
     def begin_run(self, start=None):
-        self.close_run()
-        if len(self.closed) >= MOST_RUNS:
-            raise _TooMuch
-        self.run = _OpenRun(start)
+        if len(self.runs) >= MOST_RUNS:
+            raise _Refused(NOT_A_LOG, f"more than {MOST_RUNS:,} runs")
+        self.runs.append(_OpenRun(start))
         return self.run
 
-    def close_run(self):
-        if self.run:
-            self.closed.append(self.run)
-        self.run = None
 
-    def finish(self):
-        """-> (runs, rejected)"""
-        self.close_run()
-        if not self.closed:
-            where = " after the last separator" if self.source else ""
-            if self.source and self.script:
-                why = ["incomplete: a script and its environment, but no step line: it stopped before its first step"]
-                return [], [Rejected(self.path, "; ".join([*why, *self.notes]), INCOMPLETE, 1, None, self.source)]
-            why = [f"not a log: no line 'step:N/TOTAL val_loss:X' or 's:N tel:X'{where}", *self.notes]
-            return [], [Rejected(self.path, "; ".join(why), NOT_A_LOG)]
-        if self.quoted:
-            self.notes.add(f"{self.quoted} validation lines before the last separator do not count")
-        runs, rejected = [], []
-        text = None
-        if self.source and self.kept <= MOST_SOURCE:
-            text = self.sources.setdefault(self.source, b"".join(self.source_pieces).decode("utf-8", "surrogateescape"))
-        for index, run in enumerate(self.closed, 1):
-            outcome = self.judge(run, index, text)
-            (runs if isinstance(outcome, Run) else rejected).append(outcome)
-        return runs, rejected
-
-    def judge(self, run, index, source):
-        total = int(run.stated) if run.stated else None
-        notes = [*self.notes, *run.notes]
-        last = run.validations[-1] if run.validations else None
-        of_total = "" if total is None else f" of {total}"
-        kind, why = INCOMPLETE, None
-        bad = next((v for v in run.validations if not math.isfinite(v.loss)), None)
-        if bad:
-            kind, why = NOT_FINITE, f"val_loss is {bad.loss} at step {bad.step}{of_total}"
-        elif last is None:
-            reached = f"step {run.last_step}{of_total}" if run.last_step is not None else "no step"
-            why = f"incomplete: no validation line; it reached {reached}"
-        elif total is not None and last.step != total:
-            why = f"incomplete: the last validation is at step {last.step}{of_total}"
-            if run.last_step != last.step:
-                why += f", training lines go on to step {run.last_step}"
-        elif total is None and run.trained_on:
-            why = (f"incomplete: training lines go on to step {run.last_step} after the last validation at step "
-                   f"{last.step}")
-        elif total is None and run.cut:
-            why = f"incomplete: a line that is cut off follows the last validation at step {last.step}"
-        elif total is None and last.step == 0:
-            why = "incomplete: the only validation is at step 0, before any training"
-        if why:
-            details = ([run.error] if run.error else []) + notes
-            return Rejected(self.path, "; ".join([why, *details]), kind, index, run.start, self.source,
-                            tuple(run.validations), tuple(run.resumed), run.lines)
-
-        if total is None:
-            notes.append("this form states no total: whether the run is complete cannot be known")
-        if last.time_ms is None:
-            notes.append("the last validation line states no train_time")
-        if run.clock_falls:
-            notes.append(f"train_time falls back at step {', '.join(map(str, run.clock_falls[:5]))}"
-                         + (f" and {len(run.clock_falls) - 5} more" if len(run.clock_falls) > 5 else ""))
-        first, *later = [validation.step for validation in run.validations]
-        resumed = len(later) > 1 and first == run.first_step > later[0] - first  # it skipped earlier validations
-        if run.first_step > 1 and (index > 1 or resumed):
-            notes.append(f"begins at step {run.first_step}")
-        other_losses = [key for key in last.extras if key.startswith("val") and key.endswith("loss")]
-        if other_losses:
-            notes.append(f"also logs {', '.join(other_losses)}; the loss is val_loss")
-        if run.start and not run.end:
-            notes.append("its end line is missing: the run stopped after the last validation")
-        decimals = len(re.search(rb"(?:^|\s)(?:val_loss|tel):[^\s.]*\.?(\d*)", run.validation_text)[1])
-        final = (run.end or {}).get("final_val_loss")
-        if isinstance(final, (int, float)) and not abs(final - last.loss) <= 0.51 * 10 ** -decimals:
-            notes.append(f"its end line states final_val_loss {final}, its last validation {last.loss}")
-        found = Run(path=self.path, index_in_file=index, source_sha256=self.source, stated_steps=total,
-                    validations=tuple(run.validations), last_step=run.last_step, final_loss=last.loss,
-                    loss_decimals=decimals, train_time_ms=last.time_ms, gpus=self.gpus(run),
-                    complete=None if total is None else True, clock_falls=tuple(run.clock_falls), notes=tuple(notes),
-                    start=run.start, end=run.end, resumed=tuple(run.resumed), lines=run.lines,
-                    source=source if run.start is None or self.source_place == 0 else None,
-                    shape=self.shape.decode(), odd=self.odd, separators=self.separators, day=self.day())
-        remark = found.disqualified and f"{found.disqualified}; it counts for no record"
-        return replace(found, notes=(remark, *found.notes)) if remark else found
-
-    def day(self):
-        if found := _DAY.search(self.environment):
-            month, day, year = map(bytes.decode, found.groups())
-            return f"{year}-{_MONTHS.index(month) // 3 + 1:02}-{int(day):02}" if month in _MONTHS else None
-
-    def gpus(self, run):
-        """GPUs that the run used, as far as the log tells: its ranks, its world_size, or the rows of nvidia-smi."""
-        if run.start and isinstance(run.start.get("ranks"), int):
-            return run.start["ranks"]
-        world = _WORLD_SIZE.search(self.environment)
-        if world:
-            return int(world[1])
-        return len(set(_GPU_ROW.findall(self.environment))) or None
-
-
-class _TooMuch(Exception):
-    """The file holds more runs or validation lines than any log."""
-
-
-def _parse(path, file, sources):
-    head = file.peek(4096)[:4096]
-    for is_so, kind, what in ((not head, NOT_A_LOG, "an empty file"),
-                              (head[:2] in UTF_16, UNREADABLE, "UTF-16 text; convert it to UTF-8"),
-                              (b"\0" in head, NOT_A_LOG, "a binary file")):
+def _parse(path, content):
+    """-> (runs, rejected)"""
+    for is_so, kind, what in ((not content, NOT_A_LOG, "an empty file"),
+                              (content[:2] in UTF_16, UNREADABLE, "UTF-16 text; convert it to UTF-8"),
+                              (b"\0" in content[:4096], NOT_A_LOG, "a binary file"),
+                              (len(content) > MOST_MIB << 20, NOT_A_LOG, f"more than {MOST_MIB} MiB")):
         if is_so:
-            return _refused(path, kind, what)
-    reader, digest, overlong = _Reader(path, sources), hashlib.sha256(), False
-    while piece := file.readline(BLOCK):
-        digest.update(piece)
-        ends = piece.endswith(b"\n")
-        if overlong or not ends and len(piece) == BLOCK:  # no log line: the source may hold it, and nothing else
-            if reader.source is None:
-                reader.source_text(piece)
-            if not overlong:
-                reader.notes.add(f"a line of more than {BLOCK:,} bytes is left out")
-                reader.kind(piece[:80])
-            overlong = not ends
-            continue
-        if b"\r" in piece:
-            piece = piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        *lines, rest = piece.split(b"\n")
-        for line in lines:
-            reader.take(line, True)
-        if rest:
-            reader.take(rest, False)
-    return *reader.finish(), digest.digest()
+            raise _Refused(kind, what)
+    *before, last = _SEPARATED.split(content.replace(b"\r\n", b"\n").replace(b"\r", b"\n"))
+    place = next((i for i, text in enumerate(before) if text.strip()), None)
+    source, between = (None, before) if place is None else (before[place], before[place + 1:])
+    digest = source and hashlib.sha256(source).hexdigest()
+    *quoted, part = map(_Part, (*between, last))
+    if not part.runs and source and b"import torch" in source:
+        why = "incomplete: a script and its environment, but no step line: it stopped before its first step"
+        return [], [Run(path, 1, "; ".join([why, *part.notes]), INCOMPLETE, digest)]
+    if not part.runs:
+        why = f"no line 'step:N/TOTAL val_loss:X' or 's:N tel:X'{' after the last separator' if source else ''}"
+        return [], [_rejected(path, NOT_A_LOG, "; ".join([why, *part.notes]))]
+    if count := sum(one.validations for one in quoted):
+        part.notes.add(f"{count} validation lines before the last separator do not count")
+    environment = b"".join(one.environment for one in (*quoted, part))
+    text = sys.intern(source.decode("utf-8", "surrogateescape")) if source and len(source) <= MOST_SOURCE else None
+    shape, odd = _shape(last)
+    found = [_judge(run, part.notes, path=path, index_in_file=index, source_sha256=digest, gpus=_gpus(run, environment),
+                    source=text if run.start is None or place == 0 else None, shape=shape, odd=odd,
+                    separators=len(before), day=_day(environment)) for index, run in enumerate(part.runs, 1)]
+    return [run for run in found if not run.reason], [run for run in found if run.reason]
+
+
+def _shape(text):
+    """(a letter for each line that this project's script writes after the last separator, o for one that is none or
+    states another total; the first of these); ("", None) if it is not this script's."""
+    shape, odd, total = [], None, None
+    ours = text.startswith(b'{"run_id"')
+    for line in text.removesuffix(b"\n").split(b"\n") if ours else ():
+        match = _OWN_LINE.fullmatch(line)
+        total = total or match and match["total"]
+        shape.append(match.lastgroup if match and match["total"] in (None, total) else "o")
+        if shape[-1] == "o" and not odd:
+            odd = f"line {len(shape)} after the last separator: {_show(line)!r}"
+    return "".join(shape), odd
+
+
+def _judge(run, notes, **facts):
+    """The Run that was read, of whose file and place the facts are; used, or rejected for a reason."""
+    total = int(run.stated) if run.stated else None
+    notes = [*notes, *run.notes]
+    last = run.validations[-1] if run.validations else None
+    found = Run(**facts, stated_steps=total, validations=tuple(run.validations), last_step=run.last_step,
+                complete=None if total is None else bool(last) and last.step == total, start=run.start, end=run.end,
+                clock_falls=tuple(run.clock_falls), resumed=tuple(run.resumed), lines=run.lines)
+    of_total = "" if total is None else f" of {total}"
+    kind, why = INCOMPLETE, None
+    bad = next((v for v in run.validations if not math.isfinite(v.loss)), None)
+    if bad:
+        kind, why = NOT_FINITE, f"val_loss is {bad.loss} at step {bad.step}{of_total}"
+    elif last is None:
+        reached = f"step {run.last_step}{of_total}" if run.last_step is not None else "no step"
+        why = f"incomplete: no validation line; it reached {reached}"
+    elif total is not None and last.step != total:
+        why = f"incomplete: the last validation is at step {last.step}{of_total}"
+        if run.last_step != last.step:
+            why += f", training lines go on to step {run.last_step}"
+    elif total is None and run.trained_on:
+        why = f"incomplete: training lines go on to step {run.last_step} after the last validation at step {last.step}"
+    elif total is None and run.cut:
+        why = f"incomplete: a line that is cut off follows the last validation at step {last.step}"
+    elif total is None and last.step == 0:
+        why = "incomplete: the only validation is at step 0, before any training"
+    if why:
+        return replace(found, reason="; ".join([why, *filter(None, [run.error]), *notes]), kind=kind)
+
+    if found.disqualified:
+        notes.insert(0, f"{found.disqualified}; it counts for no record")
+    if total is None:
+        notes.append("this form states no total: whether the run is complete cannot be known")
+    if last.time_ms is None:
+        notes.append("the last validation line states no train_time")
+    if run.clock_falls:
+        notes.append(f"train_time falls back at step {', '.join(map(str, run.clock_falls[:5]))}"
+                     + (f" and {len(run.clock_falls) - 5} more" if len(run.clock_falls) > 5 else ""))
+    first, *later = [validation.step for validation in run.validations]
+    resumed = len(later) > 1 and first == run.first_step > later[0] - first  # it skipped earlier validations
+    if run.first_step > 1 and (found.index_in_file > 1 or resumed):
+        notes.append(f"begins at step {run.first_step}")
+    other_losses = [key for key in last.extras if key.startswith("val") and key.endswith("loss")]
+    if other_losses:
+        notes.append(f"also logs {', '.join(other_losses)}; the loss is val_loss")
+    if run.start and not run.end:
+        notes.append("its end line is missing: the run stopped after the last validation")
+    decimals = len(re.match(r"[^.]*\.?(\d*)", _loss_text(run.validation_fields))[1])
+    final = (run.end or {}).get("final_val_loss")
+    if isinstance(final, (int, float)) and not abs(final - last.loss) <= 0.51 * 10 ** -decimals:
+        notes.append(f"its end line states final_val_loss {final}, its last validation {last.loss}")
+    return replace(found, final_loss=last.loss, loss_decimals=decimals, train_time_ms=last.time_ms, notes=tuple(notes))
+
+
+def _day(environment):
+    if found := _DAY.search(environment):
+        month, day, year = map(bytes.decode, found.groups())
+        return f"{year}-{_MONTHS.index(month) // 3 + 1:02}-{int(day):02}" if month in _MONTHS else None
+
+
+def _gpus(run, environment):
+    """GPUs that the run used, as far as the log tells: its ranks, its world_size, or the rows of nvidia-smi."""
+    if run.start and isinstance(run.start.get("ranks"), int):
+        return run.start["ranks"]
+    world = _WORLD_SIZE.search(environment)
+    return int(world[1]) if world else len(set(_GPU_ROW.findall(environment))) or None
+
+
+def _step(line):
+    """(step, total or None, the fields in the common spelling) of a step line of any form, or None"""
+    if common := _STEP.match(line):
+        return int(common[1]), common[2], common[3]
+    if spaced := _SPACED.match(line):
+        rest = spaced[3]
+        for pattern, spelling in _SPELLINGS:
+            rest = pattern.sub(spelling, rest)
+        return int(spaced[1]), spaced[2], rest
+    return None
 
 
 def _fields(rest):
-    """`key:value` words of a line as a dict of str; None if a key comes twice. Words without a colon are left out."""
+    """`key:value` words of a line as a dict of str; {} if a key comes twice. Words without a colon are left out."""
     pairs = [word.decode("utf-8", "replace").partition(":")[::2] for word in rest.split() if b":" in word]
     fields = dict(pairs)
-    return fields if len(fields) == len(pairs) else None
+    return fields if len(fields) == len(pairs) else {}
 
 
-def _validation(step, rest):
-    """The validation that a line holds; None if it holds none, False if it holds one that cannot be read."""
-    fields = _fields(rest)
-    if fields is None:
-        return False
-    key = "val_loss" if "val_loss" in fields else "tel"
-    if key not in fields:
-        return None
-    loss = _number(fields.pop(key))
-    if loss is None:
-        return False
-    fields.pop("train_time", None)
-    fields.pop("step_avg", None)
-    extras = {name: text if _number(text) is None else _number(text) for name, text in fields.items() if text}
-    return Validation(step, loss, _train_time(rest), extras)
+def _loss_text(fields):
+    return fields.get("val_loss", fields.get("tel"))
+
+
+def _ending(fields):
+    """What the last field ends in: its unit, or the number of its decimals."""
+    *_, text = fields.values()
+    return next((unit for unit in ("ms", "s") if text.endswith(unit)), len(text.partition(".")[2]))
 
 
 def _number(text):
     return float(text) if _NUMBER.fullmatch(text) else None
 
 
-def _train_time(rest):
-    """The milliseconds of a line's train_time, or None."""
-    at = rest.find(b"train_time:")
-    if at < 0 or (at and rest[at - 1] != 32):
-        return None
-    word = rest[at + 11:].split(None, 1)[0] if at + 11 < len(rest) else b""
-    scale, digits = (1, word[:-2]) if word.endswith(b"ms") else (1000, word[:-1]) if word.endswith(b"s") else (0, b"")
-    try:
-        time_ms = round(float(digits) * scale, 6)
-    except ValueError:
-        return None
-    return time_ms if math.isfinite(time_ms) else None
-
-
-def _is_whole(rest, earlier):
-    """Whether a line without a line end can be taken for whole, by the run's earlier validation line (or None)."""
-    if not (_fields(earlier or b"") or {}).keys() <= (_fields(rest) or {}).keys():
-        return False
-    last = _LAST_FIELD.search(rest)
-    if last is None:
-        return b":" not in (rest.split() or [b":"])[-1]  # a word after the fields: they are whole
-    decimals, unit = last.groups()
-    model = _LAST_FIELD.search(earlier or b"")
-    return unit is not None if model is None else unit == model[2] and bool(unit or len(decimals or b"") ==
-                                                                           len(model[1] or b""))
+def _time_ms(text):
+    """The milliseconds that a text like 24.082s or 24082ms states, or None."""
+    stated = _DURATION.fullmatch(text)
+    time_ms = float(stated[1]) * {"ms": 1, "s": 1000}[stated[2]] if stated else math.inf
+    return round(time_ms, 6) if math.isfinite(time_ms) else None
 
 
 def _show(text):
@@ -741,11 +638,9 @@ def printable(text):
 
 
 def last_run(path):
-    """(the last run of a file, used or rejected, or None; why it, or the file, was rejected, or "")"""
+    """The last run of a file, used or rejected; where it has none, the Run that says why."""
     runs, rejected, _ = read_file(path)
-    found = [run for run in (*runs, *rejected) if run.index_in_file]
-    run = max(found, key=lambda run: run.index_in_file, default=None)
-    return run, getattr(run or rejected[0], "reason", "")
+    return max((*runs, *rejected), key=lambda run: run.index_in_file or 0)
 
 
 def follow(path, period_s=1.0, silent_s=60):
@@ -754,22 +649,24 @@ def follow(path, period_s=1.0, silent_s=60):
     TimeoutError if it is silent for that long, and no process holds its lock, as our runs do: the run was killed."""
     told = resumes = 0
     while os.stat(path):
-        run, why = last_run(path)
-        if run and len(run.resumed) > resumes:
+        run = last_run(path)
+        if len(run.resumed) > resumes:
             kept = sum(step.step <= run.resumed[-1]["from_step"] for step in run.steps)
             resumes, told = len(run.resumed), min(told, kept)
-        for step in run.steps[told:] if run else ():
+        for step in run.steps[told:]:
             losses = [validation.loss for validation in run.validations if validation.step == step.step]
             line = {"step": step.step, "train_time_ms": step.time_ms, "train_loss": step.train_loss,
                     "val_loss": losses[0] if step.validation and losses else None}
             yield {name: value for name, value in line.items() if value is not None}
             told += 1
-        if run and (getattr(run, "end", None) or getattr(run, "complete", None) or "error:" in why):
+        if run.over:
             return
         silent = time.time() - os.stat(path).st_mtime
         if silent > silent_s and not is_locked(path):
-            what = "no end, and no process writes it: the run was killed" if run else f"and no run in it ({why})"
-            raise TimeoutError(f"no line for {silent:.0f} s, {what}")
+            what = f"no run in it ({run.reason})"
+            if run.index_in_file:
+                what = "no end, and no process writes it: the run was killed"
+            raise TimeoutError(f"no line for {silent:.0f} s, and {what}")
         time.sleep(period_s)
 
 

@@ -6,18 +6,15 @@
 ./run.sh draws one after each run, when the log is whole. Exit status: 0 drawn, 2 there is nothing to draw.
 """
 
-import signal
+import logs
 
-if __name__ == "__main__":  # Ctrl-C while it follows a run
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+logs.end_at_ctrl_c(__name__)  # numpy takes its time to import
 
 import argparse
 import sys
 from pathlib import Path
 
 import numpy as np
-
-import logs
 
 STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
          "grid.color": "#e6e6e6", "axes.axisbelow": True, "axes.titleweight": "bold", "axes.titlelocation": "left",
@@ -31,10 +28,10 @@ class NothingToDraw(Exception):
 
 
 def read(path):
-    """The last run of a log, whole or not: it has steps, validations and start. NothingToDraw if no step is timed."""
-    run, why = logs.last_run(path)
-    if not (run and run.steps):
-        why = why and f" ({why})"
+    """The last run of a log, whole or not. NothingToDraw if no step is timed."""
+    run = logs.last_run(path)
+    if not run.steps:
+        why = run.reason and f" ({run.reason})"
         raise NothingToDraw(f"{logs.printable(path)}: no step with a train_time{why}; name the log of a run")
     return run
 
@@ -43,8 +40,8 @@ def running_mean(values):
     """Of each value and those before it, over SMOOTHED of all; of fewer at the beginning."""
     width = max(1, round(SMOOTHED * len(values)))
     sums = np.cumsum(values)
-    before = np.concatenate([np.zeros(width), sums[:-width]])
-    return (sums - before) / np.minimum(np.arange(1, len(values) + 1), width)
+    sums[width:] = sums[width:] - sums[:-width]
+    return sums / np.minimum(np.arange(1, len(values) + 1), width)
 
 
 def draw(run, out, **how):

@@ -7,10 +7,9 @@ Only read, so that no run notices; but drawing takes some tenths of a second of 
 leave it out where a run is timed on few cores. Ctrl-C ends it.
 """
 
-import signal
+import logs
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+logs.end_at_ctrl_c(__name__)  # numpy takes its time to import
 
 import argparse
 import functools
@@ -20,7 +19,6 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-import logs
 import pages
 import picture
 
@@ -39,22 +37,21 @@ def shown(path, changed):
 
 def describe(path, changed):
     """A section of the page."""
-    found, silent = {"name": path.name, "svg": ""}, time.time() - changed / 1e9
+    silent = time.time() - changed / 1e9
     try:
         run, drawn = shown(path, changed)
     except (picture.NothingToDraw, OSError):
-        return {**found, "state": f"no step yet; written {silent:.0f} s ago"}
-    last, total = run.steps[-1], ((run.start or {}).get("planned") or {}).get("steps")
-    state = getattr(run, "reason", "")  # of a run that is under way: that it has no end
-    if getattr(run, "end", None):
-        state = "ended"
-    elif "error:" not in state and silent >= 60:
+        return {"name": path.name, "state": f"no step yet; written {silent:.0f} s ago", "svg": ""}
+    last, total = run.steps[-1], run.stated_steps
+    if run.over:
+        state = run.reason or "ended"
+    elif silent >= 60:
         state = f"no word for {silent / 60:.0f} min, and no end"
-    elif "error:" not in state:
+    else:
         state = f"under way, written {silent:.0f} s ago"
         if total and last.step:
             state += f", {(total - last.step) * last.time_ms / last.step / 1000:.0f} s left"
-    return {**found, "state": f"step {last.step} of {total or '?'}: {state}", "svg": drawn}
+    return {"name": path.name, "state": f"step {last.step} of {total or '?'}: {state}", "svg": drawn}
 
 
 def page(folder):
