@@ -234,29 +234,26 @@ def open_unpacked(path):
 
 
 def _files(paths, rejected):
-    for path in paths:
-        path = os.fspath(path)
+    for path in map(os.fspath, paths):
         if not os.path.isdir(path):
             yield path
             continue
-        found = False
-        problems = []
+        any_file, problems = False, []
         searched = set(map(str, Path(os.path.realpath(path)).parents))
         for folder, subfolders, names in os.walk(path, onerror=problems.append, followlinks=True):
             here = os.path.realpath(folder)
             if here in searched:
-                rejected.append(_rejected(folder, NOT_A_LOG, "a folder that is searched under another name, or that holds "
-                                          "the one that was named; leave out the link to it"))
+                rejected.append(_rejected(folder, NOT_A_LOG, "a folder that is searched under another name, or that "
+                                          "holds the one that was named; leave out the link to it"))
                 subfolders.clear()
                 continue
             searched.add(here)
             subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-            for name in sorted(names):
-                found = True
-                yield os.path.join(folder, name)
-        for problem in problems:
-            rejected.append(_rejected(problem.filename, UNREADABLE, f"folder ({problem.strerror}); check its rights"))
-        if not found and not problems:
+            any_file = any_file or bool(names)
+            yield from (os.path.join(folder, name) for name in sorted(names))
+        rejected += [_rejected(problem.filename, UNREADABLE, f"folder ({problem.strerror}); check its rights")
+                     for problem in problems]
+        if not any_file and not problems:
             rejected.append(_rejected(path, NOT_A_LOG, "a folder without files; name the folder that holds the logs"))
 
 
@@ -353,7 +350,8 @@ class _Part:
         """Takes a line; one that no line end ended only if nothing can be missing from it."""
         known = _KNOWN.match(line)
         step = known and _step(line)
-        if not ended and (known or b"step:".startswith(line) or b"s:".startswith(line)) and not self.is_whole(line, step):
+        begun = known or b"step:".startswith(line) or b"s:".startswith(line)
+        if begun and not ended and not self.is_whole(line, step):
             if self.run:
                 self.run.cut = True
             self.note(f"the last line is cut off and dropped: {_show(line)!r}")
@@ -653,10 +651,10 @@ def follow(path, period_s=1.0, silent_s=60):
         if len(run.resumed) > resumes:
             kept = sum(step.step <= run.resumed[-1]["from_step"] for step in run.steps)
             resumes, told = len(run.resumed), min(told, kept)
+        losses = {validation.step: validation.loss for validation in run.validations}
         for step in run.steps[told:]:
-            losses = [validation.loss for validation in run.validations if validation.step == step.step]
             line = {"step": step.step, "train_time_ms": step.time_ms, "train_loss": step.train_loss,
-                    "val_loss": losses[0] if step.validation and losses else None}
+                    "val_loss": losses.get(step.step) if step.validation else None}
             yield {name: value for name, value in line.items() if value is not None}
             told += 1
         if run.over:
