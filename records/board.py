@@ -24,6 +24,7 @@ import argparse
 import contextlib
 import difflib
 import hashlib
+import io
 import json
 import math
 import os
@@ -31,17 +32,17 @@ import re
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pages
 import stats
+import verify
 from stats import MANIFEST, STAMPS, CannotJudge
 
 HERE = Path(__file__).resolve().parent
-TOOLS = HERE
 PLOT, PAGE = "plot.png", "index.html"
 LADDER = "ladder.png"  # ladder.py's: such a folder has its page already
 CLAIM = re.compile(r"p <|p-value|faster|below target")  # rules of verify.py that judge the claim, not how it was made
@@ -59,19 +60,12 @@ ROOTED = re.compile(r"(?:file://|(?<![\w./~*-]))/(?!/)(?:[^\s\"'<>|:,;/\\]+/)+([
 
 # What a record holds
 
-def judge(tool: str, words: list[str], *more: str) -> tuple[int, dict]:
-    """What a tool beside this file says with --json about these words of a command: its exit status and the JSON.
-
-    Raises CannotJudge if it says none."""
-    command = [sys.executable, str(TOOLS / tool), *words, "--json", *more]
-    ran = subprocess.run(command, cwd=HERE.parent, capture_output=True, encoding="utf-8", errors="backslashreplace")
-    try:
-        root = json.dumps(f"{HERE.parent}{os.sep}")[1:-1]  # which a page must not name
-        found = json.loads(ran.stdout.replace(root, ""))
-    except ValueError:
-        said = (ran.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise CannotJudge(f"python records/{tool} {' '.join(words)} broke off ({said}); run it by hand") from None
-    return ran.returncode, found
+def judge(tool: ModuleType, words: list[str], *more: str) -> tuple[int, dict]:
+    """What stats or verify says with --json about a record, by these words of a command: exit status and the JSON."""
+    said, root = io.StringIO(), f"{HERE.parent}{os.sep}"
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
+        status = tool.main([root + words[0], *words[1:], *more, "--json"])
+    return status, json.loads(said.getvalue().replace(json.dumps(root)[1:-1], ""))  # which a page must not name
 
 
 def digest_of(source: str | None, stated: str | None) -> str | None:
@@ -116,15 +110,14 @@ def differences(sides: list[list[dict]]) -> list[tuple[str, ...]]:
 
 
 def short_diff(before: str, after: str, names: tuple[str, str]) -> list[str]:
-    lines = [line.rstrip("\n") for line in
-             difflib.unified_diff(before.splitlines(), after.splitlines(), *names, lineterm="", n=CONTEXT)]
+    lines = [*difflib.unified_diff(before.splitlines(), after.splitlines(), *names, lineterm="", n=CONTEXT)]
     more = len(lines) - LONGEST_DIFF
     return lines if more <= 0 else [*lines[:LONGEST_DIFF], f"… and {more} lines more"]
 
 
-def interval(values: list[float], alpha: float) -> tuple[float, float, float] | None:
-    """(mean, low, high) with confidence 1 - 2 alpha by the t distribution, as stats.py has it; None for one run."""
-    if len(values) < 2:
+def interval(values: list[float | None], alpha: float) -> tuple[float, float, float] | None:
+    """(mean, low, high) with confidence 1 - 2 alpha by the t distribution; None where a run has no value, or is alone."""
+    if len(values) < 2 or None in values:
         return None
     mean = sum(values) / len(values)
     return mean, *(stats.mean_interval(values, alpha) or (mean, mean))
@@ -140,55 +133,58 @@ def tests_in(report: object, where: tuple[str, ...] = ()) -> list[dict]:
     return found + [test for key, value in report.items() for test in tests_in(value, (*where, key))]
 
 
+def seconds(ms: float | None) -> float | None:
+    return None if ms is None else ms / 1000
+
+
+def describe_side(name: str, runs: list[logs.Run], folder: Path, declared: dict, alpha: float) -> dict:
+    """declared: what the race's manifest says of the side, or {}."""
+    said = flat(runs[0].start or {})
+    source = runs[0].source and runs[0].source.removesuffix("\n")
+    told = [{"file": Path(run.path).relative_to(folder).as_posix(), "seed": flat(run.start or {}).get("seed"),
+             "loss": f"{run.final_loss:.{run.loss_decimals}f}", "seconds": seconds(run.train_time_ms),
+             "val": [(v.step, seconds(v.time_ms), v.loss) for v in run.validations],
+             "train": training_curve(run.steps)} for run in runs]
+    return {"name": name, "runs": told, "said": said, "source": source,
+            "sha256": digest_of(source, said.get("source_sha256")),
+            "flags": declared and shlex.join(declared["flags"]),
+            "where": f"{said.get('ranks', '?')} rank(s) on {said.get('hardware.device', 'unknown hardware')}",
+            "loss_interval": interval([run.final_loss for run in runs], alpha),
+            "time_interval": interval([run["seconds"] for run in told], alpha)}
+
+
 def describe(folder: Path) -> dict:
     """Everything the pages say of a record. Raises CannotJudge where stats.py has no verdict."""
     words = [f"records/{folder.name}"]
-    runs = {(Path(run.path).relative_to(folder).as_posix(), run.index_in_file): run
+    runs = {(Path(run.path).relative_to(HERE.parent).as_posix(), run.index_in_file): run
             for run in logs.read([str(folder)]).runs}
-    if "b" in {(race or {}).get("side") for race in ((run.start or {}).get("race") for run in runs.values())}:
+    if "b" in {((run.start or {}).get("race") or {}).get("side") for run in runs.values()}:
         words += ["--side", "a"]
-    plot = [] if (folder / PLOT).exists() else ["--plot", f"records/{folder.name}/{PLOT}"]
-    status, report = judge("stats.py", words, *plot)
+    status, report = judge(stats, words, *([] if (folder / PLOT).exists() else ["--plot", str(folder / PLOT)]))
     if status not in (0, 1):
         raise CannotJudge(f"{words[0]}: {report.get('reason', 'no reason was given')}; `python records/stats.py "
                           f"{' '.join(words)}` tells more")
-    _, verified = judge("verify.py", words)
+    _, verified = judge(verify, words)
     rules = verified.get("rules") or [{"rule": "the rules can be checked", "verdict": "not checkable",
                                        "reason": verified.get("reason", "no reason was given")}]
-    alpha, sides = report["alpha"], {}
+    alpha, by_side = report["alpha"], {}
     for one in report["runs"]:
-        name = Path(one["path"]).relative_to(f"records/{folder.name}").as_posix()
-        run = runs[name, one["index_in_file"]]
-        side = sides.setdefault(one["set"], {"name": one["set"].removeprefix("the "), "runs": [], "starts": [],
-                                              "source": run.source and run.source.removesuffix("\n")})
-        side["starts"].append(run.start or {})
-        side["runs"].append({
-            "file": name, "seed": flat(run.start or {}).get("seed"), "loss": f"{run.final_loss:.{run.loss_decimals}f}",
-            "value": run.final_loss, "seconds": None if run.train_time_ms is None else run.train_time_ms / 1000,
-            "val": [(v.step, None if v.time_ms is None else v.time_ms / 1000, v.loss) for v in run.validations
-                    if math.isfinite(v.loss)],
-            "train": training_curve(run.steps) if run.start else []})
-    sides = list(sides.values())
-    differ = differences([side["starts"] for side in sides]) if len(sides) > 1 else []
-    compared = report["comparison"] or {}
+        by_side.setdefault(one["set"].removeprefix("the "), []).append(runs[one["path"], one["index_in_file"]])
     manifest = stats.manifest_in(folder)
+    declared = manifest.race["sides"] if manifest else {}
+    sides = [describe_side(name, runs, folder, declared.get(name.removeprefix("side "), {}), alpha)
+             for name, runs in by_side.items()]
+    starts = [[run.start or {} for run in runs] for runs in by_side.values()]
+    differ = differences(starts)
     for i, side in enumerate(sides):
-        side["said"] = said = flat(side["starts"][0])
-        side["sha256"] = digest_of(side["source"], said.get("source_sha256"))
-        declared = manifest and manifest.race["sides"].get(side["name"].removeprefix("side "))
-        side["flags"] = declared and shlex.join(declared["flags"])
-        side["where"] = f"{said.get('ranks', '?')} rank(s) on {said.get('hardware.device', 'unknown hardware')}"
         telling = [f"{name} {row[i]}" for name, *row in differ
                    if "." not in name and max(map(len, row)) <= LONGEST_LABEL]
         side["label"] = side["name"] + (f": {', '.join(telling)}" if 0 < len(telling) < 4 else "")
-        for key, values in (("loss_interval", [run["value"] for run in side["runs"]]),
-                            ("time_interval", [run["seconds"] for run in side["runs"]])):
-            side[key] = None if None in values else interval(values, alpha)
-    diff, sources = [], [side["source"] for side in sides]
-    if len(sides) > 1 and None not in sources:
-        diff = short_diff(sources[1], sources[0], (sides[1]["name"], sides[0]["name"]))
-    stated = [str(start["started"]) for start in sides[0]["starts"] if "started" in start]
-    started = max(stated, default=folder.name[:10])
+    diff = []
+    if len(sides) > 1 and None not in (sides[0]["source"], sides[1]["source"]):
+        diff = short_diff(sides[1]["source"], sides[0]["source"], (sides[1]["name"], sides[0]["name"]))
+    started = max((str(start["started"]) for start in starts[0] if "started" in start), default=folder.name[:10])
+    compared = report["comparison"] or {}
     return {"name": folder.name, "title": title_of(folder), "words": words, "report": report, "sides": sides,
             "differ": differ, "diff": diff, "tests": tests_in(report), "started": started, "date": started[:10],
             "track": f"{sides[0]['said'].get('preset', 'unknown preset')}, {sides[0]['where']}, "

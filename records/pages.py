@@ -1,7 +1,6 @@
 """What a reader sees, from templates/: text for a terminal, Markdown and HTML, all by jinja2, which torch brings."""
 
 import html
-import json
 import os
 import re
 import textwrap
@@ -46,20 +45,14 @@ def wrap(text, indent="", lines=None):
                                    max_lines=lines, placeholder=" …", break_on_hyphens=False))
 
 
-def inline(value):
-    """JSON for a <script> of its own: no text in it can end the script."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    text = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-    return jinja2.utils.markupsafe.Markup(text)
-
-
 def render(template, **values):
     """The template of this name with these values; what is HTML is escaped. Values may be functions that it calls."""
     env = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined,
                              trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
                              autoescape=lambda name: bool(name) and ".html" in name)
-    env.filters |= {"md": markdown, "code": code, "fence": fence, "signed": signed, "number": number, "inline": inline,
+    env.filters |= {"md": markdown, "code": code, "fence": fence, "signed": signed, "number": number,
                     "printable": logs.printable, "basename": os.path.basename, "wrap": wrap}
+    env.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}  # of jinja's own tojson
     return env.get_template(template).render(values)
 
 

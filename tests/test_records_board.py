@@ -1,8 +1,6 @@
 """Records made from races, their pages, and what the pages do in a browser."""
 
-import contextlib
 import hashlib
-import io
 import json
 import os
 import re
@@ -22,7 +20,6 @@ import board  # noqa: E402
 import logs  # noqa: E402
 import pages  # noqa: E402
 import stats  # noqa: E402
-import verify  # noqa: E402
 
 RULE = "=" * 100
 HOSTILE = "</script ><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>|`*[x](y)" + "w" * 60
@@ -72,14 +69,6 @@ def places(tmp_path, monkeypatch):
     return write_race(tmp_path / "race-x"), tmp_path / "records"
 
 
-def judge_here(tool, words, *more):
-    """As board.judge, without the seconds that a process needs for its imports."""
-    said = io.StringIO()
-    with contextlib.chdir(board.HERE.parent), contextlib.redirect_stdout(said):
-        status = {"stats.py": stats, "verify.py": verify}[tool].main([*words, "--json", *more])
-    return status, json.loads(said.getvalue().replace(f"{board.HERE.parent}{os.sep}", ""))
-
-
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
     """A folder of two records: a race whose baseline has another source and a device of hostile name, and one alike."""
@@ -95,12 +84,8 @@ def published(tmp_path_factory):
         for log in second.glob("*a.txt"):
             log.write_text(log.read_text().replace("print('one')", "print('more')").replace(
                 hashlib.sha256(b"import torch\nprint('one')\n").hexdigest(), hashlib.sha256(b"import torch\nprint('more')\n").hexdigest()))
-        in_processes = board.judge
-        patch.setattr(board, "judge", judge_here)
         assert board.main(["add", str(first), str(folder / "records" / "2026-01-02_toy"), "A toy | record"]) == 0
         assert board.main(["add", str(second), str(folder / "records" / "2026-01-03_hostile"), HOSTILE]) == 0
-        patch.setattr(board, "judge", lambda tool, words, *more: (  # one of both as a user's command judges it
-            in_processes if any("_toy" in word for word in words) else judge_here)(tool, words, *more))
         again = {path: path.read_bytes() for path in (folder / "records").rglob("*.*")}
         assert board.main([]) == 0 and {path: path.read_bytes() for path in (folder / "records").rglob("*.*")} == again
     return folder / "records"
@@ -124,7 +109,7 @@ def judged(places, monkeypatch):
                              "p": 1e-6, "test": "Welch", "significant": True, "paired": {"p": 1e-7, "test": "paired"}}}
     rules = {"rules": [{"rule": name, "verdict": verdict, "reason": "seen"} for name, verdict in
                        (("one", "pass"), ("two", "not checkable"), ("three", "fail"), ("faster than the other side, p < 0.01", "fail"))]}
-    monkeypatch.setattr(board, "judge", lambda tool, words, *more: (0, report) if tool == "stats.py" else (1, rules))
+    monkeypatch.setattr(board, "judge", lambda tool, words, *more: (0, report) if tool is stats else (1, rules))
     return records, report, rules
 
 
@@ -356,14 +341,6 @@ def test_every_test_of_the_report_is_listed(judged):
     rows = [line for line in (records / "2026-01-02_toy/README.md").read_text().splitlines() if line.startswith(("| loss |", "| comparison"))]
     assert rows == ["| loss | t | - | - | 1e-05 |", "| comparison | Welch | - | - | 1e-06 |", "| comparison paired | paired | - | - | 1e-07 |",
                     "| comparison losses | a new one; two sided p = 0.0642 | 2.5 | 7.25 | 0.0321 |"]
-
-
-def test_a_tool_that_breaks_off_is_named(places, monkeypatch, tmp_path, capsys):
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "tools" / "stats.py").write_text("import sys; sys.exit('out of luck')")
-    monkeypatch.setattr(board, "TOOLS", tmp_path / "tools")
-    assert board.main(["add", str(places[0]), str(places[1] / "x"), "A toy"]) == 2
-    assert "records/stats.py records/x --side a broke off (out of luck); run it by hand" in capsys.readouterr().err
 
 
 # In a browser -------------------------------------------------------------------------------------------------------
