@@ -27,7 +27,6 @@ This file needs nothing but the standard library.
 
 import argparse
 import fcntl
-import functools
 import gzip
 import hashlib
 import io
@@ -40,14 +39,13 @@ import stat
 import sys
 import time
 import zlib
-from array import array
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 SEPARATOR, UTF_16 = b"=" * 100, (b"\xff\xfe", b"\xfe\xff")
 MOST_MIB = 16  # of a log, unpacked; the longest of the public speedrun has 1.5
-MOST_RUNS, MOST_LINES = 10_000, 100_000  # runs, and validation lines, in one file, and
+MOST_RUNS, MOST_LINES = 10_000, 100_000  # runs, and validation lines, in one file, Steps of one run, and
 MOST_NOTES = 20  # notes on one run: they bound the memory that a hostile file can take
 MOST_SOURCE = 1 << 20  # bytes of a source that is kept; a longer one has a digest only
 DEEPEST = 50  # lists and objects within each other in a line of JSON: whoever walks them later needs no guard
@@ -70,7 +68,6 @@ _MONTHS = "JanFebMarAprMayJunJulAugSepOctNovDec"
 _DAY = re.compile(rb"^[A-Z][a-z]{2} ([A-Z][a-z]{2}) +(\d{1,2}) [\d:]{8} (20\d\d)\b", re.M)  # nvidia-smi's head
 _WORLD_SIZE = re.compile(rb"\bworld_size['\"]?(?: *[=:] *| +)(\d{1,18})(?!\d)")
 _TRAINING, _USUAL = {"trl", "train_loss", "train_time"}, {"val_loss", "tel", "train_time", "step_avg"}
-_DURATION = re.compile(r"(\d+\.?\d*|\.\d+)(ms|s)")
 _SOME = rb"\d{1,15}(?:\.\d{1,15})?"
 # The lines that this project's script writes after the last separator, each kind under a letter
 _OWN_LINE = re.compile(
@@ -89,7 +86,7 @@ class Validation(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A line with train_time in ms; average and train_loss are None where it states none."""
+    """A line with train_time in ms; average (in ms) and train_loss are None where it states none."""
     step: int
     time_ms: float
     average: float | None
@@ -104,10 +101,9 @@ class Run:
     index_in_file counts from 1; start and end are this project's JSON lines, if any. complete is None where the form
     states no total. clock_falls holds the steps at which train_time was less than before: once, early, is the
     community's reset after warm-up. resumed holds what each {"resumed": ...} line says.
-    What a table of runs need not show has no place in the JSON either: lines holds the five numbers of each of steps,
-    source is the text as its digest takes it, shape a letter for each line that this project's script wrote (see
-    _OWN_LINE; o: none of its), odd the first line of none, separators how many the file has, day that of nvidia-smi's
-    table, like 2024-10-18."""
+    What a table of runs need not show has no place in the JSON either: source is the text as its digest takes it, shape
+    a letter for each line that this project's script wrote (see _OWN_LINE; o: none of its), odd the first line of
+    none, separators how many the file has, day that of nvidia-smi's table, like 2024-10-18."""
     path: str
     index_in_file: int | None = None
     reason: str = ""
@@ -126,19 +122,12 @@ class Run:
     start: dict | None = None
     end: dict | None = None
     resumed: tuple[dict, ...] = field(default=(), repr=False)
-    lines: array = field(default_factory=lambda: array("d"), repr=False, compare=False)
+    steps: list[Step] = field(default_factory=list, repr=False)
     source: str | None = field(default=None, repr=False)
     shape: str = field(default="", repr=False)
     odd: str | None = field(default=None, repr=False)
     separators: int = field(default=0, repr=False)
     day: str | None = field(default=None, repr=False)
-
-    @functools.cached_property
-    def steps(self):
-        """The Step of each line that states a train_time in ms, in their order."""
-        numbers = [number if math.isfinite(number) else None for number in self.lines]
-        return [Step(int(step), ms, average, loss, bool(val)) for step, ms, average, loss, val in
-                zip(*(numbers[i::5] for i in range(5)))]
 
     @property
     def disqualified(self):
@@ -310,7 +299,7 @@ class _OpenRun:
         self.cut = False  # the last line was cut off
         self.clock, self.clock_falls = -math.inf, []
         self.notes, self.error = _Notes(), None
-        self.lines, self.resumed = array("d"), []  # five numbers for each Step
+        self.steps, self.resumed = [], []
 
     def resume(self, resumed):
         """Goes back to a checkpoint: what was written of later steps was trained again. False if it states no step."""
@@ -319,10 +308,9 @@ class _OpenRun:
             return False
         self.resumed.append(resumed)
         self.validations = [validation for validation in self.validations if validation.step <= at]
-        self.lines = array("d", (x for i in range(0, len(self.lines), 5) if self.lines[i] <= at
-                                 for x in self.lines[i:i + 5]))
+        self.steps = [timed for timed in self.steps if timed.step <= at]
         self.clock_falls = [step for step in self.clock_falls if step <= at]
-        self.clock = self.lines[-4] if self.lines else -math.inf
+        self.clock = self.steps[-1].time_ms if self.steps else -math.inf
         self.last_step, self.cut = at, False
         self.trained_on = not self.validations or self.validations[-1].step < at
         if self.error:
@@ -401,9 +389,9 @@ class _Part:
             if time_ms < run.clock:
                 run.clock_falls.append(step)
             run.clock = time_ms
-            if fields["train_time"].endswith("ms"):
-                numbers = time_ms, _time_ms(fields.get("step_avg", "")), _number(fields.get("train_loss", ""))
-                run.lines.extend((step, *(math.nan if number is None else number for number in numbers), validation))
+            if fields["train_time"].endswith("ms") and len(run.steps) < MOST_LINES:
+                run.steps.append(Step(step, time_ms, _time_ms(fields.get("step_avg", "")),
+                                      _finite(fields.get("train_loss", "")), validation))
         if validation:
             extras = {name: text if _number(text) is None else _number(text) for name, text in fields.items()
                       if text and name not in _USUAL}
@@ -494,7 +482,7 @@ def _judge(run, notes, **facts):
     last = run.validations[-1] if run.validations else None
     found = Run(**facts, stated_steps=total, validations=tuple(run.validations), last_step=run.last_step,
                 complete=None if total is None else bool(last) and last.step == total, start=run.start, end=run.end,
-                clock_falls=tuple(run.clock_falls), resumed=tuple(run.resumed), lines=run.lines)
+                clock_falls=tuple(run.clock_falls), resumed=tuple(run.resumed), steps=run.steps)
     of_total = "" if total is None else f" of {total}"
     kind, why = INCOMPLETE, None
     bad = next((v for v in run.validations if not math.isfinite(v.loss)), None)
@@ -588,11 +576,16 @@ def _number(text):
     return float(text) if _NUMBER.fullmatch(text) else None
 
 
+def _finite(text, scale=1):
+    """The number that a text is, times scale; None if it is none that is finite."""
+    number = _number(text)
+    return None if number is None or not math.isfinite(number * scale) else round(number * scale, 6)
+
+
 def _time_ms(text):
     """The milliseconds that a text like 24.082s or 24082ms states, or None."""
-    stated = _DURATION.fullmatch(text)
-    time_ms = float(stated[1]) * {"ms": 1, "s": 1000}[stated[2]] if stated else math.inf
-    return round(time_ms, 6) if math.isfinite(time_ms) else None
+    unit, scale = ("ms", 1) if text.endswith("ms") else ("s", 1000)
+    return _finite(text.removesuffix(unit), scale) if text.endswith(unit) else None
 
 
 def _show(text):
