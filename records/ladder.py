@@ -30,6 +30,7 @@ import numpy as np
 import scipy.stats
 
 import pages
+import picture
 import stats
 
 LEVEL = 0.05
@@ -51,7 +52,7 @@ def read(folder):
     found = {}
     for (run, side), attempt in done.items():
         runs, rejected, _ = logs.read_file(str(folder / f"{attempt['run_id']}.txt"))
-        if len(runs) != 1 or runs[0].final_loss is None or not runs[0].train_time_ms:
+        if len(runs) != 1 or not runs[0].train_time_ms:
             why = f": {rejected[0].reason}" if rejected else ""
             raise stats.CannotJudge(f"{attempt['run_id']}.txt holds no whole run{why}; restore the logs of the race")
         found.setdefault(side, {})[run] = runs[0].final_loss, runs[0].train_time_ms / 1000
@@ -68,8 +69,8 @@ def holm(values):
 
 def paired(ours, base):
     """(mean difference, its interval's half width at 95 %, two-sided p) of n pairs."""
-    difference = np.subtract(ours, base)
-    error = difference.std(ddof=1) / math.sqrt(len(difference))
+    difference = ours - base
+    error = scipy.stats.sem(difference)
     p = scipy.stats.ttest_rel(ours, base).pvalue if error else float(difference.mean() == 0)
     return difference.mean(), scipy.stats.t.ppf(0.975, len(difference) - 1) * error, p
 
@@ -79,18 +80,17 @@ def judge(race, found):
     ideas = {side: stats.own_flags(race, side) for side in race["sides"]}
     base = min(ideas, key=ideas.get)  # that without any
     seeds = sorted(found[base])
-    losses, seconds = ({side: [runs[seed][i] for seed in seeds] for side, runs in found.items()} for i in (0, 1))
+    figures = {side: np.transpose([runs[seed] for seed in seeds]) for side, runs in found.items()}
+    base_losses, base_seconds = figures.pop(base)
     rows = []
-    for side, idea in ideas.items():
-        if side != base:
-            loss, time = paired(losses[side], losses[base]), paired(np.log(seconds[side]), np.log(seconds[base]))
-            rows.append({"idea": idea, "loss": loss[0], "loss_ci": loss[1], "p": loss[2],
-                         "time": math.exp(time[0]), "time_ci": math.exp(time[0]) * math.sinh(time[1]),
-                         "sd": np.subtract(losses[side], losses[base]).std(ddof=1)})
+    for side, (losses, seconds) in figures.items():
+        loss, time = paired(losses, base_losses), paired(np.log(seconds), np.log(base_seconds))
+        rows.append({"idea": ideas[side], "loss": loss[0], "loss_ci": loss[1], "p": loss[2], "time": math.exp(time[0]),
+                     "time_ci": math.exp(time[0]) * math.sinh(time[1]), "sd": (losses - base_losses).std(ddof=1)})
     for row, corrected in zip(rows, holm([row["p"] for row in rows])):
         row |= {"holm": corrected, "kept": bool(corrected < LEVEL and row["loss"] < 0)}
-    return {"flags": shlex.join(race["sides"][base]["flags"]), "n": len(seeds), "losses": losses[base],
-            "seconds": seconds[base], "rows": sorted(rows, key=lambda row: row["loss"])}
+    return {"flags": shlex.join(race["sides"][base]["flags"]), "n": len(seeds), "losses": base_losses,
+            "seconds": base_seconds, "rows": sorted(rows, key=lambda row: row["loss"])}
 
 
 def table(found, title=None):
@@ -107,23 +107,21 @@ def table(found, title=None):
 def draw(found, path):
     """Each idea's difference in loss with its interval."""
     import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     rows = found["rows"][::-1]
-    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.36 * len(rows)), layout="constrained")
+    with matplotlib.rc_context(picture.STYLE):
+        figure = Figure(figsize=(9, 1.2 + 0.36 * len(rows)), layout="constrained")
+        axes = figure.subplots()
     for at, row in enumerate(rows):
         color = "#1b6ac9" if row["kept"] else "#8a8a8a" if row["holm"] >= LEVEL else "#c0392b"
         axes.errorbar(row["loss"], at, xerr=row["loss_ci"], fmt="o", color=color, capsize=4)
     axes.axvline(0, color="#333333", lw=1)
-    axes.set_yticks(range(len(rows)), [textwrap.shorten(row["idea"], 60, placeholder=" …") for row in rows], fontsize=9)
+    axes.set_yticks(range(len(rows)), [textwrap.shorten(row["idea"], 60, placeholder=" …") for row in rows])
     axes.set_xlabel("change of the final validation loss, nats (95 %)")
     figure.suptitle(f"{found['n']} seeds against one base; blue: lower, red: higher, at p < {LEVEL:g} by Holm's "
                     "correction", fontsize=10, x=0.01, ha="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="x", color="#e6e6e6")
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 def keep(folder, record, found, title):
