@@ -47,6 +47,8 @@ PLOT, PAGE = "plot.png", "index.html"
 LADDER = "ladder.png"  # ladder.py's: such a folder has its page already
 CLAIM = re.compile(r"p <|p-value|faster|below target")  # rules of verify.py that judge the claim, not how it was made
 ORDER = {"fail": 0, "not checkable": 1, "pass": 2}
+DRAWN = ("name", "title", "date", "track", "target", "below", "broken", "confidence", "difference", "interval")
+DRAWN_SIDE = ("label", "runs", "loss_interval", "time_interval")  # what the page's script is given of each
 POINTS = 100  # of a curve of training losses: more than a screen shows
 LONGEST_DIFF = 60  # lines
 LONGEST_LABEL = 20  # characters of a value that names a side
@@ -116,7 +118,7 @@ def short_diff(before: str, after: str, names: tuple[str, str]) -> list[str]:
 
 
 def interval(values: list[float | None], alpha: float) -> tuple[float, float, float] | None:
-    """(mean, low, high) with confidence 1 - 2 alpha by the t distribution; None where a run has no value, or is alone."""
+    """(mean, low, high) with confidence 1 - 2 alpha by the t distribution; None of one run, or where a value lacks."""
     if len(values) < 2 or None in values:
         return None
     mean = sum(values) / len(values)
@@ -165,8 +167,10 @@ def describe(folder: Path) -> dict:
         raise CannotJudge(f"{words[0]}: {report.get('reason', 'no reason was given')}; `python records/stats.py "
                           f"{' '.join(words)}` tells more")
     _, verified = judge(verify, words)
-    rules = verified.get("rules") or [{"rule": "the rules can be checked", "verdict": "not checkable",
+    found = verified.get("rules") or [{"rule": "the rules can be checked", "verdict": "not checkable",
                                        "reason": verified.get("reason", "no reason was given")}]
+    claims = [rule for rule in found if CLAIM.search(rule["rule"])]
+    rules = sorted((rule for rule in found if rule not in claims), key=lambda rule: ORDER.get(rule["verdict"], 0))
     alpha, by_side = report["alpha"], {}
     for one in report["runs"]:
         by_side.setdefault(one["set"].removeprefix("the "), []).append(runs[one["path"], one["index_in_file"]])
@@ -184,17 +188,16 @@ def describe(folder: Path) -> dict:
     if len(sides) > 1 and None not in (sides[0]["source"], sides[1]["source"]):
         diff = short_diff(sides[1]["source"], sides[0]["source"], (sides[1]["name"], sides[0]["name"]))
     started = max((str(start["started"]) for start in starts[0] if "started" in start), default=folder.name[:10])
-    compared = report["comparison"] or {}
+    compared, loss = report["comparison"] or {}, report["loss"]
     return {"name": folder.name, "title": title_of(folder), "words": words, "report": report, "sides": sides,
             "differ": differ, "diff": diff, "tests": tests_in(report), "started": started, "date": started[:10],
             "track": f"{sides[0]['said'].get('preset', 'unknown preset')}, {sides[0]['where']}, "
-                     f"target {report['loss']['target']:g}",
-            "confidence": 100 * (1 - 2 * alpha),
+                     f"target {loss['target']:g}",
+            "target": loss["target"], "below": loss["significant"], "confidence": 100 * (1 - 2 * alpha),
+            "difference": compared.get("difference"), "interval": compared.get("interval"),
+            "broken": sum(rule["verdict"] == "fail" for rule in rules), "claims": claims, "rules": rules,
             "decimals": 1 + max(len(run["loss"].partition(".")[2]) for run in sides[0]["runs"]),
-            "decided": compared.get(compared.get("decides", ""), compared), "unseen": verified.get("unseen"),
-            "claims": [rule for rule in rules if CLAIM.search(rule["rule"])],
-            "rules": sorted((rule for rule in rules if not CLAIM.search(rule["rule"])),
-                            key=lambda rule: ORDER.get(rule["verdict"], 0))}
+            "decided": compared.get(compared.get("decides", ""), compared), "unseen": verified.get("unseen")}
 
 
 def title_of(folder: Path) -> str:
@@ -203,17 +206,8 @@ def title_of(folder: Path) -> str:
 
 # Pages
 
-def drawn(records: list[dict]) -> list[dict]:
-    """What the page's script draws."""
-    return [{"name": record["name"], "title": record["title"], "date": record["date"], "track": record["track"],
-             "target": record["report"]["loss"]["target"], "below": record["report"]["loss"]["significant"],
-             "broken": sum(rule["verdict"] == "fail" for rule in record["rules"]),
-             "confidence": record["confidence"],
-             "difference": (record["report"]["comparison"] or {}).get("difference"),
-             "interval": (record["report"]["comparison"] or {}).get("interval"),
-             "sides": [{key: side[key] for key in ("label", "runs", "loss_interval", "time_interval")}
-                       for side in record["sides"]]}
-            for record in records]
+def only(found: dict, keys: tuple[str, ...]) -> dict:
+    return {key: found[key] for key in keys}
 
 
 def write_pages() -> list[dict]:
@@ -227,7 +221,8 @@ def write_pages() -> list[dict]:
     records = sorted(map(describe, folders), key=lambda record: record["started"], reverse=True)
     texts = {HERE / record["name"] / "README.md": pages.render("record.md.jinja", record=record) for record in records}
     texts[HERE / "README.md"] = pages.render("board.md.jinja", records=records, ladders=ladders)
-    texts[HERE / PAGE] = pages.render("board.html.jinja", records=records, drawn=drawn(records))
+    texts[HERE / PAGE] = pages.render("board.html.jinja", records=records, drawn=[
+        only(record, DRAWN) | {"sides": [only(side, DRAWN_SIDE) for side in record["sides"]]} for record in records])
     for path, text in texts.items():
         check_public(path, text)
     for path, text in texts.items():
