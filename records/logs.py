@@ -86,7 +86,7 @@ class Validation(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A line with train_time in ms; average (in ms) and train_loss are None where it states none."""
+    """A line with train_time in whole ms; average (in ms) and train_loss are None where it states none."""
     step: int
     time_ms: float
     average: float | None
@@ -389,7 +389,7 @@ class _Part:
             if time_ms < run.clock:
                 run.clock_falls.append(step)
             run.clock = time_ms
-            if fields["train_time"].endswith("ms") and len(run.steps) < MOST_LINES:
+            if fields["train_time"].removesuffix("ms").isdecimal() and len(run.steps) < MOST_LINES:
                 run.steps.append(Step(step, time_ms, _time_ms(fields.get("step_avg", "")),
                                       _finite(fields.get("train_loss", "")), validation))
         if validation:
