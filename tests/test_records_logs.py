@@ -217,6 +217,7 @@ def test_json_nested_deeper_than_any_of_ours_is_left_out(write, depth, kept):
     ("src\n{bar}{lines}", "src\n"),
     ("src\n{bar}env\n{bar}{lines}", "src\n"),
     ("{bar}src\n{bar}env\n{bar}{lines}", "src\n"),
+    ("\n \n{bar}src\n{bar}env\n{bar}{lines}", "src\n"),
     ("{bar}src\n{bar}env\n{bar}more\n{bar}{lines}", "src\n"),
     ("src\n{bar}env\n{bar}more\n{bar}and more\n{bar}{lines}", "src\n"),
     ("print('=' * 100) #{bar}x = 1\n {bar}={bar}|{bar}src\n{bar}env\n{bar}{lines}",
@@ -729,6 +730,12 @@ def test_following_a_run_after_it_was_resumed_tells_it_from_its_first_step(tmp_p
     path.write_text(text(resumed(common(), 19, 12)))
     told = [line["step"] for line in logs.follow(path)]
     assert told == sorted(told) and {*range(1, told[-1] + 1)} <= {*told}
+
+
+def test_following_ends_with_a_run_that_ended_in_a_loss_that_is_no_number(tmp_path):
+    path = tmp_path / "run.txt"
+    path.write_text(text(['{"run_id": "x"}', *common("nan"), '{"end": {}}']))
+    assert [*logs.follow(path)][-1]["step"] == 20
 
 
 def test_following_what_is_no_log_says_so(tmp_path, capsys):

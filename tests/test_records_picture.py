@@ -91,7 +91,7 @@ def test_the_page_follows_a_run_from_its_first_step_to_its_end(tmp_path, open_pa
     path = tmp_path / "race-1" / "<b>run.txt"
     path.parent.mkdir()
     for text, says in ((log(START), "no step yet"), (log(START, *steps(1, 10)), "step 10 of 40: under way"),
-                       (log(START, *steps(1, 20)), "step 20 of 40: under way"), (WHOLE, "step 40 of 40: ended")):
+                       (log(START, *steps(1, 20)), "step 20 of 40: under way"), (WHOLE, "step 40 of 40: ended"), (COMMUNITY, "step 40 of 40: ended")):
         path.write_text(text)
         page = open_page()
         assert says in page and "&lt;b&gt;run.txt" in page and "<b>" not in page
