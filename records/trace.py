@@ -62,49 +62,46 @@ class Unjudgeable(Exception):
     """The input gives no figures. The message is the one line the user sees."""
 
 
+BACKSLASH = re.compile(r"\\(.)", re.DOTALL)
+BARE = re.compile(r"(?<=[:,\[])(\s*)-?(?:nan|inf|N/A)(?=\s*[,}\]])", re.IGNORECASE)
+
+
+def mended(text):
+    """JSON without what profilers are known to have written wrong: unescaped backslashes, bare nan, inf and N/A."""
+    text = BACKSLASH.sub(lambda found: found[0] if found[1] in '"\\/bfnrtu' else "\\" + found[0], text)
+    return BARE.sub(r"\1null", text)
+
+
 class Scanner:
     """Pulls JSON values one by one out of a text stream, so that only the value at hand is in memory.
 
-    Fractions come as their text, for exact times. What profilers are known to have written wrong is mended: unescaped
-    backslashes, and bare nan, inf and N/A.
-    """
+    Fractions come as their text, for exact times."""
 
     SPACE = re.compile(r"[ \t\r\n\ufeff]*")
-    BACKSLASH = re.compile(r'\\(.)', re.DOTALL)
-    BARE = re.compile(r"(?<=[:,\[])(\s*)-?(?:nan|inf|N/A)(?=\s*[,}\]])", re.IGNORECASE)
 
     def __init__(self, stream):
         self.stream, self.text, self.at, self.passed = stream, "", 0, 0
         self.decode = json.JSONDecoder(strict=False, parse_float=str, parse_constant=str).raw_decode
+
+    def go_on_with(self, text):
+        """Take this for the text that is not yet parsed."""
+        self.passed += self.at
+        self.text, self.at = text, 0
 
     def more(self):
         """Read on; False at the end of the stream."""
         if len(self.text) - self.at > LONGEST_VALUE:
             raise ValueError(f"no value ends within {LONGEST_VALUE} characters")
         chunk = self.stream.read(CHUNK)
-        self.passed += self.at
-        self.text, self.at = self.text[self.at:] + chunk, 0
+        self.go_on_with(self.text[self.at:] + chunk)
         return bool(chunk)
-
-    def mend(self):
-        """Replace known damage in the text not yet parsed; False if there was none."""
-        rest = self.text[self.at:]
-        mended = self.BACKSLASH.sub(lambda m: m[0] if m[1] in '"\\/bfnrtu' else "\\" + m[0], rest)
-        mended = self.BARE.sub(r"\1null", mended)
-        if mended == rest:
-            return False
-        self.passed += self.at
-        self.text, self.at = mended, 0
-        return True
 
     def peek(self):
         """The next character that is no space, not taken; "" at the end of the stream."""
         while True:
             self.at = self.SPACE.match(self.text, self.at).end()
-            if self.at < len(self.text):
-                return self.text[self.at]
-            if not self.more():
-                return ""
+            if self.at < len(self.text) or not self.more():
+                return self.text[self.at:self.at + 1]
 
     def value(self):
         """The next value. ValueError if none comes."""
@@ -113,37 +110,38 @@ class Scanner:
             try:
                 value, end = self.decode(self.text, self.at)
             except ValueError as error:
-                at = self.passed + getattr(error, "pos", self.at)
-                if not self.mend() and not self.more():
+                at, rest = self.passed + getattr(error, "pos", self.at), self.text[self.at:]
+                if (repaired := mended(rest)) != rest:
+                    self.go_on_with(repaired)
+                elif not self.more():
                     raise ValueError(f"{getattr(error, 'msg', error)} at character {at}") from None
             else:
                 if end < len(self.text) or not self.more():  # a number that ends the text may go on in the next chunk
                     self.at = end
                     return value
 
-    def members(self, closing):
-        """Stop before each member of the list or object that opens here, and step behind its end."""
+    def values(self, closing):
+        """Yield the values of the list, or the keys of the object, that opens here, and step behind its end."""
         self.at += 1
         while (character := self.peek()) != closing:
             if character == ",":
                 self.at += 1
             else:
-                yield
+                yield self.value()
         self.at += 1
 
     def trace(self, header):
         """Yield the events of a Chrome trace: a list, or an object's traceEvents (its other keys go into `header`)."""
         opening, listed = self.peek(), False
         if opening == "[":
-            yield from (self.value() for _ in self.members("]"))
+            yield from self.values("]")
         elif opening == "{":
-            for _ in self.members("}"):
-                key = self.value()
+            for key in self.values("}"):
                 if not isinstance(key, str) or self.peek() != ":":
                     raise ValueError(f"no string and ':' for a key at character {self.passed + self.at}")
                 self.at += 1
                 if key == "traceEvents" and self.peek() == "[":
-                    yield from (self.value() for _ in self.members("]"))
+                    yield from self.values("]")
                     listed = True
                 else:
                     header[key] = self.value()
