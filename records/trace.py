@@ -158,7 +158,6 @@ class Span(NamedTuple):
     start: int
     end: int
     name: str
-    thread: tuple  # (pid, tid)
 
 
 def rows_of(*columns):
@@ -166,7 +165,6 @@ def rows_of(*columns):
     return np.dtype([(column, "i8") for column in columns])
 
 
-HOST = rows_of("start", "end", "name", "thread", "step")
 LAUNCH = rows_of("start", "correlation", "thread")
 OP = rows_of("start", "end", "name", "kind", "device", "correlation", "thread", "step")  # both of its launch
 MAIN = -1  # the thread of what the main one launched; the others' launches are autograd's work
@@ -201,12 +199,12 @@ def kind_of(category, name, arguments):
     if "nccl" not in name:
         return "compute"
     kind = collective(name)
-    return kind if kind != "other" else collective(str(scalar(arguments.get("Collective name"))))
+    return kind if kind != "other" else collective(str(arguments.get("Collective name")))
 
 
-def scalar(value):
-    """A number or a string as it is, else None: what may name a rank or a GPU."""
-    return value if isinstance(value, (int, str)) else None
+def members(value):
+    """An object's; none of what is no object."""
+    return value if isinstance(value, dict) else {}
 
 
 def nanoseconds(microseconds):
@@ -227,23 +225,12 @@ class Trace:
     world_size: object = None
     gpu: str = ""
     steps: dict = field(default_factory=dict)  # N → its marks, [Span]
-    ops: np.ndarray = None  # [OP], linked, by launch inside a step
-    outside: np.ndarray = None  # [OP], linked, launched in no step
+    host: dict = field(default_factory=lambda: defaultdict(list))  # N → the other host events that count, by start
+    ops: np.ndarray = None  # [OP], launched inside a step
+    outside: np.ndarray = None  # [OP], launched in no step
     orphans: np.ndarray = None  # [OP], without thread and step
-    host: np.ndarray = None  # [HOST], by step and start
     values: list = field(default_factory=list)  # what the numbers in the rows stand for
     broken: int = 0  # events that matter but lack what they need
-
-    @property
-    def main_threads(self):
-        return {mark.thread for marks in self.steps.values() for mark in marks}
-
-    def host_names(self):
-        return {self.values[i] for i in np.unique(self.host["name"])}
-
-    def spans(self, rows):
-        return [Span(start, end, self.values[name], self.values[thread]) for start, end, name, thread, _ in
-                rows.tolist()]
 
 
 def read_events(path, header):
@@ -265,53 +252,53 @@ def read_events(path, header):
 
 def read(path):
     """Read a trace file and link every GPU op to its launch and its step."""
-    trace, header, marks = Trace(path), {}, defaultdict(list)
-    place = Places()
-    ops, launches, host = array("q"), array("q"), array("q")  # rows of OP, LAUNCH and HOST, one after another
+    trace, header, place = Trace(path), {}, Places()
+    ops, launches = array("q"), array("q")  # rows of OP and LAUNCH, one after another
+    marks, main_threads, host = defaultdict(list), set(), []
     for event in read_events(path, header):
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
-        category, name = event.get("cat"), event.get("name")
-        category = OLD_CATEGORIES.get(category, category) if isinstance(category, str) else None
+        category, name, arguments = str(event.get("cat")), event.get("name"), members(event.get("args"))
+        category = OLD_CATEGORIES.get(category, category)
         on_gpu, is_launch = category in GPU_CATEGORIES, category in LAUNCH_CATEGORIES
-        if not on_gpu and not is_launch:
-            if category not in HOST_CATEGORIES or not isinstance(name, str) or not HOST_NAMES.match(name):
-                continue
-        arguments = event.get("args")
-        arguments = arguments if isinstance(arguments, dict) else {}
-        correlation = scalar(arguments.get("correlation"))
-        if is_launch and correlation is None:
+        on_host = category in HOST_CATEGORIES and HOST_NAMES.match(str(name))
+        correlation = arguments.get("correlation")
+        if not isinstance(correlation, int) or not 0 <= correlation < FOREVER:
+            correlation = -1
+        if not (on_gpu or on_host or is_launch and correlation >= 0):
             continue
         try:
-            start = nanoseconds(event.get("ts"))
-            end = start if is_launch else start + nanoseconds(event.get("dur"))
-            if end < start or not is_launch and not isinstance(name, str):
+            start, duration = nanoseconds(event.get("ts")), nanoseconds(event.get("dur"))
+            if duration < 0 or not isinstance(name, str):
                 raise ValueError
         except ValueError:
             trace.broken += 1
             continue
-        thread = (str(scalar(event.get("pid"))), str(scalar(event.get("tid"))))
-        if not isinstance(correlation, int) or not 0 <= correlation < FOREVER:
-            correlation = -1 - place[correlation]
+        end, thread = start + duration, (str(event.get("pid")), str(event.get("tid")))
         if is_launch:
             launches.extend((start, correlation, place[thread]))
         elif on_gpu:
-            kind, device = KINDS.index(kind_of(category, name, arguments)), scalar(arguments.get("device", thread[0]))
+            kind, device = KINDS.index(kind_of(category, name, arguments)), str(arguments.get("device", thread[0]))
             ops.extend((start, end, place[name], kind, place[device], correlation, MAIN, ORPHANED))
         elif mark := STEP_MARK.fullmatch(name):
-            marks[int(mark[1])].append(Span(start, end, name, thread))
+            marks[int(mark[1])].append(Span(start, end, name))
+            main_threads.add(place[thread])
         else:
-            host.extend((start, end, place[name], place[thread], NOWHERE))
+            host.append(Span(start, end, sys.intern(name)))
 
-    trace.steps = {step: sorted(marks[step]) for step in sorted(marks)}
-    trace.values = list(place)
-    link(trace, np.frombuffer(ops, OP), np.frombuffer(launches, LAUNCH), np.frombuffer(host, HOST))
-    distributed = header.get("distributedInfo")
-    if isinstance(distributed, dict):
-        trace.rank, trace.world_size = scalar(distributed.get("rank")), scalar(distributed.get("world_size"))
-    devices = header.get("deviceProperties")
-    if isinstance(devices, list) and devices and isinstance(devices[0], dict):
-        trace.gpu = str(scalar(devices[0].get("name")) or "")
+    trace.steps, trace.values = {step: sorted(marks[step]) for step in sorted(marks)}, list(place)
+    step_at = step_finder(trace.steps)
+    host.sort()
+    for span, step in zip(host, step_at([span.start for span in host]).tolist()):
+        trace.host[step].append(span)
+    ops = np.frombuffer(ops, OP)
+    link(ops, np.frombuffer(launches, LAUNCH), list(main_threads), step_at)
+    trace.ops, trace.outside, trace.orphans = (ops[chosen] for chosen in (
+        ops["step"] > NOWHERE, ops["step"] == NOWHERE, ops["step"] == ORPHANED))
+    distributed, devices = members(header.get("distributedInfo")), header.get("deviceProperties")
+    trace.rank, trace.world_size = distributed.get("rank"), distributed.get("world_size")
+    if isinstance(devices, list) and devices:
+        trace.gpu = str(members(devices[0]).get("name", ""))
     return trace
 
 
@@ -322,23 +309,15 @@ class Places(dict):
         return place
 
 
-def link(trace, ops, launches, host):
-    """Share out the rows, by their steps, to a Trace that has those. A GPU op gets its launch's step and thread."""
-    step_at = step_finder(trace.steps)
-    # where a runtime call and the driver call inside it share a number, the outer one is the launch
+def link(ops, launches, main_threads, step_at):
+    """Give each GPU op the step and the thread of its launch."""
+    # where a runtime call and the driver call inside it share a number, the outer one is the launch: it comes first
     launches = launches[np.lexsort((launches["start"], launches["correlation"]))]
-    known, first = np.unique(launches["correlation"], return_index=True)
-    at = np.searchsorted(known, ops["correlation"])
-    linked = np.append(known, FOREVER)[at] == ops["correlation"]
-    launches = launches[first[at[linked]]]
-    threads = trace.main_threads
-    main = [place for place, value in enumerate(trace.values) if value in threads]
+    at = np.searchsorted(launches["correlation"], ops["correlation"])
+    linked = np.append(launches["correlation"], FOREVER)[at] == ops["correlation"]
+    launches = launches[at[linked]]
     ops["step"][linked] = step_at(launches["start"])
-    ops["thread"][linked] = np.where(np.isin(launches["thread"], main), MAIN, launches["thread"])
-    ops = ops[np.argsort(ops["step"], kind="stable")]
-    trace.orphans, trace.outside, trace.ops = np.split(ops, np.searchsorted(ops["step"], (NOWHERE, NOWHERE + 1)))
-    host["step"] = step_at(host["start"])
-    trace.host = host[np.lexsort((host["end"], host["start"], host["step"]))]
+    ops["thread"][linked] = np.where(np.isin(launches["thread"], main_threads), MAIN, launches["thread"])
 
 
 def step_finder(steps):
@@ -351,17 +330,13 @@ def step_finder(steps):
     return lambda times: owners[np.searchsorted(edges, times, side="right")]
 
 
-def by_step(rows, steps):
-    """{N: the rows of that step}, of rows that are sorted so."""
-    return {n: rows[slice(*np.searchsorted(rows["step"], (n, n + 1)))] for n in steps}
-
-
 # Figures ------------------------------------------------------------------------------------------------------------
 
 def busy(*groups):
-    """Length of the union of intervals, in ns. A group: rows, or [Span]."""
-    times = np.concatenate([np.stack([group["start"], group["end"]], axis=1) if isinstance(group, np.ndarray) else
-                            np.array([span[:2] for span in group], "i8").reshape(-1, 2) for group in groups])
+    """Length of the union of intervals, in ns. A group: rows of OP, or [Span]."""
+    pairs = [np.stack([group["start"], group["end"]], axis=1) if isinstance(group, np.ndarray) else
+             np.array([span[:2] for span in group], "i8").reshape(-1, 2) for group in groups]
+    times = np.concatenate(pairs)
     start, end = times[np.argsort(times[:, 0])].T
     reach = np.maximum.accumulate(end)  # what an interval adds begins where those before it reach
     return int(np.maximum(reach - np.maximum(start, np.append(start[:1], reach[:-1])), 0).sum())
@@ -380,18 +355,13 @@ def communication(ops):
     return ops[(ops["kind"] != COMPUTE) & (ops["kind"] != MEMORY)]
 
 
-def extreme(function, times):
-    """The min or max of a column as an int; None of an empty one."""
-    return int(function(times)) if len(times) else None
-
-
 def gpu_times(ops):
     """Busy times of GPU ops in ms, each GPU on its own and then summed."""
     sums = Counter()
     for device in np.unique(ops["device"]):
         group = ops[ops["device"] == device]
         compute, comm = group[group["kind"] == COMPUTE], communication(group)
-        sums.update(span=int(group["end"].max()) - int(group["start"].min()), busy=busy(group), compute=busy(compute),
+        sums.update(span=int(group["end"].max() - group["start"].min()), busy=busy(group), compute=busy(compute),
                     comm=busy(comm), overlap=overlap(comm, compute))
     sums.update(exposed=sums["comm"] - sums["overlap"], idle=sums["span"] - sums["busy"])
     return {f"{key}_ms": milliseconds(sums[key])
@@ -431,8 +401,8 @@ def gpu_leads(ops, host):
     annotations = [span for span in named(host, "nccl:") if "reduce_scatter" in span.name]
     of_backward = ((ops["kind"] == COMPUTE) | (ops["kind"] == MEMORY)) & (ops["thread"] != MAIN)
     return {"b_ms": apart(first_start(annotations), first_start(optimizer_steps(host))),
-            "d_ms": apart(extreme(np.min, ops["start"][ops["kind"] == REDUCE_SCATTER]),
-                          extreme(np.max, ops["end"][of_backward]))}
+            "d_ms": apart(min(ops["start"][ops["kind"] == REDUCE_SCATTER].tolist(), default=None),
+                          max(ops["end"][of_backward].tolist(), default=None))}
 
 
 def backward_spans(host):
@@ -481,7 +451,7 @@ def check(trace):
         problem = f"none of its {gpu_ops} GPU ops was launched inside a step; record whole steps"
     elif gpu_ops and not any(len(communication(ops)) for ops in (trace.ops, trace.outside, trace.orphans)):
         problem = f'no communication, none of its {gpu_ops} GPU ops is a kernel with "nccl" in its name; {ranks}'
-    elif not gpu_ops and not any(name.startswith(("launch ", "gloo:", "c10d::")) for name in trace.host_names()):
+    elif not gpu_ops and not any(named(host, "launch ", "gloo:", "c10d::") for host in trace.host.values()):
         problem = f"no communication, neither GPU ops nor ranges `launch ...`, gloo:* or c10d::*; {ranks}"
     else:
         return
@@ -490,17 +460,16 @@ def check(trace):
 
 def analyse(trace):
     """All figures of a trace, as --json prints them: a dict a step, the total, the orphans, the notes."""
-    ops, host = by_step(trace.ops, trace.steps), by_step(trace.host, trace.steps)
     on_gpu = bool(len(trace.ops))
-    on_host = not on_gpu or any(name.startswith("launch ") for name in trace.host_names())
+    on_host = not on_gpu or any(named(host, "launch ") for host in trace.host.values())
     steps = []
     for number, marks in trace.steps.items():
         figures = {"step": number, "step_ms": milliseconds(busy(marks))}
-        spans, launched = trace.spans(host[number]), ops[number]
+        ops, host = trace.ops[trace.ops["step"] == number], trace.host[number]
         if on_gpu:
-            figures |= gpu_times(launched) | gpu_counts(launched) | gpu_leads(launched, spans)
+            figures |= gpu_times(ops) | gpu_counts(ops) | gpu_leads(ops, host)
         if on_host:
-            figures |= host_counts(spans) | host_leads(spans)
+            figures |= host_counts(host) | host_leads(host)
         steps.append(figures)
     total = {"steps": len(steps), "step_ms": sum(figures["step_ms"] for figures in steps)}
     if on_gpu:

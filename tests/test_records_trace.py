@@ -148,7 +148,7 @@ def test_no_time(value):
 
 
 spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)), max_size=12).map(
-    lambda pairs: [trace.Span(start, start + length, "", ()) for start, length in pairs])
+    lambda pairs: [trace.Span(start, start + length, "") for start, length in pairs])
 
 
 @given(spans, spans)
@@ -164,7 +164,7 @@ def test_busy_and_overlap_count_each_instant_once(some, others):
 def test_step_at_finds_a_mark_that_contains_the_time(marks, time):
     steps = {}
     for start, length, number in marks:
-        steps.setdefault(number, []).append(trace.Span(start, start + length, "", ()))
+        steps.setdefault(number, []).append(trace.Span(start, start + length, ""))
     holders = {number for start, length, number in marks if start <= time < start + length}
     (found,) = trace.step_finder(steps)(np.array([time]))
     assert found in (holders or {trace.NOWHERE})
