@@ -36,6 +36,7 @@ the end of backward the first hook had launched.
 import argparse
 import gzip
 import io
+import itertools
 import json
 import os
 import re
@@ -512,45 +513,42 @@ def notes(trace, steps):
 
 # Tables -------------------------------------------------------------------------------------------------------------
 
-class Column(NamedTuple):
-    key: str
-    title: str
-    form: str
-
-
-MS, SIGNED, COUNT = ".3f", "+.3f", ".0f"
-GPU_COLUMNS = [Column("step_ms", "host step", MS), Column("span_ms", "GPU span", MS),
-               Column("compute_ms", "compute", MS), Column("comm_ms", "comm", MS), Column("overlap_ms", "overlap", MS),
-               Column("exposed_ms", "exposed", MS), Column("idle_ms", "GPU idle", MS), Column("b_ms", "B", SIGNED),
-               Column("d_ms", "D", SIGNED)]
-FROM_BACKWARD = Column("reduce_scatters_from_backward", "from backward", COUNT)
-HOST_COLUMNS = [Column("step_ms", "host step", MS), Column("launches", "launches", COUNT),
-                Column("launches_in_backward", "in backward", COUNT),
-                Column("launch_after_backward_start_ms", "after backward start", SIGNED),
-                Column("launch_after_backward_end_ms", "after backward end", SIGNED),
-                Column("launch_after_step_start_ms", "after step start", SIGNED),
-                Column("wait_ms", "wait", MS), Column("gloo_ms", "gloo busy", MS),
-                Column("gloo_in_backward_ms", "gloo in backward", MS)]
+KERNELS = "comm_kernels "  # opens the names of the figures that count kernels of a kind
+GPU_TITLES = {"step_ms": "host step", "span_ms": "GPU span", "compute_ms": "compute", "comm_ms": "comm",
+              "overlap_ms": "overlap", "exposed_ms": "exposed", "idle_ms": "GPU idle", "b_ms": "B", "d_ms": "D",
+              **{KERNELS + kind: kind for kind in sorted(KINDS)}, "reduce_scatters_from_backward": "from backward"}
+HOST_TITLES = {"step_ms": "host step", "launches": "launches", "launches_in_backward": "in backward",
+               "launch_after_backward_start_ms": "after backward start",
+               "launch_after_backward_end_ms": "after backward end", "launch_after_step_start_ms": "after step start",
+               "wait_ms": "wait", "gloo_ms": "gloo busy", "gloo_in_backward_ms": "gloo in backward"}
+TITLES = GPU_TITLES | HOST_TITLES
+SIGNED = {"b_ms", "d_ms", *(key for key in HOST_TITLES if key.startswith("launch_after"))}
+BY_STEP = ("exposed_ms", "b_ms", "d_ms", "launch_after_backward_end_ms", "wait_ms")  # what two sets show of each step
 
 
 def flat(figures):
-    """Figures with the kernel counts by kind spread out: one number a key."""
-    counts = {f"comm_kernels {kind}": count for kind, count in figures.get("comm_kernels", {}).items()}
-    return {key: value for key, value in figures.items() if key != "comm_kernels"} | counts
+    """Figures with the kernel counts by kind spread out: one number a key, 0 of the kinds that there are not."""
+    counts = figures.get("comm_kernels")
+    spread = {} if counts is None else {KERNELS + kind: counts.get(kind, 0) for kind in KINDS}
+    return {key: value for key, value in figures.items() if key != "comm_kernels"} | spread
 
 
 def columns(flats):
-    """The columns in which one of these flat figures has a value: ("gpu" or "cpu", [Column]) of each table."""
-    present = {key for figures in flats for key, value in figures.items() if value is not None}
-    kinds = [Column(key, key.removeprefix("comm_kernels "), COUNT) for key in sorted(present)
-             if key.startswith("comm_kernels ")]
-    gpu = [*GPU_COLUMNS, *kinds, *([FROM_BACKWARD] if "comm_kernels reduce-scatter" in present else [])]
-    return [(device, [column for column in group if column.key in present]) for device, group, telling in
-            (("gpu", gpu, "span_ms"), ("cpu", HOST_COLUMNS, "launches")) if telling in present]
+    """The keys for which one of these flat figures has a value: {"gpu" or "cpu": keys} of each table."""
+    present = {key for figures in flats for key, value in figures.items()
+               if value is not None and (value or not key.startswith(KERNELS))}
+    if KERNELS + "reduce-scatter" not in present:
+        present.discard("reduce_scatters_from_backward")
+    return {device: [key for key in titles if key in present] for device, titles, telling in
+            (("gpu", GPU_TITLES, "span_ms"), ("cpu", HOST_TITLES, "launches")) if telling in present}
 
 
-def cell(value, form):
-    return "-" if value is None else format(value, form)
+def cell(key, value, signed=False):
+    """A figure as a table shows it; a mean of counts has a decimal."""
+    if value is None:
+        return "-"
+    sign, digits = "+" * (signed or key in SIGNED), 3 if key.endswith("_ms") else int(value != int(value))
+    return f"{value:{sign}.{digits}f}"
 
 
 def table(rows):
@@ -558,12 +556,10 @@ def table(rows):
 
 
 def tables(named):
-    """("gpu" or "cpu", text) of a table for each group of columns, from [(name of the row, flat figures)]."""
-    found = []
-    for device, group in columns([figures for _, figures in named]):
-        rows = [[name, *(cell(figures.get(column.key), column.form) for column in group)] for name, figures in named]
-        found.append((device, table([["ms", *(column.title for column in group)], *rows])))
-    return found
+    """{"gpu" or "cpu": text} of a table for each group of columns, from [(name of the row, flat figures)]."""
+    return {device: table([["ms", *(TITLES[key] for key in keys)],
+                           *([name, *(cell(key, figures.get(key)) for key in keys)] for name, figures in named)])
+            for device, keys in columns([figures for _, figures in named]).items()}
 
 
 def kernels(orphans):
@@ -598,9 +594,7 @@ def mean(flats):
     result = {}
     for key in dict.fromkeys(key for figures in flats for key in figures):
         values = [figures[key] for figures in flats if figures.get(key) is not None]
-        # a kind of kernel that a rank or step lacks is no missing value but none
-        count = len(flats) if key.startswith("comm_kernels ") else len(values)
-        result[key] = sum(values) / count if values else None
+        result[key] = sum(values) / len(values) if values else None
     return result
 
 
@@ -616,10 +610,9 @@ def set_means(analyses):
 def compared(left, right):
     """{key: {"a", "b", "difference"}} of two flat figures."""
     result = {}
-    for _, group in columns([left, right]):
-        for key in (column.key for column in group):
-            pair = [figures.get(key, 0 if key.startswith("comm_kernels ") else None) for figures in (left, right)]
-            result[key] = {"a": pair[0], "b": pair[1], "difference": None if None in pair else pair[1] - pair[0]}
+    for key in itertools.chain(*columns([left, right]).values()):
+        a, b = left.get(key), right.get(key)
+        result[key] = {"a": a, "b": b, "difference": None if None in (a, b) else b - a}
     return result
 
 
@@ -643,32 +636,24 @@ def compare(left, right):
             "steps": [{"a_step": a, "b_step": b, **compared(steps_a[a], steps_b[b])} for a, b in pairs], "notes": found}
 
 
-BY_STEP = [Column("exposed_ms", "exposed", MS), Column("b_ms", "B", SIGNED), Column("d_ms", "D", SIGNED),
-           Column("launch_after_backward_end_ms", "after backward end", SIGNED), Column("wait_ms", "wait", MS)]
-
-
 def side_by_side(comparison, *ranks):
     """The rows of both tables of a comparison, and the devices whose figures they show."""
+    total, steps = comparison["total"], comparison["steps"]
     over = f", mean of {ranks[0]} and {ranks[1]} ranks" if sum(ranks) > 2 else ""
-    groups = columns([{key: pair[side] for key, pair in comparison["total"].items()} for side in "ab"])
     in_all = [(f"in all{over}", "a", "b", "b - a", "")]
-    for column in dict.fromkeys(column for _, group in groups for column in group):  # both open with the step's time
-        a, b, difference = comparison["total"][column.key].values()
-        form = column.form if column.form != COUNT or not over else ".1f"
-        in_all.append((column.title + ", ms" * column.key.endswith("_ms"), cell(a, form), cell(b, form),
-                       cell(difference, "+" + form.lstrip("+")),
+    for key, pair in total.items():
+        a, b, difference = pair.values()
+        in_all.append((TITLES[key] + ", ms" * key.endswith("_ms"), cell(key, a), cell(key, b),
+                       cell(key, difference, signed=True),
                        f"{difference / a:+.1%}" if a and difference is not None else ""))
-    shown = [column for column in BY_STEP if any(column.key in step for step in comparison["steps"])]
-    by_step = [["step, ms", *(f"{column.title} {side}" for column in shown for side in ("a", "b", "b - a"))]]
-    for step in comparison["steps"]:
-        number = step["a_step"] if step["a_step"] == step["b_step"] else f"{step['a_step']} | {step['b_step']}"
-        row = [str(number)]
-        for column in shown:
-            pair = step.get(column.key, {})
-            row += [cell(pair.get("a"), column.form), cell(pair.get("b"), column.form),
-                    cell(pair.get("difference"), SIGNED)]
-        by_step.append(row)
-    return {"in_all": in_all, "by_step": by_step, "devices": [device for device, _ in groups]}
+    shown = [key for key in BY_STEP if any(key in step for step in steps)]
+    by_step = [["step, ms", *(f"{TITLES[key]} {side}" for key in shown for side in ("a", "b", "b - a"))]]
+    for step in steps:
+        name = " | ".join(dict.fromkeys((str(step["a_step"]), str(step["b_step"]))))
+        pairs = [(key, step.get(key, {})) for key in shown]
+        by_step.append([name, *(cell(key, pair.get(side), signed=side == "difference")
+                                for key, pair in pairs for side in ("a", "b", "difference"))])
+    return {"in_all": in_all, "by_step": by_step, "devices": columns([total])}
 
 
 # Command line -------------------------------------------------------------------------------------------------------
