@@ -149,7 +149,7 @@ class Scanner:
             if not listed:
                 raise ValueError('an object without a list "traceEvents"')
         else:
-            raise ValueError(f"it opens with {opening!r}, not with a brace or bracket" if opening else "it is blank")
+            raise ValueError(f"it opens with {opening!r}, not with a brace or bracket" if opening else "it is blank or empty")
         if extra := self.peek():  # reading to the end also makes gzip check its sum
             raise ValueError(f"{extra!r} follows the end at character {self.passed + self.at}")
 
@@ -183,7 +183,7 @@ HOST_NAMES = re.compile(r"ProfilerStep#\d+|Optimizer\.step#|nccl:|gloo:|c10d::|a
 COLLECTIVES = {"reducescatter": "reduce-scatter", "allgather": "all-gather", "allreduce": "all-reduce",
                "alltoall": "all-to-all", "broadcast": "broadcast", "reduce": "reduce", "send": "send-recv",
                "recv": "send-recv"}  # tried in this order
-KINDS = ["compute", "memory", *dict.fromkeys(COLLECTIVES.values()), "other"]
+KINDS = ["compute", "memory", *dict.fromkeys(COLLECTIVES.values()), "other"]  # behind memory: communication
 COMPUTE, MEMORY, REDUCE_SCATTER = (KINDS.index(kind) for kind in ("compute", "memory", "reduce-scatter"))
 
 
@@ -236,19 +236,15 @@ class Trace:
 
 def read_events(path, header):
     """Yield the events of a trace file; raises Unjudgeable with what is wrong with the file."""
-    again = "record it again with torch.profiler's export_chrome_trace, or copy it again whole"
     try:
-        if os.path.isfile(path) and not os.path.getsize(path):
-            raise Unjudgeable(f"{path}: empty; {again}")
         with io.TextIOWrapper(logs.open_unpacked(path), encoding="utf-8", errors="replace") as stream:
             yield from Scanner(stream).trace(header)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise Unjudgeable(f"{path}: damaged or cut short ({error}); {again}") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile, ValueError, RecursionError) as error:
+        raise Unjudgeable(f"{path}: damaged, cut short or no complete Chrome trace ({error}); record it again with "
+                          "torch.profiler's export_chrome_trace, or copy it again whole") from None
     except OSError as error:
         why = error.strerror or error
         raise Unjudgeable(f"{path}: {why}; name a torch.profiler trace, .json or .json.gz") from None
-    except (ValueError, RecursionError) as error:
-        raise Unjudgeable(f"{path}: no complete Chrome trace ({error}); {again}") from None
 
 
 def read(path):
@@ -353,11 +349,11 @@ def milliseconds(nanoseconds):
 
 
 def communication(ops):
-    return ops[(ops["kind"] != COMPUTE) & (ops["kind"] != MEMORY)]
+    return ops[ops["kind"] > MEMORY]
 
 
-def gpu_times(ops):
-    """Busy times of GPU ops in ms, each GPU on its own and then summed."""
+def gpu_figures(ops):
+    """Busy times of GPU ops in ms, each GPU on its own and then summed; and what there is to count."""
     sums = Counter()
     for device in np.unique(ops["device"]):
         group = ops[ops["device"] == device]
@@ -365,13 +361,10 @@ def gpu_times(ops):
         sums.update(span=int(group["end"].max() - group["start"].min()), busy=busy(group), compute=busy(compute),
                     comm=busy(comm), overlap=overlap(comm, compute))
     sums.update(exposed=sums["comm"] - sums["overlap"], idle=sums["span"] - sums["busy"])
-    return {f"{key}_ms": milliseconds(sums[key])
-            for key in ("span", "busy", "compute", "comm", "overlap", "exposed", "idle")}
-
-
-def gpu_counts(ops):
+    times = ("span", "busy", "compute", "comm", "overlap", "exposed", "idle")
     kinds = Counter(KINDS[kind] for kind in communication(ops)["kind"].tolist())
-    return {"gpu_ops": len(ops), "comm_kernels": dict(sorted(kinds.items())),
+    return {**{f"{key}_ms": milliseconds(sums[key]) for key in times},
+            "gpu_ops": len(ops), "comm_kernels": dict(sorted(kinds.items())),
             "reduce_scatters_from_backward": int(np.sum((ops["kind"] == REDUCE_SCATTER) & (ops["thread"] != MAIN)))}
 
 
@@ -400,7 +393,7 @@ def optimizer_steps(host):
 def gpu_leads(ops, host):
     """B and D of one step in ms; None where the step lacks one of the two moments."""
     annotations = [span for span in named(host, "nccl:") if "reduce_scatter" in span.name]
-    of_backward = ((ops["kind"] == COMPUTE) | (ops["kind"] == MEMORY)) & (ops["thread"] != MAIN)
+    of_backward = (ops["kind"] <= MEMORY) & (ops["thread"] != MAIN)
     return {"b_ms": apart(first_start(annotations), first_start(optimizer_steps(host))),
             "d_ms": apart(min(ops["start"][ops["kind"] == REDUCE_SCATTER].tolist(), default=None),
                           max(ops["end"][of_backward].tolist(), default=None))}
@@ -420,23 +413,23 @@ def gradient_launches(host):
     return named(host, "launch ") or next(filter(None, recorded), [])
 
 
-def host_counts(host):
-    """Launches, and times that add up over steps: exposed waits, and what gloo's threads did (ms)."""
+ADDING_UP = ("launches", "launches_in_backward", "wait_ms", "gloo_ms", "gloo_in_backward_ms")  # over steps
+
+
+def host_figures(host):
+    """Launches, exposed waits and what gloo's threads did in one step; and its first launch against the last backward
+    (the one whose gradients are sent) and the optimizer's step."""
     launches, backward = gradient_launches(host), backward_spans(host)
     waits, gloo = named(host, "wait "), named(host, "gloo:")
+    first, last = first_start(launches), max(backward, default=None)
     return {"launches": len(launches),
             "launches_in_backward": sum(any(span.start <= launch.start < span.end for span in backward)
                                         for launch in launches) if backward else None,
             "wait_ms": milliseconds(sum(span.end - span.start for span in waits)) if waits else None,
             "gloo_ms": milliseconds(busy(gloo)) if gloo else None,
-            "gloo_in_backward_ms": milliseconds(overlap(gloo, backward)) if gloo and backward else None}
-
-
-def host_leads(host):
-    """The first launch of one step against the last backward (the one whose gradients are sent) and the step, in ms."""
-    first, backward = first_start(gradient_launches(host)), max(backward_spans(host), default=None)
-    return {"launch_after_backward_start_ms": apart(first, backward and backward.start),
-            "launch_after_backward_end_ms": apart(first, backward and backward.end),
+            "gloo_in_backward_ms": milliseconds(overlap(gloo, backward)) if gloo and backward else None,
+            "launch_after_backward_start_ms": apart(first, last and last.start),
+            "launch_after_backward_end_ms": apart(first, last and last.end),
             "launch_after_step_start_ms": apart(first, first_start(optimizer_steps(host)))}
 
 
@@ -444,19 +437,20 @@ def check(trace):
     """Raise Unjudgeable, with what to do, where the trace cannot tell anything about communication."""
     linked = len(trace.ops) + len(trace.outside)
     gpu_ops, ranks = linked + len(trace.orphans), "record a run of two ranks or more"
-    if not trace.steps:
-        problem = "no ProfilerStep#N mark; call the profiler's step() after every training step"
-    elif gpu_ops and not linked:
-        problem = f"none of its {gpu_ops} GPU ops has its launch in the trace; record with ProfilerActivity.CPU as well"
-    elif gpu_ops and not len(trace.ops):
-        problem = f"none of its {gpu_ops} GPU ops was launched inside a step; record whole steps"
-    elif gpu_ops and not any(len(communication(ops)) for ops in (trace.ops, trace.outside, trace.orphans)):
-        problem = f'no communication, none of its {gpu_ops} GPU ops is a kernel with "nccl" in its name; {ranks}'
-    elif not gpu_ops and not any(named(host, "launch ", "gloo:", "c10d::") for host in trace.host.values()):
-        problem = f"no communication, neither GPU ops nor ranges `launch ...`, gloo:* or c10d::*; {ranks}"
-    else:
-        return
-    raise Unjudgeable(f"{trace.path}: {problem}")
+    on_gpu = any(len(communication(ops)) for ops in (trace.ops, trace.outside, trace.orphans))
+    on_host = any(named(host, "launch ", "gloo:", "c10d::") for host in trace.host.values())
+    for wrong, problem in (
+            (not trace.steps, "no ProfilerStep#N mark; call the profiler's step() after every training step"),
+            (gpu_ops and not linked,
+             f"none of its {gpu_ops} GPU ops has its launch in the trace; record with ProfilerActivity.CPU as well"),
+            (gpu_ops and not len(trace.ops),
+             f"none of its {gpu_ops} GPU ops was launched inside a step; record whole steps"),
+            (gpu_ops and not on_gpu,
+             f'no communication, none of its {gpu_ops} GPU ops is a kernel with "nccl" in its name; {ranks}'),
+            (not gpu_ops and not on_host,
+             f"no communication, neither GPU ops nor ranges `launch ...`, gloo:* or c10d::*; {ranks}")):
+        if wrong:
+            raise Unjudgeable(f"{trace.path}: {problem}")
 
 
 def analyse(trace):
@@ -468,15 +462,15 @@ def analyse(trace):
         figures = {"step": number, "step_ms": milliseconds(busy(marks))}
         ops, host = trace.ops[trace.ops["step"] == number], trace.host[number]
         if on_gpu:
-            figures |= gpu_times(ops) | gpu_counts(ops) | gpu_leads(ops, host)
+            figures |= gpu_figures(ops) | gpu_leads(ops, host)
         if on_host:
-            figures |= host_counts(host) | host_leads(host)
+            figures |= host_figures(host)
         steps.append(figures)
     total = {"steps": len(steps), "step_ms": sum(figures["step_ms"] for figures in steps)}
     if on_gpu:
-        total |= gpu_times(trace.ops) | gpu_counts(trace.ops)
+        total |= gpu_figures(trace.ops)
     if on_host:
-        for key in host_counts([]):
+        for key in ADDING_UP:
             values = [figures[key] for figures in steps if figures[key] is not None]
             total[key] = sum(values) if values else None
     return {"trace": trace.path, "rank": trace.rank, "world_size": trace.world_size, "gpu": trace.gpu,
@@ -562,15 +556,6 @@ def tables(named):
             for device, keys in columns([figures for _, figures in named]).items()}
 
 
-def kernels(orphans):
-    """(name, count) of the kernels among orphans that communicate, the most frequent first."""
-    names = Counter()
-    for name, count in orphans["names"].items():
-        if "nccl" in name:
-            names[name.partition("(")[0]] += count
-    return names.most_common()
-
-
 def show(analyses, others, comparison):
     """A table of steps for each trace and one of all where there are several; or two sets side by side."""
     def of_steps(analysis):
@@ -584,7 +569,7 @@ def show(analyses, others, comparison):
         of_all = [(os.path.basename(analysis["trace"]), flat(analysis["total"])) for analysis in analyses]
         of_all.append(("mean", mean([figures for _, figures in of_all])))
     return pages.show("trace.txt.jinja", sets=(analyses, others), of_all=of_all, of_steps=of_steps, tables=tables,
-                      kernels=kernels, table=table, comparison=comparison, **beside)
+                      table=table, comparison=comparison, **beside)
 
 
 # Two sets side by side ----------------------------------------------------------------------------------------------
