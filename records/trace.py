@@ -249,7 +249,8 @@ def read_events(path, header):
 
 def read(path):
     """Read a trace file and link every GPU op to its launch and its step."""
-    trace, header, place = Trace(path), {}, Places()
+    trace, header = Trace(path), {}
+    place = defaultdict(itertools.count().__next__)  # value → its place in the order of arrival
     ops, launches = array("q"), array("q")  # rows of OP and LAUNCH, one after another
     marks, main_threads, host = defaultdict(list), set(), []
     for event in read_events(path, header):
@@ -297,13 +298,6 @@ def read(path):
     if isinstance(devices, list) and devices:
         trace.gpu = str(members(devices[0]).get("name", ""))
     return trace
-
-
-class Places(dict):
-    """value → its place in the order of arrival."""
-    def __missing__(self, value):
-        self[value] = place = len(self)
-        return place
 
 
 def link(ops, launches, main_threads, step_at):
@@ -644,11 +638,11 @@ def side_by_side(comparison, *ranks):
 # Command line -------------------------------------------------------------------------------------------------------
 
 def read_set(paths, problems):
-    """[(Trace, analysis)] of the files that can be judged; the others' messages go into `problems`.
+    """The analyses of the files that can be judged; the others' messages go into `problems`.
 
     A recording that is there twice, be it packed or under another name, counts once, and its analysis notes the other
     path: no two ranks mark the same steps at the same nanoseconds."""
-    found = []
+    found = {}
     for path in paths:
         try:
             trace = read(path)
@@ -656,12 +650,12 @@ def read_set(paths, problems):
         except Unjudgeable as problem:
             problems.append(str(problem))
             continue
-        same = [analysis for other, analysis in found if (other.rank, other.steps) == (trace.rank, trace.steps)]
-        for analysis in same:
-            analysis["notes"].append(f"{path} is the same recording: counted once")
-        if not same:
-            found.append((trace, analyse(trace)))
-    return found
+        recording = repr((trace.rank, trace.steps))
+        if recording in found:
+            found[recording]["notes"].append(f"{path} is the same recording: counted once")
+        else:
+            found[recording] = analyse(trace)
+    return list(found.values())
 
 
 def main(arguments=None):
@@ -673,11 +667,10 @@ def main(arguments=None):
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     options = parser.parse_args(arguments)
     problems = []
-    left, right = read_set(options.traces, problems), read_set(options.vs, problems)
+    analyses, others = read_set(options.traces, problems), read_set(options.vs, problems)
     try:
         if problems:
             raise Unjudgeable("\n".join(problems))
-        analyses, others = [analysis for _, analysis in left], [analysis for _, analysis in right]
         comparison = compare(analyses, others) if others else None
     except Unjudgeable as problem:
         print(problem, file=sys.stderr)
