@@ -39,8 +39,8 @@ from pathlib import Path
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import (RendezvousHandler, RendezvousInfo, RendezvousStoreInfo,
-                                                  rendezvous_handler_registry)
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.run import parse_args, run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,13 +52,15 @@ MOST_VAL_TOKENS = 2 ** 18
 TOLD = "SIGINT,SIGTERM,SIGHUP,SIGQUIT"  # passed on to the ranks, which have half a minute to end
 
 
-class Loopback(RendezvousHandler):
+class Loopback(StaticTCPRendezvous):
     """The agents of one machine are one agent: nothing to negotiate, a store per attempt and no more."""
 
-    use_agent_store = True  # this process hosts the store; all ranks are clients
-
     def __init__(self, parameters):
-        self.run_id, self.store = parameters.run_id, None
+        super().__init__(HERE, 0, rank=0, world_size=1, run_id=parameters.run_id, timeout=0)
+        self.store = None  # in this process; all ranks are its clients
+
+    def get_backend(self):
+        return "loopback"
 
     def next_rendezvous(self):
         if self.store:
@@ -67,24 +69,6 @@ class Loopback(RendezvousHandler):
         port = listener.getsockname()[1]
         self.store = TCPStore(HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         return RendezvousInfo(self.store, 0, 1, RendezvousStoreInfo(HERE, port))
-
-    def get_backend(self):
-        return "loopback"
-
-    def get_run_id(self):
-        return self.run_id
-
-    def is_closed(self):
-        return False
-
-    def set_closed(self):
-        pass
-
-    def num_nodes_waiting(self):
-        return 0
-
-    def shutdown(self):
-        return True
 
 
 def fit(flags, text):
