@@ -63,7 +63,7 @@ from stats import MANIFEST, Manifest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "train_gpt.py"
-OWN_FLAGS = ("--run_id", "--log_dir", "--resume", "--race", "--race_id", "--race_run", "--race_runs", "--race_side")
+OWN_FLAGS = ("--run_id", "--log_dir", "--resume", "--race")
 PATIENCE_S = 30  # until a run that was told to stop is killed
 LOOK_S = 0.02  # between two looks at a run's log
 MOST_LOGS = 50  # earlier ones that are read to foresee how long a race takes
@@ -71,12 +71,13 @@ PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # found now: a child must not
 ALONE = [sys.executable, "-I"]  # neither PYTHON* variables nor the user's packages
 STEP = re.compile(rb"(?:step|s):(\d{1,18})[/ ]")
 
-# Before any run: the script itself knows best what it refuses, which flags of a race it has, and what it would save
+# Before any run: the script itself knows best what it refuses, and what it would save
 CHECK = ("import json, sys; sys.path.insert(0, ''); import train_gpt as t; ranks, *flags = sys.argv[1:]\n"
-         "try: preset, config = t.parse_config(flags, 'laptop'); t.check_config(config, int(ranks))\n"
+         "try: preset, config = t.parse_config([*flags, '--race=ID:1:1:'], 'laptop'); "
+         "t.check_config(config, int(ranks))\n"
          "except t.RunError as error: sys.exit(str(error))\n"
-         "print(json.dumps({'race_flag': hasattr(config, 'race'), 'preset': preset, 'steps': config.num_steps,\n"
-         "    'small_model': hasattr(config, 'save_model') and not any(f.startswith('--save_model') for f in flags)}))")
+         "print(json.dumps({'preset': preset, 'steps': config.num_steps, 'small_model':\n"
+         "    hasattr(config, 'save_model') and not any(f.startswith('--save_model') for f in flags)}))")
 # After a run, by a process that gives its memory back
 HALVE = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import examine; examine.halve(sys.argv[1])"
 # In front of a rank, which torchrun gives no open file of its own: it holds the race's lock as long as it lives
@@ -102,28 +103,24 @@ def git(*arguments):
 def describe_sides(ideas, cmd, flags):
     """{side: {"revision", "flags"}}; a revision of None is this checkout. A lone side has no name, as in the logs. Of a
     ladder the last side is the base. A side with a "folder" is another project's; its flags are its whole command."""
+    ours = {"revision": None, "flags": flags}
     if not ideas:
-        return {"": {"revision": None, "flags": flags}}
-    if len(ideas) > 1:
-        if not all(idea.startswith("-") for idea in ideas):
-            raise CannotRace("several --vs make a ladder of flags; race a revision by itself")
-        if len(ideas) >= len(string.ascii_lowercase):
-            raise CannotRace(f"{len(ideas)} --vs are more than the sides that have a letter; race the rest by themselves")
-        return {side: {"revision": None, "flags": flags + split_flags(idea)}
-                for side, idea in zip(string.ascii_lowercase, [*ideas, ""])}
-    vs, = ideas
+        return {"": ours}
     if cmd is not None:
-        theirs = {"revision": None, "flags": split_flags(cmd), "folder": vs}
-        return {"a": {"revision": None, "flags": flags}, "b": theirs}
-    if vs.startswith("-"):
-        return {"a": {"revision": None, "flags": flags + split_flags(vs)}, "b": {"revision": None, "flags": flags}}
+        return {"a": ours, "b": {"revision": None, "flags": split_flags(cmd), "folder": ideas[0]}}
+    if all(idea.startswith("-") for idea in ideas):
+        return {side: {**ours, "flags": flags + split_flags(idea)}
+                for side, idea in zip(string.ascii_lowercase, [*ideas, ""])}
+    vs, *others = ideas
+    if others:
+        raise CannotRace("several --vs make a ladder of flags; race a revision by itself")
     revision = git("rev-parse", "--verify", "--quiet", f"{vs}^{{commit}}")
     if revision is None:
         raise CannotRace(f"--vs {vs!r} is no revision that git knows here; name a commit, branch or tag; or flags; or, "
                          "with --cmd, a folder")
     if git("cat-file", "-e", f"{revision}:{SCRIPT}") is None:
         raise CannotRace(f"revision {vs} has no {SCRIPT}; name a later one")
-    return {"a": {"revision": None, "flags": flags}, "b": {"revision": revision, "flags": flags}}
+    return {"a": ours, "b": {**ours, "revision": revision}}
 
 
 def split_flags(text):
@@ -226,15 +223,6 @@ def command(ranks, lock):
             "-c", HOLD, str(lock), *ALONE, "-u", SCRIPT]
 
 
-def race_flags(race, run, side):
-    """The flags that tell a run of its race, in the words of this side's script, and to leave its model."""
-    version = race["sides"][side]
-    saving = {"save_model": "true"} if version.get("small_model") else {}
-    if version["race_flag"]:
-        return {**saving, "race": f"{race['id']}:{run}:{race['n']}:{side}"}
-    return {**saving, "race_id": race["id"], "race_run": run, "race_runs": race["n"], "race_side": side}
-
-
 def environment(**more):
     return {**{name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}, **more}
 
@@ -261,20 +249,17 @@ def end_with_parent():
 
 
 @contextlib.contextmanager
-def interrupts_later():
-    """What would interrupt is heard within, and interrupts at the end: else the start of a process could swallow it, or
-    the process be lost."""
-    heard, numbers = [], (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+def interrupts_noted():
+    """What would interrupt only makes this list longer within: a run that starts or ends is not lost by it."""
+    noted, numbers = [], (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     usual = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
     try:
         for number in usual:
-            signal.signal(number, lambda *_: heard.append(True))
-        yield
+            signal.signal(number, lambda *_: noted.append(True))
+        yield noted
     finally:
         for number, handler in usual.items():
             signal.signal(number, handler)
-    if heard:
-        raise KeyboardInterrupt
 
 
 def settle(manifest):
@@ -336,8 +321,8 @@ def take_log(folder, before, log):
         return f"its log {newest} holds no whole run: {why}"
 
 
-def run_once(manifest, folder, lock, run, side):
-    """One timed run, noted before and after. Returns (its status: done, failed or interrupted; whether to stop)."""
+def run_once(manifest, folder, lock, run, side, interrupts):
+    """One timed run, noted before and after. Returns its status: done, failed or interrupted."""
     race = manifest.race
     tries = sum((attempt["run"], attempt["side"]) == (run, side) for attempt in manifest.attempts.values())
     run_id = f"{race['id']}_{run:02}{side}" + (f"_again{tries}" if tries else "")
@@ -346,28 +331,23 @@ def run_once(manifest, folder, lock, run, side):
     version = race["sides"][side]
     foreign, before, words = "folder" in version, logs_of(folder), version["flags"]
     if not foreign:
-        flags = {"seed": seed, "run_id": run_id, "log_dir": log.parent, **race_flags(race, run, side)}
-        words = [*command(race["ranks"], manifest.path), *words]
-        words += [f"--{name}={value}" for name, value in flags.items()]
+        words = [*command(race["ranks"], manifest.path), *words, f"--seed={seed}", f"--run_id={run_id}",
+                 f"--log_dir={log.parent}", f"--race={race['id']}:{run}:{race['n']}:{side}"]
+        words += ["--save_model=true"] * version["small_model"]
     manifest.write(attempt)
     threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}  # the same when the race is resumed
-    stamps, interrupted, process = Stamps(log), False, None
-    try:
-        # a session of its own: Ctrl-C reaches the race alone, which passes it on, and stays to note what became of it
-        with interrupts_later():
-            process = subprocess.Popen(words, cwd=folder, env=environment(**threads), start_new_session=True,
-                                       pass_fds=[lock.fileno()], preexec_fn=end_with_parent)
-        while process.poll() is None:
-            stamps.look()
-            time.sleep(LOOK_S)
-        code = process.returncode
-    except KeyboardInterrupt:
-        if process is None:
-            raise
-        interrupted = True
-        code = stop(process)
+    stamps = Stamps(log)
+    # a session of its own: Ctrl-C reaches the race alone, which passes it on, and stays to note what became of it
+    process = subprocess.Popen(words, cwd=folder, env=environment(**threads), start_new_session=True,
+                               pass_fds=[lock.fileno()], preexec_fn=end_with_parent)
+    while process.poll() is None and not interrupts:
+        stamps.look()
+        time.sleep(LOOK_S)
+    interrupted = process.poll() is None
+    if interrupted:
+        stop(process, interrupts)
     stamps.write()
-    seconds = time.monotonic() - stamps.began
+    seconds, code = time.monotonic() - stamps.began, process.wait()
     if foreign and (wrong := take_log(folder, before, log)) and not interrupted:
         say(f"`{shlex.join(words)}` of side {side} ended with exit status {code}, and {wrong}")
     # a whole log is a run, however its processes ended: it must not be run again
@@ -378,18 +358,18 @@ def run_once(manifest, folder, lock, run, side):
         halved = subprocess.run([*ALONE, "-c", HALVE, str(model)], env=environment(), capture_output=True, text=True)
         if halved.returncode:
             say(f"{model.name} stays as large as it is: {(halved.stderr.splitlines() or ['no reason given'])[-1]}")
-    return status, interrupted or status != "done"
+    return status
 
 
-def stop(process):
-    """Interrupts a run with all its ranks, and kills what does not heed it. Returns the exit status."""
+def stop(process, interrupts):
+    """Interrupts a run with all its ranks, and kills what does not heed it, at once when interrupted again."""
+    patient_until, heard = time.monotonic() + PATIENCE_S, len(interrupts)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGINT)
-        try:
-            process.wait(PATIENCE_S)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        while process.poll() is None and time.monotonic() < patient_until and len(interrupts) == heard:
+            time.sleep(LOOK_S)
+        if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    return process.wait()
 
 
 def now():
@@ -492,10 +472,11 @@ def run_all(manifest, where, lock):
             f"{race['seed'] + run}; {estimate(so_far(manifest))}; {left(manifest, len(todo) - i)}")
         if source_hash(race["sides"][side], where[side]) != race["sides"][side]["source_sha256"]:
             raise CannotRace(f"{SCRIPT} was changed during the race; restore it and go on with: {how}")
-        status, stopped = run_once(manifest, where[side], lock, run, side)
+        with interrupts_noted() as interrupts:
+            status = run_once(manifest, where[side], lock, run, side, interrupts)
         if report := so_far(manifest):
             draw(manifest, report)
-        if stopped:
+        if interrupts or status != "done":
             what = {"done": "is done, and the race interrupted", "interrupted": "was interrupted",
                     "failed": "failed (above is why)"}[status]
             say(f"run {run}{side} {what}; {len(manifest.done())} of {race['n'] * len(race['sides'])} runs are done and "

@@ -34,14 +34,12 @@ SCRIPT = '''
 import argparse, hashlib, json, os, signal, sys, time
 from pathlib import Path
 SPEED = 100
-NEW = True  # has --race, and heeds no other
 class RunError(Exception): pass
 def parse_config(argv, preset):
     p = argparse.ArgumentParser("train_gpt.py", allow_abbrev=False)
-    for name in ("run_id", "log_dir", "race_id", "race_side", "mood"): p.add_argument("--" + name, default="")
-    for name in ("seed", "race_run", "race_runs", "slower", "worse"): p.add_argument("--" + name, type=int, default=0)
+    for name in ("run_id", "log_dir", "race", "mood"): p.add_argument("--" + name, default="")
+    for name in ("seed", "slower", "worse"): p.add_argument("--" + name, type=int, default=0)
     p.add_argument("--num_steps", type=int, default=1)
-    if NEW: p.add_argument("--race", default="")
     return preset, p.parse_args(argv)
 def check_config(c, ranks):
     if c.slower < 0: raise RunError(f"slower is {c.slower}; give 0 or more")
@@ -50,8 +48,7 @@ def main(argv):
     here = Path(__file__).parent
     if not (here / "data/toy/toy_train_000001.bin").read_bytes(): sys.exit("no data")
     source = Path(__file__).read_text()
-    race = dict(zip(("race_id", "run", "declared_n", "side"), c.race.split(":"))) if NEW else {
-        "race_id": c.race_id, "run": c.race_run, "declared_n": c.race_runs, "side": c.race_side}
+    race = dict(zip(("race_id", "run", "declared_n", "side"), c.race.split(":")))
     race.update(run=int(race["run"]), declared_n=int(race["declared_n"]))
     start = {"run_id": c.run_id, "seed": c.seed, "config": vars(c), "ranks": 1, "preset": preset,
              "hardware": {"cores": os.cpu_count()},
@@ -111,9 +108,7 @@ def repo(tmp_path, monkeypatch):
     git(repo, "add", "-A")
     git(repo, "commit", "-qm", "nothing yet")
     for speed in (200, 100):
-        old = speed == 200  # the older version knows the four flags before --race
-        (repo / "train_gpt.py").write_text(SCRIPT.replace("SPEED = 100", f"SPEED = {speed}")
-                                           .replace("NEW = True", f"NEW = {not old}"))
+        (repo / "train_gpt.py").write_text(SCRIPT.replace("SPEED = 100", f"SPEED = {speed}"))
         git(repo, "add", "-A")
         git(repo, "commit", "-qm", f"speed {speed}")
     monkeypatch.setattr(race, "ROOT", repo)
@@ -561,16 +556,6 @@ def test_a_picture_that_cannot_be_drawn_stops_no_race(repo, monkeypatch, capsys)
     monkeypatch.setattr(race, "command", lambda ranks, lock: [*race.ALONE, "train_gpt.py"])
     monkeypatch.setattr(stats, "plot", full)
     assert race.main(["-n", "1"]) == 0 and "no picture: [Errno 28] No space left" in capsys.readouterr().out
-
-
-def test_both_generations_of_scripts_are_told_of_their_race(repo):
-    """Side a knows --race, side b of an older revision the four flags that it replaces."""
-    assert race.main(["-n", "1", "--vs", "HEAD~1"]) == 0
-    folder, described, _ = only_race(repo)
-    runs = logs.read([str(folder)]).runs
-    assert {run.start["race"]["side"]: run.start["config"].get("race", "none") for run in runs} == \
-        {"a": f"{described['id']}:1:1:a", "b": "none"}
-    assert {run.start["race"]["race_id"] for run in runs} == {described["id"]}
 
 
 # Decided while it runs
