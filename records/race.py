@@ -569,17 +569,16 @@ def main(arguments=None):
                     raise CannotRace(f"{path}: there is no such file; name the {MANIFEST} of the race")
                 lock = held.enter_context(hold(path))  # before it is read: its last line may still be being written
                 manifest = Manifest.read(path)
-            else:
-                manifest = new_race(options)
-            race = manifest.race
-            where = held.enter_context(folders(race["sides"]))
-            check_sides(race, where)
-            if options.resume:
                 if manifest.cut is not None:
                     say(f"{path}: the last line ends in the middle, and is left out")
                     os.truncate(path, manifest.cut)
                 settle(manifest)
             else:
+                manifest = new_race(options)
+            race = manifest.race
+            where = held.enter_context(folders(race["sides"]))
+            check_sides(race, where)
+            if not options.resume:
                 manifest.path.parent.mkdir(parents=True)
                 lock = held.enter_context(hold(manifest.path))
                 manifest.write({"race": race})

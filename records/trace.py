@@ -285,12 +285,11 @@ def read(path):
             host.append(Span(start, end, sys.intern(name)))
 
     trace.steps, trace.values = {step: sorted(marks[step]) for step in sorted(marks)}, list(place)
-    step_at = step_finder(trace.steps)
     host.sort()
-    for span, step in zip(host, step_at([span.start for span in host]).tolist()):
+    for span, step in zip(host, steps_at(np.array([span.start for span in host], "i8"), trace.steps).tolist()):
         trace.host[step].append(span)
     ops = np.frombuffer(ops, OP)
-    link(ops, np.frombuffer(launches, LAUNCH), list(main_threads), step_at)
+    link(ops, np.frombuffer(launches, LAUNCH), list(main_threads), trace.steps)
     trace.ops, trace.outside, trace.orphans = (ops[chosen] for chosen in (
         ops["step"] > NOWHERE, ops["step"] == NOWHERE, ops["step"] == ORPHANED))
     distributed, devices = members(header.get("distributedInfo")), header.get("deviceProperties")
@@ -300,25 +299,23 @@ def read(path):
     return trace
 
 
-def link(ops, launches, main_threads, step_at):
+def link(ops, launches, main_threads, steps):
     """Give each GPU op the step and the thread of its launch."""
     # where a runtime call and the driver call inside it share a number, the outer one is the launch: it comes first
     launches = launches[np.lexsort((launches["start"], launches["correlation"]))]
     at = np.searchsorted(launches["correlation"], ops["correlation"])
     linked = np.append(launches["correlation"], FOREVER)[at] == ops["correlation"]
     launches = launches[at[linked]]
-    ops["step"][linked] = step_at(launches["start"])
+    ops["step"][linked] = steps_at(launches["start"], steps)
     ops["thread"][linked] = np.where(np.isin(launches["thread"], main_threads), MAIN, launches["thread"])
 
 
-def step_finder(steps):
-    """A function: times [n] → N of the step whose mark contains each, or NOWHERE. Of several the last that began."""
-    marks = sorted((mark.start, mark.end, number) for number, of_step in steps.items() for mark in of_step)
-    edges = np.unique(np.array([edge for mark in marks for edge in mark[:2]], "i8"))
-    owners = np.full(len(edges) + 1, NOWHERE)  # before the first edge, and after each
-    for start, end, number in marks:
-        owners[slice(*np.searchsorted(edges, (start, end)) + 1)] = number
-    return lambda times: owners[np.searchsorted(edges, times, side="right")]
+def steps_at(times, steps):
+    """N of the step whose mark contains each of the times [n], or NOWHERE. Of several the last that began."""
+    found = np.full(len(times), NOWHERE)
+    for mark, step in sorted((mark, step) for step, marks in steps.items() for mark in marks):
+        found[(mark.start <= times) & (times < mark.end)] = step
+    return found
 
 
 # Figures ------------------------------------------------------------------------------------------------------------
