@@ -463,18 +463,20 @@ def run_all(manifest, where, lock):
     race, how = manifest.race, f"{sys.executable} {__file__} --resume {manifest.path}"
     looks, each = race.get("until_decided") is True, len(race["sides"])
     todo = [which for which in order(race["n"], race["sides"]) if which not in manifest.done()]
+    report = so_far(manifest)
     for i, (run, side) in enumerate(todo):
         done = len(manifest.done())
         if looks and done >= 2 * each and done % each == 0 and (reason := decided(manifest)):
             say(f"decided: {reason}")
             break
         say(f"run {run} of {'at most ' * looks}{race['n']}{' side ' + side if side else ''}, seed "
-            f"{race['seed'] + run}; {estimate(so_far(manifest))}; {left(manifest, len(todo) - i)}")
+            f"{race['seed'] + run}; {estimate(report)}; {left(manifest, len(todo) - i)}")
         if source_hash(race["sides"][side], where[side]) != race["sides"][side]["source_sha256"]:
             raise CannotRace(f"{SCRIPT} was changed during the race; restore it and go on with: {how}")
         with interrupts_noted() as interrupts:
             status = run_once(manifest, where[side], lock, run, side, interrupts)
-        if report := so_far(manifest):
+        report = so_far(manifest)
+        if report:
             draw(manifest, report)
         if interrupts or status != "done":
             what = {"done": "is done, and the race interrupted", "interrupted": "was interrupted",
@@ -482,7 +484,7 @@ def run_all(manifest, where, lock):
             say(f"run {run}{side} {what}; {len(manifest.done())} of {race['n'] * len(race['sides'])} runs are done and "
                 f"kept. Go on with: {how}")
             return 1 if status == "failed" else 130
-    say(f"all runs are done: {estimate(so_far(manifest))}; logs: {manifest.path.parent}\n")
+    say(f"all runs are done: {estimate(report)}; logs: {manifest.path.parent}\n")
     if len(race["sides"]) > 2:
         ladder.main([str(manifest.path.parent)])
     else:
@@ -505,8 +507,7 @@ def new_race(options):
     manifest = Manifest(ROOT / "logs" / f"race-{race_id}" / MANIFEST)
     manifest.race = {"id": race_id, "n": options.n, "until_decided": options.until_decided, "alpha": options.alpha,
                      "test": options.test if options.vs else "unpaired", "seed": seed or 0, "ranks": options.ranks,
-                     "sides": sides,
-                     "threads": os.environ.get("OMP_NUM_THREADS"), "declared": now(),
+                     "sides": sides, "threads": os.environ.get("OMP_NUM_THREADS"), "declared": now(),
                      "revision": git("rev-parse", "HEAD"),
                      "order": [f"{run}{side}" for run, side in order(options.n, sides)]}
     return manifest

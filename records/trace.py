@@ -428,17 +428,17 @@ def check(trace):
     """Raise Unjudgeable, with what to do, where the trace cannot tell anything about communication."""
     linked = len(trace.ops) + len(trace.outside)
     gpu_ops, ranks = linked + len(trace.orphans), "record a run of two ranks or more"
-    on_gpu = any(len(communication(ops)) for ops in (trace.ops, trace.outside, trace.orphans))
-    on_host = any(named(host, "launch ", "gloo:", "c10d::") for host in trace.host.values())
+    gpu_comm = any(len(communication(ops)) for ops in (trace.ops, trace.outside, trace.orphans))
+    host_comm = any(named(host, "launch ", "gloo:", "c10d::") for host in trace.host.values())
     for wrong, problem in (
             (not trace.steps, "no ProfilerStep#N mark; call the profiler's step() after every training step"),
             (gpu_ops and not linked,
              f"none of its {gpu_ops} GPU ops has its launch in the trace; record with ProfilerActivity.CPU as well"),
             (gpu_ops and not len(trace.ops),
              f"none of its {gpu_ops} GPU ops was launched inside a step; record whole steps"),
-            (gpu_ops and not on_gpu,
+            (gpu_ops and not gpu_comm,
              f'no communication, none of its {gpu_ops} GPU ops is a kernel with "nccl" in its name; {ranks}'),
-            (not gpu_ops and not on_host,
+            (not gpu_ops and not host_comm,
              f"no communication, neither GPU ops nor ranges `launch ...`, gloo:* or c10d::*; {ranks}")):
         if wrong:
             raise Unjudgeable(f"{trace.path}: {problem}")

@@ -59,7 +59,8 @@ def main(argv):
         print(source, "=" * 100, "python", "=" * 100, json.dumps(start), sep="\\n", file=log, flush=True)
         if c.mood == "sleepy" and not Path("awake").exists(): time.sleep(60)
         if c.mood == "stubborn":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN); Path("deaf").touch(); time.sleep(60)
+            for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
+            Path("deaf").touch(); time.sleep(60)
         steps = 4 if c.mood == "slowly" else 1
         for step in range(1, steps): time.sleep(0.3); print(f"step:{step}/4 train_time:{step}ms step_avg:1.00ms", file=log, flush=True)
         if c.mood == "fail on 2" and race["run"] == 2 and not Path("awake").exists(): sys.exit(3)
@@ -371,6 +372,20 @@ def test_an_interrupt_while_a_run_is_being_started_reaches_that_run(repo, monkey
     assert race.main(["-n", "1", "--", "--mood", "sleepy"]) == 130
     assert [event["status"] for event in only_race(repo)[2]] == ["started", "interrupted"]
     assert all(process.poll() is not None for process in processes)
+
+
+def test_a_second_interrupt_kills_a_run_that_heeds_none(repo, monkeypatch):
+    monkeypatch.setattr(race, "PATIENCE_S", 100)
+
+    def interrupt():
+        wait_until((repo / "deaf").exists)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert race.main(["-n", "1", "--", "--mood", "stubborn"]) == 130
+    assert [(event["status"], event.get("exit")) for event in only_race(repo)[2]] == [
+        ("started", None), ("interrupted", -signal.SIGKILL)]
 
 
 def test_a_race_that_nohup_started_heeds_no_hangup(repo):
