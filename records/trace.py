@@ -149,7 +149,7 @@ class Scanner:
             if not listed:
                 raise ValueError('an object without a list "traceEvents"')
         else:
-            raise ValueError(f"it opens with {opening!r}, not with a brace or bracket" if opening else "it is blank or empty")
+            raise ValueError(f"opens with {opening!r}, not with a brace or bracket" if opening else "empty or blank")
         if extra := self.peek():  # reading to the end also makes gzip check its sum
             raise ValueError(f"{extra!r} follows the end at character {self.passed + self.at}")
 

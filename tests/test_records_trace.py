@@ -558,6 +558,17 @@ def test_two_sets_are_compared_by_their_means(tmp_path, capsys):
     assert row == [["exposed,", "ms", "0.700", "0.400", "-0.300", "-42.9%"]]
 
 
+def test_a_mean_is_over_the_ranks_that_have_the_figure(tmp_path, capsys):
+    """One of two ranks has no optimizer step and no all-gather: B is the other's, and half an all-gather each."""
+    both = two_steps().write(tmp_path / "a.json")
+    less = tmp_path / "b.json"
+    less.write_text(both.read_text().replace("Optimizer.step#", "Step#").replace(ALL_GATHER, REDUCE_SCATTER))
+    less.write_text(less.read_text().replace('"traceName"', '"distributedInfo": {"rank": 1}, "traceName"'))
+    compared = figures(both, less, "--vs", both, capsys=capsys)["comparison"]
+    assert compared["steps"][0]["b_ms"] == {"a": -0.1, "b": -0.1, "difference": 0}
+    assert compared["total"]["comm_kernels all-gather"] == {"a": 0.5, "b": 1, "difference": 0.5}
+
+
 def test_a_kind_of_collective_that_one_set_lacks_counts_as_none(tmp_path, capsys):
     with_both = two_steps().write(tmp_path / "a.json")
     without = tmp_path / "b.json"
