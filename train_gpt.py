@@ -69,7 +69,7 @@ def interrupted_early(*_: Any) -> NoReturn:
         os.write(2, b"train_gpt.py: interrupted before it began; nothing to keep\n")
     os._exit(130)
 
-LAUNCHER = os.getppid()  # now: a rank whose launcher has died is another's child
+LAUNCHER = os.getppid() if __name__ == "__main__" else 0  # now: one that dies leaves its ranks to another parent
 
 if __name__ == "__main__":  # torch takes seconds to import
     signal.signal(signal.SIGINT, interrupted_early)
@@ -2730,12 +2730,14 @@ class TrainLosses:
             self.log.progress(done, loss, self.clock, tokens_of_steps(self.config, done))
 
 class Clock:
-    """Milliseconds of training. It stands still for what is outside; each such span is named and timed."""
+    """Milliseconds of training. It stands still for what is outside; each such span is named, and begins where the one
+    before it or training ended: no time is without a name."""
 
     def __init__(self, device: torch.device, began: float):
         """began: when the process started, by time.perf_counter."""
-        self.device, self.began, self.elapsed, self.since = device, began, 0.0, None
-        self.outside = collections.Counter(joining=time.perf_counter() - began)  # seconds, by name
+        self.device, self.began, self.elapsed, self.runs = device, began, 0.0, False
+        self.last = time.perf_counter()  # when the last span ended
+        self.outside = collections.Counter(joining=self.last - began)  # seconds, by name
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -2743,31 +2745,30 @@ class Clock:
         return time.perf_counter()
 
     def start(self) -> None:
-        self.since = self._now()
+        self.runs = True
 
     def stop(self) -> None:
-        self.elapsed += 1000 * (self._now() - self.since)
-        self.since = None
+        begin, self.last, self.runs = self.last, self._now(), False
+        self.elapsed += 1000 * (self.last - begin)
 
     def read(self) -> float:
         """Without waiting for the device: what the host has seen of the time so far."""
-        return self.elapsed + (1000 * (time.perf_counter() - self.since) if self.since is not None else 0.0)
+        return self.elapsed + 1000 * (time.perf_counter() - self.last) * self.runs
 
     @contextlib.contextmanager
     def off(self, name: str) -> Iterator[None]:
         """Seconds within are counted under this name, those of torch.compile under its own, and not as training."""
-        runs = self.since is not None
+        runs = self.runs
         if runs:
             self.stop()
-        begin, compiled = self._now(), compile_stats()[1]
+        begin, compiled = self.last, compile_stats()[1]
         yield
-        compiled = compile_stats()[1] - compiled
-        self.outside.update({name: self._now() - begin - compiled, "compile": compiled})
-        if runs:
-            self.start()
+        self.last, compiled = self._now(), compile_stats()[1] - compiled
+        self.outside.update({name: self.last - begin - compiled, "compile": compiled})
+        self.runs = runs
 
     def state(self) -> dict[str, Any]:
-        return {"elapsed": self.elapsed, "outside": dict(self.outside), "wall": time.perf_counter() - self.began}
+        return {"elapsed": self.elapsed, "outside": dict(self.outside), "wall": self.last - self.began}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on where a run was when it was saved; what it did since is lost and does not count."""
@@ -3129,7 +3130,8 @@ def preflight(trainer: Trainer, log: Log) -> tuple[list[list[str]], Part | None]
     for part in itertools.chain(model_parts(trainer), rule_parts(trainer), transfer_parts(trainer)):
         difference, why, clock = math.inf, "", Clock(trainer.device, 0.0)
         try:
-            part.compute(False)  # compiles, and measures kernels
+            with clock.off("compiling"):  # and measuring kernels
+                part.compute(False)
             clock.start()
             used = part.compute(False)
             clock.stop()
@@ -3570,13 +3572,13 @@ class Profile:
 class Notices:
     """Signals: SIGUSR1 asks for a checkpoint, before training too, and those of ENDS for one and the end, which before
     and after training is an error. phase: set-up, training, verdict; over, when the log is whole or has its last
-    word."""
+    word. launcher: the process that started this one."""
 
     ENDS = signal.SIGTERM, signal.SIGHUP
     END = 1024  # so much more counts one of them than SIGUSR1
 
     def __init__(self):
-        self.phase, self.heard, self.terminated = "set-up", 0, threading.Event()
+        self.phase, self.heard, self.terminated, self.launcher = "set-up", 0, threading.Event(), 0
 
     def hear(self, number: int, _: Any) -> None:
         first = not self.terminated.is_set()
@@ -3692,7 +3694,7 @@ class Run:
     def train(self) -> None:
         """All steps; a checkpoint or a validation stands before the step whose number it bears."""
         c, optimizer, profile = self.config, self.trainer.optimizer, Profile(self.trainer, self.clock, self.log)
-        launcher = LAUNCHER if "TORCHELASTIC_RUN_ID" in os.environ else None  # a shell may leave
+        launcher = notices.launcher if "TORCHELASTIC_RUN_ID" in os.environ else None  # a shell may leave
         save_due, notices.phase = False, "training"
         self.clock.start()
         for step in range(self.first_step, c.num_steps):
@@ -3846,7 +3848,7 @@ def from_environment(name: str, default: int) -> int:
 def name_of_launch() -> str:
     """The same when torchrun starts the ranks again."""
     launch = os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex)
-    return sha256_of(f"{launch} {LAUNCHER if launch == 'none' else ''}".encode())[:8]
+    return sha256_of(f"{launch} {notices.launcher if launch == 'none' else ''}".encode())[:8]
 
 def name_of_run(config: Config) -> tuple[Config, str]:
     """The run's id. What torchrun starts again has that of its first start, and goes on from its last checkpoint."""
@@ -3899,6 +3901,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """One rank of a run, as torchrun started it, or the only one. Returns the exit status."""
     began = time.perf_counter()
     rank, log, monitor, config, notices.phase = 0, None, None, Config(), "set-up"
+    notices.launcher = LAUNCHER or os.getppid()
     try:
         rank, ranks, local_rank = map(from_environment, ("RANK", "WORLD_SIZE", "LOCAL_RANK"), (0, 1, 0))
         for library in ("TORCHINDUCTOR", "TRITON"):  # what they compiled is there for the next run, and for all ranks

@@ -120,7 +120,7 @@ def main() -> None:
     dist.destroy_process_group()
     where = torch.cuda.get_device_name() if gpu else "CPU"
     print(f"{machine()}; {where}; preset {args.preset}, rank 0 of {RANKS}, "
-          f"{config.micro_batches * config.micro_batch_tokens // RANKS:,} tokens per rank and step"
+          f"{train_gpt.tokens_of_steps(config, 1) // RANKS:,} tokens per rank and first step"
           + "".join(f"; {change}" for change in changes) + "\n")
     print(table(["longest window", "n", "ms a step", "tokens/s of 8 such ranks"], rows))
     print(f"\nlaunch to the end of the first step: {cold:.1f} s; compiling in all: "

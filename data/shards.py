@@ -98,7 +98,7 @@ def read_manifest(directory):
         return manifest
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise DataError(f"{path}: not a manifest of shards; remove it and run this again") from None
 
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(DATA))
 
 import shards  # noqa: E402
 import text  # noqa: E402
-from shards import BYTES, GPT2, DataError, ShardWriter, read_header, sha256_of  # noqa: E402
+from shards import BYTES, GPT2, DataError, ShardWriter, read_header, read_manifest, sha256_of  # noqa: E402
 
 VOCABULARY = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # tiktoken caches under SHA-1 of a URL
 PROSE = "It was a bright cold day in April,\nand the clocks were striking thirteen.\n\n  Winston's chin — 12 ½ é 時計\n"
@@ -341,3 +341,10 @@ def test_a_file_shorter_than_a_header_is_not_a_shard(tmp_path, size):
     (tmp_path / "s.bin").write_bytes(np.full(256, 20240520, dtype="<i4").tobytes()[:size])
     with pytest.raises(DataError, match="not a shard"):
         read_header(tmp_path / "s.bin")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "[]", '{"files": [{"name": "a"}]}', "3"])
+def test_a_manifest_that_is_none_is_one_error(text, tmp_path):
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(DataError, match="not a manifest of shards; remove it"):
+        read_manifest(tmp_path)

@@ -602,6 +602,30 @@ def test_groups_of_adam_and_matrices_of_few_heads_train_as_a_plain_second_traini
         assert (p - plain.p[name]).norm() <= 1e-6 * (first[name] - plain.p[name]).norm(), name
 
 
+def test_frontier_s_plan_is_that_of_the_record():
+    """Of each stage (steps before its end, tokens of a step, longest document, windows in blocks, weights at its begin)."""
+    c, at = train_gpt.PRESETS["frontier"], {}
+    for step in range(c.num_steps):
+        plan = train_gpt.plan_of(c, step)
+        key = (plan.micro_batches * c.micro_batch_tokens, plan.max_document_tokens, *(w // 128 for w in plan.windows))
+        at.setdefault(key, []).append(plan)
+    assert [(plans[-1].step + 1, *key) for key, plans in at.items()] == [
+        (423, 131_072, 896, 3, 1), (847, 262_144, 2048, 7, 3), (1270, 393_216, 2048, 11, 5), (1285, 393_216, 2048, 13, 6)]
+    first, second, third, further = at.values()
+    assert [plans[0].loss_weights for plans in at.values()] == [(1, 0.5, 0.25), (1, 0.5), (1,), (1,)]
+    assert first[211].loss_weights == pytest.approx((1, 0.5, 0.25 * (1 - 211 / 423)))
+    assert second[-1].loss_weights == pytest.approx((1, 0.5 / 424))
+    assert first[0].lr_factor == 1 and second[0].lr_factor == 1.52 and further[0].lr_factor == pytest.approx(0.15, abs=1e-3)
+    left = (1270 - 900) / (0.6 * 1270)  # of the cooldown, before step 900
+    assert third[900 - 847].lr_factor == pytest.approx(1.73 * left + (1 - left) * 0.15)
+    assert [plans[0].tied for plans in at.values()] == [True, True, True, False] and third[1].unties, "with the first of a cycle"
+    assert train_gpt.plan_of(c, 1285).windows.long == 20 * 128
+    assert (c.muon_lr, c.muon_beta2, c.proj_lr_mul, c.attn_lr_mul, c.fc_lr_mul, c.muon_qk_heads) == (0.023, 0.9, 4, 1, 2, 2)
+    assert (c.head_init, c.value_init, c.output_init, c.stream_gain, c.ngram_mix) == (0.005, 0.01, 1, 1.1, 0.05)
+    assert (c.logit_cap, c.logit_shift, c.logit_softness, c.adam_every, c.adam_lr) == (23, 5, 7.5, 2, 0.008)
+    assert c.ngrams == f"2:{15 * 50304 // 2}:768" and c.pairing == "halves" and c.key_offset and c.value_gates and c.exclude_self
+
+
 @pytest.mark.parametrize("words", ["head", "values", "ngrams", "scalars", "shares", "gates", "smear"])
 def test_frontier_s_groups_are_those_of_the_record(tiny, words):
     """(learning rate over adam_lr, betas, decay over 0.005) as the record's table has them."""

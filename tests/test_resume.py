@@ -236,6 +236,47 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line(flags, killed, capsys, tmp
     assert status == 0 and resumed_lines(killed)[0]["from_step"] == 2
 
 
+class Obeyed:
+    """What a pickle may hold: a call that loading makes."""
+
+    def __reduce__(self):
+        return os.mkdir, ("obeyed",)
+
+
+def test_nothing_in_a_saved_file_is_executed(killed, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state": {}, "state_hash": "", "config": Obeyed()}, tmp_path / "killed.step000004.ckpt")
+    assert "or a damaged one" in here(["--resume", str(killed)], capsys)[2]
+    with pytest.raises(train_gpt.RunError, match="is no saved model"):
+        train_gpt.load_model(tmp_path / "killed.step000004.ckpt")
+    assert not (tmp_path / "obeyed").exists()
+
+
+def test_latest_is_of_the_run_that_this_launch_went_on_with(flags, killed, capsys, tmp_path, monkeypatch):
+    """torchrun starts the ranks again, and meanwhile another run has saved."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
+    here(["--resume", "latest", "--log_dir", str(tmp_path), "--save_every", "1"], capsys, kill_at=5)
+    here(flags("other"), capsys, kill_at=3)
+    assert max(tmp_path.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns).name.startswith("other")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert here(["--resume", "latest", "--log_dir", str(tmp_path)], capsys)[0] == 0
+    assert len(resumed_lines(killed)) == 2 and end_of(killed)["resumed"] == 2
+
+
+def test_micro_batches_of_another_size_are_not_gone_on_with(flags, killed, capsys, tmp_path, monkeypatch):
+    """On a GPU with less memory these hold fewer tokens, and would be filled otherwise."""
+    monkeypatch.setattr(train_gpt.Run, "__init__", with_smaller_micro_batches(train_gpt.Run.__init__))
+    status, _, errors = here(["--resume", str(killed)], capsys)
+    assert status == 1 and re.search("micro-batches had 16 tokens, and this machine's memory is for 8", errors), errors
+
+
+def with_smaller_micro_batches(init):
+    def smaller(self, preset, trainer, *args):
+        trainer.config = train_gpt.halve_micro_batches(trainer.config)
+        init(self, preset, trainer, *args)
+    return smaller
+
+
 def test_there_is_nothing_to_resume(flags, killed, capsys, tmp_path):
     model = tmp_path / "model.pt"
     for named in ("nowhere", str(tmp_path / "killed.step000003.ckpt"), str(model)):
@@ -320,7 +361,7 @@ def _main(argv, plant):
     """As the script itself begins, after what the test plants."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # torch sends it to forked ranks when their launcher dies; torchrun forks none
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, train_gpt.notices.hear)
     exec(plant, {"rank": int(os.environ["RANK"]), "train_gpt": train_gpt})
     sys.stdout.flush()
@@ -404,6 +445,15 @@ def test_a_signal_on_one_rank_makes_all_save_at_one_step(flags, group, on_ranks,
     assert end_of(log)["final_state_hash"] == end_of(tmp_path / "whole.txt")["final_state_hash"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_steps_that_are_logged_seldom_save_as_soon(number, flags, group, tmp_path):
+    """A launcher kills half a minute after it told: with slow steps ten of them would take longer."""
+    plant = in_step(f"if rank == 1 and step == 2: os.kill(os.getpid(), {int(number)})")
+    told = group(2, flags("told", num_steps=40, save_every=0, val_every=0, train_loss_every=0), plant)
+    assert told.wait() == [1, 1]
+    assert steps_saved(tmp_path) == [8], "the first between updates of Adam, four steps after all know"
+
+
 def test_what_a_signal_means_before_and_after_training():
     notices = train_gpt.Notices()
     notices.hear(signal.SIGUSR1, None)
@@ -411,10 +461,10 @@ def test_what_a_signal_means_before_and_after_training():
     notices.phase = "over"
     notices.hear(signal.SIGTERM, None)
     assert notices.heard == 1 and notices.terminated.is_set()
-    for notices.phase in ("set-up", "verdict"):
+    for notices.phase, number in (("set-up", signal.SIGTERM), ("verdict", signal.SIGHUP)):
         notices.terminated.clear()
         with pytest.raises(train_gpt.RunError, match="terminated"):
-            notices.hear(signal.SIGTERM, None)
+            notices.hear(number, None)
         notices.hear(signal.SIGTERM, None)  # the error is under way
 
 
@@ -555,7 +605,8 @@ def test_twenty_kills_at_random_moments_change_no_byte(flags, elastic, on_ranks,
     lines = resumed_lines(tmp_path / "killed.txt")
     assert killed["resumed"] == len(lines) == 20 and (lines[0]["from_step"], lines[0]["checkpoint"]) == (0, None)
     for line in lines:
-        assert set(line) == {"at", "from_step", "ranks", "checkpoint", "lost_steps", "lost_seconds", "source_sha256"}
+        assert set(line) == {"at", "from_step", "ranks", "checkpoint", "lost_steps", "lost_seconds", "source_sha256", "launch",
+                             "changes", "hosts"}
         assert line["checkpoint"] in (None, f"killed.step{line['from_step']:06}.ckpt") and 0 <= line["lost_seconds"] < 300
     steps = [line["from_step"] for line in lines]
     assert steps == sorted(steps) and steps[-1] > 30 and not list(tmp_path.glob("*.ckpt*"))
@@ -579,6 +630,23 @@ def test_ranks_whose_launcher_is_killed_end(ranks, flags, elastic, tmp_path):
     wait_until(lambda: not any(map(alive, pids)), 15)
     assert re.search("^train_gpt.py: rank [01]: error: .*the launcher", (tmp_path / "output").read_text(), re.M)
     assert "the launcher" in log.read_text().splitlines()[-1] and "step:90/" not in log.read_text()
+
+
+def test_a_rank_whose_launcher_is_killed_before_training_ends(flags, elastic, tmp_path):
+    plant = f"""
+import os, time
+warm_up = train_gpt.Trainer.warm_up
+def slow(self, sequence):
+    open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))
+    time.sleep(2)
+    warm_up(self, sequence)
+train_gpt.Trainer.warm_up = slow
+"""
+    launcher, pid = elastic(1, 0, flags("orphan", num_steps=100), plant), tmp_path / "pid"
+    wait_until(lambda: pid.exists() and pid.read_text())
+    os.kill(launcher.pid, signal.SIGKILL)
+    wait_until(lambda: not alive(int(pid.read_text())), 15)
+    assert "the launcher is gone" in (tmp_path / "orphan.txt").read_text().splitlines()[-1]
 
 
 def test_torchrun_by_hand(flags, tmp_path):

@@ -62,8 +62,8 @@ class Counting(Comm):
         return super().exchange(sent, received)
 
 
-def by_hand(steps=4, ranks=2, micro_batches=2, every=1):
-    """Dense gradients of all ranks and micro-batches, and Adam row by row."""
+def by_hand(steps=4, ranks=2, micro_batches=2, every=1, clip=float("inf")):
+    """Dense gradients of all ranks and micro-batches, scaled down to a norm of `clip`, and Adam row by row."""
     model = tables()
     plain = [[reference.Adam(row.detach().clone()) for row in table.weight] for table in model]
     counts = [[0] * size for size in SIZES]
@@ -73,8 +73,9 @@ def by_hand(steps=4, ranks=2, micro_batches=2, every=1):
                 (loss_of(model, rows_of(step, rank, i, ranks, micro_batches)) / (ranks * micro_batches)).backward()
         if (step + 1) % every:
             continue
+        norm = sum(table.weight.grad.to_dense().square().sum().item() for table in model) ** 0.5
         for table, rows, touched in zip(model, plain, counts):
-            grad, table.weight.grad = table.weight.grad.to_dense(), None
+            grad, table.weight.grad = table.weight.grad.to_dense() * min(1, clip / norm), None
             for number, row in enumerate(rows):
                 row.t = (step + 1) // every - 1  # updates of the whole table, whichever rows they met
                 if grad[number].any():
@@ -96,6 +97,17 @@ def test_rows_with_a_gradient_are_updated_and_no_others(on_ranks, ranks, announc
             for key, kept in (("", "p"), ("/m", "m"), ("/v", "v")):
                 theirs = torch.stack([getattr(row, kept) for row in rows])
                 torch.testing.assert_close(state[f"{i}.weight{key}"].view_as(theirs), theirs, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_clipping_is_by_the_norm_of_all_rows(on_ranks, ranks):
+    """Of which the first step's are clipped more than the last's, or Adam would not tell."""
+    plain, free = by_hand(ranks=ranks, clip=30.0)[1], by_hand(ranks=ranks)[1]
+    assert not torch.allclose(plain[0][0].p, free[0][0].p)
+    for state, _ in on_ranks(ranks, train, 4, 2, True, 1, Comm, {"clip_norm": 30.0}):
+        for i, rows in enumerate(plain):
+            theirs = torch.stack([row.p for row in rows])
+            torch.testing.assert_close(state[f"{i}.weight"].view_as(theirs), theirs, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("changes", [{"sync": "step"}, {"walk": "forward"}, {"check_grads": True}, {"find_unused_parameters": True},

@@ -78,6 +78,7 @@ def dry_run(args, home, revision="", cold=False):
     settings = {
         "LD_LIBRARY_PATH": home / "lib", "TRITON_LIBCUDA_PATH": home / "lib", "TRITON_CACHE_DIR": caches / "triton",
         "TORCHINDUCTOR_CACHE_DIR": caches / "inductor", "OMP_NUM_THREADS": 1,
+        "LOCAL_WORLD_SIZE": 1,  # the others take no memory here
         "TORCHINDUCTOR_BENCHMARK_KERNEL": 1,  # makes Inductor count a kernel's bytes
         "TORCH_NCCL_ENABLE_MONITORING": 0, "DRY_GPU_LOG": work / "launches.log", "DRY_GPU_ARCH": args.arch,
         "DRY_GPU_MEMORY": int(0.99 * args.memory * 2 ** 30)}  # 80 GB of an H100 are 79.2 GiB
