@@ -1520,10 +1520,12 @@ class GPT(nn.Module):
     def compile_parts(self) -> None:
         """Compile each kind of block, the head and what stands between them by itself. Blocks of one kind share one
         graph, and gradients leave backward block by block: compiled as a whole, all would appear at its end."""
+        # kinds of blocks times lengths of sequences; torch would leave more than eight of them uncompiled
+        compiled = functools.partial(torch.compile, dynamic=False, recompile_limit=64)
         for part in (*self.blocks, self.lm_head):
-            part.forward = torch.compile(part.forward, dynamic=False)
+            part.forward = compiled(part.forward)
         for part in ("smear", "mix_in_saved", "back_out"):
-            setattr(self, part, torch.compile(getattr(self, part), dynamic=False))
+            setattr(self, part, compiled(getattr(self, part)))
 
 
 # ------------------------------------------------------------------------------------------------------------------

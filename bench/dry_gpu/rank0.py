@@ -238,6 +238,7 @@ def main(request):
         return out
 
     T.Trainer.step, T.Trainer.warm_up, T.validate = step, warm_up, validate
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # what is left uncompiled shows nowhere else
     device = torch.device("cuda", 0)
     if ranks > 1:
         torch.cuda.set_device(device)
