@@ -101,6 +101,12 @@ def test_on_a_terminal_the_progress_line_stays_in_its_place(encoding, curve, mon
     assert last == f"\r\x1b[Kstep 4/9  loss 2.0000  {curve}10 tokens/s  5 s left"
 
 
+def test_what_a_run_says_obeys_no_terminal_s_commands(capsys):
+    log = train_gpt.Log(train_gpt.Config(), 0, "x")
+    log.say("a shard named \x1b[2J\x9bA, or \x07")
+    assert capsys.readouterr().out == "a shard named \\x1b[2J\\x9bA, or \\x07\n"
+
+
 @pytest.mark.parametrize("losses, drawn", [([], ""), ([3.0], "▁"), ([4.0, 2.0, 1.0, 1.0], "█▃▁▁"), (range(160, 0, -1), "██▇▇▆▆▅▅▄▄▃▃▂▂▁▁")])
 def test_the_curve_of_the_progress_line(losses, drawn):
     assert train_gpt.curve(losses) == drawn
@@ -408,6 +414,7 @@ def test_memory_needed_counts_at_least_what_the_run_keeps(tiny, layers, dim, ran
     (8, dict(fp8_head=False), 16002, 9399),
     (1, dict(fp8_head=False, micro_batch_tokens=8192), 6248, 10271),
     (8, dict(layers="S0M LM S0M SM", backout_layer=2), 11492, 5956),
+    (8, dataclasses.asdict(train_gpt.PRESETS["frontier"]), 12419, 12026),
 ])
 def test_memory_needed_is_what_runs_of_speedrun_allocate(ranks, changes, training, validation):
     """MiB that the dry GPU counted (bench/dry_gpu, an 80 GB card) with --kernels off, within a tenth."""

@@ -644,6 +644,18 @@ def test_frontier_s_groups_are_those_of_the_record(tiny, words):
         assert (rule.eps, rule.every, rule.fp32_moments) == (1e-10, 2, True), name
 
 
+def test_exact_mode_computes_with_one_thread(tmp_path, tiny):
+    """How a product is shared out over threads decides the order of its sums."""
+    torch.set_num_threads(2)
+    try:
+        make_trainer(tmp_path, tiny)
+        assert torch.get_num_threads() == 2
+        make_trainer(tmp_path, dataclasses.replace(tiny, exact=True))
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_grad_scale_multiplies_every_gradient_and_the_losses_stay(tmp_path, tiny):
     config = dataclasses.replace(tiny, micro_batches=2, micro_batch_tokens=16)
     seen = []
