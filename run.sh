@@ -66,16 +66,17 @@ race=() resume="" help=false flags=() text=()
 while [ $# -gt 0 ]; do
     case $1 in
         --setup) set_up; exit ;;
-        -n|--vs|--cmd|--max-n|--test|--alpha|--resume)
+        -n|--vs|--cmd|--max-n|--test|--alpha|--resume|--init_from)
             [ $# -gt 1 ] || fail "$1 wants a value; --help says which"
             value=$2
-            if [ "$1" = --resume ]; then
-                resume=run
-                if [ -f "$value" ] && [ "${value#/}" = "$value" ]; then value=$PWD/$value; fi
-            fi
+            if [ "$1" = --resume ]; then resume=run; fi
+            case $1$value in
+                --resume/*|--init_from/*) ;;
+                --resume*|--init_from*) if [ -f "$value" ]; then value=$PWD/$value; fi ;;
+            esac
             case $1$value in
                 --resume*.jsonl) resume=race race+=("$1" "$value") ;;
-                --resume*) flags+=("$1" "$value") ;;
+                --resume*|--init_from*) flags+=("$1" "$value") ;;
                 *) race+=("$1" "$value") ;;
             esac
             shift ;;

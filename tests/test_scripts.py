@@ -154,6 +154,8 @@ echo
      "[records/launch.py][--then][logs][--nproc_per_node=1][train_gpt.py][--preset=laptop]\n"),
     ("0 2 laptop True logs", ["--resume", "latest", "--num_steps", "9"],
      "[records/launch.py][--then][logs][--nproc_per_node=2][train_gpt.py][--resume][latest][--num_steps][9]\n"),
+    ("0 2 laptop True logs", ["--init_from", "a run.ckpt"],
+     "[records/launch.py][--then][logs][--nproc_per_node=2][train_gpt.py][--preset][laptop][--init_from][HERE/a run.ckpt]\n"),
     ("0 2 laptop True logs", ["--resume", "a run.ckpt"],
      "[records/launch.py][--then][logs][--nproc_per_node=2][train_gpt.py][--resume][HERE/a run.ckpt]\n"),
     ("0 2 laptop True logs\n--epochs 2", ["--seed", "3", "--text", "my notes", "/b.txt", "--sync", "step"],
