@@ -2,11 +2,12 @@
 
 Rules on a model; records/verify.py calls them for --rerun. What the source could do to its judge it does to a process
 that is given tokens and returns logits: losses, hashes and comparisons are made from those and from the saved bytes.
-That process begins without PYTHON* and LD_* variables and knows no target of the last token. What the source reads from
-the disk there (a table of answers, say) only its reader can see.
+That process begins without PYTHON* and LD_* variables and knows no target of the last token. Where Linux has Landlock it
+writes to its own folder alone. What the source reads from the disk (a table of answers, say) only its reader can see.
 """
 
 import contextlib
+import ctypes
 import hashlib
 import importlib.util
 import json
@@ -41,7 +42,7 @@ LONGEST_ANSWER = 1 << 20  # bytes of JSON
 PATIENCE_S = 900  # for one answer: the first compiles
 STARTING_S = 10  # about what a process needs until its first answer, of which a model gets two or three
 FITTED = ("micro_batch_tokens", "micro_batches", "stages", "fp8_head")  # train_gpt.py may fit these to a GPU
-PASSED_ON = ("PATH", "HOME", "TMPDIR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # of the environment
+PASSED_ON = ("PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # of the environment
 
 
 # The process that runs the log's source
@@ -85,6 +86,21 @@ def bound_memory():
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
+def bound_writing():
+    """Leaves this process its folder and devices to write to, nothing else, where Linux has Landlock (since 5.13)."""
+    create, add, restrict, no_new_privileges = 444, 445, 446, 38  # calls of all architectures; the last one is prctl's
+    kernel = ctypes.CDLL(None) if sys.platform == "linux" else None
+    version = kernel.syscall(create, None, 0, 1) if kernel else 0
+    if version < 1:
+        return
+    rights = 0x1FF2 | 0x4000 * (version > 2)  # write, remove, make; truncate
+    rules = kernel.syscall(create, struct.pack("Q", rights), 8, 0)
+    for path in (".", "/dev"):
+        kernel.syscall(add, rules, 1, struct.pack("=Qi", rights, os.open(path, os.O_PATH)), 0)
+    kernel.prctl(no_new_privileges, 1, 0, 0, 0)
+    kernel.syscall(restrict, rules, 0)
+
+
 def serve(source_path, model_path, descriptor):
     """Answers a config with the state that a run of it begins in, and tokens with their logits, ROWS at a time: what is
     said is JSON, and the numbers follow as they lie in memory."""
@@ -111,6 +127,7 @@ def serve(source_path, model_path, descriptor):
                 connection.send_bytes(logits)
 
     bound_memory()
+    bound_writing()
     loaded = attempt(load, source_path, model_path)
     if loaded:
         module, model, windows, saved = loaded
@@ -144,6 +161,7 @@ def start(folder, *arguments):
     code = (f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import examine; "
             f"examine.serve(*{arguments!r})")
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    environment |= {"HOME": str(folder), "TMPDIR": str(folder)}  # where compilers keep what they make
     return subprocess.Popen([sys.executable, "-I", "-c", code], cwd=folder, env=environment,
                             pass_fds=arguments[-1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 

@@ -10,7 +10,8 @@ import jinja2
 
 import logs
 
-TEMPLATES = Path(__file__).resolve().parent / "templates"
+FOLDER = Path(__file__).resolve().parent / "templates"
+TEMPLATES = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdir()}  # as they were when we began
 WIDTH = 120  # columns of a terminal
 
 
@@ -47,7 +48,7 @@ def wrap(text, indent="", lines=None):
 
 def render(template, **values):
     """The template of this name with these values; what is HTML is escaped. Values may be functions that it calls."""
-    env = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined,
+    env = jinja2.Environment(loader=jinja2.DictLoader(TEMPLATES), undefined=jinja2.StrictUndefined,
                              trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
                              autoescape=lambda name: bool(name) and ".html" in name)
     env.filters |= {"md": markdown, "code": code, "fence": fence, "signed": signed, "number": number,

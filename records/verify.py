@@ -862,7 +862,20 @@ def examine_all(case):
                  if known == PASS else "the logs do not tell how long that takes")
         print(f"verify.py: {len(case.models)} models are examined, which runs the source in their logs: {about}",
               file=sys.stderr)
-    return [(e.name, examine.check_model(e, path, case.options.data)) for e, path in case.models.values()]
+        leaks.trainer()  # no module is loaded once a stranger's source has run
+    before = digests_of_judge()
+    found = [(e.name, examine.check_model(e, path, case.options.data)) for e, path in case.models.values()]
+    after = digests_of_judge()
+    changed = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
+    demand(not changed, f"{several(changed)} changed while models were examined: the source in a log rewrites its judge, "
+           "or somebody worked here; nothing that this checkout says can be believed: take a fresh one")
+    return found
+
+
+def digests_of_judge():
+    """{file of this checkout: SHA-256}"""
+    files = [ROOT / race.SCRIPT, *ROOT.glob("records/*.py"), *ROOT.glob("records/templates/*")]
+    return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def of_its_day(finding, runs):
@@ -936,6 +949,9 @@ def main(arguments=None):
             print(json.dumps({"verdict": "cannot be judged", "reason": str(reason)}))
         print(f"verify.py: error: {logs.printable(str(reason))}", file=sys.stderr)
         return 2
+    except Broken as reason:  # of the judge itself: no template may tell of it
+        print(json.dumps({"verdict": FAIL, "reason": str(reason)}) if options.json else f"FAIL: {reason}")
+        return 1
     page = sum_up(findings, case)
     if options.json:
         print(json.dumps({"verdict": page["verdict"], "counts": page["counts"], "said": page["said"],

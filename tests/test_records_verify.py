@@ -805,6 +805,9 @@ class Forked:
         os.waitpid(self.pid, 0)
 
 
+examine_start = examine.start
+
+
 @pytest.fixture
 def forked(monkeypatch):
     monkeypatch.setattr(examine, "start", Forked)
@@ -1131,6 +1134,33 @@ def test_cheat_8_a_source_that_patches_its_judge(rerun_apart):
     rules = rerun_apart(("ROOT = Path(", patch + "ROOT = Path("), end__final_val_loss=3.0,
                         end__validation_hash={"after": "0" * 64}, only=[examine.SAVED, examine.LOSS])
     assert [verdict for verdict, _ in rules.values()] == ["fail", "fail"]
+
+
+OVERWRITES = "\nPath({!r}).write_text('PASS. 25 rules hold')\nROOT = Path("
+
+
+def test_cheat_8_a_source_that_rewrites_its_judge(tmp_path, monkeypatch, capsys, forked, honest):
+    """It runs in a process of its own, but on the same disk."""
+    template = tmp_path / "records/templates/verify.txt.jinja"
+    template.parent.mkdir(parents=True)
+    template.write_text("honest")
+    shutil.copy(ROOT / "train_gpt.py", tmp_path)
+    monkeypatch.setattr(verify, "ROOT", tmp_path)
+    log = Log(honest)
+    log.source = planted(("\nROOT = Path(", OVERWRITES.format(str(template)))) + "\n"
+    log.write(tmp_path / "l.txt")
+    arguments = [str(tmp_path / "l.txt"), "--rerun", str(honest.with_suffix(".pt"))]
+    if examine.ctypes.CDLL(None).syscall(444, None, 0, 1) > 0:  # Landlock
+        monkeypatch.setattr(examine, "start", examine_start)
+        assert verify.main(arguments) == 1 and "PermissionError" in capsys.readouterr().out
+        assert template.read_text() == "honest"
+        monkeypatch.setattr(examine, "start", Forked)
+    monkeypatch.setattr(examine, "bound_writing", lambda: None)
+    for more in ([], ["--json"]):
+        template.write_text("honest")
+        assert verify.main([*arguments, *more]) == 1
+        shown = capsys.readouterr().out
+        assert "records/templates/verify.txt.jinja changed while models were examined" in shown and "hold" not in shown
 
 
 def test_cheat_9_variables_that_change_the_clock(race, judge, tmp_path, rerun_apart, monkeypatch):
