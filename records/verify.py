@@ -30,6 +30,7 @@ import difflib
 import functools
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -452,10 +453,11 @@ def of_all(found, wanted):
     broken = [f"{name}: {reason}" for name, verdict, reason in found if verdict == FAIL]
     unknown = [reason for _, verdict, reason in found if verdict == UNKNOWN]
     some = f"{len(found)} of {wanted} runs examined; " if len(found) < wanted else ""
+    first = f"the first: {found[0][2]}"
     demand(not broken, some + several(broken))
     if unknown or some:
-        raise NotCheckable(some + (f"{len(unknown)} of {len(found)} runs: {unknown[0]}" if unknown else "none fails"))
-    return found[0][2] if wanted == 1 else f"{wanted} of {wanted} runs; the first: {found[0][2]}"
+        raise NotCheckable(some + (f"{len(unknown)} of {len(found)} runs: {unknown[0]}" if unknown else f"none fails; {first}"))
+    return found[0][2] if wanted == 1 else f"{wanted} of {wanted} runs; {first}"
 
 
 # Rules for all runs together
@@ -590,8 +592,10 @@ def check_wall(runs, races):
     return f"the race measured {min(lags):.1f} to {max(lags):.1f} s more than each run's wall clock, which starts later"
 
 
-def check_copies(runs):
-    """Is each run one of its own? Another seed gives other states and losses, and no two runs the same times."""
+def check_copies(runs, models=()):
+    """Is each run one of its own? Another seed gives other states, losses and models, and no two runs the same times.
+
+    models: (run, file) of some."""
     seen, compared = {}, []
     for e in runs:
         marks, seed, end = [], e.ours and e.get("start.seed", int), e.run.end or {}
@@ -615,6 +619,11 @@ def check_copies(runs):
     found, one, other = most_alike(compared)
     demand(found <= ALIKE, f"{one} and {other} have other seeds, and training losses that go up and down together "
            f"(correlation {found:.3f}): one is a copy of the other with small changes")
+    sketches = [(e, e.get("start.seed", int), examine.sketch(path)) for e, path in models]
+    for (e, seed, mine), (other, another, theirs) in itertools.combinations(sketches, 2):
+        alike = np.corrcoef(mine, theirs)[0, 1] if len(mine) == len(theirs) and seed != another else 0
+        demand(alike <= ALIKE, f"the models of {e.name} and {other.name} have other seeds, and parameters that correlate "
+               f"by {alike:.3f}: one is a copy of the other with small changes")
     told = f"; the losses of other seeds correlate by {found:.2f} at most" if one else ""
     return f"no two of {len(runs)} runs have the same times, and no two seeds a state hash or losses in common{told}"
 
@@ -837,7 +846,7 @@ def verify(options, case=None):
     each("nothing is compiled on the clock", everyone, check_compiles)
     each("validation does not train", everyone, lambda e: check_same(e, "end.validation_hash", "", "validation"))
     together(ACCOUNTS, check_accounts, *case.whole)
-    together("no run is a copy of another", check_copies, timed)
+    together("no run is a copy of another", check_copies, timed, case.models.values())
     together(LOSS, check_loss, runs, options.target)
     if case.apart.runs:
         together("every run of the other side is accounted for", check_accounts, *case.apart)

@@ -922,6 +922,10 @@ def test_a_model_saved_in_16_bits_is_enough_for_the_loss(rerun, honest, tmp_path
     train_gpt.save_file(tmp_path / "half.pt", saved)
     rules = rerun(model=tmp_path / "half.pt", only=[examine.SAVED, examine.LOSS])
     assert rules[examine.LOSS][0] == "pass" and rules[examine.SAVED][0] == "not checkable"
+    loss = Log(honest).end["final_val_loss"]
+    for stated, verdict in ((loss + 5e-5, "pass"), (loss - 1.9e-3, "fail")):
+        found = rerun(model=tmp_path / "half.pt", only=[examine.LOSS], end__final_val_loss=stated)
+        assert found[examine.LOSS][0] == verdict
     saved["state"]["lm_head.weight"] *= 1.1
     train_gpt.save_file(tmp_path / "half.pt", saved)
     assert rerun(model=tmp_path / "half.pt", only=[examine.LOSS])[examine.LOSS][0] == "fail"
@@ -1035,8 +1039,19 @@ def test_cheat_3_one_model_of_many(race, honest, data, tmp_path, capsys, forked)
     verify.main([str(folder), "--rerun", str(tmp_path), "--data", str(data), "--json"])  # a folder of models
     report = json.loads(capsys.readouterr().out)
     (loss,) = [rule for rule in report["rules"] if rule["rule"] == examine.LOSS]
-    assert loss["verdict"] == "not checkable" and loss["reason"] == "2 of 4 runs examined; none fails"
+    assert loss["verdict"] == "not checkable" and loss["reason"] .startswith("2 of 4 runs examined; none fails; the first: 2.")
     assert "models of 2 of 4 runs examined" in report["said"] and report["verdict"] != "pass"
+
+
+def test_cheat_3_one_model_for_two_runs(race, honest, tmp_path):
+    """The second run's model is the first one's with a little noise."""
+    saved, draw = examine.read_model(honest.with_suffix(".pt")), torch.Generator().manual_seed(0)
+    runs = verify.read_runs([race(2)]).runs
+    for noise, copied in ((0.002, True), (3, False)):
+        noisy = {name: x * (1 + noise * torch.randn(x.shape, generator=draw)) for name, x in saved["state"].items()}
+        torch.save({**saved, "state": noisy}, tmp_path / "2.pt")
+        verdict, reason = leaks.judged(verify.check_copies, runs, [*zip(runs, (honest.with_suffix(".pt"), tmp_path / "2.pt"))])
+        assert (verdict, "parameters that correlate by 1.000" in reason) == (("fail", True) if copied else ("pass", False))
 
 
 PRETRAINED = ("        if compiled:\n            self.model.compile_parts()\n",
