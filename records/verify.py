@@ -78,13 +78,17 @@ TELLING_LINES, ALIKE_LINES, ALIKE = 8, 30, 0.9  # fewer times agree by chance; s
 KNOWS_NOTHING = 0.005  # nats below ln(vocabulary) that rounding may bring to an untrained model
 
 # Variables: the compiler's; the launcher's, the allocator's, places of caches and how much is said are not meant. What
-# changes Python or a library is meant, but for what is known to change neither
+# changes Python or a library is meant, but for what is known to change neither, as images of containers set it. Libraries
+# are taken from the system's places: no log tells what another one holds
 COMPILERS = (r"(?!TORCHELASTIC|TORCH_NCCL|TORCH_CPP_LOG_LEVEL|PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF"
              r"|(?:TORCHINDUCTOR|TRITON)_CACHE_DIR\b)(?:TORCH|PYTORCH|TRITON|INDUCTOR)[A-Z0-9]*_[A-Z0-9_]+")
 _VARIABLE = re.compile(rf"{COMPILERS}=.*|(?:PYTHON|LD_)\w*=.*", re.S)
 _INNOCUOUS = re.compile(
-    r"PYTHON(?:UNBUFFERED|DONTWRITEBYTECODE|HASHSEED|IOENCODING|UTF8|FAULTHANDLER|NOUSERSITE|SAFEPATH)=.*"
-    r"|LD_LIBRARY_PATH=(?:(?:/usr/(?:local/(?:cuda|nvidia)|lib)|/lib|/opt/)[^:]*(?::|$)|:)*")
+    r"PYTHON(?:UNBUFFERED|DONTWRITEBYTECODE|HASHSEED|IOENCODING|UTF8|FAULTHANDLER|NOUSERSITE|SAFEPATH|_VERSION|_SHA256"
+    r"|_PIP_VERSION|_SETUPTOOLS_VERSION|_GET_PIP_\w+)=.*"
+    r"|PYTHONPATH=|PYTHONWARNINGS=[^.]*|(?:TORCH|TRITON)_HOME=.*|PYTORCH_VERSION=.*"
+    r"|TORCH_(?:EXTENSIONS_DIR|LOGS|DISTRIBUTED_DEBUG|SHOW_CPP_STACKTRACES|CUDA_ARCH_LIST)=.*"
+    r"|LD_LIBRARY_PATH=(?!.*/\.\.)(?:(?:/usr/(?:local/(?:cuda|nvidia)|lib)|/lib)[^:]*(?::|$)|:)*")
 # Statements that set a compiler's switch, and those that a reader should look at: the ways of hiding one have no end
 _SETTING = re.compile(
     r"\b_inductor\b|\b_(?:dynamo|functorch)\b[\w. ]*\b(?:config\b|import \*)|\bcompiler\.config\b|triton\.knobs"
@@ -343,7 +347,7 @@ def check_source(e, theirs):
 def check_environment(e):
     settings = [f"{name}={value}" for name, value in sorted(e.get("start.environment", dict).items())]
     found = [text for text in settings if _VARIABLE.fullmatch(text) and not _INNOCUOUS.fullmatch(text)]
-    demand(not found, f"started with {', '.join(found)[:160]}")
+    demand(not found, f"started with {', '.join(found)[:160]}; a record is run without")
     return "no variable was set that changes the compiler, Python or its libraries"
 
 

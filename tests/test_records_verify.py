@@ -1179,11 +1179,16 @@ def test_cheat_8_a_source_that_rewrites_its_judge(tmp_path, monkeypatch, capsys,
 
 
 def test_cheat_9_variables_that_change_the_clock(race, judge, tmp_path, rerun_apart, monkeypatch):
-    for setting in ({"PYTHONPATH": "/tmp/x"}, {"LD_PRELOAD": "/tmp/clock.so"}, {"LD_LIBRARY_PATH": "/usr/lib:/home/me/lib"}):
+    for setting in ({"PYTHONPATH": "/tmp/x"}, {"LD_PRELOAD": "/tmp/clock.so"}, {"LD_LIBRARY_PATH": "/usr/lib:/home/me/lib"},
+                    {"LD_LIBRARY_PATH": "/opt/evil"}, {"LD_LIBRARY_PATH": "/usr/lib/../../tmp"}, {"PYTORCH_JIT": "0"}, {"PYTHON_JIT": "1"},
+                    {"PYTHONWARNINGS": "ignore::clock.Slow"}):
         fails_only(judge(race(1, change=lambda log, run, side: log.start["environment"].update(setting))), ENVIRONMENT,
                    *map("=".join, setting.items()))
         shutil.rmtree(tmp_path / "race")
-    innocuous = {"PYTHONUNBUFFERED": "1", "LD_LIBRARY_PATH": "/usr/local/cuda/lib64:/usr/local/nvidia/lib"}
+    innocuous = {"PYTHONUNBUFFERED": "1", "LD_LIBRARY_PATH": "/usr/local/cuda/lib64:/usr/local/nvidia/lib", **dict.fromkeys((
+        "PYTHON_VERSION", "PYTHON_SHA256", "PYTHONWARNINGS", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_LOGS",
+        "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_CUDA_ARCH_LIST", "PYTORCH_VERSION", "TRITON_HOME"),
+        "ignore"), "PYTHONPATH": ""}
     assert judge(race(1, change=lambda log, run, side: log.start["environment"].update(innocuous)))[1][ENVIRONMENT][0] == "pass"
     (tmp_path / "sitecustomize.py").write_text("import os; os._exit(3)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # our own processes do not see it
