@@ -74,7 +74,10 @@ SIDES_S, SIDES_PART = 3, 0.01
 SETTING_UP = "joining", "setup", "compile", "preflight"  # spans before the first step, which a machine's state decides
 CLOCKS_S = 2  # times of day are stated in whole seconds
 STALL, NEIGHBOURS = 0.2, 20  # of the median of its neighbours: a busy machine makes steps uneven, but not so short
-TELLING_LINES, ALIKE_LINES, ALIKE = 8, 30, 0.9  # fewer times agree by chance; so many losses, and their correlation
+TELLING_LINES, ALIKE_LINES = 8, 30  # fewer times agree by chance, and fewer losses tell nothing
+# Correlations of what two seeds made: honest losses have 0.44 at most where there are 100, up to so many lines apart,
+# and of so few that their errors are large up to 0.7
+ALIKE, ALIKE_ERRORS, ALIKE_OF_FEW, APART = 0.6, 5, 0.9, 8
 KNOWS_NOTHING = 0.005  # nats below ln(vocabulary) that rounding may bring to an untrained model
 
 # Variables: the compiler's; the launcher's, the allocator's, places of caches and how much is said are not meant. What
@@ -620,8 +623,8 @@ def check_copies(runs, models=()):
                 "" if owner is e else f", and the seeds {before} and {owner}"))
     if not seen:
         raise NotCheckable("the logs hold neither state hashes nor the times of their steps")
-    found, one, other = most_alike(compared)
-    demand(found <= ALIKE, f"{one} and {other} have other seeds, and training losses that go up and down together "
+    found, limit, one, other = most_alike(compared)
+    demand(found <= limit, f"{one} and {other} have other seeds, and training losses that go up and down together "
            f"(correlation {found:.3f}): one is a copy of the other with small changes")
     sketches = [(e, e.get("start.seed", int), examine.sketch(path)) for e, path in models]
     for (e, seed, mine), (other, another, theirs) in itertools.combinations(sketches, 2):
@@ -637,11 +640,11 @@ def is_shuffled(e):
 
 
 def most_alike(compared):
-    """(correlation, run, run) of the training losses that are most alike of two seeds, without what they must share.
+    """(correlation, what it may be, run, run) of the losses that are most alike of two seeds, without what they share.
 
     That is the descent, and, where all runs read the same batches in the same order, how hard each batch is: the mean
     over the runs, of which there must then be three. compared: (run, seed, losses)."""
-    groups, best = defaultdict(list), (-1.0, None, None)
+    groups, best = defaultdict(list), (-1.0, ALIKE, None, None)
     for e, seed, losses in compared:
         if len(losses) >= ALIKE_LINES:
             groups[len(losses), is_shuffled(e)].append((e.name, seed, losses))
@@ -651,11 +654,13 @@ def most_alike(compared):
             table = table - table.mean(axis=0)
         rough = (table - scipy.ndimage.uniform_filter1d(table, 9))[:, 4 + (steps - 8) // 5:-4]  # steep at first
         with np.errstate(invalid="ignore", divide="ignore"):
-            found = np.atleast_2d(np.nan_to_num(np.corrcoef(rough)))
+            found = np.max([np.nan_to_num(np.corrcoef(rough[:, apart:], rough[:, :-apart or None])) for apart in
+                            range(APART + 1)], axis=0)[:len(names), len(names):]
         found[seeds[:, None] == seeds] = -1
+        limit = float(np.clip(ALIKE_ERRORS / math.sqrt(rough.shape[1]), ALIKE, ALIKE_OF_FEW))
         one, other = np.unravel_index(np.argmax(found), found.shape)
-        if found[one, other] > best[0] and (shuffled or len(set(seeds)) > 2):
-            best = float(found[one, other]), names[one], names[other]
+        if found[one, other] - limit > best[0] - best[1] and (shuffled or len(set(seeds)) > 2):
+            best = float(found[one, other]), limit, names[one], names[other]
     return best
 
 

@@ -1100,13 +1100,15 @@ def test_cheat_5_trained_on_validation(train, judge, data, tmp_path):
     assert judge(train(num_steps=4, micro_batches=2), "--data", data)[1][REPLAY][0] == "pass"
 
 
-@pytest.mark.parametrize("noise, word", [(0, "the same training loss at each step"), (0.002, "correlation")])
+@pytest.mark.parametrize("noise, word, late", [
+    (0, "the same training loss at each step", 0), (0.002, "correlation", 0), (0.05, "correlation", 0), (0.002, "correlation", 3)])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_cheat_6_a_run_cloned_under_another_seed(race, judge, noise, word, shuffle):
+def test_cheat_6_a_run_cloned_under_another_seed(race, judge, noise, word, late, shuffle):
     """Run 3 is run 1 with other times and hashes and, so that it does not show, other last digits of its losses."""
-    def change(log, run, side, steps=60, clone=True):
+    def change(log, run, side, steps=100, clone=True):
         draw, order = np.random.default_rng(5), np.random.default_rng(1 if run == 3 and clone else run)
         batches, own, small = draw.normal(0, 0.5, steps), order.normal(0, 0.1, steps), np.random.default_rng(run)
+        own = np.roll(own, late * (run == 3 and clone))
         losses = 4 + (0 if shuffle else batches) + own + (small.normal(0, noise, steps) if clone else 0)
         log.lines[:] = [log.lines[0].replace("/12 ", f"/{steps} ")] + [
             f"step:{i}/{steps} train_time:{100 * i + 2 * run}ms step_avg:{100 + 2 * run / i:.2f}ms train_loss:"
