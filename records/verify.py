@@ -275,9 +275,9 @@ def check_val_tokens(e):
 
 
 class Scanned(NamedTuple):
-    """Texts: statements that set a switch, line numbers to look at, modules that neither log nor index holds."""
+    """Statements that set a switch, {line: statement} to look at, modules that neither log nor index holds."""
     findings: list
-    look: list
+    look: dict
     foreign: list
     imports_torch: bool
 
@@ -288,13 +288,13 @@ def scan(source):
     if len(source) > MOST_CHARACTERS:
         raise SyntaxError(f"{len(source):,} characters, and {MOST_CHARACTERS:,} at most are scanned")
     raw = source.encode("utf-8", "surrogateescape")
-    findings, look, modules, before = [], [], set(), 0
+    findings, look, modules, before = [], defaultdict(str), set(), 0
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
     except SyntaxError:
         encoding = "no text that Python reads"
     if encoding not in ("utf-8", "utf-8-sig") or raw.decode("utf-8", "replace") != source:
-        return Scanned([f"it is not UTF-8 but {encoding}, so what Python reads is not what stands here"], [], [], True)
+        return Scanned([f"it is not UTF-8 but {encoding}, so what Python reads is not what stands here"], {}, [], True)
     first, *others = _FILES.split(source)
     for text in (first, *others[1::2]):
         try:
@@ -307,7 +307,7 @@ def scan(source):
                 if _SETTING.search(shown):
                     findings.append(f"line {before + node.lineno}: {' '.join(shown.split())[:80]}")
                 elif _LOOK.search(shown):
-                    look.append(before + node.lineno)
+                    look[before + node.lineno] += shown
                 paths = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 paths += ["." * node.level + (node.module or "")] if isinstance(node, ast.ImportFrom) else []
                 modules |= {path.split(".")[0] or "a module beside it" for path in paths}
@@ -315,7 +315,7 @@ def scan(source):
             raise SyntaxError(f"{type(error).__name__}: {error}") from None
         before += text.count("\n") + 3
     held = sys.stdlib_module_names | _PACKAGES | {name.removesuffix(".py") for name in others[::2]}
-    return Scanned(findings, sorted(set(look)), sorted(modules - held), "torch" in modules)
+    return Scanned(findings, dict(sorted(look.items())), sorted(modules - held), "torch" in modules)
 
 
 @functools.lru_cache(maxsize=64)
@@ -339,8 +339,12 @@ def check_source(e, theirs):
     if doubts:
         raise failed(f"{what} {'; '.join(doubts)}")
     text = "nothing in the source sets a compiler's switch in plain words"
+    ours = scan((ROOT / race.SCRIPT).read_text(encoding="utf-8")).look.values()
+    new = [line for line, shown in found.look.items() if shown not in ours]
     if found.look:
-        text += f"; look at its lines {', '.join(map(str, found.look[:12]))}{' ...' if len(found.look) > 12 else ''}"
+        lines = [f"{line} (new)" for line in new] + [str(line) for line in found.look if line not in new]
+        text += f"; look at its lines {', '.join(lines[:12])}{' ...' if len(lines) > 12 else ''}"
+        text += f"; new: not in this checkout's {race.SCRIPT}" if new else ""
     if theirs and e.ours:
         changed = len([line for line in difference(theirs, e.run.source.removesuffix("\n")) if line[0] in "+-"][2:])
         text += f"; {changed} lines differ from the other side's (--diff)" if changed else "; it is the other side's"

@@ -721,13 +721,13 @@ def test_a_compiler_setting_in_the_source_is_found(line):
 @pytest.mark.parametrize("line", TO_LOOK_AT)
 def test_a_line_that_could_hide_one_is_to_be_looked_at(line):
     found = scanned(line)
-    assert found.findings == [] and found.look == [2]
+    assert found.findings == [] and list(found.look) == [2]
 
 
 @pytest.mark.parametrize("line", HARMLESS)
 def test_a_harmless_line_is_not_taken_for_a_setting(line):
     found = scanned(line)
-    assert found.findings == [] and (found.look == [] or "environ[" in line)
+    assert found.findings == [] and (not found.look or "environ[" in line)
 
 
 @pytest.mark.parametrize("line, module", [
@@ -768,6 +768,17 @@ def test_a_setting_in_a_log_is_caught(race, judge):
         log.source = log.source.replace("ROOT = Path(", "torch._inductor.config.max_autotune = True\nROOT = Path(", 1)
         log.start["source_sha256"] = hashlib.sha256(log.source[:-1].encode()).hexdigest()
     fails_only(judge(race(change=change)), SWITCHES, "torch._inductor.config.max_autotune")
+
+
+def test_a_new_line_to_look_at_is_told_before_those_of_the_honest_script(race, judge):
+    clock = "time.perf_counter = (lambda real: lambda: 0.85 * real())(time.perf_counter)\n"
+    def change(log, run, side):
+        head, main, tail = log.source.rpartition('if __name__ == "__main__":')
+        log.source = head + clock + main + tail
+        log.start["source_sha256"] = hashlib.sha256(log.source[:-1].encode()).hexdigest()
+    at = SOURCE[:SOURCE.rindex('if __name__ == "__main__":')].count("\n") + 1
+    verdict, reason = judge(race(1, "ab", change))[1][SWITCHES]  # on both sides
+    assert verdict == "pass" and f"look at its lines {at} (new), " in reason and reason.count("(new)") == 1
 
 
 def test_how_the_source_differs_is_told(race, judge, capsys):
