@@ -922,7 +922,7 @@ def unseen(case):
     return ("No log shows a forgery in which losses, times, source and hashes are all made up to fit. These would: "
             f"--rerun with a model of each run, on your machine; and a run of your own by `{again}` for {e.name}: "
             "the same seed gives the same bytes (final_state_hash) on a CPU, and on a GPU a loss within the spread of "
-            "these.")
+            "these. A source that answers from a table of the validation text passes --rerun: read what it reads.")
 
 
 def sum_up(findings, case):
