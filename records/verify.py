@@ -249,6 +249,9 @@ def check_shards(e):
     for key in ("sha256", "name"):
         both = {shard[key] for shard in lists["train"]} & {shard[key] for shard in lists["val"]}
         demand(not both, f"{', '.join(sorted(both))[:80]} is both training and validation data")
+    distinct = len({shard["sha256"] for shard in lists["train"]})
+    demand(distinct == len(lists["train"]), f"its {len(lists['train'])} training shards have {distinct} digests: one is "
+           "read twice, and a record reads each once")
     epochs = e.get("start.config", dict).get("epochs", 1)
     demand(epochs == 1, f"its training shards are read {epochs} times (--epochs), and a record reads each once")
     e.train_digest()

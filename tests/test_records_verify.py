@@ -297,6 +297,8 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
     "the seed": (lambda log: log.set("start.seed", 77), (WHOLE, ACCOUNTS), "seed"),
     "a digest left out": (lambda log: log.start["shards"]["train"][0].pop("sha256"),
                           "data stated with digests", "SHA-256"),
+    "a shard under two names": (lambda log: log.start["shards"]["train"].append({**log.start["shards"]["train"][0], "name": "x"}),
+                                "data stated with digests", "read twice"),
     "shards read twice": (lambda log: log.set("start.config.epochs", 2), "data stated with digests", "read 2 times"),
     "warm-up that trains": (lambda log: log.set("end.state_hash.after_warmup", "0" * 64), WARM_UP, "before"),
     "compiling late": (lambda log: log.set("end.compiles_after_warmup", 2), COMPILES, "2 graphs"),
