@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shlex
+import re
 import shutil
 import signal
 import subprocess
@@ -294,6 +295,20 @@ def test_two_sides_are_no_ladder(repo, capsys):
     assert race.main(["-n", "2", "--vs", "--slower 7"]) == 0
     assert ladder.main([str(only_race(repo)[0])]) == 2
     assert "a race of 2 sides, 2 runs of each" in capsys.readouterr().err
+
+
+def test_a_ladder_takes_losses_in_full_and_three_runs(repo, capsys):
+    """In four decimals the differences of a few runs are often equal, and p is then near 0."""
+    assert race.main(["-n", "3", "--vs", "--worse 2", "--vs", "--slower 7"]) == 0
+    folder = only_race(repo)[0]
+    for path in folder.glob("*.txt"):
+        path.write_text(re.sub(r'(?<="final_val_loss": )[\d.]+', lambda loss: f"{float(loss[0]):.4f}1234", path.read_text()))
+    _, found = ladder.read(folder)
+    assert all(f"{loss:.8f}".endswith("1234") for runs in found.values() for loss, _ in runs.values())
+    manifest = stats.Manifest.read(folder / "race.jsonl").race
+    text = (folder / "race.jsonl").read_text()
+    (folder / "race.jsonl").write_text(text.replace('"n": 3', '"n": 2'))
+    assert ladder.main([str(folder)]) == 2 and "three runs of each" in capsys.readouterr().err and manifest["n"] == 3
 
 
 def test_a_race_by_a_flag_judges_the_side_that_has_it(repo, capsys):
