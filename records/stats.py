@@ -19,8 +19,8 @@ at p < alpha passes a wrong claim about six times as often. Our logs hold the de
 race that declared to run until it is decided is judged by bounds that keep alpha over all its looks (`bounds`).
 
 A right skew of losses makes the t-test lenient: at alpha 1 % it passes 5 to 7 % of wrong claims on exponential ones.
-A skewness beyond the 95th percentile of normal samples of this size is warned of, beside the p-value of a bootstrap-t,
-which passes under half of those. Of few runs neither sees much: of ten exponential losses every second time.
+The p-value of a bootstrap-t, which passes under half of those, stands beside it always; a skewness beyond the 95th
+percentile of normal samples of this size is warned of, but of five exponential losses only every eighth time.
 
 Intervals have confidence 1 - 2 alpha: their upper end is below the target exactly when the one-sided test says so.
 Needs logs.py beside it, numpy and scipy; matplotlib for --plot.
