@@ -2,8 +2,8 @@
 
 Rules on a model; records/verify.py calls them for --rerun. What the source could do to its judge it does to a process
 that is given tokens and returns logits: losses, hashes and comparisons are made from those and from the saved bytes.
-That process begins without PYTHON* and LD_* variables and knows no target of the last token. Where Linux has Landlock it
-writes to its own folder alone. What the source reads from the disk (a table of answers, say) only its reader can see.
+That process begins without PYTHON* and LD_* variables and knows no target of the last token. Where Linux has Landlock
+it writes to its own folder alone. What the source reads from disk (a table of answers, say) only its reader can see.
 """
 
 import contextlib

@@ -44,8 +44,8 @@ def read(folder):
     missing = sum((run, side) not in done for side in sides for run in range(1, manifest.race["n"] + 1))
     if len(sides) < 3 or manifest.race["n"] < 3:
         raise stats.CannotJudge(f"{folder}: a race of {len(sides)} sides, {manifest.race['n']} runs of each; a ladder "
-                                "has a base and two ideas at least, and three runs of each; of two sides stats.py --side "
-                                "a tells more")
+                                "has a base and two ideas at least, and three runs of each; of two sides stats.py "
+                                "--side a tells more")
     if missing:
         raise stats.CannotJudge(f"{folder}: {missing} runs are not done; go on with race.py --resume "
                                 f"{folder / stats.MANIFEST}")
@@ -55,7 +55,7 @@ def read(folder):
         if len(runs) != 1 or not runs[0].train_time_ms:
             why = f": {rejected[0].reason}" if rejected else ""
             raise stats.CannotJudge(f"{attempt['run_id']}.txt holds no whole run{why}; restore the logs of the race")
-        loss = (runs[0].end or {}).get("final_val_loss", runs[0].final_loss)  # in full: of rounded ones some differ alike
+        loss = (runs[0].end or {}).get("final_val_loss", runs[0].final_loss)  # in full: rounded ones differ alike
         found.setdefault(side, {})[run] = loss, runs[0].train_time_ms / 1000
     return manifest.race, found
 

@@ -81,8 +81,8 @@ ALIKE, ALIKE_ERRORS, ALIKE_OF_FEW, APART = 0.6, 5, 0.9, 8
 KNOWS_NOTHING = 0.005  # nats below ln(vocabulary) that rounding may bring to an untrained model
 
 # Variables: the compiler's; the launcher's, the allocator's, places of caches and how much is said are not meant. What
-# changes Python or a library is meant, but for what is known to change neither, as images of containers set it. Libraries
-# are taken from the system's places: no log tells what another one holds
+# changes Python or a library is meant, but for what is known to change neither, as images of containers set it.
+# Libraries are taken from the system's places: no log tells what another one holds
 COMPILERS = (r"(?!TORCHELASTIC|TORCH_NCCL|TORCH_CPP_LOG_LEVEL|PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF"
              r"|(?:TORCHINDUCTOR|TRITON)_CACHE_DIR\b)(?:TORCH|PYTORCH|TRITON|INDUCTOR)[A-Z0-9]*_[A-Z0-9_]+")
 _VARIABLE = re.compile(rf"{COMPILERS}=.*|(?:PYTHON|LD_)\w*=.*", re.S)
@@ -250,8 +250,8 @@ def check_shards(e):
         both = {shard[key] for shard in lists["train"]} & {shard[key] for shard in lists["val"]}
         demand(not both, f"{', '.join(sorted(both))[:80]} is both training and validation data")
     distinct = len({shard["sha256"] for shard in lists["train"]})
-    demand(distinct == len(lists["train"]), f"its {len(lists['train'])} training shards have {distinct} digests: one is "
-           "read twice, and a record reads each once")
+    demand(distinct == len(lists["train"]), f"its {len(lists['train'])} training shards have {distinct} digests: one "
+           "is read twice, and a record reads each once")
     epochs = e.get("start.config", dict).get("epochs", 1)
     demand(epochs == 1, f"its training shards are read {epochs} times (--epochs), and a record reads each once")
     e.train_digest()
@@ -470,7 +470,8 @@ def of_all(found, wanted):
     first = f"the first: {found[0][2]}"
     demand(not broken, some + several(broken))
     if unknown or some:
-        raise NotCheckable(some + (f"{len(unknown)} of {len(found)} runs: {unknown[0]}" if unknown else f"none fails; {first}"))
+        raise NotCheckable(some + (f"{len(unknown)} of {len(found)} runs: {unknown[0]}" if unknown else
+                                   f"none fails; {first}"))
     return found[0][2] if wanted == 1 else f"{wanted} of {wanted} runs; {first}"
 
 
@@ -636,8 +637,8 @@ def check_copies(runs, models=()):
     sketches = [(e, e.get("start.seed", int), examine.sketch(path)) for e, path in models]
     for (e, seed, mine), (other, another, theirs) in itertools.combinations(sketches, 2):
         alike = np.corrcoef(mine, theirs)[0, 1] if len(mine) == len(theirs) and seed != another else 0
-        demand(alike <= ALIKE, f"the models of {e.name} and {other.name} have other seeds, and parameters that correlate "
-               f"by {alike:.3f}: one is a copy of the other with small changes")
+        demand(alike <= ALIKE, f"the models of {e.name} and {other.name} have other seeds, and parameters that "
+               f"correlate by {alike:.3f}: one is a copy of the other with small changes")
     told = f"; the losses of other seeds correlate by {found:.2f} at most" if one else ""
     return f"no two of {len(runs)} runs have the same times, and no two seeds a state hash or losses in common{told}"
 
@@ -892,8 +893,8 @@ def examine_all(case):
     found = [(e.name, examine.check_model(e, path, case.options.data)) for e, path in case.models.values()]
     after = digests_of_judge()
     changed = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
-    demand(not changed, f"{several(changed)} changed while models were examined: the source in a log rewrites its judge, "
-           "or somebody worked here; nothing that this checkout says can be believed: take a fresh one")
+    demand(not changed, f"{several(changed)} changed while models were examined: the source in a log rewrites its "
+           "judge, or somebody worked here; nothing that this checkout says can be believed: take a fresh one")
     return found
 
 
