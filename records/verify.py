@@ -65,8 +65,9 @@ HOLDS_FROM = {LOSS: "2024-12-04", ACCOUNTS: "2024-12-04", SWITCHES: "2025-02-02"
 GPT2_VOCAB = range(50257, 51200)  # rows of its embedding, filled up
 FINEWEB_VAL_TOKENS = 10_485_760  # the public speedrun's rule; other data is validated on as a whole
 UNNAMED_S = 0.02  # of the wall clock: what a run may spend under no name; honest ones spend 0.0007
-# The race's own times of the lines: how late one may be seen, once and for each validation; and over how many lines
-STAMP_S, STAMP_EACH_S, STAMP_LINES = 0.1, 0.05, 5
+# The race's own times of the lines: how late one may be seen, for one stretch between validations and for all together
+STAMP_S, STAMP_MOST_S = 0.1, 0.3
+HOST_AHEAD = 5  # steps that the host enqueues before it waits for a GPU: their lines state when that was
 # From the launch of a run to the start of its own wall clock, and after that one's end: at most so long, less for a
 # short run, where it could hide as much as the run itself; how far the sides' medians may differ in it
 STARTING_S, STARTING_LEAST_S, STARTING_PART = 60, 20, 0.2
@@ -377,7 +378,7 @@ def check_clock(e):
               abs(line.time_ms - line.average * max(line.step - without, 1)) > 1 + 0.006 * line.step]
              for without in warm]
     demand(not all(wrong), several(wrong[0]))
-    steps = [(line.step, line.time_ms) for line in timed if not line.validation]
+    steps, waits = [(line.step, line.time_ms) for line in timed if not line.validation], []
     if e.ours:
         wanted = next((i for i, (step, _) in enumerate(steps, 1) if step != i), len(steps) + 1)
         demand(wanted > e.run.stated_steps == len(steps),
@@ -385,19 +386,21 @@ def check_clock(e):
         stated, last = e.get("end.train_time_ms", NUMBER), e.run.train_time_ms
         demand(last is not None and abs(stated - last) <= 1,
                f"its end states train_time_ms {stated:.0f}, its last validation line {last}")
-        wall = e.get("end.wall_seconds", NUMBER)
+        wall, on_gpu = e.get("end.wall_seconds", NUMBER), e.get("start.hardware", dict).get("gpus")
         demand(stated <= 1000 * wall, f"train_time is {stated / 1000:.1f} s, the wall clock {wall:.1f} s")
-    check_paces(steps)
+        steps, waits = [(0, 0), *steps], [0, *(line.step for line in timed if line.validation)] if on_gpu else []
+    check_paces(steps, {step + ahead for step in waits for ahead in range(HOST_AHEAD + 1)})
     below = ", below the wall clock" if e.ours else ""
     return f"train_time rises on {len(timed)} lines and agrees with step_avg{below}"
 
 
-def check_paces(steps):
-    """steps: (step, ms) of each line. Broken if the clock all but stands still where its neighbours need their time."""
+def check_paces(steps, ahead):
+    """steps: (step, ms) of each line. Broken if the clock all but stands still where its neighbours need their time, but
+    in the steps of ahead."""
     number, ms = np.array(steps, dtype=float).reshape(-1, 2).T
     paces = np.diff(ms) / np.maximum(np.diff(number), 1)
-    around = scipy.ndimage.median_filter(paces, NEIGHBOURS, mode="nearest")
-    stalls = np.flatnonzero(paces + 1 < STALL * around)  # lines are in whole ms
+    around = scipy.ndimage.median_filter(paces, NEIGHBOURS, mode="mirror")
+    stalls = np.flatnonzero((paces + 1 < STALL * around) & ~np.isin(number[1:], [*ahead]))  # lines are in whole ms
     demand(not len(stalls), f"a step takes {around[stalls].max(initial=0):.0f} ms, and the clock all but stands still "
            f"at {several([f'step {number[i + 1]:.0f}' for i in stalls])}")
 
@@ -405,8 +408,10 @@ def check_paces(steps):
 def check_stamps(e):
     """Did the steps take as long by the race's clock, which saw each line reach the log, as by the run's own?
 
-    A stretch begins at a validation's line, written as the clock goes on, and ends at the last step before the next.
-    What passes between stretches must be named: validation, hashing and the like."""
+    A stretch begins at a validation's line, written as the clock goes on, or at the first of all, and ends at the last
+    step before the next. That one's line is written when the clock has stopped, at a time that the validation's states:
+    its own, like those before it, may state when the host enqueued the step. What passes between stretches must be
+    named: validation, hashing and the like."""
     path = Path(re.sub(r"\.txt$", "", e.run.path.removesuffix(".gz")) + stats.STAMPS)
     steps, spans, name = e.run.steps, e.get("end.seconds_outside_clock", dict), logs.printable(path.name)
     try:
@@ -422,14 +427,14 @@ def check_stamps(e):
     own, seen = np.array([line.time_ms / 1000 for line in steps]), np.array([pair[1] for pair in stamps])
     back = [steps[i + 1].step for i in np.flatnonzero(np.diff(seen) < 0)]
     demand(not back, f"by the race's clock step {[*back, 0][0]} was written before the one before it")
-    heads = [i for i, line in enumerate(steps) if line.validation and i]
-    gaps, slow = sum(seen[i] - seen[i - 1] for i in heads), 0.0
-    for late in np.split(seen - own, heads):
-        edge = max(1, min(STAMP_LINES, len(late) // 4))
-        slow += float(np.median(late[-edge:]) - np.median(late[:edge]))
-    allowed = STAMP_S + STAMP_EACH_S * math.sqrt(2 * (len(heads) + 1))
-    demand(slow <= allowed, f"its {e.run.stated_steps} steps took {slow:.2f} s more by the race's clock than the "
-           f"{own[-1]:.2f} s of its own, and {allowed:.2f} s is what lines may be late: its clock runs slow")
+    heads = sorted({0, *(i for i, line in enumerate(steps) if line.validation)})
+    late, gaps = seen - own, sum(seen[i] - seen[i - 1] for i in heads[1:])
+    slow = sum(seen[end - 1] - own[end] - late[head] for head, end in itertools.pairwise(heads))
+    allowed = min(STAMP_MOST_S, STAMP_S * math.sqrt(len(heads) - 1))
+    first = 2 * own[-1] / max(1, e.run.stated_steps)  # a GPU's first line may be written later by that
+    demand(-allowed - first <= slow <= allowed, f"its {e.run.stated_steps} steps took {slow:+.2f} s by the race's clock "
+           f"beyond the {own[-1]:.2f} s of its own, and {allowed:.2f} s is what lines may be late: its clock runs "
+           f"{'slow' if slow > 0 else 'fast'}")
     before = "warmup", *SETTING_UP
     named = sum(seconds for span, seconds in spans.items() if is_number(seconds) and span not in before)
     demand(gaps <= named + allowed, f"{gaps:.2f} s passed between steps by the race's clock, and it names {named:.2f} "

@@ -1008,11 +1008,77 @@ def test_lines_that_are_seen_a_little_late_are_honest(race, judge, jitter, verdi
     assert judge(folder)[1][STAMPS][0] == verdict
 
 
+def gpu_run(path, rate=1, steps=500, every=125, enqueued=0.005, step_s=0.06):
+    """Evidence of a run on a GPU, whose clock runs so fast, and its stamps: a step's line states when it was enqueued,
+    and is written when it is done, at most four steps later; before a validation all are."""
+    now = done = began = elapsed = 0.0
+    lines, stamps, pending = [], [], []
+
+    def write(until=math.inf):
+        nonlocal now
+        while pending and (pending[0][0] <= until or pending[0][2] <= now):
+            step, own, ready = pending.pop(0)
+            now = max(now, ready)
+            line(step, own, False)
+
+    def line(step, own, validation):
+        lines.append(logs.Step(step, round(1000 * own), None, None, validation))
+        stamps.append([step, 0.02 * math.ceil(now / 0.02)])
+    for step in range(steps + 1):
+        write(step - 4)
+        if step == steps or every and step % every == 0:
+            now = max(now, done)
+            elapsed += rate * (now - began)
+            write()
+            now += 2
+            line(step, elapsed, True)
+            began = now
+        now += enqueued
+        done = max(now, done) + step_s
+        pending.append((step + 1, elapsed + rate * (now - began), done))
+    path.with_suffix(".steps.json").write_text(json.dumps(stamps))
+    run = logs.Run(str(path), 0, steps=lines, stated_steps=steps, train_time_ms=lines[-1].time_ms, start={"hardware": {"gpus": ["a GPU"]}}, end={
+        "train_time_ms": 1000 * elapsed, "wall_seconds": now, "seconds_outside_clock": {"validation": 2 * len(lines)}})
+    return verify.Evidence(run)
+
+
+@pytest.mark.parametrize("how, verdict", [
+    ({}, "pass"), ({"every": 0}, "pass"), ({"every": 20}, "pass"), ({"enqueued": 0.02}, "pass"), ({"enqueued": 0.055}, "pass"),
+    ({"rate": 0.985}, "fail"), ({"rate": 0.985, "every": 20}, "fail"), ({"rate": 0.99, "every": 0}, "fail"), ({"rate": 1.05}, "fail"),
+])
+def test_lines_that_state_when_a_step_was_enqueued_are_honest(tmp_path, how, verdict):
+    e = gpu_run(tmp_path / "r.txt", **how)
+    assert leaks.judged(verify.check_stamps, e)[0] == verdict
+    assert leaks.judged(verify.check_clock, e)[0] == "pass"
+
+
+def test_steps_at_the_edges_of_a_stretch_are_timed(race, judge, tmp_path):
+    """The clock runs at half its rate in two steps before and behind each validation: of 12 steps, in eight."""
+    def lose(log, run, side):
+        scale_clock(log, 2)
+        edge = {1, 2, 4, 5, 6, 7, 9, 10, 11, 12}
+        pace(log, lambda step, ms: ms - sum(100 for one in edge if one <= step))
+    folder = race(2, change=lambda log, run, side: scale_clock(log, 2))
+    stamps = {path.name: path.read_text() for path in folder.glob("*.steps.json")}
+    shutil.rmtree(folder)
+    folder = race(2, change=lose)
+    for name, text in stamps.items():
+        (folder / name).write_text(text)
+    fails_only(judge(folder), STAMPS, "its clock runs slow")
+
+
+def test_a_first_step_that_takes_no_time_is_caught(race, judge):
+    def free(log, run, side):
+        pace(log, lambda step, ms: (100 + run) * max(step - 1, 0))
+    fails_only(judge(race(change=free)), CLOCK, "step 1")
+
+
 @pytest.mark.parametrize("spoil, word", [
     (lambda stamps: "[" * 100_000, "deep"), (lambda stamps: "{}", "no list"), (lambda stamps: [[1, None]], "no list"),
     (lambda stamps: stamps[:-3], "not those of the log"), (lambda stamps: stamps[:4] + [[stamps[4][0], 0]] + stamps[5:], "before"),
     (lambda stamps: [[step, 2 * seconds] for step, seconds in stamps], "clock runs slow"),
     (lambda stamps: [[step, seconds + (9 if step > 5 else 0)] for step, seconds in stamps], "clock runs slow"),
+    (lambda stamps: [[step, seconds / 2] for step, seconds in stamps], "clock runs fast"),
     (lambda stamps: [[step, seconds + 9 * (i > 5)] for i, (step, seconds) in enumerate(stamps)], "between steps"),
 ])
 def test_stamps_that_are_not_the_logs_are_caught(race, judge, spoil, word):
