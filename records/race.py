@@ -268,7 +268,7 @@ def settle(manifest):
         log = manifest.path.parent / f"{run_id}.txt"
         if attempt["status"] == "started":
             status = "done" if complete_log(log) else "lost"
-            manifest.write({**attempt, "status": status, "logged": log.exists()})
+            manifest.write({**attempt, "status": status, "logged": log.exists(), "settled": now()})
 
 
 class Stamps:
@@ -291,10 +291,13 @@ class Stamps:
                 self.steps.append([int(found[1]), seconds])
 
     def write(self):
+        """The file beside the log; returns its SHA-256, or None where there is no log."""
         self.look()
         if self.file:
             self.file.close()
-            self.log.with_suffix(stats.STAMPS).write_text(json.dumps(self.steps) + "\n", encoding="utf-8")
+            text = (json.dumps(self.steps) + "\n").encode()
+            self.log.with_suffix(stats.STAMPS).write_bytes(text)
+            return hashlib.sha256(text).hexdigest()
 
 
 def complete_log(path):
@@ -346,14 +349,14 @@ def run_once(manifest, folder, lock, run, side, interrupts):
     interrupted = process.poll() is None
     if interrupted:
         stop(process, interrupts)
-    stamps.write()
+    stamped = stamps.write()
     seconds, code = time.monotonic() - stamps.began, process.wait()
     if foreign and (wrong := take_log(folder, before, log)) and not interrupted:
         say(f"`{shlex.join(words)}` of side {side} ended with exit status {code}, and {wrong}")
     # a whole log is a run, however its processes ended: it must not be run again
     status = "done" if complete_log(log) else "interrupted" if interrupted else "failed"
     manifest.write({**attempt, "ended_at": now(), "status": status, "exit": code, "seconds": seconds,
-                    "logged": log.exists()})
+                    "logged": log.exists(), "stamps": stamped})
     if version.get("small_model") and (model := log.with_suffix(".pt")).exists():
         halved = subprocess.run([*ALONE, "-c", HALVE, str(model)], env=environment(), capture_output=True, text=True)
         if halved.returncode:

@@ -72,7 +72,8 @@ HOST_AHEAD = 5  # steps that the host enqueues before it waits for a GPU: their 
 # short run, where it could hide as much as the run itself; how far the sides' medians may differ in it
 STARTING_S, STARTING_LEAST_S, STARTING_PART = 60, 20, 0.2
 SIDES_S, SIDES_PART = 3, 0.01
-SETTING_UP = "joining", "setup", "compile", "preflight"  # spans before the first step, which a machine's state decides
+SETTING_UP = "warmup", "joining", "setup", "compile", "preflight"  # spans before the first step
+SETTING_UP_S = 0.5  # how much longer the record's side may set up, as it does where its model is larger
 CLOCKS_S = 2  # times of day are stated in whole seconds
 STALL, NEIGHBOURS = 0.2, 20  # of the median of its neighbours: a busy machine makes steps uneven, but not so short
 TELLING_LINES, ALIKE_LINES = 8, 30  # fewer times agree by chance, and fewer losses tell nothing
@@ -389,23 +390,29 @@ def check_clock(e):
         wall, on_gpu = e.get("end.wall_seconds", NUMBER), e.get("start.hardware", dict).get("gpus")
         demand(stated <= 1000 * wall, f"train_time is {stated / 1000:.1f} s, the wall clock {wall:.1f} s")
         steps, waits = [(0, 0), *steps], [0, *(line.step for line in timed if line.validation)] if on_gpu else []
-    check_paces(steps, {step + ahead for step in waits for ahead in range(HOST_AHEAD + 1)})
+    check_paces(steps, [step + ahead for step in waits for ahead in range(HOST_AHEAD + 1)])
     below = ", below the wall clock" if e.ours else ""
     return f"train_time rises on {len(timed)} lines and agrees with step_avg{below}"
 
 
 def check_paces(steps, ahead):
-    """steps: (step, ms) of each line. Broken if the clock all but stands still where its neighbours need their time, but
-    in the steps of ahead."""
+    """steps: (step, ms) of each line. Broken if the clock all but stands still where its neighbours need their time. In
+    the steps of ahead it may: the host did not wait for them."""
     number, ms = np.array(steps, dtype=float).reshape(-1, 2).T
     paces = np.diff(ms) / np.maximum(np.diff(number), 1)
     around = scipy.ndimage.median_filter(paces, NEIGHBOURS, mode="mirror")
-    stalls = np.flatnonzero((paces + 1 < STALL * around) & ~np.isin(number[1:], [*ahead]))  # lines are in whole ms
+    stalls = np.flatnonzero((paces + 1 < STALL * around) & ~np.isin(number[1:], ahead))  # lines are in whole ms
     demand(not len(stalls), f"a step takes {around[stalls].max(initial=0):.0f} ms, and the clock all but stands still "
            f"at {several([f'step {number[i + 1]:.0f}' for i in stalls])}")
 
 
-def check_stamps(e):
+def attempt_of(e, races):
+    """What its race wrote of a run when that had ended: {} where there is no such line here."""
+    found = races.get(e.race.race_id) if e.race and e.ours else None
+    return found.attempts.get(e.run.start.get("run_id"), {}) if found else {}
+
+
+def check_stamps(e, races):
     """Did the steps take as long by the race's clock, which saw each line reach the log, as by the run's own?
 
     A stretch begins at a validation's line, written as the clock goes on, or at the first of all, and ends at the last
@@ -415,6 +422,9 @@ def check_stamps(e):
     path = Path(re.sub(r"\.txt$", "", e.run.path.removesuffix(".gz")) + stats.STAMPS)
     steps, spans, name = e.run.steps, e.get("end.seconds_outside_clock", dict), logs.printable(path.name)
     try:
+        text, wanted = path.read_bytes() if path.exists() else None, attempt_of(e, races).get("stamps")
+        demand(wanted in (None, text is not None and hashlib.sha256(text).hexdigest()), f"{name} is missing, or not "
+               f"what the race wrote: by its {race.MANIFEST} its SHA-256 is {str(wanted)[:8]}...; restore it")
         stamps = logs.parse_json(path.read_text(encoding="utf-8"))
     except OSError:
         raise NotCheckable(f"no {name} lies beside the log: race.py writes it") from None
@@ -432,11 +442,10 @@ def check_stamps(e):
     slow = sum(seen[end - 1] - own[end] - late[head] for head, end in itertools.pairwise(heads))
     allowed = min(STAMP_MOST_S, STAMP_S * math.sqrt(len(heads) - 1))
     first = 2 * own[-1] / max(1, e.run.stated_steps)  # a GPU's first line may be written later by that
-    demand(-allowed - first <= slow <= allowed, f"its {e.run.stated_steps} steps took {slow:+.2f} s by the race's clock "
-           f"beyond the {own[-1]:.2f} s of its own, and {allowed:.2f} s is what lines may be late: its clock runs "
-           f"{'slow' if slow > 0 else 'fast'}")
-    before = "warmup", *SETTING_UP
-    named = sum(seconds for span, seconds in spans.items() if is_number(seconds) and span not in before)
+    demand(-allowed - first <= slow <= allowed, f"its {e.run.stated_steps} steps took {slow:+.2f} s by the race's "
+           f"clock beyond the {own[-1]:.2f} s of its own, and {allowed:.2f} s is what lines may be late: its clock "
+           f"runs {'slow' if slow > 0 else 'fast'}")
+    named = sum(seconds for span, seconds in spans.items() if is_number(seconds) and span not in SETTING_UP)
     demand(gaps <= named + allowed, f"{gaps:.2f} s passed between steps by the race's clock, and it names {named:.2f} "
            "s (validation, hashing and the like)")
     return f"{own[-1]:.2f} s by its own clock, {slow:+.2f} s by the race's, which saw {len(steps)} lines"
@@ -594,15 +603,18 @@ def check_wall(runs, races):
     """Does a run's own wall clock agree with what the race measured from outside, and alike on both sides?"""
     late = defaultdict(list)
     for e in runs:
-        found = races.get(e.race.race_id) if e.race and e.ours else None
-        measured = found.attempts.get(e.run.start.get("run_id"), {}).get("seconds") if found else None
+        attempt = attempt_of(e, races)
+        measured = attempt.get("seconds")
+        demand(is_number(measured) or attempt.get("status") != "done" or attempt.get("settled"), f"{e.name}: its line "
+               f"in {race.MANIFEST} states seconds {json.dumps(measured)[:20]}; the race writes how long each run took")
         if is_number(measured):
             wall = e.get("end.wall_seconds", NUMBER)
-            late[found.race["id"]].append((measured - wall, wall, e.race.side))
+            late[e.race.race_id].append((measured - wall, wall, e.race.side))
             demand(-0.1 <= measured - wall <= min(STARTING_S, STARTING_LEAST_S + STARTING_PART * wall),
                    f"{e.name} states {wall:.1f} s by the wall clock, the race that started it measured {measured:.1f}")
     if not late:
-        raise NotCheckable(f"no {race.MANIFEST} tells how long the runs took: race them with race.py")
+        raise NotCheckable(f"no {race.MANIFEST} tells how long the runs took: race them with race.py" if not any(
+            attempt_of(e, races) for e in runs) else "the race itself had ended before its runs did")
     for of_race in late.values():
         medians = {side: np.median([lag for lag, _, of in of_race if of == side]) for *_, side in of_race}
         told = ", ".join(f"{lag:.1f} s on side {side}" for side, lag in sorted(medians.items()))
@@ -745,7 +757,8 @@ def check_interleaved(runs, others):
 
 
 def check_spans(runs, others):
-    """Is time that the record has off its clock on the other's? Validation counts by the call, hashing by its size."""
+    """Is time that the record has off its clock on the other's? Validation counts by the call, hashing by its size;
+    other code may take longer to compile."""
     sides, calls, shown = [], [], []
     for side in runs, others:
         calls.append([max(1, len(e.run.validations)) for e in side])
@@ -753,7 +766,7 @@ def check_spans(runs, others):
         spans = [e.get("end.seconds_outside_clock", dict) for e in side]
         spans = [{name: seconds for name, seconds in one.items() if is_number(seconds)} for one in spans]
         sides.append({name: np.array([one.get(name, 0.0) for one in spans]) / sizes.get(name, 1)
-                      for name in {name for one in spans for name in one} - {*SETTING_UP}})
+                      for name in {name for one in spans for name in one} - {"compile"}})
     if min(map(len, calls)) < 2:
         raise NotCheckable("fewer than two runs on a side")
     for name in sorted({*sides[0], *sides[1]}):
@@ -762,7 +775,8 @@ def check_spans(runs, others):
                "hashing": " a million parameters"}.get(name, "")
         shown.append(f"{name} {mine.mean():.3f} s against {theirs.mean():.3f} s{per}")
         certain = np.ptp(mine) == np.ptp(theirs) == 0 or stats.welch_t_less(theirs, mine).pvalue < 0.01
-        demand(mine.mean() <= 1.1 * theirs.mean() + UNNAMED_S or not certain,
+        more = SETTING_UP_S if name in SETTING_UP and name != "warmup" else UNNAMED_S
+        demand(mine.mean() <= 1.1 * theirs.mean() + more or not certain,
                f"off its clock the record's side spends more: {shown[-1]}; what else is done there?")
     return ", ".join(shown)
 
@@ -843,6 +857,7 @@ def verify(options, case=None):
     case = case or read_case(options)
     runs, others, data, findings = case.runs, case.others, options.data, []
     everyone, timed = case.whole.runs, case.whole.runs + case.apart.runs  # what is compared by its time: an honest one
+    races = {**case.whole.races, **case.apart.races}
     distinct = [*shards_read(everyone).values(), *[e for e in everyone if not e.ours][:1]]
     no_data = "" if data else "name the shards' folder with --data"
     no_others = "" if others else "name the logs of the other side with --vs, or race both sides"
@@ -861,9 +876,9 @@ def verify(options, case=None):
     each(SWITCHES, everyone, lambda e: check_source(e, case.theirs))
     each("nothing in the environment changes the run", timed, check_environment)
     each("the clock is honest", timed, check_clock)
-    each("the race's clock saw each step take as long", timed, check_stamps)
+    each("the race's clock saw each step take as long", timed, lambda e: check_stamps(e, races))
     each("all time outside the clock is named", timed, check_outside)
-    together("the wall clock agrees with the race's", check_wall, timed, {**case.whole.races, **case.apart.races})
+    together("the wall clock agrees with the race's", check_wall, timed, races)
     each("warm-up does not train", everyone, lambda e: check_same(e, "end.state_hash", "_warmup", "the warm-up"))
     each("nothing is compiled on the clock", everyone, check_compiles)
     each("validation does not train", everyone, lambda e: check_same(e, "end.validation_hash", "", "validation"))

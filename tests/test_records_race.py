@@ -1,6 +1,7 @@
 """records/race.py: order, seeds, declaration, worktree, failure, Ctrl-C and resumption, with a script that trains
 nothing; and one run of the real script through the launcher."""
 
+import hashlib
 import importlib.util
 import json
 import math
@@ -538,6 +539,8 @@ def test_each_step_line_is_stamped_as_it_reaches_the_log(repo):
     folder, _, events = only_race(repo)
     stamps = json.loads((folder / f"{events[0]['run_id']}.steps.json").read_text())
     assert [step for step, _ in stamps] == [1, 2, 3, 4, 4]  # as in the log, where the script's own text counts for nothing
+    digest = hashlib.sha256((folder / f"{events[0]['run_id']}.steps.json").read_bytes()).hexdigest()
+    assert events[-1]["stamps"] == digest  # so that nobody leaves them out
     seconds = [second for _, second in stamps]
     assert all(0.25 < b - a < 3 for a, b in zip(seconds, seconds[1:3]))
     assert 0.25 < seconds[0] < seconds[-1] <= events[-1]["seconds"] + 1e-4

@@ -1048,7 +1048,7 @@ def gpu_run(path, rate=1, steps=500, every=125, enqueued=0.005, step_s=0.06):
 ])
 def test_lines_that_state_when_a_step_was_enqueued_are_honest(tmp_path, how, verdict):
     e = gpu_run(tmp_path / "r.txt", **how)
-    assert leaks.judged(verify.check_stamps, e)[0] == verdict
+    assert leaks.judged(verify.check_stamps, e, {})[0] == verdict
     assert leaks.judged(verify.check_clock, e)[0] == "pass"
 
 
@@ -1065,6 +1065,41 @@ def test_steps_at_the_edges_of_a_stretch_are_timed(race, judge, tmp_path):
     for name, text in stamps.items():
         (folder / name).write_text(text)
     fails_only(judge(folder), STAMPS, "its clock runs slow")
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda path: path.unlink(), lambda path: path.write_text(path.read_text().replace("5", "6", 1)),
+])
+def test_stamps_whose_digest_the_race_wrote_cannot_be_left_out(race, judge, spoil):
+    folder = race(2)
+    events = read_manifest(folder)
+    for event in events[2::2]:
+        event["stamps"] = hashlib.sha256((folder / f"{event['run_id']}.steps.json").read_bytes()).hexdigest()
+    write_manifest(folder, events)
+    assert judge(folder)[0] == 0
+    spoil(folder / "2a.steps.json")
+    fails_only(judge(folder), STAMPS, "2a", "by its race.jsonl its SHA-256 is")
+
+
+def test_a_race_that_does_not_say_how_long_a_run_took_is_caught(race, judge):
+    folder = race()
+    events = read_manifest(folder)
+    del events[4]["seconds"]
+    write_manifest(folder, events)
+    fails_only(judge(folder), WALL, "2a.txt", "states seconds null")
+    for event in events[2::2]:  # each ended when the race itself had died
+        event.update(seconds=None, settled=event["started"])
+    write_manifest(folder, events)
+    verdict, reason = judge(folder)[1][WALL]
+    assert verdict == "not checkable" and "the race itself" in reason
+
+
+def test_time_hidden_in_setting_up_is_caught(race, judge):
+    def hide(log, run, side):
+        scale_clock(log, 10 + 0.001 * run + 2 * (side == "b"))
+        log.end["seconds_outside_clock"]["setup"] = 1.0 + 0.9 * (side == "a") + 0.001 * run
+        log.end["wall_seconds"] = sum(log.end["seconds_outside_clock"].values()) + log.end["train_time_ms"] / 1000
+    fails_only(judge(race(4, "ab", hide)), COMPARED[2], "setup 1.90", "what else is done there?")
 
 
 def test_a_first_step_that_takes_no_time_is_caught(race, judge):
