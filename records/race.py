@@ -66,6 +66,7 @@ SCRIPT = "train_gpt.py"
 OWN_FLAGS = ("--run_id", "--log_dir", "--resume", "--race")
 PATIENCE_S = 30  # until a run that was told to stop is killed
 LOOK_S = 0.02  # between two looks at a run's log
+PROCESS = uuid.uuid4().hex[:12]  # of this race: a resumed one is another, and what passed between is no gap in a race
 MOST_LOGS = 50  # earlier ones that are read to foresee how long a race takes
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # found now: a child must not load libraries before it execs
 ALONE = [sys.executable, "-I"]  # neither PYTHON* variables nor the user's packages
@@ -330,7 +331,8 @@ def run_once(manifest, folder, lock, run, side, interrupts):
     tries = sum((attempt["run"], attempt["side"]) == (run, side) for attempt in manifest.attempts.values())
     run_id = f"{race['id']}_{run:02}{side}" + (f"_again{tries}" if tries else "")
     seed, log = race["seed"] + run, manifest.path.parent / f"{run_id}.txt"
-    attempt = {"run": run, "side": side, "run_id": run_id, "seed": seed, "started_at": now(), "status": "started"}
+    attempt = {"run": run, "side": side, "run_id": run_id, "seed": seed, "started_at": now(), "process": PROCESS,
+               "status": "started"}
     version = race["sides"][side]
     foreign, before, words = "folder" in version, logs_of(folder), version["flags"]
     if not foreign:

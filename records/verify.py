@@ -75,6 +75,8 @@ SIDES_S, SIDES_PART = 3, 0.01
 SETTING_UP = "warmup", "joining", "setup", "compile", "preflight"  # spans before the first step
 SETTING_UP_S = 0.5  # how much longer the record's side may set up, as it does where its model is larger
 CLOCKS_S = 2  # times of day are stated in whole seconds
+PAUSE_S = 10  # by which the time between two runs may exceed the race's median
+LAST_LINES = 10  # whose training losses are compared where a run was stopped
 STALL, NEIGHBOURS = 0.2, 20  # of the median of its neighbours: a busy machine makes steps uneven, but not so short
 TELLING_LINES, ALIKE_LINES = 8, 30  # fewer times agree by chance, and fewer losses tell nothing
 # Correlations of what two seeds made: honest losses have 0.44 at most where there are 100, up to so many lines apart,
@@ -400,7 +402,8 @@ def check_paces(steps, ahead):
     the steps of ahead it may: the host did not wait for them."""
     number, ms = np.array(steps, dtype=float).reshape(-1, 2).T
     paces = np.diff(ms) / np.maximum(np.diff(number), 1)
-    around = scipy.ndimage.median_filter(paces, NEIGHBOURS, mode="mirror")
+    edge = "nearest" if number[0] else "mirror"  # from the start of the clock on, the first step is as any other
+    around = scipy.ndimage.median_filter(paces, NEIGHBOURS, mode=edge)
     stalls = np.flatnonzero((paces + 1 < STALL * around) & ~np.isin(number[1:], ahead))  # lines are in whole ms
     demand(not len(stalls), f"a step takes {around[stalls].max(initial=0):.0f} ms, and the clock all but stands still "
            f"at {several([f'step {number[i + 1]:.0f}' for i in stalls])}")
@@ -541,21 +544,30 @@ def check_attempts(manifest, runs, here, remarks, unknown):
     """Each start is written before the process and each end after it: was a run stopped, left out, or hidden in a gap?
 
     here: {run_id: what logs.py read}. Adds to remarks, and to what is unknown."""
-    declared, tried, done, begun, before = manifest.race, [], set(), set(), None
+    declared, tried, done, begun, before = manifest.race, [], set(), None, None
     demand(declared["order"] == [f"{run}{side}" for run, side in race.order(declared["n"], declared["sides"])],
            f"the order in {race.MANIFEST} is not that of {declared['n']} runs a side")
     for event in manifest.events:
-        demand(event["status"] == "started" or event["run_id"] in begun, f"{event['run_id']} ended "
-               f"({event['status']}), and no line before it says that it was started")
-        begun.add(event["run_id"])
+        started = event["status"] == "started"
+        demand(started or event["run_id"] == begun, f"{event['run_id']} ended ({event['status']}), and the line before "
+               "does not say that it was started")
+        begun = event["run_id"] if started else None
     lengths = [attempt["seconds"] for attempt in manifest.done().values() if is_number(attempt.get("seconds"))]
     usual = float(np.median(lengths)) if lengths else math.inf
+    pauses = pauses_of(manifest)
     for run_id, attempt in manifest.attempts.items():
         which, status, seconds = f"{attempt['run']}{attempt['side']}", attempt["status"], attempt.get("seconds")
-        what, log, began = f"run {which}, {run_id}", here.get(run_id), moment(attempt.get("started_at"))
-        if None not in (began, before) and began - before > usual / 2 + STARTING_LEAST_S:
-            unknown.append(f"{began - before:.0f} s passed before {run_id} was started, long enough to hide a run")
-        before = moment(attempt.get("ended_at")) or (began + seconds if began and is_number(seconds) else None)
+        what, log = f"run {which}, {run_id}", here.get(run_id)
+        began, ended = (moment(attempt.get(key)) for key in ("started_at", "ended_at"))
+        if "started" not in attempt and status in ("done", "failed", "interrupted") and not attempt.get("settled"):
+            demand(None not in (began, ended) and is_number(seconds) and abs(ended - began - seconds) <= CLOCKS_S,
+                   f"{what}: by {race.MANIFEST} it took {seconds} s, from {attempt.get('started_at')} to "
+                   f"{attempt.get('ended_at')}: these must agree to {CLOCKS_S} s")
+        if run_id in pauses and pauses[run_id] > np.median([*pauses.values()]) + PAUSE_S:
+            text = f"{pauses[run_id]:.0f} s passed before {run_id} was started, long enough to hide a run"
+            demand(attempt.get("process", "") != before, f"{text}: race.py does not wait; race anew")
+            unknown.append(text)
+        before = attempt.get("process")
         tried += [which] * (which not in tried[-1:])
         if status == "done":
             demand(log, f"{what}, was started (done), and its log is not here")
@@ -564,13 +576,15 @@ def check_attempts(manifest, runs, here, remarks, unknown):
             continue
         remarks.append(f"{what}: {status}")
         last = log.steps[-1] if log and log.steps else None
-        others = [step.time_ms for e in runs if e.race.side == attempt["side"] for step in e.run.steps
-                  if last and step.step == last.step]
-        if others and last.time_ms > np.median(others):
-            text = (f"{what}, {status} at step {last.step}, was slower ({last.time_ms / 1000:.3f} s) than those that "
-                    f"count ({np.median(others) / 1000:.3f} s)")
-            demand(status != "interrupted", f"{text}: who may stop slow runs chooses the figures; race anew")
-            unknown.append(text)
+        others = [so_far for e in runs if last and e.race.side == attempt["side"]
+                  if (so_far := figures_at(e.run, last.step))]
+        for name, mine, theirs in zip(("train_time in s", "training loss"), last and figures_at(log, last.step) or (),
+                                      np.median(others, axis=0) if others else ()):
+            if mine > theirs:
+                text = f"{what}, {status} at step {last.step}: {name} {mine:.3f}, of those that count {theirs:.3f}"
+                demand(status not in ("interrupted", "failed"),
+                       f"{text}: who may stop bad runs chooses the figures; race anew")
+                unknown.append(text)
         if not log:
             demand(not (is_number(seconds) and seconds > usual / 2),
                    f"{run_id}: {status} after {seconds} s, and there is no log of it")
@@ -579,6 +593,24 @@ def check_attempts(manifest, runs, here, remarks, unknown):
                 unknown.append(f"{what}, was started and left no log: how it ended cannot be seen")
     demand(tried == declared["order"][:len(tried)],
            f"by {race.MANIFEST} the runs were not started in the order it declares")
+
+
+def pauses_of(manifest):
+    """{run_id: seconds from the end of the run before}, as far as the manifest states them."""
+    pauses, before = {}, None
+    for run_id, attempt in manifest.attempts.items():
+        began, seconds = moment(attempt.get("started_at")), attempt.get("seconds")
+        if None not in (began, before):
+            pauses[run_id] = began - before
+        before = moment(attempt.get("ended_at")) or (began + seconds if began and is_number(seconds) else None)
+    return pauses
+
+
+def figures_at(run, last):
+    """(seconds by its clock at a step, mean training loss of the lines up to it) of a run; None if it has none."""
+    steps = [step for step in run.steps if step.step <= last]
+    losses = [step.train_loss for step in steps if step.train_loss is not None][-LAST_LINES:]
+    return (steps[-1].time_ms / 1000, float(np.mean(losses or [0]))) if steps and steps[-1].step == last else None
 
 
 def check_declared(manifest, runs):

@@ -1323,7 +1323,7 @@ def interrupted(folder, factor):
 def test_cheat_10_slow_runs_rolled_again(race, judge, tmp_path):
     folder = race()
     interrupted(folder, 1.5)
-    fails_only(judge(folder), ACCOUNTS, "interrupted at step 8", "was slower")
+    fails_only(judge(folder), ACCOUNTS, "interrupted at step 8: train_time")
     interrupted(folder, 0.5)  # it lost by stopping that one, and nothing is said against it but its name
     (folder / "race.jsonl").write_text((folder / "race.jsonl").read_text())
     shutil.rmtree(folder)
@@ -1337,7 +1337,7 @@ def test_cheat_10_starts_and_times_that_are_missing(race, judge):
     folder = race()
     events = read_manifest(folder)
     write_manifest(folder, events[:3] + events[4:])
-    fails_only(judge(folder), ACCOUNTS, "2a ended (done)", "no line before it says that it was started")
+    fails_only(judge(folder), ACCOUNTS, "2a ended (done)", "the line before does not say that it was started")
     later = [{**event, "started": event["started"].replace("T00:00", "T00:05")} for event in events[3:]]
     write_manifest(folder, events[:3] + later)
     for run in (2, 3, 4):
@@ -1347,6 +1347,61 @@ def test_cheat_10_starts_and_times_that_are_missing(race, judge):
     assert verdict == "not checkable" and "s passed before 2a was started, long enough to hide a run" in reason
     with_attempt(folder, 2, status="interrupted", logged=False, seconds=400)
     assert "interrupted after 400 s, and there is no log of it" in judge(folder)[1][ACCOUNTS][1]
+
+
+@pytest.mark.parametrize("status", ["interrupted", "failed"])
+@pytest.mark.parametrize("pace, worse", [(1.5, 0), (0.5, 0.1)])
+def test_cheat_10_a_run_stopped_for_its_time_or_its_loss(race, judge, status, pace, worse):
+    folder = race()
+    interrupted(folder, pace)
+    events = [{**event, "status": status} if event.get("status") == "interrupted" else event for event in read_manifest(folder)]
+    write_manifest(folder, events)
+    path = folder / "2a_first.txt"
+    path.write_text(re.sub(r"(?<=train_loss:)\d\S+", lambda loss: f"{float(loss[0]) + worse:.4f}", path.read_text()))
+    fails_only(judge(folder), ACCOUNTS, f"2a_first, {status} at step 8: {'training loss' if worse else 'train_time'}")
+
+
+def in_newer_words(folder, pauses=(0, 0, 0), processes="pppp"):
+    """The manifest of an honest race as race.py writes it today, with so many seconds more before each run but the first."""
+    events, late = read_manifest(folder), 0
+    for start, end, pause, process in zip(events[1::2], events[2::2], (0, *pauses), processes):
+        late += pause
+        began = datetime.fromisoformat(start.pop("started")) + timedelta(seconds=late)
+        del end["started"]
+        ended = began + timedelta(seconds=round(end["seconds"]))
+        start.update(started_at=began.isoformat(), process=process)
+        end.update(start, status="done", ended_at=ended.isoformat())
+        path = folder / f"{start['run_id']}.txt"
+        log = Log(path).set("start.started", began.isoformat())
+        log.write(path)
+    write_manifest(folder, events)
+    return events
+
+
+@pytest.mark.parametrize("pause, processes, verdict", [
+    (3, "pppp", "pass"), (14, "pppp", "fail"), (14, "ppqq", "not checkable"), (14, "pqqq", "fail"),
+])
+def test_cheat_10_a_pause_that_hides_a_run(race, judge, pause, processes, verdict):
+    folder = race()
+    in_newer_words(folder, (0, pause, 0), processes)
+    found, reason = judge(folder)[1][ACCOUNTS]
+    assert found == verdict and (found == "pass" or "s passed before 3a was started, long enough to hide a run" in reason)
+
+
+@pytest.mark.parametrize("change, word", [
+    (lambda events: events[4].pop("ended_at"), "to None"),
+    (lambda events: events[4].update(seconds=0.85 * events[4]["seconds"] - 2), "these must agree"),
+    (lambda events: events[4].update(status="failed", seconds=2, logged=False), "run 2a, 2a: by race.jsonl it took 2 s"),
+    (lambda events: events.sort(key=lambda e: ("race" not in e, e.get("status") == "done")), "1a ended (done), and the line before"),
+])
+def test_cheat_10_starts_and_ends_that_do_not_fit(race, judge, change, word):
+    folder = race()
+    events = in_newer_words(folder)
+    assert judge(folder)[0] == 0
+    change(events)
+    write_manifest(folder, events)
+    verdict, reason = judge(folder)[1][ACCOUNTS]
+    assert verdict == "fail" and word in reason
 
 
 def test_cheat_11_logs_without_their_json_lines(race, capsys):
