@@ -554,7 +554,10 @@ def check_attempts(manifest, runs, here, remarks, unknown):
         begun = event["run_id"] if started else None
     lengths = [attempt["seconds"] for attempt in manifest.done().values() if is_number(attempt.get("seconds"))]
     usual = float(np.median(lengths)) if lengths else math.inf
-    pauses = pauses_of(manifest)
+    pauses, at = pauses_of(manifest), declared.get("declared")
+    first = next((attempt.get("started_at") for attempt in manifest.attempts.values()), None)
+    demand(None in (moment(at), moment(first)) or moment(at) <= moment(first),
+           f"by {race.MANIFEST} the race was declared at {at}, and its first run started before that, at {first}")
     for run_id, attempt in manifest.attempts.items():
         which, status, seconds = f"{attempt['run']}{attempt['side']}", attempt["status"], attempt.get("seconds")
         what, log = f"run {which}, {run_id}", here.get(run_id)
@@ -754,8 +757,9 @@ def check_faster(runs, others, target):
 
 def check_hardware(runs, others):
     for side in runs, others:  # its flags and source decide what is loaded
-        stated = {digest: e.name for e in side if (digest := e.get("start.versions", dict).get("libraries"))}
-        demand(len(stated) < 2, f"{' and '.join([*stated.values()][:2])} had loaded other shared libraries")
+        stated = {e.get("start.versions", dict).get("libraries"): e.name for e in side if e.race}
+        demand(len(stated) < 2, f"{' and '.join([*stated.values()][:2])} had loaded other shared libraries, or one of "
+               "them does not state their digest")
     first = None
     for e in runs + others:
         versions = {name: version for name, version in e.get("start.versions", dict).items() if name != "libraries"}
