@@ -989,7 +989,7 @@ def sum_up(findings, case):
     """What is shown: the verdict, in a line and in a word, and findings by what became of them; failures come last."""
     of = {verdict: [f for f in findings if f.rule not in CLAIMS and f.verdict == verdict] for verdict in VERDICTS}
     counts, last = Counter(f.verdict for f in findings), defaultdict(list)
-    bare = not counts[FAIL] and any(not e.ours for e in case.runs)
+    bare = not counts[FAIL] and any(not e.ours for e in case.runs + case.others)
     for f in of[UNKNOWN]:
         last[f.reason].append(f.rule)
     said = ("FAIL: rules are broken" if of[FAIL] else "NO PASS: the logs describe nothing" if bare else

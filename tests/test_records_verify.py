@@ -506,6 +506,14 @@ def test_two_sources_are_caught(race, judge):
     fails_only(judge(race(change=change)), "every run is accounted for", "2 sources")
 
 
+def test_another_side_that_describes_nothing_is_no_pass(race, judge, tmp_path):
+    folder, other = two_races(race, tmp_path)
+    for path in other.glob("*a.txt"):
+        path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith('{"')))
+    (other / "race.jsonl").unlink()
+    assert judge(folder, "--vs", other)[0] == 2
+
+
 def test_a_loss_not_surely_below_target_is_caught(race, judge):
     folder = race(change=lambda log, run, side: log.label(run, 4, loss=4.46 + 0.02 * run))
     fails_only(judge(folder), "mean loss below target, p < 0.01", "4.51")
