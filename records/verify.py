@@ -1029,7 +1029,7 @@ def main(arguments=None):
     except CannotJudge as reason:
         if options.json:
             print(json.dumps({"verdict": "cannot be judged", "reason": str(reason)}))
-        print(f"verify.py: error: {logs.printable(str(reason))}", file=sys.stderr)
+        print(stats.brief(f"verify.py: error: {reason}"), file=sys.stderr)
         return 2
     except Broken as reason:  # of the judge itself: no template may tell of it
         print(json.dumps({"verdict": FAIL, "reason": str(reason)}) if options.json else f"FAIL: {reason}")

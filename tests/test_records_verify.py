@@ -514,6 +514,14 @@ def test_another_side_that_describes_nothing_is_no_pass(race, judge, tmp_path):
     assert judge(folder, "--vs", other)[0] == 2
 
 
+def test_what_cannot_be_judged_is_said_in_one_short_line(tmp_path, capsys):
+    for i in range(9):
+        (tmp_path / f"{i}{'x' * 150}.txt").write_text("no log")
+    assert verify.main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and len(error) <= 301 and error.endswith("or logs\n")
+
+
 def test_a_loss_not_surely_below_target_is_caught(race, judge):
     folder = race(change=lambda log, run, side: log.label(run, 4, loss=4.46 + 0.02 * run))
     fails_only(judge(folder), "mean loss below target, p < 0.01", "4.51")
