@@ -58,6 +58,7 @@ from stats import CannotJudge
 
 INCOMPLETE, REMARK = "incomplete", "remark"  # of all rules together; of a rule that came after the run
 VERDICTS = PASS, REMARK, UNKNOWN, FAIL  # in the order of the page
+ALPHA = 0.01
 LOSS, FASTER = CLAIMS = "mean loss below target, p < 0.01", "faster than the other side, p < 0.01"
 ACCOUNTS, SWITCHES = "every run is accounted for", "no compiler flags in the source"
 # The days on which the public speedrun's README got these rules; others are as old as it, or need a log of ours
@@ -727,7 +728,9 @@ def most_alike(compared):
 def claim(runs, others, target):
     """What stats.py makes of the record's losses and times, by the test that its race declared. target None: the logs'.
     Raises CannotJudge."""
-    options = stats.parse([".", *([f"--target={target!r}"] if target is not None else [])])
+    alpha = stats.declaration([e.run for e in runs]).get("alpha", ALPHA)
+    demand(alpha <= ALPHA, f"its race declared alpha {alpha:g}, and a record wants {ALPHA:g} at most; race anew")
+    options = stats.parse([".", f"--alpha={alpha!r}", *([f"--target={target!r}"] if target is not None else [])])
     sides = [stats.gather(name, logs.Logs([e.run for e in side]), options)
              for name, side in (("the set", runs), ("the --vs set", others)) if side]
     return stats.judge(sides, options)

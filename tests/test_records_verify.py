@@ -506,6 +506,20 @@ def test_two_sources_are_caught(race, judge):
     fails_only(judge(race(change=change)), "every run is accounted for", "2 sources")
 
 
+@pytest.mark.parametrize("alpha, looks, status", [
+    (0.05, False, 1), (0.05, True, 1), (0.01, False, 0), (0.001, False, 0), (0.001, True, 0),
+])
+def test_the_claim_is_judged_by_the_alpha_of_its_race(race, judge, alpha, looks, status):
+    folder = race(6)
+    events = read_manifest(folder)
+    events[0]["race"].update(alpha=alpha, until_decided=looks)
+    write_manifest(folder, events)
+    outcome = judge(folder)
+    assert outcome[0] == status and outcome[1]["mean loss below target, p < 0.01"][0] == ("fail" if status else "pass")
+    if status:
+        fails_only(outcome, "mean loss below target, p < 0.01", "its race declared alpha 0.05, and a record wants 0.01")
+
+
 def test_another_side_that_describes_nothing_is_no_pass(race, judge, tmp_path):
     folder, other = two_races(race, tmp_path)
     for path in other.glob("*a.txt"):
