@@ -403,7 +403,7 @@ def check_paces(steps, ahead):
     the steps of ahead it may: the host did not wait for them."""
     number, ms = np.array(steps, dtype=float).reshape(-1, 2).T
     paces = np.diff(ms) / np.maximum(np.diff(number), 1)
-    edge = "nearest" if number[0] else "mirror"  # from the start of the clock on, the first step is as any other
+    edge = "mirror" if steps[:1] == [(0, 0)] else "nearest"  # from the start of the clock on, the first step is as any other
     around = scipy.ndimage.median_filter(paces, NEIGHBOURS, mode=edge)
     stalls = np.flatnonzero((paces + 1 < STALL * around) & ~np.isin(number[1:], ahead))  # lines are in whole ms
     demand(not len(stalls), f"a step takes {around[stalls].max(initial=0):.0f} ms, and the clock all but stands still "
