@@ -381,7 +381,7 @@ def test_a_clock_that_falls_or_outruns_the_wall_is_caught(race, judge, tmp_path)
 def test_a_script_with_a_slow_clock_is_caught(train, judge):
     step = "            self.losses.record(plan, self.trainer.step("
     log = train(("self.elapsed += 1000 *", "self.elapsed += 500 *"),
-                ("self.elapsed + (1000 *", "self.elapsed + (500 *"), (step, "            time.sleep(0.05)\n" + step))
+                ("self.elapsed + 1000 *", "self.elapsed + 500 *"), (step, "            time.sleep(0.05)\n" + step))
     status, rules = judge(log)
     assert status == 1 and "under no name" in rules["all time outside the clock is named"][1]
 
