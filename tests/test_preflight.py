@@ -149,6 +149,25 @@ def test_a_collective_that_sums_wrongly_stops_all_ranks(config, on_ranks):
         on_ranks(2, beside_a_broken_rank, config, "collective")
 
 
+def with_rows(comm, config, whole):
+    """Tables whose rows travel, perhaps by a network that loses their values."""
+    if not whole:
+        exchange = comm.exchange
+        comm.exchange = lambda sent, received: exchange(
+            [x * 0 if x.is_floating_point() and rank != comm.rank else x for rank, x in enumerate(sent)], received)
+    trainer, said = trainer_of(config, comm, ngrams="2:5000:8 3:70:8", lazy_tables=True), Said()
+    before = trainer.state_hash()
+    rows, broken = train_gpt.preflight(trainer, said)
+    assert broken is None and trainer.state_hash() == before
+    return [row[0] for row in rows if "rows" in row[0]]
+
+
+def test_rows_are_sent_and_come_back(config, on_ranks):
+    assert on_ranks(2, with_rows, config, True) == [["rows to their owners, to all"]] * 2
+    with pytest.raises(train_gpt.RunError, match="rows to their owners, to all, .* KiB, failed as the table says"):
+        on_ranks(2, with_rows, config, False)
+
+
 def test_a_run_names_its_fallback_in_the_log(tmp_path, corpus, capsys, monkeypatch):
     break_fp8(monkeypatch)
     short = dict(num_steps=3, stages="until long_window; 1 3", warmup_steps=1, fp8_head="true", preflight="on", run_id="a")
