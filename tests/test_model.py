@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import math
 
 import numpy as np
@@ -642,6 +643,22 @@ def test_frontier_s_groups_are_those_of_the_record(tiny, words):
         rule = rules[name]
         assert (rule.lr / 0.008, rule.beta1, rule.beta2, rule.weight_decay / 0.005) == pytest.approx(wanted), name
         assert (rule.eps, rule.every, rule.fp32_moments) == (1e-10, 2, True), name
+
+
+def test_every_kind_of_block_is_compiled(tiny, monkeypatch):
+    """torch warns of what is beyond its limit, and leaves it uncompiled."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    config = dataclasses.replace(tiny, layers="M S SM S0 S0M L LM L1 L1M P PM P0M", backout_layer=2, key_offset=True)
+    model, (x, y) = shaken(config), tokens_of(5, 40)
+    model.reach = train_gpt.longest_window(config)
+    wanted = model(x, y, train_gpt.Windows(12, 5)).item()
+    model.compile_parts()
+    before = train_gpt.compile_stats()[0]
+    assert model(x, y, train_gpt.Windows(12, 5)).item() == pytest.approx(wanted, rel=1e-5)
+    assert train_gpt.compile_stats()[0] - before == 12 + 4, "kinds, and the head and what stands between"
+    torch._dynamo.reset()
 
 
 def test_exact_mode_computes_with_one_thread(tmp_path, tiny):
