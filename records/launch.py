@@ -28,6 +28,7 @@ def interrupted(*_):
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL if sys.argv[1:2] and sys.argv[1].startswith("--fit") else interrupted)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # run.sh blocks it until here
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a checkpoint is wanted, and there is no rank to tell
 
 import contextlib
 import dataclasses
@@ -184,6 +185,7 @@ def main(words):
     before = written(folder) if folder else set()
     try:
         run(parse_args(["--rdzv_backend=loopback", f"--local_addr={HERE}", f"--signals_to_handle={TOLD}", *words]))
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # again: what follows, picture and text, inherits this
         if folder:
             follow(folder, before)
         return 0

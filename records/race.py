@@ -31,6 +31,11 @@ site changes their clocks; what is installed beside torch itself still could.
 Exit status: 0 all runs are done, 1 one failed, 2 the race cannot be run so, 130 interrupted.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it asks runs for a checkpoint, and a race repeats its runs whole
+
 import logs
 
 logs.end_at_ctrl_c(__name__)  # scipy takes seconds to import
@@ -47,7 +52,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import string
 import subprocess
 import sys

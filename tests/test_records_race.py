@@ -699,6 +699,14 @@ def test_a_race_goes_on_where_nobody_reads_it(repo):
     assert [event["status"] for event in only_race(repo)[2]] == ["started", "done"] * 2
 
 
+def test_a_wish_for_a_checkpoint_ends_no_race(repo, tmp_path):
+    """From its first lines on, of which the slowest is the import of scipy."""
+    (tmp_path / "scipy.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGUSR1); print('alive'); os._exit(0)")
+    code = f"import runpy, sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT / 'records')!r}]; runpy.run_path(" \
+           f"{str(ROOT / 'records/race.py')!r}, run_name='__main__')"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).stdout == b"alive\n"
+
+
 def test_what_the_environment_says_to_python_does_not_reach_a_run(repo, monkeypatch, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(f"open({str(tmp_path / 'seen')!r}, 'w')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

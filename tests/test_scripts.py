@@ -337,9 +337,10 @@ def test_a_run_listens_on_loopback_only_and_each_restart_starts_afresh(tmp_path)
                                         "launch.py: error: rank 1 was killed by SIGKILL; perhaps memory ran out"]
 
 
-def test_ctrl_c_in_the_first_second_is_no_traceback(tree):
+def test_in_the_first_second_ctrl_c_is_no_traceback_and_a_wish_for_a_checkpoint_no_end(tree):
     (tree.root / "records" / "torch").mkdir()
-    (tree.root / "records" / "torch" / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True: pass")
+    (tree.root / "records" / "torch" / "__init__.py").write_text(
+        "import os, signal\nfor number in (signal.SIGUSR1, signal.SIGINT): os.kill(os.getpid(), number)\nwhile True: pass")
     done = subprocess.run([sys.executable, tree.root / "records" / "launch.py"], capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stderr) == (130, "launch.py: interrupted before a rank was started; nothing to keep\n")
 
@@ -365,10 +366,14 @@ def test_a_run_that_ended_well_is_drawn_and_its_model_speaks(tmp_path, monkeypat
         if ends:
             raise ChildFailedError("train_gpt.py", {rank: ProcessFailure(rank, 1, status, "") for rank, status in ends.items()})
 
+    def call(words):
+        called.append(words[2] if signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN else "a wish for a checkpoint would end it")
+        return 1
+
     called = []
     monkeypatch.setattr(launch, "run", run)
     monkeypatch.setattr(launch.logging, "disable", lambda level: None)
-    monkeypatch.setattr(launch.subprocess, "call", lambda words: called.append(words[2]) or 1)
+    monkeypatch.setattr(launch.subprocess, "call", call)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "lo")
     words = ["--then", str(tmp_path), "--nproc_per_node=1", "train_gpt.py"]
