@@ -1,14 +1,17 @@
-"""Judges a ladder: ideas raced in turn against one base, each with the same seeds.
+"""Judges a ladder: ideas raced in turn against one base, each with the same seeds, in one race or on several days.
 
-    python records/race.py -n 5 --vs "--exclude_self true" --vs "--untie_at 0.67" -- --preset laptop     races one
-    python records/ladder.py logs/race-ID                               its table
+    python records/race.py -n 5 --vs "--exclude_self true" --vs "--untie_at 0.67" -- --preset laptop     races two ideas
+    python records/ladder.py logs/race-ID logs/race-OTHER               the table of these races
     python records/ladder.py logs/race-ID --record records/DATE_ladder  likewise, and keeps it: page, picture and logs
 
 Of each idea: what it changes in the final validation loss and in the time, as means over the seeds of the difference to
-the base's run with the same seed, with 95 % confidence intervals by Student's t; and the two-sided p of the losses, as
-it is and by Holm's correction for that many ideas (Scandinavian Journal of Statistics 6, 1979). An idea is kept where
-its loss is lower at a corrected p below 0.05. Give an idea that costs time fewer steps (--num_steps): losses then
-compare at equal time.
+the run of its own race's base with the same seed, with 95 % confidence intervals by Student's t; and the two-sided p of
+the losses, as it is and by Holm's correction for the ideas of all races (Scandinavian Journal of Statistics 6, 1979).
+The bases must be of one config, source and data.
+
+An idea is kept where its loss is lower at a corrected p below 0.05 and its time is not above the base's, by the 95 %
+interval. One with a lower loss that takes longer is called slower: at equal time it may be no gain. Give it fewer steps
+(--num_steps) and race it again.
 
 Exit status: 0 judged, 2 there is nothing to judge.
 """
@@ -35,29 +38,43 @@ import stats
 
 LEVEL = 0.05
 ARCHIVE, PICTURE = "logs.tar.xz", "ladder.png"  # all logs hold the same source: packed together they are small
+VALIDATION = "val data", "val_tokens", "val_len"  # of facts_of
+COLORS = {"lower": "#1b6ac9", "slower": "#d97706", "higher": "#c0392b"}
 
 
 def read(folder):
-    """(the race's declaration, {side: {seed: (final loss, seconds)}}). stats.CannotJudge where a run is missing."""
+    """(the race's declaration, {(seed, side): its logs.Run}). stats.CannotJudge where a run is missing."""
     manifest = stats.Manifest.read(folder / stats.MANIFEST)
-    done, sides = manifest.done(), manifest.race["sides"]
-    missing = sum((run, side) not in done for side in sides for run in range(1, manifest.race["n"] + 1))
-    if len(sides) < 3 or manifest.race["n"] < 3:
-        raise stats.CannotJudge(f"{folder}: a race of {len(sides)} sides, {manifest.race['n']} runs of each; a ladder "
-                                "has a base and two ideas at least, and three runs of each; of two sides stats.py "
-                                "--side a tells more")
-    if missing:
-        raise stats.CannotJudge(f"{folder}: {missing} runs are not done; go on with race.py --resume "
-                                f"{folder / stats.MANIFEST}")
-    found = {}
-    for (run, side), attempt in done.items():
-        runs, rejected, _ = logs.read_file(str(folder / f"{attempt['run_id']}.txt"))
-        if len(runs) != 1 or not runs[0].train_time_ms:
-            why = f": {rejected[0].reason}" if rejected else ""
-            raise stats.CannotJudge(f"{attempt['run_id']}.txt holds no whole run{why}; restore the logs of the race")
-        loss = (runs[0].end or {}).get("final_val_loss", runs[0].final_loss)  # in full: rounded ones differ alike
-        found.setdefault(side, {})[run] = loss, runs[0].train_time_ms / 1000
-    return manifest.race, found
+    race, done, runs = manifest.race, manifest.done(), {}
+    sides, n = race["sides"], race["n"]
+    stats.demand(len(sides) > 1 and n > 2, f"{folder}: a race of {len(sides)} sides, {n} runs of each; a ladder has a "
+                 "base and an idea at least, and three runs of each")
+    versions = {(side["revision"], side.get("folder")) for side in sides.values()}
+    stats.demand(len(versions) == 1 and not race.get("until_decided"), f"{folder}: a race of versions, or one that "
+                 "ends when it is decided; a ladder's ideas are flags, its n is fixed; stats.py --side a judges this")
+    missing = sum((run, side) not in done for side in sides for run in range(1, n + 1))
+    stats.demand(not missing, f"{folder}: {missing} runs are not done; go on with race.py --resume "
+                 f"{folder / stats.MANIFEST}")
+    for which, attempt in done.items():
+        found, rejected, _ = logs.read_file(str(folder / f"{attempt['run_id']}.txt"))
+        why = f": {rejected[0].reason}" if rejected else ""
+        stats.demand(len(found) == 1 and found[0].train_time_ms, f"{attempt['run_id']}.txt holds no whole run{why}; "
+                     "restore the logs of the race")
+        runs[which] = found[0]
+    return race, runs
+
+
+def figures_of(run):
+    """(final loss in full, since rounded ones differ alike; seconds)"""
+    return (run.end or {}).get("final_val_loss", run.final_loss), run.train_time_ms / 1000
+
+
+def facts_of(race, run):
+    """What the bases of all races must have in common, by name. The data's digests stand for the files' paths."""
+    shards = (run.start or {}).get("shards") or {}
+    facts = {"source": str(run.source_sha256)[:12], "ranks": race["ranks"], **stats.config_of(run),
+             **{f"{split} data": [shard["sha256"][:12] for shard in of_split] for split, of_split in shards.items()}}
+    return {name: fact for name, fact in facts.items() if name not in ("train_files", "val_files")}
 
 
 def holm(values):
@@ -76,33 +93,48 @@ def paired(ours, base):
     return difference.mean(), scipy.stats.t.ppf(0.975, len(difference) - 1) * error, p
 
 
-def judge(race, found):
-    """The base's figures, and a row of each idea, the largest gain first."""
-    ideas = {side: stats.own_flags(race, side) for side in race["sides"]}
-    base = min(ideas, key=ideas.get)  # that without any
-    seeds = sorted(found[base])
-    figures = {side: np.transpose([runs[seed] for seed in seeds]) for side, runs in found.items()}
-    base_losses, base_seconds = figures.pop(base)
-    rows = []
-    for side, (losses, seconds) in figures.items():
-        loss, time = paired(losses, base_losses), paired(np.log(seconds), np.log(base_seconds))
-        rows.append({"idea": ideas[side], "loss": loss[0], "loss_ci": loss[1], "p": loss[2], "time": math.exp(time[0]),
-                     "time_ci": math.exp(time[0]) * math.sinh(time[1]), "sd": (losses - base_losses).std(ddof=1)})
+def judge(races):
+    """Each base's figures, and a row of each idea of all races, the largest gain first. races: what read found."""
+    bases, rows, first = [], [], None
+    for number, (race, runs) in enumerate(races, 1):
+        stats.demand(all(race["id"] != base["id"] for base in bases), f"race {race['id']} is given twice; name it once")
+        ideas = {side: stats.own_flags(race, side) for side in race["sides"]}
+        base = min(ideas, key=ideas.get)  # that without any
+        n, facts = race["n"], facts_of(race, runs[1, base])
+        figures = {side: np.transpose([figures_of(runs[run, side]) for run in range(1, n + 1)]) for side in ideas}
+        one, wanted = first = first or (race["id"], facts)
+        differ = [f"{name}: {wanted.get(name)} and {facts.get(name)}" for name in {**wanted, **facts}
+                  if wanted.get(name) != facts.get(name)]
+        stats.demand(not differ, f"the bases of races {one} and {race['id']} differ in {'; '.join(differ[:3])}"
+                     f"{f'; and {len(differ) - 3} more' if len(differ) > 3 else ''}: judge each race by itself")
+        base_losses, base_seconds = figures.pop(base)
+        bases.append({"id": race["id"], "n": n, "loss": stats.summary(base_losses),
+                      "time": stats.summary(base_seconds), "flags": shlex.join(race["sides"][base]["flags"])})
+        for side, (losses, seconds) in figures.items():
+            its = facts_of(race, runs[1, side])
+            stats.demand(all(its.get(name) == facts.get(name) for name in VALIDATION), f"{ideas[side]}: an idea is "
+                         "validated on what its base is, or its loss tells nothing; race it without that flag")
+            loss, loss_ci, p = paired(losses, base_losses)
+            log, log_ci, _ = paired(np.log(seconds), np.log(base_seconds))
+            rows.append({"idea": ideas[side], "race": number, "loss": loss, "loss_ci": loss_ci, "p": p,
+                         "time": math.exp(log), "time_ci": math.exp(log) * math.sinh(log_ci),
+                         "pace": "slower" if log > log_ci else "faster" if log < -log_ci else "",
+                         "sd": (losses - base_losses).std(ddof=1)})
     for row, corrected in zip(rows, holm([row["p"] for row in rows])):
-        row |= {"holm": corrected, "kept": bool(corrected < LEVEL and row["loss"] < 0)}
-    return {"flags": shlex.join(race["sides"][base]["flags"]), "n": len(seeds), "losses": base_losses,
-            "seconds": base_seconds, "rows": sorted(rows, key=lambda row: row["loss"])}
+        lower = corrected < LEVEL and row["loss"] < 0
+        row |= {"holm": corrected, "kept": "no" if not lower else "slower" if row["pace"] == "slower" else "yes"}
+    return {"bases": bases, "rows": sorted(rows, key=lambda row: row["loss"])}
 
 
 def table(found, title=None):
     """Markdown; with a title the whole page of a record."""
-    sd, loss = float(np.median([row["sd"] for row in found["rows"]])), stats.summary(found["losses"])
+    sd = float(np.median([row["sd"] for row in found["rows"]]))
     try:
-        wanted = stats.runs_needed(sd, 0.01 * loss["mean"], LEVEL / 2, 0.8) if sd else 2
+        wanted = stats.runs_needed(sd, 0.01 * found["bases"][0]["loss"]["mean"], LEVEL / 2, 0.8) if sd else 2
     except stats.CannotJudge:
         wanted = f"more than {stats.MOST_RUNS:,}"
-    return pages.show("ladder.md.jinja", **found, title=title, loss=loss, time=stats.summary(found["seconds"]), sd=sd,
-                      wanted=wanted, level=LEVEL, picture=PICTURE, archive=ARCHIVE)
+    return pages.show("ladder.md.jinja", **found, title=title, sd=sd, wanted=wanted, level=LEVEL, picture=PICTURE,
+                      archive=ARCHIVE)
 
 
 def draw(found, path):
@@ -115,26 +147,31 @@ def draw(found, path):
         figure = Figure(figsize=(9, 1.2 + 0.36 * len(rows)), layout="constrained")
         axes = figure.subplots()
     for at, row in enumerate(rows):
-        color = "#1b6ac9" if row["kept"] else "#8a8a8a" if row["holm"] >= LEVEL else "#c0392b"
-        axes.errorbar(row["loss"], at, xerr=row["loss_ci"], fmt="o", color=color, capsize=4)
+        shown = "higher" if row["loss"] > 0 else "lower" if row["kept"] == "yes" else "slower"
+        axes.errorbar(row["loss"], at, xerr=row["loss_ci"], fmt="o", capsize=4,
+                      color=COLORS[shown] if row["holm"] < LEVEL else "#8a8a8a")
     axes.axvline(0, color="#333333", lw=1)
     axes.set_yticks(range(len(rows)), [textwrap.shorten(row["idea"], 60, placeholder=" …") for row in rows])
     axes.set_xlabel("change of the final validation loss, nats (95 %)")
-    figure.suptitle(f"{found['n']} seeds against one base; blue: lower, red: higher, at p < {LEVEL:g} by Holm's "
-                    "correction", fontsize=10, x=0.01, ha="left")
+    seeds = " or ".join(map(str, sorted({base["n"] for base in found["bases"]})))
+    figure.suptitle(f"{seeds} seeds against one base; blue: lower, orange: lower, but slower, red: higher, at "
+                    f"p < {LEVEL:g} by Holm's correction", fontsize=10, x=0.01, ha="left")
     figure.savefig(path, dpi=150)
 
 
-def keep(folder, record, found, title):
-    """The record's folder: README.md, picture, and race.jsonl and the logs packed together."""
+def keep(folders, record, found, title):
+    """The record's folder: README.md, picture, and race.jsonl and the logs packed together; of each of several races in
+    a folder of its own."""
     import board
     with board.new_folder(record):
         draw(found, record / PICTURE)
         with tarfile.open(record / ARCHIVE, "w:xz") as archive:
-            for path in (folder / stats.MANIFEST, *sorted(folder.glob("*.txt"))):
-                text, packed = board.published(path).encode(), tarfile.TarInfo(path.name)
-                packed.size = len(text)
-                archive.addfile(packed, io.BytesIO(text))
+            for folder, base in zip(folders, found["bases"]):
+                home = f"race-{base['id']}/" * (len(folders) > 1)
+                for path in (folder / stats.MANIFEST, *sorted(folder.glob("*.txt"))):
+                    text, packed = board.published(path).encode(), tarfile.TarInfo(home + path.name)
+                    packed.size = len(text)
+                    archive.addfile(packed, io.BytesIO(text))
         (record / "README.md").write_text(f"{table(found, title)}\n", encoding="utf-8")
         if record.absolute().parent == board.HERE:
             board.write_pages()
@@ -142,15 +179,15 @@ def keep(folder, record, found, title):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("race", type=Path, help="the folder of a race with several --vs")
+    parser.add_argument("races", type=Path, nargs="+", metavar="RACE", help="the folder of a race whose --vs are flags")
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep it there")
     parser.add_argument("--title", default="A ladder", help="of the record's page")
     options = parser.parse_args(arguments)
     try:
-        found = judge(*read(options.race))
+        found = judge(map(read, options.races))
         print(table(found))
         if options.record:
-            keep(options.race, options.record, found, options.title)
+            keep(options.races, options.record, found, options.title)
             print(f"\nkept in {options.record}")
     except (stats.CannotJudge, OSError) as reason:
         print(stats.brief(f"ladder.py: error: {reason}"), file=sys.stderr)

@@ -248,7 +248,7 @@ def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
     folder, described, events = only_race(repo)
     assert [f"{run}{side}" for run, side, _ in starts(events)][:8] == ["1a", "1b", "1c", "1d", "2d", "2c", "2b", "2a"]
     shown = capsys.readouterr().out
-    found = ladder.judge(*ladder.read(folder))
+    found = ladder.judge([ladder.read(folder)])
     better, slower, worse = found["rows"]
     assert [row["idea"] for row in found["rows"]] == ["--worse -1 --slower 10", "--slower 7", "--worse 2"]
     seeds = (1, 2, 3, 4)
@@ -258,16 +258,17 @@ def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
     low, high = test.confidence_interval()
     assert (worse["loss"] - worse["loss_ci"], worse["loss"] + worse["loss_ci"]) == pytest.approx((low, high))
     assert better["time"] == pytest.approx(scipy.stats.gmean([(110 + s) / (100 + s) for s in seeds]))
-    assert (better["kept"], slower["kept"], worse["kept"]) == (True, False, False) and slower["p"] == slower["holm"] == 1
+    assert (better["kept"], slower["kept"], worse["kept"]) == ("slower", "no", "no") and slower["p"] == slower["holm"] == 1
+    assert (better["pace"], slower["pace"], worse["pace"]) == ("slower", "slower", "")
     assert better["holm"] == pytest.approx(2 * better["p"]) or better["holm"] == pytest.approx(3 * better["p"])
-    assert "| `--worse 2` | +0.02" in shown and "| yes |" in shown
+    assert "| `--worse 2` | +0.02" in shown and "**slower** | " in shown and "| slower |" in shown and "| yes |" not in shown
     kept = repo / "a_ladder"
     assert ladder.main([str(folder), "--record", str(kept), "--title", "Ideas"]) == 0
     assert (kept / "ladder.png").read_bytes()[:4] == b"\x89PNG" and (kept / "README.md").read_text().startswith("# Ideas\n")
     again = repo / "again"
     shutil.copytree(kept, again)
     subprocess.run(["tar", "-xf", "logs.tar.xz"], cwd=again, check=True)
-    assert ladder.table(ladder.judge(*ladder.read(again))) == ladder.table(found)
+    assert ladder.table(ladder.judge([ladder.read(again)])) == ladder.table(found)
     assert ladder.main([str(folder), "--record", str(kept)]) == 2 and "a_ladder exists" in capsys.readouterr().err
     next(again.glob("*_02b.txt")).unlink()
     assert ladder.main([str(again)]) == 2 and "_02b.txt holds no whole run" in capsys.readouterr().err
@@ -292,10 +293,60 @@ def test_ladders_that_cannot_be(repo, capsys, words, says):
     assert says in capsys.readouterr().err and not (repo / "logs").exists()
 
 
-def test_two_sides_are_no_ladder(repo, capsys):
-    assert race.main(["-n", "2", "--vs", "--slower 7"]) == 0
+def test_a_ladder_of_races_on_several_days(repo, capsys):
+    """Each idea against the base of its own race, Holm's correction over all, one page, and the logs of all in a record."""
+    for ideas, n in ((["--worse -1"], 3), (["--worse 2", "--slower 7 --worse -1"], 4)):
+        assert race.main(["-n", str(n), *(f"--vs={idea}" for idea in ideas), "--", "--mood", "good"]) == 0
+    folders = sorted((repo / "logs").iterdir(), key=os.path.getmtime)
+    alone = [ladder.judge([ladder.read(folder)])["rows"] for folder in folders]
+    found = ladder.judge(map(ladder.read, folders))
+    rows = {row["idea"]: row for row in found["rows"]}
+    assert [base["n"] for base in found["bases"]] == [3, 4] and len(rows) == 3
+    for number, of_race in enumerate(alone, 1):
+        for row in of_race:
+            same = {"race": 1, **{key: rows[row["idea"]][key] for key in ("loss", "loss_ci", "p", "time", "time_ci")}}
+            assert row | same == row and rows[row["idea"]]["race"] == number
+    assert [row["holm"] for row in rows.values()] == ladder.holm([row["p"] for row in rows.values()])
+    assert {idea: row["kept"] for idea, row in rows.items()} == {"--worse -1": "yes", "--worse 2": "no", "--slower 7 --worse -1": "slower"}
+    capsys.readouterr()
+    kept = repo / "a_ladder"
+    assert ladder.main([*map(str, folders), "--record", str(kept)]) == 0
+    page = (kept / "README.md").read_text()
+    assert "| `--worse 2` | 2 | +0.02" in page and "race 1 (" in page and ", 4 seeds: " in page and "COPY/race-*`" in page
+    subprocess.run(["tar", "-xf", "logs.tar.xz"], cwd=kept, check=True)
+    assert ladder.table(ladder.judge(map(ladder.read, sorted(kept.glob("race-*"))))) == ladder.table(found)
+    assert ladder.main([str(folders[0])] * 2) == 2 and "is given twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda text: text.replace('"slower": 0', '"slower": 3'), "slower: 0 and 3: judge each race by itself"),
+    (lambda text: text.replace("SPEED = 100", "SPEED  = 100"), "source: "),
+    (lambda text: text.replace('"ranks": 1', '"shards": {"val": [{"sha256": "5e"}]}, "ranks": 1'), "val data: None and ['5e']")])
+def test_bases_that_differ_make_no_ladder(repo, capsys, change, says):
+    for _ in range(2):
+        assert race.main(["-n", "3", "--vs", "--worse 2"]) == 0
+    folders = sorted((repo / "logs").iterdir(), key=os.path.getmtime)
+    for path in folders[1].glob("*.txt"):
+        path.write_text(change(path.read_text()))
+    assert ladder.main(list(map(str, folders))) == 2 and says in capsys.readouterr().err
+
+
+def test_an_idea_that_is_validated_on_something_else_is_no_rung(repo, capsys):
+    assert race.main(["-n", "3", "--vs", "--worse 2"]) == 0
+    (folder,) = (repo / "logs").iterdir()
+    for path in folder.glob("*a.txt"):
+        path.write_text(path.read_text().replace('"slower": 0', '"slower": 0, "val_len": 9'))
+    assert ladder.main([str(folder)]) == 2 and "--worse 2: an idea is validated on what its base is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words, says", [
+    (["-n", "2", "--vs", "--slower 7"], "a race of 2 sides, 2 runs of each"), (["-n", "3"], "a race of 1 sides"),
+    (["-n", "3", "--vs", "HEAD~1"], "a race of versions, or one that ends"),
+    (["--until-decided", "--max-n", "3", "--vs", "--slower 7"], "a race of versions, or one that ends")])
+def test_races_that_are_no_ladder(repo, capsys, words, says):
+    assert race.main(words) == 0
     assert ladder.main([str(only_race(repo)[0])]) == 2
-    assert "a race of 2 sides, 2 runs of each" in capsys.readouterr().err
+    assert says in capsys.readouterr().err
 
 
 def test_a_ladder_takes_losses_in_full_and_three_runs(repo, capsys):
@@ -304,8 +355,8 @@ def test_a_ladder_takes_losses_in_full_and_three_runs(repo, capsys):
     folder = only_race(repo)[0]
     for path in folder.glob("*.txt"):
         path.write_text(re.sub(r'(?<="final_val_loss": )[\d.]+', lambda loss: f"{float(loss[0]):.4f}1234", path.read_text()))
-    _, found = ladder.read(folder)
-    assert all(f"{loss:.8f}".endswith("1234") for runs in found.values() for loss, _ in runs.values())
+    _, runs = ladder.read(folder)
+    assert all(f"{ladder.figures_of(run)[0]:.8f}".endswith("1234") for run in runs.values())
     first, *rest = (folder / "race.jsonl").read_text().splitlines(True)
     declared = json.loads(first)
     declared["race"].update(n=2, order=declared["race"]["order"][:6])
