@@ -108,6 +108,7 @@ _LOOK = re.compile(
     r"|\bos\.(?:exec|spawn|system|popen|putenv|posix)|sys\.(?:modules|path\b|set\w+)"
     r"|__(?:dict|globals|builtins|getattribute|subclasses|loader|spec|code|class)__|getattr\((?:torch|os|sys|time)\b"
     r"|\benviron\b(?!\.get\()|\b(?:time\.\w+|\w*perf_counter\w*|\w*monotonic\w*) = |torch\.\w+ = ", re.S)
+_DATA_FLAG = re.compile(r"--(preset|train_files|train_shards)[= ](\S+)")
 _FILES = re.compile(r"^-{10,}\n# (\S+\.py)\n-{10,}\n", re.M)  # between files that a log holds behind one another
 MOST_CHARACTERS = 1 << 20  # of a source: its tree takes a thousand times the memory
 # What a public index distributes and runs of this kind import. Any other module is code that the log does not hold
@@ -403,7 +404,7 @@ def check_paces(steps, ahead):
     the steps of ahead it may: the host did not wait for them."""
     number, ms = np.array(steps, dtype=float).reshape(-1, 2).T
     paces = np.diff(ms) / np.maximum(np.diff(number), 1)
-    edge = "mirror" if steps[:1] == [(0, 0)] else "nearest"  # from the start of the clock on, the first step is as any other
+    edge = "mirror" if steps[:1] == [(0, 0)] else "nearest"  # where the clock starts, the first step is as any other
     around = scipy.ndimage.median_filter(paces, NEIGHBOURS, mode=edge)
     stalls = np.flatnonzero((paces + 1 < STALL * around) & ~np.isin(number[1:], ahead))  # lines are in whole ms
     demand(not len(stalls), f"a step takes {around[stalls].max(initial=0):.0f} ms, and the clock all but stands still "
@@ -512,12 +513,12 @@ def check_accounts(runs, found, races):
             public = which is None and not any(e.ours for e in of_side)
             demand(public and isinstance(reason, stats.Mixed), str(reason))
             unknown.append(f"which runs are the record no log says ({reason})")
+        demand(len(shards_read(of_side)) < 2, f"the runs of {side.name} did not all read the same data")
         if which is None:
             unknown.append("no number of runs was declared: some may be left out")
         elif not declared:
             unknown.append(f"there is no {race.MANIFEST} of race {which[0]}: what else was started cannot be seen")
         remarks += [f"{side.name}: {len(of_side)} runs, as declared"] * (which is not None)
-    demand(len(shards_read(runs)) < 2, "the runs did not all read the same data")
     remarks += [f"{logs.printable(os.path.basename(item.path))}: {item.reason}" for item in found.rejected
                 if item.kind in (logs.INCOMPLETE, logs.NOT_FINITE)]
     started = {run_id for one in races.values() for run_id in one.attempts}
@@ -758,23 +759,58 @@ def check_faster(runs, others, target):
     return text
 
 
+def check_alike(runs, facts_of):
+    """The facts of the first run; Broken unless every run has these."""
+    first = None
+    for e in runs:
+        facts = facts_of(e)
+        one, wanted = first = first or (e.name, facts)
+        differ = [f"{key}: {str(wanted.get(key))[:80]} and {str(facts.get(key))[:80]}"
+                  for key in sorted({*wanted, *facts}) if wanted.get(key) != facts.get(key)]
+        demand(not differ, f"{one} and {e.name} differ in {'; '.join(differ)[:200]}")
+    return wanted
+
+
+def check_data(runs, others, races):
+    """Losses compare only where they are of the same tokens. Other training data are an idea, where a race says so."""
+    def digests(e, split):
+        return [shard["sha256"] for shard in shards_of(e)[split]]
+
+    def flags(e):
+        sides = races[e.race.race_id].race["sides"] if e.race and e.race.race_id in races else {}
+        words = sides[e.race.side]["flags"] if sides and e.race.side in sides else []
+        return dict(_DATA_FLAG.findall(" ".join(words)))
+
+    found = check_alike(runs + others, lambda e: {
+        "end.val_tokens": e.get("end.val_tokens", int), "val_len": e.get("start.config.val_len", int),
+        "the validation shards' SHA-256": digests(e, "val")})
+    first, declared = digests(runs[0], "train"), set()
+    for e in others:
+        its, named = digests(e, "train"), dict(flags(runs[0]).items() ^ flags(e).items())
+        fewer = "train_shards" in named and all(one == other for one, other in zip(first, its))
+        if its != first and not (fewer or {"preset", "train_files"} & named.keys()):
+            raise NotCheckable(f"look at this: {runs[0].name} and {e.name} trained on shards of other digests, and no "
+                               "flag that their race declared says so; --train_files and --train_shards would")
+        declared |= named.keys() if its != first else set()
+    return (f"{found['end.val_tokens']:,} validation tokens of the same shards, in sequences of {found['val_len']:,}; "
+            f"{f'other training shards, as {sorted(declared)} declare' if declared else 'the same training shards'}")
+
+
 def check_hardware(runs, others):
     for side in runs, others:  # its flags and source decide what is loaded
         stated = {e.get("start.versions", dict).get("libraries"): e.name for e in side if e.race}
         demand(len(stated) < 2, f"{' and '.join([*stated.values()][:2])} had loaded other shared libraries, or one of "
                "them does not state their digest")
-    first = None
-    for e in runs + others:
+
+    def facts(e):
         versions = {name: version for name, version in e.get("start.versions", dict).items() if name != "libraries"}
         switches = {name: value for name, value in e.get("start.environment", dict).items()
                     if not re.match("TORCHELASTIC_|.*_CACHE_DIR$", name)}  # which name run and checkout
-        facts = {"ranks": e.get("start.ranks", int), **e.get("start.hardware", dict), **versions, **switches,
-                 "hosts": [{key: host.get(key) for key in ("ranks", "hardware", "versions")}
-                           for host in e.run.start.get("hosts") or () if isinstance(host, dict)]}
-        one, wanted = first = first or (e.name, facts)
-        differ = [f"{key}: {wanted.get(key)} and {facts.get(key)}" for key in sorted({*wanted, *facts})
-                  if wanted.get(key) != facts.get(key)]
-        demand(not differ, f"{one} and {e.name} differ in {'; '.join(differ)[:200]}")
+        return {"ranks": e.get("start.ranks", int), **e.get("start.hardware", dict), **versions, **switches,
+                "hosts": [{key: host.get(key) for key in ("ranks", "hardware", "versions")}
+                          for host in e.run.start.get("hosts") or () if isinstance(host, dict)]}
+
+    wanted = check_alike(runs + others, facts)
     return f"{wanted.get('device')}, and the same ids, driver, versions and switches (clock rates are not logged)"
 
 
@@ -926,6 +962,7 @@ def verify(options, case=None):
     together(LOSS, check_loss, runs, options.target)
     if case.apart.runs:
         together("every run of the other side is accounted for", check_accounts, *case.apart)
+    together("the same data on both sides", check_data, runs, others, races, lacks=no_others)
     together("the same hardware on both sides", check_hardware, runs, others, lacks=no_others)
     together("the sides ran in turn", check_interleaved, runs, others, lacks=no_others)
     together("no more time off the clock than the other side", check_spans, runs, others, lacks=no_others)

@@ -210,10 +210,11 @@ def test_an_honest_race_passes(race, judge, data):
     status, rules = judge(race(), "--data", data)
     assert status == 0, [(rule, reason) for rule, (verdict, reason) in rules.items() if verdict == "fail"]
     unknown = [rule for rule, (verdict, _) in rules.items() if verdict == "not checkable"]
-    assert unknown == [*COMPARED, *examine.RULES]  # which ask for --vs and --rerun
+    assert unknown == [DATA, *COMPARED, *examine.RULES]  # which ask for --vs and --rerun
     assert {verdict for verdict, _ in rules.values()} == {"pass", "not checkable"}
 
 
+DATA = "the same data on both sides"
 COMPARED = ["the same hardware on both sides", "the sides ran in turn", "no more time off the clock than the other side",
             "faster than the other side, p < 0.01"]
 
@@ -557,6 +558,59 @@ def test_sides_that_cannot_be_compared_are_caught(race, judge, change, rule, wor
         if side == "b":
             change(log)
     fails_only(judge(race(4, "ab", both)), rule, word)
+
+
+def declare(folder, side, *flags):
+    """Writes flags into the manifest as those of a side."""
+    first, *events = read_manifest(folder)
+    first["race"]["sides"][side]["flags"] = list(flags)
+    write_manifest(folder, [first, *events])
+
+
+@pytest.mark.parametrize("change, word", [
+    (lambda log: log.start["shards"]["val"][0].update(sha256="5e" * 32), "validation shards"),
+    (lambda log: log.set("start.config.val_len", 128), "val_len: 256 and 128"),
+    (lambda log: (log.set("end.val_tokens", 99), log.start["shards"]["val"][0].update(tokens=100)), "val_tokens: "),
+])
+@pytest.mark.parametrize("flags", [[], ["--val_files", "other_*.bin", "--val_len=128", "--val_tokens=99"]])
+def test_sides_that_are_validated_on_something_else_are_caught(race, judge, tmp_path, change, word, flags):
+    """In one race, whatever it declares, and in two."""
+    def both(log, run, side):
+        scale_clock(log, 2 + (side == "b") + 0.01 * run)
+        if side == "b":
+            change(log)
+    folder = race(4, "ab", both)
+    declare(folder, "b", *flags)
+    fails_only(judge(folder), DATA, word, "1a.txt and 1b.txt differ in ")
+    folder.rename(tmp_path / "both")
+    folder, other = two_races(race, tmp_path, change)
+    verdict, reason = judge(folder, "--vs", other)[1][DATA]
+    assert verdict == "fail" and word in reason
+
+
+@pytest.mark.parametrize("flags, left, verdict, word", [
+    ([], 1, "not checkable", "look at this: 1a.txt and 1b.txt trained on shards of other digests"),
+    (["--train_shards", "1"], 1, "pass", "other training shards, as ['train_shards'] declare"),
+    (["--train_shards=2"], 2, "not checkable", "look at this"),  # but its first shards are others
+    (["--train_files=x/*.bin"], 2, "pass", "other training shards, as ['train_files'] declare"),
+])
+def test_other_training_data_are_to_be_declared_or_looked_at(race, judge, flags, left, verdict, word):
+    def both(log, run, side):
+        scale_clock(log, 2 + (side == "b") + 0.01 * run)
+        if side == "b":
+            shards = log.start["shards"]["train"]
+            log.start["shards"]["train"] = shards[:1] if left == 1 else [{**shards[0], "sha256": "5e" * 32}, *shards[1:]]
+    folder = race(4, "ab", both)
+    declare(folder, "b", *flags)
+    status, rules = judge(folder)
+    assert (status, rules[DATA][0]) == (0, verdict) and word in rules[DATA][1]
+
+
+def test_runs_of_one_side_that_read_other_data_are_caught(race, judge):
+    def one(log, run, side):
+        if run == 2:
+            log.start["shards"]["train"][0]["sha256"] = "5e" * 32
+    fails_only(judge(race(4, "a", one)), "every run is accounted for", "the runs of side a did not all read the same data")
 
 
 @pytest.mark.parametrize("other, silent, status", [
