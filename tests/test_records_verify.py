@@ -606,6 +606,30 @@ def test_other_training_data_are_to_be_declared_or_looked_at(race, judge, flags,
     assert (status, rules[DATA][0]) == (0, verdict) and word in rules[DATA][1]
 
 
+def test_the_ideas_of_a_ladder_and_its_base_ran_in_turn(race, judge):
+    def three(log, run, side):
+        scale_clock(log, 2 + 0.1 * "abc".index(side) + 0.01 * run)
+    folder = race(4, "abc", three)
+    assert judge(folder)[1][COMPARED[1]] == ("pass", "started as abccbaabccba, one after another")
+    log = Log(folder / "2a.txt")
+    log.set("start.started", "2026-01-01T00:00:00+00:00").write(folder / "2a.txt")
+    verdict, reason = judge(folder)[1][COMPARED[1]]
+    assert verdict == "fail" and "abccbabccbaa: not in turn" in reason
+
+
+@pytest.mark.parametrize("head_init, below, status", [(0, 0.1, 1), (0.005, 0.1, 0), (0.005, 0.5, 1)])
+def test_a_head_that_does_not_begin_with_zeros_may_know_a_little(race, judge, head_init, below, status):
+    def knows(log, run, side):
+        lines = range(len(log.lines))
+        first = next(i for i in lines if log.lines[i].startswith("step:0/"))
+        log.lines[first] = re.sub(r"(?<=val_loss:)\S+", lambda loss: f"{float(loss[0]) - below:.4f}", log.lines[first])
+        log.set("start.config.head_init", head_init)
+    found = judge(race(change=knows))
+    assert found[0] == status
+    if status:
+        fails_only(found, "one run from its seed", "it began with trained weights")
+
+
 def test_runs_of_one_side_that_read_other_data_are_caught(race, judge):
     def one(log, run, side):
         if run == 2:
