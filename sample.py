@@ -70,7 +70,7 @@ class Attention:
         kept = layer.heads // self.places, 2 * window + 2
         self.keys, self.values = np.empty((*kept, dim), np.float32), np.ones((*kept, dim + 1), np.float32)
         # of vectors with a norm of sqrt(dim), or, with an offset, up to sqrt(2 dim): no score's exponential overflows
-        self.count, self.bounded = 0, 2 * scale * dim < 80
+        self.count, self.bounded, self.scales_output = 0, 2 * scale * dim < 80, layer.scales_output
         # of a key what the rotary leaves alone, where that is of the token before; and its last key
         self.stands, self.last = (in_pairs // (dim // 4) % 2 == 1 if layer.key_offset else None), None
         self.self_share = np.tanh(self.weights["self_share"])[:, None] if "self_share" in self.weights else None
@@ -89,7 +89,8 @@ class Attention:
         qk, v = qkv[:2], value_mix[0] * qkv[2]
         size = (np.vecdot(qk, qk) / v.shape[1] + EPS)[..., None] ** -0.5
         if values is not None:
-            v += value_mix[1] * self.gated(x, values.reshape(v.shape))
+            given = self.gated(x, values.reshape(v.shape))
+            v += given if self.scales_output else value_mix[1] * given
         y, (q, k) = np.empty_like(v), ((qk * size).view(np.complex64) * turns[self.turned_by]).view(np.float32)
         if self.stands is not None:
             k, self.last = np.where(self.stands, k if self.last is None else self.last, k), k
@@ -97,15 +98,16 @@ class Attention:
             y[of] = self.attend(q[of], k[of], v[of])
         if self.self_share is not None:
             y -= self.self_share * (np.vecdot(y, v) / np.maximum(np.vecdot(v, v), 1e-8))[:, None] * v
-        y *= opening
+        y *= opening * value_mix[1] if self.scales_output else opening
         return self.out @ y.ravel()
 
     def gated(self, x: np.ndarray, values: np.ndarray) -> np.ndarray:
         if "value_gate" not in self.weights:
             return values
         gate = self.weights["value_gate"]
-        half = gate.shape[1] // 2
-        seen = np.concatenate([x[:half], values.ravel()[:gate.shape[1] - half]])
+        entries = gate.shape[1]
+        of_stream = entries if self.places > 1 else entries // 2
+        seen = np.concatenate([x[:of_stream], values.ravel()[:entries - of_stream]])
         return 2 * sigmoid(gate @ seen)[:, None] * values
 
     def attend(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -141,9 +143,10 @@ class Reader:
                           for layer, block in zip(model.layers, model.blocks)]
         self.mlps = [layer.mlp and weights_of(block.mlp) for layer, block in zip(model.layers, model.blocks)]
         scalars = [part.tolist() for part in model.scalars.detach().split(model.scalar_sizes)]
-        skips, mixes, self.value_mixes, (self.smear,), (self.backout,) = scalars
-        self.skips = sigmoid(np.array(skips)).tolist()
-        self.mixes = np.reshape(mixes, (len(model.layers), -1)).tolist()  # of each layer
+        skips, _, self.value_mixes, (self.smear,), (self.backout,) = scalars
+        gates = self.weights.get("skip_gates", [None] * len(skips))
+        self.skips = dict(zip(model.skips, zip(sigmoid(np.array(skips)).tolist(), gates)))
+        self.mixes = [mix.tolist() for mix in model.mixes()]  # of each layer
         # queries and keys are both turned, so each takes a root of the scale
         self.angles, self.root = -1j * frequencies.double().numpy(), scale ** 0.5
         self.position, self.before = 0, np.zeros_like(self.embed[0])  # before: the last token's embedding
@@ -183,20 +186,30 @@ class Reader:
         x0 = x
         turns = {places: np.stack([self.turn(places * self.position + place) for place in range(places)])
                  for places in range(1, 2 + model.pairs)}
-        for i, (layer, attention, mlp) in enumerate(zip(model.layers, self.attention, self.mlps)):
-            if i in model.skip_from:
-                x = x + self.skips[i - min(model.skip_from)] * saved[model.skip_from[i]]
-            if attention or mlp:
-                x = self.mixes[i][0] * x + self.mixes[i][1] * x0
+        scaled = model.stream_scales is not None  # see train_gpt.ScaledBlock
+        if model.tables_first:
+            x = x + self.mixes[0][3] * ngrams
+        for i, (layer, attention, mlp, mix) in enumerate(zip(model.layers, self.attention, self.mlps, self.mixes)):
+            if i in self.skips:
+                opening, gate = self.skips[i]
+                if gate is not None:
+                    opening *= 2 * sigmoid(gate @ x0[:len(gate)])
+                x = x + opening * saved[layer.skip_from]
+            if not scaled and (attention or mlp):
+                x = mix[0] * x + mix[1] * x0
                 if model.ngram_mix:
-                    x += self.mixes[i][2] * ngrams
+                    x += mix[2] * ngrams
             if attention:
                 values = None if layer.value_table is None else self.value_tables[layer.value_table][token]
                 read = norm(saved[model.backout_layer] if layer.reads_back else x)
-                x = x + attention(read, values, self.value_mixes[2 * i:2 * i + 2], turns[attention.places])
+                y = attention(read, values, self.value_mixes[2 * i:2 * i + 2], turns[attention.places])
+                x = mix[0] * x + mix[4] * y + mix[2] * x0 if scaled else x + y
+                if scaled and model.takes_ngrams(i):
+                    x += mix[3] * ngrams
             if mlp:
                 h = np.maximum(norm(x) @ mlp["fc"], 0)
-                x = x + mlp["proj"] @ (h * h)
+                y = mlp["proj"] @ (h * h)
+                x = mix[1] * x + mix[5] * y if scaled else x + y
             saved[i] = x
         return norm(x - self.backout * saved[model.backout_layer])
 

@@ -116,6 +116,7 @@ class StageValues:
     """What may change from stage to stage: a column of this name in the table `stages` goes before the flag."""
 
     micro_batches: int = option(8, "of a step, over all ranks, which take equal shares of them")
+    micro_batch_tokens: int = option(2048 * 16, "tokens of one forward and backward: one packed sequence")
     max_document_tokens: int = option(2048, "a training document ends here: a batch is not one long document", least=2)
     long_window: int = option(3, "blocks that layers with the long window see back; the short window is half of it")
     peak_lr_factor: float = option(1.0, "on every learning rate, before the cooldown takes it down", least=0)
@@ -134,7 +135,8 @@ class SyncSettings:
     clip_norm: float = option(0.0, "scale gradients down to this norm, over all that update in a step (0: no)", least=0)
     exact: bool = option(False, "the same bytes at any number of ranks: fixed trees of sums, one thread, no batches")
 
-ADAM_KINDS = ("head", "embed", "values", "ngrams", "scalars", "shares", "gates", "smear")  # see assignments
+# of parameters; see assignments
+ADAM_KINDS = ("head", "embed", "values", "ngrams", "scalars", "scales", "added", "shares", "gates", "smear", "skips")
 
 @dataclass(frozen=True)
 class Config(SyncSettings, StageValues):
@@ -153,15 +155,15 @@ class Config(SyncSettings, StageValues):
     shuffle: bool = option(False, "documents of a shard in an order drawn from the seed (FineWeb is shuffled as it is)")
     even_order: bool = option(False, "when shuffled, each stretch of the order comes evenly from all of the shard; the "
                               "seed draws where it begins: losses of short runs depend less on what they read")
-    micro_batch_tokens: int = option(2048 * 16, "tokens of one forward and backward: one packed sequence")
     val_tokens: int = option(10_485_760, "to validate on, from the start of the split (0: the whole split)", least=0)
     val_len: int = option(4 * 64 * 1024, "tokens of one validation sequence")
     val_every: int = option(250, "steps between validations; there is one at the end in any case", least=0)
 
     # model
-    layers: str = option("- S1M S2M SM LM SM SM M SM S0M S1M L2M", "a word a layer: S or L, attention with the short "
-                         "or the long window, P, with the short one over pairs of heads; a digit, the value table "
-                         "mixed in; M, an MLP; -, nothing; c before it, its attention reads backout_layer's output")
+    layers: str = option("- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M", "a word a layer: S or L, attention with "
+                         "the short or the long window, P, with the short one over pairs of heads; a digit, the value "
+                         "table mixed in; M, an MLP; -, nothing; +N, before it some of layer N's output is taken in; c "
+                         "in front, its attention reads backout_layer's output")
     ngrams: str = option("", "tables of the last tokens together, added to the stream where it begins: a word a table, "
                          "N:ROWS:WIDTH, like 2:16384:64 3:32768:64. With fewer rows than n-grams these share them")
     ngram_mix: float = option(0.0, "first weight of the tables' vectors in the input of each layer, which learns its "
@@ -172,6 +174,10 @@ class Config(SyncSettings, StageValues):
     gate_dim: int = option(12, "entries of the stream that open a head's gate and the smear gate")
     backout_layer: int = option(8, "the layer whose output is partly taken back before the head", least=0)
     stream_gain: float = option(1.0, "what a layer first takes of the stream: above 1 later layers begin to weigh more")
+    sublayer_scales: bool = option(False, "attention and MLP each scale the stream and what they add to it, with the "
+                                   "embedding and the tables after attention; values are added to a table's as they "
+                                   "are, and attention's output has a scale in place of that")
+    skip_gates: bool = option(False, "a skip opens by the embedding of the token too")
     value_gates: bool = option(False, "each head opens itself to the value table by the token, as it does to attention")
     exclude_self: bool = option(False, "unpaired heads can leave out a token's own value (XSA, arXiv:2603.09078)")
     pairing: str = option("neighbours", "the heads that P pairs: 0 and 1, 2 and 3; or by halves: 0 and the first of "
@@ -273,29 +279,22 @@ class Config(SyncSettings, StageValues):
 
 PRESETS = {
     "speedrun": Config(),
-    # record 89 of the public speedrun, as far as its mathematics is here. Missing of it: coefficients by the token
-    # (MUDD) for the stream, x0 and the tables, mixing of heads after the softmax, targets of a token's prefixes.
-    # Different there: one skip, 3 to 6, times a gate of x0, in place of the U-net's; x0 and n-grams come after
-    # attention, not before, and not in layer 6; the stream grows by sqrt(1.1) a sublayer, whose outputs have weights
-    # of 1 that learn, with betas of .9 and .95; values are half the layer's own and all of the table's, and the output
-    # matrix has a scalar; attention's gates are in layers 3 and 10 alone, no sigmoids, and begin at a quarter; layers 8
-    # and 10 leave no own values out; the angle of every second pair of entries is reversed; a batch that grows by
-    # longer sequences, here by more of one length
+    # record 80 of the public speedrun, to the letter but for how n-grams share rows; see bench/public_record.py
     "frontier": Config(
         # without the record's first layer, which does nothing; attention of the last ones reads backout_layer's output
-        layers="PM S0M P1M LM SM PM M SM cS2M cP3M cL4M", backout_layer=7, value_gates=True, exclude_self=True,
-        pairing="halves",
-        ngrams="2:377280:768", ngram_mix=0.05, key_offset=True,
-        stream_gain=1.1, output_init=1.0, head_init=0.005, value_init=0.01, untie_at=2 / 3,
+        layers="PM S0M P1M LM SM PM M+3 SM cS2M cP3M cL4M", backout_layer=7, value_gates=True, skip_gates=True,
+        sublayer_scales=True, stream_gain=1.1, pairing="halves", key_offset=True,
+        ngrams="2:251520:768", ngram_mix=0.05, output_init=1.0, head_init=0.005, value_init=0.01, untie_at=2 / 3,
         logit_cap=23.0, logit_shift=5.0,  # a lower cap, and more room below a product of 0 than above it
-        micro_batch_tokens=2048 * 8, num_steps=1285, cooldown=0.6, lr_floor=0.15,
+        num_steps=1480, cooldown=0.6, lr_floor=0.15,
         # a batch that grows, short documents first, several tokens ahead first
-        stages="until micro_batches max_document_tokens long_window peak_lr_factor loss_weights; "
-               "423/1270 8 896 3 1 1,.5,.25>0; 847/1270 16 2048 7 1.52 1,.5>0; 1 24 2048 11 1.73 1; "
-               "+15 24 2048 13 1.73 1",
+        stages="until micro_batch_tokens max_document_tokens long_window peak_lr_factor loss_weights; "
+               "1/3 16384 896 3 1 1,.5,.25>0; 2/3 32768 2048 7 1.52 1,.5>0; 1 49152 2048 11 1.73 1; "
+               "+40 49152 2048 13 .15 1",
         muon_lr=0.023, muon_beta2=0.9, proj_lr_mul=4.0, muon_qk_heads=2, adam_eps=1e-10, adam_fp32_moments=True,
         adam_groups="of lr_mul beta1 beta2 weight_decay; head 1 .5 .95 .75; values 75 .75 .95 .025; ngrams 75 .75 .95 "
-                    ".025; scalars 5 .9 .99 0; shares 1 .9 .95 0; gates 1 .9 .99 .005; smear .01 .9 .99 0",
+                    ".025; scalars 5 .9 .99 0; scales 5 .9 .95 0; added 1 .9 .95 0; gates 1 .9 .99 .005; "
+                    "smear .01 .9 .99 0; skips .05 .9 .99 0",
     ),
     # the same code, small: bytes of the standard library on two CPU cores. Two narrow layers under tables of n-grams:
     # where time is short more tokens are worth more than more layers, and longer n-grams more than both (LOG.md)
@@ -387,6 +386,8 @@ def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]
         demand(not given.keys() & {"layers", "backout_layer"}, "--depth says what --layers and --backout_layer say; "
                "leave it out, or them")
         words = ["LM" if i % 4 == 3 or i == depth - 1 else "SM" for i in range(depth)]
+        # the later half takes in what the earlier put out, last out first in; the last layer takes nothing
+        words = [f"{word}+{depth - 1 - i}" if depth <= 2 * i < 2 * depth - 2 else word for i, word in enumerate(words)]
         given.update(layers=" ".join(words), backout_layer=max(0, 3 * (depth - 1) // 4))
     config = dataclasses.replace(PRESETS[preset], **shortened(PRESETS[preset], given.get("num_steps")) | given)
     if not config.resume:
@@ -420,23 +421,28 @@ def profiled_steps(config: Config) -> range:
     return range(first, last + 1)
 
 class Layer(NamedTuple):
-    """What is in one layer: the window of its attention (S, L, P or none), its value table, whether it has an MLP, and
-    whether its attention reads the output of backout_layer."""
+    """What is in one layer: the window of its attention (S, L, P or none), its value table, whether it has an MLP,
+    whether its attention reads the output of backout_layer, and the layer whose output is taken in before it."""
 
     window: str | None
     value_table: int | None
     mlp: bool
     reads_back: bool = False
+    skip_from: int | None = None
 
 def parse_layers(words: str) -> tuple[Layer, ...]:
-    """`S1M` -> Layer("S", 1, True); see Config.layers. RunError on a word that is none."""
+    """`S1M+5` -> Layer("S", 1, True, skip_from=5); see Config.layers. RunError on a word that is none."""
     def parse(word: str) -> Layer:
-        parts = re.fullmatch(r"-|(?:(c?)([SLP])(\d?))?(M?)", word)
+        parts = re.fullmatch(r"-|(?=[^+])(?:(c?)([SLP])(\d?))?(M?)(?:\+(\d+))?", word)
         demand(parts, f"layers: {word!r} is not a layer; write S, L or P, perhaps a digit, perhaps M, perhaps c before "
-               "it; or M; or -")
-        reads_back, window, table, mlp = parts.groups()
-        return Layer(window, int(table) if table else None, bool(mlp), bool(reads_back))
+               "it; or M; perhaps + and an earlier layer; or -")
+        reads_back, window, table, mlp, skip = parts.groups()
+        return Layer(window, int(table) if table else None, bool(mlp), bool(reads_back), int(skip) if skip else None)
     return tuple(map(parse, words.split()))
+
+def saved_layers(config: Config) -> set[int]:
+    """Whose outputs later ones read, or the head."""
+    return {layer.skip_from for layer in parse_layers(config.layers)} - {None} | {config.backout_layer}
 
 class Ngrams(NamedTuple):
     """A table of vectors [rows, width] of the last n tokens."""
@@ -512,8 +518,8 @@ def check_config(config: Config, ranks: int) -> None:
                  f"{usable_ranks(c, max(1, ranks))} ranks (--nproc_per_node), or change --micro_batches")
             want(not c.exact or n & (n - 1) == 0 and ranks & (ranks - 1) == 0, f"exact sums a batch as a binary tree; "
                  f"{where} on {ranks} ranks: make both powers of two")
-            want(ahead <= c.micro_batch_tokens, f"loss_weights looks {ahead} tokens ahead from step {stage.begin} on, "
-                 f"and a micro-batch has {c.micro_batch_tokens}: give fewer")
+            want(ahead <= stage.first["micro_batch_tokens"], f"loss_weights looks {ahead} tokens ahead from step "
+                 f"{stage.begin} on, and a micro-batch has {stage.first['micro_batch_tokens']}: give fewer")
         check_layers(c, ranks, want)
     except RunError as error:
         wrong.append(str(error))
@@ -536,6 +542,11 @@ def check_layers(c: Config, ranks: int, want: Callable[[Any, str], None]) -> Non
     want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
     want(not any(layer.reads_back for layer in layers[:c.backout_layer + 1]), "layers: one with c stands before "
          f"or at backout_layer {c.backout_layer}, whose output it would read; write c in later ones")
+    for i, layer in enumerate(layers):
+        want(layer.skip_from is None or layer.skip_from < i, f"layers: layer {i} takes in the output of layer "
+             f"{layer.skip_from}; write + and an earlier one, from 0 on")
+    want(not c.skip_gates or any(layer.skip_from is not None for layer in layers), "skip_gates is for layers that take "
+         "in another's output, and layers has none; write + and a number for one, or leave it out")
     want(not c.untie_at or c.head_init, f"untie_at is {c.untie_at:g} and head_init 0: as the embedding too, a head of "
          "zeros learns nothing; give --head_init 0.005")
     groups = adam_groups(c)
@@ -679,8 +690,9 @@ def scheduled_steps(config: Config) -> int:
     return max(stage.end for stage in stages_of(config) if stage.scheduled)
 
 def untie_step(config: Config) -> int:
-    """The step from which on the embedding is one by itself: the first of a cycle of Adam's, when no gradient waits."""
-    return math.ceil(scheduled_steps(config) * config.untie_at / config.adam_every) * config.adam_every
+    """The step from which on the embedding is one by itself: when Adam has next updated it with the head. 0: none."""
+    cycles = math.ceil(scheduled_steps(config) * config.untie_at) // config.adam_every + 1
+    return cycles * config.adam_every if config.untie_at else 0
 
 def lr_factor(config: Config, step: int, peak: float) -> float:
     """peak until the cooldown, then in a line down to lr_floor at the end of the scheduled steps, and so from there."""
@@ -701,8 +713,12 @@ def momentum(config: Config, step: int) -> float:
 
 def tokens_of_steps(config: Config, steps: int) -> int:
     """Tokens that the first so many steps train on."""
-    return sum((min(steps, stage.end) - stage.begin) * stage.first["micro_batches"] * config.micro_batch_tokens
-               for stage in stages_of(config) if stage.begin < steps)
+    return sum((min(steps, s.end) - s.begin) * s.first["micro_batches"] * s.first["micro_batch_tokens"]
+               for s in stages_of(config) if s.begin < steps)
+
+def lengths_of_micro_batches(config: Config) -> set[int]:
+    """In tokens: those of the stages."""
+    return {stage.first["micro_batch_tokens"] for stage in stages_of(config)}
 
 def usable_ranks(config: Config, most: int) -> int:
     """The largest number of ranks, at most `most`, that can share out the micro-batches of every stage evenly."""
@@ -895,7 +911,7 @@ class Stream:
             document = int(np.searchsorted(self.limit(index, longest)[2], unread))
         while True:
             documents, ends, _ = self.limit(index, longest)
-            taken = pack(ends, document, plan.micro_batches, self.config.micro_batch_tokens)
+            taken = pack(ends, document, plan.micro_batches, plan.micro_batch_tokens)
             if taken is not None:
                 break
             index, document = index + 1, 0
@@ -1170,7 +1186,7 @@ class Attention(nn.Module):
         super().__init__()
         c, dim = config, config.model_dim
         self.heads, self.paired, self.by_halves = c.num_heads, layer.window == "P", c.pairing == "halves"
-        self.key_offset = c.key_offset and layer.window == "L"
+        self.key_offset, self.scales_output = c.key_offset and layer.window == "L", c.sublayer_scales
         # query, key, value and output matrices [dim, dim] behind one another in memory
         qkvo = uniform(4 * dim, dim, dim)
         qkvo[3 * dim:] = qkvo[3 * dim:] * c.output_init if c.output_init else 0  # 0 times a negative number is no 0
@@ -1186,7 +1202,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, values: Tensor | None, value_mix: Tensor, rotary: tuple[Tensor, Tensor, Tensor],
                 mask: Mask) -> Tensor:
-        """x, values [T, dim] -> [T, dim]. value_mix [2]: of the layer's own values and of the table's."""
+        """x, values [T, dim] -> [T, dim]. value_mix [2]: of the layer's own values, and the table's or the output."""
         tokens, dim = x.shape
         cos, sin, scale = rotary
         qkvo = torch.cat([self.qk.view(2 * dim, dim), self.vo]) if self.qkvo is None else self.qkvo.view(4 * dim, dim)
@@ -1195,7 +1211,8 @@ class Attention(nn.Module):
         qk, v = qkv.split((2 * self.heads, self.heads), dim=1)
         qk, v = norm(qk), value_mix[0] * v
         if values is not None:
-            v = v + value_mix[1] * self.gated(x, values).view_as(v)
+            given = self.gated(x, values).view_as(v)
+            v = v + (given if self.scales_output else value_mix[1] * given)
         if self.paired:  # attention over both places of a token, and the rotary turns from one to the other
             (q, k), v = (pair_heads(half) for half in qk.chunk(2, dim=1)), pair_heads(v)
             qk = torch.cat([q, k], dim=1)
@@ -1211,15 +1228,17 @@ class Attention(nn.Module):
             own = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
             y = y - torch.tanh(self.self_share)[:, None] * own * v
         y = y * torch.sigmoid(F.linear(x[:, :self.gate.size(1)], self.gate))[..., None]
-        return F.linear(y.reshape(tokens, dim), o_weight)
+        out = F.linear(y.reshape(tokens, dim), o_weight)
+        return value_mix[1] * out if self.scales_output else out
 
     def gated(self, x: Tensor, values: Tensor) -> Tensor:
-        """The value table's vectors [T, dim], each head's times its gate, from 0 to 2, which half of the entries are
-        for the stream and half for the vectors to open."""
+        """The value table's vectors [T, dim], each head's times its gate, from 0 to 2, which the stream opens, or half
+        of the entries are for the stream and half for the vectors: where heads are not paired."""
         if self.value_gate is None:
             return values
-        half = self.value_gate.size(1) // 2
-        seen = torch.cat([x[:, :half], values[:, :self.value_gate.size(1) - half]], dim=1)
+        entries = self.value_gate.size(1)
+        of_stream = entries if self.paired else entries // 2
+        seen = torch.cat([x[:, :of_stream], values[:, :entries - of_stream]], dim=1)
         opening = 2 * torch.sigmoid(F.linear(seen, self.value_gate))
         return opening[..., None] * values.view(*opening.shape, -1)
 
@@ -1255,6 +1274,23 @@ class Block(nn.Module):
             x = x + self.attn(norm(x if back is None else back), values, value_mix, rotary, mask)
         if self.mlp is not None:
             x = x + self.mlp(norm(x))
+        return x
+
+class ScaledBlock(Block):
+    """With sublayer_scales. mix [6]: of the stream, before attention's and before the MLP's output; of x0; of the
+    tables' vectors; and of these outputs."""
+
+    def forward(self, x: Tensor, x0: Tensor, mix: Tensor, values: Tensor | None, value_mix: Tensor,
+                rotary: tuple[Tensor, Tensor, Tensor], mask: Mask | None, ngrams: Tensor | None = None,
+                back: Tensor | None = None) -> Tensor:
+        kept, kept_later, of_x0, of_ngrams, of_attn, of_mlp = mix.unbind()
+        if self.attn is not None:
+            y = self.attn(norm(x if back is None else back), values, value_mix, rotary, mask)
+            x = kept * x + of_attn * y + of_x0 * x0
+            if ngrams is not None:
+                x = x + of_ngrams * ngrams
+        if self.mlp is not None:
+            x = kept_later * x + of_mlp * self.mlp(norm(x))
         return x
 
 # Fixed scales of the head's product in fp8. They and the product stand by themselves: as attributes of the class below
@@ -1396,8 +1432,11 @@ def smear(e: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
     opening = weight * torch.sigmoid(F.linear(e[1:, :gate.size(1)], gate))
     return norm(torch.cat([e[:1], e[1:] + opening * e[:-1]]))
 
-def mix_in_saved(x: Tensor, weight: Tensor, saved: Tensor) -> Tensor:
-    return x + torch.sigmoid(weight) * saved
+def mix_in_saved(x: Tensor, weight: Tensor, saved: Tensor, x0: Tensor, gate: Tensor | None) -> Tensor:
+    opening = torch.sigmoid(weight)
+    if gate is not None:
+        opening = opening * 2 * torch.sigmoid(F.linear(x0[:, :len(gate)], gate[None]))
+    return x + opening * saved
 
 def back_out(x: Tensor, weight: Tensor, saved: Tensor) -> Tensor:
     return norm(x - weight * saved)
@@ -1410,11 +1449,11 @@ class GPT(nn.Module):
         super().__init__()
         c, self.bos_id, self.layers, self.tied = config, encoding.bos_id, parse_layers(config.layers), False
         self.backout_layer, self.ngram_mix = c.backout_layer, c.ngram_mix
-        self.loss_tokens = c.micro_batch_tokens  # the head takes so many at once, which bounds the memory of the logits
+        lengths = lengths_of_micro_batches(c)
+        self.loss_tokens = min(lengths)  # the head takes so many at once, which bounds the memory of the logits
         count, vocab, dtype = len(self.layers), -(-encoding.vocab_size // 128) * 128, c.torch_dtype
-        # the later half takes in what the earlier put out, last out first in; the last layer takes nothing
-        self.skip_from = {i: count - 1 - i for i in range(-(-count // 2), count - 1)}
-        self.read_again = {*self.skip_from.values(), c.backout_layer}
+        self.skips = [i for i, layer in enumerate(self.layers) if layer.skip_from is not None]
+        self.read_again = saved_layers(c)
         tables = 1 + max((layer.value_table for layer in self.layers if layer.value_table is not None), default=-1)
         self.embed = nn.Embedding(vocab, c.model_dim, dtype=dtype)
         self.value_embeds = nn.ModuleList(nn.Embedding(vocab, c.model_dim, dtype=dtype) for _ in range(tables))
@@ -1422,17 +1461,24 @@ class GPT(nn.Module):
             table.weight.data.mul_(c.value_init)
         self.ngrams = nn.ModuleList(NgramTable(table, encoding.vocab_size, dtype) for table in parse_ngrams(c.ngrams))
         self.smear_gate = nn.Parameter(torch.zeros(1, c.gate_dim, dtype=dtype))
-        self.blocks = nn.ModuleList(Block(c, layer) for layer in self.layers)
+        kind = ScaledBlock if c.sublayer_scales else Block
+        self.blocks = nn.ModuleList(kind(c, layer) for layer in self.layers)
         softcap = Softcap(c.logit_cap, c.logit_shift, c.logit_softness)
         self.lm_head = Head(vocab, c.model_dim, dtype, c.fp8_head, softcap, c.head_init)
-        mix = [c.stream_gain, 0.0, *[c.ngram_mix] * bool(c.ngram_mix)]
         # skips, stream mixes, value mixes, smear, backout
-        self.scalar_sizes = [count // 2, len(mix) * count, 2 * count, 1, 1]
-        firsts = ([-1.5], mix, [0.5, 0.5], [0.0], [0.5])
-        self.scalars = nn.Parameter(torch.cat([torch.tensor(first).repeat(size // len(first))
-                                               for first, size in zip(firsts, self.scalar_sizes)]))
+        mix = [] if c.sublayer_scales else [c.stream_gain, 0.0, *[c.ngram_mix] * bool(c.ngram_mix)]
+        firsts = [[-1.5] * len(self.skips), mix * count, [0.5, 1.0 if c.sublayer_scales else 0.5] * count, [0.0], [0.5]]
+        self.scalar_sizes = [*map(len, firsts)]
+        self.scalars = nn.Parameter(torch.tensor([*itertools.chain(*firsts)]))
+        self.stream_scales = self.added_scales = self.skip_gates = None
+        if c.sublayer_scales:  # see ScaledBlock; by the square root of the gain, since there are two in a layer
+            self.stream_scales = nn.Parameter(torch.full((count, 2), math.sqrt(c.stream_gain)))
+            self.added_scales = nn.Parameter(torch.tensor([0.0, c.ngram_mix, 1.0, 1.0]).repeat(count, 1))
+        if c.skip_gates:
+            self.skip_gates = nn.Parameter(torch.zeros(len(self.skips), c.gate_dim, dtype=dtype))
+        self.tables_first = c.sublayer_scales and c.ngram_mix > 0
         self.pairs = any(layer.window == "P" for layer in self.layers)
-        self.rotary = Rotary(c.head_dim, max(c.micro_batch_tokens, c.val_len) * (1 + self.pairs), dtype)
+        self.rotary = Rotary(c.head_dim, max(c.val_len, *lengths) * (1 + self.pairs), dtype)
         self.reach = 0  # where more, masks are in pieces, on GPUs too, with so many tokens back, whatever the window
         self.smear, self.mix_in_saved, self.back_out = smear, mix_in_saved, back_out
 
@@ -1455,25 +1501,38 @@ class GPT(nn.Module):
         """Tokens [T] -> normed stream before the head [T, dim]."""
         masks, (x0, ngrams) = self.masks(tokens, windows), self.open_stream(tokens)
         rotary = self.rotary.cos, self.rotary.sin, self.rotary.scale
-        skips, mixes, value_mixes, _, backout = self.scalars.split(self.scalar_sizes)
+        skips, _, value_mixes, _, backout = self.scalars.split(self.scalar_sizes)
         # apart at once: the gradients of so many selections would each be padded with zeros, and summed
-        skips, mixes = skips.unbind(), mixes.view(len(self.layers), -1).unbind()
-        value_mixes = value_mixes.view(-1, 2).unbind()
+        skips, mixes, value_mixes = iter(skips.unbind()), self.mixes(), value_mixes.view(-1, 2).unbind()
+        skip_gates = iter([None] * len(self.skips) if self.skip_gates is None else self.skip_gates.unbind())
         values: dict[int, Tensor] = {}  # looked up where first needed, so that their gradients come with that layer's
         x = x0.view_as(x0)  # an object of its own, as saved ones are: arguments that are one compile anew
+        if self.tables_first:
+            x = x + mixes[0][3] * ngrams
         saved: dict[int, Tensor] = {}
         for i, (layer, block) in enumerate(zip(self.layers, self.blocks)):
-            if i in self.skip_from:
-                x = self.mix_in_saved(x, skips[i - min(self.skip_from)], saved[self.skip_from[i]])
+            if layer.skip_from is not None:
+                x = self.mix_in_saved(x, next(skips), saved[layer.skip_from], x0, next(skip_gates))
             if layer.value_table is not None and layer.value_table not in values:
                 values[layer.value_table] = self.value_embeds[layer.value_table](tokens)
-            if layer != Layer(None, None, False):
+            if layer.window or layer.mlp:
                 mixed_in = values.get(layer.value_table)
                 back = saved[self.backout_layer] if layer.reads_back else None
-                x = block(x, x0, mixes[i], mixed_in, value_mixes[i], rotary, masks[layer.window], ngrams, back)
+                given = ngrams if self.takes_ngrams(i) else None
+                x = block(x, x0, mixes[i], mixed_in, value_mixes[i], rotary, masks[layer.window], given, back)
             if i in self.read_again:
                 saved[i] = x.view_as(x)
         return self.back_out(x, backout[0], saved[self.backout_layer])
+
+    def mixes(self) -> tuple[Tensor, ...]:
+        """Each layer's, see Block and ScaledBlock."""
+        if self.stream_scales is not None:
+            return torch.cat([self.stream_scales, self.added_scales], 1).unbind()
+        return self.scalars.split(self.scalar_sizes)[1].view(len(self.layers), -1).unbind()
+
+    def takes_ngrams(self, i: int) -> bool:
+        """Whether the tables' vectors come into layer i: with sublayer_scales before the first one, not in it."""
+        return self.ngram_mix > 0 and not (self.tables_first and i == 0)
 
     def open_stream(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens [T] -> the stream before the first layer [T, dim]; and the tables' vectors, unless they are in it."""
@@ -2570,7 +2629,10 @@ def assignments(config: Config) -> tuple[Assignment, ...]:
         Assignment("ngrams.*.weight", dataclasses.replace(adam("ngrams", c.ngram_lr_mul), rows=c.lazy_tables)),
         Assignment("lm_head.weight", adam("head")),
         Assignment("scalars", adam("scalars", c.scalar_lr_mul, 0.0)),
+        Assignment("stream_scales", adam("scales", c.scalar_lr_mul, 0.0)),
+        Assignment("added_scales", adam("added", decay=0.0)),
         Assignment("smear_gate", smear),
+        Assignment("skip_gates", adam("skips")),
         Assignment("blocks.*.attn.*gate", gates, unit=(c.num_heads, c.gate_dim)),
         Assignment("blocks.*.attn.self_share", adam("shares", decay=0.0)),
         Assignment("blocks.*.attn.qkvo", normuon, unit=(c.model_dim, c.model_dim), scale=c.attn_lr_mul),
@@ -2693,7 +2755,7 @@ class TrainLosses:
     def __init__(self, config: Config, comm: Comm, clock: Clock, log: Log):
         self.config, self.comm, self.clock, self.log, self.told = config, comm, clock, log, 0
         self.save_at: dict[int, bool] = {}  # before these steps all save; True: and end
-        self.pending: list[tuple[int, float, Tensor, Any]] = []
+        self.pending: list[tuple[Plan, float, Tensor, Any]] = []
 
     def is_logged(self, step: int) -> bool:
         return self.config.train_loss_every > 0 and step % self.config.train_loss_every == 0
@@ -2701,7 +2763,7 @@ class TrainLosses:
     def record(self, plan: Plan, losses: list[Tensor], heard: int = 0) -> None:
         """losses: the summed loss of each of this rank's micro-batches, which are summed over all ranks. heard: the
         notices so far, see Notices; they travel in every step, since where steps are slow a launcher kills soon."""
-        own, step = torch.stack(losses).detach(), plan.step + 1
+        own = torch.stack(losses).detach()
         summed = own.new_zeros(plan.micro_batches + 1)
         summed[self.comm.rank * len(own):(self.comm.rank + 1) * len(own)] = own
         if heard > self.told:  # a number that goes to a GPU makes the host wait
@@ -2712,13 +2774,14 @@ class TrainLosses:
             summed = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True).copy_(summed, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        self.pending.append((step, self.clock.read(), summed, event))
+        self.pending.append((plan, self.clock.read(), summed, event))
 
     def write(self, step: int, wait: bool = False) -> None:
         """To log and terminal, what is there before a step. RunError if a loss is not finite."""
-        while self.pending and (wait or self.pending[0][0] <= step - self.LAG or self.pending[0][-1] is None
+        while self.pending and (wait or self.pending[0][0].step < step - self.LAG or self.pending[0][-1] is None
                                 or self.pending[0][-1].query()):
-            done, train_time, summed, event = self.pending.pop(0)
+            plan, train_time, summed, event = self.pending.pop(0)
+            done = plan.step + 1
             if event is not None:
                 event.synchronize()
             demand(summed.isfinite().all(), f"the training loss of step {done} is not finite; lower the learning rates")
@@ -2726,7 +2789,7 @@ class TrainLosses:
                 self.save_at[done + self.LAG] = summed[-1].item() >= Notices.END
             loss, times = None, f"train_time:{train_time:.0f}ms step_avg:{train_time / done:.2f}ms"
             if self.is_logged(done):  # in nats a token
-                tokens = (len(summed) - 1) * self.config.micro_batch_tokens
+                tokens = plan.micro_batches * plan.micro_batch_tokens
                 loss = summed[:-1].sum(dtype=torch.float64).item() / tokens
                 times += f" train_loss:{loss:.4f}"
             self.log.write(f"step:{done}/{self.config.num_steps} {times}")
@@ -2974,6 +3037,7 @@ class Part(NamedTuple):
 # Two to four times what bf16 and fp8 make, uncompiled, on a CPU. Of the gates' few entries polar makes 0.25 and more
 ALLOWED, ALLOWED_IN_FP8 = {torch.bfloat16: 0.06, torch.float32: 1e-4}, 0.1
 ALLOWED_OF_POLAR, ALLOWED_OF_GATES = 0.06, 0.9
+SCALES = "scalars", "stream_scales", "added_scales"  # numbers of the layers
 
 def model_parts(trainer: Trainer) -> Iterator[Part]:
     """Attention, each kind of block, and the head: with gradients, on a micro-batch of noise."""
@@ -2985,7 +3049,7 @@ def model_parts(trainer: Trainer) -> Iterator[Part]:
         # without tables, which take part in none of this
         as_plain = dataclasses.replace(c, dtype="float32", fp8_head=False, ngrams="")
         plain = build_model(as_plain, trainer.stream.shards[0].encoding)
-        text = torch.where(torch.rand(c.micro_batch_tokens) < 0.002, model.bos_id, 0)
+        text = torch.where(torch.rand(max(lengths_of_micro_batches(c))) < 0.002, model.bos_id, 0)
         targets = torch.randint(len(model.embed.weight), (len(plan.loss_weights), len(text)))
         noise = (norm(torch.randn(len(text), c.model_dim)).to(model.embed.weight.dtype) for _ in range(6))
         x, x0, values, ngrams, back, grad = noise
@@ -3000,13 +3064,13 @@ def model_parts(trainer: Trainer) -> Iterator[Part]:
         return attend(q * Rotary.FIRST_SCALE, k, v, masks[m]["L"])
 
     def block(i: int, m: GPT, x: Tensor, x0: Tensor, *further: Tensor) -> Tensor:
-        mixes, value_mixes = (y.view(len(m.layers), -1).unbind() for y in m.scalars.split(m.scalar_sizes)[1:3])
+        mixes, value_mixes = m.mixes(), m.scalars.split(m.scalar_sizes)[2].view(-1, 2).unbind()
         rotary, layer, given = (m.rotary.cos, m.rotary.sin, m.rotary.scale), m.layers[i], iter(further)
-        values, ngrams, back = (next(given) if there else None for there in takes(layer))
+        values, ngrams, back = (next(given) if there else None for there in takes(i))
         return m.blocks[i](x, x0, mixes[i], values, value_mixes[i], rotary, masks[m][layer.window], ngrams, back)
 
-    def takes(layer: Layer) -> tuple[bool, ...]:
-        return layer.value_table is not None, c.ngram_mix > 0, layer.reads_back
+    def takes(i: int) -> tuple[bool, ...]:
+        return model.layers[i].value_table is not None, model.takes_ngrams(i), model.layers[i].reads_back
 
     def head(m: GPT, x: Tensor) -> Tensor:
         weights = weights_tensor(plan.loss_weights, device)
@@ -3027,14 +3091,14 @@ def model_parts(trainer: Trainer) -> Iterator[Part]:
 
     how = "FlexAttention" if isinstance(masks[model]["L"], BlockMask) else "masks in pieces"
     yield part("attention", (how, None if model.reach else ("attention", "masked")), attention, (x, x0, values))
-    kinds = {(layer.window == "P", c.key_offset and layer.window, bool(layer.window), layer.mlp, *takes(layer)): i
+    kinds = {(layer.window == "P", c.key_offset and layer.window, bool(layer.window), layer.mlp, *takes(i)): i
              for i, layer in reversed([*enumerate(model.layers)]) if layer.window or layer.mlp}
     for i in kinds.values():
         layer = model.layers[i]
-        given = x, x0, *itertools.compress((values, ngrams, back), takes(layer))
+        given = x, x0, *itertools.compress((values, ngrams, back), takes(i))
         kernels = layer.mlp and model.blocks[i].mlp.kernels
         way = (f"{trainer.way[0]}, with kernels", ("kernels", "off")) if kernels else trainer.way
-        yield part(f"block {c.layers.split()[i]}", way, functools.partial(block, i), given, "scalars", f"blocks.{i}.")
+        yield part(f"block {c.layers.split()[i]}", way, functools.partial(block, i), given, *SCALES, f"blocks.{i}.")
     yield part("head", ("fp8", ("fp8_head", False)) if model.lm_head.fp8 else trainer.way, head, (x,), "lm_head.")
 
 def rule_parts(trainer: Trainer) -> Iterator[Part]:
@@ -3352,11 +3416,14 @@ USABLE_MEMORY = 0.85  # of what is free: the rest goes into the allocator's gaps
 
 def fit_to_gpus(config: Config, vocab_size: int, comm: Comm) -> tuple[Config, list[str]]:
     """The config without what one of the ranks' GPUs cannot do, the same on all ranks, and the changes in words."""
-    demand(config.micro_batch_tokens % MASK_BLOCK == 0 == config.val_len % MASK_BLOCK, "micro_batch_tokens "
-           f"{config.micro_batch_tokens} and val_len {config.val_len} must be multiples of {MASK_BLOCK} on GPUs")
+    def lengths() -> list[int]:
+        return sorted(lengths_of_micro_batches(config))
+
+    demand(not any(n % MASK_BLOCK for n in (*lengths(), config.val_len)), f"micro_batch_tokens {lengths()} and val_len "
+           f"{config.val_len} must be multiples of {MASK_BLOCK} on GPUs")
     gpus = comm.all_json([torch.cuda.get_device_capability(), torch.cuda.mem_get_info()[0]])
     capability, free = (min(of_each) for of_each in zip(*gpus))
-    changes, asked = [], config.micro_batch_tokens
+    changes, asked = [], lengths()
     if config.fp8_head and capability < [8, 9]:
         config = dataclasses.replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
@@ -3367,7 +3434,7 @@ def fit_to_gpus(config: Config, vocab_size: int, comm: Comm) -> tuple[Config, li
         return [needed > USABLE_MEMORY * free for needed in memory_needed(config, vocab_size, comm.ranks)]
 
     # how many tokens a product takes at once decides its sums, so exact mode cannot adapt
-    while not config.exact and config.micro_batch_tokens % (2 * MASK_BLOCK) == 0 and lacking(config)[1]:
+    while not config.exact and not any(n % (2 * MASK_BLOCK) for n in lengths()) and lacking(config)[1]:
         config = halve_micro_batches(config)
     if any(short := lacking(config)):
         cure = ("more ranks, fewer rows in --ngrams, or a smaller model" if short[0] else
@@ -3376,26 +3443,26 @@ def fit_to_gpus(config: Config, vocab_size: int, comm: Comm) -> tuple[Config, li
         _, training, validation = memory_needed(config, vocab_size, comm.ranks)
         raise RunError(f"a GPU here has {free >> 20} MiB free, and this run would allocate about {training >> 20} in "
                        f"training and {validation >> 20} in validation: take {cure}")
-    if config.micro_batch_tokens < asked:
-        changes.append(f"too little memory for micro-batches of {asked} tokens: they have {config.micro_batch_tokens}, "
-                       "and a step has as many more")
+    if lengths() < asked:
+        had, have = (", ".join(map(str, several)) for several in (asked, lengths()))
+        changes.append(f"too little memory for micro-batches of {had} tokens: they have {have}, and a step has as many "
+                       "more")
     return config, changes
 
 def halve_micro_batches(config: Config) -> Config:
     """Twice as many micro-batches of half the tokens, in every stage."""
+    change = {"micro_batches": lambda n: 2 * n, "micro_batch_tokens": lambda n: n // 2}
     head, *rows = rows_of(config.stages)
-    if "micro_batches" in head:
-        at = head.index("micro_batches")
-        rows = [[str(2 * int(cell)) if i == at else cell for i, cell in enumerate(row)] for row in rows]
-    return dataclasses.replace(config, micro_batch_tokens=config.micro_batch_tokens // 2,
-                               micro_batches=2 * config.micro_batches, stages="; ".join(map(" ".join, [head, *rows])))
+    rows = [[str(change[name](int(cell))) if name in change else cell for name, cell in zip(head, row)] for row in rows]
+    return dataclasses.replace(config, **{name: of(getattr(config, name)) for name, of in change.items()},
+                               stages="; ".join(map(" ".join, [head, *rows])))
 
 def memory_needed(config: Config, vocab_size: int, ranks: int) -> tuple[int, int, int]:
     """What a rank allocates, in bytes: throughout, at most in training, at most in validation. Fitted to compiled runs
     on bench/dry_gpu without kernels, which need less: a preflight may take them away."""
     c, layers, size = config, parse_layers(config.layers), config.torch_dtype.itemsize
     attentions, mlps = sum(bool(layer.window) for layer in layers), sum(layer.mlp for layer in layers)
-    value_tables, read_again = len({layer.value_table for layer in layers} - {None}), (len(layers) - 1) // 2 + 1
+    value_tables, read_again = len({layer.value_table for layer in layers} - {None}), len(saved_layers(c))
     matrices = (4 * attentions + 8 * mlps) * c.model_dim ** 2
     entries = (2 + value_tables) * vocab_size * c.model_dim + ngram_entries(c)
     # parameters and gradients, and a rank's share of what rules keep: of a float32 matrix one moment, of an entry two
@@ -3404,7 +3471,7 @@ def memory_needed(config: Config, vocab_size: int, ranks: int) -> tuple[int, int
     width, logits = c.model_dim * size, vocab_size * size  # of one token, in bytes
     copies = 2 if c.fp8_head else 1  # in fp8 also their gradient, twice in e5m2
     saved = (4 * attentions + 14 * mlps + 32) * width + logits * copies
-    training = kept + c.micro_batch_tokens * saved + 340 * 2 ** 20
+    training = kept + max(lengths_of_micro_batches(c)) * saved + 340 * 2 ** 20
     return int(kept), int(training), int(kept + c.val_len * (12 + read_again + value_tables) * width)
 
 def compile_stats() -> tuple[int, float]:
@@ -3445,7 +3512,7 @@ class Trainer:
                 block.mlp.kernels = config.kernels == "on" or config.kernels == "auto" and gpu
         if compiled:
             self.model.compile_parts()
-        scale = self.asked.micro_batch_tokens / config.micro_batch_tokens
+        scale = max(lengths_of_micro_batches(self.asked)) / max(lengths_of_micro_batches(config))
         self.optimizer = build_optimizer(config, self.model, comm, compiled, scale)
         first = plan_of(config, 0)
         self.model.follow(first.rotary_windows, first.tied)
@@ -3647,10 +3714,9 @@ class Run:
             return {"from_step": 0, "checkpoint": None} if from_environment("TORCHELASTIC_RESTART_COUNT", 0) else None
         saved = load_file(path)
         demand(saved["data"] == self.digests, f"the shards are not those of {path}; give --train_files and --val_files")
-        fitted = saved.get("micro_batch_tokens", self.config.micro_batch_tokens)
-        demand(fitted == self.config.micro_batch_tokens, f"{path} is of a run whose micro-batches had {fitted} tokens, "
-               f"and this machine's memory is for {self.config.micro_batch_tokens}, which are filled otherwise; go on "
-               "where as much memory is free")
+        fitted, here = saved["longest_micro_batch"], max(lengths_of_micro_batches(self.config))
+        demand(fitted == here, f"{path} is of a run whose micro-batches had {fitted} tokens, and this machine's memory "
+               f"is for {here}, which are filled otherwise; go on where as much memory is free")
         self.trainer.load(saved)
         self.clock.load_state(saved["clock"])
         self.first_step = saved["step"]
@@ -3727,7 +3793,7 @@ class Run:
             try:
                 self.trainer.save(path, step, run_id=self.log.run_id, preset=self.preset, clock=self.clock.state(),
                                   saved_at=time.time(), data=self.digests,
-                                  micro_batch_tokens=self.config.micro_batch_tokens)
+                                  longest_micro_batch=max(lengths_of_micro_batches(self.config)))
             except RunError as error:
                 self.log.say(f"no checkpoint: {error}")
                 if ends:

@@ -89,7 +89,7 @@ def main() -> None:
         stages = train_gpt.stages_of(config)
         turns = [[train_gpt.plan_of(config, -(-stage.begin // config.adam_every) * config.adam_every + i)
                   for i in range(config.adam_every)] for stage in stages]
-        tokens = sum(plan.micro_batches for plans in turns for plan in plans) * config.micro_batch_tokens
+        tokens = sum(plan.micro_batches * plan.micro_batch_tokens for plans in turns for plan in plans)
         path = Path(folder) / "random_train_000001.bin"
         write_shard(path, 2 * (args.rounds + 3) * tokens, vocab_size, mean_document=config.max_document_tokens // 3)
         trainer = train_gpt.Trainer(config, comm, device, train_gpt.find_shards(str(path)), asked)
@@ -99,7 +99,7 @@ def main() -> None:
         trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())  # nothing of that step waits for an update
         rows, weighted = [], 0.0
         for stage, plans in zip(stages, turns):
-            times, tokens = [], plans[0].micro_batches * config.micro_batch_tokens
+            times, tokens = [], plans[0].micro_batches * plans[0].micro_batch_tokens
             for turn in range(args.rounds + 2):
                 batches = [trainer.stream.next_batch(plan) for plan in plans]
                 finish(device)

@@ -30,7 +30,7 @@ def rotary(x, freqs):
     return out
 
 
-RECORD = "- S1M S2M SM LM SM SM M SM S0M S1M L2M"
+RECORD = "- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M"
 
 
 def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softcap=(30, 0, 7.5), layers=RECORD, backout_layer=8,
@@ -38,9 +38,11 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
     """p: parameters by name, float64. x, y: token lists. added: to the opened stream. -> summed cross entropy of all layers,
     of the next tokens with the weights `ahead`.
 
-    softcap: cap, shift, softness. layers: a word each. L: the long window, P: heads 2j and 2j + 1, or with halves j and
+    softcap: cap, shift, softness. layers: a word each. +n: some of layer n's output comes in before, by a gate of the opened
+    stream too where p has one. L: the long window, P: heads 2j and 2j + 1, or with halves j and
     j + heads / 2, share one softmax, c: attention reads the backout layer's output. Gates of value tables and shares of the own value are taken where p has them.
-    ngrams [T, dim]: comes into every layer, times a third weight of the layer. offset: in layers with L a key has of the token
+    ngrams [T, dim]: comes into every layer, times a third weight of the layer. Where p has stream_scales attention and MLP scale
+    the stream and what they add, x0 and ngrams come after attention, but ngrams before the first layer. offset: in layers with L a key has of the token
     before what does not turn. Matrices: qkvo, or qk and vo."""
     layers = layers.split()
     count = len(layers)
@@ -48,9 +50,11 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
     D = dim // heads
     if freqs is None:
         freqs = torch.cat([(1 / 1024) ** torch.linspace(0, 1, D // 4), torch.zeros(D // 4)]).double()
-    n = count // 2
-    mixes = 2 if ngrams is None else 3
-    skips, lam = p["scalars"][:n], p["scalars"][n:n + mixes * count].view(count, mixes)
+    n = sum("+" in word for word in layers)
+    by_part = "stream_scales" in p
+    mixes = 0 if by_part else 2 if ngrams is None else 3
+    skips, lam = list(p["scalars"][:n]), p["scalars"][n:n + mixes * count].view(count, mixes)
+    skip_gates = list(p.get("skip_gates", []))
     sa, (smear, backout) = p["scalars"][n + mixes * count:-2].view(count, 2), p["scalars"][-2:]
     e = p["embed.weight"][x]
     width = p["smear_gate"].shape[1]
@@ -60,14 +64,23 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
     h = h0 = rms(torch.stack(rows)) + added
     document = torch.tensor([sum(1 for v in x[:t + 1] if v == bos) for t in range(T)])
     outputs = {}
-    first_skip = (count + 1) // 2
+    if by_part and ngrams is not None:
+        h = h + p["added_scales"][0, 1] * ngrams
     for i, word in enumerate(layers):
-        if first_skip <= i < count - 1:
-            h = h + torch.sigmoid(skips[i - first_skip]) * outputs[count - 1 - i]
+        word, _, skip = word.partition("+")
+        if skip:
+            opening = torch.sigmoid(skips.pop(0))
+            if skip_gates:
+                gate = skip_gates.pop(0)
+                opening = opening * 2 * torch.sigmoid(h0[:, :len(gate)] @ gate)[:, None]
+            h = h + opening * outputs[int(skip)]
         if word == "-":
             outputs[i] = h
             continue
-        h = lam[i, 0] * h + lam[i, 1] * h0 + (0 if ngrams is None else lam[i, 2] * ngrams)
+        if by_part:
+            (keep, keep_later), (add_h0, add_ngrams, add_attn, add_mlp) = p["stream_scales"][i], p["added_scales"][i]
+        else:
+            h = lam[i, 0] * h + lam[i, 1] * h0 + (0 if ngrams is None else lam[i, 2] * ngrams)
         if word != "M":
             a = rms(outputs[backout_layer] if "c" in word else h)
             names = ("qkvo",) if f"blocks.{i}.attn.qkvo" in p else ("qk", "vo")
@@ -87,9 +100,9 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
                 values = p[f"value_embeds.{number[0]}.weight"][x]
                 opening = torch.ones(T, heads, dtype=a.dtype)
                 if (gate := p.get(f"blocks.{i}.attn.value_gate")) is not None:
-                    half = gate.shape[1] // 2
+                    half = gate.shape[1] if "P" in word else gate.shape[1] // 2
                     opening = 2 * torch.sigmoid(a[:, :half] @ gate[:, :half].T + values[:, :gate.shape[1] - half] @ gate[:, half:].T)
-                v = v + sa[i, 1] * opening[..., None] * values.view(T, heads, D)
+                v = v + (1 if by_part else sa[i, 1]) * opening[..., None] * values.view(T, heads, D)
             window = long if "L" in word else short
             heads_out = []
             for head in range(heads):
@@ -111,9 +124,16 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
                     mixed.append(y_t)
                 gate = torch.sigmoid(a[:, :p[f"blocks.{i}.attn.gate"].shape[1]] @ p[f"blocks.{i}.attn.gate"][head])
                 heads_out.append(torch.stack(mixed) * gate[:, None])
-            h = h + torch.stack(heads_out, 1).reshape(T, dim) @ w[3].T
+            out = torch.stack(heads_out, 1).reshape(T, dim) @ w[3].T
+            if by_part:
+                h = keep * h + add_attn * sa[i, 1] * out + add_h0 * h0
+                if ngrams is not None and i:
+                    h = h + add_ngrams * ngrams
+            else:
+                h = h + out
         if "M" in word:
-            h = h + torch.relu(rms(h) @ p[f"blocks.{i}.mlp.fc"]).square() @ p[f"blocks.{i}.mlp.proj"].T
+            out = torch.relu(rms(h) @ p[f"blocks.{i}.mlp.fc"]).square() @ p[f"blocks.{i}.mlp.proj"].T
+            h = keep_later * h + add_mlp * out if by_part else h + out
         outputs[i] = h
     h = rms(h - backout * outputs[backout_layer])
     cap, shift, softness = softcap

@@ -75,7 +75,7 @@ def test_help_short_names_what_a_first_look_needs_and_nothing_else(capsys):
         parse("--help", "short")
     shown = capsys.readouterr().out
     assert stop.value.code == 0 and {*re.findall(r"^  --(\w+)", shown, re.M)} == {*train_gpt.FIRST_FLAGS}
-    assert f"(2245; frontier: 1285; laptop: {train_gpt.PRESETS['laptop'].num_steps})" in " ".join(shown.split())
+    assert f"(2245; frontier: 1480; laptop: {train_gpt.PRESETS['laptop'].num_steps})" in " ".join(shown.split())
     assert "\noptimizers:" not in shown
     with pytest.raises(SystemExit):
         parse("--help")
@@ -114,7 +114,8 @@ def test_the_curve_of_the_progress_line(losses, drawn):
 
 def test_depth_is_said_in_layers():
     """So that a log has one way to say it."""
-    for depth, words, back in ((1, "LM", 0), (2, "SM LM", 0), (5, "SM SM SM LM LM", 3), (12, "SM SM SM LM " * 3, 8)):
+    for depth, words, back in ((1, "LM", 0), (2, "SM LM", 0), (5, "SM SM SM LM+1 LM", 3),
+                               (12, "SM SM SM LM SM SM SM+5 LM+4 SM+3 SM+2 SM+1 LM", 8)):
         config = parse("--depth", str(depth))[1]
         train_gpt.check_config(config, 1)
         assert config == dataclasses.replace(parse()[1], layers=words.strip(), backout_layer=back)
@@ -148,6 +149,10 @@ def refused(changes, ranks):
     ({"backout_layer": -1}, 1, "backout_layer is -1; it must be 0 or more"),
     ({"backout_layer": 12}, 1, "layers has 0 to 11"),
     ({"layers": "cM"}, 1, "'cM' is not a layer"),
+    ({"layers": "SM -+0"}, 1, "'-+0' is not a layer"),
+    ({"layers": "SM +0"}, 1, "'+0' is not a layer"),
+    ({"layers": "S0M SM+1"}, 1, "layer 1 takes in the output of layer 1; write + and an earlier one"),
+    ({"layers": "S0M SM", "skip_gates": True, "backout_layer": 0}, 1, "skip_gates is for layers that take in another's output"),
     ({"layers": "S0M cSM LM", "backout_layer": 1}, 1, "stands before or at backout_layer 1, whose output it would read"),
     ({"layers": "P0M SM", "backout_layer": 1, "num_heads": 1, "head_dim": 32}, 1, "num_heads is 1; make it even, or write S"),
     ({"untie_at": 1.5}, 1, "untie_at is 1.5; it must be 0 or more, at most 1"),
@@ -302,8 +307,8 @@ def test_steps_after_the_schedule_keep_the_floor():
 @pytest.mark.parametrize("stages,says", [
     ("", "write a head that begins with `until`"),
     ("until long_window", "then a row per stage"),
-    ("long_window until; 3 1", "write a head that begins with `until` and names some of micro_batches, max_document_tokens"),
-    ("until bank_mb; 1 3", "names some of micro_batches, max_document_tokens, long_window"),
+    ("long_window until; 3 1", "write a head that begins with `until` and names some of micro_batches, micro_batch_tokens, max_document_tokens"),
+    ("until bank_mb; 1 3", "names some of micro_batches, micro_batch_tokens, max_document_tokens, long_window"),
     ("until seed; 1 3", "names some of micro_batches"),
     ("until long_window long_window; 1 3 3", "names some of"),
     ("until long_window; 1 3 4", "'1 3 4' under 'until long_window'"),
@@ -379,12 +384,13 @@ def test_what_the_smallest_gpu_cannot_do_is_left_out_on_all(monkeypatch):
 
 
 def test_micro_batches_that_do_not_fit_are_halved_in_every_stage():
-    config = train_gpt.Config(stages="until micro_batches long_window; 1/2 4 3; 1 8 7; +40 16 7", micro_batches=3)
+    config = train_gpt.Config(stages="until micro_batches long_window micro_batch_tokens; 1/2 4 3 1024; 1 8 7 2048; +40 16 7 512",
+                              micro_batches=3)
     halved = train_gpt.halve_micro_batches(config)
     assert halved.micro_batch_tokens == config.micro_batch_tokens // 2 and halved.micro_batches == 6
     for step in (0, 1500, 2230, 2245):
         old, new = train_gpt.plan_of(config, step), train_gpt.plan_of(halved, step)
-        assert new == dataclasses.replace(old, micro_batches=2 * old.micro_batches)
+        assert new == dataclasses.replace(old, micro_batches=2 * old.micro_batches, micro_batch_tokens=old.micro_batch_tokens // 2)
     assert train_gpt.tokens_of_steps(config, 2245) == train_gpt.tokens_of_steps(halved, 2245)
     plain = train_gpt.halve_micro_batches(train_gpt.Config())
     assert plain.micro_batches == 16 and train_gpt.plan_of(plain, 0).micro_batches == 16

@@ -29,7 +29,7 @@ def shaken(config, seed=0):
 def shake(model, seed=0):
     torch.manual_seed(seed)
     for name, p in model.named_parameters():
-        p.add_(torch.randn_like(p) * (0.1 if name == "scalars" else 0.3 * p.shape[-1] ** -0.5))
+        p.add_(torch.randn_like(p) * (0.1 if name in train_gpt.SCALES else 0.3 * p.shape[-1] ** -0.5))
     return model
 
 
@@ -54,20 +54,24 @@ def test_loss_and_gradients_are_those_of_the_record(tiny, long, short):
         assert wanted.norm() > 0, f"{name} does not matter to the loss, so nothing was compared"
 
 
+PAIRED = "- S1M P2M SM LM PM SM+5 M+4 SM+3 P0M+2 S1M+1 L2M"
+
 FURTHER = {  # values beyond the record's, each with what reference.loss takes for it
     "logits": (dict(logit_cap=23.0, logit_shift=5.0), dict(softcap=(23.0, 5.0, 7.5))),
     "value gates": (dict(value_gates=True), dict()),
     "own value left out": (dict(exclude_self=True), dict()),
-    "attention reads back": (dict(layers="- S1M S2M SM LM SM SM M SM cS0M S1M cL2M"), dict()),
-    "paired heads": (dict(layers="- S1M P2M SM LM PM SM M SM P0M S1M L2M", exclude_self=True), dict()),
-    "paired heads by halves": (dict(layers="- S1M P2M SM LM PM SM M SM P0M S1M L2M", pairing="halves", num_heads=4, head_dim=8),
-                               dict(halves=True)),
+    "attention reads back": (dict(layers="- S1M S2M SM LM SM SM+5 M+4 SM+3 cS0M+2 S1M+1 cL2M"), dict()),
+    "paired heads": (dict(layers=PAIRED, exclude_self=True, value_gates=True), dict()),
+    "paired heads by halves": (dict(layers=PAIRED, pairing="halves", num_heads=4, head_dim=8), dict(halves=True)),
+    "skips by the token": (dict(skip_gates=True), dict()),
+    "scales of attention and MLP": (dict(sublayer_scales=True), dict()),
+    "and of n-grams": (dict(sublayer_scales=True, ngrams="2:50:32", ngram_mix=0.3), dict()),
     "tied": (dict(untie_at=1.0, head_init=0.01), dict()),
     "offset keys": (dict(key_offset=True), dict(offset=True)),
     "weights of n-grams by layer": (dict(ngrams="2:50:32", ngram_mix=0.3), dict()),
     "all of frontier": (dict({name: getattr(train_gpt.PRESETS["frontier"], name) for name in (
-        "layers", "backout_layer", "value_gates", "exclude_self", "stream_gain", "output_init", "head_init", "untie_at", "logit_cap",
-        "logit_shift", "ngram_mix", "key_offset", "muon_qk_heads", "pairing")}, ngrams="2:50:32", num_heads=4, head_dim=8),
+        "layers", "backout_layer", "value_gates", "skip_gates", "sublayer_scales", "stream_gain", "output_init", "head_init", "untie_at",
+        "logit_cap", "logit_shift", "ngram_mix", "key_offset", "muon_qk_heads", "pairing")}, ngrams="2:50:32", num_heads=4, head_dim=8),
         dict(softcap=(23.0, 5.0, 7.5), backout_layer=7, ahead=(1.0, 0.5, 0.25), offset=True, halves=True)),
 }
 
@@ -90,8 +94,8 @@ def test_what_came_after_the_record_is_as_written_down_a_second_time(tiny, name)
     expected = reference.loss(as_read, x.tolist(), y.tolist(), 12, 5, BOS, config.num_heads, layers=config.layers, **further)
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    if not config.ngrams:
-        record = reference.loss({name: p for name, p in plain.items() if "value_gate" not in name and "self_share" not in name},
+    if not config.ngrams and not config.sublayer_scales:
+        record = reference.loss({name: p for name, p in plain.items() if not name.endswith(("value_gate", "self_share", "skip_gates"))},
                                 x.tolist(), y.tolist(), 12, 5, BOS, config.num_heads)
         assert abs(record.item() - loss.item()) > 5e-6 * loss.item(), "five times what may differ above"
     for name, p in model.named_parameters():
@@ -108,7 +112,7 @@ def test_first_values_beyond_the_record_s(tiny):
                                   exclude_self=True)
     plain, model = (dict(train_gpt.build_model(config, ENCODING).named_parameters()) for config in (tiny, changed))
     dim = tiny.model_dim
-    assert model["scalars"][6:30].tolist() == pytest.approx([1.1, 0.0] * 12)
+    assert model["scalars"][5:29].tolist() == pytest.approx([1.1, 0.0] * 12)
     assert model["lm_head.weight"].std().item() == pytest.approx(0.005, rel=0.05)
     assert torch.equal(model["value_embeds.1.weight"], 0.5 * plain["value_embeds.1.weight"])
     for i in (1, 11):
@@ -117,6 +121,12 @@ def test_first_values_beyond_the_record_s(tiny):
         assert o.std().item() == pytest.approx(0.5 * v.std().item(), rel=0.1)
         assert not model[f"blocks.{i}.attn.value_gate"].any() and not model[f"blocks.{i}.attn.self_share"].any()
     assert "blocks.3.attn.value_gate" not in model, "that layer has no value table"
+    scaled = dataclasses.replace(changed, sublayer_scales=True, skip_gates=True, ngrams="2:50:32", ngram_mix=0.05)
+    model = dict(train_gpt.build_model(scaled, ENCODING).named_parameters())
+    assert model["scalars"].tolist() == [-1.5] * 5 + [0.5, 1.0] * 12 + [0.0, 0.5]
+    assert model["stream_scales"].flatten().tolist() == pytest.approx([1.1 ** 0.5] * 24)
+    assert model["added_scales"].flatten().tolist() == pytest.approx([0.0, 0.05, 1.0, 1.0] * 12)
+    assert model["skip_gates"].shape == (5, tiny.gate_dim) and not model["skip_gates"].any()
 
 
 class ByHand:
@@ -197,7 +207,7 @@ def test_initial_values_are_those_of_the_record(tiny):
         if name.endswith(("proj", "gate")) or name == "lm_head.weight":
             assert not x.any(), name
     assert not p["blocks.1.attn.qkvo"].view(4, 64, 64)[3].any()
-    assert p["scalars"].tolist() == [-1.5] * 6 + [1.0, 0.0] * 12 + [0.5] * 24 + [0.0, 0.5]
+    assert p["scalars"].tolist() == [-1.5] * 5 + [1.0, 0.0] * 12 + [0.5] * 24 + [0.0, 0.5]
     assert "blocks.7.attn.qkvo" not in p and "blocks.0.mlp.fc" not in p and "blocks.7.mlp.fc" in p
 
 
@@ -543,7 +553,7 @@ def test_untying_decay_average_and_rates_train_as_a_plain_second_training_does(t
     """Ten steps: tied until step 6, averaged from step 4 on, the average in the parameters after the last."""
     config = dataclasses.replace(
         tiny, stages="until long_window; 1 3", num_steps=10, micro_batches=2, micro_batch_tokens=16, max_document_tokens=14,
-        cooldown=0.0, adam_lr=0.001, adam_eps=1e-3, untie_at=0.51, head_init=0.01, adam_weight_decay=2e4, proj_lr_mul=4.0, attn_lr_mul=0.5,
+        cooldown=0.0, adam_lr=0.001, adam_eps=1e-3, untie_at=0.41, head_init=0.01, adam_weight_decay=2e4, proj_lr_mul=4.0, attn_lr_mul=0.5,
         tail_average=0.4, tail_steps=2)
     train_gpt.check_config(config, 1)
     trainer = make_trainer(tmp_path, config)
@@ -577,16 +587,18 @@ def test_untying_decay_average_and_rates_train_as_a_plain_second_training_does(t
 def test_groups_of_adam_and_matrices_of_few_heads_train_as_a_plain_second_training_does(tmp_path, tiny):
     """Six steps, three updates of Adam, with rates and decays that show: each kind by its own row of the table."""
     groups = "of lr_mul beta1 beta2 weight_decay; head 1 .5 .9 9e4; embed 3 .6 .8 5e4; values 7 .75 .95 2e4; ngrams 5 .7 .85 3e4; " \
-             "scalars 2 .9 .99 1e4; shares 1.5 .8 .7 4e4; gates .5 .9 .98 6e4; smear .2 .4 .6 8e4"
+             "scalars 2 .9 .99 1e4; shares 1.5 .8 .7 4e4; gates .5 .9 .98 6e4; smear .2 .4 .6 8e4; scales 4 .85 .9 1e3; " \
+             "added .7 .6 .95 2e3; skips 6 .7 .8 4e3"
     config = dataclasses.replace(
         tiny, stages="until long_window; 1 3", num_steps=6, micro_batches=2, micro_batch_tokens=16, max_document_tokens=14,
         cooldown=0.0, adam_lr=0.001, adam_eps=1e-3, ngrams="2:50:8", ngram_mix=0.3, exclude_self=True, value_gates=True,
-        key_offset=True, muon_qk_heads=1, muon_beta2=0.9, adam_groups=groups)
+        key_offset=True, skip_gates=True, sublayer_scales=True, muon_qk_heads=1, muon_beta2=0.9, adam_groups=groups)
     train_gpt.check_config(config, 1)
     trainer = make_trainer(tmp_path, config)
     by_hand = {
         "lm_head.weight": (0.001, 0.5, 0.9, 9e4), "embed.weight": (0.003, 0.6, 0.8, 5e4), "scalars": (0.002, 0.9, 0.99, 1e4),
         "ngrams.0.weight": (0.005, 0.7, 0.85, 3e4), "smear_gate": (0.0002, 0.4, 0.6, 8e4), "self_share": (0.0015, 0.8, 0.7, 4e4),
+        "stream_scales": (0.004, 0.85, 0.9, 1e3), "added_scales": (0.0007, 0.6, 0.95, 2e3), "skip_gates": (0.006, 0.7, 0.8, 4e3),
         **{f"value_embeds.{i}.weight": (0.007, 0.75, 0.95, 2e4) for i in range(3)},
         **{f"attn.{gate}": (0.0005, 0.9, 0.98, 6e4) for gate in ("gate", "value_gate")}}
     plain = PlainTraining(trainer.model, config, by_hand, {"qk": ((16, 32), True), "vo": ((32, 32), False)})
@@ -608,35 +620,36 @@ def test_frontier_s_plan_is_that_of_the_record():
     c, at = train_gpt.PRESETS["frontier"], {}
     for step in range(c.num_steps):
         plan = train_gpt.plan_of(c, step)
-        key = (plan.micro_batches * c.micro_batch_tokens, plan.max_document_tokens, *(w // 128 for w in plan.windows))
+        key = (plan.micro_batches * plan.micro_batch_tokens, plan.max_document_tokens, *(w // 128 for w in plan.windows))
         at.setdefault(key, []).append(plan)
     assert [(plans[-1].step + 1, *key) for key, plans in at.items()] == [
-        (423, 131_072, 896, 3, 1), (847, 262_144, 2048, 7, 3), (1270, 393_216, 2048, 11, 5), (1285, 393_216, 2048, 13, 6)]
+        (480, 131_072, 896, 3, 1), (960, 262_144, 2048, 7, 3), (1440, 393_216, 2048, 11, 5), (1480, 393_216, 2048, 13, 6)]
     first, second, third, further = at.values()
     assert [plans[0].loss_weights for plans in at.values()] == [(1, 0.5, 0.25), (1, 0.5), (1,), (1,)]
-    assert first[211].loss_weights == pytest.approx((1, 0.5, 0.25 * (1 - 211 / 423)))
-    assert second[-1].loss_weights == pytest.approx((1, 0.5 / 424))
-    assert first[0].lr_factor == 1 and second[0].lr_factor == 1.52 and further[0].lr_factor == pytest.approx(0.15, abs=1e-3)
-    left = (1270 - 900) / (0.6 * 1270)  # of the cooldown, before step 900
-    assert third[900 - 847].lr_factor == pytest.approx(1.73 * left + (1 - left) * 0.15)
-    assert [plans[0].tied for plans in at.values()] == [True, True, True, False] and third[1].unties, "with the first of a cycle"
-    assert train_gpt.plan_of(c, 1285).windows.long == 20 * 128
+    assert first[211].loss_weights == pytest.approx((1, 0.5, 0.25 * (1 - 211 / 480)))
+    assert second[-1].loss_weights == pytest.approx((1, 0.5 / 480))
+    assert first[0].lr_factor == 1 and second[0].lr_factor == 1.52 and {plan.lr_factor for plan in further} == {0.15}
+    left = (1440 - 1000) / (0.6 * 1440)  # of the cooldown, before step 1000
+    assert third[1000 - 960].lr_factor == pytest.approx(1.73 * left + (1 - left) * 0.15)
+    assert [plans[0].tied for plans in at.values()] == [True, True, True, False] and third[2].unties, "after a cycle of Adam's"
+    assert train_gpt.plan_of(c, 1480).windows.long == 20 * 128
     assert (c.muon_lr, c.muon_beta2, c.proj_lr_mul, c.attn_lr_mul, c.fc_lr_mul, c.muon_qk_heads) == (0.023, 0.9, 4, 1, 2, 2)
     assert (c.head_init, c.value_init, c.output_init, c.stream_gain, c.ngram_mix) == (0.005, 0.01, 1, 1.1, 0.05)
     assert (c.logit_cap, c.logit_shift, c.logit_softness, c.adam_every, c.adam_lr) == (23, 5, 7.5, 2, 0.008)
-    assert c.ngrams == f"2:{15 * 50304 // 2}:768" and c.pairing == "halves" and c.key_offset and c.value_gates and c.exclude_self
+    assert c.ngrams == f"2:{5 * 50304}:768" and c.pairing == "halves" and c.key_offset and c.value_gates and not c.exclude_self
 
 
-@pytest.mark.parametrize("words", ["head", "values", "ngrams", "scalars", "shares", "gates", "smear"])
+@pytest.mark.parametrize("words", ["head", "values", "ngrams", "scalars", "scales", "added", "gates", "smear", "skips"])
 def test_frontier_s_groups_are_those_of_the_record(tiny, words):
     """(learning rate over adam_lr, betas, decay over 0.005) as the record's table has them."""
     wanted = {"head": (1, 0.5, 0.95, 150), "values": (75, 0.75, 0.95, 5), "ngrams": (75, 0.75, 0.95, 5), "scalars": (5, 0.9, 0.99, 0),
-              "shares": (1, 0.9, 0.95, 0), "gates": (1, 0.9, 0.99, 1), "smear": (0.01, 0.9, 0.99, 0)}[words]
+              "scales": (5, 0.9, 0.95, 0), "added": (1, 0.9, 0.95, 0), "gates": (1, 0.9, 0.99, 1), "smear": (0.01, 0.9, 0.99, 0),
+              "skips": (0.05, 0.9, 0.99, 0)}[words]
     names = {"head": ["lm_head.weight", "embed.weight"], "values": ["value_embeds.0.weight", "value_embeds.4.weight"],
-             "ngrams": ["ngrams.0.weight"], "scalars": ["scalars"], "shares": ["blocks.1.attn.self_share"],
-             "gates": ["blocks.1.attn.gate", "blocks.1.attn.value_gate"], "smear": ["smear_gate"]}[words]
+             "ngrams": ["ngrams.0.weight"], "scalars": ["scalars"], "scales": ["stream_scales"],
+             "added": ["added_scales"], "skips": ["skip_gates"], "gates": ["blocks.1.attn.gate", "blocks.1.attn.value_gate"], "smear": ["smear_gate"]}[words]
     config = dataclasses.replace(train_gpt.PRESETS["frontier"], model_dim=32, num_heads=2, head_dim=16, ngrams="2:50:8",
-                                 micro_batch_tokens=48, val_len=64)
+                                 stages="until long_window; 1 3", micro_batch_tokens=48, val_len=64)
     specs = train_gpt.assign(train_gpt.build_model(config, ENCODING), train_gpt.assignments(config))
     rules = {spec.name: spec.rule for spec in specs}
     for name in names:
@@ -657,7 +670,7 @@ def test_every_kind_of_block_is_compiled(tiny, monkeypatch):
     model.compile_parts()
     before = train_gpt.compile_stats()[0]
     assert model(x, y, train_gpt.Windows(12, 5)).item() == pytest.approx(wanted, rel=1e-5)
-    assert train_gpt.compile_stats()[0] - before == 12 + 4, "kinds, and the head and what stands between"
+    assert train_gpt.compile_stats()[0] - before == 12 + 3, "kinds, and the head and what stands between"
     torch._dynamo.reset()
 
 

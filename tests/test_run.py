@@ -266,7 +266,7 @@ def test_nothing_is_compiled_after_warm_up(one, tmp_path, capsys, monkeypatch):
     Gathers that the next forward waits for compile nothing further: their hooks run outside of what is compiled."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     changes = dict(compile="on", stages="until long_window; 1/3 2; 2/3 3; 1 4; +4 11", warmup_steps=10, num_steps=14,
-                   bucket_mb=1000, val_len=96, layers="S0M S1M SM LM M M", backout_layer=3)  # two of each kind
+                   bucket_mb=1000, val_len=96, layers="S0M S1M SM LM+2 M+1 M", backout_layer=3)  # two of each kind
     parts = 3 + 1 + 3  # blocks with attention, with attention and a value table, with an MLP alone; the head; what is between
     rules = 4 + 3  # NorMuon on four shapes of matrices, Adam on three kinds of bucket
     for name, lazy in (("compiled", "false"), ("overlapping", "true")):

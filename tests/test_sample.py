@@ -29,7 +29,7 @@ def shaken(config, encoding=BYTES):
     torch.manual_seed(1)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.add_(torch.randn_like(p) * (0.1 if name == "scalars" else 0.3 * p.shape[-1] ** -0.5))
+            p.add_(torch.randn_like(p) * (0.1 if name in train_gpt.SCALES else 0.3 * p.shape[-1] ** -0.5))
     model.rotary.follow((12, 28))
     return model
 
@@ -40,11 +40,13 @@ def a_text(tokens=150):
     return [7, 8] + text[:60] + [256] + [token % 200 for token in text[60:140]] + text[140:]
 
 
-PAIRED = "- S1M P2M SM LM PM SM M SM cP0M S1M cL2M"
+PAIRED = "- S1M P2M SM LM PM SM+5 M+4 SM cP0M+2 S1M cL2M"
 
 
 @pytest.mark.parametrize("changes", [dict(), dict(ngrams="2:40:8 4:70:32"), dict(layers=PAIRED, exclude_self=True, value_gates=True),
-                                     dict(ngrams="2:40:8", ngram_mix=0.3, key_offset=True, muon_qk_heads=1)])
+                                     dict(ngrams="2:40:8", ngram_mix=0.3, key_offset=True, muon_qk_heads=1),
+                                     dict(layers=PAIRED, sublayer_scales=True, skip_gates=True, value_gates=True,
+                                          ngrams="2:40:8", ngram_mix=0.3)])
 @pytest.mark.parametrize("tied", [False, True])
 def test_logits_are_those_of_the_full_forward(tiny, changes, tied):
     text, model = a_text(), shaken(dataclasses.replace(tiny, val_len=256, **changes))
