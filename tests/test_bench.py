@@ -185,3 +185,92 @@ def test_nanogpt_wants_a_clone(start, tmp_path):
     process = start("nanogpt.py", "--nanogpt", str(tmp_path), "--text", str(tmp_path))
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1 and "train.py: there is no such file; name a clone of nanoGPT" in errors
+
+
+# A program in place of record 44's, with its names, that trains as train_gpt.py does with further flags
+STAND_IN = '''
+import shlex, torch, train_gpt as t
+from torch import nn
+_reduce_scatter_hooks = nvidia_smi = print0 = str
+THEIRS = {{"attn.qkvo": "attn.qkvo_w", "attn.gate": "attn.attn_gate.weight", "mlp.fc": "mlp.c_fc", "mlp.proj": "mlp.c_proj",
+          "smear_gate": "smear_gate.weight"}}
+class Hyperparameters: pass
+class GPT(nn.Module):
+    def __init__(self, vocab, layers, heads, head_dim, dim, longest):
+        super().__init__()
+        flags = shlex.split(f"--fp8_head false --dtype float32 --num_heads {{heads}} --head_dim {{head_dim}} --model_dim {{dim}} "
+            f"--num_steps {{args.num_iterations}} --micro_batch_tokens {{args.train_batch_size // 8}} --max_document_tokens "
+            f"{{args.train_max_seq_len}} --window_block {{args.block_size}} --muon_momentum_rise 300 --muon_momentum_fall 50 --stages "
+            f"'until long_window; 1/3 3; 2/3 7; 1 11; +4 13' {0}")
+        config = t.parse_config(flags, "speedrun")[1]
+        self.trainer = [t.Trainer(config, t.Comm(), torch.device("cpu"), t.find_shards(args.train_files))]
+    def named_parameters(self):
+        for name, p in self.trainer[0].model.named_parameters():
+            for ours, theirs in THEIRS.items():
+                name = name.replace(ours, theirs)
+            yield name, torch.cat([p[:5], torch.zeros(7), p[5:]]) if name == "scalars" else p
+args = Hyperparameters()
+print0(nvidia_smi())
+model = torch.compile(GPT(50257, 12, 6, 128, 768, 1), dynamic=False)
+trainer, texts = model.trainer[0], t.validation_sequences(t.find_shards(args.val_files), args.val_tokens, args.val_batch_size // 8)
+for step in range(args.num_iterations + 1):
+    plan = t.plan_of(trainer.config, step)
+    val_loss = trainer.validate(plan, texts)[0]
+    print(f"step:{{step}}/{{args.num_iterations}} val_loss:{{val_loss:.4f}} train_time:0ms")
+    if step < args.num_iterations:
+        trainer.step(plan, trainer.stream.next_batch(plan))
+trainer.stream.close()
+'''
+
+
+def test_a_program_that_trains_alike_until_its_rate_falls_agrees_until_then(start, tmp_path):
+    log = tmp_path / "log.txt"
+    log.write_text(STAND_IN.format("--lr_floor 0.15") + "\n" + "=" * 100 + "\nRunning Python\n")
+    process = start("public_record.py", str(log))
+    out, errors = process.communicate(timeout=180)
+    assert process.returncode == 1 and "They DO NOT agree: losses within" in out, errors + out
+    losses, *_ = out.split("\n\n| parameters")
+    differences = [abs(float(row["difference"])) for row in rows(losses)]
+    assert len(differences) == 19 and max(differences[:8]) < 1e-8 < 3e-5 < max(differences[9:])
+    assert "| blocks.*.attn.qkvo | 10 |" in out
+
+
+@pytest.mark.skipif("PUBLIC_RECORDS" not in os.environ, reason="PUBLIC_RECORDS names no clone's records/track_1_short")
+@pytest.mark.parametrize("log", ["2025-10-31_AdamSyncGradientHook/0c17cdfd-772c-4906-8d11-141b370599a0.txt",
+                                 "2026-04-08_PairedHeadMuon/logs/split_qk0-1480.txt"])
+def test_presets_train_as_the_records_own_programs_do(start, log):
+    process = start("public_record.py", str(Path(os.environ["PUBLIC_RECORDS"], log)))
+    out, errors = process.communicate(timeout=900)
+    assert process.returncode == 0 and "They agree" in out, errors + out
+
+
+def test_a_log_of_no_known_record_is_refused(start, tmp_path):
+    (tmp_path / "log.txt").write_text("import torch\n" + "=" * 100 + "\n")
+    for name, says in (("log.txt", "begins with no program of record 44 or 80; fetch its log"), ("none", "No such file or directory")):
+        process = start("public_record.py", str(tmp_path / name))
+        errors = process.communicate(timeout=90)[1]
+        assert process.returncode == 1 and says in errors and "Traceback" not in errors
+
+
+def test_what_stands_in_for_kernels_computes_what_they_do(monkeypatch):
+    monkeypatch.syspath_prepend(BENCH)
+    import public_record
+    import train_gpt
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 12, 2, 8, generator=generator)
+    cut = torch.tensor([0, 5, 9, 12, 12], dtype=torch.int32)  # three documents, and filled up
+    y = public_record.attention(q, k, v, cu_seqlens_q=cut, softmax_scale=0.3, window_size=(2, 0))
+    for t in range(12):
+        first = max(int(begin) for begin in cut if begin <= t)
+        seen = slice(max(first, t - 2), t + 1)
+        chances = torch.softmax(0.3 * torch.einsum("hd,shd->hs", q[t], k[seen]), -1)
+        assert torch.allclose(y[t], torch.einsum("hs,shd->hd", chances, v[seen]), atol=1e-6)
+    x, head = torch.randn(6, 8, generator=generator), torch.randn(8, 16, generator=generator)
+    targets = torch.tensor([3, 1, 4, 1, 5, 9])
+    losses = public_record.softcapped_loss(x, targets, torch.tensor([1.0, 0.5]), head)
+    ours = train_gpt.Head(16, 8, torch.float32, False, train_gpt.Softcap(23.0, 5.0, 7.5))
+    ours.weight.data.copy_(head.T)
+    ahead = torch.stack([targets, torch.cat([targets[1:], torch.tensor([-1])])])
+    assert losses.sum().item() == pytest.approx(ours(x, ahead, torch.tensor([1.0, 0.5])).item(), rel=1e-6)
+    x = torch.tensor([63, 4, 4, 63, 7], dtype=torch.int32)
+    assert public_record.own_rows(x).tolist() == [63 * 64 + 63, 4 * 64 + 63, 4 * 64 + 4, 63 * 64 + 63, 7 * 64 + 63]

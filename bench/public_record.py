@@ -1,0 +1,351 @@
+"""A public record's own program beside train_gpt.py: both train the same small model on the same tokens.
+
+    python bench/public_record.py LOG
+
+LOG is a log of the public speedrun (KellerJordan/modded-nanogpt, records/track_1_short): of record 44
+(2025-10-31_AdamSyncGradientHook), which the preset `speedrun` claims to be, or of record 80 (2026-04-08_PairedHeadMuon,
+split_qk*), which `frontier` claims to be. It begins with the source of its program, and that is run as it stands, on one rank
+and a CPU: **a log of somebody you do not trust can do what it likes**. Replaced are CUDA and bf16, by the CPU and float32;
+kernels, by what they compute; the network, since nobody else is there; nvidia-smi; of record 80 how float32 matrices are
+kept in two halves, and how pairs of tokens are hashed, since here each has a row of its own; and the sizes: of model, sequences,
+windows, documents and schedule. Both start from its first parameters and validate after each step.
+
+Printed are both losses of each step, and for each kind of parameter by how much the ends differ, in parts of how far it moved.
+Exit status: 0 they agree, 1 they do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import itertools
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import types
+import unittest.mock
+from pathlib import Path
+from typing import Any, Callable, NamedTuple
+
+import numpy as np
+import torch
+import torch._dynamo  # before Triton is replaced, whose absence it has seen
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from common import run, table, train_gpt
+
+ENCODING = train_gpt.Encoding(64, 63)
+TOKENS, VAL_LEN, VAL_TOKENS, BLOCK = 128, 512, 4096, 8  # of the shortest micro-batch, of validation, of a window's unit
+LOSS_DIFFERS, MOVE_DIFFERS = 3e-5, 1e-2  # at most: of a loss; of how far a parameter moved, polar enlarges what is rounded
+
+
+# the records
+
+def of_44(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Their parameters by our names."""
+    renamed = {"attn.qkvo_w": "attn.qkvo", "attn.attn_gate.weight": "attn.gate", "c_fc": "fc", "c_proj": "proj",
+               "smear_gate.weight": "smear_gate"}
+    ours = {}
+    for name, x in theirs.items():
+        for old, new in renamed.items():
+            name = name.replace(old, new)
+        ours[name] = x
+    skips, further = theirs["scalars"].split([12, len(theirs["scalars"]) - 12])  # of twelve skips five are used
+    return {**ours, "scalars": torch.cat([skips[:5], further[:50]])}
+
+
+def of_80(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    heads, dim = theirs["attn_gate_bank"].size(1), theirs["embed.weight"].size(1)
+    half = dim // heads // 2  # of a head's entries: their rotary turns 2j and 2j + 1 together, ours j and half + j
+    order = [*range(0, half, 2), *range(half, half + half // 2), *range(1, half, 2), *range(half + half // 2, 2 * half)]
+    scalars = theirs["scalars"]
+    ours = {"lm_head.weight": theirs["lm_head.weight"].T, "embed.weight": theirs["embed.weight"],
+            "ngrams.0.weight": theirs["bigram_embed.weight"], "smear_gate": theirs["smear_gate.weight"],
+            "skip_gates": theirs["skip_gate.weight"], "stream_scales": theirs["resid_lambdas"],
+            "added_scales": torch.stack([theirs["x0_lambdas"], theirs["bigram_lambdas"], *theirs["post_lambdas"].T], 1),
+            "scalars": torch.cat([scalars[24:25], scalars[:24]])}
+    qk, vo = (theirs[name].view(10, 2 * dim, dim) for name in ("qk_bank", "vo_bank"))
+    for i, layer in enumerate(layer for layer in range(11) if layer != 6):
+        attn = f"blocks.{layer}.attn"
+        ours[f"{attn}.qk"] = qk[i].view(-1, 2 * half, dim)[:, order].reshape(dim, 2 * dim)
+        ours |= {f"{attn}.vo": vo[i], f"{attn}.gate": theirs["attn_gate_bank"][i]}
+    for i, layer in enumerate((1, 2, 8, 9, 10)):
+        ours[f"blocks.{layer}.attn.value_gate"] = theirs["ve_gate_bank"][i]
+        ours[f"value_embeds.{i}.weight"] = theirs["value_embeds"].view(5, -1, dim)[i]
+    for layer in range(11):
+        for name, x in zip(("fc", "proj"), theirs["mlp_bank"][layer]):
+            ours[f"blocks.{layer}.mlp.{name}"] = x.T
+    return ours
+
+
+class Record(NamedTuple):
+    """mark: what of the records here only its source has. shrink(its globals): after it set its own sizes; edits: what its
+    source has in place of a pattern, likewise. flags: the same for train_gpt.py."""
+
+    mark: str
+    heads: int
+    head_dim: int
+    shrink: Callable[[dict[str, Any]], None]
+    ours: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    flags: str
+    edits: tuple[tuple[str, str], ...] = ()
+
+
+def shrink_44(program: dict[str, Any]) -> None:
+    args = program["args"]
+    args.train_batch_size, args.train_max_seq_len, args.block_size = 8 * 2 * TOKENS, 64, BLOCK
+    args.num_scheduled_iterations, args.num_extension_iterations, args.num_iterations = 14, 4, 18
+    program.update({name: KERNELS[name] for name in ("XXT", "ba_plus_cAA")})
+
+
+def shrink_80(program: dict[str, Any]) -> None:
+    args = program["args"]
+    args.num_scheduled_iterations, args.num_extension_iterations = 30, 4
+    args.bigram_vocab_size = ENCODING.vocab_size ** 2
+    program["get_bigram_hash"] = own_rows
+    program["NorMuonAndAdam"]._cautious_wd_and_update_inplace = staticmethod(update_in_float32)
+
+
+RECORDS = {
+    "44": Record("_reduce_scatter_hooks", 2, 16, shrink_44, of_44,
+                 f"--preset speedrun --num_steps 18 --micro_batch_tokens {2 * TOKENS} --max_document_tokens 64 --stages "
+                 "'until long_window; 1/3 3; 2/3 7; 1 11; +4 13'"),
+    "80": Record("qk_bank", 6, 8, shrink_80, of_80,
+                 f"--preset frontier --num_steps 34 --ngrams 2:{ENCODING.vocab_size ** 2}:48 --stages "
+                 "'until micro_batch_tokens max_document_tokens long_window peak_lr_factor loss_weights; "
+                 f"1/3 {TOKENS} 28 3 1 1,.5,.25>0; 2/3 {2 * TOKENS} 64 7 1.52 1,.5>0; 1 {3 * TOKENS} 64 11 1.73 1; "
+                 f"+4 {3 * TOKENS} 64 13 .15 1'",
+                 ((r"(batch_size=\d+ \*) 2048 \* 8", rf"\g<1> {TOKENS}"), (r"(train_max_seq_len=\d+),", r"\g<1> // 32,"),
+                  (r"(self\.block_size = )128", rf"\g<1>{BLOCK}"))),
+}
+
+
+# what stands in for a GPU, its kernels and its network
+
+def own_rows(tokens: Tensor) -> Tensor:
+    """Of each pair of tokens, within a document; as train_gpt.NgramTable numbers them."""
+    before = F.pad(tokens[:-1].long(), (1, 0), value=ENCODING.bos_id)
+    before = torch.where(tokens == ENCODING.bos_id, ENCODING.bos_id, before)
+    return (tokens.long() * ENCODING.vocab_size + before).to(torch.int32)
+
+
+def update_in_float32(halves: Tensor, mantissa: Tensor, grad: Tensor, decay: Tensor, lr: Tensor) -> None:
+    param = halves.view(torch.float32)
+    param.sub_(param * (grad * param >= 0) * decay * lr + grad * lr)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, softmax_scale: float, window_size: tuple[int, int],
+              **_: Any) -> Tensor:
+    """q, k, v [T, heads, head_dim] -> the same. A document begins at each of cu_seqlens_q."""
+    at = torch.arange(len(q))
+    docs = torch.searchsorted(cu_seqlens_q.long(), at, right=True)
+    back = at[:, None] - at
+    seen = (back >= 0) & (back <= window_size[0]) & (docs[:, None] == docs)
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, seen, scale=softmax_scale).transpose(0, 1).contiguous()
+
+
+def softcapped_loss(x: Tensor, targets: Tensor, weights: Tensor, head: Tensor, *scales: float) -> Tensor:
+    """Of each token [T], those of the targets further ahead with their weights."""
+    logs = (23 * torch.sigmoid((x @ head + 5) / 7.5)).log_softmax(-1)
+    ahead = [F.pad(targets[k:], (0, k)) for k in range(len(weights))]
+    there = [torch.arange(len(x)) < len(x) - k for k in range(len(weights))]
+    return -sum(w * logs.gather(1, t[:, None])[:, 0] * known for w, t, known in zip(weights, ahead, there))
+
+
+KERNELS = {
+    "XXT": lambda a, out: out.copy_(a @ a.mT),
+    "XTX": lambda a, out: out.copy_(a.mT @ a),
+    "ba_plus_cAA": lambda a, alpha, beta, out: out.copy_(alpha * (a @ a.mT) + beta * a),
+    "transpose_add": lambda a, out: out.add_(a.T),
+    "transpose_copy": lambda a, out: out.copy_(a.T),
+    "FusedLinearReLUSquareFunction": types.SimpleNamespace(apply=lambda x, fc, proj: (x @ fc.T).relu().square() @ proj),
+    "FusedSoftcappedCrossEntropy": types.SimpleNamespace(apply=softcapped_loss),
+}
+
+
+class OnTheCpu(TorchFunctionMode):
+    """CUDA means the CPU, and bf16 float32; and what is written over itself is read first, as in compiled code."""
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (Tensor.bfloat16, Tensor.cuda):
+            return args[0].float() if function is Tensor.bfloat16 else args[0]
+        if function is Tensor.__setitem__ and isinstance(args[2], Tensor):
+            args = (*args[:2], args[2].clone())
+        return function(*map(self.instead, args), **{name: self.instead(x) for name, x in (kwargs or {}).items()})
+
+    @staticmethod
+    def instead(x: Any) -> Any:
+        if isinstance(x, torch.device) or isinstance(x, str) and x.startswith("cuda"):
+            return "cpu"
+        return torch.float32 if x is torch.bfloat16 else x
+
+
+class Done:
+    """A collective of one rank."""
+
+    def wait(self) -> None:
+        pass
+
+    def get_future(self) -> torch.futures.Future:
+        future = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+def collective(out: Tensor, given: Tensor, *_: Any, **__: Any) -> Done:
+    out.copy_(given)
+    return Done()
+
+
+def run_theirs(record: Record, source: str, home: Path) -> None:
+    """Runs the program in this process, which is its own; leaves first.pt and last.pt, and its log in logs/."""
+    def build(vocab_size: int, num_layers: int, num_heads: int, head_dim: int, model_dim: int, max_seq_len: int) -> Any:
+        dim = record.heads * record.head_dim
+        kept["model"] = gpt(ENCODING.vocab_size, num_layers, record.heads, record.head_dim, dim, max_seq_len)
+        return kept["model"]
+
+    def prepare(program: dict[str, Any]) -> None:
+        nonlocal gpt
+        args, gpt = program["args"], program["GPT"]
+        args.train_files, args.val_files = f"{home}/*_train_*.bin", f"{home}/*_val_*.bin"
+        args.val_batch_size, args.val_tokens, args.val_loss_every = 8 * VAL_LEN, VAL_TOKENS, 1
+        record.shrink(program)
+        program.update(GPT=build, BOS_ID=ENCODING.bos_id)
+
+    def save(name: str) -> None:
+        torch.save({name: p.detach().clone() for name, p in kept["model"].named_parameters()}, home / name)
+
+    def compiled(function: Any = None, **_: Any) -> Any:
+        if isinstance(function, torch.nn.Module):  # the model, after its first values are set
+            save("first.pt")
+        return (lambda function: function) if function is None else function
+
+    kept: dict[str, Any] = {}
+    gpt, nothing, empty, empty_like = None, lambda *_, **__: 0, torch.empty, torch.empty_like
+    for change in ({"reduce_scatter_tensor": collective, "all_gather_into_tensor": collective},
+                   {"is_initialized": lambda: True, "get_world_size": lambda: 1, "get_rank": lambda: 0},
+                   dict.fromkeys(("init_process_group", "destroy_process_group", "barrier", "broadcast", "reduce"), nothing),
+                   {"all_reduce": nothing}):
+        vars(dist).update(change)
+    vars(torch.cuda).update(dict.fromkeys(("set_device", "synchronize", "max_memory_allocated", "max_memory_reserved"), nothing),
+                            is_available=lambda: True)
+    torch.compile = compiled
+    torch.empty = lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs)
+    torch.empty_like = lambda *args, pin_memory=False, **kwargs: empty_like(*args, **kwargs)
+    flash = types.SimpleNamespace(flash_attn_interface=types.SimpleNamespace(flash_attn_varlen_func=attention))
+    modules = {"kernels": {"get_kernel": lambda name: flash}, "triton_kernels": KERNELS, "triton": None, "triton.language": None}
+    for name, content in modules.items():
+        sys.modules[name] = types.SimpleNamespace(**content) if content else unittest.mock.MagicMock(__spec__=None, __version__="-")
+    for old, new in ((r"\nargs = Hyperparameters\(\)\n", r"\g<0>PREPARE(globals())\n"), (r"print0\(nvidia_smi\(\)\)", "pass"),
+                     (r"val_loss:\{val_loss:\.4f\}", "val_loss:{val_loss:.9f}"), *record.edits):
+        source, count = re.subn(old, new, source)
+        if not count:
+            raise train_gpt.RunError(f"the record's program has no {old!r}: is it the log that --help names?")
+    for name in ("program.py", "triton_kernels.py"):  # it reads them for its log
+        (home / name).write_text("")
+    sys.argv = [str(home / "program.py")]
+    torch.manual_seed(0)
+    program = sys.modules["__main__"] = types.ModuleType("__main__")  # where its dataclasses look for themselves
+    program.PREPARE = prepare
+    with OnTheCpu():
+        exec(builtins.compile(source, "the record's program", "exec"), vars(program))
+    save("last.pt")
+
+
+# the comparison
+
+def make_shards(home: Path) -> None:
+    """Documents in which each token follows from the two before it, most of the time. No run comes to the second shard: where
+    one ends the programs drop the micro-batches of a call, which are all of a step on eight ranks, and one here."""
+    random = np.random.default_rng(0)
+    for name, tokens in (("x_val_0.bin", 2 * VAL_TOKENS), ("x_train_0.bin", 400_000), ("x_train_1.bin", 10_000)):
+        held: list[int] = []
+        while len(held) < tokens:
+            held += [ENCODING.bos_id, int(random.integers(63))]
+            for chance in random.random(int(random.integers(10, 150))):
+                held.append(int(random.integers(63)) if chance < 0.2 else (3 * held[-1] + held[-2]) % 63)
+        header = np.zeros(train_gpt.HEADER_INTS, dtype="<i4")
+        header[:5] = train_gpt.MAGIC, train_gpt.VERSION, len(held), *ENCODING
+        (home / name).write_bytes(header.tobytes() + np.array(held, dtype="<u2").tobytes())
+
+
+def run_ours(record: Record, home: Path, first: dict[str, Tensor]) -> tuple[list[float], dict[str, Tensor]]:
+    """(the validation losses before each step and after the last, the last parameters)."""
+    sizes = (f"--num_heads {record.heads} --head_dim {record.head_dim} --model_dim {record.heads * record.head_dim} --fp8_head false "
+             f"--dtype float32 --window_block {BLOCK} --muon_momentum_rise 300 --muon_momentum_fall 50")
+    _, config = train_gpt.parse_config(shlex.split(f"{record.flags} {sizes}"), "speedrun")
+    shards = train_gpt.find_shards(f"{home}/*_train_*.bin")
+    trainer = train_gpt.Trainer(config, train_gpt.Comm(), torch.device("cpu"), shards)
+    train_gpt.load_parameters(trainer.model, {"state": first})
+    sequences = train_gpt.validation_sequences(train_gpt.find_shards(f"{home}/*_val_*.bin"), VAL_TOKENS, VAL_LEN)
+    losses = []
+    for step in range(config.num_steps + 1):
+        plan = train_gpt.plan_of(config, step)
+        losses.append(trainer.validate(plan, sequences)[0])
+        if step < config.num_steps:
+            trainer.step(plan, trainer.stream.next_batch(plan))
+    trainer.stream.close()
+    return losses, dict(trainer.model.named_parameters())
+
+
+def kind_of(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("log", type=Path)
+    parser.add_argument("--program-in", type=Path, help=argparse.SUPPRESS)  # the process of the record's program
+    args = parser.parse_args()
+    try:
+        text = args.log.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise train_gpt.RunError(f"{args.log}: {error.strerror}; name a log of the public speedrun") from None
+    source = re.split(r"\n(?:={80,}|-{40}\n# triton_kernels\.py)\n", text)[0]
+    number = next((number for number, record in RECORDS.items() if record.mark in source), None)
+    if number is None:
+        raise train_gpt.RunError(f"{args.log}: begins with no program of record {' or '.join(RECORDS)}; fetch its log from the "
+                                 "public repository, see --help")
+    record = RECORDS[number]
+    torch.set_num_threads(1)
+    if args.program_in:
+        return run_theirs(record, source, args.program_in)
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        make_shards(home)
+        child = subprocess.run([sys.executable, __file__, str(args.log.resolve()), "--program-in", folder], cwd=folder,
+                               text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               env={"PATH": "", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "DISABLE_FP8": "1"})
+        if child.returncode:
+            raise train_gpt.RunError(f"the record's program ended with status {child.returncode}: {child.stdout[-2000:]}")
+        losses = [float(loss) for loss in re.findall(r"^step:\d+/\d+ val_loss:([\d.]+)", child.stdout, re.M)]
+        first, last = (record.ours(torch.load(home / f"{name}.pt")) for name in ("first", "last"))
+        our_losses, ours = run_ours(record, home, first)
+    print(f"record {number}, its own program and train_gpt.py, float32, one CPU thread, torch {torch.__version__}\n")
+    rows = [[step, f"{a:.7f}", f"{b:.7f}", f"{b - a:+.1e}"] for step, (a, b) in enumerate(zip(losses, our_losses, strict=True))]
+    print(table(["steps", "its validation loss", "ours", "difference"], rows), end="\n\n")
+    moved: dict[str, list[float]] = {}
+    with torch.no_grad():
+        for name, x in last.items():
+            way = (x - first[name]).norm()
+            difference = (x - ours[name].view_as(x)).norm()
+            moved.setdefault(kind_of(name), []).append((difference / way).item() if way else float(difference > 0))
+    print(table(["parameters", "how many", "greatest difference, of the way it went"],
+                [[name, len(differences), f"{max(differences):.1e}"] for name, differences in moved.items()]))
+    worst_loss = max(abs(a - b) for a, b in zip(losses, our_losses))
+    worst = max(itertools.chain(*moved.values()))
+    agree = worst_loss <= LOSS_DIFFERS and worst <= MOVE_DIFFERS
+    print(f"\nThey {'agree' if agree else 'DO NOT agree'}: losses within {worst_loss:.1e}, {LOSS_DIFFERS:g} allowed; parameters within "
+          f"{worst:.1e} of their way, {MOVE_DIFFERS:g} allowed.")
+    if not agree:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run(main)
