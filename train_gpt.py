@@ -1508,7 +1508,7 @@ class GPT(nn.Module):
         values: dict[int, Tensor] = {}  # looked up where first needed, so that their gradients come with that layer's
         x = x0.view_as(x0)  # an object of its own, as saved ones are: arguments that are one compile anew
         if self.tables_first:
-            x = x + mixes[0][3] * ngrams
+            x = x + self.added_scales[0, 1] * ngrams
         saved: dict[int, Tensor] = {}
         for i, (layer, block) in enumerate(zip(self.layers, self.blocks)):
             if layer.skip_from is not None:

@@ -420,7 +420,7 @@ def test_memory_needed_counts_at_least_what_the_run_keeps(tiny, layers, dim, ran
     (8, dict(fp8_head=False), 16002, 9399),
     (1, dict(fp8_head=False, micro_batch_tokens=8192), 6248, 10271),
     (8, dict(layers="S0M LM S0M SM", backout_layer=2), 11492, 5956),
-    (8, dataclasses.asdict(train_gpt.PRESETS["frontier"]), 12419, 12026),
+    (8, dataclasses.asdict(train_gpt.PRESETS["frontier"]), 27033, 10380),
 ])
 def test_memory_needed_is_what_runs_of_speedrun_allocate(ranks, changes, training, validation):
     """MiB that the dry GPU counted (bench/dry_gpu, an 80 GB card) with --kernels off, within a tenth."""
