@@ -17,6 +17,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=$here/.venv/bin/python
 kept="nothing was started"
 trap 'say "interrupted; $kept"; exit 130' INT
+trap '' USR1  # a checkpoint is wanted, and there is nothing to keep; the run that this becomes listens to it
 
 say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
 fail() { say "error: $*"; exit 1; }

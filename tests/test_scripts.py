@@ -122,6 +122,14 @@ def test_ctrl_c_in_the_set_up_ends_in_a_line_that_says_what_is_kept(tree):
         "run.sh: interrupted; what is in .venv stays; run this again to go on"]
 
 
+def test_a_wish_for_a_checkpoint_does_not_end_the_set_up(tree):
+    process = tree.start("--setup")
+    wait_until(lambda: "begins" in tree.calls())
+    process.send_signal(signal.SIGUSR1)
+    (tree.play / "go").touch()
+    assert process.wait(30) == 0
+
+
 def test_help_installs_nothing(tree):
     done = tree.run("--help")
     assert done.returncode == 0 and not done.stderr and not tree.calls() and not (tree.root / ".venv").exists()
