@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import multiprocessing
 import os
@@ -99,11 +100,16 @@ def free_port() -> int:
             return port
 
 
+def _begin(target: Callable, arguments: tuple) -> None:
+    gc.freeze()  # a run collects all garbage once: to look through torch takes longer than a tiny run, and copies its pages
+    target(*arguments)
+
+
 def forked(target: Callable, *arguments: Any, daemon: bool = False) -> multiprocessing.Process:
     """A process that runs target(*arguments), a function of a test module, and has torch from the start."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "train_gpt", "pytest", "torch.distributed.launcher.api"])
-    process = context.Process(target=target, args=arguments, daemon=daemon)
+    context.set_forkserver_preload(["torch", "train_gpt", "pytest", "hypothesis", "torch.distributed.launcher.api"])
+    process = context.Process(target=_begin, args=(target, arguments), daemon=daemon)
     process.start()
     return process
 
@@ -240,3 +246,14 @@ LONG = ("resume", "records_verify", "run", "readme", "scripts", "records_race", 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take long come first, so that no process is left alone with one at the end."""
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
+
+
+_frozen = itertools.count()
+
+
+def pytest_runtest_setup() -> None:
+    """What is imported is frozen here too, and again after each run in this process, whose end unfreezes all."""
+    if not gc.get_freeze_count():
+        if next(_frozen) % 10 == 0:  # of the runs before
+            gc.collect()
+        gc.freeze()

@@ -4,6 +4,7 @@ ends says why."""
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import train_gpt
@@ -566,6 +568,8 @@ def _elastic(ranks, restarts, argv, plant, output):
     os.setsid()
     for descriptor in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    logging.disable(logging.CRITICAL)  # as records/launch.py does: torch imports its compiler to print a traceback
+    dynamic_rendezvous.get_method_name = lambda: ""  # for a record that nobody keeps it reads the source of all callers
     config = LaunchConfig(1, 1, ranks, run_id=str(os.getpid()), rdzv_backend="c10d", rdzv_endpoint="localhost:0",
                           max_restarts=restarts, monitor_interval=0.02, start_method="fork", local_addr="localhost")
     elastic_launch(config, _main)(argv, plant)
