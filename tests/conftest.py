@@ -240,20 +240,22 @@ def on_ranks(_rank_pools):
     return call
 
 
-LONG = ("resume", "records_verify", "run", "readme", "scripts", "records_race", "bench", "hosts", "dry_gpu")
+LONG = ("readme", "resume", "records_verify", "run", "records_race", "scripts", "bench", "dry_gpu", "hosts", "optimizer", "model",
+        "records_stats", "sync", "rows", "data_text")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take long come first, so that no process is left alone with one at the end."""
-    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
+    place = {name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem.removeprefix("test_"), len(LONG)))
 
 
-_frozen = itertools.count()
+_set_up = itertools.count()
 
 
 def pytest_runtest_setup() -> None:
-    """What is imported is frozen here too, and again after each run in this process, whose end unfreezes all."""
-    if not gc.get_freeze_count():
-        if next(_frozen) % 10 == 0:  # of the runs before
-            gc.collect()
-        gc.freeze()
+    """What is there is frozen here too, anew for each test, since the end of a run unfreezes all; garbage waits for a while."""
+    if next(_set_up) % 100 == 0:
+        gc.unfreeze()
+        gc.collect()
+    gc.freeze()

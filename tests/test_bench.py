@@ -1,6 +1,6 @@
 """Each benchmark runs at a tiny size and prints its table; what they count is held to what it must be.
 
-test_whole_step starts its script as a user does, and that its ranks; the others have torch from the start.
+test_whole_step starts its script as a user does, and that its ranks; the others have torch from the start, as have theirs.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ SMALL_MODEL = ("--layers", "2", "--dim", "16", "--vocab", "32", "--tokens", "16"
 SMALL_LINK = (*SMALL_MODEL, "--mbit", "100", "--rounds", "2", "--steps", "1")
 
 
+def ranks_are_forked():
+    multiprocessing.get_context = lambda method, context=multiprocessing.get_context: context("fork")
+
+
 @pytest.fixture
 def start(script):
     """start("name.py", flag, ...) -> the benchmark at work."""
-    return lambda name, *flags, **how: script(BENCH / name, *flags, OMP_NUM_THREADS="1", **how)
+    return lambda name, *flags: script(BENCH / name, *flags, OMP_NUM_THREADS="1", prepare=ranks_are_forked)
 
 
 @pytest.fixture
@@ -149,12 +153,8 @@ def test_one_rank_of_8_says_why_it_is_skipped(bench):
     assert bench("one_rank_of_8.py").startswith("skipped: the preset speedrun needs an NVIDIA GPU")
 
 
-def ranks_are_forked():
-    multiprocessing.get_context = lambda method, context=multiprocessing.get_context: context("fork")
-
-
 def test_a_rank_that_fails_ends_the_benchmark_with_one_line(start):
-    process = start("whole_step.py", "--layers", "1", "--dim", "193", prepare=ranks_are_forked)  # of three heads
+    process = start("whole_step.py", "--layers", "1", "--dim", "193")  # of three heads
     _, errors = process.communicate(timeout=60)
     assert process.returncode and errors.splitlines()[-1].startswith("error: timings: ")
 

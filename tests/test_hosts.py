@@ -19,7 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import train_gpt
 from conftest import forked, wait_until
-from test_resume import SMALL, _main, corpus, end_of, flags, in_step, train  # noqa: F401 (fixtures)
+from test_resume import SMALL, _main, calm_agent, corpus, end_of, flags, in_step, train  # noqa: F401 (fixtures)
 
 ROOT = Path(train_gpt.__file__).parent
 CABLE, NAMES, ADDRESSES = "cable", ("host-a", "host-b"), ("10.78.0.1", "10.78.0.2")
@@ -85,6 +85,7 @@ def _host(space, name, names, port, argv, plant, output):
     become_host(space, name, names)
     for descriptor in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    calm_agent()
     config = LaunchConfig(2, 2, 1, run_id="hosts", rdzv_backend="c10d", rdzv_endpoint=f"{NAMES[0]}:{port}", max_restarts=0,
                           monitor_interval=0.02, start_method="fork")
     elastic_launch(config, _main)(argv, plant)

@@ -30,6 +30,7 @@ import logs  # noqa: E402
 import race  # noqa: E402
 import stats  # noqa: E402
 import verify  # noqa: E402
+from test_records_verify import forked  # noqa: E402, F401 (a fixture)
 
 # Takes train_gpt.py's flags of a race and two of its own, and writes its log. SPEED stands for what a version changes.
 SCRIPT = '''
@@ -783,7 +784,7 @@ def test_data_paths_are_those_of_the_checkout():
         (3, ["--train_files", str(ROOT / "data/x/*.bin"), "--val_files", "/y/*.bin"])
 
 
-def test_the_real_script_through_the_launcher(tmp_path, monkeypatch):
+def test_the_real_script_through_the_launcher(tmp_path, monkeypatch, forked):  # noqa: F811
     """As run.sh does it, in a checkout of its own."""
     write_corpus(tmp_path, train=(9000,))
     shutil.copy(ROOT / "train_gpt.py", tmp_path)

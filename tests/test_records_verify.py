@@ -1,5 +1,6 @@
 """records/verify.py: logs of a real run pass; each rule catches a violation planted in the log or in the script."""
 
+import functools
 import gzip
 import hashlib
 import importlib.util
@@ -62,9 +63,12 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="session")
 def train(tmp_path_factory, data):
     """train(*edits, flag=...) -> the log of a real run of the script with these edits; its model lies beside it."""
+    libraries = functools.cache(train_gpt.loaded_libraries)  # the same in every run here, and half a second each
+
     def train(*edits, **flags):
         folder = tmp_path_factory.mktemp("run")
         module = load(planted(*edits), folder / f"{folder.name}_train_gpt.py")
+        module.loaded_libraries = libraries
         values = {**TINY, "preset": "laptop", "layers": "S0M S1M SM LM SM", "backout_layer": 3, "target_val_loss": 4.5,
                   "val_len": 256, "shuffle": False, "train_files": data / "toy_train_*.bin", "val_files": data / "toy_val_*.bin",
                   "log_dir": folder, "run_id": "r", "save_model": True, "race": "x:1:1:a", **flags}

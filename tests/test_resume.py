@@ -564,12 +564,17 @@ def test_no_room_for_a_checkpoint(terminated, flags, group, tmp_path):
 # torchrun
 
 
+def calm_agent():
+    """What torch's agent does for its log takes longer than what it does for ranks as small as ours."""
+    logging.disable(logging.CRITICAL)  # as records/launch.py does: torch imports its compiler to print a traceback
+    dynamic_rendezvous.get_method_name = lambda: ""  # for a record that nobody keeps it reads the source of all callers
+
+
 def _elastic(ranks, restarts, argv, plant, output):
     os.setsid()
     for descriptor in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    logging.disable(logging.CRITICAL)  # as records/launch.py does: torch imports its compiler to print a traceback
-    dynamic_rendezvous.get_method_name = lambda: ""  # for a record that nobody keeps it reads the source of all callers
+    calm_agent()
     config = LaunchConfig(1, 1, ranks, run_id=str(os.getpid()), rdzv_backend="c10d", rdzv_endpoint="localhost:0",
                           max_restarts=restarts, monitor_interval=0.02, start_method="fork", local_addr="localhost")
     elastic_launch(config, _main)(argv, plant)

@@ -558,6 +558,23 @@ def test_no_space_for_a_trace(one, tmp_path, capsys):
     assert not os.path.lexists(tmp_path / "logs" / "full-rank0.json.gz")
 
 
+def ctrl_c_in_a_step(rank):
+    step = train_gpt.Trainer.step
+
+    def stepping(self, plan, batch):
+        if plan.step == 3 and train_gpt.notices.phase == "training":
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, plan, batch)
+    train_gpt.Trainer.step = stepping
+
+
+def test_ctrl_c_says_that_there_is_no_checkpoint(one, tmp_path):
+    """With one: test_scripts.py, the whole way."""
+    done, log = one_rank(tmp_path, flags(tmp_path, one[1], run_id="kept"), ctrl_c_in_a_step), tmp_path / "logs" / "kept.txt"
+    assert (done.status, done.err) == (130, f"train_gpt.py: rank 0: interrupted; the log so far: {log}; no checkpoint to go on from, "
+                                            "--save_every keeps some\n")
+
+
 def save_slowly(rank):
     train_gpt.FailureMonitor.PATIENCE_S = 1.0
     save = train_gpt.save_file
