@@ -40,6 +40,9 @@ TINY = dict(dtype="float32", fp8_head=False, model_dim=32, num_heads=2, head_dim
             muon_momentum_fall=2, val_every=5, train_loss_every=1, train_shards=0)
 
 
+TORCHRUN = Path(torch.__file__).parent / "distributed" / "run.py"  # what `torchrun` runs
+
+
 @pytest.fixture
 def tiny() -> train_gpt.Config:
     """Record 44's twelve layers, a few numbers wide."""
@@ -108,7 +111,7 @@ def _begin(target: Callable, arguments: tuple) -> None:
 def forked(target: Callable, *arguments: Any, daemon: bool = False) -> multiprocessing.Process:
     """A process that runs target(*arguments), a function of a test module, and has torch from the start."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "train_gpt", "pytest", "hypothesis", "torch.distributed.launcher.api"])
+    context.set_forkserver_preload(["torch", "train_gpt", "pytest", "hypothesis", "torch.distributed.run"])
     process = context.Process(target=_begin, args=(target, arguments), daemon=daemon)
     process.start()
     return process

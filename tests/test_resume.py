@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import train_gpt
-from conftest import TINY, forked, free_port, some_documents, wait_until, write_corpus, write_shard
+from conftest import TINY, TORCHRUN, forked, free_port, some_documents, wait_until, write_corpus, write_shard
 
 ROOT = Path(train_gpt.__file__).parent
 SMALL = {**TINY, "layers": "S0M L1", "ngrams": "2:40:8 3:30:16", "lazy_tables": "true",
@@ -658,24 +657,19 @@ train_gpt.Trainer.warm_up = slow
     assert "the launcher is gone" in (tmp_path / "orphan.txt").read_text().splitlines()[-1]
 
 
-def test_torchrun_by_hand(flags, tmp_path):
+def test_torchrun_by_hand(flags, script, tmp_path):
     """It starts the ranks again when one is killed; its own SIGTERM saves and ends."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3",
-               str(ROOT / "train_gpt.py"), *flags("byhand", num_steps=600, save_every=10, val_every=0)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    torchrun = script(TORCHRUN, "--standalone", "--nproc_per_node=2", "--max-restarts=3", ROOT / "train_gpt.py",
+                      *flags("byhand", num_steps=600, save_every=10, val_every=0), OMP_NUM_THREADS="1")
     log = tmp_path / "byhand.txt"
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as torchrun:
-        try:
-            wait_until(lambda: steps_saved(tmp_path), 120)
-            children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
-            os.kill(int(children[1]), signal.SIGKILL)
-            wait_until(lambda: re.search(r'^\{"resumed".*\nstep:', log.read_text(), re.M), 120)
-            torchrun.terminate()
-            began = time.monotonic()
-            printed, _ = torchrun.communicate(timeout=60)
-            seconds = time.monotonic() - began
-        finally:
-            torchrun.kill()
+    wait_until(lambda: steps_saved(tmp_path), 120)
+    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+    os.kill(int(children[1]), signal.SIGKILL)
+    wait_until(lambda: re.search(r'^\{"resumed".*\nstep:', log.read_text(), re.M), 120)
+    torchrun.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    printed = "".join(torchrun.communicate(timeout=60))
+    seconds = time.monotonic() - began
     assert torchrun.returncode != 0 and seconds < 20
     saved = steps_saved(tmp_path)[-1]
     ended = f"error: (rank [01] failed: )?terminated before step {saved}; --resume {log} goes on"

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import train_gpt
-from conftest import TINY, forked, some_documents, write_corpus, write_shard
+from conftest import TINY, TORCHRUN, forked, some_documents, write_corpus, write_shard
 
 ROOT = Path(train_gpt.__file__).parent
 
@@ -85,12 +85,6 @@ def launch(folder, *argvs, setup=None, timeout=120, **environment):
 
 def one_rank(folder, argv, setup=None, **environment):
     return launch(folder, argv, setup=setup, **environment)[0]
-
-
-def torchrun(ranks, script, argv, **environment):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(script), *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
 
 
 def read_log(path):
@@ -206,7 +200,7 @@ def test_the_saved_model_gives_the_logged_loss_again(one):
         train_gpt.load_model(path)
 
 
-def test_two_ranks_read_the_same_tokens_and_reach_the_same_loss(one, tmp_path):
+def test_two_ranks_read_the_same_tokens_and_reach_the_same_loss(one, tmp_path, script):
     """And once more, by torchrun itself: the same seed on as many ranks gives the same bytes, though two steps of it are
     profiled, and gathers go on when the profile ends, which once crashed the ranks at their very end."""
     folder, corpus, _, path = one
@@ -217,8 +211,10 @@ def test_two_ranks_read_the_same_tokens_and_reach_the_same_loss(one, tmp_path):
     assert two["final_val_loss"] == pytest.approx(alone["final_val_loss"], rel=1e-2)
     assert losses_of(tmp_path / "logs" / "two.txt", "train")[:4] == pytest.approx(losses_of(path, "train")[:4], abs=1e-3)
     assert two["state_hash"]["before_warmup"] == two["state_hash"]["after_warmup"] == alone["state_hash"]["before_warmup"]
-    again = torchrun(2, ROOT / "train_gpt.py", flags(tmp_path, corpus, run_id="again", val_every=0, profile="3:4", overlap_param_gather="true"))
-    assert again.returncode == 0, again.stderr
+    again = script(TORCHRUN, "--standalone", "--nproc_per_node=2", ROOT / "train_gpt.py", OMP_NUM_THREADS="1",
+                   *flags(tmp_path, corpus, run_id="again", val_every=0, profile="3:4", overlap_param_gather="true"))
+    _, errors = again.communicate(timeout=200)
+    assert again.returncode == 0, errors
     twice = read_log(tmp_path / "logs" / "again.txt")
     assert twice[4]["final_state_hash"] == two["final_state_hash"], "same seed, same ranks, other bytes"
     assert twice[2]["hosts"][0]["ranks"] == [0, 1] and len(twice[2]["hosts"]) == 1

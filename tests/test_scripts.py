@@ -333,15 +333,16 @@ signal.pause()
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="this system has no /proc/net, which lists who listens")
-def test_a_run_listens_on_loopback_only_and_each_restart_starts_afresh(tmp_path):
+def test_a_run_listens_on_loopback_only_and_each_restart_starts_afresh(script, tmp_path, monkeypatch):
     (tmp_path / "ranks.py").write_text(LISTENS)
-    environment = {name: v for name, v in os.environ.items() if not name.startswith(("GLOO_", "NCCL_"))}
-    done = subprocess.run([sys.executable, ROOT / "records" / "launch.py", "--nproc_per_node=2", "--max_restarts=1", "ranks.py"],
-                          capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment)
+    for name in [name for name in os.environ if name.startswith(("GLOO_", "NCCL_"))]:
+        monkeypatch.delenv(name)
+    launcher = script(ROOT / "records" / "launch.py", "--nproc_per_node=2", "--max_restarts=1", tmp_path / "ranks.py")
+    stdout, stderr = launcher.communicate(timeout=240)
     # the store of the agent, and gloo's of the rank; addresses are little-endian hexadecimal
-    assert done.stdout == "".join(f"attempt {n} seen False lo 2 0100007F\n" for n in range(2)), done.stdout + done.stderr
-    assert done.returncode == 128 + signal.SIGKILL
-    assert done.stderr.splitlines() == ["launch.py: a rank failed; all are started again",
+    assert stdout == "".join(f"attempt {n} seen False lo 2 0100007F\n" for n in range(2)), stdout + stderr
+    assert launcher.returncode == 128 + signal.SIGKILL
+    assert stderr.splitlines() == ["launch.py: a rank failed; all are started again",
                                         "launch.py: error: rank 1 was killed by SIGKILL; perhaps memory ran out"]
 
 
