@@ -166,10 +166,16 @@ def encode(batches, encoding, processes):
     flying = deque()
 
     def launch(batch):
-        # Processes that start here inherit the mask, so that Ctrl-C is this process's alone to answer.
+        # Processes that start here inherit the mask, so that Ctrl-C is this process's alone to answer. Another thread may
+        # still take it: it is answered when they have started, since one half started would say what it misses.
+        interrupts = []
+        answer = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         flying.append((batch, pool.submit(encode_batch, encoding.name, [text for _, _, text in batch])))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, answer)
+        if interrupts:
+            raise KeyboardInterrupt
 
     def land():
         batch, future = flying.popleft()

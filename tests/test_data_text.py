@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -317,6 +318,33 @@ def test_interrupted_it_leaves_nothing(tmp_path, moment):
     _, said = process.communicate(timeout=30)
     assert process.returncode == 130 and said.strip() == "interrupted"
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_an_interrupt_that_another_thread_takes_waits_until_a_process_has_started(monkeypatch):
+    started, leave = [], threading.Event()
+
+    class Pool:
+        def __init__(self, *_, **__):
+            pass
+
+        def submit(self, *_):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+            started.append(True)
+
+        def shutdown(self, cancel_futures):
+            pass
+
+    monkeypatch.setattr(text, "ProcessPoolExecutor", Pool)
+    other = threading.Thread(target=leave.wait)  # whose mask lets the signal in
+    other.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(text.encode([[("train", True, "a")]], BYTES, 1))
+    finally:
+        leave.set()
+        other.join()
+    assert started == [True] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 # The header, as every reader of shards checks it
