@@ -1223,7 +1223,7 @@ class Attention(nn.Module):
             q, k, v = (unpair_heads(x).view(x.shape) for x in (q, k, v))
         y = attend(q * scale, k, v, mask)
         if self.paired:
-            y = y.view(tokens, self.heads, -1) if self.by_halves else unpair_heads(y)
+            y = y.reshape(tokens, self.heads, -1) if self.by_halves else unpair_heads(y)
         if self.self_share is not None:
             own = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
             y = y - torch.tanh(self.self_share)[:, None] * own * v
@@ -3086,7 +3086,8 @@ def model_parts(trainer: Trainer) -> Iterator[Part]:
                 out = function(m, *inputs)
             inputs += [p for name, p in m.named_parameters() if name.startswith(learnt)]
             out_grad = grad.to(out.dtype).view_as(out) if out.dim() else None
-            return [out.detach(), *torch.autograd.grad(out, inputs, out_grad)]
+            grads = torch.autograd.grad(out, inputs, out_grad, allow_unused=True)  # of an MLP alone not all take part
+            return [out.detach(), *(x for x in grads if x is not None)]
         return Part(name, way[0], compute, ALLOWED_IN_FP8 if way[0] == "fp8" else ALLOWED[x.dtype], way[1])
 
     how = "FlexAttention" if isinstance(masks[model]["L"], BlockMask) else "masks in pieces"
@@ -3203,7 +3204,7 @@ def preflight(trainer: Trainer, log: Log) -> tuple[list[list[str]], Part | None]
             used = part.compute(False)
             clock.stop()
             ratios = [((x.float() - y.float()).norm() / y.float().norm()).item()
-                      for x, y in zip(used, part.compute(True))]
+                      for x, y in zip(used, part.compute(True), strict=True)]
             difference = max(ratio if math.isfinite(ratio) else math.inf for ratio in ratios)  # zeros are no result
         except RunError:
             raise

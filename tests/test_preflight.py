@@ -45,6 +45,15 @@ def test_what_is_whole_passes_and_leaves_no_trace(config):
     assert len(said) == 1 + len(rows) and said[0].split() == ["part", "how", "difference", "allowed", "ms", "verdict"]
 
 
+def test_the_parts_of_frontier_pass(config):
+    frontier = train_gpt.PRESETS["frontier"]
+    changes = {name: getattr(frontier, name) for name in ("layers", "backout_layer", "value_gates", "skip_gates", "sublayer_scales",
+                                                          "pairing", "key_offset", "ngram_mix", "muon_qk_heads")}
+    rows, _ = train_gpt.preflight(trainer_of(config, ngrams="2:32:8", num_heads=4, head_dim=8, **changes), Said())
+    assert {row[0] for row in rows if row[0].startswith("block")} == {f"block {word}" for word in frontier.layers.split()}
+    assert not failed(rows)
+
+
 def break_attention(monkeypatch):
     """But for masks that reach as far as any window."""
     whole = train_gpt.GPT.masks
