@@ -385,7 +385,7 @@ def check_clock(e):
               abs(line.time_ms - line.average * max(line.step - without, 1)) > 1 + 0.006 * line.step]
              for without in warm]
     demand(not all(wrong), several(wrong[0]))
-    steps, waits = [(line.step, line.time_ms) for line in timed if not line.validation], []
+    steps, on_gpu = [(line.step, line.time_ms) for line in timed if not line.validation], True
     if e.ours:
         wanted = next((i for i, (step, _) in enumerate(steps, 1) if step != i), len(steps) + 1)
         demand(wanted > e.run.stated_steps == len(steps),
@@ -395,7 +395,8 @@ def check_clock(e):
                f"its end states train_time_ms {stated:.0f}, its last validation line {last}")
         wall, on_gpu = e.get("end.wall_seconds", NUMBER), e.get("start.hardware", dict).get("gpus")
         demand(stated <= 1000 * wall, f"train_time is {stated / 1000:.1f} s, the wall clock {wall:.1f} s")
-        steps, waits = [(0, 0), *steps], [0, *(line.step for line in timed if line.validation)] if on_gpu else []
+        steps = [(0, 0), *steps]
+    waits = [0, *(line.step for line in timed if line.validation)] if on_gpu else []
     check_paces(steps, [step + ahead for step in waits for ahead in range(HOST_AHEAD + 1)])
     below = ", below the wall clock" if e.ours else ""
     return f"train_time rises on {len(timed)} lines and agrees with step_avg{below}"

@@ -1635,6 +1635,16 @@ def test_a_clock_that_is_reset_after_the_first_step_is_honest(tmp_path, judge):
     assert judge(tmp_path)[1][CLOCK][0] == "pass"
 
 
+@pytest.mark.parametrize("uneven, verdict", [({1: 81, 2: 108, 3: 20, 4: 37}, "pass"), ({30: 90, 31: 1}, "fail")])
+def test_a_host_that_runs_ahead_of_a_gpu_at_first_is_honest_in_public_logs_too(tmp_path, judge, uneven, verdict):
+    times = np.cumsum([uneven.get(step, 60) for step in range(1, 41)])
+    lines = ["step:0/40 val_loss:9.0000 train_time:0ms step_avg:0.03ms"] + [
+        f"step:{step}/40 train_time:{ms}ms step_avg:{ms / step:.2f}ms" for step, ms in enumerate(times, 1)]
+    lines.append(f"step:40/40 val_loss:3.2 train_time:{times[-1]}ms step_avg:{times[-1] / 40:.2f}ms")
+    (tmp_path / "0.txt").write_text("\n".join(lines) + "\n")
+    assert judge(tmp_path)[1][CLOCK][0] == verdict
+
+
 # Logs of November 2026, when flags had other names; and what the script may do since
 
 def test_the_first_record_is_judged_by_its_own_words(judge):
