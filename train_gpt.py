@@ -113,7 +113,8 @@ def option(default: Any, why: str, choices: tuple[str, ...] = (), least: float |
 
 @dataclass(frozen=True)
 class StageValues:
-    """What may change from stage to stage: a column of this name in the table `stages` goes before the flag."""
+    """What may change from stage to stage, by a column of this name in the table `stages`; without one the flag is for
+    all."""
 
     micro_batches: int = option(8, "of a step, over all ranks, which take equal shares of them")
     micro_batch_tokens: int = option(2048 * 16, "tokens of one forward and backward: one packed sequence")
@@ -175,8 +176,8 @@ class Config(SyncSettings, StageValues):
     backout_layer: int = option(8, "the layer whose output is partly taken back before the head", least=0)
     stream_gain: float = option(1.0, "what a layer first takes of the stream: above 1 later layers begin to weigh more")
     sublayer_scales: bool = option(False, "attention and MLP each scale the stream and what they add to it, with the "
-                                   "embedding and the tables after attention; values are added to a table's as they "
-                                   "are, and attention's output has a scale in place of that")
+                                   "embedding and the tables after attention; a value table's vectors are added "
+                                   "unweighted: the weight that they had is that of attention's output")
     skip_gates: bool = option(False, "a skip opens by the embedding of the token too")
     value_gates: bool = option(False, "each head opens itself to the value table by the token, as it does to attention")
     exclude_self: bool = option(False, "unpaired heads can leave out a token's own value (XSA, arXiv:2603.09078)")
@@ -359,7 +360,8 @@ def make_parser() -> argparse.ArgumentParser:
                            nargs="?" if bare else None, const=bare, metavar=None if choices else f.type.upper())
         if f.name == "layers":
             group.add_argument("--depth", type=int, metavar="INT", help="in place of --layers and --backout_layer: so "
-                               "many layers SM, each fourth and the last LM; one at three quarters is taken back")
+                               "many layers SM, each fourth and the last LM; the later half takes in what the "
+                               "earlier put out, last out first in; one at three quarters is taken back")
     return parser
 
 def parse_bool(text: str) -> bool:
@@ -390,6 +392,9 @@ def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]
         words = [f"{word}+{depth - 1 - i}" if depth <= 2 * i < 2 * depth - 2 else word for i, word in enumerate(words)]
         given.update(layers=" ".join(words), backout_layer=max(0, 3 * (depth - 1) // 4))
     config = dataclasses.replace(PRESETS[preset], **shortened(PRESETS[preset], given.get("num_steps")) | given)
+    idle = sorted(given.keys() & {*itertools.chain(*rows_of(PRESETS[preset].stages)[:1])})
+    demand("stages" in given or not idle, f"--{', --'.join(idle)} would do nothing: {preset}'s table of stages has a "
+           f"column of that name; give --stages like {config.stages!r} with other values, or without it")
     if not config.resume:
         return preset, config
     path, fixed = find_checkpoint(config), sorted(given.keys() - FREE_TO_CHANGE)
@@ -397,9 +402,11 @@ def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]
     saved = load_file(path, check=False)  # Run.resume checks it, where it takes the state
     try:
         given.update(run_id=saved["run_id"], log_dir=str(path.parent), resume=str(path))
-        return saved["preset"], dataclasses.replace(config_of(saved["config"]), **given)
+        fixed = saved["preset"], saved["longest_micro_batch"]  # older versions lack one of them
+        return fixed[0], dataclasses.replace(config_of(saved["config"]), **given)
     except (KeyError, TypeError) as error:
-        raise RunError(f"{path}: is no checkpoint of this version of train_gpt.py ({error}); name another") from error
+        raise RunError(f"{path}: is no checkpoint of this version of train_gpt.py ({error}); name another, or go on in "
+                       "a checkout of the version whose source its log holds") from error
 
 def shortened(preset: Config, num_steps: int | None) -> dict[str, Any]:
     """What a preset counts in steps, in proportion to a run that has fewer. A longer run keeps the preset's counts."""
@@ -440,7 +447,7 @@ def parse_layers(words: str) -> tuple[Layer, ...]:
         return Layer(window, int(table) if table else None, bool(mlp), bool(reads_back), int(skip) if skip else None)
     return tuple(map(parse, words.split()))
 
-def saved_layers(config: Config) -> set[int]:
+def layers_read_again(config: Config) -> set[int]:
     """Whose outputs later ones read, or the head."""
     return {layer.skip_from for layer in parse_layers(config.layers)} - {None} | {config.backout_layer}
 
@@ -615,7 +622,9 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
         try:
             if not re.fullmatch(r"\+[0-9]+|[0-9]+(/0*[1-9][0-9]*)?|[0-9]*\.[0-9]+", row[0]):
                 raise ValueError(f"{row[0]!r} is no end of a stage")
-            cells = {name: parse_cell(columns[name], cell) for name, cell in zip(head[1:], row[1:], strict=True)}
+            if len(row) != len(head):
+                raise ValueError(f"it has {len(row)} cells, and the head {len(head)} columns")
+            cells = {name: parse_cell(columns[name], cell) for name, cell in zip(head[1:], row[1:])}
         except ValueError as error:
             raise RunError(f"{where}: {error}; begin it with a fraction like 1/3, a step or +N, then give one value "
                            "per column, where numbers may move: a>b") from None
@@ -690,7 +699,8 @@ def scheduled_steps(config: Config) -> int:
     return max(stage.end for stage in stages_of(config) if stage.scheduled)
 
 def untie_step(config: Config) -> int:
-    """The step from which on the embedding is one by itself: when Adam has next updated it with the head. 0: none."""
+    """The step from which on the embedding is one by itself, after the first update of Adam's at untie_at or behind it;
+    beyond the last step or 0: none."""
     cycles = math.ceil(scheduled_steps(config) * config.untie_at) // config.adam_every + 1
     return cycles * config.adam_every if config.untie_at else 0
 
@@ -1202,7 +1212,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, values: Tensor | None, value_mix: Tensor, rotary: tuple[Tensor, Tensor, Tensor],
                 mask: Mask) -> Tensor:
-        """x, values [T, dim] -> [T, dim]. value_mix [2]: of the layer's own values, and the table's or the output."""
+        """x, values [T, dim] -> [T, dim]. value_mix [2]: of the layer's own values and of the table's; with
+        sublayer_scales of the own values and of the result."""
         tokens, dim = x.shape
         cos, sin, scale = rotary
         qkvo = torch.cat([self.qk.view(2 * dim, dim), self.vo]) if self.qkvo is None else self.qkvo.view(4 * dim, dim)
@@ -1232,8 +1243,8 @@ class Attention(nn.Module):
         return value_mix[1] * out if self.scales_output else out
 
     def gated(self, x: Tensor, values: Tensor) -> Tensor:
-        """The value table's vectors [T, dim], each head's times its gate, from 0 to 2, which the stream opens, or half
-        of the entries are for the stream and half for the vectors: where heads are not paired."""
+        """The value table's vectors [T, dim], each head's times its gate, from 0 to 2. Half of the gate's entries see
+        the stream, half the vectors; of paired heads all see the stream."""
         if self.value_gate is None:
             return values
         entries = self.value_gate.size(1)
@@ -1450,10 +1461,10 @@ class GPT(nn.Module):
         c, self.bos_id, self.layers, self.tied = config, encoding.bos_id, parse_layers(config.layers), False
         self.backout_layer, self.ngram_mix = c.backout_layer, c.ngram_mix
         lengths = lengths_of_micro_batches(c)
-        self.loss_tokens = min(lengths)  # the head takes so many at once, which bounds the memory of the logits
+        self.loss_tokens = min(lengths)  # the head takes so many at once: of one size, for one graph and little memory
         count, vocab, dtype = len(self.layers), -(-encoding.vocab_size // 128) * 128, c.torch_dtype
         self.skips = [i for i, layer in enumerate(self.layers) if layer.skip_from is not None]
-        self.read_again = saved_layers(c)
+        self.read_again = layers_read_again(c)
         tables = 1 + max((layer.value_table for layer in self.layers if layer.value_table is not None), default=-1)
         self.embed = nn.Embedding(vocab, c.model_dim, dtype=dtype)
         self.value_embeds = nn.ModuleList(nn.Embedding(vocab, c.model_dim, dtype=dtype) for _ in range(tables))
@@ -1531,7 +1542,7 @@ class GPT(nn.Module):
         return self.scalars.split(self.scalar_sizes)[1].view(len(self.layers), -1).unbind()
 
     def takes_ngrams(self, i: int) -> bool:
-        """Whether the tables' vectors come into layer i: with sublayer_scales before the first one, not in it."""
+        """Whether layer i is given the tables' vectors: with sublayer_scales not the first, which begins with them."""
         return self.ngram_mix > 0 and not (self.tables_first and i == 0)
 
     def open_stream(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -3016,8 +3027,8 @@ def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
     for name, param in model.named_parameters():
         x = saved["state"].get("lm_head.weight" if saved.get("tied") and name == "embed.weight" else name)
         demand(x is not None and x.numel() == param.numel(), f"{name} is {list(param.shape)} here, and "
-               f"{'missing' if x is None else list(x.shape)} in what was saved; give the same --layers, --model_dim, "
-               "--ngrams and vocabulary")
+               f"{'missing' if x is None else list(x.shape)} in what was saved: by other --layers, --model_dim, "
+               "--ngrams or vocabulary, which are to be the same, or by another revision of train_gpt.py, see its log")
         param.copy_(x.view(param.shape))
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -3463,7 +3474,7 @@ def memory_needed(config: Config, vocab_size: int, ranks: int) -> tuple[int, int
     on bench/dry_gpu without kernels, which need less: a preflight may take them away."""
     c, layers, size = config, parse_layers(config.layers), config.torch_dtype.itemsize
     attentions, mlps = sum(bool(layer.window) for layer in layers), sum(layer.mlp for layer in layers)
-    value_tables, read_again = len({layer.value_table for layer in layers} - {None}), len(saved_layers(c))
+    value_tables, read_again = len({layer.value_table for layer in layers} - {None}), len(layers_read_again(c))
     matrices = (4 * attentions + 8 * mlps) * c.model_dim ** 2
     entries = (2 + value_tables) * vocab_size * c.model_dim + ngram_entries(c)
     # parameters and gradients, and a rank's share of what rules keep: of a float32 matrix one moment, of an entry two
@@ -3938,7 +3949,7 @@ def describe_error(error: BaseException, config: Config) -> str:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, torch.OutOfMemoryError):
-        return f"{error}; lower --micro_batch_tokens"
+        return f"{error}; lower micro_batch_tokens, the flag or the column of --stages"
     if isinstance(error, OSError) and error.errno:
         full, many = "free space or choose another --log_dir", "raise the limit on open files (ulimit -n 1024)"
         cures = {errno.ENOSPC: full, errno.EFBIG: full, errno.EMFILE: many}

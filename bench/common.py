@@ -182,7 +182,7 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except (train_gpt.RunError, KeyboardInterrupt) as error:
-        sys.exit(f"error: {error or 'interrupted'}")
+        sys.exit(f"error: {str(error) or 'interrupted'}")
 
 
 # a model like any other

@@ -11,16 +11,16 @@ kept in two halves, and how pairs of tokens are hashed, since here each has a ro
 windows, documents and schedule. Both start from its first parameters and validate after each step.
 
 Printed are both losses of each step, and for each kind of parameter by how much the ends differ, in parts of how far it moved.
-Exit status: 0 they agree, 1 they do not.
+Exit status: 0 they agree, 1 they do not, or there is nothing to compare.
 """
 
 from __future__ import annotations
 
 import argparse
-import builtins
 import itertools
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -84,10 +84,10 @@ def of_80(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Record(NamedTuple):
-    """mark: what of the records here only its source has. shrink(its globals): after it set its own sizes; edits: what its
+    """marks: what together only its source has. shrink(its globals): after it set its own sizes; edits: what its
     source has in place of a pattern, likewise. flags: the same for train_gpt.py."""
 
-    mark: str
+    marks: tuple[str, ...]
     heads: int
     head_dim: int
     shrink: Callable[[dict[str, Any]], None]
@@ -112,10 +112,10 @@ def shrink_80(program: dict[str, Any]) -> None:
 
 
 RECORDS = {
-    "44": Record("_reduce_scatter_hooks", 2, 16, shrink_44, of_44,
+    "44": Record(("_reduce_scatter_hooks", "num_scheduled_iterations: int = 2205 "), 2, 16, shrink_44, of_44,
                  f"--preset speedrun --num_steps 18 --micro_batch_tokens {2 * TOKENS} --max_document_tokens 64 --stages "
                  "'until long_window; 1/3 3; 2/3 7; 1 11; +4 13'"),
-    "80": Record("qk_bank", 6, 8, shrink_80, of_80,
+    "80": Record(("self.qk_bank", "num_scheduled_iterations: int = 1440 "), 6, 8, shrink_80, of_80,
                  f"--preset frontier --num_steps 34 --ngrams 2:{ENCODING.vocab_size ** 2}:48 --stages "
                  "'until micro_batch_tokens max_document_tokens long_window peak_lr_factor loss_weights; "
                  f"1/3 {TOKENS} 28 3 1 1,.5,.25>0; 2/3 {2 * TOKENS} 64 7 1.52 1,.5>0; 1 {3 * TOKENS} 64 11 1.73 1; "
@@ -254,15 +254,16 @@ def run_theirs(record: Record, source: str, home: Path) -> None:
     program = sys.modules["__main__"] = types.ModuleType("__main__")  # where its dataclasses look for themselves
     program.PREPARE = prepare
     with OnTheCpu():
-        exec(builtins.compile(source, "the record's program", "exec"), vars(program))
+        exec(compile(source, "the record's program", "exec"), vars(program))
     save("last.pt")
 
 
 # the comparison
 
 def make_shards(home: Path) -> None:
-    """Documents in which each token follows from the two before it, most of the time. No run comes to the second shard: where
-    one ends the programs drop the micro-batches of a call, which are all of a step on eight ranks, and one here."""
+    """Documents in which each token follows from the two before it, most of the time. No run comes to the end of the first
+    shard: there both drop the batch that does not fill any more, but the records' programs make theirs in one call per
+    micro-batch on one rank, and would drop a micro-batch."""
     random = np.random.default_rng(0)
     for name, tokens in (("x_val_0.bin", 2 * VAL_TOKENS), ("x_train_0.bin", 400_000), ("x_train_1.bin", 10_000)):
         held: list[int] = []
@@ -308,12 +309,13 @@ def main() -> None:
     except OSError as error:
         raise train_gpt.RunError(f"{args.log}: {error.strerror}; name a log of the public speedrun") from None
     source = re.split(r"\n(?:={80,}|-{40}\n# triton_kernels\.py)\n", text)[0]
-    number = next((number for number, record in RECORDS.items() if record.mark in source), None)
+    number = next((number for number, record in RECORDS.items() if all(mark in source for mark in record.marks)), None)
     if number is None:
         raise train_gpt.RunError(f"{args.log}: begins with no program of record {' or '.join(RECORDS)}; fetch its log from the "
                                  "public repository, see --help")
     record = RECORDS[number]
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the other process ends with this one
     if args.program_in:
         return run_theirs(record, source, args.program_in)
     with tempfile.TemporaryDirectory() as folder:
@@ -323,7 +325,8 @@ def main() -> None:
                                text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                env={"PATH": "", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "DISABLE_FP8": "1"})
         if child.returncode:
-            raise train_gpt.RunError(f"the record's program ended with status {child.returncode}: {child.stdout[-2000:]}")
+            raise train_gpt.RunError(f"the record's program ended with status {child.returncode}; is it the log that --help names? Its last "
+                                     f"words: {child.stdout[-2000:]}")
         losses = [float(loss) for loss in re.findall(r"^step:\d+/\d+ val_loss:([\d.]+)", child.stdout, re.M)]
         first, last = (record.ours(torch.load(home / f"{name}.pt")) for name in ("first", "last"))
         our_losses, ours = run_ours(record, home, first)

@@ -191,7 +191,7 @@ def test_nanogpt_wants_a_clone(start, tmp_path):
 STAND_IN = '''
 import shlex, torch, train_gpt as t
 from torch import nn
-_reduce_scatter_hooks = nvidia_smi = print0 = str
+_reduce_scatter_hooks = nvidia_smi = print0 = str  # num_scheduled_iterations: int = 2205 of them
 THEIRS = {{"attn.qkvo": "attn.qkvo_w", "attn.gate": "attn.attn_gate.weight", "mlp.fc": "mlp.c_fc", "mlp.proj": "mlp.c_proj",
           "smear_gate": "smear_gate.weight"}}
 class Hyperparameters: pass

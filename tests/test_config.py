@@ -498,3 +498,11 @@ def test_no_class_and_no_line_is_too_long_to_read():
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     assert {node.name for node in classes if node.end_lineno - node.lineno >= 150} == set() != {node.name for node in classes}
     assert max(map(len, source.splitlines())) <= 120
+
+
+def test_a_flag_that_the_preset_s_table_overrides_is_refused():
+    for flags, name in ((("--preset", "frontier", "--micro_batch_tokens", "8192"), "micro_batch_tokens"), (("--long_window", "4"), "long_window")):
+        with pytest.raises(train_gpt.RunError, match=f"--{name} would do nothing: .* table of stages has a column of that name"):
+            parse(*flags)
+    assert parse("--long_window", "4", "--stages", "until peak_lr_factor; 1 1")[1].long_window == 4
+    assert parse("--micro_batch_tokens", "8192")[1].micro_batch_tokens == 8192
