@@ -118,9 +118,11 @@ def test_every_flag_is_one_of_a_program_here_and_every_link_leads_somewhere():
     for path in ("README.md", "bench/cluster/Dockerfile", "bench/cluster/speedrun.sbatch"):
         text = re.sub(r"^#SBATCH.*|--no-install-recommends|--(gpus all|ipc=host|build-arg|nodes 2)", "", (ROOT / path).read_text(), flags=re.M)
         assert not {*re.findall(r"(?<![\w-])--[a-z][\w-]+", text)} - known, path
-    headings = {re.sub(r"[^\w -]", "", line.lower()).strip().replace(" ", "-") for line in re.findall(r"^#+ (.*)", README, re.M)}
     for link in re.findall(r"\]\((?!http)([^)]+)\)", README):
-        assert link[1:] in headings if link.startswith("#") else (ROOT / link).exists(), link
+        path, _, heading = link.partition("#")
+        assert (ROOT / path).exists(), link
+        found = re.findall(r"^#+ (.*)", (ROOT / (path or "README.md")).read_text(encoding="utf-8"), re.M) if heading else []
+        assert heading in {"", *(re.sub(r"[^\w -]", "", line.lower()).strip().replace(" ", "-") for line in found)}, link
     assert README.count("\n") < 200
 
 
