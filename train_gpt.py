@@ -402,8 +402,8 @@ def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]
     saved = load_file(path, check=False)  # Run.resume checks it, where it takes the state
     try:
         given.update(run_id=saved["run_id"], log_dir=str(path.parent), resume=str(path))
-        fixed = saved["preset"], saved["longest_micro_batch"]  # older versions lack one of them
-        return fixed[0], dataclasses.replace(config_of(saved["config"]), **given)
+        preset, _ = saved["preset"], saved["longest_micro_batch"]  # older versions lack the second
+        return preset, dataclasses.replace(config_of(saved["config"]), **given)
     except (KeyError, TypeError) as error:
         raise RunError(f"{path}: is no checkpoint of this version of train_gpt.py ({error}); name another, or go on in "
                        "a checkout of the version whose source its log holds") from error

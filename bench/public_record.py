@@ -228,11 +228,9 @@ def run_theirs(record: Record, source: str, home: Path) -> None:
 
     kept: dict[str, Any] = {}
     gpt, nothing, empty, empty_like = None, lambda *_, **__: 0, torch.empty, torch.empty_like
-    for change in ({"reduce_scatter_tensor": collective, "all_gather_into_tensor": collective},
-                   {"is_initialized": lambda: True, "get_world_size": lambda: 1, "get_rank": lambda: 0},
-                   dict.fromkeys(("init_process_group", "destroy_process_group", "barrier", "broadcast", "reduce"), nothing),
-                   {"all_reduce": nothing}):
-        vars(dist).update(change)
+    alone = ("init_process_group", "destroy_process_group", "barrier", "broadcast", "reduce", "all_reduce")
+    vars(dist).update(dict.fromkeys(alone, nothing), reduce_scatter_tensor=collective, all_gather_into_tensor=collective,
+                      is_initialized=lambda: True, get_world_size=lambda: 1, get_rank=lambda: 0)
     vars(torch.cuda).update(dict.fromkeys(("set_device", "synchronize", "max_memory_allocated", "max_memory_reserved"), nothing),
                             is_available=lambda: True)
     torch.compile = compiled

@@ -83,8 +83,8 @@ TELLING_LINES, ALIKE_LINES = 8, 30  # fewer times agree by chance, and fewer los
 # Correlations of what two seeds made: honest losses have 0.44 at most where there are 100, up to so many lines apart,
 # and of so few that their errors are large up to 0.7
 ALIKE, ALIKE_ERRORS, ALIKE_OF_FEW, APART = 0.6, 5, 0.9, 8
-# Nats below ln(vocabulary) that rounding may bring to an untrained model; and a head of small random weights, which is
-# the embedding too and so knows a little of the tokens it reads: 0.075 were seen
+# Nats below ln(vocabulary) that rounding may bring to an untrained model; and a head of small random weights, which may
+# be the embedding too and so know a little of the tokens that it reads: 0.075 were seen
 KNOWS_NOTHING, KNOWS_LITTLE = 0.005, 0.3
 
 # Variables: the compiler's; the launcher's, the allocator's, places of caches and how much is said are not meant. What
@@ -246,8 +246,9 @@ def check_beginning(e):
     if not first:
         raise NotCheckable("no line states a loss before the first step")
     nothing = math.log(max(1, embedding_rows(e) // 128 * 128))
-    demand(min(first) >= nothing - (KNOWS_LITTLE if config.get("head_init") else KNOWS_NOTHING), f"its loss before the first step is {min(first):.4f}, and a model "
-           f"that knows nothing has {nothing:.4f}: it began with trained weights")
+    less = KNOWS_LITTLE if config.get("head_init") else KNOWS_NOTHING
+    demand(min(first) >= nothing - less, f"its loss before the first step is {min(first):.4f}, and a model that knows "
+           f"nothing has {nothing:.4f}: it began with trained weights")
     more = "" if max(first) < nothing + KNOWS_NOTHING else f" and more than the {nothing:.4f} of a head of zeros"
     return f"in one piece from its seed; its loss before the first step is {first[0]:.4f}, that of no knowledge{more}"
 
