@@ -142,11 +142,11 @@ class Reader:
         self.attention = [layer.window and Attention(block.attn, reach[layer.window], scale)
                           for layer, block in zip(model.layers, model.blocks)]
         self.mlps = [layer.mlp and weights_of(block.mlp) for layer, block in zip(model.layers, model.blocks)]
-        scalars = [part.tolist() for part in model.scalars.detach().split(model.scalar_sizes)]
-        skips, _, self.value_mixes, (self.smear,), (self.backout,) = scalars
+        scalars = model.scalars.detach().split(model.scalar_sizes)
+        skips, _, self.value_mixes, (self.smear,), (self.backout,) = (part.tolist() for part in scalars)
         gates = self.weights.get("skip_gates", [None] * len(skips))
         self.skips = dict(zip(model.skips, zip(sigmoid(np.array(skips)).tolist(), gates)))
-        self.mixes = [mix.tolist() for mix in model.mixes()]  # of each layer
+        self.mixes = [mix.tolist() for mix in model.mixes(scalars[1])]  # of each layer
         # queries and keys are both turned, so each takes a root of the scale
         self.angles, self.root = -1j * frequencies.double().numpy(), scale ** 0.5
         self.position, self.before = 0, np.zeros_like(self.embed[0])  # before: the last token's embedding

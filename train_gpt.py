@@ -1512,9 +1512,9 @@ class GPT(nn.Module):
         """Tokens [T] -> normed stream before the head [T, dim]."""
         masks, (x0, ngrams) = self.masks(tokens, windows), self.open_stream(tokens)
         rotary = self.rotary.cos, self.rotary.sin, self.rotary.scale
-        skips, _, value_mixes, _, backout = self.scalars.split(self.scalar_sizes)
+        skips, mixes, value_mixes, _, backout = self.scalars.split(self.scalar_sizes)
         # apart at once: the gradients of so many selections would each be padded with zeros, and summed
-        skips, mixes, value_mixes = iter(skips.unbind()), self.mixes(), value_mixes.view(-1, 2).unbind()
+        skips, mixes, value_mixes = iter(skips.unbind()), self.mixes(mixes), value_mixes.view(-1, 2).unbind()
         skip_gates = iter([None] * len(self.skips) if self.skip_gates is None else self.skip_gates.unbind())
         values: dict[int, Tensor] = {}  # looked up where first needed, so that their gradients come with that layer's
         x = x0.view_as(x0)  # an object of its own, as saved ones are: arguments that are one compile anew
@@ -1535,11 +1535,11 @@ class GPT(nn.Module):
                 saved[i] = x.view_as(x)
         return self.back_out(x, backout[0], saved[self.backout_layer])
 
-    def mixes(self) -> tuple[Tensor, ...]:
-        """Each layer's, see Block and ScaledBlock."""
+    def mixes(self, of_scalars: Tensor) -> tuple[Tensor, ...]:
+        """Each layer's, see Block and ScaledBlock. of_scalars: the part of the scalars that is theirs."""
         if self.stream_scales is not None:
             return torch.cat([self.stream_scales, self.added_scales], 1).unbind()
-        return self.scalars.split(self.scalar_sizes)[1].view(len(self.layers), -1).unbind()
+        return of_scalars.view(len(self.layers), -1).unbind()
 
     def takes_ngrams(self, i: int) -> bool:
         """Whether layer i is given the tables' vectors: with sublayer_scales not the first, which begins with them."""
@@ -3075,7 +3075,8 @@ def model_parts(trainer: Trainer) -> Iterator[Part]:
         return attend(q * Rotary.FIRST_SCALE, k, v, masks[m]["L"])
 
     def block(i: int, m: GPT, x: Tensor, x0: Tensor, *further: Tensor) -> Tensor:
-        mixes, value_mixes = m.mixes(), m.scalars.split(m.scalar_sizes)[2].view(-1, 2).unbind()
+        _, mixes, value_mixes, *_ = m.scalars.split(m.scalar_sizes)
+        mixes, value_mixes = m.mixes(mixes), value_mixes.view(-1, 2).unbind()
         rotary, layer, given = (m.rotary.cos, m.rotary.sin, m.rotary.scale), m.layers[i], iter(further)
         values, ngrams, back = (next(given) if there else None for there in takes(i))
         return m.blocks[i](x, x0, mixes[i], values, value_mixes[i], rotary, masks[m][layer.window], ngrams, back)
