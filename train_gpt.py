@@ -3230,7 +3230,7 @@ def preflight(trainer: Trainer, log: Log) -> tuple[list[list[str]], Part | None]
     trainer.optimizer.load_state_dict(saved)
     for part, (difference, ms, why) in zip(parts, map(max, zip(*trainer.comm.all_json(mine)))):
         failed += [part] if difference > part.allowed else []
-        rows.append([part.name, part.how, f"{difference:.1e}", f"{part.allowed:g}", f"{ms:.1f}",
+        rows.append([part.name, part.how, f"{difference:.1e}", f"{part.allowed:g}", f"{ms:.3f}",
                      f"failed{why}" if part in failed else "ok"])
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows if failed or trainer.config.preflight == "only" else ():
