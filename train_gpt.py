@@ -419,9 +419,9 @@ def shortened(preset: Config, num_steps: int | None) -> dict[str, Any]:
     return {**{name: max(1, scaled(getattr(preset, name))) for name in counts},
             "stages": re.sub(r"\+(\d+)", lambda further: f"+{scaled(int(further[1]))}", preset.stages)}
 
-def config_of(values: dict[str, Any]) -> Config:
+def config_of(fields: dict[str, Any]) -> Config:
     """A config of what JSON made of one."""
-    return Config(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+    return Config(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
 
 def profiled_steps(config: Config) -> range:
     first, last = map(int, config.profile.split(":"))
@@ -440,10 +440,10 @@ class Layer(NamedTuple):
 def parse_layers(words: str) -> tuple[Layer, ...]:
     """`S1M+5` -> Layer("S", 1, True, skip_from=5); see Config.layers. RunError on a word that is none."""
     def parse(word: str) -> Layer:
-        parts = re.fullmatch(r"-|(?=[^+])(?:(c?)([SLP])(\d?))?(M?)(?:\+(\d+))?", word)
-        demand(parts, f"layers: {word!r} is not a layer; write S, L or P, perhaps a digit, perhaps M, perhaps c before "
+        found = re.fullmatch(r"-|(?=[^+])(?:(c?)([SLP])(\d?))?(M?)(?:\+(\d+))?", word)
+        demand(found, f"layers: {word!r} is not a layer; write S, L or P, perhaps a digit, perhaps M, perhaps c before "
                "it; or M; perhaps + and an earlier layer; or -")
-        reads_back, window, table, mlp, skip = parts.groups()
+        reads_back, window, table, mlp, skip = found.groups()
         return Layer(window, int(table) if table else None, bool(mlp), bool(reads_back), int(skip) if skip else None)
     return tuple(map(parse, words.split()))
 
@@ -472,8 +472,8 @@ def adam_groups(config: Config) -> dict[str, dict[str, float]]:
     groups, below = {}, {"lr_mul": math.inf, "beta1": 1, "beta2": 1, "weight_decay": math.inf}
     for kind, *cells in rows or [["no row"]] * bool(config.adam_groups):
         try:
-            values = dict(zip(columns, map(float, cells), strict=True))
-            fits = all(0 <= x < below[name] for name, x in values.items())
+            row = dict(zip(columns, map(float, cells), strict=True))
+            fits = all(0 <= x < below[name] for name, x in row.items())
             fits = fits and first == "of" and kind in {*ADAM_KINDS} - {*groups}
         except (ValueError, KeyError):
             fits = False
@@ -481,7 +481,7 @@ def adam_groups(config: Config) -> dict[str, dict[str, float]]:
             raise RunError(f"adam_groups: {' '.join([kind, *cells])!r} under {' '.join([first, *columns])!r}; write a "
                            f"head, of and some of {', '.join(below)}, then a row for each of some of "
                            f"{', '.join(ADAM_KINDS)}, with numbers of 0 or more, betas below 1")
-        groups[kind] = values
+        groups[kind] = row
     return groups
 
 def ngram_entries(config: Config) -> int:
@@ -673,15 +673,15 @@ def plan_of(config: Config, step: int) -> Plan:
     at = max(i for i, stage in enumerate(stages) if stage.begin <= step)
     stage = stages[at]
     done = min(1.0, (step - stage.begin) / (stage.end - stage.begin))
-    values = {name: move(first, stage.last[name], done) for name, first in stage.first.items()}
+    now = {name: move(first, stage.last[name], done) for name, first in stage.first.items()}
     rotary = [key * c.window_block for key, _ in itertools.groupby(s.first["long_window"] for s in stages[:at + 1])]
-    longest = c.final_window if step == c.num_steps else values["long_window"]
+    longest = c.final_window if step == c.num_steps else now["long_window"]
     untie, average_from = untie_step(c), max(0, c.num_steps - 3 * c.tail_steps)
     average_rate = 0.0
     if c.tail_average and step >= average_from:
         average_rate = 1 / c.tail_steps if step > average_from else 1.0
-    return Plan(**values, step=step, lr_factor=lr_factor(c, step, values["peak_lr_factor"]), momentum=momentum(c, step),
-                windows=Windows(longest * c.window_block, values["long_window"] // 2 * c.window_block),
+    return Plan(**now, step=step, lr_factor=lr_factor(c, step, now["peak_lr_factor"]), momentum=momentum(c, step),
+                windows=Windows(longest * c.window_block, now["long_window"] // 2 * c.window_block),
                 rotary_windows=tuple(rotary), tied=0 < untie >= step, unties=0 < untie == step,
                 average_rate=average_rate, average_share=c.tail_average if step == c.num_steps - 1 else 0.0)
 
@@ -1580,8 +1580,8 @@ class GPT(nn.Module):
         x = self.trunk(inputs, windows)
         ahead = torch.stack([F.pad(targets[k:], (0, k), value=-1) for k in range(len(loss_weights))])
         weights = weights_tensor(loss_weights, x.device)
-        parts = zip(x.split(self.loss_tokens), ahead.split(self.loss_tokens, dim=1))
-        return torch.stack([self.lm_head(x_part, targets_part, weights) for x_part, targets_part in parts]).sum()
+        pieces = zip(x.split(self.loss_tokens), ahead.split(self.loss_tokens, dim=1))
+        return torch.stack([self.lm_head(x_piece, targets_piece, weights) for x_piece, targets_piece in pieces]).sum()
 
     def logits(self, inputs: Tensor, windows: Windows) -> Tensor:
         """inputs [T] -> float32 [T, padded vocabulary]."""
@@ -1828,11 +1828,11 @@ class Bucket:
             place.waiting.clear()
         self.reducing = comm.reduce_scatter(self.flat_grad_shard, self.grad_data, self.received)
 
-    def add_pending(self, updates: bool) -> None:
+    def add_pending(self, due: bool) -> None:
         """Exact mode exchanges in every step: its sum waits for the step that updates."""
         if (pending := self.state.pop("pending", None)) is not None:
             self.flat_grad_shard.add_(pending)
-        if not updates:
+        if not due:
             self.state["pending"] = self.flat_grad_shard.clone()
 
     def update(self, update: Callable[..., None], hyper: dict[str, Any], one_by_one: bool) -> None:
@@ -1936,9 +1936,9 @@ class RowBucket(Bucket):
         return to_device(torch.from_numpy(np.flatnonzero(mask)), self.rows.device)
 
     def sum_in(self, rows: Tensor, grads: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-        """Gradients, (numbers of rows, values), summed [n, width] in n sorted rows. RunError if one is of others."""
+        """Gradients, (numbers of rows, theirs), summed [n, width] in n sorted rows. RunError if one is of others."""
         sums = self.rows.new_zeros((len(rows), self.rows.size(1)), dtype=self.grad_data.dtype)
-        for numbers, values in grads:
+        for numbers, of_rows in grads:
             at = torch.searchsorted(rows, numbers)
             known = (F.pad(rows, (0, 1), value=-1)[at] == numbers).all()
             if rows.is_cuda:
@@ -1946,7 +1946,7 @@ class RowBucket(Bucket):
             elif not known:
                 raise RunError(f"{', '.join(place.name for place in self.params)}: rows have a gradient that were not "
                                "announced; announce all that a step reads, in every step, or nothing")
-            sums.index_add_(0, at, values.to(sums.dtype))
+            sums.index_add_(0, at, of_rows.to(sums.dtype))
         return sums
 
     def start_reduce(self, comm: Comm, exact: bool) -> None:
@@ -1974,13 +1974,13 @@ class RowBucket(Bucket):
             place.waiting.clear()
         self.reducing = HandleGroup(comm.exchange(sent, arriving), then=add_up)
 
-    def add_pending(self, updates: bool) -> None:
-        if not updates or "pending" in self.state:  # sums of several steps are of all rows
+    def add_pending(self, due: bool) -> None:
+        if not due or "pending" in self.state:  # sums of several steps are of all rows
             grads = torch.zeros_like(self.param_shard, dtype=self.grad_data.dtype)
             grads[self.touched] = self.grad_shard
             self.set_grads(torch.arange(len(grads), device=grads.device), grads)
             self.read_by_any = None
-        super().add_pending(updates)
+        super().add_pending(due)
 
     def update(self, update: Callable[..., None], hyper: dict[str, Any], one_by_one: bool) -> None:
         """Of the rows that have a gradient. As elements are, they are independent of one another."""
@@ -1996,11 +1996,11 @@ class RowBucket(Bucket):
         if self.read_by_any is None or comm.ranks == 1:
             return super().start_gather(comm)
         rows = self.numbers(self.read_by_any)
-        values = self.rows.index_select(0, rows)
-        arriving = values.split(self.read_by_any.sum(1).tolist())
+        new = self.rows.index_select(0, rows)
+        arriving = new.split(self.read_by_any.sum(1).tolist())
 
         def write() -> None:
-            self.rows[rows] = values
+            self.rows[rows] = new
         self.gathering = HandleGroup(comm.exchange([arriving[comm.rank]] * comm.ranks, arriving), then=write)
 
     def not_finite(self) -> list[str]:
@@ -2048,12 +2048,12 @@ class HandleGroup:
             handle.wait()
         self.then()
 
-def tree_sum(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+def tree_sum(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """The sum of n tensors, as a binary tree of neighbours; in out, if that is given and n is more than one."""
-    if len(parts) == 1:
-        return parts[0]
-    half = len(parts) // 2
-    return torch.add(tree_sum(parts[:half]), tree_sum(parts[half:]), out=out)
+    if len(terms) == 1:
+        return terms[0]
+    half = len(terms) // 2
+    return torch.add(tree_sum(terms[:half]), tree_sum(terms[half:]), out=out)
 
 class Comm:
     """The collectives that a run needs. Nothing else names one, so tests can put another network in its place.
@@ -2079,23 +2079,23 @@ class Comm:
         return None
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, received: Tensor | None) -> Any:
-        """Start: shard, this rank's part of full [ranks * shard], <- the sum over ranks of that part; where there is a
+        """Start: shard, this rank's of full [ranks * shard], <- the sum over ranks of that; where there is a
         buffer to receive messages in, as a tree."""
         if self.ranks == 1:
             return HandleGroup()
         if received is None:
             return self._reduce_scatter(shard, full, async_op=True)
-        parts = full.view(self.ranks, -1)
-        arriving = [*received[:self.rank], parts[self.rank], *received[self.rank:]]
-        return HandleGroup(self.exchange(parts, arriving), then=lambda: tree_sum(arriving, out=shard))
+        shards = full.view(self.ranks, -1)
+        arriving = [*received[:self.rank], shards[self.rank], *received[self.rank:]]
+        return HandleGroup(self.exchange(shards, arriving), then=lambda: tree_sum(arriving, out=shard))
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Any:
         """Start: full [ranks * shard] <- every rank's shard. May be in place."""
         if not self.by_messages:
             return self._all_gather(full, shard, async_op=True)
-        parts = full.view(self.ranks, -1)
-        parts[self.rank].copy_(shard)  # onto itself: nothing happens
-        return self.exchange([shard] * self.ranks, parts)
+        shards = full.view(self.ranks, -1)
+        shards[self.rank].copy_(shard)  # onto itself: nothing happens
+        return self.exchange([shard] * self.ranks, shards)
 
     @functools.cached_property
     def between_hosts(self) -> Any:
@@ -2150,15 +2150,15 @@ def agree(comm: Comm, what: str, mine: dict[str, Any], cure: str) -> None:
             if here != first:
                 raise RunError(f"the ranks' {what} differ: rank {rank} has {key} {here}; rank 0 has {first}. {cure}")
 
-def outer_parts(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Parameter]]]:
+def outer_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Parameter]]]:
     """The model with its own parameters, then its children (those of a list one by one) with all of theirs: where a
     hook runs before what is compiled, not in it. What only contains others, and never runs, counts as the model's."""
-    parts = [part for child in model.children() for part in (child if isinstance(child, nn.ModuleList) else [child])]
-    running = [part for part in parts if type(part).forward is not nn.Module.forward]
-    yield model, itertools.chain(model.parameters(recurse=False), *(part.parameters() for part in parts
-                                                                    if part not in running))
-    for part in running:
-        yield part, part.parameters()
+    children = [x for child in model.children() for x in (child if isinstance(child, nn.ModuleList) else [child])]
+    running = [child for child in children if type(child).forward is not nn.Module.forward]
+    yield model, itertools.chain(model.parameters(recurse=False), *(child.parameters() for child in children
+                                                                    if child not in running))
+    for child in running:
+        yield child, child.parameters()
 
 def used_parameters(loss: Tensor) -> set[nn.Parameter]:
     """The leaves of the graph that made a loss: those that will get a gradient."""
@@ -2493,16 +2493,16 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
             comm.broadcast(x.data)
         self.reducer = Reducer(buckets, comm, settings, grad_scale)
         self.prepare_for_backward, self.announce_rows = self.reducer.prepare_for_backward, self.reducer.announce_rows
-        updates = {type(bucket.rule).update for bucket in buckets}
-        self.updates = {f: torch.compile(f, dynamic=False) if compiled else f for f in updates}
+        rules = {type(bucket.rule).update for bucket in buckets}
+        self.compiled = {f: torch.compile(f, dynamic=False) if compiled else f for f in rules}
         # compiled code takes numbers as tensors, or it would be compiled again for each; of its own in each place
         as_tensor = functools.lru_cache(256)(lambda place, x: torch.full((), x, device=comm.device))
         self.number = as_tensor if compiled else lambda place, x: x
         self.forward_hooks, bucket_of = [], {place.param: bucket for bucket in buckets for place in bucket.params}
-        for part, params in outer_parts(model) if settings.overlap_param_gather else ():
+        for module, params in outer_modules(model) if settings.overlap_param_gather else ():
             reads = list(dict.fromkeys(bucket_of[p] for p in params if p in bucket_of))
-            self.forward_hooks.append(part.register_forward_pre_hook(
-                lambda part, inputs, reads=reads: self.finish_all_gathers(reads)))
+            self.forward_hooks.append(module.register_forward_pre_hook(
+                lambda module, inputs, reads=reads: self.finish_all_gathers(reads)))
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         if hasattr(self, "group_of"):
@@ -2576,7 +2576,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         hyper = {key: self.number(key, v) if isinstance(v, float) and bucket.compiles else v
                  for key, v in rule.hyper(plan, bucket.updates).items()}
         update = type(rule).update
-        bucket.update(self.updates[update] if bucket.compiles else update, hyper, self.settings.exact)
+        bucket.update(self.compiled[update] if bucket.compiles else update, hyper, self.settings.exact)
         for part, old in kept:
             part.copy_(old)
 
@@ -3678,7 +3678,7 @@ notices = Notices()
 
 def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
     """The whole race, from the data to the verdict. began: when the process started, by time.perf_counter."""
-    clock, asked, changes, parts, gpu = Clock(device, began), config, [], [], device.type == "cuda"
+    clock, asked, changes, checked, gpu = Clock(device, began), config, [], [], device.type == "cuda"
     with clock.off("setup"):
         shards = find_data(config, comm)
         if gpu:
@@ -3691,7 +3691,7 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
     while failed:
         with clock.off("preflight"):
             rows, failed = preflight(trainer, log)
-            parts += rows
+            checked += rows
             if failed:
                 flag, value = failed.fallback
                 changes.append(f"preflight: {failed.name}, {failed.how}, failed: --{flag} {str(value).lower()} in its "
@@ -3705,7 +3705,7 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
                 torch.cuda.reset_peak_memory_stats()
     if config.preflight != "only":
         race = Run(preset, trainer, shards, val_sequences, clock, log)
-        race.open_log({"started": started, "changes": changes, "preflight": parts})
+        race.open_log({"started": started, "changes": changes, "preflight": checked})
         race.warm_up()
         race.train()
         race.finish()
@@ -3718,7 +3718,7 @@ class Run:
         self.preset, self.trainer, self.shards, self.val_sequences = preset, trainer, shards, val_sequences
         self.config, self.comm, self.clock, self.log = trainer.config, trainer.comm, clock, log
         self.digests = [shard.sha256 for split in shards.values() for shard in split]
-        self.losses, self.first_step = TrainLosses(trainer.config, trainer.comm, clock, log), 0
+        self.losses, self.from_step = TrainLosses(trainer.config, trainer.comm, clock, log), 0
 
     def resume(self) -> dict[str, Any] | None:
         """Go on from the checkpoint that the config names -> what the log says of it; nothing where a run begins."""
@@ -3732,8 +3732,8 @@ class Run:
                f"is for {here}, which are filled otherwise; go on where as much memory is free")
         self.trainer.load(saved)
         self.clock.load_state(saved["clock"])
-        self.first_step = saved["step"]
-        return {"from_step": self.first_step, "checkpoint": Path(path).name,
+        self.from_step = saved["step"]
+        return {"from_step": self.from_step, "checkpoint": Path(path).name,
                 "lost_seconds": max(0.0, time.time() - saved["saved_at"])}
 
     def open_log(self, set_up: dict[str, Any]) -> None:
@@ -3759,7 +3759,7 @@ class Run:
             for line in (*set_up["changes"], *padding_warnings(self.trainer.optimizer)):
                 log.say(line)
             if resumed:
-                log.say(f"going on from step {self.first_step}")
+                log.say(f"going on from step {self.from_step}")
 
     def warm_up(self) -> None:
         before = self.hash_state()
@@ -3779,10 +3779,10 @@ class Run:
         launcher = notices.launcher if "TORCHELASTIC_RUN_ID" in os.environ else None  # a shell may leave
         save_due, notices.phase = False, "training"
         self.clock.start()
-        for step in range(self.first_step, c.num_steps):
+        for step in range(self.from_step, c.num_steps):
             demand(launcher in (None, os.getppid()), "the launcher is gone; start again, or go on with --resume")
             self.losses.write(step)
-            if step in self.losses.save_at or c.save_every and step % c.save_every == 0 and step > self.first_step:
+            if step in self.losses.save_at or c.save_every and step % c.save_every == 0 and step > self.from_step:
                 save_due = True
             if save_due and not optimizer.between_updates:
                 self.save(step)
