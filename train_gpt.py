@@ -2734,25 +2734,34 @@ def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = Fal
 # validation, log, checkpoint
 
 @torch.no_grad()
-def validate(model: GPT, sequences: np.ndarray, windows: Windows, comm: Comm,
-             device: torch.device) -> tuple[float, int]:
-    """(mean loss in nats a token, tokens scored) over sequences int32 [n, length + 1], shared out over the ranks.
+def validate(model: GPT, sequences: np.ndarray, windows: Windows, comm: Comm, device: torch.device,
+             ends: Callable[[], bool] = lambda: False) -> tuple[float, int] | None:
+    """(mean loss in nats a token, tokens scored) over sequences int32 [n, length + 1], shared out over the ranks; None
+    on all ranks, where `ends` cut it short on any. It is asked before each sequence.
 
     Each sequence's loss has a place of its own, so the mean does not depend on the number of ranks.
     """
     model.eval()
-    losses = torch.zeros(len(sequences), dtype=torch.float64, device=device)
+    losses = torch.zeros(len(sequences) + 1, dtype=torch.float64, device=device)
     for i in range(comm.rank, len(sequences), comm.ranks):
+        if ends():
+            losses[-1] = 1
+            break
         inputs, targets = split_sequence(sequences[i], device)
         losses[i] = model(inputs.clamp_min(0), targets, windows)
     model.train()
+    comm.all_reduce(losses)
     tokens = int((sequences[:, 1:] >= 0).sum())
-    return comm.all_reduce(losses).sum().item() / tokens, tokens
+    return None if losses[-1] else (losses[:-1].sum().item() / tokens, tokens)
 
 def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
     """[T + 1] tokens -> inputs int32 [T], targets int64 [T] on the device, without waiting for it."""
     tokens = to_device(torch.from_numpy(sequence.astype(np.int32)), device)
     return tokens[:-1], tokens[1:].long()
+
+def times(elapsed: float, step: int) -> str:
+    """For a line of the log: milliseconds so far, and of a step."""
+    return f"train_time:{elapsed:.0f}ms step_avg:{elapsed / step if step else 0:.2f}ms"
 
 class TrainLosses:
     """Training losses, read without making the host wait for the device: a loss is there some steps after its step.
@@ -2798,12 +2807,12 @@ class TrainLosses:
             demand(summed.isfinite().all(), f"the training loss of step {done} is not finite; lower the learning rates")
             if summed[-1]:
                 self.save_at[done + self.LAG] = summed[-1].item() >= Notices.END
-            loss, times = None, f"train_time:{train_time:.0f}ms step_avg:{train_time / done:.2f}ms"
+            loss, line = None, f"step:{done}/{self.config.num_steps} {times(train_time, done)}"
             if self.is_logged(done):  # in nats a token
                 tokens = plan.micro_batches * plan.micro_batch_tokens
                 loss = summed[:-1].sum(dtype=torch.float64).item() / tokens
-                times += f" train_loss:{loss:.4f}"
-            self.log.write(f"step:{done}/{self.config.num_steps} {times}")
+                line += f" train_loss:{loss:.4f}"
+            self.log.write(line)
             self.log.progress(done, loss, self.clock, tokens_of_steps(self.config, done))
 
 class Clock:
@@ -3369,12 +3378,13 @@ def cpu_name() -> str:
         return next(line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name"))
     return platform.processor() or platform.machine()
 
-def describe_machine(device: torch.device) -> tuple[dict[str, Any], str]:
-    """(hardware, versions, source and the environment's switches for the JSON line, the free text above it)."""
+def describe_machine(device: torch.device, libraries: Any) -> tuple[dict[str, Any], str]:
+    """(hardware, versions, source and the environment's switches for the JSON line, the free text above it); with
+    the loaded libraries on demand, which takes a second or two."""
     on_gpu, cpu, cores = device.type == "cuda", cpu_name(), os.cpu_count()
     gpus = [dict(zip(("name", "uuid", "driver"), row.split(", "))) for row in nvidia_smi("name,uuid,driver_version")]
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
-                "triton": triton and triton.__version__}
+                "triton": triton and triton.__version__, **({"libraries": loaded_libraries()} if libraries else {})}
     text = (f"Running Python {sys.version}\nRunning PyTorch {torch.__version__} compiled for CUDA "
             f"{torch.version.cuda}\nRunning Triton version {versions['triton']}\n")
     text += output_of("nvidia-smi") if on_gpu else f"{cpu}, {cores} cores, {platform.platform()}"
@@ -3553,10 +3563,10 @@ class Trainer:
                 optimizer.average(plan.average_rate, plan.average_share, but=["embed.weight"])
         return losses
 
-    def validate(self, plan: Plan, sequences: np.ndarray) -> tuple[float, int]:
+    def validate(self, plan: Plan, sequences: np.ndarray, *ends: Callable[[], bool]) -> tuple[float, int] | None:
         self.optimizer.finish_all_gathers()
         self.model.follow(plan.rotary_windows, plan.tied)
-        return validate(self.model, sequences, plan.windows, self.comm, self.device)
+        return validate(self.model, sequences, plan.windows, self.comm, self.device, *ends)
 
     def warm_up(self, val_sequence: np.ndarray) -> None:
         """Every stage and kind of step, so that nothing is compiled or allocated on the clock; then all is put back."""
@@ -3740,12 +3750,10 @@ class Run:
         """set_up: what is known of the time before."""
         with self.clock.off("setup"):
             c, comm, log, resumed = self.config, self.comm, self.log, self.resume()
-            machine, environment = describe_machine(self.trainer.device)
+            machine, environment = describe_machine(self.trainer.device, c.race and not comm.rank)
             hosts = describe_hosts(comm, machine)
             if comm.rank:
                 return
-            if c.race:  # takes a second or two
-                machine["versions"]["libraries"] = loaded_libraries()
             parameters = sum(p.numel() for p in self.trainer.model.parameters())
             start = {"run_id": log.run_id, "preset": self.preset, **describe_config(c), **set_up, **machine,
                      "ranks": comm.ranks, "hosts": hosts, "parameters": parameters,
@@ -3756,10 +3764,9 @@ class Run:
             log.say(f"preset {self.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, "
                     f"{parameters / 1e6:.1f} M parameters, {c.num_steps} steps of {tokens_of_steps(c, 1):,} tokens at "
                     f"first, validation on {(self.val_sequences[:, 1:] >= 0).sum():,}")
-            for line in (*set_up["changes"], *padding_warnings(self.trainer.optimizer)):
+            goes_on = [f"going on from step {self.from_step}"] * bool(resumed)
+            for line in (*set_up["changes"], *padding_warnings(self.trainer.optimizer), *goes_on):
                 log.say(line)
-            if resumed:
-                log.say(f"going on from step {self.from_step}")
 
     def warm_up(self) -> None:
         before = self.hash_state()
@@ -3797,10 +3804,10 @@ class Run:
         self.losses.write(c.num_steps, wait=True)
         profile.begins(c.num_steps)
 
-    def save(self, step: int) -> None:
-        """A checkpoint; the end, where SIGTERM asked for it. Without room for one training goes on all the same."""
+    def save(self, step: int, ends: bool = False) -> None:
+        """A checkpoint; the end, where a notice asked for it. Without room for one training goes on all the same."""
         path = self.log.path.with_name(f"{self.log.run_id}.step{step:06}.ckpt")
-        ends = any(end for asked, end in self.losses.save_at.items() if asked <= step)
+        ends = ends or any(end for asked, end in self.losses.save_at.items() if asked <= step)
         with self.clock.off("checkpoint"):
             self.losses.write(step, wait=True)
             try:
@@ -3818,17 +3825,22 @@ class Run:
             raise RunError(f"terminated before step {step}; --resume {self.log.path} goes on from there")
 
     def validate(self, step: int) -> tuple[float, int]:
-        """(the loss, of so many tokens), to log and terminal as well. RunError if it is not finite."""
+        """(the loss, of so many tokens), to log and terminal as well. RunError if it is not finite. A notice of the end
+        cuts it short where a checkpoint can be saved: it may last longer than a launcher waits."""
         self.trainer.optimizer.finish_all_gathers()  # which belong to the steps before
+        ends = bool if self.trainer.optimizer.between_updates else notices.terminated.is_set  # bool: never
         with self.clock.off("validation"):
             self.losses.write(step, wait=True)
-            loss, tokens = self.trainer.validate(plan_of(self.config, step), self.val_sequences)
-            line = (f"step:{step}/{self.config.num_steps} val_loss:{loss:.4f} train_time:{self.clock.elapsed:.0f}ms "
-                    f"step_avg:{self.clock.elapsed / step if step else 0:.2f}ms")
-            self.log.write(line)
-            self.log.say(line)
+            result = self.trainer.validate(plan_of(self.config, step), self.val_sequences, ends)
+            if result:
+                line = f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} {times(self.clock.elapsed, step)}"
+                self.log.write(line)
+                self.log.say(line)
+        if not result:
+            self.save(step, ends=True)
+        loss, _ = result
         demand(math.isfinite(loss), f"the validation loss before step {step} is {loss}; lower the learning rates")
-        return loss, tokens
+        return result
 
     def finish(self) -> None:
         """The last validation and the verdict; on rank 0 the model too."""
@@ -3851,11 +3863,9 @@ class Run:
         self.log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
         notices.phase = "over"
         if self.comm.rank == 0:  # the log is whole: what follows may fail or take its time, and nobody waits for it
-            verdict, of, saved_as = "", "", ""
+            verdict, of, saved_as = "", "", f"\nmodel: {trainer.save_model(self.log)}" if c.save_model else ""
             if c.target_val_loss:
                 verdict, of = f"target {'reached' if reached else 'missed'}: ", f" target {c.target_val_loss:g},"
-            if c.save_model:
-                saved_as = f"\nmodel: {trainer.save_model(self.log)}"
             clear_checkpoints(self.log, keep=0)
             self.log.say(f"\n{verdict}validation loss {loss:.4f},{of} after {clock.elapsed / 1000:.1f} s of training "
                          f"and {wall_seconds:.0f} s in all{saved_as}\nlog: {self.log.path}")

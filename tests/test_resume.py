@@ -455,6 +455,37 @@ def test_steps_that_are_logged_seldom_save_as_soon(number, flags, group, tmp_pat
     assert steps_saved(tmp_path) == [8], "the first between updates of Adam, four steps after all know"
 
 
+@pytest.mark.parametrize("step", [12, 16])
+def test_a_signal_in_a_validation_does_not_wait_for_its_end(step, flags, group, on_ranks, tmp_path):
+    """A launcher kills half a minute after it told, and a validation may last longer. What goes on validates there once."""
+    changes = dict(num_steps=16, save_every=0, val_every=6, val_len=16)
+    plant = f"""
+import os, signal
+validate = train_gpt.Run.validate
+def told(run, step):
+    if step == {step} and rank == 1:
+        forward = train_gpt.GPT.forward
+        def slow(model, *args):
+            train_gpt.demand(not hasattr(model, "told"), "another sequence begins")
+            model.told = True
+            os.kill(os.getpid(), signal.SIGTERM)
+            return forward(model, *args)
+        train_gpt.GPT.forward = slow
+    return validate(run, step)
+train_gpt.Run.validate = told
+"""
+    told = group(2, flags("told", **changes), plant)
+    assert told.wait() == [1, 1], told.outputs
+    assert steps_saved(tmp_path) == [step]
+    log = tmp_path / "told.txt"
+    assert f"terminated before step {step}; --resume {log} goes on from there" in told.outputs[0] + told.outputs[1]
+    on_ranks(2, train, ["--resume", str(log)])
+    on_ranks(2, train, flags("whole", **changes))
+    assert end_of(log)["final_state_hash"] == end_of(tmp_path / "whole.txt")["final_state_hash"]
+    validated = [re.findall(r"^(step:\S+ val_loss:\S+)", path.read_text(), re.M) for path in (log, tmp_path / "whole.txt")]
+    assert validated[0] == validated[1] and len(validated[0]) == 4
+
+
 def test_what_a_signal_means_before_and_after_training():
     notices = train_gpt.Notices()
     notices.hear(signal.SIGUSR1, None)
