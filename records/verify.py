@@ -110,7 +110,7 @@ _LOOK = re.compile(
     r"|\bos\.(?:exec|spawn|system|popen|putenv|posix)|sys\.(?:modules|path\b|set\w+)"
     r"|__(?:dict|globals|builtins|getattribute|subclasses|loader|spec|code|class)__|getattr\((?:torch|os|sys|time)\b"
     r"|\benviron\b(?!\.get\()|\b(?:time\.\w+|\w*perf_counter\w*|\w*monotonic\w*) = |torch\.\w+ = ", re.S)
-_DATA_FLAG = re.compile(r"--(preset|train_files|train_shards)[= ](\S+)")
+DATA_FLAGS = {"preset", "train_files", "train_shards"}
 _FILES = re.compile(r"^-{10,}\n# (\S+\.py)\n-{10,}\n", re.M)  # between files that a log holds behind one another
 MOST_CHARACTERS = 1 << 20  # of a source: its tree takes a thousand times the memory
 # What a public index distributes and runs of this kind import. Any other module is code that the log does not hold
@@ -622,6 +622,27 @@ def figures_at(run, last):
     return (steps[-1].time_ms / 1000, float(np.mean(losses or [0]))) if steps and steps[-1].step == last else None
 
 
+def given_by(flags):
+    """{name: word after it} of flags, the last of each name; of one that stands alone, true."""
+    given, name = {}, None
+    for word in flags:
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            given[name] = value or "true"
+        elif name:
+            given[name] = word
+    return given
+
+
+def means(word, stated):
+    """Whether a flag's word is what JSON states of it."""
+    try:
+        numbers = stated if isinstance(stated, list) else [stated]
+        return word.lower() == str(stated).lower() or [float(part) for part in word.split(",")] == numbers
+    except ValueError:
+        return False
+
+
 def check_declared(manifest, runs):
     """Is each run what its race declared before it, and wrote down of it?"""
     declared = manifest.race
@@ -633,6 +654,10 @@ def check_declared(manifest, runs):
                      ("start.race.side", attempt["side"]), ("start.ranks", declared["ranks"]),
                      ("start.seed", declared["seed"] + attempt["run"]), ("start.seed", attempt.get("seed")),
                      ("start.source_sha256", side.get("source_sha256")), name=f"{e.name}: its ")
+        for name, word in given_by(side["flags"]).items():  # of an older version another may be the name
+            stated = {"preset": e.run.start.get("preset"), **e.get("start.config", dict)}.get(name)
+            demand(stated is None or e.run.start.get("changes") or means(word, stated), f"{e.name}: its race declared "
+                   f"--{name} {word}, and its log's config has {json.dumps(stated)[:60]}")
         began, logged = moment(attempt.get("started_at")), moment(e.run.start.get("started"))
         lasted = attempt["seconds"] if is_number(attempt.get("seconds")) else math.inf
         demand(logged is None or began is not None and -CLOCKS_S <= logged - began <= lasted + CLOCKS_S,
@@ -782,8 +807,8 @@ def check_data(runs, others, races):
 
     def flags(e):
         sides = races[e.race.race_id].race["sides"] if e.race and e.race.race_id in races else {}
-        words = sides[e.race.side]["flags"] if sides and e.race.side in sides else []
-        return dict(_DATA_FLAG.findall(" ".join(words)))
+        given = given_by(sides[e.race.side]["flags"]) if sides and e.race.side in sides else {}
+        return {name: word for name, word in given.items() if name in DATA_FLAGS}
 
     found = check_alike(runs + others, lambda e: {
         "end.val_tokens": e.get("end.val_tokens", int), "val_len": e.get("start.config.val_len", int),

@@ -564,11 +564,37 @@ def test_sides_that_cannot_be_compared_are_caught(race, judge, change, rule, wor
     fails_only(judge(race(4, "ab", both)), rule, word)
 
 
-def declare(folder, side, *flags):
-    """Writes flags into the manifest as those of a side."""
+def declare(folder, side, *flags, kept=True):
+    """Writes flags into the manifest as those of a side, and, if they are kept, into the configs of its logs."""
     first, *events = read_manifest(folder)
     first["race"]["sides"][side]["flags"] = list(flags)
     write_manifest(folder, [first, *events])
+    for path in folder.glob(f"*{side}.txt") if kept else ():
+        log = Log(path)
+        for name, word in verify.given_by(flags).items():
+            if name in log.start["config"]:
+                log.set(f"start.config.{name}", int(word) if word.isdigit() else word)
+        log.write(path)
+
+
+@pytest.mark.parametrize("flags, kept, word", [
+    (["--val_every", "7"], False, "its race declared --val_every 7, and its log's config has"),
+    (["--val_every=7"], True, ""),
+    (["--val_every", "9", "--val_every", "7"], True, ""),
+    (["--preset", "speedrun"], True, "its race declared --preset speedrun"),
+    (["--lazy_tables", "--loss_weights", "1,.5"], False, "--loss_weights 1,.5"),
+    (["--loss_weights", "1.0", "--a_flag_of_an_older_version", "3"], False, ""),
+])
+def test_runs_keep_to_the_flags_that_their_race_declared(race, judge, flags, kept, word):
+    folder = race()
+    declare(folder, "a", *flags, kept=kept)
+    fails_only(judge(folder), "every run is accounted for", word) if word else None
+    assert judge(folder)[0] == bool(word)
+    for path in folder.glob("*.txt"):  # a machine that lacks something says what it did without
+        log = Log(path)
+        log.start["changes"] = ["preflight: a part failed"]
+        log.write(path)
+    assert judge(folder)[0] == 0
 
 
 @pytest.mark.parametrize("change, word", [
