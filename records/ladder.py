@@ -32,6 +32,7 @@ from pathlib import Path
 import numpy as np
 import scipy.stats
 
+import board
 import pages
 import picture
 import stats
@@ -162,7 +163,6 @@ def draw(found, path):
 def keep(folders, record, found, title):
     """The record's folder: README.md, picture, and race.jsonl and the logs packed together; of each of several races in
     a folder of its own."""
-    import board
     with board.new_folder(record):
         draw(found, record / PICTURE)
         with tarfile.open(record / ARCHIVE, "w:xz") as archive:

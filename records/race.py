@@ -63,10 +63,9 @@ from pathlib import Path
 
 import ladder
 import stats
-from stats import MANIFEST, Manifest
+from stats import MANIFEST, SCRIPT, Manifest, order
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = "train_gpt.py"
 OWN_FLAGS = ("--run_id", "--log_dir", "--resume", "--race")
 PATIENCE_S = 30  # until a run that was told to stop is killed
 LOOK_S = 0.02  # between two looks at a run's log
@@ -216,12 +215,6 @@ def check_command(version, folder, *_):
 
 
 # The race
-
-def order(n, sides):
-    """(run, side) in the order of the race: a b, b a, a b, ..."""
-    names = list(sides)
-    return [(run, side) for run in range(1, n + 1) for side in (names if run % 2 else names[::-1])]
-
 
 def command(ranks, lock):
     return [*ALONE, str(ROOT / "records" / "launch.py"), f"--nproc_per_node={ranks}", "--no-python", *ALONE,

@@ -66,6 +66,7 @@ LINE = 300  # characters of a message on stderr
 FUTILE = 0.05  # a race until decided ends when its claim has less than this chance of being found by its last look
 LONGER = 1.15  # such a race may take this many times a plan's runs: it has the plan's power then, and takes fewer
 RESAMPLES = 9999
+SCRIPT = "train_gpt.py"  # what is raced
 MANIFEST, STAMPS, PICTURE = "race.jsonl", ".steps.json", "race.png"  # what race.py leaves beside the logs,
 BESIDE = (MANIFEST, STAMPS, ".png", ".pt")  # and runs do
 # Config values that do not change what is trained
@@ -281,6 +282,12 @@ def compare_times(times, others, alpha, paired=False):
 
 RACE_KEYS = {"id": str, "sides": dict, "ranks": int, "n": int, "seed": int, "order": list}
 RUN_KEYS = {"run_id": str, "run": int, "side": str, "status": str}
+
+
+def order(n, sides):
+    """(run, side) in the order of a race: a b, b a, a b, ..."""
+    names = list(sides)
+    return [(run, side) for run in range(1, n + 1) for side in (names if run % 2 else names[::-1])]
 
 
 class Manifest:

@@ -50,7 +50,6 @@ import scipy.ndimage
 import examine
 import leaks
 import pages
-import race
 import stats
 from leaks import (FAIL, NUMBER, PASS, ROOT, SHA256, UNKNOWN, Broken, NotCheckable, demand, is_number, judged, several,
                    shards_of)
@@ -351,12 +350,12 @@ def check_source(e, theirs):
     if doubts:
         raise failed(f"{what} {'; '.join(doubts)}")
     text = "nothing in the source sets a compiler's switch in plain words"
-    ours = scan((ROOT / race.SCRIPT).read_text(encoding="utf-8")).look.values()
+    ours = scan((ROOT / stats.SCRIPT).read_text(encoding="utf-8")).look.values()
     new = [line for line, shown in found.look.items() if shown not in ours]
     if found.look:
         lines = [f"{line} (new)" for line in new] + [str(line) for line in found.look if line not in new]
         text += f"; look at its lines {', '.join(lines[:12])}{' ...' if len(lines) > 12 else ''}"
-        text += f"; new: not in this checkout's {race.SCRIPT}" if new else ""
+        text += f"; new: not in this checkout's {stats.SCRIPT}" if new else ""
     if theirs and e.ours:
         changed = len([line for line in difference(theirs, e.run.source.removesuffix("\n")) if line[0] in "+-"][2:])
         text += f"; {changed} lines differ from the other side's (--diff)" if changed else "; it is the other side's"
@@ -433,7 +432,7 @@ def check_stamps(e, races):
     try:
         text, wanted = path.read_bytes() if path.exists() else None, attempt_of(e, races).get("stamps")
         demand(wanted in (None, text is not None and hashlib.sha256(text).hexdigest()), f"{name} is missing, or not "
-               f"what the race wrote: by its {race.MANIFEST} its SHA-256 is {str(wanted)[:8]}...; restore it")
+               f"what the race wrote: by its {stats.MANIFEST} its SHA-256 is {str(wanted)[:8]}...; restore it")
         stamps = logs.parse_json(path.read_text(encoding="utf-8"))
     except OSError:
         raise NotCheckable(f"no {name} lies beside the log: race.py writes it") from None
@@ -521,13 +520,13 @@ def check_accounts(runs, found, races):
         if which is None:
             unknown.append("no number of runs was declared: some may be left out")
         elif not declared:
-            unknown.append(f"there is no {race.MANIFEST} of race {which[0]}: what else was started cannot be seen")
+            unknown.append(f"there is no {stats.MANIFEST} of race {which[0]}: what else was started cannot be seen")
         remarks += [f"{side.name}: {len(of_side)} runs, as declared"] * (which is not None)
     remarks += [f"{logs.printable(os.path.basename(item.path))}: {item.reason}" for item in found.rejected
                 if item.kind in (logs.INCOMPLETE, logs.NOT_FINITE)]
     started = {run_id for one in races.values() for run_id in one.attempts}
     strangers = {str(e.run.start.get("run_id")) for e in runs if e.ours} - started
-    demand(not (races and strangers), f"not started by this race, by its {race.MANIFEST}: {several(sorted(strangers))}")
+    demand(not (races and strangers), f"not started by this race, by its {stats.MANIFEST}: {several(sorted(strangers))}")
     # another project's log says nothing of itself
     here = {str((item.start or {}).get("run_id", Path(item.path).stem)): item
             for item in [*found.rejected, *(e.run for e in runs)]}
@@ -551,8 +550,8 @@ def check_attempts(manifest, runs, here, remarks, unknown):
 
     here: {run_id: what logs.py read}. Adds to remarks, and to what is unknown."""
     declared, tried, done, begun, before = manifest.race, [], set(), None, None
-    demand(declared["order"] == [f"{run}{side}" for run, side in race.order(declared["n"], declared["sides"])],
-           f"the order in {race.MANIFEST} is not that of {declared['n']} runs a side")
+    demand(declared["order"] == [f"{run}{side}" for run, side in stats.order(declared["n"], declared["sides"])],
+           f"the order in {stats.MANIFEST} is not that of {declared['n']} runs a side")
     for event in manifest.events:
         started = event["status"] == "started"
         demand(started or event["run_id"] == begun, f"{event['run_id']} ended ({event['status']}), and the line before "
@@ -563,14 +562,14 @@ def check_attempts(manifest, runs, here, remarks, unknown):
     pauses, at = pauses_of(manifest), declared.get("declared")
     first = next((attempt.get("started_at") for attempt in manifest.attempts.values()), None)
     demand(None in (moment(at), moment(first)) or moment(at) <= moment(first),
-           f"by {race.MANIFEST} the race was declared at {at}, and its first run started before that, at {first}")
+           f"by {stats.MANIFEST} the race was declared at {at}, and its first run started before that, at {first}")
     for run_id, attempt in manifest.attempts.items():
         which, status, seconds = f"{attempt['run']}{attempt['side']}", attempt["status"], attempt.get("seconds")
         what, log = f"run {which}, {run_id}", here.get(run_id)
         began, ended = (moment(attempt.get(key)) for key in ("started_at", "ended_at"))
         if "started" not in attempt and status in ("done", "failed", "interrupted") and not attempt.get("settled"):
             demand(None not in (began, ended) and is_number(seconds) and abs(ended - began - seconds) <= CLOCKS_S,
-                   f"{what}: by {race.MANIFEST} it took {seconds} s, from {attempt.get('started_at')} to "
+                   f"{what}: by {stats.MANIFEST} it took {seconds} s, from {attempt.get('started_at')} to "
                    f"{attempt.get('ended_at')}: these must agree to {CLOCKS_S} s")
         if run_id in pauses and pauses[run_id] > np.median([*pauses.values()]) + PAUSE_S:
             text = f"{pauses[run_id]:.0f} s passed before {run_id} was started, long enough to hide a run"
@@ -601,7 +600,7 @@ def check_attempts(manifest, runs, here, remarks, unknown):
             if status not in ("failed", "interrupted"):  # nobody saw how it ended
                 unknown.append(f"{what}, was started and left no log: how it ended cannot be seen")
     demand(tried == declared["order"][:len(tried)],
-           f"by {race.MANIFEST} the runs were not started in the order it declares")
+           f"by {stats.MANIFEST} the runs were not started in the order it declares")
 
 
 def pauses_of(manifest):
@@ -627,8 +626,8 @@ def given_by(flags):
     given, name = {}, None
     for word in flags:
         if word.startswith("--"):
-            name, _, value = word[2:].partition("=")
-            given[name] = value or "true"
+            name, is_whole, value = word[2:].partition("=")
+            given[name] = value if is_whole else "true"
         elif name:
             given[name] = word
     return given
@@ -648,9 +647,9 @@ def check_declared(manifest, runs):
     declared = manifest.race
     for e in sorted(runs, key=lambda e: not e.ours):  # of others what is wanted cannot be checked
         attempt = manifest.attempts.get(e.get("start.run_id", str))
-        demand(attempt, f"{e.name} is of another race than its {race.MANIFEST}")
+        demand(attempt, f"{e.name} is of another race than its {stats.MANIFEST}")
         side = declared["sides"][attempt["side"]]  # its order names no other
-        e.must_state(race.MANIFEST, ("start.race.declared_n", declared["n"]), ("start.race.run", attempt["run"]),
+        e.must_state(stats.MANIFEST, ("start.race.declared_n", declared["n"]), ("start.race.run", attempt["run"]),
                      ("start.race.side", attempt["side"]), ("start.ranks", declared["ranks"]),
                      ("start.seed", declared["seed"] + attempt["run"]), ("start.seed", attempt.get("seed")),
                      ("start.source_sha256", side.get("source_sha256")), name=f"{e.name}: its ")
@@ -661,7 +660,7 @@ def check_declared(manifest, runs):
         began, logged = moment(attempt.get("started_at")), moment(e.run.start.get("started"))
         lasted = attempt["seconds"] if is_number(attempt.get("seconds")) else math.inf
         demand(logged is None or began is not None and -CLOCKS_S <= logged - began <= lasted + CLOCKS_S,
-               f"{e.name} states that it started at {e.run.start.get('started')}, by {race.MANIFEST} it ran for "
+               f"{e.name} states that it started at {e.run.start.get('started')}, by {stats.MANIFEST} it ran for "
                f"{lasted:.0f} s from {attempt.get('started_at')} on")
 
 
@@ -672,14 +671,14 @@ def check_wall(runs, races):
         attempt = attempt_of(e, races)
         measured = attempt.get("seconds")
         demand(is_number(measured) or attempt.get("status") != "done" or attempt.get("settled"), f"{e.name}: its line "
-               f"in {race.MANIFEST} states seconds {json.dumps(measured)[:20]}; the race writes how long each run took")
+               f"in {stats.MANIFEST} states seconds {json.dumps(measured)[:20]}; the race writes how long each run took")
         if is_number(measured):
             wall = e.get("end.wall_seconds", NUMBER)
             late[e.race.race_id].append((measured - wall, wall, e.race.side))
             demand(-0.1 <= measured - wall <= min(STARTING_S, STARTING_LEAST_S + STARTING_PART * wall),
                    f"{e.name} states {wall:.1f} s by the wall clock, the race that started it measured {measured:.1f}")
     if not late:
-        raise NotCheckable(f"no {race.MANIFEST} tells how long the runs took: race them with race.py" if not any(
+        raise NotCheckable(f"no {stats.MANIFEST} tells how long the runs took: race them with race.py" if not any(
             attempt_of(e, races) for e in runs) else "the race itself had ended before its runs did")
     for of_race in late.values():
         medians = {side: np.median([lag for lag, _, of in of_race if of == side]) for *_, side in of_race}
@@ -1027,7 +1026,7 @@ def examine_all(case):
 
 def digests_of_judge():
     """{file of this checkout: SHA-256}"""
-    files = [ROOT / race.SCRIPT, *ROOT.glob("records/*.py"), *ROOT.glob("records/templates/*")]
+    files = [ROOT / stats.SCRIPT, *ROOT.glob("records/*.py"), *ROOT.glob("records/templates/*")]
     return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
@@ -1048,7 +1047,7 @@ def unseen(case):
     declared = case.whole.races[e.race.race_id].race["sides"] if e.race and e.race.race_id in case.whole.races else {}
     flags = declared[e.race.side]["flags"] if e.race and e.race.side in declared else \
         ["--preset", str(e.run.start.get("preset"))]
-    again = shlex.join(["torchrun", f"--nproc_per_node={e.run.start.get('ranks')}", race.SCRIPT, *flags, "--seed",
+    again = shlex.join(["torchrun", f"--nproc_per_node={e.run.start.get('ranks')}", stats.SCRIPT, *flags, "--seed",
                         str(e.run.start.get("seed"))])
     return ("No log shows a forgery in which losses, times, source and hashes are all made up to fit. These would: "
             f"--rerun with a model of each run, on your machine; and a run of your own by `{again}` for {e.name}: "
@@ -1110,7 +1109,7 @@ def main(arguments=None):
         print(json.dumps({"verdict": page["verdict"], "counts": page["counts"], "said": page["said"],
                           "unseen": page["last"], "rules": [finding._asdict() for finding in findings]}, indent=1))
     else:
-        parent = case.theirs or (ROOT / race.SCRIPT).read_text(encoding="utf-8")
+        parent = case.theirs or (ROOT / stats.SCRIPT).read_text(encoding="utf-8")
         diff = difference(parent, examine.source_of(case.runs[0])) if options.diff else []
         print(pages.show("verify.txt.jinja", **page, diff=diff))
     if page["status"] == 2:
