@@ -645,10 +645,14 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
 def parse_cell(column: dataclasses.Field, cell: str) -> tuple[Any, Any]:
     """A cell of the table: its value at the beginning and at the end of the stage. ValueError if it is none."""
     kind, several = int if column.type == "int" else float, column.type == "Numbers"
-    numbers = [[kind(end) for end in item.split(">")] for item in cell.split(",")]
+    items = [item.split(">") for item in cell.split(",")]
+    try:
+        numbers = [[kind(end) for end in item] for item in items]
+    except ValueError:
+        numbers = []
+    if not numbers or max(map(len, items)) > (1 if kind is int else 2) or len(items) > 1 and not several:
+        raise ValueError(f"{cell!r} is no value of {column.name}, {'a whole' if kind is int else 'a'} number")
     ends = [tuple(number[i] for number in numbers) if several else numbers[0][i] for i in (0, -1)]
-    if max(map(len, numbers)) > (1 if kind is int else 2) or len(numbers) > 1 and not several:
-        raise ValueError(f"{cell!r} is no value of {column.name}")
     if wrong := out_of_range(column, ends[0]) or out_of_range(column, ends[1]):
         raise ValueError(wrong)
     return ends[0], ends[1]
@@ -3120,7 +3124,7 @@ def model_parts(trainer: Trainer) -> Iterator[Part]:
         given = x, x0, *itertools.compress((values, ngrams, back), takes(i))
         kernels = layer.mlp and model.blocks[i].mlp.kernels
         way = (f"{trainer.way[0]}, with kernels", ("kernels", "off")) if kernels else trainer.way
-        yield part(f"block {c.layers.split()[i]}", way, functools.partial(block, i), given, *SCALES, f"blocks.{i}.")
+        yield part(f"block {i} {c.layers.split()[i]}", way, functools.partial(block, i), given, *SCALES, f"blocks.{i}.")
     yield part("head", ("fp8", ("fp8_head", False)) if model.lm_head.fp8 else trainer.way, head, (x,), "lm_head.")
 
 def rule_parts(trainer: Trainer) -> Iterator[Part]:

@@ -37,7 +37,7 @@ def test_what_is_whole_passes_and_leaves_no_trace(config):
     before = trainer.state_hash()
     rows, broken = train_gpt.preflight(trainer, said)
     assert trainer.state_hash() == before and broken is None and not said
-    assert [row[0] for row in rows[:5]] == ["attention", "block M", "block LM", "block S0M", "head"]
+    assert [row[0] for row in rows[:5]] == ["attention", "block 3 M", "block 2 LM", "block 1 S0M", "head"]
     assert {row[0].split()[0] for row in rows[5:]} == {"Adam", "NorMuon", "load"} and not failed(rows)
     assert all(float(row[2]) <= float(row[3]) and float(row[4]) > 0 for row in rows)
     assert float(rows[0][2]) > 0, "attention was compared with itself"
@@ -50,7 +50,8 @@ def test_the_parts_of_frontier_pass(config):
     changes = {name: getattr(frontier, name) for name in ("layers", "backout_layer", "value_gates", "skip_gates", "sublayer_scales",
                                                           "pairing", "key_offset", "ngram_mix", "muon_qk_heads")}
     rows, _ = train_gpt.preflight(trainer_of(config, ngrams="2:32:8", num_heads=4, head_dim=8, **changes), Said())
-    assert {row[0] for row in rows if row[0].startswith("block")} == {f"block {word}" for word in frontier.layers.split()}
+    assert {row[0].split()[2] for row in rows if row[0].startswith("block")} == {*frontier.layers.split()}
+    assert len({row[0] for row in rows}) == len(rows)
     assert not failed(rows)
 
 
@@ -94,8 +95,8 @@ COMPILED = {"compile": "on"}
 @pytest.mark.parametrize("break_it, changes, part, instead", [
     (break_attention, {}, "attention", ("attention", "masked")),
     (break_fp8, {"fp8_head": True}, "head", ("fp8_head", False)),
-    (break_kernel, {"kernels": "on"}, "block M", ("kernels", "off")),
-    (lambda m: break_compiled(m, "Block", lambda f, args: 1.1 * f(*args)), COMPILED, "block M", ("compile", "off")),
+    (break_kernel, {"kernels": "on"}, "block 3 M", ("kernels", "off")),
+    (lambda m: break_compiled(m, "Block", lambda f, args: 1.1 * f(*args)), COMPILED, "block 3 M", ("compile", "off")),
     (lambda m: break_compiled(m, "Head", no_kernel), COMPILED, "head", ("compile", "off")),
     (lambda m: break_compiled(m, "Head", lambda f, args: 0 * f(*args)), COMPILED, "head", ("compile", "off")),
     (lambda m: break_compiled(m, "Head", lambda f, args: torch.nan * f(*args)), COMPILED, "head", ("compile", "off")),
@@ -150,7 +151,7 @@ def test_all_ranks_take_the_fallback_that_one_needs(config, on_ranks):
     exchanged = ["load a shard", "all-reduce", "reduce-scatter, all-gather"]
     assert on_ranks(2, beside_a_broken_rank, config, "none") == [(exchanged, set(), None)] * 2
     assert on_ranks(2, beside_a_broken_rank, config, "attention") == [
-        (exchanged, {"attention", "block LM", "block S0M"}, ("attention", "masked"))] * 2
+        (exchanged, {"attention", "block 2 LM", "block 1 S0M"}, ("attention", "masked"))] * 2
 
 
 def test_a_collective_that_sums_wrongly_stops_all_ranks(config, on_ranks):
