@@ -253,8 +253,9 @@ class Config(SyncSettings, StageValues):
 
     # machine
     compile: str = option("auto", "blocks, head and rules, each by itself. auto: on GPUs", ("auto", "on", "off"))
-    attention: str = option("auto", "auto: FlexAttention on GPUs, masks in pieces on CPUs. masked: these",
-                            ("auto", "masked"))
+    attention: str = option("auto", "flash: FlashAttention, version 3 where it is installed, else torch's own. flex: "
+                            "FlexAttention. masked: masks in pieces. auto: flash on Hopper GPUs with version 3, on "
+                            "others flex, masked on CPUs", ("auto", "flash", "flex", "masked"))
     kernels: str = option("auto", "the MLP's Triton kernels. auto: on Hopper GPUs and later", ("auto", "on", "off"))
     preflight: str = option("auto", "each part once beside its plain form, before the run. auto: on GPUs. only, or "
                             "the bare flag: and no run", ("auto", "on", "off", "only"), bare="only")
@@ -517,6 +518,8 @@ def check_config(config: Config, ranks: int) -> None:
     for name in ("bf16_compress", "clip_norm", "find_unused_parameters"):
         want(not (c.exact and getattr(c, name)), f"exact and {name} {getattr(c, name)} exclude each other: its sums "
              f"depend on the number of ranks; leave out --exact or --{name}")
+    want(c.attention != "flash" or c.dtype == "bfloat16" and not c.exact, f"attention flash wants bfloat16, not "
+         f"{c.dtype}, and its backward sums in no fixed order, so it excludes exact; take --attention flex")
     try:
         for stage in stages_of(c):
             n, ahead = stage.first["micro_batches"], len(stage.first["loss_weights"])
@@ -930,6 +933,7 @@ class Stream:
                 break
             index, document = index + 1, 0
         self.position = Position(index, taken[-1][1] + 1, longest)
+        check_documents(self.config, 1 + max(last - first for first, last, _ in taken), plan.micro_batch_tokens)
         return documents, taken
 
     def next_batch(self, plan: Plan) -> list[np.ndarray]:
@@ -1047,6 +1051,41 @@ class ReluSquaredMLP(torch.autograd.Function):
         grad_y = relu_squared(grad, proj, h)
         return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h
 
+def flash_attention_3() -> bool:
+    """Whether this GPU has it and it is installed; from then on it is what torch calls FlashAttention."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        return False
+    try:
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    except (AttributeError, ImportError, OSError, RuntimeError, ValueError):  # not in this torch, not installed, unfit
+        return False
+    return True
+
+@torch.library.custom_op("train_gpt::flash_attention", mutates_args=())
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention [T, H, D] within documents, see DocumentTable; and what its backward wants, log sums [H, T]. The plain
+    form is attend with masks in pieces. torch's varlen_attn takes a number as window."""
+    out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, starts, starts, len(q), len(q), 0.0, False, False, scale=1.0, window_size_left=int(window),
+        window_size_right=0)
+    return out, log_sums
+
+@torch.library.custom_op("train_gpt::flash_attention_backward", mutates_args=())
+def flash_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: Tensor, out: Tensor,
+                             log_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    of_dropout = q.new_empty(2, dtype=torch.uint64)
+    return torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, log_sums, starts, starts, len(q), len(q), 0.0, False, of_dropout, of_dropout, scale=1.0,
+        window_size_left=int(window), window_size_right=0)
+
+flash_attention.register_fake(lambda q, k, v, starts, window: (
+    torch.empty_like(q), q.new_empty(q.size(1), q.size(0), dtype=torch.float32)))
+flash_attention_backward.register_fake(lambda grad, q, k, v, *_: (
+    torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))
+flash_attention.register_autograd(
+    lambda ctx, grad, _: (*flash_attention_backward(grad, *ctx.saved_tensors), None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))
+
 # ------------------------------------------------------------------------------------------------------------------
 # model
 
@@ -1153,13 +1192,34 @@ def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype) ->
 def compiled_flex_attention() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)  # uncompiled, it would build all T² scores
 
-Mask = Tensor | BlockMask
+class DocumentTable(NamedTuple):
+    """The predicate for FlashAttention: where documents begin, int32 [documents + 1], behind the last as often as there
+    is room; and the window, which lies on the CPU: FlashAttention wants a number, which would be compiled in."""
+
+    starts: Tensor
+    window: Tensor
+
+def document_table(docs: Tensor, window: int) -> DocumentTable:
+    """docs [T] count from 0 or 1 on, and are fewer than T / MASK_BLOCK, as check_documents has seen: of one size, the
+    table needs no word from the GPU."""
+    numbers = torch.arange(len(docs) // MASK_BLOCK + 1, device=docs.device)
+    return DocumentTable(torch.searchsorted(docs, numbers, out_int32=True), torch.tensor(window))
+
+def check_documents(config: Config, most: int, tokens: int) -> None:
+    """RunError if so many documents of so many tokens do not fit document_table's."""
+    demand(config.attention != "flash" or most < tokens // MASK_BLOCK, f"{most} documents in {tokens} tokens are more "
+           f"than FlashAttention's table has room for, {tokens // MASK_BLOCK - 1}; take --attention flex")
+
+Mask = Tensor | BlockMask | DocumentTable
 
 def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
     """Softmax attention [T, H, D] where the mask allows it. q comes with the softmax scale in it.
 
-    With a BlockMask by FlexAttention, which has no backward on CPUs.
+    With a BlockMask by FlexAttention, which has no backward on CPUs; with a DocumentTable by FlashAttention, which has
+    none of both there.
     """
+    if isinstance(mask, DocumentTable):
+        return flash_attention(q_THD, k_THD, v_THD, *mask)[0]
     if isinstance(mask, BlockMask):
         alone = q_THD.is_cuda and not torch.compiler.is_compiling()  # within a compiled block it is compiled with that
         flex = compiled_flex_attention() if alone else flex_attention
@@ -1495,6 +1555,7 @@ class GPT(nn.Module):
         self.pairs = any(layer.window == "P" for layer in self.layers)
         self.rotary = Rotary(c.head_dim, max(c.val_len, *lengths) * (1 + self.pairs), dtype)
         self.reach = 0  # where more, masks are in pieces, on GPUs too, with so many tokens back, whatever the window
+        self.flash = False
         self.smear, self.mix_in_saved, self.back_out = smear, mix_in_saved, back_out
 
     def follow(self, rotary_windows: tuple[int, ...], tied: bool) -> None:
@@ -1506,6 +1567,8 @@ class GPT(nn.Module):
         docs = (x == self.bos_id).cumsum(0)
 
         def make(docs: Tensor, window: int) -> Mask:
+            if self.flash and not self.reach:
+                return document_table(docs, window)
             if docs.is_cuda and not self.reach:
                 return block_mask(docs, window)
             return mask_in_pieces(docs, window, self.reach or window, self.embed.weight.dtype)
@@ -3115,8 +3178,10 @@ def model_parts(trainer: Trainer) -> Iterator[Part]:
             return [out.detach(), *(x for x in grads if x is not None)]
         return Part(name, way[0], compute, ALLOWED_IN_FP8 if way[0] == "fp8" else ALLOWED[x.dtype], way[1])
 
-    how = "FlexAttention" if isinstance(masks[model]["L"], BlockMask) else "masks in pieces"
-    yield part("attention", (how, None if model.reach else ("attention", "masked")), attention, (x, x0, values))
+    masked = None if model.reach else ("attention", "masked")
+    way = {DocumentTable: ("FlashAttention", ("attention", "flex")), BlockMask: ("FlexAttention", masked),
+           Tensor: ("masks in pieces", masked)}[type(masks[model]["L"])]
+    yield part("attention", way, attention, (x, x0, values))
     kinds = {(layer.window == "P", c.key_offset and layer.window, bool(layer.window), layer.mlp, *takes(i)): i
              for i, layer in reversed([*enumerate(model.layers)]) if layer.window or layer.mlp}
     for i in kinds.values():
@@ -3448,12 +3513,18 @@ def fit_to_gpus(config: Config, vocab_size: int, comm: Comm) -> tuple[Config, li
 
     demand(not any(n % MASK_BLOCK for n in (*lengths(), config.val_len)), f"micro_batch_tokens {lengths()} and val_len "
            f"{config.val_len} must be multiples of {MASK_BLOCK} on GPUs")
-    gpus = comm.all_json([torch.cuda.get_device_capability(), torch.cuda.mem_get_info()[0]])
-    capability, free = (min(of_each) for of_each in zip(*gpus))
+    gpus = comm.all_json([torch.cuda.get_device_capability(), torch.cuda.mem_get_info()[0],
+                          config.attention in ("auto", "flash") and flash_attention_3()])
+    capability, free, has_flash_3 = (min(of_each) for of_each in zip(*gpus))
     changes, asked = [], lengths()
     if config.fp8_head and capability < [8, 9]:
         config = dataclasses.replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
+    if config.attention == "auto":
+        fits = has_flash_3 and config.dtype == "bfloat16" and not config.exact
+        config = dataclasses.replace(config, attention="flash" if fits else "flex")
+    elif config.attention == "flash" and not has_flash_3:
+        changes.append("FlashAttention 3 wants a Hopper GPU, and to be installed: torch's own where it is not")
     if config.kernels == "auto" and (triton is None or capability < [9, 0]):
         config = dataclasses.replace(config, kernels="off")
 
@@ -3534,6 +3605,7 @@ class Trainer:
             load_parameters(self.model, load_file(config.init_from))
         if config.attention == "masked" or compiled and not gpu:
             self.model.reach = longest_window(config)
+        self.model.flash = config.attention == "flash"
         for block in self.model.blocks:
             if block.mlp is not None:
                 block.mlp.kernels = config.kernels == "on" or config.kernels == "auto" and gpu
@@ -3695,9 +3767,12 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
     clock, asked, changes, checked, gpu = Clock(device, began), config, [], [], device.type == "cuda"
     with clock.off("setup"):
         shards = find_data(config, comm)
+        encoding = shards["train"][0].encoding
+        demand(gpu or config.attention in ("auto", "masked"), "--attention flash and flex are for GPUs; leave it out")
         if gpu:
-            config, changes = fit_to_gpus(config, shards["train"][0].encoding.vocab_size, comm)
+            config, changes = fit_to_gpus(config, encoding.vocab_size, comm)
         val_sequences = validation_sequences(shards["val"], config.val_tokens, config.val_len)
+        check_documents(config, 1 + (val_sequences == encoding.bos_id).sum(1).max(), config.val_len)
         trainer = Trainer(config, comm, device, shards["train"], asked)
         trainer.stream.check_enough()
     started = now()

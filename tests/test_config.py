@@ -1,17 +1,19 @@
 """Flags, presets, impossible values; the table of stages and the plan of a step."""
 
 import ast
+import contextlib
 import dataclasses
 import io
 import json
 import os
 import re
 
+import numpy as np
 import pytest
 import torch
 
 import train_gpt
-from conftest import TINY
+from conftest import TINY, write_shard
 
 
 def parse(*argv, preset="laptop"):
@@ -369,7 +371,7 @@ class SmallGpus(train_gpt.Comm):
         self.ranks = 2
 
     def all_json(self, mine):
-        return [json.loads(json.dumps(mine)), [[8, 0], 12 * 2 ** 30]]
+        return [json.loads(json.dumps(mine)), [[8, 0], 12 * 2 ** 30, False]]
 
 
 def test_what_the_smallest_gpu_cannot_do_is_left_out_on_all(monkeypatch):
@@ -377,11 +379,60 @@ def test_what_the_smallest_gpu_cannot_do_is_left_out_on_all(monkeypatch):
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (79 * 2 ** 30, 80 * 2 ** 30))
     monkeypatch.setattr(train_gpt, "triton", "is there")
     record = train_gpt.Config()
-    assert train_gpt.fit_to_gpus(record, 50257, train_gpt.Comm(0, 1))[0] == record
+    assert train_gpt.fit_to_gpus(record, 50257, train_gpt.Comm(0, 1))[0] == dataclasses.replace(record, attention="flex")
     config, changes = train_gpt.fit_to_gpus(record, 50257, SmallGpus())
     assert not config.fp8_head and config.kernels == "off" and config.micro_batch_tokens == 16384 and config.micro_batches == 16
     assert changes[0] == "this GPU has no fp8: the head's product stays in bf16"
     assert changes[1].startswith("too little memory for micro-batches of 32768 tokens: they have 16384")
+
+
+@pytest.mark.parametrize("asked, changes, capability, installed, other_rank, chosen", [
+    ("auto", {}, (9, 0), True, True, "flash"),
+    ("auto", {}, (9, 0), False, False, "flex"),
+    ("auto", {}, (9, 0), True, False, "flex"),
+    ("auto", {}, (10, 0), True, True, "flex"),
+    ("auto", {"dtype": "float32"}, (9, 0), True, True, "flex"),
+    ("auto", {"exact": True}, (9, 0), True, True, "flex"),
+    ("flex", {}, (9, 0), True, True, "flex"),
+    ("flash", {}, (9, 0), True, True, "flash"),
+    ("flash", {}, (8, 9), True, True, "flash, by torch's own"),
+    ("flash", {}, (9, 0), False, True, "flash, by torch's own"),
+])
+def test_flash_attention_3_is_taken_where_all_ranks_have_it(asked, changes, capability, installed, other_rank, chosen, monkeypatch):
+    def activate(name):
+        assert capability[0] == 9, "it would be taken there too"
+        if not installed:
+            raise ModuleNotFoundError(name)
+    monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", activate)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (79 * 2 ** 30, 80 * 2 ** 30))
+    comm = train_gpt.Comm()
+    comm.all_json = lambda mine: json.loads(json.dumps([mine, [*mine[:2], mine[2] and other_rank]]))
+    config, said = train_gpt.fit_to_gpus(dataclasses.replace(train_gpt.Config(), attention=asked, **changes), 50257, comm)
+    chosen, *others_instead = chosen.split(", by ")
+    assert config.attention == chosen and any("FlashAttention 3 wants" in line for line in said) == bool(others_instead)
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "float32"}, {"exact": True, "micro_batches": 8}])
+def test_flash_attention_is_refused_where_it_cannot_be(changes):
+    with pytest.raises(train_gpt.RunError, match="take --attention flex"):
+        train_gpt.check_config(dataclasses.replace(train_gpt.Config(), attention="flash", **changes), 1)
+
+
+@pytest.mark.parametrize("length, fits", [(160, True), (128, False)])
+def test_more_documents_than_flash_attention_has_room_for_are_an_error(length, fits, tiny, tmp_path):
+    """At the start, where all data are loaded then."""
+    tokens = np.zeros(20_000, dtype=np.uint16)
+    tokens[::length] = 63
+    shard = train_gpt.read_header(write_shard(tmp_path / "a.bin", tokens))
+    config = dataclasses.replace(tiny, attention="flash", micro_batch_tokens=1024, max_document_tokens=1024, num_steps=2,
+                                 micro_batches=2, stages="until long_window; 1 2")
+    for attention in "flash", "flex":
+        stream = train_gpt.Stream([shard], dataclasses.replace(config, attention=attention))
+        with contextlib.nullcontext() if fits or attention == "flex" else pytest.raises(
+                train_gpt.RunError, match="9 documents in 1024 tokens are more than .* room for, 7; take --attention flex"):
+            stream.check_enough()
+        stream.close()
 
 
 def test_micro_batches_that_do_not_fit_are_halved_in_every_stage():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.flop_counter  # which wants the real operators that PlainFlashAttention puts others in place of
 from torch.nn.attention.flex_attention import flex_attention
 
 import reference
@@ -270,6 +271,84 @@ def test_flex_attention_sees_what_the_definition_sees(window):
         full = set(blocks.full_kv_indices[0, 0, i, :blocks.full_kv_num_blocks[0, 0, i]].tolist())
         assert full == {j for j in range(4) if dense[i, j].all()}
         assert partial >= {j for j in range(4) if dense[i, j].any()} - full and not partial & full
+
+
+class PlainFlashAttention:
+    """What torch documents of its two operators, document by document, in their place; and how often they were called."""
+
+    def __init__(self, monkeypatch):
+        self.calls = 0
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", self.forward)
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", self.backward)
+
+    def weights(self, q, k, starts, ends, longest, dropout, causal, scale, window_size_left, window_size_right):
+        """[documents] of (where it lies, weights [H, T, T], log sums [H, T])"""
+        assert starts is ends and starts.dtype == torch.int32 and longest == len(q) and not dropout and not causal
+        assert scale == 1.0 and window_size_right == 0 and starts[0] == 0 and starts[-1] == len(q)
+        self.calls += 1
+        for begin, end in zip(starts.tolist(), starts[1:].tolist()):
+            at = torch.arange(end - begin)
+            back = at[:, None] - at
+            scores = torch.einsum("qhd,khd->hqk", q[begin:end], k[begin:end])
+            scores = scores.masked_fill((back < 0) | (back > window_size_left), -math.inf)
+            yield slice(begin, end), scores.softmax(-1), scores.logsumexp(-1)
+
+    def forward(self, q, k, v, starts, ends, longest, other_longest, dropout, causal, debug, **further):
+        out, log_sums = torch.empty_like(q), q.new_empty(q.size(1), len(q), dtype=torch.float32)
+        for at, weights, log_sum in self.weights(q, k, starts, ends, longest, dropout, causal, **further):
+            out[at], log_sums[:, at] = torch.einsum("hqk,khd->qhd", weights, v[at]), log_sum.float()
+        return out, log_sums, None, None, None
+
+    def backward(self, grad, q, k, v, out, log_sums, starts, ends, longest, other_longest, dropout, causal, *of_dropout,
+                 **further):
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        for at, weights, log_sum in self.weights(q, k, starts, ends, longest, dropout, causal, **further):
+            assert torch.equal(log_sums[:, at], log_sum.float())
+            of_weights = torch.einsum("qhd,khd->hqk", grad[at], v[at])
+            of_scores = weights * (of_weights - (grad[at] * out[at]).sum(-1).T[..., None])
+            grads[0][at] = torch.einsum("hqk,khd->qhd", of_scores, k[at])
+            grads[1][at] = torch.einsum("hqk,qhd->khd", of_scores, q[at])
+            grads[2][at] = torch.einsum("hqk,qhd->khd", weights, grad[at])
+        return grads
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("window", [0, 1, 100, 1000])
+def test_flash_attention_is_asked_for_what_the_definition_sees(first, window, monkeypatch):
+    """Compiled too, where another window and other documents compile nothing anew. A sequence may begin in a document."""
+    plain, docs = PlainFlashAttention(monkeypatch), first + (torch.arange(512)[:, None] >= torch.tensor([150, 151])).sum(1)
+    qkv = torch.randn(3, 512, 2, 16, dtype=torch.float64, requires_grad=True)
+    expected = dense_attention(*qkv, docs, window)
+    expected = [expected, *torch.autograd.grad(expected.square().sum(), qkv)]
+    graphs = []
+    torch._dynamo.reset()
+    compiled = torch.compile(train_gpt.attend, dynamic=False, fullgraph=True,
+                             backend=lambda graph, _: graphs.append(graph) or graph)
+    for attend in train_gpt.attend, compiled:
+        out = attend(*qkv.unbind(), train_gpt.document_table(docs, window))
+        ours = [out, *torch.autograd.grad(out.square().sum(), qkv)]
+        for one, other in zip(ours, expected, strict=True):
+            assert torch.allclose(one, other, atol=1e-12)
+    compiled(*qkv.unbind(), train_gpt.document_table(docs * 0 + 1, window + 1))
+    assert plain.calls == 5 and len(graphs) == 1
+
+
+def test_a_model_with_flash_attention_is_the_same_model(tiny, monkeypatch):
+    """Pairs of heads, two windows, several documents: losses and gradients."""
+    config = dataclasses.replace(tiny, layers="PM S0M LM", backout_layer=1, micro_batch_tokens=512, num_heads=2,
+                                 head_dim=8, model_dim=16)
+    model, plain = shaken(config), PlainFlashAttention(monkeypatch)
+    x, y = torch.randint(BOS, (2, 512))
+    x[[0, 150, 380]] = BOS
+    results = []
+    for model.flash in False, True:
+        model.zero_grad()
+        loss = model(x, y, train_gpt.Windows(200, 90))
+        loss.backward()
+        results.append([loss, *(p.grad for p in model.parameters())])
+    assert plain.calls == 6
+    for one, other in zip(*results, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 48, 55, 130])
@@ -745,6 +824,20 @@ def test_flex_attention_on_gpu_is_the_cpu_s_attention(gpu):
     cpu = dense_attention(q, k, v, docs, 200)
     on_gpu = train_gpt.attend(q.to(gpu), k.to(gpu), v.to(gpu), train_gpt.block_mask(docs.to(gpu), 200))
     assert torch.allclose(cpu, on_gpu.cpu(), atol=5e-3)
+
+
+@pytest.mark.gpu
+def test_flash_attention_on_gpu_is_the_cpu_s_attention(gpu):
+    """Version 3, where it is installed, or torch's own."""
+    train_gpt.flash_attention_3()
+    docs = (torch.arange(1024)[:, None] >= torch.tensor([0, 300, 302])).sum(1)
+    qkv = torch.randn(3, 1024, 2, 64).bfloat16().float().requires_grad_()
+    on_gpu = qkv.detach().to(gpu, torch.bfloat16).requires_grad_()
+    results = [dense_attention(*qkv, docs, 200),
+               train_gpt.attend(*on_gpu.unbind(), train_gpt.document_table(docs.to(gpu), 200)).float().cpu()]
+    for out, x in zip(results, (qkv, on_gpu)):
+        out.square().sum().backward()
+    assert torch.allclose(*results, atol=0.05) and torch.allclose(qkv.grad, on_gpu.grad.float().cpu(), atol=0.2)
 
 
 @pytest.mark.gpu

@@ -104,8 +104,9 @@ def costs(events: list[Event], rates: Rates, ranks: int) -> dict[int, Cost]:
             flops = (fp8 / rates.fp8 + bf16 / rates.bf16) / rates.triton
             seconds = max(moved / rates.bytes, special / rates.special, flops)
             if re.match("triton_tem.*flex_attention", name) or re.search("flash_[fb]wd|FlashAttn", name):
-                kind, backward = "attention", 2.5 if "backward" in name or "bwd" in name.lower() else 1
-                seconds += backward * attention / (rates.flex if "flex" in name else rates.flash)
+                kind, times = "attention", 2.5 if "backward" in name or "bwd" in name.lower() else 1
+                times *= not re.search("dot_do|convert|process", name)  # FlashAttention's, before and after its products
+                seconds += times * attention / (rates.flex if "flex" in name else rates.flash)
             if what == "KERNEL":
                 eager.append(i)
         elif what == "GEMM":
