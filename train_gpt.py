@@ -518,8 +518,10 @@ def check_config(config: Config, ranks: int) -> None:
     for name in ("bf16_compress", "clip_norm", "find_unused_parameters"):
         want(not (c.exact and getattr(c, name)), f"exact and {name} {getattr(c, name)} exclude each other: its sums "
              f"depend on the number of ranks; leave out --exact or --{name}")
-    want(c.attention != "flash" or c.dtype == "bfloat16" and not c.exact, f"attention flash wants bfloat16, not "
-         f"{c.dtype}, and its backward sums in no fixed order, so it excludes exact; take --attention flex")
+    want(c.attention != "flash" or c.dtype == "bfloat16",
+         f"attention flash computes in bfloat16, and dtype is {c.dtype}; take --attention flex")
+    want(c.attention != "flash" or not c.exact,
+         "exact and attention flash exclude each other: its backward sums in no fixed order; take --attention flex")
     try:
         for stage in stages_of(c):
             n, ahead = stage.first["micro_batches"], len(stage.first["loss_weights"])
