@@ -526,7 +526,8 @@ def check_accounts(runs, found, races):
                 if item.kind in (logs.INCOMPLETE, logs.NOT_FINITE)]
     started = {run_id for one in races.values() for run_id in one.attempts}
     strangers = {str(e.run.start.get("run_id")) for e in runs if e.ours} - started
-    demand(not (races and strangers), f"not started by this race, by its {stats.MANIFEST}: {several(sorted(strangers))}")
+    demand(not (races and strangers),
+           f"not started by this race, by its {stats.MANIFEST}: {several(sorted(strangers))}")
     # another project's log says nothing of itself
     here = {str((item.start or {}).get("run_id", Path(item.path).stem)): item
             for item in [*found.rejected, *(e.run for e in runs)]}
@@ -634,10 +635,10 @@ def given_by(flags):
 
 
 def means(word, stated):
-    """Whether a flag's word is what JSON states of it."""
+    """Whether a flag's word is what JSON states of it; auto is whatever suits the machine."""
     try:
         numbers = stated if isinstance(stated, list) else [stated]
-        return word.lower() == str(stated).lower() or [float(part) for part in word.split(",")] == numbers
+        return word.lower() in ("auto", str(stated).lower()) or [*map(float, word.split(","))] == numbers
     except ValueError:
         return False
 
@@ -671,7 +672,7 @@ def check_wall(runs, races):
         attempt = attempt_of(e, races)
         measured = attempt.get("seconds")
         demand(is_number(measured) or attempt.get("status") != "done" or attempt.get("settled"), f"{e.name}: its line "
-               f"in {stats.MANIFEST} states seconds {json.dumps(measured)[:20]}; the race writes how long each run took")
+               f"in {stats.MANIFEST} states seconds {json.dumps(measured)[:20]}; a race writes how long each run took")
         if is_number(measured):
             wall = e.get("end.wall_seconds", NUMBER)
             late[e.race.race_id].append((measured - wall, wall, e.race.side))

@@ -581,6 +581,8 @@ def declare(folder, side, *flags, kept=True):
     (["--val_every", "7"], False, "its race declared --val_every 7, and its log's config has"),
     (["--val_every=7"], True, ""),
     (["--ngrams="], True, ""),
+    (["--compile=auto"], False, ""),
+    (["--compile=on"], False, "--compile on"),
     (["--val_every", "9", "--val_every", "7"], True, ""),
     (["--preset", "speedrun"], True, "its race declared --preset speedrun"),
     (["--lazy_tables", "--loss_weights", "1,.5"], False, "--loss_weights 1,.5"),
