@@ -519,9 +519,9 @@ def check_config(config: Config, ranks: int) -> None:
         want(not (c.exact and getattr(c, name)), f"exact and {name} {getattr(c, name)} exclude each other: its sums "
              f"depend on the number of ranks; leave out --exact or --{name}")
     want(c.attention != "flash" or c.dtype == "bfloat16",
-         f"attention flash computes in bfloat16, and dtype is {c.dtype}; take --attention flex")
+         f"attention flash computes in bfloat16, and dtype is {c.dtype}; take --attention auto")
     want(c.attention != "flash" or not c.exact,
-         "exact and attention flash exclude each other: its backward sums in no fixed order; take --attention flex")
+         "exact and attention flash exclude each other: its backward sums in no fixed order; take --attention auto")
     try:
         for stage in stages_of(c):
             n, ahead = stage.first["micro_batches"], len(stage.first["loss_weights"])
@@ -935,7 +935,6 @@ class Stream:
                 break
             index, document = index + 1, 0
         self.position = Position(index, taken[-1][1] + 1, longest)
-        check_documents(self.config, 1 + max(last - first for first, last, _ in taken), plan.micro_batch_tokens)
         return documents, taken
 
     def next_batch(self, plan: Plan) -> list[np.ndarray]:
@@ -1064,23 +1063,26 @@ def flash_attention_3() -> bool:
     return True
 
 @torch.library.custom_op("train_gpt::flash_attention", mutates_args=())
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Attention [T, H, D] within documents, see DocumentTable; and what its backward wants, log sums [H, T]. The plain
-    form is attend with masks in pieces. torch's varlen_attn takes a number as window."""
+    form is attend with masks in pieces. torch's varlen_attn would compile the numbers in."""
+    window, longest, count = numbers.tolist()
+    starts = starts[:count + 1]
     out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, starts, starts, len(q), len(q), 0.0, False, False, scale=1.0, window_size_left=int(window),
+        q, k, v, starts, starts, longest, longest, 0.0, False, False, scale=1.0, window_size_left=window,
         window_size_right=0)
     return out, log_sums
 
 @torch.library.custom_op("train_gpt::flash_attention_backward", mutates_args=())
-def flash_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: Tensor, out: Tensor,
-                             log_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    of_dropout = q.new_empty(2, dtype=torch.uint64)
+def flash_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor,
+                             out: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    window, longest, count = numbers.tolist()
+    starts, of_dropout = starts[:count + 1], q.new_empty(2, dtype=torch.uint64)
     return torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, log_sums, starts, starts, len(q), len(q), 0.0, False, of_dropout, of_dropout, scale=1.0,
-        window_size_left=int(window), window_size_right=0)
+        grad, q, k, v, out, log_sums, starts, starts, longest, longest, 0.0, False, of_dropout, of_dropout, scale=1.0,
+        window_size_left=window, window_size_right=0)
 
-flash_attention.register_fake(lambda q, k, v, starts, window: (
+flash_attention.register_fake(lambda q, k, v, starts, numbers: (
     torch.empty_like(q), q.new_empty(q.size(1), q.size(0), dtype=torch.float32)))
 flash_attention_backward.register_fake(lambda grad, q, k, v, *_: (
     torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))
@@ -1195,22 +1197,18 @@ def compiled_flex_attention() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)  # uncompiled, it would build all T² scores
 
 class DocumentTable(NamedTuple):
-    """The predicate for FlashAttention: where documents begin, int32 [documents + 1], behind the last as often as there
-    is room; and the window, which lies on the CPU: FlashAttention wants a number, which would be compiled in."""
+    """The predicate for FlashAttention: where documents begin, int32 [room + 1], of one size whatever their number; and
+    on the CPU, int64 [3], the window, the longest document and their number, which it wants on the host."""
 
     starts: Tensor
-    window: Tensor
+    numbers: Tensor
 
-def document_table(docs: Tensor, window: int) -> DocumentTable:
-    """docs [T] count from 0 or 1 on, and are fewer than T / MASK_BLOCK, as check_documents has seen: of one size, the
-    table needs no word from the GPU."""
-    numbers = torch.arange(len(docs) // MASK_BLOCK + 1, device=docs.device)
-    return DocumentTable(torch.searchsorted(docs, numbers, out_int32=True), torch.tensor(window))
+DOCUMENT_ROOM = 16  # tokens of a sequence for each document that its table has room for
 
-def check_documents(config: Config, most: int, tokens: int) -> None:
-    """RunError if so many documents of so many tokens do not fit document_table's."""
-    demand(config.attention != "flash" or most < tokens // MASK_BLOCK, f"{most} documents in {tokens} tokens are more "
-           f"than FlashAttention's table has room for, {tokens // MASK_BLOCK - 1}; take --attention flex")
+def document_table(docs: Tensor, window: int, longest: int, count: int) -> DocumentTable:
+    """docs [T] count from 0 or 1 on, those from 0 to count - 1; see count_documents."""
+    every = torch.arange(len(docs) // DOCUMENT_ROOM + 1, device=docs.device)
+    return DocumentTable(torch.searchsorted(docs, every, out_int32=True), torch.tensor([window, longest, count]))
 
 Mask = Tensor | BlockMask | DocumentTable
 
@@ -1557,7 +1555,7 @@ class GPT(nn.Module):
         self.pairs = any(layer.window == "P" for layer in self.layers)
         self.rotary = Rotary(c.head_dim, max(c.val_len, *lengths) * (1 + self.pairs), dtype)
         self.reach = 0  # where more, masks are in pieces, on GPUs too, with so many tokens back, whatever the window
-        self.flash = False
+        self.flash, self.documents = False, None
         self.smear, self.mix_in_saved, self.back_out = smear, mix_in_saved, back_out
 
     def follow(self, rotary_windows: tuple[int, ...], tied: bool) -> None:
@@ -1566,11 +1564,11 @@ class GPT(nn.Module):
         self.tied = tied
 
     def masks(self, x: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
-        docs = (x == self.bos_id).cumsum(0)
+        docs, documents, self.documents = (x == self.bos_id).cumsum(0), self.documents, None
 
         def make(docs: Tensor, window: int) -> Mask:
-            if self.flash and not self.reach:
-                return document_table(docs, window)
+            if documents and not self.reach:
+                return document_table(docs, window, len(docs) // len(x) * documents[0], documents[1])
             if docs.is_cuda and not self.reach:
                 return block_mask(docs, window)
             return mask_in_pieces(docs, window, self.reach or window, self.embed.weight.dtype)
@@ -2806,27 +2804,35 @@ def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = Fal
 def validate(model: GPT, sequences: np.ndarray, windows: Windows, comm: Comm, device: torch.device,
              ends: Callable[[], bool] = lambda: False) -> tuple[float, int] | None:
     """(mean loss in nats a token, tokens scored) over sequences int32 [n, length + 1], shared out over the ranks; None
-    on all ranks, where `ends` cut it short on any. It is asked before each sequence.
+    on all ranks, where it `ends` early for any. They ask one another before every fourth sequence.
 
     Each sequence's loss has a place of its own, so the mean does not depend on the number of ranks.
     """
     model.eval()
-    losses = torch.zeros(len(sequences) + 1, dtype=torch.float64, device=device)
-    for i in range(comm.rank, len(sequences), comm.ranks):
-        if ends():
-            losses[-1] = 1
+    losses, early = torch.zeros(len(sequences), dtype=torch.float64, device=device), False
+    for turn, first in enumerate(range(0, len(sequences), comm.ranks)):
+        if turn % 4 == 0 and (early := bool(comm.all_reduce(losses.new_full((), ends())))):
             break
-        inputs, targets = split_sequence(sequences[i], device)
-        losses[i] = model(inputs.clamp_min(0), targets, windows)
+        if (i := first + comm.rank) < len(sequences):
+            inputs, targets = split_sequence(sequences[i], device)
+            count_documents(model, sequences[i, :-1].clip(0))
+            losses[i] = model(inputs.clamp_min(0), targets, windows)
     model.train()
-    comm.all_reduce(losses)
     tokens = int((sequences[:, 1:] >= 0).sum())
-    return None if losses[-1] else (losses[:-1].sum().item() / tokens, tokens)
+    return None if early else (comm.all_reduce(losses).sum().item() / tokens, tokens)
 
 def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
     """[T + 1] tokens -> inputs int32 [T], targets int64 [T] on the device, without waiting for it."""
     tokens = to_device(torch.from_numpy(sequence.astype(np.int32)), device)
     return tokens[:-1], tokens[1:].long()
+
+def count_documents(model: GPT, tokens: np.ndarray) -> None:
+    """Of the sequence that forward takes next, for FlashAttention: the host knows numbers without waiting for a GPU.
+    Where nobody counts, or there are more than its table has room for, attention is FlexAttention's."""
+    if model.flash:
+        lengths = np.diff(np.flatnonzero(tokens == model.bos_id), prepend=0, append=len(tokens))
+        fits = len(lengths) <= len(tokens) // DOCUMENT_ROOM
+        model.documents = (int(lengths.max()), len(lengths)) if fits else None
 
 def times(elapsed: float, step: int) -> str:
     """For a line of the log: milliseconds so far, and of a step."""
@@ -3146,6 +3152,7 @@ def model_parts(trainer: Trainer) -> Iterator[Part]:
     plain.reach, plain.loss_tokens = longest_window(c), 1024
     again = torch.utils.checkpoint.checkpoint  # float32 logits are not kept
     plain.lm_head.forward = functools.partial(again, plain.lm_head.forward, use_reentrant=False)
+    count_documents(model, text.cpu().numpy())
     masks = {m: m.masks(text, plan.windows) for m in (model, plain)}
 
     def attention(m: GPT, *qkv: Tensor) -> Tensor:
@@ -3629,6 +3636,7 @@ class Trainer:
             optimizer.announce_rows(plan.step, read)
         for i, micro_batch in enumerate(batch):
             inputs, targets = split_sequence(micro_batch, self.device)
+            count_documents(self.model, micro_batch[:-1])
             with optimizer.reducer.span("forward"):
                 loss = self.model(inputs, targets, plan.windows, plan.loss_weights)
             optimizer.prepare_for_backward(plan.step, i, plan.micro_batches // self.comm.ranks, loss)
@@ -3769,12 +3777,11 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
     clock, asked, changes, checked, gpu = Clock(device, began), config, [], [], device.type == "cuda"
     with clock.off("setup"):
         shards = find_data(config, comm)
-        encoding = shards["train"][0].encoding
-        demand(gpu or config.attention in ("auto", "masked"), "--attention flash and flex are for GPUs; leave it out")
         if gpu:
-            config, changes = fit_to_gpus(config, encoding.vocab_size, comm)
+            config, changes = fit_to_gpus(config, shards["train"][0].encoding.vocab_size, comm)
+        demand(gpu or config.attention in ("auto", "masked"), f"attention {config.attention} needs a GPU, and this "
+               "machine has none; take --attention auto")
         val_sequences = validation_sequences(shards["val"], config.val_tokens, config.val_len)
-        check_documents(config, 1 + (val_sequences == encoding.bos_id).sum(1).max(), config.val_len)
         trainer = Trainer(config, comm, device, shards["train"], asked)
         trainer.stream.check_enough()
     started = now()
@@ -3909,10 +3916,11 @@ class Run:
         """(the loss, of so many tokens), to log and terminal as well. RunError if it is not finite. A notice of the end
         cuts it short where a checkpoint can be saved: it may last longer than a launcher waits."""
         self.trainer.optimizer.finish_all_gathers()  # which belong to the steps before
-        ends = bool if self.trainer.optimizer.between_updates else notices.terminated.is_set  # bool: never
+        saves = step == self.config.num_steps or not self.trainer.optimizer.between_updates
         with self.clock.off("validation"):
             self.losses.write(step, wait=True)
-            result = self.trainer.validate(plan_of(self.config, step), self.val_sequences, ends)
+            result = self.trainer.validate(plan_of(self.config, step), self.val_sequences,
+                                           lambda: saves and notices.terminated.is_set())
             if result:
                 line = f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} {times(self.clock.elapsed, step)}"
                 self.log.write(line)
@@ -3975,6 +3983,7 @@ def describe_hosts(comm: Comm, mine: dict[str, Any]) -> list[dict[str, Any]]:
     agree(comm, "programs", {"source_sha256": mine["source_sha256"], "torch": mine["versions"]["torch"]},
           "Give every host the same checkout and packages")
     hosts: dict[str, dict[str, Any]] = {}
+    mine = {**mine, "versions": {key: x for key, x in mine["versions"].items() if key != "libraries"}}  # rank 0 says it
     for rank, (name, described) in enumerate(comm.all_json([socket.gethostname(), mine])):
         hosts.setdefault(f"{name} {described['hardware']}", {"ranks": [], **described})["ranks"].append(rank)
     return list(hosts.values())

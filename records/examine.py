@@ -42,7 +42,8 @@ ROWS, MOST_COLUMNS = 64, 1 << 20  # logits of so many tokens are handed over at 
 LONGEST_ANSWER = 1 << 20  # bytes of JSON
 PATIENCE_S = 900  # for one answer: the first compiles
 STARTING_S = 10  # about what a process needs until its first answer, of which a model gets two or three
-FITTED = ("micro_batch_tokens", "micro_batches", "stages", "fp8_head")  # train_gpt.py may fit these to a GPU
+# train_gpt.py may fit these to a machine, and says so in `changes`; what is auto it may choose
+FITTED = ("micro_batch_tokens", "micro_batches", "stages", "fp8_head", "attention", "kernels", "compile")
 PASSED_ON = ("PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # of the environment
 
 
@@ -256,7 +257,7 @@ class Examination:
         do not get the log's."""
         free = FITTED if self.e.run.start.get("changes") else ()
         differ = sorted(key for key in {*self.stated, *self.config} - {*free}
-                        if self.stated.get(key) != self.config.get(key))
+                        if self.config.get(key) not in ("auto", self.stated.get(key)))
         demand(not differ, f"its config is not the log's: {several(differ)}")
         if self.halved:
             raise NotCheckable("its parameters are saved in 16 bits, of which the log has no hash: the loss tells")

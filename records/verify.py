@@ -643,9 +643,25 @@ def means(word, stated):
         return False
 
 
+def check_sides(declared, runs):
+    """Of one source, do the sides' configs differ in nothing but what their flags say?"""
+    first = {e.race.side: e for e in reversed(runs) if e.ours and e.race.side in declared["sides"]}
+    for one, other in itertools.combinations([first[side] for side in sorted(first)], 2):
+        flags, configs = zip(*((given_by(declared["sides"][e.race.side]["flags"]), stats.config_of(e.run))
+                               for e in (one, other)))
+        named = {name for name, _ in flags[0].items() ^ flags[1].items()}
+        fitted = examine.FITTED if one.run.start.get("changes") or other.run.start.get("changes") else ()
+        differ = {name for name in {*configs[0], *configs[1]} - {*fitted}
+                  if configs[0].get(name) != configs[1].get(name)}
+        moves_others = named & {"preset", "depth", "num_steps"}
+        demand(one.run.source != other.run.source or moves_others or differ <= named, f"{one.name} and {other.name} "
+               f"differ in {several(sorted(differ - named))}, and no flag that their race declared says so")
+
+
 def check_declared(manifest, runs):
     """Is each run what its race declared before it, and wrote down of it?"""
     declared = manifest.race
+    check_sides(declared, runs)
     for e in sorted(runs, key=lambda e: not e.ours):  # of others what is wanted cannot be checked
         attempt = manifest.attempts.get(e.get("start.run_id", str))
         demand(attempt, f"{e.name} is of another race than its {stats.MANIFEST}")
@@ -654,10 +670,11 @@ def check_declared(manifest, runs):
                      ("start.race.side", attempt["side"]), ("start.ranks", declared["ranks"]),
                      ("start.seed", declared["seed"] + attempt["run"]), ("start.seed", attempt.get("seed")),
                      ("start.source_sha256", side.get("source_sha256")), name=f"{e.name}: its ")
-        for name, word in given_by(side["flags"]).items():  # of an older version another may be the name
-            stated = {"preset": e.run.start.get("preset"), **e.get("start.config", dict)}.get(name)
-            demand(stated is None or e.run.start.get("changes") or means(word, stated), f"{e.name}: its race declared "
-                   f"--{name} {word}, and its log's config has {json.dumps(stated)[:60]}")
+        stated = {"preset": e.run.start.get("preset"), **e.get("start.config", dict)}
+        for name, word in given_by(side["flags"]).items():
+            fitted = e.run.start.get("changes") and name in examine.FITTED
+            demand(name == "depth" or fitted or name in stated and means(word, stated[name]), f"{e.name}: its race "
+                   f"declared --{name} {word}, and its log's config has {json.dumps(stated.get(name))[:60]}")
         began, logged = moment(attempt.get("started_at")), moment(e.run.start.get("started"))
         lasted = attempt["seconds"] if is_number(attempt.get("seconds")) else math.inf
         demand(logged is None or began is not None and -CLOCKS_S <= logged - began <= lasted + CLOCKS_S,

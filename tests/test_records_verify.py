@@ -586,7 +586,9 @@ def declare(folder, side, *flags, kept=True):
     (["--val_every", "9", "--val_every", "7"], True, ""),
     (["--preset", "speedrun"], True, "its race declared --preset speedrun"),
     (["--lazy_tables", "--loss_weights", "1,.5"], False, "--loss_weights 1,.5"),
-    (["--loss_weights", "1.0", "--a_flag_of_an_older_version", "3"], False, ""),
+    (["--loss_weights", "1.0", "--depth", "3"], False, ""),
+    (["--no_flag", "3"], False, "--no_flag 3, and its log's config has null"),
+    (["--micro_batches", "99"], False, "--micro_batches 99"),
 ])
 def test_runs_keep_to_the_flags_that_their_race_declared(race, judge, flags, kept, word):
     folder = race()
@@ -595,9 +597,22 @@ def test_runs_keep_to_the_flags_that_their_race_declared(race, judge, flags, kep
     assert judge(folder)[0] == bool(word)
     for path in folder.glob("*.txt"):  # a machine that lacks something says what it did without
         log = Log(path)
-        log.start["changes"] = ["preflight: a part failed"]
+        log.start["changes"] = ["too little memory"]
         log.write(path)
-    assert judge(folder)[0] == 0
+    assert judge(folder)[0] == (bool(word) and not {"--micro_batches", "--compile=on"} & {*flags})
+
+
+@pytest.mark.parametrize("flags, words", [
+    ([], "1a.txt and 1b.txt differ in muon_lr, and no flag"), (["--muon_lr", "0.5"], ""), (["--num_steps", "2"], "")])
+def test_sides_differ_in_what_their_race_declared_alone(race, judge, flags, words):
+    def both(log, run, side):
+        scale_clock(log, 2 + (side == "b") + 0.01 * run)
+        if side == "b":
+            log.set("start.config.muon_lr", 0.5)
+    folder = race(4, "ab", both)
+    declare(folder, "b", *flags, kept=False)
+    failed = judge(folder)[1]["every run is accounted for"]
+    assert (failed[0] == "fail") == (bool(words) or "--num_steps" in flags) and words in failed[1]
 
 
 @pytest.mark.parametrize("change, word", [
@@ -614,7 +629,9 @@ def test_sides_that_are_validated_on_something_else_are_caught(race, judge, tmp_
             change(log)
     folder = race(4, "ab", both)
     declare(folder, "b", *flags)
-    fails_only(judge(folder), DATA, word, "1a.txt and 1b.txt differ in ")
+    undeclared = ["every run is accounted for"] * (not flags and "val_len" in word)
+    fails_only(judge(folder), [*undeclared, DATA], "1a.txt and 1b.txt differ in ")
+    assert word in judge(folder)[1][DATA][1]
     folder.rename(tmp_path / "both")
     folder, other = two_races(race, tmp_path, change)
     verdict, reason = judge(folder, "--vs", other)[1][DATA]

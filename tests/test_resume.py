@@ -455,22 +455,22 @@ def test_steps_that_are_logged_seldom_save_as_soon(number, flags, group, tmp_pat
     assert steps_saved(tmp_path) == [8], "the first between updates of Adam, four steps after all know"
 
 
-@pytest.mark.parametrize("step", [12, 16])
-def test_a_signal_in_a_validation_does_not_wait_for_its_end(step, flags, group, on_ranks, tmp_path):
-    """A launcher kills half a minute after it told, and a validation may last longer. What goes on validates there once."""
-    changes = dict(num_steps=16, save_every=0, val_every=6, val_len=16)
+@pytest.mark.parametrize("changes", [dict(num_steps=16), dict(num_steps=15, adam_every=2)])
+@pytest.mark.parametrize("in_the_last", [False, True])
+def test_a_signal_in_a_validation_does_not_wait_for_its_end(in_the_last, changes, flags, group, on_ranks, tmp_path):
+    """Which may last longer than the half minute after which a launcher kills. One rank is told; both stop within four
+    sequences, the last validation too, behind which gradients may wait for no update. What goes on validates there once."""
+    changes, step = dict(changes, save_every=0, val_every=6, val_len=8), changes["num_steps"] if in_the_last else 12
     plant = f"""
 import os, signal
-validate = train_gpt.Run.validate
+validate, forward = train_gpt.Run.validate, train_gpt.GPT.forward
 def told(run, step):
-    if step == {step} and rank == 1:
-        forward = train_gpt.GPT.forward
-        def slow(model, *args):
-            train_gpt.demand(not hasattr(model, "told"), "another sequence begins")
-            model.told = True
-            os.kill(os.getpid(), signal.SIGTERM)
-            return forward(model, *args)
-        train_gpt.GPT.forward = slow
+    seen = []
+    def slow(model, *args):
+        seen.append(rank == 1 and not seen and os.kill(os.getpid(), signal.SIGTERM))
+        train_gpt.demand(len(seen) <= 4, "a fifth sequence begins")
+        return forward(model, *args)
+    train_gpt.GPT.forward = slow if step == {step} else forward
     return validate(run, step)
 train_gpt.Run.validate = told
 """
