@@ -810,6 +810,7 @@ def test_the_real_script_through_the_launcher(tmp_path, monkeypatch, forked):  #
     assert not [finding for finding in findings if finding.verdict == "fail"]
     assert "pass" in {finding.verdict for finding in findings if finding.rule == "every run is accounted for"}
     assert len(run.start["versions"]["libraries"]) == 64 * Path("/proc/self/maps").exists()
+    assert "libraries" not in run.start["hosts"][0]["versions"], "sides may load others"
     model = examine.read_model(folder / f"{run.start['run_id']}.pt")  # 16 bits of each parameter, enough for its loss
     assert {x.dtype for x in model["state"].values()} == {torch.float16}
     models = verify.verify(verify.parse([str(folder), "--rerun", str(folder), "--data", str(tmp_path)]))[-len(examine.RULES):]

@@ -15,6 +15,7 @@ import sys
 import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -1016,6 +1017,17 @@ def test_an_honest_model_passes_in_a_process_of_its_own(honest, script):
     report = json.loads(out)
     rules = {rule["rule"]: rule["verdict"] for rule in report["rules"]}
     assert {rules[rule] for rule in examine.RULES} == {"pass"} and "models of 1 of 1 runs examined" in report["said"]
+
+
+@pytest.mark.parametrize("saved, stated, changes, differ", [
+    ("auto", "flex", [], ""), ("flash", "flex", ["preflight: attention failed"], ""), ("flash", "flex", [], "attention"),
+    ("flex", "flex", [], "")])
+def test_a_saved_model_may_leave_to_the_machine_what_the_log_says_it_chose(saved, stated, changes, differ):
+    examination = examine.Examination.__new__(examine.Examination)
+    examination.stated, examination.config, examination.halved = {"attention": stated}, {"attention": saved}, True
+    examination.e = SimpleNamespace(run=SimpleNamespace(start={"changes": changes}))
+    with pytest.raises(verify.Broken if differ else verify.NotCheckable, match=differ or "in 16 bits"):
+        examination.check_saved()
 
 
 EMBED = "        e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)\n"
