@@ -1062,7 +1062,9 @@ def flash_attention_3() -> bool:
         return False
     return True
 
-@torch.library.custom_op("train_gpt::flash_attention", mutates_args=())
+OPERATORS = "of_" + re.sub(r"\W", "_", __name__)  # a copy of this file, under another name, has its own
+
+@torch.library.custom_op(f"{OPERATORS}::flash_attention", mutates_args=())
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Attention [T, H, D] within documents, see DocumentTable; and what its backward wants, log sums [H, T]. The plain
     form is attend with masks in pieces. torch's varlen_attn would compile the numbers in."""
@@ -1073,7 +1075,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Te
         window_size_right=0)
     return out, log_sums
 
-@torch.library.custom_op("train_gpt::flash_attention_backward", mutates_args=())
+@torch.library.custom_op(f"{OPERATORS}::flash_attention_backward", mutates_args=())
 def flash_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor,
                              out: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     window, longest, count = numbers.tolist()

@@ -43,6 +43,7 @@ COMMANDS = {
     "./run.sh -n 10 --vs REVISION": "test_scripts.py::test_what_is_started",
     "./run.sh --until-decided --max-n 12 --vs HEAD": LONG + "test_records_race.py::test_a_race_until_decided_stops_for_the_claim",
     "CUDA_VISIBLE_DEVICES= ./run.sh": "without a GPU it is ./run.sh",
+    "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu130 .venv/bin/pip install flash-attn-3": "wants a network and a Hopper GPU",
     "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./run.sh":
         "test_scripts.py::test_torch_s_build_for_an_older_driver_is_one_variable_away",
     "rm -r .venv": "it would take the tests' own packages",

@@ -207,7 +207,8 @@ def test_ctrl_c_while_data_are_made_lets_the_script_clean_up(tree):
     (tree.root / "data").mkdir()
     (tree.root / "data" / "shards.py").write_text("import os, time\n")  # is found beside it
     (tree.root / "data" / "stdlib.py").write_text(
-        "import shards\ntry:\n    print('makes', flush=True)\n    shards.time.sleep(60)\nfinally:\n    print('cleans up')\n")
+        "import shards\ntry:\n    print('makes', flush=True)\n    for _ in range(900):\n        shards.time.sleep(0.1)\n"
+        "finally:\n    print('cleans up')\n")  # a signal just before one long sleep is heard after it
     process = tree.start()
     assert process.stdout.readline() == "makes\n"
     os.killpg(process.pid, signal.SIGINT)
