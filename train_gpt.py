@@ -4076,7 +4076,7 @@ def fail(error: BaseException, config: Config, rank: int, log: Log | None, monit
     if not monitor:
         complain(log, rank, message)
         return status
-    monitor.tell("failure", f"rank {rank} failed: {message}")  # before anything that takes time
+    monitor.tell("failure", f"rank {rank} failed: " * (message != INTERRUPTED) + message)  # before what takes time
     complain(log, rank, message, aloud=monitor.first_to_say(message))
     monitor.give_time()
     os._exit(status)

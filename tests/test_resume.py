@@ -446,6 +446,16 @@ def test_a_signal_on_one_rank_makes_all_save_at_one_step(flags, group, on_ranks,
     assert end_of(log)["final_state_hash"] == end_of(tmp_path / "whole.txt")["final_state_hash"]
 
 
+def test_ctrl_c_that_one_rank_hears_first_is_no_error_of_it(flags, group, tmp_path):
+    plant = in_step("if rank == 1 and step == 5: raise KeyboardInterrupt")
+    told = group(2, flags("told", num_steps=400, val_every=0), plant)
+    told.wait()
+    said = re.findall(r"^train_gpt.py: .*", told.outputs[0] + told.outputs[1], re.M)
+    assert re.match(r"train_gpt.py: rank 0: interrupted; the log so far: \S+told.txt; --resume \S+ goes on", said[0]), said
+    assert said[1:] in ([], ["train_gpt.py: rank 1: interrupted"])
+    assert (tmp_path / "told.txt").read_text().splitlines()[-1] == "error: interrupted"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_steps_that_are_logged_seldom_save_as_soon(number, flags, group, tmp_path):
     """A launcher kills half a minute after it told: with slow steps ten of them would take longer."""
