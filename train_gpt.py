@@ -1557,7 +1557,7 @@ class GPT(nn.Module):
         self.pairs = any(layer.window == "P" for layer in self.layers)
         self.rotary = Rotary(c.head_dim, max(c.val_len, *lengths) * (1 + self.pairs), dtype)
         self.reach = 0  # where more, masks are in pieces, on GPUs too, with so many tokens back, whatever the window
-        self.flash, self.documents = False, None
+        self.flash, self.counted = False, None  # the longest document of the next sequence, and how many
         self.smear, self.mix_in_saved, self.back_out = smear, mix_in_saved, back_out
 
     def follow(self, rotary_windows: tuple[int, ...], tied: bool) -> None:
@@ -1566,11 +1566,11 @@ class GPT(nn.Module):
         self.tied = tied
 
     def masks(self, x: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
-        docs, documents, self.documents = (x == self.bos_id).cumsum(0), self.documents, None
+        docs, counted, self.counted = (x == self.bos_id).cumsum(0), self.counted, None  # of this sequence alone
 
         def make(docs: Tensor, window: int) -> Mask:
-            if documents and not self.reach:
-                return document_table(docs, window, len(docs) // len(x) * documents[0], documents[1])
+            if counted and not self.reach:
+                return document_table(docs, window, len(docs) // len(x) * counted[0], counted[1])
             if docs.is_cuda and not self.reach:
                 return block_mask(docs, window)
             return mask_in_pieces(docs, window, self.reach or window, self.embed.weight.dtype)
@@ -2005,7 +2005,7 @@ class RowBucket(Bucket):
         return to_device(torch.from_numpy(np.flatnonzero(mask)), self.rows.device)
 
     def sum_in(self, rows: Tensor, grads: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-        """Gradients, (numbers of rows, theirs), summed [n, width] in n sorted rows. RunError if one is of others."""
+        """(Numbers of rows, a gradient each), summed [n, width] in n sorted rows. RunError if one is of others."""
         sums = self.rows.new_zeros((len(rows), self.rows.size(1)), dtype=self.grad_data.dtype)
         for numbers, of_rows in grads:
             at = torch.searchsorted(rows, numbers)
@@ -2804,9 +2804,9 @@ def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = Fal
 
 @torch.no_grad()
 def validate(model: GPT, sequences: np.ndarray, windows: Windows, comm: Comm, device: torch.device,
-             ends: Callable[[], bool] = lambda: False) -> tuple[float, int] | None:
+             ends: Callable[[], bool] = bool) -> tuple[float, int] | None:
     """(mean loss in nats a token, tokens scored) over sequences int32 [n, length + 1], shared out over the ranks; None
-    on all ranks, where it `ends` early for any. They ask one another before every fourth sequence.
+    on all ranks, where it `ends` early for any (bool: for none). They ask one another before every fourth sequence.
 
     Each sequence's loss has a place of its own, so the mean does not depend on the number of ranks.
     """
@@ -2817,7 +2817,7 @@ def validate(model: GPT, sequences: np.ndarray, windows: Windows, comm: Comm, de
             break
         if (i := first + comm.rank) < len(sequences):
             inputs, targets = split_sequence(sequences[i], device)
-            count_documents(model, sequences[i, :-1].clip(0))
+            count_documents(model, sequences[i, :-1])
             losses[i] = model(inputs.clamp_min(0), targets, windows)
     model.train()
     tokens = int((sequences[:, 1:] >= 0).sum())
@@ -2832,9 +2832,10 @@ def count_documents(model: GPT, tokens: np.ndarray) -> None:
     """Of the sequence that forward takes next, for FlashAttention: the host knows numbers without waiting for a GPU.
     Where nobody counts, or there are more than its table has room for, attention is FlexAttention's."""
     if model.flash:
-        lengths = np.diff(np.flatnonzero(tokens == model.bos_id), prepend=0, append=len(tokens))
+        begins = np.flatnonzero(tokens.clip(0) == model.bos_id)  # what fills up a last sequence is -1, and taken for 0
+        lengths = np.diff(begins, prepend=0, append=len(tokens))
         fits = len(lengths) <= len(tokens) // DOCUMENT_ROOM
-        model.documents = (int(lengths.max()), len(lengths)) if fits else None
+        model.counted = (int(lengths.max()), len(lengths)) if fits else None
 
 def times(elapsed: float, step: int) -> str:
     """For a line of the log: milliseconds so far, and of a step."""
@@ -3458,13 +3459,12 @@ def cpu_name() -> str:
         return next(line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name"))
     return platform.processor() or platform.machine()
 
-def describe_machine(device: torch.device, libraries: Any) -> tuple[dict[str, Any], str]:
-    """(hardware, versions, source and the environment's switches for the JSON line, the free text above it); with
-    the loaded libraries on demand, which takes a second or two."""
+def describe_machine(device: torch.device) -> tuple[dict[str, Any], str]:
+    """(hardware, versions, source and the environment's switches for the JSON line, the free text above it)."""
     on_gpu, cpu, cores = device.type == "cuda", cpu_name(), os.cpu_count()
     gpus = [dict(zip(("name", "uuid", "driver"), row.split(", "))) for row in nvidia_smi("name,uuid,driver_version")]
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
-                "triton": triton and triton.__version__, **({"libraries": loaded_libraries()} if libraries else {})}
+                "triton": triton and triton.__version__}
     text = (f"Running Python {sys.version}\nRunning PyTorch {torch.__version__} compiled for CUDA "
             f"{torch.version.cuda}\nRunning Triton version {versions['triton']}\n")
     text += output_of("nvidia-smi") if on_gpu else f"{cpu}, {cores} cores, {platform.platform()}"
@@ -3511,9 +3511,9 @@ def find_data(config: Config, comm: Comm) -> dict[str, list[Shard]]:
     local = from_environment("LOCAL_RANK", 0), from_environment("LOCAL_WORLD_SIZE", 1)
     return {"train": with_digests(train, comm, *local), "val": with_digests(val, comm, *local)}
 
-def describe_shards(shards: list[Shard]) -> list[dict[str, Any]]:
-    return [{"name": shard.path.name, "tokens": shard.tokens, "bytes": HEADER_INTS * 4 + 2 * shard.tokens,
-             "sha256": shard.sha256} for shard in shards]
+def describe_data(splits: dict[str, list[Shard]]) -> dict[str, list[dict[str, Any]]]:
+    return {split: [{"name": shard.path.name, "tokens": shard.tokens, "bytes": HEADER_INTS * 4 + 2 * shard.tokens,
+                     "sha256": shard.sha256} for shard in shards] for split, shards in splits.items()}
 
 USABLE_MEMORY = 0.85  # of what is free: the rest goes into the allocator's gaps, and to NCCL and cuBLAS
 
@@ -3651,10 +3651,11 @@ class Trainer:
                 optimizer.average(plan.average_rate, plan.average_share, but=["embed.weight"])
         return losses
 
-    def validate(self, plan: Plan, sequences: np.ndarray, *ends: Callable[[], bool]) -> tuple[float, int] | None:
+    def validate(self, plan: Plan, sequences: np.ndarray,
+                 ends: Callable[[], bool] = bool) -> tuple[float, int] | None:
         self.optimizer.finish_all_gathers()
         self.model.follow(plan.rotary_windows, plan.tied)
-        return validate(self.model, sequences, plan.windows, self.comm, self.device, *ends)
+        return validate(self.model, sequences, plan.windows, self.comm, self.device, ends)
 
     def warm_up(self, val_sequence: np.ndarray) -> None:
         """Every stage and kind of step, so that nothing is compiled or allocated on the clock; then all is put back."""
@@ -3840,19 +3841,19 @@ class Run:
         """set_up: what is known of the time before."""
         with self.clock.off("setup"):
             c, comm, log, resumed = self.config, self.comm, self.log, self.resume()
-            machine, environment = describe_machine(self.trainer.device, c.race and not comm.rank)
+            machine, environment = describe_machine(self.trainer.device)
             hosts = describe_hosts(comm, machine)
             if comm.rank:
                 return
-            parameters = sum(p.numel() for p in self.trainer.model.parameters())
+            machine["versions"] |= {"libraries": loaded_libraries()} if c.race else {}  # takes a second or two
+            params = sum(p.numel() for p in self.trainer.model.parameters())
             start = {"run_id": log.run_id, "preset": self.preset, **describe_config(c), **set_up, **machine,
-                     "ranks": comm.ranks, "hosts": hosts, "parameters": parameters,
-                     "shards": {split: describe_shards(shards) for split, shards in self.shards.items()}}
+                     "ranks": comm.ranks, "hosts": hosts, "parameters": params, "shards": describe_data(self.shards)}
             log.open(start, environment, resumed and {
                 "at": now(), **resumed, "ranks": comm.ranks, "source_sha256": machine["source_sha256"],
                 "launch": name_of_launch(), "changes": set_up["changes"], "hosts": hosts})
             log.say(f"preset {self.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, "
-                    f"{parameters / 1e6:.1f} M parameters, {c.num_steps} steps of {tokens_of_steps(c, 1):,} tokens at "
+                    f"{params / 1e6:.1f} M parameters, {c.num_steps} steps of {tokens_of_steps(c, 1):,} tokens at "
                     f"first, validation on {(self.val_sequences[:, 1:] >= 0).sum():,}")
             goes_on = [f"going on from step {self.from_step}"] * bool(resumed)
             for line in (*set_up["changes"], *padding_warnings(self.trainer.optimizer), *goes_on):
@@ -3922,7 +3923,7 @@ class Run:
         with self.clock.off("validation"):
             self.losses.write(step, wait=True)
             result = self.trainer.validate(plan_of(self.config, step), self.val_sequences,
-                                           lambda: saves and notices.terminated.is_set())
+                                           notices.terminated.is_set if saves else bool)
             if result:
                 line = f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} {times(self.clock.elapsed, step)}"
                 self.log.write(line)
@@ -3985,7 +3986,6 @@ def describe_hosts(comm: Comm, mine: dict[str, Any]) -> list[dict[str, Any]]:
     agree(comm, "programs", {"source_sha256": mine["source_sha256"], "torch": mine["versions"]["torch"]},
           "Give every host the same checkout and packages")
     hosts: dict[str, dict[str, Any]] = {}
-    mine = {**mine, "versions": {key: x for key, x in mine["versions"].items() if key != "libraries"}}  # rank 0 says it
     for rank, (name, described) in enumerate(comm.all_json([socket.gethostname(), mine])):
         hosts.setdefault(f"{name} {described['hardware']}", {"ranks": [], **described})["ranks"].append(rank)
     return list(hosts.values())

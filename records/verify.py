@@ -622,6 +622,12 @@ def figures_at(run, last):
     return (steps[-1].time_ms / 1000, float(np.mean(losses or [0]))) if steps and steps[-1].step == last else None
 
 
+def declared_flags(e, races):
+    """The words that a run's race declared for its side; None where no race here did."""
+    sides = races[e.race.race_id].race["sides"] if e.race and e.race.race_id in races else {}
+    return sides[e.race.side]["flags"] if e.race and e.race.side in sides else None
+
+
 def given_by(flags):
     """{name: word after it} of flags, the last of each name; of one that stands alone, true."""
     given, name = {}, None
@@ -823,9 +829,7 @@ def check_data(runs, others, races):
         return [shard["sha256"] for shard in shards_of(e)[split]]
 
     def flags(e):
-        sides = races[e.race.race_id].race["sides"] if e.race and e.race.race_id in races else {}
-        given = given_by(sides[e.race.side]["flags"]) if sides and e.race.side in sides else {}
-        return {name: word for name, word in given.items() if name in DATA_FLAGS}
+        return {name: word for name, word in given_by(declared_flags(e, races) or []).items() if name in DATA_FLAGS}
 
     found = check_alike(runs + others, lambda e: {
         "end.val_tokens": e.get("end.val_tokens", int), "val_len": e.get("start.config.val_len", int),
@@ -1062,9 +1066,8 @@ def unseen(case):
     e = next((e for e in case.runs if e.ours), None)
     if e is None:
         return "A log without a description shows little; what it does not say, only its author's machine can."
-    declared = case.whole.races[e.race.race_id].race["sides"] if e.race and e.race.race_id in case.whole.races else {}
-    flags = declared[e.race.side]["flags"] if e.race and e.race.side in declared else \
-        ["--preset", str(e.run.start.get("preset"))]
+    declared = declared_flags(e, case.whole.races)
+    flags = ["--preset", str(e.run.start.get("preset"))] if declared is None else declared
     again = shlex.join(["torchrun", f"--nproc_per_node={e.run.start.get('ranks')}", stats.SCRIPT, *flags, "--seed",
                         str(e.run.start.get("seed"))])
     return ("No log shows a forgery in which losses, times, source and hashes are all made up to fit. These would: "
