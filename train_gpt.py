@@ -141,7 +141,7 @@ ADAM_KINDS = ("head", "embed", "values", "ngrams", "scalars", "scales", "added",
 
 @dataclass(frozen=True)
 class Config(SyncSettings, StageValues):
-    """Every value that decides a run. The defaults are the preset `speedrun`: record 44, to the letter."""
+    """Every value that decides a run. The defaults are record 44, to the letter."""
 
     seed: int = option(0, "of the initial parameters and of the order of shuffled documents", least=0, most=2 ** 63 - 1)
     target_val_loss: float = option(3.28, "what the run is to reach, in nats a token (0: nothing is judged)", least=0)
@@ -280,7 +280,8 @@ class Config(SyncSettings, StageValues):
         return getattr(torch, self.dtype)
 
 PRESETS = {
-    "speedrun": Config(),
+    # by bench/dry_gpu such gathers take 0.7 ms off a step; parameters that are read between steps want them finished
+    "speedrun": Config(overlap_param_gather=True, walk="forward"),
     # record 80 of the public speedrun, to the letter but for how n-grams share rows; see bench/public_record.py
     "frontier": Config(
         # without the record's first layer, which does nothing; attention of the last ones reads backout_layer's output
@@ -3292,26 +3293,40 @@ def transfer_parts(trainer: Trainer) -> Iterator[Part]:
         yield Part(kind, f"{everyones[0].nbytes >> 10:,} KiB", functools.partial(exchange, kind),
                    ALLOWED[comm.sent_dtype or dtype])
 
+def attempt(part: Part, plain: bool, device: torch.device) -> tuple[Sequence[Tensor] | None, str]:
+    """What it computes; or None, and why."""
+    try:
+        result = part.compute(plain)
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # a kernel that fails says so late
+        return result, ""
+    except RunError:
+        raise
+    except Exception as error:  # a compiler's, a kernel's, or memory ran out
+        return None, f": {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+
+NOT_COMPARED = -1.0  # less than any difference: where one rank could compare, its result stands in the table
+
 def preflight(trainer: Trainer, log: Log) -> tuple[list[list[str]], Part | None]:
     """Each part once, then all is as it was -> rows as named below, each of the rank that is worst; and the first part
     that failed on any: others may fail because of it. RunError if no flag does without it."""
     parts, mine, rows, failed = [], [], [["part", "how", "difference", "allowed", "ms", "verdict"]], []
     saved = trainer.optimizer.state_dict()
     for part in itertools.chain(model_parts(trainer), rule_parts(trainer), transfer_parts(trainer)):
-        difference, why, clock = math.inf, "", Clock(trainer.device, 0.0)
-        try:
-            with clock.off("compiling"):  # and measuring kernels
-                part.compute(False)
+        clock, difference = Clock(trainer.device, 0.0), math.inf
+        plain, why_not = attempt(part, True, trainer.device)
+        with clock.off("compiling"):  # and measuring kernels
+            used, why = attempt(part, False, trainer.device)
+        if used is not None:
             clock.start()
-            used = part.compute(False)
+            used, why = attempt(part, False, trainer.device)
             clock.stop()
+        if used is not None and plain is None:  # the plain form failed, which no run needs
+            difference, why = NOT_COMPARED, why_not
+        elif used is not None:
             ratios = [((x.float() - y.float()).norm() / y.float().norm()).item()
-                      for x, y in zip(used, part.compute(True), strict=True)]
+                      for x, y in zip(used, plain, strict=True)]
             difference = max(ratio if math.isfinite(ratio) else math.inf for ratio in ratios)  # zeros are no result
-        except RunError:
-            raise
-        except Exception as error:  # a compiler's, a kernel's, or memory ran out
-            why = f": {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
         mine.append([difference, clock.elapsed, why])
         parts.append(part._replace(compute=None))  # which holds its tensors
     for bucket in trainer.optimizer.buckets:  # their padding too
@@ -3319,11 +3334,13 @@ def preflight(trainer: Trainer, log: Log) -> tuple[list[list[str]], Part | None]
             x.zero_()
     trainer.optimizer.load_state_dict(saved)
     for part, (difference, ms, why) in zip(parts, map(max, zip(*trainer.comm.all_json(mine)))):
-        failed += [part] if difference > part.allowed else []
-        rows.append([part.name, part.how, f"{difference:.1e}", f"{part.allowed:g}", f"{ms:.3f}",
-                     f"failed{why}" if part in failed else "ok"])
+        verdict = "failed" if difference > part.allowed else "not compared" if difference == NOT_COMPARED else "ok"
+        failed += [part] * (verdict == "failed")
+        rows.append([part.name, part.how, "-" if difference == NOT_COMPARED else f"{difference:.1e}",
+                     f"{part.allowed:g}", f"{ms:.3f}", verdict + why])
     widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows if failed or trainer.config.preflight == "only" else ():
+    told = trainer.config.preflight == "only" or any(row[-1] != "ok" for row in rows[1:])
+    for row in rows if told else ():
         log.say("  ".join(map(str.ljust, row, widths)).rstrip())
     if not failed:
         return rows[1:], None
@@ -3567,8 +3584,8 @@ def halve_micro_batches(config: Config) -> Config:
                                stages="; ".join(map(" ".join, [head, *rows])))
 
 def memory_needed(config: Config, vocab_size: int, ranks: int) -> tuple[int, int, int]:
-    """What a rank allocates, in bytes: throughout, at most in training, at most in validation. Fitted to compiled runs
-    on bench/dry_gpu without kernels, which need less: a preflight may take them away."""
+    """What a rank allocates, in bytes: throughout, at most in training, at most in validation. Fitted to runs on
+    bench/dry_gpu, with each way of computing them."""
     c, layers, size = config, parse_layers(config.layers), config.torch_dtype.itemsize
     attentions, mlps = sum(bool(layer.window) for layer in layers), sum(layer.mlp for layer in layers)
     value_tables, read_again = len({layer.value_table for layer in layers} - {None}), len(layers_read_again(c))
@@ -3577,11 +3594,16 @@ def memory_needed(config: Config, vocab_size: int, ranks: int) -> tuple[int, int
     # parameters and gradients, and a rank's share of what rules keep: of a float32 matrix one moment, of an entry two
     average = 4 * (matrices + entries) if c.tail_average else 0
     kept = 8 * matrices + 2 * size * entries + (4 * matrices + 2 * moment_bytes(c) * entries + average) / ranks
-    width, logits = c.model_dim * size, vocab_size * size  # of one token, in bytes
-    copies = 2 if c.fp8_head else 1  # in fp8 also their gradient, twice in e5m2
-    saved = (4 * attentions + 14 * mlps + 32) * width + logits * copies
-    training = kept + max(lengths_of_micro_batches(c)) * saved + 340 * 2 ** 20
-    return int(kept), int(training), int(kept + c.val_len * (12 + read_again + value_tables) * width)
+    width, logits, lengths = c.model_dim * size, vocab_size * size, lengths_of_micro_batches(c)  # of a token, in bytes
+    eager, of_mlp = c.compile == "off", 14 if c.kernels == "off" else 10
+    copies = (2 if c.fp8_head else 1) + 6 * eager  # in fp8 also their gradient, twice in e5m2
+    saved = ((10 if eager else 4) * attentions + of_mlp * mlps + 32) * width + logits * copies
+    training = kept + max(lengths) * saved + 340 * 2 ** 20
+    trunk = c.val_len * (12 + 7 * eager + read_again + value_tables) * width
+    if c.attention == "masked":
+        window, paired = longest_window(c), any(layer.window == "P" for layer in layers)
+        trunk += c.val_len * 1.2 * (2 + 2 * paired) * (window + max(MASK_PIECE["cuda"], window // 4)) * size
+    return int(kept), int(training), int(kept + max(trunk, min(lengths) * 7 * logits * eager))
 
 def compile_stats() -> tuple[int, float]:
     """(graphs, seconds) of torch.compile in this process."""
@@ -3777,15 +3799,21 @@ notices = Notices()
 
 def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
     """The whole race, from the data to the verdict. began: when the process started, by time.perf_counter."""
-    clock, asked, changes, checked, gpu = Clock(device, began), config, [], [], device.type == "cuda"
+    clock, changes, checked, gpu = Clock(device, began), [], [], device.type == "cuda"
+
+    def fitted(wanted: Config) -> Trainer:
+        """As this machine's GPUs can compute it."""
+        if gpu:
+            wanted, found = fit_to_gpus(wanted, shards["train"][0].encoding.vocab_size, comm)
+            changes.extend(found)
+        return Trainer(wanted, comm, device, shards["train"], config)
+
     with clock.off("setup"):
         shards = find_data(config, comm)
-        if gpu:
-            config, changes = fit_to_gpus(config, shards["train"][0].encoding.vocab_size, comm)
         demand(gpu or config.attention in ("auto", "masked"), f"attention {config.attention} needs a GPU, and this "
                "machine has none; take --attention auto")
         val_sequences = validation_sequences(shards["val"], config.val_tokens, config.val_len)
-        trainer = Trainer(config, comm, device, shards["train"], asked)
+        trainer = fitted(config)
         trainer.stream.check_enough()
     started = now()
     failed = config.preflight in ("on", "only") or config.preflight == "auto" and gpu
@@ -3797,13 +3825,13 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
                 flag, value = failed.fallback
                 changes.append(f"preflight: {failed.name}, {failed.how}, failed: --{flag} {str(value).lower()} in its "
                                "place")
-                config = dataclasses.replace(config, **{flag: value})
+                wanted = dataclasses.replace(trainer.config, **{flag: value})
                 del trainer  # its memory is the next one's
                 gc.collect()
-                trainer = Trainer(config, comm, device, shards["train"], asked)
             if gpu:  # the plain forms took more than the run will
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
+            trainer = fitted(wanted) if failed else trainer
     if config.preflight != "only":
         race = Run(preset, trainer, shards, val_sequences, clock, log)
         race.open_log({"started": started, "changes": changes, "preflight": checked})
@@ -4013,6 +4041,7 @@ def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.St
         demand(not address.startswith(("127.", "no ")), f"this host's name resolves to {address}, where other hosts "
                "cannot reach it; set GLOO_SOCKET_IFNAME to the network interface that they share (`ip addr` lists "
                "them), or give the name its real address in /etc/hosts")
+    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # kernels of products would keep a collective waiting
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timeout))
         # torchrun keeps its store when it starts the ranks again: what their last life left there is another's

@@ -121,6 +121,22 @@ def test_what_a_compiler_says_stands_in_the_table(config, monkeypatch):
     assert [row[-1] for row in rows if row[0] == "head"] == ["failed: RuntimeError: no kernel image is available"]
 
 
+def test_a_plain_form_that_fails_is_no_fault_of_the_part(config, monkeypatch):
+    """In float32 and uncompiled it wants more memory than the run."""
+    whole = train_gpt.attend
+
+    def attend(q, k, v, mask):
+        if torch.backends.cuda.math_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(q, k, v, mask)
+    monkeypatch.setattr(train_gpt, "attend", attend)
+    said = Said()
+    rows, broken = train_gpt.preflight(trainer_of(config), said)
+    assert broken is None and len(said) == 1 + len(rows)
+    assert {row[0] for row in rows if row[2] == "-"} == failed(rows) == {"attention", "block 2 LM", "block 1 S0M"}
+    assert {row[-1] for row in rows if row[2] == "-"} == {"not compared: OutOfMemoryError: CUDA out of memory"}
+
+
 def test_a_shard_that_reads_wrongly_stops_the_run(config, monkeypatch):
     whole = train_gpt.load_tokens
     trainer = trainer_of(config)
@@ -188,6 +204,30 @@ def test_a_run_names_its_fallback_in_the_log(tmp_path, corpus, capsys, monkeypat
     assert start["config"]["fp8_head"] is False and failed(start["preflight"]) == {"head"}
     assert [row[1] for row in start["preflight"] if row[0] == "head"] == ["fp8", "uncompiled"]
     assert read_log(tmp_path / "logs" / "a.txt")[4]["seconds_outside_clock"]["preflight"] > 0
+
+
+def test_what_takes_its_place_is_fitted_to_the_gpus_again(config, monkeypatch):
+    """Masks in pieces, or what is not compiled, take more memory."""
+    fitted, part = [], train_gpt.Part("attention", "FlexAttention", lambda plain: [], 0.06, ("attention", "masked"))
+
+    def fit(wanted, vocab_size, comm):
+        fitted.append(wanted.attention)
+        return dataclasses.replace(wanted, micro_batch_tokens=wanted.micro_batch_tokens // 2), [f"fit {len(fitted)}"]
+    verdicts, built = [part, None], []
+    monkeypatch.setattr(train_gpt, "fit_to_gpus", fit)
+    monkeypatch.setattr(train_gpt, "preflight", lambda trainer, log: ([], verdicts.pop(0)))
+    whole = train_gpt.Trainer
+
+    def trainer(wanted, comm, device, shards, asked):
+        built.append((wanted.micro_batch_tokens, asked.micro_batch_tokens))
+        return whole(dataclasses.replace(wanted, attention="auto"), comm, CPU, shards, asked)
+    monkeypatch.setattr(train_gpt, "Trainer", trainer)
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    config = dataclasses.replace(config, preflight="only", attention="flex")
+    train_gpt.run(config, "a", train_gpt.Comm(), torch.device("cuda"), Said(), 0.0)
+    tokens = config.micro_batch_tokens
+    assert fitted == ["flex", "masked"] and built == [(tokens // 2, tokens), (tokens // 4, tokens)] and not verdicts
 
 
 def test_the_bare_flag_prints_a_table_and_makes_no_run(tmp_path, corpus, capsys):
