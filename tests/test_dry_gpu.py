@@ -140,28 +140,49 @@ def test_without_a_compiler_setup_says_so_in_one_line(tmp_path):
     assert done.returncode == 1 and done.stderr == "setup: error: no gcc; install gcc and binutils\n"
 
 
+SMALL = ("--preset", "laptop", "--layers", "S0M L0M", "--val_tokens", "2048", "--backout_layer", "1",
+         "--micro_batch_tokens", "1024")
+
+
 @pytest.fixture(scope="module")
-def dry(tmp_path_factory):
+def dry():
     """dry(flags of run) -> its outcome, for a small GPT that is compiled in seconds."""
     if not (HOME / "lib" / "libdrygpu.so").exists():
         pytest.skip(f"the GPU that computes nothing is not set up in {HOME}; bench/dry_gpu/setup does it")
 
-    def call(*flags):
-        small = ("--preset", "laptop", "--layers", "S0M L0M", "--val_tokens", "2048", "--backout_layer", "1",
-                 "--micro_batch_tokens", "1024")
-        return subprocess.run([DRY / "run", "--steps", "2", *flags, "--", *small], capture_output=True, text=True,
+    def call(*flags, of_script=SMALL):
+        return subprocess.run([DRY / "run", "--steps", "2", *flags, "--", *of_script], capture_output=True, text=True,
                               timeout=600)
     return call
 
 
+def rows_of(done):
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if line[:1] == "|"]
+    return {row[0]: row[1:] for row in cells}
+
+
 def test_two_ranks_of_a_small_gpt(dry):
     done = dry("--ranks", "2", "--memory", "12", "--arch", "89")
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in done.stdout.splitlines() if "|" in line}
-    assert lines["graphs; breaks; compiled after warm-up"].endswith("; 0; 0")
-    assert int(lines["— Triton"]) > 10 and int(lines["— collectives"]) > 2 and "reduce-scatter" in done.stdout
-    assert float(lines["simulated ms a step, mean"]) > 0
+    rows = rows_of(done)
+    assert rows["graphs; breaks; compiled after warm-up"][0].endswith("; 0; 0")
+    assert int(rows["— Triton"][0]) > 10 and int(rows["— collectives"][0]) > 2 and "reduce-scatter" in done.stdout
+    assert float(rows["simulated ms a step, mean"][0]) > 0
     assert re.search(r"peak in training, MiB: \d+ in \d+ × \w+, line \d+", done.stdout)
+
+
+def test_what_a_racer_s_gpu_is_given(dry):
+    """The way of `speedrun` on Hopper GPUs, in few layers: bf16, a head in fp8, the MLP's kernel, FlashAttention."""
+    done = dry("--kernels", of_script=(
+        "--preset", "speedrun", "--layers", "- S0M LM SM+0", "--backout_layer", "1", "--micro_batch_tokens", "2048", "--val_tokens",
+        "8192", "--val_len", "4096", "--attention", "flash", "--warmup_steps", "4", "--stages", "until long_window; 1 3; +40 13"))
+    rows = rows_of(done)
+    assert rows["graphs; breaks; compiled after warm-up"][0].endswith("; 0; 0")
+    assert rows["— products in fp8: ms, launches"][0].endswith(", 3") and rows["— attention: ms, launches"][0].endswith(", 12")
+    registers, spilled, shared_kib = map(int, rows["relu_squared_kernel"])
+    assert registers > 100 and not spilled and shared_kib > 150, "without its stages in shared memory a product waits"
+    assert not any("softmax" in name for name in rows), "the loss reads its logits three times"
+    assert "Of which eager operators, ms and launches: mul " in done.stdout
 
 
 def test_a_card_that_is_too_small_gives_a_page(dry):

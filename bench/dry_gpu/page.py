@@ -138,6 +138,13 @@ def launch_rows(events, steps):
     return rows
 
 
+def kernel_rows(events):
+    """Each Triton kernel that was compiled and loaded: name, registers, bytes it spills, KiB of shared memory."""
+    shared = {e.name: e.numbers[4] / 1024 for e in events if e.kind == "TRITON"}
+    kernels = {(e.name, *e.numbers[:2]) for e in events if e.kind == "MODULE"}
+    return [(*kernel, f"{shared[kernel[0]]:.0f}" if kernel[0] in shared else "") for kernel in sorted(kernels)]
+
+
 MEAN = "simulated ms a step, mean"
 
 
@@ -190,6 +197,9 @@ def page(events, facts, args, title, plan):
     longest = sorted(((ms, name) for name, (ms, _) in by_name.items()), key=lambda pair: -pair[0])
     notes.append(f"Simulated ms a step, windows {first[0].windows if first else 'none'}: " + "; ".join(
         f"{ms:.2f} {name[:100]}" for ms, name in longest[:16]))
+    operators = [(name.removeprefix("eager: "), *by_name[name]) for _, name in longest if name.startswith("eager: ")]
+    notes.append("Of which eager operators, ms and launches: " + "; ".join(
+        f"{name} {ms:.2f} in {n:.0f}" for name, ms, n in operators if round(n)))
     return rows, [f"{title}. {note}" for note in notes]
 
 
@@ -215,6 +225,7 @@ def main():
     parser.add_argument("--against", default="", metavar="REVISION", help="run its scripts too")
     parser.add_argument("--cold", action="store_true", help="run once more, before, with empty caches of compiled code")
     parser.add_argument("--cards", action="store_true", help="print only what of speedrun fits on which cards")
+    parser.add_argument("--kernels", action="store_true", help="and a row for each Triton kernel of the working tree")
     parser.add_argument("flags", nargs="*", help="of train_gpt.py, after --")
     args = parser.parse_args()
     home = Path(os.environ["DRY_GPU_HOME"])
@@ -242,6 +253,9 @@ def main():
     print(table(["", *columns], ([label, *(rows.get(label, "") for rows in columns.values())] for label in labels)))
     for _, notes in pages.values():
         print("\n" + "\n\n".join(notes))
+    if args.kernels:
+        kernels = kernel_rows(runs["working tree"][0])
+        print("\n" + table(["kernel", "registers", "spills, B", "shared memory, KiB"], kernels))
     return 2 if any("out of memory" in facts for _, facts in runs.values()) else 0
 
 
