@@ -3251,14 +3251,18 @@ def transfer_parts(trainer: Trainer) -> Iterator[Part]:
         return [torch.from_numpy(raw[:-1].astype(np.int32)).to(device) if by_plain else split_sequence(raw, device)[0]]
 
     def exchange(kind: str, by_plain: bool) -> list[Tensor]:
+        full, mine = everyones[comm.rank].clone(), comm.rank
+        if kind == "all-gather":
+            if not by_plain:
+                comm.all_gather(full.view(-1), full[mine]).wait()
+            return [torch.stack([x[rank] for rank, x in enumerate(everyones)]) if by_plain else full]
         if by_plain:
-            return [sum(x.float() for x in everyones)]
-        full = everyones[comm.rank].clone()
+            total = sum(x.float() for x in everyones)
+            return [total if kind == "all-reduce" else total[mine]]
         if kind == "all-reduce":
             return [comm.all_reduce(full)]
-        comm.reduce_scatter(full[comm.rank], full.view(-1), comm.receive_buffer(full.view(-1), exact)).wait()
-        comm.all_gather(full.view(-1), full[comm.rank]).wait()
-        return [full]
+        comm.reduce_scatter(full[mine], full.view(-1), comm.receive_buffer(full.view(-1), exact)).wait()
+        return [full[mine]]
 
     def send_rows(bucket: RowBucket, by_plain: bool) -> list[Tensor]:
         """Gradients of some rows of its first table, of each rank others, to their owners; as values back to all."""
@@ -3289,7 +3293,7 @@ def transfer_parts(trainer: Trainer) -> Iterator[Part]:
     for bucket in row_buckets[:comm.ranks - 1]:  # the first, unless there is nobody to send to
         yield Part("rows to their owners, to all", f"{4096 * bucket.rows[0].nbytes >> 10:,} KiB",
                    functools.partial(torch.no_grad()(send_rows), bucket), ALLOWED[comm.sent_dtype or dtype])
-    for kind in ("all-reduce", "reduce-scatter, all-gather") if comm.ranks > 1 else ():
+    for kind in ("all-reduce", "reduce-scatter", "all-gather") if comm.ranks > 1 else ():
         yield Part(kind, f"{everyones[0].nbytes >> 10:,} KiB", functools.partial(exchange, kind),
                    ALLOWED[comm.sent_dtype or dtype])
 

@@ -145,9 +145,11 @@ def test_a_shard_that_reads_wrongly_stops_the_run(config, monkeypatch):
         train_gpt.preflight(trainer, Said())
 
 
-def deaf(comm):
-    """Its rank 1 sums without what the others sent."""
-    if comm.rank == 1:
+def deaf(comm, which):
+    """Its rank 1 sums, or gathers, without what the others sent."""
+    if comm.rank == 1 and which == "all-gather":
+        comm.all_gather = lambda full, shard: comm.exchange([shard, shard], torch.empty(2, len(shard), dtype=shard.dtype))
+    if comm.rank == 1 and which == "reduce-scatter":
         comm.reduce_scatter = lambda shard, full, received: train_gpt.HandleGroup(comm.exchange(
             full.view(2, -1), [*received, full.view(2, -1)[1]]), then=lambda: shard.copy_(full.view(2, -1)[1]))
     return comm
@@ -158,21 +160,22 @@ def beside_a_broken_rank(comm, config, which):
     with pytest.MonkeyPatch.context() as monkeypatch:
         if which == "attention" and comm.rank == 1:
             break_attention(monkeypatch)
-        trainer = trainer_of(config, deaf(comm) if which == "collective" else comm)
+        trainer = trainer_of(config, deaf(comm, which))
         rows, broken = train_gpt.preflight(trainer, Said())
-    return [row[0] for row in rows[-3:]], failed(rows), broken and broken.fallback
+    return [row[0] for row in rows[-4:]], failed(rows), broken and broken.fallback
 
 
 def test_all_ranks_take_the_fallback_that_one_needs(config, on_ranks):
-    exchanged = ["load a shard", "all-reduce", "reduce-scatter, all-gather"]
+    exchanged = ["load a shard", "all-reduce", "reduce-scatter", "all-gather"]
     assert on_ranks(2, beside_a_broken_rank, config, "none") == [(exchanged, set(), None)] * 2
     assert on_ranks(2, beside_a_broken_rank, config, "attention") == [
         (exchanged, {"attention", "block 2 LM", "block 1 S0M"}, ("attention", "masked"))] * 2
 
 
 def test_a_collective_that_sums_wrongly_stops_all_ranks(config, on_ranks):
-    with pytest.raises(train_gpt.RunError, match="reduce-scatter, all-gather, .* KiB, failed as the table says"):
-        on_ranks(2, beside_a_broken_rank, config, "collective")
+    for which in ("reduce-scatter", "all-gather"):
+        with pytest.raises(train_gpt.RunError, match=f"preflight: {which}, .* KiB, failed as the table says"):
+            on_ranks(2, beside_a_broken_rank, config, which)
 
 
 def with_rows(comm, config, whole):
