@@ -514,8 +514,6 @@ def check_config(config: Config, ranks: int) -> None:
     steps = profiled_steps(c) if re.fullmatch(r"\d+:\d+", c.profile) else ()
     want(not c.profile or steps and steps[-1] < c.num_steps,
          f"profile is {c.profile!r}; give the first and the last step, like 10:13, below num_steps {c.num_steps}")
-    want(not (c.untie_at and c.overlap_param_gather), "untie_at and overlap_param_gather exclude each other: the "
-         "embedding reads the head's weights before the head waits for them; leave out one")
     for name in ("bf16_compress", "clip_norm", "find_unused_parameters"):
         want(not (c.exact and getattr(c, name)), f"exact and {name} {getattr(c, name)} exclude each other: its sums "
              f"depend on the number of ranks; leave out --exact or --{name}")
@@ -523,8 +521,11 @@ def check_config(config: Config, ranks: int) -> None:
          f"attention flash computes in bfloat16, and dtype is {c.dtype}; take --attention auto")
     want(c.attention != "flash" or not c.exact,
          "exact and attention flash exclude each other: its backward sums in no fixed order; take --attention auto")
+    known = len(wrong)
     try:
         for stage in stages_of(c):
+            if len(wrong) > known:  # what is wrong with one is, with most, wrong with all
+                break
             n, ahead = stage.first["micro_batches"], len(stage.first["loss_weights"])
             where = f"the stage from step {stage.begin} on has {n} micro-batches"
             want(ranks > 0 and n % max(1, ranks) == 0, f"{ranks} ranks; {where}, which they cannot share evenly: start "
@@ -560,6 +561,8 @@ def check_layers(c: Config, ranks: int, want: Callable[[Any, str], None]) -> Non
              f"{layer.skip_from}; write + and an earlier one, from 0 on")
     want(not c.skip_gates or any(layer.skip_from is not None for layer in layers), "skip_gates is for layers that take "
          "in another's output, and layers has none; write + and a number for one, or leave it out")
+    want(not c.value_gates or any(layer.value_table is not None for layer in layers), "value_gates is for layers with "
+         "a value table, and layers has none; write a digit for one, or leave it out")
     want(not c.untie_at or c.head_init, f"untie_at is {c.untie_at:g} and head_init 0: as the embedding too, a head of "
          "zeros learns nothing; give --head_init 0.005")
     groups = adam_groups(c)
@@ -3657,6 +3660,8 @@ class Trainer:
         """One step on this rank's micro-batches -> their summed losses, still on the device."""
         self.model.follow(plan.rotary_windows, plan.tied and not plan.unties)
         losses, optimizer = [], self.optimizer
+        if plan.tied:  # the head's weights are read before the head, which would wait for them
+            optimizer.finish_all_gathers()
         if plan.unties:
             optimizer.copy_parameter("lm_head.weight", "embed.weight")
         if self.config.lazy_tables:
@@ -3888,7 +3893,7 @@ class Run:
                     f"{params / 1e6:.1f} M parameters, {c.num_steps} steps of {tokens_of_steps(c, 1):,} tokens at "
                     f"first, validation on {(self.val_sequences[:, 1:] >= 0).sum():,}")
             goes_on = [f"going on from step {self.from_step}"] * bool(resumed)
-            for line in (*set_up["changes"], *padding_warnings(self.trainer.optimizer), *goes_on):
+            for line in (*set_up["changes"], *warnings_of(c, self.trainer.optimizer), *goes_on):
                 log.say(line)
 
     def warm_up(self) -> None:
@@ -4022,13 +4027,18 @@ def describe_hosts(comm: Comm, mine: dict[str, Any]) -> list[dict[str, Any]]:
         hosts.setdefault(f"{name} {described['hardware']}", {"ranks": [], **described})["ranks"].append(rank)
     return list(hosts.values())
 
-def padding_warnings(optimizer: DistributedOptimizer) -> list[str]:
-    """Of buckets so small that the ranks update much that is no parameter."""
+def warnings_of(config: Config, optimizer: DistributedOptimizer) -> list[str]:
+    """Of buckets so small that the ranks update much that is no parameter; and of an embedding that is never one."""
+    never = 0 < config.untie_at < 1 and untie_step(config) >= config.num_steps
+    lines = [f"warning: untie_at {config.untie_at:g} means step {untie_step(config)}, behind an update of Adam's, and "
+             f"num_steps is {config.num_steps}: the embedding stays what the head is; give less, or 1"] * never
     padded = [bucket for bucket in optimizer.buckets if isinstance(bucket.rule, NorMuon)]
     units = sum(len(bucket.param_shard) for bucket in padded) * optimizer.comm.ranks
     needed = sum(bucket.units for bucket in padded)
-    return [f"warning: the ranks orthogonalize {units} matrices where there are {needed}: buckets are small for "
-            f"{optimizer.comm.ranks} ranks; raise --bucket_mb"] if needed and units > 1.5 * needed else []
+    if needed and units > 1.5 * needed:
+        lines.append(f"warning: the ranks orthogonalize {units} matrices where there are {needed}: buckets are small "
+                     f"for {optimizer.comm.ranks} ranks; raise --bucket_mb")
+    return lines
 
 # In what gloo and NCCL say when another rank is gone, or does not come
 LOST = re.compile(r"timed? ?out|connection (was |is )?(closed|reset|refused)|broken pipe|socket|closed by peer", re.I)

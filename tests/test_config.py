@@ -158,7 +158,8 @@ def refused(changes, ranks):
     ({"layers": "P0M SM", "backout_layer": 1, "num_heads": 1, "head_dim": 32}, 1, "num_heads is 1; make it even, or write S"),
     ({"untie_at": 1.5}, 1, "untie_at is 1.5; it must be 0 or more, at most 1"),
     ({"untie_at": 0.5}, 1, "untie_at is 0.5 and head_init 0: as the embedding too, a head of zeros learns nothing"),
-    ({"untie_at": 0.5, "overlap_param_gather": True}, 1, "untie_at and overlap_param_gather exclude each other"),
+    ({"untie_at": float("nan")}, 1, "untie_at is nan"),
+    ({"layers": "SM LM", "value_gates": True}, 1, "value_gates is for layers with a value table, and layers has none"),
     ({"loss_weights": (1.0,) * 200, "micro_batch_tokens": 128}, 1, "looks 200 tokens ahead from step 0 on, and a micro-batch has 128"),
     ({"logit_shift": float("inf")}, 1, "logit_shift is inf; it must be a number, and finite"),
     ({"seed": 2 ** 64}, 1, "seed is 18446744073709551616; it must be 0 or more, at most"),
@@ -192,6 +193,8 @@ def test_one_finding_is_one_clause_and_all_are_told():
     assert refused({"adam_lr": float("nan")}, 1) == "adam_lr is nan; it must be 0 or more, and finite"
     both = refused({"adam_lr": float("nan"), "adam_every": 0}, 1)
     assert "adam_lr is nan" in both and "adam_every is 0" in both
+    stages = {"stages": "until long_window; 1/2 3; 1 4", "num_steps": 12}
+    assert refused(stages, 3).count("which they cannot share evenly") == 1
 
 
 def test_a_model_of_one_layer_is_possible():

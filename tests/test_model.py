@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import reference
 import train_gpt
 from conftest import some_documents, write_shard
+from test_sync import Hostile
 
 VOCAB, BOS = 64, 63
 ENCODING = train_gpt.Encoding(VOCAB, BOS)
@@ -509,14 +510,14 @@ def test_the_loss_of_compiled_code_is_the_plain_one(softcap):
 # training, step by step
 
 
-def make_trainer(folder, config, grad_scale=1.0, dtype=torch.float64):
+def make_trainer(folder, config, grad_scale=1.0, dtype=torch.float64, comm=train_gpt.Comm()):
     """A trainer on a shard in this folder, none of its parameters zero; all of it in float64 unless said otherwise."""
     write_shard(folder / "train.bin", some_documents(21, 6000))
     shards = train_gpt.find_shards(str(folder / "train.bin"))
     asked = dataclasses.replace(config, micro_batch_tokens=grad_scale * config.micro_batch_tokens)
     torch.set_default_dtype(dtype)
     try:
-        trainer = train_gpt.Trainer(dataclasses.replace(config, dtype=str(dtype).removeprefix("torch.")), train_gpt.Comm(),
+        trainer = train_gpt.Trainer(dataclasses.replace(config, dtype=str(dtype).removeprefix("torch.")), comm,
                                     torch.device("cpu"), shards, asked)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -640,14 +641,16 @@ def test_a_schedule_is_a_line_of_the_table_and_trains_as_a_plain_second_training
         assert (p - plain.p[name]).norm() <= 1e-4 * plain.p[name].norm(), name
 
 
-def test_untying_decay_average_and_rates_train_as_a_plain_second_training_does(tmp_path, tiny):
-    """Ten steps: tied until step 6, averaged from step 4 on, the average in the parameters after the last."""
+@pytest.mark.parametrize("lazy", [False, True])
+def test_untying_decay_average_and_rates_train_as_a_plain_second_training_does(tmp_path, tiny, lazy):
+    """Ten steps: tied until step 6, averaged from step 4 on, the average in the parameters after the last. Lazy: until a
+    gather is waited for, parameters are NaN."""
     config = dataclasses.replace(
         tiny, stages="until long_window; 1 3", num_steps=10, micro_batches=2, micro_batch_tokens=16, max_document_tokens=14,
         cooldown=0.0, adam_lr=0.001, adam_eps=1e-3, untie_at=0.41, head_init=0.01, adam_weight_decay=2e4, proj_lr_mul=4.0, attn_lr_mul=0.5,
-        tail_average=0.4, tail_steps=2)
+        tail_average=0.4, tail_steps=2, overlap_param_gather=lazy)
     train_gpt.check_config(config, 1)
-    trainer = make_trainer(tmp_path, config)
+    trainer = make_trainer(tmp_path, config, comm=Hostile() if lazy else train_gpt.Comm())
     plain = PlainTraining(trainer.model, config)
     plain.model.tied = True
     frequencies = train_gpt.rotary_frequencies(config.head_dim).double()
@@ -666,6 +669,7 @@ def test_untying_decay_average_and_rates_train_as_a_plain_second_training_does(t
         assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-4), step
         if step >= 4:
             plain.average(1 if step == 4 else 2, 0.4 if step == 9 else 0.0)
+    trainer.optimizer.finish_all_gathers()
     for name, p in trainer.model.named_parameters():
         assert (p - plain.p[name]).norm() <= 1e-4 * plain.p[name].norm(), name
     assert not torch.equal(trainer.model.embed.weight, trainer.model.lm_head.weight)
