@@ -2412,8 +2412,9 @@ def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step
     total = comm.all_reduce(torch.stack(squares).sum()).item() if squares else 0.0
     if not math.isfinite(total):
         bad = comm.all_json([name for bucket in buckets for name in bucket.not_finite()])
-        raise RunError(f"gradients that step {step} sums are not finite: {', '.join(sorted({*itertools.chain(*bad)}))};"
-                       " the step was not applied. Lower the learning rates, or look at the data of this step")
+        names = ", ".join(sorted({*itertools.chain(*bad)})) or "their norm is, each by itself is"
+        raise RunError(f"gradients that step {step} sums are not finite: {names}; the step was not applied. Lower the "
+                       "learning rates, or look at the data of this step")
     if clip_norm and math.sqrt(total) > clip_norm:
         for bucket in buckets:
             bucket.flat_grad_shard.mul_(clip_norm / math.sqrt(total))
@@ -2970,8 +2971,8 @@ class Log:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rule, source = "=" * 100, Path(__file__).read_text(encoding="utf-8")
         try:
-            file = open(self.path, "r+" if resumed and self.path.exists() else "x+", encoding="utf-8", errors="replace",
-                        newline="")
+            goes_on = resumed and (resumed["checkpoint"] or is_of_this_launch(self.path)) and self.path.exists()
+            file = open(self.path, "r+" if goes_on else "x+", encoding="utf-8", errors="replace", newline="")
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileExistsError:
             raise RunError(f"{self.path} exists: run_id {self.run_id!r} was used; choose another --run_id, go on with "
@@ -3093,10 +3094,8 @@ def find_checkpoint(config: Config) -> Path:
         return named.resolve()
     found = checkpoints(folder, run_id)
     if config.resume == "latest" and again:  # of the run that this launch went on with; others may have saved since
-        def is_ours(path: Path) -> bool:
-            log = folder / f"{path.name.rpartition('.step')[0]}.txt"
-            return log.exists() and f'"launch": "{name_of_launch()}"' in log.read_text(errors="replace")
-        found = list(filter(is_ours, found)) or found
+        logs = {path: folder / f"{path.name.rpartition('.step')[0]}.txt" for path in found}
+        found = [path for path in found if is_of_this_launch(logs[path])] or found
     demand(found, f"--resume {config.resume}: no checkpoint there; name a .ckpt or the log of a run that left one. A "
            "run that ended well keeps none: it is whole")
     return found[-1].resolve()
@@ -3115,9 +3114,14 @@ def load_model(path: str | Path, device: str = "cpu") -> tuple[GPT, dict[str, An
 @torch.no_grad()
 def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
     """Those of a saved model or checkpoint; of one that was tied the head's are the embedding's too."""
-    for name, param in model.named_parameters():
+    params = dict(model.named_parameters())
+    further = [name for name in saved["state"] if "/" not in name and name not in params]
+    demand(not further, f"what was saved has {', '.join(further)} too, and this model does not: give it the --layers, "
+           "--ngrams and other flags of that run")
+    for name, param in params.items():
         x = saved["state"].get("lm_head.weight" if saved.get("tied") and name == "embed.weight" else name)
-        demand(x is not None and x.numel() == param.numel(), f"{name} is {list(param.shape)} here, and "
+        fits = x is not None and x.shape in (param.shape, (param.numel(),))  # which it has in a checkpoint
+        demand(fits, f"{name} is {list(param.shape)} here, and "
                f"{'missing' if x is None else list(x.shape)} in what was saved: by other --layers, --model_dim, "
                "--ngrams or vocabulary, which are to be the same, or by another revision of train_gpt.py, see its log")
         param.copy_(x.view(param.shape))
@@ -3848,6 +3852,18 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
         race.train()
         race.finish()
 
+def check_same_run(path: str, saved: dict[str, Any], trainer: Trainer, digests: list[str]) -> None:
+    """RunError if going on from what was saved at a path would make it another run. digests: of the shards."""
+    old = config_of(saved["config"])  # with --resume it is the config; where torchrun starts a run again, flags are
+    other = [f.name for f in dataclasses.fields(Config)
+             if f.name not in FREE_TO_CHANGE and getattr(trainer.asked, f.name) != getattr(old, f.name)]
+    demand(not other, f"{path} is of a run with another {', '.join(other)}; delete it, or give this run a --run_id of "
+           "its own, and torchrun an --rdzv_id")
+    demand(saved["data"] == digests, f"the shards are not those of {path}; give --train_files and --val_files")
+    fitted, here = saved["longest_micro_batch"], max(lengths_of_micro_batches(trainer.config))
+    demand(fitted == here, f"{path} is of a run whose micro-batches had {fitted} tokens, and this machine's memory "
+           f"is for {here}, which are filled otherwise; go on where as much memory is free")
+
 class Run:
     """What follows when data and trainer are there; the methods stand in the order of a run."""
 
@@ -3864,10 +3880,7 @@ class Run:
         if not path:
             return {"from_step": 0, "checkpoint": None} if from_environment("TORCHELASTIC_RESTART_COUNT", 0) else None
         saved = load_file(path)
-        demand(saved["data"] == self.digests, f"the shards are not those of {path}; give --train_files and --val_files")
-        fitted, here = saved["longest_micro_batch"], max(lengths_of_micro_batches(self.config))
-        demand(fitted == here, f"{path} is of a run whose micro-batches had {fitted} tokens, and this machine's memory "
-               f"is for {here}, which are filled otherwise; go on where as much memory is free")
+        check_same_run(path, saved, self.trainer, self.digests)
         self.trainer.load(saved)
         self.clock.load_state(saved["clock"])
         self.from_step = saved["step"]
@@ -3884,17 +3897,19 @@ class Run:
                 return
             machine["versions"] |= {"libraries": loaded_libraries()} if c.race else {}  # takes a second or two
             params = sum(p.numel() for p in self.trainer.model.parameters())
-            start = {"run_id": log.run_id, "preset": self.preset, **describe_config(c), **set_up, **machine,
-                     "ranks": comm.ranks, "hosts": hosts, "parameters": params, "shards": describe_data(self.shards)}
+            start = {"run_id": log.run_id, "preset": self.preset, **describe_config(c), **set_up, **machine, "ranks":
+                     comm.ranks, "hosts": hosts, "parameters": params, "shards": describe_data(self.shards), "launch":
+                     name_of_launch(), "warnings": warnings_of(c, self.trainer.optimizer)}
             log.open(start, environment, resumed and {
                 "at": now(), **resumed, "ranks": comm.ranks, "source_sha256": machine["source_sha256"],
                 "launch": name_of_launch(), "changes": set_up["changes"], "hosts": hosts})
             log.say(f"preset {self.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, "
                     f"{params / 1e6:.1f} M parameters, {c.num_steps} steps of {tokens_of_steps(c, 1):,} tokens at "
                     f"first, validation on {(self.val_sequences[:, 1:] >= 0).sum():,}")
-            goes_on = [f"going on from step {self.from_step}"] * bool(resumed)
-            for line in (*set_up["changes"], *warnings_of(c, self.trainer.optimizer), *goes_on):
+            for line in (*set_up["changes"], *start["warnings"]):
                 log.say(line)
+            if resumed:
+                log.say(f"going on from step {self.from_step}")
 
     def warm_up(self) -> None:
         before = self.hash_state()
@@ -4055,6 +4070,8 @@ def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.St
         demand(not address.startswith(("127.", "no ")), f"this host's name resolves to {address}, where other hosts "
                "cannot reach it; set GLOO_SOCKET_IFNAME to the network interface that they share (`ip addr` lists "
                "them), or give the name its real address in /etc/hosts")
+    joined = threading.Event()
+    threading.Thread(target=leave_if_orphaned, args=(rank, joined), daemon=True).start()
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # kernels of products would keep a collective waiting
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timeout))
@@ -4065,7 +4082,16 @@ def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.St
     except (ValueError, RuntimeError) as error:
         raise RunError(f"the {ranks} ranks did not find each other ({str(error).splitlines()[0]}); start them by "
                        "torchrun --nproc_per_node, and see that all of them live") from error
+    finally:
+        joined.set()
     return store
+
+def leave_if_orphaned(rank: int, joined: threading.Event) -> None:
+    """Until the ranks have found each other: a rank whose launcher is gone would look for its store for minutes."""
+    while "TORCHELASTIC_RUN_ID" in os.environ and not joined.wait(1):
+        if os.getppid() != notices.launcher:
+            os.write(2, f"train_gpt.py: error: rank {rank}: its launcher is gone; start the run again\n".encode())
+            os._exit(1)
 
 def from_environment(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
@@ -4077,6 +4103,11 @@ def name_of_launch() -> str:
     launch = os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex)
     return sha256_of(f"{launch} {notices.launcher if launch == 'none' else ''}".encode())[:8]
 
+def is_of_this_launch(log: Path) -> bool:
+    """Whether this launch began or went on with the run of a log, which has not ended."""
+    written = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    return f'"launch": "{name_of_launch()}"' in written and '\n{"end"' not in written
+
 def name_of_run(config: Config) -> tuple[Config, str]:
     """The run's id. What torchrun starts again has that of its first start, and goes on from its last checkpoint."""
     part = name_of_launch()
@@ -4084,7 +4115,8 @@ def name_of_run(config: Config) -> tuple[Config, str]:
     if not config.resume and from_environment("TORCHELASTIC_RESTART_COUNT", 0):
         started = sorted((ROOT / config.log_dir).glob(f"*_{part}.txt"))
         run_id = config.run_id or (started[-1].stem if started else run_id)
-        if found := checkpoints(ROOT / config.log_dir, run_id):
+        found = checkpoints(ROOT / config.log_dir, run_id)
+        if found and is_of_this_launch(ROOT / config.log_dir / f"{run_id}.txt"):
             config = dataclasses.replace(config, resume=str(found[-1]))
     return config, run_id
 
@@ -4167,4 +4199,6 @@ if __name__ == "__main__":
     for number in (signal.SIGUSR1, *Notices.ENDS):
         if number == signal.SIGUSR1 or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has SIGHUP ignored
             signal.signal(number, notices.hear)
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may have letters that the terminal has not
     sys.exit(main())

@@ -257,11 +257,37 @@ def test_latest_is_of_the_run_that_this_launch_went_on_with(flags, killed, capsy
     """torchrun starts the ranks again, and meanwhile another run has saved."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
     here(["--resume", "latest", "--log_dir", str(tmp_path), "--save_every", "1"], capsys, kill_at=5)
-    here(flags("other"), capsys, kill_at=3)
+    with monkeypatch.context() as another:
+        another.setenv("TORCHELASTIC_RUN_ID", "another launch")
+        here(flags("other"), capsys, kill_at=3)
     assert max(tmp_path.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns).name.startswith("other")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert here(["--resume", "latest", "--log_dir", str(tmp_path)], capsys)[0] == 0
     assert len(resumed_lines(killed)) == 2 and end_of(killed)["resumed"] == 2
+
+
+def test_a_second_start_does_not_take_what_another_launch_left(flags, capsys, tmp_path, monkeypatch):
+    """Of its first start, which the used run_id stopped, torchrun only knows that it failed."""
+    assert here(flags("mine", save_model="true"), capsys)[0] == 0
+    here(flags("open"), capsys, kill_at=5)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
+    for restarts in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        for run_id in ("mine", "open"):
+            status, _, errors = here(flags(run_id, seed=5), capsys)
+            assert status == 1 and f"run_id '{run_id}' was used" in errors and errors.count("\n") == 1
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+def test_a_second_start_goes_on_with_the_same_run_alone(flags, capsys, tmp_path, monkeypatch):
+    """A launch's name is the user's, who may give it to another run."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
+    here(flags("a"), capsys, kill_at=5)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    status, _, errors = here(flags("a", seed=5, muon_lr=0.01), capsys)
+    assert status == 1 and "a.step000004.ckpt is of a run with another seed, muon_lr; delete it, or give" in errors
+    assert here(flags("a"), capsys)[0] == 0 and resumed_lines(tmp_path / "a.txt")[0]["from_step"] == 4
 
 
 def test_micro_batches_of_another_size_are_not_gone_on_with(flags, killed, capsys, tmp_path, monkeypatch):
@@ -330,6 +356,15 @@ def test_a_torn_last_line_is_ended_and_a_lost_log_begun_anew(flags, killed, caps
     start, resumed, *_ = rest.splitlines()
     assert source == (ROOT / "train_gpt.py").read_text() and json.loads(start)["run_id"] == "killed"
     assert json.loads(resumed)["resumed"]["from_step"] == 4 and end_of(killed)["resumed"] == 1
+
+
+@pytest.mark.parametrize("changes, says", [
+    (dict(ngrams="2:32:4"), r"ngrams.0.weight is \[32, 4\] here, and \[16, 8\] in what was saved"),
+    (dict(ngrams=""), "what was saved has ngrams.0.weight too, and this model does not: give it the --layers, --ngrams")])
+def test_a_run_begins_with_a_model_of_its_own_shape_alone(flags, capsys, tmp_path, changes, says):
+    assert here(flags("first", save_model="true", ngrams="2:16:8"), capsys)[0] == 0
+    status, _, errors = here(flags("tuned", init_from=tmp_path / "first.pt", **changes), capsys)
+    assert status == 1 and re.search(says, errors) and errors.count("\n") == 1, errors
 
 
 def test_a_run_begins_with_a_saved_model_s_parameters(flags, capsys, tmp_path):
@@ -679,6 +714,22 @@ def test_ranks_whose_launcher_is_killed_end(ranks, flags, elastic, tmp_path):
     wait_until(lambda: not any(map(alive, pids)), 15)
     assert re.search("^train_gpt.py: rank [01]: error: .*the launcher", (tmp_path / "output").read_text(), re.M)
     assert "the launcher" in log.read_text().splitlines()[-1] and "step:90/" not in log.read_text()
+
+
+def test_ranks_whose_launcher_is_killed_before_they_met_end(flags, elastic, tmp_path):
+    plant = f"""
+import os, time
+def slow(*_, **__):
+    open({str(tmp_path / 'pid')!r} + str(rank), 'w').write(str(os.getpid()))
+    time.sleep(60)
+train_gpt.dist.rendezvous = slow
+"""
+    launcher, pids = elastic(2, 0, flags("orphan"), plant), [tmp_path / "pid0", tmp_path / "pid1"]
+    wait_until(lambda: all(pid.exists() and pid.read_text() for pid in pids))
+    os.kill(launcher.pid, signal.SIGKILL)
+    wait_until(lambda: not any(alive(int(pid.read_text())) for pid in pids), 15)
+    said = sorted((tmp_path / "output").read_text().splitlines())
+    assert said == [f"train_gpt.py: error: rank {rank}: its launcher is gone; start the run again" for rank in (0, 1)]
 
 
 def test_a_rank_whose_launcher_is_killed_before_training_ends(flags, elastic, tmp_path):
