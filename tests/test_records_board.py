@@ -455,6 +455,20 @@ def test_the_browser_draws_every_run_and_fetches_nothing(page, published):
     assert fetched == {(published / "index.html").as_uri()}
 
 
+@pytest.mark.parametrize("width", [320, 700, 1600])
+def test_every_chart_is_drawn_in_numbers_and_to_scale(browser, published, tmp_path, width):
+    """A value that lacks would stand as NaN; a chart that is measured before its neighbours are there, shrink."""
+    other_track = re.sub(r'("name":"2026-01-02_toy".*?"track":")', r"\1another ", (published / "index.html").read_text())
+    (tmp_path / "page.html").write_text(other_track)
+    browser.open(tmp_path / "page.html", width=width)
+    assert browser.js("[...document.querySelectorAll('svg, svg *')].filter(e => [...e.attributes].some("
+                      "a => /NaN|undefined|Infinity/.test(a.value))).length") == 0
+    assert browser.js("[...document.querySelectorAll('.strip')].map(e => ['.dot', '.bar', '.grid'].map("
+                      "what => e.querySelectorAll(what).length > 1))") == [[True] * 3] * 4
+    scales = browser.js("[...document.querySelectorAll('svg')].map(s => s.clientWidth / s.viewBox.baseVal.width)")
+    assert scales == pytest.approx([1] * 10, abs=0.01) and browser.complaints() == []
+
+
 def test_a_record_with_a_broken_rule_is_hollow(browser, published, tmp_path):
     text, count = re.subn(r'("name":"2026-01-02_toy".*?"broken":)\d+', r"\g<1>0", (published / "index.html").read_text())
     (tmp_path / "page.html").write_text(re.sub(r'("name":"2026-01-03_hostile".*?"broken":)\d+', r"\g<1>2", text))
