@@ -276,6 +276,11 @@ def check_public(path: Path, text: str) -> None:
                               "of the race's files")
 
 
+def files_of(race: Path) -> list[Path]:
+    """What is published of a race's folder: the manifest, the logs, and when each of their lines was seen."""
+    return sorted(path for path in race.iterdir() if path.name == MANIFEST or path.name.endswith((".txt", STAMPS)))
+
+
 def published(path: Path) -> str:
     """The text of a race's file as it is published. Raises CannotJudge where it is none, or would tell too much."""
     try:
@@ -307,9 +312,8 @@ def add(race: Path, folder: Path, title: str) -> list[str]:
     if folder.resolve().parent != HERE:
         raise CannotJudge(f"{folder} is not in {HERE}; records lie there")
     with new_folder(folder):
-        for path in sorted(race.iterdir()):
-            if path.suffix == ".txt" or path.name == MANIFEST or path.name.endswith(STAMPS):
-                (folder / path.name).write_text(published(path), encoding="utf-8")
+        for path in files_of(race):
+            (folder / path.name).write_text(published(path), encoding="utf-8")
         (folder / "README.md").write_text(f"# {' '.join(title.split())}\n", encoding="utf-8")
         (record,) = (record for record in write_pages() if record["name"] == folder.name)
     return [f"{rule['rule']}: {rule['reason']}" for rule in record["rules"] if rule["verdict"] == "fail"]
