@@ -329,13 +329,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.command == "add":
-            for broken in map(logs.printable, add(options.race, options.folder.absolute(), options.title)):
-                print(f"board.py: warning: this race breaks a rule, and its page says so: {broken}", file=sys.stderr)
+            for broken in add(options.race, options.folder.absolute(), options.title):
+                print(logs.brief(f"board.py: warning: this race breaks a rule, and its page says so: {broken}"),
+                      file=sys.stderr)
         else:
             write_pages()
     except (CannotJudge, OSError) as reason:
-        print(f"board.py: error: {reason}", file=sys.stderr)
-        return 2
+        return logs.refuse("board.py", reason)
     print(f"written: {os.path.relpath(HERE / 'README.md')}, {os.path.relpath(HERE / PAGE)} and each record's README.md")
     return 0
 

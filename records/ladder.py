@@ -24,7 +24,6 @@ import argparse
 import io
 import math
 import shlex
-import sys
 import tarfile
 import textwrap
 from pathlib import Path
@@ -190,8 +189,7 @@ def main(arguments=None):
             keep(options.races, options.record, found, options.title)
             print(f"\nkept in {options.record}")
     except (stats.CannotJudge, OSError) as reason:
-        print(stats.brief(f"ladder.py: error: {reason}"), file=sys.stderr)
-        return 2
+        return logs.refuse("ladder.py", reason)
     return 0
 
 
