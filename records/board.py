@@ -53,8 +53,9 @@ POINTS = 100  # of a curve of training losses: more than a screen shows
 LONGEST_DIFF = 60  # lines
 LONGEST_LABEL = 20  # characters of a value that names a side
 CONTEXT = 1  # lines around each difference
-# What differs between any two runs, and the race's own notes
-INCIDENTAL = re.compile(r"run_id|started|seed|race|log_dir|source_sha256|git\.|environment\.TORCHELASTIC_")
+# What differs between any two runs, the race's own notes, and of the first host what the run states of itself
+INCIDENTAL = re.compile(r"(?:config\.|hosts\.\d+\.)?(?:run_id|started|seed|race|log_dir|source_sha256|git\.|"
+                        r"environment\.TORCHELASTIC_)|hosts\.0\.(?!ranks)")
 SEPARATOR = logs.SEPARATOR.decode()
 # A path from the root, of two folders at least, that is no part of a longer word or of an address
 ROOTED = re.compile(r"(?:file://|(?<![\w./~*-]))/(?!/)(?:[^\s\"'<>|:,;/\\]+/)+([^\s\"'<>|:,;/\\]*)")
@@ -88,7 +89,9 @@ def training_curve(steps: list[logs.Step]) -> list[tuple[int, float, float]]:
 
 
 def flat(value: object, name: str = "") -> dict[str, str]:
-    """The leaves of nested dicts as text, each under a name like `hardware.device`."""
+    """The leaves of nested dicts, and of a run's list of hosts, as text, each under a name like `hardware.device`."""
+    if name == "hosts" and isinstance(value, list):
+        value = dict(enumerate(value))
     if isinstance(value, dict):
         return {key: text for inner, leaf in value.items()
                 for key, text in flat(leaf, f"{name}.{inner}".strip(".")).items()}
@@ -104,7 +107,7 @@ def differences(sides: list[list[dict]]) -> list[tuple[str, ...]]:
     rows = []
     for name in names:
         values = [{run.get(name) for run in side} for side in leaves]
-        if not INCIDENTAL.match(name.removeprefix("config.")) and all(len(found) == 1 for found in values):
+        if not INCIDENTAL.match(name) and all(len(found) == 1 for found in values):
             row = ["-" if value is None else value for (value,) in values]
             if len(set(row)) > 1:
                 rows.append((name.removeprefix("config."), *row))

@@ -165,6 +165,17 @@ def test_differences_are_what_is_alike_within_each_side():
     assert board.differences([a, b]) == [("lr", "0.1", "0.2"), ("deep.x", "1", "-"), ("ranks", "-", "4")]
 
 
+def test_hosts_differ_by_what_they_are_not_by_what_every_run_states_anew():
+    def start(cpu, source):
+        host = {"hardware": {"cpu": cpu}, "source_sha256": source, "environment": {"TORCHELASTIC_RUN_ID": source}}
+        return {"hardware": {"cpu": "x"}, "hosts": [{**host, "hardware": {"cpu": "x"}, "ranks": [0]}, {**host, "ranks": [1]}]}
+    assert board.differences([[start("x", "one")], [start("x", "other")]]) == []
+    assert board.differences([[start("x", "one")], [start("y", "one")]]) == [("hosts.1.hardware.cpu", "x", "y")]
+    one_host = start("y", "one")
+    one_host["hosts"] = [{**one_host["hosts"][0], "ranks": [0, 1]}]
+    assert ("hosts.0.ranks", "[0]", "[0, 1]") in board.differences([[start("x", "one")], [one_host]])
+
+
 def test_a_curve_is_thinned_to_means():
     steps = [logs.Step(i, 1000 * i, 1.0, 2 if i % 2 else 4, False) for i in range(1, 301)]
     points = board.training_curve([*steps, logs.Step(300, 300_000, 1.0, None, True)])
