@@ -47,6 +47,7 @@ SEPARATOR, UTF_16 = b"=" * 100, (b"\xff\xfe", b"\xfe\xff")
 MOST_MIB = 16  # of a log, unpacked; the longest of the public speedrun has 1.5
 MOST_RUNS, MOST_LINES = 10_000, 100_000  # runs, and validation lines, in one file, Steps of one run, and
 MOST_NOTES = 20  # notes on one run: they bound the memory that a hostile file can take
+MOST_KEPT = 100  # files
 MOST_SOURCE = 1 << 20  # bytes of a source that is kept; a longer one has a digest only
 LONGEST_LINE = 300  # characters of a message on stderr
 DEEPEST = 50  # lists and objects within each other in a line of JSON: whoever walks them later needs no guard
@@ -188,6 +189,9 @@ def read(paths):
     return logs
 
 
+_kept = {}  # by path, the digest of its content and what that holds: a page's tools read the same logs in turn
+
+
 class _Refused(Exception):
     """(kind, reason): the file is none that is read."""
 
@@ -203,7 +207,12 @@ def read_file(path):
             raise _Refused(NOT_A_LOG, f"{what}; rename it to .txt if it is a run's log")
         with open_unpacked(path) as file:
             content = file.read((MOST_MIB << 20) + 1)
-        return *_parse(path, content), hashlib.sha256(content).digest()
+        digest = hashlib.sha256(content).digest()
+        if _kept.get(path, (None,))[0] != digest:
+            if len(_kept) == MOST_KEPT:
+                del _kept[next(iter(_kept))]  # the oldest
+            _kept[path] = digest, *_parse(path, content)
+        return *_kept[path][1:], digest
     except _Refused as refused:
         kind, reason = refused.args
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:

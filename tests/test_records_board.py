@@ -129,6 +129,14 @@ def test_a_race_becomes_a_record_and_a_row(published):
     assert leaderboard.index("| [2026-01-03") < leaderboard.index("| [2026-01-02")
 
 
+def test_each_log_is_parsed_once(published, monkeypatch):
+    parsed, parse = [], logs._parse
+    monkeypatch.setattr(logs, "_parse", lambda path, content: parsed.append(path) or parse(path, content))
+    monkeypatch.setattr(logs, "_kept", {})
+    monkeypatch.setattr(board, "HERE", published)
+    assert board.main([]) == 0 and len(parsed) == len(set(parsed)) == len(list(published.glob("*/*.txt")))
+
+
 def test_a_page_names_what_differs_and_the_sources_digests(published):
     page = (published / "2026-01-02_toy" / "README.md").read_text()
     digest = hashlib.sha256(b"import torch\nprint('one')\n").hexdigest()

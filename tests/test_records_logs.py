@@ -788,6 +788,16 @@ def test_followed_steps_reach_a_board_that_is_installed(tmp_path, monkeypatch, c
     assert "--to wandb:race: import of wandb halted" in capsys.readouterr().err
 
 
+def test_a_log_that_changes_is_parsed_again_and_few_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "MOST_KEPT", 2)
+    monkeypatch.setattr(logs, "_kept", {})
+    for loss in ("3.1000", "3.2000", "3.1000"):  # of one length
+        for name in "abc":
+            (tmp_path / name).write_text(text(common(loss)))
+            assert [logs.read_file(str(tmp_path / name))[0][0].final_loss for _ in range(2)] == [float(loss)] * 2
+            assert len(logs._kept) <= 2
+
+
 LONG = ("n" * 200 + "/") * 10
 
 
