@@ -53,8 +53,9 @@ POINTS = 100  # of a curve of training losses: more than a screen shows
 LONGEST_DIFF = 60  # lines
 LONGEST_LABEL = 20  # characters of a value that names a side
 CONTEXT = 1  # lines around each difference
-# What differs between any two runs, and the race's own notes
-INCIDENTAL = re.compile(r"run_id|started|seed|race|log_dir|source_sha256|git\.|environment\.TORCHELASTIC_")
+# What differs between any two runs, the race's own notes, and of the first host what the run states of itself
+INCIDENTAL = re.compile(r"(?:config\.|hosts\.\d+\.)?(?:run_id|started|seed|race|log_dir|source_sha256|git\.|"
+                        r"environment\.TORCHELASTIC_)|hosts\.0\.(?!ranks)")
 SEPARATOR = logs.SEPARATOR.decode()
 # A path from the root, of two folders at least, that is no part of a longer word or of an address
 ROOTED = re.compile(r"(?:file://|(?<![\w./~*-]))/(?!/)(?:[^\s\"'<>|:,;/\\]+/)+([^\s\"'<>|:,;/\\]*)")
@@ -88,7 +89,9 @@ def training_curve(steps: list[logs.Step]) -> list[tuple[int, float, float]]:
 
 
 def flat(value: object, name: str = "") -> dict[str, str]:
-    """The leaves of nested dicts as text, each under a name like `hardware.device`."""
+    """The leaves of nested dicts, and of a run's list of hosts, as text, each under a name like `hardware.device`."""
+    if name == "hosts" and isinstance(value, list):
+        value = dict(enumerate(value))
     if isinstance(value, dict):
         return {key: text for inner, leaf in value.items()
                 for key, text in flat(leaf, f"{name}.{inner}".strip(".")).items()}
@@ -104,7 +107,7 @@ def differences(sides: list[list[dict]]) -> list[tuple[str, ...]]:
     rows = []
     for name in names:
         values = [{run.get(name) for run in side} for side in leaves]
-        if not INCIDENTAL.match(name.removeprefix("config.")) and all(len(found) == 1 for found in values):
+        if not INCIDENTAL.match(name) and all(len(found) == 1 for found in values):
             row = ["-" if value is None else value for (value,) in values]
             if len(set(row)) > 1:
                 rows.append((name.removeprefix("config."), *row))
@@ -276,6 +279,11 @@ def check_public(path: Path, text: str) -> None:
                               "of the race's files")
 
 
+def files_of(race: Path) -> list[Path]:
+    """What is published of a race's folder: the manifest, the logs, and when each of their lines was seen."""
+    return sorted(path for path in race.iterdir() if path.name == MANIFEST or path.name.endswith((".txt", STAMPS)))
+
+
 def published(path: Path) -> str:
     """The text of a race's file as it is published. Raises CannotJudge where it is none, or would tell too much."""
     try:
@@ -307,9 +315,8 @@ def add(race: Path, folder: Path, title: str) -> list[str]:
     if folder.resolve().parent != HERE:
         raise CannotJudge(f"{folder} is not in {HERE}; records lie there")
     with new_folder(folder):
-        for path in sorted(race.iterdir()):
-            if path.suffix == ".txt" or path.name == MANIFEST or path.name.endswith(STAMPS):
-                (folder / path.name).write_text(published(path), encoding="utf-8")
+        for path in files_of(race):
+            (folder / path.name).write_text(published(path), encoding="utf-8")
         (folder / "README.md").write_text(f"# {' '.join(title.split())}\n", encoding="utf-8")
         (record,) = (record for record in write_pages() if record["name"] == folder.name)
     return [f"{rule['rule']}: {rule['reason']}" for rule in record["rules"] if rule["verdict"] == "fail"]
@@ -325,13 +332,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.command == "add":
-            for broken in map(logs.printable, add(options.race, options.folder.absolute(), options.title)):
-                print(f"board.py: warning: this race breaks a rule, and its page says so: {broken}", file=sys.stderr)
+            for broken in add(options.race, options.folder.absolute(), options.title):
+                print(logs.brief(f"board.py: warning: this race breaks a rule, and its page says so: {broken}"),
+                      file=sys.stderr)
         else:
             write_pages()
     except (CannotJudge, OSError) as reason:
-        print(f"board.py: error: {reason}", file=sys.stderr)
-        return 2
+        return logs.refuse("board.py", reason)
     print(f"written: {os.path.relpath(HERE / 'README.md')}, {os.path.relpath(HERE / PAGE)} and each record's README.md")
     return 0
 

@@ -24,7 +24,6 @@ import argparse
 import io
 import math
 import shlex
-import sys
 import tarfile
 import textwrap
 from pathlib import Path
@@ -161,14 +160,14 @@ def draw(found, path):
 
 
 def keep(folders, record, found, title):
-    """The record's folder: README.md, picture, and race.jsonl and the logs packed together; of each of several races in
-    a folder of its own."""
+    """The record's folder: README.md, picture, and each race's files packed together; of each of several races in a
+    folder of its own."""
     with board.new_folder(record):
         draw(found, record / PICTURE)
         with tarfile.open(record / ARCHIVE, "w:xz") as archive:
             for folder, base in zip(folders, found["bases"]):
                 home = f"race-{base['id']}/" * (len(folders) > 1)
-                for path in (folder / stats.MANIFEST, *sorted(folder.glob("*.txt"))):
+                for path in board.files_of(folder):
                     text, packed = board.published(path).encode(), tarfile.TarInfo(home + path.name)
                     packed.size = len(text)
                     archive.addfile(packed, io.BytesIO(text))
@@ -190,8 +189,7 @@ def main(arguments=None):
             keep(options.races, options.record, found, options.title)
             print(f"\nkept in {options.record}")
     except (stats.CannotJudge, OSError) as reason:
-        print(stats.brief(f"ladder.py: error: {reason}"), file=sys.stderr)
-        return 2
+        return logs.refuse("ladder.py", reason)
     return 0
 
 

@@ -47,7 +47,9 @@ SEPARATOR, UTF_16 = b"=" * 100, (b"\xff\xfe", b"\xfe\xff")
 MOST_MIB = 16  # of a log, unpacked; the longest of the public speedrun has 1.5
 MOST_RUNS, MOST_LINES = 10_000, 100_000  # runs, and validation lines, in one file, Steps of one run, and
 MOST_NOTES = 20  # notes on one run: they bound the memory that a hostile file can take
+MOST_KEPT = 100  # files
 MOST_SOURCE = 1 << 20  # bytes of a source that is kept; a longer one has a digest only
+LONGEST_LINE = 300  # characters of a message on stderr
 DEEPEST = 50  # lists and objects within each other in a line of JSON: whoever walks them later needs no guard
 DOCUMENTS = {".md", ".markdown", ".rst", ".py", ".ipynb", ".json", ".jsonl", ".csv", ".tsv", ".html", ".pdf",
              ".yaml", ".yml", ".toml", ".sh", ".png", ".jpg", ".svg"}  # they may quote a log's lines, and are none
@@ -187,6 +189,9 @@ def read(paths):
     return logs
 
 
+_kept = {}  # by path, the digest of its content and what that holds: a page's tools read the same logs in turn
+
+
 class _Refused(Exception):
     """(kind, reason): the file is none that is read."""
 
@@ -202,7 +207,12 @@ def read_file(path):
             raise _Refused(NOT_A_LOG, f"{what}; rename it to .txt if it is a run's log")
         with open_unpacked(path) as file:
             content = file.read((MOST_MIB << 20) + 1)
-        return *_parse(path, content), hashlib.sha256(content).digest()
+        digest = hashlib.sha256(content).digest()
+        if _kept.get(path, (None,))[0] != digest:
+            if len(_kept) == MOST_KEPT:
+                del _kept[next(iter(_kept))]  # the oldest
+            _kept[path] = digest, *_parse(path, content)
+        return *_kept[path][1:], digest
     except _Refused as refused:
         kind, reason = refused.args
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -628,6 +638,18 @@ def printable(text):
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in os.fspath(text))
 
 
+def brief(text):
+    """A message as one line for stderr; what is too long loses its middle, since what to do stands last."""
+    text, half = printable(text), LONGEST_LINE // 2
+    return text if len(text) <= LONGEST_LINE else f"{text[:half]} ... {text[5 - half:]}"
+
+
+def refuse(tool, reason):
+    """Says why a tool ends with nothing done; returns its exit status."""
+    print(brief(f"{tool}: error: {reason}"), file=sys.stderr)
+    return 2
+
+
 def last_run(path):
     """The last run of a file, used or rejected; where it has none, the Run that says why."""
     runs, rejected, _ = read_file(path)
@@ -733,13 +755,10 @@ def main(arguments=None):
             for line in follow(options.paths[0]):
                 take(line)
         except ImportError as error:
-            print(f"logs.py: error: --to {printable(options.to)}: {error}; install it, or leave out --to",
-                  file=sys.stderr)
-            return 2
+            return refuse("logs.py", f"--to {options.to}: {error}; install it, or leave out --to")
         except OSError as error:
             why = f"{error.strerror}; name the log of a run" if error.strerror else error
-            print(f"logs.py: error: {printable(options.paths[0])}: {why}", file=sys.stderr)
-            return 2
+            return refuse("logs.py", f"{options.paths[0]}: {why}")
         return 0
     logs = read(options.paths)
     if options.json:

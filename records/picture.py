@@ -11,7 +11,6 @@ import logs
 logs.end_at_ctrl_c(__name__)  # numpy takes its time to import
 
 import argparse
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,7 @@ def read(path):
     run = logs.last_run(path)
     if not run.steps:
         why = run.reason and f" ({run.reason})"
-        raise NothingToDraw(f"{logs.printable(path)}: no step with a train_time{why}; name the log of a run")
+        raise NothingToDraw(f"{path}: no step with a train_time{why}; name the log of a run")
     return run
 
 
@@ -91,8 +90,7 @@ def main(arguments=None):
     try:
         draw(read(options.log), out)
     except (NothingToDraw, OSError, ValueError) as reason:
-        print(f"picture.py: error: {reason}", file=sys.stderr)
-        return 2
+        return logs.refuse("picture.py", reason)
     print(f"picture: {out}")
     return 0
 

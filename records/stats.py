@@ -54,6 +54,7 @@ import numpy as np
 import scipy.stats
 
 import pages
+from logs import brief
 
 warnings.filterwarnings("ignore", category=RuntimeWarning, module="scipy")  # equal values have no t: p is nan then
 
@@ -62,7 +63,6 @@ LATE = 0.1  # a clock may be reset in this first part of a run, after its warm-u
 OUTLIER, OUTLIER_RUNS = 5, 10  # robust standard deviations from the median; of fewer runs they tell nothing
 MOST_RUNS = 1_000_000  # in a plan
 MOST_SHOWN = 20  # runs of a side that cannot be judged
-LINE = 300  # characters of a message on stderr
 FUTILE = 0.05  # a race until decided ends when its claim has less than this chance of being found by its last look
 LONGER = 1.15  # such a race may take this many times a plan's runs: it has the plan's power then, and takes fewer
 RESAMPLES = 9999
@@ -90,12 +90,6 @@ def demand(holds, otherwise):
     """CannotJudge, with what is otherwise, unless something holds."""
     if not holds:
         raise CannotJudge(otherwise)
-
-
-def brief(text):
-    """A message as one line for stderr; what is too long loses its middle, since what to do stands last."""
-    text = logs.printable(text)
-    return text if len(text) <= LINE else f"{text[:LINE // 2]} ... {text[5 - LINE // 2:]}"
 
 
 # Statistics: arrays of runs [..., n] in, tests over the last axis

@@ -8,7 +8,7 @@
 
 Needs numpy. Reads .json and .json.gz as a stream and keeps rows of numbers, so that a trace of gigabytes needs time
 (some 20 MB of JSON a second) but a fraction of its size in memory. Exit status: 0 the figures are printed, 2 the input
-cannot be judged (stderr says why, a line for each file).
+cannot be judged (stderr says why).
 
 Definitions
     GPU op         ph X, cat kernel, gpu_memcpy or gpu_memset. A kernel with "nccl" in its name communicates, every
@@ -60,7 +60,7 @@ LONGEST_VALUE = 1 << 26  # characters; without a limit a damaged file would be r
 
 
 class Unjudgeable(Exception):
-    """The input gives no figures. The message is the one line the user sees."""
+    """The input gives no figures. The message is the line that the user sees."""
 
 
 BACKSLASH = re.compile(r"\\(.)", re.DOTALL)
@@ -667,11 +667,11 @@ def main(arguments=None):
     analyses, others = read_set(options.traces, problems), read_set(options.vs, problems)
     try:
         if problems:
-            raise Unjudgeable("\n".join(problems))
+            several = f"{len(problems)} files cannot be judged: " if len(problems) > 1 else ""
+            raise Unjudgeable(several + "; ".join(problems))
         comparison = compare(analyses, others) if others else None
     except Unjudgeable as problem:
-        print(problem, file=sys.stderr)
-        return 2
+        return logs.refuse("trace.py", problem)
     if options.json:
         print(json.dumps({"traces": analyses, "vs": others, "comparison": comparison}, indent=1))
     else:

@@ -129,6 +129,14 @@ def test_a_race_becomes_a_record_and_a_row(published):
     assert leaderboard.index("| [2026-01-03") < leaderboard.index("| [2026-01-02")
 
 
+def test_each_log_is_parsed_once(published, monkeypatch):
+    parsed, parse = [], logs._parse
+    monkeypatch.setattr(logs, "_parse", lambda path, content: parsed.append(path) or parse(path, content))
+    monkeypatch.setattr(logs, "_kept", {})
+    monkeypatch.setattr(board, "HERE", published)
+    assert board.main([]) == 0 and len(parsed) == len(set(parsed)) == len(list(published.glob("*/*.txt")))
+
+
 def test_a_page_names_what_differs_and_the_sources_digests(published):
     page = (published / "2026-01-02_toy" / "README.md").read_text()
     digest = hashlib.sha256(b"import torch\nprint('one')\n").hexdigest()
@@ -163,6 +171,17 @@ def test_differences_are_what_is_alike_within_each_side():
     a = [{"config": {"seed": 1, "lr": 0.1, "deep": {"x": 1}, "noise": 1}}, {"config": {"seed": 2, "lr": 0.1, "deep": {"x": 1}, "noise": 2}}]
     b = [{"config": {"seed": 3, "lr": 0.2, "deep": {}, "noise": 3}, "ranks": 4}]
     assert board.differences([a, b]) == [("lr", "0.1", "0.2"), ("deep.x", "1", "-"), ("ranks", "-", "4")]
+
+
+def test_hosts_differ_by_what_they_are_not_by_what_every_run_states_anew():
+    def start(cpu, source):
+        host = {"hardware": {"cpu": cpu}, "source_sha256": source, "environment": {"TORCHELASTIC_RUN_ID": source}}
+        return {"hardware": {"cpu": "x"}, "hosts": [{**host, "hardware": {"cpu": "x"}, "ranks": [0]}, {**host, "ranks": [1]}]}
+    assert board.differences([[start("x", "one")], [start("x", "other")]]) == []
+    assert board.differences([[start("x", "one")], [start("y", "one")]]) == [("hosts.1.hardware.cpu", "x", "y")]
+    one_host = start("y", "one")
+    one_host["hosts"] = [{**one_host["hosts"][0], "ranks": [0, 1]}]
+    assert ("hosts.0.ranks", "[0]", "[0, 1]") in board.differences([[start("x", "one")], [one_host]])
 
 
 def test_a_curve_is_thinned_to_means():
@@ -453,6 +472,20 @@ def test_the_browser_draws_every_run_and_fetches_nothing(page, published):
     assert page.js("window.hacked") is None and page.js("document.images.length") == 0
     fetched = {event["params"]["request"]["url"] for event in page.events if event.get("method") == "Network.requestWillBeSent"}
     assert fetched == {(published / "index.html").as_uri()}
+
+
+@pytest.mark.parametrize("width", [320, 700, 1600])
+def test_every_chart_is_drawn_in_numbers_and_to_scale(browser, published, tmp_path, width):
+    """A value that lacks would stand as NaN; a chart that is measured before its neighbours are there, shrink."""
+    other_track = re.sub(r'("name":"2026-01-02_toy".*?"track":")', r"\1another ", (published / "index.html").read_text())
+    (tmp_path / "page.html").write_text(other_track)
+    browser.open(tmp_path / "page.html", width=width)
+    assert browser.js("[...document.querySelectorAll('svg, svg *')].filter(e => [...e.attributes].some("
+                      "a => /NaN|undefined|Infinity/.test(a.value))).length") == 0
+    assert browser.js("[...document.querySelectorAll('.strip')].map(e => ['.dot', '.bar', '.grid'].map("
+                      "what => e.querySelectorAll(what).length > 1))") == [[True] * 3] * 4
+    scales = browser.js("[...document.querySelectorAll('svg')].map(s => s.clientWidth / s.viewBox.baseVal.width)")
+    assert scales == pytest.approx([1] * 10, abs=0.01) and browser.complaints() == []
 
 
 def test_a_record_with_a_broken_rule_is_hollow(browser, published, tmp_path):

@@ -3,6 +3,7 @@
 import fcntl
 import gzip
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -787,6 +788,19 @@ def test_followed_steps_reach_a_board_that_is_installed(tmp_path, monkeypatch, c
     assert "--to wandb:race: import of wandb halted" in capsys.readouterr().err
 
 
+def test_a_log_that_changes_is_parsed_again_and_few_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "MOST_KEPT", 2)
+    monkeypatch.setattr(logs, "_kept", {})
+    for loss in ("3.1000", "3.2000", "3.1000"):  # of one length
+        for name in "abc":
+            (tmp_path / name).write_text(text(common(loss)))
+            assert [logs.read_file(str(tmp_path / name))[0][0].final_loss for _ in range(2)] == [float(loss)] * 2
+            assert len(logs._kept) <= 2
+
+
+LONG = ("n" * 200 + "/") * 10
+
+
 @pytest.mark.parametrize("tool", ["stats", "verify", "board", "ladder"])
 def test_ctrl_c_while_a_tool_imports_is_a_word_and_130(tmp_path, tool):
     (tmp_path / "scipy").mkdir()
@@ -796,6 +810,23 @@ def test_ctrl_c_while_a_tool_imports_is_a_word_and_130(tmp_path, tool):
            f"{str(RECORDS / tool)!r} + '.py', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("tool, words", [
+    ("logs", ["--follow", LONG]), ("picture", [LONG]), ("trace", [LONG]), ("trace", [f"{LONG}{i}" for i in range(300)]),
+    ("ladder", [LONG]), ("stats", [LONG]), ("verify", [LONG]), ("board", ["add", LONG, "x", "y"]), ("board", [])])
+def test_a_refusal_is_one_line_whatever_the_names_are_and_however_many(tmp_path, capsys, monkeypatch, tool, words):
+    module = importlib.import_module(tool)
+    if tool == "board":  # of a record none of whose logs can be read
+        (tmp_path / "bad").mkdir()
+        (tmp_path / "bad" / "README.md").write_text("# Bad\n")
+        for i in range(300):
+            (tmp_path / "bad" / f"{i}.txt").write_bytes(b"\x1f\x8b none")
+        monkeypatch.setattr(module, "HERE", tmp_path)
+    assert module.main(words) == 2
+    said = capsys.readouterr().err
+    assert said.endswith("\n") and said.count("\n") == 1 and len(said) <= logs.LONGEST_LINE + 1
+    assert said.startswith((f"{tool}.py: error: ", "The claim cannot be judged: "))
 
 
 def test_ctrl_c_in_a_tool_is_a_word_and_130(capsys):

@@ -270,6 +270,9 @@ def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
     shutil.copytree(kept, again)
     subprocess.run(["tar", "-xf", "logs.tar.xz"], cwd=again, check=True)
     assert ladder.table(ladder.judge([ladder.read(again)])) == ladder.table(found)
+    kept_stamps = {run_id: (again / f"{run_id}{stats.STAMPS}").read_bytes() for run_id in stats.Manifest.read(again / "race.jsonl").attempts}
+    assert {run_id: hashlib.sha256(text).hexdigest() for run_id, text in kept_stamps.items()} == {
+        run_id: attempt["stamps"] for run_id, attempt in stats.Manifest.read(folder / "race.jsonl").attempts.items()}  # as verify.py asks
     assert ladder.main([str(folder), "--record", str(kept)]) == 2 and "a_ladder exists" in capsys.readouterr().err
     next(again.glob("*_02b.txt")).unlink()
     assert ladder.main([str(again)]) == 2 and "_02b.txt holds no whole run" in capsys.readouterr().err

@@ -719,7 +719,9 @@ def test_plans_on_the_command_line(judge, refusal, new):
     status, out, _ = judge("--plan", "--sd", 0.07, "--margin", 0.2)
     assert re.search(r"less than another set: +6 runs a side \(power 0.9", out)
     assert "--until-decided --max-n 6, 1.15 times as many" in out
+    assert "), if the other side's sd is 0.07 too (--other-sd)\n" in out
     status, out, _ = judge("--plan", "--sd", 0.07, "--other-sd", 0.2, "--margin", 0.2)
+    assert "--other-sd" not in out
     assert "sd 0.07 and 0.2" in out and re.search(r"less than another set: +1\d runs a side", out)
     assert "sd 0.001465, margin 0.00286, from 10 runs in the logs" in judge("--plan", new)[1]
     assert "--plan wants --sd and --margin" in refusal("--plan", "--sd", 1)

@@ -377,9 +377,10 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_file_that_is_no_trace_gets_one_line(tmp_path, capsys, name):
+def test_a_file_that_is_no_trace_gets_one_line(tmp_path, capsys, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)  # for a line that does not depend on how long its name is
     content, reason = BAD_FILES[name]
-    path = tmp_path / f"{name}.json"
+    path = Path(f"{name}.json")
     path.write_bytes(content)
     assert reason in refusal(path, capsys)
 
@@ -417,11 +418,12 @@ def test_a_trace_that_says_nothing_of_communication_gets_one_line(tmp_path, caps
         assert reason in refusal(build.write(path), capsys)
 
 
-def test_every_bad_file_is_named_and_nothing_is_printed_of_the_good(tmp_path, capsys):
+def test_every_bad_file_is_named_and_nothing_is_printed_of_the_good(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     good = two_steps().write(tmp_path / "good.json")
-    assert trace.main([str(good), str(tmp_path / "x"), "--vs", str(tmp_path / "y"), str(good)]) == 2
+    assert trace.main([str(good), "x", "--vs", "y", str(good)]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and [line.split(":")[0] for line in err.splitlines()] == [str(tmp_path / "x"), str(tmp_path / "y")]
+    assert out == "" and err.startswith("trace.py: error: 2 files cannot be judged: x: ") and "; y: " in err
 
 
 def test_a_recording_that_is_there_twice_counts_once_and_is_named(tmp_path, capsys):

@@ -155,20 +155,20 @@ echo
 
 @pytest.mark.parametrize("fit, typed, started", [
     ("0 2 laptop False my logs", [], "[data/stdlib.py]\n"
-     "[records/launch.py][--then][my logs][--nproc_per_node=2][train_gpt.py][--preset][laptop]\n"),
+     "[-I][records/launch.py][--then][my logs][--nproc_per_node=2]ALONE[train_gpt.py][--preset][laptop]\n"),
     ("7 6 speedrun False logs", ["--seed", "3"], "[data/fineweb.py][9]\n"
-     "[records/launch.py][--then][logs][--nproc_per_node=6][train_gpt.py][--preset][speedrun][--seed][3]\n"),
+     "[-I][records/launch.py][--then][logs][--nproc_per_node=6]ALONE[train_gpt.py][--preset][speedrun][--seed][3]\n"),
     ("1 1 laptop True logs", ["--preset=laptop"],
-     "[records/launch.py][--then][logs][--nproc_per_node=1][train_gpt.py][--preset=laptop]\n"),
+     "[-I][records/launch.py][--then][logs][--nproc_per_node=1]ALONE[train_gpt.py][--preset=laptop]\n"),
     ("0 2 laptop True logs", ["--resume", "latest", "--num_steps", "9"],
-     "[records/launch.py][--then][logs][--nproc_per_node=2][train_gpt.py][--resume][latest][--num_steps][9]\n"),
+     "[-I][records/launch.py][--then][logs][--nproc_per_node=2]ALONE[train_gpt.py][--resume][latest][--num_steps][9]\n"),
     ("0 2 laptop True logs", ["--init_from", "a run.ckpt"],
-     "[records/launch.py][--then][logs][--nproc_per_node=2][train_gpt.py][--preset][laptop][--init_from][HERE/a run.ckpt]\n"),
+     "[-I][records/launch.py][--then][logs][--nproc_per_node=2]ALONE[train_gpt.py][--preset][laptop][--init_from][HERE/a run.ckpt]\n"),
     ("0 2 laptop True logs", ["--resume", "a run.ckpt"],
-     "[records/launch.py][--then][logs][--nproc_per_node=2][train_gpt.py][--resume][HERE/a run.ckpt]\n"),
+     "[-I][records/launch.py][--then][logs][--nproc_per_node=2]ALONE[train_gpt.py][--resume][HERE/a run.ckpt]\n"),
     ("0 2 laptop True logs\n--epochs 2", ["--seed", "3", "--text", "my notes", "/b.txt", "--sync", "step"],
-     "[data/text.py][HERE/my notes][/b.txt][--out][data/own-my_notes-SUM][--encoding][bytes][--force]\n[records/launch.py]"
-     "[--then][logs][--nproc_per_node=2][train_gpt.py][--preset][laptop][--train_files][data/own-my_notes-SUM/*_train_*.bin]"
+     "[data/text.py][HERE/my notes][/b.txt][--out][data/own-my_notes-SUM][--encoding][bytes][--force]\n[-I][records/launch.py]"
+     "[--then][logs][--nproc_per_node=2]ALONE[train_gpt.py][--preset][laptop][--train_files][data/own-my_notes-SUM/*_train_*.bin]"
      "[--val_files][data/own-my_notes-SUM/*_val_*.bin][--seed][3][--sync][step][--epochs][2]\n"),
     ("", ["--resume", "race.jsonl"], "[records/race.py][--resume][HERE/race.jsonl]\n"),
     ("4 4 speedrun True logs", ["-n", "5", "--vs", "--sync step", "--seed", "1"],
@@ -184,7 +184,8 @@ def test_what_is_started(tree, fit, typed, started):
     tree.environment["FIT"] = fit
     done = tree.run(*typed)
     said = re.sub(r"(data/own-my_notes-)\d+", r"\1SUM", done.stdout)
-    assert (done.returncode, said) == (0, started.replace("HERE", str(tree.play))), done.stderr
+    alone = f"[--no-python][{tree.root}/.venv/bin/python][-I][-u]"
+    assert (done.returncode, said) == (0, started.replace("HERE", str(tree.play)).replace("ALONE", alone)), done.stderr
 
 
 @pytest.mark.parametrize("typed, status, says", [

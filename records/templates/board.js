@@ -1,6 +1,6 @@
 "use strict";
 const records = JSON.parse(document.getElementById("data").textContent);
-const BOX = {left: 58, right: 14, top: 12, bottom: 40};
+const BOX = {left: 68, right: 14, top: 12, bottom: 40};
 const EARLY = 0.1;  // of a run's steps, in which the loss falls too far for one scale
 
 function svg(name, parent, attributes = {}, text = "") {
@@ -66,7 +66,7 @@ class Record {
   constructor(article) {
     this.record = records[article.dataset.record];
     this.article = article;
-    this.runs = this.record.sides.flatMap((side, s) => side.runs.map((run, i) => ({...run, s, i, name: named(side, run, i), shown: true})));
+    this.runs = this.record.sides.flatMap((side, s) => side.runs.map((run, i) => ({...run, s, i, value: Number(run.loss), name: named(side, run, i), shown: true})));
     this.lit = null;  // the run that is pointed at
     this.point = 0;
     article.querySelector(".drawing").hidden = false;
@@ -232,19 +232,19 @@ class Record {
 
 // A chart for each kind of race: only those of one machine and target compare
 function history(section) {
-  const charts = section.querySelector(".charts");
-  charts.replaceChildren();
-  for (const track of new Set(records.map(record => record.track))) {
-    const own = records.filter(record => record.track === track && record.sides[0].time_interval).sort((a, b) => a.date + a.name < b.date + b.name ? -1 : 1);
-    if (!own.length) continue;
+  const timed = records.filter(record => record.sides[0].time_interval);
+  const charts = [...new Set(timed.map(record => record.track))].map(track => {
     const figure = document.createElement("figure"), caption = document.createElement("figcaption"), tip = document.createElement("div");
     caption.textContent = track;
     tip.className = "tip";
     tip.hidden = true;
     figure.append(caption);
-    charts.append(figure);
     const root = svg("svg", figure, {role: "img", "aria-label": `Time against date: ${track}`});
     figure.append(tip);
+    return {figure, root, tip, own: timed.filter(record => record.track === track).sort((a, b) => a.date + a.name < b.date + b.name ? -1 : 1)};
+  });
+  section.querySelector(".charts").replaceChildren(...charts.map(chart => chart.figure));
+  for (const {root, tip, own} of charts) {  // once all are there: they share the width, and each is drawn for its part
     const day = 864e5, days = own.map(record => Date.parse(record.date) / day);
     const first = Math.min(...days), last = Math.max(...days), pad = Math.max(1, 0.08 * (last - first));
     const marks = [...new Set(last > first ? [first, last] : [first])].map(value => [value, new Date(value * day).toISOString().slice(0, 10)]);
