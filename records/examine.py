@@ -42,8 +42,10 @@ ROWS, MOST_COLUMNS = 64, 1 << 20  # logits of so many tokens are handed over at 
 LONGEST_ANSWER = 1 << 20  # bytes of JSON
 PATIENCE_S = 900  # for one answer: the first compiles
 STARTING_S = 10  # about what a process needs until its first answer, of which a model gets two or three
-# train_gpt.py may fit these to a machine, and says so in `changes`; what is auto it may choose
-FITTED = ("micro_batch_tokens", "micro_batches", "stages", "fp8_head", "attention", "kernels", "compile")
+# What train_gpt.py may fit to a machine, by the words of `changes` that say so; what is auto it may choose
+FITTED = {"has no fp8": ("fp8_head",), "FlashAttention 3 wants": ("attention",),
+          "too little memory for micro-batches": ("micro_batch_tokens", "micro_batches", "stages"),
+          **{f"failed: --{name} ": (name,) for name in ("fp8_head", "attention", "kernels", "compile")}}
 PASSED_ON = ("PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # of the environment
 
 
@@ -255,8 +257,7 @@ class Examination:
     def check_saved(self):
         """The saved file holds no buffers; whatever digests the source gives for its own, parameters with another hash
         do not get the log's."""
-        free = FITTED if self.e.run.start.get("changes") else ()
-        differ = sorted(key for key in {*self.stated, *self.config} - {*free}
+        differ = sorted(key for key in {*self.stated, *self.config} - fitted(self.e.run)
                         if self.config.get(key) not in ("auto", self.stated.get(key)))
         demand(not differ, f"its config is not the log's: {several(differ)}")
         if self.halved:
@@ -366,6 +367,12 @@ class Examination:
             demand(difference <= LOGIT_TOLERANCE[self.dtype],
                    f"other tokens from {at} on ({kind}) change an earlier {what} by {difference:.2g}")
         return len(probes)
+
+
+def fitted(run):
+    """The flags of a run that its script fitted to the machine, by the words of its log."""
+    said = "\n".join(map(str, run.start.get("changes") or ()))
+    return {name for words, names in FITTED.items() if words in said for name in names}
 
 
 def source_of(e):

@@ -597,11 +597,18 @@ def test_runs_keep_to_the_flags_that_their_race_declared(race, judge, flags, kep
     if word:
         fails_only(judge(folder), "every run is accounted for", word)
     assert judge(folder)[0] == bool(word)
-    for path in folder.glob("*.txt"):  # a machine that lacks something says what it did without
-        log = Log(path)
-        log.start["changes"] = ["too little memory"]
-        log.write(path)
-    assert judge(folder)[0] == (bool(word) and not {"--micro_batches", "--compile=on"} & {*flags})
+    for change, excused in (("too little memory for micro-batches of 8 tokens: they have 4", "--micro_batches"),
+                            ("preflight: attention, flex, failed: --compile off in its place", "--compile=on")):
+        for path in folder.glob("*.txt"):  # a machine that lacks something says what it did without
+            log = Log(path)
+            log.start["changes"] = [change]
+            log.write(path)
+        assert judge(folder)[0] == (bool(word) and excused not in flags)
+
+
+def test_what_is_fitted_to_a_machine_is_known_by_the_words_of_the_script():
+    for words, names in examine.FITTED.items():
+        assert words in SOURCE or "failed: --{flag} " in SOURCE and f'("{names[0]}", ' in SOURCE, words
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -869,7 +876,7 @@ HARMLESS = [
     "x = 1  # torch._inductor.config.x = 1",
     "self.config.x = 1; config.lr = 3; dtype = getattr(torch_dtypes, config.dtype)",
     "import re; re.compile('x', flags=1); model.eval()",
-    "# coding: utf-8",
+    "# coding: utf-8", "# coding: utf8", "# vim: fileencoding=UTF_8",
 ]
 IMPORTS = "import os, sys, torch\n"
 
@@ -1021,8 +1028,8 @@ def test_an_honest_model_passes_in_a_process_of_its_own(honest, script):
 
 
 @pytest.mark.parametrize("saved, stated, changes, differ", [
-    ("auto", "flex", [], ""), ("flash", "flex", ["preflight: attention failed"], ""), ("flash", "flex", [], "attention"),
-    ("flex", "flex", [], "")])
+    ("auto", "flex", [], ""), ("flash", "flex", ["preflight: a part, flash, failed: --attention flex in its place"], ""),
+    ("flash", "flex", [], "attention"), ("flash", "flex", ["this GPU has no fp8"], "attention"), ("flex", "flex", [], "")])
 def test_a_saved_model_may_leave_to_the_machine_what_the_log_says_it_chose(saved, stated, changes, differ):
     examination = examine.Examination.__new__(examine.Examination)
     examination.stated, examination.config, examination.halved = {"attention": stated}, {"attention": saved}, True
@@ -1423,8 +1430,10 @@ def test_cheat_7_a_coding_cookie_hides_code():
     hidden = "# coding: utf-7\nimport torch\nx = 1 #+AAo-import torch._inductor.config\n"
     exec(compile(hidden.replace("torch._inductor.config", "math").encode(), "hidden", "exec"), names := {})
     assert "math" in names  # Python takes what is behind the comment for code
+    second = f"import torch\n{'-' * 40}\n# a.py\n{'-' * 40}\n\n"  # in a log of two files
     for source in (hidden, hidden.replace("utf-7", "latin-1"), hidden.replace("# coding: utf-7", "x = '\udcff'")):
-        assert any("it is not UTF-8" in finding for finding in verify.scan(source).findings)
+        assert any("from line 1 on it is not UTF-8" in finding for finding in verify.scan(source).findings)
+        assert any("from line 5 on it is not UTF-8" in finding for finding in verify.scan(second + source).findings)
 
 
 def test_cheat_8_a_source_that_patches_its_judge(rerun_apart):
@@ -1471,11 +1480,13 @@ def test_cheat_8_a_source_that_rewrites_its_judge(tmp_path, monkeypatch, capsys,
 def test_cheat_9_variables_that_change_the_clock(race, judge, tmp_path, rerun_apart, monkeypatch):
     for setting in ({"PYTHONPATH": "/tmp/x"}, {"LD_PRELOAD": "/tmp/clock.so"}, {"LD_LIBRARY_PATH": "/usr/lib:/home/me/lib"},
                     {"LD_LIBRARY_PATH": "/opt/evil"}, {"LD_LIBRARY_PATH": "/usr/lib/../../tmp"}, {"PYTORCH_JIT": "0"}, {"PYTHON_JIT": "1"},
+                    {"LD_LIBRARY_PATH": "/usr/lib:/lib_of_mine"}, {"LD_LIBRARY_PATH": "/usr/local/cudas/lib"},
                     {"PYTHONWARNINGS": "ignore::clock.Slow"}):
         fails_only(judge(race(1, change=lambda log, run, side: log.start["environment"].update(setting))), ENVIRONMENT,
                    *map("=".join, setting.items()))
         shutil.rmtree(tmp_path / "race")
-    innocuous = {"PYTHONUNBUFFERED": "1", "LD_LIBRARY_PATH": "/usr/local/cuda/lib64:/usr/local/nvidia/lib", **dict.fromkeys((
+    innocuous = {"PYTHONUNBUFFERED": "1", "LD_LIBRARY_PATH":
+                  "/usr/local/cuda/lib64:/usr/local/cuda-12.4/lib64:/usr/local/nvidia/lib:/lib64:/usr/lib/x86_64-linux-gnu", **dict.fromkeys((
         "PYTHON_VERSION", "PYTHON_SHA256", "PYTHONWARNINGS", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_LOGS",
         "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_CUDA_ARCH_LIST", "PYTORCH_VERSION", "TRITON_HOME"),
         "ignore"), "PYTHONPATH": ""}
@@ -1657,6 +1668,17 @@ def test_a_public_log_is_judged_by_the_rules_of_its_day(tmp_path, judge, race, d
         with_source(log := Log(folder / "1a.txt"), "torch._inductor.config.x = 1\n")
         log.write(folder / "1a.txt")
         assert judge(folder)[1][SWITCHES][0] == "fail"
+
+
+@pytest.mark.parametrize("loss, more, verdict", [
+    (2.9193, "", "pass"), (3.2793, "", "fail"), (2.9193, "torch._inductor.config.max_autotune = True", "fail"),
+    (2.9193, "torch._inductor.config.coordinate_descent_tuning = True or f()", "fail")])
+def test_the_public_track_of_larger_models_may_set_one_switch(tmp_path, judge, loss, more, verdict):
+    """By the public README: "`coordinate_descent_tuning` is allowed for GPT-2 Medium track (a.k.a. 2.92 track)"."""
+    lines = [f"step:{s}/9 val_loss:{loss + 9 - s:.4f} train_time:{60 * s}ms step_avg:60.00ms" for s in range(1, 10)]
+    source = f"import torch\ntorch._inductor.config.coordinate_descent_tuning = True  # allowed\n{more}"
+    (tmp_path / "0.txt").write_text("\n".join([source, RULE, "env", RULE, *lines]) + "\n")
+    assert judge(tmp_path)[1][SWITCHES][0] == verdict
 
 
 def test_the_time_that_models_need_is_said_before(race, honest, capsys, monkeypatch):
