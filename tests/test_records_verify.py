@@ -1072,17 +1072,31 @@ def test_a_leak_far_behind_the_probe_is_caught(rerun, monkeypatch):
     """In sequences longer than the probe the losses tell, at places all over them."""
     monkeypatch.setattr(examine, "PROBE_TOKENS", 64)
     far = "        if len(e) > 200:\n            e = torch.cat([e[:150], e[150:] + 0.1 * torch.roll(e[150:], -1, 0)])\n"
-    verdict, reason = rerun((EMBED, EMBED + far), only=[examine.CAUSAL])[examine.CAUSAL]
-    assert verdict == "fail" and "in a sequence of 256" in reason
-    assert rerun(only=[examine.CAUSAL])[examine.CAUSAL][0] == "pass"
+    verdict, reason = rerun((EMBED, EMBED + far), only=[examine.LOSS, examine.CAUSAL])[examine.CAUSAL]
+    assert verdict == "fail" and "in sequence " in reason
+    assert rerun(only=[examine.LOSS, examine.CAUSAL])[examine.CAUSAL][0] == "pass"
+
+
+@pytest.mark.parametrize("when", [
+    "tokens[1:9].tolist() != {first}",  # but in the text that a probe might begin with
+    "self.calls <= {sequences}",  # but where the loss is known already
+])
+def test_a_model_that_looks_ahead_where_it_foresees_no_probe_is_caught(rerun, data, when):
+    text = examine.open_shard(next(data.glob("toy_val_*.bin")))[0]
+    when = when.format(first=text[1:9].tolist(), sequences=len(text) // 256 + 1)
+    ahead = ("        self.calls = getattr(self, 'calls', 0) + 1\n"
+             f"        if {when}:\n            e = torch.cat([e[:16], e[16:] + 0.5 * torch.roll(e[16:], -1, 0)])\n")
+    rules = rerun((EMBED, EMBED + ahead), only=[examine.LOSS, examine.ORDER, examine.CAUSAL])
+    assert rules[examine.ORDER][0] == "pass" and rules[examine.CAUSAL][0] == "fail"
+    assert "calls" not in when or re.search("in sequence [0-3]\\) change an earlier token's loss", rules[examine.CAUSAL][1])
 
 
 @pytest.mark.parametrize("error", ["MemoryError()", "RuntimeError(\"DefaultCPUAllocator: can't allocate memory\")"])
 def test_memory_that_runs_out_is_no_verdict(rerun, monkeypatch, error):
     monkeypatch.setattr(examine, "PROBE_TOKENS", 64)
     rules = rerun((EMBED, EMBED + f"        if len(e) > 200: raise {error}\n"), only=[examine.LOSS, examine.CAUSAL])
-    for verdict, reason in rules.values():
-        assert verdict == "not checkable" and "memory ran out" in reason
+    for (verdict, reason), word in zip(rules.values(), ("memory ran out", "the loss was not evaluated (above is why)")):
+        assert verdict == "not checkable" and word in reason
 
 
 def test_an_allocation_beyond_the_memory_is_an_error():
