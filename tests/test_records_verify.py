@@ -819,6 +819,22 @@ def test_validation_documents_in_training_are_caught(train, judge, tmp_path, ste
     fails_only(judge(steady(log), "--data", tmp_path), NO_LEAK, f"of document {longest} is in", "token 2001")
 
 
+@pytest.mark.parametrize("every, documents, found", [
+    (60, 10, "10 with many tokens changed"), (45, 10, "10 with many tokens changed"), (60, 1, "1 with many tokens changed"),
+    (24, 10, "where one token in 32 is another"), (0, 10, "none of 10 validation documents is in training, 0 with")])
+def test_validation_documents_with_many_tokens_changed_are_caught(train, judge, tmp_path, every, documents, found):
+    """every: so many of each document's tokens in training are others, but for one; 0: its first part alone is there."""
+    val = np.random.default_rng(5).integers(0, 63, 10 * 400)
+    at = np.arange(documents * 400)
+    stolen = np.where(at % every, val[at], (val[at] + 1) % 63) if every else val[at[at % 400 < 120]]
+    val[::400] = 63
+    write_shard(tmp_path / "toy_train_000001.bin", np.concatenate([stolen, some_documents(1, 3000)]))
+    write_shard(tmp_path / "toy_val_000000.bin", np.append(val, 63))
+    log = train(train_files=tmp_path / "toy_train_*.bin", val_files=tmp_path / "toy_val_*.bin", num_steps=4)
+    verdict, reason = judge(log, "--data", tmp_path)[1][NO_LEAK]
+    assert found in reason and (verdict == "fail") == (documents == 10 and every > 32)
+
+
 def test_changed_shards_are_caught(race, judge, data, tmp_path):
     shards = shutil.copytree(data, tmp_path / "shards")
     write_shard(shards / "toy_train_000002.bin", some_documents(7, 6000))
