@@ -91,13 +91,18 @@ def bound_memory():
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
+def landlock():
+    """The version of Linux's Landlock (since 5.13) here; below 1 where there is none."""
+    return ctypes.CDLL(None).syscall(444, None, 0, 1) if sys.platform == "linux" else 0
+
+
 def bound_writing():
-    """Leaves this process its folder and devices to write to, nothing else, where Linux has Landlock (since 5.13)."""
+    """Leaves this process its folder and devices to write to, nothing else, where there is Landlock."""
     create, add, restrict, no_new_privileges = 444, 445, 446, 38  # calls of all architectures; the last one is prctl's
-    kernel = ctypes.CDLL(None) if sys.platform == "linux" else None
-    version = kernel.syscall(create, None, 0, 1) if kernel else 0
+    version = landlock()
     if version < 1:
         return
+    kernel = ctypes.CDLL(None)
     rights = 0x1FF2 | 0x4000 * (version > 2)  # write, remove, make; truncate
     rules = kernel.syscall(create, struct.pack("Q", rights), 8, 0)
     for path in (".", "/dev"):

@@ -1083,10 +1083,13 @@ def unseen(case):
     flags = ["--preset", str(e.run.start.get("preset"))] if declared is None else declared
     again = shlex.join(["torchrun", f"--nproc_per_node={e.run.start.get('ranks')}", stats.SCRIPT, *flags, "--seed",
                         str(e.run.start.get("seed"))])
+    unbound = (" Here is no Landlock, so what --rerun ran could write to this disk: of its judge the scripts and "
+               "templates were compared before and after, and neither bytecode nor installed packages.")
     return ("No log shows a forgery in which losses, times, source and hashes are all made up to fit. These would: "
             f"--rerun with a model of each run, on your machine; and a run of your own by `{again}` for {e.name}: "
             "the same seed gives the same bytes (final_state_hash) on a CPU, and on a GPU a loss within the spread of "
-            "these. A source that answers from a table of the validation text passes --rerun: read what it reads.")
+            "these. A source that answers from a table of the validation text passes --rerun: read what it reads."
+            + (unbound if case.models and examine.landlock() < 1 else ""))
 
 
 def sum_up(findings, case):

@@ -1494,7 +1494,7 @@ def test_cheat_8_a_source_that_rewrites_its_judge(tmp_path, monkeypatch, capsys,
     log.source = planted(("\nROOT = Path(", OVERWRITES.format(str(template)))) + "\n"
     log.write(tmp_path / "l.txt")
     arguments = [str(tmp_path / "l.txt"), "--rerun", str(honest.with_suffix(".pt"))]
-    if examine.ctypes.CDLL(None).syscall(444, None, 0, 1) > 0:  # Landlock
+    if examine.landlock() > 0:
         monkeypatch.setattr(examine, "start", examine_start)
         assert verify.main(arguments) == 1 and "PermissionError" in capsys.readouterr().out
         assert template.read_text() == "honest"
@@ -1717,6 +1717,15 @@ def test_the_time_that_models_need_is_said_before(race, honest, capsys, monkeypa
     seen = []
     verify.main([str(honest), "--rerun", str(honest.with_suffix(".pt")), "--json"])
     assert re.match(r"verify.py: 1 models are examined, which runs the source in their logs: some \d+ min, if", seen[0])
+
+
+def test_where_nothing_bounds_what_a_source_writes_the_last_line_says_so(race, honest, capsys, monkeypatch):
+    monkeypatch.setattr(examine, "check_model", lambda *_: dict.fromkeys(examine.RULES, ("pass", "")))
+    for version, more, said in ((0, ["--rerun", str(honest.with_suffix(".pt"))], True), (0, [], False),
+                                (1, ["--rerun", str(honest.with_suffix(".pt"))], False)):
+        monkeypatch.setattr(examine, "landlock", lambda: version)
+        verify.main([str(honest), *more, "--json"])
+        assert ("neither bytecode nor installed packages" in json.loads(capsys.readouterr().out)["unseen"]) == said
 
 
 # Honest runs that failed
