@@ -4,6 +4,7 @@ Rules on a model; records/verify.py calls them for --rerun. What the source coul
 that is given tokens and returns logits: losses, hashes and comparisons are made from those and from the saved bytes.
 That process begins without PYTHON* and LD_* variables and knows no target of the last token. Where Linux has Landlock
 it writes to its own folder alone. What the source reads from disk (a table of answers, say) only its reader can see.
+Where later tokens are changed is drawn anew each time: a model that looks ahead at few places may pass once.
 """
 
 import contextlib
@@ -35,15 +36,17 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-3}  # of a mean loss, between machi
 HALF_TOLERANCE = 1e-4  # of one recomputed from parameters saved in 16 bits, which moves it by under 1e-5
 SKETCH = 4096  # about so many parameters of a matrix tell two models apart
 LOGIT_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}  # of a logit, within one machine
-PROBE_TOKENS, PROBES, FAR_PROBES = 1024, 12, 6
-SCORED_AGAIN = 16  # sequences
+PROBE_TOKENS, PROBES = 1024, 12
+SCORED_AGAIN, CHANGED_LATER = 16, 32  # sequences
 BLOCK = 128  # of FlexAttention: where a mistaken block mask leaks
 ROWS, MOST_COLUMNS = 64, 1 << 20  # logits of so many tokens are handed over at a time; of so many words at most
 LONGEST_ANSWER = 1 << 20  # bytes of JSON
 PATIENCE_S = 900  # for one answer: the first compiles
-STARTING_S = 10  # about what a process needs until its first answer, of which a model gets two or three
-# train_gpt.py may fit these to a machine, and says so in `changes`; what is auto it may choose
-FITTED = ("micro_batch_tokens", "micro_batches", "stages", "fp8_head", "attention", "kernels", "compile")
+STARTING_S = 10  # about what a process needs until its first answer, of which a model gets three or four
+# What train_gpt.py may fit to a machine, by the words of `changes` that say so; what is auto it may choose
+FITTED = {"has no fp8": ("fp8_head",), "FlashAttention 3 wants": ("attention",),
+          "too little memory for micro-batches": ("micro_batch_tokens", "micro_batches", "stages"),
+          **{f"failed: --{name} ": (name,) for name in ("fp8_head", "attention", "kernels", "compile")}}
 PASSED_ON = ("PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # of the environment
 
 
@@ -88,13 +91,18 @@ def bound_memory():
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
+def landlock():
+    """The version of Linux's Landlock (since 5.13) here; below 1 where there is none."""
+    return ctypes.CDLL(None).syscall(444, None, 0, 1) if sys.platform == "linux" else 0
+
+
 def bound_writing():
-    """Leaves this process its folder and devices to write to, nothing else, where Linux has Landlock (since 5.13)."""
+    """Leaves this process its folder and devices to write to, nothing else, where there is Landlock."""
     create, add, restrict, no_new_privileges = 444, 445, 446, 38  # calls of all architectures; the last one is prctl's
-    kernel = ctypes.CDLL(None) if sys.platform == "linux" else None
-    version = kernel.syscall(create, None, 0, 1) if kernel else 0
+    version = landlock()
     if version < 1:
         return
+    kernel = ctypes.CDLL(None)
     rights = 0x1FF2 | 0x4000 * (version > 2)  # write, remove, make; truncate
     rules = kernel.syscall(create, struct.pack("Q", rights), 8, 0)
     for path in (".", "/dev"):
@@ -249,14 +257,13 @@ class Examination:
         self.e, self.model_path, self.saved, self.stream, self.witness = e, model_path, saved, stream, witness
         self.stated, self.config = e.get("start.config", dict), json.loads(json.dumps(saved["config"]))
         self.source, self.scored, self.dtype = source_of(e), e.get("end.val_tokens", int), self.config["dtype"]
-        self.bos, self.sums, self.draw = saved["bos_id"], [], np.random.default_rng(0)
+        self.bos, self.losses, self.draw = saved["bos_id"], [], np.random.default_rng()  # that no source can foresee
         self.halved = any(str(x.dtype) == "torch.float16" for x in saved["state"].values())
 
     def check_saved(self):
         """The saved file holds no buffers; whatever digests the source gives for its own, parameters with another hash
         do not get the log's."""
-        free = FITTED if self.e.run.start.get("changes") else ()
-        differ = sorted(key for key in {*self.stated, *self.config} - {*free}
+        differ = sorted(key for key in {*self.stated, *self.config} - fitted(self.e.run)
                         if self.config.get(key) not in ("auto", self.stated.get(key)))
         demand(not differ, f"its config is not the log's: {several(differ)}")
         if self.halved:
@@ -305,18 +312,19 @@ class Examination:
             parts.append((logits.logsumexp(1) - logits.gather(1, mine[:, None])[:, 0]).double().cpu())
         return torch.cat(parts)
 
-    def score(self, witness, sequence):
-        """(sum of the surprises, their number) of a validation sequence, which has a number."""
-        begin = sequence * self.config["val_len"]
+    def sequence(self, number):
+        """(tokens, targets) of a validation sequence."""
+        begin = number * self.config["val_len"]
         piece = self.stream[begin:min(begin + self.config["val_len"], self.scored) + 1]
-        return float(self.surprises(witness, piece[:-1], piece[1:]).sum()), len(piece) - 1
+        return piece[:-1], piece[1:]
 
     def check_loss(self):
         demand(0 < self.scored < len(self.stream),
                f"{self.scored:,} tokens are said to be scored, and the shards hold {len(self.stream):,}")
-        sequences = range(-(-self.scored // self.config["val_len"]))
-        self.sums = [self.score(self.witness, sequence) for sequence in sequences]
-        loss, stated = sum(total for total, _ in self.sums) / self.scored, self.e.get("end.final_val_loss", NUMBER)
+        numbers = range(-(-self.scored // self.config["val_len"]))
+        self.losses = [self.surprises(self.witness, *self.sequence(number)) for number in numbers]
+        loss = sum(float(losses.sum()) for losses in self.losses) / self.scored
+        stated = self.e.get("end.final_val_loss", NUMBER)
         text = f"{loss:.5f} over {self.scored:,} tokens, the log states {stated:.5f}"
         tolerance = TOLERANCE[self.dtype] if self.made_elsewhere() or not self.halved else HALF_TOLERANCE
         demand(abs(loss - stated) <= tolerance, f"{text}: more than {tolerance} apart")
@@ -324,39 +332,53 @@ class Examination:
 
     def check_order(self):
         """Another process, which has seen no sequence yet, scores some from last to first."""
-        if not self.sums:
-            raise NotCheckable("the loss was not evaluated (above is why)")
-        some = np.sort(self.draw.permutation(len(self.sums))[:SCORED_AGAIN])[::-1]
+        some = np.sort(self.numbers(SCORED_AGAIN))[::-1]
         with witness_of(self.source, self.model_path) as witness:
-            for sequence in map(int, some):
-                (total, count), (before, _) = self.score(witness, sequence), self.sums[sequence]
-                demand(abs(total - before) <= TOLERANCE[self.dtype] * count, f"sequence {sequence} has a loss of "
-                       f"{before / count:.5f} after those before it, and of {total / count:.5f} after others")
-        return f"{len(some)} of {len(self.sums)} sequences, scored from last to first by another process"
+            for number in map(int, some):
+                mean = float(self.surprises(witness, *self.sequence(number)).mean())
+                before = float(self.losses[number].mean())
+                demand(abs(mean - before) <= TOLERANCE[self.dtype], f"sequence {number} has a loss of {before:.5f} "
+                       f"after those before it, and of {mean:.5f} after others")
+        return f"{len(some)} of {len(self.losses)} sequences, scored from last to first by another process"
+
+    def numbers(self, most):
+        """Those of some sequences that were scored, of all where there are no more, in random order."""
+        if not self.losses:
+            raise NotCheckable("the loss was not evaluated (above is why)")
+        return self.draw.permutation(len(self.losses))[:most]
 
     def check_causality(self):
-        """Of a few documents all logits; of a sequence as long as those of the validation, where these do not fit, the
-        losses."""
+        """Of a few documents all logits; and of some sequences the losses that count: another process, which has seen
+        none of them, gets each with other tokens from some place on. What it would have to look ahead at, or to
+        remember, it does not hold, and it cannot know that it is probed until it has passed that place."""
         import torch
-        length, whole = min(PROBE_TOKENS, self.config["val_len"]), min(self.config["val_len"], len(self.stream) - 1)
-        tokens, edges = self.stream[:length].copy(), np.arange(BLOCK, length, BLOCK)
+        length = min(PROBE_TOKENS, self.config["val_len"], len(self.stream))
+        begin, edges = self.draw.integers(len(self.stream) - length + 1), np.arange(BLOCK, length, BLOCK)
+        tokens = self.stream[begin:begin + length].copy()
         joins = np.array([0, BLOCK, BLOCK - 1, 2 * BLOCK + 1, *self.draw.integers(1, length, 1 + length // 100)])
         tokens[joins[joins < length]] = self.bos  # documents that end here and there, and on the edges of blocks
         joins = np.flatnonzero(tokens == self.bos)
-        places = {"a random place": self.draw.integers(1, length, PROBES),
-                  "the edge of a block": np.concatenate([edges, edges - 1]),
-                  "a document join": self.draw.permutation(np.concatenate([joins, joins + 1]))[:2 * PROBES]}
-        asked = self.change_later(tokens, places, lambda later: torch.cat(list(self.witness.logits(later))), "logit")
-        if whole > length:
-            targets, places = self.stream[1:whole + 1], self.draw.integers(1, whole, FAR_PROBES)
-            asked += self.change_later(self.stream[:whole], {f"in a sequence of {whole:,}": places},
-                                       lambda later: self.surprises(self.witness, later, targets), "token's loss")
-        return f"other tokens from {asked} places on (random, edges of blocks, document joins) leave all earlier logits"
+        places = {"the edge of a block": np.concatenate([edges, edges - 1]),
+                  "a document join": self.draw.permutation(np.concatenate([joins, joins + 1]))[:2 * PROBES],
+                  "a random place": self.draw.integers(1, length, PROBES)}
 
-    def change_later(self, tokens, places, answer, what):
-        """Broken if other tokens from one of the places, {their kind: offsets}, on change an earlier answer; else how
-        many there are."""
-        base, words = answer(tokens), self.saved["vocab_size"]
+        def logits(tokens):
+            return torch.cat(list(self.witness.logits(tokens)))
+
+        asked, some = self.change_later(tokens, logits(tokens), places, logits, "logit"), self.numbers(CHANGED_LATER)
+        with witness_of(self.source, self.model_path) as witness:
+            for number in map(int, some):
+                tokens, targets = self.sequence(number)
+                places = self.draw.integers(1, max(2, len(tokens)), -(-CHANGED_LATER // len(some)))
+                self.change_later(tokens, self.losses[number], {f"in sequence {number}": places},
+                                  lambda later: self.surprises(witness, later, targets), "token's loss")
+        return (f"other tokens from {asked} places on (random, edges of blocks, document joins) leave all earlier "
+                f"logits, and in {len(some)} of {len(self.losses)} sequences the losses before some place")
+
+    def change_later(self, tokens, base, places, answer, what):
+        """Broken if other tokens from one of the places, {their kind: offsets}, on change an earlier answer than it is
+        in base; else how many there are."""
+        words = self.saved["vocab_size"]
         probes = [(at, kind) for kind, offsets in places.items() for at in np.unique(offsets).tolist()
                   if 0 < at < len(tokens)]
         for at, kind in probes:
@@ -368,6 +390,12 @@ class Examination:
         return len(probes)
 
 
+def fitted(run):
+    """The flags of a run that its script fitted to the machine, by the words of its log."""
+    said = "\n".join(map(str, run.start.get("changes") or ()))
+    return {name for words, names in FITTED.items() if words in said for name in names}
+
+
 def source_of(e):
     return (e.run.source or "").removesuffix("\n")
 
@@ -376,9 +404,9 @@ def seconds_needed(e):
     """About how long check_model takes, where a token takes as long as in the log's validations; a guess."""
     config, tokens, calls = e.get("start.config", dict), e.get("end.val_tokens", int), max(1, len(e.run.validations))
     longest = config["val_len"]
-    asked = tokens + (SCORED_AGAIN + 1 + FAR_PROBES) * longest + 5 * PROBES * min(PROBE_TOKENS, longest)
+    asked = tokens + (SCORED_AGAIN + CHANGED_LATER) * longest + 5 * PROBES * min(PROBE_TOKENS, longest)
     validation = e.get("end.seconds_outside_clock.validation", NUMBER) * e.get("start.ranks", int)
-    return 3 * STARTING_S + asked / tokens * validation / calls
+    return 4 * STARTING_S + asked / tokens * validation / calls
 
 
 def check_model(e, model_path, folder, only=RULES):

@@ -23,7 +23,8 @@ SHOWN = 3  # findings of one rule that are spelled out
 FINGERPRINT, MOST_PRINTS, LEAST_PRINTS = 32, 1 << 20, 8
 CHUNK, FURTHEST = 1 << 22, 1 << 40  # tokens of a shard that are read at a time, and that it may have
 SHARED, UNBROKEN = 0.8, 0.5  # of a document's prints: with tokens changed; in a row, as where it was cut
-COINCIDENCES = 1000  # in so many documents one may be: the web holds some pages twice
+THROUGHOUT = 0.25  # of the prints of each of its quarters: with many tokens changed; a licence stands at its head alone
+COINCIDENCES, LIKENESSES = 1000, 20  # in so many documents one may be: the web holds some pages twice, more in forms
 NUMBER = (int, float)
 SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -128,20 +129,23 @@ def check_leaks(e, folder):
     asked = asked[prints[asked] <= limit]
     values, which = np.unique(prints[asked], return_inverse=True)
     places, owners = first_places(values, limit, paths)[which], first[asked]
-    number, leaked = 0, []
+    number, leaked, alike = 0, [], []
     for of_document in np.split(np.arange(len(asked)), np.flatnonzero(np.diff(owners)) + 1):
         if len(of_document) >= LEAST_PRINTS:
             number += 1
             found = places[of_document] >= 0
             gaps = np.flatnonzero(np.concatenate([[True], ~found, [True]]))
-            if found.mean() >= SHARED or np.diff(gaps).max() - 1 >= UNBROKEN * len(found):
+            whole = found.mean() >= SHARED or np.diff(gaps).max() - 1 >= UNBROKEN * len(found)
+            if whole or min(part.mean() for part in np.array_split(found, 4)) >= THROUGHOUT:
                 shard, at = divmod(int(places[of_document][found][0]), FURTHEST)
-                leaked.append(f"{found.mean():.0%} of document {owners[of_document[0]]} is in "
-                              f"{paths[shard].name} from token {at} on")
+                (leaked if whole else alike).append(f"{found.mean():.0%} of document {owners[of_document[0]]} is in "
+                                                    f"{paths[shard].name} from token {at} on")
     text = (f"the shards are those of the log; {len(leaked) or 'none'} of {number} validation documents "
-            f"{'are' if leaked else 'is'} in training ({opens.sum() - number} short ones were not sought)")
-    demand(len(leaked) <= number // COINCIDENCES, f"{text}; {several(leaked)}")
-    return f"{text}; not more than chance may bring: {leaked[0]}" if leaked else text
+            f"{'are' if leaked else 'is'} in training, {len(alike)} with many tokens changed ({opens.sum() - number} "
+            f"short ones were not sought, and none is found where one token in {FINGERPRINT} is another)")
+    demand(len(leaked) <= number // COINCIDENCES and len(alike) <= max(1, number // LIKENESSES),
+           f"{text}; {several(leaked + alike)}")
+    return f"{text}; not more than chance may bring: {several(leaked + alike)}" if leaked + alike else text
 
 
 def first_places(values, limit, paths):

@@ -597,11 +597,18 @@ def test_runs_keep_to_the_flags_that_their_race_declared(race, judge, flags, kep
     if word:
         fails_only(judge(folder), "every run is accounted for", word)
     assert judge(folder)[0] == bool(word)
-    for path in folder.glob("*.txt"):  # a machine that lacks something says what it did without
-        log = Log(path)
-        log.start["changes"] = ["too little memory"]
-        log.write(path)
-    assert judge(folder)[0] == (bool(word) and not {"--micro_batches", "--compile=on"} & {*flags})
+    for change, excused in (("too little memory for micro-batches of 8 tokens: they have 4", "--micro_batches"),
+                            ("preflight: attention, flex, failed: --compile off in its place", "--compile=on")):
+        for path in folder.glob("*.txt"):  # a machine that lacks something says what it did without
+            log = Log(path)
+            log.start["changes"] = [change]
+            log.write(path)
+        assert judge(folder)[0] == (bool(word) and excused not in flags)
+
+
+def test_what_is_fitted_to_a_machine_is_known_by_the_words_of_the_script():
+    for words, names in examine.FITTED.items():
+        assert words in SOURCE or "failed: --{flag} " in SOURCE and f'("{names[0]}", ' in SOURCE, words
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -812,6 +819,22 @@ def test_validation_documents_in_training_are_caught(train, judge, tmp_path, ste
     fails_only(judge(steady(log), "--data", tmp_path), NO_LEAK, f"of document {longest} is in", "token 2001")
 
 
+@pytest.mark.parametrize("every, documents, found", [
+    (60, 10, "10 with many tokens changed"), (45, 10, "10 with many tokens changed"), (60, 1, "1 with many tokens changed"),
+    (24, 10, "where one token in 32 is another"), (0, 10, "none of 10 validation documents is in training, 0 with")])
+def test_validation_documents_with_many_tokens_changed_are_caught(train, judge, tmp_path, every, documents, found):
+    """every: so many of each document's tokens in training are others, but for one; 0: its first part alone is there."""
+    val = np.random.default_rng(5).integers(0, 63, 10 * 400)
+    at = np.arange(documents * 400)
+    stolen = np.where(at % every, val[at], (val[at] + 1) % 63) if every else val[at[at % 400 < 120]]
+    val[::400] = 63
+    write_shard(tmp_path / "toy_train_000001.bin", np.concatenate([stolen, some_documents(1, 3000)]))
+    write_shard(tmp_path / "toy_val_000000.bin", np.append(val, 63))
+    log = train(train_files=tmp_path / "toy_train_*.bin", val_files=tmp_path / "toy_val_*.bin", num_steps=4)
+    verdict, reason = judge(log, "--data", tmp_path)[1][NO_LEAK]
+    assert found in reason and (verdict == "fail") == (documents == 10 and every > 32)
+
+
 def test_changed_shards_are_caught(race, judge, data, tmp_path):
     shards = shutil.copytree(data, tmp_path / "shards")
     write_shard(shards / "toy_train_000002.bin", some_documents(7, 6000))
@@ -869,7 +892,7 @@ HARMLESS = [
     "x = 1  # torch._inductor.config.x = 1",
     "self.config.x = 1; config.lr = 3; dtype = getattr(torch_dtypes, config.dtype)",
     "import re; re.compile('x', flags=1); model.eval()",
-    "# coding: utf-8",
+    "# coding: utf-8", "# coding: utf8", "# vim: fileencoding=UTF_8",
 ]
 IMPORTS = "import os, sys, torch\n"
 
@@ -1021,8 +1044,8 @@ def test_an_honest_model_passes_in_a_process_of_its_own(honest, script):
 
 
 @pytest.mark.parametrize("saved, stated, changes, differ", [
-    ("auto", "flex", [], ""), ("flash", "flex", ["preflight: attention failed"], ""), ("flash", "flex", [], "attention"),
-    ("flex", "flex", [], "")])
+    ("auto", "flex", [], ""), ("flash", "flex", ["preflight: a part, flash, failed: --attention flex in its place"], ""),
+    ("flash", "flex", [], "attention"), ("flash", "flex", ["this GPU has no fp8"], "attention"), ("flex", "flex", [], "")])
 def test_a_saved_model_may_leave_to_the_machine_what_the_log_says_it_chose(saved, stated, changes, differ):
     examination = examine.Examination.__new__(examine.Examination)
     examination.stated, examination.config, examination.halved = {"attention": stated}, {"attention": saved}, True
@@ -1065,17 +1088,31 @@ def test_a_leak_far_behind_the_probe_is_caught(rerun, monkeypatch):
     """In sequences longer than the probe the losses tell, at places all over them."""
     monkeypatch.setattr(examine, "PROBE_TOKENS", 64)
     far = "        if len(e) > 200:\n            e = torch.cat([e[:150], e[150:] + 0.1 * torch.roll(e[150:], -1, 0)])\n"
-    verdict, reason = rerun((EMBED, EMBED + far), only=[examine.CAUSAL])[examine.CAUSAL]
-    assert verdict == "fail" and "in a sequence of 256" in reason
-    assert rerun(only=[examine.CAUSAL])[examine.CAUSAL][0] == "pass"
+    verdict, reason = rerun((EMBED, EMBED + far), only=[examine.LOSS, examine.CAUSAL])[examine.CAUSAL]
+    assert verdict == "fail" and "in sequence " in reason
+    assert rerun(only=[examine.LOSS, examine.CAUSAL])[examine.CAUSAL][0] == "pass"
+
+
+@pytest.mark.parametrize("when", [
+    "tokens[1:9].tolist() != {first}",  # but in the text that a probe might begin with
+    "self.calls <= {sequences}",  # but where the loss is known already
+])
+def test_a_model_that_looks_ahead_where_it_foresees_no_probe_is_caught(rerun, data, when):
+    text = examine.open_shard(next(data.glob("toy_val_*.bin")))[0]
+    when = when.format(first=text[1:9].tolist(), sequences=len(text) // 256 + 1)
+    ahead = ("        self.calls = getattr(self, 'calls', 0) + 1\n"
+             f"        if {when}:\n            e = torch.cat([e[:16], e[16:] + 0.5 * torch.roll(e[16:], -1, 0)])\n")
+    rules = rerun((EMBED, EMBED + ahead), only=[examine.LOSS, examine.ORDER, examine.CAUSAL])
+    assert rules[examine.ORDER][0] == "pass" and rules[examine.CAUSAL][0] == "fail"
+    assert "calls" not in when or re.search("in sequence [0-3]\\) change an earlier token's loss", rules[examine.CAUSAL][1])
 
 
 @pytest.mark.parametrize("error", ["MemoryError()", "RuntimeError(\"DefaultCPUAllocator: can't allocate memory\")"])
 def test_memory_that_runs_out_is_no_verdict(rerun, monkeypatch, error):
     monkeypatch.setattr(examine, "PROBE_TOKENS", 64)
     rules = rerun((EMBED, EMBED + f"        if len(e) > 200: raise {error}\n"), only=[examine.LOSS, examine.CAUSAL])
-    for verdict, reason in rules.values():
-        assert verdict == "not checkable" and "memory ran out" in reason
+    for (verdict, reason), word in zip(rules.values(), ("memory ran out", "the loss was not evaluated (above is why)")):
+        assert verdict == "not checkable" and word in reason
 
 
 def test_an_allocation_beyond_the_memory_is_an_error():
@@ -1423,8 +1460,10 @@ def test_cheat_7_a_coding_cookie_hides_code():
     hidden = "# coding: utf-7\nimport torch\nx = 1 #+AAo-import torch._inductor.config\n"
     exec(compile(hidden.replace("torch._inductor.config", "math").encode(), "hidden", "exec"), names := {})
     assert "math" in names  # Python takes what is behind the comment for code
+    second = f"import torch\n{'-' * 40}\n# a.py\n{'-' * 40}\n\n"  # in a log of two files
     for source in (hidden, hidden.replace("utf-7", "latin-1"), hidden.replace("# coding: utf-7", "x = '\udcff'")):
-        assert any("it is not UTF-8" in finding for finding in verify.scan(source).findings)
+        assert any("from line 1 on it is not UTF-8" in finding for finding in verify.scan(source).findings)
+        assert any("from line 5 on it is not UTF-8" in finding for finding in verify.scan(second + source).findings)
 
 
 def test_cheat_8_a_source_that_patches_its_judge(rerun_apart):
@@ -1455,7 +1494,7 @@ def test_cheat_8_a_source_that_rewrites_its_judge(tmp_path, monkeypatch, capsys,
     log.source = planted(("\nROOT = Path(", OVERWRITES.format(str(template)))) + "\n"
     log.write(tmp_path / "l.txt")
     arguments = [str(tmp_path / "l.txt"), "--rerun", str(honest.with_suffix(".pt"))]
-    if examine.ctypes.CDLL(None).syscall(444, None, 0, 1) > 0:  # Landlock
+    if examine.landlock() > 0:
         monkeypatch.setattr(examine, "start", examine_start)
         assert verify.main(arguments) == 1 and "PermissionError" in capsys.readouterr().out
         assert template.read_text() == "honest"
@@ -1471,11 +1510,13 @@ def test_cheat_8_a_source_that_rewrites_its_judge(tmp_path, monkeypatch, capsys,
 def test_cheat_9_variables_that_change_the_clock(race, judge, tmp_path, rerun_apart, monkeypatch):
     for setting in ({"PYTHONPATH": "/tmp/x"}, {"LD_PRELOAD": "/tmp/clock.so"}, {"LD_LIBRARY_PATH": "/usr/lib:/home/me/lib"},
                     {"LD_LIBRARY_PATH": "/opt/evil"}, {"LD_LIBRARY_PATH": "/usr/lib/../../tmp"}, {"PYTORCH_JIT": "0"}, {"PYTHON_JIT": "1"},
+                    {"LD_LIBRARY_PATH": "/usr/lib:/lib_of_mine"}, {"LD_LIBRARY_PATH": "/usr/local/cudas/lib"},
                     {"PYTHONWARNINGS": "ignore::clock.Slow"}):
         fails_only(judge(race(1, change=lambda log, run, side: log.start["environment"].update(setting))), ENVIRONMENT,
                    *map("=".join, setting.items()))
         shutil.rmtree(tmp_path / "race")
-    innocuous = {"PYTHONUNBUFFERED": "1", "LD_LIBRARY_PATH": "/usr/local/cuda/lib64:/usr/local/nvidia/lib", **dict.fromkeys((
+    innocuous = {"PYTHONUNBUFFERED": "1", "LD_LIBRARY_PATH":
+                  "/usr/local/cuda/lib64:/usr/local/cuda-12.4/lib64:/usr/local/nvidia/lib:/lib64:/usr/lib/x86_64-linux-gnu", **dict.fromkeys((
         "PYTHON_VERSION", "PYTHON_SHA256", "PYTHONWARNINGS", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_LOGS",
         "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_CUDA_ARCH_LIST", "PYTORCH_VERSION", "TRITON_HOME"),
         "ignore"), "PYTHONPATH": ""}
@@ -1659,12 +1700,32 @@ def test_a_public_log_is_judged_by_the_rules_of_its_day(tmp_path, judge, race, d
         assert judge(folder)[1][SWITCHES][0] == "fail"
 
 
+@pytest.mark.parametrize("loss, more, verdict", [
+    (2.9193, "", "pass"), (3.2793, "", "fail"), (2.9193, "torch._inductor.config.max_autotune = True", "fail"),
+    (2.9193, "torch._inductor.config.coordinate_descent_tuning = True or f()", "fail")])
+def test_the_public_track_of_larger_models_may_set_one_switch(tmp_path, judge, loss, more, verdict):
+    """By the public README: "`coordinate_descent_tuning` is allowed for GPT-2 Medium track (a.k.a. 2.92 track)"."""
+    lines = [f"step:{s}/9 val_loss:{loss + 9 - s:.4f} train_time:{60 * s}ms step_avg:60.00ms" for s in range(1, 10)]
+    source = f"import torch\ntorch._inductor.config.coordinate_descent_tuning = True  # allowed\n{more}"
+    (tmp_path / "0.txt").write_text("\n".join([source, RULE, "env", RULE, *lines]) + "\n")
+    assert judge(tmp_path)[1][SWITCHES][0] == verdict
+
+
 def test_the_time_that_models_need_is_said_before(race, honest, capsys, monkeypatch):
     monkeypatch.setattr(examine, "check_model", lambda *_: pytest.fail("was examined before") if not (
         said := capsys.readouterr().err) else seen.append(said) or dict.fromkeys(examine.RULES, ("pass", "")))
     seen = []
     verify.main([str(honest), "--rerun", str(honest.with_suffix(".pt")), "--json"])
     assert re.match(r"verify.py: 1 models are examined, which runs the source in their logs: some \d+ min, if", seen[0])
+
+
+def test_where_nothing_bounds_what_a_source_writes_the_last_line_says_so(race, honest, capsys, monkeypatch):
+    monkeypatch.setattr(examine, "check_model", lambda *_: dict.fromkeys(examine.RULES, ("pass", "")))
+    for version, more, said in ((0, ["--rerun", str(honest.with_suffix(".pt"))], True), (0, [], False),
+                                (1, ["--rerun", str(honest.with_suffix(".pt"))], False)):
+        monkeypatch.setattr(examine, "landlock", lambda: version)
+        verify.main([str(honest), *more, "--json"])
+        assert ("neither bytecode nor installed packages" in json.loads(capsys.readouterr().out)["unseen"]) == said
 
 
 # Honest runs that failed
