@@ -9,9 +9,9 @@ the run of its own race's base with the same seed, with 95 % confidence interval
 the losses, as it is and by Holm's correction for the ideas of all races (Scandinavian Journal of Statistics 6, 1979).
 The bases must be of one config, source and data.
 
-An idea is kept where its loss is lower at a corrected p below 0.05 and its time is not above the base's, by the 95 %
-interval. One with a lower loss that takes longer is called slower: at equal time it may be no gain. Give it fewer steps
-(--num_steps) and race it again.
+An idea is kept where its loss is lower at a corrected p below 0.05 and the 95 % interval of its time ends near the
+base's or below. One with a lower loss that takes longer is called slower: at equal time it may be no gain. Give it
+fewer steps (--num_steps) and race it again. Where neither is so its time is unknown: race it on a quieter machine.
 
 Exit status: 0 judged, 2 there is nothing to judge.
 """
@@ -37,6 +37,7 @@ import picture
 import stats
 
 LEVEL = 0.05
+NO_LONGER = 1.1  # times the base's time: where an interval ends below it, an idea costs none
 ARCHIVE, PICTURE = "logs.tar.xz", "ladder.png"  # all logs hold the same source: packed together they are small
 VALIDATION = "val data", "val_tokens", "val_len"  # of facts_of
 COLORS = {"lower": "#1b6ac9", "slower": "#d97706", "higher": "#c0392b"}
@@ -117,12 +118,13 @@ def judge(races):
             loss, loss_ci, p = paired(losses, base_losses)
             log, log_ci, _ = paired(np.log(seconds), np.log(base_seconds))
             rows.append({"idea": ideas[side], "race": number, "loss": loss, "loss_ci": loss_ci, "p": p,
-                         "time": math.exp(log), "time_ci": math.exp(log) * math.sinh(log_ci),
+                         "time": math.exp(log), "time_from": math.exp(log - log_ci), "time_to": math.exp(log + log_ci),
                          "pace": "slower" if log > log_ci else "faster" if log < -log_ci else "",
                          "sd": (losses - base_losses).std(ddof=1)})
     for row, corrected in zip(rows, holm([row["p"] for row in rows])):
         lower = corrected < LEVEL and row["loss"] < 0
-        row |= {"holm": corrected, "kept": "no" if not lower else "slower" if row["pace"] == "slower" else "yes"}
+        kept = "yes" if row["time_to"] < NO_LONGER else "time unknown"
+        row |= {"holm": corrected, "kept": "no" if not lower else row["pace"] if row["pace"] == "slower" else kept}
     return {"bases": bases, "rows": sorted(rows, key=lambda row: row["loss"])}
 
 
@@ -133,8 +135,8 @@ def table(found, title=None):
         wanted = stats.runs_needed(sd, 0.01 * found["bases"][0]["loss"]["mean"], LEVEL / 2, 0.8) if sd else 2
     except stats.CannotJudge:
         wanted = f"more than {stats.MOST_RUNS:,}"
-    return pages.show("ladder.md.jinja", **found, title=title, sd=sd, wanted=wanted, level=LEVEL, picture=PICTURE,
-                      archive=ARCHIVE)
+    return pages.show("ladder.md.jinja", **found, title=title, sd=sd, wanted=wanted, level=LEVEL, no_longer=NO_LONGER,
+                      picture=PICTURE, archive=ARCHIVE)
 
 
 def draw(found, path):
@@ -147,7 +149,7 @@ def draw(found, path):
         figure = Figure(figsize=(9, 1.2 + 0.36 * len(rows)), layout="constrained")
         axes = figure.subplots()
     for at, row in enumerate(rows):
-        shown = "higher" if row["loss"] > 0 else "lower" if row["kept"] == "yes" else "slower"
+        shown = "higher" if row["loss"] > 0 else "slower" if row["kept"] == "slower" else "lower"
         axes.errorbar(row["loss"], at, xerr=row["loss_ci"], fmt="o", capsize=4,
                       color=COLORS[shown] if row["holm"] < LEVEL else "#8a8a8a")
     axes.axvline(0, color="#333333", lw=1)

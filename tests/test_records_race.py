@@ -16,6 +16,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import scipy.stats
 import torch
@@ -278,6 +279,24 @@ def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
     assert ladder.main([str(again)]) == 2 and "_02b.txt holds no whole run" in capsys.readouterr().err
 
 
+def test_an_idea_whose_time_is_unknown_is_not_kept(repo, monkeypatch):
+    """Its runs took from half to three times as long as the base's; the interval is the ratio's, and so above 0."""
+    assert race.main(["-n", "3", "--vs", "--worse -1", "--", "--mood", "good"]) == 0
+    folder, whole, lasted = only_race(repo)[0], ladder.figures_of, iter((1.0, 3.0, 0.5))
+    (row,) = ladder.judge([ladder.read(folder)])["rows"]
+    assert row["kept"] == "yes" and row["time_from"] == row["time_to"] == pytest.approx(1)
+
+    def figures_of(run):
+        loss, seconds = whole(run)
+        return loss, seconds * (next(lasted) if run.start["race"]["side"] == "a" else 1)
+    monkeypatch.setattr(ladder, "figures_of", figures_of)
+    (row,) = ladder.judge([ladder.read(folder)])["rows"]
+    ratios = np.log([1, 3, 0.5])
+    low, high = np.exp(scipy.stats.t.interval(0.95, 2, ratios.mean(), scipy.stats.sem(ratios)))
+    assert (row["time_from"], row["time_to"]) == pytest.approx((low, high)) and row["pace"] == ""
+    assert row["holm"] < 0.05 and row["loss"] < 0 and row["kept"] == "time unknown"
+
+
 def test_holm_s_correction():
     """The largest p of those so far, each times the number that is left (an example by hand)."""
     assert ladder.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
@@ -308,7 +327,7 @@ def test_a_ladder_of_races_on_several_days(repo, capsys):
     assert [base["n"] for base in found["bases"]] == [3, 4] and len(rows) == 3
     for number, of_race in enumerate(alone, 1):
         for row in of_race:
-            same = {"race": 1, **{key: rows[row["idea"]][key] for key in ("loss", "loss_ci", "p", "time", "time_ci")}}
+            same = {"race": 1, **{key: rows[row["idea"]][key] for key in ("loss", "loss_ci", "p", "time", "time_from", "time_to")}}
             assert row | same == row and rows[row["idea"]]["race"] == number
     assert [row["holm"] for row in rows.values()] == ladder.holm([row["p"] for row in rows.values()])
     assert {idea: row["kept"] for idea, row in rows.items()} == {"--worse -1": "yes", "--worse 2": "no", "--slower 7 --worse -1": "slower"}
