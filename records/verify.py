@@ -109,6 +109,7 @@ _LOOK = re.compile(
     r"|\bos\.(?:exec|spawn|system|popen|putenv|posix)|sys\.(?:modules|path\b|set\w+)"
     r"|__(?:dict|globals|builtins|getattribute|subclasses|loader|spec|code|class)__|getattr\((?:torch|os|sys|time)\b"
     r"|\benviron\b(?!\.get\()|\b(?:time\.\w+|\w*perf_counter\w*|\w*monotonic\w*) = |torch\.\w+ = ", re.S)
+_LAYER = re.compile(r"-|(?=[^+])(?:c?(?P<window>[SLP])(?P<table>\d?))?(?P<mlp>M?)(?:\+\d+)?")  # parse_layers' grammar
 DATA_FLAGS = {"preset", "train_files", "train_shards"}
 _FILES = re.compile(r"^-{10,}\n# (\S+\.py)\n-{10,}\n", re.M)  # between files that a log holds behind one another
 MOST_CHARACTERS = 1 << 20  # of a source: its tree takes a thousand times the memory
@@ -226,8 +227,12 @@ def embedding_rows(e):
     """Rows of the embedding, filled up: what the number of parameters leaves for it, the head and the value tables. A
     log older than tables of n-grams has none."""
     layers, width = e.get("start.config.layers", str), e.get("start.config.model_dim", int)
-    tables = 2 + len(set(re.findall(r"\d", layers)))
-    matrices = 4 * len(re.findall("[SLP]", layers)) + 8 * layers.count("M")
+    words = [_LAYER.fullmatch(word) for word in layers.split()]
+    if None in words:
+        raise NotCheckable(f"start.config.layers is {layers[:40]!r}, no layers of {stats.SCRIPT}: what its parameters "
+                           "are cannot be told")
+    tables = 2 + len({word["table"] for word in words} - {None, ""})
+    matrices = sum(4 * bool(word["window"]) + 8 * bool(word["mlp"]) for word in words)
     ngrams = re.findall(r"\d:(\d{1,12}):(\d{1,12})", str(e.get("start.config", dict).get("ngrams", "")))
     rest = e.get("start.parameters", int) - matrices * width ** 2 - sum(int(rows) * int(wide) for rows, wide in ngrams)
     return int(rest / max(1, tables * width))

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -1352,6 +1353,19 @@ def test_tables_of_ngrams_are_no_rows_of_the_embedding(race, judge, tmp_path):
     def with_tables(log, run, side):
         log.set("start.config.ngrams", "2:100000:32 3:5:7").set("start.parameters", log.start["parameters"] + 3_200_035)
     assert judge(race(change=with_tables))[1][FROM_SEED][0] == "pass"
+
+
+@pytest.mark.parametrize("preset", train_gpt.PRESETS)
+@pytest.mark.parametrize("depth", [0, 1, 4, 12])
+def test_the_rows_of_the_embedding_are_those_of_the_model(preset, depth):
+    """Of a description alone: not every digit in layers is a table."""
+    _, config = train_gpt.parse_config(["--preset", preset, *(["--depth", str(depth)] if depth else [])], "laptop")
+    encoding = train_gpt.Encoding(*((257, 256) if preset == "laptop" else (50257, 50256)))
+    with torch.device("meta"):
+        model = train_gpt.build_model(replace(config, dtype="float32"), encoding)
+    start = {"config": asdict(config), "parameters": sum(p.numel() for p in model.parameters())}
+    rows = verify.embedding_rows(verify.Evidence(logs.Run("r", start=start)))
+    assert rows // 128 * 128 == len(model.embed.weight) and (rows in verify.GPT2_VOCAB) == (preset != "laptop")
 
 
 def test_cheat_4_weights_that_were_trained_before(race, train, judge, rerun, tmp_path):
