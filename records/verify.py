@@ -79,9 +79,9 @@ PAUSE_S = 10  # by which the time between two runs may exceed the race's median
 LAST_LINES = 10  # whose training losses are compared where a run was stopped
 STALL, NEIGHBOURS = 0.2, 20  # of the median of its neighbours: a busy machine makes steps uneven, but not so short
 TELLING_LINES, ALIKE_LINES = 8, 30  # fewer times agree by chance, and fewer losses tell nothing
-# Correlations of what two seeds made: honest losses have 0.44 at most where there are 100, up to so many lines apart,
-# and of so few that their errors are large up to 0.7
-ALIKE, ALIKE_ERRORS, ALIKE_OF_FEW, APART = 0.6, 5, 0.9, 8
+# Correlations of what two seeds made: honest losses have 0.5 at most where there are 100, and of so few that their
+# errors are large up to 0.7. They are compared up to so many lines apart, or a fourth of them
+ALIKE, ALIKE_ERRORS, ALIKE_OF_FEW, APART = 0.6, 5, 0.9, 50
 # Nats below ln(vocabulary) that rounding may bring to an untrained model; and a head of small random weights, which may
 # be the embedding too and so know a little of the tokens that it reads: 0.075 were seen
 KNOWS_NOTHING, KNOWS_LITTLE = 0.005, 0.3
@@ -219,6 +219,10 @@ def check_log(e):
                  ("start.target_val_loss", e.get("start.config.target_val_loss")),
                  ("start.config.run_id", run_id if raced else e.get("start.config.run_id")))
     e.digest("end.final_state_hash")
+    every = e.get("start.config.train_loss_every", NUMBER)
+    silent = [line.step for line in run.steps if every and not line.validation and line.train_loss is None
+              and line.step % every == 0]
+    demand(not silent, f"step {[*silent, 0][0]} states no train_loss, and by train_loss_every it does so every {every}")
     demand(moment(e.get("start.started", str)), f"it started at {e.get('start.started')[:40]!r}, which is no time")
     return "its lines, its description and the hash of its source agree"
 
@@ -522,6 +526,8 @@ def check_accounts(runs, found, races):
             demand(public and isinstance(reason, stats.Mixed), str(reason))
             unknown.append(f"which runs are the record no log says ({reason})")
         demand(len(shards_read(of_side)) < 2, f"the runs of {side.name} did not all read the same data")
+        demand(len({e.get("start.config.train_loss_every") for e in of_side if e.ours}) < 2, f"the runs of {side.name} "
+               "state training losses at other steps (train_loss_every), so that these cannot be compared")
         if which is None:
             unknown.append("no number of runs was declared: some may be left out")
         elif not declared:
@@ -725,14 +731,14 @@ def check_copies(runs, models=()):
     seen, compared = {}, []
     for e in runs:
         marks, seed, end = [], e.ours and e.get("start.seed", int), e.run.end or {}
-        losses = tuple(step.train_loss for step in e.run.steps if step.train_loss is not None)
+        losses = {step.step: step.train_loss for step in e.run.steps if step.train_loss is not None}
         if e.ours:
             hashes = json.dumps([end.get(key) for key in ("final_state_hash", "state_hash", "validation_hash")])
             marks += [(seed, "state hash", digest) for digest in re.findall(f'"({SHA256.pattern})"', hashes)]
             if is_shuffled(e):
                 marks.append((seed, "digest of its tokens", e.train_digest()))
             if len(losses) >= TELLING_LINES:
-                marks.append((seed, "training loss at each step", losses))
+                marks.append((seed, "training loss at each step", tuple(losses.values())))
                 compared.append((e, seed, losses))
         if len(e.run.steps) >= TELLING_LINES:
             marks.append((e, f"time at each of {len(e.run.steps)} lines", tuple(step.time_ms for step in e.run.steps)))
@@ -761,25 +767,38 @@ def is_shuffled(e):
 def most_alike(compared):
     """(correlation, what it may be, run, run) of the losses that are most alike of two seeds, without what they share.
 
-    That is the descent, and, where all runs read the same batches in the same order, how hard each batch is: the mean
-    over the runs, of which there must then be three. compared: (run, seed, losses)."""
-    groups, best = defaultdict(list), (-1.0, ALIKE, None, None)
+    That is the descent, and, where the runs of a side read the same batches in the same order, how hard each batch is:
+    the mean over that side, of which there must then be three seeds. Turned over, reversed or moved they are a copy
+    too. compared: (run, seed, {step: loss})."""
+    sides, tables, best = defaultdict(list), defaultdict(list), (-1.0, ALIKE, None, None)
     for e, seed, losses in compared:
         if len(losses) >= ALIKE_LINES:
-            groups[len(losses), is_shuffled(e)].append((e.name, seed, losses))
-    for (steps, shuffled), group in groups.items():
-        names, seeds, table = map(np.array, zip(*group))
-        if not shuffled:
-            table = table - table.mean(axis=0)
-        rough = (table - scipy.ndimage.uniform_filter1d(table, 9))[:, 4 + (steps - 8) // 5:-4]  # steep at first
-        with np.errstate(invalid="ignore", divide="ignore"):
-            found = np.max([np.nan_to_num(np.corrcoef(rough[:, apart:], rough[:, :-apart or None])) for apart in
-                            range(APART + 1)], axis=0)[:len(names), len(names):]
+            sides[e.race and e.race[:2], is_shuffled(e), tuple(losses)].append((e.name, seed, [*losses.values()]))
+    for (_, shuffled, steps), side in sides.items():
+        names, seeds, values = zip(*side)
+        if shuffled or len(set(seeds)) > 2:
+            mean, less = (0, 0) if shuffled else (np.mean(values, axis=0), 1 / (len(side) - 1))
+            tables[steps] += zip(names, seeds, np.array(values) - mean, [less] * len(side))
+    for one, other in itertools.combinations_with_replacement(tables, 2):
+        _, *places = np.intersect1d(one, other, return_indices=True)
+        rows = [(*row[:2], row[2][place], row[3]) for steps, place in {one: places[0], other: places[1]}.items()
+                for row in tables[steps]]
+        if len(places[0]) < ALIKE_LINES:
+            continue
+        names, seeds, table, less = map(np.array, zip(*rows))
+        rough = table - scipy.ndimage.uniform_filter1d(table, 9)
+        rough = rough[:, 4 + (len(places[0]) - 8) // 5:-4]  # steep at first
+        width, found = rough.shape[1], np.full((len(rows), len(rows)), -1.0)
+        for apart, turned in itertools.product(range(min(APART, width // 4) + 1), (rough, rough[:, ::-1])):
+            with np.errstate(invalid="ignore", divide="ignore"):
+                alike = np.nan_to_num(np.corrcoef(turned[:, apart:], rough[:, :width - apart]))
+            alike = alike[:len(rows), len(rows):]
+            found = np.max([found, alike, -alike - np.maximum.outer(less, less)], axis=0)  # beside their own mean
         found[seeds[:, None] == seeds] = -1
-        limit = float(np.clip(ALIKE_ERRORS / math.sqrt(rough.shape[1]), ALIKE, ALIKE_OF_FEW))
-        one, other = np.unravel_index(np.argmax(found), found.shape)
-        if found[one, other] - limit > best[0] - best[1] and (shuffled or len(set(seeds)) > 2):
-            best = float(found[one, other]), limit, names[one], names[other]
+        limit = float(np.clip(ALIKE_ERRORS / math.sqrt(0.75 * width), ALIKE, ALIKE_OF_FEW))
+        first, second = np.unravel_index(np.argmax(found), found.shape)
+        if found[first, second] - limit > best[0] - best[1]:
+            best = float(found[first, second]), limit, *sorted((names[first], names[second]))
     return best
 
 

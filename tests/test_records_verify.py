@@ -325,6 +325,8 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
     "an odd average": (lambda log: edit_line(log, 3, "step_avg:", "step_avg:1.2."), (WHOLE,), "none that the script"),
     "a time of 400 digits": (lambda log: edit_line(log, 3, "train_time:", "train_time:" + "9" * 400),
                              (WHOLE, CLOCK), "none that the script"),
+    "a training loss left out": (lambda log: log.lines.__setitem__(7, log.lines[7].partition(" train_loss")[0]), WHOLE,
+                                 "step 6 states no train_loss"),
     "a run behind it": (lambda log: log.set("memory", log.memory + "\nstep:0/9 val_loss:1.0000 train_time:0ms"),
                         WHOLE, "none that the script writes"),
     "a line behind it": (lambda log: log.set("memory", log.memory + "\nerror: x\n" + log.lines[-1]),
@@ -1402,31 +1404,67 @@ def test_cheat_5_trained_on_validation(train, judge, data, tmp_path):
     assert judge(train(num_steps=4, micro_batches=2), "--data", data)[1][REPLAY][0] == "pass"
 
 
-@pytest.mark.parametrize("noise, word, late", [
-    (0, "the same training loss at each step", 0), (0.002, "correlation", 0), (0.05, "correlation", 0), (0.002, "correlation", 3)])
+def with_losses(log, run, losses):
+    """As if the log's run had made so many steps, of these training losses."""
+    steps = len(losses)
+    log.lines[:] = [log.lines[0].replace("/12 ", f"/{steps} ")] + [
+        f"step:{i}/{steps} train_time:{100 * i + 2 * run}ms step_avg:{100 + 2 * run / i:.2f}ms train_loss:"
+        f"{4.852 if i == 1 else losses[i - 1]:.4f}" for i in range(1, steps + 1)] + [
+        re.sub(r"^step:12/12", f"step:{steps}/{steps}", log.lines[-1])]
+    log.lines[-1] = re.sub(r"train_time:\S+ step_avg:\S+", f"train_time:{100 * steps + 2 * run}ms step_avg:"
+                           f"{100 + 2 * run / steps:.2f}ms", log.lines[-1])
+    log.set("start.config.num_steps", steps).set("end.steps", steps)
+    log.set("end.train_tokens", steps * 8 * 48).set("start.planned", {"steps": steps, "train_tokens": steps * 8 * 48})
+    log.set("end.train_digest", f"{run:064x}")
+    log.end["wall_seconds"] += (100 * steps + 2 * run - log.end["train_time_ms"]) / 1000
+    log.end["train_time_ms"] = 100.0 * steps + 2 * run
+
+
+@pytest.mark.parametrize("noise, word, turn", [
+    (0, "the same training loss at each step", None), (0.002, "correlation", None), (0.05, "correlation", None),
+    (0.002, "correlation", lambda own: np.roll(own, 3)), (0.002, "correlation", lambda own: np.roll(own, 12)),
+    (0.002, "correlation", lambda own: own[::-1]), (0.002, "correlation", lambda own: -own)])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_cheat_6_a_run_cloned_under_another_seed(race, judge, noise, word, late, shuffle):
-    """Run 3 is run 1 with other times and hashes and, so that it does not show, other last digits of its losses."""
-    def change(log, run, side, steps=100, clone=True):
-        draw, order = np.random.default_rng(5), np.random.default_rng(1 if run == 3 and clone else run)
+def test_cheat_6_a_run_cloned_under_another_seed(race, judge, noise, word, turn, shuffle):
+    """Run 3 is run 1 with other times and hashes and, so that it does not show, other last digits of its losses, or
+    with what goes up and down in them moved, reversed or turned over."""
+    def change(log, run, side, clone=True):
+        clone, steps = clone and run == 3, 100
+        draw, order = np.random.default_rng(5), np.random.default_rng(1 if clone else run)
         batches, own, small = draw.normal(0, 0.5, steps), order.normal(0, 0.1, steps), np.random.default_rng(run)
-        own = np.roll(own, late * (run == 3 and clone))
-        losses = 4 + (0 if shuffle else batches) + own + (small.normal(0, noise, steps) if clone else 0)
-        log.lines[:] = [log.lines[0].replace("/12 ", f"/{steps} ")] + [
-            f"step:{i}/{steps} train_time:{100 * i + 2 * run}ms step_avg:{100 + 2 * run / i:.2f}ms train_loss:"
-            f"{4.852 if i == 1 else losses[i - 1]:.4f}" for i in range(1, steps + 1)] + [
-            re.sub(r"^step:12/12", f"step:{steps}/{steps}", log.lines[-1])]
-        log.lines[-1] = re.sub(r"train_time:\S+ step_avg:\S+", f"train_time:{100 * steps + 2 * run}ms step_avg:"
-                               f"{100 + 2 * run / steps:.2f}ms", log.lines[-1])
-        log.set("start.config.num_steps", steps).set("end.steps", steps).set("start.config.shuffle", shuffle)
-        log.set("end.train_tokens", steps * 8 * 48).set("start.planned", {"steps": steps, "train_tokens": steps * 8 * 48})
-        log.set("end.train_digest", f"{run:064x}")
-        log.end["wall_seconds"] += (100 * steps + 2 * run - log.end["train_time_ms"]) / 1000
-        log.end["train_time_ms"] = 100.0 * steps + 2 * run
-    folder = race(5, change=change)
+        own = turn(own) if turn and clone else own
+        with_losses(log, run, 4 + (0 if shuffle else batches) + own + small.normal(0, noise, steps))
+        log.set("start.config.shuffle", shuffle)
+    folder = race(9, change=change)
     fails_only(judge(folder), COPIES, "1a.txt and 3a.txt" if not noise else "1a.txt", word)
     shutil.rmtree(folder)
-    assert judge(race(5, change=lambda log, run, side: change(log, run, side, clone=False)))[0] == 0
+    assert judge(race(9, change=lambda log, run, side: change(log, run, side, clone=False)))[0] == 0
+
+
+def test_cheat_6_losses_left_out_so_that_none_compares(race, judge):
+    def silence(log, run, side):
+        log.set("start.config.train_loss_every", int(run != 2))
+        log.lines = [line.partition(" train_loss")[0] if run == 2 else line for line in log.lines]
+    fails_only(judge(race(change=silence)), ACCOUNTS, "side a", "other steps")
+
+
+def test_cheat_6_a_run_of_the_other_side_though_that_is_longer(race, judge):
+    def change(log, run, side):
+        own = np.random.default_rng(1 if f"{run}{side}" == "3b" else [run, ord(side)]).normal(0, 0.1, 120)
+        with_losses(log, run * (11 if side == "b" else 1), 4 + (np.random.default_rng(1).normal(0, 0.1, 120)[:100] if f"{run}{side}" == "1a" else
+                                   own[:100 if side == "a" else 120]))
+        log.set("start.config.shuffle", True).set("end.train_digest", f"{run:063x}{side}")
+    verdict, reason = judge(race(4, "ab", change))[1][COPIES]
+    assert verdict == "fail" and "1a.txt and 3b.txt have other seeds" in reason
+
+
+def test_sides_that_read_other_batches_are_no_copies(race, judge):
+    """Of one side all runs read the same ones, so that what is hard goes up and down in all of them."""
+    def change(log, run, side):
+        batches, own = np.random.default_rng(ord(side)), np.random.default_rng([run, ord(side)])
+        with_losses(log, run * (11 if side == "b" else 1), 4 + batches.normal(0, 0.5, 100) + own.normal(0, 0.1, 100))
+        log.set("end.train_digest", f"{ord(side):064x}")
+    assert judge(race(3, "ab", change))[1][COPIES][0] == "pass"
 
 
 def test_cheat_6_the_same_tokens_though_they_are_shuffled_by_seed(race, judge):
