@@ -1176,6 +1176,19 @@ def test_cheat_1_is_caught_by_the_walls_where_no_line_was_stamped(race, judge):
     fails_only((status, rules), WALL, "on side a", "one side's clocks run slow")
 
 
+def test_cheat_1_no_claim_by_the_clocks_of_the_runs_alone(race, judge):
+    """They run slow by so little that the walls may hide it, and what the race saw is left out."""
+    def change(log, run, side):
+        scale_clock(log, 10 + 0.1 * run + 2 * (side == "b"))
+    folder = race(4, "ab", change, lambda side: 1 / 0.85 if side == "a" else 1)
+    for path in folder.glob("*.steps.json"):
+        path.unlink()
+    verdict, reason = judge(folder)[1][verify.FASTER]
+    assert verdict == "not checkable" and "by the clocks of the runs alone: no race saw the steps of 8 of 8 runs" in reason
+    shutil.rmtree(folder)
+    assert judge(race(4, "ab", change))[1][verify.FASTER][0] == "pass"
+
+
 @pytest.mark.parametrize("jitter, verdict", [(0.03, "pass"), (0, "pass")])
 def test_lines_that_are_seen_a_little_late_are_honest(race, judge, jitter, verdict):
     folder, draw = race(2, change=lambda log, run, side: scale_clock(log, 5)), np.random.default_rng(0)
