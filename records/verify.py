@@ -46,6 +46,7 @@ from typing import NamedTuple
 
 import numpy as np
 import scipy.ndimage
+import scipy.stats
 
 import examine
 import leaks
@@ -596,12 +597,15 @@ def check_attempts(manifest, runs, here, remarks, unknown):
             continue
         remarks.append(f"{what}: {status}")
         last = log.steps[-1] if log and log.steps else None
-        others = [so_far for e in runs if last and e.race.side == attempt["side"]
-                  if (so_far := figures_at(e.run, last.step))]
-        for name, mine, theirs in zip(("train_time in s", "training loss"), last and figures_at(log, last.step) or (),
-                                      np.median(others, axis=0) if others else ()):
-            if mine > theirs:
-                text = f"{what}, {status} at step {last.step}: {name} {mine:.3f}, of those that count {theirs:.3f}"
+        counted = {e.race.run: so_far for e in runs if last and e.race.side == attempt["side"]
+                   if (so_far := figures_at(e.run, last.step))}
+        repeat = counted.get(str(attempt["run"])) if len(counted) > 1 else None
+        # Its repeat has its seed, and so its losses, on a GPU nearly; in their times they are any two runs
+        part = math.sqrt(2) * scipy.stats.t.isf(ALPHA, max(1, len(counted) - 1)), 1
+        for name, mine, theirs, more in zip(("train_time in s", "training loss"), figures_at(log, last.step), repeat,
+                                            np.std([*counted.values()], axis=0, ddof=1) * part) if repeat else ():
+            if mine > theirs + more:
+                text = f"{what}, {status} at step {last.step}: {name} {mine:.3f}, of its repeat {theirs:.3f}"
                 demand(status not in ("interrupted", "failed"),
                        f"{text}: who may stop bad runs chooses the figures; race anew")
                 unknown.append(text)

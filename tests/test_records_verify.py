@@ -1559,17 +1559,16 @@ def interrupted(folder, factor):
     (folder / "2a_first.txt").write_text(text.split("step:9/12 ")[0] + "error: interrupted\n")
 
 
-def test_cheat_10_slow_runs_rolled_again(race, judge, tmp_path):
+@pytest.mark.parametrize("factor, status", [(1.5, 1), (1.1, 0), (0.5, 0)])
+def test_cheat_10_slow_runs_rolled_again(race, judge, factor, status):
+    """A run that was stopped is no finding because it was a little slower than the others, as every second one is."""
     folder = race()
-    interrupted(folder, 1.5)
-    fails_only(judge(folder), ACCOUNTS, "interrupted at step 8: train_time")
-    interrupted(folder, 0.5)  # it lost by stopping that one, and nothing is said against it but its name
-    (folder / "race.jsonl").write_text((folder / "race.jsonl").read_text())
-    shutil.rmtree(folder)
-    folder = race()
-    interrupted(folder, 0.5)
-    status, rules = judge(folder)
-    assert status == 0 and "2a_first: interrupted" in rules[ACCOUNTS][1]
+    interrupted(folder, factor)
+    outcome = judge(folder)
+    if status:
+        fails_only(outcome, ACCOUNTS, "2a_first, interrupted at step 8: train_time", "of its repeat")
+    else:
+        assert outcome[0] == 0 and "2a_first: interrupted" in outcome[1][ACCOUNTS][1]
 
 
 def test_cheat_10_starts_and_times_that_are_missing(race, judge):
