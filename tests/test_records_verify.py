@@ -1328,6 +1328,42 @@ def test_cheat_2_time_hidden_under_no_name_or_another(race, judge, tmp_path):
     fails_only(judge(race(4, "ab", renamed)), COMPARED[2], "validation 0.40", "calls", "what else is done there?")
 
 
+def with_spans(log, run, seconds, **spans):
+    """As if it had trained for so long, with these seconds off its clock."""
+    scale_clock(log, seconds + 0.01 * run)
+    log.end["seconds_outside_clock"].update({name: s + 0.001 * run for name, s in spans.items()})
+    log.end["wall_seconds"] = sum(log.end["seconds_outside_clock"].values()) + log.end["train_time_ms"] / 1000
+
+
+@pytest.mark.parametrize("gpus, compiler, verdict", [(None, "auto", "fail"), (None, "on", "not checkable"), (["x"], "auto", "not checkable")])
+def test_cheat_2_time_hidden_under_the_name_of_compiling(race, judge, gpus, compiler, verdict):
+    def hide(log, run, side):
+        with_spans(log, run, 10 + 2 * (side == "b"), compile=2.0 * (side == "a"))
+        log.set("start.config.compile", compiler).set("start.hardware.gpus", gpus)
+    found, reason = judge(race(4, "ab", hide))[1][COMPARED[2]]
+    assert found == verdict and "compile 2.00" in reason and "what else is done there?" in reason
+
+
+@pytest.mark.parametrize("seconds, steps, spans, fails", [
+    (30, 3, {"validation": 3.0, "warmup": 3.0}, ""),  # a model three times as large
+    (30, 3, {"validation": 3.0, "warmup": 8.0}, "warmup 2.6"),
+    (30, 3, {"validation": 9.0, "warmup": 3.0}, "validation 2.2"),
+    (10, 6, {"validation": 1.0, "warmup": 1.9}, ""),  # twice the steps of warm-up
+    (10, 1, {"validation": 1.0, "warmup": 0.8}, ""),  # a third of them, and the first one takes longest
+    (10, 3, {"validation": 1.0, "warmup": 1.9}, "warmup 0.6"),
+    (10, 3, {"validation": 1.0, "warmup": 1.0, "hashing": 0.4}, ""),
+    (10, 3, {"validation": 1.0, "warmup": 1.0, "hashing": 0.9}, "hashing"),
+])
+def test_what_a_larger_model_spends_off_its_clock_is_honest(race, judge, seconds, steps, spans, fails):
+    def change(log, run, side):
+        mine = side == "a"
+        with_spans(log, run, seconds if mine else 10, **(spans if mine else {"validation": 1.0, "warmup": 1.0, "hashing": 0.5}))
+        log.set("start.config.warmup_steps", steps if mine else 3)
+        log.set("start.parameters", log.start["parameters"] * (1 if mine else 2))  # with less to hash
+    verdict, reason = judge(race(4, "ab", change))[1][COMPARED[2]]
+    assert (verdict, fails in reason) == ("fail" if fails else "pass", True), reason
+
+
 def test_cheat_3_one_model_of_many(race, honest, data, tmp_path, capsys, forked):
     """Two good models are shown, and nothing is said of the others."""
     folder = race()
