@@ -1129,7 +1129,9 @@ def unseen(case):
     return ("No log shows a forgery in which losses, times, source and hashes are all made up to fit. These would: "
             f"--rerun with a model of each run, on your machine; and a run of your own by `{again}` for {e.name}: "
             "the same seed gives the same bytes (final_state_hash) on a CPU, and on a GPU a loss within the spread of "
-            "these. A source that answers from a table of the validation text passes --rerun: read what it reads.")
+            "these. Nor does one show whether a whole race was run again until it pleased; for its seeds were then "
+            "chosen, and the same ones confirm it: race anew from a seed of your own (race.py ... -- --seed N). A "
+            "source that answers from a table of the validation text passes --rerun: read what it reads.")
 
 
 def sum_up(findings, case):

@@ -1705,7 +1705,8 @@ def test_cheat_12_a_consistent_forgery_is_told_of_in_the_last_line(race, capsys)
     folder = race()
     assert verify.main([str(folder)]) == 0
     last = " ".join(capsys.readouterr().out.rpartition("\n\n")[2].split())
-    for word in ("all made up", "--rerun", "torchrun --nproc_per_node=1 train_gpt.py", "--seed 1", "same bytes", "spread", "a table of the validation text passes --rerun"):
+    for word in ("all made up", "--rerun", "torchrun --nproc_per_node=1 train_gpt.py", "--seed 1", "same bytes", "spread", "a table of the validation text passes --rerun",
+                 "race anew from a seed of your own (race.py ... -- --seed N)"):
         assert word in last
 
 
