@@ -528,7 +528,7 @@ def check_accounts(runs, found, races):
             demand(public and isinstance(reason, stats.Mixed), str(reason))
             unknown.append(f"which runs are the record no log says ({reason})")
         demand(len(shards_read(of_side)) < 2, f"the runs of {side.name} did not all read the same data")
-        stated = {e.get("start.config.train_loss_every", NUMBER) for e in of_side if e.ours}
+        stated = {str(e.get("start.config", dict).get("train_loss_every")) for e in of_side if e.ours}
         demand(len(stated) < 2, f"some runs of {side.name} state training losses at other steps (train_loss_every) "
                "than its others, so that these cannot be compared")
         if which is None:
