@@ -47,6 +47,7 @@ from typing import NamedTuple
 
 import numpy as np
 import scipy.ndimage
+import scipy.stats
 
 import examine
 import leaks
@@ -76,15 +77,16 @@ HOST_AHEAD = 5  # steps that the host enqueues before it waits for a GPU: their 
 STARTING_S, STARTING_LEAST_S, STARTING_PART = 60, 20, 0.2
 SIDES_S, SIDES_PART = 3, 0.01
 SETTING_UP = "warmup", "joining", "setup", "compile", "preflight"  # spans before the first step
+SLOWER_PART = 1.5  # of what a side's training takes longer than the other's: what its validation and warm-up may
 SETTING_UP_S = 0.5  # how much longer the record's side may set up, as it does where its model is larger
 CLOCKS_S = 2  # times of day are stated in whole seconds
 PAUSE_S = 10  # by which the time between two runs may exceed the race's median
 LAST_LINES = 10  # whose training losses are compared where a run was stopped
 STALL, NEIGHBOURS = 0.2, 20  # of the median of its neighbours: a busy machine makes steps uneven, but not so short
 TELLING_LINES, ALIKE_LINES = 8, 30  # fewer times agree by chance, and fewer losses tell nothing
-# Correlations of what two seeds made: honest losses have 0.44 at most where there are 100, up to so many lines apart,
-# and of so few that their errors are large up to 0.7
-ALIKE, ALIKE_ERRORS, ALIKE_OF_FEW, APART = 0.6, 5, 0.9, 8
+# Correlations of what two seeds made: honest losses have 0.5 at most where there are 100, and of so few that their
+# errors are large up to 0.7. They are compared up to so many lines apart, or a fourth of them
+ALIKE, ALIKE_ERRORS, ALIKE_OF_FEW, APART = 0.6, 5, 0.9, 50
 # Nats below ln(vocabulary) that rounding may bring to an untrained model; and a head of small random weights, which may
 # be the embedding too and so know a little of the tokens that it reads: 0.075 were seen
 KNOWS_NOTHING, KNOWS_LITTLE = 0.005, 0.3
@@ -114,6 +116,7 @@ _LOOK = re.compile(
     r"|\bos\.(?:exec|spawn|system|popen|putenv|posix)|sys\.(?:modules|path\b|set\w+)"
     r"|__(?:dict|globals|builtins|getattribute|subclasses|loader|spec|code|class)__|getattr\((?:torch|os|sys|time)\b"
     r"|\benviron\b(?!\.get\()|\b(?:time\.\w+|\w*perf_counter\w*|\w*monotonic\w*) = |torch\.\w+ = ", re.S)
+_LAYER = re.compile(r"-|(?=[^+])(?:c?(?P<window>[SLP])(?P<table>\d?))?(?P<mlp>M?)(?:\+\d+)?")  # parse_layers' grammar
 DATA_FLAGS = {"preset", "train_files", "train_shards"}
 _FILES = re.compile(r"^-{10,}\n# (\S+\.py)\n-{10,}\n", re.M)  # between files that a log holds behind one another
 MOST_CHARACTERS = 1 << 20  # of a source: its tree takes a thousand times the memory
@@ -223,6 +226,10 @@ def check_log(e):
                  ("start.target_val_loss", e.get("start.config.target_val_loss")),
                  ("start.config.run_id", run_id if raced else e.get("start.config.run_id")))
     e.digest("end.final_state_hash")
+    every = e.get("start.config.train_loss_every", NUMBER)
+    silent = [line.step for line in run.steps if every and not line.validation and line.train_loss is None
+              and line.step % every == 0]
+    demand(not silent, f"step {[*silent, 0][0]} states no train_loss, and by train_loss_every it does so every {every}")
     demand(moment(e.get("start.started", str)), f"it started at {e.get('start.started')[:40]!r}, which is no time")
     return "its lines, its description and the hash of its source agree"
 
@@ -231,8 +238,12 @@ def embedding_rows(e):
     """Rows of the embedding, filled up: what the number of parameters leaves for it, the head and the value tables. A
     log older than tables of n-grams has none."""
     layers, width = e.get("start.config.layers", str), e.get("start.config.model_dim", int)
-    tables = 2 + len(set(re.findall(r"\d", layers)))
-    matrices = 4 * len(re.findall("[SLP]", layers)) + 8 * layers.count("M")
+    words = [_LAYER.fullmatch(word) for word in layers.split()]
+    if None in words:
+        raise NotCheckable(f"start.config.layers is {layers[:40]!r}, no layers of {stats.SCRIPT}: what its parameters "
+                           "are cannot be told")
+    tables = 2 + len({word["table"] for word in words} - {None, ""})
+    matrices = sum(4 * bool(word["window"]) + 8 * bool(word["mlp"]) for word in words)
     ngrams = re.findall(r"\d:(\d{1,12}):(\d{1,12})", str(e.get("start.config", dict).get("ngrams", "")))
     rest = e.get("start.parameters", int) - matrices * width ** 2 - sum(int(rows) * int(wide) for rows, wide in ngrams)
     return int(rest / max(1, tables * width))
@@ -531,6 +542,9 @@ def check_accounts(runs, found, races):
             demand(public and isinstance(reason, stats.Mixed), str(reason))
             unknown.append(f"which runs are the record no log says ({reason})")
         demand(len(shards_read(of_side)) < 2, f"the runs of {side.name} did not all read the same data")
+        stated = {str(e.get("start.config", dict).get("train_loss_every")) for e in of_side if e.ours}
+        demand(len(stated) < 2, f"some runs of {side.name} state training losses at other steps (train_loss_every) "
+               "than its others, so that these cannot be compared")
         if which is None:
             unknown.append("no number of runs was declared: some may be left out")
         elif not declared:
@@ -599,12 +613,15 @@ def check_attempts(manifest, runs, here, remarks, unknown):
             continue
         remarks.append(f"{what}: {status}")
         last = log.steps[-1] if log and log.steps else None
-        others = [so_far for e in runs if last and e.race.side == attempt["side"]
-                  if (so_far := figures_at(e.run, last.step))]
-        for name, mine, theirs in zip(("train_time in s", "training loss"), last and figures_at(log, last.step) or (),
-                                      np.median(others, axis=0) if others else ()):
-            if mine > theirs:
-                text = f"{what}, {status} at step {last.step}: {name} {mine:.3f}, of those that count {theirs:.3f}"
+        counted = {e.race.run: so_far for e in runs if last and e.race.side == attempt["side"]
+                   if (so_far := figures_at(e.run, last.step))}
+        repeat = counted.get(str(attempt["run"])) if len(counted) > 1 else None
+        # Its repeat has its seed, and so its losses, on a GPU nearly; in their times they are any two runs
+        part = math.sqrt(2) * scipy.stats.t.isf(ALPHA, max(1, len(counted) - 1)), 1
+        for name, mine, theirs, more in zip(("train_time in s", "training loss"), figures_at(log, last.step), repeat,
+                                            np.std([*counted.values()], axis=0, ddof=1) * part) if repeat else ():
+            if mine > theirs + more:
+                text = f"{what}, {status} at step {last.step}: {name} {mine:.3f}, of its repeat {theirs:.3f}"
                 demand(status not in ("interrupted", "failed"),
                        f"{text}: who may stop bad runs chooses the figures; race anew")
                 unknown.append(text)
@@ -718,9 +735,13 @@ def check_wall(runs, races):
         raise NotCheckable(f"no {stats.MANIFEST} tells how long the runs took: race them with race.py" if not any(
             attempt_of(e, races) for e in runs) else "the race itself had ended before its runs did")
     for of_race in late.values():
-        medians = {side: np.median([lag for lag, _, of in of_race if of == side]) for *_, side in of_race}
-        told = ", ".join(f"{lag:.1f} s on side {side}" for side, lag in sorted(medians.items()))
-        demand(np.ptp([*medians.values()]) <= SIDES_S + SIDES_PART * max(of_race)[1],
+        sides = {side: [lag for lag, _, of in of_race if of == side] for side in sorted({of for *_, of in of_race})}
+        medians = {side: np.median(lags) for side, lags in sides.items()}
+        told = ", ".join(f"{lag:.1f} s on side {side}" for side, lag in medians.items())
+        # Of many sides one always stands out: each is held against all the others, and these are as many tests
+        certain = any(scipy.stats.ttest_ind(lags, [lag for lag, _, of in of_race if of != side]).pvalue
+                      < ALPHA / len(sides) for side, lags in sides.items() if len(lags) < len(of_race))
+        demand(np.ptp([*medians.values()]) <= SIDES_S + SIDES_PART * max(of_race)[1] or not certain,
                f"the race measured more than the runs' wall clocks by {told}: one side's clocks run slow")
     lags = [lag for of_race in late.values() for lag, *_ in of_race]
     return f"the race measured {min(lags):.1f} to {max(lags):.1f} s more than each run's wall clock, which starts later"
@@ -733,14 +754,14 @@ def check_copies(runs, models=()):
     seen, compared = {}, []
     for e in runs:
         marks, seed, end = [], e.ours and e.get("start.seed", int), e.run.end or {}
-        losses = tuple(step.train_loss for step in e.run.steps if step.train_loss is not None)
+        losses = {step.step: step.train_loss for step in e.run.steps if step.train_loss is not None}
         if e.ours:
             hashes = json.dumps([end.get(key) for key in ("final_state_hash", "state_hash", "validation_hash")])
             marks += [(seed, "state hash", digest) for digest in re.findall(f'"({SHA256.pattern})"', hashes)]
             if is_shuffled(e):
                 marks.append((seed, "digest of its tokens", e.train_digest()))
             if len(losses) >= TELLING_LINES:
-                marks.append((seed, "training loss at each step", losses))
+                marks.append((seed, "training loss at each step", tuple(losses.values())))
                 compared.append((e, seed, losses))
         if len(e.run.steps) >= TELLING_LINES:
             marks.append((e, f"time at each of {len(e.run.steps)} lines", tuple(step.time_ms for step in e.run.steps)))
@@ -769,25 +790,38 @@ def is_shuffled(e):
 def most_alike(compared):
     """(correlation, what it may be, run, run) of the losses that are most alike of two seeds, without what they share.
 
-    That is the descent, and, where all runs read the same batches in the same order, how hard each batch is: the mean
-    over the runs, of which there must then be three. compared: (run, seed, losses)."""
-    groups, best = defaultdict(list), (-1.0, ALIKE, None, None)
+    That is the descent, and, where the runs of a side read the same batches in the same order, how hard each batch is:
+    the mean over that side, of which there must then be three seeds. Turned over, reversed or moved they are a copy
+    too. compared: (run, seed, {step: loss})."""
+    sides, tables, best = defaultdict(list), defaultdict(list), (-1.0, ALIKE, None, None)
     for e, seed, losses in compared:
         if len(losses) >= ALIKE_LINES:
-            groups[len(losses), is_shuffled(e)].append((e.name, seed, losses))
-    for (steps, shuffled), group in groups.items():
-        names, seeds, table = map(np.array, zip(*group))
-        if not shuffled:
-            table = table - table.mean(axis=0)
-        rough = (table - scipy.ndimage.uniform_filter1d(table, 9))[:, 4 + (steps - 8) // 5:-4]  # steep at first
-        with np.errstate(invalid="ignore", divide="ignore"):
-            found = np.max([np.nan_to_num(np.corrcoef(rough[:, apart:], rough[:, :-apart or None])) for apart in
-                            range(APART + 1)], axis=0)[:len(names), len(names):]
+            sides[e.race and e.race[:2], is_shuffled(e), tuple(losses)].append((e.name, seed, [*losses.values()]))
+    for (_, shuffled, steps), side in sides.items():
+        names, seeds, values = zip(*side)
+        if shuffled or len(set(seeds)) > 2:
+            mean, less = (0, 0) if shuffled else (np.mean(values, axis=0), 1 / (len(side) - 1))
+            tables[steps] += zip(names, seeds, np.array(values) - mean, [less] * len(side))
+    for one, other in itertools.combinations_with_replacement(tables, 2):
+        _, *places = np.intersect1d(one, other, return_indices=True)
+        rows = [(*row[:2], row[2][place], row[3]) for steps, place in {one: places[0], other: places[1]}.items()
+                for row in tables[steps]]
+        if len(places[0]) < ALIKE_LINES:
+            continue
+        names, seeds, table, less = map(np.array, zip(*rows))
+        rough = table - scipy.ndimage.uniform_filter1d(table, 9)
+        rough = rough[:, 4 + (len(places[0]) - 8) // 5:-4]  # steep at first
+        width, found = rough.shape[1], np.full((len(rows), len(rows)), -1.0)
+        for apart, turned in itertools.product(range(min(APART, width // 4) + 1), (rough, rough[:, ::-1])):
+            with np.errstate(invalid="ignore", divide="ignore"):
+                alike = np.nan_to_num(np.corrcoef(turned[:, apart:], rough[:, :width - apart]))
+            alike = alike[:len(rows), len(rows):]
+            found = np.max([found, alike, -alike - np.maximum.outer(less, less)], axis=0)  # beside their own mean
         found[seeds[:, None] == seeds] = -1
-        limit = float(np.clip(ALIKE_ERRORS / math.sqrt(rough.shape[1]), ALIKE, ALIKE_OF_FEW))
-        one, other = np.unravel_index(np.argmax(found), found.shape)
-        if found[one, other] - limit > best[0] - best[1] and (shuffled or len(set(seeds)) > 2):
-            best = float(found[one, other]), limit, names[one], names[other]
+        limit = float(np.clip(ALIKE_ERRORS / math.sqrt(0.75 * width), ALIKE, ALIKE_OF_FEW))
+        first, second = np.unravel_index(np.argmax(found), found.shape)
+        if found[first, second] - limit > best[0] - best[1]:
+            best = float(found[first, second]), limit, *sorted((names[first], names[second]))
     return best
 
 
@@ -814,13 +848,20 @@ def check_loss(runs, given):
     return text
 
 
-def check_faster(runs, others, target):
+def check_faster(runs, others, target, races):
+    """No claim is shown by clocks that only the runs themselves have read, where a race would have read another."""
     report = claim(runs, others, target)
     found = report["comparison"]
     tested = found["paired_log"] if found["decides"] == "paired_log" else found
     text = (f"{report['time']['mean']:.3f} s against {found['other']['mean']:.3f} s: {stats.show_ratio(found)}, "
             f"p = {tested['p']:.4g} by the {tested['test']}")
     demand(found["significant"], f"{text}: not below {report['alpha']:g}")
+    alone = [e for e in runs + others if judged(check_stamps, e, races)[0] == UNKNOWN]
+    if alone:
+        text += (f"; but by the clocks of the runs alone: no race saw the steps of {len(alone)} of "
+                 f"{len(runs + others)} runs")
+    if any(e.ours for e in alone):
+        raise NotCheckable(text)
     return text
 
 
@@ -897,27 +938,43 @@ def check_interleaved(runs, others):
 
 
 def check_spans(runs, others):
-    """Is time that the record has off its clock on the other's? Validation counts by the call, hashing by its size;
-    other code may take longer to compile."""
-    sides, calls, shown = [], [], []
-    for side in runs, others:
-        calls.append([max(1, len(e.run.validations)) for e in side])
-        sizes = {"validation": calls[-1], "hashing": [e.get("start.parameters", int) / 1e6 for e in side]}
-        spans = [e.get("end.seconds_outside_clock", dict) for e in side]
-        spans = [{name: seconds for name, seconds in one.items() if is_number(seconds)} for one in spans]
-        sides.append({name: np.array([one.get(name, 0.0) for one in spans]) / sizes.get(name, 1)
-                      for name in {name for one in spans for name in one} - {"compile"}})
-    if min(map(len, calls)) < 2:
+    """Is time that the record has off its clock on the other's? Validation counts by the call, warm-up and hashing both
+    by their size and as a whole. A model whose training takes longer takes longer there too, and other code to compile.
+    """
+    sides, shown, doubts = (runs, others), [], []
+    if min(map(len, sides)) < 2:
         raise NotCheckable("fewer than two runs on a side")
-    for name in sorted({*sides[0], *sides[1]}):
-        mine, theirs = (side.get(name, np.zeros(len(of_side))) for side, of_side in zip(sides, calls))
-        per = {"validation": f" a call ({np.mean(calls[0]):.1f} and {np.mean(calls[1]):.1f} calls)",
-               "hashing": " a million parameters"}.get(name, "")
-        shown.append(f"{name} {mine.mean():.3f} s against {theirs.mean():.3f} s{per}")
-        certain = np.ptp(mine) == np.ptp(theirs) == 0 or stats.welch_t_less(theirs, mine).pvalue < 0.01
+
+    def spans(e):
+        return {name: s for name, s in e.get("end.seconds_outside_clock", dict).items() if is_number(s)}
+
+    def sizes(e):
+        warmup, parameters = e.get("start.config.warmup_steps", NUMBER), e.get("start.parameters", int)
+        return {"validation": max(1, len(e.run.validations)), "warmup": max(1, warmup), "hashing": parameters / 1e6}
+
+    def slower(of):
+        """By how much of the other side's time the record's side takes longer for one in training."""
+        mine, theirs = (np.mean([e.get("end.train_time_ms", NUMBER) / max(1, of(e)) for e in side]) for side in sides)
+        return max(0, mine / theirs - 1) if theirs > 0 else 0
+
+    slack = {"validation": slower(lambda e: e.planned()[1]), "warmup": slower(lambda e: e.planned()[0])}
+    calls = [np.mean([sizes(e)["validation"] for e in side]) for side in sides]
+    units = {"validation": f" a call ({calls[0]:.1f} and {calls[1]:.1f} calls)", "hashing": " a million parameters",
+             "warmup": " a step"}
+    for name in sorted({name for e in runs + others for name in spans(e)}):
+        whole = [np.array([spans(e).get(name, 0.0) for e in side]) for side in sides]
+        parts = [of_side / [sizes(e).get(name, 1) for e in side] for of_side, side in zip(whole, sides)]
+        shown.append(f"{name} {parts[0].mean():.3f} s against {parts[1].mean():.3f} s{units.get(name, '')}")
         more = SETTING_UP_S if name in SETTING_UP and name != "warmup" else UNNAMED_S
-        demand(mine.mean() <= 1.1 * theirs.mean() + more or not certain,
-               f"off its clock the record's side spends more: {shown[-1]}; what else is done there?")
+        if all(mine.mean() > (1.1 + SLOWER_PART * slack.get(name, 0)) * theirs.mean() + more
+               and (np.ptp(mine) == np.ptp(theirs) == 0 or stats.welch_t_less(theirs, mine).pvalue < 0.01)
+               for mine, theirs in ([parts] if name == "validation" else [parts, whole])):
+            text = f"off its clock the record's side spends more: {shown[-1]}; what else is done there?"
+            demand(name == "compile" and any(e.get("start.hardware", dict).get("gpus") or
+                                             e.get("start.config", dict).get("compile") == "on" for e in runs), text)
+            doubts.append(f"look at this: {text}")
+    if doubts:
+        raise NotCheckable("; ".join(doubts))
     return ", ".join(shown)
 
 
@@ -1031,7 +1088,7 @@ def verify(options, case=None):
     together("the same hardware on both sides", check_hardware, runs, others, lacks=no_others)
     together("the sides ran in turn", check_interleaved, runs, others, lacks=no_others)
     together("no more time off the clock than the other side", check_spans, runs, others, lacks=no_others)
-    together(FASTER, check_faster, runs, others, options.target, lacks=no_others)
+    together(FASTER, check_faster, runs, others, options.target, races, lacks=no_others)
     each("no validation document in training", distinct, lambda e: leaks.check_leaks(e, data), no_data)
     each("trained on the declared shards", everyone, lambda e: leaks.check_replay(e, data), no_data)
     found = examine_all(case)
@@ -1088,7 +1145,9 @@ def unseen(case):
     return ("No log shows a forgery in which losses, times, source and hashes are all made up to fit. These would: "
             f"--rerun with a model of each run, on your machine; and a run of your own by `{again}` for {e.name}: "
             "the same seed gives the same bytes (final_state_hash) on a CPU, and on a GPU a loss within the spread of "
-            "these. A source that answers from a table of the validation text passes --rerun: read what it reads."
+            "these. Nor does one show whether a whole race was run again until it pleased; for its seeds were then "
+            "chosen, and the same ones confirm it: race anew from a seed of your own (race.py ... -- --seed N). A "
+            "source that answers from a table of the validation text passes --rerun: read what it reads."
             + (unbound if case.models and examine.landlock() < 1 else ""))
 
 

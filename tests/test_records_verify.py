@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -324,6 +325,8 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
     "an odd average": (lambda log: edit_line(log, 3, "step_avg:", "step_avg:1.2."), (WHOLE,), "none that the script"),
     "a time of 400 digits": (lambda log: edit_line(log, 3, "train_time:", "train_time:" + "9" * 400),
                              (WHOLE, CLOCK), "none that the script"),
+    "a training loss left out": (lambda log: log.lines.__setitem__(7, log.lines[7].partition(" train_loss")[0]), WHOLE,
+                                 "step 6 states no train_loss"),
     "a run behind it": (lambda log: log.set("memory", log.memory + "\nstep:0/9 val_loss:1.0000 train_time:0ms"),
                         WHOLE, "none that the script writes"),
     "a line behind it": (lambda log: log.set("memory", log.memory + "\nerror: x\n" + log.lines[-1]),
@@ -1210,6 +1213,31 @@ def test_cheat_1_is_caught_by_the_walls_where_no_line_was_stamped(race, judge):
     fails_only((status, rules), WALL, "on side a", "one side's clocks run slow")
 
 
+@pytest.mark.parametrize("late, verdict", [(1, "pass"), (5, "fail")])
+def test_one_of_many_sides_stands_out_by_chance(race, judge, late, verdict):
+    """How long runs take to start differs by seconds on a busy machine, and so do the medians of eight sides."""
+    folder = race(3, "abcdefgh", lambda log, run, side: pace(log, lambda step, ms: step * (9 * run + ord(side))))
+    events, draw = read_manifest(folder), np.random.default_rng(1)
+    for event in events[2::2]:
+        event["seconds"] = event["seconds"] - 2 + draw.normal(5, 2.5) + (late if event["side"] == "c" else 0)
+    write_manifest(folder, events)
+    found, reason = judge(folder)[1][WALL]
+    assert found == verdict and (found == "pass" or "on side c" in reason), reason
+
+
+def test_cheat_1_no_claim_by_the_clocks_of_the_runs_alone(race, judge):
+    """They run slow by so little that the walls may hide it, and what the race saw is left out."""
+    def change(log, run, side):
+        scale_clock(log, 10 + 0.1 * run + 2 * (side == "b"))
+    folder = race(4, "ab", change, lambda side: 1 / 0.85 if side == "a" else 1)
+    for path in folder.glob("*.steps.json"):
+        path.unlink()
+    verdict, reason = judge(folder)[1][verify.FASTER]
+    assert verdict == "not checkable" and "by the clocks of the runs alone: no race saw the steps of 8 of 8 runs" in reason
+    shutil.rmtree(folder)
+    assert judge(race(4, "ab", change))[1][verify.FASTER][0] == "pass"
+
+
 @pytest.mark.parametrize("jitter, verdict", [(0.03, "pass"), (0, "pass")])
 def test_lines_that_are_seen_a_little_late_are_honest(race, judge, jitter, verdict):
     folder, draw = race(2, change=lambda log, run, side: scale_clock(log, 5)), np.random.default_rng(0)
@@ -1349,6 +1377,42 @@ def test_cheat_2_time_hidden_under_no_name_or_another(race, judge, tmp_path):
     fails_only(judge(race(4, "ab", renamed)), COMPARED[2], "validation 0.40", "calls", "what else is done there?")
 
 
+def with_spans(log, run, seconds, **spans):
+    """As if it had trained for so long, with these seconds off its clock."""
+    scale_clock(log, seconds + 0.01 * run)
+    log.end["seconds_outside_clock"].update({name: s + 0.001 * run for name, s in spans.items()})
+    log.end["wall_seconds"] = sum(log.end["seconds_outside_clock"].values()) + log.end["train_time_ms"] / 1000
+
+
+@pytest.mark.parametrize("gpus, compiler, verdict", [(None, "auto", "fail"), (None, "on", "not checkable"), (["x"], "auto", "not checkable")])
+def test_cheat_2_time_hidden_under_the_name_of_compiling(race, judge, gpus, compiler, verdict):
+    def hide(log, run, side):
+        with_spans(log, run, 10 + 2 * (side == "b"), compile=2.0 * (side == "a"))
+        log.set("start.config.compile", compiler).set("start.hardware.gpus", gpus)
+    found, reason = judge(race(4, "ab", hide))[1][COMPARED[2]]
+    assert found == verdict and "compile 2.00" in reason and "what else is done there?" in reason
+
+
+@pytest.mark.parametrize("seconds, steps, spans, fails", [
+    (30, 3, {"validation": 3.0, "warmup": 3.0}, ""),  # a model three times as large
+    (30, 3, {"validation": 3.0, "warmup": 8.0}, "warmup 2.6"),
+    (30, 3, {"validation": 9.0, "warmup": 3.0}, "validation 2.2"),
+    (10, 6, {"validation": 1.0, "warmup": 1.9}, ""),  # twice the steps of warm-up
+    (10, 1, {"validation": 1.0, "warmup": 0.8}, ""),  # a third of them, and the first one takes longest
+    (10, 3, {"validation": 1.0, "warmup": 1.9}, "warmup 0.6"),
+    (10, 3, {"validation": 1.0, "warmup": 1.0, "hashing": 0.4}, ""),
+    (10, 3, {"validation": 1.0, "warmup": 1.0, "hashing": 0.9}, "hashing"),
+])
+def test_what_a_larger_model_spends_off_its_clock_is_honest(race, judge, seconds, steps, spans, fails):
+    def change(log, run, side):
+        mine = side == "a"
+        with_spans(log, run, seconds if mine else 10, **(spans if mine else {"validation": 1.0, "warmup": 1.0, "hashing": 0.5}))
+        log.set("start.config.warmup_steps", steps if mine else 3)
+        log.set("start.parameters", log.start["parameters"] * (1 if mine else 2))  # with less to hash
+    verdict, reason = judge(race(4, "ab", change))[1][COMPARED[2]]
+    assert (verdict, fails in reason) == ("fail" if fails else "pass", True), reason
+
+
 def test_cheat_3_one_model_of_many(race, honest, data, tmp_path, capsys, forked):
     """Two good models are shown, and nothing is said of the others."""
     folder = race()
@@ -1391,6 +1455,19 @@ def test_tables_of_ngrams_are_no_rows_of_the_embedding(race, judge, tmp_path):
     assert judge(race(change=with_tables))[1][FROM_SEED][0] == "pass"
 
 
+@pytest.mark.parametrize("preset", train_gpt.PRESETS)
+@pytest.mark.parametrize("depth", [0, 1, 4, 12])
+def test_the_rows_of_the_embedding_are_those_of_the_model(preset, depth):
+    """Of a description alone: not every digit in layers is a table."""
+    _, config = train_gpt.parse_config(["--preset", preset, *(["--depth", str(depth)] if depth else [])], "laptop")
+    encoding = train_gpt.Encoding(*((257, 256) if preset == "laptop" else (50257, 50256)))
+    with torch.device("meta"):
+        model = train_gpt.build_model(replace(config, dtype="float32"), encoding)
+    start = {"config": asdict(config), "parameters": sum(p.numel() for p in model.parameters())}
+    rows = verify.embedding_rows(verify.Evidence(logs.Run("r", start=start)))
+    assert rows // 128 * 128 == len(model.embed.weight) and (rows in verify.GPT2_VOCAB) == (preset != "laptop")
+
+
 def test_cheat_4_weights_that_were_trained_before(race, train, judge, rerun, tmp_path):
     def knows(log, run, side):
         log.lines[0] = re.sub(r"(?<=val_loss:)\S+", "3.9000", log.lines[0])
@@ -1425,31 +1502,67 @@ def test_cheat_5_trained_on_validation(train, judge, data, tmp_path):
     assert judge(train(num_steps=4, micro_batches=2), "--data", data)[1][REPLAY][0] == "pass"
 
 
-@pytest.mark.parametrize("noise, word, late", [
-    (0, "the same training loss at each step", 0), (0.002, "correlation", 0), (0.05, "correlation", 0), (0.002, "correlation", 3)])
+def with_losses(log, run, losses):
+    """As if the log's run had made so many steps, of these training losses."""
+    steps = len(losses)
+    log.lines[:] = [log.lines[0].replace("/12 ", f"/{steps} ")] + [
+        f"step:{i}/{steps} train_time:{100 * i + 2 * run}ms step_avg:{100 + 2 * run / i:.2f}ms train_loss:"
+        f"{4.852 if i == 1 else losses[i - 1]:.4f}" for i in range(1, steps + 1)] + [
+        re.sub(r"^step:12/12", f"step:{steps}/{steps}", log.lines[-1])]
+    log.lines[-1] = re.sub(r"train_time:\S+ step_avg:\S+", f"train_time:{100 * steps + 2 * run}ms step_avg:"
+                           f"{100 + 2 * run / steps:.2f}ms", log.lines[-1])
+    log.set("start.config.num_steps", steps).set("end.steps", steps)
+    log.set("end.train_tokens", steps * 8 * 48).set("start.planned", {"steps": steps, "train_tokens": steps * 8 * 48})
+    log.set("end.train_digest", f"{run:064x}")
+    log.end["wall_seconds"] += (100 * steps + 2 * run - log.end["train_time_ms"]) / 1000
+    log.end["train_time_ms"] = 100.0 * steps + 2 * run
+
+
+@pytest.mark.parametrize("noise, word, turn", [
+    (0, "the same training loss at each step", None), (0.002, "correlation", None), (0.05, "correlation", None),
+    (0.002, "correlation", lambda own: np.roll(own, 3)), (0.002, "correlation", lambda own: np.roll(own, 12)),
+    (0.002, "correlation", lambda own: own[::-1]), (0.002, "correlation", lambda own: -own)])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_cheat_6_a_run_cloned_under_another_seed(race, judge, noise, word, late, shuffle):
-    """Run 3 is run 1 with other times and hashes and, so that it does not show, other last digits of its losses."""
-    def change(log, run, side, steps=100, clone=True):
-        draw, order = np.random.default_rng(5), np.random.default_rng(1 if run == 3 and clone else run)
+def test_cheat_6_a_run_cloned_under_another_seed(race, judge, noise, word, turn, shuffle):
+    """Run 3 is run 1 with other times and hashes and, so that it does not show, other last digits of its losses, or
+    with what goes up and down in them moved, reversed or turned over."""
+    def change(log, run, side, clone=True):
+        clone, steps = clone and run == 3, 100
+        draw, order = np.random.default_rng(5), np.random.default_rng(1 if clone else run)
         batches, own, small = draw.normal(0, 0.5, steps), order.normal(0, 0.1, steps), np.random.default_rng(run)
-        own = np.roll(own, late * (run == 3 and clone))
-        losses = 4 + (0 if shuffle else batches) + own + (small.normal(0, noise, steps) if clone else 0)
-        log.lines[:] = [log.lines[0].replace("/12 ", f"/{steps} ")] + [
-            f"step:{i}/{steps} train_time:{100 * i + 2 * run}ms step_avg:{100 + 2 * run / i:.2f}ms train_loss:"
-            f"{4.852 if i == 1 else losses[i - 1]:.4f}" for i in range(1, steps + 1)] + [
-            re.sub(r"^step:12/12", f"step:{steps}/{steps}", log.lines[-1])]
-        log.lines[-1] = re.sub(r"train_time:\S+ step_avg:\S+", f"train_time:{100 * steps + 2 * run}ms step_avg:"
-                               f"{100 + 2 * run / steps:.2f}ms", log.lines[-1])
-        log.set("start.config.num_steps", steps).set("end.steps", steps).set("start.config.shuffle", shuffle)
-        log.set("end.train_tokens", steps * 8 * 48).set("start.planned", {"steps": steps, "train_tokens": steps * 8 * 48})
-        log.set("end.train_digest", f"{run:064x}")
-        log.end["wall_seconds"] += (100 * steps + 2 * run - log.end["train_time_ms"]) / 1000
-        log.end["train_time_ms"] = 100.0 * steps + 2 * run
-    folder = race(5, change=change)
+        own = turn(own) if turn and clone else own
+        with_losses(log, run, 4 + (0 if shuffle else batches) + own + small.normal(0, noise, steps))
+        log.set("start.config.shuffle", shuffle)
+    folder = race(9, change=change)
     fails_only(judge(folder), COPIES, "1a.txt and 3a.txt" if not noise else "1a.txt", word)
     shutil.rmtree(folder)
-    assert judge(race(5, change=lambda log, run, side: change(log, run, side, clone=False)))[0] == 0
+    assert judge(race(9, change=lambda log, run, side: change(log, run, side, clone=False)))[0] == 0
+
+
+def test_cheat_6_losses_left_out_so_that_none_compares(race, judge):
+    def silence(log, run, side):
+        log.set("start.config.train_loss_every", int(run != 2))
+        log.lines = [line.partition(" train_loss")[0] if run == 2 else line for line in log.lines]
+    fails_only(judge(race(change=silence)), ACCOUNTS, "side a", "other steps")
+
+
+def test_cheat_6_a_run_of_the_other_side_though_that_is_longer(race, judge):
+    def change(log, run, side):
+        own = np.random.default_rng(1 if f"{run}{side}" == "3b" else [run, ord(side)]).normal(0, 0.1, 120)
+        with_losses(log, run * (11 if side == "b" else 1), 4 + (np.random.default_rng(1).normal(0, 0.1, 120)[:100] if f"{run}{side}" == "1a" else
+                                   own[:100 if side == "a" else 120]))
+        log.set("start.config.shuffle", True).set("end.train_digest", f"{run:063x}{side}")
+    verdict, reason = judge(race(4, "ab", change))[1][COPIES]
+    assert verdict == "fail" and "1a.txt and 3b.txt have other seeds" in reason
+
+
+def test_sides_that_read_other_batches_are_no_copies(race, judge):
+    """Of one side all runs read the same ones, so that what is hard goes up and down in all of them."""
+    def change(log, run, side):
+        batches, own = np.random.default_rng(ord(side)), np.random.default_rng([run, ord(side)])
+        with_losses(log, run * (11 if side == "b" else 1), 4 + batches.normal(0, 0.5, 100) + own.normal(0, 0.1, 100))
+        log.set("end.train_digest", f"{ord(side):064x}")
+    assert judge(race(3, "ab", change))[1][COPIES][0] == "pass"
 
 
 def test_cheat_6_the_same_tokens_though_they_are_shuffled_by_seed(race, judge):
@@ -1535,17 +1648,16 @@ def interrupted(folder, factor):
     (folder / "2a_first.txt").write_text(text.split("step:9/12 ")[0] + "error: interrupted\n")
 
 
-def test_cheat_10_slow_runs_rolled_again(race, judge, tmp_path):
+@pytest.mark.parametrize("factor, status", [(1.5, 1), (1.1, 0), (0.5, 0)])
+def test_cheat_10_slow_runs_rolled_again(race, judge, factor, status):
+    """A run that was stopped is no finding because it was a little slower than the others, as every second one is."""
     folder = race()
-    interrupted(folder, 1.5)
-    fails_only(judge(folder), ACCOUNTS, "interrupted at step 8: train_time")
-    interrupted(folder, 0.5)  # it lost by stopping that one, and nothing is said against it but its name
-    (folder / "race.jsonl").write_text((folder / "race.jsonl").read_text())
-    shutil.rmtree(folder)
-    folder = race()
-    interrupted(folder, 0.5)
-    status, rules = judge(folder)
-    assert status == 0 and "2a_first: interrupted" in rules[ACCOUNTS][1]
+    interrupted(folder, factor)
+    outcome = judge(folder)
+    if status:
+        fails_only(outcome, ACCOUNTS, "2a_first, interrupted at step 8: train_time", "of its repeat")
+    else:
+        assert outcome[0] == 0 and "2a_first: interrupted" in outcome[1][ACCOUNTS][1]
 
 
 def test_cheat_10_starts_and_times_that_are_missing(race, judge):
@@ -1634,7 +1746,8 @@ def test_cheat_12_a_consistent_forgery_is_told_of_in_the_last_line(race, capsys)
     folder = race()
     assert verify.main([str(folder)]) == 0
     last = " ".join(capsys.readouterr().out.rpartition("\n\n")[2].split())
-    for word in ("all made up", "--rerun", "torchrun --nproc_per_node=1 train_gpt.py", "--seed 1", "same bytes", "spread", "a table of the validation text passes --rerun"):
+    for word in ("all made up", "--rerun", "torchrun --nproc_per_node=1 train_gpt.py", "--seed 1", "same bytes", "spread", "a table of the validation text passes --rerun",
+                 "race anew from a seed of your own (race.py ... -- --seed N)"):
         assert word in last
 
 
