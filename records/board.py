@@ -54,7 +54,7 @@ LONGEST_DIFF = 60  # lines
 LONGEST_LABEL = 20  # characters of a value that names a side
 CONTEXT = 1  # lines around each difference
 # What differs between any two runs, the race's own notes, and of the first host what the run states of itself
-INCIDENTAL = re.compile(r"(?:config\.|hosts\.\d+\.)?(?:run_id|started|seed|race|log_dir|source_sha256|git\.|"
+INCIDENTAL = re.compile(r"(?:config\.|hosts\.\d+\.)?(?:run_id|started|seed|race|launch|log_dir|source_sha256|git\.|"
                         r"environment\.TORCHELASTIC_)|hosts\.0\.(?!ranks)")
 SEPARATOR = logs.SEPARATOR.decode()
 # A path from the root, of two folders at least, that is no part of a longer word or of an address

@@ -460,9 +460,27 @@ def foresee(race):
             return run
 
 
+def again(manifest):
+    """The command that goes on with a race."""
+    words = [sys.executable, __file__, "--resume", str(manifest.path)]
+    for version in manifest.race["sides"].values():
+        if "folder" in version:
+            words += ["--vs", version["folder"], "--cmd", shlex.join(version["flags"])]
+    return shlex.join(words)
+
+
+def check_resumed(manifest, vs, words):
+    """CannotRace unless the command that a race runs besides ours, which may be a stranger's, is named again."""
+    theirs = [version for version in manifest.race["sides"].values() if "folder" in version]
+    if not theirs and words:
+        raise CannotRace(f"{manifest.path} has no side of another project; leave out --vs and --cmd")
+    if theirs and (vs, words) != ([theirs[0]["folder"]], theirs[0]["flags"]):
+        raise CannotRace(f"this race runs a command of its own; if you want that: {again(manifest)}")
+
+
 def run_all(manifest, where, lock):
     """Runs what is not done yet. Returns the exit status."""
-    race, how = manifest.race, f"{sys.executable} {__file__} --resume {manifest.path}"
+    race, how = manifest.race, again(manifest)
     looks, each = race.get("until_decided") is True, len(race["sides"])
     todo = [which for which in order(race["n"], race["sides"]) if which not in manifest.done()]
     report = so_far(manifest)
@@ -542,8 +560,10 @@ def parse(arguments):
     options = parser.parse_args(words)
     if options.flags:
         parser.error(f"{options.flags[0]!r} stands alone; write flags for {SCRIPT} behind --")
-    if options.resume and (options.n or options.vs or options.cmd or options.max_n or options.until_decided or flags):
-        parser.error("--resume takes everything from the manifest; leave the rest out")
+    if options.resume and (options.n or options.vs and not options.cmd or options.max_n or options.until_decided
+                           or flags):
+        parser.error("--resume takes everything from the manifest, but for another project's --vs and --cmd; leave the "
+                     "rest out")
     if options.cmd and len(options.vs) != 1:
         parser.error(f"--cmd wants one --vs, the folder that it is run in, and --vs is given {len(options.vs)} times")
     if len(options.vs) > 25 or options.until_decided and len(options.vs) > 1:
@@ -575,6 +595,7 @@ def main(arguments=None):
                 if manifest.cut is not None:
                     say(f"{path}: the last line ends in the middle, and is left out")
                     os.truncate(path, manifest.cut)
+                check_resumed(manifest, options.vs, split_flags(options.cmd or ""))
                 settle(manifest)
             else:
                 manifest = new_race(options)

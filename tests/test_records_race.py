@@ -218,6 +218,18 @@ def test_another_project_s_script_that_leaves_no_run_stops_the_race(repo, theirs
     assert says.format(theirs=theirs) in shown and ("no step" in shown) == ("steps" in mood) and "run 1b failed (above is why)" in shown
 
 
+def test_a_race_without_a_side_of_ours_is_none(repo, theirs, capsys):
+    assert race.main(["-n", "2", *against("'no log'")]) == 1
+    path = only_race(repo)[0] / "race.jsonl"
+    first, _, rest = path.read_text().partition("\n")
+    event = json.loads(first)
+    del event["race"]["sides"]["a"]
+    event["race"]["order"] = event["race"]["order"][::2]
+    path.write_text(json.dumps(event) + "\n")
+    assert race.main(["--resume", str(path), *against("'no log'")]) == 2
+    assert "no side of it is of this project; race.py makes no such race" in capsys.readouterr().err
+
+
 def test_another_project_s_script_is_interrupted_with_the_race_and_goes_on(repo, theirs, capsys):
     def interrupt():
         wait_until(lambda: list(theirs.glob("logs/*-*.txt")))
@@ -228,10 +240,16 @@ def test_another_project_s_script_is_interrupted_with_the_race_and_goes_on(repo,
     assert events[-1]["status"] == "interrupted" and events[-1]["exit"] == -signal.SIGINT
     assert "run 1b was interrupted; 1 of 4 runs are done" in capsys.readouterr().out
     (theirs / "awake").touch()
-    assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
+    resume = ["--resume", str(folder / "race.jsonl")]
+    for words in ([], against("fails"), ["--vs", "..", *against("sleepy")[2:]]):  # the file may be a stranger's
+        assert race.main([*resume, *words]) == 2
+        said = capsys.readouterr().err
+        assert "this race runs a command of its own; if" in said and said.endswith("their_gpt.py sleepy'\n"), said
+    assert len(only_race(repo)[2]) == len(events)
+    assert race.main([*resume, *against("sleepy")]) == 0
     assert [f"{run}{side}" for run, side, _ in starts(only_race(repo)[2])] == ["1a", "1b", "1b", "2b", "2a"]
     (theirs / "their_gpt.py").write_text(THEIRS + "# faster")
-    assert race.main(["--resume", str(folder / "race.jsonl")]) == 2
+    assert race.main([*resume, *against("sleepy")]) == 2
     assert "train_gpt.py of side b has changed" in capsys.readouterr().err
 
 
@@ -575,7 +593,7 @@ def test_what_cannot_be_raced_is_one_line_and_starts_nothing(repo, capsys, argum
 @pytest.mark.parametrize("arguments, word", [
     (["-n", "0"], "at least 1"), ([], "at least 1"), (["-n", "1", "x"], "behind --"),
     (["-n", "1", "--resume", "x"], "leave the rest out"), (["--until-decided"], "wants --max-n"),
-    (["-n", "1", "--cmd", "./run.sh"], "--cmd wants one --vs"), (["--resume", "x", "--cmd", "y"], "leave the rest out"),
+    (["-n", "1", "--cmd", "./run.sh"], "--cmd wants one --vs"), (["--resume", "x", "--vs", "y"], "leave the rest out"),
     (["--max-n", "3"], "--until-decided wants"), (["-n", "2", "--max-n", "3", "--until-decided"], "no -n"),
     (["--until-decided", "--max-n", "1"], "at least 2"), (["-n", "2", "--alpha", "0.6"], "less than 0.5")])
 def test_usage(capsys, arguments, word):
