@@ -10,6 +10,7 @@ import json
 import os
 import re
 import resource
+import runpy
 import signal
 import struct
 import subprocess
@@ -639,3 +640,33 @@ def test_hosts_of_other_data_are_an_error_that_names_the_shard(one, tmp_path, di
 def test_what_other_ranks_say_holds_nothing_that_a_terminal_would_obey(capsys):
     train_gpt.complain(None, 0, "rank 1 failed: the shard \033[31mwent\a away")
     assert capsys.readouterr().err == "train_gpt.py: rank 0: error: rank 1 failed: the shard \\x1b[31mwent\\x07 away\n"
+
+
+def described(comm):
+    """What the log says of the hosts where each rank has one of its own."""
+    machine = {"source_sha256": "s", "versions": {"torch": "2"}, "hardware": {"cpu": f"a CPU of {comm.rank % 2}"}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt.socket, "gethostname", lambda: f"host {comm.rank % 2}")
+        return [(host["ranks"], host["hardware"]["cpu"]) for host in train_gpt.describe_hosts(comm, machine)]
+
+
+def test_each_host_is_described_by_a_rank_of_its_own(on_ranks):
+    assert on_ranks(4, described) == [[([0, 2], "a CPU of 0"), ([1, 3], "a CPU of 1")]] * 4
+
+
+def test_the_script_hears_what_asks_it_to_end(monkeypatch):
+    """Handlers as the script itself sets them; under nohup SIGHUP stays ignored."""
+    numbers = signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *numbers)}
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--help"])
+    try:
+        for hangup, heard in ((signal.SIG_DFL, numbers), (signal.SIG_IGN, numbers[:2])):
+            for number in numbers:
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGHUP, hangup)
+            with pytest.raises(SystemExit):
+                runpy.run_path(train_gpt.__file__, run_name="__main__")
+            assert [n for n in numbers if getattr(signal.getsignal(n), "__name__", "") == "hear"] == [*heard]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -265,6 +265,30 @@ def test_a_shard_that_is_replaced_during_the_run_is_noticed_when_it_is_loaded(tm
     assert len(read(train_gpt.Stream(shards, tiny))) == 10
 
 
+def hashing(comm, pattern):
+    """What each of two ranks of a host does while shards are hashed."""
+    done, all_json = [], comm.all_json
+
+    def file_sha256(path):
+        done.append(path.name)
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    comm.all_json = lambda mine: done.append("meet") or all_json(mine)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt, "file_sha256", file_sha256)
+        shards = train_gpt.with_digests(train_gpt.find_shards(pattern), comm, comm.rank, comm.ranks)
+    return done[done.index("meet", 1) + 1:], [shard.sha256 for shard in shards]
+
+
+def test_ranks_share_out_the_hashing_and_meet_after_each_shard(tmp_path, on_ranks):
+    """All by one rank would keep the others waiting for as long as all take, beyond a collective's patience."""
+    for i in range(5):
+        write_shard(tmp_path / f"t_{i}.bin", some_documents(i, 300))
+    (first, digests), (second, same) = on_ranks(2, hashing, str(tmp_path / "t_*.bin"))
+    assert first == ["t_0.bin", "meet", "t_2.bin", "meet", "t_4.bin", "meet"]
+    assert second == ["t_1.bin", "meet", "t_3.bin", "meet", "meet"]
+    assert digests == same == [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(tmp_path.glob("t_*.bin"))]
+
+
 def test_running_out_names_the_shards_and_what_they_hold(tmp_path, tiny):
     stream = make_stream(tmp_path, tiny)
     with pytest.raises(train_gpt.RunError, match=r"ran out: 2 shard\(s\) like .*t_0\.bin hold 6000 tokens"):
