@@ -144,7 +144,7 @@ class Config(SyncSettings, StageValues):
     """Every value that decides a run. The defaults are record 44, to the letter."""
 
     seed: int = option(0, "of the initial parameters and of the order of shuffled documents", least=0, most=2 ** 63 - 1)
-    target_val_loss: float = option(3.28, "what the run is to reach, in nats a token (0: nothing is judged)", least=0)
+    target_val_loss: float = option(3.28, "what the run is to reach, in nats per token (0: nothing is judged)", least=0)
 
     # data
     train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "relative paths start at this script's folder")
@@ -161,12 +161,13 @@ class Config(SyncSettings, StageValues):
     val_every: int = option(250, "steps between validations; there is one at the end in any case", least=0)
 
     # model
-    layers: str = option("- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M", "a word a layer: S or L, attention with "
+    layers: str = option("- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M", "a word per layer: S or L, attention with "
                          "the short or the long window, P, with the short one over pairs of heads; a digit, the value "
                          "table mixed in; M, an MLP; -, nothing; +N, before it some of layer N's output is taken in; c "
                          "in front, its attention reads backout_layer's output")
-    ngrams: str = option("", "tables of the last tokens together, added to the stream where it begins: a word a table, "
-                         "N:ROWS:WIDTH, like 2:16384:64 3:32768:64. With fewer rows than n-grams these share them")
+    ngrams: str = option("", "tables of the last tokens together, added to the stream where it begins: a word per "
+                         "table, N:ROWS:WIDTH, like 2:16384:64 3:32768:64. With fewer rows than n-grams these "
+                         "share them")
     ngram_mix: float = option(0.0, "first weight of the tables' vectors in the input of each layer, which learns its "
                               "own (0: they are added once)", least=0)
     model_dim: int = option(768, "width of the residual stream")
@@ -237,7 +238,7 @@ class Config(SyncSettings, StageValues):
     muon_momentum_fall: int = option(50, "steps of the fall, at the end of the run", least=0)
     muon_beta2: float = option(0.95, "memory of the second moment of the orthogonal update", least=0, below=1)
     muon_qk_heads: int = option(0, "heads whose queries, or keys, NorMuon takes as one matrix, with a second moment a "
-                                "column; values and outputs then have one a row. 0: all, columns", least=0)
+                                "column; values and outputs then have one per row. 0: all, columns", least=0)
     fc_lr_mul: float = option(2.0, "the MLP's first matrix learns faster", least=0)
     proj_lr_mul: float = option(1.0, "of the MLP's second matrix", least=0)
     attn_lr_mul: float = option(1.0, "of attention's matrices", least=0)
@@ -282,7 +283,10 @@ class Config(SyncSettings, StageValues):
 PRESETS = {
     # by bench/dry_gpu such gathers take 0.7 ms off a step; parameters that are read between steps want them finished
     "speedrun": Config(overlap_param_gather=True, walk="forward"),
-    # record 80 of the public speedrun, to the letter but for how n-grams share rows; see bench/public_record.py
+    # record 80 of the public speedrun, to the letter but for how n-grams share rows; see bench/public_record.py. What
+    # came after it, to 1,285 steps in record 89, is left out, since only the whole has shown that its steps suffice:
+    # exclude_self (82), n-grams 15 vocabularies long and 192 wide (83), MUDD and its gates (81, 85), a target of
+    # prefixes (88), and the MLP's products in fp8 (84, 89)
     "frontier": Config(
         # without the record's first layer, which does nothing; attention of the last ones reads backout_layer's output
         layers="PM S0M P1M LM SM PM M+3 SM cS2M cP3M cL4M", backout_layer=7, value_gates=True, skip_gates=True,
@@ -1104,7 +1108,7 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 def rotary_frequencies(head_dim: int) -> Tensor:
-    """Radians a token, [head_dim / 2]: a quarter of the head turns, slower and slower, down to one in 1,024; another
+    """Radians per token, [head_dim / 2]: a quarter of the head turns, slower and slower, down to one in 1,024; another
     quarter stands still."""
     turning = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4)
     return torch.cat([turning, torch.zeros(head_dim // 4)])
@@ -1324,6 +1328,8 @@ class Attention(nn.Module):
         return opening[..., None] * values.view(*opening.shape, -1)
 
 class MLP(nn.Module):
+    """fc [dim, 4 dim], proj [dim, 4 dim]: x [T, dim] -> relu(x @ fc) ** 2 @ proj.T. kernels: by Triton, on GPUs."""
+
     def __init__(self, dim: int):
         super().__init__()
         self.fc = nn.Parameter(uniform(dim, 4 * dim, dim))
@@ -1338,6 +1344,8 @@ class MLP(nn.Module):
         return F.linear(h.relu() * h, proj)  # relu squared; square() by itself is slow on CPUs
 
 class Block(nn.Module):
+    """One layer: attention and MLP, each if the layer has it, add to the stream what they make of its norm."""
+
     def __init__(self, config: Config, layer: Layer):
         super().__init__()
         self.attn = Attention(config, layer) if layer.window else None
@@ -1442,6 +1450,8 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
         return (grad * grad_z * z * (cap - z) / (cap * softness)).to(x.dtype), None, None, None
 
 class Head(nn.Module):
+    """The stream after the last layer -> logits, and their loss. weight [V, dim], V the padded vocabulary."""
+
     def __init__(self, vocab: int, dim: int, dtype: torch.dtype, fp8: bool, softcap: Softcap, init: float = 0.0):
         """init: standard deviation of the first weights."""
         super().__init__()
@@ -1570,6 +1580,7 @@ class GPT(nn.Module):
         self.tied = tied
 
     def masks(self, x: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
+        """Tokens x [T] -> what each kind of attention may see, by the letter of `layers`; see attend."""
         docs, counted, self.counted = (x == self.bos_id).cumsum(0), self.counted, None  # of this sequence alone
 
         def make(docs: Tensor, window: int) -> Mask:
@@ -1952,10 +1963,10 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 class RowBucket(Bucket):
     """Tables of which a step reads few rows: these alone travel and are updated; see Adam.rows.
 
-    what travels             from -> to                it starts
-    a bit a row: is it read  each rank -> all          when rows are announced, before forward; or with their gradients
-    rows' gradients          each rank -> rows' owner  when the last gradient has come
-    their new values         rows' owner -> all        after their update
+    what travels                from -> to                it starts
+    a bit per row: read or not  each rank -> all          when rows are announced, before forward; or with gradients
+    rows' gradients             each rank -> rows' owner  when the last gradient has come
+    their new values            rows' owner -> all        after their update
 
     Where exact mode sums several steps these are all rows. Rows are numbered through the bucket's tables.
     """
@@ -2023,6 +2034,8 @@ class RowBucket(Bucket):
         return sums
 
     def start_reduce(self, comm: Comm, exact: bool) -> None:
+        """Send each row's gradients to its owner; when self.reducing was waited for, the sums of this rank's rows that
+        any rank read are there by set_grads. RunError if a gradient is of a row that was not announced."""
         grads = []  # of rows that may come more than once, in numbers of the bucket's
         for place in self.params:
             waiting = [tree_sum([x.coalesce() for x in place.waiting])] if exact else place.waiting
@@ -2048,6 +2061,7 @@ class RowBucket(Bucket):
         self.reducing = HandleGroup(comm.exchange(sent, arriving), then=add_up)
 
     def add_pending(self, due: bool) -> None:
+        """As Bucket's, over all rows."""
         if not due or "pending" in self.state:  # sums of several steps are of all rows
             grads = torch.zeros_like(self.param_shard, dtype=self.grad_data.dtype)
             grads[self.touched] = self.grad_shard
@@ -2066,6 +2080,7 @@ class RowBucket(Bucket):
             whole[self.touched] = torch.where(moved, new, old)
 
     def start_gather(self, comm: Comm) -> None:
+        """Send the rows that any rank read; all, after sums of several steps."""
         if self.read_by_any is None or comm.ranks == 1:
             return super().start_gather(comm)
         rows = self.numbers(self.read_by_any)
@@ -2810,8 +2825,8 @@ def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = Fal
 @torch.no_grad()
 def validate(model: GPT, sequences: np.ndarray, windows: Windows, comm: Comm, device: torch.device,
              ends: Callable[[], bool] = bool) -> tuple[float, int] | None:
-    """(mean loss in nats a token, tokens scored) over sequences int32 [n, length + 1], shared out over the ranks; None
-    on all ranks, where it `ends` early for any (bool: for none). They ask one another before every fourth sequence.
+    """(mean loss in nats per token, tokens scored) over sequences int32 [n, length + 1], shared out over the ranks;
+    None on all ranks, where it `ends` early for any (bool: for none). They ask one another before every fourth one.
 
     Each sequence's loss has a place of its own, so the mean does not depend on the number of ranks.
     """
@@ -2891,7 +2906,7 @@ class TrainLosses:
             if summed[-1]:
                 self.save_at[done + self.LAG] = summed[-1].item() >= Notices.END
             loss, line = None, f"step:{done}/{self.config.num_steps} {times(train_time, done)}"
-            if self.is_logged(done):  # in nats a token
+            if self.is_logged(done):  # in nats per token
                 tokens = plan.micro_batches * plan.micro_batch_tokens
                 loss = summed[:-1].sum(dtype=torch.float64).item() / tokens
                 line += f" train_loss:{loss:.4f}"
