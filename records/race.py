@@ -390,8 +390,8 @@ def so_far(manifest):
     return stats.so_far(sides, manifest.race["alpha"]) if sides else None
 
 
-def estimate(report):
-    """The figures so far in a line: train_time and loss of each side with their intervals, and the difference."""
+def estimate(report, unknown):
+    """The figures so far in a line, or what is said where there are none: train_time and loss of each side with their intervals, and the difference."""
     parts = []
     for side in report["sides"] if report else ():
         shown = []
@@ -404,7 +404,7 @@ def estimate(report):
         low, high = compared["interval"]
         parts.append(f"a - b: {compared['difference']:+.4f} s [{low:+.4f} … {high:+.4f}], a is "
                      f"{stats.show_ratio(compared)}")
-    return "; ".join(parts) or "no run yet"
+    return "; ".join(parts) or unknown
 
 
 def draw(manifest, report):
@@ -483,14 +483,14 @@ def run_all(manifest, where, lock):
     race, how = manifest.race, again(manifest)
     looks, each = race.get("until_decided") is True, len(race["sides"])
     todo = [which for which in order(race["n"], race["sides"]) if which not in manifest.done()]
-    report = so_far(manifest)
+    report, unknown = so_far(manifest), "judged when all are done" if each > 2 else "no run yet"
     for i, (run, side) in enumerate(todo):
         done = len(manifest.done())
         if looks and done >= 2 * each and done % each == 0 and (reason := decided(manifest)):
             say(f"decided: {reason}")
             break
         say(f"run {run} of {'at most ' * looks}{race['n']}{' side ' + side if side else ''}, seed "
-            f"{race['seed'] + run}; {estimate(report)}; {left(manifest, len(todo) - i)}")
+            f"{race['seed'] + run}; {estimate(report, unknown)}; {left(manifest, len(todo) - i)}")
         if source_hash(race["sides"][side], where[side]) != race["sides"][side]["source_sha256"]:
             raise CannotRace(f"{SCRIPT} was changed during the race; restore it and go on with: {how}")
         with interrupts_noted() as interrupts:
@@ -504,7 +504,7 @@ def run_all(manifest, where, lock):
             say(f"run {run}{side} {what}; {len(manifest.done())} of {race['n'] * len(race['sides'])} runs are done and "
                 f"kept. Go on with: {how}")
             return 1 if status == "failed" else 130
-    say(f"all runs are done: {estimate(report)}; logs: {manifest.path.parent}\n")
+    say(f"all runs are done: {estimate(report, unknown)}; logs: {manifest.path.parent}\n")
     if len(race["sides"]) > 2:
         ladder.main([str(manifest.path.parent)])
     else:

@@ -281,6 +281,7 @@ def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
     assert (better["kept"], slower["kept"], worse["kept"]) == ("slower", "no", "no") and slower["p"] == slower["holm"] == 1
     assert (better["pace"], slower["pace"], worse["pace"]) == ("slower", "slower", "")
     assert better["holm"] == pytest.approx(2 * better["p"]) or better["holm"] == pytest.approx(3 * better["p"])
+    assert "no run yet" not in shown and "seed 4; judged when all are done; " in shown
     assert "| `--worse 2` | +0.02" in shown and "**slower** | " in shown and "| slower |" in shown and "| yes |" not in shown
     kept = repo / "a_ladder"
     assert ladder.main([str(folder), "--record", str(kept), "--title", "Ideas"]) == 0
