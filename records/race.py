@@ -391,7 +391,8 @@ def so_far(manifest):
 
 
 def estimate(report, unknown):
-    """The figures so far in a line, or what is said where there are none: train_time and loss of each side with their intervals, and the difference."""
+    """The figures so far in a line: train_time and loss of each side with their intervals, and the difference; or what
+    is said where there are none."""
     parts = []
     for side in report["sides"] if report else ():
         shown = []
