@@ -99,6 +99,26 @@ def test_streams_run_beside_one_another_and_wait_for_events():
     assert simulate.mean_costs(steps, lambda cost: cost.name)["k"] == (pytest.approx(3), 1)
 
 
+def test_a_trace_is_measured_by_what_its_steps_launched():
+    """Names as record 44's trace has them. What was launched before the first step, or copied by no step, counts nothing."""
+    kernels = [("nvjet_tst_192x192_64x3_2x1_v_bz_coopB_NNN", "products"), ("nvjet_qrtst_128x160_128x5_TNT", "products in fp8"),
+               ("void cutlass::device_kernel<flash::enable_sm90_or_later<...", "attention"), ("XXT_kernel", "products"),
+               ("triton_red_fused__log_softmax_div_mul", "Triton, loss"), ("triton_poi_fused__scaled_mm__to_copy_clone", "Triton, loss"),
+               ("triton_per_fused__fused_rms_norm_add", "Triton, rest"), ("ncclDevKernel_AllGather_RING_LL", "collectives"),
+               ("void at::native::vectorized_elementwise_kernel<8, ...", "eager"), ("relu_squared_kernel", "products")]
+    steps = [{"cat": "user_annotation", "name": f"ProfilerStep#{i}", "ts": 100 * i, "dur": 100} for i in (1, 2)]
+    launches = [{"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": ts, "dur": 1, "args": {"correlation": i}}
+                for i, ts in enumerate([*range(101, 111), 50, 299])]
+    ran = [{"cat": "kernel", "name": name, "ts": 500, "dur": 2000, "args": {"correlation": i}} for i, (name, _) in enumerate(kernels)]
+    ran += [{"cat": "kernel", "name": "early", "ts": 101, "dur": 9000, "args": {"correlation": 10}},
+            {"cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 700, "dur": 4000, "args": {"correlation": 11}}]
+    expected = {kind: (sum(kind == other for _, other in kernels) * 1.0, sum(kind == other for _, other in kernels) / 2)
+                for _, kind in kernels}
+    assert simulate.measured({"traceEvents": [*steps, *launches, *ran, {"ph": "M", "name": "process_name"}]}) == {
+        **expected, "copies and fills": (2.0, 0.5)}
+    assert {*expected, "copies and fills"} == {*simulate.RECORD}
+
+
 FACTS = {"graphs": 2, "late": 1, "breaks": {"a call of print": 3}, "compile": 4.2, "warm_up": 9.0, "phase": "training",
          "host": [[20.0, 10.0], [22.0, 12.0]], "plan": {"384_128": 5},
          "memory": {"training": {"peak": 3 << 30, "reserved": 4 << 30, "tensors": [[2 << 30, 7, "forward, line 9"]]}}}

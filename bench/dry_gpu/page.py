@@ -5,6 +5,7 @@
     bench/dry_gpu/run --ranks 1 --memory 24 --arch 89 -- --preset speedrun --micro_batch_tokens 8192
     bench/dry_gpu/run --against HEAD~3 -- --preset speedrun    that revision and the working tree, side by side
     bench/dry_gpu/run --cold -- --preset speedrun              with nothing compiled before, and with all
+    bench/dry_gpu/run --trace FILE -- --preset speedrun        what a profiler's trace on a GPU has, class by class, beside it
     bench/dry_gpu/run --cards                                  speedrun on 1 to 8 cards of 80, 48 and 24 GB: a table
 
 TORCHINDUCTOR_COMPILE_THREADS says how many processes compile (else 1).
@@ -15,6 +16,7 @@ the run with what Triton says. Exit status: 0 the page is printed, 1 the run fai
 
 import argparse
 import collections
+import gzip
 import io
 import itertools
 import json
@@ -29,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 
-from simulate import RATES, RECORD, RECORD_MS, costs, mean_costs, parse_log, phase, simulate
+from simulate import RATES, RECORD, RECORD_MS, costs, mean_costs, measured, parse_log, phase, simulate
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -226,6 +228,7 @@ def main():
     parser.add_argument("--cold", action="store_true", help="run once more, before, with empty caches of compiled code")
     parser.add_argument("--cards", action="store_true", help="print only what of speedrun fits on which cards")
     parser.add_argument("--kernels", action="store_true", help="and a row for each Triton kernel of the working tree")
+    parser.add_argument("--trace", metavar="FILE", help="of --profile on a GPU (json.gz): its classes in a column")
     parser.add_argument("flags", nargs="*", help="of train_gpt.py, after --")
     args = parser.parse_args()
     home = Path(os.environ["DRY_GPU_HOME"])
@@ -243,6 +246,10 @@ def main():
     pages = {title: page(events, facts, args, title, plan) for title, (events, facts) in runs.items()}
     columns = {title: rows for title, (rows, _) in pages.items()}
     labels = dict.fromkeys(label for rows in columns.values() for label in rows)
+    if args.trace:
+        columns[f"measured: {Path(args.trace).name}"] = {
+            f"— {kind}: ms, launches": f"{ms:.2f}, {count:.0f}"
+            for kind, (ms, count) in measured(json.load(gzip.open(args.trace))).items()}
     if not small_vocabulary(args.flags):
         columns["record 44, measured on 8 H100"] = {
             "launches a step": sum(n for _, n in RECORD.values()),
