@@ -151,4 +151,5 @@ kept="nothing was started"
 if [ ${#race[@]} -gt 0 ]; then become records/race.py "${race[@]}" --ranks "$ranks" -- "${flags[@]}"; fi
 say "racing: $ranks rank(s), preset $preset"
 # as a race starts its runs: neither PYTHON* variables nor a module beside the script changes one
+for variable in ${!PYTHON*}; do unset "$variable"; done
 become -I records/launch.py --then "$log_dir" --nproc_per_node="$ranks" --no-python "$python" -I -u train_gpt.py "${flags[@]}"

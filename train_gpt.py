@@ -281,7 +281,7 @@ class Config(SyncSettings, StageValues):
         return getattr(torch, self.dtype)
 
 PRESETS = {
-    # by bench/dry_gpu such gathers take 0.7 ms off a step; parameters that are read between steps want them finished
+    # whose gathers overlap the next forward: by bench/dry_gpu that takes 0.7 ms off a step
     "speedrun": Config(overlap_param_gather=True, walk="forward"),
     # record 80 of the public speedrun, to the letter but for how n-grams share rows; see bench/public_record.py. What
     # came after it, to 1,285 steps in record 89, is left out, since only the whole has shown that its steps suffice:
@@ -2985,17 +2985,19 @@ class Log:
         """Rank 0 creates the file with the source, the environment and the run's description, or goes on in it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rule, source = "=" * 100, Path(__file__).read_text(encoding="utf-8")
+        used = (f"{self.path} exists: run_id {self.run_id!r} was used; choose another --run_id, go on with --resume, "
+                "or delete that log")
         try:
-            goes_on = resumed and (resumed["checkpoint"] or is_of_this_launch(self.path)) and self.path.exists()
-            file = open(self.path, "r+" if goes_on else "x+", encoding="utf-8", errors="replace", newline="")
+            file = open(self.path, "r+" if resumed and self.path.exists() else "x+", encoding="utf-8", errors="replace",
+                        newline="")
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileExistsError:
-            raise RunError(f"{self.path} exists: run_id {self.run_id!r} was used; choose another --run_id, go on with "
-                           "--resume, or delete that log") from None
+            raise RunError(used) from None
         except BlockingIOError:
             raise RunError(f"{self.path}: another process trains this run; wait for it, or end it") from None
         written = file.read()
         begun = re.search(rf"\n{rule}\n(\{{.*)\n", written)
+        demand(not begun or '\n{"end"' not in written and (resumed["checkpoint"] or is_of_this_launch(self.path)), used)
         if not begun:  # new, or killed while it wrote this
             file.truncate(file.seek(0))
             try:
@@ -3110,7 +3112,9 @@ def find_checkpoint(config: Config) -> Path:
     found = checkpoints(folder, run_id)
     if config.resume == "latest" and again:  # of the run that this launch went on with; others may have saved since
         logs = {path: folder / f"{path.name.rpartition('.step')[0]}.txt" for path in found}
-        found = [path for path in found if is_of_this_launch(logs[path])] or found
+        launch = f'"launch": "{name_of_launch()}"'
+        began = any(launch in log.read_text(encoding="utf-8", errors="replace") for log in folder.glob("*.txt"))
+        found = [path for path in found if is_of_this_launch(logs[path])] if began else found
     demand(found, f"--resume {config.resume}: no checkpoint there; name a .ckpt or the log of a run that left one. A "
            "run that ended well keeps none: it is whole")
     return found[-1].resolve()
@@ -3827,21 +3831,23 @@ notices = Notices()
 
 def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
     """The whole race, from the data to the verdict. began: when the process started, by time.perf_counter."""
-    clock, changes, checked, gpu = Clock(device, began), [], [], device.type == "cuda"
+    clock, checked, gpu = Clock(device, began), [], device.type == "cuda"
+    fallbacks: dict[str, Any] = {}  # of the preflight
+    replaced: list[str] = []        # and what it says of them
 
-    def fitted(wanted: Config) -> Trainer:
-        """As this machine's GPUs can compute it."""
+    def fitted() -> tuple[Trainer, list[str]]:
+        """As this machine's GPUs can compute it; and the changes in words."""
+        wanted, changes = dataclasses.replace(config, **fallbacks), []
         if gpu:
-            wanted, found = fit_to_gpus(wanted, shards["train"][0].encoding.vocab_size, comm)
-            changes.extend(found)
-        return Trainer(wanted, comm, device, shards["train"], config)
+            wanted, changes = fit_to_gpus(wanted, shards["train"][0].encoding.vocab_size, comm)
+        return Trainer(wanted, comm, device, shards["train"], config), changes + replaced
 
     with clock.off("setup"):
         shards = find_data(config, comm)
         demand(gpu or config.attention in ("auto", "masked"), f"attention {config.attention} needs a GPU, and this "
                "machine has none; take --attention auto")
         val_sequences = validation_sequences(shards["val"], config.val_tokens, config.val_len)
-        trainer = fitted(config)
+        trainer, changes = fitted()
         trainer.stream.check_enough()
     started = now()
     failed = config.preflight in ("on", "only") or config.preflight == "auto" and gpu
@@ -3850,16 +3856,16 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
             rows, failed = preflight(trainer, log)
             checked += rows
             if failed:
-                flag, value = failed.fallback
-                changes.append(f"preflight: {failed.name}, {failed.how}, failed: --{flag} {str(value).lower()} in its "
-                               "place")
-                wanted = dataclasses.replace(trainer.config, **{flag: value})
+                flag, fallbacks[flag] = failed.fallback
+                replaced.append(f"preflight: {failed.name}, {failed.how}, failed: --{flag} "
+                                f"{str(fallbacks[flag]).lower()} in its place")
                 del trainer  # its memory is the next one's
                 gc.collect()
             if gpu:  # the plain forms took more than the run will
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-            trainer = fitted(wanted) if failed else trainer
+            if failed:
+                trainer, changes = fitted()
     if config.preflight != "only":
         race = Run(preset, trainer, shards, val_sequences, clock, log)
         race.open_log({"started": started, "changes": changes, "preflight": checked})
@@ -4087,13 +4093,15 @@ def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.St
                "them), or give the name its real address in /etc/hosts")
     joined = threading.Event()
     threading.Thread(target=leave_if_orphaned, args=(rank, joined), daemon=True).start()
-    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # kernels of products would keep a collective waiting
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if gpu else None  # products let them pass
+    if gpu:
+        options._timeout = timeout  # or torch warns that it is overridden
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timeout))
         # torchrun keeps its store when it starts the ranks again: what their last life left there is another's
         store = dist.PrefixStore(f"life-{from_environment('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=ranks, timeout=timeout,
-                                device_id=device if gpu else None)
+                                device_id=device if gpu else None, pg_options=options)
     except (ValueError, RuntimeError) as error:
         raise RunError(f"the {ranks} ranks did not find each other ({str(error).splitlines()[0]}); start them by "
                        "torchrun --nproc_per_node, and see that all of them live") from error
@@ -4183,7 +4191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         gpus = count_gpus()
         preset, config = parse_config(sys.argv[1:] if argv is None else argv, "speedrun" if gpus else "laptop")
         check_config(config, ranks)
-        config, run_id = name_of_run(config)
+        flags, (config, run_id) = config, name_of_run(config)
         log = Log(config, rank, run_id)
         device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
         if gpus:
@@ -4192,7 +4200,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ranks > 1:
             monitor = FailureMonitor(dist.PrefixStore("monitor", join(config, rank, ranks, device)), rank, ranks, log)
         comm = (CompressedComm if config.bf16_compress else Comm)(rank, ranks, device)
-        log.run_id = comm.all_json(run_id)[0]
+        log.run_id, resume = comm.all_json([run_id, config.resume])[0]
+        if not flags.resume:  # but torchrun started it again
+            config = dataclasses.replace(config, resume=resume)
         agree(comm, "configs", {key: str(v) for key, v in dataclasses.asdict(config).items()},
               "Start every rank with the same flags, and give every host the same checkpoints")
         try:

@@ -11,7 +11,8 @@ The bases must be of one config, source and data.
 
 An idea is kept where its loss is lower at a corrected p below 0.05 and the 95 % interval of its time ends near the
 base's or below. One with a lower loss that takes longer is called slower: at equal time it may be no gain. Give it
-fewer steps (--num_steps) and race it again. Where neither is so its time is unknown: race it on a quieter machine.
+fewer steps (--num_steps) and race it again. Where its interval neither ends near the base's time nor lies above it, its
+time is unknown: race it on a quieter machine.
 
 Exit status: 0 judged, 2 there is nothing to judge.
 """

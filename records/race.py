@@ -9,7 +9,8 @@
                                                       side b: another project's script, started so in its folder
     python records/race.py --until-decided --max-n 12 --vs HEAD~1     pairs until the claim is decided, 12 at most
     python records/race.py -n 5 --ranks 8 -- --preset laptop --num_steps 300      flags for both sides
-    python records/race.py --resume logs/race-ID/race.jsonl                       goes on where a race stopped
+    python records/race.py --resume logs/race-ID/race.jsonl                       goes on where a race stopped (with
+                                                      another project's script: and the same --vs and --cmd)
 
 The pairs run a b, b a, a b, ...: a machine that warms up, or grows busier, takes the same from both sides; in a b, a b
 it would take more from b. Run i has the seed BASE + i on both sides (BASE: --seed among the flags, or 0). The most

@@ -345,8 +345,9 @@ def check_event(event, first):
         demand(side.get("revision") is None or re.fullmatch("[0-9a-f]{40,64}", str(side["revision"])),
                "a side's revision is no full hash")  # git would take one that begins with - for an option
         demand(isinstance(side.get("folder", ""), str), "a side's folder is no path")
-    ours = [side for side in inner["sides"].values() if "folder" not in side]
-    demand(ours or not inner["sides"], "no side of it is of this project; race.py makes no such race")
+    theirs = ["folder" in side for side in inner["sides"].values()]
+    demand(not any(theirs) or theirs in ([False, True], [True, False]), "a side of another project stands beside one "
+           "of this, and no more; race.py makes no such race")
     demand(inner["sides"] and are_words(inner["order"]) and len(inner["order"]) == inner["n"] * len(inner["sides"]),
            "its order wants one word for each of its n runs a side")
     alpha, test = inner.setdefault("alpha", 0.01), inner.setdefault("test", "unpaired")  # older races

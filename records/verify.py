@@ -82,6 +82,7 @@ SETTING_UP_S = 0.5  # how much longer the record's side may set up, as it does w
 CLOCKS_S = 2  # times of day are stated in whole seconds
 PAUSE_S = 10  # by which the time between two runs may exceed the race's median
 LAST_LINES = 10  # whose training losses are compared where a run was stopped
+STOPS = 2  # runs of a side that may have been stopped; one that is slow is told from chance by its repeat alone
 STALL, NEIGHBOURS = 0.2, 20  # of the median of its neighbours: a busy machine makes steps uneven, but not so short
 TELLING_LINES, ALIKE_LINES = 8, 30  # fewer times agree by chance, and fewer losses tell nothing
 # Correlations of what two seeds made: honest losses have 0.5 at most where there are 100, and of so few that their
@@ -226,10 +227,11 @@ def check_log(e):
                  ("start.target_val_loss", e.get("start.config.target_val_loss")),
                  ("start.config.run_id", run_id if raced else e.get("start.config.run_id")))
     e.digest("end.final_state_hash")
-    every = e.get("start.config.train_loss_every", NUMBER)
-    silent = [line.step for line in run.steps if every and not line.validation and line.train_loss is None
-              and line.step % every == 0]
-    demand(not silent, f"step {[*silent, 0][0]} states no train_loss, and by train_loss_every it does so every {every}")
+    every = e.get("start.config", dict).get("train_loss_every")  # which older logs lack
+    for line in run.steps if is_number(every) else ():
+        has, wants = line.train_loss is not None, every > 0 and not line.validation and line.step % every == 0
+        demand(has == wants, f"step {line.step} states {'a' if has else 'no'} train_loss; by train_loss_every {every} "
+               f"it states {'one' if wants else 'none'}")
     demand(moment(e.get("start.started", str)), f"it started at {e.get('start.started')[:40]!r}, which is no time")
     return "its lines, its description and the hash of its source agree"
 
@@ -578,7 +580,7 @@ def check_attempts(manifest, runs, here, remarks, unknown):
     """Each start is written before the process and each end after it: was a run stopped, left out, or hidden in a gap?
 
     here: {run_id: what logs.py read}. Adds to remarks, and to what is unknown."""
-    declared, tried, done, begun, before = manifest.race, [], set(), None, None
+    declared, tried, done, begun, before, stopped = manifest.race, [], set(), None, None, Counter()
     demand(declared["order"] == [f"{run}{side}" for run, side in stats.order(declared["n"], declared["sides"])],
            f"the order in {stats.MANIFEST} is not that of {declared['n']} runs a side")
     for event in manifest.events:
@@ -612,6 +614,7 @@ def check_attempts(manifest, runs, here, remarks, unknown):
             done.add(which)
             continue
         remarks.append(f"{what}: {status}")
+        stopped[attempt["side"]] += status in ("interrupted", "failed") and bool(log)
         last = log.steps[-1] if log and log.steps else None
         counted = {e.race.run: so_far for e in runs if last and e.race.side == attempt["side"]
                    if (so_far := figures_at(e.run, last.step))}
@@ -631,6 +634,8 @@ def check_attempts(manifest, runs, here, remarks, unknown):
             demand(not attempt.get("logged"), f"{what}, was started ({status}), and its log is not here")
             if status not in ("failed", "interrupted"):  # nobody saw how it ended
                 unknown.append(f"{what}, was started and left no log: how it ended cannot be seen")
+    unknown += [f"{count} runs of side {side} were stopped and made again: so often, chance alone finds a faster one"
+                for side, count in stopped.items() if count > STOPS]
     demand(tried == declared["order"][:len(tried)],
            f"by {stats.MANIFEST} the runs were not started in the order it declares")
 
@@ -741,7 +746,7 @@ def check_wall(runs, races):
         # Of many sides one always stands out: each is held against all the others, and these are as many tests
         certain = any(scipy.stats.ttest_ind(lags, [lag for lag, _, of in of_race if of != side]).pvalue
                       < ALPHA / len(sides) for side, lags in sides.items() if len(lags) < len(of_race))
-        demand(np.ptp([*medians.values()]) <= SIDES_S + SIDES_PART * max(of_race)[1] or not certain,
+        demand(np.ptp([*medians.values()]) <= SIDES_S + SIDES_PART * max(of_race)[1] or len(sides) > 2 and not certain,
                f"the race measured more than the runs' wall clocks by {told}: one side's clocks run slow")
     lags = [lag for of_race in late.values() for lag, *_ in of_race]
     return f"the race measured {min(lags):.1f} to {max(lags):.1f} s more than each run's wall clock, which starts later"
@@ -791,8 +796,8 @@ def most_alike(compared):
     """(correlation, what it may be, run, run) of the losses that are most alike of two seeds, without what they share.
 
     That is the descent, and, where the runs of a side read the same batches in the same order, how hard each batch is:
-    the mean over that side, of which there must then be three seeds. Turned over, reversed or moved they are a copy
-    too. compared: (run, seed, {step: loss})."""
+    the mean over that side, of which there must then be three seeds. Reversed or moved they are a copy too, and turned
+    over, which of few seeds is lost in their mean. compared: (run, seed, {step: loss})."""
     sides, tables, best = defaultdict(list), defaultdict(list), (-1.0, ALIKE, None, None)
     for e, seed, losses in compared:
         if len(losses) >= ALIKE_LINES:

@@ -227,7 +227,7 @@ def test_a_race_without_a_side_of_ours_is_none(repo, theirs, capsys):
     event["race"]["order"] = event["race"]["order"][::2]
     path.write_text(json.dumps(event) + "\n")
     assert race.main(["--resume", str(path), *against("'no log'")]) == 2
-    assert "no side of it is of this project; race.py makes no such race" in capsys.readouterr().err
+    assert "a side of another project stands beside one of this, and no more; " in capsys.readouterr().err
 
 
 def test_another_project_s_script_is_interrupted_with_the_race_and_goes_on(repo, theirs, capsys):

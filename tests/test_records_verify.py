@@ -327,6 +327,8 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
                              (WHOLE, CLOCK), "none that the script"),
     "a training loss left out": (lambda log: log.lines.__setitem__(7, log.lines[7].partition(" train_loss")[0]), WHOLE,
                                  "step 6 states no train_loss"),
+    "a training loss more": (lambda log: log.lines.__setitem__(0, log.lines[0] + " train_loss:4.8520"), WHOLE,
+                             "step 0 states a train_loss; by train_loss_every 1 it states none"),
     "a run behind it": (lambda log: log.set("memory", log.memory + "\nstep:0/9 val_loss:1.0000 train_time:0ms"),
                         WHOLE, "none that the script writes"),
     "a line behind it": (lambda log: log.set("memory", log.memory + "\nerror: x\n" + log.lines[-1]),
@@ -1658,6 +1660,29 @@ def test_cheat_10_slow_runs_rolled_again(race, judge, factor, status):
         fails_only(outcome, ACCOUNTS, "2a_first, interrupted at step 8: train_time", "of its repeat")
     else:
         assert outcome[0] == 0 and "2a_first: interrupted" in outcome[1][ACCOUNTS][1]
+
+
+@pytest.mark.parametrize("stops, verdict", [(2, "pass"), (3, "not checkable")])
+def test_cheat_10_runs_that_are_stopped_again_and_again(race, judge, stops, verdict):
+    folder = race()
+    for run in range(1, stops + 1):
+        with_attempt(folder, run, status="interrupted", exit=130, seconds=2)
+        log = Log(folder / f"{run}a.txt").set("start.run_id", f"{run}a_first").set("start.config.run_id", f"{run}a_first")
+        text = log.write(folder / f"{run}a_first.txt").read_text()
+        (folder / f"{run}a_first.txt").write_text(text.split("step:9/12 ")[0] + "error: interrupted\n")
+    found, reason = judge(folder)[1][ACCOUNTS]
+    assert found == verdict and ("3 runs of side a were stopped and made again" in reason) == (stops > 2), reason
+
+
+def test_cheat_1_a_side_whose_start_is_uneven(race, judge):
+    """Of two sides the medians decide: a t-test would see nothing where the hidden time varies."""
+    folder = race(4, "ab")
+    events, hidden = read_manifest(folder), iter((3, 4, 7, 13))
+    for event in events[2::2]:
+        event["seconds"] += next(hidden) if event["side"] == "a" else 0
+    write_manifest(folder, events)
+    verdict, reason = judge(folder)[1][WALL]
+    assert verdict == "fail" and "on side a" in reason and "one side's clocks run slow" in reason
 
 
 def test_cheat_10_starts_and_times_that_are_missing(race, judge):

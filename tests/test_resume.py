@@ -280,6 +280,32 @@ def test_a_second_start_does_not_take_what_another_launch_left(flags, capsys, tm
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
+def test_a_second_start_after_the_end_takes_no_other_run(flags, killed, capsys, tmp_path, monkeypatch):
+    """What torchrun started failed after its verdict: there is nothing left to do, and other runs are none of its own."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
+    checkpoint = tmp_path / "killed.step000004.ckpt"
+    kept = checkpoint.read_bytes()
+    assert here(["--resume", str(killed)], capsys)[0] == 0
+    with monkeypatch.context() as another:
+        another.setenv("TORCHELASTIC_RUN_ID", "another launch")
+        here(flags("other"), capsys, kill_at=5)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    before = killed.read_bytes(), (tmp_path / "other.txt").read_bytes()
+    status, _, errors = here(["--resume", "latest", "--log_dir", str(tmp_path)], capsys)
+    assert status == 1 and "no checkpoint there" in errors and errors.count("\n") == 1
+    checkpoint.write_bytes(kept)
+    status, _, errors = here(["--resume", str(killed)], capsys)
+    assert status == 1 and "run_id 'killed' was used" in errors
+    assert (killed.read_bytes(), (tmp_path / "other.txt").read_bytes()) == before
+
+
+def test_a_second_start_writes_a_head_anew_that_was_cut(flags, killed, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    (tmp_path / "cut.txt").write_text(killed.read_text()[:5000])
+    assert here(flags("cut"), capsys)[0] == 0 and end_of(tmp_path / "cut.txt")["resumed"] == 0
+
+
 def test_a_second_start_goes_on_with_the_same_run_alone(flags, capsys, tmp_path, monkeypatch):
     """A launch's name is the user's, who may give it to another run."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
