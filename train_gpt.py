@@ -3112,8 +3112,7 @@ def find_checkpoint(config: Config) -> Path:
     found = checkpoints(folder, run_id)
     if config.resume == "latest" and again:  # of the run that this launch went on with; others may have saved since
         logs = {path: folder / f"{path.name.rpartition('.step')[0]}.txt" for path in found}
-        launch = f'"launch": "{name_of_launch()}"'
-        began = any(launch in log.read_text(encoding="utf-8", errors="replace") for log in folder.glob("*.txt"))
+        began = any(map(written_by_this_launch, folder.glob("*.txt")))
         found = [path for path in found if is_of_this_launch(logs[path])] if began else found
     demand(found, f"--resume {config.resume}: no checkpoint there; name a .ckpt or the log of a run that left one. A "
            "run that ended well keeps none: it is whole")
@@ -4126,10 +4125,15 @@ def name_of_launch() -> str:
     launch = os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex)
     return sha256_of(f"{launch} {notices.launcher if launch == 'none' else ''}".encode())[:8]
 
-def is_of_this_launch(log: Path) -> bool:
-    """Whether this launch began or went on with the run of a log, which has not ended."""
+def written_by_this_launch(log: Path) -> str:
+    """What a log holds, if this launch began or went on with its run."""
     written = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    return f'"launch": "{name_of_launch()}"' in written and '\n{"end"' not in written
+    return written if f'"launch": "{name_of_launch()}"' in written else ""
+
+def is_of_this_launch(log: Path) -> bool:
+    """Whether it is written by this launch, and of a run that has not ended."""
+    written = written_by_this_launch(log)
+    return bool(written) and '\n{"end"' not in written
 
 def name_of_run(config: Config) -> tuple[Config, str]:
     """The run's id. What torchrun starts again has that of its first start, and goes on from its last checkpoint."""
