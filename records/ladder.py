@@ -3,6 +3,7 @@
     python records/race.py -n 5 --vs "--exclude_self true" --vs "--untie_at 0.67" -- --preset laptop     races two ideas
     python records/ladder.py logs/race-ID logs/race-OTHER               the table of these races
     python records/ladder.py logs/race-ID --record records/DATE_ladder  likewise, and keeps it: page, picture and logs
+    python records/ladder.py logs/race-ID --equal-time                  and how to race them again, in the base's time
 
 Of each idea: what it changes in the final validation loss and in the time, as means over the seeds of the difference to
 the run of its own race's base with the same seed, with 95 % confidence intervals by Student's t; and the two-sided p of
@@ -10,9 +11,9 @@ the losses, as it is and by Holm's correction for the ideas of all races (Scandi
 The bases must be of one config, source and data.
 
 An idea is kept where its loss is lower at a corrected p below 0.05 and the 95 % interval of its time ends near the
-base's or below. One with a lower loss that takes longer is called slower: at equal time it may be no gain. Give it
-fewer steps (--num_steps) and race it again. Where its interval neither ends near the base's time nor lies above it, its
-time is unknown: race it on a quieter machine.
+base's or below. One with a lower loss that takes longer is called slower: at equal time it may be no gain. --equal-time
+prints the command of a race in which each idea has as many steps as, by this one, fit into the base's time. Where its
+interval neither ends near the base's time nor lies above it, its time is unknown: race it on a quieter machine.
 
 Exit status: 0 judged, 2 there is nothing to judge.
 """
@@ -118,8 +119,9 @@ def judge(races):
                          "validated on what its base is, or its loss tells nothing; race it without that flag")
             loss, loss_ci, p = paired(losses, base_losses)
             log, log_ci, _ = paired(np.log(seconds), np.log(base_seconds))
-            rows.append({"idea": ideas[side], "race": number, "loss": loss, "loss_ci": loss_ci, "p": p,
-                         "time": math.exp(log), "time_from": math.exp(log - log_ci), "time_to": math.exp(log + log_ci),
+            rows.append({"idea": ideas[side], "race": number, "steps": runs[1, side].last_step,
+                         "loss": loss, "loss_ci": loss_ci, "p": p, "time": math.exp(log),
+                         "time_from": math.exp(log - log_ci), "time_to": math.exp(log + log_ci),
                          "pace": "slower" if log > log_ci else "faster" if log < -log_ci else "",
                          "sd": (losses - base_losses).std(ddof=1)})
     for row, corrected in zip(rows, holm([row["p"] for row in rows])):
@@ -127,6 +129,15 @@ def judge(races):
         kept = "yes" if row["time_to"] < NO_LONGER else "time unknown"
         row |= {"holm": corrected, "kept": "no" if not lower else row["pace"] if row["pace"] == "slower" else kept}
     return {"bases": bases, "rows": sorted(rows, key=lambda row: row["loss"])}
+
+
+def at_equal_time(found):
+    """For each race the command of one of the same ideas, each with as many steps as took it the base's time."""
+    for number, base in enumerate(found["bases"], 1):
+        ideas = [f"{row['idea']} --num_steps {max(1, int(row['steps'] / row['time']))}" for row in found["rows"]
+                 if row["race"] == number]
+        words = [word for idea in ideas for word in ("--vs", idea)]
+        yield f"./run.sh -n {base['n']} {shlex.join(words)} {base['flags']}".rstrip()
 
 
 def table(found, title=None):
@@ -183,11 +194,14 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("races", type=Path, nargs="+", metavar="RACE", help="the folder of a race whose --vs are flags")
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep it there")
+    parser.add_argument("--equal-time", action="store_true", help="print the race of each idea in the base's time")
     parser.add_argument("--title", default="A ladder", help="of the record's page")
     options = parser.parse_args(arguments)
     try:
         found = judge(map(read, options.races))
         print(table(found))
+        if options.equal_time:
+            print("\nEach idea in the base's time:", *at_equal_time(found), sep="\n")
         if options.record:
             keep(options.races, options.record, found, options.title)
             print(f"\nkept in {options.record}")

@@ -283,8 +283,14 @@ def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
     assert better["holm"] == pytest.approx(2 * better["p"]) or better["holm"] == pytest.approx(3 * better["p"])
     assert "no run yet" not in shown and "seed 4; judged when all are done; " in shown
     assert "| `--worse 2` | +0.02" in shown and "**slower** | " in shown and "| slower |" in shown and "| yes |" not in shown
+    assert {row["steps"] for row in found["rows"]} == {1}  # the stand-in's runs have one
+    (command,) = ladder.at_equal_time(found | {"rows": [row | {"steps": 1000} for row in found["rows"]]})
+    fitted = [f"{row['idea']} --num_steps {int(1000 / row['time'])}" for row in found["rows"]]
+    assert shlex.split(command) == ["./run.sh", "-n", "4", "--vs", fitted[0], "--vs", fitted[1], "--vs", fitted[2], "--mood", "good"]
+    assert 900 < int(fitted[0].split()[-1]) < 920 and fitted[0].startswith("--worse -1 --slower 10 ")
     kept = repo / "a_ladder"
-    assert ladder.main([str(folder), "--record", str(kept), "--title", "Ideas"]) == 0
+    assert ladder.main([str(folder), "--equal-time", "--record", str(kept), "--title", "Ideas"]) == 0
+    assert "--vs '--worse -1 --slower 10 --num_steps 1'" in capsys.readouterr().out
     assert (kept / "ladder.png").read_bytes()[:4] == b"\x89PNG" and (kept / "README.md").read_text().startswith("# Ideas\n")
     again = repo / "again"
     shutil.copytree(kept, again)
