@@ -10,7 +10,6 @@ the hub cannot be reached, taken for what its header and size say.
 import argparse
 import re
 import shutil
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -53,8 +52,8 @@ class Downloader:
             if path.stat().st_size == size and sha256_of(path) == sha256:
                 self.record(entry_of(path, split_of(name), name, GPT2.bos_id, sha256))
                 bar.update(size)
-                return self.say(f"{path}: was there, verified", bar)
-            self.say(f"{path}: is not what the hub has, downloading it anew", bar)
+                return bar.write(f"{path}: was there, verified")
+            bar.write(f"{path}: is not what the hub has, downloading it anew")
         part = partial(path)
         bar.update(size_of(part))
         self.persist(lambda: self.receive(url_of(name), part, size, bar), gained=lambda: size_of(part))
@@ -68,7 +67,7 @@ class Downloader:
             raise
         part.replace(path)
         self.record(entry)
-        self.say(f"{path}: {entry['documents']:,} documents, {entry['tokens']:,} tokens, verified", bar)
+        bar.write(f"{path}: {entry['documents']:,} documents, {entry['tokens']:,} tokens, verified")
 
     def receive(self, url, part, size, bar):
         """Appends to a partial file what it lacks."""
@@ -111,10 +110,6 @@ class Downloader:
             self.entries[entry["name"]] = entry
             write_manifest(self.out, GPT2, f"https://huggingface.co/datasets/{REPO}", self.entries.values(),
                            revision=REVISION)
-
-    def say(self, line, bar):
-        with self.lock:
-            bar.write(line, file=sys.stdout)
 
 
 def url_of(name):
