@@ -241,13 +241,7 @@ def public(text: str) -> str:
     source, separator, rest = text.partition(SEPARATOR + "\n")
     if not separator:
         source, rest = "", text
-    lines = rest.split("\n")
-    for i, line in enumerate(lines):
-        if line.startswith('{"run_id": '):
-            start = logs.parse_json(line)
-            start.get("environment", {}).pop("TORCHELASTIC_ERROR_FILE", None)
-            lines[i] = json.dumps(start)
-    rest = ROOTED.sub(lambda path: path[1] or "folder", "\n".join(lines))
+    rest = ROOTED.sub(lambda path: path[1] or "folder", rest)
     for name in telling_names(source):
         rest = re.sub(whole(name), "host", rest)
     return source + separator + rest

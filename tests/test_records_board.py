@@ -198,7 +198,6 @@ def test_without_records_there_is_no_leaderboard(places, capsys):
     (lambda folder, records: (folder / "r3b.txt").unlink(), "declared"),
     (lambda folder, records: [path.unlink() for path in folder.iterdir()], ""),
     (lambda folder, records: (records / "new").mkdir(), "exists"),
-    (lambda folder, records: (folder / "r4a.txt").write_text('{"run_id": "cut'), "r4a.txt: cannot be read as a log"),
     (lambda folder, records: (folder / "r4a.txt").write_bytes(b"\xff\xfe"), "r4a.txt: cannot be read as a log"),
     (lambda folder, records: write_log(folder, 3, "a", 1.2, 9.0, source=f"x = '{records.parent}'\n"), "r3a.txt, line 1, names"),
 ])
@@ -221,7 +220,7 @@ def test_published_logs_name_no_folder_and_no_host(published):
     assert [i for i, (a, b) in enumerate(zip(before, after)) if a != b] == [4, 6] and len(before) == len(after)
     assert after[4] == "Running Python on host at python3"
     start = json.loads(after[6])
-    assert start["environment"] == {"OMP_NUM_THREADS": "1"} and start["config"]["log_dir"] == "logs"
+    assert start["environment"] == {"OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": "error.json"} and start["config"]["log_dir"] == "logs"
     for path in published.rglob("*.*"):
         assert path.suffix == ".png" or not re.search("/home/me|my-host|/tmp/", path.read_text()), path
 
