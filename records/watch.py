@@ -30,7 +30,7 @@ PERIOD_S = 5
 def shown(path, changed):
     """(run, its picture as SVG) of the log as it was when it was `changed`; NothingToDraw before its first step."""
     run, drawn = picture.read(path), io.StringIO()
-    picture.draw(run, drawn, format="svg")
+    picture.draw(run, drawn, "svg")
     return run, "<svg" + drawn.getvalue().partition("<svg")[2]
 
 
