@@ -45,8 +45,6 @@ from stats import MANIFEST, STAMPS, CannotJudge
 HERE = Path(__file__).resolve().parent
 PLOT, PAGE = "plot.png", "index.html"
 LADDER = "ladder.png"  # ladder.py's: such a folder has its page already
-CLAIM = re.compile(r"p <|p-value|faster|below target")  # rules of verify.py that judge the claim, not how it was made
-ORDER = {"fail": 0, "not checkable": 1, "pass": 2}
 DRAWN = ("name", "title", "date", "track", "target", "below", "broken", "confidence", "difference", "interval")
 DRAWN_SIDE = ("label", "runs", "loss_interval", "time_interval")  # what the page's script is given of each
 POINTS = 100  # of a curve of training losses: more than a screen shows
@@ -172,8 +170,9 @@ def describe(folder: Path) -> dict:
     _, verified = judge(verify, words)
     found = verified.get("rules") or [{"rule": "the rules can be checked", "verdict": "not checkable",
                                        "reason": verified.get("reason", "no reason was given")}]
-    claims = [rule for rule in found if CLAIM.search(rule["rule"])]
-    rules = sorted((rule for rule in found if rule not in claims), key=lambda rule: ORDER.get(rule["verdict"], 0))
+    claims = [rule for rule in found if rule["rule"] in verify.CLAIMS]
+    rules = sorted((rule for rule in found if rule not in claims), reverse=True,
+                   key=lambda rule: verify.VERDICTS.index(rule["verdict"]))
     alpha, by_side = report["alpha"], {}
     for one in report["runs"]:
         by_side.setdefault(one["set"].removeprefix("the "), []).append(runs[one["path"], one["index_in_file"]])
