@@ -119,8 +119,8 @@ def short_diff(before: str, after: str, names: tuple[str, str]) -> list[str]:
 
 
 def interval(values: list[float | None], alpha: float) -> tuple[float, float, float] | None:
-    """(mean, low, high) with confidence 1 - 2 alpha by the t distribution; None of one run, or where a value lacks."""
-    if len(values) < 2 or None in values:
+    """(mean, low, high) with confidence 1 - 2 alpha by the t distribution; None where a value lacks."""
+    if None in values:
         return None
     mean = sum(values) / len(values)
     return mean, *(stats.mean_interval(values, alpha) or (mean, mean))
