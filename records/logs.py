@@ -663,9 +663,9 @@ def follow(path, period_s=1.0, silent_s=60):
     told = resumes = 0
     while os.stat(path):
         run = last_run(path)
-        if len(run.resumed) > resumes:
-            kept = sum(step.step <= run.resumed[-1]["from_step"] for step in run.steps)
-            resumes, told = len(run.resumed), min(told, kept)
+        if again := run.resumed[resumes:]:
+            at = min(resumed["from_step"] for resumed in again)
+            resumes, told = len(run.resumed), min(told, sum(step.step <= at for step in run.steps))
         losses = {validation.step: validation.loss for validation in run.validations}
         for step in run.steps[told:]:
             line = {"step": step.step, "train_time_ms": step.time_ms, "train_loss": step.train_loss,
