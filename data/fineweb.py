@@ -50,7 +50,7 @@ class Downloader:
         path = self.out / name
         if path.exists():
             if path.stat().st_size == size and sha256_of(path) == sha256:
-                self.record(entry_of(path, split_of(name), name, GPT2.bos_id, sha256))
+                self.record(entry_of(path, name, GPT2.bos_id, sha256))
                 bar.update(size)
                 return bar.write(f"{path}: was there, verified")
             bar.write(f"{path}: is not what the hub has, downloading it anew")
@@ -61,7 +61,7 @@ class Downloader:
             seen = sha256_of(part)
             if seen != sha256:
                 raise DataError(f"downloaded with SHA-256 {seen}, the hub has {sha256}")
-            entry = entry_of(part, split_of(name), name, GPT2.bos_id, sha256)
+            entry = entry_of(part, name, GPT2.bos_id, sha256)
         except DataError:
             part.unlink()  # going on from wrong bytes can only fail again
             raise
@@ -109,10 +109,6 @@ class Downloader:
 
 def url_of(name):
     return hf_hub_url(REPO, name, repo_type="dataset", revision=REVISION)
-
-
-def split_of(name):
-    return name.split("_")[1]
 
 
 def is_shard(path):

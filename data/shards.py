@@ -66,15 +66,15 @@ def read_header(path):
     return tokens
 
 
-def entry_of(path, split, name, bos_id, sha256=None):
-    """What the manifest says of the shard that lies at `path` and is, or will be, called `name`."""
+def entry_of(path, name, bos_id, sha256=None):
+    """What the manifest says of the shard that lies at `path` and is, or will be, called `name`, like x_val_000000.bin."""
     tokens = read_header(path)
     documents = 0
     with open(path, "rb") as file:
         file.seek(HEADER_BYTES)
         while chunk := file.read(1 << 20):
             documents += int(np.count_nonzero(np.frombuffer(chunk, dtype="<u2") == bos_id))
-    return {"name": name, "split": split, "tokens": tokens, "documents": documents,
+    return {"name": name, "split": name.rsplit("_", 2)[1], "tokens": tokens, "documents": documents,
             "bytes": os.path.getsize(path), "sha256": sha256 or sha256_of(path)}
 
 
@@ -179,8 +179,8 @@ class ShardWriter:
     def _commit(self):
         while self.open_shards:
             self.open_shards.popitem()[1].finish(self.encoding)
-        self.entries = [entry_of(partial(path), split, path.name, self.encoding.bos_id)
-                        for split, paths in self.paths.items() for path in paths]
+        self.entries = [entry_of(partial(path), path.name, self.encoding.bos_id)
+                        for paths in self.paths.values() for path in paths]
         # Between these lines the directory holds no manifest, so that a mix of old and new can't pass for either.
         (self.directory / MANIFEST).unlink(missing_ok=True)
         for split, paths in self.paths.items():
