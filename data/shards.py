@@ -168,7 +168,8 @@ class ShardWriter:
                 self._commit()
         finally:
             for shard in self.open_shards.values():
-                shard.abandon()
+                with contextlib.suppress(OSError):  # what is still buffered may not fit on the disk either
+                    shard.file.close()
             for path in [*self.paths["val"], *self.paths["train"], self.directory / MANIFEST]:
                 partial(path).unlink(missing_ok=True)
 
@@ -205,10 +206,6 @@ class _Shard:
         self.file.seek(0)
         self.file.write(header.tobytes())
         self.file.close()
-
-    def abandon(self):
-        with contextlib.suppress(OSError):  # what is still buffered may not fit on the disk either
-            self.file.close()
 
 
 def partial(path):
