@@ -127,13 +127,11 @@ class ShardWriter:
 
     def __enter__(self):
         self.directory.mkdir(parents=True, exist_ok=True)
-        for split in self.paths:
-            for leftover in self._shards_there(split, ".partial"):  # of a process that was killed
-                leftover.unlink()
         return self
 
-    def _shards_there(self, split, suffix=""):
-        return self.directory.glob(glob.escape(f"{self.name}_{split}_") + "[0-9]" * 6 + ".bin" + suffix)
+    def _shards_there(self, suffix=""):
+        names = (glob.escape(f"{self.name}_{split}_") + "[0-9]" * 6 + ".bin" + suffix for split in self.paths)
+        return [path for name in names for path in self.directory.glob(name)]
 
     def add(self, split, tokens, new_document=True):
         """Appends tokens (without BOS) to `split`: a document, or more of the last one.
@@ -170,8 +168,8 @@ class ShardWriter:
             for shard in self.open_shards.values():
                 with contextlib.suppress(OSError):  # what is still buffered may not fit on the disk either
                     shard.file.close()
-            for path in [*self.paths["val"], *self.paths["train"], self.directory / MANIFEST]:
-                partial(path).unlink(missing_ok=True)
+            for part in self._shards_there(".partial") + [partial(self.directory / MANIFEST)]:  # a killed process's too
+                part.unlink(missing_ok=True)
 
     def _commit(self):
         while self.open_shards:
@@ -180,9 +178,9 @@ class ShardWriter:
                         for paths in self.paths.values() for path in paths]
         # Between these lines the directory holds no manifest, so that a mix of old and new can't pass for either.
         (self.directory / MANIFEST).unlink(missing_ok=True)
-        for split, paths in self.paths.items():
-            for stale in self._shards_there(split):
-                stale.unlink()
+        for stale in self._shards_there():
+            stale.unlink()
+        for paths in self.paths.values():
             for path in paths:
                 partial(path).replace(path)
         write_manifest(self.directory, self.encoding, self.source, self.entries, **self.about)
