@@ -38,8 +38,7 @@ def read(path):
 def running_mean(values):
     """Of each value and those before it, over SMOOTHED of all; of fewer at the beginning."""
     width = max(1, round(SMOOTHED * len(values)))
-    sums = np.cumsum(values)
-    sums[width:] = sums[width:] - sums[:-width]
+    sums = np.convolve(values, np.ones(width))[:len(values)]
     return sums / np.minimum(np.arange(1, len(values) + 1), width)
 
 
