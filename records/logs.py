@@ -723,9 +723,9 @@ def outcomes(logs):
         rows.append((run.path, str(run.index_in_file), outcome, steps, loss, seconds, str(run.gpus or "-"),
                      (run.source_sha256 or "-")[:8], "; ".join(run.notes)))
     others = [(item, "rejected", item.reason) for item in logs.rejected]
-    others += [(item, "duplicate", f"{item.reason}: {printable(item.original_path)}") for item in logs.duplicates]
+    others += [(item, "duplicate", f"{item.reason}: {item.original_path}") for item in logs.duplicates]
     rows += [(item.path, str(item.index_in_file or "-"), what, *"-----", why) for item, what, why in others]
-    return sorted((printable(row[0]), *row[1:]) for row in rows)
+    return sorted(rows)
 
 
 def columns(rows, of_numbers=False):
