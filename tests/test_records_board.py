@@ -249,6 +249,12 @@ def test_what_is_published_of_a_line(monkeypatch, text, becomes):
     assert board.public(f"train = '/home/me/code'\n{RULE}\n{text}\n") == f"train = '/home/me/code'\n{RULE}\n{becomes or text}\n"
 
 
+def test_a_machine_that_is_called_like_a_preset_changes_no_manifest(monkeypatch):
+    monkeypatch.setattr(board, "host_names", lambda: ["laptop", "my-host"])
+    manifest = '{"race": {"sides": {"a": {"flags": ["--preset", "laptop"]}}, "on": "my-host"}}\n'
+    assert board.public(manifest) == manifest.replace("my-host", "host")
+
+
 def test_the_records_here_name_no_folder_and_each_has_its_pages():
     page = (RECORDS / "index.html").read_text()
     for folder in (path.parent for path in RECORDS.glob("*/README.md")):
