@@ -661,7 +661,7 @@ def follow(path, period_s=1.0, silent_s=60):
     run has ended or broken off. What a resumed run trains again comes again. OSError if there is no such file;
     TimeoutError if it is silent for that long, and no process holds its lock, as our runs do: the run was killed."""
     told = resumes = 0
-    while os.stat(path):
+    while True:
         run = last_run(path)
         if again := run.resumed[resumes:]:
             at = min(resumed["from_step"] for resumed in again)
@@ -676,9 +676,8 @@ def follow(path, period_s=1.0, silent_s=60):
             return
         silent = time.time() - os.stat(path).st_mtime
         if silent > silent_s and not is_locked(path):
-            what = f"no run in it ({run.reason})"
-            if run.index_in_file:
-                what = "no end, and no process writes it: the run was killed"
+            what = ("no end, and no process writes it: the run was killed" if run.index_in_file else
+                    f"no run in it ({run.reason})")
             raise TimeoutError(f"no line for {silent:.0f} s, and {what}")
         time.sleep(period_s)
 
