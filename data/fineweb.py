@@ -10,7 +10,6 @@ the hub cannot be reached, taken for what its header and size say.
 import argparse
 import re
 import shutil
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -51,10 +50,10 @@ class Downloader:
         path = self.out / name
         if path.exists():
             if path.stat().st_size == size and sha256_of(path) == sha256:
-                self.record(entry_of(path, split_of(name), name, GPT2.bos_id, sha256))
+                self.record(entry_of(path, name, GPT2.bos_id, sha256))
                 bar.update(size)
-                return self.say(f"{path}: was there, verified", bar)
-            self.say(f"{path}: is not what the hub has, downloading it anew", bar)
+                return bar.write(f"{path}: was there, verified")
+            bar.write(f"{path}: is not what the hub has, downloading it anew")
         part = partial(path)
         bar.update(size_of(part))
         self.persist(lambda: self.receive(url_of(name), part, size, bar), gained=lambda: size_of(part))
@@ -62,22 +61,19 @@ class Downloader:
             seen = sha256_of(part)
             if seen != sha256:
                 raise DataError(f"downloaded with SHA-256 {seen}, the hub has {sha256}")
-            entry = entry_of(part, split_of(name), name, GPT2.bos_id, sha256)
+            entry = entry_of(part, name, GPT2.bos_id, sha256)
         except DataError:
             part.unlink()  # going on from wrong bytes can only fail again
             raise
         part.replace(path)
         self.record(entry)
-        self.say(f"{path}: {entry['documents']:,} documents, {entry['tokens']:,} tokens, verified", bar)
+        bar.write(f"{path}: {entry['documents']:,} documents, {entry['tokens']:,} tokens, verified")
 
     def receive(self, url, part, size, bar):
-        """Appends to a partial file what it lacks."""
+        """Appends to a partial file what it lacks, if anything; its SHA-256 tells whether that was right."""
         with open(part, "ab") as file:
             held = file.tell()
-            if held > size:  # not what this program left there
-                bar.update(-held)
-                held = file.truncate(0)
-            if held == size:
+            if held >= size:
                 return
             headers = {**build_hf_headers(), "Accept-Encoding": "identity", "Range": f"bytes={held}-"}
             with get_session().stream("GET", url, headers=headers, timeout=HF_HUB_DOWNLOAD_TIMEOUT) as response:
@@ -90,8 +86,6 @@ class Downloader:
                     bar.update(len(chunk))
                     if self.stop.is_set():
                         raise DataError("stopped")
-        if size_of(part) < size:
-            raise httpx2.RemoteProtocolError(f"the connection ended after {size_of(part)} of {size} bytes")
 
     def persist(self, attempt, gained=lambda: 0):
         """attempt(), again after failures that may pass; gives up after TRIES in a row that left `gained` as it was."""
@@ -112,17 +106,9 @@ class Downloader:
             write_manifest(self.out, GPT2, f"https://huggingface.co/datasets/{REPO}", self.entries.values(),
                            revision=REVISION)
 
-    def say(self, line, bar):
-        with self.lock:
-            bar.write(line, file=sys.stdout)
-
 
 def url_of(name):
     return hf_hub_url(REPO, name, repo_type="dataset", revision=REVISION)
-
-
-def split_of(name):
-    return name.split("_")[1]
 
 
 def is_shard(path):

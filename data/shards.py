@@ -66,15 +66,11 @@ def read_header(path):
     return tokens
 
 
-def entry_of(path, split, name, bos_id, sha256=None):
-    """What the manifest says of the shard that lies at `path` and is, or will be, called `name`."""
+def entry_of(path, name, bos_id, sha256=None):
+    """What the manifest says of the shard that lies at `path` and is, or will be, called `name`, like x_val_000000.bin."""
     tokens = read_header(path)
-    documents = 0
-    with open(path, "rb") as file:
-        file.seek(HEADER_BYTES)
-        while chunk := file.read(1 << 20):
-            documents += int(np.count_nonzero(np.frombuffer(chunk, dtype="<u2") == bos_id))
-    return {"name": name, "split": split, "tokens": tokens, "documents": documents,
+    documents = int(np.count_nonzero(np.memmap(path, "<u2", "r", HEADER_BYTES) == bos_id))
+    return {"name": name, "split": name.rsplit("_", 2)[1], "tokens": tokens, "documents": documents,
             "bytes": os.path.getsize(path), "sha256": sha256 or sha256_of(path)}
 
 
@@ -131,13 +127,11 @@ class ShardWriter:
 
     def __enter__(self):
         self.directory.mkdir(parents=True, exist_ok=True)
-        for split in self.paths:
-            for leftover in self._shards_there(split, ".partial"):  # of a process that was killed
-                leftover.unlink()
         return self
 
-    def _shards_there(self, split, suffix=""):
-        return self.directory.glob(glob.escape(f"{self.name}_{split}_") + "[0-9]" * 6 + ".bin" + suffix)
+    def _shards_there(self, suffix=""):
+        names = (glob.escape(f"{self.name}_{split}_") + "[0-9]" * 6 + ".bin" + suffix for split in self.paths)
+        return [path for name in names for path in self.directory.glob(name)]
 
     def add(self, split, tokens, new_document=True):
         """Appends tokens (without BOS) to `split`: a document, or more of the last one.
@@ -172,20 +166,21 @@ class ShardWriter:
                 self._commit()
         finally:
             for shard in self.open_shards.values():
-                shard.abandon()
-            for path in [*self.paths["val"], *self.paths["train"], self.directory / MANIFEST]:
-                partial(path).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # what is still buffered may not fit on the disk either
+                    shard.file.close()
+            for part in self._shards_there(".partial") + [partial(self.directory / MANIFEST)]:  # a killed process's too
+                part.unlink(missing_ok=True)
 
     def _commit(self):
         while self.open_shards:
             self.open_shards.popitem()[1].finish(self.encoding)
-        self.entries = [entry_of(partial(path), split, path.name, self.encoding.bos_id)
-                        for split, paths in self.paths.items() for path in paths]
+        self.entries = [entry_of(partial(path), path.name, self.encoding.bos_id)
+                        for paths in self.paths.values() for path in paths]
         # Between these lines the directory holds no manifest, so that a mix of old and new can't pass for either.
         (self.directory / MANIFEST).unlink(missing_ok=True)
-        for split, paths in self.paths.items():
-            for stale in self._shards_there(split):
-                stale.unlink()
+        for stale in self._shards_there():
+            stale.unlink()
+        for paths in self.paths.values():
             for path in paths:
                 partial(path).replace(path)
         write_manifest(self.directory, self.encoding, self.source, self.entries, **self.about)
@@ -209,10 +204,6 @@ class _Shard:
         self.file.seek(0)
         self.file.write(header.tobytes())
         self.file.close()
-
-    def abandon(self):
-        with contextlib.suppress(OSError):  # what is still buffered may not fit on the disk either
-            self.file.close()
 
 
 def partial(path):

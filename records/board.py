@@ -45,8 +45,6 @@ from stats import MANIFEST, STAMPS, CannotJudge
 HERE = Path(__file__).resolve().parent
 PLOT, PAGE = "plot.png", "index.html"
 LADDER = "ladder.png"  # ladder.py's: such a folder has its page already
-CLAIM = re.compile(r"p <|p-value|faster|below target")  # rules of verify.py that judge the claim, not how it was made
-ORDER = {"fail": 0, "not checkable": 1, "pass": 2}
 DRAWN = ("name", "title", "date", "track", "target", "below", "broken", "confidence", "difference", "interval")
 DRAWN_SIDE = ("label", "runs", "loss_interval", "time_interval")  # what the page's script is given of each
 POINTS = 100  # of a curve of training losses: more than a screen shows
@@ -121,8 +119,8 @@ def short_diff(before: str, after: str, names: tuple[str, str]) -> list[str]:
 
 
 def interval(values: list[float | None], alpha: float) -> tuple[float, float, float] | None:
-    """(mean, low, high) with confidence 1 - 2 alpha by the t distribution; None of one run, or where a value lacks."""
-    if len(values) < 2 or None in values:
+    """(mean, low, high) with confidence 1 - 2 alpha by the t distribution; None where a value lacks."""
+    if None in values:
         return None
     mean = sum(values) / len(values)
     return mean, *(stats.mean_interval(values, alpha) or (mean, mean))
@@ -172,8 +170,9 @@ def describe(folder: Path) -> dict:
     _, verified = judge(verify, words)
     found = verified.get("rules") or [{"rule": "the rules can be checked", "verdict": "not checkable",
                                        "reason": verified.get("reason", "no reason was given")}]
-    claims = [rule for rule in found if CLAIM.search(rule["rule"])]
-    rules = sorted((rule for rule in found if rule not in claims), key=lambda rule: ORDER.get(rule["verdict"], 0))
+    claims = [rule for rule in found if rule["rule"] in verify.CLAIMS]
+    rules = sorted((rule for rule in found if rule not in claims), reverse=True,
+                   key=lambda rule: verify.VERDICTS.index(rule["verdict"]))
     alpha, by_side = report["alpha"], {}
     for one in report["runs"]:
         by_side.setdefault(one["set"].removeprefix("the "), []).append(runs[one["path"], one["index_in_file"]])
@@ -241,13 +240,7 @@ def public(text: str) -> str:
     source, separator, rest = text.partition(SEPARATOR + "\n")
     if not separator:
         source, rest = "", text
-    lines = rest.split("\n")
-    for i, line in enumerate(lines):
-        if line.startswith('{"run_id": '):
-            start = logs.parse_json(line)
-            start.get("environment", {}).pop("TORCHELASTIC_ERROR_FILE", None)
-            lines[i] = json.dumps(start)
-    rest = ROOTED.sub(lambda path: path[1] or "folder", "\n".join(lines))
+    rest = ROOTED.sub(lambda path: path[1] or "folder", rest)
     for name in telling_names(source):
         rest = re.sub(whole(name), "host", rest)
     return source + separator + rest
@@ -264,8 +257,10 @@ def host_names() -> list[str]:
 
 
 def telling_names(source: str) -> list[str]:
-    """The host's names, but for one like `train` that is a word of the source as well: it says nothing of a machine."""
-    return [name for name in host_names() if not re.search(whole(name), source)]
+    """The host's names, but for one like `laptop` that is a word of the source as well, or, as a manifest has none, of
+    this checkout's script: it says nothing of a machine."""
+    words = source + (Path(__file__).resolve().parent.parent / stats.SCRIPT).read_text(encoding="utf-8")
+    return [name for name in host_names() if not re.search(whole(name), words)]
 
 
 def check_public(path: Path, text: str) -> None:

@@ -661,11 +661,11 @@ def follow(path, period_s=1.0, silent_s=60):
     run has ended or broken off. What a resumed run trains again comes again. OSError if there is no such file;
     TimeoutError if it is silent for that long, and no process holds its lock, as our runs do: the run was killed."""
     told = resumes = 0
-    while os.stat(path):
+    while True:
         run = last_run(path)
-        if len(run.resumed) > resumes:
-            kept = sum(step.step <= run.resumed[-1]["from_step"] for step in run.steps)
-            resumes, told = len(run.resumed), min(told, kept)
+        if again := run.resumed[resumes:]:
+            at = min(resumed["from_step"] for resumed in again)
+            resumes, told = len(run.resumed), min(told, sum(step.step <= at for step in run.steps))
         losses = {validation.step: validation.loss for validation in run.validations}
         for step in run.steps[told:]:
             line = {"step": step.step, "train_time_ms": step.time_ms, "train_loss": step.train_loss,
@@ -676,9 +676,8 @@ def follow(path, period_s=1.0, silent_s=60):
             return
         silent = time.time() - os.stat(path).st_mtime
         if silent > silent_s and not is_locked(path):
-            what = f"no run in it ({run.reason})"
-            if run.index_in_file:
-                what = "no end, and no process writes it: the run was killed"
+            what = ("no end, and no process writes it: the run was killed" if run.index_in_file else
+                    f"no run in it ({run.reason})")
             raise TimeoutError(f"no line for {silent:.0f} s, and {what}")
         time.sleep(period_s)
 
@@ -723,9 +722,9 @@ def outcomes(logs):
         rows.append((run.path, str(run.index_in_file), outcome, steps, loss, seconds, str(run.gpus or "-"),
                      (run.source_sha256 or "-")[:8], "; ".join(run.notes)))
     others = [(item, "rejected", item.reason) for item in logs.rejected]
-    others += [(item, "duplicate", f"{item.reason}: {printable(item.original_path)}") for item in logs.duplicates]
+    others += [(item, "duplicate", f"{item.reason}: {item.original_path}") for item in logs.duplicates]
     rows += [(item.path, str(item.index_in_file or "-"), what, *"-----", why) for item, what, why in others]
-    return sorted((printable(row[0]), *row[1:]) for row in rows)
+    return sorted(rows)
 
 
 def columns(rows, of_numbers=False):

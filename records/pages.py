@@ -31,8 +31,8 @@ def fence(lines):
     return "`" * max([3, *(1 + len(ticks) for line in lines for ticks in re.findall("`+", line))])
 
 
-def signed(value, digits=2):
-    return f"{value:+.{digits}f}".replace("-", "−")
+def signed(value):
+    return f"{value:+.2f}".replace("-", "−")
 
 
 def number(value, digits=4):

@@ -38,13 +38,12 @@ def read(path):
 def running_mean(values):
     """Of each value and those before it, over SMOOTHED of all; of fewer at the beginning."""
     width = max(1, round(SMOOTHED * len(values)))
-    sums = np.cumsum(values)
-    sums[width:] = sums[width:] - sums[:-width]
+    sums = np.convolve(values, np.ones(width))[:len(values)]
     return sums / np.minimum(np.arange(1, len(values) + 1), width)
 
 
-def draw(run, out, **how):
-    """Writes the picture to a path or an open file. how: for matplotlib's savefig, like format="svg"."""
+def draw(run, out, form=None):
+    """Writes the picture to a path or an open file. form: like "svg"; a path says it by its suffix."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -78,7 +77,7 @@ def draw(run, out, **how):
             steps, ms = (np.array([getattr(step, name) for step in timed]) for name in ("step", "time_ms"))
             speed.plot(steps[1:], running_mean(np.diff(ms) / np.maximum(np.diff(steps), 1)), color=TRAINING)
         speed.set(title="Speed", xlabel="step", ylabel="ms a step", ylim=(0, None))
-        figure.savefig(out, **{"dpi": 120, **how})
+        figure.savefig(out, dpi=120, format=form)
 
 
 def main(arguments=None):

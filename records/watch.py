@@ -14,7 +14,6 @@ logs.end_at_ctrl_c(__name__)  # numpy takes its time to import
 import argparse
 import functools
 import io
-import sys
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -31,7 +30,7 @@ PERIOD_S = 5
 def shown(path, changed):
     """(run, its picture as SVG) of the log as it was when it was `changed`; NothingToDraw before its first step."""
     run, drawn = picture.read(path), io.StringIO()
-    picture.draw(run, drawn, format="svg")
+    picture.draw(run, drawn, "svg")
     return run, "<svg" + drawn.getvalue().partition("<svg")[2]
 
 
@@ -87,8 +86,7 @@ def main(arguments=None):
     try:
         server = serve(options.folder, options.port)
     except (OSError, OverflowError) as error:
-        print(f"watch.py: error: port {options.port}: {error}; choose another --port", file=sys.stderr)
-        return 2
+        return logs.refuse("watch.py", f"port {options.port}: {error}; choose another --port")
     print(f"http://127.0.0.1:{server.server_port}/ shows {options.folder}; Ctrl-C ends it", flush=True)
     server.serve_forever()
 

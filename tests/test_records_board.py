@@ -198,7 +198,6 @@ def test_without_records_there_is_no_leaderboard(places, capsys):
     (lambda folder, records: (folder / "r3b.txt").unlink(), "declared"),
     (lambda folder, records: [path.unlink() for path in folder.iterdir()], ""),
     (lambda folder, records: (records / "new").mkdir(), "exists"),
-    (lambda folder, records: (folder / "r4a.txt").write_text('{"run_id": "cut'), "r4a.txt: cannot be read as a log"),
     (lambda folder, records: (folder / "r4a.txt").write_bytes(b"\xff\xfe"), "r4a.txt: cannot be read as a log"),
     (lambda folder, records: write_log(folder, 3, "a", 1.2, 9.0, source=f"x = '{records.parent}'\n"), "r3a.txt, line 1, names"),
 ])
@@ -221,7 +220,7 @@ def test_published_logs_name_no_folder_and_no_host(published):
     assert [i for i, (a, b) in enumerate(zip(before, after)) if a != b] == [4, 6] and len(before) == len(after)
     assert after[4] == "Running Python on host at python3"
     start = json.loads(after[6])
-    assert start["environment"] == {"OMP_NUM_THREADS": "1"} and start["config"]["log_dir"] == "logs"
+    assert start["environment"] == {"OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": "error.json"} and start["config"]["log_dir"] == "logs"
     for path in published.rglob("*.*"):
         assert path.suffix == ".png" or not re.search("/home/me|my-host|/tmp/", path.read_text()), path
 
@@ -248,6 +247,12 @@ def test_a_race_that_breaks_a_rule_is_told_as_it_becomes_a_record(judged, tmp_pa
 def test_what_is_published_of_a_line(monkeypatch, text, becomes):
     monkeypatch.setattr(board, "host_names", lambda: ["my-host", "train"])  # and the source speaks of train
     assert board.public(f"train = '/home/me/code'\n{RULE}\n{text}\n") == f"train = '/home/me/code'\n{RULE}\n{becomes or text}\n"
+
+
+def test_a_machine_that_is_called_like_a_preset_changes_no_manifest(monkeypatch):
+    monkeypatch.setattr(board, "host_names", lambda: ["laptop", "my-host"])
+    manifest = '{"race": {"sides": {"a": {"flags": ["--preset", "laptop"]}}, "on": "my-host"}}\n'
+    assert board.public(manifest) == manifest.replace("my-host", "host")
 
 
 def test_the_records_here_name_no_folder_and_each_has_its_pages():

@@ -733,6 +733,18 @@ def test_following_a_run_after_it_was_resumed_tells_it_from_its_first_step(tmp_p
     assert told == sorted(told) and {*range(1, told[-1] + 1)} <= {*told}
 
 
+def test_following_a_run_that_was_resumed_twice_between_two_looks_tells_all_that_was_trained_again(tmp_path):
+    path = tmp_path / "run.txt"
+    step = "step:{0}/6 train_time:{0}00ms step_avg:100.00ms train_loss:5.0".format
+    begun = ['{"run_id": "x"}', *map(step, range(1, 6))]
+    path.write_text(text(begun))
+    following = logs.follow(path, period_s=0.01)
+    assert [next(following)["step"] for _ in range(5)] == [1, 2, 3, 4, 5]
+    again = ['{"resumed": {"from_step": 2}}', step(3), step(4), '{"resumed": {"from_step": 4}}', step(5), step(6)]
+    path.write_text(text([*begun, *again, "error: interrupted"]))
+    assert [line["step"] for line in following] == [3, 4, 5, 6]
+
+
 def test_following_ends_with_a_run_that_ended_in_a_loss_that_is_no_number(tmp_path):
     path = tmp_path / "run.txt"
     path.write_text(text(['{"run_id": "x"}', *common("nan"), '{"end": {}}']))

@@ -1,7 +1,6 @@
 """records/trace.py against traces built here event by event, whose figures can be worked out by hand."""
 
 import gzip
-import importlib.util
 import json
 import os
 import subprocess
@@ -15,10 +14,7 @@ from hypothesis import strategies as st
 
 SCRIPT = Path(__file__).parent.parent / "records" / "trace.py"
 sys.path.insert(0, str(SCRIPT.parent))
-spec = importlib.util.spec_from_file_location("records_trace", SCRIPT)
-trace = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = trace  # dataclasses look their module up
-spec.loader.exec_module(trace)
+import trace  # noqa: E402
 
 MAIN, AUTOGRAD, OTHER = 100, 200, 300
 NCCL = "ncclDevKernel_{}_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
