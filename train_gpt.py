@@ -851,20 +851,20 @@ def even_order(count: int, begin: float) -> np.ndarray:
     any two bounds come at nearly equal distances (Knuth, The Art of Computer Programming 3, 6.4)."""
     return ((np.arange(count) * GOLDEN_RATIO + begin) % 1).argsort()
 
-def pack(ends: np.ndarray, first: int, count: int, tokens: int) -> list[tuple[int, int, int]] | None:
+def pack(offsets: np.ndarray, first: int, count: int, tokens: int) -> list[tuple[int, int, int]] | None:
     """Which documents fill `count` micro-batches. Each takes one after another until it holds tokens + 1.
 
-    ends [documents]: running sum of the documents' lengths. first: the document to begin with.
+    offsets [documents + 1]: where each would begin, and the last end, if they stood one behind the other. first: the
+    document to begin with.
     Returns for each (first document, last document, tokens of it that fit), or None if the documents run out.
     """
     taken = []
     for _ in range(count):
-        before = int(ends[first - 1]) if first else 0
-        full = before + tokens + 1
-        last = int(np.searchsorted(ends, full))
-        if last >= len(ends):
+        full = int(offsets[first]) + tokens + 1
+        last = int(np.searchsorted(offsets, full)) - 1
+        if last == len(offsets) - 1:
             return None
-        taken.append((first, last, full - max(before, int(ends[last - 1]) if last else 0)))
+        taken.append((first, last, full - int(offsets[last])))
         first = last + 1
     return taken
 
@@ -919,14 +919,14 @@ class Stream:
         return documents
 
     def _limit(self, index: int, longest: int) -> tuple[Documents, np.ndarray, np.ndarray]:
-        """A shard's documents of at most `longest` tokens, the running sum of their lengths, and of what each is a
+        """A shard's documents of at most `longest` tokens, their offsets (see pack), and of what each is a
         piece. Starts loading the shard after it, forgets the others."""
         demand(index < len(self.shards), f"the training data ran out: {self.described()}, but documents of at most "
                f"{longest} did not fill {self.config.num_steps} steps; add shards, or lower --num_steps")
         wanted = [i for i in (index, index + 1) if i < len(self.shards)]
         self.loaded = {i: self.loaded.get(i) or self.loader.submit(self._load, i) for i in wanted}
         documents, piece_of = limit_documents(self.loaded[index].result(), longest, self.split)
-        return documents, np.cumsum(documents.lengths), piece_of
+        return documents, np.append(0, np.cumsum(documents.lengths)), piece_of
 
     def _advance(self, plan: Plan) -> tuple[Documents, list[tuple[int, int, int]]]:
         """What the next batch takes from which documents; the position moves behind it. RunError when the data ends."""
@@ -937,8 +937,8 @@ class Stream:
             unread = piece_of[document - 1] + 1  # what is left of a document that was split is skipped
             document = int(np.searchsorted(self.limit(index, longest)[2], unread))
         while True:
-            documents, ends, _ = self.limit(index, longest)
-            taken = pack(ends, document, plan.micro_batches, plan.micro_batch_tokens)
+            documents, offsets, _ = self.limit(index, longest)
+            taken = pack(offsets, document, plan.micro_batches, plan.micro_batch_tokens)
             if taken is not None:
                 break
             index, document = index + 1, 0

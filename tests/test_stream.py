@@ -59,9 +59,9 @@ def test_packing_is_the_record_s(lengths, longest, tokens, micro_batches, split)
     stream = lengths_to_tokens(np.array(lengths))
     documents, _ = train_gpt.limit_documents(train_gpt.index_documents(stream, BOS), longest, split)
     plain = plain_documents(stream, longest, split)
-    ends, first, at = np.cumsum(documents.lengths), 0, 0
+    offsets, first, at = np.append(0, np.cumsum(documents.lengths)), 0, 0
     while True:
-        taken = train_gpt.pack(ends, first, micro_batches, tokens)
+        taken = train_gpt.pack(offsets, first, micro_batches, tokens)
         expected, at = plain_batch(plain, at, micro_batches, tokens)
         assert (taken is None) == (expected is None)
         if taken is None:
