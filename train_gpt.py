@@ -992,9 +992,7 @@ def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.nd
                        f"{len(stream)}; fetch the whole split, or lower --val_tokens (a multiple of --val_len; 0: all)")
     demand((stream == shards[0].encoding.bos_id).any(), f"{shards[0].path}: no token is BOS "
            f"({shards[0].encoding.bos_id}), so no document begins: make it again")
-    rows = -(-(len(stream) - 1) // length)
-    padded = np.full(rows * length + 1, -1, dtype=np.int32)
-    padded[:len(stream)] = stream
+    padded = np.pad(stream, (0, -(len(stream) - 1) % length), constant_values=-1)
     return np.lib.stride_tricks.sliding_window_view(padded, length + 1)[::length]
 
 # ------------------------------------------------------------------------------------------------------------------
