@@ -953,8 +953,7 @@ class Stream:
         batch = [fill_micro_batch(documents, self.shards[0].encoding.bos_id, *taken[place]) for place in places]
         for place, micro_batch in zip(places, batch):
             where = plan.step.to_bytes(8, "little") + place.to_bytes(8, "little")
-            digest = hashlib.sha256(where + micro_batch.tobytes()).digest()
-            self.digest = (self.digest + int.from_bytes(digest, "big")) % 2 ** 256
+            self.digest = (self.digest + int(sha256_of(where + micro_batch.tobytes()), 16)) % 2 ** 256
         return batch
 
     def check_enough(self) -> None:
