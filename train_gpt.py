@@ -773,34 +773,26 @@ class Shard(NamedTuple):
 def read_header(path: Path) -> Shard:
     """Header words: 0 magic, 1 version, 2 tokens, 3 vocabulary, 4 BOS. RunError if the file is no whole shard."""
     again = "delete it, then fetch or make it again"
-    if not path.is_file():  # a pipe would be waited for
-        raise RunError(f"{path}: is no file; {again}")
-    with open(path, "rb") as file:
-        words = file.read(HEADER_INTS * 4)
-        size = os.fstat(file.fileno()).st_size
-    if len(words) < HEADER_INTS * 4:
-        raise RunError(f"{path}: ends after {len(words)} bytes, within its header of {HEADER_INTS * 4}; {again}")
-    header = np.frombuffer(words, dtype="<i4")
-    if header[:2].tolist() != [MAGIC, VERSION]:
-        raise RunError(f"{path}: begins with {header[:2].tolist()}, a shard with [{MAGIC}, {VERSION}]; make "
-                       "it with a script of data/")
+    demand(path.is_file(), f"{path}: is no file; {again}")  # a pipe would be waited for
+    header, size = np.fromfile(path, "<i4", HEADER_INTS), path.stat().st_size
+    demand(len(header) == HEADER_INTS, f"{path}: ends after {size} bytes, within its header of {HEADER_INTS * 4}; "
+           f"{again}")
+    demand(header[:2].tolist() == [MAGIC, VERSION], f"{path}: begins with {header[:2].tolist()}, a shard with "
+           f"[{MAGIC}, {VERSION}]; make it with a script of data/")
     tokens = int(header[2])
-    if size != HEADER_INTS * 4 + 2 * tokens:
-        raise RunError(f"{path}: {size} bytes, but its header promises {tokens} tokens, {HEADER_INTS * 4 + 2 * tokens} "
-                       f"bytes; {again}")
+    whole = HEADER_INTS * 4 + 2 * tokens
+    demand(size == whole, f"{path}: {size} bytes, but its header promises {tokens} tokens, {whole} bytes; {again}")
     return Shard(path, tokens, Encoding(*(header[3:5].tolist() if header[3] else (GPT2_VOCAB, GPT2_BOS))))
 
 def find_shards(pattern: str, limit: int = 0) -> list[Shard]:
     """The shards that match a glob pattern, by name, the first `limit` of them (0: all); all in one encoding."""
     paths = sorted(ROOT / path for path in glob.glob(pattern, root_dir=ROOT))  # an absolute one stays as it is
-    if not paths:
-        raise RunError(f"no shard matches {ROOT / pattern}; make some with data/stdlib.py, data/fineweb.py or "
-                       "data/text.py, or name others with --train_files and --val_files")
+    demand(paths, f"no shard matches {ROOT / pattern}; make some with data/stdlib.py, data/fineweb.py or data/text.py, "
+           "or name others with --train_files and --val_files")
     shards = [read_header(path) for path in paths[:limit or None]]
     for shard in shards:
-        if shard.encoding != shards[0].encoding:
-            raise RunError(f"{shard.path}: {shard.encoding}, but {shards[0].path}: {shards[0].encoding}; shards of one "
-                           "run share one encoding")
+        demand(shard.encoding == shards[0].encoding, f"{shard.path}: {shard.encoding}, but {shards[0].path}: "
+               f"{shards[0].encoding}; shards of one run share one encoding")
     return shards
 
 def sha256_of(data: Any) -> str:
@@ -986,9 +978,9 @@ def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.nd
         if sum(map(len, held)) < wanted:
             held.append(load_tokens(shard))
     stream = np.concatenate(held)[:wanted].astype(np.int32)
-    if len(stream) < max(wanted, 2):
-        raise RunError(f"validation needs {max(wanted, 2)} tokens, {len(shards)} shard(s) like {shards[0].path} hold "
-                       f"{len(stream)}; fetch the whole split, or lower --val_tokens (a multiple of --val_len; 0: all)")
+    demand(len(stream) >= max(wanted, 2), f"validation needs {max(wanted, 2)} tokens, {len(shards)} shard(s) like "
+           f"{shards[0].path} hold {len(stream)}; fetch the whole split, or lower --val_tokens (a multiple of "
+           "--val_len; 0: all)")
     demand((stream == shards[0].encoding.bos_id).any(), f"{shards[0].path}: no token is BOS "
            f"({shards[0].encoding.bos_id}), so no document begins: make it again")
     padded = np.pad(stream, (0, -(len(stream) - 1) % length), constant_values=-1)
