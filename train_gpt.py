@@ -498,15 +498,13 @@ def moment_bytes(config: Config) -> int:
 
 def check_config(config: Config, ranks: int) -> None:
     """RunError, with every finding, if the values are impossible by themselves or for this number of ranks."""
-    c, wrong = config, []
+    c = config
+    wrong = [message for f in dataclasses.fields(c) if (message := out_of_range(f, getattr(c, f.name)))]
 
     def want(holds: Any, message: str) -> None:
         if not holds:
             wrong.append(message)
 
-    for f in dataclasses.fields(c):
-        message = out_of_range(f, getattr(c, f.name))
-        want(not message, message)
     want(c.num_heads * c.head_dim == c.model_dim,
          f"num_heads * head_dim is {c.num_heads} * {c.head_dim}; it must be model_dim, {c.model_dim}")
     want(c.head_dim % 4 == 0, f"head_dim is {c.head_dim}; the rotary needs a multiple of 4")
@@ -532,8 +530,8 @@ def check_config(config: Config, ranks: int) -> None:
                 break
             n, ahead = stage.first["micro_batches"], len(stage.first["loss_weights"])
             where = f"the stage from step {stage.begin} on has {n} micro-batches"
-            want(ranks > 0 and n % max(1, ranks) == 0, f"{ranks} ranks; {where}, which they cannot share evenly: start "
-                 f"{usable_ranks(c, max(1, ranks))} ranks (--nproc_per_node), or change --micro_batches")
+            want(ranks > 0 and n % ranks == 0, f"{ranks} ranks; {where}, which they cannot share evenly: start "
+                 f"{usable_ranks(c, ranks)} ranks (--nproc_per_node), or change --micro_batches")
             want(not c.exact or n & (n - 1) == 0 and ranks & (ranks - 1) == 0, f"exact sums a batch as a binary tree; "
                  f"{where} on {ranks} ranks: make both powers of two")
             want(ahead <= stage.first["micro_batch_tokens"], f"loss_weights looks {ahead} tokens ahead from step "
@@ -541,8 +539,7 @@ def check_config(config: Config, ranks: int) -> None:
         check_layers(c, ranks, want)
     except RunError as error:
         wrong.append(str(error))
-    if wrong:
-        raise RunError("; ".join(dict.fromkeys(wrong)))
+    demand(not wrong, "; ".join(wrong))
 
 def check_layers(c: Config, ranks: int, want: Callable[[Any, str], None]) -> None:
     """What the layers and their tables want of the other values. RunError on a word that is none."""
@@ -553,7 +550,7 @@ def check_layers(c: Config, ranks: int, want: Callable[[Any, str], None]) -> Non
          "most that")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # of each rank parameters and gradients, and for the warm-up all of the state saved and gathered; two moments
-    here, size, moment = from_environment("LOCAL_WORLD_SIZE", max(1, ranks)), c.torch_dtype.itemsize, moment_bytes(c)
+    here, size, moment = from_environment("LOCAL_WORLD_SIZE", ranks), c.torch_dtype.itemsize, moment_bytes(c)
     needed = ngram_entries(c) * (here * ((3 - c.lazy_tables) * size + 4 * moment) + 2 * moment)
     want(needed <= memory, f"ngrams: the tables take {needed >> 30} GiB to train, and this machine has "
          f"{memory >> 30}; give them fewer rows")
