@@ -479,14 +479,13 @@ def adam_groups(config: Config) -> dict[str, dict[str, float]]:
     for kind, *cells in rows or [["no row"]] * bool(config.adam_groups):
         try:
             row = dict(zip(columns, map(float, cells), strict=True))
-            fits = all(0 <= x < below[name] for name, x in row.items())
-            fits = fits and first == "of" and kind in {*ADAM_KINDS} - {*groups}
+            if not (first == "of" and kind in {*ADAM_KINDS} - {*groups} and
+                    all(0 <= x < below[name] for name, x in row.items())):
+                raise ValueError
         except (ValueError, KeyError):
-            fits = False
-        if not fits:
             raise RunError(f"adam_groups: {' '.join([kind, *cells])!r} under {' '.join([first, *columns])!r}; write a "
                            f"head, of and some of {', '.join(below)}, then a row for each of some of "
-                           f"{', '.join(ADAM_KINDS)}, with numbers of 0 or more, betas below 1")
+                           f"{', '.join(ADAM_KINDS)}, with numbers of 0 or more, betas below 1") from None
         groups[kind] = row
     return groups
 
