@@ -397,8 +397,9 @@ def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]
         # the later half takes in what the earlier put out, last out first in; the last layer takes nothing
         words = [f"{word}+{depth - 1 - i}" if depth <= 2 * i < 2 * depth - 2 else word for i, word in enumerate(words)]
         given.update(layers=" ".join(words), backout_layer=max(0, 3 * (depth - 1) // 4))
-    config = dataclasses.replace(PRESETS[preset], **shortened(PRESETS[preset], given.get("num_steps")) | given)
-    idle = sorted(given.keys() & {*itertools.chain(*rows_of(PRESETS[preset].stages)[:1])})
+    usual = PRESETS[preset]
+    config = dataclasses.replace(usual, **shortened(usual, given.get("num_steps", usual.num_steps)) | given)
+    idle = sorted(given.keys() & set(rows_of(usual.stages)[0]))
     demand("stages" in given or not idle, f"--{', --'.join(idle)} would do nothing: {preset}'s table of stages has a "
            f"column of that name; give --stages like {config.stages!r} with other values, or without it")
     if not config.resume:
@@ -414,13 +415,10 @@ def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]
         raise RunError(f"{path}: is no checkpoint of this version of train_gpt.py ({error}); name another, or go on in "
                        "a checkout of the version whose source its log holds") from error
 
-def shortened(preset: Config, num_steps: int | None) -> dict[str, Any]:
+def shortened(preset: Config, num_steps: int) -> dict[str, Any]:
     """What a preset counts in steps, in proportion to a run that has fewer. A longer run keeps the preset's counts."""
-    if num_steps is None or num_steps >= preset.num_steps:
-        return {}
-
     def scaled(steps: int) -> int:
-        return steps * num_steps // preset.num_steps
+        return steps * min(num_steps, preset.num_steps) // preset.num_steps
     counts = ("muon_momentum_rise", "muon_momentum_fall", "tail_steps")
     return {**{name: max(1, scaled(getattr(preset, name))) for name in counts},
             "stages": re.sub(r"\+(\d+)", lambda further: f"+{scaled(int(further[1]))}", preset.stages)}
