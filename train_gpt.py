@@ -604,7 +604,6 @@ class Stage(NamedTuple):
 
     begin: int
     end: int
-    scheduled: bool  # or after the schedule
     first: dict[str, Any]
     last: dict[str, Any]
 
@@ -619,11 +618,9 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
     demand(head[:1] == ["until"] and rows and {*head[1:]} <= {*columns} and len({*head}) == len(head),
            f"stages is {c.stages!r}; write a head that begins with `until` and names some of {', '.join(columns)}, "
            "then a row per stage")
-    stages, begin = [], 0
-    further = sum(int(row[0]) for row in rows if re.fullmatch(r"\+[0-9]+", row[0]))
-    scheduled = c.num_steps - further
-    demand(scheduled > 0, f"stages: the rows with + take {further} steps, so {scheduled} of num_steps {c.num_steps} "
-           "are scheduled; raise --num_steps, or give --stages with fewer")
+    stages, begin, scheduled, flags = [], 0, scheduled_steps(c), {name: getattr(c, name) for name in columns}
+    demand(scheduled > 0, f"stages: the rows with + take {c.num_steps - scheduled} steps, so {scheduled} of num_steps "
+           f"{c.num_steps} are scheduled; raise --num_steps, or give --stages with fewer")
     for row in rows:
         extra, where = row[0].startswith("+"), f"stages: the row {' '.join(row)!r} under {' '.join(head)!r}"
         try:
@@ -640,10 +637,9 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
         demand(extra and begin >= scheduled or share > 0 and not extra and begin <= end <= scheduled,
                f"{where} ends before step {end}, the one before it before step {begin}, and {scheduled} of num_steps "
                f"{c.num_steps} are scheduled; let stages follow one another, those with + last")
-        flags = {name: getattr(c, name) for name in columns}
         first, last = (flags | {name: ends[i] for name, ends in cells.items()} for i in (0, 1))
         if end > begin:
-            stages.append(Stage(begin, end, not extra, first, last))
+            stages.append(Stage(begin, end, first, last))
         begin = end
     demand(begin == c.num_steps, f"stages: the last ends before step {begin} of num_steps {c.num_steps}; let its "
            "`until` be 1")
@@ -707,7 +703,8 @@ def move(first: Any, last: Any, done: float) -> Any:
     return first if first == last else first + done * (last - first)
 
 def scheduled_steps(config: Config) -> int:
-    return max(stage.end for stage in stages_of(config) if stage.scheduled)
+    """All but those of rows with +."""
+    return config.num_steps - sum(int(row[0]) for row in rows_of(config.stages) if re.fullmatch(r"\+[0-9]+", row[0]))
 
 def untie_step(config: Config) -> int:
     """The step from which on the embedding is one by itself, after the first update of Adam's at untie_at or behind it;
