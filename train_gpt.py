@@ -624,7 +624,8 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
     for row in rows:
         extra, where = row[0].startswith("+"), f"stages: the row {' '.join(row)!r} under {' '.join(head)!r}"
         try:
-            if not re.fullmatch(r"\+[0-9]+|[0-9]+(/0*[1-9][0-9]*)?|[0-9]*\.[0-9]+", row[0]):
+            number = re.fullmatch(r"\+[0-9]+|[0-9]+(/0*[1-9][0-9]*)?|[0-9]*\.[0-9]+", row[0])
+            if not number or (share := Fraction(row[0])) > 1 and share.denominator > 1:
                 raise ValueError(f"{row[0]!r} is no end of a stage")
             if len(row) != len(head):
                 raise ValueError(f"it has {len(row)} cells, and the head {len(head)} columns")
@@ -632,8 +633,7 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
         except ValueError as error:
             raise RunError(f"{where}: {error}; begin it with a fraction like 1/3, a step or +N, then give one value "
                            "per column, where numbers may move: a>b") from None
-        share = Fraction(row[0])
-        end = begin + int(share) if extra else math.ceil(scheduled * share) if share <= 1 else int(row[0])
+        end = math.ceil(begin + share if extra else share if share > 1 else scheduled * share)
         demand(extra and begin >= scheduled or share > 0 and not extra and begin <= end <= scheduled,
                f"{where} ends before step {end}, the one before it before step {begin}, and {scheduled} of num_steps "
                f"{c.num_steps} are scheduled; let stages follow one another, those with + last")
