@@ -62,7 +62,7 @@ from datetime import datetime, timedelta, timezone
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Callable, Iterator, NamedTuple, NoReturn, Sequence
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, NoReturn, Sequence
 
 def interrupted_early(*_: Any) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":

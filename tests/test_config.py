@@ -2,10 +2,12 @@
 
 import ast
 import dataclasses
+import inspect
 import io
 import json
 import os
 import re
+import typing
 
 import pytest
 import torch
@@ -548,6 +550,15 @@ def test_no_class_and_no_line_is_too_long_to_read():
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     assert {node.name for node in classes if node.end_lineno - node.lineno >= 150} == set() != {node.name for node in classes}
     assert max(map(len, source.splitlines())) <= 120
+
+
+def test_what_annotations_name_is_there():
+    """They are read by nobody while a run goes on."""
+    ours = [x for x in vars(train_gpt).values() if getattr(x, "__module__", "") == train_gpt.__name__]
+    within = [x for of in filter(inspect.isclass, ours) for x in vars(of).values()]
+    for x in (*ours, *within):
+        if inspect.isclass(x) or inspect.isfunction(x):
+            typing.get_type_hints(x)
 
 
 def test_a_flag_that_the_preset_s_table_overrides_is_refused():
