@@ -256,10 +256,9 @@ def test_a_shard_that_is_replaced_during_the_run_is_noticed_when_it_is_loaded(tm
     make_stream(tmp_path, tiny)
     shards = train_gpt.with_digests(train_gpt.find_shards(str(tmp_path / "t_*.bin")), train_gpt.Comm(), 0, 1)
     assert [shard.sha256 for shard in shards] == [hashlib.sha256(shard.path.read_bytes()).hexdigest() for shard in shards]
-    for replace, says in ((lambda: write_shard(tmp_path / "t_1.bin", some_documents(9, 3000)), "is not the file that it was"),
-                          (lambda: write_shard(tmp_path / "t_1.bin", some_documents(2, 3001)), "is not the file that it was")):
-        replace()
-        with pytest.raises(train_gpt.RunError, match=f"t_1.bin: {says} when the run began"):
+    for other in ((9, 3000), (2, 3001)):
+        write_shard(tmp_path / "t_1.bin", some_documents(*other))
+        with pytest.raises(train_gpt.RunError, match="t_1.bin: is not the file that it was when the run began"):
             read(train_gpt.Stream(shards, tiny))
     write_shard(tmp_path / "t_1.bin", some_documents(2, 3000))
     assert len(read(train_gpt.Stream(shards, tiny))) == 10
@@ -359,11 +358,6 @@ def test_shards_of_two_encodings_are_refused(tmp_path):
     write_shard(tmp_path / "b.bin", [256, 1], vocab_size=257, bos_id=256)
     with pytest.raises(train_gpt.RunError, match="share one encoding"):
         train_gpt.find_shards(str(tmp_path / "*.bin"))
-
-
-def test_a_header_that_says_nothing_means_gpt2(tmp_path):
-    shard = train_gpt.read_header(write_shard(tmp_path / "a.bin", [50256, 1], vocab_size=0, bos_id=0))
-    assert shard.encoding == (50257, 50256) and shard.tokens == 2
 
 
 def test_a_stream_without_bos_is_refused(tmp_path, tiny):
