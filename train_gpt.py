@@ -963,15 +963,12 @@ def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.nd
 
     Only a whole split may end within a sequence: what is beyond its end is -1, which is no target.
     """
-    wanted = tokens + 1 if tokens else sum(shard.tokens for shard in shards)
-    held: list[np.ndarray] = []
-    for shard in shards:
-        if sum(map(len, held)) < wanted:
-            held.append(load_tokens(shard))
+    wanted = max(2, tokens + 1 if tokens else sum(shard.tokens for shard in shards))
+    begins = itertools.accumulate((shard.tokens for shard in shards), initial=0)
+    held = [load_tokens(shard) for shard, begin in zip(shards, begins) if begin < wanted]
     stream = np.concatenate(held)[:wanted].astype(np.int32)
-    demand(len(stream) >= max(wanted, 2), f"validation needs {max(wanted, 2)} tokens, {len(shards)} shard(s) like "
-           f"{shards[0].path} hold {len(stream)}; fetch the whole split, or lower --val_tokens (a multiple of "
-           "--val_len; 0: all)")
+    demand(len(stream) >= wanted, f"validation needs {wanted} tokens, {len(shards)} shard(s) like {shards[0].path} "
+           f"hold {len(stream)}; fetch the whole split, or lower --val_tokens (a multiple of --val_len; 0: all)")
     demand((stream == shards[0].encoding.bos_id).any(), f"{shards[0].path}: no token is BOS "
            f"({shards[0].encoding.bos_id}), so no document begins: make it again")
     padded = np.pad(stream, (0, -(len(stream) - 1) % length), constant_values=-1)

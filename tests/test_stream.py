@@ -382,6 +382,9 @@ def test_validation_reads_the_first_tokens_in_order_across_shards(tmp_path):
     assert every.shape == (4, 65) and np.array_equal(targets[:199], whole[1:]) and (targets[199:] == -1).all()
     with pytest.raises(train_gpt.RunError, match="needs 257 tokens, 2 .* hold 200"):
         train_gpt.validation_sequences(shards, 256, 64)
+    write_shard(tmp_path / "empty.bin", [])
+    with pytest.raises(train_gpt.RunError, match="needs 2 tokens, 1 .* hold 0"):
+        train_gpt.validation_sequences(train_gpt.find_shards(str(tmp_path / "empty.bin")), 0, 64)
 
 
 def test_a_header_may_say_nothing_of_its_encoding_or_all_of_it(tmp_path):
