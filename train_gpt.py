@@ -647,18 +647,16 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
 
 def parse_cell(column: dataclasses.Field, cell: str) -> tuple[Any, Any]:
     """A cell of the table: its value at the beginning and at the end of the stage. ValueError if it is none."""
-    kind, several = int if column.type == "int" else float, column.type == "Numbers"
-    items = [item.split(">") for item in cell.split(",")]
+    whole, items = column.type == "int", [item.split(">") for item in cell.split(",")]
     try:
-        numbers = [[kind(end) for end in item] for item in items]
-    except ValueError:
-        numbers = []
-    if not numbers or max(map(len, items)) > (1 if kind is int else 2) or len(items) > 1 and not several:
-        raise ValueError(f"{cell!r} is no value of {column.name}, {'a whole' if kind is int else 'a'} number")
-    ends = [tuple(number[i] for number in numbers) if several else numbers[0][i] for i in (0, -1)]
-    if wrong := out_of_range(column, ends[0]) or out_of_range(column, ends[1]):
+        if max(map(len, items)) > (1 if whole else 2):
+            raise ValueError
+        first, last = (PARSERS[column.type](",".join(item[end] for item in items)) for end in (0, -1))
+    except (ValueError, argparse.ArgumentTypeError):
+        raise ValueError(f"{cell!r} is no value of {column.name}, {'a whole' if whole else 'a'} number") from None
+    if wrong := out_of_range(column, first) or out_of_range(column, last):
         raise ValueError(wrong)
-    return ends[0], ends[1]
+    return first, last
 
 @dataclass(frozen=True)
 class Plan(StageValues):
