@@ -62,7 +62,7 @@ from datetime import datetime, timedelta, timezone
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Callable, Iterator, NamedTuple, NoReturn, Sequence
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, NoReturn, Sequence
 
 def interrupted_early(*_: Any) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":
@@ -397,8 +397,9 @@ def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]
         # the later half takes in what the earlier put out, last out first in; the last layer takes nothing
         words = [f"{word}+{depth - 1 - i}" if depth <= 2 * i < 2 * depth - 2 else word for i, word in enumerate(words)]
         given.update(layers=" ".join(words), backout_layer=max(0, 3 * (depth - 1) // 4))
-    config = dataclasses.replace(PRESETS[preset], **shortened(PRESETS[preset], given.get("num_steps")) | given)
-    idle = sorted(given.keys() & {*itertools.chain(*rows_of(PRESETS[preset].stages)[:1])})
+    usual = PRESETS[preset]
+    config = dataclasses.replace(usual, **shortened(usual, given.get("num_steps", usual.num_steps)) | given)
+    idle = sorted(given.keys() & set(rows_of(usual.stages)[0]))
     demand("stages" in given or not idle, f"--{', --'.join(idle)} would do nothing: {preset}'s table of stages has a "
            f"column of that name; give --stages like {config.stages!r} with other values, or without it")
     if not config.resume:
@@ -414,13 +415,10 @@ def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]
         raise RunError(f"{path}: is no checkpoint of this version of train_gpt.py ({error}); name another, or go on in "
                        "a checkout of the version whose source its log holds") from error
 
-def shortened(preset: Config, num_steps: int | None) -> dict[str, Any]:
+def shortened(preset: Config, num_steps: int) -> dict[str, Any]:
     """What a preset counts in steps, in proportion to a run that has fewer. A longer run keeps the preset's counts."""
-    if num_steps is None or num_steps >= preset.num_steps:
-        return {}
-
     def scaled(steps: int) -> int:
-        return steps * num_steps // preset.num_steps
+        return steps * min(num_steps, preset.num_steps) // preset.num_steps
     counts = ("muon_momentum_rise", "muon_momentum_fall", "tail_steps")
     return {**{name: max(1, scaled(getattr(preset, name))) for name in counts},
             "stages": re.sub(r"\+(\d+)", lambda further: f"+{scaled(int(further[1]))}", preset.stages)}
@@ -479,14 +477,13 @@ def adam_groups(config: Config) -> dict[str, dict[str, float]]:
     for kind, *cells in rows or [["no row"]] * bool(config.adam_groups):
         try:
             row = dict(zip(columns, map(float, cells), strict=True))
-            fits = all(0 <= x < below[name] for name, x in row.items())
-            fits = fits and first == "of" and kind in {*ADAM_KINDS} - {*groups}
+            if not (first == "of" and kind in {*ADAM_KINDS} - {*groups} and
+                    all(0 <= x < below[name] for name, x in row.items())):
+                raise ValueError
         except (ValueError, KeyError):
-            fits = False
-        if not fits:
             raise RunError(f"adam_groups: {' '.join([kind, *cells])!r} under {' '.join([first, *columns])!r}; write a "
                            f"head, of and some of {', '.join(below)}, then a row for each of some of "
-                           f"{', '.join(ADAM_KINDS)}, with numbers of 0 or more, betas below 1")
+                           f"{', '.join(ADAM_KINDS)}, with numbers of 0 or more, betas below 1") from None
         groups[kind] = row
     return groups
 
@@ -498,15 +495,13 @@ def moment_bytes(config: Config) -> int:
 
 def check_config(config: Config, ranks: int) -> None:
     """RunError, with every finding, if the values are impossible by themselves or for this number of ranks."""
-    c, wrong = config, []
+    c = config
+    wrong = [message for f in dataclasses.fields(c) if (message := out_of_range(f, getattr(c, f.name)))]
 
     def want(holds: Any, message: str) -> None:
         if not holds:
             wrong.append(message)
 
-    for f in dataclasses.fields(c):
-        message = out_of_range(f, getattr(c, f.name))
-        want(not message, message)
     want(c.num_heads * c.head_dim == c.model_dim,
          f"num_heads * head_dim is {c.num_heads} * {c.head_dim}; it must be model_dim, {c.model_dim}")
     want(c.head_dim % 4 == 0, f"head_dim is {c.head_dim}; the rotary needs a multiple of 4")
@@ -532,8 +527,8 @@ def check_config(config: Config, ranks: int) -> None:
                 break
             n, ahead = stage.first["micro_batches"], len(stage.first["loss_weights"])
             where = f"the stage from step {stage.begin} on has {n} micro-batches"
-            want(ranks > 0 and n % max(1, ranks) == 0, f"{ranks} ranks; {where}, which they cannot share evenly: start "
-                 f"{usable_ranks(c, max(1, ranks))} ranks (--nproc_per_node), or change --micro_batches")
+            want(ranks > 0 and n % ranks == 0, f"{ranks} ranks; {where}, which they cannot share evenly: start "
+                 f"{usable_ranks(c, ranks)} ranks (--nproc_per_node), or change --micro_batches")
             want(not c.exact or n & (n - 1) == 0 and ranks & (ranks - 1) == 0, f"exact sums a batch as a binary tree; "
                  f"{where} on {ranks} ranks: make both powers of two")
             want(ahead <= stage.first["micro_batch_tokens"], f"loss_weights looks {ahead} tokens ahead from step "
@@ -541,8 +536,7 @@ def check_config(config: Config, ranks: int) -> None:
         check_layers(c, ranks, want)
     except RunError as error:
         wrong.append(str(error))
-    if wrong:
-        raise RunError("; ".join(dict.fromkeys(wrong)))
+    demand(not wrong, "; ".join(wrong))
 
 def check_layers(c: Config, ranks: int, want: Callable[[Any, str], None]) -> None:
     """What the layers and their tables want of the other values. RunError on a word that is none."""
@@ -553,7 +547,7 @@ def check_layers(c: Config, ranks: int, want: Callable[[Any, str], None]) -> Non
          "most that")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # of each rank parameters and gradients, and for the warm-up all of the state saved and gathered; two moments
-    here, size, moment = from_environment("LOCAL_WORLD_SIZE", max(1, ranks)), c.torch_dtype.itemsize, moment_bytes(c)
+    here, size, moment = from_environment("LOCAL_WORLD_SIZE", ranks), c.torch_dtype.itemsize, moment_bytes(c)
     needed = ngram_entries(c) * (here * ((3 - c.lazy_tables) * size + 4 * moment) + 2 * moment)
     want(needed <= memory, f"ngrams: the tables take {needed >> 30} GiB to train, and this machine has "
          f"{memory >> 30}; give them fewer rows")
@@ -610,7 +604,6 @@ class Stage(NamedTuple):
 
     begin: int
     end: int
-    scheduled: bool  # or after the schedule
     first: dict[str, Any]
     last: dict[str, Any]
 
@@ -625,15 +618,14 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
     demand(head[:1] == ["until"] and rows and {*head[1:]} <= {*columns} and len({*head}) == len(head),
            f"stages is {c.stages!r}; write a head that begins with `until` and names some of {', '.join(columns)}, "
            "then a row per stage")
-    stages, begin = [], 0
-    further = sum(int(row[0]) for row in rows if re.fullmatch(r"\+[0-9]+", row[0]))
-    scheduled = c.num_steps - further
-    demand(scheduled > 0, f"stages: the rows with + take {further} steps, so {scheduled} of num_steps {c.num_steps} "
-           "are scheduled; raise --num_steps, or give --stages with fewer")
+    stages, begin, scheduled, flags = [], 0, scheduled_steps(c), {name: getattr(c, name) for name in columns}
+    demand(scheduled > 0, f"stages: the rows with + take {c.num_steps - scheduled} steps, so {scheduled} of num_steps "
+           f"{c.num_steps} are scheduled; raise --num_steps, or give --stages with fewer")
     for row in rows:
         extra, where = row[0].startswith("+"), f"stages: the row {' '.join(row)!r} under {' '.join(head)!r}"
         try:
-            if not re.fullmatch(r"\+[0-9]+|[0-9]+(/0*[1-9][0-9]*)?|[0-9]*\.[0-9]+", row[0]):
+            number = re.fullmatch(r"\+[0-9]+|[0-9]+(/0*[1-9][0-9]*)?|[0-9]*\.[0-9]+", row[0])
+            if not number or (share := Fraction(row[0])) > 1 and share.denominator > 1:
                 raise ValueError(f"{row[0]!r} is no end of a stage")
             if len(row) != len(head):
                 raise ValueError(f"it has {len(row)} cells, and the head {len(head)} columns")
@@ -641,15 +633,13 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
         except ValueError as error:
             raise RunError(f"{where}: {error}; begin it with a fraction like 1/3, a step or +N, then give one value "
                            "per column, where numbers may move: a>b") from None
-        share = Fraction(row[0])
-        end = begin + int(share) if extra else math.ceil(scheduled * share) if share <= 1 else int(row[0])
+        end = math.ceil(begin + share if extra else share if share > 1 else scheduled * share)
         demand(extra and begin >= scheduled or share > 0 and not extra and begin <= end <= scheduled,
                f"{where} ends before step {end}, the one before it before step {begin}, and {scheduled} of num_steps "
                f"{c.num_steps} are scheduled; let stages follow one another, those with + last")
-        flags = {name: getattr(c, name) for name in columns}
         first, last = (flags | {name: ends[i] for name, ends in cells.items()} for i in (0, 1))
         if end > begin:
-            stages.append(Stage(begin, end, not extra, first, last))
+            stages.append(Stage(begin, end, first, last))
         begin = end
     demand(begin == c.num_steps, f"stages: the last ends before step {begin} of num_steps {c.num_steps}; let its "
            "`until` be 1")
@@ -657,18 +647,16 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
 
 def parse_cell(column: dataclasses.Field, cell: str) -> tuple[Any, Any]:
     """A cell of the table: its value at the beginning and at the end of the stage. ValueError if it is none."""
-    kind, several = int if column.type == "int" else float, column.type == "Numbers"
-    items = [item.split(">") for item in cell.split(",")]
+    whole, items = column.type == "int", [item.split(">") for item in cell.split(",")]
     try:
-        numbers = [[kind(end) for end in item] for item in items]
-    except ValueError:
-        numbers = []
-    if not numbers or max(map(len, items)) > (1 if kind is int else 2) or len(items) > 1 and not several:
-        raise ValueError(f"{cell!r} is no value of {column.name}, {'a whole' if kind is int else 'a'} number")
-    ends = [tuple(number[i] for number in numbers) if several else numbers[0][i] for i in (0, -1)]
-    if wrong := out_of_range(column, ends[0]) or out_of_range(column, ends[1]):
+        if max(map(len, items)) > (1 if whole else 2):
+            raise ValueError
+        first, last = (PARSERS[column.type](",".join(item[end] for item in items)) for end in (0, -1))
+    except (ValueError, argparse.ArgumentTypeError):
+        raise ValueError(f"{cell!r} is no value of {column.name}, {'a whole' if whole else 'a'} number") from None
+    if wrong := out_of_range(column, first) or out_of_range(column, last):
         raise ValueError(wrong)
-    return ends[0], ends[1]
+    return first, last
 
 @dataclass(frozen=True)
 class Plan(StageValues):
@@ -713,7 +701,8 @@ def move(first: Any, last: Any, done: float) -> Any:
     return first if first == last else first + done * (last - first)
 
 def scheduled_steps(config: Config) -> int:
-    return max(stage.end for stage in stages_of(config) if stage.scheduled)
+    """All but those of rows with +."""
+    return config.num_steps - sum(int(row[0]) for row in rows_of(config.stages) if re.fullmatch(r"\+[0-9]+", row[0]))
 
 def untie_step(config: Config) -> int:
     """The step from which on the embedding is one by itself, after the first update of Adam's at untie_at or behind it;
@@ -773,34 +762,26 @@ class Shard(NamedTuple):
 def read_header(path: Path) -> Shard:
     """Header words: 0 magic, 1 version, 2 tokens, 3 vocabulary, 4 BOS. RunError if the file is no whole shard."""
     again = "delete it, then fetch or make it again"
-    if not path.is_file():  # a pipe would be waited for
-        raise RunError(f"{path}: is no file; {again}")
-    with open(path, "rb") as file:
-        words = file.read(HEADER_INTS * 4)
-        size = os.fstat(file.fileno()).st_size
-    if len(words) < HEADER_INTS * 4:
-        raise RunError(f"{path}: ends after {len(words)} bytes, within its header of {HEADER_INTS * 4}; {again}")
-    header = np.frombuffer(words, dtype="<i4")
-    if header[:2].tolist() != [MAGIC, VERSION]:
-        raise RunError(f"{path}: begins with {header[:2].tolist()}, a shard with [{MAGIC}, {VERSION}]; make "
-                       "it with a script of data/")
+    demand(path.is_file(), f"{path}: is no file; {again}")  # a pipe would be waited for
+    header, size = np.fromfile(path, "<i4", HEADER_INTS), path.stat().st_size
+    demand(len(header) == HEADER_INTS, f"{path}: ends after {size} bytes, within its header of {HEADER_INTS * 4}; "
+           f"{again}")
+    demand(header[:2].tolist() == [MAGIC, VERSION], f"{path}: begins with {header[:2].tolist()}, a shard with "
+           f"[{MAGIC}, {VERSION}]; make it with a script of data/")
     tokens = int(header[2])
-    if size != HEADER_INTS * 4 + 2 * tokens:
-        raise RunError(f"{path}: {size} bytes, but its header promises {tokens} tokens, {HEADER_INTS * 4 + 2 * tokens} "
-                       f"bytes; {again}")
+    whole = HEADER_INTS * 4 + 2 * tokens
+    demand(size == whole, f"{path}: {size} bytes, but its header promises {tokens} tokens, {whole} bytes; {again}")
     return Shard(path, tokens, Encoding(*(header[3:5].tolist() if header[3] else (GPT2_VOCAB, GPT2_BOS))))
 
 def find_shards(pattern: str, limit: int = 0) -> list[Shard]:
     """The shards that match a glob pattern, by name, the first `limit` of them (0: all); all in one encoding."""
     paths = sorted(ROOT / path for path in glob.glob(pattern, root_dir=ROOT))  # an absolute one stays as it is
-    if not paths:
-        raise RunError(f"no shard matches {ROOT / pattern}; make some with data/stdlib.py, data/fineweb.py or "
-                       "data/text.py, or name others with --train_files and --val_files")
+    demand(paths, f"no shard matches {ROOT / pattern}; make some with data/stdlib.py, data/fineweb.py or data/text.py, "
+           "or name others with --train_files and --val_files")
     shards = [read_header(path) for path in paths[:limit or None]]
     for shard in shards:
-        if shard.encoding != shards[0].encoding:
-            raise RunError(f"{shard.path}: {shard.encoding}, but {shards[0].path}: {shards[0].encoding}; shards of one "
-                           "run share one encoding")
+        demand(shard.encoding == shards[0].encoding, f"{shard.path}: {shard.encoding}, but {shards[0].path}: "
+               f"{shards[0].encoding}; shards of one run share one encoding")
     return shards
 
 def sha256_of(data: Any) -> str:
@@ -851,20 +832,20 @@ def even_order(count: int, begin: float) -> np.ndarray:
     any two bounds come at nearly equal distances (Knuth, The Art of Computer Programming 3, 6.4)."""
     return ((np.arange(count) * GOLDEN_RATIO + begin) % 1).argsort()
 
-def pack(ends: np.ndarray, first: int, count: int, tokens: int) -> list[tuple[int, int, int]] | None:
+def pack(offsets: np.ndarray, first: int, count: int, tokens: int) -> list[tuple[int, int, int]] | None:
     """Which documents fill `count` micro-batches. Each takes one after another until it holds tokens + 1.
 
-    ends [documents]: running sum of the documents' lengths. first: the document to begin with.
+    offsets [documents + 1]: where each would begin, and the last end, if they stood one behind the other. first: the
+    document to begin with.
     Returns for each (first document, last document, tokens of it that fit), or None if the documents run out.
     """
     taken = []
     for _ in range(count):
-        before = int(ends[first - 1]) if first else 0
-        full = before + tokens + 1
-        last = int(np.searchsorted(ends, full))
-        if last >= len(ends):
+        full = int(offsets[first]) + tokens + 1
+        last = int(np.searchsorted(offsets, full)) - 1
+        if last == len(offsets) - 1:
             return None
-        taken.append((first, last, full - max(before, int(ends[last - 1]) if last else 0)))
+        taken.append((first, last, full - int(offsets[last])))
         first = last + 1
     return taken
 
@@ -919,14 +900,14 @@ class Stream:
         return documents
 
     def _limit(self, index: int, longest: int) -> tuple[Documents, np.ndarray, np.ndarray]:
-        """A shard's documents of at most `longest` tokens, the running sum of their lengths, and of what each is a
+        """A shard's documents of at most `longest` tokens, their offsets (see pack), and of what each is a
         piece. Starts loading the shard after it, forgets the others."""
         demand(index < len(self.shards), f"the training data ran out: {self.described()}, but documents of at most "
                f"{longest} did not fill {self.config.num_steps} steps; add shards, or lower --num_steps")
         wanted = [i for i in (index, index + 1) if i < len(self.shards)]
         self.loaded = {i: self.loaded.get(i) or self.loader.submit(self._load, i) for i in wanted}
         documents, piece_of = limit_documents(self.loaded[index].result(), longest, self.split)
-        return documents, np.cumsum(documents.lengths), piece_of
+        return documents, np.append(0, np.cumsum(documents.lengths)), piece_of
 
     def _advance(self, plan: Plan) -> tuple[Documents, list[tuple[int, int, int]]]:
         """What the next batch takes from which documents; the position moves behind it. RunError when the data ends."""
@@ -937,8 +918,8 @@ class Stream:
             unread = piece_of[document - 1] + 1  # what is left of a document that was split is skipped
             document = int(np.searchsorted(self.limit(index, longest)[2], unread))
         while True:
-            documents, ends, _ = self.limit(index, longest)
-            taken = pack(ends, document, plan.micro_batches, plan.micro_batch_tokens)
+            documents, offsets, _ = self.limit(index, longest)
+            taken = pack(offsets, document, plan.micro_batches, plan.micro_batch_tokens)
             if taken is not None:
                 break
             index, document = index + 1, 0
@@ -953,8 +934,7 @@ class Stream:
         batch = [fill_micro_batch(documents, self.shards[0].encoding.bos_id, *taken[place]) for place in places]
         for place, micro_batch in zip(places, batch):
             where = plan.step.to_bytes(8, "little") + place.to_bytes(8, "little")
-            digest = hashlib.sha256(where + micro_batch.tobytes()).digest()
-            self.digest = (self.digest + int.from_bytes(digest, "big")) % 2 ** 256
+            self.digest = (self.digest + int(sha256_of(where + micro_batch.tobytes()), 16)) % 2 ** 256
         return batch
 
     def check_enough(self) -> None:
@@ -981,20 +961,15 @@ def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.nd
 
     Only a whole split may end within a sequence: what is beyond its end is -1, which is no target.
     """
-    wanted = tokens + 1 if tokens else sum(shard.tokens for shard in shards)
-    held: list[np.ndarray] = []
-    for shard in shards:
-        if sum(map(len, held)) < wanted:
-            held.append(load_tokens(shard))
+    wanted = max(2, tokens + 1 if tokens else sum(shard.tokens for shard in shards))
+    begins = itertools.accumulate((shard.tokens for shard in shards), initial=0)
+    held = [load_tokens(shard) for shard, begin in zip(shards, begins) if begin < wanted]
     stream = np.concatenate(held)[:wanted].astype(np.int32)
-    if len(stream) < max(wanted, 2):
-        raise RunError(f"validation needs {max(wanted, 2)} tokens, {len(shards)} shard(s) like {shards[0].path} hold "
-                       f"{len(stream)}; fetch the whole split, or lower --val_tokens (a multiple of --val_len; 0: all)")
+    demand(len(stream) >= wanted, f"validation needs {wanted} tokens, {len(shards)} shard(s) like {shards[0].path} "
+           f"hold {len(stream)}; fetch the whole split, or lower --val_tokens (a multiple of --val_len; 0: all)")
     demand((stream == shards[0].encoding.bos_id).any(), f"{shards[0].path}: no token is BOS "
            f"({shards[0].encoding.bos_id}), so no document begins: make it again")
-    rows = -(-(len(stream) - 1) // length)
-    padded = np.full(rows * length + 1, -1, dtype=np.int32)
-    padded[:len(stream)] = stream
+    padded = np.pad(stream, (0, -(len(stream) - 1) % length), constant_values=-1)
     return np.lib.stride_tricks.sliding_window_view(padded, length + 1)[::length]
 
 # ------------------------------------------------------------------------------------------------------------------

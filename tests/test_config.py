@@ -2,10 +2,12 @@
 
 import ast
 import dataclasses
+import inspect
 import io
 import json
 import os
 import re
+import typing
 
 import pytest
 import torch
@@ -321,6 +323,8 @@ def test_steps_after_the_schedule_keep_the_floor():
     ("until long_window; 1/0 3; 1 4", "'1/0 3' under"),
     ("until long_window; 0 2; 1 3", "let stages follow one another"),
     ("until long_window; -1/3 2; 1 3", "'-1/3' is no end of a stage"),
+    ("until long_window; 4/3 3", "'4/3' is no end of a stage"),
+    ("until long_window; 1.5 3; 1 4", "'1.5' is no end of a stage"),
     ("until long_window; 1 3; +1e3 4", "'+1e3' is no end of a stage"),
     ("until long_window; \u0661 3", "is no end of a stage"),
     ("until long_window; 2/3 3; 1/3 7; 1 11", "under 'until long_window' ends before step 4, the one before it before step 8"),
@@ -546,6 +550,15 @@ def test_no_class_and_no_line_is_too_long_to_read():
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     assert {node.name for node in classes if node.end_lineno - node.lineno >= 150} == set() != {node.name for node in classes}
     assert max(map(len, source.splitlines())) <= 120
+
+
+def test_what_annotations_name_is_there():
+    """They are read by nobody while a run goes on."""
+    ours = [x for x in vars(train_gpt).values() if getattr(x, "__module__", "") == train_gpt.__name__]
+    within = [x for of in filter(inspect.isclass, ours) for x in vars(of).values()]
+    for x in (*ours, *within):
+        if inspect.isclass(x) or inspect.isfunction(x):
+            typing.get_type_hints(x)
 
 
 def test_a_flag_that_the_preset_s_table_overrides_is_refused():
