@@ -3323,7 +3323,7 @@ def transfer_parts(trainer: Trainer) -> Iterator[Part]:
                    ALLOWED[comm.sent_dtype or dtype])
 
 def attempt(part: Part, plain: bool, device: torch.device) -> tuple[Sequence[Tensor] | None, str]:
-    """What it computes; or None, and why."""
+    """What it has computed; or None, and why."""
     try:
         result = part.compute(plain)
         if device.type == "cuda":
@@ -3342,21 +3342,21 @@ def preflight(trainer: Trainer, log: Log) -> tuple[list[list[str]], Part | None]
     parts, mine, rows, failed = [], [], [["part", "how", "difference", "allowed", "ms", "verdict"]], []
     saved = trainer.optimizer.state_dict()
     for part in itertools.chain(model_parts(trainer), rule_parts(trainer), transfer_parts(trainer)):
-        clock, difference = Clock(trainer.device, 0.0), math.inf
         plain, why_not = attempt(part, True, trainer.device)
-        with clock.off("compiling"):  # and measuring kernels
-            used, why = attempt(part, False, trainer.device)
+        used, why = attempt(part, False, trainer.device)  # compiles, and measures kernels
+        began = time.perf_counter()
         if used is not None:
-            clock.start()
             used, why = attempt(part, False, trainer.device)
-            clock.stop()
-        if used is not None and plain is None:  # the plain form failed, which no run needs
+        ms = 1000 * (time.perf_counter() - began)
+        if used is None:
+            difference = math.inf
+        elif plain is None:  # that failed, which no run needs
             difference, why = NOT_COMPARED, why_not
-        elif used is not None:
+        else:
             ratios = [((x.float() - y.float()).norm() / y.float().norm()).item()
                       for x, y in zip(used, plain, strict=True)]
             difference = max(ratio if math.isfinite(ratio) else math.inf for ratio in ratios)  # zeros are no result
-        mine.append([difference, clock.elapsed, why])
+        mine.append([difference, ms, why])
         parts.append(part._replace(compute=None))  # which holds its tensors
     for bucket in trainer.optimizer.buckets:  # their padding too
         for x in (bucket.param_data, bucket.grad_data, *bucket.state.values()):
