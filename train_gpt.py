@@ -1661,7 +1661,10 @@ class GPT(nn.Module):
     def forward(self, inputs: Tensor, targets: Tensor, windows: Windows, loss_weights: Numbers = (1.0,)) -> Tensor:
         """inputs, targets [T] -> the sum of the targets' cross entropies, in nats; targets of -1 count nothing. Further
         weights are of the targets of later positions: what lies beyond the last counts nothing."""
-        x = self.trunk(inputs, windows)
+        return self.loss(self.trunk(inputs, windows), targets, loss_weights)
+
+    def loss(self, x: Tensor, targets: Tensor, loss_weights: Numbers) -> Tensor:
+        """The stream before the head [T, dim] -> see forward."""
         ahead = torch.stack([F.pad(targets[k:], (0, k), value=-1) for k in range(len(loss_weights))])
         weights = weights_tensor(loss_weights, x.device)
         pieces = zip(x.split(self.loss_tokens), ahead.split(self.loss_tokens, dim=1))
@@ -3174,7 +3177,7 @@ def model_parts(trainer: Trainer) -> Iterator[Part]:
         as_plain = dataclasses.replace(c, dtype="float32", fp8_head=False, ngrams="")
         plain = build_model(as_plain, trainer.stream.shards[0].encoding)
         text = torch.where(torch.rand(max(lengths_of_micro_batches(c))) < 0.002, model.bos_id, 0)
-        targets = torch.randint(len(model.embed.weight), (len(plan.loss_weights), len(text)))
+        targets = torch.randint(len(model.embed.weight), text.shape)
         noise = (norm(torch.randn(len(text), c.model_dim)).to(model.embed.weight.dtype) for _ in range(6))
         x, x0, values, ngrams, back, grad = noise
     plain.load_state_dict(model.state_dict(), strict=False)
@@ -3199,9 +3202,7 @@ def model_parts(trainer: Trainer) -> Iterator[Part]:
         return model.layers[i].value_table is not None, model.takes_ngrams(i), model.layers[i].reads_back
 
     def head(m: GPT, x: Tensor) -> Tensor:
-        weights = weights_tensor(plan.loss_weights, device)
-        pieces = zip(x.split(m.loss_tokens), targets.split(m.loss_tokens, dim=1))
-        return sum(m.lm_head(*piece, weights) for piece in pieces)
+        return m.loss(x, targets, plan.loss_weights)
 
     def part(name: str, way: tuple[str, Any], function: Callable[..., Tensor], given: Sequence[Tensor],
              *learnt: str) -> Part:
