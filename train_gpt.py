@@ -1596,10 +1596,9 @@ class GPT(nn.Module):
         """Tokens [T] -> normed stream before the head [T, dim]."""
         masks, (x0, ngrams) = self.masks(tokens, windows), self.open_stream(tokens)
         rotary = self.rotary.cos, self.rotary.sin, self.rotary.scale
-        skips, mixes, value_mixes, _, backout = self.scalars.split(self.scalar_sizes)
         # apart at once: the gradients of so many selections would each be padded with zeros, and summed
-        skips, mixes, value_mixes = iter(skips.unbind()), self.mixes(mixes), value_mixes.view(-1, 2).unbind()
-        skip_gates = iter([None] * len(self.skips) if self.skip_gates is None else self.skip_gates.unbind())
+        skips, mixes, value_mixes, _, (backout,) = (x.unbind() for x in self.mixing_weights())
+        skips = iter(zip(skips, [None] * len(skips) if self.skip_gates is None else self.skip_gates.unbind()))
         values: dict[int, Tensor] = {}  # looked up where first needed, so that their gradients come with that layer's
         x = x0.view_as(x0)  # an object of its own, as saved ones are: arguments that are one compile anew
         if self.tables_first:
@@ -1607,7 +1606,8 @@ class GPT(nn.Module):
         saved: dict[int, Tensor] = {}
         for i, (layer, block) in enumerate(zip(self.layers, self.blocks)):
             if layer.skip_from is not None:
-                x = self.mix_in_saved(x, next(skips), saved[layer.skip_from], x0, next(skip_gates))
+                weight, gate = next(skips)
+                x = self.mix_in_saved(x, weight, saved[layer.skip_from], x0, gate)
             if layer.value_table is not None and layer.value_table not in values:
                 values[layer.value_table] = self.value_embeds[layer.value_table](tokens)
             if layer.window or layer.mlp:
@@ -1617,13 +1617,14 @@ class GPT(nn.Module):
                 x = block(x, x0, mixes[i], mixed_in, value_mixes[i], rotary, masks[layer.window], given, back)
             if i in self.read_again:
                 saved[i] = x.view_as(x)
-        return self.back_out(x, backout[0], saved[self.backout_layer])
+        return self.back_out(x, backout, saved[self.backout_layer])
 
-    def mixes(self, of_scalars: Tensor) -> tuple[Tensor, ...]:
-        """Each layer's, see Block and ScaledBlock. of_scalars: the part of the scalars that is theirs."""
+    def mixing_weights(self) -> tuple[Tensor, ...]:
+        """Of skips [n]; layers [layers, 2, 3 or 6], see Block; their values [layers, 2]; smear and back_out [1]."""
+        skips, mixes, value_mixes, smear, backout = self.scalars.split(self.scalar_sizes)
         if self.stream_scales is not None:
-            return torch.cat([self.stream_scales, self.added_scales], 1).unbind()
-        return of_scalars.view(len(self.layers), -1).unbind()
+            mixes = torch.cat([self.stream_scales, self.added_scales], 1)
+        return skips, mixes.view(len(self.layers), -1), value_mixes.view(-1, 2), smear, backout
 
     def takes_ngrams(self, i: int) -> bool:
         """Whether layer i is given the tables' vectors: with sublayer_scales not the first, which begins with them."""
@@ -3192,8 +3193,7 @@ def model_parts(trainer: Trainer) -> Iterator[Part]:
         return attend(q * Rotary.FIRST_SCALE, k, v, masks[m]["L"])
 
     def block(i: int, m: GPT, x: Tensor, x0: Tensor, *further: Tensor) -> Tensor:
-        _, mixes, value_mixes, *_ = m.scalars.split(m.scalar_sizes)
-        mixes, value_mixes = m.mixes(mixes), value_mixes.view(-1, 2).unbind()
+        _, mixes, value_mixes, *_ = m.mixing_weights()
         rotary, layer, given = (m.rotary.cos, m.rotary.sin, m.rotary.scale), m.layers[i], iter(further)
         values, ngrams, back = (next(given) if there else None for there in takes(i))
         return m.blocks[i](x, x0, mixes[i], values, value_mixes[i], rotary, masks[m][layer.window], ngrams, back)
