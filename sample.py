@@ -203,7 +203,7 @@ class Reader:
                 read = norm(saved[model.backout_layer] if layer.reads_back else x)
                 y = attention(read, values, self.value_mixes[i], turns[attention.places])
                 x = mix[0] * x + mix[4] * y + mix[2] * x0 if scaled else x + y
-                if scaled and model.takes_ngrams(i):
+                if scaled and model.takes_ngrams[i]:
                     x += mix[3] * ngrams
             if mlp:
                 h = np.maximum(norm(x) @ mlp["fc"], 0)

@@ -1567,7 +1567,9 @@ class GPT(nn.Module):
             self.added_scales = nn.Parameter(torch.tensor([0.0, c.ngram_mix, 1.0, 1.0]).repeat(count, 1))
         if c.skip_gates:
             self.skip_gates = nn.Parameter(torch.zeros(len(self.skips), c.gate_dim, dtype=dtype))
+        # layers are given the tables' vectors; with sublayer_scales not the first, which begins with them
         self.tables_first = c.sublayer_scales and c.ngram_mix > 0
+        self.takes_ngrams = [c.ngram_mix > 0 and not (self.tables_first and i == 0) for i in range(count)]
         self.pairs = any(layer.window == "P" for layer in self.layers)
         self.rotary = Rotary(c.head_dim, max(c.val_len, *lengths) * (1 + self.pairs), dtype)
         self.reach = 0  # where more, masks are in pieces, on GPUs too, with so many tokens back, whatever the window
@@ -1613,7 +1615,7 @@ class GPT(nn.Module):
             if layer.window or layer.mlp:
                 mixed_in = values.get(layer.value_table)
                 back = saved[self.backout_layer] if layer.reads_back else None
-                given = ngrams if self.takes_ngrams(i) else None
+                given = ngrams if self.takes_ngrams[i] else None
                 x = block(x, x0, mixes[i], mixed_in, value_mixes[i], rotary, masks[layer.window], given, back)
             if i in self.read_again:
                 saved[i] = x.view_as(x)
@@ -1625,10 +1627,6 @@ class GPT(nn.Module):
         if self.stream_scales is not None:
             mixes = torch.cat([self.stream_scales, self.added_scales], 1)
         return skips, mixes.view(len(self.layers), -1), value_mixes.view(-1, 2), smear, backout
-
-    def takes_ngrams(self, i: int) -> bool:
-        """Whether layer i is given the tables' vectors: with sublayer_scales not the first, which begins with them."""
-        return self.ngram_mix > 0 and not (self.tables_first and i == 0)
 
     def open_stream(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens [T] -> the stream before the first layer [T, dim]; and the tables' vectors, unless they are in it."""
@@ -3199,7 +3197,7 @@ def model_parts(trainer: Trainer) -> Iterator[Part]:
         return m.blocks[i](x, x0, mixes[i], values, value_mixes[i], rotary, masks[m][layer.window], ngrams, back)
 
     def takes(i: int) -> tuple[bool, ...]:
-        return model.layers[i].value_table is not None, model.takes_ngrams(i), model.layers[i].reads_back
+        return model.layers[i].value_table is not None, model.takes_ngrams[i], model.layers[i].reads_back
 
     def head(m: GPT, x: Tensor) -> Tensor:
         return m.loss(x, targets, plan.loss_weights)
