@@ -1680,8 +1680,7 @@ class GPT(nn.Module):
         compiled = functools.partial(torch.compile, dynamic=False, recompile_limit=64)
         for part in (*self.blocks, self.lm_head):
             part.forward = compiled(part.forward)
-        for part in ("smear", "mix_in_saved", "back_out"):
-            setattr(self, part, compiled(getattr(self, part)))
+        self.smear, self.mix_in_saved, self.back_out = map(compiled, (smear, mix_in_saved, back_out))
 
 
 # ------------------------------------------------------------------------------------------------------------------
