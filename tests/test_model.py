@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.flop_counter  # which wants the real operators that PlainFlashAttention puts others in place of
-from torch.nn.attention.flex_attention import flex_attention
 
 import reference
 import train_gpt
