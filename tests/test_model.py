@@ -39,20 +39,31 @@ def tokens_of(seed, count):
     return stream[:-1], stream[1:]
 
 
+def in_float64(model):
+    return {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+
+
+def compare(model, loss, plain, expected, tied=False):
+    """A loss and its gradients with what was written down a second time, of the parameters `plain`."""
+    loss.backward()
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for name, p in model.named_parameters():
+        if tied and name == "embed.weight":
+            assert p.grad is plain[name].grad is None
+            continue
+        wanted = plain[name].grad
+        assert (p.grad.to_dense() - wanted).norm() <= 1e-5 * wanted.norm(), name
+        assert wanted.norm() > 0, f"{name} does not matter to the loss, so nothing was compared"
+
+
 @pytest.mark.parametrize("long,short", [(12, 4), (40, 20)])
 def test_loss_and_gradients_are_those_of_the_record(tiny, long, short):
     model = shaken(tiny)
     x, y = tokens_of(5, 40)
-    loss = model(x, y, train_gpt.Windows(long, short))
-    loss.backward()
-    plain = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+    plain = in_float64(model)
     expected = reference.loss(plain, x.tolist(), y.tolist(), long, short, BOS, tiny.num_heads)
-    expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    for name, p in model.named_parameters():
-        wanted = plain[name].grad
-        assert (p.grad - wanted).norm() <= 1e-5 * wanted.norm(), name
-        assert wanted.norm() > 0, f"{name} does not matter to the loss, so nothing was compared"
+    compare(model, model(x, y, train_gpt.Windows(long, short)), plain, expected)
 
 
 PAIRED = "- S1M P2M SM LM PM SM+5 M+4 SM+3 P0M+2 S1M+1 L2M"
@@ -86,26 +97,16 @@ def test_what_came_after_the_record_is_as_written_down_a_second_time(tiny, name)
     model = shaken(config)
     model.follow((), tied=bool(config.untie_at))
     x, y = tokens_of(5, 40)
-    loss = model(x, y, train_gpt.Windows(12, 5), further.get("ahead", (1.0,)))
-    loss.backward()
-    plain = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+    loss, plain = model(x, y, train_gpt.Windows(12, 5), further.get("ahead", (1.0,))), in_float64(model)
     as_read = {**plain, **({"embed.weight": plain["lm_head.weight"]} if config.untie_at else {})}
     if config.ngrams:
         further = {**further, "ngrams": ByHand(model.ngrams[0], plain["ngrams.0.weight"]).vectors(x.tolist())}
     expected = reference.loss(as_read, x.tolist(), y.tolist(), 12, 5, BOS, config.num_heads, layers=config.layers, **further)
-    expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    compare(model, loss, plain, expected, tied=bool(config.untie_at))
     if not config.ngrams and not config.sublayer_scales:
         record = reference.loss({name: p for name, p in plain.items() if not name.endswith(("value_gate", "self_share", "skip_gates"))},
                                 x.tolist(), y.tolist(), 12, 5, BOS, config.num_heads)
         assert abs(record.item() - loss.item()) > 5e-6 * loss.item(), "five times what may differ above"
-    for name, p in model.named_parameters():
-        if p.grad is None:
-            assert config.untie_at and name == "embed.weight"
-            continue
-        wanted = plain[name].grad
-        assert (p.grad.to_dense() - wanted).norm() <= 1e-5 * wanted.norm(), name
-        assert wanted.norm() > 0, name
 
 
 def test_first_values_beyond_the_record_s(tiny):
@@ -168,20 +169,13 @@ def test_tables_of_ngrams_are_those_by_hand(tiny):
     assert [table.shared for table in model.ngrams] == [False, True, True, True]
     x, y = tokens_of(5, 60)
     assert (x == BOS).sum() > 2
-    loss = model(x, y, train_gpt.Windows(12, 4))
-    loss.backward()
-    plain = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+    plain = in_float64(model)
     added = torch.zeros(60, 32, dtype=torch.float64)
     for i, table in enumerate(model.ngrams):
         vectors = ByHand(table, plain[f"ngrams.{i}.weight"]).vectors(x.tolist())
         added = added + F.pad(vectors, (0, 32 - vectors.shape[1]))
     expected = reference.loss(plain, x.tolist(), y.tolist(), 12, 4, BOS, config.num_heads, added=added)
-    expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    for name, p in model.named_parameters():
-        wanted = plain[name].grad
-        assert (p.grad.to_dense() - wanted).norm() <= 1e-5 * wanted.norm(), name
-        assert wanted.norm() > 0, name
+    compare(model, model(x, y, train_gpt.Windows(12, 4)), plain, expected)
 
 
 def test_tables_of_ngrams_begin_as_nothing_and_change_no_other_initial_value(tiny):
