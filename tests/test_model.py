@@ -506,15 +506,14 @@ def test_the_loss_of_compiled_code_is_the_plain_one(softcap):
 # training, step by step
 
 
-def make_trainer(folder, config, grad_scale=1.0, dtype=torch.float64, comm=train_gpt.Comm()):
-    """A trainer on a shard in this folder, none of its parameters zero; all of it in float64 unless said otherwise."""
+def make_trainer(folder, config, grad_scale=1.0, comm=train_gpt.Comm()):
+    """A trainer on a shard in this folder, none of its parameters zero; all of it in float64."""
     write_shard(folder / "train.bin", some_documents(21, 6000))
     shards = train_gpt.find_shards(str(folder / "train.bin"))
     asked = dataclasses.replace(config, micro_batch_tokens=grad_scale * config.micro_batch_tokens)
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(torch.float64)
     try:
-        trainer = train_gpt.Trainer(dataclasses.replace(config, dtype=str(dtype).removeprefix("torch.")), comm,
-                                    torch.device("cpu"), shards, asked)
+        trainer = train_gpt.Trainer(dataclasses.replace(config, dtype="float64"), comm, torch.device("cpu"), shards, asked)
     finally:
         torch.set_default_dtype(torch.float32)
     shake(trainer.model)
@@ -543,13 +542,13 @@ class PlainTraining:
         for name, (shape, by_column) in (units or {}).items():
             self.muon |= {whole: reference.NorMuon(p, p.numel() // math.prod(shape), shape=shape, by_column=by_column)
                           for whole, p in self.p.items() if whole.endswith(f".attn.{name}")}
-        self.averages = None
+        self.averages, self.frequencies, self.scale = None, train_gpt.rotary_frequencies(config.head_dim).double(), 0.1
 
-    def step(self, step, micro_batches, long, short, frequencies, scale, factor, momentum, weights=(1.0,)):
+    def step(self, step, micro_batches, long, short, momentum, factor=1.0, weights=(1.0,)):
         for p in self.p.values():
             p.requires_grad_().grad = None
-        turned = torch.outer(torch.arange(len(micro_batches[0]) - 1), frequencies)
-        buffers = {"rotary.cos": turned.cos(), "rotary.sin": turned.sin(), "rotary.scale": torch.tensor(scale)}
+        turned = torch.outer(torch.arange(len(micro_batches[0]) - 1), self.frequencies)
+        buffers = {"rotary.cos": turned.cos(), "rotary.sin": turned.sin(), "rotary.scale": torch.tensor(self.scale)}
         losses = []
         for tokens in micro_batches:
             x, y = torch.tensor(tokens[:-1]), tokens[1:]
@@ -613,7 +612,6 @@ def test_a_schedule_is_a_line_of_the_table_and_trains_as_a_plain_second_training
     plain = PlainTraining(trainer.model, config)
     stream = some_documents(21, 6000).tolist()
     pointer = 0
-    frequencies, scale = train_gpt.rotary_frequencies(config.head_dim).double(), 0.1
     for step in range(6):
         wanted = {"count": 2, "longest": 14, "weights": (1.0,), "long": 12, "short": 4, "peak": 1.0, **has(step)}
         batch = []
@@ -625,14 +623,13 @@ def test_a_schedule_is_a_line_of_the_table_and_trains_as_a_plain_second_training
                 pointer = end
             batch.append(held[:17])
         if step == 3 and schedule == "windows and rate":
-            frequencies, scale = train_gpt.stretch(frequencies, scale, 8, 20)
+            plain.frequencies, plain.scale = train_gpt.stretch(plain.frequencies, plain.scale, 8, 20)
         momentum = 0.85 + 0.1 * step / 4 if step < 4 else 0.95 - 0.1 * (step - 4) / 2
         plan = train_gpt.plan_of(config, step)
         read = trainer.stream.next_batch(plan)
         assert [one.tolist() for one in read] == batch, step
         losses = trainer.step(plan, read)
-        expected = plain.step(step, batch, wanted["long"], wanted["short"], frequencies, scale, wanted["peak"], momentum,
-                              wanted["weights"])
+        expected = plain.step(step, batch, wanted["long"], wanted["short"], momentum, wanted["peak"], wanted["weights"])
         assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-4), step
     for name, p in trainer.model.named_parameters():
         assert (p - plain.p[name]).norm() <= 1e-4 * plain.p[name].norm(), name
@@ -650,7 +647,6 @@ def test_untying_decay_average_and_rates_train_as_a_plain_second_training_does(t
     trainer = make_trainer(tmp_path, config, comm=Hostile() if lazy else train_gpt.Comm())
     plain = PlainTraining(trainer.model, config)
     plain.model.tied = True
-    frequencies = train_gpt.rotary_frequencies(config.head_dim).double()
     assert [train_gpt.plan_of(config, step).tied for step in (0, 5, 6, 7, 10)] == [True, True, True, False, False]
     for step in range(10):
         plan = train_gpt.plan_of(config, step)
@@ -662,7 +658,7 @@ def test_untying_decay_average_and_rates_train_as_a_plain_second_training_does(t
             assert trainer.validate(plan, sequences)[0] == loss
             plain.untie()
         losses = trainer.step(plan, batch)
-        expected = plain.step(step, [one.tolist() for one in batch], *plan.windows, frequencies, 0.1, 1.0, plan.momentum)
+        expected = plain.step(step, [one.tolist() for one in batch], *plan.windows, plan.momentum)
         assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-4), step
         if step >= 4 and not lazy:
             plain.average(1 if step == 4 else 2, 0.4 if step == 9 else 0.0)
@@ -696,12 +692,11 @@ def test_groups_of_adam_and_matrices_of_few_heads_train_as_a_plain_second_traini
     plain = PlainTraining(trainer.model, config, by_hand, {"qk": ((16, 32), True), "vo": ((32, 32), False)})
     first = {name: p.clone() for name, p in plain.p.items()}
     assert {*plain.muon} == {name for name in plain.p if name.endswith((".qk", ".vo", ".fc", ".proj"))}
-    frequencies = train_gpt.rotary_frequencies(config.head_dim).double()
     for step in range(6):
         plan = train_gpt.plan_of(config, step)
         batch = trainer.stream.next_batch(plan)
         losses = trainer.step(plan, batch)
-        expected = plain.step(step, [one.tolist() for one in batch], *plan.windows, frequencies, 0.1, 1.0, plan.momentum)
+        expected = plain.step(step, [one.tolist() for one in batch], *plan.windows, plan.momentum)
         assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-4), step
     for name, p in trainer.model.named_parameters():
         assert (p - plain.p[name]).norm() <= 1e-6 * (first[name] - plain.p[name]).norm(), name
