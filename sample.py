@@ -142,11 +142,10 @@ class Reader:
         self.attention = [layer.window and Attention(block.attn, reach[layer.window], scale)
                           for layer, block in zip(model.layers, model.blocks)]
         self.mlps = [layer.mlp and weights_of(block.mlp) for layer, block in zip(model.layers, model.blocks)]
-        scalars = model.scalars.detach().split(model.scalar_sizes)
-        skips, _, self.value_mixes, (self.smear,), (self.backout,) = (part.tolist() for part in scalars)
+        mixing_weights = (weights.tolist() for weights in model.mixing_weights())
+        skips, self.mixes, self.value_mixes, (self.smear,), (self.backout,) = mixing_weights
         gates = self.weights.get("skip_gates", [None] * len(skips))
         self.skips = dict(zip(model.skips, zip(sigmoid(np.array(skips)).tolist(), gates)))
-        self.mixes = [mix.tolist() for mix in model.mixes(scalars[1])]  # of each layer
         # queries and keys are both turned, so each takes a root of the scale
         self.angles, self.root = -1j * frequencies.double().numpy(), scale ** 0.5
         self.position, self.before = 0, np.zeros_like(self.embed[0])  # before: the last token's embedding
@@ -202,9 +201,9 @@ class Reader:
             if attention:
                 values = None if layer.value_table is None else self.value_tables[layer.value_table][token]
                 read = norm(saved[model.backout_layer] if layer.reads_back else x)
-                y = attention(read, values, self.value_mixes[2 * i:2 * i + 2], turns[attention.places])
+                y = attention(read, values, self.value_mixes[i], turns[attention.places])
                 x = mix[0] * x + mix[4] * y + mix[2] * x0 if scaled else x + y
-                if scaled and model.takes_ngrams(i):
+                if scaled and model.takes_ngrams[i]:
                     x += mix[3] * ngrams
             if mlp:
                 h = np.maximum(norm(x) @ mlp["fc"], 0)

@@ -1542,7 +1542,9 @@ class GPT(nn.Module):
             self.added_scales = nn.Parameter(torch.tensor([0.0, c.ngram_mix, 1.0, 1.0]).repeat(count, 1))
         if c.skip_gates:
             self.skip_gates = nn.Parameter(torch.zeros(len(self.skips), c.gate_dim, dtype=dtype))
+        # layers are given the tables' vectors; with sublayer_scales not the first, which begins with them
         self.tables_first = c.sublayer_scales and c.ngram_mix > 0
+        self.takes_ngrams = [c.ngram_mix > 0 and not (self.tables_first and i == 0) for i in range(count)]
         self.pairs = any(layer.window == "P" for layer in self.layers)
         self.rotary = Rotary(c.head_dim, max(c.val_len, *lengths) * (1 + self.pairs), dtype)
         self.reach = 0  # where more, masks are in pieces, on GPUs too, with so many tokens back, whatever the window
@@ -1571,10 +1573,9 @@ class GPT(nn.Module):
         """Tokens [T] -> normed stream before the head [T, dim]."""
         masks, (x0, ngrams) = self.masks(tokens, windows), self.open_stream(tokens)
         rotary = self.rotary.cos, self.rotary.sin, self.rotary.scale
-        skips, mixes, value_mixes, _, backout = self.scalars.split(self.scalar_sizes)
         # apart at once: the gradients of so many selections would each be padded with zeros, and summed
-        skips, mixes, value_mixes = iter(skips.unbind()), self.mixes(mixes), value_mixes.view(-1, 2).unbind()
-        skip_gates = iter([None] * len(self.skips) if self.skip_gates is None else self.skip_gates.unbind())
+        skips, mixes, value_mixes, _, (backout,) = (x.unbind() for x in self.mixing_weights())
+        skips = iter(zip(skips, [None] * len(skips) if self.skip_gates is None else self.skip_gates.unbind()))
         values: dict[int, Tensor] = {}  # looked up where first needed, so that their gradients come with that layer's
         x = x0.view_as(x0)  # an object of its own, as saved ones are: arguments that are one compile anew
         if self.tables_first:
@@ -1582,27 +1583,25 @@ class GPT(nn.Module):
         saved: dict[int, Tensor] = {}
         for i, (layer, block) in enumerate(zip(self.layers, self.blocks)):
             if layer.skip_from is not None:
-                x = self.mix_in_saved(x, next(skips), saved[layer.skip_from], x0, next(skip_gates))
+                weight, gate = next(skips)
+                x = self.mix_in_saved(x, weight, saved[layer.skip_from], x0, gate)
             if layer.value_table is not None and layer.value_table not in values:
                 values[layer.value_table] = self.value_embeds[layer.value_table](tokens)
             if layer.window or layer.mlp:
                 mixed_in = values.get(layer.value_table)
                 back = saved[self.backout_layer] if layer.reads_back else None
-                given = ngrams if self.takes_ngrams(i) else None
+                given = ngrams if self.takes_ngrams[i] else None
                 x = block(x, x0, mixes[i], mixed_in, value_mixes[i], rotary, masks[layer.window], given, back)
             if i in self.read_again:
                 saved[i] = x.view_as(x)
-        return self.back_out(x, backout[0], saved[self.backout_layer])
+        return self.back_out(x, backout, saved[self.backout_layer])
 
-    def mixes(self, of_scalars: Tensor) -> tuple[Tensor, ...]:
-        """Each layer's, see Block and ScaledBlock. of_scalars: the part of the scalars that is theirs."""
+    def mixing_weights(self) -> tuple[Tensor, ...]:
+        """Of skips [n]; layers [layers, 2, 3 or 6], see Block; their values [layers, 2]; smear and back_out [1]."""
+        skips, mixes, value_mixes, smear, backout = self.scalars.split(self.scalar_sizes)
         if self.stream_scales is not None:
-            return torch.cat([self.stream_scales, self.added_scales], 1).unbind()
-        return of_scalars.view(len(self.layers), -1).unbind()
-
-    def takes_ngrams(self, i: int) -> bool:
-        """Whether layer i is given the tables' vectors: with sublayer_scales not the first, which begins with them."""
-        return self.ngram_mix > 0 and not (self.tables_first and i == 0)
+            mixes = torch.cat([self.stream_scales, self.added_scales], 1)
+        return skips, mixes.view(len(self.layers), -1), value_mixes.view(-1, 2), smear, backout
 
     def open_stream(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens [T] -> the stream before the first layer [T, dim]; and the tables' vectors, unless they are in it."""
@@ -1636,7 +1635,10 @@ class GPT(nn.Module):
     def forward(self, inputs: Tensor, targets: Tensor, windows: Windows, loss_weights: Numbers = (1.0,)) -> Tensor:
         """inputs, targets [T] -> the sum of the targets' cross entropies, in nats; targets of -1 count nothing. Further
         weights are of the targets of later positions: what lies beyond the last counts nothing."""
-        x = self.trunk(inputs, windows)
+        return self.loss(self.trunk(inputs, windows), targets, loss_weights)
+
+    def loss(self, x: Tensor, targets: Tensor, loss_weights: Numbers) -> Tensor:
+        """The stream before the head [T, dim] -> see forward."""
         ahead = torch.stack([F.pad(targets[k:], (0, k), value=-1) for k in range(len(loss_weights))])
         weights = weights_tensor(loss_weights, x.device)
         pieces = zip(x.split(self.loss_tokens), ahead.split(self.loss_tokens, dim=1))
@@ -1653,8 +1655,7 @@ class GPT(nn.Module):
         compiled = functools.partial(torch.compile, dynamic=False, recompile_limit=64)
         for part in (*self.blocks, self.lm_head):
             part.forward = compiled(part.forward)
-        for part in ("smear", "mix_in_saved", "back_out"):
-            setattr(self, part, compiled(getattr(self, part)))
+        self.smear, self.mix_in_saved, self.back_out = map(compiled, (smear, mix_in_saved, back_out))
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -3149,7 +3150,7 @@ def model_parts(trainer: Trainer) -> Iterator[Part]:
         as_plain = dataclasses.replace(c, dtype="float32", fp8_head=False, ngrams="")
         plain = build_model(as_plain, trainer.stream.shards[0].encoding)
         text = torch.where(torch.rand(max(lengths_of_micro_batches(c))) < 0.002, model.bos_id, 0)
-        targets = torch.randint(len(model.embed.weight), (len(plan.loss_weights), len(text)))
+        targets = torch.randint(len(model.embed.weight), text.shape)
         noise = (norm(torch.randn(len(text), c.model_dim)).to(model.embed.weight.dtype) for _ in range(6))
         x, x0, values, ngrams, back, grad = noise
     plain.load_state_dict(model.state_dict(), strict=False)
@@ -3164,19 +3165,16 @@ def model_parts(trainer: Trainer) -> Iterator[Part]:
         return attend(q * Rotary.FIRST_SCALE, k, v, masks[m]["L"])
 
     def block(i: int, m: GPT, x: Tensor, x0: Tensor, *further: Tensor) -> Tensor:
-        _, mixes, value_mixes, *_ = m.scalars.split(m.scalar_sizes)
-        mixes, value_mixes = m.mixes(mixes), value_mixes.view(-1, 2).unbind()
+        _, mixes, value_mixes, *_ = m.mixing_weights()
         rotary, layer, given = (m.rotary.cos, m.rotary.sin, m.rotary.scale), m.layers[i], iter(further)
         values, ngrams, back = (next(given) if there else None for there in takes(i))
         return m.blocks[i](x, x0, mixes[i], values, value_mixes[i], rotary, masks[m][layer.window], ngrams, back)
 
     def takes(i: int) -> tuple[bool, ...]:
-        return model.layers[i].value_table is not None, model.takes_ngrams(i), model.layers[i].reads_back
+        return model.layers[i].value_table is not None, model.takes_ngrams[i], model.layers[i].reads_back
 
     def head(m: GPT, x: Tensor) -> Tensor:
-        weights = weights_tensor(plan.loss_weights, device)
-        pieces = zip(x.split(m.loss_tokens), targets.split(m.loss_tokens, dim=1))
-        return sum(m.lm_head(*piece, weights) for piece in pieces)
+        return m.loss(x, targets, plan.loss_weights)
 
     def part(name: str, way: tuple[str, Any], function: Callable[..., Tensor], given: Sequence[Tensor],
              *learnt: str) -> Part:
@@ -3298,7 +3296,7 @@ def transfer_parts(trainer: Trainer) -> Iterator[Part]:
                    ALLOWED[comm.sent_dtype or dtype])
 
 def attempt(part: Part, plain: bool, device: torch.device) -> tuple[Sequence[Tensor] | None, str]:
-    """What it computes; or None, and why."""
+    """What it has computed; or None, and why."""
     try:
         result = part.compute(plain)
         if device.type == "cuda":
@@ -3317,21 +3315,21 @@ def preflight(trainer: Trainer, log: Log) -> tuple[list[list[str]], Part | None]
     parts, mine, rows, failed = [], [], [["part", "how", "difference", "allowed", "ms", "verdict"]], []
     saved = trainer.optimizer.state_dict()
     for part in itertools.chain(model_parts(trainer), rule_parts(trainer), transfer_parts(trainer)):
-        clock, difference = Clock(trainer.device, 0.0), math.inf
         plain, why_not = attempt(part, True, trainer.device)
-        with clock.off("compiling"):  # and measuring kernels
-            used, why = attempt(part, False, trainer.device)
+        used, why = attempt(part, False, trainer.device)  # compiles, and measures kernels
+        began = time.perf_counter()
         if used is not None:
-            clock.start()
             used, why = attempt(part, False, trainer.device)
-            clock.stop()
-        if used is not None and plain is None:  # the plain form failed, which no run needs
+        ms = 1000 * (time.perf_counter() - began)
+        if used is None:
+            difference = math.inf
+        elif plain is None:  # that failed, which no run needs
             difference, why = NOT_COMPARED, why_not
-        elif used is not None:
+        else:
             ratios = [((x.float() - y.float()).norm() / y.float().norm()).item()
                       for x, y in zip(used, plain, strict=True)]
             difference = max(ratio if math.isfinite(ratio) else math.inf for ratio in ratios)  # zeros are no result
-        mine.append([difference, clock.elapsed, why])
+        mine.append([difference, ms, why])
         parts.append(part._replace(compute=None))  # which holds its tensors
     for bucket in trainer.optimizer.buckets:  # their padding too
         for x in (bucket.param_data, bucket.grad_data, *bucket.state.values()):

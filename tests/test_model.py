@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.flop_counter  # which wants the real operators that PlainFlashAttention puts others in place of
-from torch.nn.attention.flex_attention import flex_attention
 
 import reference
 import train_gpt
@@ -40,20 +39,31 @@ def tokens_of(seed, count):
     return stream[:-1], stream[1:]
 
 
+def in_float64(model):
+    return {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+
+
+def compare(model, loss, plain, expected, tied=False):
+    """A loss and its gradients with what was written down a second time, of the parameters `plain`."""
+    loss.backward()
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for name, p in model.named_parameters():
+        if tied and name == "embed.weight":
+            assert p.grad is plain[name].grad is None
+            continue
+        wanted = plain[name].grad
+        assert (p.grad.to_dense() - wanted).norm() <= 1e-5 * wanted.norm(), name
+        assert wanted.norm() > 0, f"{name} does not matter to the loss, so nothing was compared"
+
+
 @pytest.mark.parametrize("long,short", [(12, 4), (40, 20)])
 def test_loss_and_gradients_are_those_of_the_record(tiny, long, short):
     model = shaken(tiny)
     x, y = tokens_of(5, 40)
-    loss = model(x, y, train_gpt.Windows(long, short))
-    loss.backward()
-    plain = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+    plain = in_float64(model)
     expected = reference.loss(plain, x.tolist(), y.tolist(), long, short, BOS, tiny.num_heads)
-    expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    for name, p in model.named_parameters():
-        wanted = plain[name].grad
-        assert (p.grad - wanted).norm() <= 1e-5 * wanted.norm(), name
-        assert wanted.norm() > 0, f"{name} does not matter to the loss, so nothing was compared"
+    compare(model, model(x, y, train_gpt.Windows(long, short)), plain, expected)
 
 
 PAIRED = "- S1M P2M SM LM PM SM+5 M+4 SM+3 P0M+2 S1M+1 L2M"
@@ -87,26 +97,16 @@ def test_what_came_after_the_record_is_as_written_down_a_second_time(tiny, name)
     model = shaken(config)
     model.follow((), tied=bool(config.untie_at))
     x, y = tokens_of(5, 40)
-    loss = model(x, y, train_gpt.Windows(12, 5), further.get("ahead", (1.0,)))
-    loss.backward()
-    plain = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+    loss, plain = model(x, y, train_gpt.Windows(12, 5), further.get("ahead", (1.0,))), in_float64(model)
     as_read = {**plain, **({"embed.weight": plain["lm_head.weight"]} if config.untie_at else {})}
     if config.ngrams:
         further = {**further, "ngrams": ByHand(model.ngrams[0], plain["ngrams.0.weight"]).vectors(x.tolist())}
     expected = reference.loss(as_read, x.tolist(), y.tolist(), 12, 5, BOS, config.num_heads, layers=config.layers, **further)
-    expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    compare(model, loss, plain, expected, tied=bool(config.untie_at))
     if not config.ngrams and not config.sublayer_scales:
         record = reference.loss({name: p for name, p in plain.items() if not name.endswith(("value_gate", "self_share", "skip_gates"))},
                                 x.tolist(), y.tolist(), 12, 5, BOS, config.num_heads)
         assert abs(record.item() - loss.item()) > 5e-6 * loss.item(), "five times what may differ above"
-    for name, p in model.named_parameters():
-        if p.grad is None:
-            assert config.untie_at and name == "embed.weight"
-            continue
-        wanted = plain[name].grad
-        assert (p.grad.to_dense() - wanted).norm() <= 1e-5 * wanted.norm(), name
-        assert wanted.norm() > 0, name
 
 
 def test_first_values_beyond_the_record_s(tiny):
@@ -169,20 +169,13 @@ def test_tables_of_ngrams_are_those_by_hand(tiny):
     assert [table.shared for table in model.ngrams] == [False, True, True, True]
     x, y = tokens_of(5, 60)
     assert (x == BOS).sum() > 2
-    loss = model(x, y, train_gpt.Windows(12, 4))
-    loss.backward()
-    plain = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+    plain = in_float64(model)
     added = torch.zeros(60, 32, dtype=torch.float64)
     for i, table in enumerate(model.ngrams):
         vectors = ByHand(table, plain[f"ngrams.{i}.weight"]).vectors(x.tolist())
         added = added + F.pad(vectors, (0, 32 - vectors.shape[1]))
     expected = reference.loss(plain, x.tolist(), y.tolist(), 12, 4, BOS, config.num_heads, added=added)
-    expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    for name, p in model.named_parameters():
-        wanted = plain[name].grad
-        assert (p.grad.to_dense() - wanted).norm() <= 1e-5 * wanted.norm(), name
-        assert wanted.norm() > 0, name
+    compare(model, model(x, y, train_gpt.Windows(12, 4)), plain, expected)
 
 
 def test_tables_of_ngrams_begin_as_nothing_and_change_no_other_initial_value(tiny):
@@ -445,11 +438,14 @@ def test_validation_is_the_mean_of_the_next_token_s_loss_in_evaluation_form(tiny
     assert abs(in_fp8 / tokens - loss) > 1e-5, "fp8 makes no difference here, so nothing was told apart"
 
 
-def test_fp8_head_is_near_the_bf16_head():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_fp8_head_is_near_the_bf16_head(device):
+    if device == "cuda" and (not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9)):
+        pytest.skip("no NVIDIA GPU here that has fp8")
     torch.manual_seed(0)
-    x = train_gpt.norm(torch.randn(64, 128)).bfloat16().requires_grad_()
-    weight = (torch.randn(256, 128) * 0.02).bfloat16().requires_grad_()
-    grad = (torch.randn(64, 256) * 0.3).clamp(-1, 1).bfloat16()
+    x = train_gpt.norm(torch.randn(256, 768, device=device)).bfloat16().requires_grad_()
+    weight = (torch.randn(1024, 768, device=device) * 0.02).bfloat16().requires_grad_()
+    grad = (torch.randn(256, 1024, device=device) * 0.3).clamp(-1, 1).bfloat16()
     results = []
     for product in (F.linear, train_gpt.FP8Linear.apply):
         x.grad = weight.grad = None
@@ -510,15 +506,14 @@ def test_the_loss_of_compiled_code_is_the_plain_one(softcap):
 # training, step by step
 
 
-def make_trainer(folder, config, grad_scale=1.0, dtype=torch.float64, comm=train_gpt.Comm()):
-    """A trainer on a shard in this folder, none of its parameters zero; all of it in float64 unless said otherwise."""
+def make_trainer(folder, config, grad_scale=1.0, comm=train_gpt.Comm()):
+    """A trainer on a shard in this folder, none of its parameters zero; all of it in float64."""
     write_shard(folder / "train.bin", some_documents(21, 6000))
     shards = train_gpt.find_shards(str(folder / "train.bin"))
     asked = dataclasses.replace(config, micro_batch_tokens=grad_scale * config.micro_batch_tokens)
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(torch.float64)
     try:
-        trainer = train_gpt.Trainer(dataclasses.replace(config, dtype=str(dtype).removeprefix("torch.")), comm,
-                                    torch.device("cpu"), shards, asked)
+        trainer = train_gpt.Trainer(dataclasses.replace(config, dtype="float64"), comm, torch.device("cpu"), shards, asked)
     finally:
         torch.set_default_dtype(torch.float32)
     shake(trainer.model)
@@ -547,13 +542,13 @@ class PlainTraining:
         for name, (shape, by_column) in (units or {}).items():
             self.muon |= {whole: reference.NorMuon(p, p.numel() // math.prod(shape), shape=shape, by_column=by_column)
                           for whole, p in self.p.items() if whole.endswith(f".attn.{name}")}
-        self.averages = None
+        self.averages, self.frequencies, self.scale = None, train_gpt.rotary_frequencies(config.head_dim).double(), 0.1
 
-    def step(self, step, micro_batches, long, short, frequencies, scale, factor, momentum, weights=(1.0,)):
+    def step(self, step, micro_batches, long, short, momentum, factor=1.0, weights=(1.0,)):
         for p in self.p.values():
             p.requires_grad_().grad = None
-        turned = torch.outer(torch.arange(len(micro_batches[0]) - 1), frequencies)
-        buffers = {"rotary.cos": turned.cos(), "rotary.sin": turned.sin(), "rotary.scale": torch.tensor(scale)}
+        turned = torch.outer(torch.arange(len(micro_batches[0]) - 1), self.frequencies)
+        buffers = {"rotary.cos": turned.cos(), "rotary.sin": turned.sin(), "rotary.scale": torch.tensor(self.scale)}
         losses = []
         for tokens in micro_batches:
             x, y = torch.tensor(tokens[:-1]), tokens[1:]
@@ -617,7 +612,6 @@ def test_a_schedule_is_a_line_of_the_table_and_trains_as_a_plain_second_training
     plain = PlainTraining(trainer.model, config)
     stream = some_documents(21, 6000).tolist()
     pointer = 0
-    frequencies, scale = train_gpt.rotary_frequencies(config.head_dim).double(), 0.1
     for step in range(6):
         wanted = {"count": 2, "longest": 14, "weights": (1.0,), "long": 12, "short": 4, "peak": 1.0, **has(step)}
         batch = []
@@ -629,14 +623,13 @@ def test_a_schedule_is_a_line_of_the_table_and_trains_as_a_plain_second_training
                 pointer = end
             batch.append(held[:17])
         if step == 3 and schedule == "windows and rate":
-            frequencies, scale = train_gpt.stretch(frequencies, scale, 8, 20)
+            plain.frequencies, plain.scale = train_gpt.stretch(plain.frequencies, plain.scale, 8, 20)
         momentum = 0.85 + 0.1 * step / 4 if step < 4 else 0.95 - 0.1 * (step - 4) / 2
         plan = train_gpt.plan_of(config, step)
         read = trainer.stream.next_batch(plan)
         assert [one.tolist() for one in read] == batch, step
         losses = trainer.step(plan, read)
-        expected = plain.step(step, batch, wanted["long"], wanted["short"], frequencies, scale, wanted["peak"], momentum,
-                              wanted["weights"])
+        expected = plain.step(step, batch, wanted["long"], wanted["short"], momentum, wanted["peak"], wanted["weights"])
         assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-4), step
     for name, p in trainer.model.named_parameters():
         assert (p - plain.p[name]).norm() <= 1e-4 * plain.p[name].norm(), name
@@ -654,7 +647,6 @@ def test_untying_decay_average_and_rates_train_as_a_plain_second_training_does(t
     trainer = make_trainer(tmp_path, config, comm=Hostile() if lazy else train_gpt.Comm())
     plain = PlainTraining(trainer.model, config)
     plain.model.tied = True
-    frequencies = train_gpt.rotary_frequencies(config.head_dim).double()
     assert [train_gpt.plan_of(config, step).tied for step in (0, 5, 6, 7, 10)] == [True, True, True, False, False]
     for step in range(10):
         plan = train_gpt.plan_of(config, step)
@@ -666,7 +658,7 @@ def test_untying_decay_average_and_rates_train_as_a_plain_second_training_does(t
             assert trainer.validate(plan, sequences)[0] == loss
             plain.untie()
         losses = trainer.step(plan, batch)
-        expected = plain.step(step, [one.tolist() for one in batch], *plan.windows, frequencies, 0.1, 1.0, plan.momentum)
+        expected = plain.step(step, [one.tolist() for one in batch], *plan.windows, plan.momentum)
         assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-4), step
         if step >= 4 and not lazy:
             plain.average(1 if step == 4 else 2, 0.4 if step == 9 else 0.0)
@@ -700,12 +692,11 @@ def test_groups_of_adam_and_matrices_of_few_heads_train_as_a_plain_second_traini
     plain = PlainTraining(trainer.model, config, by_hand, {"qk": ((16, 32), True), "vo": ((32, 32), False)})
     first = {name: p.clone() for name, p in plain.p.items()}
     assert {*plain.muon} == {name for name in plain.p if name.endswith((".qk", ".vo", ".fc", ".proj"))}
-    frequencies = train_gpt.rotary_frequencies(config.head_dim).double()
     for step in range(6):
         plan = train_gpt.plan_of(config, step)
         batch = trainer.stream.next_batch(plan)
         losses = trainer.step(plan, batch)
-        expected = plain.step(step, [one.tolist() for one in batch], *plan.windows, frequencies, 0.1, 1.0, plan.momentum)
+        expected = plain.step(step, [one.tolist() for one in batch], *plan.windows, plan.momentum)
         assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-4), step
     for name, p in trainer.model.named_parameters():
         assert (p - plain.p[name]).norm() <= 1e-6 * (first[name] - plain.p[name]).norm(), name
@@ -735,22 +726,20 @@ def test_frontier_s_plan_is_that_of_the_record():
     assert c.ngrams == f"2:{5 * 50304}:768" and c.pairing == "halves" and c.key_offset and c.value_gates and not c.exclude_self
 
 
-@pytest.mark.parametrize("words", ["head", "values", "ngrams", "scalars", "scales", "added", "gates", "smear", "skips"])
-def test_frontier_s_groups_are_those_of_the_record(tiny, words):
+def test_frontier_s_groups_are_those_of_the_record():
     """(learning rate over adam_lr, betas, decay over 0.005) as the record's table has them."""
-    wanted = {"head": (1, 0.5, 0.95, 150), "values": (75, 0.75, 0.95, 5), "ngrams": (75, 0.75, 0.95, 5), "scalars": (5, 0.9, 0.99, 0),
-              "scales": (5, 0.9, 0.95, 0), "added": (1, 0.9, 0.95, 0), "gates": (1, 0.9, 0.99, 1), "smear": (0.01, 0.9, 0.99, 0),
-              "skips": (0.05, 0.9, 0.99, 0)}[words]
-    names = {"head": ["lm_head.weight", "embed.weight"], "values": ["value_embeds.0.weight", "value_embeds.4.weight"],
-             "ngrams": ["ngrams.0.weight"], "scalars": ["scalars"], "scales": ["stream_scales"],
-             "added": ["added_scales"], "skips": ["skip_gates"], "gates": ["blocks.1.attn.gate", "blocks.1.attn.value_gate"], "smear": ["smear_gate"]}[words]
+    wanted = {
+        "lm_head.weight": (1, 0.5, 0.95, 150), "embed.weight": (1, 0.5, 0.95, 150), "value_embeds.0.weight": (75, 0.75, 0.95, 5),
+        "value_embeds.4.weight": (75, 0.75, 0.95, 5), "ngrams.0.weight": (75, 0.75, 0.95, 5), "scalars": (5, 0.9, 0.99, 0),
+        "stream_scales": (5, 0.9, 0.95, 0), "added_scales": (1, 0.9, 0.95, 0), "blocks.1.attn.gate": (1, 0.9, 0.99, 1),
+        "blocks.1.attn.value_gate": (1, 0.9, 0.99, 1), "smear_gate": (0.01, 0.9, 0.99, 0), "skip_gates": (0.05, 0.9, 0.99, 0)}
     config = dataclasses.replace(train_gpt.PRESETS["frontier"], model_dim=32, num_heads=2, head_dim=16, ngrams="2:50:8",
                                  stages="until long_window; 1 3", micro_batch_tokens=48, val_len=64)
     specs = train_gpt.assign(train_gpt.build_model(config, ENCODING), train_gpt.assignments(config))
     rules = {spec.name: spec.rule for spec in specs}
-    for name in names:
+    for name, values in wanted.items():
         rule = rules[name]
-        assert (rule.lr / 0.008, rule.beta1, rule.beta2, rule.weight_decay / 0.005) == pytest.approx(wanted), name
+        assert (rule.lr / 0.008, rule.beta1, rule.beta2, rule.weight_decay / 0.005) == pytest.approx(values), name
         assert (rule.eps, rule.every, rule.fp32_moments) == (1e-10, 2, True), name
 
 
@@ -830,7 +819,7 @@ def test_the_first_adam_step_is_the_record_s_formula(tmp_path, tiny, grad_scale)
 @pytest.fixture
 def gpu():
     if not torch.cuda.is_available():
-        pytest.skip("no NVIDIA GPU here: fp8, FlexAttention's kernels and the compiled blocks are tested only where there is one")
+        pytest.skip("no NVIDIA GPU here: FlexAttention's kernels and the compiled blocks are tested only where there is one")
     return torch.device("cuda")
 
 
@@ -874,21 +863,3 @@ def test_gpu_gives_the_cpu_s_loss_and_gradients(gpu, tiny, compiled):
     assert on_gpu.item() == pytest.approx(loss.item(), rel=1e-3)
     for (name, p), q in zip(cpu.named_parameters(), model.parameters()):
         assert (p.grad - q.grad.cpu()).norm() <= 2e-2 * p.grad.norm(), name
-
-
-@pytest.mark.gpu
-def test_fp8_head_on_gpu_is_near_bf16(gpu):
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this GPU has no fp8")
-    torch.manual_seed(0)
-    x = train_gpt.norm(torch.randn(256, 768, device=gpu)).bfloat16().requires_grad_()
-    weight = (torch.randn(1024, 768, device=gpu) * 0.02).bfloat16().requires_grad_()
-    grad = (torch.randn(256, 1024, device=gpu) * 0.3).clamp(-1, 1).bfloat16()
-    results = []
-    for product in (F.linear, train_gpt.FP8Linear.apply):
-        x.grad = weight.grad = None
-        y = product(x, weight)
-        y.backward(grad)
-        results.append([t.detach().float() for t in (y, x.grad, weight.grad)])
-    for plain, fp8 in zip(*results):
-        assert (plain - fp8).norm() < 0.06 * plain.norm()

@@ -1,13 +1,11 @@
 """Each part of a run beside its plain form: what is broken is caught, and what does without it is taken, by all ranks."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
 
 import train_gpt
-from conftest import write_corpus
 from test_run import flags, read_log, run_here
 
 CPU = torch.device("cpu")
