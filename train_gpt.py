@@ -2875,9 +2875,6 @@ class TrainLosses:
         self.save_at: dict[int, bool] = {}  # before these steps all save; True: and end
         self.pending: list[tuple[Plan, float, Tensor, Any]] = []
 
-    def is_logged(self, step: int) -> bool:
-        return self.config.train_loss_every > 0 and step % self.config.train_loss_every == 0
-
     def record(self, plan: Plan, losses: list[Tensor], heard: int = 0) -> None:
         """losses: the summed loss of each of this rank's micro-batches, which are summed over all ranks. heard: the
         notices so far, see Notices; they travel in every step, since where steps are slow a launcher kills soon."""
@@ -2906,7 +2903,7 @@ class TrainLosses:
             if summed[-1]:
                 self.save_at[done + self.LAG] = summed[-1].item() >= Notices.END
             loss, line = None, f"step:{done}/{self.config.num_steps} {times(train_time, done)}"
-            if self.is_logged(done):  # in nats per token
+            if self.config.train_loss_every and done % self.config.train_loss_every == 0:  # in nats per token
                 tokens = plan.micro_batches * plan.micro_batch_tokens
                 loss = summed[:-1].sum(dtype=torch.float64).item() / tokens
                 line += f" train_loss:{loss:.4f}"
@@ -2963,10 +2960,10 @@ def printable(text: str) -> str:
     """What comes from files and other machines, without what a terminal would obey."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
-def curve(losses: Sequence[float], width: int = 16) -> str:
-    """Losses as a line of bars, the mean of so many in each; the highest is full."""
-    means = [float(np.mean(part)) for part in np.array_split(losses, min(width, len(losses)) or 1) if len(part)]
-    low, high = min(means, default=0.0), max(means, default=0.0)
+def curve(losses: Sequence[float]) -> str:
+    """One loss or more as a line of up to 16 bars, the mean of as many in each; the highest is full."""
+    means = [part.mean() for part in np.array_split(losses, min(16, len(losses)))]
+    low, high = min(means), max(means)
     return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / (high - low or 1))] for mean in means)
 
 class Log:
