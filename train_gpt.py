@@ -3102,15 +3102,14 @@ def find_checkpoint(config: Config) -> Path:
     folder, run_id, again = named.parent, named.stem, from_environment("TORCHELASTIC_RESTART_COUNT", 0)
     if config.resume == "latest":
         folder, run_id = ROOT / config.log_dir, config.run_id
+        if again and not run_id:  # the run that this launch went on with; others may have saved since
+            own = sorted(filter(is_of_this_launch, folder.glob("*.txt")), key=os.path.getmtime)
+            run_id = own[-1].stem if own else ""
     elif named.suffix == ".ckpt" and again:
         run_id = run_id.rpartition(".step")[0]
     elif named.suffix == ".ckpt" and named.is_file():
         return named.resolve()
     found = checkpoints(folder, run_id)
-    if config.resume == "latest" and again:  # of the run that this launch went on with; others may have saved since
-        logs = {path: folder / f"{path.name.rpartition('.step')[0]}.txt" for path in found}
-        began = any(map(written_by_this_launch, folder.glob("*.txt")))
-        found = [path for path in found if is_of_this_launch(logs[path])] if began else found
     demand(found, f"--resume {config.resume}: no checkpoint there; name a .ckpt or the log of a run that left one. A "
            "run that ended well keeps none: it is whole")
     return found[-1].resolve()
@@ -4122,15 +4121,9 @@ def name_of_launch() -> str:
     launch = os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex)
     return sha256_of(f"{launch} {notices.launcher if launch == 'none' else ''}".encode())[:8]
 
-def written_by_this_launch(log: Path) -> str:
-    """What a log holds, if this launch began or went on with its run."""
-    written = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    return written if f'"launch": "{name_of_launch()}"' in written else ""
-
 def is_of_this_launch(log: Path) -> bool:
-    """Whether it is written by this launch, and of a run that has not ended."""
-    written = written_by_this_launch(log)
-    return bool(written) and '\n{"end"' not in written
+    """Whether this launch began or went on with its run. Whether that has ended Log.open sees."""
+    return log.exists() and f'"launch": "{name_of_launch()}"' in log.read_text(encoding="utf-8", errors="replace")
 
 def name_of_run(config: Config) -> tuple[Config, str]:
     """The run's id. What torchrun starts again has that of its first start, and goes on from its last checkpoint."""
