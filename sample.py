@@ -24,7 +24,6 @@ import codecs
 import itertools
 import math
 import sys
-import unicodedata
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
@@ -269,18 +268,13 @@ def encode_prompt(text: str, vocabulary: Vocabulary, encoding: Encoding) -> list
             raise RunError(f"--prompt: the model's vocabulary has no token for {vocabulary.bytes_of(token)!r}; leave it out")
     return tokens
 
-def visible(text: str) -> str:
-    """What a terminal would obey, spelled out; newline and tab may stay."""
-    return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else c.encode("unicode_escape").decode()
-                   for c in text)
-
 def show(tokens: Iterable[int], vocabulary: Vocabulary, bos_id: int) -> Iterator[str]:
     """The text of each token; the bytes of a character that is not whole yet are held back until it is."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
         ends = token == bos_id
-        yield visible(decoder.decode(b"" if ends else vocabulary.bytes_of(token), final=ends)) + BORDER * ends
-    yield visible(decoder.decode(b"", final=True))
+        yield printable(decoder.decode(b"" if ends else vocabulary.bytes_of(token), final=ends)) + BORDER * ends
+    yield printable(decoder.decode(b"", final=True))
 
 def number(kind: type, most: float = math.inf) -> Callable[[str], Any]:
     def parse(text: str) -> Any:

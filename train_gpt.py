@@ -53,6 +53,7 @@ import sysconfig
 import threading
 import time
 import traceback
+import unicodedata
 import uuid
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -2957,8 +2958,10 @@ class Clock:
         self.outside.update(state["outside"])
 
 def printable(text: str) -> str:
-    """What comes from files and other machines, without what a terminal would obey."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    """What comes from files, models and other machines, with what a terminal would obey spelled out; but for newlines
+    and tabs."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else c.encode("unicode_escape").decode()
+                   for c in text)
 
 def curve(losses: Sequence[float]) -> str:
     """One loss or more as a line of up to 16 bars, the mean of as many in each; the highest is full."""
