@@ -3380,19 +3380,24 @@ def preflight(trainer: Trainer, log: Log) -> tuple[list[list[str]], Part | None]
 # main
 
 class FailureMonitor:
-    """Watches from a thread, by the store of the rendezvous, while this rank may wait in a collective.
+    """Watches from a thread while this rank works, or waits for others in a collective.
 
-    Every rank counts up a beat of its own, and listens for that of the next. Where a rank has failed, is not heard of,
-    or has lost the store, it ends with the reason, within seconds; so do all, since each hears of a failure.
+    Every rank counts up a beat of its own, and listens for that of the next, by the store of the rendezvous; alone, and
+    until there is one, to its own. Where a rank has failed, is not heard of, or has lost the store or its launcher, it
+    ends with the reason, within seconds; so do all, since each hears of a failure.
     """
 
     PERIOD_S, PATIENCE_S = 0.5, 10.0
 
-    def __init__(self, store: dist.Store, rank: int, ranks: int, log: Log):
-        self.store, self.rank, self.next, self.log = store, rank, (rank + 1) % ranks, log
+    def __init__(self, rank: int, log: Log):
+        self.store, self.rank, self.next, self.log = dist.HashStore(), rank, rank, log
         self.over, self.asker = threading.Event(), ThreadPoolExecutor(1)
         self.beat, self.silent = 0, 0  # the next rank's last beat, and how often it was heard again
         threading.Thread(target=self._watch, daemon=True).start()
+
+    def listen(self, store: dist.Store, ranks: int) -> None:
+        """To the others, from now on."""
+        self.store, self.next = dist.PrefixStore("monitor", store), (self.rank + 1) % ranks
 
     def _watch(self) -> None:
         message = ""
@@ -3411,6 +3416,8 @@ class FailureMonitor:
 
     def _ask(self) -> str:
         """Say that this rank lives; what another says; nothing, if all is well."""
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != notices.launcher:  # a shell may leave
+            return f"the launcher of rank {self.rank} is gone; start again, or go on with --resume"
         self.store.add(f"beat-{self.rank}", 1)
         last, self.beat = self.beat, self.store.add(f"beat-{self.next}", 0)
         self.silent = self.silent + 1 if self.beat == last else 0
@@ -3945,11 +3952,9 @@ class Run:
     def train(self) -> None:
         """All steps; a checkpoint or a validation stands before the step whose number it bears."""
         c, optimizer, profile = self.config, self.trainer.optimizer, Profile(self.trainer, self.clock, self.log)
-        launcher = notices.launcher if "TORCHELASTIC_RUN_ID" in os.environ else None  # a shell may leave
         save_due, notices.phase = False, "training"
         self.clock.start()
         for step in range(self.from_step, c.num_steps):
-            demand(launcher in (None, os.getppid()), "the launcher is gone; start again, or go on with --resume")
             self.losses.write(step)
             if step in self.losses.save_at or c.save_every and step % c.save_every == 0 and step > self.from_step:
                 save_due = True
@@ -4089,8 +4094,6 @@ def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.St
         demand(not address.startswith(("127.", "no ")), f"this host's name resolves to {address}, where other hosts "
                "cannot reach it; set GLOO_SOCKET_IFNAME to the network interface that they share (`ip addr` lists "
                "them), or give the name its real address in /etc/hosts")
-    joined = threading.Event()
-    threading.Thread(target=leave_if_orphaned, args=(rank, joined), daemon=True).start()
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if gpu else None  # products let them pass
     if gpu:
         options._timeout = timeout  # or torch warns that it is overridden
@@ -4103,16 +4106,7 @@ def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.St
     except (ValueError, RuntimeError) as error:
         raise RunError(f"the {ranks} ranks did not find each other ({str(error).splitlines()[0]}); start them by "
                        "torchrun --nproc_per_node, and see that all of them live") from error
-    finally:
-        joined.set()
     return store
-
-def leave_if_orphaned(rank: int, joined: threading.Event) -> None:
-    """Until the ranks have found each other: a rank whose launcher is gone would look for its store for minutes."""
-    while "TORCHELASTIC_RUN_ID" in os.environ and not joined.wait(1):
-        if os.getppid() != notices.launcher:
-            os.write(2, f"train_gpt.py: error: rank {rank}: its launcher is gone; start the run again\n".encode())
-            os._exit(1)
 
 def from_environment(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
@@ -4161,14 +4155,14 @@ def describe_error(error: BaseException, config: Config) -> str:
 def fail(error: BaseException, config: Config, rank: int, log: Log | None, monitor: FailureMonitor | None) -> int:
     """A rank's last word, to the others, its log and stderr -> its exit status. Of several ranks each ends here: taking
     the group apart would wait for those that are gone."""
-    notices.phase = "over"
-    if monitor and isinstance(error, RuntimeError):  # often another rank's end, seen from here
+    notices.phase, alone = "over", not monitor or monitor.next == monitor.rank
+    if not alone and isinstance(error, RuntimeError):  # often another rank's end, seen from here
         notices.terminated.wait(monitor.PATIENCE_S / 2)  # its own word may reach us by the monitor
     message, status = describe_error(error, config), 130 if isinstance(error, KeyboardInterrupt) else 1
     if not message:
         traceback.print_exception(error)
         message = f"{type(error).__name__}: {error}"
-    if not monitor:
+    if alone:
         complain(log, rank, message)
         return status
     monitor.tell("failure", f"rank {rank} failed: " * (message != INTERRUPTED) + message)  # before what takes time
@@ -4190,31 +4184,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_config(config, ranks)
         flags, (config, run_id) = config, name_of_run(config)
         log = Log(config, rank, run_id)
+        monitor = FailureMonitor(rank, log)
         device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
         if gpus:
             demand(local_rank < gpus, f"rank {rank} has no GPU: this machine has {gpus}; lower --nproc_per_node")
             torch.cuda.set_device(device)
         if ranks > 1:
-            monitor = FailureMonitor(dist.PrefixStore("monitor", join(config, rank, ranks, device)), rank, ranks, log)
+            monitor.listen(join(config, rank, ranks, device), ranks)
         comm = (CompressedComm if config.bf16_compress else Comm)(rank, ranks, device)
         log.run_id, resume = comm.all_json([run_id, config.resume])[0]
         if not flags.resume:  # but torchrun started it again
             config = dataclasses.replace(config, resume=resume)
         agree(comm, "configs", {key: str(v) for key, v in dataclasses.asdict(config).items()},
               "Start every rank with the same flags, and give every host the same checkpoints")
-        try:
-            run(config, preset, comm, device, log, began)
-        finally:
-            gc.unfreeze()
+        run(config, preset, comm, device, log, began)
         log.close()
-        if monitor:
-            monitor.tell(f"done-{rank}")
+        monitor.tell(f"done-{rank}")
+        if ranks > 1:
             dist.destroy_process_group()
         return 0
     except SystemExit:  # the parser's
         raise
     except BaseException as error:
         return fail(error, config, rank, log, monitor)
+    finally:
+        gc.unfreeze()
+        if monitor:
+            monitor.over.set()
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
