@@ -3501,8 +3501,7 @@ def check_compiler(gpu: bool) -> None:
     programs = [os.environ[variable]] if os.environ.get(variable) else usual
     demand(any(map(shutil.which, programs)), f"compiling needs {' or '.join(programs)}, and this machine has none; "
            "install gcc and g++ (on Debian build-essential)" + ("" if gpu else ", or leave out --compile on"))
-    scheme = sysconfig.get_default_scheme()
-    header = Path(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme), "Python.h")
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")  # Debian's own scheme means /usr/local
     demand(not gpu or header.exists(), f"compiling needs {header}, which is missing; install Python's headers (on "
            "Debian the package python3-dev)")
 
