@@ -4121,17 +4121,17 @@ def is_of_this_launch(log: Path) -> bool:
     """Whether this launch began or went on with its run. Whether that has ended Log.open sees."""
     return log.exists() and f'"launch": "{name_of_launch()}"' in log.read_text(encoding="utf-8", errors="replace")
 
-def name_of_run(config: Config) -> tuple[Config, str]:
-    """The run's id. What torchrun starts again has that of its first start, and goes on from its last checkpoint."""
-    part = name_of_launch()
+def name_of_run(config: Config) -> tuple[str, str]:
+    """(the run's id, the checkpoint to go on from, if there is one). What torchrun starts again has the id of its first
+    start, and its last checkpoint."""
+    folder, part, resume = ROOT / config.log_dir, name_of_launch(), config.resume
     run_id = config.run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{part}"
-    if not config.resume and from_environment("TORCHELASTIC_RESTART_COUNT", 0):
-        started = sorted((ROOT / config.log_dir).glob(f"*_{part}.txt"))
+    if not resume and from_environment("TORCHELASTIC_RESTART_COUNT", 0):
+        started = sorted(folder.glob(f"*_{part}.txt"))
         run_id = config.run_id or (started[-1].stem if started else run_id)
-        found = checkpoints(ROOT / config.log_dir, run_id)
-        if found and is_of_this_launch(ROOT / config.log_dir / f"{run_id}.txt"):
-            config = dataclasses.replace(config, resume=str(found[-1]))
-    return config, run_id
+        found = checkpoints(folder, run_id) if is_of_this_launch(folder / f"{run_id}.txt") else []
+        resume = str(found[-1]) if found else ""
+    return run_id, resume
 
 def describe_error(error: BaseException, config: Config) -> str:
     """In one line what was seen and what to do; nothing for a mistake in the code, which wants its traceback."""
@@ -4181,7 +4181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         gpus = count_gpus()
         preset, config = parse_config(sys.argv[1:] if argv is None else argv, "speedrun" if gpus else "laptop")
         check_config(config, ranks)
-        flags, (config, run_id) = config, name_of_run(config)
+        run_id, resume = name_of_run(config)
         log = Log(config, rank, run_id)
         monitor = FailureMonitor(rank, log)
         device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
@@ -4191,9 +4191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ranks > 1:
             monitor.listen(join(config, rank, ranks, device), ranks)
         comm = (CompressedComm if config.bf16_compress else Comm)(rank, ranks, device)
-        log.run_id, resume = comm.all_json([run_id, config.resume])[0]
-        if not flags.resume:  # but torchrun started it again
-            config = dataclasses.replace(config, resume=resume)
+        log.run_id, resume = comm.all_json([run_id, resume])[0]
+        config = dataclasses.replace(config, resume=config.resume or resume)  # rank 0's, if torchrun restarted it
         agree(comm, "configs", {key: str(v) for key, v in dataclasses.asdict(config).items()},
               "Start every rank with the same flags, and give every host the same checkpoints")
         run(config, preset, comm, device, log, began)
