@@ -174,17 +174,15 @@ class Reader:
             total[:rows.shape[1]] += rows[row] if signs is None else rows[row] * signs[further % len(signs)]
         return x, total
 
-    def turn(self, place: int) -> np.ndarray:
-        """The rotary's factors of a place, complex [head_dim / 2]."""
-        return (self.root * np.exp(place * self.angles)).astype(np.complex64)
-
     def trunk(self, token: int) -> np.ndarray:
         """-> the normed stream before the head [dim]."""
         model, saved = self.model, {}
         x, ngrams = self.open_stream(token)
         x0 = x
-        turns = {places: np.stack([self.turn(places * self.position + place) for place in range(places)])
-                 for places in range(1, 2 + model.pairs)}
+        turns = {}  # the rotary's factors of the places that a token has, complex [places, head_dim / 2]
+        for places in range(1, 2 + model.pairs):
+            at = places * self.position + np.arange(places)
+            turns[places] = (self.root * np.exp(at[:, None] * self.angles)).astype(np.complex64)
         scaled = model.stream_scales is not None  # see train_gpt.ScaledBlock
         if model.tables_first:
             x = x + self.mixes[0][3] * ngrams
