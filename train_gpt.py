@@ -3103,13 +3103,14 @@ def find_checkpoint(config: Config) -> Path:
     """The checkpoint that config.resume means; the latest of its run, where torchrun started it again."""
     named = Path(config.resume) if Path(config.resume).exists() else ROOT / config.resume
     folder, run_id, again = named.parent, named.stem, from_environment("TORCHELASTIC_RESTART_COUNT", 0)
+    of_run = run_id.rpartition(".step")[0]
     if config.resume == "latest":
         folder, run_id = ROOT / config.log_dir, config.run_id
         if again and not run_id:  # the run that this launch went on with; others may have saved since
             own = sorted(filter(is_of_this_launch, folder.glob("*.txt")), key=os.path.getmtime)
             run_id = own[-1].stem if own else ""
-    elif named.suffix == ".ckpt" and again:
-        run_id = run_id.rpartition(".step")[0]
+    elif named.suffix == ".ckpt" and again and is_of_this_launch(folder / f"{of_run}.txt"):
+        run_id = of_run
     elif named.suffix == ".ckpt" and named.is_file():
         return named.resolve()
     found = checkpoints(folder, run_id)

@@ -266,6 +266,16 @@ def test_latest_is_of_the_run_that_this_launch_went_on_with(flags, killed, capsy
     assert len(resumed_lines(killed)) == 2 and end_of(killed)["resumed"] == 2
 
 
+def test_a_second_start_takes_the_named_checkpoint_until_this_launch_has_gone_on_from_it(flags, killed, capsys, tmp_path, monkeypatch):
+    """The first start may have ended before it opened the log; what torchrun starts a third time goes on with the second's."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
+    for restarts, kill_at, begins in ((1, 7, 2), (2, None, 6)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        here(["--resume", str(tmp_path / "killed.step000002.ckpt")], capsys, kill_at=kill_at)
+        assert resumed_lines(killed)[-1]["from_step"] == begins
+    assert end_of(killed)["resumed"] == 2
+
+
 def test_a_second_start_does_not_take_what_another_launch_left(flags, capsys, tmp_path, monkeypatch):
     """Of its first start, which the used run_id stopped, torchrun only knows that it failed."""
     assert here(flags("mine", save_model="true"), capsys)[0] == 0
