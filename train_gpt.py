@@ -3938,16 +3938,14 @@ class Run:
                 log.say(f"going on from step {self.from_step}")
 
     def warm_up(self) -> None:
-        before = self.hash_state()
+        with self.clock.off("hashing"):
+            before = self.trainer.state_hash()
         self.log.say(f"warm-up: {self.config.warmup_steps} steps off the clock")
         with self.clock.off("warmup"):
             self.trainer.warm_up(self.val_sequences[0])
         self.compiles = compile_stats()[0]
-        self.state_hashes = {"before_warmup": before, "after_warmup": self.hash_state()}
-
-    def hash_state(self) -> str:
         with self.clock.off("hashing"):
-            return self.trainer.state_hash()
+            self.state_hashes = {"before_warmup": before, "after_warmup": self.trainer.state_hash()}
 
     def train(self) -> None:
         """All steps; a checkpoint or a validation stands before the step whose number it bears."""
@@ -4018,8 +4016,8 @@ class Run:
         loss, val_tokens = self.validate(c.num_steps)
         notices.phase, compiles = "verdict", compile_stats()[0] - self.compiles
         with clock.off("hashing"):
-            after, digest = hash_of(named_tensors(trainer.model)), trainer.digest()
-        final_hash, (allocated, reserved) = self.hash_state(), peak_memory_mib(trainer.device)
+            after, final_hash, digest = hash_of(named_tensors(trainer.model)), trainer.state_hash(), trainer.digest()
+        allocated, reserved = peak_memory_mib(trainer.device)
         reached, wall_seconds = loss <= c.target_val_loss, clock.state()["wall"]
         self.log.write(json.dumps({"end": {
             "final_val_loss": loss, "target_val_loss": c.target_val_loss, "reached": reached, "steps": c.num_steps,
