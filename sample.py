@@ -274,10 +274,10 @@ def show(tokens: Iterable[int], vocabulary: Vocabulary, bos_id: int) -> Iterator
         yield printable(decoder.decode(b"" if ends else vocabulary.bytes_of(token), final=ends)) + BORDER * ends
     yield printable(decoder.decode(b"", final=True))
 
-def number(kind: type, most: float = math.inf) -> Callable[[str], Any]:
+def number(kind: type) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
-        if not 0 <= (value := kind(text)) <= most or value == math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to {most}")
+        if not 0 <= (value := kind(text)) < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
         return value
     parse.__name__ = kind.__name__  # argparse says "invalid int value"
     return parse
@@ -292,8 +292,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=number(float), default=0.8, metavar="T", help="0: the likeliest token "
                         "each time; higher is more varied (%(default)s)")
     parser.add_argument("--top_k", type=number(int), default=0, metavar="K", help="draw among the K likeliest (0: all)")
-    parser.add_argument("--seed", type=number(int, 2 ** 63 - 1), default=0, metavar="S", help="another one, another text "
-                        "(%(default)s)")
+    parser.add_argument("--seed", type=number(int), default=0, metavar="S", help="another one, another text (%(default)s)")
     return parser
 
 def latest_model(folder: Path) -> Path:
