@@ -2876,13 +2876,13 @@ class TrainLosses:
         self.save_at: dict[int, bool] = {}  # before these steps all save; True: and end
         self.pending: list[tuple[Plan, float, Tensor, Any]] = []
 
-    def record(self, plan: Plan, losses: list[Tensor], heard: int = 0) -> None:
-        """losses: the summed loss of each of this rank's micro-batches, which are summed over all ranks. heard: the
-        notices so far, see Notices; they travel in every step, since where steps are slow a launcher kills soon."""
+    def record(self, plan: Plan, losses: list[Tensor]) -> None:
+        """losses: the summed loss of each of this rank's micro-batches, which are summed over all ranks. Notices travel
+        in every step, since where steps are slow a launcher kills soon."""
         own = torch.stack(losses).detach()
         summed = own.new_zeros(plan.micro_batches + 1)
         summed[self.comm.rank * len(own):(self.comm.rank + 1) * len(own)] = own
-        if heard > self.told:  # a number that goes to a GPU makes the host wait
+        if (heard := notices.heard) > self.told:  # a number that goes to a GPU makes the host wait
             summed[-1], self.told = heard - self.told, heard
         self.comm.all_reduce(summed)
         event = None
@@ -3962,7 +3962,7 @@ class Run:
                 self.validate(step)
             profile.begins(step)
             plan = plan_of(c, step)
-            self.losses.record(plan, self.trainer.step(plan, self.trainer.stream.next_batch(plan)), notices.heard)
+            self.losses.record(plan, self.trainer.step(plan, self.trainer.stream.next_batch(plan)))
         optimizer.finish_all_gathers()
         self.clock.stop()
         self.losses.write(c.num_steps, wait=True)
