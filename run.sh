@@ -70,14 +70,13 @@ while [ $# -gt 0 ]; do
         -n|--vs|--cmd|--max-n|--test|--alpha|--resume|--init_from)
             [ $# -gt 1 ] || fail "$1 wants a value; --help says which"
             value=$2
-            if [ "$1" = --resume ]; then resume=run; fi
             case $1$value in
-                --resume/*|--init_from/*) ;;
-                --resume*|--init_from*) if [ -f "$value" ]; then value=$PWD/$value; fi ;;
+                --resume[!/]*|--init_from[!/]*) if [ -f "$value" ]; then value=$PWD/$value; fi ;;
             esac
             case $1$value in
                 --resume*.jsonl) resume=race race+=("$1" "$value") ;;
-                --resume*|--init_from*) flags+=("$1" "$value") ;;
+                --resume*) resume=run flags+=("$1" "$value") ;;
+                --init_from*) flags+=("$1" "$value") ;;
                 *) race+=("$1" "$value") ;;
             esac
             shift ;;

@@ -24,7 +24,6 @@ import codecs
 import itertools
 import math
 import sys
-import unicodedata
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
@@ -174,17 +173,15 @@ class Reader:
             total[:rows.shape[1]] += rows[row] if signs is None else rows[row] * signs[further % len(signs)]
         return x, total
 
-    def turn(self, place: int) -> np.ndarray:
-        """The rotary's factors of a place, complex [head_dim / 2]."""
-        return (self.root * np.exp(place * self.angles)).astype(np.complex64)
-
     def trunk(self, token: int) -> np.ndarray:
         """-> the normed stream before the head [dim]."""
         model, saved = self.model, {}
         x, ngrams = self.open_stream(token)
         x0 = x
-        turns = {places: np.stack([self.turn(places * self.position + place) for place in range(places)])
-                 for places in range(1, 2 + model.pairs)}
+        turns = {}  # the rotary's factors of the places that a token has, complex [places, head_dim / 2]
+        for places in range(1, 2 + model.pairs):
+            at = places * self.position + np.arange(places)
+            turns[places] = (self.root * np.exp(at[:, None] * self.angles)).astype(np.complex64)
         scaled = model.stream_scales is not None  # see train_gpt.ScaledBlock
         if model.tables_first:
             x = x + self.mixes[0][3] * ngrams
@@ -268,23 +265,18 @@ def encode_prompt(text: str, vocabulary: Vocabulary, encoding: Encoding) -> list
             raise RunError(f"--prompt: the model's vocabulary has no token for {vocabulary.bytes_of(token)!r}; leave it out")
     return tokens
 
-def visible(text: str) -> str:
-    """What a terminal would obey, spelled out; newline and tab may stay."""
-    return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else c.encode("unicode_escape").decode()
-                   for c in text)
-
 def show(tokens: Iterable[int], vocabulary: Vocabulary, bos_id: int) -> Iterator[str]:
     """The text of each token; the bytes of a character that is not whole yet are held back until it is."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
         ends = token == bos_id
-        yield visible(decoder.decode(b"" if ends else vocabulary.bytes_of(token), final=ends)) + BORDER * ends
-    yield visible(decoder.decode(b"", final=True))
+        yield printable(decoder.decode(b"" if ends else vocabulary.bytes_of(token), final=ends)) + BORDER * ends
+    yield printable(decoder.decode(b"", final=True))
 
-def number(kind: type, most: float = math.inf) -> Callable[[str], Any]:
+def number(kind: type) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
-        if not 0 <= (value := kind(text)) <= most or value == math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to {most}")
+        if not 0 <= (value := kind(text)) < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
         return value
     parse.__name__ = kind.__name__  # argparse says "invalid int value"
     return parse
@@ -299,8 +291,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=number(float), default=0.8, metavar="T", help="0: the likeliest token "
                         "each time; higher is more varied (%(default)s)")
     parser.add_argument("--top_k", type=number(int), default=0, metavar="K", help="draw among the K likeliest (0: all)")
-    parser.add_argument("--seed", type=number(int, 2 ** 63 - 1), default=0, metavar="S", help="another one, another text "
-                        "(%(default)s)")
+    parser.add_argument("--seed", type=number(int), default=0, metavar="S", help="another one, another text (%(default)s)")
     return parser
 
 def latest_model(folder: Path) -> Path:

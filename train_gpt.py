@@ -53,6 +53,7 @@ import sysconfig
 import threading
 import time
 import traceback
+import unicodedata
 import uuid
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -2851,16 +2852,13 @@ class TrainLosses:
         self.save_at: dict[int, bool] = {}  # before these steps all save; True: and end
         self.pending: list[tuple[Plan, float, Tensor, Any]] = []
 
-    def is_logged(self, step: int) -> bool:
-        return self.config.train_loss_every > 0 and step % self.config.train_loss_every == 0
-
-    def record(self, plan: Plan, losses: list[Tensor], heard: int = 0) -> None:
-        """losses: the summed loss of each of this rank's micro-batches, which are summed over all ranks. heard: the
-        notices so far, see Notices; they travel in every step, since where steps are slow a launcher kills soon."""
+    def record(self, plan: Plan, losses: list[Tensor]) -> None:
+        """losses: the summed loss of each of this rank's micro-batches, which are summed over all ranks. Notices travel
+        in every step, since where steps are slow a launcher kills soon."""
         own = torch.stack(losses).detach()
         summed = own.new_zeros(plan.micro_batches + 1)
         summed[self.comm.rank * len(own):(self.comm.rank + 1) * len(own)] = own
-        if heard > self.told:  # a number that goes to a GPU makes the host wait
+        if (heard := notices.heard) > self.told:  # a number that goes to a GPU makes the host wait
             summed[-1], self.told = heard - self.told, heard
         self.comm.all_reduce(summed)
         event = None
@@ -2882,7 +2880,7 @@ class TrainLosses:
             if summed[-1]:
                 self.save_at[done + self.LAG] = summed[-1].item() >= Notices.END
             loss, line = None, f"step:{done}/{self.config.num_steps} {times(train_time, done)}"
-            if self.is_logged(done):  # in nats per token
+            if self.config.train_loss_every and done % self.config.train_loss_every == 0:  # in nats per token
                 tokens = plan.micro_batches * plan.micro_batch_tokens
                 loss = summed[:-1].sum(dtype=torch.float64).item() / tokens
                 line += f" train_loss:{loss:.4f}"
@@ -2936,13 +2934,15 @@ class Clock:
         self.outside.update(state["outside"])
 
 def printable(text: str) -> str:
-    """What comes from files and other machines, without what a terminal would obey."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    """What comes from files, models and other machines, with what a terminal would obey spelled out; but for newlines
+    and tabs."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else c.encode("unicode_escape").decode()
+                   for c in text)
 
-def curve(losses: Sequence[float], width: int = 16) -> str:
-    """Losses as a line of bars, the mean of so many in each; the highest is full."""
-    means = [float(np.mean(part)) for part in np.array_split(losses, min(width, len(losses)) or 1) if len(part)]
-    low, high = min(means, default=0.0), max(means, default=0.0)
+def curve(losses: Sequence[float]) -> str:
+    """One loss or more as a line of up to 16 bars, the mean of as many in each; the highest is full."""
+    means = [part.mean() for part in np.array_split(losses, min(16, len(losses)))]
+    low, high = min(means), max(means)
     return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / (high - low or 1))] for mean in means)
 
 class Log:
@@ -3079,17 +3079,17 @@ def find_checkpoint(config: Config) -> Path:
     """The checkpoint that config.resume means; the latest of its run, where torchrun started it again."""
     named = Path(config.resume) if Path(config.resume).exists() else ROOT / config.resume
     folder, run_id, again = named.parent, named.stem, from_environment("TORCHELASTIC_RESTART_COUNT", 0)
+    of_run = run_id.rpartition(".step")[0]
     if config.resume == "latest":
         folder, run_id = ROOT / config.log_dir, config.run_id
-    elif named.suffix == ".ckpt" and again:
-        run_id = run_id.rpartition(".step")[0]
+        if again and not run_id:  # the run that this launch went on with; others may have saved since
+            own = sorted(filter(is_of_this_launch, folder.glob("*.txt")), key=os.path.getmtime)
+            run_id = own[-1].stem if own else ""
+    elif named.suffix == ".ckpt" and again and is_of_this_launch(folder / f"{of_run}.txt"):
+        run_id = of_run
     elif named.suffix == ".ckpt" and named.is_file():
         return named.resolve()
     found = checkpoints(folder, run_id)
-    if config.resume == "latest" and again:  # of the run that this launch went on with; others may have saved since
-        logs = {path: folder / f"{path.name.rpartition('.step')[0]}.txt" for path in found}
-        began = any(map(written_by_this_launch, folder.glob("*.txt")))
-        found = [path for path in found if is_of_this_launch(logs[path])] if began else found
     demand(found, f"--resume {config.resume}: no checkpoint there; name a .ckpt or the log of a run that left one. A "
            "run that ended well keeps none: it is whole")
     return found[-1].resolve()
@@ -3354,19 +3354,24 @@ def preflight(trainer: Trainer, log: Log) -> tuple[list[list[str]], Part | None]
 # main
 
 class FailureMonitor:
-    """Watches from a thread, by the store of the rendezvous, while this rank may wait in a collective.
+    """Watches from a thread while this rank works, or waits for others in a collective.
 
-    Every rank counts up a beat of its own, and listens for that of the next. Where a rank has failed, is not heard of,
-    or has lost the store, it ends with the reason, within seconds; so do all, since each hears of a failure.
+    Every rank counts up a beat of its own, and listens for that of the next, by the store of the rendezvous; alone, and
+    until there is one, to its own. Where a rank has failed, is not heard of, or has lost the store or its launcher, it
+    ends with the reason, within seconds; so do all, since each hears of a failure.
     """
 
     PERIOD_S, PATIENCE_S = 0.5, 10.0
 
-    def __init__(self, store: dist.Store, rank: int, ranks: int, log: Log):
-        self.store, self.rank, self.next, self.log = store, rank, (rank + 1) % ranks, log
+    def __init__(self, rank: int, log: Log):
+        self.store, self.rank, self.next, self.log = dist.HashStore(), rank, rank, log
         self.over, self.asker = threading.Event(), ThreadPoolExecutor(1)
         self.beat, self.silent = 0, 0  # the next rank's last beat, and how often it was heard again
         threading.Thread(target=self._watch, daemon=True).start()
+
+    def listen(self, store: dist.Store, ranks: int) -> None:
+        """To the others, from now on."""
+        self.store, self.next = dist.PrefixStore("monitor", store), (self.rank + 1) % ranks
 
     def _watch(self) -> None:
         message = ""
@@ -3385,6 +3390,8 @@ class FailureMonitor:
 
     def _ask(self) -> str:
         """Say that this rank lives; what another says; nothing, if all is well."""
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != notices.launcher:  # a shell may leave
+            return f"the launcher of rank {self.rank} is gone; start again, or go on with --resume"
         self.store.add(f"beat-{self.rank}", 1)
         last, self.beat = self.beat, self.store.add(f"beat-{self.next}", 0)
         self.silent = self.silent + 1 if self.beat == last else 0
@@ -3468,8 +3475,7 @@ def check_compiler(gpu: bool) -> None:
     programs = [os.environ[variable]] if os.environ.get(variable) else usual
     demand(any(map(shutil.which, programs)), f"compiling needs {' or '.join(programs)}, and this machine has none; "
            "install gcc and g++ (on Debian build-essential)" + ("" if gpu else ", or leave out --compile on"))
-    scheme = sysconfig.get_default_scheme()
-    header = Path(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme), "Python.h")
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")  # Debian's own scheme means /usr/local
     demand(not gpu or header.exists(), f"compiling needs {header}, which is missing; install Python's headers (on "
            "Debian the package python3-dev)")
 
@@ -3506,9 +3512,8 @@ def loaded_libraries() -> str:
     return sha256_of(json.dumps(named).encode()) if named else ""
 
 def file_sha256(path: str | Path) -> str:
-    with open(path, "rb") as file:
-        in_pieces = sys.version_info >= (3, 11)
-        return hashlib.file_digest(file, "sha256").hexdigest() if in_pieces else sha256_of(file.read())
+    """Of a file that is not empty, and need not fit into memory."""
+    return sha256_of(np.memmap(path, np.uint8, "r"))
 
 def with_digests(shards: list[Shard], comm: Comm, local_rank: int, local_ranks: int) -> list[Shard]:
     """The shards with their SHA-256, shared out over the ranks of a host. They meet after each, so that none waits for
@@ -3905,25 +3910,21 @@ class Run:
                 log.say(f"going on from step {self.from_step}")
 
     def warm_up(self) -> None:
-        before = self.hash_state()
+        with self.clock.off("hashing"):
+            before = self.trainer.state_hash()
         self.log.say(f"warm-up: {self.config.warmup_steps} steps off the clock")
         with self.clock.off("warmup"):
             self.trainer.warm_up(self.val_sequences[0])
         self.compiles = compile_stats()[0]
-        self.state_hashes = {"before_warmup": before, "after_warmup": self.hash_state()}
-
-    def hash_state(self) -> str:
         with self.clock.off("hashing"):
-            return self.trainer.state_hash()
+            self.state_hashes = {"before_warmup": before, "after_warmup": self.trainer.state_hash()}
 
     def train(self) -> None:
         """All steps; a checkpoint or a validation stands before the step whose number it bears."""
         c, optimizer, profile = self.config, self.trainer.optimizer, Profile(self.trainer, self.clock, self.log)
-        launcher = notices.launcher if "TORCHELASTIC_RUN_ID" in os.environ else None  # a shell may leave
         save_due, notices.phase = False, "training"
         self.clock.start()
         for step in range(self.from_step, c.num_steps):
-            demand(launcher in (None, os.getppid()), "the launcher is gone; start again, or go on with --resume")
             self.losses.write(step)
             if step in self.losses.save_at or c.save_every and step % c.save_every == 0 and step > self.from_step:
                 save_due = True
@@ -3934,7 +3935,7 @@ class Run:
                 self.validate(step)
             profile.begins(step)
             plan = plan_of(c, step)
-            self.losses.record(plan, self.trainer.step(plan, self.trainer.stream.next_batch(plan)), notices.heard)
+            self.losses.record(plan, self.trainer.step(plan, self.trainer.stream.next_batch(plan)))
         optimizer.finish_all_gathers()
         self.clock.stop()
         self.losses.write(c.num_steps, wait=True)
@@ -3987,8 +3988,8 @@ class Run:
         loss, val_tokens = self.validate(c.num_steps)
         notices.phase, compiles = "verdict", compile_stats()[0] - self.compiles
         with clock.off("hashing"):
-            after, digest = hash_of(named_tensors(trainer.model)), trainer.digest()
-        final_hash, (allocated, reserved) = self.hash_state(), peak_memory_mib(trainer.device)
+            after, final_hash, digest = hash_of(named_tensors(trainer.model)), trainer.state_hash(), trainer.digest()
+        allocated, reserved = peak_memory_mib(trainer.device)
         reached, wall_seconds = loss <= c.target_val_loss, clock.state()["wall"]
         self.log.write(json.dumps({"end": {
             "final_val_loss": loss, "target_val_loss": c.target_val_loss, "reached": reached, "steps": c.num_steps,
@@ -4063,8 +4064,6 @@ def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.St
         demand(not address.startswith(("127.", "no ")), f"this host's name resolves to {address}, where other hosts "
                "cannot reach it; set GLOO_SOCKET_IFNAME to the network interface that they share (`ip addr` lists "
                "them), or give the name its real address in /etc/hosts")
-    joined = threading.Event()
-    threading.Thread(target=leave_if_orphaned, args=(rank, joined), daemon=True).start()
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if gpu else None  # products let them pass
     if gpu:
         options._timeout = timeout  # or torch warns that it is overridden
@@ -4077,16 +4076,7 @@ def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.St
     except (ValueError, RuntimeError) as error:
         raise RunError(f"the {ranks} ranks did not find each other ({str(error).splitlines()[0]}); start them by "
                        "torchrun --nproc_per_node, and see that all of them live") from error
-    finally:
-        joined.set()
     return store
-
-def leave_if_orphaned(rank: int, joined: threading.Event) -> None:
-    """Until the ranks have found each other: a rank whose launcher is gone would look for its store for minutes."""
-    while "TORCHELASTIC_RUN_ID" in os.environ and not joined.wait(1):
-        if os.getppid() != notices.launcher:
-            os.write(2, f"train_gpt.py: error: rank {rank}: its launcher is gone; start the run again\n".encode())
-            os._exit(1)
 
 def from_environment(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
@@ -4098,27 +4088,21 @@ def name_of_launch() -> str:
     launch = os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex)
     return sha256_of(f"{launch} {notices.launcher if launch == 'none' else ''}".encode())[:8]
 
-def written_by_this_launch(log: Path) -> str:
-    """What a log holds, if this launch began or went on with its run."""
-    written = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    return written if f'"launch": "{name_of_launch()}"' in written else ""
-
 def is_of_this_launch(log: Path) -> bool:
-    """Whether it is written by this launch, and of a run that has not ended."""
-    written = written_by_this_launch(log)
-    return bool(written) and '\n{"end"' not in written
+    """Whether this launch began or went on with its run. Whether that has ended Log.open sees."""
+    return log.exists() and f'"launch": "{name_of_launch()}"' in log.read_text(encoding="utf-8", errors="replace")
 
-def name_of_run(config: Config) -> tuple[Config, str]:
-    """The run's id. What torchrun starts again has that of its first start, and goes on from its last checkpoint."""
-    part = name_of_launch()
+def name_of_run(config: Config) -> tuple[str, str]:
+    """(the run's id, the checkpoint to go on from, if there is one). What torchrun starts again has the id of its first
+    start, and its last checkpoint."""
+    folder, part, resume = ROOT / config.log_dir, name_of_launch(), config.resume
     run_id = config.run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{part}"
-    if not config.resume and from_environment("TORCHELASTIC_RESTART_COUNT", 0):
-        started = sorted((ROOT / config.log_dir).glob(f"*_{part}.txt"))
+    if not resume and from_environment("TORCHELASTIC_RESTART_COUNT", 0):
+        started = sorted(folder.glob(f"*_{part}.txt"))
         run_id = config.run_id or (started[-1].stem if started else run_id)
-        found = checkpoints(ROOT / config.log_dir, run_id)
-        if found and is_of_this_launch(ROOT / config.log_dir / f"{run_id}.txt"):
-            config = dataclasses.replace(config, resume=str(found[-1]))
-    return config, run_id
+        found = checkpoints(folder, run_id) if is_of_this_launch(folder / f"{run_id}.txt") else []
+        resume = str(found[-1]) if found else ""
+    return run_id, resume
 
 def describe_error(error: BaseException, config: Config) -> str:
     """In one line what was seen and what to do; nothing for a mistake in the code, which wants its traceback."""
@@ -4141,14 +4125,14 @@ def describe_error(error: BaseException, config: Config) -> str:
 def fail(error: BaseException, config: Config, rank: int, log: Log | None, monitor: FailureMonitor | None) -> int:
     """A rank's last word, to the others, its log and stderr -> its exit status. Of several ranks each ends here: taking
     the group apart would wait for those that are gone."""
-    notices.phase = "over"
-    if monitor and isinstance(error, RuntimeError):  # often another rank's end, seen from here
+    notices.phase, alone = "over", not monitor or monitor.next == monitor.rank
+    if not alone and isinstance(error, RuntimeError):  # often another rank's end, seen from here
         notices.terminated.wait(monitor.PATIENCE_S / 2)  # its own word may reach us by the monitor
     message, status = describe_error(error, config), 130 if isinstance(error, KeyboardInterrupt) else 1
     if not message:
         traceback.print_exception(error)
         message = f"{type(error).__name__}: {error}"
-    if not monitor:
+    if alone:
         complain(log, rank, message)
         return status
     monitor.tell("failure", f"rank {rank} failed: " * (message != INTERRUPTED) + message)  # before what takes time
@@ -4168,33 +4152,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         gpus = count_gpus()
         preset, config = parse_config(sys.argv[1:] if argv is None else argv, "speedrun" if gpus else "laptop")
         check_config(config, ranks)
-        flags, (config, run_id) = config, name_of_run(config)
+        run_id, resume = name_of_run(config)
         log = Log(config, rank, run_id)
+        monitor = FailureMonitor(rank, log)
         device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
         if gpus:
             demand(local_rank < gpus, f"rank {rank} has no GPU: this machine has {gpus}; lower --nproc_per_node")
             torch.cuda.set_device(device)
         if ranks > 1:
-            monitor = FailureMonitor(dist.PrefixStore("monitor", join(config, rank, ranks, device)), rank, ranks, log)
+            monitor.listen(join(config, rank, ranks, device), ranks)
         comm = (CompressedComm if config.bf16_compress else Comm)(rank, ranks, device)
-        log.run_id, resume = comm.all_json([run_id, config.resume])[0]
-        if not flags.resume:  # but torchrun started it again
-            config = dataclasses.replace(config, resume=resume)
+        log.run_id, resume = comm.all_json([run_id, resume])[0]
+        config = dataclasses.replace(config, resume=config.resume or resume)  # rank 0's, if torchrun restarted it
         agree(comm, "configs", {key: str(v) for key, v in dataclasses.asdict(config).items()},
               "Start every rank with the same flags, and give every host the same checkpoints")
-        try:
-            run(config, preset, comm, device, log, began)
-        finally:
-            gc.unfreeze()
+        run(config, preset, comm, device, log, began)
         log.close()
-        if monitor:
-            monitor.tell(f"done-{rank}")
+        monitor.tell(f"done-{rank}")
+        if ranks > 1:
             dist.destroy_process_group()
         return 0
     except SystemExit:  # the parser's
         raise
     except BaseException as error:
         return fail(error, config, rank, log, monitor)
+    finally:
+        gc.unfreeze()
+        if monitor:
+            monitor.over.set()
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -110,7 +110,7 @@ def test_what_a_run_says_obeys_no_terminal_s_commands(capsys):
     assert capsys.readouterr().out == "a shard named \\x1b[2J\\x9bA, or \\x07\n"
 
 
-@pytest.mark.parametrize("losses, drawn", [([], ""), ([3.0], "▁"), ([4.0, 2.0, 1.0, 1.0], "█▃▁▁"), (range(160, 0, -1), "██▇▇▆▆▅▅▄▄▃▃▂▂▁▁")])
+@pytest.mark.parametrize("losses, drawn", [([3.0], "▁"), ([4.0, 2.0, 1.0, 1.0], "█▃▁▁"), (range(160, 0, -1), "██▇▇▆▆▅▅▄▄▃▃▂▂▁▁")])
 def test_the_curve_of_the_progress_line(losses, drawn):
     assert train_gpt.curve(losses) == drawn
 

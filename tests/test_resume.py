@@ -65,7 +65,7 @@ def train(comm, argv, kill_at=-1):
     """What main does, in a group of ranks that lives on: a run that goes to its end, or is stopped in the midst of a step."""
     preset, config = train_gpt.parse_config(argv, "laptop")
     train_gpt.check_config(config, comm.ranks)
-    config, run_id = train_gpt.name_of_run(config)
+    run_id, _ = train_gpt.name_of_run(config)
     log, step = train_gpt.Log(config, comm.rank, run_id), train_gpt.Trainer.step
 
     def mortal_step(self, plan, batch):
@@ -264,6 +264,16 @@ def test_latest_is_of_the_run_that_this_launch_went_on_with(flags, killed, capsy
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert here(["--resume", "latest", "--log_dir", str(tmp_path)], capsys)[0] == 0
     assert len(resumed_lines(killed)) == 2 and end_of(killed)["resumed"] == 2
+
+
+def test_a_second_start_takes_the_named_checkpoint_until_this_launch_has_gone_on_from_it(flags, killed, capsys, tmp_path, monkeypatch):
+    """The first start may have ended before it opened the log; what torchrun starts a third time goes on with the second's."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
+    for restarts, kill_at, begins in ((1, 7, 2), (2, None, 6)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        here(["--resume", str(tmp_path / "killed.step000002.ckpt")], capsys, kill_at=kill_at)
+        assert resumed_lines(killed)[-1]["from_step"] == begins
+    assert end_of(killed)["resumed"] == 2
 
 
 def test_a_second_start_does_not_take_what_another_launch_left(flags, capsys, tmp_path, monkeypatch):
@@ -730,9 +740,9 @@ def alive(pid):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_whose_launcher_is_killed_end(ranks, flags, elastic, tmp_path):
-    """One alone notices between two steps; several while they hang in one."""
+    """Also while they hang in a step."""
     plant = (f"import os\nopen({str(tmp_path / 'pid')!r} + str(rank), 'w').write(str(os.getpid()))\n"
-             + in_step(f"time.sleep({60 if ranks > 1 else 0.2} if step > 1 else 0)"))
+             + in_step("time.sleep(60 if step > 1 else 0)"))
     launcher, log = elastic(ranks, 0, flags("orphan", num_steps=100), plant), tmp_path / "orphan.txt"
     wait_until(lambda: log.exists() and "\nstep:2/" in log.read_text())
     os.kill(launcher.pid, signal.SIGKILL)
@@ -755,7 +765,8 @@ train_gpt.dist.rendezvous = slow
     os.kill(launcher.pid, signal.SIGKILL)
     wait_until(lambda: not any(alive(int(pid.read_text())) for pid in pids), 15)
     said = sorted((tmp_path / "output").read_text().splitlines())
-    assert said == [f"train_gpt.py: error: rank {rank}: its launcher is gone; start the run again" for rank in (0, 1)]
+    assert said == [f"train_gpt.py: rank {rank}: error: the launcher of rank {rank} is gone; start again, or go on with "
+                    "--resume" for rank in (0, 1)]
 
 
 def test_a_rank_whose_launcher_is_killed_before_training_ends(flags, elastic, tmp_path):
@@ -772,7 +783,7 @@ train_gpt.Trainer.warm_up = slow
     wait_until(lambda: pid.exists() and pid.read_text())
     os.kill(launcher.pid, signal.SIGKILL)
     wait_until(lambda: not alive(int(pid.read_text())), 15)
-    assert "the launcher is gone" in (tmp_path / "orphan.txt").read_text().splitlines()[-1]
+    assert "the launcher of rank 0 is gone" in (tmp_path / "orphan.txt").read_text().splitlines()[-1]
 
 
 def test_torchrun_by_hand(flags, script, tmp_path):
