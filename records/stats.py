@@ -86,10 +86,10 @@ class Undecided(CannotJudge):
     """A race that runs until it is decided is not decided yet."""
 
 
-def demand(holds, otherwise):
-    """CannotJudge, with what is otherwise, unless something holds."""
+def demand(holds, otherwise, error=CannotJudge):
+    """The error, with what is otherwise, unless something holds."""
     if not holds:
-        raise CannotJudge(otherwise)
+        raise error(otherwise)
 
 
 # Statistics: arrays of runs [..., n] in, tests over the last axis
