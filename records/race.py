@@ -413,7 +413,7 @@ def draw(manifest, report):
         stats.plot(report, str(path.with_name(".next.png")))
         path.with_name(".next.png").replace(path)
     except (stats.CannotJudge, ImportError, OSError) as reason:
-        say(stats.brief(f"no picture: {reason}"))
+        say(logs.brief(f"no picture: {reason}"))
 
 
 def decided(manifest):
@@ -424,7 +424,7 @@ def decided(manifest):
     except stats.Undecided:
         return None
     except stats.CannotJudge as reason:
-        say(stats.brief(f"not to be judged yet: {reason}"))
+        say(logs.brief(f"not to be judged yet: {reason}"))
     return None
 
 
@@ -610,8 +610,7 @@ def main(arguments=None):
     except (CannotRace, stats.CannotJudge, OSError) as reason:
         if isinstance(reason, OSError):
             reason = f"{reason.filename or 'a file'}: {reason.strerror}; free space or permit it"
-        print(stats.brief(f"race.py: error: {reason}"), file=sys.stderr)
-        return 2
+        return logs.refuse("race.py", reason)
     except KeyboardInterrupt:
         print("race.py: interrupted before a run", file=sys.stderr)
         return 130
