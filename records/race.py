@@ -479,7 +479,7 @@ def check_resumed(manifest, vs, words):
 def run_all(manifest, where, lock):
     """Runs what is not done yet. Returns the exit status."""
     race, how = manifest.race, again(manifest)
-    looks, each = race.get("until_decided") is True, len(race["sides"])
+    looks, each = race["until_decided"], len(race["sides"])
     todo = [which for which in order(race["n"], race["sides"]) if which not in manifest.done()]
     report, unknown = so_far(manifest), "judged when all are done" if each > 2 else "no run yet"
     for i, (run, side) in enumerate(todo):
@@ -604,7 +604,7 @@ def main(arguments=None):
                 lock = held.enter_context(hold(manifest.path))
                 manifest.write({"race": race})
             turns = f" a side, {' '.join(race['order'][:6])} ...," if len(race["sides"]) > 1 else ","
-            say(f"{race['id']}: {'at most ' * bool(race.get('until_decided'))}{race['n']} runs{turns} {race['ranks']} "
+            say(f"{race['id']}: {'at most ' * race['until_decided']}{race['n']} runs{turns} {race['ranks']} "
                 f"rank(s), seeds {race['seed'] + 1} to {race['seed'] + race['n']}; declared in {manifest.path}")
             return run_all(manifest, where, lock)
     except (CannotRace, stats.CannotJudge, OSError) as reason:

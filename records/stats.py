@@ -274,7 +274,9 @@ def compare_times(times, others, alpha, paired=False):
 
 # What race.py wrote down
 
-RACE_KEYS = {"id": str, "sides": dict, "ranks": int, "n": int, "seed": int, "order": list}
+RACE_KEYS = {"id": str, "sides": dict, "ranks": int, "n": int, "seed": int, "order": list, "alpha": float, "test": str,
+             "until_decided": bool}
+OLDER_RACE = {"alpha": 0.01, "test": "unpaired", "until_decided": False}  # what one did not declare
 RUN_KEYS = {"run_id": str, "run": int, "side": str, "status": str}
 
 
@@ -335,6 +337,8 @@ def check_event(event, first):
         return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
     inner, keys = (event.get("race"), RACE_KEYS) if first and isinstance(event, dict) else (event, RUN_KEYS)
+    if first and isinstance(inner, dict):
+        event["race"] = inner = {**OLDER_RACE, **inner}
     for key, kind in keys.items():
         demand(isinstance(inner, dict) and isinstance(inner.get(key), kind), f"its {key} is no {kind.__name__}")
     demand(re.fullmatch(r"[\w.-]{1,100}", inner["id" if first else "run_id"]), "its id is no name of a file")
@@ -350,9 +354,8 @@ def check_event(event, first):
            "of this, and no more; race.py makes no such race")
     demand(inner["sides"] and are_words(inner["order"]) and len(inner["order"]) == inner["n"] * len(inner["sides"]),
            "its order wants one word for each of its n runs a side")
-    alpha, test = inner.setdefault("alpha", 0.01), inner.setdefault("test", "unpaired")  # older races
-    demand(type(alpha) is float and 0 < alpha < 0.5, "its alpha is no number between 0 and 0.5")
-    demand(test in ("paired", "unpaired"), "its test is neither paired nor unpaired")
+    demand(0 < inner["alpha"] < 0.5, "its alpha is no number between 0 and 0.5")
+    demand(inner["test"] in ("paired", "unpaired"), "its test is neither paired nor unpaired")
     return event
 
 
@@ -392,10 +395,6 @@ class Side:
         flags = own_flags(self.declared, self.name.removeprefix("side ")) if self.declared else ""
         flags = textwrap.shorten(flags, 48, placeholder=" …")
         return logs.printable(f"{self.name} ({flags})" if flags else self.name)
-
-    @property
-    def until_decided(self):
-        return self.declared.get("until_decided") is True
 
     @property
     def decimals(self):
@@ -557,7 +556,7 @@ def check_all_there(side):
         twice = [number for number, count in numbers.items() if count > 1]
         demand(not twice, f"{where}: run {', '.join(twice)} is there more than once; pass each run once")
         are_first = numbers.keys() == {str(i + 1) for i in range(len(runs))}
-        whole = declared == [str(len(runs))] or len(declared) == 1 and are_first and side.until_decided
+        whole = declared == [str(len(runs))] or len(declared) == 1 and are_first and side.declared.get("until_decided")
         failed = [item for item in side.rejected if side_of(item) == which]
         why = "".join(f"; run {race_of(item).run} ({names([item])}): {item.reason}" for item in failed)
         why += "".join(f"; {os.path.basename(path)}: {reason}" for path, reason in side.left_out if "--res" in reason)
@@ -661,7 +660,7 @@ def judge(sides, options):
                           f"normal samples of {loss['n']}): the t-test is lenient then; a bootstrap-t gives p = "
                           f"{loss['p_bootstrap']:.4g}")
     test = comparison = compare(*sides, alpha, options.mixed) if len(sides) == 2 else None
-    stop = judge_looks(sides, loss["target"], alpha) if a.until_decided else None
+    stop = judge_looks(sides, loss["target"], alpha) if declared.get("until_decided") else None
     if comparison and declared.get("test") == "paired":
         test = comparison["paired_log"]
         demand(test, "race.jsonl declares the paired test, and these runs give no pairs that differ; pass the logs of "
