@@ -343,6 +343,7 @@ def check_event(event, first):
         demand(isinstance(inner, dict) and isinstance(inner.get(key), kind), f"its {key} is no {kind.__name__}")
     demand(re.fullmatch(r"[\w.-]{1,100}", inner["id" if first else "run_id"]), "its id is no name of a file")
     if not first:
+        demand("race" not in event, "the race is described a second time")  # and only the first line is checked for that
         return event
     for side in inner["sides"].values():
         demand(isinstance(side, dict) and are_words(side.get("flags")), "a side needs a revision and flags")

@@ -622,6 +622,7 @@ RACE = {"id": "x", "sides": {"": {"revision": None, "flags": []}}, "ranks": 1, "
         {"sides": {"a": {"revision": None, "flags": [], "folder": 5}}}, {"n": 10**400}, {"n": 10**15}, {"order": [1]}, {"sides": {"a": {"revision": 5, "flags": []}}},
         {"sides": {"a": {"revision": None, "flags": [1]}}})),
     json.dumps({"race": RACE}) + '\n{"run_id": "x", "run": 1, "side": ""}\n',
+    json.dumps({"race": RACE}) + "\n" + json.dumps({"run_id": "x", "run": 1, "side": "", "status": "lost", "race": RACE}) + "\n",
     json.dumps({"race": RACE}) + '\n{"run_id": "../x", "run": 1, "side": "", "status": "started"}\n',
     json.dumps({"race": RACE}) + '\n{"run_id": "x", "run": 1, "side": "", "status": "done", "exit": ' + "[" * 900 + "]" * 900 + "}\n"])
 def test_a_manifest_that_is_none(tmp_path, capsys, text):
