@@ -380,11 +380,13 @@ def so_far(manifest):
     """The report of the runs that are done, or None; of a ladder ladder.py makes one, when all are."""
     if len(manifest.race["sides"]) > 2:
         return None
-    found = {side: [] for side in manifest.race["sides"]}
-    for (run, side), attempt in sorted(manifest.done().items()):
-        found[side] += filter(None, [complete_log(manifest.path.parent / f"{attempt['run_id']}.txt")])
-    sides = [stats.Side(f"side {side}" if side else "runs", runs, declared=manifest.race)
-             for side, runs in found.items() if runs]
+    done, sides = manifest.done(), []
+    for name in manifest.race["sides"]:
+        runs = [complete_log(manifest.path.parent / f"{done[run, side]['run_id']}.txt")
+                for run, side in sorted(done) if side == name]
+        if any(runs):
+            sides.append(stats.Side(f"side {name}" if name else "runs", [run for run in runs if run],
+                                    declared=manifest.race))
     return stats.so_far(sides, manifest.race["alpha"]) if sides else None
 
 

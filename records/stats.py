@@ -346,8 +346,9 @@ def check_event(event, first):
         demand("race" not in event, "the race is described a second time")  # and only the first line is checked for that
         return event
     for side in inner["sides"].values():
-        demand(isinstance(side, dict) and are_words(side.get("flags")), "a side needs a revision and flags")
-        demand(side.get("revision") is None or re.fullmatch("[0-9a-f]{40,64}", str(side["revision"])),
+        demand(isinstance(side, dict) and "revision" in side and are_words(side.get("flags")),
+               "a side needs a revision and flags")
+        demand(side["revision"] is None or re.fullmatch("[0-9a-f]{40,64}", str(side["revision"])),
                "a side's revision is no full hash")  # git would take one that begins with - for an option
         demand(isinstance(side.get("folder", ""), str), "a side's folder is no path")
     theirs = ["folder" in side for side in inner["sides"].values()]

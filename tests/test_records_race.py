@@ -540,6 +540,15 @@ def test_a_manifest_whose_last_line_was_cut_goes_on(repo, capsys):
     assert len(list(folder.glob("*.txt"))) == 2
 
 
+def test_a_run_of_a_side_that_the_race_has_not_is_not_shown(repo, capsys):
+    """A manifest may be a stranger's; verify.py says of such a line that it is none of the race."""
+    assert race.main(["-n", "1"]) == 0
+    path = only_race(repo)[0] / "race.jsonl"
+    with open(path, "a") as file:
+        file.write(json.dumps({**only_race(repo)[2][-1], "run_id": "x", "side": "c"}) + "\n")
+    assert race.main(["--resume", str(path)]) == 0 and "all runs are done: runs: 0.1010 s, 3.2010 loss (1)" in capsys.readouterr().out
+
+
 def test_a_race_that_died_is_settled_by_its_logs(repo):
     assert race.main(["-n", "2"]) == 0
     folder, _, events = only_race(repo)
@@ -618,6 +627,7 @@ RACE = {"id": "x", "sides": {"": {"revision": None, "flags": []}}, "ranks": 1, "
     *(json.dumps({"race": {**RACE, **change}}) + "\n" for change in (
         {"id": 3}, {"sides": {}}, {"sides": ["a"]}, {"sides": {"a": {}}}, {"n": "2"}, {"seed": None}, {"order": 1},
         {"id": "../x"}, {"id": "a:b"}, {"alpha": "x"}, {"alpha": 0.9}, {"test": "best"},
+        {"sides": {"": {"flags": []}}},
         *({"sides": {"a": {"revision": revision, "flags": []}}} for revision in ("--lock", "HEAD", "abc123", "g" * 40, "")),
         {"sides": {"a": {"revision": None, "flags": [], "folder": 5}}}, {"n": 10**400}, {"n": 10**15}, {"order": [1]}, {"sides": {"a": {"revision": 5, "flags": []}}},
         {"sides": {"a": {"revision": None, "flags": [1]}}})),

@@ -599,7 +599,7 @@ def test_a_race_until_decided_ends_for_want_of_a_chance(write, judge, test):
 
 def test_a_race_of_one_version_until_decided(write, judge, refusal):
     def race(n):
-        return declare(write(f"one{n}", raced(n, declared=10)), until_decided=True, sides={"": {"flags": []}})
+        return declare(write(f"one{n}", raced(n, declared=10)), until_decided=True, sides={"": {"revision": None, "flags": []}})
     n = next(n for n in range(2, 10) if judge(race(n))[0] != 2)
     assert 3 < n < 9 and judge(race(n))[0] == 0 and "after 2 of at most 10 runs" in refusal(race(2))
 
