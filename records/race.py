@@ -396,10 +396,10 @@ def estimate(report, unknown):
     parts = []
     for side in report["sides"] if report else ():
         shown = []
-        for values, unit in [(side.seconds, " s")] * side.timed + [(side.losses, " loss")]:
+        for values, unit in [(side.seconds, "s")] * side.timed + [(side.losses, "loss")]:
             ends = stats.mean_interval(values, report["alpha"])
-            shown.append(stats.show_time(stats.summary(values))[:-2] + unit +
-                         (f" [{ends[0]:.4f} … {ends[1]:.4f}]" if ends else ""))
+            interval = f" [{ends[0]:.4f} … {ends[1]:.4f}]" if ends else ""
+            shown.append(stats.show_mean(stats.summary(values), unit) + interval)
         parts.append(f"{side.name.removeprefix('side ')}: {', '.join(shown)} ({len(side.runs)})")
     if compared := report and report["comparison"]:
         low, high = compared["interval"]

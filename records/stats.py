@@ -743,9 +743,9 @@ def so_far(sides, alpha):
 
 # What is shown
 
-def show_time(time):
-    spread = "" if time["sd"] is None else f" ± {time['sd']:.4f}"
-    return f"{time['mean']:.4f}{spread} s"
+def show_mean(found, unit="s"):
+    spread = "" if found["sd"] is None else f" ± {found['sd']:.4f}"
+    return f"{found['mean']:.4f}{spread} {unit}"
 
 
 def show_ratio(compared):
@@ -928,7 +928,7 @@ def main(arguments=None):
         del report["sides"]
         print(logs.show_json(report))
     else:
-        print(pages.show("stats.txt.jinja", report=report, show_time=show_time, show_ratio=show_ratio))
+        print(pages.show("stats.txt.jinja", report=report, show_mean=show_mean, show_ratio=show_ratio))
     return 0 if report["verdict"] == "the claim holds" else 1
 
 
