@@ -257,7 +257,6 @@ def compare_times(times, others, alpha, paired=False):
     a, b = summary(times), summary(others)
     for found in (a, b):
         demand(found["n"] > 1, f"comparing times needs at least 2 runs a side, and one has {found['n']}; add runs")
-        demand(found["mean"] > 0, f"the mean train_time of a side is {found['mean']} s; pass logs whose clock ran")
     compared = compare_means(times, others, alpha, paired, "time < other time")
     demand(compared, "the times of each side are all equal: with sd 0 a t-test is not defined; log milliseconds")
     ratio, of_log = b["mean"] / a["mean"], None
