@@ -660,12 +660,12 @@ def judge(sides, options):
         a.warnings.append(f"the losses are skewed to the right (skewness {loss['skewness']:.2f}, beyond 95 % of "
                           f"normal samples of {loss['n']}): the t-test is lenient then; a bootstrap-t gives p = "
                           f"{loss['p_bootstrap']:.4g}")
-    test = comparison = compare(*sides, alpha, options.mixed) if len(sides) == 2 else None
+    comparison = compare(*sides, alpha, options.mixed) if len(sides) == 2 else None
     stop = judge_looks(sides, loss["target"], alpha) if declared.get("until_decided") else None
-    if comparison and declared.get("test") == "paired":
-        test = comparison["paired_log"]
-        demand(test, "race.jsonl declares the paired test, and these runs give no pairs that differ; pass the logs of "
-               "the whole race")
+    paired = comparison is not None and declared.get("test") == "paired"
+    test = comparison["paired_log"] if paired else comparison
+    demand(test or not paired, "race.jsonl declares the paired test, and these runs give no pairs that differ; pass the "
+           "logs of the whole race")
     below, faster = loss["p"] < alpha, test is None or test["p"] < alpha
     if stop:
         below, faster = stop["passed"][0] is not None, stop["passed"][-1] is not None
@@ -673,13 +673,13 @@ def judge(sides, options):
             a.warnings.append(f"the race was decided after {stop['n']} runs, and went on to {len(a.runs)}; it stands")
     reasons = [f"mean loss {'' if below else 'not significantly '}< {loss['target']:g} (p = {loss['p']:.4g})"]
     if comparison:
-        comparison |= {"significant": faster, "decides": "paired_log" if test is not comparison else "welch"}
+        comparison |= {"significant": faster, "decides": "paired_log" if paired else "welch"}
         if (losses := comparison["loss"]) and losses["difference"]:
-            tested = losses["paired"] if declared.get("test") == "paired" and losses["paired"] else losses
+            tested = losses["paired"] if paired and losses["paired"] else losses
             reasons.append(f"{abs(losses['difference']):.4g} {'below' if losses['difference'] < 0 else 'above'} that "
                            f"of {sides[1].name} (p(less) = {tested['p']:.4g})")
-        paired = " by the paired test of log time" * (test is not comparison)
-        reasons.append(f"{'' if faster else 'not significantly '}faster{paired} (p = {test['p']:.4g})")
+        reasons.append(f"{'' if faster else 'not significantly '}faster"
+                       f"{' by the paired test of log time' * paired} (p = {test['p']:.4g})")
     reasons.append(f"at alpha {alpha:g}" if not stop else f"decided for {stop['outcome']} after {stop['n']} of at most "
                    f"{stop['most']} runs, at alpha {alpha:g} over all looks")
     return {"verdict": "the claim holds" if below and faster else "the claim does not hold",
