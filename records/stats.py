@@ -708,13 +708,18 @@ def judge_looks(sides, target, alpha):
     return stop
 
 
-def compare(a, b, alpha, mixed):
-    """compare_times of two Sides, with the losses too. Raises CannotJudge where their times cannot be compared."""
-    check_not_shared(a, b)
+def check_timed(a, b):
+    """Raises CannotJudge unless every run of two Sides states how long the whole of it took."""
     for odd, seen in (
             (a.untimed + b.untimed, "no train_time above zero on the last validation line of {}"),
             (a.set_back + b.set_back, "the clock was set back during training ({}): such times do not compare")):
         demand(not odd, f"{seen.format(names(odd))}; without a second set the loss alone can be judged")
+
+
+def compare(a, b, alpha, mixed):
+    """compare_times of two Sides, with the losses too. Raises CannotJudge where their times cannot be compared."""
+    check_not_shared(a, b)
+    check_timed(a, b)
     gpus = [" and ".join(sorted({str(run.gpus or "unknown") for run in side.runs})) for side in (a, b)]
     demand(gpus[0] == gpus[1] or mixed, f"the sets ran on different numbers of GPUs ({' against '.join(gpus)}); "
            "compare runs on the same machine, or say --mixed")
@@ -830,6 +835,8 @@ def plan(options):
         for side in sides:
             check_one_experiment(side, options.mixed)
         pilot = sides if len(sides) == 2 else None
+        if pilot:
+            check_timed(*pilot)
         found = [summary(side.seconds if pilot else side.losses) for side in sides]
         n, aim = min(side["n"] for side in found), found[-1]["mean"]
         if not pilot:
@@ -843,10 +850,11 @@ def plan(options):
     ways = {"mean below a target": {"sd": sd, "margin": margin, "sets": 1}, "less than another set": of_two}
     if pilot:
         ways = {"less time, unpaired": of_two}
-        if pairs := pair_up(*pilot):
-            logarithms = np.log([[run.train_time_ms for run in pair] for pair in pairs])
-            ways["less time, paired"] = {"sd": summary(np.diff(logarithms))["sd"],
-                                         "margin": -math.log1p(-margin / aim), "sets": 1}
+        demand(margin < aim, f"a mean time of {aim:g} s cannot fall by {margin:g} s; give a smaller --margin")
+        pairs = pair_up(*pilot)
+        ratios = np.diff(np.log([[run.train_time_ms for run in pair] for pair in pairs])) if pairs else [0]
+        if np.ptp(ratios) > 0:
+            ways["less time, paired"] = {"sd": summary(ratios)["sd"], "margin": -math.log1p(-margin / aim), "sets": 1}
     runs = {claim: runs_needed(**way, alpha=options.alpha, wanted=options.power) for claim, way in ways.items()}
     needed = []
     for claim, way in ways.items():
