@@ -151,7 +151,7 @@ def check_flags(flags):
             demand(value.isdecimal(), f"--seed is {value!r}; give a whole number: run i gets the seed that many + i")
             seed = int(value)
         else:
-            kept += [name, value if os.path.isabs(value) else os.path.join(glob.escape(str(ROOT)), value)]
+            kept += [name, os.path.join(glob.escape(str(ROOT)), value)]  # an absolute one stays
     return seed, kept
 
 
@@ -536,21 +536,20 @@ def new_race(options):
 def parse(arguments):
     parser = argparse.ArgumentParser(description="Times runs: one version, or two in turn.", allow_abbrev=False,
                                      epilog="Exit status: 0 all done, 1 one failed, 2 cannot be run, 130 interrupted.")
-    parser.add_argument("-n", type=int, metavar="N", help="runs (of each side), declared before the first")
-    parser.add_argument("--vs", metavar="VERSION", action="append", default=[], help="race against a git revision; or "
-                        "further flags; flags several times: a ladder of ideas against one base; or, with --cmd, a "
-                        "folder")
-    parser.add_argument("--cmd", metavar="COMMAND", help="what starts the script of another project in the "
-                        "folder that --vs names")
-    parser.add_argument("--until-decided", action="store_true", help="look after every run, or pair, and stop when the "
-                        "claim holds or has no chance left")
-    parser.add_argument("--max-n", type=int, metavar="N", help="for --until-decided: runs (of each side) at most")
-    parser.add_argument("--test", choices=("paired", "unpaired"), default="paired", help="what judges times with --vs: "
-                        "the paired test on log time, for a machine that drifts (default), or Welch's")
-    parser.add_argument("--alpha", type=float, default=0.01, help="level of the verdict (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=1, help="processes of a run (default: 1; run.sh knows what fits)")
-    parser.add_argument("--resume", metavar="MANIFEST", help="go on with a race that stopped")
-    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help=f"flags of {SCRIPT}, for both sides")
+    add = parser.add_argument
+    add("-n", type=int, metavar="N", help="runs (of each side), declared before the first")
+    add("--vs", metavar="VERSION", action="append", default=[], help="race against a git revision; or further flags; "
+        "flags several times: a ladder of ideas against one base; or, with --cmd, a folder")
+    add("--cmd", metavar="COMMAND", help="what starts the script of another project in the folder that --vs names")
+    add("--until-decided", action="store_true", help="look after every run, or pair, and stop when the claim holds or "
+        "has no chance left")
+    add("--max-n", type=int, metavar="N", help="for --until-decided: runs (of each side) at most")
+    add("--test", choices=("paired", "unpaired"), default="paired", help="what judges times with --vs: the paired test "
+        "on log time, for a machine that drifts (default), or Welch's")
+    add("--alpha", type=float, default=0.01, help="level of the verdict (default: %(default)s)")
+    add("--ranks", type=int, default=1, help="processes of a run (default: 1; run.sh knows what fits)")
+    add("--resume", metavar="MANIFEST", help="go on with a race that stopped")
+    add("flags", nargs="*", metavar="-- FLAGS", help=f"flags of {SCRIPT}, for both sides")
     words, flags = list(arguments), []
     if "--" in words:
         words, flags = words[:words.index("--")], words[words.index("--") + 1:]
