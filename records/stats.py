@@ -398,10 +398,6 @@ class Side:
         return logs.printable(f"{self.name} ({flags})" if flags else self.name)
 
     @property
-    def decimals(self):
-        return max(run.loss_decimals for run in self.runs)
-
-    @property
     def losses(self):
         return [run.final_loss for run in self.runs]
 
