@@ -396,7 +396,7 @@ def estimate(report, unknown):
     parts = []
     for side in report["sides"] if report else ():
         shown = []
-        for values, unit in [(side.seconds, "s")] * side.timed + [(side.losses, "loss")]:
+        for values, unit in [(side.seconds, "s")] * (not side.untimed) + [(side.losses, "loss")]:
             ends = stats.mean_interval(values, report["alpha"])
             interval = f" [{ends[0]:.4f} … {ends[1]:.4f}]" if ends else ""
             shown.append(stats.show_mean(stats.summary(values), unit) + interval)

@@ -411,10 +411,6 @@ class Side:
         return [run for run in self.runs if run.train_time_ms is None or run.train_time_ms <= 0]
 
     @property
-    def timed(self):
-        return not self.untimed
-
-    @property
     def set_back(self):
         """Runs whose clock fell back otherwise than once after a warm-up: their last time is not of the whole run."""
         return [run for run in self.runs
@@ -680,7 +676,7 @@ def judge(sides, options):
                    f"{stop['most']} runs, at alpha {alpha:g} over all looks")
     return {"verdict": "the claim holds" if below and faster else "the claim does not hold",
             "reason": ", ".join(reasons), "alpha": alpha, "loss": {**loss, "significant": below},
-            "time": summary(a.seconds) if a.timed else None, "comparison": comparison, "stop": stop,
+            "time": None if a.untimed else summary(a.seconds), "comparison": comparison, "stop": stop,
             "warnings": list(dict.fromkeys(warning for side in sides for warning in side.warnings)),
             **list_runs(sides), "sides": sides}
 
@@ -775,7 +771,7 @@ def plot(report, path):
     from picture import STYLE
 
     loss, compared, sides = report["loss"], report["comparison"], report["sides"]
-    bars, timed = f"bars: mean, {100 * (1 - 2 * report['alpha']):g} % CI", all(side.timed for side in sides)
+    bars, timed = f"bars: mean, {100 * (1 - 2 * report['alpha']):g} % CI", not any(side.untimed for side in sides)
     about_losses = bars if loss["p"] is None else f"p(mean < {loss['target']:g}) = {loss['p']:.3g}    {bars}"
     about_times = (f"{show_ratio(compared)}, p = {compared['p']:.3g}" if compared else
                    bars if timed else "no train_time in the logs")
