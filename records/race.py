@@ -521,7 +521,7 @@ def new_race(options):
     """The Manifest of a race that begins, not yet on the disk."""
     seed, flags = check_flags(options.flags)
     sides = describe_sides(options.vs, options.cmd, flags)
-    demand(not any(check_flags(split_flags(vs) if vs.startswith("-") else [])[0] is not None for vs in options.vs),
+    demand(all(check_flags(side["flags"])[0] is None for side in sides.values() if "folder" not in side),
            "--vs sets --seed, and all sides share theirs; give --seed once, behind --")
     race_id = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:4]}"
     manifest = Manifest(ROOT / "logs" / f"race-{race_id}" / MANIFEST)
