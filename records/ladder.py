@@ -53,7 +53,7 @@ def read(folder):
     stats.demand(len(sides) > 1 and n > 2, f"{folder}: a race of {len(sides)} sides, {n} runs of each; a ladder has a "
                  "base and an idea at least, and three runs of each")
     versions = {(side["revision"], side.get("folder")) for side in sides.values()}
-    stats.demand(len(versions) == 1 and not race.get("until_decided"), f"{folder}: a race of versions, or one that "
+    stats.demand(len(versions) == 1 and not race["until_decided"], f"{folder}: a race of versions, or one that "
                  "ends when it is decided; a ladder's ideas are flags, its n is fixed; stats.py --side a judges this")
     missing = sum((run, side) not in done for side in sides for run in range(1, n + 1))
     stats.demand(not missing, f"{folder}: {missing} runs are not done; go on with race.py --resume "

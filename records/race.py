@@ -45,6 +45,7 @@ import argparse
 import contextlib
 import ctypes
 import fcntl
+import functools
 import glob
 import hashlib
 import json
@@ -94,6 +95,9 @@ class CannotRace(Exception):
     """The race cannot be run so; the message says what was seen and what to do."""
 
 
+demand = functools.partial(stats.demand, error=CannotRace)
+
+
 # Versions
 
 def git(*arguments):
@@ -117,14 +121,12 @@ def describe_sides(ideas, cmd, flags):
         return {side: {**ours, "flags": flags + split_flags(idea)}
                 for side, idea in zip(string.ascii_lowercase, [*ideas, ""])}
     vs, *others = ideas
-    if others:
-        raise CannotRace("several --vs make a ladder of flags; race a revision by itself")
+    demand(not others, "several --vs make a ladder of flags; race a revision by itself")
     revision = git("rev-parse", "--verify", "--quiet", f"{vs}^{{commit}}")
-    if revision is None:
-        raise CannotRace(f"--vs {vs!r} is no revision that git knows here; name a commit, branch or tag; or flags; or, "
-                         "with --cmd, a folder")
-    if git("cat-file", "-e", f"{revision}:{SCRIPT}") is None:
-        raise CannotRace(f"revision {vs} has no {SCRIPT}; name a later one")
+    demand(revision, f"--vs {vs!r} is no revision that git knows here; name a commit, branch or tag; or flags; or, "
+           "with --cmd, a folder")
+    demand(git("cat-file", "-e", f"{revision}:{SCRIPT}") is not None,
+           f"revision {vs} has no {SCRIPT}; name a later one")
     return {"a": ours, "b": {**ours, "revision": revision}}
 
 
@@ -140,18 +142,16 @@ def check_flags(flags):
     seed, kept, words = None, [], iter(flags)
     for word in words:
         name, given, value = word.partition("=")
-        if name in OWN_FLAGS:
-            raise CannotRace(f"{name} is the race's to set; leave it out")
+        demand(name not in OWN_FLAGS, f"{name} is the race's to set; leave it out")
         if name not in ("--seed", "--train_files", "--val_files"):
             kept.append(word)
             continue
         value = value if given else next(words, "")
-        if name != "--seed":
-            kept += [name, value if os.path.isabs(value) else os.path.join(glob.escape(str(ROOT)), value)]
-        elif value.isdecimal():
+        if name == "--seed":
+            demand(value.isdecimal(), f"--seed is {value!r}; give a whole number: run i gets the seed that many + i")
             seed = int(value)
         else:
-            raise CannotRace(f"--seed is {value!r}; give a whole number: run i gets the seed that many + i")
+            kept += [name, os.path.join(glob.escape(str(ROOT)), value)]  # an absolute one stays
     return seed, kept
 
 
@@ -165,9 +165,8 @@ def folders(sides):
             found[side] = (ROOT / version.get("folder", "")).resolve()
             if version["revision"]:
                 found[side] = home / version["revision"][:12]
-                if git("worktree", "add", "--detach", str(found[side]), version["revision"]) is None:
-                    raise CannotRace(f"git cannot make a worktree of {version['revision'][:12]} in {home}; free "
-                                     "space, or set TMPDIR")
+                demand(git("worktree", "add", "--detach", str(found[side]), version["revision"]) is not None,
+                       f"git cannot make a worktree of {version['revision'][:12]} in {home}; free space, or set TMPDIR")
                 for shard in (ROOT / "data").glob("*/*.bin"):
                     link = found[side] / shard.relative_to(ROOT)
                     link.parent.mkdir(parents=True, exist_ok=True)  # a folder, not a link: git ignores only folders
@@ -191,9 +190,8 @@ def check_sides(race, where):
         script = f"{SCRIPT}{' of side ' + side if side else ''}"
         (check_command if "folder" in version else check_script)(version, where[side], script, race["ranks"])
         seen = source_hash(version, where[side])
-        if version.setdefault("source_sha256", seen) != seen:
-            raise CannotRace(f"{script} has changed since the race began; restore it (SHA-256 "
-                             f"{version['source_sha256'][:8]}...), or race anew")
+        demand(version.setdefault("source_sha256", seen) == seen, f"{script} has changed since the race began; restore "
+               f"it (SHA-256 {version['source_sha256'][:8]}...), or race anew")
 
 
 def check_script(version, folder, script, ranks):
@@ -207,12 +205,11 @@ def check_script(version, folder, script, ranks):
 
 def check_command(version, folder, *_):
     """Of another project's script: its folder, and the program that starts it."""
-    if not folder.is_dir():
-        raise CannotRace(f"--vs {folder} is no folder; with --cmd it names another project's, as seen from {ROOT}")
+    demand(folder.is_dir(), f"--vs {folder} is no folder; with --cmd it names another project's, as seen from {ROOT}")
     program = " ".join(version["flags"][:1])
-    if not shutil.which(folder / program if "/" in program else program):
-        where = f"in {folder}" if "/" in program else "on the PATH"
-        raise CannotRace(f"--cmd: there is no program {program!r} {where}; name one, or a shell: bash -c '...'")
+    where = f"in {folder}" if "/" in program else "on the PATH"
+    demand(shutil.which(folder / program if "/" in program else program),
+           f"--cmd: there is no program {program!r} {where}; name one, or a shell: bash -c '...'")
 
 
 # The race
@@ -383,11 +380,13 @@ def so_far(manifest):
     """The report of the runs that are done, or None; of a ladder ladder.py makes one, when all are."""
     if len(manifest.race["sides"]) > 2:
         return None
-    found = {side: [] for side in manifest.race["sides"]}
-    for (run, side), attempt in sorted(manifest.done().items()):
-        found[side] += filter(None, [complete_log(manifest.path.parent / f"{attempt['run_id']}.txt")])
-    sides = [stats.Side(f"side {side}" if side else "runs", runs, declared=manifest.race)
-             for side, runs in found.items() if runs]
+    done, sides = manifest.done(), []
+    for name in manifest.race["sides"]:
+        runs = [complete_log(manifest.path.parent / f"{done[run, side]['run_id']}.txt")
+                for run, side in sorted(done) if side == name]
+        if any(runs):
+            sides.append(stats.Side(f"side {name}" if name else "runs", [run for run in runs if run],
+                                    declared=manifest.race))
     return stats.so_far(sides, manifest.race["alpha"]) if sides else None
 
 
@@ -397,10 +396,10 @@ def estimate(report, unknown):
     parts = []
     for side in report["sides"] if report else ():
         shown = []
-        for values, unit in [(side.seconds, " s")] * side.timed + [(side.losses, " loss")]:
+        for values, unit in [(side.seconds, "s")] * (not side.untimed) + [(side.losses, "loss")]:
             ends = stats.mean_interval(values, report["alpha"])
-            shown.append(stats.show_time(stats.summary(values))[:-2] + unit +
-                         (f" [{ends[0]:.4f} … {ends[1]:.4f}]" if ends else ""))
+            interval = f" [{ends[0]:.4f} … {ends[1]:.4f}]" if ends else ""
+            shown.append(stats.show_mean(stats.summary(values), unit) + interval)
         parts.append(f"{side.name.removeprefix('side ')}: {', '.join(shown)} ({len(side.runs)})")
     if compared := report and report["comparison"]:
         low, high = compared["interval"]
@@ -416,7 +415,7 @@ def draw(manifest, report):
         stats.plot(report, str(path.with_name(".next.png")))
         path.with_name(".next.png").replace(path)
     except (stats.CannotJudge, ImportError, OSError) as reason:
-        say(stats.brief(f"no picture: {reason}"))
+        say(logs.brief(f"no picture: {reason}"))
 
 
 def decided(manifest):
@@ -427,7 +426,7 @@ def decided(manifest):
     except stats.Undecided:
         return None
     except stats.CannotJudge as reason:
-        say(stats.brief(f"not to be judged yet: {reason}"))
+        say(logs.brief(f"not to be judged yet: {reason}"))
     return None
 
 
@@ -474,16 +473,15 @@ def again(manifest):
 def check_resumed(manifest, vs, words):
     """CannotRace unless the command that a race runs besides ours, which may be a stranger's, is named again."""
     theirs = [version for version in manifest.race["sides"].values() if "folder" in version]
-    if not theirs and words:
-        raise CannotRace(f"{manifest.path} has no side of another project; leave out --vs and --cmd")
-    if theirs and (vs, words) != ([theirs[0]["folder"]], theirs[0]["flags"]):
-        raise CannotRace(f"this race runs a command of its own; if you want that: {again(manifest)}")
+    demand(theirs or not words, f"{manifest.path} has no side of another project; leave out --vs and --cmd")
+    demand(not theirs or (vs, words) == ([theirs[0]["folder"]], theirs[0]["flags"]),
+           f"this race runs a command of its own; if you want that: {again(manifest)}")
 
 
 def run_all(manifest, where, lock):
     """Runs what is not done yet. Returns the exit status."""
     race, how = manifest.race, again(manifest)
-    looks, each = race.get("until_decided") is True, len(race["sides"])
+    looks, each = race["until_decided"], len(race["sides"])
     todo = [which for which in order(race["n"], race["sides"]) if which not in manifest.done()]
     report, unknown = so_far(manifest), "judged when all are done" if each > 2 else "no run yet"
     for i, (run, side) in enumerate(todo):
@@ -493,8 +491,8 @@ def run_all(manifest, where, lock):
             break
         say(f"run {run} of {'at most ' * looks}{race['n']}{' side ' + side if side else ''}, seed "
             f"{race['seed'] + run}; {estimate(report, unknown)}; {left(manifest, len(todo) - i)}")
-        if source_hash(race["sides"][side], where[side]) != race["sides"][side]["source_sha256"]:
-            raise CannotRace(f"{SCRIPT} was changed during the race; restore it and go on with: {how}")
+        demand(source_hash(race["sides"][side], where[side]) == race["sides"][side]["source_sha256"],
+               f"{SCRIPT} was changed during the race; restore it and go on with: {how}")
         with interrupts_noted() as interrupts:
             status = run_once(manifest, where[side], lock, run, side, interrupts)
         report = so_far(manifest)
@@ -523,8 +521,8 @@ def new_race(options):
     """The Manifest of a race that begins, not yet on the disk."""
     seed, flags = check_flags(options.flags)
     sides = describe_sides(options.vs, options.cmd, flags)
-    if any(check_flags(split_flags(vs) if vs.startswith("-") else [])[0] is not None for vs in options.vs):
-        raise CannotRace("--vs sets --seed, and all sides share theirs; give --seed once, behind --")
+    demand(all(check_flags(side["flags"])[0] is None for side in sides.values() if "folder" not in side),
+           "--vs sets --seed, and all sides share theirs; give --seed once, behind --")
     race_id = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:4]}"
     manifest = Manifest(ROOT / "logs" / f"race-{race_id}" / MANIFEST)
     manifest.race = {"id": race_id, "n": options.n, "until_decided": options.until_decided, "alpha": options.alpha,
@@ -538,21 +536,20 @@ def new_race(options):
 def parse(arguments):
     parser = argparse.ArgumentParser(description="Times runs: one version, or two in turn.", allow_abbrev=False,
                                      epilog="Exit status: 0 all done, 1 one failed, 2 cannot be run, 130 interrupted.")
-    parser.add_argument("-n", type=int, metavar="N", help="runs (of each side), declared before the first")
-    parser.add_argument("--vs", metavar="VERSION", action="append", default=[], help="race against a git revision; or "
-                        "further flags; flags several times: a ladder of ideas against one base; or, with --cmd, a "
-                        "folder")
-    parser.add_argument("--cmd", metavar="COMMAND", help="what starts the script of another project in the "
-                        "folder that --vs names")
-    parser.add_argument("--until-decided", action="store_true", help="look after every run, or pair, and stop when the "
-                        "claim holds or has no chance left")
-    parser.add_argument("--max-n", type=int, metavar="N", help="for --until-decided: runs (of each side) at most")
-    parser.add_argument("--test", choices=("paired", "unpaired"), default="paired", help="what judges times with --vs: "
-                        "the paired test on log time, for a machine that drifts (default), or Welch's")
-    parser.add_argument("--alpha", type=float, default=0.01, help="level of the verdict (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=1, help="processes of a run (default: 1; run.sh knows what fits)")
-    parser.add_argument("--resume", metavar="MANIFEST", help="go on with a race that stopped")
-    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help=f"flags of {SCRIPT}, for both sides")
+    add = parser.add_argument
+    add("-n", type=int, metavar="N", help="runs (of each side), declared before the first")
+    add("--vs", metavar="VERSION", action="append", default=[], help="race against a git revision; or further flags; "
+        "flags several times: a ladder of ideas against one base; or, with --cmd, a folder")
+    add("--cmd", metavar="COMMAND", help="what starts the script of another project in the folder that --vs names")
+    add("--until-decided", action="store_true", help="look after every run, or pair, and stop when the claim holds or "
+        "has no chance left")
+    add("--max-n", type=int, metavar="N", help="for --until-decided: runs (of each side) at most")
+    add("--test", choices=("paired", "unpaired"), default="paired", help="what judges times with --vs: the paired test "
+        "on log time, for a machine that drifts (default), or Welch's")
+    add("--alpha", type=float, default=0.01, help="level of the verdict (default: %(default)s)")
+    add("--ranks", type=int, default=1, help="processes of a run (default: 1; run.sh knows what fits)")
+    add("--resume", metavar="MANIFEST", help="go on with a race that stopped")
+    add("flags", nargs="*", metavar="-- FLAGS", help=f"flags of {SCRIPT}, for both sides")
     words, flags = list(arguments), []
     if "--" in words:
         words, flags = words[:words.index("--")], words[words.index("--") + 1:]
@@ -590,8 +587,7 @@ def main(arguments=None):
         with contextlib.ExitStack() as held:
             if options.resume:
                 path = Path(options.resume).resolve()
-                if not path.is_file():
-                    raise CannotRace(f"{path}: there is no such file; name the {MANIFEST} of the race")
+                demand(path.is_file(), f"{path}: there is no such file; name the {MANIFEST} of the race")
                 lock = held.enter_context(hold(path))  # before it is read: its last line may still be being written
                 manifest = Manifest.read(path)
                 if manifest.cut is not None:
@@ -609,14 +605,13 @@ def main(arguments=None):
                 lock = held.enter_context(hold(manifest.path))
                 manifest.write({"race": race})
             turns = f" a side, {' '.join(race['order'][:6])} ...," if len(race["sides"]) > 1 else ","
-            say(f"{race['id']}: {'at most ' * bool(race.get('until_decided'))}{race['n']} runs{turns} {race['ranks']} "
+            say(f"{race['id']}: {'at most ' * race['until_decided']}{race['n']} runs{turns} {race['ranks']} "
                 f"rank(s), seeds {race['seed'] + 1} to {race['seed'] + race['n']}; declared in {manifest.path}")
             return run_all(manifest, where, lock)
     except (CannotRace, stats.CannotJudge, OSError) as reason:
         if isinstance(reason, OSError):
             reason = f"{reason.filename or 'a file'}: {reason.strerror}; free space or permit it"
-        print(stats.brief(f"race.py: error: {reason}"), file=sys.stderr)
-        return 2
+        return logs.refuse("race.py", reason)
     except KeyboardInterrupt:
         print("race.py: interrupted before a run", file=sys.stderr)
         return 130

@@ -86,10 +86,10 @@ class Undecided(CannotJudge):
     """A race that runs until it is decided is not decided yet."""
 
 
-def demand(holds, otherwise):
-    """CannotJudge, with what is otherwise, unless something holds."""
+def demand(holds, otherwise, error=CannotJudge):
+    """The error, with what is otherwise, unless something holds."""
     if not holds:
-        raise CannotJudge(otherwise)
+        raise error(otherwise)
 
 
 # Statistics: arrays of runs [..., n] in, tests over the last axis
@@ -257,7 +257,6 @@ def compare_times(times, others, alpha, paired=False):
     a, b = summary(times), summary(others)
     for found in (a, b):
         demand(found["n"] > 1, f"comparing times needs at least 2 runs a side, and one has {found['n']}; add runs")
-        demand(found["mean"] > 0, f"the mean train_time of a side is {found['mean']} s; pass logs whose clock ran")
     compared = compare_means(times, others, alpha, paired, "time < other time")
     demand(compared, "the times of each side are all equal: with sd 0 a t-test is not defined; log milliseconds")
     ratio, of_log = b["mean"] / a["mean"], None
@@ -274,7 +273,9 @@ def compare_times(times, others, alpha, paired=False):
 
 # What race.py wrote down
 
-RACE_KEYS = {"id": str, "sides": dict, "ranks": int, "n": int, "seed": int, "order": list}
+RACE_KEYS = {"id": str, "sides": dict, "ranks": int, "n": int, "seed": int, "order": list, "alpha": float, "test": str,
+             "until_decided": bool}
+OLDER_RACE = {"alpha": 0.01, "test": "unpaired", "until_decided": False}  # what one did not declare
 RUN_KEYS = {"run_id": str, "run": int, "side": str, "status": str}
 
 
@@ -335,14 +336,18 @@ def check_event(event, first):
         return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
     inner, keys = (event.get("race"), RACE_KEYS) if first and isinstance(event, dict) else (event, RUN_KEYS)
+    if first and isinstance(inner, dict):
+        event["race"] = inner = {**OLDER_RACE, **inner}
     for key, kind in keys.items():
         demand(isinstance(inner, dict) and isinstance(inner.get(key), kind), f"its {key} is no {kind.__name__}")
     demand(re.fullmatch(r"[\w.-]{1,100}", inner["id" if first else "run_id"]), "its id is no name of a file")
     if not first:
+        demand("race" not in event, "the race is described a second time")  # and only the first line is checked for that
         return event
     for side in inner["sides"].values():
-        demand(isinstance(side, dict) and are_words(side.get("flags")), "a side needs a revision and flags")
-        demand(side.get("revision") is None or re.fullmatch("[0-9a-f]{40,64}", str(side["revision"])),
+        demand(isinstance(side, dict) and "revision" in side and are_words(side.get("flags")),
+               "a side needs a revision and flags")
+        demand(side["revision"] is None or re.fullmatch("[0-9a-f]{40,64}", str(side["revision"])),
                "a side's revision is no full hash")  # git would take one that begins with - for an option
         demand(isinstance(side.get("folder", ""), str), "a side's folder is no path")
     theirs = ["folder" in side for side in inner["sides"].values()]
@@ -350,9 +355,8 @@ def check_event(event, first):
            "of this, and no more; race.py makes no such race")
     demand(inner["sides"] and are_words(inner["order"]) and len(inner["order"]) == inner["n"] * len(inner["sides"]),
            "its order wants one word for each of its n runs a side")
-    alpha, test = inner.setdefault("alpha", 0.01), inner.setdefault("test", "unpaired")  # older races
-    demand(type(alpha) is float and 0 < alpha < 0.5, "its alpha is no number between 0 and 0.5")
-    demand(test in ("paired", "unpaired"), "its test is neither paired nor unpaired")
+    demand(0 < inner["alpha"] < 0.5, "its alpha is no number between 0 and 0.5")
+    demand(inner["test"] in ("paired", "unpaired"), "its test is neither paired nor unpaired")
     return event
 
 
@@ -394,14 +398,6 @@ class Side:
         return logs.printable(f"{self.name} ({flags})" if flags else self.name)
 
     @property
-    def until_decided(self):
-        return self.declared.get("until_decided") is True
-
-    @property
-    def decimals(self):
-        return max(run.loss_decimals for run in self.runs)
-
-    @property
     def losses(self):
         return [run.final_loss for run in self.runs]
 
@@ -413,10 +409,6 @@ class Side:
     def untimed(self):
         """Runs whose last validation line states no train_time that a run could have taken."""
         return [run for run in self.runs if run.train_time_ms is None or run.train_time_ms <= 0]
-
-    @property
-    def timed(self):
-        return not self.untimed
 
     @property
     def set_back(self):
@@ -557,7 +549,7 @@ def check_all_there(side):
         twice = [number for number, count in numbers.items() if count > 1]
         demand(not twice, f"{where}: run {', '.join(twice)} is there more than once; pass each run once")
         are_first = numbers.keys() == {str(i + 1) for i in range(len(runs))}
-        whole = declared == [str(len(runs))] or len(declared) == 1 and are_first and side.until_decided
+        whole = declared == [str(len(runs))] or len(declared) == 1 and are_first and side.declared.get("until_decided")
         failed = [item for item in side.rejected if side_of(item) == which]
         why = "".join(f"; run {race_of(item).run} ({names([item])}): {item.reason}" for item in failed)
         why += "".join(f"; {os.path.basename(path)}: {reason}" for path, reason in side.left_out if "--res" in reason)
@@ -660,12 +652,12 @@ def judge(sides, options):
         a.warnings.append(f"the losses are skewed to the right (skewness {loss['skewness']:.2f}, beyond 95 % of "
                           f"normal samples of {loss['n']}): the t-test is lenient then; a bootstrap-t gives p = "
                           f"{loss['p_bootstrap']:.4g}")
-    test = comparison = compare(*sides, alpha, options.mixed) if len(sides) == 2 else None
-    stop = judge_looks(sides, loss["target"], alpha) if a.until_decided else None
-    if comparison and declared.get("test") == "paired":
-        test = comparison["paired_log"]
-        demand(test, "race.jsonl declares the paired test, and these runs give no pairs that differ; pass the logs of "
-               "the whole race")
+    comparison = compare(*sides, alpha, options.mixed) if len(sides) == 2 else None
+    stop = judge_looks(sides, loss["target"], alpha) if declared.get("until_decided") else None
+    paired = comparison is not None and declared.get("test") == "paired"
+    test = comparison["paired_log"] if paired else comparison
+    demand(test or not paired, "race.jsonl declares the paired test, and these runs give no pairs that differ; pass the "
+           "logs of the whole race")
     below, faster = loss["p"] < alpha, test is None or test["p"] < alpha
     if stop:
         below, faster = stop["passed"][0] is not None, stop["passed"][-1] is not None
@@ -673,18 +665,18 @@ def judge(sides, options):
             a.warnings.append(f"the race was decided after {stop['n']} runs, and went on to {len(a.runs)}; it stands")
     reasons = [f"mean loss {'' if below else 'not significantly '}< {loss['target']:g} (p = {loss['p']:.4g})"]
     if comparison:
-        comparison |= {"significant": faster, "decides": "paired_log" if test is not comparison else "welch"}
+        comparison |= {"significant": faster, "decides": "paired_log" if paired else "welch"}
         if (losses := comparison["loss"]) and losses["difference"]:
-            tested = losses["paired"] if declared.get("test") == "paired" and losses["paired"] else losses
+            tested = losses["paired"] if paired and losses["paired"] else losses
             reasons.append(f"{abs(losses['difference']):.4g} {'below' if losses['difference'] < 0 else 'above'} that "
                            f"of {sides[1].name} (p(less) = {tested['p']:.4g})")
-        paired = " by the paired test of log time" * (test is not comparison)
-        reasons.append(f"{'' if faster else 'not significantly '}faster{paired} (p = {test['p']:.4g})")
+        reasons.append(f"{'' if faster else 'not significantly '}faster"
+                       f"{' by the paired test of log time' * paired} (p = {test['p']:.4g})")
     reasons.append(f"at alpha {alpha:g}" if not stop else f"decided for {stop['outcome']} after {stop['n']} of at most "
                    f"{stop['most']} runs, at alpha {alpha:g} over all looks")
     return {"verdict": "the claim holds" if below and faster else "the claim does not hold",
             "reason": ", ".join(reasons), "alpha": alpha, "loss": {**loss, "significant": below},
-            "time": summary(a.seconds) if a.timed else None, "comparison": comparison, "stop": stop,
+            "time": None if a.untimed else summary(a.seconds), "comparison": comparison, "stop": stop,
             "warnings": list(dict.fromkeys(warning for side in sides for warning in side.warnings)),
             **list_runs(sides), "sides": sides}
 
@@ -708,13 +700,18 @@ def judge_looks(sides, target, alpha):
     return stop
 
 
-def compare(a, b, alpha, mixed):
-    """compare_times of two Sides, with the losses too. Raises CannotJudge where their times cannot be compared."""
-    check_not_shared(a, b)
+def check_timed(a, b):
+    """Raises CannotJudge unless every run of two Sides states how long the whole of it took."""
     for odd, seen in (
             (a.untimed + b.untimed, "no train_time above zero on the last validation line of {}"),
             (a.set_back + b.set_back, "the clock was set back during training ({}): such times do not compare")):
         demand(not odd, f"{seen.format(names(odd))}; without a second set the loss alone can be judged")
+
+
+def compare(a, b, alpha, mixed):
+    """compare_times of two Sides, with the losses too. Raises CannotJudge where their times cannot be compared."""
+    check_not_shared(a, b)
+    check_timed(a, b)
     gpus = [" and ".join(sorted({str(run.gpus or "unknown") for run in side.runs})) for side in (a, b)]
     demand(gpus[0] == gpus[1] or mixed, f"the sets ran on different numbers of GPUs ({' against '.join(gpus)}); "
            "compare runs on the same machine, or say --mixed")
@@ -742,9 +739,9 @@ def so_far(sides, alpha):
 
 # What is shown
 
-def show_time(time):
-    spread = "" if time["sd"] is None else f" ± {time['sd']:.4f}"
-    return f"{time['mean']:.4f}{spread} s"
+def show_mean(found, unit="s"):
+    spread = "" if found["sd"] is None else f" ± {found['sd']:.4f}"
+    return f"{found['mean']:.4f}{spread} {unit}"
 
 
 def show_ratio(compared):
@@ -774,7 +771,7 @@ def plot(report, path):
     from picture import STYLE
 
     loss, compared, sides = report["loss"], report["comparison"], report["sides"]
-    bars, timed = f"bars: mean, {100 * (1 - 2 * report['alpha']):g} % CI", all(side.timed for side in sides)
+    bars, timed = f"bars: mean, {100 * (1 - 2 * report['alpha']):g} % CI", not any(side.untimed for side in sides)
     about_losses = bars if loss["p"] is None else f"p(mean < {loss['target']:g}) = {loss['p']:.3g}    {bars}"
     about_times = (f"{show_ratio(compared)}, p = {compared['p']:.3g}" if compared else
                    bars if timed else "no train_time in the logs")
@@ -830,6 +827,8 @@ def plan(options):
         for side in sides:
             check_one_experiment(side, options.mixed)
         pilot = sides if len(sides) == 2 else None
+        if pilot:
+            check_timed(*pilot)
         found = [summary(side.seconds if pilot else side.losses) for side in sides]
         n, aim = min(side["n"] for side in found), found[-1]["mean"]
         if not pilot:
@@ -843,10 +842,11 @@ def plan(options):
     ways = {"mean below a target": {"sd": sd, "margin": margin, "sets": 1}, "less than another set": of_two}
     if pilot:
         ways = {"less time, unpaired": of_two}
-        if pairs := pair_up(*pilot):
-            logarithms = np.log([[run.train_time_ms for run in pair] for pair in pairs])
-            ways["less time, paired"] = {"sd": summary(np.diff(logarithms))["sd"],
-                                         "margin": -math.log1p(-margin / aim), "sets": 1}
+        demand(margin < aim, f"a mean time of {aim:g} s cannot fall by {margin:g} s; give a smaller --margin")
+        pairs = pair_up(*pilot)
+        ratios = np.diff(np.log([[run.train_time_ms for run in pair] for pair in pairs])) if pairs else [0]
+        if np.ptp(ratios) > 0:
+            ways["less time, paired"] = {"sd": summary(ratios)["sd"], "margin": -math.log1p(-margin / aim), "sets": 1}
     runs = {claim: runs_needed(**way, alpha=options.alpha, wanted=options.power) for claim, way in ways.items()}
     needed = []
     for claim, way in ways.items():
@@ -927,7 +927,7 @@ def main(arguments=None):
         del report["sides"]
         print(logs.show_json(report))
     else:
-        print(pages.show("stats.txt.jinja", report=report, show_time=show_time, show_ratio=show_ratio))
+        print(pages.show("stats.txt.jinja", report=report, show_mean=show_mean, show_ratio=show_ratio))
     return 0 if report["verdict"] == "the claim holds" else 1
 
 

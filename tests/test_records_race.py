@@ -33,6 +33,8 @@ import stats  # noqa: E402
 import verify  # noqa: E402
 from test_records_verify import forked  # noqa: E402, F401 (a fixture)
 
+DRAW = race.draw  # most races here draw nothing
+
 # Takes train_gpt.py's flags of a race and two of its own, and writes its log. SPEED stands for what a version changes.
 SCRIPT = '''
 import argparse, hashlib, json, os, signal, sys, time
@@ -139,6 +141,16 @@ def starts(events):
     return [(event["run"], event["side"], event["seed"]) for event in events if event["status"] == "started"]
 
 
+def interrupt_when(holds, number=signal.SIGINT, times=1):
+    """Sends this process a signal as soon as holds() is true, and again every half second."""
+    def interrupt():
+        wait_until(holds)
+        for _ in range(times):
+            os.kill(os.getpid(), number)
+            time.sleep(0.5)
+    threading.Thread(target=interrupt, daemon=True).start()
+
+
 def test_one_version(repo, capsys):
     assert race.main(["-n", "3"]) == 0
     folder, described, events = only_race(repo)
@@ -231,10 +243,7 @@ def test_a_race_without_a_side_of_ours_is_none(repo, theirs, capsys):
 
 
 def test_another_project_s_script_is_interrupted_with_the_race_and_goes_on(repo, theirs, capsys):
-    def interrupt():
-        wait_until(lambda: list(theirs.glob("logs/*-*.txt")))
-        os.kill(os.getpid(), signal.SIGINT)
-    threading.Thread(target=interrupt, daemon=True).start()
+    interrupt_when(lambda: list(theirs.glob("logs/*-*.txt")))
     assert race.main(["-n", "2", *against("sleepy")]) == 130
     folder, _, events = only_race(repo)
     assert events[-1]["status"] == "interrupted" and events[-1]["exit"] == -signal.SIGINT
@@ -454,12 +463,7 @@ def test_an_interrupted_race_keeps_what_is_done_and_goes_on(repo, capsys, monkey
     processes, popen = [], subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: processes.append(popen(*a, **k)) or processes[-1])
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # not as under nohup, where a race goes on by right
-
-    def interrupt():
-        while not list(repo.glob("logs/*/*.txt")):
-            time.sleep(0.02)
-        os.kill(os.getpid(), number)
-    threading.Thread(target=interrupt, daemon=True).start()
+    interrupt_when(lambda: list(repo.glob("logs/*/*.txt")), number)
     assert race.main(["-n", "2", "--vs", "HEAD~1", "--", "--mood", "sleepy"]) == 130
     folder, _, events = only_race(repo)
     assert [event["status"] for event in events] == ["started", "interrupted"] and events[-1]["logged"]
@@ -492,13 +496,7 @@ def test_an_interrupt_while_a_run_is_being_started_reaches_that_run(repo, monkey
 
 def test_a_second_interrupt_kills_a_run_that_heeds_none(repo, monkeypatch):
     monkeypatch.setattr(race, "PATIENCE_S", 100)
-
-    def interrupt():
-        wait_until((repo / "deaf").exists)
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.5)
-    threading.Thread(target=interrupt, daemon=True).start()
+    interrupt_when((repo / "deaf").exists, times=2)
     assert race.main(["-n", "1", "--", "--mood", "stubborn"]) == 130
     assert [(event["status"], event.get("exit")) for event in only_race(repo)[2]] == [
         ("started", None), ("interrupted", -signal.SIGKILL)]
@@ -513,12 +511,7 @@ def test_a_run_with_a_whole_log_is_done_however_it_ended(repo, capsys, monkeypat
     assert race.main(["-n", "1", "--", "--mood", "fail at the end"]) == 0
     assert [(event["status"], event.get("exit")) for event in only_race(repo)[2]] == [("started", None), ("done", 3)]
     shutil.rmtree(repo / "logs")
-
-    def interrupt():
-        while not (found := list(repo.glob("logs/*/*.txt"))) or '"end"' not in found[0].read_text():
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
-    threading.Thread(target=interrupt, daemon=True).start()
+    interrupt_when(lambda: [log for log in repo.glob("logs/*/*.txt") if '"end"' in log.read_text()])
     assert race.main(["-n", "2", "--", "--mood", "sleepy at the end"]) == 130
     folder, _, events = only_race(repo)
     assert [event["status"] for event in events] == ["started", "done"]
@@ -538,6 +531,15 @@ def test_a_manifest_whose_last_line_was_cut_goes_on(repo, capsys):
     assert "ends in the middle, and is left out" in capsys.readouterr().out
     assert [event["status"] for event in only_race(repo)[2]] == ["started", "done", "started", "done"]
     assert len(list(folder.glob("*.txt"))) == 2
+
+
+def test_a_run_of_a_side_that_the_race_has_not_is_not_shown(repo, capsys):
+    """A manifest may be a stranger's; verify.py says of such a line that it is none of the race."""
+    assert race.main(["-n", "1"]) == 0
+    path = only_race(repo)[0] / "race.jsonl"
+    with open(path, "a") as file:
+        file.write(json.dumps({**only_race(repo)[2][-1], "run_id": "x", "side": "c"}) + "\n")
+    assert race.main(["--resume", str(path)]) == 0 and "all runs are done: runs: 0.1010 s, 3.2010 loss (1)" in capsys.readouterr().out
 
 
 def test_a_race_that_died_is_settled_by_its_logs(repo):
@@ -618,10 +620,12 @@ RACE = {"id": "x", "sides": {"": {"revision": None, "flags": []}}, "ranks": 1, "
     *(json.dumps({"race": {**RACE, **change}}) + "\n" for change in (
         {"id": 3}, {"sides": {}}, {"sides": ["a"]}, {"sides": {"a": {}}}, {"n": "2"}, {"seed": None}, {"order": 1},
         {"id": "../x"}, {"id": "a:b"}, {"alpha": "x"}, {"alpha": 0.9}, {"test": "best"},
+        {"sides": {"": {"flags": []}}},
         *({"sides": {"a": {"revision": revision, "flags": []}}} for revision in ("--lock", "HEAD", "abc123", "g" * 40, "")),
         {"sides": {"a": {"revision": None, "flags": [], "folder": 5}}}, {"n": 10**400}, {"n": 10**15}, {"order": [1]}, {"sides": {"a": {"revision": 5, "flags": []}}},
         {"sides": {"a": {"revision": None, "flags": [1]}}})),
     json.dumps({"race": RACE}) + '\n{"run_id": "x", "run": 1, "side": ""}\n',
+    json.dumps({"race": RACE}) + "\n" + json.dumps({"run_id": "x", "run": 1, "side": "", "status": "lost", "race": RACE}) + "\n",
     json.dumps({"race": RACE}) + '\n{"run_id": "../x", "run": 1, "side": "", "status": "started"}\n',
     json.dumps({"race": RACE}) + '\n{"run_id": "x", "run": 1, "side": "", "status": "done", "exit": ' + "[" * 900 + "]" * 900 + "}\n"])
 def test_a_manifest_that_is_none(tmp_path, capsys, text):
@@ -664,9 +668,7 @@ def test_stamps_of_lines_that_come_in_pieces(tmp_path):
 
 def test_the_picture_is_drawn_anew_after_each_run(repo, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
-    monkeypatch.undo()
-    monkeypatch.setattr(race, "ROOT", repo)
-    monkeypatch.setattr(race, "command", lambda ranks, lock: [*race.ALONE, "train_gpt.py"])
+    monkeypatch.setattr(race, "draw", DRAW)
     seen, once = [], race.run_once
 
     def look(manifest, *arguments):
@@ -684,9 +686,7 @@ def test_the_picture_is_drawn_anew_after_each_run(repo, monkeypatch, capsys):
 def test_a_picture_that_cannot_be_drawn_stops_no_race(repo, monkeypatch, capsys):
     def full(*_):
         raise OSError(28, "No space left on device")
-    monkeypatch.undo()
-    monkeypatch.setattr(race, "ROOT", repo)
-    monkeypatch.setattr(race, "command", lambda ranks, lock: [*race.ALONE, "train_gpt.py"])
+    monkeypatch.setattr(race, "draw", DRAW)
     monkeypatch.setattr(stats, "plot", full)
     assert race.main(["-n", "1"]) == 0 and "no picture: [Errno 28] No space left" in capsys.readouterr().out
 
