@@ -1866,8 +1866,7 @@ class Bucket:
             scale[begin:begin + count] = spec.scale
         self.scale = scale[rank * per_rank:(rank + 1) * per_rank].to(first.device, copy=True)  # of this shard's units
         mine = slice(self.shard_begin, self.shard_begin + self.shard_numel)
-        self.flat_param_shard, self.flat_grad_shard = self.param_data[mine], self.grad_data[mine]
-        self.param_shard, self.grad_shard = (x.view(-1, *unit) for x in (self.flat_param_shard, self.flat_grad_shard))
+        self.param_shard, self.grad_shard = (x[mine].view(-1, *unit) for x in (self.param_data, self.grad_data))
         self.updates, self.state = 0, self.rule.init_state(self.param_shard)
         for key, x in self.state.items():
             if key in self.RESERVED or x.shape[:1] != self.param_shard.shape[:1]:
@@ -1910,14 +1909,14 @@ class Bucket:
         for place in self.params if exact else ():
             place.grad.copy_(tree_sum(place.waiting))
             place.waiting.clear()
-        self.reducing = comm.reduce_scatter(self.flat_grad_shard, self.grad_data, self.received)
+        self.reducing = comm.reduce_scatter(self.grad_shard.view(-1), self.grad_data, self.received)
 
     def add_pending(self, due: bool) -> None:
         """Exact mode exchanges in every step: its sum waits for the step that updates."""
         if (pending := self.state.pop("pending", None)) is not None:
-            self.flat_grad_shard.add_(pending)
+            self.grad_shard.add_(pending)
         if not due:
-            self.state["pending"] = self.flat_grad_shard.clone()
+            self.state["pending"] = self.grad_shard.clone()
 
     def update(self, update: Callable[..., None], hyper: dict[str, Any], one_by_one: bool) -> None:
         """This rank's shard, by a rule's update or what it was compiled to. one_by_one: for exact mode, since a batch
@@ -1928,7 +1927,7 @@ class Bucket:
                    {**hyper, "scale": self.scale[part]})
 
     def start_gather(self, comm: Comm) -> None:
-        self.gathering = comm.all_gather(self.param_data, self.flat_param_shard)
+        self.gathering = comm.all_gather(self.param_data, self.param_shard.view(-1))
 
     def not_finite(self) -> list[str]:
         """Names of parameters: by their summed gradients where those lie in this shard, else by this rank's own."""
@@ -1983,7 +1982,7 @@ class RowBucket(Bucket):
 
     def set_grads(self, touched: Tensor, grads: Tensor) -> None:
         """The summed gradients [n, width] of n rows of this shard, counted from its first."""
-        self.touched, self.grad_shard, self.flat_grad_shard = touched, grads, grads.view(-1)
+        self.touched, self.grad_shard = touched, grads
 
     def first_row(self, place: BucketParam) -> int:
         return place.offset // self.rows.size(1)
@@ -2420,8 +2419,8 @@ class Reducer:
 def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step: int) -> None:
     """RunError on every rank if a gradient is not finite on any; then scale all if their norm is too large."""
     squares = []  # norms of short rows in float32, squared and summed in float64: soon and exact
-    for shard in (bucket.flat_grad_shard for bucket in buckets):
-        rows = shard.view(-1, math.gcd(len(shard), Bucket.SHARD_ALIGNMENT))
+    for shard in (bucket.grad_shard for bucket in buckets):
+        rows = shard.view(-1, math.gcd(shard.numel(), Bucket.SHARD_ALIGNMENT))
         norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.promote_types(shard.dtype, torch.float32))
         squares.append(norms.double().square().sum())
     total = comm.all_reduce(torch.stack(squares).sum()).item() if squares else 0.0
@@ -2432,7 +2431,7 @@ def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step
                        "learning rates, or look at the data of this step")
     if clip_norm and math.sqrt(total) > clip_norm:
         for bucket in buckets:
-            bucket.flat_grad_shard.mul_(clip_norm / math.sqrt(total))
+            bucket.grad_shard.mul_(clip_norm / math.sqrt(total))
 
 def check_ownership(buckets: Sequence[Bucket], model: nn.Module) -> list[tuple[str, dict[str, Any], str, nn.Parameter]]:
     """Where the model holds each parameter that learns: its name, a module's own table, the key there, and itself.
@@ -2484,7 +2483,7 @@ class SavedState:
         if bucket.updates != min(updates.values()):
             raise RunError(f"the saved state does not fit: a bucket has one number of updates, not {updates}")
         if f"{bucket.params[0].name}/pending" in state:
-            bucket.state["pending"] = torch.zeros_like(bucket.flat_param_shard, dtype=bucket.grad_data.dtype)
+            bucket.state["pending"] = torch.zeros_like(bucket.param_shard, dtype=bucket.grad_data.dtype)
         wholes = {f"/{key}": x.new_zeros(self.comm.ranks, x.numel()) for key, x in bucket.state.items()}
         for place, (key, whole) in itertools.product(bucket.params, {"": bucket.param_data, **wholes}.items()):
             part = bucket.part_of(place, whole)
