@@ -2154,9 +2154,6 @@ class Comm:
     def __init__(self, rank: int = 0, ranks: int = 1, device: torch.device | str = "cpu"):
         self.rank, self.ranks, self.device = rank, ranks, device
         self.by_messages = ranks == 1 or dist.get_backend() == "gloo"
-        # torch 2.13 renamed them
-        self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
     def receive_buffer(self, full: Tensor, exact: bool) -> Tensor | None:
         """What reduce_scatter of a buffer [ranks * shard] wants beside it, where it is made of messages: kept, since
@@ -2171,7 +2168,7 @@ class Comm:
         if self.ranks == 1:
             return HandleGroup()
         if received is None:
-            return self._reduce_scatter(shard, full, async_op=True)
+            return dist.reduce_scatter_single(shard, full, async_op=True)
         shards = full.view(self.ranks, -1)
         arriving = [*received[:self.rank], shards[self.rank], *received[self.rank:]]
         return HandleGroup(self.exchange(shards, arriving), then=lambda: tree_sum(arriving, out=shard))
@@ -2179,7 +2176,7 @@ class Comm:
     def all_gather(self, full: Tensor, shard: Tensor) -> Any:
         """Start: full [ranks * shard] <- every rank's shard. May be in place."""
         if not self.by_messages:
-            return self._all_gather(full, shard, async_op=True)
+            return dist.all_gather_single(full, shard, async_op=True)
         shards = full.view(self.ranks, -1)
         shards[self.rank].copy_(shard)  # onto itself: nothing happens
         return self.exchange([shard] * self.ranks, shards)
