@@ -2165,8 +2165,6 @@ class Comm:
     def reduce_scatter(self, shard: Tensor, full: Tensor, received: Tensor | None) -> Any:
         """Start: shard, this rank's of full [ranks * shard], <- the sum over ranks of that; where there is a
         buffer to receive messages in, as a tree."""
-        if self.ranks == 1:
-            return HandleGroup()
         if received is None:
             return dist.reduce_scatter_single(shard, full, async_op=True)
         shards = full.view(self.ranks, -1)
@@ -2207,10 +2205,7 @@ class Comm:
 
     def all_json(self, mine: Any) -> list[Any]:
         """What every rank has, in the order of ranks. It travels as JSON: nothing that arrives is executed."""
-        said = json.dumps(mine)
-        if self.ranks == 1:
-            return [json.loads(said)]
-        text = torch.tensor(list(said.encode()), dtype=torch.uint8, device=self.device)
+        text = torch.tensor(list(json.dumps(mine).encode()), dtype=torch.uint8, device=self.device)
         sizes = self.all_reduce(F.one_hot(torch.tensor(self.rank), self.ranks).to(self.device) * len(text)).tolist()
         texts = text.new_zeros(self.ranks, max(sizes))
         texts[self.rank, :len(text)] = text

@@ -432,7 +432,8 @@ def check_light_hook(mutant):
             for place in bucket.params:
                 place.param.grad = torch.ones(1000)
                 engine.reducer.register_grad_ready(bucket, place)
-        assert [name for name in operations.names if name != "ones"] == 2 * [["mul"], ["add_"]][i]
+        views = "view", "slice", "select", "unbind"  # of a launch: they touch no memory
+        assert [name for name in operations.names if name not in ("ones", *views)] == 2 * [["mul"], ["add_"]][i]
     assert bucket.reducing is not None
 
 
@@ -1038,7 +1039,7 @@ def test_exact_mode_gives_the_same_bytes_at_any_number_of_ranks(on_ranks, batche
 def test_micro_batches_sum_as_a_binary_tree(heights, seed):
     leaves = torch.randn(2 ** heights, 5, generator=torch.Generator().manual_seed(seed))
     p = nn.Parameter(torch.zeros(5))
-    bucket = bucket_of({"p": p})
+    bucket, = optimizer_of(nn.ParameterDict({"p": p}), exact=True).buckets
     for leaf in leaves:
         p.grad = leaf.clone()
         bucket.add(bucket.params[0], 0.5, exact=True)
