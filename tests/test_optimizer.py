@@ -415,38 +415,15 @@ def test_sync_step_launches_nothing_in_backward():
         assert comm.kinds().count(("start", "reduce")) == len(optimizer.buckets)
 
 
-def one_bucket(names, comm, count=1):
-    """An engine that has learned its order, with all these parameters in one bucket, or one in each of so many."""
-    params = {name: nn.Parameter(torch.zeros(3)) for name in names}
-    groups = [params] if count == 1 else [{name: p} for name, p in params.items()]
-    buckets = [train_gpt.Bucket("-".join(g), [train_gpt.ParamSpec(n, p, ONCE) for n, p in g.items()], 0, 1) for g in groups]
-    optimizer = train_gpt.DistributedOptimizer(buckets, comm)
-    optimizer.reducer.launch_order = buckets
-    return optimizer, params
-
-
-def test_a_bucket_launches_when_all_of_it_has_come_in_any_order():
-    """Readiness is counted: firing the hooks in any order launches at the last one, whichever that is."""
-    names = ["a", "b", "c", "d"]
-    for seed in range(8):
-        comm = Recorder()
-        optimizer, params = one_bucket(names, comm)
-        optimizer.prepare_for_backward(0)
-        shuffled = [names[i] for i in torch.randperm(4, generator=torch.Generator().manual_seed(seed))]
-        for name in shuffled:
-            assert not comm.events, f"launched before {name} of {shuffled}"
-            params[name].sum().backward()
-        assert comm.kinds() == [("start", "reduce")]
-
-
 def test_a_bucket_that_is_ready_early_waits_for_its_turn():
-    comm = Recorder()
-    optimizer, params = one_bucket(["first", "second"], comm, count=2)
+    comm, params = Recorder(), nn.ParameterDict({name: nn.Parameter(torch.zeros(3)) for name in ("first", "second")})
+    optimizer = optimizer_of(params, comm)
+    order = optimizer.reducer.launch_order = optimizer.buckets[::-1]
     optimizer.prepare_for_backward(0)
     params["second"].sum().backward()
     assert not comm.events
     params["first"].sum().backward()
-    assert [event[2] for event in comm.events] == [bucket.grad_data.data_ptr() for bucket in optimizer.buckets]
+    assert [event[2] for event in comm.events] == [bucket.grad_data.data_ptr() for bucket in order]
 
 
 def test_a_tied_parameter_is_ready_once_after_all_its_uses():
