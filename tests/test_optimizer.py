@@ -22,22 +22,18 @@ FULL = train_gpt.Plan(lr_factor=1.0, momentum=0.95)
 WIDE, TALL = (train_gpt.NorMuon(0.03, 1.2, 0.95, torch.float32, wide=wide) for wide in (True, False))
 
 
-class OfElements:
-    """A rule whose unit is an element, and which keeps nothing of it."""
+@dataclasses.dataclass(frozen=True)
+class Descent:
+    """A third rule, plain gradient descent, which keeps nothing: unlike Adam and NorMuon it sees the scale of a gradient."""
+
+    lr: float = 0.001
+    every: int = 1
 
     def unit(self, spec):
         return ()
 
     def init_state(self, shard):
         return {}
-
-
-@dataclasses.dataclass(frozen=True)
-class Descent(OfElements):
-    """A third rule, plain gradient descent: unlike Adam and NorMuon it sees the scale of a gradient."""
-
-    lr: float = 0.001
-    every: int = 1
 
     def hyper(self, plan, t):
         return {"lr": self.lr * plan.lr_factor}
@@ -450,14 +446,15 @@ def test_hook_sees_the_final_gradient():
 
 
 def test_building_twice_fires_once_and_hooks_can_be_removed():
+    """Also where the first optimizer leaves later: it takes no hooks of the second."""
     model = chain()
-    optimizer_of(model)  # its hooks would find a backward that was not prepared
-    optimizer = optimizer_of(model)
-    optimizer.prepare_for_backward(0)
-    model(torch.ones(1, 6)).sum().backward()
-    assert not any(bucket.missing for bucket in optimizer.buckets)
-    optimizer.remove_hooks()
-    model(torch.ones(1, 6)).sum().backward()
+    first, second = optimizer_of(model), optimizer_of(model)
+    steps_of(model, second, 1, True)  # hooks of the first would find a backward that was not prepared
+    first.remove_hooks()
+    steps_of(model, second, 1, False)
+    assert second.buckets[0].updates == 2
+    second.remove_hooks()
+    model(torch.ones(2, 6)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
@@ -756,27 +753,18 @@ def test_a_step_whose_backwards_all_were_in_no_sync_is_an_error():
 
 
 @dataclasses.dataclass(frozen=True)
-class Keeps(OfElements):
+class Keeps(Descent):
     """Keeps a tensor of some name and shape."""
 
     key: str = "kept"
     shape: tuple | None = None
-    lr: float = 0.001
-    every: int = 1
 
     def init_state(self, shard):
         return {self.key: torch.zeros_like(shard) if self.shape is None else torch.zeros(self.shape)}
 
-    def hyper(self, plan, t):
-        return {"lr": self.lr * plan.lr_factor}
-
-    @staticmethod
-    def update(param, grad, state, hyper):
-        param.sub_(hyper["lr"] * grad)
-
 
 @pytest.mark.parametrize("rule, scale, says", [
-    *((Keeps(key), 1.0, f"gives '{key}'.* under a name other than updates, pending, average, lr, step") for key in train_gpt.Bucket.RESERVED),
+    *((Keeps(key=key), 1.0, f"gives '{key}'.* under a name other than updates, pending, average, lr, step") for key in train_gpt.Bucket.RESERVED),
     (Keeps(shape=()), 1.0, r"gives 'kept' \[\]; its shard has 64 units"),
     (Keeps(), 3.0, "p: its rule, Keeps, is of no matrices, and knows no scale"),
     (dataclasses.make_dataclass("Thawed", [("lr", float, 1.0)])(), 1.0, "its rule Thawed is none; write a frozen dataclass"),
@@ -784,18 +772,6 @@ class Keeps(OfElements):
 def test_a_rule_that_cannot_be_one_is_refused(rule, scale, says):
     with pytest.raises(train_gpt.RunError, match=says):
         train_gpt.fill_buckets([train_gpt.ParamSpec("p", nn.Parameter(torch.zeros(5)), rule, scale=scale)], 0.0, 0, 1)
-
-
-def test_an_optimizer_that_leaves_takes_no_hooks_of_a_later_one():
-    model = chain()
-    first = optimizer_of(model)
-    second = optimizer_of(model)
-    first.remove_hooks()
-    steps_of(model, second, 1, False)
-    assert second.buckets[0].updates == 1
-    second.remove_hooks()
-    model(torch.ones(2, 6)).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_exact_mode_counts_the_gradients_in_no_sync_too():

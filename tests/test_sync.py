@@ -102,7 +102,7 @@ import test_optimizer
 import test_run
 import train_gpt
 from conftest import some_documents
-from test_optimizer import (BOS, FULL, ONCE, WIDE, Descent, OfElements, Operations, Recorder, bucket_of, chain, mixed_steps,
+from test_optimizer import (BOS, FULL, ONCE, WIDE, Descent, Operations, Recorder, bucket_of, chain, mixed_steps,
                             mixture, optimizer_of, specs_of, train_steps)
 from test_run import flags, launch, one, read_log, run_here  # noqa: F401  (fixtures)
 from train_gpt import Comm, DistributedOptimizer, Reducer, RunError
@@ -1038,13 +1038,11 @@ def test_micro_batches_sum_as_a_binary_tree(heights, seed):
 
 
 @dataclasses.dataclass(frozen=True)
-class FlatTorch(OfElements):
+class FlatTorch(Descent):
     """A rule of any torch optimizer that works in place: it is given the shard as one flat parameter."""
 
-    optimizer: type
+    optimizer: type = torch.optim.Adam
     options: tuple = ()
-    lr: float = 0.0
-    every: int = 1
 
     def hyper(self, plan, t):
         return {"rule": self}
@@ -1062,7 +1060,7 @@ class FlatTorch(OfElements):
                                                (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9})])
 def test_any_optimizer_of_torch_works_on_the_flat_view(optimizer, options):
     model, twin = chain(), chain()
-    engine = optimizer_of(model, bucket_bytes=1e9, rule=FlatTorch(optimizer, tuple(options.items())))
+    engine = optimizer_of(model, bucket_bytes=1e9, rule=FlatTorch(optimizer=optimizer, options=tuple(options.items())))
     judge = optimizer(twin.parameters(), **options)
     for step in range(3):
         engine.prepare_for_backward(step)
