@@ -2395,9 +2395,6 @@ class Reducer:
 
     def release(self) -> None:
         """The step is over: its buckets take gradients again."""
-        for bucket in self.due:
-            if bucket.updates_in(self.step):
-                bucket.needs_overwrite.update(bucket.params)
         self.due, self.micro_batch, self.micro_batches, self.added, self.arrived = [], 0, 0, 0, False
 
     def drop_gradients(self) -> None:
@@ -2613,8 +2610,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
     def step(self, plan: Plan = Plan()) -> None:
         """Wait for each bucket in turn, update this rank's shard, gather. Unless gathers overlap the next forward, all
         parameters are then new. Of the plan the rules take lr_factor and momentum."""
-        if callable(plan):
-            raise RunError("step() calls no closure; call backward() before it")
+        demand(not callable(plan), "step() calls no closure; call backward() before it")
         for name, table, key, param in self.param_owners:
             if table.get(key) is not param:
                 raise RunError(f"{name} is another parameter than when the buckets were built; build the optimizer "
@@ -2632,6 +2628,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
             if bucket.updates_in(reducer.step):
                 self.finish_all_gathers([bucket])  # one that no forward read since: what it sends must not change
                 with reducer.span(f"update {bucket.name}"):
+                    bucket.needs_overwrite.update(bucket.params)
                     bucket.updates += 1
                     self.apply_rule(bucket, plan, untouched)
                 with reducer.span(f"gather {bucket.name}"):
