@@ -539,9 +539,10 @@ def test_every_parameter_is_assigned_exactly_once(tiny):
     assert {spec.name: (spec.first_step, spec.scale) for spec in train_gpt.assign(model, late)}["lm_head.weight"] == (5, 2.0)
 
 
-def test_a_bucket_of_two_dtypes_is_refused():
-    with pytest.raises(train_gpt.RunError, match="second is torch.bfloat16"):
-        bucket_of({"first": nn.Parameter(torch.zeros(2)), "second": nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))})
+@pytest.mark.parametrize("other,says", [({"dtype": torch.bfloat16}, "torch.bfloat16 on cpu"), ({"device": "meta"}, "torch.float32 on meta")])
+def test_a_bucket_of_two_dtypes_or_devices_is_refused(other, says):
+    with pytest.raises(train_gpt.RunError, match=f"second is {says}"):
+        bucket_of({"first": nn.Parameter(torch.zeros(2)), "second": nn.Parameter(torch.zeros(2, **other))})
 
 
 # as one of torch's optimizers

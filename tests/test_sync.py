@@ -57,7 +57,7 @@ test_optimizer.py or in test_run.py; test_the_table_names_what_there_is reads th
     E6 rank 0's order           test_the_order_is_rank_0_s_arrival
     E7 no_sync                  test_only_the_last_micro_batch_sends
     E8 communication hook       test_compressed_gradients_are_sums_of_bf16_of_every_rank, test_settings_reach_a_whole_run
-    E9 refused or left out      test_frozen, test_mixed_devices_are_refused
+    E9 refused or left out      test_frozen, test_a_bucket_of_two_dtypes_or_devices_is_refused
     E10 layout                  test_a_transposed_gradient_lands_right
     exact mode                  test_exact_mode_gives_the_same_bytes_at_any_number_of_ranks,
                                 test_an_exact_run_prints_the_same_losses_at_any_number_of_ranks
@@ -75,7 +75,7 @@ test_optimizer.py or in test_run.py; test_the_table_names_what_there_is reads th
     gather overlaps forward     test_a_gather_is_waited_for_where_the_forward_reads_it,
                                 test_the_whole_model_reads_nothing_before_it_has_come
     in no bucket, in two        test_a_parameter_in_no_bucket_or_in_two_is_named
-    two dtypes in a bucket      test_a_bucket_of_two_dtypes_is_refused
+    two dtypes in a bucket      test_a_bucket_of_two_dtypes_or_devices_is_refused
     second backward             test_a_gradient_for_a_launched_bucket_is_an_error
     one model at the start      test_all_ranks_begin_with_the_parameters_buffers_and_frozen_ones_of_rank_0
     not finite                  test_a_gradient_that_is_not_finite_stops_every_rank_before_the_step,
@@ -786,11 +786,6 @@ def test_sparse_gradients_are_summed_as_dense_ones(settings, every):
         results.append(table.weight.detach().clone())
     assert (results[0] - weights).norm() > 0.01
     torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-7)
-
-
-def test_mixed_devices_are_refused():
-    with pytest.raises(RunError, match="second is torch.float32 on meta"):
-        bucket_of({"first": nn.Parameter(torch.zeros(2)), "second": nn.Parameter(torch.zeros(2, device="meta"))})
 
 
 def replaced_on_both(comm, how, unused):
