@@ -276,15 +276,11 @@ def hostile_record(comm, changes, batches):
     return train_steps(Hostile(comm.rank, comm.ranks), changes, 2, batches)[1]
 
 
-def plain_record(comm, batches):
-    return train_steps(comm, {}, 2, batches)[1]
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_whole_model_reads_nothing_before_it_has_come(on_ranks, batches, ranks):
     """Every parameter of the record's model, the scalars and gates and tables too, under a hostile network."""
     few = batches[:, :2]
-    plain = set(on_ranks(ranks, plain_record, few))
+    plain = {state_hash for _, state_hash, *_ in on_ranks(ranks, train_steps, {}, 2, few)}
     for changes in ({}, {"overlap_param_gather": True}, {"overlap_param_gather": True, "walk": "forward"},
                     {"walk": "forward", "bucket_mb": 0.0}):
         assert set(on_ranks(ranks, hostile_record, changes, few)) == plain, changes
@@ -907,22 +903,15 @@ def test_compressed_gradients_are_sums_of_bf16_of_every_rank(on_ranks, ranks):
         assert not torch.equal(p, -sum(gradient(rank) for rank in range(ranks)) / ranks)
 
 
-def clipped_steps(comm, limit):
-    model = chain()
-    engine = build(model, comm, clip_norm=limit)
-    run_steps(engine, model, X, range(2))
-    return [p.detach().clone() for p in model.parameters()]
-
-
 def test_clip_is_by_the_norm_over_all_ranks(on_ranks):
     twin = chain()
     judge = torch.optim.SGD(twin.parameters(), lr=Descent().lr)
-    for step in range(2):
+    for step in range(3):
         judge.zero_grad()
         (sum(twin(X + step + rank).square().sum() for rank in range(2)) / 2).backward()
         assert nn.utils.clip_grad_norm_(twin.parameters(), 0.5) > 0.5
         judge.step()
-    for parameters in on_ranks(2, clipped_steps, 0.5):
+    for parameters in on_ranks(2, network_steps, Comm, {"clip_norm": 0.5}):
         assert_close(parameters, twin.parameters())
 
 
@@ -994,10 +983,6 @@ def test_a_gradient_that_is_not_finite_stops_every_rank_before_the_step(on_ranks
 # exact mode
 
 
-def exact_steps(comm, batches, steps):
-    return train_steps(comm, {"exact": True}, steps, batches)
-
-
 @pytest.fixture(scope="module")
 def batches():
     return torch.from_numpy(some_documents(11, 2 * 8 * 49).astype("int64")).view(2, 8, 49)
@@ -1005,7 +990,7 @@ def batches():
 
 def test_exact_mode_gives_the_same_bytes_at_any_number_of_ranks(on_ranks, batches):
     """Four ranks, since with two every order of summation is a + b; a plain sum gives other bytes, or this shows nothing."""
-    results = {ranks: on_ranks(ranks, exact_steps, batches, 2) for ranks in (1, 4, 8)}
+    results = {ranks: on_ranks(ranks, train_steps, {"exact": True}, 2, batches) for ranks in (1, 4, 8)}
     assert len({result[1] for on_each in results.values() for result in on_each}) == 1
     losses = [sorted(loss for result in on_each for loss in result[0]) for on_each in results.values()]
     assert all(of_ranks == losses[0] for of_ranks in losses)
