@@ -1843,8 +1843,7 @@ class Bucket:
             scale[begin:begin + count] = spec.scale
         self.scale = scale[rank * per_rank:(rank + 1) * per_rank].to(first.device, copy=True)  # of this shard's units
         mine = slice(self.shard_begin, self.shard_begin + self.shard_numel)
-        self.flat_param_shard, self.flat_grad_shard = self.param_data[mine], self.grad_data[mine]
-        self.param_shard, self.grad_shard = (x.view(-1, *unit) for x in (self.flat_param_shard, self.flat_grad_shard))
+        self.param_shard, self.grad_shard = (x[mine].view(-1, *unit) for x in (self.param_data, self.grad_data))
         self.updates, self.state = 0, self.rule.init_state(self.param_shard)
         for key, x in self.state.items():
             if key in self.RESERVED or x.shape[:1] != self.param_shard.shape[:1]:
@@ -1887,14 +1886,14 @@ class Bucket:
         for place in self.params if exact else ():
             place.grad.copy_(tree_sum(place.waiting))
             place.waiting.clear()
-        self.reducing = comm.reduce_scatter(self.flat_grad_shard, self.grad_data, self.received)
+        self.reducing = comm.reduce_scatter(self.grad_shard.view(-1), self.grad_data, self.received)
 
     def add_pending(self, due: bool) -> None:
         """Exact mode exchanges in every step: its sum waits for the step that updates."""
         if (pending := self.state.pop("pending", None)) is not None:
-            self.flat_grad_shard.add_(pending)
+            self.grad_shard.add_(pending)
         if not due:
-            self.state["pending"] = self.flat_grad_shard.clone()
+            self.state["pending"] = self.grad_shard.clone()
 
     def update(self, update: Callable[..., None], hyper: dict[str, Any], one_by_one: bool) -> None:
         """This rank's shard, by a rule's update or what it was compiled to. one_by_one: for exact mode, since a batch
@@ -1905,7 +1904,7 @@ class Bucket:
                    {**hyper, "scale": self.scale[part]})
 
     def start_gather(self, comm: Comm) -> None:
-        self.gathering = comm.all_gather(self.param_data, self.flat_param_shard)
+        self.gathering = comm.all_gather(self.param_data, self.param_shard.view(-1))
 
     def not_finite(self) -> list[str]:
         """Names of parameters: by their summed gradients where those lie in this shard, else by this rank's own."""
@@ -1960,7 +1959,7 @@ class RowBucket(Bucket):
 
     def set_grads(self, touched: Tensor, grads: Tensor) -> None:
         """The summed gradients [n, width] of n rows of this shard, counted from its first."""
-        self.touched, self.grad_shard, self.flat_grad_shard = touched, grads, grads.view(-1)
+        self.touched, self.grad_shard = touched, grads
 
     def first_row(self, place: BucketParam) -> int:
         return place.offset // self.rows.size(1)
@@ -2132,9 +2131,6 @@ class Comm:
     def __init__(self, rank: int = 0, ranks: int = 1, device: torch.device | str = "cpu"):
         self.rank, self.ranks, self.device = rank, ranks, device
         self.by_messages = ranks == 1 or dist.get_backend() == "gloo"
-        # torch 2.13 renamed them
-        self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
     def receive_buffer(self, full: Tensor, exact: bool) -> Tensor | None:
         """What reduce_scatter of a buffer [ranks * shard] wants beside it, where it is made of messages: kept, since
@@ -2146,10 +2142,8 @@ class Comm:
     def reduce_scatter(self, shard: Tensor, full: Tensor, received: Tensor | None) -> Any:
         """Start: shard, this rank's of full [ranks * shard], <- the sum over ranks of that; where there is a
         buffer to receive messages in, as a tree."""
-        if self.ranks == 1:
-            return HandleGroup()
         if received is None:
-            return self._reduce_scatter(shard, full, async_op=True)
+            return dist.reduce_scatter_single(shard, full, async_op=True)
         shards = full.view(self.ranks, -1)
         arriving = [*received[:self.rank], shards[self.rank], *received[self.rank:]]
         return HandleGroup(self.exchange(shards, arriving), then=lambda: tree_sum(arriving, out=shard))
@@ -2157,7 +2151,7 @@ class Comm:
     def all_gather(self, full: Tensor, shard: Tensor) -> Any:
         """Start: full [ranks * shard] <- every rank's shard. May be in place."""
         if not self.by_messages:
-            return self._all_gather(full, shard, async_op=True)
+            return dist.all_gather_single(full, shard, async_op=True)
         shards = full.view(self.ranks, -1)
         shards[self.rank].copy_(shard)  # onto itself: nothing happens
         return self.exchange([shard] * self.ranks, shards)
@@ -2188,10 +2182,7 @@ class Comm:
 
     def all_json(self, mine: Any) -> list[Any]:
         """What every rank has, in the order of ranks. It travels as JSON: nothing that arrives is executed."""
-        said = json.dumps(mine)
-        if self.ranks == 1:
-            return [json.loads(said)]
-        text = torch.tensor(list(said.encode()), dtype=torch.uint8, device=self.device)
+        text = torch.tensor(list(json.dumps(mine).encode()), dtype=torch.uint8, device=self.device)
         sizes = self.all_reduce(F.one_hot(torch.tensor(self.rank), self.ranks).to(self.device) * len(text)).tolist()
         texts = text.new_zeros(self.ranks, max(sizes))
         texts[self.rank, :len(text)] = text
@@ -2381,9 +2372,6 @@ class Reducer:
 
     def release(self) -> None:
         """The step is over: its buckets take gradients again."""
-        for bucket in self.due:
-            if bucket.updates_in(self.step):
-                bucket.needs_overwrite.update(bucket.params)
         self.due, self.micro_batch, self.micro_batches, self.added, self.arrived = [], 0, 0, 0, False
 
     def drop_gradients(self) -> None:
@@ -2397,8 +2385,8 @@ class Reducer:
 def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step: int) -> None:
     """RunError on every rank if a gradient is not finite on any; then scale all if their norm is too large."""
     squares = []  # norms of short rows in float32, squared and summed in float64: soon and exact
-    for shard in (bucket.flat_grad_shard for bucket in buckets):
-        rows = shard.view(-1, math.gcd(len(shard), Bucket.SHARD_ALIGNMENT))
+    for shard in (bucket.grad_shard for bucket in buckets):
+        rows = shard.view(-1, math.gcd(shard.numel(), Bucket.SHARD_ALIGNMENT))
         norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.promote_types(shard.dtype, torch.float32))
         squares.append(norms.double().square().sum())
     total = comm.all_reduce(torch.stack(squares).sum()).item() if squares else 0.0
@@ -2409,7 +2397,7 @@ def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step
                        "learning rates, or look at the data of this step")
     if clip_norm and math.sqrt(total) > clip_norm:
         for bucket in buckets:
-            bucket.flat_grad_shard.mul_(clip_norm / math.sqrt(total))
+            bucket.grad_shard.mul_(clip_norm / math.sqrt(total))
 
 def check_ownership(buckets: Sequence[Bucket], model: nn.Module) -> list[tuple[str, dict[str, Any], str, nn.Parameter]]:
     """Where the model holds each parameter that learns: its name, a module's own table, the key there, and itself.
@@ -2461,7 +2449,7 @@ class SavedState:
         if bucket.updates != min(updates.values()):
             raise RunError(f"the saved state does not fit: a bucket has one number of updates, not {updates}")
         if f"{bucket.params[0].name}/pending" in state:
-            bucket.state["pending"] = torch.zeros_like(bucket.flat_param_shard, dtype=bucket.grad_data.dtype)
+            bucket.state["pending"] = torch.zeros_like(bucket.param_shard, dtype=bucket.grad_data.dtype)
         wholes = {f"/{key}": x.new_zeros(self.comm.ranks, x.numel()) for key, x in bucket.state.items()}
         for place, (key, whole) in itertools.product(bucket.params, {"": bucket.param_data, **wholes}.items()):
             part = bucket.part_of(place, whole)
@@ -2599,8 +2587,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
     def step(self, plan: Plan = Plan()) -> None:
         """Wait for each bucket in turn, update this rank's shard, gather. Unless gathers overlap the next forward, all
         parameters are then new. Of the plan the rules take lr_factor and momentum."""
-        if callable(plan):
-            raise RunError("step() calls no closure; call backward() before it")
+        demand(not callable(plan), "step() calls no closure; call backward() before it")
         for name, table, key, param in self.param_owners:
             if table.get(key) is not param:
                 raise RunError(f"{name} is another parameter than when the buckets were built; build the optimizer "
@@ -2618,6 +2605,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
             if bucket.updates_in(reducer.step):
                 self.finish_all_gathers([bucket])  # one that no forward read since: what it sends must not change
                 with reducer.span(f"update {bucket.name}"):
+                    bucket.needs_overwrite.update(bucket.params)
                     bucket.updates += 1
                     self.apply_rule(bucket, plan, untouched)
                 with reducer.span(f"gather {bucket.name}"):

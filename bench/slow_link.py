@@ -162,9 +162,9 @@ class Rank:
 
         def step() -> None:
             buckets = optimizer.buckets
-            for handles in ([comm.reduce_scatter(bucket.flat_grad_shard, bucket.grad_data, bucket.received)
+            for handles in ([comm.reduce_scatter(bucket.grad_shard.view(-1), bucket.grad_data, bucket.received)
                              for bucket in buckets],
-                            [comm.all_gather(bucket.param_data, bucket.flat_param_shard) for bucket in buckets]):
+                            [comm.all_gather(bucket.param_data, bucket.param_shard.view(-1)) for bucket in buckets]):
                 for handle in handles:
                     handle.wait()
         return step

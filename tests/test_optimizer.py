@@ -22,22 +22,18 @@ FULL = train_gpt.Plan(lr_factor=1.0, momentum=0.95)
 WIDE, TALL = (train_gpt.NorMuon(0.03, 1.2, 0.95, torch.float32, wide=wide) for wide in (True, False))
 
 
-class OfElements:
-    """A rule whose unit is an element, and which keeps nothing of it."""
+@dataclasses.dataclass(frozen=True)
+class Descent:
+    """A third rule, plain gradient descent, which keeps nothing: unlike Adam and NorMuon it sees the scale of a gradient."""
+
+    lr: float = 0.001
+    every: int = 1
 
     def unit(self, spec):
         return ()
 
     def init_state(self, shard):
         return {}
-
-
-@dataclasses.dataclass(frozen=True)
-class Descent(OfElements):
-    """A third rule, plain gradient descent: unlike Adam and NorMuon it sees the scale of a gradient."""
-
-    lr: float = 0.001
-    every: int = 1
 
     def hyper(self, plan, t):
         return {"lr": self.lr * plan.lr_factor}
@@ -415,38 +411,15 @@ def test_sync_step_launches_nothing_in_backward():
         assert comm.kinds().count(("start", "reduce")) == len(optimizer.buckets)
 
 
-def one_bucket(names, comm, count=1):
-    """An engine that has learned its order, with all these parameters in one bucket, or one in each of so many."""
-    params = {name: nn.Parameter(torch.zeros(3)) for name in names}
-    groups = [params] if count == 1 else [{name: p} for name, p in params.items()]
-    buckets = [train_gpt.Bucket("-".join(g), [train_gpt.ParamSpec(n, p, ONCE) for n, p in g.items()], 0, 1) for g in groups]
-    optimizer = train_gpt.DistributedOptimizer(buckets, comm)
-    optimizer.reducer.launch_order = buckets
-    return optimizer, params
-
-
-def test_a_bucket_launches_when_all_of_it_has_come_in_any_order():
-    """Readiness is counted: firing the hooks in any order launches at the last one, whichever that is."""
-    names = ["a", "b", "c", "d"]
-    for seed in range(8):
-        comm = Recorder()
-        optimizer, params = one_bucket(names, comm)
-        optimizer.prepare_for_backward(0)
-        shuffled = [names[i] for i in torch.randperm(4, generator=torch.Generator().manual_seed(seed))]
-        for name in shuffled:
-            assert not comm.events, f"launched before {name} of {shuffled}"
-            params[name].sum().backward()
-        assert comm.kinds() == [("start", "reduce")]
-
-
 def test_a_bucket_that_is_ready_early_waits_for_its_turn():
-    comm = Recorder()
-    optimizer, params = one_bucket(["first", "second"], comm, count=2)
+    comm, params = Recorder(), nn.ParameterDict({name: nn.Parameter(torch.zeros(3)) for name in ("first", "second")})
+    optimizer = optimizer_of(params, comm)
+    order = optimizer.reducer.launch_order = optimizer.buckets[::-1]
     optimizer.prepare_for_backward(0)
     params["second"].sum().backward()
     assert not comm.events
     params["first"].sum().backward()
-    assert [event[2] for event in comm.events] == [bucket.grad_data.data_ptr() for bucket in optimizer.buckets]
+    assert [event[2] for event in comm.events] == [bucket.grad_data.data_ptr() for bucket in order]
 
 
 def test_a_tied_parameter_is_ready_once_after_all_its_uses():
@@ -473,14 +446,15 @@ def test_hook_sees_the_final_gradient():
 
 
 def test_building_twice_fires_once_and_hooks_can_be_removed():
+    """Also where the first optimizer leaves later: it takes no hooks of the second."""
     model = chain()
-    optimizer_of(model)  # its hooks would find a backward that was not prepared
-    optimizer = optimizer_of(model)
-    optimizer.prepare_for_backward(0)
-    model(torch.ones(1, 6)).sum().backward()
-    assert not any(bucket.missing for bucket in optimizer.buckets)
-    optimizer.remove_hooks()
-    model(torch.ones(1, 6)).sum().backward()
+    first, second = optimizer_of(model), optimizer_of(model)
+    steps_of(model, second, 1, True)  # hooks of the first would find a backward that was not prepared
+    first.remove_hooks()
+    steps_of(model, second, 1, False)
+    assert second.buckets[0].updates == 2
+    second.remove_hooks()
+    model(torch.ones(2, 6)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
@@ -565,9 +539,10 @@ def test_every_parameter_is_assigned_exactly_once(tiny):
     assert {spec.name: (spec.first_step, spec.scale) for spec in train_gpt.assign(model, late)}["lm_head.weight"] == (5, 2.0)
 
 
-def test_a_bucket_of_two_dtypes_is_refused():
-    with pytest.raises(train_gpt.RunError, match="second is torch.bfloat16"):
-        bucket_of({"first": nn.Parameter(torch.zeros(2)), "second": nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))})
+@pytest.mark.parametrize("other,says", [({"dtype": torch.bfloat16}, "torch.bfloat16 on cpu"), ({"device": "meta"}, "torch.float32 on meta")])
+def test_a_bucket_of_two_dtypes_or_devices_is_refused(other, says):
+    with pytest.raises(train_gpt.RunError, match=f"second is {says}"):
+        bucket_of({"first": nn.Parameter(torch.zeros(2)), "second": nn.Parameter(torch.zeros(2, **other))})
 
 
 # as one of torch's optimizers
@@ -779,27 +754,18 @@ def test_a_step_whose_backwards_all_were_in_no_sync_is_an_error():
 
 
 @dataclasses.dataclass(frozen=True)
-class Keeps(OfElements):
+class Keeps(Descent):
     """Keeps a tensor of some name and shape."""
 
     key: str = "kept"
     shape: tuple | None = None
-    lr: float = 0.001
-    every: int = 1
 
     def init_state(self, shard):
         return {self.key: torch.zeros_like(shard) if self.shape is None else torch.zeros(self.shape)}
 
-    def hyper(self, plan, t):
-        return {"lr": self.lr * plan.lr_factor}
-
-    @staticmethod
-    def update(param, grad, state, hyper):
-        param.sub_(hyper["lr"] * grad)
-
 
 @pytest.mark.parametrize("rule, scale, says", [
-    *((Keeps(key), 1.0, f"gives '{key}'.* under a name other than updates, pending, average, lr, step") for key in train_gpt.Bucket.RESERVED),
+    *((Keeps(key=key), 1.0, f"gives '{key}'.* under a name other than updates, pending, average, lr, step") for key in train_gpt.Bucket.RESERVED),
     (Keeps(shape=()), 1.0, r"gives 'kept' \[\]; its shard has 64 units"),
     (Keeps(), 3.0, "p: its rule, Keeps, is of no matrices, and knows no scale"),
     (dataclasses.make_dataclass("Thawed", [("lr", float, 1.0)])(), 1.0, "its rule Thawed is none; write a frozen dataclass"),
@@ -807,18 +773,6 @@ class Keeps(OfElements):
 def test_a_rule_that_cannot_be_one_is_refused(rule, scale, says):
     with pytest.raises(train_gpt.RunError, match=says):
         train_gpt.fill_buckets([train_gpt.ParamSpec("p", nn.Parameter(torch.zeros(5)), rule, scale=scale)], 0.0, 0, 1)
-
-
-def test_an_optimizer_that_leaves_takes_no_hooks_of_a_later_one():
-    model = chain()
-    first = optimizer_of(model)
-    second = optimizer_of(model)
-    first.remove_hooks()
-    steps_of(model, second, 1, False)
-    assert second.buckets[0].updates == 1
-    second.remove_hooks()
-    model(torch.ones(2, 6)).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_exact_mode_counts_the_gradients_in_no_sync_too():
@@ -994,26 +948,6 @@ def test_all_ranks_begin_with_the_parameters_buffers_and_frozen_ones_of_rank_0(o
         assert all(torch.equal(x, y) for x, y in zip(tensors, (*first.parameters(), *first.buffers()), strict=True))
 
 
-def other_widths(comm):
-    optimizer_of(chain((6, 5, 7 + comm.rank, 4)), comm)
-
-
-def other_names(comm):
-    optimizer_of(nn.ParameterDict({("a" if comm.rank else "b"): nn.Parameter(torch.zeros(4))}), comm)
-
-
-def other_settings(comm):
-    optimizer_of(chain(), comm, exact=bool(comm.rank))
-
-
-def other_scale(comm):
-    optimizer_of(chain(), comm, grad_scale=1.0 + comm.rank)
-
-
-def other_rates(comm):
-    optimizer_of(chain(), comm, rule=dataclasses.replace(ONCE, lr=0.1 + comm.rank))
-
-
 def other_counts(comm):
     model = chain()
     optimizer = optimizer_of(model, comm)
@@ -1023,17 +957,26 @@ def other_counts(comm):
     optimizer.step(FULL)
 
 
-DIFFERENCES = [(other_widths, r"bucket .*4, 8\b.* 4, 7\b"), (other_names, "bucket .*a.*b"), (other_settings, "exact True.*False"),
-               (other_scale, "scale of gradients 2.*1"), (other_rates, "bucket .*lr=1.1.*lr=0.1"),
-               (other_counts, "micro-batches.* differ: rank 1 .*3.* rank 0 .*2")]
+DIFFERENCES = {  # what rank 1 has otherwise, and how the error names it
+    "widths": (lambda comm: optimizer_of(chain((6, 5, 7 + comm.rank, 4)), comm), r"bucket .*4, 8\b.* 4, 7\b"),
+    "names": (lambda comm: optimizer_of(nn.ParameterDict({"ba"[comm.rank]: nn.Parameter(torch.zeros(4))}), comm), "bucket .*a.*b"),
+    "settings": (lambda comm: optimizer_of(chain(), comm, exact=bool(comm.rank)), "exact True.*False"),
+    "scale": (lambda comm: optimizer_of(chain(), comm, grad_scale=1.0 + comm.rank), "scale of gradients 2.*1"),
+    "rates": (lambda comm: optimizer_of(chain(), comm, rule=dataclasses.replace(ONCE, lr=0.1 + comm.rank)), "bucket .*lr=1.1.*lr=0.1"),
+    "counts": (other_counts, "micro-batches.* differ: rank 1 .*3.* rank 0 .*2"),
+}
 
 
-@pytest.mark.parametrize("build,says", DIFFERENCES)
-def test_ranks_that_differ_all_get_an_error_that_names_the_difference(_rank_pools, on_ranks, build, says):
+def build_otherwise(comm, what):
+    DIFFERENCES[what][0](comm)
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_ranks_that_differ_all_get_an_error_that_names_the_difference(_rank_pools, on_ranks, what):
     on_ranks(2, nothing)
-    for kind, error in _rank_pools[2].outcomes(build):
+    for kind, error in _rank_pools[2].outcomes(build_otherwise, what):
         assert kind == "error"
-        with pytest.raises(train_gpt.RunError, match=says):
+        with pytest.raises(train_gpt.RunError, match=DIFFERENCES[what][1]):
             raise error
 
 
@@ -1061,14 +1004,14 @@ def test_micro_batches_are_counted(calls, says):
 # state
 
 
-MIXED_SHAPES = {"table": (10, 7), "wide.0": (4, 12), "wide.1": (4, 12), "wide.2": (4, 12), "tall.0": (12, 4), "tall.1": (12, 4),
+MIXED_SHAPES = {"table": (10, 7), "wide_0": (4, 12), "wide_1": (4, 12), "wide_2": (4, 12), "tall_0": (12, 4), "tall_1": (12, 4),
                 "four": (6, 40), "vector": (37,), "halved": (9, 5)}
 
 
-def mixture(bucket_bytes, comm, late=None, **changes):
+def mixture(bucket_bytes, comm, **changes):
     """An engine with parameters of every kind: of both rules, wide and tall, four matrices in one, in bf16."""
     torch.manual_seed(5)
-    params = nn.ParameterDict({name.replace(".", "_"): nn.Parameter(torch.randn(shape)) for name, shape in MIXED_SHAPES.items()})
+    params = nn.ParameterDict({name: nn.Parameter(torch.randn(shape)) for name, shape in MIXED_SHAPES.items()})
     params["halved"] = nn.Parameter(params["halved"].detach().bfloat16())
     adam = train_gpt.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=0.1, every=2)
     rules = {"wide": WIDE, "tall": TALL, "four": WIDE}
@@ -1079,10 +1022,10 @@ def mixture(bucket_bytes, comm, late=None, **changes):
     return train_gpt.DistributedOptimizer(buckets, comm, train_gpt.SyncSettings(**changes), params), params
 
 
-def mixed_steps(optimizer, params, steps, micro_batches=4):
-    """Gradients that depend on step and micro-batch alone; each rank takes its part of them."""
+def mixed_steps(optimizer, params, steps):
+    """Gradients that depend on step and micro-batch alone; each rank takes its part of four of them."""
     comm = optimizer.comm
-    share = micro_batches // comm.ranks
+    share = 4 // comm.ranks
     for step in steps:
         for i in range(share):
             draw = torch.Generator().manual_seed(1000 * step + comm.rank * share + i)
@@ -1120,7 +1063,7 @@ def test_state_is_the_same_at_any_number_of_ranks_and_bucket_size(on_ranks):
         for theirs, their_hash, _ in on_ranks(ranks, exact_run, range(3), bucket_bytes):
             assert_same_state(theirs, state)
             assert their_hash == state_hash
-    for name, shape in ((name.replace(".", "_"), shape) for name, shape in MIXED_SHAPES.items()):
+    for name, shape in MIXED_SHAPES.items():
         adam = name in ("table", "vector", "halved")
         assert torch.equal(state[name].view(shape), parameters[name]) and len(state[f"{name}/m"]) == math.prod(shape)
         assert len(state[f"{name}/v"]) == (math.prod(shape) if adam else max(shape)), "second moment per unit's row or column"
