@@ -321,7 +321,7 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
     "a last time in other digits": (lambda log: edit_line(log, -1, f"{log.end['train_time_ms']:.0f}ms", "1e3ms"),
                                     (WHOLE, CLOCK), "none that the script writes"),
     "a last time that falls": (lambda log: edit_line(log, -1, f"{log.end['train_time_ms']:.0f}ms", "1000ms"),
-                               (CLOCK, STAMPS), "falls at step 12"),
+                               (CLOCK, STAMPS), "falls to 1000 ms at step 12"),
     "an odd average": (lambda log: edit_line(log, 3, "step_avg:", "step_avg:1.2."), (WHOLE,), "none that the script"),
     "a time of 400 digits": (lambda log: edit_line(log, 3, "train_time:", "train_time:" + "9" * 400),
                              (WHOLE, CLOCK), "none that the script"),
