@@ -1201,8 +1201,7 @@ def main(arguments=None):
     except CannotJudge as reason:
         if options.json:
             print(json.dumps({"verdict": "cannot be judged", "reason": str(reason)}))
-        print(stats.brief(f"verify.py: error: {reason}"), file=sys.stderr)
-        return 2
+        return logs.refuse("verify.py", reason)
     except Broken as reason:  # of the judge itself: no template may tell of it
         print(json.dumps({"verdict": FAIL, "reason": str(reason)}) if options.json else f"FAIL: {reason}")
         return 1
