@@ -873,13 +873,12 @@ def check_faster(runs, others, target, races):
 
 def check_alike(runs, facts_of):
     """The facts of the first run; Broken unless every run has these."""
-    first = None
-    for e in runs:
-        facts = facts_of(e)
-        one, wanted = first = first or (e.name, facts)
+    found = ((e.name, facts_of(e)) for e in runs)
+    one, wanted = next(found)
+    for other, facts in found:
         differ = [f"{key}: {str(wanted.get(key))[:80]} and {str(facts.get(key))[:80]}"
                   for key in sorted({*wanted, *facts}) if wanted.get(key) != facts.get(key)]
-        demand(not differ, f"{one} and {e.name} differ in {'; '.join(differ)[:200]}")
+        demand(not differ, f"{one} and {other} differ in {'; '.join(differ)[:200]}")
     return wanted
 
 
@@ -933,7 +932,7 @@ def check_interleaved(runs, others):
         before = sum(spans[name] for name in ("joining", "setup") if is_number(spans.get(name)))
         order.append((began, side, e.name, began + e.get("end.wall_seconds", NUMBER) - before))
     order.sort()
-    for (_, _, one, ended), (began, _, other, _) in zip(order, order[1:]):
+    for (_, _, one, ended), (began, _, other, _) in itertools.pairwise(order):
         demand(began + CLOCKS_S >= ended,
                f"{other} started {ended - began:.0f} s before {one} ended: they took time from each other")
     sides = "".join(side for _, side, *_ in order)
