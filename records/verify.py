@@ -444,7 +444,7 @@ def check_paces(steps, ahead):
 def attempt_of(e, races):
     """What its race wrote of a run when that had ended: {} where there is no such line here."""
     found = races.get(e.race.race_id) if e.race and e.ours else None
-    return found.attempts.get(e.run.start.get("run_id"), {}) if found else {}
+    return found.attempts.get(str(e.run.start.get("run_id")), {}) if found else {}
 
 
 def check_stamps(e, races):
@@ -554,8 +554,7 @@ def check_accounts(runs, found, races):
         remarks += [f"{side.name}: {len(of_side)} runs, as declared"] * (which is not None)
     remarks += [f"{logs.printable(os.path.basename(item.path))}: {item.reason}" for item in found.rejected
                 if item.kind in (logs.INCOMPLETE, logs.NOT_FINITE)]
-    started = {run_id for one in races.values() for run_id in one.attempts}
-    strangers = {str(e.run.start.get("run_id")) for e in runs if e.ours} - started
+    strangers = {str(e.run.start.get("run_id")) for e in runs if e.ours and not attempt_of(e, races)}
     demand(not (races and strangers),
            f"not started by this race, by its {stats.MANIFEST}: {several(sorted(strangers))}")
     # another project's log says nothing of itself
@@ -704,8 +703,7 @@ def check_declared(manifest, runs):
     declared = manifest.race
     check_sides(declared, runs)
     for e in sorted(runs, key=lambda e: not e.ours):  # of others what is wanted cannot be checked
-        attempt = manifest.attempts.get(e.get("start.run_id", str))
-        demand(attempt, f"{e.name} is of another race than its {stats.MANIFEST}")
+        attempt = manifest.attempts[e.get("start.run_id", str)]
         side = declared["sides"][attempt["side"]]  # its order names no other
         e.must_state(stats.MANIFEST, ("start.race.declared_n", declared["n"]), ("start.race.run", attempt["run"]),
                      ("start.race.side", attempt["side"]), ("start.ranks", declared["ranks"]),
