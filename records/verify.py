@@ -53,8 +53,7 @@ import examine
 import leaks
 import pages
 import stats
-from leaks import (FAIL, NUMBER, PASS, ROOT, SHA256, UNKNOWN, Broken, NotCheckable, demand, is_number, judged, several,
-                   shards_of)
+from leaks import (FAIL, NUMBER, PASS, ROOT, SHA256, UNKNOWN, Broken, demand, is_number, judged, several, shards_of)
 from stats import CannotJudge
 
 INCOMPLETE, REMARK = "incomplete", "remark"  # of all rules together; of a rule that came after the run
@@ -153,9 +152,9 @@ class Evidence:
         return stats.race_of(self.run)
 
     def get(self, where, kind=object):
-        """The entry at a path like `end.state_hash.before_warmup`. NotCheckable or Broken if none of this type is."""
+        """The entry at a path like `end.state_hash.before_warmup`. CannotJudge or Broken if none of this type is."""
         if not self.ours:
-            raise NotCheckable("the log holds no description of its run (its form is not this project's)")
+            raise CannotJudge("the log holds no description of its run (its form is not this project's)")
         found = {"start": self.run.start, "end": self.run.end}
         for key in where.split("."):
             found = found.get(key) if isinstance(found, dict) else None
@@ -202,7 +201,7 @@ def moment(text):
         return None
 
 
-# Rules for each run: Evidence -> what shows that it is kept; Broken or NotCheckable otherwise
+# Rules for each run: Evidence -> what shows that it is kept; Broken or CannotJudge otherwise
 
 def check_log(e):
     run, stated, kinds = e.run, e.get("start.source_sha256", str), "[srxo]" if e.run.resumed else "s"
@@ -242,8 +241,8 @@ def embedding_rows(e):
     layers, width = e.get("start.config.layers", str), e.get("start.config.model_dim", int)
     words = [_LAYER.fullmatch(word) for word in layers.split()]
     if None in words:
-        raise NotCheckable(f"start.config.layers is {layers[:40]!r}, no layers of {stats.SCRIPT}: what its parameters "
-                           "are cannot be told")
+        raise CannotJudge(f"start.config.layers is {layers[:40]!r}, no layers of {stats.SCRIPT}: what its parameters "
+                          "are cannot be told")
     tables = 2 + len({word["table"] for word in words} - {None, ""})
     matrices = sum(4 * bool(word["window"]) + 8 * bool(word["mlp"]) for word in words)
     ngrams = re.findall(r"\d:(\d{1,12}):(\d{1,12})", str(e.get("start.config", dict).get("ngrams", "")))
@@ -261,7 +260,7 @@ def check_beginning(e):
     if not weighted:  # else it is another sum
         first += [step.train_loss for step in e.run.steps if step.step == 1 and step.train_loss is not None]
     if not first:
-        raise NotCheckable("no line states a loss before the first step")
+        raise CannotJudge("no line states a loss before the first step")
     nothing = math.log(max(1, embedding_rows(e) // 128 * 128))
     less = KNOWS_LITTLE if config.get("head_init") else KNOWS_NOTHING
     demand(min(first) >= nothing - less, f"its loss before the first step is {min(first):.4f}, and a model that knows "
@@ -290,7 +289,7 @@ def is_fineweb(e):
     try:
         shards = shards_of(e)["val"]
     except Broken:
-        raise NotCheckable("the shards are not stated in full") from None
+        raise CannotJudge("the shards are not stated in full") from None
     if e.run.start.get("preset") == "speedrun" or all(shard["name"].startswith("fineweb_val_") for shard in shards):
         return True
     return embedding_rows(e) in GPT2_VOCAB and sum(shard["tokens"] for shard in shards) > FINEWEB_VAL_TOKENS
@@ -360,7 +359,7 @@ def difference(parent, source):
 
 def check_source(e, theirs):
     """theirs: the other side's source, or None."""
-    failed = Broken if e.ours else NotCheckable
+    failed = Broken if e.ours else CannotJudge
     if not e.run.source:
         raise failed("the log holds no source")
     what = "what stands in the log for the source"
@@ -405,7 +404,7 @@ def check_clock(e):
                f"train_time falls to {first.time_ms:.0f} ms at step {first.step}")
         timed = timed[falls[0]:]  # the community's reset after its first steps
     if len(timed) < 2:
-        raise NotCheckable("fewer than two lines with train_time in ms")
+        raise CannotJudge("fewer than two lines with train_time in ms")
     warm = (0,) if e.ours else (0, 1, 10)  # steps that the community's scripts leave out of their average
     wrong = [[f"at step {line.step} train_time is {line.time_ms:.0f} ms, by its step_avg of {line.average} ms "
               f"{line.step * line.average:.0f} ms" for line in timed if line.average is not None and
@@ -462,7 +461,7 @@ def check_stamps(e, races):
                f"what the race wrote: by its {stats.MANIFEST} its SHA-256 is {str(wanted)[:8]}...; restore it")
         stamps = logs.parse_json(path.read_text(encoding="utf-8"))
     except OSError:
-        raise NotCheckable(f"no {name} lies beside the log: race.py writes it") from None
+        raise CannotJudge(f"no {name} lies beside the log: race.py writes it") from None
     except ValueError as error:
         raise Broken(f"{name}: {error}") from None
     demand(isinstance(stamps, list) and all(isinstance(pair, list) and len(pair) == 2 and all(map(is_number, pair))
@@ -519,8 +518,8 @@ def of_all(found, wanted):
     first = f"the first: {found[0][2]}"
     demand(not broken, some + several(broken))
     if unknown or some:
-        raise NotCheckable(some + (f"{len(unknown)} of {len(found)} runs: {unknown[0]}" if unknown else
-                                   f"none fails; {first}"))
+        raise CannotJudge(some + (f"{len(unknown)} of {len(found)} runs: {unknown[0]}" if unknown else
+                                  f"none fails; {first}"))
     return found[0][2] if wanted == 1 else f"{wanted} of {wanted} runs; {first}"
 
 
@@ -566,7 +565,7 @@ def check_accounts(runs, found, races):
             check_attempts(manifest, of_race, here, remarks, unknown)
             check_declared(manifest, of_race)
     if unknown:
-        raise NotCheckable("; ".join([*dict.fromkeys(unknown), *remarks]))
+        raise CannotJudge("; ".join([*dict.fromkeys(unknown), *remarks]))
     return "; ".join(remarks)
 
 
@@ -735,7 +734,7 @@ def check_wall(runs, races):
             demand(-0.1 <= measured - wall <= min(STARTING_S, STARTING_LEAST_S + STARTING_PART * wall),
                    f"{e.name} states {wall:.1f} s by the wall clock, the race that started it measured {measured:.1f}")
     if not late:
-        raise NotCheckable(f"no {stats.MANIFEST} tells how long the runs took: race them with race.py" if not any(
+        raise CannotJudge(f"no {stats.MANIFEST} tells how long the runs took: race them with race.py" if not any(
             attempt_of(e, races) for e in runs) else "the race itself had ended before its runs did")
     for of_race in late.values():
         sides = {side: [lag for lag, _, of in of_race if of == side] for side in sorted({of for *_, of in of_race})}
@@ -774,7 +773,7 @@ def check_copies(runs, models=()):
             demand(before == owner, f"{one.name} and {e.name} have the same {what} {shown}" + (
                 "" if owner is e else f", and the seeds {before} and {owner}"))
     if not seen:
-        raise NotCheckable("the logs hold neither state hashes nor the times of their steps")
+        raise CannotJudge("the logs hold neither state hashes nor the times of their steps")
     found, limit, one, other = most_alike(compared)
     demand(found <= limit, f"{one} and {other} have other seeds, and training losses that go up and down together "
            f"(correlation {found:.3f}): one is a copy of the other with small changes")
@@ -865,7 +864,7 @@ def check_faster(runs, others, target, races):
         text += (f"; but by the clocks of the runs alone: no race saw the steps of {len(alone)} of "
                  f"{len(runs + others)} runs")
     if any(e.ours for e in alone):
-        raise NotCheckable(text)
+        raise CannotJudge(text)
     return text
 
 
@@ -896,8 +895,8 @@ def check_data(runs, others, races):
         its, named = digests(e, "train"), dict(flags(runs[0]).items() ^ flags(e).items())
         fewer = "train_shards" in named and all(one == other for one, other in zip(first, its))
         if its != first and not (fewer or {"preset", "train_files"} & named.keys()):
-            raise NotCheckable(f"look at this: {runs[0].name} and {e.name} trained on shards of other digests, and no "
-                               "flag that their race declared says so; --train_files and --train_shards would")
+            raise CannotJudge(f"look at this: {runs[0].name} and {e.name} trained on shards of other digests, and no "
+                              "flag that their race declared says so; --train_files and --train_shards would")
         declared |= named.keys() if its != first else set()
     return (f"{found['end.val_tokens']:,} validation tokens of the same shards, in sequences of {found['val_len']:,}; "
             f"{f'other training shards, as {sorted(declared)} declare' if declared else 'the same training shards'}")
@@ -946,7 +945,7 @@ def check_spans(runs, others):
     """
     sides, shown, doubts = (runs, others), [], []
     if min(map(len, sides)) < 2:
-        raise NotCheckable("fewer than two runs on a side")
+        raise CannotJudge("fewer than two runs on a side")
 
     def spans(e):
         return {name: s for name, s in e.get("end.seconds_outside_clock", dict).items() if is_number(s)}
@@ -977,7 +976,7 @@ def check_spans(runs, others):
                                              e.get("start.config", dict).get("compile") == "on" for e in runs), text)
             doubts.append(f"look at this: {text}")
     if doubts:
-        raise NotCheckable("; ".join(doubts))
+        raise CannotJudge("; ".join(doubts))
     return ", ".join(shown)
 
 
