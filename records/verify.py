@@ -527,13 +527,11 @@ def of_all(found, wanted):
 
 def check_accounts(runs, found, races):
     """Were these all the runs, and were there to be so many?"""
-    remarks, unknown, members = [], [], defaultdict(list)
-    for e in runs:
-        members[e.race and e.race[:2]].append(e)
-    for which, of_side in members.items():
-        declared = races[which[0]].race if which and which[0] in races else {}
-        side = stats.Side(f"side {which[1]}" if which and which[1] else "the set", [e.run for e in of_side],
-                          found.rejected, declared)
+    remarks, unknown = [], []
+    for which, of_side in stats.grouped(runs, lambda e: e.race and e.race[:2]).items():
+        race_id, name = which or (None, "")
+        declared = races[race_id].race if race_id in races else {}
+        side = stats.Side(f"side {name}" if name else "the set", [e.run for e in of_side], found.rejected, declared)
         try:
             stats.check_none_diverged(side)
             stats.check_all_there(side)
@@ -549,7 +547,7 @@ def check_accounts(runs, found, races):
         if which is None:
             unknown.append("no number of runs was declared: some may be left out")
         elif not declared:
-            unknown.append(f"there is no {stats.MANIFEST} of race {which[0]}: what else was started cannot be seen")
+            unknown.append(f"there is no {stats.MANIFEST} of race {race_id}: what else was started cannot be seen")
         remarks += [f"{side.name}: {len(of_side)} runs, as declared"] * (which is not None)
     remarks += [f"{logs.printable(os.path.basename(item.path))}: {item.reason}" for item in found.rejected
                 if item.kind in (logs.INCOMPLETE, logs.NOT_FINITE)]
@@ -1156,10 +1154,9 @@ def unseen(case):
 def sum_up(findings, case):
     """What is shown: the verdict, in a line and in a word, and findings by what became of them; failures come last."""
     of = {verdict: [f for f in findings if f.rule not in CLAIMS and f.verdict == verdict] for verdict in VERDICTS}
-    counts, last = Counter(f.verdict for f in findings), defaultdict(list)
+    counts = Counter(f.verdict for f in findings)
     bare = not counts[FAIL] and any(not e.ours for e in case.runs + case.others)
-    for f in of[UNKNOWN]:
-        last[f.reason].append(f.rule)
+    alike = stats.grouped(of[UNKNOWN], lambda f: f.reason)
     said = ("FAIL: rules are broken" if of[FAIL] else "NO PASS: the logs describe nothing" if bare else
             "CLAIM NOT SHOWN, no rule is broken" if counts[FAIL] else
             "NO RULE IS BROKEN, but not all could be seen" if of[UNKNOWN] else "PASS")
@@ -1168,7 +1165,7 @@ def sum_up(findings, case):
             "verdict": FAIL if counts[FAIL] else INCOMPLETE if counts[UNKNOWN] else PASS, "counts": dict(counts),
             "status": 1 if counts[FAIL] else 2 if bare else 0, "of": of,
             "claims": [f for f in findings if f.rule in CLAIMS],
-            "unseen": [f"{reason}: {'; '.join(rules)}" for reason, rules in last.items()],
+            "unseen": [f"{reason}: {'; '.join(f.rule for f in found)}" for reason, found in alike.items()],
             "broken": [f"{f.rule}: {f.reason}" for f in of[FAIL]], "last": unseen(case),
             "findings": sorted(findings, key=lambda f: VERDICTS.index(f.verdict))}
 
