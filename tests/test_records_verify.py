@@ -1,5 +1,6 @@
 """records/verify.py: logs of a real run pass; each rule catches a violation planted in the log or in the script."""
 
+import contextlib
 import functools
 import gzip
 import hashlib
@@ -154,7 +155,8 @@ def race(honest, tmp_path):
         versions = {side: {"revision": None, "flags": [],
                            "source_sha256": log.start["source_sha256"]} for side in sides}
         declared = {"id": "x", "n": n, "seed": 0, "ranks": 1, "sides": versions, "order": [f"{r}{s}" for r, s in order]}
-        write_manifest(folder, [{"race": declared}, *events])
+        with manifest_of(folder) as lines:
+            lines += [{"race": declared}, *events]
         return folder
     return race
 
@@ -172,21 +174,21 @@ def write_stamps(path, log, slow=1):
     path.with_suffix(".steps.json").write_text(json.dumps(stamps))
 
 
-def read_manifest(folder):
-    return [json.loads(line) for line in (folder / "race.jsonl").read_text().splitlines()]
+@contextlib.contextmanager
+def manifest_of(folder):
+    """The lines of its race.jsonl, to be changed."""
+    path = folder / "race.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    yield events
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
 def with_attempt(folder, run, **how):
     """Puts an attempt at a run before the one that was done: {} as it, and how it differs."""
-    events = read_manifest(folder)
-    both = [{**event, "run_id": f"{run}a_first"} for event in events[2 * run - 1:2 * run + 1]]
-    both[1].update(how)
-    write_manifest(folder, [*events[:2 * run - 1], *both[:1 if how.get("status") == "started" else 2],
-                            *events[2 * run - 1:]])
-
-
-def write_manifest(folder, events):
-    (folder / "race.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    with manifest_of(folder) as events:
+        at = events.index(next(event for event in events if event.get("run_id") == f"{run}a"))
+        started, ended = ({**event, "run_id": f"{run}a_first"} for event in events[at:at + 2])
+        events[at:at] = [started] if how.get("status") == "started" else [started, {**ended, **how}]
 
 
 @pytest.fixture
@@ -402,11 +404,9 @@ def test_a_script_with_a_slow_clock_is_caught(train, judge):
     ([0, 0, 0, 19], ["4a.txt", "the race that started it measured"]),  # a short run hides no half of itself
 ])
 def test_a_wall_clock_that_lies_is_caught_by_the_race(race, judge, more, words):
-    folder = race()
-    events = read_manifest(folder)
-    for event, seconds in zip(events[2::2], more):  # those that say how a run ended
-        event["seconds"] += seconds
-    write_manifest(folder, events)
+    with manifest_of(folder := race()) as events:
+        for event, seconds in zip(events[2::2], more):  # those that say how a run ended
+            event["seconds"] += seconds
     fails_only(judge(folder), WALL, *words)
 
 
@@ -453,10 +453,9 @@ MANIFEST_EDITS = {  # what is done to its lines, a word of the reason
 
 @pytest.mark.parametrize("edit", MANIFEST_EDITS)
 def test_a_manifest_that_is_not_its_logs_is_caught(race, judge, edit):
-    folder, (change, word) = race(), MANIFEST_EDITS[edit]
-    events = read_manifest(folder)
-    change(events)
-    write_manifest(folder, events)
+    change, word = MANIFEST_EDITS[edit]
+    with manifest_of(folder := race()) as events:
+        change(events)
     fails_only(judge(folder), ACCOUNTS, word)
 
 
@@ -476,8 +475,8 @@ def test_the_manifest_is_found_beside_the_logs(race, judge, tmp_path):
 
 
 def test_a_run_from_elsewhere_is_caught(race, judge):
-    folder = race()
-    write_manifest(folder, read_manifest(folder)[:-2])
+    with manifest_of(folder := race()) as events:
+        del events[-2:]
     fails_only(judge(folder), ACCOUNTS, "4a", "not started by this race")
 
 
@@ -521,10 +520,8 @@ def test_two_sources_are_caught(race, judge):
     (0.05, False, 1), (0.05, True, 1), (0.01, False, 0), (0.001, False, 0), (0.001, True, 0),
 ])
 def test_the_claim_is_judged_by_the_alpha_of_its_race(race, judge, alpha, looks, status):
-    folder = race(6)
-    events = read_manifest(folder)
-    events[0]["race"].update(alpha=alpha, until_decided=looks)
-    write_manifest(folder, events)
+    with manifest_of(folder := race(6)) as events:
+        events[0]["race"].update(alpha=alpha, until_decided=looks)
     outcome = judge(folder)
     assert outcome[0] == status and outcome[1]["mean loss below target, p < 0.01"][0] == ("fail" if status else "pass")
     if status:
@@ -572,9 +569,8 @@ def test_sides_that_cannot_be_compared_are_caught(race, judge, change, rule, wor
 
 def declare(folder, side, *flags, kept=True):
     """Writes flags into the manifest as those of a side, and, if they are kept, into the configs of its logs."""
-    first, *events = read_manifest(folder)
-    first["race"]["sides"][side]["flags"] = list(flags)
-    write_manifest(folder, [first, *events])
+    with manifest_of(folder) as events:
+        events[0]["race"]["sides"][side]["flags"] = list(flags)
     for path in folder.glob(f"*{side}.txt") if kept else ():
         log = Log(path)
         for name, word in verify.given_by(flags).items():
@@ -1219,10 +1215,10 @@ def test_cheat_1_is_caught_by_the_walls_where_no_line_was_stamped(race, judge):
 def test_one_of_many_sides_stands_out_by_chance(race, judge, late, verdict):
     """How long runs take to start differs by seconds on a busy machine, and so do the medians of eight sides."""
     folder = race(3, "abcdefgh", lambda log, run, side: pace(log, lambda step, ms: step * (9 * run + ord(side))))
-    events, draw = read_manifest(folder), np.random.default_rng(1)
-    for event in events[2::2]:
-        event["seconds"] = event["seconds"] - 2 + draw.normal(5, 2.5) + (late if event["side"] == "c" else 0)
-    write_manifest(folder, events)
+    draw = np.random.default_rng(1)
+    with manifest_of(folder) as events:
+        for event in events[2::2]:
+            event["seconds"] += draw.normal(5, 2.5) - 2 + (late if event["side"] == "c" else 0)
     found, reason = judge(folder)[1][WALL]
     assert found == verdict and (found == "pass" or "on side c" in reason), reason
 
@@ -1312,25 +1308,21 @@ def test_steps_at_the_edges_of_a_stretch_are_timed(race, judge, tmp_path):
     lambda path: path.unlink(), lambda path: path.write_text(path.read_text().replace("5", "6", 1)),
 ])
 def test_stamps_whose_digest_the_race_wrote_cannot_be_left_out(race, judge, spoil):
-    folder = race(2)
-    events = read_manifest(folder)
-    for event in events[2::2]:
-        event["stamps"] = hashlib.sha256((folder / f"{event['run_id']}.steps.json").read_bytes()).hexdigest()
-    write_manifest(folder, events)
+    with manifest_of(folder := race(2)) as events:
+        for event in events[2::2]:
+            event["stamps"] = hashlib.sha256((folder / f"{event['run_id']}.steps.json").read_bytes()).hexdigest()
     assert judge(folder)[0] == 0
     spoil(folder / "2a.steps.json")
     fails_only(judge(folder), STAMPS, "2a", "by its race.jsonl its SHA-256 is")
 
 
 def test_a_race_that_does_not_say_how_long_a_run_took_is_caught(race, judge):
-    folder = race()
-    events = read_manifest(folder)
-    del events[4]["seconds"]
-    write_manifest(folder, events)
+    with manifest_of(folder := race()) as events:
+        del events[4]["seconds"]
     fails_only(judge(folder), WALL, "2a.txt", "states seconds null")
-    for event in events[2::2]:  # each ended when the race itself had died
-        event.update(seconds=None, settled=event["started"])
-    write_manifest(folder, events)
+    with manifest_of(folder) as events:
+        for event in events[2::2]:  # each ended when the race itself had died
+            event.update(seconds=None, settled=event["started"])
     verdict, reason = judge(folder)[1][WALL]
     assert verdict == "not checkable" and "the race itself" in reason
 
@@ -1676,22 +1668,22 @@ def test_cheat_10_runs_that_are_stopped_again_and_again(race, judge, stops, verd
 
 def test_cheat_1_a_side_whose_start_is_uneven(race, judge):
     """Of two sides the medians decide: a t-test would see nothing where the hidden time varies."""
-    folder = race(4, "ab")
-    events, hidden = read_manifest(folder), iter((3, 4, 7, 13))
-    for event in events[2::2]:
-        event["seconds"] += next(hidden) if event["side"] == "a" else 0
-    write_manifest(folder, events)
+    hidden = iter((3, 4, 7, 13))
+    with manifest_of(folder := race(4, "ab")) as events:
+        for event in events[2::2]:
+            event["seconds"] += next(hidden) if event["side"] == "a" else 0
     verdict, reason = judge(folder)[1][WALL]
     assert verdict == "fail" and "on side a" in reason and "one side's clocks run slow" in reason
 
 
 def test_cheat_10_starts_and_times_that_are_missing(race, judge):
-    folder = race()
-    events = read_manifest(folder)
-    write_manifest(folder, events[:3] + events[4:])
+    with manifest_of(folder := race()) as events:
+        left_out = events.pop(3)
     fails_only(judge(folder), ACCOUNTS, "2a ended (done)", "the line before does not say that it was started")
-    later = [{**event, "started": event["started"].replace("T00:00", "T00:05")} for event in events[3:]]
-    write_manifest(folder, events[:3] + later)
+    with manifest_of(folder) as events:
+        events.insert(3, left_out)
+        for event in events[3:]:
+            event["started"] = event["started"].replace("T00:00", "T00:05")
     for run in (2, 3, 4):
         log = Log(folder / f"{run}a.txt")
         log.set("start.started", log.start["started"].replace("T00:00", "T00:05")).write(folder / f"{run}a.txt")
@@ -1706,8 +1698,8 @@ def test_cheat_10_starts_and_times_that_are_missing(race, judge):
 def test_cheat_10_a_run_stopped_for_its_time_or_its_loss(race, judge, status, pace, worse):
     folder = race()
     interrupted(folder, pace)
-    events = [{**event, "status": status} if event.get("status") == "interrupted" else event for event in read_manifest(folder)]
-    write_manifest(folder, events)
+    with manifest_of(folder) as events:
+        next(event for event in events if event.get("status") == "interrupted")["status"] = status
     path = folder / "2a_first.txt"
     path.write_text(re.sub(r"(?<=train_loss:)\d\S+", lambda loss: f"{float(loss[0]) + worse:.4f}", path.read_text()))
     fails_only(judge(folder), ACCOUNTS, f"2a_first, {status} at step 8: {'training loss' if worse else 'train_time'}")
@@ -1715,19 +1707,17 @@ def test_cheat_10_a_run_stopped_for_its_time_or_its_loss(race, judge, status, pa
 
 def in_newer_words(folder, pauses=(0, 0, 0), processes="pppp"):
     """The manifest of an honest race as race.py writes it today, with so many seconds more before each run but the first."""
-    events, late = read_manifest(folder), 0
-    for start, end, pause, process in zip(events[1::2], events[2::2], (0, *pauses), processes):
-        late += pause
-        began = datetime.fromisoformat(start.pop("started")) + timedelta(seconds=late)
-        del end["started"]
-        ended = began + timedelta(seconds=round(end["seconds"]))
-        start.update(started_at=began.isoformat(), process=process)
-        end.update(start, status="done", ended_at=ended.isoformat())
-        path = folder / f"{start['run_id']}.txt"
-        log = Log(path).set("start.started", began.isoformat())
-        log.write(path)
-    write_manifest(folder, events)
-    return events
+    late = 0
+    with manifest_of(folder) as events:
+        for start, end, pause, process in zip(events[1::2], events[2::2], (0, *pauses), processes):
+            late += pause
+            began = datetime.fromisoformat(start.pop("started")) + timedelta(seconds=late)
+            del end["started"]
+            ended = began + timedelta(seconds=round(end["seconds"]))
+            start.update(started_at=began.isoformat(), process=process)
+            end.update(start, status="done", ended_at=ended.isoformat())
+            path = folder / f"{start['run_id']}.txt"
+            Log(path).set("start.started", began.isoformat()).write(path)
 
 
 @pytest.mark.parametrize("pause, processes, verdict", [
@@ -1748,11 +1738,10 @@ def test_cheat_10_a_pause_that_hides_a_run(race, judge, pause, processes, verdic
     (lambda events: events.sort(key=lambda e: ("race" not in e, e.get("status") == "done")), "1a ended (done), and the line before"),
 ])
 def test_cheat_10_starts_and_ends_that_do_not_fit(race, judge, change, word):
-    folder = race()
-    events = in_newer_words(folder)
+    in_newer_words(folder := race())
     assert judge(folder)[0] == 0
-    change(events)
-    write_manifest(folder, events)
+    with manifest_of(folder) as events:
+        change(events)
     verdict, reason = judge(folder)[1][ACCOUNTS]
     assert verdict == "fail" and word in reason
 
