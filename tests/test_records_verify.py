@@ -478,14 +478,6 @@ def test_a_run_from_elsewhere_is_caught(race, judge):
     fails_only(judge(folder), ACCOUNTS, "4a", "not started by this race")
 
 
-def test_one_run_under_several_seeds_is_caught(race, judge, tmp_path):
-    def same_state(log, run, side):
-        log.end["state_hash"] = {"before_warmup": "a" * 64, "after_warmup": "a" * 64}
-    fails_only(judge(race(change=same_state)), COPIES, "1a.txt", "2a.txt", "same state hash aaaaaaaa")
-    shutil.rmtree(tmp_path / "race")
-    fails_only(judge(race(change=lambda log, run, side: pace(log, lambda step, ms: 100 * step))), COPIES, "same time")
-
-
 def test_a_diverged_run_beside_the_others_is_caught(race, judge):
     folder = race()
     with_attempt(folder, 2, status="failed")
@@ -496,22 +488,42 @@ def test_a_diverged_run_beside_the_others_is_caught(race, judge):
     fails_only(judge(folder), ACCOUNTS, "2a_first.txt", "speaks against the claim")
 
 
-@pytest.mark.parametrize("change, word", [
-    (lambda log, run, side: log.set("start.seed", 5).set("start.config.seed", 5), "4 runs of side a share the seed 5"),
-    (lambda log, run, side: log.start["shards"]["train"][0].update(sha256=f"{run:064}"), "the same data"),
-    (lambda log, run, side: log.set("start.race.declared_n", 3 + run).set("start.config.race", f"x:{run}:{3 + run}:{side}"),
-     "side a: 4 or 5 or 6 or 7 runs were declared and 4 can be used"),
-])
-def test_runs_that_are_not_of_one_race_are_caught(race, judge, change, word):
-    fails_only(judge(race(change=change)), ACCOUNTS, word)
+def resume(log):
+    """As if the run had been killed after step 8, and had gone on from step 6."""
+    at = next(i for i, line in enumerate(log.lines) if line.startswith("step:8/"))
+    again = {"resumed": {"at": "2025-01-01T00:00:20+00:00", "from_step": 6, "ranks": 1, "checkpoint": "c",
+                         "lost_steps": 2, "lost_seconds": 1.0, "source_sha256": log.start["source_sha256"]}}
+    back = next(i for i, line in enumerate(log.lines) if line.startswith("step:7/"))
+    log.lines[at + 1:at + 1] = ["step:9/12 train_ti", "error: terminated", json.dumps(again), *log.lines[back:at + 1]]
+    log.end["resumed"] = 1
 
 
-def test_two_sources_are_caught(race, judge):
-    def change(log, run, side):
-        if run == 3:
-            log.source = log.source.replace("adam_lr", "adam_LR")
-            log.start["source_sha256"] = hashlib.sha256(log.source[:-1].encode()).hexdigest()
-    fails_only(judge(race(change=change)), ACCOUNTS, "2 sources")
+RACE_EDITS = {  # what is done to each log of a race of four runs, which rule finds it, words of the reason
+    "one seed": (lambda log, run: log.set("start.seed", 5).set("start.config.seed", 5), ACCOUNTS,
+                 "4 runs of side a share the seed 5"),
+    "other data": (lambda log, run: log.start["shards"]["train"][0].update(sha256=f"{run:064}"), ACCOUNTS,
+                   "the runs of side a did not all read the same data"),
+    "other numbers declared": (
+        lambda log, run: log.set("start.race.declared_n", 3 + run).set("start.config.race", f"x:{run}:{3 + run}:a"),
+        ACCOUNTS, "side a: 4 or 5 or 6 or 7 runs were declared and 4 can be used"),
+    "two sources": (lambda log, run: run == 3 and set_source(log, "x = 1\n" + log.source), ACCOUNTS, "2 sources"),
+    "one state": (lambda log, run: log.set("end.state_hash", {"before_warmup": "a" * 64, "after_warmup": "a" * 64}),
+                  COPIES, "1a.txt", "2a.txt", "same state hash aaaaaaaa"),
+    "the same times": (lambda log, run: pace(log, lambda step, ms: 100 * step), COPIES, "same time"),
+    "the same tokens though they are shuffled by seed": (
+        lambda log, run: log.set("start.config.shuffle", True), COPIES, "digest of its tokens"),
+    "losses left out so that none compares": (
+        lambda log, run: run == 2 and log.set("start.config.train_loss_every", 0).set(
+            "lines", [line.partition(" train_loss")[0] for line in log.lines]), ACCOUNTS, "side a", "other steps"),
+    "resumed": (lambda log, run: run == 2 and resume(log), FROM_SEED, "2a.txt: resumed at step 6",
+                "such runs count for no record"),
+}
+
+
+@pytest.mark.parametrize("edit", RACE_EDITS)
+def test_runs_that_are_not_of_one_race_are_caught(race, judge, edit):
+    change, rule, *words = RACE_EDITS[edit]
+    fails_only(judge(race(change=lambda log, run, side: change(log, run))), rule, *words)
 
 
 @pytest.mark.parametrize("alpha, looks, status", [
@@ -686,13 +698,6 @@ def test_a_head_that_does_not_begin_with_zeros_may_know_a_little(race, judge, he
     assert found[0] == status
     if status:
         fails_only(found, FROM_SEED, "it began with trained weights")
-
-
-def test_runs_of_one_side_that_read_other_data_are_caught(race, judge):
-    def one(log, run, side):
-        if run == 2:
-            log.start["shards"]["train"][0]["sha256"] = "5e" * 32
-    fails_only(judge(race(4, "a", one)), ACCOUNTS, "the runs of side a did not all read the same data")
 
 
 @pytest.mark.parametrize("other, silent, status", [
@@ -1488,13 +1493,6 @@ def test_cheat_6_a_run_cloned_under_another_seed(race, judge, noise, word, turn,
     assert judge(race(9, change=lambda log, run, side: change(log, run, side, clone=False)))[0] == 0
 
 
-def test_cheat_6_losses_left_out_so_that_none_compares(race, judge):
-    def silence(log, run, side):
-        log.set("start.config.train_loss_every", int(run != 2))
-        log.lines = [line.partition(" train_loss")[0] if run == 2 else line for line in log.lines]
-    fails_only(judge(race(change=silence)), ACCOUNTS, "side a", "other steps")
-
-
 def test_cheat_6_a_run_of_the_other_side_though_that_is_longer(race, judge):
     def change(log, run, side):
         own = np.random.default_rng(1 if f"{run}{side}" == "3b" else [run, ord(side)]).normal(0, 0.1, 120)
@@ -1512,10 +1510,6 @@ def test_sides_that_read_other_batches_are_no_copies(race, judge):
         with_losses(log, run * (11 if side == "b" else 1), 4 + batches.normal(0, 0.5, 100) + own.normal(0, 0.1, 100))
         log.set("end.train_digest", f"{ord(side):064x}")
     assert judge(race(3, "ab", change))[1][COPIES][0] == "pass"
-
-
-def test_cheat_6_the_same_tokens_though_they_are_shuffled_by_seed(race, judge):
-    fails_only(judge(race(change=lambda log, run, side: log.set("start.config.shuffle", True))), COPIES, "digest of its tokens")
 
 
 def test_cheat_7_a_coding_cookie_hides_code():
@@ -1873,18 +1867,6 @@ def test_the_tokens_of_an_older_log_are_packed_anew(honest, data, tmp_path):
         del log.end["train_digest"]
         (e,) = verify.read_runs([log.write(tmp_path / "l.txt")]).runs
         assert leaks.judged(leaks.check_replay, e, data)[0] == verdict
-
-
-def test_a_resumed_run_counts_for_no_record_and_the_table_says_why(race, judge):
-    def change(log, run, side):
-        if run == 2:
-            at = next(i for i, line in enumerate(log.lines) if line.startswith("step:8/"))
-            again = {"resumed": {"at": "2025-01-01T00:00:20+00:00", "from_step": 6, "ranks": 1, "checkpoint": "c",
-                                 "lost_steps": 2, "lost_seconds": 1.0, "source_sha256": log.start["source_sha256"]}}
-            back = next(i for i, line in enumerate(log.lines) if line.startswith("step:7/"))
-            log.lines[at + 1:at + 1] = ["step:9/12 train_ti", "error: terminated", json.dumps(again), *log.lines[back:at + 1]]
-            log.end["resumed"] = 1
-    fails_only(judge(race(change=change)), FROM_SEED, "2a.txt: resumed at step 6", "such runs count for no record")
 
 
 # Input
