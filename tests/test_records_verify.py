@@ -171,6 +171,17 @@ def race(honest, tmp_path):
     return race
 
 
+@pytest.fixture
+def faster(race):
+    """faster(change) -> the folder of a race of four runs a side, which side a wins, with change(log, run, side) done."""
+    def faster(change=lambda log, run, side: None):
+        def both(log, run, side):
+            scale_clock(log, 2 + (side == "b") + 0.01 * run)
+            change(log, run, side)
+        return race(4, "ab", both)
+    return faster
+
+
 def write_stamps(path, log, slow=1):
     """What race.py leaves beside a log: when it saw each line. A validation takes its part of what the log names."""
     (found,), *_ = logs.read_file(str(path)) if log.lines else ([None],)
@@ -240,10 +251,8 @@ def test_the_verdict_tells_of_rules_that_were_not_checked(race, capsys):
         [rule for rule in report["rules"] if rule["verdict"] == "not checkable"])
 
 
-def test_a_faster_side_passes(race, judge):
-    def slow(log, run, side):
-        scale_clock(log, 2 + (side == "b") + 0.01 * run)
-    status, rules = judge(race(4, "ab", slow))
+def test_a_faster_side_passes(faster, judge):
+    status, rules = judge(faster())
     assert status == 0, [(rule, reason) for rule, (verdict, reason) in rules.items() if verdict == "fail"]
     for rule in COMPARED:
         assert rules[rule][0] == "pass"
@@ -569,12 +578,8 @@ def test_a_loss_not_surely_below_target_is_caught(race, judge):
     (lambda log: log.set("start.started", (datetime.fromisoformat(log.start["started"]) - timedelta(seconds=9)).isoformat()),
      IN_TURN, "took time from each other"),
 ])
-def test_sides_that_cannot_be_compared_are_caught(race, judge, change, rule, word):
-    def both(log, run, side):
-        scale_clock(log, 2 + (side == "b") + 0.01 * run)
-        if side == "b":
-            change(log)
-    fails_only(judge(race(4, "ab", both)), rule, word)
+def test_sides_that_cannot_be_compared_are_caught(faster, judge, change, rule, word):
+    fails_only(judge(faster(lambda log, run, side: side == "b" and change(log))), rule, word)
 
 
 def declare(folder, side, *flags, kept=True):
@@ -624,12 +629,8 @@ def test_what_is_fitted_to_a_machine_is_known_by_the_words_of_the_script():
 
 @pytest.mark.parametrize("flags, words", [
     ([], "1a.txt and 1b.txt differ in muon_lr, and no flag"), (["--muon_lr", "0.5"], ""), (["--num_steps", "2"], "")])
-def test_sides_differ_in_what_their_race_declared_alone(race, judge, flags, words):
-    def both(log, run, side):
-        scale_clock(log, 2 + (side == "b") + 0.01 * run)
-        if side == "b":
-            log.set("start.config.muon_lr", 0.5)
-    folder = race(4, "ab", both)
+def test_sides_differ_in_what_their_race_declared_alone(faster, judge, flags, words):
+    folder = faster(lambda log, run, side: side == "b" and log.set("start.config.muon_lr", 0.5))
     declare(folder, "b", *flags, kept=False)
     failed = judge(folder)[1][ACCOUNTS]
     assert (failed[0] == "fail") == (bool(words) or "--num_steps" in flags) and words in failed[1]
@@ -641,13 +642,9 @@ def test_sides_differ_in_what_their_race_declared_alone(race, judge, flags, word
     (lambda log: (log.set("end.val_tokens", 99), log.start["shards"]["val"][0].update(tokens=100)), "val_tokens: "),
 ])
 @pytest.mark.parametrize("flags", [[], ["--val_files", "other_*.bin", "--val_len=128", "--val_tokens=99"]])
-def test_sides_that_are_validated_on_something_else_are_caught(race, judge, tmp_path, change, word, flags):
+def test_sides_that_are_validated_on_something_else_are_caught(race, faster, judge, tmp_path, change, word, flags):
     """In one race, whatever it declares, and in two."""
-    def both(log, run, side):
-        scale_clock(log, 2 + (side == "b") + 0.01 * run)
-        if side == "b":
-            change(log)
-    folder = race(4, "ab", both)
+    folder = faster(lambda log, run, side: side == "b" and change(log))
     declare(folder, "b", *flags)
     undeclared = [ACCOUNTS] * (not flags and "val_len" in word)
     fails_only(judge(folder), [*undeclared, DATA], "1a.txt and 1b.txt differ in ")
@@ -664,13 +661,12 @@ def test_sides_that_are_validated_on_something_else_are_caught(race, judge, tmp_
     (["--train_shards=2"], 2, "not checkable", "look at this"),  # but its first shards are others
     (["--train_files=x/*.bin"], 2, "pass", "other training shards, as ['train_files'] declare"),
 ])
-def test_other_training_data_are_to_be_declared_or_looked_at(race, judge, flags, left, verdict, word):
-    def both(log, run, side):
-        scale_clock(log, 2 + (side == "b") + 0.01 * run)
+def test_other_training_data_are_to_be_declared_or_looked_at(faster, judge, flags, left, verdict, word):
+    def other(log, run, side):
         if side == "b":
-            shards = log.start["shards"]["train"]
-            log.start["shards"]["train"] = shards[:1] if left == 1 else [{**shards[0], "sha256": "5e" * 32}, *shards[1:]]
-    folder = race(4, "ab", both)
+            first, *rest = log.start["shards"]["train"]
+            log.start["shards"]["train"] = [first] if left == 1 else [{**first, "sha256": "5e" * 32}, *rest]
+    folder = faster(other)
     declare(folder, "b", *flags)
     status, rules = judge(folder)
     assert (status, rules[DATA][0]) == (0, verdict) and word in rules[DATA][1]
@@ -704,25 +700,23 @@ def test_a_head_that_does_not_begin_with_zeros_may_know_a_little(race, judge, he
     (lambda run, side: side == "b", "", 0), (lambda run, side: run == 2, "", 1),
     (lambda run, side: False, "b", 0), (lambda run, side: False, "3", 1),
 ])
-def test_a_run_with_other_libraries_than_its_side_is_caught(race, judge, other, silent, status):
+def test_a_run_with_other_libraries_than_its_side_is_caught(faster, judge, other, silent, status):
     """Flags and source decide what is loaded, so sides may differ, and one of before says nothing; but not runs of one."""
-    def both(log, run, side):
-        scale_clock(log, 2 + (side == "b") + 0.01 * run)
+    def load(log, run, side):
         log.set("start.versions.libraries", None if silent and silent in f"{run}{side}" else str(int(other(run, side))) * 64)
-    found = judge(race(4, "ab", both))
+    found = judge(faster(load))
     assert found[0] == status
     if status:
         fails_only(found, HARDWARE, "had loaded other shared libraries")
 
 
 @pytest.mark.parametrize("cpus, status", [("xx", 0), ("xy", 1)])
-def test_hosts_are_compared_by_what_they_are_and_not_by_what_names_a_launch(race, judge, cpus, status):
-    def both(log, run, side):
-        scale_clock(log, 2 + (side == "b") + 0.01 * run)
+def test_hosts_are_compared_by_what_they_are_and_not_by_what_names_a_launch(faster, judge, cpus, status):
+    def on_hosts(log, run, side):
         log.set("start.hosts", [{"ranks": [0, 1], "hardware": {"cpu": cpus[side == "b"]}, "versions": {},
                                  "environment": {"TORCHELASTIC_ERROR_FILE": f"file of {run}{side}"}, "source_sha256": 64 * side}])
         log.set("start.environment", {"TRITON_CACHE_DIR": f"checkout of side {side}"})
-    found = judge(race(4, "ab", both))
+    found = judge(faster(on_hosts))
     assert found[0] == status
     if status:
         fails_only(found, HARDWARE, "hosts")
@@ -740,8 +734,8 @@ def two_races(race, tmp_path, change=lambda log: None):
 
     def slower(log, run, side):
         scale_clock(log, 2 + 0.01 * run)
-        log.end.update({key: log.end[key][::-1] for key in ("final_state_hash",)})
-        log.start["started"] = log.start["started"].replace("T00", "T01")
+        log.set("end.final_state_hash", log.end["final_state_hash"][::-1])
+        log.set("start.started", log.start["started"].replace("T00", "T01"))
         change(log)
     race(4, "a", slower).rename(other)
     return folder, other
@@ -773,24 +767,19 @@ def test_validation_set_too_short_is_caught(train, judge):
     fails_only(judge(steady(train(val_tokens=512, num_steps=4))), VAL_TOKENS, "512 tokens were scored", "is 999")
 
 
-def test_fineweb_has_its_own_rule(race, judge):
-    name = "fineweb_val_000000.bin"
-    status, rules = judge(race(change=lambda log, run, side: log.start["shards"]["val"][0].update(name=name)))
-    assert status == 1 and "10,485,760" in rules[VAL_TOKENS][1]
-    assert "target 3.28" in rules[LOSS][1]  # whatever the log says
-
-
 def gpt2_sized(log):
     """As if its vocabulary were GPT-2's, and its validation split FineWeb's under another name."""
     log.start["parameters"] += 4 * (50304 - 128) * 32  # embedding, head, two value tables
     log.start["shards"]["val"][0]["tokens"] = 100_000_000
 
 
-@pytest.mark.parametrize("change", [gpt2_sized, lambda log: log.set("start.preset", "speedrun")])
-def test_fineweb_is_known_without_its_name(race, judge, change):
+@pytest.mark.parametrize("change", [
+    lambda log: log.start["shards"]["val"][0].update(name="fineweb_val_000000.bin"), gpt2_sized,
+    lambda log: log.set("start.preset", "speedrun")])
+def test_fineweb_has_its_own_rule_whatever_its_name(race, judge, change):
     status, rules = judge(race(change=lambda log, run, side: change(log)))
     assert status == 1 and "10,485,760" in rules[VAL_TOKENS][1]
-    assert "target 3.28" in rules[LOSS][1]
+    assert "target 3.28" in rules[LOSS][1]  # whatever the log says
 
 
 @pytest.mark.parametrize("steal", [
@@ -1727,12 +1716,11 @@ def page_of(capsys, *arguments):
     return summary, rest
 
 
-def test_the_page_begins_with_the_verdict(race, capsys):
+def test_the_page_begins_with_the_verdict(faster, capsys):
     def spoil(log, run, side):
         log.set("end.compiles_after_warmup", 2).set("end.state_hash.after_warmup", "0" * 64).set("end.val_tokens", 512)
         log.set("end.validation_hash.after", "0" * 64).set("start.environment", {"TORCHINDUCTOR_X": "y" * 300})
-        scale_clock(log, 2 + (side == "b") + 0.01 * run)
-    summary, rest = page_of(capsys, race(4, "ab", spoil))
+    summary, rest = page_of(capsys, faster(spoil))
     assert summary[0].startswith("FAIL: rules are broken. ") and " 6 are broken, " in summary[0] and "0 of 8 runs" in summary[0]
     assert [line[:17] for line in summary if line.startswith("Claim")] == ["Claim shown: mean", "Claim shown: fast"]
     broken = summary.index("BROKEN, and 3 more below:")
