@@ -182,6 +182,15 @@ def faster(race):
     return faster
 
 
+def public_log(path, lines, source="import torch", environment="env"):
+    """A log as the public speedrun has them."""
+    path.write_text("\n".join([source, RULE, environment, RULE, *lines]) + "\n")
+
+
+def public_lines(loss=lambda step: 4 - step / 20, pace=60):
+    return [f"step:{s}/9 val_loss:{loss(s):.4f} train_time:{pace * s}ms step_avg:{pace}.00ms" for s in range(1, 10)]
+
+
 def write_stamps(path, log, slow=1):
     """What race.py leaves beside a log: when it saw each line. A validation takes its part of what the log names."""
     (found,), *_ = logs.read_file(str(path)) if log.lines else ([None],)
@@ -293,8 +302,7 @@ def test_community_logs_are_mostly_not_checkable(tmp_path, judge):
         lines = [f"step:{s}/20 train_time:{(60 + i) * s}ms step_avg:{60 + i}.00ms" for s in range(1, 21)]
         lines.append(f"step:20/20 val_loss:{3.27 + rng.random() / 1000:.4f} train_time:{1200 + 20 * i}ms "
                      f"step_avg:{60 + i}.00ms")
-        head = ["import torch", RULE, "Running PyTorch 2.9", RULE]
-        (tmp_path / f"{i}.txt").write_text("\n".join([*head, *lines]) + "\n")
+        public_log(tmp_path / f"{i}.txt", lines)
     status, rules = judge(tmp_path)
     verdicts = {rule: verdict for rule, (verdict, _) in rules.items()}
     assert status == 2  # nothing fails, and that is no pass
@@ -1740,8 +1748,7 @@ def test_not_faster_is_no_broken_rule(race, capsys):
 def test_public_logs_of_two_sources_break_no_rule(tmp_path, judge):
     """Folders of the public speedrun hold what their record was compared with, too: which is which no log says."""
     for name, source in (("a", "import torch"), ("b", "import torch"), ("c", "import torch, math")):
-        lines = [f"step:{s}/9 val_loss:{4 - s / 20:.4f} train_time:{60 * s + ord(name)}ms step_avg:nanms" for s in range(1, 10)]
-        (tmp_path / f"{name}.txt").write_text("\n".join([source, RULE, "env", RULE, *lines]) + "\n")
+        public_log(tmp_path / f"{name}.txt", public_lines(pace=ord(name)), source)
     status, rules = judge(tmp_path)
     verdict, reason = rules[ACCOUNTS]
     assert status == 2 and verdict == "not checkable" and "which runs are the record no log says (the set holds runs of 2 sources" in reason
@@ -1751,9 +1758,8 @@ def test_public_logs_of_two_sources_break_no_rule(tmp_path, judge):
 
 @pytest.mark.parametrize("day,verdict", [("Fri Jan  3 12:00:00 2025", "remark"), ("Mon Feb  3 12:00:00 2025", "fail"), ("", "fail")])
 def test_a_public_log_is_judged_by_the_rules_of_its_day(tmp_path, judge, race, day, verdict):
-    lines = [f"step:{s}/9 val_loss:{4 - s / 20:.4f} train_time:{60 * s}ms step_avg:60.00ms" for s in range(1, 10)]
     source = "import torch\ntorch._inductor.config.coordinate_descent_tuning = True"
-    (tmp_path / "0.txt").write_text("\n".join([source, RULE, "env", day, RULE, *lines]) + "\n")
+    public_log(tmp_path / "0.txt", public_lines(), source, f"env\n{day}")
     status, rules = judge(tmp_path)
     assert rules[SWITCHES][0] == verdict and status == (1 if verdict == "fail" else 2)
     assert ("a rule since 2025-02-02, and these runs are of 2025-01-03" in rules[SWITCHES][1]) == (verdict == "remark")
@@ -1770,9 +1776,8 @@ def test_a_public_log_is_judged_by_the_rules_of_its_day(tmp_path, judge, race, d
     (2.9193, "torch._inductor.config.coordinate_descent_tuning = True or f()", "fail")])
 def test_the_public_track_of_larger_models_may_set_one_switch(tmp_path, judge, loss, more, verdict):
     """By the public README: "`coordinate_descent_tuning` is allowed for GPT-2 Medium track (a.k.a. 2.92 track)"."""
-    lines = [f"step:{s}/9 val_loss:{loss + 9 - s:.4f} train_time:{60 * s}ms step_avg:60.00ms" for s in range(1, 10)]
     source = f"import torch\ntorch._inductor.config.coordinate_descent_tuning = True  # allowed\n{more}"
-    (tmp_path / "0.txt").write_text("\n".join([source, RULE, "env", RULE, *lines]) + "\n")
+    public_log(tmp_path / "0.txt", public_lines(lambda step: loss + 9 - step), source)
     assert judge(tmp_path)[1][SWITCHES][0] == verdict
 
 
@@ -1795,22 +1800,17 @@ def test_where_nothing_bounds_what_a_source_writes_the_last_line_says_so(race, h
 
 # Honest runs that failed
 
-def test_two_files_behind_one_another_are_read_apart(tmp_path, judge):
+@pytest.mark.parametrize("tenth_line, verdict, word", [
+    ("x = 1", "pass", ""), ("x = f'{'", "not checkable", "no Python that this one can read"),
+    ("torch._inductor.config.x = 1", "fail", "line 10: torch._inductor.config.x"),
+])
+def test_two_files_behind_one_another_are_read_apart(tmp_path, judge, tenth_line, verdict, word):
     """As public logs hold them since 2026: the script, and what it imports."""
     bar = "-" * 40
-    source = f"import torch\nfrom triton_kernels import f\n\n\n{bar}\n# triton_kernels.py\n{bar}\n\nimport triton\n"
-    lines = [f"step:{s}/9 val_loss:{4 - s / 20:.4f} train_time:{60 * s}ms step_avg:60.00ms" for s in range(10)]
-    (tmp_path / "0.txt").write_text("\n".join([source, RULE, "env", RULE, *lines]) + "\n")
-    verdict, reason = judge(tmp_path)[1][SWITCHES]
-    assert verdict == "pass"
-    (tmp_path / "0.txt").write_text("\n".join([source + "x = f'{'\n", RULE, "env", RULE, *lines]) + "\n")
-    verdict, reason = judge(tmp_path)[1][SWITCHES]
-    assert verdict == "not checkable" and "no Python that this one can read" in reason
-    setting = source + "torch._inductor.config.x = 1\n"
-    (tmp_path / "0.txt").write_text("\n".join([setting, RULE, "env", RULE, *lines]) + "\n")
-    verdict, reason = judge(tmp_path)[1][SWITCHES]
-    assert verdict == "fail" and "line 10: torch._inductor.config.x" in reason
-    assert setting.splitlines()[9].startswith("torch._inductor")
+    source = f"import torch\nfrom triton_kernels import f\n\n\n{bar}\n# triton_kernels.py\n{bar}\n\nimport triton\n{tenth_line}\n"
+    public_log(tmp_path / "0.txt", public_lines(), source)
+    found, reason = judge(tmp_path)[1][SWITCHES]
+    assert found == verdict and word in reason
 
 
 def test_a_clock_that_is_reset_after_the_first_step_is_honest(tmp_path, judge):
@@ -1920,7 +1920,7 @@ def test_what_no_terminal_shows_is_escaped(honest, tmp_path):
 def test_odd_numbers_of_the_community_are_no_crash(tmp_path, judge, line):
     for name, time_ms in (("a", "100"), ("b", "9" * 400)):
         lines = [f"step:{s}/3 val_loss:3.1{s} train_time:{time_ms}ms {line}" for s in range(4)]
-        (tmp_path / f"{name}.txt").write_text("\n".join(["import torch", RULE, *lines]) + "\n")
+        public_log(tmp_path / f"{name}.txt", lines)
     status, rules = judge(tmp_path)
     assert status in (1, 2) and rules and not any("Error:" in reason for _, reason in rules.values())
 
