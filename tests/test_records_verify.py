@@ -771,10 +771,6 @@ def test_an_edited_clock_of_the_other_side_is_caught(race, judge, tmp_path):
 
 # The data
 
-def test_validation_set_too_short_is_caught(train, judge):
-    fails_only(judge(steady(train(val_tokens=512, num_steps=4))), VAL_TOKENS, "512 tokens were scored", "is 999")
-
-
 def gpt2_sized(log):
     """As if its vocabulary were GPT-2's, and its validation split FineWeb's under another name."""
     log.start["parameters"] += 4 * (50304 - 128) * 32  # embedding, head, two value tables
@@ -1189,6 +1185,8 @@ def test_cheat_1_is_caught_by_the_walls_where_no_line_was_stamped(race, judge):
     status, rules = judge(folder)
     assert rules[STAMPS][0] == "not checkable" and "race.py writes it" in rules[STAMPS][1]
     fails_only((status, rules), WALL, "on side a", "one side's clocks run slow")
+    verdict, reason = rules[FASTER]  # clocks may run slow by so little that the walls hide it
+    assert verdict == "not checkable" and "by the clocks of the runs alone: no race saw the steps of 8 of 8 runs" in reason
 
 
 @pytest.mark.parametrize("late, verdict", [(1, "pass"), (5, "fail")])
@@ -1203,26 +1201,12 @@ def test_one_of_many_sides_stands_out_by_chance(race, judge, late, verdict):
     assert found == verdict and (found == "pass" or "on side c" in reason), reason
 
 
-def test_cheat_1_no_claim_by_the_clocks_of_the_runs_alone(race, judge):
-    """They run slow by so little that the walls may hide it, and what the race saw is left out."""
-    def change(log, run, side):
-        scale_clock(log, 10 + 0.1 * run + 2 * (side == "b"))
-    folder = race(4, "ab", change, lambda side: 1 / 0.85 if side == "a" else 1)
-    for path in folder.glob("*.steps.json"):
-        path.unlink()
-    verdict, reason = judge(folder)[1][FASTER]
-    assert verdict == "not checkable" and "by the clocks of the runs alone: no race saw the steps of 8 of 8 runs" in reason
-    shutil.rmtree(folder)
-    assert judge(race(4, "ab", change))[1][FASTER][0] == "pass"
-
-
-@pytest.mark.parametrize("jitter, verdict", [(0.03, "pass"), (0, "pass")])
-def test_lines_that_are_seen_a_little_late_are_honest(race, judge, jitter, verdict):
+def test_lines_that_are_seen_a_little_late_are_honest(race, judge):
     folder, draw = race(2, change=lambda log, run, side: scale_clock(log, 5)), np.random.default_rng(0)
     for path in folder.glob("*.steps.json"):
         stamps = json.loads(path.read_text())
-        path.write_text(json.dumps([[step, seconds + abs(draw.normal(0, jitter))] for step, seconds in stamps]))
-    assert judge(folder)[1][STAMPS][0] == verdict
+        path.write_text(json.dumps([[step, seconds + abs(draw.normal(0, 0.03))] for step, seconds in stamps]))
+    assert judge(folder)[1][STAMPS][0] == "pass"
 
 
 def gpu_run(path, rate=1, steps=500, every=125, enqueued=0.005, step_s=0.06):
@@ -1579,13 +1563,14 @@ def test_cheat_9_variables_that_change_the_clock(race, judge, tmp_path, rerun_ap
     assert rerun_apart(only=[examine.LOSS])[examine.LOSS][0] == "pass"
 
 
-def interrupted(folder, factor):
-    """Run 2 was begun once before, and stopped by hand after step 8, when it was so many times as slow as it then was."""
-    with_attempt(folder, 2, status="interrupted", exit=130, seconds=2)
-    log = Log(folder / "2a.txt").set("start.run_id", "2a_first").set("start.config.run_id", "2a_first")
+def interrupted(folder, factor, run=2):
+    """A run was begun once before, and stopped by hand after step 8, when it was so many times as slow as it then was."""
+    name = f"{run}a_first"
+    with_attempt(folder, run, status="interrupted", exit=130, seconds=2)
+    log = Log(folder / f"{run}a.txt").set("start.run_id", name).set("start.config.run_id", name)
     scale_clock(log, factor)
-    text = log.write(folder / "2a_first.txt").read_text()
-    (folder / "2a_first.txt").write_text(text.split("step:9/12 ")[0] + "error: interrupted\n")
+    text = log.write(folder / f"{name}.txt").read_text()
+    (folder / f"{name}.txt").write_text(text.split("step:9/12 ")[0] + "error: interrupted\n")
 
 
 @pytest.mark.parametrize("factor, status", [(1.5, 1), (1.1, 0), (0.5, 0)])
@@ -1604,10 +1589,7 @@ def test_cheat_10_slow_runs_rolled_again(race, judge, factor, status):
 def test_cheat_10_runs_that_are_stopped_again_and_again(race, judge, stops, verdict):
     folder = race()
     for run in range(1, stops + 1):
-        with_attempt(folder, run, status="interrupted", exit=130, seconds=2)
-        log = Log(folder / f"{run}a.txt").set("start.run_id", f"{run}a_first").set("start.config.run_id", f"{run}a_first")
-        text = log.write(folder / f"{run}a_first.txt").read_text()
-        (folder / f"{run}a_first.txt").write_text(text.split("step:9/12 ")[0] + "error: interrupted\n")
+        interrupted(folder, 1, run)
     found, reason = judge(folder)[1][ACCOUNTS]
     assert found == verdict and ("3 runs of side a were stopped and made again" in reason) == (stops > 2), reason
 
