@@ -221,6 +221,13 @@ def with_attempt(folder, run, **how):
         events[at:at] = [started] if how.get("status") == "started" else [started, {**ended, **how}]
 
 
+def strip(folder):
+    """Takes away all that a race's logs say of themselves."""
+    for path in folder.glob("*a.txt"):
+        path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith('{"')))
+    (folder / "race.jsonl").unlink()
+
+
 @pytest.fixture
 def judge(capsys):
     """judge(argument, ...) -> (exit status, {rule: (verdict, reason)})"""
@@ -557,9 +564,7 @@ def test_the_claim_is_judged_by_the_alpha_of_its_race(race, judge, alpha, looks,
 
 def test_another_side_that_describes_nothing_is_no_pass(race, judge, tmp_path):
     folder, other = two_races(race, tmp_path)
-    for path in other.glob("*a.txt"):
-        path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith('{"')))
-    (other / "race.jsonl").unlink()
+    strip(other)
     assert judge(folder, "--vs", other)[0] == 2
 
 
@@ -1544,22 +1549,27 @@ def test_cheat_8_a_source_that_rewrites_its_judge(tmp_path, monkeypatch, capsys,
         assert "records/templates/verify.txt.jinja changed while models were examined" in shown and "hold" not in shown
 
 
-def test_cheat_9_variables_that_change_the_clock(race, judge, tmp_path, rerun_apart, monkeypatch):
-    for setting in ({"PYTHONPATH": "/tmp/x"}, {"LD_PRELOAD": "/tmp/clock.so"}, {"LD_LIBRARY_PATH": "/usr/lib:/home/me/lib"},
-                    {"LD_LIBRARY_PATH": "/opt/evil"}, {"LD_LIBRARY_PATH": "/usr/lib/../../tmp"}, {"PYTORCH_JIT": "0"}, {"PYTHON_JIT": "1"},
-                    {"LD_LIBRARY_PATH": "/usr/lib:/lib_of_mine"}, {"LD_LIBRARY_PATH": "/usr/local/cudas/lib"},
-                    {"PYTHONWARNINGS": "ignore::clock.Slow"}):
-        fails_only(judge(race(1, change=lambda log, run, side: log.start["environment"].update(setting))), ENVIRONMENT,
-                   *map("=".join, setting.items()))
-        shutil.rmtree(tmp_path / "race")
-    innocuous = {"PYTHONUNBUFFERED": "1", "LD_LIBRARY_PATH":
-                  "/usr/local/cuda/lib64:/usr/local/cuda-12.4/lib64:/usr/local/nvidia/lib:/lib64:/usr/lib/x86_64-linux-gnu", **dict.fromkeys((
-        "PYTHON_VERSION", "PYTHON_SHA256", "PYTHONWARNINGS", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_LOGS",
-        "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_CUDA_ARCH_LIST", "PYTORCH_VERSION", "TRITON_HOME"),
-        "ignore"), "PYTHONPATH": ""}
-    assert judge(race(1, change=lambda log, run, side: log.start["environment"].update(innocuous)))[1][ENVIRONMENT][0] == "pass"
+@pytest.mark.parametrize("variable", [
+    "PYTHONPATH=/tmp/x", "LD_PRELOAD=/tmp/clock.so", "PYTORCH_JIT=0", "PYTHON_JIT=1", "PYTHONWARNINGS=ignore::clock.Slow",
+    "LD_LIBRARY_PATH=/opt/evil", "LD_LIBRARY_PATH=/usr/lib:/home/me/lib", "LD_LIBRARY_PATH=/usr/lib/../../tmp",
+    "LD_LIBRARY_PATH=/usr/lib:/lib_of_mine", "LD_LIBRARY_PATH=/usr/local/cudas/lib"])
+def test_cheat_9_variables_that_change_the_clock(race, judge, variable):
+    setting = dict([variable.split("=")])
+    fails_only(judge(race(1, change=lambda log, *_: log.start["environment"].update(setting))), ENVIRONMENT, variable)
+
+
+def test_variables_of_containers_are_innocuous(race, judge):
+    names = ("PYTHONUNBUFFERED", "PYTHON_VERSION", "PYTHON_SHA256", "PYTHONWARNINGS", "TORCH_HOME", "TORCH_EXTENSIONS_DIR",
+             "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_CUDA_ARCH_LIST", "PYTORCH_VERSION",
+             "TRITON_HOME")
+    setting = {**dict.fromkeys(names, "ignore"), "PYTHONPATH": "", "LD_LIBRARY_PATH": "/usr/local/cuda/lib64:/usr/local/"
+               "cuda-12.4/lib64:/usr/local/nvidia/lib:/lib64:/usr/lib/x86_64-linux-gnu"}
+    assert judge(race(1, change=lambda log, *_: log.start["environment"].update(setting)))[1][ENVIRONMENT][0] == "pass"
+
+
+def test_cheat_9_the_judges_own_processes_do_not_see_them(rerun_apart, tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("import os; os._exit(3)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # our own processes do not see it
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert rerun_apart(only=[examine.LOSS])[examine.LOSS][0] == "pass"
 
 
@@ -1675,10 +1685,7 @@ def test_cheat_10_starts_and_ends_that_do_not_fit(race, judge, change, word):
 
 
 def test_cheat_11_logs_without_their_json_lines(race, capsys):
-    folder = race()
-    for path in folder.glob("*a.txt"):
-        path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith('{"')))
-    (folder / "race.jsonl").unlink()
+    strip(folder := race())
     assert verify.main([str(folder), "--target", "4.5"]) == 2
     shown = capsys.readouterr()
     assert shown.out.startswith("NO PASS: the logs describe nothing. ") and shown.out.splitlines()[0] in shown.err
