@@ -249,6 +249,12 @@ def fails_only(outcome, rule, *words):
         assert word in failed[wanted[0]]
 
 
+def says(rules, rule, verdict, *words):
+    """A rule has this verdict, and its reason these words."""
+    found, reason = rules[rule]
+    assert found == verdict and all(word in reason for word in words), reason
+
+
 # Honest logs
 
 def test_an_honest_race_passes(race, judge, data):
@@ -455,8 +461,7 @@ def test_a_failed_run_whose_log_was_removed_is_caught(race, judge):
 def test_a_run_that_nobody_saw_end_is_no_mere_remark(race, judge, status, verdict):
     folder = race()
     with_attempt(folder, 2, status=status, logged=False, seconds=1)
-    found, reason = judge(folder)[1][ACCOUNTS]
-    assert found == verdict and "2a_first" in reason
+    says(judge(folder)[1], ACCOUNTS, verdict, "2a_first")
 
 
 MANIFEST_EDITS = {  # what is done to its lines, a word of the reason
@@ -492,8 +497,7 @@ def test_the_manifest_is_found_beside_the_logs(race, judge, tmp_path):
     declared_anew = [Log(folder / f"{old}a.txt").label(new, 2, loss=4.0 + 0.01 * new) for new, old in ((1, 3), (2, 4))]
     for new, log in enumerate(declared_anew, 1):
         log.write(folder / f"{new + 2}a.txt")
-    verdict, reason = judge(folder)[1][ACCOUNTS]
-    assert verdict == "not checkable" and "there is no race.jsonl" in reason
+    says(judge(folder)[1], ACCOUNTS, "not checkable", "there is no race.jsonl")
 
 
 def test_a_run_from_elsewhere_is_caught(race, judge):
@@ -664,8 +668,7 @@ def test_sides_that_are_validated_on_something_else_are_caught(race, faster, jud
     assert word in judge(folder)[1][DATA][1]
     folder.rename(tmp_path / "both")
     folder, other = two_races(race, tmp_path, change)
-    verdict, reason = judge(folder, "--vs", other)[1][DATA]
-    assert verdict == "fail" and word in reason
+    says(judge(folder, "--vs", other)[1], DATA, "fail", word)
 
 
 @pytest.mark.parametrize("flags, left, verdict, word", [
@@ -692,8 +695,7 @@ def test_the_ideas_of_a_ladder_and_its_base_ran_in_turn(race, judge):
     assert judge(folder)[1][IN_TURN] == ("pass", "started as abccbaabccba, one after another")
     log = Log(folder / "2a.txt")
     log.set("start.started", "2026-01-01T00:00:00+00:00").write(folder / "2a.txt")
-    verdict, reason = judge(folder)[1][IN_TURN]
-    assert verdict == "fail" and "abccbabccbaa: not in turn" in reason
+    says(judge(folder)[1], IN_TURN, "fail", "abccbabccbaa: not in turn")
 
 
 @pytest.mark.parametrize("head_init, below, status", [(0, 0.1, 1), (0.005, 0.1, 0), (0.005, 0.5, 1)])
@@ -764,8 +766,7 @@ def test_the_other_side_must_be_honest_too(race, judge, tmp_path):
     assert judge(folder, "--vs", other)[1][others][0] == "fail"
     (tmp_path / "1a.txt").rename(other / "1a.txt")
     shutil.copy(folder / "1a.txt", other / "1a.txt")
-    verdict, reason = judge(folder, "--vs", other)[1][COPIES]
-    assert verdict == "fail" and "same time" in reason
+    says(judge(folder, "--vs", other)[1], COPIES, "fail", "same time")
 
 
 def test_an_edited_clock_of_the_other_side_is_caught(race, judge, tmp_path):
@@ -1052,8 +1053,7 @@ MODEL_PLANTS = {
 @pytest.mark.parametrize("plant", MODEL_PLANTS)
 def test_a_model_that_sees_later_tokens_is_caught(rerun, plant):
     edit, word = MODEL_PLANTS[plant]
-    verdict, reason = rerun(edit, only=[examine.CAUSAL])[examine.CAUSAL]
-    assert verdict == "fail" and word in reason
+    says(rerun(edit, only=[examine.CAUSAL]), examine.CAUSAL, "fail", word)
 
 
 def test_what_a_model_remembers_of_earlier_sequences_is_caught(rerun):
@@ -1062,16 +1062,14 @@ def test_what_a_model_remembers_of_earlier_sequences_is_caught(rerun):
     learn = "        self.lm_head.weight.data[tokens] += 1e-2\n"
     for plant in (remember, learn):
         only = [examine.LOSS, examine.ORDER]
-        verdict, reason = rerun((EMBED, EMBED + plant), only=only)[examine.ORDER]
-        assert verdict == "fail" and "after those before it" in reason
+        says(rerun((EMBED, EMBED + plant), only=only), examine.ORDER, "fail", "after those before it")
 
 
 def test_a_leak_far_behind_the_probe_is_caught(rerun, monkeypatch):
     """In sequences longer than the probe the losses tell, at places all over them."""
     monkeypatch.setattr(examine, "PROBE_TOKENS", 64)
     far = "        if len(e) > 200:\n            e = torch.cat([e[:150], e[150:] + 0.1 * torch.roll(e[150:], -1, 0)])\n"
-    verdict, reason = rerun((EMBED, EMBED + far), only=[examine.LOSS, examine.CAUSAL])[examine.CAUSAL]
-    assert verdict == "fail" and "in sequence " in reason
+    says(rerun((EMBED, EMBED + far), only=[examine.LOSS, examine.CAUSAL]), examine.CAUSAL, "fail", "in sequence ")
     assert rerun(only=[examine.LOSS, examine.CAUSAL])[examine.CAUSAL][0] == "pass"
 
 
@@ -1163,8 +1161,7 @@ def test_a_source_that_cannot_load_the_model_fails(honest, data, tmp_path, forke
 
 def test_a_source_that_gives_no_answer_is_not_waited_for(rerun, monkeypatch):
     monkeypatch.setattr(examine, "PATIENCE_S", 1)
-    verdict, reason = rerun(("ROOT = Path(", "time.sleep(60)\nROOT = Path("))[examine.SAVED]
-    assert verdict == "fail" and "gives no answer" in reason
+    says(rerun(("ROOT = Path(", "time.sleep(60)\nROOT = Path(")), examine.SAVED, "fail", "gives no answer")
 
 
 def test_a_model_of_no_log_here_is_no_input(race, judge, honest):
@@ -1190,8 +1187,8 @@ def test_cheat_1_is_caught_by_the_walls_where_no_line_was_stamped(race, judge):
     status, rules = judge(folder)
     assert rules[STAMPS][0] == "not checkable" and "race.py writes it" in rules[STAMPS][1]
     fails_only((status, rules), WALL, "on side a", "one side's clocks run slow")
-    verdict, reason = rules[FASTER]  # clocks may run slow by so little that the walls hide it
-    assert verdict == "not checkable" and "by the clocks of the runs alone: no race saw the steps of 8 of 8 runs" in reason
+    # clocks may run slow by so little that the walls hide it
+    says(rules, FASTER, "not checkable", "by the clocks of the runs alone: no race saw the steps of 8 of 8 runs")
 
 
 @pytest.mark.parametrize("late, verdict", [(1, "pass"), (5, "fail")])
@@ -1292,8 +1289,7 @@ def test_a_race_that_does_not_say_how_long_a_run_took_is_caught(race, judge):
     with manifest_of(folder) as events:
         for event in events[2::2]:  # each ended when the race itself had died
             event.update(seconds=None, settled=event["started"])
-    verdict, reason = judge(folder)[1][WALL]
-    assert verdict == "not checkable" and "the race itself" in reason
+    says(judge(folder)[1], WALL, "not checkable", "the race itself")
 
 
 @pytest.mark.parametrize("spoil, word", [
@@ -1332,8 +1328,7 @@ def test_cheat_2_time_hidden_under_another_name(race, judge, name, mine, others,
         for where, to in {"start.hardware.gpus": None, **more}.items():
             log.set(where, to)
     outcome = judge(race(4, "ab", hide))
-    found, reason = outcome[1][OFF_CLOCK]
-    assert found == verdict and word in reason and "what else is done there?" in reason
+    says(outcome[1], OFF_CLOCK, verdict, word, "what else is done there?")
     if verdict == "fail":
         fails_only(outcome, OFF_CLOCK)
 
@@ -1354,8 +1349,7 @@ def test_what_a_larger_model_spends_off_its_clock_is_honest(race, judge, seconds
         with_spans(log, run, seconds if mine else 10, **(spans if mine else {"validation": 1.0, "warmup": 1.0, "hashing": 0.5}))
         log.set("start.config.warmup_steps", steps if mine else 3)
         log.set("start.parameters", log.start["parameters"] * (1 if mine else 2))  # with less to hash
-    verdict, reason = judge(race(4, "ab", change))[1][OFF_CLOCK]
-    assert (verdict, fails in reason) == ("fail" if fails else "pass", True), reason
+    says(judge(race(4, "ab", change))[1], OFF_CLOCK, "fail" if fails else "pass", fails)
 
 
 def test_cheat_3_one_model_of_many(race, honest, data, tmp_path, capsys, forked):
@@ -1384,7 +1378,8 @@ def test_cheat_3_one_model_for_two_runs(race, honest, tmp_path):
     for noise, copied in ((0.002, True), (3, False)):
         noisy = {name: x * (1 + noise * torch.randn(x.shape, generator=draw)) for name, x in saved["state"].items()}
         torch.save({**saved, "state": noisy}, tmp_path / "2.pt")
-        verdict, reason = leaks.judged(verify.check_copies, runs, [*zip(runs, (honest.with_suffix(".pt"), tmp_path / "2.pt"))])
+        models = [*zip(runs, (honest.with_suffix(".pt"), tmp_path / "2.pt"))]
+        verdict, reason = leaks.judged(verify.check_copies, runs, models)
         assert (verdict, "parameters that correlate by 1.000" in reason) == (("fail", True) if copied else ("pass", False))
 
 
@@ -1420,14 +1415,13 @@ def test_cheat_4_weights_that_were_trained_before(race, train, judge, rerun):
     fails_only(judge(race(change=weighted)), (FROM_SEED, ACCOUNTS), "2a.txt: its loss before the first step is 2.4260")
     log = train(PRETRAINED, num_steps=4)  # below a head of zeros: the loss tells nothing
     assert judge(log)[1][FROM_SEED][0] == "pass"
-    verdict, reason = rerun(log=log, only=[examine.INITIAL])[examine.INITIAL]
-    assert verdict == "fail" and "began with other weights" in reason
+    says(rerun(log=log, only=[examine.INITIAL]), examine.INITIAL, "fail", "began with other weights")
 
 
 def test_cheat_4_a_source_that_brings_its_weights_along(train, rerun):
     built = ("    torch.manual_seed(config.seed)\n    return GPT(config", "    torch.manual_seed(config.seed + 7)\n    return GPT(config")
-    verdict, reason = rerun(built, log=train(built, num_steps=4), only=[examine.INITIAL])[examine.INITIAL]
-    assert verdict == "not checkable" and "by the log's own source alone" in reason
+    says(rerun(built, log=train(built, num_steps=4), only=[examine.INITIAL]), examine.INITIAL, "not checkable",
+         "by the log's own source alone")
     other = ("    torch.manual_seed(config.seed)\n    return GPT(config", "    \n    torch.manual_seed(config.seed)\n    return GPT(config")
     assert rerun(other, only=[examine.INITIAL])[examine.INITIAL][0] == "pass"
 
@@ -1485,8 +1479,7 @@ def test_cheat_6_a_run_of_the_other_side_though_that_is_longer(race, judge):
         with_losses(log, run * (11 if side == "b" else 1), 4 + (np.random.default_rng(1).normal(0, 0.1, 120)[:100] if f"{run}{side}" == "1a" else
                                    own[:100 if side == "a" else 120]))
         log.set("start.config.shuffle", True).set("end.train_digest", f"{run:063x}{side}")
-    verdict, reason = judge(race(4, "ab", change))[1][COPIES]
-    assert verdict == "fail" and "1a.txt and 3b.txt have other seeds" in reason
+    says(judge(race(4, "ab", change))[1], COPIES, "fail", "1a.txt and 3b.txt have other seeds")
 
 
 def test_sides_that_read_other_batches_are_no_copies(race, judge):
@@ -1610,8 +1603,7 @@ def test_cheat_1_a_side_whose_start_is_uneven(race, judge):
     with manifest_of(folder := race(4, "ab")) as events:
         for event in events[2::2]:
             event["seconds"] += next(hidden) if event["side"] == "a" else 0
-    verdict, reason = judge(folder)[1][WALL]
-    assert verdict == "fail" and "on side a" in reason and "one side's clocks run slow" in reason
+    says(judge(folder)[1], WALL, "fail", "on side a", "one side's clocks run slow")
 
 
 def test_cheat_10_starts_and_times_that_are_missing(race, judge):
@@ -1625,8 +1617,7 @@ def test_cheat_10_starts_and_times_that_are_missing(race, judge):
     for run in (2, 3, 4):
         log = Log(folder / f"{run}a.txt")
         log.set("start.started", log.start["started"].replace("T00:00", "T00:05")).write(folder / f"{run}a.txt")
-    verdict, reason = judge(folder)[1][ACCOUNTS]
-    assert verdict == "not checkable" and "s passed before 2a was started, long enough to hide a run" in reason
+    says(judge(folder)[1], ACCOUNTS, "not checkable", "s passed before 2a was started, long enough to hide a run")
     with_attempt(folder, 2, status="interrupted", logged=False, seconds=400)
     assert "interrupted after 400 s, and there is no log of it" in judge(folder)[1][ACCOUNTS][1]
 
@@ -1680,8 +1671,7 @@ def test_cheat_10_starts_and_ends_that_do_not_fit(race, judge, change, word):
     assert judge(folder)[0] == 0
     with manifest_of(folder) as events:
         change(events)
-    verdict, reason = judge(folder)[1][ACCOUNTS]
-    assert verdict == "fail" and word in reason
+    says(judge(folder)[1], ACCOUNTS, "fail", word)
 
 
 def test_cheat_11_logs_without_their_json_lines(race, capsys):
@@ -1739,8 +1729,8 @@ def test_public_logs_of_two_sources_break_no_rule(tmp_path, judge):
     for name, source in (("a", "import torch"), ("b", "import torch"), ("c", "import torch, math")):
         public_log(tmp_path / f"{name}.txt", public_lines(pace=ord(name)), source)
     status, rules = judge(tmp_path)
-    verdict, reason = rules[ACCOUNTS]
-    assert status == 2 and verdict == "not checkable" and "which runs are the record no log says (the set holds runs of 2 sources" in reason
+    assert status == 2
+    says(rules, ACCOUNTS, "not checkable", "which runs are the record no log says (the set holds runs of 2 sources")
     (tmp_path / "c.txt").write_text((tmp_path / "a.txt").read_text().replace("val_loss:3.5500", "val_loss:nan"))
     assert judge(tmp_path)[1][ACCOUNTS][0] == "fail"  # whatever the logs leave open
 
@@ -1798,8 +1788,7 @@ def test_two_files_behind_one_another_are_read_apart(tmp_path, judge, tenth_line
     bar = "-" * 40
     source = f"import torch\nfrom triton_kernels import f\n\n\n{bar}\n# triton_kernels.py\n{bar}\n\nimport triton\n{tenth_line}\n"
     public_log(tmp_path / "0.txt", public_lines(), source)
-    found, reason = judge(tmp_path)[1][SWITCHES]
-    assert found == verdict and word in reason
+    says(judge(tmp_path)[1], SWITCHES, verdict, word)
 
 
 def test_a_clock_that_is_reset_after_the_first_step_is_honest(tmp_path, judge):
