@@ -737,12 +737,6 @@ def test_hosts_are_compared_by_what_they_are_and_not_by_what_names_a_launch(fast
         fails_only(found, HARDWARE, "hosts")
 
 
-def test_a_side_that_is_not_faster_is_caught(race, judge):
-    def change(log, run, side):
-        scale_clock(log, 1 + 0.01 * run + 0.005 * (side == "b"))
-    fails_only(judge(race(4, "ab", change)), FASTER, "p = ")
-
-
 def two_races(race, tmp_path, change=lambda log: None):
     """An honest race and a slower one, which is the other side."""
     folder, other = race(4, "a").rename(tmp_path / "new"), tmp_path / "old"
@@ -1703,8 +1697,10 @@ def test_the_page_begins_with_the_verdict(faster, capsys):
     assert "y" * 60 in "".join(line.strip() for line in rest), "the details leave out nothing of the reason"
 
 
-def test_not_faster_is_no_broken_rule(race, capsys):
-    summary, rest = page_of(capsys, race(4, "ab", lambda log, run, side: scale_clock(log, 2 + 0.1 * (side == "a"))))
+def test_not_faster_is_no_broken_rule(race, judge, capsys):
+    folder = race(4, "ab", lambda log, run, side: scale_clock(log, 1 + 0.01 * run + 0.005 * (side == "b")))
+    fails_only(judge(folder), FASTER, "p = ")
+    summary, rest = page_of(capsys, folder)
     assert summary[0].startswith("CLAIM NOT SHOWN, no rule is broken. ") and " 0 are broken, " in summary[0]
     assert any(line.startswith("Claim NOT shown: faster than the other side") for line in summary)
     assert not any(line.startswith("BROKEN") for line in summary)
@@ -1834,13 +1830,10 @@ def test_input_that_cannot_be_judged(tmp_path, capsys, make, word):
     assert word in error and error.count("\n") == 1
 
 
-def test_a_broken_model_or_manifest_is_one_line(race, honest, tmp_path, capsys):
+def test_a_broken_model_is_one_line(honest, tmp_path, capsys):
     (tmp_path / "m.pt").write_bytes(b"no model")
     assert verify.main([str(honest), "--rerun", str(tmp_path / "m.pt")]) == 2
-    folder = race()
-    (folder / "race.jsonl").write_text("{")
-    assert verify.main([str(folder)]) == 2
-    assert capsys.readouterr().err.count("\n") == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_values_of_any_type_are_no_crash(honest, tmp_path, capsys):
@@ -1863,7 +1856,7 @@ def test_values_of_any_type_are_no_crash(honest, tmp_path, capsys):
                 assert "Error:" not in rule["reason"], (path, value, rule)
 
 
-@pytest.mark.parametrize("line", ["[" * 100_000, '{"run_id": 5}', "9" * 5000, '{"race": null}', "\0", '"\\ud800"'])
+@pytest.mark.parametrize("line", ["{", "[" * 100_000, '{"run_id": 5}', "9" * 5000, '{"race": null}', "\0", '"\\ud800"'])
 def test_a_manifest_of_anything_is_one_line(race, capsys, line):
     folder = race()
     with open(folder / "race.jsonl", "a") as file:
