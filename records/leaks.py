@@ -183,10 +183,8 @@ def check_replay(e, folder):
     except (TypeError, KeyError) as error:
         raise CannotJudge(f"this checkout's train_gpt.py does not take the log's config ({error}); check out the "
                           "revision that the log states, and verify there") from None
-    if seen != stated:
-        raise Broken(f"{steps} batches of the declared shards have digest {seen[:8]}..., the log states "
-                     f"{stated[:8]}...: it trained on something else, or packs its batches in another way than this "
-                     "train_gpt.py")
+    demand(seen == stated, f"{steps} batches of the declared shards have digest {seen[:8]}..., the log states "
+           f"{stated[:8]}...: it trained on something else, or packs its batches in another way than this train_gpt.py")
     return f"{steps} batches of the declared shards, packed anew, have the digest {stated[:8]}... of the log"
 
 
