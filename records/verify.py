@@ -576,14 +576,13 @@ def check_attempts(manifest, runs, here, remarks, unknown):
     """Each start is written before the process and each end after it: was a run stopped, left out, or hidden in a gap?
 
     here: {run_id: what logs.py read}. Adds to remarks, and to what is unknown."""
-    declared, tried, done, begun, before, stopped = manifest.race, [], set(), None, None, Counter()
+    declared, tried, done, before, stopped = manifest.race, [], set(), None, Counter()
     demand(declared["order"] == [f"{run}{side}" for run, side in stats.order(declared["n"], declared["sides"])],
            f"the order in {stats.MANIFEST} is not that of {declared['n']} runs a side")
-    for event in manifest.events:
-        started = event["status"] == "started"
-        demand(started or event["run_id"] == begun, f"{event['run_id']} ended ({event['status']}), and the line before "
-               "does not say that it was started")
-        begun = event["run_id"] if started else None
+    for earlier, event in itertools.pairwise([{}, *manifest.events]):
+        begun = earlier.get("status") == "started" and earlier["run_id"] == event["run_id"]
+        demand(begun or event["status"] == "started", f"{event['run_id']} ended ({event['status']}), and the line "
+               "before does not say that it was started")
     lengths = [attempt["seconds"] for attempt in manifest.done().values() if is_number(attempt.get("seconds"))]
     usual = float(np.median(lengths)) if lengths else math.inf
     pauses, at = pauses_of(manifest), declared.get("declared")
