@@ -389,6 +389,8 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
     "steps that take a tenth": (lambda log: pace(log, lambda step, ms: 101 * (step - 0.9 * min(max(step - 6, 0), 2))),
                                 CLOCK, "step 7; step 8"),
     "a first step that takes no time": (lambda log: pace(log, lambda step, ms: 101 * max(step - 1, 0)), CLOCK, "step 1"),
+    "a clock that is reset": (lambda log: pace(log, lambda step, ms: 100 * (step % 9)), (CLOCK, STAMPS),
+                              "falls to 0 ms at step 9"),
     "a clock that outruns the wall": (lambda log: shift_clock(log, lambda step, ms: 60_000 * step), (CLOCK, SPANS),
                                       "wall clock"),
     "a hash that is none": (lambda log: log.set("end.final_state_hash", "x"), WHOLE, "no SHA-256"),
