@@ -547,6 +547,8 @@ RACE_EDITS = {  # what is done to each log of a race of four runs, which rule fi
     "losses left out so that none compares": (
         lambda log, run: run == 2 and log.set("start.config.train_loss_every", 0).set(
             "lines", [line.partition(" train_loss")[0] for line in log.lines]), ACCOUNTS, "side a", "other steps"),
+    "a name that is none": (lambda log, run: run == 2 and log.set("start.run_id", []), (WHOLE, ACCOUNTS),
+                            "start.run_id is []"),
     "resumed": (lambda log, run: run == 2 and resume(log), FROM_SEED, "2a.txt: resumed at step 6",
                 "such runs count for no record"),
 }
