@@ -26,8 +26,9 @@ from pathlib import Path
 
 import numpy as np
 
-from leaks import (NUMBER, PASS, ROOT, UNKNOWN, Broken, NotCheckable, demand, find_shards, judged, open_shard, ran_out,
-                   several, trainer)
+from leaks import (NUMBER, PASS, ROOT, UNKNOWN, Broken, demand, find_shards, judged, open_shard, ran_out, several,
+                   trainer)
+from stats import CannotJudge
 
 SAVED, INITIAL, LOSS, ORDER, CAUSAL = RULES = (
     "the saved model is the log's", "initial weights come from the seed", "independent validation loss",
@@ -267,7 +268,7 @@ class Examination:
                         if self.config.get(key) not in ("auto", self.stated.get(key)))
         demand(not differ, f"its config is not the log's: {several(differ)}")
         if self.halved:
-            raise NotCheckable("its parameters are saved in 16 bits, of which the log has no hash: the loss tells")
+            raise CannotJudge("its parameters are saved in 16 bits, of which the log has no hash: the loss tells")
         digests = {name: digest_of(x) for name, x in self.saved["state"].items()}
         every = sorted({**self.witness.beginning(self.stated)["buffers"], **digests}.items())
         seen = hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in every).encode()).hexdigest()
@@ -277,8 +278,8 @@ class Examination:
     def compare(self, what, seen, wanted, so=""):
         """The rotary's tables, which hashes cover, have other last bits where a GPU made them."""
         if seen != wanted and self.made_elsewhere():
-            raise NotCheckable("the hash is not the log's, which covers tables of cos and sin that were made on a "
-                               f"{self.made_elsewhere()}: check it on one")
+            raise CannotJudge("the hash is not the log's, which covers tables of cos and sin that were made on a "
+                              f"{self.made_elsewhere()}: check it on one")
         demand(seen == wanted, f"{what} {seen[:8]}..., the log states {wanted[:8]}...{so}")
 
     def made_elsewhere(self):
@@ -299,8 +300,8 @@ class Examination:
             seen = self.witness.beginning(self.stated)["hash"]
             self.compare(f"seed {seed} gives the initial state hash", seen, wanted, ": it began with other weights")
             if ours != self.source:
-                raise NotCheckable(f"{text} by the log's own source alone, and not by this checkout's train_gpt.py: "
-                                   "see where they differ (--diff)")
+                raise CannotJudge(f"{text} by the log's own source alone, and not by this checkout's train_gpt.py: "
+                                  "see where they differ (--diff)")
         return text
 
     def surprises(self, witness, tokens, targets):
@@ -344,7 +345,7 @@ class Examination:
     def numbers(self, most):
         """Those of some sequences that were scored, of all where there are no more, in random order."""
         if not self.losses:
-            raise NotCheckable("the loss was not evaluated (above is why)")
+            raise CannotJudge("the loss was not evaluated (above is why)")
         return self.draw.permutation(len(self.losses))[:most]
 
     def check_causality(self):

@@ -1,7 +1,7 @@
 """The data of a run: is it what the log says, was it what the run trained on, and is validation text in training?
 
 Rules that read the shards; records/verify.py calls them where --data names their folder. A rule returns what shows that
-it is kept, and raises Broken or NotCheckable.
+it is kept, and raises Broken or CannotJudge.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import logs
-import stats
+from stats import CannotJudge
 
 ROOT = Path(__file__).resolve().parent.parent
 PASS, FAIL, UNKNOWN = "pass", "fail", "not checkable"
@@ -27,10 +27,6 @@ THROUGHOUT = 0.25  # of the prints of each of its quarters: with many tokens cha
 COINCIDENCES, LIKENESSES = 1000, 20  # in so many documents one may be: the web holds some pages twice, more in forms
 NUMBER = (int, float)
 SHA256 = re.compile("[0-9a-f]{64}")
-
-
-class NotCheckable(Exception):
-    """The evidence for a rule is not there; the message says which."""
 
 
 class Broken(Exception):
@@ -47,7 +43,7 @@ def judged(check, *arguments):
     """(verdict, reason) of a check. Whatever a stranger's log or model makes it raise is a finding too."""
     try:
         return PASS, check(*arguments)
-    except (NotCheckable, stats.CannotJudge) as reason:
+    except CannotJudge as reason:
         return UNKNOWN, str(reason)
     except Broken as reason:
         return FAIL, str(reason)
@@ -95,7 +91,7 @@ def shards_of(e):
 
 
 def find_shard(shard, folder):
-    """The file of a shard that a log states. NotCheckable if it is not there, Broken if it holds something else."""
+    """The file of a shard that a log states. CannotJudge if it is not there, Broken if it holds something else."""
     path, digest = Path(folder) / os.path.basename(shard["name"]), hashlib.sha256()
     try:
         if not path.is_file() and path.exists():
@@ -104,8 +100,8 @@ def find_shard(shard, folder):
             while block := file.read(1 << 20):
                 digest.update(block)
     except (OSError, ValueError) as error:  # a name may be none that a file can have
-        raise NotCheckable(f"{logs.printable(path)}: {getattr(error, 'strerror', None) or error}; name the folder of "
-                           "the shards with --data") from None
+        raise CannotJudge(f"{logs.printable(path)}: {getattr(error, 'strerror', None) or error}; name the folder of "
+                          "the shards with --data") from None
     demand(digest.hexdigest() == shard["sha256"],
            f"{path} has SHA-256 {digest.hexdigest()[:8]}..., the log states {shard['sha256'][:8]}...")
     held = len(open_shard(path)[0])
@@ -185,12 +181,10 @@ def check_replay(e, folder):
     except train_gpt.RunError as error:
         raise Broken(f"the declared shards do not give {steps} batches: {error}") from None
     except (TypeError, KeyError) as error:
-        raise NotCheckable(f"this checkout's train_gpt.py does not take the log's config ({error}); check out the "
-                           "revision that the log states, and verify there") from None
-    if seen != stated:
-        raise Broken(f"{steps} batches of the declared shards have digest {seen[:8]}..., the log states "
-                     f"{stated[:8]}...: it trained on something else, or packs its batches in another way than this "
-                     "train_gpt.py")
+        raise CannotJudge(f"this checkout's train_gpt.py does not take the log's config ({error}); check out the "
+                          "revision that the log states, and verify there") from None
+    demand(seen == stated, f"{steps} batches of the declared shards have digest {seen[:8]}..., the log states "
+           f"{stated[:8]}...: it trained on something else, or packs its batches in another way than this train_gpt.py")
     return f"{steps} batches of the declared shards, packed anew, have the digest {stated[:8]}... of the log"
 
 

@@ -53,8 +53,7 @@ import examine
 import leaks
 import pages
 import stats
-from leaks import (FAIL, NUMBER, PASS, ROOT, SHA256, UNKNOWN, Broken, NotCheckable, demand, is_number, judged, several,
-                   shards_of)
+from leaks import (FAIL, NUMBER, PASS, ROOT, SHA256, UNKNOWN, Broken, demand, is_number, judged, several, shards_of)
 from stats import CannotJudge
 
 INCOMPLETE, REMARK = "incomplete", "remark"  # of all rules together; of a rule that came after the run
@@ -153,9 +152,9 @@ class Evidence:
         return stats.race_of(self.run)
 
     def get(self, where, kind=object):
-        """The entry at a path like `end.state_hash.before_warmup`. NotCheckable or Broken if none of this type is."""
+        """The entry at a path like `end.state_hash.before_warmup`. CannotJudge or Broken if none of this type is."""
         if not self.ours:
-            raise NotCheckable("the log holds no description of its run (its form is not this project's)")
+            raise CannotJudge("the log holds no description of its run (its form is not this project's)")
         found = {"start": self.run.start, "end": self.run.end}
         for key in where.split("."):
             found = found.get(key) if isinstance(found, dict) else None
@@ -202,7 +201,7 @@ def moment(text):
         return None
 
 
-# Rules for each run: Evidence -> what shows that it is kept; Broken or NotCheckable otherwise
+# Rules for each run: Evidence -> what shows that it is kept; Broken or CannotJudge otherwise
 
 def check_log(e):
     run, stated, kinds = e.run, e.get("start.source_sha256", str), "[srxo]" if e.run.resumed else "s"
@@ -242,8 +241,8 @@ def embedding_rows(e):
     layers, width = e.get("start.config.layers", str), e.get("start.config.model_dim", int)
     words = [_LAYER.fullmatch(word) for word in layers.split()]
     if None in words:
-        raise NotCheckable(f"start.config.layers is {layers[:40]!r}, no layers of {stats.SCRIPT}: what its parameters "
-                           "are cannot be told")
+        raise CannotJudge(f"start.config.layers is {layers[:40]!r}, no layers of {stats.SCRIPT}: what its parameters "
+                          "are cannot be told")
     tables = 2 + len({word["table"] for word in words} - {None, ""})
     matrices = sum(4 * bool(word["window"]) + 8 * bool(word["mlp"]) for word in words)
     ngrams = re.findall(r"\d:(\d{1,12}):(\d{1,12})", str(e.get("start.config", dict).get("ngrams", "")))
@@ -261,7 +260,7 @@ def check_beginning(e):
     if not weighted:  # else it is another sum
         first += [step.train_loss for step in e.run.steps if step.step == 1 and step.train_loss is not None]
     if not first:
-        raise NotCheckable("no line states a loss before the first step")
+        raise CannotJudge("no line states a loss before the first step")
     nothing = math.log(max(1, embedding_rows(e) // 128 * 128))
     less = KNOWS_LITTLE if config.get("head_init") else KNOWS_NOTHING
     demand(min(first) >= nothing - less, f"its loss before the first step is {min(first):.4f}, and a model that knows "
@@ -290,7 +289,7 @@ def is_fineweb(e):
     try:
         shards = shards_of(e)["val"]
     except Broken:
-        raise NotCheckable("the shards are not stated in full") from None
+        raise CannotJudge("the shards are not stated in full") from None
     if e.run.start.get("preset") == "speedrun" or all(shard["name"].startswith("fineweb_val_") for shard in shards):
         return True
     return embedding_rows(e) in GPT2_VOCAB and sum(shard["tokens"] for shard in shards) > FINEWEB_VAL_TOKENS
@@ -360,7 +359,7 @@ def difference(parent, source):
 
 def check_source(e, theirs):
     """theirs: the other side's source, or None."""
-    failed = Broken if e.ours else NotCheckable
+    failed = Broken if e.ours else CannotJudge
     if not e.run.source:
         raise failed("the log holds no source")
     what = "what stands in the log for the source"
@@ -398,14 +397,14 @@ def check_environment(e):
 
 def check_clock(e):
     timed = e.run.steps
-    demand(not (e.ours and e.run.clock_falls), f"train_time falls at step {[*e.run.clock_falls, 0][0]}")
-    falls = [i for i, (one, next_) in enumerate(zip(timed, timed[1:]), 1) if next_.time_ms < one.time_ms]
-    if len(falls) == 1 and timed[falls[0]].step <= 11:
+    falls = [i for i, (one, next_) in enumerate(itertools.pairwise(timed), 1) if next_.time_ms < one.time_ms]
+    if falls:
+        first = timed[falls[0]]
+        demand(len(falls) == 1 and first.step <= 11 and not e.ours,
+               f"train_time falls to {first.time_ms:.0f} ms at step {first.step}")
         timed = timed[falls[0]:]  # the community's reset after its first steps
-    elif falls:
-        raise Broken(f"train_time falls to {timed[falls[0]].time_ms:.0f} ms at step {timed[falls[0]].step}")
     if len(timed) < 2:
-        raise NotCheckable("fewer than two lines with train_time in ms")
+        raise CannotJudge("fewer than two lines with train_time in ms")
     warm = (0,) if e.ours else (0, 1, 10)  # steps that the community's scripts leave out of their average
     wrong = [[f"at step {line.step} train_time is {line.time_ms:.0f} ms, by its step_avg of {line.average} ms "
               f"{line.step * line.average:.0f} ms" for line in timed if line.average is not None and
@@ -444,7 +443,7 @@ def check_paces(steps, ahead):
 def attempt_of(e, races):
     """What its race wrote of a run when that had ended: {} where there is no such line here."""
     found = races.get(e.race.race_id) if e.race and e.ours else None
-    return found.attempts.get(e.run.start.get("run_id"), {}) if found else {}
+    return found.attempts.get(str(e.run.start.get("run_id")), {}) if found else {}
 
 
 def check_stamps(e, races):
@@ -462,7 +461,7 @@ def check_stamps(e, races):
                f"what the race wrote: by its {stats.MANIFEST} its SHA-256 is {str(wanted)[:8]}...; restore it")
         stamps = logs.parse_json(path.read_text(encoding="utf-8"))
     except OSError:
-        raise NotCheckable(f"no {name} lies beside the log: race.py writes it") from None
+        raise CannotJudge(f"no {name} lies beside the log: race.py writes it") from None
     except ValueError as error:
         raise Broken(f"{name}: {error}") from None
     demand(isinstance(stamps, list) and all(isinstance(pair, list) and len(pair) == 2 and all(map(is_number, pair))
@@ -519,8 +518,8 @@ def of_all(found, wanted):
     first = f"the first: {found[0][2]}"
     demand(not broken, some + several(broken))
     if unknown or some:
-        raise NotCheckable(some + (f"{len(unknown)} of {len(found)} runs: {unknown[0]}" if unknown else
-                                   f"none fails; {first}"))
+        raise CannotJudge(some + (f"{len(unknown)} of {len(found)} runs: {unknown[0]}" if unknown else
+                                  f"none fails; {first}"))
     return found[0][2] if wanted == 1 else f"{wanted} of {wanted} runs; {first}"
 
 
@@ -528,13 +527,11 @@ def of_all(found, wanted):
 
 def check_accounts(runs, found, races):
     """Were these all the runs, and were there to be so many?"""
-    remarks, unknown, members = [], [], defaultdict(list)
-    for e in runs:
-        members[e.race and e.race[:2]].append(e)
-    for which, of_side in members.items():
-        declared = races[which[0]].race if which and which[0] in races else {}
-        side = stats.Side(f"side {which[1]}" if which and which[1] else "the set", [e.run for e in of_side],
-                          found.rejected, declared)
+    remarks, unknown = [], []
+    for which, of_side in stats.grouped(runs, lambda e: e.race and e.race[:2]).items():
+        race_id, name = which or (None, "")
+        declared = races[race_id].race if race_id in races else {}
+        side = stats.Side(f"side {name}" if name else "the set", [e.run for e in of_side], found.rejected, declared)
         try:
             stats.check_none_diverged(side)
             stats.check_all_there(side)
@@ -550,12 +547,11 @@ def check_accounts(runs, found, races):
         if which is None:
             unknown.append("no number of runs was declared: some may be left out")
         elif not declared:
-            unknown.append(f"there is no {stats.MANIFEST} of race {which[0]}: what else was started cannot be seen")
+            unknown.append(f"there is no {stats.MANIFEST} of race {race_id}: what else was started cannot be seen")
         remarks += [f"{side.name}: {len(of_side)} runs, as declared"] * (which is not None)
     remarks += [f"{logs.printable(os.path.basename(item.path))}: {item.reason}" for item in found.rejected
                 if item.kind in (logs.INCOMPLETE, logs.NOT_FINITE)]
-    started = {run_id for one in races.values() for run_id in one.attempts}
-    strangers = {str(e.run.start.get("run_id")) for e in runs if e.ours} - started
+    strangers = {str(e.run.start.get("run_id")) for e in runs if e.ours and not attempt_of(e, races)}
     demand(not (races and strangers),
            f"not started by this race, by its {stats.MANIFEST}: {several(sorted(strangers))}")
     # another project's log says nothing of itself
@@ -567,7 +563,7 @@ def check_accounts(runs, found, races):
             check_attempts(manifest, of_race, here, remarks, unknown)
             check_declared(manifest, of_race)
     if unknown:
-        raise NotCheckable("; ".join([*dict.fromkeys(unknown), *remarks]))
+        raise CannotJudge("; ".join([*dict.fromkeys(unknown), *remarks]))
     return "; ".join(remarks)
 
 
@@ -580,14 +576,13 @@ def check_attempts(manifest, runs, here, remarks, unknown):
     """Each start is written before the process and each end after it: was a run stopped, left out, or hidden in a gap?
 
     here: {run_id: what logs.py read}. Adds to remarks, and to what is unknown."""
-    declared, tried, done, begun, before, stopped = manifest.race, [], set(), None, None, Counter()
+    declared, tried, done, before, stopped = manifest.race, [], set(), None, Counter()
     demand(declared["order"] == [f"{run}{side}" for run, side in stats.order(declared["n"], declared["sides"])],
            f"the order in {stats.MANIFEST} is not that of {declared['n']} runs a side")
-    for event in manifest.events:
-        started = event["status"] == "started"
-        demand(started or event["run_id"] == begun, f"{event['run_id']} ended ({event['status']}), and the line before "
-               "does not say that it was started")
-        begun = event["run_id"] if started else None
+    for earlier, event in itertools.pairwise([{}, *manifest.events]):
+        begun = earlier.get("status") == "started" and earlier["run_id"] == event["run_id"]
+        demand(begun or event["status"] == "started", f"{event['run_id']} ended ({event['status']}), and the line "
+               "before does not say that it was started")
     lengths = [attempt["seconds"] for attempt in manifest.done().values() if is_number(attempt.get("seconds"))]
     usual = float(np.median(lengths)) if lengths else math.inf
     pauses, at = pauses_of(manifest), declared.get("declared")
@@ -704,8 +699,7 @@ def check_declared(manifest, runs):
     declared = manifest.race
     check_sides(declared, runs)
     for e in sorted(runs, key=lambda e: not e.ours):  # of others what is wanted cannot be checked
-        attempt = manifest.attempts.get(e.get("start.run_id", str))
-        demand(attempt, f"{e.name} is of another race than its {stats.MANIFEST}")
+        attempt = manifest.attempts[e.get("start.run_id", str)]
         side = declared["sides"][attempt["side"]]  # its order names no other
         e.must_state(stats.MANIFEST, ("start.race.declared_n", declared["n"]), ("start.race.run", attempt["run"]),
                      ("start.race.side", attempt["side"]), ("start.ranks", declared["ranks"]),
@@ -737,7 +731,7 @@ def check_wall(runs, races):
             demand(-0.1 <= measured - wall <= min(STARTING_S, STARTING_LEAST_S + STARTING_PART * wall),
                    f"{e.name} states {wall:.1f} s by the wall clock, the race that started it measured {measured:.1f}")
     if not late:
-        raise NotCheckable(f"no {stats.MANIFEST} tells how long the runs took: race them with race.py" if not any(
+        raise CannotJudge(f"no {stats.MANIFEST} tells how long the runs took: race them with race.py" if not any(
             attempt_of(e, races) for e in runs) else "the race itself had ended before its runs did")
     for of_race in late.values():
         sides = {side: [lag for lag, _, of in of_race if of == side] for side in sorted({of for *_, of in of_race})}
@@ -776,7 +770,7 @@ def check_copies(runs, models=()):
             demand(before == owner, f"{one.name} and {e.name} have the same {what} {shown}" + (
                 "" if owner is e else f", and the seeds {before} and {owner}"))
     if not seen:
-        raise NotCheckable("the logs hold neither state hashes nor the times of their steps")
+        raise CannotJudge("the logs hold neither state hashes nor the times of their steps")
     found, limit, one, other = most_alike(compared)
     demand(found <= limit, f"{one} and {other} have other seeds, and training losses that go up and down together "
            f"(correlation {found:.3f}): one is a copy of the other with small changes")
@@ -867,19 +861,18 @@ def check_faster(runs, others, target, races):
         text += (f"; but by the clocks of the runs alone: no race saw the steps of {len(alone)} of "
                  f"{len(runs + others)} runs")
     if any(e.ours for e in alone):
-        raise NotCheckable(text)
+        raise CannotJudge(text)
     return text
 
 
 def check_alike(runs, facts_of):
     """The facts of the first run; Broken unless every run has these."""
-    first = None
-    for e in runs:
-        facts = facts_of(e)
-        one, wanted = first = first or (e.name, facts)
+    found = ((e.name, facts_of(e)) for e in runs)
+    one, wanted = next(found)
+    for other, facts in found:
         differ = [f"{key}: {str(wanted.get(key))[:80]} and {str(facts.get(key))[:80]}"
                   for key in sorted({*wanted, *facts}) if wanted.get(key) != facts.get(key)]
-        demand(not differ, f"{one} and {e.name} differ in {'; '.join(differ)[:200]}")
+        demand(not differ, f"{one} and {other} differ in {'; '.join(differ)[:200]}")
     return wanted
 
 
@@ -899,8 +892,8 @@ def check_data(runs, others, races):
         its, named = digests(e, "train"), dict(flags(runs[0]).items() ^ flags(e).items())
         fewer = "train_shards" in named and all(one == other for one, other in zip(first, its))
         if its != first and not (fewer or {"preset", "train_files"} & named.keys()):
-            raise NotCheckable(f"look at this: {runs[0].name} and {e.name} trained on shards of other digests, and no "
-                               "flag that their race declared says so; --train_files and --train_shards would")
+            raise CannotJudge(f"look at this: {runs[0].name} and {e.name} trained on shards of other digests, and no "
+                              "flag that their race declared says so; --train_files and --train_shards would")
         declared |= named.keys() if its != first else set()
     return (f"{found['end.val_tokens']:,} validation tokens of the same shards, in sequences of {found['val_len']:,}; "
             f"{f'other training shards, as {sorted(declared)} declare' if declared else 'the same training shards'}")
@@ -933,7 +926,7 @@ def check_interleaved(runs, others):
         before = sum(spans[name] for name in ("joining", "setup") if is_number(spans.get(name)))
         order.append((began, side, e.name, began + e.get("end.wall_seconds", NUMBER) - before))
     order.sort()
-    for (_, _, one, ended), (began, _, other, _) in zip(order, order[1:]):
+    for (_, _, one, ended), (began, _, other, _) in itertools.pairwise(order):
         demand(began + CLOCKS_S >= ended,
                f"{other} started {ended - began:.0f} s before {one} ended: they took time from each other")
     sides = "".join(side for _, side, *_ in order)
@@ -949,7 +942,7 @@ def check_spans(runs, others):
     """
     sides, shown, doubts = (runs, others), [], []
     if min(map(len, sides)) < 2:
-        raise NotCheckable("fewer than two runs on a side")
+        raise CannotJudge("fewer than two runs on a side")
 
     def spans(e):
         return {name: s for name, s in e.get("end.seconds_outside_clock", dict).items() if is_number(s)}
@@ -980,7 +973,7 @@ def check_spans(runs, others):
                                              e.get("start.config", dict).get("compile") == "on" for e in runs), text)
             doubts.append(f"look at this: {text}")
     if doubts:
-        raise NotCheckable("; ".join(doubts))
+        raise CannotJudge("; ".join(doubts))
     return ", ".join(shown)
 
 
@@ -1160,10 +1153,9 @@ def unseen(case):
 def sum_up(findings, case):
     """What is shown: the verdict, in a line and in a word, and findings by what became of them; failures come last."""
     of = {verdict: [f for f in findings if f.rule not in CLAIMS and f.verdict == verdict] for verdict in VERDICTS}
-    counts, last = Counter(f.verdict for f in findings), defaultdict(list)
+    counts = Counter(f.verdict for f in findings)
     bare = not counts[FAIL] and any(not e.ours for e in case.runs + case.others)
-    for f in of[UNKNOWN]:
-        last[f.reason].append(f.rule)
+    alike = stats.grouped(of[UNKNOWN], lambda f: f.reason)
     said = ("FAIL: rules are broken" if of[FAIL] else "NO PASS: the logs describe nothing" if bare else
             "CLAIM NOT SHOWN, no rule is broken" if counts[FAIL] else
             "NO RULE IS BROKEN, but not all could be seen" if of[UNKNOWN] else "PASS")
@@ -1172,7 +1164,7 @@ def sum_up(findings, case):
             "verdict": FAIL if counts[FAIL] else INCOMPLETE if counts[UNKNOWN] else PASS, "counts": dict(counts),
             "status": 1 if counts[FAIL] else 2 if bare else 0, "of": of,
             "claims": [f for f in findings if f.rule in CLAIMS],
-            "unseen": [f"{reason}: {'; '.join(rules)}" for reason, rules in last.items()],
+            "unseen": [f"{reason}: {'; '.join(f.rule for f in found)}" for reason, found in alike.items()],
             "broken": [f"{f.rule}: {f.reason}" for f in of[FAIL]], "last": unseen(case),
             "findings": sorted(findings, key=lambda f: VERDICTS.index(f.verdict))}
 
@@ -1201,8 +1193,7 @@ def main(arguments=None):
     except CannotJudge as reason:
         if options.json:
             print(json.dumps({"verdict": "cannot be judged", "reason": str(reason)}))
-        print(stats.brief(f"verify.py: error: {reason}"), file=sys.stderr)
-        return 2
+        return logs.refuse("verify.py", reason)
     except Broken as reason:  # of the judge itself: no template may tell of it
         print(json.dumps({"verdict": FAIL, "reason": str(reason)}) if options.json else f"FAIL: {reason}")
         return 1

@@ -1,5 +1,6 @@
 """records/verify.py: logs of a real run pass; each rule catches a violation planted in the log or in the script."""
 
+import contextlib
 import functools
 import gzip
 import hashlib
@@ -36,6 +37,16 @@ import verify  # noqa: E402
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that run a judged source, which are many and short
 SOURCE = (ROOT / "train_gpt.py").read_text()
 RULE, UNNAMED = "=" * 100, verify.UNNAMED_S
+WHOLE, FROM_SEED, STATED = "the log is unaltered", "one run from its seed", "data stated with digests"
+VAL_TOKENS, ENVIRONMENT = "exactly the stated validation tokens", "nothing in the environment changes the run"
+CLOCK, STAMPS = "the clock is honest", "the race's clock saw each step take as long"
+SPANS, WALL = "all time outside the clock is named", "the wall clock agrees with the race's"
+WARM_UP, TRAINS, COMPILES = "warm-up does not train", "validation does not train", "nothing is compiled on the clock"
+COPIES, NO_LEAK, REPLAY = "no run is a copy of another", "no validation document in training", "trained on the declared shards"
+DATA, HARDWARE, IN_TURN = "the same data on both sides", "the same hardware on both sides", "the sides ran in turn"
+OFF_CLOCK = "no more time off the clock than the other side"
+LOSS, FASTER, ACCOUNTS, SWITCHES = verify.LOSS, verify.FASTER, verify.ACCOUNTS, verify.SWITCHES
+COMPARED = [HARDWARE, IN_TURN, OFF_CLOCK, FASTER]
 
 
 def planted(*edits):
@@ -154,9 +165,30 @@ def race(honest, tmp_path):
         versions = {side: {"revision": None, "flags": [],
                            "source_sha256": log.start["source_sha256"]} for side in sides}
         declared = {"id": "x", "n": n, "seed": 0, "ranks": 1, "sides": versions, "order": [f"{r}{s}" for r, s in order]}
-        write_manifest(folder, [{"race": declared}, *events])
+        with manifest_of(folder) as lines:
+            lines += [{"race": declared}, *events]
         return folder
     return race
+
+
+@pytest.fixture
+def faster(race):
+    """faster(change) -> the folder of a race of four runs a side, which side a wins, with change(log, run, side) done."""
+    def faster(change=lambda log, run, side: None):
+        def both(log, run, side):
+            scale_clock(log, 2 + (side == "b") + 0.01 * run)
+            change(log, run, side)
+        return race(4, "ab", both)
+    return faster
+
+
+def public_log(path, lines, source="import torch", environment="env"):
+    """A log as the public speedrun has them."""
+    path.write_text("\n".join([source, RULE, environment, RULE, *lines]) + "\n")
+
+
+def public_lines(loss=lambda step: 4 - step / 20, pace=60):
+    return [f"step:{s}/9 val_loss:{loss(s):.4f} train_time:{pace * s}ms step_avg:{pace}.00ms" for s in range(1, 10)]
 
 
 def write_stamps(path, log, slow=1):
@@ -172,21 +204,28 @@ def write_stamps(path, log, slow=1):
     path.with_suffix(".steps.json").write_text(json.dumps(stamps))
 
 
-def read_manifest(folder):
-    return [json.loads(line) for line in (folder / "race.jsonl").read_text().splitlines()]
+@contextlib.contextmanager
+def manifest_of(folder):
+    """The lines of its race.jsonl, to be changed."""
+    path = folder / "race.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    yield events
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
 def with_attempt(folder, run, **how):
     """Puts an attempt at a run before the one that was done: {} as it, and how it differs."""
-    events = read_manifest(folder)
-    both = [{**event, "run_id": f"{run}a_first"} for event in events[2 * run - 1:2 * run + 1]]
-    both[1].update(how)
-    write_manifest(folder, [*events[:2 * run - 1], *both[:1 if how.get("status") == "started" else 2],
-                            *events[2 * run - 1:]])
+    with manifest_of(folder) as events:
+        at = events.index(next(event for event in events if event.get("run_id") == f"{run}a"))
+        started, ended = ({**event, "run_id": f"{run}a_first"} for event in events[at:at + 2])
+        events[at:at] = [started] if how.get("status") == "started" else [started, {**ended, **how}]
 
 
-def write_manifest(folder, events):
-    (folder / "race.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+def strip(folder):
+    """Takes away all that a race's logs say of themselves."""
+    for path in folder.glob("*a.txt"):
+        path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith('{"')))
+    (folder / "race.jsonl").unlink()
 
 
 @pytest.fixture
@@ -210,6 +249,12 @@ def fails_only(outcome, rule, *words):
         assert word in failed[wanted[0]]
 
 
+def says(rules, rule, verdict, *words):
+    """A rule has this verdict, and its reason these words."""
+    found, reason = rules[rule]
+    assert found == verdict and all(word in reason for word in words), reason
+
+
 # Honest logs
 
 def test_an_honest_race_passes(race, judge, data):
@@ -220,11 +265,6 @@ def test_an_honest_race_passes(race, judge, data):
     assert {verdict for verdict, _ in rules.values()} == {"pass", "not checkable"}
 
 
-DATA = "the same data on both sides"
-COMPARED = ["the same hardware on both sides", "the sides ran in turn", "no more time off the clock than the other side",
-            "faster than the other side, p < 0.01"]
-
-
 def test_the_verdict_tells_of_rules_that_were_not_checked(race, capsys):
     folder = race()
     assert verify.main([str(folder), "--json"]) == 0
@@ -233,10 +273,8 @@ def test_the_verdict_tells_of_rules_that_were_not_checked(race, capsys):
         [rule for rule in report["rules"] if rule["verdict"] == "not checkable"])
 
 
-def test_a_faster_side_passes(race, judge):
-    def slow(log, run, side):
-        scale_clock(log, 2 + (side == "b") + 0.01 * run)
-    status, rules = judge(race(4, "ab", slow))
+def test_a_faster_side_passes(faster, judge):
+    status, rules = judge(faster())
     assert status == 0, [(rule, reason) for rule, (verdict, reason) in rules.items() if verdict == "fail"]
     for rule in COMPARED:
         assert rules[rule][0] == "pass"
@@ -277,24 +315,17 @@ def test_community_logs_are_mostly_not_checkable(tmp_path, judge):
         lines = [f"step:{s}/20 train_time:{(60 + i) * s}ms step_avg:{60 + i}.00ms" for s in range(1, 21)]
         lines.append(f"step:20/20 val_loss:{3.27 + rng.random() / 1000:.4f} train_time:{1200 + 20 * i}ms "
                      f"step_avg:{60 + i}.00ms")
-        head = ["import torch", RULE, "Running PyTorch 2.9", RULE]
-        (tmp_path / f"{i}.txt").write_text("\n".join([*head, *lines]) + "\n")
+        public_log(tmp_path / f"{i}.txt", lines)
     status, rules = judge(tmp_path)
     verdicts = {rule: verdict for rule, (verdict, _) in rules.items()}
     assert status == 2  # nothing fails, and that is no pass
-    assert verdicts.pop("no compiler flags in the source") == verdicts.pop("the clock is honest") == "pass"
-    assert verdicts.pop("mean loss below target, p < 0.01") == verdicts.pop("no run is a copy of another") == "pass"
+    assert verdicts.pop(SWITCHES) == verdicts.pop(CLOCK) == "pass"
+    assert verdicts.pop(LOSS) == verdicts.pop(COPIES) == "pass"
     assert set(verdicts.values()) == {"not checkable"}
 
 
 # Edited logs
 
-WHOLE, CLOCK, SPANS = "the log is unaltered", "the clock is honest", "all time outside the clock is named"
-WALL, COPIES, ACCOUNTS = "the wall clock agrees with the race's", "no run is a copy of another", \
-    "every run is accounted for"
-STAMPS, FROM_SEED = "the race's clock saw each step take as long", "one run from its seed"
-SWITCHES, ENVIRONMENT = "no compiler flags in the source", "nothing in the environment changes the run"
-WARM_UP, TRAINS, COMPILES = "warm-up does not train", "validation does not train", "nothing is compiled on the clock"
 LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
     "the last line's loss": (lambda log: edit_line(log, -1, "loss:4.01", "loss:3.90"), WHOLE, "states final_val_loss"),
     "the end's loss": (lambda log: log.set("end.final_val_loss", 3.9), WHOLE, "3.9"),
@@ -303,17 +334,17 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
     "a resumption that no line tells of": (lambda log: log.set("end.resumed", 1), WHOLE, "end.resumed is 1"),
     "the seed": (lambda log: log.set("start.seed", 77), (WHOLE, ACCOUNTS), "seed"),
     "a digest left out": (lambda log: log.start["shards"]["train"][0].pop("sha256"),
-                          "data stated with digests", "SHA-256"),
+                          STATED, "SHA-256"),
     "a shard under two names": (lambda log: log.start["shards"]["train"].append({**log.start["shards"]["train"][0], "name": "x"}),
-                                "data stated with digests", "read twice"),
-    "shards read twice": (lambda log: log.set("start.config.epochs", 2), "data stated with digests", "read 2 times"),
+                                STATED, "read twice"),
+    "shards read twice": (lambda log: log.set("start.config.epochs", 2), STATED, "read 2 times"),
     "warm-up that trains": (lambda log: log.set("end.state_hash.after_warmup", "0" * 64), WARM_UP, "before"),
     "compiling late": (lambda log: log.set("end.compiles_after_warmup", 2), COMPILES, "2 graphs"),
     "training in validation": (lambda log: log.set("end.validation_hash.after", "0" * 64), TRAINS, "before"),
     "a hash left out": (lambda log: log.end.pop("validation_hash"), TRAINS, "validation_hash.before"),
     "a launch with flags": (lambda log: log.set("start.environment", {"TORCHINDUCTOR_X": "1", "TORCHELASTIC_X": "1", "TORCH_CPP_LOG_LEVEL": "x"}),
                             ENVIRONMENT, "started with TORCHINDUCTOR_X=1"),
-    "a short count": (lambda log: log.set("end.val_tokens", 512), "exactly the stated validation tokens", "512", "999"),
+    "a short count": (lambda log: log.set("end.val_tokens", 512), VAL_TOKENS, "512", "999"),
     "a step cut out": (lambda log: log.lines.pop(4), CLOCK, "of 12 steps 11 have a line"),
     "a step that is there twice": (lambda log: log.lines.insert(4, log.lines[4]), CLOCK, "of 12 steps 13"),
     "a last time in seconds": (lambda log: edit_line(log, -1, f"{log.end['train_time_ms']:.0f}ms", "1.000s"),
@@ -321,7 +352,7 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
     "a last time in other digits": (lambda log: edit_line(log, -1, f"{log.end['train_time_ms']:.0f}ms", "1e3ms"),
                                     (WHOLE, CLOCK), "none that the script writes"),
     "a last time that falls": (lambda log: edit_line(log, -1, f"{log.end['train_time_ms']:.0f}ms", "1000ms"),
-                               (CLOCK, STAMPS), "falls at step 12"),
+                               (CLOCK, STAMPS), "falls to 1000 ms at step 12"),
     "an odd average": (lambda log: edit_line(log, 3, "step_avg:", "step_avg:1.2."), (WHOLE,), "none that the script"),
     "a time of 400 digits": (lambda log: edit_line(log, 3, "train_time:", "train_time:" + "9" * 400),
                              (WHOLE, CLOCK), "none that the script"),
@@ -333,27 +364,49 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
                         WHOLE, "none that the script writes"),
     "a line behind it": (lambda log: log.set("memory", log.memory + "\nerror: x\n" + log.lines[-1]),
                          WHOLE, "none that the script writes"),
-    "no source": (lambda log: log.set("source", "").set("start.source_sha256", hashlib.sha256(b"").hexdigest()),
-                  (WHOLE, "no compiler flags in the source"), "holds no source"),
-    "another source": (lambda log: log.set("source", "import os\n\n").set("start.source_sha256", hashlib.sha256(
-        b"import os\n").hexdigest()), "no compiler flags in the source", "not the script"),
-    "a module beside it": (lambda log: with_source(log, "import helper\n"), "no compiler flags in the source",
-                           "helper"),
+    "no source": (lambda log: set_source(log, ""), (WHOLE, SWITCHES), "holds no source"),
+    "another source": (lambda log: set_source(log, "import os\n\n"), SWITCHES, "not the script"),
+    "a module beside it": (lambda log: set_source(log, "import helper\n" + log.source), SWITCHES, "helper"),
     "no environment": (lambda log: log.start.pop("environment"), ENVIRONMENT, "environment"),
     "a number declared anew": (lambda log: log.set("start.race.declared_n", 1).set("start.config.race", "x:1:3:a"), WHOLE,
                                "declared_n"),
+    "another race": (lambda log: log.set("start.config.race", "x:1:9:a"), WHOLE, "start.race"),
+    "a race of no form": (lambda log: log.set("start.config.race", "x"), WHOLE, "start.race"),
+    "a plan of more steps": (lambda log: log.set("start.planned.steps", 13), WHOLE, "its plan has 13 steps"),
+    "a plan of one token": (lambda log: log.set("start.planned.train_tokens", 1), WHOLE, "train_tokens"),
+    "saved weights": (lambda log: log.set("start.init_from", {"path": "m.pt", "sha256": "0" * 64}), FROM_SEED,
+                      "begun from saved parameters", "such runs count for no record"),
+    "trained weights": (lambda log: edit_line(log, 0, "val_loss:4.8520", "val_loss:3.9000"), FROM_SEED, "3.9000",
+                        "4.8520", "began with trained weights"),
+    "a name on both sides of the split": (lambda log: log.start["shards"]["train"][1].update(
+        name=log.start["shards"]["val"][0]["name"]), STATED, "both training and validation"),
+    "a digest on both sides of the split": (lambda log: log.start["shards"]["train"][1].update(
+        sha256=log.start["shards"]["val"][0]["sha256"]), STATED, "both training and validation"),
+    "a setting": (lambda log: set_source(log, "torch._inductor.config.max_autotune = True\n" + log.source), SWITCHES,
+                  "line 1: torch._inductor.config.max_autotune"),
+    "a step that takes no time": (lambda log: pace(log, lambda step, ms: 101 * (step - (step > 6))), CLOCK, "step 7",
+                                  "101 ms"),
+    "steps that take a tenth": (lambda log: pace(log, lambda step, ms: 101 * (step - 0.9 * min(max(step - 6, 0), 2))),
+                                CLOCK, "step 7; step 8"),
+    "a first step that takes no time": (lambda log: pace(log, lambda step, ms: 101 * max(step - 1, 0)), CLOCK, "step 1"),
+    "a clock that is reset": (lambda log: pace(log, lambda step, ms: 100 * (step % 9)), (CLOCK, STAMPS),
+                              "falls to 0 ms at step 9"),
+    "a clock that outruns the wall": (lambda log: shift_clock(log, lambda step, ms: 60_000 * step), (CLOCK, SPANS),
+                                      "wall clock"),
     "a hash that is none": (lambda log: log.set("end.final_state_hash", "x"), WHOLE, "no SHA-256"),
     "a step_avg": (lambda log: edit_line(log, 3, "step_avg:", "step_avg:9"), CLOCK, "step_avg"),
     "the end's time": (lambda log: log.set("end.train_time_ms", log.end["train_time_ms"] - 90), (CLOCK, SPANS),
                        "train_time_ms"),
-    "a nameless span": (lambda log: log.set("end.wall_seconds", log.end["wall_seconds"] + 3), SPANS, "under no name"),
+    "a nameless span": (lambda log: log.set("end.wall_seconds", log.end["wall_seconds"] + 0.06), SPANS,
+                        "+0.06 s are under no name"),
     "a negative span": (lambda log: log.set("end.seconds_outside_clock.setup", -1.0), SPANS, "no seconds"),
 }
 
 
-def with_source(log, line):
-    log.source = line + log.source
-    log.start["source_sha256"] = hashlib.sha256(log.source[:-1].encode()).hexdigest()
+def set_source(log, source):
+    """Another source, whose hash the log states."""
+    log.source = source
+    log.start["source_sha256"] = hashlib.sha256(source[:-1].encode()).hexdigest()
 
 
 def edit_line(log, at, old, new):
@@ -368,33 +421,12 @@ def test_an_edited_log_is_caught(race, judge, edit):
     fails_only(outcome, rules, *words)
 
 
-def test_a_clock_that_skips_is_caught(race, judge):
-    def skip(log, run, side):
-        """The clock stands still over step 7, and is consistent in all else."""
-        pace(log, lambda step, ms: (100 + run) * (step - (step > 6)))
-    fails_only(judge(race(change=skip)), "the clock is honest", "step 7", "101 ms")
-
-
-def test_a_clock_that_is_slow_for_some_steps_is_caught(race, judge):
-    def skip(log, run, side):
-        pace(log, lambda step, ms: (100 + run) * (step - 0.9 * min(max(step - 6, 0), 2)))
-    fails_only(judge(race(change=skip)), "the clock is honest", "step 7; step 8")
-
-
-def test_a_clock_that_falls_or_outruns_the_wall_is_caught(race, judge, tmp_path):
-    status, rules = judge(race(change=lambda log, run, side: shift_clock(log, lambda step, ms: 100 * (step % 9))))
-    assert status == 1 and "falls" in rules["the clock is honest"][1]
-    shutil.rmtree(tmp_path / "race")
-    status, rules = judge(race(change=lambda log, run, side: shift_clock(log, lambda step, ms: 60_000 * step)))
-    assert rules["the clock is honest"][0] == "fail" and "wall clock" in rules["the clock is honest"][1]
-
-
 def test_a_script_with_a_slow_clock_is_caught(train, judge):
     step = "            self.losses.record(plan, self.trainer.step("
     log = train(("self.elapsed += 1000 *", "self.elapsed += 500 *"),
                 ("self.elapsed + 1000 *", "self.elapsed + 500 *"), (step, "            time.sleep(0.05)\n" + step))
     status, rules = judge(log)
-    assert status == 1 and "under no name" in rules["all time outside the clock is named"][1]
+    assert status == 1 and "under no name" in rules[SPANS][1]
 
 
 @pytest.mark.parametrize("more, words", [
@@ -402,11 +434,9 @@ def test_a_script_with_a_slow_clock_is_caught(train, judge):
     ([0, 0, 0, 19], ["4a.txt", "the race that started it measured"]),  # a short run hides no half of itself
 ])
 def test_a_wall_clock_that_lies_is_caught_by_the_race(race, judge, more, words):
-    folder = race()
-    events = read_manifest(folder)
-    for event, seconds in zip(events[2::2], more):  # those that say how a run ended
-        event["seconds"] += seconds
-    write_manifest(folder, events)
+    with manifest_of(folder := race()) as events:
+        for event, seconds in zip(events[2::2], more):  # those that say how a run ended
+            event["seconds"] += seconds
     fails_only(judge(folder), WALL, *words)
 
 
@@ -415,7 +445,7 @@ def test_a_wall_clock_that_lies_is_caught_by_the_race(race, judge, more, words):
 def test_cherry_picked_runs_are_caught(race, judge):
     folder = race()
     (folder / "2a.txt").unlink()
-    fails_only(judge(folder), "every run is accounted for", "4 runs were declared and 3 can be used")
+    fails_only(judge(folder), ACCOUNTS, "4 runs were declared and 3 can be used")
 
 
 def test_a_failed_run_whose_log_was_removed_is_caught(race, judge):
@@ -428,13 +458,13 @@ def test_a_failed_run_whose_log_was_removed_is_caught(race, judge):
     assert status == 0 and "2a_first: failed" in rules[ACCOUNTS][1]
 
 
-@pytest.mark.parametrize("status, verdict", [("lost", "not checkable"), ("started", "not checkable"),
-                                             ("failed", "pass")])
-def test_a_run_that_nobody_saw_end_is_no_mere_remark(race, judge, status, verdict):
+@pytest.mark.parametrize("status, seconds, verdict, word", [
+    ("lost", 1, "not checkable", ""), ("started", 1, "not checkable", ""), ("failed", 1, "pass", ""),
+    ("interrupted", 400, "fail", "interrupted after 400 s, and there is no log of it")])
+def test_a_run_that_left_no_log_is_no_mere_remark(race, judge, status, seconds, verdict, word):
     folder = race()
-    with_attempt(folder, 2, status=status, logged=False, seconds=1)
-    found, reason = judge(folder)[1][ACCOUNTS]
-    assert found == verdict and "2a_first" in reason
+    with_attempt(folder, 2, status=status, logged=False, seconds=seconds)
+    says(judge(folder)[1], ACCOUNTS, verdict, "2a_first", word)
 
 
 MANIFEST_EDITS = {  # what is done to its lines, a word of the reason
@@ -448,15 +478,15 @@ MANIFEST_EDITS = {  # what is done to its lines, a word of the reason
     "another time": (lambda e: e[2].update(started="2025-01-02T00:00:00+00:00"), "states that it started"),
     "a run that was done twice": (lambda e: [event.update(run=2) for event in e[5:7]], "done twice"),
     "a side of another race": (lambda e: e[2].update(side="c"), "order it declares"),
+    "a start left out": (lambda e: e.pop(3), "2a ended (done), and the line before does not say that it was started"),
 }
 
 
 @pytest.mark.parametrize("edit", MANIFEST_EDITS)
 def test_a_manifest_that_is_not_its_logs_is_caught(race, judge, edit):
-    folder, (change, word) = race(), MANIFEST_EDITS[edit]
-    events = read_manifest(folder)
-    change(events)
-    write_manifest(folder, events)
+    change, word = MANIFEST_EDITS[edit]
+    with manifest_of(folder := race()) as events:
+        change(events)
     fails_only(judge(folder), ACCOUNTS, word)
 
 
@@ -471,22 +501,13 @@ def test_the_manifest_is_found_beside_the_logs(race, judge, tmp_path):
     declared_anew = [Log(folder / f"{old}a.txt").label(new, 2, loss=4.0 + 0.01 * new) for new, old in ((1, 3), (2, 4))]
     for new, log in enumerate(declared_anew, 1):
         log.write(folder / f"{new + 2}a.txt")
-    verdict, reason = judge(folder)[1][ACCOUNTS]
-    assert verdict == "not checkable" and "there is no race.jsonl" in reason
+    says(judge(folder)[1], ACCOUNTS, "not checkable", "there is no race.jsonl")
 
 
 def test_a_run_from_elsewhere_is_caught(race, judge):
-    folder = race()
-    write_manifest(folder, read_manifest(folder)[:-2])
+    with manifest_of(folder := race()) as events:
+        del events[-2:]
     fails_only(judge(folder), ACCOUNTS, "4a", "not started by this race")
-
-
-def test_one_run_under_several_seeds_is_caught(race, judge, tmp_path):
-    def same_state(log, run, side):
-        log.end["state_hash"] = {"before_warmup": "a" * 64, "after_warmup": "a" * 64}
-    fails_only(judge(race(change=same_state)), COPIES, "1a.txt", "2a.txt", "same state hash aaaaaaaa")
-    shutil.rmtree(tmp_path / "race")
-    fails_only(judge(race(change=lambda log, run, side: pace(log, lambda step, ms: 100 * step))), COPIES, "same time")
 
 
 def test_a_diverged_run_beside_the_others_is_caught(race, judge):
@@ -499,43 +520,61 @@ def test_a_diverged_run_beside_the_others_is_caught(race, judge):
     fails_only(judge(folder), ACCOUNTS, "2a_first.txt", "speaks against the claim")
 
 
-@pytest.mark.parametrize("change, word", [
-    (lambda log, run, side: log.set("start.seed", 5).set("start.config.seed", 5), "4 runs of side a share the seed 5"),
-    (lambda log, run, side: log.start["shards"]["train"][0].update(sha256=f"{run:064}"), "the same data"),
-    (lambda log, run, side: log.set("start.race.declared_n", 3 + run).set("start.config.race", f"x:{run}:{3 + run}:{side}"),
-     "side a: 4 or 5 or 6 or 7 runs were declared and 4 can be used"),
-])
-def test_runs_that_are_not_of_one_race_are_caught(race, judge, change, word):
-    fails_only(judge(race(change=change)), "every run is accounted for", word)
+def resume(log):
+    """As if the run had been killed after step 8, and had gone on from step 6."""
+    at = next(i for i, line in enumerate(log.lines) if line.startswith("step:8/"))
+    again = {"resumed": {"at": "2025-01-01T00:00:20+00:00", "from_step": 6, "ranks": 1, "checkpoint": "c",
+                         "lost_steps": 2, "lost_seconds": 1.0, "source_sha256": log.start["source_sha256"]}}
+    back = next(i for i, line in enumerate(log.lines) if line.startswith("step:7/"))
+    log.lines[at + 1:at + 1] = ["step:9/12 train_ti", "error: terminated", json.dumps(again), *log.lines[back:at + 1]]
+    log.end["resumed"] = 1
 
 
-def test_two_sources_are_caught(race, judge):
-    def change(log, run, side):
-        if run == 3:
-            log.source = log.source.replace("adam_lr", "adam_LR")
-            log.start["source_sha256"] = hashlib.sha256(log.source[:-1].encode()).hexdigest()
-    fails_only(judge(race(change=change)), "every run is accounted for", "2 sources")
+RACE_EDITS = {  # what is done to each log of a race of four runs, which rule finds it, words of the reason
+    "one seed": (lambda log, run: log.set("start.seed", 5).set("start.config.seed", 5), ACCOUNTS,
+                 "4 runs of side a share the seed 5"),
+    "other data": (lambda log, run: log.start["shards"]["train"][0].update(sha256=f"{run:064}"), ACCOUNTS,
+                   "the runs of side a did not all read the same data"),
+    "other numbers declared": (
+        lambda log, run: log.set("start.race.declared_n", 3 + run).set("start.config.race", f"x:{run}:{3 + run}:a"),
+        ACCOUNTS, "side a: 4 or 5 or 6 or 7 runs were declared and 4 can be used"),
+    "two sources": (lambda log, run: run == 3 and set_source(log, "x = 1\n" + log.source), ACCOUNTS, "2 sources"),
+    "one state": (lambda log, run: log.set("end.state_hash", {"before_warmup": "a" * 64, "after_warmup": "a" * 64}),
+                  COPIES, "1a.txt", "2a.txt", "same state hash aaaaaaaa"),
+    "the same times": (lambda log, run: pace(log, lambda step, ms: 100 * step), COPIES, "same time"),
+    "the same tokens though they are shuffled by seed": (
+        lambda log, run: log.set("start.config.shuffle", True), COPIES, "digest of its tokens"),
+    "losses left out so that none compares": (
+        lambda log, run: run == 2 and log.set("start.config.train_loss_every", 0).set(
+            "lines", [line.partition(" train_loss")[0] for line in log.lines]), ACCOUNTS, "side a", "other steps"),
+    "a name that is none": (lambda log, run: run == 2 and log.set("start.run_id", []), (WHOLE, ACCOUNTS),
+                            "start.run_id is []"),
+    "resumed": (lambda log, run: run == 2 and resume(log), FROM_SEED, "2a.txt: resumed at step 6",
+                "such runs count for no record"),
+}
+
+
+@pytest.mark.parametrize("edit", RACE_EDITS)
+def test_runs_that_are_not_of_one_race_are_caught(race, judge, edit):
+    change, rule, *words = RACE_EDITS[edit]
+    fails_only(judge(race(change=lambda log, run, side: change(log, run))), rule, *words)
 
 
 @pytest.mark.parametrize("alpha, looks, status", [
     (0.05, False, 1), (0.05, True, 1), (0.01, False, 0), (0.001, False, 0), (0.001, True, 0),
 ])
 def test_the_claim_is_judged_by_the_alpha_of_its_race(race, judge, alpha, looks, status):
-    folder = race(6)
-    events = read_manifest(folder)
-    events[0]["race"].update(alpha=alpha, until_decided=looks)
-    write_manifest(folder, events)
+    with manifest_of(folder := race(6)) as events:
+        events[0]["race"].update(alpha=alpha, until_decided=looks)
     outcome = judge(folder)
-    assert outcome[0] == status and outcome[1]["mean loss below target, p < 0.01"][0] == ("fail" if status else "pass")
+    assert outcome[0] == status and outcome[1][LOSS][0] == ("fail" if status else "pass")
     if status:
-        fails_only(outcome, "mean loss below target, p < 0.01", "its race declared alpha 0.05, and a record wants 0.01")
+        fails_only(outcome, LOSS, "its race declared alpha 0.05, and a record wants 0.01")
 
 
 def test_another_side_that_describes_nothing_is_no_pass(race, judge, tmp_path):
     folder, other = two_races(race, tmp_path)
-    for path in other.glob("*a.txt"):
-        path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith('{"')))
-    (other / "race.jsonl").unlink()
+    strip(other)
     assert judge(folder, "--vs", other)[0] == 2
 
 
@@ -549,32 +588,27 @@ def test_what_cannot_be_judged_is_said_in_one_short_line(tmp_path, capsys):
 
 def test_a_loss_not_surely_below_target_is_caught(race, judge):
     folder = race(change=lambda log, run, side: log.label(run, 4, loss=4.46 + 0.02 * run))
-    fails_only(judge(folder), "mean loss below target, p < 0.01", "4.51")
-    fails_only(judge(folder, "--target", "4.2"), "mean loss below target, p < 0.01", "target 4.2")
+    fails_only(judge(folder), LOSS, "4.51")
+    fails_only(judge(folder, "--target", "4.2"), LOSS, "target 4.2")
     assert judge(folder, "--target", "5")[0] == 0
 
 
 @pytest.mark.parametrize("change, rule, word", [
-    (lambda log: log.set("start.hardware.device", "another GPU"), "the same hardware on both sides", "another GPU"),
-    (lambda log: log.set("start.versions.torch", "9.9"), "the same hardware on both sides", "9.9"),
-    (lambda log: log.set("start.environment.OMP_NUM_THREADS", "7"), COMPARED[0], "OMP_NUM_THREADS"),
-    (lambda log: log.set("start.started", log.start["started"].replace("2025", "2026")), COMPARED[1], "aaaabbbb"),
+    (lambda log: log.set("start.hardware.device", "another GPU"), HARDWARE, "another GPU"),
+    (lambda log: log.set("start.versions.torch", "9.9"), HARDWARE, "9.9"),
+    (lambda log: log.set("start.environment.OMP_NUM_THREADS", "7"), HARDWARE, "OMP_NUM_THREADS"),
+    (lambda log: log.set("start.started", log.start["started"].replace("2025", "2026")), IN_TURN, "aaaabbbb"),
     (lambda log: log.set("start.started", (datetime.fromisoformat(log.start["started"]) - timedelta(seconds=9)).isoformat()),
-     COMPARED[1], "took time from each other"),
+     IN_TURN, "took time from each other"),
 ])
-def test_sides_that_cannot_be_compared_are_caught(race, judge, change, rule, word):
-    def both(log, run, side):
-        scale_clock(log, 2 + (side == "b") + 0.01 * run)
-        if side == "b":
-            change(log)
-    fails_only(judge(race(4, "ab", both)), rule, word)
+def test_sides_that_cannot_be_compared_are_caught(faster, judge, change, rule, word):
+    fails_only(judge(faster(lambda log, run, side: side == "b" and change(log))), rule, word)
 
 
 def declare(folder, side, *flags, kept=True):
     """Writes flags into the manifest as those of a side, and, if they are kept, into the configs of its logs."""
-    first, *events = read_manifest(folder)
-    first["race"]["sides"][side]["flags"] = list(flags)
-    write_manifest(folder, [first, *events])
+    with manifest_of(folder) as events:
+        events[0]["race"]["sides"][side]["flags"] = list(flags)
     for path in folder.glob(f"*{side}.txt") if kept else ():
         log = Log(path)
         for name, word in verify.given_by(flags).items():
@@ -600,7 +634,7 @@ def test_runs_keep_to_the_flags_that_their_race_declared(race, judge, flags, kep
     folder = race()
     declare(folder, "a", *flags, kept=kept)
     if word:
-        fails_only(judge(folder), "every run is accounted for", word)
+        fails_only(judge(folder), ACCOUNTS, word)
     assert judge(folder)[0] == bool(word)
     for change, excused in (("too little memory for micro-batches of 8 tokens: they have 4", "--micro_batches"),
                             ("preflight: attention, flex, failed: --compile off in its place", "--compile=on")):
@@ -618,14 +652,10 @@ def test_what_is_fitted_to_a_machine_is_known_by_the_words_of_the_script():
 
 @pytest.mark.parametrize("flags, words", [
     ([], "1a.txt and 1b.txt differ in muon_lr, and no flag"), (["--muon_lr", "0.5"], ""), (["--num_steps", "2"], "")])
-def test_sides_differ_in_what_their_race_declared_alone(race, judge, flags, words):
-    def both(log, run, side):
-        scale_clock(log, 2 + (side == "b") + 0.01 * run)
-        if side == "b":
-            log.set("start.config.muon_lr", 0.5)
-    folder = race(4, "ab", both)
+def test_sides_differ_in_what_their_race_declared_alone(faster, judge, flags, words):
+    folder = faster(lambda log, run, side: side == "b" and log.set("start.config.muon_lr", 0.5))
     declare(folder, "b", *flags, kept=False)
-    failed = judge(folder)[1]["every run is accounted for"]
+    failed = judge(folder)[1][ACCOUNTS]
     assert (failed[0] == "fail") == (bool(words) or "--num_steps" in flags) and words in failed[1]
 
 
@@ -635,21 +665,16 @@ def test_sides_differ_in_what_their_race_declared_alone(race, judge, flags, word
     (lambda log: (log.set("end.val_tokens", 99), log.start["shards"]["val"][0].update(tokens=100)), "val_tokens: "),
 ])
 @pytest.mark.parametrize("flags", [[], ["--val_files", "other_*.bin", "--val_len=128", "--val_tokens=99"]])
-def test_sides_that_are_validated_on_something_else_are_caught(race, judge, tmp_path, change, word, flags):
+def test_sides_that_are_validated_on_something_else_are_caught(race, faster, judge, tmp_path, change, word, flags):
     """In one race, whatever it declares, and in two."""
-    def both(log, run, side):
-        scale_clock(log, 2 + (side == "b") + 0.01 * run)
-        if side == "b":
-            change(log)
-    folder = race(4, "ab", both)
+    folder = faster(lambda log, run, side: side == "b" and change(log))
     declare(folder, "b", *flags)
-    undeclared = ["every run is accounted for"] * (not flags and "val_len" in word)
+    undeclared = [ACCOUNTS] * (not flags and "val_len" in word)
     fails_only(judge(folder), [*undeclared, DATA], "1a.txt and 1b.txt differ in ")
     assert word in judge(folder)[1][DATA][1]
     folder.rename(tmp_path / "both")
     folder, other = two_races(race, tmp_path, change)
-    verdict, reason = judge(folder, "--vs", other)[1][DATA]
-    assert verdict == "fail" and word in reason
+    says(judge(folder, "--vs", other)[1], DATA, "fail", word)
 
 
 @pytest.mark.parametrize("flags, left, verdict, word", [
@@ -658,13 +683,12 @@ def test_sides_that_are_validated_on_something_else_are_caught(race, judge, tmp_
     (["--train_shards=2"], 2, "not checkable", "look at this"),  # but its first shards are others
     (["--train_files=x/*.bin"], 2, "pass", "other training shards, as ['train_files'] declare"),
 ])
-def test_other_training_data_are_to_be_declared_or_looked_at(race, judge, flags, left, verdict, word):
-    def both(log, run, side):
-        scale_clock(log, 2 + (side == "b") + 0.01 * run)
+def test_other_training_data_are_to_be_declared_or_looked_at(faster, judge, flags, left, verdict, word):
+    def other(log, run, side):
         if side == "b":
-            shards = log.start["shards"]["train"]
-            log.start["shards"]["train"] = shards[:1] if left == 1 else [{**shards[0], "sha256": "5e" * 32}, *shards[1:]]
-    folder = race(4, "ab", both)
+            first, *rest = log.start["shards"]["train"]
+            log.start["shards"]["train"] = [first] if left == 1 else [{**first, "sha256": "5e" * 32}, *rest]
+    folder = faster(other)
     declare(folder, "b", *flags)
     status, rules = judge(folder)
     assert (status, rules[DATA][0]) == (0, verdict) and word in rules[DATA][1]
@@ -674,65 +698,47 @@ def test_the_ideas_of_a_ladder_and_its_base_ran_in_turn(race, judge):
     def three(log, run, side):
         scale_clock(log, 2 + 0.1 * "abc".index(side) + 0.01 * run)
     folder = race(4, "abc", three)
-    assert judge(folder)[1][COMPARED[1]] == ("pass", "started as abccbaabccba, one after another")
+    assert judge(folder)[1][IN_TURN] == ("pass", "started as abccbaabccba, one after another")
     log = Log(folder / "2a.txt")
     log.set("start.started", "2026-01-01T00:00:00+00:00").write(folder / "2a.txt")
-    verdict, reason = judge(folder)[1][COMPARED[1]]
-    assert verdict == "fail" and "abccbabccbaa: not in turn" in reason
+    says(judge(folder)[1], IN_TURN, "fail", "abccbabccbaa: not in turn")
 
 
 @pytest.mark.parametrize("head_init, below, status", [(0, 0.1, 1), (0.005, 0.1, 0), (0.005, 0.5, 1)])
 def test_a_head_that_does_not_begin_with_zeros_may_know_a_little(race, judge, head_init, below, status):
     def knows(log, run, side):
-        lines = range(len(log.lines))
-        first = next(i for i in lines if log.lines[i].startswith("step:0/"))
-        log.lines[first] = re.sub(r"(?<=val_loss:)\S+", lambda loss: f"{float(loss[0]) - below:.4f}", log.lines[first])
+        edit_line(log, 0, "val_loss:4.8520", f"val_loss:{4.8520 - below:.4f}")
         log.set("start.config.head_init", head_init)
     found = judge(race(change=knows))
     assert found[0] == status
     if status:
-        fails_only(found, "one run from its seed", "it began with trained weights")
-
-
-def test_runs_of_one_side_that_read_other_data_are_caught(race, judge):
-    def one(log, run, side):
-        if run == 2:
-            log.start["shards"]["train"][0]["sha256"] = "5e" * 32
-    fails_only(judge(race(4, "a", one)), "every run is accounted for", "the runs of side a did not all read the same data")
+        fails_only(found, FROM_SEED, "it began with trained weights")
 
 
 @pytest.mark.parametrize("other, silent, status", [
     (lambda run, side: side == "b", "", 0), (lambda run, side: run == 2, "", 1),
     (lambda run, side: False, "b", 0), (lambda run, side: False, "3", 1),
 ])
-def test_a_run_with_other_libraries_than_its_side_is_caught(race, judge, other, silent, status):
+def test_a_run_with_other_libraries_than_its_side_is_caught(faster, judge, other, silent, status):
     """Flags and source decide what is loaded, so sides may differ, and one of before says nothing; but not runs of one."""
-    def both(log, run, side):
-        scale_clock(log, 2 + (side == "b") + 0.01 * run)
+    def load(log, run, side):
         log.set("start.versions.libraries", None if silent and silent in f"{run}{side}" else str(int(other(run, side))) * 64)
-    found = judge(race(4, "ab", both))
+    found = judge(faster(load))
     assert found[0] == status
     if status:
-        fails_only(found, COMPARED[0], "had loaded other shared libraries")
+        fails_only(found, HARDWARE, "had loaded other shared libraries")
 
 
 @pytest.mark.parametrize("cpus, status", [("xx", 0), ("xy", 1)])
-def test_hosts_are_compared_by_what_they_are_and_not_by_what_names_a_launch(race, judge, cpus, status):
-    def both(log, run, side):
-        scale_clock(log, 2 + (side == "b") + 0.01 * run)
+def test_hosts_are_compared_by_what_they_are_and_not_by_what_names_a_launch(faster, judge, cpus, status):
+    def on_hosts(log, run, side):
         log.set("start.hosts", [{"ranks": [0, 1], "hardware": {"cpu": cpus[side == "b"]}, "versions": {},
                                  "environment": {"TORCHELASTIC_ERROR_FILE": f"file of {run}{side}"}, "source_sha256": 64 * side}])
         log.set("start.environment", {"TRITON_CACHE_DIR": f"checkout of side {side}"})
-    found = judge(race(4, "ab", both))
+    found = judge(faster(on_hosts))
     assert found[0] == status
     if status:
-        fails_only(found, COMPARED[0], "hosts")
-
-
-def test_a_side_that_is_not_faster_is_caught(race, judge):
-    def change(log, run, side):
-        scale_clock(log, 1 + 0.01 * run + 0.005 * (side == "b"))
-    fails_only(judge(race(4, "ab", change)), "faster than the other side, p < 0.01", "p = ")
+        fails_only(found, HARDWARE, "hosts")
 
 
 def two_races(race, tmp_path, change=lambda log: None):
@@ -741,8 +747,8 @@ def two_races(race, tmp_path, change=lambda log: None):
 
     def slower(log, run, side):
         scale_clock(log, 2 + 0.01 * run)
-        log.end.update({key: log.end[key][::-1] for key in ("final_state_hash",)})
-        log.start["started"] = log.start["started"].replace("T00", "T01")
+        log.set("end.final_state_hash", log.end["final_state_hash"][::-1])
+        log.set("start.started", log.start["started"].replace("T00", "T01"))
         change(log)
     race(4, "a", slower).rename(other)
     return folder, other
@@ -753,13 +759,12 @@ def test_the_other_side_must_be_honest_too(race, judge, tmp_path):
     status, rules = judge(folder, "--vs", other)
     others = "every run of the other side is accounted for"
     failed = {rule for rule, (verdict, _) in rules.items() if verdict == "fail"}
-    assert failed == {COMPARED[1]} and rules[others][0] == rules[COMPARED[3]][0] == "pass"  # aaaabbbb: not in turn
+    assert failed == {IN_TURN} and rules[others][0] == rules[FASTER][0] == "pass"  # aaaabbbb: not in turn
     (other / "1a.txt").rename(tmp_path / "1a.txt")
     assert judge(folder, "--vs", other)[1][others][0] == "fail"
     (tmp_path / "1a.txt").rename(other / "1a.txt")
     shutil.copy(folder / "1a.txt", other / "1a.txt")
-    verdict, reason = judge(folder, "--vs", other)[1][COPIES]
-    assert verdict == "fail" and "same time" in reason
+    says(judge(folder, "--vs", other)[1], COPIES, "fail", "same time")
 
 
 def test_an_edited_clock_of_the_other_side_is_caught(race, judge, tmp_path):
@@ -770,39 +775,19 @@ def test_an_edited_clock_of_the_other_side_is_caught(race, judge, tmp_path):
 
 # The data
 
-NO_LEAK, REPLAY = "no validation document in training", "trained on the declared shards"
-
-
-def test_validation_set_too_short_is_caught(train, judge):
-    fails_only(judge(steady(train(val_tokens=512, num_steps=4))), "exactly the stated validation tokens", "512 tokens were scored", "is 999")
-
-
-def test_fineweb_has_its_own_rule(race, judge):
-    name = "fineweb_val_000000.bin"
-    status, rules = judge(race(change=lambda log, run, side: log.start["shards"]["val"][0].update(name=name)))
-    assert status == 1 and "10,485,760" in rules["exactly the stated validation tokens"][1]
-    assert "target 3.28" in rules["mean loss below target, p < 0.01"][1]  # whatever the log says
-
-
 def gpt2_sized(log):
     """As if its vocabulary were GPT-2's, and its validation split FineWeb's under another name."""
     log.start["parameters"] += 4 * (50304 - 128) * 32  # embedding, head, two value tables
     log.start["shards"]["val"][0]["tokens"] = 100_000_000
 
 
-@pytest.mark.parametrize("change", [gpt2_sized, lambda log: log.set("start.preset", "speedrun")])
-def test_fineweb_is_known_without_its_name(race, judge, change):
+@pytest.mark.parametrize("change", [
+    lambda log: log.start["shards"]["val"][0].update(name="fineweb_val_000000.bin"), gpt2_sized,
+    lambda log: log.set("start.preset", "speedrun")])
+def test_fineweb_has_its_own_rule_whatever_its_name(race, judge, change):
     status, rules = judge(race(change=lambda log, run, side: change(log)))
-    assert status == 1 and "10,485,760" in rules["exactly the stated validation tokens"][1]
-    assert "target 3.28" in rules["mean loss below target, p < 0.01"][1]
-
-
-@pytest.mark.parametrize("key", ["name", "sha256"])
-def test_validation_shard_among_the_training_shards_is_caught(race, judge, key):
-    def change(log, run, side):
-        log.start["shards"]["train"][1][key] = log.start["shards"]["val"][0][key]
-    status, rules = judge(race(change=change))
-    assert status == 1 and "both training and validation" in rules["data stated with digests"][1]
+    assert status == 1 and "10,485,760" in rules[VAL_TOKENS][1]
+    assert "target 3.28" in rules[LOSS][1]  # whatever the log says
 
 
 @pytest.mark.parametrize("steal", [
@@ -956,19 +941,11 @@ def test_the_script_itself_is_clean():
     assert found.findings == found.foreign == [] and found.imports_torch and len(found.look) <= 20
 
 
-def test_a_setting_in_a_log_is_caught(race, judge):
-    def change(log, run, side):
-        log.source = log.source.replace("ROOT = Path(", "torch._inductor.config.max_autotune = True\nROOT = Path(", 1)
-        log.start["source_sha256"] = hashlib.sha256(log.source[:-1].encode()).hexdigest()
-    fails_only(judge(race(change=change)), SWITCHES, "torch._inductor.config.max_autotune")
-
-
 def test_a_new_line_to_look_at_is_told_before_those_of_the_honest_script(race, judge):
     clock = "time.perf_counter = (lambda real: lambda: 0.85 * real())(time.perf_counter)\n"
     def change(log, run, side):
         head, main, tail = log.source.rpartition('if __name__ == "__main__":')
-        log.source = head + clock + main + tail
-        log.start["source_sha256"] = hashlib.sha256(log.source[:-1].encode()).hexdigest()
+        set_source(log, head + clock + main + tail)
     at = SOURCE[:SOURCE.rindex('if __name__ == "__main__":')].count("\n") + 1
     verdict, reason = judge(race(1, "ab", change))[1][SWITCHES]  # on both sides
     assert verdict == "pass" and f"look at its lines {at} (new), " in reason and reason.count("(new)") == 1
@@ -977,8 +954,7 @@ def test_a_new_line_to_look_at_is_told_before_those_of_the_honest_script(race, j
 def test_how_the_source_differs_is_told(race, judge, capsys):
     def change(log, run, side):
         if side == "a":
-            log.source = log.source.replace("adam_lr", "adam_LR", 1)
-            log.start["source_sha256"] = hashlib.sha256(log.source[:-1].encode()).hexdigest()
+            set_source(log, log.source.replace("adam_lr", "adam_LR", 1))
     folder = race(2, "ab", change)
     status, rules = judge(folder)
     assert "2 lines differ from the other side's" in rules[SWITCHES][1]
@@ -1055,7 +1031,7 @@ def test_a_saved_model_may_leave_to_the_machine_what_the_log_says_it_chose(saved
     examination = examine.Examination.__new__(examine.Examination)
     examination.stated, examination.config, examination.halved = {"attention": stated}, {"attention": saved}, True
     examination.e = SimpleNamespace(run=SimpleNamespace(start={"changes": changes}))
-    with pytest.raises(verify.Broken if differ else verify.NotCheckable, match=differ or "in 16 bits"):
+    with pytest.raises(verify.Broken if differ else verify.CannotJudge, match=differ or "in 16 bits"):
         examination.check_saved()
 
 
@@ -1075,8 +1051,7 @@ MODEL_PLANTS = {
 @pytest.mark.parametrize("plant", MODEL_PLANTS)
 def test_a_model_that_sees_later_tokens_is_caught(rerun, plant):
     edit, word = MODEL_PLANTS[plant]
-    verdict, reason = rerun(edit, only=[examine.CAUSAL])[examine.CAUSAL]
-    assert verdict == "fail" and word in reason
+    says(rerun(edit, only=[examine.CAUSAL]), examine.CAUSAL, "fail", word)
 
 
 def test_what_a_model_remembers_of_earlier_sequences_is_caught(rerun):
@@ -1085,16 +1060,14 @@ def test_what_a_model_remembers_of_earlier_sequences_is_caught(rerun):
     learn = "        self.lm_head.weight.data[tokens] += 1e-2\n"
     for plant in (remember, learn):
         only = [examine.LOSS, examine.ORDER]
-        verdict, reason = rerun((EMBED, EMBED + plant), only=only)[examine.ORDER]
-        assert verdict == "fail" and "after those before it" in reason
+        says(rerun((EMBED, EMBED + plant), only=only), examine.ORDER, "fail", "after those before it")
 
 
 def test_a_leak_far_behind_the_probe_is_caught(rerun, monkeypatch):
     """In sequences longer than the probe the losses tell, at places all over them."""
     monkeypatch.setattr(examine, "PROBE_TOKENS", 64)
     far = "        if len(e) > 200:\n            e = torch.cat([e[:150], e[150:] + 0.1 * torch.roll(e[150:], -1, 0)])\n"
-    verdict, reason = rerun((EMBED, EMBED + far), only=[examine.LOSS, examine.CAUSAL])[examine.CAUSAL]
-    assert verdict == "fail" and "in sequence " in reason
+    says(rerun((EMBED, EMBED + far), only=[examine.LOSS, examine.CAUSAL]), examine.CAUSAL, "fail", "in sequence ")
     assert rerun(only=[examine.LOSS, examine.CAUSAL])[examine.CAUSAL][0] == "pass"
 
 
@@ -1167,7 +1140,7 @@ TRAIN_IN_VALIDATION = ("        losses[i] = model(inputs.clamp_min(0), targets, 
 
 def test_training_in_validation_is_caught(train, judge, rerun):
     log = steady(train(TRAIN_IN_VALIDATION, warmup_steps=0, num_steps=4))
-    fails_only(judge(log), "validation does not train", "state")
+    fails_only(judge(log), TRAINS, "state")
     forgery = ("after, digest = hash_of(", "after, digest = before or hash_of(")
     forged = steady(train(TRAIN_IN_VALIDATION, forgery, warmup_steps=0, num_steps=4))
     assert judge(forged)[0] == 0  # the log alone cannot show it
@@ -1186,8 +1159,7 @@ def test_a_source_that_cannot_load_the_model_fails(honest, data, tmp_path, forke
 
 def test_a_source_that_gives_no_answer_is_not_waited_for(rerun, monkeypatch):
     monkeypatch.setattr(examine, "PATIENCE_S", 1)
-    verdict, reason = rerun(("ROOT = Path(", "time.sleep(60)\nROOT = Path("))[examine.SAVED]
-    assert verdict == "fail" and "gives no answer" in reason
+    says(rerun(("ROOT = Path(", "time.sleep(60)\nROOT = Path(")), examine.SAVED, "fail", "gives no answer")
 
 
 def test_a_model_of_no_log_here_is_no_input(race, judge, honest):
@@ -1213,40 +1185,28 @@ def test_cheat_1_is_caught_by_the_walls_where_no_line_was_stamped(race, judge):
     status, rules = judge(folder)
     assert rules[STAMPS][0] == "not checkable" and "race.py writes it" in rules[STAMPS][1]
     fails_only((status, rules), WALL, "on side a", "one side's clocks run slow")
+    # clocks may run slow by so little that the walls hide it
+    says(rules, FASTER, "not checkable", "by the clocks of the runs alone: no race saw the steps of 8 of 8 runs")
 
 
 @pytest.mark.parametrize("late, verdict", [(1, "pass"), (5, "fail")])
 def test_one_of_many_sides_stands_out_by_chance(race, judge, late, verdict):
     """How long runs take to start differs by seconds on a busy machine, and so do the medians of eight sides."""
     folder = race(3, "abcdefgh", lambda log, run, side: pace(log, lambda step, ms: step * (9 * run + ord(side))))
-    events, draw = read_manifest(folder), np.random.default_rng(1)
-    for event in events[2::2]:
-        event["seconds"] = event["seconds"] - 2 + draw.normal(5, 2.5) + (late if event["side"] == "c" else 0)
-    write_manifest(folder, events)
+    draw = np.random.default_rng(1)
+    with manifest_of(folder) as events:
+        for event in events[2::2]:
+            event["seconds"] += draw.normal(5, 2.5) - 2 + (late if event["side"] == "c" else 0)
     found, reason = judge(folder)[1][WALL]
     assert found == verdict and (found == "pass" or "on side c" in reason), reason
 
 
-def test_cheat_1_no_claim_by_the_clocks_of_the_runs_alone(race, judge):
-    """They run slow by so little that the walls may hide it, and what the race saw is left out."""
-    def change(log, run, side):
-        scale_clock(log, 10 + 0.1 * run + 2 * (side == "b"))
-    folder = race(4, "ab", change, lambda side: 1 / 0.85 if side == "a" else 1)
-    for path in folder.glob("*.steps.json"):
-        path.unlink()
-    verdict, reason = judge(folder)[1][verify.FASTER]
-    assert verdict == "not checkable" and "by the clocks of the runs alone: no race saw the steps of 8 of 8 runs" in reason
-    shutil.rmtree(folder)
-    assert judge(race(4, "ab", change))[1][verify.FASTER][0] == "pass"
-
-
-@pytest.mark.parametrize("jitter, verdict", [(0.03, "pass"), (0, "pass")])
-def test_lines_that_are_seen_a_little_late_are_honest(race, judge, jitter, verdict):
+def test_lines_that_are_seen_a_little_late_are_honest(race, judge):
     folder, draw = race(2, change=lambda log, run, side: scale_clock(log, 5)), np.random.default_rng(0)
     for path in folder.glob("*.steps.json"):
         stamps = json.loads(path.read_text())
-        path.write_text(json.dumps([[step, seconds + abs(draw.normal(0, jitter))] for step, seconds in stamps]))
-    assert judge(folder)[1][STAMPS][0] == verdict
+        path.write_text(json.dumps([[step, seconds + abs(draw.normal(0, 0.03))] for step, seconds in stamps]))
+    assert judge(folder)[1][STAMPS][0] == "pass"
 
 
 def gpu_run(path, rate=1, steps=500, every=125, enqueued=0.005, step_s=0.06):
@@ -1293,18 +1253,13 @@ def test_lines_that_state_when_a_step_was_enqueued_are_honest(tmp_path, how, ver
     assert leaks.judged(verify.check_clock, e)[0] == "pass"
 
 
-def test_steps_at_the_edges_of_a_stretch_are_timed(race, judge, tmp_path):
+def test_steps_at_the_edges_of_a_stretch_are_timed(race, judge):
     """The clock runs at half its rate in two steps before and behind each validation: of 12 steps, in eight."""
-    def lose(log, run, side):
-        scale_clock(log, 2)
-        edge = {1, 2, 4, 5, 6, 7, 9, 10, 11, 12}
-        pace(log, lambda step, ms: ms - sum(100 for one in edge if one <= step))
     folder = race(2, change=lambda log, run, side: scale_clock(log, 2))
-    stamps = {path.name: path.read_text() for path in folder.glob("*.steps.json")}
-    shutil.rmtree(folder)
-    folder = race(2, change=lose)
-    for name, text in stamps.items():
-        (folder / name).write_text(text)
+    for path in folder.glob("*.txt"):
+        log, edge = Log(path), {1, 2, 4, 5, 6, 7, 9, 10, 11, 12}
+        pace(log, lambda step, ms: ms - sum(100 for one in edge if one <= step))
+        log.write(path)
     fails_only(judge(folder), STAMPS, "its clock runs slow")
 
 
@@ -1312,41 +1267,22 @@ def test_steps_at_the_edges_of_a_stretch_are_timed(race, judge, tmp_path):
     lambda path: path.unlink(), lambda path: path.write_text(path.read_text().replace("5", "6", 1)),
 ])
 def test_stamps_whose_digest_the_race_wrote_cannot_be_left_out(race, judge, spoil):
-    folder = race(2)
-    events = read_manifest(folder)
-    for event in events[2::2]:
-        event["stamps"] = hashlib.sha256((folder / f"{event['run_id']}.steps.json").read_bytes()).hexdigest()
-    write_manifest(folder, events)
+    with manifest_of(folder := race(2)) as events:
+        for event in events[2::2]:
+            event["stamps"] = hashlib.sha256((folder / f"{event['run_id']}.steps.json").read_bytes()).hexdigest()
     assert judge(folder)[0] == 0
     spoil(folder / "2a.steps.json")
     fails_only(judge(folder), STAMPS, "2a", "by its race.jsonl its SHA-256 is")
 
 
 def test_a_race_that_does_not_say_how_long_a_run_took_is_caught(race, judge):
-    folder = race()
-    events = read_manifest(folder)
-    del events[4]["seconds"]
-    write_manifest(folder, events)
+    with manifest_of(folder := race()) as events:
+        del events[4]["seconds"]
     fails_only(judge(folder), WALL, "2a.txt", "states seconds null")
-    for event in events[2::2]:  # each ended when the race itself had died
-        event.update(seconds=None, settled=event["started"])
-    write_manifest(folder, events)
-    verdict, reason = judge(folder)[1][WALL]
-    assert verdict == "not checkable" and "the race itself" in reason
-
-
-def test_time_hidden_in_setting_up_is_caught(race, judge):
-    def hide(log, run, side):
-        scale_clock(log, 10 + 0.001 * run + 2 * (side == "b"))
-        log.end["seconds_outside_clock"]["setup"] = 1.0 + 0.9 * (side == "a") + 0.001 * run
-        log.end["wall_seconds"] = sum(log.end["seconds_outside_clock"].values()) + log.end["train_time_ms"] / 1000
-    fails_only(judge(race(4, "ab", hide)), COMPARED[2], "setup 1.90", "what else is done there?")
-
-
-def test_a_first_step_that_takes_no_time_is_caught(race, judge):
-    def free(log, run, side):
-        pace(log, lambda step, ms: (100 + run) * max(step - 1, 0))
-    fails_only(judge(race(change=free)), CLOCK, "step 1")
+    with manifest_of(folder) as events:
+        for event in events[2::2]:  # each ended when the race itself had died
+            event.update(seconds=None, settled=event["started"])
+    says(judge(folder)[1], WALL, "not checkable", "the race itself")
 
 
 @pytest.mark.parametrize("spoil, word", [
@@ -1365,20 +1301,6 @@ def test_stamps_that_are_not_the_logs_are_caught(race, judge, spoil, word):
     fails_only(judge(folder), STAMPS, word)
 
 
-def test_cheat_2_time_hidden_under_no_name_or_another(race, judge, tmp_path):
-    def nameless(log, run, side):
-        log.end["wall_seconds"] += 0.06
-    fails_only(judge(race(change=nameless)), SPANS, "+0.06 s are under no name")
-    shutil.rmtree(tmp_path / "race")
-
-    def renamed(log, run, side):
-        """0.6 s of the record's training are called validation, in as many calls."""
-        scale_clock(log, 10 + 0.001 * run + 2 * (side == "b"))
-        log.end["seconds_outside_clock"]["validation"] = 1.0 + 0.6 * (side == "a") + 0.001 * run
-        log.end["wall_seconds"] = sum(log.end["seconds_outside_clock"].values()) + log.end["train_time_ms"] / 1000
-    fails_only(judge(race(4, "ab", renamed)), COMPARED[2], "validation 0.40", "calls", "what else is done there?")
-
-
 def with_spans(log, run, seconds, **spans):
     """As if it had trained for so long, with these seconds off its clock."""
     scale_clock(log, seconds + 0.01 * run)
@@ -1386,13 +1308,22 @@ def with_spans(log, run, seconds, **spans):
     log.end["wall_seconds"] = sum(log.end["seconds_outside_clock"].values()) + log.end["train_time_ms"] / 1000
 
 
-@pytest.mark.parametrize("gpus, compiler, verdict", [(None, "auto", "fail"), (None, "on", "not checkable"), (["x"], "auto", "not checkable")])
-def test_cheat_2_time_hidden_under_the_name_of_compiling(race, judge, gpus, compiler, verdict):
+@pytest.mark.parametrize("name, mine, others, more, word, verdict", [
+    ("validation", 1.6, 1.0, {}, "validation 0.40", "fail"), ("setup", 1.9, 1.0, {}, "setup 1.90", "fail"),
+    ("compile", 2.0, 0.0, {}, "compile 2.00", "fail"),
+    ("compile", 2.0, 0.0, {"start.config.compile": "on"}, "compile 2.00", "not checkable"),
+    ("compile", 2.0, 0.0, {"start.hardware.gpus": ["x"]}, "compile 2.00", "not checkable"),
+])
+def test_cheat_2_time_hidden_under_another_name(race, judge, name, mine, others, more, word, verdict):
+    """A part of the record's training is called validation, in as many calls as on the other side, or anything else."""
     def hide(log, run, side):
-        with_spans(log, run, 10 + 2 * (side == "b"), compile=2.0 * (side == "a"))
-        log.set("start.config.compile", compiler).set("start.hardware.gpus", gpus)
-    found, reason = judge(race(4, "ab", hide))[1][COMPARED[2]]
-    assert found == verdict and "compile 2.00" in reason and "what else is done there?" in reason
+        with_spans(log, run, 10 + 2 * (side == "b"), **{name: mine if side == "a" else others})
+        for where, to in {"start.hardware.gpus": None, **more}.items():
+            log.set(where, to)
+    outcome = judge(race(4, "ab", hide))
+    says(outcome[1], OFF_CLOCK, verdict, word, "what else is done there?")
+    if verdict == "fail":
+        fails_only(outcome, OFF_CLOCK)
 
 
 @pytest.mark.parametrize("seconds, steps, spans, fails", [
@@ -1411,8 +1342,7 @@ def test_what_a_larger_model_spends_off_its_clock_is_honest(race, judge, seconds
         with_spans(log, run, seconds if mine else 10, **(spans if mine else {"validation": 1.0, "warmup": 1.0, "hashing": 0.5}))
         log.set("start.config.warmup_steps", steps if mine else 3)
         log.set("start.parameters", log.start["parameters"] * (1 if mine else 2))  # with less to hash
-    verdict, reason = judge(race(4, "ab", change))[1][COMPARED[2]]
-    assert (verdict, fails in reason) == ("fail" if fails else "pass", True), reason
+    says(judge(race(4, "ab", change))[1], OFF_CLOCK, "fail" if fails else "pass", fails)
 
 
 def test_cheat_3_one_model_of_many(race, honest, data, tmp_path, capsys, forked):
@@ -1441,7 +1371,8 @@ def test_cheat_3_one_model_for_two_runs(race, honest, tmp_path):
     for noise, copied in ((0.002, True), (3, False)):
         noisy = {name: x * (1 + noise * torch.randn(x.shape, generator=draw)) for name, x in saved["state"].items()}
         torch.save({**saved, "state": noisy}, tmp_path / "2.pt")
-        verdict, reason = leaks.judged(verify.check_copies, runs, [*zip(runs, (honest.with_suffix(".pt"), tmp_path / "2.pt"))])
+        models = [*zip(runs, (honest.with_suffix(".pt"), tmp_path / "2.pt"))]
+        verdict, reason = leaks.judged(verify.check_copies, runs, models)
         assert (verdict, "parameters that correlate by 1.000" in reason) == (("fail", True) if copied else ("pass", False))
 
 
@@ -1470,26 +1401,20 @@ def test_the_rows_of_the_embedding_are_those_of_the_model(preset, depth):
     assert rows // 128 * 128 == len(model.embed.weight) and (rows in verify.GPT2_VOCAB) == (preset != "laptop")
 
 
-def test_cheat_4_weights_that_were_trained_before(race, train, judge, rerun, tmp_path):
-    def knows(log, run, side):
-        log.lines[0] = re.sub(r"(?<=val_loss:)\S+", "3.9000", log.lines[0])
-    fails_only(judge(race(change=knows)), FROM_SEED, "3.9000", "4.8520", "began with trained weights")
-    shutil.rmtree(tmp_path / "race")
-
+def test_cheat_4_weights_that_were_trained_before(race, train, judge, rerun):
     def weighted(log, run, side):
         log.lines[1] = re.sub(r"(?<=train_loss:)\S+", "2.4260", log.lines[1])
         log.set("start.config.loss_weights", [0.5] if run != 2 else [1.0])
     fails_only(judge(race(change=weighted)), (FROM_SEED, ACCOUNTS), "2a.txt: its loss before the first step is 2.4260")
     log = train(PRETRAINED, num_steps=4)  # below a head of zeros: the loss tells nothing
     assert judge(log)[1][FROM_SEED][0] == "pass"
-    verdict, reason = rerun(log=log, only=[examine.INITIAL])[examine.INITIAL]
-    assert verdict == "fail" and "began with other weights" in reason
+    says(rerun(log=log, only=[examine.INITIAL]), examine.INITIAL, "fail", "began with other weights")
 
 
 def test_cheat_4_a_source_that_brings_its_weights_along(train, rerun):
     built = ("    torch.manual_seed(config.seed)\n    return GPT(config", "    torch.manual_seed(config.seed + 7)\n    return GPT(config")
-    verdict, reason = rerun(built, log=train(built, num_steps=4), only=[examine.INITIAL])[examine.INITIAL]
-    assert verdict == "not checkable" and "by the log's own source alone" in reason
+    says(rerun(built, log=train(built, num_steps=4), only=[examine.INITIAL]), examine.INITIAL, "not checkable",
+         "by the log's own source alone")
     other = ("    torch.manual_seed(config.seed)\n    return GPT(config", "    \n    torch.manual_seed(config.seed)\n    return GPT(config")
     assert rerun(other, only=[examine.INITIAL])[examine.INITIAL][0] == "pass"
 
@@ -1541,21 +1466,13 @@ def test_cheat_6_a_run_cloned_under_another_seed(race, judge, noise, word, turn,
     assert judge(race(9, change=lambda log, run, side: change(log, run, side, clone=False)))[0] == 0
 
 
-def test_cheat_6_losses_left_out_so_that_none_compares(race, judge):
-    def silence(log, run, side):
-        log.set("start.config.train_loss_every", int(run != 2))
-        log.lines = [line.partition(" train_loss")[0] if run == 2 else line for line in log.lines]
-    fails_only(judge(race(change=silence)), ACCOUNTS, "side a", "other steps")
-
-
 def test_cheat_6_a_run_of_the_other_side_though_that_is_longer(race, judge):
     def change(log, run, side):
         own = np.random.default_rng(1 if f"{run}{side}" == "3b" else [run, ord(side)]).normal(0, 0.1, 120)
         with_losses(log, run * (11 if side == "b" else 1), 4 + (np.random.default_rng(1).normal(0, 0.1, 120)[:100] if f"{run}{side}" == "1a" else
                                    own[:100 if side == "a" else 120]))
         log.set("start.config.shuffle", True).set("end.train_digest", f"{run:063x}{side}")
-    verdict, reason = judge(race(4, "ab", change))[1][COPIES]
-    assert verdict == "fail" and "1a.txt and 3b.txt have other seeds" in reason
+    says(judge(race(4, "ab", change))[1], COPIES, "fail", "1a.txt and 3b.txt have other seeds")
 
 
 def test_sides_that_read_other_batches_are_no_copies(race, judge):
@@ -1565,10 +1482,6 @@ def test_sides_that_read_other_batches_are_no_copies(race, judge):
         with_losses(log, run * (11 if side == "b" else 1), 4 + batches.normal(0, 0.5, 100) + own.normal(0, 0.1, 100))
         log.set("end.train_digest", f"{ord(side):064x}")
     assert judge(race(3, "ab", change))[1][COPIES][0] == "pass"
-
-
-def test_cheat_6_the_same_tokens_though_they_are_shuffled_by_seed(race, judge):
-    fails_only(judge(race(change=lambda log, run, side: log.set("start.config.shuffle", True))), COPIES, "digest of its tokens")
 
 
 def test_cheat_7_a_coding_cookie_hides_code():
@@ -1622,32 +1535,38 @@ def test_cheat_8_a_source_that_rewrites_its_judge(tmp_path, monkeypatch, capsys,
         assert "records/templates/verify.txt.jinja changed while models were examined" in shown and "hold" not in shown
 
 
-def test_cheat_9_variables_that_change_the_clock(race, judge, tmp_path, rerun_apart, monkeypatch):
-    for setting in ({"PYTHONPATH": "/tmp/x"}, {"LD_PRELOAD": "/tmp/clock.so"}, {"LD_LIBRARY_PATH": "/usr/lib:/home/me/lib"},
-                    {"LD_LIBRARY_PATH": "/opt/evil"}, {"LD_LIBRARY_PATH": "/usr/lib/../../tmp"}, {"PYTORCH_JIT": "0"}, {"PYTHON_JIT": "1"},
-                    {"LD_LIBRARY_PATH": "/usr/lib:/lib_of_mine"}, {"LD_LIBRARY_PATH": "/usr/local/cudas/lib"},
-                    {"PYTHONWARNINGS": "ignore::clock.Slow"}):
-        fails_only(judge(race(1, change=lambda log, run, side: log.start["environment"].update(setting))), ENVIRONMENT,
-                   *map("=".join, setting.items()))
-        shutil.rmtree(tmp_path / "race")
-    innocuous = {"PYTHONUNBUFFERED": "1", "LD_LIBRARY_PATH":
-                  "/usr/local/cuda/lib64:/usr/local/cuda-12.4/lib64:/usr/local/nvidia/lib:/lib64:/usr/lib/x86_64-linux-gnu", **dict.fromkeys((
-        "PYTHON_VERSION", "PYTHON_SHA256", "PYTHONWARNINGS", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_LOGS",
-        "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_CUDA_ARCH_LIST", "PYTORCH_VERSION", "TRITON_HOME"),
-        "ignore"), "PYTHONPATH": ""}
-    assert judge(race(1, change=lambda log, run, side: log.start["environment"].update(innocuous)))[1][ENVIRONMENT][0] == "pass"
+@pytest.mark.parametrize("variable", [
+    "PYTHONPATH=/tmp/x", "LD_PRELOAD=/tmp/clock.so", "PYTORCH_JIT=0", "PYTHON_JIT=1", "PYTHONWARNINGS=ignore::clock.Slow",
+    "LD_LIBRARY_PATH=/opt/evil", "LD_LIBRARY_PATH=/usr/lib:/home/me/lib", "LD_LIBRARY_PATH=/usr/lib/../../tmp",
+    "LD_LIBRARY_PATH=/usr/lib:/lib_of_mine", "LD_LIBRARY_PATH=/usr/local/cudas/lib"])
+def test_cheat_9_variables_that_change_the_clock(race, judge, variable):
+    setting = dict([variable.split("=")])
+    fails_only(judge(race(1, change=lambda log, *_: log.start["environment"].update(setting))), ENVIRONMENT, variable)
+
+
+def test_variables_of_containers_are_innocuous(race, judge):
+    names = ("PYTHONUNBUFFERED", "PYTHON_VERSION", "PYTHON_SHA256", "PYTHONWARNINGS", "TORCH_HOME", "TORCH_EXTENSIONS_DIR",
+             "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_CUDA_ARCH_LIST", "PYTORCH_VERSION",
+             "TRITON_HOME")
+    setting = {**dict.fromkeys(names, "ignore"), "PYTHONPATH": "", "LD_LIBRARY_PATH": "/usr/local/cuda/lib64:/usr/local/"
+               "cuda-12.4/lib64:/usr/local/nvidia/lib:/lib64:/usr/lib/x86_64-linux-gnu"}
+    assert judge(race(1, change=lambda log, *_: log.start["environment"].update(setting)))[1][ENVIRONMENT][0] == "pass"
+
+
+def test_cheat_9_the_judges_own_processes_do_not_see_them(rerun_apart, tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("import os; os._exit(3)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # our own processes do not see it
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert rerun_apart(only=[examine.LOSS])[examine.LOSS][0] == "pass"
 
 
-def interrupted(folder, factor):
-    """Run 2 was begun once before, and stopped by hand after step 8, when it was so many times as slow as it then was."""
-    with_attempt(folder, 2, status="interrupted", exit=130, seconds=2)
-    log = Log(folder / "2a.txt").set("start.run_id", "2a_first").set("start.config.run_id", "2a_first")
+def interrupted(folder, factor, run=2):
+    """A run was begun once before, and stopped by hand after step 8, when it was so many times as slow as it then was."""
+    name = f"{run}a_first"
+    with_attempt(folder, run, status="interrupted", exit=130, seconds=2)
+    log = Log(folder / f"{run}a.txt").set("start.run_id", name).set("start.config.run_id", name)
     scale_clock(log, factor)
-    text = log.write(folder / "2a_first.txt").read_text()
-    (folder / "2a_first.txt").write_text(text.split("step:9/12 ")[0] + "error: interrupted\n")
+    text = log.write(folder / f"{name}.txt").read_text()
+    (folder / f"{name}.txt").write_text(text.split("step:9/12 ")[0] + "error: interrupted\n")
 
 
 @pytest.mark.parametrize("factor, status", [(1.5, 1), (1.1, 0), (0.5, 0)])
@@ -1666,39 +1585,25 @@ def test_cheat_10_slow_runs_rolled_again(race, judge, factor, status):
 def test_cheat_10_runs_that_are_stopped_again_and_again(race, judge, stops, verdict):
     folder = race()
     for run in range(1, stops + 1):
-        with_attempt(folder, run, status="interrupted", exit=130, seconds=2)
-        log = Log(folder / f"{run}a.txt").set("start.run_id", f"{run}a_first").set("start.config.run_id", f"{run}a_first")
-        text = log.write(folder / f"{run}a_first.txt").read_text()
-        (folder / f"{run}a_first.txt").write_text(text.split("step:9/12 ")[0] + "error: interrupted\n")
+        interrupted(folder, 1, run)
     found, reason = judge(folder)[1][ACCOUNTS]
     assert found == verdict and ("3 runs of side a were stopped and made again" in reason) == (stops > 2), reason
 
 
 def test_cheat_1_a_side_whose_start_is_uneven(race, judge):
     """Of two sides the medians decide: a t-test would see nothing where the hidden time varies."""
-    folder = race(4, "ab")
-    events, hidden = read_manifest(folder), iter((3, 4, 7, 13))
-    for event in events[2::2]:
-        event["seconds"] += next(hidden) if event["side"] == "a" else 0
-    write_manifest(folder, events)
-    verdict, reason = judge(folder)[1][WALL]
-    assert verdict == "fail" and "on side a" in reason and "one side's clocks run slow" in reason
+    hidden = iter((3, 4, 7, 13))
+    with manifest_of(folder := race(4, "ab")) as events:
+        for event in events[2::2]:
+            event["seconds"] += next(hidden) if event["side"] == "a" else 0
+    says(judge(folder)[1], WALL, "fail", "on side a", "one side's clocks run slow")
 
 
-def test_cheat_10_starts_and_times_that_are_missing(race, judge):
-    folder = race()
-    events = read_manifest(folder)
-    write_manifest(folder, events[:3] + events[4:])
-    fails_only(judge(folder), ACCOUNTS, "2a ended (done)", "the line before does not say that it was started")
-    later = [{**event, "started": event["started"].replace("T00:00", "T00:05")} for event in events[3:]]
-    write_manifest(folder, events[:3] + later)
-    for run in (2, 3, 4):
-        log = Log(folder / f"{run}a.txt")
-        log.set("start.started", log.start["started"].replace("T00:00", "T00:05")).write(folder / f"{run}a.txt")
-    verdict, reason = judge(folder)[1][ACCOUNTS]
-    assert verdict == "not checkable" and "s passed before 2a was started, long enough to hide a run" in reason
-    with_attempt(folder, 2, status="interrupted", logged=False, seconds=400)
-    assert "interrupted after 400 s, and there is no log of it" in judge(folder)[1][ACCOUNTS][1]
+def test_cheat_10_a_pause_that_hides_a_run_in_older_words(race, judge):
+    def late(log, run, side):
+        log.set("start.started", log.start["started"].replace("T00:00", "T00:05" if run > 1 else "T00:00"))
+    folder = race(change=late)
+    says(judge(folder)[1], ACCOUNTS, "not checkable", "s passed before 2a was started, long enough to hide a run")
 
 
 @pytest.mark.parametrize("status", ["interrupted", "failed"])
@@ -1706,8 +1611,8 @@ def test_cheat_10_starts_and_times_that_are_missing(race, judge):
 def test_cheat_10_a_run_stopped_for_its_time_or_its_loss(race, judge, status, pace, worse):
     folder = race()
     interrupted(folder, pace)
-    events = [{**event, "status": status} if event.get("status") == "interrupted" else event for event in read_manifest(folder)]
-    write_manifest(folder, events)
+    with manifest_of(folder) as events:
+        next(event for event in events if event.get("status") == "interrupted")["status"] = status
     path = folder / "2a_first.txt"
     path.write_text(re.sub(r"(?<=train_loss:)\d\S+", lambda loss: f"{float(loss[0]) + worse:.4f}", path.read_text()))
     fails_only(judge(folder), ACCOUNTS, f"2a_first, {status} at step 8: {'training loss' if worse else 'train_time'}")
@@ -1715,19 +1620,17 @@ def test_cheat_10_a_run_stopped_for_its_time_or_its_loss(race, judge, status, pa
 
 def in_newer_words(folder, pauses=(0, 0, 0), processes="pppp"):
     """The manifest of an honest race as race.py writes it today, with so many seconds more before each run but the first."""
-    events, late = read_manifest(folder), 0
-    for start, end, pause, process in zip(events[1::2], events[2::2], (0, *pauses), processes):
-        late += pause
-        began = datetime.fromisoformat(start.pop("started")) + timedelta(seconds=late)
-        del end["started"]
-        ended = began + timedelta(seconds=round(end["seconds"]))
-        start.update(started_at=began.isoformat(), process=process)
-        end.update(start, status="done", ended_at=ended.isoformat())
-        path = folder / f"{start['run_id']}.txt"
-        log = Log(path).set("start.started", began.isoformat())
-        log.write(path)
-    write_manifest(folder, events)
-    return events
+    late = 0
+    with manifest_of(folder) as events:
+        for start, end, pause, process in zip(events[1::2], events[2::2], (0, *pauses), processes):
+            late += pause
+            began = datetime.fromisoformat(start.pop("started")) + timedelta(seconds=late)
+            del end["started"]
+            ended = began + timedelta(seconds=round(end["seconds"]))
+            start.update(started_at=began.isoformat(), process=process)
+            end.update(start, status="done", ended_at=ended.isoformat())
+            path = folder / f"{start['run_id']}.txt"
+            Log(path).set("start.started", began.isoformat()).write(path)
 
 
 @pytest.mark.parametrize("pause, processes, verdict", [
@@ -1748,20 +1651,15 @@ def test_cheat_10_a_pause_that_hides_a_run(race, judge, pause, processes, verdic
     (lambda events: events.sort(key=lambda e: ("race" not in e, e.get("status") == "done")), "1a ended (done), and the line before"),
 ])
 def test_cheat_10_starts_and_ends_that_do_not_fit(race, judge, change, word):
-    folder = race()
-    events = in_newer_words(folder)
+    in_newer_words(folder := race())
     assert judge(folder)[0] == 0
-    change(events)
-    write_manifest(folder, events)
-    verdict, reason = judge(folder)[1][ACCOUNTS]
-    assert verdict == "fail" and word in reason
+    with manifest_of(folder) as events:
+        change(events)
+    says(judge(folder)[1], ACCOUNTS, "fail", word)
 
 
 def test_cheat_11_logs_without_their_json_lines(race, capsys):
-    folder = race()
-    for path in folder.glob("*a.txt"):
-        path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith('{"')))
-    (folder / "race.jsonl").unlink()
+    strip(folder := race())
     assert verify.main([str(folder), "--target", "4.5"]) == 2
     shown = capsys.readouterr()
     assert shown.out.startswith("NO PASS: the logs describe nothing. ") and shown.out.splitlines()[0] in shown.err
@@ -1789,12 +1687,11 @@ def page_of(capsys, *arguments):
     return summary, rest
 
 
-def test_the_page_begins_with_the_verdict(race, capsys):
+def test_the_page_begins_with_the_verdict(faster, capsys):
     def spoil(log, run, side):
         log.set("end.compiles_after_warmup", 2).set("end.state_hash.after_warmup", "0" * 64).set("end.val_tokens", 512)
         log.set("end.validation_hash.after", "0" * 64).set("start.environment", {"TORCHINDUCTOR_X": "y" * 300})
-        scale_clock(log, 2 + (side == "b") + 0.01 * run)
-    summary, rest = page_of(capsys, race(4, "ab", spoil))
+    summary, rest = page_of(capsys, faster(spoil))
     assert summary[0].startswith("FAIL: rules are broken. ") and " 6 are broken, " in summary[0] and "0 of 8 runs" in summary[0]
     assert [line[:17] for line in summary if line.startswith("Claim")] == ["Claim shown: mean", "Claim shown: fast"]
     broken = summary.index("BROKEN, and 3 more below:")
@@ -1804,8 +1701,10 @@ def test_the_page_begins_with_the_verdict(race, capsys):
     assert "y" * 60 in "".join(line.strip() for line in rest), "the details leave out nothing of the reason"
 
 
-def test_not_faster_is_no_broken_rule(race, capsys):
-    summary, rest = page_of(capsys, race(4, "ab", lambda log, run, side: scale_clock(log, 2 + 0.1 * (side == "a"))))
+def test_not_faster_is_no_broken_rule(race, judge, capsys):
+    folder = race(4, "ab", lambda log, run, side: scale_clock(log, 1 + 0.01 * run + 0.005 * (side == "b")))
+    fails_only(judge(folder), FASTER, "p = ")
+    summary, rest = page_of(capsys, folder)
     assert summary[0].startswith("CLAIM NOT SHOWN, no rule is broken. ") and " 0 are broken, " in summary[0]
     assert any(line.startswith("Claim NOT shown: faster than the other side") for line in summary)
     assert not any(line.startswith("BROKEN") for line in summary)
@@ -1814,26 +1713,25 @@ def test_not_faster_is_no_broken_rule(race, capsys):
 def test_public_logs_of_two_sources_break_no_rule(tmp_path, judge):
     """Folders of the public speedrun hold what their record was compared with, too: which is which no log says."""
     for name, source in (("a", "import torch"), ("b", "import torch"), ("c", "import torch, math")):
-        lines = [f"step:{s}/9 val_loss:{4 - s / 20:.4f} train_time:{60 * s + ord(name)}ms step_avg:nanms" for s in range(1, 10)]
-        (tmp_path / f"{name}.txt").write_text("\n".join([source, RULE, "env", RULE, *lines]) + "\n")
+        public_log(tmp_path / f"{name}.txt", public_lines(pace=ord(name)), source)
     status, rules = judge(tmp_path)
-    verdict, reason = rules[ACCOUNTS]
-    assert status == 2 and verdict == "not checkable" and "which runs are the record no log says (the set holds runs of 2 sources" in reason
+    assert status == 2
+    says(rules, ACCOUNTS, "not checkable", "which runs are the record no log says (the set holds runs of 2 sources")
     (tmp_path / "c.txt").write_text((tmp_path / "a.txt").read_text().replace("val_loss:3.5500", "val_loss:nan"))
     assert judge(tmp_path)[1][ACCOUNTS][0] == "fail"  # whatever the logs leave open
 
 
 @pytest.mark.parametrize("day,verdict", [("Fri Jan  3 12:00:00 2025", "remark"), ("Mon Feb  3 12:00:00 2025", "fail"), ("", "fail")])
 def test_a_public_log_is_judged_by_the_rules_of_its_day(tmp_path, judge, race, day, verdict):
-    lines = [f"step:{s}/9 val_loss:{4 - s / 20:.4f} train_time:{60 * s}ms step_avg:60.00ms" for s in range(1, 10)]
     source = "import torch\ntorch._inductor.config.coordinate_descent_tuning = True"
-    (tmp_path / "0.txt").write_text("\n".join([source, RULE, "env", day, RULE, *lines]) + "\n")
+    public_log(tmp_path / "0.txt", public_lines(), source, f"env\n{day}")
     status, rules = judge(tmp_path)
     assert rules[SWITCHES][0] == verdict and status == (1 if verdict == "fail" else 2)
     assert ("a rule since 2025-02-02, and these runs are of 2025-01-03" in rules[SWITCHES][1]) == (verdict == "remark")
     if day:  # a log of ours is judged by all rules, whatever it says
         folder = race(1, change=lambda log, *_: log.set("environment", day + "\n").set("end.compiles_after_warmup", 1))
-        with_source(log := Log(folder / "1a.txt"), "torch._inductor.config.x = 1\n")
+        log = Log(folder / "1a.txt")
+        set_source(log, "torch._inductor.config.x = 1\n" + log.source)
         log.write(folder / "1a.txt")
         assert judge(folder)[1][SWITCHES][0] == "fail"
 
@@ -1843,9 +1741,8 @@ def test_a_public_log_is_judged_by_the_rules_of_its_day(tmp_path, judge, race, d
     (2.9193, "torch._inductor.config.coordinate_descent_tuning = True or f()", "fail")])
 def test_the_public_track_of_larger_models_may_set_one_switch(tmp_path, judge, loss, more, verdict):
     """By the public README: "`coordinate_descent_tuning` is allowed for GPT-2 Medium track (a.k.a. 2.92 track)"."""
-    lines = [f"step:{s}/9 val_loss:{loss + 9 - s:.4f} train_time:{60 * s}ms step_avg:60.00ms" for s in range(1, 10)]
     source = f"import torch\ntorch._inductor.config.coordinate_descent_tuning = True  # allowed\n{more}"
-    (tmp_path / "0.txt").write_text("\n".join([source, RULE, "env", RULE, *lines]) + "\n")
+    public_log(tmp_path / "0.txt", public_lines(lambda step: loss + 9 - step), source)
     assert judge(tmp_path)[1][SWITCHES][0] == verdict
 
 
@@ -1868,22 +1765,16 @@ def test_where_nothing_bounds_what_a_source_writes_the_last_line_says_so(race, h
 
 # Honest runs that failed
 
-def test_two_files_behind_one_another_are_read_apart(tmp_path, judge):
+@pytest.mark.parametrize("tenth_line, verdict, word", [
+    ("x = 1", "pass", ""), ("x = f'{'", "not checkable", "no Python that this one can read"),
+    ("torch._inductor.config.x = 1", "fail", "line 10: torch._inductor.config.x"),
+])
+def test_two_files_behind_one_another_are_read_apart(tmp_path, judge, tenth_line, verdict, word):
     """As public logs hold them since 2026: the script, and what it imports."""
     bar = "-" * 40
-    source = f"import torch\nfrom triton_kernels import f\n\n\n{bar}\n# triton_kernels.py\n{bar}\n\nimport triton\n"
-    lines = [f"step:{s}/9 val_loss:{4 - s / 20:.4f} train_time:{60 * s}ms step_avg:60.00ms" for s in range(10)]
-    (tmp_path / "0.txt").write_text("\n".join([source, RULE, "env", RULE, *lines]) + "\n")
-    verdict, reason = judge(tmp_path)[1][SWITCHES]
-    assert verdict == "pass"
-    (tmp_path / "0.txt").write_text("\n".join([source + "x = f'{'\n", RULE, "env", RULE, *lines]) + "\n")
-    verdict, reason = judge(tmp_path)[1][SWITCHES]
-    assert verdict == "not checkable" and "no Python that this one can read" in reason
-    setting = source + "torch._inductor.config.x = 1\n"
-    (tmp_path / "0.txt").write_text("\n".join([setting, RULE, "env", RULE, *lines]) + "\n")
-    verdict, reason = judge(tmp_path)[1][SWITCHES]
-    assert verdict == "fail" and "line 10: torch._inductor.config.x" in reason
-    assert setting.splitlines()[9].startswith("torch._inductor")
+    source = f"import torch\nfrom triton_kernels import f\n\n\n{bar}\n# triton_kernels.py\n{bar}\n\nimport triton\n{tenth_line}\n"
+    public_log(tmp_path / "0.txt", public_lines(), source)
+    says(judge(tmp_path)[1], SWITCHES, verdict, word)
 
 
 def test_a_clock_that_is_reset_after_the_first_step_is_honest(tmp_path, judge):
@@ -1907,7 +1798,7 @@ def test_a_host_that_runs_ahead_of_a_gpu_at_first_is_honest_in_public_logs_too(t
 
 def test_the_first_record_is_judged_by_its_own_words(judge):
     status, rules = judge(ROOT / "records/2026-11-21_laptop")
-    assert status == 1 and [rule for rule, (verdict, _) in rules.items() if verdict == "fail"] == [COMPARED[3]]
+    assert status == 1 and [rule for rule, (verdict, _) in rules.items() if verdict == "fail"] == [FASTER]
     assert [rule for rule, (verdict, _) in rules.items() if verdict == "not checkable"] == [
         STAMPS, NO_LEAK, REPLAY, *examine.RULES]
 
@@ -1930,32 +1821,6 @@ def test_the_tokens_of_an_older_log_are_packed_anew(honest, data, tmp_path):
         assert leaks.judged(leaks.check_replay, e, data)[0] == verdict
 
 
-@pytest.mark.parametrize("where, to, what", [
-    ("start.config.race", "x:1:9:a", "start.race"), ("start.config.race", "x", "start.race"),
-    ("start.planned.steps", 13, "its plan has 13 steps"), ("start.planned.train_tokens", 1, "train_tokens"),
-])
-def test_a_plan_or_race_that_is_not_the_logs_is_caught(race, judge, where, to, what):
-    fails_only(judge(race(1, change=lambda log, run, side: log.set(where, to))), WHOLE, what)
-
-
-def test_a_run_from_saved_weights_counts_for_no_record(race, judge):
-    def change(log, run, side):
-        log.set("start.init_from", {"path": "m.pt", "sha256": "0" * 64})
-    fails_only(judge(race(change=change)), FROM_SEED, "begun from saved parameters")
-
-
-def test_a_resumed_run_counts_for_no_record_and_the_table_says_why(race, judge):
-    def change(log, run, side):
-        if run == 2:
-            at = next(i for i, line in enumerate(log.lines) if line.startswith("step:8/"))
-            again = {"resumed": {"at": "2025-01-01T00:00:20+00:00", "from_step": 6, "ranks": 1, "checkpoint": "c",
-                                 "lost_steps": 2, "lost_seconds": 1.0, "source_sha256": log.start["source_sha256"]}}
-            back = next(i for i, line in enumerate(log.lines) if line.startswith("step:7/"))
-            log.lines[at + 1:at + 1] = ["step:9/12 train_ti", "error: terminated", json.dumps(again), *log.lines[back:at + 1]]
-            log.end["resumed"] = 1
-    fails_only(judge(race(change=change)), FROM_SEED, "2a.txt: resumed at step 6", "such runs count for no record")
-
-
 # Input
 
 @pytest.mark.parametrize("make, word", [
@@ -1969,13 +1834,10 @@ def test_input_that_cannot_be_judged(tmp_path, capsys, make, word):
     assert word in error and error.count("\n") == 1
 
 
-def test_a_broken_model_or_manifest_is_one_line(race, honest, tmp_path, capsys):
+def test_a_broken_model_is_one_line(honest, tmp_path, capsys):
     (tmp_path / "m.pt").write_bytes(b"no model")
     assert verify.main([str(honest), "--rerun", str(tmp_path / "m.pt")]) == 2
-    folder = race()
-    (folder / "race.jsonl").write_text("{")
-    assert verify.main([str(folder)]) == 2
-    assert capsys.readouterr().err.count("\n") == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_values_of_any_type_are_no_crash(honest, tmp_path, capsys):
@@ -1998,7 +1860,7 @@ def test_values_of_any_type_are_no_crash(honest, tmp_path, capsys):
                 assert "Error:" not in rule["reason"], (path, value, rule)
 
 
-@pytest.mark.parametrize("line", ["[" * 100_000, '{"run_id": 5}', "9" * 5000, '{"race": null}', "\0", '"\\ud800"'])
+@pytest.mark.parametrize("line", ["{", "[" * 100_000, '{"run_id": 5}', "9" * 5000, '{"race": null}', "\0", '"\\ud800"'])
 def test_a_manifest_of_anything_is_one_line(race, capsys, line):
     folder = race()
     with open(folder / "race.jsonl", "a") as file:
@@ -2019,7 +1881,7 @@ def test_what_no_terminal_shows_is_escaped(honest, tmp_path):
 def test_odd_numbers_of_the_community_are_no_crash(tmp_path, judge, line):
     for name, time_ms in (("a", "100"), ("b", "9" * 400)):
         lines = [f"step:{s}/3 val_loss:3.1{s} train_time:{time_ms}ms {line}" for s in range(4)]
-        (tmp_path / f"{name}.txt").write_text("\n".join(["import torch", RULE, *lines]) + "\n")
+        public_log(tmp_path / f"{name}.txt", lines)
     status, rules = judge(tmp_path)
     assert status in (1, 2) and rules and not any("Error:" in reason for _, reason in rules.values())
 
