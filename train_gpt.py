@@ -4,7 +4,8 @@
     torchrun --nproc_per_node=8 train_gpt.py          the record's run, by hand
     python train_gpt.py --preset laptop --help        one rank; every value of the config is a flag
 
-This file is the whole experiment: its source opens the log of every run that it makes. Read it from top to bottom:
+This file is the whole experiment: its source opens the log of every run that it makes. Read it from top to bottom; at
+first perhaps plan, model, update rules, buckets and communication, and of main Trainer.step:
 
     config         every value that decides a run, a reason beside each; presets; flags made from the fields
     plan           the table of stages; plan_of(config, step) -> everything that depends on the step
