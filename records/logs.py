@@ -8,7 +8,7 @@
 
 A PATH is a log (.gz too) or a folder, which is searched with its subfolders, linked ones too (those that begin with a
 dot are left out). Nothing is guessed and nothing is dropped without a word: a run is used, or its file is named with
-the reason.
+the reason (of several files beside the logs that end in, say, .json, their number).
 
 What counts as a run:
 - Only lines after the last separator, a line of exactly 100 `=`. What stands before may be a script that quotes a log.
@@ -721,9 +721,17 @@ def outcomes(logs):
         outcome = "no record" if run.disqualified else "used"
         rows.append((run.path, str(run.index_in_file), outcome, steps, loss, seconds, str(run.gpus or "-"),
                      (run.source_sha256 or "-")[:8], "; ".join(run.notes)))
-    others = [(item, "rejected", item.reason) for item in logs.rejected]
-    others += [(item, "duplicate", f"{item.reason}: {item.original_path}") for item in logs.duplicates]
-    rows += [(item.path, str(item.index_in_file or "-"), what, *"-----", why) for item, what, why in others]
+    alike = {}  # what a race leaves beside its logs takes a row for each kind of file
+    for item in logs.rejected:
+        stem, suffix = os.path.splitext(item.path)
+        beside = item.kind == NOT_A_LOG and suffix not in ("", ".gz", ".txt", ".log")
+        shown = os.path.join(os.path.dirname(stem), f"*{suffix}") if beside else item.path
+        alike.setdefault((shown, item.index_in_file, item.reason), []).append(item)
+    others = [(shown, index, "rejected", f"{len(items)} files, each {why}") if len(items) > 1 else
+              (items[0].path, index, "rejected", why) for (shown, index, why), items in alike.items()]
+    others += [(item.path, item.index_in_file, "duplicate", f"{item.reason}: {item.original_path}")
+               for item in logs.duplicates]
+    rows += [(path, str(index or "-"), what, *"-----", why) for path, index, what, why in others]
     return sorted(rows)
 
 

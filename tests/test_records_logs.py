@@ -480,6 +480,16 @@ def test_a_file_that_is_no_log_is_named_with_its_reason(write, name, content, re
     assert rejection.reason.startswith(reason) and rejection.index_in_file is None
 
 
+def test_files_beside_the_logs_take_a_row_for_each_kind(write, capsys, tmp_path):
+    for name, content in (("a.txt", text(common())), ("b.txt", "no log"), ("c.txt", "none"), ("a.pt", b"\0"), ("b.pt", b"\0\1"),
+                          ("a.steps.json", "[1]"), ("race.jsonl", "{}")):
+        write(content, name)
+    assert logs.main([str(tmp_path)]) == 0
+    *_, last = lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0].removeprefix(f"{tmp_path}/") for line in lines[1:-1]] == ["*.pt", "a.steps.json", "a.txt", "b.txt", "c.txt", "race.jsonl"]
+    assert "2 files, each not a log: a binary file" in lines[1] and last == "1 runs used, 6 rejected, 0 duplicates"
+
+
 def test_a_gzipped_log_is_read(write):
     assert only_run(write(gzip.compress(text(common()).encode()), "log.txt.gz")).final_loss == 3.2775
 
