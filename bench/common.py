@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import multiprocessing
+import json
 import os
 import random
 import socket
 import statistics
 import sys
+import tempfile
 import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any, Callable, Iterable, NoReturn, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import ProcessException, spawn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -117,64 +119,42 @@ def next_steps(trainer: train_gpt.Trainer, steps: int) -> Callable[[], None]:
 # ranks
 
 
-def join(rank: int, ranks: int, address: str, port: int) -> None:
-    store = dist.TCPStore(address, port, ranks, rank == 0, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
-
-
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
 
 
-def _rank_main(function: Callable, rank: int, ranks: int, port: int, answer: Any, arguments: tuple) -> None:
+def _rank_main(rank: int, ranks: int, port: int, result: Path, function: Callable, arguments: tuple) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    join(rank, ranks, "127.0.0.1", port)
-    result = function(rank, ranks, *arguments)
+    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
+    answer = function(rank, ranks, *arguments)
     if rank == 0:
-        answer.send(result)
-    leave()
-
-
-def leave() -> NoReturn:
-    """Ends this process as soon as all ranks are here. Taking the group apart is left out: gloo may abort in it."""
+        result.write_text(json.dumps(answer))
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(0)  # taking the group apart is left out: gloo may abort in it
 
 
 def on_ranks(ranks: int, function: Callable, *arguments: Any) -> Any:
-    """Runs function(rank, ranks, *arguments) in fresh processes of one gloo group -> what rank 0 returned.
+    """Runs function(rank, ranks, *arguments) in fresh processes of one gloo group -> what rank 0 returned, by way of JSON.
 
     They share out the cores. Raises RunError if one fails; its own message is on stderr.
     """
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    port = free_port()
-    processes = [context.Process(target=_rank_main, args=(function, rank, ranks, port, theirs, arguments), daemon=True)
-                 for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    theirs.close()
-    try:
-        result = None
-        while any(process.is_alive() for process in processes) and result is None:
-            if any(process.exitcode for process in processes):
-                break
-            if ours.poll(0.2):
-                result = (ours.recv(),)
-        for process in processes:
-            process.join(60 if result else 0)
-        if result is None or any(process.exitcode != 0 for process in processes):
-            codes = [process.exitcode for process in processes]
-            raise train_gpt.RunError(f"{function.__name__}: ranks ended with {codes}; the reason is above")
-        return result[0]
-    except EOFError:
-        raise train_gpt.RunError(f"{function.__name__}: rank 0 ended without a result; the reason is above") from None
-    finally:
-        for process in processes:
-            process.kill()
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        processes = spawn(_rank_main, (ranks, free_port(), result, function, arguments), ranks, join=False)
+        try:
+            while not processes.join():
+                pass
+        except ProcessException as error:
+            print(error, file=sys.stderr)
+            raise train_gpt.RunError(f"{function.__name__}: rank {error.error_index} failed; the reason is above") from None
+        finally:
+            for process in processes.processes:
+                process.kill()
+        return json.loads(result.read_text())
 
 
 def run(main: Callable[[], None]) -> None:
