@@ -79,7 +79,7 @@ def ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
 # timings
 
 
-def nothing() -> None:
+def nothing(*_: Any) -> None:
     pass
 
 
@@ -125,9 +125,11 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def _rank_main(rank: int, ranks: int, port: int, result: Path, function: Callable, arguments: tuple) -> None:
+def _rank_main(rank: int, ranks: int, address: str, port: int, before: Callable[[int], None], result: Path,
+               function: Callable, arguments: tuple) -> None:
+    before(rank)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=timedelta(seconds=60))
+    store = dist.TCPStore(address, port, ranks, rank == 0, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
     answer = function(rank, ranks, *arguments)
     if rank == 0:
@@ -137,14 +139,16 @@ def _rank_main(rank: int, ranks: int, port: int, result: Path, function: Callabl
     os._exit(0)  # taking the group apart is left out: gloo may abort in it
 
 
-def on_ranks(ranks: int, function: Callable, *arguments: Any) -> Any:
+def on_ranks(ranks: int, function: Callable, *arguments: Any, address: str = "127.0.0.1",
+             before: Callable[[int], None] = nothing) -> Any:
     """Runs function(rank, ranks, *arguments) in fresh processes of one gloo group -> what rank 0 returned, by way of JSON.
 
-    They share out the cores. Raises RunError if one fails; its own message is on stderr.
+    They share out the cores, and meet at rank 0's address; before(rank) is called before they do. Raises RunError if one
+    fails; its own message is on stderr.
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
-        processes = spawn(_rank_main, (ranks, free_port(), result, function, arguments), ranks, join=False)
+        processes = spawn(_rank_main, (ranks, address, free_port(), before, result, function, arguments), ranks, join=False)
         try:
             while not processes.join():
                 pass
