@@ -214,14 +214,6 @@ def adam_optimizer(model: nn.Module, comm: train_gpt.Comm, lr: float, bucket_mb:
     return train_gpt.DistributedOptimizer(buckets, comm, train_gpt.SyncSettings(**settings), model)
 
 
-class GlooComm(train_gpt.Comm):
-    """With the collectives that gloo has, in place of messages."""
-
-    def __init__(self, rank: int, ranks: int):
-        super().__init__(rank, ranks)
-        self.by_messages = False
-
-
 EPS = 1e-16  # torch adds it elsewhere, so it must not matter
 PLAN = train_gpt.Plan()  # nothing is scheduled
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
+from functools import partial
 from typing import Any, Callable, Iterator
 
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from common import (EPS, PLAN, GlooComm, Transformer, add_model_flags, adam_optimizer, machine, on_ranks, positive, ratios,
+from common import (EPS, PLAN, Transformer, add_model_flags, adam_optimizer, machine, on_ranks, positive, ratios,
                     run, some_text, spread, table, take_turns, train_gpt)
 
 LR = 1e-3
@@ -29,11 +30,12 @@ ADAM = dict(lr=LR, betas=(0.9, 0.999), eps=EPS)
 
 
 class Buckets:
-    comm: type[train_gpt.Comm] = train_gpt.Comm
+    """by_messages=False: with gloo's own reduce-scatter and all-gather."""
 
-    def __init__(self, model: torch.nn.Module, rank: int, ranks: int, args: argparse.Namespace):
-        self.model = model
-        self.optimizer = adam_optimizer(model, self.comm(rank, ranks), LR, args.bucket_mb)
+    def __init__(self, model: torch.nn.Module, rank: int, ranks: int, args: argparse.Namespace, by_messages: bool = True):
+        comm = train_gpt.Comm(rank, ranks)
+        comm.by_messages = by_messages
+        self.model, self.optimizer = model, adam_optimizer(model, comm, LR, args.bucket_mb)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         loss = self.model(inputs, targets)
@@ -46,23 +48,28 @@ class Buckets:
         return (x for bucket in self.optimizer.buckets for x in bucket.state.values())
 
 
-class GlooBuckets(Buckets):
-    """With gloo's own reduce-scatter and all-gather."""
+def ddp(model: torch.nn.Module, ranks: int, best: bool) -> tuple[torch.nn.Module, Any]:
+    return (DistributedDataParallel(model, gradient_as_bucket_view=best),
+            torch.optim.Adam(model.parameters(), fused=True, **ADAM))
 
-    comm = GlooComm
+
+def zero(model: torch.nn.Module, ranks: int, best: bool) -> tuple[torch.nn.Module, Any]:
+    return (DistributedDataParallel(model, gradient_as_bucket_view=True),
+            ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, fused=True, parameters_as_bucket_view=best, **ADAM))
+
+
+def fsdp(model: torch.nn.Module, ranks: int, best: bool) -> tuple[torch.nn.Module, Any]:
+    mesh = init_device_mesh("cpu", (ranks,))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=not best)
+    return model, torch.optim.Adam(model.parameters(), fused=True, **ADAM)
 
 
 class Peer:
     """A wrapped model and one of torch's optimizers; best: with the setting that makes it fastest here."""
 
-    best = True
-
-    def __init__(self, model: torch.nn.Module, rank: int, ranks: int, args: argparse.Namespace):
-        self.build(model, ranks)
-
-    def build(self, model: torch.nn.Module, ranks: int) -> None:
-        self.model = DistributedDataParallel(model, gradient_as_bucket_view=self.best)
-        self.optimizer = torch.optim.Adam(model.parameters(), fused=True, **ADAM)
+    def __init__(self, wrap: Callable, best: bool, model: torch.nn.Module, rank: int, ranks: int, args: argparse.Namespace):
+        self.model, self.optimizer = wrap(model, ranks, best)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         loss = self.model(inputs, targets)
@@ -72,39 +79,16 @@ class Peer:
         return loss.detach()
 
     def state(self) -> Iterator[Tensor]:
-        for values in self.optimizer.state.values():
+        for values in getattr(self.optimizer, "optim", self.optimizer).state.values():  # ZeRO keeps an optimizer within
             for x in values.values():
                 yield x.to_local() if hasattr(x, "to_local") else x
 
 
-class Zero(Peer):
-    def build(self, model: torch.nn.Module, ranks: int) -> None:
-        self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        self.zero = self.optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.Adam, fused=True, parameters_as_bucket_view=self.best, **ADAM)
-
-    def state(self) -> Iterator[Tensor]:
-        return (x for values in self.zero.optim.state.values() for x in values.values())
-
-
-class FSDP(Peer):
-    def build(self, model: torch.nn.Module, ranks: int) -> None:
-        mesh = init_device_mesh("cpu", (ranks,))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=not self.best)
-        self.model = fully_shard(model, mesh=mesh, reshard_after_forward=not self.best)
-        self.optimizer = torch.optim.Adam(model.parameters(), fused=True, **ADAM)
-
-
-def as_it_comes(peer: type[Peer]) -> type[Peer]:
-    return type(peer.__name__, (peer,), {"best": False})
-
-
-VARIANTS: dict[str, type] = {
-    "buckets": Buckets, "buckets, gloo's own": GlooBuckets,
-    "DDP, gradients as views": Peer, "DDP": as_it_comes(Peer),
-    "DDP + ZeRO, parameters as views": Zero, "DDP + ZeRO": as_it_comes(Zero),
-    "FSDP2, not resharded": FSDP, "FSDP2": as_it_comes(FSDP),
+VARIANTS: dict[str, Callable] = {
+    "buckets": Buckets, "buckets, gloo's own": partial(Buckets, by_messages=False),
+    "DDP, gradients as views": partial(Peer, ddp, True), "DDP": partial(Peer, ddp, False),
+    "DDP + ZeRO, parameters as views": partial(Peer, zero, True), "DDP + ZeRO": partial(Peer, zero, False),
+    "FSDP2, not resharded": partial(Peer, fsdp, True), "FSDP2": partial(Peer, fsdp, False),
 }
 
 
