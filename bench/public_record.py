@@ -293,10 +293,6 @@ def run_ours(record: Record, home: Path, first: dict[str, Tensor]) -> tuple[list
     return losses, dict(trainer.model.named_parameters())
 
 
-def kind_of(name: str) -> str:
-    return re.sub(r"\.\d+\.", ".*.", name)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("log", type=Path)
@@ -336,7 +332,8 @@ def main() -> None:
         for name, x in last.items():
             way = (x - first[name]).norm()
             difference = (x - ours[name].view_as(x)).norm()
-            moved.setdefault(kind_of(name), []).append((difference / way).item() if way else float(difference > 0))
+            kind = re.sub(r"\.\d+\.", ".*.", name)
+            moved.setdefault(kind, []).append((difference / way).item() if way else float(difference > 0))
     print(table(["parameters", "how many", "greatest difference, of the way it went"],
                 [[name, len(differences), f"{max(differences):.1e}"] for name, differences in moved.items()]))
     worst_loss = max(abs(a - b) for a, b in zip(losses, our_losses))
