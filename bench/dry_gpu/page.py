@@ -150,21 +150,23 @@ def kernel_rows(events):
 MEAN = "simulated ms a step, mean"
 
 
+def class_rows(kinds):
+    return {f"— {kind}: ms, launches": f"{ms:.2f}, {count:.0f}" for kind, (ms, count) in kinds.items()}
+
+
 def simulated_rows(steps, first, plan):
     """{what: figure} of the census's steps; of classes, those of the first, which have the same windows. plan: {windows:
     their steps}, of the working tree for every revision, or the means would not compare."""
     groups = collections.defaultdict(list)
     for step in steps:
         groups[step.windows].append(step.ms)
-    rows = {f"simulated ms a step, windows {windows}": f"{statistics.mean(ms):.1f}" for windows, ms in groups.items()}
-    weights = [plan.get(windows, 0) for windows in groups]
+    means = {windows: statistics.mean(ms) for windows, ms in groups.items()}
+    rows = {f"simulated ms a step, windows {windows}": f"{mean:.1f}" for windows, mean in means.items()}
+    weights = [plan.get(windows, 0) for windows in means]
     if any(weights):
-        rows[MEAN] = f"{np.average([statistics.mean(ms) for ms in groups.values()], weights=weights):.1f}"
-    kinds = mean_costs(first, lambda cost: cost.kind)
-    for kind in RECORD if first else ():
-        ms, count = kinds.get(kind, (0, 0))
-        rows[f"— {kind}: ms, launches"] = f"{ms:.2f}, {count:.0f}"
+        rows[MEAN] = f"{np.average([*means.values()], weights=weights):.1f}"
     if first:
+        rows |= class_rows(dict.fromkeys(RECORD, (0, 0)) | mean_costs(first, lambda cost: cost.kind))
         rows["— main stream waits for others"] = f"{statistics.mean(step.waiting_ms for step in first):.2f}"
     return rows
 
@@ -195,13 +197,12 @@ def page(events, facts, args, title, plan):
         tensors = [(size / 2 ** 20, n, where) for size, n, where in held["tensors"] if size > held["peak"] / 50]
         notes.append(f"What makes the peak in {name}, MiB: " + "; ".join(
             f"{size:,.0f} in {n} × {where}" for size, n, where in tensors))
-    by_name = mean_costs(first, lambda cost: f"{cost.kind}: {cost.name}")
-    longest = sorted(((ms, name) for name, (ms, _) in by_name.items()), key=lambda pair: -pair[0])
+    longest = sorted(mean_costs(first, lambda cost: f"{cost.kind}: {cost.name}").items(), key=lambda item: -item[1][0])
     notes.append(f"Simulated ms a step, windows {first[0].windows if first else 'none'}: " + "; ".join(
-        f"{ms:.2f} {name[:100]}" for ms, name in longest[:16]))
-    operators = [(name.removeprefix("eager: "), *by_name[name]) for _, name in longest if name.startswith("eager: ")]
+        f"{ms:.2f} {name[:100]}" for name, (ms, _) in longest[:16]))
     notes.append("Of which eager operators, ms and launches: " + "; ".join(
-        f"{name} {ms:.2f} in {n:.0f}" for name, ms, n in operators if round(n)))
+        f"{name.removeprefix('eager: ')} {ms:.2f} in {n:.0f}" for name, (ms, n) in longest
+        if name.startswith("eager: ") and round(n)))
     return rows, [f"{title}. {note}" for note in notes]
 
 
@@ -247,9 +248,7 @@ def main():
     columns = {title: rows for title, (rows, _) in pages.items()}
     labels = dict.fromkeys(label for rows in columns.values() for label in rows)
     if args.trace:
-        columns[f"measured: {Path(args.trace).name}"] = {
-            f"— {kind}: ms, launches": f"{ms:.2f}, {count:.0f}"
-            for kind, (ms, count) in measured(json.load(gzip.open(args.trace))).items()}
+        columns[f"measured: {Path(args.trace).name}"] = class_rows(measured(json.load(gzip.open(args.trace))))
     if not small_vocabulary(args.flags):
         columns["record 44, measured on 8 H100"] = {
             "launches a step": sum(n for _, n in RECORD.values()),
