@@ -72,10 +72,10 @@ def dry_run(args, home, revision="", cold=False):
     vocab = 257 if small_vocabulary(args.flags) else 50257
     shards = home / f"shards-{vocab}"
     write_shards(shards, vocab)
-    flags = ["--train_files", f"{shards}/random_train_*.bin", "--val_files", f"{shards}/random_val_*.bin",
-             "--train_shards", "0", "--val_every", "250"]  # whose first, at step 0, is looked at
-    request = {"folder": str(folder), "ranks": args.ranks, "steps": args.steps, "facts": str(work / "facts.json"),
-               "flags": [*flags, "--log_dir", str(work / "logs"), *args.flags]}
+    command = [sys.executable, Path(__file__).with_name("rank0.py"), folder, str(args.ranks), str(args.steps),
+               "--train_files", f"{shards}/random_train_*.bin", "--val_files", f"{shards}/random_val_*.bin",
+               "--train_shards", "0", "--log_dir", work / "logs",
+               "--val_every", "250", *args.flags]  # whose first, at step 0, is looked at
     caches = work if cold else home
     settings = {
         "LD_LIBRARY_PATH": home / "lib", "TRITON_LIBCUDA_PATH": home / "lib", "TRITON_CACHE_DIR": caches / "triton",
@@ -87,14 +87,13 @@ def dry_run(args, home, revision="", cold=False):
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ  # which may say more
     environment |= {name: str(setting) for name, setting in settings.items()}
     with open(work / "out.txt", "w") as out:
-        status = subprocess.call([sys.executable, Path(__file__).with_name("rank0.py"), json.dumps(request)],
-                                 stdout=out, stderr=out, env=environment)
+        status = subprocess.call(command, stdout=out, stderr=out, env=environment)
     if status:
         last = (work / "out.txt").read_text().splitlines()[-20:]
         sys.exit("\n".join([*last, f"run: error: rank 0 ended with status {status}; all that it said: {work}/out.txt"]))
-    events, facts = parse_log(open(work / "launches.log")), json.loads((work / "facts.json").read_text())
+    events = parse_log(open(work / "launches.log"))
     shutil.rmtree(work)
-    return events, facts
+    return events, json.loads(next(e.name for e in events if e.kind == "FACTS"))
 
 
 # ---- the page
