@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, Callable, Iterable, Sequence
@@ -128,6 +129,7 @@ def free_port() -> int:
 
 def _rank_main(rank: int, ranks: int, address: str, port: int, before: Callable[[int], None], result: Path,
                function: Callable, arguments: tuple) -> None:
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, to itself
     before(rank)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     store = dist.TCPStore(address, port, ranks, rank == 0, timeout=timedelta(seconds=60))

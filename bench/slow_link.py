@@ -17,7 +17,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import warnings
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -202,7 +201,6 @@ def sent_bytes() -> int:
 
 
 def measure(rank: int, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
-    warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from functools import partial
 from typing import Any, Callable, Iterator
 
@@ -106,7 +105,6 @@ def make_stepper(variant: Any, rank: int, args: argparse.Namespace, losses: list
 
 def timings(rank: int, ranks: int, args: argparse.Namespace) -> tuple[dict, dict, dict]:
     """Seconds a step, losses of rank 0, and bytes of optimizer state on rank 0, by variant."""
-    warnings.filterwarnings("ignore", category=FutureWarning)
     variants = {name: build(name, rank, ranks, args) for name in VARIANTS}
     losses: dict[str, list[float]] = {name: [] for name in variants}
     steppers = {name: make_stepper(variant, rank, args, losses[name]) for name, variant in variants.items()}
@@ -123,7 +121,6 @@ def resident_mib(which: str) -> float:
 
 def peak_memory(rank: int, ranks: int, args: argparse.Namespace, name: str) -> float:
     """MiB of the highest resident set above that before the model was built."""
-    warnings.filterwarnings("ignore", category=FutureWarning)
     dist.barrier()
     before = resident_mib("VmRSS")
     step = make_stepper(build(name, rank, ranks, args), rank, args, [])
