@@ -97,7 +97,7 @@ def buckets(args: argparse.Namespace, comm: FakeComm, passes: Passes) -> Callabl
             for place in bucket.params:
                 place.param.grad = grads[place.name]
                 bucket.add(place, optimizer.reducer.factor)
-        optimizer.step(PLAN)
+        optimizer.step()
     return step
 
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from common import (PLAN, Transformer, add_model_flags, adam_optimizer, machine, on_ranks, positive, ratios,
+from common import (Transformer, add_model_flags, adam_optimizer, machine, on_ranks, positive, ratios,
                     run, some_text, spread, table, table_line, take_turns, train_gpt)
 
 LINK = "wire"  # the interface's name within each host
@@ -144,7 +144,7 @@ class Rank:
 
         def step() -> None:
             self.backward(name, model, optimizer)
-            optimizer.step(PLAN)
+            optimizer.step()
         return step
 
     def communication(self, comm: train_gpt.Comm) -> Callable[[], None]:

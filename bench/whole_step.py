@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from common import (EPS, PLAN, Transformer, add_model_flags, adam_optimizer, machine, on_ranks, positive, ratios,
+from common import (EPS, Transformer, add_model_flags, adam_optimizer, machine, on_ranks, positive, ratios,
                     run, some_text, spread, table, take_turns, train_gpt)
 
 LR = 1e-3
@@ -40,7 +40,7 @@ class Buckets:
         loss = self.model(inputs, targets)
         self.optimizer.prepare_for_backward(0)
         loss.backward()
-        self.optimizer.step(PLAN)
+        self.optimizer.step()
         return loss.detach()
 
     def state(self) -> Iterator[Tensor]:
