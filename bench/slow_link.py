@@ -112,14 +112,13 @@ class Rank:
     def __init__(self, rank: int, args: argparse.Namespace):
         self.args, self.rank, self.losses = args, rank, {}
         comm = train_gpt.Comm(rank, 2)
-        self.steps = {
-            "sync=hook": self.bucket_step("sync=hook", comm),
-            "sync=hook, gathers overlap": self.bucket_step("sync=hook, gathers overlap", comm, overlap_param_gather=True, walk="forward"),
-            "sync=step": self.bucket_step("sync=step", comm, sync="step"),
-            "DDP": self.ddp_step(),
-            FLOORS[0]: self.bucket_step(FLOORS[0], NoComm(rank, 2)),
-            FLOORS[1]: self.communication(comm),
-        }
+        overlapping = self.buckets(comm, overlap_param_gather=True, walk="forward")
+        self.finish = overlapping[1].finish_all_gathers
+        trained = {
+            "sync=hook": self.buckets(comm), "sync=hook, gathers overlap": overlapping,
+            "sync=step": self.buckets(comm, sync="step"), "DDP": self.ddp(), FLOORS[0]: self.buckets(NoComm(rank, 2))}
+        self.steps = {name: self.training(name, *pair) for name, pair in trained.items()}
+        self.steps[FLOORS[1]] = self.communication(comm)
 
     def model(self) -> Transformer:
         torch.manual_seed(0)
@@ -129,22 +128,19 @@ class Rank:
         model = self.model()
         return model, adam_optimizer(model, comm, LR, self.args.bucket_mb, **settings)
 
-    def backward(self, name: str, model: torch.nn.Module, optimizer: train_gpt.DistributedOptimizer | None = None) -> None:
-        losses = self.losses.setdefault(name, [])
-        loss = model(*some_text(self.args.vocab, self.args.batch, self.args.tokens, self.rank, len(losses)))
-        if optimizer:
-            optimizer.prepare_for_backward(0)
-        loss.backward()
-        losses.append(loss.item())
+    def ddp(self) -> tuple[DistributedDataParallel, torch.optim.Adam]:
+        model = DistributedDataParallel(self.model(), gradient_as_bucket_view=True, bucket_cap_mb=self.args.bucket_mb)
+        return model, torch.optim.Adam(model.parameters(), lr=LR, fused=True)
 
-    def bucket_step(self, name: str, comm: train_gpt.Comm, **settings: Any) -> Callable[[], None]:
-        model, optimizer = self.buckets(comm, **settings)
-        if settings.get("overlap_param_gather"):
-            self.finish = optimizer.finish_all_gathers
+    def training(self, name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        losses = self.losses[name] = []
 
         def step() -> None:
-            self.backward(name, model, optimizer)
+            loss = model(*some_text(self.args.vocab, self.args.batch, self.args.tokens, self.rank, len(losses)))
+            loss.backward()
+            losses.append(loss.item())
             optimizer.step()
+            optimizer.zero_grad()
         return step
 
     def communication(self, comm: train_gpt.Comm) -> Callable[[], None]:
@@ -157,16 +153,6 @@ class Rank:
                             [comm.all_gather(bucket.param_data, bucket.flat_param_shard) for bucket in buckets]):
                 for handle in handles:
                     handle.wait()
-        return step
-
-    def ddp_step(self) -> Callable[[], None]:
-        model = DistributedDataParallel(self.model(), gradient_as_bucket_view=True, bucket_cap_mb=self.args.bucket_mb)
-        optimizer = torch.optim.Adam(model.parameters(), lr=LR, fused=True)
-
-        def step() -> None:
-            self.backward("DDP", model)
-            optimizer.step()
-            optimizer.zero_grad()
         return step
 
     def time(self) -> dict[str, Any]:
