@@ -30,9 +30,7 @@ LR = 1e-3
 ONLY_WRITE = ("aten::copy_", "aten::zero_", "aten::fill_")  # in-place operators that do not read what they change
 READ_NOTHING = ("aten::detach", "aten::empty_like", "aten::zeros_like")
 NOT_CHANGED = {"aten::_fused_adam_": "grads"}  # marked as written, for a scaling that is not used here
-# collectives: which argument is written, which is read
-COLLECTIVES = {"_reduce_scatter_base_": ("output_tensor", "input_tensor"),
-               "_allgather_base_": ("output_tensor", "input_tensor")}
+COLLECTIVES = ("c10d::_reduce_scatter_base_", "c10d::_allgather_base_")  # from input_tensor to output_tensor
 
 
 class Passes(TorchDispatchMode):
@@ -59,9 +57,9 @@ class Passes(TorchDispatchMode):
         given = dict(zip((a.name for a in schema.arguments), args)) | (kwargs or {})
         out = function(*args, **(kwargs or {}))
         name = schema.name
-        if (ends := COLLECTIVES.get(name.split("::")[1])) and name.startswith("c10d"):
-            self.note("written", given[ends[0]])
-            self.note("read", given[ends[1]])
+        if name in COLLECTIVES:
+            self.note("written", given["output_tensor"])
+            self.note("read", given["input_tensor"])
         elif name.startswith("c10d"):
             raise train_gpt.RunError(f"{name} is a collective that this count does not know; add it to COLLECTIVES")
         elif name == "aten::copy_" and args[0].data_ptr() == args[1].data_ptr():
