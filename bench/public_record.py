@@ -17,7 +17,6 @@ Exit status: 0 they agree, 1 they do not, or there is nothing to compare.
 from __future__ import annotations
 
 import argparse
-import itertools
 import re
 import shlex
 import signal
@@ -337,7 +336,7 @@ def main() -> None:
     print(table(["parameters", "how many", "greatest difference, of the way it went"],
                 [[name, len(differences), f"{max(differences):.1e}"] for name, differences in moved.items()]))
     worst_loss = max(abs(a - b) for a, b in zip(losses, our_losses))
-    worst = max(itertools.chain(*moved.values()))
+    worst = max(map(max, moved.values()))
     agree = worst_loss <= LOSS_DIFFERS and worst <= MOVE_DIFFERS
     print(f"\nThey {'agree' if agree else 'DO NOT agree'}: losses within {worst_loss:.1e}, {LOSS_DIFFERS:g} allowed; parameters within "
           f"{worst:.1e} of their way, {MOVE_DIFFERS:g} allowed.")
