@@ -153,13 +153,10 @@ def class_rows(kinds):
     return {f"— {kind}: ms, launches": f"{ms:.2f}, {count:.0f}" for kind, (ms, count) in kinds.items()}
 
 
-def simulated_rows(steps, first, plan):
-    """{what: figure} of the census's steps; of classes, those of the first, which have the same windows. plan: {windows:
+def simulated_rows(groups, first, plan):
+    """{what: figure} of the census's steps, grouped by their windows; of classes, those of the first group. plan: {windows:
     their steps}, of the working tree for every revision, or the means would not compare."""
-    groups = collections.defaultdict(list)
-    for step in steps:
-        groups[step.windows].append(step.ms)
-    means = {windows: statistics.mean(ms) for windows, ms in groups.items()}
+    means = {windows: statistics.mean(step.ms for step in steps) for windows, steps in groups.items()}
     rows = {f"simulated ms a step, windows {windows}": f"{mean:.1f}" for windows, mean in means.items()}
     weights = [plan.get(windows, 0) for windows in means]
     if any(weights):
@@ -173,8 +170,10 @@ def simulated_rows(steps, first, plan):
 def page(events, facts, args, title, plan):
     """({what: figure}, paragraphs) of one revision. plan: see simulated_rows."""
     census = phase(events, "census")
-    steps = simulate(census, costs(census, RATES[args.arch], args.ranks))
-    first = [step for step in steps if step.windows == steps[0].windows]
+    groups = collections.defaultdict(list)
+    for step in simulate(census, costs(census, RATES[args.arch], args.ranks)):
+        groups[step.windows].append(step)
+    first = next(iter(groups.values()), [])
     breaks = sum(facts["breaks"].values())
     rows = {"graphs; breaks; compiled after warm-up": f"{facts['graphs']}; {breaks}; {facts['late']}",
             "compiling; warm-up in all; its CPU time": "; ".join(
@@ -187,7 +186,7 @@ def page(events, facts, args, title, plan):
             f"{statistics.median(wall):.0f} (least {min(wall):.0f}); {statistics.median(cpu):.0f}")
     for name, held in facts["memory"].items():
         rows[f"peak MiB in {name}; reserved"] = f"{held['peak'] >> 20:,}; {held['reserved'] >> 20:,}"
-    rows |= simulated_rows(steps, first, plan)
+    rows |= simulated_rows(groups, first, plan)
     notes = []
     if "out of memory" in facts:
         notes.append(f"**It does not fit, as {facts['phase']} shows.** {facts['out of memory']}")

@@ -260,7 +260,7 @@ def main(folder, ranks, steps, flags):
     facts.update(
         phase=phases.now, memory=phases.memory, graphs=graphs, late=graphs - facts.get("warmed_up", graphs),
         breaks=dict(utils.counters["graph_break"]), compile=utils.calculate_time_spent().get("total_wall_time", 0),
-        host=[[1e3 * (b - a) for a, b in zip(*pair)] for pair in zip(times[:steps], times[1:steps + 1])],
+        host=(1e3 * np.diff(times[:steps + 1], axis=0)).tolist(),
         plan=collections.Counter(  # how many steps of the plan have which windows
             " ".join(map(str, T.plan_of(config, step).windows)) for step in range(config.num_steps)))
     mark("FACTS", json.dumps(facts))
