@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import signal
 import socket
 import statistics
 import sys
@@ -130,6 +131,7 @@ def free_port() -> int:
 def _rank_main(rank: int, ranks: int, address: str, port: int, before: Callable[[int], None], result: Path,
                function: Callable, arguments: tuple) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, to itself
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the process that starts this one makes of it
     before(rank)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     store = dist.TCPStore(address, port, ranks, rank == 0, timeout=timedelta(seconds=60))
@@ -151,7 +153,8 @@ def on_ranks(ranks: int, function: Callable, *arguments: Any, address: str = "12
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
-        processes = spawn(_rank_main, (ranks, address, free_port(), before, result, function, arguments), ranks, join=False)
+        processes = spawn(_rank_main, (ranks, address, free_port(), before, result, function, arguments), ranks,
+                          join=False, daemon=True)
         try:
             while not processes.join():
                 pass
