@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import multiprocessing
+import json
 import os
 import random
+import signal
 import socket
 import statistics
 import sys
+import tempfile
 import time
+import warnings
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any, Callable, Iterable, NoReturn, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import ProcessException, spawn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -77,7 +82,7 @@ def ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
 # timings
 
 
-def nothing() -> None:
+def nothing(*_: Any) -> None:
     pass
 
 
@@ -117,64 +122,66 @@ def next_steps(trainer: train_gpt.Trainer, steps: int) -> Callable[[], None]:
 # ranks
 
 
-def join(rank: int, ranks: int, address: str, port: int) -> None:
-    store = dist.TCPStore(address, port, ranks, rank == 0, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
-
-
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
 
 
-def _rank_main(function: Callable, rank: int, ranks: int, port: int, answer: Any, arguments: tuple) -> None:
+def _rank_main(rank: int, ranks: int, address: str, port: int, before: Callable[[int], None], result: Path,
+               function: Callable, arguments: tuple) -> None:
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, to itself
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the process that starts this one makes of it
+    before(rank)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    join(rank, ranks, "127.0.0.1", port)
-    result = function(rank, ranks, *arguments)
+    store = dist.TCPStore(address, port, ranks, rank == 0, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
+    answer = function(rank, ranks, *arguments)
     if rank == 0:
-        answer.send(result)
-    leave()
-
-
-def leave() -> NoReturn:
-    """Ends this process as soon as all ranks are here. Taking the group apart is left out: gloo may abort in it."""
+        result.write_text(json.dumps(answer))
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(0)  # taking the group apart is left out: gloo may abort in it
 
 
-def on_ranks(ranks: int, function: Callable, *arguments: Any) -> Any:
-    """Runs function(rank, ranks, *arguments) in fresh processes of one gloo group -> what rank 0 returned.
+def on_ranks(ranks: int, function: Callable, *arguments: Any, address: str = "127.0.0.1",
+             before: Callable[[int], None] = nothing) -> Any:
+    """Runs function(rank, ranks, *arguments) in fresh processes of one gloo group -> what rank 0 returned, by way of JSON.
 
-    They share out the cores. Raises RunError if one fails; its own message is on stderr.
+    They share out the cores, and meet at rank 0's address; before(rank) is called before they do. Raises RunError if one
+    fails; its own message is on stderr.
     """
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    port = free_port()
-    processes = [context.Process(target=_rank_main, args=(function, rank, ranks, port, theirs, arguments), daemon=True)
-                 for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    theirs.close()
-    try:
-        result = None
-        while any(process.is_alive() for process in processes) and result is None:
-            if any(process.exitcode for process in processes):
-                break
-            if ours.poll(0.2):
-                result = (ours.recv(),)
-        for process in processes:
-            process.join(60 if result else 0)
-        if result is None or any(process.exitcode != 0 for process in processes):
-            codes = [process.exitcode for process in processes]
-            raise train_gpt.RunError(f"{function.__name__}: ranks ended with {codes}; the reason is above")
-        return result[0]
-    except EOFError:
-        raise train_gpt.RunError(f"{function.__name__}: rank 0 ended without a result; the reason is above") from None
-    finally:
-        for process in processes:
-            process.kill()
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        processes = spawn(_rank_main, (ranks, address, free_port(), before, result, function, arguments), ranks,
+                          join=False, daemon=True)
+        try:
+            while not processes.join():
+                pass
+        except ProcessException as error:
+            print(error, file=sys.stderr)
+            raise train_gpt.RunError(f"{function.__name__}: rank {error.error_index} failed; the reason is above") from None
+        finally:
+            for process in processes.processes:
+                process.kill()
+        return json.loads(result.read_text())
+
+
+class FakeComm(train_gpt.Comm):
+    """Rank 0 of torch's `fake` group, whose collectives send nothing; JSON, which it cannot carry, is this rank's own."""
+
+    def __init__(self, ranks: int, device: torch.device | str = "cpu"):
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+        super().__init__(0, ranks, device)
+
+    def all_json(self, mine: Any) -> list[Any]:
+        return [json.loads(json.dumps(mine))] * self.ranks
+
+    def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> train_gpt.HandleGroup:
+        """Messages: every rank reads the rows that this one reads, and has no gradient of them."""
+        for mine, theirs in zip(sent, received):
+            theirs.copy_(mine) if mine.shape == theirs.shape else theirs.zero_()
+        return train_gpt.HandleGroup()
 
 
 def run(main: Callable[[], None]) -> None:
@@ -228,14 +235,6 @@ def adam_optimizer(model: nn.Module, comm: train_gpt.Comm, lr: float, bucket_mb:
     specs = [train_gpt.ParamSpec(name, param, rule) for name, param in model.named_parameters()]
     buckets = train_gpt.fill_buckets(specs, bucket_mb * 2 ** 20, comm.rank, comm.ranks)
     return train_gpt.DistributedOptimizer(buckets, comm, train_gpt.SyncSettings(**settings), model)
-
-
-class GlooComm(train_gpt.Comm):
-    """With the collectives that gloo has, in place of messages."""
-
-    def __init__(self, rank: int, ranks: int):
-        super().__init__(rank, ranks)
-        self.by_messages = False
 
 
 EPS = 1e-16  # torch adds it elsewhere, so it must not matter

@@ -13,34 +13,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from common import machine, positive, run, spread, table, train_gpt
+from common import FakeComm, machine, positive, run, spread, table, train_gpt
 
 RANKS = 8
-
-
-class FakeComm(train_gpt.Comm):
-    """The collectives of the fake group; objects, which it cannot carry, are this rank's own."""
-
-    def all_json(self, mine: Any) -> list[Any]:
-        return [json.loads(json.dumps(mine))] * self.ranks
-
-    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> train_gpt.HandleGroup:
-        """Messages: every rank reads the rows that this one reads, and has no gradient of them."""
-        for mine, theirs in zip(sent, received):
-            theirs.copy_(mine) if mine.shape == theirs.shape else theirs.zero_()
-        return train_gpt.HandleGroup()
 
 
 def write_shard(path: Path, tokens: int, vocab_size: int, mean_document: int) -> None:
@@ -80,8 +64,7 @@ def main() -> None:
     while train_gpt.usable_ranks(config, RANKS) < RANKS:
         config = train_gpt.halve_micro_batches(config)
     vocab_size = 257 if args.preset == "laptop" else train_gpt.GPT2_VOCAB
-    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    comm, asked = FakeComm(0, RANKS, device), config
+    comm, asked = FakeComm(RANKS, device), config
     if gpu:
         config, changes = train_gpt.fit_to_gpus(config, vocab_size, comm)
     config = dataclasses.replace(config, shuffle=False)

@@ -63,9 +63,6 @@ class Variants:
                 place.param.grad = grads[int(place.name)]
                 bucket.add(place, 1.0)
 
-        def step() -> None:
-            optimizer.step(PLAN)
-
         @torch.no_grad()
         def rule() -> None:
             bucket.updates += 1
@@ -73,10 +70,10 @@ class Variants:
 
         def add_and_step() -> None:
             add()
-            step()
+            optimizer.step()
 
-        self.steps[name] = {"rule": rule, "adds + step": add_and_step}.get(name, step)
-        if self.steps[name] is step:
+        self.steps[name] = {"rule": rule, "adds + step": add_and_step}.get(name, optimizer.step)
+        if name in ("step", "clip + step"):
             self.prepare[name] = add
         elif name == "rule":
             add()

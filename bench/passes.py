@@ -21,19 +21,16 @@ from typing import Any, Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common import PLAN, Transformer, adam_optimizer, machine, positive, run, table, train_gpt
+from common import PLAN, FakeComm, Transformer, adam_optimizer, machine, positive, run, table, train_gpt
 
 LR = 1e-3
 ONLY_WRITE = ("aten::copy_", "aten::zero_", "aten::fill_")  # in-place operators that do not read what they change
 READ_NOTHING = ("aten::detach", "aten::empty_like", "aten::zeros_like")
 NOT_CHANGED = {"aten::_fused_adam_": "grads"}  # marked as written, for a scaling that is not used here
-# collectives: which argument is written, which is read
-COLLECTIVES = {"_reduce_scatter_base_": ("output_tensor", "input_tensor"),
-               "_allgather_base_": ("output_tensor", "input_tensor")}
+COLLECTIVES = ("c10d::_reduce_scatter_base_", "c10d::_allgather_base_")  # from input_tensor to output_tensor
 
 
 class Passes(TorchDispatchMode):
@@ -60,9 +57,9 @@ class Passes(TorchDispatchMode):
         given = dict(zip((a.name for a in schema.arguments), args)) | (kwargs or {})
         out = function(*args, **(kwargs or {}))
         name = schema.name
-        if (ends := COLLECTIVES.get(name.split("::")[1])) and name.startswith("c10d"):
-            self.note("written", given[ends[0]])
-            self.note("read", given[ends[1]])
+        if name in COLLECTIVES:
+            self.note("written", given["output_tensor"])
+            self.note("read", given["input_tensor"])
         elif name.startswith("c10d"):
             raise train_gpt.RunError(f"{name} is a collective that this count does not know; add it to COLLECTIVES")
         elif name == "aten::copy_" and args[0].data_ptr() == args[1].data_ptr():
@@ -84,9 +81,8 @@ def model_and_grads(args: argparse.Namespace) -> tuple[Transformer, dict[str, Te
     return model, {name: torch.randn_like(param) for name, param in model.named_parameters()}
 
 
-def buckets(args: argparse.Namespace, passes: Passes) -> Callable[[], None]:
+def buckets(args: argparse.Namespace, comm: FakeComm, passes: Passes) -> Callable[[], None]:
     model, grads = model_and_grads(args)
-    comm = OneOf(0, args.ranks)
     optimizer = adam_optimizer(model, comm, LR, args.bucket_mb)
     for bucket in optimizer.buckets:
         passes.watch("parameters", bucket.param_data)
@@ -99,21 +95,11 @@ def buckets(args: argparse.Namespace, passes: Passes) -> Callable[[], None]:
             for place in bucket.params:
                 place.param.grad = grads[place.name]
                 bucket.add(place, optimizer.reducer.factor)
-        optimizer.step(PLAN)
+        optimizer.step()
     return step
 
 
-class OneOf(train_gpt.Comm):
-    """Rank 0 of a group whose other ranks do not exist: what they would say is what this one says."""
-
-    def all_json(self, mine: Any) -> list[Any]:
-        return [mine] * self.ranks
-
-    def broadcast(self, x: Tensor) -> None:
-        pass
-
-
-def stack_and_copy(args: argparse.Namespace, passes: Passes) -> Callable[[], None]:
+def stack_and_copy(args: argparse.Namespace, comm: FakeComm, passes: Passes) -> Callable[[], None]:
     model, grads = model_and_grads(args)
     groups: dict[torch.Size, list[str]] = {}
     params = dict(model.named_parameters())
@@ -122,7 +108,6 @@ def stack_and_copy(args: argparse.Namespace, passes: Passes) -> Callable[[], Non
     passes.watch("parameters", *params.values())
     passes.watch("gradients", *grads.values())
     moments: dict[torch.Size, dict[str, Tensor]] = {}
-    comm = train_gpt.Comm(0, args.ranks)
 
     def stacked(kind: str, tensors: list[Tensor], padded: int) -> Tensor:
         stack = torch.empty(padded, *tensors[0].shape)
@@ -149,12 +134,11 @@ def stack_and_copy(args: argparse.Namespace, passes: Passes) -> Callable[[], Non
     return step
 
 
-def count(make: Callable[[argparse.Namespace, Passes], Callable[[], None]],
-          args: argparse.Namespace) -> dict[tuple[str, str], float]:
+def count(make: Callable[..., Callable[[], None]], args: argparse.Namespace, comm: FakeComm) -> dict[tuple[str, str], float]:
     """Passes of one step, the second: the first one agrees on the order of the buckets."""
     passes = Passes()
     with torch.no_grad():
-        step = make(args, passes)
+        step = make(args, comm, passes)
         step()
         with passes:
             step()
@@ -170,11 +154,11 @@ def main() -> None:
     parser.add_argument("--vocab", type=positive, default=1024)
     parser.add_argument("--bucket_mb", type=float, default=8.0)
     args = parser.parse_args()
-    dist.init_process_group("fake", rank=0, world_size=args.ranks, store=FakeStore())
+    comm = FakeComm(args.ranks)
     columns = [(kind, how) for kind in ("gradients", "parameters") for how in ("read", "written")]
     rows = []
     for name, make in (("buckets", buckets), ("stack-and-copy", stack_and_copy)):
-        counted = count(make, args)
+        counted = count(make, args, comm)
         passes = [counted[column] for column in columns]
         rows.append([name, *(f"{x:.2f}" for x in passes), f"{sum(passes):.2f}"])
     dist.destroy_process_group()

@@ -17,7 +17,6 @@ Exit status: 0 they agree, 1 they do not, or there is nothing to compare.
 from __future__ import annotations
 
 import argparse
-import itertools
 import re
 import shlex
 import signal
@@ -293,10 +292,6 @@ def run_ours(record: Record, home: Path, first: dict[str, Tensor]) -> tuple[list
     return losses, dict(trainer.model.named_parameters())
 
 
-def kind_of(name: str) -> str:
-    return re.sub(r"\.\d+\.", ".*.", name)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("log", type=Path)
@@ -336,11 +331,12 @@ def main() -> None:
         for name, x in last.items():
             way = (x - first[name]).norm()
             difference = (x - ours[name].view_as(x)).norm()
-            moved.setdefault(kind_of(name), []).append((difference / way).item() if way else float(difference > 0))
+            kind = re.sub(r"\.\d+\.", ".*.", name)
+            moved.setdefault(kind, []).append((difference / way).item() if way else float(difference > 0))
     print(table(["parameters", "how many", "greatest difference, of the way it went"],
                 [[name, len(differences), f"{max(differences):.1e}"] for name, differences in moved.items()]))
     worst_loss = max(abs(a - b) for a, b in zip(losses, our_losses))
-    worst = max(itertools.chain(*moved.values()))
+    worst = max(map(max, moved.values()))
     agree = worst_loss <= LOSS_DIFFERS and worst <= MOVE_DIFFERS
     print(f"\nThey {'agree' if agree else 'DO NOT agree'}: losses within {worst_loss:.1e}, {LOSS_DIFFERS:g} allowed; parameters within "
           f"{worst:.1e} of their way, {MOVE_DIFFERS:g} allowed.")

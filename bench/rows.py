@@ -41,28 +41,30 @@ class Counting(train_gpt.Comm):
         return super().exchange(sent, received)
 
 
-def rows_read(trainer: train_gpt.Trainer, batch: list[np.ndarray]) -> list[int]:
-    """Numbers of rows, in the tables' buckets, that a step's tokens read."""
+def tables(trainer: train_gpt.Trainer) -> list[train_gpt.RowBucket]:
+    return [bucket for bucket in trainer.optimizer.buckets if isinstance(bucket, train_gpt.RowBucket)]
+
+
+def rows_read(trainer: train_gpt.Trainer, batch: list[np.ndarray]) -> list[list[int]]:
+    """Of each bucket of tables, the rows that a step's tokens read."""
     read = trainer.model.rows_read(torch.from_numpy(np.stack(batch)[:, :-1].astype(np.int32)))
-    return [int(row) + 10 ** 9 * i for i, bucket in enumerate(trainer.optimizer.buckets) if isinstance(bucket, train_gpt.RowBucket)
-            for place in bucket.params for row in read[place.param].unique() + bucket.first_row(place)]
+    return [[int(row) for place in bucket.params for row in read[place.param].unique() + bucket.first_row(place)]
+            for bucket in tables(trainer)]
 
 
-def needed_bytes(trainer: train_gpt.Trainer, everyones: list[list[int]]) -> int:
+def needed_bytes(trainer: train_gpt.Trainer, everyones: list[list[list[int]]]) -> int:
     """What the first rank must send of a step, given the rows that each rank reads."""
-    needed, first, anyones = 0, set(everyones[0]), set().union(*everyones)
-    for i, bucket in enumerate(trainer.optimizer.buckets):
-        if isinstance(bucket, train_gpt.RowBucket):
-            owned = range(10 ** 9 * i, 10 ** 9 * i + len(bucket.param_shard))
-            mine = sum(row in owned for row in anyones) * (len(everyones) - 1)
-            others = sum(row // 10 ** 9 == i and row not in owned for row in first)
-            needed += (mine + others) * bucket.rows[0].nbytes
+    needed = 0
+    for bucket, (mine, *others) in zip(tables(trainer), zip(*everyones)):
+        owned = range(len(bucket.param_shard))
+        wanted = sum(row in owned for row in set().union(mine, *others)) * len(others)
+        needed += (wanted + sum(row not in owned for row in mine)) * bucket.rows[0].nbytes
     return needed
 
 
-def measure(rank: int, ranks: int, flags: list[str], rounds: int) -> dict[str, tuple[list[float], list[list[float]]]]:
-    """Of each variant the seconds of its turns, and of each turn the bytes [which rows, all else, needed of lazy tables], both
-    by the step."""
+def measure(rank: int, ranks: int, flags: list[str], rounds: int) -> tuple[dict, dict, float]:
+    """Of a step: by variant the seconds in each turn, and the bytes [which rows, all else] sent in the mean; the bytes needed
+    of lazy tables."""
     _, base = train_gpt.parse_config(flags, "laptop")
     shards = train_gpt.find_shards(base.train_files, base.train_shards)
     trainers = {name: train_gpt.Trainer(dataclasses.replace(base, **changes), Counting(rank, ranks), torch.device("cpu"), shards)
@@ -79,14 +81,14 @@ def measure(rank: int, ranks: int, flags: list[str], rounds: int) -> dict[str, t
     def counted(name: str) -> None:
         trainers[name].comm.bytes = [0, 0]
         turns[name]()
-        sent[name].append([count / base.adam_every for count in trainers[name].comm.bytes])
+        sent[name].append(trainers[name].comm.bytes)
 
     times = take_turns({name: functools.partial(counted, name) for name in turns}, rounds, 1, meet=torch.distributed.barrier)
-    steps = zip(*lazy.comm.all_json([rows_read(lazy, batch) for batch in read]))
-    needed = [needed_bytes(lazy, everyones) for everyones in steps]
-    for turn, counts in enumerate(sent[TOUCHED]):
-        counts.append(statistics.mean(needed[turn * base.adam_every:(turn + 1) * base.adam_every]))
-    return {name: ([t / base.adam_every for t in times[name]], sent[name][1:]) for name in trainers}
+    # without the turn that warms up
+    steps = [*zip(*lazy.comm.all_json([rows_read(lazy, batch) for batch in read[base.adam_every:]]))]
+    return ({name: [t / base.adam_every for t in times[name]] for name in trainers},
+            {name: (np.mean(counts[1:], 0) / base.adam_every).tolist() for name, counts in sent.items()},
+            statistics.mean(needed_bytes(lazy, everyones) for everyones in steps))
 
 
 def main() -> None:
@@ -95,15 +97,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--flags", default="", help="flags of train_gpt.py, in one string")
     args = parser.parse_args()
-    found = on_ranks(args.ranks, measure, shlex.split(args.flags), args.rounds)
-    which, rest = ({name: statistics.mean(x[kind] for x in sent) for name, (_, sent) in found.items()} for kind in (0, 1))
+    times, sent, needed = on_ranks(args.ranks, measure, shlex.split(args.flags), args.rounds)
     rows = []
-    for name, (times, sent) in found.items():
-        travelled = rest[name] - rest[WITHOUT]
-        needed = statistics.mean(x[2] for x in sent) if name == TOUCHED else travelled
-        share = f"{(travelled + which[name]) / needed:.3f}" if needed else ""
-        rows.append([name, f"{needed / 1e6:.2f}", f"{which[name] / 1e6:.3f}", share, spread([1000 * t for t in times], 0),
-                     spread(ratios(times, found[ALL][0]))])
+    for name, (which, rest) in sent.items():
+        travelled = rest - sent[WITHOUT][1]
+        wanted = needed if name == TOUCHED else travelled
+        share = f"{(travelled + which) / wanted:.3f}" if wanted else ""
+        rows.append([name, f"{wanted / 1e6:.2f}", f"{which / 1e6:.3f}", share,
+                     spread([1000 * t for t in times[name]], 0), spread(ratios(times[name], times[ALL]))])
     print(machine())
     print(table([f"rank 0 of {args.ranks}", "MB needed", "MB, which rows", "sent / needed", "ms a step", f"ratio to all rows (n = {args.rounds})"],
                 rows))

@@ -11,15 +11,12 @@ which gloo's threads share with backward. What one host sent is counted by its l
 from __future__ import annotations
 
 import argparse
-import json
+import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import time
-import warnings
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,14 +26,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from common import (PLAN, Transformer, add_model_flags, adam_optimizer, join, leave, machine, positive, ratios,
+from common import (Transformer, add_model_flags, adam_optimizer, machine, on_ranks, positive, ratios,
                     run, some_text, spread, table, table_line, take_turns, train_gpt)
 
 LINK = "wire"  # the interface's name within each host
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-PORT = 29_500
 LR = 1e-3
 FLOORS = ("compute alone", "communication alone")
+CLONE_NEWNET = 0x40000000  # os has it from Python 3.12 on, and setns
 
 
 # the hosts
@@ -88,19 +85,12 @@ def slow_down(hosts: list[str], mbit: int) -> None:
                 "burst", "256kb", "latency", "100ms")
 
 
-@contextmanager
-def two_ranks(hosts: list[str], arguments: list[str]) -> Iterator[list[subprocess.Popen]]:
-    processes = []
-    try:
-        for rank, host in enumerate(hosts):
-            environment = os.environ | {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1", "RANK": str(rank)}
-            words = ["ip", "netns", "exec", host, sys.executable, __file__, *arguments]
-            processes.append(subprocess.Popen(words, env=environment))
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+def enter(hosts: list[str], rank: int) -> None:
+    """Takes this thread, and those that it will start, into a namespace."""
+    with open(f"/run/netns/{hosts[rank]}") as host:
+        if ctypes.CDLL(None, use_errno=True).setns(host.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"the namespace {hosts[rank]} cannot be entered")
+    os.environ["GLOO_SOCKET_IFNAME"] = LINK
 
 
 # a rank
@@ -122,14 +112,13 @@ class Rank:
     def __init__(self, rank: int, args: argparse.Namespace):
         self.args, self.rank, self.losses = args, rank, {}
         comm = train_gpt.Comm(rank, 2)
-        self.steps = {
-            "sync=hook": self.bucket_step("sync=hook", comm),
-            "sync=hook, gathers overlap": self.bucket_step("sync=hook, gathers overlap", comm, overlap_param_gather=True, walk="forward"),
-            "sync=step": self.bucket_step("sync=step", comm, sync="step"),
-            "DDP": self.ddp_step(),
-            FLOORS[0]: self.bucket_step(FLOORS[0], NoComm(rank, 2)),
-            FLOORS[1]: self.communication(comm),
-        }
+        overlapping = self.buckets(comm, overlap_param_gather=True, walk="forward")
+        self.finish = overlapping[1].finish_all_gathers
+        trained = {
+            "sync=hook": self.buckets(comm), "sync=hook, gathers overlap": overlapping,
+            "sync=step": self.buckets(comm, sync="step"), "DDP": self.ddp(), FLOORS[0]: self.buckets(NoComm(rank, 2))}
+        self.steps = {name: self.training(name, *pair) for name, pair in trained.items()}
+        self.steps[FLOORS[1]] = self.communication(comm)
 
     def model(self) -> Transformer:
         torch.manual_seed(0)
@@ -139,22 +128,19 @@ class Rank:
         model = self.model()
         return model, adam_optimizer(model, comm, LR, self.args.bucket_mb, **settings)
 
-    def backward(self, name: str, model: torch.nn.Module, optimizer: train_gpt.DistributedOptimizer | None = None) -> None:
-        losses = self.losses.setdefault(name, [])
-        loss = model(*some_text(self.args.vocab, self.args.batch, self.args.tokens, self.rank, len(losses)))
-        if optimizer:
-            optimizer.prepare_for_backward(0)
-        loss.backward()
-        losses.append(loss.item())
+    def ddp(self) -> tuple[DistributedDataParallel, torch.optim.Adam]:
+        model = DistributedDataParallel(self.model(), gradient_as_bucket_view=True, bucket_cap_mb=self.args.bucket_mb)
+        return model, torch.optim.Adam(model.parameters(), lr=LR, fused=True)
 
-    def bucket_step(self, name: str, comm: train_gpt.Comm, **settings: Any) -> Callable[[], None]:
-        model, optimizer = self.buckets(comm, **settings)
-        if settings.get("overlap_param_gather"):
-            self.finish = optimizer.finish_all_gathers
+    def training(self, name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        losses = self.losses[name] = []
 
         def step() -> None:
-            self.backward(name, model, optimizer)
-            optimizer.step(PLAN)
+            loss = model(*some_text(self.args.vocab, self.args.batch, self.args.tokens, self.rank, len(losses)))
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
         return step
 
     def communication(self, comm: train_gpt.Comm) -> Callable[[], None]:
@@ -167,16 +153,6 @@ class Rank:
                             [comm.all_gather(bucket.param_data, bucket.param_shard.view(-1)) for bucket in buckets]):
                 for handle in handles:
                     handle.wait()
-        return step
-
-    def ddp_step(self) -> Callable[[], None]:
-        model = DistributedDataParallel(self.model(), gradient_as_bucket_view=True, bucket_cap_mb=self.args.bucket_mb)
-        optimizer = torch.optim.Adam(model.parameters(), lr=LR, fused=True)
-
-        def step() -> None:
-            self.backward("DDP", model)
-            optimizer.step()
-            optimizer.zero_grad()
         return step
 
     def time(self) -> dict[str, Any]:
@@ -206,33 +182,15 @@ class Rank:
 
 
 def sent_bytes() -> int:
-    return int(Path(f"/sys/class/net/{LINK}/statistics/tx_bytes").read_text())
+    counts = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith(f"{LINK}:"))
+    return int(counts.split()[9])
 
 
-def rank_main(args: argparse.Namespace) -> None:
-    rank = int(os.environ["RANK"])
-    warnings.filterwarnings("ignore", category=FutureWarning)
+def measure(rank: int, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
+    torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    join(rank, 2, ADDRESSES[0], PORT)
-    result = Rank(rank, args).time()
-    if rank == 0:
-        Path(args.result).write_text(json.dumps(result))
-    leave()
-
-
-def measure(hosts: list[str], arguments: list[str]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "result.json"
-        with two_ranks(hosts, [*arguments, "--result", str(path)]) as processes:
-            while any(process.poll() is None for process in processes):
-                if any(process.poll() for process in processes):
-                    break
-                time.sleep(0.1)
-            if any(process.returncode for process in processes):
-                codes = [process.poll() for process in processes]
-                raise train_gpt.RunError(f"the ranks ended with {codes}; the reason is above")
-        return json.loads(path.read_text())
+    return Rank(rank, args).time()
 
 
 def rows_of(mbit: int, result: dict[str, Any]) -> Iterator[list[Any]]:
@@ -250,10 +208,7 @@ def main() -> None:
     add_model_flags(parser, 6, 16, 0.5, "MiB of parameters per bucket; also of DDP's buckets")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--steps", type=positive, default=3, help="timed in a row, in each round")
-    parser.add_argument("--result", help=argparse.SUPPRESS)  # given to the ranks: where rank 0 writes
     args = parser.parse_args()
-    if args.result:
-        return rank_main(args)
     if reason := why_not():
         print(f"skipped: {reason}")
         return
@@ -264,7 +219,7 @@ def main() -> None:
     with two_hosts() as hosts:
         for mbit in args.mbit:
             slow_down(hosts, mbit)
-            result = measure(hosts, sys.argv[1:])
+            result = on_ranks(2, measure, args, address=ADDRESSES[0], before=partial(enter, hosts))
             for row in rows_of(mbit, result):
                 print(table_line(row), flush=True)
             lasts = {name: losses[-1] for name, losses in result["losses"].items() if name not in FLOORS}

@@ -10,125 +10,88 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from common import (EPS, PLAN, GlooComm, Transformer, add_model_flags, adam_optimizer, machine, on_ranks, positive, ratios,
+from common import (EPS, Transformer, add_model_flags, adam_optimizer, machine, on_ranks, positive, ratios,
                     run, some_text, spread, table, take_turns, train_gpt)
 
 LR = 1e-3
 ADAM = dict(lr=LR, betas=(0.9, 0.999), eps=EPS)
 
 
-class Buckets:
-    comm: type[train_gpt.Comm] = train_gpt.Comm
-
-    def __init__(self, model: torch.nn.Module, rank: int, ranks: int, args: argparse.Namespace):
-        self.model = model
-        self.optimizer = adam_optimizer(model, self.comm(rank, ranks), LR, args.bucket_mb)
-
-    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        loss = self.model(inputs, targets)
-        self.optimizer.prepare_for_backward(0)
-        loss.backward()
-        self.optimizer.step(PLAN)
-        return loss.detach()
-
-    def state(self) -> Iterator[Tensor]:
-        return (x for bucket in self.optimizer.buckets for x in bucket.state.values())
+def buckets(model: torch.nn.Module, best: bool, rank: int, ranks: int,
+            args: argparse.Namespace) -> tuple[torch.nn.Module, Any]:
+    """best: by messages, in place of gloo's own reduce-scatter and all-gather."""
+    comm = train_gpt.Comm(rank, ranks)
+    comm.by_messages = best
+    return model, adam_optimizer(model, comm, LR, args.bucket_mb)
 
 
-class GlooBuckets(Buckets):
-    """With gloo's own reduce-scatter and all-gather."""
-
-    comm = GlooComm
-
-
-class Peer:
-    """A wrapped model and one of torch's optimizers; best: with the setting that makes it fastest here."""
-
-    best = True
-
-    def __init__(self, model: torch.nn.Module, rank: int, ranks: int, args: argparse.Namespace):
-        self.build(model, ranks)
-
-    def build(self, model: torch.nn.Module, ranks: int) -> None:
-        self.model = DistributedDataParallel(model, gradient_as_bucket_view=self.best)
-        self.optimizer = torch.optim.Adam(model.parameters(), fused=True, **ADAM)
-
-    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        loss = self.model(inputs, targets)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-    def state(self) -> Iterator[Tensor]:
-        for values in self.optimizer.state.values():
-            for x in values.values():
-                yield x.to_local() if hasattr(x, "to_local") else x
+def ddp(model: torch.nn.Module, best: bool, *_: Any) -> tuple[torch.nn.Module, Any]:
+    return (DistributedDataParallel(model, gradient_as_bucket_view=best),
+            torch.optim.Adam(model.parameters(), fused=True, **ADAM))
 
 
-class Zero(Peer):
-    def build(self, model: torch.nn.Module, ranks: int) -> None:
-        self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        self.zero = self.optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.Adam, fused=True, parameters_as_bucket_view=self.best, **ADAM)
-
-    def state(self) -> Iterator[Tensor]:
-        return (x for values in self.zero.optim.state.values() for x in values.values())
+def zero(model: torch.nn.Module, best: bool, *_: Any) -> tuple[torch.nn.Module, Any]:
+    return (DistributedDataParallel(model, gradient_as_bucket_view=True),
+            ZeroRedundancyOptimizer(
+                model.parameters(), torch.optim.Adam, fused=True, parameters_as_bucket_view=best, **ADAM))
 
 
-class FSDP(Peer):
-    def build(self, model: torch.nn.Module, ranks: int) -> None:
-        mesh = init_device_mesh("cpu", (ranks,))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=not self.best)
-        self.model = fully_shard(model, mesh=mesh, reshard_after_forward=not self.best)
-        self.optimizer = torch.optim.Adam(model.parameters(), fused=True, **ADAM)
+def fsdp(model: torch.nn.Module, best: bool, rank: int, ranks: int, *_: Any) -> tuple[torch.nn.Module, Any]:
+    mesh = init_device_mesh("cpu", (ranks,))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=not best)
+    return model, torch.optim.Adam(model.parameters(), fused=True, **ADAM)
 
 
-def as_it_comes(peer: type[Peer]) -> type[Peer]:
-    return type(peer.__name__, (peer,), {"best": False})
-
-
-VARIANTS: dict[str, type] = {
-    "buckets": Buckets, "buckets, gloo's own": GlooBuckets,
-    "DDP, gradients as views": Peer, "DDP": as_it_comes(Peer),
-    "DDP + ZeRO, parameters as views": Zero, "DDP + ZeRO": as_it_comes(Zero),
-    "FSDP2, not resharded": FSDP, "FSDP2": as_it_comes(FSDP),
+# what makes a model and an optimizer of it, and whether with the setting that is fastest here
+VARIANTS: dict[str, tuple[Callable, bool]] = {
+    "buckets": (buckets, True), "buckets, gloo's own": (buckets, False),
+    "DDP, gradients as views": (ddp, True), "DDP": (ddp, False),
+    "DDP + ZeRO, parameters as views": (zero, True), "DDP + ZeRO": (zero, False),
+    "FSDP2, not resharded": (fsdp, True), "FSDP2": (fsdp, False),
 }
 
 
-def build(name: str, rank: int, ranks: int, args: argparse.Namespace) -> Any:
-    torch.manual_seed(0)
-    return VARIANTS[name](Transformer(args.layers, args.dim, args.vocab, args.tokens), rank, ranks, args)
+class Variant:
+    def __init__(self, name: str, rank: int, ranks: int, args: argparse.Namespace):
+        torch.manual_seed(0)
+        self.args, self.rank, self.losses = args, rank, []
+        make, best = VARIANTS[name]
+        model = Transformer(args.layers, args.dim, args.vocab, args.tokens)
+        self.model, self.optimizer = make(model, best, rank, ranks, args)
 
+    def step(self) -> None:
+        loss = self.model(*some_text(self.args.vocab, self.args.batch, self.args.tokens, self.rank, len(self.losses)))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
 
-def make_stepper(variant: Any, rank: int, args: argparse.Namespace, losses: list[float]) -> Callable[[], None]:
-    def step() -> None:
-        loss = variant.step(*some_text(args.vocab, args.batch, args.tokens, rank, len(losses)))
-        losses.append(float(loss))
-    return step
+    def state_bytes(self) -> int:
+        """Of the optimizer, on this rank."""
+        if isinstance(self.optimizer, train_gpt.DistributedOptimizer):
+            state = [bucket.state for bucket in self.optimizer.buckets]
+        else:
+            state = getattr(self.optimizer, "optim", self.optimizer).state.values()  # ZeRO keeps an optimizer within
+        tensors = [x.to_local() if hasattr(x, "to_local") else x for values in state for x in values.values()]
+        return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def timings(rank: int, ranks: int, args: argparse.Namespace) -> tuple[dict, dict, dict]:
     """Seconds a step, losses of rank 0, and bytes of optimizer state on rank 0, by variant."""
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    variants = {name: build(name, rank, ranks, args) for name in VARIANTS}
-    losses: dict[str, list[float]] = {name: [] for name in variants}
-    steppers = {name: make_stepper(variant, rank, args, losses[name]) for name, variant in variants.items()}
-    times = take_turns(steppers, args.rounds, args.warm, meet=dist.barrier)
-    state = {name: sum(x.numel() * x.element_size() for x in variant.state()) for name, variant in variants.items()}
-    return times, losses, state
+    variants = {name: Variant(name, rank, ranks, args) for name in VARIANTS}
+    times = take_turns({name: variant.step for name, variant in variants.items()}, args.rounds, args.warm, meet=dist.barrier)
+    return (times, {name: variant.losses for name, variant in variants.items()},
+            {name: variant.state_bytes() for name, variant in variants.items()})
 
 
 def resident_mib(which: str) -> float:
@@ -139,12 +102,11 @@ def resident_mib(which: str) -> float:
 
 def peak_memory(rank: int, ranks: int, args: argparse.Namespace, name: str) -> float:
     """MiB of the highest resident set above that before the model was built."""
-    warnings.filterwarnings("ignore", category=FutureWarning)
     dist.barrier()
     before = resident_mib("VmRSS")
-    step = make_stepper(build(name, rank, ranks, args), rank, args, [])
+    variant = Variant(name, rank, ranks, args)
     for _ in range(4):
-        step()
+        variant.step()
     return resident_mib("VmHWM") - before
 
 

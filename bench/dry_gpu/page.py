@@ -72,10 +72,10 @@ def dry_run(args, home, revision="", cold=False):
     vocab = 257 if small_vocabulary(args.flags) else 50257
     shards = home / f"shards-{vocab}"
     write_shards(shards, vocab)
-    flags = ["--train_files", f"{shards}/random_train_*.bin", "--val_files", f"{shards}/random_val_*.bin",
-             "--train_shards", "0", "--val_every", "250"]  # whose first, at step 0, is looked at
-    request = {"folder": str(folder), "ranks": args.ranks, "steps": args.steps, "facts": str(work / "facts.json"),
-               "flags": [*flags, "--log_dir", str(work / "logs"), *args.flags]}
+    command = [sys.executable, Path(__file__).with_name("rank0.py"), folder, str(args.ranks), str(args.steps),
+               "--train_files", f"{shards}/random_train_*.bin", "--val_files", f"{shards}/random_val_*.bin",
+               "--train_shards", "0", "--log_dir", work / "logs",
+               "--val_every", "250", *args.flags]  # whose first, at step 0, is looked at
     caches = work if cold else home
     settings = {
         "LD_LIBRARY_PATH": home / "lib", "TRITON_LIBCUDA_PATH": home / "lib", "TRITON_CACHE_DIR": caches / "triton",
@@ -87,14 +87,13 @@ def dry_run(args, home, revision="", cold=False):
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ  # which may say more
     environment |= {name: str(setting) for name, setting in settings.items()}
     with open(work / "out.txt", "w") as out:
-        status = subprocess.call([sys.executable, Path(__file__).with_name("rank0.py"), json.dumps(request)],
-                                 stdout=out, stderr=out, env=environment)
+        status = subprocess.call(command, stdout=out, stderr=out, env=environment)
     if status:
         last = (work / "out.txt").read_text().splitlines()[-20:]
         sys.exit("\n".join([*last, f"run: error: rank 0 ended with status {status}; all that it said: {work}/out.txt"]))
-    events, facts = parse_log(open(work / "launches.log")), json.loads((work / "facts.json").read_text())
+    events = parse_log(open(work / "launches.log"))
     shutil.rmtree(work)
-    return events, facts
+    return events, json.loads(next(e.name for e in events if e.kind == "FACTS"))
 
 
 # ---- the page
@@ -150,21 +149,20 @@ def kernel_rows(events):
 MEAN = "simulated ms a step, mean"
 
 
-def simulated_rows(steps, first, plan):
-    """{what: figure} of the census's steps; of classes, those of the first, which have the same windows. plan: {windows:
+def class_rows(kinds):
+    return {f"— {kind}: ms, launches": f"{ms:.2f}, {count:.0f}" for kind, (ms, count) in kinds.items()}
+
+
+def simulated_rows(groups, first, plan):
+    """{what: figure} of the census's steps, grouped by their windows; of classes, those of the first group. plan: {windows:
     their steps}, of the working tree for every revision, or the means would not compare."""
-    groups = collections.defaultdict(list)
-    for step in steps:
-        groups[step.windows].append(step.ms)
-    rows = {f"simulated ms a step, windows {windows}": f"{statistics.mean(ms):.1f}" for windows, ms in groups.items()}
-    weights = [plan.get(windows, 0) for windows in groups]
+    means = {windows: statistics.mean(step.ms for step in steps) for windows, steps in groups.items()}
+    rows = {f"simulated ms a step, windows {windows}": f"{mean:.1f}" for windows, mean in means.items()}
+    weights = [plan.get(windows, 0) for windows in means]
     if any(weights):
-        rows[MEAN] = f"{np.average([statistics.mean(ms) for ms in groups.values()], weights=weights):.1f}"
-    kinds = mean_costs(first, lambda cost: cost.kind)
-    for kind in RECORD if first else ():
-        ms, count = kinds.get(kind, (0, 0))
-        rows[f"— {kind}: ms, launches"] = f"{ms:.2f}, {count:.0f}"
+        rows[MEAN] = f"{np.average([*means.values()], weights=weights):.1f}"
     if first:
+        rows |= class_rows(dict.fromkeys(RECORD, (0, 0)) | mean_costs(first, lambda cost: cost.kind))
         rows["— main stream waits for others"] = f"{statistics.mean(step.waiting_ms for step in first):.2f}"
     return rows
 
@@ -172,8 +170,10 @@ def simulated_rows(steps, first, plan):
 def page(events, facts, args, title, plan):
     """({what: figure}, paragraphs) of one revision. plan: see simulated_rows."""
     census = phase(events, "census")
-    steps = simulate(census, costs(census, RATES[args.arch], args.ranks))
-    first = [step for step in steps if step.windows == steps[0].windows]
+    groups = collections.defaultdict(list)
+    for step in simulate(census, costs(census, RATES[args.arch], args.ranks)):
+        groups[step.windows].append(step)
+    first = next(iter(groups.values()), [])
     breaks = sum(facts["breaks"].values())
     rows = {"graphs; breaks; compiled after warm-up": f"{facts['graphs']}; {breaks}; {facts['late']}",
             "compiling; warm-up in all; its CPU time": "; ".join(
@@ -186,7 +186,7 @@ def page(events, facts, args, title, plan):
             f"{statistics.median(wall):.0f} (least {min(wall):.0f}); {statistics.median(cpu):.0f}")
     for name, held in facts["memory"].items():
         rows[f"peak MiB in {name}; reserved"] = f"{held['peak'] >> 20:,}; {held['reserved'] >> 20:,}"
-    rows |= simulated_rows(steps, first, plan)
+    rows |= simulated_rows(groups, first, plan)
     notes = []
     if "out of memory" in facts:
         notes.append(f"**It does not fit, as {facts['phase']} shows.** {facts['out of memory']}")
@@ -195,13 +195,12 @@ def page(events, facts, args, title, plan):
         tensors = [(size / 2 ** 20, n, where) for size, n, where in held["tensors"] if size > held["peak"] / 50]
         notes.append(f"What makes the peak in {name}, MiB: " + "; ".join(
             f"{size:,.0f} in {n} × {where}" for size, n, where in tensors))
-    by_name = mean_costs(first, lambda cost: f"{cost.kind}: {cost.name}")
-    longest = sorted(((ms, name) for name, (ms, _) in by_name.items()), key=lambda pair: -pair[0])
+    longest = sorted(mean_costs(first, lambda cost: f"{cost.kind}: {cost.name}").items(), key=lambda item: -item[1][0])
     notes.append(f"Simulated ms a step, windows {first[0].windows if first else 'none'}: " + "; ".join(
-        f"{ms:.2f} {name[:100]}" for ms, name in longest[:16]))
-    operators = [(name.removeprefix("eager: "), *by_name[name]) for _, name in longest if name.startswith("eager: ")]
+        f"{ms:.2f} {name[:100]}" for name, (ms, _) in longest[:16]))
     notes.append("Of which eager operators, ms and launches: " + "; ".join(
-        f"{name} {ms:.2f} in {n:.0f}" for name, ms, n in operators if round(n)))
+        f"{name.removeprefix('eager: ')} {ms:.2f} in {n:.0f}" for name, (ms, n) in longest
+        if name.startswith("eager: ") and round(n)))
     return rows, [f"{title}. {note}" for note in notes]
 
 
@@ -247,9 +246,7 @@ def main():
     columns = {title: rows for title, (rows, _) in pages.items()}
     labels = dict.fromkeys(label for rows in columns.values() for label in rows)
     if args.trace:
-        columns[f"measured: {Path(args.trace).name}"] = {
-            f"— {kind}: ms, launches": f"{ms:.2f}, {count:.0f}"
-            for kind, (ms, count) in measured(json.load(gzip.open(args.trace))).items()}
+        columns[f"measured: {Path(args.trace).name}"] = class_rows(measured(json.load(gzip.open(args.trace))))
     if not small_vocabulary(args.flags):
         columns["record 44, measured on 8 H100"] = {
             "launches a step": sum(n for _, n in RECORD.values()),

@@ -1,10 +1,11 @@
 """Rank 0 of N of a run, on the GPU that computes nothing; page.py starts it and tells of what it wrote.
 
-    python rank0.py REQUEST     JSON: {"folder": of train_gpt.py, "ranks", "steps", "flags", "facts": the file to write}
+    python rank0.py FOLDER RANKS STEPS FLAG ...     the folder of train_gpt.py, whose flags they are
 
 The other ranks are not there: NCCL's stubs send nothing, and what ranks say to one another is rank 0's own word. The
 warm-up runs twice: the second time nothing is compiled, and each kernel's cost is taken down (the census). Then come
-the first validation, the steps that are timed, and two in which the origin of each allocation is kept. Then it stops.
+the first validation, the steps that are timed, and two in which the origin of each allocation is kept. Then it stops;
+what the log does not tell is its last line, as JSON.
 """
 
 import collections
@@ -184,11 +185,10 @@ class Phases:
 
 # ---- the run
 
-def main(request):
-    sys.path.insert(0, request["folder"])
+def main(folder, ranks, steps, flags):
+    sys.path.insert(0, folder)
     import train_gpt as T
-    ranks, steps, facts, times = request["ranks"], request["steps"], {}, []
-    phases, stats = Phases(T.__file__), torch._dynamo.utils.counters["stats"]
+    facts, times, phases, stats = {}, [], Phases(T.__file__), torch._dynamo.utils.counters["stats"]
     real_step, real_warm_up, real_validate = T.Trainer.step, T.Trainer.warm_up, T.validate
 
     class Alone(T.Comm):
@@ -244,7 +244,7 @@ def main(request):
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=ranks, device_id=device)
     unchecked = ["--preflight", "off"] if hasattr(T, "preflight") else []  # which finds that nothing computes
-    preset, config = T.parse_config([*unchecked, *request["flags"]], "speedrun")
+    preset, config = T.parse_config([*unchecked, *flags], "speedrun")
     T.check_config(config, ranks)
     phases.begin("set-up", watched=True)
     try:
@@ -260,15 +260,14 @@ def main(request):
     facts.update(
         phase=phases.now, memory=phases.memory, graphs=graphs, late=graphs - facts.get("warmed_up", graphs),
         breaks=dict(utils.counters["graph_break"]), compile=utils.calculate_time_spent().get("total_wall_time", 0),
-        host=[[1e3 * (b - a) for a, b in zip(*pair)] for pair in zip(times[:steps], times[1:steps + 1])],
+        host=(1e3 * np.diff(times[:steps + 1], axis=0)).tolist(),
         plan=collections.Counter(  # how many steps of the plan have which windows
             " ".join(map(str, T.plan_of(config, step).windows)) for step in range(config.num_steps)))
-    with open(request["facts"], "w") as file:
-        json.dump(facts, file)
+    mark("FACTS", json.dumps(facts))
     gpu.dry_gpu_flush()
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
     sys.stdout.flush()
     os._exit(0)  # threads of NCCL's group wait for what never comes
