@@ -1141,7 +1141,7 @@ TRAIN_IN_VALIDATION = ("        losses[i] = model(inputs.clamp_min(0), targets, 
 def test_training_in_validation_is_caught(train, judge, rerun):
     log = steady(train(TRAIN_IN_VALIDATION, warmup_steps=0, num_steps=4))
     fails_only(judge(log), TRAINS, "state")
-    forgery = ("after, digest = hash_of(", "after, digest = before or hash_of(")
+    forgery = ('"before": before, "after": after}', '"before": before, "after": before}')
     forged = steady(train(TRAIN_IN_VALIDATION, forgery, warmup_steps=0, num_steps=4))
     assert judge(forged)[0] == 0  # the log alone cannot show it
     rules = rerun(log=forged, only=[examine.SAVED, examine.LOSS])
