@@ -627,7 +627,7 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
         extra, where = row[0].startswith("+"), f"stages: the row {' '.join(row)!r} under {' '.join(head)!r}"
         try:
             number = re.fullmatch(r"\+[0-9]+|[0-9]+(/0*[1-9][0-9]*)?|[0-9]*\.[0-9]+", row[0])
-            if not number or (share := Fraction(row[0])) > 1 and share.denominator > 1:
+            if not number or (share := Fraction(row[0])) > 1 and not row[0].strip("+").isdecimal():
                 raise ValueError(f"{row[0]!r} is no end of a stage")
             if len(row) != len(head):
                 raise ValueError(f"it has {len(row)} cells, and the head {len(head)} columns")
@@ -765,9 +765,11 @@ def read_header(path: Path) -> Shard:
     """Header words: 0 magic, 1 version, 2 tokens, 3 vocabulary, 4 BOS. RunError if the file is no whole shard."""
     again = "delete it, then fetch or make it again"
     demand(path.is_file(), f"{path}: is no file; {again}")  # a pipe would be waited for
-    header, size = np.fromfile(path, "<i4", HEADER_INTS), path.stat().st_size
-    demand(len(header) == HEADER_INTS, f"{path}: ends after {size} bytes, within its header of {HEADER_INTS * 4}; "
+    with open(path, "rb") as file:  # numpy would take what cannot be read for the end
+        words, size = file.read(HEADER_INTS * 4), os.fstat(file.fileno()).st_size
+    demand(len(words) == HEADER_INTS * 4, f"{path}: ends after {size} bytes, within its header of {HEADER_INTS * 4}; "
            f"{again}")
+    header = np.frombuffer(words, dtype="<i4")
     demand(header[:2].tolist() == [MAGIC, VERSION], f"{path}: begins with {header[:2].tolist()}, a shard with "
            f"[{MAGIC}, {VERSION}]; make it with a script of data/")
     tokens = int(header[2])
@@ -2183,6 +2185,8 @@ class Comm:
 
     def all_json(self, mine: Any) -> list[Any]:
         """What every rank has, in the order of ranks. It travels as JSON: nothing that arrives is executed."""
+        if self.ranks == 1:  # the device may be one that computes nothing, such as `meta`
+            return [json.loads(json.dumps(mine))]
         text = torch.tensor(list(json.dumps(mine).encode()), dtype=torch.uint8, device=self.device)
         sizes = self.all_reduce(F.one_hot(torch.tensor(self.rank), self.ranks).to(self.device) * len(text)).tolist()
         texts = text.new_zeros(self.ranks, max(sizes))
@@ -3068,15 +3072,13 @@ def find_checkpoint(config: Config) -> Path:
     """The checkpoint that config.resume means; the latest of its run, where torchrun started it again."""
     named = Path(config.resume) if Path(config.resume).exists() else ROOT / config.resume
     folder, run_id, again = named.parent, named.stem, from_environment("TORCHELASTIC_RESTART_COUNT", 0)
-    of_run = run_id.rpartition(".step")[0]
     if config.resume == "latest":
         folder, run_id = ROOT / config.log_dir, config.run_id
-        if again and not run_id:  # the run that this launch went on with; others may have saved since
-            own = sorted(filter(is_of_this_launch, folder.glob("*.txt")), key=os.path.getmtime)
-            run_id = own[-1].stem if own else ""
-    elif named.suffix == ".ckpt" and again and is_of_this_launch(folder / f"{of_run}.txt"):
-        run_id = of_run
-    elif named.suffix == ".ckpt" and named.is_file():
+    one = named.suffix == ".ckpt"
+    if again and (one or not run_id):  # the run that this launch went on with; others may have saved since
+        own = sorted(filter(is_of_this_launch, folder.glob("*.txt")), key=os.path.getmtime)
+        run_id, one = (own[-1].stem, False) if own else (run_id, one)
+    if one and named.is_file():
         return named.resolve()
     found = checkpoints(folder, run_id)
     demand(found, f"--resume {config.resume}: no checkpoint there; name a .ckpt or the log of a run that left one. A "
@@ -3372,10 +3374,12 @@ class FailureMonitor:
             except RuntimeError:
                 message = "the ranks' store is gone, and the launcher that held it; start again, or go on with --resume"
         if message and not self.over.is_set():
-            complain(self.log, self.rank, message)
-            self.tell("failure", message)
-            self.give_time()
-            os._exit(1)
+            with notices.last_word:  # main writes no end, and deletes no checkpoint; unless it has done so
+                if notices.phase != "over":
+                    complain(self.log, self.rank, message)
+                    self.tell("failure", message)
+                    self.give_time()
+                    os._exit(1)
 
     def _ask(self) -> str:
         """Say that this rank lives; what another says; nothing, if all is well."""
@@ -3501,8 +3505,11 @@ def loaded_libraries() -> str:
     return sha256_of(json.dumps(named).encode()) if named else ""
 
 def file_sha256(path: str | Path) -> str:
-    """Of a file that is not empty, and need not fit into memory."""
-    return sha256_of(np.memmap(path, np.uint8, "r"))
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 def with_digests(shards: list[Shard], comm: Comm, local_rank: int, local_ranks: int) -> list[Shard]:
     """The shards with their SHA-256, shared out over the ranks of a host. They meet after each, so that none waits for
@@ -3773,14 +3780,15 @@ class Profile:
 
 class Notices:
     """Signals: SIGUSR1 asks for a checkpoint, before training too, and those of ENDS for one and the end, which before
-    and after training is an error. phase: set-up, training, verdict; over, when the log is whole or has its last
-    word. launcher: the process that started this one."""
+    and after training is an error. phase: set-up, training, verdict; over, when the log is whole; failed, when an error
+    is its last word. last_word: who has it writes the end. launcher: the process that started this one."""
 
     ENDS = signal.SIGTERM, signal.SIGHUP
     END = 1024  # so much more counts one of them than SIGUSR1
 
     def __init__(self):
         self.phase, self.heard, self.terminated, self.launcher = "set-up", 0, threading.Event(), 0
+        self.last_word = threading.Lock()
 
     def hear(self, number: int, _: Any) -> None:
         first = not self.terminated.is_set()
@@ -3980,15 +3988,17 @@ class Run:
             after, final_hash, digest = hash_of(named_tensors(trainer.model)), trainer.state_hash(), trainer.digest()
         allocated, reserved = peak_memory_mib(trainer.device)
         reached, wall_seconds = loss <= c.target_val_loss, clock.state()["wall"]
-        self.log.write(json.dumps({"end": {
+        end = {"end": {
             "final_val_loss": loss, "target_val_loss": c.target_val_loss, "reached": reached, "steps": c.num_steps,
             "train_tokens": tokens_of_steps(c, c.num_steps), "train_digest": digest, "val_tokens": val_tokens,
             "train_time_ms": clock.elapsed, "wall_seconds": wall_seconds, "seconds_outside_clock": clock.outside,
             "compiles_after_warmup": compiles, "state_hash": self.state_hashes, "final_state_hash": final_hash,
             "validation_hash": {"before": before, "after": after}, "peak_memory_mib": allocated,
-            "resumed": self.log.resumed}}))
-        self.log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
-        notices.phase = "over"
+            "resumed": self.log.resumed}}
+        with notices.last_word:
+            self.log.write(json.dumps(end))
+            self.log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
+            notices.phase = "over"
         if self.comm.rank == 0:  # the log is whole: what follows may fail or take its time, and nobody waits for it
             verdict, of, saved_as = "", "", f"\nmodel: {trainer.save_model(self.log)}" if c.save_model else ""
             if c.target_val_loss:
@@ -4114,7 +4124,7 @@ def describe_error(error: BaseException, config: Config) -> str:
 def fail(error: BaseException, config: Config, rank: int, log: Log | None, monitor: FailureMonitor | None) -> int:
     """A rank's last word, to the others, its log and stderr -> its exit status. Of several ranks each ends here: taking
     the group apart would wait for those that are gone."""
-    notices.phase, alone = "over", not monitor or monitor.next == monitor.rank
+    notices.phase, alone = "failed", not monitor or monitor.next == monitor.rank
     if not alone and isinstance(error, RuntimeError):  # often another rank's end, seen from here
         notices.terminated.wait(monitor.PATIENCE_S / 2)  # its own word may reach us by the monitor
     message, status = describe_error(error, config), 130 if isinstance(error, KeyboardInterrupt) else 1

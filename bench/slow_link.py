@@ -188,8 +188,6 @@ def sent_bytes() -> int:
 
 def measure(rank: int, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
     return Rank(rank, args).time()
 
 

@@ -324,6 +324,7 @@ def test_steps_after_the_schedule_keep_the_floor():
     ("until long_window; 0 2; 1 3", "let stages follow one another"),
     ("until long_window; -1/3 2; 1 3", "'-1/3' is no end of a stage"),
     ("until long_window; 4/3 3", "'4/3' is no end of a stage"),
+    ("until long_window; 4/2 3; 1 3", "'4/2' is no end of a stage"),
     ("until long_window; 1.5 3; 1 4", "'1.5' is no end of a stage"),
     ("until long_window; 1 3; +1e3 4", "'+1e3' is no end of a stage"),
     ("until long_window; \u0661 3", "is no end of a stage"),

@@ -738,6 +738,14 @@ def test_what_is_no_model_and_no_rule_is_named(arguments, says):
         train_gpt.make_optimizer(*arguments(Fused()))
 
 
+def test_an_optimizer_of_a_model_that_computes_nothing():
+    """On one rank nothing has to come back from the device: sizes can be seen before memory is taken."""
+    with torch.device("meta"):
+        model = torch.nn.Linear(8, 4)
+    optimizer = train_gpt.make_optimizer(model)
+    assert sum(len(bucket.params) for bucket in optimizer.buckets) == 2
+
+
 def test_a_closure_is_refused_before_anything_is_updated():
     optimizer = train_gpt.make_optimizer(Fused(), [SPLIT])
     with pytest.raises(train_gpt.RunError, match=r"no closure; call backward\(\) before it"):

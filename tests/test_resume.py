@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -266,12 +267,14 @@ def test_latest_is_of_the_run_that_this_launch_went_on_with(flags, killed, capsy
     assert len(resumed_lines(killed)) == 2 and end_of(killed)["resumed"] == 2
 
 
-def test_a_second_start_takes_the_named_checkpoint_until_this_launch_has_gone_on_from_it(flags, killed, capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["killed.step000002.ckpt", "kept by another name.ckpt"])
+def test_a_second_start_takes_the_named_checkpoint_until_this_launch_has_gone_on_from_it(flags, killed, capsys, tmp_path, monkeypatch, name):
     """The first start may have ended before it opened the log; what torchrun starts a third time goes on with the second's."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
+    (tmp_path / "killed.step000002.ckpt").rename(tmp_path / name)
     for restarts, kill_at, begins in ((1, 7, 2), (2, None, 6)):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
-        here(["--resume", str(tmp_path / "killed.step000002.ckpt")], capsys, kill_at=kill_at)
+        here(["--resume", str(tmp_path / name)], capsys, kill_at=kill_at)
         assert resumed_lines(killed)[-1]["from_step"] == begins
     assert end_of(killed)["resumed"] == 2
 
@@ -579,6 +582,28 @@ def test_what_a_signal_means_before_and_after_training():
         with pytest.raises(train_gpt.RunError, match="terminated"):
             notices.hear(number, None)
         notices.hear(signal.SIGTERM, None)  # the error is under way
+
+
+@pytest.mark.parametrize("phase, said", [("verdict", ["the launcher of rank 0 is gone"]), ("over", [])])
+def test_a_launcher_that_goes_while_the_end_is_written(monkeypatch, phase, said):
+    """Its rank writes no end behind the monitor's last word, and the monitor no last word behind the end."""
+    heard, locked = [], []
+
+    def leave(_):
+        locked.append(train_gpt.notices.last_word.locked())
+        sys.exit()  # of the thread
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(train_gpt, "complain", lambda log, rank, message: heard.append(message.split(";")[0]))
+    monkeypatch.setattr(train_gpt.FailureMonitor, "PERIOD_S", 0.01)
+    monkeypatch.setattr(train_gpt.notices, "launcher", -1)
+    monkeypatch.setattr(train_gpt.notices, "phase", phase)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
+    others = {*threading.enumerate()}
+    train_gpt.FailureMonitor(0, None)
+    (watch,) = (thread for thread in {*threading.enumerate()} - others if thread.name.endswith("(_watch)"))
+    watch.join(10)
+    assert not watch.is_alive() and heard == said and locked == [True] * len(said)
+    assert not train_gpt.notices.last_word.locked()
 
 
 def test_a_signal_before_training_is_an_error_in_one_line(flags, group, tmp_path):
