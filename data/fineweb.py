@@ -70,10 +70,13 @@ class Downloader:
         bar.write(f"{path}: {entry['documents']:,} documents, {entry['tokens']:,} tokens, verified")
 
     def receive(self, url, part, size, bar):
-        """Appends to a partial file what it lacks, if anything; its SHA-256 tells whether that was right."""
+        """Appends to a partial file what it lacks."""
         with open(part, "ab") as file:
             held = file.tell()
-            if held >= size:
+            if held > size:  # not what this program left there
+                bar.update(-held)
+                held = file.truncate(0)
+            if held == size:
                 return
             headers = {**build_hf_headers(), "Accept-Encoding": "identity", "Range": f"bytes={held}-"}
             with get_session().stream("GET", url, headers=headers, timeout=HF_HUB_DOWNLOAD_TIMEOUT) as response:
@@ -86,6 +89,8 @@ class Downloader:
                     bar.update(len(chunk))
                     if self.stop.is_set():
                         raise DataError("stopped")
+        if size_of(part) < size:
+            raise httpx2.RemoteProtocolError(f"the connection ended after {size_of(part)} of {size} bytes")
 
     def persist(self, attempt, gained=lambda: 0):
         """attempt(), again after failures that may pass; gives up after TRIES in a row that left `gained` as it was."""
