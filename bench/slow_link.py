@@ -86,7 +86,9 @@ def slow_down(hosts: list[str], mbit: int) -> None:
 
 
 def enter(hosts: list[str], rank: int) -> None:
-    """Takes this thread, and those that it will start, into a namespace."""
+    """Takes this thread, and those that it will start, gloo's too, into a namespace and onto a core."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
     with open(f"/run/netns/{hosts[rank]}") as host:
         if ctypes.CDLL(None, use_errno=True).setns(host.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"the namespace {hosts[rank]} cannot be entered")

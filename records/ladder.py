@@ -12,8 +12,8 @@ The bases must be of one config, source and data.
 
 An idea is kept where its loss is lower at a corrected p below 0.05 and the 95 % interval of its time ends near the
 base's or below. One with a lower loss that takes longer is called slower: at equal time it may be no gain. --equal-time
-prints the command of a race in which each idea has as many steps as, by this one, fit into the base's time. Where its
-interval neither ends near the base's time nor lies above it, its time is unknown: race it on a quieter machine.
+prints the command of a race, on further seeds, in which each idea has as many steps as, by this one, fit into the
+base's time. Where its interval neither ends near the base's time nor lies above it, its time is unknown: race it on a quieter machine.
 
 Exit status: 0 judged, 2 there is nothing to judge.
 """
@@ -25,6 +25,7 @@ logs.end_at_ctrl_c(__name__)  # scipy takes seconds to import
 import argparse
 import io
 import math
+import re
 import shlex
 import tarfile
 import textwrap
@@ -111,7 +112,8 @@ def judge(races):
         stats.demand(not differ, f"the bases of races {one} and {race['id']} differ in {'; '.join(differ[:3])}"
                      f"{f'; and {len(differ) - 3} more' if len(differ) > 3 else ''}: judge each race by itself")
         base_losses, base_seconds = figures.pop(base)
-        bases.append({"id": race["id"], "n": n, "loss": stats.summary(base_losses),
+        bases.append({"id": race["id"], "n": n, "ranks": race["ranks"], "seed": race["seed"],
+                      "loss": stats.summary(base_losses),
                       "time": stats.summary(base_seconds), "flags": shlex.join(race["sides"][base]["flags"])})
         for side, (losses, seconds) in figures.items():
             its = facts_of(race, runs[1, side])
@@ -132,12 +134,16 @@ def judge(races):
 
 
 def at_equal_time(found):
-    """For each race the command of one of the same ideas, each with as many steps as took it the base's time."""
+    """For each race the command of one of the same ideas on further seeds, each with the steps that took it the base's
+    time."""
     for number, base in enumerate(found["bases"], 1):
-        ideas = [f"{row['idea']} --num_steps {max(1, int(row['steps'] / row['time']))}" for row in found["rows"]
-                 if row["race"] == number]
-        words = [word for idea in ideas for word in ("--vs", idea)]
-        yield f"./run.sh -n {base['n']} {shlex.join(words)} {base['flags']}".rstrip()
+        words = ["-n", str(base["n"]), "--ranks", str(base["ranks"])]
+        for row in found["rows"]:
+            flags = re.sub(r"(^| )--num_steps[ =]\d+", "", row["idea"])
+            if row["race"] == number:
+                words += ["--vs", f"{flags} --num_steps {max(1, int(row['steps'] / row['time']))}".strip()]
+        seed = ["--seed", str(base["seed"] + base["n"])]
+        yield f".venv/bin/python records/race.py {shlex.join(words)} -- {base['flags']} {shlex.join(seed)}"
 
 
 def table(found, title=None):

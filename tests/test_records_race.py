@@ -295,7 +295,11 @@ def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
     assert {row["steps"] for row in found["rows"]} == {1}  # the stand-in's runs have one
     (command,) = ladder.at_equal_time(found | {"rows": [row | {"steps": 1000} for row in found["rows"]]})
     fitted = [f"{row['idea']} --num_steps {int(1000 / row['time'])}" for row in found["rows"]]
-    assert shlex.split(command) == ["./run.sh", "-n", "4", "--vs", fitted[0], "--vs", fitted[1], "--vs", fitted[2], "--mood", "good"]
+    assert shlex.split(command) == [".venv/bin/python", "records/race.py", "-n", "4", "--ranks", "1", "--vs", fitted[0], "--vs", fitted[1],
+                                    "--vs", fitted[2], "--", "--mood", "good", "--seed", "4"]
+    (idea,) = {shlex.split(*ladder.at_equal_time(found | {"rows": [row | {"idea": flags, "steps": 20, "race": 1, "time": 2}]}))[7]
+               for row in found["rows"][:1] for flags in ("--num_steps 20 --a 'b c'", "--a 'b c' --num_steps=20")}
+    assert idea == "--a 'b c' --num_steps 10"
     assert 900 < int(fitted[0].split()[-1]) < 920 and fitted[0].startswith("--worse -1 --slower 10 ")
     kept = repo / "a_ladder"
     assert ladder.main([str(folder), "--equal-time", "--record", str(kept), "--title", "Ideas"]) == 0
