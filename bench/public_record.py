@@ -65,8 +65,8 @@ def of_80(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     scalars = theirs["scalars"]
     ours = {"lm_head.weight": theirs["lm_head.weight"].T, "embed.weight": theirs["embed.weight"],
             "ngrams.0.weight": theirs["bigram_embed.weight"], "smear_gate": theirs["smear_gate.weight"],
-            "skip_gates": theirs["skip_gate.weight"], "stream_scales": theirs["resid_lambdas"],
-            "added_scales": torch.stack([theirs["x0_lambdas"], theirs["bigram_lambdas"], *theirs["post_lambdas"].T], 1),
+            "skip_gates": theirs["skip_gate.weight"], "resid_lambdas": theirs["resid_lambdas"],
+            "added_lambdas": torch.stack([theirs["x0_lambdas"], theirs["bigram_lambdas"], *theirs["post_lambdas"].T], 1),
             "scalars": torch.cat([scalars[24:25], scalars[:24]])}
     qk, vo = (theirs[name].view(10, 2 * dim, dim) for name in ("qk_bank", "vo_bank"))
     for i, layer in enumerate(layer for layer in range(11) if layer != 6):
