@@ -412,7 +412,8 @@ def parse_rows(text: str) -> tuple[Any, ...]:
                 return names[name](*map(value, node.args), **{k.arg: value(k.value) for k in node.keywords})
         raise ValueError(f"{ast.unparse(node)!r} is neither a number, a string, a tuple nor one of {', '.join(names)}")
     try:
-        return value(ast.parse(f"[{text}]", mode="eval").body)
+        rows = value(ast.parse(f"[{text}]", mode="eval").body)
+        return rows[0] if len(rows) == 1 and isinstance(rows[0], tuple) else rows  # as PRESETS have them, in brackets
     except (SyntaxError, ValueError, TypeError, ZeroDivisionError) as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {getattr(error, 'msg', error)}; write rows like Stage(until=1/3, "
                                          'long_window=3), or AdamGroup("head", lr_mul=0.5)') from None
