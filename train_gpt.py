@@ -1131,8 +1131,7 @@ def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
 
 def pair_heads(x_THD: Tensor) -> Tensor:
-    """Interleave neighbouring heads into one sequence, in which each token has two positions: [T, H, D] -> [2T, H / 2,
-    D]."""
+    """Interleave heads 2j and 2j + 1 into one sequence, with two positions per token: [T, H, D] -> [2T, H / 2, D]."""
     tokens, heads, dim = x_THD.shape
     return x_THD.view(tokens, heads // 2, 2, dim).transpose(1, 2).reshape(2 * tokens, heads // 2, dim)
 
@@ -1213,8 +1212,7 @@ class Attention(nn.Module):
     def gate_values(self, x: Tensor, value_embeds: Tensor) -> Tensor:
         """Multiply each head's value embeddings by a gate from 0 to 2.
 
-        Half of the gate's inputs are entries of x, half are entries of the embedding. Gates of paired heads read only
-        x.
+        Half of the gate's inputs are entries of x, half are entries of the embedding. Paired heads use only entries of x.
         """
         if self.value_gate is None:
             return value_embeds
@@ -1339,7 +1337,8 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
     """cross_entropies for compiled code, with its own backward: x [T, V], targets [n, T] -> [n].
 
     The logits z lie between 0 and a cap, so log-sum-exp needs no maximum: log sum exp(z) = log sum exp(z - cap) + cap.
-    Forward reads x once, and backward once more; the form that torch compiles by itself reads x three times.
+    Forward reads x once. Backward computes each gradient from x and its row's sum; torch's own compiled form would read
+    x three times.
     """
 
     @staticmethod
@@ -1727,8 +1726,7 @@ flash_attention.register_autograd(
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 
 def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
-    """Compute relu(a @ b) ** 2 for a [m, k], b [k, n]. With such a result h [m, n]: a @ b times its derivative, 2
-    sqrt(h)."""
+    """Compute relu(a @ b) ** 2, or its backward (a @ b) * 2 sqrt(h) if its result h is given. a [m, k], b [k, n]."""
     if a.is_cuda and a.dtype == torch.bfloat16 and not (len(a) % TILE_M or b.size(1) % TILE_N or a.size(1) % TILE_K):
         return relu_squared_by_triton(a, b, h, torch.cuda.get_device_properties(a.device).multi_processor_count)
     y = a @ b
