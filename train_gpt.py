@@ -1212,7 +1212,7 @@ class Attention(nn.Module):
     def gate_values(self, x: Tensor, value_embeds: Tensor) -> Tensor:
         """Multiply each head's value embeddings by a gate from 0 to 2.
 
-        Half of the gate's inputs are entries of x, half are entries of the embedding. Paired heads use only entries of x.
+        Half of the gate's inputs are entries of x, half are entries of the embedding. Paired heads use only x.
         """
         if self.value_gate is None:
             return value_embeds
