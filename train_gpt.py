@@ -3316,7 +3316,7 @@ def finish(race: Run, before: str, loss: float, val_tokens: int) -> None:
         verdict, target = "", ""
         if c.target_val_loss:
             verdict, target = f"target {'reached' if reached else 'missed'}: ", f" target {c.target_val_loss:g},"
-        clear_checkpoints(log, keep=0)
+        clear_checkpoints(log, c.num_steps, keep=0)
         log.say(f"\n{verdict}validation loss {loss:.4f},{target} after {clock.elapsed / 1000:.1f} s of training and "
                 f"{wall_seconds:.0f} s in all{saved_as}\nlog: {log.path}")
 
@@ -3530,29 +3530,33 @@ def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
                 "model. Use the same --layers, --model_dim, --ngrams and vocabulary, and the revision in its log")
         param.copy_(x.view(param.shape))
 
-def checkpoints(folder: Path, run_id: str, suffix: str = "") -> list[Path]:
-    """The checkpoints of a run, by their step."""
-    def step(path: Path) -> int:
-        return int(re.search(r"\.step(\d+)\.ckpt", path.name)[1])
-    return sorted(folder.glob(f"{glob.escape(run_id)}.step[0-9]*.ckpt{suffix}"), key=step)
+def step_of(checkpoint: Path) -> int:
+    return int(re.search(r"\.step(\d+)\.ckpt", checkpoint.name)[1])
 
-def clear_checkpoints(log: Log, keep: int) -> None:
-    """Delete a run's checkpoints but for the latest `keep`, and the partial files of killed processes."""
+def checkpoints(folder: Path, run_id: str, suffix: str = "") -> list[Path]:
+    """The checkpoints of a run, by their step: modification times may come from another clock."""
+    return sorted(folder.glob(f"{glob.escape(run_id)}.step[0-9]*.ckpt{suffix}"), key=step_of)
+
+def clear_checkpoints(log: Log, step: int, keep: int) -> None:
+    """Delete a run's checkpoints but for the latest `keep` up to a step; later ones belong to a past that a resume gave
+    up. Delete the partial files of killed processes too."""
     run = log.path.parent, log.run_id
-    for path in (*checkpoints(*run)[:-keep or None], *checkpoints(*run, ".partial"), log.path.with_suffix(".pt.partial")):
-        path.unlink(missing_ok=True)
+    kept = [path for path in checkpoints(*run) if step_of(path) <= step][-keep:] if keep else []
+    for path in (*checkpoints(*run), *checkpoints(*run, ".partial"), log.path.with_suffix(".pt.partial")):
+        if path not in kept:
+            path.unlink(missing_ok=True)
 
 def find_checkpoint(config: Config) -> Path:
     """Find the checkpoint that config.resume names. When torchrun restarts the ranks it is the latest of their run."""
     named = Path(config.resume) if Path(config.resume).exists() else ROOT / config.resume
-    folder, run_id, restarted = named.parent, named.stem, env_int("TORCHELASTIC_RESTART_COUNT", 0) > 0
-    if config.resume == "latest":
-        folder, run_id = ROOT / config.log_dir, config.run_id
-        own = [log.stem for log in folder.glob("*.txt") if restarted and is_of_this_launch(log)]
+    latest, restarted = config.resume == "latest", env_int("TORCHELASTIC_RESTART_COUNT", 0) > 0
+    folder, run_id = (ROOT / config.log_dir, config.run_id) if latest else (named.parent, named.stem)
+    own = sorted((log for log in folder.glob("*.txt") if restarted and is_of_this_launch(log)), key=os.path.getmtime)
+    if own:
+        run_id = own[-1].stem
+    elif latest and not run_id:
         newest = max(folder.glob("*.step[0-9]*.ckpt"), key=os.path.getmtime, default=Path())
-        run_id = run_id or (own[0] if own else newest.name.partition(".step")[0])
-    elif named.suffix == ".ckpt" and restarted:
-        run_id = named.name.partition(".step")[0]
+        run_id = newest.name.partition(".step")[0]
     elif named.suffix == ".ckpt" and named.is_file():
         return named.resolve()
     found = checkpoints(folder, run_id) if run_id else []
@@ -3584,7 +3588,7 @@ def save_checkpoint(race: Run, step: int, stop: bool = False) -> None:
                 log.say(f"no checkpoint: {error}")
                 if stop:
                     raise
-            clear_checkpoints(log, keep=race.config.keep_checkpoints)
+            clear_checkpoints(log, step, race.config.keep_checkpoints)
     if stop:
         race.comm.all_gather_json("saved")  # a rank that leaves earlier would end rank 0 while it writes
         raise RunError(f"terminated before step {step}; --resume {log.path} continues from there")
@@ -3717,7 +3721,7 @@ class Signals:
     STOPS = signal.SIGTERM, signal.SIGHUP
     STOP = 1024  # what a stop adds to `received`; SIGUSR1 adds 1
 
-    GRACE_S = 10  # for the last checkpoint when the launcher is gone, and nobody else would end a rank that hangs
+    GRACE_S = 8  # for the last checkpoint when the launcher is gone, and nobody else would end a rank that hangs
 
     def __init__(self):
         self.received, self.stop, self.launcher = 0, False, os.getppid()
