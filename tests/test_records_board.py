@@ -132,7 +132,7 @@ def test_a_race_becomes_a_record_and_a_row(published):
 def test_each_log_is_parsed_once(published, monkeypatch):
     parsed, parse = [], logs._parse
     monkeypatch.setattr(logs, "_parse", lambda path, content: parsed.append(path) or parse(path, content))
-    monkeypatch.setattr(logs, "_kept", {})
+    monkeypatch.setattr(logs, "_cache", {})
     monkeypatch.setattr(board, "HERE", published)
     assert board.main([]) == 0 and len(parsed) == len(set(parsed)) == len(list(published.glob("*/*.txt")))
 

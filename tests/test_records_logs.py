@@ -1,4 +1,4 @@
-"""records/logs.py: every form of log and every trap met in the wild, each from a log that the test writes itself."""
+"""Tests of records/logs.py: every form of log and every pitfall found in public logs, on logs that the tests write."""
 
 import fcntl
 import gzip
@@ -99,7 +99,7 @@ def test_the_form_with_train_loss(write):
              "step:3/3 val_loss:3.2785 train_time:80ms step_avg:26.67ms"]
     run = only_run(write(text(lines)))
     assert (run.final_loss, run.train_time_ms, run.last_step) == (3.2785, 80, 3)
-    assert run.clock_falls == (1,) and run.notes == ("train_time falls back at step 1",)
+    assert run.clock_falls == (1,) and run.notes == ("train_time decreases at step 1",)
 
 
 def test_the_form_in_seconds_with_further_fields(write):
@@ -163,9 +163,9 @@ def test_our_own_json_lines(write):
     assert run.start == start and run.end == end["end"] and run.gpus == 2 and run.notes == ()
     end["end"]["final_val_loss"] = 3.2774
     run = only_run(write(text([json.dumps(start), *common(), json.dumps(end)])))
-    assert run.notes == ("its end line states final_val_loss 3.2774, its last validation 3.2775",)
+    assert run.notes == ("the end line states final_val_loss 3.2774, the last validation 3.2775",)
     run = only_run(write(text([json.dumps(start), *common()])))
-    assert run.notes == ("its end line is missing: the run stopped after the last validation",)
+    assert run.notes == ("the end line is missing: the run stopped after the last validation",)
 
 
 def test_our_own_failed_run_is_named_with_its_error(write):
@@ -176,7 +176,7 @@ def test_our_own_failed_run_is_named_with_its_error(write):
 
 
 @pytest.mark.parametrize("decimals", [4, 5, 6])
-def test_decimals_are_kept(write, decimals):
+def test_decimals_are_cache(write, decimals):
     assert only_run(write(text(common(f"{3.25:.{decimals}f}")))).loss_decimals == decimals
 
 
@@ -190,7 +190,7 @@ def test_numbers_of_any_length_are_no_error(write):
     for digits in ("1" + "0" * 400, many):
         end = '{"end": {"final_val_loss": %s}}' % digits
         run = only_run(write(text(['{"run_id": "x", "ranks": %s}' % digits, *common(), end])))
-        assert run.notes == ("its end line states final_val_loss inf, its last validation 3.2775",)
+        assert run.notes == ("the end line states final_val_loss inf, the last validation 3.2775",)
         assert run.gpus == 8
     run = only_run(write(text([*common()[:-1], common()[-1].replace("2000", many)])))
     assert "the last validation line states no train_time" in run.notes
@@ -321,7 +321,7 @@ def test_a_changed_total_is_told(write):
 
 # What is kept of a run
 
-def test_the_step_lines_and_the_source_are_kept(write):
+def test_the_step_lines_and_the_source_are_cache(write):
     run = only_run(write(text(["step:0/2 val_loss:9.1 train_time:0ms step_avg:nanms",
                                "step:1/2 train_time:70ms step_avg:70.00ms train_loss:8.5", "step:2/2 train_loss:7 train_time:2s",
                                "step:2/2 val_loss:3.2785 train_time:150ms step_avg:75.00ms"])))
@@ -329,10 +329,10 @@ def test_the_step_lines_and_the_source_are_kept(write):
     assert run.source == "import torch\n" and run.shape == "" and run.separators == 2
     one, two = logs.read([write(text(common()), "a.txt"), write(text(common("3.2")), "b.txt")]).runs
     assert one.source is two.source  # kept once
-    assert only_run(write("x" * (logs.MOST_SOURCE + 1) + "\n" + text(common()))).source is None
+    assert only_run(write("x" * (logs.MAX_SOURCE + 1) + "\n" + text(common()))).source is None
 
 
-def test_the_shape_of_our_own_log_is_kept(write):
+def test_the_shape_of_our_own_log_is_cache(write):
     lines = ["step:1/2 train_time:5ms step_avg:5.00ms", "step:2/2 val_loss:3.1 train_time:9ms step_avg:4.50ms"]
     run = only_run(write(text(['{"run_id": "x"}', *lines, '{"end": {}}'])))
     assert (run.shape, run.odd) == ("dssep", None)
@@ -357,7 +357,7 @@ def test_a_resumed_run_is_one_run_without_what_was_trained_again(write):
     assert (run.validations, run.steps, run.clock_falls) == (whole.validations, whole.steps, ())
     assert run.resumed[0]["lost_steps"] == 3 and run.complete and run.shape.count("r") == 1
     assert run.disqualified.startswith("resumed at step 12") and whole.disqualified is None
-    assert any("before it was resumed: error: terminated" in note for note in run.notes)
+    assert any("before the run was resumed: error: terminated" in note for note in run.notes)
     assert any("counts for no record" in note for note in run.notes)
     far = only_run(write(text(resumed(lines, 22, 7)), "d.txt"))  # it had validated twice since
     assert (far.validations, far.steps) == (whole.validations, whole.steps)
@@ -383,7 +383,7 @@ def test_a_resumed_run_that_ended_again_is_incomplete_once(write):
 def test_a_resumption_that_says_not_where_is_told(write, line):
     lines = common()
     found = logs.read([write(text(['{"run_id": "x"}', *lines[:9], line, *lines[5:]]))])
-    assert any("says that it was resumed, and not where" in item.reason for item in found.rejected)
+    assert any("a resumed line without a step" in item.reason for item in found.rejected)
 
 
 def test_a_run_from_saved_parameters_counts_for_no_record(write):
@@ -448,9 +448,9 @@ def test_lines_that_cannot_be_read_are_told(write):
     lines = [*common()[:9], "step:5/20 val_loss:oops train_time:1ms", "step:5/20 val_loss:3.1 val_loss:3.2",
              f"step:{'9' * 5000}/20 val_loss:3.1", '{"end": ', "step:6/20", *common()[9:]]
     notes = only_run(write(text(lines))).notes
-    assert len(notes) == 5 and all("left out" in note for note in notes)
+    assert len(notes) == 5 and all("skipped" in note for note in notes)
     notes = only_run(write(text([*(f"step:{i}/20 oops" for i in range(100)), *common()]))).notes
-    assert len(notes) == logs.MOST_NOTES + 1 and notes[-1] == "and more notes of these kinds"
+    assert len(notes) == logs.MAX_NOTES + 1 and notes[-1] == "further notes of these kinds omitted"
 
 
 # Files that are no logs, and files in odd clothes
@@ -487,7 +487,7 @@ def test_files_beside_the_logs_take_a_row_for_each_kind(write, capsys, tmp_path)
     assert logs.main([str(tmp_path)]) == 0
     *_, last = lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0].removeprefix(f"{tmp_path}/") for line in lines[1:-1]] == ["*.pt", "a.steps.json", "a.txt", "b.txt", "c.txt", "race.jsonl"]
-    assert "2 files, each not a log: a binary file" in lines[1] and last == "1 runs used, 6 rejected, 0 duplicates"
+    assert "2 files, each not a log: a binary file" in lines[1] and last == "1 run used, 6 rejected, 0 duplicates"
 
 
 def test_a_gzipped_log_is_read(write):
@@ -663,7 +663,7 @@ def test_the_command_lists_every_file_and_what_became_of_it(tmp_path, write):
     write("hello", "README.md")
     done = command(tmp_path)
     assert done.returncode == 0 and done.stderr == ""
-    assert done.stdout.splitlines()[-1] == "1 runs used, 2 rejected, 1 duplicates"
+    assert done.stdout.splitlines()[-1] == "1 run used, 2 rejected, 1 duplicate"
     for name in ("a b.txt", "copy.txt", "cut.txt", "README.md"):
         assert str(tmp_path / name) in done.stdout
     found = json.loads(command("--json", tmp_path).stdout)
@@ -765,7 +765,7 @@ def test_following_what_is_no_log_says_so(tmp_path, capsys):
     path = tmp_path / "README.md"
     path.write_text("no log")
     os.utime(path, (0, 0))
-    assert logs.main(["--follow", str(path)]) == 2 and "and no run in it (not a log" in capsys.readouterr().err
+    assert logs.main(["--follow", str(path)]) == 2 and "the file contains no run (not a log" in capsys.readouterr().err
 
 
 def test_following_ends_where_the_run_was_killed_and_waits_while_its_process_lives(tmp_path, capsys, monkeypatch):
@@ -776,12 +776,12 @@ def test_following_ends_where_the_run_was_killed_and_waits_while_its_process_liv
         fcntl.flock(held, fcntl.LOCK_EX)
         told, slept = [], []
         monkeypatch.setattr(logs.time, "sleep", lambda seconds: held.close() if len(slept) > 2 else slept.append(1))
-        with pytest.raises(TimeoutError, match="no end, and no process writes it: the run was killed"):
+        with pytest.raises(TimeoutError, match="no process writes this log: the run was killed"):
             told.extend(logs.follow(path))
     assert len(slept) == 3
     assert logs.main(["--follow", str(path)]) == 2
     said = capsys.readouterr()
-    assert len(said.out.splitlines()) == 7 and "run.txt: no line for" in said.err and said.err.count("\n") == 1
+    assert len(said.out.splitlines()) == 7 and "run.txt: no new line for" in said.err and said.err.count("\n") == 1
 
 
 def test_followed_steps_reach_a_board_that_is_installed(tmp_path, monkeypatch, capsys):
@@ -804,20 +804,20 @@ def test_followed_steps_reach_a_board_that_is_installed(tmp_path, monkeypatch, c
     assert logs.main(["--follow", str(tmp_path / "none.txt"), "--to", "wandb:race"]) == 2 and not taken
     with pytest.raises(SystemExit):
         logs.main(["--follow", str(path), str(path)])
-    assert "--follow is of one log, not of 2" in capsys.readouterr().err
+    assert "--follow takes one log, not 2" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert logs.main(["--follow", str(path), "--to", "wandb:race"]) == 2
     assert "--to wandb:race: import of wandb halted" in capsys.readouterr().err
 
 
-def test_a_log_that_changes_is_parsed_again_and_few_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(logs, "MOST_KEPT", 2)
-    monkeypatch.setattr(logs, "_kept", {})
+def test_a_log_that_changes_is_parsed_again_and_few_are_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "MAX_CACHED", 2)
+    monkeypatch.setattr(logs, "_cache", {})
     for loss in ("3.1000", "3.2000", "3.1000"):  # of one length
         for name in "abc":
             (tmp_path / name).write_text(text(common(loss)))
             assert [logs.read_file(str(tmp_path / name))[0][0].final_loss for _ in range(2)] == [float(loss)] * 2
-            assert len(logs._kept) <= 2
+            assert len(logs._cache) <= 2
 
 
 LONG = ("n" * 200 + "/") * 10
@@ -847,7 +847,7 @@ def test_a_refusal_is_one_line_whatever_the_names_are_and_however_many(tmp_path,
         monkeypatch.setattr(module, "HERE", tmp_path)
     assert module.main(words) == 2
     said = capsys.readouterr().err
-    assert said.endswith("\n") and said.count("\n") == 1 and len(said) <= logs.LONGEST_LINE + 1
+    assert said.endswith("\n") and said.count("\n") == 1 and len(said) <= logs.MAX_MESSAGE + 1
     assert said.startswith((f"{tool}.py: error: ", "The claim cannot be judged: "))
 
 
