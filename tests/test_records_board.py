@@ -1,4 +1,4 @@
-"""Records made from races, their pages, and what the pages do in a browser."""
+"""Tests of records/board.py: records from races, their pages, and the pages in a browser."""
 
 import hashlib
 import json
@@ -141,8 +141,8 @@ def test_a_page_names_what_differs_and_the_sources_digests(published):
     page = (published / "2026-01-02_toy" / "README.md").read_text()
     digest = hashlib.sha256(b"import torch\nprint('one')\n").hexdigest()
     assert "\n| `sync` | `hook` | `step` |\n" in page and page.count(digest) == 2
-    assert "The source is the same on both sides: the digest is that of `git show c0ffee:train_gpt.py`." in page
-    differs = page[page.index("## What differs"):page.index("## Tests")]
+    assert "The source is the same on both sides: its digest is that of `git show c0ffee:train_gpt.py`." in page
+    differs = page[page.index("## Differences"):page.index("## Tests")]
     assert not any(word in differs for word in ("run_id", "race_side", "log_dir", "started", "| `seed`"))
     page = (published / "2026-01-03_hostile" / "README.md").read_text()
     diff = page.partition("```diff\n")[2].partition("```")[0].splitlines()
@@ -152,7 +152,7 @@ def test_a_page_names_what_differs_and_the_sources_digests(published):
 
 def test_a_long_diff_is_cut_and_says_by_how_much():
     lines = board.short_diff("".join(f"{i}\n" for i in range(500)), "", ("b", "a"))
-    assert len(lines) == board.LONGEST_DIFF + 1 and lines[-1] == f"… and {503 - board.LONGEST_DIFF} lines more"
+    assert len(lines) == board.MAX_DIFF_LINES + 1 and lines[-1] == f"… and {503 - board.MAX_DIFF_LINES} more lines"
     assert pages.fence(["````x", "``"]) == "`````"
 
 
@@ -187,11 +187,11 @@ def test_hosts_differ_by_what_they_are_not_by_what_every_run_states_anew():
 def test_a_curve_is_thinned_to_means():
     steps = [logs.Step(i, 1000 * i, 1.0, 2 if i % 2 else 4, False) for i in range(1, 301)]
     points = board.training_curve([*steps, logs.Step(300, 300_000, 1.0, None, True)])
-    assert len(points) == board.POINTS and points[0] == (3, 3.0, 2.6667) and points[-1] == (300, 300.0, 3.3333)
+    assert len(points) == board.CURVE_POINTS and points[0] == (3, 3.0, 2.6667) and points[-1] == (300, 300.0, 3.3333)
 
 
 def test_without_records_there_is_no_leaderboard(places, capsys):
-    assert board.main([]) == 2 and "no record lies in" in capsys.readouterr().err and not list(places[1].iterdir())
+    assert board.main([]) == 2 and "no records in" in capsys.readouterr().err and not list(places[1].iterdir())
 
 
 @pytest.mark.parametrize("spoil,says", [
@@ -233,7 +233,7 @@ def test_a_race_that_breaks_a_rule_is_told_as_it_becomes_a_record(judged, tmp_pa
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(board, "describe", lambda folder, describe=board.describe: describe(records / "2026-01-02_toy") | {"name": folder.name})
             assert board.main(["add", str(race), str(records / folder), "a title"]) == 0
-        assert capsys.readouterr().err.count("warning: this race breaks a rule, and its page says so: three: seen") == broken
+        assert capsys.readouterr().err.count("warning: this race breaks a rule, as its page states: three: seen") == broken
 
 
 @pytest.mark.parametrize("text,becomes", [
@@ -246,13 +246,13 @@ def test_a_race_that_breaks_a_rule_is_told_as_it_becomes_a_record(judged, tmp_pa
     ('{"train": "train"}', None)])
 def test_what_is_published_of_a_line(monkeypatch, text, becomes):
     monkeypatch.setattr(board, "host_names", lambda: ["my-host", "train"])  # and the source speaks of train
-    assert board.public(f"train = '/home/me/code'\n{RULE}\n{text}\n") == f"train = '/home/me/code'\n{RULE}\n{becomes or text}\n"
+    assert board.redact(f"train = '/home/me/code'\n{RULE}\n{text}\n") == f"train = '/home/me/code'\n{RULE}\n{becomes or text}\n"
 
 
 def test_a_machine_that_is_called_like_a_preset_changes_no_manifest(monkeypatch):
     monkeypatch.setattr(board, "host_names", lambda: ["laptop", "my-host"])
     manifest = '{"race": {"sides": {"a": {"flags": ["--preset", "laptop"]}}, "on": "my-host"}}\n'
-    assert board.public(manifest) == manifest.replace("my-host", "host")
+    assert board.redact(manifest) == manifest.replace("my-host", "host")
 
 
 def test_the_records_here_name_no_folder_and_each_has_its_pages():
@@ -264,7 +264,7 @@ def test_the_records_here_name_no_folder_and_each_has_its_pages():
         assert f'id="{folder.name}"' in page and f"[{folder.name}".replace("_", "\\_") in (RECORDS / "README.md").read_text()
         for path in [*folder.glob("*.txt"), folder / "race.jsonl", folder / "README.md", RECORDS / "index.html", RECORDS / "README.md"]:
             text = path.read_text().partition(RULE + "\n")[2] or path.read_text()
-            assert path.suffix in (".html", ".md") or not board.ROOTED.search(text), path
+            assert path.suffix in (".html", ".md") or not board.ABSOLUTE_PATH.search(text), path
             assert not re.search(r"(?<![\w.*])/(?:home|root|work|tmp|mnt|Users)/", text), path
             assert path.suffix != ".txt" or f"{folder.name}/{path.name}" in page
 
@@ -345,11 +345,11 @@ def test_fails_come_first_and_the_claim_is_no_rule(judged):
     assert board.main([]) == 0
     for page in ("index.html", "2026-01-02_toy/README.md"):
         text = (records / page).read_text()
-        part = text[text.lower().rindex("1 rule is broken; 1 hold, 1 could not be checked."):]
+        part = text[text.lower().rindex("1 rule is broken; 1 holds, 1 could not be checked."):]
         around = ("| {} |" if page.endswith("md") else "<td>{}</td>").format
         places = [part.index(around(name)) for name in ("three", "two", "one", "faster than the other side, p &lt; 0.01")]
         assert places == sorted(places)
-        assert "not shown" in part and part.index("claim, which is no rule") < part.index("faster than")
+        assert "not shown" in part and part.index("claim, which is not a rule") < part.index("faster than")
     rules["unseen"] = "No log shows <everything>."
     assert board.main([]) == 0 and "No log shows &lt;everything&gt;." in (records / "2026-01-02_toy/README.md").read_text()
     assert "No log shows &lt;everything&gt;." in (records / "index.html").read_text()
