@@ -28,7 +28,6 @@ Requires only the standard library.
 
 import argparse
 import fcntl
-import functools
 import gzip
 import hashlib
 import io
@@ -187,6 +186,9 @@ def read(paths):
     return logs
 
 
+_cache = {}  # path → (digest, runs, rejected), since board.py lets stats.py and verify.py read the same logs
+
+
 class _Refused(Exception):
     """(kind, reason): the file cannot be read as a log."""
 
@@ -203,7 +205,9 @@ def read_file(path):
         with open_unpacked(path) as file:
             content = file.read((MAX_FILE_MIB << 20) + 1)
         digest = hashlib.sha256(content).digest()
-        return *_parse(path, content), digest
+        if _cache.get(path, (None,))[0] != digest:
+            _cache[path] = digest, *_parse(path, content)
+        return *_cache[path][1:], digest
     except _Refused as refused:
         kind, reason = refused.args
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -425,7 +429,6 @@ class _Section:
         return self.run
 
 
-@functools.lru_cache(maxsize=100)  # board.py lets stats.py and verify.py read the same logs
 def _parse(path, content):
     """Return (runs, rejected) of a file's content."""
     for wrong, kind, what in ((not content, NOT_A_LOG, "an empty file"),
