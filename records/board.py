@@ -325,9 +325,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command")
     adding = commands.add_parser("add", help="make a record folder from a race")
-    adding.add_argument("race", type=Path)
-    adding.add_argument("folder", type=Path)
-    adding.add_argument("title")
+    adding.add_argument("race", type=Path, help="the folder of a race, like logs/race-ID")
+    adding.add_argument("folder", type=Path, help="a new folder, like records/DATE_NAME")
+    adding.add_argument("title", help="what was tried, in a sentence")
     options = parser.parse_args(arguments)
     try:
         if options.command == "add":

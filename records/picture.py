@@ -82,7 +82,7 @@ def draw(run, out, form=None):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("log", type=Path)
+    parser.add_argument("log", type=Path, help="the log of a run")
     parser.add_argument("out", type=Path, nargs="?", help="default: the path of the log with .png")
     options = parser.parse_args(arguments)
     out = options.out or options.log.with_suffix(".png")

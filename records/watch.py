@@ -80,8 +80,8 @@ def serve(folder, port):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "logs")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "logs", help="default: logs")
+    parser.add_argument("--port", type=int, default=8000, help="default: 8000")
     options = parser.parse_args(arguments)
     try:
         server = serve(options.folder, options.port)

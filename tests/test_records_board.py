@@ -27,7 +27,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 def write_log(folder, run, side, loss, seconds, declared=3, source="import torch\nprint('one')\n", device="a machine", **config):
-    """A run of ten steps, as train_gpt.py logs it."""
+    """Write a run of ten steps in the form of train_gpt.py."""
     start = {"run_id": f"r{run}{side}", "started": f"2026-01-02T03:0{run}:05+00:00", "preset": "toy",
              "config": {"seed": run, "log_dir": "/home/me/logs", "sync": "hook", "race_side": side, **config}, "seed": run,
              "ranks": 2, "environment": {"OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": "/home/me/error.json"},
@@ -45,7 +45,7 @@ def write_log(folder, run, side, loss, seconds, declared=3, source="import torch
 
 
 def write_race(folder, **baseline):
-    """A finished race of three pairs in which side a is a second faster; the baseline's logs as told."""
+    """Write a finished race of three pairs in which side a is one second faster. baseline: settings of side b's logs."""
     folder.mkdir()
     for run in (1, 2, 3):
         write_log(folder, run, "a", 1 + 0.05 * run, 9 + 0.01 * run)
@@ -62,7 +62,7 @@ def write_race(folder, **baseline):
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """(a race, an empty folder of records) on a machine of known name."""
+    """Return (a race, an empty folder of records) on a machine with a known name."""
     monkeypatch.setattr(board, "host_names", lambda: ["my-host"])
     monkeypatch.setattr(board, "HERE", tmp_path / "records")
     (tmp_path / "records").mkdir()
@@ -71,7 +71,7 @@ def places(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """A folder of two records: a race whose baseline has another source and a device of hostile name, and one alike."""
+    """Return a folder of two records; in the second, side b has another source and hostile names."""
     folder = tmp_path_factory.mktemp("published")
     (folder / "records").mkdir()
     other = "import torch\n" + "".join(f"print({i})\n" for i in range(40)) + "print('two')\n"
@@ -93,7 +93,7 @@ def published(tmp_path_factory):
 
 @pytest.fixture
 def judged(places, monkeypatch):
-    """A record's folder whose verdicts are those that the test puts into the dicts it gets."""
+    """Return (records, report, rules): the tools' verdicts are these two dicts, which a test may change."""
     folder, records = places
     (records / "2026-01-02_toy").mkdir()
     for path in folder.glob("*.txt"):
@@ -159,7 +159,7 @@ def test_a_long_diff_is_cut_and_says_by_how_much():
 @pytest.mark.parametrize("stated", [True, False])
 @pytest.mark.parametrize("source", ["print()\n", "print()", "print()\n\n"])
 def test_a_digest_is_that_of_the_file(tmp_path, source, stated):
-    """The script writes the file, a line end, and the separator."""
+    """train_gpt.py writes its source, a line end, and the separator."""
     digest = hashlib.sha256(source.encode()).hexdigest()
     (tmp_path / "x.txt").write_text(f"{source}\n{RULE}\nmore\n{RULE}\nstep:1/1 val_loss:1.0 train_time:1ms step_avg:1ms\n")
     (run,), *_ = logs.read_file(str(tmp_path / "x.txt"))
@@ -272,7 +272,7 @@ def test_the_records_here_name_no_folder_and_each_has_its_pages():
 # Pages --------------------------------------------------------------------------------------------------------------
 
 class Tags(HTMLParser):
-    """The elements of a page, and the texts of its cells by row."""
+    """Collect the elements of a page, and the texts of its cells by row."""
 
     def __init__(self, text):
         super().__init__()
@@ -370,7 +370,7 @@ def test_every_test_of_the_report_is_listed(judged):
 # In a browser -------------------------------------------------------------------------------------------------------
 
 class Browser:
-    """A headless Chromium, spoken to in its DevTools protocol over a pair of pipes: no port, no further package."""
+    """A headless Chromium, controlled with the DevTools protocol over a pair of pipes."""
 
     def __init__(self, program, folder):
         ours, theirs = os.pipe(), os.pipe()  # we read of the one and write to the other
@@ -416,7 +416,7 @@ class Browser:
             self.events.append(self.receive())
 
     def js(self, expression):
-        """The value of an expression in the page."""
+        """Return the value of an expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
@@ -431,7 +431,7 @@ class Browser:
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, **more)
 
     def complaints(self):
-        """What the page's script threw or the browser logged as an error."""
+        """Return the exceptions of the page's script and the errors that the browser logged."""
         return [event for event in self.events if event.get("method") == "Runtime.exceptionThrown" or
                 event.get("method") == "Runtime.consoleAPICalled" and event["params"]["type"] == "error"]
 
@@ -455,7 +455,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def page(browser, published):
-    """The published page, opened wide and light; what its script complains of fails the test."""
+    """Open the published page, wide and light. Errors of its script fail the test."""
     browser.open(published / "index.html")
     yield browser
     assert browser.complaints() == []
@@ -466,7 +466,7 @@ TIP = "document.querySelectorAll('article')[1].querySelector('.curves .tip')"
 
 
 def box(page, selector):
-    """(left, top, width, height) in the window, with the element scrolled into it."""
+    """Scroll an element into view and return its (left, top, width, height)."""
     return page.js(f"(() => {{ const e = {selector}; e.scrollIntoView({{block: 'center'}}); "
                    "const b = e.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; })()")
 
@@ -481,7 +481,7 @@ def test_the_browser_draws_every_run_and_fetches_nothing(page, published):
 
 @pytest.mark.parametrize("width", [320, 700, 1600])
 def test_every_chart_is_drawn_in_numbers_and_to_scale(browser, published, tmp_path, width):
-    """A value that lacks would stand as NaN; a chart that is measured before its neighbours are there, shrink."""
+    """Missing values would appear as NaN; charts measured too early would shrink."""
     other_track = re.sub(r'("name":"2026-01-02_toy".*?"track":")', r"\1another ", (published / "index.html").read_text())
     (tmp_path / "page.html").write_text(other_track)
     browser.open(tmp_path / "page.html", width=width)
@@ -562,7 +562,7 @@ def test_the_keyboard_does_what_the_pointer_does(page):
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_light_and_dark_can_be_read(browser, published, dark):
-    """Text, and what carries meaning in the charts, against the paper: the ratios that WCAG asks for."""
+    """Contrast of text and chart marks with the background is at least what WCAG requires."""
     browser.open(published / "index.html", dark=dark)
 
     def light(colour):

@@ -39,7 +39,7 @@ def gpu_table(gpus):
 
 
 def common(loss="3.2775", total=20, every=5, time_ms=2000, seed=0):
-    """The lines of one run in the common form, its last validation as told."""
+    """Return the lines of one run in the common form, with this loss and time in its last validation."""
     draw = random.Random(f"{loss} {time_ms} {seed}")
     lines, clock = [], 0
     for step in range(total + 1):
@@ -177,7 +177,7 @@ def test_decimals_are_kept(write, decimals):
 
 
 def test_numbers_of_any_length_are_no_error(write):
-    """Python refuses to make an int of so many digits, and a float of a fifteenth of them."""
+    """Python refuses to parse an int of that many digits, and a float of a fifteenth of them."""
     many = "9" * 5000
     run = only_run(write(text([*common()[:3], f"step:3/20 train_time:{many}ms step_avg:1ms", *common()[3:]])))
     assert (run.final_loss, run.train_time_ms) == (3.2775, 2000)
@@ -278,7 +278,7 @@ def test_a_resumed_run_is_noted(write):
 
 def test_a_run_resumed_in_a_file_of_its_own_is_noted(write):
     lines = [line for line in common() if "val_loss" in line]
-    assert only_run(write(text(lines[1:]))).notes == ()  # one that does not validate before its first step
+    assert only_run(write(text(lines[1:]))).notes == ()  # a run without a validation before its first step
     assert only_run(write(text(lines[2:]))).notes == ("begins at step 10",)
 
 
@@ -332,7 +332,7 @@ def test_the_shape_of_our_own_log_is_kept(write):
 # Resumed runs
 
 def resumed(lines, at, again, **more):
-    """The lines of a run that was killed after `at` of them and went on from step `again`."""
+    """Return the lines of a run that was killed after `at` lines and resumed from step `again`."""
     told = {"resumed": {"from_step": again, "ranks": 2, "checkpoint": "c", "lost_steps": 3, **more}}
     from_there = next(i for i, line in enumerate(lines) if line.startswith(f"step:{again + 1}/"))
     return ['{"run_id": "x"}', *lines[:at], "step:1", "error: terminated", json.dumps(told), *lines[from_there:]]
@@ -347,7 +347,7 @@ def test_a_resumed_run_is_one_run_without_what_was_trained_again(write):
     assert run.disqualified.startswith("resumed at step 12") and whole.disqualified is None
     assert any("before the run was resumed: error: terminated" in note for note in run.notes)
     assert any("counts for no record" in note for note in run.notes)
-    far = only_run(write(text(resumed(lines, 22, 7)), "d.txt"))  # it had validated twice since
+    far = only_run(write(text(resumed(lines, 22, 7)), "d.txt"))  # two validations are repeated
     assert (far.validations, far.steps) == (whole.validations, whole.steps)
     twice = [*resumed(lines, 19, 12)[:-3], '{"resumed": {"from_step": 15}}', *lines[-6:]]
     twice = only_run(write(text(twice), "c.txt"))
@@ -411,7 +411,7 @@ def test_a_cut_off_last_line_is_dropped_and_told(write, end):
 
 
 def test_every_cut_gives_the_whole_final_line_or_none_of_it(write):
-    """A log cut after any byte: its run is rejected until nothing of the last validation line can be missing."""
+    """Cut a log after every byte: its run is rejected unless the last validation line is complete."""
     whole = text(common("3.27", 10, 5, 1000)).encode()
     final = whole.index(b"step:10/10 val_loss")
     enough = whole.index(b"ms\n", whole.index(b"step_avg", final)) + 2
@@ -554,7 +554,7 @@ def test_an_aborted_run_in_two_files_counts_once(tmp_path, write):
 
 
 def lone(step_0="", start="", ending=""):
-    """A run in the seconds form, of which only the last line tells it from others."""
+    """Return a run in the form with seconds, which only its last line distinguishes from others."""
     lines = [start, step_0, "step:1/20 train_time:7.5s", "step:20/20 val_loss:3.2775 train_time:151.2s", ending]
     return "\n".join(line for line in lines if line) + "\n"
 
@@ -568,7 +568,7 @@ def test_runs_that_share_a_lone_line_are_two_if_source_or_run_id_say_so(tmp_path
         found = logs.read([tmp_path])
         assert [os.path.basename(run.path) for run in found.runs] == ["0.txt", "1.txt", "3.txt"]
         assert [os.path.basename(item.path) for item in found.duplicates] == ["2.txt"]
-    write(lone(ending="done"), "4.summary.txt")  # it states neither
+    write(lone(ending="done"), "4.summary.txt")  # states neither
     assert len(logs.read([tmp_path]).duplicates) == 2
 
 
@@ -614,7 +614,7 @@ def test_linked_folders_are_searched_once(tmp_path, write):
 # Size
 
 def limited(code, megabytes):
-    """Runs code in a process of its own whose memory is limited."""
+    """Run code in a process with limited memory."""
     def limit():
         resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
     code = f"import sys; sys.path.insert(0, {str(RECORDS)!r}); import logs\n{code}"
@@ -755,7 +755,7 @@ def test_following_what_is_no_log_says_so(tmp_path, capsys):
 def test_following_ends_where_the_run_was_killed_and_waits_while_its_process_lives(tmp_path, capsys, monkeypatch):
     path = tmp_path / "run.txt"
     path.write_text(text(common()[:7]))
-    os.utime(path, (0, 0))  # nothing came for long
+    os.utime(path, (0, 0))  # last written long ago
     with open(path, "a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         told, slept = [], []
@@ -819,7 +819,7 @@ def test_ctrl_c_while_a_tool_imports_is_a_word_and_130(tmp_path, tool):
     ("ladder", [LONG]), ("stats", [LONG]), ("verify", [LONG]), ("board", ["add", LONG, "x", "y"]), ("board", [])])
 def test_a_refusal_is_one_line_whatever_the_names_are_and_however_many(tmp_path, capsys, monkeypatch, tool, words):
     module = importlib.import_module(tool)
-    if tool == "board":  # of a record none of whose logs can be read
+    if tool == "board":  # a record without a readable log
         (tmp_path / "bad").mkdir()
         (tmp_path / "bad" / "README.md").write_text("# Bad\n")
         for i in range(300):

@@ -77,7 +77,7 @@ def test_the_running_mean_is_that_of_the_latest_twentieth():
 
 @pytest.fixture
 def open_page(tmp_path):
-    """open_page(path) -> the text that a browser would get of a server on tmp_path."""
+    """Return open_page(path), which fetches a page from a server on tmp_path."""
     server = watch.serve(tmp_path, 0)
     assert server.server_address[0] == "127.0.0.1"
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -46,10 +46,10 @@ class Builder:
 
 
 def two_steps():
-    """Step 5 launches its reduce-scatter in backward, step 6 in the optimizer; the GPU lags by a step. One orphan."""
+    """Step 5 launches its reduce-scatter in backward, step 6 in the optimizer. The GPU lags by a step. One orphan."""
     build = Builder()
     build.host("ProfilerStep#5", 0, 1000).host("ProfilerStep#6", 1000, 2000)
-    build.host("ProfilerStep#5", 900, 1900, tid=7, cat="gpu_user_annotation")  # the GPU's own marks say nothing
+    build.host("ProfilerStep#5", 900, 1900, tid=7, cat="gpu_user_annotation")  # the GPU's own marks are ignored
     build.host("Optimizer.step#Adam.step", 600, 900).host("Optimizer.step#Adam.step", 1600, 1900)
     build.host("nccl:_reduce_scatter_base", 500, 510, tid=AUTOGRAD).host("nccl:_reduce_scatter_base", 1650, 1660)
     build.host("nccl:_reduce_scatter_base", 100, 110, cat="gpu_user_annotation")
@@ -66,7 +66,7 @@ def two_steps():
 
 
 def figures(*arguments, capsys):
-    """The JSON that the tool prints."""
+    """Return the JSON that the tool prints."""
     assert trace.main([*map(str, arguments), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -78,7 +78,7 @@ def analysed(build, tmp_path):
 
 
 def refusal(path, capsys, *more):
-    """The one line that the tool leaves on stderr when it refuses."""
+    """Return the only line on stderr of a failed call."""
     assert trace.main([str(path), *map(str, more)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and str(path) in err, (out, err)
@@ -116,7 +116,7 @@ def test_the_order_of_events_does_not_matter(tmp_path):
 
 
 def test_times_of_this_century_keep_their_nanoseconds(tmp_path):
-    """A float of µs since 1970 resolves a quarter of a µs."""
+    """A float of µs since 1970 has a resolution of a quarter of a µs."""
     text = json.dumps({"traceEvents": two_steps().events})
     events = json.loads(text)["traceEvents"]
     for event in events:
@@ -189,8 +189,8 @@ def test_all_reduce_only_has_no_b_and_no_d(tmp_path):
 
 
 @pytest.mark.parametrize("ranges, b", [
-    ([("backward", 5, 40), ("step", 50, 90)], -0.02),  # our own traces
-    ([("step", 2, 95)], None),  # whatever a program calls step
+    ([("backward", 5, 40), ("step", 50, 90)], -0.02),  # this project's traces
+    ([("step", 2, 95)], None),  # any other range called step
     ([("step", 2, 95), ("backward", 5, 40)], None),
     ([("step", 2, 95), ("backward", 5, 40), ("step", 50, 90)], -0.02),
     ([("backward", 5, 40), ("step", 50, 90), ("Optimizer.step#Adam.step", 55, 80)], -0.025)])
@@ -223,7 +223,7 @@ def test_backward_ends_with_the_last_op_of_autograd_be_it_a_copy(tmp_path):
 
 
 def test_the_outer_of_two_calls_with_one_number_is_the_launch(tmp_path):
-    """The runtime call begins within the step, the driver call inside it after the mark's end."""
+    """The runtime call begins inside the step; the driver call inside it begins after the mark's end."""
     build = Builder().host("ProfilerStep#1", 0, 100).op(ALL_REDUCE, 200, 210, 99)
     for late in (False, True):
         build.events.append(build.events[-1] | {"cat": "cuda_driver", "ts": 101 if late else 98})
@@ -231,7 +231,7 @@ def test_the_outer_of_two_calls_with_one_number_is_the_launch(tmp_path):
 
 
 def test_marks_on_several_threads_are_one_step(tmp_path):
-    """The worker's mark is shorter: what lies beyond it still belongs to the step; neither thread is autograd's."""
+    """A worker's mark is shorter: later events still belong to the step, and neither thread is autograd's."""
     build = Builder().host("ProfilerStep#1", 0, 100).host("ProfilerStep#1", 10, 40, tid=OTHER)
     build.op("gemm", 200, 210, 20, tid=OTHER).op("gemm", 210, 220, 30, tid=AUTOGRAD)
     build.op(REDUCE_SCATTER, 230, 240, 70, tid=OTHER)
@@ -240,7 +240,7 @@ def test_marks_on_several_threads_are_one_step(tmp_path):
 
 
 def test_launches_outside_all_steps_are_left_out_and_told(tmp_path):
-    build = two_steps().op(ALL_GATHER, 3000, 3100, 2000)  # a step's end is not within it
+    build = two_steps().op(ALL_GATHER, 3000, 3100, 2000)  # the end of a step is outside it
     analysis = analysed(build, tmp_path)
     assert analysis["total"]["comm_kernels"] == {"all-gather": 1, "reduce-scatter": 2}
     assert analysis["notes"] == ["excluded: 1 GPU op launched between the steps (1 of them communication)"]
@@ -255,7 +255,7 @@ def test_compute_of_one_gpu_hides_nothing_of_another(tmp_path):
 
 
 def test_rows_that_only_look_like_kernels(tmp_path):
-    """Triton's CPU rows bear kernel names; flow arrows bear correlations."""
+    """Triton's CPU events have kernel names; flow arrows have correlations."""
     build = two_steps()
     expected = analysed(build, tmp_path)
     build.host("triton_poi_fused_nccl_0", 0, 5000, cat="cpu_op").host("nccl kernel", 0, 5000, cat="overhead")
@@ -280,7 +280,7 @@ def test_events_that_lack_fields_are_left_out_and_counted(tmp_path):
 
 @pytest.mark.parametrize("odd", [[0], {"a": []}, None, 10**400, [[]] * 9])
 def test_fields_of_any_kind_break_nothing(tmp_path, capsys, odd):
-    """In the places where a trace names its GPU, stream, thread, rank."""
+    """Odd values for GPU, stream, thread and rank."""
     build = two_steps()
     for event in build.events:
         if "args" in event:
@@ -341,7 +341,7 @@ BAD_FILES = {
 
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_a_file_that_is_no_trace_gets_one_line(tmp_path, capsys, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)  # for a line that does not depend on how long its name is
+    monkeypatch.chdir(tmp_path)  # so that the path does not lengthen the message
     content, reason = BAD_FILES[name]
     path = Path(f"{name}.json")
     path.write_bytes(content)
@@ -492,7 +492,7 @@ def test_several_ranks_end_in_a_table_of_all(tmp_path, capsys):
 
 
 def moved(build, microseconds):
-    """Every second step's reduce-scatter later, which lengthens the exposed time."""
+    """Lengthen the reduce-scatter of step 6, and so the exposed time."""
     for event in build.events:
         if event["name"] == REDUCE_SCATTER and event["ts"] == 2250:
             event["dur"] += microseconds
@@ -514,7 +514,7 @@ def test_two_sets_are_compared_by_their_means(tmp_path, capsys):
 
 
 def test_a_mean_is_over_the_ranks_that_have_the_figure(tmp_path, capsys):
-    """One of two ranks has no optimizer step and no all-gather: B is the other's, and half an all-gather each."""
+    """One of two ranks has no optimizer step and no all-gather: B is that of the other, and all-gathers average 0.5."""
     both = two_steps().write(tmp_path / "a.json")
     less = tmp_path / "b.json"
     less.write_text(both.read_text().replace("Optimizer.step#", "Step#").replace(ALL_GATHER, REDUCE_SCATTER))
@@ -548,7 +548,7 @@ def test_a_gpu_trace_is_not_compared_with_a_cpu_trace(tmp_path, capsys):
 
 
 def test_it_runs_alone(tmp_path):
-    """By path, from anywhere; a closed pipe is no error."""
+    """Run by path, from another folder. A closed pipe is no error."""
     path = two_steps().write(tmp_path / "t.json")
     command = [sys.executable, str(SCRIPT), str(path)]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"LC_ALL": "C"})
