@@ -64,8 +64,6 @@ _SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in (
     (rb"\b(?:train_)?time: *", b"train_time:"), (rb"\bstep[ _]avg: *", b"step_avg:"))]
 _NUMBER = re.compile(r"[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|nan|inf(?:inity)?)", re.I)
 _GPU_ROW = re.compile(rb"^\|\s+(\d+)\s+[^|]*\|\s+[0-9A-Fa-f]{8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.", re.M)
-_MONTHS = "JanFebMarAprMayJunJulAugSepOctNovDec"
-_DAY = re.compile(rb"^[A-Z][a-z]{2} ([A-Z][a-z]{2}) +(\d{1,2}) [\d:]{8} (20\d\d)\b", re.M)  # first line of nvidia-smi
 _WORLD_SIZE = re.compile(rb"\bworld_size['\"]?(?: *[=:] *| +)(\d{1,18})(?!\d)")
 _TRAINING, _COMMON_FIELDS = {"trl", "train_loss", "train_time"}, {"val_loss", "tel", "train_time", "step_avg"}
 _DECIMAL = rb"\d{1,15}(?:\.\d{1,15})?"
@@ -103,8 +101,7 @@ class Run:
     train_time decreased; once, early, is the community's reset after warm-up.
 
     Fields with repr=False are not part of --json. shape has one letter for each line after the last separator (see
-    _OWN_LINE; o: any other line), odd is the first such other line, separators counts them in the file, and day is the
-    date in nvidia-smi's table, like 2024-10-18."""
+    _OWN_LINE; o: any other line), and odd is the first such other line."""
     path: str
     index_in_file: int | None = None
     reason: str = ""
@@ -127,8 +124,6 @@ class Run:
     source: str | None = field(default=None, repr=False)
     shape: str = field(default="", repr=False)
     odd: str | None = field(default=None, repr=False)
-    separators: int = field(default=0, repr=False)
-    day: str | None = field(default=None, repr=False)
 
     @property
     def disqualified(self):
@@ -454,8 +449,8 @@ def _parse(path, content):
     text = sys.intern(source.decode("utf-8", "surrogateescape")) if source else None
     shape, odd = _shape(last)
     found = [_judge(run, part.notes, path=path, index_in_file=index, source_sha256=digest, gpus=_gpus(run, environment),
-                    source=text if run.start is None or place == 0 else None, shape=shape, odd=odd,
-                    separators=len(before), day=_day(environment)) for index, run in enumerate(part.runs, 1)]
+                    source=text if run.start is None or place == 0 else None, shape=shape, odd=odd)
+             for index, run in enumerate(part.runs, 1)]
     return [run for run in found if not run.reason], [run for run in found if run.reason]
 
 
@@ -521,12 +516,6 @@ def _judge(run, notes, **facts):
         notes.append(f"also logs {', '.join(other_losses)}; the loss is val_loss")
     decimals = len(re.match(r"[^.]*\.?(\d*)", _loss_text(run.validation_fields))[1])
     return replace(found, final_loss=last.loss, loss_decimals=decimals, train_time_ms=last.time_ms, notes=tuple(notes))
-
-
-def _day(environment):
-    if found := _DAY.search(environment):
-        month, day, year = map(bytes.decode, found.groups())
-        return f"{year}-{_MONTHS.index(month) // 3 + 1:02}-{int(day):02}" if month in _MONTHS else None
 
 
 def _gpus(run, environment):

@@ -315,7 +315,7 @@ def test_the_step_lines_and_the_source_are_kept(write):
                                "step:1/2 train_time:70ms step_avg:70.00ms train_loss:8.5", "step:2/2 train_loss:7 train_time:2s",
                                "step:2/2 val_loss:3.2785 train_time:150ms step_avg:75.00ms"])))
     assert run.steps == [(0, 0, None, None, True), (1, 70, 70, 8.5, False), (2, 150, 75, None, True)]
-    assert run.source == "import torch\n" and run.shape == "" and run.separators == 2
+    assert run.source == "import torch\n" and run.shape == ""
     one, two = logs.read([write(text(common()), "a.txt"), write(text(common("3.2")), "b.txt")]).runs
     assert one.source is two.source  # kept once
 
