@@ -650,7 +650,7 @@ def test_what_cannot_be_judged_is_said_in_300_characters(write, capsys):
                           for i in range(300)))
     seeds = write("seeds", (log(3.27 + i / 9999, 140 + i / 9, start={"seed": 1}) for i in range(300)))
     for arguments, end in (([many], "to judge them as one set.\n"), ([seeds], "distinct seeds.\n"),
-                           ([f"{many}/nothing{i}.txt" for i in range(100)], "check the path and its rights.\n")):
+                           ([f"{many}/nothing{i}.txt" for i in range(100)], "check the path and its permissions.\n")):
         assert stats.main(arguments) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and len(error) <= 301 and error.endswith(end)
