@@ -230,7 +230,7 @@ class Config(SyncSettings, StageValues):
                          "with the short or long window) or P (short window, pairs of heads), a digit (value table), "
                          "M (MLP), +N (skip connection from layer N); c in front (attention reads the output of "
                          "backout_layer); - (nothing)")
-    ngrams: str = option("", "n-gram embedding tables, N:ROWS:WIDTH each; n-grams share rows by a hash if rows are fewer")
+    ngrams: str = option("", "n-gram embedding tables, N:ROWS:WIDTH each; with few rows, n-grams share them by hash")
     ngram_mix: float = option(0.0, "initial weight of n-gram embeddings in the input of each layer (0: add them once)",
                               min=0)
     model_dim: int = option(768, "width of the residual stream")
@@ -259,7 +259,7 @@ class Config(SyncSettings, StageValues):
     logit_softness: float = option(7.5, "see logit_cap")
     # Adam's moments have the dtype of their parameter, as in the record. The record also rounds the gates' moments and
     # the result of polar to bf16; here they are float32, which costs nothing
-    dtype: str = option("bfloat16", "dtype of activations, embeddings, head and gates (float32 on CPUs without bf16 units)",
+    dtype: str = option("bfloat16", "dtype of activations, embeddings, head and gates; float32 for CPUs without bf16",
                         ("bfloat16", "float32"))
     fp8_head: bool = option(True, "compute the head in fp8 during training, on GPUs that have fp8")
 
@@ -614,8 +614,8 @@ def check_config(config: Config, ranks: int) -> None:
                  f"{usable_ranks(c, ranks)} ranks (--nproc_per_node), or change --micro_batches")
             want(not c.world_size_invariant or n & (n - 1) == 0 and ranks & (ranks - 1) == 0, "world_size_invariant "
                  f"sums a batch as a binary tree, and {where} on {ranks} ranks; make both powers of two")
-            want(ahead <= stage.first["micro_batch_tokens"], f"loss_weights has {ahead} weights from step {stage.begin} "
-                 f"on, and a micro-batch has {stage.first['micro_batch_tokens']} tokens; give fewer weights")
+            want(ahead <= stage.first["micro_batch_tokens"], f"loss_weights has {ahead} weights from step "
+                 f"{stage.begin} on, and a micro-batch has {stage.first['micro_batch_tokens']} tokens; give fewer")
         check_layers(c, ranks, want)
     except RunError as error:
         wrong.append(str(error))
@@ -678,8 +678,8 @@ def out_of_range(f: dataclasses.Field, v: Any) -> str:
     if several and any(numbers):
         low = 0  # one weight above 0 suffices
     if numbers and several == (numbers is v) and all(
-            isinstance(x, kind) and math.isfinite(x) and (x > 0 if low is None else x >= low) and x <= high and x < below
-            for x in numbers):
+            isinstance(x, kind) and math.isfinite(x) and (x > 0 if low is None else x >= low)
+            and x <= high and x < below for x in numbers):
         return ""
     wanted = [{"int": "a whole number", "float": "a number", "Numbers": "a tuple of numbers"}[f.type]]
     wanted += ["above 0"] if low is None else [f"from {low:g} on"] if low > -math.inf else []
@@ -717,8 +717,8 @@ def stages_of(config: Config) -> tuple[StageSteps, ...]:
     for row in c.stages:
         where, until = f"stages: {row!r}", row.until
         if row.extra_steps:
-            require(begin >= scheduled, f"{where} begins at step {begin}, within the schedule of {scheduled} steps; let "
-                    "only the last stages have extra_steps")
+            require(begin >= scheduled, f"{where} begins at step {begin}, and the schedule ends at step {scheduled}; "
+                    "let only the last stages have extra_steps")
             end = begin + row.extra_steps
         else:
             require(isinstance(until, int | float) and 0 < until < math.inf and (until <= 1 or until == int(until)),
@@ -731,7 +731,7 @@ def stages_of(config: Config) -> tuple[StageSteps, ...]:
             stages.append(StageSteps(begin, end, first, last))
         begin = end
     require(begin == c.num_steps, f"stages: the last stage ends at step {begin}, and num_steps is {c.num_steps}; let "
-            "it end at until=1, or give it extra_steps")
+            "it end at until=1")
     return tuple(stages)
 
 def values_of(row: Stage, config: Config, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -837,7 +837,7 @@ def usable_ranks(config: Config, most: int) -> int:
 # data
 
 HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1
-GPT2_VOCAB, GPT2_BOS = 50257, 50256  # where a header says nothing of them
+GPT2_VOCAB, GPT2_BOS = 50257, 50256  # for headers without an encoding
 
 class Encoding(NamedTuple):
     vocab_size: int
@@ -849,68 +849,78 @@ class Shard(NamedTuple):
     path: Path
     tokens: int
     encoding: Encoding
-    sha256: str = ""  # of the file when the run began, where it is known
+    sha256: str = ""  # of the file when the run began; empty if unknown
 
 def read_header(path: Path) -> Shard:
-    """Header words: 0 magic, 1 version, 2 tokens, 3 vocabulary, 4 BOS. RunError if the file is no whole shard."""
-    again = "delete it, then fetch or make it again"
-    require(path.is_file(), f"{path}: is no file; {again}")  # a pipe would be waited for
-    with open(path, "rb") as file:  # numpy would take what cannot be read for the end
+    """Read a shard's header. Its words: 0 magic, 1 version, 2 tokens, 3 vocabulary size, 4 BOS id.
+
+    Raise RunError if the file is not a complete shard.
+    """
+    again = "delete it, then fetch or create it again"
+    require(path.is_file(), f"{path}: not a regular file; {again}")  # opening a pipe would block
+    with open(path, "rb") as file:  # np.fromfile would treat a read error as the end of the file
         words, size = file.read(HEADER_INTS * 4), os.fstat(file.fileno()).st_size
-    require(len(words) == HEADER_INTS * 4, f"{path}: ends after {size} bytes, within its header of {HEADER_INTS * 4}; "
-           f"{again}")
+    require(len(words) == HEADER_INTS * 4, f"{path}: {size} bytes, less than a header of {HEADER_INTS * 4} bytes; "
+            f"{again}")
     header = np.frombuffer(words, dtype="<i4")
-    require(header[:2].tolist() == [MAGIC, VERSION], f"{path}: begins with {header[:2].tolist()}, a shard with "
-           f"[{MAGIC}, {VERSION}]; make it with a script of data/")
+    require(header[:2].tolist() == [MAGIC, VERSION], f"{path}: starts with {header[:2].tolist()}, and a shard with "
+            f"[{MAGIC}, {VERSION}]; create it with a script of data/")
     tokens = int(header[2])
-    whole = HEADER_INTS * 4 + 2 * tokens
-    require(size == whole, f"{path}: {size} bytes, but its header promises {tokens} tokens, {whole} bytes; {again}")
+    expected = HEADER_INTS * 4 + 2 * tokens
+    require(size == expected, f"{path}: {size} bytes, but {tokens} tokens, as in its header, take {expected} bytes; "
+            f"{again}")
     return Shard(path, tokens, Encoding(*(header[3:5].tolist() if header[3] else (GPT2_VOCAB, GPT2_BOS))))
 
 def find_shards(pattern: str, limit: int = 0) -> list[Shard]:
-    """The shards that match a glob pattern, by name, the first `limit` of them (0: all); all in one encoding."""
-    paths = sorted(ROOT / path for path in glob.glob(pattern, root_dir=ROOT))  # an absolute one stays as it is
-    require(paths, f"no shard matches {ROOT / pattern}; make some with data/stdlib.py, data/fineweb.py or data/text.py, "
-           "or name others with --train_files and --val_files")
+    """Find the shards that match a glob pattern, sorted by name; the first `limit` of them (0: all).
+
+    Raise RunError if there are none, or if their encodings differ.
+    """
+    paths = sorted(ROOT / path for path in glob.glob(pattern, root_dir=ROOT))  # an absolute pattern is possible too
+    require(paths, f"no shard matches {ROOT / pattern}; create shards with data/fineweb.py, data/stdlib.py or "
+            "data/text.py, or name others with --train_files and --val_files")
     shards = [read_header(path) for path in paths[:limit or None]]
     for shard in shards:
-        require(shard.encoding == shards[0].encoding, f"{shard.path}: {shard.encoding}, but {shards[0].path}: "
-               f"{shards[0].encoding}; shards of one run share one encoding")
+        require(shard.encoding == shards[0].encoding, f"{shard.path} has {shard.encoding}, and {shards[0].path} has "
+                f"{shards[0].encoding}; use shards of one encoding")
     return shards
 
 def sha256_of(data: Any) -> str:
     return hashlib.sha256(data).hexdigest()
 
 def load_tokens(shard: Shard) -> np.ndarray:
-    """All tokens of a shard, uint16 [tokens]. RunError if one is outside the vocabulary, or the file is another one."""
+    """Read all tokens of a shard, uint16 [tokens].
+
+    Raise RunError if a token is outside the vocabulary, or if the file has changed since the run began.
+    """
     raw = shard.path.read_bytes()
     same = len(raw) == HEADER_INTS * 4 + 2 * shard.tokens and (not shard.sha256 or shard.sha256 == sha256_of(raw))
-    require(same, f"{shard.path}: is not the file that it was when the run began; leave the data alone while a run "
-           "reads it, and start the run again")
+    require(same, f"{shard.path}: the file has changed since the run began; start the run again, and leave its data "
+            "unchanged while it runs")
     tokens = np.frombuffer(raw, dtype="<u2", offset=HEADER_INTS * 4)
     highest = int(tokens.max(initial=0))
     if highest >= shard.encoding.vocab_size:
         raise RunError(f"{shard.path}: token {highest} at position {tokens.argmax()}, but the vocabulary has "
-                       f"{shard.encoding.vocab_size}; it is damaged, or its header names another encoding: make it "
+                       f"{shard.encoding.vocab_size} tokens; the file is damaged, or its header is wrong: create it "
                        "again")
     return tokens
 
 class Documents(NamedTuple):
-    """Where the documents of one shard lie, in the order in which they are read."""
+    """Positions of one shard's documents, in the order in which they are read."""
 
     tokens: np.ndarray   # uint16 [tokens]
     starts: np.ndarray   # int64 [documents]
     lengths: np.ndarray  # int64 [documents]
 
 def index_documents(tokens: np.ndarray, bos_id: int) -> Documents:
-    """Find the documents (each opens with BOS). What comes before the first BOS belongs to none and is left out."""
+    """Find the documents; each begins with BOS. Tokens before the first BOS are left out."""
     starts = np.flatnonzero(tokens == bos_id)
     return Documents(tokens, starts, np.diff(starts, append=len(tokens)))
 
 def limit_documents(documents: Documents, longest: int, split: bool) -> tuple[Documents, np.ndarray]:
-    """Documents of at most `longest` tokens: the rest of each is left out, or split off as further documents behind it.
+    """Limit documents to `longest` tokens: drop the remaining tokens or, with `split`, make further documents of them.
 
-    Also returns of which document each is a piece, int64 [pieces].
+    Return the pieces, and for each the index of its document, int64 [pieces].
     """
     tokens, starts, lengths = documents
     pieces = -(-lengths // longest) if split else np.ones_like(lengths)
@@ -921,17 +931,18 @@ def limit_documents(documents: Documents, longest: int, split: bool) -> tuple[Do
 GOLDEN_RATIO = (5 ** 0.5 - 1) / 2
 
 def even_order(count: int, begin: float) -> np.ndarray:
-    """An order of 0 .. count - 1, int64 [count], of which any stretch comes evenly from all of them; begin, from 0 to
-    1, decides where in one cycle it begins. Multiples of the golden ratio, modulo 1, are spread so that those between
-    any two bounds come at nearly equal distances (Knuth, The Art of Computer Programming 3, 6.4)."""
+    """Permute 0 .. count - 1 with low discrepancy, int64 [count]: any stretch samples the whole range evenly.
+
+    `begin`, from 0 to 1, is the phase. The order is that of the multiples of the golden ratio modulo 1, which are
+    spread evenly (Knuth, The Art of Computer Programming 3, 6.4).
+    """
     return ((np.arange(count) * GOLDEN_RATIO + begin) % 1).argsort()
 
 def pack(offsets: np.ndarray, first: int, count: int, tokens: int) -> list[tuple[int, int, int]] | None:
-    """Which documents fill `count` micro-batches. Each takes one after another until it holds tokens + 1.
+    """Choose the documents that fill `count` micro-batches of tokens + 1 tokens each, from document `first` on.
 
-    offsets [documents + 1]: where each would begin, and the last end, if they stood one behind the other. first: the
-    document to begin with.
-    Returns for each (first document, last document, tokens of it that fit), or None if the documents run out.
+    offsets [documents + 1] are the cumulative lengths of the documents, from 0 on. Return (first document, last
+    document, tokens of the last that fit) of each micro-batch, or None if the documents run out.
     """
     taken = []
     for _ in range(count):
@@ -944,7 +955,10 @@ def pack(offsets: np.ndarray, first: int, count: int, tokens: int) -> list[tuple
     return taken
 
 def fill_micro_batch(documents: Documents, bos_id: int, first: int, last: int, last_tokens: int) -> np.ndarray:
-    """The tokens of one micro-batch, uint16 [tokens + 1]. BOS opens every document, later pieces of a split one too."""
+    """Concatenate the documents of one micro-batch, uint16 [tokens + 1].
+
+    Every document begins with BOS; in later pieces of a split document, BOS replaces the first token.
+    """
     lengths = documents.lengths[first:last + 1].copy()
     lengths[-1] = last_tokens
     starts = documents.starts[first:last + 1]
@@ -953,21 +967,21 @@ def fill_micro_batch(documents: Documents, bos_id: int, first: int, last: int, l
     return micro_batch
 
 class Position(NamedTuple):
-    """Where the next batch begins: a shard, and a document of it if each has at most `longest` tokens."""
+    """Start of the next batch: a shard, and a document of it when documents are limited to `longest` tokens."""
 
     shard: int = 0
     document: int = 0
     longest: int = 0
 
 class Stream:
-    """Batches of packed documents for one rank; the next shard is loaded and indexed in the background.
+    """Batches of packed documents for one rank. A thread loads and indexes the next shard in advance.
 
-    Rank r takes micro_batches / ranks micro-batches of a batch in a row, so what the ranks read together does not
-    depend on how many they are. A batch that would run past a shard's last document begins anew at the next. With
-    several epochs the shards follow one another again, shuffled anew where documents are shuffled.
+    Rank r takes micro_batches / ranks consecutive micro-batches of a batch, so the batch does not depend on the number
+    of ranks. A batch lies within one shard: when documents run out, the batch begins again in the next shard. Each
+    epoch reads all shards, in a new order of documents if they are shuffled.
 
-    digest sums, modulo 2**256, the SHA-256 of each micro-batch of this rank behind its step and its place in the step
-    (8 bytes each): the sum over the ranks does not depend on their number, and goes on where a run goes on.
+    digest is a sum modulo 2**256 of one SHA-256 per micro-batch of this rank: of its step and its index in the step
+    (8 bytes each), then its tokens. The sum over ranks does not depend on their number. A resumed run continues it.
     """
 
     def __init__(self, shards: list[Shard], config: Config, rank: int = 0, ranks: int = 1):
@@ -980,11 +994,11 @@ class Stream:
         self.position, self.digest = Position(), 0
 
     def _load(self, index: int) -> Documents:
-        """All documents of a shard, in the order of the run; long ones as pieces, which are shuffled each by itself."""
+        """Load all documents of a shard in the order of the run. Pieces of a split document are shuffled separately."""
         c, shard = self.config, self.shards[index]
         documents = index_documents(load_tokens(shard), shard.encoding.bos_id)
-        require(len(documents.starts), f"{shard.path}: no token is BOS ({shard.encoding.bos_id}), so no document "
-               "begins; make it again with a script of data/, or write its BOS id into header word 4")
+        require(len(documents.starts), f"{shard.path}: no BOS ({shard.encoding.bos_id}), so no document begins; "
+                "create it again with a script of data/, or write its BOS id into header word 4")
         if self.split:
             documents, _ = limit_documents(documents, self.longest, split=True)
         if c.shuffle:
@@ -994,22 +1008,24 @@ class Stream:
         return documents
 
     def _limit(self, index: int, longest: int) -> tuple[Documents, np.ndarray, np.ndarray]:
-        """A shard's documents of at most `longest` tokens, their offsets (see pack), and of what each is a
-        piece. Starts loading the shard after it, forgets the others."""
-        require(index < len(self.shards), f"the training data ran out: {self.described()}, but documents of at most "
-               f"{longest} did not fill {self.config.num_steps} steps; add shards, or lower --num_steps")
+        """Limit a shard's documents to `longest` tokens. Return pieces, offsets (see pack) and document of each.
+
+        Start to load the next shard; drop all others.
+        """
+        require(index < len(self.shards), f"the training data ran out: {self.description()}, but documents of at most "
+                f"{longest} tokens do not fill {self.config.num_steps} steps; add shards, or lower --num_steps")
         wanted = [i for i in (index, index + 1) if i < len(self.shards)]
         self.loaded = {i: self.loaded.get(i) or self.loader.submit(self._load, i) for i in wanted}
         documents, piece_of = limit_documents(self.loaded[index].result(), longest, self.split)
         return documents, np.append(0, np.cumsum(documents.lengths)), piece_of
 
     def _advance(self, plan: Plan) -> tuple[Documents, list[tuple[int, int, int]]]:
-        """What the next batch takes from which documents; the position moves behind it. RunError when the data ends."""
+        """Choose the documents of the next batch and advance the position. Raise RunError if the data run out."""
         index, document, before = self.position
         longest = plan.max_document_tokens
-        if document and before != longest:  # go on with the first document that no batch has begun
+        if document and before != longest:  # continue with the first document that no batch has read from
             piece_of = self.limit(index, before)[2]
-            unread = piece_of[document - 1] + 1  # what is left of a document that was split is skipped
+            unread = piece_of[document - 1] + 1  # unread pieces of the document before it are skipped
             document = int(np.searchsorted(self.limit(index, longest)[2], unread))
         while True:
             documents, offsets, _ = self.limit(index, longest)
@@ -1021,7 +1037,10 @@ class Stream:
         return documents, taken
 
     def next_batch(self, plan: Plan) -> list[np.ndarray]:
-        """This rank's micro-batches of the step, each uint16 [micro_batch_tokens + 1]. RunError when the data ends."""
+        """Return this rank's micro-batches of a step, each uint16 [micro_batch_tokens + 1].
+
+        Raise RunError if the data run out.
+        """
         documents, taken = self._advance(plan)
         own = len(taken) // self.ranks
         places = range(self.rank * own, (self.rank + 1) * own)
@@ -1032,18 +1051,18 @@ class Stream:
         return batch
 
     def check_enough(self) -> None:
-        """RunError if it is known already that the data ends before the run: exactly, where all is loaded."""
+        """Raise RunError if the data cannot suffice for the run. With at most two shards the check is exact."""
         c, needed = self.config, tokens_of_steps(self.config, self.config.num_steps)
-        require(sum(shard.tokens for shard in self.shards) >= needed, f"{self.described()}; {c.num_steps} steps read at "
-               f"least {needed}: add shards, or lower --num_steps")
+        require(sum(shard.tokens for shard in self.shards) >= needed, f"{self.description()}, and {c.num_steps} steps "
+                f"read at least {needed}; add shards, or lower --num_steps")
         if len(self.shards) <= 2 * c.epochs:
             start = self.position
             for step in range(c.num_steps):
                 self._advance(plan_of(c, step))
             self.position = start
 
-    def described(self) -> str:
-        times = f", read {self.config.epochs} times" * (self.config.epochs > 1)
+    def description(self) -> str:
+        times = f", read {self.config.epochs} times," * (self.config.epochs > 1)
         return (f"{len(self.shards) // self.config.epochs} shard(s) like {self.shards[0].path}{times} hold "
                 f"{sum(shard.tokens for shard in self.shards)} tokens")
 
@@ -1051,18 +1070,19 @@ class Stream:
         self.loader.shutdown(wait=False, cancel_futures=True)
 
 def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.ndarray:
-    """The first `tokens` predictions of the validation stream (0: all), int32 [sequences, length + 1], in its order.
+    """Cut the first `tokens` validation predictions (0: all) into sequences, int32 [sequences, length + 1].
 
-    Only a whole split may end within a sequence: what is beyond its end is -1, which is no target.
+    With tokens = 0 the last sequence is padded with -1, which the loss ignores.
     """
     wanted = max(2, tokens + 1 if tokens else sum(shard.tokens for shard in shards))
     begins = itertools.accumulate((shard.tokens for shard in shards), initial=0)
     held = [load_tokens(shard) for shard, begin in zip(shards, begins) if begin < wanted]
     stream = np.concatenate(held)[:wanted].astype(np.int32)
-    require(len(stream) >= wanted, f"validation needs {wanted} tokens, {len(shards)} shard(s) like {shards[0].path} "
-           f"hold {len(stream)}; fetch the whole split, or lower --val_tokens (a multiple of --val_len; 0: all)")
-    require((stream == shards[0].encoding.bos_id).any(), f"{shards[0].path}: no token is BOS "
-           f"({shards[0].encoding.bos_id}), so no document begins: make it again")
+    require(len(stream) >= wanted, f"validation needs {wanted} tokens, and {len(shards)} shard(s) like "
+            f"{shards[0].path} hold {len(stream)}; fetch the whole split, or lower --val_tokens (a multiple of "
+            "--val_len; 0: all)")
+    require((stream == shards[0].encoding.bos_id).any(), f"{shards[0].path}: no BOS ({shards[0].encoding.bos_id}), so "
+            "no document begins; create it again")
     padded = np.pad(stream, (0, -(len(stream) - 1) % length), constant_values=-1)
     return np.lib.stride_tricks.sliding_window_view(padded, length + 1)[::length]
 
