@@ -151,10 +151,16 @@ def test_impossible_param_groups_are_refused(rows, says):
 @pytest.mark.parametrize("config", [*train_gpt.PRESETS.values(), train_gpt.Config(**{**TINY, "loss_weights": (1.0, 0.5)})],
                          ids=[*train_gpt.PRESETS, "tiny"])
 def test_a_config_survives_json_and_flags(config):
-    assert train_gpt.config_of(json.loads(json.dumps(dataclasses.asdict(config)))) == config
+    assert train_gpt.config_of(json.loads(json.dumps(train_gpt.json_of(config)))) == config
     fields = [f.name for f in dataclasses.fields(config) if f.name != "resume"]
     argv = itertools.chain.from_iterable((f"--{name}", as_text(getattr(config, name))) for name in fields)
     assert parse(*argv, preset="speedrun")[1] == config
+
+
+@pytest.mark.parametrize("changes", [dict(stages="until long_window; 1 3"), dict(stages=None), dict(micro_tokens=1024)], ids=str)
+def test_a_config_of_another_version_is_a_type_error(changes):
+    with pytest.raises(TypeError):
+        train_gpt.config_of({**train_gpt.json_of(train_gpt.Config()), **changes})
 
 
 # the log
