@@ -1,14 +1,14 @@
 """A GPT speedrun: train a GPT-2-small-sized model to a validation loss of 3.28 on FineWeb as fast as possible.
 
-    ./run.sh                                      set up, fetch the data and train, on any machine
-    torchrun --nproc_per_node=8 train_gpt.py      the record's run, by hand
-    python train_gpt.py --preset laptop --help    one rank; every value of the config is a flag
+    ./run.sh                                    set up, fetch the data and train, on any machine
+    torchrun --nproc_per_node=8 train_gpt.py    train on eight GPUs, with data already fetched
+    python train_gpt.py --preset laptop         train on one rank; --help lists every flag
 
 This file is the whole experiment, and its source opens the log of every run. Read it from the top. A racer can stop
 after the training loop; the later sections keep a run safe.
 
     config          every value that decides a run, with its reason; presets; command-line flags
-    schedule        stages; plan_of(config, step) returns everything that depends on the step
+    schedule        stages, learning rate, momentum; plan_of(config, step) returns everything that depends on the step
     data            shards, document packing, a stream that preloads
     model           kernels, attention, MLP, blocks, GPT and its loss; no communication
     update rules    Adam and NorMuon: pure functions on tensors
@@ -115,35 +115,36 @@ Numbers = tuple[float, ...]
 
 def option(default: Any, why: str, choices: tuple[str, ...] = (), min: float | None = None, max: float = math.inf,
            exclusive_max: float = math.inf) -> Any:
-    """Declare a config field with the reason for its value. Without `min` a number must be above 0."""
+    """Declare a config field with the reason for its value. Without `min`, a number must be above 0."""
     return field(default=default, metadata={"why": why, "choices": choices, "min": min, "max": max,
                                             "exclusive_max": exclusive_max})
 
 @dataclass(frozen=True)
 class StageValues:
-    """Values that a stage may set. A stage that does not set one uses the flag of the same name."""
+    """Values that a stage may set. A value that a stage does not set is that of the flag of the same name."""
 
     micro_batches: int = option(8, "micro-batches per step over all ranks; ranks take equal shares")
     micro_batch_tokens: int = option(2048 * 16, "tokens per forward and backward pass: one packed sequence")
-    max_document_tokens: int = option(2048, "longest training document; keeps a batch from being one document", min=2)
+    max_document_tokens: int = option(2048, "longest training document; a batch then has many documents", min=2)
     long_window: int = option(3, "long attention window in blocks; the short window is half of it")
     peak_lr_factor: float = option(1.0, "factor on every learning rate before the cooldown", min=0)
-    loss_weights: Numbers = option((1.0,), "weights of the next token, the one after it, … in the objective")
+    loss_weights: Numbers = option((1.0,), "weights in the objective: next token, the one after it, …; such as 1,.5")
 
 @dataclass(frozen=True)
 class Ramp:
-    """A value that moves linearly from `first`, at a stage's first step, to `last`, at its end."""
+    """A value that changes linearly from `first`, at a stage's first step, to `last`, at its end."""
 
     first: float | Numbers
     last: float | Numbers
 
 def show_row(row: Any) -> str:
-    """Show a dataclass row as it is written, without fields at their default."""
+    """Show a row as it is written on the command line, without fields at their default."""
     shown = (f"{f.name}={getattr(row, f.name)!r}" for f in dataclasses.fields(row) if getattr(row, f.name) != f.default)
     return f"{type(row).__name__}({', '.join(shown)})"
 
-# until: a fraction of the scheduled steps or, above 1, the step at which the stage ends. extra_steps: the length of a
-# stage after the schedule, in place of `until`. The other fields are those of StageValues; None: the flag's value
+# Fields: until, the end of the stage (up to 1: a fraction of the scheduled steps; above 1: a step); extra_steps, the
+# length of a stage after the schedule, in place of `until`; and those of StageValues (None: the flag's value).
+# The scheduled steps are num_steps without all extra_steps
 Stage = dataclasses.make_dataclass(
     "Stage", [("until", float, 1.0), ("extra_steps", int, 0),
               *((f.name, f.type, None) for f in dataclasses.fields(StageValues))],
@@ -151,7 +152,7 @@ Stage = dataclasses.make_dataclass(
 
 @dataclass(frozen=True)
 class AdamGroup:
-    """How Adam updates one kind of parameters. None: the value of --adam_beta1, --adam_beta2, --adam_weight_decay."""
+    """How Adam updates one kind of parameters. None: the value of adam_beta1, adam_beta2 or adam_weight_decay."""
 
     kind: str
     lr_mul: float = 1.0  # times adam_lr
@@ -168,10 +169,10 @@ class MuonGroup:
     lr_mul: float = 1.0  # times muon_lr
     __repr__ = show_row
 
-# One row for each kind of parameters. `parameter(init, kind)` in the model names the kind
+# One row per kind of parameters. The model names the kind where it creates a parameter: parameter(init, kind)
 PARAM_GROUPS = (
-    AdamGroup("embed", lr_mul=75.0),         # embeddings start at unit scale and must move far
-    AdamGroup("value_embeds", lr_mul=75.0),  # likewise
+    AdamGroup("embed", lr_mul=75.0),  # embeddings start at unit scale and must move far
+    AdamGroup("value_embeds", lr_mul=75.0),
     AdamGroup("ngram_embeds", lr_mul=25.0),  # most rows get few gradients and must move far with each
     AdamGroup("head"),
     AdamGroup("scalars", lr_mul=5.0, weight_decay=0.0),  # mixing weights: faster than the head, slower than embeddings
@@ -188,98 +189,103 @@ PARAM_GROUPS = (
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """How gradients and parameters are exchanged. Only clip_norm and find_unused_parameters change what is computed;
-    world_size_invariant fixes the order of sums."""
+    """How ranks exchange gradients and parameters.
 
-    sync: str = option("hook", "start a reduce-scatter in backward (hook) or at the step (step)", ("hook", "step"))
-    update_order: str = option("launch", "buckets in the step: in launch order, or first layers first (forward)",
+    Only clip_norm and find_unused_parameters change the update. world_size_invariant fixes the order of its sums.
+    """
+
+    sync: str = option("hook", "start a reduce-scatter in backward (hook) or in the optimizer step (step)",
+                       ("hook", "step"))
+    update_order: str = option("launch", "update buckets in launch order, or from the first layer on (forward)",
                                ("launch", "forward"))
-    overlap_param_gather: bool = option(False, "the next forward waits for each parameter where it reads it")
-    find_unused_parameters: bool = option(False, "parameters may lack a gradient; unused ones stay unchanged")
-    check_grads: bool = option(False, "stop before a step with a non-finite gradient (a GPU must wait for it)")
+    overlap_param_gather: bool = option(False, "overlap all-gathers with the next forward, layer by layer")
+    find_unused_parameters: bool = option(False, "allow parameters without a gradient, which stay unchanged")
+    check_grads: bool = option(False, "stop before a step with a non-finite gradient (synchronizes the GPU)")
     clip_norm: float = option(0.0, "largest gradient norm over all parameters of a step (0: no clipping)", min=0)
     world_size_invariant: bool = option(False, "same bytes on any number of ranks: tree sums, one thread, no batching")
 
 @dataclass(frozen=True)
 class Config(SyncSettings, StageValues):
-    """Every value that decides a run. The defaults are those of record 44."""
+    """Every value that decides a run. The defaults are record 44 of the public speedrun."""
 
     seed: int = option(0, "seed of the initialization and of the document order", min=0, max=2 ** 63 - 1)
     target_val_loss: float = option(3.28, "target validation loss in nats per token (0: none)", min=0)
 
     # data
-    train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "training shards, relative to the script's folder")
-    val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "validation shards, relative to the script's folder")
-    train_shards: int = option(9, "training shards to use, by name (0: all); nine suffice for the record", min=0)
+    train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "training shards")
+    val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "validation shards")
+    train_shards: int = option(9, "training shards to read, in order of their names (0: all); the record needs nine",
+                               min=0)
     epochs: int = option(1, "passes over the training shards; the race allows one")
-    long_documents: str = option("cut", "cut: skip tokens beyond max_document_tokens; split: make further documents, "
-                                 "with BOS in place of their first token", ("cut", "split"))
-    shuffle: bool = option(False, "shuffle the documents of a shard by the seed (FineWeb is shuffled already)")
-    even_order: bool = option(False, "low-discrepancy shuffle: lowers the variance of short runs")
+    long_documents: str = option("cut", "cut: drop tokens beyond max_document_tokens; split: make documents of them",
+                                 ("cut", "split"))
+    shuffle: bool = option(False, "shuffle the documents of each shard by the seed (FineWeb is shuffled already)")
+    even_order: bool = option(False, "shuffle with low discrepancy, which lowers the variance of short runs")
     val_tokens: int = option(10_485_760, "validation tokens, from the start of the split (0: all)", min=0)
     val_len: int = option(4 * 64 * 1024, "tokens per validation sequence")
     val_every: int = option(250, "steps between validations (0: only at the end)", min=0)
 
     # model
-    layers: str = option("- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M", "one word per layer: S, L or P (attention "
-                         "with the short or the long window, or over pairs of heads), a digit (value table), M (MLP), "
-                         "- (empty), +N (skip connection from layer N), c in front (attention reads backout_layer)")
-    ngrams: str = option("", "n-gram embedding tables, N:ROWS:WIDTH each, such as 2:16384:64; fewer rows than n-grams "
-                         "are shared by a hash")
-    ngram_mix: float = option(0.0, "initial weight of n-gram embeddings in each layer's input (0: add them once)",
+    layers: str = option("- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M", "one word per layer: S or L (attention "
+                         "with the short or long window) or P (short window, pairs of heads), a digit (value table), "
+                         "M (MLP), +N (skip connection from layer N); c in front (attention reads the output of "
+                         "backout_layer); - (nothing)")
+    ngrams: str = option("", "n-gram embedding tables, N:ROWS:WIDTH each; with few rows, n-grams share them by hash")
+    ngram_mix: float = option(0.0, "initial weight of n-gram embeddings in the input of each layer (0: add them once)",
                               min=0)
     model_dim: int = option(768, "width of the residual stream")
     num_heads: int = option(6, "attention heads")
     head_dim: int = option(128, "width of a head; num_heads * head_dim must be model_dim")
-    gate_dim: int = option(12, "entries of the residual stream that the gates read")
+    gate_dim: int = option(12, "channels of the residual stream that the gates read")
     backout_layer: int = option(8, "layer whose output is partly subtracted before the head", min=0)
-    resid_lambda_init: float = option(1.0, "initial weight of the residual stream in a layer; above 1 favours later "
-                                      "layers")
-    sublayer_scales: bool = option(False, "attention and MLP each get learned weights for the residual stream, their "
-                                   "output, x0 and n-gram embeddings")
+    resid_lambda_init: float = option(1.0, "initial weight of the residual stream in each layer; above 1 favours "
+                                      "later layers")
+    sublayer_scales: bool = option(False, "learned weights of residual stream, output, x0 and n-gram embeddings for "
+                                   "attention and for MLP")
     skip_gates: bool = option(False, "gate skip connections by the token's embedding")
     value_gates: bool = option(False, "gate the value table per head and token")
     exclude_self: bool = option(False, "let unpaired heads remove a token's own value (XSA, arXiv:2603.09078)")
     pairing: str = option("neighbours", "heads that P pairs: neighbours 0 and 1, or halves 0 and num_heads / 2",
                           ("neighbours", "halves"))
-    key_offset: bool = option(False, "long-window keys take their unrotated part from the previous token, which enables "
-                              "induction heads in one layer")
+    key_offset: bool = option(False, "long-window keys: unrotated part from the previous token (induction heads in "
+                              "one layer)")
     output_init: float = option(0.0, "scale of the initial attention output matrices (0: zeros)", min=0)
     head_init: float = option(0.0, "standard deviation of the head's initialization", min=0)
     value_init: float = option(1.0, "standard deviation of the value tables' initialization", min=0)
-    untie_at: float = option(0.0, "fraction of the schedule during which head and embedding are tied (0: never)",
+    untie_at: float = option(0.0, "fraction of the schedule in which head and embedding are tied (0: never)",
                              min=0, max=1)
-    logit_cap: float = option(30.0, "logits = cap * sigmoid((x + logit_shift) / logit_softness)")
+    logit_cap: float = option(30.0, "logits = logit_cap * sigmoid((x + logit_shift) / logit_softness)")
     logit_shift: float = option(0.0, "see logit_cap", min=-math.inf)
     logit_softness: float = option(7.5, "see logit_cap")
-    # Adam's moments have the dtype of their parameter; the record's scalars have float32 moments too. Two roundings of
-    # the record are left out because float32 costs nothing there: the gates' moments, and the result of polar
-    dtype: str = option("bfloat16", "dtype of embeddings, head, gates, activations and polar; matrices stay float32 "
-                        "(use float32 on CPUs without bf16 units)", ("bfloat16", "float32"))
-    fp8_head: bool = option(True, "fp8 matrix product of the head in training, on GPUs that have it")
+    # Adam's moments have the dtype of their parameter, as in the record. The record also rounds the gates' moments and
+    # the result of polar to bf16; here they are float32, which costs nothing
+    dtype: str = option("bfloat16", "dtype of activations, embeddings, head and gates; float32 for CPUs without bf16",
+                        ("bfloat16", "float32"))
+    fp8_head: bool = option(True, "compute the head in fp8 during training, on GPUs that have fp8")
 
     # schedule
-    num_steps: int = option(2245, "training steps; fewer than the preset's shorten its step counts in proportion")
+    num_steps: int = option(2245, "training steps; with fewer, extra_steps and muon_momentum_* shrink in proportion")
     stages: tuple[Stage, ...] = option(
         (Stage(until=1/3, long_window=3), Stage(until=2/3, long_window=7), Stage(long_window=11),
          Stage(extra_steps=40, long_window=13)),
-        "stages in order, such as Stage(until=1/3, long_window=3), Stage(long_window=Ramp(1, 2)); until: fraction of "
-        "the scheduled steps or last step; extra_steps: steps after the schedule")
+        "such as Stage(until=1/3, long_window=3), Stage(peak_lr_factor=Ramp(1, 2)), Stage(extra_steps=40). until: end "
+        "(up to 1: fraction of the scheduled steps; above 1: step); extra_steps: length after the schedule")
     cooldown: float = option(0.5, "fraction of the scheduled steps in which the learning rate falls", min=0, max=1)
     lr_floor: float = option(0.1, "learning-rate factor at the end of the cooldown", min=0, max=1)
-    window_block: int = option(128, "tokens per block; windows are counted in blocks")
-    final_window: int = option(20, "long window of the last validation, in blocks; the rotary is not stretched for it")
+    window_block: int = option(128, "tokens per block of attention windows")
+    final_window: int = option(20, "long window of the last validation, in blocks; rotary embeddings stay as they are")
 
     # optimizers
     param_groups: tuple[AdamGroup | MuonGroup, ...] = option(
-        (), "rows that replace those of PARAM_GROUPS, such as AdamGroup(\"head\", lr_mul=0.5), MuonGroup(\"attn\")")
-    adam_lr: float = option(0.008, "Adam's learning rate before the multipliers of param_groups", min=0)
-    adam_beta1: float = option(0.65, "short memory: the last gradient of a token is old by its next", min=0,
+        (), "rows for single kinds of parameters, such as AdamGroup(\"head\", lr_mul=0.5, beta1=0.5), "
+        "MuonGroup(\"attn\"); each replaces the row of that kind in PARAM_GROUPS or in the preset")
+    adam_lr: float = option(0.008, "Adam's learning rate before lr_mul of param_groups", min=0)
+    adam_beta1: float = option(0.65, "decay of the first moment; low, because a token's gradients are far apart", min=0,
                                exclusive_max=1)
-    adam_beta2: float = option(0.95, "short memory of the second moment", min=0, exclusive_max=1)
-    adam_eps: float = option(1e-8, "keeps a parameter without gradient unchanged")
-    adam_fp32_moments: bool = option(False, "float32 moments for Adam, whatever the parameter's dtype")
-    adam_every: int = option(2, "steps between Adam updates, on the sum of their gradients")
+    adam_beta2: float = option(0.95, "decay of the second moment", min=0, exclusive_max=1)
+    adam_eps: float = option(1e-8, "added to the denominator; a parameter without gradient stays unchanged")
+    adam_fp32_moments: bool = option(False, "keep Adam's moments in float32, whatever the parameter's dtype")
+    adam_every: int = option(2, "steps per Adam update, which uses the sum of their gradients")
     lazy_tables: bool = option(False, "send and update only the n-gram rows that a step uses")
     adam_weight_decay: float = option(0.0, "cautious weight decay, times the squared learning rate", min=0)
     muon_lr: float = option(0.03, "NorMuon's learning rate: the size of an orthogonal update", min=0)
@@ -288,37 +294,38 @@ class Config(SyncSettings, StageValues):
     muon_momentum_low: float = option(0.85, "NorMuon's momentum at the first and the last step", min=0, exclusive_max=1)
     muon_momentum_rise: int = option(300, "steps of the momentum warm-up", min=0)
     muon_momentum_fall: int = option(50, "steps of the momentum cooldown", min=0)
-    muon_beta2: float = option(0.95, "NorMuon's second-moment decay", min=0, exclusive_max=1)
-    muon_qk_heads: int = option(0, "heads that share one matrix of queries or keys in NorMuon, with second moments per "
-                                "column (values, outputs: per row); 0: all heads, per column", min=0)
+    muon_beta2: float = option(0.95, "decay of NorMuon's second moment", min=0, exclusive_max=1)
+    # with muon_qk_heads, second moments are per column for queries and keys, per row for values and outputs; else all
+    # are per column
+    muon_qk_heads: int = option(0, "heads per matrix of queries or keys that NorMuon orthogonalizes (0: all heads)",
+                                min=0)
 
     # gradient sync (see also SyncSettings)
-    bucket_mb: float = option(72.0, "MiB of parameters per bucket (0: one bucket per parameter); the default is 8 of "
-                              "the record's largest matrices, one per rank", min=0)
-    grad_reduce_in_fp32: bool = option(False, "accumulate and send bf16 parameters' gradients in float32")
+    # the default bucket holds 8 of the record's largest matrices, one per rank
+    bucket_mb: float = option(72.0, "MiB of parameters per bucket (0: one bucket per parameter)", min=0)
+    grad_reduce_in_fp32: bool = option(False, "accumulate and send the gradients of bf16 parameters in float32")
     bf16_compress: bool = option(False, "send gradients in bf16")
 
     # machine
-    micro_batch_splits: int = option(1, "forward and backward passes per micro-batch; more need less GPU memory")
+    micro_batch_splits: int = option(1, "parts that each micro-batch is split into, to save GPU memory")
     compile: str = option("auto", "torch.compile for blocks, head and update rules; auto: on GPUs",
                           ("auto", "on", "off"))
-    attention: str = option("auto", "flash (FlashAttention 3 where installed), flex (FlexAttention) or masked (SDPA with "
-                            "masks); auto: flash on Hopper GPUs with version 3, flex on other GPUs, masked on CPUs",
-                            ("auto", "flash", "flex", "masked"))
+    # flash is FlashAttention 3 where it is installed, else torch's own
+    attention: str = option("auto", "masked: SDPA; auto: flash on Hopper with FlashAttention 3, flex on other GPUs, "
+                            "masked on CPUs", ("auto", "flash", "flex", "masked"))
     kernels: str = option("auto", "Triton kernels of the MLP; auto: on Hopper GPUs and later", ("auto", "on", "off"))
-    warmup_steps: int = option(30, "warm-up steps off the clock, over all stages; the state is restored after them",
-                               min=0)
-    timeout_s: int = option(300, "seconds until a collective without all ranks fails", max=10 ** 6)
-    profile: str = option("", "A:B writes a Chrome trace of steps A to B for each rank")
+    warmup_steps: int = option(30, "untimed warm-up steps over all stages; the state is restored after them", min=0)
+    timeout_s: int = option(300, "seconds until a collective fails if a rank does not join it", max=10 ** 6)
+    profile: str = option("", "A:B writes a Chrome trace of steps A to B per rank")
 
     # log and saved files
-    log_dir: str = option("logs", "folder of logs, checkpoints and models, relative to the script's folder")
-    run_id: str = option("", "name of the log (empty: time and launch)")
+    log_dir: str = option("logs", "folder of logs, checkpoints and models")
+    run_id: str = option("", "name of the log (empty: from the time and the launch)")
     train_loss_every: int = option(10, "steps between training losses in the log", min=0)
     save_every: int = option(0, "steps between checkpoints, off the clock (0: only on SIGTERM and SIGUSR1)", min=0)
     keep_checkpoints: int = option(2, "checkpoints to keep until the run has finished")
-    resume: str = option("", "checkpoint or log to resume from, or `latest`")
-    init_from: str = option("", "saved model or checkpoint to start from; never a record")
+    resume: str = option("", "checkpoint or log to resume from, or latest")
+    init_from: str = option("", "saved model or checkpoint to start from; such a run cannot be a record")
     save_model: bool = option(False, "save the trained model for sample.py and verify.py")
     race: str = option("", "set by records/race.py: ID:RUN:DECLARED_N:SIDE")
 
@@ -327,19 +334,19 @@ class Config(SyncSettings, StageValues):
         return getattr(torch, self.dtype)
 
 PRESETS = {
-    # By simulation overlapping gathers save 0.7 ms per step
+    # overlap_param_gather saves 0.7 ms per step on the simulated GPU (bench/dry_gpu.py)
     "speedrun": Config(overlap_param_gather=True, update_order="forward"),
     # Record 80 of the public speedrun; the hash of the bigram table is the only difference (bench/public_record.py).
-    # Later records are left out because only the whole of record 89 has shown that its 1,285 steps suffice:
-    # exclude_self (82), wider n-gram tables (83), fp8 in the MLP (84, 89), MUDD (81, 85), prefix targets (88)
+    # Records 81 to 89 add MUDD (81, 85), exclude_self (82), wider n-gram tables (83), fp8 in the MLP (84, 89) and
+    # prefix targets (88). They are left out: only record 89 as a whole has shown that its 1,285 steps suffice
     "frontier": Config(
-        # without the record's first layer, which does nothing; attention of the last layers reads backout_layer
+        # the record's empty first layer is left out
         layers="PM S0M P1M LM SM PM M+3 SM cS2M cP3M cL4M", backout_layer=7, value_gates=True, skip_gates=True,
         sublayer_scales=True, resid_lambda_init=1.1, pairing="halves", key_offset=True,
         ngrams="2:251520:768", ngram_mix=0.05, output_init=1.0, head_init=0.005, value_init=0.01, untie_at=2 / 3,
-        logit_cap=23.0, logit_shift=5.0,  # a lower cap, with more room below 0 than above
+        logit_cap=23.0, logit_shift=5.0,  # a lower cap; logits have more room below x = 0 than above
         num_steps=1480, cooldown=0.6, lr_floor=0.15,
-        stages=(  # batches grow, documents are short at first, and the loss looks ahead at first
+        stages=(  # batches and documents grow; the loss predicts several tokens ahead at first
             Stage(until=1/3, micro_batch_tokens=16384, max_document_tokens=896, long_window=3, peak_lr_factor=1.0,
                   loss_weights=Ramp((1.0, 0.5, 0.25), (1.0, 0.5, 0.0))),
             Stage(until=2/3, micro_batch_tokens=32768, max_document_tokens=2048, long_window=7, peak_lr_factor=1.52,
@@ -363,8 +370,8 @@ PRESETS = {
             MuonGroup("mlp_proj", lr_mul=4.0),
         ),
     ),
-    # The same code, small: bytes of the standard library on two CPU cores. Two narrow layers with n-gram tables: in a
-    # short run more tokens help more than more layers, and longer n-grams help more than both (LOG.md)
+    # A small run for two CPU cores on the bytes of Python's standard library. In a short run more tokens help more than
+    # more layers, and longer n-grams help more than both (LOG.md)
     "laptop": Config(
         target_val_loss=1.40, train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin",
         train_shards=0, max_document_tokens=257, long_documents="split", shuffle=True, even_order=True,
@@ -386,15 +393,15 @@ FREE_TO_CHANGE = {f.name for f in dataclasses.fields(SyncSettings)} - {"world_si
     "bucket_mb", "compile", "attention", "kernels", "warmup_steps", "timeout_s", "profile", "log_dir",
     "run_id", "save_every", "keep_checkpoints", "resume", "save_model", "train_files", "val_files"}
 
-# --help prints a title above each of these fields
-HELP_GROUPS = {"micro_batches": "values that stages may set", "sync": "gradient and parameter sync", "seed": "the run",
-               "train_files": "data", "layers": "model", "num_steps": "schedule", "param_groups": "optimizers",
-               "bucket_mb": "gradient buckets", "micro_batch_splits": "machine", "log_dir": "log and saved files"}
+# Titles in the order of --help: each holds the fields from the named one to the next name in this table
+HELP_GROUPS = {"seed": "the run", "train_files": "data", "layers": "model", "num_steps": "schedule",
+               "micro_batches": "values that stages may set", "param_groups": "optimizers", "sync": "gradient sync",
+               "bucket_mb": "gradient sync", "micro_batch_splits": "machine", "log_dir": "log and saved files"}
 
 def parse_rows(text: str) -> tuple[Any, ...]:
     """Evaluate rows such as `Stage(until=1/3, long_window=3), Stage(long_window=11)`.
 
-    Allows only the names below, numbers, fractions, strings and tuples. ArgumentTypeError on anything else.
+    Only the four row classes, numbers, fractions, strings and tuples are allowed. Raise ArgumentTypeError on others.
     """
     names = {row.__name__: row for row in (Stage, Ramp, AdamGroup, MuonGroup)}
 
@@ -412,9 +419,9 @@ def parse_rows(text: str) -> tuple[Any, ...]:
                 return names[name](*map(value, node.args), **{k.arg: value(k.value) for k in node.keywords})
         raise ValueError(f"{ast.unparse(node)!r} is neither a number, a string, a tuple nor one of {', '.join(names)}")
     try:
-        rows = value(ast.parse(f"[{text}]", mode="eval").body)
-        return rows[0] if len(rows) == 1 and isinstance(rows[0], tuple) else rows  # as PRESETS have them, in brackets
-    except (SyntaxError, ValueError, TypeError, ZeroDivisionError) as error:
+        rows = value(ast.parse(f"({text})", mode="eval").body)
+        return rows if isinstance(rows, tuple) else (rows,)
+    except (SyntaxError, ValueError, TypeError, ArithmeticError) as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {getattr(error, 'msg', error)}; write rows like Stage(until=1/3, "
                                          'long_window=3), or AdamGroup("head", lr_mul=0.5)') from None
 
@@ -437,33 +444,39 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; --help lists every flag\n")
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = group = Parser(
+    parser = Parser(
         prog="train_gpt.py", description=__doc__.split("\n\n")[0], allow_abbrev=False,
-        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=32, width=160),
+        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=40, width=160),
         usage="train_gpt.py [--preset NAME] [--flag VALUE ...]",
-        epilog="Every flag is a field of the config. Brackets show speedrun's value, and other presets' that differ.")
+        epilog="Every flag is a field of the config. Brackets show speedrun's value, and other presets' that differ. "
+               "Relative paths start at the script's folder.")
     parser.add_argument("--preset", choices=PRESETS, help="base of the values below (speedrun with a GPU, else laptop)")
+    groups = {title: parser.add_argument_group(title) for title in HELP_GROUPS.values()}
     for f in dataclasses.fields(Config):
         if f.name in HELP_GROUPS:
-            group = parser.add_argument_group(HELP_GROUPS[f.name])
+            group = groups[HELP_GROUPS[f.name]]
         aliases = ["--exact"] if f.name == "world_size_invariant" else []
         choices, parse = f.metadata["choices"] or None, PARSERS.get(f.type, parse_rows)
-        group.add_argument(f"--{f.name}", *aliases, type=parse, choices=choices,
-                           metavar=None if choices else "ROWS" if parse is parse_rows else f.type.upper(),
-                           help=(f.metadata["why"] + preset_values(f)).replace("%", "%%"))
+        group.add_argument(
+            f"--{f.name}", *aliases, type=parse, choices=choices,
+            metavar=None if choices else "ROWS" if parse is parse_rows else f.type.upper(),
+            help=(f.metadata["why"] + preset_values(f)).replace("%", "%%"))
     return parser
 
 def preset_values(f: dataclasses.Field) -> str:
     """Show speedrun's value of a field, and those of other presets that differ. Rows are too long to show."""
-    usual, *others = (str(getattr(preset, f.name)) or "empty" for preset in PRESETS.values())
+    if f.type not in PARSERS:
+        return ""
+    usual, *others = (f"{v:.4g}" if isinstance(v, float) else ",".join(map(str, v)) if isinstance(v, tuple) else
+                      str(v) or "empty" for v in (getattr(preset, f.name) for preset in PRESETS.values()))
     differ = (f"{name}: {value}" for name, value in zip([*PRESETS][1:], others) if value != usual)
-    return "" if f.type not in PARSERS else f" ({'; '.join([usual, *differ])})"
+    return f" ({'; '.join([usual, *differ])})"
 
 def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]:
-    """Parse flags into the preset's name and the config. A resumed run takes its checkpoint's config; only
-    FREE_TO_CHANGE may differ.
+    """Parse flags into the preset's name and the config.
 
-    SystemExit on an unknown or ill-typed flag, RunError where there is nothing to resume.
+    A resumed run has the config of its checkpoint; only fields in FREE_TO_CHANGE may differ. Raise SystemExit on an
+    unknown or ill-typed flag, RunError if there is no checkpoint to resume from.
     """
     given = {name: v for name, v in vars(make_parser().parse_args(argv)).items() if v is not None}
     preset = given.pop("preset", default_preset)
@@ -473,22 +486,22 @@ def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]
     config = dataclasses.replace(usual, **shortened(usual, given.get("num_steps", usual.num_steps)) | given)
     idle = [f.name for f in dataclasses.fields(StageValues) if f.name in given and "stages" not in given
             and all(getattr(stage, f.name) is not None for stage in usual.stages)]
-    require(not idle, f"--{', --'.join(idle)} would have no effect: every stage of {preset} sets it. Give --stages with "
-            f"other values: {', '.join(map(repr, config.stages))}")
+    require(not idle, f"--{', --'.join(idle)} has no effect, because every stage of {preset} sets that value; change "
+            f"it in --stages '{', '.join(map(repr, config.stages))}'")
     if not config.resume:
         return preset, config
     path, fixed = find_checkpoint(config), sorted(given.keys() - FREE_TO_CHANGE)
     require(not fixed, f"--resume continues {path}; leave out --{', --'.join(fixed)}, which would make it another run")
-    saved = load_file(path, check=False)  # `resume` checks it where it takes the state
+    saved = load_file(path, check=False)  # its checksum is verified when the state is loaded
     try:
         given.update(run_id=saved["run_id"], log_dir=str(path.parent), resume=str(path))
         return saved["preset"], dataclasses.replace(config_of(saved["config"]), **given)
     except (KeyError, TypeError) as error:
-        raise RunError(f"{path}: not a checkpoint of this version of train_gpt.py ({error}). Name another one, or "
-                       "resume with the version whose source the log holds") from error
+        raise RunError(f"{path}: not a checkpoint of this version of train_gpt.py ({error}); name another one, or "
+                       "resume with the version whose source opens its log") from error
 
 def shortened(preset: Config, num_steps: int) -> dict[str, Any]:
-    """Scale the step counts of a preset to a shorter run. A longer run keeps them."""
+    """Scale the preset's step counts to a run of fewer steps. A longer run keeps them."""
     def scaled(steps: int) -> int:
         return steps * min(num_steps, preset.num_steps) // preset.num_steps
     stages = [dataclasses.replace(stage, extra_steps=scaled(stage.extra_steps)) for stage in preset.stages]
@@ -497,15 +510,18 @@ def shortened(preset: Config, num_steps: int) -> dict[str, Any]:
             **{name: max(1, scaled(getattr(preset, name))) for name in ("muon_momentum_rise", "muon_momentum_fall")}}
 
 def json_of(config: Config) -> dict[str, Any]:
-    """The JSON form of a config: rows as the command line takes them."""
+    """Return the JSON form of a config. Rows are text, as on the command line."""
     return {f.name: getattr(config, f.name) if f.type in PARSERS else ", ".join(map(repr, getattr(config, f.name)))
             for f in dataclasses.fields(config)}
 
 def config_of(fields: dict[str, Any]) -> Config:
-    """Rebuild a config from its JSON form."""
-    types = {f.name: f.type for f in dataclasses.fields(Config)}
-    return Config(**{name: tuple(v) if isinstance(v, list) else parse_rows(v) if types.get(name, "str") not in PARSERS else v
-                     for name, v in fields.items()})
+    """Rebuild a config from its JSON form. Raise TypeError if another version of this script wrote it."""
+    rows = {f.name for f in dataclasses.fields(Config) if f.type not in PARSERS}
+    try:
+        return Config(**{name: parse_rows(v) if name in rows else tuple(v) if isinstance(v, list) else v
+                         for name, v in fields.items()})
+    except argparse.ArgumentTypeError as error:
+        raise TypeError(str(error)) from None
 
 def profiled_steps(config: Config) -> range:
     first, last = map(int, config.profile.split(":"))
@@ -524,14 +540,14 @@ def parse_layers(words: str) -> tuple[Layer, ...]:
     """Parse Config.layers: `S1M+5` -> Layer("S", 1, True, skip_from=5). RunError on an invalid word."""
     def parse(word: str) -> Layer:
         found = re.fullmatch(r"-|(?=[^+])(?:(c?)([SLP])(\d?))?(M?)(?:\+(\d+))?", word)
-        require(found, f"layers: {word!r} is not a layer. Write S, L or P, optionally a digit, M, +N, and c in front; or "
-                "M; or -")
+        require(found, f"layers: {word!r} is not a layer; write S, L or P, optionally with a digit, M, +N, and c in "
+                "front, such as cS1M+0; or M; or -")
         reads_backout, window, table, mlp, skip = found.groups()
         return Layer(window, int(table) if table else None, bool(mlp), bool(reads_backout), int(skip) if skip else None)
     return tuple(map(parse, words.split()))
 
 def saved_layers(config: Config) -> set[int]:
-    """Find the layers whose outputs later layers or the head read."""
+    """Return the layers whose outputs later layers or the head read."""
     return {layer.skip_from for layer in parse_layers(config.layers)} - {None} | {config.backout_layer}
 
 class Ngrams(NamedTuple):
@@ -545,12 +561,12 @@ def parse_ngrams(words: str) -> tuple[Ngrams, ...]:
     """Parse Config.ngrams: `2:16384:64` -> Ngrams(2, 16384, 64). RunError on an invalid word."""
     def parse(word: str) -> Ngrams:
         table = re.fullmatch(r"([2-9]):([1-9][0-9]*):([1-9][0-9]*)", word)
-        require(table, f"ngrams: {word!r} is not a table. Write N:ROWS:WIDTH, such as 2:16384:64, with N from 2 to 9")
+        require(table, f"ngrams: {word!r} is not a table; write N:ROWS:WIDTH, such as 2:16384:64, with N from 2 to 9")
         return Ngrams(*map(int, table.groups()))
     return tuple(map(parse, words.split()))
 
 def param_groups(config: Config) -> dict[str, AdamGroup | MuonGroup]:
-    """Map each kind of parameters to its row: config.param_groups replace PARAM_GROUPS."""
+    """Map each kind of parameters to its row. Rows of config.param_groups replace those of PARAM_GROUPS."""
     groups = {group.kind: group for group in (*PARAM_GROUPS, *config.param_groups)}
     return groups | {"embed": groups["head"]} if config.untie_at else groups  # a tied embedding learns as the head
 
@@ -561,7 +577,7 @@ def moment_bytes(config: Config) -> int:
     return 4 if config.adam_fp32_moments else config.torch_dtype.itemsize
 
 def check_config(config: Config, ranks: int) -> None:
-    """RunError that lists every value that is impossible by itself or for this number of ranks."""
+    """Raise a RunError that lists all values that are impossible by themselves or for this number of ranks."""
     c = config
     wrong = [message for f in dataclasses.fields(c) if (message := out_of_range(f, getattr(c, f.name)))]
 
@@ -577,13 +593,14 @@ def check_config(config: Config, ranks: int) -> None:
          "give a multiple, or 0 for the whole split")
     want("/" not in c.run_id and c.run_id not in (".", ".."), f"run_id is {c.run_id!r}; it must be a file name without "
          "'/'")
-    want(not c.race or re.fullmatch(r"[^:]+:\d+:\d+:[^:]*", c.race), f"race is {c.race!r}; only records/race.py sets it")
+    want(not c.race or re.fullmatch(r"[^:]+:\d+:\d+:[^:]*", c.race), f"race is {c.race!r}; leave it out, because only "
+         "records/race.py sets it")
     steps = profiled_steps(c) if re.fullmatch(r"\d+:\d+", c.profile) else ()
     want(not c.profile or steps and steps[-1] < c.num_steps,
-         f"profile is {c.profile!r}; give the first and the last step, like 10:13, below num_steps {c.num_steps}")
+         f"profile is {c.profile!r}; give the first and the last step, such as 10:13, below num_steps {c.num_steps}")
     for name in ("bf16_compress", "clip_norm", "find_unused_parameters"):
         want(not (c.world_size_invariant and getattr(c, name)), f"world_size_invariant excludes {name}, whose sums "
-             f"depend on the number of ranks; leave out one of them")
+             "depend on the number of ranks; leave out one of them")
     want(c.attention != "flash" or c.dtype == "bfloat16",
          f"attention flash computes in bfloat16, and dtype is {c.dtype}; use --attention auto")
     want(c.attention != "flash" or not c.world_size_invariant, "world_size_invariant excludes attention flash, whose "
@@ -591,36 +608,36 @@ def check_config(config: Config, ranks: int) -> None:
     known = len(wrong)
     try:
         for stage in stages_of(c):
-            if len(wrong) > known:  # most mistakes repeat in every stage
+            if len(wrong) > known:  # most mistakes are the same in every stage
                 break
             n, ahead = stage.first["micro_batches"], len(stage.first["loss_weights"])
             where = f"the stage from step {stage.begin} on has {n} micro-batches"
             want(ranks > 0 and n % ranks == 0, f"{where}, which {ranks} ranks cannot share evenly; start "
                  f"{usable_ranks(c, ranks)} ranks (--nproc_per_node), or change --micro_batches")
-            want(not c.world_size_invariant or n & (n - 1) == 0 and ranks & (ranks - 1) == 0, "world_size_invariant sums "
-                 f"a batch as a binary tree; {where} on {ranks} ranks: make both powers of two")
-            want(ahead <= stage.first["micro_batch_tokens"], f"loss_weights looks {ahead} tokens ahead from step "
-                 f"{stage.begin} on, and a micro-batch has {stage.first['micro_batch_tokens']}; give fewer weights")
+            want(not c.world_size_invariant or n & (n - 1) == 0 and ranks & (ranks - 1) == 0, "world_size_invariant "
+                 f"sums a batch as a binary tree, and {where} on {ranks} ranks; make both powers of two")
+            want(ahead <= stage.first["micro_batch_tokens"], f"loss_weights has {ahead} weights from step "
+                 f"{stage.begin} on, and a micro-batch has {stage.first['micro_batch_tokens']} tokens; give fewer")
         check_layers(c, ranks, want)
     except RunError as error:
         wrong.append(str(error))
     require(not wrong, "; ".join(wrong))
 
 def check_layers(c: Config, ranks: int, want: Callable[[Any, str], None]) -> None:
-    """Check the layers, the tables and the parameter groups against the other values. RunError on an invalid word."""
+    """Check layers, n-gram tables and parameter groups. Raise RunError on an invalid word or row."""
     layers = parse_layers(c.layers)
     want(layers, "layers is empty; give at least one layer")
     widest = max((table.width for table in parse_ngrams(c.ngrams)), default=0)
     want(widest <= c.model_dim, f"ngrams: a table is {widest} wide; its width must be at most model_dim, {c.model_dim}")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # each rank holds parameters and gradients, and the saved and gathered state during the warm-up; two moments
+    # each rank holds parameters, gradients and, during the warm-up, a saved copy of the state
     here, size, moment = env_int("LOCAL_WORLD_SIZE", ranks), c.torch_dtype.itemsize, moment_bytes(c)
     needed = ngram_entries(c) * (here * ((3 - c.lazy_tables) * size + 4 * moment) + 2 * moment)
     want(needed <= memory, f"ngrams: training the tables takes {needed >> 30} GiB, and this machine has "
          f"{memory >> 30}; give them fewer rows")
     want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
     want(not any(layer.reads_backout for layer in layers[:c.backout_layer + 1]), "layers: c reads the output of "
-         f"backout_layer {c.backout_layer}; use it only in later layers")
+         f"backout_layer {c.backout_layer}; write it only in later layers")
     for i, layer in enumerate(layers):
         want(layer.skip_from is None or layer.skip_from < i, f"layers: layer {i} has a skip connection from layer "
              f"{layer.skip_from}; it must come from an earlier layer")
@@ -630,43 +647,46 @@ def check_layers(c: Config, ranks: int, want: Callable[[Any, str], None]) -> Non
          "in layers, such as S0M; add one or leave out value_gates")
     want(not c.untie_at or c.head_init, f"untie_at is {c.untie_at:g} and head_init 0: a tied head of zeros learns "
          "nothing; give --head_init 0.005")
-    given = {group.kind for group in c.param_groups}
-    unknown = given - {group.kind for group in PARAM_GROUPS}
-    want(not unknown, f"param_groups: unknown kinds {', '.join(map(repr, sorted(unknown, key=str)))}; the kinds are "
-         f"{', '.join(group.kind for group in PARAM_GROUPS)}")
     for group in c.param_groups:
+        require(isinstance(group, AdamGroup | MuonGroup), f"param_groups: {group!r} is not a group; write "
+                "AdamGroup(\"head\", lr_mul=0.5) or MuonGroup(\"attn\")")
         for name, below in (("lr_mul", math.inf), ("beta1", 1), ("beta2", 1), ("weight_decay", math.inf)):
             v = getattr(group, name, None)
             want(v is None or isinstance(v, int | float) and 0 <= v < below, f"param_groups: {group} has {name} {v!r}; "
-                 f"it must be a number from 0 on, betas below 1")
-    want(not (c.untie_at and "embed" in given), "param_groups has a row for embed, which learns as the head while "
-         "untie_at is above 0; leave the row out")
-    want(not c.ngram_mix or c.ngrams, f"ngram_mix is {c.ngram_mix} without n-gram tables; give --ngrams, or leave it out")
+                 "it must be a number from 0 on" + ", below 1" * (below == 1))
+    given, kinds = {group.kind for group in c.param_groups}, [group.kind for group in PARAM_GROUPS]
+    unknown = ", ".join(map(repr, sorted(given - {*kinds}, key=str)))
+    want(not unknown, f"param_groups: unknown kinds {unknown}; the kinds are {', '.join(kinds)}")
+    want(not (c.untie_at and "embed" in given), "param_groups has a row for embed, but with untie_at the row of head "
+         "applies to it; leave the row out")
+    want(not c.ngram_mix or c.ngrams, f"ngram_mix is {c.ngram_mix} without n-gram tables; give --ngrams, or leave it "
+         "out")
     want(not c.key_offset or any(layer.window == "L" for layer in layers), "key_offset needs a layer with the long "
          "window; write L for one, or leave it out")
-    want(not c.muon_qk_heads or c.num_heads % c.muon_qk_heads == 0, f"muon_qk_heads is {c.muon_qk_heads}; it must divide "
-         f"num_heads, {c.num_heads}, or be 0")
+    want(not c.muon_qk_heads or c.num_heads % c.muon_qk_heads == 0, f"muon_qk_heads is {c.muon_qk_heads}; it must "
+         f"divide num_heads, {c.num_heads}, or be 0")
     want(c.num_heads % 2 == 0 or all(layer.window != "P" for layer in layers), "layers: P pairs heads, and "
          f"num_heads is {c.num_heads}; make it even, or write S")
     tables = {layer.value_table for layer in layers} - {None}
     want(tables == set(range(len(tables))), f"layers use the value tables {sorted(tables)}; number them from 0 on")
 
 def out_of_range(f: dataclasses.Field, v: Any) -> str:
-    """Say how a number, or one of several, breaks its field's declaration; empty if it does not."""
+    """Say how a number, or a tuple of numbers, violates its field's declaration; empty if it does not."""
     if f.type not in ("int", "float", "Numbers"):
         return ""
     low, high, below = (f.metadata[name] for name in ("min", "max", "exclusive_max"))
-    numbers = v if f.type == "Numbers" and isinstance(v, tuple) else [v]
-    if f.type == "Numbers" and any(numbers):
-        low = 0
-    kind = int if f.type == "int" else int | float
-    if all(isinstance(x, kind) and math.isfinite(x) and (x > 0 if low is None else x >= low) and x <= high and x < below
-           for x in numbers) and (f.type != "Numbers" or numbers is v):
+    several, kind = f.type == "Numbers", int if f.type == "int" else int | float
+    numbers = v if several and isinstance(v, tuple) else (v,)
+    if several and any(numbers):
+        low = 0  # one weight above 0 suffices
+    if numbers and several == (numbers is v) and all(
+            isinstance(x, kind) and math.isfinite(x) and (x > 0 if low is None else x >= low)
+            and x <= high and x < below for x in numbers):
         return ""
     wanted = [{"int": "a whole number", "float": "a number", "Numbers": "a tuple of numbers"}[f.type]]
     wanted += ["above 0"] if low is None else [f"from {low:g} on"] if low > -math.inf else []
     wanted += [f"{words} {bound:g}" for words, bound in (("at most", high), ("below", below)) if bound < math.inf]
-    return f"{f.name} is {v}; it must be {', '.join(wanted)}"
+    return f"{f.name} is {v!r}; it must be {', '.join(wanted)}"
 
 # ------------------------------------------------------------------------------------------------------------------
 # schedule
@@ -678,7 +698,7 @@ class Windows(NamedTuple):
     short: int
 
 class StageSteps(NamedTuple):
-    """Steps [begin, end) of a stage, with its StageValues at the first step and, where a value is a Ramp, at the end."""
+    """Steps [begin, end) of a stage, with its StageValues at step `begin` and at step `end`; only a Ramp's differ."""
 
     begin: int
     end: int
@@ -687,36 +707,38 @@ class StageSteps(NamedTuple):
 
 @functools.lru_cache(maxsize=16)
 def stages_of(config: Config) -> tuple[StageSteps, ...]:
-    """Compute the steps and values of each stage; stages without a step are left out. RunError on an invalid stage."""
-    c, scheduled = config, scheduled_steps(config)
+    """Compute the steps and values of each stage; leave out stages without a step. Raise RunError on an invalid one."""
+    c = config
+    for row in c.stages:
+        require(isinstance(row, Stage), f"stages: {row!r} is not a stage; write Stage(until=1/2, …)")
+        require(isinstance(row.extra_steps, int) and row.extra_steps >= 0, f"stages: {row!r} has extra_steps "
+                f"{row.extra_steps!r}; they must be a whole number, from 0 on")
+    stages, begin, scheduled = [], 0, scheduled_steps(c)
     require(scheduled > 0, f"stages: the extra steps leave {scheduled} of num_steps {c.num_steps} for the schedule; "
             "raise --num_steps, or give --stages with fewer extra steps")
-    stages, begin = [], 0
     for row in c.stages:
-        require(isinstance(row, Stage), f"stages: {row!r} is not a stage; write Stage(until=…, …)")
-        where = f"stages: {row!r}"
+        where, until = f"stages: {row!r}", row.until
         if row.extra_steps:
-            require(isinstance(row.extra_steps, int) and row.extra_steps > 0 and begin >= scheduled, f"{where} has "
-                    "extra_steps; they must be a whole number, and only the last stages may have them")
+            require(begin >= scheduled, f"{where} begins at step {begin}, and the schedule ends at step {scheduled}; "
+                    "let only the last stages have extra_steps")
             end = begin + row.extra_steps
         else:
-            require(isinstance(row.until, int | float) and 0 < row.until < math.inf
-                    and (row.until <= 1 or row.until == int(row.until)),
-                    f"{where} ends at {row.until!r}; give a fraction of the schedule, or a whole step above 1")
-            end = math.ceil(round(row.until if row.until > 1 else row.until * scheduled, 6))  # 1/3 is not exact
-            require(begin <= end <= scheduled, f"{where} ends before step {end}; it must end between step {begin}, the "
-                    f"end of the stage before it, and {scheduled}, the number of scheduled steps")
+            require(isinstance(until, int | float) and 0 < until < math.inf and (until <= 1 or until == int(until)),
+                    f"{where} has until={until!r}; give a fraction of the scheduled steps, or a whole step above 1")
+            end = math.ceil(round(until if until > 1 else until * scheduled, 6))  # until=1/3 is not exactly a third
+            require(begin <= end <= scheduled, f"{where} ends at step {end}; it must end between step {begin}, where "
+                    f"the stage before it ends, and step {scheduled}, where the schedule ends")
         first, last = values_of(row, c, where)
         if end > begin:
             stages.append(StageSteps(begin, end, first, last))
         begin = end
-    require(begin == c.num_steps, f"stages: the last stage ends before step {begin} of num_steps {c.num_steps}; let it "
-            "end at until=1")
+    require(begin == c.num_steps, f"stages: the last stage ends at step {begin}, and num_steps is {c.num_steps}; let "
+            "it end at until=1")
     return tuple(stages)
 
 def values_of(row: Stage, config: Config, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read the StageValues at the start and the end of a stage. RunError on an impossible value."""
-    both = {}, {}
+    """Compute a stage's StageValues at its first step and at its end. Raise RunError on an impossible value."""
+    both, splits = ({}, {}), max(1, config.micro_batch_splits)
     for f in dataclasses.fields(StageValues):
         v = getattr(row, f.name)
         v = getattr(config, f.name) if v is None else v
@@ -725,8 +747,11 @@ def values_of(row: Stage, config: Config, where: str) -> tuple[dict[str, Any], d
             wrong = out_of_range(f, end)
             require(not wrong, f"{where}: {wrong}")
             values[f.name] = end
-    splits = config.micro_batch_splits
+        require(f.type != "Numbers" or len(ends[0]) == len(ends[1]), f"{where}: the ends of {v} differ in length; pad "
+                "the shorter one with zeros")
     for values in both:
+        require(values["micro_batch_tokens"] % splits == 0, f"{where}: micro_batch_splits is {splits}; it must divide "
+                f"micro_batch_tokens, {values['micro_batch_tokens']}")
         values["micro_batches"] *= splits
         values["micro_batch_tokens"] //= splits
     return both
@@ -738,13 +763,13 @@ class Plan(StageValues):
     step: int = 0
     lr_factor: float = 1.0  # on every learning rate
     momentum: float = Config.muon_momentum  # NorMuon's
-    windows: Windows = Windows(0, 0)  # of the training step, and of a validation before it
-    rotary_windows: tuple[int, ...] = ()  # the long windows so far, in tokens; the rotary is stretched to each in turn
+    windows: Windows = Windows(0, 0)  # also those of a validation before this step
+    rotary_windows: tuple[int, ...] = ()  # long windows so far, in tokens; the rotary is stretched from one to the next
     tied: bool = False  # head and embedding share weights before this step
     unties: bool = False  # the embedding gets weights of its own at this step
 
 def plan_of(config: Config, step: int) -> Plan:
-    """Compute the plan of a step. Step num_steps trains nothing; its plan is that of the last validation."""
+    """Compute the plan of a step. The plan of step num_steps is that of the last validation."""
     c, stages = config, stages_of(config)
     at = max(i for i, stage in enumerate(stages) if stage.begin <= step)
     stage = stages[at]
@@ -764,14 +789,14 @@ def interpolate(first: Any, last: Any, done: float) -> Any:
     return first if first == last else first + done * (last - first)
 
 def lr_factor(config: Config, step: int, peak: float) -> float:
-    """Learning-rate schedule: `peak` until the cooldown, then linear down to lr_floor at the end of the schedule."""
+    """Learning-rate schedule: `peak` until the cooldown, then linear to lr_floor at the end of the scheduled steps."""
     c, scheduled = config, scheduled_steps(config)
-    done = min(0.9999, step / scheduled)  # as in the record, which never reaches the floor
+    done = min(0.9999, step / scheduled)  # below 1 as in the record, which never quite reaches lr_floor
     left = min(1.0, (1 - done) / c.cooldown) if c.cooldown else 1.0
     return peak * left + (1 - left) * c.lr_floor
 
 def momentum(config: Config, step: int) -> float:
-    """NorMuon's momentum: rises in the first steps, falls in the last."""
+    """NorMuon's momentum schedule: linear warm-up in the first steps, linear cooldown in the last."""
     c, fall_from = config, config.num_steps - config.muon_momentum_fall
     height = 1.0
     if step < c.muon_momentum_rise:
@@ -781,17 +806,19 @@ def momentum(config: Config, step: int) -> float:
     return c.muon_momentum_low + height * (c.muon_momentum - c.muon_momentum_low)
 
 def scheduled_steps(config: Config) -> int:
-    """Count the steps without those of stages with extra_steps."""
-    return config.num_steps - sum(stage.extra_steps for stage in config.stages if isinstance(stage, Stage))
+    """Count the steps of the run without extra_steps."""
+    return config.num_steps - sum(stage.extra_steps for stage in config.stages)
 
 def first_untied_step(config: Config) -> int:
-    """The step from which the embedding has weights of its own: after the first Adam update at or after untie_at.
-    0 or beyond the last step: none."""
+    """Return the first step with an untied embedding: after the first Adam update at or after untie_at.
+
+    0 or a step beyond the last: the embedding is never untied.
+    """
     cycles = math.ceil(scheduled_steps(config) * config.untie_at) // config.adam_every + 1
     return cycles * config.adam_every if config.untie_at else 0
 
 def longest_window(config: Config) -> int:
-    """The longest attention window of the run, in tokens."""
+    """Return the longest attention window of the run, in tokens."""
     return max(config.final_window, *(stage.first["long_window"] for stage in stages_of(config))) * config.window_block
 
 def tokens_of_steps(config: Config, steps: int) -> int:
@@ -800,11 +827,11 @@ def tokens_of_steps(config: Config, steps: int) -> int:
                for s in stages_of(config) if s.begin < steps)
 
 def micro_batch_lengths(config: Config) -> set[int]:
-    """Micro-batch lengths of all stages, in tokens."""
+    """Return the lengths of micro-batches in all stages, in tokens."""
     return {stage.first["micro_batch_tokens"] for stage in stages_of(config)}
 
 def usable_ranks(config: Config, most: int) -> int:
-    """The largest number of ranks, at most `most`, that can share the micro-batches of every stage evenly."""
+    """Return the largest number of ranks, at most `most`, that can share every stage's micro-batches evenly."""
     shared = math.gcd(*(stage.first["micro_batches"] for stage in stages_of(config)))
     return max(ranks for ranks in range(1, max(1, most) + 1) if shared % ranks == 0)
 
@@ -812,7 +839,7 @@ def usable_ranks(config: Config, most: int) -> int:
 # data
 
 HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1
-GPT2_VOCAB, GPT2_BOS = 50257, 50256  # where a header says nothing of them
+GPT2_VOCAB, GPT2_BOS = 50257, 50256  # for headers without an encoding
 
 class Encoding(NamedTuple):
     vocab_size: int
@@ -824,68 +851,78 @@ class Shard(NamedTuple):
     path: Path
     tokens: int
     encoding: Encoding
-    sha256: str = ""  # of the file when the run began, where it is known
+    sha256: str = ""  # of the file when the run began; empty if unknown
 
 def read_header(path: Path) -> Shard:
-    """Header words: 0 magic, 1 version, 2 tokens, 3 vocabulary, 4 BOS. RunError if the file is no whole shard."""
-    again = "delete it, then fetch or make it again"
-    require(path.is_file(), f"{path}: is no file; {again}")  # a pipe would be waited for
-    with open(path, "rb") as file:  # numpy would take what cannot be read for the end
+    """Read a shard's header. Its words: 0 magic, 1 version, 2 tokens, 3 vocabulary size, 4 BOS id.
+
+    Raise RunError if the file is not a complete shard.
+    """
+    again = "delete it, then fetch or create it again"
+    require(path.is_file(), f"{path}: not a regular file; {again}")  # opening a pipe would block
+    with open(path, "rb") as file:  # np.fromfile would treat a read error as the end of the file
         words, size = file.read(HEADER_INTS * 4), os.fstat(file.fileno()).st_size
-    require(len(words) == HEADER_INTS * 4, f"{path}: ends after {size} bytes, within its header of {HEADER_INTS * 4}; "
-           f"{again}")
+    require(len(words) == HEADER_INTS * 4, f"{path}: {size} bytes, less than a header of {HEADER_INTS * 4} bytes; "
+            f"{again}")
     header = np.frombuffer(words, dtype="<i4")
-    require(header[:2].tolist() == [MAGIC, VERSION], f"{path}: begins with {header[:2].tolist()}, a shard with "
-           f"[{MAGIC}, {VERSION}]; make it with a script of data/")
+    require(header[:2].tolist() == [MAGIC, VERSION], f"{path}: starts with {header[:2].tolist()}, and a shard with "
+            f"[{MAGIC}, {VERSION}]; create it with a script of data/")
     tokens = int(header[2])
-    whole = HEADER_INTS * 4 + 2 * tokens
-    require(size == whole, f"{path}: {size} bytes, but its header promises {tokens} tokens, {whole} bytes; {again}")
+    expected = HEADER_INTS * 4 + 2 * tokens
+    require(size == expected, f"{path}: {size} bytes, but {tokens} tokens, as in its header, take {expected} bytes; "
+            f"{again}")
     return Shard(path, tokens, Encoding(*(header[3:5].tolist() if header[3] else (GPT2_VOCAB, GPT2_BOS))))
 
 def find_shards(pattern: str, limit: int = 0) -> list[Shard]:
-    """The shards that match a glob pattern, by name, the first `limit` of them (0: all); all in one encoding."""
-    paths = sorted(ROOT / path for path in glob.glob(pattern, root_dir=ROOT))  # an absolute one stays as it is
-    require(paths, f"no shard matches {ROOT / pattern}; make some with data/stdlib.py, data/fineweb.py or data/text.py, "
-           "or name others with --train_files and --val_files")
+    """Find the shards that match a glob pattern, sorted by name; the first `limit` of them (0: all).
+
+    Raise RunError if there are none, or if their encodings differ.
+    """
+    paths = sorted(ROOT / path for path in glob.glob(pattern, root_dir=ROOT))  # an absolute pattern is possible too
+    require(paths, f"no shard matches {ROOT / pattern}; create shards with data/fineweb.py, data/stdlib.py or "
+            "data/text.py, or name others with --train_files and --val_files")
     shards = [read_header(path) for path in paths[:limit or None]]
     for shard in shards:
-        require(shard.encoding == shards[0].encoding, f"{shard.path}: {shard.encoding}, but {shards[0].path}: "
-               f"{shards[0].encoding}; shards of one run share one encoding")
+        require(shard.encoding == shards[0].encoding, f"{shard.path} has {shard.encoding}, and {shards[0].path} has "
+                f"{shards[0].encoding}; use shards of one encoding")
     return shards
 
 def sha256_of(data: Any) -> str:
     return hashlib.sha256(data).hexdigest()
 
 def load_tokens(shard: Shard) -> np.ndarray:
-    """All tokens of a shard, uint16 [tokens]. RunError if one is outside the vocabulary, or the file is another one."""
+    """Read all tokens of a shard, uint16 [tokens].
+
+    Raise RunError if a token is outside the vocabulary, or if the file has changed since the run began.
+    """
     raw = shard.path.read_bytes()
     same = len(raw) == HEADER_INTS * 4 + 2 * shard.tokens and (not shard.sha256 or shard.sha256 == sha256_of(raw))
-    require(same, f"{shard.path}: is not the file that it was when the run began; leave the data alone while a run "
-           "reads it, and start the run again")
+    require(same, f"{shard.path}: the file has changed since the run began; start the run again, and leave its data "
+            "unchanged while it runs")
     tokens = np.frombuffer(raw, dtype="<u2", offset=HEADER_INTS * 4)
     highest = int(tokens.max(initial=0))
     if highest >= shard.encoding.vocab_size:
         raise RunError(f"{shard.path}: token {highest} at position {tokens.argmax()}, but the vocabulary has "
-                       f"{shard.encoding.vocab_size}; it is damaged, or its header names another encoding: make it "
+                       f"{shard.encoding.vocab_size} tokens; the file is damaged, or its header is wrong: create it "
                        "again")
     return tokens
 
 class Documents(NamedTuple):
-    """Where the documents of one shard lie, in the order in which they are read."""
+    """Positions of one shard's documents, in the order in which they are read."""
 
     tokens: np.ndarray   # uint16 [tokens]
     starts: np.ndarray   # int64 [documents]
     lengths: np.ndarray  # int64 [documents]
 
 def index_documents(tokens: np.ndarray, bos_id: int) -> Documents:
-    """Find the documents (each opens with BOS). What comes before the first BOS belongs to none and is left out."""
+    """Find the documents; each begins with BOS. Tokens before the first BOS are left out."""
     starts = np.flatnonzero(tokens == bos_id)
     return Documents(tokens, starts, np.diff(starts, append=len(tokens)))
 
 def limit_documents(documents: Documents, longest: int, split: bool) -> tuple[Documents, np.ndarray]:
-    """Documents of at most `longest` tokens: the rest of each is left out, or split off as further documents behind it.
+    """Limit documents to `longest` tokens: drop the remaining tokens or, with `split`, make further documents of them.
 
-    Also returns of which document each is a piece, int64 [pieces].
+    Return the pieces, and for each the index of its document, int64 [pieces].
     """
     tokens, starts, lengths = documents
     pieces = -(-lengths // longest) if split else np.ones_like(lengths)
@@ -896,17 +933,18 @@ def limit_documents(documents: Documents, longest: int, split: bool) -> tuple[Do
 GOLDEN_RATIO = (5 ** 0.5 - 1) / 2
 
 def even_order(count: int, begin: float) -> np.ndarray:
-    """An order of 0 .. count - 1, int64 [count], of which any stretch comes evenly from all of them; begin, from 0 to
-    1, decides where in one cycle it begins. Multiples of the golden ratio, modulo 1, are spread so that those between
-    any two bounds come at nearly equal distances (Knuth, The Art of Computer Programming 3, 6.4)."""
+    """Permute 0 .. count - 1 with low discrepancy, int64 [count]: any stretch samples the whole range evenly.
+
+    `begin`, from 0 to 1, is the phase. The order is that of the multiples of the golden ratio modulo 1, which are
+    spread evenly (Knuth, The Art of Computer Programming 3, 6.4).
+    """
     return ((np.arange(count) * GOLDEN_RATIO + begin) % 1).argsort()
 
 def pack(offsets: np.ndarray, first: int, count: int, tokens: int) -> list[tuple[int, int, int]] | None:
-    """Which documents fill `count` micro-batches. Each takes one after another until it holds tokens + 1.
+    """Choose the documents that fill `count` micro-batches of tokens + 1 tokens each, from document `first` on.
 
-    offsets [documents + 1]: where each would begin, and the last end, if they stood one behind the other. first: the
-    document to begin with.
-    Returns for each (first document, last document, tokens of it that fit), or None if the documents run out.
+    offsets [documents + 1] are the cumulative lengths of the documents, from 0 on. Return (first document, last
+    document, tokens of the last that fit) of each micro-batch, or None if the documents run out.
     """
     taken = []
     for _ in range(count):
@@ -919,7 +957,10 @@ def pack(offsets: np.ndarray, first: int, count: int, tokens: int) -> list[tuple
     return taken
 
 def fill_micro_batch(documents: Documents, bos_id: int, first: int, last: int, last_tokens: int) -> np.ndarray:
-    """The tokens of one micro-batch, uint16 [tokens + 1]. BOS opens every document, later pieces of a split one too."""
+    """Concatenate the documents of one micro-batch, uint16 [tokens + 1].
+
+    Every document begins with BOS; in later pieces of a split document, BOS replaces the first token.
+    """
     lengths = documents.lengths[first:last + 1].copy()
     lengths[-1] = last_tokens
     starts = documents.starts[first:last + 1]
@@ -928,21 +969,21 @@ def fill_micro_batch(documents: Documents, bos_id: int, first: int, last: int, l
     return micro_batch
 
 class Position(NamedTuple):
-    """Where the next batch begins: a shard, and a document of it if each has at most `longest` tokens."""
+    """Start of the next batch: a shard, and a document of it when documents are limited to `longest` tokens."""
 
     shard: int = 0
     document: int = 0
     longest: int = 0
 
 class Stream:
-    """Batches of packed documents for one rank; the next shard is loaded and indexed in the background.
+    """Batches of packed documents for one rank. A thread loads and indexes the next shard in advance.
 
-    Rank r takes micro_batches / ranks micro-batches of a batch in a row, so what the ranks read together does not
-    depend on how many they are. A batch that would run past a shard's last document begins anew at the next. With
-    several epochs the shards follow one another again, shuffled anew where documents are shuffled.
+    Rank r takes micro_batches / ranks consecutive micro-batches of a batch, so the batch does not depend on the number
+    of ranks. A batch lies within one shard: when documents run out, the batch begins again in the next shard. Each
+    epoch reads all shards, in a new order of documents if they are shuffled.
 
-    digest sums, modulo 2**256, the SHA-256 of each micro-batch of this rank behind its step and its place in the step
-    (8 bytes each): the sum over the ranks does not depend on their number, and goes on where a run goes on.
+    digest is a sum modulo 2**256 of one SHA-256 per micro-batch of this rank: of its step and its index in the step
+    (8 bytes each), then its tokens. The sum over ranks does not depend on their number. A resumed run continues it.
     """
 
     def __init__(self, shards: list[Shard], config: Config, rank: int = 0, ranks: int = 1):
@@ -955,11 +996,11 @@ class Stream:
         self.position, self.digest = Position(), 0
 
     def _load(self, index: int) -> Documents:
-        """All documents of a shard, in the order of the run; long ones as pieces, which are shuffled each by itself."""
+        """Load all documents of a shard in the order of the run. Pieces of a split document are shuffled separately."""
         c, shard = self.config, self.shards[index]
         documents = index_documents(load_tokens(shard), shard.encoding.bos_id)
-        require(len(documents.starts), f"{shard.path}: no token is BOS ({shard.encoding.bos_id}), so no document "
-               "begins; make it again with a script of data/, or write its BOS id into header word 4")
+        require(len(documents.starts), f"{shard.path}: no BOS ({shard.encoding.bos_id}), so no document begins; "
+                "create it again with a script of data/, or write its BOS id into header word 4")
         if self.split:
             documents, _ = limit_documents(documents, self.longest, split=True)
         if c.shuffle:
@@ -969,22 +1010,24 @@ class Stream:
         return documents
 
     def _limit(self, index: int, longest: int) -> tuple[Documents, np.ndarray, np.ndarray]:
-        """A shard's documents of at most `longest` tokens, their offsets (see pack), and of what each is a
-        piece. Starts loading the shard after it, forgets the others."""
-        require(index < len(self.shards), f"the training data ran out: {self.described()}, but documents of at most "
-               f"{longest} did not fill {self.config.num_steps} steps; add shards, or lower --num_steps")
+        """Limit a shard's documents to `longest` tokens. Return pieces, offsets (see pack) and document of each.
+
+        Start to load the next shard; drop all others.
+        """
+        require(index < len(self.shards), f"the training data ran out: {self.description()}, but documents of at most "
+                f"{longest} tokens do not fill {self.config.num_steps} steps; add shards, or lower --num_steps")
         wanted = [i for i in (index, index + 1) if i < len(self.shards)]
         self.loaded = {i: self.loaded.get(i) or self.loader.submit(self._load, i) for i in wanted}
         documents, piece_of = limit_documents(self.loaded[index].result(), longest, self.split)
         return documents, np.append(0, np.cumsum(documents.lengths)), piece_of
 
     def _advance(self, plan: Plan) -> tuple[Documents, list[tuple[int, int, int]]]:
-        """What the next batch takes from which documents; the position moves behind it. RunError when the data ends."""
+        """Choose the documents of the next batch and advance the position. Raise RunError if the data run out."""
         index, document, before = self.position
         longest = plan.max_document_tokens
-        if document and before != longest:  # go on with the first document that no batch has begun
+        if document and before != longest:  # continue with the first document that no batch has read from
             piece_of = self.limit(index, before)[2]
-            unread = piece_of[document - 1] + 1  # what is left of a document that was split is skipped
+            unread = piece_of[document - 1] + 1  # unread pieces of the document before it are skipped
             document = int(np.searchsorted(self.limit(index, longest)[2], unread))
         while True:
             documents, offsets, _ = self.limit(index, longest)
@@ -996,7 +1039,10 @@ class Stream:
         return documents, taken
 
     def next_batch(self, plan: Plan) -> list[np.ndarray]:
-        """This rank's micro-batches of the step, each uint16 [micro_batch_tokens + 1]. RunError when the data ends."""
+        """Return this rank's micro-batches of a step, each uint16 [micro_batch_tokens + 1].
+
+        Raise RunError if the data run out.
+        """
         documents, taken = self._advance(plan)
         own = len(taken) // self.ranks
         places = range(self.rank * own, (self.rank + 1) * own)
@@ -1007,18 +1053,18 @@ class Stream:
         return batch
 
     def check_enough(self) -> None:
-        """RunError if it is known already that the data ends before the run: exactly, where all is loaded."""
+        """Raise RunError if the data cannot suffice for the run. With at most two shards the check is exact."""
         c, needed = self.config, tokens_of_steps(self.config, self.config.num_steps)
-        require(sum(shard.tokens for shard in self.shards) >= needed, f"{self.described()}; {c.num_steps} steps read at "
-               f"least {needed}: add shards, or lower --num_steps")
+        require(sum(shard.tokens for shard in self.shards) >= needed, f"{self.description()}, and {c.num_steps} steps "
+                f"read at least {needed}; add shards, or lower --num_steps")
         if len(self.shards) <= 2 * c.epochs:
             start = self.position
             for step in range(c.num_steps):
                 self._advance(plan_of(c, step))
             self.position = start
 
-    def described(self) -> str:
-        times = f", read {self.config.epochs} times" * (self.config.epochs > 1)
+    def description(self) -> str:
+        times = f", read {self.config.epochs} times," * (self.config.epochs > 1)
         return (f"{len(self.shards) // self.config.epochs} shard(s) like {self.shards[0].path}{times} hold "
                 f"{sum(shard.tokens for shard in self.shards)} tokens")
 
@@ -1026,18 +1072,19 @@ class Stream:
         self.loader.shutdown(wait=False, cancel_futures=True)
 
 def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.ndarray:
-    """The first `tokens` predictions of the validation stream (0: all), int32 [sequences, length + 1], in its order.
+    """Cut the first `tokens` validation predictions (0: all) into sequences, int32 [sequences, length + 1].
 
-    Only a whole split may end within a sequence: what is beyond its end is -1, which is no target.
+    With tokens = 0 the last sequence is padded with -1, which the loss ignores.
     """
     wanted = max(2, tokens + 1 if tokens else sum(shard.tokens for shard in shards))
     begins = itertools.accumulate((shard.tokens for shard in shards), initial=0)
     held = [load_tokens(shard) for shard, begin in zip(shards, begins) if begin < wanted]
     stream = np.concatenate(held)[:wanted].astype(np.int32)
-    require(len(stream) >= wanted, f"validation needs {wanted} tokens, {len(shards)} shard(s) like {shards[0].path} "
-           f"hold {len(stream)}; fetch the whole split, or lower --val_tokens (a multiple of --val_len; 0: all)")
-    require((stream == shards[0].encoding.bos_id).any(), f"{shards[0].path}: no token is BOS "
-           f"({shards[0].encoding.bos_id}), so no document begins: make it again")
+    require(len(stream) >= wanted, f"validation needs {wanted} tokens, and {len(shards)} shard(s) like "
+            f"{shards[0].path} hold {len(stream)}; fetch the whole split, or lower --val_tokens (a multiple of "
+            "--val_len; 0: all)")
+    require((stream == shards[0].encoding.bos_id).any(), f"{shards[0].path}: no BOS ({shards[0].encoding.bos_id}), so "
+            "no document begins; create it again")
     padded = np.pad(stream, (0, -(len(stream) - 1) % length), constant_values=-1)
     return np.lib.stride_tricks.sliding_window_view(padded, length + 1)[::length]
 
