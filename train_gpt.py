@@ -1090,109 +1090,9 @@ def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.nd
 
 # ------------------------------------------------------------------------------------------------------------------
 # model
-
-# Kernels of GPUs, each beside the plain form that defines it
-
-TILE_M, TILE_N, TILE_K = 128, 256, 64  # of a product: two warp groups, three stages in Hopper's shared memory
-
-def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
-    """a [m, k] @ b [k, n] -> relu(.) ** 2; or, given such a result h [m, n], times its derivative, 2 sqrt(h)."""
-    if a.is_cuda and a.dtype == torch.bfloat16 and not (len(a) % TILE_M or b.size(1) % TILE_N or a.size(1) % TILE_K):
-        return relu_squared_by_triton(a, b, h, torch.cuda.get_device_properties(a.device).multi_processor_count)
-    y = a @ b
-    return y.relu() * y if h is None else 2 * y * h.sqrt()
-
-def relu_squared_by_triton(a: Tensor, b: Tensor, h: Tensor | None, programs: int) -> Tensor:
-    """Sizes must be multiples of the tiles. programs: how many share the tiles, one to a multiprocessor."""
-    (m, k), n, half = a.shape, b.size(1), [TILE_M, TILE_N // 2]
-    out = a.new_empty(m, n)
-    tiles = (a, [TILE_M, TILE_K]), (b, [TILE_K, TILE_N]), (out if h is None else h, half), (out, half)
-    relu_squared_kernel[(programs,)](
-        *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), m, n, k, TILE_M, TILE_N, TILE_K,
-        programs, h is not None, num_warps=8, num_stages=3)
-    return out
-
-if triton is not None:
-    def told_of_product(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
-        """FLOPs and bytes, by their names in Triton's profiler."""
-        m, n, k = (args[size] for size in "MNK")
-        return {"flops16": 2 * m * n * k, "bytes": 2 * (m * k + k * n + m * n * (1 + args["BACKWARD"]))}
-
-    @triton.jit(launch_metadata=told_of_product)
-    def relu_squared_kernel(a, b, h, out, M, N, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-                            PROGRAMS: tl.constexpr, BACKWARD: tl.constexpr):
-        """See relu_squared. A program goes on to its next tile while the last is being written, in halves."""
-        HALF: tl.constexpr = TILE_N // 2
-        columns = N // TILE_N
-        for tile in tl.range(tl.program_id(0), M // TILE_M * columns, PROGRAMS, flatten=True):
-            row, column = tile // columns * TILE_M, tile % columns * TILE_N
-            y = tl.zeros((TILE_M, TILE_N), tl.float32)
-            for k in range(0, K, TILE_K):
-                y = tl.dot(a.load([row, k]), b.load([k, column]), y)
-            halves = y.reshape(TILE_M, 2, HALF).permute(0, 2, 1).split()
-            for i in tl.static_range(2):
-                y = halves[i]
-                if BACKWARD:
-                    y = 2 * y * tl.sqrt(h.load([row, column + i * HALF]).to(tl.float32))
-                else:
-                    y = tl.maximum(y, 0) * y
-                out.store([row, column + i * HALF], y.to(out.dtype))
-
-class ReluSquaredMLP(torch.autograd.Function):
-    """The plain form in MLP.forward: of what lies between x [T, dim] and the result, it keeps only what is squared."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fc: Tensor, proj: Tensor) -> Tensor:
-        h = relu_squared(x, fc)
-        ctx.save_for_backward(x, fc, proj, h)
-        return F.linear(h, proj)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, fc, proj, h = ctx.saved_tensors
-        grad_y = relu_squared(grad, proj, h)
-        return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h
-
-def flash_attention_3() -> bool:
-    """Whether this GPU has it and it is installed; from then on it is what torch calls FlashAttention."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        return False
-    try:
-        torch.nn.attention.activate_flash_attention_impl("FA3")
-    except (AttributeError, ImportError, OSError, RuntimeError, ValueError):  # not in this torch, not installed, unfit
-        return False
-    return True
-
-OPERATORS = "of_" + re.sub(r"\W", "_", __name__)  # a copy of this file, under another name, has its own
-
-@torch.library.custom_op(f"{OPERATORS}::flash_attention", mutates_args=())
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention [T, H, D] within documents, see DocumentTable; and what its backward wants, log sums [H, T]. The plain
-    form is attend with masks in pieces. torch's varlen_attn would compile the numbers in."""
-    window, longest, count = numbers.tolist()
-    starts = starts[:count + 1]
-    out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, starts, starts, longest, longest, 0.0, False, False, scale=1.0, window_size_left=window,
-        window_size_right=0)
-    return out, log_sums
-
-@torch.library.custom_op(f"{OPERATORS}::flash_attention_backward", mutates_args=())
-def flash_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor,
-                             out: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    window, longest, count = numbers.tolist()
-    starts, of_dropout = starts[:count + 1], q.new_empty(2, dtype=torch.uint64)
-    return torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, log_sums, starts, starts, longest, longest, 0.0, False, of_dropout, of_dropout, scale=1.0,
-        window_size_left=window, window_size_right=0)
-
-flash_attention.register_fake(lambda q, k, v, starts, numbers: (
-    torch.empty_like(q), q.new_empty(q.size(1), q.size(0), dtype=torch.float32)))
-flash_attention_backward.register_fake(lambda grad, q, k, v, *_: (
-    torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))
-flash_attention.register_autograd(
-    lambda ctx, grad, _: (*flash_attention_backward(grad, *ctx.saved_tensors), None, None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))
-
+#
+# GPT.forward and GPT.trunk, at the end of this section, are the forward pass. Tensor names may end in their shape:
+# T tokens, H heads, D entries of a head. Attention masks and GPU kernels are in the next section
 
 def parameter(init: Tensor, kind: str, unit: tuple[int, int] | None = None) -> nn.Parameter:
     """Create a parameter of a kind, which has a row in PARAM_GROUPS. unit: see ParamSpec."""
@@ -1206,40 +1106,48 @@ def embedding(rows: int, width: int, kind: str, dtype: torch.dtype) -> nn.Embedd
     table.weight = parameter(table.weight.data, kind)
     return table
 
+def uniform(rows: int, columns: int, fan_in: int) -> Tensor:
+    """Draw an initial matrix, uniform with standard deviation 0.5 / sqrt(fan_in)."""
+    bound = math.sqrt(3) * 0.5 / math.sqrt(fan_in)
+    return torch.empty(rows, columns).uniform_(-bound, bound)
+
 def compiled(function: Callable) -> Callable:
     """Mark a method that GPT.compile_parts compiles."""
     function.compiles = True
     return function
 
 def norm(x: Tensor) -> Tensor:
-    """RMS norm over the last dimension, without gain."""
+    """Apply RMS norm over the last dimension, without gain."""
     return F.rms_norm(x, (x.size(-1),))
 
 def rotary_frequencies(head_dim: int) -> Tensor:
-    """Radians per token, [head_dim / 2]: a quarter of the head turns, slower and slower, down to one in 1,024; another
-    quarter stands still."""
-    turning = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4)
-    return torch.cat([turning, torch.zeros(head_dim // 4)])
+    """Compute the initial frequencies in radians per token, [head_dim / 2].
+
+    The first half falls geometrically from 1 to 1/1024. The second half is 0: those entries are not rotated.
+    """
+    rotated = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4)
+    return torch.cat([rotated, torch.zeros(head_dim // 4)])
 
 def stretch(frequencies: Tensor, scale: float, window: int, longer: int) -> tuple[Tensor, float]:
-    """YaRN (arXiv:2309.00071): frequencies and softmax scale after the window, in tokens, grew to `longer`.
+    """Adapt frequencies and softmax scale to a window that grows from `window` to `longer` tokens, by YaRN
+    (arXiv:2309.00071).
 
-    What turned 32 times or more within the old window stays; what turned less than once is slowed in proportion.
+    Frequencies with 32 or more rotations per old window are kept. Those with less than one are divided by the growth.
     """
-    turns = window * frequencies / (2 * math.pi)
-    stays = ((turns - 1) / (32 - 1)).clamp(0, 1)
-    slower = window / longer
-    return frequencies * (slower + stays * (1 - slower)), scale * (0.2 * math.log(longer / window) + 1)
+    rotations = window * frequencies / (2 * math.pi)
+    kept_share = ((rotations - 1) / (32 - 1)).clamp(0, 1)
+    shrink = window / longer
+    return frequencies * (shrink + kept_share * (1 - shrink)), scale * (0.2 * math.log(longer / window) + 1)
 
 class Rotary(nn.Module):
-    """Tables of cos and sin [tokens, head_dim / 2] and the softmax scale that goes with their frequencies."""
+    """Rotary tables cos and sin [tokens, head_dim / 2], and the softmax scale for their frequencies."""
 
-    FIRST_SCALE = 0.1
+    INIT_SCALE = 0.1
 
     def __init__(self, config: Config, tokens: int):
         super().__init__()
         head_dim, dtype = config.head_dim, config.torch_dtype
-        self.register_buffer("first_frequencies", rotary_frequencies(head_dim), persistent=False)
+        self.register_buffer("init_frequencies", rotary_frequencies(head_dim), persistent=False)
         for name, shape in (("scale", ()), ("cos", (tokens, head_dim // 2)), ("sin", (tokens, head_dim // 2))):
             self.register_buffer(name, torch.empty(shape, dtype=dtype if shape else None), persistent=False)
         self.windows: tuple[int, ...] | None = None
@@ -1247,142 +1155,59 @@ class Rotary(nn.Module):
 
     @torch.no_grad()
     def set_windows(self, windows: tuple[int, ...]) -> None:
-        """Stretch for long windows, in tokens, that came one after another: from the first frequencies on, so that the
-        tables depend on the plan of a step alone. In place: a compiled block goes on reading the same tensors."""
+        """Compute the tables for a sequence of long windows, in tokens; see stretch.
+
+        Starts from the initial frequencies, so the tables depend only on the plan of a step. Writes in place, because
+        compiled blocks keep a reference to these tensors.
+        """
         if windows == self.windows:
             return
         self.windows = windows
-        frequencies, scale = self.frequencies()
+        frequencies, scale = self.init_frequencies, self.INIT_SCALE
+        for window, longer in itertools.pairwise(windows):
+            frequencies, scale = stretch(frequencies, scale, window, longer)
         angles = torch.outer(torch.arange(len(self.cos), device=self.cos.device), frequencies)
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
         self.scale.fill_(scale)
 
-    def frequencies(self) -> tuple[Tensor, float]:
-        """Those of now, in radians a token [head_dim / 2], and the softmax scale."""
-        frequencies, scale = self.first_frequencies, self.FIRST_SCALE
-        for window, longer in itertools.pairwise(self.windows):
-            frequencies, scale = stretch(frequencies, scale, window, longer)
-        return frequencies, scale
-
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary position embeddings."""
     cos, sin = cos[:len(x_THD), None], sin[:len(x_THD), None]
     x1, x2 = x_THD.chunk(2, dim=-1)
     return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
 
-MASK_BLOCK = 128  # of FlexAttention
-
-def may_attend(docs: Tensor, window: Tensor | int) -> Callable[..., Tensor]:
-    """The predicate: token q sees token k if k is not later, within the window, and of the same document."""
-    def predicate(batch: Any, head: Any, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (q - k <= window) & (docs[q] == docs[k])
-    return predicate
-
-def block_mask(docs: Tensor, window: int) -> BlockMask:
-    """The predicate for FlexAttention: blocks seen in full and those in part. docs [T], T a multiple of MASK_BLOCK.
-
-    Works on the first and last document of each block alone (documents are in order), so it costs nothing like T².
-    """
-    first, last = docs.view(-1, MASK_BLOCK)[:, 0], docs.view(-1, MASK_BLOCK)[:, -1]
-    at = torch.arange(len(first), device=docs.device)
-    back = (at[:, None] - at[None, :]) * MASK_BLOCK  # from a query's block to a key's block
-    some = (back >= 0) & (back - MASK_BLOCK + 1 <= window) & (last[None, :] >= first[:, None])
-    every = (back > 0) & (back + MASK_BLOCK - 1 <= window) & (first[None, :] == last[:, None])
-    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-        return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
-
-    # the window as a tensor: as a number it would be compiled in, and each new window compiled again
-    predicate = may_attend(docs, torch.full((), window, device=docs.device))
-    return BlockMask.from_kv_blocks(*listed(some & ~every), *listed(every), BLOCK_SIZE=MASK_BLOCK, mask_mod=predicate)
-
-MASK_PIECE = {"cuda": 1024, "cpu": 64}  # queries, at least; the fewer, the fewer keys that none of them sees
-
-def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype) -> Tensor:
-    """The predicate for scaled_dot_product_attention, on CPUs and where FlexAttention fails: pieces of queries, each
-    with its own keys and `reach` earlier ones. 0 or -inf [pieces, piece, reach + piece], one shape for windows up to
-    reach; where that is as much as all, one piece. Queries that fill up the last piece see one another."""
-    piece = max(MASK_PIECE[docs.device.type], reach // 4)
-    if reach + piece >= len(docs):
-        piece, reach = len(docs), 0
-    docs = F.pad(docs, (0, -len(docs) % piece), value=-1)
-    q = torch.arange(len(docs), device=docs.device, dtype=torch.int32).view(-1, piece, 1)
-    k = q[:, :1] + torch.arange(-reach, piece, device=docs.device, dtype=torch.int32)
-    seen = (k >= 0) & may_attend(docs, window)(None, None, q, k.clamp_min(0))
-    return torch.zeros(seen.shape, dtype=dtype, device=docs.device).masked_fill_(~seen, -math.inf)
-
-@functools.cache
-def compiled_flex_attention() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=False)  # uncompiled, it would build all T² scores
-
-class DocumentTable(NamedTuple):
-    """The predicate for FlashAttention: where documents begin, int32 [room + 1], of one size whatever their number; and
-    on the CPU, int64 [3], the window, the longest document and their number, which it wants on the host."""
-
-    starts: Tensor
-    numbers: Tensor
-
-DOCUMENT_ROOM = 16  # tokens of a sequence for each document that its table has room for
-
-def document_table(docs: Tensor, window: int, longest: int, count: int) -> DocumentTable:
-    """docs [T] count from 0 or 1 on, those from 0 to count - 1; see count_documents."""
-    every = torch.arange(len(docs) // DOCUMENT_ROOM + 1, device=docs.device)
-    return DocumentTable(torch.searchsorted(docs, every, out_int32=True), torch.tensor([window, longest, count]))
-
-Mask = Tensor | BlockMask | DocumentTable
-
-def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
-    """Softmax attention [T, H, D] where the mask allows it. q comes with the softmax scale in it.
-
-    With a BlockMask by FlexAttention, which has no backward on CPUs; with a DocumentTable by FlashAttention, which has
-    none of both there.
-    """
-    if isinstance(mask, DocumentTable):
-        return flash_attention(q_THD, k_THD, v_THD, *mask)[0]
-    if isinstance(mask, BlockMask):
-        alone = q_THD.is_cuda and not torch.compiler.is_compiling()  # within a compiled block it is compiled with that
-        flex = compiled_flex_attention() if alone else flex_attention
-        q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
-        return flex(q, k, v, block_mask=mask, scale=1.0)[0].transpose(0, 1)
-    pieces, piece, seen = mask.shape
-    rest = pieces * piece - len(q_THD)
-    q = F.pad(q_THD, (0, 0, 0, 0, 0, rest)).view(pieces, piece, *q_THD.shape[1:]).transpose(1, 2)
-    k, v = (F.pad(x, (0, 0, 0, 0, seen - piece, rest)).unfold(0, seen, piece).mT for x in (k_THD, v_THD))
-    out = F.scaled_dot_product_attention(q, k, v, mask[:, None], scale=1.0)
-    return out.transpose(1, 2).reshape(-1, *q_THD.shape[1:])[:len(q_THD)]
-
-def uniform(rows: int, columns: int, fan_in: int) -> Tensor:
-    """Initial matrix, uniform with standard deviation 0.5 / sqrt(fan_in)."""
-    bound = math.sqrt(3) * 0.5 / math.sqrt(fan_in)
-    return torch.empty(rows, columns).uniform_(-bound, bound)
-
 def pair_heads(x_THD: Tensor) -> Tensor:
-    """[T, H, D] -> [2T, H / 2, D]: two neighbouring heads as one sequence, in which each token has two places."""
+    """Interleave neighbouring heads into one sequence, in which each token has two positions: [T, H, D] -> [2T, H / 2,
+    D]."""
     tokens, heads, dim = x_THD.shape
     return x_THD.view(tokens, heads // 2, 2, dim).transpose(1, 2).reshape(2 * tokens, heads // 2, dim)
 
 def unpair_heads(x_THD: Tensor) -> Tensor:
-    """The inverse of pair_heads."""
-    places, pairs, dim = x_THD.shape
-    return x_THD.reshape(places // 2, 2, pairs, dim).transpose(1, 2).reshape(places // 2, 2 * pairs, dim)
+    """Invert pair_heads."""
+    positions, pairs, dim = x_THD.shape
+    return x_THD.reshape(positions // 2, 2, pairs, dim).transpose(1, 2).reshape(positions // 2, 2 * pairs, dim)
 
 def offset_keys(k_THD: Tensor) -> Tensor:
-    """What the rotary leaves alone of each key becomes that of the token before it."""
+    """Replace the unrotated entries of each key by those of the previous token's key."""
     quarters = torch.arange(k_THD.size(-1), device=k_THD.device) // (k_THD.size(-1) // 4)
     return torch.where(quarters % 2 == 1, torch.cat([k_THD[:1], k_THD[:-1]]), k_THD)
 
 class Attention(nn.Module):
-    """qkvo [dim, 4 dim]; or, as NorMuon takes second moments, qk [dim, 2 dim] and vo [2 dim, dim]; gates [heads,
-    gate_dim], xsa_lambda [heads]."""
+    """Causal attention with a gate per head and token.
+
+    Weights: qkvo [dim, 4 dim]; with muon_qk_heads qk [dim, 2 dim] and vo [2 dim, dim] instead, because NorMuon treats
+    them differently. gate and value_gate [heads, gate_dim], xsa_lambda [heads].
+    """
 
     def __init__(self, config: Config, layer: Layer):
         super().__init__()
         c, dim = config, config.model_dim
-        self.heads, self.paired, self.by_halves = c.num_heads, layer.window == "P", c.pairing == "halves"
+        self.heads, self.paired, self.pairs_halves = c.num_heads, layer.window == "P", c.pairing == "halves"
         self.key_offset, self.scales_output = c.key_offset and layer.window == "L", c.sublayer_scales
-        # query, key, value and output matrices [dim, dim] behind one another in memory
+        # the query, key, value and output matrices [dim, dim], one after another in memory
         qkvo = uniform(4 * dim, dim, dim)
-        qkvo[3 * dim:] = qkvo[3 * dim:] * c.output_init if c.output_init else 0  # 0 times a negative number is no 0
+        qkvo[3 * dim:] = qkvo[3 * dim:] * c.output_init if c.output_init else 0  # a product with 0 could be -0
         self.qkvo = None
         if c.muon_qk_heads:
             self.qk = parameter(qkvo[:2 * dim].reshape(dim, 2 * dim), "attn", (c.muon_qk_heads * c.head_dim, dim))
@@ -1397,10 +1222,13 @@ class Attention(nn.Module):
         if c.exclude_self and not self.paired:
             self.xsa_lambda = parameter(torch.zeros(c.num_heads, dtype=c.torch_dtype), "xsa_lambdas")
 
-    def forward(self, x: Tensor, values: Tensor | None, value_mix: Tensor, rotary: tuple[Tensor, Tensor, Tensor],
+    def forward(self, x: Tensor, value_embeds: Tensor | None, value_mix: Tensor, rotary: tuple[Tensor, Tensor, Tensor],
                 mask: Mask) -> Tensor:
-        """x, values [T, dim] -> [T, dim]. value_mix [2]: of the layer's own values and of the table's; with
-        sublayer_scales of the own values and of the result."""
+        """x, value_embeds [T, dim] -> [T, dim].
+
+        value_mix [2]: weights of the layer's values and of the value embeddings; with sublayer_scales of the layer's
+        values and of the output.
+        """
         tokens, dim = x.shape
         cos, sin, scale = rotary
         qkvo = torch.cat([self.qk.view(2 * dim, dim), self.vo]) if self.qkvo is None else self.qkvo.view(4 * dim, dim)
@@ -1408,40 +1236,43 @@ class Attention(nn.Module):
         qkv = F.linear(x, qkv_weight).view(tokens, 3 * self.heads, -1)
         qk, v = qkv.split((2 * self.heads, self.heads), dim=1)
         qk, v = norm(qk), value_mix[0] * v
-        if values is not None:
-            given = self.gated(x, values).view_as(v)
-            v = v + (given if self.scales_output else value_mix[1] * given)
-        if self.paired:  # attention over both places of a token, and the rotary turns from one to the other
+        if value_embeds is not None:
+            value_embeds = self.gate_values(x, value_embeds).view_as(v)
+            v = v + (value_embeds if self.scales_output else value_mix[1] * value_embeds)
+        if self.paired:  # the rotary distinguishes the two positions of a token
             (q, k), v = (pair_heads(half) for half in qk.chunk(2, dim=1)), pair_heads(v)
             qk = torch.cat([q, k], dim=1)
         q, k = rotate(qk, cos, sin).chunk(2, dim=1)
         if self.key_offset:
             k = offset_keys(k)
-        if self.paired and self.by_halves:  # as they lie in memory
+        if self.paired and self.pairs_halves:  # the same memory, read as pairs of heads j and j + H / 2
             q, k, v = (unpair_heads(x).view(x.shape) for x in (q, k, v))
         y = attend(q * scale, k, v, mask)
         if self.paired:
-            y = y.reshape(tokens, self.heads, -1) if self.by_halves else unpair_heads(y)
+            y = y.reshape(tokens, self.heads, -1) if self.pairs_halves else unpair_heads(y)
         if self.xsa_lambda is not None:
-            own = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
-            y = y - torch.tanh(self.xsa_lambda)[:, None] * own * v
+            projection = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
+            y = y - torch.tanh(self.xsa_lambda)[:, None] * projection * v
         y = y * torch.sigmoid(F.linear(x[:, :self.gate.size(1)], self.gate))[..., None]
         out = F.linear(y.reshape(tokens, dim), o_weight)
         return value_mix[1] * out if self.scales_output else out
 
-    def gated(self, x: Tensor, values: Tensor) -> Tensor:
-        """The value table's vectors [T, dim], each head's times its gate, from 0 to 2. Half of the gate's entries see
-        the stream, half the vectors; of paired heads all see the stream."""
+    def gate_values(self, x: Tensor, value_embeds: Tensor) -> Tensor:
+        """Multiply each head's value embeddings by a gate from 0 to 2.
+
+        Half of the gate's inputs are entries of x, half are entries of the embedding. Gates of paired heads read only
+        x.
+        """
         if self.value_gate is None:
-            return values
-        entries = self.value_gate.size(1)
-        of_stream = entries if self.paired else entries // 2
-        seen = torch.cat([x[:, :of_stream], values[:, :entries - of_stream]], dim=1)
-        opening = 2 * torch.sigmoid(F.linear(seen, self.value_gate))
-        return opening[..., None] * values.view(*opening.shape, -1)
+            return value_embeds
+        inputs = self.value_gate.size(1)
+        from_x = inputs if self.paired else inputs // 2
+        gate_input = torch.cat([x[:, :from_x], value_embeds[:, :inputs - from_x]], dim=1)
+        gate = 2 * torch.sigmoid(F.linear(gate_input, self.value_gate))
+        return gate[..., None] * value_embeds.view(*gate.shape, -1)
 
 class MLP(nn.Module):
-    """fc [dim, 4 dim], proj [dim, 4 dim]: x [T, dim] -> relu(x @ fc) ** 2 @ proj.T. kernels: by Triton, on GPUs."""
+    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, 4 dim]. kernels: use the Triton kernels."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -1455,10 +1286,10 @@ class MLP(nn.Module):
         if self.kernels:
             return ReluSquaredMLP.apply(x, fc, proj)
         h = x @ fc
-        return F.linear(h.relu() * h, proj)  # relu squared; square() by itself is slow on CPUs
+        return F.linear(h.relu() * h, proj)  # relu squared; square() is slow on CPUs
 
 class Block(nn.Module):
-    """One layer: attention and MLP, each if the layer has it, add to the stream what they make of its norm."""
+    """A layer: attention and MLP, each if the layer has it, add their output to the residual stream."""
 
     def __init__(self, config: Config, layer: Layer):
         super().__init__()
@@ -1466,32 +1297,35 @@ class Block(nn.Module):
         self.mlp = MLP(config) if layer.mlp else None
 
     @compiled
-    def forward(self, x: Tensor, x0: Tensor, mix: Tensor, values: Tensor | None, value_mix: Tensor,
+    def forward(self, x: Tensor, x0: Tensor, mix: Tensor, value_embeds: Tensor | None, value_mix: Tensor,
                 rotary: tuple[Tensor, Tensor, Tensor], mask: Mask | None, ngram_embeds: Tensor | None = None,
                 attn_input: Tensor | None = None) -> Tensor:
-        """x, x0, ngram_embeds [T, dim]: the residual stream, its start, the n-gram embeddings; mix [2 or 3]: their
-        weights. attn_input [T, dim]: read by attention in place of the residual stream."""
+        """Map the residual stream x [T, dim] to the next layer's.
+
+        mix [2 or 3]: weights of x, of x0 [T, dim] (the residual stream before the first layer), and of ngram_embeds
+        [T, dim]. attn_input [T, dim]: attention reads it in place of x.
+        """
         x = mix[0] * x + mix[1] * x0
         if ngram_embeds is not None:
             x = x + mix[2] * ngram_embeds
         if self.attn is not None:
-            x = x + self.attn(norm(x if attn_input is None else attn_input), values, value_mix, rotary, mask)
+            x = x + self.attn(norm(x if attn_input is None else attn_input), value_embeds, value_mix, rotary, mask)
         if self.mlp is not None:
             x = x + self.mlp(norm(x))
         return x
 
 class ScaledBlock(Block):
-    """With sublayer_scales. mix [6]: of the stream, before attention's and before the MLP's output; of x0; of the
-    tables' vectors; and of these outputs."""
+    """A layer with sublayer_scales: attention and MLP each have learned weights for the residual stream and their
+    output. mix [6]: the weights that forward unpacks."""
 
     @compiled
-    def forward(self, x: Tensor, x0: Tensor, mix: Tensor, values: Tensor | None, value_mix: Tensor,
+    def forward(self, x: Tensor, x0: Tensor, mix: Tensor, value_embeds: Tensor | None, value_mix: Tensor,
                 rotary: tuple[Tensor, Tensor, Tensor], mask: Mask | None, ngram_embeds: Tensor | None = None,
                 attn_input: Tensor | None = None) -> Tensor:
         (resid_lambda_attn, resid_lambda_mlp, x0_lambda, ngram_lambda, post_lambda_attn,
          post_lambda_mlp) = mix.unbind()
         if self.attn is not None:
-            y = self.attn(norm(x if attn_input is None else attn_input), values, value_mix, rotary, mask)
+            y = self.attn(norm(x if attn_input is None else attn_input), value_embeds, value_mix, rotary, mask)
             x = resid_lambda_attn * x + post_lambda_attn * y + x0_lambda * x0
             if ngram_embeds is not None:
                 x = x + ngram_lambda * ngram_embeds
@@ -1499,39 +1333,46 @@ class ScaledBlock(Block):
             x = resid_lambda_mlp * x + post_lambda_mlp * self.mlp(norm(x))
         return x
 
-# Fixed scales of the head's product in fp8. They and the product stand by themselves: as attributes of the class below
-# they would break its compiled graph, and with it the fusion of the casts and the loss
-FP8_WEIGHT_SCALE, FP8_GRAD_SCALE = 2.0 ** -9, 1 / 448
+class NgramTable(nn.Embedding):
+    """An embedding of the n tokens that end at each position. Tokens of an earlier document are read as BOS.
 
-def fp8_product(a: Tensor, b: Tensor, scale_a: float, scale_b: float, fast: bool) -> Tensor:
-    """a [m, k] row by row @ b [k, n] column by column -> bf16 [m, n], each times its scale."""
-    scale_a, scale_b = torch.full((), scale_a, device=a.device), torch.full((), scale_b, device=a.device)
-    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
-
-class FP8Linear(torch.autograd.Function):
-    """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V], the three products of forward and backward in fp8.
-
-    For a normed x (rows of norm sqrt(dim)) and the gradient of a summed cross entropy (within ±1).
+    With a row for each n-gram of the vocabulary each has its own row. Otherwise a hash assigns the rows, and another
+    part of the hash assigns signs, so that n-grams in one row interfere with mean 0 (feature hashing, arXiv:0902.2206).
     """
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.x_scale = math.sqrt(x.size(1)) / 448
-        x8 = (x / ctx.x_scale).to(torch.float8_e4m3fn)
-        weight8 = (weight / FP8_WEIGHT_SCALE).to(torch.float8_e4m3fn)
-        ctx.save_for_backward(x8, weight8)
-        return fp8_product(x8, weight8.T, ctx.x_scale, FP8_WEIGHT_SCALE, fast=True)
+    SIGNS, BITS, FACTOR = 8192, 40, 2_654_435  # of the hash; its products stay below 2 ** 63
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x8, weight8 = ctx.saved_tensors
-        grad8 = (grad / FP8_GRAD_SCALE).to(torch.float8_e5m2)
-        by_column = weight8.T.contiguous().T, x8.T.contiguous().T
-        grad_x = fp8_product(grad8, by_column[0], FP8_GRAD_SCALE, FP8_WEIGHT_SCALE, fast=False)
-        return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], FP8_GRAD_SCALE, ctx.x_scale, fast=False)
+    def __init__(self, config: Config, ngrams: Ngrams, vocab: int):
+        dtype = config.torch_dtype
+        super().__init__(ngrams.rows, ngrams.width, dtype=dtype, sparse=True)  # a micro-batch reads few of the rows
+        self.weight = parameter(self.weight.data, "ngram_embeds")
+        self.n, self.vocab = ngrams.n, vocab
+        self.shared = vocab ** ngrams.n > ngrams.rows
+        if self.shared:
+            bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0))
+            self.register_buffer("signs", (2 * bits - 1).to(dtype), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, number: Tensor) -> Tensor:
+        """Numbers or hashes of n-grams [T], see GPT.ngram_numbers -> [T, width]."""
+        rows = super().forward(number % self.num_embeddings)
+        if not self.shared:
+            return rows
+        return rows * self.signs.index_select(0, number // self.num_embeddings % self.SIGNS)
+
+    def number(self, last_tokens: Sequence[Tensor]) -> Tensor:
+        """Number the n-grams without collisions. last_tokens: the token at each position, the one before it, …"""
+        return functools.reduce(lambda number, token: number * self.vocab + token, last_tokens[:self.n])
+
+    @classmethod
+    def hash(cls, number: Tensor) -> Tensor:
+        number = number * cls.FACTOR % 2 ** cls.BITS
+        return number ^ (number >> 21)
 
 class Softcap(NamedTuple):
-    """The head's product -> logits in float32, held softly between 0 and cap."""
+    """Bound logits softly between 0 and cap, in float32."""
 
     cap: float
     shift: float
@@ -1542,10 +1383,10 @@ class Softcap(NamedTuple):
         return self.cap * torch.sigmoid((x + self.shift if self.shift else x) / self.softness)
 
 class SoftcappedCrossEntropy(torch.autograd.Function):
-    """cross_entropies for compiled code, with its gradient. x [T, V]: the head's product; targets [n, T].
+    """cross_entropies for compiled code, with its own backward: x [T, V], targets [n, T] -> [n].
 
-    Logits z between 0 and a cap need no maximum: log sum exp(z) = log sum exp(z - cap) + cap. Forward reads x once.
-    Backward computes each gradient from x and its row's sum; torch's own compiled form would read x three times.
+    The logits z lie between 0 and a cap, so log-sum-exp needs no maximum: log sum exp(z) = log sum exp(z - cap) + cap.
+    Forward reads x once, and backward once more; the form that torch compiles by itself reads x three times.
     """
 
     @staticmethod
@@ -1568,14 +1409,16 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
         return (grad_z * z * (cap - z) / (cap * softness)).to(x.dtype), None, None
 
 def cross_entropies(x: Tensor, targets: Tensor, softcap: Softcap) -> Tensor:
-    """Sum the cross entropies in nats over the positions, for each row of targets [n, T] -> [n]. Target -1 counts
-    nothing. x [T, V]: the head's product."""
+    """Sum the cross entropies in nats over the positions, for each row of targets [n, T] -> [n].
+
+    x [T, V]: logits before the soft cap. Positions with target -1 are not counted.
+    """
     if torch.compiler.is_compiling():
         return SoftcappedCrossEntropy.apply(x, targets, softcap)
     return torch.stack([F.cross_entropy(softcap(x), row, ignore_index=-1, reduction="sum") for row in targets])
 
 class Head(nn.Module):
-    """The residual stream after the last layer -> logits, and the loss. weight [V, dim], V the padded vocabulary."""
+    """Map the normed residual stream to logits and the loss. weight [V, dim]; V is the padded vocabulary."""
 
     def __init__(self, config: Config, vocab: int):
         super().__init__()
@@ -1585,74 +1428,44 @@ class Head(nn.Module):
         self.weight = parameter(init, "head")
         self.fp8, self.softcap = c.fp8_head, Softcap(c.logit_cap, c.logit_shift, c.logit_softness)
 
-    def product(self, x: Tensor) -> Tensor:
+    def uncapped_logits(self, x: Tensor) -> Tensor:
+        """x [T, dim] -> logits before the soft cap [T, V]."""
         return FP8Linear.apply(x, self.weight) if self.fp8 and self.training else F.linear(x, self.weight)
 
     def logits(self, x: Tensor) -> Tensor:
-        """[T, dim] -> float32 [T, V]."""
-        return self.softcap(self.product(x))
+        """x [T, dim] -> float32 [T, V]."""
+        return self.softcap(self.uncapped_logits(x))
 
     @compiled
     def forward(self, x: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss: (the objective, which training minimizes; the cross entropy of the next token), summed over the
-        positions, in nats. Row k of targets [n, T] holds the tokens k + 1 ahead; weights [n] weigh the rows."""
-        entropies = cross_entropies(self.product(x), targets, self.softcap)
-        return (entropies * weights).sum(), entropies[0].detach()
+        """Compute (objective, which training minimizes; cross entropy of the next token), in nats, summed over tokens.
 
-@functools.lru_cache(maxsize=4)  # a copy to a GPU at each step would make it wait
+        x [T, dim]; targets [n, T]: row k holds the tokens k + 1 ahead, -1 is not counted; weights [n] of the rows.
+        """
+        x = self.uncapped_logits(x)
+        entropies = cross_entropies(x, targets, self.softcap)
+        objective = (entropies * weights).sum()
+        # Add a further loss term here, in plain PyTorch; autograd and torch.compile do the rest. Sum it over tokens, as
+        # the cross entropy. A z-loss: objective = objective + 1e-4 * self.softcap(x).logsumexp(1).square().sum()
+        return objective, entropies[0].detach()
+
+@functools.lru_cache(maxsize=4)  # a copy to a GPU in every step would make the host wait
 def weights_tensor(weights: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(weights, device=device)
 
-class NgramTable(nn.Embedding):
-    """A learned vector for the n tokens that end at each place. Before a document stands BOS, whatever came before it.
-
-    With a row for each n-gram of the vocabulary each has its own. Else a hash shares the rows out, and signs by the
-    rest of it let n-grams in one row disturb each other with mean 0 (feature hashing, arXiv:0902.2206).
-    """
-
-    SIGNS, BITS, FACTOR = 8192, 40, 2_654_435  # of the hash; a product stays below 2 ** 63
-
-    def __init__(self, config: Config, ngrams: Ngrams, vocab: int):
-        dtype = config.torch_dtype
-        super().__init__(ngrams.rows, ngrams.width, dtype=dtype, sparse=True)  # a micro-batch meets few of the rows
-        self.weight = parameter(self.weight.data, "ngram_embeds")
-        self.n, self.vocab = ngrams.n, vocab
-        self.shared = vocab ** ngrams.n > ngrams.rows
-        if self.shared:
-            bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0))
-            self.register_buffer("signs", (2 * bits - 1).to(dtype), persistent=False)
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
-
-    def forward(self, number: Tensor) -> Tensor:
-        """The n-grams' numbers or hashes [T], see GPT.ngram_numbers -> [T, width]."""
-        found = super().forward(number % self.num_embeddings)
-        if not self.shared:
-            return found
-        return found * self.signs.index_select(0, number // self.num_embeddings % self.SIGNS)
-
-    def number(self, lasts: Sequence[Tensor]) -> Tensor:
-        """The last token at each place, the one before it, and so on -> the n-gram's own number."""
-        return functools.reduce(lambda number, one: number * self.vocab + one, lasts[:self.n])
-
-    @classmethod
-    def hash(cls, number: Tensor) -> Tensor:
-        number = number * cls.FACTOR % 2 ** cls.BITS
-        return number ^ (number >> 21)
-
 class GPT(nn.Module):
-    """The model of record 44, and what later ones added, as far as the config has it. Works on one packed sequence [T]
-    at a time. The vocabulary is padded to a multiple of 128."""
+    """The model of record 44, with the later mechanisms that the config asks for.
+
+    Processes one packed sequence [T] at a time. The vocabulary is padded to a multiple of 128.
+    """
 
     def __init__(self, config: Config, encoding: Encoding):
         super().__init__()
         c, self.bos_id, self.layers, self.tied = config, encoding.bos_id, parse_layers(config.layers), False
         self.config = c
         lengths = micro_batch_lengths(c)
-        self.loss_tokens = min(lengths)  # the head takes so many at once: of one size, for one graph and little memory
+        self.loss_tokens = min(lengths)  # tokens per call of the head: one size for one graph, and less memory
         count, vocab, dtype = len(self.layers), -(-encoding.vocab_size // 128) * 128, c.torch_dtype
-        self.skips = [i for i, layer in enumerate(self.layers) if layer.skip_from is not None]
         self.saved_layers = saved_layers(c)
         tables = 1 + max((layer.value_table for layer in self.layers if layer.value_table is not None), default=-1)
         self.embed = embedding(vocab, c.model_dim, "embed", dtype)
@@ -1664,55 +1477,48 @@ class GPT(nn.Module):
         block = ScaledBlock if c.sublayer_scales else Block
         self.blocks = nn.ModuleList(block(c, layer) for layer in self.layers)
         self.lm_head = Head(c, vocab)
-        # skips, stream mixes, value mixes, smear, backout
-        mix = [] if c.sublayer_scales else [c.resid_lambda_init, 0.0, *[c.ngram_mix] * bool(c.ngram_mix)]
-        firsts = [[-1.5] * len(self.skips), mix * count, [0.5, 1.0 if c.sublayer_scales else 0.5] * count, [0.0], [0.5]]
-        self.scalar_sizes = [*map(len, firsts)]
-        self.scalars = parameter(torch.tensor([*itertools.chain(*firsts)]), "scalars")
+        # all scalar weights of the layers are one parameter, in this order; see mixing_weights
+        skips = sum(layer.skip_from is not None for layer in self.layers)
+        block_mix = [] if c.sublayer_scales else [c.resid_lambda_init, 0.0, *[c.ngram_mix] * bool(c.ngram_mix)]
+        value_mix = [0.5, 1.0 if c.sublayer_scales else 0.5]
+        scalars = {"skips": [-1.5] * skips, "blocks": block_mix * count, "values": value_mix * count,
+                   "smear": [0.0], "backout": [0.5]}
+        self.scalar_sizes = [len(init) for init in scalars.values()]
+        self.scalars = parameter(torch.tensor([*itertools.chain(*scalars.values())]), "scalars")
         self.resid_lambdas = self.added_lambdas = self.skip_gates = None
-        if c.sublayer_scales:  # see ScaledBlock; by the square root of the gain, since there are two in a layer
+        if c.sublayer_scales:  # see ScaledBlock. A layer has two, so each is the root of the layer's weight
             self.resid_lambdas = parameter(torch.full((count, 2), math.sqrt(c.resid_lambda_init)), "resid_lambdas")
             self.added_lambdas = parameter(torch.tensor([0.0, c.ngram_mix, 1.0, 1.0]).repeat(count, 1), "added_lambdas")
         if c.skip_gates:
-            self.skip_gates = parameter(torch.zeros(len(self.skips), c.gate_dim, dtype=dtype), "skip_gates")
-        # layers are given the tables' vectors; with sublayer_scales not the first, which begins with them
-        self.tables_first = c.sublayer_scales and c.ngram_mix > 0
-        self.takes_ngrams = [c.ngram_mix > 0 and not (self.tables_first and i == 0) for i in range(count)]
+            self.skip_gates = parameter(torch.zeros(skips, c.gate_dim, dtype=dtype), "skip_gates")
         self.pairs = any(layer.window == "P" for layer in self.layers)
         self.rotary = Rotary(c, max(c.val_len, *lengths) * (1 + self.pairs))
-        self.reach = 0  # where more, masks are in pieces, on GPUs too, with so many tokens back, whatever the window
-        self.flash, self.counted = False, None  # the longest document of the next sequence, and how many
+        self.reach = 0  # above 0: masks in pieces on GPUs too, of a shape for windows up to `reach` tokens
+        self.flash, self.counted = False, None  # counted: (longest document, documents) of the next sequence
 
-    def apply_schedule(self, rotary_windows: tuple[int, ...], tied: bool) -> None:
-        """Set the state of the model that depends on the step; see Plan."""
-        self.rotary.set_windows(rotary_windows)
-        self.tied = tied
+    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows,
+                loss_weights: Numbers = (1.0,)) -> tuple[Tensor, Tensor]:
+        """inputs, targets [T] -> (objective, cross entropy) in nats, summed over tokens; see Head.forward.
 
-    def masks(self, x: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
-        """Tokens x [T] -> what each kind of attention may see, by the letter of `layers`; see attend."""
-        docs, counted, self.counted = (x == self.bos_id).cumsum(0), self.counted, None  # of this sequence alone
-
-        def make(docs: Tensor, window: int) -> Mask:
-            if counted and not self.reach:
-                return document_table(docs, window, len(docs) // len(x) * counted[0], counted[1])
-            if docs.is_cuda and not self.reach:
-                return block_mask(docs, window)
-            return mask_in_pieces(docs, window, self.reach or window, self.embed.weight.dtype)
-        paired = {"P": make(docs.repeat_interleave(2), windows.short)} if self.pairs else {}
-        return {"L": make(docs, windows.long), "S": make(docs, windows.short), None: None, **paired}
+        loss_weights: weights of the next token, the one after it, …. Targets of -1 are not counted, nor are tokens
+        beyond the sequence.
+        """
+        return self.loss(self.trunk(inputs, windows), targets, loss_weights)
 
     def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
-        """Tokens [T] -> normed stream before the head [T, dim]."""
-        masks, (x0, ngrams) = self.masks(tokens, windows), self.embed_tokens(tokens)
+        """Tokens [T] -> the normed residual stream before the head [T, dim]."""
+        masks, (x0, ngram_embeds) = self.masks(tokens, windows), self.embed_tokens(tokens)
         rotary = self.rotary.cos, self.rotary.sin, self.rotary.scale
-        # apart at once: the gradients of so many selections would each be padded with zeros, and summed
-        skips, mixes, value_mixes, _, (backout,) = (x.unbind() for x in self.mixing_weights())
-        skips = iter(zip(skips, [None] * len(skips) if self.skip_gates is None else self.skip_gates.unbind()))
-        values: dict[int, Tensor] = {}  # looked up where first needed, so that their gradients come with that layer's
-        x = x0.view_as(x0)  # an object of its own, as saved ones are: arguments that are one compile anew
-        if self.tables_first:
-            x = x + self.added_lambdas[0, 1] * ngrams
-        saved: dict[int, Tensor] = {}
+        # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
+        skip_weights, mixes, value_mixes, _, (backout,) = (x.unbind() for x in self.mixing_weights())
+        skip_gates = [None] * len(skip_weights) if self.skip_gates is None else self.skip_gates.unbind()
+        skips = iter(zip(skip_weights, skip_gates))
+        x = x0.view_as(x0)  # another tensor object: if x were x0, torch.compile would make a further graph
+        ngrams_first = self.config.sublayer_scales and ngram_embeds is not None  # added before layer 0, not in it
+        if ngrams_first:
+            x = x + self.added_lambdas[0, 1] * ngram_embeds
+        saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
+        values: dict[int, Tensor] = {}  # looked up at first use, so gradients come with that layer's
         for i, (layer, block) in enumerate(zip(self.layers, self.blocks)):
             if layer.skip_from is not None:
                 weight, gate = next(skips)
@@ -1720,27 +1526,52 @@ class GPT(nn.Module):
             if layer.value_table is not None and layer.value_table not in values:
                 values[layer.value_table] = self.value_embeds[layer.value_table](tokens)
             if layer.window or layer.mlp:
-                mixed_in = values.get(layer.value_table)
                 attn_input = saved[self.config.backout_layer] if layer.reads_backout else None
-                ngram_embeds = ngrams if self.takes_ngrams[i] else None
-                x = block(x, x0, mixes[i], mixed_in, value_mixes[i], rotary, masks[layer.window], ngram_embeds,
-                          attn_input)
+                x = block(x, x0, mixes[i], values.get(layer.value_table), value_mixes[i], rotary, masks[layer.window],
+                          None if ngrams_first and i == 0 else ngram_embeds, attn_input)
             if i in self.saved_layers:
                 saved[i] = x.view_as(x)
         return self.back_out(x, backout, saved[self.config.backout_layer])
 
-    # Methods of their own, so that each can be compiled by itself
+    def loss(self, x: Tensor, targets: Tensor, loss_weights: Numbers) -> tuple[Tensor, Tensor]:
+        """Compute the losses of `forward` from the normed residual stream [T, dim]."""
+        ahead = torch.stack([F.pad(targets[k:], (0, k), value=-1) for k in range(len(loss_weights))])
+        weights = weights_tensor(loss_weights, x.device)
+        pieces = zip(x.split(self.loss_tokens), ahead.split(self.loss_tokens, dim=1))
+        losses = [self.lm_head(x_piece, targets_piece, weights) for x_piece, targets_piece in pieces]
+        objective, cross_entropy = (torch.stack(terms).sum() for terms in zip(*losses))
+        return objective, cross_entropy
+
+    def logits(self, inputs: Tensor, windows: Windows) -> Tensor:
+        """inputs [T] -> float32 [T, padded vocabulary]."""
+        return self.lm_head.logits(self.trunk(inputs, windows))
+
+    def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tokens [T] -> x0, the residual stream before the first layer [T, dim], and the n-gram embeddings [T, dim].
+
+        Without ngram_mix the n-gram embeddings are added to x0, and the second value is None.
+        """
+        e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)
+        _, _, _, smear_weight, _ = self.scalars.split(self.scalar_sizes)
+        x0 = self.smear(e, self.smear_gate, smear_weight[0])
+        total = 0 if self.config.ngram_mix else x0
+        for table, number in zip(self.ngrams, self.ngram_numbers(tokens)):  # a narrow table fills the first entries
+            total = total + F.pad(table(number), (0, x0.size(1) - table.embedding_dim))
+        return (x0, total) if self.config.ngram_mix else (total, None)
+
+    # Methods of their own, so that each is compiled by itself
 
     @staticmethod
     @compiled
     def smear(e: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        """Embeddings [T, dim] -> the normed stream before the first layer: each token's holds some of the one before it."""
+        """Add to each embedding [T, dim] a gated share of the previous token's, then norm."""
         opening = weight * torch.sigmoid(F.linear(e[1:, :gate.size(1)], gate))
         return norm(torch.cat([e[:1], e[1:] + opening * e[:-1]]))
 
     @staticmethod
     @compiled
     def add_skip(x: Tensor, weight: Tensor, saved: Tensor, x0: Tensor, gate: Tensor | None) -> Tensor:
+        """Add the saved output of an earlier layer to the residual stream."""
         opening = torch.sigmoid(weight)
         if gate is not None:
             opening = opening * 2 * torch.sigmoid(F.linear(x0[:, :len(gate)], gate[None]))
@@ -1749,72 +1580,288 @@ class GPT(nn.Module):
     @staticmethod
     @compiled
     def back_out(x: Tensor, weight: Tensor, saved: Tensor) -> Tensor:
+        """Subtract a share of the backout layer's output, then norm."""
         return norm(x - weight * saved)
 
     def mixing_weights(self) -> tuple[Tensor, ...]:
-        """Of skips [n]; layers [layers, 2, 3 or 6], see Block; their values [layers, 2]; smear and back_out [1]."""
+        """Split the scalars into weights of skip connections [n], of blocks [layers, 2, 3 or 6] (mix in Block), of
+        values [layers, 2] (value_mix in Attention), of smear [1] and of back_out [1]."""
         skips, mixes, value_mixes, smear, backout = self.scalars.split(self.scalar_sizes)
         if self.resid_lambdas is not None:
             mixes = torch.cat([self.resid_lambdas, self.added_lambdas], 1)
         return skips, mixes.view(len(self.layers), -1), value_mixes.view(-1, 2), smear, backout
 
-    def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Tokens [T] -> the stream before the first layer [T, dim]; and the tables' vectors, unless they are in it."""
-        e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)
-        x0 = self.smear(e, self.smear_gate, self.scalars.split(self.scalar_sizes)[3][0])
-        total = 0 if self.config.ngram_mix else x0
-        for table, number in zip(self.ngrams, self.ngram_numbers(tokens)):  # a narrow one adds to the first entries
-            total = total + F.pad(table(number), (0, x0.size(1) - table.embedding_dim))
-        return (x0, total) if self.config.ngram_mix else (total, None)
-
     def ngram_numbers(self, tokens: Tensor) -> list[Tensor]:
-        """Tokens [..., T] -> for each table its n-grams' numbers, or hashes, which tables share; of that shape."""
-        token, inside, lasts = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), []
+        """Number the n-grams that end at tokens [..., T] -> for each table their numbers or, if rows are shared, their
+        hashes, int64 [..., T]."""
+        token, in_document, last_tokens = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), []
         for _ in range(max((table.n for table in self.ngrams), default=0)):
-            # the last token, the one before it, and so on, while it is of the same document
-            lasts.append(torch.where(inside, token, self.bos_id))
-            inside = inside & (token != self.bos_id)
+            last_tokens.append(torch.where(in_document, token, self.bos_id))
+            in_document = in_document & (token != self.bos_id)
             token = F.pad(token[..., :-1], (1, 0), value=self.bos_id)
-        return self.numbers_of(lasts)
-
-    def numbers_of(self, lasts: Sequence[Any]) -> list[Any]:
-        """The last token, the one before it, and so on: tensors or numbers -> see ngram_numbers."""
-        hashes = [*itertools.accumulate(lasts, lambda number, one: NgramTable.hash(number ^ one), initial=0)]
-        return [hashes[table.n] if table.shared else table.number(lasts) for table in self.ngrams]
+        hashes = [*itertools.accumulate(last_tokens, lambda number, token: NgramTable.hash(number ^ token), initial=0)]
+        return [hashes[table.n] if table.shared else table.number(last_tokens) for table in self.ngrams]
 
     def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
-        """Of each n-gram table the rows that a forward of these tokens [..., T] reads."""
+        """Find the rows of each n-gram table that a forward of these tokens [..., T] reads."""
         return {table.weight: number % table.num_embeddings
                 for table, number in zip(self.ngrams, self.ngram_numbers(tokens))}
 
-    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows,
-                loss_weights: Numbers = (1.0,)) -> tuple[Tensor, Tensor]:
-        """inputs, targets [T] -> (objective, cross entropy), summed in nats; see Head.forward. Target -1 counts nothing.
-        loss_weights: of the next token, the one after it, …; positions beyond the last count nothing."""
-        return self.loss(self.trunk(inputs, windows), targets, loss_weights)
+    def masks(self, tokens: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
+        """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]; see attend."""
+        docs, counted, self.counted = (tokens == self.bos_id).cumsum(0), self.counted, None  # valid for one sequence
 
-    def loss(self, x: Tensor, targets: Tensor, loss_weights: Numbers) -> tuple[Tensor, Tensor]:
-        """The residual stream before the head [T, dim] -> see forward."""
-        ahead = torch.stack([F.pad(targets[k:], (0, k), value=-1) for k in range(len(loss_weights))])
-        weights = weights_tensor(loss_weights, x.device)
-        pieces = zip(x.split(self.loss_tokens), ahead.split(self.loss_tokens, dim=1))
-        losses = [self.lm_head(x_piece, targets_piece, weights) for x_piece, targets_piece in pieces]
-        objective, cross_entropy = (torch.stack(of_pieces).sum() for of_pieces in zip(*losses))
-        return objective, cross_entropy
+        def make(docs: Tensor, window: int) -> Mask:
+            if counted and not self.reach:
+                return document_table(docs, window, len(docs) // len(tokens) * counted[0], counted[1])
+            if docs.is_cuda and not self.reach:
+                return block_mask(docs, window)
+            return mask_in_pieces(docs, window, self.reach or window, self.embed.weight.dtype)
+        paired = {"P": make(docs.repeat_interleave(2), windows.short)} if self.pairs else {}
+        return {"L": make(docs, windows.long), "S": make(docs, windows.short), None: None, **paired}
 
-    def logits(self, inputs: Tensor, windows: Windows) -> Tensor:
-        """inputs [T] -> float32 [T, padded vocabulary]."""
-        return self.lm_head.logits(self.trunk(inputs, windows))
+    def apply_schedule(self, rotary_windows: tuple[int, ...], tied: bool) -> None:
+        """Set the state of the model that depends on the step; see Plan."""
+        self.rotary.set_windows(rotary_windows)
+        self.tied = tied
 
     def compile_parts(self) -> None:
-        """Compile each method marked with @compiled by itself. Blocks of one kind share a graph, and gradients leave
-        backward block by block; with the whole model compiled all of them would appear at its end."""
+        """Compile each method marked with @compiled by itself.
+
+        Blocks of one kind share a graph, and gradients leave backward block by block. If the whole model were compiled,
+        all gradients would appear at the end of backward.
+        """
         for module in self.modules():
             for name in dir(type(module)):
                 if getattr(getattr(type(module), name), "compiles", False):
                     # kinds of blocks times sequence lengths exceed torch's default limit of eight
                     compile_method = functools.partial(torch.compile, dynamic=False, recompile_limit=64)
                     setattr(module, name, compile_method(getattr(module, name)))
+
+# ------------------------------------------------------------------------------------------------------------------
+# model: attention masks and kernels
+
+MASK_BLOCK = 128  # tokens per block of FlexAttention
+
+def may_attend(docs: Tensor, window: Tensor | int) -> Callable[..., Tensor]:
+    """Return the predicate of every mask: key k is not later than query q, within the window, and in its document."""
+    def predicate(batch: Any, head: Any, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (q - k <= window) & (docs[q] == docs[k])
+    return predicate
+
+def block_mask(docs: Tensor, window: int) -> BlockMask:
+    """Build the mask of FlexAttention: its full and its partial blocks. docs [T], T a multiple of MASK_BLOCK.
+
+    Documents are in order, so the first and the last document of each block suffice, and no [T, T] tensor is built.
+    """
+    first, last = docs.view(-1, MASK_BLOCK)[:, 0], docs.view(-1, MASK_BLOCK)[:, -1]
+    at = torch.arange(len(first), device=docs.device)
+    distance = (at[:, None] - at[None, :]) * MASK_BLOCK  # from a query's block back to a key's block
+    some = (distance >= 0) & (distance - MASK_BLOCK + 1 <= window) & (last[None, :] >= first[:, None])
+    every = (distance > 0) & (distance + MASK_BLOCK - 1 <= window) & (first[None, :] == last[:, None])
+    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+        return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
+
+    # the window is a tensor: torch.compile would specialize on a number, and recompile for each new window
+    predicate = may_attend(docs, torch.full((), window, device=docs.device))
+    return BlockMask.from_kv_blocks(*listed(some & ~every), *listed(every), BLOCK_SIZE=MASK_BLOCK, mask_mod=predicate)
+
+MASK_PIECE = {"cuda": 1024, "cpu": 64}  # least queries per piece; with fewer queries fewer masked keys are computed
+
+def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype) -> Tensor:
+    """Build the mask of scaled_dot_product_attention, for CPUs and for GPUs where FlexAttention fails.
+
+    Queries are cut into pieces; each piece sees its own keys and `reach` earlier ones. Returns 0 or -inf [pieces,
+    piece, reach + piece]: one shape for all windows up to reach. A short sequence is one piece. Padding queries of the
+    last piece see one another.
+    """
+    piece = max(MASK_PIECE[docs.device.type], reach // 4)
+    if reach + piece >= len(docs):
+        piece, reach = len(docs), 0
+    docs = F.pad(docs, (0, -len(docs) % piece), value=-1)
+    q = torch.arange(len(docs), device=docs.device, dtype=torch.int32).view(-1, piece, 1)
+    k = q[:, :1] + torch.arange(-reach, piece, device=docs.device, dtype=torch.int32)
+    seen = (k >= 0) & may_attend(docs, window)(None, None, q, k.clamp_min(0))
+    return torch.zeros(seen.shape, dtype=dtype, device=docs.device).masked_fill_(~seen, -math.inf)
+
+class DocumentTable(NamedTuple):
+    """The mask of FlashAttention.
+
+    starts: where documents begin, int32 [room + 1], one shape for any number of documents. numbers: window, longest
+    document and number of documents, int64 [3], on the CPU because FlashAttention reads them on the host.
+    """
+
+    starts: Tensor
+    numbers: Tensor
+
+DOCUMENT_ROOM = 16  # a sequence of T tokens has room for T / DOCUMENT_ROOM documents in its table
+
+def document_table(docs: Tensor, window: int, longest: int, count: int) -> DocumentTable:
+    """Build the mask of FlashAttention from docs [T], numbered from 0 or 1 up to count - 1; see count_documents."""
+    every = torch.arange(len(docs) // DOCUMENT_ROOM + 1, device=docs.device)
+    return DocumentTable(torch.searchsorted(docs, every, out_int32=True), torch.tensor([window, longest, count]))
+
+Mask = Tensor | BlockMask | DocumentTable
+
+def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
+    """Compute softmax attention [T, H, D] where the mask allows it. q must contain the softmax scale.
+
+    The mask selects the implementation: FlexAttention (no backward on CPUs), FlashAttention (GPUs only) or
+    scaled_dot_product_attention.
+    """
+    if isinstance(mask, DocumentTable):
+        return flash_attention(q_THD, k_THD, v_THD, *mask)[0]
+    if isinstance(mask, BlockMask):
+        eager = q_THD.is_cuda and not torch.compiler.is_compiling()  # a compiled block compiles it with the block
+        flex = compiled_flex_attention() if eager else flex_attention
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
+        return flex(q, k, v, block_mask=mask, scale=1.0)[0].transpose(0, 1)
+    pieces, piece, keys = mask.shape
+    padding = pieces * piece - len(q_THD)
+    q = F.pad(q_THD, (0, 0, 0, 0, 0, padding)).view(pieces, piece, *q_THD.shape[1:]).transpose(1, 2)
+    k, v = (F.pad(x, (0, 0, 0, 0, keys - piece, padding)).unfold(0, keys, piece).mT for x in (k_THD, v_THD))
+    out = F.scaled_dot_product_attention(q, k, v, mask[:, None], scale=1.0)
+    return out.transpose(1, 2).reshape(-1, *q_THD.shape[1:])[:len(q_THD)]
+
+@functools.cache
+def compiled_flex_attention() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=False)  # uncompiled it would compute all T² scores
+
+def flash_attention_3() -> bool:
+    """Activate FlashAttention 3 for torch's FlashAttention operators -> whether this GPU has it and it is installed."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        return False
+    try:
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    except (AttributeError, ImportError, OSError, RuntimeError, ValueError):  # an older torch, or no usable package
+        return False
+    return True
+
+OPERATORS = "of_" + re.sub(r"\W", "_", __name__)  # a copy of this file under another name registers its own operators
+
+@torch.library.custom_op(f"{OPERATORS}::flash_attention", mutates_args=())
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute attention [T, H, D] within documents, and the log-sum-exps [H, T] for backward. See DocumentTable.
+
+    Attention with mask_in_pieces defines the result. torch's varlen_attn would recompile for each new `numbers`.
+    """
+    window, longest, count = numbers.tolist()
+    starts = starts[:count + 1]
+    out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, starts, starts, longest, longest, 0.0, False, False, scale=1.0, window_size_left=window,
+        window_size_right=0)
+    return out, log_sums
+
+@torch.library.custom_op(f"{OPERATORS}::flash_attention_backward", mutates_args=())
+def flash_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor,
+                             out: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    window, longest, count = numbers.tolist()
+    starts, dropout_state = starts[:count + 1], q.new_empty(2, dtype=torch.uint64)
+    return torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, log_sums, starts, starts, longest, longest, 0.0, False, dropout_state, dropout_state,
+        scale=1.0, window_size_left=window, window_size_right=0)
+
+flash_attention.register_fake(lambda q, k, v, starts, numbers: (
+    torch.empty_like(q), q.new_empty(q.size(1), q.size(0), dtype=torch.float32)))
+flash_attention_backward.register_fake(lambda grad, q, k, v, *_: (
+    torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))
+flash_attention.register_autograd(
+    lambda ctx, grad, _: (*flash_attention_backward(grad, *ctx.saved_tensors), None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))
+
+# Tile sizes of the MLP's product: two warp groups, and three stages in Hopper's shared memory
+TILE_M, TILE_N, TILE_K = 128, 256, 64
+
+def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
+    """Compute relu(a @ b) ** 2 for a [m, k], b [k, n]. With such a result h [m, n]: a @ b times its derivative, 2
+    sqrt(h)."""
+    if a.is_cuda and a.dtype == torch.bfloat16 and not (len(a) % TILE_M or b.size(1) % TILE_N or a.size(1) % TILE_K):
+        return relu_squared_by_triton(a, b, h, torch.cuda.get_device_properties(a.device).multi_processor_count)
+    y = a @ b
+    return y.relu() * y if h is None else 2 * y * h.sqrt()
+
+def relu_squared_by_triton(a: Tensor, b: Tensor, h: Tensor | None, programs: int) -> Tensor:
+    """Compute relu_squared by the kernel. Sizes must be multiples of the tiles. programs: one per multiprocessor."""
+    (m, k), n, half = a.shape, b.size(1), [TILE_M, TILE_N // 2]
+    out = a.new_empty(m, n)
+    tiles = (a, [TILE_M, TILE_K]), (b, [TILE_K, TILE_N]), (out if h is None else h, half), (out, half)
+    relu_squared_kernel[(programs,)](
+        *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), m, n, k, TILE_M, TILE_N, TILE_K,
+        programs, h is not None, num_warps=8, num_stages=3)
+    return out
+
+if triton is not None:
+    def launch_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
+        """Report FLOPs and bytes to Triton's profiler."""
+        m, n, k = (args[size] for size in "MNK")
+        return {"flops16": 2 * m * n * k, "bytes": 2 * (m * k + k * n + m * n * (1 + args["BACKWARD"]))}
+
+    @triton.jit(launch_metadata=launch_metadata)
+    def relu_squared_kernel(a, b, h, out, M, N, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+                            PROGRAMS: tl.constexpr, BACKWARD: tl.constexpr):
+        """Persistent kernel: a program starts its next tile while it stores the last one, in two halves."""
+        HALF: tl.constexpr = TILE_N // 2
+        columns = N // TILE_N
+        for tile in tl.range(tl.program_id(0), M // TILE_M * columns, PROGRAMS, flatten=True):
+            row, column = tile // columns * TILE_M, tile % columns * TILE_N
+            y = tl.zeros((TILE_M, TILE_N), tl.float32)
+            for k in range(0, K, TILE_K):
+                y = tl.dot(a.load([row, k]), b.load([k, column]), y)
+            halves = y.reshape(TILE_M, 2, HALF).permute(0, 2, 1).split()
+            for i in tl.static_range(2):
+                y = halves[i]
+                if BACKWARD:
+                    y = 2 * y * tl.sqrt(h.load([row, column + i * HALF]).to(tl.float32))
+                else:
+                    y = tl.maximum(y, 0) * y
+                out.store([row, column + i * HALF], y.to(out.dtype))
+
+class ReluSquaredMLP(torch.autograd.Function):
+    """MLP.forward by relu_squared. Saves only the squared activations for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fc: Tensor, proj: Tensor) -> Tensor:
+        h = relu_squared(x, fc)
+        ctx.save_for_backward(x, fc, proj, h)
+        return F.linear(h, proj)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, fc, proj, h = ctx.saved_tensors
+        grad_y = relu_squared(grad, proj, h)
+        return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h
+
+# Fixed scales of the head's fp8 product. They and fp8_product are module globals: as class attributes they would break
+# the compiled graph, and with it the fusion of the casts and the loss
+FP8_WEIGHT_SCALE, FP8_GRAD_SCALE = 2.0 ** -9, 1 / 448
+
+def fp8_product(a: Tensor, b: Tensor, scale_a: float, scale_b: float, fast: bool) -> Tensor:
+    """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> bf16 [m, n]."""
+    scale_a, scale_b = torch.full((), scale_a, device=a.device), torch.full((), scale_b, device=a.device)
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+class FP8Linear(torch.autograd.Function):
+    """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V]; forward and backward multiply in fp8.
+
+    The scales fit a normed x (rows of norm sqrt(dim)) and the gradient of a summed cross entropy (within ±1).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x_scale = math.sqrt(x.size(1)) / 448
+        x8 = (x / ctx.x_scale).to(torch.float8_e4m3fn)
+        weight8 = (weight / FP8_WEIGHT_SCALE).to(torch.float8_e4m3fn)
+        ctx.save_for_backward(x8, weight8)
+        return fp8_product(x8, weight8.T, ctx.x_scale, FP8_WEIGHT_SCALE, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x8, weight8 = ctx.saved_tensors
+        grad8 = (grad / FP8_GRAD_SCALE).to(torch.float8_e5m2)
+        by_column = weight8.T.contiguous().T, x8.T.contiguous().T
+        grad_x = fp8_product(grad8, by_column[0], FP8_GRAD_SCALE, FP8_WEIGHT_SCALE, fast=False)
+        return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], FP8_GRAD_SCALE, ctx.x_scale, fast=False)
 
 # ------------------------------------------------------------------------------------------------------------------
 # update rules
