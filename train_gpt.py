@@ -2018,7 +2018,7 @@ class Bucket:
         self.reduce_handle = comm.reduce_scatter(self.grad_shard.view(-1), self.grad_data, self.receive_buffer)
 
     def carry_over(self, updates: bool) -> None:
-        """Add the gradients of earlier steps, and keep the sum in steps that do not update (world-size-invariant mode)."""
+        """Add earlier steps' gradients; keep the sum if this step does not update (world-size-invariant mode only)."""
         if (pending := self.state.pop("pending", None)) is not None:
             self.grad_shard.add_(pending)
         if not updates:
@@ -2478,8 +2478,9 @@ class Reducer:
             expected = self.no_sync_grads + self.micro_batches
             for slot in bucket.slots if self.settings.world_size_invariant else ():
                 if len(slot.pending_grads) < expected:  # the tree, and with it the sum, would depend on the ranks
-                    raise RunError(f"{slot.name} got a gradient in {len(slot.pending_grads)} of {expected} micro-batches; "
-                                   "use it in all, as world-size-invariant mode needs, or omit --world_size_invariant")
+                    raise RunError(f"{slot.name} got a gradient in {len(slot.pending_grads)} of {expected} micro-"
+                                   "batches; use it in all, as world-size-invariant mode needs, or omit "
+                                   "--world_size_invariant")
             bucket.start_reduce_scatter(self.comm, self.settings.world_size_invariant)
             self.launches += 1
 

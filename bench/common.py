@@ -216,13 +216,13 @@ class Transformer(nn.Module):
 
     def __init__(self, layers: int, dim: int, vocab_size: int, tokens: int):
         super().__init__()
-        self.embed, self.place = nn.Embedding(vocab_size, dim), nn.Embedding(tokens, dim)
+        self.embed, self.position = nn.Embedding(vocab_size, dim), nn.Embedding(tokens, dim)
         self.blocks = nn.ModuleList(Block(dim, max(1, dim // 64)) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocab_size, bias=False)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """inputs, targets [B, T]."""
-        x = self.embed(inputs) + self.place(torch.arange(inputs.size(1)))
+        x = self.embed(inputs) + self.position(torch.arange(inputs.size(1)))
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())

@@ -59,9 +59,9 @@ class Variants:
         @torch.no_grad()  # as in a hook
         def add() -> None:
             optimizer.prepare_for_backward(0)
-            for place in bucket.params:
-                place.param.grad = grads[int(place.name)]
-                bucket.add(place, 1.0)
+            for slot in bucket.slots:
+                slot.param.grad = grads[int(slot.name)]
+                bucket.add_grad(slot, 1.0)
 
         @torch.no_grad()
         def rule() -> None:

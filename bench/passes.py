@@ -92,9 +92,9 @@ def buckets(args: argparse.Namespace, comm: FakeComm, passes: Passes) -> Callabl
     def step() -> None:
         optimizer.prepare_for_backward(0)
         for bucket in optimizer.buckets:
-            for place in bucket.params:
-                place.param.grad = grads[place.name]
-                bucket.add(place, optimizer.reducer.factor)
+            for slot in bucket.slots:
+                slot.param.grad = grads[slot.name]
+                bucket.add_grad(slot, optimizer.reducer.factor)
         optimizer.step()
     return step
 

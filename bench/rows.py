@@ -48,7 +48,7 @@ def tables(trainer: train_gpt.Trainer) -> list[train_gpt.RowBucket]:
 def rows_read(trainer: train_gpt.Trainer, batch: list[np.ndarray]) -> list[list[int]]:
     """Of each bucket of tables, the rows that a step's tokens read."""
     read = trainer.model.rows_read(torch.from_numpy(np.stack(batch)[:, :-1].astype(np.int32)))
-    return [[int(row) for place in bucket.params for row in read[place.param].unique() + bucket.first_row(place)]
+    return [[int(row) for slot in bucket.slots for row in read[slot.param].unique() + bucket.first_row(slot)]
             for bucket in tables(trainer)]
 
 

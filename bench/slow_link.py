@@ -150,7 +150,7 @@ class Rank:
 
         def step() -> None:
             buckets = optimizer.buckets
-            for handles in ([comm.reduce_scatter(bucket.grad_shard.view(-1), bucket.grad_data, bucket.received)
+            for handles in ([comm.reduce_scatter(bucket.grad_shard.view(-1), bucket.grad_data, bucket.receive_buffer)
                              for bucket in buckets],
                             [comm.all_gather(bucket.param_data, bucket.param_shard.view(-1)) for bucket in buckets]):
                 for handle in handles:

@@ -30,7 +30,7 @@ def buckets(model: torch.nn.Module, best: bool, rank: int, ranks: int,
             args: argparse.Namespace) -> tuple[torch.nn.Module, Any]:
     """best: by messages, in place of gloo's own reduce-scatter and all-gather."""
     comm = train_gpt.Comm(rank, ranks)
-    comm.by_messages = best
+    comm.point_to_point = best
     return model, adam_optimizer(model, comm, LR, args.bucket_mb)
 
 

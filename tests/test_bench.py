@@ -177,7 +177,7 @@ def test_nanogpt_beside_the_laptop_preset(bench, tmp_path):
     (tmp_path / "text").write_text("abcdefgh\n" * 4000)
     shown = bench("nanogpt.py", "--nanogpt", str(tmp_path / "clone"), "--text", str(tmp_path / "text"), "--rounds", "1", "--ranks", "1",
                   "--nanogpt_steps", "3", "--flags", "--num_steps 4 --micro_batches 2 --model_dim 16 --num_heads 1 --head_dim 16 "
-                  "--ngrams 2:16:8 --stages 'until long_window; 1 4' --muon_momentum_rise 1 --muon_momentum_fall 1 --warmup_steps 0")
+                  "--ngrams 2:16:8 --stages 'Stage(long_window=4)' --muon_momentum_rise 1 --muon_momentum_fall 1 --warmup_steps 0")
     assert "| nanoGPT | 1.8800 | 2.0 |" in shown and "| laptop | " in shown
 
 
@@ -201,7 +201,8 @@ class GPT(nn.Module):
         flags = shlex.split(f"--fp8_head false --dtype float32 --num_heads {{heads}} --head_dim {{head_dim}} --model_dim {{dim}} "
             f"--num_steps {{args.num_iterations}} --micro_batch_tokens {{args.train_batch_size // 8}} --max_document_tokens "
             f"{{args.train_max_seq_len}} --window_block {{args.block_size}} --muon_momentum_rise 300 --muon_momentum_fall 50 --stages "
-            f"'until long_window; 1/3 3; 2/3 7; 1 11; +4 13' {0}")
+            f"'Stage(until=1/3, long_window=3), Stage(until=2/3, long_window=7), Stage(long_window=11), "
+            f"Stage(extra_steps=4, long_window=13)' {0}")
         config = t.parse_config(flags, "speedrun")[1]
         self.trainer = [t.Trainer(config, t.Comm(), torch.device("cpu"), t.find_shards(args.train_files))]
     def named_parameters(self):
@@ -268,9 +269,9 @@ def test_what_stands_in_for_kernels_computes_what_they_do(monkeypatch):
     x, head = torch.randn(6, 8, generator=generator), torch.randn(8, 16, generator=generator)
     targets = torch.tensor([3, 1, 4, 1, 5, 9])
     losses = public_record.softcapped_loss(x, targets, torch.tensor([1.0, 0.5]), head)
-    ours = train_gpt.Head(16, 8, torch.float32, False, train_gpt.Softcap(23.0, 5.0, 7.5))
+    ours = train_gpt.Head(train_gpt.Config(model_dim=8, dtype="float32", fp8_head=False, logit_cap=23.0, logit_shift=5.0), 16)
     ours.weight.data.copy_(head.T)
     ahead = torch.stack([targets, torch.cat([targets[1:], torch.tensor([-1])])])
-    assert losses.sum().item() == pytest.approx(ours(x, ahead, torch.tensor([1.0, 0.5])).item(), rel=1e-6)
+    assert losses.sum().item() == pytest.approx(ours(x, ahead, torch.tensor([1.0, 0.5]))[0].item(), rel=1e-6)
     x = torch.tensor([63, 4, 4, 63, 7], dtype=torch.int32)
     assert public_record.own_rows(x).tolist() == [63 * 64 + 63, 4 * 64 + 63, 4 * 64 + 4, 63 * 64 + 63, 7 * 64 + 63]
