@@ -496,16 +496,16 @@ def shortened(preset: Config, num_steps: int) -> dict[str, Any]:
                             if stage.extra_steps or not old.extra_steps),
             **{name: max(1, scaled(getattr(preset, name))) for name in ("muon_momentum_rise", "muon_momentum_fall")}}
 
+def json_of(config: Config) -> dict[str, Any]:
+    """The JSON form of a config: rows as the command line takes them."""
+    return {f.name: getattr(config, f.name) if f.type in PARSERS else ", ".join(map(repr, getattr(config, f.name)))
+            for f in dataclasses.fields(config)}
+
 def config_of(fields: dict[str, Any]) -> Config:
     """Rebuild a config from its JSON form."""
-    def rebuild(v: Any) -> Any:
-        if isinstance(v, list | tuple):
-            return tuple(map(rebuild, v))
-        if isinstance(v, dict):
-            row = Ramp if "first" in v else Stage if "until" in v else AdamGroup if "beta1" in v else MuonGroup
-            return row(**{name: rebuild(value) for name, value in v.items()})
-        return v
-    return Config(**{name: rebuild(v) for name, v in fields.items()})
+    types = {f.name: f.type for f in dataclasses.fields(Config)}
+    return Config(**{name: tuple(v) if isinstance(v, list) else parse_rows(v) if types.get(name, "str") not in PARSERS else v
+                     for name, v in fields.items()})
 
 def profiled_steps(config: Config) -> range:
     first, last = map(int, config.profile.split(":"))
@@ -3168,8 +3168,7 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
         race.train()
         with clock.off("hashing"):
             before = hash_of(named_tensors(trainer.model))
-        result = race.validate(config.num_steps)
-    finish(race, before, *result)
+        finish(race, before, *race.validate(config.num_steps))
 
 # ------------------------------------------------------------------------------------------------------------------
 # log and clock
@@ -3456,7 +3455,7 @@ def describe_config(config: Config) -> dict[str, Any]:
     """Describe what the run will do and what it starts from, for its log."""
     c, revision, race = config, output_of("git", "rev-parse", "HEAD"), config.race.split(":")
     return {
-        "config": dataclasses.asdict(c), "seed": c.seed, "target_val_loss": c.target_val_loss,
+        "config": json_of(c), "seed": c.seed, "target_val_loss": c.target_val_loss,
         "planned": {"steps": c.num_steps, "train_tokens": tokens_of_steps(c, c.num_steps)},
         "git": {"revision": revision, "clean": not output_of("git", "status", "--porcelain")} if revision else None,
         "init_from": {"path": c.init_from, "sha256": None if c.resume else file_sha256(c.init_from)}
@@ -3592,7 +3591,7 @@ def checkpoints(folder: Path, run_id: str, suffix: str = "") -> list[Path]:
 def clear_checkpoints(log: Log, keep: int) -> None:
     """Delete a run's checkpoints but for the latest `keep`, and the partial files of killed processes."""
     run = log.path.parent, log.run_id
-    for path in (*checkpoints(*run)[:-keep or None], *checkpoints(*run, ".partial")):
+    for path in (*checkpoints(*run)[:-keep or None], *checkpoints(*run, ".partial"), log.path.with_suffix(".pt.partial")):
         path.unlink(missing_ok=True)
 
 def find_checkpoint(config: Config) -> Path:
@@ -3652,7 +3651,7 @@ def save_model(race: Run) -> Path:
 def describe_model(race: Run, step: int) -> dict[str, Any]:
     """Describe what rebuilds the model before a step, on any machine."""
     plan, encoding = plan_of(race.config, step), race.shards["train"][0].encoding
-    return {"run_id": race.log.run_id, "config": dataclasses.asdict(race.requested), "step": step,
+    return {"run_id": race.log.run_id, "config": json_of(race.requested), "step": step,
             "windows": list(plan.windows), **encoding._asdict(), "rotary_windows": list(plan.rotary_windows),
             "tied": plan.tied}
 
@@ -3764,14 +3763,16 @@ def find_data(config: Config, comm: Comm) -> dict[str, list[Shard]]:
     return {"train": with_digests(train, comm, *local), "val": with_digests(val, comm, *local)}
 
 class Signals:
-    """SIGUSR1 asks for a checkpoint. In training SIGTERM and SIGHUP ask for a checkpoint and then stop the run; before
-    and after it they end the process at once, by their default action."""
+    """SIGUSR1 asks for a checkpoint. SIGTERM and SIGHUP, in training, ask for a checkpoint and then stop the run. Before
+    training they have their default action: nothing is lost, and the process ends even where it waits for others."""
 
     STOPS = signal.SIGTERM, signal.SIGHUP
     STOP = 1024  # what a stop adds to `received`; SIGUSR1 adds 1
 
+    GRACE_S = 10  # for the last checkpoint when the launcher is gone, and nobody else would end a rank that hangs
+
     def __init__(self):
-        self.received, self.stop = 0, False
+        self.received, self.stop, self.launcher = 0, False, os.getppid()
 
     def handle(self, number: int, _: Any) -> None:
         if number == signal.SIGUSR1:
@@ -3779,10 +3780,12 @@ class Signals:
         elif not self.stop:
             self.stop = True
             self.received += self.STOP
+            if os.getppid() != self.launcher:
+                signal.alarm(self.GRACE_S)  # its default action ends the process
 
     @contextlib.contextmanager
     def caught(self) -> Iterator[None]:
-        """Handle STOPS while training. nohup's ignored SIGHUP stays ignored."""
+        """Handle STOPS until the run is written. nohup's ignored SIGHUP stays ignored."""
         before = {number: signal.getsignal(number) for number in self.STOPS}
         for number, action in before.items():
             if action is not signal.SIG_IGN:
@@ -3914,7 +3917,7 @@ def fail(error: BaseException, config: Config, rank: int, log: Log | None, store
 def main(argv: Sequence[str] | None = None) -> int:
     """One rank of a run, as torchrun started it, or the only one -> the exit status."""
     began = time.perf_counter()
-    rank, log, store, config = 0, None, None, Config()
+    rank, log, store, config, signals.launcher = 0, None, None, Config(), os.getppid()
     try:
         rank, ranks, local_rank = map(env_int, ("RANK", "WORLD_SIZE", "LOCAL_RANK"), (0, 1, 0))
         for library in ("TORCHINDUCTOR", "TRITON"):  # the next run and all ranks use what they compile
@@ -3933,7 +3936,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         comm = (CompressedComm if config.bf16_compress else Comm)(rank, ranks, device)
         log.run_id, checkpoint = comm.all_gather_json([run_id, checkpoint])[0]  # rank 0's
         config = dataclasses.replace(config, resume=config.resume or checkpoint)
-        agree(comm, "configs", {key: str(v) for key, v in dataclasses.asdict(config).items()},
+        agree(comm, "configs", {key: str(v) for key, v in json_of(config).items()},
               "Start every rank with the same flags, and give every host the same checkpoints")
         run(config, preset, comm, device, log, began)
         log.close()
