@@ -1866,6 +1866,13 @@ class FP8Linear(torch.autograd.Function):
 # ------------------------------------------------------------------------------------------------------------------
 # update rules
 
+# A rule is a frozen dataclass that sees only this rank's shard of a bucket. Its members:
+#     lr, every                           learning rate; steps between updates, which use summed gradients
+#     unit(spec)                          shape of what stays whole on one rank: () an element, (rows, columns) a matrix
+#     init_state(shard)                   tensors such as moments, with one entry per unit
+#     hyper(plan, t)                      numbers of the t-th update
+#     update(param, grad, state, hyper)   changes param and state in place
+
 # (a, b, c) of the five steps of polar; from Polar Express (arXiv:2505.16932), computed for a safety factor of 1.02
 POLAR_STEPS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -1876,9 +1883,9 @@ POLAR_STEPS = (
 )
 
 def polar(u: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest matrices with singular values of about 1. u [n, rows, columns] -> the same shape, in dtype."""
+    """Orthogonalize matrices: set all singular values to about 1. u [n, rows, columns] -> the same shape, in dtype."""
     x = u.to(dtype)
-    x = x.mT if u.size(-2) > u.size(-1) else x  # the products below are of rows with rows
+    x = x.mT if u.size(-2) > u.size(-1) else x  # x @ x.mT below is then the smaller of the two products
     x = x / (1.02 * x.norm(dim=(-2, -1), keepdim=True) + 1e-6)
     for a, b, c in POLAR_STEPS:
         s = x @ x.mT
@@ -1887,75 +1894,76 @@ def polar(u: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Adam:
-    """Adam (arXiv:1412.6980). Its unit is an element: any equal parts of a bucket may lie on the ranks. The defaults
-    are usual ones; the record's are in Config."""
+    """Adam (arXiv:1412.6980). Its unit is an element. The defaults are common ones; the record's are in Config."""
 
     lr: float = 3e-3
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    every: int = 1  # it updates in every so-manieth step, on the sum of the gradients since the last update
+    every: int = 1  # steps between updates; an update uses the sum of the gradients since the last one
     weight_decay: float = 0.0  # cautious: see update
     fp32_moments: bool = False
-    rows: bool = False  # lazy: its unit is a table's row, and one without a gradient stays as it is, with its moments
+    rows: bool = False  # lazy: the unit is a table's row, and rows without a gradient keep their values and moments
 
     def unit(self, spec: ParamSpec) -> tuple[int, ...]:
-        require(not self.rows or spec.param.dim() == 2, f"{spec.name} has shape {tuple(spec.param.shape)}, and its rule "
-               "updates the rows of tables; give it Adam without `rows`")
+        require(not self.rows or spec.param.dim() == 2, f"{spec.name} has shape {tuple(spec.param.shape)}, but Adam "
+                "with `rows` updates tables [rows, width]; use Adam without `rows`")
         return tuple(spec.param.shape[1:]) if self.rows else ()
 
     def init_state(self, shard: Tensor) -> dict[str, Tensor]:
-        """First and second moment of a shard [n] or [rows, width], in its dtype unless in float32."""
+        """Create both moments of a shard [n] or [rows, width], in its dtype or in float32."""
         dtype = torch.promote_types(shard.dtype, torch.float32) if self.fp32_moments else shard.dtype
         return {key: torch.zeros_like(shard, dtype=dtype) for key in ("m", "v")}
 
     def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
-        """What the t-th update takes."""
         lr = self.lr * plan.lr_factor
         decay = {"decay": lr * lr * self.weight_decay} if self.weight_decay else {}
         return {"lr": lr, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps, "t": float(t), **decay}
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: dict[str, Any]) -> None:
-        """In place on param [n] and its state; float32 inside. eps is added before the bias correction, as the record
-        has it: p -= lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + eps), and with a decay p -= decay * p where
-        that made p smaller."""
+        """Update param [n] and its state in place; compute in float32.
+
+        As in the record, eps is added before the bias correction:
+            p -= lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + eps)
+        Cautious weight decay follows: p -= decay * p, only where the update made p smaller.
+        """
         lr, beta1, beta2, eps, t = (hyper[key] for key in ("lr", "beta1", "beta2", "eps", "t"))
         p, g, m, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (param, grad, state["m"], state["v"]))
         correction, before = (1 - beta2 ** t) ** 0.5, p.clone() if "decay" in hyper else p
-        if torch.compiler.is_compiling():  # becomes one kernel
+        if torch.compiler.is_compiling():  # the compiler fuses these lines into one kernel
             m = beta1 * m + (1 - beta1) * g
             v = beta2 * v + (1 - beta2) * g * g
             p = p - lr * correction / (1 - beta1 ** t) * m / (v.sqrt() + eps)
-        else:  # line by line it would go a dozen times through memory: 20 times slower on 5 million elements
+        else:  # without the compiler a dozen passes over memory: 20 times slower than this one on 5 million elements
             torch._fused_adam_([p], [g], [m], [v], [], [torch.full((), t, device=p.device)], lr=lr, beta1=beta1,
                                beta2=beta2, weight_decay=0.0, eps=eps / correction, amsgrad=False, maximize=False)
         if "decay" in hyper:
             p = p - torch.where((before - p) * before > 0, hyper["decay"] * before, 0)
         for x, new in ((param, p), (state["m"], m), (state["v"], v)):
-            x.copy_(new)  # onto itself: nothing happens
+            x.copy_(new)  # a no-op where new is x
 
 @dataclass(frozen=True)
 class NorMuon:
-    """NorMuon (arXiv:2510.05491) with cautious weight decay. Its unit is a matrix, which lies whole on one rank."""
+    """NorMuon (arXiv:2510.05491) with cautious weight decay. Its unit is a matrix."""
 
     lr: float = Config.muon_lr
     weight_decay: float = Config.muon_weight_decay
     beta2: float = Config.muon_beta2
     polar_dtype: torch.dtype = torch.float32
-    wide: bool = False  # set by `assign`, as the parameter is stored: a second moment per column, else one per row
+    wide: bool = False  # finish_spec sets it from the parameter's shape: one second moment per column, else per row
     every: int = 1
 
     def unit(self, spec: ParamSpec) -> tuple[int, ...]:
-        """The shape that the spec states; else the parameter is one matrix, a convolution's [out, all the rest]."""
+        """Return the spec's unit or, without one, the parameter as one matrix: [out, rest] for a convolution."""
         shape, unit = tuple(spec.param.shape), spec.unit
         if len(shape) < 2 or unit and (len(unit) != 2 or spec.param.numel() % math.prod(unit)):
-            raise RunError(f"NorMuon updates matrices, and {spec.name} has shape {shape}, in units of {unit or 'all'}: "
-                           "give it a rule of elements, such as Adam, or a unit of two numbers that fills it")
+            raise RunError(f"{spec.name} has shape {shape} and unit {unit}, but NorMuon updates whole matrices; use an "
+                           "elementwise rule such as Adam, or a unit (rows, columns) that divides the parameter")
         return unit or (shape[0], math.prod(shape[1:]))
 
     def init_state(self, shard: Tensor) -> dict[str, Tensor]:
-        """Momentum of a shard [n, rows, columns], and the second moment along the axis that is left; float32."""
+        """Create the momentum of a shard [n, rows, columns] and the second moments per column or row, in float32."""
         dtype = torch.promote_types(shard.dtype, torch.float32)
         second = shard[:, :1] if self.wide else shard[:, :, :1]
         return {"m": torch.zeros_like(shard, dtype=dtype),
@@ -1967,8 +1975,10 @@ class NorMuon:
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: dict[str, Any]) -> None:
-        """In place on param [n, rows, columns] and its state. hyper["scale"] [n, 1, 1]: of each matrix's learning rate;
-        hyper["dtype"]: what polar computes in."""
+        """Update param [n, rows, columns] and its state in place.
+
+        hyper["scale"] [n, 1, 1] multiplies each matrix's learning rate; hyper["dtype"] is the dtype of polar.
+        """
         m, v, momentum, beta2 = state["m"], state["v"], hyper["momentum"], hyper["beta2"]
         m.copy_(momentum * m + (1 - momentum) * grad)
         o = polar(momentum * m + (1 - momentum) * grad, hyper["dtype"]).to(m.dtype)
@@ -1983,9 +1993,11 @@ class NorMuon:
 # gradient sync: buckets
 
 class ParamSpec(NamedTuple):
-    """A parameter, the rule that updates it, and how: a matrix's learning rate times `scale`, and from `first_step`
-    on; before it no gradient is expected. unit: the shape of the matrices that lie in it behind one another in
-    memory, if it is several: (d, d) for torch's fused query, key and value [3d, d]."""
+    """A parameter, its update rule, and how the rule treats the parameter.
+
+    unit: shape of the matrices that the parameter stores one after another, such as (d, d) for torch's fused query,
+    key and value [3d, d]. scale: factor on a matrix's learning rate. first_step: first step with a gradient.
+    """
 
     name: str
     param: nn.Parameter
@@ -1996,30 +2008,36 @@ class ParamSpec(NamedTuple):
 
 @dataclass(eq=False)
 class Slot:
-    """One parameter's slot in its bucket."""
+    """One parameter's part of a bucket."""
 
     name: str
     param: nn.Parameter
-    offset: int   # of its first element in the bucket
-    grad: Tensor  # view of the bucket's gradients, in the parameter's shape
-    pending_grads: list[Tensor] = field(default_factory=list)  # gradients that are summed when they are sent, not in `grad`
+    offset: int   # of the first element in the bucket
+    grad: Tensor  # view of the bucket's gradient buffer, in the parameter's shape
+    pending_grads: list[Tensor] = field(default_factory=list)  # gradients to be summed at launch, not yet in `grad`
 
 @functools.lru_cache(maxsize=256)
 def factor_tensor(factor: float, grad: torch.dtype, main: torch.dtype, device: torch.device) -> Tensor:
-    """As torch.mul takes it soonest: by a number a small product would take half as long again. Where gradients are
-    narrower than what they go into, a tensor of one dimension, which makes the product of the wider type at once."""
+    """Return the factor in the form that is fastest for torch.mul(gradient, factor, out=main).
+
+    With a Python number a small product takes half as long again. If `main` has a wider dtype than the gradient, a
+    factor with one dimension makes torch.mul compute in it, in the same pass.
+    """
     if grad != main:
         return torch.tensor([factor], dtype=main, device=device)
     return torch.tensor(factor, dtype=torch.promote_types(grad, torch.float32))
 
 class Bucket:
-    """Parameters with one rule and one dtype, in one contiguous buffer; their gradients in another. Both hold equal
-    shards of whole units for all ranks. Building a bucket copies the parameters in and makes each a view."""
+    """Parameters with one rule and one dtype in one contiguous buffer, and their gradients in another.
 
-    SHARD_ALIGNMENT = 64  # elements: parameters start where vector loads like it, and no shard ends within a vector
-    RESERVED = "updates", "pending", "lr", "step"  # in what is saved, beside a rule's state
-    grads_on: str | None = None  # another device than the parameters'
-    compiles = True  # the rule, where a run is compiled
+    Both buffers hold one shard of whole units for each rank, all shards of equal size. The constructor copies the
+    parameters into the buffer and makes each a view of it, so that an all-gather writes where the model reads.
+    """
+
+    SHARD_ALIGNMENT = 64  # elements: aligns parameters and shards for vector loads
+    RESERVED = "updates", "pending", "lr", "step"  # names in a saved state that are not a rule's own tensors
+    grad_device: str | None = None  # of the gradient buffer; None: the parameters' device
+    may_compile = True  # the update, if the run is compiled
 
     def __init__(self, name: str, specs: Sequence[ParamSpec], rank: int, ranks: int,
                  grad_dtype: torch.dtype | None = None):
@@ -2027,50 +2045,51 @@ class Bucket:
         unit = self.rule.unit(specs[0])
         unit_numel = math.prod(unit) if unit else self.SHARD_ALIGNMENT
         counts = [-(-spec.param.numel() // unit_numel) for spec in specs]
-        self.units = sum(counts)  # of the parameters; the rest of all shards' units is padding
+        self.units = sum(counts)  # of the parameters; the other units of the buffer are padding
         per_rank = -(-self.units // ranks)
         self.shard_numel, self.shard_begin = per_rank * unit_numel, rank * per_rank * unit_numel
         self.param_data = torch.zeros(ranks * self.shard_numel, dtype=first.dtype, device=first.device)
-        self.grad_data = torch.zeros_like(self.param_data, dtype=grad_dtype or first.dtype, device=self.grads_on)
-        require(len(unit) == 2 or all(spec.scale == 1 for spec in specs), f"{specs[0].name}: its rule, "
-               f"{type(self.rule).__name__}, is of no matrices, and knows no scale; give it a rule with another lr")
+        self.grad_data = torch.zeros_like(self.param_data, dtype=grad_dtype or first.dtype, device=self.grad_device)
+        require(len(unit) == 2 or all(spec.scale == 1 for spec in specs), f"{specs[0].name}: its scale is not 1, but "
+                f"{type(self.rule).__name__} does not update matrices and ignores it; change the rule's lr instead")
         scale = torch.ones(ranks * per_rank, 1, 1, dtype=torch.promote_types(first.dtype, torch.float32))
-        self.params = []
+        self.slots = []
         for spec, begin, count in zip(specs, itertools.accumulate(counts, initial=0), counts):
             param, here = spec.param, slice(begin * unit_numel, begin * unit_numel + spec.param.numel())
             if (param.dtype, param.device) != (first.dtype, first.device):
                 raise RunError(f"bucket {name}: {spec.name} is {param.dtype} on {param.device}, {specs[0].name} is "
-                               f"{first.dtype} on {first.device}; give each dtype a bucket, and move the model before")
+                               f"{first.dtype} on {first.device}; use one bucket per dtype, and move the model first")
             self.param_data[here].copy_(param.detach().reshape(-1))
             param.data, param.grad = self.param_data[here].view(param.shape), None
-            self.params.append(Slot(spec.name, param, here.start, self.grad_data[here].view(param.shape)))
+            self.slots.append(Slot(spec.name, param, here.start, self.grad_data[here].view(param.shape)))
             scale[begin:begin + count] = spec.scale
         self.scale = scale[rank * per_rank:(rank + 1) * per_rank].to(first.device, copy=True)  # of this shard's units
-        mine = slice(self.shard_begin, self.shard_begin + self.shard_numel)
-        self.param_shard, self.grad_shard = (x[mine].view(-1, *unit) for x in (self.param_data, self.grad_data))
+        shard = slice(self.shard_begin, self.shard_begin + self.shard_numel)
+        self.param_shard, self.grad_shard = (x[shard].view(-1, *unit) for x in (self.param_data, self.grad_data))
         self.updates, self.state = 0, self.rule.init_state(self.param_shard)
         for key, x in self.state.items():
             if key in self.RESERVED or x.shape[:1] != self.param_shard.shape[:1]:
-                raise RunError(f"{type(self.rule).__name__}.init_state gives {key!r} {list(x.shape)}; its shard has "
-                               f"{len(self.param_shard)} units, and so must each tensor, under a name other than "
-                               f"{', '.join(self.RESERVED)}, which are the engine's")
-        self.needs_overwrite = set(self.params)  # those that hold no gradient since the last update
-        self.missing = set(self.params)          # those whose gradient of the prepared backward is to come
-        self.received: Tensor | None = None      # what the reduce-scatter wants beside the buffer
-        self.reducing = self.gathering = None    # handles of the reduce-scatter and of the all-gather
+                raise RunError(f"{type(self.rule).__name__}.init_state returned {key!r} {list(x.shape)}; each tensor "
+                               f"needs {len(self.param_shard)} entries, one per unit of the shard, and a name other "
+                               f"than {', '.join(self.RESERVED)}")
+        self.needs_overwrite = set(self.slots)      # slots without a gradient since the last update
+        self.missing = set(self.slots)              # slots that still wait for this backward's gradient
+        self.receive_buffer: Tensor | None = None   # see Comm.receive_buffer
+        self.reduce_handle: Any = None              # of the reduce-scatter in flight
+        self.gather_handle: Any = None              # of the all-gather in flight
 
     def updates_in(self, step: int) -> bool:
         return step >= self.first_step and (step + 1) % self.rule.every == 0
 
-    def add(self, slot: Slot, factor: float, invariant: bool = False) -> None:
-        """Move the parameter's new gradient, times factor, to where it waits for its launch; then it is dropped."""
+    def add_grad(self, slot: Slot, factor: float, invariant: bool = False) -> None:
+        """Add the parameter's new gradient times factor into its slot, and set param.grad to None."""
         grad, slot.param.grad = slot.param.grad, None
         self.accumulate(slot, grad, factor, invariant)
         self.needs_overwrite.discard(slot)
         self.missing.discard(slot)
 
     def accumulate(self, slot: Slot, grad: Tensor, factor: float, invariant: bool) -> None:
-        """Into its slot in the bucket, in one pass. Of a sparse gradient only the rows that it has are touched."""
+        """Add a gradient in one pass over memory; a sparse one into the rows that it has. The first one overwrites."""
         main, overwrite = slot.grad, slot in self.needs_overwrite
         if invariant:
             slot.pending_grads.append(grad.to_dense().to(main.dtype) * factor)
@@ -2083,214 +2102,217 @@ class Bucket:
         else:
             main.add_(grad, alpha=factor)
 
-    def start_reduce(self, comm: Comm, invariant: bool) -> None:
-        """Send the gradients that wait; when self.reducing was waited for, grad_shard holds their sum over ranks."""
-        for slot in self.needs_overwrite:  # unused
+    def start_reduce_scatter(self, comm: Comm, invariant: bool) -> None:
+        """Start the sum of the gradients over ranks. After reduce_handle.wait(), grad_shard holds this rank's part."""
+        for slot in self.needs_overwrite:  # unused parameters
             slot.grad.zero_()
-        for slot in self.params if invariant else ():
+        for slot in self.slots if invariant else ():
             slot.grad.copy_(tree_sum(slot.pending_grads))
             slot.pending_grads.clear()
-        self.reducing = comm.reduce_scatter(self.grad_shard.view(-1), self.grad_data, self.received)
+        self.reduce_handle = comm.reduce_scatter(self.grad_shard.view(-1), self.grad_data, self.receive_buffer)
 
-    def add_pending(self, due: bool) -> None:
-        """Exact mode exchanges in every step: its sum waits for the step that updates."""
+    def carry_over(self, updates: bool) -> None:
+        """Add earlier steps' gradients; keep the sum if this step does not update (world-size-invariant mode only)."""
         if (pending := self.state.pop("pending", None)) is not None:
             self.grad_shard.add_(pending)
-        if not due:
+        if not updates:
             self.state["pending"] = self.grad_shard.clone()
 
-    def update(self, update: Callable[..., None], hyper: dict[str, Any], one_by_one: bool) -> None:
-        """This rank's shard, by a rule's update or what it was compiled to. one_by_one: for world-size-invariant mode, since a batch
-        of matrices may sum in another order than one."""
-        size = 1 if one_by_one and self.param_shard.dim() > 1 else len(self.param_shard)
+    def update(self, update: Callable[..., None], hyper: dict[str, Any], unbatched: bool) -> None:
+        """Update this rank's shard. unbatched: one matrix at a time, since a batch may be summed in another order."""
+        size = 1 if unbatched and self.param_shard.dim() > 1 else len(self.param_shard)
         for part in (slice(i, i + size) for i in range(0, len(self.param_shard), size)):
             update(self.param_shard[part], self.grad_shard[part], {key: x[part] for key, x in self.state.items()},
                    {**hyper, "scale": self.scale[part]})
 
-    def start_gather(self, comm: Comm) -> None:
-        self.gathering = comm.all_gather(self.param_data, self.param_shard.view(-1))
+    def start_all_gather(self, comm: Comm) -> None:
+        """Start to write every rank's updated shard into param_data, where the model reads it."""
+        self.gather_handle = comm.all_gather(self.param_data, self.param_shard.view(-1))
 
-    def not_finite(self) -> list[str]:
-        """Names of parameters: by their summed gradients where those lie in this shard, else by this rank's own."""
-        return [slot.name for slot in self.params if not slot.grad.isfinite().all()]
+    def nonfinite(self) -> list[str]:
+        """Name the parameters with a non-finite gradient: the sum in this rank's shard, its own gradient elsewhere."""
+        return [slot.name for slot in self.slots if not slot.grad.isfinite().all()]
 
-    def drop(self) -> None:
-        """All gradients that no update has used."""
+    def drop_gradients(self) -> None:
+        """Drop all gradients that no update has used."""
         self.state.pop("pending", None)
-        self.needs_overwrite.update(self.params)
-        for slot in self.params:
+        self.needs_overwrite.update(self.slots)
+        for slot in self.slots:
             slot.pending_grads.clear()
 
     def check_views(self) -> None:
-        """RunError if a parameter is no longer the view of this bucket that it was made."""
+        """Raise RunError if a parameter is no longer a view of this bucket."""
         start, size = self.param_data.data_ptr(), self.param_data.element_size()
-        for slot in self.params:
+        for slot in self.slots:
             if slot.param.dtype != self.param_data.dtype or slot.param.data_ptr() != start + slot.offset * size:
                 raise RunError(f"{slot.name} was given other memory or another dtype ({slot.param.dtype}) after its "
                                f"bucket {self.name} was built ({self.param_data.dtype}); move or cast the model before")
 
-    def part_of(self, slot: Slot, x: Tensor, of_shard: bool = False) -> Tensor:
-        """View of the parameter's values in a tensor of all shards or of this rank's, which may have fewer values than
-        the bucket has elements, but as many for each unit."""
+    def view_of(self, slot: Slot, x: Tensor, of_shard: bool = False) -> Tensor:
+        """View a parameter's part of a tensor over all shards or over this rank's.
+
+        The tensor may have fewer values per unit than the parameter, such as one second moment per row of a matrix.
+        """
         begin, numel = (self.shard_begin, self.shard_numel) if of_shard else (0, len(self.param_data))
         ends = (slot.offset - begin, slot.offset - begin + slot.param.numel())
         return x.view(-1)[slice(*(max(end, 0) * x.numel() // numel for end in ends))]
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """From the CPU, without waiting for it."""
+    """Copy from the CPU without waiting for the copy."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 class RowBucket(Bucket):
-    """Tables of which a step reads few rows: these alone travel and are updated; see Adam.rows.
+    """Tables of which a step reads few rows. Ranks exchange and update only these rows (Adam.rows).
 
-    what travels                from -> to                it starts
-    a bit per row: read or not  each rank -> all          when rows are announced, before forward; or with gradients
-    rows' gradients             each rank -> rows' owner  when the last gradient has come
-    their new values            rows' owner -> all        after their update
+    message               from -> to               sent
+    a bit per row: read?  each rank -> all         before the forward (announce), or at launch
+    gradients of rows     each rank -> row's owner at launch, after the last gradient
+    new values of rows    row's owner -> all       after the update
 
-    Where world-size-invariant mode sums several steps these are all rows. Rows are numbered through the bucket's tables.
+    The rows of all tables of the bucket are numbered consecutively. If world-size-invariant mode sums several steps,
+    all rows are updated and gathered.
     """
 
-    grads_on = "meta"  # only those of rows that were read take memory
-    compiles = False   # their number is another in each step
+    grad_device = "meta"  # the gradient buffer takes no memory; only gradients of rows that were read do
+    may_compile = False   # the number of rows differs from step to step
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.rows = self.param_data.view(-1, *self.param_shard.shape[1:])  # [of all ranks, width]
+        self.rows = self.param_data.view(-1, *self.param_shard.shape[1:])  # [rows of all ranks, width]
         self.set_grads(torch.empty(0).long(), self.rows.new_empty((0, self.rows.size(1)), dtype=self.grad_data.dtype))
-        self.read = torch.zeros(len(self.rows), dtype=torch.uint8)  # 1: this rank has announced the row
-        self.announced: Any = None  # handle of the exchange of `reads`, all ranks' rows in bits
+        self.reads = torch.zeros(len(self.rows), dtype=torch.uint8)  # 1: this rank has announced the row
+        self.announcement: Any = None  # handle of the exchange of all_reads, every rank's `reads` as bits
 
-    def set_grads(self, touched: Tensor, grads: Tensor) -> None:
-        """The summed gradients [n, width] of n rows of this shard, counted from its first."""
-        self.touched, self.grad_shard = touched, grads
+    def set_grads(self, grad_rows: Tensor, grads: Tensor) -> None:
+        """Set the summed gradients [n, width] of n rows of this shard, counted from its first row."""
+        self.grad_rows, self.grad_shard = grad_rows, grads
 
     def first_row(self, slot: Slot) -> int:
         return slot.offset // self.rows.size(1)
 
     def accumulate(self, slot: Slot, grad: Tensor, factor: float, invariant: bool) -> None:
-        """As they come, until they are sent."""
+        """Keep a sparse gradient until launch. Merge duplicate rows if they would need more memory than all rows."""
         if not grad.is_sparse:
-            raise RunError(f"{slot.name} got a dense gradient, and its rule wants rows; make it by "
-                           "nn.Embedding(..., sparse=True), or give it Adam without `rows`")
+            raise RunError(f"{slot.name} got a dense gradient, but its rule needs a sparse one; create the table by "
+                           "nn.Embedding(..., sparse=True), or use Adam without `rows`")
         slot.pending_grads.append(grad.to(self.grad_data.dtype) * factor)
-        if not invariant and sum(x._nnz() for x in slot.pending_grads) > len(slot.param):  # more memory than for all rows
+        if not invariant and sum(x._nnz() for x in slot.pending_grads) > len(slot.param):
             slot.pending_grads = [tree_sum(slot.pending_grads).coalesce()]
 
     def announce(self, comm: Comm, rows: Iterable[Tensor], last: bool) -> None:
-        """Numbers of rows that this rank reads. last: the next launch will send their gradients, and no others'."""
-        if self.announced is not None:
-            raise RunError(f"rows of {self.params[0].name} were announced twice for one step; announce those of all "
-                           "its micro-batches at once")
-        for some in rows:
-            self.read.index_fill_(0, some.cpu(), 1)
+        """Mark rows as read by this rank. last: the next launch sends them, so tell all ranks now."""
+        if self.announcement is not None:
+            raise RunError(f"rows of {self.slots[0].name} were announced twice in one step; announce the rows of all "
+                           "micro-batches at once")
+        for indices in rows:
+            self.reads.index_fill_(0, indices.cpu(), 1)
         if last:
-            self.reads = torch.from_numpy(np.packbits(self.read.numpy())).repeat(comm.ranks, 1)
-            self.announced = comm.exchange([self.reads[comm.rank]] * comm.ranks, self.reads)
+            self.all_reads = torch.from_numpy(np.packbits(self.reads.numpy())).repeat(comm.ranks, 1)
+            self.announcement = comm.exchange([self.all_reads[comm.rank]] * comm.ranks, self.all_reads)
 
-    def forget(self) -> None:
-        """What was announced, when it has come."""
-        if self.announced is not None:
-            self.announced.wait()
-        self.announced = None
-        self.read.zero_()
+    def finish_announcement(self) -> None:
+        """Wait for the announcement, if one is in flight, and clear `reads` for the next step."""
+        if self.announcement is not None:
+            self.announcement.wait()
+        self.announcement = None
+        self.reads.zero_()
 
-    def numbers(self, mask: np.ndarray) -> Tensor:
-        """Of the rows that it holds, sorted, on the device."""
+    def indices(self, mask: np.ndarray) -> Tensor:
+        """Return the indices of the rows in a mask, sorted, on the bucket's device."""
         return to_device(torch.from_numpy(np.flatnonzero(mask)), self.rows.device)
 
-    def sum_in(self, rows: Tensor, grads: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-        """(Numbers of rows, a gradient each), summed [n, width] in n sorted rows. RunError if one is of others."""
+    def scatter_add(self, rows: Tensor, grads: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """Scatter-add pairs of (row indices, gradients) into n sorted rows -> [n, width]. RunError on unknown rows."""
         sums = self.rows.new_zeros((len(rows), self.rows.size(1)), dtype=self.grad_data.dtype)
-        for numbers, of_rows in grads:
-            at = torch.searchsorted(rows, numbers)
-            known = (F.pad(rows, (0, 1), value=-1)[at] == numbers).all()
+        for indices, values in grads:
+            at = torch.searchsorted(rows, indices)
+            known = (F.pad(rows, (0, 1), value=-1)[at] == indices).all()
             if rows.is_cuda:
-                torch._assert_async(known)  # without waiting for it
+                torch._assert_async(known)  # does not make the host wait
             elif not known:
-                raise RunError(f"{', '.join(slot.name for slot in self.params)}: rows have a gradient that were not "
-                               "announced; announce all that a step reads, in every step, or nothing")
-            sums.index_add_(0, at, of_rows.to(sums.dtype))
+                raise RunError(f"{', '.join(slot.name for slot in self.slots)}: rows got a gradient that were not "
+                               "announced; in every step announce all rows that it reads, or announce none")
+            sums.index_add_(0, at, values.to(sums.dtype))
         return sums
 
-    def start_reduce(self, comm: Comm, invariant: bool) -> None:
-        """Send each row's gradients to its owner; when self.reducing was waited for, the sums of this rank's rows that
-        any rank read are there by set_grads. RunError if a gradient is of a row that was not announced."""
-        grads = []  # of rows that may come more than once, in numbers of the bucket's
-        for slot in self.params:
+    def start_reduce_scatter(self, comm: Comm, invariant: bool) -> None:
+        """Start to send each row's gradient to its owner. After reduce_handle.wait(), grad_shard holds the sums."""
+        grads = []  # (row indices in the bucket, gradients); an index may occur more than once
+        for slot in self.slots:
             pending = [tree_sum([x.coalesce() for x in slot.pending_grads])] if invariant else slot.pending_grads
             grads += [(x._indices()[0] + self.first_row(slot), x._values()) for x in pending]
-        if self.announced is None:
+        if self.announcement is None:
             self.announce(comm, [rows for rows, _ in grads], True)
-        self.forget()
-        reads = np.unpackbits(self.reads.numpy(), 1, len(self.rows)).view(bool)
+        self.finish_announcement()
+        reads = np.unpackbits(self.all_reads.numpy(), 1, len(self.rows)).view(bool)
         reads = reads.reshape(comm.ranks, comm.ranks, -1)  # [rank that reads, rank that owns, row of its shard]
-        self.read_by_any, of_mine = reads.any(0), reads[:, comm.rank]
-        sums = self.sum_in(self.numbers(reads[comm.rank]), grads)
+        self.read_by_any, of_this_shard = reads.any(0), reads[:, comm.rank]
+        sums = self.scatter_add(self.indices(reads[comm.rank]), grads)
         sent = sums.to(comm.sent_dtype or sums.dtype).split(reads[comm.rank].sum(1).tolist())
-        arriving = [sent[0].new_empty(n, sums.size(1)) for n in of_mine.sum(1).tolist()]
-        arriving[comm.rank] = sent[comm.rank]
+        received = [sent[0].new_empty(n, sums.size(1)) for n in of_this_shard.sum(1).tolist()]
+        received[comm.rank] = sent[comm.rank]
 
-        def add_up() -> None:
-            pieces = [(self.numbers(mask), x) for mask, x in zip(of_mine, arriving)]
-            mine = self.numbers(self.read_by_any[comm.rank])
-            self.set_grads(mine, tree_sum([self.sum_in(mine, [piece]) for piece in pieces]) if invariant else
-                           self.sum_in(mine, pieces))
-        for slot in self.params:
+        def sum_over_ranks() -> None:
+            pieces = [(self.indices(mask), x) for mask, x in zip(of_this_shard, received)]
+            rows = self.indices(self.read_by_any[comm.rank])
+            self.set_grads(rows, tree_sum([self.scatter_add(rows, [piece]) for piece in pieces]) if invariant else
+                           self.scatter_add(rows, pieces))
+        for slot in self.slots:
             slot.pending_grads.clear()
-        self.reducing = HandleGroup(comm.exchange(sent, arriving), then=add_up)
+        self.reduce_handle = HandleGroup(comm.exchange(sent, received), then=sum_over_ranks)
 
-    def add_pending(self, due: bool) -> None:
-        """As Bucket's, over all rows."""
-        if not due or "pending" in self.state:  # sums of several steps are of all rows
+    def carry_over(self, updates: bool) -> None:
+        """Do the same as Bucket.carry_over; a sum over several steps has a gradient for every row."""
+        if not updates or "pending" in self.state:
             grads = torch.zeros_like(self.param_shard, dtype=self.grad_data.dtype)
-            grads[self.touched] = self.grad_shard
+            grads[self.grad_rows] = self.grad_shard
             self.set_grads(torch.arange(len(grads), device=grads.device), grads)
             self.read_by_any = None
-        super().add_pending(due)
+        super().carry_over(updates)
 
-    def update(self, update: Callable[..., None], hyper: dict[str, Any], one_by_one: bool) -> None:
-        """Of the rows that have a gradient. As elements are, they are independent of one another."""
+    def update(self, update: Callable[..., None], hyper: dict[str, Any], unbatched: bool) -> None:
+        """Update the rows that have a gradient other than zero. Adam is elementwise, so `unbatched` changes nothing."""
         wholes = [self.param_shard, *self.state.values()]
-        olds = [whole.index_select(0, self.touched) for whole in wholes]  # on CPUs a fifth of the time of whole[...]
+        olds = [whole.index_select(0, self.grad_rows) for whole in wholes]  # on CPUs 5 times as fast as whole[...]
         param, *state = (old.clone() for old in olds)
         update(param, self.grad_shard, dict(zip(self.state, state)), hyper)
-        moved = self.grad_shard.abs().amax(1, keepdim=True) != 0
+        has_grad = self.grad_shard.abs().amax(1, keepdim=True) != 0
         for whole, old, new in zip(wholes, olds, (param, *state)):
-            whole[self.touched] = torch.where(moved, new, old)
+            whole[self.grad_rows] = torch.where(has_grad, new, old)
 
-    def start_gather(self, comm: Comm) -> None:
-        """Send the rows that any rank read; all, after sums of several steps."""
+    def start_all_gather(self, comm: Comm) -> None:
+        """Start to send the rows that any rank read; all rows after a sum over several steps."""
         if self.read_by_any is None or comm.ranks == 1:
-            return super().start_gather(comm)
-        rows = self.numbers(self.read_by_any)
+            return super().start_all_gather(comm)
+        rows = self.indices(self.read_by_any)
         new = self.rows.index_select(0, rows)
-        arriving = new.split(self.read_by_any.sum(1).tolist())
+        received = new.split(self.read_by_any.sum(1).tolist())
 
         def write() -> None:
             self.rows[rows] = new
-        self.gathering = HandleGroup(comm.exchange([arriving[comm.rank]] * comm.ranks, arriving), then=write)
+        self.gather_handle = HandleGroup(comm.exchange([received[comm.rank]] * comm.ranks, received), then=write)
 
-    def not_finite(self) -> list[str]:
-        bad = self.touched[~self.grad_shard.isfinite().all(1)] + self.shard_begin // self.rows.size(1)
-        tables = [(slot.name, self.first_row(slot), len(slot.param)) for slot in self.params]
+    def nonfinite(self) -> list[str]:
+        bad = self.grad_rows[~self.grad_shard.isfinite().all(1)] + self.shard_begin // self.rows.size(1)
+        tables = [(slot.name, self.first_row(slot), len(slot.param)) for slot in self.slots]
         return [name for name, first, size in tables if ((bad >= first) & (bad < first + size)).any()]
 
-    def drop(self) -> None:
-        self.forget()
-        super().drop()
+    def drop_gradients(self) -> None:
+        self.finish_announcement()
+        super().drop_gradients()
 
-RULE = "lr", "every", "unit", "init_state", "hyper", "update"  # what a rule has
+RULE_MEMBERS = "lr", "every", "unit", "init_state", "hyper", "update"
 
 def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ranks: int,
                  grad_reduce_in_fp32: bool = False) -> list[Bucket]:
-    """Group what can share a bucket (rule, dtype, unit, first step), from the last layer on, until it is full."""
+    """Group parameters with the same rule, dtype, unit and first step into buckets, starting at the last layer."""
     open_groups: dict[Any, list[ParamSpec]] = {}
     groups: list[list[ParamSpec]] = []
     for spec in reversed(specs):
         frozen = getattr(spec.rule, "__dataclass_params__", None)
-        require(frozen and frozen.frozen and all(hasattr(spec.rule, name) for name in RULE), f"{spec.name}: its rule "
-               f"{type(spec.rule).__name__} is none; write a frozen dataclass with {', '.join(RULE)}, as Adam has them")
+        require(frozen and frozen.frozen and all(hasattr(spec.rule, name) for name in RULE_MEMBERS),
+                f"{spec.name}: {type(spec.rule).__name__} is not an update rule; write a frozen dataclass with "
+                f"{', '.join(RULE_MEMBERS)}, as Adam has")
         key = (spec.rule, spec.param.dtype, spec.rule.unit(spec), spec.first_step)
         if not (group := open_groups.setdefault(key, [])):
             groups.append(group)
@@ -2306,7 +2328,7 @@ def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ran
 # gradient sync: communication
 
 class HandleGroup:
-    """Collectives and messages that are waited for together, none if nobody else is needed; and what is done then."""
+    """Handles of collectives or messages that are waited for together; `then` is called after the last one."""
 
     def __init__(self, *handles: Any, then: Callable[[], Any] = lambda: None):
         self.handles, self.then = handles, then
@@ -2317,76 +2339,77 @@ class HandleGroup:
         self.then()
 
 def tree_sum(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """The sum of n tensors, as a binary tree of neighbours; in out, if that is given and n is more than one."""
+    """Sum n tensors as a binary tree of neighbours; into `out` if it is given and n > 1."""
     if len(terms) == 1:
         return terms[0]
     half = len(terms) // 2
     return torch.add(tree_sum(terms[:half]), tree_sum(terms[half:]), out=out)
 
 class Comm:
-    """The collectives that a run needs. Nothing else names one, so tests can put another network in its place.
+    """The collectives of a run. No other code calls them, so a test can replace the network.
 
-    gloo reduces and scatters by an all-reduce of which it keeps a shard, and gathers into a copy. Made of messages, the
-    two send half and copy nothing, which bench/whole_step.py times.
+    gloo's own reduce-scatter is an all-reduce that keeps a shard, and its all-gather copies. With gloo both are made of
+    point-to-point messages instead, which send half as much and copy nothing (timed by bench/whole_step.py).
     """
 
-    sent_dtype: torch.dtype | None = None  # of gradients; None: theirs
+    sent_dtype: torch.dtype | None = None  # of gradients; None: their own
 
     def __init__(self, rank: int = 0, ranks: int = 1, device: torch.device | str = "cpu"):
         self.rank, self.ranks, self.device = rank, ranks, device
-        self.by_messages = ranks == 1 or dist.get_backend() == "gloo"
+        self.point_to_point = ranks == 1 or dist.get_backend() == "gloo"
 
     def receive_buffer(self, full: Tensor, invariant: bool) -> Tensor | None:
-        """What reduce_scatter of a buffer [ranks * shard] wants beside it, where it is made of messages: kept, since
-        allocating it costs as much as the sum. invariant: on every network the same bytes, so on all of messages."""
-        if self.by_messages or invariant:
+        """Allocate what reduce_scatter of `full` [ranks * shard] receives messages in; None if it sends no messages.
+
+        Allocating it for each launch would cost as much as the sum. `invariant` requires messages on every network.
+        """
+        if self.point_to_point or invariant:
             return full.new_empty(self.ranks - 1, len(full) // self.ranks, dtype=self.sent_dtype)
         return None
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor, received: Tensor | None) -> Any:
-        """Start: shard, this rank's of full [ranks * shard], <- the sum over ranks of that; where there is a
-        buffer to receive messages in, as a tree."""
-        if received is None:
+    def reduce_scatter(self, shard: Tensor, full: Tensor, buffer: Tensor | None) -> Any:
+        """Start: shard <- sum over ranks of this rank's part of full [ranks * shard]. With a buffer, sum as a tree."""
+        if buffer is None:
             return dist.reduce_scatter_single(shard, full, async_op=True)
         shards = full.view(self.ranks, -1)
-        arriving = [*received[:self.rank], shards[self.rank], *received[self.rank:]]
-        return HandleGroup(self.exchange(shards, arriving), then=lambda: tree_sum(arriving, out=shard))
+        received = [*buffer[:self.rank], shards[self.rank], *buffer[self.rank:]]
+        return HandleGroup(self.exchange(shards, received), then=lambda: tree_sum(received, out=shard))
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Any:
-        """Start: full [ranks * shard] <- every rank's shard. May be in place."""
-        if not self.by_messages:
+        """Start: full [ranks * shard] <- every rank's shard, which may be a view of full."""
+        if not self.point_to_point:
             return dist.all_gather_single(full, shard, async_op=True)
         shards = full.view(self.ranks, -1)
-        shards[self.rank].copy_(shard)  # onto itself: nothing happens
+        shards[self.rank].copy_(shard)  # a no-op if shard is a view of full
         return self.exchange([shard] * self.ranks, shards)
 
     @functools.cached_property
-    def between_hosts(self) -> Any:
-        """What carries tensors of the CPU: beside a GPU's network a group of its own, which all ranks make at once."""
+    def cpu_group(self) -> Any:
+        """The process group for CPU tensors. With a GPU's backend all ranks must first use it at the same time."""
         return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
     def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> HandleGroup:
-        """Start: sent[i] goes to rank i, received[i] comes from it; what is empty does not travel."""
-        group = self.between_hosts if self.ranks > 1 and not sent[0].is_cuda else None
+        """Start: sent[i] to rank i, received[i] from rank i. Empty tensors are not sent."""
+        group = self.cpu_group if self.ranks > 1 and not sent[0].is_cuda else None
         messages = [dist.P2POp(way, tensors[other], other, group)
                     for way, tensors in ((dist.isend, sent), (dist.irecv, received))
                     for other in range(self.ranks) if other != self.rank and tensors[other].numel()]
         return HandleGroup(*(dist.batch_isend_irecv(messages) if messages else ()))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """x <- its sum over ranks."""
+        """Sum x over ranks in place, and return it."""
         if self.ranks > 1:
             dist.all_reduce(x)
         return x
 
     def broadcast(self, x: Tensor) -> None:
-        """x <- that of rank 0."""
+        """Copy rank 0's x to all ranks."""
         if self.ranks > 1:
             dist.broadcast(x, 0)
 
     def all_gather_json(self, mine: Any) -> list[Any]:
-        """What every rank has, in the order of ranks. It travels as JSON: nothing that arrives is executed."""
-        if self.ranks == 1:  # the device may be one that computes nothing, such as `meta`
+        """Return every rank's value, in the order of ranks. JSON, unlike pickle, executes nothing on arrival."""
+        if self.ranks == 1:  # the device may be `meta`, which holds no values
             return [json.loads(json.dumps(mine))]
         text = torch.tensor(list(json.dumps(mine).encode()), dtype=torch.uint8, device=self.device)
         sizes = self.all_reduce(F.one_hot(torch.tensor(self.rank), self.ranks).to(self.device) * len(text)).tolist()
@@ -2395,17 +2418,17 @@ class Comm:
         return [json.loads(bytes(row[:size])) for row, size in zip(self.all_reduce(texts).tolist(), sizes)]
 
 class CompressedComm(Comm):
-    """Sends gradients in bf16, half the bytes of float32. A communication hook is a Comm that reduces its own way."""
+    """Sends gradients in bf16: half the bytes of float32. Other communication hooks are subclasses like this one."""
 
     sent_dtype = torch.bfloat16
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor, received: Tensor | None) -> Any:
+    def reduce_scatter(self, shard: Tensor, full: Tensor, buffer: Tensor | None) -> Any:
         small = full.to(self.sent_dtype)
-        mine = small.view(self.ranks, -1)[self.rank]
-        return HandleGroup(super().reduce_scatter(mine, small, received), then=lambda: shard.copy_(mine))
+        small_shard = small.view(self.ranks, -1)[self.rank]
+        return HandleGroup(super().reduce_scatter(small_shard, small, buffer), then=lambda: shard.copy_(small_shard))
 
 def agree(comm: Comm, what: str, mine: dict[str, Any], cure: str) -> None:
-    """RunError on every rank if a value of mine is another on any: it names the value, the rank, and both."""
+    """Raise RunError on every rank unless all ranks have the same values; it names the value, the rank and both."""
     for rank, theirs in enumerate(everyones := comm.all_gather_json(mine)):
         for key in {**everyones[0], **theirs}:
             here, first = theirs.get(key, "nothing"), everyones[0].get(key, "nothing")
@@ -2413,8 +2436,11 @@ def agree(comm: Comm, what: str, mine: dict[str, Any], cure: str) -> None:
                 raise RunError(f"the ranks' {what} differ: rank {rank} has {key} {here}; rank 0 has {first}. {cure}")
 
 def outer_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Parameter]]]:
-    """The model with its own parameters, then its children (those of a list one by one) with all of theirs: where a
-    hook runs before what is compiled, not in it. What only contains others, and never runs, counts as the model's."""
+    """Yield modules whose forward hooks run outside of compiled code, each with the parameters that it reads.
+
+    These are the model with its own parameters and its children with all of theirs; a ModuleList's children one by one.
+    Parameters of a container that has no forward count as the model's own.
+    """
     children = [x for child in model.children() for x in (child if isinstance(child, nn.ModuleList) else [child])]
     running = [child for child in children if type(child).forward is not nn.Module.forward]
     yield model, itertools.chain(model.parameters(recurse=False), *(child.parameters() for child in children
@@ -2423,7 +2449,7 @@ def outer_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Par
         yield child, child.parameters()
 
 def used_parameters(loss: Tensor) -> set[nn.Parameter]:
-    """The leaves of the graph that made a loss: those that will get a gradient."""
+    """Return the leaves of a loss's autograd graph: the parameters that will get a gradient."""
     seen, open_nodes = set(), [loss.grad_fn]
     while open_nodes:
         if (node := open_nodes.pop()) is not None and node not in seen:
@@ -2431,305 +2457,326 @@ def used_parameters(loss: Tensor) -> set[nn.Parameter]:
             open_nodes += [further for further, _ in node.next_functions]
     return {getattr(node, "variable", None) for node in seen}
 
-HOOKS = WeakIdKeyDictionary()  # parameter -> the handle of its hook: as an attribute it would be pickled
+HOOKS = WeakIdKeyDictionary()  # parameter -> handle of its hook; an attribute of the parameter would be pickled
 
 def set_hook(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Any:
-    """Call it when a gradient has come, in place of the hook of an optimizer that was built before -> its handle."""
+    """Set the parameter's post-accumulate hook in place of an earlier optimizer's. Return the handle."""
     if param in HOOKS:
         HOOKS[param].remove()
     HOOKS[param] = param.register_post_accumulate_grad_hook(hook)
     return HOOKS[param]
 
 class Reducer:
-    """Gradients in: hooks add them into buckets, and start a bucket's reduce-scatter when all of it is ready. Buckets
-    are launched in one order, the same on every rank: that in which rank 0's backward completed them, learned anew when
-    one more takes part. A backward that nobody prepared is the only one of the next step, or before it, in no_sync.
+    """Gradients in: hooks add them into slots, and launch a bucket's reduce-scatter when all its slots are complete.
 
-    What a bucket goes through              from                                  to
-    slot in needs_overwrite: no gradient   the bucket's update                   its next gradient
-    slot in missing: gradient is awaited   prepare_for_backward                  its gradient
-    bucket in due: may be launched          prepare_for_backward                  release
-    bucket.reducing: may not be written     its last gradient, in launch order    wait
+    All ranks launch buckets in one order: the order in which rank 0's backward completed them. The order is learned
+    again when a further bucket takes part. A bucket that is complete early waits for its turn. A backward without
+    prepare_for_backward is the only one of its step, or is one of several inside no_sync.
+
+    state                                     set by                           cleared by
+    slot in needs_overwrite: no gradient yet  the bucket's update              register_grad_ready
+    slot in missing: gradient expected        prepare_for_backward             register_grad_ready
+    bucket in due: to be launched             prepare_for_backward             end_step
+    bucket.reduce_handle: do not write        launch                           wait
+    bucket.gather_handle: do not read         DistributedOptimizer.step        finish_all_gathers
     """
 
     def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, grad_scale: float):
-        """grad_scale: every gradient is multiplied by it, besides the mean over micro-batches and ranks."""
+        """grad_scale: a factor on every gradient, on top of the mean over micro-batches and ranks."""
         self.buckets, self.comm, self.settings, self.grad_scale = list(buckets), comm, settings, grad_scale
-        self.launch_order: list[Bucket] = []  # of those that took part when it was learned; empty: it is to be learned
-        self.completed: list[Bucket] = []     # while the order is learned, by their last gradient
-        self.due: list[Bucket] = []           # of the prepared backward, in launch order
-        self.launches = 0                     # of them
-        self.step = 0                         # the one of which micro-batches were prepared, or else the next
+        self.launch_order: list[Bucket] = []  # empty until it is learned
+        self.completed: list[Bucket] = []     # while the order is learned: buckets by their last gradient
+        self.due: list[Bucket] = []           # buckets that the prepared backward completes, in launch order
+        self.launches = 0                     # how many of `due` are launched
+        self.step = 0                         # the current step or, between steps, the next one
         self.micro_batch, self.micro_batches, self.factor = 0, 0, 1.0
-        self.only_add, self.added = False, 0  # in no_sync; most gradients that a parameter got in it for one step
-        self.arrived = False   # a gradient, or the word which rows will have one, since the last step
-        self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # what profiling puts its ranges in
+        self.in_no_sync, self.no_sync_grads = False, 0  # no_sync_grads: most gradients of a parameter in no_sync
+        self.in_step = False                  # a gradient or an announcement has come since the last step
+        self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # profiling sets it to name ranges
         for bucket in buckets:
-            bucket.received = comm.receive_buffer(bucket.grad_data, settings.world_size_invariant)
+            bucket.receive_buffer = comm.receive_buffer(bucket.grad_data, settings.world_size_invariant)
         self.hooks = [set_hook(slot.param, lambda _, at=(bucket, slot): self.register_grad_ready(*at))
-                      for bucket in buckets for slot in bucket.params]
+                      for bucket in buckets for slot in bucket.slots]
 
-    def is_due(self, bucket: Bucket, step: int) -> bool:
+    def reduces_in(self, bucket: Bucket, step: int) -> bool:
         return step >= bucket.first_step and (self.settings.world_size_invariant or bucket.updates_in(step))
 
     def announce_rows(self, step: int, rows: dict[nn.Parameter, Tensor]) -> None:
-        """Before a step's first forward: which rows of tables this rank will read in it, numbers of any shape on the
-        CPU. May be left out, on all ranks: then the ranks wait for one another when the gradients have come."""
-        self.arrived = True
+        """Announce, before a step's first forward, which rows of tables this rank will read in the step.
+
+        rows: int tensors of any shape on the CPU. If all ranks omit the call, they wait for one another at launch.
+        """
+        self.in_step = True
         for bucket in self.buckets:
             if isinstance(bucket, RowBucket):
                 bucket.announce(self.comm, [rows[slot.param].flatten().long() + bucket.first_row(slot)
-                                            for slot in bucket.params], self.is_due(bucket, step))
+                                            for slot in bucket.slots], self.reduces_in(bucket, step))
 
     def prepare_for_backward(self, step: int, micro_batch: int = 0, micro_batches: int = 1,
                              loss: Tensor | None = None) -> None:
-        """Call before each backward of a step, with the number of the micro-batch and how many this rank has of it. In
-        the last one gradients complete their buckets. loss: what backward will start from, to see what is unused."""
+        """Prepare for the backward of one of this rank's micro-batches; the last one of a step launches buckets.
+
+        loss: the tensor that backward starts from; tells which parameters find_unused_parameters need not wait for.
+        """
         if self.micro_batches and self.micro_batch == self.micro_batches:
             raise RunError(f"all {self.micro_batches} micro-batches of step {self.step} were prepared; call step()")
-        awaited = (self.step, self.micro_batch) if self.micro_batches else (step, 0)
-        if (step, micro_batch) != awaited or micro_batch and micro_batches != self.micro_batches:
-            raise RunError(f"micro-batch {micro_batch} of step {step} was prepared, where micro-batch {awaited[1]} of "
-                           f"step {awaited[0]} is next; prepare each backward of a step once, in order, then step()")
+        expected = (self.step, self.micro_batch) if self.micro_batches else (step, 0)
+        if (step, micro_batch) != expected or micro_batch and micro_batches != self.micro_batches:
+            raise RunError(f"micro-batch {micro_batch} of {micro_batches} of step {step} was prepared, but micro-batch "
+                           f"{expected[1]} of step {expected[0]} is next; prepare each backward once, in order, and "
+                           "then call step()")
         self.step, self.micro_batch, self.micro_batches = step, micro_batch + 1, micro_batches
-        self.arrived = True  # if what follows fails, zero_grad() is to drop this step
+        self.in_step = True  # so that zero_grad() drops this step if its backward fails
         self.factor = self.grad_scale / (micro_batches * self.comm.ranks)
-        if sum(step >= bucket.first_step for bucket in self.buckets) > len(self.launch_order):  # one takes part anew
+        if sum(step >= bucket.first_step for bucket in self.buckets) > len(self.launch_order):  # another takes part
             self.launch_order, self.completed = [], []
         last = self.micro_batch == micro_batches
-        self.due = [bucket for bucket in self.launch_order or self.buckets if last and self.is_due(bucket, step)]
+        self.due = [bucket for bucket in self.launch_order or self.buckets if last and self.reduces_in(bucket, step)]
         self.launches = 0
         for bucket in self.buckets:
-            bucket.missing.update(bucket.params)
+            bucket.missing.update(bucket.slots)
         if last and loss is not None and self.settings.find_unused_parameters:
             used = used_parameters(loss)
             for bucket in self.due:
-                bucket.missing = {slot for slot in bucket.params if slot.param in used}
+                bucket.missing = {slot for slot in bucket.slots if slot.param in used}
 
     def register_grad_ready(self, bucket: Bucket, slot: Slot) -> None:
-        """The hook of a parameter whose gradient has come."""
-        if bucket.reducing is not None:
+        """Add a parameter's new gradient into its slot, and launch complete buckets in order. This is the hook."""
+        if bucket.reduce_handle is not None:
             raise RunError(f"{slot.name} got a gradient after its bucket {bucket.name} was launched; call step() "
                            "before the next backward, or run all but the last of a step in no_sync()")
-        self.arrived = True
+        self.in_step = True
         if self.step < bucket.first_step:
             raise RunError(f"{slot.name} got a gradient in step {self.step}, before step {bucket.first_step}, its "
                            "first; do not use the parameter before it")
         if not self.micro_batches:
-            if self.only_add:
-                bucket.add(slot, self.grad_scale / self.comm.ranks, self.settings.world_size_invariant)
-                self.added = max(self.added, len(slot.pending_grads))
+            if self.in_no_sync:
+                bucket.add_grad(slot, self.grad_scale / self.comm.ranks, self.settings.world_size_invariant)
+                self.no_sync_grads = max(self.no_sync_grads, len(slot.pending_grads))
                 return
             self.prepare_for_backward(self.step)
         if slot not in bucket.missing:
-            raise RunError(f"{slot.name} got its gradient twice in one backward; prepare each backward by itself, "
-                           "with its own loss if with any, or run all but the last of a step in no_sync(), and no part "
-                           "of the model twice in one")
-        bucket.add(slot, self.factor, self.settings.world_size_invariant)
+            raise RunError(f"{slot.name} got its gradient twice in one backward; prepare each backward separately, "
+                           "with its own loss if with any, or run all but the last of a step in no_sync()")
+        bucket.add_grad(slot, self.factor, self.settings.world_size_invariant)
         if not self.launch_order:
             if not bucket.missing:
                 self.completed.append(bucket)
-        elif self.settings.sync == "hook":  # a bucket that is ready early waits for its turn
+        elif self.settings.sync == "hook":
             while self.launches < len(self.due) and not self.due[self.launches].missing:
-                self.start_reduce_scatter(self.due[self.launches])
+                self.launch(self.due[self.launches])
 
-    def start_reduce_scatter(self, bucket: Bucket) -> None:
+    def launch(self, bucket: Bucket) -> None:
+        """Start the bucket's reduce-scatter."""
         with self.span(f"launch {bucket.name}"):
-            wanted = self.added + self.micro_batches
-            for slot in bucket.params if self.settings.world_size_invariant else ():
-                if len(slot.pending_grads) < wanted:  # the tree, and so its sum, would depend on the ranks
-                    raise RunError(f"world-size-invariant mode: {slot.name} got a gradient in {len(slot.pending_grads)} of {wanted} "
-                                   "micro-batches; use it in all, or leave out --world_size_invariant")
-            bucket.start_reduce(self.comm, self.settings.world_size_invariant)
+            expected = self.no_sync_grads + self.micro_batches
+            for slot in bucket.slots if self.settings.world_size_invariant else ():
+                if len(slot.pending_grads) < expected:  # the tree, and with it the sum, would depend on the ranks
+                    raise RunError(f"{slot.name} got a gradient in {len(slot.pending_grads)} of {expected} micro-"
+                                   "batches; use it in all, as world-size-invariant mode needs, or omit "
+                                   "--world_size_invariant")
+            bucket.start_reduce_scatter(self.comm, self.settings.world_size_invariant)
             self.launches += 1
 
     def launch_rest(self) -> None:
-        """Launch what backward did not. RunError if it was not the backward that was prepared, or lacks a gradient."""
+        """Launch the buckets that backward did not. Raise RunError if a micro-batch or a gradient is missing."""
         if not self.micro_batches or self.micro_batch < self.micro_batches:
-            raise RunError(f"step() after {self.micro_batch} of {self.micro_batches} micro-batches; call it after the "
-                           "last backward, which must not be in no_sync(), prepare_for_backward() before each or none")
+            raise RunError(f"step() was called after {self.micro_batch} of {self.micro_batches} micro-batches; call it "
+                           "after the last backward, which must not be in no_sync(), and call prepare_for_backward() "
+                           "before every backward or before none")
         for bucket in self.due:
             bucket.check_views()
             if bucket.missing and not self.settings.find_unused_parameters:
-                missing = [slot.name for slot in bucket.params if slot in bucket.missing]
-                raise RunError(f"bucket {bucket.name} was not launched: {len(bucket.params) - len(missing)} of "
-                               f"{len(bucket.params)} of its parameters got a gradient, not {', '.join(missing)}; each "
-                               "must take part in the prepared backward, unless find_unused_parameters allows it")
+                missing = [slot.name for slot in bucket.slots if slot in bucket.missing]
+                raise RunError(f"bucket {bucket.name} was not launched: {len(bucket.slots) - len(missing)} of "
+                               f"{len(bucket.slots)} of its parameters got a gradient, not {', '.join(missing)}; use "
+                               "each in the loss, or set find_unused_parameters")
         if not self.launch_order:
-            self.agree_on_order()
+            self.set_launch_order()
         for bucket in self.due[self.launches:]:
-            self.start_reduce_scatter(bucket)
+            self.launch(bucket)
 
-    def agree_on_order(self) -> None:
-        """Rank 0's order for all: first the buckets that its backward completed, then those that it did not. RunError
-        if the ranks count their micro-batches differently: each would weigh its own wrongly."""
-        agree(self.comm, "micro-batches per step", {"count": self.micro_batches}, "Give every rank as many")
+    def set_launch_order(self) -> None:
+        """Broadcast rank 0's order: the buckets that its backward completed, then the others."""
+        # with different numbers of micro-batches the mean would be wrong
+        agree(self.comm, "micro-batches per step", {"count": self.micro_batches}, "Run the same number on every rank")
         others = [b for b in self.buckets if self.step >= b.first_step and b not in self.completed]
         order = [self.buckets.index(b) for b in self.completed + others]
         self.launch_order = [self.buckets[i] for i in self.comm.all_gather_json(order)[0]]
         self.due.sort(key=self.launch_order.index)
 
     def wait(self, bucket: Bucket) -> None:
-        if bucket.reducing is not None:
+        """Wait for the bucket's reduce-scatter."""
+        if bucket.reduce_handle is not None:
             with self.span(f"wait {bucket.name}"):
-                bucket.reducing.wait()
-                bucket.reducing = None
-                bucket.add_pending(bucket.updates_in(self.step))
+                bucket.reduce_handle.wait()
+                bucket.reduce_handle = None
+                bucket.carry_over(bucket.updates_in(self.step))
 
-    def release(self) -> None:
-        """The step is over: its buckets take gradients again."""
-        self.due, self.micro_batch, self.micro_batches, self.added, self.arrived = [], 0, 0, 0, False
+    def end_step(self) -> None:
+        self.due, self.micro_batch, self.micro_batches, self.no_sync_grads, self.in_step = [], 0, 0, 0, False
 
     def drop_gradients(self) -> None:
-        """Those on their way, and those that no update has used."""
+        """Drop all gradients that no update has used, including those in flight."""
         for bucket in self.due:
             self.wait(bucket)
-        self.release()
+        self.end_step()
         for bucket in self.buckets:
-            bucket.drop()
+            bucket.drop_gradients()
 
 def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step: int) -> None:
-    """RunError on every rank if a gradient is not finite on any; then scale all if their norm is too large."""
-    squares = []  # norms of short rows in float32, squared and summed in float64: soon and exact
+    """Scale all gradients down if their norm exceeds clip_norm. Raise RunError on every rank if one is not finite."""
+    squares = []  # float32 norms of short rows, squared and summed in float64: fast and accurate
     for shard in (bucket.grad_shard for bucket in buckets):
         rows = shard.view(-1, math.gcd(shard.numel(), Bucket.SHARD_ALIGNMENT))
         norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.promote_types(shard.dtype, torch.float32))
         squares.append(norms.double().square().sum())
     total = comm.all_reduce(torch.stack(squares).sum()).item() if squares else 0.0
     if not math.isfinite(total):
-        bad = comm.all_gather_json([name for bucket in buckets for name in bucket.not_finite()])
-        names = ", ".join(sorted({*itertools.chain(*bad)})) or "their norm is, each by itself is"
-        raise RunError(f"gradients that step {step} sums are not finite: {names}; the step was not applied. Lower the "
-                       "learning rates, or look at the data of this step")
+        bad = comm.all_gather_json([name for bucket in buckets for name in bucket.nonfinite()])
+        names = ", ".join(sorted({*itertools.chain(*bad)})) or "only their norm overflows"
+        raise RunError(f"gradients of step {step} are not finite: {names}; the step was not applied. Lower the "
+                       "learning rates, or check the data of this step")
     if clip_norm and math.sqrt(total) > clip_norm:
         for bucket in buckets:
             bucket.grad_shard.mul_(clip_norm / math.sqrt(total))
 
 def check_ownership(buckets: Sequence[Bucket], model: nn.Module) -> list[tuple[str, dict[str, Any], str, nn.Parameter]]:
-    """Where the model holds each parameter that learns: its name, a module's own table, the key there, and itself.
-    RunError if one is in two buckets or in none, or one in a bucket does not learn."""
+    """Check that the buckets hold each learned parameter of the model once and no frozen one; RunError otherwise.
+
+    Return (name, its module's table of parameters, its key there, parameter) for each.
+    """
     seen = set()
-    for slot in (slot for bucket in buckets for slot in bucket.params):
+    for slot in (slot for bucket in buckets for slot in bucket.slots):
         if slot.param in seen:
             raise RunError(f"{slot.name} is in two buckets or twice in one; put each parameter into one bucket, once")
         if not slot.param.requires_grad:
-            raise RunError(f"{slot.name} is frozen, and its bucket would wait for its gradient; leave it out")
+            raise RunError(f"{slot.name} is frozen, so its bucket would wait forever for a gradient; leave it out")
         seen.add(slot.param)
     owners = [(f"{prefix}.{key}".lstrip("."), module._parameters, key, param)
               for prefix, module in model.named_modules() for key, param in module._parameters.items()
               if param is not None and param.requires_grad]
     for name, _, _, param in owners:
         if param not in seen:
-            raise RunError(f"{name} is in no bucket, and would never learn; put it into one, or freeze it by "
+            raise RunError(f"{name} is in no bucket and would never be updated; put it into one, or freeze it by "
                            "requires_grad_(False)")
     return owners
 
 class SavedState:
-    """The state of buckets by names, the same at any number of ranks and any size of buckets: NAME, a parameter;
-    NAME/KEY, a tensor that its rule keeps; NAME/updates, how many there were; and in a state_dict NAME/lr, its
-    learning rate, and NAME/step, the number of the next step."""
+    """Save and load the state of buckets, independent of the number of ranks and of bucket sizes.
+
+    NAME            a parameter
+    NAME/KEY        a tensor of its rule, such as a moment
+    NAME/updates    number of updates so far
+    NAME/pending    gradients of earlier steps that wait for an update (world-size-invariant mode)
+    NAME/lr         learning rate           (state_dict only)
+    NAME/step       number of the next step (state_dict only)
+    """
 
     buckets: list[Bucket]
     comm: Comm
 
-    def whole_state(self, bucket: Bucket) -> dict[str, Tensor]:
-        """Of one bucket, whole on every rank."""
+    def gather_state(self, bucket: Bucket) -> dict[str, Tensor]:
+        """All-gather one bucket's state; every tensor is whole on every rank."""
         wholes = {"": bucket.param_data}
         for key, shard in bucket.state.items():
             wholes[f"/{key}"] = shard.new_empty(self.comm.ranks * shard.numel())
             self.comm.all_gather(wholes[f"/{key}"], shard.reshape(-1)).wait()
-        state = {slot.name + key: bucket.part_of(slot, x) for slot in bucket.params for key, x in wholes.items()}
-        return state | {f"{slot.name}/updates": torch.tensor(bucket.updates) for slot in bucket.params}
+        state = {slot.name + key: bucket.view_of(slot, x) for slot in bucket.slots for key, x in wholes.items()}
+        return state | {f"{slot.name}/updates": torch.tensor(bucket.updates) for slot in bucket.slots}
 
     def load_bucket(self, bucket: Bucket, state: dict[str, Tensor]) -> None:
-        """The inverse of whole_state, which takes out of `state` what it loads. RunError if something does not fit."""
+        """Load one bucket's state and remove it from `state`. Raise RunError if a tensor does not fit."""
         def take(name: str, numel: int) -> Tensor:
             saved = state.pop(name, torch.empty(0))
             if saved.numel() != numel:
-                raise RunError(f"the saved state does not fit: {name} has {saved.numel()} values, not {numel}; it must "
-                               "come from the same model and the same rules")
+                raise RunError(f"the saved state does not fit: {name} has {saved.numel()} values, not {numel}; load a "
+                               "state of the same model and the same rules")
             return saved.view(-1)
 
-        updates = {slot.name: int(take(f"{slot.name}/updates", 1)) for slot in bucket.params}
+        updates = {slot.name: int(take(f"{slot.name}/updates", 1)) for slot in bucket.slots}
         bucket.updates = max(updates.values())
         if bucket.updates != min(updates.values()):
-            raise RunError(f"the saved state does not fit: a bucket has one number of updates, not {updates}")
-        if f"{bucket.params[0].name}/pending" in state:
+            raise RunError(f"the saved state does not fit: parameters of one bucket have different numbers of updates: "
+                           f"{updates}; load a state of the same model and the same rules")
+        if f"{bucket.slots[0].name}/pending" in state:
             bucket.state["pending"] = torch.zeros_like(bucket.param_shard, dtype=bucket.grad_data.dtype)
         wholes = {f"/{key}": x.new_zeros(self.comm.ranks, x.numel()) for key, x in bucket.state.items()}
-        for slot, (key, whole) in itertools.product(bucket.params, {"": bucket.param_data, **wholes}.items()):
-            part = bucket.part_of(slot, whole)
+        for slot, (key, whole) in itertools.product(bucket.slots, {"": bucket.param_data, **wholes}.items()):
+            part = bucket.view_of(slot, whole)
             part.copy_(take(slot.name + key, part.numel()))
         for key, x in bucket.state.items():
             x.view(-1).copy_(wholes[f"/{key}"][self.comm.rank])
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and every tensor of its state, whole on every rank."""
+        """Yield every parameter and every tensor of its state, whole on every rank."""
         self.finish_all_gathers()
         for bucket in self.buckets:
-            yield from self.whole_state(bucket).items()
+            yield from self.gather_state(bucket).items()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A copy of named_state, on the CPU: a GPU's memory is for training; and what else a step depends on."""
+        """Copy named_state, the learning rates and the step to the CPU."""
         state = {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
-        for slot in (slot for bucket in self.buckets for slot in bucket.params):
+        for slot in (slot for bucket in self.buckets for slot in bucket.slots):
             state[f"{slot.name}/lr"] = torch.tensor(self.group_of[slot.param]["lr"], dtype=torch.float64)
             state[f"{slot.name}/step"] = torch.tensor(self.reducer.step)
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """The inverse of state_dict; what was on its way is dropped. RunError if something does not fit."""
+        """Load a state_dict and drop all unused gradients. Raise RunError if the state does not fit."""
         state, steps = dict(state), [0]
         self.finish_all_gathers()
         self.reducer.drop_gradients()
         for bucket in self.buckets:
             self.load_bucket(bucket, state)
-            for slot in bucket.params:  # a run's checkpoint has neither: its plan knows
+            for slot in bucket.slots:  # a run's checkpoint has neither; they follow from its plan
                 group = self.group_of[slot.param]
                 group["lr"] = float(state.pop(f"{slot.name}/lr", group["lr"]))
                 steps.append(int(state.pop(f"{slot.name}/step", bucket.updates * bucket.rule.every)))
         if state:
-            raise RunError(f"the saved state does not fit: this model has no {', '.join(sorted(state))}; it must come "
-                           "from the same model and the same rules")
+            raise RunError(f"the saved state does not fit: this model has no {', '.join(sorted(state))}; load a state "
+                           "of the same model and the same rules")
         self.reducer.step = max(steps)
 
     @property
     def between_updates(self) -> bool:
-        """Gradients wait for an update that sums several steps: other than in world-size-invariant mode, no state holds them."""
-        return not self.settings.world_size_invariant and any(len(b.needs_overwrite) < len(b.params) for b in self.buckets)
+        """Whether gradients wait for a later step's update that no saved state would hold."""
+        waiting = any(len(bucket.needs_overwrite) < len(bucket.slots) for bucket in self.buckets)
+        return waiting and not self.settings.world_size_invariant  # which saves them as NAME/pending
 
     def copy_parameter(self, source: str, target: str) -> None:
-        """target begins where source is, with its state: a parameter that was tied until now."""
+        """Copy a parameter and its state to another, such as a head that was tied to the embedding until this step."""
         if self.between_updates:
-            raise RunError(f"{target} cannot begin in a step whose gradients wait for an update; take the next step")
+            raise RunError(f"{target} cannot be copied from {source} while gradients wait for an update; copy it one "
+                           "step later")
         self.finish_all_gathers()
-        bucket_of = {slot.name: bucket for bucket in self.buckets for slot in bucket.params}
-        copied = {target + name.removeprefix(source): x for name, x in self.whole_state(bucket_of[source]).items()
+        bucket_of = {slot.name: bucket for bucket in self.buckets for slot in bucket.slots}
+        copied = {target + name.removeprefix(source): x for name, x in self.gather_state(bucket_of[source]).items()
                   if name.split("/")[0] == source}
-        self.load_bucket(bucket_of[target], self.whole_state(bucket_of[target]) | copied)
+        self.load_bucket(bucket_of[target], self.gather_state(bucket_of[target]) | copied)
 
     def state_hash(self, further: Sequence[tuple[str, Tensor]] = ()) -> str:
-        """SHA-256 of all parameters, their state, how often each was updated, and further tensors."""
+        """Compute the SHA-256 of named_state and further tensors."""
         return hash_of([*self.named_state(), *further])
 
 class DistributedOptimizer(SavedState, torch.optim.Optimizer):
-    """Parameters out: updates this rank's shard of each bucket, and gathers the new parameters from all ranks.
+    """Parameters out: updates this rank's shard of each bucket, and all-gathers the new parameters.
 
         before each backward:   prepare_for_backward(step, micro_batch, micro_batches)
         after the last one:     step(plan)
 
-    Gradients are averaged over micro-batches and ranks. As one of torch's optimizers it is used without the first line
-    and the plan: `backward()`, `step()`; then, as in DDP, the mean is over ranks alone, and the backwards of one step,
-    of which all but the last run in `no_sync()`, are summed. param_groups has a group for each rule and learning rate:
-    set its "lr", or let torch's schedulers do it. A parameter's .grad is None throughout: clip by settings.clip_norm.
+    Gradients are averaged over micro-batches and ranks. It is also a torch optimizer: without the first line and
+    without a plan, call `backward()` and `step()`. Then, as in DDP, gradients are averaged over ranks only, and summed
+    over the backwards of a step; run all but the last of these in `no_sync()`. param_groups has one group for each rule
+    and learning rate: set its "lr", or use a torch scheduler. Since .grad is always None, clip by settings.clip_norm.
     """
 
     def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings = SyncSettings(),
                  model: nn.Module | None = None, grad_scale: float = 1.0, compiled: bool = False):
-        """model: whose modules wait for their buckets before they run, which overlap_param_gather needs; and whose
-        parameters are seen to be those of the buckets, at once and before each step. grad_scale: see Reducer."""
+        """model: must hold the buckets' parameters; overlap_param_gather needs it. grad_scale: see Reducer."""
         if settings.world_size_invariant and (settings.find_unused_parameters or settings.clip_norm):
-            raise RunError("world-size-invariant mode excludes unused parameters and clipping: sums depend on the number of ranks")
+            raise RunError("world-size-invariant mode excludes find_unused_parameters and clip_norm, whose sums depend "
+                           "on the number of ranks; omit one of them")
         if settings.overlap_param_gather and model is None:
             raise RunError("overlap_param_gather waits in the model's forward; give the optimizer the model")
         model = nn.Module() if model is None else model
@@ -2739,14 +2786,14 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         for bucket in buckets:
             kind = (type(bucket.rule).__name__, bucket.rule.lr)
             group = groups.setdefault(kind, {"rule": kind[0], "lr": kind[1], "params": []})
-            group["params"] += [slot.param for slot in bucket.params]
+            group["params"] += [slot.param for slot in bucket.slots]
         super().__init__(groups.values(), {})
         self.group_of = {param: group for group in self.param_groups for param in group["params"]}
-        agree(comm, "models or settings", {  # or one bucket would be summed with another
-            "scale of gradients": grad_scale, "sender": type(comm).__name__,
+        agree(comm, "models or settings", {  # otherwise different buckets would be summed with one another
+            "gradient scale": grad_scale, "communication": type(comm).__name__,
             **{f.name: getattr(settings, f.name) for f in dataclasses.fields(SyncSettings)},
             **{f"bucket {bucket.name}": f"of {bucket.param_data.dtype}, gradients of {bucket.grad_data.dtype}, "
-               f"{bucket.rule}, {[(slot.name, *slot.param.shape) for slot in bucket.params]}" for bucket in buckets},
+               f"{bucket.rule}, {[(slot.name, *slot.param.shape) for slot in bucket.slots]}" for bucket in buckets},
         }, "Build the same model from the same config on every rank")
         frozen = [p for p in model.parameters() if not p.requires_grad]
         for x in (*(bucket.param_data for bucket in buckets), *frozen, *model.buffers()):
@@ -2755,10 +2802,10 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         self.prepare_for_backward, self.announce_rows = self.reducer.prepare_for_backward, self.reducer.announce_rows
         rules = {type(bucket.rule).update for bucket in buckets}
         self.compiled = {f: torch.compile(f, dynamic=False) if compiled else f for f in rules}
-        # compiled code takes numbers as tensors, or it would be compiled again for each; of its own in each slot
-        as_tensor = functools.lru_cache(256)(lambda slot, x: torch.full((), x, device=comm.device))
-        self.number = as_tensor if compiled else lambda slot, x: x
-        self.forward_hooks, bucket_of = [], {slot.param: bucket for bucket in buckets for slot in bucket.params}
+        # compiled code takes numbers as tensors, or each new number would compile it again; each name has its own
+        as_tensor = functools.lru_cache(256)(lambda name, x: torch.full((), x, device=comm.device))
+        self.number = as_tensor if compiled else lambda name, x: x
+        self.forward_hooks, bucket_of = [], {slot.param: bucket for bucket in buckets for slot in bucket.slots}
         for module, params in outer_modules(model) if settings.overlap_param_gather else ():
             reads = list(dict.fromkeys(bucket_of[p] for p in params if p in bucket_of))
             self.forward_hooks.append(module.register_forward_pre_hook(
@@ -2766,93 +2813,143 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         if hasattr(self, "group_of"):
-            raise RunError("buckets cannot take in a further parameter; build the optimizer anew, with all of them")
-        self.param_groups.append(group)  # torch's own would import its compiler, which takes over a second
+            raise RunError("existing buckets cannot take a further parameter; build the optimizer with all of them")
+        self.param_groups.append(group)  # torch's own method would import its compiler, which takes over a second
 
     def remove_hooks(self) -> None:
-        """Leave the model: its gradients are in .grad again, unless another optimizer was built for it since."""
+        """Remove the hooks from the model: gradients stay in .grad again, unless a later optimizer set its own."""
         for hook in (*self.forward_hooks, *self.reducer.hooks):
             hook.remove()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A backward that nobody prepared only adds to the gradients in it; the last of a step comes after it. Every
-        rank runs as many in it."""
-        self.reducer.only_add = True
+        """Only accumulate gradients: for all but the last backward of a step. Every rank must run as many in it."""
+        self.reducer.in_no_sync = True
         try:
             yield
         finally:
-            self.reducer.only_add = False
+            self.reducer.in_no_sync = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """After step(), which used them, nothing; in a step, drops what no update has used, as every rank must."""
-        if self.reducer.arrived:
+        """Drop the gradients of a step that is not finished, on every rank. After step() there is nothing to do."""
+        if self.reducer.in_step:
             self.reducer.drop_gradients()
 
     @torch.no_grad()
     def step(self, plan: Plan = Plan()) -> None:
-        """Wait for each bucket in turn, update this rank's shard, gather. Unless gathers overlap the next forward, all
-        parameters are then new. Of the plan the rules take lr_factor and momentum."""
-        require(not callable(plan), "step() calls no closure; call backward() before it")
+        """For each bucket in turn: wait for its reduce-scatter, update this rank's shard, start its all-gather.
+
+        With overlap_param_gather the next forward waits for the all-gathers, otherwise step does. The rules read
+        lr_factor and momentum of the plan.
+        """
+        require(not callable(plan), "step() does not take a closure; call backward() before it")
         for name, table, key, param in self.param_owners:
             if table.get(key) is not param:
-                raise RunError(f"{name} is another parameter than when the buckets were built; build the optimizer "
-                               "after what replaces parameters, such as load_state_dict(assign=True)")
+                raise RunError(f"{name} is not the parameter that its bucket holds; build the optimizer after anything "
+                               "that replaces parameters, such as load_state_dict(assign=True)")
         reducer = self.reducer
         reducer.launch_rest()
-        untouched = self.find_untouched() if self.settings.find_unused_parameters else ()
+        unused = self.find_unused() if self.settings.find_unused_parameters else ()
         if self.settings.check_grads or self.settings.clip_norm:
             for bucket in reducer.due:
                 reducer.wait(bucket)
             check_and_clip(reducer.due, self.comm, self.settings.clip_norm, reducer.step)
-        turns = reducer.due if self.settings.update_order == "launch" else reducer.due[::-1]
-        for bucket in turns:
+        buckets = reducer.due if self.settings.update_order == "launch" else reducer.due[::-1]
+        for bucket in buckets:
             reducer.wait(bucket)
             if bucket.updates_in(reducer.step):
-                self.finish_all_gathers([bucket])  # one that no forward read since: what it sends must not change
+                self.finish_all_gathers([bucket])  # if no forward has waited: its input must not change in flight
                 with reducer.span(f"update {bucket.name}"):
-                    bucket.needs_overwrite.update(bucket.params)
+                    bucket.needs_overwrite.update(bucket.slots)
                     bucket.updates += 1
-                    self.apply_rule(bucket, plan, untouched)
+                    self.update(bucket, plan, unused)
                 with reducer.span(f"gather {bucket.name}"):
-                    bucket.start_gather(self.comm)
-        reducer.release()
+                    bucket.start_all_gather(self.comm)
+        reducer.end_step()
         reducer.step += 1
         if not self.settings.overlap_param_gather:
-            self.finish_all_gathers(turns)
+            self.finish_all_gathers(buckets)
 
-    def find_untouched(self) -> set[Slot]:
-        """The parameters that no rank used since their last update."""
-        used = {slot: slot not in bucket.needs_overwrite for bucket in self.reducer.due for slot in bucket.params}
+    def find_unused(self) -> set[Slot]:
+        """Return the parameters that no rank has used since their last update."""
+        used = {slot: slot not in bucket.needs_overwrite for bucket in self.reducer.due for slot in bucket.slots}
         counts = self.comm.all_reduce(torch.tensor([*used.values()], dtype=torch.float32, device=self.comm.device))
         return {slot for slot, count in zip(used, counts.tolist()) if not count}
 
-    def apply_rule(self, bucket: Bucket, plan: Plan, untouched: Iterable[Slot] = ()) -> None:
-        """One update of this rank's shard, but for parameters that are to stay as they are, with their state."""
-        kept = [(part, part.clone()) for slot in bucket.params if slot in untouched
-                for part in (bucket.part_of(slot, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
-        rule, lr = bucket.rule, self.group_of[bucket.params[0].param]["lr"]
+    def update(self, bucket: Bucket, plan: Plan, unused: Iterable[Slot] = ()) -> None:
+        """Update this rank's shard by the bucket's rule. Unused parameters and their state stay unchanged."""
+        kept = [(part, part.clone()) for slot in bucket.slots if slot in unused
+                for part in (bucket.view_of(slot, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
+        rule, lr = bucket.rule, self.group_of[bucket.slots[0].param]["lr"]
         rule = rule if lr == rule.lr else dataclasses.replace(rule, lr=lr)
-        hyper = {key: self.number(key, v) if isinstance(v, float) and bucket.compiles else v
+        hyper = {key: self.number(key, v) if isinstance(v, float) and bucket.may_compile else v
                  for key, v in rule.hyper(plan, bucket.updates).items()}
-        update = type(rule).update
-        bucket.update(self.compiled[update] if bucket.compiles else update, hyper, self.settings.world_size_invariant)
+        plain = type(rule).update
+        update = self.compiled[plain] if bucket.may_compile else plain
+        bucket.update(update, hyper, self.settings.world_size_invariant)
         for part, old in kept:
             part.copy_(old)
 
     def finish_all_gathers(self, buckets: Sequence[Bucket] | None = None) -> None:
-        """Wait until the parameters of these buckets, or of all, are whole."""
+        """Wait for the all-gathers of these buckets (None: all), so that every parameter has its new value."""
         for bucket in self.buckets if buckets is None else buckets:
-            if bucket.gathering is not None:
+            if bucket.gather_handle is not None:
                 with self.reducer.span(f"wait gather {bucket.name}"):
-                    bucket.gathering.wait()
-                bucket.gathering = None
+                    bucket.gather_handle.wait()
+                bucket.gather_handle = None
 
 # ------------------------------------------------------------------------------------------------------------------
 # assignment
 
+def rule_of(config: Config, group: AdamGroup | MuonGroup) -> Adam | NorMuon:
+    """Create the update rule of one kind of parameters. For another rule return it here, if group.kind is its kind."""
+    c = config
+    if isinstance(group, MuonGroup):
+        return NorMuon(c.muon_lr, c.muon_weight_decay, c.muon_beta2, c.torch_dtype)
+    beta1, beta2, decay = (flag if own is None else own for own, flag in (
+        (group.beta1, c.adam_beta1), (group.beta2, c.adam_beta2), (group.weight_decay, c.adam_weight_decay)))
+    return Adam(c.adam_lr * group.lr_mul, beta1, beta2, c.adam_eps, c.adam_every, decay, c.adam_fp32_moments,
+                rows=c.lazy_tables and group.kind == "ngram_embeds")
+
+def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
+    """Assign every parameter that is not frozen its update rule, by its kind, in the model's order."""
+    groups, specs = param_groups(config), []
+    for name, param in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
+        kind = getattr(param, "kind", None)
+        require(kind in groups, f"{name}: PARAM_GROUPS has no row for kind {kind!r}; add one, or create the parameter "
+                f"by parameter(init, kind) with one of {', '.join(groups)}")
+        rule = rule_of(config, groups[kind])
+        scale = groups[kind].lr_mul if isinstance(rule, NorMuon) else 1.0  # Adam's lr includes it
+        first_step = first_untied_step(config) if kind == "embed" else 0
+        specs.append(finish_spec(ParamSpec(name, param, rule, param.unit, scale, first_step)))
+    return specs
+
+def finish_spec(spec: ParamSpec) -> ParamSpec:
+    """Complete NorMuon's settings from the matrix's shape. Raise RunError if a fused matrix has no unit."""
+    if not isinstance(spec.rule, NorMuon):
+        return spec
+    param, (rows, columns) = spec.param, spec.rule.unit(spec)
+    if not spec.unit and param.shape == (3 * columns, columns):
+        raise RunError(f"{spec.name} [{rows}, {columns}] may hold three matrices, such as a fused query, key and value."
+                       f" If so, give its assignment unit=({columns}, {columns}); if it is one matrix, "
+                       f"unit=({rows}, {columns})")
+    return spec._replace(rule=dataclasses.replace(spec.rule, wide=param.numel() > param.shape[0] ** 2),
+                         scale=spec.scale * math.sqrt(max(1, rows / columns)))  # as in Keller Jordan's Muon
+
+def build_model(config: Config, encoding: Encoding) -> GPT:
+    """Build the model of a config on the CPU. A seed gives the same initialization on every machine."""
+    torch.manual_seed(config.seed)
+    return GPT(config, encoding)
+
+def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False) -> DistributedOptimizer:
+    """Build the optimizer of a config. The model must be on its device."""
+    specs = specs_of(config, model)
+    buckets = fill_buckets(specs, config.bucket_mb * 2 ** 20, comm.rank, comm.ranks, config.grad_reduce_in_fp32)
+    # The loss of a micro-batch is a sum over its tokens. The mean over a micro-batch's splits must not divide it
+    return DistributedOptimizer(buckets, comm, config, model, float(config.micro_batch_splits), compiled)
+
 class Assignment(NamedTuple):
-    """Which parameters a rule updates, by a pattern of their names; the rest as in ParamSpec."""
+    """For make_optimizer: a pattern of parameter names and the rule of these parameters; see ParamSpec for the rest."""
 
     pattern: str
     rule: Adam | NorMuon
@@ -2860,63 +2957,45 @@ class Assignment(NamedTuple):
     scale: float = 1.0
     first_step: int = 0
 
-def finish_spec(spec: ParamSpec) -> ParamSpec:
-    """Set how NorMuon stores and scales a matrix. RunError if a fused matrix states no unit."""
-    if not isinstance(spec.rule, NorMuon):
-        return spec
-    param, (rows, columns) = spec.param, spec.rule.unit(spec)
-    if not spec.unit and param.shape == (3 * columns, columns):
-        raise RunError(f"{spec.name} [{rows}, {columns}] may be three matrices in one, such as a fused query, key and "
-                       f"value. Give its assignment unit=({columns}, {columns}); or, if it is one matrix, "
-                       f"unit=({rows}, {columns})")
-    return spec._replace(rule=dataclasses.replace(spec.rule, wide=param.numel() > param.shape[0] ** 2),
-                         scale=spec.scale * math.sqrt(max(1, rows / columns)))  # as in Keller Jordan's Muon
-
-def rule_of(config: Config, group: AdamGroup | MuonGroup) -> Adam | NorMuon:
-    c = config
-    if isinstance(group, MuonGroup):
-        return NorMuon(c.muon_lr, c.muon_weight_decay, c.muon_beta2, c.torch_dtype)
-    beta1, beta2, decay = (flag if own is None else own for own, flag in (
-        (group.beta1, c.adam_beta1), (group.beta2, c.adam_beta2), (group.weight_decay, c.adam_weight_decay)))
-    return Adam(c.adam_lr * group.lr_mul, beta1, beta2, c.adam_eps, c.adam_every, decay, c.adam_fp32_moments)
-
-def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
-    """Assign each parameter of the model, in its order, by its kind. RunError if a kind has no group."""
-    groups, specs = param_groups(config), []
-    for name, param in model.named_parameters():
-        kind = getattr(param, "kind", None)
-        require(kind in groups, f"{name}: PARAM_GROUPS has no row for kind {kind!r}; add one, or create the parameter by "
-                f"parameter(init, kind) with one of {', '.join(groups)}")
-        group = groups[kind]
-        rule = rule_of(config, group)
-        if kind == "ngram_embeds":
-            rule = dataclasses.replace(rule, rows=config.lazy_tables)
-        specs.append(finish_spec(ParamSpec(
-            name, param, rule, param.unit, group.lr_mul if isinstance(rule, NorMuon) else 1.0,
-            first_untied_step(config) if kind == "embed" else 0)))
-    return specs
+def make_optimizer(model: nn.Module, table: Sequence[Assignment] = (), bucket_mb: float = Config.bucket_mb,
+                   settings: SyncSettings = SyncSettings(), muon_lr: float = NorMuon.lr,
+                   adam_lr: float = Adam.lr) -> DistributedOptimizer:
+    """Build the optimizer of any model, on the model's device. table: replaces lines of default_assignments."""
+    if not isinstance(model, nn.Module):
+        raise RunError(f"make_optimizer got a {type(model).__name__}; give it the model itself, since rules are chosen "
+                       "by parameter names and kinds of modules")
+    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    specs = assign(model, default_assignments(model, table, muon_lr, adam_lr))
+    if not specs:
+        raise RunError("every parameter of this model is frozen; set requires_grad on those to be trained")
+    buckets = fill_buckets(specs, bucket_mb * 2 ** 20, *ranks)
+    return DistributedOptimizer(buckets, Comm(*ranks, specs[0].param.device), settings, model)
 
 def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
-    """Each parameter that learns with its rule, in the model's order. RunError unless exactly one line matches each."""
+    """Assign every parameter that is not frozen its rule by name. RunError unless exactly one line matches each."""
     specs = []
     for name, param in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
         lines = [line for line in table if fnmatchcase(name, line.pattern)]
         if len(lines) != 1:
             raise RunError(f"{name}: {len(lines)} lines of the table of assignments match it "
-                           f"({', '.join(line.pattern for line in lines) or 'none'}); one must: "
+                           f"({', '.join(line.pattern for line in lines) or 'none'}), but one must; "
                            f"{'narrow the pattern of the others' if lines else 'add a line for it'}")
         specs.append(finish_spec(ParamSpec(name, param, *lines[0][1:])))
     return specs
 
 def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon_lr: float = NorMuon.lr,
                         adam_lr: float = Adam.lr) -> list[Assignment]:
-    """The table, and a line for each parameter that it leaves out: NorMuon for the matrices inside the model, Adam for
-    embeddings, the last matrix (the head) and vectors. The gates of torch's recurrent layers and its fused attention
-    are matrices by themselves; for those of your own state the unit. RunError if a line matches nothing."""
-    embeddings, units, head, learns = set(), {}, None, [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    """Add a line to the table for each parameter that it does not match.
+
+    Matrices inside the model get NorMuon. Embeddings, the last matrix (the head) and vectors get Adam. The fused
+    matrices of torch's recurrent layers and attention are split; your own fused matrices need a line with their unit.
+    Raise RunError if a line of the table matches no parameter.
+    """
+    embeddings, units, head = set(), {}, None
+    learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     for module in model.modules():
         own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
-        head = own[-1] if own else head  # where it is tied, an embedding
+        head = own[-1] if own else head  # a tied head is an embedding
         embeddings.update(own if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else ())
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)):
             rows = module.embed_dim if isinstance(module, nn.MultiheadAttention) else module.hidden_size
@@ -2924,42 +3003,15 @@ def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon
     for line in table:
         if isinstance(line.rule, type):
             raise RunError(f"{line.pattern}: its rule is the class {line.rule.__name__}; write {line.rule.__name__}()")
-        if not any(fnmatchcase(name, line.pattern) for name, _ in learns):
-            raise RunError(f"{line.pattern}: no parameter that learns has such a name; named_parameters() has them all")
+        if not any(fnmatchcase(name, line.pattern) for name, _ in learned):
+            raise RunError(f"{line.pattern} matches no parameter that is not frozen; see model.named_parameters()")
     lines = list(table)
-    for name, p in learns:
+    for name, p in learned:
         inside = p.dim() > 1 and 1 < p.shape[0] < p.numel() and p is not head and p not in embeddings
         rule = NorMuon(muon_lr, polar_dtype=torch.bfloat16 if p.is_cuda else torch.float32) if inside else Adam(adam_lr)
         if not any(fnmatchcase(name, line.pattern) for line in table):
             lines.append(Assignment(glob.escape(name), rule, units.get(p) if inside else None))
     return lines
-
-def make_optimizer(model: nn.Module, table: Sequence[Assignment] = (), bucket_mb: float = Config.bucket_mb,
-                   settings: SyncSettings = SyncSettings(), muon_lr: float = NorMuon.lr,
-                   adam_lr: float = Adam.lr) -> DistributedOptimizer:
-    """The optimizer of any model, on its device, in the process group that there is; see default_assignments."""
-    if not isinstance(model, nn.Module):
-        raise RunError(f"make_optimizer got a {type(model).__name__}; give it the model itself: names of parameters and"
-                       " kinds of modules decide by which rule each is updated")
-    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    specs = assign(model, default_assignments(model, table, muon_lr, adam_lr))
-    if not specs:
-        raise RunError("no parameter of this model learns; set requires_grad on those that are to")
-    buckets = fill_buckets(specs, bucket_mb * 2 ** 20, *ranks)
-    return DistributedOptimizer(buckets, Comm(*ranks, specs[0].param.device), settings, model)
-
-def build_model(config: Config, encoding: Encoding) -> GPT:
-    """The model of a config, with its initial parameters, on the CPU: the same for a seed on every machine."""
-    torch.manual_seed(config.seed)
-    return GPT(config, encoding)
-
-def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False,
-                    ) -> DistributedOptimizer:
-    """Build the optimizer of a config, for a model that is on its device."""
-    specs = specs_of(config, model)
-    buckets = fill_buckets(specs, config.bucket_mb * 2 ** 20, comm.rank, comm.ranks, config.grad_reduce_in_fp32)
-    # the loss of a micro-batch is a sum over its tokens, and gradients are averaged over micro-batches
-    return DistributedOptimizer(buckets, comm, config, model, float(config.micro_batch_splits), compiled)
 
 # ------------------------------------------------------------------------------------------------------------------
 # training
