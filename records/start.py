@@ -23,6 +23,7 @@ import zlib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".cache" / "preflight"
 PYTHON = sys.executable
 USAGE = "./run.sh [options] [flags of train_gpt.py]"
 COMMANDS = """\
@@ -186,7 +187,8 @@ def choose(flags, text):
 
 
 def as_flags(values):
-    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    return [word for name, value in values.items()
+            for word in (f"--{name}", str(value).lower() if isinstance(value, bool) else str(value))]
 
 
 def fit_text(config, given):
@@ -241,7 +243,7 @@ def preflight(config, flags, ranks, gpus, show_only):
            "gpus": gpus and train_gpt.nvidia_smi("name,driver_version"),
            "visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "config": checked}
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    path, lines = ROOT / ".cache" / "preflight" / f"{digest}.json", []
+    path, lines = CACHE / f"{digest}.json", []
     if path.exists() and not show_only:
         answer = json.loads(path.read_text())["flags"]
         say(f"preflight: {' '.join(as_flags(answer)) or 'all parts work'} (checked before; --preflight checks again)")
