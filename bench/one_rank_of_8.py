@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import preflight
 from common import FakeComm, machine, positive, run, spread, table, train_gpt
 
 RANKS = 8
@@ -62,11 +63,13 @@ def main() -> None:
     device = torch.device("cuda" if gpu else "cpu")
     config, changes = train_gpt.PRESETS[args.preset], []
     while train_gpt.usable_ranks(config, RANKS) < RANKS:
-        config = train_gpt.halve_micro_batches(config)
+        config = dataclasses.replace(config, micro_batches=2 * config.micro_batches,
+                                     micro_batch_tokens=config.micro_batch_tokens // 2)
     vocab_size = 257 if args.preset == "laptop" else train_gpt.GPT2_VOCAB
-    comm, asked = FakeComm(RANKS, device), config
+    comm = FakeComm(RANKS, device)
     if gpu:
-        config, changes = train_gpt.fit_to_gpus(config, vocab_size, comm)
+        config, changes = preflight.resolve_auto(config, comm)
+        config = preflight.fit_memory(config, vocab_size, comm)
     config = dataclasses.replace(config, shuffle=False)
     with tempfile.TemporaryDirectory() as folder:
         stages = train_gpt.stages_of(config)
@@ -75,7 +78,7 @@ def main() -> None:
         tokens = sum(plan.micro_batches * plan.micro_batch_tokens for plans in turns for plan in plans)
         path = Path(folder) / "random_train_000001.bin"
         write_shard(path, 2 * (args.rounds + 3) * tokens, vocab_size, mean_document=config.max_document_tokens // 3)
-        trainer = train_gpt.Trainer(config, comm, device, train_gpt.find_shards(str(path)), asked)
+        trainer = train_gpt.Trainer(config, comm, device, train_gpt.find_shards(str(path)))
         trainer.step(turns[0][0], trainer.stream.next_batch(turns[0][0]))
         finish(device)
         cold = seconds_since_launch()
