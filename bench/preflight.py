@@ -392,6 +392,8 @@ def check(flags: Sequence[str]) -> None:
     """Run one rank of the check; rank 0 prints."""
     rank, ranks, local_rank = (int(os.environ.get(name, usual)) for name, usual in
                                (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    if ranks > 1:
+        launch.end_with_parent()
     gpus = T.count_gpus()
     _, config = T.parse_config(flags, "speedrun" if gpus else "laptop")
     T.check_config(config, ranks)
