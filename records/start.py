@@ -125,8 +125,9 @@ def interrupted(*_, kept="nothing was started"):
 
 
 def prepare_child():
-    """Prepare a forked child: it is interrupted when this process ends; Ctrl-C waits until its program can answer."""
+    """Prepare a forked child: this process passes Ctrl-C on, also when it ends; the child answers as soon as it can."""
     import launch
+    os.setpgrp()
     launch.end_with_parent(signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 
@@ -135,9 +136,14 @@ def call(words, kept, each_line=None):
     """Run a program until it ends; exit if it fails. each_line gets the lines of its output. After Ctrl-C, which the
     program answers first, say what is kept."""
     import launch  # before the fork  # noqa: F401
+
+    def pass_on(*_):
+        if not noted:
+            child.send_signal(signal.SIGINT)
+        noted.append(True)
     noted = []
-    signal.signal(signal.SIGINT, lambda *_: noted.append(True))
     with subprocess.Popen(words, stdout=each_line and subprocess.PIPE, text=True, preexec_fn=prepare_child) as child:
+        signal.signal(signal.SIGINT, pass_on)
         for line in child.stdout or ():
             each_line(line)
     if noted or child.returncode in (130, -signal.SIGINT):
