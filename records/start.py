@@ -149,6 +149,8 @@ def call(words, kept, each_line=None):
     if noted or child.returncode in (130, -signal.SIGINT):
         interrupted(kept=kept)
     signal.signal(signal.SIGINT, interrupted)
+    if child.returncode < 0:
+        say(f"error: {next(word for word in words if word.endswith('.py'))} was killed by {signal.Signals(-child.returncode).name}")
     if child.returncode:
         sys.exit(child.returncode if child.returncode > 0 else 128 - child.returncode)
 
