@@ -163,7 +163,7 @@ class Reader:
         cap, shift, softness = self.model.lm_head.softcap
         return cap * sigmoid((self.head @ x + shift) / softness)
 
-    def open_stream(self, token: int) -> tuple[np.ndarray, np.ndarray]:
+    def embed_tokens(self, token: int) -> tuple[np.ndarray, np.ndarray]:
         """-> the stream before the first layer [dim], and the tables' vectors, if layers take them in."""
         e, before, gate = self.embed[token], self.before, self.weights["smear_gate"][0]
         x, self.before = norm(e + self.smear * sigmoid(gate @ e[:len(gate)]) * before), e
@@ -176,13 +176,13 @@ class Reader:
     def trunk(self, token: int) -> np.ndarray:
         """-> the normed stream before the head [dim]."""
         model, saved = self.model, {}
-        x, ngrams = self.open_stream(token)
+        x, ngrams = self.embed_tokens(token)
         x0 = x
         turns = {}  # the rotary's factors of the places that a token has, complex [places, head_dim / 2]
         for places in range(1, 2 + model.pairs):
             at = places * self.position + np.arange(places)
             turns[places] = (self.root * np.exp(at[:, None] * self.angles)).astype(np.complex64)
-        scaled = model.stream_scales is not None  # see train_gpt.ScaledBlock
+        scaled = model.resid_lambdas is not None  # see train_gpt.ScaledBlock
         if model.tables_first:
             x = x + self.mixes[0][3] * ngrams
         for i, (layer, attention, mlp, mix) in enumerate(zip(model.layers, self.attention, self.mlps, self.mixes)):

@@ -1,37 +1,38 @@
-"""A GPT speedrun: train a GPT-2-small-sized model to a validation loss of 3.28 on FineWeb, as fast as it can.
+"""A GPT speedrun: train a GPT-2-small-sized model to a validation loss of 3.28 on FineWeb as fast as possible.
 
-    ./run.sh                                          set up, fetch the data, race: any machine, nothing else to know
-    torchrun --nproc_per_node=8 train_gpt.py          the record's run, by hand
-    python train_gpt.py --preset laptop --help        one rank; every value of the config is a flag
+    ./run.sh                                      set up, fetch the data and train, on any machine
+    torchrun --nproc_per_node=8 train_gpt.py      the record's run, by hand
+    python train_gpt.py --preset laptop --help    one rank; every value of the config is a flag
 
-This file is the whole experiment: its source opens the log of every run that it makes. Read it from top to bottom; at
-first perhaps plan, model, update rules, buckets and communication, and of main Trainer.step:
+This file is the whole experiment, and its source opens the log of every run. Read it from the top. A racer can stop
+after the training loop; the later sections keep a run safe.
 
-    config         every value that decides a run, a reason beside each; presets; flags made from the fields
-    plan           the table of stages; plan_of(config, step) -> everything that depends on the step
-    data           shards, the packing of documents, a stream that loads ahead
-    kernels        what GPUs compute in a kernel of its own, beside the plain form that defines it
-    model          what one rank computes; it does not know that there are others
-    update rules   Adam and NorMuon: pure functions on tensors
-    buckets        parameters and gradients of one kind in one contiguous buffer each
-    communication  Comm names the collectives; the Reducer brings gradients in, the DistributedOptimizer parameters out
-    assignment     which parameter is updated by which rule
-    validation, log, checkpoint
-    preflight      each part once beside its plain form, before the run that relies on it
-    main           set-up, warm-up, the loop
+    config          every value that decides a run, with its reason; presets; command-line flags
+    schedule        stages; plan_of(config, step) returns everything that depends on the step
+    data            shards, document packing, a stream that preloads
+    model           kernels, attention, MLP, blocks, GPT and its loss; no communication
+    update rules    Adam and NorMuon: pure functions on tensors
+    gradient sync   buckets (memory), Comm (collectives), Reducer (gradients), DistributedOptimizer (parameters)
+    assignment      parameter kind -> update rule and multipliers
+    training        Trainer.step (forward, backward, update), validation, the loop (Run.train)
+    log and clock   the only log file, the only output, the training clock
+    checkpoint      save and resume
+    machine, main   set-up, signals, failures
 
-One gradient's way: autograd makes it; the hook adds it into its place in the bucket; when all of the bucket are ready,
-the bucket's reduce-scatter starts while backward goes on; the step waits for it, updates this rank's shard with the
-bucket's rule, and starts the all-gather that puts the new parameters where the model reads them.
+Gradient sync in one paragraph: autograd computes a gradient, and a hook adds it into the parameter's slot of a bucket.
+When a bucket is complete, its reduce-scatter starts while backward continues. The optimizer step waits for it, updates
+this rank's shard by the bucket's rule, and starts the all-gather that writes the new parameters where the model reads
+them.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import collections
 import contextlib
+import ctypes
 import dataclasses
-import difflib
 import errno
 import fcntl
 import functools
@@ -58,24 +59,30 @@ import unicodedata
 import uuid
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from fnmatch import fnmatchcase
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, NamedTuple, NoReturn, Sequence
 
-def interrupted_early(*_: Any) -> NoReturn:
+def die_with_launcher() -> None:
+    """Have the kernel send SIGTERM to this rank when its launcher dies (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
+    launcher = os.environ.get("LAUNCHER_PID")
+    if launcher and int(launcher) != os.getppid():  # it died before prctl
+        os._exit(1)
+
+def exit_before_start(*_: Any) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":
-        os.write(2, b"train_gpt.py: interrupted before it began; nothing to keep\n")
+        os.write(2, b"train_gpt.py: interrupted before the run started; nothing to keep\n")
     os._exit(130)
 
-LAUNCHER = os.getppid() if __name__ == "__main__" else 0  # now: one that dies leaves its ranks to another parent
-
-if __name__ == "__main__":  # torch takes seconds to import
-    signal.signal(signal.SIGINT, interrupted_early)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a checkpoint is wanted, and there is nothing to keep
+if __name__ == "__main__":  # before torch, whose import takes seconds
+    signal.signal(signal.SIGINT, exit_before_start)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for a checkpoint, and there is nothing to save yet
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_launcher()
 
 import numpy as np
 import torch
@@ -89,16 +96,16 @@ try:
     import triton
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # it comes with torch's build for GPUs
+except ImportError:  # it comes with torch's GPU builds
     triton = None
 
 ROOT = Path(__file__).resolve().parent
 
 class RunError(Exception):
-    """Something the user can mend: the message says what was seen, what is wanted and what to do."""
+    """An error that the user can fix. The message says what was seen, what was expected and what to do."""
 
-def demand(holds: Any, message: str) -> None:
-    if not holds:
+def require(condition: Any, message: str) -> None:
+    if not condition:
         raise RunError(message)
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -106,388 +113,446 @@ def demand(holds: Any, message: str) -> None:
 
 Numbers = tuple[float, ...]
 
-def option(default: Any, why: str, choices: tuple[str, ...] = (), least: float | None = None, most: float = math.inf,
-           below: float = math.inf, bare: str | None = None) -> Any:
-    """A field of the config with the reason for its value. A number is more than 0, or `least` or more; at most `most`,
-    and less than `below`. bare: what the flag means without a value."""
-    return field(default=default, metadata={"why": why, "choices": choices, "least": least, "most": most,
-                                            "below": below, "bare": bare})
+def option(default: Any, why: str, choices: tuple[str, ...] = (), min: float | None = None, max: float = math.inf,
+           exclusive_max: float = math.inf) -> Any:
+    """Declare a config field with the reason for its value. Without `min` a number must be above 0."""
+    return field(default=default, metadata={"why": why, "choices": choices, "min": min, "max": max,
+                                            "exclusive_max": exclusive_max})
 
 @dataclass(frozen=True)
 class StageValues:
-    """What may change from stage to stage, by a column of this name in the table `stages`; without one the flag is for
-    all."""
+    """Values that a stage may set. A stage that does not set one uses the flag of the same name."""
 
-    micro_batches: int = option(8, "of a step, over all ranks, which take equal shares of them")
-    micro_batch_tokens: int = option(2048 * 16, "tokens of one forward and backward: one packed sequence")
-    max_document_tokens: int = option(2048, "a training document ends here: a batch is not one long document", least=2)
-    long_window: int = option(3, "blocks that layers with the long window see back; the short window is half of it")
-    peak_lr_factor: float = option(1.0, "on every learning rate, before the cooldown takes it down", least=0)
-    loss_weights: Numbers = option((1.0,), "in the training loss, of the next token, the one after it, …: like 1,.5")
+    micro_batches: int = option(8, "micro-batches per step over all ranks; ranks take equal shares")
+    micro_batch_tokens: int = option(2048 * 16, "tokens per forward and backward pass: one packed sequence")
+    max_document_tokens: int = option(2048, "longest training document; keeps a batch from being one document", min=2)
+    long_window: int = option(3, "long attention window in blocks; the short window is half of it")
+    peak_lr_factor: float = option(1.0, "factor on every learning rate before the cooldown", min=0)
+    loss_weights: Numbers = option((1.0,), "weights of the next token, the one after it, … in the objective")
+
+@dataclass(frozen=True)
+class Ramp:
+    """A value that moves linearly from `first`, at a stage's first step, to `last`, at its end."""
+
+    first: float | Numbers
+    last: float | Numbers
+
+def show_row(row: Any) -> str:
+    """Show a dataclass row as it is written, without fields at their default."""
+    shown = (f"{f.name}={getattr(row, f.name)!r}" for f in dataclasses.fields(row) if getattr(row, f.name) != f.default)
+    return f"{type(row).__name__}({', '.join(shown)})"
+
+# until: a fraction of the scheduled steps or, above 1, the step at which the stage ends. extra_steps: the length of a
+# stage after the schedule, in place of `until`. The other fields are those of StageValues; None: the flag's value
+Stage = dataclasses.make_dataclass(
+    "Stage", [("until", float, 1.0), ("extra_steps", int, 0),
+              *((f.name, f.type, None) for f in dataclasses.fields(StageValues))],
+    frozen=True, repr=False, namespace={"__repr__": show_row, "__module__": __name__})
+
+@dataclass(frozen=True)
+class AdamGroup:
+    """How Adam updates one kind of parameters. None: the value of --adam_beta1, --adam_beta2, --adam_weight_decay."""
+
+    kind: str
+    lr_mul: float = 1.0  # times adam_lr
+    beta1: float | None = None
+    beta2: float | None = None
+    weight_decay: float | None = None
+    __repr__ = show_row
+
+@dataclass(frozen=True)
+class MuonGroup:
+    """How NorMuon updates one kind of matrices."""
+
+    kind: str
+    lr_mul: float = 1.0  # times muon_lr
+    __repr__ = show_row
+
+# One row for each kind of parameters. `parameter(init, kind)` in the model names the kind
+PARAM_GROUPS = (
+    AdamGroup("embed", lr_mul=75.0),         # embeddings start at unit scale and must move far
+    AdamGroup("value_embeds", lr_mul=75.0),  # likewise
+    AdamGroup("ngram_embeds", lr_mul=25.0),  # most rows get few gradients and must move far with each
+    AdamGroup("head"),
+    AdamGroup("scalars", lr_mul=5.0, weight_decay=0.0),  # mixing weights: faster than the head, slower than embeddings
+    AdamGroup("resid_lambdas", lr_mul=5.0, weight_decay=0.0),
+    AdamGroup("added_lambdas", weight_decay=0.0),
+    AdamGroup("xsa_lambdas", weight_decay=0.0),
+    AdamGroup("skip_gates"),
+    MuonGroup("gates"),
+    MuonGroup("smear_gate"),
+    MuonGroup("attn"),
+    MuonGroup("mlp_fc", lr_mul=2.0),  # the MLP's first matrix learns faster
+    MuonGroup("mlp_proj"),
+)
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """How gradients and parameters travel. Each computes the same, but for what clips and what may be unused; `exact`
-    fixes even the order of sums."""
+    """How gradients and parameters are exchanged. Only clip_norm and find_unused_parameters change what is computed;
+    world_size_invariant fixes the order of sums."""
 
-    sync: str = option("hook", "hook: reduce-scatter starts in backward. step: not before the step", ("hook", "step"))
-    walk: str = option("launch", "order of the step over buckets: as launched, or from layer 0", ("launch", "forward"))
-    overlap_param_gather: bool = option(False, "the next forward waits for new parameters, where it reads them")
-    find_unused_parameters: bool = option(False, "parameters may go without gradient; what no rank used stays as it is")
-    check_grads: bool = option(False, "stop before a step with a gradient that is not finite (a GPU waits for it)")
-    clip_norm: float = option(0.0, "scale gradients down to this norm, over all that update in a step (0: no)", least=0)
-    exact: bool = option(False, "the same bytes at any number of ranks: fixed trees of sums, one thread, no batches")
-
-# of parameters; see assignments
-ADAM_KINDS = ("head", "embed", "values", "ngrams", "scalars", "scales", "added", "shares", "gates", "smear", "skips")
+    sync: str = option("hook", "start a reduce-scatter in backward (hook) or at the step (step)", ("hook", "step"))
+    update_order: str = option("launch", "buckets in the step: in launch order, or first layers first (forward)",
+                               ("launch", "forward"))
+    overlap_param_gather: bool = option(False, "the next forward waits for each parameter where it reads it")
+    find_unused_parameters: bool = option(False, "parameters may lack a gradient; unused ones stay unchanged")
+    check_grads: bool = option(False, "stop before a step with a non-finite gradient (a GPU must wait for it)")
+    clip_norm: float = option(0.0, "largest gradient norm over all parameters of a step (0: no clipping)", min=0)
+    world_size_invariant: bool = option(False, "same bytes on any number of ranks: tree sums, one thread, no batching")
 
 @dataclass(frozen=True)
 class Config(SyncSettings, StageValues):
-    """Every value that decides a run. The defaults are record 44, to the letter."""
+    """Every value that decides a run. The defaults are those of record 44."""
 
-    seed: int = option(0, "of the initial parameters and of the order of shuffled documents", least=0, most=2 ** 63 - 1)
-    target_val_loss: float = option(3.28, "what the run is to reach, in nats per token (0: nothing is judged)", least=0)
+    seed: int = option(0, "seed of the initialization and of the document order", min=0, max=2 ** 63 - 1)
+    target_val_loss: float = option(3.28, "target validation loss in nats per token (0: none)", min=0)
 
     # data
-    train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "relative paths start at this script's folder")
-    val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "as above")
-    train_shards: int = option(9, "in the order of their names (0: all); nine are enough for the record", least=0)
-    epochs: int = option(1, "how often the shards may be read, again from the first; the rules of the race say once")
-    long_documents: str = option("cut", "cut: skip what is beyond max_document_tokens. split: it makes further "
-                                 "documents, each opened by a BOS in place of its first token", ("cut", "split"))
-    shuffle: bool = option(False, "documents of a shard in an order drawn from the seed (FineWeb is shuffled as it is)")
-    even_order: bool = option(False, "when shuffled, each stretch of the order comes evenly from all of the shard; the "
-                              "seed draws where it begins: losses of short runs depend less on what they read")
-    val_tokens: int = option(10_485_760, "to validate on, from the start of the split (0: the whole split)", least=0)
-    val_len: int = option(4 * 64 * 1024, "tokens of one validation sequence")
-    val_every: int = option(250, "steps between validations; there is one at the end in any case", least=0)
+    train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "training shards, relative to the script's folder")
+    val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "validation shards, relative to the script's folder")
+    train_shards: int = option(9, "training shards to use, by name (0: all); nine suffice for the record", min=0)
+    epochs: int = option(1, "passes over the training shards; the race allows one")
+    long_documents: str = option("cut", "cut: skip tokens beyond max_document_tokens; split: make further documents, "
+                                 "with BOS in place of their first token", ("cut", "split"))
+    shuffle: bool = option(False, "shuffle the documents of a shard by the seed (FineWeb is shuffled already)")
+    even_order: bool = option(False, "low-discrepancy shuffle: lowers the variance of short runs")
+    val_tokens: int = option(10_485_760, "validation tokens, from the start of the split (0: all)", min=0)
+    val_len: int = option(4 * 64 * 1024, "tokens per validation sequence")
+    val_every: int = option(250, "steps between validations (0: only at the end)", min=0)
 
     # model
-    layers: str = option("- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M", "a word per layer: S or L, attention with "
-                         "the short or the long window, P, with the short one over pairs of heads; a digit, the value "
-                         "table mixed in; M, an MLP; -, nothing; +N, before it some of layer N's output is taken in; c "
-                         "in front, its attention reads backout_layer's output")
-    ngrams: str = option("", "tables of the last tokens together, added to the stream where it begins: a word per "
-                         "table, N:ROWS:WIDTH, like 2:16384:64 3:32768:64. With fewer rows than n-grams these "
-                         "share them")
-    ngram_mix: float = option(0.0, "first weight of the tables' vectors in the input of each layer, which learns its "
-                              "own (0: they are added once)", least=0)
+    layers: str = option("- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M", "one word per layer: S, L or P (attention "
+                         "with the short or the long window, or over pairs of heads), a digit (value table), M (MLP), "
+                         "- (empty), +N (skip connection from layer N), c in front (attention reads backout_layer)")
+    ngrams: str = option("", "n-gram embedding tables, N:ROWS:WIDTH each, such as 2:16384:64; fewer rows than n-grams "
+                         "are shared by a hash")
+    ngram_mix: float = option(0.0, "initial weight of n-gram embeddings in each layer's input (0: add them once)",
+                              min=0)
     model_dim: int = option(768, "width of the residual stream")
     num_heads: int = option(6, "attention heads")
     head_dim: int = option(128, "width of a head; num_heads * head_dim must be model_dim")
-    gate_dim: int = option(12, "entries of the stream that open a head's gate and the smear gate")
-    backout_layer: int = option(8, "the layer whose output is partly taken back before the head", least=0)
-    stream_gain: float = option(1.0, "what a layer first takes of the stream: above 1 later layers begin to weigh more")
-    sublayer_scales: bool = option(False, "attention and MLP each scale the stream and what they add to it, with the "
-                                   "embedding and the tables after attention; a value table's vectors are added "
-                                   "unweighted: the weight that they had is that of attention's output")
-    skip_gates: bool = option(False, "a skip opens by the embedding of the token too")
-    value_gates: bool = option(False, "each head opens itself to the value table by the token, as it does to attention")
-    exclude_self: bool = option(False, "unpaired heads can leave out a token's own value (XSA, arXiv:2603.09078)")
-    pairing: str = option("neighbours", "the heads that P pairs: 0 and 1, 2 and 3; or by halves: 0 and the first of "
-                          "the second half (its public code does so, and turns both as neighbours)",
+    gate_dim: int = option(12, "entries of the residual stream that the gates read")
+    backout_layer: int = option(8, "layer whose output is partly subtracted before the head", min=0)
+    resid_lambda_init: float = option(1.0, "initial weight of the residual stream in a layer; above 1 favours later "
+                                      "layers")
+    sublayer_scales: bool = option(False, "attention and MLP each get learned weights for the residual stream, their "
+                                   "output, x0 and n-gram embeddings")
+    skip_gates: bool = option(False, "gate skip connections by the token's embedding")
+    value_gates: bool = option(False, "gate the value table per head and token")
+    exclude_self: bool = option(False, "let unpaired heads remove a token's own value (XSA, arXiv:2603.09078)")
+    pairing: str = option("neighbours", "heads that P pairs: neighbours 0 and 1, or halves 0 and num_heads / 2",
                           ("neighbours", "halves"))
-    key_offset: bool = option(False, "with the long window a key takes what the rotary does not turn from the token "
-                              "before, so that a layer finds what once followed this token")
-    output_init: float = option(0.0, "size of attention's first output matrices, as a fraction of the others'", least=0)
-    head_init: float = option(0.0, "standard deviation of the head's first weights", least=0)
-    value_init: float = option(1.0, "standard deviation of the value tables' first vectors", least=0)
-    untie_at: float = option(0.0, "fraction of the scheduled steps in which the head's weights are the embedding too; "
-                             "then it goes on by itself from there. 0: two from the first step on", least=0, most=1)
-    logit_cap: float = option(30.0, "logits lie between 0 and this: cap * sigmoid((product + shift) / softness)")
-    logit_shift: float = option(0.0, "see logit_cap", least=-math.inf)
+    key_offset: bool = option(False, "long-window keys take their unrotated part from the previous token, which enables "
+                              "induction heads in one layer")
+    output_init: float = option(0.0, "scale of the initial attention output matrices (0: zeros)", min=0)
+    head_init: float = option(0.0, "standard deviation of the head's initialization", min=0)
+    value_init: float = option(1.0, "standard deviation of the value tables' initialization", min=0)
+    untie_at: float = option(0.0, "fraction of the schedule during which head and embedding are tied (0: never)",
+                             min=0, max=1)
+    logit_cap: float = option(30.0, "logits = cap * sigmoid((x + logit_shift) / logit_softness)")
+    logit_shift: float = option(0.0, "see logit_cap", min=-math.inf)
     logit_softness: float = option(7.5, "see logit_cap")
-    # Adam's moments have their parameter's dtype: as in the record those of the scalars are float32. Two roundings of
-    # the record are left out, since float32 costs nothing there: of the gates' moments, and of what follows polar
-    dtype: str = option("bfloat16", "of embeddings, head, gates, activations and NorMuon's products; matrices are "
-                        "float32 (a CPU without bf16 units wants float32)", ("bfloat16", "float32"))
-    fp8_head: bool = option(True, "the head's training product in fp8, on GPUs that have it")
+    # Adam's moments have the dtype of their parameter; the record's scalars have float32 moments too. Two roundings of
+    # the record are left out because float32 costs nothing there: the gates' moments, and the result of polar
+    dtype: str = option("bfloat16", "dtype of embeddings, head, gates, activations and polar; matrices stay float32 "
+                        "(use float32 on CPUs without bf16 units)", ("bfloat16", "float32"))
+    fp8_head: bool = option(True, "fp8 matrix product of the head in training, on GPUs that have it")
 
-    # plan
-    num_steps: int = option(2245, "in all. With fewer than the preset's what it counts in steps shrinks, unless given")
-    stages: str = option("until long_window; 1/3 3; 2/3 7; 1 11; +40 13", "a table, its rows apart by ; or line ends. "
-                         "Its head: until, then values that differ from stage to stage. until: a fraction of the "
-                         "scheduled steps, or the step before which the stage ends; +N: N steps more, after the "
-                         "schedule. a>b goes from a to b within the stage")
-    cooldown: float = option(0.5, "fraction of the scheduled steps over which the learning rate falls", least=0, most=1)
-    lr_floor: float = option(0.1, "what it falls to, as a fraction of the learning rate", least=0, most=1)
-    window_block: int = option(128, "tokens in a block; windows are counted in blocks")
-    final_window: int = option(20, "the long window of the last validation; the rotary is not stretched for it")
+    # schedule
+    num_steps: int = option(2245, "training steps; fewer than the preset's shorten its step counts in proportion")
+    stages: tuple[Stage, ...] = option(
+        (Stage(until=1/3, long_window=3), Stage(until=2/3, long_window=7), Stage(long_window=11),
+         Stage(extra_steps=40, long_window=13)),
+        "stages in order, such as Stage(until=1/3, long_window=3), Stage(long_window=Ramp(1, 2)); until: fraction of "
+        "the scheduled steps or last step; extra_steps: steps after the schedule")
+    cooldown: float = option(0.5, "fraction of the scheduled steps in which the learning rate falls", min=0, max=1)
+    lr_floor: float = option(0.1, "learning-rate factor at the end of the cooldown", min=0, max=1)
+    window_block: int = option(128, "tokens per block; windows are counted in blocks")
+    final_window: int = option(20, "long window of the last validation, in blocks; the rotary is not stretched for it")
 
     # optimizers
-    adam_lr: float = option(0.008, "base of the multipliers that follow", least=0)
-    adam_beta1: float = option(0.65, "short memory: by a token's next gradient the last one is old", least=0, below=1)
-    adam_beta2: float = option(0.95, "likewise", least=0, below=1)
-    adam_eps: float = option(1e-8, "keeps a parameter without gradient where it is")
-    adam_groups: str = option("", "what kinds of parameters have in place of the flags: a table like stages. Its head: "
-                              "of, then some of lr_mul, beta1, beta2, weight_decay. of: " + ", ".join(ADAM_KINDS) +
-                              ". Without a row gates and smear are NorMuon's")
-    adam_fp32_moments: bool = option(False, "Adam's moments in float32, whatever the parameter is in")
-    adam_every: int = option(2, "Adam steps every so many steps, on the sum of their gradients")
-    embed_lr_mul: float = option(75.0, "embeddings start at unit scale and must move far. With untie_at only value "
-                                 "tables: the embedding then learns as the head does", least=0)
-    ngram_lr_mul: float = option(25.0, "most rows meet few gradients, and must move far with each", least=0)
-    lazy_tables: bool = option(False, "of n-gram tables only rows that a step reads travel, and those with a gradient "
-                               "are updated; the rest stay as they are, with their moments")
-    adam_weight_decay: float = option(0.0, "times the square of a parameter's learning rate, where it agrees with the "
-                                      "update in sign; not of the mixing weights", least=0)
-    scalar_lr_mul: float = option(5.0, "mixing weights: faster than the head, slower than embeddings", least=0)
-    muon_lr: float = option(0.03, "size of an orthogonal update", least=0)
-    muon_weight_decay: float = option(1.2, "times muon_lr, where it agrees with the update in sign", least=0)
-    muon_momentum: float = option(0.95, "after its rise and before its fall", least=0, below=1)
-    muon_momentum_low: float = option(0.85, "where it rises from and falls to", least=0, below=1)
-    muon_momentum_rise: int = option(300, "steps of the rise", least=0)
-    muon_momentum_fall: int = option(50, "steps of the fall, at the end of the run", least=0)
-    muon_beta2: float = option(0.95, "memory of the second moment of the orthogonal update", least=0, below=1)
-    muon_qk_heads: int = option(0, "heads whose queries, or keys, NorMuon takes as one matrix, with a second moment a "
-                                "column; values and outputs then have one per row. 0: all, columns", least=0)
-    fc_lr_mul: float = option(2.0, "the MLP's first matrix learns faster", least=0)
-    proj_lr_mul: float = option(1.0, "of the MLP's second matrix", least=0)
-    attn_lr_mul: float = option(1.0, "of attention's matrices", least=0)
-    tail_average: float = option(0.0, "share of its moving average in each final parameter but the embedding (0: none)",
-                                 least=0, most=1)
-    tail_steps: int = option(40, "that the average reaches back; it is taken over the last three times as many")
+    param_groups: tuple[AdamGroup | MuonGroup, ...] = option(
+        (), "rows that replace those of PARAM_GROUPS, such as AdamGroup(\"head\", lr_mul=0.5), MuonGroup(\"attn\")")
+    adam_lr: float = option(0.008, "Adam's learning rate before the multipliers of param_groups", min=0)
+    adam_beta1: float = option(0.65, "short memory: the last gradient of a token is old by its next", min=0,
+                               exclusive_max=1)
+    adam_beta2: float = option(0.95, "short memory of the second moment", min=0, exclusive_max=1)
+    adam_eps: float = option(1e-8, "keeps a parameter without gradient unchanged")
+    adam_fp32_moments: bool = option(False, "float32 moments for Adam, whatever the parameter's dtype")
+    adam_every: int = option(2, "steps between Adam updates, on the sum of their gradients")
+    lazy_tables: bool = option(False, "send and update only the n-gram rows that a step uses")
+    adam_weight_decay: float = option(0.0, "cautious weight decay, times the squared learning rate", min=0)
+    muon_lr: float = option(0.03, "NorMuon's learning rate: the size of an orthogonal update", min=0)
+    muon_weight_decay: float = option(1.2, "cautious weight decay, times muon_lr", min=0)
+    muon_momentum: float = option(0.95, "NorMuon's momentum between warm-up and cooldown", min=0, exclusive_max=1)
+    muon_momentum_low: float = option(0.85, "NorMuon's momentum at the first and the last step", min=0, exclusive_max=1)
+    muon_momentum_rise: int = option(300, "steps of the momentum warm-up", min=0)
+    muon_momentum_fall: int = option(50, "steps of the momentum cooldown", min=0)
+    muon_beta2: float = option(0.95, "NorMuon's second-moment decay", min=0, exclusive_max=1)
+    muon_qk_heads: int = option(0, "heads that share one matrix of queries or keys in NorMuon, with second moments per "
+                                "column (values, outputs: per row); 0: all heads, per column", min=0)
 
-    # gradient sync, beside SyncSettings
-    bucket_mb: float = option(72.0, "MiB of parameters at which a bucket is full (0: one bucket per parameter); the "
-                              "default is 8 of the record's largest matrices, one per rank", least=0)
-    grad_reduce_in_fp32: bool = option(False, "sum and exchange the gradients of bf16 parameters in float32")
+    # gradient sync (see also SyncSettings)
+    bucket_mb: float = option(72.0, "MiB of parameters per bucket (0: one bucket per parameter); the default is 8 of "
+                              "the record's largest matrices, one per rank", min=0)
+    grad_reduce_in_fp32: bool = option(False, "accumulate and send bf16 parameters' gradients in float32")
     bf16_compress: bool = option(False, "send gradients in bf16")
 
     # machine
-    compile: str = option("auto", "blocks, head and rules, each by itself. auto: on GPUs", ("auto", "on", "off"))
-    attention: str = option("auto", "flash: FlashAttention, version 3 where it is installed, else torch's own. flex: "
-                            "FlexAttention. masked: masks in pieces. auto: flash on Hopper GPUs with version 3, on "
-                            "others flex, masked on CPUs", ("auto", "flash", "flex", "masked"))
-    kernels: str = option("auto", "the MLP's Triton kernels. auto: on Hopper GPUs and later", ("auto", "on", "off"))
-    preflight: str = option("auto", "each part once beside its plain form, before the run. auto: on GPUs. only, or "
-                            "the bare flag: and no run", ("auto", "on", "off", "only"), bare="only")
-    warmup_steps: int = option(30, "before the clock: every stage and kind of step once, then all is put back", least=0)
-    timeout_s: int = option(300, "seconds until a collective that others do not join is an error", most=10 ** 6)
-    profile: str = option("", "A:B writes a Chrome trace of the steps A to B beside the log, one per rank")
+    micro_batch_splits: int = option(1, "forward and backward passes per micro-batch; more need less GPU memory")
+    compile: str = option("auto", "torch.compile for blocks, head and update rules; auto: on GPUs",
+                          ("auto", "on", "off"))
+    attention: str = option("auto", "flash (FlashAttention 3 where installed), flex (FlexAttention) or masked (SDPA with "
+                            "masks); auto: flash on Hopper GPUs with version 3, flex on other GPUs, masked on CPUs",
+                            ("auto", "flash", "flex", "masked"))
+    kernels: str = option("auto", "Triton kernels of the MLP; auto: on Hopper GPUs and later", ("auto", "on", "off"))
+    warmup_steps: int = option(30, "warm-up steps off the clock, over all stages; the state is restored after them",
+                               min=0)
+    timeout_s: int = option(300, "seconds until a collective without all ranks fails", max=10 ** 6)
+    profile: str = option("", "A:B writes a Chrome trace of steps A to B for each rank")
 
-    # log, saved state, and what comes after
-    log_dir: str = option("logs", "relative paths start at this script's folder")
-    run_id: str = option("", "name of the log (empty: the time and a part that names the launch)")
-    train_loss_every: int = option(10, "steps between training losses in the log", least=0)
-    save_every: int = option(0, "steps between checkpoints, off the clock (0: only on SIGTERM and SIGUSR1); each "
-                             "waits for a step at which no gradient waits for Adam", least=0)
-    keep_checkpoints: int = option(2, "the latest so many are kept, until the run has ended well")
-    resume: str = option("", "go on from this checkpoint, or the one of this log, or `latest` of log_dir")
-    init_from: str = option("", "begin with the parameters of this saved model or checkpoint; never a record")
-    save_model: bool = option(False, "keep the trained parameters beside the log: sample.py and verify.py read them")
-    race: str = option("", "set by the racing tool: ID:RUN:DECLARED_N:SIDE")
+    # log and saved files
+    log_dir: str = option("logs", "folder of logs, checkpoints and models, relative to the script's folder")
+    run_id: str = option("", "name of the log (empty: time and launch)")
+    train_loss_every: int = option(10, "steps between training losses in the log", min=0)
+    save_every: int = option(0, "steps between checkpoints, off the clock (0: only on SIGTERM and SIGUSR1)", min=0)
+    keep_checkpoints: int = option(2, "checkpoints to keep until the run has finished")
+    resume: str = option("", "checkpoint or log to resume from, or `latest`")
+    init_from: str = option("", "saved model or checkpoint to start from; never a record")
+    save_model: bool = option(False, "save the trained model for sample.py and verify.py")
+    race: str = option("", "set by records/race.py: ID:RUN:DECLARED_N:SIDE")
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
 PRESETS = {
-    # whose gathers overlap the next forward: by bench/dry_gpu that takes 0.7 ms off a step
-    "speedrun": Config(overlap_param_gather=True, walk="forward"),
-    # record 80 of the public speedrun, to the letter but for how n-grams share rows; see bench/public_record.py. What
-    # came after it, to 1,285 steps in record 89, is left out, since only the whole has shown that its steps suffice:
-    # exclude_self (82), n-grams 15 vocabularies long and 192 wide (83), MUDD and its gates (81, 85), a target of
-    # prefixes (88), and the MLP's products in fp8 (84, 89)
+    # By simulation overlapping gathers save 0.7 ms per step
+    "speedrun": Config(overlap_param_gather=True, update_order="forward"),
+    # Record 80 of the public speedrun; the hash of the bigram table is the only difference (bench/public_record.py).
+    # Later records are left out because only the whole of record 89 has shown that its 1,285 steps suffice:
+    # exclude_self (82), wider n-gram tables (83), fp8 in the MLP (84, 89), MUDD (81, 85), prefix targets (88)
     "frontier": Config(
-        # without the record's first layer, which does nothing; attention of the last ones reads backout_layer's output
+        # without the record's first layer, which does nothing; attention of the last layers reads backout_layer
         layers="PM S0M P1M LM SM PM M+3 SM cS2M cP3M cL4M", backout_layer=7, value_gates=True, skip_gates=True,
-        sublayer_scales=True, stream_gain=1.1, pairing="halves", key_offset=True,
+        sublayer_scales=True, resid_lambda_init=1.1, pairing="halves", key_offset=True,
         ngrams="2:251520:768", ngram_mix=0.05, output_init=1.0, head_init=0.005, value_init=0.01, untie_at=2 / 3,
-        logit_cap=23.0, logit_shift=5.0,  # a lower cap, and more room below a product of 0 than above it
+        logit_cap=23.0, logit_shift=5.0,  # a lower cap, with more room below 0 than above
         num_steps=1480, cooldown=0.6, lr_floor=0.15,
-        # a batch that grows, short documents first, several tokens ahead first
-        stages="until micro_batch_tokens max_document_tokens long_window peak_lr_factor loss_weights; "
-               "1/3 16384 896 3 1 1,.5,.25>0; 2/3 32768 2048 7 1.52 1,.5>0; 1 49152 2048 11 1.73 1; "
-               "+40 49152 2048 13 .15 1",
-        muon_lr=0.023, muon_beta2=0.9, proj_lr_mul=4.0, muon_qk_heads=2, adam_eps=1e-10, adam_fp32_moments=True,
-        adam_groups="of lr_mul beta1 beta2 weight_decay; head 1 .5 .95 .75; values 75 .75 .95 .025; ngrams 75 .75 .95 "
-                    ".025; scalars 5 .9 .99 0; scales 5 .9 .95 0; added 1 .9 .95 0; gates 1 .9 .99 .005; "
-                    "smear .01 .9 .99 0; skips .05 .9 .99 0",
+        stages=(  # batches grow, documents are short at first, and the loss looks ahead at first
+            Stage(until=1/3, micro_batch_tokens=16384, max_document_tokens=896, long_window=3, peak_lr_factor=1.0,
+                  loss_weights=Ramp((1.0, 0.5, 0.25), (1.0, 0.5, 0.0))),
+            Stage(until=2/3, micro_batch_tokens=32768, max_document_tokens=2048, long_window=7, peak_lr_factor=1.52,
+                  loss_weights=Ramp((1.0, 0.5), (1.0, 0.0))),
+            Stage(micro_batch_tokens=49152, max_document_tokens=2048, long_window=11, peak_lr_factor=1.73,
+                  loss_weights=(1.0,)),
+            Stage(extra_steps=40, micro_batch_tokens=49152, max_document_tokens=2048, long_window=13,
+                  peak_lr_factor=0.15, loss_weights=(1.0,)),
+        ),
+        muon_lr=0.023, muon_beta2=0.9, muon_qk_heads=2, adam_eps=1e-10, adam_fp32_moments=True,
+        param_groups=(
+            AdamGroup("head", 1.0, beta1=0.5, beta2=0.95, weight_decay=0.75),
+            AdamGroup("value_embeds", 75.0, beta1=0.75, beta2=0.95, weight_decay=0.025),
+            AdamGroup("ngram_embeds", 75.0, beta1=0.75, beta2=0.95, weight_decay=0.025),
+            AdamGroup("scalars", 5.0, beta1=0.9, beta2=0.99, weight_decay=0.0),
+            AdamGroup("resid_lambdas", 5.0, beta1=0.9, beta2=0.95, weight_decay=0.0),
+            AdamGroup("added_lambdas", 1.0, beta1=0.9, beta2=0.95, weight_decay=0.0),
+            AdamGroup("gates", 1.0, beta1=0.9, beta2=0.99, weight_decay=0.005),
+            AdamGroup("smear_gate", 0.01, beta1=0.9, beta2=0.99, weight_decay=0.0),
+            AdamGroup("skip_gates", 0.05, beta1=0.9, beta2=0.99, weight_decay=0.0),
+            MuonGroup("mlp_proj", lr_mul=4.0),
+        ),
     ),
-    # the same code, small: bytes of the standard library on two CPU cores. Two narrow layers under tables of n-grams:
-    # where time is short more tokens are worth more than more layers, and longer n-grams more than both (LOG.md)
+    # The same code, small: bytes of the standard library on two CPU cores. Two narrow layers with n-gram tables: in a
+    # short run more tokens help more than more layers, and longer n-grams help more than both (LOG.md)
     "laptop": Config(
         target_val_loss=1.40, train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin",
         train_shards=0, max_document_tokens=257, long_documents="split", shuffle=True, even_order=True,
         micro_batch_tokens=1024, micro_batches=2, val_tokens=0, val_len=1024, val_every=0, layers="S0M L1M",
         model_dim=64, num_heads=2, head_dim=32, backout_layer=0, exclude_self=True, lazy_tables=True,
         ngrams="2:16384:64 3:32768:64 4:65536:64 6:65536:64 8:65536:64", dtype="float32", fp8_head=False,
-        num_steps=135, stages="until long_window; 1/2 4; 1 8; +10 8", window_block=32, final_window=12, lr_floor=0.15,
-        adam_every=1, adam_lr=0.02, ngram_lr_mul=4.0, adam_beta1=0.5, adam_beta2=0.9, muon_lr=0.04,
+        num_steps=135, stages=(Stage(until=1/2, long_window=4), Stage(long_window=8),
+                               Stage(extra_steps=10, long_window=8)),
+        window_block=32, final_window=12, lr_floor=0.15,
+        param_groups=(AdamGroup("ngram_embeds", lr_mul=4.0),),
+        adam_every=1, adam_lr=0.02, adam_beta1=0.5, adam_beta2=0.9, muon_lr=0.04,
         muon_momentum_rise=25, muon_momentum_fall=10, check_grads=True, warmup_steps=4, train_loss_every=1,
         save_model=True,
     ),
 }
 
-# What may differ where a run goes on: it decides how the run is computed, not what
-FREE_TO_CHANGE = {f.name for f in dataclasses.fields(SyncSettings)} - {"exact", "clip_norm"} | {
-    "bucket_mb", "compile", "attention", "kernels", "preflight", "warmup_steps", "timeout_s", "profile", "log_dir",
+# Values that a resumed run may change: they decide how the run is computed, not what it computes
+FREE_TO_CHANGE = {f.name for f in dataclasses.fields(SyncSettings)} - {"world_size_invariant", "clip_norm"} | {
+    "bucket_mb", "compile", "attention", "kernels", "warmup_steps", "timeout_s", "profile", "log_dir",
     "run_id", "save_every", "keep_checkpoints", "resume", "save_model", "train_files", "val_files"}
 
-# What --help prints: a title above each of these fields, and with `short` no more than these
-SECTIONS = {"micro_batches": "what may differ from stage to stage", "sync": "how gradients and parameters travel",
-            "seed": "the run", "train_files": "data", "layers": "model", "num_steps": "plan", "adam_lr": "optimizers",
-            "bucket_mb": "gradient sync", "compile": "machine", "log_dir": "log, saved state, and what comes after"}
-FIRST_FLAGS = ("preset", "num_steps", "seed", "target_val_loss", "train_files", "val_files", "val_tokens", "depth",
-               "layers", "model_dim", "micro_batches", "save_model", "save_every", "resume", "log_dir")
+# --help prints a title above each of these fields
+HELP_GROUPS = {"micro_batches": "values that stages may set", "sync": "gradient and parameter sync", "seed": "the run",
+               "train_files": "data", "layers": "model", "num_steps": "schedule", "param_groups": "optimizers",
+               "bucket_mb": "gradient buckets", "micro_batch_splits": "machine", "log_dir": "log and saved files"}
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line instead of the usage, which would list every flag."""
-        unknown = re.match(r"unrecognized arguments: (--[^ =]+)", message)
-        near = difflib.get_close_matches(unknown[1], self._option_string_actions, 1) if unknown else []
-        hint = f"did you mean {near[0]}? " if near else ""
-        self.exit(2, f"{self.prog}: error: {message}; {hint}--help lists every flag and what it takes\n")
+def parse_rows(text: str) -> tuple[Any, ...]:
+    """Evaluate rows such as `Stage(until=1/3, long_window=3), Stage(long_window=11)`.
 
-class Help(argparse.Action):
-    """--help prints every flag and ends, --help short those of FIRST_FLAGS."""
+    Allows only the names below, numbers, fractions, strings and tuples. ArgumentTypeError on anything else.
+    """
+    names = {row.__name__: row for row in (Stage, Ramp, AdamGroup, MuonGroup)}
 
-    def __call__(self, parser: argparse.ArgumentParser, _: Any, value: str | None, flag: str | None = None) -> NoReturn:
-        for action in parser._actions:
-            if value and action.dest not in FIRST_FLAGS:
-                action.help = argparse.SUPPRESS
-        parser.print_help()
-        parser.exit()
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = group = Parser(
-        prog="train_gpt.py", description=__doc__.split("\n\n")[0], allow_abbrev=False, add_help=False,
-        usage="train_gpt.py [--preset NAME] [--flag VALUE ...]",
-        epilog="Every flag is a field of the config; in brackets speedrun's value, and other presets' that differ.")
-    parser.add_argument("-h", "--help", action=Help, nargs="?", choices=("short",),
-                        help="all flags; with `short` those that a first look needs")
-    parser.add_argument("--preset", choices=PRESETS, help="of the values below (speedrun with a GPU, laptop elsewhere)")
-    for f in dataclasses.fields(Config):
-        if f.name in SECTIONS:
-            group = parser.add_argument_group(SECTIONS[f.name])
-        usual, *others = (str(getattr(preset, f.name)) or "empty" for preset in PRESETS.values())
-        shown = "; ".join([usual, *(f"{name}: {v}" for name, v in zip(list(PRESETS)[1:], others) if v != usual)])
-        choices, bare = f.metadata["choices"] or None, f.metadata["bare"]
-        group.add_argument(f"--{f.name}", type=PARSERS[f.type], choices=choices, help=f"{f.metadata['why']} ({shown})",
-                           nargs="?" if bare else None, const=bare, metavar=None if choices else f.type.upper())
-        if f.name == "layers":
-            group.add_argument("--depth", type=int, metavar="INT", help="in place of --layers and --backout_layer: so "
-                               "many layers SM, each fourth and the last LM; the later half takes in what the "
-                               "earlier put out, last out first in; one at three quarters is taken back")
-    return parser
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=int() | float() | str()):
+                return node.value
+            case ast.Tuple() | ast.List():
+                return tuple(map(value, node.elts))
+            case ast.UnaryOp(op=ast.USub()):
+                return -value(node.operand)
+            case ast.BinOp(op=ast.Div()):
+                return value(node.left) / value(node.right)
+            case ast.Call(func=ast.Name(id=name)) if name in names:
+                return names[name](*map(value, node.args), **{k.arg: value(k.value) for k in node.keywords})
+        raise ValueError(f"{ast.unparse(node)!r} is neither a number, a string, a tuple nor one of {', '.join(names)}")
+    try:
+        rows = value(ast.parse(f"[{text}]", mode="eval").body)
+        return rows[0] if len(rows) == 1 and isinstance(rows[0], tuple) else rows  # as PRESETS have them, in brackets
+    except (SyntaxError, ValueError, TypeError, ZeroDivisionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {getattr(error, 'msg', error)}; write rows like Stage(until=1/3, "
+                                         'long_window=3), or AdamGroup("head", lr_mul=0.5)') from None
 
 def parse_bool(text: str) -> bool:
     if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a truth value: write true or false")
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
     return text.lower() == "true"
 
-def parse_numbers(text: str) -> tuple[float, ...]:
+def parse_numbers(text: str) -> Numbers:
     try:
         return tuple(float(word) for word in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers: write them like 1,.5,.25") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,.5,.25") from None
 
-PARSERS = {"int": int, "float": float, "str": str, "bool": parse_bool, "Numbers": parse_numbers}  # by a field's type
+PARSERS = {"int": int, "float": float, "str": str, "bool": parse_bool, "Numbers": parse_numbers}  # else parse_rows
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Print one line; the usage would list every flag."""
+        self.exit(2, f"{self.prog}: error: {message}; --help lists every flag\n")
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = group = Parser(
+        prog="train_gpt.py", description=__doc__.split("\n\n")[0], allow_abbrev=False,
+        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=32, width=160),
+        usage="train_gpt.py [--preset NAME] [--flag VALUE ...]",
+        epilog="Every flag is a field of the config. Brackets show speedrun's value, and other presets' that differ.")
+    parser.add_argument("--preset", choices=PRESETS, help="base of the values below (speedrun with a GPU, else laptop)")
+    for f in dataclasses.fields(Config):
+        if f.name in HELP_GROUPS:
+            group = parser.add_argument_group(HELP_GROUPS[f.name])
+        aliases = ["--exact"] if f.name == "world_size_invariant" else []
+        choices, parse = f.metadata["choices"] or None, PARSERS.get(f.type, parse_rows)
+        group.add_argument(f"--{f.name}", *aliases, type=parse, choices=choices,
+                           metavar=None if choices else "ROWS" if parse is parse_rows else f.type.upper(),
+                           help=(f.metadata["why"] + preset_values(f)).replace("%", "%%"))
+    return parser
+
+def preset_values(f: dataclasses.Field) -> str:
+    """Show speedrun's value of a field, and those of other presets that differ. Rows are too long to show."""
+    usual, *others = (str(getattr(preset, f.name)) or "empty" for preset in PRESETS.values())
+    differ = (f"{name}: {value}" for name, value in zip([*PRESETS][1:], others) if value != usual)
+    return "" if f.type not in PARSERS else f" ({'; '.join([usual, *differ])})"
 
 def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]:
-    """Flags -> the preset's name and the config. A run that goes on has its checkpoint's, but for FREE_TO_CHANGE.
+    """Parse flags into the preset's name and the config. A resumed run takes its checkpoint's config; only
+    FREE_TO_CHANGE may differ.
 
-    Leaves by SystemExit on a flag that is unknown or ill-typed; RunError where there is nothing to resume from.
+    SystemExit on an unknown or ill-typed flag, RunError where there is nothing to resume.
     """
     given = {name: v for name, v in vars(make_parser().parse_args(argv)).items() if v is not None}
-    preset, depth = given.pop("preset", default_preset), given.pop("depth", None)
-    if depth is not None:
-        demand(not given.keys() & {"layers", "backout_layer"}, "--depth says what --layers and --backout_layer say; "
-               "leave it out, or them")
-        words = ["LM" if i % 4 == 3 or i == depth - 1 else "SM" for i in range(depth)]
-        # the later half takes in what the earlier put out, last out first in; the last layer takes nothing
-        words = [f"{word}+{depth - 1 - i}" if depth <= 2 * i < 2 * depth - 2 else word for i, word in enumerate(words)]
-        given.update(layers=" ".join(words), backout_layer=max(0, 3 * (depth - 1) // 4))
+    preset = given.pop("preset", default_preset)
     usual = PRESETS[preset]
+    if "param_groups" in given:
+        given["param_groups"] = (*usual.param_groups, *given["param_groups"])  # later rows replace earlier ones
     config = dataclasses.replace(usual, **shortened(usual, given.get("num_steps", usual.num_steps)) | given)
-    idle = sorted(given.keys() & set(rows_of(usual.stages)[0]))
-    demand("stages" in given or not idle, f"--{', --'.join(idle)} would do nothing: {preset}'s table of stages has a "
-           f"column of that name; give --stages like {config.stages!r} with other values, or without it")
+    idle = [f.name for f in dataclasses.fields(StageValues) if f.name in given and "stages" not in given
+            and all(getattr(stage, f.name) is not None for stage in usual.stages)]
+    require(not idle, f"--{', --'.join(idle)} would have no effect: every stage of {preset} sets it. Give --stages with "
+            f"other values: {', '.join(map(repr, config.stages))}")
     if not config.resume:
         return preset, config
     path, fixed = find_checkpoint(config), sorted(given.keys() - FREE_TO_CHANGE)
-    demand(not fixed, f"--resume goes on with {path}; --{', --'.join(fixed)} would make it another run: leave that out")
-    saved = load_file(path, check=False)  # Run.resume checks it, where it takes the state
+    require(not fixed, f"--resume continues {path}; leave out --{', --'.join(fixed)}, which would make it another run")
+    saved = load_file(path, check=False)  # `resume` checks it where it takes the state
     try:
         given.update(run_id=saved["run_id"], log_dir=str(path.parent), resume=str(path))
-        preset, _ = saved["preset"], saved["longest_micro_batch"]  # older versions lack the second
-        return preset, dataclasses.replace(config_of(saved["config"]), **given)
+        return saved["preset"], dataclasses.replace(config_of(saved["config"]), **given)
     except (KeyError, TypeError) as error:
-        raise RunError(f"{path}: is no checkpoint of this version of train_gpt.py ({error}); name another, or go on in "
-                       "a checkout of the version whose source its log holds") from error
+        raise RunError(f"{path}: not a checkpoint of this version of train_gpt.py ({error}). Name another one, or "
+                       "resume with the version whose source the log holds") from error
 
 def shortened(preset: Config, num_steps: int) -> dict[str, Any]:
-    """What a preset counts in steps, in proportion to a run that has fewer. A longer run keeps the preset's counts."""
+    """Scale the step counts of a preset to a shorter run. A longer run keeps them."""
     def scaled(steps: int) -> int:
         return steps * min(num_steps, preset.num_steps) // preset.num_steps
-    counts = ("muon_momentum_rise", "muon_momentum_fall", "tail_steps")
-    return {**{name: max(1, scaled(getattr(preset, name))) for name in counts},
-            "stages": re.sub(r"\+(\d+)", lambda further: f"+{scaled(int(further[1]))}", preset.stages)}
+    stages = [dataclasses.replace(stage, extra_steps=scaled(stage.extra_steps)) for stage in preset.stages]
+    return {"stages": tuple(stage for stage, old in zip(stages, preset.stages)
+                            if stage.extra_steps or not old.extra_steps),
+            **{name: max(1, scaled(getattr(preset, name))) for name in ("muon_momentum_rise", "muon_momentum_fall")}}
+
+def json_of(config: Config) -> dict[str, Any]:
+    """The JSON form of a config: rows as the command line takes them."""
+    return {f.name: getattr(config, f.name) if f.type in PARSERS else ", ".join(map(repr, getattr(config, f.name)))
+            for f in dataclasses.fields(config)}
 
 def config_of(fields: dict[str, Any]) -> Config:
-    """A config of what JSON made of one."""
-    return Config(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
+    """Rebuild a config from its JSON form."""
+    types = {f.name: f.type for f in dataclasses.fields(Config)}
+    return Config(**{name: tuple(v) if isinstance(v, list) else parse_rows(v) if types.get(name, "str") not in PARSERS else v
+                     for name, v in fields.items()})
 
 def profiled_steps(config: Config) -> range:
     first, last = map(int, config.profile.split(":"))
     return range(first, last + 1)
 
 class Layer(NamedTuple):
-    """What is in one layer: the window of its attention (S, L, P or none), its value table, whether it has an MLP,
-    whether its attention reads the output of backout_layer, and the layer whose output is taken in before it."""
+    """The contents of one layer; see Config.layers."""
 
-    window: str | None
+    window: str | None       # of its attention: S, L, P, or None for no attention
     value_table: int | None
     mlp: bool
-    reads_back: bool = False
+    reads_backout: bool = False  # attention reads the output of backout_layer
     skip_from: int | None = None
 
 def parse_layers(words: str) -> tuple[Layer, ...]:
-    """`S1M+5` -> Layer("S", 1, True, skip_from=5); see Config.layers. RunError on a word that is none."""
+    """Parse Config.layers: `S1M+5` -> Layer("S", 1, True, skip_from=5). RunError on an invalid word."""
     def parse(word: str) -> Layer:
         found = re.fullmatch(r"-|(?=[^+])(?:(c?)([SLP])(\d?))?(M?)(?:\+(\d+))?", word)
-        demand(found, f"layers: {word!r} is not a layer; write S, L or P, perhaps a digit, perhaps M, perhaps c before "
-               "it; or M; perhaps + and an earlier layer; or -")
-        reads_back, window, table, mlp, skip = found.groups()
-        return Layer(window, int(table) if table else None, bool(mlp), bool(reads_back), int(skip) if skip else None)
+        require(found, f"layers: {word!r} is not a layer. Write S, L or P, optionally a digit, M, +N, and c in front; or "
+                "M; or -")
+        reads_backout, window, table, mlp, skip = found.groups()
+        return Layer(window, int(table) if table else None, bool(mlp), bool(reads_backout), int(skip) if skip else None)
     return tuple(map(parse, words.split()))
 
-def layers_read_again(config: Config) -> set[int]:
-    """Whose outputs later ones read, or the head."""
+def saved_layers(config: Config) -> set[int]:
+    """Find the layers whose outputs later layers or the head read."""
     return {layer.skip_from for layer in parse_layers(config.layers)} - {None} | {config.backout_layer}
 
 class Ngrams(NamedTuple):
-    """A table of vectors [rows, width] of the last n tokens."""
+    """An n-gram embedding table [rows, width]."""
 
     n: int
     rows: int
     width: int
 
 def parse_ngrams(words: str) -> tuple[Ngrams, ...]:
-    """`2:16384:64` -> Ngrams(2, 16384, 64). RunError on a word that is none."""
+    """Parse Config.ngrams: `2:16384:64` -> Ngrams(2, 16384, 64). RunError on an invalid word."""
     def parse(word: str) -> Ngrams:
         table = re.fullmatch(r"([2-9]):([1-9][0-9]*):([1-9][0-9]*)", word)
-        demand(table, f"ngrams: {word!r} is no table; write N:ROWS:WIDTH, like 2:16384:64, with 2 to 9 tokens")
+        require(table, f"ngrams: {word!r} is not a table. Write N:ROWS:WIDTH, such as 2:16384:64, with N from 2 to 9")
         return Ngrams(*map(int, table.groups()))
     return tuple(map(parse, words.split()))
 
-def adam_groups(config: Config) -> dict[str, dict[str, float]]:
-    """What the table has for kinds of parameters. RunError if it is none."""
-    (first, *columns), *rows = rows_of(config.adam_groups) or [["of"]]
-    groups, below = {}, {"lr_mul": math.inf, "beta1": 1, "beta2": 1, "weight_decay": math.inf}
-    for kind, *cells in rows or [["no row"]] * bool(config.adam_groups):
-        try:
-            row = dict(zip(columns, map(float, cells), strict=True))
-            if not (first == "of" and kind in {*ADAM_KINDS} - {*groups} and
-                    all(0 <= x < below[name] for name, x in row.items())):
-                raise ValueError
-        except (ValueError, KeyError):
-            raise RunError(f"adam_groups: {' '.join([kind, *cells])!r} under {' '.join([first, *columns])!r}; write a "
-                           f"head, of and some of {', '.join(below)}, then a row for each of some of "
-                           f"{', '.join(ADAM_KINDS)}, with numbers of 0 or more, betas below 1") from None
-        groups[kind] = row
-    return groups
+def param_groups(config: Config) -> dict[str, AdamGroup | MuonGroup]:
+    """Map each kind of parameters to its row: config.param_groups replace PARAM_GROUPS."""
+    groups = {group.kind: group for group in (*PARAM_GROUPS, *config.param_groups)}
+    return groups | {"embed": groups["head"]} if config.untie_at else groups  # a tied embedding learns as the head
 
 def ngram_entries(config: Config) -> int:
     return sum(table.rows * table.width for table in parse_ngrams(config.ngrams))
@@ -496,231 +561,217 @@ def moment_bytes(config: Config) -> int:
     return 4 if config.adam_fp32_moments else config.torch_dtype.itemsize
 
 def check_config(config: Config, ranks: int) -> None:
-    """RunError, with every finding, if the values are impossible by themselves or for this number of ranks."""
+    """RunError that lists every value that is impossible by itself or for this number of ranks."""
     c = config
     wrong = [message for f in dataclasses.fields(c) if (message := out_of_range(f, getattr(c, f.name)))]
 
-    def want(holds: Any, message: str) -> None:
-        if not holds:
+    def want(condition: Any, message: str) -> None:
+        if not condition:
             wrong.append(message)
 
     want(c.num_heads * c.head_dim == c.model_dim,
          f"num_heads * head_dim is {c.num_heads} * {c.head_dim}; it must be model_dim, {c.model_dim}")
     want(c.head_dim % 4 == 0, f"head_dim is {c.head_dim}; the rotary needs a multiple of 4")
-    want(c.gate_dim <= c.model_dim, f"gate_dim is {c.gate_dim}; the stream has only {c.model_dim} entries: lower it")
+    want(c.gate_dim <= c.model_dim, f"gate_dim is {c.gate_dim}; it must be at most model_dim, {c.model_dim}")
     want(c.val_tokens % max(1, c.val_len) == 0, f"val_tokens {c.val_tokens} is not a multiple of val_len {c.val_len}; "
-         "give one, or 0 for the whole split")
-    want("/" not in c.run_id and c.run_id not in (".", ".."), f"run_id is {c.run_id!r}; it names a file: leave out '/'")
-    want(not c.race or re.fullmatch(r"[^:]+:\d+:\d+:[^:]*", c.race), f"race is {c.race!r}; a racing tool sets it")
+         "give a multiple, or 0 for the whole split")
+    want("/" not in c.run_id and c.run_id not in (".", ".."), f"run_id is {c.run_id!r}; it must be a file name without "
+         "'/'")
+    want(not c.race or re.fullmatch(r"[^:]+:\d+:\d+:[^:]*", c.race), f"race is {c.race!r}; only records/race.py sets it")
     steps = profiled_steps(c) if re.fullmatch(r"\d+:\d+", c.profile) else ()
     want(not c.profile or steps and steps[-1] < c.num_steps,
          f"profile is {c.profile!r}; give the first and the last step, like 10:13, below num_steps {c.num_steps}")
     for name in ("bf16_compress", "clip_norm", "find_unused_parameters"):
-        want(not (c.exact and getattr(c, name)), f"exact and {name} {getattr(c, name)} exclude each other: its sums "
-             f"depend on the number of ranks; leave out --exact or --{name}")
+        want(not (c.world_size_invariant and getattr(c, name)), f"world_size_invariant excludes {name}, whose sums "
+             f"depend on the number of ranks; leave out one of them")
     want(c.attention != "flash" or c.dtype == "bfloat16",
-         f"attention flash computes in bfloat16, and dtype is {c.dtype}; take --attention auto")
-    want(c.attention != "flash" or not c.exact,
-         "exact and attention flash exclude each other: its backward sums in no fixed order; take --attention auto")
+         f"attention flash computes in bfloat16, and dtype is {c.dtype}; use --attention auto")
+    want(c.attention != "flash" or not c.world_size_invariant, "world_size_invariant excludes attention flash, whose "
+         "backward sums in no fixed order; use --attention auto")
     known = len(wrong)
     try:
         for stage in stages_of(c):
-            if len(wrong) > known:  # what is wrong with one is, with most, wrong with all
+            if len(wrong) > known:  # most mistakes repeat in every stage
                 break
             n, ahead = stage.first["micro_batches"], len(stage.first["loss_weights"])
             where = f"the stage from step {stage.begin} on has {n} micro-batches"
-            want(ranks > 0 and n % ranks == 0, f"{ranks} ranks; {where}, which they cannot share evenly: start "
+            want(ranks > 0 and n % ranks == 0, f"{where}, which {ranks} ranks cannot share evenly; start "
                  f"{usable_ranks(c, ranks)} ranks (--nproc_per_node), or change --micro_batches")
-            want(not c.exact or n & (n - 1) == 0 and ranks & (ranks - 1) == 0, f"exact sums a batch as a binary tree; "
-                 f"{where} on {ranks} ranks: make both powers of two")
+            want(not c.world_size_invariant or n & (n - 1) == 0 and ranks & (ranks - 1) == 0, "world_size_invariant sums "
+                 f"a batch as a binary tree; {where} on {ranks} ranks: make both powers of two")
             want(ahead <= stage.first["micro_batch_tokens"], f"loss_weights looks {ahead} tokens ahead from step "
-                 f"{stage.begin} on, and a micro-batch has {stage.first['micro_batch_tokens']}: give fewer")
+                 f"{stage.begin} on, and a micro-batch has {stage.first['micro_batch_tokens']}; give fewer weights")
         check_layers(c, ranks, want)
     except RunError as error:
         wrong.append(str(error))
-    demand(not wrong, "; ".join(wrong))
+    require(not wrong, "; ".join(wrong))
 
 def check_layers(c: Config, ranks: int, want: Callable[[Any, str], None]) -> None:
-    """What the layers and their tables want of the other values. RunError on a word that is none."""
+    """Check the layers, the tables and the parameter groups against the other values. RunError on an invalid word."""
     layers = parse_layers(c.layers)
     want(layers, "layers is empty; give at least one layer")
     widest = max((table.width for table in parse_ngrams(c.ngrams)), default=0)
-    want(widest <= c.model_dim, f"ngrams: a table is {widest} wide, and model_dim is {c.model_dim}; a width is at "
-         "most that")
+    want(widest <= c.model_dim, f"ngrams: a table is {widest} wide; its width must be at most model_dim, {c.model_dim}")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # of each rank parameters and gradients, and for the warm-up all of the state saved and gathered; two moments
-    here, size, moment = from_environment("LOCAL_WORLD_SIZE", ranks), c.torch_dtype.itemsize, moment_bytes(c)
+    # each rank holds parameters and gradients, and the saved and gathered state during the warm-up; two moments
+    here, size, moment = env_int("LOCAL_WORLD_SIZE", ranks), c.torch_dtype.itemsize, moment_bytes(c)
     needed = ngram_entries(c) * (here * ((3 - c.lazy_tables) * size + 4 * moment) + 2 * moment)
-    want(needed <= memory, f"ngrams: the tables take {needed >> 30} GiB to train, and this machine has "
+    want(needed <= memory, f"ngrams: training the tables takes {needed >> 30} GiB, and this machine has "
          f"{memory >> 30}; give them fewer rows")
     want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
-    want(not any(layer.reads_back for layer in layers[:c.backout_layer + 1]), "layers: one with c stands before "
-         f"or at backout_layer {c.backout_layer}, whose output it would read; write c in later ones")
+    want(not any(layer.reads_backout for layer in layers[:c.backout_layer + 1]), "layers: c reads the output of "
+         f"backout_layer {c.backout_layer}; use it only in later layers")
     for i, layer in enumerate(layers):
-        want(layer.skip_from is None or layer.skip_from < i, f"layers: layer {i} takes in the output of layer "
-             f"{layer.skip_from}; write + and an earlier one, from 0 on")
-    want(not c.skip_gates or any(layer.skip_from is not None for layer in layers), "skip_gates is for layers that take "
-         "in another's output, and layers has none; write + and a number for one, or leave it out")
-    want(not c.value_gates or any(layer.value_table is not None for layer in layers), "value_gates is for layers with "
-         "a value table, and layers has none; write a digit for one, or leave it out")
-    want(not c.untie_at or c.head_init, f"untie_at is {c.untie_at:g} and head_init 0: as the embedding too, a head of "
-         "zeros learns nothing; give --head_init 0.005")
-    groups = adam_groups(c)
-    want(not (c.untie_at and "embed" in groups), "adam_groups has a row for embed, which with untie_at has "
-         "that of head; leave it out")
-    want(not c.ngram_mix or c.ngrams, f"ngram_mix is {c.ngram_mix} without tables; give --ngrams, or leave it out")
-    want(not c.key_offset or any(layer.window == "L" for layer in layers), "key_offset is for layers with the long "
-         "window, and layers has none; write L for one, or leave it out")
-    want(not c.muon_qk_heads or c.num_heads % c.muon_qk_heads == 0, f"muon_qk_heads is {c.muon_qk_heads}, and "
-         f"num_heads {c.num_heads}; give a divisor of it, or 0")
+        want(layer.skip_from is None or layer.skip_from < i, f"layers: layer {i} has a skip connection from layer "
+             f"{layer.skip_from}; it must come from an earlier layer")
+    want(not c.skip_gates or any(layer.skip_from is not None for layer in layers), "skip_gates needs a skip connection "
+         "in layers, such as SM+0; add one or leave out skip_gates")
+    want(not c.value_gates or any(layer.value_table is not None for layer in layers), "value_gates needs a value table "
+         "in layers, such as S0M; add one or leave out value_gates")
+    want(not c.untie_at or c.head_init, f"untie_at is {c.untie_at:g} and head_init 0: a tied head of zeros learns "
+         "nothing; give --head_init 0.005")
+    given = {group.kind for group in c.param_groups}
+    unknown = given - {group.kind for group in PARAM_GROUPS}
+    want(not unknown, f"param_groups: unknown kinds {', '.join(map(repr, sorted(unknown, key=str)))}; the kinds are "
+         f"{', '.join(group.kind for group in PARAM_GROUPS)}")
+    for group in c.param_groups:
+        for name, below in (("lr_mul", math.inf), ("beta1", 1), ("beta2", 1), ("weight_decay", math.inf)):
+            v = getattr(group, name, None)
+            want(v is None or isinstance(v, int | float) and 0 <= v < below, f"param_groups: {group} has {name} {v!r}; "
+                 f"it must be a number from 0 on, betas below 1")
+    want(not (c.untie_at and "embed" in given), "param_groups has a row for embed, which learns as the head while "
+         "untie_at is above 0; leave the row out")
+    want(not c.ngram_mix or c.ngrams, f"ngram_mix is {c.ngram_mix} without n-gram tables; give --ngrams, or leave it out")
+    want(not c.key_offset or any(layer.window == "L" for layer in layers), "key_offset needs a layer with the long "
+         "window; write L for one, or leave it out")
+    want(not c.muon_qk_heads or c.num_heads % c.muon_qk_heads == 0, f"muon_qk_heads is {c.muon_qk_heads}; it must divide "
+         f"num_heads, {c.num_heads}, or be 0")
     want(c.num_heads % 2 == 0 or all(layer.window != "P" for layer in layers), "layers: P pairs heads, and "
          f"num_heads is {c.num_heads}; make it even, or write S")
     tables = {layer.value_table for layer in layers} - {None}
     want(tables == set(range(len(tables))), f"layers use the value tables {sorted(tables)}; number them from 0 on")
 
 def out_of_range(f: dataclasses.Field, v: Any) -> str:
-    """What is wrong with a number, or with one of several, by the declaration of its field; nothing, if nothing is."""
-    if f.type in ("str", "bool"):
+    """Say how a number, or one of several, breaks its field's declaration; empty if it does not."""
+    if f.type not in ("int", "float", "Numbers"):
         return ""
-    least, most, below = (f.metadata[name] for name in ("least", "most", "below"))
-    if f.type == "Numbers" and any(v):
-        least = 0
-    if all(math.isfinite(x) and (x > 0 if least is None else x >= least) and x <= most and x < below
-           for x in (v if f.type == "Numbers" else [v])):
+    low, high, below = (f.metadata[name] for name in ("min", "max", "exclusive_max"))
+    numbers = v if f.type == "Numbers" and isinstance(v, tuple) else [v]
+    if f.type == "Numbers" and any(numbers):
+        low = 0
+    kind = int if f.type == "int" else int | float
+    if all(isinstance(x, kind) and math.isfinite(x) and (x > 0 if low is None else x >= low) and x <= high and x < below
+           for x in numbers) and (f.type != "Numbers" or numbers is v):
         return ""
-    wanted = ["more than 0" if least is None else "a number" if least < 0 else f"{least} or more"]
-    wanted += [f"{words} {bound:g}" for words, bound in (("at most", most), ("less than", below)) if bound < math.inf]
-    return f"{f.name} is {v}; it must be {', '.join(wanted)}, and finite"
+    wanted = [{"int": "a whole number", "float": "a number", "Numbers": "a tuple of numbers"}[f.type]]
+    wanted += ["above 0"] if low is None else [f"from {low:g} on"] if low > -math.inf else []
+    wanted += [f"{words} {bound:g}" for words, bound in (("at most", high), ("below", below)) if bound < math.inf]
+    return f"{f.name} is {v}; it must be {', '.join(wanted)}"
 
 # ------------------------------------------------------------------------------------------------------------------
-# plan
+# schedule
 
 class Windows(NamedTuple):
-    """How many tokens back the layers with the long and with the short window see."""
+    """Attention windows in tokens."""
 
     long: int
     short: int
 
-class Stage(NamedTuple):
-    """Steps [begin, end) and their StageValues by name: in the first step and, where a value moves, at the end."""
+class StageSteps(NamedTuple):
+    """Steps [begin, end) of a stage, with its StageValues at the first step and, where a value is a Ramp, at the end."""
 
     begin: int
     end: int
     first: dict[str, Any]
     last: dict[str, Any]
 
-def rows_of(table: str) -> list[list[str]]:
-    return [line.split() for line in re.split("[;\n]", table) if line.strip()]
-
 @functools.lru_cache(maxsize=16)
-def stages_of(config: Config) -> tuple[Stage, ...]:
-    """The table of stages, those without a step left out. RunError if it is no table, or does not fill num_steps."""
-    c, columns = config, {f.name: f for f in dataclasses.fields(StageValues)}
-    head, *rows = rows_of(c.stages) or [[]]
-    demand(head[:1] == ["until"] and rows and {*head[1:]} <= {*columns} and len({*head}) == len(head),
-           f"stages is {c.stages!r}; write a head that begins with `until` and names some of {', '.join(columns)}, "
-           "then a row per stage")
-    stages, begin, scheduled, flags = [], 0, scheduled_steps(c), {name: getattr(c, name) for name in columns}
-    demand(scheduled > 0, f"stages: the rows with + take {c.num_steps - scheduled} steps, so {scheduled} of num_steps "
-           f"{c.num_steps} are scheduled; raise --num_steps, or give --stages with fewer")
-    for row in rows:
-        extra, where = row[0].startswith("+"), f"stages: the row {' '.join(row)!r} under {' '.join(head)!r}"
-        try:
-            number = re.fullmatch(r"\+[0-9]+|[0-9]+(/0*[1-9][0-9]*)?|[0-9]*\.[0-9]+", row[0])
-            if not number or (share := Fraction(row[0])) > 1 and not row[0].strip("+").isdecimal():
-                raise ValueError(f"{row[0]!r} is no end of a stage")
-            if len(row) != len(head):
-                raise ValueError(f"it has {len(row)} cells, and the head {len(head)} columns")
-            cells = {name: parse_cell(columns[name], cell) for name, cell in zip(head[1:], row[1:])}
-        except ValueError as error:
-            raise RunError(f"{where}: {error}; begin it with a fraction like 1/3, a step or +N, then give one value "
-                           "per column, where numbers may move: a>b") from None
-        end = math.ceil(begin + share if extra else share if share > 1 else scheduled * share)
-        demand(extra and begin >= scheduled or share > 0 and not extra and begin <= end <= scheduled,
-               f"{where} ends before step {end}, the one before it before step {begin}, and {scheduled} of num_steps "
-               f"{c.num_steps} are scheduled; let stages follow one another, those with + last")
-        first, last = (flags | {name: ends[i] for name, ends in cells.items()} for i in (0, 1))
+def stages_of(config: Config) -> tuple[StageSteps, ...]:
+    """Compute the steps and values of each stage; stages without a step are left out. RunError on an invalid stage."""
+    c, scheduled = config, scheduled_steps(config)
+    require(scheduled > 0, f"stages: the extra steps leave {scheduled} of num_steps {c.num_steps} for the schedule; "
+            "raise --num_steps, or give --stages with fewer extra steps")
+    stages, begin = [], 0
+    for row in c.stages:
+        require(isinstance(row, Stage), f"stages: {row!r} is not a stage; write Stage(until=…, …)")
+        where = f"stages: {row!r}"
+        if row.extra_steps:
+            require(isinstance(row.extra_steps, int) and row.extra_steps > 0 and begin >= scheduled, f"{where} has "
+                    "extra_steps; they must be a whole number, and only the last stages may have them")
+            end = begin + row.extra_steps
+        else:
+            require(isinstance(row.until, int | float) and 0 < row.until < math.inf
+                    and (row.until <= 1 or row.until == int(row.until)),
+                    f"{where} ends at {row.until!r}; give a fraction of the schedule, or a whole step above 1")
+            end = math.ceil(round(row.until if row.until > 1 else row.until * scheduled, 6))  # 1/3 is not exact
+            require(begin <= end <= scheduled, f"{where} ends before step {end}; it must end between step {begin}, the "
+                    f"end of the stage before it, and {scheduled}, the number of scheduled steps")
+        first, last = values_of(row, c, where)
         if end > begin:
-            stages.append(Stage(begin, end, first, last))
+            stages.append(StageSteps(begin, end, first, last))
         begin = end
-    demand(begin == c.num_steps, f"stages: the last ends before step {begin} of num_steps {c.num_steps}; let its "
-           "`until` be 1")
+    require(begin == c.num_steps, f"stages: the last stage ends before step {begin} of num_steps {c.num_steps}; let it "
+            "end at until=1")
     return tuple(stages)
 
-def parse_cell(column: dataclasses.Field, cell: str) -> tuple[Any, Any]:
-    """A cell of the table: its value at the beginning and at the end of the stage. ValueError if it is none."""
-    whole, items = column.type == "int", [item.split(">") for item in cell.split(",")]
-    try:
-        if max(map(len, items)) > (1 if whole else 2):
-            raise ValueError
-        first, last = (PARSERS[column.type](",".join(item[end] for item in items)) for end in (0, -1))
-    except (ValueError, argparse.ArgumentTypeError):
-        raise ValueError(f"{cell!r} is no value of {column.name}, {'a whole' if whole else 'a'} number") from None
-    if wrong := out_of_range(column, first) or out_of_range(column, last):
-        raise ValueError(wrong)
-    return first, last
+def values_of(row: Stage, config: Config, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read the StageValues at the start and the end of a stage. RunError on an impossible value."""
+    both = {}, {}
+    for f in dataclasses.fields(StageValues):
+        v = getattr(row, f.name)
+        v = getattr(config, f.name) if v is None else v
+        ends = (v.first, v.last) if isinstance(v, Ramp) and f.type != "int" else (v, v)
+        for values, end in zip(both, ends):
+            wrong = out_of_range(f, end)
+            require(not wrong, f"{where}: {wrong}")
+            values[f.name] = end
+    splits = config.micro_batch_splits
+    for values in both:
+        values["micro_batches"] *= splits
+        values["micro_batch_tokens"] //= splits
+    return both
 
 @dataclass(frozen=True)
 class Plan(StageValues):
-    """Everything that depends on the step, for one step: its stage's values, those that move as they are in it."""
+    """Everything that depends on the step, for one step."""
 
     step: int = 0
     lr_factor: float = 1.0  # on every learning rate
     momentum: float = Config.muon_momentum  # NorMuon's
     windows: Windows = Windows(0, 0)  # of the training step, and of a validation before it
-    rotary_windows: tuple[int, ...] = ()  # long windows so far, in tokens: the rotary is stretched to each in turn
-    tied: bool = False  # before this step the head's weights are the embedding too
-    unties: bool = False  # with this step the embedding begins to be one by itself
-    average_rate: float = 0.0  # how much of the parameters goes into their moving average after this step
-    average_share: float = 0.0  # how much of the average then goes into the parameters
+    rotary_windows: tuple[int, ...] = ()  # the long windows so far, in tokens; the rotary is stretched to each in turn
+    tied: bool = False  # head and embedding share weights before this step
+    unties: bool = False  # the embedding gets weights of its own at this step
 
 def plan_of(config: Config, step: int) -> Plan:
-    """The plan of a step; of step num_steps, which trains nothing, that of the last validation."""
+    """Compute the plan of a step. Step num_steps trains nothing; its plan is that of the last validation."""
     c, stages = config, stages_of(config)
     at = max(i for i, stage in enumerate(stages) if stage.begin <= step)
     stage = stages[at]
     done = min(1.0, (step - stage.begin) / (stage.end - stage.begin))
-    now = {name: move(first, stage.last[name], done) for name, first in stage.first.items()}
+    now = {name: interpolate(first, stage.last[name], done) for name, first in stage.first.items()}
     rotary = [key * c.window_block for key, _ in itertools.groupby(s.first["long_window"] for s in stages[:at + 1])]
     longest = c.final_window if step == c.num_steps else now["long_window"]
-    untie, average_from = untie_step(c), max(0, c.num_steps - 3 * c.tail_steps)
-    average_rate = 0.0
-    if c.tail_average and step >= average_from:
-        average_rate = 1 / c.tail_steps if step > average_from else 1.0
+    untie = first_untied_step(c)
     return Plan(**now, step=step, lr_factor=lr_factor(c, step, now["peak_lr_factor"]), momentum=momentum(c, step),
                 windows=Windows(longest * c.window_block, now["long_window"] // 2 * c.window_block),
-                rotary_windows=tuple(rotary), tied=0 < untie >= step, unties=0 < untie == step,
-                average_rate=average_rate, average_share=c.tail_average if step == c.num_steps - 1 else 0.0)
+                rotary_windows=tuple(rotary), tied=0 < untie >= step, unties=0 < untie == step)
 
-def longest_window(config: Config) -> int:
-    """In tokens."""
-    return max(config.final_window, *(stage.first["long_window"] for stage in stages_of(config))) * config.window_block
-
-def move(first: Any, last: Any, done: float) -> Any:
-    """From first (done = 0) to last (done = 1) in a line; number by number where there are several."""
+def interpolate(first: Any, last: Any, done: float) -> Any:
+    """Interpolate linearly from first (done = 0) to last (done = 1); tuples element by element."""
     if isinstance(first, tuple):
-        return tuple(move(a, b, done) for a, b in zip(first, last))
+        return tuple(interpolate(a, b, done) for a, b in zip(first, last))
     return first if first == last else first + done * (last - first)
 
-def scheduled_steps(config: Config) -> int:
-    """All but those of rows with +."""
-    return config.num_steps - sum(int(row[0]) for row in rows_of(config.stages) if re.fullmatch(r"\+[0-9]+", row[0]))
-
-def untie_step(config: Config) -> int:
-    """The step from which on the embedding is one by itself, after the first update of Adam's at untie_at or behind it;
-    beyond the last step or 0: none."""
-    cycles = math.ceil(scheduled_steps(config) * config.untie_at) // config.adam_every + 1
-    return cycles * config.adam_every if config.untie_at else 0
-
 def lr_factor(config: Config, step: int, peak: float) -> float:
-    """peak until the cooldown, then in a line down to lr_floor at the end of the scheduled steps, and so from there."""
+    """Learning-rate schedule: `peak` until the cooldown, then linear down to lr_floor at the end of the schedule."""
     c, scheduled = config, scheduled_steps(config)
-    done = min(0.9999, step / scheduled)  # the record's: never all the way to the floor
+    done = min(0.9999, step / scheduled)  # as in the record, which never reaches the floor
     left = min(1.0, (1 - done) / c.cooldown) if c.cooldown else 1.0
     return peak * left + (1 - left) * c.lr_floor
 
 def momentum(config: Config, step: int) -> float:
-    """From low to high in the first steps, and back in the last."""
+    """NorMuon's momentum: rises in the first steps, falls in the last."""
     c, fall_from = config, config.num_steps - config.muon_momentum_fall
     height = 1.0
     if step < c.muon_momentum_rise:
@@ -729,17 +780,31 @@ def momentum(config: Config, step: int) -> float:
         height = 1 - (step - fall_from) / c.muon_momentum_fall
     return c.muon_momentum_low + height * (c.muon_momentum - c.muon_momentum_low)
 
+def scheduled_steps(config: Config) -> int:
+    """Count the steps without those of stages with extra_steps."""
+    return config.num_steps - sum(stage.extra_steps for stage in config.stages if isinstance(stage, Stage))
+
+def first_untied_step(config: Config) -> int:
+    """The step from which the embedding has weights of its own: after the first Adam update at or after untie_at.
+    0 or beyond the last step: none."""
+    cycles = math.ceil(scheduled_steps(config) * config.untie_at) // config.adam_every + 1
+    return cycles * config.adam_every if config.untie_at else 0
+
+def longest_window(config: Config) -> int:
+    """The longest attention window of the run, in tokens."""
+    return max(config.final_window, *(stage.first["long_window"] for stage in stages_of(config))) * config.window_block
+
 def tokens_of_steps(config: Config, steps: int) -> int:
-    """Tokens that the first so many steps train on."""
+    """Count the tokens that the first `steps` steps train on."""
     return sum((min(steps, s.end) - s.begin) * s.first["micro_batches"] * s.first["micro_batch_tokens"]
                for s in stages_of(config) if s.begin < steps)
 
-def lengths_of_micro_batches(config: Config) -> set[int]:
-    """In tokens: those of the stages."""
+def micro_batch_lengths(config: Config) -> set[int]:
+    """Micro-batch lengths of all stages, in tokens."""
     return {stage.first["micro_batch_tokens"] for stage in stages_of(config)}
 
 def usable_ranks(config: Config, most: int) -> int:
-    """The largest number of ranks, at most `most`, that can share out the micro-batches of every stage evenly."""
+    """The largest number of ranks, at most `most`, that can share the micro-batches of every stage evenly."""
     shared = math.gcd(*(stage.first["micro_batches"] for stage in stages_of(config)))
     return max(ranks for ranks in range(1, max(1, most) + 1) if shared % ranks == 0)
 
@@ -764,27 +829,27 @@ class Shard(NamedTuple):
 def read_header(path: Path) -> Shard:
     """Header words: 0 magic, 1 version, 2 tokens, 3 vocabulary, 4 BOS. RunError if the file is no whole shard."""
     again = "delete it, then fetch or make it again"
-    demand(path.is_file(), f"{path}: is no file; {again}")  # a pipe would be waited for
+    require(path.is_file(), f"{path}: is no file; {again}")  # a pipe would be waited for
     with open(path, "rb") as file:  # numpy would take what cannot be read for the end
         words, size = file.read(HEADER_INTS * 4), os.fstat(file.fileno()).st_size
-    demand(len(words) == HEADER_INTS * 4, f"{path}: ends after {size} bytes, within its header of {HEADER_INTS * 4}; "
+    require(len(words) == HEADER_INTS * 4, f"{path}: ends after {size} bytes, within its header of {HEADER_INTS * 4}; "
            f"{again}")
     header = np.frombuffer(words, dtype="<i4")
-    demand(header[:2].tolist() == [MAGIC, VERSION], f"{path}: begins with {header[:2].tolist()}, a shard with "
+    require(header[:2].tolist() == [MAGIC, VERSION], f"{path}: begins with {header[:2].tolist()}, a shard with "
            f"[{MAGIC}, {VERSION}]; make it with a script of data/")
     tokens = int(header[2])
     whole = HEADER_INTS * 4 + 2 * tokens
-    demand(size == whole, f"{path}: {size} bytes, but its header promises {tokens} tokens, {whole} bytes; {again}")
+    require(size == whole, f"{path}: {size} bytes, but its header promises {tokens} tokens, {whole} bytes; {again}")
     return Shard(path, tokens, Encoding(*(header[3:5].tolist() if header[3] else (GPT2_VOCAB, GPT2_BOS))))
 
 def find_shards(pattern: str, limit: int = 0) -> list[Shard]:
     """The shards that match a glob pattern, by name, the first `limit` of them (0: all); all in one encoding."""
     paths = sorted(ROOT / path for path in glob.glob(pattern, root_dir=ROOT))  # an absolute one stays as it is
-    demand(paths, f"no shard matches {ROOT / pattern}; make some with data/stdlib.py, data/fineweb.py or data/text.py, "
+    require(paths, f"no shard matches {ROOT / pattern}; make some with data/stdlib.py, data/fineweb.py or data/text.py, "
            "or name others with --train_files and --val_files")
     shards = [read_header(path) for path in paths[:limit or None]]
     for shard in shards:
-        demand(shard.encoding == shards[0].encoding, f"{shard.path}: {shard.encoding}, but {shards[0].path}: "
+        require(shard.encoding == shards[0].encoding, f"{shard.path}: {shard.encoding}, but {shards[0].path}: "
                f"{shards[0].encoding}; shards of one run share one encoding")
     return shards
 
@@ -795,7 +860,7 @@ def load_tokens(shard: Shard) -> np.ndarray:
     """All tokens of a shard, uint16 [tokens]. RunError if one is outside the vocabulary, or the file is another one."""
     raw = shard.path.read_bytes()
     same = len(raw) == HEADER_INTS * 4 + 2 * shard.tokens and (not shard.sha256 or shard.sha256 == sha256_of(raw))
-    demand(same, f"{shard.path}: is not the file that it was when the run began; leave the data alone while a run "
+    require(same, f"{shard.path}: is not the file that it was when the run began; leave the data alone while a run "
            "reads it, and start the run again")
     tokens = np.frombuffer(raw, dtype="<u2", offset=HEADER_INTS * 4)
     highest = int(tokens.max(initial=0))
@@ -893,7 +958,7 @@ class Stream:
         """All documents of a shard, in the order of the run; long ones as pieces, which are shuffled each by itself."""
         c, shard = self.config, self.shards[index]
         documents = index_documents(load_tokens(shard), shard.encoding.bos_id)
-        demand(len(documents.starts), f"{shard.path}: no token is BOS ({shard.encoding.bos_id}), so no document "
+        require(len(documents.starts), f"{shard.path}: no token is BOS ({shard.encoding.bos_id}), so no document "
                "begins; make it again with a script of data/, or write its BOS id into header word 4")
         if self.split:
             documents, _ = limit_documents(documents, self.longest, split=True)
@@ -906,7 +971,7 @@ class Stream:
     def _limit(self, index: int, longest: int) -> tuple[Documents, np.ndarray, np.ndarray]:
         """A shard's documents of at most `longest` tokens, their offsets (see pack), and of what each is a
         piece. Starts loading the shard after it, forgets the others."""
-        demand(index < len(self.shards), f"the training data ran out: {self.described()}, but documents of at most "
+        require(index < len(self.shards), f"the training data ran out: {self.described()}, but documents of at most "
                f"{longest} did not fill {self.config.num_steps} steps; add shards, or lower --num_steps")
         wanted = [i for i in (index, index + 1) if i < len(self.shards)]
         self.loaded = {i: self.loaded.get(i) or self.loader.submit(self._load, i) for i in wanted}
@@ -944,7 +1009,7 @@ class Stream:
     def check_enough(self) -> None:
         """RunError if it is known already that the data ends before the run: exactly, where all is loaded."""
         c, needed = self.config, tokens_of_steps(self.config, self.config.num_steps)
-        demand(sum(shard.tokens for shard in self.shards) >= needed, f"{self.described()}; {c.num_steps} steps read at "
+        require(sum(shard.tokens for shard in self.shards) >= needed, f"{self.described()}; {c.num_steps} steps read at "
                f"least {needed}: add shards, or lower --num_steps")
         if len(self.shards) <= 2 * c.epochs:
             start = self.position
@@ -969,15 +1034,17 @@ def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.nd
     begins = itertools.accumulate((shard.tokens for shard in shards), initial=0)
     held = [load_tokens(shard) for shard, begin in zip(shards, begins) if begin < wanted]
     stream = np.concatenate(held)[:wanted].astype(np.int32)
-    demand(len(stream) >= wanted, f"validation needs {wanted} tokens, {len(shards)} shard(s) like {shards[0].path} "
+    require(len(stream) >= wanted, f"validation needs {wanted} tokens, {len(shards)} shard(s) like {shards[0].path} "
            f"hold {len(stream)}; fetch the whole split, or lower --val_tokens (a multiple of --val_len; 0: all)")
-    demand((stream == shards[0].encoding.bos_id).any(), f"{shards[0].path}: no token is BOS "
+    require((stream == shards[0].encoding.bos_id).any(), f"{shards[0].path}: no token is BOS "
            f"({shards[0].encoding.bos_id}), so no document begins: make it again")
     padded = np.pad(stream, (0, -(len(stream) - 1) % length), constant_values=-1)
     return np.lib.stride_tricks.sliding_window_view(padded, length + 1)[::length]
 
 # ------------------------------------------------------------------------------------------------------------------
-# kernels
+# model
+
+# Kernels of GPUs, each beside the plain form that defines it
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64  # of a product: two warp groups, three stages in Hopper's shared memory
 
@@ -1079,8 +1146,23 @@ flash_attention.register_autograd(
     lambda ctx, grad, _: (*flash_attention_backward(grad, *ctx.saved_tensors), None, None),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))
 
-# ------------------------------------------------------------------------------------------------------------------
-# model
+
+def parameter(init: Tensor, kind: str, unit: tuple[int, int] | None = None) -> nn.Parameter:
+    """Create a parameter of a kind, which has a row in PARAM_GROUPS. unit: see ParamSpec."""
+    param = nn.Parameter(init)
+    param.kind, param.unit = kind, unit
+    return param
+
+def embedding(rows: int, width: int, kind: str, dtype: torch.dtype) -> nn.Embedding:
+    """Create an embedding table of a kind, initialized from the standard normal distribution."""
+    table = nn.Embedding(rows, width, dtype=dtype)
+    table.weight = parameter(table.weight.data, kind)
+    return table
+
+def compiled(function: Callable) -> Callable:
+    """Mark a method that GPT.compile_parts compiles."""
+    function.compiles = True
+    return function
 
 def norm(x: Tensor) -> Tensor:
     """RMS norm over the last dimension, without gain."""
@@ -1107,16 +1189,17 @@ class Rotary(nn.Module):
 
     FIRST_SCALE = 0.1
 
-    def __init__(self, head_dim: int, tokens: int, dtype: torch.dtype):
+    def __init__(self, config: Config, tokens: int):
         super().__init__()
+        head_dim, dtype = config.head_dim, config.torch_dtype
         self.register_buffer("first_frequencies", rotary_frequencies(head_dim), persistent=False)
         for name, shape in (("scale", ()), ("cos", (tokens, head_dim // 2)), ("sin", (tokens, head_dim // 2))):
             self.register_buffer(name, torch.empty(shape, dtype=dtype if shape else None), persistent=False)
         self.windows: tuple[int, ...] | None = None
-        self.follow(())
+        self.set_windows(())
 
     @torch.no_grad()
-    def follow(self, windows: tuple[int, ...]) -> None:
+    def set_windows(self, windows: tuple[int, ...]) -> None:
         """Stretch for long windows, in tokens, that came one after another: from the first frequencies on, so that the
         tables depend on the plan of a step alone. In place: a compiled block goes on reading the same tensors."""
         if windows == self.windows:
@@ -1243,7 +1326,7 @@ def offset_keys(k_THD: Tensor) -> Tensor:
 
 class Attention(nn.Module):
     """qkvo [dim, 4 dim]; or, as NorMuon takes second moments, qk [dim, 2 dim] and vo [2 dim, dim]; gates [heads,
-    gate_dim], self_share [heads]."""
+    gate_dim], xsa_lambda [heads]."""
 
     def __init__(self, config: Config, layer: Layer):
         super().__init__()
@@ -1253,15 +1336,19 @@ class Attention(nn.Module):
         # query, key, value and output matrices [dim, dim] behind one another in memory
         qkvo = uniform(4 * dim, dim, dim)
         qkvo[3 * dim:] = qkvo[3 * dim:] * c.output_init if c.output_init else 0  # 0 times a negative number is no 0
-        self.qkvo = None if c.muon_qk_heads else nn.Parameter(qkvo.view(dim, 4 * dim))
+        self.qkvo = None
         if c.muon_qk_heads:
-            self.qk, self.vo = nn.Parameter(qkvo[:2 * dim].reshape(dim, 2 * dim)), nn.Parameter(qkvo[2 * dim:].clone())
-        self.gate = nn.Parameter(torch.zeros(c.num_heads, c.gate_dim, dtype=c.torch_dtype))
-        self.value_gate = self.self_share = None
+            self.qk = parameter(qkvo[:2 * dim].reshape(dim, 2 * dim), "attn", (c.muon_qk_heads * c.head_dim, dim))
+            self.vo = parameter(qkvo[2 * dim:].clone(), "attn", (dim, dim))
+        else:
+            self.qkvo = parameter(qkvo.view(dim, 4 * dim), "attn", (dim, dim))
+        gate = torch.zeros(c.num_heads, c.gate_dim, dtype=c.torch_dtype)
+        self.gate = parameter(gate, "gates", tuple(gate.shape))
+        self.value_gate = self.xsa_lambda = None
         if c.value_gates and layer.value_table is not None:
-            self.value_gate = nn.Parameter(torch.zeros_like(self.gate))
+            self.value_gate = parameter(torch.zeros_like(gate), "gates", tuple(gate.shape))
         if c.exclude_self and not self.paired:
-            self.self_share = nn.Parameter(torch.zeros(c.num_heads, dtype=c.torch_dtype))
+            self.xsa_lambda = parameter(torch.zeros(c.num_heads, dtype=c.torch_dtype), "xsa_lambdas")
 
     def forward(self, x: Tensor, values: Tensor | None, value_mix: Tensor, rotary: tuple[Tensor, Tensor, Tensor],
                 mask: Mask) -> Tensor:
@@ -1288,9 +1375,9 @@ class Attention(nn.Module):
         y = attend(q * scale, k, v, mask)
         if self.paired:
             y = y.reshape(tokens, self.heads, -1) if self.by_halves else unpair_heads(y)
-        if self.self_share is not None:
+        if self.xsa_lambda is not None:
             own = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
-            y = y - torch.tanh(self.self_share)[:, None] * own * v
+            y = y - torch.tanh(self.xsa_lambda)[:, None] * own * v
         y = y * torch.sigmoid(F.linear(x[:, :self.gate.size(1)], self.gate))[..., None]
         out = F.linear(y.reshape(tokens, dim), o_weight)
         return value_mix[1] * out if self.scales_output else out
@@ -1309,10 +1396,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """fc [dim, 4 dim], proj [dim, 4 dim]: x [T, dim] -> relu(x @ fc) ** 2 @ proj.T. kernels: by Triton, on GPUs."""
 
-    def __init__(self, dim: int):
+    def __init__(self, config: Config):
         super().__init__()
-        self.fc = nn.Parameter(uniform(dim, 4 * dim, dim))
-        self.proj = nn.Parameter(torch.zeros(dim, 4 * dim))
+        dim = config.model_dim
+        self.fc = parameter(uniform(dim, 4 * dim, dim), "mlp_fc")
+        self.proj = parameter(torch.zeros(dim, 4 * dim), "mlp_proj")
         self.kernels = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -1328,18 +1416,19 @@ class Block(nn.Module):
     def __init__(self, config: Config, layer: Layer):
         super().__init__()
         self.attn = Attention(config, layer) if layer.window else None
-        self.mlp = MLP(config.model_dim) if layer.mlp else None
+        self.mlp = MLP(config) if layer.mlp else None
 
+    @compiled
     def forward(self, x: Tensor, x0: Tensor, mix: Tensor, values: Tensor | None, value_mix: Tensor,
-                rotary: tuple[Tensor, Tensor, Tensor], mask: Mask | None, ngrams: Tensor | None = None,
-                back: Tensor | None = None) -> Tensor:
-        """x, x0, ngrams [T, dim]: the stream, its beginning, the tables' vectors; mix [2 or 3]: how much of each
-        goes in. back [T, dim]: what attention reads in place of the stream."""
+                rotary: tuple[Tensor, Tensor, Tensor], mask: Mask | None, ngram_embeds: Tensor | None = None,
+                attn_input: Tensor | None = None) -> Tensor:
+        """x, x0, ngram_embeds [T, dim]: the residual stream, its start, the n-gram embeddings; mix [2 or 3]: their
+        weights. attn_input [T, dim]: read by attention in place of the residual stream."""
         x = mix[0] * x + mix[1] * x0
-        if ngrams is not None:
-            x = x + mix[2] * ngrams
+        if ngram_embeds is not None:
+            x = x + mix[2] * ngram_embeds
         if self.attn is not None:
-            x = x + self.attn(norm(x if back is None else back), values, value_mix, rotary, mask)
+            x = x + self.attn(norm(x if attn_input is None else attn_input), values, value_mix, rotary, mask)
         if self.mlp is not None:
             x = x + self.mlp(norm(x))
         return x
@@ -1348,17 +1437,19 @@ class ScaledBlock(Block):
     """With sublayer_scales. mix [6]: of the stream, before attention's and before the MLP's output; of x0; of the
     tables' vectors; and of these outputs."""
 
+    @compiled
     def forward(self, x: Tensor, x0: Tensor, mix: Tensor, values: Tensor | None, value_mix: Tensor,
-                rotary: tuple[Tensor, Tensor, Tensor], mask: Mask | None, ngrams: Tensor | None = None,
-                back: Tensor | None = None) -> Tensor:
-        kept, kept_later, of_x0, of_ngrams, of_attn, of_mlp = mix.unbind()
+                rotary: tuple[Tensor, Tensor, Tensor], mask: Mask | None, ngram_embeds: Tensor | None = None,
+                attn_input: Tensor | None = None) -> Tensor:
+        (resid_lambda_attn, resid_lambda_mlp, x0_lambda, ngram_lambda, post_lambda_attn,
+         post_lambda_mlp) = mix.unbind()
         if self.attn is not None:
-            y = self.attn(norm(x if back is None else back), values, value_mix, rotary, mask)
-            x = kept * x + of_attn * y + of_x0 * x0
-            if ngrams is not None:
-                x = x + of_ngrams * ngrams
+            y = self.attn(norm(x if attn_input is None else attn_input), values, value_mix, rotary, mask)
+            x = resid_lambda_attn * x + post_lambda_attn * y + x0_lambda * x0
+            if ngram_embeds is not None:
+                x = x + ngram_lambda * ngram_embeds
         if self.mlp is not None:
-            x = kept_later * x + of_mlp * self.mlp(norm(x))
+            x = resid_lambda_mlp * x + post_lambda_mlp * self.mlp(norm(x))
         return x
 
 # Fixed scales of the head's product in fp8. They and the product stand by themselves: as attributes of the class below
@@ -1404,39 +1495,48 @@ class Softcap(NamedTuple):
         return self.cap * torch.sigmoid((x + self.shift if self.shift else x) / self.softness)
 
 class SoftcappedCrossEntropy(torch.autograd.Function):
-    """The value and the gradient of the plain form in Head.forward, for compiled code; x [T, V] is the head's product.
+    """cross_entropies for compiled code, with its gradient. x [T, V]: the head's product; targets [n, T].
 
-    Logits z between 0 and a cap need no maximum: log sum exp(z) is log sum exp(z - cap) + cap. So forward reads x once,
-    and backward makes each element's gradient from it and its row's sum; compiled, torch's own would read it thrice.
+    Logits z between 0 and a cap need no maximum: log sum exp(z) = log sum exp(z - cap) + cap. Forward reads x once.
+    Backward computes each gradient from x and its row's sum; torch's own compiled form would read x three times.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap) -> Tensor:
-        z, counted = softcap(x), weights[:, None] * (targets >= 0)
+    def forward(ctx: Any, x: Tensor, targets: Tensor, softcap: Softcap) -> Tensor:
+        z = softcap(x)
         log_sum = (z - softcap.cap).exp().sum(1).log() + softcap.cap
-        ctx.save_for_backward(x, targets, counted, log_sum)
+        ctx.save_for_backward(x, targets, log_sum)
         ctx.softcap = softcap
-        return (counted * (log_sum - z.gather(1, targets.clamp_min(0).T).T)).sum()
+        return ((targets >= 0) * (log_sum - z.gather(1, targets.clamp_min(0).T).T)).sum(1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        x, targets, counted, log_sum = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        x, targets, log_sum = ctx.saved_tensors
         cap, _, softness = ctx.softcap
         z, classes = ctx.softcap(x), torch.arange(x.size(1), device=x.device)
-        grad_z = counted.sum(0)[:, None] * (z - log_sum[:, None]).exp()
-        for of_distance, weight in zip(targets, counted):
-            grad_z = grad_z - torch.where(classes == of_distance[:, None], weight[:, None], 0)
-        return (grad * grad_z * z * (cap - z) / (cap * softness)).to(x.dtype), None, None, None
+        weights = grad[:, None] * (targets >= 0)
+        grad_z = weights.sum(0)[:, None] * (z - log_sum[:, None]).exp()
+        for target, weight in zip(targets, weights):
+            grad_z = grad_z - torch.where(classes == target[:, None], weight[:, None], 0)
+        return (grad_z * z * (cap - z) / (cap * softness)).to(x.dtype), None, None
+
+def cross_entropies(x: Tensor, targets: Tensor, softcap: Softcap) -> Tensor:
+    """Sum the cross entropies in nats over the positions, for each row of targets [n, T] -> [n]. Target -1 counts
+    nothing. x [T, V]: the head's product."""
+    if torch.compiler.is_compiling():
+        return SoftcappedCrossEntropy.apply(x, targets, softcap)
+    return torch.stack([F.cross_entropy(softcap(x), row, ignore_index=-1, reduction="sum") for row in targets])
 
 class Head(nn.Module):
-    """The stream after the last layer -> logits, and their loss. weight [V, dim], V the padded vocabulary."""
+    """The residual stream after the last layer -> logits, and the loss. weight [V, dim], V the padded vocabulary."""
 
-    def __init__(self, vocab: int, dim: int, dtype: torch.dtype, fp8: bool, softcap: Softcap, init: float = 0.0):
-        """init: standard deviation of the first weights."""
+    def __init__(self, config: Config, vocab: int):
         super().__init__()
-        first = init * torch.randn(vocab, dim, dtype=dtype) if init else torch.zeros(vocab, dim, dtype=dtype)
-        self.weight = nn.Parameter(first)
-        self.fp8, self.softcap = fp8, softcap
+        c, shape = config, (vocab, config.model_dim)
+        init = c.head_init * torch.randn(shape, dtype=c.torch_dtype) if c.head_init else torch.zeros(
+            shape, dtype=c.torch_dtype)
+        self.weight = parameter(init, "head")
+        self.fp8, self.softcap = c.fp8_head, Softcap(c.logit_cap, c.logit_shift, c.logit_softness)
 
     def product(self, x: Tensor) -> Tensor:
         return FP8Linear.apply(x, self.weight) if self.fp8 and self.training else F.linear(x, self.weight)
@@ -1445,15 +1545,12 @@ class Head(nn.Module):
         """[T, dim] -> float32 [T, V]."""
         return self.softcap(self.product(x))
 
-    def forward(self, x: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """Cross entropies in nats, summed over the positions of targets [n, T], and over n with weights [n]. Targets k
-        are the tokens k + 1 ahead; -1 is none."""
-        x = self.product(x)
-        if torch.compiler.is_compiling():
-            return SoftcappedCrossEntropy.apply(x, targets, weights, self.softcap)
-        losses = [F.cross_entropy(self.softcap(x), of_distance, ignore_index=-1, reduction="sum")
-                  for of_distance in targets]
-        return (torch.stack(losses) * weights).sum()
+    @compiled
+    def forward(self, x: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss: (the objective, which training minimizes; the cross entropy of the next token), summed over the
+        positions, in nats. Row k of targets [n, T] holds the tokens k + 1 ahead; weights [n] weigh the rows."""
+        entropies = cross_entropies(self.product(x), targets, self.softcap)
+        return (entropies * weights).sum(), entropies[0].detach()
 
 @functools.lru_cache(maxsize=4)  # a copy to a GPU at each step would make it wait
 def weights_tensor(weights: tuple[float, ...], device: torch.device) -> Tensor:
@@ -1468,8 +1565,10 @@ class NgramTable(nn.Embedding):
 
     SIGNS, BITS, FACTOR = 8192, 40, 2_654_435  # of the hash; a product stays below 2 ** 63
 
-    def __init__(self, ngrams: Ngrams, vocab: int, dtype: torch.dtype):
+    def __init__(self, config: Config, ngrams: Ngrams, vocab: int):
+        dtype = config.torch_dtype
         super().__init__(ngrams.rows, ngrams.width, dtype=dtype, sparse=True)  # a micro-batch meets few of the rows
+        self.weight = parameter(self.weight.data, "ngram_embeds")
         self.n, self.vocab = ngrams.n, vocab
         self.shared = vocab ** ngrams.n > ngrams.rows
         if self.shared:
@@ -1495,22 +1594,6 @@ class NgramTable(nn.Embedding):
         number = number * cls.FACTOR % 2 ** cls.BITS
         return number ^ (number >> 21)
 
-# What stands between the blocks: functions of their own, so that each can be compiled by itself
-
-def smear(e: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-    """Embeddings [T, dim] -> the normed stream before the first layer: each token's holds some of the one before it."""
-    opening = weight * torch.sigmoid(F.linear(e[1:, :gate.size(1)], gate))
-    return norm(torch.cat([e[:1], e[1:] + opening * e[:-1]]))
-
-def mix_in_saved(x: Tensor, weight: Tensor, saved: Tensor, x0: Tensor, gate: Tensor | None) -> Tensor:
-    opening = torch.sigmoid(weight)
-    if gate is not None:
-        opening = opening * 2 * torch.sigmoid(F.linear(x0[:, :len(gate)], gate[None]))
-    return x + opening * saved
-
-def back_out(x: Tensor, weight: Tensor, saved: Tensor) -> Tensor:
-    return norm(x - weight * saved)
-
 class GPT(nn.Module):
     """The model of record 44, and what later ones added, as far as the config has it. Works on one packed sequence [T]
     at a time. The vocabulary is padded to a multiple of 128."""
@@ -1518,46 +1601,44 @@ class GPT(nn.Module):
     def __init__(self, config: Config, encoding: Encoding):
         super().__init__()
         c, self.bos_id, self.layers, self.tied = config, encoding.bos_id, parse_layers(config.layers), False
-        self.backout_layer, self.ngram_mix = c.backout_layer, c.ngram_mix
-        lengths = lengths_of_micro_batches(c)
+        self.config = c
+        lengths = micro_batch_lengths(c)
         self.loss_tokens = min(lengths)  # the head takes so many at once: of one size, for one graph and little memory
         count, vocab, dtype = len(self.layers), -(-encoding.vocab_size // 128) * 128, c.torch_dtype
         self.skips = [i for i, layer in enumerate(self.layers) if layer.skip_from is not None]
-        self.read_again = layers_read_again(c)
+        self.saved_layers = saved_layers(c)
         tables = 1 + max((layer.value_table for layer in self.layers if layer.value_table is not None), default=-1)
-        self.embed = nn.Embedding(vocab, c.model_dim, dtype=dtype)
-        self.value_embeds = nn.ModuleList(nn.Embedding(vocab, c.model_dim, dtype=dtype) for _ in range(tables))
+        self.embed = embedding(vocab, c.model_dim, "embed", dtype)
+        self.value_embeds = nn.ModuleList(embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables))
         for table in self.value_embeds:
             table.weight.data.mul_(c.value_init)
-        self.ngrams = nn.ModuleList(NgramTable(table, encoding.vocab_size, dtype) for table in parse_ngrams(c.ngrams))
-        self.smear_gate = nn.Parameter(torch.zeros(1, c.gate_dim, dtype=dtype))
-        kind = ScaledBlock if c.sublayer_scales else Block
-        self.blocks = nn.ModuleList(kind(c, layer) for layer in self.layers)
-        softcap = Softcap(c.logit_cap, c.logit_shift, c.logit_softness)
-        self.lm_head = Head(vocab, c.model_dim, dtype, c.fp8_head, softcap, c.head_init)
+        self.ngrams = nn.ModuleList(NgramTable(c, table, encoding.vocab_size) for table in parse_ngrams(c.ngrams))
+        self.smear_gate = parameter(torch.zeros(1, c.gate_dim, dtype=dtype), "smear_gate")
+        block = ScaledBlock if c.sublayer_scales else Block
+        self.blocks = nn.ModuleList(block(c, layer) for layer in self.layers)
+        self.lm_head = Head(c, vocab)
         # skips, stream mixes, value mixes, smear, backout
-        mix = [] if c.sublayer_scales else [c.stream_gain, 0.0, *[c.ngram_mix] * bool(c.ngram_mix)]
+        mix = [] if c.sublayer_scales else [c.resid_lambda_init, 0.0, *[c.ngram_mix] * bool(c.ngram_mix)]
         firsts = [[-1.5] * len(self.skips), mix * count, [0.5, 1.0 if c.sublayer_scales else 0.5] * count, [0.0], [0.5]]
         self.scalar_sizes = [*map(len, firsts)]
-        self.scalars = nn.Parameter(torch.tensor([*itertools.chain(*firsts)]))
-        self.stream_scales = self.added_scales = self.skip_gates = None
+        self.scalars = parameter(torch.tensor([*itertools.chain(*firsts)]), "scalars")
+        self.resid_lambdas = self.added_lambdas = self.skip_gates = None
         if c.sublayer_scales:  # see ScaledBlock; by the square root of the gain, since there are two in a layer
-            self.stream_scales = nn.Parameter(torch.full((count, 2), math.sqrt(c.stream_gain)))
-            self.added_scales = nn.Parameter(torch.tensor([0.0, c.ngram_mix, 1.0, 1.0]).repeat(count, 1))
+            self.resid_lambdas = parameter(torch.full((count, 2), math.sqrt(c.resid_lambda_init)), "resid_lambdas")
+            self.added_lambdas = parameter(torch.tensor([0.0, c.ngram_mix, 1.0, 1.0]).repeat(count, 1), "added_lambdas")
         if c.skip_gates:
-            self.skip_gates = nn.Parameter(torch.zeros(len(self.skips), c.gate_dim, dtype=dtype))
+            self.skip_gates = parameter(torch.zeros(len(self.skips), c.gate_dim, dtype=dtype), "skip_gates")
         # layers are given the tables' vectors; with sublayer_scales not the first, which begins with them
         self.tables_first = c.sublayer_scales and c.ngram_mix > 0
         self.takes_ngrams = [c.ngram_mix > 0 and not (self.tables_first and i == 0) for i in range(count)]
         self.pairs = any(layer.window == "P" for layer in self.layers)
-        self.rotary = Rotary(c.head_dim, max(c.val_len, *lengths) * (1 + self.pairs), dtype)
+        self.rotary = Rotary(c, max(c.val_len, *lengths) * (1 + self.pairs))
         self.reach = 0  # where more, masks are in pieces, on GPUs too, with so many tokens back, whatever the window
         self.flash, self.counted = False, None  # the longest document of the next sequence, and how many
-        self.smear, self.mix_in_saved, self.back_out = smear, mix_in_saved, back_out
 
-    def follow(self, rotary_windows: tuple[int, ...], tied: bool) -> None:
-        """A plan's state of the model; see Plan."""
-        self.rotary.follow(rotary_windows)
+    def apply_schedule(self, rotary_windows: tuple[int, ...], tied: bool) -> None:
+        """Set the state of the model that depends on the step; see Plan."""
+        self.rotary.set_windows(rotary_windows)
         self.tied = tied
 
     def masks(self, x: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
@@ -1575,7 +1656,7 @@ class GPT(nn.Module):
 
     def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
         """Tokens [T] -> normed stream before the head [T, dim]."""
-        masks, (x0, ngrams) = self.masks(tokens, windows), self.open_stream(tokens)
+        masks, (x0, ngrams) = self.masks(tokens, windows), self.embed_tokens(tokens)
         rotary = self.rotary.cos, self.rotary.sin, self.rotary.scale
         # apart at once: the gradients of so many selections would each be padded with zeros, and summed
         skips, mixes, value_mixes, _, (backout,) = (x.unbind() for x in self.mixing_weights())
@@ -1583,38 +1664,61 @@ class GPT(nn.Module):
         values: dict[int, Tensor] = {}  # looked up where first needed, so that their gradients come with that layer's
         x = x0.view_as(x0)  # an object of its own, as saved ones are: arguments that are one compile anew
         if self.tables_first:
-            x = x + self.added_scales[0, 1] * ngrams
+            x = x + self.added_lambdas[0, 1] * ngrams
         saved: dict[int, Tensor] = {}
         for i, (layer, block) in enumerate(zip(self.layers, self.blocks)):
             if layer.skip_from is not None:
                 weight, gate = next(skips)
-                x = self.mix_in_saved(x, weight, saved[layer.skip_from], x0, gate)
+                x = self.add_skip(x, weight, saved[layer.skip_from], x0, gate)
             if layer.value_table is not None and layer.value_table not in values:
                 values[layer.value_table] = self.value_embeds[layer.value_table](tokens)
             if layer.window or layer.mlp:
                 mixed_in = values.get(layer.value_table)
-                back = saved[self.backout_layer] if layer.reads_back else None
-                given = ngrams if self.takes_ngrams[i] else None
-                x = block(x, x0, mixes[i], mixed_in, value_mixes[i], rotary, masks[layer.window], given, back)
-            if i in self.read_again:
+                attn_input = saved[self.config.backout_layer] if layer.reads_backout else None
+                ngram_embeds = ngrams if self.takes_ngrams[i] else None
+                x = block(x, x0, mixes[i], mixed_in, value_mixes[i], rotary, masks[layer.window], ngram_embeds,
+                          attn_input)
+            if i in self.saved_layers:
                 saved[i] = x.view_as(x)
-        return self.back_out(x, backout, saved[self.backout_layer])
+        return self.back_out(x, backout, saved[self.config.backout_layer])
+
+    # Methods of their own, so that each can be compiled by itself
+
+    @staticmethod
+    @compiled
+    def smear(e: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        """Embeddings [T, dim] -> the normed stream before the first layer: each token's holds some of the one before it."""
+        opening = weight * torch.sigmoid(F.linear(e[1:, :gate.size(1)], gate))
+        return norm(torch.cat([e[:1], e[1:] + opening * e[:-1]]))
+
+    @staticmethod
+    @compiled
+    def add_skip(x: Tensor, weight: Tensor, saved: Tensor, x0: Tensor, gate: Tensor | None) -> Tensor:
+        opening = torch.sigmoid(weight)
+        if gate is not None:
+            opening = opening * 2 * torch.sigmoid(F.linear(x0[:, :len(gate)], gate[None]))
+        return x + opening * saved
+
+    @staticmethod
+    @compiled
+    def back_out(x: Tensor, weight: Tensor, saved: Tensor) -> Tensor:
+        return norm(x - weight * saved)
 
     def mixing_weights(self) -> tuple[Tensor, ...]:
         """Of skips [n]; layers [layers, 2, 3 or 6], see Block; their values [layers, 2]; smear and back_out [1]."""
         skips, mixes, value_mixes, smear, backout = self.scalars.split(self.scalar_sizes)
-        if self.stream_scales is not None:
-            mixes = torch.cat([self.stream_scales, self.added_scales], 1)
+        if self.resid_lambdas is not None:
+            mixes = torch.cat([self.resid_lambdas, self.added_lambdas], 1)
         return skips, mixes.view(len(self.layers), -1), value_mixes.view(-1, 2), smear, backout
 
-    def open_stream(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens [T] -> the stream before the first layer [T, dim]; and the tables' vectors, unless they are in it."""
         e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)
         x0 = self.smear(e, self.smear_gate, self.scalars.split(self.scalar_sizes)[3][0])
-        total = 0 if self.ngram_mix else x0
+        total = 0 if self.config.ngram_mix else x0
         for table, number in zip(self.ngrams, self.ngram_numbers(tokens)):  # a narrow one adds to the first entries
             total = total + F.pad(table(number), (0, x0.size(1) - table.embedding_dim))
-        return (x0, total) if self.ngram_mix else (total, None)
+        return (x0, total) if self.config.ngram_mix else (total, None)
 
     def ngram_numbers(self, tokens: Tensor) -> list[Tensor]:
         """Tokens [..., T] -> for each table its n-grams' numbers, or hashes, which tables share; of that shape."""
@@ -1636,31 +1740,34 @@ class GPT(nn.Module):
         return {table.weight: number % table.num_embeddings
                 for table, number in zip(self.ngrams, self.ngram_numbers(tokens))}
 
-    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows, loss_weights: Numbers = (1.0,)) -> Tensor:
-        """inputs, targets [T] -> the sum of the targets' cross entropies, in nats; targets of -1 count nothing. Further
-        weights are of the targets of later positions: what lies beyond the last counts nothing."""
+    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows,
+                loss_weights: Numbers = (1.0,)) -> tuple[Tensor, Tensor]:
+        """inputs, targets [T] -> (objective, cross entropy), summed in nats; see Head.forward. Target -1 counts nothing.
+        loss_weights: of the next token, the one after it, …; positions beyond the last count nothing."""
         return self.loss(self.trunk(inputs, windows), targets, loss_weights)
 
-    def loss(self, x: Tensor, targets: Tensor, loss_weights: Numbers) -> Tensor:
-        """The stream before the head [T, dim] -> see forward."""
+    def loss(self, x: Tensor, targets: Tensor, loss_weights: Numbers) -> tuple[Tensor, Tensor]:
+        """The residual stream before the head [T, dim] -> see forward."""
         ahead = torch.stack([F.pad(targets[k:], (0, k), value=-1) for k in range(len(loss_weights))])
         weights = weights_tensor(loss_weights, x.device)
         pieces = zip(x.split(self.loss_tokens), ahead.split(self.loss_tokens, dim=1))
-        return torch.stack([self.lm_head(x_piece, targets_piece, weights) for x_piece, targets_piece in pieces]).sum()
+        losses = [self.lm_head(x_piece, targets_piece, weights) for x_piece, targets_piece in pieces]
+        objective, cross_entropy = (torch.stack(of_pieces).sum() for of_pieces in zip(*losses))
+        return objective, cross_entropy
 
     def logits(self, inputs: Tensor, windows: Windows) -> Tensor:
         """inputs [T] -> float32 [T, padded vocabulary]."""
         return self.lm_head.logits(self.trunk(inputs, windows))
 
     def compile_parts(self) -> None:
-        """Compile each kind of block, the head and what stands between them by itself. Blocks of one kind share one
-        graph, and gradients leave backward block by block: compiled as a whole, all would appear at its end."""
-        # kinds of blocks times lengths of sequences; torch would leave more than eight of them uncompiled
-        compiled = functools.partial(torch.compile, dynamic=False, recompile_limit=64)
-        for part in (*self.blocks, self.lm_head):
-            part.forward = compiled(part.forward)
-        self.smear, self.mix_in_saved, self.back_out = map(compiled, (smear, mix_in_saved, back_out))
-
+        """Compile each method marked with @compiled by itself. Blocks of one kind share a graph, and gradients leave
+        backward block by block; with the whole model compiled all of them would appear at its end."""
+        for module in self.modules():
+            for name in dir(type(module)):
+                if getattr(getattr(type(module), name), "compiles", False):
+                    # kinds of blocks times sequence lengths exceed torch's default limit of eight
+                    compile_method = functools.partial(torch.compile, dynamic=False, recompile_limit=64)
+                    setattr(module, name, compile_method(getattr(module, name)))
 
 # ------------------------------------------------------------------------------------------------------------------
 # update rules
@@ -1699,7 +1806,7 @@ class Adam:
     rows: bool = False  # lazy: its unit is a table's row, and one without a gradient stays as it is, with its moments
 
     def unit(self, spec: ParamSpec) -> tuple[int, ...]:
-        demand(not self.rows or spec.param.dim() == 2, f"{spec.name} has shape {tuple(spec.param.shape)}, and its rule "
+        require(not self.rows or spec.param.dim() == 2, f"{spec.name} has shape {tuple(spec.param.shape)}, and its rule "
                "updates the rows of tables; give it Adam without `rows`")
         return tuple(spec.param.shape[1:]) if self.rows else ()
 
@@ -1779,7 +1886,7 @@ class NorMuon:
         param.sub_(hyper["lr"] * hyper["scale"] * o)
 
 # ------------------------------------------------------------------------------------------------------------------
-# buckets
+# gradient sync: buckets
 
 class ParamSpec(NamedTuple):
     """A parameter, the rule that updates it, and how: a matrix's learning rate times `scale`, and from `first_step`
@@ -1794,14 +1901,14 @@ class ParamSpec(NamedTuple):
     first_step: int = 0
 
 @dataclass(eq=False)
-class BucketParam:
-    """One parameter's place in its bucket."""
+class Slot:
+    """One parameter's slot in its bucket."""
 
     name: str
     param: nn.Parameter
     offset: int   # of its first element in the bucket
     grad: Tensor  # view of the bucket's gradients, in the parameter's shape
-    waiting: list[Tensor] = field(default_factory=list)  # gradients that are summed when they are sent, not in `grad`
+    pending_grads: list[Tensor] = field(default_factory=list)  # gradients that are summed when they are sent, not in `grad`
 
 @functools.lru_cache(maxsize=256)
 def factor_tensor(factor: float, grad: torch.dtype, main: torch.dtype, device: torch.device) -> Tensor:
@@ -1816,7 +1923,7 @@ class Bucket:
     shards of whole units for all ranks. Building a bucket copies the parameters in and makes each a view."""
 
     SHARD_ALIGNMENT = 64  # elements: parameters start where vector loads like it, and no shard ends within a vector
-    RESERVED = "updates", "pending", "average", "lr", "step"  # in what is saved, beside a rule's state
+    RESERVED = "updates", "pending", "lr", "step"  # in what is saved, beside a rule's state
     grads_on: str | None = None  # another device than the parameters'
     compiles = True  # the rule, where a run is compiled
 
@@ -1831,7 +1938,7 @@ class Bucket:
         self.shard_numel, self.shard_begin = per_rank * unit_numel, rank * per_rank * unit_numel
         self.param_data = torch.zeros(ranks * self.shard_numel, dtype=first.dtype, device=first.device)
         self.grad_data = torch.zeros_like(self.param_data, dtype=grad_dtype or first.dtype, device=self.grads_on)
-        demand(len(unit) == 2 or all(spec.scale == 1 for spec in specs), f"{specs[0].name}: its rule, "
+        require(len(unit) == 2 or all(spec.scale == 1 for spec in specs), f"{specs[0].name}: its rule, "
                f"{type(self.rule).__name__}, is of no matrices, and knows no scale; give it a rule with another lr")
         scale = torch.ones(ranks * per_rank, 1, 1, dtype=torch.promote_types(first.dtype, torch.float32))
         self.params = []
@@ -1842,7 +1949,7 @@ class Bucket:
                                f"{first.dtype} on {first.device}; give each dtype a bucket, and move the model before")
             self.param_data[here].copy_(param.detach().reshape(-1))
             param.data, param.grad = self.param_data[here].view(param.shape), None
-            self.params.append(BucketParam(spec.name, param, here.start, self.grad_data[here].view(param.shape)))
+            self.params.append(Slot(spec.name, param, here.start, self.grad_data[here].view(param.shape)))
             scale[begin:begin + count] = spec.scale
         self.scale = scale[rank * per_rank:(rank + 1) * per_rank].to(first.device, copy=True)  # of this shard's units
         mine = slice(self.shard_begin, self.shard_begin + self.shard_numel)
@@ -1861,18 +1968,18 @@ class Bucket:
     def updates_in(self, step: int) -> bool:
         return step >= self.first_step and (step + 1) % self.rule.every == 0
 
-    def add(self, place: BucketParam, factor: float, exact: bool = False) -> None:
+    def add(self, slot: Slot, factor: float, invariant: bool = False) -> None:
         """Move the parameter's new gradient, times factor, to where it waits for its launch; then it is dropped."""
-        grad, place.param.grad = place.param.grad, None
-        self.accumulate(place, grad, factor, exact)
-        self.needs_overwrite.discard(place)
-        self.missing.discard(place)
+        grad, slot.param.grad = slot.param.grad, None
+        self.accumulate(slot, grad, factor, invariant)
+        self.needs_overwrite.discard(slot)
+        self.missing.discard(slot)
 
-    def accumulate(self, place: BucketParam, grad: Tensor, factor: float, exact: bool) -> None:
-        """Into its place in the bucket, in one pass. Of a sparse gradient only the rows that it has are touched."""
-        main, overwrite = place.grad, place in self.needs_overwrite
-        if exact:
-            place.waiting.append(grad.to_dense().to(main.dtype) * factor)
+    def accumulate(self, slot: Slot, grad: Tensor, factor: float, invariant: bool) -> None:
+        """Into its slot in the bucket, in one pass. Of a sparse gradient only the rows that it has are touched."""
+        main, overwrite = slot.grad, slot in self.needs_overwrite
+        if invariant:
+            slot.pending_grads.append(grad.to_dense().to(main.dtype) * factor)
         elif grad.is_sparse:
             if overwrite:
                 main.zero_()
@@ -1882,13 +1989,13 @@ class Bucket:
         else:
             main.add_(grad, alpha=factor)
 
-    def start_reduce(self, comm: Comm, exact: bool) -> None:
+    def start_reduce(self, comm: Comm, invariant: bool) -> None:
         """Send the gradients that wait; when self.reducing was waited for, grad_shard holds their sum over ranks."""
-        for place in self.needs_overwrite:  # unused
-            place.grad.zero_()
-        for place in self.params if exact else ():
-            place.grad.copy_(tree_sum(place.waiting))
-            place.waiting.clear()
+        for slot in self.needs_overwrite:  # unused
+            slot.grad.zero_()
+        for slot in self.params if invariant else ():
+            slot.grad.copy_(tree_sum(slot.pending_grads))
+            slot.pending_grads.clear()
         self.reducing = comm.reduce_scatter(self.grad_shard.view(-1), self.grad_data, self.received)
 
     def add_pending(self, due: bool) -> None:
@@ -1899,7 +2006,7 @@ class Bucket:
             self.state["pending"] = self.grad_shard.clone()
 
     def update(self, update: Callable[..., None], hyper: dict[str, Any], one_by_one: bool) -> None:
-        """This rank's shard, by a rule's update or what it was compiled to. one_by_one: for exact mode, since a batch
+        """This rank's shard, by a rule's update or what it was compiled to. one_by_one: for world-size-invariant mode, since a batch
         of matrices may sum in another order than one."""
         size = 1 if one_by_one and self.param_shard.dim() > 1 else len(self.param_shard)
         for part in (slice(i, i + size) for i in range(0, len(self.param_shard), size)):
@@ -1911,28 +2018,28 @@ class Bucket:
 
     def not_finite(self) -> list[str]:
         """Names of parameters: by their summed gradients where those lie in this shard, else by this rank's own."""
-        return [place.name for place in self.params if not place.grad.isfinite().all()]
+        return [slot.name for slot in self.params if not slot.grad.isfinite().all()]
 
     def drop(self) -> None:
         """All gradients that no update has used."""
         self.state.pop("pending", None)
         self.needs_overwrite.update(self.params)
-        for place in self.params:
-            place.waiting.clear()
+        for slot in self.params:
+            slot.pending_grads.clear()
 
     def check_views(self) -> None:
         """RunError if a parameter is no longer the view of this bucket that it was made."""
         start, size = self.param_data.data_ptr(), self.param_data.element_size()
-        for place in self.params:
-            if place.param.dtype != self.param_data.dtype or place.param.data_ptr() != start + place.offset * size:
-                raise RunError(f"{place.name} was given other memory or another dtype ({place.param.dtype}) after its "
+        for slot in self.params:
+            if slot.param.dtype != self.param_data.dtype or slot.param.data_ptr() != start + slot.offset * size:
+                raise RunError(f"{slot.name} was given other memory or another dtype ({slot.param.dtype}) after its "
                                f"bucket {self.name} was built ({self.param_data.dtype}); move or cast the model before")
 
-    def part_of(self, place: BucketParam, x: Tensor, of_shard: bool = False) -> Tensor:
+    def part_of(self, slot: Slot, x: Tensor, of_shard: bool = False) -> Tensor:
         """View of the parameter's values in a tensor of all shards or of this rank's, which may have fewer values than
         the bucket has elements, but as many for each unit."""
         begin, numel = (self.shard_begin, self.shard_numel) if of_shard else (0, len(self.param_data))
-        ends = (place.offset - begin, place.offset - begin + place.param.numel())
+        ends = (slot.offset - begin, slot.offset - begin + slot.param.numel())
         return x.view(-1)[slice(*(max(end, 0) * x.numel() // numel for end in ends))]
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -1947,7 +2054,7 @@ class RowBucket(Bucket):
     rows' gradients             each rank -> rows' owner  when the last gradient has come
     their new values            rows' owner -> all        after their update
 
-    Where exact mode sums several steps these are all rows. Rows are numbered through the bucket's tables.
+    Where world-size-invariant mode sums several steps these are all rows. Rows are numbered through the bucket's tables.
     """
 
     grads_on = "meta"  # only those of rows that were read take memory
@@ -1964,17 +2071,17 @@ class RowBucket(Bucket):
         """The summed gradients [n, width] of n rows of this shard, counted from its first."""
         self.touched, self.grad_shard = touched, grads
 
-    def first_row(self, place: BucketParam) -> int:
-        return place.offset // self.rows.size(1)
+    def first_row(self, slot: Slot) -> int:
+        return slot.offset // self.rows.size(1)
 
-    def accumulate(self, place: BucketParam, grad: Tensor, factor: float, exact: bool) -> None:
+    def accumulate(self, slot: Slot, grad: Tensor, factor: float, invariant: bool) -> None:
         """As they come, until they are sent."""
         if not grad.is_sparse:
-            raise RunError(f"{place.name} got a dense gradient, and its rule wants rows; make it by "
+            raise RunError(f"{slot.name} got a dense gradient, and its rule wants rows; make it by "
                            "nn.Embedding(..., sparse=True), or give it Adam without `rows`")
-        place.waiting.append(grad.to(self.grad_data.dtype) * factor)
-        if not exact and sum(x._nnz() for x in place.waiting) > len(place.param):  # more memory than for all rows
-            place.waiting = [tree_sum(place.waiting).coalesce()]
+        slot.pending_grads.append(grad.to(self.grad_data.dtype) * factor)
+        if not invariant and sum(x._nnz() for x in slot.pending_grads) > len(slot.param):  # more memory than for all rows
+            slot.pending_grads = [tree_sum(slot.pending_grads).coalesce()]
 
     def announce(self, comm: Comm, rows: Iterable[Tensor], last: bool) -> None:
         """Numbers of rows that this rank reads. last: the next launch will send their gradients, and no others'."""
@@ -2007,18 +2114,18 @@ class RowBucket(Bucket):
             if rows.is_cuda:
                 torch._assert_async(known)  # without waiting for it
             elif not known:
-                raise RunError(f"{', '.join(place.name for place in self.params)}: rows have a gradient that were not "
+                raise RunError(f"{', '.join(slot.name for slot in self.params)}: rows have a gradient that were not "
                                "announced; announce all that a step reads, in every step, or nothing")
             sums.index_add_(0, at, of_rows.to(sums.dtype))
         return sums
 
-    def start_reduce(self, comm: Comm, exact: bool) -> None:
+    def start_reduce(self, comm: Comm, invariant: bool) -> None:
         """Send each row's gradients to its owner; when self.reducing was waited for, the sums of this rank's rows that
         any rank read are there by set_grads. RunError if a gradient is of a row that was not announced."""
         grads = []  # of rows that may come more than once, in numbers of the bucket's
-        for place in self.params:
-            waiting = [tree_sum([x.coalesce() for x in place.waiting])] if exact else place.waiting
-            grads += [(x._indices()[0] + self.first_row(place), x._values()) for x in waiting]
+        for slot in self.params:
+            pending = [tree_sum([x.coalesce() for x in slot.pending_grads])] if invariant else slot.pending_grads
+            grads += [(x._indices()[0] + self.first_row(slot), x._values()) for x in pending]
         if self.announced is None:
             self.announce(comm, [rows for rows, _ in grads], True)
         self.forget()
@@ -2033,10 +2140,10 @@ class RowBucket(Bucket):
         def add_up() -> None:
             pieces = [(self.numbers(mask), x) for mask, x in zip(of_mine, arriving)]
             mine = self.numbers(self.read_by_any[comm.rank])
-            self.set_grads(mine, tree_sum([self.sum_in(mine, [piece]) for piece in pieces]) if exact else
+            self.set_grads(mine, tree_sum([self.sum_in(mine, [piece]) for piece in pieces]) if invariant else
                            self.sum_in(mine, pieces))
-        for place in self.params:
-            place.waiting.clear()
+        for slot in self.params:
+            slot.pending_grads.clear()
         self.reducing = HandleGroup(comm.exchange(sent, arriving), then=add_up)
 
     def add_pending(self, due: bool) -> None:
@@ -2072,7 +2179,7 @@ class RowBucket(Bucket):
 
     def not_finite(self) -> list[str]:
         bad = self.touched[~self.grad_shard.isfinite().all(1)] + self.shard_begin // self.rows.size(1)
-        tables = [(place.name, self.first_row(place), len(place.param)) for place in self.params]
+        tables = [(slot.name, self.first_row(slot), len(slot.param)) for slot in self.params]
         return [name for name, first, size in tables if ((bad >= first) & (bad < first + size)).any()]
 
     def drop(self) -> None:
@@ -2088,7 +2195,7 @@ def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ran
     groups: list[list[ParamSpec]] = []
     for spec in reversed(specs):
         frozen = getattr(spec.rule, "__dataclass_params__", None)
-        demand(frozen and frozen.frozen and all(hasattr(spec.rule, name) for name in RULE), f"{spec.name}: its rule "
+        require(frozen and frozen.frozen and all(hasattr(spec.rule, name) for name in RULE), f"{spec.name}: its rule "
                f"{type(spec.rule).__name__} is none; write a frozen dataclass with {', '.join(RULE)}, as Adam has them")
         key = (spec.rule, spec.param.dtype, spec.rule.unit(spec), spec.first_step)
         if not (group := open_groups.setdefault(key, [])):
@@ -2102,7 +2209,7 @@ def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ran
             for i, group in enumerate(groups)]
 
 # ------------------------------------------------------------------------------------------------------------------
-# communication
+# gradient sync: communication
 
 class HandleGroup:
     """Collectives and messages that are waited for together, none if nobody else is needed; and what is done then."""
@@ -2135,10 +2242,10 @@ class Comm:
         self.rank, self.ranks, self.device = rank, ranks, device
         self.by_messages = ranks == 1 or dist.get_backend() == "gloo"
 
-    def receive_buffer(self, full: Tensor, exact: bool) -> Tensor | None:
+    def receive_buffer(self, full: Tensor, invariant: bool) -> Tensor | None:
         """What reduce_scatter of a buffer [ranks * shard] wants beside it, where it is made of messages: kept, since
-        allocating it costs as much as the sum. exact: on every network the same bytes, so on all of messages."""
-        if self.by_messages or exact:
+        allocating it costs as much as the sum. invariant: on every network the same bytes, so on all of messages."""
+        if self.by_messages or invariant:
             return full.new_empty(self.ranks - 1, len(full) // self.ranks, dtype=self.sent_dtype)
         return None
 
@@ -2183,7 +2290,7 @@ class Comm:
         if self.ranks > 1:
             dist.broadcast(x, 0)
 
-    def all_json(self, mine: Any) -> list[Any]:
+    def all_gather_json(self, mine: Any) -> list[Any]:
         """What every rank has, in the order of ranks. It travels as JSON: nothing that arrives is executed."""
         if self.ranks == 1:  # the device may be one that computes nothing, such as `meta`
             return [json.loads(json.dumps(mine))]
@@ -2205,7 +2312,7 @@ class CompressedComm(Comm):
 
 def agree(comm: Comm, what: str, mine: dict[str, Any], cure: str) -> None:
     """RunError on every rank if a value of mine is another on any: it names the value, the rank, and both."""
-    for rank, theirs in enumerate(everyones := comm.all_json(mine)):
+    for rank, theirs in enumerate(everyones := comm.all_gather_json(mine)):
         for key in {**everyones[0], **theirs}:
             here, first = theirs.get(key, "nothing"), everyones[0].get(key, "nothing")
             if here != first:
@@ -2245,8 +2352,8 @@ class Reducer:
     one more takes part. A backward that nobody prepared is the only one of the next step, or before it, in no_sync.
 
     What a bucket goes through              from                                  to
-    place in needs_overwrite: no gradient   the bucket's update                   its next gradient
-    place in missing: gradient is awaited   prepare_for_backward                  its gradient
+    slot in needs_overwrite: no gradient   the bucket's update                   its next gradient
+    slot in missing: gradient is awaited   prepare_for_backward                  its gradient
     bucket in due: may be launched          prepare_for_backward                  release
     bucket.reducing: may not be written     its last gradient, in launch order    wait
     """
@@ -2264,12 +2371,12 @@ class Reducer:
         self.arrived = False   # a gradient, or the word which rows will have one, since the last step
         self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # what profiling puts its ranges in
         for bucket in buckets:
-            bucket.received = comm.receive_buffer(bucket.grad_data, settings.exact)
-        self.hooks = [set_hook(place.param, lambda _, at=(bucket, place): self.register_grad_ready(*at))
-                      for bucket in buckets for place in bucket.params]
+            bucket.received = comm.receive_buffer(bucket.grad_data, settings.world_size_invariant)
+        self.hooks = [set_hook(slot.param, lambda _, at=(bucket, slot): self.register_grad_ready(*at))
+                      for bucket in buckets for slot in bucket.params]
 
     def is_due(self, bucket: Bucket, step: int) -> bool:
-        return step >= bucket.first_step and (self.settings.exact or bucket.updates_in(step))
+        return step >= bucket.first_step and (self.settings.world_size_invariant or bucket.updates_in(step))
 
     def announce_rows(self, step: int, rows: dict[nn.Parameter, Tensor]) -> None:
         """Before a step's first forward: which rows of tables this rank will read in it, numbers of any shape on the
@@ -2277,8 +2384,8 @@ class Reducer:
         self.arrived = True
         for bucket in self.buckets:
             if isinstance(bucket, RowBucket):
-                bucket.announce(self.comm, [rows[place.param].flatten().long() + bucket.first_row(place)
-                                            for place in bucket.params], self.is_due(bucket, step))
+                bucket.announce(self.comm, [rows[slot.param].flatten().long() + bucket.first_row(slot)
+                                            for slot in bucket.params], self.is_due(bucket, step))
 
     def prepare_for_backward(self, step: int, micro_batch: int = 0, micro_batches: int = 1,
                              loss: Tensor | None = None) -> None:
@@ -2303,28 +2410,28 @@ class Reducer:
         if last and loss is not None and self.settings.find_unused_parameters:
             used = used_parameters(loss)
             for bucket in self.due:
-                bucket.missing = {place for place in bucket.params if place.param in used}
+                bucket.missing = {slot for slot in bucket.params if slot.param in used}
 
-    def register_grad_ready(self, bucket: Bucket, place: BucketParam) -> None:
+    def register_grad_ready(self, bucket: Bucket, slot: Slot) -> None:
         """The hook of a parameter whose gradient has come."""
         if bucket.reducing is not None:
-            raise RunError(f"{place.name} got a gradient after its bucket {bucket.name} was launched; call step() "
+            raise RunError(f"{slot.name} got a gradient after its bucket {bucket.name} was launched; call step() "
                            "before the next backward, or run all but the last of a step in no_sync()")
         self.arrived = True
         if self.step < bucket.first_step:
-            raise RunError(f"{place.name} got a gradient in step {self.step}, before step {bucket.first_step}, its "
+            raise RunError(f"{slot.name} got a gradient in step {self.step}, before step {bucket.first_step}, its "
                            "first; do not use the parameter before it")
         if not self.micro_batches:
             if self.only_add:
-                bucket.add(place, self.grad_scale / self.comm.ranks, self.settings.exact)
-                self.added = max(self.added, len(place.waiting))
+                bucket.add(slot, self.grad_scale / self.comm.ranks, self.settings.world_size_invariant)
+                self.added = max(self.added, len(slot.pending_grads))
                 return
             self.prepare_for_backward(self.step)
-        if place not in bucket.missing:
-            raise RunError(f"{place.name} got its gradient twice in one backward; prepare each backward by itself, "
+        if slot not in bucket.missing:
+            raise RunError(f"{slot.name} got its gradient twice in one backward; prepare each backward by itself, "
                            "with its own loss if with any, or run all but the last of a step in no_sync(), and no part "
                            "of the model twice in one")
-        bucket.add(place, self.factor, self.settings.exact)
+        bucket.add(slot, self.factor, self.settings.world_size_invariant)
         if not self.launch_order:
             if not bucket.missing:
                 self.completed.append(bucket)
@@ -2335,11 +2442,11 @@ class Reducer:
     def start_reduce_scatter(self, bucket: Bucket) -> None:
         with self.span(f"launch {bucket.name}"):
             wanted = self.added + self.micro_batches
-            for place in bucket.params if self.settings.exact else ():
-                if len(place.waiting) < wanted:  # the tree, and so its sum, would depend on the ranks
-                    raise RunError(f"exact mode: {place.name} got a gradient in {len(place.waiting)} of {wanted} "
-                                   "micro-batches; use it in all, or leave out --exact")
-            bucket.start_reduce(self.comm, self.settings.exact)
+            for slot in bucket.params if self.settings.world_size_invariant else ():
+                if len(slot.pending_grads) < wanted:  # the tree, and so its sum, would depend on the ranks
+                    raise RunError(f"world-size-invariant mode: {slot.name} got a gradient in {len(slot.pending_grads)} of {wanted} "
+                                   "micro-batches; use it in all, or leave out --world_size_invariant")
+            bucket.start_reduce(self.comm, self.settings.world_size_invariant)
             self.launches += 1
 
     def launch_rest(self) -> None:
@@ -2350,7 +2457,7 @@ class Reducer:
         for bucket in self.due:
             bucket.check_views()
             if bucket.missing and not self.settings.find_unused_parameters:
-                missing = [place.name for place in bucket.params if place in bucket.missing]
+                missing = [slot.name for slot in bucket.params if slot in bucket.missing]
                 raise RunError(f"bucket {bucket.name} was not launched: {len(bucket.params) - len(missing)} of "
                                f"{len(bucket.params)} of its parameters got a gradient, not {', '.join(missing)}; each "
                                "must take part in the prepared backward, unless find_unused_parameters allows it")
@@ -2365,7 +2472,7 @@ class Reducer:
         agree(self.comm, "micro-batches per step", {"count": self.micro_batches}, "Give every rank as many")
         others = [b for b in self.buckets if self.step >= b.first_step and b not in self.completed]
         order = [self.buckets.index(b) for b in self.completed + others]
-        self.launch_order = [self.buckets[i] for i in self.comm.all_json(order)[0]]
+        self.launch_order = [self.buckets[i] for i in self.comm.all_gather_json(order)[0]]
         self.due.sort(key=self.launch_order.index)
 
     def wait(self, bucket: Bucket) -> None:
@@ -2396,7 +2503,7 @@ def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step
         squares.append(norms.double().square().sum())
     total = comm.all_reduce(torch.stack(squares).sum()).item() if squares else 0.0
     if not math.isfinite(total):
-        bad = comm.all_json([name for bucket in buckets for name in bucket.not_finite()])
+        bad = comm.all_gather_json([name for bucket in buckets for name in bucket.not_finite()])
         names = ", ".join(sorted({*itertools.chain(*bad)})) or "their norm is, each by itself is"
         raise RunError(f"gradients that step {step} sums are not finite: {names}; the step was not applied. Lower the "
                        "learning rates, or look at the data of this step")
@@ -2408,12 +2515,12 @@ def check_ownership(buckets: Sequence[Bucket], model: nn.Module) -> list[tuple[s
     """Where the model holds each parameter that learns: its name, a module's own table, the key there, and itself.
     RunError if one is in two buckets or in none, or one in a bucket does not learn."""
     seen = set()
-    for place in (place for bucket in buckets for place in bucket.params):
-        if place.param in seen:
-            raise RunError(f"{place.name} is in two buckets or twice in one; put each parameter into one bucket, once")
-        if not place.param.requires_grad:
-            raise RunError(f"{place.name} is frozen, and its bucket would wait for its gradient; leave it out")
-        seen.add(place.param)
+    for slot in (slot for bucket in buckets for slot in bucket.params):
+        if slot.param in seen:
+            raise RunError(f"{slot.name} is in two buckets or twice in one; put each parameter into one bucket, once")
+        if not slot.param.requires_grad:
+            raise RunError(f"{slot.name} is frozen, and its bucket would wait for its gradient; leave it out")
+        seen.add(slot.param)
     owners = [(f"{prefix}.{key}".lstrip("."), module._parameters, key, param)
               for prefix, module in model.named_modules() for key, param in module._parameters.items()
               if param is not None and param.requires_grad]
@@ -2437,8 +2544,8 @@ class SavedState:
         for key, shard in bucket.state.items():
             wholes[f"/{key}"] = shard.new_empty(self.comm.ranks * shard.numel())
             self.comm.all_gather(wholes[f"/{key}"], shard.reshape(-1)).wait()
-        state = {place.name + key: bucket.part_of(place, x) for place in bucket.params for key, x in wholes.items()}
-        return state | {f"{place.name}/updates": torch.tensor(bucket.updates) for place in bucket.params}
+        state = {slot.name + key: bucket.part_of(slot, x) for slot in bucket.params for key, x in wholes.items()}
+        return state | {f"{slot.name}/updates": torch.tensor(bucket.updates) for slot in bucket.params}
 
     def load_bucket(self, bucket: Bucket, state: dict[str, Tensor]) -> None:
         """The inverse of whole_state, which takes out of `state` what it loads. RunError if something does not fit."""
@@ -2449,16 +2556,16 @@ class SavedState:
                                "come from the same model and the same rules")
             return saved.view(-1)
 
-        updates = {place.name: int(take(f"{place.name}/updates", 1)) for place in bucket.params}
+        updates = {slot.name: int(take(f"{slot.name}/updates", 1)) for slot in bucket.params}
         bucket.updates = max(updates.values())
         if bucket.updates != min(updates.values()):
             raise RunError(f"the saved state does not fit: a bucket has one number of updates, not {updates}")
         if f"{bucket.params[0].name}/pending" in state:
             bucket.state["pending"] = torch.zeros_like(bucket.param_shard, dtype=bucket.grad_data.dtype)
         wholes = {f"/{key}": x.new_zeros(self.comm.ranks, x.numel()) for key, x in bucket.state.items()}
-        for place, (key, whole) in itertools.product(bucket.params, {"": bucket.param_data, **wholes}.items()):
-            part = bucket.part_of(place, whole)
-            part.copy_(take(place.name + key, part.numel()))
+        for slot, (key, whole) in itertools.product(bucket.params, {"": bucket.param_data, **wholes}.items()):
+            part = bucket.part_of(slot, whole)
+            part.copy_(take(slot.name + key, part.numel()))
         for key, x in bucket.state.items():
             x.view(-1).copy_(wholes[f"/{key}"][self.comm.rank])
 
@@ -2471,9 +2578,9 @@ class SavedState:
     def state_dict(self) -> dict[str, Tensor]:
         """A copy of named_state, on the CPU: a GPU's memory is for training; and what else a step depends on."""
         state = {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
-        for place in (place for bucket in self.buckets for place in bucket.params):
-            state[f"{place.name}/lr"] = torch.tensor(self.group_of[place.param]["lr"], dtype=torch.float64)
-            state[f"{place.name}/step"] = torch.tensor(self.reducer.step)
+        for slot in (slot for bucket in self.buckets for slot in bucket.params):
+            state[f"{slot.name}/lr"] = torch.tensor(self.group_of[slot.param]["lr"], dtype=torch.float64)
+            state[f"{slot.name}/step"] = torch.tensor(self.reducer.step)
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -2483,10 +2590,10 @@ class SavedState:
         self.reducer.drop_gradients()
         for bucket in self.buckets:
             self.load_bucket(bucket, state)
-            for place in bucket.params:  # a run's checkpoint has neither: its plan knows
-                group = self.group_of[place.param]
-                group["lr"] = float(state.pop(f"{place.name}/lr", group["lr"]))
-                steps.append(int(state.pop(f"{place.name}/step", bucket.updates * bucket.rule.every)))
+            for slot in bucket.params:  # a run's checkpoint has neither: its plan knows
+                group = self.group_of[slot.param]
+                group["lr"] = float(state.pop(f"{slot.name}/lr", group["lr"]))
+                steps.append(int(state.pop(f"{slot.name}/step", bucket.updates * bucket.rule.every)))
         if state:
             raise RunError(f"the saved state does not fit: this model has no {', '.join(sorted(state))}; it must come "
                            "from the same model and the same rules")
@@ -2494,15 +2601,15 @@ class SavedState:
 
     @property
     def between_updates(self) -> bool:
-        """Gradients wait for an update that sums several steps: other than in exact mode, no state holds them."""
-        return not self.settings.exact and any(len(b.needs_overwrite) < len(b.params) for b in self.buckets)
+        """Gradients wait for an update that sums several steps: other than in world-size-invariant mode, no state holds them."""
+        return not self.settings.world_size_invariant and any(len(b.needs_overwrite) < len(b.params) for b in self.buckets)
 
     def copy_parameter(self, source: str, target: str) -> None:
         """target begins where source is, with its state: a parameter that was tied until now."""
         if self.between_updates:
             raise RunError(f"{target} cannot begin in a step whose gradients wait for an update; take the next step")
         self.finish_all_gathers()
-        bucket_of = {place.name: bucket for bucket in self.buckets for place in bucket.params}
+        bucket_of = {slot.name: bucket for bucket in self.buckets for slot in bucket.params}
         copied = {target + name.removeprefix(source): x for name, x in self.whole_state(bucket_of[source]).items()
                   if name.split("/")[0] == source}
         self.load_bucket(bucket_of[target], self.whole_state(bucket_of[target]) | copied)
@@ -2527,8 +2634,8 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
                  model: nn.Module | None = None, grad_scale: float = 1.0, compiled: bool = False):
         """model: whose modules wait for their buckets before they run, which overlap_param_gather needs; and whose
         parameters are seen to be those of the buckets, at once and before each step. grad_scale: see Reducer."""
-        if settings.exact and (settings.find_unused_parameters or settings.clip_norm):
-            raise RunError("exact mode excludes unused parameters and clipping: sums depend on the number of ranks")
+        if settings.world_size_invariant and (settings.find_unused_parameters or settings.clip_norm):
+            raise RunError("world-size-invariant mode excludes unused parameters and clipping: sums depend on the number of ranks")
         if settings.overlap_param_gather and model is None:
             raise RunError("overlap_param_gather waits in the model's forward; give the optimizer the model")
         model = nn.Module() if model is None else model
@@ -2538,14 +2645,14 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         for bucket in buckets:
             kind = (type(bucket.rule).__name__, bucket.rule.lr)
             group = groups.setdefault(kind, {"rule": kind[0], "lr": kind[1], "params": []})
-            group["params"] += [place.param for place in bucket.params]
+            group["params"] += [slot.param for slot in bucket.params]
         super().__init__(groups.values(), {})
         self.group_of = {param: group for group in self.param_groups for param in group["params"]}
         agree(comm, "models or settings", {  # or one bucket would be summed with another
             "scale of gradients": grad_scale, "sender": type(comm).__name__,
             **{f.name: getattr(settings, f.name) for f in dataclasses.fields(SyncSettings)},
             **{f"bucket {bucket.name}": f"of {bucket.param_data.dtype}, gradients of {bucket.grad_data.dtype}, "
-               f"{bucket.rule}, {[(place.name, *place.param.shape) for place in bucket.params]}" for bucket in buckets},
+               f"{bucket.rule}, {[(slot.name, *slot.param.shape) for slot in bucket.params]}" for bucket in buckets},
         }, "Build the same model from the same config on every rank")
         frozen = [p for p in model.parameters() if not p.requires_grad]
         for x in (*(bucket.param_data for bucket in buckets), *frozen, *model.buffers()):
@@ -2554,10 +2661,10 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         self.prepare_for_backward, self.announce_rows = self.reducer.prepare_for_backward, self.reducer.announce_rows
         rules = {type(bucket.rule).update for bucket in buckets}
         self.compiled = {f: torch.compile(f, dynamic=False) if compiled else f for f in rules}
-        # compiled code takes numbers as tensors, or it would be compiled again for each; of its own in each place
-        as_tensor = functools.lru_cache(256)(lambda place, x: torch.full((), x, device=comm.device))
-        self.number = as_tensor if compiled else lambda place, x: x
-        self.forward_hooks, bucket_of = [], {place.param: bucket for bucket in buckets for place in bucket.params}
+        # compiled code takes numbers as tensors, or it would be compiled again for each; of its own in each slot
+        as_tensor = functools.lru_cache(256)(lambda slot, x: torch.full((), x, device=comm.device))
+        self.number = as_tensor if compiled else lambda slot, x: x
+        self.forward_hooks, bucket_of = [], {slot.param: bucket for bucket in buckets for slot in bucket.params}
         for module, params in outer_modules(model) if settings.overlap_param_gather else ():
             reads = list(dict.fromkeys(bucket_of[p] for p in params if p in bucket_of))
             self.forward_hooks.append(module.register_forward_pre_hook(
@@ -2592,7 +2699,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
     def step(self, plan: Plan = Plan()) -> None:
         """Wait for each bucket in turn, update this rank's shard, gather. Unless gathers overlap the next forward, all
         parameters are then new. Of the plan the rules take lr_factor and momentum."""
-        demand(not callable(plan), "step() calls no closure; call backward() before it")
+        require(not callable(plan), "step() calls no closure; call backward() before it")
         for name, table, key, param in self.param_owners:
             if table.get(key) is not param:
                 raise RunError(f"{name} is another parameter than when the buckets were built; build the optimizer "
@@ -2604,7 +2711,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
             for bucket in reducer.due:
                 reducer.wait(bucket)
             check_and_clip(reducer.due, self.comm, self.settings.clip_norm, reducer.step)
-        turns = reducer.due if self.settings.walk == "launch" else reducer.due[::-1]
+        turns = reducer.due if self.settings.update_order == "launch" else reducer.due[::-1]
         for bucket in turns:
             reducer.wait(bucket)
             if bucket.updates_in(reducer.step):
@@ -2620,39 +2727,24 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         if not self.settings.overlap_param_gather:
             self.finish_all_gathers(turns)
 
-    def find_untouched(self) -> set[BucketParam]:
+    def find_untouched(self) -> set[Slot]:
         """The parameters that no rank used since their last update."""
-        used = {place: place not in bucket.needs_overwrite for bucket in self.reducer.due for place in bucket.params}
+        used = {slot: slot not in bucket.needs_overwrite for bucket in self.reducer.due for slot in bucket.params}
         counts = self.comm.all_reduce(torch.tensor([*used.values()], dtype=torch.float32, device=self.comm.device))
-        return {place for place, count in zip(used, counts.tolist()) if not count}
+        return {slot for slot, count in zip(used, counts.tolist()) if not count}
 
-    def apply_rule(self, bucket: Bucket, plan: Plan, untouched: Iterable[BucketParam] = ()) -> None:
+    def apply_rule(self, bucket: Bucket, plan: Plan, untouched: Iterable[Slot] = ()) -> None:
         """One update of this rank's shard, but for parameters that are to stay as they are, with their state."""
-        kept = [(part, part.clone()) for place in bucket.params if place in untouched
-                for part in (bucket.part_of(place, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
+        kept = [(part, part.clone()) for slot in bucket.params if slot in untouched
+                for part in (bucket.part_of(slot, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
         rule, lr = bucket.rule, self.group_of[bucket.params[0].param]["lr"]
         rule = rule if lr == rule.lr else dataclasses.replace(rule, lr=lr)
         hyper = {key: self.number(key, v) if isinstance(v, float) and bucket.compiles else v
                  for key, v in rule.hyper(plan, bucket.updates).items()}
         update = type(rule).update
-        bucket.update(self.compiled[update] if bucket.compiles else update, hyper, self.settings.exact)
+        bucket.update(self.compiled[update] if bucket.compiles else update, hyper, self.settings.world_size_invariant)
         for part, old in kept:
             part.copy_(old)
-
-    @torch.no_grad()
-    def average(self, rate: float, share: float, but: Sequence[str] = ()) -> None:
-        """After a step: an average of all parameters goes towards them by `rate`; they, but some, to it by `share`."""
-        for bucket in self.buckets:
-            param, average = bucket.param_shard, bucket.state["average"]
-            average.lerp_(param.to(average.dtype), rate)
-            if share:
-                self.finish_all_gathers([bucket])
-                for place in (place for place in bucket.params if place.name not in but):
-                    part, mean = (bucket.part_of(place, x, True) for x in (param, average))
-                    part.copy_(part.lerp(mean.to(part.dtype), share))
-                Bucket.start_gather(bucket, self.comm)  # all of it, of whatever kind the bucket is
-        if share:
-            self.finish_all_gathers()
 
     def finish_all_gathers(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Wait until the parameters of these buckets, or of all, are whole."""
@@ -2661,13 +2753,6 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
                 with self.reducer.span(f"wait gather {bucket.name}"):
                     bucket.gathering.wait()
                 bucket.gathering = None
-
-def hash_of(tensors: Sequence[tuple[str, Tensor]]) -> str:
-    """SHA-256 over names and bytes of tensors, in the order of names; several are hashed at a time."""
-    def line(item: tuple[str, Tensor]) -> str:
-        return f"{item[0]} {sha256_of(item[1].detach().reshape(-1).view(torch.uint8).cpu().numpy())}\n"
-    with ThreadPoolExecutor() as pool:
-        return sha256_of("".join(pool.map(line, sorted(tensors, key=lambda item: item[0]))).encode())
 
 # ------------------------------------------------------------------------------------------------------------------
 # assignment
@@ -2681,36 +2766,41 @@ class Assignment(NamedTuple):
     scale: float = 1.0
     first_step: int = 0
 
-def assignments(config: Config) -> tuple[Assignment, ...]:
-    """The table: every parameter of GPT matches exactly one line."""
-    c, groups = config, adam_groups(config)
+def finish_spec(spec: ParamSpec) -> ParamSpec:
+    """Set how NorMuon stores and scales a matrix. RunError if a fused matrix states no unit."""
+    if not isinstance(spec.rule, NorMuon):
+        return spec
+    param, (rows, columns) = spec.param, spec.rule.unit(spec)
+    if not spec.unit and param.shape == (3 * columns, columns):
+        raise RunError(f"{spec.name} [{rows}, {columns}] may be three matrices in one, such as a fused query, key and "
+                       f"value. Give its assignment unit=({columns}, {columns}); or, if it is one matrix, "
+                       f"unit=({rows}, {columns})")
+    return spec._replace(rule=dataclasses.replace(spec.rule, wide=param.numel() > param.shape[0] ** 2),
+                         scale=spec.scale * math.sqrt(max(1, rows / columns)))  # as in Keller Jordan's Muon
 
-    def adam(kind: str, lr_mul: float = 1.0, decay: float = c.adam_weight_decay) -> Adam:
-        v = {"lr_mul": lr_mul, "beta1": c.adam_beta1, "beta2": c.adam_beta2, "weight_decay": decay}
-        v, fp32 = v | groups.get(kind, {}), c.adam_fp32_moments
-        return Adam(c.adam_lr * v.pop("lr_mul"), eps=c.adam_eps, every=c.adam_every, fp32_moments=fp32, **v)
+def rule_of(config: Config, group: AdamGroup | MuonGroup) -> Adam | NorMuon:
+    c = config
+    if isinstance(group, MuonGroup):
+        return NorMuon(c.muon_lr, c.muon_weight_decay, c.muon_beta2, c.torch_dtype)
+    beta1, beta2, decay = (flag if own is None else own for own, flag in (
+        (group.beta1, c.adam_beta1), (group.beta2, c.adam_beta2), (group.weight_decay, c.adam_weight_decay)))
+    return Adam(c.adam_lr * group.lr_mul, beta1, beta2, c.adam_eps, c.adam_every, decay, c.adam_fp32_moments)
 
-    normuon = NorMuon(c.muon_lr, c.muon_weight_decay, c.muon_beta2, c.torch_dtype)
-    embed = adam("head") if c.untie_at else adam("embed", c.embed_lr_mul)  # tied at first, it goes on as the head does
-    gates, smear = (adam(kind) if kind in groups else normuon for kind in ("gates", "smear"))
-    return (
-        Assignment("embed.weight", embed, first_step=untie_step(c)),
-        Assignment("value_embeds.*.weight", adam("values", c.embed_lr_mul)),
-        Assignment("ngrams.*.weight", dataclasses.replace(adam("ngrams", c.ngram_lr_mul), rows=c.lazy_tables)),
-        Assignment("lm_head.weight", adam("head")),
-        Assignment("scalars", adam("scalars", c.scalar_lr_mul, 0.0)),
-        Assignment("stream_scales", adam("scales", c.scalar_lr_mul, 0.0)),
-        Assignment("added_scales", adam("added", decay=0.0)),
-        Assignment("smear_gate", smear),
-        Assignment("skip_gates", adam("skips")),
-        Assignment("blocks.*.attn.*gate", gates, unit=(c.num_heads, c.gate_dim)),
-        Assignment("blocks.*.attn.self_share", adam("shares", decay=0.0)),
-        Assignment("blocks.*.attn.qkvo", normuon, unit=(c.model_dim, c.model_dim), scale=c.attn_lr_mul),
-        Assignment("blocks.*.attn.qk", normuon, unit=(c.muon_qk_heads * c.head_dim, c.model_dim), scale=c.attn_lr_mul),
-        Assignment("blocks.*.attn.vo", normuon, unit=(c.model_dim, c.model_dim), scale=c.attn_lr_mul),
-        Assignment("blocks.*.mlp.fc", normuon, scale=c.fc_lr_mul),
-        Assignment("blocks.*.mlp.proj", normuon, scale=c.proj_lr_mul),
-    )
+def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
+    """Assign each parameter of the model, in its order, by its kind. RunError if a kind has no group."""
+    groups, specs = param_groups(config), []
+    for name, param in model.named_parameters():
+        kind = getattr(param, "kind", None)
+        require(kind in groups, f"{name}: PARAM_GROUPS has no row for kind {kind!r}; add one, or create the parameter by "
+                f"parameter(init, kind) with one of {', '.join(groups)}")
+        group = groups[kind]
+        rule = rule_of(config, group)
+        if kind == "ngram_embeds":
+            rule = dataclasses.replace(rule, rows=config.lazy_tables)
+        specs.append(finish_spec(ParamSpec(
+            name, param, rule, param.unit, group.lr_mul if isinstance(rule, NorMuon) else 1.0,
+            first_untied_step(config) if kind == "embed" else 0)))
+    return specs
 
 def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
     """Each parameter that learns with its rule, in the model's order. RunError unless exactly one line matches each."""
@@ -2721,16 +2811,7 @@ def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
             raise RunError(f"{name}: {len(lines)} lines of the table of assignments match it "
                            f"({', '.join(line.pattern for line in lines) or 'none'}); one must: "
                            f"{'narrow the pattern of the others' if lines else 'add a line for it'}")
-        spec = ParamSpec(name, param, *lines[0][1:])
-        if isinstance(spec.rule, NorMuon):
-            rows, columns = spec.rule.unit(spec)
-            if not spec.unit and param.shape == (3 * columns, columns):
-                raise RunError(f"{name} [{rows}, {columns}] may be three matrices in one, such as a fused query, key, "
-                               f"value: give its line of the table unit=({columns}, {columns}); or, if it is one, "
-                               f"unit=({rows}, {columns})")
-            spec = spec._replace(rule=dataclasses.replace(spec.rule, wide=param.numel() > param.shape[0] ** 2),
-                                 scale=spec.scale * math.sqrt(max(1, rows / columns)))  # as in Keller Jordan's Muon
-        specs.append(spec)
+        specs.append(finish_spec(ParamSpec(name, param, *lines[0][1:])))
     return specs
 
 def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon_lr: float = NorMuon.lr,
@@ -2779,80 +2860,151 @@ def build_model(config: Config, encoding: Encoding) -> GPT:
     return GPT(config, encoding)
 
 def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False,
-                    grad_scale: float = 1.0) -> DistributedOptimizer:
-    """The optimizer of a config for a model that is on its device. grad_scale: how much smaller micro-batches were
-    made, since the loss of one is a sum over its tokens."""
-    specs = assign(model, assignments(config))
+                    ) -> DistributedOptimizer:
+    """Build the optimizer of a config, for a model that is on its device."""
+    specs = specs_of(config, model)
     buckets = fill_buckets(specs, config.bucket_mb * 2 ** 20, comm.rank, comm.ranks, config.grad_reduce_in_fp32)
-    for bucket in buckets if config.tail_average else ():
-        wide = torch.promote_types(bucket.param_shard.dtype, torch.float32)
-        bucket.state["average"] = bucket.param_shard.to(wide, copy=True)
-    return DistributedOptimizer(buckets, comm, config, model, grad_scale, compiled)
+    # the loss of a micro-batch is a sum over its tokens, and gradients are averaged over micro-batches
+    return DistributedOptimizer(buckets, comm, config, model, float(config.micro_batch_splits), compiled)
 
 # ------------------------------------------------------------------------------------------------------------------
-# validation, log, checkpoint
-
-@torch.no_grad()
-def validate(model: GPT, sequences: np.ndarray, windows: Windows, comm: Comm, device: torch.device,
-             ends: Callable[[], bool] = bool) -> tuple[float, int] | None:
-    """(mean loss in nats per token, tokens scored) over sequences int32 [n, length + 1], shared out over the ranks;
-    None on all ranks, where it `ends` early for any (bool: for none). They ask one another before every fourth one.
-
-    Each sequence's loss has a place of its own, so the mean does not depend on the number of ranks.
-    """
-    model.eval()
-    losses, early = torch.zeros(len(sequences), dtype=torch.float64, device=device), False
-    for turn, first in enumerate(range(0, len(sequences), comm.ranks)):
-        if turn % 4 == 0 and (early := bool(comm.all_reduce(losses.new_full((), ends())))):
-            break
-        if (i := first + comm.rank) < len(sequences):
-            inputs, targets = split_sequence(sequences[i], device)
-            count_documents(model, sequences[i, :-1])
-            losses[i] = model(inputs.clamp_min(0), targets, windows)
-    model.train()
-    tokens = int((sequences[:, 1:] >= 0).sum())
-    return None if early else (comm.all_reduce(losses).sum().item() / tokens, tokens)
+# training
 
 def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[T + 1] tokens -> inputs int32 [T], targets int64 [T] on the device, without waiting for it."""
+    """Move [T + 1] tokens to the device without waiting for it -> inputs int32 [T], targets int64 [T]."""
     tokens = to_device(torch.from_numpy(sequence.astype(np.int32)), device)
     return tokens[:-1], tokens[1:].long()
 
 def count_documents(model: GPT, tokens: np.ndarray) -> None:
-    """Of the sequence that forward takes next, for FlashAttention: the host knows numbers without waiting for a GPU.
-    Where nobody counts, or there are more than its table has room for, attention is FlexAttention's."""
+    """Count the documents of the sequence that forward takes next: FlashAttention needs their number on the host.
+
+    Without a count, or with more documents than the table has room for, attention falls back to FlexAttention.
+    """
     if model.flash:
-        begins = np.flatnonzero(tokens.clip(0) == model.bos_id)  # what fills up a last sequence is -1, and taken for 0
+        begins = np.flatnonzero(tokens.clip(0) == model.bos_id)  # padding of the last sequence is -1, read as token 0
         lengths = np.diff(begins, prepend=0, append=len(tokens))
         fits = len(lengths) <= len(tokens) // DOCUMENT_ROOM
         model.counted = (int(lengths.max()), len(lengths)) if fits else None
 
-def times(elapsed: float, step: int) -> str:
-    """For a line of the log: milliseconds so far, and of a step."""
-    return f"train_time:{elapsed:.0f}ms step_avg:{elapsed / step if step else 0:.2f}ms"
+class Trainer:
+    """Model, optimizer and data of one rank, and their training step."""
+
+    def __init__(self, config: Config, comm: Comm, device: torch.device, train_shards: list[Shard]):
+        gpu = device.type == "cuda"
+        self.config, self.comm, self.device = config, comm, device
+        self.compiled = config.compile == "on" or (config.compile == "auto" and gpu)
+        if self.compiled or gpu:  # FlexAttention is always compiled
+            check_compiler(gpu)
+        if config.world_size_invariant:
+            torch.set_num_threads(1)  # the split of a product over threads decides the order of its sums
+        self.stream = Stream(train_shards, config, comm.rank, comm.ranks)
+        self.model = build_model(config, train_shards[0].encoding).to(device)
+        if config.init_from and not config.resume:
+            load_parameters(self.model, load_file(config.init_from))
+        if config.attention == "masked" or self.compiled and not gpu:
+            self.model.reach = longest_window(config)
+        self.model.flash = config.attention == "flash"
+        for block in self.model.blocks:
+            if block.mlp is not None:
+                block.mlp.kernels = config.kernels == "on" or config.kernels == "auto" and gpu
+        if self.compiled:
+            self.model.compile_parts()
+        self.optimizer = build_optimizer(config, self.model, comm, self.compiled)
+        first = plan_of(config, 0)
+        self.model.apply_schedule(first.rotary_windows, first.tied)
+
+    def step(self, plan: Plan, batch: list[np.ndarray]) -> list[Tensor]:
+        """Train on this rank's micro-batches. Return the summed cross entropy of each, still on the device."""
+        model, optimizer, cross_entropies = self.model, self.optimizer, []
+        model.apply_schedule(plan.rotary_windows, plan.tied and not plan.unties)
+        if plan.tied:  # the embedding reads the head's weights before the head's own forward would wait for them
+            optimizer.finish_all_gathers()
+        if plan.unties:
+            optimizer.copy_parameter("lm_head.weight", "embed.weight")
+        if self.config.lazy_tables:
+            read = model.rows_read(torch.from_numpy(np.stack(batch)[:, :-1].astype(np.int32)))
+            optimizer.announce_rows(plan.step, read)
+        for i, micro_batch in enumerate(batch):
+            inputs, targets = split_sequence(micro_batch, self.device)
+            count_documents(model, micro_batch[:-1])
+            with optimizer.reducer.span("forward"):
+                objective, cross_entropy = model(inputs, targets, plan.windows, plan.loss_weights)
+            optimizer.prepare_for_backward(plan.step, i, plan.micro_batches // self.comm.ranks, objective)
+            with optimizer.reducer.span("backward"):
+                objective.backward()
+            cross_entropies.append(cross_entropy)
+        with optimizer.reducer.span("step"):
+            optimizer.step(plan)
+        return cross_entropies
+
+    def validate(self, plan: Plan, sequences: np.ndarray,
+                 stop: Callable[[], bool] = bool) -> tuple[float, int] | None:
+        self.optimizer.finish_all_gathers()
+        self.model.apply_schedule(plan.rotary_windows, plan.tied)
+        return validate(self.model, sequences, plan.windows, self.comm, self.device, stop)
+
+    def warm_up(self, val_sequence: np.ndarray) -> None:
+        """Run every stage and kind of step, so that nothing is compiled or allocated on the clock. Restore the state."""
+        c, before = self.config, (self.model.rotary.windows, self.model.tied)
+        saved, position, digest = self.optimizer.state_dict(), self.stream.position, self.stream.digest
+        begins = [-(-stage.begin // c.adam_every) * c.adam_every for stage in stages_of(c)]  # of a cycle of Adam
+        batches: dict[int, list[np.ndarray]] = {}
+        for i in range(c.warmup_steps):
+            step = begins[i // c.adam_every % len(begins)] + i % c.adam_every
+            if step not in batches:  # a stage may have a single step
+                self.stream.position = position
+                batches[step] = self.stream.next_batch(plan_of(c, step))
+            self.step(plan_of(c, step), batches[step])
+        if c.warmup_steps:
+            self.validate(plan_of(c, c.num_steps), val_sequence[None].repeat(self.comm.ranks, 0))
+        self.optimizer.load_state_dict(saved)
+        self.model.apply_schedule(*before)
+        self.stream.position, self.stream.digest = position, digest
+        gc.collect()  # compilation leaves cycles that hold GPU memory
+        gc.freeze()  # later collections, on the clock, skip what exists now
+
+@torch.no_grad()
+def validate(model: GPT, sequences: np.ndarray, windows: Windows, comm: Comm, device: torch.device,
+             stop: Callable[[], bool] = bool) -> tuple[float, int] | None:
+    """Compute (mean loss in nats per token, tokens scored) over sequences int32 [n, length + 1], shared by the ranks.
+
+    Each sequence's loss has a slot of its own, so that the mean does not depend on the number of ranks. Before every
+    fourth sequence the ranks ask whether to `stop` early; all of them then return None.
+    """
+    model.eval()
+    losses, stopped = torch.zeros(len(sequences), dtype=torch.float64, device=device), False
+    for turn, first in enumerate(range(0, len(sequences), comm.ranks)):
+        if turn % 4 == 0 and (stopped := bool(comm.all_reduce(losses.new_full((), stop())))):
+            break
+        if (i := first + comm.rank) < len(sequences):
+            inputs, targets = split_sequence(sequences[i], device)
+            count_documents(model, sequences[i, :-1])
+            _, losses[i] = model(inputs.clamp_min(0), targets, windows)
+    model.train()
+    tokens = int((sequences[:, 1:] >= 0).sum())
+    return None if stopped else (comm.all_reduce(losses).sum().item() / tokens, tokens)
 
 class TrainLosses:
-    """Training losses, read without making the host wait for the device: a loss is there some steps after its step.
+    """Training losses, read without making the host wait for the device: each is read some steps after its step.
 
-    With them travel the notices to save that a rank has heard. All know of them LAG steps later: they save before the
-    same step.
+    The requests to save that a rank has received are sent with them. LAG steps later all ranks know them, and save
+    before the same step.
     """
 
     LAG = 4
 
     def __init__(self, config: Config, comm: Comm, clock: Clock, log: Log):
-        self.config, self.comm, self.clock, self.log, self.told = config, comm, clock, log, 0
-        self.save_at: dict[int, bool] = {}  # before these steps all save; True: and end
+        self.config, self.comm, self.clock, self.log, self.sent = config, comm, clock, log, 0
+        self.save_at: dict[int, bool] = {}  # all ranks save before these steps; True: and stop
         self.pending: list[tuple[Plan, float, Tensor, Any]] = []
 
     def record(self, plan: Plan, losses: list[Tensor]) -> None:
-        """losses: the summed loss of each of this rank's micro-batches, which are summed over all ranks. Notices travel
-        in every step, since where steps are slow a launcher kills soon."""
+        """Start the sum of each micro-batch's loss over all ranks, with this rank's new requests to save."""
         own = torch.stack(losses).detach()
         summed = own.new_zeros(plan.micro_batches + 1)
         summed[self.comm.rank * len(own):(self.comm.rank + 1) * len(own)] = own
-        if (heard := notices.heard) > self.told:  # a number that goes to a GPU makes the host wait
-            summed[-1], self.told = heard - self.told, heard
+        if (received := signals.received) > self.sent:  # rarely: copying a number to a GPU makes the host wait
+            summed[-1], self.sent = received - self.sent, received
         self.comm.all_reduce(summed)
         event = None
         if own.is_cuda:
@@ -2862,17 +3014,17 @@ class TrainLosses:
         self.pending.append((plan, self.clock.read(), summed, event))
 
     def write(self, step: int, wait: bool = False) -> None:
-        """To log and terminal, what is there before a step. RunError if a loss is not finite."""
+        """Log the losses that have arrived before a step. RunError on a loss that is not finite."""
         while self.pending and (wait or self.pending[0][0].step < step - self.LAG or self.pending[0][-1] is None
                                 or self.pending[0][-1].query()):
             plan, train_time, summed, event = self.pending.pop(0)
             done = plan.step + 1
             if event is not None:
                 event.synchronize()
-            demand(summed.isfinite().all(), f"the training loss of step {done} is not finite; lower the learning rates")
+            require(summed.isfinite().all(), f"the training loss of step {done} is not finite; lower the learning rates")
             if summed[-1]:
-                self.save_at[done + self.LAG] = summed[-1].item() >= Notices.END
-            loss, line = None, f"step:{done}/{self.config.num_steps} {times(train_time, done)}"
+                self.save_at[done + self.LAG] = summed[-1].item() >= Signals.STOP
+            loss, line = None, f"step:{done}/{self.config.num_steps} {show_times(train_time, done)}"
             if self.config.train_loss_every and done % self.config.train_loss_every == 0:  # in nats per token
                 tokens = plan.micro_batches * plan.micro_batch_tokens
                 loss = summed[:-1].sum(dtype=torch.float64).item() / tokens
@@ -2880,15 +3032,106 @@ class TrainLosses:
             self.log.write(line)
             self.log.progress(done, loss, self.clock, tokens_of_steps(self.config, done))
 
+class Run:
+    """A run after set-up: warm-up, the training loop, validation."""
+
+    def __init__(self, preset: str, requested: Config, trainer: Trainer, shards: dict[str, list[Shard]],
+                 val_sequences: np.ndarray, clock: Clock, log: Log):
+        """requested: the config before its `auto` values were resolved for this machine."""
+        self.preset, self.requested, self.trainer, self.shards = preset, requested, trainer, shards
+        self.config, self.comm, self.clock, self.log = trainer.config, trainer.comm, clock, log
+        self.val_sequences, self.from_step = val_sequences, 0
+        self.losses = TrainLosses(trainer.config, trainer.comm, clock, log)
+
+    def warm_up(self) -> None:
+        with self.clock.off("hashing"):
+            before = state_hash(self.trainer)
+        self.log.say(f"warm-up: {self.config.warmup_steps} steps off the clock")
+        with self.clock.off("warmup"):
+            self.trainer.warm_up(self.val_sequences[0])
+        self.compiles = compile_stats()[0]
+        with self.clock.off("hashing"):
+            self.state_hashes = {"before_warmup": before, "after_warmup": state_hash(self.trainer)}
+
+    def train(self) -> None:
+        """The loop over all steps. A checkpoint or a validation with a step's number comes before that step."""
+        c, trainer, profile = self.config, self.trainer, Profile(self.trainer, self.clock, self.log)
+        save_due = False
+        self.clock.start()
+        for step in range(self.from_step, c.num_steps):
+            self.losses.write(step)
+            if step in self.losses.save_at or c.save_every and step % c.save_every == 0 and step > self.from_step:
+                save_due = True
+            if save_due and not trainer.optimizer.between_updates:
+                save_checkpoint(self, step)
+                save_due = False
+            if c.val_every and step % c.val_every == 0:
+                self.validate(step)
+            profile.begin_step(step)
+            plan = plan_of(c, step)
+            self.losses.record(plan, trainer.step(plan, trainer.stream.next_batch(plan)))
+        trainer.optimizer.finish_all_gathers()
+        self.clock.stop()
+        self.losses.write(c.num_steps, wait=True)
+        profile.begin_step(c.num_steps)
+
+    def validate(self, step: int) -> tuple[float, int]:
+        """Validate off the clock -> (loss, tokens). RunError if the loss is not finite.
+
+        SIGTERM stops a validation where a checkpoint can be saved: a launcher may not wait for its end.
+        """
+        self.trainer.optimizer.finish_all_gathers()  # they belong to the steps before
+        can_save = step == self.config.num_steps or not self.trainer.optimizer.between_updates
+        with self.clock.off("validation"):
+            self.losses.write(step, wait=True)
+            result = self.trainer.validate(plan_of(self.config, step), self.val_sequences,
+                                           (lambda: signals.stop) if can_save else bool)
+            if result:
+                line = (f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} "
+                        f"{show_times(self.clock.elapsed, step)}")
+                self.log.write(line)
+                self.log.say(line)
+        if not result:
+            save_checkpoint(self, step, stop=True)
+        loss, _ = result
+        require(math.isfinite(loss), f"the validation loss before step {step} is {loss}; lower the learning rates")
+        return result
+
+def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
+    """A whole run, from the data to the result. began: start of the process, by time.perf_counter."""
+    clock, requested, changes = Clock(device, began), config, []
+    with clock.off("setup"):
+        shards = find_data(config, comm)
+        if device.type == "cuda":
+            config, changes = resolve_auto(config, comm)
+        require(device.type == "cuda" or config.attention in ("auto", "masked"), f"attention {config.attention} needs a "
+                "GPU, and this machine has none; use --attention auto")
+        val_sequences = validation_sequences(shards["val"], config.val_tokens, config.val_len)
+        trainer = Trainer(config, comm, device, shards["train"])
+        trainer.stream.check_enough()
+        race = Run(preset, requested, trainer, shards, val_sequences, clock, log)
+        start_log(race, resume(race), changes)
+    race.warm_up()
+    with signals.caught():
+        race.train()
+        with clock.off("hashing"):
+            before = hash_of(named_tensors(trainer.model))
+        finish(race, before, *race.validate(config.num_steps))
+
+# ------------------------------------------------------------------------------------------------------------------
+# log and clock
+
 class Clock:
-    """Milliseconds of training. It stands still for what is outside; each such span is named, and begins where the one
-    before it or training ended: no time is without a name."""
+    """The training clock, in milliseconds. It stops for everything outside training.
+
+    Each span outside has a name and begins where the last span or training ended, so that all time has a name.
+    """
 
     def __init__(self, device: torch.device, began: float):
-        """began: when the process started, by time.perf_counter."""
-        self.device, self.began, self.elapsed, self.runs = device, began, 0.0, False
-        self.last = time.perf_counter()  # when the last span ended
-        self.outside = collections.Counter(joining=self.last - began)  # seconds, by name
+        """began: start of the process, by time.perf_counter."""
+        self.device, self.began, self.elapsed, self.running = device, began, 0.0, False
+        self.last = time.perf_counter()  # end of the last span
+        self.outside = collections.Counter(joining=self.last - began)  # seconds by name
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -2896,83 +3139,94 @@ class Clock:
         return time.perf_counter()
 
     def start(self) -> None:
-        self.runs = True
+        self.running = True
 
     def stop(self) -> None:
-        begin, self.last, self.runs = self.last, self._now(), False
+        begin, self.last, self.running = self.last, self._now(), False
         self.elapsed += 1000 * (self.last - begin)
 
     def read(self) -> float:
-        """Without waiting for the device: what the host has seen of the time so far."""
-        return self.elapsed + 1000 * (time.perf_counter() - self.last) * self.runs
+        """Read the host's time without waiting for the device."""
+        return self.elapsed + 1000 * (time.perf_counter() - self.last) * self.running
 
     @contextlib.contextmanager
     def off(self, name: str) -> Iterator[None]:
-        """Seconds within are counted under this name, those of torch.compile under its own, and not as training."""
-        runs = self.runs
-        if runs:
+        """Stop the clock and count the seconds under this name; those of torch.compile count as `compile`."""
+        running = self.running
+        if running:
             self.stop()
         begin, compiled = self.last, compile_stats()[1]
         yield
         self.last, compiled = self._now(), compile_stats()[1] - compiled
         self.outside.update({name: self.last - begin - compiled, "compile": compiled})
-        self.runs = runs
+        self.running = running
 
     def state(self) -> dict[str, Any]:
         return {"elapsed": self.elapsed, "outside": dict(self.outside), "wall": self.last - self.began}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on where a run was when it was saved; what it did since is lost and does not count."""
+        """Continue from a checkpoint; time after it was lost and does not count."""
         self.elapsed, self.began = state["elapsed"], self.began - state["wall"]
         self.outside.update(state["outside"])
 
+def compile_stats() -> tuple[int, float]:
+    """(graphs, seconds) of torch.compile in this process."""
+    if not (utils := sys.modules.get("torch._dynamo.utils")):
+        return 0, 0.0
+    return utils.counters["stats"]["unique_graphs"], utils.calculate_time_spent().get("total_wall_time", 0.0)
+
+def show_times(elapsed: float, step: int) -> str:
+    """Show milliseconds in total and per step, for a line of the log."""
+    return f"train_time:{elapsed:.0f}ms step_avg:{elapsed / step if step else 0:.2f}ms"
+
 def printable(text: str) -> str:
-    """What comes from files, models and other machines, with what a terminal would obey spelled out; but for newlines
-    and tabs."""
+    """Escape control characters other than newlines and tabs: the text may come from files or other machines."""
     return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else c.encode("unicode_escape").decode()
                    for c in text)
 
 def curve(losses: Sequence[float]) -> str:
-    """One loss or more as a line of up to 16 bars, the mean of as many in each; the highest is full."""
+    """Draw losses as up to 16 bars, each the mean of equally many losses."""
     means = [part.mean() for part in np.array_split(losses, min(16, len(losses)))]
     low, high = min(means), max(means)
     return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / (high - low or 1))] for mean in means)
 
 class Log:
-    """The only file and the only voice of a run; rank 0's. Each line is in the file when write returns."""
+    """The only file and the only output of a run. Only rank 0 writes; each line is in the file when write returns."""
 
     def __init__(self, config: Config, rank: int, run_id: str):
         self.config, self.rank, self.run_id = config, rank, run_id
-        self.file, self.last_line, self.mute, self.resumed = None, 0.0, rank > 0 or sys.stdout is None, 0
-        self.losses: list[float] = []  # of training, those that are known
+        self.file, self.last_line, self.mute, self.resumes = None, 0.0, rank > 0 or sys.stdout is None, 0
+        self.losses: list[float] = []  # training losses so far
 
     @property
     def path(self) -> Path:
         return ROOT / self.config.log_dir / f"{self.run_id}.txt"
 
     def open(self, start: dict[str, Any], environment: str, resumed: dict[str, Any] | None) -> None:
-        """Rank 0 creates the file with the source, the environment and the run's description, or goes on in it."""
+        """Create the file with the source, the environment and the run's description, or append to it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rule, source = "=" * 100, Path(__file__).read_text(encoding="utf-8")
-        used = (f"{self.path} exists: run_id {self.run_id!r} was used; choose another --run_id, go on with --resume, "
-                "or delete that log")
+        used = (f"{self.path} exists, so run_id {self.run_id!r} was used. Choose another --run_id, continue that run by "
+                "--resume, or delete its log")
         try:
-            file = open(self.path, "r+" if resumed and self.path.exists() else "x+", encoding="utf-8", errors="replace",
-                        newline="")
+            file = open(self.path, "a+" if resumed else "x", encoding="utf-8", errors="replace", newline="")
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileExistsError:
             raise RunError(used) from None
         except BlockingIOError:
-            raise RunError(f"{self.path}: another process trains this run; wait for it, or end it") from None
-        written = file.read()
+            raise RunError(f"{self.path}: another process trains this run; wait for it or stop it") from None
+        written = ""
+        if resumed:
+            file.seek(0)
+            written = file.read()
         begun = re.search(rf"\n{rule}\n(\{{.*)\n", written)
-        demand(not begun or '\n{"end"' not in written and (resumed["checkpoint"] or is_of_this_launch(self.path)), used)
-        if not begun:  # new, or killed while it wrote this
-            file.truncate(file.seek(0))
+        require(not begun or '\n{"end"' not in written and (resumed["checkpoint"] or is_of_this_launch(self.path)), used)
+        if not begun:  # new, deleted, or stopped while its head was written
+            file.truncate(0)
             try:
                 print(source, rule, environment, rule, json.dumps(start), sep="\n", file=file, flush=True)
             except OSError:
-                self.path.unlink()  # nothing is left of a run that did not begin
+                self.path.unlink()  # the run did not start
                 raise
         self.file = file
         if resumed and (begun or resumed["checkpoint"]):
@@ -2981,7 +3235,7 @@ class Log:
             resumed = {"lost_seconds": (datetime.now(timezone.utc) - began).total_seconds(), **resumed,
                        "lost_steps": max(0, int((steps or [0])[-1]) - resumed["from_step"])}
             self.write("\n" * (written[-1:] not in ("", "\n")) + json.dumps({"resumed": resumed}))
-            self.resumed = written.count('\n{"resumed"') + 1
+            self.resumes = written.count('\n{"resumed"') + 1
 
     def write(self, line: str) -> None:
         if self.file is not None:
@@ -2989,7 +3243,7 @@ class Log:
             self.file.flush()
 
     def say(self, line: str, stay: bool = False) -> None:
-        """To the terminal only, and lost where that is gone; with stay the next line takes its place."""
+        """Print to the terminal only. With stay the next line replaces this one. A closed terminal is ignored."""
         if not self.mute:
             try:
                 print("\r\033[K" * sys.stdout.isatty() + printable(line) + "\033[A" * stay, flush=True)
@@ -2998,7 +3252,7 @@ class Log:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def progress(self, step: int, loss: float | None, clock: Clock, tokens: int) -> None:
-        """A line that stays in its place on a terminal; in a pipe one every few seconds."""
+        """Print a line that stays in place on a terminal; in a pipe print one every few seconds."""
         if self.mute:
             return
         self.losses += [] if loss is None else [loss]
@@ -3012,758 +3266,81 @@ class Log:
                      f"{per_step * (total - step) / 1000:.0f} s left", stay=terminal)
 
     def close(self) -> None:
-        """RunError if the file was taken away while it was written, and cannot be put back."""
-        if self.file is None:
-            return
-        file, self.file = self.file, None
-        with file:
-            if not self.path.exists() or not os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
-                file.seek(0)
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.path.write_text(file.read(), encoding="utf-8")
-                self.say(f"{self.path} was deleted or replaced during the run; it was written again")
-
-def save_file(path: Path, content: dict[str, Any]) -> None:
-    """Written whole or not at all, with a hash of its state. RunError if there is no room."""
-    content = {**content, "state_hash": hash_of(list(content["state"].items()))}
-    partial = path.with_name(path.name + ".partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
-    except (OSError, RuntimeError) as error:  # torch tells a full disk in words of its own
-        raise RunError(f"{path}: cannot be written ({error}); free space or choose another --log_dir") from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-
-def load_file(path: str | Path, check: bool = True) -> dict[str, Any]:
-    """What save_file wrote: tensors, numbers and text; nothing in it is executed. RunError if it is damaged; without
-    check the tensors are not read, only what stands beside them."""
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if check and hash_of(list(saved["state"].items())) != saved["state_hash"]:
-            raise ValueError("its bytes changed")
-        return saved
-    except OSError:
-        raise
-    except Exception as error:  # torch.load raises many kinds, and advises to trust the file
-        raise RunError(f"{path}: is no saved model or checkpoint of this version of train_gpt.py, or a damaged one "
-                       f"({type(error).__name__}); name another") from error
-
-def checkpoints(folder: Path, run_id: str, suffix: str = "") -> list[Path]:
-    """Those of a run, or without its id of every run, the oldest first."""
-    found = folder.glob(f"{glob.escape(run_id) or '*'}.step*.ckpt{suffix}")
-    return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
-
-def clear_checkpoints(log: Log, keep: int) -> None:
-    """Delete a run's checkpoints but for the latest so many, and what a killed process left half written."""
-    run = log.path.parent, log.run_id
-    for path in (*checkpoints(*run)[:-keep or None], *checkpoints(*run, ".partial")):
-        path.unlink(missing_ok=True)
-
-def find_checkpoint(config: Config) -> Path:
-    """The checkpoint that config.resume means; the latest of its run, where torchrun started it again."""
-    named = Path(config.resume) if Path(config.resume).exists() else ROOT / config.resume
-    folder, run_id, again = named.parent, named.stem, from_environment("TORCHELASTIC_RESTART_COUNT", 0)
-    if config.resume == "latest":
-        folder, run_id = ROOT / config.log_dir, config.run_id
-    one = named.suffix == ".ckpt"
-    if again and (one or not run_id):  # the run that this launch went on with; others may have saved since
-        own = sorted(filter(is_of_this_launch, folder.glob("*.txt")), key=os.path.getmtime)
-        run_id, one = (own[-1].stem, False) if own else (run_id, one)
-    if one and named.is_file():
-        return named.resolve()
-    found = checkpoints(folder, run_id)
-    demand(found, f"--resume {config.resume}: no checkpoint there; name a .ckpt or the log of a run that left one. A "
-           "run that ended well keeps none: it is whole")
-    return found[-1].resolve()
-
-def load_model(path: str | Path, device: str = "cpu") -> tuple[GPT, dict[str, Any]]:
-    """A model that --save_model left, in evaluation form, and the rest of what was saved with it."""
-    saved = load_file(path)
-    try:
-        model = build_model(config_of(saved["config"]), Encoding(saved["vocab_size"], saved["bos_id"]))
-        load_parameters(model, saved)
-        model.follow(tuple(saved["rotary_windows"]), saved.get("tied", False))
-    except (KeyError, TypeError, RuntimeError) as error:
-        raise RunError(f"{path}: holds no model of this version of train_gpt.py ({error}); name another") from error
-    return model.to(device).eval(), {key: v for key, v in saved.items() if key != "state"}
-
-@torch.no_grad()
-def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
-    """Those of a saved model or checkpoint; of one that was tied the head's are the embedding's too."""
-    params = dict(model.named_parameters())
-    further = [name for name in saved["state"] if "/" not in name and name not in params]
-    demand(not further, f"what was saved has {', '.join(further)} too, and this model does not: give it the --layers, "
-           "--ngrams and other flags of that run")
-    for name, param in params.items():
-        x = saved["state"].get("lm_head.weight" if saved.get("tied") and name == "embed.weight" else name)
-        fits = x is not None and x.shape in (param.shape, (param.numel(),))  # which it has in a checkpoint
-        demand(fits, f"{name} is {list(param.shape)} here, and "
-               f"{'missing' if x is None else list(x.shape)} in what was saved: by other --layers, --model_dim, "
-               "--ngrams or vocabulary, which are to be the same, or by another revision of train_gpt.py, see its log")
-        param.copy_(x.view(param.shape))
-
-# ------------------------------------------------------------------------------------------------------------------
-# preflight
-
-class Part(NamedTuple):
-    """A part of a run, and how it is computed there. compute(False) does that; compute(True) is plain: float32,
-    uncompiled, by other means where there are some. allowed: the norm of their difference, over the plain one's.
-    fallback: the flag that does without this way, and its value."""
-
-    name: str
-    how: str
-    compute: Callable[[bool], Sequence[Tensor]]
-    allowed: float
-    fallback: tuple[str, Any] | None = None
-
-# Two to four times what bf16 and fp8 make, uncompiled, on a CPU. Of the gates' few entries polar makes 0.25 and more
-ALLOWED, ALLOWED_IN_FP8 = {torch.bfloat16: 0.06, torch.float32: 1e-4}, 0.1
-ALLOWED_OF_POLAR, ALLOWED_OF_GATES = 0.06, 0.9
-SCALES = "scalars", "stream_scales", "added_scales"  # numbers of the layers
-
-def model_parts(trainer: Trainer) -> Iterator[Part]:
-    """Attention, each kind of block, and the head: with gradients, on a micro-batch of noise."""
-    c, model, device = trainer.config, trainer.model, trainer.device
-    plan = plan_of(c, c.num_steps - 1)
-    for p in model.parameters():  # a zero would hide what is behind it
-        p.data.normal_(0, 0.02) if p.dim() > 1 else p.data.fill_(0.5)
-    with device:
-        # without tables, which take part in none of this
-        as_plain = dataclasses.replace(c, dtype="float32", fp8_head=False, ngrams="")
-        plain = build_model(as_plain, trainer.stream.shards[0].encoding)
-        text = torch.where(torch.rand(max(lengths_of_micro_batches(c))) < 0.002, model.bos_id, 0)
-        targets = torch.randint(len(model.embed.weight), text.shape)
-        noise = (norm(torch.randn(len(text), c.model_dim)).to(model.embed.weight.dtype) for _ in range(6))
-        x, x0, values, ngrams, back, grad = noise
-    plain.load_state_dict(model.state_dict(), strict=False)
-    plain.reach, plain.loss_tokens = longest_window(c), 1024
-    again = torch.utils.checkpoint.checkpoint  # float32 logits are not kept
-    plain.lm_head.forward = functools.partial(again, plain.lm_head.forward, use_reentrant=False)
-    count_documents(model, text.cpu().numpy())
-    masks = {m: m.masks(text, plan.windows) for m in (model, plain)}
-
-    def attention(m: GPT, *qkv: Tensor) -> Tensor:
-        q, k, v = (y.view(len(text), c.num_heads, -1) for y in qkv)
-        return attend(q * Rotary.FIRST_SCALE, k, v, masks[m]["L"])
-
-    def block(i: int, m: GPT, x: Tensor, x0: Tensor, *further: Tensor) -> Tensor:
-        _, mixes, value_mixes, *_ = m.mixing_weights()
-        rotary, layer, given = (m.rotary.cos, m.rotary.sin, m.rotary.scale), m.layers[i], iter(further)
-        values, ngrams, back = (next(given) if there else None for there in takes(i))
-        return m.blocks[i](x, x0, mixes[i], values, value_mixes[i], rotary, masks[m][layer.window], ngrams, back)
-
-    def takes(i: int) -> tuple[bool, ...]:
-        return model.layers[i].value_table is not None, model.takes_ngrams[i], model.layers[i].reads_back
-
-    def head(m: GPT, x: Tensor) -> Tensor:
-        return m.loss(x, targets, plan.loss_weights)
-
-    def part(name: str, way: tuple[str, Any], function: Callable[..., Tensor], given: Sequence[Tensor],
-             *learnt: str) -> Part:
-        def compute(by_plain: bool) -> list[Tensor]:
-            m, math_alone = (plain, torch.nn.attention.SDPBackend.MATH) if by_plain else (model, None)
-            inputs = [y.detach().to(torch.float32 if by_plain else y.dtype).requires_grad_() for y in given]
-            with torch.nn.attention.sdpa_kernel(math_alone) if by_plain else contextlib.nullcontext():
-                out = function(m, *inputs)
-            inputs += [p for name, p in m.named_parameters() if name.startswith(learnt)]
-            out_grad = grad.to(out.dtype).view_as(out) if out.dim() else None
-            grads = torch.autograd.grad(out, inputs, out_grad, allow_unused=True)  # of an MLP alone not all take part
-            return [out.detach(), *(x for x in grads if x is not None)]
-        return Part(name, way[0], compute, ALLOWED_IN_FP8 if way[0] == "fp8" else ALLOWED[x.dtype], way[1])
-
-    masked = None if model.reach else ("attention", "masked")
-    way = {DocumentTable: ("FlashAttention", ("attention", "flex")), BlockMask: ("FlexAttention", masked),
-           Tensor: ("masks in pieces", masked)}[type(masks[model]["L"])]
-    yield part("attention", way, attention, (x, x0, values))
-    kinds = {(layer.window == "P", c.key_offset and layer.window, bool(layer.window), layer.mlp, *takes(i)): i
-             for i, layer in reversed([*enumerate(model.layers)]) if layer.window or layer.mlp}
-    for i in kinds.values():
-        layer = model.layers[i]
-        given = x, x0, *itertools.compress((values, ngrams, back), takes(i))
-        kernels = layer.mlp and model.blocks[i].mlp.kernels
-        way = (f"{trainer.way[0]}, with kernels", ("kernels", "off")) if kernels else trainer.way
-        yield part(f"block {i} {c.layers.split()[i]}", way, functools.partial(block, i), given, *SCALES, f"blocks.{i}.")
-    yield part("head", ("fp8", ("fp8_head", False)) if model.lm_head.fp8 else trainer.way, head, (x,), "lm_head.")
-
-def rule_parts(trainer: Trainer) -> Iterator[Part]:
-    """Each update rule on each shape of a shard."""
-    optimizer, plan = trainer.optimizer, plan_of(trainer.config, 0)
-
-    @torch.no_grad()
-    def update(bucket: Bucket, noise: Sequence[Tensor], by_plain: bool) -> list[Tensor]:
-        held = bucket.param_shard, bucket.grad_shard, *bucket.state.values()
-        if by_plain:
-            held = [x.to(torch.float32, copy=True) for x in noise]
-            hyper = {**bucket.rule.hyper(plan, 1), "dtype": torch.float32, "scale": bucket.scale}
-            bucket.rule.update(*held[:2], dict(zip(bucket.state, held[2:])), hyper)
-        else:
-            for x, y in zip(held, noise):
-                x.copy_(y)
-            bucket.updates = 1
-            optimizer.apply_rule(bucket, plan)
-        return [held[0].float() - noise[0].float(), *held[2:]]
-
-    for bucket in {(type(b.rule), b.param_shard.shape, b.param_data.dtype): b for b in optimizer.buckets}.values():
-        if isinstance(bucket, RowBucket):  # all of them
-            bucket.set_grads(torch.arange(len(bucket.param_shard), device=trainer.device),
-                             torch.empty_like(bucket.param_shard, dtype=bucket.grad_data.dtype))
-        noise = [torch.randn_like(x) / 50 for x in (bucket.param_shard, bucket.grad_shard)]
-        noise += [torch.rand_like(x) / 1000 for x in bucket.state.values()]
-        allowed = ALLOWED[bucket.param_data.dtype]
-        if isinstance(bucket.rule, NorMuon) and bucket.rule.polar_dtype != torch.float32:
-            allowed = ALLOWED_OF_POLAR if min(bucket.param_shard.shape[1:]) >= 64 else ALLOWED_OF_GATES
-        yield Part(f"{type(bucket.rule).__name__} {list(bucket.param_shard.shape)}", trainer.way[0],
-                   functools.partial(update, bucket, noise), allowed, trainer.way[1])
-
-MOST_SENT = 2 ** 22  # elements: every rank makes what all ranks send
-
-def transfer_parts(trainer: Trainer) -> Iterator[Part]:
-    """A shard on its way to the device; collectives, on as much as the largest bucket holds, or MOST_SENT a rank."""
-    comm, device, exact = trainer.comm, trainer.device, trainer.config.exact
-    shard = trainer.stream.shards[comm.rank % len(trainer.stream.shards)]
-    bucket = max(trainer.optimizer.buckets, key=lambda bucket: bucket.grad_data.nbytes)
-    shape, dtype = (comm.ranks, min(bucket.shard_numel, MOST_SENT)), bucket.grad_data.dtype
-    everyones = [torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(rank)).to(dtype)
-                 for rank in range(comm.ranks)]
-
-    def load(by_plain: bool) -> list[Tensor]:
-        raw = np.fromfile(shard.path, "<u2", offset=4 * HEADER_INTS) if by_plain else load_tokens(shard)
-        return [torch.from_numpy(raw[:-1].astype(np.int32)).to(device) if by_plain else split_sequence(raw, device)[0]]
-
-    def exchange(kind: str, by_plain: bool) -> list[Tensor]:
-        full, mine = everyones[comm.rank].clone(), comm.rank
-        if kind == "all-gather":
-            if not by_plain:
-                comm.all_gather(full.view(-1), full[mine]).wait()
-            return [torch.stack([x[rank] for rank, x in enumerate(everyones)]) if by_plain else full]
-        if by_plain:
-            total = sum(x.float() for x in everyones)
-            return [total if kind == "all-reduce" else total[mine]]
-        if kind == "all-reduce":
-            return [comm.all_reduce(full)]
-        comm.reduce_scatter(full[mine], full.view(-1), comm.receive_buffer(full.view(-1), exact)).wait()
-        return [full[mine]]
-
-    def send_rows(bucket: RowBucket, by_plain: bool) -> list[Tensor]:
-        """Gradients of some rows of its first table, of each rank others, to their owners; as values back to all."""
-        place, sums = bucket.params[0], torch.zeros_like(bucket.rows, dtype=torch.float32)
-        for rank in range(comm.ranks):
-            noise = torch.Generator().manual_seed(rank)
-            rows = torch.randint(len(place.param), (1, 4096), generator=noise)
-            grads = torch.randn(4096, bucket.rows.size(1), generator=noise).to(device, bucket.grad_data.dtype)
-            sums.index_add_(0, rows[0].to(device) + bucket.first_row(place), grads.float())
-            if rank == comm.rank:
-                place.waiting = [torch.sparse_coo_tensor(rows.to(device), grads, place.param.shape,
-                                                         check_invariants=False)]
-        if by_plain:
-            place.waiting = []
-            return [sums]
-        bucket.rows.zero_()
-        bucket.start_reduce(comm, exact)
-        bucket.reducing.wait()
-        bucket.reducing = None
-        bucket.param_shard[bucket.touched] = bucket.grad_shard.to(bucket.rows.dtype)
-        bucket.start_gather(comm)
-        bucket.gathering.wait()
-        bucket.gathering = None
-        return [bucket.rows.clone()]
-
-    yield Part("load a shard", f"{shard.tokens:,} tokens", load, 0.0)
-    row_buckets = [bucket for bucket in trainer.optimizer.buckets if isinstance(bucket, RowBucket)]
-    for bucket in row_buckets[:comm.ranks - 1]:  # the first, unless there is nobody to send to
-        yield Part("rows to their owners, to all", f"{4096 * bucket.rows[0].nbytes >> 10:,} KiB",
-                   functools.partial(torch.no_grad()(send_rows), bucket), ALLOWED[comm.sent_dtype or dtype])
-    for kind in ("all-reduce", "reduce-scatter", "all-gather") if comm.ranks > 1 else ():
-        yield Part(kind, f"{everyones[0].nbytes >> 10:,} KiB", functools.partial(exchange, kind),
-                   ALLOWED[comm.sent_dtype or dtype])
-
-def attempt(part: Part, plain: bool, device: torch.device) -> tuple[Sequence[Tensor] | None, str]:
-    """What it has computed; or None, and why."""
-    try:
-        result = part.compute(plain)
-        if device.type == "cuda":
-            torch.cuda.synchronize()  # a kernel that fails says so late
-        return result, ""
-    except RunError:
-        raise
-    except Exception as error:  # a compiler's, a kernel's, or memory ran out
-        return None, f": {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-
-NOT_COMPARED = -1.0  # less than any difference: where one rank could compare, its result stands in the table
-
-def preflight(trainer: Trainer, log: Log) -> tuple[list[list[str]], Part | None]:
-    """Each part once, then all is as it was -> rows as named below, each of the rank that is worst; and the first part
-    that failed on any: others may fail because of it. RunError if no flag does without it."""
-    parts, mine, rows, failed = [], [], [["part", "how", "difference", "allowed", "ms", "verdict"]], []
-    saved = trainer.optimizer.state_dict()
-    for part in itertools.chain(model_parts(trainer), rule_parts(trainer), transfer_parts(trainer)):
-        plain, why_not = attempt(part, True, trainer.device)
-        used, why = attempt(part, False, trainer.device)  # compiles, and measures kernels
-        began = time.perf_counter()
-        if used is not None:
-            used, why = attempt(part, False, trainer.device)
-        ms = 1000 * (time.perf_counter() - began)
-        if used is None:
-            difference = math.inf
-        elif plain is None:  # that failed, which no run needs
-            difference, why = NOT_COMPARED, why_not
-        else:
-            ratios = [((x.float() - y.float()).norm() / y.float().norm()).item()
-                      for x, y in zip(used, plain, strict=True)]
-            difference = max(ratio if math.isfinite(ratio) else math.inf for ratio in ratios)  # zeros are no result
-        mine.append([difference, ms, why])
-        parts.append(part._replace(compute=None))  # which holds its tensors
-    for bucket in trainer.optimizer.buckets:  # their padding too
-        for x in (bucket.param_data, bucket.grad_data, *bucket.state.values()):
-            x.zero_()
-    trainer.optimizer.load_state_dict(saved)
-    for part, (difference, ms, why) in zip(parts, map(max, zip(*trainer.comm.all_json(mine)))):
-        verdict = "failed" if difference > part.allowed else "not compared" if difference == NOT_COMPARED else "ok"
-        failed += [part] * (verdict == "failed")
-        rows.append([part.name, part.how, "-" if difference == NOT_COMPARED else f"{difference:.1e}",
-                     f"{part.allowed:g}", f"{ms:.3f}", verdict + why])
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    told = trainer.config.preflight == "only" or any(row[-1] != "ok" for row in rows[1:])
-    for row in rows if told else ():
-        log.say("  ".join(map(str.ljust, row, widths)).rstrip())
-    if not failed:
-        return rows[1:], None
-    demand(failed[0].fallback, f"preflight: {failed[0].name}, {failed[0].how}, failed as the table says, and no flag "
-           "does without it; mend this machine, or race on another; --preflight off goes on all the same")
-    return rows[1:], failed[0]
-
-# ------------------------------------------------------------------------------------------------------------------
-# main
-
-class FailureMonitor:
-    """Watches from a thread while this rank works, or waits for others in a collective.
-
-    Every rank counts up a beat of its own, and listens for that of the next, by the store of the rendezvous; alone, and
-    until there is one, to its own. Where a rank has failed, is not heard of, or has lost the store or its launcher, it
-    ends with the reason, within seconds; so do all, since each hears of a failure.
-    """
-
-    PERIOD_S, PATIENCE_S = 0.5, 10.0
-
-    def __init__(self, rank: int, log: Log):
-        self.store, self.rank, self.next, self.log = dist.HashStore(), rank, rank, log
-        self.over, self.asker = threading.Event(), ThreadPoolExecutor(1)
-        self.beat, self.silent = 0, 0  # the next rank's last beat, and how often it was heard again
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def listen(self, store: dist.Store, ranks: int) -> None:
-        """To the others, from now on."""
-        self.store, self.next = dist.PrefixStore("monitor", store), (self.rank + 1) % ranks
-
-    def _watch(self) -> None:
-        message = ""
-        while not message and not self.over.wait(self.PERIOD_S):
-            try:
-                message = self.asker.submit(self._ask).result(self.PATIENCE_S)
-            except NoAnswer:
-                message = f"the ranks' store has not answered for {self.PATIENCE_S:g} s: its host or the way is gone"
-            except RuntimeError:
-                message = "the ranks' store is gone, and the launcher that held it; start again, or go on with --resume"
-        if message and not self.over.is_set():
-            with notices.last_word:  # main writes no end, and deletes no checkpoint; unless it has done so
-                if notices.phase != "over":
-                    complain(self.log, self.rank, message)
-                    self.tell("failure", message)
-                    self.give_time()
-                    os._exit(1)
-
-    def _ask(self) -> str:
-        """Say that this rank lives; what another says; nothing, if all is well."""
-        if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != notices.launcher:  # a shell may leave
-            return f"the launcher of rank {self.rank} is gone; start again, or go on with --resume"
-        self.store.add(f"beat-{self.rank}", 1)
-        last, self.beat = self.beat, self.store.add(f"beat-{self.next}", 0)
-        self.silent = self.silent + 1 if self.beat == last else 0
-        if self.store.check(["failure"]):
-            return self.store.get("failure").decode(errors="replace")
-        if self.silent * self.PERIOD_S > self.PATIENCE_S and not self.store.check([f"done-{self.next}"]):
-            return f"rank {self.next} has not been heard of for {self.PATIENCE_S:g} s: it, its host or the way is gone"
-        return ""
-
-    def give_time(self) -> None:
-        """To the others, for hearing a last word: when one has left, all are killed, or the store is gone."""
-        notices.terminated.wait(2 * self.PERIOD_S)
-
-    def first_to_say(self, message: str) -> bool:
-        """Whether no rank of this host has said the same. Rank 0, which has the log, goes first."""
-        notices.terminated.wait(self.PERIOD_S * bool(self.rank))
-        with contextlib.suppress(NoAnswer, RuntimeError):
-            said = self.asker.submit(self.store.compare_set, f"{socket.gethostname()}: {message}", "", str(self.rank))
-            return said.result(self.PATIENCE_S / 5) == str(self.rank).encode()
-        return True
-
-    def tell(self, key: str, message: str = "") -> None:
-        """Put a last word into the store: a failure, or that this rank is done."""
-        self.over.set()
-        with contextlib.suppress(NoAnswer, RuntimeError):
-            self.asker.submit(self.store.set, key, message).result(self.PATIENCE_S / 5)
-
-INTERRUPTED = "interrupted"
-
-def complain(log: Log | None, rank: int, message: str, aloud: bool = True) -> None:
-    """The last word of a rank, to its log and, aloud, to stderr."""
-    kept = ""
-    if log is not None and log.file is not None:
-        with contextlib.suppress(OSError, RunError):
-            log.write(f"error: {message}")
-            log.close()
-            kept = f"; the log so far: {log.path}"
-        if "--resume" not in message:
-            found = checkpoints(log.path.parent, log.path.stem)
-            kept += (f"; --resume {log.path} goes on from its last checkpoint" if found else
-                     "; no checkpoint to go on from, --save_every keeps some")
-    with contextlib.suppress(OSError):
-        if aloud:
-            error = "error: " * (message != INTERRUPTED)
-            print(f"train_gpt.py: rank {rank}: {error}{printable(message)}{kept}", file=sys.stderr, flush=True)
-
-def output_of(*command: str) -> str:
-    """What a command prints, or nothing where it cannot be run."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=30).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-def count_gpus() -> int:
-    """Those that torch can use. RunError where the driver shows some that it cannot use: a CPU is no substitute."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its reason is in the message below
-        seen, usable = torch.cuda.device_count(), torch.cuda.is_available()
-    if seen and not usable:
-        why = "no reason given"
-        try:
-            torch.cuda.init()
-        except (RuntimeError, AssertionError) as error:
-            why = str(error).split(". ")[0]
-        driver, *_ = nvidia_smi("driver_version") or ["(nvidia-smi does not say which)"]
-        raise RunError(f"this machine has {seen} GPU(s), but torch {torch.__version__}, built for CUDA "
-                       f"{torch.version.cuda}, cannot use them with driver {driver}: {why}; update the driver, or "
-                       "install torch's build for an older CUDA as the README says, or race on the CPU: "
-                       "CUDA_VISIBLE_DEVICES= ./run.sh")
-    return seen
-
-def nvidia_smi(fields: str) -> list[str]:
-    """A line per GPU; none where it cannot be run."""
-    return output_of("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader").splitlines()
-
-def check_compiler(gpu: bool) -> None:
-    """RunError where torch.compile would end in a traceback, after minutes: it makes C or C++ of a part of its work."""
-    variable, usual = "CC", ("gcc", "clang")  # Triton's
-    if not gpu:
-        variable, usual = "CXX", ("clang++",) if sys.platform == "darwin" else ("g++",)  # Inductor's
-    programs = [os.environ[variable]] if os.environ.get(variable) else usual
-    demand(any(map(shutil.which, programs)), f"compiling needs {' or '.join(programs)}, and this machine has none; "
-           "install gcc and g++ (on Debian build-essential)" + ("" if gpu else ", or leave out --compile on"))
-    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")  # Debian's own scheme means /usr/local
-    demand(not gpu or header.exists(), f"compiling needs {header}, which is missing; install Python's headers (on "
-           "Debian the package python3-dev)")
-
-def cpu_name() -> str:
-    with contextlib.suppress(OSError, StopIteration):
-        return next(line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name"))
-    return platform.processor() or platform.machine()
-
-def describe_machine(device: torch.device) -> tuple[dict[str, Any], str]:
-    """(hardware, versions, source and the environment's switches for the JSON line, the free text above it)."""
-    on_gpu, cpu, cores = device.type == "cuda", cpu_name(), os.cpu_count()
-    gpus = [dict(zip(("name", "uuid", "driver"), row.split(", "))) for row in nvidia_smi("name,uuid,driver_version")]
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
-                "triton": triton and triton.__version__}
-    text = (f"Running Python {sys.version}\nRunning PyTorch {torch.__version__} compiled for CUDA "
-            f"{torch.version.cuda}\nRunning Triton version {versions['triton']}\n")
-    text += output_of("nvidia-smi") if on_gpu else f"{cpu}, {cores} cores, {platform.platform()}"
-    prefixes = ("TORCH", "PYTORCH", "TRITON", "INDUCTOR", "NCCL", "GLOO", "CUDA_", "OMP_", "PYTHON", "LD_")
-    environment = {key: setting for key, setting in sorted(os.environ.items()) if key.startswith(prefixes)}
-    hardware = {"device": torch.cuda.get_device_name() if on_gpu else cpu, "gpus": gpus if on_gpu else [],
-                "cpu": cpu, "cores": cores}
-    return {"hardware": hardware, "versions": versions, "environment": environment,
-            "source_sha256": file_sha256(__file__)}, text
-
-def loaded_libraries() -> str:
-    """One SHA-256 over the names and contents of all shared libraries in this process, but for what was compiled here;
-    empty where the system does not list them."""
-    compiled = tuple(os.environ.get(f"{name}_CACHE_DIR", " ") for name in ("TORCHINDUCTOR", "TRITON"))
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else ()
-    paths = {line.split(maxsplit=5)[5] for line in lines if " r-xp " in line and " /" in line}
-    named = sorted((Path(path).name, file_sha256(path)) for path in paths
-                   if not path.startswith(compiled) and Path(path).exists())
-    return sha256_of(json.dumps(named).encode()) if named else ""
-
-def file_sha256(path: str | Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
-
-def with_digests(shards: list[Shard], comm: Comm, local_rank: int, local_ranks: int) -> list[Shard]:
-    """The shards with their SHA-256, shared out over the ranks of a host. They meet after each, so that none waits for
-    longer than one takes. RunError if a host has others."""
-    digests: dict[str, str] = {}
-    agree(comm, "shards", {"names": [shard.path.name for shard in shards]}, "Give every host the same data")
-    for first in range(0, len(shards), min(comm.all_json(local_ranks))):
-        mine = {shard.path.name: file_sha256(shard.path) for shard in shards[first + local_rank:first + local_rank + 1]}
-        for name, digest in (found for theirs in comm.all_json(mine) for found in theirs.items()):
-            demand(digests.setdefault(name, digest) == digest, f"shard {name} differs between hosts: SHA-256 "
-                   f"{digest[:12]} and {digests[name][:12]}; copy the data anew")
-    return [shard._replace(sha256=digests[shard.path.name]) for shard in shards]
-
-def find_data(config: Config, comm: Comm) -> dict[str, list[Shard]]:
-    """The shards to train and to validate on, the same for all ranks and in one encoding."""
-    train, val = find_shards(config.train_files, config.train_shards), find_shards(config.val_files)
-    demand(train[0].encoding == val[0].encoding, f"the training shards have {train[0].encoding}, the validation shards "
-           f"{val[0].encoding}; make both with one encoding")
-    local = from_environment("LOCAL_RANK", 0), from_environment("LOCAL_WORLD_SIZE", 1)
-    return {"train": with_digests(train, comm, *local), "val": with_digests(val, comm, *local)}
-
-def describe_data(splits: dict[str, list[Shard]]) -> dict[str, list[dict[str, Any]]]:
-    return {split: [{"name": shard.path.name, "tokens": shard.tokens, "bytes": HEADER_INTS * 4 + 2 * shard.tokens,
-                     "sha256": shard.sha256} for shard in shards] for split, shards in splits.items()}
-
-USABLE_MEMORY = 0.85  # of what is free: the rest goes into the allocator's gaps, and to NCCL and cuBLAS
-
-def fit_to_gpus(config: Config, vocab_size: int, comm: Comm) -> tuple[Config, list[str]]:
-    """The config without what one of the ranks' GPUs cannot do, the same on all ranks, and the changes in words."""
-    def lengths() -> list[int]:
-        return sorted(lengths_of_micro_batches(config))
-
-    demand(not any(n % MASK_BLOCK for n in (*lengths(), config.val_len)), f"micro_batch_tokens {lengths()} and val_len "
-           f"{config.val_len} must be multiples of {MASK_BLOCK} on GPUs")
-    gpus = comm.all_json([torch.cuda.get_device_capability(), torch.cuda.mem_get_info()[0],
-                          config.attention in ("auto", "flash") and flash_attention_3()])
-    capability, free, has_flash_3 = (min(of_each) for of_each in zip(*gpus))
-    changes, asked = [], lengths()
-    if config.fp8_head and capability < [8, 9]:
-        config = dataclasses.replace(config, fp8_head=False)
-        changes.append("this GPU has no fp8: the head's product stays in bf16")
-    if config.attention == "auto":
-        fits = has_flash_3 and config.dtype == "bfloat16" and not config.exact
-        config = dataclasses.replace(config, attention="flash" if fits else "flex")
-    elif config.attention == "flash" and not has_flash_3:
-        changes.append("FlashAttention 3 wants a Hopper GPU, and to be installed: torch's own where it is not")
-    if config.kernels == "auto" and (triton is None or capability < [9, 0]):
-        config = dataclasses.replace(config, kernels="off")
-
-    def lacking(config: Config) -> list[bool]:
-        return [needed > USABLE_MEMORY * free for needed in memory_needed(config, vocab_size, comm.ranks)]
-
-    # how many tokens a product takes at once decides its sums, so exact mode cannot adapt
-    while not config.exact and not any(n % (2 * MASK_BLOCK) for n in lengths()) and lacking(config)[1]:
-        config = halve_micro_batches(config)
-    if any(short := lacking(config)):
-        cure = ("more ranks, fewer rows in --ngrams, or a smaller model" if short[0] else
-                f"a --val_len below {config.val_len}; its losses compare only among runs with it" if short[2] else
-                "smaller --micro_batch_tokens, and as many more --micro_batches" if config.exact else "a smaller model")
-        _, training, validation = memory_needed(config, vocab_size, comm.ranks)
-        raise RunError(f"a GPU here has {free >> 20} MiB free, and this run would allocate about {training >> 20} in "
-                       f"training and {validation >> 20} in validation: take {cure}")
-    if lengths() < asked:
-        had, have = (", ".join(map(str, several)) for several in (asked, lengths()))
-        changes.append(f"too little memory for micro-batches of {had} tokens: they have {have}, and a step has as many "
-                       "more")
-    return config, changes
-
-def halve_micro_batches(config: Config) -> Config:
-    """Twice as many micro-batches of half the tokens, in every stage."""
-    change = {"micro_batches": lambda n: 2 * n, "micro_batch_tokens": lambda n: n // 2}
-    head, *rows = rows_of(config.stages)
-    rows = [[str(change[name](int(cell))) if name in change else cell for name, cell in zip(head, row)] for row in rows]
-    return dataclasses.replace(config, **{name: of(getattr(config, name)) for name, of in change.items()},
-                               stages="; ".join(map(" ".join, [head, *rows])))
-
-def memory_needed(config: Config, vocab_size: int, ranks: int) -> tuple[int, int, int]:
-    """What a rank allocates, in bytes: throughout, at most in training, at most in validation. Fitted to runs on
-    bench/dry_gpu, with each way of computing them."""
-    c, layers, size = config, parse_layers(config.layers), config.torch_dtype.itemsize
-    attentions, mlps = sum(bool(layer.window) for layer in layers), sum(layer.mlp for layer in layers)
-    value_tables, read_again = len({layer.value_table for layer in layers} - {None}), len(layers_read_again(c))
-    matrices = (4 * attentions + 8 * mlps) * c.model_dim ** 2
-    entries = (2 + value_tables) * vocab_size * c.model_dim + ngram_entries(c)
-    # parameters and gradients, and a rank's share of what rules keep: of a float32 matrix one moment, of an entry two
-    average = 4 * (matrices + entries) if c.tail_average else 0
-    kept = 8 * matrices + 2 * size * entries + (4 * matrices + 2 * moment_bytes(c) * entries + average) / ranks
-    width, logits, lengths = c.model_dim * size, vocab_size * size, lengths_of_micro_batches(c)  # of a token, in bytes
-    eager, of_mlp = c.compile == "off", 14 if c.kernels == "off" else 10
-    copies = (2 if c.fp8_head else 1) + 6 * eager  # in fp8 also their gradient, twice in e5m2
-    saved = ((10 if eager else 4) * attentions + of_mlp * mlps + 32) * width + logits * copies
-    training = kept + max(lengths) * saved + 340 * 2 ** 20
-    trunk = c.val_len * (12 + 7 * eager + read_again + value_tables) * width
-    if c.attention == "masked":
-        window, paired = longest_window(c), any(layer.window == "P" for layer in layers)
-        trunk += c.val_len * 1.2 * (2 + 2 * paired) * (window + max(MASK_PIECE["cuda"], window // 4)) * size
-    return int(kept), int(training), int(kept + max(trunk, min(lengths) * 7 * logits * eager))
-
-def compile_stats() -> tuple[int, float]:
-    """(graphs, seconds) of torch.compile in this process."""
-    if not (utils := sys.modules.get("torch._dynamo.utils")):
-        return 0, 0.0
-    return utils.counters["stats"]["unique_graphs"], utils.calculate_time_spent().get("total_wall_time", 0.0)
-
-def peak_memory_mib(device: torch.device) -> tuple[int, int]:
-    """(allocated, reserved) on a GPU; on a CPU the process's largest resident set, twice."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) >> 20
-    return resident, resident
-
-class Trainer:
-    """Model, optimizer and data of one rank, and the step that they make together."""
-
-    def __init__(self, config: Config, comm: Comm, device: torch.device, train_shards: list[Shard],
-                 asked: Config | None = None):
-        """asked: the config before it was fitted to this machine."""
-        gpu, self.asked = device.type == "cuda", asked or config
-        compiled = config.compile == "on" or (config.compile == "auto" and gpu)
-        if compiled or gpu:  # FlexAttention is compiled in any case
-            check_compiler(gpu)
-        self.way = ("compiled", ("compile", "off")) if compiled else ("uncompiled", None)  # see Part
-        self.config, self.comm, self.device = config, comm, device
-        if config.exact:
-            torch.set_num_threads(1)  # how a product is split over threads decides the order of its sums
-        self.stream = Stream(train_shards, config, comm.rank, comm.ranks)
-        self.model = build_model(config, train_shards[0].encoding).to(device)
-        if config.init_from and not config.resume:
-            load_parameters(self.model, load_file(config.init_from))
-        if config.attention == "masked" or compiled and not gpu:
-            self.model.reach = longest_window(config)
-        self.model.flash = config.attention == "flash"
-        for block in self.model.blocks:
-            if block.mlp is not None:
-                block.mlp.kernels = config.kernels == "on" or config.kernels == "auto" and gpu
-        if compiled:
-            self.model.compile_parts()
-        scale = max(lengths_of_micro_batches(self.asked)) / max(lengths_of_micro_batches(config))
-        self.optimizer = build_optimizer(config, self.model, comm, compiled, scale)
-        first = plan_of(config, 0)
-        self.model.follow(first.rotary_windows, first.tied)
-
-    def step(self, plan: Plan, batch: list[np.ndarray]) -> list[Tensor]:
-        """One step on this rank's micro-batches -> their summed losses, still on the device."""
-        self.model.follow(plan.rotary_windows, plan.tied and not plan.unties)
-        losses, optimizer = [], self.optimizer
-        if plan.tied:  # the head's weights are read before the head, which would wait for them
-            optimizer.finish_all_gathers()
-        if plan.unties:
-            optimizer.copy_parameter("lm_head.weight", "embed.weight")
-        if self.config.lazy_tables:
-            read = self.model.rows_read(torch.from_numpy(np.stack(batch)[:, :-1].astype(np.int32)))
-            optimizer.announce_rows(plan.step, read)
-        for i, micro_batch in enumerate(batch):
-            inputs, targets = split_sequence(micro_batch, self.device)
-            count_documents(self.model, micro_batch[:-1])
-            with optimizer.reducer.span("forward"):
-                loss = self.model(inputs, targets, plan.windows, plan.loss_weights)
-            optimizer.prepare_for_backward(plan.step, i, plan.micro_batches // self.comm.ranks, loss)
-            with optimizer.reducer.span("backward"):
-                loss.backward()
-            losses.append(loss.detach())
-        with optimizer.reducer.span("step"):
-            optimizer.step(plan)
-            if plan.average_rate:
-                optimizer.average(plan.average_rate, plan.average_share, but=["embed.weight"])
-        return losses
-
-    def validate(self, plan: Plan, sequences: np.ndarray,
-                 ends: Callable[[], bool] = bool) -> tuple[float, int] | None:
-        self.optimizer.finish_all_gathers()
-        self.model.follow(plan.rotary_windows, plan.tied)
-        return validate(self.model, sequences, plan.windows, self.comm, self.device, ends)
-
-    def warm_up(self, val_sequence: np.ndarray) -> None:
-        """Every stage and kind of step, so that nothing is compiled or allocated on the clock; then all is put back."""
-        c, before = self.config, (self.model.rotary.windows, self.model.tied)
-        saved, position, digest = self.optimizer.state_dict(), self.stream.position, self.stream.digest
-        first = [stage.begin for stage in stages_of(c)] + [c.num_steps - c.adam_every] * bool(c.tail_average)
-        begins = [-(-step // c.adam_every) * c.adam_every for step in first]  # of a cycle of Adam's
-        batches: dict[int, list[np.ndarray]] = {}
-        for i in range(c.warmup_steps):
-            step = begins[i // c.adam_every % len(begins)] + i % c.adam_every
-            if step not in batches:  # a stage may be a single step
-                self.stream.position = position
-                batches[step] = self.stream.next_batch(plan_of(c, step))
-            self.step(plan_of(c, step), batches[step])
-        if c.warmup_steps:
-            self.validate(plan_of(c, c.num_steps), val_sequence[None].repeat(self.comm.ranks, 0))
-        self.optimizer.load_state_dict(saved)
-        self.model.follow(*before)
-        self.stream.position, self.stream.digest = position, digest
-        gc.collect()  # compiling leaves cycles that hold memory of the GPU
-        gc.freeze()  # a collection on the clock does not look through what there is now
-
-    def state_hash(self) -> str:
-        """SHA-256 of all that training goes on from: parameters, rules' state, buffers, and where the stream stands."""
-        where = [("stream", torch.tensor(self.stream.position)), ("digest", torch.tensor(list(self.digest().encode())))]
-        return self.optimizer.state_hash([*self.model.named_buffers(), *where])
-
-    def digest(self) -> str:
-        """Of what all ranks have read: the same for any number of ranks. See Stream."""
-        return f"{sum(int(digest, 16) for digest in self.comm.all_json(f'{self.stream.digest:x}')) % 2 ** 256:064x}"
-
-    def save(self, path: Path, step: int, **further: Any) -> None:
-        """A checkpoint of all ranks, by rank 0; it holds the same for any number of ranks."""
-        digest, state = self.digest(), {}
-        for name, x in self.optimizer.named_state():  # all ranks gather it, one keeps it
-            if self.comm.rank == 0:
-                state[name] = x.detach().to("cpu", copy=True)
-        if self.comm.rank == 0:
-            save_file(path, {**self.describe(step), "state": state, "position": list(self.stream.position),
-                             "digest": digest, **further})
-
-    def save_model(self, log: Log) -> Path:
-        """The parameters beside the log."""
-        path, state = log.path.with_suffix(".pt"), {name: p.detach().cpu() for name, p in self.model.named_parameters()}
-        save_file(path, {**self.describe(self.config.num_steps), "run_id": log.run_id, "state": state})
-        return path
-
-    def describe(self, step: int) -> dict[str, Any]:
-        """What rebuilds the model before a step, on any machine."""
-        plan, encoding = plan_of(self.config, step), self.stream.shards[0].encoding
-        return {"config": dataclasses.asdict(self.asked), "step": step, "windows": list(plan.windows),
-                **encoding._asdict(), "rotary_windows": list(plan.rotary_windows), "tied": plan.tied}
-
-    def load(self, saved: dict[str, Any]) -> None:
-        """Go on from what save wrote."""
-        self.optimizer.load_state_dict(saved["state"])
-        self.stream.position = Position(*saved["position"])
-        self.stream.digest = int(saved["digest"], 16) if self.comm.rank == 0 else 0  # a sum: one rank holds the past
-        self.model.follow(tuple(saved["rotary_windows"]), saved.get("tied", False))
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+def start_log(race: Run, resumed: dict[str, Any] | None, changes: list[str]) -> None:
+    """Open the log with a description of the run. changes: what this machine changed in the config."""
+    c, comm, log, trainer = race.config, race.comm, race.log, race.trainer
+    machine, environment = describe_machine(trainer.device)
+    hosts = describe_hosts(comm, machine)
+    if comm.rank:
+        return
+    machine["versions"] |= {"libraries": loaded_libraries()} if c.race else {}  # takes a second or two
+    params, started = sum(p.numel() for p in trainer.model.parameters()), now()
+    start = {"run_id": log.run_id, "preset": race.preset, **describe_config(c), "started": started, "changes": changes,
+             **machine, "ranks": comm.ranks, "hosts": hosts, "parameters": params, "shards": describe_data(race.shards),
+             "launch": launch_id(), "warnings": warnings_of(c, trainer.optimizer)}
+    log.open(start, environment, resumed and {
+        "at": started, **resumed, "ranks": comm.ranks, "source_sha256": machine["source_sha256"], "launch": launch_id(),
+        "changes": changes, "hosts": hosts})
+    log.say(f"preset {race.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, {params / 1e6:.1f} M "
+            f"parameters, {c.num_steps} steps of {tokens_of_steps(c, 1):,} tokens at first, validation on "
+            f"{(race.val_sequences[:, 1:] >= 0).sum():,}")
+    for line in (*changes, *start["warnings"]):
+        log.say(line)
+    if resumed:
+        log.say(f"resuming from step {race.from_step}")
+
+def finish(race: Run, before: str, loss: float, val_tokens: int) -> None:
+    """Save the model, then write the result. before: hash of the model before the last validation."""
+    c, clock, trainer, log = race.config, race.clock, race.trainer, race.log
+    compiles = compile_stats()[0] - race.compiles
+    with clock.off("hashing"):
+        after, final_hash, digest = hash_of(named_tensors(trainer.model)), state_hash(trainer), all_digest(trainer)
+    saved_as = ""
+    if c.save_model and trainer.comm.rank == 0:  # before the log's end: until then the run can be resumed
+        with clock.off("saving"):
+            saved_as = f"\nmodel: {save_model(race)}"
+    allocated, reserved = peak_memory_mib(trainer.device)
+    reached, wall_seconds = loss <= c.target_val_loss, clock.state()["wall"]
+    log.write(json.dumps({"end": {
+        "final_val_loss": loss, "target_val_loss": c.target_val_loss, "reached": reached, "steps": c.num_steps,
+        "train_tokens": tokens_of_steps(c, c.num_steps), "train_digest": digest, "val_tokens": val_tokens,
+        "train_time_ms": clock.elapsed, "wall_seconds": wall_seconds, "seconds_outside_clock": clock.outside,
+        "compiles_after_warmup": compiles, "state_hash": race.state_hashes, "final_state_hash": final_hash,
+        "validation_hash": {"before": before, "after": after}, "peak_memory_mib": allocated, "resumed": log.resumes}}))
+    log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
+    if trainer.comm.rank == 0:
+        verdict, target = "", ""
+        if c.target_val_loss:
+            verdict, target = f"target {'reached' if reached else 'missed'}: ", f" target {c.target_val_loss:g},"
+        clear_checkpoints(log, keep=0)
+        log.say(f"\n{verdict}validation loss {loss:.4f},{target} after {clock.elapsed / 1000:.1f} s of training and "
+                f"{wall_seconds:.0f} s in all{saved_as}\nlog: {log.path}")
 
 class Profile:
-    """A Chrome trace of some steps, with a range for each phase of each bucket; beyond these steps it costs nothing."""
+    """A Chrome trace of some steps, with a range for each phase of each bucket. Other steps cost nothing."""
 
     def __init__(self, trainer: Trainer, clock: Clock, log: Log):
         self.steps = profiled_steps(trainer.config) if trainer.config.profile else range(0)
         self.optimizer, self.clock, self.log, self.profiler = trainer.optimizer, clock, log, None
 
-    def begins(self, step: int) -> None:
-        """Before each step, and after the last. The profiler throws its first step, which is slow, away."""
+    def begin_step(self, step: int) -> None:
+        """Call before each step and after the last. The profiler discards its first step, which is slow."""
         if not self.steps or step not in range(self.steps[0] - 1, self.steps[-1] + 1 + bool(self.profiler)):
             return
         with self.clock.off("profiling"):
             if self.profiler is None:
-                first, last = max(step, self.steps[0]), self.steps[-1]  # a run may begin in their midst
+                first, last = max(step, self.steps[0]), self.steps[-1]  # a resumed run may start among them
                 schedule = torch.profiler.schedule(wait=0, warmup=first - step, active=last + 1 - first, repeat=1)
                 self.profiler = torch.profiler.profile(on_trace_ready=self._export,
                                                        schedule=lambda number: schedule(max(0, number - step)))
                 self.profiler.start()
                 self.profiler.step_num = step
             else:
-                self.optimizer.finish_all_gathers()  # one that ends after the trace makes torch 2.13 crash at the exit
+                self.optimizer.finish_all_gathers()  # torch 2.13 crashes at exit on one that ends after the trace
                 self.profiler.step()
             span = torch.profiler.record_function if step in self.steps else contextlib.nullcontext
             self.optimizer.reducer.span = span
@@ -3778,246 +3355,55 @@ class Profile:
             raise
         self.log.say(f"trace: {path}")
 
-class Notices:
-    """Signals: SIGUSR1 asks for a checkpoint, before training too, and those of ENDS for one and the end, which before
-    and after training is an error. phase: set-up, training, verdict; over, when the log is whole; failed, when an error
-    is its last word. last_word: who has it writes the end. launcher: the process that started this one."""
-
-    ENDS = signal.SIGTERM, signal.SIGHUP
-    END = 1024  # so much more counts one of them than SIGUSR1
-
-    def __init__(self):
-        self.phase, self.heard, self.terminated, self.launcher = "set-up", 0, threading.Event(), 0
-        self.last_word = threading.Lock()
-
-    def hear(self, number: int, _: Any) -> None:
-        first = not self.terminated.is_set()
-        if number == signal.SIGUSR1:
-            self.heard += 1
-            return
-        self.terminated.set()
-        if self.phase == "training" and first:
-            self.heard += self.END
-        elif self.phase in ("set-up", "verdict") and first:
-            raise RunError("terminated; by torchrun, since another rank has died, or by somebody: start the run again")
-
-notices = Notices()
-
-def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
-    """The whole race, from the data to the verdict. began: when the process started, by time.perf_counter."""
-    clock, checked, gpu = Clock(device, began), [], device.type == "cuda"
-    fallbacks: dict[str, Any] = {}  # of the preflight
-    replaced: list[str] = []        # and what it says of them
-
-    def fitted() -> tuple[Trainer, list[str]]:
-        """As this machine's GPUs can compute it; and the changes in words."""
-        wanted, changes = dataclasses.replace(config, **fallbacks), []
-        if gpu:
-            wanted, changes = fit_to_gpus(wanted, shards["train"][0].encoding.vocab_size, comm)
-        return Trainer(wanted, comm, device, shards["train"], config), changes + replaced
-
-    with clock.off("setup"):
-        shards = find_data(config, comm)
-        demand(gpu or config.attention in ("auto", "masked"), f"attention {config.attention} needs a GPU, and this "
-               "machine has none; take --attention auto")
-        val_sequences = validation_sequences(shards["val"], config.val_tokens, config.val_len)
-        trainer, changes = fitted()
-        trainer.stream.check_enough()
-    started = now()
-    failed = config.preflight in ("on", "only") or config.preflight == "auto" and gpu
-    while failed:
-        with clock.off("preflight"):
-            rows, failed = preflight(trainer, log)
-            checked += rows
-            if failed:
-                flag, fallbacks[flag] = failed.fallback
-                replaced.append(f"preflight: {failed.name}, {failed.how}, failed: --{flag} "
-                                f"{str(fallbacks[flag]).lower()} in its place")
-                del trainer  # its memory is the next one's
-                gc.collect()
-            if gpu:  # the plain forms took more than the run will
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-            if failed:
-                trainer, changes = fitted()
-    if config.preflight != "only":
-        race = Run(preset, trainer, shards, val_sequences, clock, log)
-        race.open_log({"started": started, "changes": changes, "preflight": checked})
-        race.warm_up()
-        race.train()
-        race.finish()
-
-def check_same_run(path: str, saved: dict[str, Any], trainer: Trainer, digests: list[str]) -> None:
-    """RunError if going on from what was saved at a path would make it another run. digests: of the shards."""
-    old = config_of(saved["config"])  # with --resume it is the config; where torchrun starts a run again, flags are
-    other = [f.name for f in dataclasses.fields(Config)
-             if f.name not in FREE_TO_CHANGE and getattr(trainer.asked, f.name) != getattr(old, f.name)]
-    demand(not other, f"{path} is of a run with another {', '.join(other)}; delete it, or give this run a --run_id of "
-           "its own, and torchrun an --rdzv_id")
-    demand(saved["data"] == digests, f"the shards are not those of {path}; give --train_files and --val_files")
-    fitted, here = saved["longest_micro_batch"], max(lengths_of_micro_batches(trainer.config))
-    demand(fitted == here, f"{path} is of a run whose micro-batches had {fitted} tokens, and this machine's memory "
-           f"is for {here}, which are filled otherwise; go on where as much memory is free")
-
-class Run:
-    """What follows when data and trainer are there; the methods stand in the order of a run."""
-
-    def __init__(self, preset: str, trainer: Trainer, shards: dict[str, list[Shard]], val_sequences: np.ndarray,
-                 clock: Clock, log: Log):
-        self.preset, self.trainer, self.shards, self.val_sequences = preset, trainer, shards, val_sequences
-        self.config, self.comm, self.clock, self.log = trainer.config, trainer.comm, clock, log
-        self.digests = [shard.sha256 for split in shards.values() for shard in split]
-        self.losses, self.from_step = TrainLosses(trainer.config, trainer.comm, clock, log), 0
-
-    def resume(self) -> dict[str, Any] | None:
-        """Go on from the checkpoint that the config names -> what the log says of it; nothing where a run begins."""
-        path = self.config.resume
-        if not path:
-            return {"from_step": 0, "checkpoint": None} if from_environment("TORCHELASTIC_RESTART_COUNT", 0) else None
-        saved = load_file(path)
-        check_same_run(path, saved, self.trainer, self.digests)
-        self.trainer.load(saved)
-        self.clock.load_state(saved["clock"])
-        self.from_step = saved["step"]
-        return {"from_step": self.from_step, "checkpoint": Path(path).name,
-                "lost_seconds": max(0.0, time.time() - saved["saved_at"])}
-
-    def open_log(self, set_up: dict[str, Any]) -> None:
-        """set_up: what is known of the time before."""
-        with self.clock.off("setup"):
-            c, comm, log, resumed = self.config, self.comm, self.log, self.resume()
-            machine, environment = describe_machine(self.trainer.device)
-            hosts = describe_hosts(comm, machine)
-            if comm.rank:
-                return
-            machine["versions"] |= {"libraries": loaded_libraries()} if c.race else {}  # takes a second or two
-            params = sum(p.numel() for p in self.trainer.model.parameters())
-            start = {"run_id": log.run_id, "preset": self.preset, **describe_config(c), **set_up, **machine, "ranks":
-                     comm.ranks, "hosts": hosts, "parameters": params, "shards": describe_data(self.shards), "launch":
-                     name_of_launch(), "warnings": warnings_of(c, self.trainer.optimizer)}
-            log.open(start, environment, resumed and {
-                "at": now(), **resumed, "ranks": comm.ranks, "source_sha256": machine["source_sha256"],
-                "launch": name_of_launch(), "changes": set_up["changes"], "hosts": hosts})
-            log.say(f"preset {self.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, "
-                    f"{params / 1e6:.1f} M parameters, {c.num_steps} steps of {tokens_of_steps(c, 1):,} tokens at "
-                    f"first, validation on {(self.val_sequences[:, 1:] >= 0).sum():,}")
-            for line in (*set_up["changes"], *start["warnings"]):
-                log.say(line)
-            if resumed:
-                log.say(f"going on from step {self.from_step}")
-
-    def warm_up(self) -> None:
-        with self.clock.off("hashing"):
-            before = self.trainer.state_hash()
-        self.log.say(f"warm-up: {self.config.warmup_steps} steps off the clock")
-        with self.clock.off("warmup"):
-            self.trainer.warm_up(self.val_sequences[0])
-        self.compiles = compile_stats()[0]
-        with self.clock.off("hashing"):
-            self.state_hashes = {"before_warmup": before, "after_warmup": self.trainer.state_hash()}
-
-    def train(self) -> None:
-        """All steps; a checkpoint or a validation stands before the step whose number it bears."""
-        c, optimizer, profile = self.config, self.trainer.optimizer, Profile(self.trainer, self.clock, self.log)
-        save_due, notices.phase = False, "training"
-        self.clock.start()
-        for step in range(self.from_step, c.num_steps):
-            self.losses.write(step)
-            if step in self.losses.save_at or c.save_every and step % c.save_every == 0 and step > self.from_step:
-                save_due = True
-            if save_due and not optimizer.between_updates:
-                self.save(step)
-                save_due = False
-            if c.val_every and step % c.val_every == 0:
-                self.validate(step)
-            profile.begins(step)
-            plan = plan_of(c, step)
-            self.losses.record(plan, self.trainer.step(plan, self.trainer.stream.next_batch(plan)))
-        optimizer.finish_all_gathers()
-        self.clock.stop()
-        self.losses.write(c.num_steps, wait=True)
-        profile.begins(c.num_steps)
-
-    def save(self, step: int, ends: bool = False) -> None:
-        """A checkpoint; the end, where a notice asked for it. Without room for one training goes on all the same."""
-        path = self.log.path.with_name(f"{self.log.run_id}.step{step:06}.ckpt")
-        ends = ends or any(end for asked, end in self.losses.save_at.items() if asked <= step)
-        with self.clock.off("checkpoint"):
-            self.losses.write(step, wait=True)
-            try:
-                self.trainer.save(path, step, run_id=self.log.run_id, preset=self.preset, clock=self.clock.state(),
-                                  saved_at=time.time(), data=self.digests,
-                                  longest_micro_batch=max(lengths_of_micro_batches(self.config)))
-            except RunError as error:
-                self.log.say(f"no checkpoint: {error}")
-                if ends:
-                    raise
-            if self.comm.rank == 0:
-                clear_checkpoints(self.log, keep=self.config.keep_checkpoints)
-        if ends:
-            self.comm.all_json("saved")  # a rank that left earlier would end rank 0 while it writes
-            raise RunError(f"terminated before step {step}; --resume {self.log.path} goes on from there")
-
-    def validate(self, step: int) -> tuple[float, int]:
-        """(the loss, of so many tokens), to log and terminal as well. RunError if it is not finite. A notice of the end
-        cuts it short where a checkpoint can be saved: it may last longer than a launcher waits."""
-        self.trainer.optimizer.finish_all_gathers()  # which belong to the steps before
-        saves = step == self.config.num_steps or not self.trainer.optimizer.between_updates
-        with self.clock.off("validation"):
-            self.losses.write(step, wait=True)
-            result = self.trainer.validate(plan_of(self.config, step), self.val_sequences,
-                                           notices.terminated.is_set if saves else bool)
-            if result:
-                line = f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} {times(self.clock.elapsed, step)}"
-                self.log.write(line)
-                self.log.say(line)
-        if not result:
-            self.save(step, ends=True)
-        loss, _ = result
-        demand(math.isfinite(loss), f"the validation loss before step {step} is {loss}; lower the learning rates")
-        return result
-
-    def finish(self) -> None:
-        """The last validation and the verdict; on rank 0 the model too."""
-        c, clock, trainer = self.config, self.clock, self.trainer
-        with clock.off("hashing"):
-            before = hash_of(named_tensors(trainer.model))
-        loss, val_tokens = self.validate(c.num_steps)
-        notices.phase, compiles = "verdict", compile_stats()[0] - self.compiles
-        with clock.off("hashing"):
-            after, final_hash, digest = hash_of(named_tensors(trainer.model)), trainer.state_hash(), trainer.digest()
-        allocated, reserved = peak_memory_mib(trainer.device)
-        reached, wall_seconds = loss <= c.target_val_loss, clock.state()["wall"]
-        end = {"end": {
-            "final_val_loss": loss, "target_val_loss": c.target_val_loss, "reached": reached, "steps": c.num_steps,
-            "train_tokens": tokens_of_steps(c, c.num_steps), "train_digest": digest, "val_tokens": val_tokens,
-            "train_time_ms": clock.elapsed, "wall_seconds": wall_seconds, "seconds_outside_clock": clock.outside,
-            "compiles_after_warmup": compiles, "state_hash": self.state_hashes, "final_state_hash": final_hash,
-            "validation_hash": {"before": before, "after": after}, "peak_memory_mib": allocated,
-            "resumed": self.log.resumed}}
-        with notices.last_word:
-            self.log.write(json.dumps(end))
-            self.log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
-            notices.phase = "over"
-        if self.comm.rank == 0:  # the log is whole: what follows may fail or take its time, and nobody waits for it
-            verdict, of, saved_as = "", "", f"\nmodel: {trainer.save_model(self.log)}" if c.save_model else ""
-            if c.target_val_loss:
-                verdict, of = f"target {'reached' if reached else 'missed'}: ", f" target {c.target_val_loss:g},"
-            clear_checkpoints(self.log, keep=0)
-            self.log.say(f"\n{verdict}validation loss {loss:.4f},{of} after {clock.elapsed / 1000:.1f} s of training "
-                         f"and {wall_seconds:.0f} s in all{saved_as}\nlog: {self.log.path}")
-
 def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
-def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
+def output_of(*command: str) -> str:
+    """Return the output of a command, empty if it cannot run."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+def nvidia_smi(fields: str) -> list[str]:
+    """Query nvidia-smi -> a line per GPU, none if it cannot run."""
+    return output_of("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader").splitlines()
+
+def cpu_name() -> str:
+    with contextlib.suppress(OSError, StopIteration):
+        return next(line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name"))
+    return platform.processor() or platform.machine()
+
+def describe_machine(device: torch.device) -> tuple[dict[str, Any], str]:
+    """(hardware, versions, source hash and environment variables for the JSON line; the free text above it)."""
+    on_gpu, cpu, cores = device.type == "cuda", cpu_name(), os.cpu_count()
+    gpus = [dict(zip(("name", "uuid", "driver"), row.split(", "))) for row in nvidia_smi("name,uuid,driver_version")]
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
+                "triton": triton and triton.__version__}
+    text = (f"Running Python {sys.version}\nRunning PyTorch {torch.__version__} compiled for CUDA "
+            f"{torch.version.cuda}\nRunning Triton version {versions['triton']}\n")
+    text += output_of("nvidia-smi") if on_gpu else f"{cpu}, {cores} cores, {platform.platform()}"
+    prefixes = ("TORCH", "PYTORCH", "TRITON", "INDUCTOR", "NCCL", "GLOO", "CUDA_", "OMP_", "PYTHON", "LD_")
+    environment = {key: setting for key, setting in sorted(os.environ.items()) if key.startswith(prefixes)}
+    hardware = {"device": torch.cuda.get_device_name() if on_gpu else cpu, "gpus": gpus if on_gpu else [],
+                "cpu": cpu, "cores": cores}
+    return {"hardware": hardware, "versions": versions, "environment": environment,
+            "source_sha256": file_sha256(__file__)}, text
+
+def describe_hosts(comm: Comm, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    """Describe each host: its ranks, hardware, versions and source. RunError if source or torch differ."""
+    agree(comm, "programs", {"source_sha256": mine["source_sha256"], "torch": mine["versions"]["torch"]},
+          "Give every host the same checkout and packages")
+    hosts: dict[str, dict[str, Any]] = {}
+    for rank, (name, described) in enumerate(comm.all_gather_json([socket.gethostname(), mine])):
+        hosts.setdefault(f"{name} {described['hardware']}", {"ranks": [], **described})["ranks"].append(rank)
+    return list(hosts.values())
 
 def describe_config(config: Config) -> dict[str, Any]:
-    """What a run means to do, and what it comes from, for its log."""
+    """Describe what the run will do and what it starts from, for its log."""
     c, revision, race = config, output_of("git", "rev-parse", "HEAD"), config.race.split(":")
     return {
-        "config": dataclasses.asdict(c), "seed": c.seed, "target_val_loss": c.target_val_loss,
+        "config": json_of(c), "seed": c.seed, "target_val_loss": c.target_val_loss,
         "planned": {"steps": c.num_steps, "train_tokens": tokens_of_steps(c, c.num_steps)},
         "git": {"revision": revision, "clean": not output_of("git", "status", "--porcelain")} if revision else None,
         "init_from": {"path": c.init_from, "sha256": None if c.resume else file_sha256(c.init_from)}
@@ -4026,165 +3412,495 @@ def describe_config(config: Config) -> dict[str, Any]:
         if c.race else None,
     }
 
-def describe_hosts(comm: Comm, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each host's ranks, hardware, versions and source. RunError if their source or torch differ."""
-    agree(comm, "programs", {"source_sha256": mine["source_sha256"], "torch": mine["versions"]["torch"]},
-          "Give every host the same checkout and packages")
-    hosts: dict[str, dict[str, Any]] = {}
-    for rank, (name, described) in enumerate(comm.all_json([socket.gethostname(), mine])):
-        hosts.setdefault(f"{name} {described['hardware']}", {"ranks": [], **described})["ranks"].append(rank)
-    return list(hosts.values())
+def describe_data(splits: dict[str, list[Shard]]) -> dict[str, list[dict[str, Any]]]:
+    return {split: [{"name": shard.path.name, "tokens": shard.tokens, "bytes": HEADER_INTS * 4 + 2 * shard.tokens,
+                     "sha256": shard.sha256} for shard in shards] for split, shards in splits.items()}
 
 def warnings_of(config: Config, optimizer: DistributedOptimizer) -> list[str]:
-    """Of buckets so small that the ranks update much that is no parameter; and of an embedding that is never one."""
-    never = 0 < config.untie_at < 1 and untie_step(config) >= config.num_steps
-    lines = [f"warning: untie_at {config.untie_at:g} means step {untie_step(config)}, behind an update of Adam's, and "
-             f"num_steps is {config.num_steps}: the embedding stays what the head is; give less, or 1"] * never
+    """Warn of buckets so small that much of the update is padding, and of an embedding that is never untied."""
+    never = 0 < config.untie_at < 1 and first_untied_step(config) >= config.num_steps
+    lines = [f"warning: untie_at {config.untie_at:g} means step {first_untied_step(config)}, after an Adam update, and "
+             f"num_steps is {config.num_steps}: the embedding stays tied to the head. Give less, or 1"] * never
     padded = [bucket for bucket in optimizer.buckets if isinstance(bucket.rule, NorMuon)]
     units = sum(len(bucket.param_shard) for bucket in padded) * optimizer.comm.ranks
     needed = sum(bucket.units for bucket in padded)
     if needed and units > 1.5 * needed:
-        lines.append(f"warning: the ranks orthogonalize {units} matrices where there are {needed}: buckets are small "
-                     f"for {optimizer.comm.ranks} ranks; raise --bucket_mb")
+        lines.append(f"warning: the ranks orthogonalize {units} matrices, and the model has {needed}: buckets are too "
+                     f"small for {optimizer.comm.ranks} ranks; raise --bucket_mb")
     return lines
 
-# In what gloo and NCCL say when another rank is gone, or does not come
-LOST = re.compile(r"timed? ?out|connection (was |is )?(closed|reset|refused)|broken pipe|socket|closed by peer", re.I)
+def loaded_libraries() -> str:
+    """SHA-256 over the names and contents of the shared libraries of this process, without code compiled here. Empty
+    where the system does not list them."""
+    caches = tuple(os.environ.get(f"{name}_CACHE_DIR", " ") for name in ("TORCHINDUCTOR", "TRITON"))
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else ()
+    paths = {line.split(maxsplit=5)[5] for line in lines if " r-xp " in line and " /" in line}
+    named = sorted((Path(path).name, file_sha256(path)) for path in paths
+                   if not path.startswith(caches) and Path(path).exists())
+    return sha256_of(json.dumps(named).encode()) if named else ""
 
-def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.Store:
-    """Form the process group. RunError if the others, or what they need to be found, are not there."""
-    timeout, gpu = timedelta(seconds=config.timeout_s), device.type == "cuda"
-    several_hosts = from_environment("LOCAL_WORLD_SIZE", ranks) < ranks
-    if several_hosts and not gpu and not os.environ.get("GLOO_SOCKET_IFNAME"):
-        try:
-            address = socket.gethostbyname(socket.gethostname())
-        except OSError:
-            address = "no address"
-        demand(not address.startswith(("127.", "no ")), f"this host's name resolves to {address}, where other hosts "
-               "cannot reach it; set GLOO_SOCKET_IFNAME to the network interface that they share (`ip addr` lists "
-               "them), or give the name its real address in /etc/hosts")
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if gpu else None  # products let them pass
-    if gpu:
-        options._timeout = timeout  # or torch warns that it is overridden
+def file_sha256(path: str | Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+def peak_memory_mib(device: torch.device) -> tuple[int, int]:
+    """(allocated, reserved) on a GPU; on a CPU the largest resident set of the process, twice."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) >> 20
+    return resident, resident
+
+# ------------------------------------------------------------------------------------------------------------------
+# checkpoint and resume
+
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+def hash_of(tensors: Sequence[tuple[str, Tensor]]) -> str:
+    """SHA-256 over the names and bytes of tensors, in the order of their names. Hashes several at a time."""
+    def line(item: tuple[str, Tensor]) -> str:
+        return f"{item[0]} {sha256_of(item[1].detach().reshape(-1).view(torch.uint8).cpu().numpy())}\n"
+    with ThreadPoolExecutor() as pool:
+        return sha256_of("".join(pool.map(line, sorted(tensors, key=lambda item: item[0]))).encode())
+
+def all_digest(trainer: Trainer) -> str:
+    """The digest of everything that all ranks have read; the same for any number of ranks. See Stream."""
+    digests = trainer.comm.all_gather_json(f"{trainer.stream.digest:x}")
+    return f"{sum(int(digest, 16) for digest in digests) % 2 ** 256:064x}"
+
+def state_hash(trainer: Trainer) -> str:
+    """SHA-256 of everything that training continues from: parameters, rules' state, buffers, position in the data."""
+    where = [("stream", torch.tensor(trainer.stream.position)),
+             ("digest", torch.tensor(list(all_digest(trainer).encode())))]
+    return trainer.optimizer.state_hash([*trainer.model.named_buffers(), *where])
+
+def digest_of(content: dict[str, Any]) -> str:
+    """SHA-256 of everything in a saved file: its tensors under `state`, and the JSON form of the rest."""
+    rest = {name: v for name, v in content.items() if name not in ("state", "digest")}
+    return sha256_of((hash_of(list(content["state"].items())) + json.dumps(rest, sort_keys=True)).encode())
+
+def save_file(path: Path, content: dict[str, Any]) -> None:
+    """Write a file whole or not at all, with a digest of its content. RunError if it cannot be written."""
+    content = {**content, "digest": digest_of(content)}
+    partial = path.with_name(path.name + ".partial")
     try:
-        store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timeout))
-        # torchrun keeps its store when it starts the ranks again: what their last life left there is another's
-        store = dist.PrefixStore(f"life-{from_environment('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=ranks, timeout=timeout,
-                                device_id=device if gpu else None, pg_options=options)
-    except (ValueError, RuntimeError) as error:
-        raise RunError(f"the {ranks} ranks did not find each other ({str(error).splitlines()[0]}); start them by "
-                       "torchrun --nproc_per_node, and see that all of them live") from error
-    return store
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk by a RuntimeError
+        raise RunError(f"{path}: cannot be written ({error}); free space or choose another --log_dir") from error
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
-def from_environment(name: str, default: int) -> int:
+def load_file(path: str | Path, check: bool = True) -> dict[str, Any]:
+    """Read what save_file wrote; nothing in it is executed. RunError if it is damaged. check=False skips the digest."""
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if check and digest_of(saved) != saved["digest"]:
+            raise ValueError("its content does not match its digest")
+        return saved
+    except OSError:
+        raise
+    except Exception as error:  # torch.load raises many kinds, and advises to trust the file
+        raise RunError(f"{path}: not a saved model or checkpoint of this version of train_gpt.py, or damaged "
+                       f"({type(error).__name__}: {error}); name another".partition("\n")[0]) from error
+
+@torch.no_grad()
+def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
+    """Copy the parameters of a saved model or checkpoint into a model. RunError if they do not fit."""
+    params = dict(model.named_parameters())
+    unknown = [name for name in saved["state"] if "/" not in name and name not in params]
+    require(not unknown, f"the saved model also has {', '.join(unknown)}; give this model the --layers, --ngrams and "
+            "other flags of that run")
+    for name, param in params.items():
+        x = saved["state"].get("lm_head.weight" if saved.get("tied") and name == "embed.weight" else name)
+        fits = x is not None and x.shape in (param.shape, (param.numel(),))  # checkpoints hold them flat
+        require(fits, f"{name} is {list(param.shape)} here and {'missing' if x is None else list(x.shape)} in the saved "
+                "model. Use the same --layers, --model_dim, --ngrams and vocabulary, and the revision in its log")
+        param.copy_(x.view(param.shape))
+
+def checkpoints(folder: Path, run_id: str, suffix: str = "") -> list[Path]:
+    """The checkpoints of a run, by their step."""
+    def step(path: Path) -> int:
+        return int(re.search(r"\.step(\d+)\.ckpt", path.name)[1])
+    return sorted(folder.glob(f"{glob.escape(run_id)}.step[0-9]*.ckpt{suffix}"), key=step)
+
+def clear_checkpoints(log: Log, keep: int) -> None:
+    """Delete a run's checkpoints but for the latest `keep`, and the partial files of killed processes."""
+    run = log.path.parent, log.run_id
+    for path in (*checkpoints(*run)[:-keep or None], *checkpoints(*run, ".partial"), log.path.with_suffix(".pt.partial")):
+        path.unlink(missing_ok=True)
+
+def find_checkpoint(config: Config) -> Path:
+    """Find the checkpoint that config.resume names. When torchrun restarts the ranks it is the latest of their run."""
+    named = Path(config.resume) if Path(config.resume).exists() else ROOT / config.resume
+    folder, run_id, restarted = named.parent, named.stem, env_int("TORCHELASTIC_RESTART_COUNT", 0) > 0
+    if config.resume == "latest":
+        folder, run_id = ROOT / config.log_dir, config.run_id
+        own = [log.stem for log in folder.glob("*.txt") if restarted and is_of_this_launch(log)]
+        newest = max(folder.glob("*.step[0-9]*.ckpt"), key=os.path.getmtime, default=Path())
+        run_id = run_id or (own[0] if own else newest.name.partition(".step")[0])
+    elif named.suffix == ".ckpt" and restarted:
+        run_id = named.name.partition(".step")[0]
+    elif named.suffix == ".ckpt" and named.is_file():
+        return named.resolve()
+    found = checkpoints(folder, run_id) if run_id else []
+    require(found, f"--resume {config.resume}: found no checkpoint. Name a .ckpt, or the log of a run that left one; a "
+            "run that has finished keeps none")
+    return found[-1].resolve()
+
+def save_checkpoint(race: Run, step: int, stop: bool = False) -> None:
+    """Save all ranks' state before a step, the same for any number of ranks; then stop if a signal asked for it.
+
+    Without room for a checkpoint training continues.
+    """
+    trainer, log = race.trainer, race.log
+    path = log.path.with_name(f"{log.run_id}.step{step:06}.ckpt")
+    stop = stop or any(stops for asked, stops in race.losses.save_at.items() if asked <= step)
+    with race.clock.off("checkpoint"):
+        race.losses.write(step, wait=True)
+        digest, state = all_digest(trainer), {}
+        for name, x in trainer.optimizer.named_state():  # all ranks gather it, rank 0 keeps it
+            if race.comm.rank == 0:
+                state[name] = x.detach().to("cpu", copy=True)
+        if race.comm.rank == 0:
+            try:
+                save_file(path, {
+                    **describe_model(race, step), "state": state, "position": list(trainer.stream.position),
+                    "train_digest": digest, "preset": race.preset, "clock": race.clock.state(), "saved_at": time.time(),
+                    "data": digests_of(race.shards)})
+            except RunError as error:
+                log.say(f"no checkpoint: {error}")
+                if stop:
+                    raise
+            clear_checkpoints(log, keep=race.config.keep_checkpoints)
+    if stop:
+        race.comm.all_gather_json("saved")  # a rank that leaves earlier would end rank 0 while it writes
+        raise RunError(f"terminated before step {step}; --resume {log.path} continues from there")
+
+def save_model(race: Run) -> Path:
+    """Save the trained parameters beside the log."""
+    path = race.log.path.with_suffix(".pt")
+    state = {name: p.detach().cpu() for name, p in race.trainer.model.named_parameters()}
+    save_file(path, {**describe_model(race, race.config.num_steps), "state": state})
+    return path
+
+def describe_model(race: Run, step: int) -> dict[str, Any]:
+    """Describe what rebuilds the model before a step, on any machine."""
+    plan, encoding = plan_of(race.config, step), race.shards["train"][0].encoding
+    return {"run_id": race.log.run_id, "config": json_of(race.requested), "step": step,
+            "windows": list(plan.windows), **encoding._asdict(), "rotary_windows": list(plan.rotary_windows),
+            "tied": plan.tied}
+
+def digests_of(shards: dict[str, list[Shard]]) -> list[str]:
+    return [shard.sha256 for split in shards.values() for shard in split]
+
+def resume(race: Run) -> dict[str, Any] | None:
+    """Load the checkpoint that the config names -> what the log says about it; None for a new run."""
+    path, trainer = race.config.resume, race.trainer
+    if not path:
+        return {"from_step": 0, "checkpoint": None} if env_int("TORCHELASTIC_RESTART_COUNT", 0) else None
+    saved = load_file(path)
+    old = config_of(saved["config"])  # with --resume the same config; when torchrun restarts, flags made this one
+    other = [f.name for f in dataclasses.fields(Config)
+             if f.name not in FREE_TO_CHANGE and getattr(race.requested, f.name) != getattr(old, f.name)]
+    require(not other, f"{path} belongs to a run with another {', '.join(other)}. Delete it, or give this run its own "
+            "--run_id and torchrun its own --rdzv_id")
+    require(saved["data"] == digests_of(race.shards), f"the shards are not those of {path}; give --train_files and "
+            "--val_files")
+    trainer.optimizer.load_state_dict(saved["state"])
+    trainer.stream.position = Position(*saved["position"])
+    # the digest is a sum over ranks: rank 0 holds the past
+    trainer.stream.digest = int(saved["train_digest"], 16) if race.comm.rank == 0 else 0
+    trainer.model.apply_schedule(tuple(saved["rotary_windows"]), saved["tied"])
+    race.clock.load_state(saved["clock"])
+    race.from_step = saved["step"]
+    return {"from_step": race.from_step, "checkpoint": Path(path).name,
+            "lost_seconds": max(0.0, time.time() - saved["saved_at"])}
+
+# ------------------------------------------------------------------------------------------------------------------
+# machine and main
+
+def env_int(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
-    demand(text.isdecimal(), f"{name} in the environment is {text!r}; unset it, or start the ranks by torchrun")
+    require(text.isdecimal(), f"{name} in the environment is {text!r}; unset it, or start the ranks by torchrun")
     return int(text)
 
-def name_of_launch() -> str:
-    """The same when torchrun starts the ranks again."""
+def count_gpus() -> int:
+    """Count the GPUs that torch can use. RunError if the driver shows GPUs that torch cannot use."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its reason is in the message below
+        seen, usable = torch.cuda.device_count(), torch.cuda.is_available()
+    if seen and not usable:
+        why = "no reason given"
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            why = str(error).split(". ")[0]
+        driver, *_ = nvidia_smi("driver_version") or ["(unknown to nvidia-smi)"]
+        raise RunError(f"this machine has {seen} GPU(s), but torch {torch.__version__}, built for CUDA "
+                       f"{torch.version.cuda}, cannot use them with driver {driver}: {why}. Update the driver, install "
+                       "torch's build for an older CUDA as the README says, or train on the CPU: "
+                       "CUDA_VISIBLE_DEVICES= ./run.sh")
+    return seen
+
+def check_compiler(gpu: bool) -> None:
+    """RunError without the C or C++ compiler that torch.compile needs; it would fail only after minutes."""
+    variable, usual = "CC", ("gcc", "clang")  # Triton's
+    if not gpu:
+        variable, usual = "CXX", ("clang++",) if sys.platform == "darwin" else ("g++",)  # Inductor's
+    programs = [os.environ[variable]] if os.environ.get(variable) else usual
+    require(any(map(shutil.which, programs)), f"compiling needs {' or '.join(programs)}, and this machine has none. "
+            "Install gcc and g++ (on Debian build-essential)" + ("" if gpu else ", or leave out --compile on"))
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")  # Debian's own scheme means /usr/local
+    require(not gpu or header.exists(), f"compiling needs {header}, which is missing; install Python's headers (on "
+            "Debian the package python3-dev)")
+
+def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
+    """Resolve what depends on the GPUs, the same on all ranks -> the config, and what the user should know."""
+    lengths = (*sorted(micro_batch_lengths(config)), config.val_len)
+    require(not any(n % MASK_BLOCK for n in lengths), f"micro-batches and val_len have {', '.join(map(str, lengths))} "
+            f"tokens; on GPUs they must be multiples of {MASK_BLOCK}")
+    gpus = comm.all_gather_json([torch.cuda.get_device_capability(),
+                                 config.attention in ("auto", "flash") and flash_attention_3()])
+    capability, has_flash_3 = (min(values) for values in zip(*gpus))
+    changes = []
+    if config.fp8_head and capability < [8, 9]:
+        config = dataclasses.replace(config, fp8_head=False)
+        changes.append("this GPU has no fp8: the head's product stays in bf16")
+    if config.attention == "auto":
+        fits = has_flash_3 and config.dtype == "bfloat16" and not config.world_size_invariant
+        config = dataclasses.replace(config, attention="flash" if fits else "flex")
+    elif config.attention == "flash" and not has_flash_3:
+        changes.append("FlashAttention 3 is not installed or this is no Hopper GPU: using torch's own version")
+    if config.kernels == "auto" and (triton is None or capability < [9, 0]):
+        config = dataclasses.replace(config, kernels="off")
+    return config, changes
+
+def with_digests(shards: list[Shard], comm: Comm, local_rank: int, local_ranks: int) -> list[Shard]:
+    """Add the shards' SHA-256; the ranks of a host share the work. RunError if a host has other shards.
+
+    The ranks meet after each shard, so that no collective waits for longer than one takes.
+    """
+    digests: dict[str, str] = {}
+    agree(comm, "shards", {"names": [shard.path.name for shard in shards]}, "Give every host the same data")
+    for first in range(0, len(shards), min(comm.all_gather_json(local_ranks))):
+        mine = {shard.path.name: file_sha256(shard.path) for shard in shards[first + local_rank:first + local_rank + 1]}
+        for name, digest in (found for theirs in comm.all_gather_json(mine) for found in theirs.items()):
+            require(digests.setdefault(name, digest) == digest, f"shard {name} differs between hosts: SHA-256 "
+                    f"{digest[:12]} and {digests[name][:12]}; copy the data anew")
+    return [shard._replace(sha256=digests[shard.path.name]) for shard in shards]
+
+def find_data(config: Config, comm: Comm) -> dict[str, list[Shard]]:
+    """Find the training and validation shards, the same on all ranks and in one encoding."""
+    train, val = find_shards(config.train_files, config.train_shards), find_shards(config.val_files)
+    require(train[0].encoding == val[0].encoding, f"the training shards have {train[0].encoding}, the validation shards "
+            f"{val[0].encoding}; make both with one encoding")
+    local = env_int("LOCAL_RANK", 0), env_int("LOCAL_WORLD_SIZE", 1)
+    return {"train": with_digests(train, comm, *local), "val": with_digests(val, comm, *local)}
+
+class Signals:
+    """SIGUSR1 asks for a checkpoint. SIGTERM and SIGHUP, in training, ask for a checkpoint and then stop the run. Before
+    training they have their default action: nothing is lost, and the process ends even where it waits for others."""
+
+    STOPS = signal.SIGTERM, signal.SIGHUP
+    STOP = 1024  # what a stop adds to `received`; SIGUSR1 adds 1
+
+    GRACE_S = 10  # for the last checkpoint when the launcher is gone, and nobody else would end a rank that hangs
+
+    def __init__(self):
+        self.received, self.stop, self.launcher = 0, False, os.getppid()
+
+    def handle(self, number: int, _: Any) -> None:
+        if number == signal.SIGUSR1:
+            self.received += 1
+        elif not self.stop:
+            self.stop = True
+            self.received += self.STOP
+            if os.getppid() != self.launcher:
+                signal.alarm(self.GRACE_S)  # its default action ends the process
+
+    @contextlib.contextmanager
+    def caught(self) -> Iterator[None]:
+        """Handle STOPS until the run is written. nohup's ignored SIGHUP stays ignored."""
+        before = {number: signal.getsignal(number) for number in self.STOPS}
+        for number, action in before.items():
+            if action is not signal.SIG_IGN:
+                signal.signal(number, self.handle)
+        yield  # after an error they stay handled: fail() reports it first
+        for number, action in before.items():
+            signal.signal(number, action)
+
+signals = Signals()
+
+def launch_id() -> str:
+    """Name this launch; the name stays when torchrun restarts the ranks."""
     launch = os.environ.get("TORCHELASTIC_RUN_ID", uuid.uuid4().hex)
-    return sha256_of(f"{launch} {notices.launcher if launch == 'none' else ''}".encode())[:8]
+    return sha256_of(f"{launch} {os.getppid() if launch == 'none' else ''}".encode())[:8]
 
 def is_of_this_launch(log: Path) -> bool:
-    """Whether this launch began or went on with its run. Whether that has ended Log.open sees."""
-    return log.exists() and f'"launch": "{name_of_launch()}"' in log.read_text(encoding="utf-8", errors="replace")
+    """Whether this launch has written to a log."""
+    return log.exists() and f'"launch": "{launch_id()}"' in log.read_text(encoding="utf-8", errors="replace")
 
-def name_of_run(config: Config) -> tuple[str, str]:
-    """(the run's id, the checkpoint to go on from, if there is one). What torchrun starts again has the id of its first
-    start, and its last checkpoint."""
-    folder, part, resume = ROOT / config.log_dir, name_of_launch(), config.resume
-    run_id = config.run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{part}"
-    if not resume and from_environment("TORCHELASTIC_RESTART_COUNT", 0):
-        started = sorted(folder.glob(f"*_{part}.txt"))
+def identify_run(config: Config) -> tuple[str, str]:
+    """(run id, checkpoint to resume from). Restarted ranks keep the id and resume from its newest checkpoint."""
+    folder, resume, restarted = ROOT / config.log_dir, config.resume, env_int("TORCHELASTIC_RESTART_COUNT", 0) > 0
+    run_id = config.run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{launch_id()}"
+    if restarted and not resume:
+        started = sorted(folder.glob(f"*_{launch_id()}.txt"))
         run_id = config.run_id or (started[-1].stem if started else run_id)
         found = checkpoints(folder, run_id) if is_of_this_launch(folder / f"{run_id}.txt") else []
         resume = str(found[-1]) if found else ""
     return run_id, resume
 
+# what gloo and NCCL say when another rank is gone or does not come
+LOST = re.compile(r"timed? ?out|connection (was |is )?(closed|reset|refused)|broken pipe|socket|closed by peer", re.I)
+
+def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.Store:
+    """Form the process group -> its store. RunError if the other ranks cannot be reached."""
+    timeout, gpu = timedelta(seconds=config.timeout_s), device.type == "cuda"
+    several_hosts = env_int("LOCAL_WORLD_SIZE", ranks) < ranks
+    if several_hosts and not gpu and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        try:
+            address = socket.gethostbyname(socket.gethostname())
+        except OSError:
+            address = "no address"
+        require(not address.startswith(("127.", "no ")), f"this host's name resolves to {address}, where other hosts "
+                "cannot reach it. Set GLOO_SOCKET_IFNAME to the network interface that they share (`ip addr` lists "
+                "them), or give the name its real address in /etc/hosts")
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if gpu else None  # ahead of matrix products
+    if gpu:
+        options._timeout = timeout  # or torch warns that it is overridden
+    try:
+        store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timeout))
+        # torchrun keeps its store when it restarts the ranks, with what they wrote before
+        store = dist.PrefixStore(f"life-{env_int('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=ranks, timeout=timeout,
+                                device_id=device if gpu else None, pg_options=options)
+    except (ValueError, RuntimeError) as error:
+        raise RunError(f"the {ranks} ranks did not find each other ({str(error).splitlines()[0]}); start them by "
+                       "torchrun --nproc_per_node, and check that all of them are alive") from error
+    return store
+
+INTERRUPTED = "interrupted"
+
 def describe_error(error: BaseException, config: Config) -> str:
-    """In one line what was seen and what to do; nothing for a mistake in the code, which wants its traceback."""
+    """Say in one line what was seen and what to do; empty for a bug, which needs its traceback."""
     if isinstance(error, RunError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, torch.OutOfMemoryError):
-        return f"{error}; lower micro_batch_tokens, the flag or the column of --stages"
+        return f"{error}; raise --micro_batch_splits, or start by ./run.sh, which chooses it"
     if isinstance(error, OSError) and error.errno:
         full, many = "free space or choose another --log_dir", "raise the limit on open files (ulimit -n 1024)"
         cures = {errno.ENOSPC: full, errno.EFBIG: full, errno.EMFILE: many}
         cure = cures.get(error.errno, "mend that, or name another file")
         return f"{error.filename or config.log_dir}: cannot be read or written ({error.strerror}); {cure}"
     if isinstance(error, RuntimeError) and LOST.search(str(error)):
-        return (f"another rank did not answer ({str(error).splitlines()[0]}); see what it said last. Nothing: it was "
-                f"killed (perhaps memory ran out), or it is slower than --timeout_s {config.timeout_s}")
+        return (f"another rank did not answer ({str(error).splitlines()[0]}). It was killed (perhaps out of memory), or "
+                f"it is slower than --timeout_s {config.timeout_s}")
     return ""
 
-def fail(error: BaseException, config: Config, rank: int, log: Log | None, monitor: FailureMonitor | None) -> int:
-    """A rank's last word, to the others, its log and stderr -> its exit status. Of several ranks each ends here: taking
-    the group apart would wait for those that are gone."""
-    notices.phase, alone = "failed", not monitor or monitor.next == monitor.rank
-    if not alone and isinstance(error, RuntimeError):  # often another rank's end, seen from here
-        notices.terminated.wait(monitor.PATIENCE_S / 2)  # its own word may reach us by the monitor
+def first_failure(store: dist.Store | None, rank: int, message: str, lost: bool) -> str:
+    """The failure that the ranks report: the first that one of them stored. Empty: the launcher stops this rank because
+    another one ended. lost: this rank saw only that another one is gone, and waits for its reason."""
+    mine = f"rank {rank}: {message}"
+    with contextlib.suppress(RuntimeError):  # the store went with its host or launcher
+        for _ in range(50 if lost and store else 0):
+            if store.check(["failure"]):
+                return store.get("failure").decode(errors="replace")
+            if signals.stop:
+                return ""
+            time.sleep(0.1)
+        if rank:  # ranks that see the same error let rank 0 report it
+            time.sleep(0.5)
+        if store:
+            return store.compare_set("failure", "", mine).decode(errors="replace")
+    return "" if signals.stop and lost else mine
+
+def fail(error: BaseException, config: Config, rank: int, log: Log | None, store: dist.Store | None) -> int:
+    """Report a rank's failure to the log, the other ranks and, if it was the first, stderr -> the exit status."""
+    lost = store is not None and not isinstance(error, RunError) and bool(LOST.search(str(error)))
+    for number in Signals.STOPS if store and threading.current_thread() is threading.main_thread() else ():
+        signal.signal(number, signals.handle)  # the launcher sends SIGTERM when the first rank ends
     message, status = describe_error(error, config), 130 if isinstance(error, KeyboardInterrupt) else 1
     if not message:
         traceback.print_exception(error)
         message = f"{type(error).__name__}: {error}"
-    if alone:
-        complain(log, rank, message)
-        return status
-    monitor.tell("failure", f"rank {rank} failed: " * (message != INTERRUPTED) + message)  # before what takes time
-    complain(log, rank, message, aloud=monitor.first_to_say(message))
-    monitor.give_time()
-    os._exit(status)
+    first = first_failure(store, rank, message, lost)
+    mine = first == f"rank {rank}: {message}"
+    kept = ""
+    if log is not None and log.file is not None:
+        with contextlib.suppress(OSError):
+            log.write(f"error: {message if mine or not first else first}")
+            log.close()
+            kept = f"; the log so far: {log.path}"
+        if "--resume" not in message:
+            found = checkpoints(log.path.parent, log.path.stem)
+            kept += (f"; --resume {log.path} continues from its last checkpoint" if found else
+                     "; there is no checkpoint to resume from, --save_every keeps some")
+    with contextlib.suppress(OSError):
+        if mine:
+            label = "error: " * (message != INTERRUPTED)
+            print(f"train_gpt.py: rank {rank}: {label}{printable(message)}{kept}", file=sys.stderr, flush=True)
+            if os.environ.get("TORCHELASTIC_ERROR_FILE"):  # what torchrun reports
+                from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+                get_error_handler().record_exception(error)
+    if store is not None:  # leaving the process group in order would wait for ranks that are gone
+        os._exit(status)
+    return status
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One rank of a run, as torchrun started it, or the only one. Returns the exit status."""
+    """One rank of a run, as torchrun started it, or the only one -> the exit status."""
     began = time.perf_counter()
-    rank, log, monitor, config, notices.phase = 0, None, None, Config(), "set-up"
-    notices.launcher = LAUNCHER or os.getppid()
+    rank, log, store, config, signals.launcher = 0, None, None, Config(), os.getppid()
     try:
-        rank, ranks, local_rank = map(from_environment, ("RANK", "WORLD_SIZE", "LOCAL_RANK"), (0, 1, 0))
-        for library in ("TORCHINDUCTOR", "TRITON"):  # what they compiled is there for the next run, and for all ranks
+        rank, ranks, local_rank = map(env_int, ("RANK", "WORLD_SIZE", "LOCAL_RANK"), (0, 1, 0))
+        for library in ("TORCHINDUCTOR", "TRITON"):  # the next run and all ranks use what they compile
             os.environ.setdefault(f"{library}_CACHE_DIR", str(ROOT / ".cache" / library.lower()))
         gpus = count_gpus()
         preset, config = parse_config(sys.argv[1:] if argv is None else argv, "speedrun" if gpus else "laptop")
         check_config(config, ranks)
-        run_id, resume = name_of_run(config)
+        run_id, checkpoint = identify_run(config)
         log = Log(config, rank, run_id)
-        monitor = FailureMonitor(rank, log)
         device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
         if gpus:
-            demand(local_rank < gpus, f"rank {rank} has no GPU: this machine has {gpus}; lower --nproc_per_node")
+            require(local_rank < gpus, f"rank {rank} has no GPU: this machine has {gpus}; lower --nproc_per_node")
             torch.cuda.set_device(device)
         if ranks > 1:
-            monitor.listen(join(config, rank, ranks, device), ranks)
+            store = join(config, rank, ranks, device)
         comm = (CompressedComm if config.bf16_compress else Comm)(rank, ranks, device)
-        log.run_id, resume = comm.all_json([run_id, resume])[0]
-        config = dataclasses.replace(config, resume=config.resume or resume)  # rank 0's, if torchrun restarted it
-        agree(comm, "configs", {key: str(v) for key, v in dataclasses.asdict(config).items()},
+        log.run_id, checkpoint = comm.all_gather_json([run_id, checkpoint])[0]  # rank 0's
+        config = dataclasses.replace(config, resume=config.resume or checkpoint)
+        agree(comm, "configs", {key: str(v) for key, v in json_of(config).items()},
               "Start every rank with the same flags, and give every host the same checkpoints")
         run(config, preset, comm, device, log, began)
         log.close()
-        monitor.tell(f"done-{rank}")
         if ranks > 1:
             dist.destroy_process_group()
         return 0
     except SystemExit:  # the parser's
         raise
     except BaseException as error:
-        return fail(error, config, rank, log, monitor)
+        return fail(error, config, rank, log, store)
     finally:
         gc.unfreeze()
-        if monitor:
-            monitor.over.set()
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGUSR1, *Notices.ENDS):
-        if number == signal.SIGUSR1 or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has SIGHUP ignored
-            signal.signal(number, notices.hear)
+    signal.signal(signal.SIGUSR1, signals.handle)
     if sys.stdout is not None:
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path may have letters that the terminal has not
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may have letters that the terminal lacks
     sys.exit(main())

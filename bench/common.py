@@ -174,7 +174,7 @@ class FakeComm(train_gpt.Comm):
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
         super().__init__(0, ranks, device)
 
-    def all_json(self, mine: Any) -> list[Any]:
+    def all_gather_json(self, mine: Any) -> list[Any]:
         return [json.loads(json.dumps(mine))] * self.ranks
 
     def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> train_gpt.HandleGroup:

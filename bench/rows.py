@@ -85,7 +85,7 @@ def measure(rank: int, ranks: int, flags: list[str], rounds: int) -> tuple[dict,
 
     times = take_turns({name: functools.partial(counted, name) for name in turns}, rounds, 1, meet=torch.distributed.barrier)
     # without the turn that warms up
-    steps = [*zip(*lazy.comm.all_json([rows_read(lazy, batch) for batch in read[base.adam_every:]]))]
+    steps = [*zip(*lazy.comm.all_gather_json([rows_read(lazy, batch) for batch in read[base.adam_every:]]))]
     return ({name: [t / base.adam_every for t in times[name]] for name in trainers},
             {name: (np.mean(counts[1:], 0) / base.adam_every).tolist() for name, counts in sent.items()},
             statistics.mean(needed_bytes(lazy, everyones) for everyones in steps))

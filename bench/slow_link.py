@@ -114,7 +114,7 @@ class Rank:
     def __init__(self, rank: int, args: argparse.Namespace):
         self.args, self.rank, self.losses = args, rank, {}
         comm = train_gpt.Comm(rank, 2)
-        overlapping = self.buckets(comm, overlap_param_gather=True, walk="forward")
+        overlapping = self.buckets(comm, overlap_param_gather=True, update_order="forward")
         self.finish = overlapping[1].finish_all_gathers
         trained = {
             "sync=hook": self.buckets(comm), "sync=hook, gathers overlap": overlapping,

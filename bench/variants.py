@@ -24,11 +24,11 @@ VARIANTS = {
     "buckets of 0.25 MiB": {"bucket_mb": 0.25},
     "buckets of 1 MiB": {"bucket_mb": 1.0},
     "buckets of 4 MiB": {"bucket_mb": 4.0},
-    "walk=forward": {"walk": "forward"},
+    "update_order=forward": {"update_order": "forward"},
     "gathers overlap": {"overlap_param_gather": True},
-    "gathers overlap, walk=forward": {"overlap_param_gather": True, "walk": "forward"},
+    "gathers overlap, update_order=forward": {"overlap_param_gather": True, "update_order": "forward"},
     "gradients not checked": {"check_grads": False},
-    "exact": {"exact": True},
+    "world_size_invariant": {"world_size_invariant": True},
 }
 STEPS_A_TURN = 2  # so that Adam, which steps every second time, is in each
 
@@ -57,7 +57,7 @@ def main() -> None:
     print(table(["variant", "ms a step", f"ratio to the preset (n = {args.rounds})"],
                 [[name, spread([1000 * t / STEPS_A_TURN for t in seconds], 0), spread(ratios(seconds, times[base]))]
                  for name, seconds in times.items()]))
-    different = [name for name in hashes if hashes[name] != hashes[base] and name != "exact"]
+    different = [name for name in hashes if hashes[name] != hashes[base] and name != "world_size_invariant"]
     if different:
         raise train_gpt.RunError(f"{', '.join(different)}: ends in other bytes than the preset; the times mean nothing")
 

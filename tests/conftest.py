@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 import train_gpt
+from train_gpt import Stage
 
 torch.set_num_threads(1)
 # a shell that starts the tests in the background makes them ignore Ctrl-C, and so all that they start
@@ -36,7 +37,8 @@ hypothesis.settings.load_profile("busy")
 
 TINY = dict(dtype="float32", fp8_head=False, model_dim=32, num_heads=2, head_dim=16, gate_dim=6, ngrams="", bucket_mb=0.03, compile="off",
             micro_batches=8, micro_batch_tokens=48, max_document_tokens=40, val_len=64, val_tokens=0, window_block=4,
-            num_steps=12, stages="until long_window; 1/3 3; 2/3 7; 1 11; +2 13", warmup_steps=3, muon_momentum_rise=4,
+            num_steps=12, warmup_steps=3, stages=(Stage(until=1/3, long_window=3), Stage(until=2/3, long_window=7),
+                                                  Stage(long_window=11), Stage(extra_steps=2, long_window=13)), muon_momentum_rise=4,
             muon_momentum_fall=2, val_every=5, train_loss_every=1, train_shards=0)
 
 

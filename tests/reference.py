@@ -41,7 +41,7 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
     softcap: cap, shift, softness. layers: a word each. +n: some of layer n's output comes in before, by a gate of the opened
     stream too where p has one. L: the long window, P: heads 2j and 2j + 1, or with halves j and
     j + heads / 2, share one softmax, c: attention reads the backout layer's output. Gates of value tables and shares of the own value are taken where p has them.
-    ngrams [T, dim]: comes into every layer, times a third weight of the layer. Where p has stream_scales attention and MLP scale
+    ngrams [T, dim]: comes into every layer, times a third weight of the layer. Where p has resid_lambdas attention and MLP scale
     the stream and what they add, x0 and ngrams come after attention, but ngrams before the first layer. offset: in layers with L a key has of the token
     before what does not turn. Matrices: qkvo, or qk and vo."""
     layers = layers.split()
@@ -51,7 +51,7 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
     if freqs is None:
         freqs = torch.cat([(1 / 1024) ** torch.linspace(0, 1, D // 4), torch.zeros(D // 4)]).double()
     n = sum("+" in word for word in layers)
-    by_part = "stream_scales" in p
+    by_part = "resid_lambdas" in p
     mixes = 0 if by_part else 2 if ngrams is None else 3
     skips, lam = list(p["scalars"][:n]), p["scalars"][n:n + mixes * count].view(count, mixes)
     skip_gates = list(p.get("skip_gates", []))
@@ -65,7 +65,7 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
     document = torch.tensor([sum(1 for v in x[:t + 1] if v == bos) for t in range(T)])
     outputs = {}
     if by_part and ngrams is not None:
-        h = h + p["added_scales"][0, 1] * ngrams
+        h = h + p["added_lambdas"][0, 1] * ngrams
     for i, word in enumerate(layers):
         word, _, skip = word.partition("+")
         if skip:
@@ -78,7 +78,7 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
             outputs[i] = h
             continue
         if by_part:
-            (keep, keep_later), (add_h0, add_ngrams, add_attn, add_mlp) = p["stream_scales"][i], p["added_scales"][i]
+            (keep, keep_later), (add_h0, add_ngrams, add_attn, add_mlp) = p["resid_lambdas"][i], p["added_lambdas"][i]
         else:
             h = lam[i, 0] * h + lam[i, 1] * h0 + (0 if ngrams is None else lam[i, 2] * ngrams)
         if word != "M":

@@ -145,7 +145,7 @@ def test_one_rank_of_8(bench):
 def test_the_other_ranks_of_one_rank_of_8_say_what_json_carries(monkeypatch):
     monkeypatch.syspath_prepend(BENCH)
     from common import FakeComm
-    assert FakeComm.all_json(SimpleNamespace(ranks=8), (9, 0)) == [[9, 0]] * 8, "a GPU's capability is compared with a list"
+    assert FakeComm.all_gather_json(SimpleNamespace(ranks=8), (9, 0)) == [[9, 0]] * 8, "a GPU's capability is compared with a list"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which takes minutes")

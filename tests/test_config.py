@@ -34,7 +34,7 @@ def test_every_value_is_a_flag_of_its_type():
 
 def test_preset_is_the_hardware_s_unless_named():
     assert parse(preset="laptop") == ("laptop", train_gpt.PRESETS["laptop"])
-    speedrun = train_gpt.Config(seed=5, overlap_param_gather=True, walk="forward")  # which change no byte
+    speedrun = train_gpt.Config(seed=5, overlap_param_gather=True, update_order="forward")  # which change no byte
     assert parse("--preset", "speedrun", "--seed", "5") == ("speedrun", speedrun)
 
 
@@ -182,10 +182,10 @@ def refused(changes, ranks):
     ({"profile": "3:12"}, 1, "below num_steps 12"),
     ({"profile": "3:2"}, 1, "profile is '3:2'"),
     ({"race": "2026:1"}, 1, "race is '2026:1'"),
-    ({"exact": True, "clip_norm": 1.0}, 1, "exact and clip_norm 1.0 exclude each other"),
-    ({"exact": True, "find_unused_parameters": True}, 1, "exact and find_unused_parameters True exclude each other"),
-    ({"exact": True, "micro_batches": 6}, 1, "has 6 micro-batches on 1 ranks: make both powers of two"),
-    ({"exact": True, "bf16_compress": True}, 1, "exact and bf16_compress True exclude each other"),
+    ({"world_size_invariant": True, "clip_norm": 1.0}, 1, "exact and clip_norm 1.0 exclude each other"),
+    ({"world_size_invariant": True, "find_unused_parameters": True}, 1, "exact and find_unused_parameters True exclude each other"),
+    ({"world_size_invariant": True, "micro_batches": 6}, 1, "has 6 micro-batches on 1 ranks: make both powers of two"),
+    ({"world_size_invariant": True, "bf16_compress": True}, 1, "exact and bf16_compress True exclude each other"),
 ])
 def test_impossible_values_are_refused_with_what_is_allowed(changes, ranks, says):
     assert says in refused(changes, ranks)
@@ -377,7 +377,7 @@ class SmallGpus(train_gpt.Comm):
         super().__init__()
         self.ranks = 2
 
-    def all_json(self, mine):
+    def all_gather_json(self, mine):
         return [json.loads(json.dumps(mine)), [[8, 0], 12 * 2 ** 30, False]]
 
 
@@ -399,7 +399,7 @@ def test_what_the_smallest_gpu_cannot_do_is_left_out_on_all(monkeypatch):
     ("auto", {}, (9, 0), True, False, "flex"),
     ("auto", {}, (10, 0), True, True, "flex"),
     ("auto", {"dtype": "float32"}, (9, 0), True, True, "flex"),
-    ("auto", {"exact": True}, (9, 0), True, True, "flex"),
+    ("auto", {"world_size_invariant": True}, (9, 0), True, True, "flex"),
     ("flex", {}, (9, 0), True, True, "flex"),
     ("flash", {}, (9, 0), True, True, "flash"),
     ("flash", {}, (8, 9), True, True, "flash, by torch's own"),
@@ -414,13 +414,13 @@ def test_flash_attention_3_is_taken_where_all_ranks_have_it(asked, changes, capa
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (79 * 2 ** 30, 80 * 2 ** 30))
     comm = train_gpt.Comm()
-    comm.all_json = lambda mine: json.loads(json.dumps([mine, [*mine[:2], mine[2] and other_rank]]))
+    comm.all_gather_json = lambda mine: json.loads(json.dumps([mine, [*mine[:2], mine[2] and other_rank]]))
     config, said = train_gpt.fit_to_gpus(dataclasses.replace(train_gpt.Config(), attention=asked, **changes), 50257, comm)
     chosen, *others_instead = chosen.split(", by ")
     assert config.attention == chosen and any("FlashAttention 3 wants" in line for line in said) == bool(others_instead)
 
 
-@pytest.mark.parametrize("changes", [{"dtype": "float32"}, {"exact": True, "micro_batches": 8}])
+@pytest.mark.parametrize("changes", [{"dtype": "float32"}, {"world_size_invariant": True, "micro_batches": 8}])
 def test_flash_attention_is_refused_where_it_cannot_be(changes):
     with pytest.raises(train_gpt.RunError, match="take --attention auto"):
         train_gpt.check_config(dataclasses.replace(train_gpt.Config(), attention="flash", **changes), 1)
@@ -485,7 +485,7 @@ def test_memory_needed_is_what_runs_allocate(ranks, changes, training, validatio
     (2, dict(), "take more ranks, fewer rows in --ngrams, or a smaller model"),
     (2, dict(ngrams="2:9000000:768", val_len=128), r"allocate about \d{5} in .* take more ranks, fewer rows"),
     (8, dict(), r"8192 MiB free, .* and 1\d{4} in validation: take a --val_len below 262144; its losses compare only"),
-    (16, dict(exact=True), r"16384 MiB free, .* take smaller --micro_batch_tokens, and as many more --micro_batches"),
+    (16, dict(world_size_invariant=True), r"16384 MiB free, .* take smaller --micro_batch_tokens, and as many more --micro_batches"),
     (3, dict(layers="M " * 60, val_len=128, model_dim=192, num_heads=3, head_dim=64, backout_layer=3, micro_batch_tokens=128 * 81),
      "take a smaller model")])
 def test_a_gpu_that_is_too_small_is_told_what_would_fit(monkeypatch, free, changes, says):

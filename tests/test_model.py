@@ -82,7 +82,7 @@ FURTHER = {  # values beyond the record's, each with what reference.loss takes f
     "offset keys": (dict(key_offset=True), dict(offset=True)),
     "weights of n-grams by layer": (dict(ngrams="2:50:32", ngram_mix=0.3), dict()),
     "all of frontier": (dict({name: getattr(train_gpt.PRESETS["frontier"], name) for name in (
-        "layers", "backout_layer", "value_gates", "skip_gates", "sublayer_scales", "stream_gain", "output_init", "head_init", "untie_at",
+        "layers", "backout_layer", "value_gates", "skip_gates", "sublayer_scales", "resid_lambda_init", "output_init", "head_init", "untie_at",
         "logit_cap", "logit_shift", "ngram_mix", "key_offset", "muon_qk_heads", "pairing")}, ngrams="2:50:32", num_heads=4, head_dim=8),
         dict(softcap=(23.0, 5.0, 7.5), backout_layer=7, ahead=(1.0, 0.5, 0.25), offset=True, halves=True)),
 }
@@ -110,7 +110,7 @@ def test_what_came_after_the_record_is_as_written_down_a_second_time(tiny, name)
 
 
 def test_first_values_beyond_the_record_s(tiny):
-    changed = dataclasses.replace(tiny, stream_gain=1.1, head_init=0.005, value_init=0.5, output_init=0.5, value_gates=True,
+    changed = dataclasses.replace(tiny, resid_lambda_init=1.1, head_init=0.005, value_init=0.5, output_init=0.5, value_gates=True,
                                   exclude_self=True)
     plain, model = (dict(train_gpt.build_model(config, ENCODING).named_parameters()) for config in (tiny, changed))
     dim = tiny.model_dim
@@ -126,8 +126,8 @@ def test_first_values_beyond_the_record_s(tiny):
     scaled = dataclasses.replace(changed, sublayer_scales=True, skip_gates=True, ngrams="2:50:32", ngram_mix=0.05)
     model = dict(train_gpt.build_model(scaled, ENCODING).named_parameters())
     assert model["scalars"].tolist() == [-1.5] * 5 + [0.5, 1.0] * 12 + [0.0, 0.5]
-    assert model["stream_scales"].flatten().tolist() == pytest.approx([1.1 ** 0.5] * 24)
-    assert model["added_scales"].flatten().tolist() == pytest.approx([0.0, 0.05, 1.0, 1.0] * 12)
+    assert model["resid_lambdas"].flatten().tolist() == pytest.approx([1.1 ** 0.5] * 24)
+    assert model["added_lambdas"].flatten().tolist() == pytest.approx([0.0, 0.05, 1.0, 1.0] * 12)
     assert model["skip_gates"].shape == (5, tiny.gate_dim) and not model["skip_gates"].any()
 
 
@@ -686,7 +686,7 @@ def test_groups_of_adam_and_matrices_of_few_heads_train_as_a_plain_second_traini
     by_hand = {
         "lm_head.weight": (0.001, 0.5, 0.9, 9e4), "embed.weight": (0.003, 0.6, 0.8, 5e4), "scalars": (0.002, 0.9, 0.99, 1e4),
         "ngrams.0.weight": (0.005, 0.7, 0.85, 3e4), "smear_gate": (0.0002, 0.4, 0.6, 8e4), "self_share": (0.0015, 0.8, 0.7, 4e4),
-        "stream_scales": (0.004, 0.85, 0.9, 1e3), "added_scales": (0.0007, 0.6, 0.95, 2e3), "skip_gates": (0.006, 0.7, 0.8, 4e3),
+        "resid_lambdas": (0.004, 0.85, 0.9, 1e3), "added_lambdas": (0.0007, 0.6, 0.95, 2e3), "skip_gates": (0.006, 0.7, 0.8, 4e3),
         **{f"value_embeds.{i}.weight": (0.007, 0.75, 0.95, 2e4) for i in range(3)},
         **{f"attn.{gate}": (0.0005, 0.9, 0.98, 6e4) for gate in ("gate", "value_gate")}}
     plain = PlainTraining(trainer.model, config, by_hand, {"qk": ((16, 32), True), "vo": ((32, 32), False)})
@@ -721,7 +721,7 @@ def test_frontier_s_plan_is_that_of_the_record():
     assert [plans[0].tied for plans in at.values()] == [True, True, True, False] and third[2].unties, "after a cycle of Adam's"
     assert train_gpt.plan_of(c, 1480).windows.long == 20 * 128
     assert (c.muon_lr, c.muon_beta2, c.proj_lr_mul, c.attn_lr_mul, c.fc_lr_mul, c.muon_qk_heads) == (0.023, 0.9, 4, 1, 2, 2)
-    assert (c.head_init, c.value_init, c.output_init, c.stream_gain, c.ngram_mix) == (0.005, 0.01, 1, 1.1, 0.05)
+    assert (c.head_init, c.value_init, c.output_init, c.resid_lambda_init, c.ngram_mix) == (0.005, 0.01, 1, 1.1, 0.05)
     assert (c.logit_cap, c.logit_shift, c.logit_softness, c.adam_every, c.adam_lr) == (23, 5, 7.5, 2, 0.008)
     assert c.ngrams == f"2:{5 * 50304}:768" and c.pairing == "halves" and c.key_offset and c.value_gates and not c.exclude_self
 
@@ -731,7 +731,7 @@ def test_frontier_s_groups_are_those_of_the_record():
     wanted = {
         "lm_head.weight": (1, 0.5, 0.95, 150), "embed.weight": (1, 0.5, 0.95, 150), "value_embeds.0.weight": (75, 0.75, 0.95, 5),
         "value_embeds.4.weight": (75, 0.75, 0.95, 5), "ngrams.0.weight": (75, 0.75, 0.95, 5), "scalars": (5, 0.9, 0.99, 0),
-        "stream_scales": (5, 0.9, 0.95, 0), "added_scales": (1, 0.9, 0.95, 0), "blocks.1.attn.gate": (1, 0.9, 0.99, 1),
+        "resid_lambdas": (5, 0.9, 0.95, 0), "added_lambdas": (1, 0.9, 0.95, 0), "blocks.1.attn.gate": (1, 0.9, 0.99, 1),
         "blocks.1.attn.value_gate": (1, 0.9, 0.99, 1), "smear_gate": (0.01, 0.9, 0.99, 0), "skip_gates": (0.05, 0.9, 0.99, 0)}
     config = dataclasses.replace(train_gpt.PRESETS["frontier"], model_dim=32, num_heads=2, head_dim=16, ngrams="2:50:8",
                                  stages="until long_window; 1 3", micro_batch_tokens=48, val_len=64)
@@ -765,7 +765,7 @@ def test_exact_mode_computes_with_one_thread(tmp_path, tiny):
     try:
         make_trainer(tmp_path, tiny)
         assert torch.get_num_threads() == 2
-        make_trainer(tmp_path, dataclasses.replace(tiny, exact=True))
+        make_trainer(tmp_path, dataclasses.replace(tiny, world_size_invariant=True))
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(1)

@@ -621,7 +621,7 @@ def test_a_state_keeps_learning_rates_and_the_place_in_a_cycle():
 
 def test_an_exact_state_in_the_midst_of_a_cycle_knows_its_step():
     models = [chain(seed=seed) for seed in range(2)]
-    whole, half = (optimizer_of(model, rule=dataclasses.replace(ONCE, every=2), exact=True) for model in models)
+    whole, half = (optimizer_of(model, rule=dataclasses.replace(ONCE, every=2), world_size_invariant=True) for model in models)
     steps_of(models[0], whole, 3, False)
     half.load_state_dict(whole.state_dict())
     for model, optimizer in zip(models, (whole, half)):
@@ -785,7 +785,7 @@ def test_a_rule_that_cannot_be_one_is_refused(rule, scale, says):
 
 def test_exact_mode_counts_the_gradients_in_no_sync_too():
     model = Fused()
-    optimizer = train_gpt.make_optimizer(model, [SPLIT], settings=train_gpt.SyncSettings(exact=True))
+    optimizer = train_gpt.make_optimizer(model, [SPLIT], settings=train_gpt.SyncSettings(world_size_invariant=True))
     with optimizer.no_sync():
         model.qkv.weight.sum().backward()
     with pytest.raises(train_gpt.RunError, match="got a gradient in 1 of 2 micro-batches"):
@@ -796,7 +796,7 @@ def every_second_step(comm, exact):
     """Adam's parameter after each of four steps of two micro-batches; each rank has gradients of its own."""
     p = nn.Parameter(torch.zeros(5, dtype=torch.float64))
     rule = train_gpt.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=0.3, every=2)
-    optimizer = optimizer_of(nn.ParameterDict({"p": p}), comm, rule=rule, exact=exact)
+    optimizer = optimizer_of(nn.ParameterDict({"p": p}), comm, rule=rule, world_size_invariant=exact)
     after = []
     for step in range(4):
         for i in range(2):
@@ -811,7 +811,7 @@ def gradient_of(step, micro_batch):
     return torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + micro_batch))
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("world_size_invariant", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_adam_updates_every_second_step_on_the_sum_of_both(on_ranks, ranks, exact):
     """eps is near the gradients' size, so that Adam sees their scale: of the mean over micro-batches, and the sum of steps."""
@@ -873,8 +873,8 @@ def test_any_number_of_ranks_trains_the_same_model(on_ranks, batches):
         assert len({tuple(result[3]) for result in results}) == 1, "launch order differs between ranks"
 
 
-VARIANTS = [{"sync": "step"}, {"bucket_mb": 0.0}, {"bucket_mb": 1000.0}, {"walk": "forward"}, {"overlap_param_gather": True},
-            {"overlap_param_gather": True, "walk": "forward"}, {"check_grads": True}, {"clip_norm": 1e9},
+VARIANTS = [{"sync": "step"}, {"bucket_mb": 0.0}, {"bucket_mb": 1000.0}, {"update_order": "forward"}, {"overlap_param_gather": True},
+            {"overlap_param_gather": True, "update_order": "forward"}, {"check_grads": True}, {"clip_norm": 1e9},
             {"find_unused_parameters": True}]
 
 
@@ -968,7 +968,7 @@ def other_counts(comm):
 DIFFERENCES = {  # what rank 1 has otherwise, and how the error names it
     "widths": (lambda comm: optimizer_of(chain((6, 5, 7 + comm.rank, 4)), comm), r"bucket .*4, 8\b.* 4, 7\b"),
     "names": (lambda comm: optimizer_of(nn.ParameterDict({"ba"[comm.rank]: nn.Parameter(torch.zeros(4))}), comm), "bucket .*a.*b"),
-    "settings": (lambda comm: optimizer_of(chain(), comm, exact=bool(comm.rank)), "exact True.*False"),
+    "settings": (lambda comm: optimizer_of(chain(), comm, world_size_invariant=bool(comm.rank)), "exact True.*False"),
     "scale": (lambda comm: optimizer_of(chain(), comm, grad_scale=1.0 + comm.rank), "scale of gradients 2.*1"),
     "rates": (lambda comm: optimizer_of(chain(), comm, rule=dataclasses.replace(ONCE, lr=0.1 + comm.rank)), "bucket .*lr=1.1.*lr=0.1"),
     "counts": (other_counts, "micro-batches.* differ: rank 1 .*3.* rank 0 .*2"),
@@ -1052,7 +1052,7 @@ def mixed_run(comm, steps, bucket_bytes=0.0, state=None, **changes):
 
 
 def exact_run(comm, steps, bucket_bytes, state=None):
-    return mixed_run(comm, steps, bucket_bytes, state, exact=True)
+    return mixed_run(comm, steps, bucket_bytes, state, world_size_invariant=True)
 
 
 def assert_same_state(ours, theirs):
@@ -1106,22 +1106,22 @@ def test_a_state_between_updates_is_known_and_one_at_an_update_goes_on_to_the_by
     end = mixed_run(comm, range(2, 4), 1e9, optimizer.state_dict())[0]
     mixed_steps(optimizer, params, [2, 3])
     assert_same_state(end, optimizer.state_dict())
-    exact, params = mixture(300.0, comm, exact=True)
+    exact, params = mixture(300.0, comm, world_size_invariant=True)
     mixed_steps(exact, params, [0])
     assert not exact.between_updates
 
 
 def test_pending_sums_of_an_exact_run_count_once_in_one_that_is_not():
     comm = train_gpt.Comm()
-    whole, state = mixed_run(comm, range(6))[0], mixed_run(comm, range(3), exact=True)[0]
+    whole, state = mixed_run(comm, range(6))[0], mixed_run(comm, range(3), world_size_invariant=True)[0]
     for name, x in mixed_run(comm, range(3, 6), 0.0, state)[0].items():
         assert torch.allclose(x.float(), whole[name].float(), rtol=1e-4, atol=0.02 if name.startswith("halved") else 1e-5), name
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("world_size_invariant", [False, True])
 def test_state_put_back_after_warm_up_leaves_nothing_of_it(exact):
     """Not a gradient of the first half of a cycle, nor what was on its way when a step failed or was never finished."""
-    optimizer, params = mixture(300.0, train_gpt.Comm(), check_grads=True, exact=exact)
+    optimizer, params = mixture(300.0, train_gpt.Comm(), check_grads=True, world_size_invariant=exact)
     saved, fresh = optimizer.state_dict(), optimizer.state_hash()
     mixed_steps(optimizer, params, range(3))
     trained = optimizer.state_hash()

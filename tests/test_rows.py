@@ -110,8 +110,8 @@ def test_clipping_is_by_the_norm_of_all_rows(on_ranks, ranks):
             torch.testing.assert_close(state[f"{i}.weight"].view_as(theirs), theirs, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("changes", [{"sync": "step"}, {"walk": "forward"}, {"check_grads": True}, {"find_unused_parameters": True},
-                                     {"exact": True}, {"clip_norm": 1e9}], ids=str)
+@pytest.mark.parametrize("changes", [{"sync": "step"}, {"update_order": "forward"}, {"check_grads": True}, {"find_unused_parameters": True},
+                                     {"world_size_invariant": True}, {"clip_norm": 1e9}], ids=str)
 @pytest.mark.parametrize("network", [Comm, Hostile])
 def test_no_setting_changes_what_is_computed(on_ranks, changes, network):
     plain, _ = on_ranks(2, train)[0]
@@ -124,7 +124,7 @@ def test_no_setting_changes_what_is_computed(on_ranks, changes, network):
 def test_exact_mode_gives_the_same_bytes_at_any_number_of_ranks(on_ranks, every):
     """Also between two updates, and where other micro-batches lie on a rank. A plain sum gives other bytes, or this shows nothing."""
     def hashes(exact, steps):
-        return {train_gpt.hash_of([*on_ranks(ranks, train, steps, 8 // ranks, True, every, Comm, {"exact": exact})[0][0].items()])
+        return {train_gpt.hash_of([*on_ranks(ranks, train, steps, 8 // ranks, True, every, Comm, {"world_size_invariant": exact})[0][0].items()])
                 for ranks in (1, 2, 4)}
     assert len(hashes(True, 3)) == len(hashes(True, 4)) == 1 < len(hashes(False, 4))
 
@@ -183,7 +183,7 @@ def test_a_table_that_one_rank_does_not_read(on_ranks):
 def moments(comm, exact):
     """A row that was updated, then read by a loss in which it counts nothing."""
     model = tables()
-    optimizer = optimizer_of(model, comm, 1e9, LAZY, exact=exact)
+    optimizer = optimizer_of(model, comm, 1e9, LAZY, world_size_invariant=exact)
     states = []
     for step, weight in enumerate((1.0, 0.0)):
         optimizer.prepare_for_backward(step)
@@ -194,7 +194,7 @@ def moments(comm, exact):
     return states
 
 
-@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("world_size_invariant", [True, False])
 def test_a_gradient_of_zero_is_none(on_ranks, exact):
     for before, after in on_ranks(2, moments, exact):
         for key in ("", "/m", "/v"):
@@ -312,7 +312,7 @@ def test_gradients_that_wait_take_no_more_memory_than_a_gradient_of_all_rows():
     for step in range(3):
         optimizer.prepare_for_backward(step)
         table(torch.tensor([step, 1, 1, 0])).sum().backward()
-        assert sum(x._nnz() for x in optimizer.buckets[0].params[0].waiting) <= 5
+        assert sum(x._nnz() for x in optimizer.buckets[0].params[0].pending_grads) <= 5
         optimizer.step(FULL)
 
 
@@ -329,5 +329,5 @@ def test_more_rows_may_be_announced_than_are_read():
 def test_a_run_with_row_by_row_tables_is_the_same_at_any_number_of_ranks(on_ranks):
     """In exact mode, through the model's own n-gram tables."""
     batches = torch.from_numpy(some_documents(11, 3 * 4 * 49).astype("int64")).view(3, 4, 49)
-    flags = {"ngrams": "2:40:8 3:30:8", "lazy_tables": True, "exact": True}
+    flags = {"ngrams": "2:40:8 3:30:8", "lazy_tables": True, "world_size_invariant": True}
     assert len({x[1] for ranks in (1, 2, 4) for x in on_ranks(ranks, train_steps, flags, 3, batches)}) == 1

@@ -266,12 +266,12 @@ def test_a_shard_that_is_replaced_during_the_run_is_noticed_when_it_is_loaded(tm
 
 def hashing(comm, pattern):
     """What each of two ranks of a host does while shards are hashed."""
-    done, all_json = [], comm.all_json
+    done, all_gather_json = [], comm.all_gather_json
 
     def file_sha256(path):
         done.append(path.name)
         return hashlib.sha256(path.read_bytes()).hexdigest()
-    comm.all_json = lambda mine: done.append("meet") or all_json(mine)
+    comm.all_gather_json = lambda mine: done.append("meet") or all_gather_json(mine)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_gpt, "file_sha256", file_sha256)
         shards = train_gpt.with_digests(train_gpt.find_shards(pattern), comm, comm.rank, comm.ranks)

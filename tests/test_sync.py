@@ -236,8 +236,8 @@ def plainly(x, ranks=1, model=None):
 
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(4))
-VARIANTS = [{}, {"sync": "step"}, {"walk": "forward"}, {"overlap_param_gather": True},
-            {"overlap_param_gather": True, "walk": "forward"}, {"exact": True}, {"check_grads": True}, {"clip_norm": 1e9},
+VARIANTS = [{}, {"sync": "step"}, {"update_order": "forward"}, {"overlap_param_gather": True},
+            {"overlap_param_gather": True, "update_order": "forward"}, {"world_size_invariant": True}, {"check_grads": True}, {"clip_norm": 1e9},
             {"find_unused_parameters": True}]
 
 
@@ -265,7 +265,7 @@ def test_nothing_is_read_before_it_has_come_on_several_ranks(on_ranks, changes, 
         assert_close(parameters, plainly(X, ranks))
 
 
-@pytest.mark.parametrize("changes", [{}, {"exact": True}, {"overlap_param_gather": True}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"world_size_invariant": True}, {"overlap_param_gather": True}], ids=str)
 def test_collectives_and_messages_compute_the_same(on_ranks, changes):
     for network in (Comm, Collectives):
         for parameters in on_ranks(3, network_steps, network, {**changes, "bucket_bytes": 200}):
@@ -281,8 +281,8 @@ def test_the_whole_model_reads_nothing_before_it_has_come(on_ranks, batches, ran
     """Every parameter of the record's model, the scalars and gates and tables too, under a hostile network."""
     few = batches[:, :2]
     plain = {state_hash for _, state_hash, *_ in on_ranks(ranks, train_steps, {}, 2, few)}
-    for changes in ({}, {"overlap_param_gather": True}, {"overlap_param_gather": True, "walk": "forward"},
-                    {"walk": "forward", "bucket_mb": 0.0}):
+    for changes in ({}, {"overlap_param_gather": True}, {"overlap_param_gather": True, "update_order": "forward"},
+                    {"update_order": "forward", "bucket_mb": 0.0}):
         assert set(on_ranks(ranks, hostile_record, changes, few)) == plain, changes
 
 
@@ -538,7 +538,7 @@ def test_the_order_is_rank_0_s_arrival(on_ranks):
 
 def test_forward_walk_updates_the_first_layers_first():
     comm = Recorder()
-    engine, _ = flow(chain(), X, comm, walk="forward")
+    engine, _ = flow(chain(), X, comm, update_order="forward")
     gathers, order = [event[2] for event in comm.events if event[:2] == ("start", "gather")], engine.reducer.launch_order
     in_order = {bucket.param_data.data_ptr(): i for i, bucket in enumerate(order)}
     assert [in_order[pointer] for pointer in gathers[-len(order):]] == list(range(len(order)))[::-1]
@@ -598,7 +598,7 @@ def test_a_state_waits_for_the_gathers_that_are_under_way(on_ranks, ranks):
 
 def all_json_of(comm):
     mine = {"rank": comm.rank, "text": 'ü"\\\n' * comm.rank, "list": [1.5, None, True][comm.rank:]}
-    return comm.all_json(mine), comm.all_json([])
+    return comm.all_gather_json(mine), comm.all_gather_json([])
 
 
 def test_json_comes_from_every_rank_as_it_was(on_ranks):
@@ -764,7 +764,7 @@ def test_frozen(tiny):
 
 
 @pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("settings", [{}, {"exact": True}, {"clip_norm": 0.1}])
+@pytest.mark.parametrize("settings", [{}, {"world_size_invariant": True}, {"clip_norm": 0.1}])
 def test_sparse_gradients_are_summed_as_dense_ones(settings, every):
     """Over micro-batches and steps, of rows that come once, twice or never, and of none at all."""
     batches = [[torch.tensor(rows) for rows in step] for step in ([[1, 2, 2], [4, 1]], [[0], [0, 0]], [[3, 3, 3, 1], [2]], [[4], [0]])]
@@ -864,7 +864,7 @@ def test_exact_mode_refuses_a_gradient_that_is_not_in_every_micro_batch(bucket_b
     """Also where it has a bucket to itself."""
     model = Branches()
     del model.never
-    engine = build(model, Comm(), bucket_bytes=bucket_bytes, exact=True)
+    engine = build(model, Comm(), bucket_bytes=bucket_bytes, world_size_invariant=True)
     with pytest.raises(RunError, match=rf"right\.\w+ got a gradient in 1 of {micro_batches} micro-batches"):
         for i in range(micro_batches):
             engine.prepare_for_backward(0, i, micro_batches)
@@ -875,7 +875,7 @@ def test_exact_mode_refuses_a_gradient_that_is_not_in_every_micro_batch(bucket_b
 @pytest.mark.parametrize("changes", [{"find_unused_parameters": True}, {"clip_norm": 1.0}])
 def test_exact_mode_refuses_what_it_cannot_keep(changes):
     with pytest.raises(RunError, match="exact mode excludes"):
-        flow(chain(), X, exact=True, **changes)
+        flow(chain(), X, world_size_invariant=True, **changes)
 
 
 def compressed_step(comm, ranks):
@@ -990,7 +990,7 @@ def batches():
 
 def test_exact_mode_gives_the_same_bytes_at_any_number_of_ranks(on_ranks, batches):
     """Four ranks, since with two every order of summation is a + b; a plain sum gives other bytes, or this shows nothing."""
-    results = {ranks: on_ranks(ranks, train_steps, {"exact": True}, 2, batches) for ranks in (1, 4, 8)}
+    results = {ranks: on_ranks(ranks, train_steps, {"world_size_invariant": True}, 2, batches) for ranks in (1, 4, 8)}
     assert len({result[1] for on_each in results.values() for result in on_each}) == 1
     losses = [sorted(loss for result in on_each for loss in result[0]) for on_each in results.values()]
     assert all(of_ranks == losses[0] for of_ranks in losses)
@@ -1003,11 +1003,11 @@ def test_exact_mode_gives_the_same_bytes_at_any_number_of_ranks(on_ranks, batche
 def test_micro_batches_sum_as_a_binary_tree(heights, seed):
     leaves = torch.randn(2 ** heights, 5, generator=torch.Generator().manual_seed(seed))
     p = nn.Parameter(torch.zeros(5))
-    bucket, = optimizer_of(nn.ParameterDict({"p": p}), exact=True).buckets
+    bucket, = optimizer_of(nn.ParameterDict({"p": p}), world_size_invariant=True).buckets
     for leaf in leaves:
         p.grad = leaf.clone()
-        bucket.add(bucket.params[0], 0.5, exact=True)
-    bucket.start_reduce(Comm(), exact=True)
+        bucket.add(bucket.params[0], 0.5, world_size_invariant=True)
+    bucket.start_reduce(Comm(), world_size_invariant=True)
     tree = 0.5 * leaves
     while len(tree) > 1:
         tree = tree[0::2] + tree[1::2]
@@ -1064,9 +1064,9 @@ SHORT = {"ngrams": "2:40:8", "lazy_tables": "true", "micro_batches": 4, "num_ste
 
 
 def test_an_exact_run_prints_the_same_losses_at_any_number_of_ranks(one, tmp_path, capsys):  # noqa: F811
-    status, _, errors = run_here(flags(tmp_path, one[1], run_id="one", exact="true", **SHORT), capsys)
+    status, _, errors = run_here(flags(tmp_path, one[1], run_id="one", world_size_invariant="true", **SHORT), capsys)
     assert status == 0, errors
-    for done in launch(tmp_path, *[flags(tmp_path, one[1], run_id="four", exact="true", **SHORT)] * 4):
+    for done in launch(tmp_path, *[flags(tmp_path, one[1], run_id="four", world_size_invariant="true", **SHORT)] * 4):
         assert done.status == 0, done.err
     logs = [read_log(tmp_path / "logs" / f"{name}.txt") for name in ("one", "four")]
     lines = [[re.sub(r" (train_time|step_avg):\S+", "", line) for line in log[3]] for log in logs]
@@ -1105,7 +1105,7 @@ def test_profile_has_a_range_for_every_phase(one, tmp_path, capsys, profile, ste
 
 def test_settings_reach_a_whole_run(one, tmp_path, capsys):  # noqa: F811
     """All that changes no byte at once, and compression, which does."""
-    harmless = {"overlap_param_gather": "true", "walk": "forward", "check_grads": "true", "clip_norm": 1e9,
+    harmless = {"overlap_param_gather": "true", "update_order": "forward", "check_grads": "true", "clip_norm": 1e9,
                 "find_unused_parameters": "true"}
     ends = []
     for i, changes in enumerate(({}, harmless, {"bf16_compress": "true"})):

@@ -195,7 +195,7 @@ def main(folder, ranks, steps, flags):
     class Alone(T.Comm):
         """What this rank tells the others, and what hosts send one another, is what it hears from them."""
 
-        def all_json(self, mine):
+        def all_gather_json(self, mine):
             return [json.loads(json.dumps(mine))] * ranks
 
         def exchange(self, sent, received):
