@@ -172,12 +172,12 @@ def test_a_planned_comparison_is_found_as_often_as_promised(n, sds, margin):
 # Looks that keep alpha
 
 def looked_at(values, most, alpha=0.01):
-    """By the rules of `follow`, for many sets at once -> (claims found, runs taken). values: [sets, most] or two of them"""
+    """The looks of `evaluate_looks`, for many sets at once -> (claims found, runs taken). values: [sets, most] or two of them"""
     looks, limits = np.arange(2, most + 1), stats.bounds(most, alpha)
     tests = [stats.welch_t_less(*(side[:, :n] for side in values)) if len(values) == 2 else
              stats.one_sample_t_less(values[:, :n], 0) for n in looks]
     claims = np.array([test.pvalue < limit for test, limit in zip(tests, limits)]).T
-    chances = np.array([stats.chance(test, n, most, limits[-1]) for test, n in zip(tests, looks)]).T
+    chances = np.array([stats.predictive_power(test, n, most, limits[-1]) for test, n in zip(tests, looks)]).T
     over = claims | (chances < stats.FUTILE)
     over[:, -1] = True
     last = over.argmax(1)
@@ -220,17 +220,17 @@ def test_following_a_race_is_looking_at_it_so():
     runs = np.random.default_rng(11).normal(-0.8, 1, (200, 7))
     claims, taken, _ = looked_at(runs, 7)
     for values, claim, n in zip(runs, claims, taken):
-        stop = stats.follow([lambda look: stats.one_sample_t_less(values[:look], 0)], 7, 7, 0.01)
+        stop = stats.evaluate_looks([lambda look: stats.one_sample_t_less(values[:look], 0)], 7, 7, 0.01)
         assert (stop["n"], stop["outcome"] == "the claim") == (n, claim)
-        assert stats.follow([lambda look: stats.one_sample_t_less(values[:look], 0)], n - 1, 7, 0.01) is None
+        assert stats.evaluate_looks([lambda look: stats.one_sample_t_less(values[:look], 0)], n - 1, 7, 0.01) is None
     assert 20 < claims.sum() < 180
 
 
 def test_two_claims_must_both_be_found_and_may_be_at_different_looks():
     def at(n, p):
         return lambda look: type("Found", (), {"pvalue": p if look >= n else 0.2, "statistic": -1.0})
-    assert stats.follow([at(3, 1e-9), at(5, 1e-9)], 8, 8, 0.01)["passed"] == [3, 5]
-    stop = stats.follow([at(3, 1e-9), at(9, 0)], 8, 8, 0.01)
+    assert stats.evaluate_looks([at(3, 1e-9), at(5, 1e-9)], 8, 8, 0.01)["passed"] == [3, 5]
+    stop = stats.evaluate_looks([at(3, 1e-9), at(9, 0)], 8, 8, 0.01)
     assert stop["passed"] == [3, None] and stop["outcome"] == "futility"
 
 
@@ -410,7 +410,7 @@ def test_rejected_logs_are_named_and_incomplete_ones_warned_of(new, judge):
     (Path(new) / "README.md").write_text("Ten runs.")
     status, out, _ = judge(new)
     assert status == 0 and "cut.txt: incomplete: " in out and "README.md: not a log: a .md file" in out
-    assert "Warning: not counted, although started: cut.txt; say why" in out
+    assert "Warning: started but not counted: cut.txt; give the reason" in out
 
 
 def test_a_diverged_run_speaks_against_the_claim(new, old, judge):
@@ -479,7 +479,7 @@ def test_runs_of_two_races(write, refusal, judge):
 def test_both_sides_of_a_race(write, judge, refusal):
     """Drift hides the gain from Welch's test, which decides, and not from the paired one, which is shown."""
     folder = write("race", raced(10, "ab", shift=0.2))
-    assert "say whose claim it is: --side a or --side b" in refusal(folder)
+    assert "choose the claim's side: --side a or --side b" in refusal(folder)
     status, out, _ = judge(folder, "--side", "a")
     assert status == 0 and "Side a against side b (10 runs)" in out and "10 interleaved pairs" in out
     assert judge(folder, "--side", "b")[0] == 1
@@ -506,7 +506,7 @@ def test_the_test_that_was_declared_decides(write, judge, refusal):
     assert judge(folder, "--side", "a")[0] == judge(declare(folder, test="unpaired"), "--side", "a")[0] == 1
     status, out, _ = judge(declare(folder), "--side", "a")
     assert status == 0 and "faster by the paired test of log time (p = " in out
-    assert out.count("shown only") == 3 and "log, paired:" not in "".join(re.findall(".*shown only", out))
+    assert out.count("not decisive") == 3 and "log, paired:" not in "".join(re.findall(".*not decisive", out))
     compared = json.loads(judge(folder, "--side", "a", "--json")[1])["comparison"]
     assert compared["decides"] == "paired_log" and compared["p"] > 0.3
     ours, theirs = (np.log([run["train_time_ms"] for run in json.loads(judge(folder, "--side", "a", "--json")[1])["runs"]
@@ -520,7 +520,7 @@ def test_the_test_that_was_declared_decides(write, judge, refusal):
     (Path(folder) / "race.jsonl").write_text('{"race": ' + "[" * 100_000)
     assert judge(folder, "--side", "a")[0] == 2
     (Path(folder) / "race.jsonl").write_text('{"race": ' + "[" * 100_000 + "\n")
-    assert "race.jsonl: line 1 is none of a race's" in refusal(folder, "--side", "a")
+    assert "race.jsonl: line 1 is no line of a race" in refusal(folder, "--side", "a")
 
 
 def test_pairs_in_turn_find_through_a_drift_what_welchs_test_does_not():
@@ -558,7 +558,7 @@ def until_decided(write, n, most=12, shift=0.2, **words):
 
 def test_a_race_until_decided_is_judged_by_its_bounds(write, judge, refusal):
     early = refusal(until_decided(write, 3), "--side", "a")
-    assert "after 3 of at most 12 runs it is not; go on with race.py --resume" in early
+    assert "after 3 of at most 12 runs it is not; resume it with race.py --resume" in early
     n = next(n for n in range(4, 13) if judge(until_decided(write, n), "--side", "a")[0] != 2)
     status, out, _ = judge(folder := until_decided(write, n), "--side", "a", "--json")
     stop = json.loads(out)["stop"]
@@ -566,9 +566,9 @@ def test_a_race_until_decided_is_judged_by_its_bounds(write, judge, refusal):
     assert stop["bound"] == stats.bounds(12, 0.01)[n - 2] < 0.01
     status, out, _ = judge(folder, "--side", "a")
     assert f"decided for the claim after {n} of at most 12 runs, at alpha 0.01 over all looks" in out
-    assert f"Looks: decided for the claim after {n} of at most 12 runs; there p had to be below 0.00" in out
+    assert f"Looks: decided for the claim after {n} of at most 12 runs, where p had to be below 0.00" in out
     further = until_decided(write, n + 1)
-    assert f"the race was decided after {n} runs, and went on to {n + 1}; it stands" in judge(further, "--side", "a")[1]
+    assert f"the race was decided after {n} runs and continued to {n + 1}; the decision stands" in judge(further, "--side", "a")[1]
     assert "declared to run until it is decided at alpha 0.01, not 0.05" in refusal(folder, "--side", "a", "--alpha", .05)
     for path in Path(folder).glob("*.txt"):
         if '"run": 2, "declared_n": 12, "side": "b"' in path.read_text():
@@ -635,7 +635,7 @@ def test_resumed_runs_do_not_count_unless_they_are_asked_for(write, judge, refus
     assert "Loss (8 runs" in out and re.search(r"3.txt: resumed at step 10: it had ended before", out)
     assert "4.txt: begun from saved parameters (init_from)" in out
     out = judge(folder, "--resumed")[1]
-    assert "Loss (10 runs" in out and "Warning: runs were resumed, or began with saved parameters" in out
+    assert "Loss (10 runs" in out and "Warning: runs that were resumed or began with saved parameters are counted" in out
     race = raced(10)
     race[6] = resumed(race[6])
     message = refusal(folder := write("race", race))
@@ -697,11 +697,11 @@ def test_start_lines_of_any_content_do_not_break_the_tool(write, judge):
 def test_a_clock_set_back_late_is_warned_of_and_decides_no_claim(write, judge, old, refusal):
     early = write("early", (log(loss, t, clock_reset=2) for loss, t in zip(LOSSES, TIMES)))
     late = write("late", (log(loss, t, clock_reset=12) for loss, t in zip(LOSSES, TIMES)))
-    assert "set back" not in judge(early)[1] and judge(early, "--vs", old)[0] == 0
+    assert "was reset" not in judge(early)[1] and judge(early, "--vs", old)[0] == 0
     status, out, _ = judge(late)
-    assert status == 0 and "the clock was set back during training" in out
-    assert "the clock was set back during training (0.txt, " in refusal(late, "--vs", old)
-    assert "the clock was set back during training (0.txt, " in refusal(old, "--vs", late)
+    assert status == 0 and "the clock was reset during training" in out
+    assert "the clock was reset during training (0.txt, " in refusal(late, "--vs", old)
+    assert "the clock was reset during training (0.txt, " in refusal(old, "--vs", late)
 
 
 def test_an_outlier_is_warned_of_and_counted(write, judge):
@@ -716,13 +716,13 @@ def test_plans_on_the_command_line(judge, refusal, new, write):
     assert status == 0 and re.search(r"mean below a target: +9 runs \(power 0.928\)", out)
     status, out, _ = judge("--plan", "--sd", 0.07, "--margin", 0.2)
     assert re.search(r"less than another set: +6 runs a side \(power 0.9", out)
-    assert "--until-decided --max-n 6, 1.15 times as many" in out
-    assert "), if the other side's sd is 0.07 too (--other-sd)\n" in out
+    assert "--until-decided --max-n 6 (1.15 times as many)" in out
+    assert "), if the other side also has sd 0.07 (--other-sd)\n" in out
     status, out, _ = judge("--plan", "--sd", 0.07, "--other-sd", 0.2, "--margin", 0.2)
     assert "--other-sd" not in out
     assert "sd 0.07 and 0.2" in out and re.search(r"less than another set: +1\d runs a side", out)
     assert "sd 0.001465, margin 0.00286, from 10 runs in the logs" in judge("--plan", new)[1]
-    assert "--plan wants --sd and --margin" in refusal("--plan", "--sd", 1)
+    assert "--plan needs --sd and --margin" in refusal("--plan", "--sd", 1)
     assert "above 0" in refusal("--plan", "--sd", 0.1, "--margin", -1)
     untimed = write("llmc", (f"s:0 tel:10.9{i:03}\ns:9 tel:{loss:.4f}\n" for i, loss in enumerate(LOSSES)))
     assert "no train_time above zero" in refusal("--plan", untimed, "--vs", new)

@@ -158,10 +158,10 @@ def race(honest, tmp_path):
             change(log, run, side)
             write_stamps(log.write(folder / f"{run}{side}.txt"), log, slow(side))
             event = {"run": run, "side": side, "run_id": f"{run}{side}", "status": "started", "seed": run,
-                     "started": log.start["started"]}
-            events += [event, {**event, "status": "done", "logged": True,
-                               "seconds": slow(side) * log.end["wall_seconds"] + 5}]
-            clock += timedelta(seconds=math.ceil(events[-1]["seconds"]))
+                     "started_at": log.start["started"], "process": "p"}
+            seconds = slow(side) * log.end["wall_seconds"] + 5
+            clock = datetime.fromisoformat(log.start["started"]) + timedelta(seconds=math.ceil(seconds))
+            events += [event, {**event, "status": "done", "logged": True, "seconds": seconds, "ended_at": clock.isoformat()}]
         versions = {side: {"revision": None, "flags": [],
                            "source_sha256": log.start["source_sha256"]} for side in sides}
         declared = {"id": "x", "n": n, "seed": 0, "ranks": 1, "sides": versions, "order": [f"{r}{s}" for r, s in order]}
@@ -1599,13 +1599,6 @@ def test_cheat_1_a_side_whose_start_is_uneven(race, judge):
     says(judge(folder)[1], WALL, "fail", "on side a", "one side's clocks run slow")
 
 
-def test_cheat_10_a_pause_that_hides_a_run_in_older_words(race, judge):
-    def late(log, run, side):
-        log.set("start.started", log.start["started"].replace("T00:00", "T00:05" if run > 1 else "T00:00"))
-    folder = race(change=late)
-    says(judge(folder)[1], ACCOUNTS, "not checkable", "s passed before 2a was started, long enough to hide a run")
-
-
 @pytest.mark.parametrize("status", ["interrupted", "failed"])
 @pytest.mark.parametrize("pace, worse", [(1.5, 0), (0.5, 0.1)])
 def test_cheat_10_a_run_stopped_for_its_time_or_its_loss(race, judge, status, pace, worse):
@@ -1721,21 +1714,6 @@ def test_public_logs_of_two_sources_break_no_rule(tmp_path, judge):
     assert judge(tmp_path)[1][ACCOUNTS][0] == "fail"  # whatever the logs leave open
 
 
-@pytest.mark.parametrize("day,verdict", [("Fri Jan  3 12:00:00 2025", "remark"), ("Mon Feb  3 12:00:00 2025", "fail"), ("", "fail")])
-def test_a_public_log_is_judged_by_the_rules_of_its_day(tmp_path, judge, race, day, verdict):
-    source = "import torch\ntorch._inductor.config.coordinate_descent_tuning = True"
-    public_log(tmp_path / "0.txt", public_lines(), source, f"env\n{day}")
-    status, rules = judge(tmp_path)
-    assert rules[SWITCHES][0] == verdict and status == (1 if verdict == "fail" else 2)
-    assert ("a rule since 2025-02-02, and these runs are of 2025-01-03" in rules[SWITCHES][1]) == (verdict == "remark")
-    if day:  # a log of ours is judged by all rules, whatever it says
-        folder = race(1, change=lambda log, *_: log.set("environment", day + "\n").set("end.compiles_after_warmup", 1))
-        log = Log(folder / "1a.txt")
-        set_source(log, "torch._inductor.config.x = 1\n" + log.source)
-        log.write(folder / "1a.txt")
-        assert judge(folder)[1][SWITCHES][0] == "fail"
-
-
 @pytest.mark.parametrize("loss, more, verdict", [
     (2.9193, "", "pass"), (3.2793, "", "fail"), (2.9193, "torch._inductor.config.max_autotune = True", "fail"),
     (2.9193, "torch._inductor.config.coordinate_descent_tuning = True or f()", "fail")])
@@ -1792,33 +1770,6 @@ def test_a_host_that_runs_ahead_of_a_gpu_at_first_is_honest_in_public_logs_too(t
     lines.append(f"step:40/40 val_loss:3.2 train_time:{times[-1]}ms step_avg:{times[-1] / 40:.2f}ms")
     (tmp_path / "0.txt").write_text("\n".join(lines) + "\n")
     assert judge(tmp_path)[1][CLOCK][0] == verdict
-
-
-# Logs of November 2026, when flags had other names; and what the script may do since
-
-def test_the_first_record_is_judged_by_its_own_words(judge):
-    status, rules = judge(ROOT / "records/2026-11-21_laptop")
-    assert status == 1 and [rule for rule, (verdict, _) in rules.items() if verdict == "fail"] == [FASTER]
-    assert [rule for rule, (verdict, _) in rules.items() if verdict == "not checkable"] == [
-        STAMPS, NO_LEAK, REPLAY, *examine.RULES]
-
-
-def test_the_tokens_of_an_older_log_are_packed_anew(honest, data, tmp_path):
-    flags = {"seed": 3, "long_documents": "split", "shuffle": True, "num_steps": 4}
-    new = train_gpt.Config(**flags, stages="until long_window; 1 3", micro_batch_tokens=48, micro_batches=2, max_document_tokens=40)
-    shards = sorted(data.glob("toy_train_*.bin"))
-    stream, places = train_gpt.Stream([train_gpt.read_header(path) for path in shards], new), [b"", b""]
-    for step in range(4):
-        places = [place + tokens.tobytes() for place, tokens in zip(places, stream.next_batch(train_gpt.plan_of(new, step)))]
-    stated = hashlib.sha256(b"".join(hashlib.sha256(place).digest() for place in places)).hexdigest()
-    described = [{"name": path.name, "tokens": 6000, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()} for path in shards]
-    old = {**flags, "micro_tokens": 48, "batch_tokens": 96, "max_len": 40, "windows": "3 7"}
-    for config, verdict in ((old, "pass"), ({**old, "seed": 4}, "fail"), ({"seed": 4}, "not checkable")):
-        log = Log(honest).set("start.config", config).set("start.planned.steps", 4).set("end.train_sha256", stated)
-        log.start["shards"]["train"] = described
-        del log.end["train_digest"]
-        (e,) = verify.read_runs([log.write(tmp_path / "l.txt")]).runs
-        assert leaks.judged(leaks.check_replay, e, data)[0] == verdict
 
 
 # Input
