@@ -271,7 +271,8 @@ def check_shards(e):
     epochs = e.get("start.config", dict).get("epochs", 1)
     require(epochs == 1, f"its training shards are read {epochs} times (--epochs), and a record reads each once")
     e.digest("end.train_digest")
-    return f"{len(lists['train'])} training, {len(lists['val'])} validation shards, each with its SHA-256, none in both"
+    train, val = plural(len(lists["train"]), "training shard"), plural(len(lists["val"]), "validation shard")
+    return f"{train}, {val}, each with its SHA-256, none in both"
 
 
 def is_fineweb(e):
