@@ -106,7 +106,7 @@ def git(folder, *arguments):
 
 @pytest.fixture
 def repo(tmp_path, monkeypatch):
-    """A repository with two versions of the script, of which the second lies there, and race.py at work in it."""
+    """A repository with two versions of the script, the second checked out, in which race.py works."""
     repo = tmp_path / "repo"
     (repo / "data/toy").mkdir(parents=True)
     (repo / "data/toy/toy_train_000001.bin").write_bytes(b"tokens")
@@ -142,7 +142,7 @@ def starts(events):
 
 
 def interrupt_when(holds, number=signal.SIGINT, times=1):
-    """Sends this process a signal as soon as holds() is true, and again every half second."""
+    """Send this process a signal as soon as holds() is true, then every half second."""
     def interrupt():
         wait_until(holds)
         for _ in range(times):
@@ -187,7 +187,7 @@ def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
 
 @pytest.fixture
 def theirs(repo):
-    """The folder of another project, beside this one, with a log of before."""
+    """The folder of another project, with an earlier log."""
     folder = repo.parent / "theirs"
     (folder / "logs").mkdir(parents=True)
     (folder / "logs/before.txt").write_text("step:1/1 val_loss:1.0000 train_time:5ms step_avg:5.00ms\n")
@@ -272,7 +272,7 @@ def test_other_flags(repo, vs):
 
 
 def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
-    """Three ideas and the base in turn; differences, intervals and p by scipy's own, the record's logs give the same page."""
+    """Three ideas and the base in turn; figures agree with scipy, and the record's logs give the same page."""
     assert race.main(["-n", "4", "--vs", "--worse 2", "--vs", "--worse -1 --slower 10", "--vs=--slower 7", "--", "--mood", "good"]) == 0
     folder, described, events = only_race(repo)
     assert [f"{run}{side}" for run, side, _ in starts(events)][:8] == ["1a", "1b", "1c", "1d", "2d", "2c", "2b", "2a"]
@@ -318,7 +318,7 @@ def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
 
 
 def test_an_idea_whose_time_is_unknown_is_not_kept(repo, monkeypatch):
-    """Its runs took from half to three times as long as the base's; the interval is the ratio's, and so above 0."""
+    """Its runs took half to three times the base's time; the interval is one of ratios, so it is above 0."""
     assert race.main(["-n", "3", "--vs", "--worse -1", "--", "--mood", "good"]) == 0
     folder, whole, lasted = only_race(repo)[0], ladder.figures_of, iter((1.0, 3.0, 0.5))
     (row,) = ladder.judge([ladder.read(folder)])["rows"]
@@ -336,7 +336,7 @@ def test_an_idea_whose_time_is_unknown_is_not_kept(repo, monkeypatch):
 
 
 def test_holm_s_correction():
-    """The largest p of those so far, each times the number that is left (an example by hand)."""
+    """An example computed by hand."""
     assert ladder.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert ladder.holm([0.5, 0.9]) == [1.0, 1.0]
 
@@ -355,7 +355,7 @@ def test_ladders_that_cannot_be(repo, capsys, words, says):
 
 
 def test_a_ladder_of_races_on_several_days(repo, capsys):
-    """Each idea against the base of its own race, Holm's correction over all, one page, and the logs of all in a record."""
+    """Each idea against its own race's base, Holm's correction over all, one page, and all logs in a record."""
     for ideas, n in ((["--worse -1"], 3), (["--worse 2", "--slower 7 --worse -1"], 4)):
         assert race.main(["-n", str(n), *(f"--vs={idea}" for idea in ideas), "--", "--mood", "good"]) == 0
     folders = sorted((repo / "logs").iterdir(), key=os.path.getmtime)
@@ -412,7 +412,7 @@ def test_races_that_are_no_ladder(repo, capsys, words, says):
 
 
 def test_a_ladder_takes_losses_in_full_and_three_runs(repo, capsys):
-    """In four decimals the differences of a few runs are often equal, and p is then near 0."""
+    """With four decimals the differences of a few runs are often equal, and p is then near 0."""
     assert race.main(["-n", "3", "--vs", "--worse 2", "--vs", "--slower 7"]) == 0
     folder = only_race(repo)[0]
     for path in folder.glob("*.txt"):
@@ -427,7 +427,7 @@ def test_a_ladder_takes_losses_in_full_and_three_runs(repo, capsys):
 
 
 def test_a_race_by_a_flag_judges_the_side_that_has_it(repo, capsys):
-    """By its losses too, and under its name."""
+    """Also by its losses, and under its name."""
     assert race.main(["-n", "3", "--vs", "--slower 1 --worse 1", "--", "--slower", "9", "--mood", "jittery"]) == 0
     shown = capsys.readouterr().out
     assert "Side a (--slower 1 --worse 1) against side b (3 runs)" in shown and "above that of side b (p(less) = " in shown
@@ -539,7 +539,7 @@ def test_a_manifest_whose_last_line_was_cut_goes_on(repo, capsys):
 
 
 def test_a_run_of_a_side_that_the_race_has_not_is_not_shown(repo, capsys):
-    """A manifest may be a stranger's; verify.py says of such a line that it is none of the race."""
+    """A manifest may come from elsewhere; verify.py reports that the line does not belong to the race."""
     assert race.main(["-n", "1"]) == 0
     path = only_race(repo)[0] / "race.jsonl"
     with open(path, "a") as file:
@@ -732,7 +732,7 @@ def start(repo, *arguments, **keywords):
 
 
 def kill(process, repo):
-    """As no process can heed; its folder for worktrees stays."""
+    """Kill a race with SIGKILL; its folder for worktrees remains."""
     process.kill()
     process.wait()
     process.stderr.close()
@@ -741,7 +741,7 @@ def kill(process, repo):
 
 
 def running(repo):
-    """Processes whose log lies in this repository's race."""
+    """Return the processes whose log is in this repository's race."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -764,7 +764,7 @@ def test_a_race_that_is_killed_leaves_no_run_behind(repo):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_race_is_not_resumed_beside_a_run_of_it_that_lives(repo, capsys):
-    """One that heeds no signal. Its race.py is dead, and the lock that both held still lives."""
+    """The run ignores signals. Its race.py is dead, but the lock is still held."""
     process = start(repo, "-n", "2", "--", "--mood", "stubborn")
     wait_until((repo / "deaf").exists, 20)
     kill(process, repo)
@@ -783,7 +783,7 @@ def test_a_race_is_not_resumed_beside_a_run_of_it_that_lives(repo, capsys):
 
 
 def test_a_rank_holds_the_lock_as_long_as_it_lives(tmp_path):
-    """Its launcher gives it no open file, and may be killed before it."""
+    """Its launcher passes no open file on, and may be killed before it."""
     (tmp_path / "race.jsonl").touch()
     words = [*race.ALONE, "-c", race.HOLD, str(tmp_path / "race.jsonl"), *race.ALONE, "-c", "print(1, flush=True); input()"]
     with race.lock_race(tmp_path / "race.jsonl"):
@@ -804,7 +804,7 @@ def test_a_race_goes_on_where_nobody_reads_it(repo):
 
 
 def test_a_wish_for_a_checkpoint_ends_no_race(repo, tmp_path):
-    """From its first lines on, of which the slowest is the import of scipy."""
+    """From the start on, including the slow import of scipy."""
     (tmp_path / "scipy.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGUSR1); print('alive'); os._exit(0)")
     code = f"import runpy, sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT / 'records')!r}]; runpy.run_path(" \
            f"{str(ROOT / 'records/race.py')!r}, run_name='__main__')"
@@ -820,7 +820,7 @@ def test_what_the_environment_says_to_python_does_not_reach_a_run(repo, monkeypa
 
 
 def test_each_run_leaves_a_small_model_unless_its_flags_say_otherwise(repo, monkeypatch):
-    """Of a script that saves any: the older version does not."""
+    """For a script that can save models; the older version cannot."""
     script = (repo / "train_gpt.py").read_text().replace('"mood")', '"mood", "save_model")').replace(
         "    if c.mood == \"fail at", "    if c.save_model: Path(c.log_dir, f\"{c.run_id}.pt\").write_text(\"model\")\n    if c.mood == \"fail at")
     (repo / "train_gpt.py").write_text(script)
@@ -837,7 +837,7 @@ def test_data_paths_are_those_of_the_checkout():
 
 
 def test_the_real_script_through_the_launcher(tmp_path, monkeypatch, forked):  # noqa: F811
-    """As run.sh does it, in a checkout of its own."""
+    """As run.sh does it, in its own checkout."""
     write_corpus(tmp_path, train=(9000,))
     shutil.copy(ROOT / "train_gpt.py", tmp_path)
     shutil.copytree(ROOT / "records", tmp_path / "records", ignore=shutil.ignore_patterns("2*", "*.html"))

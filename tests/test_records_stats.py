@@ -22,7 +22,7 @@ TIMES_BEFORE = [141.654, 141.413, 141.467, 141.516]
 
 
 def log(loss, seconds, source="new", gpus=8, steps=20, start=None, clock_reset=None):
-    """A log of our or the community's form; clock_reset is a step at which its clock goes back to zero."""
+    """Return a log in this project's or the community's form. clock_reset: a step at which its clock is reset."""
     lines = [] if start is None else [json.dumps({"run_id": f"{seconds}", **start})]
     for step in range(1, steps + 1):
         late = seconds * 1000 * (step / steps) - (0 if clock_reset is None or step < clock_reset else seconds * 400)
@@ -40,7 +40,7 @@ def log(loss, seconds, source="new", gpus=8, steps=20, start=None, clock_reset=N
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a folder of logs -> its path."""
+    """Write a folder of logs -> its path."""
     def write(folder, contents):
         (tmp_path / folder).mkdir(exist_ok=True)
         for content in contents:
@@ -61,7 +61,7 @@ def old(write):
 
 @pytest.fixture
 def judge(capsys):
-    """Runs the command in this process -> (exit status, stdout, stderr)."""
+    """Run the command in this process -> (exit status, stdout, stderr)."""
     def judge(*arguments):
         status = stats.main([str(argument) for argument in arguments])
         return status, *capsys.readouterr()
@@ -70,7 +70,7 @@ def judge(capsys):
 
 @pytest.fixture
 def refusal(judge):
-    """Expects that the input cannot be judged -> the message, which is one line."""
+    """Require that the input cannot be judged -> the message, one line."""
     def refusal(*arguments):
         status, out, err = judge(*arguments)
         assert status == 2 and err.count("\n") == 1 and "Traceback" not in out and "p = " not in out
@@ -119,7 +119,7 @@ def test_the_plan_of_a_loss(margin, n):
 
 @pytest.mark.parametrize("margin, n", [(0.2, 6), (0.1, 15)])
 def test_the_plan_of_a_time(margin, n):
-    """For 0.2 s five runs a side give 0.892: the pooled t-test, which would have 0.917, is not the one that decides."""
+    """For 0.2 s five runs a side have power 0.892 by Welch's test, which decides (the pooled test has 0.917)."""
     assert stats.runs_needed(0.07, margin, 0.01, 0.9, sets=2) == n
     assert stats.power(5, 0.07, 0.2, 0.01, sets=2) == pytest.approx(0.892, abs=5e-4)
 
@@ -130,7 +130,7 @@ TRIALS = 40_000
 
 
 def within(rate, expected):
-    """Whether a rate over TRIALS is within four standard errors of what it should be."""
+    """Return whether a rate over TRIALS is within four standard errors of the expected one."""
     return abs(rate - expected) < 4 * (expected * (1 - expected) / TRIALS) ** 0.5
 
 
@@ -172,7 +172,7 @@ def test_a_planned_comparison_is_found_as_often_as_promised(n, sds, margin):
 # Looks that keep alpha
 
 def looked_at(values, most, alpha=0.01):
-    """The looks of `evaluate_looks`, for many sets at once -> (claims found, runs taken). values: [sets, most] or two of them"""
+    """Apply evaluate_looks to many sets at once -> (claims found, runs taken). values: [sets, most], or two of them"""
     looks, limits = np.arange(2, most + 1), stats.bounds(most, alpha)
     tests = [stats.welch_t_less(*(side[:, :n] for side in values)) if len(values) == 2 else
              stats.one_sample_t_less(values[:, :n], 0) for n in looks]
@@ -205,7 +205,7 @@ def test_looks_by_welchs_test_keep_alpha_too(sds):
 
 @pytest.mark.parametrize("n", [6, 10])
 def test_a_race_until_decided_has_the_plans_power_with_fewer_runs(n):
-    """Expected runs: with the planned margin 86 to 97 % of the fixed plan's, without any margin half."""
+    """Expected runs: 86 to 97 % of the fixed plan's with the planned margin, half without any."""
     margin = next(margin for margin in np.arange(0.5, 3, 0.01) if stats.power(n, 1, margin, 0.01) >= 0.9)
     most = int(np.ceil(stats.LONGER * n))
     draw = np.random.default_rng(10)
@@ -262,7 +262,7 @@ def test_skewed_losses_are_warned_of(write, judge, new):
 
 
 def test_intervals_end_where_the_one_sided_test_decides():
-    """The upper end of the loss's interval is below the target exactly when p < alpha; likewise for times."""
+    """The upper end of the loss's interval is below the target exactly if p < alpha; the same for times."""
     draw = np.random.default_rng(5)
     for shift in draw.uniform(-0.003, 0.003, 100):
         losses = draw.normal(3.28 + shift, 0.0013, 8)
@@ -273,7 +273,7 @@ def test_intervals_end_where_the_one_sided_test_decides():
 
 
 def test_the_ratios_standard_error():
-    """Of a quotient of means: by drawing the means anew."""
+    """Compared with the spread of simulated quotients of means."""
     draw = np.random.default_rng(6)
     times, others = draw.normal(140, 2, (TRIALS, 10)), draw.normal(150, 3, (TRIALS, 5))
     spread = np.std(others.mean(-1) / times.mean(-1))
@@ -436,8 +436,9 @@ def test_a_time_that_no_run_takes_is_not_judged(new, old, judge):
 # Races: n declared before the first run
 
 def raced(n, sides="a", declared=None, race_id="r", shift=0.0, skip=(), drift=0.0, seed=0):
-    """Logs of a race: n runs a side, those of b slower by shift; the machine slows by drift from run to run; run i has
-    the seed seed + i."""
+    """Return the logs of a race with n runs a side and seeds seed + i.
+
+    Side b is slower by shift; the machine slows by drift from run to run."""
     draw, contents = np.random.default_rng(7), []
     for i in range(1, n + 1):
         for side in sides:
@@ -477,7 +478,7 @@ def test_runs_of_two_races(write, refusal, judge):
 
 
 def test_both_sides_of_a_race(write, judge, refusal):
-    """Drift hides the gain from Welch's test, which decides, and not from the paired one, which is shown."""
+    """Drift hides the gain from Welch's test, which decides, but not from the paired test."""
     folder = write("race", raced(10, "ab", shift=0.2))
     assert "choose the claim's side: --side a or --side b" in refusal(folder)
     status, out, _ = judge(folder, "--side", "a")
@@ -492,7 +493,7 @@ def test_both_sides_of_a_race(write, judge, refusal):
 
 
 def declare(folder, **words):
-    """race.jsonl beside the logs of raced()."""
+    """Write a race.jsonl beside the logs of raced()."""
     race = {"id": "r", "sides": {side: {"revision": None, "flags": []} for side in "ab"}, "ranks": 8, "n": 10, "seed": 0,
             "alpha": 0.01, "test": "paired", **words}
     race["order"] = ["x"] * race["n"] * len(race["sides"])
@@ -501,7 +502,7 @@ def declare(folder, **words):
 
 
 def test_the_test_that_was_declared_decides(write, judge, refusal):
-    """Where the machine drifts the paired test of log time finds what Welch's does not; the declaration says which counts."""
+    """On a drifting machine the paired test of log time finds the gain and Welch's does not; the declared one decides."""
     folder = write("race", raced(10, "ab", shift=0.2, drift=1.0))
     assert judge(folder, "--side", "a")[0] == judge(declare(folder, test="unpaired"), "--side", "a")[0] == 1
     status, out, _ = judge(declare(folder), "--side", "a")
@@ -524,7 +525,7 @@ def test_the_test_that_was_declared_decides(write, judge, refusal):
 
 
 def test_pairs_in_turn_find_through_a_drift_what_welchs_test_does_not():
-    """A drift of 0.1 s a run, a true gain of 0.2 s: a b, b a, ... and both tests."""
+    """A drift of 0.1 s a run and a true gain of 0.2 s, with runs a b, b a, ..."""
     for n, least, most in ((5, 0.3, 0.6), (10, 0.9, 1)):
         draw, at = np.random.default_rng(14), np.arange(2 * n)
         first = (at // 2 % 2 == 0) == (at % 2 == 0)  # side a's places in a b, b a, a b
@@ -665,7 +666,7 @@ def test_runs_of_different_races_are_no_pairs(write, judge):
 
 
 def test_runs_of_one_seed_are_not_independent(write, judge, refusal):
-    """Where training is deterministic, two seeds run five times each have two losses, and p as if there were ten."""
+    """With deterministic training, two seeds run five times each give two losses, but p as if there were ten."""
     twice = [content.replace('"seed": 2}', '"seed": 1}') for content in raced(10)]
     message = refusal(folder := write("race", twice))
     assert "2 runs of the set share the seed 1 (0.txt, 1.txt): they are not independent" in message
@@ -788,7 +789,7 @@ def test_the_command_works_from_anywhere(new, tmp_path):
 
 
 def test_text_that_no_terminal_shows(write, tmp_path):
-    """A lone surrogate, which JSON can hold and UTF-8 cannot, in a side's name; a byte that is no UTF-8 in a path's."""
+    """A lone surrogate in a side's name, and a byte that is not UTF-8 in a path."""
     folder = write("odd", [content.replace('"side": "b"', '"side": "\\ud800"') for content in raced(9, "ab")])
     name = os.fsdecode(b"\xff")
     os.rename(folder, tmp_path / name)
@@ -799,7 +800,7 @@ def test_text_that_no_terminal_shows(write, tmp_path):
 
 
 def test_runs_that_cannot_be_judged_are_shown(write, judge):
-    """One log gives no p, but what it says is told; nothing that was left out goes unnamed."""
+    """One log gives no p, but its figures are printed, and every file that was left out is named."""
     folder = write("one", [log(3.2775, 140.9), "no log\n"])
     status, out, err = judge(folder)
     assert status == 2 and "needs at least 2 runs" in err

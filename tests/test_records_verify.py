@@ -50,7 +50,7 @@ COMPARED = [HARDWARE, IN_TURN, OFF_CLOCK, FASTER]
 
 
 def planted(*edits):
-    """The script's source with (old, new) edits, each of which must apply."""
+    """Return the script's source with (old, new) edits, each of which must apply once."""
     source = SOURCE
     for old, new in edits:
         assert source.count(old) == 1, f"the plant does not fit the script: {old!r} is there {source.count(old)} times"
@@ -75,7 +75,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def train(tmp_path_factory, data):
-    """train(*edits, flag=...) -> the log of a real run of the script with these edits; its model lies beside it."""
+    """train(*edits, flag=...) -> the log of a real run of the edited script, with its model beside it."""
     libraries = functools.cache(train_gpt.loaded_libraries)  # the same in every run here, and half a second each
 
     def train(*edits, **flags):
@@ -101,7 +101,7 @@ def honest(train):
 
 
 class Log:
-    """A log's parts, to be changed: source, description and end as dicts, lines between them."""
+    """The parts of a log, for editing: source, start and end as dicts, lines between them."""
 
     def __init__(self, path):
         self.source, self.environment, rest = path.read_text().split(RULE + "\n")
@@ -117,7 +117,7 @@ class Log:
         return self
 
     def label(self, run, n, side="a", loss=None):
-        """Makes it consistently another run of a race: its own state, its own pace."""
+        """Turn the log consistently into another run of a race, with its own state and pace."""
         identity = {"race_id": "x", "run": run, "declared_n": n, "side": side}
         self.start.update(run_id=f"{run}{side}", seed=run, race=identity)
         self.start["config"].update(seed=run, run_id=f"{run}{side}", race=f"x:{run}:{n}:{side}")
@@ -146,8 +146,9 @@ class Log:
 
 @pytest.fixture
 def race(honest, tmp_path):
-    """race(n, sides, change, slow) -> a folder of an honest race's logs, but for what change(log, run, side) does to each,
-    and but for a clock of the race that runs slow(side) times as fast as the logs'."""
+    """race(n, sides, change, slow) -> a folder with the logs of an honest race.
+
+    change(log, run, side) edits a log; the race's clock runs slow(side) times as fast as the logs'."""
     def race(n=4, sides="a", change=lambda log, run, side: None, slow=lambda side: 1):
         folder = tmp_path / "race"
         folder.mkdir()
@@ -174,7 +175,7 @@ def race(honest, tmp_path):
 
 @pytest.fixture
 def faster(race):
-    """faster(change) -> the folder of a race of four runs a side, which side a wins, with change(log, run, side) done."""
+    """faster(change) -> the folder of a race of four runs a side that side a wins. change(log, run, side) edits a log."""
     def faster(change=lambda log, run, side: None):
         def both(log, run, side):
             scale_clock(log, 2 + (side == "b") + 0.01 * run)
@@ -184,7 +185,7 @@ def faster(race):
 
 
 def public_log(path, lines, source="import torch", environment="env"):
-    """A log as the public speedrun has them."""
+    """Write a log in the form of the public speedrun."""
     path.write_text("\n".join([source, RULE, environment, RULE, *lines]) + "\n")
 
 
@@ -193,7 +194,7 @@ def public_lines(loss=lambda step: 4 - step / 20, pace=60):
 
 
 def write_stamps(path, log, slow=1):
-    """What race.py leaves beside a log: when it saw each line. A validation takes its part of what the log names."""
+    """Write the time stamps that race.py leaves beside a log. Validations take their part of the named time."""
     (found,), *_ = logs.read_file(str(path)) if log.lines else ([None],)
     seconds = 5 * slow
     stamps, before = [], 0
@@ -207,7 +208,7 @@ def write_stamps(path, log, slow=1):
 
 @contextlib.contextmanager
 def manifest_of(folder):
-    """The lines of its race.jsonl, to be changed."""
+    """Yield the lines of the folder's race.jsonl for editing."""
     path = folder / "race.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     yield events
@@ -215,7 +216,7 @@ def manifest_of(folder):
 
 
 def prolong(event, seconds):
-    """The run of an event took longer."""
+    """Make the run of an event take longer."""
     event["seconds"] += seconds
     event["ended_at"] = (datetime.fromisoformat(event["started_at"]) + timedelta(seconds=event["seconds"])).isoformat()
 
@@ -230,7 +231,7 @@ def with_attempt(folder, run, **how):
 
 
 def strip(folder):
-    """Takes away all that a race's logs say of themselves."""
+    """Remove every description of the runs from a race's folder."""
     for path in folder.glob("*a.txt"):
         path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith('{"')))
     (folder / "race.jsonl").unlink()
@@ -248,7 +249,7 @@ def judge(capsys):
 
 
 def fails_only(outcome, rule, *words):
-    """The planted violation, and nothing else, is found, and the reason names it. rule: one, or those that find it."""
+    """Require that these rules fail and no others, and that the first one's reason has these words."""
     status, rules = outcome
     wanted = [rule] if isinstance(rule, str) else list(rule)
     failed = {name: reason for name, (verdict, reason) in rules.items() if verdict == "fail"}
@@ -258,7 +259,7 @@ def fails_only(outcome, rule, *words):
 
 
 def says(rules, rule, verdict, *words):
-    """A rule has this verdict, and its reason these words."""
+    """Require a rule's verdict and words of its reason."""
     found, reason = rules[rule]
     assert found == verdict and all(word in reason for word in words), reason
 
@@ -289,7 +290,7 @@ def test_a_faster_side_passes(faster, judge):
 
 
 def scale_clock(log, factor):
-    """The same run, slower: its lines, its end and its wall clock, which stay consistent."""
+    """Slow a run down consistently: lines, end and wall clock."""
     pace(log, lambda step, ms: ms * factor)
 
 
@@ -300,14 +301,14 @@ def pace(log, time_of):
 
 
 def steady(path):
-    """A real run's log as if the tests' machine had not been busy with others: all steps took as long."""
+    """Give all steps of a real run the same time, since the test machine may have been busy."""
     log = Log(path)
     pace(log, lambda step, ms: 100 * step)
     return log.write(path)
 
 
 def shift_clock(log, time_of):
-    """Gives each line another train_time, time_of(step, old), with its step_avg, and the end the last one."""
+    """Give each line the train_time time_of(step, old) with its step_avg, and the end the last one."""
     for i, line in enumerate(log.lines):
         words = dict(word.split(":") for word in line.split())
         step = int(words["step"].split("/")[0])
@@ -412,7 +413,7 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
 
 
 def set_source(log, source):
-    """Another source, whose hash the log states."""
+    """Set another source together with its hash."""
     log.source = source
     log.start["source_sha256"] = hashlib.sha256(source[:-1].encode()).hexdigest()
 
@@ -529,7 +530,7 @@ def test_a_diverged_run_beside_the_others_is_caught(race, judge):
 
 
 def resume(log):
-    """As if the run had been killed after step 8, and had gone on from step 6."""
+    """Edit a log as if its run had been killed after step 8 and resumed from step 6."""
     at = next(i for i, line in enumerate(log.lines) if line.startswith("step:8/"))
     again = {"resumed": {"at": "2025-01-01T00:00:20+00:00", "from_step": 6, "ranks": 1, "checkpoint": "c",
                          "lost_steps": 2, "lost_seconds": 1.0, "source_sha256": log.start["source_sha256"]}}
@@ -614,7 +615,7 @@ def test_sides_that_cannot_be_compared_are_caught(faster, judge, change, rule, w
 
 
 def declare(folder, side, *flags, kept=True):
-    """Writes flags into the manifest as those of a side, and, if they are kept, into the configs of its logs."""
+    """Declare flags for a side in the manifest and, if kept, set them in the configs of its logs."""
     with manifest_of(folder) as events:
         events[0]["race"]["sides"][side]["flags"] = list(flags)
     for path in folder.glob(f"*{side}.txt") if kept else ():
@@ -653,7 +654,7 @@ def test_runs_keep_to_the_flags_that_their_race_declared(race, judge, flags, kep
     assert judge(folder)[0] == (bool(word) and flags[0] != "--attention")
 
 
-def test_what_is_fitted_to_a_machine_is_known_by_the_words_of_the_script():
+def test_changes_for_a_machine_are_recognized_by_the_words_of_the_script():
     assert all(words in SOURCE for words in examine.FITTED)
 
 
@@ -673,7 +674,7 @@ def test_sides_differ_in_what_their_race_declared_alone(faster, judge, flags, wo
 ])
 @pytest.mark.parametrize("flags", [[], ["--val_files", "other_*.bin", "--val_len=128", "--val_tokens=99"]])
 def test_sides_that_are_validated_on_something_else_are_caught(race, faster, judge, tmp_path, change, word, flags):
-    """In one race, whatever it declares, and in two."""
+    """In one race, whatever it declares, and in two races."""
     folder = faster(lambda log, run, side: side == "b" and change(log))
     declare(folder, "b", *flags)
     undeclared = [ACCOUNTS] * (not flags and "val_len" in word)
@@ -727,7 +728,7 @@ def test_a_head_that_does_not_begin_with_zeros_may_know_a_little(race, judge, he
     (lambda run, side: False, "b", 0), (lambda run, side: False, "3", 1),
 ])
 def test_a_run_with_other_libraries_than_its_side_is_caught(faster, judge, other, silent, status):
-    """Flags and source decide what is loaded, so sides may differ, and one of before says nothing; but not runs of one."""
+    """Flags and source decide which libraries are loaded: sides may differ, runs of one side may not."""
     def load(log, run, side):
         log.set("start.versions.libraries", None if silent and silent in f"{run}{side}" else str(int(other(run, side))) * 64)
     found = judge(faster(load))
@@ -749,7 +750,7 @@ def test_hosts_are_compared_by_what_they_are_and_not_by_what_names_a_launch(fast
 
 
 def two_races(race, tmp_path, change=lambda log: None):
-    """An honest race and a slower one, which is the other side."""
+    """Return the folders of an honest race and of a slower one, the other side."""
     folder, other = race(4, "a").rename(tmp_path / "new"), tmp_path / "old"
 
     def slower(log, run, side):
@@ -783,7 +784,7 @@ def test_an_edited_clock_of_the_other_side_is_caught(race, judge, tmp_path):
 # The data
 
 def gpt2_sized(log):
-    """As if its vocabulary were GPT-2's, and its validation split FineWeb's under another name."""
+    """Give the log a vocabulary of GPT-2's size, and FineWeb's validation split under another name."""
     log.start["parameters"] += 4 * (50304 - 128) * 32  # embedding, head, two value tables
     log.start["shards"]["val"][0]["tokens"] = 100_000_000
 
@@ -820,7 +821,7 @@ def test_validation_documents_in_training_are_caught(train, judge, tmp_path, ste
     (60, 10, "10 with many tokens changed"), (45, 10, "10 with many tokens changed"), (60, 1, "1 with many tokens changed"),
     (24, 10, "with one token in 32 changed"), (0, 10, "none of 10 validation documents is in training, 0 with")])
 def test_validation_documents_with_many_tokens_changed_are_caught(train, judge, tmp_path, every, documents, found):
-    """every: so many of each document's tokens in training are others, but for one; 0: its first part alone is there."""
+    """every: one in so many tokens is changed in the training data; 0: only the first part of each document is there."""
     val = np.random.default_rng(5).integers(0, 63, 10 * 400)
     at = np.arange(documents * 400)
     stolen = np.where(at % every, val[at], (val[at] + 1) % 63) if every else val[at[at % 400 < 120]]
@@ -974,7 +975,7 @@ def test_how_the_source_differs_is_told(race, judge, capsys):
 # The model again
 
 class Forked:
-    """The process of a Worker without the seconds in which it imports torch."""
+    """The process of a Worker, forked to save the seconds of importing torch."""
 
     def __init__(self, folder, *arguments):
         self.pid = os.fork()
@@ -1007,7 +1008,7 @@ def rerun(honest, data, forked, tmp_path):
 
 @pytest.fixture
 def rerun_apart(honest, data, tmp_path):
-    """By a Worker in its own process."""
+    """The same with the real Worker process."""
     return examined(honest, data, tmp_path)
 
 
@@ -1062,7 +1063,7 @@ def test_a_model_that_sees_later_tokens_is_caught(rerun, plant):
 
 
 def test_what_a_model_remembers_of_earlier_sequences_is_caught(rerun):
-    """In a plain attribute, which is no part of its state; and in its parameters."""
+    """In a plain attribute, which is not part of its state, and in its parameters."""
     remember = "        self.last = getattr(self, 'last', 0) * 0.9 + e.mean(0)\n        e = e + 0.3 * self.last\n"
     learn = "        self.lm_head.weight.data[tokens] += 1e-2\n"
     for plant in (remember, learn):
@@ -1071,7 +1072,7 @@ def test_what_a_model_remembers_of_earlier_sequences_is_caught(rerun):
 
 
 def test_a_leak_far_behind_the_probe_is_caught(rerun, monkeypatch):
-    """In sequences longer than the probe the losses tell, at places all over them."""
+    """In sequences longer than the probe the losses reveal the leak."""
     monkeypatch.setattr(examine, "PROBE_TOKENS", 64)
     far = "        if len(e) > 200:\n            e = torch.cat([e[:150], e[150:] + 0.1 * torch.roll(e[150:], -1, 0)])\n"
     says(rerun((EMBED, EMBED + far), only=[examine.LOSS, examine.CAUSAL]), examine.CAUSAL, "fail", "in sequence ")
@@ -1177,7 +1178,7 @@ def test_a_model_of_no_log_here_is_no_input(race, judge, honest):
 
 @pytest.mark.parametrize("sides, found", [("a", (STAMPS,)), ("ab", (STAMPS, WALL))])
 def test_cheat_1_every_clock_slowed(race, judge, sides, found):
-    """All that a side's logs say of time is 0.85 of what it took, and agrees with itself."""
+    """All times in a side's logs are 0.85 of the real ones, consistently."""
     def change(log, run, side):
         scale_clock(log, 20 + 0.01 * run + 4 * (side == "b"))
     outcome = judge(race(4, sides, change, lambda side: 1 / 0.85 if side == "a" else 1))
@@ -1198,7 +1199,7 @@ def test_cheat_1_is_caught_by_the_walls_where_no_line_was_stamped(race, judge):
 
 @pytest.mark.parametrize("late, verdict", [(1, "pass"), (5, "fail")])
 def test_one_of_many_sides_stands_out_by_chance(race, judge, late, verdict):
-    """How long runs take to start differs by seconds on a busy machine, and so do the medians of eight sides."""
+    """On a busy machine start-up times, and so the medians of eight sides, differ by seconds."""
     folder = race(3, "abcdefgh", lambda log, run, side: pace(log, lambda step, ms: step * (9 * run + ord(side))))
     draw = np.random.default_rng(1)
     with manifest_of(folder) as events:
@@ -1217,8 +1218,10 @@ def test_lines_that_are_seen_a_little_late_are_honest(race, judge):
 
 
 def gpu_run(path, rate=1, steps=500, every=125, enqueued=0.005, step_s=0.06):
-    """Evidence of a run on a GPU, whose clock runs so fast, and its stamps: a step's line states when it was enqueued,
-    and is written when it is done, at most four steps later; before a validation all are."""
+    """Return Evidence of a GPU run whose clock has this rate, with stamps.
+
+    A step's line states when it was enqueued. It is written when the step is done, at most four steps later; before a
+    validation all steps are done."""
     now = done = began = elapsed = 0.0
     lines, stamps, pending = [], [], []
 
@@ -1261,7 +1264,7 @@ def test_lines_that_state_when_a_step_was_enqueued_are_honest(tmp_path, how, ver
 
 
 def test_steps_at_the_edges_of_a_stretch_are_timed(race, judge):
-    """The clock runs at half its rate in two steps before and behind each validation: of 12 steps, in eight."""
+    """The clock runs at half speed in two steps before and after each validation: eight of 12 steps."""
     folder = race(2, change=lambda log, run, side: scale_clock(log, 2))
     for path in folder.glob("*.txt"):
         log, edge = Log(path), {1, 2, 4, 5, 6, 7, 9, 10, 11, 12}
@@ -1309,7 +1312,7 @@ def test_stamps_that_are_not_the_logs_are_caught(race, judge, spoil, word):
 
 
 def with_spans(log, run, seconds, **spans):
-    """As if it had trained for so long, with these seconds off its clock."""
+    """Edit a log as if it had trained for this time, with these seconds off its clock."""
     scale_clock(log, seconds + 0.01 * run)
     log.end["seconds_outside_clock"].update({name: s + 0.001 * run for name, s in spans.items()})
     log.end["wall_seconds"] = sum(log.end["seconds_outside_clock"].values()) + log.end["train_time_ms"] / 1000
@@ -1322,7 +1325,7 @@ def with_spans(log, run, seconds, **spans):
     ("compile", 2.0, 0.0, {"start.hardware.gpus": ["x"]}, "compile 2.00", "not checkable"),
 ])
 def test_cheat_2_time_hidden_under_another_name(race, judge, name, mine, others, more, word, verdict):
-    """A part of the record's training is called validation, in as many calls as on the other side, or anything else."""
+    """Part of the record's training time is declared as validation, or as another span."""
     def hide(log, run, side):
         with_spans(log, run, 10 + 2 * (side == "b"), **{name: mine if side == "a" else others})
         for where, to in {"start.hardware.gpus": None, **more}.items():
@@ -1353,7 +1356,7 @@ def test_what_a_larger_model_spends_off_its_clock_is_honest(race, judge, seconds
 
 
 def test_cheat_3_one_model_of_many(race, honest, data, tmp_path, capsys, forked):
-    """Two good models are shown, and nothing is said of the others."""
+    """Two good models are given, none for the other runs."""
     folder = race()
     for run in (1, 2):
         saved = torch.load(honest.with_suffix(".pt"), weights_only=True)
@@ -1389,7 +1392,7 @@ PRETRAINED = ("        if compiled:\n            self.model.compile_parts()\n",
 
 
 def test_tables_of_ngrams_are_no_rows_of_the_embedding(race, judge, tmp_path):
-    """What a model that knows nothing loses is that of its vocabulary, whatever else it has."""
+    """The loss of an untrained model depends on the vocabulary alone."""
     def with_tables(log, run, side):
         log.set("start.config.ngrams", "2:100000:32 3:5:7").set("start.parameters", log.start["parameters"] + 3_200_035)
     assert judge(race(change=with_tables))[1][FROM_SEED][0] == "pass"
@@ -1398,7 +1401,7 @@ def test_tables_of_ngrams_are_no_rows_of_the_embedding(race, judge, tmp_path):
 @pytest.mark.parametrize("preset", train_gpt.PRESETS)
 @pytest.mark.parametrize("depth", [0, 1, 4, 12])
 def test_the_rows_of_the_embedding_are_those_of_the_model(preset, depth):
-    """Of a description alone: not every digit in layers is a table."""
+    """Computed from the description alone; not every digit in layers is a table."""
     _, config = train_gpt.parse_config(["--preset", preset, *(["--depth", str(depth)] if depth else [])], "laptop")
     encoding = train_gpt.Encoding(*((257, 256) if preset == "laptop" else (50257, 50256)))
     with torch.device("meta"):
@@ -1436,7 +1439,7 @@ def test_cheat_5_trained_on_validation(train, judge, data, tmp_path):
 
 
 def with_losses(log, run, losses):
-    """As if the log's run had made so many steps, of these training losses."""
+    """Edit a log as if its run had these training losses, one per step."""
     steps = len(losses)
     log.lines[:] = [log.lines[0].replace("/12 ", f"/{steps} ")] + [
         f"step:{i}/{steps} train_time:{100 * i + 2 * run}ms step_avg:{100 + 2 * run / i:.2f}ms train_loss:"
@@ -1457,8 +1460,9 @@ def with_losses(log, run, losses):
     (0.002, "correlation", lambda own: own[::-1]), (0.002, "correlation", lambda own: -own)])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_cheat_6_a_run_cloned_under_another_seed(race, judge, noise, word, turn, shuffle):
-    """Run 3 is run 1 with other times and hashes and, so that it does not show, other last digits of its losses, or
-    with what goes up and down in them moved, reversed or turned over."""
+    """Run 3 is a copy of run 1 with other times, hashes and last digits of its losses.
+
+    The fluctuations may be shifted, reversed or inverted."""
     def change(log, run, side, clone=True):
         clone, steps = clone and run == 3, 100
         draw, order = np.random.default_rng(5), np.random.default_rng(1 if clone else run)
@@ -1482,7 +1486,7 @@ def test_cheat_6_a_run_of_the_other_side_though_that_is_longer(race, judge):
 
 
 def test_sides_that_read_other_batches_are_no_copies(race, judge):
-    """Of one side all runs read the same ones, so that what is hard goes up and down in all of them."""
+    """All runs of one side read the same batches, so their losses fluctuate together."""
     def change(log, run, side):
         batches, own = np.random.default_rng(ord(side)), np.random.default_rng([run, ord(side)])
         with_losses(log, run * (11 if side == "b" else 1), 4 + batches.normal(0, 0.5, 100) + own.normal(0, 0.1, 100))
@@ -1501,7 +1505,7 @@ def test_cheat_7_a_coding_cookie_hides_code():
 
 
 def test_cheat_8_a_source_that_patches_its_judge(rerun_apart):
-    """It does all that it can reach: the judge's modules, torch's and hashlib's functions, and what it prints."""
+    """It patches all it can reach: the judge's modules, functions of torch and hashlib, and its output."""
     patch = ("import hashlib as h, builtins\n"
              "for name in ('verify', 'examine', 'leaks'):\n    m = sys.modules.get(name)\n"
              "    if m: m.judged = lambda *a: ('pass', 'trust me'); m.Broken = type('B', (Exception,), {})\n"
@@ -1518,7 +1522,7 @@ OVERWRITES = "\nPath({!r}).write_text('PASS. 25 rules hold')\nROOT = Path("
 
 
 def test_cheat_8_a_source_that_rewrites_its_judge(tmp_path, monkeypatch, capsys, forked, honest):
-    """It runs in a process of its own, but on the same disk."""
+    """It runs in a separate process, but on the same disk."""
     template = tmp_path / "records/templates/verify.txt.jinja"
     template.parent.mkdir(parents=True)
     template.write_text("honest")
@@ -1566,7 +1570,7 @@ def test_cheat_9_the_judges_own_processes_do_not_see_them(rerun_apart, tmp_path,
 
 
 def interrupted(folder, factor, run=2):
-    """A run was begun once before, and stopped by hand after step 8, when it was so many times as slow as it then was."""
+    """Add an attempt that was stopped by hand after step 8, at factor times the run's duration."""
     name = f"{run}a_first"
     with_attempt(folder, run, status="interrupted", exit=130, seconds=2)
     log = Log(folder / f"{run}a.txt").set("start.run_id", name).set("start.config.run_id", name)
@@ -1577,7 +1581,7 @@ def interrupted(folder, factor, run=2):
 
 @pytest.mark.parametrize("factor, status", [(1.5, 1), (1.1, 0), (0.5, 0)])
 def test_cheat_10_slow_runs_rolled_again(race, judge, factor, status):
-    """A run that was stopped is no finding because it was a little slower than the others, as every second one is."""
+    """A stopped run that was only slightly slower is no finding: half of all runs are."""
     folder = race()
     interrupted(folder, factor)
     outcome = judge(folder)
@@ -1597,7 +1601,7 @@ def test_cheat_10_runs_that_are_stopped_again_and_again(race, judge, stops, verd
 
 
 def test_cheat_1_a_side_whose_start_is_uneven(race, judge):
-    """Of two sides the medians decide: a t-test would see nothing where the hidden time varies."""
+    """With two sides the medians decide: a t-test misses hidden time that varies."""
     hidden = iter((3, 4, 7, 13))
     with manifest_of(folder := race(4, "ab")) as events:
         for event in events[2::2]:
@@ -1618,7 +1622,7 @@ def test_cheat_10_a_run_stopped_for_its_time_or_its_loss(race, judge, status, pa
 
 
 def with_pauses(folder, pauses=(0, 0, 0), processes="pppp"):
-    """So many seconds pass before each run but the first, which a race in these processes started."""
+    """Let these seconds pass before each run but the first, in a race run by these processes."""
     late = timedelta(0)
     with manifest_of(folder) as events:
         for start, end, pause, process in zip(events[1::2], events[2::2], (0, *pauses), processes):
@@ -1674,7 +1678,7 @@ def test_cheat_12_a_consistent_forgery_is_told_of_in_the_last_line(race, capsys)
 # The reviewer's page
 
 def page_of(capsys, *arguments):
-    """(the summary's lines, the rest's); no line is too long, and what fails comes last."""
+    """Return (summary lines, other lines). Lines are short enough, and failures come last."""
     verify.main([*map(str, arguments)])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 120
@@ -1708,7 +1712,7 @@ def test_not_faster_is_no_broken_rule(race, judge, capsys):
 
 
 def test_public_logs_of_two_sources_break_no_rule(tmp_path, judge):
-    """Folders of the public speedrun hold what their record was compared with, too: which is which no log says."""
+    """Folders of the public speedrun also hold the baseline's logs, and no log says which are which."""
     for name, source in (("a", "import torch"), ("b", "import torch"), ("c", "import torch, math")):
         public_log(tmp_path / f"{name}.txt", public_lines(pace=ord(name)), source)
     status, rules = judge(tmp_path)
@@ -1722,7 +1726,7 @@ def test_public_logs_of_two_sources_break_no_rule(tmp_path, judge):
     (2.9193, "", "pass"), (3.2793, "", "fail"), (2.9193, "torch._inductor.config.max_autotune = True", "fail"),
     (2.9193, "torch._inductor.config.coordinate_descent_tuning = True or f()", "fail")])
 def test_the_public_track_of_larger_models_may_set_one_switch(tmp_path, judge, loss, more, verdict):
-    """By the public README: "`coordinate_descent_tuning` is allowed for GPT-2 Medium track (a.k.a. 2.92 track)"."""
+    """The public README: "`coordinate_descent_tuning` is allowed for GPT-2 Medium track (a.k.a. 2.92 track)"."""
     source = f"import torch\ntorch._inductor.config.coordinate_descent_tuning = True  # allowed\n{more}"
     public_log(tmp_path / "0.txt", public_lines(lambda step: loss + 9 - step), source)
     assert judge(tmp_path)[1][SWITCHES][0] == verdict
@@ -1752,7 +1756,7 @@ def test_where_nothing_bounds_what_a_source_writes_the_last_line_says_so(race, h
     ("torch._inductor.config.x = 1", "fail", "line 10: torch._inductor.config.x"),
 ])
 def test_two_files_behind_one_another_are_read_apart(tmp_path, judge, tenth_line, verdict, word):
-    """As public logs hold them since 2026: the script, and what it imports."""
+    """Public logs since 2026 contain the script and the files that it imports."""
     bar = "-" * 40
     source = f"import torch\nfrom triton_kernels import f\n\n\n{bar}\n# triton_kernels.py\n{bar}\n\nimport triton\n{tenth_line}\n"
     public_log(tmp_path / "0.txt", public_lines(), source)
@@ -1796,7 +1800,7 @@ def test_a_broken_model_is_one_line(honest, tmp_path, capsys):
 
 
 def test_values_of_any_type_are_no_crash(honest, tmp_path, capsys):
-    """Whatever stands in the place of any value of the log's JSON, there is a verdict."""
+    """There is a verdict whatever value the log's JSON has anywhere."""
     def places(x, path=()):
         for key, value in x.items():
             yield (*path, key)
