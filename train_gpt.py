@@ -59,6 +59,7 @@ import unicodedata
 import uuid
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from fnmatch import fnmatchcase
@@ -3989,7 +3990,9 @@ def fail(error: BaseException, config: Config, rank: int, log: Log | None, store
     if not message:
         traceback.print_exception(error)
         message = f"{type(error).__name__}: {error}"
-    first = first_failure(store, rank, message, lost)
+    first = f"rank {rank}: {message}"
+    with contextlib.suppress(NoAnswer):  # a store on a lost host does not answer
+        first = ThreadPoolExecutor(1).submit(first_failure, store, rank, message, lost).result(Signals.GRACE_S)
     mine = first == f"rank {rank}: {message}"
     kept = ""
     if log is not None and log.file is not None:
