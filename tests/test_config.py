@@ -184,7 +184,7 @@ def test_on_a_terminal_the_progress_line_stays_in_its_place(encoding, curve, mon
     assert last == f"\r\x1b[Kstep 4/9  loss 2.0000  {curve}10 tokens/s  5 s left"
 
 
-def test_what_a_run_says_obeys_no_terminal_s_commands(capsys):
+def test_messages_have_no_control_characters(capsys):
     log = train_gpt.Log(train_gpt.Config(), 0, "x")
     log.say("a shard named \x1b[2J\x9bA, or \x07")
     assert capsys.readouterr().out == "a shard named \\x1b[2J\\x9bA, or \\x07\n"
