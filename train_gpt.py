@@ -142,8 +142,8 @@ def show_row(row: Any) -> str:
     shown = (f"{f.name}={getattr(row, f.name)!r}" for f in dataclasses.fields(row) if getattr(row, f.name) != f.default)
     return f"{type(row).__name__}({', '.join(shown)})"
 
-# until: the end of the stage (up to 1: a fraction of the scheduled steps; above 1: a step). extra_steps: the length of a
-# stage after the schedule, in place of `until`; the scheduled steps are num_steps minus all extra_steps. The other
+# until: the end of the stage (up to 1: a fraction of the scheduled steps; above 1: a step). extra_steps: the length of
+# a stage after the schedule, in place of `until`; the scheduled steps are num_steps minus all extra_steps. The other
 # fields are those of StageValues (None: the flag's value)
 Stage = dataclasses.make_dataclass(
     "Stage", [("until", float, 1.0), ("extra_steps", int, 0),
