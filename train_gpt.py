@@ -1090,109 +1090,9 @@ def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.nd
 
 # ------------------------------------------------------------------------------------------------------------------
 # model
-
-# Kernels of GPUs, each beside the plain form that defines it
-
-TILE_M, TILE_N, TILE_K = 128, 256, 64  # of a product: two warp groups, three stages in Hopper's shared memory
-
-def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
-    """a [m, k] @ b [k, n] -> relu(.) ** 2; or, given such a result h [m, n], times its derivative, 2 sqrt(h)."""
-    if a.is_cuda and a.dtype == torch.bfloat16 and not (len(a) % TILE_M or b.size(1) % TILE_N or a.size(1) % TILE_K):
-        return relu_squared_by_triton(a, b, h, torch.cuda.get_device_properties(a.device).multi_processor_count)
-    y = a @ b
-    return y.relu() * y if h is None else 2 * y * h.sqrt()
-
-def relu_squared_by_triton(a: Tensor, b: Tensor, h: Tensor | None, programs: int) -> Tensor:
-    """Sizes must be multiples of the tiles. programs: how many share the tiles, one to a multiprocessor."""
-    (m, k), n, half = a.shape, b.size(1), [TILE_M, TILE_N // 2]
-    out = a.new_empty(m, n)
-    tiles = (a, [TILE_M, TILE_K]), (b, [TILE_K, TILE_N]), (out if h is None else h, half), (out, half)
-    relu_squared_kernel[(programs,)](
-        *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), m, n, k, TILE_M, TILE_N, TILE_K,
-        programs, h is not None, num_warps=8, num_stages=3)
-    return out
-
-if triton is not None:
-    def told_of_product(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
-        """FLOPs and bytes, by their names in Triton's profiler."""
-        m, n, k = (args[size] for size in "MNK")
-        return {"flops16": 2 * m * n * k, "bytes": 2 * (m * k + k * n + m * n * (1 + args["BACKWARD"]))}
-
-    @triton.jit(launch_metadata=told_of_product)
-    def relu_squared_kernel(a, b, h, out, M, N, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-                            PROGRAMS: tl.constexpr, BACKWARD: tl.constexpr):
-        """See relu_squared. A program goes on to its next tile while the last is being written, in halves."""
-        HALF: tl.constexpr = TILE_N // 2
-        columns = N // TILE_N
-        for tile in tl.range(tl.program_id(0), M // TILE_M * columns, PROGRAMS, flatten=True):
-            row, column = tile // columns * TILE_M, tile % columns * TILE_N
-            y = tl.zeros((TILE_M, TILE_N), tl.float32)
-            for k in range(0, K, TILE_K):
-                y = tl.dot(a.load([row, k]), b.load([k, column]), y)
-            halves = y.reshape(TILE_M, 2, HALF).permute(0, 2, 1).split()
-            for i in tl.static_range(2):
-                y = halves[i]
-                if BACKWARD:
-                    y = 2 * y * tl.sqrt(h.load([row, column + i * HALF]).to(tl.float32))
-                else:
-                    y = tl.maximum(y, 0) * y
-                out.store([row, column + i * HALF], y.to(out.dtype))
-
-class ReluSquaredMLP(torch.autograd.Function):
-    """The plain form in MLP.forward: of what lies between x [T, dim] and the result, it keeps only what is squared."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fc: Tensor, proj: Tensor) -> Tensor:
-        h = relu_squared(x, fc)
-        ctx.save_for_backward(x, fc, proj, h)
-        return F.linear(h, proj)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, fc, proj, h = ctx.saved_tensors
-        grad_y = relu_squared(grad, proj, h)
-        return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h
-
-def flash_attention_3() -> bool:
-    """Whether this GPU has it and it is installed; from then on it is what torch calls FlashAttention."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        return False
-    try:
-        torch.nn.attention.activate_flash_attention_impl("FA3")
-    except (AttributeError, ImportError, OSError, RuntimeError, ValueError):  # not in this torch, not installed, unfit
-        return False
-    return True
-
-OPERATORS = "of_" + re.sub(r"\W", "_", __name__)  # a copy of this file, under another name, has its own
-
-@torch.library.custom_op(f"{OPERATORS}::flash_attention", mutates_args=())
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention [T, H, D] within documents, see DocumentTable; and what its backward wants, log sums [H, T]. The plain
-    form is attend with masks in pieces. torch's varlen_attn would compile the numbers in."""
-    window, longest, count = numbers.tolist()
-    starts = starts[:count + 1]
-    out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, starts, starts, longest, longest, 0.0, False, False, scale=1.0, window_size_left=window,
-        window_size_right=0)
-    return out, log_sums
-
-@torch.library.custom_op(f"{OPERATORS}::flash_attention_backward", mutates_args=())
-def flash_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor,
-                             out: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    window, longest, count = numbers.tolist()
-    starts, of_dropout = starts[:count + 1], q.new_empty(2, dtype=torch.uint64)
-    return torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, log_sums, starts, starts, longest, longest, 0.0, False, of_dropout, of_dropout, scale=1.0,
-        window_size_left=window, window_size_right=0)
-
-flash_attention.register_fake(lambda q, k, v, starts, numbers: (
-    torch.empty_like(q), q.new_empty(q.size(1), q.size(0), dtype=torch.float32)))
-flash_attention_backward.register_fake(lambda grad, q, k, v, *_: (
-    torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))
-flash_attention.register_autograd(
-    lambda ctx, grad, _: (*flash_attention_backward(grad, *ctx.saved_tensors), None, None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))
-
+#
+# GPT.forward and GPT.trunk, at the end of this section, are the forward pass. Tensor names may end in their shape:
+# T tokens, H heads, D entries of a head. Attention masks and GPU kernels are in the next section
 
 def parameter(init: Tensor, kind: str, unit: tuple[int, int] | None = None) -> nn.Parameter:
     """Create a parameter of a kind, which has a row in PARAM_GROUPS. unit: see ParamSpec."""
@@ -1206,40 +1106,48 @@ def embedding(rows: int, width: int, kind: str, dtype: torch.dtype) -> nn.Embedd
     table.weight = parameter(table.weight.data, kind)
     return table
 
+def uniform(rows: int, columns: int, fan_in: int) -> Tensor:
+    """Draw an initial matrix, uniform with standard deviation 0.5 / sqrt(fan_in)."""
+    bound = math.sqrt(3) * 0.5 / math.sqrt(fan_in)
+    return torch.empty(rows, columns).uniform_(-bound, bound)
+
 def compiled(function: Callable) -> Callable:
     """Mark a method that GPT.compile_parts compiles."""
     function.compiles = True
     return function
 
 def norm(x: Tensor) -> Tensor:
-    """RMS norm over the last dimension, without gain."""
+    """Apply RMS norm over the last dimension, without gain."""
     return F.rms_norm(x, (x.size(-1),))
 
 def rotary_frequencies(head_dim: int) -> Tensor:
-    """Radians per token, [head_dim / 2]: a quarter of the head turns, slower and slower, down to one in 1,024; another
-    quarter stands still."""
-    turning = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4)
-    return torch.cat([turning, torch.zeros(head_dim // 4)])
+    """Compute the initial frequencies in radians per token, [head_dim / 2].
+
+    The first half falls geometrically from 1 to 1/1024. The second half is 0: those entries are not rotated.
+    """
+    rotated = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4)
+    return torch.cat([rotated, torch.zeros(head_dim // 4)])
 
 def stretch(frequencies: Tensor, scale: float, window: int, longer: int) -> tuple[Tensor, float]:
-    """YaRN (arXiv:2309.00071): frequencies and softmax scale after the window, in tokens, grew to `longer`.
+    """Adapt frequencies and softmax scale to a window that grows from `window` to `longer` tokens, by YaRN
+    (arXiv:2309.00071).
 
-    What turned 32 times or more within the old window stays; what turned less than once is slowed in proportion.
+    Frequencies with 32 or more rotations per old window are kept. Those with less than one are divided by the growth.
     """
-    turns = window * frequencies / (2 * math.pi)
-    stays = ((turns - 1) / (32 - 1)).clamp(0, 1)
-    slower = window / longer
-    return frequencies * (slower + stays * (1 - slower)), scale * (0.2 * math.log(longer / window) + 1)
+    rotations = window * frequencies / (2 * math.pi)
+    kept_share = ((rotations - 1) / (32 - 1)).clamp(0, 1)
+    shrink = window / longer
+    return frequencies * (shrink + kept_share * (1 - shrink)), scale * (0.2 * math.log(longer / window) + 1)
 
 class Rotary(nn.Module):
-    """Tables of cos and sin [tokens, head_dim / 2] and the softmax scale that goes with their frequencies."""
+    """Rotary tables cos and sin [tokens, head_dim / 2], and the softmax scale for their frequencies."""
 
-    FIRST_SCALE = 0.1
+    INIT_SCALE = 0.1
 
     def __init__(self, config: Config, tokens: int):
         super().__init__()
         head_dim, dtype = config.head_dim, config.torch_dtype
-        self.register_buffer("first_frequencies", rotary_frequencies(head_dim), persistent=False)
+        self.register_buffer("init_frequencies", rotary_frequencies(head_dim), persistent=False)
         for name, shape in (("scale", ()), ("cos", (tokens, head_dim // 2)), ("sin", (tokens, head_dim // 2))):
             self.register_buffer(name, torch.empty(shape, dtype=dtype if shape else None), persistent=False)
         self.windows: tuple[int, ...] | None = None
@@ -1247,142 +1155,59 @@ class Rotary(nn.Module):
 
     @torch.no_grad()
     def set_windows(self, windows: tuple[int, ...]) -> None:
-        """Stretch for long windows, in tokens, that came one after another: from the first frequencies on, so that the
-        tables depend on the plan of a step alone. In place: a compiled block goes on reading the same tensors."""
+        """Compute the tables for a sequence of long windows, in tokens; see stretch.
+
+        Starts from the initial frequencies, so the tables depend only on the plan of a step. Writes in place, because
+        compiled blocks keep a reference to these tensors.
+        """
         if windows == self.windows:
             return
         self.windows = windows
-        frequencies, scale = self.frequencies()
+        frequencies, scale = self.init_frequencies, self.INIT_SCALE
+        for window, longer in itertools.pairwise(windows):
+            frequencies, scale = stretch(frequencies, scale, window, longer)
         angles = torch.outer(torch.arange(len(self.cos), device=self.cos.device), frequencies)
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
         self.scale.fill_(scale)
 
-    def frequencies(self) -> tuple[Tensor, float]:
-        """Those of now, in radians a token [head_dim / 2], and the softmax scale."""
-        frequencies, scale = self.first_frequencies, self.FIRST_SCALE
-        for window, longer in itertools.pairwise(self.windows):
-            frequencies, scale = stretch(frequencies, scale, window, longer)
-        return frequencies, scale
-
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary position embeddings."""
     cos, sin = cos[:len(x_THD), None], sin[:len(x_THD), None]
     x1, x2 = x_THD.chunk(2, dim=-1)
     return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
 
-MASK_BLOCK = 128  # of FlexAttention
-
-def may_attend(docs: Tensor, window: Tensor | int) -> Callable[..., Tensor]:
-    """The predicate: token q sees token k if k is not later, within the window, and of the same document."""
-    def predicate(batch: Any, head: Any, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (q - k <= window) & (docs[q] == docs[k])
-    return predicate
-
-def block_mask(docs: Tensor, window: int) -> BlockMask:
-    """The predicate for FlexAttention: blocks seen in full and those in part. docs [T], T a multiple of MASK_BLOCK.
-
-    Works on the first and last document of each block alone (documents are in order), so it costs nothing like T².
-    """
-    first, last = docs.view(-1, MASK_BLOCK)[:, 0], docs.view(-1, MASK_BLOCK)[:, -1]
-    at = torch.arange(len(first), device=docs.device)
-    back = (at[:, None] - at[None, :]) * MASK_BLOCK  # from a query's block to a key's block
-    some = (back >= 0) & (back - MASK_BLOCK + 1 <= window) & (last[None, :] >= first[:, None])
-    every = (back > 0) & (back + MASK_BLOCK - 1 <= window) & (first[None, :] == last[:, None])
-    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-        return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
-
-    # the window as a tensor: as a number it would be compiled in, and each new window compiled again
-    predicate = may_attend(docs, torch.full((), window, device=docs.device))
-    return BlockMask.from_kv_blocks(*listed(some & ~every), *listed(every), BLOCK_SIZE=MASK_BLOCK, mask_mod=predicate)
-
-MASK_PIECE = {"cuda": 1024, "cpu": 64}  # queries, at least; the fewer, the fewer keys that none of them sees
-
-def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype) -> Tensor:
-    """The predicate for scaled_dot_product_attention, on CPUs and where FlexAttention fails: pieces of queries, each
-    with its own keys and `reach` earlier ones. 0 or -inf [pieces, piece, reach + piece], one shape for windows up to
-    reach; where that is as much as all, one piece. Queries that fill up the last piece see one another."""
-    piece = max(MASK_PIECE[docs.device.type], reach // 4)
-    if reach + piece >= len(docs):
-        piece, reach = len(docs), 0
-    docs = F.pad(docs, (0, -len(docs) % piece), value=-1)
-    q = torch.arange(len(docs), device=docs.device, dtype=torch.int32).view(-1, piece, 1)
-    k = q[:, :1] + torch.arange(-reach, piece, device=docs.device, dtype=torch.int32)
-    seen = (k >= 0) & may_attend(docs, window)(None, None, q, k.clamp_min(0))
-    return torch.zeros(seen.shape, dtype=dtype, device=docs.device).masked_fill_(~seen, -math.inf)
-
-@functools.cache
-def compiled_flex_attention() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=False)  # uncompiled, it would build all T² scores
-
-class DocumentTable(NamedTuple):
-    """The predicate for FlashAttention: where documents begin, int32 [room + 1], of one size whatever their number; and
-    on the CPU, int64 [3], the window, the longest document and their number, which it wants on the host."""
-
-    starts: Tensor
-    numbers: Tensor
-
-DOCUMENT_ROOM = 16  # tokens of a sequence for each document that its table has room for
-
-def document_table(docs: Tensor, window: int, longest: int, count: int) -> DocumentTable:
-    """docs [T] count from 0 or 1 on, those from 0 to count - 1; see count_documents."""
-    every = torch.arange(len(docs) // DOCUMENT_ROOM + 1, device=docs.device)
-    return DocumentTable(torch.searchsorted(docs, every, out_int32=True), torch.tensor([window, longest, count]))
-
-Mask = Tensor | BlockMask | DocumentTable
-
-def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
-    """Softmax attention [T, H, D] where the mask allows it. q comes with the softmax scale in it.
-
-    With a BlockMask by FlexAttention, which has no backward on CPUs; with a DocumentTable by FlashAttention, which has
-    none of both there.
-    """
-    if isinstance(mask, DocumentTable):
-        return flash_attention(q_THD, k_THD, v_THD, *mask)[0]
-    if isinstance(mask, BlockMask):
-        alone = q_THD.is_cuda and not torch.compiler.is_compiling()  # within a compiled block it is compiled with that
-        flex = compiled_flex_attention() if alone else flex_attention
-        q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
-        return flex(q, k, v, block_mask=mask, scale=1.0)[0].transpose(0, 1)
-    pieces, piece, seen = mask.shape
-    rest = pieces * piece - len(q_THD)
-    q = F.pad(q_THD, (0, 0, 0, 0, 0, rest)).view(pieces, piece, *q_THD.shape[1:]).transpose(1, 2)
-    k, v = (F.pad(x, (0, 0, 0, 0, seen - piece, rest)).unfold(0, seen, piece).mT for x in (k_THD, v_THD))
-    out = F.scaled_dot_product_attention(q, k, v, mask[:, None], scale=1.0)
-    return out.transpose(1, 2).reshape(-1, *q_THD.shape[1:])[:len(q_THD)]
-
-def uniform(rows: int, columns: int, fan_in: int) -> Tensor:
-    """Initial matrix, uniform with standard deviation 0.5 / sqrt(fan_in)."""
-    bound = math.sqrt(3) * 0.5 / math.sqrt(fan_in)
-    return torch.empty(rows, columns).uniform_(-bound, bound)
-
 def pair_heads(x_THD: Tensor) -> Tensor:
-    """[T, H, D] -> [2T, H / 2, D]: two neighbouring heads as one sequence, in which each token has two places."""
+    """Interleave neighbouring heads into one sequence, in which each token has two positions: [T, H, D] -> [2T, H / 2,
+    D]."""
     tokens, heads, dim = x_THD.shape
     return x_THD.view(tokens, heads // 2, 2, dim).transpose(1, 2).reshape(2 * tokens, heads // 2, dim)
 
 def unpair_heads(x_THD: Tensor) -> Tensor:
-    """The inverse of pair_heads."""
-    places, pairs, dim = x_THD.shape
-    return x_THD.reshape(places // 2, 2, pairs, dim).transpose(1, 2).reshape(places // 2, 2 * pairs, dim)
+    """Invert pair_heads."""
+    positions, pairs, dim = x_THD.shape
+    return x_THD.reshape(positions // 2, 2, pairs, dim).transpose(1, 2).reshape(positions // 2, 2 * pairs, dim)
 
 def offset_keys(k_THD: Tensor) -> Tensor:
-    """What the rotary leaves alone of each key becomes that of the token before it."""
+    """Replace the unrotated entries of each key by those of the previous token's key."""
     quarters = torch.arange(k_THD.size(-1), device=k_THD.device) // (k_THD.size(-1) // 4)
     return torch.where(quarters % 2 == 1, torch.cat([k_THD[:1], k_THD[:-1]]), k_THD)
 
 class Attention(nn.Module):
-    """qkvo [dim, 4 dim]; or, as NorMuon takes second moments, qk [dim, 2 dim] and vo [2 dim, dim]; gates [heads,
-    gate_dim], xsa_lambda [heads]."""
+    """Causal attention with a gate per head and token.
+
+    Weights: qkvo [dim, 4 dim]; with muon_qk_heads qk [dim, 2 dim] and vo [2 dim, dim] instead, because NorMuon treats
+    them differently. gate and value_gate [heads, gate_dim], xsa_lambda [heads].
+    """
 
     def __init__(self, config: Config, layer: Layer):
         super().__init__()
         c, dim = config, config.model_dim
-        self.heads, self.paired, self.by_halves = c.num_heads, layer.window == "P", c.pairing == "halves"
+        self.heads, self.paired, self.pairs_halves = c.num_heads, layer.window == "P", c.pairing == "halves"
         self.key_offset, self.scales_output = c.key_offset and layer.window == "L", c.sublayer_scales
-        # query, key, value and output matrices [dim, dim] behind one another in memory
+        # the query, key, value and output matrices [dim, dim], one after another in memory
         qkvo = uniform(4 * dim, dim, dim)
-        qkvo[3 * dim:] = qkvo[3 * dim:] * c.output_init if c.output_init else 0  # 0 times a negative number is no 0
+        qkvo[3 * dim:] = qkvo[3 * dim:] * c.output_init if c.output_init else 0  # a product with 0 could be -0
         self.qkvo = None
         if c.muon_qk_heads:
             self.qk = parameter(qkvo[:2 * dim].reshape(dim, 2 * dim), "attn", (c.muon_qk_heads * c.head_dim, dim))
@@ -1397,10 +1222,13 @@ class Attention(nn.Module):
         if c.exclude_self and not self.paired:
             self.xsa_lambda = parameter(torch.zeros(c.num_heads, dtype=c.torch_dtype), "xsa_lambdas")
 
-    def forward(self, x: Tensor, values: Tensor | None, value_mix: Tensor, rotary: tuple[Tensor, Tensor, Tensor],
+    def forward(self, x: Tensor, value_embeds: Tensor | None, value_mix: Tensor, rotary: tuple[Tensor, Tensor, Tensor],
                 mask: Mask) -> Tensor:
-        """x, values [T, dim] -> [T, dim]. value_mix [2]: of the layer's own values and of the table's; with
-        sublayer_scales of the own values and of the result."""
+        """x, value_embeds [T, dim] -> [T, dim].
+
+        value_mix [2]: weights of the layer's values and of the value embeddings; with sublayer_scales of the layer's
+        values and of the output.
+        """
         tokens, dim = x.shape
         cos, sin, scale = rotary
         qkvo = torch.cat([self.qk.view(2 * dim, dim), self.vo]) if self.qkvo is None else self.qkvo.view(4 * dim, dim)
@@ -1408,40 +1236,43 @@ class Attention(nn.Module):
         qkv = F.linear(x, qkv_weight).view(tokens, 3 * self.heads, -1)
         qk, v = qkv.split((2 * self.heads, self.heads), dim=1)
         qk, v = norm(qk), value_mix[0] * v
-        if values is not None:
-            given = self.gated(x, values).view_as(v)
-            v = v + (given if self.scales_output else value_mix[1] * given)
-        if self.paired:  # attention over both places of a token, and the rotary turns from one to the other
+        if value_embeds is not None:
+            value_embeds = self.gate_values(x, value_embeds).view_as(v)
+            v = v + (value_embeds if self.scales_output else value_mix[1] * value_embeds)
+        if self.paired:  # the rotary distinguishes the two positions of a token
             (q, k), v = (pair_heads(half) for half in qk.chunk(2, dim=1)), pair_heads(v)
             qk = torch.cat([q, k], dim=1)
         q, k = rotate(qk, cos, sin).chunk(2, dim=1)
         if self.key_offset:
             k = offset_keys(k)
-        if self.paired and self.by_halves:  # as they lie in memory
+        if self.paired and self.pairs_halves:  # the same memory, read as pairs of heads j and j + H / 2
             q, k, v = (unpair_heads(x).view(x.shape) for x in (q, k, v))
         y = attend(q * scale, k, v, mask)
         if self.paired:
-            y = y.reshape(tokens, self.heads, -1) if self.by_halves else unpair_heads(y)
+            y = y.reshape(tokens, self.heads, -1) if self.pairs_halves else unpair_heads(y)
         if self.xsa_lambda is not None:
-            own = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
-            y = y - torch.tanh(self.xsa_lambda)[:, None] * own * v
+            projection = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
+            y = y - torch.tanh(self.xsa_lambda)[:, None] * projection * v
         y = y * torch.sigmoid(F.linear(x[:, :self.gate.size(1)], self.gate))[..., None]
         out = F.linear(y.reshape(tokens, dim), o_weight)
         return value_mix[1] * out if self.scales_output else out
 
-    def gated(self, x: Tensor, values: Tensor) -> Tensor:
-        """The value table's vectors [T, dim], each head's times its gate, from 0 to 2. Half of the gate's entries see
-        the stream, half the vectors; of paired heads all see the stream."""
+    def gate_values(self, x: Tensor, value_embeds: Tensor) -> Tensor:
+        """Multiply each head's value embeddings by a gate from 0 to 2.
+
+        Half of the gate's inputs are entries of x, half are entries of the embedding. Gates of paired heads read only
+        x.
+        """
         if self.value_gate is None:
-            return values
-        entries = self.value_gate.size(1)
-        of_stream = entries if self.paired else entries // 2
-        seen = torch.cat([x[:, :of_stream], values[:, :entries - of_stream]], dim=1)
-        opening = 2 * torch.sigmoid(F.linear(seen, self.value_gate))
-        return opening[..., None] * values.view(*opening.shape, -1)
+            return value_embeds
+        inputs = self.value_gate.size(1)
+        from_x = inputs if self.paired else inputs // 2
+        gate_input = torch.cat([x[:, :from_x], value_embeds[:, :inputs - from_x]], dim=1)
+        gate = 2 * torch.sigmoid(F.linear(gate_input, self.value_gate))
+        return gate[..., None] * value_embeds.view(*gate.shape, -1)
 
 class MLP(nn.Module):
-    """fc [dim, 4 dim], proj [dim, 4 dim]: x [T, dim] -> relu(x @ fc) ** 2 @ proj.T. kernels: by Triton, on GPUs."""
+    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, 4 dim]. kernels: use the Triton kernels."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -1455,10 +1286,10 @@ class MLP(nn.Module):
         if self.kernels:
             return ReluSquaredMLP.apply(x, fc, proj)
         h = x @ fc
-        return F.linear(h.relu() * h, proj)  # relu squared; square() by itself is slow on CPUs
+        return F.linear(h.relu() * h, proj)  # relu squared; square() is slow on CPUs
 
 class Block(nn.Module):
-    """One layer: attention and MLP, each if the layer has it, add to the stream what they make of its norm."""
+    """A layer: attention and MLP, each if the layer has it, add their output to the residual stream."""
 
     def __init__(self, config: Config, layer: Layer):
         super().__init__()
@@ -1466,32 +1297,35 @@ class Block(nn.Module):
         self.mlp = MLP(config) if layer.mlp else None
 
     @compiled
-    def forward(self, x: Tensor, x0: Tensor, mix: Tensor, values: Tensor | None, value_mix: Tensor,
+    def forward(self, x: Tensor, x0: Tensor, mix: Tensor, value_embeds: Tensor | None, value_mix: Tensor,
                 rotary: tuple[Tensor, Tensor, Tensor], mask: Mask | None, ngram_embeds: Tensor | None = None,
                 attn_input: Tensor | None = None) -> Tensor:
-        """x, x0, ngram_embeds [T, dim]: the residual stream, its start, the n-gram embeddings; mix [2 or 3]: their
-        weights. attn_input [T, dim]: read by attention in place of the residual stream."""
+        """Map the residual stream x [T, dim] to the next layer's.
+
+        mix [2 or 3]: weights of x, of x0 [T, dim] (the residual stream before the first layer), and of ngram_embeds
+        [T, dim]. attn_input [T, dim]: attention reads it in place of x.
+        """
         x = mix[0] * x + mix[1] * x0
         if ngram_embeds is not None:
             x = x + mix[2] * ngram_embeds
         if self.attn is not None:
-            x = x + self.attn(norm(x if attn_input is None else attn_input), values, value_mix, rotary, mask)
+            x = x + self.attn(norm(x if attn_input is None else attn_input), value_embeds, value_mix, rotary, mask)
         if self.mlp is not None:
             x = x + self.mlp(norm(x))
         return x
 
 class ScaledBlock(Block):
-    """With sublayer_scales. mix [6]: of the stream, before attention's and before the MLP's output; of x0; of the
-    tables' vectors; and of these outputs."""
+    """A layer with sublayer_scales: attention and MLP each have learned weights for the residual stream and their
+    output. mix [6]: the weights that forward unpacks."""
 
     @compiled
-    def forward(self, x: Tensor, x0: Tensor, mix: Tensor, values: Tensor | None, value_mix: Tensor,
+    def forward(self, x: Tensor, x0: Tensor, mix: Tensor, value_embeds: Tensor | None, value_mix: Tensor,
                 rotary: tuple[Tensor, Tensor, Tensor], mask: Mask | None, ngram_embeds: Tensor | None = None,
                 attn_input: Tensor | None = None) -> Tensor:
         (resid_lambda_attn, resid_lambda_mlp, x0_lambda, ngram_lambda, post_lambda_attn,
          post_lambda_mlp) = mix.unbind()
         if self.attn is not None:
-            y = self.attn(norm(x if attn_input is None else attn_input), values, value_mix, rotary, mask)
+            y = self.attn(norm(x if attn_input is None else attn_input), value_embeds, value_mix, rotary, mask)
             x = resid_lambda_attn * x + post_lambda_attn * y + x0_lambda * x0
             if ngram_embeds is not None:
                 x = x + ngram_lambda * ngram_embeds
@@ -1499,39 +1333,46 @@ class ScaledBlock(Block):
             x = resid_lambda_mlp * x + post_lambda_mlp * self.mlp(norm(x))
         return x
 
-# Fixed scales of the head's product in fp8. They and the product stand by themselves: as attributes of the class below
-# they would break its compiled graph, and with it the fusion of the casts and the loss
-FP8_WEIGHT_SCALE, FP8_GRAD_SCALE = 2.0 ** -9, 1 / 448
+class NgramTable(nn.Embedding):
+    """An embedding of the n tokens that end at each position. Tokens of an earlier document are read as BOS.
 
-def fp8_product(a: Tensor, b: Tensor, scale_a: float, scale_b: float, fast: bool) -> Tensor:
-    """a [m, k] row by row @ b [k, n] column by column -> bf16 [m, n], each times its scale."""
-    scale_a, scale_b = torch.full((), scale_a, device=a.device), torch.full((), scale_b, device=a.device)
-    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
-
-class FP8Linear(torch.autograd.Function):
-    """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V], the three products of forward and backward in fp8.
-
-    For a normed x (rows of norm sqrt(dim)) and the gradient of a summed cross entropy (within ±1).
+    With a row for each n-gram of the vocabulary each has its own row. Otherwise a hash assigns the rows, and another
+    part of the hash assigns signs, so that n-grams in one row interfere with mean 0 (feature hashing, arXiv:0902.2206).
     """
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.x_scale = math.sqrt(x.size(1)) / 448
-        x8 = (x / ctx.x_scale).to(torch.float8_e4m3fn)
-        weight8 = (weight / FP8_WEIGHT_SCALE).to(torch.float8_e4m3fn)
-        ctx.save_for_backward(x8, weight8)
-        return fp8_product(x8, weight8.T, ctx.x_scale, FP8_WEIGHT_SCALE, fast=True)
+    SIGNS, BITS, FACTOR = 8192, 40, 2_654_435  # of the hash; its products stay below 2 ** 63
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x8, weight8 = ctx.saved_tensors
-        grad8 = (grad / FP8_GRAD_SCALE).to(torch.float8_e5m2)
-        by_column = weight8.T.contiguous().T, x8.T.contiguous().T
-        grad_x = fp8_product(grad8, by_column[0], FP8_GRAD_SCALE, FP8_WEIGHT_SCALE, fast=False)
-        return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], FP8_GRAD_SCALE, ctx.x_scale, fast=False)
+    def __init__(self, config: Config, ngrams: Ngrams, vocab: int):
+        dtype = config.torch_dtype
+        super().__init__(ngrams.rows, ngrams.width, dtype=dtype, sparse=True)  # a micro-batch reads few of the rows
+        self.weight = parameter(self.weight.data, "ngram_embeds")
+        self.n, self.vocab = ngrams.n, vocab
+        self.shared = vocab ** ngrams.n > ngrams.rows
+        if self.shared:
+            bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0))
+            self.register_buffer("signs", (2 * bits - 1).to(dtype), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, number: Tensor) -> Tensor:
+        """Numbers or hashes of n-grams [T], see GPT.ngram_numbers -> [T, width]."""
+        rows = super().forward(number % self.num_embeddings)
+        if not self.shared:
+            return rows
+        return rows * self.signs.index_select(0, number // self.num_embeddings % self.SIGNS)
+
+    def number(self, last_tokens: Sequence[Tensor]) -> Tensor:
+        """Number the n-grams without collisions. last_tokens: the token at each position, the one before it, …"""
+        return functools.reduce(lambda number, token: number * self.vocab + token, last_tokens[:self.n])
+
+    @classmethod
+    def hash(cls, number: Tensor) -> Tensor:
+        number = number * cls.FACTOR % 2 ** cls.BITS
+        return number ^ (number >> 21)
 
 class Softcap(NamedTuple):
-    """The head's product -> logits in float32, held softly between 0 and cap."""
+    """Bound logits softly between 0 and cap, in float32."""
 
     cap: float
     shift: float
@@ -1542,10 +1383,10 @@ class Softcap(NamedTuple):
         return self.cap * torch.sigmoid((x + self.shift if self.shift else x) / self.softness)
 
 class SoftcappedCrossEntropy(torch.autograd.Function):
-    """cross_entropies for compiled code, with its gradient. x [T, V]: the head's product; targets [n, T].
+    """cross_entropies for compiled code, with its own backward: x [T, V], targets [n, T] -> [n].
 
-    Logits z between 0 and a cap need no maximum: log sum exp(z) = log sum exp(z - cap) + cap. Forward reads x once.
-    Backward computes each gradient from x and its row's sum; torch's own compiled form would read x three times.
+    The logits z lie between 0 and a cap, so log-sum-exp needs no maximum: log sum exp(z) = log sum exp(z - cap) + cap.
+    Forward reads x once, and backward once more; the form that torch compiles by itself reads x three times.
     """
 
     @staticmethod
@@ -1568,14 +1409,16 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
         return (grad_z * z * (cap - z) / (cap * softness)).to(x.dtype), None, None
 
 def cross_entropies(x: Tensor, targets: Tensor, softcap: Softcap) -> Tensor:
-    """Sum the cross entropies in nats over the positions, for each row of targets [n, T] -> [n]. Target -1 counts
-    nothing. x [T, V]: the head's product."""
+    """Sum the cross entropies in nats over the positions, for each row of targets [n, T] -> [n].
+
+    x [T, V]: logits before the soft cap. Positions with target -1 are not counted.
+    """
     if torch.compiler.is_compiling():
         return SoftcappedCrossEntropy.apply(x, targets, softcap)
     return torch.stack([F.cross_entropy(softcap(x), row, ignore_index=-1, reduction="sum") for row in targets])
 
 class Head(nn.Module):
-    """The residual stream after the last layer -> logits, and the loss. weight [V, dim], V the padded vocabulary."""
+    """Map the normed residual stream to logits and the loss. weight [V, dim]; V is the padded vocabulary."""
 
     def __init__(self, config: Config, vocab: int):
         super().__init__()
@@ -1585,74 +1428,44 @@ class Head(nn.Module):
         self.weight = parameter(init, "head")
         self.fp8, self.softcap = c.fp8_head, Softcap(c.logit_cap, c.logit_shift, c.logit_softness)
 
-    def product(self, x: Tensor) -> Tensor:
+    def uncapped_logits(self, x: Tensor) -> Tensor:
+        """x [T, dim] -> logits before the soft cap [T, V]."""
         return FP8Linear.apply(x, self.weight) if self.fp8 and self.training else F.linear(x, self.weight)
 
     def logits(self, x: Tensor) -> Tensor:
-        """[T, dim] -> float32 [T, V]."""
-        return self.softcap(self.product(x))
+        """x [T, dim] -> float32 [T, V]."""
+        return self.softcap(self.uncapped_logits(x))
 
     @compiled
     def forward(self, x: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss: (the objective, which training minimizes; the cross entropy of the next token), summed over the
-        positions, in nats. Row k of targets [n, T] holds the tokens k + 1 ahead; weights [n] weigh the rows."""
-        entropies = cross_entropies(self.product(x), targets, self.softcap)
-        return (entropies * weights).sum(), entropies[0].detach()
+        """Compute (objective, which training minimizes; cross entropy of the next token), in nats, summed over tokens.
 
-@functools.lru_cache(maxsize=4)  # a copy to a GPU at each step would make it wait
+        x [T, dim]; targets [n, T]: row k holds the tokens k + 1 ahead, -1 is not counted; weights [n] of the rows.
+        """
+        x = self.uncapped_logits(x)
+        entropies = cross_entropies(x, targets, self.softcap)
+        objective = (entropies * weights).sum()
+        # Add a further loss term here, in plain PyTorch; autograd and torch.compile do the rest. Sum it over tokens, as
+        # the cross entropy. A z-loss: objective = objective + 1e-4 * self.softcap(x).logsumexp(1).square().sum()
+        return objective, entropies[0].detach()
+
+@functools.lru_cache(maxsize=4)  # a copy to a GPU in every step would make the host wait
 def weights_tensor(weights: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(weights, device=device)
 
-class NgramTable(nn.Embedding):
-    """A learned vector for the n tokens that end at each place. Before a document stands BOS, whatever came before it.
-
-    With a row for each n-gram of the vocabulary each has its own. Else a hash shares the rows out, and signs by the
-    rest of it let n-grams in one row disturb each other with mean 0 (feature hashing, arXiv:0902.2206).
-    """
-
-    SIGNS, BITS, FACTOR = 8192, 40, 2_654_435  # of the hash; a product stays below 2 ** 63
-
-    def __init__(self, config: Config, ngrams: Ngrams, vocab: int):
-        dtype = config.torch_dtype
-        super().__init__(ngrams.rows, ngrams.width, dtype=dtype, sparse=True)  # a micro-batch meets few of the rows
-        self.weight = parameter(self.weight.data, "ngram_embeds")
-        self.n, self.vocab = ngrams.n, vocab
-        self.shared = vocab ** ngrams.n > ngrams.rows
-        if self.shared:
-            bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0))
-            self.register_buffer("signs", (2 * bits - 1).to(dtype), persistent=False)
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
-
-    def forward(self, number: Tensor) -> Tensor:
-        """The n-grams' numbers or hashes [T], see GPT.ngram_numbers -> [T, width]."""
-        found = super().forward(number % self.num_embeddings)
-        if not self.shared:
-            return found
-        return found * self.signs.index_select(0, number // self.num_embeddings % self.SIGNS)
-
-    def number(self, lasts: Sequence[Tensor]) -> Tensor:
-        """The last token at each place, the one before it, and so on -> the n-gram's own number."""
-        return functools.reduce(lambda number, one: number * self.vocab + one, lasts[:self.n])
-
-    @classmethod
-    def hash(cls, number: Tensor) -> Tensor:
-        number = number * cls.FACTOR % 2 ** cls.BITS
-        return number ^ (number >> 21)
-
 class GPT(nn.Module):
-    """The model of record 44, and what later ones added, as far as the config has it. Works on one packed sequence [T]
-    at a time. The vocabulary is padded to a multiple of 128."""
+    """The model of record 44, with the later mechanisms that the config asks for.
+
+    Processes one packed sequence [T] at a time. The vocabulary is padded to a multiple of 128.
+    """
 
     def __init__(self, config: Config, encoding: Encoding):
         super().__init__()
         c, self.bos_id, self.layers, self.tied = config, encoding.bos_id, parse_layers(config.layers), False
         self.config = c
         lengths = micro_batch_lengths(c)
-        self.loss_tokens = min(lengths)  # the head takes so many at once: of one size, for one graph and little memory
+        self.loss_tokens = min(lengths)  # tokens per call of the head: one size for one graph, and less memory
         count, vocab, dtype = len(self.layers), -(-encoding.vocab_size // 128) * 128, c.torch_dtype
-        self.skips = [i for i, layer in enumerate(self.layers) if layer.skip_from is not None]
         self.saved_layers = saved_layers(c)
         tables = 1 + max((layer.value_table for layer in self.layers if layer.value_table is not None), default=-1)
         self.embed = embedding(vocab, c.model_dim, "embed", dtype)
@@ -1664,55 +1477,48 @@ class GPT(nn.Module):
         block = ScaledBlock if c.sublayer_scales else Block
         self.blocks = nn.ModuleList(block(c, layer) for layer in self.layers)
         self.lm_head = Head(c, vocab)
-        # skips, stream mixes, value mixes, smear, backout
-        mix = [] if c.sublayer_scales else [c.resid_lambda_init, 0.0, *[c.ngram_mix] * bool(c.ngram_mix)]
-        firsts = [[-1.5] * len(self.skips), mix * count, [0.5, 1.0 if c.sublayer_scales else 0.5] * count, [0.0], [0.5]]
-        self.scalar_sizes = [*map(len, firsts)]
-        self.scalars = parameter(torch.tensor([*itertools.chain(*firsts)]), "scalars")
+        # all scalar weights of the layers are one parameter, in this order; see mixing_weights
+        skips = sum(layer.skip_from is not None for layer in self.layers)
+        block_mix = [] if c.sublayer_scales else [c.resid_lambda_init, 0.0, *[c.ngram_mix] * bool(c.ngram_mix)]
+        value_mix = [0.5, 1.0 if c.sublayer_scales else 0.5]
+        scalars = {"skips": [-1.5] * skips, "blocks": block_mix * count, "values": value_mix * count,
+                   "smear": [0.0], "backout": [0.5]}
+        self.scalar_sizes = [len(init) for init in scalars.values()]
+        self.scalars = parameter(torch.tensor([*itertools.chain(*scalars.values())]), "scalars")
         self.resid_lambdas = self.added_lambdas = self.skip_gates = None
-        if c.sublayer_scales:  # see ScaledBlock; by the square root of the gain, since there are two in a layer
+        if c.sublayer_scales:  # see ScaledBlock. A layer has two, so each is the root of the layer's weight
             self.resid_lambdas = parameter(torch.full((count, 2), math.sqrt(c.resid_lambda_init)), "resid_lambdas")
             self.added_lambdas = parameter(torch.tensor([0.0, c.ngram_mix, 1.0, 1.0]).repeat(count, 1), "added_lambdas")
         if c.skip_gates:
-            self.skip_gates = parameter(torch.zeros(len(self.skips), c.gate_dim, dtype=dtype), "skip_gates")
-        # layers are given the tables' vectors; with sublayer_scales not the first, which begins with them
-        self.tables_first = c.sublayer_scales and c.ngram_mix > 0
-        self.takes_ngrams = [c.ngram_mix > 0 and not (self.tables_first and i == 0) for i in range(count)]
+            self.skip_gates = parameter(torch.zeros(skips, c.gate_dim, dtype=dtype), "skip_gates")
         self.pairs = any(layer.window == "P" for layer in self.layers)
         self.rotary = Rotary(c, max(c.val_len, *lengths) * (1 + self.pairs))
-        self.reach = 0  # where more, masks are in pieces, on GPUs too, with so many tokens back, whatever the window
-        self.flash, self.counted = False, None  # the longest document of the next sequence, and how many
+        self.reach = 0  # above 0: masks in pieces on GPUs too, of a shape for windows up to `reach` tokens
+        self.flash, self.counted = False, None  # counted: (longest document, documents) of the next sequence
 
-    def apply_schedule(self, rotary_windows: tuple[int, ...], tied: bool) -> None:
-        """Set the state of the model that depends on the step; see Plan."""
-        self.rotary.set_windows(rotary_windows)
-        self.tied = tied
+    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows,
+                loss_weights: Numbers = (1.0,)) -> tuple[Tensor, Tensor]:
+        """inputs, targets [T] -> (objective, cross entropy) in nats, summed over tokens; see Head.forward.
 
-    def masks(self, x: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
-        """Tokens x [T] -> what each kind of attention may see, by the letter of `layers`; see attend."""
-        docs, counted, self.counted = (x == self.bos_id).cumsum(0), self.counted, None  # of this sequence alone
-
-        def make(docs: Tensor, window: int) -> Mask:
-            if counted and not self.reach:
-                return document_table(docs, window, len(docs) // len(x) * counted[0], counted[1])
-            if docs.is_cuda and not self.reach:
-                return block_mask(docs, window)
-            return mask_in_pieces(docs, window, self.reach or window, self.embed.weight.dtype)
-        paired = {"P": make(docs.repeat_interleave(2), windows.short)} if self.pairs else {}
-        return {"L": make(docs, windows.long), "S": make(docs, windows.short), None: None, **paired}
+        loss_weights: weights of the next token, the one after it, …. Targets of -1 are not counted, nor are tokens
+        beyond the sequence.
+        """
+        return self.loss(self.trunk(inputs, windows), targets, loss_weights)
 
     def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
-        """Tokens [T] -> normed stream before the head [T, dim]."""
-        masks, (x0, ngrams) = self.masks(tokens, windows), self.embed_tokens(tokens)
+        """Tokens [T] -> the normed residual stream before the head [T, dim]."""
+        masks, (x0, ngram_embeds) = self.masks(tokens, windows), self.embed_tokens(tokens)
         rotary = self.rotary.cos, self.rotary.sin, self.rotary.scale
-        # apart at once: the gradients of so many selections would each be padded with zeros, and summed
-        skips, mixes, value_mixes, _, (backout,) = (x.unbind() for x in self.mixing_weights())
-        skips = iter(zip(skips, [None] * len(skips) if self.skip_gates is None else self.skip_gates.unbind()))
-        values: dict[int, Tensor] = {}  # looked up where first needed, so that their gradients come with that layer's
-        x = x0.view_as(x0)  # an object of its own, as saved ones are: arguments that are one compile anew
-        if self.tables_first:
-            x = x + self.added_lambdas[0, 1] * ngrams
-        saved: dict[int, Tensor] = {}
+        # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
+        skip_weights, mixes, value_mixes, _, (backout,) = (x.unbind() for x in self.mixing_weights())
+        skip_gates = [None] * len(skip_weights) if self.skip_gates is None else self.skip_gates.unbind()
+        skips = iter(zip(skip_weights, skip_gates))
+        x = x0.view_as(x0)  # another tensor object: if x were x0, torch.compile would make a further graph
+        ngrams_first = self.config.sublayer_scales and ngram_embeds is not None  # added before layer 0, not in it
+        if ngrams_first:
+            x = x + self.added_lambdas[0, 1] * ngram_embeds
+        saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
+        values: dict[int, Tensor] = {}  # looked up at first use, so gradients come with that layer's
         for i, (layer, block) in enumerate(zip(self.layers, self.blocks)):
             if layer.skip_from is not None:
                 weight, gate = next(skips)
@@ -1720,27 +1526,52 @@ class GPT(nn.Module):
             if layer.value_table is not None and layer.value_table not in values:
                 values[layer.value_table] = self.value_embeds[layer.value_table](tokens)
             if layer.window or layer.mlp:
-                mixed_in = values.get(layer.value_table)
                 attn_input = saved[self.config.backout_layer] if layer.reads_backout else None
-                ngram_embeds = ngrams if self.takes_ngrams[i] else None
-                x = block(x, x0, mixes[i], mixed_in, value_mixes[i], rotary, masks[layer.window], ngram_embeds,
-                          attn_input)
+                x = block(x, x0, mixes[i], values.get(layer.value_table), value_mixes[i], rotary, masks[layer.window],
+                          None if ngrams_first and i == 0 else ngram_embeds, attn_input)
             if i in self.saved_layers:
                 saved[i] = x.view_as(x)
         return self.back_out(x, backout, saved[self.config.backout_layer])
 
-    # Methods of their own, so that each can be compiled by itself
+    def loss(self, x: Tensor, targets: Tensor, loss_weights: Numbers) -> tuple[Tensor, Tensor]:
+        """Compute the losses of `forward` from the normed residual stream [T, dim]."""
+        ahead = torch.stack([F.pad(targets[k:], (0, k), value=-1) for k in range(len(loss_weights))])
+        weights = weights_tensor(loss_weights, x.device)
+        pieces = zip(x.split(self.loss_tokens), ahead.split(self.loss_tokens, dim=1))
+        losses = [self.lm_head(x_piece, targets_piece, weights) for x_piece, targets_piece in pieces]
+        objective, cross_entropy = (torch.stack(terms).sum() for terms in zip(*losses))
+        return objective, cross_entropy
+
+    def logits(self, inputs: Tensor, windows: Windows) -> Tensor:
+        """inputs [T] -> float32 [T, padded vocabulary]."""
+        return self.lm_head.logits(self.trunk(inputs, windows))
+
+    def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tokens [T] -> x0, the residual stream before the first layer [T, dim], and the n-gram embeddings [T, dim].
+
+        Without ngram_mix the n-gram embeddings are added to x0, and the second value is None.
+        """
+        e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)
+        _, _, _, smear_weight, _ = self.scalars.split(self.scalar_sizes)
+        x0 = self.smear(e, self.smear_gate, smear_weight[0])
+        total = 0 if self.config.ngram_mix else x0
+        for table, number in zip(self.ngrams, self.ngram_numbers(tokens)):  # a narrow table fills the first entries
+            total = total + F.pad(table(number), (0, x0.size(1) - table.embedding_dim))
+        return (x0, total) if self.config.ngram_mix else (total, None)
+
+    # Methods of their own, so that each is compiled by itself
 
     @staticmethod
     @compiled
     def smear(e: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        """Embeddings [T, dim] -> the normed stream before the first layer: each token's holds some of the one before it."""
+        """Add to each embedding [T, dim] a gated share of the previous token's, then norm."""
         opening = weight * torch.sigmoid(F.linear(e[1:, :gate.size(1)], gate))
         return norm(torch.cat([e[:1], e[1:] + opening * e[:-1]]))
 
     @staticmethod
     @compiled
     def add_skip(x: Tensor, weight: Tensor, saved: Tensor, x0: Tensor, gate: Tensor | None) -> Tensor:
+        """Add the saved output of an earlier layer to the residual stream."""
         opening = torch.sigmoid(weight)
         if gate is not None:
             opening = opening * 2 * torch.sigmoid(F.linear(x0[:, :len(gate)], gate[None]))
@@ -1749,66 +1580,57 @@ class GPT(nn.Module):
     @staticmethod
     @compiled
     def back_out(x: Tensor, weight: Tensor, saved: Tensor) -> Tensor:
+        """Subtract a share of the backout layer's output, then norm."""
         return norm(x - weight * saved)
 
     def mixing_weights(self) -> tuple[Tensor, ...]:
-        """Of skips [n]; layers [layers, 2, 3 or 6], see Block; their values [layers, 2]; smear and back_out [1]."""
+        """Split the scalars into weights of skip connections [n], of blocks [layers, 2, 3 or 6] (mix in Block), of
+        values [layers, 2] (value_mix in Attention), of smear [1] and of back_out [1]."""
         skips, mixes, value_mixes, smear, backout = self.scalars.split(self.scalar_sizes)
         if self.resid_lambdas is not None:
             mixes = torch.cat([self.resid_lambdas, self.added_lambdas], 1)
         return skips, mixes.view(len(self.layers), -1), value_mixes.view(-1, 2), smear, backout
 
-    def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Tokens [T] -> the stream before the first layer [T, dim]; and the tables' vectors, unless they are in it."""
-        e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)
-        x0 = self.smear(e, self.smear_gate, self.scalars.split(self.scalar_sizes)[3][0])
-        total = 0 if self.config.ngram_mix else x0
-        for table, number in zip(self.ngrams, self.ngram_numbers(tokens)):  # a narrow one adds to the first entries
-            total = total + F.pad(table(number), (0, x0.size(1) - table.embedding_dim))
-        return (x0, total) if self.config.ngram_mix else (total, None)
-
     def ngram_numbers(self, tokens: Tensor) -> list[Tensor]:
-        """Tokens [..., T] -> for each table its n-grams' numbers, or hashes, which tables share; of that shape."""
-        token, inside, lasts = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), []
+        """Number the n-grams that end at tokens [..., T] -> for each table their numbers or, if rows are shared, their
+        hashes, int64 [..., T]."""
+        token, in_document, last_tokens = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), []
         for _ in range(max((table.n for table in self.ngrams), default=0)):
-            # the last token, the one before it, and so on, while it is of the same document
-            lasts.append(torch.where(inside, token, self.bos_id))
-            inside = inside & (token != self.bos_id)
+            last_tokens.append(torch.where(in_document, token, self.bos_id))
+            in_document = in_document & (token != self.bos_id)
             token = F.pad(token[..., :-1], (1, 0), value=self.bos_id)
-        return self.numbers_of(lasts)
-
-    def numbers_of(self, lasts: Sequence[Any]) -> list[Any]:
-        """The last token, the one before it, and so on: tensors or numbers -> see ngram_numbers."""
-        hashes = [*itertools.accumulate(lasts, lambda number, one: NgramTable.hash(number ^ one), initial=0)]
-        return [hashes[table.n] if table.shared else table.number(lasts) for table in self.ngrams]
+        hashes = [*itertools.accumulate(last_tokens, lambda number, token: NgramTable.hash(number ^ token), initial=0)]
+        return [hashes[table.n] if table.shared else table.number(last_tokens) for table in self.ngrams]
 
     def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
-        """Of each n-gram table the rows that a forward of these tokens [..., T] reads."""
+        """Find the rows of each n-gram table that a forward of these tokens [..., T] reads."""
         return {table.weight: number % table.num_embeddings
                 for table, number in zip(self.ngrams, self.ngram_numbers(tokens))}
 
-    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows,
-                loss_weights: Numbers = (1.0,)) -> tuple[Tensor, Tensor]:
-        """inputs, targets [T] -> (objective, cross entropy), summed in nats; see Head.forward. Target -1 counts nothing.
-        loss_weights: of the next token, the one after it, …; positions beyond the last count nothing."""
-        return self.loss(self.trunk(inputs, windows), targets, loss_weights)
+    def masks(self, tokens: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
+        """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]; see attend."""
+        docs, counted, self.counted = (tokens == self.bos_id).cumsum(0), self.counted, None  # valid for one sequence
 
-    def loss(self, x: Tensor, targets: Tensor, loss_weights: Numbers) -> tuple[Tensor, Tensor]:
-        """The residual stream before the head [T, dim] -> see forward."""
-        ahead = torch.stack([F.pad(targets[k:], (0, k), value=-1) for k in range(len(loss_weights))])
-        weights = weights_tensor(loss_weights, x.device)
-        pieces = zip(x.split(self.loss_tokens), ahead.split(self.loss_tokens, dim=1))
-        losses = [self.lm_head(x_piece, targets_piece, weights) for x_piece, targets_piece in pieces]
-        objective, cross_entropy = (torch.stack(of_pieces).sum() for of_pieces in zip(*losses))
-        return objective, cross_entropy
+        def make(docs: Tensor, window: int) -> Mask:
+            if counted and not self.reach:
+                return document_table(docs, window, len(docs) // len(tokens) * counted[0], counted[1])
+            if docs.is_cuda and not self.reach:
+                return block_mask(docs, window)
+            return mask_in_pieces(docs, window, self.reach or window, self.embed.weight.dtype)
+        paired = {"P": make(docs.repeat_interleave(2), windows.short)} if self.pairs else {}
+        return {"L": make(docs, windows.long), "S": make(docs, windows.short), None: None, **paired}
 
-    def logits(self, inputs: Tensor, windows: Windows) -> Tensor:
-        """inputs [T] -> float32 [T, padded vocabulary]."""
-        return self.lm_head.logits(self.trunk(inputs, windows))
+    def apply_schedule(self, rotary_windows: tuple[int, ...], tied: bool) -> None:
+        """Set the state of the model that depends on the step; see Plan."""
+        self.rotary.set_windows(rotary_windows)
+        self.tied = tied
 
     def compile_parts(self) -> None:
-        """Compile each method marked with @compiled by itself. Blocks of one kind share a graph, and gradients leave
-        backward block by block; with the whole model compiled all of them would appear at its end."""
+        """Compile each method marked with @compiled by itself.
+
+        Blocks of one kind share a graph, and gradients leave backward block by block. If the whole model were compiled,
+        all gradients would appear at the end of backward.
+        """
         for module in self.modules():
             for name in dir(type(module)):
                 if getattr(getattr(type(module), name), "compiles", False):
@@ -1817,7 +1639,239 @@ class GPT(nn.Module):
                     setattr(module, name, compile_method(getattr(module, name)))
 
 # ------------------------------------------------------------------------------------------------------------------
+# model: attention masks and kernels
+
+MASK_BLOCK = 128  # tokens per block of FlexAttention
+
+def may_attend(docs: Tensor, window: Tensor | int) -> Callable[..., Tensor]:
+    """Return the predicate of every mask: key k is not later than query q, within the window, and in its document."""
+    def predicate(batch: Any, head: Any, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (q - k <= window) & (docs[q] == docs[k])
+    return predicate
+
+def block_mask(docs: Tensor, window: int) -> BlockMask:
+    """Build the mask of FlexAttention: its full and its partial blocks. docs [T], T a multiple of MASK_BLOCK.
+
+    Documents are in order, so the first and the last document of each block suffice, and no [T, T] tensor is built.
+    """
+    first, last = docs.view(-1, MASK_BLOCK)[:, 0], docs.view(-1, MASK_BLOCK)[:, -1]
+    at = torch.arange(len(first), device=docs.device)
+    distance = (at[:, None] - at[None, :]) * MASK_BLOCK  # from a query's block back to a key's block
+    some = (distance >= 0) & (distance - MASK_BLOCK + 1 <= window) & (last[None, :] >= first[:, None])
+    every = (distance > 0) & (distance + MASK_BLOCK - 1 <= window) & (first[None, :] == last[:, None])
+    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+        return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
+
+    # the window is a tensor: torch.compile would specialize on a number, and recompile for each new window
+    predicate = may_attend(docs, torch.full((), window, device=docs.device))
+    return BlockMask.from_kv_blocks(*listed(some & ~every), *listed(every), BLOCK_SIZE=MASK_BLOCK, mask_mod=predicate)
+
+MASK_PIECE = {"cuda": 1024, "cpu": 64}  # least queries per piece; with fewer queries fewer masked keys are computed
+
+def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype) -> Tensor:
+    """Build the mask of scaled_dot_product_attention, for CPUs and for GPUs where FlexAttention fails.
+
+    Queries are cut into pieces; each piece sees its own keys and `reach` earlier ones. Returns 0 or -inf [pieces,
+    piece, reach + piece]: one shape for all windows up to reach. A short sequence is one piece. Padding queries of the
+    last piece see one another.
+    """
+    piece = max(MASK_PIECE[docs.device.type], reach // 4)
+    if reach + piece >= len(docs):
+        piece, reach = len(docs), 0
+    docs = F.pad(docs, (0, -len(docs) % piece), value=-1)
+    q = torch.arange(len(docs), device=docs.device, dtype=torch.int32).view(-1, piece, 1)
+    k = q[:, :1] + torch.arange(-reach, piece, device=docs.device, dtype=torch.int32)
+    seen = (k >= 0) & may_attend(docs, window)(None, None, q, k.clamp_min(0))
+    return torch.zeros(seen.shape, dtype=dtype, device=docs.device).masked_fill_(~seen, -math.inf)
+
+class DocumentTable(NamedTuple):
+    """The mask of FlashAttention.
+
+    starts: where documents begin, int32 [room + 1], one shape for any number of documents. numbers: window, longest
+    document and number of documents, int64 [3], on the CPU because FlashAttention reads them on the host.
+    """
+
+    starts: Tensor
+    numbers: Tensor
+
+DOCUMENT_ROOM = 16  # a sequence of T tokens has room for T / DOCUMENT_ROOM documents in its table
+
+def document_table(docs: Tensor, window: int, longest: int, count: int) -> DocumentTable:
+    """Build the mask of FlashAttention from docs [T], numbered from 0 or 1 up to count - 1; see count_documents."""
+    every = torch.arange(len(docs) // DOCUMENT_ROOM + 1, device=docs.device)
+    return DocumentTable(torch.searchsorted(docs, every, out_int32=True), torch.tensor([window, longest, count]))
+
+Mask = Tensor | BlockMask | DocumentTable
+
+def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
+    """Compute softmax attention [T, H, D] where the mask allows it. q must contain the softmax scale.
+
+    The mask selects the implementation: FlexAttention (no backward on CPUs), FlashAttention (GPUs only) or
+    scaled_dot_product_attention.
+    """
+    if isinstance(mask, DocumentTable):
+        return flash_attention(q_THD, k_THD, v_THD, *mask)[0]
+    if isinstance(mask, BlockMask):
+        eager = q_THD.is_cuda and not torch.compiler.is_compiling()  # a compiled block compiles it with the block
+        flex = compiled_flex_attention() if eager else flex_attention
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
+        return flex(q, k, v, block_mask=mask, scale=1.0)[0].transpose(0, 1)
+    pieces, piece, keys = mask.shape
+    padding = pieces * piece - len(q_THD)
+    q = F.pad(q_THD, (0, 0, 0, 0, 0, padding)).view(pieces, piece, *q_THD.shape[1:]).transpose(1, 2)
+    k, v = (F.pad(x, (0, 0, 0, 0, keys - piece, padding)).unfold(0, keys, piece).mT for x in (k_THD, v_THD))
+    out = F.scaled_dot_product_attention(q, k, v, mask[:, None], scale=1.0)
+    return out.transpose(1, 2).reshape(-1, *q_THD.shape[1:])[:len(q_THD)]
+
+@functools.cache
+def compiled_flex_attention() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=False)  # uncompiled it would compute all T² scores
+
+def flash_attention_3() -> bool:
+    """Activate FlashAttention 3 for torch's FlashAttention operators -> whether this GPU has it and it is installed."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        return False
+    try:
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    except (AttributeError, ImportError, OSError, RuntimeError, ValueError):  # an older torch, or no usable package
+        return False
+    return True
+
+OPERATORS = "of_" + re.sub(r"\W", "_", __name__)  # a copy of this file under another name registers its own operators
+
+@torch.library.custom_op(f"{OPERATORS}::flash_attention", mutates_args=())
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute attention [T, H, D] within documents, and the log-sum-exps [H, T] for backward. See DocumentTable.
+
+    Attention with mask_in_pieces defines the result. torch's varlen_attn would recompile for each new `numbers`.
+    """
+    window, longest, count = numbers.tolist()
+    starts = starts[:count + 1]
+    out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, starts, starts, longest, longest, 0.0, False, False, scale=1.0, window_size_left=window,
+        window_size_right=0)
+    return out, log_sums
+
+@torch.library.custom_op(f"{OPERATORS}::flash_attention_backward", mutates_args=())
+def flash_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, numbers: Tensor,
+                             out: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    window, longest, count = numbers.tolist()
+    starts, dropout_state = starts[:count + 1], q.new_empty(2, dtype=torch.uint64)
+    return torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, log_sums, starts, starts, longest, longest, 0.0, False, dropout_state, dropout_state,
+        scale=1.0, window_size_left=window, window_size_right=0)
+
+flash_attention.register_fake(lambda q, k, v, starts, numbers: (
+    torch.empty_like(q), q.new_empty(q.size(1), q.size(0), dtype=torch.float32)))
+flash_attention_backward.register_fake(lambda grad, q, k, v, *_: (
+    torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))
+flash_attention.register_autograd(
+    lambda ctx, grad, _: (*flash_attention_backward(grad, *ctx.saved_tensors), None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))
+
+# Tile sizes of the MLP's product: two warp groups, and three stages in Hopper's shared memory
+TILE_M, TILE_N, TILE_K = 128, 256, 64
+
+def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
+    """Compute relu(a @ b) ** 2 for a [m, k], b [k, n]. With such a result h [m, n]: a @ b times its derivative, 2
+    sqrt(h)."""
+    if a.is_cuda and a.dtype == torch.bfloat16 and not (len(a) % TILE_M or b.size(1) % TILE_N or a.size(1) % TILE_K):
+        return relu_squared_by_triton(a, b, h, torch.cuda.get_device_properties(a.device).multi_processor_count)
+    y = a @ b
+    return y.relu() * y if h is None else 2 * y * h.sqrt()
+
+def relu_squared_by_triton(a: Tensor, b: Tensor, h: Tensor | None, programs: int) -> Tensor:
+    """Compute relu_squared by the kernel. Sizes must be multiples of the tiles. programs: one per multiprocessor."""
+    (m, k), n, half = a.shape, b.size(1), [TILE_M, TILE_N // 2]
+    out = a.new_empty(m, n)
+    tiles = (a, [TILE_M, TILE_K]), (b, [TILE_K, TILE_N]), (out if h is None else h, half), (out, half)
+    relu_squared_kernel[(programs,)](
+        *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), m, n, k, TILE_M, TILE_N, TILE_K,
+        programs, h is not None, num_warps=8, num_stages=3)
+    return out
+
+if triton is not None:
+    def launch_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
+        """Report FLOPs and bytes to Triton's profiler."""
+        m, n, k = (args[size] for size in "MNK")
+        return {"flops16": 2 * m * n * k, "bytes": 2 * (m * k + k * n + m * n * (1 + args["BACKWARD"]))}
+
+    @triton.jit(launch_metadata=launch_metadata)
+    def relu_squared_kernel(a, b, h, out, M, N, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+                            PROGRAMS: tl.constexpr, BACKWARD: tl.constexpr):
+        """Persistent kernel: a program starts its next tile while it stores the last one, in two halves."""
+        HALF: tl.constexpr = TILE_N // 2
+        columns = N // TILE_N
+        for tile in tl.range(tl.program_id(0), M // TILE_M * columns, PROGRAMS, flatten=True):
+            row, column = tile // columns * TILE_M, tile % columns * TILE_N
+            y = tl.zeros((TILE_M, TILE_N), tl.float32)
+            for k in range(0, K, TILE_K):
+                y = tl.dot(a.load([row, k]), b.load([k, column]), y)
+            halves = y.reshape(TILE_M, 2, HALF).permute(0, 2, 1).split()
+            for i in tl.static_range(2):
+                y = halves[i]
+                if BACKWARD:
+                    y = 2 * y * tl.sqrt(h.load([row, column + i * HALF]).to(tl.float32))
+                else:
+                    y = tl.maximum(y, 0) * y
+                out.store([row, column + i * HALF], y.to(out.dtype))
+
+class ReluSquaredMLP(torch.autograd.Function):
+    """MLP.forward by relu_squared. Saves only the squared activations for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fc: Tensor, proj: Tensor) -> Tensor:
+        h = relu_squared(x, fc)
+        ctx.save_for_backward(x, fc, proj, h)
+        return F.linear(h, proj)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, fc, proj, h = ctx.saved_tensors
+        grad_y = relu_squared(grad, proj, h)
+        return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h
+
+# Fixed scales of the head's fp8 product. They and fp8_product are module globals: as class attributes they would break
+# the compiled graph, and with it the fusion of the casts and the loss
+FP8_WEIGHT_SCALE, FP8_GRAD_SCALE = 2.0 ** -9, 1 / 448
+
+def fp8_product(a: Tensor, b: Tensor, scale_a: float, scale_b: float, fast: bool) -> Tensor:
+    """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> bf16 [m, n]."""
+    scale_a, scale_b = torch.full((), scale_a, device=a.device), torch.full((), scale_b, device=a.device)
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+class FP8Linear(torch.autograd.Function):
+    """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V]; forward and backward multiply in fp8.
+
+    The scales fit a normed x (rows of norm sqrt(dim)) and the gradient of a summed cross entropy (within ±1).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x_scale = math.sqrt(x.size(1)) / 448
+        x8 = (x / ctx.x_scale).to(torch.float8_e4m3fn)
+        weight8 = (weight / FP8_WEIGHT_SCALE).to(torch.float8_e4m3fn)
+        ctx.save_for_backward(x8, weight8)
+        return fp8_product(x8, weight8.T, ctx.x_scale, FP8_WEIGHT_SCALE, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x8, weight8 = ctx.saved_tensors
+        grad8 = (grad / FP8_GRAD_SCALE).to(torch.float8_e5m2)
+        by_column = weight8.T.contiguous().T, x8.T.contiguous().T
+        grad_x = fp8_product(grad8, by_column[0], FP8_GRAD_SCALE, FP8_WEIGHT_SCALE, fast=False)
+        return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], FP8_GRAD_SCALE, ctx.x_scale, fast=False)
+
+# ------------------------------------------------------------------------------------------------------------------
 # update rules
+
+# A rule is a frozen dataclass that sees only this rank's shard of a bucket. Its members:
+#     lr, every                           learning rate; steps between updates, which use summed gradients
+#     unit(spec)                          shape of what stays whole on one rank: () an element, (rows, columns) a matrix
+#     init_state(shard)                   tensors such as moments, with one entry per unit
+#     hyper(plan, t)                      numbers of the t-th update
+#     update(param, grad, state, hyper)   changes param and state in place
 
 # (a, b, c) of the five steps of polar; from Polar Express (arXiv:2505.16932), computed for a safety factor of 1.02
 POLAR_STEPS = (
@@ -1829,9 +1883,9 @@ POLAR_STEPS = (
 )
 
 def polar(u: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest matrices with singular values of about 1. u [n, rows, columns] -> the same shape, in dtype."""
+    """Orthogonalize matrices: set all singular values to about 1. u [n, rows, columns] -> the same shape, in dtype."""
     x = u.to(dtype)
-    x = x.mT if u.size(-2) > u.size(-1) else x  # the products below are of rows with rows
+    x = x.mT if u.size(-2) > u.size(-1) else x  # x @ x.mT below is then the smaller of the two products
     x = x / (1.02 * x.norm(dim=(-2, -1), keepdim=True) + 1e-6)
     for a, b, c in POLAR_STEPS:
         s = x @ x.mT
@@ -1840,75 +1894,76 @@ def polar(u: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Adam:
-    """Adam (arXiv:1412.6980). Its unit is an element: any equal parts of a bucket may lie on the ranks. The defaults
-    are usual ones; the record's are in Config."""
+    """Adam (arXiv:1412.6980). Its unit is an element. The defaults are common ones; the record's are in Config."""
 
     lr: float = 3e-3
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    every: int = 1  # it updates in every so-manieth step, on the sum of the gradients since the last update
+    every: int = 1  # steps between updates; an update uses the sum of the gradients since the last one
     weight_decay: float = 0.0  # cautious: see update
     fp32_moments: bool = False
-    rows: bool = False  # lazy: its unit is a table's row, and one without a gradient stays as it is, with its moments
+    rows: bool = False  # lazy: the unit is a table's row, and rows without a gradient keep their values and moments
 
     def unit(self, spec: ParamSpec) -> tuple[int, ...]:
-        require(not self.rows or spec.param.dim() == 2, f"{spec.name} has shape {tuple(spec.param.shape)}, and its rule "
-               "updates the rows of tables; give it Adam without `rows`")
+        require(not self.rows or spec.param.dim() == 2, f"{spec.name} has shape {tuple(spec.param.shape)}, but Adam "
+                "with `rows` updates tables [rows, width]; use Adam without `rows`")
         return tuple(spec.param.shape[1:]) if self.rows else ()
 
     def init_state(self, shard: Tensor) -> dict[str, Tensor]:
-        """First and second moment of a shard [n] or [rows, width], in its dtype unless in float32."""
+        """Create both moments of a shard [n] or [rows, width], in its dtype or in float32."""
         dtype = torch.promote_types(shard.dtype, torch.float32) if self.fp32_moments else shard.dtype
         return {key: torch.zeros_like(shard, dtype=dtype) for key in ("m", "v")}
 
     def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
-        """What the t-th update takes."""
         lr = self.lr * plan.lr_factor
         decay = {"decay": lr * lr * self.weight_decay} if self.weight_decay else {}
         return {"lr": lr, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps, "t": float(t), **decay}
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: dict[str, Any]) -> None:
-        """In place on param [n] and its state; float32 inside. eps is added before the bias correction, as the record
-        has it: p -= lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + eps), and with a decay p -= decay * p where
-        that made p smaller."""
+        """Update param [n] and its state in place; compute in float32.
+
+        As in the record, eps is added before the bias correction:
+            p -= lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + eps)
+        Cautious weight decay follows: p -= decay * p, only where the update made p smaller.
+        """
         lr, beta1, beta2, eps, t = (hyper[key] for key in ("lr", "beta1", "beta2", "eps", "t"))
         p, g, m, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (param, grad, state["m"], state["v"]))
         correction, before = (1 - beta2 ** t) ** 0.5, p.clone() if "decay" in hyper else p
-        if torch.compiler.is_compiling():  # becomes one kernel
+        if torch.compiler.is_compiling():  # the compiler fuses these lines into one kernel
             m = beta1 * m + (1 - beta1) * g
             v = beta2 * v + (1 - beta2) * g * g
             p = p - lr * correction / (1 - beta1 ** t) * m / (v.sqrt() + eps)
-        else:  # line by line it would go a dozen times through memory: 20 times slower on 5 million elements
+        else:  # without the compiler a dozen passes over memory: 20 times slower than this one on 5 million elements
             torch._fused_adam_([p], [g], [m], [v], [], [torch.full((), t, device=p.device)], lr=lr, beta1=beta1,
                                beta2=beta2, weight_decay=0.0, eps=eps / correction, amsgrad=False, maximize=False)
         if "decay" in hyper:
             p = p - torch.where((before - p) * before > 0, hyper["decay"] * before, 0)
         for x, new in ((param, p), (state["m"], m), (state["v"], v)):
-            x.copy_(new)  # onto itself: nothing happens
+            x.copy_(new)  # a no-op where new is x
 
 @dataclass(frozen=True)
 class NorMuon:
-    """NorMuon (arXiv:2510.05491) with cautious weight decay. Its unit is a matrix, which lies whole on one rank."""
+    """NorMuon (arXiv:2510.05491) with cautious weight decay. Its unit is a matrix."""
 
     lr: float = Config.muon_lr
     weight_decay: float = Config.muon_weight_decay
     beta2: float = Config.muon_beta2
     polar_dtype: torch.dtype = torch.float32
-    wide: bool = False  # set by `assign`, as the parameter is stored: a second moment per column, else one per row
+    wide: bool = False  # finish_spec sets it from the parameter's shape: one second moment per column, else per row
     every: int = 1
 
     def unit(self, spec: ParamSpec) -> tuple[int, ...]:
-        """The shape that the spec states; else the parameter is one matrix, a convolution's [out, all the rest]."""
+        """Return the spec's unit or, without one, the parameter as one matrix: [out, rest] for a convolution."""
         shape, unit = tuple(spec.param.shape), spec.unit
         if len(shape) < 2 or unit and (len(unit) != 2 or spec.param.numel() % math.prod(unit)):
-            raise RunError(f"NorMuon updates matrices, and {spec.name} has shape {shape}, in units of {unit or 'all'}: "
-                           "give it a rule of elements, such as Adam, or a unit of two numbers that fills it")
+            raise RunError(f"{spec.name} has shape {shape} and unit {unit}, but NorMuon updates whole matrices; use an "
+                           "elementwise rule such as Adam, or a unit (rows, columns) that divides the parameter")
         return unit or (shape[0], math.prod(shape[1:]))
 
     def init_state(self, shard: Tensor) -> dict[str, Tensor]:
-        """Momentum of a shard [n, rows, columns], and the second moment along the axis that is left; float32."""
+        """Create the momentum of a shard [n, rows, columns] and the second moments per column or row, in float32."""
         dtype = torch.promote_types(shard.dtype, torch.float32)
         second = shard[:, :1] if self.wide else shard[:, :, :1]
         return {"m": torch.zeros_like(shard, dtype=dtype),
@@ -1920,8 +1975,10 @@ class NorMuon:
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: dict[str, Any]) -> None:
-        """In place on param [n, rows, columns] and its state. hyper["scale"] [n, 1, 1]: of each matrix's learning rate;
-        hyper["dtype"]: what polar computes in."""
+        """Update param [n, rows, columns] and its state in place.
+
+        hyper["scale"] [n, 1, 1] multiplies each matrix's learning rate; hyper["dtype"] is the dtype of polar.
+        """
         m, v, momentum, beta2 = state["m"], state["v"], hyper["momentum"], hyper["beta2"]
         m.copy_(momentum * m + (1 - momentum) * grad)
         o = polar(momentum * m + (1 - momentum) * grad, hyper["dtype"]).to(m.dtype)
@@ -1936,9 +1993,11 @@ class NorMuon:
 # gradient sync: buckets
 
 class ParamSpec(NamedTuple):
-    """A parameter, the rule that updates it, and how: a matrix's learning rate times `scale`, and from `first_step`
-    on; before it no gradient is expected. unit: the shape of the matrices that lie in it behind one another in
-    memory, if it is several: (d, d) for torch's fused query, key and value [3d, d]."""
+    """A parameter, its update rule, and how the rule treats the parameter.
+
+    unit: shape of the matrices that the parameter stores one after another, such as (d, d) for torch's fused query,
+    key and value [3d, d]. scale: factor on a matrix's learning rate. first_step: first step with a gradient.
+    """
 
     name: str
     param: nn.Parameter
@@ -1949,30 +2008,36 @@ class ParamSpec(NamedTuple):
 
 @dataclass(eq=False)
 class Slot:
-    """One parameter's slot in its bucket."""
+    """One parameter's part of a bucket."""
 
     name: str
     param: nn.Parameter
-    offset: int   # of its first element in the bucket
-    grad: Tensor  # view of the bucket's gradients, in the parameter's shape
-    pending_grads: list[Tensor] = field(default_factory=list)  # gradients that are summed when they are sent, not in `grad`
+    offset: int   # of the first element in the bucket
+    grad: Tensor  # view of the bucket's gradient buffer, in the parameter's shape
+    pending_grads: list[Tensor] = field(default_factory=list)  # gradients to be summed at launch, not yet in `grad`
 
 @functools.lru_cache(maxsize=256)
 def factor_tensor(factor: float, grad: torch.dtype, main: torch.dtype, device: torch.device) -> Tensor:
-    """As torch.mul takes it soonest: by a number a small product would take half as long again. Where gradients are
-    narrower than what they go into, a tensor of one dimension, which makes the product of the wider type at once."""
+    """Return the factor in the form that is fastest for torch.mul(gradient, factor, out=main).
+
+    With a Python number a small product takes half as long again. If `main` has a wider dtype than the gradient, a
+    factor with one dimension makes torch.mul compute in it, in the same pass.
+    """
     if grad != main:
         return torch.tensor([factor], dtype=main, device=device)
     return torch.tensor(factor, dtype=torch.promote_types(grad, torch.float32))
 
 class Bucket:
-    """Parameters with one rule and one dtype, in one contiguous buffer; their gradients in another. Both hold equal
-    shards of whole units for all ranks. Building a bucket copies the parameters in and makes each a view."""
+    """Parameters with one rule and one dtype in one contiguous buffer, and their gradients in another.
 
-    SHARD_ALIGNMENT = 64  # elements: parameters start where vector loads like it, and no shard ends within a vector
-    RESERVED = "updates", "pending", "lr", "step"  # in what is saved, beside a rule's state
-    grads_on: str | None = None  # another device than the parameters'
-    compiles = True  # the rule, where a run is compiled
+    Both buffers hold one shard of whole units for each rank, all shards of equal size. The constructor copies the
+    parameters into the buffer and makes each a view of it, so that an all-gather writes where the model reads.
+    """
+
+    SHARD_ALIGNMENT = 64  # elements: aligns parameters and shards for vector loads
+    RESERVED = "updates", "pending", "lr", "step"  # names in a saved state that are not a rule's own tensors
+    grad_device: str | None = None  # of the gradient buffer; None: the parameters' device
+    may_compile = True  # the update, if the run is compiled
 
     def __init__(self, name: str, specs: Sequence[ParamSpec], rank: int, ranks: int,
                  grad_dtype: torch.dtype | None = None):
@@ -1980,50 +2045,51 @@ class Bucket:
         unit = self.rule.unit(specs[0])
         unit_numel = math.prod(unit) if unit else self.SHARD_ALIGNMENT
         counts = [-(-spec.param.numel() // unit_numel) for spec in specs]
-        self.units = sum(counts)  # of the parameters; the rest of all shards' units is padding
+        self.units = sum(counts)  # of the parameters; the other units of the buffer are padding
         per_rank = -(-self.units // ranks)
         self.shard_numel, self.shard_begin = per_rank * unit_numel, rank * per_rank * unit_numel
         self.param_data = torch.zeros(ranks * self.shard_numel, dtype=first.dtype, device=first.device)
-        self.grad_data = torch.zeros_like(self.param_data, dtype=grad_dtype or first.dtype, device=self.grads_on)
-        require(len(unit) == 2 or all(spec.scale == 1 for spec in specs), f"{specs[0].name}: its rule, "
-               f"{type(self.rule).__name__}, is of no matrices, and knows no scale; give it a rule with another lr")
+        self.grad_data = torch.zeros_like(self.param_data, dtype=grad_dtype or first.dtype, device=self.grad_device)
+        require(len(unit) == 2 or all(spec.scale == 1 for spec in specs), f"{specs[0].name}: its scale is not 1, but "
+                f"{type(self.rule).__name__} does not update matrices and ignores it; change the rule's lr instead")
         scale = torch.ones(ranks * per_rank, 1, 1, dtype=torch.promote_types(first.dtype, torch.float32))
-        self.params = []
+        self.slots = []
         for spec, begin, count in zip(specs, itertools.accumulate(counts, initial=0), counts):
             param, here = spec.param, slice(begin * unit_numel, begin * unit_numel + spec.param.numel())
             if (param.dtype, param.device) != (first.dtype, first.device):
                 raise RunError(f"bucket {name}: {spec.name} is {param.dtype} on {param.device}, {specs[0].name} is "
-                               f"{first.dtype} on {first.device}; give each dtype a bucket, and move the model before")
+                               f"{first.dtype} on {first.device}; use one bucket per dtype, and move the model first")
             self.param_data[here].copy_(param.detach().reshape(-1))
             param.data, param.grad = self.param_data[here].view(param.shape), None
-            self.params.append(Slot(spec.name, param, here.start, self.grad_data[here].view(param.shape)))
+            self.slots.append(Slot(spec.name, param, here.start, self.grad_data[here].view(param.shape)))
             scale[begin:begin + count] = spec.scale
         self.scale = scale[rank * per_rank:(rank + 1) * per_rank].to(first.device, copy=True)  # of this shard's units
-        mine = slice(self.shard_begin, self.shard_begin + self.shard_numel)
-        self.param_shard, self.grad_shard = (x[mine].view(-1, *unit) for x in (self.param_data, self.grad_data))
+        shard = slice(self.shard_begin, self.shard_begin + self.shard_numel)
+        self.param_shard, self.grad_shard = (x[shard].view(-1, *unit) for x in (self.param_data, self.grad_data))
         self.updates, self.state = 0, self.rule.init_state(self.param_shard)
         for key, x in self.state.items():
             if key in self.RESERVED or x.shape[:1] != self.param_shard.shape[:1]:
-                raise RunError(f"{type(self.rule).__name__}.init_state gives {key!r} {list(x.shape)}; its shard has "
-                               f"{len(self.param_shard)} units, and so must each tensor, under a name other than "
-                               f"{', '.join(self.RESERVED)}, which are the engine's")
-        self.needs_overwrite = set(self.params)  # those that hold no gradient since the last update
-        self.missing = set(self.params)          # those whose gradient of the prepared backward is to come
-        self.received: Tensor | None = None      # what the reduce-scatter wants beside the buffer
-        self.reducing = self.gathering = None    # handles of the reduce-scatter and of the all-gather
+                raise RunError(f"{type(self.rule).__name__}.init_state returned {key!r} {list(x.shape)}; each tensor "
+                               f"needs {len(self.param_shard)} entries, one per unit of the shard, and a name other "
+                               f"than {', '.join(self.RESERVED)}")
+        self.needs_overwrite = set(self.slots)      # slots without a gradient since the last update
+        self.missing = set(self.slots)              # slots that still wait for this backward's gradient
+        self.receive_buffer: Tensor | None = None   # see Comm.receive_buffer
+        self.reduce_handle: Any = None              # of the reduce-scatter in flight
+        self.gather_handle: Any = None              # of the all-gather in flight
 
     def updates_in(self, step: int) -> bool:
         return step >= self.first_step and (step + 1) % self.rule.every == 0
 
-    def add(self, slot: Slot, factor: float, invariant: bool = False) -> None:
-        """Move the parameter's new gradient, times factor, to where it waits for its launch; then it is dropped."""
+    def add_grad(self, slot: Slot, factor: float, invariant: bool = False) -> None:
+        """Add the parameter's new gradient times factor into its slot, and set param.grad to None."""
         grad, slot.param.grad = slot.param.grad, None
         self.accumulate(slot, grad, factor, invariant)
         self.needs_overwrite.discard(slot)
         self.missing.discard(slot)
 
     def accumulate(self, slot: Slot, grad: Tensor, factor: float, invariant: bool) -> None:
-        """Into its slot in the bucket, in one pass. Of a sparse gradient only the rows that it has are touched."""
+        """Add a gradient in one pass over memory; a sparse one into the rows that it has. The first one overwrites."""
         main, overwrite = slot.grad, slot in self.needs_overwrite
         if invariant:
             slot.pending_grads.append(grad.to_dense().to(main.dtype) * factor)
@@ -2036,214 +2102,217 @@ class Bucket:
         else:
             main.add_(grad, alpha=factor)
 
-    def start_reduce(self, comm: Comm, invariant: bool) -> None:
-        """Send the gradients that wait; when self.reducing was waited for, grad_shard holds their sum over ranks."""
-        for slot in self.needs_overwrite:  # unused
+    def start_reduce_scatter(self, comm: Comm, invariant: bool) -> None:
+        """Start the sum of the gradients over ranks. After reduce_handle.wait(), grad_shard holds this rank's part."""
+        for slot in self.needs_overwrite:  # unused parameters
             slot.grad.zero_()
-        for slot in self.params if invariant else ():
+        for slot in self.slots if invariant else ():
             slot.grad.copy_(tree_sum(slot.pending_grads))
             slot.pending_grads.clear()
-        self.reducing = comm.reduce_scatter(self.grad_shard.view(-1), self.grad_data, self.received)
+        self.reduce_handle = comm.reduce_scatter(self.grad_shard.view(-1), self.grad_data, self.receive_buffer)
 
-    def add_pending(self, due: bool) -> None:
-        """Exact mode exchanges in every step: its sum waits for the step that updates."""
+    def carry_over(self, updates: bool) -> None:
+        """Add earlier steps' gradients; keep the sum if this step does not update (world-size-invariant mode only)."""
         if (pending := self.state.pop("pending", None)) is not None:
             self.grad_shard.add_(pending)
-        if not due:
+        if not updates:
             self.state["pending"] = self.grad_shard.clone()
 
-    def update(self, update: Callable[..., None], hyper: dict[str, Any], one_by_one: bool) -> None:
-        """This rank's shard, by a rule's update or what it was compiled to. one_by_one: for world-size-invariant mode, since a batch
-        of matrices may sum in another order than one."""
-        size = 1 if one_by_one and self.param_shard.dim() > 1 else len(self.param_shard)
+    def update(self, update: Callable[..., None], hyper: dict[str, Any], unbatched: bool) -> None:
+        """Update this rank's shard. unbatched: one matrix at a time, since a batch may be summed in another order."""
+        size = 1 if unbatched and self.param_shard.dim() > 1 else len(self.param_shard)
         for part in (slice(i, i + size) for i in range(0, len(self.param_shard), size)):
             update(self.param_shard[part], self.grad_shard[part], {key: x[part] for key, x in self.state.items()},
                    {**hyper, "scale": self.scale[part]})
 
-    def start_gather(self, comm: Comm) -> None:
-        self.gathering = comm.all_gather(self.param_data, self.param_shard.view(-1))
+    def start_all_gather(self, comm: Comm) -> None:
+        """Start to write every rank's updated shard into param_data, where the model reads it."""
+        self.gather_handle = comm.all_gather(self.param_data, self.param_shard.view(-1))
 
-    def not_finite(self) -> list[str]:
-        """Names of parameters: by their summed gradients where those lie in this shard, else by this rank's own."""
-        return [slot.name for slot in self.params if not slot.grad.isfinite().all()]
+    def nonfinite(self) -> list[str]:
+        """Name the parameters with a non-finite gradient: the sum in this rank's shard, its own gradient elsewhere."""
+        return [slot.name for slot in self.slots if not slot.grad.isfinite().all()]
 
-    def drop(self) -> None:
-        """All gradients that no update has used."""
+    def drop_gradients(self) -> None:
+        """Drop all gradients that no update has used."""
         self.state.pop("pending", None)
-        self.needs_overwrite.update(self.params)
-        for slot in self.params:
+        self.needs_overwrite.update(self.slots)
+        for slot in self.slots:
             slot.pending_grads.clear()
 
     def check_views(self) -> None:
-        """RunError if a parameter is no longer the view of this bucket that it was made."""
+        """Raise RunError if a parameter is no longer a view of this bucket."""
         start, size = self.param_data.data_ptr(), self.param_data.element_size()
-        for slot in self.params:
+        for slot in self.slots:
             if slot.param.dtype != self.param_data.dtype or slot.param.data_ptr() != start + slot.offset * size:
                 raise RunError(f"{slot.name} was given other memory or another dtype ({slot.param.dtype}) after its "
                                f"bucket {self.name} was built ({self.param_data.dtype}); move or cast the model before")
 
-    def part_of(self, slot: Slot, x: Tensor, of_shard: bool = False) -> Tensor:
-        """View of the parameter's values in a tensor of all shards or of this rank's, which may have fewer values than
-        the bucket has elements, but as many for each unit."""
+    def view_of(self, slot: Slot, x: Tensor, of_shard: bool = False) -> Tensor:
+        """View a parameter's part of a tensor over all shards or over this rank's.
+
+        The tensor may have fewer values per unit than the parameter, such as one second moment per row of a matrix.
+        """
         begin, numel = (self.shard_begin, self.shard_numel) if of_shard else (0, len(self.param_data))
         ends = (slot.offset - begin, slot.offset - begin + slot.param.numel())
         return x.view(-1)[slice(*(max(end, 0) * x.numel() // numel for end in ends))]
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """From the CPU, without waiting for it."""
+    """Copy from the CPU without waiting for the copy."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 class RowBucket(Bucket):
-    """Tables of which a step reads few rows: these alone travel and are updated; see Adam.rows.
+    """Tables of which a step reads few rows. Ranks exchange and update only these rows (Adam.rows).
 
-    what travels                from -> to                it starts
-    a bit per row: read or not  each rank -> all          when rows are announced, before forward; or with gradients
-    rows' gradients             each rank -> rows' owner  when the last gradient has come
-    their new values            rows' owner -> all        after their update
+    message               from -> to               sent
+    a bit per row: read?  each rank -> all         before the forward (announce), or at launch
+    gradients of rows     each rank -> row's owner at launch, after the last gradient
+    new values of rows    row's owner -> all       after the update
 
-    Where world-size-invariant mode sums several steps these are all rows. Rows are numbered through the bucket's tables.
+    The rows of all tables of the bucket are numbered consecutively. If world-size-invariant mode sums several steps,
+    all rows are updated and gathered.
     """
 
-    grads_on = "meta"  # only those of rows that were read take memory
-    compiles = False   # their number is another in each step
+    grad_device = "meta"  # the gradient buffer takes no memory; only gradients of rows that were read do
+    may_compile = False   # the number of rows differs from step to step
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.rows = self.param_data.view(-1, *self.param_shard.shape[1:])  # [of all ranks, width]
+        self.rows = self.param_data.view(-1, *self.param_shard.shape[1:])  # [rows of all ranks, width]
         self.set_grads(torch.empty(0).long(), self.rows.new_empty((0, self.rows.size(1)), dtype=self.grad_data.dtype))
-        self.read = torch.zeros(len(self.rows), dtype=torch.uint8)  # 1: this rank has announced the row
-        self.announced: Any = None  # handle of the exchange of `reads`, all ranks' rows in bits
+        self.reads = torch.zeros(len(self.rows), dtype=torch.uint8)  # 1: this rank has announced the row
+        self.announcement: Any = None  # handle of the exchange of all_reads, every rank's `reads` as bits
 
-    def set_grads(self, touched: Tensor, grads: Tensor) -> None:
-        """The summed gradients [n, width] of n rows of this shard, counted from its first."""
-        self.touched, self.grad_shard = touched, grads
+    def set_grads(self, grad_rows: Tensor, grads: Tensor) -> None:
+        """Set the summed gradients [n, width] of n rows of this shard, counted from its first row."""
+        self.grad_rows, self.grad_shard = grad_rows, grads
 
     def first_row(self, slot: Slot) -> int:
         return slot.offset // self.rows.size(1)
 
     def accumulate(self, slot: Slot, grad: Tensor, factor: float, invariant: bool) -> None:
-        """As they come, until they are sent."""
+        """Keep a sparse gradient until launch. Merge duplicate rows if they would need more memory than all rows."""
         if not grad.is_sparse:
-            raise RunError(f"{slot.name} got a dense gradient, and its rule wants rows; make it by "
-                           "nn.Embedding(..., sparse=True), or give it Adam without `rows`")
+            raise RunError(f"{slot.name} got a dense gradient, but its rule needs a sparse one; create the table by "
+                           "nn.Embedding(..., sparse=True), or use Adam without `rows`")
         slot.pending_grads.append(grad.to(self.grad_data.dtype) * factor)
-        if not invariant and sum(x._nnz() for x in slot.pending_grads) > len(slot.param):  # more memory than for all rows
+        if not invariant and sum(x._nnz() for x in slot.pending_grads) > len(slot.param):
             slot.pending_grads = [tree_sum(slot.pending_grads).coalesce()]
 
     def announce(self, comm: Comm, rows: Iterable[Tensor], last: bool) -> None:
-        """Numbers of rows that this rank reads. last: the next launch will send their gradients, and no others'."""
-        if self.announced is not None:
-            raise RunError(f"rows of {self.params[0].name} were announced twice for one step; announce those of all "
-                           "its micro-batches at once")
-        for some in rows:
-            self.read.index_fill_(0, some.cpu(), 1)
+        """Mark rows as read by this rank. last: the next launch sends them, so tell all ranks now."""
+        if self.announcement is not None:
+            raise RunError(f"rows of {self.slots[0].name} were announced twice in one step; announce the rows of all "
+                           "micro-batches at once")
+        for indices in rows:
+            self.reads.index_fill_(0, indices.cpu(), 1)
         if last:
-            self.reads = torch.from_numpy(np.packbits(self.read.numpy())).repeat(comm.ranks, 1)
-            self.announced = comm.exchange([self.reads[comm.rank]] * comm.ranks, self.reads)
+            self.all_reads = torch.from_numpy(np.packbits(self.reads.numpy())).repeat(comm.ranks, 1)
+            self.announcement = comm.exchange([self.all_reads[comm.rank]] * comm.ranks, self.all_reads)
 
-    def forget(self) -> None:
-        """What was announced, when it has come."""
-        if self.announced is not None:
-            self.announced.wait()
-        self.announced = None
-        self.read.zero_()
+    def finish_announcement(self) -> None:
+        """Wait for the announcement, if one is in flight, and clear `reads` for the next step."""
+        if self.announcement is not None:
+            self.announcement.wait()
+        self.announcement = None
+        self.reads.zero_()
 
-    def numbers(self, mask: np.ndarray) -> Tensor:
-        """Of the rows that it holds, sorted, on the device."""
+    def indices(self, mask: np.ndarray) -> Tensor:
+        """Return the indices of the rows in a mask, sorted, on the bucket's device."""
         return to_device(torch.from_numpy(np.flatnonzero(mask)), self.rows.device)
 
-    def sum_in(self, rows: Tensor, grads: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-        """(Numbers of rows, a gradient each), summed [n, width] in n sorted rows. RunError if one is of others."""
+    def scatter_add(self, rows: Tensor, grads: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """Scatter-add pairs of (row indices, gradients) into n sorted rows -> [n, width]. RunError on unknown rows."""
         sums = self.rows.new_zeros((len(rows), self.rows.size(1)), dtype=self.grad_data.dtype)
-        for numbers, of_rows in grads:
-            at = torch.searchsorted(rows, numbers)
-            known = (F.pad(rows, (0, 1), value=-1)[at] == numbers).all()
+        for indices, values in grads:
+            at = torch.searchsorted(rows, indices)
+            known = (F.pad(rows, (0, 1), value=-1)[at] == indices).all()
             if rows.is_cuda:
-                torch._assert_async(known)  # without waiting for it
+                torch._assert_async(known)  # does not make the host wait
             elif not known:
-                raise RunError(f"{', '.join(slot.name for slot in self.params)}: rows have a gradient that were not "
-                               "announced; announce all that a step reads, in every step, or nothing")
-            sums.index_add_(0, at, of_rows.to(sums.dtype))
+                raise RunError(f"{', '.join(slot.name for slot in self.slots)}: rows got a gradient that were not "
+                               "announced; in every step announce all rows that it reads, or announce none")
+            sums.index_add_(0, at, values.to(sums.dtype))
         return sums
 
-    def start_reduce(self, comm: Comm, invariant: bool) -> None:
-        """Send each row's gradients to its owner; when self.reducing was waited for, the sums of this rank's rows that
-        any rank read are there by set_grads. RunError if a gradient is of a row that was not announced."""
-        grads = []  # of rows that may come more than once, in numbers of the bucket's
-        for slot in self.params:
+    def start_reduce_scatter(self, comm: Comm, invariant: bool) -> None:
+        """Start to send each row's gradient to its owner. After reduce_handle.wait(), grad_shard holds the sums."""
+        grads = []  # (row indices in the bucket, gradients); an index may occur more than once
+        for slot in self.slots:
             pending = [tree_sum([x.coalesce() for x in slot.pending_grads])] if invariant else slot.pending_grads
             grads += [(x._indices()[0] + self.first_row(slot), x._values()) for x in pending]
-        if self.announced is None:
+        if self.announcement is None:
             self.announce(comm, [rows for rows, _ in grads], True)
-        self.forget()
-        reads = np.unpackbits(self.reads.numpy(), 1, len(self.rows)).view(bool)
+        self.finish_announcement()
+        reads = np.unpackbits(self.all_reads.numpy(), 1, len(self.rows)).view(bool)
         reads = reads.reshape(comm.ranks, comm.ranks, -1)  # [rank that reads, rank that owns, row of its shard]
-        self.read_by_any, of_mine = reads.any(0), reads[:, comm.rank]
-        sums = self.sum_in(self.numbers(reads[comm.rank]), grads)
+        self.read_by_any, of_this_shard = reads.any(0), reads[:, comm.rank]
+        sums = self.scatter_add(self.indices(reads[comm.rank]), grads)
         sent = sums.to(comm.sent_dtype or sums.dtype).split(reads[comm.rank].sum(1).tolist())
-        arriving = [sent[0].new_empty(n, sums.size(1)) for n in of_mine.sum(1).tolist()]
-        arriving[comm.rank] = sent[comm.rank]
+        received = [sent[0].new_empty(n, sums.size(1)) for n in of_this_shard.sum(1).tolist()]
+        received[comm.rank] = sent[comm.rank]
 
-        def add_up() -> None:
-            pieces = [(self.numbers(mask), x) for mask, x in zip(of_mine, arriving)]
-            mine = self.numbers(self.read_by_any[comm.rank])
-            self.set_grads(mine, tree_sum([self.sum_in(mine, [piece]) for piece in pieces]) if invariant else
-                           self.sum_in(mine, pieces))
-        for slot in self.params:
+        def sum_over_ranks() -> None:
+            pieces = [(self.indices(mask), x) for mask, x in zip(of_this_shard, received)]
+            rows = self.indices(self.read_by_any[comm.rank])
+            self.set_grads(rows, tree_sum([self.scatter_add(rows, [piece]) for piece in pieces]) if invariant else
+                           self.scatter_add(rows, pieces))
+        for slot in self.slots:
             slot.pending_grads.clear()
-        self.reducing = HandleGroup(comm.exchange(sent, arriving), then=add_up)
+        self.reduce_handle = HandleGroup(comm.exchange(sent, received), then=sum_over_ranks)
 
-    def add_pending(self, due: bool) -> None:
-        """As Bucket's, over all rows."""
-        if not due or "pending" in self.state:  # sums of several steps are of all rows
+    def carry_over(self, updates: bool) -> None:
+        """Do the same as Bucket.carry_over; a sum over several steps has a gradient for every row."""
+        if not updates or "pending" in self.state:
             grads = torch.zeros_like(self.param_shard, dtype=self.grad_data.dtype)
-            grads[self.touched] = self.grad_shard
+            grads[self.grad_rows] = self.grad_shard
             self.set_grads(torch.arange(len(grads), device=grads.device), grads)
             self.read_by_any = None
-        super().add_pending(due)
+        super().carry_over(updates)
 
-    def update(self, update: Callable[..., None], hyper: dict[str, Any], one_by_one: bool) -> None:
-        """Of the rows that have a gradient. As elements are, they are independent of one another."""
+    def update(self, update: Callable[..., None], hyper: dict[str, Any], unbatched: bool) -> None:
+        """Update the rows that have a gradient other than zero. Adam is elementwise, so `unbatched` changes nothing."""
         wholes = [self.param_shard, *self.state.values()]
-        olds = [whole.index_select(0, self.touched) for whole in wholes]  # on CPUs a fifth of the time of whole[...]
+        olds = [whole.index_select(0, self.grad_rows) for whole in wholes]  # on CPUs 5 times as fast as whole[...]
         param, *state = (old.clone() for old in olds)
         update(param, self.grad_shard, dict(zip(self.state, state)), hyper)
-        moved = self.grad_shard.abs().amax(1, keepdim=True) != 0
+        has_grad = self.grad_shard.abs().amax(1, keepdim=True) != 0
         for whole, old, new in zip(wholes, olds, (param, *state)):
-            whole[self.touched] = torch.where(moved, new, old)
+            whole[self.grad_rows] = torch.where(has_grad, new, old)
 
-    def start_gather(self, comm: Comm) -> None:
-        """Send the rows that any rank read; all, after sums of several steps."""
+    def start_all_gather(self, comm: Comm) -> None:
+        """Start to send the rows that any rank read; all rows after a sum over several steps."""
         if self.read_by_any is None or comm.ranks == 1:
-            return super().start_gather(comm)
-        rows = self.numbers(self.read_by_any)
+            return super().start_all_gather(comm)
+        rows = self.indices(self.read_by_any)
         new = self.rows.index_select(0, rows)
-        arriving = new.split(self.read_by_any.sum(1).tolist())
+        received = new.split(self.read_by_any.sum(1).tolist())
 
         def write() -> None:
             self.rows[rows] = new
-        self.gathering = HandleGroup(comm.exchange([arriving[comm.rank]] * comm.ranks, arriving), then=write)
+        self.gather_handle = HandleGroup(comm.exchange([received[comm.rank]] * comm.ranks, received), then=write)
 
-    def not_finite(self) -> list[str]:
-        bad = self.touched[~self.grad_shard.isfinite().all(1)] + self.shard_begin // self.rows.size(1)
-        tables = [(slot.name, self.first_row(slot), len(slot.param)) for slot in self.params]
+    def nonfinite(self) -> list[str]:
+        bad = self.grad_rows[~self.grad_shard.isfinite().all(1)] + self.shard_begin // self.rows.size(1)
+        tables = [(slot.name, self.first_row(slot), len(slot.param)) for slot in self.slots]
         return [name for name, first, size in tables if ((bad >= first) & (bad < first + size)).any()]
 
-    def drop(self) -> None:
-        self.forget()
-        super().drop()
+    def drop_gradients(self) -> None:
+        self.finish_announcement()
+        super().drop_gradients()
 
-RULE = "lr", "every", "unit", "init_state", "hyper", "update"  # what a rule has
+RULE_MEMBERS = "lr", "every", "unit", "init_state", "hyper", "update"
 
 def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ranks: int,
                  grad_reduce_in_fp32: bool = False) -> list[Bucket]:
-    """Group what can share a bucket (rule, dtype, unit, first step), from the last layer on, until it is full."""
+    """Group parameters with the same rule, dtype, unit and first step into buckets, starting at the last layer."""
     open_groups: dict[Any, list[ParamSpec]] = {}
     groups: list[list[ParamSpec]] = []
     for spec in reversed(specs):
         frozen = getattr(spec.rule, "__dataclass_params__", None)
-        require(frozen and frozen.frozen and all(hasattr(spec.rule, name) for name in RULE), f"{spec.name}: its rule "
-               f"{type(spec.rule).__name__} is none; write a frozen dataclass with {', '.join(RULE)}, as Adam has them")
+        require(frozen and frozen.frozen and all(hasattr(spec.rule, name) for name in RULE_MEMBERS),
+                f"{spec.name}: {type(spec.rule).__name__} is not an update rule; write a frozen dataclass with "
+                f"{', '.join(RULE_MEMBERS)}, as Adam has")
         key = (spec.rule, spec.param.dtype, spec.rule.unit(spec), spec.first_step)
         if not (group := open_groups.setdefault(key, [])):
             groups.append(group)
@@ -2259,7 +2328,7 @@ def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ran
 # gradient sync: communication
 
 class HandleGroup:
-    """Collectives and messages that are waited for together, none if nobody else is needed; and what is done then."""
+    """Handles of collectives or messages that are waited for together; `then` is called after the last one."""
 
     def __init__(self, *handles: Any, then: Callable[[], Any] = lambda: None):
         self.handles, self.then = handles, then
@@ -2270,76 +2339,77 @@ class HandleGroup:
         self.then()
 
 def tree_sum(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """The sum of n tensors, as a binary tree of neighbours; in out, if that is given and n is more than one."""
+    """Sum n tensors as a binary tree of neighbours; into `out` if it is given and n > 1."""
     if len(terms) == 1:
         return terms[0]
     half = len(terms) // 2
     return torch.add(tree_sum(terms[:half]), tree_sum(terms[half:]), out=out)
 
 class Comm:
-    """The collectives that a run needs. Nothing else names one, so tests can put another network in its place.
+    """The collectives of a run. No other code calls them, so a test can replace the network.
 
-    gloo reduces and scatters by an all-reduce of which it keeps a shard, and gathers into a copy. Made of messages, the
-    two send half and copy nothing, which bench/whole_step.py times.
+    gloo's own reduce-scatter is an all-reduce that keeps a shard, and its all-gather copies. With gloo both are made of
+    point-to-point messages instead, which send half as much and copy nothing (timed by bench/whole_step.py).
     """
 
-    sent_dtype: torch.dtype | None = None  # of gradients; None: theirs
+    sent_dtype: torch.dtype | None = None  # of gradients; None: their own
 
     def __init__(self, rank: int = 0, ranks: int = 1, device: torch.device | str = "cpu"):
         self.rank, self.ranks, self.device = rank, ranks, device
-        self.by_messages = ranks == 1 or dist.get_backend() == "gloo"
+        self.point_to_point = ranks == 1 or dist.get_backend() == "gloo"
 
     def receive_buffer(self, full: Tensor, invariant: bool) -> Tensor | None:
-        """What reduce_scatter of a buffer [ranks * shard] wants beside it, where it is made of messages: kept, since
-        allocating it costs as much as the sum. invariant: on every network the same bytes, so on all of messages."""
-        if self.by_messages or invariant:
+        """Allocate what reduce_scatter of `full` [ranks * shard] receives messages in; None if it sends no messages.
+
+        Allocating it for each launch would cost as much as the sum. `invariant` requires messages on every network.
+        """
+        if self.point_to_point or invariant:
             return full.new_empty(self.ranks - 1, len(full) // self.ranks, dtype=self.sent_dtype)
         return None
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor, received: Tensor | None) -> Any:
-        """Start: shard, this rank's of full [ranks * shard], <- the sum over ranks of that; where there is a
-        buffer to receive messages in, as a tree."""
-        if received is None:
+    def reduce_scatter(self, shard: Tensor, full: Tensor, buffer: Tensor | None) -> Any:
+        """Start: shard <- sum over ranks of this rank's part of full [ranks * shard]. With a buffer, sum as a tree."""
+        if buffer is None:
             return dist.reduce_scatter_single(shard, full, async_op=True)
         shards = full.view(self.ranks, -1)
-        arriving = [*received[:self.rank], shards[self.rank], *received[self.rank:]]
-        return HandleGroup(self.exchange(shards, arriving), then=lambda: tree_sum(arriving, out=shard))
+        received = [*buffer[:self.rank], shards[self.rank], *buffer[self.rank:]]
+        return HandleGroup(self.exchange(shards, received), then=lambda: tree_sum(received, out=shard))
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Any:
-        """Start: full [ranks * shard] <- every rank's shard. May be in place."""
-        if not self.by_messages:
+        """Start: full [ranks * shard] <- every rank's shard, which may be a view of full."""
+        if not self.point_to_point:
             return dist.all_gather_single(full, shard, async_op=True)
         shards = full.view(self.ranks, -1)
-        shards[self.rank].copy_(shard)  # onto itself: nothing happens
+        shards[self.rank].copy_(shard)  # a no-op if shard is a view of full
         return self.exchange([shard] * self.ranks, shards)
 
     @functools.cached_property
-    def between_hosts(self) -> Any:
-        """What carries tensors of the CPU: beside a GPU's network a group of its own, which all ranks make at once."""
+    def cpu_group(self) -> Any:
+        """The process group for CPU tensors. With a GPU's backend all ranks must first use it at the same time."""
         return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
     def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> HandleGroup:
-        """Start: sent[i] goes to rank i, received[i] comes from it; what is empty does not travel."""
-        group = self.between_hosts if self.ranks > 1 and not sent[0].is_cuda else None
+        """Start: sent[i] to rank i, received[i] from rank i. Empty tensors are not sent."""
+        group = self.cpu_group if self.ranks > 1 and not sent[0].is_cuda else None
         messages = [dist.P2POp(way, tensors[other], other, group)
                     for way, tensors in ((dist.isend, sent), (dist.irecv, received))
                     for other in range(self.ranks) if other != self.rank and tensors[other].numel()]
         return HandleGroup(*(dist.batch_isend_irecv(messages) if messages else ()))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """x <- its sum over ranks."""
+        """Sum x over ranks in place, and return it."""
         if self.ranks > 1:
             dist.all_reduce(x)
         return x
 
     def broadcast(self, x: Tensor) -> None:
-        """x <- that of rank 0."""
+        """Copy rank 0's x to all ranks."""
         if self.ranks > 1:
             dist.broadcast(x, 0)
 
     def all_gather_json(self, mine: Any) -> list[Any]:
-        """What every rank has, in the order of ranks. It travels as JSON: nothing that arrives is executed."""
-        if self.ranks == 1:  # the device may be one that computes nothing, such as `meta`
+        """Return every rank's value, in the order of ranks. JSON, unlike pickle, executes nothing on arrival."""
+        if self.ranks == 1:  # the device may be `meta`, which holds no values
             return [json.loads(json.dumps(mine))]
         text = torch.tensor(list(json.dumps(mine).encode()), dtype=torch.uint8, device=self.device)
         sizes = self.all_reduce(F.one_hot(torch.tensor(self.rank), self.ranks).to(self.device) * len(text)).tolist()
@@ -2348,17 +2418,17 @@ class Comm:
         return [json.loads(bytes(row[:size])) for row, size in zip(self.all_reduce(texts).tolist(), sizes)]
 
 class CompressedComm(Comm):
-    """Sends gradients in bf16, half the bytes of float32. A communication hook is a Comm that reduces its own way."""
+    """Sends gradients in bf16: half the bytes of float32. Other communication hooks are subclasses like this one."""
 
     sent_dtype = torch.bfloat16
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor, received: Tensor | None) -> Any:
+    def reduce_scatter(self, shard: Tensor, full: Tensor, buffer: Tensor | None) -> Any:
         small = full.to(self.sent_dtype)
-        mine = small.view(self.ranks, -1)[self.rank]
-        return HandleGroup(super().reduce_scatter(mine, small, received), then=lambda: shard.copy_(mine))
+        small_shard = small.view(self.ranks, -1)[self.rank]
+        return HandleGroup(super().reduce_scatter(small_shard, small, buffer), then=lambda: shard.copy_(small_shard))
 
 def agree(comm: Comm, what: str, mine: dict[str, Any], cure: str) -> None:
-    """RunError on every rank if a value of mine is another on any: it names the value, the rank, and both."""
+    """Raise RunError on every rank unless all ranks have the same values; it names the value, the rank and both."""
     for rank, theirs in enumerate(everyones := comm.all_gather_json(mine)):
         for key in {**everyones[0], **theirs}:
             here, first = theirs.get(key, "nothing"), everyones[0].get(key, "nothing")
@@ -2366,8 +2436,11 @@ def agree(comm: Comm, what: str, mine: dict[str, Any], cure: str) -> None:
                 raise RunError(f"the ranks' {what} differ: rank {rank} has {key} {here}; rank 0 has {first}. {cure}")
 
 def outer_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Parameter]]]:
-    """The model with its own parameters, then its children (those of a list one by one) with all of theirs: where a
-    hook runs before what is compiled, not in it. What only contains others, and never runs, counts as the model's."""
+    """Yield modules whose forward hooks run outside of compiled code, each with the parameters that it reads.
+
+    These are the model with its own parameters and its children with all of theirs; a ModuleList's children one by one.
+    Parameters of a container that has no forward count as the model's own.
+    """
     children = [x for child in model.children() for x in (child if isinstance(child, nn.ModuleList) else [child])]
     running = [child for child in children if type(child).forward is not nn.Module.forward]
     yield model, itertools.chain(model.parameters(recurse=False), *(child.parameters() for child in children
@@ -2376,7 +2449,7 @@ def outer_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Par
         yield child, child.parameters()
 
 def used_parameters(loss: Tensor) -> set[nn.Parameter]:
-    """The leaves of the graph that made a loss: those that will get a gradient."""
+    """Return the leaves of a loss's autograd graph: the parameters that will get a gradient."""
     seen, open_nodes = set(), [loss.grad_fn]
     while open_nodes:
         if (node := open_nodes.pop()) is not None and node not in seen:
@@ -2384,305 +2457,326 @@ def used_parameters(loss: Tensor) -> set[nn.Parameter]:
             open_nodes += [further for further, _ in node.next_functions]
     return {getattr(node, "variable", None) for node in seen}
 
-HOOKS = WeakIdKeyDictionary()  # parameter -> the handle of its hook: as an attribute it would be pickled
+HOOKS = WeakIdKeyDictionary()  # parameter -> handle of its hook; an attribute of the parameter would be pickled
 
 def set_hook(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Any:
-    """Call it when a gradient has come, in place of the hook of an optimizer that was built before -> its handle."""
+    """Set the parameter's post-accumulate hook in place of an earlier optimizer's. Return the handle."""
     if param in HOOKS:
         HOOKS[param].remove()
     HOOKS[param] = param.register_post_accumulate_grad_hook(hook)
     return HOOKS[param]
 
 class Reducer:
-    """Gradients in: hooks add them into buckets, and start a bucket's reduce-scatter when all of it is ready. Buckets
-    are launched in one order, the same on every rank: that in which rank 0's backward completed them, learned anew when
-    one more takes part. A backward that nobody prepared is the only one of the next step, or before it, in no_sync.
+    """Gradients in: hooks add them into slots, and launch a bucket's reduce-scatter when all its slots are complete.
 
-    What a bucket goes through              from                                  to
-    slot in needs_overwrite: no gradient   the bucket's update                   its next gradient
-    slot in missing: gradient is awaited   prepare_for_backward                  its gradient
-    bucket in due: may be launched          prepare_for_backward                  release
-    bucket.reducing: may not be written     its last gradient, in launch order    wait
+    All ranks launch buckets in one order: the order in which rank 0's backward completed them. The order is learned
+    again when a further bucket takes part. A bucket that is complete early waits for its turn. A backward without
+    prepare_for_backward is the only one of its step, or is one of several inside no_sync.
+
+    state                                     set by                           cleared by
+    slot in needs_overwrite: no gradient yet  the bucket's update              register_grad_ready
+    slot in missing: gradient expected        prepare_for_backward             register_grad_ready
+    bucket in due: to be launched             prepare_for_backward             end_step
+    bucket.reduce_handle: do not write        launch                           wait
+    bucket.gather_handle: do not read         DistributedOptimizer.step        finish_all_gathers
     """
 
     def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, grad_scale: float):
-        """grad_scale: every gradient is multiplied by it, besides the mean over micro-batches and ranks."""
+        """grad_scale: a factor on every gradient, on top of the mean over micro-batches and ranks."""
         self.buckets, self.comm, self.settings, self.grad_scale = list(buckets), comm, settings, grad_scale
-        self.launch_order: list[Bucket] = []  # of those that took part when it was learned; empty: it is to be learned
-        self.completed: list[Bucket] = []     # while the order is learned, by their last gradient
-        self.due: list[Bucket] = []           # of the prepared backward, in launch order
-        self.launches = 0                     # of them
-        self.step = 0                         # the one of which micro-batches were prepared, or else the next
+        self.launch_order: list[Bucket] = []  # empty until it is learned
+        self.completed: list[Bucket] = []     # while the order is learned: buckets by their last gradient
+        self.due: list[Bucket] = []           # buckets that the prepared backward completes, in launch order
+        self.launches = 0                     # how many of `due` are launched
+        self.step = 0                         # the current step or, between steps, the next one
         self.micro_batch, self.micro_batches, self.factor = 0, 0, 1.0
-        self.only_add, self.added = False, 0  # in no_sync; most gradients that a parameter got in it for one step
-        self.arrived = False   # a gradient, or the word which rows will have one, since the last step
-        self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # what profiling puts its ranges in
+        self.in_no_sync, self.no_sync_grads = False, 0  # no_sync_grads: most gradients of a parameter in no_sync
+        self.in_step = False                  # a gradient or an announcement has come since the last step
+        self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # profiling sets it to name ranges
         for bucket in buckets:
-            bucket.received = comm.receive_buffer(bucket.grad_data, settings.world_size_invariant)
+            bucket.receive_buffer = comm.receive_buffer(bucket.grad_data, settings.world_size_invariant)
         self.hooks = [set_hook(slot.param, lambda _, at=(bucket, slot): self.register_grad_ready(*at))
-                      for bucket in buckets for slot in bucket.params]
+                      for bucket in buckets for slot in bucket.slots]
 
-    def is_due(self, bucket: Bucket, step: int) -> bool:
+    def reduces_in(self, bucket: Bucket, step: int) -> bool:
         return step >= bucket.first_step and (self.settings.world_size_invariant or bucket.updates_in(step))
 
     def announce_rows(self, step: int, rows: dict[nn.Parameter, Tensor]) -> None:
-        """Before a step's first forward: which rows of tables this rank will read in it, numbers of any shape on the
-        CPU. May be left out, on all ranks: then the ranks wait for one another when the gradients have come."""
-        self.arrived = True
+        """Announce, before a step's first forward, which rows of tables this rank will read in the step.
+
+        rows: int tensors of any shape on the CPU. If all ranks omit the call, they wait for one another at launch.
+        """
+        self.in_step = True
         for bucket in self.buckets:
             if isinstance(bucket, RowBucket):
                 bucket.announce(self.comm, [rows[slot.param].flatten().long() + bucket.first_row(slot)
-                                            for slot in bucket.params], self.is_due(bucket, step))
+                                            for slot in bucket.slots], self.reduces_in(bucket, step))
 
     def prepare_for_backward(self, step: int, micro_batch: int = 0, micro_batches: int = 1,
                              loss: Tensor | None = None) -> None:
-        """Call before each backward of a step, with the number of the micro-batch and how many this rank has of it. In
-        the last one gradients complete their buckets. loss: what backward will start from, to see what is unused."""
+        """Prepare for the backward of one of this rank's micro-batches; the last one of a step launches buckets.
+
+        loss: the tensor that backward starts from; tells which parameters find_unused_parameters need not wait for.
+        """
         if self.micro_batches and self.micro_batch == self.micro_batches:
             raise RunError(f"all {self.micro_batches} micro-batches of step {self.step} were prepared; call step()")
-        awaited = (self.step, self.micro_batch) if self.micro_batches else (step, 0)
-        if (step, micro_batch) != awaited or micro_batch and micro_batches != self.micro_batches:
-            raise RunError(f"micro-batch {micro_batch} of step {step} was prepared, where micro-batch {awaited[1]} of "
-                           f"step {awaited[0]} is next; prepare each backward of a step once, in order, then step()")
+        expected = (self.step, self.micro_batch) if self.micro_batches else (step, 0)
+        if (step, micro_batch) != expected or micro_batch and micro_batches != self.micro_batches:
+            raise RunError(f"micro-batch {micro_batch} of {micro_batches} of step {step} was prepared, but micro-batch "
+                           f"{expected[1]} of step {expected[0]} is next; prepare each backward once, in order, and "
+                           "then call step()")
         self.step, self.micro_batch, self.micro_batches = step, micro_batch + 1, micro_batches
-        self.arrived = True  # if what follows fails, zero_grad() is to drop this step
+        self.in_step = True  # so that zero_grad() drops this step if its backward fails
         self.factor = self.grad_scale / (micro_batches * self.comm.ranks)
-        if sum(step >= bucket.first_step for bucket in self.buckets) > len(self.launch_order):  # one takes part anew
+        if sum(step >= bucket.first_step for bucket in self.buckets) > len(self.launch_order):  # another takes part
             self.launch_order, self.completed = [], []
         last = self.micro_batch == micro_batches
-        self.due = [bucket for bucket in self.launch_order or self.buckets if last and self.is_due(bucket, step)]
+        self.due = [bucket for bucket in self.launch_order or self.buckets if last and self.reduces_in(bucket, step)]
         self.launches = 0
         for bucket in self.buckets:
-            bucket.missing.update(bucket.params)
+            bucket.missing.update(bucket.slots)
         if last and loss is not None and self.settings.find_unused_parameters:
             used = used_parameters(loss)
             for bucket in self.due:
-                bucket.missing = {slot for slot in bucket.params if slot.param in used}
+                bucket.missing = {slot for slot in bucket.slots if slot.param in used}
 
     def register_grad_ready(self, bucket: Bucket, slot: Slot) -> None:
-        """The hook of a parameter whose gradient has come."""
-        if bucket.reducing is not None:
+        """Add a parameter's new gradient into its slot, and launch complete buckets in order. This is the hook."""
+        if bucket.reduce_handle is not None:
             raise RunError(f"{slot.name} got a gradient after its bucket {bucket.name} was launched; call step() "
                            "before the next backward, or run all but the last of a step in no_sync()")
-        self.arrived = True
+        self.in_step = True
         if self.step < bucket.first_step:
             raise RunError(f"{slot.name} got a gradient in step {self.step}, before step {bucket.first_step}, its "
                            "first; do not use the parameter before it")
         if not self.micro_batches:
-            if self.only_add:
-                bucket.add(slot, self.grad_scale / self.comm.ranks, self.settings.world_size_invariant)
-                self.added = max(self.added, len(slot.pending_grads))
+            if self.in_no_sync:
+                bucket.add_grad(slot, self.grad_scale / self.comm.ranks, self.settings.world_size_invariant)
+                self.no_sync_grads = max(self.no_sync_grads, len(slot.pending_grads))
                 return
             self.prepare_for_backward(self.step)
         if slot not in bucket.missing:
-            raise RunError(f"{slot.name} got its gradient twice in one backward; prepare each backward by itself, "
-                           "with its own loss if with any, or run all but the last of a step in no_sync(), and no part "
-                           "of the model twice in one")
-        bucket.add(slot, self.factor, self.settings.world_size_invariant)
+            raise RunError(f"{slot.name} got its gradient twice in one backward; prepare each backward separately, "
+                           "with its own loss if with any, or run all but the last of a step in no_sync()")
+        bucket.add_grad(slot, self.factor, self.settings.world_size_invariant)
         if not self.launch_order:
             if not bucket.missing:
                 self.completed.append(bucket)
-        elif self.settings.sync == "hook":  # a bucket that is ready early waits for its turn
+        elif self.settings.sync == "hook":
             while self.launches < len(self.due) and not self.due[self.launches].missing:
-                self.start_reduce_scatter(self.due[self.launches])
+                self.launch(self.due[self.launches])
 
-    def start_reduce_scatter(self, bucket: Bucket) -> None:
+    def launch(self, bucket: Bucket) -> None:
+        """Start the bucket's reduce-scatter."""
         with self.span(f"launch {bucket.name}"):
-            wanted = self.added + self.micro_batches
-            for slot in bucket.params if self.settings.world_size_invariant else ():
-                if len(slot.pending_grads) < wanted:  # the tree, and so its sum, would depend on the ranks
-                    raise RunError(f"world-size-invariant mode: {slot.name} got a gradient in {len(slot.pending_grads)} of {wanted} "
-                                   "micro-batches; use it in all, or leave out --world_size_invariant")
-            bucket.start_reduce(self.comm, self.settings.world_size_invariant)
+            expected = self.no_sync_grads + self.micro_batches
+            for slot in bucket.slots if self.settings.world_size_invariant else ():
+                if len(slot.pending_grads) < expected:  # the tree, and with it the sum, would depend on the ranks
+                    raise RunError(f"{slot.name} got a gradient in {len(slot.pending_grads)} of {expected} micro-"
+                                   "batches; use it in all, as world-size-invariant mode needs, or omit "
+                                   "--world_size_invariant")
+            bucket.start_reduce_scatter(self.comm, self.settings.world_size_invariant)
             self.launches += 1
 
     def launch_rest(self) -> None:
-        """Launch what backward did not. RunError if it was not the backward that was prepared, or lacks a gradient."""
+        """Launch the buckets that backward did not. Raise RunError if a micro-batch or a gradient is missing."""
         if not self.micro_batches or self.micro_batch < self.micro_batches:
-            raise RunError(f"step() after {self.micro_batch} of {self.micro_batches} micro-batches; call it after the "
-                           "last backward, which must not be in no_sync(), prepare_for_backward() before each or none")
+            raise RunError(f"step() was called after {self.micro_batch} of {self.micro_batches} micro-batches; call it "
+                           "after the last backward, which must not be in no_sync(), and call prepare_for_backward() "
+                           "before every backward or before none")
         for bucket in self.due:
             bucket.check_views()
             if bucket.missing and not self.settings.find_unused_parameters:
-                missing = [slot.name for slot in bucket.params if slot in bucket.missing]
-                raise RunError(f"bucket {bucket.name} was not launched: {len(bucket.params) - len(missing)} of "
-                               f"{len(bucket.params)} of its parameters got a gradient, not {', '.join(missing)}; each "
-                               "must take part in the prepared backward, unless find_unused_parameters allows it")
+                missing = [slot.name for slot in bucket.slots if slot in bucket.missing]
+                raise RunError(f"bucket {bucket.name} was not launched: {len(bucket.slots) - len(missing)} of "
+                               f"{len(bucket.slots)} of its parameters got a gradient, not {', '.join(missing)}; use "
+                               "each in the loss, or set find_unused_parameters")
         if not self.launch_order:
-            self.agree_on_order()
+            self.set_launch_order()
         for bucket in self.due[self.launches:]:
-            self.start_reduce_scatter(bucket)
+            self.launch(bucket)
 
-    def agree_on_order(self) -> None:
-        """Rank 0's order for all: first the buckets that its backward completed, then those that it did not. RunError
-        if the ranks count their micro-batches differently: each would weigh its own wrongly."""
-        agree(self.comm, "micro-batches per step", {"count": self.micro_batches}, "Give every rank as many")
+    def set_launch_order(self) -> None:
+        """Broadcast rank 0's order: the buckets that its backward completed, then the others."""
+        # with different numbers of micro-batches the mean would be wrong
+        agree(self.comm, "micro-batches per step", {"count": self.micro_batches}, "Run the same number on every rank")
         others = [b for b in self.buckets if self.step >= b.first_step and b not in self.completed]
         order = [self.buckets.index(b) for b in self.completed + others]
         self.launch_order = [self.buckets[i] for i in self.comm.all_gather_json(order)[0]]
         self.due.sort(key=self.launch_order.index)
 
     def wait(self, bucket: Bucket) -> None:
-        if bucket.reducing is not None:
+        """Wait for the bucket's reduce-scatter."""
+        if bucket.reduce_handle is not None:
             with self.span(f"wait {bucket.name}"):
-                bucket.reducing.wait()
-                bucket.reducing = None
-                bucket.add_pending(bucket.updates_in(self.step))
+                bucket.reduce_handle.wait()
+                bucket.reduce_handle = None
+                bucket.carry_over(bucket.updates_in(self.step))
 
-    def release(self) -> None:
-        """The step is over: its buckets take gradients again."""
-        self.due, self.micro_batch, self.micro_batches, self.added, self.arrived = [], 0, 0, 0, False
+    def end_step(self) -> None:
+        self.due, self.micro_batch, self.micro_batches, self.no_sync_grads, self.in_step = [], 0, 0, 0, False
 
     def drop_gradients(self) -> None:
-        """Those on their way, and those that no update has used."""
+        """Drop all gradients that no update has used, including those in flight."""
         for bucket in self.due:
             self.wait(bucket)
-        self.release()
+        self.end_step()
         for bucket in self.buckets:
-            bucket.drop()
+            bucket.drop_gradients()
 
 def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step: int) -> None:
-    """RunError on every rank if a gradient is not finite on any; then scale all if their norm is too large."""
-    squares = []  # norms of short rows in float32, squared and summed in float64: soon and exact
+    """Scale all gradients down if their norm exceeds clip_norm. Raise RunError on every rank if one is not finite."""
+    squares = []  # float32 norms of short rows, squared and summed in float64: fast and accurate
     for shard in (bucket.grad_shard for bucket in buckets):
         rows = shard.view(-1, math.gcd(shard.numel(), Bucket.SHARD_ALIGNMENT))
         norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.promote_types(shard.dtype, torch.float32))
         squares.append(norms.double().square().sum())
     total = comm.all_reduce(torch.stack(squares).sum()).item() if squares else 0.0
     if not math.isfinite(total):
-        bad = comm.all_gather_json([name for bucket in buckets for name in bucket.not_finite()])
-        names = ", ".join(sorted({*itertools.chain(*bad)})) or "their norm is, each by itself is"
-        raise RunError(f"gradients that step {step} sums are not finite: {names}; the step was not applied. Lower the "
-                       "learning rates, or look at the data of this step")
+        bad = comm.all_gather_json([name for bucket in buckets for name in bucket.nonfinite()])
+        names = ", ".join(sorted({*itertools.chain(*bad)})) or "only their norm overflows"
+        raise RunError(f"gradients of step {step} are not finite: {names}; the step was not applied. Lower the "
+                       "learning rates, or check the data of this step")
     if clip_norm and math.sqrt(total) > clip_norm:
         for bucket in buckets:
             bucket.grad_shard.mul_(clip_norm / math.sqrt(total))
 
 def check_ownership(buckets: Sequence[Bucket], model: nn.Module) -> list[tuple[str, dict[str, Any], str, nn.Parameter]]:
-    """Where the model holds each parameter that learns: its name, a module's own table, the key there, and itself.
-    RunError if one is in two buckets or in none, or one in a bucket does not learn."""
+    """Check that the buckets hold each learned parameter of the model once and no frozen one; RunError otherwise.
+
+    Return (name, its module's table of parameters, its key there, parameter) for each.
+    """
     seen = set()
-    for slot in (slot for bucket in buckets for slot in bucket.params):
+    for slot in (slot for bucket in buckets for slot in bucket.slots):
         if slot.param in seen:
             raise RunError(f"{slot.name} is in two buckets or twice in one; put each parameter into one bucket, once")
         if not slot.param.requires_grad:
-            raise RunError(f"{slot.name} is frozen, and its bucket would wait for its gradient; leave it out")
+            raise RunError(f"{slot.name} is frozen, so its bucket would wait forever for a gradient; leave it out")
         seen.add(slot.param)
     owners = [(f"{prefix}.{key}".lstrip("."), module._parameters, key, param)
               for prefix, module in model.named_modules() for key, param in module._parameters.items()
               if param is not None and param.requires_grad]
     for name, _, _, param in owners:
         if param not in seen:
-            raise RunError(f"{name} is in no bucket, and would never learn; put it into one, or freeze it by "
+            raise RunError(f"{name} is in no bucket and would never be updated; put it into one, or freeze it by "
                            "requires_grad_(False)")
     return owners
 
 class SavedState:
-    """The state of buckets by names, the same at any number of ranks and any size of buckets: NAME, a parameter;
-    NAME/KEY, a tensor that its rule keeps; NAME/updates, how many there were; and in a state_dict NAME/lr, its
-    learning rate, and NAME/step, the number of the next step."""
+    """Save and load the state of buckets, independent of the number of ranks and of bucket sizes.
+
+    NAME            a parameter
+    NAME/KEY        a tensor of its rule, such as a moment
+    NAME/updates    number of updates so far
+    NAME/pending    gradients of earlier steps that wait for an update (world-size-invariant mode)
+    NAME/lr         learning rate           (state_dict only)
+    NAME/step       number of the next step (state_dict only)
+    """
 
     buckets: list[Bucket]
     comm: Comm
 
-    def whole_state(self, bucket: Bucket) -> dict[str, Tensor]:
-        """Of one bucket, whole on every rank."""
+    def gather_state(self, bucket: Bucket) -> dict[str, Tensor]:
+        """All-gather one bucket's state; every tensor is whole on every rank."""
         wholes = {"": bucket.param_data}
         for key, shard in bucket.state.items():
             wholes[f"/{key}"] = shard.new_empty(self.comm.ranks * shard.numel())
             self.comm.all_gather(wholes[f"/{key}"], shard.reshape(-1)).wait()
-        state = {slot.name + key: bucket.part_of(slot, x) for slot in bucket.params for key, x in wholes.items()}
-        return state | {f"{slot.name}/updates": torch.tensor(bucket.updates) for slot in bucket.params}
+        state = {slot.name + key: bucket.view_of(slot, x) for slot in bucket.slots for key, x in wholes.items()}
+        return state | {f"{slot.name}/updates": torch.tensor(bucket.updates) for slot in bucket.slots}
 
     def load_bucket(self, bucket: Bucket, state: dict[str, Tensor]) -> None:
-        """The inverse of whole_state, which takes out of `state` what it loads. RunError if something does not fit."""
+        """Load one bucket's state and remove it from `state`. Raise RunError if a tensor does not fit."""
         def take(name: str, numel: int) -> Tensor:
             saved = state.pop(name, torch.empty(0))
             if saved.numel() != numel:
-                raise RunError(f"the saved state does not fit: {name} has {saved.numel()} values, not {numel}; it must "
-                               "come from the same model and the same rules")
+                raise RunError(f"the saved state does not fit: {name} has {saved.numel()} values, not {numel}; load a "
+                               "state of the same model and the same rules")
             return saved.view(-1)
 
-        updates = {slot.name: int(take(f"{slot.name}/updates", 1)) for slot in bucket.params}
+        updates = {slot.name: int(take(f"{slot.name}/updates", 1)) for slot in bucket.slots}
         bucket.updates = max(updates.values())
         if bucket.updates != min(updates.values()):
-            raise RunError(f"the saved state does not fit: a bucket has one number of updates, not {updates}")
-        if f"{bucket.params[0].name}/pending" in state:
+            raise RunError(f"the saved state does not fit: parameters of one bucket have different numbers of updates: "
+                           f"{updates}; load a state of the same model and the same rules")
+        if f"{bucket.slots[0].name}/pending" in state:
             bucket.state["pending"] = torch.zeros_like(bucket.param_shard, dtype=bucket.grad_data.dtype)
         wholes = {f"/{key}": x.new_zeros(self.comm.ranks, x.numel()) for key, x in bucket.state.items()}
-        for slot, (key, whole) in itertools.product(bucket.params, {"": bucket.param_data, **wholes}.items()):
-            part = bucket.part_of(slot, whole)
+        for slot, (key, whole) in itertools.product(bucket.slots, {"": bucket.param_data, **wholes}.items()):
+            part = bucket.view_of(slot, whole)
             part.copy_(take(slot.name + key, part.numel()))
         for key, x in bucket.state.items():
             x.view(-1).copy_(wholes[f"/{key}"][self.comm.rank])
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and every tensor of its state, whole on every rank."""
+        """Yield every parameter and every tensor of its state, whole on every rank."""
         self.finish_all_gathers()
         for bucket in self.buckets:
-            yield from self.whole_state(bucket).items()
+            yield from self.gather_state(bucket).items()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A copy of named_state, on the CPU: a GPU's memory is for training; and what else a step depends on."""
+        """Copy named_state, the learning rates and the step to the CPU."""
         state = {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
-        for slot in (slot for bucket in self.buckets for slot in bucket.params):
+        for slot in (slot for bucket in self.buckets for slot in bucket.slots):
             state[f"{slot.name}/lr"] = torch.tensor(self.group_of[slot.param]["lr"], dtype=torch.float64)
             state[f"{slot.name}/step"] = torch.tensor(self.reducer.step)
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """The inverse of state_dict; what was on its way is dropped. RunError if something does not fit."""
+        """Load a state_dict and drop all unused gradients. Raise RunError if the state does not fit."""
         state, steps = dict(state), [0]
         self.finish_all_gathers()
         self.reducer.drop_gradients()
         for bucket in self.buckets:
             self.load_bucket(bucket, state)
-            for slot in bucket.params:  # a run's checkpoint has neither: its plan knows
+            for slot in bucket.slots:  # a run's checkpoint has neither; they follow from its plan
                 group = self.group_of[slot.param]
                 group["lr"] = float(state.pop(f"{slot.name}/lr", group["lr"]))
                 steps.append(int(state.pop(f"{slot.name}/step", bucket.updates * bucket.rule.every)))
         if state:
-            raise RunError(f"the saved state does not fit: this model has no {', '.join(sorted(state))}; it must come "
-                           "from the same model and the same rules")
+            raise RunError(f"the saved state does not fit: this model has no {', '.join(sorted(state))}; load a state "
+                           "of the same model and the same rules")
         self.reducer.step = max(steps)
 
     @property
     def between_updates(self) -> bool:
-        """Gradients wait for an update that sums several steps: other than in world-size-invariant mode, no state holds them."""
-        return not self.settings.world_size_invariant and any(len(b.needs_overwrite) < len(b.params) for b in self.buckets)
+        """Whether gradients wait for a later step's update that no saved state would hold."""
+        waiting = any(len(bucket.needs_overwrite) < len(bucket.slots) for bucket in self.buckets)
+        return waiting and not self.settings.world_size_invariant  # which saves them as NAME/pending
 
     def copy_parameter(self, source: str, target: str) -> None:
-        """target begins where source is, with its state: a parameter that was tied until now."""
+        """Copy a parameter and its state to another, such as a head that was tied to the embedding until this step."""
         if self.between_updates:
-            raise RunError(f"{target} cannot begin in a step whose gradients wait for an update; take the next step")
+            raise RunError(f"{target} cannot be copied from {source} while gradients wait for an update; copy it one "
+                           "step later")
         self.finish_all_gathers()
-        bucket_of = {slot.name: bucket for bucket in self.buckets for slot in bucket.params}
-        copied = {target + name.removeprefix(source): x for name, x in self.whole_state(bucket_of[source]).items()
+        bucket_of = {slot.name: bucket for bucket in self.buckets for slot in bucket.slots}
+        copied = {target + name.removeprefix(source): x for name, x in self.gather_state(bucket_of[source]).items()
                   if name.split("/")[0] == source}
-        self.load_bucket(bucket_of[target], self.whole_state(bucket_of[target]) | copied)
+        self.load_bucket(bucket_of[target], self.gather_state(bucket_of[target]) | copied)
 
     def state_hash(self, further: Sequence[tuple[str, Tensor]] = ()) -> str:
-        """SHA-256 of all parameters, their state, how often each was updated, and further tensors."""
+        """Compute the SHA-256 of named_state and further tensors."""
         return hash_of([*self.named_state(), *further])
 
 class DistributedOptimizer(SavedState, torch.optim.Optimizer):
-    """Parameters out: updates this rank's shard of each bucket, and gathers the new parameters from all ranks.
+    """Parameters out: updates this rank's shard of each bucket, and all-gathers the new parameters.
 
         before each backward:   prepare_for_backward(step, micro_batch, micro_batches)
         after the last one:     step(plan)
 
-    Gradients are averaged over micro-batches and ranks. As one of torch's optimizers it is used without the first line
-    and the plan: `backward()`, `step()`; then, as in DDP, the mean is over ranks alone, and the backwards of one step,
-    of which all but the last run in `no_sync()`, are summed. param_groups has a group for each rule and learning rate:
-    set its "lr", or let torch's schedulers do it. A parameter's .grad is None throughout: clip by settings.clip_norm.
+    Gradients are averaged over micro-batches and ranks. It is also a torch optimizer: without the first line and
+    without a plan, call `backward()` and `step()`. Then, as in DDP, gradients are averaged over ranks only, and summed
+    over the backwards of a step; run all but the last of these in `no_sync()`. param_groups has one group for each rule
+    and learning rate: set its "lr", or use a torch scheduler. Since .grad is always None, clip by settings.clip_norm.
     """
 
     def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings = SyncSettings(),
                  model: nn.Module | None = None, grad_scale: float = 1.0, compiled: bool = False):
-        """model: whose modules wait for their buckets before they run, which overlap_param_gather needs; and whose
-        parameters are seen to be those of the buckets, at once and before each step. grad_scale: see Reducer."""
+        """model: must hold the buckets' parameters; overlap_param_gather needs it. grad_scale: see Reducer."""
         if settings.world_size_invariant and (settings.find_unused_parameters or settings.clip_norm):
-            raise RunError("world-size-invariant mode excludes unused parameters and clipping: sums depend on the number of ranks")
+            raise RunError("world-size-invariant mode excludes find_unused_parameters and clip_norm, whose sums depend "
+                           "on the number of ranks; omit one of them")
         if settings.overlap_param_gather and model is None:
             raise RunError("overlap_param_gather waits in the model's forward; give the optimizer the model")
         model = nn.Module() if model is None else model
@@ -2692,14 +2786,14 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         for bucket in buckets:
             kind = (type(bucket.rule).__name__, bucket.rule.lr)
             group = groups.setdefault(kind, {"rule": kind[0], "lr": kind[1], "params": []})
-            group["params"] += [slot.param for slot in bucket.params]
+            group["params"] += [slot.param for slot in bucket.slots]
         super().__init__(groups.values(), {})
         self.group_of = {param: group for group in self.param_groups for param in group["params"]}
-        agree(comm, "models or settings", {  # or one bucket would be summed with another
-            "scale of gradients": grad_scale, "sender": type(comm).__name__,
+        agree(comm, "models or settings", {  # otherwise different buckets would be summed with one another
+            "gradient scale": grad_scale, "communication": type(comm).__name__,
             **{f.name: getattr(settings, f.name) for f in dataclasses.fields(SyncSettings)},
             **{f"bucket {bucket.name}": f"of {bucket.param_data.dtype}, gradients of {bucket.grad_data.dtype}, "
-               f"{bucket.rule}, {[(slot.name, *slot.param.shape) for slot in bucket.params]}" for bucket in buckets},
+               f"{bucket.rule}, {[(slot.name, *slot.param.shape) for slot in bucket.slots]}" for bucket in buckets},
         }, "Build the same model from the same config on every rank")
         frozen = [p for p in model.parameters() if not p.requires_grad]
         for x in (*(bucket.param_data for bucket in buckets), *frozen, *model.buffers()):
@@ -2708,10 +2802,10 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         self.prepare_for_backward, self.announce_rows = self.reducer.prepare_for_backward, self.reducer.announce_rows
         rules = {type(bucket.rule).update for bucket in buckets}
         self.compiled = {f: torch.compile(f, dynamic=False) if compiled else f for f in rules}
-        # compiled code takes numbers as tensors, or it would be compiled again for each; of its own in each slot
-        as_tensor = functools.lru_cache(256)(lambda slot, x: torch.full((), x, device=comm.device))
-        self.number = as_tensor if compiled else lambda slot, x: x
-        self.forward_hooks, bucket_of = [], {slot.param: bucket for bucket in buckets for slot in bucket.params}
+        # compiled code takes numbers as tensors, or each new number would compile it again; each name has its own
+        as_tensor = functools.lru_cache(256)(lambda name, x: torch.full((), x, device=comm.device))
+        self.number = as_tensor if compiled else lambda name, x: x
+        self.forward_hooks, bucket_of = [], {slot.param: bucket for bucket in buckets for slot in bucket.slots}
         for module, params in outer_modules(model) if settings.overlap_param_gather else ():
             reads = list(dict.fromkeys(bucket_of[p] for p in params if p in bucket_of))
             self.forward_hooks.append(module.register_forward_pre_hook(
@@ -2719,93 +2813,143 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         if hasattr(self, "group_of"):
-            raise RunError("buckets cannot take in a further parameter; build the optimizer anew, with all of them")
-        self.param_groups.append(group)  # torch's own would import its compiler, which takes over a second
+            raise RunError("existing buckets cannot take a further parameter; build the optimizer with all of them")
+        self.param_groups.append(group)  # torch's own method would import its compiler, which takes over a second
 
     def remove_hooks(self) -> None:
-        """Leave the model: its gradients are in .grad again, unless another optimizer was built for it since."""
+        """Remove the hooks from the model: gradients stay in .grad again, unless a later optimizer set its own."""
         for hook in (*self.forward_hooks, *self.reducer.hooks):
             hook.remove()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A backward that nobody prepared only adds to the gradients in it; the last of a step comes after it. Every
-        rank runs as many in it."""
-        self.reducer.only_add = True
+        """Only accumulate gradients: for all but the last backward of a step. Every rank must run as many in it."""
+        self.reducer.in_no_sync = True
         try:
             yield
         finally:
-            self.reducer.only_add = False
+            self.reducer.in_no_sync = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """After step(), which used them, nothing; in a step, drops what no update has used, as every rank must."""
-        if self.reducer.arrived:
+        """Drop the gradients of a step that is not finished, on every rank. After step() there is nothing to do."""
+        if self.reducer.in_step:
             self.reducer.drop_gradients()
 
     @torch.no_grad()
     def step(self, plan: Plan = Plan()) -> None:
-        """Wait for each bucket in turn, update this rank's shard, gather. Unless gathers overlap the next forward, all
-        parameters are then new. Of the plan the rules take lr_factor and momentum."""
-        require(not callable(plan), "step() calls no closure; call backward() before it")
+        """For each bucket in turn: wait for its reduce-scatter, update this rank's shard, start its all-gather.
+
+        With overlap_param_gather the next forward waits for the all-gathers, otherwise step does. The rules read
+        lr_factor and momentum of the plan.
+        """
+        require(not callable(plan), "step() does not take a closure; call backward() before it")
         for name, table, key, param in self.param_owners:
             if table.get(key) is not param:
-                raise RunError(f"{name} is another parameter than when the buckets were built; build the optimizer "
-                               "after what replaces parameters, such as load_state_dict(assign=True)")
+                raise RunError(f"{name} is not the parameter that its bucket holds; build the optimizer after anything "
+                               "that replaces parameters, such as load_state_dict(assign=True)")
         reducer = self.reducer
         reducer.launch_rest()
-        untouched = self.find_untouched() if self.settings.find_unused_parameters else ()
+        unused = self.find_unused() if self.settings.find_unused_parameters else ()
         if self.settings.check_grads or self.settings.clip_norm:
             for bucket in reducer.due:
                 reducer.wait(bucket)
             check_and_clip(reducer.due, self.comm, self.settings.clip_norm, reducer.step)
-        turns = reducer.due if self.settings.update_order == "launch" else reducer.due[::-1]
-        for bucket in turns:
+        buckets = reducer.due if self.settings.update_order == "launch" else reducer.due[::-1]
+        for bucket in buckets:
             reducer.wait(bucket)
             if bucket.updates_in(reducer.step):
-                self.finish_all_gathers([bucket])  # one that no forward read since: what it sends must not change
+                self.finish_all_gathers([bucket])  # if no forward has waited: its input must not change in flight
                 with reducer.span(f"update {bucket.name}"):
-                    bucket.needs_overwrite.update(bucket.params)
+                    bucket.needs_overwrite.update(bucket.slots)
                     bucket.updates += 1
-                    self.apply_rule(bucket, plan, untouched)
+                    self.update(bucket, plan, unused)
                 with reducer.span(f"gather {bucket.name}"):
-                    bucket.start_gather(self.comm)
-        reducer.release()
+                    bucket.start_all_gather(self.comm)
+        reducer.end_step()
         reducer.step += 1
         if not self.settings.overlap_param_gather:
-            self.finish_all_gathers(turns)
+            self.finish_all_gathers(buckets)
 
-    def find_untouched(self) -> set[Slot]:
-        """The parameters that no rank used since their last update."""
-        used = {slot: slot not in bucket.needs_overwrite for bucket in self.reducer.due for slot in bucket.params}
+    def find_unused(self) -> set[Slot]:
+        """Return the parameters that no rank has used since their last update."""
+        used = {slot: slot not in bucket.needs_overwrite for bucket in self.reducer.due for slot in bucket.slots}
         counts = self.comm.all_reduce(torch.tensor([*used.values()], dtype=torch.float32, device=self.comm.device))
         return {slot for slot, count in zip(used, counts.tolist()) if not count}
 
-    def apply_rule(self, bucket: Bucket, plan: Plan, untouched: Iterable[Slot] = ()) -> None:
-        """One update of this rank's shard, but for parameters that are to stay as they are, with their state."""
-        kept = [(part, part.clone()) for slot in bucket.params if slot in untouched
-                for part in (bucket.part_of(slot, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
-        rule, lr = bucket.rule, self.group_of[bucket.params[0].param]["lr"]
+    def update(self, bucket: Bucket, plan: Plan, unused: Iterable[Slot] = ()) -> None:
+        """Update this rank's shard by the bucket's rule. Unused parameters and their state stay unchanged."""
+        kept = [(part, part.clone()) for slot in bucket.slots if slot in unused
+                for part in (bucket.view_of(slot, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
+        rule, lr = bucket.rule, self.group_of[bucket.slots[0].param]["lr"]
         rule = rule if lr == rule.lr else dataclasses.replace(rule, lr=lr)
-        hyper = {key: self.number(key, v) if isinstance(v, float) and bucket.compiles else v
+        hyper = {key: self.number(key, v) if isinstance(v, float) and bucket.may_compile else v
                  for key, v in rule.hyper(plan, bucket.updates).items()}
-        update = type(rule).update
-        bucket.update(self.compiled[update] if bucket.compiles else update, hyper, self.settings.world_size_invariant)
+        plain = type(rule).update
+        update = self.compiled[plain] if bucket.may_compile else plain
+        bucket.update(update, hyper, self.settings.world_size_invariant)
         for part, old in kept:
             part.copy_(old)
 
     def finish_all_gathers(self, buckets: Sequence[Bucket] | None = None) -> None:
-        """Wait until the parameters of these buckets, or of all, are whole."""
+        """Wait for the all-gathers of these buckets (None: all), so that every parameter has its new value."""
         for bucket in self.buckets if buckets is None else buckets:
-            if bucket.gathering is not None:
+            if bucket.gather_handle is not None:
                 with self.reducer.span(f"wait gather {bucket.name}"):
-                    bucket.gathering.wait()
-                bucket.gathering = None
+                    bucket.gather_handle.wait()
+                bucket.gather_handle = None
 
 # ------------------------------------------------------------------------------------------------------------------
 # assignment
 
+def rule_of(config: Config, group: AdamGroup | MuonGroup) -> Adam | NorMuon:
+    """Create the update rule of one kind of parameters. For another rule return it here, if group.kind is its kind."""
+    c = config
+    if isinstance(group, MuonGroup):
+        return NorMuon(c.muon_lr, c.muon_weight_decay, c.muon_beta2, c.torch_dtype)
+    beta1, beta2, decay = (flag if own is None else own for own, flag in (
+        (group.beta1, c.adam_beta1), (group.beta2, c.adam_beta2), (group.weight_decay, c.adam_weight_decay)))
+    return Adam(c.adam_lr * group.lr_mul, beta1, beta2, c.adam_eps, c.adam_every, decay, c.adam_fp32_moments,
+                rows=c.lazy_tables and group.kind == "ngram_embeds")
+
+def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
+    """Assign every parameter that is not frozen its update rule, by its kind, in the model's order."""
+    groups, specs = param_groups(config), []
+    for name, param in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
+        kind = getattr(param, "kind", None)
+        require(kind in groups, f"{name}: PARAM_GROUPS has no row for kind {kind!r}; add one, or create the parameter "
+                f"by parameter(init, kind) with one of {', '.join(groups)}")
+        rule = rule_of(config, groups[kind])
+        scale = groups[kind].lr_mul if isinstance(rule, NorMuon) else 1.0  # Adam's lr includes it
+        first_step = first_untied_step(config) if kind == "embed" else 0
+        specs.append(finish_spec(ParamSpec(name, param, rule, param.unit, scale, first_step)))
+    return specs
+
+def finish_spec(spec: ParamSpec) -> ParamSpec:
+    """Complete NorMuon's settings from the matrix's shape. Raise RunError if a fused matrix has no unit."""
+    if not isinstance(spec.rule, NorMuon):
+        return spec
+    param, (rows, columns) = spec.param, spec.rule.unit(spec)
+    if not spec.unit and param.shape == (3 * columns, columns):
+        raise RunError(f"{spec.name} [{rows}, {columns}] may hold three matrices, such as a fused query, key and value."
+                       f" If so, give its assignment unit=({columns}, {columns}); if it is one matrix, "
+                       f"unit=({rows}, {columns})")
+    return spec._replace(rule=dataclasses.replace(spec.rule, wide=param.numel() > param.shape[0] ** 2),
+                         scale=spec.scale * math.sqrt(max(1, rows / columns)))  # as in Keller Jordan's Muon
+
+def build_model(config: Config, encoding: Encoding) -> GPT:
+    """Build the model of a config on the CPU. A seed gives the same initialization on every machine."""
+    torch.manual_seed(config.seed)
+    return GPT(config, encoding)
+
+def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False) -> DistributedOptimizer:
+    """Build the optimizer of a config. The model must be on its device."""
+    specs = specs_of(config, model)
+    buckets = fill_buckets(specs, config.bucket_mb * 2 ** 20, comm.rank, comm.ranks, config.grad_reduce_in_fp32)
+    # The loss of a micro-batch is a sum over its tokens. The mean over a micro-batch's splits must not divide it
+    return DistributedOptimizer(buckets, comm, config, model, float(config.micro_batch_splits), compiled)
+
 class Assignment(NamedTuple):
-    """Which parameters a rule updates, by a pattern of their names; the rest as in ParamSpec."""
+    """For make_optimizer: a pattern of parameter names and the rule of these parameters; see ParamSpec for the rest."""
 
     pattern: str
     rule: Adam | NorMuon
@@ -2813,63 +2957,45 @@ class Assignment(NamedTuple):
     scale: float = 1.0
     first_step: int = 0
 
-def finish_spec(spec: ParamSpec) -> ParamSpec:
-    """Set how NorMuon stores and scales a matrix. RunError if a fused matrix states no unit."""
-    if not isinstance(spec.rule, NorMuon):
-        return spec
-    param, (rows, columns) = spec.param, spec.rule.unit(spec)
-    if not spec.unit and param.shape == (3 * columns, columns):
-        raise RunError(f"{spec.name} [{rows}, {columns}] may be three matrices in one, such as a fused query, key and "
-                       f"value. Give its assignment unit=({columns}, {columns}); or, if it is one matrix, "
-                       f"unit=({rows}, {columns})")
-    return spec._replace(rule=dataclasses.replace(spec.rule, wide=param.numel() > param.shape[0] ** 2),
-                         scale=spec.scale * math.sqrt(max(1, rows / columns)))  # as in Keller Jordan's Muon
-
-def rule_of(config: Config, group: AdamGroup | MuonGroup) -> Adam | NorMuon:
-    c = config
-    if isinstance(group, MuonGroup):
-        return NorMuon(c.muon_lr, c.muon_weight_decay, c.muon_beta2, c.torch_dtype)
-    beta1, beta2, decay = (flag if own is None else own for own, flag in (
-        (group.beta1, c.adam_beta1), (group.beta2, c.adam_beta2), (group.weight_decay, c.adam_weight_decay)))
-    return Adam(c.adam_lr * group.lr_mul, beta1, beta2, c.adam_eps, c.adam_every, decay, c.adam_fp32_moments)
-
-def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
-    """Assign each parameter of the model, in its order, by its kind. RunError if a kind has no group."""
-    groups, specs = param_groups(config), []
-    for name, param in model.named_parameters():
-        kind = getattr(param, "kind", None)
-        require(kind in groups, f"{name}: PARAM_GROUPS has no row for kind {kind!r}; add one, or create the parameter by "
-                f"parameter(init, kind) with one of {', '.join(groups)}")
-        group = groups[kind]
-        rule = rule_of(config, group)
-        if kind == "ngram_embeds":
-            rule = dataclasses.replace(rule, rows=config.lazy_tables)
-        specs.append(finish_spec(ParamSpec(
-            name, param, rule, param.unit, group.lr_mul if isinstance(rule, NorMuon) else 1.0,
-            first_untied_step(config) if kind == "embed" else 0)))
-    return specs
+def make_optimizer(model: nn.Module, table: Sequence[Assignment] = (), bucket_mb: float = Config.bucket_mb,
+                   settings: SyncSettings = SyncSettings(), muon_lr: float = NorMuon.lr,
+                   adam_lr: float = Adam.lr) -> DistributedOptimizer:
+    """Build the optimizer of any model, on the model's device. table: replaces lines of default_assignments."""
+    if not isinstance(model, nn.Module):
+        raise RunError(f"make_optimizer got a {type(model).__name__}; give it the model itself, since rules are chosen "
+                       "by parameter names and kinds of modules")
+    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    specs = assign(model, default_assignments(model, table, muon_lr, adam_lr))
+    if not specs:
+        raise RunError("every parameter of this model is frozen; set requires_grad on those to be trained")
+    buckets = fill_buckets(specs, bucket_mb * 2 ** 20, *ranks)
+    return DistributedOptimizer(buckets, Comm(*ranks, specs[0].param.device), settings, model)
 
 def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
-    """Each parameter that learns with its rule, in the model's order. RunError unless exactly one line matches each."""
+    """Assign every parameter that is not frozen its rule by name. RunError unless exactly one line matches each."""
     specs = []
     for name, param in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
         lines = [line for line in table if fnmatchcase(name, line.pattern)]
         if len(lines) != 1:
             raise RunError(f"{name}: {len(lines)} lines of the table of assignments match it "
-                           f"({', '.join(line.pattern for line in lines) or 'none'}); one must: "
+                           f"({', '.join(line.pattern for line in lines) or 'none'}), but one must; "
                            f"{'narrow the pattern of the others' if lines else 'add a line for it'}")
         specs.append(finish_spec(ParamSpec(name, param, *lines[0][1:])))
     return specs
 
 def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon_lr: float = NorMuon.lr,
                         adam_lr: float = Adam.lr) -> list[Assignment]:
-    """The table, and a line for each parameter that it leaves out: NorMuon for the matrices inside the model, Adam for
-    embeddings, the last matrix (the head) and vectors. The gates of torch's recurrent layers and its fused attention
-    are matrices by themselves; for those of your own state the unit. RunError if a line matches nothing."""
-    embeddings, units, head, learns = set(), {}, None, [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    """Add a line to the table for each parameter that it does not match.
+
+    Matrices inside the model get NorMuon. Embeddings, the last matrix (the head) and vectors get Adam. The fused
+    matrices of torch's recurrent layers and attention are split; your own fused matrices need a line with their unit.
+    Raise RunError if a line of the table matches no parameter.
+    """
+    embeddings, units, head = set(), {}, None
+    learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     for module in model.modules():
         own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
-        head = own[-1] if own else head  # where it is tied, an embedding
+        head = own[-1] if own else head  # a tied head is an embedding
         embeddings.update(own if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else ())
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)):
             rows = module.embed_dim if isinstance(module, nn.MultiheadAttention) else module.hidden_size
@@ -2877,42 +3003,15 @@ def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon
     for line in table:
         if isinstance(line.rule, type):
             raise RunError(f"{line.pattern}: its rule is the class {line.rule.__name__}; write {line.rule.__name__}()")
-        if not any(fnmatchcase(name, line.pattern) for name, _ in learns):
-            raise RunError(f"{line.pattern}: no parameter that learns has such a name; named_parameters() has them all")
+        if not any(fnmatchcase(name, line.pattern) for name, _ in learned):
+            raise RunError(f"{line.pattern} matches no parameter that is not frozen; see model.named_parameters()")
     lines = list(table)
-    for name, p in learns:
+    for name, p in learned:
         inside = p.dim() > 1 and 1 < p.shape[0] < p.numel() and p is not head and p not in embeddings
         rule = NorMuon(muon_lr, polar_dtype=torch.bfloat16 if p.is_cuda else torch.float32) if inside else Adam(adam_lr)
         if not any(fnmatchcase(name, line.pattern) for line in table):
             lines.append(Assignment(glob.escape(name), rule, units.get(p) if inside else None))
     return lines
-
-def make_optimizer(model: nn.Module, table: Sequence[Assignment] = (), bucket_mb: float = Config.bucket_mb,
-                   settings: SyncSettings = SyncSettings(), muon_lr: float = NorMuon.lr,
-                   adam_lr: float = Adam.lr) -> DistributedOptimizer:
-    """The optimizer of any model, on its device, in the process group that there is; see default_assignments."""
-    if not isinstance(model, nn.Module):
-        raise RunError(f"make_optimizer got a {type(model).__name__}; give it the model itself: names of parameters and"
-                       " kinds of modules decide by which rule each is updated")
-    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    specs = assign(model, default_assignments(model, table, muon_lr, adam_lr))
-    if not specs:
-        raise RunError("no parameter of this model learns; set requires_grad on those that are to")
-    buckets = fill_buckets(specs, bucket_mb * 2 ** 20, *ranks)
-    return DistributedOptimizer(buckets, Comm(*ranks, specs[0].param.device), settings, model)
-
-def build_model(config: Config, encoding: Encoding) -> GPT:
-    """The model of a config, with its initial parameters, on the CPU: the same for a seed on every machine."""
-    torch.manual_seed(config.seed)
-    return GPT(config, encoding)
-
-def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False,
-                    ) -> DistributedOptimizer:
-    """Build the optimizer of a config, for a model that is on its device."""
-    specs = specs_of(config, model)
-    buckets = fill_buckets(specs, config.bucket_mb * 2 ** 20, comm.rank, comm.ranks, config.grad_reduce_in_fp32)
-    # the loss of a micro-batch is a sum over its tokens, and gradients are averaged over micro-batches
-    return DistributedOptimizer(buckets, comm, config, model, float(config.micro_batch_splits), compiled)
 
 # ------------------------------------------------------------------------------------------------------------------
 # training
@@ -3363,7 +3462,7 @@ def finish(race: Run, before: str, loss: float, val_tokens: int) -> None:
         verdict, target = "", ""
         if c.target_val_loss:
             verdict, target = f"target {'reached' if reached else 'missed'}: ", f" target {c.target_val_loss:g},"
-        clear_checkpoints(log, keep=0)
+        clear_checkpoints(log, c.num_steps, keep=0)
         log.say(f"\n{verdict}validation loss {loss:.4f},{target} after {clock.elapsed / 1000:.1f} s of training and "
                 f"{wall_seconds:.0f} s in all{saved_as}\nlog: {log.path}")
 
@@ -3577,29 +3676,33 @@ def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
                 "model. Use the same --layers, --model_dim, --ngrams and vocabulary, and the revision in its log")
         param.copy_(x.view(param.shape))
 
-def checkpoints(folder: Path, run_id: str, suffix: str = "") -> list[Path]:
-    """The checkpoints of a run, by their step."""
-    def step(path: Path) -> int:
-        return int(re.search(r"\.step(\d+)\.ckpt", path.name)[1])
-    return sorted(folder.glob(f"{glob.escape(run_id)}.step[0-9]*.ckpt{suffix}"), key=step)
+def step_of(checkpoint: Path) -> int:
+    return int(re.search(r"\.step(\d+)\.ckpt", checkpoint.name)[1])
 
-def clear_checkpoints(log: Log, keep: int) -> None:
-    """Delete a run's checkpoints but for the latest `keep`, and the partial files of killed processes."""
+def checkpoints(folder: Path, run_id: str, suffix: str = "") -> list[Path]:
+    """The checkpoints of a run, by their step: modification times may come from another clock."""
+    return sorted(folder.glob(f"{glob.escape(run_id)}.step[0-9]*.ckpt{suffix}"), key=step_of)
+
+def clear_checkpoints(log: Log, step: int, keep: int) -> None:
+    """Delete a run's checkpoints but for the latest `keep` up to a step; later ones belong to a past that a resume gave
+    up. Delete the partial files of killed processes too."""
     run = log.path.parent, log.run_id
-    for path in (*checkpoints(*run)[:-keep or None], *checkpoints(*run, ".partial"), log.path.with_suffix(".pt.partial")):
-        path.unlink(missing_ok=True)
+    kept = [path for path in checkpoints(*run) if step_of(path) <= step][-keep:] if keep else []
+    for path in (*checkpoints(*run), *checkpoints(*run, ".partial"), log.path.with_suffix(".pt.partial")):
+        if path not in kept:
+            path.unlink(missing_ok=True)
 
 def find_checkpoint(config: Config) -> Path:
     """Find the checkpoint that config.resume names. When torchrun restarts the ranks it is the latest of their run."""
     named = Path(config.resume) if Path(config.resume).exists() else ROOT / config.resume
-    folder, run_id, restarted = named.parent, named.stem, env_int("TORCHELASTIC_RESTART_COUNT", 0) > 0
-    if config.resume == "latest":
-        folder, run_id = ROOT / config.log_dir, config.run_id
-        own = [log.stem for log in folder.glob("*.txt") if restarted and is_of_this_launch(log)]
+    latest, restarted = config.resume == "latest", env_int("TORCHELASTIC_RESTART_COUNT", 0) > 0
+    folder, run_id = (ROOT / config.log_dir, config.run_id) if latest else (named.parent, named.stem)
+    own = sorted((log for log in folder.glob("*.txt") if restarted and is_of_this_launch(log)), key=os.path.getmtime)
+    if own:
+        run_id = own[-1].stem
+    elif latest and not run_id:
         newest = max(folder.glob("*.step[0-9]*.ckpt"), key=os.path.getmtime, default=Path())
-        run_id = run_id or (own[0] if own else newest.name.partition(".step")[0])
-    elif named.suffix == ".ckpt" and restarted:
-        run_id = named.name.partition(".step")[0]
+        run_id = newest.name.partition(".step")[0]
     elif named.suffix == ".ckpt" and named.is_file():
         return named.resolve()
     found = checkpoints(folder, run_id) if run_id else []
@@ -3631,7 +3734,7 @@ def save_checkpoint(race: Run, step: int, stop: bool = False) -> None:
                 log.say(f"no checkpoint: {error}")
                 if stop:
                     raise
-            clear_checkpoints(log, keep=race.config.keep_checkpoints)
+            clear_checkpoints(log, step, race.config.keep_checkpoints)
     if stop:
         race.comm.all_gather_json("saved")  # a rank that leaves earlier would end rank 0 while it writes
         raise RunError(f"terminated before step {step}; --resume {log.path} continues from there")
@@ -3764,7 +3867,7 @@ class Signals:
     STOPS = signal.SIGTERM, signal.SIGHUP
     STOP = 1024  # what a stop adds to `received`; SIGUSR1 adds 1
 
-    GRACE_S = 10  # for the last checkpoint when the launcher is gone, and nobody else would end a rank that hangs
+    GRACE_S = 8  # for the last checkpoint when the launcher is gone, and nobody else would end a rank that hangs
 
     def __init__(self):
         self.received, self.stop, self.launcher = 0, False, os.getppid()

@@ -21,8 +21,8 @@ PROGRAMS = r"(?:[A-Z_]+=\S* )*(?:\./run\.sh|\./test\.sh|\.venv/bin/|torchrun|sba
 RUN = object()  # test_the_commands_of_a_first_hour runs it, in this order
 LONG = "takes minutes, and its parts are tested: "
 COMMANDS = {
-    "./run.sh --help short": RUN,
     "./run.sh --help": RUN,
+    "./run.sh --help-all": RUN,
     "./run.sh --num_steps 20 --val_tokens 16384": RUN,
     '.venv/bin/python sample.py --prompt "def read("': RUN,
     ".venv/bin/python records/logs.py --follow logs/RUN.txt": RUN,
@@ -33,7 +33,7 @@ COMMANDS = {
     "./run.sh --text FILE FOLDER …": "test_scripts.py::test_one_command_trains_on_own_text_and_leaves_log_model_picture_and_a_sample",
     ".venv/bin/python data/text.py FILE… --out DIR": "test_data_text.py::test_many_files_in_order_with_any_number_of_processes",
     "./run.sh --preset frontier": "wants a GPU",
-    "./run.sh --resume latest": "test_scripts.py::test_what_is_started",
+    "./run.sh --resume latest": "test_scripts.py::test_a_resumed_run_keeps_the_flags_that_it_began_with",
     "./run.sh -n 10": "test_scripts.py::test_what_is_started",
     "./run.sh -n 5 --vs HEAD": "test_scripts.py::test_what_is_started",
     './run.sh -n 5 --vs "--muon_lr 0.03" --vs "--lazy_tables false"':
@@ -112,7 +112,7 @@ def test_the_commands_of_a_first_hour(tmp_path):
 
 def test_every_flag_is_one_of_a_program_here_and_every_link_leads_somewhere():
     sources = "".join(path.read_text(encoding="utf-8") for path in
-                      (ROOT / "run.sh", ROOT / "sample.py", *(ROOT / "data").glob("*.py"), *(ROOT / "records").glob("*.py"),
+                      (ROOT / "sample.py", *(ROOT / "data").glob("*.py"), *(ROOT / "records").glob("*.py"),
                        ROOT / "bench/dry_gpu/page.py"))
     torchrun = {"--nnodes", "--nproc_per_node", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--max-restarts"}
     known = {*train_gpt.make_parser()._option_string_actions, *re.findall(r"--[a-z][\w-]+", sources), *torchrun}
