@@ -122,7 +122,7 @@ def option(default: Any, why: str, choices: tuple[str, ...] = (), min: float | N
 
 @dataclass(frozen=True)
 class StageValues:
-    """Values that a stage may set. A value that a stage does not set is that of the flag of the same name."""
+    """Values that a stage may set. A stage that does not set one uses the flag of the same name."""
 
     micro_batches: int = option(8, "micro-batches per step over all ranks; ranks take equal shares")
     micro_batch_tokens: int = option(2048 * 16, "tokens per forward and backward pass: one packed sequence")
@@ -143,9 +143,9 @@ def show_row(row: Any) -> str:
     shown = (f"{f.name}={getattr(row, f.name)!r}" for f in dataclasses.fields(row) if getattr(row, f.name) != f.default)
     return f"{type(row).__name__}({', '.join(shown)})"
 
-# Fields: until, the end of the stage (up to 1: a fraction of the scheduled steps; above 1: a step); extra_steps, the
-# length of a stage after the schedule, in place of `until`; and those of StageValues (None: the flag's value).
-# The scheduled steps are num_steps without all extra_steps
+# until: the end of the stage (up to 1: a fraction of the scheduled steps; above 1: a step). extra_steps: the length of
+# a stage after the schedule, in place of `until`; the scheduled steps are num_steps minus all extra_steps. The other
+# fields are those of StageValues (None: the flag's value)
 Stage = dataclasses.make_dataclass(
     "Stage", [("until", float, 1.0), ("extra_steps", int, 0),
               *((f.name, f.type, None) for f in dataclasses.fields(StageValues))],
@@ -452,7 +452,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Every flag is a field of the config. Brackets show speedrun's value, and other presets' that differ. "
                "Relative paths start at the script's folder.")
     parser.add_argument("--preset", choices=PRESETS, help="base of the values below (speedrun with a GPU, else laptop)")
-    groups = {title: parser.add_argument_group(title) for title in HELP_GROUPS.values()}
+    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(HELP_GROUPS.values())}
     for f in dataclasses.fields(Config):
         if f.name in HELP_GROUPS:
             group = groups[HELP_GROUPS[f.name]]
