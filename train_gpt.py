@@ -2558,7 +2558,7 @@ class Reducer:
             self.prepare_for_backward(self.step)
         if slot not in bucket.missing:
             raise RunError(f"{slot.name} got its gradient twice in one backward; prepare each backward separately, "
-                           "with its own loss if with any, or run all but the last of a step in no_sync()")
+                           "with the loss that it starts from, or run all but the last of a step in no_sync()")
         bucket.add_grad(slot, self.factor, self.settings.world_size_invariant)
         if not self.launch_order:
             if not bucket.missing:
