@@ -1,12 +1,12 @@
-"""One GPU as rank 0 of 8: what a step takes without its communication, and how long until the first one.
+"""Time one GPU as rank 0 of 8: a step without its communication, and the start until the first step ends.
 
-    python bench/one_rank_of_8.py                    needs a GPU; elsewhere it says so and ends well
+    python bench/one_rank_of_8.py                    needs a GPU; without one it prints so and exits with status 0
     python bench/one_rank_of_8.py --preset laptop    any machine
 
-torch's `fake` process group stands for the other ranks: its collectives cost nothing and send nothing, so this rank's
-shard of the gradients is its own alone, and the parameters of the other shards never change. Times and memory are those
-of rank 0 in a run of 8, losses mean nothing. Documents are random tokens of random lengths. There is a row for each
-training window; the plan's mean weighs each by its steps.
+torch's `fake` process group replaces the other 7 ranks. Its collectives cost nothing and send nothing: this rank's
+shard of the gradients is not summed, and the other shards' parameters never change. Times and memory are those of rank
+0 in a run of 8; losses are meaningless. Documents are random tokens of random lengths. The table has a row for each
+stage; the last row is the mean over all steps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def write_shard(path: Path, tokens: int, vocab_size: int, mean_document: int) ->
 
 
 def seconds_since_launch() -> float:
-    """Since this process was started, imports included."""
+    """Return the seconds since this process was started, with imports."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
@@ -54,11 +54,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--preset", choices=train_gpt.PRESETS, default="speedrun")
     parser.add_argument("--rounds", type=positive, default=20,
-                        help="timed turns a window; a turn is as many steps as lie between two of Adam")
+                        help="timed rounds per stage; a round has as many steps as an update of Adam sums")
     args = parser.parse_args()
     gpu = torch.cuda.is_available()
     if not gpu and args.preset != "laptop":
-        print(f"skipped: the preset {args.preset} needs an NVIDIA GPU and torch sees none; here --preset laptop runs")
+        print(f"skipped: the preset {args.preset} needs an NVIDIA GPU and torch finds none; --preset laptop runs here")
         return
     device = torch.device("cuda" if gpu else "cpu")
     config, changes = train_gpt.PRESETS[args.preset], []
@@ -82,7 +82,7 @@ def main() -> None:
         trainer.step(turns[0][0], trainer.stream.next_batch(turns[0][0]))
         finish(device)
         cold = seconds_since_launch()
-        trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())  # nothing of that step waits for an update
+        trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())  # drops the gradients of that step
         rows, weighted = [], 0.0
         for stage, plans in zip(stages, turns):
             times, tokens = [], plans[0].micro_batches * plans[0].micro_batch_tokens
@@ -94,7 +94,7 @@ def main() -> None:
                     trainer.step(plan, batch)
                 finish(device)
                 times.append(1e3 * (time.perf_counter() - start) / len(plans))
-            times = times[2:]  # the first turns of a stage compile, and measure kernels
+            times = times[2:]  # the first rounds of a stage compile and tune kernels
             median = float(np.median(times))
             weighted += median * (stage.end - stage.begin) / config.num_steps
             rows.append([f"{plans[0].long_window * config.window_block} tokens", len(times), spread(times),

@@ -31,7 +31,7 @@ COMMANDS = {
     "./test.sh": "it is what runs this",
     "./test.sh -n 0 tests/test_run.py": "it would run tests within tests",
     "./run.sh --text FILE FOLDER …": "test_scripts.py::test_one_command_trains_on_own_text_and_leaves_log_model_picture_and_a_sample",
-    ".venv/bin/python data/text.py FILE… --out DIR": "test_data_text.py::test_many_files_in_order_whatever_the_number_of_processes",
+    ".venv/bin/python data/text.py FILE… --out DIR": "test_data_text.py::test_many_files_in_order_with_any_number_of_processes",
     "./run.sh --preset frontier": "wants a GPU",
     "./run.sh --resume latest": "test_scripts.py::test_a_resumed_run_keeps_the_flags_that_it_began_with",
     "./run.sh -n 10": "test_scripts.py::test_what_is_started",
@@ -51,7 +51,7 @@ COMMANDS = {
     "torchrun --max-restarts 3": "test_resume.py::test_twenty_kills_at_random_moments_change_no_byte",
     "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 --rdzv_id RUN train_gpt.py":
         "wants two hosts with GPUs; on two network namespaces: test_hosts.py::",
-    ".venv/bin/python data/fineweb.py 9": "test_data_fineweb.py::test_a_complete_download_and_nothing_asked_the_second_time",
+    ".venv/bin/python data/fineweb.py 9": "test_data_fineweb.py::test_a_second_call_requests_nothing_after_a_complete_download",
     ".venv/bin/python records/watch.py": "test_records_picture.py::test_the_page_follows_a_run_from_its_first_step_to_its_end",
     ".venv/bin/python records/stats.py THEIR_LOGS --target 3.28": "test_records_stats.py::",
     ".venv/bin/python records/stats.py logs/race-ID": "test_records_stats.py::",

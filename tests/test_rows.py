@@ -123,8 +123,8 @@ def test_no_setting_changes_what_is_computed(on_ranks, changes, network):
 @pytest.mark.parametrize("every", [1, 2])
 def test_exact_mode_gives_the_same_bytes_at_any_number_of_ranks(on_ranks, every):
     """Also between two updates, and where other micro-batches lie on a rank. A plain sum gives other bytes, or this shows nothing."""
-    def hashes(exact, steps):
-        return {train_gpt.hash_of([*on_ranks(ranks, train, steps, 8 // ranks, True, every, Comm, {"world_size_invariant": exact})[0][0].items()])
+    def hashes(invariant, steps):
+        return {train_gpt.hash_of([*on_ranks(ranks, train, steps, 8 // ranks, True, every, Comm, {"world_size_invariant": invariant})[0][0].items()])
                 for ranks in (1, 2, 4)}
     assert len(hashes(True, 3)) == len(hashes(True, 4)) == 1 < len(hashes(False, 4))
 
@@ -180,10 +180,10 @@ def test_a_table_that_one_rank_does_not_read(on_ranks):
     assert len(set(hashes)) == 1 and torch.equal(rows[0][0], tables()[1].weight[4]) and not torch.equal(rows[0][1], tables()[1].weight[5])
 
 
-def moments(comm, exact):
+def moments(comm, invariant):
     """A row that was updated, then read by a loss in which it counts nothing."""
     model = tables()
-    optimizer = optimizer_of(model, comm, 1e9, LAZY, world_size_invariant=exact)
+    optimizer = optimizer_of(model, comm, 1e9, LAZY, world_size_invariant=invariant)
     states = []
     for step, weight in enumerate((1.0, 0.0)):
         optimizer.prepare_for_backward(step)
@@ -194,9 +194,9 @@ def moments(comm, exact):
     return states
 
 
-@pytest.mark.parametrize("world_size_invariant", [True, False])
-def test_a_gradient_of_zero_is_none(on_ranks, exact):
-    for before, after in on_ranks(2, moments, exact):
+@pytest.mark.parametrize("invariant", [True, False])
+def test_a_gradient_of_zero_is_none(on_ranks, invariant):
+    for before, after in on_ranks(2, moments, invariant):
         for key in ("", "/m", "/v"):
             old, new = (state[f"0.weight{key}"].view(-1, WIDTH) for state in (before, after))
             assert torch.equal(old[2], new[2]) and not torch.equal(old[1], new[1])
@@ -272,14 +272,14 @@ def not_finite(comm, table, row):
 def test_a_gradient_that_is_not_finite_is_named_by_its_table(on_ranks, table, row):
     """In the first and in the last row of each, which lie on both ranks."""
     for message in on_ranks(2, not_finite, table, row):
-        assert message.startswith(f"gradients that step 0 sums are not finite: {table}.weight;")
+        assert message.startswith(f"gradients of step 0 are not finite: {table}.weight;")
 
 
 @pytest.mark.parametrize("given,says", [
-    (dict(sparse=False), r"weight got a dense gradient, and its rule wants rows; make it by nn.Embedding\(\.\.\., sparse=True\)"),
-    (dict(announced=[[1, 2]]), "weight: rows have a gradient that were not announced; announce all that a step reads"),
-    (dict(announced=[[]]), "rows have a gradient that were not announced"),
-    (dict(announced=[[1, 4], [1]]), "rows of weight were announced twice for one step"),
+    (dict(sparse=False), r"weight got a dense gradient, but its rule needs a sparse one; create the table by nn.Embedding\(\.\.\., sparse=True\)"),
+    (dict(announced=[[1, 2]]), "weight: rows got a gradient that were not announced; in every step announce all rows that it reads"),
+    (dict(announced=[[]]), "rows got a gradient that were not announced"),
+    (dict(announced=[[1, 4], [1]]), "rows of weight were announced twice in one step"),
 ])
 def test_a_wrong_use_is_answered_with_the_cure(given, says):
     with pytest.raises(RunError, match=says):
@@ -312,12 +312,12 @@ def test_gradients_that_wait_take_no_more_memory_than_a_gradient_of_all_rows():
     for step in range(3):
         optimizer.prepare_for_backward(step)
         table(torch.tensor([step, 1, 1, 0])).sum().backward()
-        assert sum(x._nnz() for x in optimizer.buckets[0].params[0].pending_grads) <= 5
+        assert sum(x._nnz() for x in optimizer.buckets[0].slots[0].pending_grads) <= 5
         optimizer.step(FULL)
 
 
 def test_only_tables_have_rows():
-    with pytest.raises(RunError, match=r"scale has shape \(3,\), and its rule updates the rows of tables; give it Adam without `rows`"):
+    with pytest.raises(RunError, match=r"scale has shape \(3,\), but Adam with `rows` updates tables \[rows, width\]; use Adam without `rows`"):
         train_gpt.fill_buckets([train_gpt.ParamSpec("scale", nn.Parameter(torch.zeros(3)), LAZY)], 0, 0, 1)
 
 

@@ -439,7 +439,7 @@ def test_train_and_val_of_two_encodings_are_refused(one, tmp_path, capsys):
 def test_a_pipe_named_like_a_shard_is_not_waited_for(one, tmp_path, capsys):
     os.mkfifo(tmp_path / "toy_train_000001.bin")
     status, _, errors = run_here(flags(tmp_path, one[1], train_files=str(tmp_path / "toy_train_*.bin")), capsys)
-    assert status == 1 and "toy_train_000001.bin: is no file; delete it" in errors and errors.count("\n") == 1
+    assert status == 1 and "toy_train_000001.bin: not a regular file; delete it" in errors and errors.count("\n") == 1
 
 
 def test_signs_of_another_launcher_are_an_error(one, tmp_path, capsys, monkeypatch):
@@ -473,7 +473,7 @@ def test_a_shard_that_is_replaced_during_the_run_ends_it(one, tmp_path, capsys, 
         write_shard(tmp_path / f"t_{i}.bin", some_documents(i, 600))
     in_step(0, lambda: write_shard(tmp_path / "t_2.bin", some_documents(9, 600)), monkeypatch)
     status, _, errors = run_here(flags(tmp_path, one[1], train_files=str(tmp_path / "t_*.bin"), run_id="replaced"), capsys)
-    assert status == 1 and "t_2.bin: is not the file that it was when the run began" in errors
+    assert status == 1 and "t_2.bin: the file has changed since the run began" in errors
     assert "step:2/12" in (tmp_path / "logs" / "replaced.txt").read_text()
 
 

@@ -1,4 +1,4 @@
-"""The sampler: the logits of the model's full forward, token by token; text as a terminal can bear it; ends without noise."""
+"""sample.py: logits of the model itself, sampling, printable text, error messages, quiet ends."""
 
 import dataclasses
 import importlib.util
@@ -24,58 +24,108 @@ BYTES, WINDOWS = Encoding(257, 256), Windows(12, 4)
 
 
 def shaken(config, encoding=BYTES):
-    """A model none of whose parameters is zero, so that every path carries something."""
+    """A model without zero parameters, so that every path carries something."""
     model = train_gpt.build_model(config, encoding).eval()
     torch.manual_seed(1)
     with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.add_(torch.randn_like(p) * (0.1 if name in train_gpt.SCALES else 0.3 * p.shape[-1] ** -0.5))
-    model.rotary.follow((12, 28))
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * (0.1 if "lambda" in p.kind or p.kind == "scalars" else 0.3 * p.shape[-1] ** -0.5))
     return model
 
 
-def a_text(tokens=150):
-    """Short documents, then one of 80 tokens: longer than the windows and what is kept of them."""
+def save(path, config, encoding=BYTES, tied=False):
+    """Write what save_model would write."""
+    plan, model = train_gpt.plan_of(config, config.num_steps), shaken(config, encoding)
+    train_gpt.save_file(path, {
+        "config": dataclasses.asdict(config), "step": plan.step, "windows": list(plan.windows), **encoding._asdict(),
+        "rotary_windows": list(plan.rotary_windows), "tied": tied,
+        "state": {name: p.detach() for name, p in model.named_parameters()}})
+    return path
+
+
+def a_text(tokens=100):
+    """Short documents, a long one, and again short ones."""
     text = [256 if token == 63 else token for token in some_documents(5, tokens).tolist()]
-    return [7, 8] + text[:60] + [256] + [token % 200 for token in text[60:140]] + text[140:]
+    return [7, 8] + text[:30] + [256] + [token % 200 for token in text[30:70]] + text[70:]
 
 
 PAIRED = "- S1M P2M SM LM PM SM+5 M+4 SM cP0M+2 S1M cL2M"
 
+MECHANISMS = {
+    "record 44": dict(),
+    "n-grams that share few rows": dict(ngrams="2:40:8 4:70:32"),
+    "paired heads, XSA, value gates, backout": dict(layers=PAIRED, exclude_self=True, value_gates=True),
+    "paired halves": dict(layers=PAIRED, pairing="halves", num_heads=4, head_dim=8),
+    "n-grams by layer, key_offset, qk and vo": dict(ngrams="2:40:8", ngram_mix=0.3, key_offset=True, muon_qk_heads=1),
+    "sublayer_scales, skip gates": dict(layers=PAIRED, sublayer_scales=True, skip_gates=True, value_gates=True,
+                                        ngrams="2:40:8", ngram_mix=0.3),
+}
 
-@pytest.mark.parametrize("changes", [dict(), dict(ngrams="2:40:8 4:70:32"), dict(layers=PAIRED, exclude_self=True, value_gates=True),
-                                     dict(ngrams="2:40:8", ngram_mix=0.3, key_offset=True, muon_qk_heads=1),
-                                     dict(layers=PAIRED, sublayer_scales=True, skip_gates=True, value_gates=True,
-                                          ngrams="2:40:8", ngram_mix=0.3)])
+
+@pytest.mark.parametrize("name", MECHANISMS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_logits_are_those_of_the_full_forward(tiny, changes, tied):
-    text, model = a_text(), shaken(dataclasses.replace(tiny, val_len=256, **changes))
-    model.tied = tied
-    expected, reader = model.logits(torch.tensor(text), WINDOWS).detach().numpy(), sample.Reader(model, WINDOWS)
-    for token, others in zip(text, expected):
-        logits = reader.read(token)
-        np.testing.assert_allclose(logits, others, rtol=0, atol=1e-4)
-    assert logits.dtype == reader.trunk(7).dtype == np.float32, "a product with float64 first copies its matrix"
-    assert all(layer.keys.shape[1] < 2 * 12 + 3 for layer in reader.attention if layer), "memory grows with the text"
-    assert expected.std(0).mean() > 0.1, "all tokens expect the same, so nothing was compared"
+def test_logits_are_those_of_the_model(tiny, tmp_path, name, tied):
+    """At every length of a text, for a saved model that is read again."""
+    config = dataclasses.replace(tiny, val_len=256, untie_at=1.0 * tied, head_init=0.01, **MECHANISMS[name])
+    train_gpt.check_config(config, 1)
+    path, text, original = save(tmp_path / "m.pt", config, tied=tied), a_text(), shaken(config)
+    model, saved = sample.load_model(path)
+    original.apply_schedule(train_gpt.plan_of(config, config.num_steps).rotary_windows, tied)
+    assert not model.training and model.tied == tied and len(model.rotary.windows) > 1
+    expected = original.logits(torch.tensor(text), saved["windows"]).detach().numpy()
+    for end in range(1, len(text) + 1):
+        logits = sample.next_logits(model, saved["windows"], text[:end])
+        np.testing.assert_allclose(logits, expected[end - 1], rtol=0, atol=1e-4)
+    assert expected.std(0).mean() > 0.1, "all tokens have the same logits, so nothing was compared"
 
 
-def test_a_head_so_wide_that_scores_would_overflow(tiny):
-    """Queries that are their own keys: a score is the head's width times the softmax scale."""
-    model = shaken(dataclasses.replace(tiny, model_dim=1024, num_heads=1, head_dim=1024, layers="LM", backout_layer=0, val_len=256))
-    qkvo = model.blocks[0].attn.qkvo.data.view(4, 1024, 1024)
-    qkvo[0] = qkvo[1]
-    text, reader = a_text(20), sample.Reader(model, WINDOWS)
-    logits = np.stack([reader.read(token) for token in text])
-    np.testing.assert_allclose(logits, model.logits(torch.tensor(text), WINDOWS).detach().numpy(), rtol=0, atol=1e-3)
+class Biased(train_gpt.GPT):
+    """A model with one more learned parameter, which sample.py does not know."""
+
+    def __init__(self, config, encoding):
+        super().__init__(config, encoding)
+        self.mix = train_gpt.parameter(torch.zeros(config.model_dim), "scalars")
+
+    def trunk(self, tokens, windows):
+        return super().trunk(tokens, windows).cumsum(0) * self.mix  # reads all earlier tokens
 
 
-def test_bf16_and_a_window_of_the_token_alone(tiny):
-    model = shaken(dataclasses.replace(tiny, dtype="bfloat16", val_len=256))
-    text, windows = a_text(), Windows(4, 0)
-    reader = sample.Reader(model, windows)
-    logits = np.stack([reader.read(token) for token in text])
-    assert np.abs(logits - model.logits(torch.tensor(text), windows).detach().numpy()).mean() < 0.05
+def test_a_new_parameter_of_the_model_changes_the_text(tiny, tmp_path, monkeypatch, capsys):
+    def greedy(path):
+        model, saved = sample.load_model(path)
+        tokens = [256, *b"def "]
+        for _ in range(20):
+            tokens.append(int(model.logits(torch.tensor(tokens), saved["windows"])[-1, :257].argmax()))
+        assert sample.main([str(path), "--prompt", "def ", "--tokens", "20", "--temperature", "0"]) == 0
+        assert (text := capsys.readouterr().out) == "".join(shown(tokens[1:])) + "\n"
+        return text
+    plain = greedy(save(tmp_path / "plain.pt", tiny))
+    monkeypatch.setattr(train_gpt, "GPT", Biased)
+    assert greedy(save(tmp_path / "biased.pt", tiny)) != plain
+
+
+def test_a_bf16_model_with_an_fp8_head_is_computed_in_float32(tiny, tmp_path):
+    config = dataclasses.replace(tiny, dtype="bfloat16", fp8_head=True, val_len=256)
+    model, saved = sample.load_model(save(tmp_path / "m.pt", config))
+    original, text = shaken(config), a_text()
+    original.apply_schedule(model.rotary.windows, False)
+    exact = shaken(dataclasses.replace(config, dtype="float32"))
+    train_gpt.load_parameters(exact, {"state": dict(original.named_parameters())})
+    exact.apply_schedule(model.rotary.windows, False)
+    logits = sample.next_logits(model, saved["windows"], text)
+    assert logits.dtype == np.float32
+    for one, gap in (exact, 1e-4), (original, 0.5):
+        np.testing.assert_allclose(logits, one.logits(torch.tensor(text), saved["windows"])[-1].detach(), rtol=0, atol=gap)
+
+
+@pytest.mark.parametrize("layers", ["SM SM", "PM SM"])
+def test_a_text_may_be_longer_than_the_model_s_longest_sequence(tiny, layers):
+    """Where the windows reach less far than that, the logits are those of the whole text."""
+    config = dataclasses.replace(tiny, layers=layers, backout_layer=0, ngrams="2:40:8", val_len=48)
+    model, longer, text = shaken(config), shaken(dataclasses.replace(config, val_len=512)), a_text(300)
+    assert sample.longest_context(model) == 48
+    expected = longer.logits(torch.tensor(text), Windows(4, 4))[-1].detach()
+    np.testing.assert_allclose(sample.next_logits(model, Windows(4, 4), text), expected, rtol=0, atol=1e-4)
 
 
 def test_draw():
@@ -99,29 +149,10 @@ def test_bytes_of_a_character_are_held_back_and_what_a_terminal_obeys_is_spelled
     assert "".join(shown("\x1b[2J\r\x07\x00\u202e\x85\t\n".encode())) == "\\x1b[2J\\r\\x07\\x00\\u202e\\x85\t\n"
 
 
-def save(path, config, encoding=BYTES):
-    plan = train_gpt.plan_of(config, config.num_steps)
-    model = shaken(config, encoding)
-    train_gpt.save_file(path, {
-        "config": dataclasses.asdict(config), "step": plan.step, "windows": list(plan.windows), **encoding._asdict(),
-        "rotary_windows": list(plan.rotary_windows), "state": {name: p.detach() for name, p in model.named_parameters()}})
-    return path
-
-
 @pytest.fixture
 def saved(tiny, tmp_path):
     (tmp_path / "logs" / "race").mkdir(parents=True)
     return save(tmp_path / "logs" / "race" / "run.pt", tiny)
-
-
-def test_the_saved_model_says_what_the_full_forward_says(saved, tiny, capsys):
-    """The model goes on as it was left: its windows and rotary, and the smear and the value tables of the prompt."""
-    model, rest = train_gpt.load_model(saved)
-    said = [256, *b"def "]
-    for _ in range(20):
-        said.append(int(model.logits(torch.tensor(said), Windows(*rest["windows"]))[-1, :257].argmax()))
-    assert sample.main([str(saved), "--prompt", "def ", "--tokens", "20", "--temperature", "0"]) == 0
-    assert capsys.readouterr().out == "".join(shown(said[1:])) + "\n"
 
 
 def test_without_a_path_the_latest_model_speaks_and_a_seed_decides(saved, tiny, tmp_path, capsys, monkeypatch):
@@ -142,14 +173,14 @@ def test_without_a_path_the_latest_model_speaks_and_a_seed_decides(saved, tiny, 
 @pytest.mark.parametrize("flags,status,words", [
     (["nowhere.pt"], 1, "nowhere.pt: No such file"),
     (["."], 1, "Is a directory"),
-    ([__file__], 1, "is no saved model"),
-    (["--tokens", "-3"], 2, "-3 is not a number from 0"),
+    ([__file__], 1, "not a saved model"),
+    (["--tokens", "-3"], 2, "-3 is not a number of at least 0"),
     (["--tokens", "many"], 2, "invalid int value"),
     (["--temperature", "-1"], 2, "argument --temperature"),
     (["--temperature", "nan"], 2, "argument --temperature"),
     (["--top_k", "-1"], 2, "argument --top_k"),
     (["--seed", "-1"], 2, "argument --seed"),
-    (["--temprature", "1"], 2, "did you mean --temperature?"),
+    (["--temprature", "1"], 2, "unrecognized arguments: --temprature"),
     ([], 1, "no model in"),
 ])
 def test_each_wrong_use_is_answered_in_one_line(flags, status, words, tmp_path, monkeypatch, capsys):
@@ -163,6 +194,27 @@ def test_each_wrong_use_is_answered_in_one_line(flags, status, words, tmp_path, 
     assert not printed.out
 
 
+def nan(content):
+    content["state"]["embed.weight"][:] = math.nan
+    return content
+
+
+@pytest.mark.parametrize("write,change,words", [
+    (train_gpt.save_file, lambda c: c | {"config": None}, "does not describe a model of this version of train_gpt.py (AttributeError"),
+    (train_gpt.save_file, lambda c: c | {"config": {"layers": 5}}, "does not describe a model"),
+    (train_gpt.save_file, lambda c: c | {"windows": [1]}, "does not describe a model"),
+    (train_gpt.save_file, lambda c: c | {"vocab_size": 100}, "embed.weight is [128, 32] here and [384, 32] in the saved model"),
+    (train_gpt.save_file, nan, "the model's logits are not finite"),
+    (lambda path, content: torch.save(content, path), nan, "its content does not match its digest"),
+])
+def test_a_file_without_a_usable_model_is_answered_in_one_line(write, change, words, saved, capsys):
+    write(saved, change(torch.load(saved, weights_only=True)))
+    assert sample.main([str(saved)]) == 1
+    printed = capsys.readouterr()
+    assert words in printed.err and printed.err.count("\n") == 1 and printed.err.startswith("sample.py: error: ")
+    assert not printed.out
+
+
 def test_a_prompt_that_the_vocabulary_lacks(tmp_path, tiny, capsys):
     few = Encoding(64, 63)
     path = save(tmp_path / "few.pt", tiny, few)
@@ -171,7 +223,7 @@ def test_a_prompt_that_the_vocabulary_lacks(tmp_path, tiny, capsys):
     assert sample.main([str(path), "--prompt", "x"]) == 1
     assert "no token for b'x'" in capsys.readouterr().err
     assert sample.main([str(path), "--prompt", "12 + 3", "--tokens", "4"]) == 0
-    with pytest.raises(RunError, match="character 1 is no text"):
+    with pytest.raises(RunError, match="character 1 is not valid UTF-8"):
         sample.encode_prompt("a\ud800", sample.vocabulary_of(BYTES), BYTES)
     assert sample.encode_prompt("a\udcff", sample.vocabulary_of(BYTES), BYTES) == [97, 255], "a byte of the command line"
     with pytest.raises(RunError, match="has 1000 tokens"):
@@ -191,7 +243,7 @@ def test_gpt2s_vocabulary_lies_in_a_package_or_its_lack_is_named(monkeypatch):
     tokens = sample.encode_prompt("naïve 日本 🙂", vocabulary, gpt2)
     assert "".join(sample.show(tokens, vocabulary, 50256)) == "naïve 日本 🙂"
     assert "" in list(sample.show(tokens, vocabulary, 50256))[:-1], "half of a character was not held back"
-    with pytest.raises(RunError, match="is no text"):
+    with pytest.raises(RunError, match="is not valid UTF-8"):
         sample.encode_prompt("a\udcff", vocabulary, gpt2)
 
 

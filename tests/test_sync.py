@@ -103,7 +103,7 @@ import test_run
 import train_gpt
 from conftest import some_documents
 from test_optimizer import (BOS, FULL, ONCE, WIDE, Descent, Operations, Recorder, bucket_of, chain, mixed_steps,
-                            mixture, optimizer_of, specs_of, train_steps)
+                            mixture, optimizer_of, specs_with, train_steps)
 from test_run import flags, launch, one, read_log, run_here  # noqa: F401  (fixtures)
 from train_gpt import Comm, DistributedOptimizer, Reducer, RunError
 
@@ -120,7 +120,7 @@ class Hostile(Comm):
     def hand_over(self, handle):
         return handle
 
-    def reduce_scatter(self, shard, full, received):
+    def reduce_scatter(self, shard, full, buffer):
         kept = full.clone()
         shard.fill_(math.nan)
         writes = full._version  # all views of a buffer count their writes together
@@ -131,7 +131,7 @@ class Hostile(Comm):
                 if full._version != writes:
                     raise AssertionError("a buffer was written between its launch and its wait")
                 full.copy_(kept)
-                Comm.reduce_scatter(comm, shard, full, received).wait()
+                Comm.reduce_scatter(comm, shard, full, buffer).wait()
         return self.hand_over(Later())
 
     def all_gather(self, full, shard):
@@ -167,7 +167,7 @@ class Reordering(Hostile):
 class Never(Comm):
     """Takes everything and never answers."""
 
-    def reduce_scatter(self, shard, full, received):
+    def reduce_scatter(self, shard, full, buffer):
         class Unanswered:
             def wait(self):
                 raise TimeoutError("waited for a network that never answers")
@@ -181,8 +181,8 @@ class Failing(Comm):
         super().__init__(rank, ranks)
         self.at = at
 
-    def reduce_scatter(self, shard, full, received):
-        handle = super().reduce_scatter(shard, full, received)
+    def reduce_scatter(self, shard, full, buffer):
+        handle = super().reduce_scatter(shard, full, buffer)
         self.at -= 1
         if self.at:
             return handle
@@ -198,14 +198,14 @@ class Collectives(Comm):
 
     def __init__(self, rank=0, ranks=1):
         super().__init__(rank, ranks)
-        self.by_messages = False
+        self.point_to_point = False
 
 
 def build(model, comm, mutant=None, rule=Descent(), bucket_bytes=0.0, **changes):
     """An engine that knows its model; in place of one of its two classes perhaps a mutant."""
     with mock.patch.object(train_gpt, "Reducer", mutant if mutant and issubclass(mutant, Reducer) else Reducer):
         engine = mutant if mutant and issubclass(mutant, DistributedOptimizer) else DistributedOptimizer
-        buckets = train_gpt.fill_buckets(specs_of(model, rule), bucket_bytes, comm.rank, comm.ranks)
+        buckets = train_gpt.fill_buckets(specs_with(model, rule), bucket_bytes, comm.rank, comm.ranks)
         return engine(buckets, comm, train_gpt.SyncSettings(**changes), model)
 
 
@@ -316,8 +316,8 @@ class Counting(Comm):
         super().__init__(rank, ranks)
         self.buffers, self.arrivals = [], []
 
-    def receive_buffer(self, full, exact):
-        self.buffers.append(super().receive_buffer(full, exact))
+    def receive_buffer(self, full, invariant):
+        self.buffers.append(super().receive_buffer(full, invariant))
         return self.buffers[-1]
 
     def exchange(self, sent, received):
@@ -342,22 +342,22 @@ def test_receive_buffers_are_kept(on_ranks):
 
 
 class LastParameterOnly(Reducer):
-    def register_grad_ready(self, bucket, place):
-        super().register_grad_ready(bucket, place)
-        if self.launch_order and place is bucket.params[-1] and bucket.reducing is None:
-            self.start_reduce_scatter(bucket)
+    def register_grad_ready(self, bucket, slot):
+        super().register_grad_ready(bucket, slot)
+        if self.launch_order and slot is bucket.slots[-1] and bucket.reduce_handle is None:
+            self.launch(bucket)
 
 
 class WaitsInHook(Reducer):
-    def start_reduce_scatter(self, bucket):
-        super().start_reduce_scatter(bucket)
-        bucket.reducing.wait()
+    def launch(self, bucket):
+        super().launch(bucket)
+        bucket.reduce_handle.wait()
 
 
 class WritesAfterLaunch(Reducer):
-    def start_reduce_scatter(self, bucket):
-        super().start_reduce_scatter(bucket)
-        bucket.params[0].grad.add_(1.0)
+    def launch(self, bucket):
+        super().launch(bucket)
+        bucket.slots[0].grad.add_(1.0)
 
 
 class StepsEarly(Reducer):
@@ -371,15 +371,15 @@ class GathersUnwaited(DistributedOptimizer):
 
 
 class HeavyHook(Reducer):
-    def register_grad_ready(self, bucket, place):
-        if place.param.grad.norm().item() >= 0:
-            super().register_grad_ready(bucket, place)
+    def register_grad_ready(self, bucket, slot):
+        if slot.param.grad.norm().item() >= 0:
+            super().register_grad_ready(bucket, slot)
 
 
 class KeepsGradients(Reducer):
-    def register_grad_ready(self, bucket, place):
-        place.kept = place.param.grad
-        super().register_grad_ready(bucket, place)
+    def register_grad_ready(self, bucket, slot):
+        slot.kept = slot.param.grad
+        super().register_grad_ready(bucket, slot)
 
 
 def check_counting(mutant):
@@ -417,12 +417,12 @@ def check_light_hook(mutant):
     for i in range(2):
         engine.prepare_for_backward(0, i, 2)
         with Operations() as operations:
-            for place in bucket.params:
-                place.param.grad = torch.ones(1000)
-                engine.reducer.register_grad_ready(bucket, place)
+            for slot in bucket.slots:
+                slot.param.grad = torch.ones(1000)
+                engine.reducer.register_grad_ready(bucket, slot)
         views = "view", "slice", "select", "unbind"  # of a launch: they touch no memory
         assert [name for name in operations.names if name not in ("ones", *views)] == 2 * [["mul"], ["add_"]][i]
-    assert bucket.reducing is not None
+    assert bucket.reduce_handle is not None
 
 
 def check_memory(mutant):
@@ -455,8 +455,8 @@ def test_mutants_are_caught(check, mutant):
 
 
 class SwapsOrderOnRankOne(Reducer):
-    def agree_on_order(self):
-        super().agree_on_order()
+    def set_launch_order(self):
+        super().set_launch_order()
         if self.comm.rank:
             self.launch_order[:2] = self.launch_order[1::-1]
             self.due.sort(key=self.launch_order.index)
@@ -484,8 +484,8 @@ def group_names(comm):
     generator = torch.Generator().manual_seed(7)
     shapes = torch.randint(1, 9, (20, 2), generator=generator).tolist()
     model = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
-    buckets = train_gpt.fill_buckets(specs_of(model), 100, comm.rank, comm.ranks)
-    return [[place.name for place in bucket.params] for bucket in buckets]
+    buckets = train_gpt.fill_buckets(specs_with(model), 100, comm.rank, comm.ranks)
+    return [[slot.name for slot in bucket.slots] for bucket in buckets]
 
 
 def test_ranks_group_the_same_way(on_ranks):
@@ -529,7 +529,7 @@ def arrivals(comm):
     for name in ("bca" if comm.rank == 0 else "cab"):
         params[name].sum().backward()
     optimizer.step(FULL)
-    return [bucket.params[0].name for bucket in optimizer.reducer.launch_order]
+    return [bucket.slots[0].name for bucket in optimizer.reducer.launch_order]
 
 
 def test_the_order_is_rank_0_s_arrival(on_ranks):
@@ -542,7 +542,7 @@ def test_forward_walk_updates_the_first_layers_first():
     gathers, order = [event[2] for event in comm.events if event[:2] == ("start", "gather")], engine.reducer.launch_order
     in_order = {bucket.param_data.data_ptr(): i for i, bucket in enumerate(order)}
     assert [in_order[pointer] for pointer in gathers[-len(order):]] == list(range(len(order)))[::-1]
-    assert order[-1].params[0].name.startswith("0.")
+    assert order[-1].slots[0].name.startswith("0.")
 
 
 def test_a_gather_is_waited_for_where_the_forward_reads_it():
@@ -554,7 +554,7 @@ def test_a_gather_is_waited_for_where_the_forward_reads_it():
     for name, module in model.named_modules():
         if name:
             module.register_forward_hook(
-                lambda *_, name=name: seen.append((name, sum(bucket.gathering is not None for bucket in engine.buckets))))
+                lambda *_, name=name: seen.append((name, sum(bucket.gather_handle is not None for bucket in engine.buckets))))
     model(X)
     assert seen == [("0", 4), ("1", 2), ("2", 0)], "each layer waits for its own two buckets, and for no other"
     with pytest.raises(RunError, match="give the optimizer the model"):
@@ -694,7 +694,7 @@ def launched_in_backward(comm, told):
         loss = model(torch.ones(2, 3), *names).sum()
         engine.prepare_for_backward(step, loss=loss if told else None)
         loss.backward()
-        launches, first = engine.reducer.launches, engine.reducer.due[0].params[0].name
+        launches, first = engine.reducer.launches, engine.reducer.due[0].slots[0].name
         engine.step(FULL)
     return launches, first.split(".")[0], {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -752,14 +752,14 @@ def test_a_graph_that_changes_is_an_error():
     optimizer.step(FULL)
     optimizer.prepare_for_backward(1)
     model(torch.ones(1, 3), "left").sum().backward()
-    with pytest.raises(RunError, match=r"2 of 4 .* not right\.bias, right\.weight.*unless find_unused_parameters"):
+    with pytest.raises(RunError, match=r"2 of 4 .* not right\.bias, right\.weight.*or set find_unused_parameters"):
         optimizer.step(FULL)
 
 
 def test_frozen(tiny):
     model = train_gpt.build_model(tiny, train_gpt.Encoding(64, BOS))
     model.embed.weight.requires_grad_(False)
-    names = {spec.name for spec in train_gpt.assign(model, train_gpt.assignments(tiny))}
+    names = {spec.name for spec in train_gpt.specs_of(tiny, model)}
     assert "embed.weight" not in names and len(names) == len(list(model.parameters())) - 1
 
 
@@ -808,12 +808,12 @@ def by_loading(model):
 @pytest.mark.parametrize("how,name", [(by_hand, "1.weight"), (by_loading, "0.weight")])
 def test_a_replaced_parameter_is_named(on_ranks, how, name, unused):
     for message in on_ranks(2, replaced_on_both, how, unused):
-        assert message.startswith(f"{name} is another parameter")
+        assert message.startswith(f"{name} is not the parameter that its bucket holds")
 
 
 def test_a_parameter_in_no_bucket_or_in_two_is_named():
     model = chain()
-    specs = specs_of(model)
+    specs = specs_with(model)
 
     def engine(specs, model=None):
         return DistributedOptimizer(train_gpt.fill_buckets(specs, 0, 0, 1), Comm(), model=model)
@@ -874,7 +874,7 @@ def test_exact_mode_refuses_a_gradient_that_is_not_in_every_micro_batch(bucket_b
 
 @pytest.mark.parametrize("changes", [{"find_unused_parameters": True}, {"clip_norm": 1.0}])
 def test_exact_mode_refuses_what_it_cannot_keep(changes):
-    with pytest.raises(RunError, match="exact mode excludes"):
+    with pytest.raises(RunError, match="world-size-invariant mode excludes"):
         flow(chain(), X, world_size_invariant=True, **changes)
 
 
@@ -886,7 +886,7 @@ def compressed_step(comm, ranks):
     optimizer.prepare_for_backward(0)
     (p * gradient(comm.rank)).sum().backward()
     optimizer.step(FULL)
-    return p.detach().clone(), {bucket.received.dtype for bucket in optimizer.buckets}
+    return p.detach().clone(), {bucket.receive_buffer.dtype for bucket in optimizer.buckets}
 
 
 def gradient(rank):
@@ -977,7 +977,7 @@ def not_finite_on_one(comm):
 
 def test_a_gradient_that_is_not_finite_stops_every_rank_before_the_step(on_ranks):
     for message, untouched in on_ranks(2, not_finite_on_one):
-        assert "step 0 sums are not finite: 1.bias;" in message and untouched
+        assert "step 0 are not finite: 1.bias;" in message and untouched
 
 
 # exact mode
@@ -1006,12 +1006,12 @@ def test_micro_batches_sum_as_a_binary_tree(heights, seed):
     bucket, = optimizer_of(nn.ParameterDict({"p": p}), world_size_invariant=True).buckets
     for leaf in leaves:
         p.grad = leaf.clone()
-        bucket.add(bucket.params[0], 0.5, world_size_invariant=True)
-    bucket.start_reduce(Comm(), world_size_invariant=True)
+        bucket.add_grad(bucket.slots[0], 0.5, invariant=True)
+    bucket.start_reduce_scatter(Comm(), invariant=True)
     tree = 0.5 * leaves
     while len(tree) > 1:
         tree = tree[0::2] + tree[1::2]
-    assert torch.equal(bucket.params[0].grad, tree[0])
+    assert torch.equal(bucket.slots[0].grad, tree[0])
 
 
 # flat views
@@ -1053,13 +1053,13 @@ def test_any_optimizer_of_torch_works_on_the_flat_view(optimizer, options):
 
 
 def test_a_rule_of_matrices_refuses_the_flat_view():
-    with pytest.raises(RunError, match=r"matrices.* shape \(12,\)"):
+    with pytest.raises(RunError, match=r"shape \(12,\).* NorMuon updates whole matrices"):
         bucket_of({"flat": nn.Parameter(torch.zeros(12))}, WIDE)
 
 
 # whole runs
 
-SHORT = {"ngrams": "2:40:8", "lazy_tables": "true", "micro_batches": 4, "num_steps": 6, "stages": "until long_window; 1/2 3; 1 7", "warmup_steps": 0, "val_every": 3,
+SHORT = {"ngrams": "2:40:8", "lazy_tables": "true", "micro_batches": 4, "num_steps": 6, "stages": "Stage(until=1/2, long_window=3), Stage(long_window=7)", "warmup_steps": 0, "val_every": 3,
          "muon_momentum_fall": 1}
 
 
@@ -1077,7 +1077,7 @@ def test_an_exact_run_prints_the_same_losses_at_any_number_of_ranks(one, tmp_pat
 def test_a_run_ends_with_the_name_of_a_gradient_that_is_not_finite(one, tmp_path, capsys):  # noqa: F811
     wrong = {**SHORT, "adam_lr": 1e38, "val_every": 0, "check_grads": "true"}
     status, _, errors = run_here(flags(tmp_path, one[1], run_id="nan", **wrong), capsys)
-    assert status != 0 and re.search(r"error: .*step \d sums are not finite: blocks", errors), errors
+    assert status != 0 and re.search(r"error: .*step \d are not finite: blocks", errors), errors
     assert re.search(r"^error: .*not finite", (tmp_path / "logs" / "nan.txt").read_text().splitlines()[-1])
 
 
