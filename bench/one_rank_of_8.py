@@ -68,7 +68,7 @@ def main() -> None:
     vocab_size = 257 if args.preset == "laptop" else train_gpt.GPT2_VOCAB
     comm = FakeComm(RANKS, device)
     if gpu:
-        config, changes = preflight.resolve_auto(config, comm)
+        config, changes = train_gpt.resolve_auto(config, comm)
         config = preflight.fit_memory(config, vocab_size, comm)
     config = dataclasses.replace(config, shuffle=False)
     with tempfile.TemporaryDirectory() as folder:

@@ -51,14 +51,6 @@ sys.path += [str(ROOT), str(ROOT / "records")]
 import launch  # noqa: E402
 import train_gpt as T  # noqa: E402
 
-# The only uses of names that train_gpt.py is about to change
-require = getattr(T, "require", None) or T.demand
-micro_batch_lengths = getattr(T, "micro_batch_lengths", None) or T.lengths_of_micro_batches
-saved_layers = getattr(T, "saved_layers", None) or T.layers_read_again
-resolve_auto = getattr(T, "resolve_auto", None) or (lambda config, comm: (config, []))
-INVARIANT = "world_size_invariant" if hasattr(T.Config, "world_size_invariant") else "exact"
-PENDING = "pending_grads" if hasattr(T, "Slot") else "waiting"
-
 
 # Parts
 
@@ -77,10 +69,16 @@ class Part(NamedTuple):
     fallback: tuple[str, Any] | None = None
 
 
-# Two to four times the differences of bf16 and fp8, uncompiled, on a CPU. polar on the gates' few entries: 0.25 and more
+# Two to four times the differences of bf16 and fp8, uncompiled, on a CPU. polar on the gates' few entries: over 0.25
 ALLOWED, ALLOWED_IN_FP8 = {torch.bfloat16: 0.06, torch.float32: 1e-4}, 0.1
 ALLOWED_POLAR, ALLOWED_POLAR_OF_GATES = 0.06, 0.9
-SCALES = "scalars", "stream_scales", "added_scales"  # scalars of the layers
+LAMBDAS = "scalars", "resid_lambdas", "added_lambdas"  # scalars of the layers
+
+
+def way_of(trainer: T.Trainer) -> tuple[str, Any]:
+    """Return how, and the fallback, of parts that are compiled if anything is."""
+    return ("compiled", ("compile", "off")) if trainer.compiled else ("uncompiled", None)
+
 
 
 def model_parts(trainer: T.Trainer) -> Iterator[Part]:
@@ -93,7 +91,7 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
         # without n-gram tables, which no part reads
         as_plain = dataclasses.replace(c, dtype="float32", fp8_head=False, ngrams="")
         plain = T.build_model(as_plain, trainer.stream.shards[0].encoding)
-        text = torch.where(torch.rand(max(micro_batch_lengths(c))) < 0.002, model.bos_id, 0)
+        text = torch.where(torch.rand(max(T.micro_batch_lengths(c))) < 0.002, model.bos_id, 0)
         targets = torch.randint(len(model.embed.weight), text.shape)
         noise = (T.norm(torch.randn(len(text), c.model_dim)).to(model.embed.weight.dtype) for _ in range(6))
         x, x0, values, ngrams, attn_input, grad = noise
@@ -115,10 +113,10 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
         return m.blocks[i](x, x0, mixes[i], values, value_mixes[i], rotary, masks[m][layer.window], ngrams, attn_input)
 
     def takes(i: int) -> tuple[bool, ...]:
-        return model.layers[i].value_table is not None, model.takes_ngrams[i], model.layers[i].reads_back
+        return model.layers[i].value_table is not None, model.takes_ngrams[i], model.layers[i].reads_backout
 
     def head(m: T.GPT, x: Tensor) -> Tensor:
-        return m.loss(x, targets, plan.loss_weights)
+        return m.loss(x, targets, plan.loss_weights)[0]
 
     def part(name: str, way: tuple[str, Any], function: Callable[..., Tensor], inputs: Sequence[Tensor],
              *learned: str) -> Part:
@@ -143,9 +141,10 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
         layer = model.layers[i]
         inputs = x, x0, *itertools.compress((values, ngrams, attn_input), takes(i))
         kernels = layer.mlp and model.blocks[i].mlp.kernels
-        way = (f"{trainer.way[0]}, with kernels", ("kernels", "off")) if kernels else trainer.way
-        yield part(f"block {i} {c.layers.split()[i]}", way, functools.partial(block, i), inputs, *SCALES, f"blocks.{i}.")
-    yield part("head", ("fp8", ("fp8_head", False)) if model.lm_head.fp8 else trainer.way, head, (x,), "lm_head.")
+        way = (f"{way_of(trainer)[0]}, with kernels", ("kernels", "off")) if kernels else way_of(trainer)
+        yield part(f"block {i} {c.layers.split()[i]}", way, functools.partial(block, i), inputs, *LAMBDAS,
+                   f"blocks.{i}.")
+    yield part("head", ("fp8", ("fp8_head", False)) if model.lm_head.fp8 else way_of(trainer), head, (x,), "lm_head.")
 
 
 def rule_parts(trainer: T.Trainer) -> Iterator[Part]:
@@ -175,8 +174,8 @@ def rule_parts(trainer: T.Trainer) -> Iterator[Part]:
         allowed = ALLOWED[bucket.param_data.dtype]
         if isinstance(bucket.rule, T.NorMuon) and bucket.rule.polar_dtype != torch.float32:
             allowed = ALLOWED_POLAR if min(bucket.param_shard.shape[1:]) >= 64 else ALLOWED_POLAR_OF_GATES
-        yield Part(f"{type(bucket.rule).__name__} {list(bucket.param_shard.shape)}", trainer.way[0],
-                   functools.partial(update, bucket, noise), allowed, trainer.way[1])
+        yield Part(f"{type(bucket.rule).__name__} {list(bucket.param_shard.shape)}", way_of(trainer)[0],
+                   functools.partial(update, bucket, noise), allowed, way_of(trainer)[1])
 
 
 MAX_SENT = 2 ** 22  # elements: every rank generates the data of all ranks
@@ -184,7 +183,7 @@ MAX_SENT = 2 ** 22  # elements: every rank generates the data of all ranks
 
 def transfer_parts(trainer: T.Trainer) -> Iterator[Part]:
     """Yield the copy of a shard to the device, and the collectives, on the largest bucket or MAX_SENT a rank."""
-    comm, device, invariant = trainer.comm, trainer.device, getattr(trainer.config, INVARIANT)
+    comm, device, invariant = trainer.comm, trainer.device, trainer.config.world_size_invariant
     shard = trainer.stream.shards[comm.rank % len(trainer.stream.shards)]
     bucket = max(trainer.optimizer.buckets, key=lambda bucket: bucket.grad_data.nbytes)
     shape, dtype = (comm.ranks, min(bucket.shard_numel, MAX_SENT)), bucket.grad_data.dtype
@@ -193,7 +192,9 @@ def transfer_parts(trainer: T.Trainer) -> Iterator[Part]:
 
     def load(by_plain: bool) -> list[Tensor]:
         raw = np.fromfile(shard.path, "<u2", offset=4 * T.HEADER_INTS) if by_plain else T.load_tokens(shard)
-        return [torch.from_numpy(raw[:-1].astype(np.int32)).to(device) if by_plain else T.split_sequence(raw, device)[0]]
+        if by_plain:
+            return [torch.from_numpy(raw[:-1].astype(np.int32)).to(device)]
+        return [T.split_sequence(raw, device)[0]]
 
     def exchange(kind: str, by_plain: bool) -> list[Tensor]:
         full, mine = of_all_ranks[comm.rank].clone(), comm.rank
@@ -218,10 +219,10 @@ def transfer_parts(trainer: T.Trainer) -> Iterator[Part]:
             grads = torch.randn(4096, bucket.rows.size(1), generator=noise).to(device, bucket.grad_data.dtype)
             sums.index_add_(0, rows[0].to(device) + bucket.first_row(slot), grads.float())
             if rank == comm.rank:
-                setattr(slot, PENDING, [torch.sparse_coo_tensor(rows.to(device), grads, slot.param.shape,
-                                                                check_invariants=False)])
+                slot.pending_grads = [torch.sparse_coo_tensor(rows.to(device), grads, slot.param.shape,
+                                                              check_invariants=False)]
         if by_plain:
-            setattr(slot, PENDING, [])
+            slot.pending_grads = []
             return [sums]
         bucket.rows.zero_()
         bucket.start_reduce(comm, invariant)
@@ -258,7 +259,7 @@ def attempt(part: Part, plain: bool, device: torch.device) -> tuple[Sequence[Ten
         return None, f": {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
 
 
-NOT_COMPARED = -1.0  # less than any difference: the table shows the result of a rank that could compare, if there is one
+NOT_COMPARED = -1.0  # less than any difference: the table shows a rank that could compare, if there is one
 COLUMNS = ["part", "how", "difference", "allowed", "ms", "verdict"]
 
 
@@ -290,7 +291,7 @@ def check_parts(trainer: T.Trainer) -> tuple[list[list[str]], Part | None]:
         for x in (bucket.param_data, bucket.grad_data, *bucket.state.values()):
             x.zero_()
     trainer.optimizer.load_state_dict(saved)
-    for part, (difference, ms, why) in zip(parts, map(max, zip(*trainer.comm.all_json(mine)))):
+    for part, (difference, ms, why) in zip(parts, map(max, zip(*trainer.comm.all_gather_json(mine)))):
         verdict = "failed" if difference > part.allowed else "not compared" if difference == NOT_COMPARED else "ok"
         failed += [part] * (verdict == "failed")
         rows.append([part.name, part.how, "-" if difference == NOT_COMPARED else f"{difference:.1e}",
@@ -311,13 +312,13 @@ def choose_flags(config: T.Config, comm: T.Comm, device: torch.device, shards: l
     """
     fallbacks: dict[str, Any] = {}
     while True:
-        wanted, changes = resolve_auto(dataclasses.replace(config, **fallbacks), comm)
-        chosen = dict(fallbacks)
+        wanted, changes, chosen = dataclasses.replace(config, **fallbacks), [], dict(fallbacks)
         if device.type == "cuda":
+            wanted, changes = T.resolve_auto(wanted, comm)
             wanted = fit_memory(wanted, shards[0].encoding.vocab_size, comm)
             if wanted.micro_batch_splits > config.micro_batch_splits:
                 chosen["micro_batch_splits"] = wanted.micro_batch_splits
-                changes = [*changes, f"memory: each micro-batch is computed in {wanted.micro_batch_splits} parts"]
+                changes.append(f"memory: each micro-batch is computed in {wanted.micro_batch_splits} parts")
         for change in changes:
             say(change)
         trainer = T.Trainer(wanted, comm, device, shards)
@@ -326,8 +327,9 @@ def choose_flags(config: T.Config, comm: T.Comm, device: torch.device, shards: l
         say(table(rows))
         if failed is None:
             return chosen
-        require(failed.fallback, f"{failed.name}, {failed.how}, failed (see the table), and no flag avoids it; repair "
-                "this machine, use another one, or start without this check: torchrun --nproc_per_node=N train_gpt.py")
+        T.require(failed.fallback, f"{failed.name}, {failed.how}, failed (see the table), and no flag avoids it; "
+                  "repair this machine, use another one, or start without this check: torchrun --nproc_per_node=N "
+                  "train_gpt.py")
         flag, value = failed.fallback
         fallbacks[flag] = value
         say(f"{failed.name}, {failed.how}, failed: --{flag} {str(value).lower()} instead")
@@ -344,13 +346,14 @@ USABLE_MEMORY = 0.85  # of the free memory; the allocator's gaps, NCCL and cuBLA
 
 def fit_memory(config: T.Config, vocab_size: int, comm: T.Comm) -> T.Config:
     """Return the config with micro_batch_splits doubled until a step fits on every GPU. RunError if nothing fits."""
-    invariant, free = getattr(config, INVARIANT), min(comm.all_json(torch.cuda.mem_get_info()[0]))
+    invariant, free = config.world_size_invariant, min(comm.all_gather_json(torch.cuda.mem_get_info()[0]))
 
     def lacking(config: T.Config) -> list[bool]:
         return [needed > USABLE_MEMORY * free for needed in memory_needed(config, vocab_size, comm.ranks)]
 
     # the number of tokens in a product decides the order of its sums, so a run that must not depend on it cannot split
-    while lacking(config)[1] and not invariant and not any(n % (2 * T.MASK_BLOCK) for n in micro_batch_lengths(config)):
+    while not invariant and lacking(config)[1] and all(
+            n % (2 * T.MASK_BLOCK) == 0 for n in T.micro_batch_lengths(config)):
         config = dataclasses.replace(config, micro_batch_splits=2 * config.micro_batch_splits)
     if any(short := lacking(config)):
         advice = ("use more ranks, fewer rows in --ngrams, or a smaller model" if short[0] else
@@ -369,12 +372,12 @@ def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, i
     """
     c, layers, size = config, T.parse_layers(config.layers), config.torch_dtype.itemsize
     attentions, mlps = sum(bool(layer.window) for layer in layers), sum(layer.mlp for layer in layers)
-    value_tables, saved_outputs = len({layer.value_table for layer in layers} - {None}), len(saved_layers(c))
+    value_tables, saved_outputs = len({layer.value_table for layer in layers} - {None}), len(T.saved_layers(c))
     matrices = (4 * attentions + 8 * mlps) * c.model_dim ** 2
     entries = (2 + value_tables) * vocab_size * c.model_dim + T.ngram_entries(c)
     # parameters and gradients, and a rank's share of the moments: one in float32 for a matrix, two for an entry
     permanent = 8 * matrices + 2 * size * entries + (4 * matrices + 2 * T.moment_bytes(c) * entries) / ranks
-    width, logits, lengths = c.model_dim * size, vocab_size * size, micro_batch_lengths(c)  # bytes of a token
+    width, logits, lengths = c.model_dim * size, vocab_size * size, T.micro_batch_lengths(c)  # bytes of a token
     eager, of_mlp = c.compile == "off", 14 if c.kernels == "off" else 10
     copies = (2 if c.fp8_head else 1) + 6 * eager  # of the logits; fp8 also keeps their gradient, twice in e5m2
     saved = ((10 if eager else 4) * attentions + of_mlp * mlps + 32) * width + logits * copies
@@ -393,13 +396,13 @@ def check(flags: Sequence[str]) -> None:
     rank, ranks, local_rank = (int(os.environ.get(name, usual)) for name, usual in
                                (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     if ranks > 1:
-        launch.end_with_parent()
+        T.die_with_launcher()
     gpus = T.count_gpus()
     _, config = T.parse_config(flags, "speedrun" if gpus else "laptop")
     T.check_config(config, ranks)
     device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
     if gpus:
-        require(local_rank < gpus, f"rank {rank} has no GPU: this machine has {gpus}; use fewer --ranks")
+        T.require(local_rank < gpus, f"rank {rank} has no GPU: this machine has {gpus}; use fewer --ranks")
         torch.cuda.set_device(device)
     if ranks > 1:
         T.join(config, rank, ranks, device)

@@ -13,7 +13,7 @@ import train_gpt
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "bench"))
 import preflight  # noqa: E402
-from test_run import flags  # noqa: E402
+from conftest import TINY  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -35,9 +35,9 @@ def failed(rows):
 
 def test_working_parts_pass_and_leave_no_trace(config):
     trainer = trainer_of(config, ngrams="2:32:8")
-    before = trainer.state_hash()
+    before = train_gpt.state_hash(trainer)
     rows, broken = preflight.check_parts(trainer)
-    assert trainer.state_hash() == before and broken is None
+    assert train_gpt.state_hash(trainer) == before and broken is None
     assert [row[0] for row in rows[:5]] == ["attention", "block 3 M", "block 2 LM", "block 1 S0M", "head"]
     assert {row[0].split()[0] for row in rows[5:]} == {"Adam", "NorMuon", "load"} and not failed(rows)
     assert all(float(row[2]) <= float(row[3]) and float(row[4]) > 0 for row in rows)
@@ -107,9 +107,9 @@ COMPILED = {"compile": "on"}
 def test_a_broken_part_is_found_and_names_its_fallback(config, monkeypatch, break_it, changes, part, fallback):
     break_it(monkeypatch)
     trainer = trainer_of(config, **changes)
-    before = trainer.state_hash()
+    before = train_gpt.state_hash(trainer)
     rows, broken = preflight.check_parts(trainer)
-    assert broken.name.startswith(part) and broken.fallback == fallback and trainer.state_hash() == before
+    assert broken.name.startswith(part) and broken.fallback == fallback and train_gpt.state_hash(trainer) == before
     assert broken.name in failed(rows)
     name, value = fallback
     rows, broken = preflight.check_parts(trainer_of(config, **{**changes, name: value}))
@@ -191,9 +191,9 @@ def with_rows(comm, config, whole):
         comm.exchange = lambda sent, received: exchange(
             [x * 0 if x.is_floating_point() and rank != comm.rank else x for rank, x in enumerate(sent)], received)
     trainer = trainer_of(config, comm, ngrams="2:5000:8 3:70:8", lazy_tables=True)
-    before = trainer.state_hash()
+    before = train_gpt.state_hash(trainer)
     rows, broken = preflight.check_parts(trainer)
-    assert trainer.state_hash() == before
+    assert train_gpt.state_hash(trainer) == before
     return [row[0] for row in rows if "rows" in row[0]], broken and (broken.name, broken.fallback)
 
 
@@ -213,8 +213,13 @@ def test_each_failed_part_adds_its_fallback_until_all_work(config, monkeypatch):
     assert "block 3 M, uncompiled, with kernels, failed: --kernels off instead\n" in said and "head, fp8, failed: --fp8_head false instead\n" in said
 
 
-def test_the_program_prints_a_table_and_the_flags(tmp_path, corpus, script):
-    process = script(ROOT / "bench" / "preflight.py", "--ranks", 2, *flags(tmp_path, corpus), OMP_NUM_THREADS="1")
+def flags(corpus, **changes):
+    values = {**TINY, "layers": "- S0M LM M", "backout_layer": 2, "micro_batches": 2, **corpus, **changes}
+    return ["--preset", "speedrun", *(text for name, v in values.items() for text in (f"--{name}", str(v)))]
+
+
+def test_the_program_prints_a_table_and_the_flags(corpus, script):
+    process = script(ROOT / "bench" / "preflight.py", "--ranks", 2, *flags(corpus), OMP_NUM_THREADS="1")
     out, errors = process.communicate(timeout=120)
     head, *rows, answer = out.splitlines()
     assert process.returncode == 0 and json.loads(answer) == {} and not errors, errors
@@ -222,34 +227,26 @@ def test_the_program_prints_a_table_and_the_flags(tmp_path, corpus, script):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_wrong_command_is_one_message(tmp_path, corpus, script, ranks):
-    process = script(ROOT / "bench" / "preflight.py", "--ranks", ranks, *flags(tmp_path, corpus, train_files="nowhere*"))
+def test_a_wrong_command_is_one_message(corpus, script, ranks):
+    process = script(ROOT / "bench" / "preflight.py", "--ranks", ranks, *flags(corpus, train_files="nowhere*"))
     out, errors = process.communicate(timeout=120)
     assert process.returncode == 1 and errors.startswith("preflight.py: error: ") and errors.count("\n") == 1 and not out
 
 
 # Memory
 
-Config = train_gpt.Config
-if not hasattr(Config, "micro_batch_splits"):  # train_gpt.py is about to get it
-    Config = dataclasses.make_dataclass("Config", [("micro_batch_splits", int, 1)], bases=(train_gpt.Config,), frozen=True)
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     """gpu(GiB): so much is free on the GPUs here."""
-    if Config is not train_gpt.Config:
-        monkeypatch.setattr(preflight, "micro_batch_lengths", lambda config: {
-            n // config.micro_batch_splits for n in train_gpt.lengths_of_micro_batches(config)})
     return lambda free: monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (free * 2 ** 30, 80 * 2 ** 30))
 
 
 def test_micro_batches_are_split_until_they_fit_on_the_smallest_gpu(gpu):
     class SmallGpus(train_gpt.Comm):
-        def all_json(self, mine):
+        def all_gather_json(self, mine):
             return [mine, 12 * 2 ** 30]
     gpu(79)
-    config = Config(kernels="off", attention="flex", fp8_head=False)
+    config = train_gpt.Config(kernels="off", attention="flex", fp8_head=False)
     assert preflight.fit_memory(config, 50257, train_gpt.Comm()) == config
     split = preflight.fit_memory(config, 50257, SmallGpus())
     assert split == dataclasses.replace(config, micro_batch_splits=2)
@@ -265,15 +262,14 @@ def test_memory_needed_counts_at_least_parameters_gradients_and_state(tiny, laye
                                  dtype="bfloat16", ngrams="2:20000:16", adam_fp32_moments=ranks == 2)
     encoding = train_gpt.Encoding(1024, 1023)
     model = train_gpt.build_model(config, encoding)
-    specs = train_gpt.assign(model, train_gpt.assignments(config))
-    buckets = train_gpt.fill_buckets(specs, 2 ** 40, 0, ranks)
+    buckets = train_gpt.fill_buckets(train_gpt.specs_of(config, model), 2 ** 40, 0, ranks)
     kept = sum(x.numel() * x.element_size() for bucket in buckets
                for x in (bucket.param_data, bucket.grad_data, *bucket.state.values()))
     estimate = preflight.memory_needed(config, encoding.vocab_size, ranks)[0]
     assert 0.95 * kept <= estimate <= 1.6 * kept, (kept, estimate)
 
 
-FRONTIER = dataclasses.asdict(train_gpt.PRESETS["frontier"])
+FRONTIER = vars(train_gpt.PRESETS["frontier"])
 
 
 @pytest.mark.parametrize("ranks, changes, training, validation", [
@@ -302,10 +298,10 @@ def test_memory_needed_is_what_runs_allocate(ranks, changes, training, validatio
     (2, dict(), "use more ranks, fewer rows in --ngrams, or a smaller model"),
     (2, dict(ngrams="2:9000000:768", val_len=128), r"allocate about \d{5} MiB in .* use more ranks, fewer rows"),
     (8, dict(), r"8192 MiB free; .* and 1\d{4} MiB in validation; use a --val_len below 262144; such losses compare only"),
-    (16, {preflight.INVARIANT: True}, r"16384 MiB free; .* use smaller --micro_batch_tokens, and more --micro_batches"),
+    (16, dict(world_size_invariant=True), r"16384 MiB free; .* use smaller --micro_batch_tokens, and more --micro_batches"),
     (3, dict(layers="M " * 60, val_len=128, model_dim=192, num_heads=3, head_dim=64, backout_layer=3, micro_batch_tokens=128 * 81),
      "use a smaller model")])
 def test_the_message_says_what_would_fit_on_a_gpu_that_is_too_small(gpu, free, changes, says):
     gpu(free)
     with pytest.raises(train_gpt.RunError, match=says):
-        preflight.fit_memory(Config(**changes), 50257, train_gpt.Comm())
+        preflight.fit_memory(train_gpt.Config(**changes), 50257, train_gpt.Comm())

@@ -375,7 +375,7 @@ def test_a_driver_too_old_for_torch_is_said_and_not_raced_on_the_cpu(gpus, tree,
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040). Please update")
 
     monkeypatch.setattr(torch.cuda, "init", init)
-    says = r"8 GPU\(s\), but .*built for CUDA 13.0, cannot use them with driver 550.54: .* \(found version 12040\); update"
+    says = r"8 GPU\(s\), but .*built for CUDA 13.0, cannot use them with driver 550.54: .* \(found version 12040\)\. Update"
     with pytest.raises(SystemExit, match=says):
         start.main([])
     assert train_gpt.main([]) == 1
@@ -570,7 +570,7 @@ def test_ctrl_c_ends_a_run_with_130_and_says_what_is_kept_and_how_to_go_on(tmp_p
     stderr = run.communicate(timeout=60)[1]
     assert run.returncode == 130, stderr
     [log] = (tmp_path / "logs").glob("*.txt")
-    assert f"rank 0: interrupted; the log so far: {log}; --resume {log} goes on from its last checkpoint\n" in stderr
+    assert f"rank 0: interrupted; the log so far: {log}; --resume {log} continues from its last checkpoint\n" in stderr
     assert "Traceback" not in stderr and "torch" not in stderr
 
 
