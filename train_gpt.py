@@ -1,14 +1,14 @@
 """A GPT speedrun: train a GPT-2-small-sized model to a validation loss of 3.28 on FineWeb as fast as possible.
 
-    ./run.sh                                      set up, fetch the data and train, on any machine
-    torchrun --nproc_per_node=8 train_gpt.py      the record's run, by hand
-    python train_gpt.py --preset laptop --help    one rank; every value of the config is a flag
+    ./run.sh                                    set up, fetch the data and train, on any machine
+    torchrun --nproc_per_node=8 train_gpt.py    train on eight GPUs, with data already fetched
+    python train_gpt.py --preset laptop         train on one rank; --help lists every flag
 
 This file is the whole experiment, and its source opens the log of every run. Read it from the top. A racer can stop
 after the training loop; the later sections keep a run safe.
 
     config          every value that decides a run, with its reason; presets; command-line flags
-    schedule        stages; plan_of(config, step) returns everything that depends on the step
+    schedule        stages, learning rate, momentum; plan_of(config, step) returns everything that depends on the step
     data            shards, document packing, a stream that preloads
     model           kernels, attention, MLP, blocks, GPT and its loss; no communication
     update rules    Adam and NorMuon: pure functions on tensors
@@ -59,6 +59,7 @@ import unicodedata
 import uuid
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from fnmatch import fnmatchcase
@@ -115,7 +116,7 @@ Numbers = tuple[float, ...]
 
 def option(default: Any, why: str, choices: tuple[str, ...] = (), min: float | None = None, max: float = math.inf,
            exclusive_max: float = math.inf) -> Any:
-    """Declare a config field with the reason for its value. Without `min` a number must be above 0."""
+    """Declare a config field with the reason for its value. Without `min`, a number must be above 0."""
     return field(default=default, metadata={"why": why, "choices": choices, "min": min, "max": max,
                                             "exclusive_max": exclusive_max})
 
@@ -125,25 +126,26 @@ class StageValues:
 
     micro_batches: int = option(8, "micro-batches per step over all ranks; ranks take equal shares")
     micro_batch_tokens: int = option(2048 * 16, "tokens per forward and backward pass: one packed sequence")
-    max_document_tokens: int = option(2048, "longest training document; keeps a batch from being one document", min=2)
+    max_document_tokens: int = option(2048, "longest training document; a batch then has many documents", min=2)
     long_window: int = option(3, "long attention window in blocks; the short window is half of it")
     peak_lr_factor: float = option(1.0, "factor on every learning rate before the cooldown", min=0)
-    loss_weights: Numbers = option((1.0,), "weights of the next token, the one after it, … in the objective")
+    loss_weights: Numbers = option((1.0,), "weights in the objective: next token, the one after it, …; such as 1,.5")
 
 @dataclass(frozen=True)
 class Ramp:
-    """A value that moves linearly from `first`, at a stage's first step, to `last`, at its end."""
+    """A value that changes linearly from `first`, at a stage's first step, to `last`, at its end."""
 
     first: float | Numbers
     last: float | Numbers
 
 def show_row(row: Any) -> str:
-    """Show a dataclass row as it is written, without fields at their default."""
+    """Show a row as it is written on the command line, without fields at their default."""
     shown = (f"{f.name}={getattr(row, f.name)!r}" for f in dataclasses.fields(row) if getattr(row, f.name) != f.default)
     return f"{type(row).__name__}({', '.join(shown)})"
 
-# until: a fraction of the scheduled steps or, above 1, the step at which the stage ends. extra_steps: the length of a
-# stage after the schedule, in place of `until`. The other fields are those of StageValues; None: the flag's value
+# until: the end of the stage (up to 1: a fraction of the scheduled steps; above 1: a step). extra_steps: the length of
+# a stage after the schedule, in place of `until`; the scheduled steps are num_steps minus all extra_steps. The other
+# fields are those of StageValues (None: the flag's value)
 Stage = dataclasses.make_dataclass(
     "Stage", [("until", float, 1.0), ("extra_steps", int, 0),
               *((f.name, f.type, None) for f in dataclasses.fields(StageValues))],
@@ -151,7 +153,7 @@ Stage = dataclasses.make_dataclass(
 
 @dataclass(frozen=True)
 class AdamGroup:
-    """How Adam updates one kind of parameters. None: the value of --adam_beta1, --adam_beta2, --adam_weight_decay."""
+    """How Adam updates one kind of parameters. None: the value of adam_beta1, adam_beta2 or adam_weight_decay."""
 
     kind: str
     lr_mul: float = 1.0  # times adam_lr
@@ -168,10 +170,10 @@ class MuonGroup:
     lr_mul: float = 1.0  # times muon_lr
     __repr__ = show_row
 
-# One row for each kind of parameters. `parameter(init, kind)` in the model names the kind
+# One row per kind of parameters. The model names the kind where it creates a parameter: parameter(init, kind)
 PARAM_GROUPS = (
-    AdamGroup("embed", lr_mul=75.0),         # embeddings start at unit scale and must move far
-    AdamGroup("value_embeds", lr_mul=75.0),  # likewise
+    AdamGroup("embed", lr_mul=75.0),  # embeddings start at unit scale and must move far
+    AdamGroup("value_embeds", lr_mul=75.0),
     AdamGroup("ngram_embeds", lr_mul=25.0),  # most rows get few gradients and must move far with each
     AdamGroup("head"),
     AdamGroup("scalars", lr_mul=5.0, weight_decay=0.0),  # mixing weights: faster than the head, slower than embeddings
@@ -188,98 +190,103 @@ PARAM_GROUPS = (
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """How gradients and parameters are exchanged. Only clip_norm and find_unused_parameters change what is computed;
-    world_size_invariant fixes the order of sums."""
+    """How ranks exchange gradients and parameters.
 
-    sync: str = option("hook", "start a reduce-scatter in backward (hook) or at the step (step)", ("hook", "step"))
-    update_order: str = option("launch", "buckets in the step: in launch order, or first layers first (forward)",
+    Only clip_norm and find_unused_parameters change the update. world_size_invariant fixes the order of its sums.
+    """
+
+    sync: str = option("hook", "start a reduce-scatter in backward (hook) or in the optimizer step (step)",
+                       ("hook", "step"))
+    update_order: str = option("launch", "update buckets in launch order, or from the first layer on (forward)",
                                ("launch", "forward"))
-    overlap_param_gather: bool = option(False, "the next forward waits for each parameter where it reads it")
-    find_unused_parameters: bool = option(False, "parameters may lack a gradient; unused ones stay unchanged")
-    check_grads: bool = option(False, "stop before a step with a non-finite gradient (a GPU must wait for it)")
+    overlap_param_gather: bool = option(False, "overlap all-gathers with the next forward, layer by layer")
+    find_unused_parameters: bool = option(False, "allow parameters without a gradient, which stay unchanged")
+    check_grads: bool = option(False, "stop before a step with a non-finite gradient (synchronizes the GPU)")
     clip_norm: float = option(0.0, "largest gradient norm over all parameters of a step (0: no clipping)", min=0)
     world_size_invariant: bool = option(False, "same bytes on any number of ranks: tree sums, one thread, no batching")
 
 @dataclass(frozen=True)
 class Config(SyncSettings, StageValues):
-    """Every value that decides a run. The defaults are those of record 44."""
+    """Every value that decides a run. The defaults are record 44 of the public speedrun."""
 
     seed: int = option(0, "seed of the initialization and of the document order", min=0, max=2 ** 63 - 1)
     target_val_loss: float = option(3.28, "target validation loss in nats per token (0: none)", min=0)
 
     # data
-    train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "training shards, relative to the script's folder")
-    val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "validation shards, relative to the script's folder")
-    train_shards: int = option(9, "training shards to use, by name (0: all); nine suffice for the record", min=0)
+    train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "training shards")
+    val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "validation shards")
+    train_shards: int = option(9, "training shards to read, in order of their names (0: all); the record needs nine",
+                               min=0)
     epochs: int = option(1, "passes over the training shards; the race allows one")
-    long_documents: str = option("cut", "cut: skip tokens beyond max_document_tokens; split: make further documents, "
-                                 "with BOS in place of their first token", ("cut", "split"))
-    shuffle: bool = option(False, "shuffle the documents of a shard by the seed (FineWeb is shuffled already)")
-    even_order: bool = option(False, "low-discrepancy shuffle: lowers the variance of short runs")
+    long_documents: str = option("cut", "cut: drop tokens beyond max_document_tokens; split: make documents of them",
+                                 ("cut", "split"))
+    shuffle: bool = option(False, "shuffle the documents of each shard by the seed (FineWeb is shuffled already)")
+    even_order: bool = option(False, "shuffle with low discrepancy, which lowers the variance of short runs")
     val_tokens: int = option(10_485_760, "validation tokens, from the start of the split (0: all)", min=0)
     val_len: int = option(4 * 64 * 1024, "tokens per validation sequence")
     val_every: int = option(250, "steps between validations (0: only at the end)", min=0)
 
     # model
-    layers: str = option("- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M", "one word per layer: S, L or P (attention "
-                         "with the short or the long window, or over pairs of heads), a digit (value table), M (MLP), "
-                         "- (empty), +N (skip connection from layer N), c in front (attention reads backout_layer)")
-    ngrams: str = option("", "n-gram embedding tables, N:ROWS:WIDTH each, such as 2:16384:64; fewer rows than n-grams "
-                         "are shared by a hash")
-    ngram_mix: float = option(0.0, "initial weight of n-gram embeddings in each layer's input (0: add them once)",
+    layers: str = option("- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M", "one word per layer: S or L (attention "
+                         "with the short or long window) or P (short window, pairs of heads), a digit (value table), "
+                         "M (MLP), +N (skip connection from layer N); c in front (attention reads the output of "
+                         "backout_layer); - (nothing)")
+    ngrams: str = option("", "n-gram embedding tables, N:ROWS:WIDTH each; with few rows, n-grams share them by hash")
+    ngram_mix: float = option(0.0, "initial weight of n-gram embeddings in the input of each layer (0: add them once)",
                               min=0)
     model_dim: int = option(768, "width of the residual stream")
     num_heads: int = option(6, "attention heads")
     head_dim: int = option(128, "width of a head; num_heads * head_dim must be model_dim")
-    gate_dim: int = option(12, "entries of the residual stream that the gates read")
+    gate_dim: int = option(12, "channels of the residual stream that the gates read")
     backout_layer: int = option(8, "layer whose output is partly subtracted before the head", min=0)
-    resid_lambda_init: float = option(1.0, "initial weight of the residual stream in a layer; above 1 favours later "
-                                      "layers")
-    sublayer_scales: bool = option(False, "attention and MLP each get learned weights for the residual stream, their "
-                                   "output, x0 and n-gram embeddings")
+    resid_lambda_init: float = option(1.0, "initial weight of the residual stream in each layer; above 1 favours "
+                                      "later layers")
+    sublayer_scales: bool = option(False, "learned weights of residual stream, output, x0 and n-gram embeddings for "
+                                   "attention and for MLP")
     skip_gates: bool = option(False, "gate skip connections by the token's embedding")
     value_gates: bool = option(False, "gate the value table per head and token")
     exclude_self: bool = option(False, "let unpaired heads remove a token's own value (XSA, arXiv:2603.09078)")
     pairing: str = option("neighbours", "heads that P pairs: neighbours 0 and 1, or halves 0 and num_heads / 2",
                           ("neighbours", "halves"))
-    key_offset: bool = option(False, "long-window keys take their unrotated part from the previous token, which enables "
-                              "induction heads in one layer")
+    key_offset: bool = option(False, "long-window keys: unrotated part from the previous token (induction heads in "
+                              "one layer)")
     output_init: float = option(0.0, "scale of the initial attention output matrices (0: zeros)", min=0)
     head_init: float = option(0.0, "standard deviation of the head's initialization", min=0)
     value_init: float = option(1.0, "standard deviation of the value tables' initialization", min=0)
-    untie_at: float = option(0.0, "fraction of the schedule during which head and embedding are tied (0: never)",
+    untie_at: float = option(0.0, "fraction of the schedule in which head and embedding are tied (0: never)",
                              min=0, max=1)
-    logit_cap: float = option(30.0, "logits = cap * sigmoid((x + logit_shift) / logit_softness)")
+    logit_cap: float = option(30.0, "logits = logit_cap * sigmoid((x + logit_shift) / logit_softness)")
     logit_shift: float = option(0.0, "see logit_cap", min=-math.inf)
     logit_softness: float = option(7.5, "see logit_cap")
-    # Adam's moments have the dtype of their parameter; the record's scalars have float32 moments too. Two roundings of
-    # the record are left out because float32 costs nothing there: the gates' moments, and the result of polar
-    dtype: str = option("bfloat16", "dtype of embeddings, head, gates, activations and polar; matrices stay float32 "
-                        "(use float32 on CPUs without bf16 units)", ("bfloat16", "float32"))
-    fp8_head: bool = option(True, "fp8 matrix product of the head in training, on GPUs that have it")
+    # Adam's moments have the dtype of their parameter, as in the record. The record also rounds the gates' moments and
+    # the result of polar to bf16; here they are float32, which costs nothing
+    dtype: str = option("bfloat16", "dtype of activations, embeddings, head and gates; float32 for CPUs without bf16",
+                        ("bfloat16", "float32"))
+    fp8_head: bool = option(True, "compute the head in fp8 during training, on GPUs that have fp8")
 
     # schedule
-    num_steps: int = option(2245, "training steps; fewer than the preset's shorten its step counts in proportion")
+    num_steps: int = option(2245, "training steps; with fewer, extra_steps and muon_momentum_* shrink in proportion")
     stages: tuple[Stage, ...] = option(
         (Stage(until=1/3, long_window=3), Stage(until=2/3, long_window=7), Stage(long_window=11),
          Stage(extra_steps=40, long_window=13)),
-        "stages in order, such as Stage(until=1/3, long_window=3), Stage(long_window=Ramp(1, 2)); until: fraction of "
-        "the scheduled steps or last step; extra_steps: steps after the schedule")
+        "such as Stage(until=1/3, long_window=3), Stage(peak_lr_factor=Ramp(1, 2)), Stage(extra_steps=40). until: end "
+        "(up to 1: fraction of the scheduled steps; above 1: step); extra_steps: length after the schedule")
     cooldown: float = option(0.5, "fraction of the scheduled steps in which the learning rate falls", min=0, max=1)
     lr_floor: float = option(0.1, "learning-rate factor at the end of the cooldown", min=0, max=1)
-    window_block: int = option(128, "tokens per block; windows are counted in blocks")
-    final_window: int = option(20, "long window of the last validation, in blocks; the rotary is not stretched for it")
+    window_block: int = option(128, "tokens per block of attention windows")
+    final_window: int = option(20, "long window of the last validation, in blocks; rotary embeddings stay as they are")
 
     # optimizers
     param_groups: tuple[AdamGroup | MuonGroup, ...] = option(
-        (), "rows that replace those of PARAM_GROUPS, such as AdamGroup(\"head\", lr_mul=0.5), MuonGroup(\"attn\")")
-    adam_lr: float = option(0.008, "Adam's learning rate before the multipliers of param_groups", min=0)
-    adam_beta1: float = option(0.65, "short memory: the last gradient of a token is old by its next", min=0,
+        (), "rows for single kinds of parameters, such as AdamGroup(\"head\", lr_mul=0.5, beta1=0.5), "
+        "MuonGroup(\"attn\"); each replaces the row of that kind in PARAM_GROUPS or in the preset")
+    adam_lr: float = option(0.008, "Adam's learning rate before lr_mul of param_groups", min=0)
+    adam_beta1: float = option(0.65, "decay of the first moment; low, because a token's gradients are far apart", min=0,
                                exclusive_max=1)
-    adam_beta2: float = option(0.95, "short memory of the second moment", min=0, exclusive_max=1)
-    adam_eps: float = option(1e-8, "keeps a parameter without gradient unchanged")
-    adam_fp32_moments: bool = option(False, "float32 moments for Adam, whatever the parameter's dtype")
-    adam_every: int = option(2, "steps between Adam updates, on the sum of their gradients")
+    adam_beta2: float = option(0.95, "decay of the second moment", min=0, exclusive_max=1)
+    adam_eps: float = option(1e-8, "added to the denominator; a parameter without gradient stays unchanged")
+    adam_fp32_moments: bool = option(False, "keep Adam's moments in float32, whatever the parameter's dtype")
+    adam_every: int = option(2, "steps per Adam update, which uses the sum of their gradients")
     lazy_tables: bool = option(False, "send and update only the n-gram rows that a step uses")
     adam_weight_decay: float = option(0.0, "cautious weight decay, times the squared learning rate", min=0)
     muon_lr: float = option(0.03, "NorMuon's learning rate: the size of an orthogonal update", min=0)
@@ -288,37 +295,38 @@ class Config(SyncSettings, StageValues):
     muon_momentum_low: float = option(0.85, "NorMuon's momentum at the first and the last step", min=0, exclusive_max=1)
     muon_momentum_rise: int = option(300, "steps of the momentum warm-up", min=0)
     muon_momentum_fall: int = option(50, "steps of the momentum cooldown", min=0)
-    muon_beta2: float = option(0.95, "NorMuon's second-moment decay", min=0, exclusive_max=1)
-    muon_qk_heads: int = option(0, "heads that share one matrix of queries or keys in NorMuon, with second moments per "
-                                "column (values, outputs: per row); 0: all heads, per column", min=0)
+    muon_beta2: float = option(0.95, "decay of NorMuon's second moment", min=0, exclusive_max=1)
+    # with muon_qk_heads, second moments are per column for queries and keys, per row for values and outputs; else all
+    # are per column
+    muon_qk_heads: int = option(0, "heads per matrix of queries or keys that NorMuon orthogonalizes (0: all heads)",
+                                min=0)
 
     # gradient sync (see also SyncSettings)
-    bucket_mb: float = option(72.0, "MiB of parameters per bucket (0: one bucket per parameter); the default is 8 of "
-                              "the record's largest matrices, one per rank", min=0)
-    grad_reduce_in_fp32: bool = option(False, "accumulate and send bf16 parameters' gradients in float32")
+    # the default bucket holds 8 of the record's largest matrices, one per rank
+    bucket_mb: float = option(72.0, "MiB of parameters per bucket (0: one bucket per parameter)", min=0)
+    grad_reduce_in_fp32: bool = option(False, "accumulate and send the gradients of bf16 parameters in float32")
     bf16_compress: bool = option(False, "send gradients in bf16")
 
     # machine
-    micro_batch_splits: int = option(1, "forward and backward passes per micro-batch; more need less GPU memory")
+    micro_batch_splits: int = option(1, "parts that each micro-batch is split into, to save GPU memory")
     compile: str = option("auto", "torch.compile for blocks, head and update rules; auto: on GPUs",
                           ("auto", "on", "off"))
-    attention: str = option("auto", "flash (FlashAttention 3 where installed), flex (FlexAttention) or masked (SDPA with "
-                            "masks); auto: flash on Hopper GPUs with version 3, flex on other GPUs, masked on CPUs",
-                            ("auto", "flash", "flex", "masked"))
+    # flash is FlashAttention 3 where it is installed, else torch's own
+    attention: str = option("auto", "masked: SDPA; auto: flash on Hopper with FlashAttention 3, flex on other GPUs, "
+                            "masked on CPUs", ("auto", "flash", "flex", "masked"))
     kernels: str = option("auto", "Triton kernels of the MLP; auto: on Hopper GPUs and later", ("auto", "on", "off"))
-    warmup_steps: int = option(30, "warm-up steps off the clock, over all stages; the state is restored after them",
-                               min=0)
-    timeout_s: int = option(300, "seconds until a collective without all ranks fails", max=10 ** 6)
-    profile: str = option("", "A:B writes a Chrome trace of steps A to B for each rank")
+    warmup_steps: int = option(30, "untimed warm-up steps over all stages; the state is restored after them", min=0)
+    timeout_s: int = option(300, "seconds until a collective fails if a rank does not join it", max=10 ** 6)
+    profile: str = option("", "A:B writes a Chrome trace of steps A to B per rank")
 
     # log and saved files
-    log_dir: str = option("logs", "folder of logs, checkpoints and models, relative to the script's folder")
-    run_id: str = option("", "name of the log (empty: time and launch)")
+    log_dir: str = option("logs", "folder of logs, checkpoints and models")
+    run_id: str = option("", "name of the log (empty: from the time and the launch)")
     train_loss_every: int = option(10, "steps between training losses in the log", min=0)
     save_every: int = option(0, "steps between checkpoints, off the clock (0: only on SIGTERM and SIGUSR1)", min=0)
     keep_checkpoints: int = option(2, "checkpoints to keep until the run has finished")
-    resume: str = option("", "checkpoint or log to resume from, or `latest`")
-    init_from: str = option("", "saved model or checkpoint to start from; never a record")
+    resume: str = option("", "checkpoint or log to resume from, or latest")
+    init_from: str = option("", "saved model or checkpoint to start from; such a run cannot be a record")
     save_model: bool = option(False, "save the trained model for sample.py and verify.py")
     race: str = option("", "set by records/race.py: ID:RUN:DECLARED_N:SIDE")
 
@@ -327,19 +335,19 @@ class Config(SyncSettings, StageValues):
         return getattr(torch, self.dtype)
 
 PRESETS = {
-    # By simulation overlapping gathers save 0.7 ms per step
+    # overlap_param_gather saves 0.7 ms per step on the simulated GPU (bench/dry_gpu.py)
     "speedrun": Config(overlap_param_gather=True, update_order="forward"),
     # Record 80 of the public speedrun; the hash of the bigram table is the only difference (bench/public_record.py).
-    # Later records are left out because only the whole of record 89 has shown that its 1,285 steps suffice:
-    # exclude_self (82), wider n-gram tables (83), fp8 in the MLP (84, 89), MUDD (81, 85), prefix targets (88)
+    # Records 81 to 89 add MUDD (81, 85), exclude_self (82), wider n-gram tables (83), fp8 in the MLP (84, 89) and
+    # prefix targets (88). They are left out: only record 89 as a whole has shown that its 1,285 steps suffice
     "frontier": Config(
-        # without the record's first layer, which does nothing; attention of the last layers reads backout_layer
+        # the record's empty first layer is left out
         layers="PM S0M P1M LM SM PM M+3 SM cS2M cP3M cL4M", backout_layer=7, value_gates=True, skip_gates=True,
         sublayer_scales=True, resid_lambda_init=1.1, pairing="halves", key_offset=True,
         ngrams="2:251520:768", ngram_mix=0.05, output_init=1.0, head_init=0.005, value_init=0.01, untie_at=2 / 3,
-        logit_cap=23.0, logit_shift=5.0,  # a lower cap, with more room below 0 than above
+        logit_cap=23.0, logit_shift=5.0,  # a lower cap; logits have more room below x = 0 than above
         num_steps=1480, cooldown=0.6, lr_floor=0.15,
-        stages=(  # batches grow, documents are short at first, and the loss looks ahead at first
+        stages=(  # batches and documents grow; the loss predicts several tokens ahead at first
             Stage(until=1/3, micro_batch_tokens=16384, max_document_tokens=896, long_window=3, peak_lr_factor=1.0,
                   loss_weights=Ramp((1.0, 0.5, 0.25), (1.0, 0.5, 0.0))),
             Stage(until=2/3, micro_batch_tokens=32768, max_document_tokens=2048, long_window=7, peak_lr_factor=1.52,
@@ -363,8 +371,8 @@ PRESETS = {
             MuonGroup("mlp_proj", lr_mul=4.0),
         ),
     ),
-    # The same code, small: bytes of the standard library on two CPU cores. Two narrow layers with n-gram tables: in a
-    # short run more tokens help more than more layers, and longer n-grams help more than both (LOG.md)
+    # A small run for two CPU cores on the bytes of Python's standard library. In a short run more tokens help more than
+    # more layers, and longer n-grams help more than both (LOG.md)
     "laptop": Config(
         target_val_loss=1.40, train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin",
         train_shards=0, max_document_tokens=257, long_documents="split", shuffle=True, even_order=True,
@@ -386,15 +394,15 @@ FREE_TO_CHANGE = {f.name for f in dataclasses.fields(SyncSettings)} - {"world_si
     "bucket_mb", "compile", "attention", "kernels", "warmup_steps", "timeout_s", "profile", "log_dir",
     "run_id", "save_every", "keep_checkpoints", "resume", "save_model", "train_files", "val_files"}
 
-# --help prints a title above each of these fields
-HELP_GROUPS = {"micro_batches": "values that stages may set", "sync": "gradient and parameter sync", "seed": "the run",
-               "train_files": "data", "layers": "model", "num_steps": "schedule", "param_groups": "optimizers",
-               "bucket_mb": "gradient buckets", "micro_batch_splits": "machine", "log_dir": "log and saved files"}
+# Titles in the order of --help: each holds the fields from the named one to the next name in this table
+HELP_GROUPS = {"seed": "the run", "train_files": "data", "layers": "model", "num_steps": "schedule",
+               "micro_batches": "values that stages may set", "param_groups": "optimizers", "sync": "gradient sync",
+               "bucket_mb": "gradient sync", "micro_batch_splits": "machine", "log_dir": "log and saved files"}
 
 def parse_rows(text: str) -> tuple[Any, ...]:
     """Evaluate rows such as `Stage(until=1/3, long_window=3), Stage(long_window=11)`.
 
-    Allows only the names below, numbers, fractions, strings and tuples. ArgumentTypeError on anything else.
+    Only the four row classes, numbers, fractions, strings and tuples are allowed. Raise ArgumentTypeError on others.
     """
     names = {row.__name__: row for row in (Stage, Ramp, AdamGroup, MuonGroup)}
 
@@ -412,9 +420,9 @@ def parse_rows(text: str) -> tuple[Any, ...]:
                 return names[name](*map(value, node.args), **{k.arg: value(k.value) for k in node.keywords})
         raise ValueError(f"{ast.unparse(node)!r} is neither a number, a string, a tuple nor one of {', '.join(names)}")
     try:
-        rows = value(ast.parse(f"[{text}]", mode="eval").body)
-        return rows[0] if len(rows) == 1 and isinstance(rows[0], tuple) else rows  # as PRESETS have them, in brackets
-    except (SyntaxError, ValueError, TypeError, ZeroDivisionError) as error:
+        rows = value(ast.parse(f"({text})", mode="eval").body)
+        return rows if isinstance(rows, tuple) else (rows,)
+    except (SyntaxError, ValueError, TypeError, ArithmeticError) as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {getattr(error, 'msg', error)}; write rows like Stage(until=1/3, "
                                          'long_window=3), or AdamGroup("head", lr_mul=0.5)') from None
 
@@ -437,33 +445,39 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; --help lists every flag\n")
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = group = Parser(
+    parser = Parser(
         prog="train_gpt.py", description=__doc__.split("\n\n")[0], allow_abbrev=False,
-        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=32, width=160),
+        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=40, width=160),
         usage="train_gpt.py [--preset NAME] [--flag VALUE ...]",
-        epilog="Every flag is a field of the config. Brackets show speedrun's value, and other presets' that differ.")
+        epilog="Every flag is a field of the config. Brackets show speedrun's value, and other presets' that differ. "
+               "Relative paths start at the script's folder.")
     parser.add_argument("--preset", choices=PRESETS, help="base of the values below (speedrun with a GPU, else laptop)")
+    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(HELP_GROUPS.values())}
     for f in dataclasses.fields(Config):
         if f.name in HELP_GROUPS:
-            group = parser.add_argument_group(HELP_GROUPS[f.name])
+            group = groups[HELP_GROUPS[f.name]]
         aliases = ["--exact"] if f.name == "world_size_invariant" else []
         choices, parse = f.metadata["choices"] or None, PARSERS.get(f.type, parse_rows)
-        group.add_argument(f"--{f.name}", *aliases, type=parse, choices=choices,
-                           metavar=None if choices else "ROWS" if parse is parse_rows else f.type.upper(),
-                           help=(f.metadata["why"] + preset_values(f)).replace("%", "%%"))
+        group.add_argument(
+            f"--{f.name}", *aliases, type=parse, choices=choices,
+            metavar=None if choices else "ROWS" if parse is parse_rows else f.type.upper(),
+            help=(f.metadata["why"] + preset_values(f)).replace("%", "%%"))
     return parser
 
 def preset_values(f: dataclasses.Field) -> str:
     """Show speedrun's value of a field, and those of other presets that differ. Rows are too long to show."""
-    usual, *others = (str(getattr(preset, f.name)) or "empty" for preset in PRESETS.values())
+    if f.type not in PARSERS:
+        return ""
+    usual, *others = (f"{v:.4g}" if isinstance(v, float) else ",".join(map(str, v)) if isinstance(v, tuple) else
+                      str(v) or "empty" for v in (getattr(preset, f.name) for preset in PRESETS.values()))
     differ = (f"{name}: {value}" for name, value in zip([*PRESETS][1:], others) if value != usual)
-    return "" if f.type not in PARSERS else f" ({'; '.join([usual, *differ])})"
+    return f" ({'; '.join([usual, *differ])})"
 
 def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]:
-    """Parse flags into the preset's name and the config. A resumed run takes its checkpoint's config; only
-    FREE_TO_CHANGE may differ.
+    """Parse flags into the preset's name and the config.
 
-    SystemExit on an unknown or ill-typed flag, RunError where there is nothing to resume.
+    A resumed run has the config of its checkpoint; only fields in FREE_TO_CHANGE may differ. Raise SystemExit on an
+    unknown or ill-typed flag, RunError if there is no checkpoint to resume from.
     """
     given = {name: v for name, v in vars(make_parser().parse_args(argv)).items() if v is not None}
     preset = given.pop("preset", default_preset)
@@ -473,22 +487,22 @@ def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]
     config = dataclasses.replace(usual, **shortened(usual, given.get("num_steps", usual.num_steps)) | given)
     idle = [f.name for f in dataclasses.fields(StageValues) if f.name in given and "stages" not in given
             and all(getattr(stage, f.name) is not None for stage in usual.stages)]
-    require(not idle, f"--{', --'.join(idle)} would have no effect: every stage of {preset} sets it. Give --stages with "
-            f"other values: {', '.join(map(repr, config.stages))}")
+    require(not idle, f"--{', --'.join(idle)} has no effect, because every stage of {preset} sets that value; change "
+            f"it in --stages '{', '.join(map(repr, config.stages))}'")
     if not config.resume:
         return preset, config
     path, fixed = find_checkpoint(config), sorted(given.keys() - FREE_TO_CHANGE)
     require(not fixed, f"--resume continues {path}; leave out --{', --'.join(fixed)}, which would make it another run")
-    saved = load_file(path, check=False)  # `resume` checks it where it takes the state
+    saved = load_file(path, check=False)  # its checksum is verified when the state is loaded
     try:
         given.update(run_id=saved["run_id"], log_dir=str(path.parent), resume=str(path))
         return saved["preset"], dataclasses.replace(config_of(saved["config"]), **given)
     except (KeyError, TypeError) as error:
-        raise RunError(f"{path}: not a checkpoint of this version of train_gpt.py ({error}). Name another one, or "
-                       "resume with the version whose source the log holds") from error
+        raise RunError(f"{path}: not a checkpoint of this version of train_gpt.py ({error}); name another one, or "
+                       "resume with the version whose source opens its log") from error
 
 def shortened(preset: Config, num_steps: int) -> dict[str, Any]:
-    """Scale the step counts of a preset to a shorter run. A longer run keeps them."""
+    """Scale the preset's step counts to a run of fewer steps. A longer run keeps them."""
     def scaled(steps: int) -> int:
         return steps * min(num_steps, preset.num_steps) // preset.num_steps
     stages = [dataclasses.replace(stage, extra_steps=scaled(stage.extra_steps)) for stage in preset.stages]
@@ -496,16 +510,19 @@ def shortened(preset: Config, num_steps: int) -> dict[str, Any]:
                             if stage.extra_steps or not old.extra_steps),
             **{name: max(1, scaled(getattr(preset, name))) for name in ("muon_momentum_rise", "muon_momentum_fall")}}
 
+def json_of(config: Config) -> dict[str, Any]:
+    """Return the JSON form of a config. Rows are text, as on the command line."""
+    return {f.name: getattr(config, f.name) if f.type in PARSERS else ", ".join(map(repr, getattr(config, f.name)))
+            for f in dataclasses.fields(config)}
+
 def config_of(fields: dict[str, Any]) -> Config:
-    """Rebuild a config from its JSON form."""
-    def rebuild(v: Any) -> Any:
-        if isinstance(v, list | tuple):
-            return tuple(map(rebuild, v))
-        if isinstance(v, dict):
-            row = Ramp if "first" in v else Stage if "until" in v else AdamGroup if "beta1" in v else MuonGroup
-            return row(**{name: rebuild(value) for name, value in v.items()})
-        return v
-    return Config(**{name: rebuild(v) for name, v in fields.items()})
+    """Rebuild a config from its JSON form. Raise TypeError if another version of this script wrote it."""
+    rows = {f.name for f in dataclasses.fields(Config) if f.type not in PARSERS}
+    try:
+        return Config(**{name: parse_rows(v) if name in rows else tuple(v) if isinstance(v, list) else v
+                         for name, v in fields.items()})
+    except argparse.ArgumentTypeError as error:
+        raise TypeError(str(error)) from None
 
 def profiled_steps(config: Config) -> range:
     first, last = map(int, config.profile.split(":"))
@@ -524,14 +541,14 @@ def parse_layers(words: str) -> tuple[Layer, ...]:
     """Parse Config.layers: `S1M+5` -> Layer("S", 1, True, skip_from=5). RunError on an invalid word."""
     def parse(word: str) -> Layer:
         found = re.fullmatch(r"-|(?=[^+])(?:(c?)([SLP])(\d?))?(M?)(?:\+(\d+))?", word)
-        require(found, f"layers: {word!r} is not a layer. Write S, L or P, optionally a digit, M, +N, and c in front; or "
-                "M; or -")
+        require(found, f"layers: {word!r} is not a layer; write S, L or P, optionally with a digit, M, +N, and c in "
+                "front, such as cS1M+0; or M; or -")
         reads_backout, window, table, mlp, skip = found.groups()
         return Layer(window, int(table) if table else None, bool(mlp), bool(reads_backout), int(skip) if skip else None)
     return tuple(map(parse, words.split()))
 
 def saved_layers(config: Config) -> set[int]:
-    """Find the layers whose outputs later layers or the head read."""
+    """Return the layers whose outputs later layers or the head read."""
     return {layer.skip_from for layer in parse_layers(config.layers)} - {None} | {config.backout_layer}
 
 class Ngrams(NamedTuple):
@@ -545,12 +562,12 @@ def parse_ngrams(words: str) -> tuple[Ngrams, ...]:
     """Parse Config.ngrams: `2:16384:64` -> Ngrams(2, 16384, 64). RunError on an invalid word."""
     def parse(word: str) -> Ngrams:
         table = re.fullmatch(r"([2-9]):([1-9][0-9]*):([1-9][0-9]*)", word)
-        require(table, f"ngrams: {word!r} is not a table. Write N:ROWS:WIDTH, such as 2:16384:64, with N from 2 to 9")
+        require(table, f"ngrams: {word!r} is not a table; write N:ROWS:WIDTH, such as 2:16384:64, with N from 2 to 9")
         return Ngrams(*map(int, table.groups()))
     return tuple(map(parse, words.split()))
 
 def param_groups(config: Config) -> dict[str, AdamGroup | MuonGroup]:
-    """Map each kind of parameters to its row: config.param_groups replace PARAM_GROUPS."""
+    """Map each kind of parameters to its row. Rows of config.param_groups replace those of PARAM_GROUPS."""
     groups = {group.kind: group for group in (*PARAM_GROUPS, *config.param_groups)}
     return groups | {"embed": groups["head"]} if config.untie_at else groups  # a tied embedding learns as the head
 
@@ -561,7 +578,7 @@ def moment_bytes(config: Config) -> int:
     return 4 if config.adam_fp32_moments else config.torch_dtype.itemsize
 
 def check_config(config: Config, ranks: int) -> None:
-    """RunError that lists every value that is impossible by itself or for this number of ranks."""
+    """Raise a RunError that lists all values that are impossible by themselves or for this number of ranks."""
     c = config
     wrong = [message for f in dataclasses.fields(c) if (message := out_of_range(f, getattr(c, f.name)))]
 
@@ -577,13 +594,14 @@ def check_config(config: Config, ranks: int) -> None:
          "give a multiple, or 0 for the whole split")
     want("/" not in c.run_id and c.run_id not in (".", ".."), f"run_id is {c.run_id!r}; it must be a file name without "
          "'/'")
-    want(not c.race or re.fullmatch(r"[^:]+:\d+:\d+:[^:]*", c.race), f"race is {c.race!r}; only records/race.py sets it")
+    want(not c.race or re.fullmatch(r"[^:]+:\d+:\d+:[^:]*", c.race), f"race is {c.race!r}; leave it out, because only "
+         "records/race.py sets it")
     steps = profiled_steps(c) if re.fullmatch(r"\d+:\d+", c.profile) else ()
     want(not c.profile or steps and steps[-1] < c.num_steps,
-         f"profile is {c.profile!r}; give the first and the last step, like 10:13, below num_steps {c.num_steps}")
+         f"profile is {c.profile!r}; give the first and the last step, such as 10:13, below num_steps {c.num_steps}")
     for name in ("bf16_compress", "clip_norm", "find_unused_parameters"):
         want(not (c.world_size_invariant and getattr(c, name)), f"world_size_invariant excludes {name}, whose sums "
-             f"depend on the number of ranks; leave out one of them")
+             "depend on the number of ranks; leave out one of them")
     want(c.attention != "flash" or c.dtype == "bfloat16",
          f"attention flash computes in bfloat16, and dtype is {c.dtype}; use --attention auto")
     want(c.attention != "flash" or not c.world_size_invariant, "world_size_invariant excludes attention flash, whose "
@@ -591,36 +609,36 @@ def check_config(config: Config, ranks: int) -> None:
     known = len(wrong)
     try:
         for stage in stages_of(c):
-            if len(wrong) > known:  # most mistakes repeat in every stage
+            if len(wrong) > known:  # most mistakes are the same in every stage
                 break
             n, ahead = stage.first["micro_batches"], len(stage.first["loss_weights"])
             where = f"the stage from step {stage.begin} on has {n} micro-batches"
             want(ranks > 0 and n % ranks == 0, f"{where}, which {ranks} ranks cannot share evenly; start "
                  f"{usable_ranks(c, ranks)} ranks (--nproc_per_node), or change --micro_batches")
-            want(not c.world_size_invariant or n & (n - 1) == 0 and ranks & (ranks - 1) == 0, "world_size_invariant sums "
-                 f"a batch as a binary tree; {where} on {ranks} ranks: make both powers of two")
-            want(ahead <= stage.first["micro_batch_tokens"], f"loss_weights looks {ahead} tokens ahead from step "
-                 f"{stage.begin} on, and a micro-batch has {stage.first['micro_batch_tokens']}; give fewer weights")
+            want(not c.world_size_invariant or n & (n - 1) == 0 and ranks & (ranks - 1) == 0, "world_size_invariant "
+                 f"sums a batch as a binary tree, and {where} on {ranks} ranks; make both powers of two")
+            want(ahead <= stage.first["micro_batch_tokens"], f"loss_weights has {ahead} weights from step "
+                 f"{stage.begin} on, and a micro-batch has {stage.first['micro_batch_tokens']} tokens; give fewer")
         check_layers(c, ranks, want)
     except RunError as error:
         wrong.append(str(error))
     require(not wrong, "; ".join(wrong))
 
 def check_layers(c: Config, ranks: int, want: Callable[[Any, str], None]) -> None:
-    """Check the layers, the tables and the parameter groups against the other values. RunError on an invalid word."""
+    """Check layers, n-gram tables and parameter groups. Raise RunError on an invalid word or row."""
     layers = parse_layers(c.layers)
     want(layers, "layers is empty; give at least one layer")
     widest = max((table.width for table in parse_ngrams(c.ngrams)), default=0)
     want(widest <= c.model_dim, f"ngrams: a table is {widest} wide; its width must be at most model_dim, {c.model_dim}")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # each rank holds parameters and gradients, and the saved and gathered state during the warm-up; two moments
+    # each rank holds parameters, gradients and, during the warm-up, a saved copy of the state
     here, size, moment = env_int("LOCAL_WORLD_SIZE", ranks), c.torch_dtype.itemsize, moment_bytes(c)
     needed = ngram_entries(c) * (here * ((3 - c.lazy_tables) * size + 4 * moment) + 2 * moment)
     want(needed <= memory, f"ngrams: training the tables takes {needed >> 30} GiB, and this machine has "
          f"{memory >> 30}; give them fewer rows")
     want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
     want(not any(layer.reads_backout for layer in layers[:c.backout_layer + 1]), "layers: c reads the output of "
-         f"backout_layer {c.backout_layer}; use it only in later layers")
+         f"backout_layer {c.backout_layer}; write it only in later layers")
     for i, layer in enumerate(layers):
         want(layer.skip_from is None or layer.skip_from < i, f"layers: layer {i} has a skip connection from layer "
              f"{layer.skip_from}; it must come from an earlier layer")
@@ -630,43 +648,46 @@ def check_layers(c: Config, ranks: int, want: Callable[[Any, str], None]) -> Non
          "in layers, such as S0M; add one or leave out value_gates")
     want(not c.untie_at or c.head_init, f"untie_at is {c.untie_at:g} and head_init 0: a tied head of zeros learns "
          "nothing; give --head_init 0.005")
-    given = {group.kind for group in c.param_groups}
-    unknown = given - {group.kind for group in PARAM_GROUPS}
-    want(not unknown, f"param_groups: unknown kinds {', '.join(map(repr, sorted(unknown, key=str)))}; the kinds are "
-         f"{', '.join(group.kind for group in PARAM_GROUPS)}")
     for group in c.param_groups:
+        require(isinstance(group, AdamGroup | MuonGroup), f"param_groups: {group!r} is not a group; write "
+                "AdamGroup(\"head\", lr_mul=0.5) or MuonGroup(\"attn\")")
         for name, below in (("lr_mul", math.inf), ("beta1", 1), ("beta2", 1), ("weight_decay", math.inf)):
             v = getattr(group, name, None)
             want(v is None or isinstance(v, int | float) and 0 <= v < below, f"param_groups: {group} has {name} {v!r}; "
-                 f"it must be a number from 0 on, betas below 1")
-    want(not (c.untie_at and "embed" in given), "param_groups has a row for embed, which learns as the head while "
-         "untie_at is above 0; leave the row out")
-    want(not c.ngram_mix or c.ngrams, f"ngram_mix is {c.ngram_mix} without n-gram tables; give --ngrams, or leave it out")
+                 "it must be a number from 0 on" + ", below 1" * (below == 1))
+    given, kinds = {group.kind for group in c.param_groups}, [group.kind for group in PARAM_GROUPS]
+    unknown = ", ".join(map(repr, sorted(given - {*kinds}, key=str)))
+    want(not unknown, f"param_groups: unknown kinds {unknown}; the kinds are {', '.join(kinds)}")
+    want(not (c.untie_at and "embed" in given), "param_groups has a row for embed, but with untie_at the row of head "
+         "applies to it; leave the row out")
+    want(not c.ngram_mix or c.ngrams, f"ngram_mix is {c.ngram_mix} without n-gram tables; give --ngrams, or leave it "
+         "out")
     want(not c.key_offset or any(layer.window == "L" for layer in layers), "key_offset needs a layer with the long "
          "window; write L for one, or leave it out")
-    want(not c.muon_qk_heads or c.num_heads % c.muon_qk_heads == 0, f"muon_qk_heads is {c.muon_qk_heads}; it must divide "
-         f"num_heads, {c.num_heads}, or be 0")
+    want(not c.muon_qk_heads or c.num_heads % c.muon_qk_heads == 0, f"muon_qk_heads is {c.muon_qk_heads}; it must "
+         f"divide num_heads, {c.num_heads}, or be 0")
     want(c.num_heads % 2 == 0 or all(layer.window != "P" for layer in layers), "layers: P pairs heads, and "
          f"num_heads is {c.num_heads}; make it even, or write S")
     tables = {layer.value_table for layer in layers} - {None}
     want(tables == set(range(len(tables))), f"layers use the value tables {sorted(tables)}; number them from 0 on")
 
 def out_of_range(f: dataclasses.Field, v: Any) -> str:
-    """Say how a number, or one of several, breaks its field's declaration; empty if it does not."""
+    """Say how a number, or a tuple of numbers, violates its field's declaration; empty if it does not."""
     if f.type not in ("int", "float", "Numbers"):
         return ""
     low, high, below = (f.metadata[name] for name in ("min", "max", "exclusive_max"))
-    numbers = v if f.type == "Numbers" and isinstance(v, tuple) else [v]
-    if f.type == "Numbers" and any(numbers):
-        low = 0
-    kind = int if f.type == "int" else int | float
-    if all(isinstance(x, kind) and math.isfinite(x) and (x > 0 if low is None else x >= low) and x <= high and x < below
-           for x in numbers) and (f.type != "Numbers" or numbers is v):
+    several, kind = f.type == "Numbers", int if f.type == "int" else int | float
+    numbers = v if several and isinstance(v, tuple) else (v,)
+    if several and any(numbers):
+        low = 0  # one weight above 0 suffices
+    if numbers and several == (numbers is v) and all(
+            isinstance(x, kind) and math.isfinite(x) and (x > 0 if low is None else x >= low)
+            and x <= high and x < below for x in numbers):
         return ""
     wanted = [{"int": "a whole number", "float": "a number", "Numbers": "a tuple of numbers"}[f.type]]
     wanted += ["above 0"] if low is None else [f"from {low:g} on"] if low > -math.inf else []
     wanted += [f"{words} {bound:g}" for words, bound in (("at most", high), ("below", below)) if bound < math.inf]
-    return f"{f.name} is {v}; it must be {', '.join(wanted)}"
+    return f"{f.name} is {v!r}; it must be {', '.join(wanted)}"
 
 # ------------------------------------------------------------------------------------------------------------------
 # schedule
@@ -678,7 +699,7 @@ class Windows(NamedTuple):
     short: int
 
 class StageSteps(NamedTuple):
-    """Steps [begin, end) of a stage, with its StageValues at the first step and, where a value is a Ramp, at the end."""
+    """Steps [begin, end) of a stage, with its StageValues at step `begin` and at step `end`; only a Ramp's differ."""
 
     begin: int
     end: int
@@ -687,36 +708,38 @@ class StageSteps(NamedTuple):
 
 @functools.lru_cache(maxsize=16)
 def stages_of(config: Config) -> tuple[StageSteps, ...]:
-    """Compute the steps and values of each stage; stages without a step are left out. RunError on an invalid stage."""
-    c, scheduled = config, scheduled_steps(config)
+    """Compute the steps and values of each stage; leave out stages without a step. Raise RunError on an invalid one."""
+    c = config
+    for row in c.stages:
+        require(isinstance(row, Stage), f"stages: {row!r} is not a stage; write Stage(until=1/2, …)")
+        require(isinstance(row.extra_steps, int) and row.extra_steps >= 0, f"stages: {row!r} has extra_steps "
+                f"{row.extra_steps!r}; they must be a whole number, from 0 on")
+    stages, begin, scheduled = [], 0, scheduled_steps(c)
     require(scheduled > 0, f"stages: the extra steps leave {scheduled} of num_steps {c.num_steps} for the schedule; "
             "raise --num_steps, or give --stages with fewer extra steps")
-    stages, begin = [], 0
     for row in c.stages:
-        require(isinstance(row, Stage), f"stages: {row!r} is not a stage; write Stage(until=…, …)")
-        where = f"stages: {row!r}"
+        where, until = f"stages: {row!r}", row.until
         if row.extra_steps:
-            require(isinstance(row.extra_steps, int) and row.extra_steps > 0 and begin >= scheduled, f"{where} has "
-                    "extra_steps; they must be a whole number, and only the last stages may have them")
+            require(begin >= scheduled, f"{where} begins at step {begin}, and the schedule ends at step {scheduled}; "
+                    "let only the last stages have extra_steps")
             end = begin + row.extra_steps
         else:
-            require(isinstance(row.until, int | float) and 0 < row.until < math.inf
-                    and (row.until <= 1 or row.until == int(row.until)),
-                    f"{where} ends at {row.until!r}; give a fraction of the schedule, or a whole step above 1")
-            end = math.ceil(round(row.until if row.until > 1 else row.until * scheduled, 6))  # 1/3 is not exact
-            require(begin <= end <= scheduled, f"{where} ends before step {end}; it must end between step {begin}, the "
-                    f"end of the stage before it, and {scheduled}, the number of scheduled steps")
+            require(isinstance(until, int | float) and 0 < until < math.inf and (until <= 1 or until == int(until)),
+                    f"{where} has until={until!r}; give a fraction of the scheduled steps, or a whole step above 1")
+            end = math.ceil(round(until if until > 1 else until * scheduled, 6))  # until=1/3 is not exactly a third
+            require(begin <= end <= scheduled, f"{where} ends at step {end}; it must end between step {begin}, where "
+                    f"the stage before it ends, and step {scheduled}, where the schedule ends")
         first, last = values_of(row, c, where)
         if end > begin:
             stages.append(StageSteps(begin, end, first, last))
         begin = end
-    require(begin == c.num_steps, f"stages: the last stage ends before step {begin} of num_steps {c.num_steps}; let it "
-            "end at until=1")
+    require(begin == c.num_steps, f"stages: the last stage ends at step {begin}, and num_steps is {c.num_steps}; let "
+            "it end at until=1")
     return tuple(stages)
 
 def values_of(row: Stage, config: Config, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read the StageValues at the start and the end of a stage. RunError on an impossible value."""
-    both = {}, {}
+    """Compute a stage's StageValues at its first step and at its end. Raise RunError on an impossible value."""
+    both, splits = ({}, {}), max(1, config.micro_batch_splits)
     for f in dataclasses.fields(StageValues):
         v = getattr(row, f.name)
         v = getattr(config, f.name) if v is None else v
@@ -725,8 +748,11 @@ def values_of(row: Stage, config: Config, where: str) -> tuple[dict[str, Any], d
             wrong = out_of_range(f, end)
             require(not wrong, f"{where}: {wrong}")
             values[f.name] = end
-    splits = config.micro_batch_splits
+        require(f.type != "Numbers" or len(ends[0]) == len(ends[1]), f"{where}: the ends of {v} differ in length; pad "
+                "the shorter one with zeros")
     for values in both:
+        require(values["micro_batch_tokens"] % splits == 0, f"{where}: micro_batch_splits is {splits}; it must divide "
+                f"micro_batch_tokens, {values['micro_batch_tokens']}")
         values["micro_batches"] *= splits
         values["micro_batch_tokens"] //= splits
     return both
@@ -738,13 +764,13 @@ class Plan(StageValues):
     step: int = 0
     lr_factor: float = 1.0  # on every learning rate
     momentum: float = Config.muon_momentum  # NorMuon's
-    windows: Windows = Windows(0, 0)  # of the training step, and of a validation before it
-    rotary_windows: tuple[int, ...] = ()  # the long windows so far, in tokens; the rotary is stretched to each in turn
+    windows: Windows = Windows(0, 0)  # also those of a validation before this step
+    rotary_windows: tuple[int, ...] = ()  # long windows so far, in tokens; the rotary is stretched from one to the next
     tied: bool = False  # head and embedding share weights before this step
     unties: bool = False  # the embedding gets weights of its own at this step
 
 def plan_of(config: Config, step: int) -> Plan:
-    """Compute the plan of a step. Step num_steps trains nothing; its plan is that of the last validation."""
+    """Compute the plan of a step. The plan of step num_steps is that of the last validation."""
     c, stages = config, stages_of(config)
     at = max(i for i, stage in enumerate(stages) if stage.begin <= step)
     stage = stages[at]
@@ -764,14 +790,14 @@ def interpolate(first: Any, last: Any, done: float) -> Any:
     return first if first == last else first + done * (last - first)
 
 def lr_factor(config: Config, step: int, peak: float) -> float:
-    """Learning-rate schedule: `peak` until the cooldown, then linear down to lr_floor at the end of the schedule."""
+    """Learning-rate schedule: `peak` until the cooldown, then linear to lr_floor at the end of the scheduled steps."""
     c, scheduled = config, scheduled_steps(config)
-    done = min(0.9999, step / scheduled)  # as in the record, which never reaches the floor
+    done = min(0.9999, step / scheduled)  # below 1 as in the record, which never quite reaches lr_floor
     left = min(1.0, (1 - done) / c.cooldown) if c.cooldown else 1.0
     return peak * left + (1 - left) * c.lr_floor
 
 def momentum(config: Config, step: int) -> float:
-    """NorMuon's momentum: rises in the first steps, falls in the last."""
+    """NorMuon's momentum schedule: linear warm-up in the first steps, linear cooldown in the last."""
     c, fall_from = config, config.num_steps - config.muon_momentum_fall
     height = 1.0
     if step < c.muon_momentum_rise:
@@ -781,17 +807,19 @@ def momentum(config: Config, step: int) -> float:
     return c.muon_momentum_low + height * (c.muon_momentum - c.muon_momentum_low)
 
 def scheduled_steps(config: Config) -> int:
-    """Count the steps without those of stages with extra_steps."""
-    return config.num_steps - sum(stage.extra_steps for stage in config.stages if isinstance(stage, Stage))
+    """Count the steps of the run without extra_steps."""
+    return config.num_steps - sum(stage.extra_steps for stage in config.stages)
 
 def first_untied_step(config: Config) -> int:
-    """The step from which the embedding has weights of its own: after the first Adam update at or after untie_at.
-    0 or beyond the last step: none."""
+    """Return the first step with an untied embedding: after the first Adam update at or after untie_at.
+
+    0 or a step beyond the last: the embedding is never untied.
+    """
     cycles = math.ceil(scheduled_steps(config) * config.untie_at) // config.adam_every + 1
     return cycles * config.adam_every if config.untie_at else 0
 
 def longest_window(config: Config) -> int:
-    """The longest attention window of the run, in tokens."""
+    """Return the longest attention window of the run, in tokens."""
     return max(config.final_window, *(stage.first["long_window"] for stage in stages_of(config))) * config.window_block
 
 def tokens_of_steps(config: Config, steps: int) -> int:
@@ -800,11 +828,11 @@ def tokens_of_steps(config: Config, steps: int) -> int:
                for s in stages_of(config) if s.begin < steps)
 
 def micro_batch_lengths(config: Config) -> set[int]:
-    """Micro-batch lengths of all stages, in tokens."""
+    """Return the lengths of micro-batches in all stages, in tokens."""
     return {stage.first["micro_batch_tokens"] for stage in stages_of(config)}
 
 def usable_ranks(config: Config, most: int) -> int:
-    """The largest number of ranks, at most `most`, that can share the micro-batches of every stage evenly."""
+    """Return the largest number of ranks, at most `most`, that can share every stage's micro-batches evenly."""
     shared = math.gcd(*(stage.first["micro_batches"] for stage in stages_of(config)))
     return max(ranks for ranks in range(1, max(1, most) + 1) if shared % ranks == 0)
 
@@ -812,7 +840,7 @@ def usable_ranks(config: Config, most: int) -> int:
 # data
 
 HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1
-GPT2_VOCAB, GPT2_BOS = 50257, 50256  # where a header says nothing of them
+GPT2_VOCAB, GPT2_BOS = 50257, 50256  # for headers without an encoding
 
 class Encoding(NamedTuple):
     vocab_size: int
@@ -824,68 +852,78 @@ class Shard(NamedTuple):
     path: Path
     tokens: int
     encoding: Encoding
-    sha256: str = ""  # of the file when the run began, where it is known
+    sha256: str = ""  # of the file when the run began; empty if unknown
 
 def read_header(path: Path) -> Shard:
-    """Header words: 0 magic, 1 version, 2 tokens, 3 vocabulary, 4 BOS. RunError if the file is no whole shard."""
-    again = "delete it, then fetch or make it again"
-    require(path.is_file(), f"{path}: is no file; {again}")  # a pipe would be waited for
-    with open(path, "rb") as file:  # numpy would take what cannot be read for the end
+    """Read a shard's header. Its words: 0 magic, 1 version, 2 tokens, 3 vocabulary size, 4 BOS id.
+
+    Raise RunError if the file is not a complete shard.
+    """
+    again = "delete it, then fetch or create it again"
+    require(path.is_file(), f"{path}: not a regular file; {again}")  # opening a pipe would block
+    with open(path, "rb") as file:  # np.fromfile would treat a read error as the end of the file
         words, size = file.read(HEADER_INTS * 4), os.fstat(file.fileno()).st_size
-    require(len(words) == HEADER_INTS * 4, f"{path}: ends after {size} bytes, within its header of {HEADER_INTS * 4}; "
-           f"{again}")
+    require(len(words) == HEADER_INTS * 4, f"{path}: {size} bytes, less than a header of {HEADER_INTS * 4} bytes; "
+            f"{again}")
     header = np.frombuffer(words, dtype="<i4")
-    require(header[:2].tolist() == [MAGIC, VERSION], f"{path}: begins with {header[:2].tolist()}, a shard with "
-           f"[{MAGIC}, {VERSION}]; make it with a script of data/")
+    require(header[:2].tolist() == [MAGIC, VERSION], f"{path}: starts with {header[:2].tolist()}, and a shard with "
+            f"[{MAGIC}, {VERSION}]; create it with a script of data/")
     tokens = int(header[2])
-    whole = HEADER_INTS * 4 + 2 * tokens
-    require(size == whole, f"{path}: {size} bytes, but its header promises {tokens} tokens, {whole} bytes; {again}")
+    expected = HEADER_INTS * 4 + 2 * tokens
+    require(size == expected, f"{path}: {size} bytes, but {tokens} tokens, as in its header, take {expected} bytes; "
+            f"{again}")
     return Shard(path, tokens, Encoding(*(header[3:5].tolist() if header[3] else (GPT2_VOCAB, GPT2_BOS))))
 
 def find_shards(pattern: str, limit: int = 0) -> list[Shard]:
-    """The shards that match a glob pattern, by name, the first `limit` of them (0: all); all in one encoding."""
-    paths = sorted(ROOT / path for path in glob.glob(pattern, root_dir=ROOT))  # an absolute one stays as it is
-    require(paths, f"no shard matches {ROOT / pattern}; make some with data/stdlib.py, data/fineweb.py or data/text.py, "
-           "or name others with --train_files and --val_files")
+    """Find the shards that match a glob pattern, sorted by name; the first `limit` of them (0: all).
+
+    Raise RunError if there are none, or if their encodings differ.
+    """
+    paths = sorted(ROOT / path for path in glob.glob(pattern, root_dir=ROOT))  # an absolute pattern is possible too
+    require(paths, f"no shard matches {ROOT / pattern}; create shards with data/fineweb.py, data/stdlib.py or "
+            "data/text.py, or name others with --train_files and --val_files")
     shards = [read_header(path) for path in paths[:limit or None]]
     for shard in shards:
-        require(shard.encoding == shards[0].encoding, f"{shard.path}: {shard.encoding}, but {shards[0].path}: "
-               f"{shards[0].encoding}; shards of one run share one encoding")
+        require(shard.encoding == shards[0].encoding, f"{shard.path} has {shard.encoding}, and {shards[0].path} has "
+                f"{shards[0].encoding}; use shards of one encoding")
     return shards
 
 def sha256_of(data: Any) -> str:
     return hashlib.sha256(data).hexdigest()
 
 def load_tokens(shard: Shard) -> np.ndarray:
-    """All tokens of a shard, uint16 [tokens]. RunError if one is outside the vocabulary, or the file is another one."""
+    """Read all tokens of a shard, uint16 [tokens].
+
+    Raise RunError if a token is outside the vocabulary, or if the file has changed since the run began.
+    """
     raw = shard.path.read_bytes()
     same = len(raw) == HEADER_INTS * 4 + 2 * shard.tokens and (not shard.sha256 or shard.sha256 == sha256_of(raw))
-    require(same, f"{shard.path}: is not the file that it was when the run began; leave the data alone while a run "
-           "reads it, and start the run again")
+    require(same, f"{shard.path}: the file has changed since the run began; start the run again, and leave its data "
+            "unchanged while it runs")
     tokens = np.frombuffer(raw, dtype="<u2", offset=HEADER_INTS * 4)
     highest = int(tokens.max(initial=0))
     if highest >= shard.encoding.vocab_size:
         raise RunError(f"{shard.path}: token {highest} at position {tokens.argmax()}, but the vocabulary has "
-                       f"{shard.encoding.vocab_size}; it is damaged, or its header names another encoding: make it "
+                       f"{shard.encoding.vocab_size} tokens; the file is damaged, or its header is wrong: create it "
                        "again")
     return tokens
 
 class Documents(NamedTuple):
-    """Where the documents of one shard lie, in the order in which they are read."""
+    """Positions of one shard's documents, in the order in which they are read."""
 
     tokens: np.ndarray   # uint16 [tokens]
     starts: np.ndarray   # int64 [documents]
     lengths: np.ndarray  # int64 [documents]
 
 def index_documents(tokens: np.ndarray, bos_id: int) -> Documents:
-    """Find the documents (each opens with BOS). What comes before the first BOS belongs to none and is left out."""
+    """Find the documents; each begins with BOS. Tokens before the first BOS are left out."""
     starts = np.flatnonzero(tokens == bos_id)
     return Documents(tokens, starts, np.diff(starts, append=len(tokens)))
 
 def limit_documents(documents: Documents, longest: int, split: bool) -> tuple[Documents, np.ndarray]:
-    """Documents of at most `longest` tokens: the rest of each is left out, or split off as further documents behind it.
+    """Limit documents to `longest` tokens: drop the remaining tokens or, with `split`, make further documents of them.
 
-    Also returns of which document each is a piece, int64 [pieces].
+    Return the pieces, and for each the index of its document, int64 [pieces].
     """
     tokens, starts, lengths = documents
     pieces = -(-lengths // longest) if split else np.ones_like(lengths)
@@ -896,17 +934,18 @@ def limit_documents(documents: Documents, longest: int, split: bool) -> tuple[Do
 GOLDEN_RATIO = (5 ** 0.5 - 1) / 2
 
 def even_order(count: int, begin: float) -> np.ndarray:
-    """An order of 0 .. count - 1, int64 [count], of which any stretch comes evenly from all of them; begin, from 0 to
-    1, decides where in one cycle it begins. Multiples of the golden ratio, modulo 1, are spread so that those between
-    any two bounds come at nearly equal distances (Knuth, The Art of Computer Programming 3, 6.4)."""
+    """Permute 0 .. count - 1 with low discrepancy, int64 [count]: any stretch samples the whole range evenly.
+
+    `begin`, from 0 to 1, is the phase. The order is that of the multiples of the golden ratio modulo 1, which are
+    spread evenly (Knuth, The Art of Computer Programming 3, 6.4).
+    """
     return ((np.arange(count) * GOLDEN_RATIO + begin) % 1).argsort()
 
 def pack(offsets: np.ndarray, first: int, count: int, tokens: int) -> list[tuple[int, int, int]] | None:
-    """Which documents fill `count` micro-batches. Each takes one after another until it holds tokens + 1.
+    """Choose the documents that fill `count` micro-batches of tokens + 1 tokens each, from document `first` on.
 
-    offsets [documents + 1]: where each would begin, and the last end, if they stood one behind the other. first: the
-    document to begin with.
-    Returns for each (first document, last document, tokens of it that fit), or None if the documents run out.
+    offsets [documents + 1] are the cumulative lengths of the documents, from 0 on. Return (first document, last
+    document, tokens of the last that fit) of each micro-batch, or None if the documents run out.
     """
     taken = []
     for _ in range(count):
@@ -919,7 +958,10 @@ def pack(offsets: np.ndarray, first: int, count: int, tokens: int) -> list[tuple
     return taken
 
 def fill_micro_batch(documents: Documents, bos_id: int, first: int, last: int, last_tokens: int) -> np.ndarray:
-    """The tokens of one micro-batch, uint16 [tokens + 1]. BOS opens every document, later pieces of a split one too."""
+    """Concatenate the documents of one micro-batch, uint16 [tokens + 1].
+
+    Every document begins with BOS; in later pieces of a split document, BOS replaces the first token.
+    """
     lengths = documents.lengths[first:last + 1].copy()
     lengths[-1] = last_tokens
     starts = documents.starts[first:last + 1]
@@ -928,21 +970,21 @@ def fill_micro_batch(documents: Documents, bos_id: int, first: int, last: int, l
     return micro_batch
 
 class Position(NamedTuple):
-    """Where the next batch begins: a shard, and a document of it if each has at most `longest` tokens."""
+    """Start of the next batch: a shard, and a document of it when documents are limited to `longest` tokens."""
 
     shard: int = 0
     document: int = 0
     longest: int = 0
 
 class Stream:
-    """Batches of packed documents for one rank; the next shard is loaded and indexed in the background.
+    """Batches of packed documents for one rank. A thread loads and indexes the next shard in advance.
 
-    Rank r takes micro_batches / ranks micro-batches of a batch in a row, so what the ranks read together does not
-    depend on how many they are. A batch that would run past a shard's last document begins anew at the next. With
-    several epochs the shards follow one another again, shuffled anew where documents are shuffled.
+    Rank r takes micro_batches / ranks consecutive micro-batches of a batch, so the batch does not depend on the number
+    of ranks. A batch lies within one shard: when documents run out, the batch begins again in the next shard. Each
+    epoch reads all shards, in a new order of documents if they are shuffled.
 
-    digest sums, modulo 2**256, the SHA-256 of each micro-batch of this rank behind its step and its place in the step
-    (8 bytes each): the sum over the ranks does not depend on their number, and goes on where a run goes on.
+    digest is a sum modulo 2**256 of one SHA-256 per micro-batch of this rank: of its step and its index in the step
+    (8 bytes each), then its tokens. The sum over ranks does not depend on their number. A resumed run continues it.
     """
 
     def __init__(self, shards: list[Shard], config: Config, rank: int = 0, ranks: int = 1):
@@ -955,11 +997,11 @@ class Stream:
         self.position, self.digest = Position(), 0
 
     def _load(self, index: int) -> Documents:
-        """All documents of a shard, in the order of the run; long ones as pieces, which are shuffled each by itself."""
+        """Load all documents of a shard in the order of the run. Pieces of a split document are shuffled separately."""
         c, shard = self.config, self.shards[index]
         documents = index_documents(load_tokens(shard), shard.encoding.bos_id)
-        require(len(documents.starts), f"{shard.path}: no token is BOS ({shard.encoding.bos_id}), so no document "
-               "begins; make it again with a script of data/, or write its BOS id into header word 4")
+        require(len(documents.starts), f"{shard.path}: no BOS ({shard.encoding.bos_id}), so no document begins; "
+                "create it again with a script of data/, or write its BOS id into header word 4")
         if self.split:
             documents, _ = limit_documents(documents, self.longest, split=True)
         if c.shuffle:
@@ -969,22 +1011,24 @@ class Stream:
         return documents
 
     def _limit(self, index: int, longest: int) -> tuple[Documents, np.ndarray, np.ndarray]:
-        """A shard's documents of at most `longest` tokens, their offsets (see pack), and of what each is a
-        piece. Starts loading the shard after it, forgets the others."""
-        require(index < len(self.shards), f"the training data ran out: {self.described()}, but documents of at most "
-               f"{longest} did not fill {self.config.num_steps} steps; add shards, or lower --num_steps")
+        """Limit a shard's documents to `longest` tokens. Return pieces, offsets (see pack) and document of each.
+
+        Start to load the next shard; drop all others.
+        """
+        require(index < len(self.shards), f"the training data ran out: {self.description()}, but documents of at most "
+                f"{longest} tokens do not fill {self.config.num_steps} steps; add shards, or lower --num_steps")
         wanted = [i for i in (index, index + 1) if i < len(self.shards)]
         self.loaded = {i: self.loaded.get(i) or self.loader.submit(self._load, i) for i in wanted}
         documents, piece_of = limit_documents(self.loaded[index].result(), longest, self.split)
         return documents, np.append(0, np.cumsum(documents.lengths)), piece_of
 
     def _advance(self, plan: Plan) -> tuple[Documents, list[tuple[int, int, int]]]:
-        """What the next batch takes from which documents; the position moves behind it. RunError when the data ends."""
+        """Choose the documents of the next batch and advance the position. Raise RunError if the data run out."""
         index, document, before = self.position
         longest = plan.max_document_tokens
-        if document and before != longest:  # go on with the first document that no batch has begun
+        if document and before != longest:  # continue with the first document that no batch has read from
             piece_of = self.limit(index, before)[2]
-            unread = piece_of[document - 1] + 1  # what is left of a document that was split is skipped
+            unread = piece_of[document - 1] + 1  # unread pieces of the document before it are skipped
             document = int(np.searchsorted(self.limit(index, longest)[2], unread))
         while True:
             documents, offsets, _ = self.limit(index, longest)
@@ -996,7 +1040,10 @@ class Stream:
         return documents, taken
 
     def next_batch(self, plan: Plan) -> list[np.ndarray]:
-        """This rank's micro-batches of the step, each uint16 [micro_batch_tokens + 1]. RunError when the data ends."""
+        """Return this rank's micro-batches of a step, each uint16 [micro_batch_tokens + 1].
+
+        Raise RunError if the data run out.
+        """
         documents, taken = self._advance(plan)
         own = len(taken) // self.ranks
         places = range(self.rank * own, (self.rank + 1) * own)
@@ -1007,18 +1054,18 @@ class Stream:
         return batch
 
     def check_enough(self) -> None:
-        """RunError if it is known already that the data ends before the run: exactly, where all is loaded."""
+        """Raise RunError if the data cannot suffice for the run. With at most two shards the check is exact."""
         c, needed = self.config, tokens_of_steps(self.config, self.config.num_steps)
-        require(sum(shard.tokens for shard in self.shards) >= needed, f"{self.described()}; {c.num_steps} steps read at "
-               f"least {needed}: add shards, or lower --num_steps")
+        require(sum(shard.tokens for shard in self.shards) >= needed, f"{self.description()}, and {c.num_steps} steps "
+                f"read at least {needed}; add shards, or lower --num_steps")
         if len(self.shards) <= 2 * c.epochs:
             start = self.position
             for step in range(c.num_steps):
                 self._advance(plan_of(c, step))
             self.position = start
 
-    def described(self) -> str:
-        times = f", read {self.config.epochs} times" * (self.config.epochs > 1)
+    def description(self) -> str:
+        times = f", read {self.config.epochs} times," * (self.config.epochs > 1)
         return (f"{len(self.shards) // self.config.epochs} shard(s) like {self.shards[0].path}{times} hold "
                 f"{sum(shard.tokens for shard in self.shards)} tokens")
 
@@ -1026,18 +1073,19 @@ class Stream:
         self.loader.shutdown(wait=False, cancel_futures=True)
 
 def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.ndarray:
-    """The first `tokens` predictions of the validation stream (0: all), int32 [sequences, length + 1], in its order.
+    """Cut the first `tokens` validation predictions (0: all) into sequences, int32 [sequences, length + 1].
 
-    Only a whole split may end within a sequence: what is beyond its end is -1, which is no target.
+    With tokens = 0 the last sequence is padded with -1, which the loss ignores.
     """
     wanted = max(2, tokens + 1 if tokens else sum(shard.tokens for shard in shards))
     begins = itertools.accumulate((shard.tokens for shard in shards), initial=0)
     held = [load_tokens(shard) for shard, begin in zip(shards, begins) if begin < wanted]
     stream = np.concatenate(held)[:wanted].astype(np.int32)
-    require(len(stream) >= wanted, f"validation needs {wanted} tokens, {len(shards)} shard(s) like {shards[0].path} "
-           f"hold {len(stream)}; fetch the whole split, or lower --val_tokens (a multiple of --val_len; 0: all)")
-    require((stream == shards[0].encoding.bos_id).any(), f"{shards[0].path}: no token is BOS "
-           f"({shards[0].encoding.bos_id}), so no document begins: make it again")
+    require(len(stream) >= wanted, f"validation needs {wanted} tokens, and {len(shards)} shard(s) like "
+            f"{shards[0].path} hold {len(stream)}; fetch the whole split, or lower --val_tokens (a multiple of "
+            "--val_len; 0: all)")
+    require((stream == shards[0].encoding.bos_id).any(), f"{shards[0].path}: no BOS ({shards[0].encoding.bos_id}), so "
+            "no document begins; create it again")
     padded = np.pad(stream, (0, -(len(stream) - 1) % length), constant_values=-1)
     return np.lib.stride_tricks.sliding_window_view(padded, length + 1)[::length]
 
@@ -1817,6 +1865,13 @@ class FP8Linear(torch.autograd.Function):
 # ------------------------------------------------------------------------------------------------------------------
 # update rules
 
+# A rule is a frozen dataclass that sees only this rank's shard of a bucket. Its members:
+#     lr, every                           learning rate; steps between updates, which use summed gradients
+#     unit(spec)                          shape of what stays whole on one rank: () an element, (rows, columns) a matrix
+#     init_state(shard)                   tensors such as moments, with one entry per unit
+#     hyper(plan, t)                      numbers of the t-th update
+#     update(param, grad, state, hyper)   changes param and state in place
+
 # (a, b, c) of the five steps of polar; from Polar Express (arXiv:2505.16932), computed for a safety factor of 1.02
 POLAR_STEPS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -1827,9 +1882,9 @@ POLAR_STEPS = (
 )
 
 def polar(u: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest matrices with singular values of about 1. u [n, rows, columns] -> the same shape, in dtype."""
+    """Orthogonalize matrices: set all singular values to about 1. u [n, rows, columns] -> the same shape, in dtype."""
     x = u.to(dtype)
-    x = x.mT if u.size(-2) > u.size(-1) else x  # the products below are of rows with rows
+    x = x.mT if u.size(-2) > u.size(-1) else x  # x @ x.mT below is then the smaller of the two products
     x = x / (1.02 * x.norm(dim=(-2, -1), keepdim=True) + 1e-6)
     for a, b, c in POLAR_STEPS:
         s = x @ x.mT
@@ -1838,75 +1893,76 @@ def polar(u: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Adam:
-    """Adam (arXiv:1412.6980). Its unit is an element: any equal parts of a bucket may lie on the ranks. The defaults
-    are usual ones; the record's are in Config."""
+    """Adam (arXiv:1412.6980). Its unit is an element. The defaults are common ones; the record's are in Config."""
 
     lr: float = 3e-3
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    every: int = 1  # it updates in every so-manieth step, on the sum of the gradients since the last update
+    every: int = 1  # steps between updates; an update uses the sum of the gradients since the last one
     weight_decay: float = 0.0  # cautious: see update
     fp32_moments: bool = False
-    rows: bool = False  # lazy: its unit is a table's row, and one without a gradient stays as it is, with its moments
+    rows: bool = False  # lazy: the unit is a table's row, and rows without a gradient keep their values and moments
 
     def unit(self, spec: ParamSpec) -> tuple[int, ...]:
-        require(not self.rows or spec.param.dim() == 2, f"{spec.name} has shape {tuple(spec.param.shape)}, and its rule "
-               "updates the rows of tables; give it Adam without `rows`")
+        require(not self.rows or spec.param.dim() == 2, f"{spec.name} has shape {tuple(spec.param.shape)}, but Adam "
+                "with `rows` updates tables [rows, width]; use Adam without `rows`")
         return tuple(spec.param.shape[1:]) if self.rows else ()
 
     def init_state(self, shard: Tensor) -> dict[str, Tensor]:
-        """First and second moment of a shard [n] or [rows, width], in its dtype unless in float32."""
+        """Create both moments of a shard [n] or [rows, width], in its dtype or in float32."""
         dtype = torch.promote_types(shard.dtype, torch.float32) if self.fp32_moments else shard.dtype
         return {key: torch.zeros_like(shard, dtype=dtype) for key in ("m", "v")}
 
     def hyper(self, plan: Plan, t: int) -> dict[str, Any]:
-        """What the t-th update takes."""
         lr = self.lr * plan.lr_factor
         decay = {"decay": lr * lr * self.weight_decay} if self.weight_decay else {}
         return {"lr": lr, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps, "t": float(t), **decay}
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: dict[str, Any]) -> None:
-        """In place on param [n] and its state; float32 inside. eps is added before the bias correction, as the record
-        has it: p -= lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + eps), and with a decay p -= decay * p where
-        that made p smaller."""
+        """Update param [n] and its state in place; compute in float32.
+
+        As in the record, eps is added before the bias correction:
+            p -= lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + eps)
+        Cautious weight decay follows: p -= decay * p, only where the update made p smaller.
+        """
         lr, beta1, beta2, eps, t = (hyper[key] for key in ("lr", "beta1", "beta2", "eps", "t"))
         p, g, m, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (param, grad, state["m"], state["v"]))
         correction, before = (1 - beta2 ** t) ** 0.5, p.clone() if "decay" in hyper else p
-        if torch.compiler.is_compiling():  # becomes one kernel
+        if torch.compiler.is_compiling():  # the compiler fuses these lines into one kernel
             m = beta1 * m + (1 - beta1) * g
             v = beta2 * v + (1 - beta2) * g * g
             p = p - lr * correction / (1 - beta1 ** t) * m / (v.sqrt() + eps)
-        else:  # line by line it would go a dozen times through memory: 20 times slower on 5 million elements
+        else:  # without the compiler a dozen passes over memory: 20 times slower than this one on 5 million elements
             torch._fused_adam_([p], [g], [m], [v], [], [torch.full((), t, device=p.device)], lr=lr, beta1=beta1,
                                beta2=beta2, weight_decay=0.0, eps=eps / correction, amsgrad=False, maximize=False)
         if "decay" in hyper:
             p = p - torch.where((before - p) * before > 0, hyper["decay"] * before, 0)
         for x, new in ((param, p), (state["m"], m), (state["v"], v)):
-            x.copy_(new)  # onto itself: nothing happens
+            x.copy_(new)  # a no-op where new is x
 
 @dataclass(frozen=True)
 class NorMuon:
-    """NorMuon (arXiv:2510.05491) with cautious weight decay. Its unit is a matrix, which lies whole on one rank."""
+    """NorMuon (arXiv:2510.05491) with cautious weight decay. Its unit is a matrix."""
 
     lr: float = Config.muon_lr
     weight_decay: float = Config.muon_weight_decay
     beta2: float = Config.muon_beta2
     polar_dtype: torch.dtype = torch.float32
-    wide: bool = False  # set by `assign`, as the parameter is stored: a second moment per column, else one per row
+    wide: bool = False  # finish_spec sets it from the parameter's shape: one second moment per column, else per row
     every: int = 1
 
     def unit(self, spec: ParamSpec) -> tuple[int, ...]:
-        """The shape that the spec states; else the parameter is one matrix, a convolution's [out, all the rest]."""
+        """Return the spec's unit or, without one, the parameter as one matrix: [out, rest] for a convolution."""
         shape, unit = tuple(spec.param.shape), spec.unit
         if len(shape) < 2 or unit and (len(unit) != 2 or spec.param.numel() % math.prod(unit)):
-            raise RunError(f"NorMuon updates matrices, and {spec.name} has shape {shape}, in units of {unit or 'all'}: "
-                           "give it a rule of elements, such as Adam, or a unit of two numbers that fills it")
+            raise RunError(f"{spec.name} has shape {shape} and unit {unit}, but NorMuon updates whole matrices; use an "
+                           "elementwise rule such as Adam, or a unit (rows, columns) that divides the parameter")
         return unit or (shape[0], math.prod(shape[1:]))
 
     def init_state(self, shard: Tensor) -> dict[str, Tensor]:
-        """Momentum of a shard [n, rows, columns], and the second moment along the axis that is left; float32."""
+        """Create the momentum of a shard [n, rows, columns] and the second moments per column or row, in float32."""
         dtype = torch.promote_types(shard.dtype, torch.float32)
         second = shard[:, :1] if self.wide else shard[:, :, :1]
         return {"m": torch.zeros_like(shard, dtype=dtype),
@@ -1918,8 +1974,10 @@ class NorMuon:
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: dict[str, Tensor], hyper: dict[str, Any]) -> None:
-        """In place on param [n, rows, columns] and its state. hyper["scale"] [n, 1, 1]: of each matrix's learning rate;
-        hyper["dtype"]: what polar computes in."""
+        """Update param [n, rows, columns] and its state in place.
+
+        hyper["scale"] [n, 1, 1] multiplies each matrix's learning rate; hyper["dtype"] is the dtype of polar.
+        """
         m, v, momentum, beta2 = state["m"], state["v"], hyper["momentum"], hyper["beta2"]
         m.copy_(momentum * m + (1 - momentum) * grad)
         o = polar(momentum * m + (1 - momentum) * grad, hyper["dtype"]).to(m.dtype)
@@ -1934,9 +1992,11 @@ class NorMuon:
 # gradient sync: buckets
 
 class ParamSpec(NamedTuple):
-    """A parameter, the rule that updates it, and how: a matrix's learning rate times `scale`, and from `first_step`
-    on; before it no gradient is expected. unit: the shape of the matrices that lie in it behind one another in
-    memory, if it is several: (d, d) for torch's fused query, key and value [3d, d]."""
+    """A parameter, its update rule, and how the rule treats the parameter.
+
+    unit: shape of the matrices that the parameter stores one after another, such as (d, d) for torch's fused query,
+    key and value [3d, d]. scale: factor on a matrix's learning rate. first_step: first step with a gradient.
+    """
 
     name: str
     param: nn.Parameter
@@ -1947,30 +2007,36 @@ class ParamSpec(NamedTuple):
 
 @dataclass(eq=False)
 class Slot:
-    """One parameter's slot in its bucket."""
+    """One parameter's part of a bucket."""
 
     name: str
     param: nn.Parameter
-    offset: int   # of its first element in the bucket
-    grad: Tensor  # view of the bucket's gradients, in the parameter's shape
-    pending_grads: list[Tensor] = field(default_factory=list)  # gradients that are summed when they are sent, not in `grad`
+    offset: int   # of the first element in the bucket
+    grad: Tensor  # view of the bucket's gradient buffer, in the parameter's shape
+    pending_grads: list[Tensor] = field(default_factory=list)  # gradients to be summed at launch, not yet in `grad`
 
 @functools.lru_cache(maxsize=256)
 def factor_tensor(factor: float, grad: torch.dtype, main: torch.dtype, device: torch.device) -> Tensor:
-    """As torch.mul takes it soonest: by a number a small product would take half as long again. Where gradients are
-    narrower than what they go into, a tensor of one dimension, which makes the product of the wider type at once."""
+    """Return the factor in the form that is fastest for torch.mul(gradient, factor, out=main).
+
+    With a Python number a small product takes half as long again. If `main` has a wider dtype than the gradient, a
+    factor with one dimension makes torch.mul compute in it, in the same pass.
+    """
     if grad != main:
         return torch.tensor([factor], dtype=main, device=device)
     return torch.tensor(factor, dtype=torch.promote_types(grad, torch.float32))
 
 class Bucket:
-    """Parameters with one rule and one dtype, in one contiguous buffer; their gradients in another. Both hold equal
-    shards of whole units for all ranks. Building a bucket copies the parameters in and makes each a view."""
+    """Parameters with one rule and one dtype in one contiguous buffer, and their gradients in another.
 
-    SHARD_ALIGNMENT = 64  # elements: parameters start where vector loads like it, and no shard ends within a vector
-    RESERVED = "updates", "pending", "lr", "step"  # in what is saved, beside a rule's state
-    grads_on: str | None = None  # another device than the parameters'
-    compiles = True  # the rule, where a run is compiled
+    Both buffers hold one shard of whole units for each rank, all shards of equal size. The constructor copies the
+    parameters into the buffer and makes each a view of it, so that an all-gather writes where the model reads.
+    """
+
+    SHARD_ALIGNMENT = 64  # elements: aligns parameters and shards for vector loads
+    RESERVED = "updates", "pending", "lr", "step"  # names in a saved state that are not a rule's own tensors
+    grad_device: str | None = None  # of the gradient buffer; None: the parameters' device
+    may_compile = True  # the update, if the run is compiled
 
     def __init__(self, name: str, specs: Sequence[ParamSpec], rank: int, ranks: int,
                  grad_dtype: torch.dtype | None = None):
@@ -1978,50 +2044,51 @@ class Bucket:
         unit = self.rule.unit(specs[0])
         unit_numel = math.prod(unit) if unit else self.SHARD_ALIGNMENT
         counts = [-(-spec.param.numel() // unit_numel) for spec in specs]
-        self.units = sum(counts)  # of the parameters; the rest of all shards' units is padding
+        self.units = sum(counts)  # of the parameters; the other units of the buffer are padding
         per_rank = -(-self.units // ranks)
         self.shard_numel, self.shard_begin = per_rank * unit_numel, rank * per_rank * unit_numel
         self.param_data = torch.zeros(ranks * self.shard_numel, dtype=first.dtype, device=first.device)
-        self.grad_data = torch.zeros_like(self.param_data, dtype=grad_dtype or first.dtype, device=self.grads_on)
-        require(len(unit) == 2 or all(spec.scale == 1 for spec in specs), f"{specs[0].name}: its rule, "
-               f"{type(self.rule).__name__}, is of no matrices, and knows no scale; give it a rule with another lr")
+        self.grad_data = torch.zeros_like(self.param_data, dtype=grad_dtype or first.dtype, device=self.grad_device)
+        require(len(unit) == 2 or all(spec.scale == 1 for spec in specs), f"{specs[0].name}: its scale is not 1, but "
+                f"{type(self.rule).__name__} does not update matrices and ignores it; change the rule's lr instead")
         scale = torch.ones(ranks * per_rank, 1, 1, dtype=torch.promote_types(first.dtype, torch.float32))
-        self.params = []
+        self.slots = []
         for spec, begin, count in zip(specs, itertools.accumulate(counts, initial=0), counts):
             param, here = spec.param, slice(begin * unit_numel, begin * unit_numel + spec.param.numel())
             if (param.dtype, param.device) != (first.dtype, first.device):
                 raise RunError(f"bucket {name}: {spec.name} is {param.dtype} on {param.device}, {specs[0].name} is "
-                               f"{first.dtype} on {first.device}; give each dtype a bucket, and move the model before")
+                               f"{first.dtype} on {first.device}; use one bucket per dtype, and move the model first")
             self.param_data[here].copy_(param.detach().reshape(-1))
             param.data, param.grad = self.param_data[here].view(param.shape), None
-            self.params.append(Slot(spec.name, param, here.start, self.grad_data[here].view(param.shape)))
+            self.slots.append(Slot(spec.name, param, here.start, self.grad_data[here].view(param.shape)))
             scale[begin:begin + count] = spec.scale
         self.scale = scale[rank * per_rank:(rank + 1) * per_rank].to(first.device, copy=True)  # of this shard's units
-        mine = slice(self.shard_begin, self.shard_begin + self.shard_numel)
-        self.param_shard, self.grad_shard = (x[mine].view(-1, *unit) for x in (self.param_data, self.grad_data))
+        shard = slice(self.shard_begin, self.shard_begin + self.shard_numel)
+        self.param_shard, self.grad_shard = (x[shard].view(-1, *unit) for x in (self.param_data, self.grad_data))
         self.updates, self.state = 0, self.rule.init_state(self.param_shard)
         for key, x in self.state.items():
             if key in self.RESERVED or x.shape[:1] != self.param_shard.shape[:1]:
-                raise RunError(f"{type(self.rule).__name__}.init_state gives {key!r} {list(x.shape)}; its shard has "
-                               f"{len(self.param_shard)} units, and so must each tensor, under a name other than "
-                               f"{', '.join(self.RESERVED)}, which are the engine's")
-        self.needs_overwrite = set(self.params)  # those that hold no gradient since the last update
-        self.missing = set(self.params)          # those whose gradient of the prepared backward is to come
-        self.received: Tensor | None = None      # what the reduce-scatter wants beside the buffer
-        self.reducing = self.gathering = None    # handles of the reduce-scatter and of the all-gather
+                raise RunError(f"{type(self.rule).__name__}.init_state returned {key!r} {list(x.shape)}; each tensor "
+                               f"needs {len(self.param_shard)} entries, one per unit of the shard, and a name other "
+                               f"than {', '.join(self.RESERVED)}")
+        self.needs_overwrite = set(self.slots)      # slots without a gradient since the last update
+        self.missing = set(self.slots)              # slots that still wait for this backward's gradient
+        self.receive_buffer: Tensor | None = None   # see Comm.receive_buffer
+        self.reduce_handle: Any = None              # of the reduce-scatter in flight
+        self.gather_handle: Any = None              # of the all-gather in flight
 
     def updates_in(self, step: int) -> bool:
         return step >= self.first_step and (step + 1) % self.rule.every == 0
 
-    def add(self, slot: Slot, factor: float, invariant: bool = False) -> None:
-        """Move the parameter's new gradient, times factor, to where it waits for its launch; then it is dropped."""
+    def add_grad(self, slot: Slot, factor: float, invariant: bool = False) -> None:
+        """Add the parameter's new gradient times factor into its slot, and set param.grad to None."""
         grad, slot.param.grad = slot.param.grad, None
         self.accumulate(slot, grad, factor, invariant)
         self.needs_overwrite.discard(slot)
         self.missing.discard(slot)
 
     def accumulate(self, slot: Slot, grad: Tensor, factor: float, invariant: bool) -> None:
-        """Into its slot in the bucket, in one pass. Of a sparse gradient only the rows that it has are touched."""
+        """Add a gradient in one pass over memory; a sparse one into the rows that it has. The first one overwrites."""
         main, overwrite = slot.grad, slot in self.needs_overwrite
         if invariant:
             slot.pending_grads.append(grad.to_dense().to(main.dtype) * factor)
@@ -2034,214 +2101,217 @@ class Bucket:
         else:
             main.add_(grad, alpha=factor)
 
-    def start_reduce(self, comm: Comm, invariant: bool) -> None:
-        """Send the gradients that wait; when self.reducing was waited for, grad_shard holds their sum over ranks."""
-        for slot in self.needs_overwrite:  # unused
+    def start_reduce_scatter(self, comm: Comm, invariant: bool) -> None:
+        """Start the sum of the gradients over ranks. After reduce_handle.wait(), grad_shard holds this rank's part."""
+        for slot in self.needs_overwrite:  # unused parameters
             slot.grad.zero_()
-        for slot in self.params if invariant else ():
+        for slot in self.slots if invariant else ():
             slot.grad.copy_(tree_sum(slot.pending_grads))
             slot.pending_grads.clear()
-        self.reducing = comm.reduce_scatter(self.grad_shard.view(-1), self.grad_data, self.received)
+        self.reduce_handle = comm.reduce_scatter(self.grad_shard.view(-1), self.grad_data, self.receive_buffer)
 
-    def add_pending(self, due: bool) -> None:
-        """Exact mode exchanges in every step: its sum waits for the step that updates."""
+    def carry_over(self, updates: bool) -> None:
+        """Add earlier steps' gradients; keep the sum if this step does not update (world-size-invariant mode only)."""
         if (pending := self.state.pop("pending", None)) is not None:
             self.grad_shard.add_(pending)
-        if not due:
+        if not updates:
             self.state["pending"] = self.grad_shard.clone()
 
-    def update(self, update: Callable[..., None], hyper: dict[str, Any], one_by_one: bool) -> None:
-        """This rank's shard, by a rule's update or what it was compiled to. one_by_one: for world-size-invariant mode, since a batch
-        of matrices may sum in another order than one."""
-        size = 1 if one_by_one and self.param_shard.dim() > 1 else len(self.param_shard)
+    def update(self, update: Callable[..., None], hyper: dict[str, Any], unbatched: bool) -> None:
+        """Update this rank's shard. unbatched: one matrix at a time, since a batch may be summed in another order."""
+        size = 1 if unbatched and self.param_shard.dim() > 1 else len(self.param_shard)
         for part in (slice(i, i + size) for i in range(0, len(self.param_shard), size)):
             update(self.param_shard[part], self.grad_shard[part], {key: x[part] for key, x in self.state.items()},
                    {**hyper, "scale": self.scale[part]})
 
-    def start_gather(self, comm: Comm) -> None:
-        self.gathering = comm.all_gather(self.param_data, self.param_shard.view(-1))
+    def start_all_gather(self, comm: Comm) -> None:
+        """Start to write every rank's updated shard into param_data, where the model reads it."""
+        self.gather_handle = comm.all_gather(self.param_data, self.param_shard.view(-1))
 
-    def not_finite(self) -> list[str]:
-        """Names of parameters: by their summed gradients where those lie in this shard, else by this rank's own."""
-        return [slot.name for slot in self.params if not slot.grad.isfinite().all()]
+    def nonfinite(self) -> list[str]:
+        """Name the parameters with a non-finite gradient: the sum in this rank's shard, its own gradient elsewhere."""
+        return [slot.name for slot in self.slots if not slot.grad.isfinite().all()]
 
-    def drop(self) -> None:
-        """All gradients that no update has used."""
+    def drop_gradients(self) -> None:
+        """Drop all gradients that no update has used."""
         self.state.pop("pending", None)
-        self.needs_overwrite.update(self.params)
-        for slot in self.params:
+        self.needs_overwrite.update(self.slots)
+        for slot in self.slots:
             slot.pending_grads.clear()
 
     def check_views(self) -> None:
-        """RunError if a parameter is no longer the view of this bucket that it was made."""
+        """Raise RunError if a parameter is no longer a view of this bucket."""
         start, size = self.param_data.data_ptr(), self.param_data.element_size()
-        for slot in self.params:
+        for slot in self.slots:
             if slot.param.dtype != self.param_data.dtype or slot.param.data_ptr() != start + slot.offset * size:
                 raise RunError(f"{slot.name} was given other memory or another dtype ({slot.param.dtype}) after its "
                                f"bucket {self.name} was built ({self.param_data.dtype}); move or cast the model before")
 
-    def part_of(self, slot: Slot, x: Tensor, of_shard: bool = False) -> Tensor:
-        """View of the parameter's values in a tensor of all shards or of this rank's, which may have fewer values than
-        the bucket has elements, but as many for each unit."""
+    def view_of(self, slot: Slot, x: Tensor, of_shard: bool = False) -> Tensor:
+        """View a parameter's part of a tensor over all shards or over this rank's.
+
+        The tensor may have fewer values per unit than the parameter, such as one second moment per row of a matrix.
+        """
         begin, numel = (self.shard_begin, self.shard_numel) if of_shard else (0, len(self.param_data))
         ends = (slot.offset - begin, slot.offset - begin + slot.param.numel())
         return x.view(-1)[slice(*(max(end, 0) * x.numel() // numel for end in ends))]
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """From the CPU, without waiting for it."""
+    """Copy from the CPU without waiting for the copy."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 class RowBucket(Bucket):
-    """Tables of which a step reads few rows: these alone travel and are updated; see Adam.rows.
+    """Tables of which a step reads few rows. Ranks exchange and update only these rows (Adam.rows).
 
-    what travels                from -> to                it starts
-    a bit per row: read or not  each rank -> all          when rows are announced, before forward; or with gradients
-    rows' gradients             each rank -> rows' owner  when the last gradient has come
-    their new values            rows' owner -> all        after their update
+    message               from -> to               sent
+    a bit per row: read?  each rank -> all         before the forward (announce), or at launch
+    gradients of rows     each rank -> row's owner at launch, after the last gradient
+    new values of rows    row's owner -> all       after the update
 
-    Where world-size-invariant mode sums several steps these are all rows. Rows are numbered through the bucket's tables.
+    The rows of all tables of the bucket are numbered consecutively. If world-size-invariant mode sums several steps,
+    all rows are updated and gathered.
     """
 
-    grads_on = "meta"  # only those of rows that were read take memory
-    compiles = False   # their number is another in each step
+    grad_device = "meta"  # the gradient buffer takes no memory; only gradients of rows that were read do
+    may_compile = False   # the number of rows differs from step to step
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.rows = self.param_data.view(-1, *self.param_shard.shape[1:])  # [of all ranks, width]
+        self.rows = self.param_data.view(-1, *self.param_shard.shape[1:])  # [rows of all ranks, width]
         self.set_grads(torch.empty(0).long(), self.rows.new_empty((0, self.rows.size(1)), dtype=self.grad_data.dtype))
-        self.read = torch.zeros(len(self.rows), dtype=torch.uint8)  # 1: this rank has announced the row
-        self.announced: Any = None  # handle of the exchange of `reads`, all ranks' rows in bits
+        self.reads = torch.zeros(len(self.rows), dtype=torch.uint8)  # 1: this rank has announced the row
+        self.announcement: Any = None  # handle of the exchange of all_reads, every rank's `reads` as bits
 
-    def set_grads(self, touched: Tensor, grads: Tensor) -> None:
-        """The summed gradients [n, width] of n rows of this shard, counted from its first."""
-        self.touched, self.grad_shard = touched, grads
+    def set_grads(self, grad_rows: Tensor, grads: Tensor) -> None:
+        """Set the summed gradients [n, width] of n rows of this shard, counted from its first row."""
+        self.grad_rows, self.grad_shard = grad_rows, grads
 
     def first_row(self, slot: Slot) -> int:
         return slot.offset // self.rows.size(1)
 
     def accumulate(self, slot: Slot, grad: Tensor, factor: float, invariant: bool) -> None:
-        """As they come, until they are sent."""
+        """Keep a sparse gradient until launch. Merge duplicate rows if they would need more memory than all rows."""
         if not grad.is_sparse:
-            raise RunError(f"{slot.name} got a dense gradient, and its rule wants rows; make it by "
-                           "nn.Embedding(..., sparse=True), or give it Adam without `rows`")
+            raise RunError(f"{slot.name} got a dense gradient, but its rule needs a sparse one; create the table by "
+                           "nn.Embedding(..., sparse=True), or use Adam without `rows`")
         slot.pending_grads.append(grad.to(self.grad_data.dtype) * factor)
-        if not invariant and sum(x._nnz() for x in slot.pending_grads) > len(slot.param):  # more memory than for all rows
+        if not invariant and sum(x._nnz() for x in slot.pending_grads) > len(slot.param):
             slot.pending_grads = [tree_sum(slot.pending_grads).coalesce()]
 
     def announce(self, comm: Comm, rows: Iterable[Tensor], last: bool) -> None:
-        """Numbers of rows that this rank reads. last: the next launch will send their gradients, and no others'."""
-        if self.announced is not None:
-            raise RunError(f"rows of {self.params[0].name} were announced twice for one step; announce those of all "
-                           "its micro-batches at once")
-        for some in rows:
-            self.read.index_fill_(0, some.cpu(), 1)
+        """Mark rows as read by this rank. last: the next launch sends them, so tell all ranks now."""
+        if self.announcement is not None:
+            raise RunError(f"rows of {self.slots[0].name} were announced twice in one step; announce the rows of all "
+                           "micro-batches at once")
+        for indices in rows:
+            self.reads.index_fill_(0, indices.cpu(), 1)
         if last:
-            self.reads = torch.from_numpy(np.packbits(self.read.numpy())).repeat(comm.ranks, 1)
-            self.announced = comm.exchange([self.reads[comm.rank]] * comm.ranks, self.reads)
+            self.all_reads = torch.from_numpy(np.packbits(self.reads.numpy())).repeat(comm.ranks, 1)
+            self.announcement = comm.exchange([self.all_reads[comm.rank]] * comm.ranks, self.all_reads)
 
-    def forget(self) -> None:
-        """What was announced, when it has come."""
-        if self.announced is not None:
-            self.announced.wait()
-        self.announced = None
-        self.read.zero_()
+    def finish_announcement(self) -> None:
+        """Wait for the announcement, if one is in flight, and clear `reads` for the next step."""
+        if self.announcement is not None:
+            self.announcement.wait()
+        self.announcement = None
+        self.reads.zero_()
 
-    def numbers(self, mask: np.ndarray) -> Tensor:
-        """Of the rows that it holds, sorted, on the device."""
+    def indices(self, mask: np.ndarray) -> Tensor:
+        """Return the indices of the rows in a mask, sorted, on the bucket's device."""
         return to_device(torch.from_numpy(np.flatnonzero(mask)), self.rows.device)
 
-    def sum_in(self, rows: Tensor, grads: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-        """(Numbers of rows, a gradient each), summed [n, width] in n sorted rows. RunError if one is of others."""
+    def scatter_add(self, rows: Tensor, grads: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """Scatter-add pairs of (row indices, gradients) into n sorted rows -> [n, width]. RunError on unknown rows."""
         sums = self.rows.new_zeros((len(rows), self.rows.size(1)), dtype=self.grad_data.dtype)
-        for numbers, of_rows in grads:
-            at = torch.searchsorted(rows, numbers)
-            known = (F.pad(rows, (0, 1), value=-1)[at] == numbers).all()
+        for indices, values in grads:
+            at = torch.searchsorted(rows, indices)
+            known = (F.pad(rows, (0, 1), value=-1)[at] == indices).all()
             if rows.is_cuda:
-                torch._assert_async(known)  # without waiting for it
+                torch._assert_async(known)  # does not make the host wait
             elif not known:
-                raise RunError(f"{', '.join(slot.name for slot in self.params)}: rows have a gradient that were not "
-                               "announced; announce all that a step reads, in every step, or nothing")
-            sums.index_add_(0, at, of_rows.to(sums.dtype))
+                raise RunError(f"{', '.join(slot.name for slot in self.slots)}: rows got a gradient that were not "
+                               "announced; in every step announce all rows that it reads, or announce none")
+            sums.index_add_(0, at, values.to(sums.dtype))
         return sums
 
-    def start_reduce(self, comm: Comm, invariant: bool) -> None:
-        """Send each row's gradients to its owner; when self.reducing was waited for, the sums of this rank's rows that
-        any rank read are there by set_grads. RunError if a gradient is of a row that was not announced."""
-        grads = []  # of rows that may come more than once, in numbers of the bucket's
-        for slot in self.params:
+    def start_reduce_scatter(self, comm: Comm, invariant: bool) -> None:
+        """Start to send each row's gradient to its owner. After reduce_handle.wait(), grad_shard holds the sums."""
+        grads = []  # (row indices in the bucket, gradients); an index may occur more than once
+        for slot in self.slots:
             pending = [tree_sum([x.coalesce() for x in slot.pending_grads])] if invariant else slot.pending_grads
             grads += [(x._indices()[0] + self.first_row(slot), x._values()) for x in pending]
-        if self.announced is None:
+        if self.announcement is None:
             self.announce(comm, [rows for rows, _ in grads], True)
-        self.forget()
-        reads = np.unpackbits(self.reads.numpy(), 1, len(self.rows)).view(bool)
+        self.finish_announcement()
+        reads = np.unpackbits(self.all_reads.numpy(), 1, len(self.rows)).view(bool)
         reads = reads.reshape(comm.ranks, comm.ranks, -1)  # [rank that reads, rank that owns, row of its shard]
-        self.read_by_any, of_mine = reads.any(0), reads[:, comm.rank]
-        sums = self.sum_in(self.numbers(reads[comm.rank]), grads)
+        self.read_by_any, of_this_shard = reads.any(0), reads[:, comm.rank]
+        sums = self.scatter_add(self.indices(reads[comm.rank]), grads)
         sent = sums.to(comm.sent_dtype or sums.dtype).split(reads[comm.rank].sum(1).tolist())
-        arriving = [sent[0].new_empty(n, sums.size(1)) for n in of_mine.sum(1).tolist()]
-        arriving[comm.rank] = sent[comm.rank]
+        received = [sent[0].new_empty(n, sums.size(1)) for n in of_this_shard.sum(1).tolist()]
+        received[comm.rank] = sent[comm.rank]
 
-        def add_up() -> None:
-            pieces = [(self.numbers(mask), x) for mask, x in zip(of_mine, arriving)]
-            mine = self.numbers(self.read_by_any[comm.rank])
-            self.set_grads(mine, tree_sum([self.sum_in(mine, [piece]) for piece in pieces]) if invariant else
-                           self.sum_in(mine, pieces))
-        for slot in self.params:
+        def sum_over_ranks() -> None:
+            pieces = [(self.indices(mask), x) for mask, x in zip(of_this_shard, received)]
+            rows = self.indices(self.read_by_any[comm.rank])
+            self.set_grads(rows, tree_sum([self.scatter_add(rows, [piece]) for piece in pieces]) if invariant else
+                           self.scatter_add(rows, pieces))
+        for slot in self.slots:
             slot.pending_grads.clear()
-        self.reducing = HandleGroup(comm.exchange(sent, arriving), then=add_up)
+        self.reduce_handle = HandleGroup(comm.exchange(sent, received), then=sum_over_ranks)
 
-    def add_pending(self, due: bool) -> None:
-        """As Bucket's, over all rows."""
-        if not due or "pending" in self.state:  # sums of several steps are of all rows
+    def carry_over(self, updates: bool) -> None:
+        """Do the same as Bucket.carry_over; a sum over several steps has a gradient for every row."""
+        if not updates or "pending" in self.state:
             grads = torch.zeros_like(self.param_shard, dtype=self.grad_data.dtype)
-            grads[self.touched] = self.grad_shard
+            grads[self.grad_rows] = self.grad_shard
             self.set_grads(torch.arange(len(grads), device=grads.device), grads)
             self.read_by_any = None
-        super().add_pending(due)
+        super().carry_over(updates)
 
-    def update(self, update: Callable[..., None], hyper: dict[str, Any], one_by_one: bool) -> None:
-        """Of the rows that have a gradient. As elements are, they are independent of one another."""
+    def update(self, update: Callable[..., None], hyper: dict[str, Any], unbatched: bool) -> None:
+        """Update the rows that have a gradient other than zero. Adam is elementwise, so `unbatched` changes nothing."""
         wholes = [self.param_shard, *self.state.values()]
-        olds = [whole.index_select(0, self.touched) for whole in wholes]  # on CPUs a fifth of the time of whole[...]
+        olds = [whole.index_select(0, self.grad_rows) for whole in wholes]  # on CPUs 5 times as fast as whole[...]
         param, *state = (old.clone() for old in olds)
         update(param, self.grad_shard, dict(zip(self.state, state)), hyper)
-        moved = self.grad_shard.abs().amax(1, keepdim=True) != 0
+        has_grad = self.grad_shard.abs().amax(1, keepdim=True) != 0
         for whole, old, new in zip(wholes, olds, (param, *state)):
-            whole[self.touched] = torch.where(moved, new, old)
+            whole[self.grad_rows] = torch.where(has_grad, new, old)
 
-    def start_gather(self, comm: Comm) -> None:
-        """Send the rows that any rank read; all, after sums of several steps."""
+    def start_all_gather(self, comm: Comm) -> None:
+        """Start to send the rows that any rank read; all rows after a sum over several steps."""
         if self.read_by_any is None or comm.ranks == 1:
-            return super().start_gather(comm)
-        rows = self.numbers(self.read_by_any)
+            return super().start_all_gather(comm)
+        rows = self.indices(self.read_by_any)
         new = self.rows.index_select(0, rows)
-        arriving = new.split(self.read_by_any.sum(1).tolist())
+        received = new.split(self.read_by_any.sum(1).tolist())
 
         def write() -> None:
             self.rows[rows] = new
-        self.gathering = HandleGroup(comm.exchange([arriving[comm.rank]] * comm.ranks, arriving), then=write)
+        self.gather_handle = HandleGroup(comm.exchange([received[comm.rank]] * comm.ranks, received), then=write)
 
-    def not_finite(self) -> list[str]:
-        bad = self.touched[~self.grad_shard.isfinite().all(1)] + self.shard_begin // self.rows.size(1)
-        tables = [(slot.name, self.first_row(slot), len(slot.param)) for slot in self.params]
+    def nonfinite(self) -> list[str]:
+        bad = self.grad_rows[~self.grad_shard.isfinite().all(1)] + self.shard_begin // self.rows.size(1)
+        tables = [(slot.name, self.first_row(slot), len(slot.param)) for slot in self.slots]
         return [name for name, first, size in tables if ((bad >= first) & (bad < first + size)).any()]
 
-    def drop(self) -> None:
-        self.forget()
-        super().drop()
+    def drop_gradients(self) -> None:
+        self.finish_announcement()
+        super().drop_gradients()
 
-RULE = "lr", "every", "unit", "init_state", "hyper", "update"  # what a rule has
+RULE_MEMBERS = "lr", "every", "unit", "init_state", "hyper", "update"
 
 def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ranks: int,
                  grad_reduce_in_fp32: bool = False) -> list[Bucket]:
-    """Group what can share a bucket (rule, dtype, unit, first step), from the last layer on, until it is full."""
+    """Group parameters with the same rule, dtype, unit and first step into buckets, starting at the last layer."""
     open_groups: dict[Any, list[ParamSpec]] = {}
     groups: list[list[ParamSpec]] = []
     for spec in reversed(specs):
         frozen = getattr(spec.rule, "__dataclass_params__", None)
-        require(frozen and frozen.frozen and all(hasattr(spec.rule, name) for name in RULE), f"{spec.name}: its rule "
-               f"{type(spec.rule).__name__} is none; write a frozen dataclass with {', '.join(RULE)}, as Adam has them")
+        require(frozen and frozen.frozen and all(hasattr(spec.rule, name) for name in RULE_MEMBERS),
+                f"{spec.name}: {type(spec.rule).__name__} is not an update rule; write a frozen dataclass with "
+                f"{', '.join(RULE_MEMBERS)}, as Adam has")
         key = (spec.rule, spec.param.dtype, spec.rule.unit(spec), spec.first_step)
         if not (group := open_groups.setdefault(key, [])):
             groups.append(group)
@@ -2257,7 +2327,7 @@ def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ran
 # gradient sync: communication
 
 class HandleGroup:
-    """Collectives and messages that are waited for together, none if nobody else is needed; and what is done then."""
+    """Handles of collectives or messages that are waited for together; `then` is called after the last one."""
 
     def __init__(self, *handles: Any, then: Callable[[], Any] = lambda: None):
         self.handles, self.then = handles, then
@@ -2268,76 +2338,77 @@ class HandleGroup:
         self.then()
 
 def tree_sum(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """The sum of n tensors, as a binary tree of neighbours; in out, if that is given and n is more than one."""
+    """Sum n tensors as a binary tree of neighbours; into `out` if it is given and n > 1."""
     if len(terms) == 1:
         return terms[0]
     half = len(terms) // 2
     return torch.add(tree_sum(terms[:half]), tree_sum(terms[half:]), out=out)
 
 class Comm:
-    """The collectives that a run needs. Nothing else names one, so tests can put another network in its place.
+    """The collectives of a run. No other code calls them, so a test can replace the network.
 
-    gloo reduces and scatters by an all-reduce of which it keeps a shard, and gathers into a copy. Made of messages, the
-    two send half and copy nothing, which bench/whole_step.py times.
+    gloo's own reduce-scatter is an all-reduce that keeps a shard, and its all-gather copies. With gloo both are made of
+    point-to-point messages instead, which send half as much and copy nothing (timed by bench/whole_step.py).
     """
 
-    sent_dtype: torch.dtype | None = None  # of gradients; None: theirs
+    sent_dtype: torch.dtype | None = None  # of gradients; None: their own
 
     def __init__(self, rank: int = 0, ranks: int = 1, device: torch.device | str = "cpu"):
         self.rank, self.ranks, self.device = rank, ranks, device
-        self.by_messages = ranks == 1 or dist.get_backend() == "gloo"
+        self.point_to_point = ranks == 1 or dist.get_backend() == "gloo"
 
     def receive_buffer(self, full: Tensor, invariant: bool) -> Tensor | None:
-        """What reduce_scatter of a buffer [ranks * shard] wants beside it, where it is made of messages: kept, since
-        allocating it costs as much as the sum. invariant: on every network the same bytes, so on all of messages."""
-        if self.by_messages or invariant:
+        """Allocate what reduce_scatter of `full` [ranks * shard] receives messages in; None if it sends no messages.
+
+        Allocating it for each launch would cost as much as the sum. `invariant` requires messages on every network.
+        """
+        if self.point_to_point or invariant:
             return full.new_empty(self.ranks - 1, len(full) // self.ranks, dtype=self.sent_dtype)
         return None
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor, received: Tensor | None) -> Any:
-        """Start: shard, this rank's of full [ranks * shard], <- the sum over ranks of that; where there is a
-        buffer to receive messages in, as a tree."""
-        if received is None:
+    def reduce_scatter(self, shard: Tensor, full: Tensor, buffer: Tensor | None) -> Any:
+        """Start: shard <- sum over ranks of this rank's part of full [ranks * shard]. With a buffer, sum as a tree."""
+        if buffer is None:
             return dist.reduce_scatter_single(shard, full, async_op=True)
         shards = full.view(self.ranks, -1)
-        arriving = [*received[:self.rank], shards[self.rank], *received[self.rank:]]
-        return HandleGroup(self.exchange(shards, arriving), then=lambda: tree_sum(arriving, out=shard))
+        received = [*buffer[:self.rank], shards[self.rank], *buffer[self.rank:]]
+        return HandleGroup(self.exchange(shards, received), then=lambda: tree_sum(received, out=shard))
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Any:
-        """Start: full [ranks * shard] <- every rank's shard. May be in place."""
-        if not self.by_messages:
+        """Start: full [ranks * shard] <- every rank's shard, which may be a view of full."""
+        if not self.point_to_point:
             return dist.all_gather_single(full, shard, async_op=True)
         shards = full.view(self.ranks, -1)
-        shards[self.rank].copy_(shard)  # onto itself: nothing happens
+        shards[self.rank].copy_(shard)  # a no-op if shard is a view of full
         return self.exchange([shard] * self.ranks, shards)
 
     @functools.cached_property
-    def between_hosts(self) -> Any:
-        """What carries tensors of the CPU: beside a GPU's network a group of its own, which all ranks make at once."""
+    def cpu_group(self) -> Any:
+        """The process group for CPU tensors. With a GPU's backend all ranks must first use it at the same time."""
         return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
     def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> HandleGroup:
-        """Start: sent[i] goes to rank i, received[i] comes from it; what is empty does not travel."""
-        group = self.between_hosts if self.ranks > 1 and not sent[0].is_cuda else None
+        """Start: sent[i] to rank i, received[i] from rank i. Empty tensors are not sent."""
+        group = self.cpu_group if self.ranks > 1 and not sent[0].is_cuda else None
         messages = [dist.P2POp(way, tensors[other], other, group)
                     for way, tensors in ((dist.isend, sent), (dist.irecv, received))
                     for other in range(self.ranks) if other != self.rank and tensors[other].numel()]
         return HandleGroup(*(dist.batch_isend_irecv(messages) if messages else ()))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """x <- its sum over ranks."""
+        """Sum x over ranks in place, and return it."""
         if self.ranks > 1:
             dist.all_reduce(x)
         return x
 
     def broadcast(self, x: Tensor) -> None:
-        """x <- that of rank 0."""
+        """Copy rank 0's x to all ranks."""
         if self.ranks > 1:
             dist.broadcast(x, 0)
 
     def all_gather_json(self, mine: Any) -> list[Any]:
-        """What every rank has, in the order of ranks. It travels as JSON: nothing that arrives is executed."""
-        if self.ranks == 1:  # the device may be one that computes nothing, such as `meta`
+        """Return every rank's value, in the order of ranks. JSON, unlike pickle, executes nothing on arrival."""
+        if self.ranks == 1:  # the device may be `meta`, which holds no values
             return [json.loads(json.dumps(mine))]
         text = torch.tensor(list(json.dumps(mine).encode()), dtype=torch.uint8, device=self.device)
         sizes = self.all_reduce(F.one_hot(torch.tensor(self.rank), self.ranks).to(self.device) * len(text)).tolist()
@@ -2346,17 +2417,17 @@ class Comm:
         return [json.loads(bytes(row[:size])) for row, size in zip(self.all_reduce(texts).tolist(), sizes)]
 
 class CompressedComm(Comm):
-    """Sends gradients in bf16, half the bytes of float32. A communication hook is a Comm that reduces its own way."""
+    """Sends gradients in bf16: half the bytes of float32. Other communication hooks are subclasses like this one."""
 
     sent_dtype = torch.bfloat16
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor, received: Tensor | None) -> Any:
+    def reduce_scatter(self, shard: Tensor, full: Tensor, buffer: Tensor | None) -> Any:
         small = full.to(self.sent_dtype)
-        mine = small.view(self.ranks, -1)[self.rank]
-        return HandleGroup(super().reduce_scatter(mine, small, received), then=lambda: shard.copy_(mine))
+        small_shard = small.view(self.ranks, -1)[self.rank]
+        return HandleGroup(super().reduce_scatter(small_shard, small, buffer), then=lambda: shard.copy_(small_shard))
 
 def agree(comm: Comm, what: str, mine: dict[str, Any], cure: str) -> None:
-    """RunError on every rank if a value of mine is another on any: it names the value, the rank, and both."""
+    """Raise RunError on every rank unless all ranks have the same values; it names the value, the rank and both."""
     for rank, theirs in enumerate(everyones := comm.all_gather_json(mine)):
         for key in {**everyones[0], **theirs}:
             here, first = theirs.get(key, "nothing"), everyones[0].get(key, "nothing")
@@ -2364,8 +2435,11 @@ def agree(comm: Comm, what: str, mine: dict[str, Any], cure: str) -> None:
                 raise RunError(f"the ranks' {what} differ: rank {rank} has {key} {here}; rank 0 has {first}. {cure}")
 
 def outer_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Parameter]]]:
-    """The model with its own parameters, then its children (those of a list one by one) with all of theirs: where a
-    hook runs before what is compiled, not in it. What only contains others, and never runs, counts as the model's."""
+    """Yield modules whose forward hooks run outside of compiled code, each with the parameters that it reads.
+
+    These are the model with its own parameters and its children with all of theirs; a ModuleList's children one by one.
+    Parameters of a container that has no forward count as the model's own.
+    """
     children = [x for child in model.children() for x in (child if isinstance(child, nn.ModuleList) else [child])]
     running = [child for child in children if type(child).forward is not nn.Module.forward]
     yield model, itertools.chain(model.parameters(recurse=False), *(child.parameters() for child in children
@@ -2374,7 +2448,7 @@ def outer_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Par
         yield child, child.parameters()
 
 def used_parameters(loss: Tensor) -> set[nn.Parameter]:
-    """The leaves of the graph that made a loss: those that will get a gradient."""
+    """Return the leaves of a loss's autograd graph: the parameters that will get a gradient."""
     seen, open_nodes = set(), [loss.grad_fn]
     while open_nodes:
         if (node := open_nodes.pop()) is not None and node not in seen:
@@ -2382,305 +2456,326 @@ def used_parameters(loss: Tensor) -> set[nn.Parameter]:
             open_nodes += [further for further, _ in node.next_functions]
     return {getattr(node, "variable", None) for node in seen}
 
-HOOKS = WeakIdKeyDictionary()  # parameter -> the handle of its hook: as an attribute it would be pickled
+HOOKS = WeakIdKeyDictionary()  # parameter -> handle of its hook; an attribute of the parameter would be pickled
 
 def set_hook(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Any:
-    """Call it when a gradient has come, in place of the hook of an optimizer that was built before -> its handle."""
+    """Set the parameter's post-accumulate hook in place of an earlier optimizer's. Return the handle."""
     if param in HOOKS:
         HOOKS[param].remove()
     HOOKS[param] = param.register_post_accumulate_grad_hook(hook)
     return HOOKS[param]
 
 class Reducer:
-    """Gradients in: hooks add them into buckets, and start a bucket's reduce-scatter when all of it is ready. Buckets
-    are launched in one order, the same on every rank: that in which rank 0's backward completed them, learned anew when
-    one more takes part. A backward that nobody prepared is the only one of the next step, or before it, in no_sync.
+    """Gradients in: hooks add them into slots, and launch a bucket's reduce-scatter when all its slots are complete.
 
-    What a bucket goes through              from                                  to
-    slot in needs_overwrite: no gradient   the bucket's update                   its next gradient
-    slot in missing: gradient is awaited   prepare_for_backward                  its gradient
-    bucket in due: may be launched          prepare_for_backward                  release
-    bucket.reducing: may not be written     its last gradient, in launch order    wait
+    All ranks launch buckets in one order: the order in which rank 0's backward completed them. The order is learned
+    again when a further bucket takes part. A bucket that is complete early waits for its turn. A backward without
+    prepare_for_backward is the only one of its step, or is one of several inside no_sync.
+
+    state                                     set by                           cleared by
+    slot in needs_overwrite: no gradient yet  the bucket's update              register_grad_ready
+    slot in missing: gradient expected        prepare_for_backward             register_grad_ready
+    bucket in due: to be launched             prepare_for_backward             end_step
+    bucket.reduce_handle: do not write        launch                           wait
+    bucket.gather_handle: do not read         DistributedOptimizer.step        finish_all_gathers
     """
 
     def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, grad_scale: float):
-        """grad_scale: every gradient is multiplied by it, besides the mean over micro-batches and ranks."""
+        """grad_scale: a factor on every gradient, on top of the mean over micro-batches and ranks."""
         self.buckets, self.comm, self.settings, self.grad_scale = list(buckets), comm, settings, grad_scale
-        self.launch_order: list[Bucket] = []  # of those that took part when it was learned; empty: it is to be learned
-        self.completed: list[Bucket] = []     # while the order is learned, by their last gradient
-        self.due: list[Bucket] = []           # of the prepared backward, in launch order
-        self.launches = 0                     # of them
-        self.step = 0                         # the one of which micro-batches were prepared, or else the next
+        self.launch_order: list[Bucket] = []  # empty until it is learned
+        self.completed: list[Bucket] = []     # while the order is learned: buckets by their last gradient
+        self.due: list[Bucket] = []           # buckets that the prepared backward completes, in launch order
+        self.launches = 0                     # how many of `due` are launched
+        self.step = 0                         # the current step or, between steps, the next one
         self.micro_batch, self.micro_batches, self.factor = 0, 0, 1.0
-        self.only_add, self.added = False, 0  # in no_sync; most gradients that a parameter got in it for one step
-        self.arrived = False   # a gradient, or the word which rows will have one, since the last step
-        self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # what profiling puts its ranges in
+        self.in_no_sync, self.no_sync_grads = False, 0  # no_sync_grads: most gradients of a parameter in no_sync
+        self.in_step = False                  # a gradient or an announcement has come since the last step
+        self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # profiling sets it to name ranges
         for bucket in buckets:
-            bucket.received = comm.receive_buffer(bucket.grad_data, settings.world_size_invariant)
+            bucket.receive_buffer = comm.receive_buffer(bucket.grad_data, settings.world_size_invariant)
         self.hooks = [set_hook(slot.param, lambda _, at=(bucket, slot): self.register_grad_ready(*at))
-                      for bucket in buckets for slot in bucket.params]
+                      for bucket in buckets for slot in bucket.slots]
 
-    def is_due(self, bucket: Bucket, step: int) -> bool:
+    def reduces_in(self, bucket: Bucket, step: int) -> bool:
         return step >= bucket.first_step and (self.settings.world_size_invariant or bucket.updates_in(step))
 
     def announce_rows(self, step: int, rows: dict[nn.Parameter, Tensor]) -> None:
-        """Before a step's first forward: which rows of tables this rank will read in it, numbers of any shape on the
-        CPU. May be left out, on all ranks: then the ranks wait for one another when the gradients have come."""
-        self.arrived = True
+        """Announce, before a step's first forward, which rows of tables this rank will read in the step.
+
+        rows: int tensors of any shape on the CPU. If all ranks omit the call, they wait for one another at launch.
+        """
+        self.in_step = True
         for bucket in self.buckets:
             if isinstance(bucket, RowBucket):
                 bucket.announce(self.comm, [rows[slot.param].flatten().long() + bucket.first_row(slot)
-                                            for slot in bucket.params], self.is_due(bucket, step))
+                                            for slot in bucket.slots], self.reduces_in(bucket, step))
 
     def prepare_for_backward(self, step: int, micro_batch: int = 0, micro_batches: int = 1,
                              loss: Tensor | None = None) -> None:
-        """Call before each backward of a step, with the number of the micro-batch and how many this rank has of it. In
-        the last one gradients complete their buckets. loss: what backward will start from, to see what is unused."""
+        """Prepare for the backward of one of this rank's micro-batches; the last one of a step launches buckets.
+
+        loss: the tensor that backward starts from; tells which parameters find_unused_parameters need not wait for.
+        """
         if self.micro_batches and self.micro_batch == self.micro_batches:
             raise RunError(f"all {self.micro_batches} micro-batches of step {self.step} were prepared; call step()")
-        awaited = (self.step, self.micro_batch) if self.micro_batches else (step, 0)
-        if (step, micro_batch) != awaited or micro_batch and micro_batches != self.micro_batches:
-            raise RunError(f"micro-batch {micro_batch} of step {step} was prepared, where micro-batch {awaited[1]} of "
-                           f"step {awaited[0]} is next; prepare each backward of a step once, in order, then step()")
+        expected = (self.step, self.micro_batch) if self.micro_batches else (step, 0)
+        if (step, micro_batch) != expected or micro_batch and micro_batches != self.micro_batches:
+            raise RunError(f"micro-batch {micro_batch} of {micro_batches} of step {step} was prepared, but micro-batch "
+                           f"{expected[1]} of step {expected[0]} is next; prepare each backward once, in order, and "
+                           "then call step()")
         self.step, self.micro_batch, self.micro_batches = step, micro_batch + 1, micro_batches
-        self.arrived = True  # if what follows fails, zero_grad() is to drop this step
+        self.in_step = True  # so that zero_grad() drops this step if its backward fails
         self.factor = self.grad_scale / (micro_batches * self.comm.ranks)
-        if sum(step >= bucket.first_step for bucket in self.buckets) > len(self.launch_order):  # one takes part anew
+        if sum(step >= bucket.first_step for bucket in self.buckets) > len(self.launch_order):  # another takes part
             self.launch_order, self.completed = [], []
         last = self.micro_batch == micro_batches
-        self.due = [bucket for bucket in self.launch_order or self.buckets if last and self.is_due(bucket, step)]
+        self.due = [bucket for bucket in self.launch_order or self.buckets if last and self.reduces_in(bucket, step)]
         self.launches = 0
         for bucket in self.buckets:
-            bucket.missing.update(bucket.params)
+            bucket.missing.update(bucket.slots)
         if last and loss is not None and self.settings.find_unused_parameters:
             used = used_parameters(loss)
             for bucket in self.due:
-                bucket.missing = {slot for slot in bucket.params if slot.param in used}
+                bucket.missing = {slot for slot in bucket.slots if slot.param in used}
 
     def register_grad_ready(self, bucket: Bucket, slot: Slot) -> None:
-        """The hook of a parameter whose gradient has come."""
-        if bucket.reducing is not None:
+        """Add a parameter's new gradient into its slot, and launch complete buckets in order. This is the hook."""
+        if bucket.reduce_handle is not None:
             raise RunError(f"{slot.name} got a gradient after its bucket {bucket.name} was launched; call step() "
                            "before the next backward, or run all but the last of a step in no_sync()")
-        self.arrived = True
+        self.in_step = True
         if self.step < bucket.first_step:
             raise RunError(f"{slot.name} got a gradient in step {self.step}, before step {bucket.first_step}, its "
                            "first; do not use the parameter before it")
         if not self.micro_batches:
-            if self.only_add:
-                bucket.add(slot, self.grad_scale / self.comm.ranks, self.settings.world_size_invariant)
-                self.added = max(self.added, len(slot.pending_grads))
+            if self.in_no_sync:
+                bucket.add_grad(slot, self.grad_scale / self.comm.ranks, self.settings.world_size_invariant)
+                self.no_sync_grads = max(self.no_sync_grads, len(slot.pending_grads))
                 return
             self.prepare_for_backward(self.step)
         if slot not in bucket.missing:
-            raise RunError(f"{slot.name} got its gradient twice in one backward; prepare each backward by itself, "
-                           "with its own loss if with any, or run all but the last of a step in no_sync(), and no part "
-                           "of the model twice in one")
-        bucket.add(slot, self.factor, self.settings.world_size_invariant)
+            raise RunError(f"{slot.name} got its gradient twice in one backward; prepare each backward separately, "
+                           "with the loss that it starts from, or run all but the last of a step in no_sync()")
+        bucket.add_grad(slot, self.factor, self.settings.world_size_invariant)
         if not self.launch_order:
             if not bucket.missing:
                 self.completed.append(bucket)
-        elif self.settings.sync == "hook":  # a bucket that is ready early waits for its turn
+        elif self.settings.sync == "hook":
             while self.launches < len(self.due) and not self.due[self.launches].missing:
-                self.start_reduce_scatter(self.due[self.launches])
+                self.launch(self.due[self.launches])
 
-    def start_reduce_scatter(self, bucket: Bucket) -> None:
+    def launch(self, bucket: Bucket) -> None:
+        """Start the bucket's reduce-scatter."""
         with self.span(f"launch {bucket.name}"):
-            wanted = self.added + self.micro_batches
-            for slot in bucket.params if self.settings.world_size_invariant else ():
-                if len(slot.pending_grads) < wanted:  # the tree, and so its sum, would depend on the ranks
-                    raise RunError(f"world-size-invariant mode: {slot.name} got a gradient in {len(slot.pending_grads)} of {wanted} "
-                                   "micro-batches; use it in all, or leave out --world_size_invariant")
-            bucket.start_reduce(self.comm, self.settings.world_size_invariant)
+            expected = self.no_sync_grads + self.micro_batches
+            for slot in bucket.slots if self.settings.world_size_invariant else ():
+                if len(slot.pending_grads) < expected:  # the tree, and with it the sum, would depend on the ranks
+                    raise RunError(f"{slot.name} got a gradient in {len(slot.pending_grads)} of {expected} micro-"
+                                   "batches; use it in all, as world-size-invariant mode needs, or omit "
+                                   "--world_size_invariant")
+            bucket.start_reduce_scatter(self.comm, self.settings.world_size_invariant)
             self.launches += 1
 
     def launch_rest(self) -> None:
-        """Launch what backward did not. RunError if it was not the backward that was prepared, or lacks a gradient."""
+        """Launch the buckets that backward did not. Raise RunError if a micro-batch or a gradient is missing."""
         if not self.micro_batches or self.micro_batch < self.micro_batches:
-            raise RunError(f"step() after {self.micro_batch} of {self.micro_batches} micro-batches; call it after the "
-                           "last backward, which must not be in no_sync(), prepare_for_backward() before each or none")
+            raise RunError(f"step() was called after {self.micro_batch} of {self.micro_batches} micro-batches; call it "
+                           "after the last backward, which must not be in no_sync(), and call prepare_for_backward() "
+                           "before every backward or before none")
         for bucket in self.due:
             bucket.check_views()
             if bucket.missing and not self.settings.find_unused_parameters:
-                missing = [slot.name for slot in bucket.params if slot in bucket.missing]
-                raise RunError(f"bucket {bucket.name} was not launched: {len(bucket.params) - len(missing)} of "
-                               f"{len(bucket.params)} of its parameters got a gradient, not {', '.join(missing)}; each "
-                               "must take part in the prepared backward, unless find_unused_parameters allows it")
+                missing = [slot.name for slot in bucket.slots if slot in bucket.missing]
+                raise RunError(f"bucket {bucket.name} was not launched: {len(bucket.slots) - len(missing)} of "
+                               f"{len(bucket.slots)} of its parameters got a gradient, not {', '.join(missing)}; use "
+                               "each in the loss, or set find_unused_parameters")
         if not self.launch_order:
-            self.agree_on_order()
+            self.set_launch_order()
         for bucket in self.due[self.launches:]:
-            self.start_reduce_scatter(bucket)
+            self.launch(bucket)
 
-    def agree_on_order(self) -> None:
-        """Rank 0's order for all: first the buckets that its backward completed, then those that it did not. RunError
-        if the ranks count their micro-batches differently: each would weigh its own wrongly."""
-        agree(self.comm, "micro-batches per step", {"count": self.micro_batches}, "Give every rank as many")
+    def set_launch_order(self) -> None:
+        """Broadcast rank 0's order: the buckets that its backward completed, then the others."""
+        # with different numbers of micro-batches the mean would be wrong
+        agree(self.comm, "micro-batches per step", {"count": self.micro_batches}, "Run the same number on every rank")
         others = [b for b in self.buckets if self.step >= b.first_step and b not in self.completed]
         order = [self.buckets.index(b) for b in self.completed + others]
         self.launch_order = [self.buckets[i] for i in self.comm.all_gather_json(order)[0]]
         self.due.sort(key=self.launch_order.index)
 
     def wait(self, bucket: Bucket) -> None:
-        if bucket.reducing is not None:
+        """Wait for the bucket's reduce-scatter."""
+        if bucket.reduce_handle is not None:
             with self.span(f"wait {bucket.name}"):
-                bucket.reducing.wait()
-                bucket.reducing = None
-                bucket.add_pending(bucket.updates_in(self.step))
+                bucket.reduce_handle.wait()
+                bucket.reduce_handle = None
+                bucket.carry_over(bucket.updates_in(self.step))
 
-    def release(self) -> None:
-        """The step is over: its buckets take gradients again."""
-        self.due, self.micro_batch, self.micro_batches, self.added, self.arrived = [], 0, 0, 0, False
+    def end_step(self) -> None:
+        self.due, self.micro_batch, self.micro_batches, self.no_sync_grads, self.in_step = [], 0, 0, 0, False
 
     def drop_gradients(self) -> None:
-        """Those on their way, and those that no update has used."""
+        """Drop all gradients that no update has used, including those in flight."""
         for bucket in self.due:
             self.wait(bucket)
-        self.release()
+        self.end_step()
         for bucket in self.buckets:
-            bucket.drop()
+            bucket.drop_gradients()
 
 def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step: int) -> None:
-    """RunError on every rank if a gradient is not finite on any; then scale all if their norm is too large."""
-    squares = []  # norms of short rows in float32, squared and summed in float64: soon and exact
+    """Scale all gradients down if their norm exceeds clip_norm. Raise RunError on every rank if one is not finite."""
+    squares = []  # float32 norms of short rows, squared and summed in float64: fast and accurate
     for shard in (bucket.grad_shard for bucket in buckets):
         rows = shard.view(-1, math.gcd(shard.numel(), Bucket.SHARD_ALIGNMENT))
         norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.promote_types(shard.dtype, torch.float32))
         squares.append(norms.double().square().sum())
     total = comm.all_reduce(torch.stack(squares).sum()).item() if squares else 0.0
     if not math.isfinite(total):
-        bad = comm.all_gather_json([name for bucket in buckets for name in bucket.not_finite()])
-        names = ", ".join(sorted({*itertools.chain(*bad)})) or "their norm is, each by itself is"
-        raise RunError(f"gradients that step {step} sums are not finite: {names}; the step was not applied. Lower the "
-                       "learning rates, or look at the data of this step")
+        bad = comm.all_gather_json([name for bucket in buckets for name in bucket.nonfinite()])
+        names = ", ".join(sorted({*itertools.chain(*bad)})) or "only their norm overflows"
+        raise RunError(f"gradients of step {step} are not finite: {names}; the step was not applied. Lower the "
+                       "learning rates, or check the data of this step")
     if clip_norm and math.sqrt(total) > clip_norm:
         for bucket in buckets:
             bucket.grad_shard.mul_(clip_norm / math.sqrt(total))
 
 def check_ownership(buckets: Sequence[Bucket], model: nn.Module) -> list[tuple[str, dict[str, Any], str, nn.Parameter]]:
-    """Where the model holds each parameter that learns: its name, a module's own table, the key there, and itself.
-    RunError if one is in two buckets or in none, or one in a bucket does not learn."""
+    """Check that the buckets hold each learned parameter of the model once and no frozen one; RunError otherwise.
+
+    Return (name, its module's table of parameters, its key there, parameter) for each.
+    """
     seen = set()
-    for slot in (slot for bucket in buckets for slot in bucket.params):
+    for slot in (slot for bucket in buckets for slot in bucket.slots):
         if slot.param in seen:
             raise RunError(f"{slot.name} is in two buckets or twice in one; put each parameter into one bucket, once")
         if not slot.param.requires_grad:
-            raise RunError(f"{slot.name} is frozen, and its bucket would wait for its gradient; leave it out")
+            raise RunError(f"{slot.name} is frozen, so its bucket would wait forever for a gradient; leave it out")
         seen.add(slot.param)
     owners = [(f"{prefix}.{key}".lstrip("."), module._parameters, key, param)
               for prefix, module in model.named_modules() for key, param in module._parameters.items()
               if param is not None and param.requires_grad]
     for name, _, _, param in owners:
         if param not in seen:
-            raise RunError(f"{name} is in no bucket, and would never learn; put it into one, or freeze it by "
+            raise RunError(f"{name} is in no bucket and would never be updated; put it into one, or freeze it by "
                            "requires_grad_(False)")
     return owners
 
 class SavedState:
-    """The state of buckets by names, the same at any number of ranks and any size of buckets: NAME, a parameter;
-    NAME/KEY, a tensor that its rule keeps; NAME/updates, how many there were; and in a state_dict NAME/lr, its
-    learning rate, and NAME/step, the number of the next step."""
+    """Save and load the state of buckets, independent of the number of ranks and of bucket sizes.
+
+    NAME            a parameter
+    NAME/KEY        a tensor of its rule, such as a moment
+    NAME/updates    number of updates so far
+    NAME/pending    gradients of earlier steps that wait for an update (world-size-invariant mode)
+    NAME/lr         learning rate           (state_dict only)
+    NAME/step       number of the next step (state_dict only)
+    """
 
     buckets: list[Bucket]
     comm: Comm
 
-    def whole_state(self, bucket: Bucket) -> dict[str, Tensor]:
-        """Of one bucket, whole on every rank."""
+    def gather_state(self, bucket: Bucket) -> dict[str, Tensor]:
+        """All-gather one bucket's state; every tensor is whole on every rank."""
         wholes = {"": bucket.param_data}
         for key, shard in bucket.state.items():
             wholes[f"/{key}"] = shard.new_empty(self.comm.ranks * shard.numel())
             self.comm.all_gather(wholes[f"/{key}"], shard.reshape(-1)).wait()
-        state = {slot.name + key: bucket.part_of(slot, x) for slot in bucket.params for key, x in wholes.items()}
-        return state | {f"{slot.name}/updates": torch.tensor(bucket.updates) for slot in bucket.params}
+        state = {slot.name + key: bucket.view_of(slot, x) for slot in bucket.slots for key, x in wholes.items()}
+        return state | {f"{slot.name}/updates": torch.tensor(bucket.updates) for slot in bucket.slots}
 
     def load_bucket(self, bucket: Bucket, state: dict[str, Tensor]) -> None:
-        """The inverse of whole_state, which takes out of `state` what it loads. RunError if something does not fit."""
+        """Load one bucket's state and remove it from `state`. Raise RunError if a tensor does not fit."""
         def take(name: str, numel: int) -> Tensor:
             saved = state.pop(name, torch.empty(0))
             if saved.numel() != numel:
-                raise RunError(f"the saved state does not fit: {name} has {saved.numel()} values, not {numel}; it must "
-                               "come from the same model and the same rules")
+                raise RunError(f"the saved state does not fit: {name} has {saved.numel()} values, not {numel}; load a "
+                               "state of the same model and the same rules")
             return saved.view(-1)
 
-        updates = {slot.name: int(take(f"{slot.name}/updates", 1)) for slot in bucket.params}
+        updates = {slot.name: int(take(f"{slot.name}/updates", 1)) for slot in bucket.slots}
         bucket.updates = max(updates.values())
         if bucket.updates != min(updates.values()):
-            raise RunError(f"the saved state does not fit: a bucket has one number of updates, not {updates}")
-        if f"{bucket.params[0].name}/pending" in state:
+            raise RunError(f"the saved state does not fit: parameters of one bucket have different numbers of updates: "
+                           f"{updates}; load a state of the same model and the same rules")
+        if f"{bucket.slots[0].name}/pending" in state:
             bucket.state["pending"] = torch.zeros_like(bucket.param_shard, dtype=bucket.grad_data.dtype)
         wholes = {f"/{key}": x.new_zeros(self.comm.ranks, x.numel()) for key, x in bucket.state.items()}
-        for slot, (key, whole) in itertools.product(bucket.params, {"": bucket.param_data, **wholes}.items()):
-            part = bucket.part_of(slot, whole)
+        for slot, (key, whole) in itertools.product(bucket.slots, {"": bucket.param_data, **wholes}.items()):
+            part = bucket.view_of(slot, whole)
             part.copy_(take(slot.name + key, part.numel()))
         for key, x in bucket.state.items():
             x.view(-1).copy_(wholes[f"/{key}"][self.comm.rank])
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and every tensor of its state, whole on every rank."""
+        """Yield every parameter and every tensor of its state, whole on every rank."""
         self.finish_all_gathers()
         for bucket in self.buckets:
-            yield from self.whole_state(bucket).items()
+            yield from self.gather_state(bucket).items()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A copy of named_state, on the CPU: a GPU's memory is for training; and what else a step depends on."""
+        """Copy named_state, the learning rates and the step to the CPU."""
         state = {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
-        for slot in (slot for bucket in self.buckets for slot in bucket.params):
+        for slot in (slot for bucket in self.buckets for slot in bucket.slots):
             state[f"{slot.name}/lr"] = torch.tensor(self.group_of[slot.param]["lr"], dtype=torch.float64)
             state[f"{slot.name}/step"] = torch.tensor(self.reducer.step)
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """The inverse of state_dict; what was on its way is dropped. RunError if something does not fit."""
+        """Load a state_dict and drop all unused gradients. Raise RunError if the state does not fit."""
         state, steps = dict(state), [0]
         self.finish_all_gathers()
         self.reducer.drop_gradients()
         for bucket in self.buckets:
             self.load_bucket(bucket, state)
-            for slot in bucket.params:  # a run's checkpoint has neither: its plan knows
+            for slot in bucket.slots:  # a run's checkpoint has neither; they follow from its plan
                 group = self.group_of[slot.param]
                 group["lr"] = float(state.pop(f"{slot.name}/lr", group["lr"]))
                 steps.append(int(state.pop(f"{slot.name}/step", bucket.updates * bucket.rule.every)))
         if state:
-            raise RunError(f"the saved state does not fit: this model has no {', '.join(sorted(state))}; it must come "
-                           "from the same model and the same rules")
+            raise RunError(f"the saved state does not fit: this model has no {', '.join(sorted(state))}; load a state "
+                           "of the same model and the same rules")
         self.reducer.step = max(steps)
 
     @property
     def between_updates(self) -> bool:
-        """Gradients wait for an update that sums several steps: other than in world-size-invariant mode, no state holds them."""
-        return not self.settings.world_size_invariant and any(len(b.needs_overwrite) < len(b.params) for b in self.buckets)
+        """Whether gradients wait for a later step's update that no saved state would hold."""
+        waiting = any(len(bucket.needs_overwrite) < len(bucket.slots) for bucket in self.buckets)
+        return waiting and not self.settings.world_size_invariant  # which saves them as NAME/pending
 
     def copy_parameter(self, source: str, target: str) -> None:
-        """target begins where source is, with its state: a parameter that was tied until now."""
+        """Copy a parameter and its state to another, such as a head that was tied to the embedding until this step."""
         if self.between_updates:
-            raise RunError(f"{target} cannot begin in a step whose gradients wait for an update; take the next step")
+            raise RunError(f"{target} cannot be copied from {source} while gradients wait for an update; copy it one "
+                           "step later")
         self.finish_all_gathers()
-        bucket_of = {slot.name: bucket for bucket in self.buckets for slot in bucket.params}
-        copied = {target + name.removeprefix(source): x for name, x in self.whole_state(bucket_of[source]).items()
+        bucket_of = {slot.name: bucket for bucket in self.buckets for slot in bucket.slots}
+        copied = {target + name.removeprefix(source): x for name, x in self.gather_state(bucket_of[source]).items()
                   if name.split("/")[0] == source}
-        self.load_bucket(bucket_of[target], self.whole_state(bucket_of[target]) | copied)
+        self.load_bucket(bucket_of[target], self.gather_state(bucket_of[target]) | copied)
 
     def state_hash(self, further: Sequence[tuple[str, Tensor]] = ()) -> str:
-        """SHA-256 of all parameters, their state, how often each was updated, and further tensors."""
+        """Compute the SHA-256 of named_state and further tensors."""
         return hash_of([*self.named_state(), *further])
 
 class DistributedOptimizer(SavedState, torch.optim.Optimizer):
-    """Parameters out: updates this rank's shard of each bucket, and gathers the new parameters from all ranks.
+    """Parameters out: updates this rank's shard of each bucket, and all-gathers the new parameters.
 
         before each backward:   prepare_for_backward(step, micro_batch, micro_batches)
         after the last one:     step(plan)
 
-    Gradients are averaged over micro-batches and ranks. As one of torch's optimizers it is used without the first line
-    and the plan: `backward()`, `step()`; then, as in DDP, the mean is over ranks alone, and the backwards of one step,
-    of which all but the last run in `no_sync()`, are summed. param_groups has a group for each rule and learning rate:
-    set its "lr", or let torch's schedulers do it. A parameter's .grad is None throughout: clip by settings.clip_norm.
+    Gradients are averaged over micro-batches and ranks. It is also a torch optimizer: without the first line and
+    without a plan, call `backward()` and `step()`. Then, as in DDP, gradients are averaged over ranks only, and summed
+    over the backwards of a step; run all but the last of these in `no_sync()`. param_groups has one group for each rule
+    and learning rate: set its "lr", or use a torch scheduler. Since .grad is always None, clip by settings.clip_norm.
     """
 
     def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings = SyncSettings(),
                  model: nn.Module | None = None, grad_scale: float = 1.0, compiled: bool = False):
-        """model: whose modules wait for their buckets before they run, which overlap_param_gather needs; and whose
-        parameters are seen to be those of the buckets, at once and before each step. grad_scale: see Reducer."""
+        """model: must hold the buckets' parameters; overlap_param_gather needs it. grad_scale: see Reducer."""
         if settings.world_size_invariant and (settings.find_unused_parameters or settings.clip_norm):
-            raise RunError("world-size-invariant mode excludes unused parameters and clipping: sums depend on the number of ranks")
+            raise RunError("world-size-invariant mode excludes find_unused_parameters and clip_norm, whose sums depend "
+                           "on the number of ranks; omit one of them")
         if settings.overlap_param_gather and model is None:
             raise RunError("overlap_param_gather waits in the model's forward; give the optimizer the model")
         model = nn.Module() if model is None else model
@@ -2690,14 +2785,14 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         for bucket in buckets:
             kind = (type(bucket.rule).__name__, bucket.rule.lr)
             group = groups.setdefault(kind, {"rule": kind[0], "lr": kind[1], "params": []})
-            group["params"] += [slot.param for slot in bucket.params]
+            group["params"] += [slot.param for slot in bucket.slots]
         super().__init__(groups.values(), {})
         self.group_of = {param: group for group in self.param_groups for param in group["params"]}
-        agree(comm, "models or settings", {  # or one bucket would be summed with another
-            "scale of gradients": grad_scale, "sender": type(comm).__name__,
+        agree(comm, "models or settings", {  # otherwise different buckets would be summed with one another
+            "gradient scale": grad_scale, "communication": type(comm).__name__,
             **{f.name: getattr(settings, f.name) for f in dataclasses.fields(SyncSettings)},
             **{f"bucket {bucket.name}": f"of {bucket.param_data.dtype}, gradients of {bucket.grad_data.dtype}, "
-               f"{bucket.rule}, {[(slot.name, *slot.param.shape) for slot in bucket.params]}" for bucket in buckets},
+               f"{bucket.rule}, {[(slot.name, *slot.param.shape) for slot in bucket.slots]}" for bucket in buckets},
         }, "Build the same model from the same config on every rank")
         frozen = [p for p in model.parameters() if not p.requires_grad]
         for x in (*(bucket.param_data for bucket in buckets), *frozen, *model.buffers()):
@@ -2706,10 +2801,10 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         self.prepare_for_backward, self.announce_rows = self.reducer.prepare_for_backward, self.reducer.announce_rows
         rules = {type(bucket.rule).update for bucket in buckets}
         self.compiled = {f: torch.compile(f, dynamic=False) if compiled else f for f in rules}
-        # compiled code takes numbers as tensors, or it would be compiled again for each; of its own in each slot
-        as_tensor = functools.lru_cache(256)(lambda slot, x: torch.full((), x, device=comm.device))
-        self.number = as_tensor if compiled else lambda slot, x: x
-        self.forward_hooks, bucket_of = [], {slot.param: bucket for bucket in buckets for slot in bucket.params}
+        # compiled code takes numbers as tensors, or each new number would compile it again; each name has its own
+        as_tensor = functools.lru_cache(256)(lambda name, x: torch.full((), x, device=comm.device))
+        self.number = as_tensor if compiled else lambda name, x: x
+        self.forward_hooks, bucket_of = [], {slot.param: bucket for bucket in buckets for slot in bucket.slots}
         for module, params in outer_modules(model) if settings.overlap_param_gather else ():
             reads = list(dict.fromkeys(bucket_of[p] for p in params if p in bucket_of))
             self.forward_hooks.append(module.register_forward_pre_hook(
@@ -2717,93 +2812,143 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         if hasattr(self, "group_of"):
-            raise RunError("buckets cannot take in a further parameter; build the optimizer anew, with all of them")
-        self.param_groups.append(group)  # torch's own would import its compiler, which takes over a second
+            raise RunError("existing buckets cannot take a further parameter; build the optimizer with all of them")
+        self.param_groups.append(group)  # torch's own method would import its compiler, which takes over a second
 
     def remove_hooks(self) -> None:
-        """Leave the model: its gradients are in .grad again, unless another optimizer was built for it since."""
+        """Remove the hooks from the model: gradients stay in .grad again, unless a later optimizer set its own."""
         for hook in (*self.forward_hooks, *self.reducer.hooks):
             hook.remove()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A backward that nobody prepared only adds to the gradients in it; the last of a step comes after it. Every
-        rank runs as many in it."""
-        self.reducer.only_add = True
+        """Only accumulate gradients: for all but the last backward of a step. Every rank must run as many in it."""
+        self.reducer.in_no_sync = True
         try:
             yield
         finally:
-            self.reducer.only_add = False
+            self.reducer.in_no_sync = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """After step(), which used them, nothing; in a step, drops what no update has used, as every rank must."""
-        if self.reducer.arrived:
+        """Drop the gradients of a step that is not finished, on every rank. After step() there is nothing to do."""
+        if self.reducer.in_step:
             self.reducer.drop_gradients()
 
     @torch.no_grad()
     def step(self, plan: Plan = Plan()) -> None:
-        """Wait for each bucket in turn, update this rank's shard, gather. Unless gathers overlap the next forward, all
-        parameters are then new. Of the plan the rules take lr_factor and momentum."""
-        require(not callable(plan), "step() calls no closure; call backward() before it")
+        """For each bucket in turn: wait for its reduce-scatter, update this rank's shard, start its all-gather.
+
+        With overlap_param_gather the next forward waits for the all-gathers, otherwise step does. The rules read
+        lr_factor and momentum of the plan.
+        """
+        require(not callable(plan), "step() does not take a closure; call backward() before it")
         for name, table, key, param in self.param_owners:
             if table.get(key) is not param:
-                raise RunError(f"{name} is another parameter than when the buckets were built; build the optimizer "
-                               "after what replaces parameters, such as load_state_dict(assign=True)")
+                raise RunError(f"{name} is not the parameter that its bucket holds; build the optimizer after anything "
+                               "that replaces parameters, such as load_state_dict(assign=True)")
         reducer = self.reducer
         reducer.launch_rest()
-        untouched = self.find_untouched() if self.settings.find_unused_parameters else ()
+        unused = self.find_unused() if self.settings.find_unused_parameters else ()
         if self.settings.check_grads or self.settings.clip_norm:
             for bucket in reducer.due:
                 reducer.wait(bucket)
             check_and_clip(reducer.due, self.comm, self.settings.clip_norm, reducer.step)
-        turns = reducer.due if self.settings.update_order == "launch" else reducer.due[::-1]
-        for bucket in turns:
+        buckets = reducer.due if self.settings.update_order == "launch" else reducer.due[::-1]
+        for bucket in buckets:
             reducer.wait(bucket)
             if bucket.updates_in(reducer.step):
-                self.finish_all_gathers([bucket])  # one that no forward read since: what it sends must not change
+                self.finish_all_gathers([bucket])  # if no forward has waited: its input must not change in flight
                 with reducer.span(f"update {bucket.name}"):
-                    bucket.needs_overwrite.update(bucket.params)
+                    bucket.needs_overwrite.update(bucket.slots)
                     bucket.updates += 1
-                    self.apply_rule(bucket, plan, untouched)
+                    self.update(bucket, plan, unused)
                 with reducer.span(f"gather {bucket.name}"):
-                    bucket.start_gather(self.comm)
-        reducer.release()
+                    bucket.start_all_gather(self.comm)
+        reducer.end_step()
         reducer.step += 1
         if not self.settings.overlap_param_gather:
-            self.finish_all_gathers(turns)
+            self.finish_all_gathers(buckets)
 
-    def find_untouched(self) -> set[Slot]:
-        """The parameters that no rank used since their last update."""
-        used = {slot: slot not in bucket.needs_overwrite for bucket in self.reducer.due for slot in bucket.params}
+    def find_unused(self) -> set[Slot]:
+        """Return the parameters that no rank has used since their last update."""
+        used = {slot: slot not in bucket.needs_overwrite for bucket in self.reducer.due for slot in bucket.slots}
         counts = self.comm.all_reduce(torch.tensor([*used.values()], dtype=torch.float32, device=self.comm.device))
         return {slot for slot, count in zip(used, counts.tolist()) if not count}
 
-    def apply_rule(self, bucket: Bucket, plan: Plan, untouched: Iterable[Slot] = ()) -> None:
-        """One update of this rank's shard, but for parameters that are to stay as they are, with their state."""
-        kept = [(part, part.clone()) for slot in bucket.params if slot in untouched
-                for part in (bucket.part_of(slot, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
-        rule, lr = bucket.rule, self.group_of[bucket.params[0].param]["lr"]
+    def update(self, bucket: Bucket, plan: Plan, unused: Iterable[Slot] = ()) -> None:
+        """Update this rank's shard by the bucket's rule. Unused parameters and their state stay unchanged."""
+        kept = [(part, part.clone()) for slot in bucket.slots if slot in unused
+                for part in (bucket.view_of(slot, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
+        rule, lr = bucket.rule, self.group_of[bucket.slots[0].param]["lr"]
         rule = rule if lr == rule.lr else dataclasses.replace(rule, lr=lr)
-        hyper = {key: self.number(key, v) if isinstance(v, float) and bucket.compiles else v
+        hyper = {key: self.number(key, v) if isinstance(v, float) and bucket.may_compile else v
                  for key, v in rule.hyper(plan, bucket.updates).items()}
-        update = type(rule).update
-        bucket.update(self.compiled[update] if bucket.compiles else update, hyper, self.settings.world_size_invariant)
+        plain = type(rule).update
+        update = self.compiled[plain] if bucket.may_compile else plain
+        bucket.update(update, hyper, self.settings.world_size_invariant)
         for part, old in kept:
             part.copy_(old)
 
     def finish_all_gathers(self, buckets: Sequence[Bucket] | None = None) -> None:
-        """Wait until the parameters of these buckets, or of all, are whole."""
+        """Wait for the all-gathers of these buckets (None: all), so that every parameter has its new value."""
         for bucket in self.buckets if buckets is None else buckets:
-            if bucket.gathering is not None:
+            if bucket.gather_handle is not None:
                 with self.reducer.span(f"wait gather {bucket.name}"):
-                    bucket.gathering.wait()
-                bucket.gathering = None
+                    bucket.gather_handle.wait()
+                bucket.gather_handle = None
 
 # ------------------------------------------------------------------------------------------------------------------
 # assignment
 
+def rule_of(config: Config, group: AdamGroup | MuonGroup) -> Adam | NorMuon:
+    """Create the update rule of one kind of parameters. For another rule return it here, if group.kind is its kind."""
+    c = config
+    if isinstance(group, MuonGroup):
+        return NorMuon(c.muon_lr, c.muon_weight_decay, c.muon_beta2, c.torch_dtype)
+    beta1, beta2, decay = (flag if own is None else own for own, flag in (
+        (group.beta1, c.adam_beta1), (group.beta2, c.adam_beta2), (group.weight_decay, c.adam_weight_decay)))
+    return Adam(c.adam_lr * group.lr_mul, beta1, beta2, c.adam_eps, c.adam_every, decay, c.adam_fp32_moments,
+                rows=c.lazy_tables and group.kind == "ngram_embeds")
+
+def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
+    """Assign every parameter that is not frozen its update rule, by its kind, in the model's order."""
+    groups, specs = param_groups(config), []
+    for name, param in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
+        kind = getattr(param, "kind", None)
+        require(kind in groups, f"{name}: PARAM_GROUPS has no row for kind {kind!r}; add one, or create the parameter "
+                f"by parameter(init, kind) with one of {', '.join(groups)}")
+        rule = rule_of(config, groups[kind])
+        scale = groups[kind].lr_mul if isinstance(rule, NorMuon) else 1.0  # Adam's lr includes it
+        first_step = first_untied_step(config) if kind == "embed" else 0
+        specs.append(finish_spec(ParamSpec(name, param, rule, param.unit, scale, first_step)))
+    return specs
+
+def finish_spec(spec: ParamSpec) -> ParamSpec:
+    """Complete NorMuon's settings from the matrix's shape. Raise RunError if a fused matrix has no unit."""
+    if not isinstance(spec.rule, NorMuon):
+        return spec
+    param, (rows, columns) = spec.param, spec.rule.unit(spec)
+    if not spec.unit and param.shape == (3 * columns, columns):
+        raise RunError(f"{spec.name} [{rows}, {columns}] may hold three matrices, such as a fused query, key and value."
+                       f" If so, give its assignment unit=({columns}, {columns}); if it is one matrix, "
+                       f"unit=({rows}, {columns})")
+    return spec._replace(rule=dataclasses.replace(spec.rule, wide=param.numel() > param.shape[0] ** 2),
+                         scale=spec.scale * math.sqrt(max(1, rows / columns)))  # as in Keller Jordan's Muon
+
+def build_model(config: Config, encoding: Encoding) -> GPT:
+    """Build the model of a config on the CPU. A seed gives the same initialization on every machine."""
+    torch.manual_seed(config.seed)
+    return GPT(config, encoding)
+
+def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False) -> DistributedOptimizer:
+    """Build the optimizer of a config. The model must be on its device."""
+    specs = specs_of(config, model)
+    buckets = fill_buckets(specs, config.bucket_mb * 2 ** 20, comm.rank, comm.ranks, config.grad_reduce_in_fp32)
+    # The loss of a micro-batch is a sum over its tokens. The mean over a micro-batch's splits must not divide it
+    return DistributedOptimizer(buckets, comm, config, model, float(config.micro_batch_splits), compiled)
+
 class Assignment(NamedTuple):
-    """Which parameters a rule updates, by a pattern of their names; the rest as in ParamSpec."""
+    """For make_optimizer: a pattern of parameter names and the rule of these parameters; see ParamSpec for the rest."""
 
     pattern: str
     rule: Adam | NorMuon
@@ -2811,63 +2956,45 @@ class Assignment(NamedTuple):
     scale: float = 1.0
     first_step: int = 0
 
-def finish_spec(spec: ParamSpec) -> ParamSpec:
-    """Set how NorMuon stores and scales a matrix. RunError if a fused matrix states no unit."""
-    if not isinstance(spec.rule, NorMuon):
-        return spec
-    param, (rows, columns) = spec.param, spec.rule.unit(spec)
-    if not spec.unit and param.shape == (3 * columns, columns):
-        raise RunError(f"{spec.name} [{rows}, {columns}] may be three matrices in one, such as a fused query, key and "
-                       f"value. Give its assignment unit=({columns}, {columns}); or, if it is one matrix, "
-                       f"unit=({rows}, {columns})")
-    return spec._replace(rule=dataclasses.replace(spec.rule, wide=param.numel() > param.shape[0] ** 2),
-                         scale=spec.scale * math.sqrt(max(1, rows / columns)))  # as in Keller Jordan's Muon
-
-def rule_of(config: Config, group: AdamGroup | MuonGroup) -> Adam | NorMuon:
-    c = config
-    if isinstance(group, MuonGroup):
-        return NorMuon(c.muon_lr, c.muon_weight_decay, c.muon_beta2, c.torch_dtype)
-    beta1, beta2, decay = (flag if own is None else own for own, flag in (
-        (group.beta1, c.adam_beta1), (group.beta2, c.adam_beta2), (group.weight_decay, c.adam_weight_decay)))
-    return Adam(c.adam_lr * group.lr_mul, beta1, beta2, c.adam_eps, c.adam_every, decay, c.adam_fp32_moments)
-
-def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
-    """Assign each parameter of the model, in its order, by its kind. RunError if a kind has no group."""
-    groups, specs = param_groups(config), []
-    for name, param in model.named_parameters():
-        kind = getattr(param, "kind", None)
-        require(kind in groups, f"{name}: PARAM_GROUPS has no row for kind {kind!r}; add one, or create the parameter by "
-                f"parameter(init, kind) with one of {', '.join(groups)}")
-        group = groups[kind]
-        rule = rule_of(config, group)
-        if kind == "ngram_embeds":
-            rule = dataclasses.replace(rule, rows=config.lazy_tables)
-        specs.append(finish_spec(ParamSpec(
-            name, param, rule, param.unit, group.lr_mul if isinstance(rule, NorMuon) else 1.0,
-            first_untied_step(config) if kind == "embed" else 0)))
-    return specs
+def make_optimizer(model: nn.Module, table: Sequence[Assignment] = (), bucket_mb: float = Config.bucket_mb,
+                   settings: SyncSettings = SyncSettings(), muon_lr: float = NorMuon.lr,
+                   adam_lr: float = Adam.lr) -> DistributedOptimizer:
+    """Build the optimizer of any model, on the model's device. table: replaces lines of default_assignments."""
+    if not isinstance(model, nn.Module):
+        raise RunError(f"make_optimizer got a {type(model).__name__}; give it the model itself, since rules are chosen "
+                       "by parameter names and kinds of modules")
+    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    specs = assign(model, default_assignments(model, table, muon_lr, adam_lr))
+    if not specs:
+        raise RunError("every parameter of this model is frozen; set requires_grad on those to be trained")
+    buckets = fill_buckets(specs, bucket_mb * 2 ** 20, *ranks)
+    return DistributedOptimizer(buckets, Comm(*ranks, specs[0].param.device), settings, model)
 
 def assign(model: nn.Module, table: Sequence[Assignment]) -> list[ParamSpec]:
-    """Each parameter that learns with its rule, in the model's order. RunError unless exactly one line matches each."""
+    """Assign every parameter that is not frozen its rule by name. RunError unless exactly one line matches each."""
     specs = []
     for name, param in ((name, p) for name, p in model.named_parameters() if p.requires_grad):
         lines = [line for line in table if fnmatchcase(name, line.pattern)]
         if len(lines) != 1:
             raise RunError(f"{name}: {len(lines)} lines of the table of assignments match it "
-                           f"({', '.join(line.pattern for line in lines) or 'none'}); one must: "
+                           f"({', '.join(line.pattern for line in lines) or 'none'}), but one must; "
                            f"{'narrow the pattern of the others' if lines else 'add a line for it'}")
         specs.append(finish_spec(ParamSpec(name, param, *lines[0][1:])))
     return specs
 
 def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon_lr: float = NorMuon.lr,
                         adam_lr: float = Adam.lr) -> list[Assignment]:
-    """The table, and a line for each parameter that it leaves out: NorMuon for the matrices inside the model, Adam for
-    embeddings, the last matrix (the head) and vectors. The gates of torch's recurrent layers and its fused attention
-    are matrices by themselves; for those of your own state the unit. RunError if a line matches nothing."""
-    embeddings, units, head, learns = set(), {}, None, [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    """Add a line to the table for each parameter that it does not match.
+
+    Matrices inside the model get NorMuon. Embeddings, the last matrix (the head) and vectors get Adam. The fused
+    matrices of torch's recurrent layers and attention are split; your own fused matrices need a line with their unit.
+    Raise RunError if a line of the table matches no parameter.
+    """
+    embeddings, units, head = set(), {}, None
+    learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     for module in model.modules():
         own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
-        head = own[-1] if own else head  # where it is tied, an embedding
+        head = own[-1] if own else head  # a tied head is an embedding
         embeddings.update(own if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else ())
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)):
             rows = module.embed_dim if isinstance(module, nn.MultiheadAttention) else module.hidden_size
@@ -2875,42 +3002,15 @@ def default_assignments(model: nn.Module, table: Sequence[Assignment] = (), muon
     for line in table:
         if isinstance(line.rule, type):
             raise RunError(f"{line.pattern}: its rule is the class {line.rule.__name__}; write {line.rule.__name__}()")
-        if not any(fnmatchcase(name, line.pattern) for name, _ in learns):
-            raise RunError(f"{line.pattern}: no parameter that learns has such a name; named_parameters() has them all")
+        if not any(fnmatchcase(name, line.pattern) for name, _ in learned):
+            raise RunError(f"{line.pattern} matches no parameter that is not frozen; see model.named_parameters()")
     lines = list(table)
-    for name, p in learns:
+    for name, p in learned:
         inside = p.dim() > 1 and 1 < p.shape[0] < p.numel() and p is not head and p not in embeddings
         rule = NorMuon(muon_lr, polar_dtype=torch.bfloat16 if p.is_cuda else torch.float32) if inside else Adam(adam_lr)
         if not any(fnmatchcase(name, line.pattern) for line in table):
             lines.append(Assignment(glob.escape(name), rule, units.get(p) if inside else None))
     return lines
-
-def make_optimizer(model: nn.Module, table: Sequence[Assignment] = (), bucket_mb: float = Config.bucket_mb,
-                   settings: SyncSettings = SyncSettings(), muon_lr: float = NorMuon.lr,
-                   adam_lr: float = Adam.lr) -> DistributedOptimizer:
-    """The optimizer of any model, on its device, in the process group that there is; see default_assignments."""
-    if not isinstance(model, nn.Module):
-        raise RunError(f"make_optimizer got a {type(model).__name__}; give it the model itself: names of parameters and"
-                       " kinds of modules decide by which rule each is updated")
-    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    specs = assign(model, default_assignments(model, table, muon_lr, adam_lr))
-    if not specs:
-        raise RunError("no parameter of this model learns; set requires_grad on those that are to")
-    buckets = fill_buckets(specs, bucket_mb * 2 ** 20, *ranks)
-    return DistributedOptimizer(buckets, Comm(*ranks, specs[0].param.device), settings, model)
-
-def build_model(config: Config, encoding: Encoding) -> GPT:
-    """The model of a config, with its initial parameters, on the CPU: the same for a seed on every machine."""
-    torch.manual_seed(config.seed)
-    return GPT(config, encoding)
-
-def build_optimizer(config: Config, model: GPT, comm: Comm, compiled: bool = False,
-                    ) -> DistributedOptimizer:
-    """Build the optimizer of a config, for a model that is on its device."""
-    specs = specs_of(config, model)
-    buckets = fill_buckets(specs, config.bucket_mb * 2 ** 20, comm.rank, comm.ranks, config.grad_reduce_in_fp32)
-    # the loss of a micro-batch is a sum over its tokens, and gradients are averaged over micro-batches
-    return DistributedOptimizer(buckets, comm, config, model, float(config.micro_batch_splits), compiled)
 
 # ------------------------------------------------------------------------------------------------------------------
 # training
@@ -3161,8 +3261,7 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
         race.train()
         with clock.off("hashing"):
             before = hash_of(named_tensors(trainer.model))
-        result = race.validate(config.num_steps)
-    finish(race, before, *result)
+        finish(race, before, *race.validate(config.num_steps))
 
 # ------------------------------------------------------------------------------------------------------------------
 # log and clock
@@ -3362,7 +3461,7 @@ def finish(race: Run, before: str, loss: float, val_tokens: int) -> None:
         verdict, target = "", ""
         if c.target_val_loss:
             verdict, target = f"target {'reached' if reached else 'missed'}: ", f" target {c.target_val_loss:g},"
-        clear_checkpoints(log, keep=0)
+        clear_checkpoints(log, c.num_steps, keep=0)
         log.say(f"\n{verdict}validation loss {loss:.4f},{target} after {clock.elapsed / 1000:.1f} s of training and "
                 f"{wall_seconds:.0f} s in all{saved_as}\nlog: {log.path}")
 
@@ -3449,7 +3548,7 @@ def describe_config(config: Config) -> dict[str, Any]:
     """Describe what the run will do and what it starts from, for its log."""
     c, revision, race = config, output_of("git", "rev-parse", "HEAD"), config.race.split(":")
     return {
-        "config": dataclasses.asdict(c), "seed": c.seed, "target_val_loss": c.target_val_loss,
+        "config": json_of(c), "seed": c.seed, "target_val_loss": c.target_val_loss,
         "planned": {"steps": c.num_steps, "train_tokens": tokens_of_steps(c, c.num_steps)},
         "git": {"revision": revision, "clean": not output_of("git", "status", "--porcelain")} if revision else None,
         "init_from": {"path": c.init_from, "sha256": None if c.resume else file_sha256(c.init_from)}
@@ -3576,29 +3675,33 @@ def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
                 "model. Use the same --layers, --model_dim, --ngrams and vocabulary, and the revision in its log")
         param.copy_(x.view(param.shape))
 
-def checkpoints(folder: Path, run_id: str, suffix: str = "") -> list[Path]:
-    """The checkpoints of a run, by their step."""
-    def step(path: Path) -> int:
-        return int(re.search(r"\.step(\d+)\.ckpt", path.name)[1])
-    return sorted(folder.glob(f"{glob.escape(run_id)}.step[0-9]*.ckpt{suffix}"), key=step)
+def step_of(checkpoint: Path) -> int:
+    return int(re.search(r"\.step(\d+)\.ckpt", checkpoint.name)[1])
 
-def clear_checkpoints(log: Log, keep: int) -> None:
-    """Delete a run's checkpoints but for the latest `keep`, and the partial files of killed processes."""
+def checkpoints(folder: Path, run_id: str, suffix: str = "") -> list[Path]:
+    """The checkpoints of a run, by their step: modification times may come from another clock."""
+    return sorted(folder.glob(f"{glob.escape(run_id)}.step[0-9]*.ckpt{suffix}"), key=step_of)
+
+def clear_checkpoints(log: Log, step: int, keep: int) -> None:
+    """Delete a run's checkpoints but for the latest `keep` up to a step; later ones belong to a past that a resume gave
+    up. Delete the partial files of killed processes too."""
     run = log.path.parent, log.run_id
-    for path in (*checkpoints(*run)[:-keep or None], *checkpoints(*run, ".partial")):
-        path.unlink(missing_ok=True)
+    kept = [path for path in checkpoints(*run) if step_of(path) <= step][-keep:] if keep else []
+    for path in (*checkpoints(*run), *checkpoints(*run, ".partial"), log.path.with_suffix(".pt.partial")):
+        if path not in kept:
+            path.unlink(missing_ok=True)
 
 def find_checkpoint(config: Config) -> Path:
     """Find the checkpoint that config.resume names. When torchrun restarts the ranks it is the latest of their run."""
     named = Path(config.resume) if Path(config.resume).exists() else ROOT / config.resume
-    folder, run_id, restarted = named.parent, named.stem, env_int("TORCHELASTIC_RESTART_COUNT", 0) > 0
-    if config.resume == "latest":
-        folder, run_id = ROOT / config.log_dir, config.run_id
-        own = [log.stem for log in folder.glob("*.txt") if restarted and is_of_this_launch(log)]
+    latest, restarted = config.resume == "latest", env_int("TORCHELASTIC_RESTART_COUNT", 0) > 0
+    folder, run_id = (ROOT / config.log_dir, config.run_id) if latest else (named.parent, named.stem)
+    own = sorted((log for log in folder.glob("*.txt") if restarted and is_of_this_launch(log)), key=os.path.getmtime)
+    if own:
+        run_id = own[-1].stem
+    elif latest and not run_id:
         newest = max(folder.glob("*.step[0-9]*.ckpt"), key=os.path.getmtime, default=Path())
-        run_id = run_id or (own[0] if own else newest.name.partition(".step")[0])
-    elif named.suffix == ".ckpt" and restarted:
-        run_id = named.name.partition(".step")[0]
+        run_id = newest.name.partition(".step")[0]
     elif named.suffix == ".ckpt" and named.is_file():
         return named.resolve()
     found = checkpoints(folder, run_id) if run_id else []
@@ -3630,7 +3733,7 @@ def save_checkpoint(race: Run, step: int, stop: bool = False) -> None:
                 log.say(f"no checkpoint: {error}")
                 if stop:
                     raise
-            clear_checkpoints(log, keep=race.config.keep_checkpoints)
+            clear_checkpoints(log, step, race.config.keep_checkpoints)
     if stop:
         race.comm.all_gather_json("saved")  # a rank that leaves earlier would end rank 0 while it writes
         raise RunError(f"terminated before step {step}; --resume {log.path} continues from there")
@@ -3645,7 +3748,7 @@ def save_model(race: Run) -> Path:
 def describe_model(race: Run, step: int) -> dict[str, Any]:
     """Describe what rebuilds the model before a step, on any machine."""
     plan, encoding = plan_of(race.config, step), race.shards["train"][0].encoding
-    return {"run_id": race.log.run_id, "config": dataclasses.asdict(race.requested), "step": step,
+    return {"run_id": race.log.run_id, "config": json_of(race.requested), "step": step,
             "windows": list(plan.windows), **encoding._asdict(), "rotary_windows": list(plan.rotary_windows),
             "tied": plan.tied}
 
@@ -3757,14 +3860,16 @@ def find_data(config: Config, comm: Comm) -> dict[str, list[Shard]]:
     return {"train": with_digests(train, comm, *local), "val": with_digests(val, comm, *local)}
 
 class Signals:
-    """SIGUSR1 asks for a checkpoint. In training SIGTERM and SIGHUP ask for a checkpoint and then stop the run; before
-    and after it they end the process at once, by their default action."""
+    """SIGUSR1 asks for a checkpoint. SIGTERM and SIGHUP, in training, ask for a checkpoint and then stop the run. Before
+    training they have their default action: nothing is lost, and the process ends even where it waits for others."""
 
     STOPS = signal.SIGTERM, signal.SIGHUP
     STOP = 1024  # what a stop adds to `received`; SIGUSR1 adds 1
 
+    GRACE_S = 8  # for the last checkpoint when the launcher is gone, and nobody else would end a rank that hangs
+
     def __init__(self):
-        self.received, self.stop = 0, False
+        self.received, self.stop, self.launcher = 0, False, os.getppid()
 
     def handle(self, number: int, _: Any) -> None:
         if number == signal.SIGUSR1:
@@ -3772,10 +3877,12 @@ class Signals:
         elif not self.stop:
             self.stop = True
             self.received += self.STOP
+            if os.getppid() != self.launcher:
+                signal.alarm(self.GRACE_S)  # its default action ends the process
 
     @contextlib.contextmanager
     def caught(self) -> Iterator[None]:
-        """Handle STOPS while training. nohup's ignored SIGHUP stays ignored."""
+        """Handle STOPS until the run is written. nohup's ignored SIGHUP stays ignored."""
         before = {number: signal.getsignal(number) for number in self.STOPS}
         for number, action in before.items():
             if action is not signal.SIG_IGN:
@@ -3881,7 +3988,9 @@ def fail(error: BaseException, config: Config, rank: int, log: Log | None, store
     if not message:
         traceback.print_exception(error)
         message = f"{type(error).__name__}: {error}"
-    first = first_failure(store, rank, message, lost)
+    first = f"rank {rank}: {message}"
+    with contextlib.suppress(NoAnswer):  # a store on a lost host does not answer
+        first = ThreadPoolExecutor(1).submit(first_failure, store, rank, message, lost).result(Signals.GRACE_S)
     mine = first == f"rank {rank}: {message}"
     kept = ""
     if log is not None and log.file is not None:
@@ -3907,7 +4016,7 @@ def fail(error: BaseException, config: Config, rank: int, log: Log | None, store
 def main(argv: Sequence[str] | None = None) -> int:
     """One rank of a run, as torchrun started it, or the only one -> the exit status."""
     began = time.perf_counter()
-    rank, log, store, config = 0, None, None, Config()
+    rank, log, store, config, signals.launcher = 0, None, None, Config(), os.getppid()
     try:
         rank, ranks, local_rank = map(env_int, ("RANK", "WORLD_SIZE", "LOCAL_RANK"), (0, 1, 0))
         for library in ("TORCHINDUCTOR", "TRITON"):  # the next run and all ranks use what they compile
@@ -3926,7 +4035,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         comm = (CompressedComm if config.bf16_compress else Comm)(rank, ranks, device)
         log.run_id, checkpoint = comm.all_gather_json([run_id, checkpoint])[0]  # rank 0's
         config = dataclasses.replace(config, resume=config.resume or checkpoint)
-        agree(comm, "configs", {key: str(v) for key, v in dataclasses.asdict(config).items()},
+        agree(comm, "configs", {key: str(v) for key, v in json_of(config).items()},
               "Start every rank with the same flags, and give every host the same checkpoints")
         run(config, preset, comm, device, log, began)
         log.close()

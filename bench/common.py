@@ -1,4 +1,4 @@
-"""What the benchmarks share: ranks on this machine, timings that take turns, tables, and the model they train."""
+"""Shared by the benchmarks: ranks on this machine, interleaved timings, tables, and a small Transformer."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ import train_gpt  # noqa: E402
 
 def positive(text: str) -> int:
     if not (text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above zero")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def add_model_flags(parser: argparse.ArgumentParser, layers: int, batch: int, bucket_mb: float, help_bucket: str) -> None:
-    """Those of a Transformer, its data and its buckets, with the defaults that differ between benchmarks."""
+    """Add flags for the Transformer, its data and its buckets. The arguments are defaults that differ by benchmark."""
     parser.add_argument("--layers", type=positive, default=layers)
     parser.add_argument("--dim", type=positive, default=256)
     parser.add_argument("--vocab", type=positive, default=1024)
     parser.add_argument("--batch", type=positive, default=batch, help="sequences per rank and step")
-    parser.add_argument("--tokens", type=positive, default=256, help="of a sequence")
+    parser.add_argument("--tokens", type=positive, default=256, help="tokens per sequence")
     parser.add_argument("--bucket_mb", type=float, default=bucket_mb, help=help_bucket)
 
 
 def machine() -> str:
-    """One line: what the figures were measured on, and how busy it was."""
+    """Describe the machine and its load in one line."""
     load = os.getloadavg()[0]
     return (f"{train_gpt.cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}, "
             f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, load {load:.1f} when this was printed")
@@ -62,12 +62,12 @@ def table_line(cells: Iterable[Any]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Markdown."""
+    """Format a Markdown table."""
     return "\n".join(table_line(cells) for cells in (head, ["---"] * len(head), *rows))
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """`median (first quartile–third quartile)`."""
+    """Format values as `median (first quartile–third quartile)`."""
     if len(values) < 2:
         return f"{values[0]:.{digits}f}"
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -75,7 +75,7 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 
 def ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
-    """Of runs that took turns: the n-th by the n-th, so that what slowed the machine slowed both."""
+    """Divide interleaved timings round by round, so that noise of the machine affects both sides."""
     return [a / b for a, b in zip(times, base, strict=True)]
 
 
@@ -88,9 +88,10 @@ def nothing(*_: Any) -> None:
 
 def take_turns(variants: dict[str, Callable[[], Any]], rounds: int, warm: int, meet: Callable[[], Any] = nothing,
                prepare: dict[str, Callable[[], Any]] | None = None) -> dict[str, list[float]]:
-    """Seconds of each variant in each round. A round calls each once, in an order drawn anew (the same on all ranks).
+    """Time the variants -> seconds of each in each round. A round calls each once, in a random order that all ranks share.
 
-    meet: called before and after each, so that the slowest rank counts. prepare: called before, outside the time.
+    warm: untimed rounds. meet: a barrier before and after each call, so that the slowest rank counts. prepare: untimed
+    calls before each variant.
     """
     prepare = prepare or {}
     times: dict[str, list[float]] = {name: [] for name in variants}
@@ -108,7 +109,7 @@ def take_turns(variants: dict[str, Callable[[], Any]], rounds: int, warm: int, m
 
 
 def next_steps(trainer: train_gpt.Trainer, steps: int) -> Callable[[], None]:
-    """A turn of a trainer: so many steps further in its plan, and their gathers."""
+    """Return a function that trains a trainer's next steps and waits for their all-gathers."""
     numbers = itertools.count()
 
     def turn() -> None:
@@ -130,8 +131,8 @@ def free_port() -> int:
 
 def _rank_main(rank: int, ranks: int, address: str, port: int, before: Callable[[int], None], result: Path,
                function: Callable, arguments: tuple) -> None:
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, to itself
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the process that starts this one makes of it
+    warnings.filterwarnings("ignore", category=FutureWarning)  # torch warns about its own code
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent may have a handler
     before(rank)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     store = dist.TCPStore(address, port, ranks, rank == 0, timeout=timedelta(seconds=60))
@@ -141,15 +142,15 @@ def _rank_main(rank: int, ranks: int, address: str, port: int, before: Callable[
         result.write_text(json.dumps(answer))
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # taking the group apart is left out: gloo may abort in it
+    os._exit(0)  # without destroying the group, in which gloo may abort
 
 
 def on_ranks(ranks: int, function: Callable, *arguments: Any, address: str = "127.0.0.1",
              before: Callable[[int], None] = nothing) -> Any:
-    """Runs function(rank, ranks, *arguments) in fresh processes of one gloo group -> what rank 0 returned, by way of JSON.
+    """Run function(rank, ranks, *arguments) in new processes of one gloo group. Return rank 0's result (through JSON).
 
-    They share out the cores, and meet at rank 0's address; before(rank) is called before they do. Raises RunError if one
-    fails; its own message is on stderr.
+    The processes share the cores. before(rank) is called before they connect to rank 0's address. Raise RunError if one
+    fails, and print its message to stderr.
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
@@ -160,7 +161,7 @@ def on_ranks(ranks: int, function: Callable, *arguments: Any, address: str = "12
                 pass
         except ProcessException as error:
             print(error, file=sys.stderr)
-            raise train_gpt.RunError(f"{function.__name__}: rank {error.error_index} failed; the reason is above") from None
+            raise train_gpt.RunError(f"{function.__name__}: rank {error.error_index} failed; its error is above") from None
         finally:
             for process in processes.processes:
                 process.kill()
@@ -168,7 +169,7 @@ def on_ranks(ranks: int, function: Callable, *arguments: Any, address: str = "12
 
 
 class FakeComm(train_gpt.Comm):
-    """Rank 0 of torch's `fake` group, whose collectives send nothing; JSON, which it cannot carry, is this rank's own."""
+    """Rank 0 of torch's `fake` process group, whose collectives send nothing. Every rank "sends" this rank's JSON."""
 
     def __init__(self, ranks: int, device: torch.device | str = "cpu"):
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
@@ -178,21 +179,21 @@ class FakeComm(train_gpt.Comm):
         return [json.loads(json.dumps(mine))] * self.ranks
 
     def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> train_gpt.HandleGroup:
-        """Messages: every rank reads the rows that this one reads, and has no gradient of them."""
+        """Simulate messages: the other ranks read the rows that this rank reads, and their gradients are 0."""
         for mine, theirs in zip(sent, received):
             theirs.copy_(mine) if mine.shape == theirs.shape else theirs.zero_()
         return train_gpt.HandleGroup()
 
 
 def run(main: Callable[[], None]) -> None:
-    """The script's main; what the user can mend is told in one line."""
+    """Run a script's main. Print errors that the user can fix in one line."""
     try:
         main()
     except (train_gpt.RunError, KeyboardInterrupt) as error:
         sys.exit(f"error: {str(error) or 'interrupted'}")
 
 
-# a model like any other
+# a Transformer
 
 
 class Block(nn.Module):
@@ -212,17 +213,17 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A plain GPT, with modules that every peer can wrap. forward gives the mean cross entropy."""
+    """A plain GPT whose modules every peer can wrap. forward returns the mean cross entropy."""
 
     def __init__(self, layers: int, dim: int, vocab_size: int, tokens: int):
         super().__init__()
-        self.embed, self.place = nn.Embedding(vocab_size, dim), nn.Embedding(tokens, dim)
+        self.embed, self.position = nn.Embedding(vocab_size, dim), nn.Embedding(tokens, dim)
         self.blocks = nn.ModuleList(Block(dim, max(1, dim // 64)) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocab_size, bias=False)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """inputs, targets [B, T]."""
-        x = self.embed(inputs) + self.place(torch.arange(inputs.size(1)))
+        x = self.embed(inputs) + self.position(torch.arange(inputs.size(1)))
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
@@ -230,19 +231,19 @@ class Transformer(nn.Module):
 
 def adam_optimizer(model: nn.Module, comm: train_gpt.Comm, lr: float, bucket_mb: float,
                    **settings: Any) -> train_gpt.DistributedOptimizer:
-    """Ours, with Adam for every parameter. settings: of SyncSettings."""
+    """Build our optimizer with Adam for every parameter. settings: fields of SyncSettings."""
     rule = train_gpt.Adam(lr, 0.9, 0.999, EPS, every=1)
     specs = [train_gpt.ParamSpec(name, param, rule) for name, param in model.named_parameters()]
     buckets = train_gpt.fill_buckets(specs, bucket_mb * 2 ** 20, comm.rank, comm.ranks)
     return train_gpt.DistributedOptimizer(buckets, comm, train_gpt.SyncSettings(**settings), model)
 
 
-EPS = 1e-16  # torch adds it elsewhere, so it must not matter
-PLAN = train_gpt.Plan()  # nothing is scheduled
+EPS = 1e-16  # torch adds eps at another place, so it must be negligible
+PLAN = train_gpt.Plan()  # constant learning rate
 
 
 def some_text(vocab_size: int, batch: int, tokens: int, rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [batch, tokens] with something to learn: each token is followed by one of three."""
+    """Draw inputs and targets [batch, tokens] that can be learned: one of three tokens follows each token."""
     draw = torch.Generator().manual_seed(1000 * step + rank)
     steps = torch.randint(1, 4, (batch, tokens + 1), generator=draw)
     x = steps.cumsum(1) % vocab_size

@@ -1,12 +1,12 @@
-"""A text to the loss of nanoGPT's quick start for CPUs: a clone of nanoGPT and the laptop preset, in turn.
+"""Time nanoGPT's quick start for CPUs and the laptop preset to about the same validation loss, interleaved.
 
     python bench/nanogpt.py --nanogpt PATH_OF_A_CLONE --text input.txt
 
-input.txt is tinyshakespeare, or any text. Both train on its first nine tenths and validate on the last one; both losses
-are in nats a character, which for a text of ASCII are nats a byte. nanoGPT runs as its README says, and takes its loss
-over 240 sequences of 64 characters drawn at random; ours is over the whole last tenth. Seconds of training are without start,
-warm-up and validation (of nanoGPT the sum of what it prints for its iterations, but for those that evaluate); seconds in all
-are those of the processes.
+input.txt is tinyshakespeare or another text. Both train on the first 90 % and validate on the last 10 %. Losses are in
+nats per character; in ASCII text these are nats per byte. nanoGPT runs as its README describes, and samples its
+validation loss on 240 random sequences of 64 characters; ours covers all of the last 10 %. Training time excludes start,
+warm-up and validation; for nanoGPT it is the sum of the printed iteration times, except iterations that evaluate. Total
+time is that of the process.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ QUICK_START = ("config/train_shakespeare_char.py --device=cpu --compile=False --
 
 
 def output(words: list[str], folder: Path, **environment: str) -> str:
-    """What a process prints. RunError with the end of it where it fails."""
+    """Run Python in a folder and return what it prints. Raise RunError with the last of it if it fails."""
     done = subprocess.run([sys.executable, *words], cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                           env={**os.environ, **environment})
     if done.returncode:
-        raise train_gpt.RunError(f"{shlex.join(words)} in {folder} ended with status {done.returncode}: {done.stdout[-1000:]}")
+        raise train_gpt.RunError(f"{shlex.join(words)} in {folder} failed with status {done.returncode}: {done.stdout[-1000:]}")
     return done.stdout
 
 
 def nanogpt(clone: Path, steps: int) -> tuple[float, float]:
-    """(last validation loss, seconds of its iterations)."""
+    """Run nanoGPT -> (last validation loss, seconds of training)."""
     shown = output(["train.py", *QUICK_START.format(steps).split()], clone)
     losses = dict(re.findall(r"^step (\d+): train loss [\d.]+, val loss ([\d.]+)", shown, re.M))
     times = re.findall(r"^iter (\d+): loss [\d.]+, time ([\d.]+)ms", shown, re.M)
     if not losses or not times:
-        raise train_gpt.RunError(f"{clone}/train.py printed no losses or times that are known here: {shown[-500:]}")
+        raise train_gpt.RunError(f"{clone}/train.py printed no losses or times in the expected format: {shown[-500:]}")
     return float([*losses.values()][-1]), sum(float(ms) for step, ms in times if step not in losses) / 1000
 
 
 def ours(shards: Path, flags: list[str], ranks: int) -> tuple[float, float]:
-    """(validation loss, seconds of training) of the laptop preset."""
+    """Run the laptop preset -> (validation loss, seconds of training)."""
     shown = output([str(ROOT / "records/launch.py"), f"--nproc_per_node={ranks}", str(ROOT / "train_gpt.py"), "--preset", "laptop",
                     "--train_files", f"{shards}/*_train_*.bin", "--val_files", f"{shards}/*_val_*.bin", "--log_dir",
                     str(shards / "logs"), *flags], ROOT, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"))
@@ -63,11 +63,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--nanogpt_steps", type=positive, default=2000)
-    parser.add_argument("--flags", default="--num_steps 36 --target_val_loss 1.88", help="of train_gpt.py, in one string (%(default)s)")
+    parser.add_argument("--flags", default="--num_steps 36 --target_val_loss 1.88", help="flags of train_gpt.py, as one string (%(default)s)")
     args = parser.parse_args()
     for path, what in ((args.nanogpt / "train.py", "a clone of nanoGPT"), (args.text, "a text")):
         if not path.is_file():
-            raise train_gpt.RunError(f"{path}: there is no such file; name {what}")
+            raise train_gpt.RunError(f"{path} does not exist; give {what}")
     with tempfile.TemporaryDirectory() as home:
         clone, shards = Path(home, "nanoGPT"), Path(home, "shards")
         shutil.copytree(args.nanogpt, clone, ignore=shutil.ignore_patterns(".git"))

@@ -1,12 +1,12 @@
-"""One GPU as rank 0 of 8: what a step takes without its communication, and how long until the first one.
+"""Time one GPU as rank 0 of 8: a step without its communication, and the start until the first step ends.
 
-    python bench/one_rank_of_8.py                    needs a GPU; elsewhere it says so and ends well
+    python bench/one_rank_of_8.py                    needs a GPU; without one it prints so and exits with status 0
     python bench/one_rank_of_8.py --preset laptop    any machine
 
-torch's `fake` process group stands for the other ranks: its collectives cost nothing and send nothing, so this rank's
-shard of the gradients is its own alone, and the parameters of the other shards never change. Times and memory are those
-of rank 0 in a run of 8, losses mean nothing. Documents are random tokens of random lengths. There is a row for each
-training window; the plan's mean weighs each by its steps.
+torch's `fake` process group replaces the other 7 ranks. Its collectives cost nothing and send nothing: this rank's
+shard of the gradients is not summed, and the other shards' parameters never change. Times and memory are those of rank
+0 in a run of 8; losses are meaningless. Documents are random tokens of random lengths. The table has a row for each
+stage; the last row is the mean over all steps.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import preflight
 from common import FakeComm, machine, positive, run, spread, table, train_gpt
 
 RANKS = 8
@@ -39,7 +40,7 @@ def write_shard(path: Path, tokens: int, vocab_size: int, mean_document: int) ->
 
 
 def seconds_since_launch() -> float:
-    """Since this process was started, imports included."""
+    """Return the seconds since this process was started, with imports."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
@@ -53,20 +54,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--preset", choices=train_gpt.PRESETS, default="speedrun")
     parser.add_argument("--rounds", type=positive, default=20,
-                        help="timed turns a window; a turn is as many steps as lie between two of Adam")
+                        help="timed rounds per stage; a round has as many steps as an update of Adam sums")
     args = parser.parse_args()
     gpu = torch.cuda.is_available()
     if not gpu and args.preset != "laptop":
-        print(f"skipped: the preset {args.preset} needs an NVIDIA GPU and torch sees none; here --preset laptop runs")
+        print(f"skipped: the preset {args.preset} needs an NVIDIA GPU and torch finds none; --preset laptop runs here")
         return
     device = torch.device("cuda" if gpu else "cpu")
     config, changes = train_gpt.PRESETS[args.preset], []
     while train_gpt.usable_ranks(config, RANKS) < RANKS:
-        config = train_gpt.halve_micro_batches(config)
+        config = dataclasses.replace(config, micro_batches=2 * config.micro_batches,
+                                     micro_batch_tokens=config.micro_batch_tokens // 2)
     vocab_size = 257 if args.preset == "laptop" else train_gpt.GPT2_VOCAB
-    comm, asked = FakeComm(RANKS, device), config
+    comm = FakeComm(RANKS, device)
     if gpu:
-        config, changes = train_gpt.fit_to_gpus(config, vocab_size, comm)
+        config, changes = train_gpt.resolve_auto(config, comm)
+        config = preflight.fit_memory(config, vocab_size, comm)
     config = dataclasses.replace(config, shuffle=False)
     with tempfile.TemporaryDirectory() as folder:
         stages = train_gpt.stages_of(config)
@@ -75,11 +78,11 @@ def main() -> None:
         tokens = sum(plan.micro_batches * plan.micro_batch_tokens for plans in turns for plan in plans)
         path = Path(folder) / "random_train_000001.bin"
         write_shard(path, 2 * (args.rounds + 3) * tokens, vocab_size, mean_document=config.max_document_tokens // 3)
-        trainer = train_gpt.Trainer(config, comm, device, train_gpt.find_shards(str(path)), asked)
+        trainer = train_gpt.Trainer(config, comm, device, train_gpt.find_shards(str(path)))
         trainer.step(turns[0][0], trainer.stream.next_batch(turns[0][0]))
         finish(device)
         cold = seconds_since_launch()
-        trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())  # nothing of that step waits for an update
+        trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())  # drops the gradients of that step
         rows, weighted = [], 0.0
         for stage, plans in zip(stages, turns):
             times, tokens = [], plans[0].micro_batches * plans[0].micro_batch_tokens
@@ -91,7 +94,7 @@ def main() -> None:
                     trainer.step(plan, batch)
                 finish(device)
                 times.append(1e3 * (time.perf_counter() - start) / len(plans))
-            times = times[2:]  # the first turns of a stage compile, and measure kernels
+            times = times[2:]  # the first rounds of a stage compile and tune kernels
             median = float(np.median(times))
             weighted += median * (stage.end - stage.begin) / config.num_steps
             rows.append([f"{plans[0].long_window * config.window_block} tokens", len(times), spread(times),

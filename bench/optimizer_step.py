@@ -1,10 +1,13 @@
-"""The optimizer's step on many tensors: one flat bucket against torch's Adam tensor by tensor, foreach and fused.
+"""Time the optimizer step on many tensors: one flat bucket, and torch's Adam as a loop, foreach and fused.
 
     python bench/optimizer_step.py
 
-Four variants are ours. `rule`: the update alone, on a bucket of all tensors. `step`: DistributedOptimizer.step on one rank,
-with its checks. `adds + step`: also the hooks' pass that moves each gradient into the bucket, which torch's optimizers do
-without. `clip + step`: with clipping by the norm of all, beside peers that clip by torch's clip_grad_norm_. All take turns, so none finds its tensors in the cache.
+Our four variants:
+    rule          the update alone, on one bucket of all tensors
+    step          DistributedOptimizer.step on one rank, with its checks
+    adds + step   also the hooks' pass that adds each gradient into its slot; torch's optimizers do not need it
+    clip + step   with clipping by the global norm; its peers clip by torch's clip_grad_norm_
+All variants are interleaved, so that none finds its tensors in the cache.
 """
 
 from __future__ import annotations
@@ -21,13 +24,13 @@ from common import (EPS, PLAN, adam_optimizer, machine, positive, ratios, run, s
 
 PEERS = {"loop": dict(foreach=False), "foreach": dict(foreach=True), "fused": dict(fused=True)}
 OURS = ("rule", "step", "adds + step", "clip + step")
-CLIP = ", clipping"  # ends the name of a peer that does
+CLIP = ", clipping"  # suffix of the names of peers that clip
 LR = 1e-3
 CLIP_NORM = 1.0
 
 
 class Variants:
-    """All ways to step, on equal tensors and gradients: name -> function, and what goes before it untimed."""
+    """All variants on equal tensors and gradients. steps: name -> step; prepare: name -> untimed call before it."""
 
     def __init__(self, count: int, numel: int):
         draw = torch.Generator().manual_seed(0)
@@ -39,7 +42,7 @@ class Variants:
             self.params[name + clip] = params = [torch.nn.Parameter(x.clone()) for x in values]
             for param, grad in zip(params, grads):
                 param.grad = grad.clone()
-            # without decay AdamW is Adam
+            # AdamW without weight decay is Adam
             optimizer = torch.optim.AdamW(params, lr=LR, eps=EPS, weight_decay=0.0, **how)
             self.steps[name + clip] = functools.partial(self.clip_and_step, params, optimizer) if clip else optimizer.step
         for name in OURS:
@@ -59,9 +62,9 @@ class Variants:
         @torch.no_grad()  # as in a hook
         def add() -> None:
             optimizer.prepare_for_backward(0)
-            for place in bucket.params:
-                place.param.grad = grads[int(place.name)]
-                bucket.add(place, 1.0)
+            for slot in bucket.slots:
+                slot.param.grad = grads[int(slot.name)]
+                bucket.add_grad(slot, 1.0)
 
         @torch.no_grad()
         def rule() -> None:
@@ -83,14 +86,14 @@ class Variants:
             other = "loop" + CLIP * (name == "clip + step" or name.endswith(CLIP))
             furthest = max(float((a - b).detach().abs().max()) for a, b in zip(params, self.params[other]))
             if not furthest <= 1e-5:
-                raise train_gpt.RunError(f"{name} ends {furthest:.1e} from torch's loop after the same steps; one "
-                                         "of them is wrong, and the times mean nothing")
+                raise train_gpt.RunError(f"{name} differs from torch's loop by {furthest:.1e} after the same steps; one "
+                                         "of them is wrong, so the times are invalid")
 
 
 def shape(text: str) -> tuple[int, int]:
     count, _, numel = text.partition("x")
     if not (count.isdecimal() and numel.isdecimal() and int(count) and int(numel)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no shape; write tensors and elements of each, like 200x256")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape; write TENSORSxELEMENTS, such as 200x256")
     return int(count), int(numel)
 
 

@@ -1,4 +1,4 @@
-"""A model of your own: a GRU on this project's optimizer, then on DDP with torch.optim.Muon and AdamW, on two ranks."""
+"""Train a model that is not this project's, a GRU, by make_optimizer and by DDP with torch.optim.Muon and AdamW."""
 from torch import manual_seed, nn, optim
 
 from common import on_ranks, run, some_text, table, train_gpt

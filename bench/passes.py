@@ -1,15 +1,14 @@
-"""Passes over bytes: how often a step reads and writes gradients and parameters, in buckets and with stack-and-copy.
+"""Count memory passes: how often a step reads and writes gradients and parameters, with buckets and with stack-and-copy.
 
     python bench/passes.py
 
-Counted, not timed: every operator from the arrival of gradients to the new parameters, by the bytes of its arguments
-that are gradients or parameters, in whatever buffer they lie. One pass = as many bytes as the model has gradients (or
-parameters). A collective counts as one read of its input and one write of its output. This rank is one of --ranks of
-torch's `fake` process group, whose collectives send nothing. The moments are left out: both ways read and write this
-rank's share of them once.
+Bytes are counted, not timed: those of every operator's arguments that hold gradients or parameters, in any buffer, from
+the arrival of the gradients to the new parameters. One pass is as many bytes as the model has gradients (or parameters).
+A collective is one read of its input and one write of its output. This process is rank 0 of --ranks in torch's `fake`
+process group, whose collectives send nothing. Moments are not counted: both variants read and write a rank's share once.
 
-stack-and-copy is how the public record did it: gradients of one shape are stacked, the stack is reduce-scattered, the
-rank's part updated, all parts gathered into another stack, and that is copied back to the parameters.
+stack-and-copy is the public record's former method: stack the gradients of one shape, reduce-scatter the stack, update
+this rank's part, all-gather into another stack, and copy that back to the parameters.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from torch.utils._pytree import tree_leaves
 from common import PLAN, FakeComm, Transformer, adam_optimizer, machine, positive, run, table, train_gpt
 
 LR = 1e-3
-ONLY_WRITE = ("aten::copy_", "aten::zero_", "aten::fill_")  # in-place operators that do not read what they change
+ONLY_WRITE = ("aten::copy_", "aten::zero_", "aten::fill_")  # in-place operators that do not read their output
 READ_NOTHING = ("aten::detach", "aten::empty_like", "aten::zeros_like")
-NOT_CHANGED = {"aten::_fused_adam_": "grads"}  # marked as written, for a scaling that is not used here
-COLLECTIVES = ("c10d::_reduce_scatter_base_", "c10d::_allgather_base_")  # from input_tensor to output_tensor
+NOT_CHANGED = {"aten::_fused_adam_": "grads"}  # the schema marks it as written, for a scaling that is off here
+COLLECTIVES = ("c10d::_reduce_scatter_base_", "c10d::_allgather_base_")  # read input_tensor, write output_tensor
 
 
 class Passes(TorchDispatchMode):
-    """Counts bytes: self.count["gradients", "read"] and so on."""
+    """Counts bytes in count[kind, "read" or "written"]; kind is "gradients" or "parameters"."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kinds: dict[int, str] = {}
-        self.kept: list[Tensor] = []  # so that no address is given out twice
+        self.kept: list[Tensor] = []  # alive, so that no address is used twice
         self.count: Counter[tuple[str, str]] = Counter()
 
     def watch(self, kind: str, *tensors: Tensor) -> None:
@@ -61,9 +60,9 @@ class Passes(TorchDispatchMode):
             self.note("written", given["output_tensor"])
             self.note("read", given["input_tensor"])
         elif name.startswith("c10d"):
-            raise train_gpt.RunError(f"{name} is a collective that this count does not know; add it to COLLECTIVES")
+            raise train_gpt.RunError(f"{name} is not in COLLECTIVES, so its bytes would not be counted; add it")
         elif name == "aten::copy_" and args[0].data_ptr() == args[1].data_ptr():
-            pass  # onto itself: torch returns at once
+            pass  # a copy to itself, which torch skips
         elif not function.is_view and name not in READ_NOTHING:
             for argument in schema.arguments:
                 marked = argument.alias_info is not None and argument.alias_info.is_write
@@ -92,9 +91,9 @@ def buckets(args: argparse.Namespace, comm: FakeComm, passes: Passes) -> Callabl
     def step() -> None:
         optimizer.prepare_for_backward(0)
         for bucket in optimizer.buckets:
-            for place in bucket.params:
-                place.param.grad = grads[place.name]
-                bucket.add(place, optimizer.reducer.factor)
+            for slot in bucket.slots:
+                slot.param.grad = grads[slot.name]
+                bucket.add_grad(slot, optimizer.reducer.factor)
         optimizer.step()
     return step
 
@@ -135,7 +134,7 @@ def stack_and_copy(args: argparse.Namespace, comm: FakeComm, passes: Passes) -> 
 
 
 def count(make: Callable[..., Callable[[], None]], args: argparse.Namespace, comm: FakeComm) -> dict[tuple[str, str], float]:
-    """Passes of one step, the second: the first one agrees on the order of the buckets."""
+    """Count the passes of the second step; the first one sets the launch order."""
     passes = Passes()
     with torch.no_grad():
         step = make(args, comm, passes)

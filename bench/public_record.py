@@ -113,12 +113,13 @@ def shrink_80(program: dict[str, Any]) -> None:
 RECORDS = {
     "44": Record(("_reduce_scatter_hooks", "num_scheduled_iterations: int = 2205 "), 2, 16, shrink_44, of_44,
                  f"--preset speedrun --num_steps 18 --micro_batch_tokens {2 * TOKENS} --max_document_tokens 64 --stages "
-                 "'until long_window; 1/3 3; 2/3 7; 1 11; +4 13'"),
+                 "'Stage(until=1/3, long_window=3), Stage(until=2/3, long_window=7), Stage(long_window=11), "
+                 "Stage(extra_steps=4, long_window=13)'"),
     "80": Record(("self.qk_bank", "num_scheduled_iterations: int = 1440 "), 6, 8, shrink_80, of_80,
                  f"--preset frontier --num_steps 34 --ngrams 2:{ENCODING.vocab_size ** 2}:48 --stages "
-                 "'until micro_batch_tokens max_document_tokens long_window peak_lr_factor loss_weights; "
-                 f"1/3 {TOKENS} 28 3 1 1,.5,.25>0; 2/3 {2 * TOKENS} 64 7 1.52 1,.5>0; 1 {3 * TOKENS} 64 11 1.73 1; "
-                 f"+4 {3 * TOKENS} 64 13 .15 1'",
+                 f"'Stage(1/3, 0, 8, {TOKENS}, 28, 3, 1, Ramp((1, .5, .25), (1, .5, 0))), "
+                 f"Stage(2/3, 0, 8, {2 * TOKENS}, 64, 7, 1.52, Ramp((1, .5), (1, 0))), "
+                 f"Stage(1, 0, 8, {3 * TOKENS}, 64, 11, 1.73, (1,)), Stage(1, 4, 8, {3 * TOKENS}, 64, 13, .15, (1,))'",
                  ((r"(batch_size=\d+ \*) 2048 \* 8", rf"\g<1> {TOKENS}"), (r"(train_max_seq_len=\d+),", r"\g<1> // 32,"),
                   (r"(self\.block_size = )128", rf"\g<1>{BLOCK}"))),
 }

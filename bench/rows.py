@@ -1,11 +1,11 @@
-"""What tables of n-grams cost: all their rows in each update, or only those that have a gradient.
+"""Measure the cost of n-gram tables: bytes sent and time per step, for all rows and for rows with a gradient only.
 
     python bench/rows.py                          the laptop preset on two ranks
-    python bench/rows.py --ranks 4 --rounds 2     bytes are those of as many ranks, times those of an overfull machine
+    python bench/rows.py --ranks 4 --rounds 2     more ranks than cores: bytes are valid, times are not
 
-Bytes are counted where they leave a rank, over the steps of one cycle of Adam; a model without the tables is subtracted. "needed"
-are, by the tokens of the steps, those of the rows' gradients that others own, and of new rows that others hold, whatever was sent;
-beside them travels, a bit a row, which rows a rank reads.
+Bytes are counted as rank 0 sends them, minus those of a model without the tables. "needed" is computed from the tokens
+of the steps, independently of what was sent: gradients of rows that other ranks own, and new values of this rank's rows
+for all other ranks. The lazy variant also sends one bit per row that says whether the rank reads it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VARIANTS = {WITHOUT: {"ngrams": ""}, ALL: {"lazy_tables": False}, TOUCHED: {"laz
 
 
 class Counting(train_gpt.Comm):
-    """Adds up what leaves this rank: [which rows are read, all else], in bytes."""
+    """Counts the bytes that this rank sends: [bits of rows, gradients and parameters]."""
 
     def __init__(self, rank: int, ranks: int):
         super().__init__(rank, ranks)
@@ -46,14 +46,14 @@ def tables(trainer: train_gpt.Trainer) -> list[train_gpt.RowBucket]:
 
 
 def rows_read(trainer: train_gpt.Trainer, batch: list[np.ndarray]) -> list[list[int]]:
-    """Of each bucket of tables, the rows that a step's tokens read."""
+    """Return the rows of each bucket of tables that a step's tokens read."""
     read = trainer.model.rows_read(torch.from_numpy(np.stack(batch)[:, :-1].astype(np.int32)))
-    return [[int(row) for place in bucket.params for row in read[place.param].unique() + bucket.first_row(place)]
+    return [[int(row) for slot in bucket.slots for row in read[slot.param].unique() + bucket.first_row(slot)]
             for bucket in tables(trainer)]
 
 
 def needed_bytes(trainer: train_gpt.Trainer, everyones: list[list[list[int]]]) -> int:
-    """What the first rank must send of a step, given the rows that each rank reads."""
+    """Compute the bytes that rank 0 must send in a step, given the rows that each rank reads."""
     needed = 0
     for bucket, (mine, *others) in zip(tables(trainer), zip(*everyones)):
         owned = range(len(bucket.param_shard))
@@ -63,8 +63,7 @@ def needed_bytes(trainer: train_gpt.Trainer, everyones: list[list[list[int]]]) -
 
 
 def measure(rank: int, ranks: int, flags: list[str], rounds: int) -> tuple[dict, dict, float]:
-    """Of a step: by variant the seconds in each turn, and the bytes [which rows, all else] sent in the mean; the bytes needed
-    of lazy tables."""
+    """Measure the variants, per step -> (seconds in each round, mean bytes sent as in Counting, bytes needed)."""
     _, base = train_gpt.parse_config(flags, "laptop")
     shards = train_gpt.find_shards(base.train_files, base.train_shards)
     trainers = {name: train_gpt.Trainer(dataclasses.replace(base, **changes), Counting(rank, ranks), torch.device("cpu"), shards)
@@ -84,7 +83,7 @@ def measure(rank: int, ranks: int, flags: list[str], rounds: int) -> tuple[dict,
         sent[name].append(trainers[name].comm.bytes)
 
     times = take_turns({name: functools.partial(counted, name) for name in turns}, rounds, 1, meet=torch.distributed.barrier)
-    # without the turn that warms up
+    # without the warm-up round
     steps = [*zip(*lazy.comm.all_gather_json([rows_read(lazy, batch) for batch in read[base.adam_every:]]))]
     return ({name: [t / base.adam_every for t in times[name]] for name in trainers},
             {name: (np.mean(counts[1:], 0) / base.adam_every).tolist() for name, counts in sent.items()},
@@ -95,14 +94,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=positive, default=20)
     parser.add_argument("--ranks", type=positive, default=2)
-    parser.add_argument("--flags", default="", help="flags of train_gpt.py, in one string")
+    parser.add_argument("--flags", default="", help="flags of train_gpt.py, as one string")
     args = parser.parse_args()
     times, sent, needed = on_ranks(args.ranks, measure, shlex.split(args.flags), args.rounds)
     rows = []
     for name, (which, rest) in sent.items():
-        travelled = rest - sent[WITHOUT][1]
-        wanted = needed if name == TOUCHED else travelled
-        share = f"{(travelled + which) / wanted:.3f}" if wanted else ""
+        total = rest - sent[WITHOUT][1]
+        wanted = needed if name == TOUCHED else total
+        share = f"{(total + which) / wanted:.3f}" if wanted else ""
         rows.append([name, f"{wanted / 1e6:.2f}", f"{which / 1e6:.3f}", share,
                      spread([1000 * t for t in times[name]], 0), spread(ratios(times[name], times[ALL]))])
     print(machine())

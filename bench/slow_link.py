@@ -1,11 +1,11 @@
-"""Overlap on a slow link: two hosts on one machine, one rank each; launched in backward, launched in the step, and DDP.
+"""Measure overlap on a slow link between two simulated hosts: launch in backward, launch in the step, and DDP.
 
     sudo python bench/slow_link.py
 
-The hosts are network namespaces with a veth pair between them, slowed by tc's token bucket; nothing leaves them. They
-are removed at the end, also after an error or Ctrl-C. Two floors stand beside the step times: `compute alone` is a step
-whose collectives do nothing, `communication alone` a step's collectives without compute. Each rank is bound to a core,
-which gloo's threads share with backward. What one host sent is counted by its link.
+Each host is a network namespace with one rank. A veth pair connects them, slowed by tc's token bucket filter. Both are
+removed at the end, also after an error or Ctrl-C. Two lower bounds: `compute alone` is a step whose collectives do
+nothing, `communication alone` is a step's collectives without compute. Each rank is bound to one core, which gloo's
+threads share with backward. The bytes sent are the link's own count.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LINK = "wire"  # the interface's name within each host
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 LR = 1e-3
 FLOORS = ("compute alone", "communication alone")
-CLONE_NEWNET = 0x40000000  # os has it from Python 3.12 on, and setns
+CLONE_NEWNET = 0x40000000  # os.CLONE_NEWNET and os.setns exist since Python 3.12
 
 
 # the hosts
@@ -46,7 +46,7 @@ def command(*words: str) -> None:
 
 
 def why_not() -> str:
-    """What is missing to make namespaces, or nothing."""
+    """Return why namespaces cannot be created here, or nothing."""
     for tool in ("ip", "tc"):
         if not shutil.which(tool):
             return f"{tool} was not found; install iproute2"
@@ -62,7 +62,7 @@ def why_not() -> str:
 
 @contextmanager
 def two_hosts() -> Iterator[list[str]]:
-    """Names of two namespaces with a link between them."""
+    """Create two namespaces with a link between them; yield their names."""
     hosts = [f"bench-{os.getpid()}-{side}" for side in "ab"]
     try:
         for host in hosts:
@@ -74,24 +74,24 @@ def two_hosts() -> Iterator[list[str]]:
             command("ip", "-n", host, "link", "set", "lo", "up")
         yield hosts
     finally:
-        for host in hosts:  # takes the link along
+        for host in hosts:  # removes the link too
             subprocess.run(["ip", "netns", "del", host], capture_output=True)
 
 
 def slow_down(hosts: list[str], mbit: int) -> None:
-    """Both directions."""
+    """Limit the link in both directions."""
     for host in hosts:
         command("tc", "-n", host, "qdisc", "replace", "dev", LINK, "root", "tbf", "rate", f"{mbit}mbit",
                 "burst", "256kb", "latency", "100ms")
 
 
 def enter(hosts: list[str], rank: int) -> None:
-    """Takes this thread, and those that it will start, gloo's too, into a namespace and onto a core."""
+    """Move this thread and the threads that it will start (gloo's too) into a namespace and onto one core."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     with open(f"/run/netns/{hosts[rank]}") as host:
         if ctypes.CDLL(None, use_errno=True).setns(host.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"the namespace {hosts[rank]} cannot be entered")
+            raise OSError(ctypes.get_errno(), f"cannot enter the namespace {hosts[rank]}")
     os.environ["GLOO_SOCKET_IFNAME"] = LINK
 
 
@@ -99,9 +99,9 @@ def enter(hosts: list[str], rank: int) -> None:
 
 
 class NoComm(train_gpt.Comm):
-    """Of the same shards, but nothing travels: what remains of a step is its compute."""
+    """Sends nothing, so that a step is compute alone."""
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, received: torch.Tensor | None) -> Any:
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, buffer: torch.Tensor | None) -> Any:
         return train_gpt.HandleGroup()
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Any:
@@ -150,7 +150,7 @@ class Rank:
 
         def step() -> None:
             buckets = optimizer.buckets
-            for handles in ([comm.reduce_scatter(bucket.grad_shard.view(-1), bucket.grad_data, bucket.received)
+            for handles in ([comm.reduce_scatter(bucket.grad_shard.view(-1), bucket.grad_data, bucket.receive_buffer)
                              for bucket in buckets],
                             [comm.all_gather(bucket.param_data, bucket.param_shard.view(-1)) for bucket in buckets]):
                 for handle in handles:
@@ -158,8 +158,11 @@ class Rank:
         return step
 
     def time(self) -> dict[str, Any]:
-        """Seconds of a step by variant and round, and the bytes that it sent. A round makes several steps of a variant
-        in a row and times all but the first: a gather that overlaps ends in the step after its own, so each pays for one."""
+        """Measure seconds per step by variant and round, and the bytes of a step.
+
+        A round runs several steps of a variant and times all but the first: an all-gather that overlaps ends in the next
+        step, so each timed step includes one.
+        """
         def first(name: str) -> None:
             self.finish()
             dist.barrier()
@@ -204,10 +207,10 @@ def rows_of(mbit: int, result: dict[str, Any]) -> Iterator[list[Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--mbit", type=positive, nargs="+", default=[1000, 500, 200], help="of the link, each way")
+    parser.add_argument("--mbit", type=positive, nargs="+", default=[1000, 500, 200], help="rate of the link in each direction")
     add_model_flags(parser, 6, 16, 0.5, "MiB of parameters per bucket; also of DDP's buckets")
     parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--steps", type=positive, default=3, help="timed in a row, in each round")
+    parser.add_argument("--steps", type=positive, default=3, help="timed steps per round")
     args = parser.parse_args()
     if reason := why_not():
         print(f"skipped: {reason}")
@@ -224,7 +227,7 @@ def main() -> None:
                 print(table_line(row), flush=True)
             lasts = {name: losses[-1] for name, losses in result["losses"].items() if name not in FLOORS}
             if max(lasts.values()) - min(lasts.values()) > 0.02:
-                raise train_gpt.RunError(f"the variants do not reach one loss: {lasts}; their times mean nothing")
+                raise train_gpt.RunError(f"the variants end at different losses: {lasts}; their times are invalid")
 
 
 if __name__ == "__main__":

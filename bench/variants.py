@@ -1,10 +1,10 @@
-"""One engine, raced against itself: bucket sizes, orders of the step, gathers that overlap, sync, and what exact mode costs.
+"""Compare settings of gradient sync: sync, bucket sizes, update order, overlapping all-gathers, world-size invariance.
 
     python bench/variants.py                      the laptop preset on two ranks
     python bench/variants.py --rounds 3 --flags "--model_dim 64 --num_heads 1"
 
-All variants train models of their own in the same two processes and take turns at steps; all end in the same bytes,
-which is checked, but for exact mode, whose sums are ordered otherwise.
+Each variant trains its own model. All run in the same processes, interleaved. All must end with the same bytes, except
+world_size_invariant, which sums in another order.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ VARIANTS = {
     "gradients not checked": {"check_grads": False},
     "world_size_invariant": {"world_size_invariant": True},
 }
-STEPS_A_TURN = 2  # so that Adam, which steps every second time, is in each
+STEPS_A_TURN = 2  # so that each round has an Adam update, also with adam_every 2
 
 
 def measure(rank: int, ranks: int, flags: list[str], rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Seconds of each variant's turns, and its state's hash in the end."""
+    """Measure each variant's seconds per round and its final state hash."""
     _, base = train_gpt.parse_config(flags, "laptop")
     comm = train_gpt.Comm(rank, ranks)
     shards = train_gpt.find_shards(base.train_files, base.train_shards)
@@ -49,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=positive, default=15)
     parser.add_argument("--ranks", type=positive, default=2)
-    parser.add_argument("--flags", default="", help="flags of train_gpt.py, in one string")
+    parser.add_argument("--flags", default="", help="flags of train_gpt.py, as one string")
     args = parser.parse_args()
     times, hashes = on_ranks(args.ranks, measure, shlex.split(args.flags), args.rounds)
     base = next(iter(times))
@@ -59,7 +59,7 @@ def main() -> None:
                  for name, seconds in times.items()]))
     different = [name for name in hashes if hashes[name] != hashes[base] and name != "world_size_invariant"]
     if different:
-        raise train_gpt.RunError(f"{', '.join(different)}: ends in other bytes than the preset; the times mean nothing")
+        raise train_gpt.RunError(f"{', '.join(different)}: the final state differs from the preset's; the times are invalid")
 
 
 if __name__ == "__main__":

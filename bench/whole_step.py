@@ -1,9 +1,10 @@
-"""A whole training step: buckets against torch's DDP, DDP with ZeroRedundancyOptimizer, and FSDP2; Adam for all.
+"""Compare whole training steps: buckets, torch's DDP, DDP with ZeroRedundancyOptimizer, and FSDP2; Adam for all.
 
     python bench/whole_step.py
 
-Each peer is there with the setting that is best for it, and as it comes. All variants live in the same processes and take turns, so that the ratios hold on a busy machine. Memory is measured in
-fresh processes, one variant each: the highest resident set over what the process held before it built the model.
+Each peer runs with its fastest setting and with its default. All variants run in the same processes, interleaved, so
+that ratios hold on a busy machine. Memory is measured in a new process per variant: the peak resident set minus the
+resident set before the model was built.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ ADAM = dict(lr=LR, betas=(0.9, 0.999), eps=EPS)
 
 def buckets(model: torch.nn.Module, best: bool, rank: int, ranks: int,
             args: argparse.Namespace) -> tuple[torch.nn.Module, Any]:
-    """best: by messages, in place of gloo's own reduce-scatter and all-gather."""
+    """best: point-to-point messages instead of gloo's own reduce-scatter and all-gather."""
     comm = train_gpt.Comm(rank, ranks)
-    comm.by_messages = best
+    comm.point_to_point = best
     return model, adam_optimizer(model, comm, LR, args.bucket_mb)
 
 
@@ -52,7 +53,7 @@ def fsdp(model: torch.nn.Module, best: bool, rank: int, ranks: int, *_: Any) -> 
     return model, torch.optim.Adam(model.parameters(), fused=True, **ADAM)
 
 
-# what makes a model and an optimizer of it, and whether with the setting that is fastest here
+# name: (function that makes model and optimizer, whether with the setting that is fastest here)
 VARIANTS: dict[str, tuple[Callable, bool]] = {
     "buckets": (buckets, True), "buckets, gloo's own": (buckets, False),
     "DDP, gradients as views": (ddp, True), "DDP": (ddp, False),
@@ -77,17 +78,17 @@ class Variant:
         self.losses.append(loss.item())
 
     def state_bytes(self) -> int:
-        """Of the optimizer, on this rank."""
+        """Count the bytes of optimizer state on this rank."""
         if isinstance(self.optimizer, train_gpt.DistributedOptimizer):
             state = [bucket.state for bucket in self.optimizer.buckets]
         else:
-            state = getattr(self.optimizer, "optim", self.optimizer).state.values()  # ZeRO keeps an optimizer within
+            state = getattr(self.optimizer, "optim", self.optimizer).state.values()  # ZeRO wraps an optimizer
         tensors = [x.to_local() if hasattr(x, "to_local") else x for values in state for x in values.values()]
         return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def timings(rank: int, ranks: int, args: argparse.Namespace) -> tuple[dict, dict, dict]:
-    """Seconds a step, losses of rank 0, and bytes of optimizer state on rank 0, by variant."""
+    """Measure by variant -> (seconds of each step, losses of rank 0, bytes of optimizer state on rank 0)."""
     variants = {name: Variant(name, rank, ranks, args) for name in VARIANTS}
     times = take_turns({name: variant.step for name, variant in variants.items()}, args.rounds, args.warm, meet=dist.barrier)
     return (times, {name: variant.losses for name, variant in variants.items()},
@@ -95,13 +96,13 @@ def timings(rank: int, ranks: int, args: argparse.Namespace) -> tuple[dict, dict
 
 
 def resident_mib(which: str) -> float:
-    """VmRSS (now) or VmHWM (highest) of this process; unlike getrusage's, not handed down from the parent."""
+    """Read VmRSS (now) or VmHWM (peak) of this process. getrusage would include the parent's peak."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) / 1024 for line in status if line.startswith(which))
 
 
 def peak_memory(rank: int, ranks: int, args: argparse.Namespace, name: str) -> float:
-    """MiB of the highest resident set above that before the model was built."""
+    """Measure the peak resident set of four steps, in MiB above that before the model was built."""
     dist.barrier()
     before = resident_mib("VmRSS")
     variant = Variant(name, rank, ranks, args)
@@ -115,11 +116,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=positive, default=2)
     add_model_flags(parser, 12, 1, 8.0, "MiB of parameters per bucket")
     parser.add_argument("--rounds", type=positive, default=40)
-    parser.add_argument("--warm", type=int, default=4, help="rounds before those that count")
+    parser.add_argument("--warm", type=int, default=4, help="untimed rounds before")
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="also measure memory")
     args = parser.parse_args()
     if not sys.platform.startswith("linux"):
-        raise train_gpt.RunError(f"memory is read from /proc, which {sys.platform} has not; run it on Linux")
+        raise train_gpt.RunError(f"memory is read from /proc, which {sys.platform} does not have; run it on Linux")
     times, losses, state = on_ranks(args.ranks, timings, args)
     memory = {name: on_ranks(args.ranks, peak_memory, args, name) for name in VARIANTS if args.memory}
     parameters = sum(p.numel() for p in Transformer(args.layers, args.dim, args.vocab, args.tokens).parameters())
@@ -132,8 +133,8 @@ def main() -> None:
                  "bytes of optimizer state per rank", "first loss", "last loss"], rows))
     for name, mine in losses.items():
         if not max(abs(a - b) for a, b in zip(mine, losses["buckets"])) <= 0.02:
-            raise train_gpt.RunError(f"losses end at {mine[-1]:.4f} with {name} and at {losses['buckets'][-1]:.4f} with "
-                                     "buckets; one of them trains wrongly, and the times mean nothing")
+            raise train_gpt.RunError(f"the last loss is {mine[-1]:.4f} with {name} and {losses['buckets'][-1]:.4f} with "
+                                     "buckets; one of them is wrong, so the times are invalid")
 
 
 if __name__ == "__main__":

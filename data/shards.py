@@ -12,6 +12,7 @@ import glob
 import hashlib
 import json
 import os
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,6 +233,7 @@ def only_writer(directory):
 def run(main):
     """Calls a script's main and turns what a user can mend into one line on stderr and an exit status."""
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # ./run.sh blocks it until here
         main()
     except DataError as error:
         sys.exit(f"error: {error}")

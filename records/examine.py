@@ -1,10 +1,10 @@
-"""Examines a saved model: the source in its log, run in a process of its own, gives logits; the rest is computed here.
+"""Examine a saved model: the source in its log computes the logits in a separate process; the rest is computed here.
 
-Rules on a model; records/verify.py calls them for --rerun. What the source could do to its judge it does to a process
-that is given tokens and returns logits: losses, hashes and comparisons are made from those and from the saved bytes.
-That process begins without PYTHON* and LD_* variables and knows no target of the last token. Where Linux has Landlock
-it writes to its own folder alone. What the source reads from disk (a table of answers, say) only its reader can see.
-Where later tokens are changed is drawn anew each time: a model that looks ahead at few places may pass once.
+records/verify.py calls these rules for --rerun. The source is untrusted. Its process gets tokens and returns logits;
+losses, hashes and comparisons are computed here from these logits and from the saved bytes. The process starts without
+PYTHON* and LD_* variables and never sees the target of the last token. With Landlock (Linux) it can write only to its
+own folder. It may still read from disk, for example a table of answers: only a reader of the source can find that.
+The places where later tokens are changed are random: a model that looks ahead at few places may pass once.
 """
 
 import contextlib
@@ -26,49 +26,55 @@ from pathlib import Path
 
 import numpy as np
 
-from leaks import (NUMBER, PASS, ROOT, UNKNOWN, Broken, demand, find_shards, judged, open_shard, ran_out, several,
-                   trainer)
-from stats import CannotJudge
+from leaks import (NUMBER, PASS, ROOT, UNKNOWN, Broken, find_shards, join_findings, judged, open_shard, ran_out,
+                   require, trainer)
+from stats import CannotJudge, plural
 
 SAVED, INITIAL, LOSS, ORDER, CAUSAL = RULES = (
     "the saved model is the log's", "initial weights come from the seed", "independent validation loss",
     "a sequence's loss is its own", "later tokens do not reach earlier logits")
-TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-3}  # of a mean loss, between machines
-HALF_TOLERANCE = 1e-4  # of one recomputed from parameters saved in 16 bits, which moves it by under 1e-5
-SKETCH = 4096  # about so many parameters of a matrix tell two models apart
+TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-3}  # nats, of a mean loss between machines
+HALF_TOLERANCE = 1e-4  # nats, of a loss from parameters saved in 16 bits, which change it by less than 1e-5
+SKETCH = 4096  # parameters of each matrix that are compared between models, about
 LOGIT_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}  # of a logit, within one machine
 PROBE_TOKENS, PROBES = 1024, 12
 SCORED_AGAIN, CHANGED_LATER = 16, 32  # sequences
-BLOCK = 128  # of FlexAttention: where a mistaken block mask leaks
-ROWS, MOST_COLUMNS = 64, 1 << 20  # logits of so many tokens are handed over at a time; of so many words at most
+BLOCK = 128  # tokens in a block of FlexAttention: a wrong block mask leaks at its edges
+ROWS, MOST_COLUMNS = 64, 1 << 20  # tokens whose logits are sent at a time; largest vocabulary
 LONGEST_ANSWER = 1 << 20  # bytes of JSON
-PATIENCE_S = 900  # for one answer: the first compiles
-STARTING_S = 10  # about what a process needs until its first answer, of which a model gets three or four
-# What train_gpt.py may fit to a machine, by the words of `changes` that say so; what is auto it may choose
-FITTED = {"has no fp8": ("fp8_head",), "FlashAttention 3 wants": ("attention",),
-          "too little memory for micro-batches": ("micro_batch_tokens", "micro_batches", "stages"),
-          **{f"failed: --{name} ": (name,) for name in ("fp8_head", "attention", "kernels", "compile")}}
-PASSED_ON = ("PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # of the environment
+PATIENCE_S = 900  # timeout of one answer: the first one compiles
+STARTING_S = 10  # time until a process answers; a model needs three or four processes
+# What may depend on the machine: micro-batches by memory, and the flags named here if `changes` has these words
+FITTED = {"has no fp8": "fp8_head", "FlashAttention 3 wants": "attention"}
+PASSED_ON = ("PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # environment variables
 
 
-# The process that runs the log's source
+# The process that runs the source
 
 def load(source_path, model_path):
-    """(its module, model, windows of the last validation, what was saved beside it).
+    """Return (module, model, windows of the last validation, saved content) for a source and a saved model.
 
-    What is asked of the source: load_model(path, device), Windows, and a model with trunk(tokens, windows) and
-    lm_head.logits; for the initial weights config_of, Trainer, Comm, Shard and Encoding."""
+    The source must have config_of, build_model, Encoding, Windows, and a model with trunk(tokens, windows) and
+    lm_head.logits; for the initial weights also Trainer, Comm and Shard."""
     import torch
     spec = importlib.util.spec_from_file_location("judged", source_path)
     module = sys.modules["judged"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    model, saved = module.load_model(model_path, "cuda" if torch.cuda.is_available() else "cpu")
-    return module, model, module.Windows(*saved["windows"]), saved
+    saved = read_model(model_path)
+    model = module.build_model(module.config_of(saved["config"]), module.Encoding(saved["vocab_size"], saved["bos_id"]))
+    state = saved.pop("state")
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(state["lm_head.weight" if saved.get("tied") and name == "embed.weight" else name])
+    model.follow(tuple(saved["rotary_windows"]), saved.get("tied", False))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return module, model.to(device).eval(), module.Windows(*saved["windows"]), saved
 
 
-def beginning(module, config, saved):
-    """The state hash of a run of this config before its first step, and the digests of its buffers at its end. Of its
-    data the state holds how many tokens were read: none."""
+def initial_state(module, config, saved):
+    """Return the state hash of a run before its first step, and the digests of its buffers at its end.
+
+    Of the data the state contains only the number of tokens read, which is 0."""
     import torch
     nothing = module.Shard(Path("none"), 0, module.Encoding(saved["vocab_size"], saved["bos_id"]))
     config = module.config_of({**config, "compile": "off", "init_from": ""})
@@ -80,7 +86,7 @@ def beginning(module, config, saved):
 
 
 def bound_memory():
-    """Makes an allocation that this machine cannot hold an error, where the system would kill the process."""
+    """Limit the address space, so that too large an allocation raises an error instead of killing the process."""
     try:
         free = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -93,13 +99,13 @@ def bound_memory():
 
 
 def landlock():
-    """The version of Linux's Landlock (since 5.13) here; below 1 where there is none."""
+    """Return the version of Landlock (Linux 5.13 and later), or less than 1 without it."""
     return ctypes.CDLL(None).syscall(444, None, 0, 1) if sys.platform == "linux" else 0
 
 
 def bound_writing():
-    """Leaves this process its folder and devices to write to, nothing else, where there is Landlock."""
-    create, add, restrict, no_new_privileges = 444, 445, 446, 38  # calls of all architectures; the last one is prctl's
+    """Allow this process to write only to its folder and to devices, where Landlock exists."""
+    create, add, restrict, no_new_privileges = 444, 445, 446, 38  # system calls; the last one is prctl's option
     version = landlock()
     if version < 1:
         return
@@ -113,8 +119,9 @@ def bound_writing():
 
 
 def serve(source_path, model_path, descriptor):
-    """Answers a config with the state that a run of it begins in, and tokens with their logits, ROWS at a time: what is
-    said is JSON, and the numbers follow as they lie in memory."""
+    """Answer questions: a config with its initial state, tokens with their logits, ROWS at a time.
+
+    Messages are JSON; numbers follow as raw bytes."""
     import torch
     connection = Connection(descriptor)
 
@@ -129,7 +136,7 @@ def serve(source_path, model_path, descriptor):
 
     def send_logits(tokens):
         device = next(model.parameters()).device
-        rest = -len(tokens) % BLOCK if device.type == "cuda" else 0  # whole blocks, which on GPUs it must have
+        rest = -len(tokens) % BLOCK if device.type == "cuda" else 0  # GPUs need whole blocks
         padded = torch.tensor(tokens + rest * [saved["bos_id"]], dtype=torch.int32, device=device)
         with torch.no_grad():
             for part in model.trunk(padded, windows)[:len(tokens)].split(ROWS):
@@ -148,26 +155,26 @@ def serve(source_path, model_path, descriptor):
                 if isinstance(question, list):
                     attempt(send_logits, question)
                 else:
-                    attempt(lambda: answer(**beginning(module, question, saved)))
+                    attempt(lambda: answer(**initial_state(module, question, saved)))
 
 
 # The judge
 
 def read_model(path, device="cpu"):
-    """What train_gpt.py saved: config, run_id, vocab_size, bos_id, windows, and parameters by name under `state`."""
+    """Load a saved model: config, run_id, vocab_size, bos_id, windows, and parameters by name under `state`."""
     import torch
     return torch.load(path, weights_only=True, map_location=device)
 
 
 def sketch(path):
-    """Some parameters of each matrix, float32 [n]: two models from other seeds have them uncorrelated."""
+    """Sample parameters of each matrix, float32 [n]; those of models with different seeds are uncorrelated."""
     import torch
     matrices = [x.flatten() for x in read_model(path)["state"].values() if x.dim() > 1]
     return torch.cat([x[::-(-len(x) // SKETCH)].float() for x in matrices]).numpy()
 
 
 def halve(path):
-    """Rewrites a saved model with its parameters in 16 bits: half as large, and the loss tells as much."""
+    """Rewrite a saved model with parameters in 16 bits: half the size, and enough to check the loss."""
     import torch
     saved = read_model(path)
     state = {name: x.half() if x.dtype == torch.float32 and x.half().isfinite().all() else x  # not beyond 65504
@@ -176,17 +183,18 @@ def halve(path):
 
 
 def start(folder, *arguments):
+    """Start the process that serves these arguments, isolated, in a folder of its own."""
     code = (f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import examine; "
             f"examine.serve(*{arguments!r})")
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-    environment |= {"HOME": str(folder), "TMPDIR": str(folder)}  # where compilers keep what they make
+    environment |= {"HOME": str(folder), "TMPDIR": str(folder)}  # compilers keep caches there
     return subprocess.Popen([sys.executable, "-I", "-c", code], cwd=folder, env=environment,
                             pass_fds=arguments[-1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 @contextlib.contextmanager
-def witness_of(source, model_path):
-    """A Witness, whose process ends with the block."""
+def start_worker(source, model_path):
+    """Yield a Worker; its process ends with the block."""
     ours, theirs = socket.socketpair()
     for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", PATIENCE_S, 0))
@@ -196,24 +204,24 @@ def witness_of(source, model_path):
         with theirs:
             process = start(folder, str(path), os.path.abspath(model_path), theirs.fileno())
         try:
-            witness = Witness(connection)
-            witness.answer(loaded=bool)
-            yield witness
+            worker = Worker(connection)
+            worker.answer(loaded=bool)
+            yield worker
         finally:
             process.kill()
             process.wait()
 
 
 @dataclass
-class Witness:
-    """A process that runs a source. It is asked for logits and believed in nothing else."""
+class Worker:
+    """A process that runs an untrusted source. Only its logits are used."""
     connection: Connection
 
     def exchange(self, action, *arguments):
         try:
             return action(*arguments)
         except (EOFError, OSError):
-            raise Broken("the process that runs the log's source died, or gives no answer") from None
+            raise Broken("the process that runs the log's source died or does not answer") from None
 
     def ask(self, question):
         self.exchange(self.connection.send_bytes, json.dumps(question).encode())
@@ -226,22 +234,22 @@ class Witness:
         if "error" in found:
             why = " ".join(str(found["error"]).split())[:150]
             raise Broken(f"the log's source cannot load or run the model ({why})")
-        demand(all(isinstance(found.get(key), kind) for key, kind in kinds.items()),
-               f"the log's source answers {message[:60]!r}")
+        require(all(isinstance(found.get(key), kind) for key, kind in kinds.items()),
+                f"the log's source answers {message[:60]!r}")
         return found
 
-    def beginning(self, config):
+    def initial_state(self, config):
         self.ask(config)
         return self.answer(hash=str, buffers=dict)
 
     def logits(self, tokens):
-        """Yields float32 [some of T, padded vocabulary] until there is a row for each token."""
+        """Yield float32 [rows, padded vocabulary] until each token has a row."""
         import torch
         self.ask(tokens.tolist())
         for begin in range(0, len(tokens), ROWS):
             rows = self.answer(rows=int)["rows"]
             message = bytearray(self.exchange(self.connection.recv_bytes, 4 * ROWS * MOST_COLUMNS))
-            demand(rows == min(ROWS, len(tokens) - begin), f"its logits of {len(tokens)} tokens come in {rows} rows")
+            require(rows == min(ROWS, len(tokens) - begin), f"its logits of {len(tokens)} tokens come in {rows} rows")
             logits = np.frombuffer(message, np.float32).reshape(rows, -1)
             yield torch.from_numpy(logits).to("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -252,149 +260,151 @@ def digest_of(tensor):
 
 
 class Examination:
-    """The model of a run e, and the questions put to it. stream: the validation tokens, uint16."""
+    """The rules on the model of a run e. stream: the validation tokens, uint16."""
 
-    def __init__(self, e, model_path, saved, stream, witness):
-        self.e, self.model_path, self.saved, self.stream, self.witness = e, model_path, saved, stream, witness
+    def __init__(self, e, model_path, saved, stream, worker):
+        self.e, self.model_path, self.saved, self.stream, self.worker = e, model_path, saved, stream, worker
         self.stated, self.config = e.get("start.config", dict), json.loads(json.dumps(saved["config"]))
         self.source, self.scored, self.dtype = source_of(e), e.get("end.val_tokens", int), self.config["dtype"]
-        self.bos, self.losses, self.draw = saved["bos_id"], [], np.random.default_rng()  # that no source can foresee
+        self.bos, self.losses, self.random = saved["bos_id"], [], np.random.default_rng()  # no source can predict it
         self.halved = any(str(x.dtype) == "torch.float16" for x in saved["state"].values())
 
     def check_saved(self):
-        """The saved file holds no buffers; whatever digests the source gives for its own, parameters with another hash
-        do not get the log's."""
+        """Compare the saved config and the hash of parameters and buffers with the log's.
+
+        The source computes the buffers' digests; a false one cannot turn other parameters into the log's hash."""
         differ = sorted(key for key in {*self.stated, *self.config} - fitted(self.e.run)
                         if self.config.get(key) not in ("auto", self.stated.get(key)))
-        demand(not differ, f"its config is not the log's: {several(differ)}")
+        require(not differ, f"its config is not the log's: {join_findings(differ)}")
         if self.halved:
-            raise CannotJudge("its parameters are saved in 16 bits, of which the log has no hash: the loss tells")
+            raise CannotJudge("its parameters are saved in 16 bits, and the log has no hash of these: see the loss")
         digests = {name: digest_of(x) for name, x in self.saved["state"].items()}
-        every = sorted({**self.witness.beginning(self.stated)["buffers"], **digests}.items())
+        every = sorted({**self.worker.initial_state(self.stated)["buffers"], **digests}.items())
         seen = hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in every).encode()).hexdigest()
         self.compare("its parameters have hash", seen, self.e.digest("end.validation_hash.after"))
         return "its config is the log's, and its parameters are those of the last validation"
 
     def compare(self, what, seen, wanted, so=""):
-        """The rotary's tables, which hashes cover, have other last bits where a GPU made them."""
+        """Compare hashes, which cover the rotary tables: their last bits differ between GPU and CPU."""
         if seen != wanted and self.made_elsewhere():
-            raise CannotJudge("the hash is not the log's, which covers tables of cos and sin that were made on a "
-                              f"{self.made_elsewhere()}: check it on one")
-        demand(seen == wanted, f"{what} {seen[:8]}..., the log states {wanted[:8]}...{so}")
+            raise CannotJudge("the hash is not the log's; it covers tables of cos and sin that were computed on a "
+                              f"{self.made_elsewhere()}: check it there")
+        require(seen == wanted, f"{what} {seen[:8]}..., the log states {wanted[:8]}...{so}")
 
     def made_elsewhere(self):
-        """What the run was on, GPU or CPU, where this is the other."""
+        """Return GPU or CPU, the device of the run, if this machine has the other; else None."""
         import torch
         on_gpu = bool(self.e.get("start.hardware", dict).get("gpus"))
         return ("GPU" if on_gpu else "CPU") if on_gpu != torch.cuda.is_available() else None
 
     def check_initial(self):
-        """This checkout's script is asked first: one that brings its weights along would vouch for them."""
+        """Recompute the initial weights, first with this checkout's script: the source could bring weights along."""
         ours, seed = (ROOT / "train_gpt.py").read_text(encoding="utf-8"), self.config["seed"]
         wanted, seen = self.e.digest("end.state_hash.before_warmup"), None
         if ours != self.source:
-            with contextlib.suppress(Broken), witness_of(ours, self.model_path) as other:  # it may not take this config
-                seen = other.beginning(self.stated)["hash"]
+            with contextlib.suppress(Broken), start_worker(ours, self.model_path) as other:  # it may reject the config
+                seen = other.initial_state(self.stated)["hash"]
         text = f"the initial state hash {wanted[:8]}... is that of seed {seed}"
         if seen != wanted:
-            seen = self.witness.beginning(self.stated)["hash"]
+            seen = self.worker.initial_state(self.stated)["hash"]
             self.compare(f"seed {seed} gives the initial state hash", seen, wanted, ": it began with other weights")
             if ours != self.source:
-                raise CannotJudge(f"{text} by the log's own source alone, and not by this checkout's train_gpt.py: "
-                                  "see where they differ (--diff)")
+                raise CannotJudge(f"{text} by the log's own source alone, not by this checkout's train_gpt.py: see the "
+                                  "differences (--diff)")
         return text
 
-    def surprises(self, witness, tokens, targets):
-        """-log p(target) at each place, float64 [T], from the logits alone."""
+    def token_losses(self, worker, tokens, targets):
+        """Compute -log p(target) at each position, float64 [T], from the logits."""
         import torch
         parts, wanted = [], torch.from_numpy(targets.astype(np.int64))
-        for logits in witness.logits(tokens):
+        for logits in worker.logits(tokens):
             mine, wanted = wanted[:len(logits)].to(logits.device), wanted[len(logits):]
             parts.append((logits.logsumexp(1) - logits.gather(1, mine[:, None])[:, 0]).double().cpu())
         return torch.cat(parts)
 
     def sequence(self, number):
-        """(tokens, targets) of a validation sequence."""
+        """Return (tokens, targets) of a validation sequence."""
         begin = number * self.config["val_len"]
         piece = self.stream[begin:min(begin + self.config["val_len"], self.scored) + 1]
         return piece[:-1], piece[1:]
 
     def check_loss(self):
-        demand(0 < self.scored < len(self.stream),
-               f"{self.scored:,} tokens are said to be scored, and the shards hold {len(self.stream):,}")
+        """Compute the validation loss and compare it with the log's."""
         numbers = range(-(-self.scored // self.config["val_len"]))
-        self.losses = [self.surprises(self.witness, *self.sequence(number)) for number in numbers]
+        self.losses = [self.token_losses(self.worker, *self.sequence(number)) for number in numbers]
         loss = sum(float(losses.sum()) for losses in self.losses) / self.scored
         stated = self.e.get("end.final_val_loss", NUMBER)
         text = f"{loss:.5f} over {self.scored:,} tokens, the log states {stated:.5f}"
         tolerance = TOLERANCE[self.dtype] if self.made_elsewhere() or not self.halved else HALF_TOLERANCE
-        demand(abs(loss - stated) <= tolerance, f"{text}: more than {tolerance} apart")
+        require(abs(loss - stated) <= tolerance, f"{text}: they differ by more than {tolerance}")
         return text
 
     def check_order(self):
-        """Another process, which has seen no sequence yet, scores some from last to first."""
+        """Score some sequences from last to first in a new process: losses must not depend on earlier sequences."""
         some = np.sort(self.numbers(SCORED_AGAIN))[::-1]
-        with witness_of(self.source, self.model_path) as witness:
+        with start_worker(self.source, self.model_path) as worker:
             for number in map(int, some):
-                mean = float(self.surprises(witness, *self.sequence(number)).mean())
+                mean = float(self.token_losses(worker, *self.sequence(number)).mean())
                 before = float(self.losses[number].mean())
-                demand(abs(mean - before) <= TOLERANCE[self.dtype], f"sequence {number} has a loss of {before:.5f} "
-                       f"after those before it, and of {mean:.5f} after others")
-        return f"{len(some)} of {len(self.losses)} sequences, scored from last to first by another process"
+                require(abs(mean - before) <= TOLERANCE[self.dtype], f"sequence {number} has a loss of {before:.5f} "
+                        f"after those before it, and of {mean:.5f} after others")
+        return f"{len(some)} of {plural(len(self.losses), 'sequence')}, scored from last to first by another process"
 
     def numbers(self, most):
-        """Those of some sequences that were scored, of all where there are no more, in random order."""
+        """Return the numbers of some scored sequences (all if there are fewer) in random order."""
         if not self.losses:
-            raise CannotJudge("the loss was not evaluated (above is why)")
-        return self.draw.permutation(len(self.losses))[:most]
+            raise CannotJudge("the loss was not evaluated (see the reason above)")
+        return self.random.permutation(len(self.losses))[:most]
 
     def check_causality(self):
-        """Of a few documents all logits; and of some sequences the losses that count: another process, which has seen
-        none of them, gets each with other tokens from some place on. What it would have to look ahead at, or to
-        remember, it does not hold, and it cannot know that it is probed until it has passed that place."""
+        """Change later tokens and compare earlier logits; in some sequences, earlier losses.
+
+        The losses come from a new process, which gets each sequence only with changed tokens from some place on. So it
+        cannot look ahead, it remembers no answer, and it knows of the probe only after the place has passed."""
         import torch
         length = min(PROBE_TOKENS, self.config["val_len"], len(self.stream))
-        begin, edges = self.draw.integers(len(self.stream) - length + 1), np.arange(BLOCK, length, BLOCK)
+        begin, edges = self.random.integers(len(self.stream) - length + 1), np.arange(BLOCK, length, BLOCK)
         tokens = self.stream[begin:begin + length].copy()
-        joins = np.array([0, BLOCK, BLOCK - 1, 2 * BLOCK + 1, *self.draw.integers(1, length, 1 + length // 100)])
-        tokens[joins[joins < length]] = self.bos  # documents that end here and there, and on the edges of blocks
+        joins = np.array([0, BLOCK, BLOCK - 1, 2 * BLOCK + 1, *self.random.integers(1, length, 1 + length // 100)])
+        tokens[joins[joins < length]] = self.bos  # documents end here and there, and at the edges of blocks
         joins = np.flatnonzero(tokens == self.bos)
         places = {"the edge of a block": np.concatenate([edges, edges - 1]),
-                  "a document join": self.draw.permutation(np.concatenate([joins, joins + 1]))[:2 * PROBES],
-                  "a random place": self.draw.integers(1, length, PROBES)}
+                  "a document join": self.random.permutation(np.concatenate([joins, joins + 1]))[:2 * PROBES],
+                  "a random place": self.random.integers(1, length, PROBES)}
 
         def logits(tokens):
-            return torch.cat(list(self.witness.logits(tokens)))
+            return torch.cat(list(self.worker.logits(tokens)))
 
         asked, some = self.change_later(tokens, logits(tokens), places, logits, "logit"), self.numbers(CHANGED_LATER)
-        with witness_of(self.source, self.model_path) as witness:
+        with start_worker(self.source, self.model_path) as worker:
             for number in map(int, some):
                 tokens, targets = self.sequence(number)
-                places = self.draw.integers(1, max(2, len(tokens)), -(-CHANGED_LATER // len(some)))
+                places = self.random.integers(1, max(2, len(tokens)), -(-CHANGED_LATER // len(some)))
                 self.change_later(tokens, self.losses[number], {f"in sequence {number}": places},
-                                  lambda later: self.surprises(witness, later, targets), "token's loss")
-        return (f"other tokens from {asked} places on (random, edges of blocks, document joins) leave all earlier "
-                f"logits, and in {len(some)} of {len(self.losses)} sequences the losses before some place")
+                                  lambda later: self.token_losses(worker, later, targets), "token's loss")
+        return (f"changed tokens after {asked} places (random, edges of blocks, document joins) leave all earlier "
+                f"logits as they are, and in {len(some)} of {plural(len(self.losses), 'sequence')} the earlier losses")
 
     def change_later(self, tokens, base, places, answer, what):
-        """Broken if other tokens from one of the places, {their kind: offsets}, on change an earlier answer than it is
-        in base; else how many there are."""
+        """Change the tokens from each place on; raise Broken if an earlier answer differs from base.
+
+        places: {kind: offsets}. Return their number."""
         words = self.saved["vocab_size"]
         probes = [(at, kind) for kind, offsets in places.items() for at in np.unique(offsets).tolist()
                   if 0 < at < len(tokens)]
         for at, kind in probes:
-            changed = np.append(tokens[:at], self.draw.integers(0, words, len(tokens) - at))
+            changed = np.append(tokens[:at], self.random.integers(0, words, len(tokens) - at))
             changed[at] = self.bos if tokens[at] != self.bos else (self.bos + 1) % words
             difference = float((answer(changed)[:at] - base[:at]).abs().max())
-            demand(difference <= LOGIT_TOLERANCE[self.dtype],
-                   f"other tokens from {at} on ({kind}) change an earlier {what} by {difference:.2g}")
+            require(difference <= LOGIT_TOLERANCE[self.dtype],
+                    f"changed tokens from {at} on ({kind}) change an earlier {what} by {difference:.2g}")
         return len(probes)
 
 
 def fitted(run):
-    """The flags of a run that its script fitted to the machine, by the words of its log."""
+    """Return the names of a run's config values that may depend on the machine."""
     said = "\n".join(map(str, run.start.get("changes") or ()))
-    return {name for words, names in FITTED.items() if words in said for name in names}
+    return {"micro_batch_splits", *(name for words, name in FITTED.items() if words in said)}
 
 
 def source_of(e):
@@ -402,7 +412,7 @@ def source_of(e):
 
 
 def seconds_needed(e):
-    """About how long check_model takes, where a token takes as long as in the log's validations; a guess."""
+    """Estimate how long check_model takes, if a token takes as long as in the log's validations."""
     config, tokens, calls = e.get("start.config", dict), e.get("end.val_tokens", int), max(1, len(e.run.validations))
     longest = config["val_len"]
     asked = tokens + (SCORED_AGAIN + CHANGED_LATER) * longest + 5 * PROBES * min(PROBE_TOKENS, longest)
@@ -411,19 +421,17 @@ def seconds_needed(e):
 
 
 def check_model(e, model_path, folder, only=RULES):
-    """{rule: (verdict, reason)} for the run e, whose model this is. folder: of the shards; None: where the log says."""
+    """Return {rule: (verdict, reason)} for run e and its model. folder: of the shards; None: where the log says."""
     def all_rules():
         where = folder or os.path.dirname(ROOT / e.get("start.config.val_files", str))
         shards = [open_shard(path) for path in find_shards(e, "val", where)]
         saved = read_model(model_path)
-        demand((saved["vocab_size"], saved["bos_id"]) == shards[0][1], "its vocabulary and BOS are "
-               f"{saved['vocab_size']}, {saved['bos_id']}, those of the shards {tuple(shards[0][1])}")
-        with witness_of(source_of(e), model_path) as witness:
-            asked = Examination(e, model_path, saved, np.concatenate([tokens for tokens, _ in shards]), witness)
+        with start_worker(source_of(e), model_path) as worker:
+            asked = Examination(e, model_path, saved, np.concatenate([tokens for tokens, _ in shards]), worker)
             checks = asked.check_saved, asked.check_initial, asked.check_loss, asked.check_order, asked.check_causality
             return {rule: judged(check) for rule, check in zip(RULES, checks) if rule in only}
     verdict, found = judged(all_rules)
     if verdict == PASS:
         return found
-    rest = dict.fromkeys(RULES, (UNKNOWN, "the model could not be evaluated (above is why)"))
+    rest = dict.fromkeys(RULES, (UNKNOWN, "the model could not be evaluated (see the reason above)"))
     return {**rest, SAVED: (verdict, found)}

@@ -1,21 +1,21 @@
-"""Judges a ladder: ideas raced in turn against one base, each with the same seeds, in one race or on several days.
+"""Judge a ladder: ideas raced in turn against one base, each with the same seeds, in one race or on several days.
 
-    python records/race.py -n 5 --vs "--exclude_self true" --vs "--untie_at 0.67" -- --preset laptop     races two ideas
-    python records/ladder.py logs/race-ID logs/race-OTHER               the table of these races
-    python records/ladder.py logs/race-ID --record records/DATE_ladder  likewise, and keeps it: page, picture and logs
-    python records/ladder.py logs/race-ID --equal-time                  and how to race them again, in the base's time
+    python records/race.py -n 5 --vs "--exclude_self true" --vs "--untie_at 0.67" -- --preset laptop     race two ideas
+    python records/ladder.py logs/race-ID logs/race-OTHER               print the table of these races
+    python records/ladder.py logs/race-ID --record records/DATE_ladder  also keep it: page, plot and logs
+    python records/ladder.py logs/race-ID --equal-time                  also print the command of a race at equal time
 
-Of each idea: what it changes in the final validation loss and in the time, as means over the seeds of the difference to
-the run of its own race's base with the same seed, with 95 % confidence intervals by Student's t; and the two-sided p of
-the losses, as it is and by Holm's correction for the ideas of all races (Scandinavian Journal of Statistics 6, 1979).
-The bases must be of one config, source and data.
+The table has the change in final validation loss and in time of each idea: the mean over seeds of the difference to the
+base's run with the same seed, with 95 % confidence intervals (Student's t). p is two-sided, uncorrected and with Holm's
+correction (Scandinavian Journal of Statistics 6, 1979) for all ideas of all races. The bases must have the same config,
+source and data.
 
-An idea is kept where its loss is lower at a corrected p below 0.05 and the 95 % interval of its time ends near the
-base's or below. One with a lower loss that takes longer is called slower: at equal time it may be no gain. --equal-time
-prints the command of a race, on further seeds, in which each idea has as many steps as, by this one, fit into the
-base's time. Where its interval neither ends near the base's time nor lies above it, its time is unknown: race it on a quieter machine.
+An idea is kept if its loss is lower at a corrected p below 0.05 and its time's 95 % interval ends near the base's time
+or below. An idea with a lower loss that takes longer is called slower: it may be no gain at equal time. --equal-time
+prints a race on new seeds in which each idea has as many steps as fit into the base's time. If the interval neither
+ends near the base's time nor lies above it, the time is unknown: race again on a quieter machine.
 
-Exit status: 0 judged, 2 there is nothing to judge.
+Exit status: 0 judged, 2 nothing to judge.
 """
 
 import logs
@@ -40,41 +40,41 @@ import picture
 import stats
 
 LEVEL = 0.05
-NO_LONGER = 1.1  # times the base's time: where an interval ends below it, an idea costs none
-ARCHIVE, PICTURE = "logs.tar.xz", "ladder.png"  # all logs hold the same source: packed together they are small
-VALIDATION = "val data", "val_tokens", "val_len"  # of facts_of
+NO_LONGER = 1.1  # times the base's time: an interval that ends below it shows no cost
+ARCHIVE, PICTURE = "logs.tar.xz", "ladder.png"  # all logs contain the same source, so they compress well together
+VALIDATION = "val data", "val_tokens", "val_len"  # keys of facts_of
 COLORS = {"lower": "#1b6ac9", "slower": "#d97706", "higher": "#c0392b"}
 
 
 def read(folder):
-    """(the race's declaration, {(seed, side): its logs.Run}). stats.CannotJudge where a run is missing."""
+    """Return (declaration, {(run, side): logs.Run}) of a race. Raise CannotJudge if a run is missing."""
     manifest = stats.Manifest.read(folder / stats.MANIFEST)
     race, done, runs = manifest.race, manifest.done(), {}
     sides, n = race["sides"], race["n"]
-    stats.demand(len(sides) > 1 and n > 2, f"{folder}: a race of {len(sides)} sides, {n} runs of each; a ladder has a "
-                 "base and an idea at least, and three runs of each")
+    stats.require(len(sides) > 1 and n > 2, f"{folder}: a race of {stats.plural(len(sides), 'side')}, "
+                  f"{stats.plural(n, 'run')} of each; a ladder has a base, an idea or more, and three runs of each")
     versions = {(side["revision"], side.get("folder")) for side in sides.values()}
-    stats.demand(len(versions) == 1 and not race["until_decided"], f"{folder}: a race of versions, or one that "
-                 "ends when it is decided; a ladder's ideas are flags, its n is fixed; stats.py --side a judges this")
+    stats.require(len(versions) == 1 and not race["until_decided"], f"{folder}: a race of versions, or one that "
+                  "ends when it is decided; a ladder's ideas are flags, its n is fixed; stats.py --side a judges this")
     missing = sum((run, side) not in done for side in sides for run in range(1, n + 1))
-    stats.demand(not missing, f"{folder}: {missing} runs are not done; go on with race.py --resume "
-                 f"{folder / stats.MANIFEST}")
+    stats.require(not missing, f"{folder}: {stats.plural(missing, 'run')} missing; resume with race.py --resume "
+                  f"{folder / stats.MANIFEST}")
     for which, attempt in done.items():
         found, rejected, _ = logs.read_file(str(folder / f"{attempt['run_id']}.txt"))
         why = f": {rejected[0].reason}" if rejected else ""
-        stats.demand(len(found) == 1 and found[0].train_time_ms, f"{attempt['run_id']}.txt holds no whole run{why}; "
-                     "restore the logs of the race")
+        stats.require(len(found) == 1 and found[0].train_time_ms,
+                      f"{attempt['run_id']}.txt holds no complete run{why}; restore the logs of the race")
         runs[which] = found[0]
     return race, runs
 
 
 def figures_of(run):
-    """(final loss in full, since rounded ones differ alike; seconds)"""
+    """Return (final loss, seconds). The loss is not rounded: rounded differences would often be equal."""
     return (run.end or {}).get("final_val_loss", run.final_loss), run.train_time_ms / 1000
 
 
 def facts_of(race, run):
-    """What the bases of all races must have in common, by name. The data's digests stand for the files' paths."""
+    """Return {name: value} of what the bases must have in common, with digests of the data instead of paths."""
     shards = (run.start or {}).get("shards") or {}
     facts = {"source": str(run.source_sha256)[:12], "ranks": race["ranks"], **stats.config_of(run),
              **{f"{split} data": [shard["sha256"][:12] for shard in of_split] for split, of_split in shards.items()}}
@@ -82,7 +82,7 @@ def facts_of(race, run):
 
 
 def holm(values):
-    """Holm's corrected p of each of several p."""
+    """Return the p-values with Holm's correction."""
     order, left = np.argsort(values), np.arange(len(values), 0, -1)
     corrected = np.empty(len(values))
     corrected[order] = np.maximum.accumulate(np.minimum(1, left * np.asarray(values)[order]))
@@ -90,7 +90,7 @@ def holm(values):
 
 
 def paired(ours, base):
-    """(mean difference, its interval's half width at 95 %, two-sided p) of n pairs."""
+    """Return (mean difference, half width of its 95 % interval, two-sided p) of pairs."""
     difference = ours - base
     error = scipy.stats.sem(difference)
     p = scipy.stats.ttest_rel(ours, base).pvalue if error else float(difference.mean() == 0)
@@ -98,27 +98,27 @@ def paired(ours, base):
 
 
 def judge(races):
-    """Each base's figures, and a row of each idea of all races, the largest gain first. races: what read found."""
+    """Return the bases' figures and a row for each idea, largest gain first. races: results of read."""
     bases, rows, first = [], [], None
     for number, (race, runs) in enumerate(races, 1):
-        stats.demand(all(race["id"] != base["id"] for base in bases), f"race {race['id']} is given twice; name it once")
+        stats.require(all(race["id"] != base["id"] for base in bases), f"race {race['id']} is given twice")
         ideas = {side: stats.own_flags(race, side) for side in race["sides"]}
-        base = min(ideas, key=ideas.get)  # that without any
+        base = min(ideas, key=ideas.get)  # the side without flags of its own
         n, facts = race["n"], facts_of(race, runs[1, base])
         figures = {side: np.transpose([figures_of(runs[run, side]) for run in range(1, n + 1)]) for side in ideas}
         one, wanted = first = first or (race["id"], facts)
         differ = [f"{name}: {wanted.get(name)} and {facts.get(name)}" for name in {**wanted, **facts}
                   if wanted.get(name) != facts.get(name)]
-        stats.demand(not differ, f"the bases of races {one} and {race['id']} differ in {'; '.join(differ[:3])}"
-                     f"{f'; and {len(differ) - 3} more' if len(differ) > 3 else ''}: judge each race by itself")
+        stats.require(not differ, f"the bases of races {one} and {race['id']} differ in {'; '.join(differ[:3])}"
+                      f"{f'; and {len(differ) - 3} more' if len(differ) > 3 else ''}: judge each race by itself")
         base_losses, base_seconds = figures.pop(base)
         bases.append({"id": race["id"], "n": n, "ranks": race["ranks"], "seed": race["seed"],
                       "loss": stats.summary(base_losses),
                       "time": stats.summary(base_seconds), "flags": shlex.join(race["sides"][base]["flags"])})
         for side, (losses, seconds) in figures.items():
             its = facts_of(race, runs[1, side])
-            stats.demand(all(its.get(name) == facts.get(name) for name in VALIDATION), f"{ideas[side]}: an idea is "
-                         "validated on what its base is, or its loss tells nothing; race it without that flag")
+            stats.require(all(its.get(name) == facts.get(name) for name in VALIDATION), f"{ideas[side]}: an idea must "
+                          "be validated on the same data as its base; race it without that flag")
             loss, loss_ci, p = paired(losses, base_losses)
             log, log_ci, _ = paired(np.log(seconds), np.log(base_seconds))
             rows.append({"idea": ideas[side], "race": number, "steps": runs[1, side].last_step,
@@ -134,8 +134,7 @@ def judge(races):
 
 
 def at_equal_time(found):
-    """For each race the command of one of the same ideas on further seeds, each with the steps that took it the base's
-    time."""
+    """Yield each race's command on new seeds, with the steps of each idea that fit into the base's time."""
     for number, base in enumerate(found["bases"], 1):
         words = ["-n", str(base["n"]), "--ranks", str(base["ranks"])]
         for row in found["rows"]:
@@ -147,7 +146,7 @@ def at_equal_time(found):
 
 
 def table(found, title=None):
-    """Markdown; with a title the whole page of a record."""
+    """Return the table in Markdown; with a title the page of a record."""
     sd = float(np.median([row["sd"] for row in found["rows"]]))
     try:
         wanted = stats.runs_needed(sd, 0.01 * found["bases"][0]["loss"]["mean"], LEVEL / 2, 0.8) if sd else 2
@@ -158,7 +157,7 @@ def table(found, title=None):
 
 
 def draw(found, path):
-    """Each idea's difference in loss with its interval."""
+    """Plot each idea's difference in loss with its interval."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -174,14 +173,13 @@ def draw(found, path):
     axes.set_yticks(range(len(rows)), [textwrap.shorten(row["idea"], 60, placeholder=" …") for row in rows])
     axes.set_xlabel("change of the final validation loss, nats (95 %)")
     seeds = " or ".join(map(str, sorted({base["n"] for base in found["bases"]})))
-    figure.suptitle(f"{seeds} seeds against one base; blue: lower, orange: lower, but slower, red: higher, at "
+    figure.suptitle(f"{seeds} seeds compared with one base; blue: lower, orange: lower, but slower, red: higher, at "
                     f"p < {LEVEL:g} by Holm's correction", fontsize=10, x=0.01, ha="left")
     figure.savefig(path, dpi=150)
 
 
 def keep(folders, record, found, title):
-    """The record's folder: README.md, picture, and each race's files packed together; of each of several races in a
-    folder of its own."""
+    """Write the record's folder: README.md, plot, and the races' files in one archive (several races in subfolders)."""
     with board.new_folder(record):
         draw(found, record / PICTURE)
         with tarfile.open(record / ARCHIVE, "w:xz") as archive:
@@ -198,10 +196,10 @@ def keep(folders, record, found, title):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("races", type=Path, nargs="+", metavar="RACE", help="the folder of a race whose --vs are flags")
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep it there")
+    parser.add_argument("races", type=Path, nargs="+", metavar="RACE", help="folder of a race whose --vs are flags")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="write a record there")
     parser.add_argument("--equal-time", action="store_true", help="print the race of each idea in the base's time")
-    parser.add_argument("--title", default="A ladder", help="of the record's page")
+    parser.add_argument("--title", default="A ladder", help="title of the record's page")
     options = parser.parse_args(arguments)
     try:
         found = judge(map(read, options.races))

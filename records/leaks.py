@@ -1,7 +1,7 @@
-"""The data of a run: is it what the log says, was it what the run trained on, and is validation text in training?
+"""Check the data of a run: does it match the log, did the run train on it, and does training contain validation text?
 
-Rules that read the shards; records/verify.py calls them where --data names their folder. A rule returns what shows that
-it is kept, and raises Broken or CannotJudge.
+records/verify.py calls these rules when --data names the folder of the shards. A rule returns the reason why it holds,
+and raises Broken or CannotJudge otherwise.
 """
 
 import hashlib
@@ -14,33 +14,33 @@ from pathlib import Path
 import numpy as np
 
 import logs
-from stats import CannotJudge
+from stats import CannotJudge, plural
 
 ROOT = Path(__file__).resolve().parent.parent
 PASS, FAIL, UNKNOWN = "pass", "fail", "not checkable"
-SHOWN = 3  # findings of one rule that are spelled out
-# Validation text in training is sought by what so many tokens in a row hash to, in so many places at most
+SHOWN = 3  # findings of one rule that are printed
+# Validation text in training is found by hashes of 32 tokens in a row, at no more than this many positions
 FINGERPRINT, MOST_PRINTS, LEAST_PRINTS = 32, 1 << 20, 8
-CHUNK, FURTHEST = 1 << 22, 1 << 40  # tokens of a shard that are read at a time, and that it may have
-SHARED, UNBROKEN = 0.8, 0.5  # of a document's prints: with tokens changed; in a row, as where it was cut
-THROUGHOUT = 0.25  # of the prints of each of its quarters: with many tokens changed; a licence stands at its head alone
-COINCIDENCES, LIKENESSES = 1000, 20  # in so many documents one may be: the web holds some pages twice, more in forms
+CHUNK, FURTHEST = 1 << 22, 1 << 40  # tokens of a shard that are read at a time, and at most
+SHARED, UNBROKEN = 0.8, 0.5  # part of a document's hashes: in total (some tokens changed); in a row (a part copied)
+THROUGHOUT = 0.25  # part of the hashes in each quarter: many tokens changed. A shared licence text is at the head only
+COINCIDENCES, LIKENESSES = 1000, 20  # one in so many documents may be a duplicate; similar forms are more frequent
 NUMBER = (int, float)
 SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class Broken(Exception):
-    """A rule is broken; the message says by what."""
+    """A rule is broken; the message says how."""
 
 
-def demand(holds, otherwise):
-    """Broken, with what is otherwise, unless something holds."""
-    if not holds:
-        raise Broken(otherwise)
+def require(condition, message):
+    """Raise Broken with this message unless the condition holds."""
+    if not condition:
+        raise Broken(message)
 
 
 def judged(check, *arguments):
-    """(verdict, reason) of a check. Whatever a stranger's log or model makes it raise is a finding too."""
+    """Return (verdict, reason) of a check. Any exception that an untrusted log or model causes is a finding too."""
     try:
         return PASS, check(*arguments)
     except CannotJudge as reason:
@@ -49,49 +49,51 @@ def judged(check, *arguments):
         return FAIL, str(reason)
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        return (UNKNOWN, f"memory ran out: check it where there is more ({text})") if ran_out(error) else (FAIL, text)
+        return (UNKNOWN, f"out of memory: check it on a larger machine ({text})") if ran_out(error) else (FAIL, text)
 
 
 def ran_out(error):
-    """Whether an error is one of memory, of which torch has kinds of its own."""
+    """Return whether an error means out of memory; torch has several kinds."""
     return isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "allocate memory" in str(error)
 
 
 def is_number(x):
-    return isinstance(x, NUMBER) and not isinstance(x, bool) and abs(x) < 1e15  # nan and inf are not
+    """Return whether x is a finite number of moderate size, and no bool."""
+    return isinstance(x, NUMBER) and not isinstance(x, bool) and abs(x) < 1e15
 
 
-def several(findings):
+def join_findings(findings):
+    """Join findings into one text; only the first ones are spelled out."""
     more = f"; and {len(findings) - SHOWN} more" if len(findings) > SHOWN else ""
     return "; ".join(findings[:SHOWN]) + more
 
 
 def trainer():
-    """This checkout's train_gpt.py. torch takes seconds to import, and most rules need none of it."""
+    """Import this checkout's train_gpt.py when needed: importing torch takes seconds."""
     sys.path.append(str(ROOT))
     import train_gpt
     return train_gpt
 
 
 def open_shard(path):
-    """(uint16 [tokens], not yet read; their Encoding) of a shard."""
+    """Return (memory-mapped uint16 [tokens], Encoding) of a shard."""
     shard = trainer().read_header(Path(path))
     return np.memmap(path, dtype="<u2", mode="r", offset=4 * trainer().HEADER_INTS), shard.encoding
 
 
 def shards_of(e):
-    """{split: its shards}, each with what the log of the run e must state of it."""
+    """Return {split: shards} from the log of run e. Raise Broken unless each states name, tokens and SHA-256."""
     lists = {split: e.get(f"start.shards.{split}", list) for split in ("train", "val")}
     for split, shards in lists.items():
         for shard in shards or [None]:
             stated = isinstance(shard, dict) and SHA256.fullmatch(str(shard.get("sha256"))) and \
                 isinstance(shard.get("name"), str) and is_number(shard.get("tokens"))
-            demand(stated, f"a {split} shard is stated without name, tokens and SHA-256: {json.dumps(shard)[:80]}")
+            require(stated, f"a {split} shard is stated without name, tokens and SHA-256: {json.dumps(shard)[:80]}")
     return lists
 
 
 def find_shard(shard, folder):
-    """The file of a shard that a log states. CannotJudge if it is not there, Broken if it holds something else."""
+    """Return the file of a shard that a log states. Raise CannotJudge if it is missing, Broken if it differs."""
     path, digest = Path(folder) / os.path.basename(shard["name"]), hashlib.sha256()
     try:
         if not path.is_file() and path.exists():
@@ -99,13 +101,13 @@ def find_shard(shard, folder):
         with open(path, "rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
-    except (OSError, ValueError) as error:  # a name may be none that a file can have
+    except (OSError, ValueError) as error:  # the name in the log may be invalid
         raise CannotJudge(f"{logs.printable(path)}: {getattr(error, 'strerror', None) or error}; name the folder of "
                           "the shards with --data") from None
-    demand(digest.hexdigest() == shard["sha256"],
-           f"{path} has SHA-256 {digest.hexdigest()[:8]}..., the log states {shard['sha256'][:8]}...")
+    require(digest.hexdigest() == shard["sha256"],
+            f"{path} has SHA-256 {digest.hexdigest()[:8]}..., the log states {shard['sha256'][:8]}...")
     held = len(open_shard(path)[0])
-    demand(held == shard["tokens"], f"{path} holds {held:,} tokens, the log states {shard['tokens']:,}")
+    require(held == shard["tokens"], f"{path} holds {held:,} tokens, the log states {shard['tokens']:,}")
     return path
 
 
@@ -114,14 +116,14 @@ def find_shards(e, split, folder):
 
 
 def check_leaks(e, folder):
-    """Is a scored document in training, whole, in part, or with tokens changed?"""
+    """Check that no validation document is in the training data: complete, in part, or with changed tokens."""
     paths, val = find_shards(e, "train", folder), [open_shard(path) for path in find_shards(e, "val", folder)]
     tokens = np.concatenate([tokens for tokens, _ in val])[:e.get("end.val_tokens", int) + 1]
     opens, prints = tokens == val[0][1].bos_id, fingerprints(tokens)
     document = np.cumsum(opens) - 1
     first, last = document[:len(prints)], document[FINGERPRINT - 1:]
     asked = np.flatnonzero((first == last) & (first >= 0) & ~opens[:len(prints)])
-    limit = np.uint64(2 ** 64 // max(1, -(-len(asked) // MOST_PRINTS)) - 1)  # the same part of every text
+    limit = np.uint64(2 ** 64 // max(1, -(-len(asked) // MOST_PRINTS)) - 1)  # samples the same part of every text
     asked = asked[prints[asked] <= limit]
     values, which = np.unique(prints[asked], return_inverse=True)
     places, owners = first_places(values, limit, paths)[which], first[asked]
@@ -136,17 +138,19 @@ def check_leaks(e, folder):
                 shard, at = divmod(int(places[of_document][found][0]), FURTHEST)
                 (leaked if whole else alike).append(f"{found.mean():.0%} of document {owners[of_document[0]]} is in "
                                                     f"{paths[shard].name} from token {at} on")
-    text = (f"the shards are those of the log; {len(leaked) or 'none'} of {number} validation documents "
-            f"{'are' if leaked else 'is'} in training, {len(alike)} with many tokens changed ({opens.sum() - number} "
-            f"short ones were not sought, and none is found where one token in {FINGERPRINT} is another)")
-    demand(len(leaked) <= number // COINCIDENCES and len(alike) <= max(1, number // LIKENESSES),
-           f"{text}; {several(leaked + alike)}")
-    return f"{text}; not more than chance may bring: {several(leaked + alike)}" if leaked + alike else text
+    text = (f"the shards are those of the log; {len(leaked) or 'none'} of {plural(number, 'validation document')} "
+            f"{'are' if len(leaked) > 1 else 'is'} in training, {len(alike)} with many tokens changed "
+            f"({opens.sum() - number} were too short to check, and a document with one token in {FINGERPRINT} changed "
+            "is not found)")
+    require(len(leaked) <= number // COINCIDENCES and len(alike) <= max(1, number // LIKENESSES),
+            f"{text}; {join_findings(leaked + alike)}")
+    return f"{text}; no more than chance allows: {join_findings(leaked + alike)}" if leaked + alike else text
 
 
 def first_places(values, limit, paths):
-    """Where each of these prints, sorted ones, stands first in these shards: number of the shard * FURTHEST + position;
-    -1: nowhere. limit: none is greater. Reads piece by piece."""
+    """Return the first position of each hash in these shards, as number of the shard * FURTHEST + offset, or -1.
+
+    values: sorted hashes, none above limit. Shards are read in chunks."""
     place = np.full(len(values), -1)
     for number, path in enumerate(paths if len(values) else ()):
         shard, _ = open_shard(path)
@@ -160,7 +164,7 @@ def first_places(values, limit, paths):
 
 
 def fingerprints(tokens):
-    """uint64 hash of every FINGERPRINT tokens in a row: [n] -> [n - FINGERPRINT + 1]. Each turn doubles the length."""
+    """Hash every FINGERPRINT tokens in a row: [n] -> uint64 [n - FINGERPRINT + 1]. Each turn doubles the length."""
     prints, length, factor = tokens.astype(np.uint64) + np.uint64(1), 1, 0x9E3779B97F4A7C15
     while length < FINGERPRINT:
         prints = prints[:-length] * np.uint64(factor) + prints[length:]
@@ -168,43 +172,31 @@ def fingerprints(tokens):
     return prints
 
 
-# What the run read
+# The batches of the run
 
 def check_replay(e, folder):
-    """Do the declared shards, packed by this checkout's train_gpt.py, give the digest of tokens that the log states?"""
-    (steps, _), stated, config, end = e.planned(), e.train_digest(), e.get("start.config", dict), e.get("end", dict)
+    """Check that the declared shards, packed by this checkout's train_gpt.py, give the token digest in the log."""
+    (steps, _), stated, config = e.planned(), e.digest("end.train_digest"), e.get("start.config", dict)
     paths, train_gpt = find_shards(e, "train", folder), trainer()
     try:
-        old = "train_digest" not in end
-        config = train_gpt.config_of(in_new_words(config) if old else config)
-        seen = digest_of_batches(train_gpt, config, paths, steps, old)
+        seen = digest_of_batches(train_gpt, train_gpt.config_of(config), paths, steps)
     except train_gpt.RunError as error:
-        raise Broken(f"the declared shards do not give {steps} batches: {error}") from None
+        raise Broken(f"the declared shards do not give {plural(steps, 'batch')}: {error}") from None
     except (TypeError, KeyError) as error:
-        raise CannotJudge(f"this checkout's train_gpt.py does not take the log's config ({error}); check out the "
-                          "revision that the log states, and verify there") from None
-    demand(seen == stated, f"{steps} batches of the declared shards have digest {seen[:8]}..., the log states "
-           f"{stated[:8]}...: it trained on something else, or packs its batches in another way than this train_gpt.py")
-    return f"{steps} batches of the declared shards, packed anew, have the digest {stated[:8]}... of the log"
+        raise CannotJudge(f"this checkout's train_gpt.py rejects the log's config ({error}); check out the revision "
+                          "that the log states, and verify there") from None
+    batches = f"{plural(steps, 'batch')} of the declared shards"
+    require(seen == stated, f"the digest of {batches} is {seen[:8]}..., the log states {stated[:8]}...: it trained on "
+            "something else, or packs its batches in another way than this train_gpt.py")
+    return f"the digest of {batches}, rebuilt here, is that of the log: {stated[:8]}..."
 
 
-def in_new_words(config):
-    """What decides the batches in a config of November 2026, when its names were others."""
-    same = {name: config[name] for name in ("seed", "long_documents", "shuffle", "num_steps")}
-    return {**same, "micro_batch_tokens": config["micro_tokens"], "max_document_tokens": config["max_len"],
-            "micro_batches": config["batch_tokens"] // config["micro_tokens"], "stages": "until long_window; 1 3"}
-
-
-def digest_of_batches(train_gpt, config, paths, steps, by_place):
-    """A run's train_digest, which the stream keeps: that of one rank is that of any number. by_place: an older run's
-    train_sha256, where each place in a batch has a digest over all steps, and they are hashed together."""
+def digest_of_batches(train_gpt, config, paths, steps):
+    """Return the stream's digest of all training tokens, which is the same for any number of ranks."""
     stream = train_gpt.Stream([train_gpt.read_header(path) for path in paths], config)
-    places = [hashlib.sha256() for _ in range(config.micro_batches)]
     try:
         for step in range(steps):
-            for place, tokens in zip(places, stream.next_batch(train_gpt.plan_of(config, step))):
-                place.update(tokens)
+            stream.next_batch(train_gpt.plan_of(config, step))
+        return f"{stream.digest:064x}"
     finally:
         stream.close()
-    joined = b"".join(place.digest() for place in places)
-    return hashlib.sha256(joined).hexdigest() if by_place else f"{stream.digest:064x}"

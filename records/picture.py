@@ -1,14 +1,14 @@
-"""A picture of one run: its losses over steps and over seconds, its target, its speed.
+"""Draw one run: its losses over steps and over time, its target, its speed.
 
-    python records/picture.py logs/RUN.txt            draws logs/RUN.png; of a run under way as far as it is
+    python records/picture.py logs/RUN.txt            draw logs/RUN.png, also while the run goes on
     python records/picture.py logs/RUN.txt OUT.svg
 
-./run.sh draws one after each run, when the log is whole. Exit status: 0 drawn, 2 there is nothing to draw.
+./run.sh draws the plot after each run. Exit status: 0 drawn, 2 nothing to draw.
 """
 
 import logs
 
-logs.end_at_ctrl_c(__name__)  # numpy takes its time to import
+logs.end_at_ctrl_c(__name__)  # importing numpy takes time
 
 import argparse
 from pathlib import Path
@@ -19,15 +19,15 @@ STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, 
          "grid.color": "#e6e6e6", "axes.axisbelow": True, "axes.titleweight": "bold", "axes.titlelocation": "left",
          "svg.fonttype": "none"}
 TRAINING, VALIDATION = "#1b6ac9", "#e07b39"
-SMOOTHED = 1 / 20  # of the steps: what a mean is taken over, and what is left out where the first losses dwarf the rest
+SMOOTHED = 1 / 20  # fraction of the steps in a running mean, and of the first steps outside the loss axis
 
 
 class NothingToDraw(Exception):
-    """The message says what was seen and what to do."""
+    """The message states what was seen and what to do."""
 
 
 def read(path):
-    """The last run of a log, whole or not. NothingToDraw if no step is timed."""
+    """Return the last run of a log, finished or not. Raise NothingToDraw if no step has a time."""
     run = logs.last_run(path)
     if not run.steps:
         why = run.reason and f" ({run.reason})"
@@ -36,14 +36,14 @@ def read(path):
 
 
 def running_mean(values):
-    """Of each value and those before it, over SMOOTHED of all; of fewer at the beginning."""
+    """Return the mean of each value and those before it, over SMOOTHED of all values."""
     width = max(1, round(SMOOTHED * len(values)))
     sums = np.convolve(values, np.ones(width))[:len(values)]
     return sums / np.minimum(np.arange(1, len(values) + 1), width)
 
 
 def draw(run, out, form=None):
-    """Writes the picture to a path or an open file. form: like "svg"; a path says it by its suffix."""
+    """Write the plot to a path or an open file. form: a format like "svg"; for a path its suffix decides."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -61,13 +61,13 @@ def draw(run, out, form=None):
             if trained:
                 at, losses = [place(step) for step in trained], [step.train_loss for step in trained]
                 axes.plot(at, losses, color=TRAINING, lw=0.7, alpha=0.3)
-                axes.plot(at, running_mean(losses), color=TRAINING, lw=1.5, label="training, and its running mean")
+                axes.plot(at, running_mean(losses), color=TRAINING, lw=1.5, label="training and its running mean")
             shown = [line for line in validated if line.step > 0] or validated
             axes.plot([place(line) for line in shown], [line.loss for line in shown], "o-", color=VALIDATION,
                       label=f"validation: {shown[-1].loss:.4f}" if shown else "validation: none yet")
             if target:
                 axes.axhline(target, color="#333333", lw=1, ls="--", label=f"target {target:g}")
-            axes.set(title=title, xlabel=unit, ylabel="nats a token")
+            axes.set(title=title, xlabel=unit, ylabel="nats/token")
         if late := [step.train_loss for step in trained if step.step >= SMOOTHED * trained[-1].step]:
             lowest = min([*late, *(line.loss for line in validated), *([target] if target else [])])
             for axes in (over_steps, over_seconds):
@@ -76,14 +76,14 @@ def draw(run, out, form=None):
         if len(timed) > 1:
             steps, ms = (np.array([getattr(step, name) for step in timed]) for name in ("step", "time_ms"))
             speed.plot(steps[1:], running_mean(np.diff(ms) / np.maximum(np.diff(steps), 1)), color=TRAINING)
-        speed.set(title="Speed", xlabel="step", ylabel="ms a step", ylim=(0, None))
+        speed.set(title="Speed", xlabel="step", ylabel="ms/step", ylim=(0, None))
         figure.savefig(out, dpi=120, format=form)
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("log", type=Path)
-    parser.add_argument("out", type=Path, nargs="?", help="default: beside the log, .png")
+    parser.add_argument("log", type=Path, help="the log of a run")
+    parser.add_argument("out", type=Path, nargs="?", help="default: the path of the log with .png")
     options = parser.parse_args(arguments)
     out = options.out or options.log.with_suffix(".png")
     try:

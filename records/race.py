@@ -1,41 +1,44 @@
-"""Times runs one after another on this machine: one version, or two in turn.
+"""Time runs one after another on this machine: of one version, or of two or more in turn.
 
-    python records/race.py -n 10                      ten runs of train_gpt.py as it lies here
+    python records/race.py -n 10                      ten runs of this checkout's train_gpt.py
     python records/race.py -n 5 --vs HEAD~1           five pairs: this checkout (side a) and another revision (side b)
-    python records/race.py -n 5 --vs "--sync step"    five pairs: the same script; side a, the one with the idea, has
-                                                      these flags too
+    python records/race.py -n 5 --vs "--sync step"    five pairs of the same script; side a has these flags in addition
     python records/race.py -n 5 --vs "--flag x" --vs "--other y"      a ladder: five runs of each idea and of the base
     python records/race.py -n 5 --vs ../modded-nanogpt --cmd "torchrun --nproc_per_node=8 train_gpt.py"
-                                                      side b: another project's script, started so in its folder
+                                                      side b: another project's script, started by this command in its
+                                                      folder
     python records/race.py --until-decided --max-n 12 --vs HEAD~1     pairs until the claim is decided, 12 at most
     python records/race.py -n 5 --ranks 8 -- --preset laptop --num_steps 300      flags for both sides
-    python records/race.py --resume logs/race-ID/race.jsonl                       goes on where a race stopped (with
-                                                      another project's script: and the same --vs and --cmd)
+    python records/race.py --resume logs/race-ID/race.jsonl                       resume a race (if it runs another
+                                                      project's script, with the same --vs and --cmd)
 
-The pairs run a b, b a, a b, ...: a machine that warms up, or grows busier, takes the same from both sides; in a b, a b
-it would take more from b. Run i has the seed BASE + i on both sides (BASE: --seed among the flags, or 0). The most
-runs, the test that decides (--test) and whether looks may end the race are declared before the first run, so nobody can
-stop when the figures please: --until-decided looks after every pair, by bounds that keep alpha (stats.bounds).
+Pairs run a b, b a, a b, ...: a machine that warms up or becomes busier then affects both sides equally. Run i has seed
+BASE + i on both sides (BASE: --seed among the flags, or 0). The largest number of runs, the deciding test (--test), and
+whether looks may end the race are declared before the first run, so nobody can stop at a convenient moment.
+--until-decided looks after every pair, with bounds that keep alpha (stats.bounds).
 
-logs/race-ID/ gets the logs of both sides; race.jsonl, which names every run before it starts and after it ends, those
-that failed too; RUNID.steps.json, [step, seconds] of each step line as it reached the log, by the clock of this process
-since it started the run; RUNID.pt, its model in 16 bits, for verify.py --rerun (--save_model true among the flags keeps
-it whole, false keeps none); race.png, drawn anew after each run. A run that fails stops the race, as what breaks once
-mostly breaks again; --resume repeats it with its seed. While any run of a race lives its race.jsonl is locked.
+logs/race-ID/ contains the logs of both sides and:
+  race.jsonl         the declaration, and a line before and after each run, also for runs that failed
+  RUNID.steps.json   [step, seconds] when each step line reached the log, by this process's clock since the run started
+  RUNID.pt           its model in 16 bits, for verify.py --rerun (--save_model true keeps all bits, false keeps none)
+  race.png           a plot, redrawn after each run
 
-Another project's script has seeds of its own, and knows nothing of the race. What its command wrote last in logs/*.txt
-of its folder is the run's log; a copy lies beside the others, and race.jsonl says of which run it is.
+A failed run stops the race, since the failure would probably repeat; --resume repeats the run with its seed. race.jsonl
+is locked while any run of the race lives.
 
-Runs are started by `python -I` and without PYTHON* variables, so that no PYTHONPATH, sitecustomize of a folder or user
-site changes their clocks; what is installed beside torch itself still could.
+Another project's script has its own seeds. The newest log in logs/*.txt of its folder is taken as the run's log and
+copied here; race.jsonl states which run it is.
 
-Exit status: 0 all runs are done, 1 one failed, 2 the race cannot be run so, 130 interrupted.
+Runs are started by `python -I` and without PYTHON* variables, so that neither PYTHONPATH nor sitecustomize nor user
+packages change their clocks. Packages installed beside torch still could.
+
+Exit status: 0 all runs are done, 1 one failed, 2 the race cannot be run, 130 interrupted.
 """
 
 import signal
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it asks runs for a checkpoint, and a race repeats its runs whole
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it requests a checkpoint; races repeat whole runs instead
 
 import logs
 
@@ -69,39 +72,39 @@ from stats import MANIFEST, SCRIPT, Manifest, order
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN_FLAGS = ("--run_id", "--log_dir", "--resume", "--race")
-PATIENCE_S = 30  # until a run that was told to stop is killed
+PATIENCE_S = 30  # until a run that ignores an interrupt is killed
 LOOK_S = 0.02  # between two looks at a run's log
-PROCESS = uuid.uuid4().hex[:12]  # of this race: a resumed one is another, and what passed between is no gap in a race
-MOST_LOGS = 50  # earlier ones that are read to foresee how long a race takes
-PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # found now: a child must not load libraries before it execs
-ALONE = [sys.executable, "-I"]  # neither PYTHON* variables nor the user's packages
+PROCESS = uuid.uuid4().hex[:12]  # identifies this process: a pause between two processes hides no run
+MOST_LOGS = 50  # earlier logs that are read to predict the duration
+PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # loaded now: a child must not load libraries before it execs
+ALONE = [sys.executable, "-I"]  # ignores PYTHON* variables and user packages
 STEP = re.compile(rb"(?:step|s):(\d{1,18})[/ ]")
 
-# Before any run: the script itself knows best what it refuses, and what it would save
+# Before any run: the script checks its flags and says what it would save
 CHECK = ("import json, sys; sys.path.insert(0, ''); import train_gpt as t; ranks, *flags = sys.argv[1:]\n"
          "try: preset, config = t.parse_config([*flags, '--race=ID:1:1:'], 'laptop'); "
          "t.check_config(config, int(ranks))\n"
          "except t.RunError as error: sys.exit(str(error))\n"
          "print(json.dumps({'preset': preset, 'steps': config.num_steps, 'small_model':\n"
          "    hasattr(config, 'save_model') and not any(f.startswith('--save_model') for f in flags)}))")
-# After a run, by a process that gives its memory back
+# After a run, in a process of its own so that its memory is freed
 HALVE = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import examine; examine.halve(sys.argv[1])"
-# In front of a rank, which torchrun gives no open file of its own: it holds the race's lock as long as it lives
+# Wraps a rank, as torchrun passes no open file on: the rank holds the race's lock as long as it lives
 HOLD = ("import fcntl, os, sys; lock = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(lock, fcntl.LOCK_SH)\n"
         "os.set_inheritable(lock, True); os.execv(sys.argv[2], sys.argv[2:])")
 
 
 class CannotRace(Exception):
-    """The race cannot be run so; the message says what was seen and what to do."""
+    """The race cannot be run; the message says what was seen and what to do."""
 
 
-demand = functools.partial(stats.demand, error=CannotRace)
+require = functools.partial(stats.require, error=CannotRace)
 
 
 # Versions
 
 def git(*arguments):
-    """What git prints, or None where it fails."""
+    """Return the output of git, or None on failure."""
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     except OSError:
@@ -110,8 +113,10 @@ def git(*arguments):
 
 
 def describe_sides(ideas, cmd, flags):
-    """{side: {"revision", "flags"}}; a revision of None is this checkout. A lone side has no name, as in the logs. Of a
-    ladder the last side is the base. A side with a "folder" is another project's; its flags are its whole command."""
+    """Return {side: {"revision", "flags"}}; revision None is this checkout.
+
+    A single side has the name "". In a ladder the last side is the base. A side with a "folder" is another project's;
+    its flags are the whole command."""
     ours = {"revision": None, "flags": flags}
     if not ideas:
         return {"": ours}
@@ -121,12 +126,12 @@ def describe_sides(ideas, cmd, flags):
         return {side: {**ours, "flags": flags + split_flags(idea)}
                 for side, idea in zip(string.ascii_lowercase, [*ideas, ""])}
     vs, *others = ideas
-    demand(not others, "several --vs make a ladder of flags; race a revision by itself")
+    require(not others, "several --vs make a ladder of flags; race a revision by itself")
     revision = git("rev-parse", "--verify", "--quiet", f"{vs}^{{commit}}")
-    demand(revision, f"--vs {vs!r} is no revision that git knows here; name a commit, branch or tag; or flags; or, "
-           "with --cmd, a folder")
-    demand(git("cat-file", "-e", f"{revision}:{SCRIPT}") is not None,
-           f"revision {vs} has no {SCRIPT}; name a later one")
+    require(revision, f"--vs {vs!r} is no revision that git knows here; name a commit, branch or tag; or flags; or, "
+            "with --cmd, a folder")
+    require(git("cat-file", "-e", f"{revision}:{SCRIPT}") is not None,
+            f"revision {vs} has no {SCRIPT}; name a later one")
     return {"a": ours, "b": {**ours, "revision": revision}}
 
 
@@ -138,26 +143,26 @@ def split_flags(text):
 
 
 def check_flags(flags):
-    """Flags with the seed taken out, as (seed or None, flags), and data paths as seen from this checkout."""
+    """Return (seed or None, flags without it), with data paths relative to this checkout made absolute."""
     seed, kept, words = None, [], iter(flags)
     for word in words:
         name, given, value = word.partition("=")
-        demand(name not in OWN_FLAGS, f"{name} is the race's to set; leave it out")
+        require(name not in OWN_FLAGS, f"the race sets {name}; leave it out")
         if name not in ("--seed", "--train_files", "--val_files"):
             kept.append(word)
             continue
         value = value if given else next(words, "")
         if name == "--seed":
-            demand(value.isdecimal(), f"--seed is {value!r}; give a whole number: run i gets the seed that many + i")
+            require(value.isdecimal(), f"--seed is {value!r}; give a whole number: run i gets the seed that many + i")
             seed = int(value)
         else:
-            kept += [name, os.path.join(glob.escape(str(ROOT)), value)]  # an absolute one stays
+            kept += [name, os.path.join(glob.escape(str(ROOT)), value)]  # absolute paths stay
     return seed, kept
 
 
 @contextlib.contextmanager
 def folders(sides):
-    """{side: folder of its script}. Another revision gets a worktree for the while, with the data of this one."""
+    """Yield {side: folder of its script}. Another revision gets a temporary worktree with this checkout's data."""
     home = Path(tempfile.mkdtemp(prefix="race-"))
     try:
         found = {}
@@ -165,11 +170,11 @@ def folders(sides):
             found[side] = (ROOT / version.get("folder", "")).resolve()
             if version["revision"]:
                 found[side] = home / version["revision"][:12]
-                demand(git("worktree", "add", "--detach", str(found[side]), version["revision"]) is not None,
-                       f"git cannot make a worktree of {version['revision'][:12]} in {home}; free space, or set TMPDIR")
+                require(git("worktree", "add", "--detach", str(found[side]), version["revision"]) is not None,
+                        f"git cannot add a worktree of {version['revision'][:12]} in {home}; free space or set TMPDIR")
                 for shard in (ROOT / "data").glob("*/*.bin"):
                     link = found[side] / shard.relative_to(ROOT)
-                    link.parent.mkdir(parents=True, exist_ok=True)  # a folder, not a link: git ignores only folders
+                    link.parent.mkdir(parents=True, exist_ok=True)  # a link to the folder would show up in git status
                     link.symlink_to(shard)
         yield found
     finally:
@@ -178,20 +183,20 @@ def folders(sides):
 
 
 def source_hash(version, folder):
-    """Of the script; of another project's, of the files that its command names."""
+    """Return the SHA-256 of the script, or of the files that another project's command names."""
     words = version["flags"] if "folder" in version else [SCRIPT]
     files = [folder / word for word in words if len(word) < 256 and (folder / word).is_file()]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def check_sides(race, where):
-    """Raises CannotRace unless each side has the source that the race began with, and its script can be started so."""
+    """Raise CannotRace unless each side has the source that the race began with, and its script accepts the flags."""
     for side, version in race["sides"].items():
         script = f"{SCRIPT}{' of side ' + side if side else ''}"
         (check_command if "folder" in version else check_script)(version, where[side], script, race["ranks"])
         seen = source_hash(version, where[side])
-        demand(version.setdefault("source_sha256", seen) == seen, f"{script} has changed since the race began; restore "
-               f"it (SHA-256 {version['source_sha256'][:8]}...), or race anew")
+        require(version.setdefault("source_sha256", seen) == seen, f"{script} has changed since the race began; "
+                f"restore it (SHA-256 {version['source_sha256'][:8]}...), or race again")
 
 
 def check_script(version, folder, script, ranks):
@@ -199,17 +204,17 @@ def check_script(version, folder, script, ranks):
                           capture_output=True, text=True)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise CannotRace(f"{script} refuses its flags: {why}")
+        raise CannotRace(f"{script} rejects its flags: {why}")
     version.update(json.loads(done.stdout.splitlines()[-1]))
 
 
 def check_command(version, folder, *_):
-    """Of another project's script: its folder, and the program that starts it."""
-    demand(folder.is_dir(), f"--vs {folder} is no folder; with --cmd it names another project's, as seen from {ROOT}")
+    """Check the folder of another project's script, and the program that starts it."""
+    require(folder.is_dir(), f"--vs {folder} is no folder; with --cmd it names another project's, relative to {ROOT}")
     program = " ".join(version["flags"][:1])
     where = f"in {folder}" if "/" in program else "on the PATH"
-    demand(shutil.which(folder / program if "/" in program else program),
-           f"--cmd: there is no program {program!r} {where}; name one, or a shell: bash -c '...'")
+    require(shutil.which(folder / program if "/" in program else program),
+            f"--cmd: there is no program {program!r} {where}; name one, or a shell: bash -c '...'")
 
 
 # The race
@@ -223,30 +228,30 @@ def environment(**more):
     return {**{name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}, **more}
 
 
-def hold(path):
-    """The race's file, locked for this process and all that inherit it. CannotRace if a run of the race still lives.
+def lock_race(path):
+    """Lock the race's file for this process and its children. Raise CannotRace if a run of the race still lives.
 
-    Alone to come in, shared to stay: the ranks lock it for themselves, and may live longer than who started them."""
+    The lock is exclusive to enter and shared to stay: ranks lock the file too, and may outlive their parent."""
     file = open(path, "a+b")  # NFS locks only what is open for both
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise CannotRace(f"this race, or a run of it, is still going on; wait, or end it: `fuser {path}` names its "
+        raise CannotRace(f"this race, or a run of it, is still running; wait, or stop it: `fuser {path}` lists its "
                          "processes") from None
     return file
 
 
-def end_with_parent():
-    """In the child: a race that is killed leaves no run behind. Elsewhere than on Linux the lock alone must do."""
+def die_with_parent():
+    """Let the kernel (Linux) terminate this child when race.py dies. Elsewhere only the lock protects the race."""
     if PRCTL:
         PRCTL(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 @contextlib.contextmanager
-def interrupts_noted():
-    """What would interrupt only makes this list longer within: a run that starts or ends is not lost by it."""
+def interrupts_deferred():
+    """Yield a list to which interrupts are appended instead of raising, so that a run's start and end are written."""
     noted, numbers = [], (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     usual = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
     try:
@@ -259,7 +264,7 @@ def interrupts_noted():
 
 
 def settle(manifest):
-    """Gives each run that never ended, because the race itself died, the status that its log shows."""
+    """Write the status, according to its log, of each run whose end was not written because race.py died."""
     for run_id, attempt in list(manifest.attempts.items()):
         log = manifest.path.parent / f"{run_id}.txt"
         if attempt["status"] == "started":
@@ -268,7 +273,7 @@ def settle(manifest):
 
 
 class Stamps:
-    """When each step line of a run reached its log: [step, seconds since the run's process was started]."""
+    """Records when each step line of a run reached its log: [step, seconds since its process was started]."""
 
     def __init__(self, log):
         self.log, self.began, self.file, self.rest, self.steps = log, time.monotonic(), None, b"", []
@@ -282,12 +287,12 @@ class Stamps:
         for line in lines:
             found = STEP.match(line)
             if line == logs.SEPARATOR:
-                self.steps.clear()  # what stood before it was source
+                self.steps.clear()  # lines before it are source
             elif found:
                 self.steps.append([int(found[1]), seconds])
 
     def write(self):
-        """The file beside the log; returns its SHA-256, or None where there is no log."""
+        """Write the file beside the log and return its SHA-256, or None without a log."""
         self.look()
         if self.file:
             self.file.close()
@@ -297,31 +302,31 @@ class Stamps:
 
 
 def complete_log(path):
-    """The run in a log that is whole, or None. Another project's log has neither start nor end line."""
+    """Return the run of a complete log, or None. Another project's log has neither start nor end line."""
     runs, _, _ = logs.read_file(str(path))
     return runs[0] if len(runs) == 1 and runs[0].complete and (runs[0].end or not runs[0].start) else None
 
 
 def logs_of(folder):
-    """The logs of another project's folder, each with the time when it was written last."""
+    """Return {(log, modification time)} of another project's folder."""
     return {(path, path.stat().st_mtime_ns) for path in (folder / "logs").glob("*.txt")}
 
 
 def take_log(folder, before, log):
-    """Copies what a command wrote last of such logs to the race. Returns what is wrong with it, or None."""
+    """Copy the newest log that a command wrote to the race. Return an error message, or None."""
     new = logs_of(folder) - before
     if not new:
-        return f"it left no log in {folder / 'logs'}/*.txt"
+        return f"it wrote no log to {folder / 'logs'}/*.txt"
     newest = max(new, key=lambda found: found[1])[0]
     shutil.copyfile(newest, log)
     if not complete_log(log):
         _, rejected, _ = logs.read_file(str(log))
-        why = rejected[0].reason if rejected else "not one that states its total"
-        return f"its log {newest} holds no whole run: {why}"
+        why = rejected[0].reason if rejected else "it does not state its number of steps"
+        return f"its log {newest} holds no complete run: {why}"
 
 
 def run_once(manifest, folder, lock, run, side, interrupts):
-    """One timed run, noted before and after. Returns its status: done, failed or interrupted."""
+    """Run once, with a line in the manifest before and after. Return the status: done, failed or interrupted."""
     race = manifest.race
     tries = sum((attempt["run"], attempt["side"]) == (run, side) for attempt in manifest.attempts.values())
     run_id = f"{race['id']}_{run:02}{side}" + (f"_again{tries}" if tries else "")
@@ -335,11 +340,11 @@ def run_once(manifest, folder, lock, run, side, interrupts):
                  f"--log_dir={log.parent}", f"--race={race['id']}:{run}:{race['n']}:{side}"]
         words += ["--save_model=true"] * version["small_model"]
     manifest.write(attempt)
-    threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}  # the same when the race is resumed
+    threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}  # also when the race is resumed
     stamps = Stamps(log)
-    # a session of its own: Ctrl-C reaches the race alone, which passes it on, and stays to note what became of it
+    # in its own session: Ctrl-C reaches only race.py, which passes it on and records the result
     process = subprocess.Popen(words, cwd=folder, env=environment(**threads), start_new_session=True,
-                               pass_fds=[lock.fileno()], preexec_fn=end_with_parent)
+                               pass_fds=[lock.fileno()], preexec_fn=die_with_parent)
     while process.poll() is None and not interrupts:
         stamps.look()
         time.sleep(LOOK_S)
@@ -350,19 +355,19 @@ def run_once(manifest, folder, lock, run, side, interrupts):
     seconds, code = time.monotonic() - stamps.began, process.wait()
     if foreign and (wrong := take_log(folder, before, log)) and not interrupted:
         say(f"`{shlex.join(words)}` of side {side} ended with exit status {code}, and {wrong}")
-    # a whole log is a run, however its processes ended: it must not be run again
+    # a complete log is a run, whatever its processes' exit status: it must not be repeated
     status = "done" if complete_log(log) else "interrupted" if interrupted else "failed"
     manifest.write({**attempt, "ended_at": now(), "status": status, "exit": code, "seconds": seconds,
                     "logged": log.exists(), "stamps": stamped})
     if version.get("small_model") and (model := log.with_suffix(".pt")).exists():
         halved = subprocess.run([*ALONE, "-c", HALVE, str(model)], env=environment(), capture_output=True, text=True)
         if halved.returncode:
-            say(f"{model.name} stays as large as it is: {(halved.stderr.splitlines() or ['no reason given'])[-1]}")
+            say(f"{model.name} keeps all bits: {(halved.stderr.splitlines() or ['no reason given'])[-1]}")
     return status
 
 
 def stop(process, interrupts):
-    """Interrupts a run with all its ranks, and kills what does not heed it, at once when interrupted again."""
+    """Interrupt a run with all its ranks; kill them after PATIENCE_S or at the next interrupt."""
     patient_until, heard = time.monotonic() + PATIENCE_S, len(interrupts)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGINT)
@@ -376,8 +381,8 @@ def now():
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def so_far(manifest):
-    """The report of the runs that are done, or None; of a ladder ladder.py makes one, when all are."""
+def interim_report(manifest):
+    """Return the report of the runs that are done, or None; a ladder is judged when all are done."""
     if len(manifest.race["sides"]) > 2:
         return None
     done, sides = manifest.done(), []
@@ -387,12 +392,11 @@ def so_far(manifest):
         if any(runs):
             sides.append(stats.Side(f"side {name}" if name else "runs", [run for run in runs if run],
                                     declared=manifest.race))
-    return stats.so_far(sides, manifest.race["alpha"]) if sides else None
+    return stats.interim_report(sides, manifest.race["alpha"]) if sides else None
 
 
-def estimate(report, unknown):
-    """The figures so far in a line: train_time and loss of each side with their intervals, and the difference; or what
-    is said where there are none."""
+def describe_report(report, unknown):
+    """Return one line: train_time and loss of each side with intervals, and the difference; else the text unknown."""
     parts = []
     for side in report["sides"] if report else ():
         shown = []
@@ -409,49 +413,50 @@ def estimate(report, unknown):
 
 
 def draw(manifest, report):
-    """race.png, whole at every moment. A picture that cannot be drawn stops no race."""
+    """Replace race.png atomically. A plot that fails does not stop the race."""
     path = manifest.path.with_name(stats.PICTURE)
     try:
         stats.plot(report, str(path.with_name(".next.png")))
         path.with_name(".next.png").replace(path)
     except (stats.CannotJudge, ImportError, OSError) as reason:
-        say(logs.brief(f"no picture: {reason}"))
+        say(logs.brief(f"no plot: {reason}"))
 
 
 def decided(manifest):
-    """Why a race that runs until it is decided is over, or None."""
-    options = stats.parse(judging(manifest))
+    """Return why a race that runs until it is decided is over, or None."""
+    options = stats.parse(stats_arguments(manifest))
     try:
         return stats.judge(stats.choose_sides(options), options)["reason"]
     except stats.Undecided:
         return None
     except stats.CannotJudge as reason:
-        say(logs.brief(f"not to be judged yet: {reason}"))
+        say(logs.brief(f"cannot be judged yet: {reason}"))
     return None
 
 
-def judging(manifest):
-    """The words for stats.py."""
+def stats_arguments(manifest):
+    """Return the arguments for stats.py."""
     race = manifest.race
     return [*map(str, sorted(manifest.path.parent.glob("*.txt"))), f"--alpha={race['alpha']}",
             *(["--side", "a"] if "a" in race["sides"] else [])]
 
 
-def left(manifest, runs):
-    """How long so many runs will take, by the mean of those that are done; before the first by an earlier run."""
+def time_left(manifest, runs):
+    """Estimate the duration of the remaining runs from those done, or before the first from an earlier similar run."""
     took, like = [attempt["seconds"] for attempt in manifest.done().values() if "seconds" in attempt], ""
-    if not took and (earlier := foresee(manifest.race)):
+    if not took and (earlier := similar_run(manifest.race)):
         took, like = [earlier.end["wall_seconds"]], f", if each takes as long as {os.path.basename(earlier.path)} did"
     if not took:
-        return f"{runs} runs left, how long is known after the first"
+        return f"{stats.plural(runs, 'run')} left, duration unknown before the first"
     minutes = math.ceil(runs * sum(took) / len(took) / 60)
-    return f"{runs} runs left, about {minutes // 60}:{minutes % 60:02} h{like}"
+    duration = stats.plural(minutes, "minute") if minutes < 120 else f"{minutes / 60:.1f} hours"
+    return f"{stats.plural(runs, 'run')} left, about {duration}{like}"
 
 
-def foresee(race):
-    """The latest whole run in logs/ with the preset, steps, ranks and cores of this race, or None."""
+def similar_run(race):
+    """Return the latest complete run in logs/ with the preset, steps, ranks and cores of this race, or None."""
     side, *others = race["sides"].values()
-    if any("folder" in other for other in others):  # another project's takes a time of its own
+    if any("folder" in other for other in others):  # the duration of another project's run is unknown
         return None
     wanted = [side["preset"], side["steps"], race["ranks"], os.cpu_count()]
     for log in sorted((ROOT / "logs").rglob("*.txt"), key=lambda path: path.name, reverse=True)[:MOST_LOGS]:
@@ -461,8 +466,8 @@ def foresee(race):
             return run
 
 
-def again(manifest):
-    """The command that goes on with a race."""
+def resume_command(manifest):
+    """Return the command that resumes a race."""
     words = [sys.executable, __file__, "--resume", str(manifest.path)]
     for version in manifest.race["sides"].values():
         if "folder" in version:
@@ -471,58 +476,58 @@ def again(manifest):
 
 
 def check_resumed(manifest, vs, words):
-    """CannotRace unless the command that a race runs besides ours, which may be a stranger's, is named again."""
+    """Raise CannotRace unless the user repeats another project's command: the manifest may come from elsewhere."""
     theirs = [version for version in manifest.race["sides"].values() if "folder" in version]
-    demand(theirs or not words, f"{manifest.path} has no side of another project; leave out --vs and --cmd")
-    demand(not theirs or (vs, words) == ([theirs[0]["folder"]], theirs[0]["flags"]),
-           f"this race runs a command of its own; if you want that: {again(manifest)}")
+    require(not theirs or (vs, words) == ([theirs[0]["folder"]], theirs[0]["flags"]),
+            f"this race runs another project's command; to allow it: {resume_command(manifest)}")
 
 
 def run_all(manifest, where, lock):
-    """Runs what is not done yet. Returns the exit status."""
-    race, how = manifest.race, again(manifest)
+    """Run everything that is not done yet. Return the exit status."""
+    race, how = manifest.race, resume_command(manifest)
     looks, each = race["until_decided"], len(race["sides"])
     todo = [which for which in order(race["n"], race["sides"]) if which not in manifest.done()]
-    report, unknown = so_far(manifest), "judged when all are done" if each > 2 else "no run yet"
+    report, unknown = interim_report(manifest), "judged when all are done" if each > 2 else "no run yet"
     for i, (run, side) in enumerate(todo):
         done = len(manifest.done())
         if looks and done >= 2 * each and done % each == 0 and (reason := decided(manifest)):
             say(f"decided: {reason}")
             break
         say(f"run {run} of {'at most ' * looks}{race['n']}{' side ' + side if side else ''}, seed "
-            f"{race['seed'] + run}; {estimate(report, unknown)}; {left(manifest, len(todo) - i)}")
-        demand(source_hash(race["sides"][side], where[side]) == race["sides"][side]["source_sha256"],
-               f"{SCRIPT} was changed during the race; restore it and go on with: {how}")
-        with interrupts_noted() as interrupts:
+            f"{race['seed'] + run}; {describe_report(report, unknown)}; {time_left(manifest, len(todo) - i)}")
+        require(source_hash(race["sides"][side], where[side]) == race["sides"][side]["source_sha256"],
+                f"{SCRIPT} was changed during the race; restore it and resume with: {how}")
+        with interrupts_deferred() as interrupts:
             status = run_once(manifest, where[side], lock, run, side, interrupts)
-        report = so_far(manifest)
+        report = interim_report(manifest)
         if report:
             draw(manifest, report)
         if interrupts or status != "done":
             what = {"done": "is done, and the race interrupted", "interrupted": "was interrupted",
-                    "failed": "failed (above is why)"}[status]
+                    "failed": "failed (see above)"}[status]
             say(f"run {run}{side} {what}; {len(manifest.done())} of {race['n'] * len(race['sides'])} runs are done and "
-                f"kept. Go on with: {how}")
+                f"kept. Resume with: {how}")
             return 1 if status == "failed" else 130
-    say(f"all runs are done: {estimate(report, unknown)}; logs: {manifest.path.parent}\n")
+    say(f"all runs are done: {describe_report(report, unknown)}; logs: {manifest.path.parent}\n")
     if len(race["sides"]) > 2:
         ladder.main([str(manifest.path.parent)])
     else:
-        stats.main(judging(manifest))
+        stats.main(stats_arguments(manifest))
     return 0
 
 
 def say(line):
-    with contextlib.suppress(OSError):  # a terminal that went away ends no race
+    """Print a line. A closed terminal does not stop the race."""
+    with contextlib.suppress(OSError):
         print(f"race: {line}", flush=True)
 
 
 def new_race(options):
-    """The Manifest of a race that begins, not yet on the disk."""
+    """Return the Manifest of a new race, not yet written."""
     seed, flags = check_flags(options.flags)
     sides = describe_sides(options.vs, options.cmd, flags)
-    demand(all(check_flags(side["flags"])[0] is None for side in sides.values() if "folder" not in side),
-           "--vs sets --seed, and all sides share theirs; give --seed once, behind --")
+    require(all(check_flags(side["flags"])[0] is None for side in sides.values() if "folder" not in side),
+            "--vs sets --seed, and all sides share theirs; give --seed once, behind --")
     race_id = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{uuid.uuid4().hex[:4]}"
     manifest = Manifest(ROOT / "logs" / f"race-{race_id}" / MANIFEST)
     manifest.race = {"id": race_id, "n": options.n, "until_decided": options.until_decided, "alpha": options.alpha,
@@ -534,64 +539,64 @@ def new_race(options):
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description="Times runs: one version, or two in turn.", allow_abbrev=False,
-                                     epilog="Exit status: 0 all done, 1 one failed, 2 cannot be run, 130 interrupted.")
+    parser = argparse.ArgumentParser(description="Time runs of one version, or of several in turn.", allow_abbrev=False,
+                                     epilog="Exit status: 0 all done, 1 one failed, 2 cannot run, 130 interrupted.")
     add = parser.add_argument
-    add("-n", type=int, metavar="N", help="runs (of each side), declared before the first")
-    add("--vs", metavar="VERSION", action="append", default=[], help="race against a git revision; or further flags; "
-        "flags several times: a ladder of ideas against one base; or, with --cmd, a folder")
-    add("--cmd", metavar="COMMAND", help="what starts the script of another project in the folder that --vs names")
-    add("--until-decided", action="store_true", help="look after every run, or pair, and stop when the claim holds or "
-        "has no chance left")
-    add("--max-n", type=int, metavar="N", help="for --until-decided: runs (of each side) at most")
-    add("--test", choices=("paired", "unpaired"), default="paired", help="what judges times with --vs: the paired test "
-        "on log time, for a machine that drifts (default), or Welch's")
+    add("-n", type=int, metavar="N", help="number of runs (of each side)")
+    add("--vs", metavar="VERSION", action="append", default=[], help="the other side: a git revision, or the same "
+        "script without these flags; several --vs with flags make a ladder; with --cmd a folder")
+    add("--cmd", metavar="COMMAND", help="command that starts another project's script in the folder --vs")
+    add("--until-decided", action="store_true", help="look after every run, or pair, and stop when the claim is shown "
+        "or has no chance left")
+    add("--max-n", type=int, metavar="N", help="for --until-decided: largest number of runs (of each side)")
+    add("--test", choices=("paired", "unpaired"), default="paired", help="test of times with --vs: paired t-test of "
+        "log time, for a machine that drifts (default), or Welch's")
     add("--alpha", type=float, default=0.01, help="level of the verdict (default: %(default)s)")
     add("--ranks", type=int, default=1, help="processes of a run (default: 1; run.sh knows what fits)")
-    add("--resume", metavar="MANIFEST", help="go on with a race that stopped")
+    add("--resume", metavar="MANIFEST", help="resume a race")
     add("flags", nargs="*", metavar="-- FLAGS", help=f"flags of {SCRIPT}, for both sides")
     words, flags = list(arguments), []
     if "--" in words:
         words, flags = words[:words.index("--")], words[words.index("--") + 1:]
-    while "--vs" in words[:-1]:  # argparse would take the flags that follow for its own
+    while "--vs" in words[:-1]:  # argparse would take flags in the next word for its own
         at = words.index("--vs")
         words[at:at + 2] = [f"--vs={words[at + 1]}"]
     options = parser.parse_args(words)
     if options.flags:
-        parser.error(f"{options.flags[0]!r} stands alone; write flags for {SCRIPT} behind --")
+        parser.error(f"{options.flags[0]!r} is unexpected; write flags for {SCRIPT} behind --")
     if options.resume and (options.n or options.vs and not options.cmd or options.max_n or options.until_decided
                            or flags):
-        parser.error("--resume takes everything from the manifest, but for another project's --vs and --cmd; leave the "
+        parser.error("--resume takes everything from the manifest, except another project's --vs and --cmd; leave the "
                      "rest out")
     if options.cmd and len(options.vs) != 1:
-        parser.error(f"--cmd wants one --vs, the folder that it is run in, and --vs is given {len(options.vs)} times")
+        parser.error(f"--cmd needs one --vs, the folder to run it in, and --vs is given {len(options.vs)} times")
     if len(options.vs) > 25 or options.until_decided and len(options.vs) > 1:
         parser.error(f"--vs is given {len(options.vs)} times; a ladder has 25 ideas at most, and no --until-decided")
     if options.until_decided != bool(options.max_n) or options.until_decided and options.n:
-        parser.error("--until-decided wants --max-n N, and no -n")
+        parser.error("--until-decided needs --max-n N, and no -n")
     if options.until_decided and options.max_n < 2 or not 0 < options.alpha < 0.5:
         parser.error(f"--max-n is {options.max_n} and --alpha {options.alpha}; give at least 2, and less than 0.5")
     options.n = options.max_n or options.n
     if not options.resume and (options.n or 0) < 1:
-        parser.error(f"-n is {options.n}; say how many runs, at least 1")
+        parser.error(f"-n is {options.n}; give the number of runs, at least 1")
     options.flags = flags
     return options
 
 
 def main(arguments=None):
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # to be told to end is to be interrupted
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+    for number in (signal.SIGTERM, signal.SIGHUP):  # handled like Ctrl-C
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, signal.default_int_handler)
     try:
         with contextlib.ExitStack() as held:
             if options.resume:
                 path = Path(options.resume).resolve()
-                demand(path.is_file(), f"{path}: there is no such file; name the {MANIFEST} of the race")
-                lock = held.enter_context(hold(path))  # before it is read: its last line may still be being written
+                require(path.is_file(), f"{path}: there is no such file; name the {MANIFEST} of the race")
+                lock = held.enter_context(lock_race(path))  # before reading: a last line may still be written
                 manifest = Manifest.read(path)
                 if manifest.cut is not None:
-                    say(f"{path}: the last line ends in the middle, and is left out")
+                    say(f"{path}: the last line is incomplete and was dropped")
                     os.truncate(path, manifest.cut)
                 check_resumed(manifest, options.vs, split_flags(options.cmd or ""))
                 settle(manifest)
@@ -602,15 +607,16 @@ def main(arguments=None):
             check_sides(race, where)
             if not options.resume:
                 manifest.path.parent.mkdir(parents=True)
-                lock = held.enter_context(hold(manifest.path))
+                lock = held.enter_context(lock_race(manifest.path))
                 manifest.write({"race": race})
             turns = f" a side, {' '.join(race['order'][:6])} ...," if len(race["sides"]) > 1 else ","
-            say(f"{race['id']}: {'at most ' * race['until_decided']}{race['n']} runs{turns} {race['ranks']} "
-                f"rank(s), seeds {race['seed'] + 1} to {race['seed'] + race['n']}; declared in {manifest.path}")
+            say(f"{race['id']}: {'at most ' * race['until_decided']}{stats.plural(race['n'], 'run')}{turns} "
+                f"{stats.plural(race['ranks'], 'rank')}, seeds {race['seed'] + 1} to {race['seed'] + race['n']}; "
+                f"declared in {manifest.path}")
             return run_all(manifest, where, lock)
     except (CannotRace, stats.CannotJudge, OSError) as reason:
         if isinstance(reason, OSError):
-            reason = f"{reason.filename or 'a file'}: {reason.strerror}; free space or permit it"
+            reason = f"{reason.filename or 'a file'}: {reason.strerror}; free space or set its permissions"
         return logs.refuse("race.py", reason)
     except KeyboardInterrupt:
         print("race.py: interrupted before a run", file=sys.stderr)

@@ -1,32 +1,33 @@
-"""Judges a record's claim from its run logs: numbers, tests, a verdict.
+"""Judge a record's claim from its run logs: summary, tests, verdict.
 
     python records/stats.py logs/*.txt                    is the mean final loss below the target?
     python records/stats.py new/*.txt --vs old/*.txt      and is the new version faster than the old one?
     python records/stats.py race/ --side a                the same, from the logs of one race: side a against side b
-    python records/stats.py --plan --sd 0.0013 --margin 0.002     how many runs such a claim needs
-    python records/stats.py --plan race/ --side a --margin 0.2    to be 0.2 s faster, paired or not: race/ is the pilot
+    python records/stats.py --plan --sd 0.0013 --margin 0.002     number of runs for such a claim
+    python records/stats.py --plan race/ --side a --margin 0.2    to be 0.2 s faster, with and without pairs; race/ is
+                                                                  the pilot
 
 Exit status: 0 the claim holds, 1 it does not, 2 it cannot be judged (too few runs, mixed sources, ...).
 
-The claim is that the mean final loss is below the target: one-sided one-sample t-test, p < alpha. With a second set it
-is also that the mean train_time is less than the second set's. Both must hold, so a wrong claim passes with probability
-alpha at most. Times are judged as race.jsonl declared before the first run: by the paired t-test of log time, for runs
-in turn on a machine that drifts, or by Welch's; by Welch's too where nothing was declared. The other test is shown, and
-so is Welch's test of the two sides' losses: they decide nothing.
+The claim: the mean final loss is below the target (one-sided one-sample t-test, p < alpha). With a second set also: the
+mean train_time is below the second set's. Both must hold, so a wrong claim passes with probability alpha at most. The
+test of times is the one that race.jsonl declared before the first run: the paired t-test of log time, for runs in turn
+on a machine that drifts, or Welch's t-test (also without a declaration). The other test and Welch's test of the losses
+are printed, but decide nothing.
 
-These tests are right for a number of runs that was fixed before the first one. Looking after every run and stopping
-at p < alpha passes a wrong claim about six times as often. Our logs hold the declared number, and it is enforced. A
-race that declared to run until it is decided is judged by bounds that keep alpha over all its looks (`bounds`).
+These tests require a number of runs that was fixed before the first run. Looking after every run and stopping at
+p < alpha passes a wrong claim about six times as often. This project's logs contain the declared number, and it is
+enforced. For a race that was declared to run until it is decided, `bounds` keep alpha over all looks.
 
-A right skew of losses makes the t-test lenient: at alpha 1 % it passes 5 to 7 % of wrong claims on exponential ones.
-The p-value of a bootstrap-t, which passes under half of those, stands beside it always; a skewness beyond the 95th
-percentile of normal samples of this size is warned of, but of five exponential losses only every eighth time.
+Right-skewed losses make the t-test lenient: at alpha 1 % it passes 5 to 7 % of wrong claims on exponential losses. The
+p-value of a bootstrap-t, which passes less than half of those, is always printed. A warning is printed if the skewness
+exceeds the 95th percentile of normal samples of this size; with five exponential losses it detects one in eight.
 
-Welch's test passes somewhat more than alpha where runs are few and one side's times spread more: at 1 % it passes 1.4 %
-with 3 runs and sd 1:5, and 1.5 % in looks at up to 4 runs with sd 1:4. Both were simulated; more runs mend it.
+Welch's test passes slightly more than alpha with few runs and unequal spreads: at 1 % it passes 1.4 % with 3 runs and
+sd 1:5, and 1.5 % with looks at up to 4 runs and sd 1:4 (simulated). More runs reduce this.
 
-Intervals have confidence 1 - 2 alpha: their upper end is below the target exactly when the one-sided test says so.
-Needs logs.py beside it, numpy and scipy; matplotlib for --plot.
+Intervals have confidence 1 - 2 alpha: the upper end is below the target exactly when the one-sided test is significant.
+Requires logs.py, numpy and scipy; matplotlib for --plot.
 """
 
 import logs
@@ -56,19 +57,19 @@ import scipy.stats
 import pages
 from logs import brief
 
-warnings.filterwarnings("ignore", category=RuntimeWarning, module="scipy")  # equal values have no t: p is nan then
+warnings.filterwarnings("ignore", category=RuntimeWarning, module="scipy")  # t of equal values: p is nan then
 
 DEFAULT_TARGET = 3.28  # FineWeb, the public speedrun's main track
-LATE = 0.1  # a clock may be reset in this first part of a run, after its warm-up
-OUTLIER, OUTLIER_RUNS = 5, 10  # robust standard deviations from the median; of fewer runs they tell nothing
+LATE = 0.1  # part of a run in which a clock may be reset after the warm-up
+OUTLIER, OUTLIER_RUNS = 5, 10  # robust standard deviations from the median; least runs
 MOST_RUNS = 1_000_000  # in a plan
 MOST_SHOWN = 20  # runs of a side that cannot be judged
-FUTILE = 0.05  # a race until decided ends when its claim has less than this chance of being found by its last look
-LONGER = 1.15  # such a race may take this many times a plan's runs: it has the plan's power then, and takes fewer
+FUTILE = 0.05  # a race until decided stops if the claim has a smaller chance of being shown at the last look
+LONGER = 1.15  # times a plan's runs gives such a race the plan's power; on average it takes fewer
 RESAMPLES = 9999
 SCRIPT = "train_gpt.py"  # what is raced
-MANIFEST, STAMPS, PICTURE = "race.jsonl", ".steps.json", "race.png"  # what race.py leaves beside the logs,
-BESIDE = (MANIFEST, STAMPS, ".png", ".pt")  # and runs do
+MANIFEST, STAMPS, PICTURE = "race.jsonl", ".steps.json", "race.png"  # written by race.py beside the logs
+BESIDE = (MANIFEST, STAMPS, ".png", ".pt")  # files beside logs that need no mention
 # Config values that do not change what is trained
 INCIDENTAL = {"seed", "run_id", "log_dir", "save_model", "sample_tokens", "train_loss_every", "timeout_s", "race",
               "save_every", "keep_checkpoints", "resume"}
@@ -79,20 +80,25 @@ class CannotJudge(Exception):
 
 
 class Mixed(CannotJudge):
-    """The runs are of several experiments."""
+    """The runs belong to several experiments."""
 
 
 class Undecided(CannotJudge):
-    """A race that runs until it is decided is not decided yet."""
+    """A race that runs until it is decided is still open."""
 
 
-def demand(holds, otherwise, error=CannotJudge):
-    """The error, with what is otherwise, unless something holds."""
-    if not holds:
-        raise error(otherwise)
+def require(condition, message, error=CannotJudge):
+    """Raise the error with this message unless the condition holds."""
+    if not condition:
+        raise error(message)
 
 
-# Statistics: arrays of runs [..., n] in, tests over the last axis
+def plural(count, noun):
+    """Return the count with its noun: `1 run`, `2 runs`, `2 batches`."""
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
+
+
+# Statistics. Arrays of runs [..., n]; tests over the last axis
 
 # One-sided t-tests of: mean(losses) < target; Welch's of mean(times) < mean(others); the paired one of times < others
 one_sample_t_less = functools.partial(scipy.stats.ttest_1samp, axis=-1, alternative="less")
@@ -101,7 +107,7 @@ paired_t_less = functools.partial(scipy.stats.ttest_rel, axis=-1, alternative="l
 
 
 def bootstrap_t_less(losses, target):
-    """p of mean < target by the bootstrap-t (Efron and Tibshirani 1993, chapter 16), which sees a skew. losses [n]."""
+    """Return p of mean < target by the bootstrap-t (Efron and Tibshirani 1993), robust to skew. losses [n]"""
     draw, losses = np.random.default_rng(0), np.asarray(losses, dtype=float)
     again = draw.choice(losses, (max(199, min(RESAMPLES, 2 * 10**6 // len(losses))), len(losses)))
     spread = again.std(-1, ddof=1)
@@ -110,7 +116,7 @@ def bootstrap_t_less(losses, target):
 
 
 def right_skew(losses):
-    """(adjusted Fisher-Pearson skewness, probability of as much in a normal sample of this size); None of under 3."""
+    """Return (adjusted Fisher-Pearson skewness, its p in a normal sample of this size); None for under 3."""
     if len(losses) < 3:
         return None, None
     draw = np.random.default_rng(0)
@@ -120,11 +126,11 @@ def right_skew(losses):
 
 
 def power(n, sd, margin, alpha, sets=1, other_sd=None):
-    """Probability that a one-sided t-test finds a true margin.
+    """Return the power of a one-sided t-test for a true margin.
 
-    sets=1: n runs against a fixed target, by the noncentral t distribution. sets=2: n runs a side by Welch's test, of
-    sides with sd and other_sd. Its degrees of freedom depend only on how the two sample variances share their sum, a
-    beta-distributed number that is independent of the sum: given the share, t is noncentral t again."""
+    sets=1: n runs against a fixed target, by the noncentral t distribution. sets=2: n runs a side by Welch's test, with
+    sd and other_sd. Welch's degrees of freedom depend only on the share of each sample variance in their sum. The share
+    is beta-distributed and independent of the sum; given the share, t is noncentral t."""
     df, t, nct = sets * (n - 1), scipy.stats.t, scipy.stats.nct
     if sets == 1:
         return float(nct.sf(t.isf(alpha, df), df, margin / sd * math.sqrt(n)))
@@ -137,22 +143,22 @@ def power(n, sd, margin, alpha, sets=1, other_sd=None):
 
 
 def runs_needed(sd, margin, alpha, wanted, sets=1, other_sd=None):
-    """The least n (a side) with the wanted power. Raises CannotJudge if it is beyond MOST_RUNS."""
+    """Return the least n (a side) with the wanted power. Raise CannotJudge if it exceeds MOST_RUNS."""
     n = bisect.bisect_left(range(MOST_RUNS + 1), wanted, lo=2,
                            key=lambda n: power(n, sd, margin, alpha, sets, other_sd))
-    demand(n <= MOST_RUNS, f"a margin of {margin:g} at sd {sd:g} needs more than {MOST_RUNS:,} runs; seek a larger one")
+    require(n <= MOST_RUNS, f"a margin of {margin:g} at sd {sd:g} needs more than {MOST_RUNS:,} runs; use a larger one")
     return n
 
 
 @functools.lru_cache
 def bounds(most, alpha):
-    """The p-values [most - 1] below which a t-test decides after 2, 3, ..., `most` runs, in all with probability alpha.
+    """Return the p-values [most - 1] below which a t-test decides after 2, 3, ..., `most` runs, at total level alpha.
 
     Alpha is spent by the O'Brien-Fleming-type function of Lan and DeMets (Biometrika 70, 1983, p. 659). The bounds are
-    exact for a one-sample or paired t-test: with θ = arccot(t / √(n - 1)), the angle between the runs and the diagonal,
-    one more normal run turns √(n - 1) cos θ into √n cos θ' = √(n - 1) cos θ cos φ + sin φ, where √(n - 1) tan φ is
-    t-distributed with n - 1 degrees of freedom, whatever the sd (Jennison and Turnbull, Biometrika 78, 1991, p. 133,
-    integrate the same way). Welch's test takes the same p-values: their "significance level approach"."""
+    exact for a one-sample or paired t-test. Let θ = arccot(t / √(n - 1)) be the angle between the runs and the
+    diagonal. One more normal run turns √(n - 1) cos θ into √n cos θ' = √(n - 1) cos θ cos φ + sin φ, where
+    √(n - 1) tan φ is t-distributed with n - 1 degrees of freedom, whatever the sd (Jennison and Turnbull, Biometrika
+    78, 1991, p. 133, integrate the same way). Welch's test uses the same p-values ("significance level approach")."""
     t = scipy.stats.t
     edges = scipy.stats.norm.sf(np.linspace(7.5, -7.5, 401))  # cells of the p-value so far
     edges[0], edges[-1] = 0, 1
@@ -174,30 +180,31 @@ def bounds(most, alpha):
             mass = mass @ np.diff(arrived)
         now = 2 * scipy.stats.norm.sf(scipy.stats.norm.isf(alpha / 2) * math.sqrt(most / n))
         found.append(float(np.interp(now - spent, np.cumsum([0, *mass]), edges)))
-        spent, left = now, np.maximum(edges, found[-1]).clip(max=np.append(edges[1:], 1))  # what goes on of a cell
+        spent, left = now, np.maximum(edges, found[-1]).clip(max=np.append(edges[1:], 1))  # the part that continues
         mass = mass * (edges[1:] - left[:-1]) / np.diff(edges)
     return tuple(found)
 
 
-def chance(found, n, most, last):
-    """Probability, by the n runs so far, that after `most` a one-sided test has p below the last bound.
+def predictive_power(found, n, most, last):
+    """Return the probability, given n runs, that a one-sided test after `most` runs has p below the last bound.
 
-    Predictive power (Spiegelhalter, Freedman and Blackburn 1986), the sd taken as it is seen. Ending a race for want of
-    it can only lower the probability of passing a wrong claim."""
+    Predictive power (Spiegelhalter, Freedman and Blackburn 1986) with the sd as observed. Stopping a race for futility
+    can only lower the probability of passing a wrong claim."""
     if n == most:
         return 1.0 * (found.pvalue < last)
     short = scipy.stats.t.isf(last, most - 1) / math.sqrt(most) + found.statistic / math.sqrt(n)
     return scipy.stats.t.sf(short / math.sqrt(1 / n - 1 / most), n - 1)
 
 
-def follow(tests, n, most, alpha):
-    """Looks at a race after 2, 3, ..., n of at most `most` runs (a side); tests: functions of the runs so far, all of
-    which must find their claim. Returns what decided it, as a dict, or None."""
+def evaluate_looks(tests, n, most, alpha):
+    """Evaluate the looks after 2, 3, ..., n of at most `most` runs a side; all tests must show their claim.
+
+    tests: functions of the number of runs. Return the decision as a dict, or None."""
     limits, passed = bounds(most, alpha), [None] * len(tests)
     for look in range(2, n + 1):
         found = [test(look) for test in tests]
         passed = [at or (look if one.pvalue < limits[look - 2] else None) for at, one in zip(passed, found)]
-        chances = [1.0 if at else chance(one, look, most, limits[-1]) for at, one in zip(passed, found)]
+        chances = [1.0 if at else predictive_power(one, look, most, limits[-1]) for at, one in zip(passed, found)]
         if all(passed) or look == most or min(chances) < FUTILE:
             return {"n": look, "most": most, "bound": limits[look - 2], "passed": passed, "chance": float(min(chances)),
                     "outcome": "the claim" if all(passed) else "futility" if look < most else "the last look"}
@@ -205,12 +212,12 @@ def follow(tests, n, most, alpha):
 
 
 def mean_interval(values, alpha):
-    """(low, high) of the mean with confidence 1 - 2 alpha; of equal values, or of one, None."""
+    """Return (low, high) of the mean with confidence 1 - 2 alpha, or None for equal values or a single one."""
     return _interval(scipy.stats.ttest_1samp(values, 0), alpha) if len(values) > 1 and np.ptp(values) > 0 else None
 
 
 def summary(values):
-    """n, mean, sample standard deviation (n - 1; None for one value) and range."""
+    """Return n, mean, sample standard deviation (n - 1; None for one value) and range as a dict."""
     values = np.asarray(values, dtype=float)
     sd = float(values.std(ddof=1)) if len(values) > 1 else None
     return {"n": len(values), "mean": float(values.mean()), "sd": sd,
@@ -226,11 +233,11 @@ def _interval(two_sided, alpha):
 
 
 def judge_loss(losses, target, alpha):
-    """The loss half of a verdict as a dict. Raises CannotJudge where a t-test is not defined."""
+    """Return the loss part of a verdict as a dict. Raise CannotJudge where a t-test is undefined."""
     found = summary(losses)
-    demand(found["n"] > 1, f"a test needs at least 2 runs, and there is {found['n']}; add runs (--plan tells how many)")
-    demand(np.ptp(losses), f"all {found['n']} losses are {losses[0]}: with sd 0 a t-test is not defined; use distinct "
-           "seeds, and log more decimals")
+    require(found["n"] > 1, f"a test needs at least 2 runs, and there is {found['n']}; add runs (see --plan)")
+    require(np.ptp(losses), f"all {found['n']} losses are {losses[0]}: with sd 0 a t-test is not defined; use distinct "
+            "seeds, and log more decimals")
     (skewness, p_skewness), two_sided = right_skew(losses), scipy.stats.ttest_1samp(losses, target)
     return {**found, "target": target, "interval": _interval(two_sided, alpha), "skewness": skewness,
             "p_skewness": p_skewness, "p_bootstrap": float(bootstrap_t_less(losses, target)),
@@ -238,8 +245,9 @@ def judge_loss(losses, target, alpha):
 
 
 def compare_means(values, others, alpha, paired, claim):
-    """The difference of two sets and its tests, as a dict; paired, where the runs were in turn, adds that test. None
-    where the values of each set are all equal."""
+    """Return the difference of two sets and its tests as a dict, or None if each set's values are all equal.
+
+    paired: whether the runs were in turn, for the paired test."""
     if np.ptp(values) == np.ptp(others) == 0:
         return None
     two_sided = scipy.stats.ttest_ind(values, others, equal_var=False)
@@ -253,12 +261,12 @@ def compare_means(values, others, alpha, paired, claim):
 
 
 def compare_times(times, others, alpha, paired=False):
-    """Seconds against others', as a dict; paired, where the runs were in turn, adds such tests."""
+    """Compare seconds with others' and return a dict. paired: whether the runs were in turn, for paired tests."""
     a, b = summary(times), summary(others)
     for found in (a, b):
-        demand(found["n"] > 1, f"comparing times needs at least 2 runs a side, and one has {found['n']}; add runs")
+        require(found["n"] > 1, f"comparing times needs at least 2 runs a side, and one has {found['n']}; add runs")
     compared = compare_means(times, others, alpha, paired, "time < other time")
-    demand(compared, "the times of each side are all equal: with sd 0 a t-test is not defined; log milliseconds")
+    require(compared, "the times of each side are all equal: with sd 0 a t-test is not defined; log milliseconds")
     ratio, of_log = b["mean"] / a["mean"], None
     error = ratio * math.hypot(a["sd"] / a["mean"] / math.sqrt(a["n"]), b["sd"] / b["mean"] / math.sqrt(b["n"]))
     if compared["paired"]:
@@ -271,26 +279,26 @@ def compare_times(times, others, alpha, paired=False):
             "paired_log": of_log}
 
 
-# What race.py wrote down
+# The manifest of a race
 
 RACE_KEYS = {"id": str, "sides": dict, "ranks": int, "n": int, "seed": int, "order": list, "alpha": float, "test": str,
              "until_decided": bool}
-OLDER_RACE = {"alpha": 0.01, "test": "unpaired", "until_decided": False}  # what one did not declare
+RACE_DEFAULTS = {"alpha": 0.01, "test": "unpaired", "until_decided": False}
 RUN_KEYS = {"run_id": str, "run": int, "side": str, "status": str}
 
 
 def order(n, sides):
-    """(run, side) in the order of a race: a b, b a, a b, ..."""
+    """Return (run, side) pairs in the order of a race: a b, b a, a b, ..."""
     names = list(sides)
     return [(run, side) for run in range(1, n + 1) for side in (names if run % 2 else names[::-1])]
 
 
 class Manifest:
-    """race.jsonl: what the race is, then a line before and one after each run, on the disk when write returns."""
+    """race.jsonl: the declaration, then a line before and one after each run. write() returns when it is on disk."""
 
     def __init__(self, path):
         self.path, self.race, self.events, self.cut = path, None, [], None
-        self.attempts = {}  # by run_id, its events put together
+        self.attempts = {}  # by run_id, its events merged
 
     def write(self, event):
         with open(self.path, "a", encoding="utf-8") as file:
@@ -304,12 +312,11 @@ class Manifest:
             self.race = event["race"]
         else:
             self.events.append(event)
-            began = event.get("started_at", event.get("started"))  # the older word
-            self.attempts.setdefault(event["run_id"], {}).update(event, started_at=began)
+            self.attempts.setdefault(event["run_id"], {}).update(event)
 
     @classmethod
     def read(cls, path):
-        """The manifest on the disk; cut: where a last line ends in the middle, as by a power failure, its beginning."""
+        """Read a manifest. cut: the offset where an incomplete last line begins (after a power failure), or None."""
         manifest = cls(Path(path).resolve())
         try:
             text = manifest.path.read_bytes()
@@ -320,9 +327,9 @@ class Manifest:
             try:
                 manifest.take(check_event(logs.parse_json(line), first=number == 1))
             except (ValueError, CannotJudge) as error:
-                raise CannotJudge(f"{path}: line {number} is none of a race's ({error}); restore it, or name the "
+                raise CannotJudge(f"{path}: line {number} is no line of a race ({error}); restore it, or name the "
                                   f"{MANIFEST} of a race") from None
-        demand(manifest.race, f"{path}: no line says what the race is; name the {MANIFEST} of a race")
+        require(manifest.race, f"{path}: no line describes the race; name the {MANIFEST} of a race")
         manifest.cut = len(whole) if whole != text else None
         return manifest
 
@@ -331,63 +338,63 @@ class Manifest:
 
 
 def check_event(event, first):
-    """A line of the manifest as it is. CannotJudge if it is neither the description, which comes first, nor a run's."""
+    """Check a line of the manifest. Raise CannotJudge unless it is the declaration (the first line) or a run's."""
     def are_words(value):
         return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
     inner, keys = (event.get("race"), RACE_KEYS) if first and isinstance(event, dict) else (event, RUN_KEYS)
     if first and isinstance(inner, dict):
-        event["race"] = inner = {**OLDER_RACE, **inner}
+        event["race"] = inner = {**RACE_DEFAULTS, **inner}
     for key, kind in keys.items():
-        demand(isinstance(inner, dict) and isinstance(inner.get(key), kind), f"its {key} is no {kind.__name__}")
-    demand(re.fullmatch(r"[\w.-]{1,100}", inner["id" if first else "run_id"]), "its id is no name of a file")
+        require(isinstance(inner, dict) and isinstance(inner.get(key), kind), f"its {key} is no {kind.__name__}")
+    require(re.fullmatch(r"[\w.-]{1,100}", inner["id" if first else "run_id"]), "its id is no file name")
     if not first:
-        demand("race" not in event, "the race is described a second time")  # and only the first line is checked for that
+        require("race" not in event, "the race is described a second time")  # only the first description is checked
         return event
     for side in inner["sides"].values():
-        demand(isinstance(side, dict) and "revision" in side and are_words(side.get("flags")),
-               "a side needs a revision and flags")
-        demand(side["revision"] is None or re.fullmatch("[0-9a-f]{40,64}", str(side["revision"])),
-               "a side's revision is no full hash")  # git would take one that begins with - for an option
-        demand(isinstance(side.get("folder", ""), str), "a side's folder is no path")
+        require(isinstance(side, dict) and "revision" in side and are_words(side.get("flags")),
+                "a side needs a revision and flags")
+        require(side["revision"] is None or re.fullmatch("[0-9a-f]{40,64}", str(side["revision"])),
+                "a side's revision is no full hash")  # git would take one that begins with - for an option
+        require(isinstance(side.get("folder", ""), str), "a side's folder is no path")
     theirs = ["folder" in side for side in inner["sides"].values()]
-    demand(not any(theirs) or theirs in ([False, True], [True, False]), "a side of another project stands beside one "
-           "of this, and no more; race.py makes no such race")
-    demand(inner["sides"] and are_words(inner["order"]) and len(inner["order"]) == inner["n"] * len(inner["sides"]),
-           "its order wants one word for each of its n runs a side")
-    demand(0 < inner["alpha"] < 0.5, "its alpha is no number between 0 and 0.5")
-    demand(inner["test"] in ("paired", "unpaired"), "its test is neither paired nor unpaired")
+    require(not any(theirs) or theirs in ([False, True], [True, False]), "a side of another project needs exactly one "
+            "side of this project; race.py makes no other race")
+    require(inner["sides"] and are_words(inner["order"]) and len(inner["order"]) == inner["n"] * len(inner["sides"]),
+            "its order needs one word for each of its n runs a side")
+    require(0 < inner["alpha"] < 0.5, "its alpha is no number between 0 and 0.5")
+    require(inner["test"] in ("paired", "unpaired"), "its test is neither paired nor unpaired")
     return event
 
 
 def manifest_in(folder):
-    """The Manifest that lies in a folder, or None. CannotJudge if it cannot be read."""
+    """Return the Manifest in a folder, or None. Raise CannotJudge if it cannot be read."""
     path = Path(folder) / MANIFEST
     return Manifest.read(path) if path.is_file() else None
 
 
 def declaration(runs):
-    """What race.jsonl beside the logs declares of the one race that they are of, or {}."""
+    """Return the declaration in race.jsonl if all runs belong to that race, else {}."""
     (folder, race_id), *others = {(os.path.dirname(run.path), race_of(run) and race_of(run).race_id) for run in runs}
     manifest = manifest_in(folder) if race_id and not others else None
     return manifest.race if manifest and manifest.race["id"] == race_id else {}
 
 
 def own_flags(race, side):
-    """The flags that a race declares for this side and for no other, as text."""
+    """Return the flags that a race declares for this side only, as text."""
     shared = os.path.commonprefix([other["flags"] for other in race["sides"].values()])
     return shlex.join(race["sides"][side]["flags"][len(shared):] if side in race["sides"] else [])
 
 
-# Which runs are judged
+# The runs that are judged
 
 @dataclass
 class Side:
-    """One set of runs: those judged, what was left out and why, and what its reader should know."""
+    """A set of runs: those judged, those left out with the reason, and warnings."""
     name: str
     runs: list
-    rejected: list = field(default_factory=list)  # with its runs, those of other sides too
-    declared: dict = field(default_factory=dict)  # of its race, by race.jsonl
+    rejected: list = field(default_factory=list)  # of all sides
+    declared: dict = field(default_factory=dict)  # the race's declaration
     left_out: list = field(default_factory=list)  # (path, reason)
     warnings: list = field(default_factory=list)
 
@@ -407,12 +414,12 @@ class Side:
 
     @property
     def untimed(self):
-        """Runs whose last validation line states no train_time that a run could have taken."""
+        """Runs without a positive train_time on the last validation line."""
         return [run for run in self.runs if run.train_time_ms is None or run.train_time_ms <= 0]
 
     @property
-    def set_back(self):
-        """Runs whose clock fell back otherwise than once after a warm-up: their last time is not of the whole run."""
+    def clock_reset(self):
+        """Runs whose clock fell back, except once after a warm-up: their last time does not cover the whole run."""
         return [run for run in self.runs
                 if len(run.clock_falls) > 1 or any(step > LATE * run.last_step for step in run.clock_falls)]
 
@@ -426,7 +433,7 @@ class Race(NamedTuple):
 
 
 def race_of(run):
-    """The Race of a run or of a rejected one, or None. Of another project's script race.jsonl beside the log tells."""
+    """Return the Race of a run or a rejected one, or None. For another project's script race.jsonl states it."""
     race = (run.start or {}).get("race")
     if not race and (manifest := manifest_in(os.path.dirname(run.path))):
         attempt = manifest.attempts.get(Path(run.path).stem)
@@ -438,25 +445,26 @@ def race_of(run):
 
 
 def side_of(run):
-    """(id of its race, its side there), or None."""
+    """Return (race id, side), or None."""
     race = race_of(run)
     return race and race[:2]
 
 
 def config_of(run):
-    """The config values in a log's start line that change what is trained."""
+    """Return the config values of a log that change what is trained."""
     config = (run.start or {}).get("config")
     return {key: value for key, value in (config.items() if isinstance(config, dict) else ())
             if key not in INCIDENTAL and not key.startswith("race_")}
 
 
-def names(items):
-    """Paths of runs for a message, shortened where there are many."""
+def list_names(items):
+    """Return file names of runs for a message, at most four."""
     paths = [logs.printable(os.path.basename(item.path)) for item in items]
     return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
 
 
 def grouped(runs, key):
+    """Return {key: runs}."""
     groups = defaultdict(list)
     for run in runs:
         groups[key(run)].append(run)
@@ -464,18 +472,18 @@ def grouped(runs, key):
 
 
 def gather(name, found, options, source=None, race_side=None):
-    """A Side from what logs.read found, narrowed to a source, a side of a race, and what options name."""
+    """Build a Side from the result of logs.read, restricted to a source, a side of a race, and the options."""
     unreadable = [item for item in found.rejected if item.kind == logs.UNREADABLE]
-    demand(not unreadable, "; ".join(f"{logs.printable(item.path)}: {item.reason}" for item in unreadable))
+    require(not unreadable, "; ".join(f"{logs.printable(item.path)}: {item.reason}" for item in unreadable))
 
     def unwanted(run):
-        """Why a run is left out, or None."""
+        """Return why a run is left out, or None."""
         if source and not (run.source_sha256 or "").startswith(source.lower()):
             return f"of another source than {source}"
         if options.gpus and run.gpus != options.gpus:
             return f"not a run on {options.gpus} GPUs"
         if run.disqualified and not options.resumed:
-            return f"{run.disqualified}; --resumed counts it, for no record"
+            return f"{run.disqualified}; --resumed counts it, but not for a record"
         return None
 
     runs = [run for run in found.runs if race_side is None or (race_of(run) and race_of(run).side == race_side)]
@@ -484,29 +492,29 @@ def gather(name, found, options, source=None, race_side=None):
     side.left_out += [(item.path, f"{item.reason}: {logs.printable(item.original_path)}") for item in found.duplicates]
     side.left_out += [(run.path, unwanted(run)) for run in runs if unwanted(run)]
     reasons = "; ".join(f"{logs.printable(path)}: {reason}" for path, reason in side.left_out[:3])
-    demand(side.runs, f"{name} holds no run that can be used ({reasons or 'nothing was found'}); "
-           "`python records/logs.py PATH...` tells more")
+    require(side.runs, f"{name} holds no run that can be used ({reasons or 'nothing was found'}); "
+            "see `python records/logs.py PATH...`")
     incomplete = [item for item in found.rejected if item.kind == logs.INCOMPLETE]
     if incomplete:
-        side.warnings.append(f"not counted, although started: {names(incomplete)}; say why in the record, or the claim "
-                             "rests on a selection")
+        side.warnings.append(f"started but not counted: {list_names(incomplete)}; give the reason in the record, or "
+                             "the claim rests on a selection")
     if any(run.disqualified for run in side.runs):
-        side.warnings.append("runs were resumed, or began with saved parameters, and are counted: that is no record")
+        side.warnings.append("runs that were resumed or began with saved parameters are counted: not for a record")
     return side
 
 
 def check_one_experiment(side, mixed):
-    """Raises CannotJudge if the runs are of several experiments; only warns if mixed."""
+    """Raise CannotJudge if the runs belong to several experiments; only warn if mixed."""
     def must_agree(what, key, advice="pass the logs of one", shown="{} ({}: {})"):
-        """The runs must have one key(run); None tells nothing. advice may name one of the values that were seen."""
+        """Require one key(run) of all runs; None is ignored. {} in advice: an example."""
         groups = grouped((run for run in side.runs if key(run) is not None), key)
         if len(groups) < 2:
             return
-        listed = ", ".join(shown.format(value, len(runs), names(runs)) for value, runs in groups.items())
+        listed = ", ".join(shown.format(value, len(runs), list_names(runs)) for value, runs in groups.items())
         message = f"{side.name} holds runs {what}: {listed}"
         if not mixed:
             example = next(value for value in groups if value != "none")
-            raise Mixed(f"{message}; {advice.format(example)}, or say --mixed to judge them as one set")
+            raise Mixed(f"{message}; {advice.format(example)}, or use --mixed to judge them as one set")
         side.warnings.append("judged as one set although " + message)
 
     sources, configs = {run.source_sha256 for run in side.runs}, {id(run): config_of(run) for run in side.runs}
@@ -520,26 +528,25 @@ def check_one_experiment(side, mixed):
     must_agree("on different numbers of GPUs", lambda run: run.gpus, "choose one, for instance with --gpus {}")
     must_agree("of different races", lambda run: (side_of(run) or ["none"])[0], shown="{} ({})")
     if sources == {None}:
-        side.warnings.append(f"the logs of {side.name} hold no source: nothing shows that they are of one experiment")
+        side.warnings.append(f"the logs of {side.name} hold no source: they may belong to several experiments")
     if not all(map(race_of, side.runs)):
-        side.warnings.append(f"{side.name} declares no number of runs: the verdict stands only if it was fixed before "
-                             "the first run, and if every run that was started is here")
+        side.warnings.append(f"{side.name} declares no number of runs: the verdict is valid only if the number was "
+                             "fixed before the first run, and every run that was started is here")
 
     def seeded(run):
-        """What makes two runs one experiment done twice; None where the log states no seed."""
+        """Return what makes two runs repeats of each other; None if the log states no seed."""
         seed = (run.start or {}).get("seed")
         return None if seed is None else json.dumps([seed, run.source_sha256, configs[id(run)]], sort_keys=True)
 
     for experiment, runs in grouped(side.runs, seeded).items():
         if experiment and len(runs) > 1:
             raise CannotJudge(f"{len(runs)} runs of {side.name} share the seed {json.dumps(runs[0].start['seed'])} "
-                              f"({names(runs)}): they are not independent, and p would be too small; race with "
+                              f"({list_names(runs)}): they are not independent, and p would be too small; race with "
                               "distinct seeds")
 
 
-def check_all_there(side):
-    """Raises CannotJudge unless each race in the set has exactly the runs that were declared before it; the first ones
-    of them, if it was to end when decided."""
+def check_complete(side):
+    """Raise CannotJudge unless each race has exactly its declared runs, or the first ones if it ends when decided."""
     for which, runs in grouped(side.runs, side_of).items():
         if which is None:
             continue
@@ -547,29 +554,28 @@ def check_all_there(side):
         declared = list(dict.fromkeys(str(race_of(run).declared_n) for run in runs))
         numbers = Counter(race_of(run).run for run in runs)
         twice = [number for number, count in numbers.items() if count > 1]
-        demand(not twice, f"{where}: run {', '.join(twice)} is there more than once; pass each run once")
+        require(not twice, f"{where}: run {', '.join(twice)} is there more than once; pass each run once")
         are_first = numbers.keys() == {str(i + 1) for i in range(len(runs))}
         whole = declared == [str(len(runs))] or len(declared) == 1 and are_first and side.declared.get("until_decided")
         failed = [item for item in side.rejected if side_of(item) == which]
-        why = "".join(f"; run {race_of(item).run} ({names([item])}): {item.reason}" for item in failed)
+        why = "".join(f"; run {race_of(item).run} ({list_names([item])}): {item.reason}" for item in failed)
         why += "".join(f"; {os.path.basename(path)}: {reason}" for path, reason in side.left_out if "--res" in reason)
-        demand(whole, f"{where}: {' or '.join(declared)} runs were declared and {len(runs)} can be used{why}; pass the "
-               "logs of all, or race anew")
+        require(whole, f"{where}: {' or '.join(declared)} runs were declared and {len(runs)} can be used{why}; pass "
+                "the logs of all, or race again")
 
 
 def check_none_diverged(side):
-    """Raises CannotJudge if a run of the set ended in a loss that is no number: it speaks against the claim, and has no
-    place in a mean."""
+    """Raise CannotJudge if a run diverged: it is evidence against the claim, and cannot enter a mean."""
     sources, races = {run.source_sha256 for run in side.runs}, set(map(side_of, side.runs))
     diverged = [item for item in side.rejected if item.kind == logs.NOT_FINITE and item.source_sha256 in sources
                 and side_of(item) in races]
     if diverged:
-        raise CannotJudge(f"{names(diverged)} of {side.name} diverged ({diverged[0].reason}): a run that was started "
-                          "and speaks against the claim; mend what made it diverge and race anew")
+        raise CannotJudge(f"{list_names(diverged)} of {side.name} diverged ({diverged[0].reason}): a run that was "
+                          "started and is evidence against the claim; fix the cause and race again")
 
 
 def check_not_shared(a, b):
-    """Raises CannotJudge if a run is in both sets."""
+    """Raise CannotJudge if a run is in both sets."""
     _, copies = logs.without_copies(a.runs + b.runs)
     paths = {os.path.realpath(run.path) for run in a.runs}
     shared = [run.path for run in b.runs if os.path.realpath(run.path) in paths] or [copy.path for copy in copies]
@@ -577,42 +583,42 @@ def check_not_shared(a, b):
         raise CannotJudge(f"{logs.printable(shared[0])} is in both sets; a run belongs to one")
 
 
-def look_closer(side):
-    """Adds what the logs themselves remark, and what is odd about their times, to the warnings."""
+def add_warnings(side):
+    """Add the logs' own notes, and anomalies of their times, to the warnings."""
     for note, count in Counter(note for run in side.runs for note in run.notes).items():
-        side.warnings.append(f"{note} ({count} of {len(side.runs)} runs of {side.name})")
+        side.warnings.append(f"{note} ({count} of {plural(len(side.runs), 'run')} of {side.name})")
     if stopped := [run for run in side.untimed if run.train_time_ms is not None]:
-        side.warnings.append(f"train_time is not above zero on the last line of {names(stopped)}: the times are not "
-                             "judged")
+        side.warnings.append(f"train_time is not above zero on the last line of {list_names(stopped)}: the times are "
+                             "not judged")
     if side.untimed:
         return
-    if side.set_back:
-        side.warnings.append(f"the clock was set back during training ({names(side.set_back)}): such a time is not "
-                             "that of a whole run")
+    if side.clock_reset:
+        side.warnings.append(f"the clock was reset during training ({list_names(side.clock_reset)}): the time does not "
+                             "cover the whole run")
     spread = scipy.stats.median_abs_deviation(side.seconds, scale="normal")
     middle = np.median(side.seconds)
     for run, seconds in zip(side.runs, side.seconds):
         if len(side.runs) >= OUTLIER_RUNS and abs(seconds - middle) > OUTLIER * spread > 0:
-            side.warnings.append(f"{names([run])} took {seconds:.3f} s where the median is {middle:.3f} s: an outlier, "
-                                 "and counted; see whether the machine was idle")
+            side.warnings.append(f"{list_names([run])} took {seconds:.3f} s where the median is {middle:.3f} s: an "
+                                 "outlier, and counted; check whether the machine was idle")
 
 
 def choose_target(runs, given):
-    """The target given, else the one that all logs state, else the default."""
+    """Return the given target, else the one that all logs state, else the default."""
     if given is not None:
         return given
     targets = [(run.start or {}).get("target_val_loss") for run in runs]
     stated = list({json.dumps(target): target for target in targets}.values())
     if stated == [None]:
         return DEFAULT_TARGET
-    demand(len(stated) == 1 and type(stated[0]) in (int, float) and math.isfinite(stated[0]),
-           f"the logs state the targets {', '.join(map(str, stated))}; choose with --target")
-    demand(stated[0], "the runs had no target, as on a text of one's own; choose one with --target")
+    require(len(stated) == 1 and type(stated[0]) in (int, float) and math.isfinite(stated[0]),
+            f"the logs state the targets {', '.join(map(str, stated))}; choose with --target")
+    require(stated[0], "the runs had no target, as with your own text; choose one with --target")
     return float(stated[0])
 
 
 def pair_up(*sides):
-    """The sides' runs of one race that have the same number, together, in its order; None unless all have one."""
+    """Return the sides' runs of one race in pairs of the same number, in order; None unless every run has a pair."""
     numbered = [{(race.race_id, race.run): run for run in side.runs if (race := race_of(run))} for side in sides]
     keys = numbered[0].keys()
     if len(keys) < 2 or any(len(side.runs) != len(runs) or runs.keys() != keys for side, runs in zip(sides, numbered)):
@@ -621,17 +627,17 @@ def pair_up(*sides):
 
 
 def choose_sides(options):
-    """The Sides that options name, one or two."""
+    """Return the one or two Sides that options name."""
     found = logs.read(options.paths)
     raced = sorted({race_of(run).side for run in found.runs if race_of(run)} - {""})
     if options.side:
-        demand(options.side in raced and len(raced) == 2, f"--side {options.side} wants the logs of a race with that "
-               f"side and one other; these have {', '.join(raced) or 'no sides'}; pass all logs of one race")
+        require(options.side in raced and len(raced) == 2, f"--side {options.side} needs the logs of a race with that "
+                f"side and one other; these have {', '.join(raced) or 'no sides'}; pass all logs of one race")
         other = next(side for side in raced if side != options.side)
         return [gather(f"side {side}", found, options, source, side)
                 for side, source in ((options.side, options.source), (other, options.vs_source))]
-    demand(len(raced) < 2, f"these are logs of the sides {', '.join(raced)} of a race; say whose claim it is: "
-           f"--side {' or --side '.join(raced)}")
+    require(len(raced) < 2, f"these are logs of the sides {', '.join(raced)} of a race; choose the claim's side: "
+            f"--side {' or --side '.join(raced)}")
     sides = [gather("the set", found, options, options.source)]
     if options.vs:
         sides.append(gather("the --vs set", logs.read(options.vs), options, options.vs_source))
@@ -639,30 +645,31 @@ def choose_sides(options):
 
 
 def judge(sides, options):
-    """The report, a dict for --json; the Sides are under "sides". Raises CannotJudge."""
+    """Return the report, a dict for --json; the Sides are under "sides". Raise CannotJudge."""
     declared, alpha, a = declaration([run for side in sides for run in side.runs]), options.alpha, sides[0]
     for side in sides:
         side.declared = declared
         check_one_experiment(side, options.mixed)
-        check_all_there(side)
+        check_complete(side)
         check_none_diverged(side)
-        look_closer(side)
+        add_warnings(side)
     loss = judge_loss(a.losses, choose_target(a.runs, options.target), alpha)
     if (loss["p_skewness"] or 1) < 0.05:
-        a.warnings.append(f"the losses are skewed to the right (skewness {loss['skewness']:.2f}, beyond 95 % of "
-                          f"normal samples of {loss['n']}): the t-test is lenient then; a bootstrap-t gives p = "
+        a.warnings.append(f"the losses are skewed to the right (skewness {loss['skewness']:.2f}, beyond 95 % of normal "
+                          f"samples of {loss['n']}), which makes the t-test lenient; a bootstrap-t gives p = "
                           f"{loss['p_bootstrap']:.4g}")
     comparison = compare(*sides, alpha, options.mixed) if len(sides) == 2 else None
     stop = judge_looks(sides, loss["target"], alpha) if declared.get("until_decided") else None
     paired = comparison is not None and declared.get("test") == "paired"
     test = comparison["paired_log"] if paired else comparison
-    demand(test or not paired, "race.jsonl declares the paired test, and these runs give no pairs that differ; pass the "
-           "logs of the whole race")
+    require(test or not paired, "race.jsonl declares the paired test, and these runs give no pairs that differ; pass "
+            "the logs of the whole race")
     below, faster = loss["p"] < alpha, test is None or test["p"] < alpha
     if stop:
         below, faster = stop["passed"][0] is not None, stop["passed"][-1] is not None
         if len(a.runs) > stop["n"]:
-            a.warnings.append(f"the race was decided after {stop['n']} runs, and went on to {len(a.runs)}; it stands")
+            a.warnings.append(f"the race was decided after {stop['n']} runs and continued to {len(a.runs)}; the "
+                              "decision stands")
     reasons = [f"mean loss {'' if below else 'not significantly '}< {loss['target']:g} (p = {loss['p']:.4g})"]
     if comparison:
         comparison |= {"significant": faster, "decides": "paired_log" if paired else "welch"}
@@ -682,10 +689,10 @@ def judge(sides, options):
 
 
 def judge_looks(sides, target, alpha):
-    """follow, of a race that runs until it is decided. Raises Undecided if it is not."""
+    """Evaluate the looks of a race that runs until it is decided. Raise Undecided if it is still open."""
     a, declared = sides[0], sides[0].declared
-    demand(alpha == declared["alpha"], f"the race declared to run until it is decided at alpha {declared['alpha']:g}, "
-           f"not {alpha:g}; say --alpha {declared['alpha']:g}")
+    require(alpha == declared["alpha"], f"the race declared to run until it is decided at alpha {declared['alpha']:g}, "
+            f"not {alpha:g}; use --alpha {declared['alpha']:g}")
     runs = pair_up(*sides) or []
     losses = [ours.final_loss for ours, *_ in runs]
     seconds = np.transpose([[run.train_time_ms for run in pair] for pair in runs])
@@ -693,40 +700,40 @@ def judge_looks(sides, target, alpha):
     if len(sides) == 2:
         tests.append(lambda look: paired_t_less(*np.log(seconds[:, :look])) if declared["test"] == "paired" else
                      welch_t_less(*seconds[:, :look]))
-    stop = follow(tests, len(runs), declared["n"], alpha)
+    stop = evaluate_looks(tests, len(runs), declared["n"], alpha)
     if stop is None:
-        raise Undecided(f"the race runs until it is decided, and after {len(a.runs)} of at most {declared['n']} runs "
-                        "it is not; go on with race.py --resume")
+        raise Undecided(f"the race runs until it is decided, and after {len(a.runs)} of at most "
+                        f"{plural(declared['n'], 'run')} it is not; resume it with race.py --resume")
     return stop
 
 
 def check_timed(a, b):
-    """Raises CannotJudge unless every run of two Sides states how long the whole of it took."""
+    """Raise CannotJudge unless every run of two Sides states the time of the whole run."""
     for odd, seen in (
             (a.untimed + b.untimed, "no train_time above zero on the last validation line of {}"),
-            (a.set_back + b.set_back, "the clock was set back during training ({}): such times do not compare")):
-        demand(not odd, f"{seen.format(names(odd))}; without a second set the loss alone can be judged")
+            (a.clock_reset + b.clock_reset, "the clock was reset during training ({}), so times do not compare")):
+        require(not odd, f"{seen.format(list_names(odd))}; without a second set the loss alone can be judged")
 
 
 def compare(a, b, alpha, mixed):
-    """compare_times of two Sides, with the losses too. Raises CannotJudge where their times cannot be compared."""
+    """Compare times and losses of two Sides. Raise CannotJudge where their times do not compare."""
     check_not_shared(a, b)
     check_timed(a, b)
     gpus = [" and ".join(sorted({str(run.gpus or "unknown") for run in side.runs})) for side in (a, b)]
-    demand(gpus[0] == gpus[1] or mixed, f"the sets ran on different numbers of GPUs ({' against '.join(gpus)}); "
-           "compare runs on the same machine, or say --mixed")
+    require(gpus[0] == gpus[1] or mixed, f"the sets ran on different numbers of GPUs ({' against '.join(gpus)}); "
+            "compare runs on the same machine, or use --mixed")
     pairs = pair_up(a, b)
     in_turn = [replace(side, runs=runs) for side, runs in zip((a, b), zip(*pairs))] if pairs else (a, b)
     compared = compare_times(*(side.seconds for side in in_turn), alpha, bool(pairs))
     loss = compare_means(*(side.losses for side in in_turn), alpha, bool(pairs), "loss < other loss")
     if loss and loss["difference"] > 0 and loss["p_two_sided"] < alpha:
         a.warnings.append(f"the mean loss of {a.name} is above that of {b.name} (two-sided p = "
-                          f"{loss['p_two_sided']:.4g}): part of the time may have been bought with loss")
+                          f"{loss['p_two_sided']:.4g}): part of the time may be gained at the cost of loss")
     return {**compared, "other_loss": summary(b.losses), "loss": loss}
 
 
-def so_far(sides, alpha):
-    """The report of a race that goes on, for plot and for race.py's line: what cannot be told yet is None."""
+def interim_report(sides, alpha):
+    """Return the report of an unfinished race, for plot and race.py; values that are unknown yet are None."""
     report = {"sides": sides, "alpha": alpha, "loss": {"target": None, "p": None}, "comparison": None}
     with contextlib.suppress(CannotJudge):
         report["loss"]["target"] = target = choose_target(sides[0].runs, None)
@@ -737,7 +744,7 @@ def so_far(sides, alpha):
     return report
 
 
-# What is shown
+# Output
 
 def show_mean(found, unit="s"):
     spread = "" if found["sd"] is None else f" ± {found['sd']:.4f}"
@@ -745,7 +752,7 @@ def show_mean(found, unit="s"):
 
 
 def show_ratio(compared):
-    """`1.00497 ± 0.00040 times faster`; the error has two digits that count."""
+    """Return `1.00497 ± 0.00040 times faster`, the error with two significant digits."""
     ratio, error, word = compared["ratio"], compared["ratio_standard_error"], "faster"
     if ratio < 1:
         ratio, error, word = 1 / ratio, error / ratio**2, "slower"
@@ -754,7 +761,7 @@ def show_ratio(compared):
 
 
 def list_runs(sides):
-    """The runs of Sides and what was left out, ready for json.dumps."""
+    """Return the runs of Sides and what was left out, ready for json.dumps."""
     runs = [{"set": side.name, "path": run.path, "index_in_file": run.index_in_file, "val_loss": run.final_loss,
              "train_time_ms": run.train_time_ms, "source_sha256": run.source_sha256, "gpus": run.gpus}
             for side in sides for run in side.runs]
@@ -763,8 +770,9 @@ def list_runs(sides):
 
 
 def plot(report, path):
-    """Three panels: losses over steps, final losses with their interval, times of the sets with theirs. Of training
-    losses each set's mean; the second set is dashed, so that it shows what lies under it."""
+    """Plot losses over steps, final losses and times with their intervals.
+
+    Training losses are averaged over each set. The second set is dashed, so that the first stays visible."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -775,7 +783,7 @@ def plot(report, path):
     about_losses = bars if loss["p"] is None else f"p(mean < {loss['target']:g}) = {loss['p']:.3g}    {bars}"
     about_times = (f"{show_ratio(compared)}, p = {compared['p']:.3g}" if compared else
                    bars if timed else "no train_time in the logs")
-    about_curves = f"validation, one line a run, and training, without the first {100 * LATE:g} % of steps"
+    about_curves = f"validation (one line per run) and training, without the first {100 * LATE:g} % of steps"
     matplotlib.rcParams.update({**STYLE, "axes.titlepad": 22})
     figure = Figure(figsize=(14, 4.6), layout="constrained")
     panels = figure.subplots(1, 3, width_ratios=(1.5, 1, 1))
@@ -818,11 +826,13 @@ def plot(report, path):
 
 
 def plan(options):
-    """How many runs a claim needs, as a dict for --json. sd and margin come from the flags, or from logs: of one
-    set from its losses, of two (the pilot) from their times; n is that of the runs in the logs, or None."""
+    """Return the number of runs that a claim needs, as a dict for --json.
+
+    sd and margin come from the flags, or from logs: one set gives losses, two sets (the pilot) times. n: runs in the
+    logs, or None."""
     sd, other_sd, margin, n, pilot = options.sd, options.other_sd, options.margin, None, None
     if sd is None or margin is None:
-        demand(options.paths, "--plan wants --sd and --margin, or logs to take them from")
+        require(options.paths, "--plan needs --sd and --margin, or logs to take them from")
         sides = choose_sides(options)
         for side in sides:
             check_one_experiment(side, options.mixed)
@@ -836,13 +846,13 @@ def plan(options):
         margin = aim - found[0]["mean"] if margin is None else margin
         if sd is None:
             sd, other_sd = found[0]["sd"], found[1]["sd"] if pilot else None
-    demand(sd and all(0 < value < math.inf for value in (sd, margin, other_sd or 1)),
-           f"a plan wants sd and margin above 0, and they are {sd} and {margin}; give --sd and --margin")
+    require(sd and all(0 < value < math.inf for value in (sd, margin, other_sd or 1)),
+            f"a plan needs sd and margin above 0, and they are {sd} and {margin}; give --sd and --margin")
     of_two = {"sd": sd, "margin": margin, "sets": 2, "other_sd": other_sd}
     ways = {"mean below a target": {"sd": sd, "margin": margin, "sets": 1}, "less than another set": of_two}
     if pilot:
         ways = {"less time, unpaired": of_two}
-        demand(margin < aim, f"a mean time of {aim:g} s cannot fall by {margin:g} s; give a smaller --margin")
+        require(margin < aim, f"a mean time of {aim:g} s cannot fall by {margin:g} s; give a smaller --margin")
         pairs = pair_up(*pilot)
         ratios = np.diff(np.log([[run.train_time_ms for run in pair] for pair in pairs])) if pairs else [0]
         if np.ptp(ratios) > 0:
@@ -850,7 +860,7 @@ def plan(options):
     runs = {claim: runs_needed(**way, alpha=options.alpha, wanted=options.power) for claim, way in ways.items()}
     needed = []
     for claim, way in ways.items():
-        # of a pilot also the power at the other way's number
+        # with a pilot also the power at the other test's number of runs
         powers = {n: power(n, **way, alpha=options.alpha) for n in (runs.values() if pilot else [runs[claim]])}
         needed.append({"claim": claim, "sets": way["sets"], "runs": runs[claim], "powers": powers,
                        "power": powers[runs[claim]]})
@@ -859,42 +869,42 @@ def plan(options):
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description="Judges a record's claim from its run logs.", allow_abbrev=False,
+    parser = argparse.ArgumentParser(description="Judge a record's claim from its run logs.", allow_abbrev=False,
                                      epilog="Exit status: 0 the claim holds, 1 it does not, 2 it cannot be judged.")
     add = parser.add_argument
     add("paths", nargs="*", metavar="PATH", help="logs or folders of logs")
-    add("--vs", nargs="+", metavar="PATH", help="logs to be faster than")
+    add("--vs", nargs="+", metavar="PATH", help="logs of the version to beat")
     add("--side", help="the paths hold one race: judge this side of it against the other")
-    add("--target", type=float, help=f"loss to be below (default: what the logs state, else {DEFAULT_TARGET})")
+    add("--target", type=float, help=f"target loss (default: what the logs state, else {DEFAULT_TARGET})")
     add("--alpha", type=float, default=0.01, help="level of every test (default: %(default)s)")
-    add("--source", metavar="HASH", help="judge only runs whose source's SHA-256 begins so")
+    add("--source", metavar="HASH", help="judge only runs whose source has a SHA-256 with this beginning")
     add("--vs-source", metavar="HASH", help="the same for --vs")
     add("--gpus", type=int, metavar="N", help="judge only runs on N GPUs")
     add("--mixed", action="store_true", help="judge runs of several experiments as one set")
-    add("--resumed", action="store_true", help="count runs that were resumed or begun from saved parameters; no record")
-    add("--plan", action="store_true", help="tell how many runs are needed, and judge nothing")
-    add("--sd", type=float, help="for --plan: sd of a run")
+    add("--resumed", action="store_true", help="count runs that were resumed or began with saved parameters")
+    add("--plan", action="store_true", help="print how many runs are needed, and judge nothing")
+    add("--sd", type=float, help="for --plan: standard deviation of a run")
     add("--other-sd", type=float, help="for --plan: sd of the other side's runs (default: the same)")
-    add("--margin", type=float, help="for --plan: true distance of the mean from the target or the other set")
-    add("--power", type=float, default=0.9, help="for --plan: probability of finding it (default: %(default)s)")
-    add("--plot", metavar="PNG", help="draw losses and times")
-    add("--json", action="store_true", help="print everything for programs")
+    add("--margin", type=float, help="for --plan: true difference from the target or the other set")
+    add("--power", type=float, default=0.9, help="for --plan: probability of showing it (default: %(default)s)")
+    add("--plot", metavar="PNG", help="plot losses and times")
+    add("--json", action="store_true", help="print everything as JSON")
     options = parser.parse_args(arguments)
     if not 0 < options.alpha < 0.5:
-        parser.error(f"--alpha is {options.alpha}; it wants a number between 0 and 0.5")
+        parser.error(f"--alpha is {options.alpha}; give a number between 0 and 0.5")
     if not 0 < options.power < 1:
-        parser.error(f"--power is {options.power}; it wants a number between 0 and 1")
+        parser.error(f"--power is {options.power}; give a number between 0 and 1")
     if options.target is not None and not math.isfinite(options.target):
-        parser.error(f"--target is {options.target}; it wants a finite number")
+        parser.error(f"--target is {options.target}; give a finite number")
     if options.side and options.vs:
         parser.error("--side takes both sets from PATH; leave out --vs")
-    senseless = ("plot",) if options.plan else ("sd", "other_sd", "margin")
-    if options.plan and options.sd and options.margin:  # nothing is taken from logs
-        senseless += ("vs", "vs_source", "side")
-    for name in senseless:
+    unused = ("plot",) if options.plan else ("sd", "other_sd", "margin")
+    if options.plan and options.sd and options.margin:  # no logs are read
+        unused += ("vs", "vs_source", "side")
+    for name in unused:
         if getattr(options, name):
             flag = "--" + name.replace("_", "-")
-            parser.error(f"--plan judges nothing; leave out {flag}" if options.plan else f"{flag} wants --plan; add it")
+            parser.error(f"--plan judges nothing; leave out {flag}" if options.plan else f"{flag} needs --plan; add it")
     if not options.paths and not options.plan:
         parser.error("no PATH was given; name logs, or a folder of logs")
     return options
@@ -916,7 +926,7 @@ def main(arguments=None):
     except CannotJudge as reason:
         if options.plot and sides:
             with contextlib.suppress(CannotJudge):
-                plot(so_far(sides, options.alpha), options.plot)
+                plot(interim_report(sides, options.alpha), options.plot)
         if options.json:
             print(logs.show_json({"verdict": "the claim cannot be judged", "reason": str(reason), **list_runs(sides)}))
         elif sides:

@@ -1,48 +1,47 @@
 #!/usr/bin/env python3
-"""How much of the communication hides behind compute: the figures of torch.profiler traces, per step and in all.
+"""Measure how much communication overlaps with compute, per step and in total, from torch.profiler traces.
 
     python records/trace.py rank0.json.gz                       one rank
-    python records/trace.py rank*.json.gz                       several ranks: each, then one table of all
-    python records/trace.py before.json.gz --vs after.json.gz   two versions, each one rank or several, side by side
-    ... --json                                                  the same figures for programs
+    python records/trace.py rank*.json.gz                       several ranks: a table for each and one for all
+    python records/trace.py before.json.gz --vs after.json.gz   compare two versions, each of one rank or several
+    ... --json                                                  print the same figures as JSON
 
-Needs numpy. Reads .json and .json.gz as a stream and keeps rows of numbers, so that a trace of gigabytes needs time
-(some 20 MB of JSON a second) but a fraction of its size in memory. Exit status: 0 the figures are printed, 2 the input
-cannot be judged (stderr says why).
+Requires numpy. Reads .json and .json.gz. A trace of 10 MB takes 0.6 s and 90 MiB; memory grows by about six times
+the unpacked size of the file. Exit status: 0 the figures are printed, 2 the input cannot be used (stderr states why).
 
 Definitions
-    GPU op         ph X, cat kernel, gpu_memcpy or gpu_memset. A kernel with "nccl" in its name communicates, every
-                   other kernel computes; copies and fills only keep the GPU from being idle.
-    launch         the cuda_runtime or cuda_driver event with the op's args.correlation. An op without one was enqueued
-                   before recording began: an orphan, which is counted, named and left out of everything else.
-    step           ProfilerStep#N. An op belongs to the step that contains its launch: the GPU runs far behind.
-    busy           length of the union of intervals. overlap = |comm ∩ compute|, exposed = |comm| - overlap,
-                   idle = span - |all ops|, where the span runs from the first op's start to the last op's end. "In
-                   all" takes the ops of all steps at once, so its span holds the gaps between steps too. Each GPU
-                   on its own, then summed: a kernel of one GPU hides no communication of another.
-    B              first nccl:*reduce_scatter* annotation - start of the first Optimizer.step#*; where torch recorded
-                   none, of the first range `step` beside a range `backward`. Negative: launched before the optimizer.
-    D              start of the first reduce-scatter kernel - end of the last non-communication op launched off the
-                   main thread, which is autograd's work. Negative: communication began during backward. The main
-                   thread is the one that carries the ProfilerStep marks.
-    from backward  reduce-scatter kernels launched off the main thread.
+    GPU op         An event with ph X and cat kernel, gpu_memcpy or gpu_memset. A kernel with "nccl" in its name is
+                   communication. Every other kernel is compute. Copies and fills count only as not idle.
+    launch         The cuda_runtime or cuda_driver event with the op's args.correlation. An op without a launch was
+                   enqueued before recording began. Such orphans are counted, named and excluded from all figures.
+    step           A ProfilerStep#N mark. An op belongs to the step that contains its launch, since the GPU runs far
+                   behind the host.
+    busy           Length of the union of intervals. overlap = |comm ∩ compute|, exposed = |comm| - overlap,
+                   idle = span - |all ops|. The span runs from the start of the first op to the end of the last.
+                   The total covers the ops of all steps, so its span includes the gaps between steps. Each GPU is
+                   measured separately, then the GPUs are summed: compute on one GPU hides no communication of another.
+    B              Start of the first nccl:*reduce_scatter* annotation - start of the first Optimizer.step#*, or, where
+                   torch recorded none, of the first range `step` in a trace with a range `backward`. Negative:
+                   launched before the optimizer step.
+    D              Start of the first reduce-scatter kernel - end of the last other op launched outside the main thread,
+                   which is autograd's work. Negative: communication began during backward. The main thread is the one
+                   with the ProfilerStep marks.
+    from backward  Reduce-scatter kernels launched outside the main thread.
 
-A trace without GPU ops (CPU and gloo) tells when the host launched. Taken are the ranges `launch ...`, `wait ...`,
-`backward` and `step` where the program has them, else torch's own: c10d::* and gloo:* for launches, the stretch of
-autograd's functions for backward, Optimizer.step#* for the step. `after backward end` below zero says how long before
-the end of backward the first hook had launched.
+A trace without GPU ops (CPU and gloo) shows when the host launched. The tool uses the ranges `launch ...`, `wait ...`,
+`backward` and `step`. Where the program has none, it uses torch's own events: c10d::* and gloo:* for launches, the span
+of autograd's functions for backward, Optimizer.step#* for the step. `after backward end` is the first launch relative
+to the end of backward; a negative value means earlier.
 """
 
 import argparse
 import gzip
-import io
 import itertools
 import json
 import os
 import re
 import sys
 import zlib
-from array import array
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -55,146 +54,52 @@ import pages
 
 # Reading ------------------------------------------------------------------------------------------------------------
 
-CHUNK = 1 << 20  # characters read at a time: large beside an event, small beside a trace
-LONGEST_VALUE = 1 << 26  # characters; without a limit a damaged file would be read to its end again and again
 
-
-class Unjudgeable(Exception):
+class TraceError(Exception):
     """The input gives no figures. The message is the line that the user sees."""
 
 
-BACKSLASH = re.compile(r"\\(.)", re.DOTALL)
-BARE = re.compile(r"(?<=[:,\[])(\s*)-?(?:nan|inf|N/A)(?=\s*[,}\]])", re.IGNORECASE)
-
-
-def mended(text):
-    """JSON without what profilers are known to have written wrong: unescaped backslashes, bare nan, inf and N/A."""
-    text = BACKSLASH.sub(lambda found: found[0] if found[1] in '"\\/bfnrtu' else "\\" + found[0], text)
-    return BARE.sub(r"\1null", text)
-
-
-class Scanner:
-    """Pulls JSON values one by one out of a text stream, so that only the value at hand is in memory.
-
-    Fractions come as their text, for exact times."""
-
-    SPACE = re.compile(r"[ \t\r\n\ufeff]*")
-
-    def __init__(self, stream):
-        self.stream, self.text, self.at, self.passed = stream, "", 0, 0
-        self.decode = json.JSONDecoder(strict=False, parse_float=str, parse_constant=str).raw_decode
-
-    def go_on_with(self, text):
-        """Take this for the text that is not yet parsed."""
-        self.passed += self.at
-        self.text, self.at = text, 0
-
-    def more(self):
-        """Read on; False at the end of the stream."""
-        if len(self.text) - self.at > LONGEST_VALUE:
-            raise ValueError(f"no value ends within {LONGEST_VALUE} characters")
-        chunk = self.stream.read(CHUNK)
-        self.go_on_with(self.text[self.at:] + chunk)
-        return bool(chunk)
-
-    def peek(self):
-        """The next character that is no space, not taken; "" at the end of the stream."""
-        while True:
-            self.at = self.SPACE.match(self.text, self.at).end()
-            if self.at < len(self.text) or not self.more():
-                return self.text[self.at:self.at + 1]
-
-    def value(self):
-        """The next value. ValueError if none comes."""
-        self.peek()
-        while True:
-            try:
-                value, end = self.decode(self.text, self.at)
-            except ValueError as error:
-                at, rest = self.passed + getattr(error, "pos", self.at), self.text[self.at:]
-                if (repaired := mended(rest)) != rest:
-                    self.go_on_with(repaired)
-                elif not self.more():
-                    raise ValueError(f"{getattr(error, 'msg', error)} at character {at}") from None
-            else:
-                if end < len(self.text) or not self.more():  # a number that ends the text may go on in the next chunk
-                    self.at = end
-                    return value
-
-    def values(self, closing):
-        """Yield the values of the list, or the keys of the object, that opens here, and step behind its end."""
-        self.at += 1
-        while (character := self.peek()) != closing:
-            if character == ",":
-                self.at += 1
-            else:
-                yield self.value()
-        self.at += 1
-
-    def trace(self, header):
-        """Yield the events of a Chrome trace: a list, or an object's traceEvents (its other keys go into `header`)."""
-        opening, listed = self.peek(), False
-        if opening == "[":
-            yield from self.values("]")
-        elif opening == "{":
-            for key in self.values("}"):
-                if not isinstance(key, str) or self.peek() != ":":
-                    raise ValueError(f"no string and ':' for a key at character {self.passed + self.at}")
-                self.at += 1
-                if key == "traceEvents" and self.peek() == "[":
-                    yield from self.values("]")
-                    listed = True
-                else:
-                    header[key] = self.value()
-            if not listed:
-                raise ValueError('an object without a list "traceEvents"')
-        else:
-            raise ValueError(f"opens with {opening!r}, not with a brace or bracket" if opening else "empty or blank")
-        if extra := self.peek():  # reading to the end also makes gzip check its sum
-            raise ValueError(f"{extra!r} follows the end at character {self.passed + self.at}")
-
-
 class Span(NamedTuple):
-    """A host event. Times in integer nanoseconds: µs since 1970 in a float would lose the fraction."""
+    """A host event. Times are integer nanoseconds: µs since 1970 in a float would lose the fraction."""
     start: int
     end: int
     name: str
 
 
-def rows_of(*columns):
-    """The type of rows of 64-bit numbers; names, threads and devices are places in the Trace's list of values."""
-    return np.dtype([(column, "i8") for column in columns])
+class Op(NamedTuple):
+    """A GPU op. kind is "compute", "memory" or a collective; thread is the launching one, None for the main thread."""
+    start: int
+    end: int
+    name: str
+    kind: str
+    device: str
+    thread: object
 
 
-LAUNCH = rows_of("start", "correlation", "thread")
-OP = rows_of("start", "end", "name", "kind", "device", "correlation", "thread", "step")  # both of its launch
-MAIN = -1  # the thread of what the main one launched; the others' launches are autograd's work
-NOWHERE, ORPHANED = -1, -2  # the step of what lies in none; and of what has no launch
-FOREVER = 1 << 62  # ns, the year 2116: a time and a duration before it add up within 64 bits
+NOWHERE = -1  # the step of an event outside all steps
+MAX_TIME = 1 << 62  # ns, the year 2116: the sum of a time and a duration fits in 64 bits
 
 GPU_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
 LAUNCH_CATEGORIES = {"cuda_runtime", "cuda_driver"}
 HOST_CATEGORIES = {"cpu_op", "user_annotation"}
-OLD_CATEGORIES = {"Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset", "Runtime": "cuda_runtime",
-                  "Operator": "cpu_op"}  # torch before 1.12
 STEP_MARK = re.compile(r"ProfilerStep#(\d{1,18})")
 HOST_NAMES = re.compile(r"ProfilerStep#\d+|Optimizer\.step#|nccl:|gloo:|c10d::|autograd::engine::evaluate_function"
                         r"|launch |wait |(backward|step)$")
 COLLECTIVES = {"reducescatter": "reduce-scatter", "allgather": "all-gather", "allreduce": "all-reduce",
                "alltoall": "all-to-all", "broadcast": "broadcast", "reduce": "reduce", "send": "send-recv",
-               "recv": "send-recv"}  # tried in this order
-KINDS = ["compute", "memory", *dict.fromkeys(COLLECTIVES.values()), "other"]  # behind memory: communication
-COMPUTE, MEMORY, REDUCE_SCATTER = (KINDS.index(kind) for kind in ("compute", "memory", "reduce-scatter"))
+               "recv": "send-recv"}  # matched in this order
+LOCAL_KINDS = ("compute", "memory")
+KINDS = [*LOCAL_KINDS, *dict.fromkeys(COLLECTIVES.values()), "other"]
 
 
 def collective(name):
-    """'ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(…)' or 'nccl:_reduce_scatter_base' → 'reduce-scatter'."""
+    """Return the kind of 'ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(…)' or 'nccl:_reduce_scatter_base'."""
     letters = re.sub("[^a-z]", "", name.lower())
     return next((kind for key, kind in COLLECTIVES.items() if key in letters), "other")
 
 
 def kind_of(category, name, arguments):
-    """What a GPU op does: compute, memory, or the collective that a communication kernel carries out."""
+    """Return the kind of a GPU op: compute, memory, or the collective of a communication kernel."""
     if category != "kernel":
         return "memory"
     if "nccl" not in name:
@@ -204,15 +109,15 @@ def kind_of(category, name, arguments):
 
 
 def members(value):
-    """An object's; none of what is no object."""
+    """Return value if it is a JSON object, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
 def nanoseconds(microseconds):
-    """Exact integer ns of a JSON number of µs (int, or a fraction's text). ValueError if it is no sensible time."""
+    """Convert a JSON number of µs (an int, or the text of a fraction) to exact ns. ValueError if it is not a time."""
     try:
         value = Decimal(microseconds if type(microseconds) in (int, str) else "none")
-        if value.is_finite() and value.adjusted() < 18 and abs(time := round(value.scaleb(3))) < FOREVER:
+        if value.is_finite() and value.adjusted() < 18 and abs(time := round(value.scaleb(3))) < MAX_TIME:
             return time
     except ArithmeticError:
         pass
@@ -222,48 +127,53 @@ def nanoseconds(microseconds):
 @dataclass
 class Trace:
     path: str
-    rank: object = None  # from the file, if it says
+    rank: object = None  # from the file, if stated
     world_size: object = None
     gpu: str = ""
     steps: dict = field(default_factory=dict)  # N → its marks, [Span]
-    host: dict = field(default_factory=lambda: defaultdict(list))  # N → the other host events that count, by start
-    ops: np.ndarray = None  # [OP], launched inside a step
-    outside: np.ndarray = None  # [OP], launched in no step
-    orphans: np.ndarray = None  # [OP], without thread and step
-    values: list = field(default_factory=list)  # what the numbers in the rows stand for
-    broken: int = 0  # events that matter but lack what they need
+    host: dict = field(default_factory=lambda: defaultdict(list))  # N → other host events used, [Span] by start
+    ops: dict = field(default_factory=lambda: defaultdict(list))  # N → [Op] launched inside the step
+    outside: list = field(default_factory=list)  # [Op] launched in no step
+    orphans: list = field(default_factory=list)  # [Op] without a launch
+    broken: int = 0  # relevant events without a usable name, time or duration
+
+    def all_ops(self):
+        return [op for number in self.steps for op in self.ops[number]]
 
 
-def read_events(path, header):
-    """Yield the events of a trace file; raises Unjudgeable with what is wrong with the file."""
+def load(path):
+    """Return (events, other keys) of a Chrome trace file. Fractions stay text, for exact times."""
     try:
-        with io.TextIOWrapper(logs.open_unpacked(path), encoding="utf-8", errors="replace") as stream:
-            yield from Scanner(stream).trace(header)
+        with logs.open_unpacked(path) as file:
+            text = file.read().decode("utf-8-sig", "replace")
+        content = json.loads(text, strict=False, parse_float=str, parse_constant=str)
+        events = content.pop("traceEvents", None) if isinstance(content, dict) else content
+        if not isinstance(events, list):
+            raise ValueError('neither a list of events nor an object with a list "traceEvents"')
+        return events, members(content)
     except (EOFError, zlib.error, gzip.BadGzipFile, ValueError, RecursionError) as error:
-        raise Unjudgeable(f"{path}: damaged, cut short or no complete Chrome trace ({error}); record it again with "
-                          "torch.profiler's export_chrome_trace, or copy it again whole") from None
+        raise TraceError(f"{path}: not a complete Chrome trace ({error}); record it again with torch.profiler's "
+                         "export_chrome_trace, or copy the whole file again") from None
     except OSError as error:
-        why = error.strerror or error
-        raise Unjudgeable(f"{path}: {why}; name a torch.profiler trace, .json or .json.gz") from None
+        raise TraceError(f"{path}: {error.strerror or error}; name a torch.profiler trace, .json or .json.gz") from None
 
 
 def read(path):
-    """Read a trace file and link every GPU op to its launch and its step."""
-    trace, header = Trace(path), {}
-    place = defaultdict(itertools.count().__next__)  # value → its place in the order of arrival
-    ops, launches = array("q"), array("q")  # rows of OP and LAUNCH, one after another
-    marks, main_threads, host = defaultdict(list), set(), []
-    for event in read_events(path, header):
+    """Read a trace file and assign every GPU op to its launch and its step."""
+    events, header = load(path)
+    trace, host, marks, main_threads = Trace(path), [], defaultdict(list), set()
+    ops = []  # (correlation, Op without its thread)
+    launches = {}  # correlation → (start, thread)
+    for event in events:
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
         category, name, arguments = str(event.get("cat")), event.get("name"), members(event.get("args"))
-        category = OLD_CATEGORIES.get(category, category)
         on_gpu, is_launch = category in GPU_CATEGORIES, category in LAUNCH_CATEGORIES
         on_host = category in HOST_CATEGORIES and HOST_NAMES.match(str(name))
         correlation = arguments.get("correlation")
-        if not isinstance(correlation, int) or not 0 <= correlation < FOREVER:
-            correlation = -1
-        if not (on_gpu or on_host or is_launch and correlation >= 0):
+        if not isinstance(correlation, int) or correlation < 0:
+            correlation = None
+        if not (on_gpu or on_host or is_launch and correlation is not None):
             continue
         try:
             start, duration = nanoseconds(event.get("ts")), nanoseconds(event.get("dur"))
@@ -274,24 +184,27 @@ def read(path):
             continue
         end, thread = start + duration, (str(event.get("pid")), str(event.get("tid")))
         if is_launch:
-            launches.extend((start, correlation, place[thread]))
+            # a runtime call and the driver call inside it may share a number: the outer one, which starts first, counts
+            if correlation not in launches or start < launches[correlation][0]:
+                launches[correlation] = start, thread
         elif on_gpu:
-            kind, device = KINDS.index(kind_of(category, name, arguments)), str(arguments.get("device", thread[0]))
-            ops.extend((start, end, place[name], kind, place[device], correlation, MAIN, ORPHANED))
+            kind, device = kind_of(category, name, arguments), str(arguments.get("device", thread[0]))
+            ops.append((correlation, Op(start, end, sys.intern(name), kind, device, None)))
         elif mark := STEP_MARK.fullmatch(name):
             marks[int(mark[1])].append(Span(start, end, name))
-            main_threads.add(place[thread])
+            main_threads.add(thread)
         else:
             host.append(Span(start, end, sys.intern(name)))
 
-    trace.steps, trace.values = {step: sorted(marks[step]) for step in sorted(marks)}, list(place)
+    trace.steps = {step: sorted(marks[step]) for step in sorted(marks)}
     host.sort()
-    for span, step in zip(host, steps_at(np.array([span.start for span in host], "i8"), trace.steps).tolist()):
+    for span, step in zip(host, steps_at([span.start for span in host], trace.steps)):
         trace.host[step].append(span)
-    ops = np.frombuffer(ops, OP)
-    link(ops, np.frombuffer(launches, LAUNCH), list(main_threads), trace.steps)
-    trace.ops, trace.outside, trace.orphans = (ops[chosen] for chosen in (
-        ops["step"] > NOWHERE, ops["step"] == NOWHERE, ops["step"] == ORPHANED))
+    linked = [(op, *launches[correlation]) for correlation, op in ops if correlation in launches]
+    trace.orphans = [op for correlation, op in ops if correlation not in launches]
+    for (op, _, thread), step in zip(linked, steps_at([start for _, start, _ in linked], trace.steps)):
+        op = op._replace(thread=None if thread in main_threads else thread)
+        (trace.outside if step == NOWHERE else trace.ops[step]).append(op)
     distributed, devices = members(header.get("distributedInfo")), header.get("deviceProperties")
     trace.rank, trace.world_size = distributed.get("rank"), distributed.get("world_size")
     if isinstance(devices, list) and devices:
@@ -299,39 +212,27 @@ def read(path):
     return trace
 
 
-def link(ops, launches, main_threads, steps):
-    """Give each GPU op the step and the thread of its launch."""
-    # where a runtime call and the driver call inside it share a number, the outer one is the launch: it comes first
-    launches = launches[np.lexsort((launches["start"], launches["correlation"]))]
-    at = np.searchsorted(launches["correlation"], ops["correlation"])
-    linked = np.append(launches["correlation"], FOREVER)[at] == ops["correlation"]
-    launches = launches[at[linked]]
-    ops["step"][linked] = steps_at(launches["start"], steps)
-    ops["thread"][linked] = np.where(np.isin(launches["thread"], main_threads), MAIN, launches["thread"])
-
-
 def steps_at(times, steps):
-    """N of the step whose mark contains each of the times [n], or NOWHERE. Of several the last that began."""
+    """Return N of the step whose mark contains each time, or NOWHERE. Of several marks the last to begin counts."""
+    times = np.array(times, "i8")
     found = np.full(len(times), NOWHERE)
     for mark, step in sorted((mark, step) for step, marks in steps.items() for mark in marks):
         found[(mark.start <= times) & (times < mark.end)] = step
-    return found
+    return found.tolist()
 
 
 # Figures ------------------------------------------------------------------------------------------------------------
 
 def busy(*groups):
-    """Length of the union of intervals, in ns. A group: rows of OP, or [Span]."""
-    pairs = [np.stack([group["start"], group["end"]], axis=1) if isinstance(group, np.ndarray) else
-             np.array([span[:2] for span in group], "i8").reshape(-1, 2) for group in groups]
-    times = np.concatenate(pairs)
+    """Return the length in ns of the union of the intervals in lists of Span or Op."""
+    times = np.array([item[:2] for group in groups for item in group], "i8").reshape(-1, 2)
     start, end = times[np.argsort(times[:, 0])].T
-    reach = np.maximum.accumulate(end)  # what an interval adds begins where those before it reach
+    reach = np.maximum.accumulate(end)  # an interval adds only what lies after the reach of those before it
     return int(np.maximum(reach - np.maximum(start, np.append(start[:1], reach[:-1])), 0).sum())
 
 
 def overlap(some, others):
-    """Length of the intersection of two unions of intervals, in ns."""
+    """Return the length in ns of the intersection of two unions of intervals."""
     return busy(some) + busy(others) - busy(some, others)
 
 
@@ -339,24 +240,32 @@ def milliseconds(nanoseconds):
     return nanoseconds / 1e6
 
 
+def plural(count, noun):
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def of_kind(ops, *kinds):
+    return [op for op in ops if op.kind in kinds]
+
+
 def communication(ops):
-    return ops[ops["kind"] > MEMORY]
+    return [op for op in ops if op.kind not in LOCAL_KINDS]
 
 
 def gpu_figures(ops):
-    """Busy times of GPU ops in ms, each GPU on its own and then summed; and what there is to count."""
+    """Return busy times in ms, measured on each GPU and then summed, and counts of ops."""
     sums = Counter()
-    for device in np.unique(ops["device"]):
-        group = ops[ops["device"] == device]
-        compute, comm = group[group["kind"] == COMPUTE], communication(group)
-        sums.update(span=int(group["end"].max() - group["start"].min()), busy=busy(group), compute=busy(compute),
-                    comm=busy(comm), overlap=overlap(comm, compute))
+    for device in {op.device for op in ops}:
+        group = [op for op in ops if op.device == device]
+        compute, comm = of_kind(group, "compute"), communication(group)
+        sums.update(span=max(op.end for op in group) - min(op.start for op in group), busy=busy(group),
+                    compute=busy(compute), comm=busy(comm), overlap=overlap(comm, compute))
     sums.update(exposed=sums["comm"] - sums["overlap"], idle=sums["span"] - sums["busy"])
     times = ("span", "busy", "compute", "comm", "overlap", "exposed", "idle")
-    kinds = Counter(KINDS[kind] for kind in communication(ops)["kind"].tolist())
+    kinds = Counter(op.kind for op in communication(ops))
     return {**{f"{key}_ms": milliseconds(sums[key]) for key in times},
             "gpu_ops": len(ops), "comm_kernels": dict(sorted(kinds.items())),
-            "reduce_scatters_from_backward": int(np.sum((ops["kind"] == REDUCE_SCATTER) & (ops["thread"] != MAIN)))}
+            "reduce_scatters_from_backward": sum(op.thread is not None for op in of_kind(ops, "reduce-scatter"))}
 
 
 def named(host, *prefixes):
@@ -368,48 +277,47 @@ def first_start(spans):
 
 
 def apart(time, other):
-    """time - other in ms; None where there is no such moment."""
+    """Return time - other in ms, or None if either is None."""
     return None if time is None or other is None else milliseconds(time - other)
 
 
 def optimizer_steps(host):
-    """What torch records, or else the ranges named step beside those named backward, as our own traces have them.
+    """Return torch's optimizer-step annotations, or else the ranges `step` of a trace with ranges `backward`.
 
-    A range that holds a backward is not the optimizer's step but the whole training step."""
+    A range `step` that contains a backward is a whole training step, not the optimizer's."""
     backward = [span.start for span in host if span.name == "backward"]
     return named(host, "Optimizer.step#") or [span for span in host if span.name == "step" and backward and
                                               not any(span.start <= start < span.end for start in backward)]
 
 
 def gpu_leads(ops, host):
-    """B and D of one step in ms; None where the step lacks one of the two moments."""
+    """Return B and D of one step in ms, None where the step lacks one of the two events."""
     annotations = [span for span in named(host, "nccl:") if "reduce_scatter" in span.name]
-    of_backward = (ops["kind"] <= MEMORY) & (ops["thread"] != MAIN)
+    of_backward = [op.end for op in of_kind(ops, *LOCAL_KINDS) if op.thread is not None]
     return {"b_ms": apart(first_start(annotations), first_start(optimizer_steps(host))),
-            "d_ms": apart(min(ops["start"][ops["kind"] == REDUCE_SCATTER].tolist(), default=None),
-                          max(ops["end"][of_backward].tolist(), default=None))}
+            "d_ms": apart(first_start(of_kind(ops, "reduce-scatter")), max(of_backward, default=None))}
 
 
 def backward_spans(host):
-    """The ranges named backward; without them, the stretch from autograd's first function to its last."""
+    """Return the ranges `backward`, or else one span from autograd's first function to its last."""
     functions = named(host, "autograd::engine::evaluate_function")
-    stretch = [functions[0]._replace(end=max(span.end for span in functions))] if functions else []
-    return [span for span in host if span.name == "backward"] or stretch
+    whole = [functions[0]._replace(end=max(span.end for span in functions))] if functions else []
+    return [span for span in host if span.name == "backward"] or whole
 
 
 def gradient_launches(host):
-    """Where the host starts to send gradients: the program's own ranges, or else what torch records."""
+    """Return where the host starts to send gradients: the program's ranges `launch ...`, or else torch's events."""
     recorded = ([span for span in named(host, prefix) if collective(span.name) in ("reduce-scatter", "all-reduce")]
                 for prefix in ("c10d::", "gloo:", "nccl:"))
     return named(host, "launch ") or next(filter(None, recorded), [])
 
 
-ADDING_UP = ("launches", "launches_in_backward", "wait_ms", "gloo_ms", "gloo_in_backward_ms")  # over steps
+SUMMED = ("launches", "launches_in_backward", "wait_ms", "gloo_ms", "gloo_in_backward_ms")  # over steps
 
 
 def host_figures(host):
-    """Launches, exposed waits and what gloo's threads did in one step; and its first launch against the last backward
-    (the one whose gradients are sent) and the optimizer's step."""
+    """Return launches, exposed waits and gloo's busy time of one step, and the first launch relative to the last
+    backward (the one whose gradients are sent) and to the optimizer step."""
     launches, backward = gradient_launches(host), backward_spans(host)
     waits, gloo = named(host, "wait "), named(host, "gloo:")
     first, last = first_start(launches), max(backward, default=None)
@@ -425,70 +333,69 @@ def host_figures(host):
 
 
 def check(trace):
-    """Raise Unjudgeable, with what to do, where the trace cannot tell anything about communication."""
-    linked = len(trace.ops) + len(trace.outside)
+    """Raise TraceError if the trace says nothing about communication. The message says how to record one that does."""
+    inside = trace.all_ops()
+    linked = len(inside) + len(trace.outside)
     gpu_ops, ranks = linked + len(trace.orphans), "record a run of two ranks or more"
-    gpu_comm = any(len(communication(ops)) for ops in (trace.ops, trace.outside, trace.orphans))
+    gpu_comm = communication([*inside, *trace.outside, *trace.orphans])
     host_comm = any(named(host, "launch ", "gloo:", "c10d::") for host in trace.host.values())
     for wrong, problem in (
             (not trace.steps, "no ProfilerStep#N mark; call the profiler's step() after every training step"),
             (gpu_ops and not linked,
              f"none of its {gpu_ops} GPU ops has its launch in the trace; record with ProfilerActivity.CPU as well"),
-            (gpu_ops and not len(trace.ops),
+            (gpu_ops and not inside,
              f"none of its {gpu_ops} GPU ops was launched inside a step; record whole steps"),
             (gpu_ops and not gpu_comm,
-             f'no communication, none of its {gpu_ops} GPU ops is a kernel with "nccl" in its name; {ranks}'),
+             f'no communication: none of its {gpu_ops} GPU ops is a kernel with "nccl" in its name; {ranks}'),
             (not gpu_ops and not host_comm,
-             f"no communication, neither GPU ops nor ranges `launch ...`, gloo:* or c10d::*; {ranks}")):
+             f"no communication: neither GPU ops nor ranges `launch ...`, gloo:* or c10d::*; {ranks}")):
         if wrong:
-            raise Unjudgeable(f"{trace.path}: {problem}")
+            raise TraceError(f"{trace.path}: {problem}")
 
 
 def analyse(trace):
-    """All figures of a trace, as --json prints them: a dict a step, the total, the orphans, the notes."""
-    on_gpu = bool(len(trace.ops))
-    on_host = not on_gpu or any(named(host, "launch ") for host in trace.host.values())
+    """Return all figures of a trace, as --json prints them."""
+    ops = trace.all_ops()
+    on_host = not ops or any(named(host, "launch ") for host in trace.host.values())
     steps = []
     for number, marks in trace.steps.items():
-        figures = {"step": number, "step_ms": milliseconds(busy(marks))}
-        ops, host = trace.ops[trace.ops["step"] == number], trace.host[number]
-        if on_gpu:
-            figures |= gpu_figures(ops) | gpu_leads(ops, host)
+        figures, host = {"step": number, "step_ms": milliseconds(busy(marks))}, trace.host[number]
+        if ops:
+            figures |= gpu_figures(trace.ops[number]) | gpu_leads(trace.ops[number], host)
         if on_host:
             figures |= host_figures(host)
         steps.append(figures)
     total = {"steps": len(steps), "step_ms": sum(figures["step_ms"] for figures in steps)}
-    if on_gpu:
-        total |= gpu_figures(trace.ops)
+    if ops:
+        total |= gpu_figures(ops)
     if on_host:
-        for key in ADDING_UP:
+        for key in SUMMED:
             values = [figures[key] for figures in steps if figures[key] is not None]
             total[key] = sum(values) if values else None
     return {"trace": trace.path, "rank": trace.rank, "world_size": trace.world_size, "gpu": trace.gpu,
-            "device": "gpu" if on_gpu else "cpu", "steps": steps, "total": total,
-            "orphans": {"gpu_ops": len(trace.orphans),
-                        "comm_kernels": len(communication(trace.orphans)),
-                        "names": dict(Counter(trace.values[i] for i in trace.orphans["name"]).most_common())},
-            "notes": notes(trace, steps)}
+            "device": "gpu" if ops else "cpu", "steps": steps, "total": total,
+            "orphans": {"gpu_ops": len(trace.orphans), "comm_kernels": len(communication(trace.orphans)),
+                        "names": dict(Counter(op.name for op in trace.orphans).most_common())},
+            "notes": notes(trace, ops, steps)}
 
 
-def notes(trace, steps):
-    """What a reader must know to trust the figures, a line each."""
+def notes(trace, ops, steps):
+    """Return the lines that a reader needs before trusting the figures."""
     found = []
-    if len(trace.outside):
-        found.append(f"{len(trace.outside)} GPU ops launched between the steps are left out "
+    if trace.outside:
+        found.append(f"excluded: {plural(len(trace.outside), 'GPU op')} launched between the steps "
                      f"({len(communication(trace.outside))} of them communication)")
     if trace.broken:
-        found.append(f"{trace.broken} events without a usable name, time or duration are left out")
-    devices = np.unique(trace.ops["device"])
+        found.append(f"excluded: {plural(trace.broken, 'event')} without a usable name, time or duration")
+    devices = {op.device for op in ops}
     if len(devices) > 1:
-        found.append(f"ops on {len(devices)} GPUs: times are computed for each and summed")
-    if len(trace.ops):
-        others = np.unique(trace.ops["thread"][trace.ops["thread"] != MAIN])
+        found.append(f"ops on {len(devices)} GPUs: times are measured on each and summed")
+    if ops:
+        others = {op.thread for op in ops} - {None}
         if len(others) > 1:
-            found.append(f"{len(others)} threads beside the main one launched GPU ops; all count as autograd's")
+            found.append(f"{len(others)} threads other than the main one launched GPU ops; all count as autograd's")
         for key, title, lacks in (("b_ms", "B", "no reduce-scatter annotation or no optimizer step"),
-                                  ("d_ms", "D", "no reduce-scatter kernel or nothing launched off the main thread")):
+                                  ("d_ms", "D", "no reduce-scatter kernel or no launch outside the main thread")):
             without = [str(figures["step"]) for figures in steps if figures[key] is None]
             if without:
                 where = "every step" if len(without) == len(steps) else "step " + ", ".join(without)
@@ -498,7 +405,7 @@ def notes(trace, steps):
 
 # Tables -------------------------------------------------------------------------------------------------------------
 
-KERNELS = "comm_kernels "  # opens the names of the figures that count kernels of a kind
+KERNELS = "comm_kernels "  # prefix of the figures that count kernels of one kind
 GPU_TITLES = {"step_ms": "host step", "span_ms": "GPU span", "compute_ms": "compute", "comm_ms": "comm",
               "overlap_ms": "overlap", "exposed_ms": "exposed", "idle_ms": "GPU idle", "b_ms": "B", "d_ms": "D",
               **{KERNELS + kind: kind for kind in sorted(KINDS)}, "reduce_scatters_from_backward": "from backward"}
@@ -508,18 +415,18 @@ HOST_TITLES = {"step_ms": "host step", "launches": "launches", "launches_in_back
                "wait_ms": "wait", "gloo_ms": "gloo busy", "gloo_in_backward_ms": "gloo in backward"}
 TITLES = GPU_TITLES | HOST_TITLES
 SIGNED = {"b_ms", "d_ms", *(key for key in HOST_TITLES if key.startswith("launch_after"))}
-BY_STEP = ("exposed_ms", "b_ms", "d_ms", "launch_after_backward_end_ms", "wait_ms")  # what two sets show of each step
+BY_STEP = ("exposed_ms", "b_ms", "d_ms", "launch_after_backward_end_ms", "wait_ms")  # compared for each step
 
 
 def flat(figures):
-    """Figures with the kernel counts by kind spread out: one number a key, 0 of the kinds that there are not."""
+    """Return the figures with one key for each kind of kernel, 0 for absent kinds."""
     counts = figures.get("comm_kernels")
     spread = {} if counts is None else {KERNELS + kind: counts.get(kind, 0) for kind in KINDS}
     return {key: value for key, value in figures.items() if key != "comm_kernels"} | spread
 
 
 def columns(flats):
-    """The keys for which one of these flat figures has a value: {"gpu" or "cpu": keys} of each table."""
+    """Return {"gpu" or "cpu": keys} for the tables: the keys for which any of these flat figures has a value."""
     present = {key for figures in flats for key, value in figures.items()
                if value is not None and (value or not key.startswith(KERNELS))}
     if KERNELS + "reduce-scatter" not in present:
@@ -529,7 +436,7 @@ def columns(flats):
 
 
 def cell(key, value, signed=False):
-    """A figure as a table shows it; a mean of counts has a decimal."""
+    """Format a figure for a table. A mean of counts has one decimal."""
     if value is None:
         return "-"
     sign, digits = "+" * (signed or key in SIGNED), 3 if key.endswith("_ms") else int(value != int(value))
@@ -541,32 +448,32 @@ def table(rows):
 
 
 def tables(named):
-    """{"gpu" or "cpu": text} of a table for each group of columns, from [(name of the row, flat figures)]."""
+    """Return {"gpu" or "cpu": table} from [(row name, flat figures)]."""
     return {device: table([["ms", *(TITLES[key] for key in keys)],
                            *([name, *(cell(key, figures.get(key)) for key in keys)] for name, figures in named)])
             for device, keys in columns([figures for _, figures in named]).items()}
 
 
 def show(analyses, others, comparison):
-    """A table of steps for each trace and one of all where there are several; or two sets side by side."""
+    """Return the printed text: a table for each trace and one for all, or the comparison of two sets."""
     def of_steps(analysis):
         steps = [(f"step {figures['step']}", flat(figures)) for figures in analysis["steps"]]
-        return [*steps, ("in all", flat(analysis["total"]))]
+        return [*steps, ("total", flat(analysis["total"]))]
 
-    of_all, beside = [], {}
+    of_all, rows = [], {}
     if others:
-        beside = side_by_side(comparison, len(analyses), len(others))
+        rows = side_by_side(comparison, len(analyses), len(others))
     elif len(analyses) > 1 and len({analysis["device"] for analysis in analyses}) == 1:
         of_all = [(os.path.basename(analysis["trace"]), flat(analysis["total"])) for analysis in analyses]
         of_all.append(("mean", mean([figures for _, figures in of_all])))
     return pages.show("trace.txt.jinja", sets=(analyses, others), of_all=of_all, of_steps=of_steps, tables=tables,
-                      table=table, comparison=comparison, **beside)
+                      table=table, comparison=comparison, **rows)
 
 
-# Two sets side by side ----------------------------------------------------------------------------------------------
+# Comparison of two sets --------------------------------------------------------------------------------------------
 
 def mean(flats):
-    """The mean of every numeric figure over those that have it, None if none has."""
+    """Return the mean of every figure over the flats that have it, None if none has."""
     result = {}
     for key in dict.fromkeys(key for figures in flats for key in figures):
         values = [figures[key] for figures in flats if figures.get(key) is not None]
@@ -575,7 +482,7 @@ def mean(flats):
 
 
 def set_means(analyses):
-    """Means over the ranks of a set: (total, {N: figures})."""
+    """Return the means over the ranks of a set: (total, {N: figures})."""
     by_step = defaultdict(list)
     for analysis in analyses:
         for figures in analysis["steps"]:
@@ -584,7 +491,7 @@ def set_means(analyses):
 
 
 def compared(left, right):
-    """{key: {"a", "b", "difference"}} of two flat figures."""
+    """Return {key: {"a", "b", "difference"}} of two flat figures."""
     result = {}
     for key in itertools.chain(*columns([left, right]).values()):
         a, b = left.get(key), right.get(key)
@@ -593,33 +500,33 @@ def compared(left, right):
 
 
 def compare(left, right):
-    """Two sets of analyses: means over ranks, b - a. Steps pair up by number, or in order if no number is common."""
+    """Compare the means over the ranks of two sets. Steps are paired by number, or in order if none is common."""
     device = left[0]["device"]
     for analysis in (*left, *right):
         if analysis["device"] != device:
-            raise Unjudgeable(f"{analysis['trace']}: a {analysis['device'].upper()} trace beside {left[0]['trace']}, a "
-                              f"{device.upper()} trace; compare traces of one kind")
+            raise TraceError(f"{analysis['trace']}: a {analysis['device'].upper()} trace, but {left[0]['trace']} is a "
+                             f"{device.upper()} trace; compare traces of the same device")
     (total_a, steps_a), (total_b, steps_b) = set_means(left), set_means(right)
     common = [(n, n) for n in steps_a if n in steps_b]
     pairs = common or list(zip(steps_a, steps_b))
     found = []
     if not common:
-        found.append("the sets have no step number in common: steps are paired in order")
+        found.append("the sets have no common step number: steps are paired in order")
     if len(steps_a) != len(steps_b):
-        found.append(f"a has {len(steps_a)} steps, b has {len(steps_b)}: totals do not compare, steps do")
+        found.append(f"a has {plural(len(steps_a), 'step')}, b has {len(steps_b)}: compare the steps, not the totals")
     return {"a": [analysis["trace"] for analysis in left], "b": [analysis["trace"] for analysis in right],
             "total": compared(total_a, total_b),
             "steps": [{"a_step": a, "b_step": b, **compared(steps_a[a], steps_b[b])} for a, b in pairs], "notes": found}
 
 
 def side_by_side(comparison, *ranks):
-    """The rows of both tables of a comparison, and the devices whose figures they show."""
+    """Return the rows of both tables of a comparison, and the devices whose figures they show."""
     total, steps = comparison["total"], comparison["steps"]
     over = f", mean of {ranks[0]} and {ranks[1]} ranks" if sum(ranks) > 2 else ""
-    in_all = [(f"in all{over}", "a", "b", "b - a", "")]
+    totals = [(f"total{over}", "a", "b", "b - a", "")]
     for key, pair in total.items():
         a, b, difference = pair.values()
-        in_all.append((TITLES[key] + ", ms" * key.endswith("_ms"), cell(key, a), cell(key, b),
+        totals.append((TITLES[key] + ", ms" * key.endswith("_ms"), cell(key, a), cell(key, b),
                        cell(key, difference, signed=True),
                        f"{difference / a:+.1%}" if a and difference is not None else ""))
     shown = [key for key in BY_STEP if any(key in step for step in steps)]
@@ -629,22 +536,22 @@ def side_by_side(comparison, *ranks):
         pairs = [(key, step.get(key, {})) for key in shown]
         by_step.append([name, *(cell(key, pair.get(side), signed=side == "difference")
                                 for key, pair in pairs for side in ("a", "b", "difference"))])
-    return {"in_all": in_all, "by_step": by_step, "devices": columns([total])}
+    return {"totals": totals, "by_step": by_step, "devices": columns([total])}
 
 
 # Command line -------------------------------------------------------------------------------------------------------
 
 def read_set(paths, problems):
-    """The analyses of the files that can be judged; the others' messages go into `problems`.
+    """Return the analyses of the usable files; append the messages of the others to `problems`.
 
-    A recording that is there twice, be it packed or under another name, counts once, and its analysis notes the other
-    path: no two ranks mark the same steps at the same nanoseconds."""
+    A recording given twice (compressed, or under another name) counts once, and its analysis notes the other path.
+    It is recognized by its step marks: no two ranks mark the same steps at the same nanoseconds."""
     found = {}
     for path in paths:
         try:
             trace = read(path)
             check(trace)
-        except Unjudgeable as problem:
+        except TraceError as problem:
             problems.append(str(problem))
             continue
         recording = repr((trace.rank, trace.steps))
@@ -659,18 +566,18 @@ def main(arguments=None):
     opening = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(description=opening[0], epilog=opening[2],
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", nargs="+", metavar="TRACE", help="profiler trace, .json or .json.gz, one a rank")
-    parser.add_argument("--vs", nargs="+", metavar="TRACE", default=[], help="set b, to compare with the first, a")
+    parser.add_argument("traces", nargs="+", metavar="TRACE", help="profiler trace of a rank, .json or .json.gz")
+    parser.add_argument("--vs", nargs="+", metavar="TRACE", default=[], help="set b, compared with the first set, a")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     options = parser.parse_args(arguments)
     problems = []
     analyses, others = read_set(options.traces, problems), read_set(options.vs, problems)
     try:
         if problems:
-            several = f"{len(problems)} files cannot be judged: " if len(problems) > 1 else ""
-            raise Unjudgeable(several + "; ".join(problems))
+            several = f"{len(problems)} files cannot be used: " if len(problems) > 1 else ""
+            raise TraceError(several + "; ".join(problems))
         comparison = compare(analyses, others) if others else None
-    except Unjudgeable as problem:
+    except TraceError as problem:
         return logs.refuse("trace.py", problem)
     if options.json:
         print(json.dumps({"traces": analyses, "vs": others, "comparison": comparison}, indent=1))

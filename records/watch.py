@@ -1,15 +1,15 @@
-"""A page with the runs under way and the latest before them, drawn anew as they go on. This machine alone can open it.
+"""Serve a web page, on this machine only, with the plots of the latest runs; it reloads while they go on.
 
-    python records/watch.py                  the logs in logs/ and its subfolders, at http://127.0.0.1:8000
-    python records/watch.py FOLDER --port 0  another folder; 0: any port that is free
+    python records/watch.py                  logs/ and its subfolders at http://127.0.0.1:8000
+    python records/watch.py FOLDER --port 0  another folder; port 0: any free port
 
-Only read, so that no run notices; but drawing takes some tenths of a second of a core for each page that is open, so
-leave it out where a run is timed on few cores. Ctrl-C ends it.
+It only reads logs. Each open page takes some tenths of a second of one core every 5 s, so do not use it while a run is
+timed on few cores. Ctrl-C stops it.
 """
 
 import logs
 
-logs.end_at_ctrl_c(__name__)  # numpy takes its time to import
+logs.end_at_ctrl_c(__name__)  # importing numpy takes time
 
 import argparse
 import functools
@@ -22,20 +22,20 @@ import pages
 import picture
 
 ROOT = Path(__file__).resolve().parent.parent
-SHOWN = 6  # runs on the page
+SHOWN = 6  # runs
 PERIOD_S = 5
 
 
 @functools.lru_cache(maxsize=2 * SHOWN)
 def shown(path, changed):
-    """(run, its picture as SVG) of the log as it was when it was `changed`; NothingToDraw before its first step."""
+    """Return (run, its plot as SVG) of a log. `changed`: its time stamp, for the cache. NothingToDraw if no steps."""
     run, drawn = picture.read(path), io.StringIO()
     picture.draw(run, drawn, "svg")
     return run, "<svg" + drawn.getvalue().partition("<svg")[2]
 
 
 def describe(path, changed):
-    """A section of the page."""
+    """Return the values of one run's section of the page."""
     silent = time.time() - changed / 1e9
     try:
         run, drawn = shown(path, changed)
@@ -45,23 +45,23 @@ def describe(path, changed):
     if run.over:
         state = run.reason or "ended"
     elif silent >= 60:
-        state = f"no word for {silent / 60:.0f} min, and no end"
+        state = f"nothing written for {silent / 60:.0f} min, and no end line"
     else:
-        state = f"under way, written {silent:.0f} s ago"
+        state = f"running, written {silent:.0f} s ago"
         if total and last.step:
             state += f", {(total - last.step) * last.time_ms / last.step / 1000:.0f} s left"
     return {"name": path.name, "state": f"step {last.step} of {total or '?'}: {state}", "svg": drawn}
 
 
 def page(folder):
-    """The whole page: the logs of the folder that changed last, the latest first."""
+    """Return the page with the logs that changed last, the latest first."""
     found = sorted(((path.stat().st_mtime_ns, path) for path in folder.rglob("*.txt")), reverse=True)[:SHOWN]
     return pages.render("watch.html.jinja", period=PERIOD_S, folder=folder,
                         runs=[describe(path, changed) for changed, path in found])
 
 
 def serve(folder, port):
-    """A server that answers on loopback; serve_forever() begins. OSError if the port is taken."""
+    """Return a server on the loopback interface. OSError if the port is in use."""
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             if self.path != "/":
@@ -75,19 +75,19 @@ def serve(folder, port):
 
         def log_message(self, *_):
             pass
-    return HTTPServer(("127.0.0.1", port), Handler)  # one at a time: matplotlib's settings are of all threads
+    return HTTPServer(("127.0.0.1", port), Handler)  # one request at a time: matplotlib's settings are global
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "logs")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "logs", help="default: logs")
+    parser.add_argument("--port", type=int, default=8000, help="default: 8000")
     options = parser.parse_args(arguments)
     try:
         server = serve(options.folder, options.port)
     except (OSError, OverflowError) as error:
         return logs.refuse("watch.py", f"port {options.port}: {error}; choose another --port")
-    print(f"http://127.0.0.1:{server.server_port}/ shows {options.folder}; Ctrl-C ends it", flush=True)
+    print(f"http://127.0.0.1:{server.server_port}/ shows {options.folder}; Ctrl-C stops it", flush=True)
     server.serve_forever()
 
 

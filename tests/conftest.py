@@ -1,4 +1,4 @@
-"""What the tests share: small configs, shards made on the spot, and ranks that stay alive between tests."""
+"""Shared by the tests: small configs, small shards, and ranks that stay alive between tests."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ import train_gpt
 from train_gpt import Stage
 
 torch.set_num_threads(1)
-# a shell that starts the tests in the background makes them ignore Ctrl-C, and so all that they start
+# tests in the background of a shell ignore Ctrl-C, and so would the processes that they start
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# and a machine that is busy makes no property wrong
+# a slow machine must not fail a test
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("busy")
 
@@ -47,12 +47,12 @@ TORCHRUN = Path(torch.__file__).parent / "distributed" / "run.py"  # what `torch
 
 @pytest.fixture
 def tiny() -> train_gpt.Config:
-    """Record 44's twelve layers, a few numbers wide."""
+    """The twelve layers of record 44, with small dimensions."""
     return train_gpt.Config(**TINY)
 
 
 def write_shard(path, tokens, vocab_size=64, bos_id=63, **header):
-    """A shard of these tokens; header words may be given otherwise (magic=, version=, count=)."""
+    """Write a shard of these tokens; magic=, version= and count= change the header."""
     words = np.zeros(256, dtype="<i4")
     words[:5] = (header.get("magic", 20240520), header.get("version", 1), header.get("count", len(tokens)), vocab_size, bos_id)
     path.write_bytes(words.tobytes() + np.asarray(tokens, dtype="<u2").tobytes())
@@ -60,7 +60,7 @@ def write_shard(path, tokens, vocab_size=64, bos_id=63, **header):
 
 
 def some_documents(seed: int, tokens: int, vocab_size: int = 64, bos_id: int = 63, mean: int = 20) -> np.ndarray:
-    """Documents of random lengths, each opened by BOS, with something to learn: every token is followed by a near one."""
+    """Make documents of random lengths that a model can learn: each token is followed by one of the next three."""
     rng = np.random.default_rng(seed)
     steps = rng.integers(1, 4, tokens)
     stream = (np.cumsum(steps) % (vocab_size - 1)).astype(np.uint16)
@@ -70,7 +70,7 @@ def some_documents(seed: int, tokens: int, vocab_size: int = 64, bos_id: int = 6
 
 
 def write_corpus(folder, train=(6000, 6000), val=1000):
-    """Train shards of so many tokens and a val shard -> the flags that name them."""
+    """Write training shards with these numbers of tokens and a validation shard. Return their flags."""
     for number, tokens in enumerate(train, 1):
         write_shard(folder / f"toy_train_{number:06}.bin", some_documents(number, tokens))
     write_shard(folder / "toy_val_000000.bin", some_documents(3, val))
@@ -83,7 +83,7 @@ def corpus(tmp_path):
 
 
 def wait_until(holds, seconds=60, what="it"):
-    """What holds() gives as soon as it is true."""
+    """Wait until holds() returns a true value, and return it."""
     until = time.monotonic() + seconds
     while not (found := holds()):
         assert time.monotonic() < until, f"{what} did not come in {seconds} s"
@@ -98,7 +98,7 @@ _ports = itertools.cycle(range(10_000 + os.getpid() % 200 * 100, 10_100 + os.get
 
 
 def free_port() -> int:
-    """Of those that no system gives away by itself, and that another worker of pytest does not try at the same time."""
+    """Return a port below the ephemeral ports that no other pytest worker tries."""
     for port in _ports:
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", port))
@@ -106,12 +106,12 @@ def free_port() -> int:
 
 
 def _begin(target: Callable, arguments: tuple) -> None:
-    gc.freeze()  # a run collects all garbage once: to look through torch takes longer than a tiny run, and copies its pages
+    gc.freeze()  # collecting garbage in all of torch takes longer than a tiny run, and copies its pages
     target(*arguments)
 
 
 def forked(target: Callable, *arguments: Any, daemon: bool = False) -> multiprocessing.Process:
-    """A process that runs target(*arguments), a function of a test module, and has torch from the start."""
+    """Start a process that has torch imported, and runs target(*arguments), a function of a test module."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "train_gpt", "pytest", "hypothesis", "torch.distributed.run"])
     process = context.Process(target=_begin, args=(target, arguments), daemon=daemon)
@@ -120,7 +120,7 @@ def forked(target: Callable, *arguments: Any, daemon: bool = False) -> multiproc
 
 
 def _script(argv: list[str], environment: dict[str, str], prepare: Callable | None, out: str, err: str) -> None:
-    """What `python argv` does, in a process that has torch from the start."""
+    """Do what `python argv` does, in a process that has torch imported."""
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -137,7 +137,7 @@ def _script(argv: list[str], environment: dict[str, str], prepare: Callable | No
 
 
 class Script:
-    """A script of ours at work: what tests need of subprocess.Popen, without the seconds in which it would import torch."""
+    """A running script of this project, like a subprocess.Popen that need not import torch first."""
 
     def __init__(self, argv: list[str], environment: dict[str, str], prepare: Callable | None, out: Path, err: Path):
         self.outputs, self.argv = (out, err), argv
@@ -159,7 +159,7 @@ class Script:
 
 @pytest.fixture
 def script(tmp_path):
-    """script(path, flag, ..., prepare=None, NAME=value of the environment) -> a Script; prepare() is called in its process before it."""
+    """script(path, flag, ..., prepare=None, NAME=VALUE) -> Script. NAME=VALUE is its environment; its process calls prepare() first."""
     started, number = [], itertools.count()
 
     def start(path: Path, *flags: str, prepare: Callable | None = None, **environment: str) -> Script:
@@ -188,7 +188,7 @@ def _serve(rank: int, ranks: int, port: int, pipe: Connection) -> None:
 
 
 class Ranks:
-    """So many processes in one gloo group. call(f, ...) runs f(comm, ...) on each; f must be a function of a test module."""
+    """Processes of one gloo group. call(f, ...) runs f(comm, ...) on each; f must be a function of a test module."""
 
     def __init__(self, ranks: int):
         port = free_port()
@@ -199,7 +199,7 @@ class Ranks:
             self.pipes.append(ours)
 
     def outcomes(self, function: Callable, *arguments: Any) -> list[tuple[str, Any]]:
-        """("result", value) or ("error", exception) of each rank."""
+        """Return ("result", value) or ("error", exception) of each rank."""
         for pipe in self.pipes:
             pipe.send((function, arguments))
         answers = []
@@ -231,7 +231,7 @@ def _rank_pools():
 
 @pytest.fixture
 def on_ranks(_rank_pools):
-    """on_ranks(n, f, ...) -> what f(comm, ...) returned on each of n ranks; n = 1 runs it here."""
+    """on_ranks(n, f, ...) -> results of f(comm, ...) on n ranks; n = 1 runs it in this process."""
     def call(ranks: int, function: Callable, *arguments: Any) -> list[Any]:
         if ranks == 1:
             return [function(train_gpt.Comm(), *arguments)]
@@ -250,7 +250,7 @@ LONG = ("readme", "resume", "records_verify", "run", "records_race", "scripts", 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take long come first, so that no process is left alone with one at the end."""
+    """Run long test files first, so that all workers end at about the same time."""
     place = {name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.stem.removeprefix("test_"), len(LONG)))
 
@@ -259,7 +259,7 @@ _set_up = itertools.count()
 
 
 def pytest_runtest_setup() -> None:
-    """What is there is frozen here too, anew for each test, since the end of a run unfreezes all; garbage waits for a while."""
+    """Exclude existing objects from garbage collection again, because each run unfreezes them; collect every 100 tests."""
     if next(_set_up) % 100 == 0:
         gc.unfreeze()
         gc.collect()

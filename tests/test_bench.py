@@ -1,6 +1,6 @@
-"""Each benchmark runs at a tiny size and prints its table; what they count is held to what it must be.
+"""Each benchmark runs at a tiny size and prints its table. Counts are compared with computed values.
 
-test_whole_step starts its script as a user does, and that its ranks; the others have torch from the start, as have theirs.
+test_whole_step starts its script as a user does. The other tests fork from a process that has imported torch.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def ranks_are_forked():
 
 @pytest.fixture
 def start(script):
-    """start("name.py", flag, ...) -> the benchmark at work."""
+    """start("name.py", flag, ...) -> the running benchmark."""
     return lambda name, *flags: script(BENCH / name, *flags, OMP_NUM_THREADS="1", prepare=ranks_are_forked)
 
 
 @pytest.fixture
 def bench(start):
-    """The same -> what it printed."""
+    """bench("name.py", flag, ...) -> the benchmark's output."""
     def bench(name: str, *flags: str) -> str:
         process = start(name, *flags)
         out, errors = process.communicate(timeout=90)
@@ -47,7 +47,7 @@ def bench(start):
 
 
 def rows(out: str) -> list[dict[str, str]]:
-    """The lines of the one table in it, by its head."""
+    """Parse the rows of the only table in the output."""
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("|")]
     return [dict(zip(lines[0], line)) for line in lines[2:]]
 
@@ -113,18 +113,18 @@ def test_passes(bench):
     expected = {"gradients read": 2 + shard, "gradients written": 1 + shard,
                 "parameters read": 2 * shard, "parameters written": 1 + shard}
     for key, passes in expected.items():
-        assert float(table["buckets"][key]) == pytest.approx(passes, abs=0.02)  # but for padding
+        assert float(table["buckets"][key]) == pytest.approx(passes, abs=0.02)  # up to padding
     assert float(table["stack-and-copy"]["all"]) > float(table["buckets"]["all"]) + 2
 
 
 def test_own_model(bench):
-    """Both optimizers learn what is in the text: from ln 64 to near ln 3, which is the best."""
+    """Both optimizers learn: the loss falls from ln 64 to near ln 3, the best possible."""
     losses = {row["optimizer"]: float(row["last loss"]) for row in rows(bench("own_model.py"))}
     assert losses.keys() == {"ours", "DDP, Muon and AdamW"} and all(1.05 < loss < 1.3 for loss in losses.values()), losses
 
 
 def test_rows(start, tmp_path):
-    """Of tables with far more rows than a step reads a fraction travels, and of that nearly all are the rows themselves."""
+    """If tables have far more rows than a step reads, few bytes are sent, and nearly all of them are rows."""
     corpus = write_corpus(tmp_path, train=(9000,))
     flags = {**corpus, "ngrams": "2:4000:16 3:4000:16", "micro_batch_tokens": 64, "val_tokens": 0}
     process = start("rows.py", "--rounds", "1", "--flags", " ".join(f"--{name} '{v}'" for name, v in flags.items()))
@@ -145,7 +145,7 @@ def test_one_rank_of_8(bench):
 def test_the_other_ranks_of_one_rank_of_8_say_what_json_carries(monkeypatch):
     monkeypatch.syspath_prepend(BENCH)
     from common import FakeComm
-    assert FakeComm.all_gather_json(SimpleNamespace(ranks=8), (9, 0)) == [[9, 0]] * 8, "a GPU's capability is compared with a list"
+    assert FakeComm.all_gather_json(SimpleNamespace(ranks=8), (9, 0)) == [[9, 0]] * 8, "as after JSON, tuples are lists"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which takes minutes")
@@ -162,11 +162,11 @@ def test_a_rank_that_fails_ends_the_benchmark_with_one_line(start):
 def test_a_shape_that_is_none(start):
     process = start("optimizer_step.py", "--shapes", "3y4")
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 2 and "'3y4' is no shape; write tensors and elements" in errors
+    assert process.returncode == 2 and "'3y4' is not a shape; write TENSORSxELEMENTS" in errors
 
 
 def test_nanogpt_beside_the_laptop_preset(bench, tmp_path):
-    """A clone that prints what nanoGPT does: iterations that evaluate are left out of its seconds, its last loss counts."""
+    """With a clone that prints as nanoGPT does: time excludes iterations that evaluate, and the last loss counts."""
     (tmp_path / "clone/data/shakespeare_char").mkdir(parents=True)
     (tmp_path / "clone/data/shakespeare_char/prepare.py").write_text("")
     (tmp_path / "clone/train.py").write_text(
@@ -177,17 +177,17 @@ def test_nanogpt_beside_the_laptop_preset(bench, tmp_path):
     (tmp_path / "text").write_text("abcdefgh\n" * 4000)
     shown = bench("nanogpt.py", "--nanogpt", str(tmp_path / "clone"), "--text", str(tmp_path / "text"), "--rounds", "1", "--ranks", "1",
                   "--nanogpt_steps", "3", "--flags", "--num_steps 4 --micro_batches 2 --model_dim 16 --num_heads 1 --head_dim 16 "
-                  "--ngrams 2:16:8 --stages 'until long_window; 1 4' --muon_momentum_rise 1 --muon_momentum_fall 1 --warmup_steps 0")
+                  "--ngrams 2:16:8 --stages 'Stage(long_window=4)' --muon_momentum_rise 1 --muon_momentum_fall 1 --warmup_steps 0")
     assert "| nanoGPT | 1.8800 | 2.0 |" in shown and "| laptop | " in shown
 
 
 def test_nanogpt_wants_a_clone(start, tmp_path):
     process = start("nanogpt.py", "--nanogpt", str(tmp_path), "--text", str(tmp_path))
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1 and "train.py: there is no such file; name a clone of nanoGPT" in errors
+    assert process.returncode == 1 and "train.py does not exist; give a clone of nanoGPT" in errors
 
 
-# A program in place of record 44's, with its names, that trains as train_gpt.py does with further flags
+# A program with the names of record 44's that trains as train_gpt.py does, with further flags
 STAND_IN = '''
 import shlex, torch, train_gpt as t
 from torch import nn
@@ -201,7 +201,8 @@ class GPT(nn.Module):
         flags = shlex.split(f"--fp8_head false --dtype float32 --num_heads {{heads}} --head_dim {{head_dim}} --model_dim {{dim}} "
             f"--num_steps {{args.num_iterations}} --micro_batch_tokens {{args.train_batch_size // 8}} --max_document_tokens "
             f"{{args.train_max_seq_len}} --window_block {{args.block_size}} --muon_momentum_rise 300 --muon_momentum_fall 50 --stages "
-            f"'until long_window; 1/3 3; 2/3 7; 1 11; +4 13' {0}")
+            f"'Stage(until=1/3, long_window=3), Stage(until=2/3, long_window=7), Stage(long_window=11), "
+            f"Stage(extra_steps=4, long_window=13)' {0}")
         config = t.parse_config(flags, "speedrun")[1]
         self.trainer = [t.Trainer(config, t.Comm(), torch.device("cpu"), t.find_shards(args.train_files))]
     def named_parameters(self):
@@ -252,7 +253,7 @@ def test_a_log_of_no_known_record_is_refused(start, tmp_path):
         assert process.returncode == 1 and says in errors and "Traceback" not in errors
 
 
-def test_what_stands_in_for_kernels_computes_what_they_do(monkeypatch):
+def test_replacements_of_kernels_compute_the_same(monkeypatch):
     monkeypatch.syspath_prepend(BENCH)
     import public_record
     import train_gpt
@@ -268,9 +269,9 @@ def test_what_stands_in_for_kernels_computes_what_they_do(monkeypatch):
     x, head = torch.randn(6, 8, generator=generator), torch.randn(8, 16, generator=generator)
     targets = torch.tensor([3, 1, 4, 1, 5, 9])
     losses = public_record.softcapped_loss(x, targets, torch.tensor([1.0, 0.5]), head)
-    ours = train_gpt.Head(16, 8, torch.float32, False, train_gpt.Softcap(23.0, 5.0, 7.5))
+    ours = train_gpt.Head(train_gpt.Config(model_dim=8, dtype="float32", fp8_head=False, logit_cap=23.0, logit_shift=5.0), 16)
     ours.weight.data.copy_(head.T)
     ahead = torch.stack([targets, torch.cat([targets[1:], torch.tensor([-1])])])
-    assert losses.sum().item() == pytest.approx(ours(x, ahead, torch.tensor([1.0, 0.5])).item(), rel=1e-6)
+    assert losses.sum().item() == pytest.approx(ours(x, ahead, torch.tensor([1.0, 0.5]))[0].item(), rel=1e-6)
     x = torch.tensor([63, 4, 4, 63, 7], dtype=torch.int32)
     assert public_record.own_rows(x).tolist() == [63 * 64 + 63, 4 * 64 + 63, 4 * 64 + 4, 63 * 64 + 63, 7 * 64 + 63]

@@ -1,4 +1,4 @@
-"""data/fineweb.py, run as a user runs it, against a small hub on loopback, through the real huggingface_hub client."""
+"""data/fineweb.py as a program, with the real huggingface_hub client and a small hub on the loopback interface."""
 import hashlib
 import json
 import os
@@ -33,8 +33,10 @@ def make_shard(seed, magic=MAGIC):
 
 
 class Hub(ThreadingHTTPServer):
-    """HEAD and GET of /datasets/REPO/resolve/REVISION/FILE. As on the real hub, the answer to both states the LFS
-    SHA-256 and points to another host, where the content is served by ranges."""
+    """Answer HEAD and GET of /datasets/REPO/resolve/REVISION/FILE.
+
+    As on the real hub, both answers state the LFS SHA-256 and redirect to another host, which serves ranges.
+    """
 
     daemon_threads = True
     block_on_close = False
@@ -42,17 +44,17 @@ class Hub(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Answer)
         self.files = {VAL: make_shard(0), TRAIN1: make_shard(1), TRAIN2: make_shard(2)}
-        self.stated_sha256 = {}    # where it is not the content's
+        self.stated_sha256 = {}    # file → SHA-256 to state instead of the right one
         self.cuts = {}             # file → bytes after which the connection breaks, one for each request
         self.failures = {}         # file → statuses to answer instead, one for each request
         self.ignores_ranges = False
-        self.slow = set()          # files that come in blocks with a pause after each
-        self.requests = []         # (method, file, Range or None) of what was asked from the content's host
+        self.slow = set()          # files that are sent in blocks, with a pause after each
+        self.requests = []         # (method, file, Range or None) of requests to the content's host
         self.looked_up = []
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     def handle_error(self, *arguments):
-        """A client that was ended is no news."""
+        """Do not print an error when a client was killed."""
 
     def gets(self, name):
         return [asked for method, file, asked in self.requests if (method, file) == ("GET", name)]
@@ -117,7 +119,7 @@ def hub():
 
 @pytest.fixture
 def start(hub, tmp_path):
-    """Starts fineweb.py in another directory; `out` is where it puts the shards."""
+    """Start fineweb.py in another directory; it writes shards to `out`."""
     def start(shards=1, endpoint=f"http://127.0.0.1:{hub.server_port}"):
         environment = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
         environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
@@ -142,7 +144,7 @@ def out(tmp_path):
     return tmp_path / "out"
 
 
-def test_a_complete_download_and_nothing_asked_the_second_time(hub, download, out):
+def test_a_second_call_requests_nothing_after_a_complete_download(hub, download, out):
     code, said, _ = download(2)
     assert code == 0 and "all 3 shards are there and verified" in said
     assert sorted(path.name for path in out.iterdir()) == sorted([VAL, TRAIN1, TRAIN2, "manifest.json"])
@@ -169,7 +171,7 @@ def test_more_shards_later_keep_the_manifest_of_the_first(hub, download, out):
     assert len(json.loads((out / "manifest.json").read_text())["files"]) == 3
 
 
-def test_cut_connections_and_a_busy_server_are_tried_again_and_resumed(hub, download, out):
+def test_interrupted_and_refused_requests_are_retried_and_resumed(hub, download, out):
     hub.cuts[TRAIN1] = [50_000, 30_000]
     hub.failures[VAL] = [503]
     assert download()[0] == 0
@@ -178,7 +180,7 @@ def test_cut_connections_and_a_busy_server_are_tried_again_and_resumed(hub, down
     assert (out / TRAIN1).read_bytes() == hub.files[TRAIN1]
 
 
-def test_a_server_without_ranges_sends_all_of_it_again(hub, download, out):
+def test_without_ranges_the_download_starts_again(hub, download, out):
     hub.ignores_ranges, hub.cuts[TRAIN1] = True, [50_000]
     assert download()[0] == 0
     assert hub.gets(TRAIN1) == ["bytes=0-", "bytes=50000-"]
@@ -186,7 +188,7 @@ def test_a_server_without_ranges_sends_all_of_it_again(hub, download, out):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_download_goes_on_after_its_process_was_ended(hub, start, download, out, how):
+def test_a_download_resumes_after_its_process_was_killed(hub, start, download, out, how):
     hub.slow = {TRAIN1}
     process, part = start(), out / f"{TRAIN1}.partial"
     deadline = time.monotonic() + 20
@@ -204,21 +206,21 @@ def test_a_download_goes_on_after_its_process_was_ended(hub, start, download, ou
     assert (out / TRAIN1).read_bytes() == hub.files[TRAIN1]
 
 
-def test_a_wrong_checksum_gives_no_file_its_name(hub, download, out):
+def test_a_file_with_a_wrong_checksum_is_not_kept(hub, download, out):
     hub.stated_sha256[TRAIN1] = "0" * 64
     code, _, err = download()
     assert code == 1 and TRAIN1 in err and "SHA-256" in err
     assert sorted(path.name for path in out.iterdir()) == [VAL, "manifest.json"]
 
 
-def test_what_is_not_a_shard_gets_no_name_either(hub, download, out):
+def test_a_file_that_is_not_a_shard_is_not_kept(hub, download, out):
     hub.files[TRAIN1] = make_shard(1, magic=MAGIC + 1)
     code, _, err = download()
     assert code == 1 and "not a shard" in err and not (out / TRAIN1).exists()
 
 
 @pytest.mark.parametrize("missing", [VAL, TRAIN1])
-def test_a_file_that_the_hub_lacks_is_named(hub, download, out, missing):
+def test_the_error_names_a_file_that_the_hub_lacks(hub, download, out, missing):
     del hub.files[missing]
     code, _, err = download()
     assert code == 1 and f"1 of 2 shards are missing ({missing}" in err and len(err.splitlines()) == 1
@@ -233,19 +235,19 @@ def test_a_hub_without_checksums_is_not_trusted(hub, download, out):
 
 @pytest.fixture
 def nowhere():
-    """The address of no server."""
+    """Return an address without a server."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{unused.getsockname()[1]}"
 
 
-def test_without_a_network_it_gives_up_and_names_what_is_missing(download, out, nowhere):
+def test_without_a_network_the_error_names_missing_shards(download, out, nowhere):
     code, _, err = download(endpoint=nowhere)
     assert code == 1 and "can't be reached" in err and VAL in err and TRAIN1 in err and len(err.splitlines()) == 1
     assert not list(out.glob("*.bin"))
 
 
-def test_without_a_network_shards_that_somebody_copied_are_there_though_not_verified(hub, download, out, nowhere):
+def test_without_a_network_copied_shards_suffice_unverified(hub, download, out, nowhere):
     out.mkdir()
     (out / VAL).write_bytes(hub.files[VAL])
     (out / TRAIN1).write_bytes(hub.files[TRAIN1][:-2])
@@ -257,7 +259,7 @@ def test_without_a_network_shards_that_somebody_copied_are_there_though_not_veri
     assert not (out / "manifest.json").exists()
 
 
-def test_files_of_unknown_origin_are_hashed_and_only_wrong_ones_downloaded(hub, download, out):
+def test_existing_files_are_hashed_and_only_wrong_ones_downloaded(hub, download, out):
     out.mkdir()
     (out / VAL).write_bytes(hub.files[VAL])
     (out / TRAIN1).write_bytes(hub.files[TRAIN1][:-2] + b"\0\0")
@@ -268,7 +270,7 @@ def test_files_of_unknown_origin_are_hashed_and_only_wrong_ones_downloaded(hub, 
     assert all(sha256_of(out / entry["name"]) == entry["sha256"] for entry in entries) and len(entries) == 2
 
 
-def test_a_full_disk_is_told_before_the_download(hub, out, monkeypatch, capsys):
+def test_a_full_disk_is_an_error_before_the_download(hub, out, monkeypatch, capsys):
     monkeypatch.setattr(fineweb.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     monkeypatch.setattr(fineweb.Downloader, "look_up", lambda self, name: (len(hub.files[name]), "0" * 64))
     monkeypatch.setattr(sys, "argv", ["fineweb.py", "1", "--out", str(out)])

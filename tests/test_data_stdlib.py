@@ -1,4 +1,4 @@
-"""data/stdlib.py: the embedded corpus, made from this Python and from small libraries built for the purpose."""
+"""data/stdlib.py: the corpus from this Python's library, and from small libraries that the tests write."""
 import hashlib
 import json
 import platform
@@ -24,7 +24,7 @@ def make(out, **options):
 
 
 def documents_of(path):
-    """The documents of a shard of bytes."""
+    """Read the documents of a shard of bytes."""
     tokens = np.fromfile(path, dtype="<u2", offset=HEADER_BYTES)
     assert len(tokens) == read_header(path) and tokens[0] == BYTES.bos_id
     starts = np.flatnonzero(tokens == BYTES.bos_id)
@@ -99,13 +99,13 @@ def cut_the_manifest(out):
 
 
 def stop_half_way(out):
-    """As after a kill while the shards were being written."""
+    """Leave the files of a process that was killed while it wrote shards."""
     (out / VAL).rename(out / f"{VAL}.partial")
     (out / "manifest.json").unlink()
 
 
 @pytest.mark.parametrize("harm", [damage_a_byte, change_the_version, cut_the_manifest, stop_half_way])
-def test_whatever_is_not_the_corpus_is_made_anew_and_equal(corpus, harm):
+def test_a_damaged_corpus_is_created_again_and_is_equal(corpus, harm):
     before = {path.name: path.read_bytes() for path in corpus.iterdir()}
     harm(corpus)
     done = make(corpus)
@@ -123,10 +123,10 @@ def test_two_processes_at_once_end_with_one_corpus(tmp_path):
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """A library of which the test chooses the files: write(name, bytes)."""
+    """An empty library; write(name, bytes) adds a file."""
     root = tmp_path / "lib"
     monkeypatch.setattr(stdlib.sysconfig, "get_path", lambda name: str(root))
-    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)  # not shipped with it
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)  # this library has no documentation
 
     def write(name, content):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def library(tmp_path, monkeypatch):
     return write
 
 
-def test_what_is_left_out(library):
+def test_other_files_are_left_out(library):
     text = b"x = 1  # a line of source that is long enough\n" * 10
     library("os.py", text)
     library("a/copy.py", text)
@@ -161,7 +161,7 @@ def test_a_python_without_sources_is_an_error(library, tmp_path, monkeypatch):
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_a_place_that_cannot_be_written_is_an_error_in_one_line(tmp_path):
+def test_an_unwritable_folder_is_an_error_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     done = make(tmp_path / "file" / "out")
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and str(tmp_path / "file") in done.stderr

@@ -1,4 +1,4 @@
-"""data/text.py and the writer of shards: what goes in comes out, once and in order, or an error says why not."""
+"""data/text.py and the writer of shards: all text is written once and in order, or an error is printed."""
 import errno
 import hashlib
 import importlib.resources
@@ -31,7 +31,7 @@ PROSE = "It was a bright cold day in April,\nand the clocks were striking thirte
 
 @pytest.fixture(scope="session")
 def gpt2(tmp_path_factory):
-    """tiktoken's own encoding. It takes GPT-2's two files from TIKTOKEN_CACHE_DIR only if their SHA-256 is right."""
+    """tiktoken's own encoding. tiktoken verifies the SHA-256 of GPT-2's two files in TIKTOKEN_CACHE_DIR."""
     import tiktoken
     cache = tmp_path_factory.mktemp("tiktoken")
     for name in "vocab.bpe", "encoder.json":
@@ -44,7 +44,7 @@ def gpt2(tmp_path_factory):
 
 @pytest.fixture
 def convert(tmp_path):
-    """Runs text.py in another directory as a user does, without a network; the shards go to `out` there."""
+    """Run text.py in another directory, without a network; it writes shards to `out`."""
     def convert(*arguments, **options):
         nowhere = dict.fromkeys(("HTTPS_PROXY", "https_proxy"), "http://127.0.0.1:9")
         return subprocess.run([sys.executable, DATA / "text.py", *map(str, arguments), "--out", "out"], cwd=tmp_path,
@@ -54,7 +54,7 @@ def convert(tmp_path):
 
 
 def in_process(monkeypatch, tmp_path, *arguments):
-    """The same without another process, for what can only be changed in this one."""
+    """Run text.py in this process, so that a test can patch it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["text.py", *map(str, arguments), "--out", "out"])
     shards.run(text.main)
@@ -67,7 +67,7 @@ def tokens_of(path):
 
 
 def documents_of(out, split, bos=BYTES.bos_id):
-    """Tokens of every document of a split, BOS taken off."""
+    """Read the tokens of each document of a split, without BOS."""
     tokens = np.concatenate([tokens_of(path) for path in sorted(out.glob(f"*_{split}_*.bin"))])
     assert tokens[0] == bos
     return [part[1:] for part in np.split(tokens, np.flatnonzero(tokens == bos)[1:])]
@@ -97,7 +97,7 @@ def write_jsonl(path, documents, field="text"):
     path.write_text("".join(json.dumps({field: document, "id": i}) + "\n" for i, document in enumerate(documents)))
 
 
-# What goes in comes out
+# Text and tokens
 
 
 def test_one_text_is_cut_at_the_end_of_a_line(convert, tmp_path):
@@ -122,7 +122,7 @@ def test_gpt2_tokens_are_tiktokens_own(convert, tmp_path, gpt2):
     check_manifest(tmp_path / "out", GPT2)
 
 
-def test_many_files_in_order_whatever_the_number_of_processes(convert, tmp_path):
+def test_many_files_in_order_with_any_number_of_processes(convert, tmp_path):
     documents = [f"{i}\n{PROSE * 400}" for i in range(60)]
     files = ["a.jsonl", *(f"{i}.txt" for i in range(40, 60))]
     write_jsonl(tmp_path / "a.jsonl", documents[:40], field="content")
@@ -142,7 +142,7 @@ def test_many_files_in_order_whatever_the_number_of_processes(convert, tmp_path)
         assert begin.endswith("\n") and 0.2 <= len(end.encode()) / len((begin + end).encode()) < 0.21
 
 
-def test_a_folder_is_read_with_its_subfolders_and_what_is_no_text_is_counted(convert, tmp_path):
+def test_a_folder_is_read_with_its_subfolders_and_other_files_are_counted(convert, tmp_path):
     texts = {"b.txt": "b\n" * 50, "a/deep/c.md": "c\n" * 50, "a/one line": "no line ends here"}
     others = {"a/photo.jpg": b"\xff\xd8\xff", "zeros": b"\0" * 9, ".git/config": b"hidden", "a/.cache": b"hidden"}
     for name, content in {**{name: content.encode() for name, content in texts.items()}, **others, "empty": b""}.items():
@@ -158,7 +158,7 @@ def test_a_folder_is_read_with_its_subfolders_and_what_is_no_text_is_counted(con
     assert done.returncode == 1 and "no text in none: give at least one file that is not empty" in done.stderr
 
 
-def test_half_characters_in_json_become_replacement_characters(convert, tmp_path):
+def test_lone_surrogates_in_json_become_replacement_characters(convert, tmp_path):
     (tmp_path / "d.jsonl").write_text('{"text": "a\\ud800b"}\n\n{"text": "\\ud83d\\ude00"}\n{"text": "last"}\n')
     assert convert("d.jsonl", "--encoding", "bytes", "--val-fraction", "0.5").returncode == 0
     assert texts_of(tmp_path / "out", "train") + texts_of(tmp_path / "out", "val") == ["a\ufffdb", "😀", "last"]
@@ -175,7 +175,7 @@ def test_pieces_encode_to_the_tokens_of_the_whole(gpt2, chunks, piece):
     safe = [i for i in range(len(whole) - 1) if whole[i] in " \n" and not whole[i + 1].isspace()]
     cuts = [0, *itertools.accumulate(map(len, pieces))]
     forced = [cut for last, cut in zip(cuts, cuts[1:-1]) if cut not in safe]
-    # A cut elsewhere is the last resort: only where the piece had no safe place.
+    # A piece is cut elsewhere only if it has no safe place.
     assert not any(last < place < cut for last, cut in zip(cuts, cuts[1:-1]) if cut in forced for place in safe)
     if not forced:
         assert sum((gpt2.encode_ordinary(p) for p in pieces), []) == gpt2.encode_ordinary(whole)
@@ -189,7 +189,7 @@ def test_a_document_of_many_pieces_is_one_document(tmp_path, monkeypatch):
     assert train + val == PROSE * 20
 
 
-def test_characters_cut_between_reads_are_whole(tmp_path, monkeypatch):
+def test_a_character_may_lie_across_two_reads(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "PIECE_CHARS", 5)
     content = PROSE.encode()
     (tmp_path / "t.txt").write_bytes(content)
@@ -201,7 +201,7 @@ def test_characters_cut_between_reads_are_whole(tmp_path, monkeypatch):
 
 @settings(max_examples=80, deadline=None)
 @given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=12), pieces=st.integers(1, 3), limit=st.integers(2, 9))
-def test_the_writer_keeps_every_token_and_cuts_only_what_does_not_fit(tmp_path_factory, lengths, pieces, limit):
+def test_the_writer_keeps_every_token_and_cuts_only_long_documents(tmp_path_factory, lengths, pieces, limit):
     out = tmp_path_factory.mktemp("writer")
     documents = [np.arange(n) + 13 * i for i, n in enumerate(lengths)]
     with ShardWriter(out, "w", BYTES, source="test", shard_tokens=limit) as writer:
@@ -216,10 +216,10 @@ def test_the_writer_keeps_every_token_and_cuts_only_what_does_not_fit(tmp_path_f
         assert parts == [list(document) for document in documents]
 
 
-# What is there already, and what goes wrong
+# Existing shards, errors, interrupts
 
 
-def test_shards_that_are_there_are_replaced_only_by_force(convert, tmp_path):
+def test_existing_shards_are_replaced_only_with_force(convert, tmp_path):
     (tmp_path / "t.txt").write_text(PROSE * 50)
     assert convert("t.txt", "--encoding", "bytes", "--shard-tokens", 1000).returncode == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
@@ -251,7 +251,7 @@ LINES = b'{"text": "first"}\n{"text": "second"}\n'
     ("single.jsonl", b'{"text": "only one"}\n', "no line begins in the last 10.00% of a file"),
     ("line.txt", b"a single line, however long\n", "so nothing is for val; break the text into lines"),
 ])
-def test_bad_input_is_named_in_one_line_and_leaves_nothing(monkeypatch, tmp_path, name, content, wanted):
+def test_bad_input_is_an_error_in_one_line_and_writes_nothing(monkeypatch, tmp_path, name, content, wanted):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(SystemExit) as exit:
@@ -260,7 +260,7 @@ def test_bad_input_is_named_in_one_line_and_leaves_nothing(monkeypatch, tmp_path
     assert not list((tmp_path / "out").glob("*"))
 
 
-def test_without_the_vocabulary_the_error_says_what_to_do(tmp_path, monkeypatch):
+def test_without_the_vocabulary_the_error_names_the_package(tmp_path, monkeypatch):
     (tmp_path / "t.txt").write_text(PROSE)
     monkeypatch.setattr(text.importlib.util, "find_spec", lambda name: name if name == "tiktoken" else None)
     text.encoder.cache_clear()
@@ -269,7 +269,7 @@ def test_without_the_vocabulary_the_error_says_what_to_do(tmp_path, monkeypatch)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_cannot_be_made(convert, tmp_path):
+def test_an_output_folder_that_cannot_be_created_is_an_error(convert, tmp_path):
     (tmp_path / "t.txt").write_text(PROSE)
     (tmp_path / "out").write_text("a file")
     done = convert("t.txt", "--encoding", "bytes")
@@ -284,7 +284,7 @@ def test_a_write_that_fails_leaves_nothing(convert, tmp_path):
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_full_disk_keeps_the_shards_of_before(tmp_path, monkeypatch):
+def test_a_full_disk_keeps_existing_shards(tmp_path, monkeypatch):
     (tmp_path / "t.txt").write_text(PROSE * 50)
     in_process(monkeypatch, tmp_path, "t.txt", "--encoding", "bytes")
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
@@ -298,24 +298,24 @@ def test_a_full_disk_keeps_the_shards_of_before(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("moment", ["its processes start", "it writes"])
-def test_interrupted_it_leaves_nothing(tmp_path, moment):
+def test_an_interrupt_leaves_no_files(tmp_path, moment):
     (tmp_path / "t.txt").write_text(PROSE * 60_000)
     process = subprocess.Popen([sys.executable, DATA / "text.py", "t.txt", "--out", "out", "--processes", "1"],
                                cwd=tmp_path, text=True, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, start_new_session=True)
     process.stdout.readline()
-    time.sleep(0.2)  # enough for a process to be started, too little for it to have begun its work
+    time.sleep(0.2)  # a process has started, but has not begun its work
     deadline = time.monotonic() + 30
     while moment == "it writes" and not list(tmp_path.glob("out/*.partial")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the processes that encode too
+    os.killpg(process.pid, signal.SIGINT)  # also to the processes that encode, as a terminal does
     _, said = process.communicate(timeout=30)
     assert process.returncode == 130 and said.strip() == "interrupted"
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_an_interrupt_that_another_thread_takes_waits_until_a_process_has_started(monkeypatch):
+def test_an_interrupt_in_another_thread_waits_until_a_process_has_started(monkeypatch):
     started, leave = [], threading.Event()
 
     class Pool:
@@ -331,7 +331,7 @@ def test_an_interrupt_that_another_thread_takes_waits_until_a_process_has_starte
             pass
 
     monkeypatch.setattr(text, "ProcessPoolExecutor", Pool)
-    other = threading.Thread(target=leave.wait)  # whose mask lets the signal in
+    other = threading.Thread(target=leave.wait)  # this thread does not mask the signal
     other.start()
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -342,7 +342,7 @@ def test_an_interrupt_that_another_thread_takes_waits_until_a_process_has_starte
     assert started == [True] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-# The header, as every reader of shards checks it
+# Headers and manifests
 
 
 @pytest.mark.parametrize("words, tail, wanted", [
@@ -367,7 +367,7 @@ def test_a_file_shorter_than_a_header_is_not_a_shard(tmp_path, size):
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{", "[]", '{"files": [{"name": "a"}]}', "3"])
-def test_a_manifest_that_is_none_is_one_error(text, tmp_path):
+def test_a_damaged_manifest_is_one_error(text, tmp_path):
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(DataError, match="not a manifest of shards; remove it"):
         read_manifest(tmp_path)

@@ -1,4 +1,4 @@
-"""Update rules, buckets, the sync of gradients and what is saved, against plain rules in float64 and one process alone."""
+"""Update rules, buckets, gradient sync and saved state, compared with plain rules in float64 and with one process."""
 
 import contextlib
 import copy
@@ -24,7 +24,7 @@ WIDE, TALL = (train_gpt.NorMuon(0.03, 1.2, 0.95, torch.float32, wide=wide) for w
 
 @dataclasses.dataclass(frozen=True)
 class Descent:
-    """A third rule, plain gradient descent, which keeps nothing: unlike Adam and NorMuon it sees the scale of a gradient."""
+    """Gradient descent without state. Unlike Adam and NorMuon it depends on the scale of gradients."""
 
     lr: float = 0.001
     every: int = 1
@@ -44,7 +44,7 @@ class Descent:
 
 
 class Recorder(train_gpt.Comm):
-    """Writes down what is started and what is waited for."""
+    """Records which collectives are started and waited for."""
 
     def __init__(self, rank=0, ranks=1):
         super().__init__(rank, ranks)
@@ -60,8 +60,8 @@ class Recorder(train_gpt.Comm):
                 handle.wait()
         return Noted()
 
-    def reduce_scatter(self, shard, full, received):
-        return self._note(super().reduce_scatter(shard, full, received), "reduce", full)
+    def reduce_scatter(self, shard, full, buffer):
+        return self._note(super().reduce_scatter(shard, full, buffer), "reduce", full)
 
     def all_gather(self, full, shard):
         return self._note(super().all_gather(full, shard), "gather", full)
@@ -71,7 +71,7 @@ class Recorder(train_gpt.Comm):
 
 
 class Operations(TorchDispatchMode):
-    """Names of the operations that run inside."""
+    """Records the names of the operators that run inside."""
 
     def __init__(self):
         super().__init__()
@@ -87,31 +87,31 @@ def chain(widths=(6, 5, 7, 4), seed=0):
     return nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:])))
 
 
-def specs_of(model, rule=ONCE):
+def specs_with(model, rule=ONCE):
     return [train_gpt.ParamSpec(name, p, rule) for name, p in model.named_parameters()]
 
 
 def optimizer_of(model, comm=None, bucket_bytes=0.0, rule=ONCE, grad_scale=1.0, **changes):
-    """An engine with one rule for every parameter of the model; changes are of the SyncSettings."""
+    """An optimizer with one rule for every parameter of the model. changes: SyncSettings."""
     comm = comm or train_gpt.Comm()
-    buckets = train_gpt.fill_buckets(specs_of(model, rule), bucket_bytes, comm.rank, comm.ranks)
+    buckets = train_gpt.fill_buckets(specs_with(model, rule), bucket_bytes, comm.rank, comm.ranks)
     return train_gpt.DistributedOptimizer(buckets, comm, train_gpt.SyncSettings(**changes), grad_scale=grad_scale)
 
 
 def bucket_of(params, rule=ONCE, rank=0, ranks=1, grad_dtype=None, **spec):
-    """One bucket of parameters by name."""
+    """Build one bucket of parameters by name."""
     return train_gpt.Bucket("b", [train_gpt.ParamSpec(n, p, rule, **spec) for n, p in params.items()], rank, ranks, grad_dtype)
 
 
-def place_of(optimizer, name):
-    return next(place for bucket in optimizer.buckets for place in bucket.params if place.name == name)
+def slot_of(optimizer, name):
+    return next(slot for bucket in optimizer.buckets for slot in bucket.slots if slot.name == name)
 
 
 # rules
 
 
 def test_adam_is_the_record_s_formula_in_float64():
-    """eps is of the size of the gradients here, so that the place where it is added decides; the state goes on over steps."""
+    """eps is as large as the gradients, so that its place in the formula shows; several steps use the state."""
     draw = torch.Generator().manual_seed(0)
     p = torch.randn(1000, generator=draw, dtype=torch.float64)
     rule = train_gpt.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=0.5, every=1)
@@ -144,7 +144,7 @@ def test_adam_is_torch_s_where_eps_is_tiny():
 
 @pytest.mark.parametrize("rule,shape", [(ONCE, (40,)), (WIDE, (2, 3, 7)), (TALL, (2, 7, 3))], ids=["adam", "wide", "tall"])
 def test_a_compiled_rule_is_the_same_rule(rule, shape):
-    """Adam is written twice, once for the compiler; here it is traced but not compiled, which takes seconds."""
+    """Adam has two forms, one for the compiler. Here it is traced but not compiled, which would take seconds."""
     draw = torch.Generator().manual_seed(0)
     first = torch.randn(shape, generator=draw)
     results = []
@@ -200,7 +200,7 @@ def test_normuon_is_the_record_s_written_plainly(shape, matrices, k):
 
 
 def test_every_matrix_of_torch_s_muon_has_the_same_directions():
-    """torch.optim.Muon orthogonalizes with other coefficients; without NorMuon's second moment the directions agree."""
+    """torch.optim.Muon has other coefficients; without NorMuon's second moment the directions agree."""
     torch.manual_seed(3)
     g = torch.randn(16, 32)
     theirs = nn.Parameter(torch.zeros(16, 32))
@@ -223,11 +223,11 @@ def test_shards_are_equal_and_cover_every_parameter_once(sizes, ranks, rank):
     assert len(bucket.param_data) == ranks * bucket.shard_numel and bucket.shard_numel % bucket.SHARD_ALIGNMENT == 0
     assert bucket.param_shard.data_ptr() == bucket.param_data.data_ptr() + at * bucket.shard_numel * 4
     taken = torch.zeros(len(bucket.param_data))
-    for place, p, old in zip(bucket.params, params, before):
+    for slot, p, old in zip(bucket.slots, params, before):
         assert torch.equal(p, old), "values do not change when a parameter moves into its bucket"
-        assert p.data_ptr() == bucket.param_data.data_ptr() + place.offset * 4
-        assert place.grad.data_ptr() == bucket.grad_data.data_ptr() + place.offset * 4
-        taken[place.offset:place.offset + p.numel()] += 1
+        assert p.data_ptr() == bucket.param_data.data_ptr() + slot.offset * 4
+        assert slot.grad.data_ptr() == bucket.grad_data.data_ptr() + slot.offset * 4
+        taken[slot.offset:slot.offset + p.numel()] += 1
     assert taken.max() == 1 and taken.sum() == sum(sizes)
 
 
@@ -241,7 +241,7 @@ def test_a_matrix_lies_whole_on_one_rank(count, ranks):
         assert bucket.param_shard.shape == (-(-count // ranks), 3, 7)
         assert bucket.units == count
         seen += [m.unique().item() for m in bucket.param_shard]
-    assert [x for x in seen if x] == [i + 1 for i in range(count)], "padding is zero, and comes last"
+    assert [x for x in seen if x] == [i + 1 for i in range(count)], "padding is zero and last"
 
 
 def test_each_matrix_has_its_own_scale_on_whatever_rank_it_lies():
@@ -256,22 +256,22 @@ def test_each_matrix_has_its_own_scale_on_whatever_rank_it_lies():
 def test_buckets_fill_from_the_last_layer_and_keep_kinds_apart(tiny):
     config = dataclasses.replace(tiny, dtype="bfloat16")
     model = train_gpt.build_model(config, train_gpt.Encoding(64, BOS))
-    specs = train_gpt.assign(model, train_gpt.assignments(config))
+    specs = train_gpt.specs_of(config, model)
     sizes = {}
     for limit in (0, 20_000, 1e12):
         buckets = train_gpt.fill_buckets(specs, limit, 0, 2)
-        names = [place.name for bucket in buckets for place in bucket.params]
+        names = [slot.name for bucket in buckets for slot in bucket.slots]
         assert sorted(names) == sorted(name for name, _ in model.named_parameters())
         for bucket in buckets:
-            assert len({place.param.dtype for place in bucket.params}) == 1
-            layers = [int(place.name.split(".")[1]) for place in bucket.params if place.name.startswith("blocks")]
+            assert len({slot.param.dtype for slot in bucket.slots}) == 1
+            layers = [int(slot.name.split(".")[1]) for slot in bucket.slots if slot.name.startswith("blocks")]
             assert layers == sorted(layers, reverse=True)
         sizes[limit] = len(buckets)
     assert sizes[0] == len(specs) > sizes[20_000] > sizes[1e12]
     late = [spec._replace(first_step=3) if spec.name == "scalars" else spec for spec in specs]
-    assert len(train_gpt.fill_buckets(late, 1e12, 0, 2)) == sizes[1e12], "scalars are alone of their dtype and rate in any case"
+    assert len(train_gpt.fill_buckets(late, 1e12, 0, 2)) == sizes[1e12], "scalars have their own dtype and learning rate in any case"
     late = [spec._replace(first_step=3) if spec.name == "value_embeds.0.weight" else spec for spec in specs]
-    assert len(train_gpt.fill_buckets(late, 1e12, 0, 2)) == sizes[1e12] + 1, "what begins at another step has its own bucket"
+    assert len(train_gpt.fill_buckets(late, 1e12, 0, 2)) == sizes[1e12] + 1, "another first step needs another bucket"
 
 
 @pytest.mark.parametrize("factor", [1.0, 1 / 3])
@@ -283,14 +283,14 @@ def test_fp32_gradients_of_bf16_parameters_lose_no_bits(factor):
         bucket = bucket_of({"p": p}, grad_dtype=dtype)
         for g in grads:
             p.grad = g.clone()
-            bucket.add(bucket.params[0], factor)
+            bucket.add_grad(bucket.slots[0], factor)
         assert bucket.grad_data.dtype == dtype
-        errors[dtype] = (bucket.params[0].grad.double() - factor * grads.double().sum(0)).abs().max().item()
+        errors[dtype] = (bucket.slots[0].grad.double() - factor * grads.double().sum(0)).abs().max().item()
     assert errors[torch.float32] < 1e-4 < 0.01 < errors[torch.bfloat16]
 
 
 def test_a_gradient_goes_into_its_place_in_one_pass():
-    """Of the same dtype and of a narrower one, the first and the next: one operation, and not rounded to bf16 on its way."""
+    """First and later gradients, of the same or a narrower dtype, take one operator and are not rounded to bf16."""
     for dtype in (torch.float32, torch.bfloat16):
         p = nn.Parameter(torch.zeros(64, dtype=dtype))
         bucket = bucket_of({"p": p}, grad_dtype=torch.float32)
@@ -300,14 +300,14 @@ def test_a_gradient_goes_into_its_place_in_one_pass():
         for g in grads[:2]:
             p.grad = g.clone()
             with Operations() as operations:
-                bucket.add(bucket.params[0], 1 / 3)
+                bucket.add_grad(bucket.slots[0], 1 / 3)
             names += operations.names
         assert names == ["mul", "add_"]
-        assert (bucket.params[0].grad.double() - sum(g.double() for g in grads[:2]) / 3).abs().max() < 1e-6
+        assert (bucket.slots[0].grad.double() - sum(g.double() for g in grads[:2]) / 3).abs().max() < 1e-6
 
 
 def test_adam_of_bf16_computes_in_float32_and_rounds_once():
-    """Moments have their parameter's dtype."""
+    """The moments have the parameter's dtype."""
     draw = torch.Generator().manual_seed(0)
     p, g = (torch.randn(500, generator=draw).bfloat16() for _ in range(2))
     state, kept = ONCE.init_state(p), g.clone()
@@ -324,7 +324,7 @@ def test_adam_of_bf16_computes_in_float32_and_rounds_once():
 
 
 def test_float32_moments_of_a_bf16_parameter_lose_no_bits():
-    """Beside float64's, given the same gradients; the parameter's own dtype would lose them."""
+    """Compared with float64 on the same gradients. Moments in the parameter's dtype would lose bits."""
     draw, errors = torch.Generator().manual_seed(0), {}
     grads = torch.randn(9, 500, generator=draw).bfloat16()
     for fp32 in (False, True):
@@ -349,7 +349,7 @@ def test_gradients_are_averaged_over_micro_batches_and_nothing_stays_behind():
         (twin((1 + i) * x).square().sum() / 3).backward()
     for (name, p), q in zip(model.named_parameters(), twin.parameters()):
         assert p.grad is None
-        assert torch.allclose(place_of(optimizer, name).grad, 0.5 * q.grad, rtol=1e-5, atol=1e-6)
+        assert torch.allclose(slot_of(optimizer, name).grad, 0.5 * q.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_a_transposed_gradient_lands_right():
@@ -358,14 +358,14 @@ def test_a_transposed_gradient_lands_right():
     g = torch.randn(5, 3)
     for _ in range(2):
         p.grad = g.T
-        bucket.add(bucket.params[0], 1.0)
-    assert torch.equal(bucket.params[0].grad, 2 * g.T)
+        bucket.add_grad(bucket.slots[0], 1.0)
+    assert torch.equal(bucket.slots[0].grad, 2 * g.T)
 
 
 def test_memory_is_that_of_parameters_gradients_and_a_share_of_the_state(tiny):
     for ranks in (1, 2, 4):
         model = train_gpt.build_model(tiny, train_gpt.Encoding(64, BOS))
-        specs = train_gpt.assign(model, train_gpt.assignments(tiny))
+        specs = train_gpt.specs_of(tiny, model)
         numel = sum(p.numel() for p in model.parameters())
         buckets = train_gpt.fill_buckets(specs, 1e12, 0, ranks)
         held = sum(bucket.param_data.numel() for bucket in buckets)
@@ -394,8 +394,8 @@ def test_launches_happen_in_backward_and_waits_after_it():
     assert [event[2] for event in after if event[:2] == ("wait", "reduce")] == order
     assert sum(event[:2] == ("wait", "gather") for event in after) == len(optimizer.buckets)
     in_turn = [event[:2] for event in after][:2 * len(optimizer.buckets)]
-    assert in_turn == [("wait", "reduce"), ("start", "gather")] * len(optimizer.buckets), "each is waited for just before its use"
-    last_layer = {bucket.grad_data.data_ptr() for bucket in optimizer.buckets if bucket.params[0].name.startswith("4.")}
+    assert in_turn == [("wait", "reduce"), ("start", "gather")] * len(optimizer.buckets), "each bucket is waited for just before its update"
+    last_layer = {bucket.grad_data.data_ptr() for bucket in optimizer.buckets if bucket.slots[0].name.startswith("4.")}
     assert order[0] in last_layer
 
 
@@ -434,7 +434,7 @@ def test_a_tied_parameter_is_ready_once_after_all_its_uses():
 
 
 def test_hook_sees_the_final_gradient():
-    """A user's own register_hook changes the gradient before it is accumulated; the bucket must hold the changed one."""
+    """A user's register_hook changes the gradient before it is accumulated; the bucket must hold the changed one."""
     model, twin = chain((3, 3)), chain((3, 3))
     model[0].weight.register_hook(lambda g: 3 * g)
     optimizer = optimizer_of(model)
@@ -442,14 +442,14 @@ def test_hook_sees_the_final_gradient():
     optimizer.prepare_for_backward(0)
     model(x).sum().backward()
     twin(x).sum().backward()
-    assert torch.allclose(place_of(optimizer, "0.weight").grad, 3 * twin[0].weight.grad)
+    assert torch.allclose(slot_of(optimizer, "0.weight").grad, 3 * twin[0].weight.grad)
 
 
 def test_building_twice_fires_once_and_hooks_can_be_removed():
-    """Also where the first optimizer leaves later: it takes no hooks of the second."""
+    """Removing the first optimizer's hooks later keeps those of the second."""
     model = chain()
     first, second = optimizer_of(model), optimizer_of(model)
-    steps_of(model, second, 1, True)  # hooks of the first would find a backward that was not prepared
+    steps_of(model, second, 1, True)  # the first optimizer's hooks would raise: its backward was not prepared
     first.remove_hooks()
     steps_of(model, second, 1, False)
     assert second.buckets[0].updates == 2
@@ -487,22 +487,9 @@ def test_a_step_before_backward_or_a_backward_before_the_step_is_an_error(sync):
         optimizer.step(FULL)
 
 
-def test_a_gradient_for_a_launched_bucket_is_an_error():
-    model = chain()
-    optimizer = optimizer_of(model)
-    x = torch.randn(2, 6)
-    for step in range(2):
-        optimizer.prepare_for_backward(step)
-        model(x).sum().backward()
-        if not step:
-            optimizer.step(FULL)
-    with pytest.raises(train_gpt.RunError, match="after its bucket .* was launched"):
-        model(x).sum().backward()
-
-
 @pytest.mark.parametrize("micro_batch", [0, 1])
 def test_a_parameter_ready_twice_is_an_error_with_its_name(micro_batch):
-    """In every micro-batch: two backwards for one would weigh twice."""
+    """In every micro-batch: two backwards in one micro-batch would count twice."""
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     optimizer = train_gpt.DistributedOptimizer([bucket_of({"a": a, "b": b})], train_gpt.Comm())
     for i in range(micro_batch + 1):
@@ -529,14 +516,20 @@ def test_a_parameter_moved_out_of_its_bucket_is_found(break_it):
 
 def test_every_parameter_is_assigned_exactly_once(tiny):
     model = train_gpt.build_model(tiny, train_gpt.Encoding(64, BOS))
-    table = train_gpt.assignments(tiny)
-    assert len(train_gpt.assign(model, table)) == len(list(model.parameters()))
-    with pytest.raises(train_gpt.RunError, match="scalars: 0 lines"):
-        train_gpt.assign(model, [line for line in table if line.pattern != "scalars"])
-    with pytest.raises(train_gpt.RunError, match="scalars: 2 lines"):
-        train_gpt.assign(model, [*table, train_gpt.Assignment("scal*", table[0].rule)])
-    late = [line._replace(first_step=5, scale=2.0) if line.pattern == "lm_head.weight" else line for line in table]
-    assert {spec.name: (spec.first_step, spec.scale) for spec in train_gpt.assign(model, late)}["lm_head.weight"] == (5, 2.0)
+    assert [spec.name for spec in train_gpt.specs_of(tiny, model)] == [name for name, _ in model.named_parameters()]
+    model.scalars.kind = "mix"
+    with pytest.raises(train_gpt.RunError, match="scalars: PARAM_GROUPS has no row for kind 'mix'; .* embed, .*mlp_proj"):
+        train_gpt.specs_of(tiny, model)
+
+
+def test_every_parameter_is_matched_by_one_line_of_a_table():
+    table = [train_gpt.Assignment("*.bias", ONCE), train_gpt.Assignment("*.weight", TALL, scale=2.0, first_step=5)]
+    specs = {spec.name: spec for spec in train_gpt.assign(chain(), table)}
+    assert len(specs) == 6 and specs["0.weight"].first_step == 5 and specs["0.weight"].scale == 2.0
+    with pytest.raises(train_gpt.RunError, match="0.weight: 0 lines .*add a line"):
+        train_gpt.assign(chain(), table[:1])
+    with pytest.raises(train_gpt.RunError, match=r"0.weight: 2 lines .*\(\*.weight, 0.\*\).* narrow"):
+        train_gpt.assign(chain(), [*table, train_gpt.Assignment("0.*", ONCE)])
 
 
 @pytest.mark.parametrize("other,says", [({"dtype": torch.bfloat16}, "torch.bfloat16 on cpu"), ({"device": "meta"}, "torch.float32 on meta")])
@@ -549,7 +542,7 @@ def test_a_bucket_of_two_dtypes_or_devices_is_refused(other, says):
 
 
 def steps_of(model, optimizer, steps, prepared):
-    """Three backwards a step, whose sum counts; the engine's own way or torch's."""
+    """Run three summed backwards per step, prepared or in the manner of a torch optimizer."""
     for step in range(steps):
         for i in range(3):
             loss = model(torch.full((2, 6), 1.0 + step + i)).square().sum()
@@ -568,15 +561,15 @@ def torch_s_way(comm, every, prepared):
     model = chain()
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(1 + comm.rank)  # rank 0's are everyone's
-    optimizer = optimizer_of(model, comm, rule=Descent(every=every))  # which sees the scale of a gradient
+            p.mul_(1 + comm.rank)  # the optimizer broadcasts rank 0's
+    optimizer = optimizer_of(model, comm, rule=Descent(every=every))  # depends on the scale of gradients
     steps_of(model, optimizer, 5, prepared)
     return list(model.parameters()), optimizer.buckets[0].updates
 
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_backward_and_step_alone_are_the_same_training(on_ranks, every):
-    """zero_grad after step leaves what a rule still sums, and no_sync sends nothing but adds."""
+    """zero_grad after step keeps gradients that a rule still sums; no_sync accumulates and sends nothing."""
     for (ours, updates), (plain, _) in zip(on_ranks(2, torch_s_way, every, False), on_ranks(2, torch_s_way, every, True)):
         assert updates == 5 // every
         assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) and not torch.equal(a, first)
@@ -584,7 +577,7 @@ def test_backward_and_step_alone_are_the_same_training(on_ranks, every):
 
 
 def test_schedulers_and_learning_rates_work_on_the_groups():
-    """torch's scheduler gives what the plan's factor gives; a group that is set to 0 stands still."""
+    """A torch scheduler equals the plan's factor; a group with lr 0 does not change."""
     trained = []
     for scheduled in (True, False):
         model = chain()
@@ -605,27 +598,17 @@ def test_schedulers_and_learning_rates_work_on_the_groups():
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
 
 
-def test_a_state_keeps_learning_rates_and_the_place_in_a_cycle():
-    rule, (first, second) = dataclasses.replace(ONCE, every=2), (chain(), chain(seed=1))
-    whole, half = optimizer_of(first, rule=rule), optimizer_of(second, rule=rule)
+@pytest.mark.parametrize("invariant,steps", [(False, 2), (True, 3)])
+def test_a_state_keeps_learning_rates_and_the_step_within_a_cycle(invariant, steps):
+    rule, models = dataclasses.replace(ONCE, every=2), [chain(seed=seed) for seed in range(2)]
+    whole, half = (optimizer_of(model, rule=rule, world_size_invariant=invariant) for model in models)
     whole.param_groups[0]["lr"] = 0.5
-    steps_of(first, whole, 2, False)
-    steps_of(second, half, 1, False)  # of which nothing may be left
+    steps_of(models[0], whole, steps, False)
+    steps_of(models[1], half, 1, False)  # load_state_dict must drop it
     half.load_state_dict(whole.state_dict())
     assert half.param_groups[0]["lr"] == 0.5
-    for model, optimizer in ((first, whole), (second, half)):
-        steps_of(model, optimizer, 2, False)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters()))
-    assert whole.buckets[0].updates == half.buckets[0].updates == 2
-
-
-def test_an_exact_state_in_the_midst_of_a_cycle_knows_its_step():
-    models = [chain(seed=seed) for seed in range(2)]
-    whole, half = (optimizer_of(model, rule=dataclasses.replace(ONCE, every=2), world_size_invariant=True) for model in models)
-    steps_of(models[0], whole, 3, False)
-    half.load_state_dict(whole.state_dict())
     for model, optimizer in zip(models, (whole, half)):
-        steps_of(model, optimizer, 1, False)
+        steps_of(model, optimizer, 4 - steps, False)
         assert optimizer.buckets[0].updates == 2
     assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models)))
 
@@ -637,7 +620,7 @@ def test_a_model_with_its_hooks_can_be_saved_whole(tmp_path):
     torch.save(model, tmp_path / "model.pt")
     for again in (torch.load(tmp_path / "model.pt", weights_only=False), copy.deepcopy(model)):
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters()))
-        again(torch.ones(2, 6)).sum().backward()  # no hook of the other's
+        again(torch.ones(2, 6)).sum().backward()  # without the original's hooks
         assert all(p.grad is not None for p in again.parameters())
 
 
@@ -658,11 +641,11 @@ def test_zero_grad_in_place_of_step_drops_a_batch():
 
 
 class Zoo(nn.Module):
-    """A parameter of each kind that researchers bring."""
+    """A model with common kinds of parameters."""
 
     def __init__(self, tied=False):
         super().__init__()
-        self.embed, self.place = nn.Embedding(20, 8), nn.Parameter(torch.randn(1, 5, 8))
+        self.embed, self.position = nn.Embedding(20, 8), nn.Parameter(torch.randn(1, 5, 8))
         self.gru, self.attention, self.norm = nn.GRU(8, 6), nn.MultiheadAttention(8, 2), nn.LayerNorm(8)
         self.conv, self.mix = nn.Conv1d(8, 4, 3), nn.Linear(6, 8)
         self.head = nn.Linear(8, 20, bias=False)
@@ -682,7 +665,7 @@ def test_parameters_of_any_model_have_a_rule_by_default():
 
 
 def test_fused_matrices_are_updated_each_by_itself():
-    """A [3d, d] with its unit is updated as its three parts alone; as one it would be another update."""
+    """A [3d, d] parameter with a unit is updated like its three parts. As one matrix it would be updated otherwise."""
     fused, grad = torch.randn(12, 4), torch.randn(12, 4)
     results = []
     for parts, unit in (([fused], (4, 4)), (fused.split(4), None), ([fused], (12, 4))):
@@ -713,13 +696,13 @@ def used(optimizer, model, *calls):
 
 
 @pytest.mark.parametrize("table,calls,says", [
-    ((), (), r"qkv.weight \[12, 4\] may be three matrices .* unit=\(4, 4\); or, if it is one, unit=\(12, 4\)"),
-    ([SPLIT, train_gpt.Assignment("norm.*", MUON)], (), r"NorMuon updates matrices, and norm.weight has shape \(12,\).* Adam"),
-    ([SPLIT._replace(unit=(5, 4))], (), r"qkv.weight has shape \(12, 4\), in units of \(5, 4\)"),
+    ((), (), r"qkv.weight \[12, 4\] may hold three matrices.* unit=\(4, 4\); if it is one matrix, unit=\(12, 4\)"),
+    ([SPLIT, train_gpt.Assignment("norm.*", MUON)], (), r"norm.weight has shape \(12,\).* NorMuon updates whole matrices.* Adam"),
+    ([SPLIT._replace(unit=(5, 4))], (), r"qkv.weight has shape \(12, 4\) and unit \(5, 4\)"),
     ([SPLIT, train_gpt.Assignment("*", train_gpt.Adam())], (), r"qkv.weight: 2 lines .*\(qkv.weight, \*\).* narrow the pattern"),
-    ([SPLIT._replace(pattern="blocks.*")], (), r"blocks.\*: no parameter that learns has such a name"),
-    ([SPLIT], ["step"], r"step\(\) after 0 .* after the last backward"),
-    ([SPLIT], ["backward", "step", "step"], r"step\(\) after 0 "),
+    ([SPLIT._replace(pattern="blocks.*")], (), r"blocks.\* matches no parameter that is not frozen"),
+    ([SPLIT], ["step"], r"step\(\) was called after 0 .* after the last backward"),
+    ([SPLIT], ["backward", "step", "step"], r"step\(\) was called after 0 "),
     ([SPLIT], ["backward", "backward"], r"twice in one backward; .*no_sync\(\)"),
     ([SPLIT], ["backward", "step", "backward", "backward"], r"launched; call step\(\) .* no_sync\(\)")], ids=str)
 def test_a_wrong_use_is_answered_with_the_cure(table, calls, says):
@@ -731,7 +714,7 @@ def test_a_wrong_use_is_answered_with_the_cure(table, calls, says):
 
 @pytest.mark.parametrize("arguments,says", [
     (lambda model: [model.parameters()], "got a generator; give it the model itself"),
-    (lambda model: [nn.ReLU()], "no parameter of this model learns; set requires_grad"),
+    (lambda model: [nn.ReLU()], "every parameter of this model is frozen; set requires_grad"),
     (lambda model: [model, [train_gpt.Assignment("*", train_gpt.Adam)]], r"the class Adam; write Adam\(\)")])
 def test_what_is_no_model_and_no_rule_is_named(arguments, says):
     with pytest.raises(train_gpt.RunError, match=says):
@@ -739,16 +722,16 @@ def test_what_is_no_model_and_no_rule_is_named(arguments, says):
 
 
 def test_an_optimizer_of_a_model_that_computes_nothing():
-    """On one rank nothing has to come back from the device: sizes can be seen before memory is taken."""
+    """One rank needs no values from the device, so `meta` shows sizes before memory is allocated."""
     with torch.device("meta"):
         model = torch.nn.Linear(8, 4)
     optimizer = train_gpt.make_optimizer(model)
-    assert sum(len(bucket.params) for bucket in optimizer.buckets) == 2
+    assert sum(len(bucket.slots) for bucket in optimizer.buckets) == 2
 
 
 def test_a_closure_is_refused_before_anything_is_updated():
     optimizer = train_gpt.make_optimizer(Fused(), [SPLIT])
-    with pytest.raises(train_gpt.RunError, match=r"no closure; call backward\(\) before it"):
+    with pytest.raises(train_gpt.RunError, match=r"does not take a closure; call backward\(\) before it"):
         optimizer.step(lambda: None)
 
 
@@ -763,7 +746,7 @@ def test_a_step_whose_backwards_all_were_in_no_sync_is_an_error():
 
 @dataclasses.dataclass(frozen=True)
 class Keeps(Descent):
-    """Keeps a tensor of some name and shape."""
+    """Keeps a state tensor with any name and shape."""
 
     key: str = "kept"
     shape: tuple | None = None
@@ -773,17 +756,17 @@ class Keeps(Descent):
 
 
 @pytest.mark.parametrize("rule, scale, says", [
-    *((Keeps(key=key), 1.0, f"gives '{key}'.* under a name other than updates, pending, average, lr, step") for key in train_gpt.Bucket.RESERVED),
-    (Keeps(shape=()), 1.0, r"gives 'kept' \[\]; its shard has 64 units"),
-    (Keeps(), 3.0, "p: its rule, Keeps, is of no matrices, and knows no scale"),
-    (dataclasses.make_dataclass("Thawed", [("lr", float, 1.0)])(), 1.0, "its rule Thawed is none; write a frozen dataclass"),
-    (types.SimpleNamespace(lr=1.0), 1.0, "its rule SimpleNamespace is none; write a frozen dataclass with lr, every, unit, init_state")], ids=str)
+    *((Keeps(key=key), 1.0, f"returned '{key}'.* a name other than updates, pending, lr, step") for key in train_gpt.Bucket.RESERVED),
+    (Keeps(shape=()), 1.0, r"returned 'kept' \[\]; each tensor needs 64 entries"),
+    (Keeps(), 3.0, "p: its scale is not 1, but Keeps does not update matrices"),
+    (dataclasses.make_dataclass("Thawed", [("lr", float, 1.0)])(), 1.0, "p: Thawed is not an update rule; write a frozen dataclass"),
+    (types.SimpleNamespace(lr=1.0), 1.0, "SimpleNamespace is not an update rule; write a frozen dataclass with lr, every, unit, init_state")], ids=str)
 def test_a_rule_that_cannot_be_one_is_refused(rule, scale, says):
     with pytest.raises(train_gpt.RunError, match=says):
         train_gpt.fill_buckets([train_gpt.ParamSpec("p", nn.Parameter(torch.zeros(5)), rule, scale=scale)], 0.0, 0, 1)
 
 
-def test_exact_mode_counts_the_gradients_in_no_sync_too():
+def test_invariant_mode_counts_the_gradients_in_no_sync():
     model = Fused()
     optimizer = train_gpt.make_optimizer(model, [SPLIT], settings=train_gpt.SyncSettings(world_size_invariant=True))
     with optimizer.no_sync():
@@ -792,11 +775,11 @@ def test_exact_mode_counts_the_gradients_in_no_sync_too():
         used(optimizer, model, "backward", "step")
 
 
-def every_second_step(comm, exact):
-    """Adam's parameter after each of four steps of two micro-batches; each rank has gradients of its own."""
+def every_second_step(comm, invariant):
+    """Run four steps of two micro-batches, with different gradients on each rank -> Adam's parameter after each step."""
     p = nn.Parameter(torch.zeros(5, dtype=torch.float64))
     rule = train_gpt.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=0.3, every=2)
-    optimizer = optimizer_of(nn.ParameterDict({"p": p}), comm, rule=rule, world_size_invariant=exact)
+    optimizer = optimizer_of(nn.ParameterDict({"p": p}), comm, rule=rule, world_size_invariant=invariant)
     after = []
     for step in range(4):
         for i in range(2):
@@ -811,17 +794,17 @@ def gradient_of(step, micro_batch):
     return torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + micro_batch))
 
 
-@pytest.mark.parametrize("world_size_invariant", [False, True])
+@pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_adam_updates_every_second_step_on_the_sum_of_both(on_ranks, ranks, exact):
-    """eps is near the gradients' size, so that Adam sees their scale: of the mean over micro-batches, and the sum of steps."""
+def test_adam_updates_every_second_step_on_the_sum_of_both(on_ranks, ranks, invariant):
+    """The mean over micro-batches, summed over steps. eps is near the gradients' size, so that Adam depends on their scale."""
     plain = reference.Adam(torch.zeros(5, dtype=torch.float64))
     expected, grads = [], [sum(gradient_of(step, i) for i in range(2 * ranks)) / (2 * ranks) for step in range(4)]
     for step in range(4):
         if step % 2:
             plain.step(grads[step - 1] + grads[step], lr=0.007, eps=0.3)
         expected.append(plain.p)
-    for after in on_ranks(ranks, every_second_step, exact):
+    for after in on_ranks(ranks, every_second_step, invariant):
         for ours, theirs in zip(after, expected):
             assert torch.allclose(ours, theirs, rtol=1e-12, atol=0)
 
@@ -829,11 +812,11 @@ def test_adam_updates_every_second_step_on_the_sum_of_both(on_ranks, ranks, exac
 # ranks
 
 
-def train_steps(comm, flags, steps, batches, grad_scale=1.0):
-    """A few steps of the tiny record on this rank's part of each batch -> losses, the state's hash, parameters, launch order."""
+def train_steps(comm, flags, steps, batches):
+    """Train the tiny record on this rank's part of each batch -> losses, state hash, parameters, launch order."""
     config = dataclasses.replace(train_gpt.Config(**TINY), **flags)
     model = train_gpt.build_model(config, train_gpt.Encoding(64, BOS))
-    optimizer = train_gpt.build_optimizer(config, model, comm, grad_scale=grad_scale)
+    optimizer = train_gpt.build_optimizer(config, model, comm)
     losses = []
     for step in range(steps):
         losses += one_step(optimizer, model, train_gpt.plan_of(config, step), batches[step].chunk(comm.ranks)[comm.rank])
@@ -844,12 +827,12 @@ def train_steps(comm, flags, steps, batches, grad_scale=1.0):
 
 def one_step(optimizer, model, plan, micro_batches):
     losses = []
-    model.rotary.follow(plan.rotary_windows)
+    model.apply_schedule(plan.rotary_windows, plan.tied)
     for i, micro_batch in enumerate(micro_batches):
-        loss = model(micro_batch[:-1], micro_batch[1:], plan.windows)
-        optimizer.prepare_for_backward(plan.step, i, len(micro_batches), loss)
-        loss.backward()
-        losses.append(loss.item())
+        objective, cross_entropy = model(micro_batch[:-1], micro_batch[1:], plan.windows)
+        optimizer.prepare_for_backward(plan.step, i, len(micro_batches), objective)
+        objective.backward()
+        losses.append(cross_entropy.item())
     optimizer.step(plan)
     return losses
 
@@ -884,7 +867,7 @@ def test_no_setting_changes_a_byte(on_ranks, batches):
 
 
 def test_flags_of_the_config_reach_the_engine(batches):
-    """bf16 parameters; what each flag changes is in the bytes."""
+    """With bf16 parameters. Each flag that changes the computation changes the bytes."""
     bf16, few = {"dtype": "bfloat16"}, batches[:, :4]
     plain, wide = (train_steps(train_gpt.Comm(), {**bf16, **flags}, 2, few) for flags in ({}, {"grad_reduce_in_fp32": True}))
     assert plain[1] != wide[1] and plain[0] == pytest.approx(wide[0], rel=1e-2)
@@ -892,11 +875,11 @@ def test_flags_of_the_config_reach_the_engine(batches):
     plain = train_steps(train_gpt.Comm(), {}, 2, few)
     assert train_steps(train_gpt.Comm(), {}, 2, few)[1] == plain[1]
     assert train_steps(train_gpt.Comm(), {"clip_norm": 1e-3}, 2, few)[1] != plain[1]
-    assert train_steps(train_gpt.Comm(), {}, 2, few, grad_scale=3.0)[1] != plain[1]
+    assert train_steps(train_gpt.Comm(), {"micro_batch_splits": 2}, 2, few)[1] != plain[1]
 
 
 def test_two_steps_are_the_reference_s(batches):
-    """Of the tiny record from gradients in float64: NorMuon on step 0; Adam on step 1, with both steps' gradients."""
+    """Compared with float64 gradients: NorMuon in step 0; Adam in step 1, on both steps' gradients."""
     config = train_gpt.Config(**TINY)
     model = train_gpt.build_model(config, train_gpt.Encoding(64, BOS))
     with torch.no_grad():
@@ -916,19 +899,19 @@ def test_two_steps_are_the_reference_s(batches):
                 plain = reference.NorMuon(before[name].detach(), 4 if "qkvo" in name else 1, 2.0 if "fc" in name else 1.0)
                 plain.step(before[name].grad, momentum=config.muon_momentum_low)
                 assert (p[name] - plain.p).norm() <= 1e-4 * plain.p.norm(), name
-            assert torch.equal(p["embed.weight"].double(), before["embed.weight"]), "Adam waits for its second step"
+            assert torch.equal(p["embed.weight"].double(), before["embed.weight"]), "Adam updates in its second step"
         for name in sums:
             sums[name] += before[name].grad
     for name, multiplier in (("embed.weight", 75), ("value_embeds.1.weight", 75), ("lm_head.weight", 1), ("scalars", 5)):
         twin = reference.Adam(before[name].detach())
         twin.step(sums[name], lr=0.008 * multiplier)
         p = dict(model.named_parameters())[name].detach().double()
-        sure = sums[name].abs() > 1e-5 * sums[name].abs().max()  # near zero the sign of a gradient is rounding
+        sure = sums[name].abs() > 1e-5 * sums[name].abs().max()  # near zero the sign is rounding error
         assert (p - twin.p)[sure].norm() <= 1e-4 * twin.p[sure].norm(), name
 
 
 class Buffered(nn.Module):
-    """With a frozen parameter and buffers of several dtypes, which differ with the seed."""
+    """Has a frozen parameter and buffers of several dtypes that depend on the seed."""
 
     def __init__(self, seed):
         super().__init__()
@@ -942,7 +925,7 @@ class Buffered(nn.Module):
 
 def of_another_seed(comm):
     model = Buffered(seed=comm.rank)
-    optimizer_of(model.layer, comm)  # what knows no model sees to its parameters alone
+    optimizer_of(model.layer, comm)  # without the model it broadcasts its own parameters only
     alone = model.frozen.detach().clone()
     specs = [train_gpt.ParamSpec(n, p, ONCE) for n, p in model.named_parameters() if p.requires_grad]
     train_gpt.DistributedOptimizer(train_gpt.fill_buckets(specs, 0, comm.rank, comm.ranks), comm, model=model)
@@ -965,11 +948,11 @@ def other_counts(comm):
     optimizer.step(FULL)
 
 
-DIFFERENCES = {  # what rank 1 has otherwise, and how the error names it
+DIFFERENCES = {  # name: (how rank 1 differs, the error)
     "widths": (lambda comm: optimizer_of(chain((6, 5, 7 + comm.rank, 4)), comm), r"bucket .*4, 8\b.* 4, 7\b"),
     "names": (lambda comm: optimizer_of(nn.ParameterDict({"ba"[comm.rank]: nn.Parameter(torch.zeros(4))}), comm), "bucket .*a.*b"),
-    "settings": (lambda comm: optimizer_of(chain(), comm, world_size_invariant=bool(comm.rank)), "exact True.*False"),
-    "scale": (lambda comm: optimizer_of(chain(), comm, grad_scale=1.0 + comm.rank), "scale of gradients 2.*1"),
+    "settings": (lambda comm: optimizer_of(chain(), comm, world_size_invariant=bool(comm.rank)), "world_size_invariant True.*False"),
+    "scale": (lambda comm: optimizer_of(chain(), comm, grad_scale=1.0 + comm.rank), "gradient scale 2.*1"),
     "rates": (lambda comm: optimizer_of(chain(), comm, rule=dataclasses.replace(ONCE, lr=0.1 + comm.rank)), "bucket .*lr=1.1.*lr=0.1"),
     "counts": (other_counts, "micro-batches.* differ: rank 1 .*3.* rank 0 .*2"),
 }
@@ -997,7 +980,7 @@ def nothing(comm):
     ([(0, 0, 2), (1, 0, 2)], "micro-batch 1 of step 0 is next"), ([(0, 1, 2)], "micro-batch 0 of step 0 is next"),
     ([(0, 0, 3), (0, 1, 3), "step"], "2 of 3"), ([(0, 0, 1), (0, 1, 2)], r"step\(\)")], ids=str)
 def test_micro_batches_are_counted(calls, says):
-    """A rank that runs one fewer, or one more, would weigh its own wrongly: an error where it happens."""
+    """With one micro-batch more or fewer the mean would be wrong; the error comes where it happens."""
     model = chain()
     optimizer = optimizer_of(model)
     with pytest.raises(train_gpt.RunError, match=says):
@@ -1017,7 +1000,7 @@ MIXED_SHAPES = {"table": (10, 7), "wide_0": (4, 12), "wide_1": (4, 12), "wide_2"
 
 
 def mixture(bucket_bytes, comm, **changes):
-    """An engine with parameters of every kind: of both rules, wide and tall, four matrices in one, in bf16."""
+    """Build an optimizer with both rules: wide, tall and fused matrices, a bf16 parameter."""
     torch.manual_seed(5)
     params = nn.ParameterDict({name: nn.Parameter(torch.randn(shape)) for name, shape in MIXED_SHAPES.items()})
     params["halved"] = nn.Parameter(params["halved"].detach().bfloat16())
@@ -1031,7 +1014,7 @@ def mixture(bucket_bytes, comm, **changes):
 
 
 def mixed_steps(optimizer, params, steps):
-    """Gradients that depend on step and micro-batch alone; each rank takes its part of four of them."""
+    """Train on gradients that depend on step and micro-batch only; each rank takes its part of four micro-batches."""
     comm = optimizer.comm
     share = 4 // comm.ranks
     for step in steps:
@@ -1051,7 +1034,7 @@ def mixed_run(comm, steps, bucket_bytes=0.0, state=None, **changes):
     return optimizer.state_dict(), optimizer.state_hash(), {name: p.detach().clone() for name, p in params.items()}
 
 
-def exact_run(comm, steps, bucket_bytes, state=None):
+def invariant_run(comm, steps, bucket_bytes, state=None):
     return mixed_run(comm, steps, bucket_bytes, state, world_size_invariant=True)
 
 
@@ -1065,10 +1048,10 @@ LAYOUTS = [(1, 300.0), (1, 1e9), (2, 0.0), (2, 300.0), (4, 0.0), (4, 1e9)]
 
 
 def test_state_is_the_same_at_any_number_of_ranks_and_bucket_size(on_ranks):
-    """In exact mode to the byte; after three steps, within a cycle of Adam's, so that its first step's sum is state too."""
-    state, state_hash, parameters = on_ranks(1, exact_run, range(3), 0.0)[0]
+    """World-size-invariant: the same bytes, also after three steps, when the first half of an Adam cycle is state."""
+    state, state_hash, parameters = on_ranks(1, invariant_run, range(3), 0.0)[0]
     for ranks, bucket_bytes in LAYOUTS:
-        for theirs, their_hash, _ in on_ranks(ranks, exact_run, range(3), bucket_bytes):
+        for theirs, their_hash, _ in on_ranks(ranks, invariant_run, range(3), bucket_bytes):
             assert_same_state(theirs, state)
             assert their_hash == state_hash
     for name, shape in MIXED_SHAPES.items():
@@ -1082,20 +1065,20 @@ def test_state_is_the_same_at_any_number_of_ranks_and_bucket_size(on_ranks):
 
 
 def test_load_is_the_inverse_of_state_at_other_ranks_and_bucket_sizes(on_ranks):
-    """From the middle of an Adam cycle on, at other ranks and sizes than those that saved it, to the uninterrupted end."""
-    states = {layout: on_ranks(layout[0], exact_run, range(3), layout[1])[0][0] for layout in LAYOUTS[::2]}
-    whole = on_ranks(1, exact_run, range(6), 0.0)[0]
+    """Loading within an Adam cycle, at other ranks and bucket sizes, reaches the uninterrupted end."""
+    states = {layout: on_ranks(layout[0], invariant_run, range(3), layout[1])[0][0] for layout in LAYOUTS[::2]}
+    whole = on_ranks(1, invariant_run, range(6), 0.0)[0]
     for (saved_at, state), (ranks, bucket_bytes) in zip(states.items(), LAYOUTS[1::2][1:] + LAYOUTS[1::2][:1]):
         assert saved_at != (ranks, bucket_bytes)
-        for same, _, _ in on_ranks(ranks, exact_run, (), bucket_bytes, state):
+        for same, _, _ in on_ranks(ranks, invariant_run, (), bucket_bytes, state):
             assert_same_state(same, state)
-        for end, end_hash, parameters in on_ranks(ranks, exact_run, range(3, 6), bucket_bytes, state):
+        for end, end_hash, parameters in on_ranks(ranks, invariant_run, range(3, 6), bucket_bytes, state):
             assert_same_state(end, whole[0])
             assert end_hash == whole[1] and all(torch.equal(p, whole[2][name]) for name, p in parameters.items())
 
 
 def test_a_state_between_updates_is_known_and_one_at_an_update_goes_on_to_the_byte():
-    """Without exact mode the first half of an Adam cycle is in no state; what is saved after the second goes on rightly."""
+    """By default no state holds the first half of an Adam cycle; a state after the second half resumes exactly."""
     comm = train_gpt.Comm()
     optimizer, params = mixture(300.0, comm)
     assert not optimizer.between_updates
@@ -1106,22 +1089,22 @@ def test_a_state_between_updates_is_known_and_one_at_an_update_goes_on_to_the_by
     end = mixed_run(comm, range(2, 4), 1e9, optimizer.state_dict())[0]
     mixed_steps(optimizer, params, [2, 3])
     assert_same_state(end, optimizer.state_dict())
-    exact, params = mixture(300.0, comm, world_size_invariant=True)
-    mixed_steps(exact, params, [0])
-    assert not exact.between_updates
+    invariant, params = mixture(300.0, comm, world_size_invariant=True)
+    mixed_steps(invariant, params, [0])
+    assert not invariant.between_updates
 
 
-def test_pending_sums_of_an_exact_run_count_once_in_one_that_is_not():
+def test_pending_sums_of_an_invariant_run_count_once_in_a_plain_run():
     comm = train_gpt.Comm()
     whole, state = mixed_run(comm, range(6))[0], mixed_run(comm, range(3), world_size_invariant=True)[0]
     for name, x in mixed_run(comm, range(3, 6), 0.0, state)[0].items():
         assert torch.allclose(x.float(), whole[name].float(), rtol=1e-4, atol=0.02 if name.startswith("halved") else 1e-5), name
 
 
-@pytest.mark.parametrize("world_size_invariant", [False, True])
-def test_state_put_back_after_warm_up_leaves_nothing_of_it(exact):
-    """Not a gradient of the first half of a cycle, nor what was on its way when a step failed or was never finished."""
-    optimizer, params = mixture(300.0, train_gpt.Comm(), check_grads=True, world_size_invariant=exact)
+@pytest.mark.parametrize("invariant", [False, True])
+def test_state_put_back_after_warm_up_leaves_nothing_of_it(invariant):
+    """Drops gradients of half a cycle, of a step that failed, and of a step that was not finished."""
+    optimizer, params = mixture(300.0, train_gpt.Comm(), check_grads=True, world_size_invariant=invariant)
     saved, fresh = optimizer.state_dict(), optimizer.state_hash()
     mixed_steps(optimizer, params, range(3))
     trained = optimizer.state_hash()
@@ -1163,7 +1146,7 @@ def test_a_state_that_does_not_fit_is_refused_by_name(spoil, says):
 
 
 def late_steps(comm, steps=range(4)):
-    """Three parameters of a bucket each, `late` from step 2 on -> launch orders, launches in backward, parameters."""
+    """Three buckets of one parameter, `late` from step 2 -> launch orders, launches in backward, error, parameters, updates."""
     params = nn.ParameterDict({name: nn.Parameter(torch.zeros(3, dtype=torch.float64)) for name in ("a", "b", "late")})
     specs = [train_gpt.ParamSpec(name, p, ONCE, first_step=2 if name == "late" else 0) for name, p in params.items()]
     buckets = train_gpt.fill_buckets(specs, 0, comm.rank, comm.ranks)
@@ -1181,14 +1164,14 @@ def late_steps(comm, steps=range(4)):
                 error, params["late"].grad = str(caught), None
         launches.append(optimizer.reducer.launches)
         optimizer.step(FULL)
-        orders.append([bucket.params[0].name for bucket in optimizer.reducer.launch_order])
+        orders.append([bucket.slots[0].name for bucket in optimizer.reducer.launch_order])
     updates = optimizer.state_dict()["late/updates"]
     return orders, launches, error, {name: p.detach().clone() for name, p in params.items()}, updates
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_parameter_may_begin_to_take_part_at_a_step(on_ranks, ranks):
-    """Before it a gradient is an error; from it on the order is learned anew, overlap goes on, and its t counts from one."""
+    """Before the step its gradient is an error. After it the order is learned again, launches overlap, and t starts at 1."""
     plain = {name: reference.Adam(torch.zeros(3, dtype=torch.float64)) for name in ("a", "late")}
     for step in range(4):
         for name in ("a", "late") if step >= 2 else ("a",):
@@ -1201,13 +1184,13 @@ def test_a_parameter_may_begin_to_take_part_at_a_step(on_ranks, ranks):
 
 
 def test_each_number_of_buckets_that_take_part_has_its_order(on_ranks):
-    """As a warm-up leaves it, which visits both kinds of step: none is learned again in the run."""
+    """After a warm-up with both kinds of step."""
     for _, launches, *_ in on_ranks(2, late_steps, (0, 2, 0, 1, 2, 3)):
         assert launches == [0, 0, 2, 2, 3, 3]
 
 
 def untied_steps(comm):
-    """A parameter that stands for two until step 3; then the second has a life of its own."""
+    """Tie two parameters until step 3."""
     torch.manual_seed(0)
     params = nn.ParameterDict({"embed": nn.Parameter(torch.randn(4, 5)), "head": nn.Parameter(torch.zeros(4, 5))})
     rule = train_gpt.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=0.1, every=1)
@@ -1242,7 +1225,7 @@ def test_a_tied_parameter_may_come_untied_at_a_step(on_ranks, ranks):
 def test_a_parameter_cannot_be_copied_between_updates():
     optimizer, params = mixture(0.0, train_gpt.Comm())
     mixed_steps(optimizer, params, [0])
-    with pytest.raises(train_gpt.RunError, match="wide_1 cannot begin.*wait for an update"):
+    with pytest.raises(train_gpt.RunError, match="wide_1 cannot be copied.*wait for an update"):
         optimizer.copy_parameter("wide_0", "wide_1")
     mixed_steps(optimizer, params, [1])
     optimizer.copy_parameter("wide_0", "wide_1")
@@ -1253,18 +1236,18 @@ def test_a_parameter_cannot_be_copied_between_updates():
 
 
 def test_buckets_too_small_for_the_ranks_are_told(tiny):
-    """A bucket per parameter on eight ranks: each is filled up to eight matrices."""
+    """One bucket per parameter on eight ranks is padded to eight matrices."""
     for ranks, bucket_bytes, told in ((8, 0, True), (1, 0, False), (8, 1e12, False)):
-        specs = train_gpt.assign(train_gpt.build_model(tiny, train_gpt.Encoding(64, BOS)), train_gpt.assignments(tiny))
+        specs = train_gpt.specs_of(tiny, train_gpt.build_model(tiny, train_gpt.Encoding(64, BOS)))
         buckets = train_gpt.fill_buckets(specs, bucket_bytes, 0, ranks)
         warned = train_gpt.warnings_of(tiny, types.SimpleNamespace(buckets=buckets, comm=types.SimpleNamespace(ranks=ranks)))
         assert bool(warned) == told
         if told:  # 10 qkvo of four, 22 of the MLPs, 10 gates, the smear gate
-            assert "orthogonalize 344 matrices where there are 73" in warned[0] and "--bucket_mb" in warned[0]
+            assert "orthogonalize 344 matrices, and the model has 73" in warned[0] and "--bucket_mb" in warned[0]
 
 
 def test_an_embedding_that_never_comes_untied_is_told(tiny):
     optimizer = types.SimpleNamespace(buckets=[], comm=train_gpt.Comm())
     for changes, told in ((dict(untie_at=0.5), False), (dict(untie_at=1.0), False), (dict(untie_at=0.67, adam_every=200), True)):
         warned = train_gpt.warnings_of(dataclasses.replace(tiny, **changes), optimizer)
-        assert bool(warned) == told and (not told or "untie_at 0.67 means step 200, behind an update of Adam's, and " in warned[0])
+        assert bool(warned) == told and (not told or "untie_at 0.67 means step 200, after an Adam update" in warned[0])

@@ -1,18 +1,21 @@
-"""Each part of a run beside its plain form: what is broken is caught, and what does without it is taken, by all ranks."""
+"""Preflight: a broken part is found, all ranks take the same fallback, and micro-batches fit the memory."""
 
 import dataclasses
+import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import train_gpt
-from test_run import flags, read_log, run_here
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "bench"))
+import preflight  # noqa: E402
+from conftest import TINY  # noqa: E402
 
 CPU = torch.device("cpu")
-
-
-class Said(list):
-    say = list.append
 
 
 def trainer_of(config, comm=None, **changes):
@@ -30,31 +33,31 @@ def failed(rows):
     return {row[0] for row in rows if row[-1] != "ok"}
 
 
-def test_what_is_whole_passes_and_leaves_no_trace(config):
-    trainer, said = trainer_of(config, ngrams="2:32:8"), Said()
-    before = trainer.state_hash()
-    rows, broken = train_gpt.preflight(trainer, said)
-    assert trainer.state_hash() == before and broken is None and not said
+def test_working_parts_pass_and_leave_no_trace(config):
+    trainer = trainer_of(config, ngrams="2:32:8")
+    before = train_gpt.state_hash(trainer)
+    rows, broken = preflight.check_parts(trainer)
+    assert train_gpt.state_hash(trainer) == before and broken is None
     assert [row[0] for row in rows[:5]] == ["attention", "block 3 M", "block 2 LM", "block 1 S0M", "head"]
     assert {row[0].split()[0] for row in rows[5:]} == {"Adam", "NorMuon", "load"} and not failed(rows)
     assert all(float(row[2]) <= float(row[3]) and float(row[4]) > 0 for row in rows)
     assert float(rows[0][2]) > 0, "attention was compared with itself"
-    train_gpt.preflight(trainer_of(config, ngrams="2:32:8", preflight="only"), said)
-    assert len(said) == 1 + len(rows) and said[0].split() == ["part", "how", "difference", "allowed", "ms", "verdict"]
+    lines = preflight.table(rows).split("\n")
+    assert len(lines) == 1 + len(rows) and lines[0].split() == ["part", "how", "difference", "allowed", "ms", "verdict"]
 
 
 def test_the_parts_of_frontier_pass(config):
     frontier = train_gpt.PRESETS["frontier"]
     changes = {name: getattr(frontier, name) for name in ("layers", "backout_layer", "value_gates", "skip_gates", "sublayer_scales",
                                                           "pairing", "key_offset", "ngram_mix", "muon_qk_heads")}
-    rows, _ = train_gpt.preflight(trainer_of(config, ngrams="2:32:8", num_heads=4, head_dim=8, **changes), Said())
+    rows, _ = preflight.check_parts(trainer_of(config, ngrams="2:32:8", num_heads=4, head_dim=8, **changes))
     assert {row[0].split()[2] for row in rows if row[0].startswith("block")} == {*frontier.layers.split()}
     assert len({row[0] for row in rows}) == len(rows)
     assert not failed(rows)
 
 
 def break_attention(monkeypatch):
-    """But for masks that reach as far as any window."""
+    """Break all masks except those that reach as far as any window."""
     whole = train_gpt.GPT.masks
     monkeypatch.setattr(train_gpt.GPT, "masks", lambda model, x, windows: whole(
         model, x, windows if model.reach else train_gpt.Windows(windows.long // 2, windows.short // 2)))
@@ -71,7 +74,7 @@ def break_kernel(monkeypatch):
 
 
 def break_compiled(monkeypatch, owner, result):
-    """As a compiler would that gets the code of one class wrong."""
+    """Compile the code of one class to something wrong."""
     def compile(function, **_):
         broken = function.__qualname__.startswith(owner)
         return (lambda *args: result(function, args)) if broken else function
@@ -90,7 +93,7 @@ def only_decays(function, args):
 COMPILED = {"compile": "on"}
 
 
-@pytest.mark.parametrize("break_it, changes, part, instead", [
+@pytest.mark.parametrize("break_it, changes, part, fallback", [
     (break_attention, {}, "attention", ("attention", "masked")),
     (break_fp8, {"fp8_head": True}, "head", ("fp8_head", False)),
     (break_kernel, {"kernels": "on"}, "block 3 M", ("kernels", "off")),
@@ -101,26 +104,26 @@ COMPILED = {"compile": "on"}
     (lambda m: break_compiled(m, "Adam", only_decays), COMPILED, "Adam [", ("compile", "off")),
     (lambda m: break_compiled(m, "NorMuon", only_decays), COMPILED, "NorMuon [", ("compile", "off")),
 ])
-def test_a_broken_part_is_caught_and_names_what_does_without_it(config, monkeypatch, break_it, changes, part, instead):
+def test_a_broken_part_is_found_and_names_its_fallback(config, monkeypatch, break_it, changes, part, fallback):
     break_it(monkeypatch)
-    trainer, said = trainer_of(config, **changes), Said()
-    before = trainer.state_hash()
-    rows, broken = train_gpt.preflight(trainer, said)
-    assert broken.name.startswith(part) and broken.fallback == instead and trainer.state_hash() == before
-    assert len(said) == 1 + len(rows) and broken.name in failed(rows)
-    name, value = instead
-    rows, broken = train_gpt.preflight(trainer_of(config, **{**changes, name: value}), said)
-    assert broken is None and not failed(rows), "the fallback does not do without it"
+    trainer = trainer_of(config, **changes)
+    before = train_gpt.state_hash(trainer)
+    rows, broken = preflight.check_parts(trainer)
+    assert broken.name.startswith(part) and broken.fallback == fallback and train_gpt.state_hash(trainer) == before
+    assert broken.name in failed(rows)
+    name, value = fallback
+    rows, broken = preflight.check_parts(trainer_of(config, **{**changes, name: value}))
+    assert broken is None and not failed(rows), "the fallback does not avoid it"
 
 
-def test_what_a_compiler_says_stands_in_the_table(config, monkeypatch):
+def test_the_table_shows_the_compiler_s_message(config, monkeypatch):
     break_compiled(monkeypatch, "Head", no_kernel)
-    rows, _ = train_gpt.preflight(trainer_of(config, **COMPILED), Said())
+    rows, _ = preflight.check_parts(trainer_of(config, **COMPILED))
     assert [row[-1] for row in rows if row[0] == "head"] == ["failed: RuntimeError: no kernel image is available"]
 
 
-def test_a_plain_form_that_fails_is_no_fault_of_the_part(config, monkeypatch):
-    """In float32 and uncompiled it wants more memory than the run."""
+def test_a_part_whose_plain_version_fails_is_not_compared(config, monkeypatch):
+    """In float32 and uncompiled the plain version needs more memory than the run."""
     whole = train_gpt.attend
 
     def attend(q, k, v, mask):
@@ -128,23 +131,28 @@ def test_a_plain_form_that_fails_is_no_fault_of_the_part(config, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return whole(q, k, v, mask)
     monkeypatch.setattr(train_gpt, "attend", attend)
-    said = Said()
-    rows, broken = train_gpt.preflight(trainer_of(config), said)
-    assert broken is None and len(said) == 1 + len(rows)
+    rows, broken = preflight.check_parts(trainer_of(config))
+    assert broken is None
     assert {row[0] for row in rows if row[2] == "-"} == failed(rows) == {"attention", "block 2 LM", "block 1 S0M"}
     assert {row[-1] for row in rows if row[2] == "-"} == {"not compared: OutOfMemoryError: CUDA out of memory"}
 
 
-def test_a_shard_that_reads_wrongly_stops_the_run(config, monkeypatch):
-    whole = train_gpt.load_tokens
-    trainer = trainer_of(config)
-    monkeypatch.setattr(train_gpt, "load_tokens", lambda shard: whole(shard)[::-1])
-    with pytest.raises(train_gpt.RunError, match=r"preflight: load a shard, 6,000 tokens, failed as the table says"):
-        train_gpt.preflight(trainer, Said())
+def choose(config, comm=None):
+    """The flags that preflight chooses, and what it prints."""
+    said = []
+    shards = train_gpt.find_shards(config.train_files)
+    return preflight.choose_flags(config, comm or train_gpt.Comm(), CPU, shards, said.append), "\n".join(said)
+
+
+def test_a_part_without_a_fallback_stops_the_run(config, monkeypatch):
+    whole, loaded = train_gpt.load_tokens, []
+    monkeypatch.setattr(train_gpt, "load_tokens", lambda shard: loaded.append(shard) or whole(shard)[::1 - 2 * (len(loaded) > 1)])
+    with pytest.raises(train_gpt.RunError, match=r"^load a shard, 6,000 tokens, failed \(see the table\), and no flag avoids it; repair"):
+        choose(config)
 
 
 def deaf(comm, which):
-    """Its rank 1 sums, or gathers, without what the others sent."""
+    """Let rank 1 sum, or gather, without the data of the others."""
     if comm.rank == 1 and which == "all-gather":
         comm.all_gather = lambda full, shard: comm.exchange([shard, shard], torch.empty(2, len(shard), dtype=shard.dtype))
     if comm.rank == 1 and which == "reduce-scatter":
@@ -153,85 +161,147 @@ def deaf(comm, which):
     return comm
 
 
-def beside_a_broken_rank(comm, config, which):
-    """What preflight says on each rank where one is broken."""
+def with_a_broken_rank(comm, config, which):
+    """What preflight finds on each rank if one is broken."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if which == "attention" and comm.rank == 1:
             break_attention(monkeypatch)
         trainer = trainer_of(config, deaf(comm, which))
-        rows, broken = train_gpt.preflight(trainer, Said())
-    return [row[0] for row in rows[-4:]], failed(rows), broken and broken.fallback
+        rows, broken = preflight.check_parts(trainer)
+    return [row[0] for row in rows[-4:]], failed(rows), broken and (broken.name, broken.fallback)
 
 
 def test_all_ranks_take_the_fallback_that_one_needs(config, on_ranks):
     exchanged = ["load a shard", "all-reduce", "reduce-scatter", "all-gather"]
-    assert on_ranks(2, beside_a_broken_rank, config, "none") == [(exchanged, set(), None)] * 2
-    assert on_ranks(2, beside_a_broken_rank, config, "attention") == [
-        (exchanged, {"attention", "block 2 LM", "block 1 S0M"}, ("attention", "masked"))] * 2
+    assert on_ranks(2, with_a_broken_rank, config, "none") == [(exchanged, set(), None)] * 2
+    assert on_ranks(2, with_a_broken_rank, config, "attention") == [
+        (exchanged, {"attention", "block 2 LM", "block 1 S0M"}, ("attention", ("attention", "masked")))] * 2
 
 
-def test_a_collective_that_sums_wrongly_stops_all_ranks(config, on_ranks):
+def test_a_collective_that_sums_wrongly_has_no_fallback(config, on_ranks):
     for which in ("reduce-scatter", "all-gather"):
-        with pytest.raises(train_gpt.RunError, match=f"preflight: {which}, .* KiB, failed as the table says"):
-            on_ranks(2, beside_a_broken_rank, config, which)
+        (_, found, broken), other = on_ranks(2, with_a_broken_rank, config, which)
+        assert found == {which} and broken == (which, None) and other == (_, found, broken)
 
 
 def with_rows(comm, config, whole):
-    """Tables whose rows travel, perhaps by a network that loses their values."""
+    """Check tables whose rows are sent, perhaps by a network that loses their values."""
     if not whole:
         exchange = comm.exchange
         comm.exchange = lambda sent, received: exchange(
             [x * 0 if x.is_floating_point() and rank != comm.rank else x for rank, x in enumerate(sent)], received)
-    trainer, said = trainer_of(config, comm, ngrams="2:5000:8 3:70:8", lazy_tables=True), Said()
-    before = trainer.state_hash()
-    rows, broken = train_gpt.preflight(trainer, said)
-    assert broken is None and trainer.state_hash() == before
-    return [row[0] for row in rows if "rows" in row[0]]
+    trainer = trainer_of(config, comm, ngrams="2:5000:8 3:70:8", lazy_tables=True)
+    before = train_gpt.state_hash(trainer)
+    rows, broken = preflight.check_parts(trainer)
+    assert train_gpt.state_hash(trainer) == before
+    return [row[0] for row in rows if "rows" in row[0]], broken and (broken.name, broken.fallback)
 
 
 def test_rows_are_sent_and_come_back(config, on_ranks):
-    assert on_ranks(2, with_rows, config, True) == [["rows to their owners, to all"]] * 2
-    with pytest.raises(train_gpt.RunError, match="rows to their owners, to all, .* KiB, failed as the table says"):
-        on_ranks(2, with_rows, config, False)
+    name = "rows to their owners, to all"
+    assert on_ranks(2, with_rows, config, True) == [([name], None)] * 2
+    assert on_ranks(2, with_rows, config, False) == [([name], (name, None))] * 2
 
 
-def test_a_run_names_its_fallback_in_the_log(tmp_path, corpus, capsys, monkeypatch):
+def test_each_failed_part_adds_its_fallback_until_all_work(config, monkeypatch):
+    assert choose(dataclasses.replace(config, layers="- S0M LM M", backout_layer=2))[0] == {}
     break_fp8(monkeypatch)
-    short = dict(num_steps=3, stages="until long_window; 1 3", warmup_steps=1, fp8_head="true", preflight="on", run_id="a")
-    status, out, errors = run_here(flags(tmp_path, corpus, **short), capsys)
-    start = read_log(tmp_path / "logs" / "a.txt")[2]
-    change = "preflight: head, fp8, failed: --fp8_head false in its place"
-    assert status == 0 and start["changes"] == [change] and change in out, errors
-    assert start["config"]["fp8_head"] is False and failed(start["preflight"]) == {"head"}
-    assert [row[1] for row in start["preflight"] if row[0] == "head"] == ["fp8", "uncompiled"]
-    assert read_log(tmp_path / "logs" / "a.txt")[4]["seconds_outside_clock"]["preflight"] > 0
+    break_kernel(monkeypatch)
+    config = dataclasses.replace(config, layers="- S0M LM M", backout_layer=2, fp8_head=True, kernels="on")
+    chosen, said = choose(config)
+    assert chosen == {"kernels": "off", "fp8_head": False} and said.count("verdict") == 3
+    assert "block 3 M, uncompiled, with kernels, failed: --kernels off instead\n" in said and "head, fp8, failed: --fp8_head false instead\n" in said
 
 
-def test_what_takes_its_place_is_fitted_to_the_gpus_again(config, monkeypatch):
-    """Masks in pieces, or what is not compiled, take more memory."""
-    fitted, part = [], train_gpt.Part("attention", "FlexAttention", lambda plain: [], 0.06, ("attention", "masked"))
-
-    def fit(wanted, vocab_size, comm):
-        fitted.append(wanted.attention)
-        return dataclasses.replace(wanted, micro_batch_tokens=wanted.micro_batch_tokens // 2), [f"fit {len(fitted)}"]
-    verdicts, built = [part, None], []
-    monkeypatch.setattr(train_gpt, "fit_to_gpus", fit)
-    monkeypatch.setattr(train_gpt, "preflight", lambda trainer, log: ([], verdicts.pop(0)))
-    whole = train_gpt.Trainer
-
-    def trainer(wanted, comm, device, shards, asked):
-        built.append((wanted.micro_batch_tokens, asked.micro_batch_tokens))
-        return whole(dataclasses.replace(wanted, attention="auto"), comm, CPU, shards, asked)
-    monkeypatch.setattr(train_gpt, "Trainer", trainer)
-    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    config = dataclasses.replace(config, preflight="only", attention="flex")
-    train_gpt.run(config, "a", train_gpt.Comm(), torch.device("cuda"), Said(), 0.0)
-    tokens = config.micro_batch_tokens
-    assert fitted == ["flex", "masked"] and built == [(tokens // 2, tokens)] * 2 and not verdicts
+def flags(corpus, **changes):
+    values = {**TINY, "layers": "- S0M LM M", "backout_layer": 2, "micro_batches": 2, **corpus, **changes}
+    return ["--preset", "speedrun", *(text for name, v in values.items() for text in (f"--{name}", str(v)))]
 
 
-def test_the_bare_flag_prints_a_table_and_makes_no_run(tmp_path, corpus, capsys):
-    status, out, errors = run_here([*flags(tmp_path, corpus), "--preflight"], capsys)
-    assert status == 0 and out.startswith("part ") and out.count(" ok\n") == len(out.splitlines()) - 1, errors
-    assert not (tmp_path / "logs").exists()
+def test_the_program_prints_a_table_and_the_flags(corpus, script):
+    process = script(ROOT / "bench" / "preflight.py", "--ranks", 2, *flags(corpus), OMP_NUM_THREADS="1")
+    out, errors = process.communicate(timeout=120)
+    head, *rows, answer = out.splitlines()
+    assert process.returncode == 0 and json.loads(answer) == {} and not errors, errors
+    assert head.startswith("part ") and all(row.endswith(" ok") for row in rows) and rows[-1].startswith("all-gather ")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_wrong_command_is_one_message(corpus, script, ranks):
+    process = script(ROOT / "bench" / "preflight.py", "--ranks", ranks, *flags(corpus, train_files="nowhere*"))
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 1 and errors.startswith("preflight.py: error: ") and errors.count("\n") == 1 and not out
+
+
+# Memory
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(GiB): so much is free on the GPUs here."""
+    return lambda free: monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (free * 2 ** 30, 80 * 2 ** 30))
+
+
+def test_micro_batches_are_split_until_they_fit_on_the_smallest_gpu(gpu):
+    class SmallGpus(train_gpt.Comm):
+        def all_gather_json(self, mine):
+            return [mine, 12 * 2 ** 30]
+    gpu(79)
+    config = train_gpt.Config(kernels="off", attention="flex", fp8_head=False)
+    assert preflight.fit_memory(config, 50257, train_gpt.Comm()) == config
+    split = preflight.fit_memory(config, 50257, SmallGpus())
+    assert split == dataclasses.replace(config, micro_batch_splits=2)
+    with pytest.raises(train_gpt.RunError):
+        preflight.fit_memory(dataclasses.replace(config, micro_batch_tokens=128 * 243), 50257, SmallGpus())
+
+
+@pytest.mark.parametrize("layers,dim", [("SM LM M", 256), ("S0M SM", 64), ("S S L", 256), ("M M M M", 256)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_memory_needed_counts_at_least_parameters_gradients_and_state(tiny, layers, dim, ranks):
+    """A kind of parameter that the estimate leaves out would be missed in one of these models."""
+    config = dataclasses.replace(tiny, layers=layers, backout_layer=1, model_dim=dim, head_dim=dim // 2, bucket_mb=1000,
+                                 dtype="bfloat16", ngrams="2:20000:16", adam_fp32_moments=ranks == 2)
+    encoding = train_gpt.Encoding(1024, 1023)
+    model = train_gpt.build_model(config, encoding)
+    buckets = train_gpt.fill_buckets(train_gpt.specs_of(config, model), 2 ** 40, 0, ranks)
+    kept = sum(x.numel() * x.element_size() for bucket in buckets
+               for x in (bucket.param_data, bucket.grad_data, *bucket.state.values()))
+    estimate = preflight.memory_needed(config, encoding.vocab_size, ranks)[0]
+    assert 0.95 * kept <= estimate <= 1.6 * kept, (kept, estimate)
+
+
+FRONTIER = vars(train_gpt.PRESETS["frontier"])
+
+
+@pytest.mark.parametrize("ranks, changes, training, validation", [
+    (8, dict(), 16937, 9399),
+    (8, FRONTIER, 23865, 10380),
+    (8, dict(kernels="off"), 19049, 9399),
+    (1, dict(kernels="off"), 19920, 10271),
+    (8, dict(kernels="off", micro_batch_tokens=8192), 6083, 9399),
+    (8, dict(kernels="off", fp8_head=False), 16002, 9399),
+    (1, dict(kernels="off", fp8_head=False, micro_batch_tokens=8192), 6248, 10271),
+    (8, dict(kernels="off", layers="S0M LM S0M SM", backout_layer=2), 11492, 5956),
+    (8, dict(FRONTIER, kernels="off"), 27033, 10380),
+    (8, dict(attention="masked"), 16980, 13632),
+    (8, dict(attention="masked", micro_batch_tokens=8192), 5623, 13633),
+    (8, dict(kernels="off", compile="off"), 40555, 23978),
+    (8, dict(kernels="off", compile="off", micro_batch_tokens=8192), 11458, 11323),
+    (8, dict(compile="off", attention="masked", fp8_head=False), 36362, 23978),
+])
+def test_memory_needed_is_what_runs_allocate(ranks, changes, training, validation):
+    """MiB that the simulated GPU counted (bench/dry_gpu, an H100), within a tenth."""
+    _, *estimates = preflight.memory_needed(dataclasses.replace(train_gpt.Config(), **changes), 50257, ranks)
+    assert [x / 2 ** 20 for x in estimates] == [pytest.approx(training, rel=0.1), pytest.approx(validation, rel=0.1)]
+
+
+@pytest.mark.parametrize("free, changes, says", [
+    (2, dict(), "use more ranks, fewer rows in --ngrams, or a smaller model"),
+    (2, dict(ngrams="2:9000000:768", val_len=128), r"allocate about \d{5} MiB in .* use more ranks, fewer rows"),
+    (8, dict(), r"8192 MiB free; .* and 1\d{4} MiB in validation; use a --val_len below 262144; such losses compare only"),
+    (16, dict(world_size_invariant=True), r"16384 MiB free; .* use smaller --micro_batch_tokens, and more --micro_batches"),
+    (3, dict(layers="M " * 60, val_len=128, model_dim=192, num_heads=3, head_dim=64, backout_layer=3, micro_batch_tokens=128 * 81),
+     "use a smaller model")])
+def test_the_message_says_what_would_fit_on_a_gpu_that_is_too_small(gpu, free, changes, says):
+    gpu(free)
+    with pytest.raises(train_gpt.RunError, match=says):
+        preflight.fit_memory(train_gpt.Config(**changes), 50257, train_gpt.Comm())

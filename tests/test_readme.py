@@ -21,8 +21,8 @@ PROGRAMS = r"(?:[A-Z_]+=\S* )*(?:\./run\.sh|\./test\.sh|\.venv/bin/|torchrun|sba
 RUN = object()  # test_the_commands_of_a_first_hour runs it, in this order
 LONG = "takes minutes, and its parts are tested: "
 COMMANDS = {
-    "./run.sh --help short": RUN,
     "./run.sh --help": RUN,
+    "./run.sh --help-all": RUN,
     "./run.sh --num_steps 20 --val_tokens 16384": RUN,
     '.venv/bin/python sample.py --prompt "def read("': RUN,
     ".venv/bin/python records/logs.py --follow logs/RUN.txt": RUN,
@@ -31,9 +31,9 @@ COMMANDS = {
     "./test.sh": "it is what runs this",
     "./test.sh -n 0 tests/test_run.py": "it would run tests within tests",
     "./run.sh --text FILE FOLDER …": "test_scripts.py::test_one_command_trains_on_own_text_and_leaves_log_model_picture_and_a_sample",
-    ".venv/bin/python data/text.py FILE… --out DIR": "test_data_text.py::test_many_files_in_order_whatever_the_number_of_processes",
+    ".venv/bin/python data/text.py FILE… --out DIR": "test_data_text.py::test_many_files_in_order_with_any_number_of_processes",
     "./run.sh --preset frontier": "wants a GPU",
-    "./run.sh --resume latest": "test_scripts.py::test_what_is_started",
+    "./run.sh --resume latest": "test_scripts.py::test_a_resumed_run_keeps_the_flags_that_it_began_with",
     "./run.sh -n 10": "test_scripts.py::test_what_is_started",
     "./run.sh -n 5 --vs HEAD": "test_scripts.py::test_what_is_started",
     './run.sh -n 5 --vs "--muon_lr 0.03" --vs "--lazy_tables false"':
@@ -51,7 +51,7 @@ COMMANDS = {
     "torchrun --max-restarts 3": "test_resume.py::test_twenty_kills_at_random_moments_change_no_byte",
     "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 --rdzv_id RUN train_gpt.py":
         "wants two hosts with GPUs; on two network namespaces: test_hosts.py::",
-    ".venv/bin/python data/fineweb.py 9": "test_data_fineweb.py::test_a_complete_download_and_nothing_asked_the_second_time",
+    ".venv/bin/python data/fineweb.py 9": "test_data_fineweb.py::test_a_second_call_requests_nothing_after_a_complete_download",
     ".venv/bin/python records/watch.py": "test_records_picture.py::test_the_page_follows_a_run_from_its_first_step_to_its_end",
     ".venv/bin/python records/stats.py THEIR_LOGS --target 3.28": "test_records_stats.py::",
     ".venv/bin/python records/stats.py logs/race-ID": "test_records_stats.py::",
@@ -112,7 +112,7 @@ def test_the_commands_of_a_first_hour(tmp_path):
 
 def test_every_flag_is_one_of_a_program_here_and_every_link_leads_somewhere():
     sources = "".join(path.read_text(encoding="utf-8") for path in
-                      (ROOT / "run.sh", ROOT / "sample.py", *(ROOT / "data").glob("*.py"), *(ROOT / "records").glob("*.py"),
+                      (ROOT / "sample.py", *(ROOT / "data").glob("*.py"), *(ROOT / "records").glob("*.py"),
                        ROOT / "bench/dry_gpu/page.py"))
     torchrun = {"--nnodes", "--nproc_per_node", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--max-restarts"}
     known = {*train_gpt.make_parser()._option_string_actions, *re.findall(r"--[a-z][\w-]+", sources), *torchrun}

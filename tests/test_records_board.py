@@ -1,4 +1,4 @@
-"""Records made from races, their pages, and what the pages do in a browser."""
+"""Tests of records/board.py: records from races, their pages, and the pages in a browser."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 def write_log(folder, run, side, loss, seconds, declared=3, source="import torch\nprint('one')\n", device="a machine", **config):
-    """A run of ten steps, as train_gpt.py logs it."""
+    """Write a run of ten steps in the form of train_gpt.py."""
     start = {"run_id": f"r{run}{side}", "started": f"2026-01-02T03:0{run}:05+00:00", "preset": "toy",
              "config": {"seed": run, "log_dir": "/home/me/logs", "sync": "hook", "race_side": side, **config}, "seed": run,
              "ranks": 2, "environment": {"OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": "/home/me/error.json"},
@@ -45,7 +45,7 @@ def write_log(folder, run, side, loss, seconds, declared=3, source="import torch
 
 
 def write_race(folder, **baseline):
-    """A finished race of three pairs in which side a is a second faster; the baseline's logs as told."""
+    """Write a finished race of three pairs in which side a is one second faster. baseline: settings of side b's logs."""
     folder.mkdir()
     for run in (1, 2, 3):
         write_log(folder, run, "a", 1 + 0.05 * run, 9 + 0.01 * run)
@@ -62,7 +62,7 @@ def write_race(folder, **baseline):
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """(a race, an empty folder of records) on a machine of known name."""
+    """Return (a race, an empty folder of records) on a machine with a known name."""
     monkeypatch.setattr(board, "host_names", lambda: ["my-host"])
     monkeypatch.setattr(board, "HERE", tmp_path / "records")
     (tmp_path / "records").mkdir()
@@ -71,7 +71,7 @@ def places(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """A folder of two records: a race whose baseline has another source and a device of hostile name, and one alike."""
+    """Return a folder of two records; in the second, side b has another source and hostile names."""
     folder = tmp_path_factory.mktemp("published")
     (folder / "records").mkdir()
     other = "import torch\n" + "".join(f"print({i})\n" for i in range(40)) + "print('two')\n"
@@ -93,7 +93,7 @@ def published(tmp_path_factory):
 
 @pytest.fixture
 def judged(places, monkeypatch):
-    """A record's folder whose verdicts are those that the test puts into the dicts it gets."""
+    """Return (records, report, rules): the tools' verdicts are these two dicts, which a test may change."""
     folder, records = places
     (records / "2026-01-02_toy").mkdir()
     for path in folder.glob("*.txt"):
@@ -132,7 +132,7 @@ def test_a_race_becomes_a_record_and_a_row(published):
 def test_each_log_is_parsed_once(published, monkeypatch):
     parsed, parse = [], logs._parse
     monkeypatch.setattr(logs, "_parse", lambda path, content: parsed.append(path) or parse(path, content))
-    monkeypatch.setattr(logs, "_kept", {})
+    monkeypatch.setattr(logs, "_cache", {})
     monkeypatch.setattr(board, "HERE", published)
     assert board.main([]) == 0 and len(parsed) == len(set(parsed)) == len(list(published.glob("*/*.txt")))
 
@@ -141,8 +141,8 @@ def test_a_page_names_what_differs_and_the_sources_digests(published):
     page = (published / "2026-01-02_toy" / "README.md").read_text()
     digest = hashlib.sha256(b"import torch\nprint('one')\n").hexdigest()
     assert "\n| `sync` | `hook` | `step` |\n" in page and page.count(digest) == 2
-    assert "The source is the same on both sides: the digest is that of `git show c0ffee:train_gpt.py`." in page
-    differs = page[page.index("## What differs"):page.index("## Tests")]
+    assert "The source is the same on both sides: its digest is that of `git show c0ffee:train_gpt.py`." in page
+    differs = page[page.index("## Differences"):page.index("## Tests")]
     assert not any(word in differs for word in ("run_id", "race_side", "log_dir", "started", "| `seed`"))
     page = (published / "2026-01-03_hostile" / "README.md").read_text()
     diff = page.partition("```diff\n")[2].partition("```")[0].splitlines()
@@ -152,14 +152,14 @@ def test_a_page_names_what_differs_and_the_sources_digests(published):
 
 def test_a_long_diff_is_cut_and_says_by_how_much():
     lines = board.short_diff("".join(f"{i}\n" for i in range(500)), "", ("b", "a"))
-    assert len(lines) == board.LONGEST_DIFF + 1 and lines[-1] == f"… and {503 - board.LONGEST_DIFF} lines more"
+    assert len(lines) == board.MAX_DIFF_LINES + 1 and lines[-1] == f"… and {503 - board.MAX_DIFF_LINES} more lines"
     assert pages.fence(["````x", "``"]) == "`````"
 
 
 @pytest.mark.parametrize("stated", [True, False])
 @pytest.mark.parametrize("source", ["print()\n", "print()", "print()\n\n"])
 def test_a_digest_is_that_of_the_file(tmp_path, source, stated):
-    """The script writes the file, a line end, and the separator."""
+    """train_gpt.py writes its source, a line end, and the separator."""
     digest = hashlib.sha256(source.encode()).hexdigest()
     (tmp_path / "x.txt").write_text(f"{source}\n{RULE}\nmore\n{RULE}\nstep:1/1 val_loss:1.0 train_time:1ms step_avg:1ms\n")
     (run,), *_ = logs.read_file(str(tmp_path / "x.txt"))
@@ -187,11 +187,11 @@ def test_hosts_differ_by_what_they_are_not_by_what_every_run_states_anew():
 def test_a_curve_is_thinned_to_means():
     steps = [logs.Step(i, 1000 * i, 1.0, 2 if i % 2 else 4, False) for i in range(1, 301)]
     points = board.training_curve([*steps, logs.Step(300, 300_000, 1.0, None, True)])
-    assert len(points) == board.POINTS and points[0] == (3, 3.0, 2.6667) and points[-1] == (300, 300.0, 3.3333)
+    assert len(points) == board.CURVE_POINTS and points[0] == (3, 3.0, 2.6667) and points[-1] == (300, 300.0, 3.3333)
 
 
 def test_without_records_there_is_no_leaderboard(places, capsys):
-    assert board.main([]) == 2 and "no record lies in" in capsys.readouterr().err and not list(places[1].iterdir())
+    assert board.main([]) == 2 and "no records in" in capsys.readouterr().err and not list(places[1].iterdir())
 
 
 @pytest.mark.parametrize("spoil,says", [
@@ -233,7 +233,7 @@ def test_a_race_that_breaks_a_rule_is_told_as_it_becomes_a_record(judged, tmp_pa
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(board, "describe", lambda folder, describe=board.describe: describe(records / "2026-01-02_toy") | {"name": folder.name})
             assert board.main(["add", str(race), str(records / folder), "a title"]) == 0
-        assert capsys.readouterr().err.count("warning: this race breaks a rule, and its page says so: three: seen") == broken
+        assert capsys.readouterr().err.count("warning: this race breaks a rule, as its page states: three: seen") == broken
 
 
 @pytest.mark.parametrize("text,becomes", [
@@ -246,13 +246,13 @@ def test_a_race_that_breaks_a_rule_is_told_as_it_becomes_a_record(judged, tmp_pa
     ('{"train": "train"}', None)])
 def test_what_is_published_of_a_line(monkeypatch, text, becomes):
     monkeypatch.setattr(board, "host_names", lambda: ["my-host", "train"])  # and the source speaks of train
-    assert board.public(f"train = '/home/me/code'\n{RULE}\n{text}\n") == f"train = '/home/me/code'\n{RULE}\n{becomes or text}\n"
+    assert board.redact(f"train = '/home/me/code'\n{RULE}\n{text}\n") == f"train = '/home/me/code'\n{RULE}\n{becomes or text}\n"
 
 
 def test_a_machine_that_is_called_like_a_preset_changes_no_manifest(monkeypatch):
     monkeypatch.setattr(board, "host_names", lambda: ["laptop", "my-host"])
     manifest = '{"race": {"sides": {"a": {"flags": ["--preset", "laptop"]}}, "on": "my-host"}}\n'
-    assert board.public(manifest) == manifest.replace("my-host", "host")
+    assert board.redact(manifest) == manifest.replace("my-host", "host")
 
 
 def test_the_records_here_name_no_folder_and_each_has_its_pages():
@@ -264,7 +264,7 @@ def test_the_records_here_name_no_folder_and_each_has_its_pages():
         assert f'id="{folder.name}"' in page and f"[{folder.name}".replace("_", "\\_") in (RECORDS / "README.md").read_text()
         for path in [*folder.glob("*.txt"), folder / "race.jsonl", folder / "README.md", RECORDS / "index.html", RECORDS / "README.md"]:
             text = path.read_text().partition(RULE + "\n")[2] or path.read_text()
-            assert path.suffix in (".html", ".md") or not board.ROOTED.search(text), path
+            assert path.suffix in (".html", ".md") or not board.ABSOLUTE_PATH.search(text), path
             assert not re.search(r"(?<![\w.*])/(?:home|root|work|tmp|mnt|Users)/", text), path
             assert path.suffix != ".txt" or f"{folder.name}/{path.name}" in page
 
@@ -272,7 +272,7 @@ def test_the_records_here_name_no_folder_and_each_has_its_pages():
 # Pages --------------------------------------------------------------------------------------------------------------
 
 class Tags(HTMLParser):
-    """The elements of a page, and the texts of its cells by row."""
+    """Collect the elements of a page, and the texts of its cells by row."""
 
     def __init__(self, text):
         super().__init__()
@@ -345,11 +345,11 @@ def test_fails_come_first_and_the_claim_is_no_rule(judged):
     assert board.main([]) == 0
     for page in ("index.html", "2026-01-02_toy/README.md"):
         text = (records / page).read_text()
-        part = text[text.lower().rindex("1 rule is broken; 1 hold, 1 could not be checked."):]
+        part = text[text.lower().rindex("1 rule is broken; 1 holds, 1 could not be checked."):]
         around = ("| {} |" if page.endswith("md") else "<td>{}</td>").format
         places = [part.index(around(name)) for name in ("three", "two", "one", "faster than the other side, p &lt; 0.01")]
         assert places == sorted(places)
-        assert "not shown" in part and part.index("claim, which is no rule") < part.index("faster than")
+        assert "not shown" in part and part.index("claim, which is not a rule") < part.index("faster than")
     rules["unseen"] = "No log shows <everything>."
     assert board.main([]) == 0 and "No log shows &lt;everything&gt;." in (records / "2026-01-02_toy/README.md").read_text()
     assert "No log shows &lt;everything&gt;." in (records / "index.html").read_text()
@@ -370,7 +370,7 @@ def test_every_test_of_the_report_is_listed(judged):
 # In a browser -------------------------------------------------------------------------------------------------------
 
 class Browser:
-    """A headless Chromium, spoken to in its DevTools protocol over a pair of pipes: no port, no further package."""
+    """A headless Chromium, controlled with the DevTools protocol over a pair of pipes."""
 
     def __init__(self, program, folder):
         ours, theirs = os.pipe(), os.pipe()  # we read of the one and write to the other
@@ -416,7 +416,7 @@ class Browser:
             self.events.append(self.receive())
 
     def js(self, expression):
-        """The value of an expression in the page."""
+        """Return the value of an expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
@@ -431,7 +431,7 @@ class Browser:
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, **more)
 
     def complaints(self):
-        """What the page's script threw or the browser logged as an error."""
+        """Return the exceptions of the page's script and the errors that the browser logged."""
         return [event for event in self.events if event.get("method") == "Runtime.exceptionThrown" or
                 event.get("method") == "Runtime.consoleAPICalled" and event["params"]["type"] == "error"]
 
@@ -455,7 +455,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def page(browser, published):
-    """The published page, opened wide and light; what its script complains of fails the test."""
+    """Open the published page, wide and light. Errors of its script fail the test."""
     browser.open(published / "index.html")
     yield browser
     assert browser.complaints() == []
@@ -466,7 +466,7 @@ TIP = "document.querySelectorAll('article')[1].querySelector('.curves .tip')"
 
 
 def box(page, selector):
-    """(left, top, width, height) in the window, with the element scrolled into it."""
+    """Scroll an element into view and return its (left, top, width, height)."""
     return page.js(f"(() => {{ const e = {selector}; e.scrollIntoView({{block: 'center'}}); "
                    "const b = e.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; })()")
 
@@ -481,7 +481,7 @@ def test_the_browser_draws_every_run_and_fetches_nothing(page, published):
 
 @pytest.mark.parametrize("width", [320, 700, 1600])
 def test_every_chart_is_drawn_in_numbers_and_to_scale(browser, published, tmp_path, width):
-    """A value that lacks would stand as NaN; a chart that is measured before its neighbours are there, shrink."""
+    """Missing values would appear as NaN; charts measured too early would shrink."""
     other_track = re.sub(r'("name":"2026-01-02_toy".*?"track":")', r"\1another ", (published / "index.html").read_text())
     (tmp_path / "page.html").write_text(other_track)
     browser.open(tmp_path / "page.html", width=width)
@@ -562,7 +562,7 @@ def test_the_keyboard_does_what_the_pointer_does(page):
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_light_and_dark_can_be_read(browser, published, dark):
-    """Text, and what carries meaning in the charts, against the paper: the ratios that WCAG asks for."""
+    """Contrast of text and chart marks with the background is at least what WCAG requires."""
     browser.open(published / "index.html", dark=dark)
 
     def light(colour):

@@ -1,4 +1,4 @@
-"""records/picture.py and records/watch.py: any log that times steps gives a picture, and a page shows the runs under way."""
+"""Tests of records/picture.py and records/watch.py, on logs of this project and of others."""
 
 import os
 import re
@@ -43,7 +43,7 @@ def svg(tmp_path, text):
 
 def test_a_run_s_picture_tells_its_losses_its_target_and_its_speed(tmp_path):
     drawn = svg(tmp_path, WHOLE)
-    for said in ("Loss over steps", "Loss over seconds", "Speed", "validation: 1.4000", "target 1.5", "ms a step"):
+    for said in ("Loss over steps", "Loss over seconds", "Speed", "validation: 1.4000", "target 1.5", "ms/step"):
         assert f">{said}<" in drawn, said
     (tmp_path / "run.svg").unlink()
     assert picture.main([str(tmp_path / "run.txt")]) == 0 and (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
@@ -77,7 +77,7 @@ def test_the_running_mean_is_that_of_the_latest_twentieth():
 
 @pytest.fixture
 def open_page(tmp_path):
-    """open_page(path) -> the text that a browser would get of a server on tmp_path."""
+    """Return open_page(path), which fetches a page from a server on tmp_path."""
     server = watch.serve(tmp_path, 0)
     assert server.server_address[0] == "127.0.0.1"
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -87,11 +87,11 @@ def open_page(tmp_path):
 
 
 def test_the_page_follows_a_run_from_its_first_step_to_its_end(tmp_path, open_page):
-    assert "no log here yet" in open_page()
+    assert "no log yet" in open_page()
     path = tmp_path / "race-1" / "<b>run.txt"
     path.parent.mkdir()
-    for text, says in ((log(START), "no step yet"), (log(START, *steps(1, 10)), "step 10 of 40: under way"),
-                       (log(START, *steps(1, 20)), "step 20 of 40: under way"), (WHOLE, "step 40 of 40: ended"), (COMMUNITY, "step 40 of 40: ended")):
+    for text, says in ((log(START), "no step yet"), (log(START, *steps(1, 10)), "step 10 of 40: running"),
+                       (log(START, *steps(1, 20)), "step 20 of 40: running"), (WHOLE, "step 40 of 40: ended"), (COMMUNITY, "step 40 of 40: ended")):
         path.write_text(text)
         page = open_page()
         assert says in page and "&lt;b&gt;run.txt" in page and "<b>" not in page
@@ -102,7 +102,7 @@ def test_the_page_follows_a_run_from_its_first_step_to_its_end(tmp_path, open_pa
     assert "error: the disk &lt;i&gt;burns" in open_page()
     path.write_text(log(START, *steps(1, 10)))
     os.utime(path, (1, 1))
-    assert re.search(r"step 10 of 40: no word for \d+ min, and no end", open_page())
+    assert re.search(r"step 10 of 40: nothing written for \d+ min, and no end line", open_page())
     with pytest.raises(urllib.error.HTTPError):
         open_page("/race-1/")
 

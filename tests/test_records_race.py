@@ -106,7 +106,7 @@ def git(folder, *arguments):
 
 @pytest.fixture
 def repo(tmp_path, monkeypatch):
-    """A repository with two versions of the script, of which the second lies there, and race.py at work in it."""
+    """A repository with two versions of the script, the second checked out, in which race.py works."""
     repo = tmp_path / "repo"
     (repo / "data/toy").mkdir(parents=True)
     (repo / "data/toy/toy_train_000001.bin").write_bytes(b"tokens")
@@ -142,7 +142,7 @@ def starts(events):
 
 
 def interrupt_when(holds, number=signal.SIGINT, times=1):
-    """Sends this process a signal as soon as holds() is true, and again every half second."""
+    """Send this process a signal as soon as holds() is true, then every half second."""
     def interrupt():
         wait_until(holds)
         for _ in range(times):
@@ -160,13 +160,13 @@ def test_one_version(repo, capsys):
     assert {(run.start["race"]["declared_n"], run.start["race"]["side"]) for run in runs} == {(3, "")}
     shown = capsys.readouterr().out
     assert "run 3 of 3, seed 3; runs: 0.1015 ± 0.0007 s [0.0856 … 0.1174], 3.2015 ± 0.0007 loss [3.1856 … 3.2174] (2)" in shown
-    assert "runs: no run yet" not in shown and "; 3 runs left, how long is known after the first" in shown
-    assert "; 1 runs left, about 0:01 h\n" in shown and "The claim holds" in shown
+    assert "runs: no run yet" not in shown and "; 3 runs left, duration unknown before the first" in shown
+    assert "; 1 run left, about 1 minute\n" in shown and "The claim holds" in shown
     assert race.main(["-n", "2"]) == 0  # two of 1,500 s, as the log of the same preset, steps, ranks and cores says
     latest = max(run.start["run_id"] for run in runs)
-    assert f"; 2 runs left, about 0:50 h, if each takes as long as {latest}.txt did\n" in capsys.readouterr().out
+    assert f"; 2 runs left, about 50 minutes, if each takes as long as {latest}.txt did\n" in capsys.readouterr().out
     assert race.main(["-n", "2", "--", "--num_steps", "2"]) == 0
-    assert "; 2 runs left, how long is known" in capsys.readouterr().out
+    assert "; 2 runs left, duration unknown" in capsys.readouterr().out
 
 
 def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
@@ -187,7 +187,7 @@ def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
 
 @pytest.fixture
 def theirs(repo):
-    """The folder of another project, beside this one, with a log of before."""
+    """The folder of another project, with an earlier log."""
     folder = repo.parent / "theirs"
     (folder / "logs").mkdir(parents=True)
     (folder / "logs/before.txt").write_text("step:1/1 val_loss:1.0000 train_time:5ms step_avg:5.00ms\n")
@@ -219,15 +219,15 @@ def test_another_project_s_script_runs_in_turn_and_is_judged_by_the_same_figures
 
 
 @pytest.mark.parametrize("mood, says", [
-    ("fails", "ended with exit status 1, and it left no log in {theirs}/logs/*.txt"),
-    ("'no log'", "ended with exit status 0, and it left no log in"),
+    ("fails", "ended with exit status 1, and it wrote no log to {theirs}/logs/*.txt"),
+    ("'no log'", "ended with exit status 0, and it wrote no log to"),
     ("'no steps'", "ended with exit status 1, and its log {theirs}/logs/"),
 ])
 def test_another_project_s_script_that_leaves_no_run_stops_the_race(repo, theirs, capsys, mood, says):
     assert race.main(["-n", "2", *against(mood)]) == 1
     assert [event["status"] for event in only_race(repo)[2]] == ["started", "done", "started", "failed"]
     shown = capsys.readouterr().out
-    assert says.format(theirs=theirs) in shown and ("no step" in shown) == ("steps" in mood) and "run 1b failed (above is why)" in shown
+    assert says.format(theirs=theirs) in shown and ("no step" in shown) == ("steps" in mood) and "run 1b failed (see above)" in shown
 
 
 def test_a_race_without_a_side_of_ours_is_none(repo, theirs, capsys):
@@ -239,7 +239,7 @@ def test_a_race_without_a_side_of_ours_is_none(repo, theirs, capsys):
     event["race"]["order"] = event["race"]["order"][::2]
     path.write_text(json.dumps(event) + "\n")
     assert race.main(["--resume", str(path), *against("'no log'")]) == 2
-    assert "a side of another project stands beside one of this, and no more; " in capsys.readouterr().err
+    assert "a side of another project needs exactly one side of this project; " in capsys.readouterr().err
 
 
 def test_another_project_s_script_is_interrupted_with_the_race_and_goes_on(repo, theirs, capsys):
@@ -253,7 +253,7 @@ def test_another_project_s_script_is_interrupted_with_the_race_and_goes_on(repo,
     for words in ([], against("fails"), ["--vs", "..", *against("sleepy")[2:]]):  # the file may be a stranger's
         assert race.main([*resume, *words]) == 2
         said = capsys.readouterr().err
-        assert "this race runs a command of its own; if" in said and said.endswith("their_gpt.py sleepy'\n"), said
+        assert "this race runs another project's command; to allow it: " in said and said.endswith("their_gpt.py sleepy'\n"), said
     assert len(only_race(repo)[2]) == len(events)
     assert race.main([*resume, *against("sleepy")]) == 0
     assert [f"{run}{side}" for run, side, _ in starts(only_race(repo)[2])] == ["1a", "1b", "1b", "2b", "2a"]
@@ -272,7 +272,7 @@ def test_other_flags(repo, vs):
 
 
 def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
-    """Three ideas and the base in turn; differences, intervals and p by scipy's own, the record's logs give the same page."""
+    """Three ideas and the base in turn; figures agree with scipy, and the record's logs give the same page."""
     assert race.main(["-n", "4", "--vs", "--worse 2", "--vs", "--worse -1 --slower 10", "--vs=--slower 7", "--", "--mood", "good"]) == 0
     folder, described, events = only_race(repo)
     assert [f"{run}{side}" for run, side, _ in starts(events)][:8] == ["1a", "1b", "1c", "1d", "2d", "2c", "2b", "2a"]
@@ -314,11 +314,11 @@ def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
         run_id: attempt["stamps"] for run_id, attempt in stats.Manifest.read(folder / "race.jsonl").attempts.items()}  # as verify.py asks
     assert ladder.main([str(folder), "--record", str(kept)]) == 2 and "a_ladder exists" in capsys.readouterr().err
     next(again.glob("*_02b.txt")).unlink()
-    assert ladder.main([str(again)]) == 2 and "_02b.txt holds no whole run" in capsys.readouterr().err
+    assert ladder.main([str(again)]) == 2 and "_02b.txt holds no complete run" in capsys.readouterr().err
 
 
 def test_an_idea_whose_time_is_unknown_is_not_kept(repo, monkeypatch):
-    """Its runs took from half to three times as long as the base's; the interval is the ratio's, and so above 0."""
+    """Its runs took half to three times the base's time; the interval is one of ratios, so it is above 0."""
     assert race.main(["-n", "3", "--vs", "--worse -1", "--", "--mood", "good"]) == 0
     folder, whole, lasted = only_race(repo)[0], ladder.figures_of, iter((1.0, 3.0, 0.5))
     (row,) = ladder.judge([ladder.read(folder)])["rows"]
@@ -336,7 +336,7 @@ def test_an_idea_whose_time_is_unknown_is_not_kept(repo, monkeypatch):
 
 
 def test_holm_s_correction():
-    """The largest p of those so far, each times the number that is left (an example by hand)."""
+    """An example computed by hand."""
     assert ladder.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert ladder.holm([0.5, 0.9]) == [1.0, 1.0]
 
@@ -345,7 +345,7 @@ def test_holm_s_correction():
     (["-n", "2", "--vs", "--slower 1", "--vs", "HEAD~1"], "race a revision by itself"),
     (["--until-decided", "--max-n", "4", "--vs", "--slower 1", "--vs", "--slower 2"], "--vs is given 2 times; a ladder has 25"),
     (["-n", "2", "--vs", "--slower 1", "--vs", "--seed 3"], "--vs sets --seed, and all sides share theirs"),
-    (["-n", "2", "--vs", "--slower 1", "--vs", "--slower -3"], "side b refuses its flags: slower is -3")])
+    (["-n", "2", "--vs", "--slower 1", "--vs", "--slower -3"], "side b rejects its flags: slower is -3")])
 def test_ladders_that_cannot_be(repo, capsys, words, says):
     try:
         assert race.main(words) == 2
@@ -355,7 +355,7 @@ def test_ladders_that_cannot_be(repo, capsys, words, says):
 
 
 def test_a_ladder_of_races_on_several_days(repo, capsys):
-    """Each idea against the base of its own race, Holm's correction over all, one page, and the logs of all in a record."""
+    """Each idea against its own race's base, Holm's correction over all, one page, and all logs in a record."""
     for ideas, n in ((["--worse -1"], 3), (["--worse 2", "--slower 7 --worse -1"], 4)):
         assert race.main(["-n", str(n), *(f"--vs={idea}" for idea in ideas), "--", "--mood", "good"]) == 0
     folders = sorted((repo / "logs").iterdir(), key=os.path.getmtime)
@@ -398,11 +398,11 @@ def test_an_idea_that_is_validated_on_something_else_is_no_rung(repo, capsys):
     (folder,) = (repo / "logs").iterdir()
     for path in folder.glob("*a.txt"):
         path.write_text(path.read_text().replace('"slower": 0', '"slower": 0, "val_len": 9'))
-    assert ladder.main([str(folder)]) == 2 and "--worse 2: an idea is validated on what its base is" in capsys.readouterr().err
+    assert ladder.main([str(folder)]) == 2 and "--worse 2: an idea must be validated on the same data as its base" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words, says", [
-    (["-n", "2", "--vs", "--slower 7"], "a race of 2 sides, 2 runs of each"), (["-n", "3"], "a race of 1 sides"),
+    (["-n", "2", "--vs", "--slower 7"], "a race of 2 sides, 2 runs of each"), (["-n", "3"], "a race of 1 side"),
     (["-n", "3", "--vs", "HEAD~1"], "a race of versions, or one that ends"),
     (["--until-decided", "--max-n", "3", "--vs", "--slower 7"], "a race of versions, or one that ends")])
 def test_races_that_are_no_ladder(repo, capsys, words, says):
@@ -412,7 +412,7 @@ def test_races_that_are_no_ladder(repo, capsys, words, says):
 
 
 def test_a_ladder_takes_losses_in_full_and_three_runs(repo, capsys):
-    """In four decimals the differences of a few runs are often equal, and p is then near 0."""
+    """With four decimals the differences of a few runs are often equal, and p is then near 0."""
     assert race.main(["-n", "3", "--vs", "--worse 2", "--vs", "--slower 7"]) == 0
     folder = only_race(repo)[0]
     for path in folder.glob("*.txt"):
@@ -427,7 +427,7 @@ def test_a_ladder_takes_losses_in_full_and_three_runs(repo, capsys):
 
 
 def test_a_race_by_a_flag_judges_the_side_that_has_it(repo, capsys):
-    """By its losses too, and under its name."""
+    """Also by its losses, and under its name."""
     assert race.main(["-n", "3", "--vs", "--slower 1 --worse 1", "--", "--slower", "9", "--mood", "jittery"]) == 0
     shown = capsys.readouterr().out
     assert "Side a (--slower 1 --worse 1) against side b (3 runs)" in shown and "above that of side b (p(less) = " in shown
@@ -472,7 +472,7 @@ def test_an_interrupted_race_keeps_what_is_done_and_goes_on(repo, capsys, monkey
     assert race.main(["-n", "2", "--vs", "HEAD~1", "--", "--mood", "sleepy"]) == 130
     folder, _, events = only_race(repo)
     assert [event["status"] for event in events] == ["started", "interrupted"] and events[-1]["logged"]
-    assert "Go on with" in capsys.readouterr().out
+    assert "Resume with" in capsys.readouterr().out
     assert all(process.poll() is not None for process in processes)  # no run goes on by itself
     assert len(git(repo, "worktree", "list").splitlines()) == 1
     (repo / "awake").touch()
@@ -533,13 +533,13 @@ def test_a_manifest_whose_last_line_was_cut_goes_on(repo, capsys):
     whole = (folder / "race.jsonl").read_text()
     (folder / "race.jsonl").write_text(whole[:-20])
     assert race.main(["--resume", str(folder / "race.jsonl")]) == 0
-    assert "ends in the middle, and is left out" in capsys.readouterr().out
+    assert "is incomplete and was dropped" in capsys.readouterr().out
     assert [event["status"] for event in only_race(repo)[2]] == ["started", "done", "started", "done"]
     assert len(list(folder.glob("*.txt"))) == 2
 
 
 def test_a_run_of_a_side_that_the_race_has_not_is_not_shown(repo, capsys):
-    """A manifest may be a stranger's; verify.py says of such a line that it is none of the race."""
+    """A manifest may come from elsewhere; verify.py reports that the line does not belong to the race."""
     assert race.main(["-n", "1"]) == 0
     path = only_race(repo)[0] / "race.jsonl"
     with open(path, "a") as file:
@@ -582,12 +582,12 @@ def test_a_script_that_changed_is_refused(repo, capsys):
 @pytest.mark.parametrize("arguments, word", [
     (["-n", "1", "--vs", "nowhere"], "'nowhere' is no revision"),
     (["-n", "1", "--vs", "HEAD~2"], "has no train_gpt.py"),
-    (["-n", "1", "--", "--nosuch", "1"], "refuses its flags"),
+    (["-n", "1", "--", "--nosuch", "1"], "rejects its flags"),
     (["-n", "1", "--", "--slower", "-3"], "slower is -3"),
-    (["-n", "1", "--vs", "--slower -3"], "of side a refuses its flags"),
+    (["-n", "1", "--vs", "--slower -3"], "of side a rejects its flags"),
     (["-n", "1", "--vs", "--mood 'x"], "close its quotes"),
-    (["-n", "1", "--", "--run_id", "x"], "--run_id is the race's to set"),
-    (["-n", "1", "--vs", "--log_dir=x"], "--log_dir is the race's to set"),
+    (["-n", "1", "--", "--run_id", "x"], "the race sets --run_id"),
+    (["-n", "1", "--vs", "--log_dir=x"], "the race sets --log_dir"),
     (["-n", "1", "--vs", "--seed 3"], "share theirs"),
     (["-n", "1", "--", "--seed", "x"], "whole number"),
     (["-n", "1", "--vs", "../nowhere", "--cmd", "./run.sh"], "nowhere is no folder; with --cmd it names another project's"),
@@ -606,9 +606,9 @@ def test_what_cannot_be_raced_is_one_line_and_starts_nothing(repo, capsys, argum
 
 @pytest.mark.parametrize("arguments, word", [
     (["-n", "0"], "at least 1"), ([], "at least 1"), (["-n", "1", "x"], "behind --"),
-    (["-n", "1", "--resume", "x"], "leave the rest out"), (["--until-decided"], "wants --max-n"),
-    (["-n", "1", "--cmd", "./run.sh"], "--cmd wants one --vs"), (["--resume", "x", "--vs", "y"], "leave the rest out"),
-    (["--max-n", "3"], "--until-decided wants"), (["-n", "2", "--max-n", "3", "--until-decided"], "no -n"),
+    (["-n", "1", "--resume", "x"], "leave the rest out"), (["--until-decided"], "needs --max-n"),
+    (["-n", "1", "--cmd", "./run.sh"], "--cmd needs one --vs"), (["--resume", "x", "--vs", "y"], "leave the rest out"),
+    (["--max-n", "3"], "--until-decided needs"), (["-n", "2", "--max-n", "3", "--until-decided"], "no -n"),
     (["--until-decided", "--max-n", "1"], "at least 2"), (["-n", "2", "--alpha", "0.6"], "less than 0.5")])
 def test_usage(capsys, arguments, word):
     with pytest.raises(SystemExit) as left:
@@ -693,7 +693,7 @@ def test_a_picture_that_cannot_be_drawn_stops_no_race(repo, monkeypatch, capsys)
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(race, "draw", DRAW)
     monkeypatch.setattr(stats, "plot", full)
-    assert race.main(["-n", "1"]) == 0 and "no picture: [Errno 28] No space left" in capsys.readouterr().out
+    assert race.main(["-n", "1"]) == 0 and "no plot: [Errno 28] No space left" in capsys.readouterr().out
 
 
 # Decided while it runs
@@ -732,7 +732,7 @@ def start(repo, *arguments, **keywords):
 
 
 def kill(process, repo):
-    """As no process can heed; its folder for worktrees stays."""
+    """Kill a race with SIGKILL; its folder for worktrees remains."""
     process.kill()
     process.wait()
     process.stderr.close()
@@ -741,7 +741,7 @@ def kill(process, repo):
 
 
 def running(repo):
-    """Processes whose log lies in this repository's race."""
+    """Return the processes whose log is in this repository's race."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -764,7 +764,7 @@ def test_a_race_that_is_killed_leaves_no_run_behind(repo):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_race_is_not_resumed_beside_a_run_of_it_that_lives(repo, capsys):
-    """One that heeds no signal. Its race.py is dead, and the lock that both held still lives."""
+    """The run ignores signals. Its race.py is dead, but the lock is still held."""
     process = start(repo, "-n", "2", "--", "--mood", "stubborn")
     wait_until((repo / "deaf").exists, 20)
     kill(process, repo)
@@ -773,7 +773,7 @@ def test_a_race_is_not_resumed_beside_a_run_of_it_that_lives(repo, capsys):
     assert len(running(repo)) == 1
     assert race.main(["--resume", str(manifest)]) == 2
     error = capsys.readouterr().err
-    assert f"is still going on; wait, or end it: `fuser {manifest}`" in error and error.count("\n") == 1
+    assert f"is still running; wait, or stop it: `fuser {manifest}`" in error and error.count("\n") == 1
     assert manifest.read_bytes() == before and len(running(repo)) == 1
     os.kill(running(repo)[0], signal.SIGKILL)
     wait_until(lambda: not running(repo), 20)
@@ -783,16 +783,16 @@ def test_a_race_is_not_resumed_beside_a_run_of_it_that_lives(repo, capsys):
 
 
 def test_a_rank_holds_the_lock_as_long_as_it_lives(tmp_path):
-    """Its launcher gives it no open file, and may be killed before it."""
+    """Its launcher passes no open file on, and may be killed before it."""
     (tmp_path / "race.jsonl").touch()
     words = [*race.ALONE, "-c", race.HOLD, str(tmp_path / "race.jsonl"), *race.ALONE, "-c", "print(1, flush=True); input()"]
-    with race.hold(tmp_path / "race.jsonl"):
+    with race.lock_race(tmp_path / "race.jsonl"):
         rank = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert rank.stdout.readline() == b"1\n"
-    with pytest.raises(race.CannotRace, match="still going on"):
-        race.hold(tmp_path / "race.jsonl")
+    with pytest.raises(race.CannotRace, match="still running"):
+        race.lock_race(tmp_path / "race.jsonl")
     rank.communicate(b"\n")
-    race.hold(tmp_path / "race.jsonl").close()
+    race.lock_race(tmp_path / "race.jsonl").close()
 
 
 def test_a_race_goes_on_where_nobody_reads_it(repo):
@@ -804,7 +804,7 @@ def test_a_race_goes_on_where_nobody_reads_it(repo):
 
 
 def test_a_wish_for_a_checkpoint_ends_no_race(repo, tmp_path):
-    """From its first lines on, of which the slowest is the import of scipy."""
+    """From the start on, including the slow import of scipy."""
     (tmp_path / "scipy.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGUSR1); print('alive'); os._exit(0)")
     code = f"import runpy, sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT / 'records')!r}]; runpy.run_path(" \
            f"{str(ROOT / 'records/race.py')!r}, run_name='__main__')"
@@ -820,7 +820,7 @@ def test_what_the_environment_says_to_python_does_not_reach_a_run(repo, monkeypa
 
 
 def test_each_run_leaves_a_small_model_unless_its_flags_say_otherwise(repo, monkeypatch):
-    """Of a script that saves any: the older version does not."""
+    """For a script that can save models; the older version cannot."""
     script = (repo / "train_gpt.py").read_text().replace('"mood")', '"mood", "save_model")').replace(
         "    if c.mood == \"fail at", "    if c.save_model: Path(c.log_dir, f\"{c.run_id}.pt\").write_text(\"model\")\n    if c.mood == \"fail at")
     (repo / "train_gpt.py").write_text(script)
@@ -837,7 +837,7 @@ def test_data_paths_are_those_of_the_checkout():
 
 
 def test_the_real_script_through_the_launcher(tmp_path, monkeypatch, forked):  # noqa: F811
-    """As run.sh does it, in a checkout of its own."""
+    """As run.sh does it, in its own checkout."""
     write_corpus(tmp_path, train=(9000,))
     shutil.copy(ROOT / "train_gpt.py", tmp_path)
     shutil.copytree(ROOT / "records", tmp_path / "records", ignore=shutil.ignore_patterns("2*", "*.html"))

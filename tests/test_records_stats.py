@@ -22,7 +22,7 @@ TIMES_BEFORE = [141.654, 141.413, 141.467, 141.516]
 
 
 def log(loss, seconds, source="new", gpus=8, steps=20, start=None, clock_reset=None):
-    """A log of our or the community's form; clock_reset is a step at which its clock goes back to zero."""
+    """Return a log in this project's or the community's form. clock_reset: a step at which its clock is reset."""
     lines = [] if start is None else [json.dumps({"run_id": f"{seconds}", **start})]
     for step in range(1, steps + 1):
         late = seconds * 1000 * (step / steps) - (0 if clock_reset is None or step < clock_reset else seconds * 400)
@@ -40,7 +40,7 @@ def log(loss, seconds, source="new", gpus=8, steps=20, start=None, clock_reset=N
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a folder of logs -> its path."""
+    """Write a folder of logs -> its path."""
     def write(folder, contents):
         (tmp_path / folder).mkdir(exist_ok=True)
         for content in contents:
@@ -61,7 +61,7 @@ def old(write):
 
 @pytest.fixture
 def judge(capsys):
-    """Runs the command in this process -> (exit status, stdout, stderr)."""
+    """Run the command in this process -> (exit status, stdout, stderr)."""
     def judge(*arguments):
         status = stats.main([str(argument) for argument in arguments])
         return status, *capsys.readouterr()
@@ -70,7 +70,7 @@ def judge(capsys):
 
 @pytest.fixture
 def refusal(judge):
-    """Expects that the input cannot be judged -> the message, which is one line."""
+    """Require that the input cannot be judged -> the message, one line."""
     def refusal(*arguments):
         status, out, err = judge(*arguments)
         assert status == 2 and err.count("\n") == 1 and "Traceback" not in out and "p = " not in out
@@ -119,7 +119,7 @@ def test_the_plan_of_a_loss(margin, n):
 
 @pytest.mark.parametrize("margin, n", [(0.2, 6), (0.1, 15)])
 def test_the_plan_of_a_time(margin, n):
-    """For 0.2 s five runs a side give 0.892: the pooled t-test, which would have 0.917, is not the one that decides."""
+    """For 0.2 s five runs a side have power 0.892 by Welch's test, which decides (the pooled test has 0.917)."""
     assert stats.runs_needed(0.07, margin, 0.01, 0.9, sets=2) == n
     assert stats.power(5, 0.07, 0.2, 0.01, sets=2) == pytest.approx(0.892, abs=5e-4)
 
@@ -130,7 +130,7 @@ TRIALS = 40_000
 
 
 def within(rate, expected):
-    """Whether a rate over TRIALS is within four standard errors of what it should be."""
+    """Return whether a rate over TRIALS is within four standard errors of the expected one."""
     return abs(rate - expected) < 4 * (expected * (1 - expected) / TRIALS) ** 0.5
 
 
@@ -172,12 +172,12 @@ def test_a_planned_comparison_is_found_as_often_as_promised(n, sds, margin):
 # Looks that keep alpha
 
 def looked_at(values, most, alpha=0.01):
-    """By the rules of `follow`, for many sets at once -> (claims found, runs taken). values: [sets, most] or two of them"""
+    """Apply evaluate_looks to many sets at once -> (claims found, runs taken). values: [sets, most], or two of them"""
     looks, limits = np.arange(2, most + 1), stats.bounds(most, alpha)
     tests = [stats.welch_t_less(*(side[:, :n] for side in values)) if len(values) == 2 else
              stats.one_sample_t_less(values[:, :n], 0) for n in looks]
     claims = np.array([test.pvalue < limit for test, limit in zip(tests, limits)]).T
-    chances = np.array([stats.chance(test, n, most, limits[-1]) for test, n in zip(tests, looks)]).T
+    chances = np.array([stats.predictive_power(test, n, most, limits[-1]) for test, n in zip(tests, looks)]).T
     over = claims | (chances < stats.FUTILE)
     over[:, -1] = True
     last = over.argmax(1)
@@ -205,7 +205,7 @@ def test_looks_by_welchs_test_keep_alpha_too(sds):
 
 @pytest.mark.parametrize("n", [6, 10])
 def test_a_race_until_decided_has_the_plans_power_with_fewer_runs(n):
-    """Expected runs: with the planned margin 86 to 97 % of the fixed plan's, without any margin half."""
+    """Expected runs: 86 to 97 % of the fixed plan's with the planned margin, half without any."""
     margin = next(margin for margin in np.arange(0.5, 3, 0.01) if stats.power(n, 1, margin, 0.01) >= 0.9)
     most = int(np.ceil(stats.LONGER * n))
     draw = np.random.default_rng(10)
@@ -220,17 +220,17 @@ def test_following_a_race_is_looking_at_it_so():
     runs = np.random.default_rng(11).normal(-0.8, 1, (200, 7))
     claims, taken, _ = looked_at(runs, 7)
     for values, claim, n in zip(runs, claims, taken):
-        stop = stats.follow([lambda look: stats.one_sample_t_less(values[:look], 0)], 7, 7, 0.01)
+        stop = stats.evaluate_looks([lambda look: stats.one_sample_t_less(values[:look], 0)], 7, 7, 0.01)
         assert (stop["n"], stop["outcome"] == "the claim") == (n, claim)
-        assert stats.follow([lambda look: stats.one_sample_t_less(values[:look], 0)], n - 1, 7, 0.01) is None
+        assert stats.evaluate_looks([lambda look: stats.one_sample_t_less(values[:look], 0)], n - 1, 7, 0.01) is None
     assert 20 < claims.sum() < 180
 
 
 def test_two_claims_must_both_be_found_and_may_be_at_different_looks():
     def at(n, p):
         return lambda look: type("Found", (), {"pvalue": p if look >= n else 0.2, "statistic": -1.0})
-    assert stats.follow([at(3, 1e-9), at(5, 1e-9)], 8, 8, 0.01)["passed"] == [3, 5]
-    stop = stats.follow([at(3, 1e-9), at(9, 0)], 8, 8, 0.01)
+    assert stats.evaluate_looks([at(3, 1e-9), at(5, 1e-9)], 8, 8, 0.01)["passed"] == [3, 5]
+    stop = stats.evaluate_looks([at(3, 1e-9), at(9, 0)], 8, 8, 0.01)
     assert stop["passed"] == [3, None] and stop["outcome"] == "futility"
 
 
@@ -262,7 +262,7 @@ def test_skewed_losses_are_warned_of(write, judge, new):
 
 
 def test_intervals_end_where_the_one_sided_test_decides():
-    """The upper end of the loss's interval is below the target exactly when p < alpha; likewise for times."""
+    """The upper end of the loss's interval is below the target exactly if p < alpha; the same for times."""
     draw = np.random.default_rng(5)
     for shift in draw.uniform(-0.003, 0.003, 100):
         losses = draw.normal(3.28 + shift, 0.0013, 8)
@@ -273,7 +273,7 @@ def test_intervals_end_where_the_one_sided_test_decides():
 
 
 def test_the_ratios_standard_error():
-    """Of a quotient of means: by drawing the means anew."""
+    """Compared with the spread of simulated quotients of means."""
     draw = np.random.default_rng(6)
     times, others = draw.normal(140, 2, (TRIALS, 10)), draw.normal(150, 3, (TRIALS, 5))
     spread = np.std(others.mean(-1) / times.mean(-1))
@@ -410,7 +410,7 @@ def test_rejected_logs_are_named_and_incomplete_ones_warned_of(new, judge):
     (Path(new) / "README.md").write_text("Ten runs.")
     status, out, _ = judge(new)
     assert status == 0 and "cut.txt: incomplete: " in out and "README.md: not a log: a .md file" in out
-    assert "Warning: not counted, although started: cut.txt; say why" in out
+    assert "Warning: started but not counted: cut.txt; give the reason" in out
 
 
 def test_a_diverged_run_speaks_against_the_claim(new, old, judge):
@@ -436,8 +436,9 @@ def test_a_time_that_no_run_takes_is_not_judged(new, old, judge):
 # Races: n declared before the first run
 
 def raced(n, sides="a", declared=None, race_id="r", shift=0.0, skip=(), drift=0.0, seed=0):
-    """Logs of a race: n runs a side, those of b slower by shift; the machine slows by drift from run to run; run i has
-    the seed seed + i."""
+    """Return the logs of a race with n runs a side and seeds seed + i.
+
+    Side b is slower by shift; the machine slows by drift from run to run."""
     draw, contents = np.random.default_rng(7), []
     for i in range(1, n + 1):
         for side in sides:
@@ -477,9 +478,9 @@ def test_runs_of_two_races(write, refusal, judge):
 
 
 def test_both_sides_of_a_race(write, judge, refusal):
-    """Drift hides the gain from Welch's test, which decides, and not from the paired one, which is shown."""
+    """Drift hides the gain from Welch's test, which decides, but not from the paired test."""
     folder = write("race", raced(10, "ab", shift=0.2))
-    assert "say whose claim it is: --side a or --side b" in refusal(folder)
+    assert "choose the claim's side: --side a or --side b" in refusal(folder)
     status, out, _ = judge(folder, "--side", "a")
     assert status == 0 and "Side a against side b (10 runs)" in out and "10 interleaved pairs" in out
     assert judge(folder, "--side", "b")[0] == 1
@@ -492,7 +493,7 @@ def test_both_sides_of_a_race(write, judge, refusal):
 
 
 def declare(folder, **words):
-    """race.jsonl beside the logs of raced()."""
+    """Write a race.jsonl beside the logs of raced()."""
     race = {"id": "r", "sides": {side: {"revision": None, "flags": []} for side in "ab"}, "ranks": 8, "n": 10, "seed": 0,
             "alpha": 0.01, "test": "paired", **words}
     race["order"] = ["x"] * race["n"] * len(race["sides"])
@@ -501,12 +502,12 @@ def declare(folder, **words):
 
 
 def test_the_test_that_was_declared_decides(write, judge, refusal):
-    """Where the machine drifts the paired test of log time finds what Welch's does not; the declaration says which counts."""
+    """On a drifting machine the paired test of log time finds the gain and Welch's does not; the declared one decides."""
     folder = write("race", raced(10, "ab", shift=0.2, drift=1.0))
     assert judge(folder, "--side", "a")[0] == judge(declare(folder, test="unpaired"), "--side", "a")[0] == 1
     status, out, _ = judge(declare(folder), "--side", "a")
     assert status == 0 and "faster by the paired test of log time (p = " in out
-    assert out.count("shown only") == 3 and "log, paired:" not in "".join(re.findall(".*shown only", out))
+    assert out.count("not decisive") == 3 and "log, paired:" not in "".join(re.findall(".*not decisive", out))
     compared = json.loads(judge(folder, "--side", "a", "--json")[1])["comparison"]
     assert compared["decides"] == "paired_log" and compared["p"] > 0.3
     ours, theirs = (np.log([run["train_time_ms"] for run in json.loads(judge(folder, "--side", "a", "--json")[1])["runs"]
@@ -520,11 +521,11 @@ def test_the_test_that_was_declared_decides(write, judge, refusal):
     (Path(folder) / "race.jsonl").write_text('{"race": ' + "[" * 100_000)
     assert judge(folder, "--side", "a")[0] == 2
     (Path(folder) / "race.jsonl").write_text('{"race": ' + "[" * 100_000 + "\n")
-    assert "race.jsonl: line 1 is none of a race's" in refusal(folder, "--side", "a")
+    assert "race.jsonl: line 1 is no line of a race" in refusal(folder, "--side", "a")
 
 
 def test_pairs_in_turn_find_through_a_drift_what_welchs_test_does_not():
-    """A drift of 0.1 s a run, a true gain of 0.2 s: a b, b a, ... and both tests."""
+    """A drift of 0.1 s a run and a true gain of 0.2 s, with runs a b, b a, ..."""
     for n, least, most in ((5, 0.3, 0.6), (10, 0.9, 1)):
         draw, at = np.random.default_rng(14), np.arange(2 * n)
         first = (at // 2 % 2 == 0) == (at % 2 == 0)  # side a's places in a b, b a, a b
@@ -558,7 +559,7 @@ def until_decided(write, n, most=12, shift=0.2, **words):
 
 def test_a_race_until_decided_is_judged_by_its_bounds(write, judge, refusal):
     early = refusal(until_decided(write, 3), "--side", "a")
-    assert "after 3 of at most 12 runs it is not; go on with race.py --resume" in early
+    assert "after 3 of at most 12 runs it is not; resume it with race.py --resume" in early
     n = next(n for n in range(4, 13) if judge(until_decided(write, n), "--side", "a")[0] != 2)
     status, out, _ = judge(folder := until_decided(write, n), "--side", "a", "--json")
     stop = json.loads(out)["stop"]
@@ -566,9 +567,9 @@ def test_a_race_until_decided_is_judged_by_its_bounds(write, judge, refusal):
     assert stop["bound"] == stats.bounds(12, 0.01)[n - 2] < 0.01
     status, out, _ = judge(folder, "--side", "a")
     assert f"decided for the claim after {n} of at most 12 runs, at alpha 0.01 over all looks" in out
-    assert f"Looks: decided for the claim after {n} of at most 12 runs; there p had to be below 0.00" in out
+    assert f"Looks: decided for the claim after {n} of at most 12 runs, where p had to be below 0.00" in out
     further = until_decided(write, n + 1)
-    assert f"the race was decided after {n} runs, and went on to {n + 1}; it stands" in judge(further, "--side", "a")[1]
+    assert f"the race was decided after {n} runs and continued to {n + 1}; the decision stands" in judge(further, "--side", "a")[1]
     assert "declared to run until it is decided at alpha 0.01, not 0.05" in refusal(folder, "--side", "a", "--alpha", .05)
     for path in Path(folder).glob("*.txt"):
         if '"run": 2, "declared_n": 12, "side": "b"' in path.read_text():
@@ -635,7 +636,7 @@ def test_resumed_runs_do_not_count_unless_they_are_asked_for(write, judge, refus
     assert "Loss (8 runs" in out and re.search(r"3.txt: resumed at step 10: it had ended before", out)
     assert "4.txt: begun from saved parameters (init_from)" in out
     out = judge(folder, "--resumed")[1]
-    assert "Loss (10 runs" in out and "Warning: runs were resumed, or began with saved parameters" in out
+    assert "Loss (10 runs" in out and "Warning: runs that were resumed or began with saved parameters are counted" in out
     race = raced(10)
     race[6] = resumed(race[6])
     message = refusal(folder := write("race", race))
@@ -650,7 +651,7 @@ def test_what_cannot_be_judged_is_said_in_300_characters(write, capsys):
                           for i in range(300)))
     seeds = write("seeds", (log(3.27 + i / 9999, 140 + i / 9, start={"seed": 1}) for i in range(300)))
     for arguments, end in (([many], "to judge them as one set.\n"), ([seeds], "distinct seeds.\n"),
-                           ([f"{many}/nothing{i}.txt" for i in range(100)], "check the path and its rights.\n")):
+                           ([f"{many}/nothing{i}.txt" for i in range(100)], "check the path and its permissions.\n")):
         assert stats.main(arguments) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and len(error) <= 301 and error.endswith(end)
@@ -665,7 +666,7 @@ def test_runs_of_different_races_are_no_pairs(write, judge):
 
 
 def test_runs_of_one_seed_are_not_independent(write, judge, refusal):
-    """Where training is deterministic, two seeds run five times each have two losses, and p as if there were ten."""
+    """With deterministic training, two seeds run five times each give two losses, but p as if there were ten."""
     twice = [content.replace('"seed": 2}', '"seed": 1}') for content in raced(10)]
     message = refusal(folder := write("race", twice))
     assert "2 runs of the set share the seed 1 (0.txt, 1.txt): they are not independent" in message
@@ -697,11 +698,11 @@ def test_start_lines_of_any_content_do_not_break_the_tool(write, judge):
 def test_a_clock_set_back_late_is_warned_of_and_decides_no_claim(write, judge, old, refusal):
     early = write("early", (log(loss, t, clock_reset=2) for loss, t in zip(LOSSES, TIMES)))
     late = write("late", (log(loss, t, clock_reset=12) for loss, t in zip(LOSSES, TIMES)))
-    assert "set back" not in judge(early)[1] and judge(early, "--vs", old)[0] == 0
+    assert "was reset" not in judge(early)[1] and judge(early, "--vs", old)[0] == 0
     status, out, _ = judge(late)
-    assert status == 0 and "the clock was set back during training" in out
-    assert "the clock was set back during training (0.txt, " in refusal(late, "--vs", old)
-    assert "the clock was set back during training (0.txt, " in refusal(old, "--vs", late)
+    assert status == 0 and "the clock was reset during training" in out
+    assert "the clock was reset during training (0.txt, " in refusal(late, "--vs", old)
+    assert "the clock was reset during training (0.txt, " in refusal(old, "--vs", late)
 
 
 def test_an_outlier_is_warned_of_and_counted(write, judge):
@@ -716,13 +717,13 @@ def test_plans_on_the_command_line(judge, refusal, new, write):
     assert status == 0 and re.search(r"mean below a target: +9 runs \(power 0.928\)", out)
     status, out, _ = judge("--plan", "--sd", 0.07, "--margin", 0.2)
     assert re.search(r"less than another set: +6 runs a side \(power 0.9", out)
-    assert "--until-decided --max-n 6, 1.15 times as many" in out
-    assert "), if the other side's sd is 0.07 too (--other-sd)\n" in out
+    assert "--until-decided --max-n 6 (1.15 times as many)" in out
+    assert "), if the other side also has sd 0.07 (--other-sd)\n" in out
     status, out, _ = judge("--plan", "--sd", 0.07, "--other-sd", 0.2, "--margin", 0.2)
     assert "--other-sd" not in out
     assert "sd 0.07 and 0.2" in out and re.search(r"less than another set: +1\d runs a side", out)
     assert "sd 0.001465, margin 0.00286, from 10 runs in the logs" in judge("--plan", new)[1]
-    assert "--plan wants --sd and --margin" in refusal("--plan", "--sd", 1)
+    assert "--plan needs --sd and --margin" in refusal("--plan", "--sd", 1)
     assert "above 0" in refusal("--plan", "--sd", 0.1, "--margin", -1)
     untimed = write("llmc", (f"s:0 tel:10.9{i:03}\ns:9 tel:{loss:.4f}\n" for i, loss in enumerate(LOSSES)))
     assert "no train_time above zero" in refusal("--plan", untimed, "--vs", new)
@@ -788,7 +789,7 @@ def test_the_command_works_from_anywhere(new, tmp_path):
 
 
 def test_text_that_no_terminal_shows(write, tmp_path):
-    """A lone surrogate, which JSON can hold and UTF-8 cannot, in a side's name; a byte that is no UTF-8 in a path's."""
+    """A lone surrogate in a side's name, and a byte that is not UTF-8 in a path."""
     folder = write("odd", [content.replace('"side": "b"', '"side": "\\ud800"') for content in raced(9, "ab")])
     name = os.fsdecode(b"\xff")
     os.rename(folder, tmp_path / name)
@@ -799,7 +800,7 @@ def test_text_that_no_terminal_shows(write, tmp_path):
 
 
 def test_runs_that_cannot_be_judged_are_shown(write, judge):
-    """One log gives no p, but what it says is told; nothing that was left out goes unnamed."""
+    """One log gives no p, but its figures are printed, and every file that was left out is named."""
     folder = write("one", [log(3.2775, 140.9), "no log\n"])
     status, out, err = judge(folder)
     assert status == 2 and "needs at least 2 runs" in err

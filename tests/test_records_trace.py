@@ -1,13 +1,11 @@
-"""records/trace.py against traces built here event by event, whose figures can be worked out by hand."""
+"""Tests of records/trace.py on traces built event by event, whose figures can be computed by hand."""
 
 import gzip
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -48,10 +46,10 @@ class Builder:
 
 
 def two_steps():
-    """Step 5 launches its reduce-scatter in backward, step 6 in the optimizer; the GPU lags by a step. One orphan."""
+    """Step 5 launches its reduce-scatter in backward, step 6 in the optimizer. The GPU lags by a step. One orphan."""
     build = Builder()
     build.host("ProfilerStep#5", 0, 1000).host("ProfilerStep#6", 1000, 2000)
-    build.host("ProfilerStep#5", 900, 1900, tid=7, cat="gpu_user_annotation")  # the GPU's own marks say nothing
+    build.host("ProfilerStep#5", 900, 1900, tid=7, cat="gpu_user_annotation")  # the GPU's own marks are ignored
     build.host("Optimizer.step#Adam.step", 600, 900).host("Optimizer.step#Adam.step", 1600, 1900)
     build.host("nccl:_reduce_scatter_base", 500, 510, tid=AUTOGRAD).host("nccl:_reduce_scatter_base", 1650, 1660)
     build.host("nccl:_reduce_scatter_base", 100, 110, cat="gpu_user_annotation")
@@ -68,7 +66,7 @@ def two_steps():
 
 
 def figures(*arguments, capsys):
-    """The JSON that the tool prints."""
+    """Return the JSON that the tool prints."""
     assert trace.main([*map(str, arguments), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -80,7 +78,7 @@ def analysed(build, tmp_path):
 
 
 def refusal(path, capsys, *more):
-    """The one line that the tool leaves on stderr when it refuses."""
+    """Return the only line on stderr of a failed call."""
     assert trace.main([str(path), *map(str, more)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and str(path) in err, (out, err)
@@ -118,7 +116,7 @@ def test_the_order_of_events_does_not_matter(tmp_path):
 
 
 def test_times_of_this_century_keep_their_nanoseconds(tmp_path):
-    """A float of µs since 1970 resolves a quarter of a µs."""
+    """A float of µs since 1970 has a resolution of a quarter of a µs."""
     text = json.dumps({"traceEvents": two_steps().events})
     events = json.loads(text)["traceEvents"]
     for event in events:
@@ -126,7 +124,7 @@ def test_times_of_this_century_keep_their_nanoseconds(tmp_path):
     path = tmp_path / "late.json"
     path.write_text(json.dumps(events).replace('"<', "").replace('>"', "").replace('"dur": 200', '"dur": 200.001'))
     loaded = trace.read(str(path))
-    assert loaded.ops["start"][0] == 1759210000001100_123
+    assert loaded.ops[5][0].start == 1759210000001100_123
     step = trace.analyse(loaded)["steps"][0]
     assert (step["comm_ms"], step["exposed_ms"], step["d_ms"]) == (0.3, 0.199999, -0.100001)
 
@@ -157,12 +155,12 @@ def test_busy_and_overlap_count_each_instant_once(some, others):
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10), st.integers(0, 5)), max_size=12), st.integers(-1, 51))
 @example([(0, 10, 1), (2, 3, 2)], 5)  # the later mark ends here, the earlier one goes on
-def test_step_at_finds_a_mark_that_contains_the_time(marks, time):
+def test_steps_at_finds_a_mark_that_contains_the_time(marks, time):
     steps = {}
     for start, length, number in marks:
         steps.setdefault(number, []).append(trace.Span(start, start + length, ""))
     holders = {number for start, length, number in marks if start <= time < start + length}
-    (found,) = trace.steps_at(np.array([time]), steps)
+    (found,) = trace.steps_at([time], steps)
     assert found in (holders or {trace.NOWHERE})
 
 
@@ -191,8 +189,8 @@ def test_all_reduce_only_has_no_b_and_no_d(tmp_path):
 
 
 @pytest.mark.parametrize("ranges, b", [
-    ([("backward", 5, 40), ("step", 50, 90)], -0.02),  # our own traces
-    ([("step", 2, 95)], None),  # whatever a program calls step
+    ([("backward", 5, 40), ("step", 50, 90)], -0.02),  # this project's traces
+    ([("step", 2, 95)], None),  # any other range called step
     ([("step", 2, 95), ("backward", 5, 40)], None),
     ([("step", 2, 95), ("backward", 5, 40), ("step", 50, 90)], -0.02),
     ([("backward", 5, 40), ("step", 50, 90), ("Optimizer.step#Adam.step", 55, 80)], -0.025)])
@@ -225,7 +223,7 @@ def test_backward_ends_with_the_last_op_of_autograd_be_it_a_copy(tmp_path):
 
 
 def test_the_outer_of_two_calls_with_one_number_is_the_launch(tmp_path):
-    """The runtime call begins within the step, the driver call inside it after the mark's end."""
+    """The runtime call begins inside the step; the driver call inside it begins after the mark's end."""
     build = Builder().host("ProfilerStep#1", 0, 100).op(ALL_REDUCE, 200, 210, 99)
     for late in (False, True):
         build.events.append(build.events[-1] | {"cat": "cuda_driver", "ts": 101 if late else 98})
@@ -233,7 +231,7 @@ def test_the_outer_of_two_calls_with_one_number_is_the_launch(tmp_path):
 
 
 def test_marks_on_several_threads_are_one_step(tmp_path):
-    """The worker's mark is shorter: what lies beyond it still belongs to the step; neither thread is autograd's."""
+    """A worker's mark is shorter: later events still belong to the step, and neither thread is autograd's."""
     build = Builder().host("ProfilerStep#1", 0, 100).host("ProfilerStep#1", 10, 40, tid=OTHER)
     build.op("gemm", 200, 210, 20, tid=OTHER).op("gemm", 210, 220, 30, tid=AUTOGRAD)
     build.op(REDUCE_SCATTER, 230, 240, 70, tid=OTHER)
@@ -242,10 +240,10 @@ def test_marks_on_several_threads_are_one_step(tmp_path):
 
 
 def test_launches_outside_all_steps_are_left_out_and_told(tmp_path):
-    build = two_steps().op(ALL_GATHER, 3000, 3100, 2000)  # a step's end is not within it
+    build = two_steps().op(ALL_GATHER, 3000, 3100, 2000)  # the end of a step is outside it
     analysis = analysed(build, tmp_path)
     assert analysis["total"]["comm_kernels"] == {"all-gather": 1, "reduce-scatter": 2}
-    assert analysis["notes"] == ["1 GPU ops launched between the steps are left out (1 of them communication)"]
+    assert analysis["notes"] == ["excluded: 1 GPU op launched between the steps (1 of them communication)"]
 
 
 def test_compute_of_one_gpu_hides_nothing_of_another(tmp_path):
@@ -256,18 +254,8 @@ def test_compute_of_one_gpu_hides_nothing_of_another(tmp_path):
     assert "2 GPUs" in analysis["notes"][0]
 
 
-def test_names_of_old_profilers(tmp_path):
-    build = two_steps()
-    old = {"kernel": "Kernel", "gpu_memcpy": "Memcpy", "gpu_memset": "Memset", "cuda_runtime": "Runtime",
-           "user_annotation": "Operator"}
-    expected = analysed(build, tmp_path)
-    for event in build.events:
-        event["cat"] = old.get(event["cat"], event["cat"])
-    assert analysed(build, tmp_path) == expected
-
-
 def test_rows_that_only_look_like_kernels(tmp_path):
-    """Triton's CPU rows bear kernel names; flow arrows bear correlations."""
+    """Triton's CPU events have kernel names; flow arrows have correlations."""
     build = two_steps()
     expected = analysed(build, tmp_path)
     build.host("triton_poi_fused_nccl_0", 0, 5000, cat="cpu_op").host("nccl kernel", 0, 5000, cat="overhead")
@@ -283,7 +271,7 @@ def test_events_that_lack_fields_are_left_out_and_counted(tmp_path):
                      {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 0, "dur": -1}, None, 7, [],
                      {"ph": "X", "cat": "cuda_runtime", "args": None}, {"ph": "X", "cat": ["kernel"], "name": {}}]
     analysis = analysed(build, tmp_path)
-    assert analysis.pop("notes") == ["3 events without a usable name, time or duration are left out"]
+    assert analysis.pop("notes") == ["excluded: 3 events without a usable name, time or duration"]
     expected.pop("notes")
     assert analysis == expected
     build.events.append({"ph": "X", "cat": "kernel", "name": "gemm", "ts": 0, "dur": 9, "args": "?"})
@@ -292,7 +280,7 @@ def test_events_that_lack_fields_are_left_out_and_counted(tmp_path):
 
 @pytest.mark.parametrize("odd", [[0], {"a": []}, None, 10**400, [[]] * 9])
 def test_fields_of_any_kind_break_nothing(tmp_path, capsys, odd):
-    """In the places where a trace names its GPU, stream, thread, rank."""
+    """Odd values for GPU, stream, thread and rank."""
     build = two_steps()
     for event in build.events:
         if "args" in event:
@@ -309,30 +297,13 @@ def test_a_step_of_more_digits_than_a_number_may_have_is_no_step(tmp_path):
     assert analysed(two_steps().host(f"ProfilerStep#{'9' * 5000}", 2000, 3000), tmp_path) == expected
 
 
-# The stream ---------------------------------------------------------------------------------------------------------
+# Reading -------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_chunks_may_end_anywhere(tmp_path, monkeypatch, chunk):
-    path = two_steps().write(tmp_path / "t.json", distributedInfo={"rank": 3, "world_size": 8}, number=12345)
-    whole = trace.analyse(trace.read(str(path)))
-    monkeypatch.setattr(trace, "CHUNK", chunk)
-    header = {}
-    assert len(list(trace.read_events(str(path), header))) == len(two_steps().events)
-    assert header["number"] == 12345 and header["traceName"] == "x"
-    assert trace.analyse(trace.read(str(path))) == whole
-    assert (whole["rank"], whole["world_size"]) == (3, 8)
-
-
-@pytest.mark.parametrize("chunk", [5, 1 << 20])
-def test_what_profilers_wrote_wrong_is_mended(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(trace, "CHUNK", chunk)
-    text = ('{"traceEvents": [{"name": "C:\\new\\torch\\x.py\\"", "a": nan, "b": [-inf, 1], "c": N/A},'
-            ' {"name": "tab\there \\u00e9 \\\\ nan", "d": NaN}]}')
-    path = tmp_path / "t.json"
-    path.write_bytes(text.encode().replace(b"x.py", b"\xff.py"))
-    events = list(trace.read_events(str(path), {}))
-    assert events[0]["a"] is None and events[0]["b"] == [None, 1] and events[0]["c"] is None
-    assert events[0]["name"].endswith('\ufffd.py"') and events[1]["name"] == "tab\there é \\ nan"
+def test_ranks_and_replaced_bytes(tmp_path):
+    path = two_steps().write(tmp_path / "t.json", distributedInfo={"rank": 3, "world_size": 8})
+    path.write_bytes(path.read_bytes().replace(b'"traceName": "x"', b'"traceName": "\xff\t"'))
+    analysis = trace.analyse(trace.read(str(path)))
+    assert (analysis["rank"], analysis["world_size"]) == (3, 8)
 
 
 def test_a_list_a_packed_file_and_odd_names_are_read(tmp_path, capsys):
@@ -349,32 +320,28 @@ def test_a_list_a_packed_file_and_odd_names_are_read(tmp_path, capsys):
 # Refusals -----------------------------------------------------------------------------------------------------------
 
 BAD_FILES = {
-    "empty": (b"", "empty"),
-    "blank": (b"  \n", "blank"),
-    "binary": (bytes(range(256)) * 9, "no complete Chrome trace"),
-    "text": (b"hello", "opens with 'h'"),
+    "empty": (b"", "Expecting value"),
+    "blank": (b"  \n", "Expecting value"),
+    "binary": (bytes(range(256)) * 9, "not a complete Chrome trace"),
+    "text": (b"hello", "char 0"),
     "object": (b'{"a": 1}', "traceEvents"),
     "no list": (b'{"traceEvents": 5}', "traceEvents"),
-    "number": (b"17", "opens with '1'"),
+    "number": (b"17", "traceEvents"),
     "no events": (b'{"traceEvents": []}', "no ProfilerStep"),
-    "cut": (b'{"traceEvents": [{"ph": "X"}, {"ph', "at character"),
-    "cut after an event": (b'{"traceEvents": [{"ph": "X"}', "at character"),
-    "cut after the list": (b'{"traceEvents": [{"ph": "X"}], "trace', "at character"),
-    "no colon": (b'{"traceEvents" []}', "':'"),
-    "a list for a key": (b'{[1]: 2}', "no string"),
-    "an object for a key": (b'{"traceEvents": [], {}: 2}', "no string"),
-    "two in one": (b'{"traceEvents": []}{"traceEvents": []}', "follows the end"),
-    "deep": (b'{"traceEvents": [' + b"[" * 200_000, "trace"),
-    "cut gzip": (gzip.compress(b'{"traceEvents": [' + b"1," * 5000)[:-20], "cut short"),
-    "damaged gzip": (gzip.compress(b'{"traceEvents": []}')[:-8] + b"12345678", "damaged"),
-    "not quite gzip": (b"\x1f\x8bhello", "damaged"),
-    "long digits": (b'[{"ts": ' + b"9" * 9999 + b"}]", "no complete Chrome trace"),
+    "cut": (b'{"traceEvents": [{"ph": "X"}, {"ph', "Unterminated string"),
+    "cut after the list": (b'{"traceEvents": [{"ph": "X"}]', "delimiter"),
+    "two in one": (b'{"traceEvents": []}{"traceEvents": []}', "Extra data"),
+    "deep": (b'{"traceEvents": [' + b"[" * 200_000, "recursion"),
+    "cut gzip": (gzip.compress(b'{"traceEvents": [' + b"1," * 5000)[:-20], "end-of-stream"),
+    "damaged gzip": (gzip.compress(b'{"traceEvents": []}')[:-8] + b"12345678", "CRC check failed"),
+    "not quite gzip": (b"\x1f\x8bhello", "not a complete Chrome trace"),
+    "long digits": (b'[{"ts": ' + b"9" * 9999 + b"}]", "not a complete Chrome trace"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_a_file_that_is_no_trace_gets_one_line(tmp_path, capsys, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)  # for a line that does not depend on how long its name is
+    monkeypatch.chdir(tmp_path)  # so that the path does not lengthen the message
     content, reason = BAD_FILES[name]
     path = Path(f"{name}.json")
     path.write_bytes(content)
@@ -386,20 +353,10 @@ def test_a_path_that_cannot_be_read_gets_one_line(tmp_path, capsys):
     assert "directory" in refusal(tmp_path, capsys)
 
 
-@pytest.mark.parametrize("chunk", [7, 1 << 20])
-def test_a_refusal_says_where_the_file_breaks(tmp_path, capsys, monkeypatch, chunk):
-    monkeypatch.setattr(trace, "CHUNK", chunk)
+def test_a_refusal_states_where_the_file_breaks(tmp_path, capsys):
     path = tmp_path / "t.json"
     path.write_text('{"traceEvents": [{"ph": "X"}, {"ph": ]}')
-    assert f"at character {path.read_text().index(']')}" in refusal(path, capsys)
-
-
-def test_an_endless_value_is_given_up(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(trace, "CHUNK", 10)
-    monkeypatch.setattr(trace, "LONGEST_VALUE", 100)
-    path = tmp_path / "t.json"
-    path.write_text('{"traceEvents": ["' + "x" * 1000)
-    assert "no value ends within" in refusal(path, capsys)
+    assert f"(char {path.read_text().index(']')})" in refusal(path, capsys)
 
 
 def test_a_trace_that_says_nothing_of_communication_gets_one_line(tmp_path, capsys):
@@ -419,7 +376,7 @@ def test_every_bad_file_is_named_and_nothing_is_printed_of_the_good(tmp_path, ca
     good = two_steps().write(tmp_path / "good.json")
     assert trace.main([str(good), "x", "--vs", "y", str(good)]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("trace.py: error: 2 files cannot be judged: x: ") and "; y: " in err
+    assert out == "" and err.startswith("trace.py: error: 2 files cannot be used: x: ") and "; y: " in err
 
 
 def test_a_recording_that_is_there_twice_counts_once_and_is_named(tmp_path, capsys):
@@ -522,20 +479,20 @@ def test_the_table_shows_steps_totals_and_orphans(tmp_path, capsys):
     row = {line.split("  ")[0]: line.split() for line in lines}
     assert row["ms"][-4:] == ["all-gather", "reduce-scatter", "from", "backward"]
     assert row["step 5"][2:] == "1.000 0.800 0.400 0.300 0.100 0.200 0.150 -0.100 -0.100 1 1 1".split()
-    assert row["in all"][2:] == "2.000 1.400 0.500 0.500 0.100 0.400 0.400 - - 1 2 1".split()
+    assert row["total"][1:] == "2.000 1.400 0.500 0.500 0.100 0.400 0.400 - - 1 2 1".split()
     (orphans,) = [line for line in lines if line.startswith("orphans")]
-    assert "1 GPU ops" in orphans and "1 ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL" in orphans
+    assert "1 GPU op," in orphans and "1 ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL" in orphans
 
 
 def test_several_ranks_end_in_a_table_of_all(tmp_path, capsys):
     paths = [two_steps().write(tmp_path / f"rank{rank}.json", distributedInfo={"rank": rank}) for rank in range(2)]
     assert trace.main(list(map(str, paths))) == 0
     out = capsys.readouterr().out
-    assert "2 traces, in all" in out and out.count("rank1.json") == 2 and "\nmean" in out
+    assert "2 traces, total" in out and out.count("rank1.json") == 2 and "\nmean" in out
 
 
 def moved(build, microseconds):
-    """Every second step's reduce-scatter later, which lengthens the exposed time."""
+    """Lengthen the reduce-scatter of step 6, and so the exposed time."""
     for event in build.events:
         if event["name"] == REDUCE_SCATTER and event["ts"] == 2250:
             event["dur"] += microseconds
@@ -557,7 +514,7 @@ def test_two_sets_are_compared_by_their_means(tmp_path, capsys):
 
 
 def test_a_mean_is_over_the_ranks_that_have_the_figure(tmp_path, capsys):
-    """One of two ranks has no optimizer step and no all-gather: B is the other's, and half an all-gather each."""
+    """One of two ranks has no optimizer step and no all-gather: B is that of the other, and all-gathers average 0.5."""
     both = two_steps().write(tmp_path / "a.json")
     less = tmp_path / "b.json"
     less.write_text(both.read_text().replace("Optimizer.step#", "Step#").replace(ALL_GATHER, REDUCE_SCATTER))
@@ -586,36 +543,15 @@ def test_sets_of_other_steps_are_paired_in_order_and_say_so(tmp_path, capsys):
 
 def test_a_gpu_trace_is_not_compared_with_a_cpu_trace(tmp_path, capsys):
     gpu, cpu = two_steps().write(tmp_path / "gpu.json"), cpu_trace().write(tmp_path / "cpu.json")
-    assert "one kind" in refusal(cpu, capsys, "--vs", gpu)
-    assert trace.main([str(gpu), str(cpu)]) == 0  # told one after the other they are
+    assert "the same device" in refusal(cpu, capsys, "--vs", gpu)
+    assert trace.main([str(gpu), str(cpu)]) == 0  # printed one after the other, without a comparison
 
 
 def test_it_runs_alone(tmp_path):
-    """By path, from anywhere; a closed pipe is no error."""
+    """Run by path, from another folder. A closed pipe is no error."""
     path = two_steps().write(tmp_path / "t.json")
     command = [sys.executable, str(SCRIPT), str(path)]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"LC_ALL": "C"})
-    assert run.returncode == 0 and run.stderr == "" and "in all" in run.stdout
+    assert run.returncode == 0 and run.stderr == "" and "total" in run.stdout
     run = subprocess.run(f"'{sys.executable}' '{SCRIPT}' '{path}' | true", shell=True, capture_output=True, text=True)
     assert run.stderr == ""
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the peak is read from Linux's /proc")
-def test_memory_stays_below_the_size_of_the_trace(tmp_path):
-    """Events without padding, which is the worst case: profilers write three times as much for each."""
-    build = Builder()
-    for step in range(60):
-        start = 1759210000000000 + 20_000 * step
-        build.host(f"ProfilerStep#{step}", start, start + 20_000)
-        for i in range(1000):
-            build.op(REDUCE_SCATTER if i % 50 == 0 else "gemm", start + 10 * i, start + 10 * i + 8, start + 5 * i)
-    peaks = []
-    for path in (two_steps().write(tmp_path / "small.json"), build.write(tmp_path / "large.json")):
-        watched = "import os, re, runpy, sys; sys.argv = sys.argv[1:]\n" \
-                  "sys.path.insert(0, os.path.dirname(sys.argv[0]))\n" \
-                  "try: runpy.run_path(sys.argv[0], run_name='__main__')\n" \
-                  "finally: print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1], file=sys.stderr)"
-        run = subprocess.run([sys.executable, "-c", watched, str(SCRIPT), str(path)], capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr
-        peaks.append(int(run.stderr) * 1024)
-    assert peaks[1] - peaks[0] < path.stat().st_size, (peaks, path.stat().st_size)

@@ -50,7 +50,7 @@ COMPARED = [HARDWARE, IN_TURN, OFF_CLOCK, FASTER]
 
 
 def planted(*edits):
-    """The script's source with (old, new) edits, each of which must apply."""
+    """Return the script's source with (old, new) edits, each of which must apply once."""
     source = SOURCE
     for old, new in edits:
         assert source.count(old) == 1, f"the plant does not fit the script: {old!r} is there {source.count(old)} times"
@@ -75,7 +75,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def train(tmp_path_factory, data):
-    """train(*edits, flag=...) -> the log of a real run of the script with these edits; its model lies beside it."""
+    """train(*edits, flag=...) -> the log of a real run of the edited script, with its model beside it."""
     libraries = functools.cache(train_gpt.loaded_libraries)  # the same in every run here, and half a second each
 
     def train(*edits, **flags):
@@ -101,7 +101,7 @@ def honest(train):
 
 
 class Log:
-    """A log's parts, to be changed: source, description and end as dicts, lines between them."""
+    """The parts of a log, for editing: source, start and end as dicts, lines between them."""
 
     def __init__(self, path):
         self.source, self.environment, rest = path.read_text().split(RULE + "\n")
@@ -117,7 +117,7 @@ class Log:
         return self
 
     def label(self, run, n, side="a", loss=None):
-        """Makes it consistently another run of a race: its own state, its own pace."""
+        """Turn the log consistently into another run of a race, with its own state and pace."""
         identity = {"race_id": "x", "run": run, "declared_n": n, "side": side}
         self.start.update(run_id=f"{run}{side}", seed=run, race=identity)
         self.start["config"].update(seed=run, run_id=f"{run}{side}", race=f"x:{run}:{n}:{side}")
@@ -146,8 +146,9 @@ class Log:
 
 @pytest.fixture
 def race(honest, tmp_path):
-    """race(n, sides, change, slow) -> a folder of an honest race's logs, but for what change(log, run, side) does to each,
-    and but for a clock of the race that runs slow(side) times as fast as the logs'."""
+    """race(n, sides, change, slow) -> a folder with the logs of an honest race.
+
+    change(log, run, side) edits a log; the race's clock runs slow(side) times as fast as the logs'."""
     def race(n=4, sides="a", change=lambda log, run, side: None, slow=lambda side: 1):
         folder = tmp_path / "race"
         folder.mkdir()
@@ -158,10 +159,11 @@ def race(honest, tmp_path):
             change(log, run, side)
             write_stamps(log.write(folder / f"{run}{side}.txt"), log, slow(side))
             event = {"run": run, "side": side, "run_id": f"{run}{side}", "status": "started", "seed": run,
-                     "started": log.start["started"]}
-            events += [event, {**event, "status": "done", "logged": True,
-                               "seconds": slow(side) * log.end["wall_seconds"] + 5}]
-            clock += timedelta(seconds=math.ceil(events[-1]["seconds"]))
+                     "started_at": log.start["started"], "process": f"{run}{side}"}
+            seconds = slow(side) * log.end["wall_seconds"] + 5
+            clock += timedelta(seconds=math.ceil(seconds))
+            events += [event, {**event, "status": "done", "logged": True, "seconds": seconds}]
+            prolong(events[-1], 0)
         versions = {side: {"revision": None, "flags": [],
                            "source_sha256": log.start["source_sha256"]} for side in sides}
         declared = {"id": "x", "n": n, "seed": 0, "ranks": 1, "sides": versions, "order": [f"{r}{s}" for r, s in order]}
@@ -173,7 +175,7 @@ def race(honest, tmp_path):
 
 @pytest.fixture
 def faster(race):
-    """faster(change) -> the folder of a race of four runs a side, which side a wins, with change(log, run, side) done."""
+    """faster(change) -> the folder of a race of four runs a side that side a wins. change(log, run, side) edits a log."""
     def faster(change=lambda log, run, side: None):
         def both(log, run, side):
             scale_clock(log, 2 + (side == "b") + 0.01 * run)
@@ -183,7 +185,7 @@ def faster(race):
 
 
 def public_log(path, lines, source="import torch", environment="env"):
-    """A log as the public speedrun has them."""
+    """Write a log in the form of the public speedrun."""
     path.write_text("\n".join([source, RULE, environment, RULE, *lines]) + "\n")
 
 
@@ -192,7 +194,7 @@ def public_lines(loss=lambda step: 4 - step / 20, pace=60):
 
 
 def write_stamps(path, log, slow=1):
-    """What race.py leaves beside a log: when it saw each line. A validation takes its part of what the log names."""
+    """Write the time stamps that race.py leaves beside a log. Validations take their part of the named time."""
     (found,), *_ = logs.read_file(str(path)) if log.lines else ([None],)
     seconds = 5 * slow
     stamps, before = [], 0
@@ -206,23 +208,30 @@ def write_stamps(path, log, slow=1):
 
 @contextlib.contextmanager
 def manifest_of(folder):
-    """The lines of its race.jsonl, to be changed."""
+    """Yield the lines of the folder's race.jsonl for editing."""
     path = folder / "race.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     yield events
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
+def prolong(event, seconds):
+    """Make the run of an event take longer."""
+    event["seconds"] += seconds
+    event["ended_at"] = (datetime.fromisoformat(event["started_at"]) + timedelta(seconds=event["seconds"])).isoformat()
+
+
 def with_attempt(folder, run, **how):
-    """Puts an attempt at a run before the one that was done: {} as it, and how it differs."""
+    """Insert an attempt at a run before the one that was done. how: its differences from that one."""
     with manifest_of(folder) as events:
         at = events.index(next(event for event in events if event.get("run_id") == f"{run}a"))
         started, ended = ({**event, "run_id": f"{run}a_first"} for event in events[at:at + 2])
+        prolong(ended, how.get("seconds", ended["seconds"]) - ended["seconds"])
         events[at:at] = [started] if how.get("status") == "started" else [started, {**ended, **how}]
 
 
 def strip(folder):
-    """Takes away all that a race's logs say of themselves."""
+    """Remove every description of the runs from a race's folder."""
     for path in folder.glob("*a.txt"):
         path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith('{"')))
     (folder / "race.jsonl").unlink()
@@ -240,7 +249,7 @@ def judge(capsys):
 
 
 def fails_only(outcome, rule, *words):
-    """The planted violation, and nothing else, is found, and the reason names it. rule: one, or those that find it."""
+    """Require that these rules fail and no others, and that the first one's reason has these words."""
     status, rules = outcome
     wanted = [rule] if isinstance(rule, str) else list(rule)
     failed = {name: reason for name, (verdict, reason) in rules.items() if verdict == "fail"}
@@ -250,7 +259,7 @@ def fails_only(outcome, rule, *words):
 
 
 def says(rules, rule, verdict, *words):
-    """A rule has this verdict, and its reason these words."""
+    """Require a rule's verdict and words of its reason."""
     found, reason = rules[rule]
     assert found == verdict and all(word in reason for word in words), reason
 
@@ -281,7 +290,7 @@ def test_a_faster_side_passes(faster, judge):
 
 
 def scale_clock(log, factor):
-    """The same run, slower: its lines, its end and its wall clock, which stay consistent."""
+    """Slow a run down consistently: lines, end and wall clock."""
     pace(log, lambda step, ms: ms * factor)
 
 
@@ -292,14 +301,14 @@ def pace(log, time_of):
 
 
 def steady(path):
-    """A real run's log as if the tests' machine had not been busy with others: all steps took as long."""
+    """Give all steps of a real run the same time, since the test machine may have been busy."""
     log = Log(path)
     pace(log, lambda step, ms: 100 * step)
     return log.write(path)
 
 
 def shift_clock(log, time_of):
-    """Gives each line another train_time, time_of(step, old), with its step_avg, and the end the last one."""
+    """Give each line the train_time time_of(step, old) with its step_avg, and the end the last one."""
     for i, line in enumerate(log.lines):
         words = dict(word.split(":") for word in line.split())
         step = int(words["step"].split("/")[0])
@@ -348,22 +357,22 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
     "a step cut out": (lambda log: log.lines.pop(4), CLOCK, "of 12 steps 11 have a line"),
     "a step that is there twice": (lambda log: log.lines.insert(4, log.lines[4]), CLOCK, "of 12 steps 13"),
     "a last time in seconds": (lambda log: edit_line(log, -1, f"{log.end['train_time_ms']:.0f}ms", "1.000s"),
-                               (WHOLE, CLOCK), "none that the script writes"),
+                               (WHOLE, CLOCK), "not a line that the script writes"),
     "a last time in other digits": (lambda log: edit_line(log, -1, f"{log.end['train_time_ms']:.0f}ms", "1e3ms"),
-                                    (WHOLE, CLOCK), "none that the script writes"),
+                                    (WHOLE, CLOCK), "not a line that the script writes"),
     "a last time that falls": (lambda log: edit_line(log, -1, f"{log.end['train_time_ms']:.0f}ms", "1000ms"),
                                (CLOCK, STAMPS), "falls to 1000 ms at step 12"),
-    "an odd average": (lambda log: edit_line(log, 3, "step_avg:", "step_avg:1.2."), (WHOLE,), "none that the script"),
+    "an odd average": (lambda log: edit_line(log, 3, "step_avg:", "step_avg:1.2."), (WHOLE,), "not a line that the script"),
     "a time of 400 digits": (lambda log: edit_line(log, 3, "train_time:", "train_time:" + "9" * 400),
-                             (WHOLE, CLOCK), "none that the script"),
+                             (WHOLE, CLOCK), "not a line that the script"),
     "a training loss left out": (lambda log: log.lines.__setitem__(7, log.lines[7].partition(" train_loss")[0]), WHOLE,
                                  "step 6 states no train_loss"),
     "a training loss more": (lambda log: log.lines.__setitem__(0, log.lines[0] + " train_loss:4.8520"), WHOLE,
                              "step 0 states a train_loss; by train_loss_every 1 it states none"),
     "a run behind it": (lambda log: log.set("memory", log.memory + "\nstep:0/9 val_loss:1.0000 train_time:0ms"),
-                        WHOLE, "none that the script writes"),
+                        WHOLE, "not a line that the script writes"),
     "a line behind it": (lambda log: log.set("memory", log.memory + "\nerror: x\n" + log.lines[-1]),
-                         WHOLE, "none that the script writes"),
+                         WHOLE, "not a line that the script writes"),
     "no source": (lambda log: set_source(log, ""), (WHOLE, SWITCHES), "holds no source"),
     "another source": (lambda log: set_source(log, "import os\n\n"), SWITCHES, "not the script"),
     "a module beside it": (lambda log: set_source(log, "import helper\n" + log.source), SWITCHES, "helper"),
@@ -404,7 +413,7 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
 
 
 def set_source(log, source):
-    """Another source, whose hash the log states."""
+    """Set another source together with its hash."""
     log.source = source
     log.start["source_sha256"] = hashlib.sha256(source[:-1].encode()).hexdigest()
 
@@ -436,7 +445,7 @@ def test_a_script_with_a_slow_clock_is_caught(train, judge):
 def test_a_wall_clock_that_lies_is_caught_by_the_race(race, judge, more, words):
     with manifest_of(folder := race()) as events:
         for event, seconds in zip(events[2::2], more):  # those that say how a run ended
-            event["seconds"] += seconds
+            prolong(event, seconds)
     fails_only(judge(folder), WALL, *words)
 
 
@@ -469,13 +478,13 @@ def test_a_run_that_left_no_log_is_no_mere_remark(race, judge, status, seconds, 
 
 MANIFEST_EDITS = {  # what is done to its lines, a word of the reason
     "fewer runs were declared": (lambda e: e[0]["race"].update(n=3, order=["1a", "2a", "3a"]), "order it declares"),
-    "more runs were declared": (lambda e: e[0]["race"].update(n=5, order=["1a", "2a", "3a", "4a", "5a"]), "is 4, by"),
+    "more runs were declared": (lambda e: e[0]["race"].update(n=5, order=["1a", "2a", "3a", "4a", "5a"]), "is 4; by"),
     "another order": (lambda e: e[0]["race"]["order"].reverse(), "the order"),
     "an order that was not kept": (lambda e: e.__setitem__(slice(1, None), e[-2:] + e[1:-2]), "in the order it declares"),
     "another seed": (lambda e: e[0]["race"].update(seed=7), "start.seed is 1"),
     "another seed of a run": (lambda e: e[6].update(seed=7), "start.seed is 3"),
     "another source": (lambda e: e[0]["race"]["sides"]["a"].update(source_sha256="0" * 64), "source_sha256"),
-    "another time": (lambda e: e[2].update(started="2025-01-02T00:00:00+00:00"), "states that it started"),
+    "another time": (lambda e: (e[2].update(started_at="2025-01-02T00:00:00+00:00"), prolong(e[2], 0)), "states that it started"),
     "a run that was done twice": (lambda e: [event.update(run=2) for event in e[5:7]], "done twice"),
     "a side of another race": (lambda e: e[2].update(side="c"), "order it declares"),
     "a start left out": (lambda e: e.pop(3), "2a ended (done), and the line before does not say that it was started"),
@@ -517,11 +526,11 @@ def test_a_diverged_run_beside_the_others_is_caught(race, judge):
     log.start["run_id"] = "2a_first"
     log.lines = [line.replace(f"val_loss:{log.end['final_val_loss']:.4f}", "val_loss:nan") for line in log.lines]
     log.write(folder / "2a_first.txt")
-    fails_only(judge(folder), ACCOUNTS, "2a_first.txt", "speaks against the claim")
+    fails_only(judge(folder), ACCOUNTS, "2a_first.txt", "is evidence against the claim")
 
 
 def resume(log):
-    """As if the run had been killed after step 8, and had gone on from step 6."""
+    """Edit a log as if its run had been killed after step 8 and resumed from step 6."""
     at = next(i for i, line in enumerate(log.lines) if line.startswith("step:8/"))
     again = {"resumed": {"at": "2025-01-01T00:00:20+00:00", "from_step": 6, "ranks": 1, "checkpoint": "c",
                          "lost_steps": 2, "lost_seconds": 1.0, "source_sha256": log.start["source_sha256"]}}
@@ -546,7 +555,7 @@ RACE_EDITS = {  # what is done to each log of a race of four runs, which rule fi
         lambda log, run: log.set("start.config.shuffle", True), COPIES, "digest of its tokens"),
     "losses left out so that none compares": (
         lambda log, run: run == 2 and log.set("start.config.train_loss_every", 0).set(
-            "lines", [line.partition(" train_loss")[0] for line in log.lines]), ACCOUNTS, "side a", "other steps"),
+            "lines", [line.partition(" train_loss")[0] for line in log.lines]), ACCOUNTS, "side a", "different steps"),
     "a name that is none": (lambda log, run: run == 2 and log.set("start.run_id", []), (WHOLE, ACCOUNTS),
                             "start.run_id is []"),
     "resumed": (lambda log, run: run == 2 and resume(log), FROM_SEED, "2a.txt: resumed at step 6",
@@ -606,12 +615,12 @@ def test_sides_that_cannot_be_compared_are_caught(faster, judge, change, rule, w
 
 
 def declare(folder, side, *flags, kept=True):
-    """Writes flags into the manifest as those of a side, and, if they are kept, into the configs of its logs."""
+    """Declare flags for a side in the manifest and, if kept, set them in the configs of its logs."""
     with manifest_of(folder) as events:
         events[0]["race"]["sides"][side]["flags"] = list(flags)
     for path in folder.glob(f"*{side}.txt") if kept else ():
         log = Log(path)
-        for name, word in verify.given_by(flags).items():
+        for name, word in verify.parse_flags(flags).items():
             if name in log.start["config"]:
                 log.set(f"start.config.{name}", int(word) if word.isdigit() else word)
         log.write(path)
@@ -624,9 +633,11 @@ def declare(folder, side, *flags, kept=True):
     (["--compile=auto"], False, ""),
     (["--compile=on"], False, "--compile on"),
     (["--val_every", "9", "--val_every", "7"], True, ""),
+    (["--attention", "flash"], False, "--attention flash"),
     (["--preset", "speedrun"], True, "its race declared --preset speedrun"),
     (["--lazy_tables", "--loss_weights", "1,.5"], False, "--loss_weights 1,.5"),
-    (["--loss_weights", "1.0", "--depth", "3"], False, ""),
+    (["--loss_weights", "1.0"], False, ""),
+    (["--micro_batch_splits", "4"], False, ""),  # depends on the memory
     (["--no_flag", "3"], False, "--no_flag 3, and its log's config has null"),
     (["--micro_batches", "99"], False, "--micro_batches 99"),
 ])
@@ -636,18 +647,15 @@ def test_runs_keep_to_the_flags_that_their_race_declared(race, judge, flags, kep
     if word:
         fails_only(judge(folder), ACCOUNTS, word)
     assert judge(folder)[0] == bool(word)
-    for change, excused in (("too little memory for micro-batches of 8 tokens: they have 4", "--micro_batches"),
-                            ("preflight: attention, flex, failed: --compile off in its place", "--compile=on")):
-        for path in folder.glob("*.txt"):  # a machine that lacks something says what it did without
-            log = Log(path)
-            log.start["changes"] = [change]
-            log.write(path)
-        assert judge(folder)[0] == (bool(word) and excused not in flags)
+    for path in folder.glob("*.txt"):  # the script says which values it changed for this machine
+        log = Log(path)
+        log.start["changes"] = ["FlashAttention 3 wants a Hopper GPU: torch's own"]
+        log.write(path)
+    assert judge(folder)[0] == (bool(word) and flags[0] != "--attention")
 
 
-def test_what_is_fitted_to_a_machine_is_known_by_the_words_of_the_script():
-    for words, names in examine.FITTED.items():
-        assert words in SOURCE or "failed: --{flag} " in SOURCE and f'("{names[0]}", ' in SOURCE, words
+def test_changes_for_a_machine_are_recognized_by_the_words_of_the_script():
+    assert all(words in SOURCE for words in examine.FITTED)
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -666,7 +674,7 @@ def test_sides_differ_in_what_their_race_declared_alone(faster, judge, flags, wo
 ])
 @pytest.mark.parametrize("flags", [[], ["--val_files", "other_*.bin", "--val_len=128", "--val_tokens=99"]])
 def test_sides_that_are_validated_on_something_else_are_caught(race, faster, judge, tmp_path, change, word, flags):
-    """In one race, whatever it declares, and in two."""
+    """In one race, whatever it declares, and in two races."""
     folder = faster(lambda log, run, side: side == "b" and change(log))
     declare(folder, "b", *flags)
     undeclared = [ACCOUNTS] * (not flags and "val_len" in word)
@@ -678,9 +686,9 @@ def test_sides_that_are_validated_on_something_else_are_caught(race, faster, jud
 
 
 @pytest.mark.parametrize("flags, left, verdict, word", [
-    ([], 1, "not checkable", "look at this: 1a.txt and 1b.txt trained on shards of other digests"),
+    ([], 1, "not checkable", "inspect this: 1a.txt and 1b.txt trained on shards with different digests"),
     (["--train_shards", "1"], 1, "pass", "other training shards, as ['train_shards'] declare"),
-    (["--train_shards=2"], 2, "not checkable", "look at this"),  # but its first shards are others
+    (["--train_shards=2"], 2, "not checkable", "inspect this"),  # but its first shards are others
     (["--train_files=x/*.bin"], 2, "pass", "other training shards, as ['train_files'] declare"),
 ])
 def test_other_training_data_are_to_be_declared_or_looked_at(faster, judge, flags, left, verdict, word):
@@ -720,13 +728,13 @@ def test_a_head_that_does_not_begin_with_zeros_may_know_a_little(race, judge, he
     (lambda run, side: False, "b", 0), (lambda run, side: False, "3", 1),
 ])
 def test_a_run_with_other_libraries_than_its_side_is_caught(faster, judge, other, silent, status):
-    """Flags and source decide what is loaded, so sides may differ, and one of before says nothing; but not runs of one."""
+    """Flags and source decide which libraries are loaded: sides may differ, runs of one side may not."""
     def load(log, run, side):
         log.set("start.versions.libraries", None if silent and silent in f"{run}{side}" else str(int(other(run, side))) * 64)
     found = judge(faster(load))
     assert found[0] == status
     if status:
-        fails_only(found, HARDWARE, "had loaded other shared libraries")
+        fails_only(found, HARDWARE, "had loaded different shared libraries")
 
 
 @pytest.mark.parametrize("cpus, status", [("xx", 0), ("xy", 1)])
@@ -742,7 +750,7 @@ def test_hosts_are_compared_by_what_they_are_and_not_by_what_names_a_launch(fast
 
 
 def two_races(race, tmp_path, change=lambda log: None):
-    """An honest race and a slower one, which is the other side."""
+    """Return the folders of an honest race and of a slower one, the other side."""
     folder, other = race(4, "a").rename(tmp_path / "new"), tmp_path / "old"
 
     def slower(log, run, side):
@@ -776,7 +784,7 @@ def test_an_edited_clock_of_the_other_side_is_caught(race, judge, tmp_path):
 # The data
 
 def gpt2_sized(log):
-    """As if its vocabulary were GPT-2's, and its validation split FineWeb's under another name."""
+    """Give the log a vocabulary of GPT-2's size, and FineWeb's validation split under another name."""
     log.start["parameters"] += 4 * (50304 - 128) * 32  # embedding, head, two value tables
     log.start["shards"]["val"][0]["tokens"] = 100_000_000
 
@@ -811,9 +819,9 @@ def test_validation_documents_in_training_are_caught(train, judge, tmp_path, ste
 
 @pytest.mark.parametrize("every, documents, found", [
     (60, 10, "10 with many tokens changed"), (45, 10, "10 with many tokens changed"), (60, 1, "1 with many tokens changed"),
-    (24, 10, "where one token in 32 is another"), (0, 10, "none of 10 validation documents is in training, 0 with")])
+    (24, 10, "with one token in 32 changed"), (0, 10, "none of 10 validation documents is in training, 0 with")])
 def test_validation_documents_with_many_tokens_changed_are_caught(train, judge, tmp_path, every, documents, found):
-    """every: so many of each document's tokens in training are others, but for one; 0: its first part alone is there."""
+    """every: one in so many tokens is changed in the training data; 0: only the first part of each document is there."""
     val = np.random.default_rng(5).integers(0, 63, 10 * 400)
     at = np.arange(documents * 400)
     stolen = np.where(at % every, val[at], (val[at] + 1) % 63) if every else val[at[at % 400 < 120]]
@@ -948,7 +956,7 @@ def test_a_new_line_to_look_at_is_told_before_those_of_the_honest_script(race, j
         set_source(log, head + clock + main + tail)
     at = SOURCE[:SOURCE.rindex('if __name__ == "__main__":')].count("\n") + 1
     verdict, reason = judge(race(1, "ab", change))[1][SWITCHES]  # on both sides
-    assert verdict == "pass" and f"look at its lines {at} (new), " in reason and reason.count("(new)") == 1
+    assert verdict == "pass" and f"inspect lines {at} (new), " in reason and reason.count("(new)") == 1
 
 
 def test_how_the_source_differs_is_told(race, judge, capsys):
@@ -967,7 +975,7 @@ def test_how_the_source_differs_is_told(race, judge, capsys):
 # The model again
 
 class Forked:
-    """The process of a Witness without the seconds in which it imports torch."""
+    """The process of a Worker, forked to save the seconds of importing torch."""
 
     def __init__(self, folder, *arguments):
         self.pid = os.fork()
@@ -1000,7 +1008,7 @@ def rerun(honest, data, forked, tmp_path):
 
 @pytest.fixture
 def rerun_apart(honest, data, tmp_path):
-    """By a Witness as it is."""
+    """The same with the real Worker process."""
     return examined(honest, data, tmp_path)
 
 
@@ -1021,11 +1029,11 @@ def test_an_honest_model_passes_in_a_process_of_its_own(honest, script):
     assert judging.returncode == 0, out + errors
     report = json.loads(out)
     rules = {rule["rule"]: rule["verdict"] for rule in report["rules"]}
-    assert {rules[rule] for rule in examine.RULES} == {"pass"} and "models of 1 of 1 runs examined" in report["said"]
+    assert {rules[rule] for rule in examine.RULES} == {"pass"} and "models of 1 of 1 run" in report["said"]
 
 
 @pytest.mark.parametrize("saved, stated, changes, differ", [
-    ("auto", "flex", [], ""), ("flash", "flex", ["preflight: a part, flash, failed: --attention flex in its place"], ""),
+    ("auto", "flex", [], ""), ("flash", "flex", ["FlashAttention 3 wants a Hopper GPU"], ""),
     ("flash", "flex", [], "attention"), ("flash", "flex", ["this GPU has no fp8"], "attention"), ("flex", "flex", [], "")])
 def test_a_saved_model_may_leave_to_the_machine_what_the_log_says_it_chose(saved, stated, changes, differ):
     examination = examine.Examination.__new__(examine.Examination)
@@ -1055,7 +1063,7 @@ def test_a_model_that_sees_later_tokens_is_caught(rerun, plant):
 
 
 def test_what_a_model_remembers_of_earlier_sequences_is_caught(rerun):
-    """In a plain attribute, which is no part of its state; and in its parameters."""
+    """In a plain attribute, which is not part of its state, and in its parameters."""
     remember = "        self.last = getattr(self, 'last', 0) * 0.9 + e.mean(0)\n        e = e + 0.3 * self.last\n"
     learn = "        self.lm_head.weight.data[tokens] += 1e-2\n"
     for plant in (remember, learn):
@@ -1064,7 +1072,7 @@ def test_what_a_model_remembers_of_earlier_sequences_is_caught(rerun):
 
 
 def test_a_leak_far_behind_the_probe_is_caught(rerun, monkeypatch):
-    """In sequences longer than the probe the losses tell, at places all over them."""
+    """In sequences longer than the probe the losses reveal the leak."""
     monkeypatch.setattr(examine, "PROBE_TOKENS", 64)
     far = "        if len(e) > 200:\n            e = torch.cat([e[:150], e[150:] + 0.1 * torch.roll(e[150:], -1, 0)])\n"
     says(rerun((EMBED, EMBED + far), only=[examine.LOSS, examine.CAUSAL]), examine.CAUSAL, "fail", "in sequence ")
@@ -1089,7 +1097,7 @@ def test_a_model_that_looks_ahead_where_it_foresees_no_probe_is_caught(rerun, da
 def test_memory_that_runs_out_is_no_verdict(rerun, monkeypatch, error):
     monkeypatch.setattr(examine, "PROBE_TOKENS", 64)
     rules = rerun((EMBED, EMBED + f"        if len(e) > 200: raise {error}\n"), only=[examine.LOSS, examine.CAUSAL])
-    for (verdict, reason), word in zip(rules.values(), ("memory ran out", "the loss was not evaluated (above is why)")):
+    for (verdict, reason), word in zip(rules.values(), ("out of memory", "the loss was not evaluated (see the reason above)")):
         assert verdict == "not checkable" and word in reason
 
 
@@ -1153,13 +1161,13 @@ def test_a_source_that_cannot_load_the_model_fails(honest, data, tmp_path, forke
     log.source = "import torch\n"
     (e,) = verify.read_runs([log.write(tmp_path / "l.txt")]).runs
     (verdict, reason), *others = examine.check_model(e, honest.with_suffix(".pt"), data).values()
-    assert verdict == "fail" and "load_model" in reason
+    assert verdict == "fail" and "cannot load or run the model" in reason
     assert {verdict for verdict, _ in others} == {"not checkable"}
 
 
 def test_a_source_that_gives_no_answer_is_not_waited_for(rerun, monkeypatch):
     monkeypatch.setattr(examine, "PATIENCE_S", 1)
-    says(rerun(("ROOT = Path(", "time.sleep(60)\nROOT = Path(")), examine.SAVED, "fail", "gives no answer")
+    says(rerun(("ROOT = Path(", "time.sleep(60)\nROOT = Path(")), examine.SAVED, "fail", "does not answer")
 
 
 def test_a_model_of_no_log_here_is_no_input(race, judge, honest):
@@ -1170,7 +1178,7 @@ def test_a_model_of_no_log_here_is_no_input(race, judge, honest):
 
 @pytest.mark.parametrize("sides, found", [("a", (STAMPS,)), ("ab", (STAMPS, WALL))])
 def test_cheat_1_every_clock_slowed(race, judge, sides, found):
-    """All that a side's logs say of time is 0.85 of what it took, and agrees with itself."""
+    """All times in a side's logs are 0.85 of the real ones, consistently."""
     def change(log, run, side):
         scale_clock(log, 20 + 0.01 * run + 4 * (side == "b"))
     outcome = judge(race(4, sides, change, lambda side: 1 / 0.85 if side == "a" else 1))
@@ -1191,12 +1199,12 @@ def test_cheat_1_is_caught_by_the_walls_where_no_line_was_stamped(race, judge):
 
 @pytest.mark.parametrize("late, verdict", [(1, "pass"), (5, "fail")])
 def test_one_of_many_sides_stands_out_by_chance(race, judge, late, verdict):
-    """How long runs take to start differs by seconds on a busy machine, and so do the medians of eight sides."""
+    """On a busy machine start-up times, and so the medians of eight sides, differ by seconds."""
     folder = race(3, "abcdefgh", lambda log, run, side: pace(log, lambda step, ms: step * (9 * run + ord(side))))
     draw = np.random.default_rng(1)
     with manifest_of(folder) as events:
         for event in events[2::2]:
-            event["seconds"] += draw.normal(5, 2.5) - 2 + (late if event["side"] == "c" else 0)
+            prolong(event, draw.normal(5, 2.5) - 2 + (late if event["side"] == "c" else 0))
     found, reason = judge(folder)[1][WALL]
     assert found == verdict and (found == "pass" or "on side c" in reason), reason
 
@@ -1210,8 +1218,10 @@ def test_lines_that_are_seen_a_little_late_are_honest(race, judge):
 
 
 def gpu_run(path, rate=1, steps=500, every=125, enqueued=0.005, step_s=0.06):
-    """Evidence of a run on a GPU, whose clock runs so fast, and its stamps: a step's line states when it was enqueued,
-    and is written when it is done, at most four steps later; before a validation all are."""
+    """Return Evidence of a GPU run whose clock has this rate, with stamps.
+
+    A step's line states when it was enqueued. It is written when the step is done, at most four steps later; before a
+    validation all steps are done."""
     now = done = began = elapsed = 0.0
     lines, stamps, pending = [], [], []
 
@@ -1254,7 +1264,7 @@ def test_lines_that_state_when_a_step_was_enqueued_are_honest(tmp_path, how, ver
 
 
 def test_steps_at_the_edges_of_a_stretch_are_timed(race, judge):
-    """The clock runs at half its rate in two steps before and behind each validation: of 12 steps, in eight."""
+    """The clock runs at half speed in two steps before and after each validation: eight of 12 steps."""
     folder = race(2, change=lambda log, run, side: scale_clock(log, 2))
     for path in folder.glob("*.txt"):
         log, edge = Log(path), {1, 2, 4, 5, 6, 7, 9, 10, 11, 12}
@@ -1278,10 +1288,10 @@ def test_stamps_whose_digest_the_race_wrote_cannot_be_left_out(race, judge, spoi
 def test_a_race_that_does_not_say_how_long_a_run_took_is_caught(race, judge):
     with manifest_of(folder := race()) as events:
         del events[4]["seconds"]
-    fails_only(judge(folder), WALL, "2a.txt", "states seconds null")
+    fails_only(judge(folder), (WALL, ACCOUNTS), "2a.txt", "states seconds null")
     with manifest_of(folder) as events:
         for event in events[2::2]:  # each ended when the race itself had died
-            event.update(seconds=None, settled=event["started"])
+            event.update(seconds=None, settled=event["started_at"])
     says(judge(folder)[1], WALL, "not checkable", "the race itself")
 
 
@@ -1302,7 +1312,7 @@ def test_stamps_that_are_not_the_logs_are_caught(race, judge, spoil, word):
 
 
 def with_spans(log, run, seconds, **spans):
-    """As if it had trained for so long, with these seconds off its clock."""
+    """Edit a log as if it had trained for this time, with these seconds off its clock."""
     scale_clock(log, seconds + 0.01 * run)
     log.end["seconds_outside_clock"].update({name: s + 0.001 * run for name, s in spans.items()})
     log.end["wall_seconds"] = sum(log.end["seconds_outside_clock"].values()) + log.end["train_time_ms"] / 1000
@@ -1315,7 +1325,7 @@ def with_spans(log, run, seconds, **spans):
     ("compile", 2.0, 0.0, {"start.hardware.gpus": ["x"]}, "compile 2.00", "not checkable"),
 ])
 def test_cheat_2_time_hidden_under_another_name(race, judge, name, mine, others, more, word, verdict):
-    """A part of the record's training is called validation, in as many calls as on the other side, or anything else."""
+    """Part of the record's training time is declared as validation, or as another span."""
     def hide(log, run, side):
         with_spans(log, run, 10 + 2 * (side == "b"), **{name: mine if side == "a" else others})
         for where, to in {"start.hardware.gpus": None, **more}.items():
@@ -1346,7 +1356,7 @@ def test_what_a_larger_model_spends_off_its_clock_is_honest(race, judge, seconds
 
 
 def test_cheat_3_one_model_of_many(race, honest, data, tmp_path, capsys, forked):
-    """Two good models are shown, and nothing is said of the others."""
+    """Two good models are given, none for the other runs."""
     folder = race()
     for run in (1, 2):
         saved = torch.load(honest.with_suffix(".pt"), weights_only=True)
@@ -1361,7 +1371,7 @@ def test_cheat_3_one_model_of_many(race, honest, data, tmp_path, capsys, forked)
     report = json.loads(capsys.readouterr().out)
     (loss,) = [rule for rule in report["rules"] if rule["rule"] == examine.LOSS]
     assert loss["verdict"] == "not checkable" and loss["reason"] .startswith("2 of 4 runs examined; none fails; the first: 2.")
-    assert "models of 2 of 4 runs examined" in report["said"] and report["verdict"] != "pass"
+    assert "models of 2 of 4 runs" in report["said"] and report["verdict"] != "pass"
 
 
 def test_cheat_3_one_model_for_two_runs(race, honest, tmp_path):
@@ -1373,7 +1383,7 @@ def test_cheat_3_one_model_for_two_runs(race, honest, tmp_path):
         torch.save({**saved, "state": noisy}, tmp_path / "2.pt")
         models = [*zip(runs, (honest.with_suffix(".pt"), tmp_path / "2.pt"))]
         verdict, reason = leaks.judged(verify.check_copies, runs, models)
-        assert (verdict, "parameters that correlate by 1.000" in reason) == (("fail", True) if copied else ("pass", False))
+        assert (verdict, "parameters with correlation 1.000" in reason) == (("fail", True) if copied else ("pass", False))
 
 
 PRETRAINED = ("        if compiled:\n            self.model.compile_parts()\n",
@@ -1382,7 +1392,7 @@ PRETRAINED = ("        if compiled:\n            self.model.compile_parts()\n",
 
 
 def test_tables_of_ngrams_are_no_rows_of_the_embedding(race, judge, tmp_path):
-    """What a model that knows nothing loses is that of its vocabulary, whatever else it has."""
+    """The loss of an untrained model depends on the vocabulary alone."""
     def with_tables(log, run, side):
         log.set("start.config.ngrams", "2:100000:32 3:5:7").set("start.parameters", log.start["parameters"] + 3_200_035)
     assert judge(race(change=with_tables))[1][FROM_SEED][0] == "pass"
@@ -1391,7 +1401,7 @@ def test_tables_of_ngrams_are_no_rows_of_the_embedding(race, judge, tmp_path):
 @pytest.mark.parametrize("preset", train_gpt.PRESETS)
 @pytest.mark.parametrize("depth", [0, 1, 4, 12])
 def test_the_rows_of_the_embedding_are_those_of_the_model(preset, depth):
-    """Of a description alone: not every digit in layers is a table."""
+    """Computed from the description alone; not every digit in layers is a table."""
     _, config = train_gpt.parse_config(["--preset", preset, *(["--depth", str(depth)] if depth else [])], "laptop")
     encoding = train_gpt.Encoding(*((257, 256) if preset == "laptop" else (50257, 50256)))
     with torch.device("meta"):
@@ -1402,10 +1412,9 @@ def test_the_rows_of_the_embedding_are_those_of_the_model(preset, depth):
 
 
 def test_cheat_4_weights_that_were_trained_before(race, train, judge, rerun):
-    def weighted(log, run, side):
+    def pretrained(log, run, side):
         log.lines[1] = re.sub(r"(?<=train_loss:)\S+", "2.4260", log.lines[1])
-        log.set("start.config.loss_weights", [0.5] if run != 2 else [1.0])
-    fails_only(judge(race(change=weighted)), (FROM_SEED, ACCOUNTS), "2a.txt: its loss before the first step is 2.4260")
+    fails_only(judge(race(change=pretrained)), FROM_SEED, "1a.txt: its loss before the first step is 2.4260")
     log = train(PRETRAINED, num_steps=4)  # below a head of zeros: the loss tells nothing
     assert judge(log)[1][FROM_SEED][0] == "pass"
     says(rerun(log=log, only=[examine.INITIAL]), examine.INITIAL, "fail", "began with other weights")
@@ -1430,7 +1439,7 @@ def test_cheat_5_trained_on_validation(train, judge, data, tmp_path):
 
 
 def with_losses(log, run, losses):
-    """As if the log's run had made so many steps, of these training losses."""
+    """Edit a log as if its run had these training losses, one per step."""
     steps = len(losses)
     log.lines[:] = [log.lines[0].replace("/12 ", f"/{steps} ")] + [
         f"step:{i}/{steps} train_time:{100 * i + 2 * run}ms step_avg:{100 + 2 * run / i:.2f}ms train_loss:"
@@ -1451,8 +1460,9 @@ def with_losses(log, run, losses):
     (0.002, "correlation", lambda own: own[::-1]), (0.002, "correlation", lambda own: -own)])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_cheat_6_a_run_cloned_under_another_seed(race, judge, noise, word, turn, shuffle):
-    """Run 3 is run 1 with other times and hashes and, so that it does not show, other last digits of its losses, or
-    with what goes up and down in them moved, reversed or turned over."""
+    """Run 3 is a copy of run 1 with other times, hashes and last digits of its losses.
+
+    The fluctuations may be shifted, reversed or inverted."""
     def change(log, run, side, clone=True):
         clone, steps = clone and run == 3, 100
         draw, order = np.random.default_rng(5), np.random.default_rng(1 if clone else run)
@@ -1472,11 +1482,11 @@ def test_cheat_6_a_run_of_the_other_side_though_that_is_longer(race, judge):
         with_losses(log, run * (11 if side == "b" else 1), 4 + (np.random.default_rng(1).normal(0, 0.1, 120)[:100] if f"{run}{side}" == "1a" else
                                    own[:100 if side == "a" else 120]))
         log.set("start.config.shuffle", True).set("end.train_digest", f"{run:063x}{side}")
-    says(judge(race(4, "ab", change))[1], COPIES, "fail", "1a.txt and 3b.txt have other seeds")
+    says(judge(race(4, "ab", change))[1], COPIES, "fail", "1a.txt and 3b.txt have different seeds")
 
 
 def test_sides_that_read_other_batches_are_no_copies(race, judge):
-    """Of one side all runs read the same ones, so that what is hard goes up and down in all of them."""
+    """All runs of one side read the same batches, so their losses fluctuate together."""
     def change(log, run, side):
         batches, own = np.random.default_rng(ord(side)), np.random.default_rng([run, ord(side)])
         with_losses(log, run * (11 if side == "b" else 1), 4 + batches.normal(0, 0.5, 100) + own.normal(0, 0.1, 100))
@@ -1495,7 +1505,7 @@ def test_cheat_7_a_coding_cookie_hides_code():
 
 
 def test_cheat_8_a_source_that_patches_its_judge(rerun_apart):
-    """It does all that it can reach: the judge's modules, torch's and hashlib's functions, and what it prints."""
+    """It patches all it can reach: the judge's modules, functions of torch and hashlib, and its output."""
     patch = ("import hashlib as h, builtins\n"
              "for name in ('verify', 'examine', 'leaks'):\n    m = sys.modules.get(name)\n"
              "    if m: m.judged = lambda *a: ('pass', 'trust me'); m.Broken = type('B', (Exception,), {})\n"
@@ -1512,7 +1522,7 @@ OVERWRITES = "\nPath({!r}).write_text('PASS. 25 rules hold')\nROOT = Path("
 
 
 def test_cheat_8_a_source_that_rewrites_its_judge(tmp_path, monkeypatch, capsys, forked, honest):
-    """It runs in a process of its own, but on the same disk."""
+    """It runs in a separate process, but on the same disk."""
     template = tmp_path / "records/templates/verify.txt.jinja"
     template.parent.mkdir(parents=True)
     template.write_text("honest")
@@ -1560,7 +1570,7 @@ def test_cheat_9_the_judges_own_processes_do_not_see_them(rerun_apart, tmp_path,
 
 
 def interrupted(folder, factor, run=2):
-    """A run was begun once before, and stopped by hand after step 8, when it was so many times as slow as it then was."""
+    """Add an attempt that was stopped by hand after step 8, at factor times the run's duration."""
     name = f"{run}a_first"
     with_attempt(folder, run, status="interrupted", exit=130, seconds=2)
     log = Log(folder / f"{run}a.txt").set("start.run_id", name).set("start.config.run_id", name)
@@ -1571,7 +1581,7 @@ def interrupted(folder, factor, run=2):
 
 @pytest.mark.parametrize("factor, status", [(1.5, 1), (1.1, 0), (0.5, 0)])
 def test_cheat_10_slow_runs_rolled_again(race, judge, factor, status):
-    """A run that was stopped is no finding because it was a little slower than the others, as every second one is."""
+    """A stopped run that was only slightly slower is no finding: half of all runs are."""
     folder = race()
     interrupted(folder, factor)
     outcome = judge(folder)
@@ -1587,23 +1597,16 @@ def test_cheat_10_runs_that_are_stopped_again_and_again(race, judge, stops, verd
     for run in range(1, stops + 1):
         interrupted(folder, 1, run)
     found, reason = judge(folder)[1][ACCOUNTS]
-    assert found == verdict and ("3 runs of side a were stopped and made again" in reason) == (stops > 2), reason
+    assert found == verdict and ("3 runs of side a were stopped and repeated" in reason) == (stops > 2), reason
 
 
 def test_cheat_1_a_side_whose_start_is_uneven(race, judge):
-    """Of two sides the medians decide: a t-test would see nothing where the hidden time varies."""
+    """With two sides the medians decide: a t-test misses hidden time that varies."""
     hidden = iter((3, 4, 7, 13))
     with manifest_of(folder := race(4, "ab")) as events:
         for event in events[2::2]:
-            event["seconds"] += next(hidden) if event["side"] == "a" else 0
+            prolong(event, next(hidden) if event["side"] == "a" else 0)
     says(judge(folder)[1], WALL, "fail", "on side a", "one side's clocks run slow")
-
-
-def test_cheat_10_a_pause_that_hides_a_run_in_older_words(race, judge):
-    def late(log, run, side):
-        log.set("start.started", log.start["started"].replace("T00:00", "T00:05" if run > 1 else "T00:00"))
-    folder = race(change=late)
-    says(judge(folder)[1], ACCOUNTS, "not checkable", "s passed before 2a was started, long enough to hide a run")
 
 
 @pytest.mark.parametrize("status", ["interrupted", "failed"])
@@ -1618,19 +1621,17 @@ def test_cheat_10_a_run_stopped_for_its_time_or_its_loss(race, judge, status, pa
     fails_only(judge(folder), ACCOUNTS, f"2a_first, {status} at step 8: {'training loss' if worse else 'train_time'}")
 
 
-def in_newer_words(folder, pauses=(0, 0, 0), processes="pppp"):
-    """The manifest of an honest race as race.py writes it today, with so many seconds more before each run but the first."""
-    late = 0
+def with_pauses(folder, pauses=(0, 0, 0), processes="pppp"):
+    """Let these seconds pass before each run but the first, in a race run by these processes."""
+    late = timedelta(0)
     with manifest_of(folder) as events:
         for start, end, pause, process in zip(events[1::2], events[2::2], (0, *pauses), processes):
-            late += pause
-            began = datetime.fromisoformat(start.pop("started")) + timedelta(seconds=late)
-            del end["started"]
-            ended = began + timedelta(seconds=round(end["seconds"]))
-            start.update(started_at=began.isoformat(), process=process)
-            end.update(start, status="done", ended_at=ended.isoformat())
+            late += timedelta(seconds=pause)
+            for event in (start, end):
+                event.update({key: (datetime.fromisoformat(event[key]) + late).isoformat()
+                              for key in ("started_at", "ended_at") if key in event}, process=process)
             path = folder / f"{start['run_id']}.txt"
-            Log(path).set("start.started", began.isoformat()).write(path)
+            Log(path).set("start.started", start["started_at"]).write(path)
 
 
 @pytest.mark.parametrize("pause, processes, verdict", [
@@ -1638,7 +1639,7 @@ def in_newer_words(folder, pauses=(0, 0, 0), processes="pppp"):
 ])
 def test_cheat_10_a_pause_that_hides_a_run(race, judge, pause, processes, verdict):
     folder = race()
-    in_newer_words(folder, (0, pause, 0), processes)
+    with_pauses(folder, (0, pause, 0), processes)
     found, reason = judge(folder)[1][ACCOUNTS]
     assert found == verdict and (found == "pass" or "s passed before 3a was started, long enough to hide a run" in reason)
 
@@ -1651,7 +1652,7 @@ def test_cheat_10_a_pause_that_hides_a_run(race, judge, pause, processes, verdic
     (lambda events: events.sort(key=lambda e: ("race" not in e, e.get("status") == "done")), "1a ended (done), and the line before"),
 ])
 def test_cheat_10_starts_and_ends_that_do_not_fit(race, judge, change, word):
-    in_newer_words(folder := race())
+    with_pauses(folder := race())
     assert judge(folder)[0] == 0
     with manifest_of(folder) as events:
         change(events)
@@ -1662,22 +1663,22 @@ def test_cheat_11_logs_without_their_json_lines(race, capsys):
     strip(folder := race())
     assert verify.main([str(folder), "--target", "4.5"]) == 2
     shown = capsys.readouterr()
-    assert shown.out.startswith("NO PASS: the logs describe nothing. ") and shown.out.splitlines()[0] in shown.err
+    assert shown.out.startswith("NO PASS: the logs do not describe their runs. ") and shown.out.splitlines()[0] in shown.err
 
 
 def test_cheat_12_a_consistent_forgery_is_told_of_in_the_last_line(race, capsys):
     folder = race()
     assert verify.main([str(folder)]) == 0
     last = " ".join(capsys.readouterr().out.rpartition("\n\n")[2].split())
-    for word in ("all made up", "--rerun", "torchrun --nproc_per_node=1 train_gpt.py", "--seed 1", "same bytes", "spread", "a table of the validation text passes --rerun",
-                 "race anew from a seed of your own (race.py ... -- --seed N)"):
+    for word in ("made up consistently", "--rerun", "torchrun --nproc_per_node=1 train_gpt.py", "--seed 1", "same bytes", "spread", "a table of the validation text passes --rerun",
+                 "race again from a seed of your own (race.py ... -- --seed N)"):
         assert word in last
 
 
 # The reviewer's page
 
 def page_of(capsys, *arguments):
-    """(the summary's lines, the rest's); no line is too long, and what fails comes last."""
+    """Return (summary lines, other lines). Lines are short enough, and failures come last."""
     verify.main([*map(str, arguments)])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 120
@@ -1692,11 +1693,11 @@ def test_the_page_begins_with_the_verdict(faster, capsys):
         log.set("end.compiles_after_warmup", 2).set("end.state_hash.after_warmup", "0" * 64).set("end.val_tokens", 512)
         log.set("end.validation_hash.after", "0" * 64).set("start.environment", {"TORCHINDUCTOR_X": "y" * 300})
     summary, rest = page_of(capsys, faster(spoil))
-    assert summary[0].startswith("FAIL: rules are broken. ") and " 6 are broken, " in summary[0] and "0 of 8 runs" in summary[0]
+    assert summary[0].startswith("FAIL: rules are broken. ") and " 6 rules are broken, " in summary[0] and "0 of 8 runs" in summary[0]
     assert [line[:17] for line in summary if line.startswith("Claim")] == ["Claim shown: mean", "Claim shown: fast"]
     broken = summary.index("BROKEN, and 3 more below:")
     assert len(summary) == broken + 4 and summary[broken + 1].startswith("  exactly the stated validation tokens: ")
-    unseen = summary[summary.index("Not seen, and what would show it:") + 1:broken]
+    unseen = summary[summary.index("Not checked, and how to check it:") + 1:broken]
     assert [word for line in unseen for word in ("--data", "--rerun") if word in line] == ["--data", "--rerun"]
     assert "y" * 60 in "".join(line.strip() for line in rest), "the details leave out nothing of the reason"
 
@@ -1705,42 +1706,27 @@ def test_not_faster_is_no_broken_rule(race, judge, capsys):
     folder = race(4, "ab", lambda log, run, side: scale_clock(log, 1 + 0.01 * run + 0.005 * (side == "b")))
     fails_only(judge(folder), FASTER, "p = ")
     summary, rest = page_of(capsys, folder)
-    assert summary[0].startswith("CLAIM NOT SHOWN, no rule is broken. ") and " 0 are broken, " in summary[0]
+    assert summary[0].startswith("CLAIM NOT SHOWN, no rule is broken. ") and " 0 rules are broken, " in summary[0]
     assert any(line.startswith("Claim NOT shown: faster than the other side") for line in summary)
     assert not any(line.startswith("BROKEN") for line in summary)
 
 
 def test_public_logs_of_two_sources_break_no_rule(tmp_path, judge):
-    """Folders of the public speedrun hold what their record was compared with, too: which is which no log says."""
+    """Folders of the public speedrun also hold the baseline's logs, and no log says which are which."""
     for name, source in (("a", "import torch"), ("b", "import torch"), ("c", "import torch, math")):
         public_log(tmp_path / f"{name}.txt", public_lines(pace=ord(name)), source)
     status, rules = judge(tmp_path)
     assert status == 2
-    says(rules, ACCOUNTS, "not checkable", "which runs are the record no log says (the set holds runs of 2 sources")
+    says(rules, ACCOUNTS, "not checkable", "the logs do not say which runs are the record (the set holds runs of 2 sources")
     (tmp_path / "c.txt").write_text((tmp_path / "a.txt").read_text().replace("val_loss:3.5500", "val_loss:nan"))
     assert judge(tmp_path)[1][ACCOUNTS][0] == "fail"  # whatever the logs leave open
-
-
-@pytest.mark.parametrize("day,verdict", [("Fri Jan  3 12:00:00 2025", "remark"), ("Mon Feb  3 12:00:00 2025", "fail"), ("", "fail")])
-def test_a_public_log_is_judged_by_the_rules_of_its_day(tmp_path, judge, race, day, verdict):
-    source = "import torch\ntorch._inductor.config.coordinate_descent_tuning = True"
-    public_log(tmp_path / "0.txt", public_lines(), source, f"env\n{day}")
-    status, rules = judge(tmp_path)
-    assert rules[SWITCHES][0] == verdict and status == (1 if verdict == "fail" else 2)
-    assert ("a rule since 2025-02-02, and these runs are of 2025-01-03" in rules[SWITCHES][1]) == (verdict == "remark")
-    if day:  # a log of ours is judged by all rules, whatever it says
-        folder = race(1, change=lambda log, *_: log.set("environment", day + "\n").set("end.compiles_after_warmup", 1))
-        log = Log(folder / "1a.txt")
-        set_source(log, "torch._inductor.config.x = 1\n" + log.source)
-        log.write(folder / "1a.txt")
-        assert judge(folder)[1][SWITCHES][0] == "fail"
 
 
 @pytest.mark.parametrize("loss, more, verdict", [
     (2.9193, "", "pass"), (3.2793, "", "fail"), (2.9193, "torch._inductor.config.max_autotune = True", "fail"),
     (2.9193, "torch._inductor.config.coordinate_descent_tuning = True or f()", "fail")])
 def test_the_public_track_of_larger_models_may_set_one_switch(tmp_path, judge, loss, more, verdict):
-    """By the public README: "`coordinate_descent_tuning` is allowed for GPT-2 Medium track (a.k.a. 2.92 track)"."""
+    """The public README: "`coordinate_descent_tuning` is allowed for GPT-2 Medium track (a.k.a. 2.92 track)"."""
     source = f"import torch\ntorch._inductor.config.coordinate_descent_tuning = True  # allowed\n{more}"
     public_log(tmp_path / "0.txt", public_lines(lambda step: loss + 9 - step), source)
     assert judge(tmp_path)[1][SWITCHES][0] == verdict
@@ -1751,7 +1737,7 @@ def test_the_time_that_models_need_is_said_before(race, honest, capsys, monkeypa
         said := capsys.readouterr().err) else seen.append(said) or dict.fromkeys(examine.RULES, ("pass", "")))
     seen = []
     verify.main([str(honest), "--rerun", str(honest.with_suffix(".pt")), "--json"])
-    assert re.match(r"verify.py: 1 models are examined, which runs the source in their logs: some \d+ min, if", seen[0])
+    assert re.match(r"verify.py: examining 1 model, which runs the source in their logs: about \d+ min, if", seen[0])
 
 
 def test_where_nothing_bounds_what_a_source_writes_the_last_line_says_so(race, honest, capsys, monkeypatch):
@@ -1766,11 +1752,11 @@ def test_where_nothing_bounds_what_a_source_writes_the_last_line_says_so(race, h
 # Honest runs that failed
 
 @pytest.mark.parametrize("tenth_line, verdict, word", [
-    ("x = 1", "pass", ""), ("x = f'{'", "not checkable", "no Python that this one can read"),
+    ("x = 1", "pass", ""), ("x = f'{'", "not checkable", "not Python that this version can parse"),
     ("torch._inductor.config.x = 1", "fail", "line 10: torch._inductor.config.x"),
 ])
 def test_two_files_behind_one_another_are_read_apart(tmp_path, judge, tenth_line, verdict, word):
-    """As public logs hold them since 2026: the script, and what it imports."""
+    """Public logs since 2026 contain the script and the files that it imports."""
     bar = "-" * 40
     source = f"import torch\nfrom triton_kernels import f\n\n\n{bar}\n# triton_kernels.py\n{bar}\n\nimport triton\n{tenth_line}\n"
     public_log(tmp_path / "0.txt", public_lines(), source)
@@ -1794,33 +1780,6 @@ def test_a_host_that_runs_ahead_of_a_gpu_at_first_is_honest_in_public_logs_too(t
     assert judge(tmp_path)[1][CLOCK][0] == verdict
 
 
-# Logs of November 2026, when flags had other names; and what the script may do since
-
-def test_the_first_record_is_judged_by_its_own_words(judge):
-    status, rules = judge(ROOT / "records/2026-11-21_laptop")
-    assert status == 1 and [rule for rule, (verdict, _) in rules.items() if verdict == "fail"] == [FASTER]
-    assert [rule for rule, (verdict, _) in rules.items() if verdict == "not checkable"] == [
-        STAMPS, NO_LEAK, REPLAY, *examine.RULES]
-
-
-def test_the_tokens_of_an_older_log_are_packed_anew(honest, data, tmp_path):
-    flags = {"seed": 3, "long_documents": "split", "shuffle": True, "num_steps": 4}
-    new = train_gpt.Config(**flags, stages="until long_window; 1 3", micro_batch_tokens=48, micro_batches=2, max_document_tokens=40)
-    shards = sorted(data.glob("toy_train_*.bin"))
-    stream, places = train_gpt.Stream([train_gpt.read_header(path) for path in shards], new), [b"", b""]
-    for step in range(4):
-        places = [place + tokens.tobytes() for place, tokens in zip(places, stream.next_batch(train_gpt.plan_of(new, step)))]
-    stated = hashlib.sha256(b"".join(hashlib.sha256(place).digest() for place in places)).hexdigest()
-    described = [{"name": path.name, "tokens": 6000, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()} for path in shards]
-    old = {**flags, "micro_tokens": 48, "batch_tokens": 96, "max_len": 40, "windows": "3 7"}
-    for config, verdict in ((old, "pass"), ({**old, "seed": 4}, "fail"), ({"seed": 4}, "not checkable")):
-        log = Log(honest).set("start.config", config).set("start.planned.steps", 4).set("end.train_sha256", stated)
-        log.start["shards"]["train"] = described
-        del log.end["train_digest"]
-        (e,) = verify.read_runs([log.write(tmp_path / "l.txt")]).runs
-        assert leaks.judged(leaks.check_replay, e, data)[0] == verdict
-
-
 # Input
 
 @pytest.mark.parametrize("make, word", [
@@ -1841,7 +1800,7 @@ def test_a_broken_model_is_one_line(honest, tmp_path, capsys):
 
 
 def test_values_of_any_type_are_no_crash(honest, tmp_path, capsys):
-    """Whatever stands in the place of any value of the log's JSON, there is a verdict."""
+    """There is a verdict whatever value the log's JSON has anywhere."""
     def places(x, path=()):
         for key, value in x.items():
             yield (*path, key)

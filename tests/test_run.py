@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import sample
 import train_gpt
 from conftest import TINY, TORCHRUN, forked, some_documents, write_corpus, write_shard
 
@@ -51,8 +52,7 @@ def _rank(argv, environment, setup, out, err):
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), number)
     os.environ.update(environment)
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, train_gpt.notices.hear)
+    signal.signal(signal.SIGUSR1, train_gpt.signals.handle)
     if setup is not None:
         setup(int(environment["RANK"]))
     sys.exit(train_gpt.main(argv))
@@ -191,14 +191,14 @@ def test_the_digest_is_that_of_the_tokens_packed_anew(one):
 
 def test_the_saved_model_gives_the_logged_loss_again(one):
     folder, corpus, _, path = one
-    model, saved = train_gpt.load_model(path.with_suffix(".pt"))
+    model, saved = sample.load_model(path.with_suffix(".pt"))
     end = read_log(path)[4]
     sequences = train_gpt.validation_sequences(train_gpt.find_shards(corpus["val_files"]), 0, 64)
     windows = train_gpt.Windows(*saved["windows"])
     loss, tokens = train_gpt.validate(model, sequences, windows, train_gpt.Comm(), torch.device("cpu"))
     assert loss == pytest.approx(end["final_val_loss"], rel=1e-6) and tokens == end["val_tokens"] and saved["step"] == 12
-    with pytest.raises(train_gpt.RunError, match="is no saved model"):
-        train_gpt.load_model(path)
+    with pytest.raises(train_gpt.RunError, match="not a saved model"):
+        sample.load_model(path)
 
 
 def test_two_ranks_read_the_same_tokens_and_reach_the_same_loss(one, tmp_path, script):
@@ -244,7 +244,7 @@ def test_another_seed_is_another_run(one, tmp_path, capsys):
 def test_a_machine_without_a_compiler_is_told_so_before_the_traceback(gpu, variable, programs, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv(variable, raising=False)
-    with pytest.raises(train_gpt.RunError, match=f"compiling needs {re.escape(programs)}, and this machine has none; install"):
+    with pytest.raises(train_gpt.RunError, match=f"compiling needs {re.escape(programs)}, and this machine has none. Install"):
         train_gpt.check_compiler(gpu)
     monkeypatch.setenv(variable, str(tmp_path / "cc"))
     with pytest.raises(train_gpt.RunError, match=f"{re.escape(str(tmp_path / 'cc'))}, and this machine has none"):
@@ -262,7 +262,7 @@ def test_nothing_is_compiled_after_warm_up(one, tmp_path, capsys, monkeypatch):
     """Every kind of block, window and step is met in the warm-up; a backend that compiles quickly serves to count graphs.
     Gathers that the next forward waits for compile nothing further: their hooks run outside of what is compiled."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    changes = dict(compile="on", stages="until long_window; 1/3 2; 2/3 3; 1 4; +4 11", warmup_steps=10, num_steps=14,
+    changes = dict(compile="on", stages="Stage(1/3, long_window=2), Stage(2/3, long_window=3), Stage(long_window=4), Stage(extra_steps=4, long_window=11)", warmup_steps=10, num_steps=14,
                    bucket_mb=1000, val_len=96, layers="S0M S1M SM LM+2 M+1 M", backout_layer=3)  # two of each kind
     parts = 3 + 1 + 3  # blocks with attention, with attention and a value table, with an MLP alone; the head; what is between
     rules = 4 + 3  # NorMuon on four shapes of matrices, Adam on three kinds of bucket
@@ -279,7 +279,7 @@ def test_nothing_is_compiled_after_warm_up(one, tmp_path, capsys, monkeypatch):
     losses = [read_log(tmp_path / "logs" / f"{name}.txt")[4]["final_val_loss"] for name in ("compiled", "overlapping", "plain")]
     assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-3)
     torch._dynamo.reset()
-    cold = dict(compile="on", warmup_steps=0, num_steps=2, stages="until long_window; 1 3", layers="- SM", backout_layer=1)
+    cold = dict(compile="on", warmup_steps=0, num_steps=2, stages="Stage(long_window=3)", layers="- SM", backout_layer=1)
     status, _, _ = run_here(flags(tmp_path, one[1], run_id="cold", **cold), capsys)
     assert status == 0 and read_log(tmp_path / "logs" / "cold.txt")[4]["compiles_after_warmup"] > 0
 
@@ -293,7 +293,7 @@ def test_a_collection_on_the_clock_does_not_look_through_what_there_was_before(o
         record(*values)
 
     monkeypatch.setattr(train_gpt.TrainLosses, "record", recorded)
-    status, _, errors = run_here(flags(tmp_path, one[1], num_steps=3, stages="until long_window; 1 3", run_id="frozen"), capsys)
+    status, _, errors = run_here(flags(tmp_path, one[1], num_steps=3, stages="Stage(long_window=3)", run_id="frozen"), capsys)
     assert status == 0, errors
     assert len(frozen) == 3 and min(frozen) > 10_000 and gc.get_freeze_count() == 0
 
@@ -317,8 +317,8 @@ def test_warm_up_puts_everything_back(one, tiny):
     untouched, warm = (train_gpt.Trainer(config, train_gpt.Comm(), torch.device("cpu"), train_gpt.find_shards(config.train_files))
                        for _ in range(2))
     seen = []
-    follow = warm.model.rotary.follow
-    warm.model.rotary.follow = lambda windows: seen.append(windows) or follow(windows)
+    set_windows = warm.model.rotary.set_windows
+    warm.model.rotary.set_windows = lambda windows: seen.append(windows) or set_windows(windows)
     warm.warm_up(train_gpt.validation_sequences(train_gpt.find_shards(config.val_files), 0, 64)[0])
     assert {len(windows) for windows in seen} == {1, 2, 3, 4}, "the warm-up did not visit every stage"
     for name in ("scale", "cos", "sin"):
@@ -338,20 +338,21 @@ def test_the_state_s_hash_covers_all_that_training_goes_on_from(one, tiny):
     def count():
         bucket.updates += 1
     changes = {
-        "nothing": lambda: None, "rotary": lambda: trainer.model.rotary.follow((12, 28)),
+        "nothing": lambda: None, "rotary": lambda: trainer.model.rotary.set_windows((12, 28)),
         "tables": lambda: trainer.model.rotary.cos[5].add_(1e-3), "parameter": lambda: bucket.params[0].param.data.add_(1e-3),
         "state": lambda: bucket.state["v"].add_(1e-3), "updates": count,
         "position": lambda: setattr(trainer.stream, "position", train_gpt.Position(0, 3, 40)),
         "digest": lambda: setattr(trainer.stream, "digest", 7)}
-    seen = [trainer.state_hash()]
+    seen = [train_gpt.state_hash(trainer)]
     for name, change in changes.items():
         change()
-        seen.append(trainer.state_hash())
+        seen.append(train_gpt.state_hash(trainer))
         assert (seen[-1] == seen[-2]) == (name == "nothing"), name
 
 
-@pytest.mark.parametrize("stages,steps", [("until micro_batches; 6 4; 7 8; 1 2", 8),
-                                          ("until micro_batches long_window; 1 2 3; +1 4 5", 11)])
+@pytest.mark.parametrize("stages,steps", [
+    ("Stage(6, micro_batches=4), Stage(7, micro_batches=8), Stage(micro_batches=2)", 8),
+    ("Stage(micro_batches=2, long_window=3), Stage(extra_steps=1, micro_batches=4, long_window=5)", 11)])
 def test_a_stage_of_a_single_step_is_warmed_up_too(one, tmp_path, capsys, stages, steps):
     changes = dict(stages=stages, num_steps=steps, warmup_steps=8, val_every=0, run_id="short")
     status, _, errors = run_here(flags(tmp_path, one[1], **changes), capsys)
@@ -367,11 +368,11 @@ def test_a_warm_up_that_leaves_something_behind_shows_in_the_log(one, tmp_path, 
     def forgetful(self, sequence):
         warm_up(self, sequence)
         if what == "rotary":
-            self.model.rotary.follow((12, 28))
+            self.model.rotary.set_windows((12, 28))
         else:
             self.stream.position = train_gpt.Position(0, 3, 40)
     monkeypatch.setattr(train_gpt.Trainer, "warm_up", forgetful)
-    status, _, _ = run_here(flags(tmp_path, one[1], run_id=what, num_steps=4, stages="until long_window; 1 3"), capsys)
+    status, _, _ = run_here(flags(tmp_path, one[1], run_id=what, num_steps=4, stages="Stage(long_window=3)"), capsys)
     hashes = read_log(tmp_path / "logs" / f"{what}.txt")[4]["state_hash"]
     assert status == 0 and hashes["before_warmup"] != hashes["after_warmup"]
 
@@ -421,7 +422,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_its_step(one, tmp_path, ca
     ({"num_steps": 4000}, "add shards"),
     ({"num_steps": 85}, "ran out"),
     ({"model_dim": 33}, "it must be model_dim, 33"),
-    ({"stages": "until long_window; 1/2 3"}, "the last ends before step 6 of num_steps 12"),
+    ({"stages": "Stage(until=1/2)"}, "the last stage ends before step 6 of num_steps 12"),
 ])
 def test_bad_input_is_an_error_before_anything_is_written(one, tmp_path, capsys, changes, says):
     status, _, errors = run_here(flags(tmp_path, one[1], **changes), capsys)
@@ -438,12 +439,12 @@ def test_train_and_val_of_two_encodings_are_refused(one, tmp_path, capsys):
 def test_a_pipe_named_like_a_shard_is_not_waited_for(one, tmp_path, capsys):
     os.mkfifo(tmp_path / "toy_train_000001.bin")
     status, _, errors = run_here(flags(tmp_path, one[1], train_files=str(tmp_path / "toy_train_*.bin")), capsys)
-    assert status == 1 and "toy_train_000001.bin: is no file; delete it" in errors and errors.count("\n") == 1
+    assert status == 1 and "toy_train_000001.bin: not a regular file; delete it" in errors and errors.count("\n") == 1
 
 
 def test_signs_of_another_launcher_are_an_error(one, tmp_path, capsys, monkeypatch):
     for world, says in (("two", "WORLD_SIZE in the environment is 'two'"), ("2", "start them by torchrun"),
-                        ("3", "3 ranks; the stage from step 0 on has 2 micro-batches")):
+                        ("3", "the stage from step 0 on has 2 micro-batches, which 3 ranks cannot share")):
         monkeypatch.setenv("WORLD_SIZE", world)
         monkeypatch.delenv("MASTER_ADDR", raising=False)
         status, _, errors = run_here(flags(tmp_path, one[1]), capsys)
@@ -458,7 +459,7 @@ def test_a_host_whose_name_means_itself_is_told_how_others_can_reach_it(one, tmp
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     status, _, errors = run_here(flags(tmp_path, one[1]), capsys)
     assert status == 1 and errors.count("\n") == 1
-    assert "name resolves to 127.0.1.1" in errors and "set GLOO_SOCKET_IFNAME" in errors and "/etc/hosts" in errors
+    assert "name resolves to 127.0.1.1" in errors and "Set GLOO_SOCKET_IFNAME" in errors and "/etc/hosts" in errors
     for name, value in (("LOCAL_WORLD_SIZE", "2"), ("GLOO_SOCKET_IFNAME", "lo")):
         with monkeypatch.context() as here:
             here.setenv(name, value)
@@ -472,7 +473,7 @@ def test_a_shard_that_is_replaced_during_the_run_ends_it(one, tmp_path, capsys, 
         write_shard(tmp_path / f"t_{i}.bin", some_documents(i, 600))
     in_step(0, lambda: write_shard(tmp_path / "t_2.bin", some_documents(9, 600)), monkeypatch)
     status, _, errors = run_here(flags(tmp_path, one[1], train_files=str(tmp_path / "t_*.bin"), run_id="replaced"), capsys)
-    assert status == 1 and "t_2.bin: is not the file that it was when the run began" in errors
+    assert status == 1 and "t_2.bin: the file has changed since the run began" in errors
     assert "step:2/12" in (tmp_path / "logs" / "replaced.txt").read_text()
 
 
@@ -496,54 +497,12 @@ def test_a_run_goes_on_without_a_terminal(one, tmp_path, way):
     assert read_log(tmp_path / "logs" / f"{way}.txt")[4]["final_state_hash"] == read_log(one[3])[4]["final_state_hash"]
 
 
-def test_a_log_that_is_deleted_is_written_again_and_one_that_cannot_be_fails(one, tmp_path, capsys, monkeypatch):
-    """The log alone, and the whole folder, into which the model still has to go."""
-    for name, delete in (("file", lambda: (tmp_path / "logs" / "file.txt").unlink()),
-                         ("folder", lambda: [*map(Path.unlink, (tmp_path / "logs").iterdir()), (tmp_path / "logs").rmdir()])):
-        with monkeypatch.context() as here:
-            in_step(6, delete, here)
-            status, printed, errors = run_here(flags(tmp_path, one[1], run_id=name, save_model="true"), capsys)
-        assert status == 0 and "was deleted or replaced during the run; it was written again" in printed, errors
-        assert read_log(tmp_path / "logs" / f"{name}.txt")[4]["final_state_hash"] == read_log(one[3])[4]["final_state_hash"]
-        assert train_gpt.load_model(tmp_path / "logs" / f"{name}.pt")[1]["run_id"] == name
-    for path in (tmp_path / "logs").iterdir():
-        path.unlink()
-
-    def replace_folder():
-        (tmp_path / "logs" / "lost.txt").unlink()
-        (tmp_path / "logs").rmdir()
-        (tmp_path / "logs").write_text("")
-    in_step(6, replace_folder, monkeypatch)
-    status, _, errors = run_here(flags(tmp_path, one[1], run_id="lost"), capsys)
-    assert status == 1 and "cannot be read or written" in errors
-
-
 def test_few_open_files_are_one_line(one, tmp_path, capsys, monkeypatch):
     def too_many(shard):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(shard.path))
     monkeypatch.setattr(train_gpt, "load_tokens", too_many)
     status, _, errors = run_here(flags(tmp_path, one[1], run_id="files"), capsys)
     assert status == 1 and "Too many open files" in errors and "ulimit -n" in errors and errors.count("\n") == 1
-
-
-def test_sigterm_while_the_model_is_saved_leaves_nothing_half_written(one, tmp_path, capsys, monkeypatch):
-    save = torch.save
-
-    def told_meanwhile(content, file):
-        save(content, file)
-        file.flush()
-        os.kill(os.getpid(), signal.SIGTERM)
-    monkeypatch.setattr(torch, "save", told_meanwhile)
-    before = signal.signal(signal.SIGTERM, train_gpt.notices.hear)
-    train_gpt.notices.terminated.clear()
-    try:
-        status, _, errors = run_here(flags(tmp_path, one[1], run_id="ended", save_model="true"), capsys)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        train_gpt.notices.terminated.clear()
-    names = sorted(path.name for path in (tmp_path / "logs").iterdir())
-    assert (status, names) in ((1, ["ended.txt"]), (0, ["ended.pt", "ended.txt"])), errors
-    assert '{"end": ' in (tmp_path / "logs" / "ended.txt").read_text()
 
 
 def test_no_space_for_a_trace(one, tmp_path, capsys):
@@ -556,34 +515,54 @@ def test_no_space_for_a_trace(one, tmp_path, capsys):
 
 
 def ctrl_c_in_a_step(rank):
-    step = train_gpt.Trainer.step
-
-    def stepping(self, plan, batch):
-        if plan.step == 3 and train_gpt.notices.phase == "training":
-            os.kill(os.getpid(), signal.SIGINT)
-        return step(self, plan, batch)
-    train_gpt.Trainer.step = stepping
+    in_step(3, lambda: os.kill(os.getpid(), signal.SIGINT), pytest.MonkeyPatch())
 
 
 def test_ctrl_c_says_that_there_is_no_checkpoint(one, tmp_path):
     """With one: test_scripts.py, the whole way."""
     done, log = one_rank(tmp_path, flags(tmp_path, one[1], run_id="kept"), ctrl_c_in_a_step), tmp_path / "logs" / "kept.txt"
-    assert (done.status, done.err) == (130, f"train_gpt.py: rank 0: interrupted; the log so far: {log}; no checkpoint to go on from, "
-                                            "--save_every keeps some\n")
+    assert (done.status, done.err) == (130, f"train_gpt.py: rank 0: interrupted; the log so far: {log}; there is no "
+                                            "checkpoint to resume from, --save_every keeps some\n")
 
 
 def save_slowly(rank):
-    train_gpt.FailureMonitor.PATIENCE_S = 1.0
     save = train_gpt.save_file
     train_gpt.save_file = lambda path, content: (time.sleep(4), save(path, content))
 
 
-def test_rank_0_may_take_its_time_after_the_end(one, tmp_path):
-    """To save the model takes longer than other ranks would wait for a collective, or be heard of."""
+def test_rank_0_may_take_its_time_to_save_the_model(one, tmp_path):
+    """Longer than other ranks would wait for a collective."""
     ranks = launch(tmp_path, *[flags(tmp_path, one[1], timeout_s=3, save_model="true", run_id="")] * 2, setup=save_slowly)
     assert [rank.status for rank in ranks] == [0, 0], ranks
     assert "\nmodel: " in ranks[0].out and not ranks[1].out
     assert [path.suffix for path in sorted((tmp_path / "logs").iterdir())] == [".pt", ".txt"]
+
+
+def signal_while_the_model_is_saved(number, rank):
+    save = torch.save
+
+    def signalled(content, file):
+        save(content, file)
+        file.flush()
+        if "position" not in content:  # the model, no checkpoint
+            os.kill(os.getpid(), number)
+    torch.save = signalled
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_while_the_model_is_saved_loses_nothing(one, tmp_path, number):
+    """SIGTERM lets the run finish. After SIGKILL the log has no end, and the run resumes from its checkpoint."""
+    log = tmp_path / "logs" / "saved.txt"
+    argv = flags(tmp_path, one[1], run_id="saved", save_model="true", save_every=8)
+    done = one_rank(tmp_path, argv, functools.partial(signal_while_the_model_is_saved, number))
+    assert done.status == (0 if number == signal.SIGTERM else -signal.SIGKILL), done
+    if number == signal.SIGKILL:
+        assert '\n{"end"' not in log.read_text()
+        assert one_rank(tmp_path, ["--resume", str(log)]).status == 0
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["saved.pt", "saved.txt"]
+    assert sample.load_model(log.with_suffix(".pt"))[1]["run_id"] == "saved"
+    end, = re.findall(r'^\{"end": (.*)}$', log.read_text(), re.M)
+    assert json.loads(end)["final_state_hash"] == read_log(one[3])[4]["final_state_hash"]
 
 
 # ranks that differ
@@ -629,17 +608,12 @@ def test_hosts_of_other_data_are_an_error_that_names_the_shard(one, tmp_path, di
         (tmp_path / "host1" / "t_1.bin").unlink()
     else:
         (tmp_path / "host1" / "t_1.bin").rename(tmp_path / "host1" / "t_2.bin")
-    argv = flags(tmp_path, {**one[1], "train_files": "t_*.bin"}, num_steps=10, stages="until long_window; 1 3")
+    argv = flags(tmp_path, {**one[1], "train_files": "t_*.bin"}, num_steps=10, stages="Stage(long_window=3)")
     ranks = launch(tmp_path, argv, argv, setup=functools.partial(own_folder, tmp_path), LOCAL_WORLD_SIZE=1, LOCAL_RANK=0,
                    GLOO_SOCKET_IFNAME="lo")
     assert [rank.status for rank in ranks] == [1, 1]
     assert says in ranks[0].err and "Traceback" not in ranks[0].err + ranks[1].err, ranks
     assert not (tmp_path / "logs").exists()
-
-
-def test_what_other_ranks_say_holds_nothing_that_a_terminal_would_obey(capsys):
-    train_gpt.complain(None, 0, "rank 1 failed: the shard \033[31mwent\a away")
-    assert capsys.readouterr().err == "train_gpt.py: rank 0: error: rank 1 failed: the shard \\x1b[31mwent\\x07 away\n"
 
 
 def described(comm):
@@ -654,19 +628,3 @@ def test_each_host_is_described_by_a_rank_of_its_own(on_ranks):
     assert on_ranks(4, described) == [[([0, 2], "a CPU of 0"), ([1, 3], "a CPU of 1")]] * 4
 
 
-def test_the_script_hears_what_asks_it_to_end(monkeypatch):
-    """Handlers as the script itself sets them; under nohup SIGHUP stays ignored."""
-    numbers = signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *numbers)}
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--help"])
-    try:
-        for hangup, heard in ((signal.SIG_DFL, numbers), (signal.SIG_IGN, numbers[:2])):
-            for number in numbers:
-                signal.signal(number, signal.SIG_DFL)
-            signal.signal(signal.SIGHUP, hangup)
-            with pytest.raises(SystemExit):
-                runpy.run_path(train_gpt.__file__, run_name="__main__")
-            assert [n for n in numbers if getattr(signal.getsignal(n), "__name__", "") == "hear"] == [*heard]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

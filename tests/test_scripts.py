@@ -1,5 +1,7 @@
-"""run.sh, test.sh and records/launch.py as a user types them, from another directory."""
+"""run.sh, test.sh, records/start.py and records/launch.py, started as a user starts them, from another directory."""
 
+import contextlib
+import dataclasses
 import os
 import re
 import shutil
@@ -15,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "records"))
 import launch  # noqa: E402
+import start  # noqa: E402
 import train_gpt
 from conftest import TINY, some_documents, wait_until, write_corpus, write_shard
 
@@ -48,7 +51,7 @@ class Tree:
         self.root, self.play = folder / "my copy", folder / "play"
         for made in (self.root, self.play):
             made.mkdir()
-        for name in ("run.sh", "test.sh", "requirements.txt", "records/launch.py"):
+        for name in ("run.sh", "test.sh", "requirements.txt", "records/start.py", "records/launch.py", "data/shards.py"):
             (self.root / name).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)
         self.environment = {**os.environ, "PLAY": str(self.play), "REAL_PYTHON": sys.executable,
@@ -92,16 +95,16 @@ def test_two_first_set_ups_at_once_take_turns(tree):
     first = tree.start("--setup")
     wait_until(lambda: tree.calls() == ["venv", "begins"], what="pip's start")
     second = tree.start("--setup")
-    waits = "run.sh: packages: another run.sh is setting up here; waiting until it has ended\n"
+    waits = "run.sh: packages: another run.sh installs them; waiting until it has ended\n"
     assert second.stderr.readline() == waits
     tree.let_pip_end()
     said, then = first.communicate(timeout=60)[1], second.communicate(timeout=60)[1]
     assert (first.returncode, second.returncode, tree.calls()) == (0, 0, ["venv", "begins", "ends"])
     assert then == "run.sh: packages: ready in .venv\n"
-    assert "making .venv with Python 3.12.0, once: some 40 s and 1.3 GB" in said.splitlines()[0]
+    assert "creating .venv with Python 3.12.0: about 40 s and 1.3 GB" in said.splitlines()[0]
 
 
-def test_a_set_up_that_was_killed_holds_no_lock_and_is_gone_on_with(tree):
+def test_a_set_up_that_was_killed_holds_no_lock_and_is_continued(tree):
     first = tree.start("--setup")
     wait_until(lambda: tree.calls() == ["venv", "begins"], what="pip's start")
     os.killpg(first.pid, signal.SIGKILL)
@@ -119,7 +122,7 @@ def test_ctrl_c_in_the_set_up_ends_in_a_line_that_says_what_is_kept(tree):
     stderr = process.communicate(timeout=60)[1]
     assert process.returncode == 130
     assert [line for line in stderr.splitlines() if not line.startswith(("run.sh: packages:", "ERROR: Op"))] == [
-        "run.sh: interrupted; what is in .venv stays; run this again to go on"]
+        "run.sh: interrupted; what is in .venv stays; run this again to continue"]
 
 
 def test_a_wish_for_a_checkpoint_does_not_end_the_set_up(tree):
@@ -130,113 +133,189 @@ def test_a_wish_for_a_checkpoint_does_not_end_the_set_up(tree):
     assert process.wait(30) == 0
 
 
-def test_help_installs_nothing(tree):
-    done = tree.run("--help")
-    assert done.returncode == 0 and not done.stderr and not tree.calls() and not (tree.root / ".venv").exists()
-    assert done.stdout.startswith("Set up once, then race.") and "--resume" in done.stdout
-    assert done.stdout.endswith("Behind this come the flags of train_gpt.py, once .venv is there: ./run.sh --setup\n")
-    tree.set_up("#!/bin/sh\n" 'echo "as said by $*"\n')
-    done = tree.run("--help")
-    assert done.stdout.startswith("Set up once, then race.") and done.stdout.endswith("\nas said by train_gpt.py --help\n")
+def test_help_installs_nothing_and_fits_on_a_screen(tree):
+    for typed in (["--help"], ["-n", "5", "-h"], ["--help-all"]):
+        done = tree.run(*typed)
+        assert done.returncode == 0 and not done.stderr and not tree.calls() and not (tree.root / ".venv").exists()
+        lines = done.stdout.splitlines()
+        assert 24 <= len(lines) <= 40 and max(map(len, lines)) <= 100
+        commands = [line.split("  ")[1] for line in lines if line.startswith("  ./run.sh")]
+        assert commands == ["./run.sh", "./run.sh --text FILE FOLDER", "./run.sh -n 5 --vs HEAD", "./run.sh --resume latest"]
+    tree.set_up(REAL)
+    (tree.root / "train_gpt.py").write_text("import sys\nprint(*sys.argv)\n")
+    assert tree.run("--help").stdout == done.stdout
+    assert tree.run("--help-all").stdout == f"{done.stdout}\ntrain_gpt.py --help\n"
 
 
-# What run.sh starts: a Python that writes down its words, and answers --fit
+# What start.py starts
 
-ECHO = """#!/bin/sh
-[ "$1" != -c ] || shift 2  # code of run.sh's own, perhaps with a script to run
-case "$*" in
-    "") exit ;;
-    "records/launch.py --fit"*) [ -z "$REFUSED" ] || { echo "$REFUSED" >&2; exit 2; }; echo "$FIT"; exit ;;
-esac
-for word in "$@"; do printf '[%s]' "$word"; done
-echo
-"""
+REAL = '#!/bin/sh\nexec "$REAL_PYTHON" "$@"\n'
 
-
-@pytest.mark.parametrize("fit, typed, started", [
-    ("0 2 laptop False my logs", [], "[data/stdlib.py]\n"
-     "[-I][records/launch.py][--then][my logs][--nproc_per_node=2]ALONE[train_gpt.py][--preset][laptop]\n"),
-    ("7 6 speedrun False logs", ["--seed", "3"], "[data/fineweb.py][9]\n"
-     "[-I][records/launch.py][--then][logs][--nproc_per_node=6]ALONE[train_gpt.py][--preset][speedrun][--seed][3]\n"),
-    ("1 1 laptop True logs", ["--preset=laptop"],
-     "[-I][records/launch.py][--then][logs][--nproc_per_node=1]ALONE[train_gpt.py][--preset=laptop]\n"),
-    ("0 2 laptop True logs", ["--resume", "latest", "--num_steps", "9"],
-     "[-I][records/launch.py][--then][logs][--nproc_per_node=2]ALONE[train_gpt.py][--resume][latest][--num_steps][9]\n"),
-    ("0 2 laptop True logs", ["--init_from", "a run.ckpt"],
-     "[-I][records/launch.py][--then][logs][--nproc_per_node=2]ALONE[train_gpt.py][--preset][laptop][--init_from][HERE/a run.ckpt]\n"),
-    ("0 2 laptop True logs", ["--resume", "a run.ckpt"],
-     "[-I][records/launch.py][--then][logs][--nproc_per_node=2]ALONE[train_gpt.py][--resume][HERE/a run.ckpt]\n"),
-    ("0 2 laptop True logs\n--epochs 2", ["--seed", "3", "--text", "my notes", "/b.txt", "--sync", "step"],
-     "[data/text.py][HERE/my notes][/b.txt][--out][data/own-my_notes-SUM][--encoding][bytes][--force]\n[-I][records/launch.py]"
-     "[--then][logs][--nproc_per_node=2]ALONE[train_gpt.py][--preset][laptop][--train_files][data/own-my_notes-SUM/*_train_*.bin]"
-     "[--val_files][data/own-my_notes-SUM/*_val_*.bin][--seed][3][--sync][step][--epochs][2]\n"),
-    ("", ["--resume", "race.jsonl"], "[records/race.py][--resume][HERE/race.jsonl]\n"),
-    ("4 4 speedrun True logs", ["-n", "5", "--vs", "--sync step", "--seed", "1"],
-     "[records/race.py][-n][5][--vs][--sync step][--ranks][4][--][--preset][speedrun][--seed][1]\n"),
-    ("8 8 speedrun True logs", ["-n", "5", "--vs", "../theirs", "--cmd", "torchrun --nproc_per_node=8 train_gpt.py"],
-     "[records/race.py][-n][5][--vs][../theirs][--cmd][torchrun --nproc_per_node=8 train_gpt.py][--ranks][8][--][--preset]"
-     "[speedrun]\n"),
-])
-def test_what_is_started(tree, fit, typed, started):
-    tree.set_up(ECHO)
-    for name in ("a run.ckpt", "race.jsonl"):
-        (tree.play / name).touch()
-    tree.environment["FIT"] = fit
-    done = tree.run(*typed)
-    said = re.sub(r"(data/own-my_notes-)\d+", r"\1SUM", done.stdout)
-    alone = f"[--no-python][{tree.root}/.venv/bin/python][-I][-u]"
-    assert (done.returncode, said) == (0, started.replace("HERE", str(tree.play)).replace("ALONE", alone)), done.stderr
-
-
-@pytest.mark.parametrize("typed, status, says", [
-    (["-n"], 1, "error: -n wants a value"),
-    (["--resume", "race.jsonl", "--seed", "3"], 1, "goes on as the race began; leave out --seed 3"),
-    (["--resume", "latest", "-n", "3"], 1, "goes on with one run; leave out -n 3"),
-    (["--resume", "latest", "--text", "a.txt"], 1, "goes on with the text of its run; leave out --text"),
-    (["--text", "--seed", "3"], 1, "--text wants files or folders of text"),
-    (["--sed", "3"], 2, "no such flag"),
-])
-def test_wrong_words_are_refused_before_anything_is_started(tree, typed, status, says):
-    tree.set_up(ECHO)
-    tree.environment["REFUSED"] = "no such flag"
-    done = tree.run(*typed)
-    assert done.returncode == status and says in done.stderr and not done.stdout
-
-
-def test_ctrl_c_while_data_are_made_lets_the_script_clean_up(tree):
-    tree.set_up('#!/bin/sh\nif [ "$1" = records/launch.py ]; then echo 0 2 laptop False logs; else exec "$REAL_PYTHON" "$@"; fi\n')
-    (tree.root / "data").mkdir()
-    (tree.root / "data" / "shards.py").write_text("import os, time\n")  # is found beside it
-    (tree.root / "data" / "stdlib.py").write_text(
-        "import shards\ntry:\n    print('makes', flush=True)\n    for _ in range(900):\n        shards.time.sleep(0.1)\n"
-        "finally:\n    print('cleans up')\n")  # a signal just before one long sleep is heard after it
-    process = tree.start()
-    assert process.stdout.readline() == "makes\n"
-    os.killpg(process.pid, signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stdout) == (130, "cleans up\n")
-    assert stderr == "run.sh: packages: ready in .venv\nrun.sh: interrupted; shards that are whole stay\n"
-
-
-# What fits this machine
 
 @pytest.fixture
 def gpus(monkeypatch):
     """gpus(seen, usable) makes torch see so many."""
-    def see(seen, usable):
+    def see(seen, usable=True):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: seen > 0 and usable)
     return see
 
 
-def test_all_usable_gpus_are_taken_and_two_ranks_without_one(gpus, capsys):
-    for seen, expected in ((0, "0 2 laptop False logs\n\n"), (4, "4 4 speedrun False logs\n\n"), (7, "7 4 speedrun False logs\n\n")):
-        gpus(seen, seen > 0)
-        assert not launch.main(["--fit"]) and capsys.readouterr().out == expected
-    launch.main(["--fit", "--preset", "laptop", "--train_files", "mine*", "--log_dir", "my logs"])
-    assert capsys.readouterr().out == "7 2 laptop True my logs\n--target_val_loss 0\n"
-    with pytest.raises(SystemExit, match="train_gpt.py: error: num_heads"):  # once, and not by each rank
-        launch.main(["--fit", "--preset", "laptop", "--num_heads", "5"])
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """started(word, ...) -> what start.main starts, one string each; data scripts and programs only write down that they are called."""
+    def called(*words):
+        return "".join(f"[{word}]" for word in words).replace(f"[{sys.executable}]", "[PY]").replace(str(tmp_path), "HERE")
+
+    def call(words, kept, each_line=None):
+        calls.append(called(*words))
+        for line in ("a table\n", f"{answers.pop()}\n") if each_line else ():
+            each_line(line)
+
+    calls, answers = [], []
+    monkeypatch.setattr(start, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(start, "call", call)
+    monkeypatch.setattr(start, "become", lambda words: (calls.append(called(*words)), sys.exit(0)))
+    monkeypatch.setattr(launch, "start", lambda words: calls.append(called(*words)) or 1)
+
+    def main(*typed, answer="{}"):
+        calls.clear()
+        answers[:] = [answer]
+        monkeypatch.chdir(tmp_path)
+        with contextlib.suppress(SystemExit):
+            start.main(typed)
+        return [re.sub(r"(data/own-my_notes-)\d+", r"\1SUM", line) for line in calls]
+    return main
+
+
+RANKS = "[--nproc_per_node={}][--no-python][PY][-I][-u][train_gpt.py]"
+
+
+@pytest.mark.parametrize("seen, typed, expected", [
+    (0, [], ["[PY][data/stdlib.py]", RANKS.format(2) + "[--preset][laptop]"]),
+    (0, ["--preset=laptop", "--train_files", "mine*"], [RANKS.format(2) + "[--preset=laptop][--train_files][mine*][--target_val_loss][0]"]),
+    (0, ["--init_from", "a run.ckpt", "--seed", "3"], ["[PY][data/stdlib.py]", RANKS.format(2) + "[--preset][laptop][--seed][3][--init_from][HERE/a run.ckpt]"]),
+    (0, ["--layers", "- S0M", "--seed", "1"], ["[PY][data/stdlib.py]", RANKS.format(2) + "[--preset][laptop][--layers][- S0M][--seed][1]"]),
+    (0, ["--resume", "race.jsonl"], ["[records/race.py][--resume][HERE/race.jsonl]"]),
+    (0, ["--resume", "race.jsonl", "--vs", "../theirs", "--cmd", "x y"],
+     ["[records/race.py][--resume][HERE/race.jsonl][--cmd][x y][--vs][../theirs]"]),
+    (0, ["-n", "5", "--vs", "--sync=step", "--vs", "--sync step", "--seed", "1"],
+     ["[PY][data/stdlib.py]", "[records/race.py][-n][5][--vs][--sync=step][--vs][--sync step][--ranks][2][--][--preset][laptop][--seed][1]"]),
+    (0, ["-n", "10", "--vs", "REVISION", "--test", "unpaired", "--alpha", ".05"],
+     ["[PY][data/stdlib.py]", "[records/race.py][-n][10][--test][unpaired][--alpha][.05][--vs][REVISION][--ranks][2][--][--preset][laptop]"]),
+    (0, ["--until-decided", "--max-n", "12", "--vs", "HEAD"],
+     ["[PY][data/stdlib.py]", "[records/race.py][--max-n][12][--vs][HEAD][--until-decided][--ranks][2][--][--preset][laptop]"]),
+    (8, ["-n", "5", "--vs", "../theirs", "--cmd", "torchrun --nproc_per_node=8 train_gpt.py", "--preset", "laptop"],
+     ["[PY][data/stdlib.py]", "[PY][-I][bench/preflight.py][--ranks=2][--preset][laptop]",
+      "[records/race.py][-n][5][--cmd][torchrun --nproc_per_node=8 train_gpt.py][--vs][../theirs][--ranks][2][--][--preset][laptop]"]),
+    (7, ["--seed", "3"], ["[PY][data/fineweb.py][9]", "[PY][-I][bench/preflight.py][--ranks=4][--preset][speedrun][--seed][3]",
+                          RANKS.format(4) + "[--preset][speedrun][--seed][3]"]),
+])
+def test_what_is_started(started, gpus, tmp_path, seen, typed, expected):
+    gpus(seen)
+    (tmp_path / "a run.ckpt").touch()
+    (tmp_path / "race.jsonl").touch()
+    assert started(*typed) == expected
+
+
+@pytest.mark.parametrize("typed, expected", [
+    (["--resume", "latest", "--num_steps", "9"], "[--resume][latest][--num_steps][9]"),
+    (["--resume", "a run.ckpt"], "[--resume][HERE/a run.ckpt]"),
+])
+def test_a_resumed_run_keeps_the_flags_that_it_began_with(started, gpus, tmp_path, monkeypatch, typed, expected):
+    gpus(8)
+    (tmp_path / "a run.ckpt").touch()
+    saved = dataclasses.replace(train_gpt.PRESETS["speedrun"], resume="a checkpoint", train_files="mine*", target_val_loss=0.0)
+    monkeypatch.setattr(train_gpt, "parse_config", lambda flags, preset: ("speedrun", saved))
+    assert started(*typed)[-1:] == [RANKS.format(8) + expected + "[--target_val_loss][0]"]
+
+
+def test_a_text_is_encoded_and_its_shards_are_named(started, gpus, monkeypatch):
+    gpus(0)
+    monkeypatch.setattr(start, "fit_text", lambda config, given: {"epochs": 2})
+    assert started("--seed", "3", "--text", "my notes", "/b.txt", "--sync", "step") == [
+        "[PY][data/text.py][HERE/my notes][/b.txt][--out][data/own-my_notes-SUM][--encoding][bytes][--force]",
+        RANKS.format(2) + "[--preset][laptop][--train_files][data/own-my_notes-SUM/*_train_*.bin]"
+        "[--val_files][data/own-my_notes-SUM/*_val_*.bin][--seed][3][--sync][step][--epochs][2]"]
+
+
+def test_the_preflight_answer_is_kept_per_source_machine_and_flags(started, gpus, tmp_path, monkeypatch, capsys):
+    gpus(8)
+    files = ["--train_files", "mine*", "--target_val_loss", "0"]
+    check = "[PY][-I][bench/preflight.py][--ranks=8][--preset][speedrun][--train_files][mine*][--target_val_loss][0]"
+    run = RANKS.format(8) + check.partition("[--ranks=8]")[2]
+    taken = "[--attention][flex][--fp8_head][false]"
+    answer = '{"attention": "flex", "fp8_head": false}'
+    assert started(*files, answer=answer) == [check, run + taken]
+    assert "a table" in capsys.readouterr().out
+    assert started(*files) == [run + taken] and "--attention flex --fp8_head false (checked before" in capsys.readouterr().err
+    assert started(*files, "--seed", "5") == [run + "[--seed][5]" + taken]
+    assert started(*files, "--preflight") == [check]
+    assert len(started(*files, "--micro_batches", "16")) == 2
+    monkeypatch.setattr(train_gpt, "nvidia_smi", lambda fields: ["another GPU"])
+    assert started(*files)[0] == check
+    monkeypatch.setattr(train_gpt, "file_sha256", lambda path: "another source")
+    assert started(*files)[0] == check
+    gpus(0)
+    assert started(*files, "--preset", "laptop", "--preflight") == [
+        check.replace("8]", "2]").replace("[--preset][speedrun]", "") + "[--preset][laptop]"]
+
+
+@pytest.mark.parametrize("typed, status, says", [
+    (["-n"], 2, "error: argument -n: expected one argument; --help lists the options"),
+    (["--resume", "race.jsonl", "--seed", "3"], 1, "continues a race as it began; leave out --seed 3"),
+    (["--resume", "latest", "-n", "3"], 1, "continues one run; leave out -n 3"),
+    (["--resume", "latest", "--text", "a.txt"], 1, "continues with the text of its run; leave out --text"),
+    (["--text", "--seed", "3"], 2, "argument --text: expected at least one argument"),
+    (["--sed", "3"], 2, "train_gpt.py: error: unrecognized arguments: --sed 3"),
+    (["--preset", "laptop", "--num_heads", "5"], 1, "train_gpt.py: error: num_heads * head_dim is 5 * 32"),  # once, and not by each rank
+])
+def test_wrong_words_are_refused_before_anything_is_started(script, tmp_path, typed, status, says):
+    refused = script(ROOT / "records" / "start.py", *typed)
+    stdout, stderr = refused.communicate(timeout=60)
+    assert refused.returncode == status and says in stderr and stderr.count("\n") == 1 and not stdout
+
+
+def making_data(tree, script):
+    """start.py in the tree as it makes the embedded corpus, which takes minutes."""
+    (tree.root / "data" / "stdlib.py").write_text(
+        "import time, shards\ndef main():\n    try:\n        print('makes', flush=True)\n        for _ in range(900):\n"
+        "            time.sleep(0.1)\n"  # a signal just before one long sleep is heard after it
+        "    finally:\n        print('cleans up', flush=True)\nshards.run(main)\n")
+    process = script(tree.root / "records" / "start.py", "--preset", "laptop", prepare=os.setsid)
+    wait_until(lambda: process.outputs[0].exists() and process.outputs[0].read_text() == "makes\n", what="the script")
+    return process
+
+
+def test_ctrl_c_while_data_are_made_lets_the_script_clean_up(tree, script):
+    process = making_data(tree, script)
+    os.killpg(process.pid, signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (130, "makes\ncleans up\n")
+    assert stderr == "interrupted\nrun.sh: interrupted; complete shards stay\n"
+
+
+@pytest.mark.skipif(not launch.PRCTL, reason="only on Linux a parent's end is a signal")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_a_script_that_makes_data_ends_with_the_launcher(tree, script, number):
+    process = making_data(tree, script)
+    process.send_signal(number)
+    wait_until(lambda: "cleans up" in process.outputs[0].read_text(), seconds=12)
+
+
+# What fits this machine
+
+def chosen(flags, text=False):
+    """The flags that start.choose adds."""
+    *_, words = start.choose(flags, text)
+    return words[len(flags):]
+
+
+def test_all_usable_gpus_are_taken_and_two_ranks_without_one(gpus):
+    for seen, expected in ((0, (0, 2, "laptop")), (4, (4, 4, "speedrun")), (7, (7, 4, "speedrun"))):
+        gpus(seen)
+        assert start.choose([], False)[:3] == expected
+    assert start.choose(["--preset", "laptop"], False)[:3] == (7, 2, "laptop")
 
 
 def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path):
@@ -246,9 +325,8 @@ def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path):
         for name, tokens in (("train_000001", train), ("val_000000", val)):
             write_shard(tmp_path / f"t_{name}.bin", some_documents(1, tokens, 257, 256, mean=400), 257, 256)
         files = [f"--{split}_files={tmp_path / f't_{split}_*.bin'}" for split in ("train", "val")]
-        launch.main(["--fit_text", "--preset", "laptop", *files, *flags])
-        out, err = capsys.readouterr()
-        config = train_gpt.parse_config(["--preset", "laptop", *files, *flags, *out.split("\n")[1].split()], "laptop")[1]
+        *_, words = start.choose(["--preset", "laptop", *files, *flags], True)
+        err, config = capsys.readouterr().err, train_gpt.parse_config(words, "laptop")[1]
         stream = train_gpt.Stream(train_gpt.find_shards(config.train_files), config)
         stream.check_enough()
         stream.close()
@@ -257,38 +335,38 @@ def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path):
     laptop = train_gpt.PRESETS["laptop"]
     config, says = fit(1_200_000)
     assert (config.num_steps, config.epochs, config.target_val_loss, config.val_tokens) == (laptop.num_steps, 1, 0, 0)
-    whole = re.search(r"1,200,000 tokens to train on, read by \d+ steps of 2,048 in part; nearly all of it takes --num_steps (\d+)\n", says)
+    whole = re.search(r"1,200,000 training tokens, \d+ steps of 2,048: part of the text; nearly all of it takes --num_steps (\d+)\n", says)
     assert fit(1_200_000, "--num_steps", whole[1])[0].epochs == 1
     assert fit(1_200_000, "--num_steps", str(int(1.07 * int(whole[1]))))[0].epochs == 2
     config, says = fit(40_000, val=700_000)
-    assert config.num_steps == launch.LEAST_STEPS and config.epochs == 3 and "by 40 steps of 2,048 in 3 epochs; more" in says
+    assert config.num_steps == start.MIN_STEPS and config.epochs == 3 and "40 steps of 2,048: 3 epochs; more" in says
     assert config.val_tokens == 2 ** 18 and "validation on 262,144 of 700,000 tokens" in says
     assert config.muon_momentum_rise == laptop.muon_momentum_rise * 40 // laptop.num_steps
     config, says = fit(140_000)
-    assert launch.LEAST_STEPS < config.num_steps < 70 and config.epochs == 1 and says.endswith("once\n")
+    assert start.MIN_STEPS < config.num_steps < 70 and config.epochs == 1 and says.endswith("one epoch\n")
     config, _ = fit(40_000, "--num_steps", "70", "--target_val_loss", "2", "--val_tokens", "1024", val=700_000)
     assert (config.num_steps, config.target_val_loss, config.val_tokens) == (70, 2, 1024) and 4 <= config.epochs <= 8
     config, says = fit(40_000, "--epochs", "1")
-    assert config.epochs == 1 and config.num_steps < 20 and says.endswith("once\n")
+    assert config.epochs == 1 and config.num_steps < 20 and says.endswith("one epoch\n")
     config, says = fit(1500)
-    assert config.micro_batch_tokens == 512 and config.epochs == config.num_steps == 40 and "one would come about 0.0075 times" in says
+    assert config.micro_batch_tokens == 512 and config.epochs == config.num_steps == 40 and "would occur 0.0075 times each" in says
     assert fit(900)[0].micro_batch_tokens == 256
-    with pytest.raises(SystemExit, match="has 100 tokens to train on, and a step reads 128: give more text, or less of --micro_batches"):
+    with pytest.raises(start.Refusal, match="has 100 training tokens, and a step reads 128; give more text, or smaller --micro_batches"):
         fit(100)
 
 
 @pytest.mark.parametrize("files, flags, target", [
-    ("own_train_*.bin", [], "--target_val_loss 0"), ("own_train_*.bin", ["--target_val_loss", "2"], ""),
-    ("stdlib_train_*.bin", [], "")])  # elsewhere, and the same
-def test_own_data_are_not_judged_by_the_loss_of_others(gpus, capsys, tmp_path, files, flags, target):
+    ("own_train_*.bin", [], ["--target_val_loss", "0"]), ("own_train_*.bin", ["--target_val_loss", "2"], []),
+    ("stdlib_train_*.bin", [], [])])  # elsewhere, and the same
+def test_own_data_have_no_target_loss(gpus, capsys, tmp_path, files, flags, target):
     gpus(0, False)
-    launch.main(["--fit", "--preset", "laptop", "--train_files", str(tmp_path / files), *flags])
-    out, err = capsys.readouterr()
-    assert out.split("\n")[1] == target and ("no loss is judged" in err) == bool(target)
+    assert chosen(["--preset", "laptop", "--train_files", str(tmp_path / files), *flags]) == target
+    assert ("your own data: the run has no target loss" in capsys.readouterr().err) == bool(target)
 
 
 def test_a_driver_too_old_for_torch_is_said_and_not_raced_on_the_cpu(gpus, tree, monkeypatch, capsys):
-    gpus(8, False)
+    gpus(8, usable=False)
+    monkeypatch.chdir(tree.play)
     tree.script(tree.play / "nvidia-smi", "#!/bin/sh\necho 550.54\necho 550.54\n")
     monkeypatch.setenv("PATH", str(tree.play), prepend=":")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -297,9 +375,9 @@ def test_a_driver_too_old_for_torch_is_said_and_not_raced_on_the_cpu(gpus, tree,
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040). Please update")
 
     monkeypatch.setattr(torch.cuda, "init", init)
-    says = r"8 GPU\(s\), but .*built for CUDA 13.0, cannot use them with driver 550.54: .* \(found version 12040\); update"
+    says = r"8 GPU\(s\), but .*built for CUDA 13.0, cannot use them with driver 550.54: .* \(found version 12040\)\. Update"
     with pytest.raises(SystemExit, match=says):
-        launch.main(["--fit"])
+        start.main([])
     assert train_gpt.main([]) == 1
     assert re.search(says, capsys.readouterr().err)
 
@@ -328,7 +406,7 @@ dist.barrier()
 store.set("left behind", "")
 if rank == 1:
     found = [*listeners(os.getpid()), *listeners(os.getppid())]
-    print("attempt", attempt, "seen", seen, os.environ["GLOO_SOCKET_IFNAME"], len(found), *set(found), flush=True)
+    print("attempt", attempt, "seen", seen, os.environ["LAUNCHER_PID"] == str(os.getppid()), os.environ["GLOO_SOCKET_IFNAME"], len(found), *set(found), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 signal.pause()
 """
@@ -342,18 +420,21 @@ def test_a_run_listens_on_loopback_only_and_each_restart_starts_afresh(script, t
     launcher = script(ROOT / "records" / "launch.py", "--nproc_per_node=2", "--max_restarts=1", tmp_path / "ranks.py")
     stdout, stderr = launcher.communicate(timeout=240)
     # the store of the agent, and gloo's of the rank; addresses are little-endian hexadecimal
-    assert stdout == "".join(f"attempt {n} seen False lo 2 0100007F\n" for n in range(2)), stdout + stderr
+    assert stdout == "".join(f"attempt {n} seen False True lo 2 0100007F\n" for n in range(2)), stdout + stderr
     assert launcher.returncode == 128 + signal.SIGKILL
-    assert stderr.splitlines() == ["launch.py: a rank failed; all are started again",
+    assert stderr.splitlines() == ["launch.py: a rank failed; all ranks start again",
                                         "launch.py: error: rank 1 was killed by SIGKILL; perhaps memory ran out"]
 
 
-def test_in_the_first_second_ctrl_c_is_no_traceback_and_a_wish_for_a_checkpoint_no_end(tree):
-    (tree.root / "records" / "torch").mkdir()
-    (tree.root / "records" / "torch" / "__init__.py").write_text(
-        "import os, signal\nfor number in (signal.SIGUSR1, signal.SIGINT): os.kill(os.getpid(), number)\nwhile True: pass")
+def test_ctrl_c_during_imports_is_no_traceback_and_a_request_for_a_checkpoint_no_end(tree):
+    waits = "import os, signal\nfor number in (signal.SIGUSR1, signal.SIGINT): os.kill(os.getpid(), number)\nwhile True: pass"
+    tree.set_up(REAL)
+    (tree.root / "train_gpt.py").write_text(waits)
+    done = tree.run()
+    assert (done.returncode, done.stderr) == (130, "run.sh: interrupted; nothing was started\n")
+    (tree.root / "records" / "torch.py").write_text(waits)
     done = subprocess.run([sys.executable, tree.root / "records" / "launch.py"], capture_output=True, text=True, timeout=30)
-    assert (done.returncode, done.stderr) == (130, "launch.py: interrupted before a rank was started; nothing to keep\n")
+    assert (done.returncode, done.stderr) == (130, "launch.py: interrupted before a rank was started\n")
 
 
 @pytest.mark.parametrize("saved, ends, followed", [
@@ -366,7 +447,7 @@ def test_in_the_first_second_ctrl_c_is_no_traceback_and_a_wish_for_a_checkpoint_
     ([], {1: 1, 0: -15}, []),  # rank 0 was ended because of rank 1
     ([], {1: -6}, []),
 ])
-def test_a_run_that_ended_well_is_drawn_and_its_model_speaks(tmp_path, monkeypatch, capsys, saved, ends, followed):
+def test_a_complete_run_is_drawn_and_its_model_writes_a_sample(tmp_path, monkeypatch, capsys, saved, ends, followed):
     for name in ("old.txt", "old.pt"):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (1, 1))
@@ -377,21 +458,23 @@ def test_a_run_that_ended_well_is_drawn_and_its_model_speaks(tmp_path, monkeypat
         if ends:
             raise ChildFailedError("train_gpt.py", {rank: ProcessFailure(rank, 1, status, "") for rank, status in ends.items()})
 
-    def call(words):
-        called.append(words[2] if signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN else "a wish for a checkpoint would end it")
+    def call(words, preexec_fn):
+        called.append(words[2] if signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN else "a request for a checkpoint would end it")
         return 1
 
     called = []
     monkeypatch.setattr(launch, "run", run)
     monkeypatch.setattr(launch.logging, "disable", lambda level: None)
-    monkeypatch.setattr(launch.subprocess, "call", call)
+    monkeypatch.setattr(start.subprocess, "call", call)
+    whole, config = signal.signal, dataclasses.replace(train_gpt.PRESETS["laptop"], log_dir=str(tmp_path))
+    monkeypatch.setattr(signal, "signal", lambda number, handler: number == signal.SIGUSR1 and whole(number, handler))
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "lo")
-    words = ["--then", str(tmp_path), "--nproc_per_node=1", "train_gpt.py"]
     first = next(iter(ends.values())) if ends else 0
     status = first if first >= 0 else 128 - first
-    assert launch.main(words) == status
-    assert capsys.readouterr().err == ("launch.py: error: rank 1 was killed by SIGABRT\n" if first < 0 else "")
+    assert start.run_once(config, "laptop", 1, []) == status
+    said = "run.sh: starting 1 rank(s), preset laptop\n"
+    assert capsys.readouterr().err == said + ("launch.py: error: rank 1 was killed by SIGABRT\n" if first < 0 else "")
     assert called == [tmp_path / name for name in followed]
     called.clear()
     reader, writer = os.pipe()
@@ -399,7 +482,7 @@ def test_a_run_that_ended_well_is_drawn_and_its_model_speaks(tmp_path, monkeypat
     stdout = os.dup(1)
     try:
         os.dup2(writer, 1)  # as after `| head`
-        assert launch.main(words) == status and all(path.suffix == ".txt" for path in called)
+        assert start.run_once(config, "laptop", 1, []) == status and all(path.suffix == ".txt" for path in called)
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
@@ -417,11 +500,11 @@ def test_the_latest_five_models_of_runs_stay(tmp_path, capsys):
     model("renamed", 20, '\n{"run_id": "run9", "started": 0}\n')
     model("notes", 30, "my own")
     (tmp_path / "alone.pt").touch()
-    launch.remove_old_models(tmp_path)
+    start.remove_old_models(tmp_path)
     assert {path.stem for path in tmp_path.glob("*.pt")} == {"run0", "run1", "run2", "run3", "run4", "renamed", "notes", "alone"}
-    assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()] == [
+    assert [line.split(";")[0] for line in capsys.readouterr().out.splitlines()] == [
         f"removed: {tmp_path / name}.pt" for name in ("run6", "run5")]
-    launch.remove_old_models(tmp_path)
+    start.remove_old_models(tmp_path)
     assert not capsys.readouterr().out
 
 
@@ -459,8 +542,8 @@ def test_one_command_trains_on_own_text_and_leaves_log_model_picture_and_a_sampl
     for made in (ROOT / "data").glob("own-my_notes-*"):
         shutil.rmtree(made)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^run\.sh: text: \d\d,\d{3} tokens to train on, read by 4 steps of 384 in part; .*\n"
-                     r"run\.sh: racing: \d rank\(s\), preset laptop$", done.stderr, re.M)
+    assert re.search(r"^run\.sh: text: \d\d,\d{3} training tokens, 4 steps of 384: part of the text; .*\n"
+                     r"run\.sh: starting \d rank\(s\), preset laptop$", done.stderr, re.M)
     [log] = (tmp_path / "logs").glob("*.txt")
     assert [log.with_suffix(suffix).exists() for suffix in (".pt", ".png")] == [True, True]
     assert re.search(rf"^step:4/4 val_loss:.*\n\nvalidation loss \d\.\d+, after .*\nmodel: .*\nlog: {log}\npicture: "
@@ -487,7 +570,7 @@ def test_ctrl_c_ends_a_run_with_130_and_says_what_is_kept_and_how_to_go_on(tmp_p
     stderr = run.communicate(timeout=60)[1]
     assert run.returncode == 130, stderr
     [log] = (tmp_path / "logs").glob("*.txt")
-    assert f"rank 0: interrupted; the log so far: {log}; --resume {log} goes on from its last checkpoint\n" in stderr
+    assert f"rank 0: interrupted; the log so far: {log}; --resume {log} continues from its last checkpoint\n" in stderr
     assert "Traceback" not in stderr and "torch" not in stderr
 
 

@@ -1,4 +1,4 @@
-"""Shards, packing, the stream: what a rank reads, and every bad input that it may meet."""
+"""Shards, packing of documents, the stream of batches, and damaged input."""
 
 import dataclasses
 import hashlib
@@ -12,19 +12,20 @@ from hypothesis import given, settings, strategies as st
 
 import train_gpt
 from conftest import some_documents, write_shard
+from train_gpt import Stage
 
 BOS = 63
 
 
 def lengths_to_tokens(lengths):
-    """Documents BOS, then numbers that are nowhere else."""
+    """Make documents of BOS and numbers that occur once."""
     tokens = np.arange(sum(lengths)) + 100
     tokens[np.cumsum(lengths) - lengths] = BOS
     return tokens.astype(np.uint16)
 
 
 def plain_documents(tokens, longest, split=False):
-    """Lists of tokens: each document cut at `longest`, its rest dropped, or further documents with BOS for a first token."""
+    """Limit documents to `longest` tokens in plain Python: drop the remaining tokens, or split them off with BOS as the first token."""
     documents = []
     for token in tokens.tolist():
         if token == BOS:
@@ -37,8 +38,10 @@ def plain_documents(tokens, longest, split=False):
 
 
 def plain_batch(documents, at, micro_batches, tokens):
-    """The packing read aloud: documents one after another until a micro-batch holds tokens + 1, the last cut to fit.
-    Returns the micro-batches and the next document; (None, at) if the documents run out."""
+    """Pack documents in plain Python until each micro-batch holds tokens + 1; cut the last document of each to fit.
+
+    Return the micro-batches and the next document; (None, at) if the documents run out.
+    """
     batch, pointer = [], at
     for _ in range(micro_batches):
         held = []
@@ -54,8 +57,7 @@ def plain_batch(documents, at, micro_batches, tokens):
 @settings(max_examples=80, deadline=None)
 @given(lengths=st.lists(st.integers(1, 30), min_size=20, max_size=80), longest=st.integers(2, 20), tokens=st.integers(5, 40),
        micro_batches=st.sampled_from([1, 2, 3, 8]), split=st.booleans())
-def test_packing_is_the_record_s(lengths, longest, tokens, micro_batches, split):
-    """Against the rule read aloud, to the last batch that is there."""
+def test_packing_equals_plain_python_to_the_last_batch(lengths, longest, tokens, micro_batches, split):
     stream = lengths_to_tokens(np.array(lengths))
     documents, _ = train_gpt.limit_documents(train_gpt.index_documents(stream, BOS), longest, split)
     plain = plain_documents(stream, longest, split)
@@ -73,7 +75,7 @@ def test_packing_is_the_record_s(lengths, longest, tokens, micro_batches, split)
 
 @given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=20), longest=st.integers(2, 20))
 @settings(max_examples=60, deadline=None)
-def test_split_documents_keep_every_token_but_those_that_a_bos_replaces(lengths, longest):
+def test_split_documents_keep_every_token_that_bos_does_not_replace(lengths, longest):
     tokens = lengths_to_tokens(np.array(lengths))
     documents, piece_of = train_gpt.limit_documents(train_gpt.index_documents(tokens, BOS), longest, split=True)
     assert documents.lengths.max() <= longest
@@ -93,7 +95,7 @@ def make_stream(tmp_path, tiny, rank=0, ranks=1, shards=((1, 3000), (2, 3000)), 
 
 
 def read(stream, steps=None):
-    """The batches of so many steps, or of all until the data runs out."""
+    """Read the batches of some steps, or all batches until the data run out."""
     batches = []
     try:
         for step in range(steps or 10 ** 6):
@@ -105,7 +107,7 @@ def read(stream, steps=None):
 
 
 def digest_of(batches):
-    """The digest of a run, written a second time: a sum over all micro-batches of hashes of step, place and tokens."""
+    """Compute a run's digest a second time: sum the hashes of step, index and tokens of all micro-batches."""
     total = 0
     for step, batch in enumerate(batches):
         for place, tokens in enumerate(batch):
@@ -115,8 +117,8 @@ def digest_of(batches):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_ranks_read_disjoint_parts_of_the_same_batches_and_one_digest(tmp_path, tiny, ranks):
-    growing = dict(stages="until micro_batches; 3 12; 1 24", micro_batch_tokens=15)
+def test_ranks_read_disjoint_parts_of_the_same_batches_with_one_digest(tmp_path, tiny, ranks):
+    growing = dict(stages=(Stage(until=3, micro_batches=12), Stage(micro_batches=24)), micro_batch_tokens=15)
     alone = make_stream(tmp_path, tiny, **growing)
     batches = read(alone, 6)
     assert [len(batch) for batch in batches] == [12] * 3 + [24] * 3 and alone.position.shard == 1
@@ -128,8 +130,7 @@ def test_ranks_read_disjoint_parts_of_the_same_batches_and_one_digest(tmp_path, 
     assert {stream.position for stream in streams} == {alone.position}
 
 
-def test_the_digest_tells_order_step_and_content_apart(tmp_path, tiny):
-    """A sum forgets an order of what is summed: so the places are in it."""
+def test_the_digest_depends_on_order_step_and_content(tmp_path, tiny):
     plan = train_gpt.plan_of(tiny, 0)
     first, swapped, later = (make_stream(tmp_path, tiny) for _ in range(3))
     batch = first.next_batch(plan)
@@ -141,21 +142,24 @@ def test_the_digest_tells_order_step_and_content_apart(tmp_path, tiny):
 
 
 @pytest.mark.parametrize("split", ["cut", "split"])
-@pytest.mark.parametrize("stages", ["until micro_batches; 2 2; 4 4; 1 8", "until max_document_tokens; 3 9; 5 40; 1 20",
-                                    "until max_document_tokens micro_batches; 5 30 3; 1 9 5"])
-def test_a_schedule_of_batches_or_lengths_packs_as_a_plain_second_packing(tmp_path, tiny, stages, split):
-    """The first batch of a new length begins with the first document that no batch has begun: what is left of one that was
-    split is skipped. With pieces, those are what a document was split into at the longest that any stage has."""
+@pytest.mark.parametrize("stages", [
+    (Stage(until=2, micro_batches=2), Stage(until=4, micro_batches=4), Stage(micro_batches=8)),
+    (Stage(until=3, max_document_tokens=9), Stage(until=5, max_document_tokens=40), Stage(max_document_tokens=20)),
+    (Stage(until=5, max_document_tokens=30, micro_batches=3), Stage(max_document_tokens=9, micro_batches=5))],
+    ids=["batches", "lengths", "both"])
+def test_batches_and_lengths_that_change_by_stage_equal_plain_python(tmp_path, tiny, stages, split):
+    """The first batch of a new length begins with the first document that no batch has read; unread pieces of a split document
+    are skipped. Documents are first split at the longest length of all stages."""
     stream = make_stream(tmp_path, tiny, stages=stages, long_documents=split, shards=((4, 2500), (5, 9000)))
     tokens = [train_gpt.load_tokens(shard) for shard in stream.shards]
     longest = max(train_gpt.plan_of(stream.config, step).max_document_tokens for step in range(12))
 
     def documents(shard, at):
-        """Of the shard, as lists of pieces of at most `at` tokens each."""
+        """List the shard's documents as lists of pieces of at most `at` tokens."""
         whole = plain_documents(tokens[shard], longest if split == "split" else 10 ** 6, split == "split")
         return [plain_documents(np.array(document), at, split == "split") for document in whole]
 
-    shard, begun = 0, 0  # documents of the shard that were begun; within a length, pieces are counted by `at`
+    shard, begun = 0, 0  # begun: documents of the shard that batches have read from; `at` counts pieces of one length
     at, pieces, length = 0, None, None
     for step in range(12):
         plan = train_gpt.plan_of(stream.config, step)
@@ -177,7 +181,7 @@ def test_a_schedule_of_batches_or_lengths_packs_as_a_plain_second_packing(tmp_pa
 
 
 def test_no_document_is_read_twice_and_a_new_shard_begins_a_batch(tmp_path, tiny):
-    documents = np.concatenate([np.full(7, BOS)[:1], np.arange(6)])  # BOS and six tokens, again and again, numbered below
+    documents = np.concatenate([np.full(7, BOS)[:1], np.arange(6)])  # BOS and six tokens, which are replaced by the document's number
     for i in range(2):
         tokens = np.tile(documents, 200).reshape(200, 7)
         tokens[:, 1:] = (np.arange(200) + 200 * i)[:, None] + 64
@@ -192,9 +196,9 @@ def test_no_document_is_read_twice_and_a_new_shard_begins_a_batch(tmp_path, tiny
     assert {(n - 64) // 200 for n in first_reads} == {0, 1}
 
 
-def test_position_can_be_saved_and_sought(tmp_path, tiny):
-    """Within a length and just before it changes; in another process nothing but the position is known."""
-    for stages in ("until long_window; 1 3", "until max_document_tokens; 3 12; 1 30"):
+def test_a_stream_continues_from_a_saved_position(tmp_path, tiny):
+    """Within a length, and just before the length changes."""
+    for stages in ((Stage(),), (Stage(until=3, max_document_tokens=12), Stage(max_document_tokens=30))):
         stream = make_stream(tmp_path, tiny, stages=stages, long_documents="split")
         read(stream, 3)
         position = train_gpt.Position(*stream.position)
@@ -206,26 +210,26 @@ def test_position_can_be_saved_and_sought(tmp_path, tiny):
         assert other.position == stream.position != position
 
 
-def test_shuffled_order_is_decided_by_the_seed(tmp_path, tiny):
+def test_the_seed_decides_the_shuffled_order(tmp_path, tiny):
     def first(seed, shuffle=True):
         return read(make_stream(tmp_path, tiny, shuffle=shuffle, seed=seed), 1)[0]
     assert np.array_equal(first(1), first(1)) and not np.array_equal(first(1), first(2))
     assert np.array_equal(first(1, False), first(2, False)) and not np.array_equal(first(1), first(1, False))
 
 
-def test_any_stretch_of_an_even_order_comes_from_all_of_the_shard(tmp_path, tiny):
+def test_any_stretch_of_an_even_order_samples_the_whole_shard(tmp_path, tiny):
     write_shard(tmp_path / "t_0.bin", np.tile([BOS, 1, 2], 1000))
 
     def order(seed, even):
         config = dataclasses.replace(tiny, shuffle=True, even_order=even, seed=seed)
         return train_gpt.Stream(train_gpt.find_shards(str(tmp_path / "t_0.bin")), config)._load(0).starts // 3
 
-    def unevenness(order):  # of each hundred in a row, how many come from each tenth of the shard
+    def unevenness(order):  # of 100 consecutive documents, 10 should come from each tenth of the shard
         return max(np.abs(np.bincount(order[i:i + 100] // 100, minlength=10) - 10).max() for i in range(0, 901, 50))
     for seed in (1, 2):
         assert sorted(order(seed, True)) == sorted(order(seed, False)) == list(range(1000))
         assert unevenness(order(seed, True)) <= 2 and unevenness(order(seed, False)) > 5
-    assert not np.array_equal(order(1, True)[:10], order(2, True)[:10]), "the seed decides where it begins"
+    assert not np.array_equal(order(1, True)[:10], order(2, True)[:10]), "the seed decides the phase"
 
 
 def test_the_next_shard_is_loaded_in_the_background(tmp_path, tiny, monkeypatch):
@@ -244,28 +248,28 @@ def test_the_next_shard_is_loaded_in_the_background(tmp_path, tiny, monkeypatch)
     assert all(thread.startswith("load-shard") for _, thread in loads)
 
 
-def test_a_failure_in_the_background_reaches_the_reader(tmp_path, tiny):
+def test_an_error_of_the_loading_thread_reaches_the_reader(tmp_path, tiny):
     stream = make_stream(tmp_path, tiny)
     write_shard(tmp_path / "t_1.bin", [BOS, 64] + [1] * 2998)
     with pytest.raises(train_gpt.RunError, match=r"t_1\.bin: token 64 at position 1, but the vocabulary has 64"):
         read(stream)
 
 
-def test_a_shard_that_is_replaced_during_the_run_is_noticed_when_it_is_loaded(tmp_path, tiny):
-    """Of the same size, so that only its digest tells."""
+def test_a_shard_that_changes_during_the_run_is_refused(tmp_path, tiny):
+    """Also if its size stays the same."""
     make_stream(tmp_path, tiny)
     shards = train_gpt.with_digests(train_gpt.find_shards(str(tmp_path / "t_*.bin")), train_gpt.Comm(), 0, 1)
     assert [shard.sha256 for shard in shards] == [hashlib.sha256(shard.path.read_bytes()).hexdigest() for shard in shards]
     for other in ((9, 3000), (2, 3001)):
         write_shard(tmp_path / "t_1.bin", some_documents(*other))
-        with pytest.raises(train_gpt.RunError, match="t_1.bin: is not the file that it was when the run began"):
+        with pytest.raises(train_gpt.RunError, match="t_1.bin: the file has changed since the run began"):
             read(train_gpt.Stream(shards, tiny))
     write_shard(tmp_path / "t_1.bin", some_documents(2, 3000))
     assert len(read(train_gpt.Stream(shards, tiny))) == 10
 
 
 def hashing(comm, pattern):
-    """What each of two ranks of a host does while shards are hashed."""
+    """Record what each of two ranks of a host does while shards are hashed."""
     done, all_gather_json = [], comm.all_gather_json
 
     def file_sha256(path):
@@ -278,8 +282,8 @@ def hashing(comm, pattern):
     return done[done.index("meet", 1) + 1:], [shard.sha256 for shard in shards]
 
 
-def test_ranks_share_out_the_hashing_and_meet_after_each_shard(tmp_path, on_ranks):
-    """All by one rank would keep the others waiting for as long as all take, beyond a collective's patience."""
+def test_ranks_share_the_hashing_and_meet_after_each_shard(tmp_path, on_ranks):
+    """If one rank hashed all shards, the others could wait for longer than a collective's timeout."""
     for i in range(5):
         write_shard(tmp_path / f"t_{i}.bin", some_documents(i, 300))
     (first, digests), (second, same) = on_ranks(2, hashing, str(tmp_path / "t_*.bin"))
@@ -288,14 +292,14 @@ def test_ranks_share_out_the_hashing_and_meet_after_each_shard(tmp_path, on_rank
     assert digests == same == [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(tmp_path.glob("t_*.bin"))]
 
 
-def test_running_out_names_the_shards_and_what_they_hold(tmp_path, tiny):
+def test_the_error_names_the_shards_when_data_run_out(tmp_path, tiny):
     stream = make_stream(tmp_path, tiny)
     with pytest.raises(train_gpt.RunError, match=r"ran out: 2 shard\(s\) like .*t_0\.bin hold 6000 tokens"):
         read(stream, 1000)
 
 
-def test_epochs_read_the_shards_again_in_another_order(tmp_path, tiny):
-    """With three epochs the first is as with one; each later one reads the same documents, shuffled anew."""
+def test_each_epoch_reads_the_shards_in_another_order(tmp_path, tiny):
+    """With three epochs the first is as with one epoch."""
     changes = dict(shuffle=True, long_documents="split", max_document_tokens=49, micro_batch_tokens=48, micro_batches=1)
     shards = ((1, 2000), (2, 2000))
     once, thrice = (read(make_stream(tmp_path, tiny, shards=shards, epochs=epochs, **changes)) for epochs in (1, 3))
@@ -304,27 +308,20 @@ def test_epochs_read_the_shards_again_in_another_order(tmp_path, tiny):
     assert not any(np.array_equal(a, b) for a, b in zip(once, again))
 
 
-def test_whether_epochs_suffice_is_known_before_the_run(tmp_path, tiny):
-    one, two = (make_stream(tmp_path, tiny, num_steps=20, epochs=epochs) for epochs in (1, 2))
-    with pytest.raises(train_gpt.RunError, match="hold 6000 tokens; 20 steps read at least 7680: add shards"):
-        one.check_enough()
-    two.check_enough()
-    assert len(read(two, 20)) == 20
-    with pytest.raises(train_gpt.RunError, match=r"ran out: 2 shard\(s\) like .*t_0\.bin, read 2 times hold 12000 tokens"):
-        make_stream(tmp_path, tiny, num_steps=31, epochs=2).check_enough()
-
-
-@pytest.mark.parametrize("steps,stages,says", [
-    (10, "until long_window; 1 3", ""),
-    (100, "until long_window; 1 3", "100 steps read at least 38400: add shards"),
-    (15, "until long_window; 1 3", "ran out"),  # 5,760 of 6,000 tokens, but cut documents give fewer
-    (20, "until micro_batches; 1 4", ""),
-    (18, "until micro_batches; 1/2 1; 1 8", ""),
-    (28, "until micro_batches; 1/2 1; 1 8", "28 steps read at least 6048"),
-    (10, "until max_document_tokens; 1/2 40; 1 6", "ran out"),
+@pytest.mark.parametrize("steps, changes, says", [
+    (10, {}, ""),
+    (100, {}, "t_0.bin hold 6000 tokens, and 100 steps read at least 38400; add shards"),
+    (15, {}, "ran out"),  # 5,760 of 6,000 tokens, but cut documents lose some
+    (20, {}, "20 steps read at least 7680; add shards"),
+    (20, dict(epochs=2), ""),
+    (31, dict(epochs=2), r"ran out: 2 shard\(s\) like .*t_0\.bin, read 2 times, hold 12000 tokens"),
+    (20, dict(stages=(Stage(micro_batches=4),)), ""),
+    (18, dict(stages=(Stage(until=1/2, micro_batches=1), Stage(micro_batches=8))), ""),
+    (28, dict(stages=(Stage(until=1/2, micro_batches=1), Stage(micro_batches=8))), "28 steps read at least 6048"),
+    (10, dict(stages=(Stage(until=1/2, max_document_tokens=40), Stage(max_document_tokens=6))), "ran out"),
 ])
-def test_whether_the_data_suffices_is_known_before_the_run(tmp_path, tiny, steps, stages, says):
-    stream = make_stream(tmp_path, tiny, num_steps=steps, stages=stages)
+def test_too_few_data_are_refused_before_the_run(tmp_path, tiny, steps, changes, says):
+    stream = make_stream(tmp_path, tiny, num_steps=steps, **changes)
     if says:
         with pytest.raises(train_gpt.RunError, match=says):
             stream.check_enough()
@@ -336,16 +333,16 @@ def test_whether_the_data_suffices_is_known_before_the_run(tmp_path, tiny, steps
 
 @pytest.mark.parametrize("damage,says", [
     (lambda path: path.unlink(), "no shard matches"),
-    (lambda path: path.write_bytes(b"short"), "ends after 5 bytes, within its header of 1024"),
-    (lambda path: path.write_bytes(b"no tokens" * 200), "begins with"),
-    (lambda path: write_shard(path, [BOS, 1], magic=7), r"begins with \[7, 1\]"),
-    (lambda path: write_shard(path, [BOS, 1], version=2), r"begins with \[20240520, 2\]"),
-    (lambda path: write_shard(path, [BOS, 1], count=3), "promises 3 tokens"),
-    (lambda path: path.write_bytes(path.read_bytes()[:-2]), "promises 3000 tokens"),
-    (lambda path: (path.unlink(), os.mkfifo(path)), "bad.bin: is no file; delete it"),
-    (lambda path: (path.unlink(), path.mkdir()), "bad.bin: is no file; delete it"),
+    (lambda path: path.write_bytes(b"short"), "bad.bin: 5 bytes, less than a header of 1024 bytes; delete it, then fetch or create it again"),
+    (lambda path: path.write_bytes(b"no tokens" * 200), "starts with"),
+    (lambda path: write_shard(path, [BOS, 1], magic=7), r"starts with \[7, 1\]"),
+    (lambda path: write_shard(path, [BOS, 1], version=2), r"starts with \[20240520, 2\]"),
+    (lambda path: write_shard(path, [BOS, 1], count=3), "1028 bytes, but 3 tokens, as in its header, take 1030 bytes"),
+    (lambda path: path.write_bytes(path.read_bytes()[:-2]), "7022 bytes, but 3000 tokens"),
+    (lambda path: (path.unlink(), os.mkfifo(path)), "bad.bin: not a regular file; delete it"),
+    (lambda path: (path.unlink(), path.mkdir()), "bad.bin: not a regular file; delete it"),
 ])
-def test_a_bad_shard_is_named(tmp_path, damage, says):
+def test_the_error_names_a_damaged_shard(tmp_path, damage, says):
     path = write_shard(tmp_path / "bad.bin", some_documents(0, 3000))
     damage(path)
     with pytest.raises(train_gpt.RunError, match=says) as error:
@@ -356,16 +353,16 @@ def test_a_bad_shard_is_named(tmp_path, damage, says):
 def test_shards_of_two_encodings_are_refused(tmp_path):
     write_shard(tmp_path / "a.bin", [BOS, 1])
     write_shard(tmp_path / "b.bin", [256, 1], vocab_size=257, bos_id=256)
-    with pytest.raises(train_gpt.RunError, match="share one encoding"):
+    with pytest.raises(train_gpt.RunError, match="use shards of one encoding"):
         train_gpt.find_shards(str(tmp_path / "*.bin"))
 
 
 def test_a_stream_without_bos_is_refused(tmp_path, tiny):
     write_shard(tmp_path / "t.bin", [1, 2, 3] * 500)
     shards = train_gpt.find_shards(str(tmp_path / "t.bin"))
-    with pytest.raises(train_gpt.RunError, match="no token is BOS"):
+    with pytest.raises(train_gpt.RunError, match="no BOS"):
         train_gpt.Stream(shards, tiny).next_batch(train_gpt.plan_of(tiny, 0))
-    with pytest.raises(train_gpt.RunError, match="no token is BOS"):
+    with pytest.raises(train_gpt.RunError, match="no BOS"):
         train_gpt.validation_sequences(shards, 0, 64)
 
 
@@ -380,19 +377,19 @@ def test_validation_reads_the_first_tokens_in_order_across_shards(tmp_path):
     every = train_gpt.validation_sequences(shards, 0, 64)
     targets = every[:, 1:].ravel()
     assert every.shape == (4, 65) and np.array_equal(targets[:199], whole[1:]) and (targets[199:] == -1).all()
-    with pytest.raises(train_gpt.RunError, match="needs 257 tokens, 2 .* hold 200"):
+    with pytest.raises(train_gpt.RunError, match="needs 257 tokens, and 2 .* hold 200"):
         train_gpt.validation_sequences(shards, 256, 64)
     write_shard(tmp_path / "empty.bin", [])
-    with pytest.raises(train_gpt.RunError, match="needs 2 tokens, 1 .* hold 0"):
+    with pytest.raises(train_gpt.RunError, match="needs 2 tokens, and 1 .* hold 0"):
         train_gpt.validation_sequences(train_gpt.find_shards(str(tmp_path / "empty.bin")), 0, 64)
 
 
-def test_a_header_may_say_nothing_of_its_encoding_or_all_of_it(tmp_path):
+def test_a_header_may_lack_an_encoding(tmp_path):
     assert train_gpt.read_header(write_shard(tmp_path / "a.bin", [BOS], vocab_size=0, bos_id=0)).encoding == (50257, 50256)
     assert train_gpt.read_header(write_shard(tmp_path / "b.bin", [0, 1], vocab_size=10, bos_id=0)).encoding == (10, 0)
 
 
-def test_a_script_in_a_folder_with_signs_of_a_pattern_finds_its_shards(tmp_path, monkeypatch):
+def test_the_script_s_folder_may_have_wildcards_in_its_name(tmp_path, monkeypatch):
     folder = tmp_path / "mine [1] *x?"
     folder.mkdir()
     path = write_shard(folder / "t_0.bin", [BOS, 1])

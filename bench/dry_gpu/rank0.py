@@ -11,6 +11,7 @@ what the log does not tell is its last line, as JSON.
 import collections
 import contextlib
 import ctypes
+import dataclasses
 import json
 import linecache
 import math
@@ -248,6 +249,12 @@ def main(folder, ranks, steps, flags):
     T.check_config(config, ranks)
     phases.begin("set-up", watched=True)
     try:
+        if not hasattr(T, "fit_to_gpus"):  # older versions do this themselves
+            sys.path.append(os.path.join(os.path.dirname(__file__), ".."))
+            import preflight
+            comm, shard = Alone(0, ranks, device), T.find_shards(config.train_files, config.train_shards)[0]
+            fitted = preflight.fit_memory(T.resolve_auto(config, comm)[0], shard.encoding.vocab_size, comm)
+            config = dataclasses.replace(config, micro_batch_splits=fitted.micro_batch_splits)
         T.run(config, preset, Alone(0, ranks, device), device, T.Log(config, 0, "dry"), time.perf_counter())
     except Done:
         pass

@@ -1,7 +1,7 @@
 "use strict";
 const records = JSON.parse(document.getElementById("data").textContent);
 const BOX = {left: 68, right: 14, top: 12, bottom: 40};
-const EARLY = 0.1;  // of a run's steps, in which the loss falls too far for one scale
+const EARLY = 0.1;  // fraction of a run's first steps that is hidden: the loss falls too far for one scale
 
 function svg(name, parent, attributes = {}, text = "") {
   const element = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -11,7 +11,7 @@ function svg(name, parent, attributes = {}, text = "") {
   return element;
 }
 
-// Round numbers that divide [low, high] into some `count` parts
+// Return round numbers that divide [low, high] into about `count` parts
 function ticks(low, high, count) {
   const raw = (high - low) / count, power = 10 ** Math.floor(Math.log10(raw));
   const step = power * [1, 2, 5, 10].find(factor => factor * power >= raw * 0.999);
@@ -27,7 +27,7 @@ function range(values, part = 0.06) {
   return [low - pad, high + pad];
 }
 
-// Empties an <svg>, draws its axes, and gives the functions from data to pixels
+// Clear an <svg>, draw its axes, and return the functions from data to pixels
 function frame(root, height, xs, ys, xlabel, ylabel, xticks) {
   root.replaceChildren();
   const width = Math.max(200, root.parentElement.clientWidth);
@@ -67,7 +67,7 @@ class Record {
     this.record = records[article.dataset.record];
     this.article = article;
     this.runs = this.record.sides.flatMap((side, s) => side.runs.map((run, i) => ({...run, s, i, value: Number(run.loss), name: named(side, run, i), shown: true})));
-    this.lit = null;  // the run that is pointed at
+    this.lit = null;  // the highlighted run
     this.point = 0;
     article.querySelector(".drawing").hidden = false;
     this.curves = article.querySelector(".curves svg");
@@ -95,7 +95,7 @@ class Record {
 
   option(name) { return this.article.querySelector(`.controls [name=${name}]`).checked; }
 
-  // The points (step, seconds, loss) of a run that the controls ask for, each kind a list
+  // Return the selected points (step, seconds, loss) of a run, one list for each kind
   lists(run) {
     const axis = this.by, whole = this.option("whole");
     const last = Math.max(...run.val.map(point => point[0]), ...run.train.map(point => point[0]), 1);
@@ -134,7 +134,7 @@ class Record {
     if (this.lit && this.lit.shown) this.light(this.lit);
   }
 
-  // Dots of the runs by side, and each side's mean with its interval, over all its runs
+  // Draw a dot for each run, and each side's mean with its interval over all its runs
   strip(figure) {
     const {key, interval} = figure.dataset, root = figure.querySelector("svg"), tip = figure.querySelector(".tip");
     const {sides, target} = this.record, loss = key === "value";
@@ -184,13 +184,13 @@ class Record {
     }
   }
 
-  // Show one point: its run stands out, its figures stand beside it
+  // Show one point: highlight its run and show its figures
   tell({run, k, point}) {
     const x = this.at.x(point[this.by]), y = this.at.y(point[2]);
     const lines = [run.name, `step ${point[0]}${point[1] === null ? "" : `, ${point[1].toFixed(1)} s`}`,
       `${k ? "val_loss" : "training loss"} ${point[2].toFixed(4)}`];
     const here = this.points.filter(one => one.run !== run && one.k === k && one.point[this.by] === point[this.by] && one.point[2] === point[2]);
-    if (here.length) lines.push(`and here also ${here.slice(0, 3).map(one => one.run.name).join("; ")}${here.length > 3 ? " and more" : ""}`);
+    if (here.length) lines.push(`also here: ${here.slice(0, 3).map(one => one.run.name).join("; ")}${here.length > 3 ? " and more" : ""}`);
     this.light(run);
     this.cursor.setAttribute("cx", x);
     this.cursor.setAttribute("cy", y);
@@ -216,7 +216,7 @@ class Record {
     this.light(null);
   }
 
-  // Left and right go along a run's points, up and down from run to run
+  // Left and right move along a run's points, up and down between runs
   key(event) {
     const runs = [...new Set(this.points.map(one => one.run))];
     if (event.key === "Escape") { this.leave(); return; }
@@ -230,7 +230,7 @@ class Record {
   }
 }
 
-// A chart for each kind of race: only those of one machine and target compare
+// One chart for each track: only records of the same machine and target are comparable
 function history(section) {
   const timed = records.filter(record => record.sides[0].time_interval);
   const charts = [...new Set(timed.map(record => record.track))].map(track => {
@@ -244,7 +244,7 @@ function history(section) {
     return {figure, root, tip, own: timed.filter(record => record.track === track).sort((a, b) => a.date + a.name < b.date + b.name ? -1 : 1)};
   });
   section.querySelector(".charts").replaceChildren(...charts.map(chart => chart.figure));
-  for (const {root, tip, own} of charts) {  // once all are there: they share the width, and each is drawn for its part
+  for (const {root, tip, own} of charts) {  // after all exist: they share the width
     const day = 864e5, days = own.map(record => Date.parse(record.date) / day);
     const first = Math.min(...days), last = Math.max(...days), pad = Math.max(1, 0.08 * (last - first));
     const marks = [...new Set(last > first ? [first, last] : [first])].map(value => [value, new Date(value * day).toISOString().slice(0, 10)]);

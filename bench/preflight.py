@@ -1,0 +1,437 @@
+"""Choose the flags with which a run works on this machine: check each part once, and fit the micro-batches to memory.
+
+    python bench/preflight.py [--ranks N] [flags of train_gpt.py]
+
+Each part of a run (attention, each kind of block, the head, the update rules, the collectives) is computed at its full
+shapes, and compared with a plain version: float32, uncompiled, by other means where there are some. If a part fails on
+one rank, all ranks disable it by the part's fallback flag, and the check starts again. On GPUs `micro_batch_splits`
+doubles until a step fits in the free memory. The program prints a table for each attempt. Its last line is a JSON
+object with the flags that a run must take, for example {"attention": "flex", "micro_batch_splits": 2}.
+
+Exit status: 0, 1 if a part fails and no flag avoids it or if a run does not fit, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+
+def interrupted(*_):
+    os.write(2, b"preflight.py: interrupted\n" * (os.environ.get("RANK", "0") == "0"))
+    os._exit(130)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, interrupted)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the launcher blocks it until here
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import gc
+import itertools
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path += [str(ROOT), str(ROOT / "records")]
+
+import launch  # noqa: E402
+import train_gpt as T  # noqa: E402
+
+
+# Parts
+
+class Part(NamedTuple):
+    """A part of a run. compute(False) computes it as the run does, compute(True) by the plain version.
+
+    how: the way in which the run computes it.
+    allowed: the largest norm of the difference of the two results, relative to the norm of the plain one.
+    fallback: the flag, and its value, that avoids this way.
+    """
+
+    name: str
+    how: str
+    compute: Callable[[bool], Sequence[Tensor]]
+    allowed: float
+    fallback: tuple[str, Any] | None = None
+
+
+# Two to four times the differences of bf16 and fp8, uncompiled, on a CPU. polar on the gates' few entries: over 0.25
+ALLOWED, ALLOWED_IN_FP8 = {torch.bfloat16: 0.06, torch.float32: 1e-4}, 0.1
+ALLOWED_POLAR, ALLOWED_POLAR_OF_GATES = 0.06, 0.9
+LAMBDAS = "scalars", "resid_lambdas", "added_lambdas"  # scalars of the layers
+
+
+def way_of(trainer: T.Trainer) -> tuple[str, Any]:
+    """Return how, and the fallback, of parts that are compiled if anything is."""
+    return ("compiled", ("compile", "off")) if trainer.compiled else ("uncompiled", None)
+
+
+
+def model_parts(trainer: T.Trainer) -> Iterator[Part]:
+    """Yield attention, each kind of block, and the head: with gradients, on a micro-batch of noise."""
+    c, model, device = trainer.config, trainer.model, trainer.device
+    plan = T.plan_of(c, c.num_steps - 1)
+    for p in model.parameters():  # a zero would hide the parameters behind it
+        p.data.normal_(0, 0.02) if p.dim() > 1 else p.data.fill_(0.5)
+    with device:
+        # without n-gram tables, which no part reads
+        as_plain = dataclasses.replace(c, dtype="float32", fp8_head=False, ngrams="")
+        plain = T.build_model(as_plain, trainer.stream.shards[0].encoding)
+        text = torch.where(torch.rand(max(T.micro_batch_lengths(c))) < 0.002, model.bos_id, 0)
+        targets = torch.randint(len(model.embed.weight), text.shape)
+        noise = (T.norm(torch.randn(len(text), c.model_dim)).to(model.embed.weight.dtype) for _ in range(6))
+        x, x0, values, ngrams, attn_input, grad = noise
+    plain.load_state_dict(model.state_dict(), strict=False)
+    plain.reach, plain.loss_tokens = T.longest_window(c), 1024
+    checkpoint = torch.utils.checkpoint.checkpoint  # float32 logits are not saved for backward
+    plain.lm_head.forward = functools.partial(checkpoint, plain.lm_head.forward, use_reentrant=False)
+    T.count_documents(model, text.cpu().numpy())
+    masks = {m: m.masks(text, plan.windows) for m in (model, plain)}
+
+    def attention(m: T.GPT, *qkv: Tensor) -> Tensor:
+        q, k, v = (y.view(len(text), c.num_heads, -1) for y in qkv)
+        return T.attend(q * T.Rotary.FIRST_SCALE, k, v, masks[m]["L"])
+
+    def block(i: int, m: T.GPT, x: Tensor, x0: Tensor, *further: Tensor) -> Tensor:
+        _, mixes, value_mixes, *_ = m.mixing_weights()
+        rotary, layer, rest = (m.rotary.cos, m.rotary.sin, m.rotary.scale), m.layers[i], iter(further)
+        values, ngrams, attn_input = (next(rest) if taken else None for taken in takes(i))
+        return m.blocks[i](x, x0, mixes[i], values, value_mixes[i], rotary, masks[m][layer.window], ngrams, attn_input)
+
+    def takes(i: int) -> tuple[bool, ...]:
+        return model.layers[i].value_table is not None, model.takes_ngrams[i], model.layers[i].reads_backout
+
+    def head(m: T.GPT, x: Tensor) -> Tensor:
+        return m.loss(x, targets, plan.loss_weights)[0]
+
+    def part(name: str, way: tuple[str, Any], function: Callable[..., Tensor], inputs: Sequence[Tensor],
+             *learned: str) -> Part:
+        def compute(by_plain: bool) -> list[Tensor]:
+            m, math_only = (plain, torch.nn.attention.SDPBackend.MATH) if by_plain else (model, None)
+            leaves = [y.detach().to(torch.float32 if by_plain else y.dtype).requires_grad_() for y in inputs]
+            with torch.nn.attention.sdpa_kernel(math_only) if by_plain else contextlib.nullcontext():
+                out = function(m, *leaves)
+            leaves += [p for name, p in m.named_parameters() if name.startswith(learned)]
+            out_grad = grad.to(out.dtype).view_as(out) if out.dim() else None
+            grads = torch.autograd.grad(out, leaves, out_grad, allow_unused=True)  # a lone MLP does not use all of them
+            return [out.detach(), *(x for x in grads if x is not None)]
+        return Part(name, way[0], compute, ALLOWED_IN_FP8 if way[0] == "fp8" else ALLOWED[x.dtype], way[1])
+
+    masked = None if model.reach else ("attention", "masked")
+    way = {T.DocumentTable: ("FlashAttention", ("attention", "flex")), T.BlockMask: ("FlexAttention", masked),
+           Tensor: ("masks in pieces", masked)}[type(masks[model]["L"])]
+    yield part("attention", way, attention, (x, x0, values))
+    kinds = {(layer.window == "P", c.key_offset and layer.window, bool(layer.window), layer.mlp, *takes(i)): i
+             for i, layer in reversed([*enumerate(model.layers)]) if layer.window or layer.mlp}
+    for i in kinds.values():
+        layer = model.layers[i]
+        inputs = x, x0, *itertools.compress((values, ngrams, attn_input), takes(i))
+        kernels = layer.mlp and model.blocks[i].mlp.kernels
+        way = (f"{way_of(trainer)[0]}, with kernels", ("kernels", "off")) if kernels else way_of(trainer)
+        yield part(f"block {i} {c.layers.split()[i]}", way, functools.partial(block, i), inputs, *LAMBDAS,
+                   f"blocks.{i}.")
+    yield part("head", ("fp8", ("fp8_head", False)) if model.lm_head.fp8 else way_of(trainer), head, (x,), "lm_head.")
+
+
+def rule_parts(trainer: T.Trainer) -> Iterator[Part]:
+    """Yield each update rule on each shape of a shard."""
+    optimizer, plan = trainer.optimizer, T.plan_of(trainer.config, 0)
+
+    @torch.no_grad()
+    def update(bucket: T.Bucket, noise: Sequence[Tensor], by_plain: bool) -> list[Tensor]:
+        held = bucket.param_shard, bucket.grad_shard, *bucket.state.values()
+        if by_plain:
+            held = [x.to(torch.float32, copy=True) for x in noise]
+            hyper = {**bucket.rule.hyper(plan, 1), "dtype": torch.float32, "scale": bucket.scale}
+            bucket.rule.update(*held[:2], dict(zip(bucket.state, held[2:])), hyper)
+        else:
+            for x, y in zip(held, noise):
+                x.copy_(y)
+            bucket.updates = 1
+            optimizer.apply_rule(bucket, plan)
+        return [held[0].float() - noise[0].float(), *held[2:]]
+
+    for bucket in {(type(b.rule), b.param_shard.shape, b.param_data.dtype): b for b in optimizer.buckets}.values():
+        if isinstance(bucket, T.RowBucket):  # all rows
+            bucket.set_grads(torch.arange(len(bucket.param_shard), device=trainer.device),
+                             torch.empty_like(bucket.param_shard, dtype=bucket.grad_data.dtype))
+        noise = [torch.randn_like(x) / 50 for x in (bucket.param_shard, bucket.grad_shard)]
+        noise += [torch.rand_like(x) / 1000 for x in bucket.state.values()]
+        allowed = ALLOWED[bucket.param_data.dtype]
+        if isinstance(bucket.rule, T.NorMuon) and bucket.rule.polar_dtype != torch.float32:
+            allowed = ALLOWED_POLAR if min(bucket.param_shard.shape[1:]) >= 64 else ALLOWED_POLAR_OF_GATES
+        yield Part(f"{type(bucket.rule).__name__} {list(bucket.param_shard.shape)}", way_of(trainer)[0],
+                   functools.partial(update, bucket, noise), allowed, way_of(trainer)[1])
+
+
+MAX_SENT = 2 ** 22  # elements: every rank generates the data of all ranks
+
+
+def transfer_parts(trainer: T.Trainer) -> Iterator[Part]:
+    """Yield the copy of a shard to the device, and the collectives, on the largest bucket or MAX_SENT a rank."""
+    comm, device, invariant = trainer.comm, trainer.device, trainer.config.world_size_invariant
+    shard = trainer.stream.shards[comm.rank % len(trainer.stream.shards)]
+    bucket = max(trainer.optimizer.buckets, key=lambda bucket: bucket.grad_data.nbytes)
+    shape, dtype = (comm.ranks, min(bucket.shard_numel, MAX_SENT)), bucket.grad_data.dtype
+    of_all_ranks = [torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(rank)).to(dtype)
+                    for rank in range(comm.ranks)]
+
+    def load(by_plain: bool) -> list[Tensor]:
+        raw = np.fromfile(shard.path, "<u2", offset=4 * T.HEADER_INTS) if by_plain else T.load_tokens(shard)
+        if by_plain:
+            return [torch.from_numpy(raw[:-1].astype(np.int32)).to(device)]
+        return [T.split_sequence(raw, device)[0]]
+
+    def exchange(kind: str, by_plain: bool) -> list[Tensor]:
+        full, mine = of_all_ranks[comm.rank].clone(), comm.rank
+        if kind == "all-gather":
+            if not by_plain:
+                comm.all_gather(full.view(-1), full[mine]).wait()
+            return [torch.stack([x[rank] for rank, x in enumerate(of_all_ranks)]) if by_plain else full]
+        if by_plain:
+            total = sum(x.float() for x in of_all_ranks)
+            return [total if kind == "all-reduce" else total[mine]]
+        if kind == "all-reduce":
+            return [comm.all_reduce(full)]
+        comm.reduce_scatter(full[mine], full.view(-1), comm.receive_buffer(full.view(-1), invariant)).wait()
+        return [full[mine]]
+
+    def send_rows(bucket: T.RowBucket, by_plain: bool) -> list[Tensor]:
+        """Send gradients of random rows of the first table to their owners, and return them as values to all ranks."""
+        slot, sums = bucket.params[0], torch.zeros_like(bucket.rows, dtype=torch.float32)
+        for rank in range(comm.ranks):
+            noise = torch.Generator().manual_seed(rank)
+            rows = torch.randint(len(slot.param), (1, 4096), generator=noise)
+            grads = torch.randn(4096, bucket.rows.size(1), generator=noise).to(device, bucket.grad_data.dtype)
+            sums.index_add_(0, rows[0].to(device) + bucket.first_row(slot), grads.float())
+            if rank == comm.rank:
+                slot.pending_grads = [torch.sparse_coo_tensor(rows.to(device), grads, slot.param.shape,
+                                                              check_invariants=False)]
+        if by_plain:
+            slot.pending_grads = []
+            return [sums]
+        bucket.rows.zero_()
+        bucket.start_reduce(comm, invariant)
+        bucket.reducing.wait()
+        bucket.reducing = None
+        bucket.param_shard[bucket.touched] = bucket.grad_shard.to(bucket.rows.dtype)
+        bucket.start_gather(comm)
+        bucket.gathering.wait()
+        bucket.gathering = None
+        return [bucket.rows.clone()]
+
+    yield Part("load a shard", f"{shard.tokens:,} tokens", load, 0.0)
+    row_buckets = [bucket for bucket in trainer.optimizer.buckets if isinstance(bucket, T.RowBucket)]
+    for bucket in row_buckets[:comm.ranks - 1]:  # the first; none on a single rank
+        yield Part("rows to their owners, to all", f"{4096 * bucket.rows[0].nbytes >> 10:,} KiB",
+                   functools.partial(torch.no_grad()(send_rows), bucket), ALLOWED[comm.sent_dtype or dtype])
+    for kind in ("all-reduce", "reduce-scatter", "all-gather") if comm.ranks > 1 else ():
+        yield Part(kind, f"{of_all_ranks[0].nbytes >> 10:,} KiB", functools.partial(exchange, kind),
+                   ALLOWED[comm.sent_dtype or dtype])
+
+
+# Checks
+
+def attempt(part: Part, plain: bool, device: torch.device) -> tuple[Sequence[Tensor] | None, str]:
+    """Compute a part -> (its result, "") or (None, the error)."""
+    try:
+        result = part.compute(plain)
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # a kernel reports its failure late
+        return result, ""
+    except T.RunError:
+        raise
+    except Exception as error:  # from the compiler or a kernel, or out of memory
+        return None, f": {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+
+
+NOT_COMPARED = -1.0  # less than any difference: the table shows a rank that could compare, if there is one
+COLUMNS = ["part", "how", "difference", "allowed", "ms", "verdict"]
+
+
+def check_parts(trainer: T.Trainer) -> tuple[list[list[str]], Part | None]:
+    """Check each part once, and restore the state -> (a row per part with the worst rank's figures, the first failure).
+
+    Later failures may follow from the first one.
+    """
+    parts, mine, rows, failed = [], [], [], []
+    saved = trainer.optimizer.state_dict()
+    for part in itertools.chain(model_parts(trainer), rule_parts(trainer), transfer_parts(trainer)):
+        plain, plain_error = attempt(part, True, trainer.device)
+        used, why = attempt(part, False, trainer.device)  # compiles, and tunes kernels
+        began = time.perf_counter()
+        if used is not None:
+            used, why = attempt(part, False, trainer.device)
+        ms = 1000 * (time.perf_counter() - began)
+        if used is None:
+            difference = math.inf
+        elif plain is None:  # no run needs the plain version
+            difference, why = NOT_COMPARED, plain_error
+        else:
+            ratios = [((x.float() - y.float()).norm() / y.float().norm()).item()
+                      for x, y in zip(used, plain, strict=True)]
+            difference = max(ratio if math.isfinite(ratio) else math.inf for ratio in ratios)  # zeros are no result
+        mine.append([difference, ms, why])
+        parts.append(part._replace(compute=None))  # it holds its tensors
+    for bucket in trainer.optimizer.buckets:  # with the padding
+        for x in (bucket.param_data, bucket.grad_data, *bucket.state.values()):
+            x.zero_()
+    trainer.optimizer.load_state_dict(saved)
+    for part, (difference, ms, why) in zip(parts, map(max, zip(*trainer.comm.all_gather_json(mine)))):
+        verdict = "failed" if difference > part.allowed else "not compared" if difference == NOT_COMPARED else "ok"
+        failed += [part] * (verdict == "failed")
+        rows.append([part.name, part.how, "-" if difference == NOT_COMPARED else f"{difference:.1e}",
+                     f"{part.allowed:g}", f"{ms:.3f}", verdict + why])
+    return rows, failed[0] if failed else None
+
+
+def table(rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in [COLUMNS, *rows])
+
+
+def choose_flags(config: T.Config, comm: T.Comm, device: torch.device, shards: list[T.Shard],
+                 say: Callable[[str], None]) -> dict[str, Any]:
+    """Return the flags that differ from config with which all parts work on all ranks and a step fits in memory.
+
+    RunError if a part fails and no flag avoids it, or if no number of splits fits.
+    """
+    fallbacks: dict[str, Any] = {}
+    while True:
+        wanted, changes, chosen = dataclasses.replace(config, **fallbacks), [], dict(fallbacks)
+        if device.type == "cuda":
+            wanted, changes = T.resolve_auto(wanted, comm)
+            wanted = fit_memory(wanted, shards[0].encoding.vocab_size, comm)
+            if wanted.micro_batch_splits > config.micro_batch_splits:
+                chosen["micro_batch_splits"] = wanted.micro_batch_splits
+                changes.append(f"memory: each micro-batch is computed in {wanted.micro_batch_splits} parts")
+        for change in changes:
+            say(change)
+        trainer = T.Trainer(wanted, comm, device, shards)
+        rows, failed = check_parts(trainer)
+        trainer.stream.close()
+        say(table(rows))
+        if failed is None:
+            return chosen
+        T.require(failed.fallback, f"{failed.name}, {failed.how}, failed (see the table), and no flag avoids it; "
+                  "repair this machine, use another one, or start without this check: torchrun --nproc_per_node=N "
+                  "train_gpt.py")
+        flag, value = failed.fallback
+        fallbacks[flag] = value
+        say(f"{failed.name}, {failed.how}, failed: --{flag} {str(value).lower()} instead")
+        del trainer  # free its memory for the next one
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+# Memory
+
+USABLE_MEMORY = 0.85  # of the free memory; the allocator's gaps, NCCL and cuBLAS take the rest
+
+
+def fit_memory(config: T.Config, vocab_size: int, comm: T.Comm) -> T.Config:
+    """Return the config with micro_batch_splits doubled until a step fits on every GPU. RunError if nothing fits."""
+    invariant, free = config.world_size_invariant, min(comm.all_gather_json(torch.cuda.mem_get_info()[0]))
+
+    def lacking(config: T.Config) -> list[bool]:
+        return [needed > USABLE_MEMORY * free for needed in memory_needed(config, vocab_size, comm.ranks)]
+
+    # the number of tokens in a product decides the order of its sums, so a run that must not depend on it cannot split
+    while not invariant and lacking(config)[1] and all(
+            n % (2 * T.MASK_BLOCK) == 0 for n in T.micro_batch_lengths(config)):
+        config = dataclasses.replace(config, micro_batch_splits=2 * config.micro_batch_splits)
+    if any(short := lacking(config)):
+        advice = ("use more ranks, fewer rows in --ngrams, or a smaller model" if short[0] else
+                  f"use a --val_len below {config.val_len}; such losses compare only with each other" if short[2] else
+                  "use smaller --micro_batch_tokens, and more --micro_batches" if invariant else "use a smaller model")
+        _, training, validation = memory_needed(config, vocab_size, comm.ranks)
+        raise T.RunError(f"a GPU here has {free >> 20} MiB free; this run would allocate about {training >> 20} MiB in "
+                         f"training and {validation >> 20} MiB in validation; {advice}")
+    return config
+
+
+def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, int, int]:
+    """Estimate what a rank allocates, in bytes: (permanently, at the peak of training, at the peak of validation).
+
+    Fitted to runs on bench/dry_gpu with each setting of attention, kernels and compile.
+    """
+    c, layers, size = config, T.parse_layers(config.layers), config.torch_dtype.itemsize
+    attentions, mlps = sum(bool(layer.window) for layer in layers), sum(layer.mlp for layer in layers)
+    value_tables, saved_outputs = len({layer.value_table for layer in layers} - {None}), len(T.saved_layers(c))
+    matrices = (4 * attentions + 8 * mlps) * c.model_dim ** 2
+    entries = (2 + value_tables) * vocab_size * c.model_dim + T.ngram_entries(c)
+    # parameters and gradients, and a rank's share of the moments: one in float32 for a matrix, two for an entry
+    permanent = 8 * matrices + 2 * size * entries + (4 * matrices + 2 * T.moment_bytes(c) * entries) / ranks
+    width, logits, lengths = c.model_dim * size, vocab_size * size, T.micro_batch_lengths(c)  # bytes of a token
+    eager, of_mlp = c.compile == "off", 14 if c.kernels == "off" else 10
+    copies = (2 if c.fp8_head else 1) + 6 * eager  # of the logits; fp8 also keeps their gradient, twice in e5m2
+    saved = ((10 if eager else 4) * attentions + of_mlp * mlps + 32) * width + logits * copies
+    training = permanent + max(lengths) * saved + 340 * 2 ** 20
+    trunk = c.val_len * (12 + 7 * eager + saved_outputs + value_tables) * width
+    if c.attention == "masked":
+        window, paired = T.longest_window(c), any(layer.window == "P" for layer in layers)
+        trunk += c.val_len * 1.2 * (2 + 2 * paired) * (window + max(T.MASK_PIECE["cuda"], window // 4)) * size
+    return int(permanent), int(training), int(permanent + max(trunk, min(lengths) * 7 * logits * eager))
+
+
+# The program
+
+def check(flags: Sequence[str]) -> None:
+    """Run one rank of the check; rank 0 prints."""
+    rank, ranks, local_rank = (int(os.environ.get(name, usual)) for name, usual in
+                               (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    if ranks > 1:
+        T.die_with_launcher()
+    gpus = T.count_gpus()
+    _, config = T.parse_config(flags, "speedrun" if gpus else "laptop")
+    T.check_config(config, ranks)
+    device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
+    if gpus:
+        T.require(local_rank < gpus, f"rank {rank} has no GPU: this machine has {gpus}; use fewer --ranks")
+        torch.cuda.set_device(device)
+    if ranks > 1:
+        T.join(config, rank, ranks, device)
+    comm = (T.CompressedComm if config.bf16_compress else T.Comm)(rank, ranks, device)
+    say = functools.partial(print, flush=True) if rank == 0 else lambda line: None
+    say(json.dumps(choose_flags(config, comm, device, T.find_shards(config.train_files, config.train_shards), say)))
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False, epilog="All other flags "
+                                     "are those of train_gpt.py.")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of the run (default: %(default)s)")
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options, flags = parser.parse_known_args(words)
+    for library in ("TORCHINDUCTOR", "TRITON"):  # the run reuses what is compiled here
+        os.environ.setdefault(f"{library}_CACHE_DIR", str(ROOT / ".cache" / library.lower()))
+    if options.ranks > 1 and "RANK" not in os.environ:
+        return launch.start([f"--nproc_per_node={options.ranks}", "--no-python", sys.executable, "-I", "-u", __file__,
+                             *words])
+    try:
+        check(flags)
+        return 0
+    except (T.RunError, OSError) as error:
+        time.sleep(2 * (os.environ.get("RANK", "0") != "0"))  # the same error on rank 0 ends this rank before
+        print(f"preflight.py: error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

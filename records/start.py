@@ -1,0 +1,361 @@
+"""Start a run, a race or a preflight check: the program that ./run.sh becomes.
+
+It chooses the preset, the data, the number of ranks and of threads; on GPUs also the flags with which every part of a
+run works and a step fits in memory (bench/preflight.py, once per source, machine and flags; .cache/preflight keeps the
+answer). Then it starts the ranks in this process, or becomes records/race.py. After a run it draws the log, and prints
+a sample of the saved model.
+
+Only the standard library is imported at first, so that --help works before .venv is there.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".cache" / "preflight"
+PYTHON = sys.executable
+USAGE = "./run.sh [options] [flags of train_gpt.py]"
+COMMANDS = """\
+Train one model, or race two versions. The first call installs the packages into .venv.
+
+  ./run.sh                       one run, with the preset for this machine
+  ./run.sh --text FILE FOLDER    train a small model on your own text, and print a sample
+  ./run.sh -n 5 --vs HEAD        five pairs of timed runs: this checkout against the last commit
+  ./run.sh --resume latest       continue the run that stopped last"""
+REST = """\
+All other flags go to train_gpt.py, for example --preset laptop, --num_steps 300, --seed 7.
+--help-all lists them, as does .venv/bin/python train_gpt.py --help."""
+MAX_MODELS = 5  # of 64 MB each
+MIN_STEPS = 40  # a small text is repeated up to so many: fewer learn too little, more learn it by heart (LOG.md)
+MIN_TOKENS = 64  # of a micro-batch, if a text does not fill one of the preset's
+MAX_VAL_TOKENS = 2 ** 18
+# Fields of the config that no part of a run depends on: the preflight answer does not change with them
+UNCHECKED = {"seed", "target_val_loss", "val_every", "train_loss_every", "log_dir", "run_id", "save_every",
+             "keep_checkpoints", "save_model", "race", "profile", "warmup_steps", "timeout_s"}
+
+
+class Refusal(Exception):
+    """The command is wrong; the message says what was seen and what to do."""
+
+
+def require(condition, message):
+    if not condition:
+        raise Refusal(message)
+
+
+def say(line):
+    print(f"run.sh: {line}", file=sys.stderr, flush=True)
+
+
+# The command
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"run.sh: error: {message}; --help lists the options\n")
+
+
+def make_parser():
+    parser = Parser(prog="run.sh", usage=USAGE, description=COMMANDS, epilog=REST, add_help=False, allow_abbrev=False,
+                    formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=22,
+                                                      width=100))
+    group = parser.add_argument_group("runs")
+    group.add_argument("--text", nargs="+", action="extend", default=[], metavar="PATH",
+                       help="files or folders of text")
+    group.add_argument("--resume", metavar="RUN", help="latest, a log or a checkpoint; or the race.jsonl of a race")
+    group.add_argument("--init_from", metavar="MODEL", help="start with the parameters of a saved model")
+    group.add_argument("--preflight", action="store_true", help="check each part of a run, print a table, start no run")
+    group = parser.add_argument_group("races")
+    group.add_argument("-n", metavar="N", help="runs of each version, declared before the first")
+    group.add_argument("--vs", action="append", default=[], metavar="WHAT", help="a git revision, or flags for the "
+                       "side with the idea (repeat: a ladder of ideas), or a folder (with --cmd)")
+    group.add_argument("--cmd", help="what starts another project's script in the folder that --vs names")
+    group.add_argument("--until-decided", action="store_true", help="stop as soon as the verdict is known")
+    group.add_argument("--max-n", metavar="N", help="with --until-decided: the most runs of each version")
+    group.add_argument("--test", metavar="NAME", help="paired (default) or unpaired")
+    group.add_argument("--alpha", metavar="P", help="level of the verdict (default: 0.01)")
+    group = parser.add_argument_group("other")
+    group.add_argument("--setup", action="store_true", help="only create .venv")
+    group.add_argument("-h", "--help", action="store_true", help="print this text")
+    group.add_argument("--help-all", action="store_true", help="print this text and all flags of train_gpt.py")
+    return parser
+
+
+def parse(words):
+    """Return (options, the race's words, flags for train_gpt.py), with paths as seen from the user's folder."""
+    words = list(words)
+    while "--vs" in words[:-1]:  # argparse would take flags that follow for its own
+        at = words.index("--vs")
+        words[at:at + 2] = [f"--vs={words[at + 1]}"]
+    options, flags = make_parser().parse_known_args(words)
+    race = [word for name in ("n", "cmd", "max_n", "test", "alpha") if (value := getattr(options, name)) is not None
+            for word in ("-n" if name == "n" else f"--{name.replace('_', '-')}", value)]
+    race += [word for version in options.vs for word in ("--vs", version)] + ["--until-decided"] * options.until_decided
+    options.text = [os.path.abspath(path) for path in options.text]
+    for name in ("resume", "init_from"):
+        if (path := getattr(options, name)) and os.path.isfile(path):
+            setattr(options, name, os.path.abspath(path))
+    if options.init_from is not None:
+        flags += ["--init_from", options.init_from]
+    if options.resume is None:
+        return options, race, flags
+    require(not options.text, "--resume continues with the text of its run; leave out --text")
+    if options.resume.endswith(".jsonl"):
+        require(not flags, f"--resume continues a race as it began; leave out {' '.join(flags)}")
+        return options, ["--resume", options.resume, *race], []
+    require(not race, f"--resume continues one run; leave out {' '.join(race)}, or name a race.jsonl")
+    return options, [], ["--resume", options.resume, *flags]
+
+
+# Programs that this one starts before the ranks
+
+def interrupted(*_, kept="nothing was started"):
+    os.write(2, f"run.sh: interrupted; {kept}\n".encode())
+    os._exit(130)
+
+
+def prepare_child():
+    """Prepare a forked child: this process passes Ctrl-C on, also when it ends; the child answers as soon as it can."""
+    import launch
+    os.setpgrp()
+    launch.end_with_parent(signal.SIGINT)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+
+
+def call(words, kept, each_line=None):
+    """Run a program until it ends; exit if it fails. each_line gets the lines of its output. After Ctrl-C, which the
+    program answers first, say what is kept."""
+    import launch  # before the fork  # noqa: F401
+
+    def pass_on(*_):
+        if not noted:
+            child.send_signal(signal.SIGINT)
+        noted.append(True)
+    noted = []
+    with subprocess.Popen(words, stdout=each_line and subprocess.PIPE, text=True, preexec_fn=prepare_child) as child:
+        signal.signal(signal.SIGINT, pass_on)
+        for line in child.stdout or ():
+            each_line(line)
+    if noted or child.returncode in (130, -signal.SIGINT):
+        interrupted(kept=kept)
+    signal.signal(signal.SIGINT, interrupted)
+    if child.returncode < 0:
+        say(f"error: {next(word for word in words if word.endswith('.py'))} was killed by {signal.Signals(-child.returncode).name}")
+    if child.returncode:
+        sys.exit(child.returncode if child.returncode > 0 else 128 - child.returncode)
+
+
+def become(words):
+    """Replace this process by a program that unblocks Ctrl-C as soon as it can answer."""
+    sys.stdout.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    os.execv(PYTHON, [PYTHON, *words])
+
+
+def make_data(script, *arguments):
+    call([PYTHON, f"data/{script}", *arguments], "complete shards stay")
+
+
+# Choices
+
+def encode_text(paths):
+    """Make shards of a user's text. Return flags that name them."""
+    name = re.sub(r"[^A-Za-z0-9]", "_", Path(paths[0]).stem)
+    shards = f"data/own-{name}-{zlib.crc32(chr(10).join(paths).encode())}"  # another text, another folder
+    make_data("text.py", *paths, "--out", shards, "--encoding", "bytes", "--force")
+    return ["--preset", "laptop", "--train_files", f"{shards}/*_train_*.bin", "--val_files", f"{shards}/*_val_*.bin"]
+
+
+def choose(flags, text):
+    """Return (GPUs, ranks, preset, config, flags with the choices for this machine and these data)."""
+    import train_gpt
+    gpus = train_gpt.count_gpus()
+    preset, config = train_gpt.parse_config(flags, "speedrun" if gpus else "laptop")
+    ranks = train_gpt.usable_ranks(config, gpus or 2)
+    train_gpt.check_config(config, ranks)  # once here, and not on each rank
+    given, usual = train_gpt.make_parser().parse_args(flags), train_gpt.PRESETS[preset]
+    chosen = fit_text(config, given) if text else {}
+    if not text and Path(config.train_files).name != Path(usual.train_files).name and given.target_val_loss is None:
+        chosen = {"target_val_loss": 0}
+        say(f"your own data: the run has no target loss, since {usual.target_val_loss} belongs to other data; "
+            "--target_val_loss sets one")
+    if not config.resume and given.preset is None:  # the same on both sides of a race
+        flags = ["--preset", preset, *flags]
+    return gpus, ranks, preset, config, flags + as_flags(chosen)
+
+
+def as_flags(values):
+    return [word for name, value in values.items()
+            for word in (f"--{name}", str(value).lower() if isinstance(value, bool) else str(value))]
+
+
+def fit_text(config, given):
+    """Choose values by the size of a user's text, except those that the user gives; print the reasons."""
+    import train_gpt
+    train, val = train_gpt.find_shards(config.train_files), train_gpt.find_shards(config.val_files)
+    sizes = [shard.tokens for shard in train]
+
+    def read(epochs, wanted):
+        """Return (the steps that the text fills, at most `wanted`, the stream after them)."""
+        stream, steps = train_gpt.Stream(train, dataclasses.replace(config, epochs=epochs)), 0
+        with contextlib.suppress(train_gpt.RunError):  # the text ends
+            while steps < wanted:
+                stream.next_batch(train_gpt.plan_of(config, steps))
+                steps += 1
+        stream.close()
+        return steps, stream
+
+    epochs, chosen = given.epochs or (10 ** 4 if given.num_steps else 1), {}
+    steps, stream = read(epochs, config.num_steps)
+    while not steps and given.micro_batch_tokens is None and config.micro_batch_tokens > MIN_TOKENS:
+        chosen = {"micro_batch_tokens": config.micro_batch_tokens // 2}
+        config = dataclasses.replace(config, **chosen)
+        steps, stream = read(epochs, config.num_steps)
+    if 0 < steps < MIN_STEPS and given.epochs is None and given.num_steps is None:
+        steps, stream = read(MIN_STEPS, MIN_STEPS)
+    batch, about = train_gpt.tokens_of_steps(config, 1), f"{sum(sizes):,} training tokens"
+    require(steps, f"the text has {about}, and a step reads {batch:,}; give more text, or smaller --micro_batches or "
+            "--micro_batch_tokens")
+    at, document, _ = stream.position
+    epochs, part = at // len(train) + 1, document / len(stream.loaded[at].result().starts) if at in stream.loaded else 1
+    whole = int(0.97 * steps * sum(sizes) / (sum(sizes[:at]) + part * sizes[at % len(train)]))
+    chosen |= {"target_val_loss": 0, "num_steps": steps, "epochs": epochs}
+    say(f"text: a token is a byte. GPT-2's {train_gpt.GPT2_VOCAB:,} tokens of about 4 bytes would occur "
+        f"{sum(sizes) / 4 / train_gpt.GPT2_VOCAB:.2g} times each, and their head would be most of a step's work")
+    say(f"text: {about}, {steps} steps of {batch:,}: " + (
+        f"{epochs} epochs; more would learn the text by heart" if epochs > 1 else
+        f"part of the text; nearly all of it takes --num_steps {whole}" if whole > 1.05 * steps else "one epoch"))
+    if (held := sum(shard.tokens for shard in val)) > MAX_VAL_TOKENS:
+        chosen["val_tokens"] = MAX_VAL_TOKENS // config.val_len * config.val_len
+        say(f"text: validation on {chosen['val_tokens']:,} of {held:,} tokens, for speed; --val_tokens 0 uses all")
+    return {name: value for name, value in chosen.items() if getattr(given, name) is None}
+
+
+def preflight(config, flags, ranks, gpus, show_only):
+    """Return the flags that a run must take on this machine; from the cache, if show_only is false."""
+    import torch
+
+    import train_gpt
+    checked = {name: str(value) for name, value in dataclasses.asdict(config).items() if name not in UNCHECKED}
+    key = {"source": train_gpt.file_sha256(train_gpt.__file__), "torch": torch.__version__, "ranks": ranks,
+           "gpus": gpus and train_gpt.nvidia_smi("name,driver_version"),
+           "visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "config": checked}
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    path, lines = CACHE / f"{digest}.json", []
+    if path.exists() and not show_only:
+        answer = json.loads(path.read_text())["flags"]
+        say(f"preflight: {' '.join(as_flags(answer)) or 'all parts work'} (checked before; --preflight checks again)")
+        return as_flags(answer)
+    say("preflight: checks each part of a run once on this machine; the first time it compiles, for minutes")
+
+    def show(line):
+        lines.append(line)
+        print(line, end="", flush=True)
+
+    call([PYTHON, "-I", "bench/preflight.py", f"--ranks={ranks}", *flags], "no run was started", show)
+    answer = json.loads(lines[-1])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".tmp").write_text(json.dumps({**key, "flags": answer}, indent=1) + "\n")
+    path.with_suffix(".tmp").replace(path)
+    return as_flags(answer)
+
+
+# After a run
+
+def written(folder):
+    """Return the logs and models in a folder, each with the time of its last change."""
+    return {(path, path.stat().st_mtime_ns) for path in Path(folder).resolve().glob("*")
+            if path.suffix in (".txt", ".pt")}
+
+
+def show_results(folder, before):
+    """Draw the new log, and print a sample of the new model. The run is complete: a failure here does not matter."""
+    import launch
+    new = [path for path, _ in sorted(written(folder) - before, key=lambda found: found[1])]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: os._exit(128 + number))
+    try:
+        for log in [path for path in new if path.suffix == ".txt" and b'\n{"end": ' in path.read_bytes()][-1:]:
+            subprocess.call([PYTHON, "records/picture.py", log], preexec_fn=launch.end_with_parent)
+        for model in [path for path in new if path.suffix == ".pt"][-1:]:
+            os.write(1, b"\n")
+            subprocess.call([PYTHON, "sample.py", model, "--tokens", "300"], preexec_fn=launch.end_with_parent)
+            remove_old_models(folder)
+    except OSError:  # the reader or the files are gone
+        pass
+
+
+def remove_old_models(folder):
+    """Keep the latest MAX_MODELS. A file that no run saved under its own name stays: its log does not begin with it."""
+    models = [path for path in Path(folder).glob("*.pt") if (log := path.with_suffix(".txt")).exists()
+              and b'\n{"run_id": "%b"' % os.fsencode(path.stem) in log.read_bytes()]
+    for old in sorted(models, key=lambda path: path.stat().st_mtime_ns)[:-MAX_MODELS]:
+        old.unlink()
+        print(f"removed: {old}; the latest {MAX_MODELS} models stay, and renamed ones", flush=True)
+
+
+# The whole
+
+def run_once(config, preset, ranks, flags):
+    """Start the ranks as a race does: neither PYTHON* variables nor a module beside the script changes them."""
+    import launch
+    for name in [name for name in os.environ if name.startswith("PYTHON")]:
+        del os.environ[name]
+    say(f"starting {ranks} rank(s), preset {preset}")
+    before = written(config.log_dir)
+    status = launch.start([f"--nproc_per_node={ranks}", "--no-python", PYTHON, "-I", "-u", "train_gpt.py", *flags])
+    if status == 0:
+        show_results(config.log_dir, before)
+    return status
+
+
+def main(words):
+    options, race, flags = parse(words)
+    os.chdir(ROOT)
+    if options.help or options.help_all:
+        make_parser().print_help()
+        if options.help_all:
+            print(flush=True)
+            os.execv(PYTHON, [PYTHON, "train_gpt.py", "--help"])
+        return 0
+    if race[:1] == ["--resume"]:
+        become(["records/race.py", *race])
+    import train_gpt
+    try:
+        if options.text:
+            flags = encode_text(options.text) + flags
+        gpus, ranks, preset, config, flags = choose(flags, options.text)
+    except (train_gpt.RunError, OSError) as error:
+        sys.exit(f"train_gpt.py: error: {error}")
+    if not gpus:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) // ranks)))
+    if config.train_files == train_gpt.PRESETS[preset].train_files:
+        make_data(*(["stdlib.py"] if preset == "laptop" else ["fineweb.py", "9"]))
+    if options.preflight or gpus and not config.resume:  # a run that is resumed keeps the flags that it began with
+        flags += preflight(config, flags, ranks, gpus, options.preflight)
+    if options.preflight:
+        return 0
+    if race:
+        become(["records/race.py", *race, "--ranks", str(ranks), "--", *flags])
+    return run_once(config, preset, ranks, flags)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, interrupted)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # run.sh blocks it until here
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for a checkpoint, and there is no rank yet
+    sys.path += [str(ROOT), str(ROOT / "records")]
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except Refusal as refusal:
+        sys.exit(f"run.sh: error: {refusal}")
