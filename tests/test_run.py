@@ -339,7 +339,7 @@ def test_the_state_s_hash_covers_all_that_training_goes_on_from(one, tiny):
         bucket.updates += 1
     changes = {
         "nothing": lambda: None, "rotary": lambda: trainer.model.rotary.set_windows((12, 28)),
-        "tables": lambda: trainer.model.rotary.cos[5].add_(1e-3), "parameter": lambda: bucket.params[0].param.data.add_(1e-3),
+        "tables": lambda: trainer.model.rotary.cos[5].add_(1e-3), "parameter": lambda: bucket.slots[0].param.data.add_(1e-3),
         "state": lambda: bucket.state["v"].add_(1e-3), "updates": count,
         "position": lambda: setattr(trainer.stream, "position", train_gpt.Position(0, 3, 40)),
         "digest": lambda: setattr(trainer.stream, "digest", 7)}
