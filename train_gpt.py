@@ -59,6 +59,7 @@ import unicodedata
 import uuid
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from fnmatch import fnmatchcase
@@ -121,7 +122,7 @@ def option(default: Any, why: str, choices: tuple[str, ...] = (), min: float | N
 
 @dataclass(frozen=True)
 class StageValues:
-    """Values that a stage may set. A value that a stage does not set is that of the flag of the same name."""
+    """Values that a stage may set. A stage that does not set one uses the flag of the same name."""
 
     micro_batches: int = option(8, "micro-batches per step over all ranks; ranks take equal shares")
     micro_batch_tokens: int = option(2048 * 16, "tokens per forward and backward pass: one packed sequence")
@@ -142,9 +143,9 @@ def show_row(row: Any) -> str:
     shown = (f"{f.name}={getattr(row, f.name)!r}" for f in dataclasses.fields(row) if getattr(row, f.name) != f.default)
     return f"{type(row).__name__}({', '.join(shown)})"
 
-# Fields: until, the end of the stage (up to 1: a fraction of the scheduled steps; above 1: a step); extra_steps, the
-# length of a stage after the schedule, in place of `until`; and those of StageValues (None: the flag's value).
-# The scheduled steps are num_steps without all extra_steps
+# until: the end of the stage (up to 1: a fraction of the scheduled steps; above 1: a step). extra_steps: the length of
+# a stage after the schedule, in place of `until`; the scheduled steps are num_steps minus all extra_steps. The other
+# fields are those of StageValues (None: the flag's value)
 Stage = dataclasses.make_dataclass(
     "Stage", [("until", float, 1.0), ("extra_steps", int, 0),
               *((f.name, f.type, None) for f in dataclasses.fields(StageValues))],
@@ -451,7 +452,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Every flag is a field of the config. Brackets show speedrun's value, and other presets' that differ. "
                "Relative paths start at the script's folder.")
     parser.add_argument("--preset", choices=PRESETS, help="base of the values below (speedrun with a GPU, else laptop)")
-    groups = {title: parser.add_argument_group(title) for title in HELP_GROUPS.values()}
+    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(HELP_GROUPS.values())}
     for f in dataclasses.fields(Config):
         if f.name in HELP_GROUPS:
             group = groups[HELP_GROUPS[f.name]]
@@ -2557,7 +2558,7 @@ class Reducer:
             self.prepare_for_backward(self.step)
         if slot not in bucket.missing:
             raise RunError(f"{slot.name} got its gradient twice in one backward; prepare each backward separately, "
-                           "with its own loss if with any, or run all but the last of a step in no_sync()")
+                           "with the loss that it starts from, or run all but the last of a step in no_sync()")
         bucket.add_grad(slot, self.factor, self.settings.world_size_invariant)
         if not self.launch_order:
             if not bucket.missing:
@@ -3989,7 +3990,9 @@ def fail(error: BaseException, config: Config, rank: int, log: Log | None, store
     if not message:
         traceback.print_exception(error)
         message = f"{type(error).__name__}: {error}"
-    first = first_failure(store, rank, message, lost)
+    first = f"rank {rank}: {message}"
+    with contextlib.suppress(NoAnswer):  # a store on a lost host does not answer
+        first = ThreadPoolExecutor(1).submit(first_failure, store, rank, message, lost).result(Signals.GRACE_S)
     mine = first == f"rank {rank}: {message}"
     kept = ""
     if log is not None and log.file is not None:

@@ -1,6 +1,6 @@
-"""Record 44 written down a second time, plainly, for the tests: one process, float64, no buckets, explicit loops.
+"""A second implementation of record 44 for the tests: one process, float64, no buckets, explicit loops.
 
-Follows the record's description, not train_gpt.py; where the two differ, one of them is wrong.
+It follows the record's description, not train_gpt.py. Where the two differ, one of them is wrong.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ RECORD = "- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M"
 
 def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softcap=(30, 0, 7.5), layers=RECORD, backout_layer=8,
          ahead=(1,), ngrams=None, offset=False, halves=False):
-    """p: parameters by name, float64. x, y: token lists. added: to the opened stream. -> summed cross entropy of all layers,
-    of the next tokens with the weights `ahead`.
+    """Compute the weighted sum of the cross entropies of the tokens 1, 2, … ahead, with weights `ahead`.
 
-    softcap: cap, shift, softness. layers: a word each. +n: some of layer n's output comes in before, by a gate of the opened
-    stream too where p has one. L: the long window, P: heads 2j and 2j + 1, or with halves j and
-    j + heads / 2, share one softmax, c: attention reads the backout layer's output. Gates of value tables and shares of the own value are taken where p has them.
-    ngrams [T, dim]: comes into every layer, times a third weight of the layer. Where p has resid_lambdas attention and MLP scale
-    the stream and what they add, x0 and ngrams come after attention, but ngrams before the first layer. offset: in layers with L a key has of the token
-    before what does not turn. Matrices: qkvo, or qk and vo."""
+    p: parameters by name, float64. x, y: lists of tokens. added [T, dim]: added to the residual stream before the first
+    layer. softcap: cap, shift, softness. ngrams [T, dim]: n-gram embeddings that each layer adds. offset: keys of the long
+    window take their unrotated part from the previous token. halves: see P. Value gates, skip gates, XSA and
+    sublayer_scales are used if p has their parameters. Matrices: qkvo, or qk and vo.
+
+    layers: a word each. L: the long window; S: the short one; P: heads 2j and 2j + 1, or with halves j and j + heads / 2,
+    share one softmax; c: attention reads the output of backout_layer; a digit: the value table; M: MLP; +n: a skip
+    connection from layer n."""
     layers = layers.split()
     count = len(layers)
     T, dim = len(x), p["embed.weight"].shape[1]
@@ -51,8 +52,8 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
     if freqs is None:
         freqs = torch.cat([(1 / 1024) ** torch.linspace(0, 1, D // 4), torch.zeros(D // 4)]).double()
     n = sum("+" in word for word in layers)
-    by_part = "resid_lambdas" in p
-    mixes = 0 if by_part else 2 if ngrams is None else 3
+    scaled = "resid_lambdas" in p
+    mixes = 0 if scaled else 2 if ngrams is None else 3
     skips, lam = list(p["scalars"][:n]), p["scalars"][n:n + mixes * count].view(count, mixes)
     skip_gates = list(p.get("skip_gates", []))
     sa, (smear, backout) = p["scalars"][n + mixes * count:-2].view(count, 2), p["scalars"][-2:]
@@ -64,7 +65,7 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
     h = h0 = rms(torch.stack(rows)) + added
     document = torch.tensor([sum(1 for v in x[:t + 1] if v == bos) for t in range(T)])
     outputs = {}
-    if by_part and ngrams is not None:
+    if scaled and ngrams is not None:
         h = h + p["added_lambdas"][0, 1] * ngrams
     for i, word in enumerate(layers):
         word, _, skip = word.partition("+")
@@ -77,8 +78,8 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
         if word == "-":
             outputs[i] = h
             continue
-        if by_part:
-            (keep, keep_later), (add_h0, add_ngrams, add_attn, add_mlp) = p["resid_lambdas"][i], p["added_lambdas"][i]
+        if scaled:
+            (resid_attn, resid_mlp), (add_h0, add_ngrams, post_attn, post_mlp) = p["resid_lambdas"][i], p["added_lambdas"][i]
         else:
             h = lam[i, 0] * h + lam[i, 1] * h0 + (0 if ngrams is None else lam[i, 2] * ngrams)
         if word != "M":
@@ -87,7 +88,7 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
             w = torch.cat([p[f"blocks.{i}.attn.{name}"].reshape(-1, dim, dim) for name in names])
             q, k, v = ((a @ w[j].T).view(T, heads, D) for j in range(3))
             q, k = rms(q), rms(k)
-            if "P" in word:  # head h of token t is turned as at place 2t + h % 2
+            if "P" in word:  # head h of token t has position 2t + h % 2
                 q, k = (torch.stack([rotary(part.repeat_interleave(2, 0), freqs)[h % 2::2, h] for h in range(heads)], 1)
                         for part in (q, k))
             else:
@@ -102,7 +103,7 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
                 if (gate := p.get(f"blocks.{i}.attn.value_gate")) is not None:
                     half = gate.shape[1] if "P" in word else gate.shape[1] // 2
                     opening = 2 * torch.sigmoid(a[:, :half] @ gate[:, :half].T + values[:, :gate.shape[1] - half] @ gate[:, half:].T)
-                v = v + (1 if by_part else sa[i, 1]) * opening[..., None] * values.view(T, heads, D)
+                v = v + (1 if scaled else sa[i, 1]) * opening[..., None] * values.view(T, heads, D)
             window = long if "L" in word else short
             heads_out = []
             for head in range(heads):
@@ -118,22 +119,22 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
                             if 0 <= at(t, head) - at(j, h) <= window and document[j] == document[t]]
                     weights = torch.softmax(torch.stack([scale * (k[j, h] @ q[t, head]) for j, h in seen]), 0)
                     y_t = sum(weight * v[j, h] for weight, (j, h) in zip(weights, seen))
-                    if (share := p.get(f"blocks.{i}.attn.self_share")) is not None:
+                    if (share := p.get(f"blocks.{i}.attn.xsa_lambda")) is not None:
                         own = v[t, head]
                         y_t = y_t - torch.tanh(share[head]) * (y_t @ own) / (own @ own) * own
                     mixed.append(y_t)
                 gate = torch.sigmoid(a[:, :p[f"blocks.{i}.attn.gate"].shape[1]] @ p[f"blocks.{i}.attn.gate"][head])
                 heads_out.append(torch.stack(mixed) * gate[:, None])
             out = torch.stack(heads_out, 1).reshape(T, dim) @ w[3].T
-            if by_part:
-                h = keep * h + add_attn * sa[i, 1] * out + add_h0 * h0
+            if scaled:
+                h = resid_attn * h + post_attn * sa[i, 1] * out + add_h0 * h0
                 if ngrams is not None and i:
                     h = h + add_ngrams * ngrams
             else:
                 h = h + out
         if "M" in word:
             out = torch.relu(rms(h) @ p[f"blocks.{i}.mlp.fc"]).square() @ p[f"blocks.{i}.mlp.proj"].T
-            h = keep_later * h + add_mlp * out if by_part else h + out
+            h = resid_mlp * h + post_mlp * out if scaled else h + out
         outputs[i] = h
     h = rms(h - backout * outputs[backout_layer])
     cap, shift, softness = softcap
@@ -152,7 +153,7 @@ def polar(u):
 
 
 class NorMuon:
-    """One parameter, as `parts` matrices, each of `shape`. by_column: the second moment's axis, else as the parameter is stored."""
+    """NorMuon for one parameter, as `parts` matrices of `shape`. by_column: second moments per column (default: by shape)."""
 
     def __init__(self, p, parts=1, k=1.0, shape=None, by_column=None):
         rows, columns = p.shape
@@ -179,7 +180,7 @@ class NorMuon:
 
 
 class Adam:
-    """Of one parameter. The record adds eps to the root of the second moment as it is, and corrects both moments after."""
+    """Adam for one parameter. The record adds eps before the bias correction of the second moment."""
 
     def __init__(self, p):
         self.p, self.m, self.v, self.t = p, torch.zeros_like(p), torch.zeros_like(p), 0

@@ -58,7 +58,7 @@ def test_a_shorter_run_scales_the_step_counts_of_its_preset():
             train_gpt.check_config(config, 1)
             assert train_gpt.momentum(config, 0) == whole.muon_momentum_low
     assert counts(parse("--num_steps", "449", preset="speedrun")[1]) == (60, 10, [8])
-    assert counts(parse("--num_steps", "50", preset="speedrun")[1]) == (6, 1, []), "a stage without a step is left out"
+    assert parse("--num_steps", "50", preset="speedrun")[1].stages == train_gpt.Config().stages[:3], "a stage without a step is left out"
     assert counts(parse("--num_steps", "4490", preset="speedrun")[1]) == counts(train_gpt.Config()) == (300, 50, [40])
     flags = ("--num_steps", "449", "--muon_momentum_rise", "30", "--stages", "Stage(long_window=4), Stage(extra_steps=3, long_window=5)")
     assert counts(parse(*flags, preset="speedrun")[1]) == (30, 10, [3]), "flags are not scaled"
@@ -184,7 +184,7 @@ def test_on_a_terminal_the_progress_line_stays_in_its_place(encoding, curve, mon
     assert last == f"\r\x1b[Kstep 4/9  loss 2.0000  {curve}10 tokens/s  5 s left"
 
 
-def test_what_a_run_says_obeys_no_terminal_s_commands(capsys):
+def test_messages_have_no_control_characters(capsys):
     log = train_gpt.Log(train_gpt.Config(), 0, "x")
     log.say("a shard named \x1b[2J\x9bA, or \x07")
     assert capsys.readouterr().out == "a shard named \\x1b[2J\\x9bA, or \\x07\n"
@@ -385,7 +385,7 @@ def test_stages_without_a_step_are_left_out():
 
 @pytest.mark.parametrize("until, scheduled, end", [
     (1/3, 2205, 735), (2/3, 2205, 1470), (1/3, 1440, 480), (1/3, 3000, 1000), (1/3, 10, 4), (2/3, 10, 7), (1/2, 125, 63), (0.1, 30, 3), (0.7, 10, 7),
-    (0.29, 100, 29), (1, 7, 7), (1.0, 7, 7), (2, 7, 2), (5.0, 7, 5)])
+    (0.29, 100, 29), (0.07, 100, 7), (1, 7, 7), (1.0, 7, 7), (2, 7, 2), (5.0, 7, 5)])
 def test_a_stage_ends_at_the_next_whole_step(until, scheduled, end):
     config = with_stages(Stage(until=until), Stage(long_window=4), Stage(extra_steps=5), num_steps=scheduled + 5)
     stages = train_gpt.stages_of(config)

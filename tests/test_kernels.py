@@ -1,4 +1,4 @@
-"""Each Triton kernel beside the plain form that defines it: in float32, by Triton's interpreter."""
+"""Triton kernels compared with the plain code that defines them, in float32, in Triton's interpreter."""
 
 import importlib.util
 import json
@@ -19,12 +19,12 @@ DRY_GPU = Path(os.environ.get("DRY_GPU_HOME") or
 
 @pytest.fixture(scope="module")
 def interpret():
-    """interpret(code) -> what it prints, as JSON, where Triton's kernels are run by its interpreter."""
+    """interpret(code) runs code in a process with Triton's interpreter -> the JSON that it prints."""
     python, libraries = sys.executable, ""
     if not importlib.util.find_spec("triton"):
         python, libraries = DRY_GPU / "venv" / "bin" / "python", DRY_GPU / "lib"
         if not python.exists():
-            pytest.skip(f"no triton: it comes with torch's build for GPUs, and bench/dry_gpu/setup puts it into {DRY_GPU}")
+            pytest.skip(f"no triton; it comes with torch's GPU builds, and bench/dry_gpu/setup installs it into {DRY_GPU}")
 
     def run(code):
         done = subprocess.run([python, "-c", "import json, sys, torch, train_gpt as T\n" + code], capture_output=True, text=True,
@@ -35,7 +35,7 @@ def interpret():
 
 
 def test_relu_squared_and_its_derivative(interpret):
-    """Tiles in all directions, shared by one program, by several, and by more than there are."""
+    """Several tiles in each direction, for one program, for several, and for more programs than tiles."""
     gaps = interpret("""
 a, b, found = torch.randn(256, 192), torch.randn(192, 512), []
 for programs in (1, 3, 9):
@@ -50,14 +50,14 @@ print(json.dumps(found))
 
 
 GRADIENTS = """
-mlp = T.MLP(64)
+mlp = T.MLP(T.Config(model_dim=64))
 x, grad = torch.randn(128, 64), torch.randn(128, 64)
 mlp.proj.data.normal_()
-def by_both():
+def both():
     for mlp.kernels in (False, True):
-        y = mlp(given := x.clone().requires_grad_())
-        yield [y, *torch.autograd.grad(y, [given, mlp.fc, mlp.proj], grad)]
-found = [((x - y).norm() / x.norm()).item() for x, y in zip(*by_both())]
+        y = mlp(leaf := x.clone().requires_grad_())
+        yield [y, *torch.autograd.grad(y, [leaf, mlp.fc, mlp.proj], grad)]
+found = [((x - y).norm() / x.norm()).item() for x, y in zip(*both())]
 """
 
 
@@ -67,7 +67,7 @@ def test_gradients_of_the_mlp(interpret):
     assert len(gaps) == 4 and max(gaps) < 1e-5, gaps
 
 
-def test_gradients_of_the_mlp_in_the_plain_form():
+def test_gradients_of_the_mlp_without_triton():
     exec(GRADIENTS, space := {"T": train_gpt, "torch": torch})
     assert len(space["found"]) == 4 and max(space["found"]) < 1e-5, space["found"]
 
@@ -75,7 +75,7 @@ def test_gradients_of_the_mlp_in_the_plain_form():
 @pytest.mark.parametrize("m, k, n, dtype, taken", [
     (256, 128, 512, torch.bfloat16, True), (256, 128, 512, torch.float32, False), (200, 128, 512, torch.bfloat16, False),
     (256, 100, 512, torch.bfloat16, False), (256, 128, 384, torch.bfloat16, False)])
-def test_a_gpu_takes_the_kernel_where_sizes_fill_its_tiles(monkeypatch, m, k, n, dtype, taken):
+def test_a_gpu_uses_the_kernel_if_the_sizes_are_multiples_of_the_tiles(monkeypatch, m, k, n, dtype, taken):
     launched = []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Gpu", (), {"multi_processor_count": 132}))
     monkeypatch.setattr(train_gpt, "relu_squared_by_triton", lambda a, b, h, programs: launched.append(programs) or a.new_empty(m, n))

@@ -1,4 +1,4 @@
-"""Update rules, buckets, the sync of gradients and what is saved, against plain rules in float64 and one process alone."""
+"""Update rules, buckets, gradient sync and saved state, compared with plain rules in float64 and with one process."""
 
 import contextlib
 import copy
@@ -24,7 +24,7 @@ WIDE, TALL = (train_gpt.NorMuon(0.03, 1.2, 0.95, torch.float32, wide=wide) for w
 
 @dataclasses.dataclass(frozen=True)
 class Descent:
-    """A third rule, plain gradient descent, which keeps nothing: unlike Adam and NorMuon it sees the scale of a gradient."""
+    """Gradient descent without state. Unlike Adam and NorMuon it depends on the scale of gradients."""
 
     lr: float = 0.001
     every: int = 1
@@ -44,7 +44,7 @@ class Descent:
 
 
 class Recorder(train_gpt.Comm):
-    """Writes down what is started and what is waited for."""
+    """Records which collectives are started and waited for."""
 
     def __init__(self, rank=0, ranks=1):
         super().__init__(rank, ranks)
@@ -71,7 +71,7 @@ class Recorder(train_gpt.Comm):
 
 
 class Operations(TorchDispatchMode):
-    """Names of the operations that run inside."""
+    """Records the names of the operators that run inside."""
 
     def __init__(self):
         super().__init__()
@@ -99,7 +99,7 @@ def optimizer_of(model, comm=None, bucket_bytes=0.0, rule=ONCE, grad_scale=1.0, 
 
 
 def bucket_of(params, rule=ONCE, rank=0, ranks=1, grad_dtype=None, **spec):
-    """One bucket of parameters by name."""
+    """Build one bucket of parameters by name."""
     return train_gpt.Bucket("b", [train_gpt.ParamSpec(n, p, rule, **spec) for n, p in params.items()], rank, ranks, grad_dtype)
 
 
@@ -111,7 +111,7 @@ def slot_of(optimizer, name):
 
 
 def test_adam_is_the_record_s_formula_in_float64():
-    """eps is of the size of the gradients here, so that the place where it is added decides; the state goes on over steps."""
+    """eps is as large as the gradients, so that its place in the formula shows; several steps use the state."""
     draw = torch.Generator().manual_seed(0)
     p = torch.randn(1000, generator=draw, dtype=torch.float64)
     rule = train_gpt.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=0.5, every=1)
@@ -144,7 +144,7 @@ def test_adam_is_torch_s_where_eps_is_tiny():
 
 @pytest.mark.parametrize("rule,shape", [(ONCE, (40,)), (WIDE, (2, 3, 7)), (TALL, (2, 7, 3))], ids=["adam", "wide", "tall"])
 def test_a_compiled_rule_is_the_same_rule(rule, shape):
-    """Adam is written twice, once for the compiler; here it is traced but not compiled, which takes seconds."""
+    """Adam has two forms, one for the compiler. Here it is traced but not compiled, which would take seconds."""
     draw = torch.Generator().manual_seed(0)
     first = torch.randn(shape, generator=draw)
     results = []
@@ -200,7 +200,7 @@ def test_normuon_is_the_record_s_written_plainly(shape, matrices, k):
 
 
 def test_every_matrix_of_torch_s_muon_has_the_same_directions():
-    """torch.optim.Muon orthogonalizes with other coefficients; without NorMuon's second moment the directions agree."""
+    """torch.optim.Muon has other coefficients; without NorMuon's second moment the directions agree."""
     torch.manual_seed(3)
     g = torch.randn(16, 32)
     theirs = nn.Parameter(torch.zeros(16, 32))
@@ -241,7 +241,7 @@ def test_a_matrix_lies_whole_on_one_rank(count, ranks):
         assert bucket.param_shard.shape == (-(-count // ranks), 3, 7)
         assert bucket.units == count
         seen += [m.unique().item() for m in bucket.param_shard]
-    assert [x for x in seen if x] == [i + 1 for i in range(count)], "padding is zero, and comes last"
+    assert [x for x in seen if x] == [i + 1 for i in range(count)], "padding is zero and last"
 
 
 def test_each_matrix_has_its_own_scale_on_whatever_rank_it_lies():
@@ -269,9 +269,9 @@ def test_buckets_fill_from_the_last_layer_and_keep_kinds_apart(tiny):
         sizes[limit] = len(buckets)
     assert sizes[0] == len(specs) > sizes[20_000] > sizes[1e12]
     late = [spec._replace(first_step=3) if spec.name == "scalars" else spec for spec in specs]
-    assert len(train_gpt.fill_buckets(late, 1e12, 0, 2)) == sizes[1e12], "scalars are alone of their dtype and rate in any case"
+    assert len(train_gpt.fill_buckets(late, 1e12, 0, 2)) == sizes[1e12], "scalars have their own dtype and learning rate in any case"
     late = [spec._replace(first_step=3) if spec.name == "value_embeds.0.weight" else spec for spec in specs]
-    assert len(train_gpt.fill_buckets(late, 1e12, 0, 2)) == sizes[1e12] + 1, "what begins at another step has its own bucket"
+    assert len(train_gpt.fill_buckets(late, 1e12, 0, 2)) == sizes[1e12] + 1, "another first step needs another bucket"
 
 
 @pytest.mark.parametrize("factor", [1.0, 1 / 3])
@@ -290,7 +290,7 @@ def test_fp32_gradients_of_bf16_parameters_lose_no_bits(factor):
 
 
 def test_a_gradient_goes_into_its_place_in_one_pass():
-    """Of the same dtype and of a narrower one, the first and the next: one operation, and not rounded to bf16 on its way."""
+    """First and later gradients, of the same or a narrower dtype, take one operator and are not rounded to bf16."""
     for dtype in (torch.float32, torch.bfloat16):
         p = nn.Parameter(torch.zeros(64, dtype=dtype))
         bucket = bucket_of({"p": p}, grad_dtype=torch.float32)
@@ -307,7 +307,7 @@ def test_a_gradient_goes_into_its_place_in_one_pass():
 
 
 def test_adam_of_bf16_computes_in_float32_and_rounds_once():
-    """Moments have their parameter's dtype."""
+    """The moments have the parameter's dtype."""
     draw = torch.Generator().manual_seed(0)
     p, g = (torch.randn(500, generator=draw).bfloat16() for _ in range(2))
     state, kept = ONCE.init_state(p), g.clone()
@@ -324,7 +324,7 @@ def test_adam_of_bf16_computes_in_float32_and_rounds_once():
 
 
 def test_float32_moments_of_a_bf16_parameter_lose_no_bits():
-    """Beside float64's, given the same gradients; the parameter's own dtype would lose them."""
+    """Compared with float64 on the same gradients. Moments in the parameter's dtype would lose bits."""
     draw, errors = torch.Generator().manual_seed(0), {}
     grads = torch.randn(9, 500, generator=draw).bfloat16()
     for fp32 in (False, True):
@@ -394,7 +394,7 @@ def test_launches_happen_in_backward_and_waits_after_it():
     assert [event[2] for event in after if event[:2] == ("wait", "reduce")] == order
     assert sum(event[:2] == ("wait", "gather") for event in after) == len(optimizer.buckets)
     in_turn = [event[:2] for event in after][:2 * len(optimizer.buckets)]
-    assert in_turn == [("wait", "reduce"), ("start", "gather")] * len(optimizer.buckets), "each is waited for just before its use"
+    assert in_turn == [("wait", "reduce"), ("start", "gather")] * len(optimizer.buckets), "each bucket is waited for just before its update"
     last_layer = {bucket.grad_data.data_ptr() for bucket in optimizer.buckets if bucket.slots[0].name.startswith("4.")}
     assert order[0] in last_layer
 
@@ -434,7 +434,7 @@ def test_a_tied_parameter_is_ready_once_after_all_its_uses():
 
 
 def test_hook_sees_the_final_gradient():
-    """A user's own register_hook changes the gradient before it is accumulated; the bucket must hold the changed one."""
+    """A user's register_hook changes the gradient before it is accumulated; the bucket must hold the changed one."""
     model, twin = chain((3, 3)), chain((3, 3))
     model[0].weight.register_hook(lambda g: 3 * g)
     optimizer = optimizer_of(model)
@@ -446,10 +446,10 @@ def test_hook_sees_the_final_gradient():
 
 
 def test_building_twice_fires_once_and_hooks_can_be_removed():
-    """Also where the first optimizer leaves later: it takes no hooks of the second."""
+    """Removing the first optimizer's hooks later keeps those of the second."""
     model = chain()
     first, second = optimizer_of(model), optimizer_of(model)
-    steps_of(model, second, 1, True)  # hooks of the first would find a backward that was not prepared
+    steps_of(model, second, 1, True)  # the first optimizer's hooks would raise: its backward was not prepared
     first.remove_hooks()
     steps_of(model, second, 1, False)
     assert second.buckets[0].updates == 2
@@ -487,22 +487,9 @@ def test_a_step_before_backward_or_a_backward_before_the_step_is_an_error(sync):
         optimizer.step(FULL)
 
 
-def test_a_gradient_for_a_launched_bucket_is_an_error():
-    model = chain()
-    optimizer = optimizer_of(model)
-    x = torch.randn(2, 6)
-    for step in range(2):
-        optimizer.prepare_for_backward(step)
-        model(x).sum().backward()
-        if not step:
-            optimizer.step(FULL)
-    with pytest.raises(train_gpt.RunError, match="after its bucket .* was launched"):
-        model(x).sum().backward()
-
-
 @pytest.mark.parametrize("micro_batch", [0, 1])
 def test_a_parameter_ready_twice_is_an_error_with_its_name(micro_batch):
-    """In every micro-batch: two backwards for one would weigh twice."""
+    """In every micro-batch: two backwards in one micro-batch would count twice."""
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     optimizer = train_gpt.DistributedOptimizer([bucket_of({"a": a, "b": b})], train_gpt.Comm())
     for i in range(micro_batch + 1):
@@ -555,7 +542,7 @@ def test_a_bucket_of_two_dtypes_or_devices_is_refused(other, says):
 
 
 def steps_of(model, optimizer, steps, prepared):
-    """Three backwards a step, whose sum counts; the engine's own way or torch's."""
+    """Run three summed backwards per step, prepared or in the manner of a torch optimizer."""
     for step in range(steps):
         for i in range(3):
             loss = model(torch.full((2, 6), 1.0 + step + i)).square().sum()
@@ -574,15 +561,15 @@ def torch_s_way(comm, every, prepared):
     model = chain()
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(1 + comm.rank)  # rank 0's are everyone's
-    optimizer = optimizer_of(model, comm, rule=Descent(every=every))  # which sees the scale of a gradient
+            p.mul_(1 + comm.rank)  # the optimizer broadcasts rank 0's
+    optimizer = optimizer_of(model, comm, rule=Descent(every=every))  # depends on the scale of gradients
     steps_of(model, optimizer, 5, prepared)
     return list(model.parameters()), optimizer.buckets[0].updates
 
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_backward_and_step_alone_are_the_same_training(on_ranks, every):
-    """zero_grad after step leaves what a rule still sums, and no_sync sends nothing but adds."""
+    """zero_grad after step keeps gradients that a rule still sums; no_sync accumulates and sends nothing."""
     for (ours, updates), (plain, _) in zip(on_ranks(2, torch_s_way, every, False), on_ranks(2, torch_s_way, every, True)):
         assert updates == 5 // every
         assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) and not torch.equal(a, first)
@@ -590,7 +577,7 @@ def test_backward_and_step_alone_are_the_same_training(on_ranks, every):
 
 
 def test_schedulers_and_learning_rates_work_on_the_groups():
-    """torch's scheduler gives what the plan's factor gives; a group that is set to 0 stands still."""
+    """A torch scheduler equals the plan's factor; a group with lr 0 does not change."""
     trained = []
     for scheduled in (True, False):
         model = chain()
@@ -611,27 +598,17 @@ def test_schedulers_and_learning_rates_work_on_the_groups():
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
 
 
-def test_a_state_keeps_learning_rates_and_the_place_in_a_cycle():
-    rule, (first, second) = dataclasses.replace(ONCE, every=2), (chain(), chain(seed=1))
-    whole, half = optimizer_of(first, rule=rule), optimizer_of(second, rule=rule)
+@pytest.mark.parametrize("invariant,steps", [(False, 2), (True, 3)])
+def test_a_state_keeps_learning_rates_and_the_step_within_a_cycle(invariant, steps):
+    rule, models = dataclasses.replace(ONCE, every=2), [chain(seed=seed) for seed in range(2)]
+    whole, half = (optimizer_of(model, rule=rule, world_size_invariant=invariant) for model in models)
     whole.param_groups[0]["lr"] = 0.5
-    steps_of(first, whole, 2, False)
-    steps_of(second, half, 1, False)  # of which nothing may be left
+    steps_of(models[0], whole, steps, False)
+    steps_of(models[1], half, 1, False)  # load_state_dict must drop it
     half.load_state_dict(whole.state_dict())
     assert half.param_groups[0]["lr"] == 0.5
-    for model, optimizer in ((first, whole), (second, half)):
-        steps_of(model, optimizer, 2, False)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters()))
-    assert whole.buckets[0].updates == half.buckets[0].updates == 2
-
-
-def test_an_exact_state_in_the_midst_of_a_cycle_knows_its_step():
-    models = [chain(seed=seed) for seed in range(2)]
-    whole, half = (optimizer_of(model, rule=dataclasses.replace(ONCE, every=2), world_size_invariant=True) for model in models)
-    steps_of(models[0], whole, 3, False)
-    half.load_state_dict(whole.state_dict())
     for model, optimizer in zip(models, (whole, half)):
-        steps_of(model, optimizer, 1, False)
+        steps_of(model, optimizer, 4 - steps, False)
         assert optimizer.buckets[0].updates == 2
     assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models)))
 
@@ -643,7 +620,7 @@ def test_a_model_with_its_hooks_can_be_saved_whole(tmp_path):
     torch.save(model, tmp_path / "model.pt")
     for again in (torch.load(tmp_path / "model.pt", weights_only=False), copy.deepcopy(model)):
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters()))
-        again(torch.ones(2, 6)).sum().backward()  # no hook of the other's
+        again(torch.ones(2, 6)).sum().backward()  # without the original's hooks
         assert all(p.grad is not None for p in again.parameters())
 
 
@@ -664,7 +641,7 @@ def test_zero_grad_in_place_of_step_drops_a_batch():
 
 
 class Zoo(nn.Module):
-    """A parameter of each kind that researchers bring."""
+    """A model with common kinds of parameters."""
 
     def __init__(self, tied=False):
         super().__init__()
@@ -688,7 +665,7 @@ def test_parameters_of_any_model_have_a_rule_by_default():
 
 
 def test_fused_matrices_are_updated_each_by_itself():
-    """A [3d, d] with its unit is updated as its three parts alone; as one it would be another update."""
+    """A [3d, d] parameter with a unit is updated like its three parts. As one matrix it would be updated otherwise."""
     fused, grad = torch.randn(12, 4), torch.randn(12, 4)
     results = []
     for parts, unit in (([fused], (4, 4)), (fused.split(4), None), ([fused], (12, 4))):
@@ -745,7 +722,7 @@ def test_what_is_no_model_and_no_rule_is_named(arguments, says):
 
 
 def test_an_optimizer_of_a_model_that_computes_nothing():
-    """On one rank nothing has to come back from the device: sizes can be seen before memory is taken."""
+    """One rank needs no values from the device, so `meta` shows sizes before memory is allocated."""
     with torch.device("meta"):
         model = torch.nn.Linear(8, 4)
     optimizer = train_gpt.make_optimizer(model)
@@ -769,7 +746,7 @@ def test_a_step_whose_backwards_all_were_in_no_sync_is_an_error():
 
 @dataclasses.dataclass(frozen=True)
 class Keeps(Descent):
-    """Keeps a tensor of some name and shape."""
+    """Keeps a state tensor with any name and shape."""
 
     key: str = "kept"
     shape: tuple | None = None
@@ -789,7 +766,7 @@ def test_a_rule_that_cannot_be_one_is_refused(rule, scale, says):
         train_gpt.fill_buckets([train_gpt.ParamSpec("p", nn.Parameter(torch.zeros(5)), rule, scale=scale)], 0.0, 0, 1)
 
 
-def test_exact_mode_counts_the_gradients_in_no_sync_too():
+def test_invariant_mode_counts_the_gradients_in_no_sync():
     model = Fused()
     optimizer = train_gpt.make_optimizer(model, [SPLIT], settings=train_gpt.SyncSettings(world_size_invariant=True))
     with optimizer.no_sync():
@@ -799,7 +776,7 @@ def test_exact_mode_counts_the_gradients_in_no_sync_too():
 
 
 def every_second_step(comm, invariant):
-    """Adam's parameter after each of four steps of two micro-batches; each rank has gradients of its own."""
+    """Run four steps of two micro-batches, with different gradients on each rank -> Adam's parameter after each step."""
     p = nn.Parameter(torch.zeros(5, dtype=torch.float64))
     rule = train_gpt.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=0.3, every=2)
     optimizer = optimizer_of(nn.ParameterDict({"p": p}), comm, rule=rule, world_size_invariant=invariant)
@@ -820,7 +797,7 @@ def gradient_of(step, micro_batch):
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_adam_updates_every_second_step_on_the_sum_of_both(on_ranks, ranks, invariant):
-    """eps is near the gradients' size, so that Adam sees their scale: of the mean over micro-batches, and the sum of steps."""
+    """The mean over micro-batches, summed over steps. eps is near the gradients' size, so that Adam depends on their scale."""
     plain = reference.Adam(torch.zeros(5, dtype=torch.float64))
     expected, grads = [], [sum(gradient_of(step, i) for i in range(2 * ranks)) / (2 * ranks) for step in range(4)]
     for step in range(4):
@@ -836,7 +813,7 @@ def test_adam_updates_every_second_step_on_the_sum_of_both(on_ranks, ranks, inva
 
 
 def train_steps(comm, flags, steps, batches):
-    """A few steps of the tiny record on this rank's part of each batch -> losses, the state's hash, parameters, launch order."""
+    """Train the tiny record on this rank's part of each batch -> losses, state hash, parameters, launch order."""
     config = dataclasses.replace(train_gpt.Config(**TINY), **flags)
     model = train_gpt.build_model(config, train_gpt.Encoding(64, BOS))
     optimizer = train_gpt.build_optimizer(config, model, comm)
@@ -890,7 +867,7 @@ def test_no_setting_changes_a_byte(on_ranks, batches):
 
 
 def test_flags_of_the_config_reach_the_engine(batches):
-    """bf16 parameters; what each flag changes is in the bytes."""
+    """With bf16 parameters. Each flag that changes the computation changes the bytes."""
     bf16, few = {"dtype": "bfloat16"}, batches[:, :4]
     plain, wide = (train_steps(train_gpt.Comm(), {**bf16, **flags}, 2, few) for flags in ({}, {"grad_reduce_in_fp32": True}))
     assert plain[1] != wide[1] and plain[0] == pytest.approx(wide[0], rel=1e-2)
@@ -902,7 +879,7 @@ def test_flags_of_the_config_reach_the_engine(batches):
 
 
 def test_two_steps_are_the_reference_s(batches):
-    """Of the tiny record from gradients in float64: NorMuon on step 0; Adam on step 1, with both steps' gradients."""
+    """Compared with float64 gradients: NorMuon in step 0; Adam in step 1, on both steps' gradients."""
     config = train_gpt.Config(**TINY)
     model = train_gpt.build_model(config, train_gpt.Encoding(64, BOS))
     with torch.no_grad():
@@ -922,19 +899,19 @@ def test_two_steps_are_the_reference_s(batches):
                 plain = reference.NorMuon(before[name].detach(), 4 if "qkvo" in name else 1, 2.0 if "fc" in name else 1.0)
                 plain.step(before[name].grad, momentum=config.muon_momentum_low)
                 assert (p[name] - plain.p).norm() <= 1e-4 * plain.p.norm(), name
-            assert torch.equal(p["embed.weight"].double(), before["embed.weight"]), "Adam waits for its second step"
+            assert torch.equal(p["embed.weight"].double(), before["embed.weight"]), "Adam updates in its second step"
         for name in sums:
             sums[name] += before[name].grad
     for name, multiplier in (("embed.weight", 75), ("value_embeds.1.weight", 75), ("lm_head.weight", 1), ("scalars", 5)):
         twin = reference.Adam(before[name].detach())
         twin.step(sums[name], lr=0.008 * multiplier)
         p = dict(model.named_parameters())[name].detach().double()
-        sure = sums[name].abs() > 1e-5 * sums[name].abs().max()  # near zero the sign of a gradient is rounding
+        sure = sums[name].abs() > 1e-5 * sums[name].abs().max()  # near zero the sign is rounding error
         assert (p - twin.p)[sure].norm() <= 1e-4 * twin.p[sure].norm(), name
 
 
 class Buffered(nn.Module):
-    """With a frozen parameter and buffers of several dtypes, which differ with the seed."""
+    """Has a frozen parameter and buffers of several dtypes that depend on the seed."""
 
     def __init__(self, seed):
         super().__init__()
@@ -948,7 +925,7 @@ class Buffered(nn.Module):
 
 def of_another_seed(comm):
     model = Buffered(seed=comm.rank)
-    optimizer_of(model.layer, comm)  # what knows no model sees to its parameters alone
+    optimizer_of(model.layer, comm)  # without the model it broadcasts its own parameters only
     alone = model.frozen.detach().clone()
     specs = [train_gpt.ParamSpec(n, p, ONCE) for n, p in model.named_parameters() if p.requires_grad]
     train_gpt.DistributedOptimizer(train_gpt.fill_buckets(specs, 0, comm.rank, comm.ranks), comm, model=model)
@@ -971,7 +948,7 @@ def other_counts(comm):
     optimizer.step(FULL)
 
 
-DIFFERENCES = {  # what rank 1 has otherwise, and how the error names it
+DIFFERENCES = {  # name: (how rank 1 differs, the error)
     "widths": (lambda comm: optimizer_of(chain((6, 5, 7 + comm.rank, 4)), comm), r"bucket .*4, 8\b.* 4, 7\b"),
     "names": (lambda comm: optimizer_of(nn.ParameterDict({"ba"[comm.rank]: nn.Parameter(torch.zeros(4))}), comm), "bucket .*a.*b"),
     "settings": (lambda comm: optimizer_of(chain(), comm, world_size_invariant=bool(comm.rank)), "world_size_invariant True.*False"),
@@ -1003,7 +980,7 @@ def nothing(comm):
     ([(0, 0, 2), (1, 0, 2)], "micro-batch 1 of step 0 is next"), ([(0, 1, 2)], "micro-batch 0 of step 0 is next"),
     ([(0, 0, 3), (0, 1, 3), "step"], "2 of 3"), ([(0, 0, 1), (0, 1, 2)], r"step\(\)")], ids=str)
 def test_micro_batches_are_counted(calls, says):
-    """A rank that runs one fewer, or one more, would weigh its own wrongly: an error where it happens."""
+    """With one micro-batch more or fewer the mean would be wrong; the error comes where it happens."""
     model = chain()
     optimizer = optimizer_of(model)
     with pytest.raises(train_gpt.RunError, match=says):
@@ -1023,7 +1000,7 @@ MIXED_SHAPES = {"table": (10, 7), "wide_0": (4, 12), "wide_1": (4, 12), "wide_2"
 
 
 def mixture(bucket_bytes, comm, **changes):
-    """An engine with parameters of every kind: of both rules, wide and tall, four matrices in one, in bf16."""
+    """Build an optimizer with both rules: wide, tall and fused matrices, a bf16 parameter."""
     torch.manual_seed(5)
     params = nn.ParameterDict({name: nn.Parameter(torch.randn(shape)) for name, shape in MIXED_SHAPES.items()})
     params["halved"] = nn.Parameter(params["halved"].detach().bfloat16())
@@ -1037,7 +1014,7 @@ def mixture(bucket_bytes, comm, **changes):
 
 
 def mixed_steps(optimizer, params, steps):
-    """Gradients that depend on step and micro-batch alone; each rank takes its part of four of them."""
+    """Train on gradients that depend on step and micro-batch only; each rank takes its part of four micro-batches."""
     comm = optimizer.comm
     share = 4 // comm.ranks
     for step in steps:
@@ -1057,7 +1034,7 @@ def mixed_run(comm, steps, bucket_bytes=0.0, state=None, **changes):
     return optimizer.state_dict(), optimizer.state_hash(), {name: p.detach().clone() for name, p in params.items()}
 
 
-def exact_run(comm, steps, bucket_bytes, state=None):
+def invariant_run(comm, steps, bucket_bytes, state=None):
     return mixed_run(comm, steps, bucket_bytes, state, world_size_invariant=True)
 
 
@@ -1071,10 +1048,10 @@ LAYOUTS = [(1, 300.0), (1, 1e9), (2, 0.0), (2, 300.0), (4, 0.0), (4, 1e9)]
 
 
 def test_state_is_the_same_at_any_number_of_ranks_and_bucket_size(on_ranks):
-    """In exact mode to the byte; after three steps, within a cycle of Adam's, so that its first step's sum is state too."""
-    state, state_hash, parameters = on_ranks(1, exact_run, range(3), 0.0)[0]
+    """World-size-invariant: the same bytes, also after three steps, when the first half of an Adam cycle is state."""
+    state, state_hash, parameters = on_ranks(1, invariant_run, range(3), 0.0)[0]
     for ranks, bucket_bytes in LAYOUTS:
-        for theirs, their_hash, _ in on_ranks(ranks, exact_run, range(3), bucket_bytes):
+        for theirs, their_hash, _ in on_ranks(ranks, invariant_run, range(3), bucket_bytes):
             assert_same_state(theirs, state)
             assert their_hash == state_hash
     for name, shape in MIXED_SHAPES.items():
@@ -1088,20 +1065,20 @@ def test_state_is_the_same_at_any_number_of_ranks_and_bucket_size(on_ranks):
 
 
 def test_load_is_the_inverse_of_state_at_other_ranks_and_bucket_sizes(on_ranks):
-    """From the middle of an Adam cycle on, at other ranks and sizes than those that saved it, to the uninterrupted end."""
-    states = {layout: on_ranks(layout[0], exact_run, range(3), layout[1])[0][0] for layout in LAYOUTS[::2]}
-    whole = on_ranks(1, exact_run, range(6), 0.0)[0]
+    """Loading within an Adam cycle, at other ranks and bucket sizes, reaches the uninterrupted end."""
+    states = {layout: on_ranks(layout[0], invariant_run, range(3), layout[1])[0][0] for layout in LAYOUTS[::2]}
+    whole = on_ranks(1, invariant_run, range(6), 0.0)[0]
     for (saved_at, state), (ranks, bucket_bytes) in zip(states.items(), LAYOUTS[1::2][1:] + LAYOUTS[1::2][:1]):
         assert saved_at != (ranks, bucket_bytes)
-        for same, _, _ in on_ranks(ranks, exact_run, (), bucket_bytes, state):
+        for same, _, _ in on_ranks(ranks, invariant_run, (), bucket_bytes, state):
             assert_same_state(same, state)
-        for end, end_hash, parameters in on_ranks(ranks, exact_run, range(3, 6), bucket_bytes, state):
+        for end, end_hash, parameters in on_ranks(ranks, invariant_run, range(3, 6), bucket_bytes, state):
             assert_same_state(end, whole[0])
             assert end_hash == whole[1] and all(torch.equal(p, whole[2][name]) for name, p in parameters.items())
 
 
 def test_a_state_between_updates_is_known_and_one_at_an_update_goes_on_to_the_byte():
-    """Without exact mode the first half of an Adam cycle is in no state; what is saved after the second goes on rightly."""
+    """By default no state holds the first half of an Adam cycle; a state after the second half resumes exactly."""
     comm = train_gpt.Comm()
     optimizer, params = mixture(300.0, comm)
     assert not optimizer.between_updates
@@ -1112,12 +1089,12 @@ def test_a_state_between_updates_is_known_and_one_at_an_update_goes_on_to_the_by
     end = mixed_run(comm, range(2, 4), 1e9, optimizer.state_dict())[0]
     mixed_steps(optimizer, params, [2, 3])
     assert_same_state(end, optimizer.state_dict())
-    exact, params = mixture(300.0, comm, world_size_invariant=True)
-    mixed_steps(exact, params, [0])
-    assert not exact.between_updates
+    invariant, params = mixture(300.0, comm, world_size_invariant=True)
+    mixed_steps(invariant, params, [0])
+    assert not invariant.between_updates
 
 
-def test_pending_sums_of_an_exact_run_count_once_in_one_that_is_not():
+def test_pending_sums_of_an_invariant_run_count_once_in_a_plain_run():
     comm = train_gpt.Comm()
     whole, state = mixed_run(comm, range(6))[0], mixed_run(comm, range(3), world_size_invariant=True)[0]
     for name, x in mixed_run(comm, range(3, 6), 0.0, state)[0].items():
@@ -1126,7 +1103,7 @@ def test_pending_sums_of_an_exact_run_count_once_in_one_that_is_not():
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_state_put_back_after_warm_up_leaves_nothing_of_it(invariant):
-    """Not a gradient of the first half of a cycle, nor what was on its way when a step failed or was never finished."""
+    """Drops gradients of half a cycle, of a step that failed, and of a step that was not finished."""
     optimizer, params = mixture(300.0, train_gpt.Comm(), check_grads=True, world_size_invariant=invariant)
     saved, fresh = optimizer.state_dict(), optimizer.state_hash()
     mixed_steps(optimizer, params, range(3))
@@ -1169,7 +1146,7 @@ def test_a_state_that_does_not_fit_is_refused_by_name(spoil, says):
 
 
 def late_steps(comm, steps=range(4)):
-    """Three parameters of a bucket each, `late` from step 2 on -> launch orders, launches in backward, parameters."""
+    """Three buckets of one parameter, `late` from step 2 -> launch orders, launches in backward, error, parameters, updates."""
     params = nn.ParameterDict({name: nn.Parameter(torch.zeros(3, dtype=torch.float64)) for name in ("a", "b", "late")})
     specs = [train_gpt.ParamSpec(name, p, ONCE, first_step=2 if name == "late" else 0) for name, p in params.items()]
     buckets = train_gpt.fill_buckets(specs, 0, comm.rank, comm.ranks)
@@ -1194,7 +1171,7 @@ def late_steps(comm, steps=range(4)):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_parameter_may_begin_to_take_part_at_a_step(on_ranks, ranks):
-    """Before it a gradient is an error; from it on the order is learned anew, overlap goes on, and its t counts from one."""
+    """Before the step its gradient is an error. After it the order is learned again, launches overlap, and t starts at 1."""
     plain = {name: reference.Adam(torch.zeros(3, dtype=torch.float64)) for name in ("a", "late")}
     for step in range(4):
         for name in ("a", "late") if step >= 2 else ("a",):
@@ -1207,13 +1184,13 @@ def test_a_parameter_may_begin_to_take_part_at_a_step(on_ranks, ranks):
 
 
 def test_each_number_of_buckets_that_take_part_has_its_order(on_ranks):
-    """As a warm-up leaves it, which visits both kinds of step: none is learned again in the run."""
+    """After a warm-up with both kinds of step."""
     for _, launches, *_ in on_ranks(2, late_steps, (0, 2, 0, 1, 2, 3)):
         assert launches == [0, 0, 2, 2, 3, 3]
 
 
 def untied_steps(comm):
-    """A parameter that stands for two until step 3; then the second has a life of its own."""
+    """Tie two parameters until step 3."""
     torch.manual_seed(0)
     params = nn.ParameterDict({"embed": nn.Parameter(torch.randn(4, 5)), "head": nn.Parameter(torch.zeros(4, 5))})
     rule = train_gpt.Adam(lr=0.01, beta1=0.65, beta2=0.95, eps=0.1, every=1)
@@ -1259,7 +1236,7 @@ def test_a_parameter_cannot_be_copied_between_updates():
 
 
 def test_buckets_too_small_for_the_ranks_are_told(tiny):
-    """A bucket per parameter on eight ranks: each is filled up to eight matrices."""
+    """One bucket per parameter on eight ranks is padded to eight matrices."""
     for ranks, bucket_bytes, told in ((8, 0, True), (1, 0, False), (8, 1e12, False)):
         specs = train_gpt.specs_of(tiny, train_gpt.build_model(tiny, train_gpt.Encoding(64, BOS)))
         buckets = train_gpt.fill_buckets(specs, bucket_bytes, 0, ranks)

@@ -1,4 +1,4 @@
-"""Tables of which a step reads few rows: what is computed, what travels, and when."""
+"""Tables of which a step reads few rows: the computation, the messages, and their order."""
 
 import dataclasses
 import math
@@ -24,19 +24,19 @@ def tables(seed=0):
 
 
 def rows_of(step, rank, micro_batch, micro_batches=2):
-    """Of both tables, what the micro-batch of a run reads: the same for any number of ranks. Some rows come twice, some never."""
+    """Draw the rows of both tables that a micro-batch reads, independent of the number of ranks. Some repeat, some never occur."""
     draw = torch.Generator().manual_seed(100 * step + rank * micro_batches + micro_batch)
     return [torch.randint(size // 2 + step % 3, (3, 2), generator=draw) for size in SIZES]
 
 
 def loss_of(model, rows):
-    """Not the same for any two rows, nor for a row at any two places."""
+    """The gradient differs for any two rows, and for one row at two places."""
     return sum(((table(some) + 0.3) ** 2 * torch.arange(1.0, 1 + some.numel() * WIDTH).view(*some.shape, WIDTH)).sum()
                for table, some in zip(model, rows))
 
 
 def train(comm, steps=4, micro_batches=2, announce=True, every=1, network=Comm, changes={}):
-    """-> the optimizer's state after these steps, and the bytes that this rank sent in the last one."""
+    """Train some steps -> the optimizer's state, and what this rank sent in the last step."""
     model, comm = tables(), Counting(comm.rank, comm.ranks) if network is Comm else network(comm.rank, comm.ranks)
     optimizer = optimizer_of(model, comm, 1e9, dataclasses.replace(LAZY, every=every), **changes)
     for step in range(steps):
@@ -55,7 +55,7 @@ def train(comm, steps=4, micro_batches=2, announce=True, every=1, network=Comm, 
 
 
 class Counting(Comm):
-    """Writes down the numbers of elements of what it sends: to whom does not matter."""
+    """Records how many elements it sends to other ranks."""
 
     def exchange(self, sent, received):
         self.sent.append([x.numel() for rank, x in enumerate(sent) if rank != self.rank])
@@ -63,7 +63,7 @@ class Counting(Comm):
 
 
 def by_hand(ranks, every=1, clip=float("inf")):
-    """Four steps: dense gradients of all ranks and two micro-batches each, scaled down to a norm of `clip`, and Adam row by row."""
+    """Four steps by hand: dense gradients of all ranks' micro-batches, clipped to a norm, and Adam row by row."""
     model = tables()
     plain = [[reference.Adam(row.detach().clone()) for row in table.weight] for table in model]
     counts = [[0] * size for size in SIZES]
@@ -89,9 +89,9 @@ def by_hand(ranks, every=1, clip=float("inf")):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("announce", [True, False])
 def test_rows_with_a_gradient_are_updated_and_no_others(on_ranks, ranks, announce, every):
-    """On every rank the tables and moments are those of a second implementation."""
+    """Tables and moments on every rank equal a second implementation."""
     plain, counts = by_hand(ranks, every)
-    assert {0, 4 // every} < {count for touched in counts for count in touched}, "some rows always, some never, some now and then"
+    assert {0, 4 // every} < {count for touched in counts for count in touched}, "some rows always, some never, some sometimes"
     for state, _ in on_ranks(ranks, train, 4, 2, announce, every):
         for i, rows in enumerate(plain):
             for key, kept in (("", "p"), ("/m", "m"), ("/v", "v")):
@@ -101,7 +101,7 @@ def test_rows_with_a_gradient_are_updated_and_no_others(on_ranks, ranks, announc
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_clipping_is_by_the_norm_of_all_rows(on_ranks, ranks):
-    """Of which the first step's are clipped more than the last's, or Adam would not tell."""
+    """The first step is clipped more than the last; otherwise Adam would not depend on clipping."""
     plain, free = by_hand(ranks, clip=30.0)[0], by_hand(ranks)[0]
     assert not torch.allclose(plain[0][0].p, free[0][0].p)
     for state, _ in on_ranks(ranks, train, 4, 2, True, 1, Comm, {"clip_norm": 30.0}):
@@ -121,16 +121,16 @@ def test_no_setting_changes_what_is_computed(on_ranks, changes, network):
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_exact_mode_gives_the_same_bytes_at_any_number_of_ranks(on_ranks, every):
-    """Also between two updates, and where other micro-batches lie on a rank. A plain sum gives other bytes, or this shows nothing."""
+def test_invariant_mode_gives_the_same_bytes_at_any_number_of_ranks(on_ranks, every):
+    """Also between two updates, and with other micro-batches per rank. A plain sum must give other bytes."""
     def hashes(invariant, steps):
         return {train_gpt.hash_of([*on_ranks(ranks, train, steps, 8 // ranks, True, every, Comm, {"world_size_invariant": invariant})[0][0].items()])
                 for ranks in (1, 2, 4)}
     assert len(hashes(True, 3)) == len(hashes(True, 4)) == 1 < len(hashes(False, 4))
 
 
-def test_rows_alone_travel(on_ranks):
-    """A bit a row that says which, their gradients to their owners, and their new values to all."""
+def test_only_rows_are_sent(on_ranks):
+    """Ranks send a bit per row, gradients to the rows' owners, and new rows to all."""
     read = [torch.stack([torch.cat([a.flatten(), b.flatten() + SIZES[0]]) for a, b in (rows_of(3, rank, i) for i in range(2))])
             .unique() for rank in range(2)]
     border = -(-sum(SIZES) // 2)  # between the rows of the first rank and those of the second
@@ -143,7 +143,7 @@ def test_rows_alone_travel(on_ranks):
 
 
 def as_torch_s(comm):
-    """As one of torch's optimizers, nobody preparing or announcing anything: two backwards a step, the first in no_sync."""
+    """Train as with a torch optimizer: nothing is prepared or announced; two backwards per step, the first in no_sync."""
     model = tables()
     optimizer = optimizer_of(model, comm, 1e9, LAZY)
     for step in range(4):
@@ -164,7 +164,7 @@ def test_rows_are_those_of_a_loop_as_torch_has_it(on_ranks, ranks):
 
 
 def one_reads_nothing(comm):
-    """A table that rank 1 does not read, with unused parameters allowed; both ranks end alike."""
+    """Train with a table that rank 1 does not read, and find_unused_parameters."""
     model = tables()
     optimizer = optimizer_of(model, comm, 1e9, LAZY, find_unused_parameters=True)
     for step in range(2):
@@ -181,7 +181,7 @@ def test_a_table_that_one_rank_does_not_read(on_ranks):
 
 
 def moments(comm, invariant):
-    """A row that was updated, then read by a loss in which it counts nothing."""
+    """Update a row, then read it in a loss in which it has weight 0."""
     model = tables()
     optimizer = optimizer_of(model, comm, 1e9, LAZY, world_size_invariant=invariant)
     states = []
@@ -203,7 +203,7 @@ def test_a_gradient_of_zero_is_none(on_ranks, invariant):
 
 
 def dropped(comm, when):
-    """Rows are announced, perhaps sent, and dropped; the steps after it are as if nothing had been."""
+    """Announce rows, perhaps send them, and drop them; later steps must not change."""
     results = []
     for drops in (True, False):
         model = tables()
@@ -270,7 +270,7 @@ def not_finite(comm, table, row):
 
 @pytest.mark.parametrize("table,row", [(0, 0), (0, 1), (1, 0), (1, 1)])
 def test_a_gradient_that_is_not_finite_is_named_by_its_table(on_ranks, table, row):
-    """In the first and in the last row of each, which lie on both ranks."""
+    """In the first and the last rows of each table, on both ranks."""
     for message in on_ranks(2, not_finite, table, row):
         assert message.startswith(f"gradients of step 0 are not finite: {table}.weight;")
 
@@ -288,7 +288,7 @@ def test_a_wrong_use_is_answered_with_the_cure(given, says):
 
 @pytest.mark.parametrize("read", [None, [2, 3]])
 def test_after_an_error_zero_grad_begins_anew(read):
-    """Of a forward that failed after its rows were announced, and of rows that were not."""
+    """After a forward that failed after its announcement, and after a gradient of rows that were not announced."""
     torch.manual_seed(0)
     table = nn.Embedding(5, 3, sparse=True)
     optimizer = optimizer_of(table, rule=LAZY)
@@ -327,7 +327,7 @@ def test_more_rows_may_be_announced_than_are_read():
 
 
 def test_a_run_with_row_by_row_tables_is_the_same_at_any_number_of_ranks(on_ranks):
-    """In exact mode, through the model's own n-gram tables."""
+    """World-size-invariant, with the model's own n-gram tables."""
     batches = torch.from_numpy(some_documents(11, 3 * 4 * 49).astype("int64")).view(3, 4, 49)
     flags = {"ngrams": "2:40:8 3:30:8", "lazy_tables": True, "world_size_invariant": True}
     assert len({x[1] for ranks in (1, 2, 4) for x in on_ranks(ranks, train_steps, flags, 3, batches)}) == 1
