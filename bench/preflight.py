@@ -164,7 +164,7 @@ def rule_parts(trainer: T.Trainer) -> Iterator[Part]:
             for x, y in zip(held, noise):
                 x.copy_(y)
             bucket.updates = 1
-            optimizer.apply_rule(bucket, plan)
+            optimizer.update(bucket, plan)
         return [held[0].float() - noise[0].float(), *held[2:]]
 
     for bucket in {(type(b.rule), b.param_shard.shape, b.param_data.dtype): b for b in optimizer.buckets}.values():
@@ -214,7 +214,7 @@ def transfer_parts(trainer: T.Trainer) -> Iterator[Part]:
 
     def send_rows(bucket: T.RowBucket, by_plain: bool) -> list[Tensor]:
         """Send gradients of random rows of the first table to their owners, and return them as values to all ranks."""
-        slot, sums = bucket.params[0], torch.zeros_like(bucket.rows, dtype=torch.float32)
+        slot, sums = bucket.slots[0], torch.zeros_like(bucket.rows, dtype=torch.float32)
         for rank in range(comm.ranks):
             noise = torch.Generator().manual_seed(rank)
             rows = torch.randint(len(slot.param), (1, 4096), generator=noise)
@@ -227,13 +227,13 @@ def transfer_parts(trainer: T.Trainer) -> Iterator[Part]:
             slot.pending_grads = []
             return [sums]
         bucket.rows.zero_()
-        bucket.start_reduce(comm, invariant)
-        bucket.reducing.wait()
-        bucket.reducing = None
-        bucket.param_shard[bucket.touched] = bucket.grad_shard.to(bucket.rows.dtype)
-        bucket.start_gather(comm)
-        bucket.gathering.wait()
-        bucket.gathering = None
+        bucket.start_reduce_scatter(comm, invariant)
+        bucket.reduce_handle.wait()
+        bucket.reduce_handle = None
+        bucket.param_shard[bucket.grad_rows] = bucket.grad_shard.to(bucket.rows.dtype)
+        bucket.start_all_gather(comm)
+        bucket.gather_handle.wait()
+        bucket.gather_handle = None
         return [bucket.rows.clone()]
 
     yield Part("load a shard", f"{shard.tokens:,} tokens", load, 0.0)
