@@ -104,7 +104,7 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
 
     def attention(m: T.GPT, *qkv: Tensor) -> Tensor:
         q, k, v = (y.view(len(text), c.num_heads, -1) for y in qkv)
-        return T.attend(q * T.Rotary.FIRST_SCALE, k, v, masks[m]["L"])
+        return T.attend(q * model.rotary.scale, k, v, masks[m]["L"])
 
     def block(i: int, m: T.GPT, x: Tensor, x0: Tensor, *further: Tensor) -> Tensor:
         _, mixes, value_mixes, *_ = m.mixing_weights()
@@ -113,7 +113,9 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
         return m.blocks[i](x, x0, mixes[i], values, value_mixes[i], rotary, masks[m][layer.window], ngrams, attn_input)
 
     def takes(i: int) -> tuple[bool, ...]:
-        return model.layers[i].value_table is not None, model.takes_ngrams[i], model.layers[i].reads_backout
+        """Whether block i takes value embeddings, n-gram embeddings, and another input of attention."""
+        ngrams_in_block = c.ngram_mix > 0 and not (c.sublayer_scales and i == 0)
+        return model.layers[i].value_table is not None, ngrams_in_block, model.layers[i].reads_backout
 
     def head(m: T.GPT, x: Tensor) -> Tensor:
         return m.loss(x, targets, plan.loss_weights)[0]
