@@ -75,7 +75,7 @@ HOST_AHEAD = 5  # steps that the host enqueues before it waits for a GPU; their 
 # could hide as much as the run itself. Then the allowed difference between the sides' medians
 STARTING_S, STARTING_LEAST_S, STARTING_PART = 60, 20, 0.2
 SIDES_S, SIDES_PART = 3, 0.01
-SETTING_UP = "warmup", "joining", "setup", "compile", "preflight"  # spans before the first step
+SETTING_UP = "warmup", "joining", "setup", "compile"  # spans before the first step
 SLOWER_PART = 1.5  # factor from slower training to the allowed extra time in validation and warm-up
 SETTING_UP_S = 0.5  # how much longer the record's side may set up: its model may be larger
 CLOCKS_S = 2  # times of day have a resolution of one second
