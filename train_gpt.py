@@ -3089,7 +3089,7 @@ class Trainer:
         return validate(self.model, sequences, plan.windows, self.comm, self.device, stop)
 
     def warm_up(self, val_sequence: np.ndarray) -> None:
-        """Run every stage and kind of step, so that nothing is compiled or allocated on the clock. Restore the state."""
+        """Run every stage and kind of step, so that nothing is compiled or allocated on the clock. Restore all state."""
         c, before = self.config, (self.model.rotary.windows, self.model.tied)
         saved, position, digest = self.optimizer.state_dict(), self.stream.position, self.stream.digest
         begins = [-(-stage.begin // c.adam_every) * c.adam_every for stage in stages_of(c)]  # of a cycle of Adam
@@ -3166,7 +3166,7 @@ class TrainLosses:
             done = plan.step + 1
             if event is not None:
                 event.synchronize()
-            require(summed.isfinite().all(), f"the training loss of step {done} is not finite; lower the learning rates")
+            require(summed.isfinite().all(), f"the training loss of step {done} is not finite; lower the learning rate")
             if summed[-1]:
                 self.save_at[done + self.LAG] = summed[-1].item() >= Signals.STOP
             loss, line = None, f"step:{done}/{self.config.num_steps} {show_times(train_time, done)}"
@@ -3249,8 +3249,8 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
         shards = find_data(config, comm)
         if device.type == "cuda":
             config, changes = resolve_auto(config, comm)
-        require(device.type == "cuda" or config.attention in ("auto", "masked"), f"attention {config.attention} needs a "
-                "GPU, and this machine has none; use --attention auto")
+        require(device.type == "cuda" or config.attention in ("auto", "masked"), "this machine has no GPU, which attention "
+                f"{config.attention} needs; use --attention auto")
         val_sequences = validation_sequences(shards["val"], config.val_tokens, config.val_len)
         trainer = Trainer(config, comm, device, shards["train"])
         trainer.stream.check_enough()
@@ -3351,8 +3351,8 @@ class Log:
         """Create the file with the source, the environment and the run's description, or append to it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rule, source = "=" * 100, Path(__file__).read_text(encoding="utf-8")
-        used = (f"{self.path} exists, so run_id {self.run_id!r} was used. Choose another --run_id, continue that run by "
-                "--resume, or delete its log")
+        used = (f"{self.path} exists, so run_id {self.run_id!r} was used. Choose another --run_id, continue that run "
+                "by --resume, or delete its log")
         try:
             file = open(self.path, "a+" if resumed else "x", encoding="utf-8", errors="replace", newline="")
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -3365,7 +3365,8 @@ class Log:
             file.seek(0)
             written = file.read()
         begun = re.search(rf"\n{rule}\n(\{{.*)\n", written)
-        require(not begun or '\n{"end"' not in written and (resumed["checkpoint"] or is_of_this_launch(self.path)), used)
+        ended = '\n{"end"' in written
+        require(not begun or not ended and (resumed["checkpoint"] or is_of_this_launch(self.path)), used)
         if not begun:  # new, deleted, or stopped while its head was written
             file.truncate(0)
             try:
@@ -3671,8 +3672,8 @@ def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
     for name, param in params.items():
         x = saved["state"].get("lm_head.weight" if saved.get("tied") and name == "embed.weight" else name)
         fits = x is not None and x.shape in (param.shape, (param.numel(),))  # checkpoints hold them flat
-        require(fits, f"{name} is {list(param.shape)} here and {'missing' if x is None else list(x.shape)} in the saved "
-                "model. Use the same --layers, --model_dim, --ngrams and vocabulary, and the revision in its log")
+        require(fits, f"{name} is {list(param.shape)} here and {'missing' if x is None else list(x.shape)} in the "
+                "saved model. Use the same --layers, --model_dim, --ngrams and vocabulary, and the revision in its log")
         param.copy_(x.view(param.shape))
 
 def step_of(checkpoint: Path) -> int:
@@ -3854,14 +3855,16 @@ def with_digests(shards: list[Shard], comm: Comm, local_rank: int, local_ranks: 
 def find_data(config: Config, comm: Comm) -> dict[str, list[Shard]]:
     """Find the training and validation shards, the same on all ranks and in one encoding."""
     train, val = find_shards(config.train_files, config.train_shards), find_shards(config.val_files)
-    require(train[0].encoding == val[0].encoding, f"the training shards have {train[0].encoding}, the validation shards "
-            f"{val[0].encoding}; make both with one encoding")
+    require(train[0].encoding == val[0].encoding, f"the training shards have {train[0].encoding}, the validation "
+            f"shards {val[0].encoding}; make both with one encoding")
     local = env_int("LOCAL_RANK", 0), env_int("LOCAL_WORLD_SIZE", 1)
     return {"train": with_digests(train, comm, *local), "val": with_digests(val, comm, *local)}
 
 class Signals:
-    """SIGUSR1 asks for a checkpoint. SIGTERM and SIGHUP, in training, ask for a checkpoint and then stop the run. Before
-    training they have their default action: nothing is lost, and the process ends even where it waits for others."""
+    """SIGUSR1 asks for a checkpoint. In training, SIGTERM and SIGHUP ask for a checkpoint and then stop the run.
+
+    Before training they have their default action: nothing is lost, and the process ends even if it waits for others.
+    """
 
     STOPS = signal.SIGTERM, signal.SIGHUP
     STOP = 1024  # what a stop adds to `received`; SIGUSR1 adds 1
@@ -3958,8 +3961,8 @@ def describe_error(error: BaseException, config: Config) -> str:
         cure = cures.get(error.errno, "mend that, or name another file")
         return f"{error.filename or config.log_dir}: cannot be read or written ({error.strerror}); {cure}"
     if isinstance(error, RuntimeError) and LOST.search(str(error)):
-        return (f"another rank did not answer ({str(error).splitlines()[0]}). It was killed (perhaps out of memory), or "
-                f"it is slower than --timeout_s {config.timeout_s}")
+        return (f"another rank did not answer ({str(error).splitlines()[0]}). It was killed (perhaps out of memory), "
+                f"or it is slower than --timeout_s {config.timeout_s}")
     return ""
 
 def first_failure(store: dist.Store | None, rank: int, message: str, lost: bool) -> str:
