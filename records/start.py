@@ -256,7 +256,7 @@ def preflight(config, flags, ranks, gpus, show_only):
         answer = json.loads(path.read_text())["flags"]
         say(f"preflight: {' '.join(as_flags(answer)) or 'all parts work'} (checked before; --preflight checks again)")
         return as_flags(answer)
-    say("preflight: checks each part of a run once on this machine; the first time it compiles, for minutes")
+    say("preflight: checks each part of a run once; on GPUs this takes minutes while it compiles")
 
     def show(line):
         lines.append(line)
