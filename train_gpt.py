@@ -27,11 +27,34 @@ them.
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
+import sys
+
+def die_with_launcher() -> None:
+    """Have the kernel send SIGTERM to this rank when its launcher dies (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
+    launcher = os.environ.get("LAUNCHER_PID")
+    if launcher and int(launcher) != os.getppid():  # it died before prctl
+        os._exit(1)
+
+def exit_before_start(*_: object) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, b"train_gpt.py: interrupted before the run started; nothing to keep\n")
+    os._exit(130)
+
+if __name__ == "__main__":  # before the other imports, which take seconds
+    signal.signal(signal.SIGINT, exit_before_start)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for a checkpoint, and there is nothing to save yet
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_launcher()
+
 import argparse
 import ast
 import collections
 import contextlib
-import ctypes
 import dataclasses
 import errno
 import fcntl
@@ -42,15 +65,12 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import platform
 import re
 import resource
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import sysconfig
 import threading
 import time
@@ -65,25 +85,6 @@ from datetime import datetime, timedelta, timezone
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, NamedTuple, NoReturn, Sequence
-
-def die_with_launcher() -> None:
-    """Have the kernel send SIGTERM to this rank when its launcher dies (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
-    launcher = os.environ.get("LAUNCHER_PID")
-    if launcher and int(launcher) != os.getppid():  # it died before prctl
-        os._exit(1)
-
-def exit_before_start(*_: Any) -> NoReturn:
-    if os.environ.get("RANK", "0") == "0":
-        os.write(2, b"train_gpt.py: interrupted before the run started; nothing to keep\n")
-    os._exit(130)
-
-if __name__ == "__main__":  # before torch, whose import takes seconds
-    signal.signal(signal.SIGINT, exit_before_start)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for a checkpoint, and there is nothing to save yet
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_launcher()
 
 import numpy as np
 import torch

@@ -45,7 +45,7 @@ LONGEST_ANSWER = 1 << 20  # bytes of JSON
 PATIENCE_S = 900  # timeout of one answer: the first one compiles
 STARTING_S = 10  # time until a process answers; a model needs three or four processes
 # What may depend on the machine: micro-batches by memory, and the flags named here if `changes` has these words
-FITTED = {"has no fp8": "fp8_head", "FlashAttention 3 wants": "attention"}
+FITTED = {"has no fp8": "fp8_head", "FlashAttention 3 is not": "attention"}
 PASSED_ON = ("PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # environment variables
 
 
@@ -66,7 +66,7 @@ def load(source_path, model_path):
     with torch.no_grad():
         for name, param in model.named_parameters():
             param.copy_(state["lm_head.weight" if saved.get("tied") and name == "embed.weight" else name])
-    model.follow(tuple(saved["rotary_windows"]), saved.get("tied", False))
+    model.apply_schedule(tuple(saved["rotary_windows"]), saved["tied"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return module, model.to(device).eval(), module.Windows(*saved["windows"]), saved
 
@@ -80,8 +80,8 @@ def initial_state(module, config, saved):
     config = module.config_of({**config, "compile": "off", "init_from": ""})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trainer = module.Trainer(config, module.Comm(), device, [nothing])
-    first = trainer.state_hash()
-    trainer.model.rotary.follow(tuple(saved["rotary_windows"]))
+    first = module.state_hash(trainer)
+    trainer.model.rotary.set_windows(tuple(saved["rotary_windows"]))
     return {"hash": first, "buffers": {name: digest_of(x) for name, x in trainer.model.named_buffers()}}
 
 

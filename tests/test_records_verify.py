@@ -431,7 +431,7 @@ def test_an_edited_log_is_caught(race, judge, edit):
 
 
 def test_a_script_with_a_slow_clock_is_caught(train, judge):
-    step = "            self.losses.record(plan, self.trainer.step("
+    step = "            self.losses.record(plan, trainer.step("
     log = train(("self.elapsed += 1000 *", "self.elapsed += 500 *"),
                 ("self.elapsed + 1000 *", "self.elapsed + 500 *"), (step, "            time.sleep(0.05)\n" + step))
     status, rules = judge(log)
@@ -649,7 +649,7 @@ def test_runs_keep_to_the_flags_that_their_race_declared(race, judge, flags, kep
     assert judge(folder)[0] == bool(word)
     for path in folder.glob("*.txt"):  # the script says which values it changed for this machine
         log = Log(path)
-        log.start["changes"] = ["FlashAttention 3 wants a Hopper GPU: torch's own"]
+        log.start["changes"] = ["FlashAttention 3 is not installed: torch's own"]
         log.write(path)
     assert judge(folder)[0] == (bool(word) and flags[0] != "--attention")
 
@@ -1033,7 +1033,7 @@ def test_an_honest_model_passes_in_a_process_of_its_own(honest, script):
 
 
 @pytest.mark.parametrize("saved, stated, changes, differ", [
-    ("auto", "flex", [], ""), ("flash", "flex", ["FlashAttention 3 wants a Hopper GPU"], ""),
+    ("auto", "flex", [], ""), ("flash", "flex", ["FlashAttention 3 is not installed"], ""),
     ("flash", "flex", [], "attention"), ("flash", "flex", ["this GPU has no fp8"], "attention"), ("flex", "flex", [], "")])
 def test_a_saved_model_may_leave_to_the_machine_what_the_log_says_it_chose(saved, stated, changes, differ):
     examination = examine.Examination.__new__(examine.Examination)
@@ -1141,8 +1141,8 @@ def test_a_model_saved_in_16_bits_is_enough_for_the_loss(rerun, honest, tmp_path
     assert rerun(model=tmp_path / "half.pt", only=[examine.LOSS])[examine.LOSS][0] == "fail"
 
 
-TRAIN_IN_VALIDATION = ("        losses[i] = model(inputs.clamp_min(0), targets, windows)\n",
-                       "        losses[i] = model(inputs.clamp_min(0), targets, windows)\n"
+TRAIN_IN_VALIDATION = ("        _, losses[i] = model(inputs.clamp_min(0), targets, windows)\n",
+                       "        _, losses[i] = model(inputs.clamp_min(0), targets, windows)\n"
                        "        model.lm_head.weight[targets.clamp_min(0)] += 1e-3\n")
 
 
@@ -1386,7 +1386,7 @@ def test_cheat_3_one_model_for_two_runs(race, honest, tmp_path):
         assert (verdict, "parameters with correlation 1.000" in reason) == (("fail", True) if copied else ("pass", False))
 
 
-PRETRAINED = ("        if compiled:\n            self.model.compile_parts()\n",
+PRETRAINED = ("        if self.compiled:\n            self.model.compile_parts()\n",
               "        torch.manual_seed(99)\n        for block in self.model.blocks:\n"
               "            for p in block.parameters(): p.data += 0.1 * torch.randn_like(p)\n")
 
@@ -1399,14 +1399,14 @@ def test_tables_of_ngrams_are_no_rows_of_the_embedding(race, judge, tmp_path):
 
 
 @pytest.mark.parametrize("preset", train_gpt.PRESETS)
-@pytest.mark.parametrize("depth", [0, 1, 4, 12])
-def test_the_rows_of_the_embedding_are_those_of_the_model(preset, depth):
+@pytest.mark.parametrize("layers", ["", "LM", "SM LM SM LM"])
+def test_the_rows_of_the_embedding_are_those_of_the_model(preset, layers):
     """Computed from the description alone; not every digit in layers is a table."""
-    _, config = train_gpt.parse_config(["--preset", preset, *(["--depth", str(depth)] if depth else [])], "laptop")
+    _, config = train_gpt.parse_config(["--preset", preset, *(["--layers", layers, "--backout_layer", "0", "--skip_gates", "false", "--value_gates", "false"] if layers else [])], "laptop")
     encoding = train_gpt.Encoding(*((257, 256) if preset == "laptop" else (50257, 50256)))
     with torch.device("meta"):
         model = train_gpt.build_model(replace(config, dtype="float32"), encoding)
-    start = {"config": asdict(config), "parameters": sum(p.numel() for p in model.parameters())}
+    start = {"config": train_gpt.json_of(config), "parameters": sum(p.numel() for p in model.parameters())}
     rows = verify.embedding_rows(verify.Evidence(logs.Run("r", start=start)))
     assert rows // 128 * 128 == len(model.embed.weight) and (rows in verify.GPT2_VOCAB) == (preset != "laptop")
 
