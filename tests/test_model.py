@@ -776,7 +776,7 @@ def test_split_micro_batches_scale_the_gradients_and_not_the_losses(tmp_path, ti
         trainer.optimizer.step = lambda plan: None
         plan = train_gpt.plan_of(config, 0)
         losses = trainer.step(plan, trainer.stream.next_batch(plan))
-        seen.append((losses, {slot.name: slot.grad.clone() for bucket in trainer.optimizer.buckets for slot in bucket.params}))
+        seen.append((losses, {slot.name: slot.grad.clone() for bucket in trainer.optimizer.buckets for slot in bucket.slots}))
     assert seen[0][0] == seen[1][0] and len(seen[0][0]) == 4
     for name, grad in seen[0][1].items():
         assert grad.norm() > 0 and torch.allclose(seen[1][1][name], 2 * grad, rtol=1e-12), name
@@ -790,7 +790,7 @@ def test_the_first_adam_step_is_the_record_s_formula(tmp_path, tiny, loss_weight
     trainer = make_trainer(tmp_path, config)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     total = {}
-    step, slots = trainer.optimizer.step, [slot for bucket in trainer.optimizer.buckets for slot in bucket.params]
+    step, slots = trainer.optimizer.step, [slot for bucket in trainer.optimizer.buckets for slot in bucket.slots]
 
     def note_and_step(plan):  # after the second step the buckets hold the sum of both
         total.update({slot.name: slot.grad.clone() for slot in slots})

@@ -37,7 +37,7 @@ def save(path, config, encoding=BYTES, tied=False):
     """Write what save_model would write."""
     plan, model = train_gpt.plan_of(config, config.num_steps), shaken(config, encoding)
     train_gpt.save_file(path, {
-        "config": dataclasses.asdict(config), "step": plan.step, "windows": list(plan.windows), **encoding._asdict(),
+        "config": train_gpt.json_of(config), "step": plan.step, "windows": list(plan.windows), **encoding._asdict(),
         "rotary_windows": list(plan.rotary_windows), "tied": tied,
         "state": {name: p.detach() for name, p in model.named_parameters()}})
     return path
