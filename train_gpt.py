@@ -10,7 +10,7 @@ after the training loop; the later sections keep a run safe.
     config          every value that decides a run, with its reason; presets; command-line flags
     schedule        stages, learning rate, momentum; plan_of(config, step) returns everything that depends on the step
     data            shards, document packing, a stream that preloads
-    model           kernels, attention, MLP, blocks, GPT and its loss; no communication
+    model           attention, MLP, blocks, GPT and its loss; attention masks and kernels; no communication
     update rules    Adam and NorMuon: pure functions on tensors
     gradient sync   buckets (memory), Comm (collectives), Reducer (gradients), DistributedOptimizer (parameters)
     assignment      parameter kind -> update rule and multipliers
