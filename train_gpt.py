@@ -33,9 +33,9 @@ import signal
 import sys
 
 def die_with_launcher() -> None:
-    """Have the kernel send SIGTERM to this rank when its launcher dies (Linux)."""
+    """Have the kernel send SIGUSR2 to this rank when its launcher dies (Linux); see Signals."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGUSR2)  # 1: PR_SET_PDEATHSIG
     launcher = os.environ.get("LAUNCHER_PID")
     if launcher and int(launcher) != os.getppid():  # it died before prctl
         os._exit(1)
@@ -3090,7 +3090,7 @@ class Trainer:
         return validate(self.model, sequences, plan.windows, self.comm, self.device, stop)
 
     def warm_up(self, val_sequence: np.ndarray) -> None:
-        """Run every stage and kind of step, so that nothing is compiled or allocated on the clock. Restore all state."""
+        """Run every stage and kind of step, to compile and allocate everything off the clock. Restore the state."""
         c, before = self.config, (self.model.rotary.windows, self.model.tied)
         saved, position, digest = self.optimizer.state_dict(), self.stream.position, self.stream.digest
         begins = [-(-stage.begin // c.adam_every) * c.adam_every for stage in stages_of(c)]  # of a cycle of Adam
@@ -3250,8 +3250,8 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
         shards = find_data(config, comm)
         if device.type == "cuda":
             config, changes = resolve_auto(config, comm)
-        require(device.type == "cuda" or config.attention in ("auto", "masked"), "this machine has no GPU, which attention "
-                f"{config.attention} needs; use --attention auto")
+        require(device.type == "cuda" or config.attention in ("auto", "masked"), f"attention {config.attention} "
+                "needs a GPU, and this machine has none; use --attention auto")
         val_sequences = validation_sequences(shards["val"], config.val_tokens, config.val_len)
         trainer = Trainer(config, comm, device, shards["train"])
         trainer.stream.check_enough()
@@ -3862,18 +3862,19 @@ def find_data(config: Config, comm: Comm) -> dict[str, list[Shard]]:
     return {"train": with_digests(train, comm, *local), "val": with_digests(val, comm, *local)}
 
 class Signals:
-    """SIGUSR1 asks for a checkpoint. In training, SIGTERM and SIGHUP ask for a checkpoint and then stop the run.
+    """SIGUSR1 asks for a checkpoint. In training, SIGTERM, SIGHUP and SIGUSR2, which says that the launcher has died,
+    ask for a checkpoint and then stop the run.
 
     Before training they have their default action: nothing is lost, and the process ends even if it waits for others.
     """
 
-    STOPS = signal.SIGTERM, signal.SIGHUP
+    STOPS = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2
     STOP = 1024  # what a stop adds to `received`; SIGUSR1 adds 1
 
     GRACE_S = 8  # for the last checkpoint when the launcher is gone, and nobody else would end a rank that hangs
 
     def __init__(self):
-        self.received, self.stop, self.launcher = 0, False, os.getppid()
+        self.received, self.stop = 0, False
 
     def handle(self, number: int, _: Any) -> None:
         if number == signal.SIGUSR1:
@@ -3881,8 +3882,8 @@ class Signals:
         elif not self.stop:
             self.stop = True
             self.received += self.STOP
-            if os.getppid() != self.launcher:
-                signal.alarm(self.GRACE_S)  # its default action ends the process
+        if number == signal.SIGUSR2:
+            signal.alarm(self.GRACE_S)  # its default action ends the process
 
     @contextlib.contextmanager
     def caught(self) -> Iterator[None]:
@@ -4020,7 +4021,7 @@ def fail(error: BaseException, config: Config, rank: int, log: Log | None, store
 def main(argv: Sequence[str] | None = None) -> int:
     """One rank of a run, as torchrun started it, or the only one -> the exit status."""
     began = time.perf_counter()
-    rank, log, store, config, signals.launcher = 0, None, None, Config(), os.getppid()
+    rank, log, store, config = 0, None, None, Config()
     try:
         rank, ranks, local_rank = map(env_int, ("RANK", "WORLD_SIZE", "LOCAL_RANK"), (0, 1, 0))
         for library in ("TORCHINDUCTOR", "TRITON"):  # the next run and all ranks use what they compile

@@ -657,14 +657,15 @@ def parse_flags(flags):
 
 
 def matches(word, stated):
-    """Return whether a flag's word has the value in a log's config. Any value matches auto, and any rows match an
-    expression of rows, which only the script can parse."""
+    """Return whether a flag's word has the value in a log's config. Any value matches auto."""
     try:
         values = stated if isinstance(stated, list) else [stated]
-        if any(isinstance(value, dict) for value in values):
-            return True
+        if isinstance(stated, str) and "(" in stated:  # rows, such as stages
+            rows_of = leaks.trainer().parse_rows
+            given = rows_of(word)
+            return rows_of(stated)[-len(given):] == given  # param_groups add to those of the preset
         return word.lower() in ("auto", str(stated).lower()) or [*map(float, word.split(","))] == values
-    except ValueError:
+    except (ValueError, argparse.ArgumentTypeError):
         return False
 
 

@@ -195,7 +195,7 @@ def test_what_a_racer_s_gpu_is_given(dry):
     """The way of `speedrun` on Hopper GPUs, in few layers: bf16, a head in fp8, the MLP's kernel, FlashAttention."""
     done = dry("--kernels", of_script=(
         "--preset", "speedrun", "--layers", "- S0M LM SM+0", "--backout_layer", "1", "--micro_batch_tokens", "2048", "--val_tokens",
-        "8192", "--val_len", "4096", "--attention", "flash", "--warmup_steps", "4", "--stages", "until long_window; 1 3; +40 13"))
+        "8192", "--val_len", "4096", "--attention", "flash", "--warmup_steps", "4", "--stages", "Stage(long_window=3), Stage(extra_steps=40, long_window=13)"))
     rows = rows_of(done)
     assert rows["graphs; breaks; compiled after warm-up"][0].endswith("; 0; 0")
     assert rows["— products in fp8: ms, launches"][0].endswith(", 3") and rows["— attention: ms, launches"][0].endswith(", 12")

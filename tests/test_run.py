@@ -422,7 +422,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_its_step(one, tmp_path, ca
     ({"num_steps": 4000}, "add shards"),
     ({"num_steps": 85}, "ran out"),
     ({"model_dim": 33}, "it must be model_dim, 33"),
-    ({"stages": "Stage(until=1/2)"}, "the last stage ends before step 6 of num_steps 12"),
+    ({"stages": "Stage(until=1/2)"}, "the last stage ends at step 6, and num_steps is 12"),
 ])
 def test_bad_input_is_an_error_before_anything_is_written(one, tmp_path, capsys, changes, says):
     status, _, errors = run_here(flags(tmp_path, one[1], **changes), capsys)
