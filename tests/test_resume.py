@@ -215,6 +215,25 @@ def test_the_last_so_many_are_kept(flags, capsys, tmp_path):
     assert [(line["from_step"], line["lost_steps"]) for line in resumed_lines(tmp_path / "some.txt")] == [(4, 2), (5, 0)]
 
 
+def test_the_latest_checkpoint_is_that_of_the_last_step_whatever_the_clock_said(flags, capsys, tmp_path):
+    """Modification times in the future: the clock was set back, or another host wrote them."""
+    here(flags("some", save_every=2, adam_every=1), capsys, kill_at=5)
+    for path in tmp_path.glob("*.ckpt"):
+        os.utime(path, (time.time() + 10_000,) * 2)
+    here(["--resume", "latest", "--log_dir", str(tmp_path)], capsys, kill_at=7)
+    assert steps_saved(tmp_path) == [4, 6] and resumed_lines(tmp_path / "some.txt")[-1]["from_step"] == 4
+
+
+def test_a_checkpoint_is_protected_as_a_whole(killed, capsys, tmp_path):
+    """Its tensors and every value beside them."""
+    latest = tmp_path / "killed.step000004.ckpt"
+    saved = torch.load(latest, weights_only=True)
+    for change in ({"config": {**saved["config"], "seed": 5}}, {"step": 2}, {"position": [0, 1, 12]}, {"train_digest": "0"}):
+        torch.save({**saved, **change}, latest)
+        status, _, errors = here(["--resume", str(killed)], capsys)
+        assert status == 1 and "its content does not match its digest" in errors and errors.count("\n") == 1, errors
+
+
 def test_a_checkpoint_that_cannot_be_read_is_one_line(flags, killed, capsys, tmp_path):
     latest, older = tmp_path / "killed.step000004.ckpt", tmp_path / "killed.step000002.ckpt"
     good = latest.read_bytes()
