@@ -336,7 +336,7 @@ class Config(SyncSettings, StageValues):
         return getattr(torch, self.dtype)
 
 PRESETS = {
-    # overlap_param_gather saves 0.7 ms per step on the simulated GPU (bench/dry_gpu.py)
+    # overlap_param_gather saves 0.7 ms per step on the simulated GPU (bench/dry_gpu)
     "speedrun": Config(overlap_param_gather=True, update_order="forward"),
     # Record 80 of the public speedrun; the hash of the bigram table is the only difference (bench/public_record.py).
     # Records 81 to 89 add MUDD (81, 85), exclude_self (82), wider n-gram tables (83), fp8 in the MLP (84, 89) and
