@@ -1,9 +1,9 @@
-"""Shards, the files of tokens that training reads, and manifest.json, which says what lies beside it.
+"""Write and read shards, the token files for training, and manifest.json, which describes the shards in its folder.
 
-    header   256 int32: magic, version, number of tokens, size of the vocabulary, BOS id, then zeros
-    tokens   uint16; every document opens with BOS
+    header   256 int32: magic, version, number of tokens, vocabulary size, BOS id, then zeros
+    tokens   uint16; every document begins with BOS
 
-Everything is little-endian. Zero as size and as BOS id stands for GPT-2's: so the community's shards are made.
+All numbers are little-endian. The community's shards have 0 as vocabulary size and BOS id, which stands for GPT-2's.
 """
 import contextlib
 import errno
@@ -28,7 +28,7 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class DataError(Exception):
-    """What a user must hear, in one line: what was seen, what is wanted, what to do next."""
+    """An error for the user, in one line: what was seen, what was expected, what to do next."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ GPT2 = Encoding("gpt2", vocab_size=50257, bos_id=50256)
 
 
 def sha256_of(path):
-    """SHA-256 of a file's content, in hex."""
+    """Return the SHA-256 of a file in hex."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):
@@ -52,23 +52,23 @@ def sha256_of(path):
 
 
 def read_header(path):
-    """Number of tokens in a shard. DataError unless its header is a shard's and its size is what the header says."""
+    """Return the number of tokens in a shard. Raise DataError if its header is invalid or contradicts its size."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         header = np.frombuffer(file.read(HEADER_BYTES), dtype="<i4", count=min(3, size // 4))
     if size < HEADER_BYTES or header[0] != MAGIC:
-        raise DataError(f"{path}: not a shard of tokens (it does not open with the number {MAGIC})")
+        raise DataError(f"{path}: not a shard; its first number is not {MAGIC}")
     if header[1] != VERSION:
-        raise DataError(f"{path}: shard of version {header[1]}, this program reads version {VERSION}")
+        raise DataError(f"{path}: shard of version {header[1]}; this program reads version {VERSION}")
     tokens = int(header[2])
     if size != HEADER_BYTES + TOKEN_BYTES * tokens:
-        raise DataError(f"{path}: {size} bytes, but its header promises {tokens} tokens, "
-                        f"which is {HEADER_BYTES + TOKEN_BYTES * tokens} bytes")
+        raise DataError(f"{path}: {size} bytes, but its header states {tokens} tokens, "
+                        f"which take {HEADER_BYTES + TOKEN_BYTES * tokens} bytes; create it again")
     return tokens
 
 
 def entry_of(path, name, bos_id, sha256=None):
-    """What the manifest says of the shard that lies at `path` and is, or will be, called `name`, like x_val_000000.bin."""
+    """Return the manifest's entry of the shard at `path`. `name` is its final name, like x_val_000000.bin."""
     tokens = read_header(path)
     documents = int(np.count_nonzero(np.memmap(path, "<u2", "r", HEADER_BYTES) == bos_id))
     return {"name": name, "split": name.rsplit("_", 2)[1], "tokens": tokens, "documents": documents,
@@ -76,7 +76,7 @@ def entry_of(path, name, bos_id, sha256=None):
 
 
 def write_manifest(directory, encoding, source, files, **about):
-    """Puts manifest.json in its place whole, or not at all. `files`: entries as entry_of makes them."""
+    """Write manifest.json atomically. `files`: entries of entry_of."""
     manifest = {"encoding": encoding.name, "vocab_size": encoding.vocab_size, "bos_id": encoding.bos_id,
                 "source": source, **about, "files": sorted(files, key=lambda entry: (entry["split"], entry["name"]))}
     path = partial(Path(directory) / MANIFEST)
@@ -85,22 +85,22 @@ def write_manifest(directory, encoding, source, files, **about):
 
 
 def read_manifest(directory):
-    """The manifest of a directory, or None where there is none. DataError if it cannot be understood."""
+    """Read the manifest of a directory -> a dict, or None if there is none. Raise DataError if it is invalid."""
     path = Path(directory) / MANIFEST
     try:
         manifest = json.loads(path.read_text())
-        # What every reader needs; a missing one raises here, not later.
+        # Missing keys raise here, not in a reader.
         for entry in manifest["files"]:
             entry["name"], entry["split"], entry["tokens"], entry["bytes"], entry["sha256"]
         return manifest
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise DataError(f"{path}: not a manifest of shards; remove it and run this again") from None
+        raise DataError(f"{path}: not a manifest of shards; remove it and run this command again") from None
 
 
 def is_intact(directory, entry):
-    """Whether the shard that a manifest's entry describes is there with that size and that SHA-256."""
+    """Return whether a shard exists with the size and SHA-256 of its manifest entry."""
     path = Path(directory) / entry["name"]
     return path.is_file() and path.stat().st_size == entry["bytes"] and sha256_of(path) == entry["sha256"]
 
@@ -111,13 +111,13 @@ def print_shards(directory, entries):
 
 
 class ShardWriter:
-    """Writes a directory of shards, all or nothing: NAME_val_000000.bin, NAME_train_000001.bin … and the manifest.
+    """Write shards and their manifest into a directory, all or none: NAME_val_000000.bin, NAME_train_000001.bin, ...
 
         with ShardWriter("data/mine", "mine", BYTES, source="my notes") as writer:
             writer.add("train", tokens)
 
-    Until the block has ended well every file is called *.partial; when it ends in an exception all of them are removed.
-    Shards that were there before are replaced, those of an earlier, longer set too.
+    Files are named *.partial until the block ends. An exception in the block removes them. At the end of the block the
+    new files replace all earlier shards of the same name.
     """
 
     def __init__(self, directory, name, encoding, source, shard_tokens=SHARD_TOKENS, **about):
@@ -130,15 +130,15 @@ class ShardWriter:
         self.directory.mkdir(parents=True, exist_ok=True)
         return self
 
-    def _shards_there(self, suffix=""):
+    def _existing_shards(self, suffix=""):
         names = (glob.escape(f"{self.name}_{split}_") + "[0-9]" * 6 + ".bin" + suffix for split in self.paths)
         return [path for name in names for path in self.directory.glob(name)]
 
     def add(self, split, tokens, new_document=True):
-        """Appends tokens (without BOS) to `split`: a document, or more of the last one.
+        """Append tokens (without BOS) to `split`: a new document, or the next piece of the last one.
 
-        A document is kept in one shard; only one that is added piece by piece, or is longer than a shard, is cut
-        where a shard ends, and goes on behind a BOS in the next.
+        A document stays in one shard, unless it is longer than a shard or added in pieces. Then it is cut at the end of
+        the shard, and continues after a BOS in the next one.
         """
         shard = self.open_shards.get(split)
         if shard is None or (new_document and shard.room <= len(tokens)):
@@ -155,7 +155,7 @@ class ShardWriter:
     def _next_shard(self, split):
         if split in self.open_shards:
             self.open_shards.pop(split).finish(self.encoding)
-        number = len(self.paths[split]) + (split == "train")  # the community's numbering: val is 0, train starts at 1
+        number = len(self.paths[split]) + (split == "train")  # the community's numbers: val 0, train from 1
         path = self.directory / f"{self.name}_{split}_{number:06d}.bin"
         self.paths[split].append(path)
         self.open_shards[split] = _Shard(partial(path), self.shard_tokens)
@@ -167,9 +167,10 @@ class ShardWriter:
                 self._commit()
         finally:
             for shard in self.open_shards.values():
-                with contextlib.suppress(OSError):  # what is still buffered may not fit on the disk either
+                with contextlib.suppress(OSError):  # close flushes its buffer, and the disk may be full
                     shard.file.close()
-            for part in self._shards_there(".partial") + [partial(self.directory / MANIFEST)]:  # a killed process's too
+            # this also removes partial files of a process that was killed
+            for part in self._existing_shards(".partial") + [partial(self.directory / MANIFEST)]:
                 part.unlink(missing_ok=True)
 
     def _commit(self):
@@ -177,9 +178,9 @@ class ShardWriter:
             self.open_shards.popitem()[1].finish(self.encoding)
         self.entries = [entry_of(partial(path), path.name, self.encoding.bos_id)
                         for paths in self.paths.values() for path in paths]
-        # Between these lines the directory holds no manifest, so that a mix of old and new can't pass for either.
+        # While old and new shards are mixed, the directory has no manifest, so the mix is never taken for a complete set.
         (self.directory / MANIFEST).unlink(missing_ok=True)
-        for stale in self._shards_there():
+        for stale in self._existing_shards():
             stale.unlink()
         for paths in self.paths.values():
             for path in paths:
@@ -188,7 +189,7 @@ class ShardWriter:
 
 
 class _Shard:
-    """One shard being written; `room` is how many more tokens it takes."""
+    """A shard that is being written. `room`: tokens that still fit."""
 
     def __init__(self, path, limit):
         self.file, self.room, self.tokens = open(path, "wb"), limit, 0
@@ -208,13 +209,13 @@ class _Shard:
 
 
 def partial(path):
-    """The name that a file has until it is whole."""
+    """Return the name that a file has until it is complete."""
     return path.with_name(path.name + ".partial")
 
 
 @contextlib.contextmanager
 def only_writer(directory):
-    """Holds a directory (made if missing) against other processes that would write into it; waits for its turn."""
+    """Create a directory and lock it against other writers. Wait while another process holds the lock."""
     os.makedirs(directory, exist_ok=True)
     handle = os.open(directory, os.O_RDONLY)
     try:
@@ -224,16 +225,16 @@ def only_writer(directory):
             print(f"waiting for another process that is writing to {directory}", flush=True)
             fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError:
-            pass  # a file system without locks, such as some network ones: then it is the user who sees to it
+            pass  # a file system without locks, such as some network file systems
         yield
     finally:
         os.close(handle)
 
 
 def run(main):
-    """Calls a script's main and turns what a user can mend into one line on stderr and an exit status."""
+    """Run a script's main. Print errors that the user can fix in one line on stderr, and exit with a status."""
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # ./run.sh blocks it until here
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # ./run.sh starts its children with SIGINT blocked
         main()
     except DataError as error:
         sys.exit(f"error: {error}")
@@ -243,5 +244,5 @@ def run(main):
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         full = error.errno in DISK_FULL
-        advice = "free some space, or give another --out" if full else "mend that, or give another path"
+        advice = "free some space, or choose another --out" if full else "fix that, or choose another path"
         sys.exit(f"error: {where}{error.strerror or error}; {advice}")

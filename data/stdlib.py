@@ -1,9 +1,9 @@
-"""The embedded corpus: this Python's standard library, its source and documentation, as shards of bytes.
+"""Create the embedded corpus: source and documentation of this Python's standard library, as shards of bytes.
 
-    python data/stdlib.py               # data/stdlib/: made in seconds, without a network; a second call only checks
-    python data/stdlib.py --out DIR     # the same somewhere else
+    python data/stdlib.py               # into data/stdlib/, in seconds, without a network; a second call only verifies
+    python data/stdlib.py --out DIR     # into another folder
 
-Another version of Python gives another corpus: losses compare only between runs whose shards have the same SHA-256.
+Another Python version has another library. Compare losses only between runs whose shards have the same SHA-256.
 """
 import argparse
 import hashlib
@@ -17,31 +17,31 @@ import numpy as np
 from shards import BYTES, DataError, ShardWriter, is_intact, only_writer, print_shards, read_manifest, run
 
 VAL_BYTES = 256 * 1024
-MAX_VAL_DOCUMENT = VAL_BYTES // 4  # so that no single file decides the validation loss
-MIN_DOCUMENT = 128                 # bytes; below it lie empty __init__.py and one-line stubs
+MAX_VAL_DOCUMENT = VAL_BYTES // 4  # no single file dominates the validation loss
+MIN_DOCUMENT = 128                 # bytes; excludes empty __init__.py and one-line stubs
 TEXT_SUFFIXES = {".py", ".txt", ".rst"}
 EXCLUDED = {
     "site-packages", "dist-packages", "__pycache__",                              # not the standard library
-    "test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "distutils", "ensurepip",  # often packaged apart
-    "encodings",                                                                  # a hundred near-equal tables
-    "pydoc_data",                                                                 # comes in below, topic by topic
+    "test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "distutils", "ensurepip",  # often packaged separately
+    "encodings",                                                                  # a hundred similar tables
+    "pydoc_data",                                                                 # find_documents adds its topics
     "LICENSE.txt",
 }
-BUILD_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize")                   # names and paths of one machine
+BUILD_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize")                   # these contain paths of one machine
 
 
 def find_documents():
-    """Name → bytes of every document: files by their path within the library, help topics by their name.
+    """Return {name: bytes} of every document: files by their path in the library, and help topics.
 
-    Left out: what EXCLUDED names, text that is not UTF-8, near-empty files, and exact copies (the first name stays).
+    Excluded: the names in EXCLUDED, text that is not UTF-8, tiny files, and copies (the first name is kept).
     """
     root = Path(sysconfig.get_path("stdlib"))
     if not (root / "os.py").is_file():
-        raise DataError(f"no library sources in {root}: this Python keeps them zipped or ships none; "
+        raise DataError(f"no library sources in {root}: this Python has them in a zip file, or not at all; "
                         "use a full installation of Python, or make shards of your own text with data/text.py")
     found = {}
     for folder, folders, files in os.walk(root):
-        folders[:] = filter(is_wanted, folders)  # site-packages may be many times larger: not even entered
+        folders[:] = filter(is_wanted, folders)  # do not enter site-packages, which may be large
         for path in (Path(folder, name) for name in filter(is_wanted, files)):
             if path.suffix in TEXT_SUFFIXES:
                 found[path.relative_to(root).as_posix()] = path.read_bytes()
@@ -49,7 +49,7 @@ def find_documents():
         from pydoc_data.topics import topics
         found |= {f"pydoc_data/topics/{topic}": text.encode() for topic, text in topics.items()}
     except ImportError:
-        print(f"this Python ships no help topics (pydoc_data): the corpus is made of {root} alone")
+        print(f"this Python has no help topics (pydoc_data); the corpus contains only {root}")
     documents, seen = {}, set()
     for name in sorted(found):
         content = found[name]
@@ -72,7 +72,7 @@ def is_utf8(content):
 
 
 def split_documents(documents):
-    """(val, train): names in one fixed shuffle; from its front documents go to val until that holds VAL_BYTES."""
+    """Return (val, train) names, in a fixed random order. The first documents go to val until it has VAL_BYTES."""
     val, train, val_bytes = [], [], 0
     for name in sorted(documents, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
         size = len(documents[name])
@@ -87,19 +87,19 @@ def split_documents(documents):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "stdlib", metavar="DIR",
-                        help="where the shards go (default: %(default)s)")
+                        help="output folder (default: %(default)s)")
     out = parser.parse_args().out
-    # What decides the corpus: the library's version, and the rules above.
+    # The corpus depends on the library's version and on the rules in this file.
     made_by = {"python": platform.python_version(),
                "rules_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
     with only_writer(out):
         try:
             manifest = read_manifest(out)
         except DataError:
-            manifest = None  # everything here can be made anew
+            manifest = None  # every file can be created again
         if manifest and all(manifest.get(key) == value for key, value in made_by.items()) \
                 and manifest["files"] and all(is_intact(out, entry) for entry in manifest["files"]):
-            print(f"{out}: the standard library of Python {made_by['python']} is there and verified")
+            print(f"{out}: the shards of Python {made_by['python']}'s standard library exist and are verified")
             return
         documents = find_documents()
         val, train = split_documents(documents)

