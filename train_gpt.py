@@ -7,7 +7,7 @@
 This file is the whole experiment, and its source opens the log of every run. Read it from the top. A racer can stop
 after the training loop; the later sections keep a run safe.
 
-    config          every value that decides a run, with its reason; presets; command-line flags
+    config          every value that decides a run; presets; command-line flags
     schedule        stages, learning rate, momentum; plan_of(config, step) returns everything that depends on the step
     data            shards, document packing, a stream that preloads
     model           attention, MLP, blocks, GPT and its loss; attention masks and kernels; no communication
@@ -115,10 +115,10 @@ def require(condition: Any, message: str) -> None:
 
 Numbers = tuple[float, ...]
 
-def option(default: Any, why: str, choices: tuple[str, ...] = (), min: float | None = None, max: float = math.inf,
+def option(default: Any, meaning: str, choices: tuple[str, ...] = (), min: float | None = None, max: float = math.inf,
            exclusive_max: float = math.inf) -> Any:
-    """Declare a config field with the reason for its value. Without `min`, a number must be above 0."""
-    return field(default=default, metadata={"why": why, "choices": choices, "min": min, "max": max,
+    """Declare a config field: default, meaning and limits. Without `min`, a number must be above 0."""
+    return field(default=default, metadata={"meaning": meaning, "choices": choices, "min": min, "max": max,
                                             "exclusive_max": exclusive_max})
 
 @dataclass(frozen=True)
@@ -254,13 +254,13 @@ class Config(SyncSettings, StageValues):
     output_init: float = option(0.0, "scale of the initial attention output matrices (0: zeros)", min=0)
     head_init: float = option(0.0, "standard deviation of the head's initialization", min=0)
     value_init: float = option(1.0, "standard deviation of the value tables' initialization", min=0)
-    untie_at: float = option(0.0, "fraction of the schedule in which head and embedding are tied (0: never)",
+    untie_at: float = option(0.0, "fraction of the schedule in which head and embedding are tied (0: not tied at all)",
                              min=0, max=1)
     logit_cap: float = option(30.0, "logits = logit_cap * sigmoid((x + logit_shift) / logit_softness)")
     logit_shift: float = option(0.0, "see logit_cap", min=-math.inf)
     logit_softness: float = option(7.5, "see logit_cap")
-    # Adam's moments have the dtype of their parameter, as in the record. The record also rounds the gates' moments and
-    # the result of polar to bf16; here they are float32, which costs nothing
+    # Adam's moments have the dtype of their parameter, as in the record. Two roundings of the record are left out,
+    # since float32 costs nothing there: NorMuon's moments of the gates, and its normalization after polar
     dtype: str = option("bfloat16", "dtype of activations, embeddings, head and gates; float32 for CPUs without bf16",
                         ("bfloat16", "float32"))
     fp8_head: bool = option(True, "compute the head in fp8 during training, on GPUs that have fp8")
@@ -275,7 +275,7 @@ class Config(SyncSettings, StageValues):
     cooldown: float = option(0.5, "fraction of the scheduled steps in which the learning rate falls", min=0, max=1)
     lr_floor: float = option(0.1, "learning-rate factor at the end of the cooldown", min=0, max=1)
     window_block: int = option(128, "tokens per block of attention windows")
-    final_window: int = option(20, "long window of the last validation, in blocks; rotary embeddings stay as they are")
+    final_window: int = option(20, "long window of the last validation, in blocks; the rotary is not stretched for it")
 
     # optimizers
     param_groups: tuple[AdamGroup | MuonGroup, ...] = option(
@@ -285,15 +285,15 @@ class Config(SyncSettings, StageValues):
     adam_beta1: float = option(0.65, "decay of the first moment; low, because a token's gradients are far apart", min=0,
                                exclusive_max=1)
     adam_beta2: float = option(0.95, "decay of the second moment", min=0, exclusive_max=1)
-    adam_eps: float = option(1e-8, "added to the denominator; a parameter without gradient stays unchanged")
+    adam_eps: float = option(1e-8, "added to the denominator, so that 0 / 0 is 0")
     adam_fp32_moments: bool = option(False, "keep Adam's moments in float32, whatever the parameter's dtype")
     adam_every: int = option(2, "steps per Adam update, which uses the sum of their gradients")
     lazy_tables: bool = option(False, "send and update only the n-gram rows that a step uses")
-    adam_weight_decay: float = option(0.0, "cautious weight decay, times the squared learning rate", min=0)
+    adam_weight_decay: float = option(0.0, "cautious weight decay, times the squared learning rate of the kind", min=0)
     muon_lr: float = option(0.03, "NorMuon's learning rate: the size of an orthogonal update", min=0)
-    muon_weight_decay: float = option(1.2, "cautious weight decay, times muon_lr", min=0)
+    muon_weight_decay: float = option(1.2, "cautious weight decay, times the squared muon_lr and lr_mul", min=0)
     muon_momentum: float = option(0.95, "NorMuon's momentum between warm-up and cooldown", min=0, exclusive_max=1)
-    muon_momentum_low: float = option(0.85, "NorMuon's momentum at the first and the last step", min=0, exclusive_max=1)
+    muon_momentum_low: float = option(0.85, "NorMuon's momentum at step 0 and at num_steps", min=0, exclusive_max=1)
     muon_momentum_rise: int = option(300, "steps of the momentum warm-up", min=0)
     muon_momentum_fall: int = option(50, "steps of the momentum cooldown", min=0)
     muon_beta2: float = option(0.95, "decay of NorMuon's second moment", min=0, exclusive_max=1)
@@ -342,7 +342,7 @@ PRESETS = {
     # Records 81 to 89 add MUDD (81, 85), exclude_self (82), wider n-gram tables (83), fp8 in the MLP (84, 89) and
     # prefix targets (88). They are left out: only record 89 as a whole has shown that its 1,285 steps suffice
     "frontier": Config(
-        # the record's empty first layer is left out
+        # the record's first layer has neither attention nor MLP; the others are numbered without it
         layers="PM S0M P1M LM SM PM M+3 SM cS2M cP3M cL4M", backout_layer=7, value_gates=True, skip_gates=True,
         sublayer_scales=True, resid_lambda_init=1.1, pairing="halves", key_offset=True,
         ngrams="2:251520:768", ngram_mix=0.05, output_init=1.0, head_init=0.005, value_init=0.01, untie_at=2 / 3,
@@ -356,7 +356,7 @@ PRESETS = {
             Stage(micro_batch_tokens=49152, max_document_tokens=2048, long_window=11, peak_lr_factor=1.73,
                   loss_weights=(1.0,)),
             Stage(extra_steps=40, micro_batch_tokens=49152, max_document_tokens=2048, long_window=13,
-                  peak_lr_factor=0.15, loss_weights=(1.0,)),
+                  peak_lr_factor=0.15, loss_weights=(1.0,)),  # after the cooldown peak_lr_factor has almost no effect
         ),
         muon_lr=0.023, muon_beta2=0.9, muon_qk_heads=2, adam_eps=1e-10, adam_fp32_moments=True,
         param_groups=(
@@ -418,6 +418,9 @@ def parse_rows(text: str) -> tuple[Any, ...]:
             case ast.BinOp(op=ast.Div()):
                 return value(node.left) / value(node.right)
             case ast.Call(func=ast.Name(id=name)) if name in names:
+                fields = [f.name for f in dataclasses.fields(names[name])]
+                if unknown := {k.arg for k in node.keywords} - {*fields}:
+                    raise ValueError(f"{name} has no {', '.join(map(str, unknown))}, only {', '.join(fields)}")
                 return names[name](*map(value, node.args), **{k.arg: value(k.value) for k in node.keywords})
         raise ValueError(f"{ast.unparse(node)!r} is neither a number, a string, a tuple nor one of {', '.join(names)}")
     try:
@@ -443,7 +446,7 @@ PARSERS = {"int": int, "float": float, "str": str, "bool": parse_bool, "Numbers"
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one line; the usage would list every flag."""
-        self.exit(2, f"{self.prog}: error: {message}; --help lists every flag\n")
+        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help lists the flags\n")
 
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
@@ -462,7 +465,7 @@ def make_parser() -> argparse.ArgumentParser:
         group.add_argument(
             f"--{f.name}", *aliases, type=parse, choices=choices,
             metavar=None if choices else "ROWS" if parse is parse_rows else f.type.upper(),
-            help=(f.metadata["why"] + preset_values(f)).replace("%", "%%"))
+            help=(f.metadata["meaning"] + preset_values(f)).replace("%", "%%"))
     return parser
 
 def preset_values(f: dataclasses.Field) -> str:
@@ -570,7 +573,8 @@ def parse_ngrams(words: str) -> tuple[Ngrams, ...]:
 def param_groups(config: Config) -> dict[str, AdamGroup | MuonGroup]:
     """Map each kind of parameters to its row. Rows of config.param_groups replace those of PARAM_GROUPS."""
     groups = {group.kind: group for group in (*PARAM_GROUPS, *config.param_groups)}
-    return groups | {"embed": groups["head"]} if config.untie_at else groups  # a tied embedding learns as the head
+    # an embedding that was tied begins with the head's state, and learns like the head
+    return groups | {"embed": groups["head"]} if config.untie_at else groups
 
 def ngram_entries(config: Config) -> int:
     return sum(table.rows * table.width for table in parse_ngrams(config.ngrams))
@@ -766,9 +770,9 @@ class Plan(StageValues):
     lr_factor: float = 1.0  # on every learning rate
     momentum: float = Config.muon_momentum  # NorMuon's
     windows: Windows = Windows(0, 0)  # also those of a validation before this step
-    rotary_windows: tuple[int, ...] = ()  # long windows so far, in tokens; the rotary is stretched from one to the next
-    tied: bool = False  # head and embedding share weights before this step
-    unties: bool = False  # the embedding gets weights of its own at this step
+    rotary_windows: tuple[int, ...] = ()  # distinct long windows up to now, in tokens; the rotary is stretched to each
+    tied: bool = False  # head and embedding share weights before this step, so in a validation before it too
+    unties: bool = False  # in this step the embedding gets weights of its own, which begin as the head's
 
 def plan_of(config: Config, step: int) -> Plan:
     """Compute the plan of a step. The plan of step num_steps is that of the last validation."""
@@ -791,14 +795,15 @@ def interpolate(first: Any, last: Any, done: float) -> Any:
     return first if first == last else first + done * (last - first)
 
 def lr_factor(config: Config, step: int, peak: float) -> float:
-    """Learning-rate schedule: `peak` until the cooldown, then linear to lr_floor at the end of the scheduled steps."""
+    """Learning-rate schedule: `peak`, the stage's, until the cooldown; then a mixture that moves linearly from peak to
+    lr_floor, at the end of the scheduled steps. The rate jumps where a new stage has another peak."""
     c, scheduled = config, scheduled_steps(config)
     done = min(0.9999, step / scheduled)  # below 1 as in the record, which never quite reaches lr_floor
     left = min(1.0, (1 - done) / c.cooldown) if c.cooldown else 1.0
     return peak * left + (1 - left) * c.lr_floor
 
 def momentum(config: Config, step: int) -> float:
-    """NorMuon's momentum schedule: linear warm-up in the first steps, linear cooldown in the last."""
+    """NorMuon's momentum schedule: linear warm-up in the first steps, linear cooldown in the last of all steps."""
     c, fall_from = config, config.num_steps - config.muon_momentum_fall
     height = 1.0
     if step < c.muon_momentum_rise:
@@ -814,7 +819,7 @@ def scheduled_steps(config: Config) -> int:
 def first_untied_step(config: Config) -> int:
     """Return the first step with an untied embedding: after the first Adam update at or after untie_at.
 
-    0 or a step beyond the last: the embedding is never untied.
+    0: the two are not tied at all. A step beyond the last: they stay tied.
     """
     cycles = math.ceil(scheduled_steps(config) * config.untie_at) // config.adam_every + 1
     return cycles * config.adam_every if config.untie_at else 0
@@ -1190,7 +1195,10 @@ def unpair_heads(x_THD: Tensor) -> Tensor:
     return x_THD.reshape(positions // 2, 2, pairs, dim).transpose(1, 2).reshape(positions // 2, 2 * pairs, dim)
 
 def offset_keys(k_THD: Tensor) -> Tensor:
-    """Replace the unrotated entries of each key by those of the previous token's key."""
+    """Replace the unrotated entries of each key, quarters 1 and 3, whose frequencies are 0, by the previous token's.
+
+    As in the record, the first token of a document takes them from the document before.
+    """
     quarters = torch.arange(k_THD.size(-1), device=k_THD.device) // (k_THD.size(-1) // 4)
     return torch.where(quarters % 2 == 1, torch.cat([k_THD[:1], k_THD[:-1]]), k_THD)
 
@@ -1206,7 +1214,8 @@ class Attention(nn.Module):
         c, dim = config, config.model_dim
         self.heads, self.paired, self.pairs_halves = c.num_heads, layer.window == "P", c.pairing == "halves"
         self.key_offset, self.scales_output = c.key_offset and layer.window == "L", c.sublayer_scales
-        # the query, key, value and output matrices [dim, dim], one after another in memory
+        # The query, key, value and output matrices [dim, dim], one after another in memory. Their shape decides
+        # NorMuon's second moments (finish_spec): [dim, 4 dim] per column, [2 dim, dim] per row
         qkvo = uniform(4 * dim, dim, dim)
         qkvo[3 * dim:] = qkvo[3 * dim:] * c.output_init if c.output_init else 0  # a product with 0 could be -0
         self.qkvo = None
@@ -1560,7 +1569,7 @@ class GPT(nn.Module):
             total = total + F.pad(table(number), (0, x0.size(1) - table.embedding_dim))
         return (x0, total) if self.config.ngram_mix else (total, None)
 
-    # Methods of their own, so that each is compiled by itself
+    # Each is compiled by itself, see compile_parts
 
     @staticmethod
     @compiled
@@ -3047,7 +3056,7 @@ class Trainer:
         self.model = build_model(config, train_shards[0].encoding).to(device)
         if config.init_from and not config.resume:
             load_parameters(self.model, load_file(config.init_from))
-        if config.attention == "masked" or self.compiled and not gpu:
+        if config.attention == "masked" or self.compiled and not gpu:  # compiled code needs masks of one shape
             self.model.reach = longest_window(config)
         self.model.flash = config.attention == "flash"
         for block in self.model.blocks:
@@ -3075,7 +3084,7 @@ class Trainer:
             count_documents(model, micro_batch[:-1])
             with optimizer.reducer.span("forward"):
                 objective, cross_entropy = model(inputs, targets, plan.windows, plan.loss_weights)
-            optimizer.prepare_for_backward(plan.step, i, plan.micro_batches // self.comm.ranks, objective)
+            optimizer.prepare_for_backward(plan.step, i, len(batch), objective)
             with optimizer.reducer.span("backward"):
                 objective.backward()
             cross_entropies.append(cross_entropy)
@@ -3084,7 +3093,7 @@ class Trainer:
         return cross_entropies
 
     def validate(self, plan: Plan, sequences: np.ndarray,
-                 stop: Callable[[], bool] = bool) -> tuple[float, int] | None:
+                 stop: Callable[[], bool] = lambda: False) -> tuple[float, int] | None:
         self.optimizer.finish_all_gathers()
         self.model.apply_schedule(plan.rotary_windows, plan.tied)
         return validate(self.model, sequences, plan.windows, self.comm, self.device, stop)
@@ -3111,7 +3120,7 @@ class Trainer:
 
 @torch.no_grad()
 def validate(model: GPT, sequences: np.ndarray, windows: Windows, comm: Comm, device: torch.device,
-             stop: Callable[[], bool] = bool) -> tuple[float, int] | None:
+             stop: Callable[[], bool] = lambda: False) -> tuple[float, int] | None:
     """Compute (mean loss in nats per token, tokens scored) over sequences int32 [n, length + 1], shared by the ranks.
 
     Each sequence's loss has a slot of its own, so that the mean does not depend on the number of ranks. Before every
@@ -3231,7 +3240,7 @@ class Run:
         with self.clock.off("validation"):
             self.losses.write(step, wait=True)
             result = self.trainer.validate(plan_of(self.config, step), self.val_sequences,
-                                           (lambda: signals.stop) if can_save else bool)
+                                           lambda: can_save and signals.stop)
             if result:
                 line = (f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} "
                         f"{show_times(self.clock.elapsed, step)}")
@@ -3255,14 +3264,14 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
         val_sequences = validation_sequences(shards["val"], config.val_tokens, config.val_len)
         trainer = Trainer(config, comm, device, shards["train"])
         trainer.stream.check_enough()
-        race = Run(preset, requested, trainer, shards, val_sequences, clock, log)
-        start_log(race, resume(race), changes)
-    race.warm_up()
+        this = Run(preset, requested, trainer, shards, val_sequences, clock, log)
+        start_log(this, resume(this), changes)
+    this.warm_up()
     with signals.caught():
-        race.train()
+        this.train()
         with clock.off("hashing"):
             before = hash_of(named_tensors(trainer.model))
-        finish(race, before, *race.validate(config.num_steps))
+        finish(this, before, *this.validate(config.num_steps))
 
 # ------------------------------------------------------------------------------------------------------------------
 # log and clock
@@ -3417,46 +3426,46 @@ class Log:
             self.file.close()
             self.file = None
 
-def start_log(race: Run, resumed: dict[str, Any] | None, changes: list[str]) -> None:
+def start_log(this: Run, resumed: dict[str, Any] | None, changes: list[str]) -> None:
     """Open the log with a description of the run. changes: what this machine changed in the config."""
-    c, comm, log, trainer = race.config, race.comm, race.log, race.trainer
+    c, comm, log, trainer = this.config, this.comm, this.log, this.trainer
     machine, environment = describe_machine(trainer.device)
     hosts = describe_hosts(comm, machine)
     if comm.rank:
         return
     machine["versions"] |= {"libraries": loaded_libraries()} if c.race else {}  # takes a second or two
     params, started = sum(p.numel() for p in trainer.model.parameters()), now()
-    start = {"run_id": log.run_id, "preset": race.preset, **describe_config(c), "started": started, "changes": changes,
-             **machine, "ranks": comm.ranks, "hosts": hosts, "parameters": params, "shards": describe_data(race.shards),
+    start = {"run_id": log.run_id, "preset": this.preset, **describe_config(c), "started": started, "changes": changes,
+             **machine, "ranks": comm.ranks, "hosts": hosts, "parameters": params, "shards": describe_data(this.shards),
              "launch": launch_id(), "warnings": warnings_of(c, trainer.optimizer)}
     log.open(start, environment, resumed and {
         "at": started, **resumed, "ranks": comm.ranks, "source_sha256": machine["source_sha256"], "launch": launch_id(),
         "changes": changes, "hosts": hosts})
-    log.say(f"preset {race.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, {params / 1e6:.1f} M "
+    log.say(f"preset {this.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, {params / 1e6:.1f} M "
             f"parameters, {c.num_steps} steps of {tokens_of_steps(c, 1):,} tokens at first, validation on "
-            f"{(race.val_sequences[:, 1:] >= 0).sum():,}")
+            f"{(this.val_sequences[:, 1:] >= 0).sum():,}")
     for line in (*changes, *start["warnings"]):
         log.say(line)
     if resumed:
-        log.say(f"resuming from step {race.from_step}")
+        log.say(f"resuming from step {this.from_step}")
 
-def finish(race: Run, before: str, loss: float, val_tokens: int) -> None:
+def finish(this: Run, before: str, loss: float, val_tokens: int) -> None:
     """Save the model, then write the result. before: hash of the model before the last validation."""
-    c, clock, trainer, log = race.config, race.clock, race.trainer, race.log
-    compiles = compile_stats()[0] - race.compiles
+    c, clock, trainer, log = this.config, this.clock, this.trainer, this.log
+    compiles = compile_stats()[0] - this.compiles
     with clock.off("hashing"):
         after, final_hash, digest = hash_of(named_tensors(trainer.model)), state_hash(trainer), all_digest(trainer)
     saved_as = ""
     if c.save_model and trainer.comm.rank == 0:  # before the log's end: until then the run can be resumed
         with clock.off("saving"):
-            saved_as = f"\nmodel: {save_model(race)}"
+            saved_as = f"\nmodel: {save_model(this)}"
     allocated, reserved = peak_memory_mib(trainer.device)
     reached, wall_seconds = loss <= c.target_val_loss, clock.state()["wall"]
     log.write(json.dumps({"end": {
         "final_val_loss": loss, "target_val_loss": c.target_val_loss, "reached": reached, "steps": c.num_steps,
         "train_tokens": tokens_of_steps(c, c.num_steps), "train_digest": digest, "val_tokens": val_tokens,
         "train_time_ms": clock.elapsed, "wall_seconds": wall_seconds, "seconds_outside_clock": clock.outside,
-        "compiles_after_warmup": compiles, "state_hash": race.state_hashes, "final_state_hash": final_hash,
+        "compiles_after_warmup": compiles, "state_hash": this.state_hashes, "final_state_hash": final_hash,
         "validation_hash": {"before": before, "after": after}, "peak_memory_mib": allocated, "resumed": log.resumes}}))
     log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     if trainer.comm.rank == 0:
@@ -3707,77 +3716,77 @@ def find_checkpoint(config: Config) -> Path:
     elif named.suffix == ".ckpt" and named.is_file():
         return named.resolve()
     found = checkpoints(folder, run_id) if run_id else []
-    require(found, f"--resume {config.resume}: found no checkpoint. Name a .ckpt, or the log of a run that left one; a "
-            "run that has finished keeps none")
+    require(found, f"--resume {config.resume}: found no checkpoint in {folder}. Name a .ckpt, or the log of a run that "
+            "left one (--save_every). A run that has finished keeps none")
     return found[-1].resolve()
 
-def save_checkpoint(race: Run, step: int, stop: bool = False) -> None:
+def save_checkpoint(this: Run, step: int, stop: bool = False) -> None:
     """Save all ranks' state before a step, the same for any number of ranks; then stop if a signal asked for it.
 
     Without room for a checkpoint training continues.
     """
-    trainer, log = race.trainer, race.log
+    trainer, log = this.trainer, this.log
     path = log.path.with_name(f"{log.run_id}.step{step:06}.ckpt")
-    stop = stop or any(stops for asked, stops in race.losses.save_at.items() if asked <= step)
-    with race.clock.off("checkpoint"):
-        race.losses.write(step, wait=True)
+    stop = stop or any(stops for asked, stops in this.losses.save_at.items() if asked <= step)
+    with this.clock.off("checkpoint"):
+        this.losses.write(step, wait=True)
         digest, state = all_digest(trainer), {}
         for name, x in trainer.optimizer.named_state():  # all ranks gather it, rank 0 keeps it
-            if race.comm.rank == 0:
+            if this.comm.rank == 0:
                 state[name] = x.detach().to("cpu", copy=True)
-        if race.comm.rank == 0:
+        if this.comm.rank == 0:
             try:
                 save_file(path, {
-                    **describe_model(race, step), "state": state, "position": list(trainer.stream.position),
-                    "train_digest": digest, "preset": race.preset, "clock": race.clock.state(), "saved_at": time.time(),
-                    "data": digests_of(race.shards)})
+                    **describe_model(this, step), "state": state, "position": list(trainer.stream.position),
+                    "train_digest": digest, "preset": this.preset, "clock": this.clock.state(), "saved_at": time.time(),
+                    "data": digests_of(this.shards)})
             except RunError as error:
                 log.say(f"no checkpoint: {error}")
                 if stop:
                     raise
-            clear_checkpoints(log, step, race.config.keep_checkpoints)
+            clear_checkpoints(log, step, this.config.keep_checkpoints)
     if stop:
-        race.comm.all_gather_json("saved")  # a rank that leaves earlier would end rank 0 while it writes
+        this.comm.all_gather_json("saved")  # a rank that leaves earlier would end rank 0 while it writes
         raise RunError(f"terminated before step {step}; --resume {log.path} continues from there")
 
-def save_model(race: Run) -> Path:
+def save_model(this: Run) -> Path:
     """Save the trained parameters beside the log."""
-    path = race.log.path.with_suffix(".pt")
-    state = {name: p.detach().cpu() for name, p in race.trainer.model.named_parameters()}
-    save_file(path, {**describe_model(race, race.config.num_steps), "state": state})
+    path = this.log.path.with_suffix(".pt")
+    state = {name: p.detach().cpu() for name, p in this.trainer.model.named_parameters()}
+    save_file(path, {**describe_model(this, this.config.num_steps), "state": state})
     return path
 
-def describe_model(race: Run, step: int) -> dict[str, Any]:
+def describe_model(this: Run, step: int) -> dict[str, Any]:
     """Describe what rebuilds the model before a step, on any machine."""
-    plan, encoding = plan_of(race.config, step), race.shards["train"][0].encoding
-    return {"run_id": race.log.run_id, "config": json_of(race.requested), "step": step,
+    plan, encoding = plan_of(this.config, step), this.shards["train"][0].encoding
+    return {"run_id": this.log.run_id, "config": json_of(this.requested), "step": step,
             "windows": list(plan.windows), **encoding._asdict(), "rotary_windows": list(plan.rotary_windows),
             "tied": plan.tied}
 
 def digests_of(shards: dict[str, list[Shard]]) -> list[str]:
     return [shard.sha256 for split in shards.values() for shard in split]
 
-def resume(race: Run) -> dict[str, Any] | None:
+def resume(this: Run) -> dict[str, Any] | None:
     """Load the checkpoint that the config names -> what the log says about it; None for a new run."""
-    path, trainer = race.config.resume, race.trainer
+    path, trainer = this.config.resume, this.trainer
     if not path:
         return {"from_step": 0, "checkpoint": None} if env_int("TORCHELASTIC_RESTART_COUNT", 0) else None
     saved = load_file(path)
     old = config_of(saved["config"])  # with --resume the same config; when torchrun restarts, flags made this one
     other = [f.name for f in dataclasses.fields(Config)
-             if f.name not in FREE_TO_CHANGE and getattr(race.requested, f.name) != getattr(old, f.name)]
+             if f.name not in FREE_TO_CHANGE and getattr(this.requested, f.name) != getattr(old, f.name)]
     require(not other, f"{path} belongs to a run with another {', '.join(other)}. Delete it, or give this run its own "
             "--run_id and torchrun its own --rdzv_id")
-    require(saved["data"] == digests_of(race.shards), f"the shards are not those of {path}; give --train_files and "
+    require(saved["data"] == digests_of(this.shards), f"the shards are not those of {path}; give --train_files and "
             "--val_files")
     trainer.optimizer.load_state_dict(saved["state"])
     trainer.stream.position = Position(*saved["position"])
     # the digest is a sum over ranks: rank 0 holds the past
-    trainer.stream.digest = int(saved["train_digest"], 16) if race.comm.rank == 0 else 0
+    trainer.stream.digest = int(saved["train_digest"], 16) if this.comm.rank == 0 else 0
     trainer.model.apply_schedule(tuple(saved["rotary_windows"]), saved["tied"])
-    race.clock.load_state(saved["clock"])
-    race.from_step = saved["step"]
-    return {"from_step": race.from_step, "checkpoint": Path(path).name,
+    this.clock.load_state(saved["clock"])
+    this.from_step = saved["step"]
+    return {"from_step": this.from_step, "checkpoint": Path(path).name,
             "lost_seconds": max(0.0, time.time() - saved["saved_at"])}
 
 # ------------------------------------------------------------------------------------------------------------------

@@ -359,7 +359,7 @@ def test_there_is_nothing_to_resume(flags, killed, capsys, tmp_path):
     train_gpt.save_file(model, {"state": {}})
     assert "found no checkpoint" in here(["--resume", str(model)], capsys)[2]
     assert here(["--resume", str(killed)], capsys)[0] == 0
-    assert "a run that has finished keeps none" in here(["--resume", str(killed)], capsys)[2]
+    assert "A run that has finished keeps none" in here(["--resume", str(killed)], capsys)[2]
 
 
 def test_latest_is_that_of_the_named_run(flags, killed, capsys, tmp_path):
