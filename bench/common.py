@@ -86,12 +86,12 @@ def nothing(*_: Any) -> None:
     pass
 
 
-def take_turns(variants: dict[str, Callable[[], Any]], rounds: int, warm: int, meet: Callable[[], Any] = nothing,
+def take_turns(variants: dict[str, Callable[[], Any]], rounds: int, warm: int, barrier: Callable[[], Any] = nothing,
                prepare: dict[str, Callable[[], Any]] | None = None) -> dict[str, list[float]]:
-    """Time the variants -> seconds of each in each round. A round calls each once, in a random order that all ranks share.
+    """Time the variants -> {name: seconds per round}. A round calls each variant once, in a random order.
 
-    warm: untimed rounds. meet: a barrier before and after each call, so that the slowest rank counts. prepare: untimed
-    calls before each variant.
+    All ranks use the same order. warm: number of untimed rounds. barrier: called before and after each variant, so that
+    the slowest rank counts. prepare: untimed calls before each variant.
     """
     prepare = prepare or {}
     times: dict[str, list[float]] = {name: [] for name in variants}
@@ -99,10 +99,10 @@ def take_turns(variants: dict[str, Callable[[], Any]], rounds: int, warm: int, m
     for i in range(warm + rounds):
         for name in order.sample(list(variants), len(variants)):
             prepare.get(name, nothing)()
-            meet()
+            barrier()
             start = time.perf_counter()
             variants[name]()
-            meet()
+            barrier()
             if i >= warm:
                 times[name].append(time.perf_counter() - start)
     return times
@@ -112,12 +112,12 @@ def next_steps(trainer: train_gpt.Trainer, steps: int) -> Callable[[], None]:
     """Return a function that trains a trainer's next steps and waits for their all-gathers."""
     numbers = itertools.count()
 
-    def turn() -> None:
+    def train() -> None:
         for step in itertools.islice(numbers, steps):
             plan = train_gpt.plan_of(trainer.config, step)
             trainer.step(plan, trainer.stream.next_batch(plan))
         trainer.optimizer.finish_all_gathers()
-    return turn
+    return train
 
 
 # ranks
@@ -142,7 +142,7 @@ def _rank_main(rank: int, ranks: int, address: str, port: int, before: Callable[
         result.write_text(json.dumps(answer))
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # without destroying the group, in which gloo may abort
+    os._exit(0)  # skips destroying the group, because gloo may abort there
 
 
 def on_ranks(ranks: int, function: Callable, *arguments: Any, address: str = "127.0.0.1",
@@ -179,7 +179,7 @@ class FakeComm(train_gpt.Comm):
         return [json.loads(json.dumps(mine))] * self.ranks
 
     def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> train_gpt.HandleGroup:
-        """Simulate messages: the other ranks read the rows that this rank reads, and their gradients are 0."""
+        """Simulate messages: the other ranks read the same rows as this rank, with gradients of 0."""
         for mine, theirs in zip(sent, received):
             theirs.copy_(mine) if mine.shape == theirs.shape else theirs.zero_()
         return train_gpt.HandleGroup()
@@ -222,7 +222,7 @@ class Transformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocab_size, bias=False)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """inputs, targets [B, T]."""
+        """inputs, targets [B, T] -> the mean cross entropy."""
         x = self.embed(inputs) + self.position(torch.arange(inputs.size(1)))
         for block in self.blocks:
             x = block(x)
@@ -238,12 +238,12 @@ def adam_optimizer(model: nn.Module, comm: train_gpt.Comm, lr: float, bucket_mb:
     return train_gpt.DistributedOptimizer(buckets, comm, train_gpt.SyncSettings(**settings), model)
 
 
-EPS = 1e-16  # torch adds eps at another place, so it must be negligible
+EPS = 1e-16  # negligible, because torch's Adam adds eps elsewhere
 PLAN = train_gpt.Plan()  # constant learning rate
 
 
 def some_text(vocab_size: int, batch: int, tokens: int, rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """Draw inputs and targets [batch, tokens] that can be learned: one of three tokens follows each token."""
+    """Draw inputs and targets [batch, tokens] that a model can learn: three tokens can follow each token."""
     draw = torch.Generator().manual_seed(1000 * step + rank)
     steps = torch.randint(1, 4, (batch, tokens + 1), generator=draw)
     x = steps.cumsum(1) % vocab_size

@@ -82,7 +82,7 @@ def measure(rank: int, ranks: int, flags: list[str], rounds: int) -> tuple[dict,
         turns[name]()
         sent[name].append(trainers[name].comm.bytes)
 
-    times = take_turns({name: functools.partial(counted, name) for name in turns}, rounds, 1, meet=torch.distributed.barrier)
+    times = take_turns({name: functools.partial(counted, name) for name in turns}, rounds, 1, barrier=torch.distributed.barrier)
     # without the warm-up round
     steps = [*zip(*lazy.comm.all_gather_json([rows_read(lazy, batch) for batch in read[base.adam_every:]]))]
     return ({name: [t / base.adam_every for t in times[name]] for name in trainers},

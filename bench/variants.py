@@ -41,7 +41,7 @@ def measure(rank: int, ranks: int, flags: list[str], rounds: int) -> tuple[dict[
     trainers = {name: train_gpt.Trainer(dataclasses.replace(base, **changes), comm, torch.device("cpu"), shards)
                 for name, changes in VARIANTS.items()}
     turns = {name: next_steps(trainer, STEPS_A_TURN) for name, trainer in trainers.items()}
-    times = take_turns(turns, rounds, 1, meet=torch.distributed.barrier)
+    times = take_turns(turns, rounds, 1, barrier=torch.distributed.barrier)
     return times, {name: trainer.optimizer.state_hash() for name, trainer in trainers.items()}
 
 

@@ -90,7 +90,7 @@ class Variant:
 def timings(rank: int, ranks: int, args: argparse.Namespace) -> tuple[dict, dict, dict]:
     """Measure by variant -> (seconds of each step, losses of rank 0, bytes of optimizer state on rank 0)."""
     variants = {name: Variant(name, rank, ranks, args) for name in VARIANTS}
-    times = take_turns({name: variant.step for name, variant in variants.items()}, args.rounds, args.warm, meet=dist.barrier)
+    times = take_turns({name: variant.step for name, variant in variants.items()}, args.rounds, args.warm, barrier=dist.barrier)
     return (times, {name: variant.losses for name, variant in variants.items()},
             {name: variant.state_bytes() for name, variant in variants.items()})
 

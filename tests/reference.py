@@ -1,6 +1,6 @@
-"""A second implementation of record 44 for the tests: one process, float64, no buckets, explicit loops.
+"""Implement record 44 a second time, for the tests: one process, float64, no buckets, explicit loops.
 
-It follows the record's description, not train_gpt.py. Where the two differ, one of them is wrong.
+This code follows the record's description, not train_gpt.py. If the results differ, one of them is wrong.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ COEFFICIENTS = [
 
 
 def rms(x):
+    """Normalize the last dimension to a root mean square of 1."""
     return x / (x.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
 
 
 def rotary(x, freqs):
-    """x [T, H, D]"""
+    """Rotate x [T, heads, head_dim] by its positions."""
     T, _, D = x.shape
     out = torch.empty_like(x)
     for t in range(T):
@@ -38,13 +39,14 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
     """Compute the weighted sum of the cross entropies of the tokens 1, 2, … ahead, with weights `ahead`.
 
     p: parameters by name, float64. x, y: lists of tokens. added [T, dim]: added to the residual stream before the first
-    layer. softcap: cap, shift, softness. ngrams [T, dim]: n-gram embeddings that each layer adds. offset: keys of the long
-    window take their unrotated part from the previous token. halves: see P. Value gates, skip gates, XSA and
-    sublayer_scales are used if p has their parameters. Matrices: qkvo, or qk and vo.
+    layer. softcap: cap, shift, softness. ngrams [T, dim]: n-gram embeddings that each layer adds. offset: in layers with
+    the long window, the unrotated entries of a key are those of the previous token. halves: see P. Value gates, skip
+    gates, XSA and sublayer_scales are used if p has their parameters. The matrices are qkvo, or qk and vo.
 
-    layers: a word each. L: the long window; S: the short one; P: heads 2j and 2j + 1, or with halves j and j + heads / 2,
-    share one softmax; c: attention reads the output of backout_layer; a digit: the value table; M: MLP; +n: a skip
-    connection from layer n."""
+    layers: one word per layer. L: long window; S: short window; P: heads 2j and 2j + 1 share one softmax (with halves:
+    heads j and j + heads / 2); c: attention reads the output of backout_layer; digit: value table; M: MLP; +n: skip
+    connection from layer n.
+    """
     layers = layers.split()
     count = len(layers)
     T, dim = len(x), p["embed.weight"].shape[1]
@@ -70,11 +72,11 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
     for i, word in enumerate(layers):
         word, _, skip = word.partition("+")
         if skip:
-            opening = torch.sigmoid(skips.pop(0))
+            skip_weight = torch.sigmoid(skips.pop(0))
             if skip_gates:
                 gate = skip_gates.pop(0)
-                opening = opening * 2 * torch.sigmoid(h0[:, :len(gate)] @ gate)[:, None]
-            h = h + opening * outputs[int(skip)]
+                skip_weight = skip_weight * 2 * torch.sigmoid(h0[:, :len(gate)] @ gate)[:, None]
+            h = h + skip_weight * outputs[int(skip)]
         if word == "-":
             outputs[i] = h
             continue
@@ -94,34 +96,34 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
             else:
                 q, k = rotary(q, freqs), rotary(k, freqs)
             if offset and "L" in word:
-                back = [int(turn == 0) for turn in freqs.tolist()] * 2
-                k = torch.stack([torch.stack([k[max(0, t - back[d]), :, d] for d in range(D)], -1) for t in range(T)])
+                shift_by = [int(freq == 0) for freq in freqs.tolist()] * 2
+                k = torch.stack([torch.stack([k[max(0, t - shift_by[d]), :, d] for d in range(D)], -1) for t in range(T)])
             v = sa[i, 0] * v
             if number := [c for c in word if c.isdigit()]:
                 values = p[f"value_embeds.{number[0]}.weight"][x]
-                opening = torch.ones(T, heads, dtype=a.dtype)
+                value_gate = torch.ones(T, heads, dtype=a.dtype)
                 if (gate := p.get(f"blocks.{i}.attn.value_gate")) is not None:
                     half = gate.shape[1] if "P" in word else gate.shape[1] // 2
-                    opening = 2 * torch.sigmoid(a[:, :half] @ gate[:, :half].T + values[:, :gate.shape[1] - half] @ gate[:, half:].T)
-                v = v + (1 if scaled else sa[i, 1]) * opening[..., None] * values.view(T, heads, D)
+                    value_gate = 2 * torch.sigmoid(a[:, :half] @ gate[:, :half].T + values[:, :gate.shape[1] - half] @ gate[:, half:].T)
+                v = v + (1 if scaled else sa[i, 1]) * value_gate[..., None] * values.view(T, heads, D)
             window = long if "L" in word else short
             heads_out = []
             for head in range(heads):
                 mixed = []
                 for t in range(T):
                     if "P" in word and halves:
-                        pair, at = (head, (head + heads // 2) % heads), lambda j, h: 2 * j + (h >= heads // 2)
+                        pair, position = (head, (head + heads // 2) % heads), lambda j, h: 2 * j + (h >= heads // 2)
                     elif "P" in word:
-                        pair, at = (head, head ^ 1), lambda j, h: 2 * j + h % 2
+                        pair, position = (head, head ^ 1), lambda j, h: 2 * j + h % 2
                     else:
-                        pair, at = (head,), lambda j, h: j
-                    seen = [(j, h) for j in range(t + 1) for h in pair
-                            if 0 <= at(t, head) - at(j, h) <= window and document[j] == document[t]]
-                    weights = torch.softmax(torch.stack([scale * (k[j, h] @ q[t, head]) for j, h in seen]), 0)
-                    y_t = sum(weight * v[j, h] for weight, (j, h) in zip(weights, seen))
-                    if (share := p.get(f"blocks.{i}.attn.xsa_lambda")) is not None:
+                        pair, position = (head,), lambda j, h: j
+                    visible = [(j, h) for j in range(t + 1) for h in pair
+                               if 0 <= position(t, head) - position(j, h) <= window and document[j] == document[t]]
+                    weights = torch.softmax(torch.stack([scale * (k[j, h] @ q[t, head]) for j, h in visible]), 0)
+                    y_t = sum(weight * v[j, h] for weight, (j, h) in zip(weights, visible))
+                    if (xsa_lambda := p.get(f"blocks.{i}.attn.xsa_lambda")) is not None:
                         own = v[t, head]
-                        y_t = y_t - torch.tanh(share[head]) * (y_t @ own) / (own @ own) * own
+                        y_t = y_t - torch.tanh(xsa_lambda[head]) * (y_t @ own) / (own @ own) * own
                     mixed.append(y_t)
                 gate = torch.sigmoid(a[:, :p[f"blocks.{i}.attn.gate"].shape[1]] @ p[f"blocks.{i}.attn.gate"][head])
                 heads_out.append(torch.stack(mixed) * gate[:, None])
@@ -144,6 +146,7 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
 
 
 def polar(u):
+    """Approximate the orthogonal polar factor of a matrix by five Polar Express iterations."""
     x = u.T if u.shape[0] > u.shape[1] else u
     x = x / (1.02 * x.norm() + 1e-6)
     for a, b, c in COEFFICIENTS:
@@ -153,12 +156,12 @@ def polar(u):
 
 
 class NorMuon:
-    """NorMuon for one parameter, as `parts` matrices of `shape`. by_column: second moments per column (default: by shape)."""
+    """NorMuon for one parameter, split into `parts` matrices of `shape`. by_column: second moments per column (default: by shape)."""
 
     def __init__(self, p, parts=1, k=1.0, shape=None, by_column=None):
         rows, columns = p.shape
         self.p, self.parts, self.k, self.shape = p, parts, k, shape or (rows, columns // parts)
-        self.grows = math.sqrt(max(1, self.shape[0] / self.shape[1] if shape else rows / columns))
+        self.shape_scale = math.sqrt(max(1, self.shape[0] / self.shape[1] if shape else rows / columns))
         self.by_column = columns > rows if by_column is None else by_column
         self.m = torch.zeros_like(p)
         self.v = {}
@@ -175,7 +178,7 @@ class NorMuon:
             o = o / self.v[i].clamp_min(1e-10).sqrt()
             o = o * size / o.norm().clamp_min(1e-10)
             o = o + (o * pp >= 0) * (decay * lr * f * pp)
-            out.copy_(pp - lr * f * self.grows * self.k * o)
+            out.copy_(pp - lr * f * self.shape_scale * self.k * o)
         self.p = new
 
 
