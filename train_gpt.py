@@ -419,8 +419,8 @@ def parse_rows(text: str) -> tuple[Any, ...]:
                 return value(node.left) / value(node.right)
             case ast.Call(func=ast.Name(id=name)) if name in names:
                 fields = [f.name for f in dataclasses.fields(names[name])]
-                if unknown := {k.arg for k in node.keywords} - {*fields}:
-                    raise ValueError(f"{name} has no {', '.join(map(str, unknown))}, only {', '.join(fields)}")
+                for unknown in {k.arg for k in node.keywords if k.arg} - {*fields}:
+                    raise ValueError(f"{name} has no {unknown!r}, only {', '.join(fields)}")
                 return names[name](*map(value, node.args), **{k.arg: value(k.value) for k in node.keywords})
         raise ValueError(f"{ast.unparse(node)!r} is neither a number, a string, a tuple nor one of {', '.join(names)}")
     try:

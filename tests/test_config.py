@@ -69,7 +69,7 @@ def test_a_shorter_run_scales_the_step_counts_of_its_preset():
     (["--shuffle", "yes"], "'yes' is neither true nor false"),
     (["--sync", "never"], "choose from"), (["--preset", "desktop"], "desktop"), (["stray"], "stray"),
     (["--loss_weights", "1;2"], "'1;2' is not a list of numbers such as 1,.5,.25"),
-    (["--stages", "Stage(unitl=1)"], "'unitl'; write rows like Stage(until=1/3")])
+    (["--stages", "Stage(unitl=1)"], "loss_weights; write rows like Stage(until=1/3")])
 def test_unknown_and_ill_typed_flags_are_refused(argv, says, capsys):
     with pytest.raises(SystemExit) as stop:
         parse(*argv)
@@ -108,7 +108,7 @@ def test_parse_rows_reads_what_repr_and_a_user_write(text, rows):
 
 
 @pytest.mark.parametrize("text, says", [
-    ("Stage(", "'(' was never closed"), ("Stage() Stage()", "invalid syntax"), ("Stage(unitl=1)", "unexpected keyword argument 'unitl'"),
+    ("Stage(", "'(' was never closed"), ("Stage() Stage()", "invalid syntax"), ("Stage(unitl=1)", "Stage has no 'unitl', only until, extra_steps"),
     ("AdamGroup()", "missing 1 required positional argument: 'kind'"), ("Stage(until=1/0)", "division by zero"),
     ("Stage(until=-'x')", "bad operand type"), ("Stage(**'x')", "keywords must be strings"),
     *((text, "is neither a number, a string, a tuple nor one of Stage, Ramp, AdamGroup, MuonGroup")
