@@ -2469,9 +2469,10 @@ def set_hook(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Any:
 class Reducer:
     """Gradients in: hooks add them into slots, and launch a bucket's reduce-scatter when all its slots are complete.
 
-    All ranks launch buckets in one order: the order in which rank 0's backward completed them. The order is learned
-    again when a further bucket takes part. A bucket that is complete early waits for its turn. A backward without
-    prepare_for_backward is the only one of its step, or is one of several inside no_sync.
+    All ranks launch buckets in one order: the order in which rank 0's backward completed them. Each set of buckets that
+    take part has its own order, learned in its first step: a head tied to the embedding is complete last, an untied one
+    first. A bucket that is complete early waits for its turn. A backward without prepare_for_backward is the only one of
+    its step, or is one of several inside no_sync.
 
     state                                     set by                           cleared by
     slot in needs_overwrite: no gradient yet  the bucket's update              register_grad_ready
@@ -2484,7 +2485,8 @@ class Reducer:
     def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, grad_scale: float):
         """grad_scale: a factor on every gradient, on top of the mean over micro-batches and ranks."""
         self.buckets, self.comm, self.settings, self.grad_scale = list(buckets), comm, settings, grad_scale
-        self.launch_order: list[Bucket] = []  # empty until it is learned
+        self.launch_orders: dict[int, list[Bucket]] = {}  # learned, by the number of buckets that take part
+        self.launch_order: list[Bucket] = []  # of this step's buckets; empty until it is learned
         self.completed: list[Bucket] = []     # while the order is learned: buckets by their last gradient
         self.due: list[Bucket] = []           # buckets that the prepared backward completes, in launch order
         self.launches = 0                     # how many of `due` are launched
@@ -2528,8 +2530,8 @@ class Reducer:
         self.step, self.micro_batch, self.micro_batches = step, micro_batch + 1, micro_batches
         self.in_step = True  # so that zero_grad() drops this step if its backward fails
         self.factor = self.grad_scale / (micro_batches * self.comm.ranks)
-        if sum(step >= bucket.first_step for bucket in self.buckets) > len(self.launch_order):  # another takes part
-            self.launch_order, self.completed = [], []
+        self.launch_order = self.launch_orders.get(sum(step >= bucket.first_step for bucket in self.buckets), [])
+        self.completed = []
         last = self.micro_batch == micro_batches
         self.due = [bucket for bucket in self.launch_order or self.buckets if last and self.reduces_in(bucket, step)]
         self.launches = 0
@@ -2603,6 +2605,7 @@ class Reducer:
         others = [b for b in self.buckets if self.step >= b.first_step and b not in self.completed]
         order = [self.buckets.index(b) for b in self.completed + others]
         self.launch_order = [self.buckets[i] for i in self.comm.all_gather_json(order)[0]]
+        self.launch_orders[len(order)] = self.launch_order
         self.due.sort(key=self.launch_order.index)
 
     def wait(self, bucket: Bucket) -> None:

@@ -414,7 +414,7 @@ def test_sync_step_launches_nothing_in_backward():
 def test_a_bucket_that_is_ready_early_waits_for_its_turn():
     comm, params = Recorder(), nn.ParameterDict({name: nn.Parameter(torch.zeros(3)) for name in ("first", "second")})
     optimizer = optimizer_of(params, comm)
-    order = optimizer.reducer.launch_order = optimizer.buckets[::-1]
+    order = optimizer.reducer.launch_orders[2] = optimizer.buckets[::-1]
     optimizer.prepare_for_backward(0)
     params["second"].sum().backward()
     assert not comm.events
@@ -1220,6 +1220,37 @@ def test_a_tied_parameter_may_come_untied_at_a_step(on_ranks, ranks):
     for params in on_ranks(ranks, untied_steps):
         for name, plain in (("embed", embed), ("head", head)):
             assert torch.allclose(params[name].double(), plain.p, rtol=1e-5, atol=1e-6), name
+
+
+def tied_launches(comm, warm_up, batches):
+    """Warm up, return to step 0, and train two tied steps.
+
+    -> names of the Adam buckets of step 1 launched before the head's gradient is complete, launch order.
+    """
+    config = train_gpt.Config(**TINY | {"untie_at": 2 / 3})
+    model = train_gpt.build_model(config, train_gpt.Encoding(64, BOS))
+    optimizer, launched = train_gpt.build_optimizer(config, model, comm), []
+    saved, reducer = optimizer.state_dict(), optimizer.reducer
+    model.lm_head.weight.register_hook(lambda g: launched.append([
+        bucket.name for bucket in reducer.due[:reducer.launches] if isinstance(bucket.rule, train_gpt.Adam)]))
+    for i, step in enumerate((*warm_up, 0, 1)):
+        if i == len(warm_up):
+            optimizer.load_state_dict(saved)
+        plan = train_gpt.plan_of(config, step)
+        assert plan.tied == (step < 9) and not (plan.tied and plan.unties)
+        one_step(optimizer, model, plan, batches[step % 2].chunk(comm.ranks)[comm.rank])
+    return launched[-1], [bucket.name for bucket in reducer.launch_order]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_tied_stage_has_its_own_launch_order(on_ranks, ranks, batches):
+    """The tied head is complete last, since the embedding reads it: after a warm-up that ends untied, Adam's other
+    buckets must not wait for it. Every rank uses the order of a run without warm-up."""
+    plain = on_ranks(ranks, tied_launches, (), batches[:, :4])
+    for warm_up in ((9,), (0, 1, 9)):
+        results = on_ranks(ranks, tied_launches, warm_up, batches[:, :4])
+        assert all(launched for launched, _ in results), "no Adam bucket is launched before the end of backward"
+        assert all(order == plain[0][1] for _, order in results), "another order"
 
 
 def test_a_parameter_cannot_be_copied_between_updates():

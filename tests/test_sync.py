@@ -282,7 +282,7 @@ def test_the_whole_model_reads_nothing_before_it_has_come(on_ranks, batches, ran
 def test_backward_ends_though_the_network_never_answers():
     model = chain()
     optimizer = optimizer_of(model, Never())
-    optimizer.reducer.launch_order = optimizer.buckets
+    optimizer.reducer.launch_orders[len(optimizer.buckets)] = optimizer.buckets
     optimizer.prepare_for_backward(0)
     model(X).sum().backward()
     assert optimizer.reducer.launches == len(optimizer.buckets)
@@ -380,7 +380,7 @@ def check_counting(mutant):
     for order in itertools.permutations("abc"):
         params, comm = nn.ParameterDict({name: nn.Parameter(torch.zeros(3)) for name in "abc"}), Recorder()
         engine = build(params, comm, mutant, bucket_bytes=1e9)
-        engine.reducer.launch_order = engine.buckets
+        engine.reducer.launch_orders[len(engine.buckets)] = engine.buckets
         engine.prepare_for_backward(0)
         for name in order:
             assert not comm.events, f"launched before {name} of {order}"
@@ -391,7 +391,7 @@ def check_counting(mutant):
 def check_no_wait_in_backward(mutant):
     model, comm = chain(), Recorder()
     engine = build(model, comm, mutant)
-    engine.reducer.launch_order = engine.buckets
+    engine.reducer.launch_orders[len(engine.buckets)] = engine.buckets
     engine.prepare_for_backward(0)
     model(X).sum().backward()
     assert not any(kind == "wait" for kind, *_ in comm.events), "a hook waits"
@@ -405,7 +405,7 @@ def check_light_hook(mutant):
     """A hook runs one operator per gradient."""
     params = nn.ParameterDict({name: nn.Parameter(torch.zeros(1000)) for name in "pq"})
     engine = build(params, Comm(), mutant, bucket_bytes=1e9)
-    bucket, = engine.reducer.launch_order = engine.buckets
+    bucket, = engine.reducer.launch_orders[len(engine.buckets)] = engine.buckets
     train_gpt.factor_tensor(0.5, torch.float32, torch.float32, bucket.grad_data.device)  # is made once
     for i in range(2):
         engine.prepare_for_backward(0, i, 2)
