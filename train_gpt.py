@@ -2782,6 +2782,9 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
                            "on the number of ranks; omit one of them")
         if settings.overlap_param_gather and model is None:
             raise RunError("overlap_param_gather waits in the model's forward; give the optimizer the model")
+        ranks = env_int("WORLD_SIZE", 1)
+        require(ranks <= 1 or comm.ranks > 1 or dist.is_initialized(), f"WORLD_SIZE in the environment is {ranks}, but "
+                "no process group exists, so each rank would train alone; call init_process_group() first")
         model = nn.Module() if model is None else model
         self.buckets, self.comm, self.settings = list(buckets), comm, settings
         self.param_owners = check_ownership(buckets, model)

@@ -721,6 +721,25 @@ def test_what_is_no_model_and_no_rule_is_named(arguments, says):
         train_gpt.make_optimizer(*arguments(Fused()))
 
 
+@pytest.mark.parametrize("build", [train_gpt.make_optimizer, optimizer_of])
+def test_ranks_without_a_process_group_are_refused(monkeypatch, build):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(train_gpt.RunError, match=r"WORLD_SIZE .* is 2, but no process group .* call init_process_group\(\) first"):
+        build(chain())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    build(chain())
+
+
+def built_under_torchrun(comm):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        return train_gpt.make_optimizer(chain()).comm.ranks
+
+
+def test_ranks_with_a_process_group_train_together(on_ranks):
+    assert on_ranks(2, built_under_torchrun) == [2, 2]
+
+
 def test_an_optimizer_of_a_model_that_computes_nothing():
     """One rank needs no values from the device, so `meta` shows sizes before memory is allocated."""
     with torch.device("meta"):
