@@ -2718,7 +2718,9 @@ class SavedState:
             yield from self.gather_state(bucket).items()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copy named_state, the learning rates and the step to the CPU."""
+        """Copy named_state, the learning rates and the step to the CPU. RunError between the updates of a rule."""
+        require(not self.between_updates, f"state_dict() was called before step {self.reducer.step}, between two "
+                "updates of a rule with `every` above 1, whose waiting gradients no state holds; call it after an update")
         state = {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
         for slot in (slot for bucket in self.buckets for slot in bucket.slots):
             state[f"{slot.name}/lr"] = torch.tensor(self.group_of[slot.param]["lr"], dtype=torch.float64)
@@ -2743,8 +2745,9 @@ class SavedState:
 
     @property
     def between_updates(self) -> bool:
-        """Whether gradients wait for a later step's update that no saved state would hold."""
-        waiting = any(len(bucket.needs_overwrite) < len(bucket.slots) for bucket in self.buckets)
+        """Whether earlier steps' gradients, which no saved state holds, wait for an update. The same on all ranks."""
+        step = self.reducer.step
+        waiting = any(step > bucket.first_step and not bucket.updates_in(step - 1) for bucket in self.buckets)
         return waiting and not self.settings.world_size_invariant  # which saves them as NAME/pending
 
     def copy_parameter(self, source: str, target: str) -> None:

@@ -1103,6 +1103,8 @@ def test_a_state_between_updates_is_known_and_one_at_an_update_goes_on_to_the_by
     assert not optimizer.between_updates
     mixed_steps(optimizer, params, [0])
     assert optimizer.between_updates
+    with pytest.raises(train_gpt.RunError, match=r"before step 1, between two updates .*waiting gradients.* after an update"):
+        optimizer.state_dict()
     mixed_steps(optimizer, params, [1])
     assert not optimizer.between_updates and not any("pending" in name for name in optimizer.state_dict())
     end = mixed_run(comm, range(2, 4), 1e9, optimizer.state_dict())[0]
@@ -1111,6 +1113,24 @@ def test_a_state_between_updates_is_known_and_one_at_an_update_goes_on_to_the_by
     invariant, params = mixture(300.0, comm, world_size_invariant=True)
     mixed_steps(invariant, params, [0])
     assert not invariant.between_updates
+
+
+def state_of_one_user(comm):
+    """Only rank 0 uses the parameter, so only its gradient waits."""
+    p, q = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    optimizer = optimizer_of(nn.ParameterDict({"p": p, "q": q}), comm, rule=dataclasses.replace(ONCE, every=2),
+                             find_unused_parameters=True)
+    optimizer.prepare_for_backward(0)
+    if comm.rank == 0:
+        (p + q).sum().backward()
+    optimizer.step(FULL)
+    optimizer.state_dict()
+
+
+def test_all_ranks_know_that_a_gradient_of_one_rank_waits(_rank_pools, on_ranks):
+    on_ranks(2, nothing)
+    for kind, error in _rank_pools[2].outcomes(state_of_one_user):
+        assert kind == "error" and "between two updates" in str(error)
 
 
 def test_pending_sums_of_an_invariant_run_count_once_in_a_plain_run():
