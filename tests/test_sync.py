@@ -801,7 +801,32 @@ def by_loading(model):
 @pytest.mark.parametrize("how,name", [(by_hand, "1.weight"), (by_loading, "0.weight")])
 def test_a_replaced_parameter_is_named(on_ranks, how, name, unused):
     for message in on_ranks(2, replaced_on_both, how, unused):
-        assert message.startswith(f"{name} is not the parameter that its bucket holds")
+        assert message.startswith(f"{name} is in no bucket") and "replaces parameters" in message
+
+
+def unfreeze(model):
+    model.frozen.weight.requires_grad_(True)
+
+
+def add_module(model):
+    model.append(nn.Linear(4, 4))
+
+
+def add_parameter(model):
+    model[0].scale = nn.Parameter(torch.ones(5))
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("how,name", [(unfreeze, "frozen.weight"), (add_module, "4.weight"), (add_parameter, "0.scale")])
+def test_a_parameter_that_begins_to_learn_later_is_named(how, name, steps):
+    """At the next step, though no loss uses the parameter."""
+    model = chain()
+    model.add_module("frozen", nn.Linear(4, 4, bias=False).requires_grad_(False))
+    engine = train_gpt.make_optimizer(model)
+    run_steps(engine, model, X, range(steps))
+    how(model)
+    with pytest.raises(RunError, match=rf"^{name} is in no bucket .* adds, unfreezes or replaces parameters"):
+        run_steps(engine, model, X, range(steps, steps + 1))
 
 
 def test_a_parameter_in_no_bucket_or_in_two_is_named():
