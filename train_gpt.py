@@ -2492,7 +2492,8 @@ class Reducer:
         self.launches = 0                     # how many of `due` are launched
         self.step = 0                         # the current step or, between steps, the next one
         self.micro_batch, self.micro_batches, self.factor = 0, 0, 1.0
-        self.in_no_sync, self.no_sync_grads = False, 0  # no_sync_grads: most gradients of a parameter in no_sync
+        self.in_no_sync = False
+        self.no_sync_grads = collections.Counter[Slot]()  # gradients that this step added in no_sync
         self.in_step = False                  # a gradient or an announcement has come since the last step
         self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # profiling sets it to name ranges
         for bucket in buckets:
@@ -2554,7 +2555,7 @@ class Reducer:
         if not self.micro_batches:
             if self.in_no_sync:
                 bucket.add_grad(slot, self.grad_scale / self.comm.ranks, self.settings.world_size_invariant)
-                self.no_sync_grads = max(self.no_sync_grads, len(slot.pending_grads))
+                self.no_sync_grads[slot] += 1
                 return
             self.prepare_for_backward(self.step)
         if slot not in bucket.missing:
@@ -2571,7 +2572,7 @@ class Reducer:
     def launch(self, bucket: Bucket) -> None:
         """Start the bucket's reduce-scatter."""
         with self.span(f"launch {bucket.name}"):
-            expected = self.no_sync_grads + self.micro_batches
+            expected = self.backward_passes()
             for slot in bucket.slots if self.settings.world_size_invariant else ():
                 if len(slot.pending_grads) < expected:  # the tree, and with it the sum, would depend on the ranks
                     raise RunError(f"{slot.name} got a gradient in {len(slot.pending_grads)} of {expected} micro-"
@@ -2579,6 +2580,10 @@ class Reducer:
                                    "--world_size_invariant")
             bucket.start_reduce_scatter(self.comm, self.settings.world_size_invariant)
             self.launches += 1
+
+    def backward_passes(self) -> int:
+        """Return the number of backward passes of this step; in no_sync, the most gradients that a parameter got."""
+        return max(self.no_sync_grads.values(), default=0) + self.micro_batches
 
     def launch_rest(self) -> None:
         """Launch the buckets that backward did not. Raise RunError if a micro-batch or a gradient is missing."""
@@ -2600,8 +2605,9 @@ class Reducer:
 
     def set_launch_order(self) -> None:
         """Broadcast rank 0's order: the buckets that its backward completed, then the others."""
-        # with different numbers of micro-batches the mean would be wrong
-        agree(self.comm, "micro-batches per step", {"count": self.micro_batches}, "Run the same number on every rank")
+        # with different numbers the mean would be wrong; comparing them in every step would cost a collective
+        agree(self.comm, "micro-batches per step", {"count": self.backward_passes()},
+              "Run as many backward passes, also in no_sync(), on every rank")
         others = [b for b in self.buckets if self.step >= b.first_step and b not in self.completed]
         order = [self.buckets.index(b) for b in self.completed + others]
         self.launch_order = [self.buckets[i] for i in self.comm.all_gather_json(order)[0]]
@@ -2617,7 +2623,8 @@ class Reducer:
                 bucket.carry_over(bucket.updates_in(self.step))
 
     def end_step(self) -> None:
-        self.due, self.micro_batch, self.micro_batches, self.no_sync_grads, self.in_step = [], 0, 0, 0, False
+        self.due, self.micro_batch, self.micro_batches, self.in_step = [], 0, 0, False
+        self.no_sync_grads.clear()
 
     def drop_gradients(self) -> None:
         """Drop all gradients that no update has used, including those in flight."""

@@ -967,6 +967,16 @@ def other_counts(comm):
     optimizer.step(FULL)
 
 
+def other_counts_in_no_sync(comm):
+    model = chain()
+    optimizer = optimizer_of(model, comm)
+    with optimizer.no_sync():
+        for _ in range(1 + comm.rank):
+            model(torch.ones(1, 6)).sum().backward()
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+
+
 DIFFERENCES = {  # name: (how rank 1 differs, the error)
     "widths": (lambda comm: optimizer_of(chain((6, 5, 7 + comm.rank, 4)), comm), r"bucket .*4, 8\b.* 4, 7\b"),
     "names": (lambda comm: optimizer_of(nn.ParameterDict({"ba"[comm.rank]: nn.Parameter(torch.zeros(4))}), comm), "bucket .*a.*b"),
@@ -974,6 +984,7 @@ DIFFERENCES = {  # name: (how rank 1 differs, the error)
     "scale": (lambda comm: optimizer_of(chain(), comm, grad_scale=1.0 + comm.rank), "gradient scale 2.*1"),
     "rates": (lambda comm: optimizer_of(chain(), comm, rule=dataclasses.replace(ONCE, lr=0.1 + comm.rank)), "bucket .*lr=1.1.*lr=0.1"),
     "counts": (other_counts, "micro-batches.* differ: rank 1 .*3.* rank 0 .*2"),
+    "no_sync": (other_counts_in_no_sync, r"micro-batches.* differ: rank 1 .*3.* rank 0 .*2.* no_sync\(\)"),
 }
 
 
