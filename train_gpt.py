@@ -1957,7 +1957,7 @@ class NorMuon:
     def unit(self, spec: ParamSpec) -> tuple[int, ...]:
         """Return the spec's unit or, without one, the parameter as one matrix: [out, rest] for a convolution."""
         shape, unit = tuple(spec.param.shape), spec.unit
-        if len(shape) < 2 or unit and (len(unit) != 2 or spec.param.numel() % math.prod(unit)):
+        if len(shape) < 2 or 0 in shape or unit and (len(unit) != 2 or spec.param.numel() % math.prod(unit)):
             raise RunError(f"{spec.name} has shape {shape} and unit {unit}, but NorMuon updates whole matrices; use an "
                            "elementwise rule such as Adam, or a unit (rows, columns) that divides the parameter")
         return unit or (shape[0], math.prod(shape[1:]))
@@ -2084,6 +2084,9 @@ class Bucket:
     def add_grad(self, slot: Slot, factor: float, invariant: bool = False) -> None:
         """Add the parameter's new gradient times factor into its slot, and set param.grad to None."""
         grad, slot.param.grad = slot.param.grad, None
+        if grad.requires_grad:  # the buffer would hold the graphs of all steps
+            raise RunError(f"{slot.name} got a gradient with a graph of its own, which no rule uses; call backward() "
+                           "without create_graph=True")
         self.accumulate(slot, grad, factor, invariant)
         self.needs_overwrite.discard(slot)
         self.missing.discard(slot)
@@ -2313,6 +2316,8 @@ def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ran
         require(frozen and frozen.frozen and all(hasattr(spec.rule, name) for name in RULE_MEMBERS),
                 f"{spec.name}: {type(spec.rule).__name__} is not an update rule; write a frozen dataclass with "
                 f"{', '.join(RULE_MEMBERS)}, as Adam has")
+        require(spec.param.numel(), f"{spec.name} has shape {tuple(spec.param.shape)}, but a bucket needs parameters "
+                "with elements; remove it from the model, or freeze it by requires_grad_(False)")
         key = (spec.rule, spec.param.dtype, spec.rule.unit(spec), spec.first_step)
         if not (group := open_groups.setdefault(key, [])):
             groups.append(group)
@@ -2734,6 +2739,10 @@ class SavedState:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load a state_dict and drop all unused gradients. Raise RunError if the state does not fit."""
+        for name, x in state.items():
+            seen = f"of shape {[*x.shape]}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            require(isinstance(x, Tensor) and x.dim() < 2, f"the saved state does not fit: {name} is {seen}, not a "
+                    "tensor in one dimension; load what state_dict() returned")
         state, steps = dict(state), [0]
         self.finish_all_gathers()
         self.reducer.drop_gradients()

@@ -785,6 +785,30 @@ def test_a_rule_that_cannot_be_one_is_refused(rule, scale, says):
         train_gpt.fill_buckets([train_gpt.ParamSpec("p", nn.Parameter(torch.zeros(5)), rule, scale=scale)], 0.0, 0, 1)
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
+@pytest.mark.parametrize("table,says", [((), r"but a bucket needs .* freeze it"),
+                                        ([train_gpt.Assignment("empty", train_gpt.NorMuon())], "NorMuon updates whole matrices")])
+def test_an_empty_parameter_is_refused(shape, table, says):
+    model = chain()
+    model.empty = nn.Parameter(torch.zeros(shape))
+    with pytest.raises(train_gpt.RunError, match=rf"empty has shape \({shape[0]},.*{says}"):
+        train_gpt.make_optimizer(model, table)
+    model.empty.requires_grad_(False)
+    train_gpt.make_optimizer(model)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_gradient_with_a_graph_is_refused(sync):
+    """Also where it would be added to an earlier one, which torch allows."""
+    model = chain()
+    optimizer = optimizer_of(model)
+    with pytest.raises(train_gpt.RunError, match=r"2.bias got a gradient with a graph .* without create_graph=True"):
+        for create_graph in (False, True):
+            with contextlib.nullcontext() if sync and create_graph else optimizer.no_sync():
+                model(torch.ones(2, 6)).square().sum().backward(create_graph=create_graph)
+
+
 def test_invariant_mode_counts_the_gradients_in_no_sync():
     model = Fused()
     optimizer = train_gpt.make_optimizer(model, [SPLIT], settings=train_gpt.SyncSettings(world_size_invariant=True))
@@ -1186,7 +1210,11 @@ def test_a_state_is_the_caller_s_own():
     (lambda state: state.update({"four/v": torch.zeros(240)}), "four/v"),
     (lambda state: state.update({"table/m": torch.zeros(90)}), "table/m"),
     (lambda state: state.update({"wide_1/updates": torch.tensor(7)}), "wide_1"),
-    (lambda state: state.update({"further": torch.zeros(3)}), "further")])
+    (lambda state: state.update({"further": torch.zeros(3)}), "further"),
+    *((lambda state, name=name: state.update({name: None}), f"{name} is a NoneType, .*load what state_dict") for name in
+      ("table", "table/m", "table/updates", "table/lr", "table/step")),
+    *((lambda state, x=x: state.update({"table": x.T}), r"table is of shape \[7, 10\], not .* one dimension") for x in
+      (torch.zeros(10, 7), torch.zeros(7, 10).T.contiguous()))])
 def test_a_state_that_does_not_fit_is_refused_by_name(spoil, says):
     optimizer, _ = mixture(1e9, train_gpt.Comm())
     state = optimizer.state_dict()
