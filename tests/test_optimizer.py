@@ -576,6 +576,40 @@ def test_backward_and_step_alone_are_the_same_training(on_ranks, every):
                    for a, b, first in zip(ours, plain, chain().parameters()))
 
 
+def scaled_step(comm):
+    """Run a step of descent from zero, with grad_scale 3 and three backwards -> the parameter."""
+    p = nn.Parameter(torch.zeros(5))
+    optimizer = optimizer_of(nn.ParameterDict({"p": p}), comm, rule=Descent(1.0), grad_scale=3.0)
+    for gradient in (1.0, 10.0, 100.0):
+        with optimizer.no_sync() if gradient < 100 else contextlib.nullcontext():
+            (p * gradient * (1 + comm.rank)).sum().backward()
+    optimizer.step(FULL)
+    return p.detach().clone()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_grad_scale_multiplies_gradients_in_no_sync_too(on_ranks, ranks):
+    """Gradients are summed over the backwards and averaged over the ranks."""
+    for p in on_ranks(ranks, scaled_step):
+        assert torch.allclose(p, torch.full((5,), -3 * 111.0 * (1 + ranks) / 2), rtol=1e-6, atol=0)
+
+
+def test_gradients_in_no_sync_are_counted_anew_in_each_step():
+    """In world-size-invariant mode every step needs as many gradients as it has backwards, and no more."""
+    model, twin = chain(), chain()
+    optimizer = optimizer_of(model, rule=Descent(), world_size_invariant=True)
+    judge = torch.optim.SGD(twin.parameters(), lr=Descent().lr)
+    for passes in (3, 1, 2):
+        for i in range(passes):
+            with optimizer.no_sync() if i < passes - 1 else contextlib.nullcontext():
+                model(torch.ones(2, 6) + i).square().sum().backward()
+            twin(torch.ones(2, 6) + i).square().sum().backward()
+        optimizer.step(FULL)
+        judge.step()
+        judge.zero_grad()
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(model.parameters(), twin.parameters()))
+
+
 def test_schedulers_and_learning_rates_work_on_the_groups():
     """A torch scheduler equals the plan's factor; a group with lr 0 does not change."""
     trained = []

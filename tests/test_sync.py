@@ -933,6 +933,22 @@ def test_clip_is_by_the_norm_over_all_ranks(on_ranks):
         assert_close(parameters, twin.parameters())
 
 
+def clipped_step(comm, norm, limit):
+    """Run one step of descent from zero on gradients of this norm -> the norm of the update."""
+    params = nn.ParameterDict({name: nn.Parameter(torch.zeros(100)) for name in "ab"})
+    optimizer = optimizer_of(params, comm, rule=Descent(1.0), clip_norm=limit)
+    sum((p * norm / 200 ** 0.5).sum() for p in params.values()).backward()
+    optimizer.step(FULL)
+    return torch.cat([p.detach() for p in params.values()]).norm().item()
+
+
+@pytest.mark.parametrize("norm,limit", [(2.0, 3.0), (3.0, 2.0), (0.5, 0.4), (0.4, 0.5), (1.2, 1.3), (1.3, 1.2)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_norm_above_the_limit_becomes_the_limit_and_no_other_changes(on_ranks, ranks, norm, limit):
+    """On both sides of the limit and of 1: the square of 2 is above 3, and that of 0.5 is below 0.4."""
+    assert on_ranks(ranks, clipped_step, norm, limit) == pytest.approx([min(norm, limit)] * ranks, rel=1e-5)
+
+
 @dataclasses.dataclass(frozen=True)
 class DescentOfMatrices(Descent):
     """Its unit is a matrix, so that shards have any number of elements."""
