@@ -2475,9 +2475,9 @@ class Reducer:
     """Gradients in: hooks add them into slots, and launch a bucket's reduce-scatter when all its slots are complete.
 
     All ranks launch buckets in one order: the order in which rank 0's backward completed them. Each set of buckets that
-    take part has its own order, learned in its first step: a head tied to the embedding is complete last, an untied one
-    first. A bucket that is complete early waits for its turn. A backward without prepare_for_backward is the only one of
-    its step, or is one of several inside no_sync.
+    take part has its own order, learned in its first step: a tied head is complete last, an untied one first. A bucket
+    that is complete early waits for its turn. A backward without prepare_for_backward is the only one of its step, or
+    is one of several inside no_sync.
 
     state                                     set by                           cleared by
     slot in needs_overwrite: no gradient yet  the bucket's update              register_grad_ready
@@ -2730,7 +2730,8 @@ class SavedState:
     def state_dict(self) -> dict[str, Tensor]:
         """Copy named_state, the learning rates and the step to the CPU. RunError between the updates of a rule."""
         require(not self.between_updates, f"state_dict() was called before step {self.reducer.step}, between two "
-                "updates of a rule with `every` above 1, whose waiting gradients no state holds; call it after an update")
+                "updates of a rule with `every` above 1, whose waiting gradients no state holds; call it after an "
+                "update")
         state = {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
         for slot in (slot for bucket in self.buckets for slot in bucket.slots):
             state[f"{slot.name}/lr"] = torch.tensor(self.group_of[slot.param]["lr"], dtype=torch.float64)

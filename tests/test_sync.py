@@ -40,7 +40,8 @@ test_the_table_names_existing_tests reads this table.
     C8 ranges                   test_profile_has_a_range_for_every_phase
     C9 pitfalls                 test_mutants_are_caught
     C10 backward needs none     test_backward_ends_though_the_network_never_answers
-    C11 clip after finalize     test_clip_is_by_the_norm_over_all_ranks, test_clip_by_norms_of_rows_is_clip_by_the_norm
+    C11 clip after finalize     test_clip_is_by_the_norm_over_all_ranks, test_clip_by_norms_of_rows_is_clip_by_the_norm,
+                                test_a_norm_above_the_limit_becomes_the_limit_and_no_other_changes
     C12 several in flight       test_several_collectives_are_in_flight
     D1 values unchanged         test_shards_are_equal_and_cover_every_parameter_once
     D2 any in-place optimizer   test_any_optimizer_of_torch_works_on_the_flat_view
@@ -55,7 +56,8 @@ test_the_table_names_existing_tests reads this table.
                                 test_a_parameter_used_now_and_then_keeps_its_moments_when_it_is_not
     E5 static graph             test_a_graph_that_changes_is_an_error
     E6 rank 0's order           test_the_order_is_rank_0_s_arrival
-    E7 no_sync                  test_only_the_last_micro_batch_sends
+    E7 no_sync                  test_only_the_last_micro_batch_sends, test_grad_scale_multiplies_gradients_in_no_sync_too,
+                                test_gradients_in_no_sync_are_counted_anew_in_each_step
     E8 communication hook       test_compressed_gradients_are_sums_of_bf16_of_every_rank, test_settings_reach_a_whole_run
     E9 refused or left out      test_frozen, test_a_bucket_of_two_dtypes_or_devices_is_refused
     E10 layout                  test_a_transposed_gradient_lands_right
@@ -66,7 +68,8 @@ test_the_table_names_existing_tests reads this table.
                                 test_a_state_waits_for_the_gathers_that_are_under_way,
                                 test_a_state_that_does_not_fit_is_refused_by_name
     late parameters             test_a_parameter_may_begin_to_take_part_at_a_step,
-                                test_a_tied_parameter_may_come_untied_at_a_step
+                                test_a_tied_parameter_may_come_untied_at_a_step,
+                                test_the_tied_stage_has_its_own_launch_order
     micro-batches counted       test_micro_batches_are_counted, test_a_wrong_use_is_answered_with_the_cure
     one pass, nothing allocated mutant HeavyHook, test_receive_buffers_are_kept, bench/passes.py
     launch order checked        test_the_order_is_rank_0_s_arrival, mutant SwapsOrderOnRankOne
@@ -74,7 +77,8 @@ test_the_table_names_existing_tests reads this table.
     nothing pickled             test_ranks_send_each_other_no_pickles, test_json_comes_from_every_rank_as_it_was
     gather overlaps forward     test_a_gather_is_waited_for_where_the_forward_reads_it,
                                 test_the_whole_model_reads_nothing_before_it_has_come
-    in no bucket, in two        test_a_parameter_in_no_bucket_or_in_two_is_named
+    in no bucket, in two        test_a_parameter_in_no_bucket_or_in_two_is_named,
+                                test_a_parameter_that_begins_to_learn_later_is_named
     two dtypes in a bucket      test_a_bucket_of_two_dtypes_or_devices_is_refused
     second backward             test_a_wrong_use_is_answered_with_the_cure
     one model at the start      test_all_ranks_begin_with_the_parameters_buffers_and_frozen_ones_of_rank_0
