@@ -1966,7 +1966,7 @@ class NorMuon:
     def unit(self, spec: ParamSpec) -> tuple[int, ...]:
         """Return the spec's unit or, without one, the parameter as one matrix: [out, rest] for a convolution."""
         shape, unit = tuple(spec.param.shape), spec.unit
-        if len(shape) < 2 or unit and (len(unit) != 2 or spec.param.numel() % math.prod(unit)):
+        if len(shape) < 2 or 0 in shape or unit and (len(unit) != 2 or spec.param.numel() % math.prod(unit)):
             raise RunError(f"{spec.name} has shape {shape} and unit {unit}, but NorMuon updates whole matrices; use an "
                            "elementwise rule such as Adam, or a unit (rows, columns) that divides the parameter")
         return unit or (shape[0], math.prod(shape[1:]))
@@ -2093,6 +2093,9 @@ class Bucket:
     def add_grad(self, slot: Slot, factor: float, invariant: bool = False) -> None:
         """Add the parameter's new gradient times factor into its slot, and set param.grad to None."""
         grad, slot.param.grad = slot.param.grad, None
+        if grad.requires_grad:  # the buffer would hold the graphs of all steps
+            raise RunError(f"{slot.name} got a gradient with a graph of its own, which no rule uses; call backward() "
+                           "without create_graph=True")
         self.accumulate(slot, grad, factor, invariant)
         self.needs_overwrite.discard(slot)
         self.missing.discard(slot)
@@ -2322,6 +2325,8 @@ def fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: float, rank: int, ran
         require(frozen and frozen.frozen and all(hasattr(spec.rule, name) for name in RULE_MEMBERS),
                 f"{spec.name}: {type(spec.rule).__name__} is not an update rule; write a frozen dataclass with "
                 f"{', '.join(RULE_MEMBERS)}, as Adam has")
+        require(spec.param.numel(), f"{spec.name} has shape {tuple(spec.param.shape)}, but a bucket needs parameters "
+                "with elements; remove it from the model, or freeze it by requires_grad_(False)")
         key = (spec.rule, spec.param.dtype, spec.rule.unit(spec), spec.first_step)
         if not (group := open_groups.setdefault(key, [])):
             groups.append(group)
@@ -2478,9 +2483,10 @@ def set_hook(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Any:
 class Reducer:
     """Gradients in: hooks add them into slots, and launch a bucket's reduce-scatter when all its slots are complete.
 
-    All ranks launch buckets in one order: the order in which rank 0's backward completed them. The order is learned
-    again when a further bucket takes part. A bucket that is complete early waits for its turn. A backward without
-    prepare_for_backward is the only one of its step, or is one of several inside no_sync.
+    All ranks launch buckets in one order: the order in which rank 0's backward completed them. Each set of buckets that
+    take part has its own order, learned in its first step: a tied head is complete last, an untied one first. A bucket
+    that is complete early waits for its turn. A backward without prepare_for_backward is the only one of its step, or
+    is one of several inside no_sync.
 
     state                                     set by                           cleared by
     slot in needs_overwrite: no gradient yet  the bucket's update              register_grad_ready
@@ -2493,13 +2499,15 @@ class Reducer:
     def __init__(self, buckets: Sequence[Bucket], comm: Comm, settings: SyncSettings, grad_scale: float):
         """grad_scale: a factor on every gradient, on top of the mean over micro-batches and ranks."""
         self.buckets, self.comm, self.settings, self.grad_scale = list(buckets), comm, settings, grad_scale
-        self.launch_order: list[Bucket] = []  # empty until it is learned
+        self.launch_orders: dict[int, list[Bucket]] = {}  # learned, by the number of buckets that take part
+        self.launch_order: list[Bucket] = []  # of this step's buckets; empty until it is learned
         self.completed: list[Bucket] = []     # while the order is learned: buckets by their last gradient
         self.due: list[Bucket] = []           # buckets that the prepared backward completes, in launch order
         self.launches = 0                     # how many of `due` are launched
         self.step = 0                         # the current step or, between steps, the next one
         self.micro_batch, self.micro_batches, self.factor = 0, 0, 1.0
-        self.in_no_sync, self.no_sync_grads = False, 0  # no_sync_grads: most gradients of a parameter in no_sync
+        self.in_no_sync = False
+        self.no_sync_grads = collections.Counter[Slot]()  # gradients that this step added in no_sync
         self.in_step = False                  # a gradient or an announcement has come since the last step
         self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # profiling sets it to name ranges
         for bucket in buckets:
@@ -2537,8 +2545,8 @@ class Reducer:
         self.step, self.micro_batch, self.micro_batches = step, micro_batch + 1, micro_batches
         self.in_step = True  # so that zero_grad() drops this step if its backward fails
         self.factor = self.grad_scale / (micro_batches * self.comm.ranks)
-        if sum(step >= bucket.first_step for bucket in self.buckets) > len(self.launch_order):  # another takes part
-            self.launch_order, self.completed = [], []
+        self.launch_order = self.launch_orders.get(sum(step >= bucket.first_step for bucket in self.buckets), [])
+        self.completed = []
         last = self.micro_batch == micro_batches
         self.due = [bucket for bucket in self.launch_order or self.buckets if last and self.reduces_in(bucket, step)]
         self.launches = 0
@@ -2561,7 +2569,7 @@ class Reducer:
         if not self.micro_batches:
             if self.in_no_sync:
                 bucket.add_grad(slot, self.grad_scale / self.comm.ranks, self.settings.world_size_invariant)
-                self.no_sync_grads = max(self.no_sync_grads, len(slot.pending_grads))
+                self.no_sync_grads[slot] += 1
                 return
             self.prepare_for_backward(self.step)
         if slot not in bucket.missing:
@@ -2578,7 +2586,7 @@ class Reducer:
     def launch(self, bucket: Bucket) -> None:
         """Start the bucket's reduce-scatter."""
         with self.span(f"launch {bucket.name}"):
-            expected = self.no_sync_grads + self.micro_batches
+            expected = self.backward_passes()
             for slot in bucket.slots if self.settings.world_size_invariant else ():
                 if len(slot.pending_grads) < expected:  # the tree, and with it the sum, would depend on the ranks
                     raise RunError(f"{slot.name} got a gradient in {len(slot.pending_grads)} of {expected} micro-"
@@ -2586,6 +2594,10 @@ class Reducer:
                                    "--world_size_invariant")
             bucket.start_reduce_scatter(self.comm, self.settings.world_size_invariant)
             self.launches += 1
+
+    def backward_passes(self) -> int:
+        """Return the number of backward passes of this step; in no_sync, the most gradients that a parameter got."""
+        return max(self.no_sync_grads.values(), default=0) + self.micro_batches
 
     def launch_rest(self) -> None:
         """Launch the buckets that backward did not. Raise RunError if a micro-batch or a gradient is missing."""
@@ -2607,11 +2619,13 @@ class Reducer:
 
     def set_launch_order(self) -> None:
         """Broadcast rank 0's order: the buckets that its backward completed, then the others."""
-        # with different numbers of micro-batches the mean would be wrong
-        agree(self.comm, "micro-batches per step", {"count": self.micro_batches}, "Run the same number on every rank")
+        # with different numbers the mean would be wrong; comparing them in every step would cost a collective
+        agree(self.comm, "micro-batches per step", {"count": self.backward_passes()},
+              "Run as many backward passes, also in no_sync(), on every rank")
         others = [b for b in self.buckets if self.step >= b.first_step and b not in self.completed]
         order = [self.buckets.index(b) for b in self.completed + others]
         self.launch_order = [self.buckets[i] for i in self.comm.all_gather_json(order)[0]]
+        self.launch_orders[len(order)] = self.launch_order
         self.due.sort(key=self.launch_order.index)
 
     def wait(self, bucket: Bucket) -> None:
@@ -2623,7 +2637,8 @@ class Reducer:
                 bucket.carry_over(bucket.updates_in(self.step))
 
     def end_step(self) -> None:
-        self.due, self.micro_batch, self.micro_batches, self.no_sync_grads, self.in_step = [], 0, 0, 0, False
+        self.due, self.micro_batch, self.micro_batches, self.in_step = [], 0, 0, False
+        self.no_sync_grads.clear()
 
     def drop_gradients(self) -> None:
         """Drop all gradients that no update has used, including those in flight."""
@@ -2650,26 +2665,24 @@ def check_and_clip(buckets: Sequence[Bucket], comm: Comm, clip_norm: float, step
         for bucket in buckets:
             bucket.grad_shard.mul_(clip_norm / math.sqrt(total))
 
-def check_ownership(buckets: Sequence[Bucket], model: nn.Module) -> list[tuple[str, dict[str, Any], str, nn.Parameter]]:
-    """Check that the buckets hold each learned parameter of the model once and no frozen one; RunError otherwise.
-
-    Return (name, its module's table of parameters, its key there, parameter) for each.
-    """
-    seen = set()
+def check_ownership(buckets: Sequence[Bucket]) -> set[nn.Parameter]:
+    """Return the parameters in the buckets. Raise RunError if one is there twice or is frozen."""
+    seen: set[nn.Parameter] = set()
     for slot in (slot for bucket in buckets for slot in bucket.slots):
         if slot.param in seen:
             raise RunError(f"{slot.name} is in two buckets or twice in one; put each parameter into one bucket, once")
         if not slot.param.requires_grad:
             raise RunError(f"{slot.name} is frozen, so its bucket would wait forever for a gradient; leave it out")
         seen.add(slot.param)
-    owners = [(f"{prefix}.{key}".lstrip("."), module._parameters, key, param)
-              for prefix, module in model.named_modules() for key, param in module._parameters.items()
-              if param is not None and param.requires_grad]
-    for name, _, _, param in owners:
-        if param not in seen:
-            raise RunError(f"{name} is in no bucket and would never be updated; put it into one, or freeze it by "
-                           "requires_grad_(False)")
-    return owners
+    return seen
+
+def check_all_owned(model: nn.Module, owned: set[nn.Parameter]) -> None:
+    """Raise RunError if a learned parameter of the model is in no bucket. It takes 0.06 ms for 70 parameters."""
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param.requires_grad and param not in owned:
+            raise RunError(f"{name} is in no bucket and would never be updated; freeze it by requires_grad_(False), or "
+                           "build the optimizer with it, after anything that adds, unfreezes or replaces parameters, "
+                           "such as load_state_dict(assign=True)")
 
 class SavedState:
     """Save and load the state of buckets, independent of the number of ranks and of bucket sizes.
@@ -2724,7 +2737,10 @@ class SavedState:
             yield from self.gather_state(bucket).items()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copy named_state, the learning rates and the step to the CPU."""
+        """Copy named_state, the learning rates and the step to the CPU. RunError between the updates of a rule."""
+        require(not self.between_updates, f"state_dict() was called before step {self.reducer.step}, between two "
+                "updates of a rule with `every` above 1, whose waiting gradients no state holds; call it after an "
+                "update")
         state = {name: x.detach().to("cpu", copy=True) for name, x in self.named_state()}
         for slot in (slot for bucket in self.buckets for slot in bucket.slots):
             state[f"{slot.name}/lr"] = torch.tensor(self.group_of[slot.param]["lr"], dtype=torch.float64)
@@ -2733,6 +2749,10 @@ class SavedState:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load a state_dict and drop all unused gradients. Raise RunError if the state does not fit."""
+        for name, x in state.items():
+            seen = f"of shape {[*x.shape]}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            require(isinstance(x, Tensor) and x.dim() < 2, f"the saved state does not fit: {name} is {seen}, not a "
+                    "tensor in one dimension; load what state_dict() returned")
         state, steps = dict(state), [0]
         self.finish_all_gathers()
         self.reducer.drop_gradients()
@@ -2749,8 +2769,9 @@ class SavedState:
 
     @property
     def between_updates(self) -> bool:
-        """Whether gradients wait for a later step's update that no saved state would hold."""
-        waiting = any(len(bucket.needs_overwrite) < len(bucket.slots) for bucket in self.buckets)
+        """Whether earlier steps' gradients, which no saved state holds, wait for an update. The same on all ranks."""
+        step = self.reducer.step
+        waiting = any(step > bucket.first_step and not bucket.updates_in(step - 1) for bucket in self.buckets)
         return waiting and not self.settings.world_size_invariant  # which saves them as NAME/pending
 
     def copy_parameter(self, source: str, target: str) -> None:
@@ -2788,9 +2809,13 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
                            "on the number of ranks; omit one of them")
         if settings.overlap_param_gather and model is None:
             raise RunError("overlap_param_gather waits in the model's forward; give the optimizer the model")
+        ranks = env_int("WORLD_SIZE", 1)
+        require(ranks <= 1 or comm.ranks > 1 or dist.is_initialized(), f"WORLD_SIZE in the environment is {ranks}, but "
+                "no process group exists, so each rank would train alone; call init_process_group() first")
         model = nn.Module() if model is None else model
         self.buckets, self.comm, self.settings = list(buckets), comm, settings
-        self.param_owners = check_ownership(buckets, model)
+        self.model, self.owned = model, check_ownership(buckets)
+        check_all_owned(model, self.owned)
         groups: dict[Any, dict[str, Any]] = {}  # by rule and learning rate
         for bucket in buckets:
             kind = (type(bucket.rule).__name__, bucket.rule.lr)
@@ -2852,10 +2877,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         lr_factor and momentum of the plan.
         """
         require(not callable(plan), "step() does not take a closure; call backward() before it")
-        for name, table, key, param in self.param_owners:
-            if table.get(key) is not param:
-                raise RunError(f"{name} is not the parameter that its bucket holds; build the optimizer after anything "
-                               "that replaces parameters, such as load_state_dict(assign=True)")
+        check_all_owned(self.model, self.owned)
         reducer = self.reducer
         reducer.launch_rest()
         unused = self.find_unused() if self.settings.find_unused_parameters else ()

@@ -414,7 +414,7 @@ def test_sync_step_launches_nothing_in_backward():
 def test_a_bucket_that_is_ready_early_waits_for_its_turn():
     comm, params = Recorder(), nn.ParameterDict({name: nn.Parameter(torch.zeros(3)) for name in ("first", "second")})
     optimizer = optimizer_of(params, comm)
-    order = optimizer.reducer.launch_order = optimizer.buckets[::-1]
+    order = optimizer.reducer.launch_orders[2] = optimizer.buckets[::-1]
     optimizer.prepare_for_backward(0)
     params["second"].sum().backward()
     assert not comm.events
@@ -576,6 +576,40 @@ def test_backward_and_step_alone_are_the_same_training(on_ranks, every):
                    for a, b, first in zip(ours, plain, chain().parameters()))
 
 
+def scaled_step(comm):
+    """Run a step of descent from zero, with grad_scale 3 and three backwards -> the parameter."""
+    p = nn.Parameter(torch.zeros(5))
+    optimizer = optimizer_of(nn.ParameterDict({"p": p}), comm, rule=Descent(1.0), grad_scale=3.0)
+    for gradient in (1.0, 10.0, 100.0):
+        with optimizer.no_sync() if gradient < 100 else contextlib.nullcontext():
+            (p * gradient * (1 + comm.rank)).sum().backward()
+    optimizer.step(FULL)
+    return p.detach().clone()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_grad_scale_multiplies_gradients_in_no_sync_too(on_ranks, ranks):
+    """Gradients are summed over the backwards and averaged over the ranks."""
+    for p in on_ranks(ranks, scaled_step):
+        assert torch.allclose(p, torch.full((5,), -3 * 111.0 * (1 + ranks) / 2), rtol=1e-6, atol=0)
+
+
+def test_gradients_in_no_sync_are_counted_anew_in_each_step():
+    """In world-size-invariant mode every step needs as many gradients as it has backwards, and no more."""
+    model, twin = chain(), chain()
+    optimizer = optimizer_of(model, rule=Descent(), world_size_invariant=True)
+    judge = torch.optim.SGD(twin.parameters(), lr=Descent().lr)
+    for passes in (3, 1, 2):
+        for i in range(passes):
+            with optimizer.no_sync() if i < passes - 1 else contextlib.nullcontext():
+                model(torch.ones(2, 6) + i).square().sum().backward()
+            twin(torch.ones(2, 6) + i).square().sum().backward()
+        optimizer.step(FULL)
+        judge.step()
+        judge.zero_grad()
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(model.parameters(), twin.parameters()))
+
+
 def test_schedulers_and_learning_rates_work_on_the_groups():
     """A torch scheduler equals the plan's factor; a group with lr 0 does not change."""
     trained = []
@@ -721,6 +755,25 @@ def test_what_is_no_model_and_no_rule_is_named(arguments, says):
         train_gpt.make_optimizer(*arguments(Fused()))
 
 
+@pytest.mark.parametrize("build", [train_gpt.make_optimizer, optimizer_of])
+def test_ranks_without_a_process_group_are_refused(monkeypatch, build):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(train_gpt.RunError, match=r"WORLD_SIZE .* is 2, but no process group .* call init_process_group\(\) first"):
+        build(chain())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    build(chain())
+
+
+def built_under_torchrun(comm):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        return train_gpt.make_optimizer(chain()).comm.ranks
+
+
+def test_ranks_with_a_process_group_train_together(on_ranks):
+    assert on_ranks(2, built_under_torchrun) == [2, 2]
+
+
 def test_an_optimizer_of_a_model_that_computes_nothing():
     """One rank needs no values from the device, so `meta` shows sizes before memory is allocated."""
     with torch.device("meta"):
@@ -764,6 +817,30 @@ class Keeps(Descent):
 def test_a_rule_that_cannot_be_one_is_refused(rule, scale, says):
     with pytest.raises(train_gpt.RunError, match=says):
         train_gpt.fill_buckets([train_gpt.ParamSpec("p", nn.Parameter(torch.zeros(5)), rule, scale=scale)], 0.0, 0, 1)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
+@pytest.mark.parametrize("table,says", [((), r"but a bucket needs .* freeze it"),
+                                        ([train_gpt.Assignment("empty", train_gpt.NorMuon())], "NorMuon updates whole matrices")])
+def test_an_empty_parameter_is_refused(shape, table, says):
+    model = chain()
+    model.empty = nn.Parameter(torch.zeros(shape))
+    with pytest.raises(train_gpt.RunError, match=rf"empty has shape \({shape[0]},.*{says}"):
+        train_gpt.make_optimizer(model, table)
+    model.empty.requires_grad_(False)
+    train_gpt.make_optimizer(model)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_gradient_with_a_graph_is_refused(sync):
+    """Also where it would be added to an earlier one, which torch allows."""
+    model = chain()
+    optimizer = optimizer_of(model)
+    with pytest.raises(train_gpt.RunError, match=r"2.bias got a gradient with a graph .* without create_graph=True"):
+        for create_graph in (False, True):
+            with contextlib.nullcontext() if sync and create_graph else optimizer.no_sync():
+                model(torch.ones(2, 6)).square().sum().backward(create_graph=create_graph)
 
 
 def test_invariant_mode_counts_the_gradients_in_no_sync():
@@ -948,6 +1025,16 @@ def other_counts(comm):
     optimizer.step(FULL)
 
 
+def other_counts_in_no_sync(comm):
+    model = chain()
+    optimizer = optimizer_of(model, comm)
+    with optimizer.no_sync():
+        for _ in range(1 + comm.rank):
+            model(torch.ones(1, 6)).sum().backward()
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+
+
 DIFFERENCES = {  # name: (how rank 1 differs, the error)
     "widths": (lambda comm: optimizer_of(chain((6, 5, 7 + comm.rank, 4)), comm), r"bucket .*4, 8\b.* 4, 7\b"),
     "names": (lambda comm: optimizer_of(nn.ParameterDict({"ba"[comm.rank]: nn.Parameter(torch.zeros(4))}), comm), "bucket .*a.*b"),
@@ -955,6 +1042,7 @@ DIFFERENCES = {  # name: (how rank 1 differs, the error)
     "scale": (lambda comm: optimizer_of(chain(), comm, grad_scale=1.0 + comm.rank), "gradient scale 2.*1"),
     "rates": (lambda comm: optimizer_of(chain(), comm, rule=dataclasses.replace(ONCE, lr=0.1 + comm.rank)), "bucket .*lr=1.1.*lr=0.1"),
     "counts": (other_counts, "micro-batches.* differ: rank 1 .*3.* rank 0 .*2"),
+    "no_sync": (other_counts_in_no_sync, r"micro-batches.* differ: rank 1 .*3.* rank 0 .*2.* no_sync\(\)"),
 }
 
 
@@ -1084,6 +1172,8 @@ def test_a_state_between_updates_is_known_and_one_at_an_update_goes_on_to_the_by
     assert not optimizer.between_updates
     mixed_steps(optimizer, params, [0])
     assert optimizer.between_updates
+    with pytest.raises(train_gpt.RunError, match=r"before step 1, between two updates .*waiting gradients.* after an update"):
+        optimizer.state_dict()
     mixed_steps(optimizer, params, [1])
     assert not optimizer.between_updates and not any("pending" in name for name in optimizer.state_dict())
     end = mixed_run(comm, range(2, 4), 1e9, optimizer.state_dict())[0]
@@ -1092,6 +1182,24 @@ def test_a_state_between_updates_is_known_and_one_at_an_update_goes_on_to_the_by
     invariant, params = mixture(300.0, comm, world_size_invariant=True)
     mixed_steps(invariant, params, [0])
     assert not invariant.between_updates
+
+
+def state_of_one_user(comm):
+    """Only rank 0 uses the parameter, so only its gradient waits."""
+    p, q = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    optimizer = optimizer_of(nn.ParameterDict({"p": p, "q": q}), comm, rule=dataclasses.replace(ONCE, every=2),
+                             find_unused_parameters=True)
+    optimizer.prepare_for_backward(0)
+    if comm.rank == 0:
+        (p + q).sum().backward()
+    optimizer.step(FULL)
+    optimizer.state_dict()
+
+
+def test_all_ranks_know_that_a_gradient_of_one_rank_waits(_rank_pools, on_ranks):
+    on_ranks(2, nothing)
+    for kind, error in _rank_pools[2].outcomes(state_of_one_user):
+        assert kind == "error" and "between two updates" in str(error)
 
 
 def test_pending_sums_of_an_invariant_run_count_once_in_a_plain_run():
@@ -1136,7 +1244,11 @@ def test_a_state_is_the_caller_s_own():
     (lambda state: state.update({"four/v": torch.zeros(240)}), "four/v"),
     (lambda state: state.update({"table/m": torch.zeros(90)}), "table/m"),
     (lambda state: state.update({"wide_1/updates": torch.tensor(7)}), "wide_1"),
-    (lambda state: state.update({"further": torch.zeros(3)}), "further")])
+    (lambda state: state.update({"further": torch.zeros(3)}), "further"),
+    *((lambda state, name=name: state.update({name: None}), f"{name} is a NoneType, .*load what state_dict") for name in
+      ("table", "table/m", "table/updates", "table/lr", "table/step")),
+    *((lambda state, x=x: state.update({"table": x.T}), r"table is of shape \[7, 10\], not .* one dimension") for x in
+      (torch.zeros(10, 7), torch.zeros(7, 10).T.contiguous()))])
 def test_a_state_that_does_not_fit_is_refused_by_name(spoil, says):
     optimizer, _ = mixture(1e9, train_gpt.Comm())
     state = optimizer.state_dict()
@@ -1220,6 +1332,37 @@ def test_a_tied_parameter_may_come_untied_at_a_step(on_ranks, ranks):
     for params in on_ranks(ranks, untied_steps):
         for name, plain in (("embed", embed), ("head", head)):
             assert torch.allclose(params[name].double(), plain.p, rtol=1e-5, atol=1e-6), name
+
+
+def tied_launches(comm, warm_up, batches):
+    """Warm up, return to step 0, and train two tied steps.
+
+    -> names of the Adam buckets of step 1 launched before the head's gradient is complete, launch order.
+    """
+    config = train_gpt.Config(**TINY | {"untie_at": 2 / 3})
+    model = train_gpt.build_model(config, train_gpt.Encoding(64, BOS))
+    optimizer, launched = train_gpt.build_optimizer(config, model, comm), []
+    saved, reducer = optimizer.state_dict(), optimizer.reducer
+    model.lm_head.weight.register_hook(lambda g: launched.append([
+        bucket.name for bucket in reducer.due[:reducer.launches] if isinstance(bucket.rule, train_gpt.Adam)]))
+    for i, step in enumerate((*warm_up, 0, 1)):
+        if i == len(warm_up):
+            optimizer.load_state_dict(saved)
+        plan = train_gpt.plan_of(config, step)
+        assert plan.tied == (step < 9) and not (plan.tied and plan.unties)
+        one_step(optimizer, model, plan, batches[step % 2].chunk(comm.ranks)[comm.rank])
+    return launched[-1], [bucket.name for bucket in reducer.launch_order]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_tied_stage_has_its_own_launch_order(on_ranks, ranks, batches):
+    """The tied head is complete last, since the embedding reads it: after a warm-up that ends untied, Adam's other
+    buckets must not wait for it. Every rank uses the order of a run without warm-up."""
+    plain = on_ranks(ranks, tied_launches, (), batches[:, :4])
+    for warm_up in ((9,), (0, 1, 9)):
+        results = on_ranks(ranks, tied_launches, warm_up, batches[:, :4])
+        assert all(launched for launched, _ in results), "no Adam bucket is launched before the end of backward"
+        assert all(order == plain[0][1] for _, order in results), "another order"
 
 
 def test_a_parameter_cannot_be_copied_between_updates():

@@ -202,6 +202,32 @@ def test_a_gradient_of_zero_is_none(on_ranks, invariant):
             assert torch.equal(old[2], new[2]) and not torch.equal(old[1], new[1])
 
 
+def rows_that_sum_to_zero(comm, invariant):
+    """Update all rows; then row 1 has a gradient whose elements sum to 0, and two gradients of row 2 cancel out:
+    of two micro-batches on one rank, else of two ranks. -> the states before and after."""
+    model = tables()
+    optimizer = optimizer_of(model, comm, 1e9, LAZY, world_size_invariant=invariant)
+    micro_batches, states, signs = 2 // comm.ranks, [], torch.tensor([1.0, -1.0, 2.0, -2.0])
+    for step in range(2):
+        for i in range(micro_batches):
+            sign = (-1) ** (comm.rank * micro_batches + i) if step else 1
+            optimizer.prepare_for_backward(step, i, micro_batches)
+            one, two = model[0](torch.tensor([1, 2]))
+            ((one * signs).sum() + (two * signs).sum() * sign + model[1](torch.tensor([3])).sum()).backward()
+        optimizer.step(FULL)
+        states.append(optimizer.state_dict())
+    return states
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_row_is_updated_unless_every_element_of_its_sum_is_zero(on_ranks, ranks, invariant):
+    for before, after in on_ranks(ranks, rows_that_sum_to_zero, invariant):
+        for key in ("", "/m", "/v"):
+            old, new = (state[f"0.weight{key}"].view(-1, WIDTH) for state in (before, after))
+            assert (old[1] != new[1]).all() and torch.equal(old[2], new[2]), key
+
+
 def dropped(comm, when):
     """Announce rows, perhaps send them, and drop them; later steps must not change."""
     results = []

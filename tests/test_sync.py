@@ -40,7 +40,8 @@ test_the_table_names_existing_tests reads this table.
     C8 ranges                   test_profile_has_a_range_for_every_phase
     C9 pitfalls                 test_mutants_are_caught
     C10 backward needs none     test_backward_ends_though_the_network_never_answers
-    C11 clip after finalize     test_clip_is_by_the_norm_over_all_ranks, test_clip_by_norms_of_rows_is_clip_by_the_norm
+    C11 clip after finalize     test_clip_is_by_the_norm_over_all_ranks, test_clip_by_norms_of_rows_is_clip_by_the_norm,
+                                test_a_norm_above_the_limit_becomes_the_limit_and_no_other_changes
     C12 several in flight       test_several_collectives_are_in_flight
     D1 values unchanged         test_shards_are_equal_and_cover_every_parameter_once
     D2 any in-place optimizer   test_any_optimizer_of_torch_works_on_the_flat_view
@@ -55,7 +56,8 @@ test_the_table_names_existing_tests reads this table.
                                 test_a_parameter_used_now_and_then_keeps_its_moments_when_it_is_not
     E5 static graph             test_a_graph_that_changes_is_an_error
     E6 rank 0's order           test_the_order_is_rank_0_s_arrival
-    E7 no_sync                  test_only_the_last_micro_batch_sends
+    E7 no_sync                  test_only_the_last_micro_batch_sends, test_grad_scale_multiplies_gradients_in_no_sync_too,
+                                test_gradients_in_no_sync_are_counted_anew_in_each_step
     E8 communication hook       test_compressed_gradients_are_sums_of_bf16_of_every_rank, test_settings_reach_a_whole_run
     E9 refused or left out      test_frozen, test_a_bucket_of_two_dtypes_or_devices_is_refused
     E10 layout                  test_a_transposed_gradient_lands_right
@@ -66,7 +68,8 @@ test_the_table_names_existing_tests reads this table.
                                 test_a_state_waits_for_the_gathers_that_are_under_way,
                                 test_a_state_that_does_not_fit_is_refused_by_name
     late parameters             test_a_parameter_may_begin_to_take_part_at_a_step,
-                                test_a_tied_parameter_may_come_untied_at_a_step
+                                test_a_tied_parameter_may_come_untied_at_a_step,
+                                test_the_tied_stage_has_its_own_launch_order
     micro-batches counted       test_micro_batches_are_counted, test_a_wrong_use_is_answered_with_the_cure
     one pass, nothing allocated mutant HeavyHook, test_receive_buffers_are_kept, bench/passes.py
     launch order checked        test_the_order_is_rank_0_s_arrival, mutant SwapsOrderOnRankOne
@@ -74,7 +77,8 @@ test_the_table_names_existing_tests reads this table.
     nothing pickled             test_ranks_send_each_other_no_pickles, test_json_comes_from_every_rank_as_it_was
     gather overlaps forward     test_a_gather_is_waited_for_where_the_forward_reads_it,
                                 test_the_whole_model_reads_nothing_before_it_has_come
-    in no bucket, in two        test_a_parameter_in_no_bucket_or_in_two_is_named
+    in no bucket, in two        test_a_parameter_in_no_bucket_or_in_two_is_named,
+                                test_a_parameter_that_begins_to_learn_later_is_named
     two dtypes in a bucket      test_a_bucket_of_two_dtypes_or_devices_is_refused
     second backward             test_a_wrong_use_is_answered_with_the_cure
     one model at the start      test_all_ranks_begin_with_the_parameters_buffers_and_frozen_ones_of_rank_0
@@ -282,7 +286,7 @@ def test_the_whole_model_reads_nothing_before_it_has_come(on_ranks, batches, ran
 def test_backward_ends_though_the_network_never_answers():
     model = chain()
     optimizer = optimizer_of(model, Never())
-    optimizer.reducer.launch_order = optimizer.buckets
+    optimizer.reducer.launch_orders[len(optimizer.buckets)] = optimizer.buckets
     optimizer.prepare_for_backward(0)
     model(X).sum().backward()
     assert optimizer.reducer.launches == len(optimizer.buckets)
@@ -380,7 +384,7 @@ def check_counting(mutant):
     for order in itertools.permutations("abc"):
         params, comm = nn.ParameterDict({name: nn.Parameter(torch.zeros(3)) for name in "abc"}), Recorder()
         engine = build(params, comm, mutant, bucket_bytes=1e9)
-        engine.reducer.launch_order = engine.buckets
+        engine.reducer.launch_orders[len(engine.buckets)] = engine.buckets
         engine.prepare_for_backward(0)
         for name in order:
             assert not comm.events, f"launched before {name} of {order}"
@@ -391,7 +395,7 @@ def check_counting(mutant):
 def check_no_wait_in_backward(mutant):
     model, comm = chain(), Recorder()
     engine = build(model, comm, mutant)
-    engine.reducer.launch_order = engine.buckets
+    engine.reducer.launch_orders[len(engine.buckets)] = engine.buckets
     engine.prepare_for_backward(0)
     model(X).sum().backward()
     assert not any(kind == "wait" for kind, *_ in comm.events), "a hook waits"
@@ -405,7 +409,7 @@ def check_light_hook(mutant):
     """A hook runs one operator per gradient."""
     params = nn.ParameterDict({name: nn.Parameter(torch.zeros(1000)) for name in "pq"})
     engine = build(params, Comm(), mutant, bucket_bytes=1e9)
-    bucket, = engine.reducer.launch_order = engine.buckets
+    bucket, = engine.reducer.launch_orders[len(engine.buckets)] = engine.buckets
     train_gpt.factor_tensor(0.5, torch.float32, torch.float32, bucket.grad_data.device)  # is made once
     for i in range(2):
         engine.prepare_for_backward(0, i, 2)
@@ -801,7 +805,32 @@ def by_loading(model):
 @pytest.mark.parametrize("how,name", [(by_hand, "1.weight"), (by_loading, "0.weight")])
 def test_a_replaced_parameter_is_named(on_ranks, how, name, unused):
     for message in on_ranks(2, replaced_on_both, how, unused):
-        assert message.startswith(f"{name} is not the parameter that its bucket holds")
+        assert message.startswith(f"{name} is in no bucket") and "replaces parameters" in message
+
+
+def unfreeze(model):
+    model.frozen.weight.requires_grad_(True)
+
+
+def add_module(model):
+    model.append(nn.Linear(4, 4))
+
+
+def add_parameter(model):
+    model[0].scale = nn.Parameter(torch.ones(5))
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("how,name", [(unfreeze, "frozen.weight"), (add_module, "4.weight"), (add_parameter, "0.scale")])
+def test_a_parameter_that_begins_to_learn_later_is_named(how, name, steps):
+    """At the next step, though no loss uses the parameter."""
+    model = chain()
+    model.add_module("frozen", nn.Linear(4, 4, bias=False).requires_grad_(False))
+    engine = train_gpt.make_optimizer(model)
+    run_steps(engine, model, X, range(steps))
+    how(model)
+    with pytest.raises(RunError, match=rf"^{name} is in no bucket .* adds, unfreezes or replaces parameters"):
+        run_steps(engine, model, X, range(steps, steps + 1))
 
 
 def test_a_parameter_in_no_bucket_or_in_two_is_named():
@@ -906,6 +935,22 @@ def test_clip_is_by_the_norm_over_all_ranks(on_ranks):
         judge.step()
     for parameters in on_ranks(2, network_steps, Comm, {"clip_norm": 0.5}):
         assert_close(parameters, twin.parameters())
+
+
+def clipped_step(comm, norm, limit):
+    """Run one step of descent from zero on gradients of this norm -> the norm of the update."""
+    params = nn.ParameterDict({name: nn.Parameter(torch.zeros(100)) for name in "ab"})
+    optimizer = optimizer_of(params, comm, rule=Descent(1.0), clip_norm=limit)
+    sum((p * norm / 200 ** 0.5).sum() for p in params.values()).backward()
+    optimizer.step(FULL)
+    return torch.cat([p.detach() for p in params.values()]).norm().item()
+
+
+@pytest.mark.parametrize("norm,limit", [(2.0, 3.0), (3.0, 2.0), (0.5, 0.4), (0.4, 0.5), (1.2, 1.3), (1.3, 1.2)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_norm_above_the_limit_becomes_the_limit_and_no_other_changes(on_ranks, ranks, norm, limit):
+    """On both sides of the limit and of 1: the square of 2 is above 3, and that of 0.5 is below 0.4."""
+    assert on_ranks(ranks, clipped_step, norm, limit) == pytest.approx([min(norm, limit)] * ranks, rel=1e-5)
 
 
 @dataclasses.dataclass(frozen=True)
