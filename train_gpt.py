@@ -2509,6 +2509,7 @@ class Reducer:
         self.in_no_sync = False
         self.no_sync_grads = collections.Counter[Slot]()  # gradients that this step added in no_sync
         self.in_step = False                  # a gradient or an announcement has come since the last step
+        self.dropped = True                   # no step has ended since all gradients were dropped
         self.span: Callable[[str], Any] = lambda name: contextlib.nullcontext()  # profiling sets it to name ranges
         for bucket in buckets:
             bucket.receive_buffer = comm.receive_buffer(bucket.grad_data, settings.world_size_invariant)
@@ -2645,6 +2646,7 @@ class Reducer:
         for bucket in self.due:
             self.wait(bucket)
         self.end_step()
+        self.dropped = True
         for bucket in self.buckets:
             bucket.drop_gradients()
 
@@ -2770,9 +2772,10 @@ class SavedState:
     @property
     def between_updates(self) -> bool:
         """Whether earlier steps' gradients, which no saved state holds, wait for an update. The same on all ranks."""
-        step = self.reducer.step
-        waiting = any(step > bucket.first_step and not bucket.updates_in(step - 1) for bucket in self.buckets)
-        return waiting and not self.settings.world_size_invariant  # which saves them as NAME/pending
+        last = self.reducer.step - 1
+        waiting = any(last >= bucket.first_step and not bucket.updates_in(last) for bucket in self.buckets)
+        # world-size-invariant mode saves them as NAME/pending
+        return waiting and not self.reducer.dropped and not self.settings.world_size_invariant
 
     def copy_parameter(self, source: str, target: str) -> None:
         """Copy a parameter and its state to another, such as a head that was tied to the embedding until this step."""
@@ -2897,7 +2900,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
                 with reducer.span(f"gather {bucket.name}"):
                     bucket.start_all_gather(self.comm)
         reducer.end_step()
-        reducer.step += 1
+        reducer.step, reducer.dropped = reducer.step + 1, False
         if not self.settings.overlap_param_gather:
             self.finish_all_gathers(buckets)
 

@@ -1174,6 +1174,10 @@ def test_a_state_between_updates_is_known_and_one_at_an_update_goes_on_to_the_by
     assert optimizer.between_updates
     with pytest.raises(train_gpt.RunError, match=r"before step 1, between two updates .*waiting gradients.* after an update"):
         optimizer.state_dict()
+    with optimizer.no_sync():
+        sum(p.sum() for p in params.values()).backward()
+    optimizer.zero_grad()
+    assert not optimizer.between_updates, "all gradients are dropped"
     mixed_steps(optimizer, params, [1])
     assert not optimizer.between_updates and not any("pending" in name for name in optimizer.state_dict())
     end = mixed_run(comm, range(2, 4), 1e9, optimizer.state_dict())[0]
