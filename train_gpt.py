@@ -7,22 +7,25 @@
 This file is the whole experiment, and its source opens the log of every run. Read it from the top. A racer can stop
 after the training loop; the later sections keep a run safe.
 
-    config          every value that decides a run; presets; command-line flags
-    schedule        stages, learning rate, momentum; plan_of(config, step) returns everything that depends on the step
-    data            shards, document packing, a stream that preloads
-    model           attention, MLP, blocks, GPT and its loss; attention masks and kernels; no communication
-    update rules    Adam and NorMuon: pure functions on tensors
-    gradient sync   buckets (memory), Comm (collectives), Reducer (gradients), DistributedOptimizer (parameters)
-    assignment      parameter kind -> update rule and multipliers
-    training        Trainer.step (forward, backward, update), validation, the loop (Run.train)
-    log and clock   the only log file, the only output, the training clock
-    checkpoint      save and resume
-    machine, main   set-up, signals, failures
+    section         contents                                                    to start, search for
+    config          every value that decides a run; presets; flags              class Config, PRESETS
+    schedule        stages; everything that depends on the step                 def plan_of, def lr_factor
+    data            shards, document packing, a stream that preloads            class Stream
+    model           attention, MLP, blocks, the forward pass, the loss          class GPT, def trunk, class Head
+    update rules    pure functions on tensors                                   class NorMuon, class Adam
+    gradient sync   buckets (memory), collectives, gradients in backward,       class Bucket, class Comm,
+                    the optimizer step                                          class Reducer, def launch
+    assignment      parameter kind -> update rule and multipliers               def rule_of
+    training        forward, backward, update; validation; the loop             class Trainer, class Run, def train
+    log and clock   the only log file, the only output, the training clock      class Log
+    checkpoint      save and resume                                             def save_checkpoint
+    machine, main   set-up, signals, failures                                   def main
 
-Gradient sync in one paragraph: autograd computes a gradient, and a hook adds it into the parameter's slot of a bucket.
-When a bucket is complete, its reduce-scatter starts while backward continues. The optimizer step waits for it, updates
-this rank's shard by the bucket's rule, and starts the all-gather that writes the new parameters where the model reads
-them.
+Gradient sync in one paragraph: autograd computes a gradient, and a hook adds it into the parameter's slot of a bucket
+(Reducer.register_grad_ready). When a bucket is complete, its reduce-scatter starts while backward continues
+(Reducer.launch; the collective is Comm.reduce_scatter). In the first step the launch order is learned, so buckets start
+after backward. The optimizer step waits for each bucket, updates this rank's shard by the bucket's rule, and starts the
+all-gather that writes the new parameters where the model reads them.
 """
 
 from __future__ import annotations
