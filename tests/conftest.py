@@ -31,6 +31,7 @@ from train_gpt import Stage
 torch.set_num_threads(1)
 # tests in the background of a shell ignore Ctrl-C, and so would the processes that they start
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 # a slow machine must not fail a test
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("busy")
