@@ -13,18 +13,18 @@ after the training loop; the later sections keep a run safe.
     data            shards, document packing, a stream that preloads            class Stream
     model           attention, MLP, blocks, the forward pass, the loss          class GPT, def trunk, class Head
     update rules    pure functions on tensors                                   class NorMuon, class Adam
-    gradient sync   buckets (memory), collectives, gradients in backward,       class Bucket, class Comm,
-                    the optimizer step                                          class Reducer, def launch
+    gradient sync   buckets (memory), collectives, gradients in backward,       class Bucket, class Comm, class Reducer,
+                    the optimizer step                                          def register_grad_ready
     assignment      parameter kind -> update rule and multipliers               def rule_of
-    training        forward, backward, update; validation; the loop             class Trainer, class Run, def train
+    training        forward, backward, update; validation; the loop             class Trainer, class Run:, def train
     log and clock   the only log file, the only output, the training clock      class Log
     checkpoint      save and resume                                             def save_checkpoint
     machine, main   set-up, signals, failures                                   def main
 
 Gradient sync in one paragraph: autograd computes a gradient, and a hook adds it into the parameter's slot of a bucket
-(Reducer.register_grad_ready). When a bucket is complete, its reduce-scatter starts while backward continues
-(Reducer.launch; the collective is Comm.reduce_scatter). In the first step the launch order is learned, so buckets start
-after backward. The optimizer step waits for each bucket, updates this rank's shard by the bucket's rule, and starts the
+(Reducer.register_grad_ready). When a bucket is complete, the hook's last line starts its reduce-scatter while backward
+continues (Reducer.launch, Comm.reduce_scatter). In the first step the launch order is learned, so buckets start after
+backward. The optimizer step waits for each bucket, updates this rank's shard by the bucket's rule, and starts the
 all-gather that writes the new parameters where the model reads them.
 """
 
@@ -3251,7 +3251,8 @@ class Run:
                 self.validate(step)
             profile.begin_step(step)
             plan = plan_of(c, step)
-            self.losses.record(plan, trainer.step(plan, trainer.stream.next_batch(plan)))
+            losses = trainer.step(plan, trainer.stream.next_batch(plan))
+            self.losses.record(plan, losses)
         trainer.optimizer.finish_all_gathers()
         self.clock.stop()
         self.losses.write(c.num_steps, wait=True)
