@@ -3733,7 +3733,7 @@ def clear_checkpoints(log: Log, step: int, keep: int) -> None:
 def find_checkpoint(config: Config) -> Path:
     """Find the checkpoint that config.resume names. When torchrun restarts the ranks it is the latest of their run."""
     named = Path(config.resume) if Path(config.resume).exists() else ROOT / config.resume
-    latest, restarted = config.resume == "latest", env_int("TORCHELASTIC_RESTART_COUNT", 0) > 0
+    latest, restarted = config.resume == "latest", restarts() > 0
     folder, run_id = (ROOT / config.log_dir, config.run_id) if latest else (named.parent, named.stem)
     own = sorted((log for log in folder.glob("*.txt") if restarted and is_of_this_launch(log)), key=os.path.getmtime)
     if own:
@@ -3798,7 +3798,7 @@ def resume(this: Run) -> dict[str, Any] | None:
     """Load the checkpoint that the config names -> what the log says about it; None for a new run."""
     path, trainer = this.config.resume, this.trainer
     if not path:
-        return {"from_step": 0, "checkpoint": None} if env_int("TORCHELASTIC_RESTART_COUNT", 0) else None
+        return {"from_step": 0, "checkpoint": None} if restarts() else None
     saved = load_file(path)
     old = config_of(saved["config"])  # with --resume the same config; when torchrun restarts, flags made this one
     other = [f.name for f in dataclasses.fields(Config)
@@ -3824,6 +3824,10 @@ def env_int(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     require(text.isdecimal(), f"{name} in the environment is {text!r}; unset it, or start the ranks by torchrun")
     return int(text)
+
+def restarts() -> int:
+    """Count how often torchrun has restarted the ranks of this launch."""
+    return env_int("TORCHELASTIC_RESTART_COUNT", 0)
 
 def count_gpus() -> int:
     """Count the GPUs that torch can use. RunError if the driver shows GPUs that torch cannot use."""
@@ -3946,7 +3950,7 @@ def is_of_this_launch(log: Path) -> bool:
 
 def identify_run(config: Config) -> tuple[str, str]:
     """(run id, checkpoint to resume from). Restarted ranks keep the id and resume from its newest checkpoint."""
-    folder, resume, restarted = ROOT / config.log_dir, config.resume, env_int("TORCHELASTIC_RESTART_COUNT", 0) > 0
+    folder, resume, restarted = ROOT / config.log_dir, config.resume, restarts() > 0
     run_id = config.run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{launch_id()}"
     if restarted and not resume:
         started = sorted(folder.glob(f"*_{launch_id()}.txt"))
@@ -3976,7 +3980,7 @@ def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.St
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, ranks, timeout=timeout))
         # torchrun keeps its store when it restarts the ranks, with what they wrote before
-        store = dist.PrefixStore(f"life-{env_int('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        store = dist.PrefixStore(f"life-{restarts()}", store)
         dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=ranks, timeout=timeout,
                                 device_id=device if gpu else None, pg_options=options)
     except (ValueError, RuntimeError) as error:

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import resource
-import runpy
 import signal
 import struct
 import subprocess
