@@ -3223,6 +3223,7 @@ class Run:
         self.preset, self.requested, self.trainer, self.shards = preset, requested, trainer, shards
         self.config, self.comm, self.clock, self.log = trainer.config, trainer.comm, clock, log
         self.val_sequences, self.from_step = val_sequences, 0
+        self.given_up: set[Path] = set()  # checkpoints that are later than the step that this run begins with
         self.losses = TrainLosses(trainer.config, trainer.comm, clock, log)
 
     def warm_up(self) -> None:
@@ -3293,7 +3294,9 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
         trainer = Trainer(config, comm, device, shards["train"])
         trainer.stream.check_enough()
         this = Run(preset, requested, trainer, shards, val_sequences, clock, log)
-        start_log(this, resume(this), changes)
+        resumed = resume(this)
+        this.given_up = {path for path in checkpoints(log.path.parent, log.run_id) if step_of(path) > this.from_step}
+        start_log(this, resumed, changes)
     this.warm_up()
     with signals.caught():
         this.train()
@@ -3466,16 +3469,17 @@ def start_log(this: Run, resumed: dict[str, Any] | None, changes: list[str]) -> 
     start = {"run_id": log.run_id, "preset": this.preset, **describe_config(c), "started": started, "changes": changes,
              **machine, "ranks": comm.ranks, "hosts": hosts, "parameters": params, "shards": describe_data(this.shards),
              "launch": launch_id(), "warnings": warnings_of(c, trainer.optimizer)}
+    damages = [damage for path in sorted(this.given_up) if resumed and (damage := damage_of(path))]
     log.open(start, environment, resumed and {
-        "at": started, **resumed, "ranks": comm.ranks, "source_sha256": machine["source_sha256"], "launch": launch_id(),
-        "changes": changes, "hosts": hosts})
+        "at": started, **resumed, "damaged": damages, "ranks": comm.ranks, "source_sha256": machine["source_sha256"],
+        "launch": launch_id(), "changes": changes, "hosts": hosts})
     log.say(f"preset {this.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, {params / 1e6:.1f} M "
             f"parameters, {c.num_steps} steps of {tokens_of_steps(c, 1):,} tokens at first, validation on "
             f"{(this.val_sequences[:, 1:] >= 0).sum():,}")
     for line in (*changes, *start["warnings"]):
         log.say(line)
     if resumed:
-        log.say(f"resuming from step {this.from_step}")
+        log.say(f"resuming from step {this.from_step}{', because ' * bool(damages)}{'; '.join(damages)}")
 
 def finish(this: Run, before: str, loss: float, val_tokens: int) -> None:
     """Save the model, then write the result. before: hash of the model before the last validation."""
@@ -3500,7 +3504,7 @@ def finish(this: Run, before: str, loss: float, val_tokens: int) -> None:
         verdict, target = "", ""
         if c.target_val_loss:
             verdict, target = f"target {'reached' if reached else 'missed'}: ", f" target {c.target_val_loss:g},"
-        clear_checkpoints(log, c.num_steps, keep=0)
+        remove_files(spare_files(this, keep=0))
         log.say(f"\n{verdict}validation loss {loss:.4f},{target} after {clock.elapsed / 1000:.1f} s of training and "
                 f"{wall_seconds:.0f} s in all{saved_as}\nlog: {log.path}")
 
@@ -3681,8 +3685,9 @@ def save_file(path: Path, content: dict[str, Any]) -> None:
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk by a RuntimeError
-        raise RunError(f"{path}: cannot be written ({error}); free space or choose another --log_dir") from error
+    except (OSError, RuntimeError) as error:  # torch replaces the error of a full disk by one about its file format
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise RunError(f"{path}: cannot be written ({cause}); free space or choose another --log_dir") from cause
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
@@ -3721,14 +3726,28 @@ def checkpoints(folder: Path, run_id: str, suffix: str = "") -> list[Path]:
     """The checkpoints of a run, by their step: modification times may come from another clock."""
     return sorted(folder.glob(f"{glob.escape(run_id)}.step[0-9]*.ckpt{suffix}"), key=step_of)
 
-def clear_checkpoints(log: Log, step: int, keep: int) -> None:
-    """Delete a run's checkpoints but for the latest `keep` up to a step; later ones belong to a past that a resume gave
-    up. Delete the partial files of killed processes too."""
-    run = log.path.parent, log.run_id
-    kept = [path for path in checkpoints(*run) if step_of(path) <= step][-keep:] if keep else []
-    for path in (*checkpoints(*run), *checkpoints(*run, ".partial"), log.path.with_suffix(".pt.partial")):
-        if path not in kept:
-            path.unlink(missing_ok=True)
+def spare_files(this: Run, keep: int) -> list[Path]:
+    """List a run's files that it no longer needs, least needed first: what killed processes wrote in part, checkpoints
+    of a past that a resume gave up, and older ones than the latest `keep`."""
+    run = this.log.path.parent, this.log.run_id
+    valid = [path for path in checkpoints(*run) if path not in this.given_up]
+    return [*checkpoints(*run, ".partial"), this.log.path.with_suffix(".pt.partial"), *sorted(this.given_up),
+            *valid[:-keep or None]]
+
+def remove_files(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+def save_in_room(this: Run, path: Path, content: dict[str, Any]) -> None:
+    """Save a file. While the disk is full, delete a file that the run can spare; the latest checkpoint stays."""
+    spare = spare_files(this, keep=1)
+    while True:
+        try:
+            return save_file(path, content)
+        except RunError as error:
+            if not spare or getattr(error.__cause__, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            remove_files([spare.pop(0)])
 
 def find_checkpoint(config: Config) -> Path:
     """Find the checkpoint that config.resume names. When torchrun restarts the ranks it is the latest of their run."""
@@ -3746,7 +3765,24 @@ def find_checkpoint(config: Config) -> Path:
     found = checkpoints(folder, run_id) if run_id else []
     require(found, f"--resume {config.resume}: found no checkpoint in {folder}. Name a .ckpt, or the log of a run that "
             "left one (--save_every). A run that has finished keeps none")
-    return found[-1].resolve()
+    return latest_intact(found).resolve()
+
+def latest_intact(found: list[Path]) -> Path:
+    """Return the latest checkpoint that is not damaged. RunError if all are."""
+    damages = []
+    for path in reversed(found):
+        if not (damage := damage_of(path)):
+            return path
+        damages.append(damage)
+    raise RunError(damages[0])
+
+def damage_of(path: Path) -> str:
+    """Say how a saved file is damaged; empty if it is not."""
+    try:
+        load_file(path)
+        return ""
+    except RunError as error:
+        return str(error).removesuffix("; name another")
 
 def save_checkpoint(this: Run, step: int, stop: bool = False) -> None:
     """Save all ranks' state before a step, the same for any number of ranks; then stop if a signal asked for it.
@@ -3764,7 +3800,7 @@ def save_checkpoint(this: Run, step: int, stop: bool = False) -> None:
                 state[name] = x.detach().to("cpu", copy=True)
         if this.comm.rank == 0:
             try:
-                save_file(path, {
+                save_in_room(this, path, {
                     **describe_model(this, step), "state": state, "position": list(trainer.stream.position),
                     "train_digest": digest, "preset": this.preset, "clock": this.clock.state(), "saved_at": time.time(),
                     "data": digests_of(this.shards)})
@@ -3772,7 +3808,9 @@ def save_checkpoint(this: Run, step: int, stop: bool = False) -> None:
                 log.say(f"no checkpoint: {error}")
                 if stop:
                     raise
-            clear_checkpoints(log, step, this.config.keep_checkpoints)
+            else:
+                this.given_up.discard(path)
+                remove_files(spare_files(this, this.config.keep_checkpoints))
     if stop:
         this.comm.all_gather_json("saved")  # a rank that leaves earlier would end rank 0 while it writes
         raise RunError(f"terminated before step {step}; --resume {log.path} continues from there")
@@ -3781,7 +3819,7 @@ def save_model(this: Run) -> Path:
     """Save the trained parameters beside the log."""
     path = this.log.path.with_suffix(".pt")
     state = {name: p.detach().cpu() for name, p in this.trainer.model.named_parameters()}
-    save_file(path, {**describe_model(this, this.config.num_steps), "state": state})
+    save_in_room(this, path, {**describe_model(this, this.config.num_steps), "state": state})
     return path
 
 def describe_model(this: Run, step: int) -> dict[str, Any]:
@@ -3956,7 +3994,7 @@ def identify_run(config: Config) -> tuple[str, str]:
         started = sorted(folder.glob(f"*_{launch_id()}.txt"))
         run_id = config.run_id or (started[-1].stem if started else run_id)
         found = checkpoints(folder, run_id) if is_of_this_launch(folder / f"{run_id}.txt") else []
-        resume = str(found[-1]) if found else ""
+        resume = str(latest_intact(found)) if found else ""
     return run_id, resume
 
 # what gloo and NCCL say when another rank is gone or does not come

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -229,7 +230,7 @@ def test_a_checkpoint_is_protected_as_a_whole(killed, capsys, tmp_path):
     saved = torch.load(latest, weights_only=True)
     for change in ({"config": {**saved["config"], "seed": 5}}, {"step": 2}, {"position": [0, 1, 12]}, {"train_digest": "0"}):
         torch.save({**saved, **change}, latest)
-        status, _, errors = here(["--resume", str(killed)], capsys)
+        status, _, errors = here(["--resume", str(latest)], capsys)
         assert status == 1 and "its content does not match its digest" in errors and errors.count("\n") == 1, errors
 
 
@@ -251,12 +252,52 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line(flags, killed, capsys, tmp
             latest.mkdir()
         else:
             latest.write_bytes(content)
-        status, _, errors = here(["--resume", str(killed)], capsys)
+        status, _, errors = here(["--resume", str(killed if content is None else latest)], capsys)
         assert status == 1 and says in errors and errors.count("\n") == 1, errors
         assert not resumed_lines(killed)
     latest.rmdir()
     status, _, errors = here(["--resume", str(older)], capsys)
     assert status == 0 and resumed_lines(killed)[0]["from_step"] == 2
+
+
+def damage(path, how):
+    """Flip a bit in the midst of a file, or cut it."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content[:None if how == "flipped" else len(content) // 2])
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut"])
+def test_ranks_resume_from_the_checkpoint_before_a_damaged_one(how, flags, on_ranks, tmp_path):
+    on_ranks(2, train, flags("whole"))
+    on_ranks(2, train, flags("killed"), 7)
+    assert steps_saved(tmp_path) == [4, 6]
+    damage(tmp_path / "killed.step000006.ckpt", how)
+    on_ranks(2, train, ["--resume", "latest", "--log_dir", str(tmp_path)])
+    whole, resumed = end_of(tmp_path / "whole.txt"), end_of(tmp_path / "killed.txt")
+    assert whole["final_state_hash"] == resumed["final_state_hash"] and whole["train_digest"] == resumed["train_digest"]
+    line, = resumed_lines(tmp_path / "killed.txt")
+    assert line["from_step"] == 4 and "killed.step000006.ckpt: not a saved model" in line["damaged"][0]
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_damaged_checkpoint_is_reported_and_goes_when_a_later_one_is_saved(restart, flags, capsys, tmp_path, monkeypatch):
+    """torchrun's restart takes an older one too. Until another is saved, no file is deleted."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a launch")
+    here(flags("killed"), capsys, kill_at=5)
+    damage(tmp_path / "killed.step000004.ckpt", "flipped")
+    again = ["--resume", "latest", "--log_dir", str(tmp_path), "--save_every", "6"]
+    if restart:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        again = flags("killed", save_every=6)
+    for kill_at, saved in ((5, [2, 4]), (7, [2, 6])):
+        _, printed, _ = here(again, capsys, kill_at=kill_at)
+        assert re.search(r"^resuming from step 2, because \S+/killed.step000004.ckpt: .* does not match its digest\)$", printed, re.M)
+        assert steps_saved(tmp_path) == saved
+    for path in tmp_path.glob("*.ckpt"):
+        damage(path, "cut")
+    status, _, errors = here(again, capsys)
+    assert status == 1 and "killed.step000006.ckpt: not a saved model" in errors and errors.count("\n") == 1
 
 
 class Obeyed:
@@ -269,7 +310,7 @@ class Obeyed:
 def test_nothing_in_a_saved_file_is_executed(killed, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"state": {}, "digest": "", "config": Obeyed()}, tmp_path / "killed.step000004.ckpt")
-    assert "or damaged" in here(["--resume", str(killed)], capsys)[2]
+    assert "or damaged" in here(["--resume", str(tmp_path / "killed.step000004.ckpt")], capsys)[2]
     with pytest.raises(train_gpt.RunError, match="not a saved model"):
         sample.load_model(tmp_path / "killed.step000004.ckpt")
     assert not (tmp_path / "obeyed").exists()
@@ -643,6 +684,43 @@ def test_no_room_for_a_checkpoint(terminated, flags, group, tmp_path):
     assert not list(tmp_path.glob("*.ckpt*")) and ('\n{"end"' in (tmp_path / "full.txt").read_text()) == (not terminated)
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+    """small_disk(bytes) -> a folder on a disk of this size."""
+    made = []
+
+    def make(size):
+        folder = tmp_path / f"disk{len(made)}"
+        folder.mkdir()
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True).returncode:
+            pytest.skip("a small disk is a tmpfs, which needs root")
+        made.append(folder)
+        return folder
+    yield make
+    for folder in made:
+        subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("room", [1, 2])
+def test_a_disk_with_room_for_one_or_two_checkpoints(room, small_disk, flags, capsys, tmp_path):
+    """The oldest goes when the disk is full, but the last good one stays, and a damaged one and partial files go first."""
+    every = dict(save_every=1, adam_every=1, keep_checkpoints=5, model_dim=64, head_dim=32)
+    here(flags("size", **every), capsys, kill_at=2)
+    log, saved = (path.stat().st_size for path in (tmp_path / "size.txt", tmp_path / "size.step000002.ckpt"))
+    disk = small_disk(log + 20_000 + int((room + 0.5) * saved))
+    status, printed, _ = here(flags("killed", log_dir=disk, **every), capsys, kill_at=6)
+    full = f"no checkpoint: {disk}/killed.step000002.ckpt: cannot be written ([Errno 28] No space left on device); free space"
+    assert status == 1 and steps_saved(disk) == ([1] if room == 1 else [5, 6]) and (full in printed) == (room == 1), printed
+    if room == 2:
+        damage(disk / "killed.step000006.ckpt", "flipped")
+        (disk / "killed.step000004.ckpt.partial").write_bytes(bytes(saved // 2))
+        here(["--resume", str(disk / "killed.txt"), "--save_every", "7"], capsys, kill_at=7)
+        assert steps_saved(disk) == [5, 7] and not list(disk.glob("*.partial"))
+    assert here(["--resume", str(disk / "killed.txt"), "--save_model", "true"], capsys)[0] == 0
+    assert here(flags("whole", **every), capsys)[0] == 0
+    assert end_of(disk / "killed.txt")["final_state_hash"] == end_of(tmp_path / "whole.txt")["final_state_hash"]
+
+
 # torchrun
 
 
@@ -697,7 +775,7 @@ def test_twenty_kills_at_random_moments_change_no_byte(flags, elastic, on_ranks,
     assert killed["resumed"] == len(lines) == 20 and (lines[0]["from_step"], lines[0]["checkpoint"]) == (0, None)
     for line in lines:
         assert set(line) == {"at", "from_step", "ranks", "checkpoint", "lost_steps", "lost_seconds", "source_sha256", "launch",
-                             "changes", "hosts"}
+                             "changes", "hosts", "damaged"}
         assert line["checkpoint"] in (None, f"killed.step{line['from_step']:06}.ckpt") and 0 <= line["lost_seconds"] < 300
     steps = [line["from_step"] for line in lines]
     assert steps == sorted(steps) and steps[-1] > 30 and not list(tmp_path.glob("*.ckpt*"))
