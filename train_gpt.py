@@ -64,6 +64,7 @@ import functools
 import gc
 import glob
 import hashlib
+import importlib.metadata
 import itertools
 import json
 import math
@@ -880,7 +881,10 @@ def read_header(path: Path) -> Shard:
     expected = HEADER_INTS * 4 + 2 * tokens
     require(size == expected, f"{path}: {size} bytes, but {tokens} tokens, as in its header, take {expected} bytes; "
             f"{again}")
-    return Shard(path, tokens, Encoding(*(header[3:5].tolist() if header[3] else (GPT2_VOCAB, GPT2_BOS))))
+    encoding = Encoding(*(header[3:5].tolist() if header[3] else (GPT2_VOCAB, GPT2_BOS)))
+    require(0 <= encoding.bos_id < encoding.vocab_size <= 2 ** 16, f"{path}: {encoding} in its header is impossible, "
+            f"because tokens are uint16; {again}")
+    return Shard(path, tokens, encoding)
 
 def find_shards(pattern: str, limit: int = 0) -> list[Shard]:
     """Find the shards that match a glob pattern, sorted by name; the first `limit` of them (0: all).
@@ -3579,13 +3583,21 @@ def describe_machine(device: torch.device) -> tuple[dict[str, Any], str]:
             "source_sha256": file_sha256(__file__)}, text
 
 def describe_hosts(comm: Comm, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """Describe each host: its ranks, hardware, versions and source. RunError if source or torch differ."""
-    agree(comm, "programs", {"source_sha256": mine["source_sha256"], "torch": mine["versions"]["torch"]},
-          "Give every host the same checkout and packages")
+    """Describe each host: its ranks, hardware, versions and source. RunError if source or packages differ."""
+    agree(comm, "programs", {"source_sha256": mine["source_sha256"], "python": platform.python_version(),
+                             **package_versions()}, "Give every host the same checkout and packages (./run.sh --setup)")
     hosts: dict[str, dict[str, Any]] = {}
     for rank, (name, described) in enumerate(comm.all_gather_json([socket.gethostname(), mine])):
         hosts.setdefault(f"{name} {described['hardware']}", {"ranks": [], **described})["ranks"].append(rank)
     return list(hosts.values())
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of torch and of the installed packages of requirements.txt, if that is beside the script."""
+    pins, versions = ROOT / "requirements.txt", {}
+    for name in re.findall(r"^([\w-]+)==", pins.read_text(), re.M) if pins.exists() else ():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {**versions, "torch": torch.__version__}  # with the kind of build
 
 def describe_config(config: Config) -> dict[str, Any]:
     """Describe what the run will do and what it starts from, for its log."""

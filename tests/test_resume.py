@@ -800,16 +800,18 @@ NOTE_PID = "import os, time\nopen({path!r} + str(rank), 'w').write(str(os.getpid
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("hang", [False, True])
-def test_ranks_whose_launcher_is_killed_save_and_end(ranks, hang, flags, elastic, tmp_path):
-    """They save like after SIGTERM; a rank that hangs in a step ends without."""
+def test_ranks_whose_launcher_is_killed_save_and_end(ranks, hang, flags, elastic, on_ranks, tmp_path):
+    """They save like after SIGTERM, and the log has each step once; a rank that hangs in a step ends without."""
     plant = NOTE_PID.format(path=str(tmp_path / "pid")) + in_step(f"time.sleep(60 if {hang} and step > 1 else 0.02)")
     log = tmp_path / "orphan.txt"
-    launcher = elastic(ranks, 0, flags("orphan", num_steps=400, save_every=0), plant)
+    launcher = elastic(ranks, 0, flags("orphan", num_steps=150, save_every=0), plant)
     kill_launcher(launcher, tmp_path, ranks, lambda: log.exists() and "\nstep:2/" in log.read_text())
     if not hang:
         (saved,) = steps_saved(tmp_path)
         assert f"error: terminated before step {saved}; --resume {log} continues" in log.read_text().splitlines()[-1]
         assert f"terminated before step {saved}" in (tmp_path / "output").read_text()
+        on_ranks(ranks, train, ["--resume", str(log)])
+        assert re.findall(r"^step:(\d+)/150 train_time", log.read_text(), re.M) == [str(step) for step in range(1, 151)]
 
 
 @pytest.mark.parametrize("where", ["train_gpt.dist.rendezvous", "train_gpt.Trainer.warm_up"])

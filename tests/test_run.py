@@ -623,6 +623,28 @@ def described(comm):
         return [(host["ranks"], host["hardware"]["cpu"]) for host in train_gpt.describe_hosts(comm, machine)]
 
 
+def other_package(comm, package):
+    """Compare hosts, when rank 1 has another version of a package or lacks it."""
+    version = train_gpt.importlib.metadata.version
+
+    def other(name):
+        if name != package:
+            return version(name)
+        if package == "numpy":
+            return "1.0"
+        raise train_gpt.importlib.metadata.PackageNotFoundError
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt.importlib.metadata, "version", other if comm.rank else version)
+        with pytest.raises(train_gpt.RunError) as error:
+            described(comm)
+        return str(error.value)
+
+
+@pytest.mark.parametrize("package, says", [("numpy", "numpy 1.0; rank 0 has 2"), ("tqdm", "tqdm nothing; rank 0 has 4")])
+def test_hosts_with_other_packages_are_named(package, says, on_ranks):
+    assert all(f"the ranks' programs differ: rank 1 has {says}" in said for said in on_ranks(2, other_package, package))
+
+
 def test_each_host_is_described_by_a_rank_of_its_own(on_ranks):
     assert on_ranks(4, described) == [[([0, 2], "a CPU of 0"), ([1, 3], "a CPU of 1")]] * 4
 
