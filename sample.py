@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Generate text with a trained model.
 
-    python sample.py                                  the latest model in logs/, without a prompt
-    python sample.py --prompt "def read(" --tokens 500 --seed 3
-    python sample.py logs/RUN.pt --temperature 0      greedy decoding; 1: sample from the model's distribution
+    .venv/bin/python sample.py                        the latest model in logs/, without a prompt
+    .venv/bin/python sample.py --prompt "def read(" --tokens 500 --seed 3
+    .venv/bin/python sample.py logs/RUN.pt --temperature 0  greedy decoding; 1: sample from the model's distribution
 
 The logits are those of train_gpt's own model, computed anew for each token from all tokens before it. There is no KV
 cache, so a new mechanism of the model needs no second implementation here.
@@ -28,10 +28,10 @@ import sys
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
+import train_gpt  # before numpy and torch: it says where they are if this Python lacks them
 import numpy as np
 import torch
 
-import train_gpt
 from train_gpt import GPT, GPT2_VOCAB, ROOT, Encoding, Parser, RunError, Windows, printable, require
 
 BORDER = "\n\n-----\n\n"  # printed between two documents
@@ -165,8 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         model, saved = load_model(flags.model or latest_model(ROOT / "logs"))
         encoding = Encoding(saved["vocab_size"], saved["bos_id"])
-        if model.config.model_dim <= 128:  # threads would wait for one another longer than they compute
-            torch.set_num_threads(1)
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(train_gpt.cpu_threads(model.config, 1))
         vocabulary = vocabulary_of(encoding)
         prompt = encode_prompt(flags.prompt, vocabulary, encoding)
         generated = generate(model, saved["windows"], encoding.vocab_size, prompt, flags.tokens, flags.temperature,

@@ -89,8 +89,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, NamedTuple, NoReturn, Sequence
 
-import numpy as np
-import torch
+try:
+    import numpy as np
+    import torch
+except ModuleNotFoundError as error:
+    sys.exit(f"{sys.argv[0]}: error: {error}; run .venv/bin/python {sys.argv[0]} (./run.sh --setup creates .venv)")
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -3909,6 +3912,11 @@ def check_compiler(gpu: bool) -> None:
     require(not gpu or header.exists(), f"compiling needs {header}, which is missing; install Python's headers (on "
             "Debian the package python3-dev)")
 
+def cpu_threads(config: Config, local_ranks: int) -> int:
+    """Choose the threads of a rank on a CPU. A small model gets one: two gain a fifth at most, and on a busy machine
+    each waits for the other tens of thousands of times."""
+    return 1 if config.model_dim <= 128 else max(1, (os.cpu_count() or 1) // local_ranks)
+
 def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
     """Resolve what depends on the GPUs, the same on all ranks -> the config, and what the user should know."""
     lengths = (*sorted(micro_batch_lengths(config)), config.val_len)
@@ -4123,6 +4131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_id, checkpoint = identify_run(config)
         log = Log(config, rank, run_id)
         device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
+        if not gpus and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(cpu_threads(config, env_int("LOCAL_WORLD_SIZE", 1)))
         if gpus:
             require(local_rank < gpus, f"rank {rank} has no GPU: this machine has {gpus}; lower --nproc_per_node")
             torch.cuda.set_device(device)

@@ -182,6 +182,9 @@ def choose(flags, text):
     gpus = train_gpt.count_gpus()
     preset, config = train_gpt.parse_config(flags, "speedrun" if gpus else "laptop")
     ranks = train_gpt.usable_ranks(config, gpus or 2)
+    if ranks < (gpus or 2):
+        say(f"{ranks} rank(s) instead of {gpus or 2}: ranks share the {config.micro_batches} micro-batches of a step "
+            "evenly; --micro_batches changes their number")
     train_gpt.check_config(config, ranks)  # once here, and not on each rank
     given, usual = train_gpt.make_parser().parse_args(flags), train_gpt.PRESETS[preset]
     chosen = fit_text(config, given) if text else {}
@@ -338,7 +341,7 @@ def main(words):
     except (train_gpt.RunError, OSError) as error:
         sys.exit(f"train_gpt.py: error: {error}")
     if not gpus:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) // ranks)))
+        os.environ.setdefault("OMP_NUM_THREADS", str(train_gpt.cpu_threads(config, ranks)))
     if config.train_files == train_gpt.PRESETS[preset].train_files:
         make_data(*(["stdlib.py"] if preset == "laptop" else ["fineweb.py", "9"]))
     if options.preflight or gpus and not config.resume:  # a run that is resumed keeps the flags that it began with

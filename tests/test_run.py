@@ -231,6 +231,19 @@ def test_two_ranks_read_the_same_tokens_and_reach_the_same_loss(one, tmp_path, s
         assert launches and {"forward", "backward", "step"} <= {event.get("name") for event in events}
 
 
+@pytest.mark.parametrize("model_dim, environment, threads", [(32, {}, 1), (256, {}, os.cpu_count()), (32, {"OMP_NUM_THREADS": "3"}, None)])
+def test_a_small_model_trains_on_one_thread(model_dim, environment, threads, one, tmp_path, capsys, monkeypatch):
+    """Unless the user says otherwise: on a busy machine each of two threads waits for the other."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    chosen = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(train_gpt, "run", lambda *_: None)
+    status, _, errors = run_here(flags(tmp_path, one[1], model_dim=model_dim, head_dim=model_dim // 2), capsys)
+    assert status == 0 and chosen == [threads] * (threads is not None), errors
+
+
 def test_another_seed_is_another_run(one, tmp_path, capsys):
     _, corpus, _, path = one
     status, _, _ = run_here(flags(tmp_path, corpus, run_id="seed", seed=1, race="2026-11-21_1:2:5:ours"), capsys)

@@ -318,6 +318,21 @@ def test_all_usable_gpus_are_taken_and_two_ranks_without_one(gpus):
     assert start.choose(["--preset", "laptop"], False)[:3] == (7, 2, "laptop")
 
 
+def test_a_batch_that_two_ranks_cannot_share_is_said(gpus, capsys):
+    gpus(0, False)
+    assert start.choose(["--micro_batches", "3"], False)[1] == 1
+    assert "run.sh: 1 rank(s) instead of 2: ranks share the 3 micro-batches of a step evenly; --micro_batches" in capsys.readouterr().err
+    start.choose([], False)
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", ["train_gpt.py", "sample.py"])
+def test_a_python_without_torch_names_the_one_that_has_it(program):
+    done = subprocess.run([sys.executable, "-S", ROOT / program, "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and re.fullmatch(rf"\S+{program}: error: No module named 'numpy'; run .venv/bin/python \S+{program} "
+                                                 r"\(./run.sh --setup creates .venv\)\n", done.stderr), done.stderr
+
+
 def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path):
     gpus(0, False)
 
