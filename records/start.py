@@ -316,6 +316,7 @@ def run_once(config, preset, ranks, flags):
         del os.environ[name]
     say(f"starting {ranks} rank(s), preset {preset}")
     before = written(config.log_dir)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a run outlives the reader, and a rank's connection may break
     status = launch.start([f"--nproc_per_node={ranks}", "--no-python", PYTHON, "-I", "-u", "train_gpt.py", *flags])
     if status == 0:
         show_results(config.log_dir, before)
@@ -357,6 +358,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, interrupted)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # run.sh blocks it until here
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for a checkpoint, and there is no rank yet
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end without a traceback when the reader of the output is gone
     sys.path += [str(ROOT), str(ROOT / "records")]
     try:
         sys.exit(main(sys.argv[1:]))

@@ -326,6 +326,14 @@ def test_a_batch_that_two_ranks_cannot_share_is_said(gpus, capsys):
     assert not capsys.readouterr().err
 
 
+def test_a_reader_that_leaves_before_the_run_ends_it_without_a_word():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, ROOT / "records" / "start.py", "--help-all"], stdout=write, stderr=subprocess.PIPE, timeout=60)
+    os.close(write)
+    assert done.returncode == -signal.SIGPIPE and not done.stderr
+
+
 @pytest.mark.parametrize("program", ["train_gpt.py", "sample.py"])
 def test_a_python_without_torch_names_the_one_that_has_it(program):
     done = subprocess.run([sys.executable, "-S", ROOT / program, "--help"], capture_output=True, text=True, timeout=60)
