@@ -3714,9 +3714,9 @@ def load_file(path: str | Path, check: bool = True) -> dict[str, Any]:
         if check and digest_of(saved) != saved["digest"]:
             raise ValueError("its content does not match its digest")
         return saved
-    except OSError:
-        raise
     except Exception as error:  # torch.load raises many kinds, and advises to trust the file
+        if isinstance(error, OSError) and error.filename:  # it cannot be opened
+            raise
         raise RunError(f"{path}: not a saved model or checkpoint of this version of train_gpt.py, or damaged "
                        f"({type(error).__name__}: {error}); name another".partition("\n")[0]) from error
 

@@ -300,6 +300,16 @@ def test_a_damaged_checkpoint_is_reported_and_goes_when_a_later_one_is_saved(res
     assert status == 1 and "killed.step000006.ckpt: not a saved model" in errors and errors.count("\n") == 1
 
 
+def test_a_file_that_was_cut_anywhere_is_damaged(tmp_path):
+    """torch raises an OSError for some lengths, which is none of opening the file."""
+    path = tmp_path / "some.ckpt"
+    train_gpt.save_file(path, {"state": {str(number): torch.arange(1000.0) for number in range(9)}})
+    content = path.read_bytes()
+    for length in range(0, len(content), 401):
+        path.write_bytes(content[:length])
+        assert "or damaged" in train_gpt.damage_of(path)
+
+
 class Obeyed:
     """What a pickle may hold: a call that loading makes."""
 
