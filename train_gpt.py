@@ -267,9 +267,9 @@ class Config(SyncSettings, StageValues):
                         ("bfloat16", "float32"))
     fp8_head: bool = option(True, "compute the head in fp8 during training, on GPUs that have fp8")
     # x is normed, so its entries are at most sqrt(model_dim); a gradient of the summed cross entropy is within 1
-    fp8_x_scale: float = option(math.sqrt(768) / 448, "scale of the head's input in fp8, which then holds up to 448")
-    fp8_weight_scale: float = option(2.0 ** -9, "scale of the head's weights in fp8, as fp8_x_scale")
-    fp8_grad_scale: float = option(1 / 448, "scale of the gradient of the logits in fp8, which then holds up to 57,344")
+    fp8_x_scale: float = option(math.sqrt(768) / 448, "scale of the head's input in fp8: up to 448 times it fits")
+    fp8_weight_scale: float = option(2.0 ** -9, "scale of the head's weights in fp8: up to 448 times it fits")
+    fp8_grad_scale: float = option(1 / 448, "scale of the logits' gradient in fp8: up to 57,344 times it fits")
 
     # schedule
     num_steps: int = option(2245, "training steps; with fewer, extra_steps and muon_momentum_* shrink in proportion")
