@@ -270,6 +270,10 @@ class Config(SyncSettings, StageValues):
     dtype: str = option("bfloat16", "dtype of activations, embeddings, head and gates; float32 for CPUs without bf16",
                         ("bfloat16", "float32"))
     fp8_head: bool = option(True, "compute the head in fp8 during training, on GPUs that have fp8")
+    # x is normed, so its entries are at most sqrt(model_dim); a gradient of the summed cross entropy is within 1
+    fp8_x_scale: float = option(math.sqrt(768) / 448, "scale of the head's input in fp8: up to 448 times it fits")
+    fp8_weight_scale: float = option(2.0 ** -9, "scale of the head's weights in fp8: up to 448 times it fits")
+    fp8_grad_scale: float = option(1 / 448, "scale of the logits' gradient in fp8: up to 57,344 times it fits")
 
     # schedule
     num_steps: int = option(2245, "training steps; with fewer, extra_steps and muon_momentum_* shrink in proportion")
@@ -353,6 +357,7 @@ PRESETS = {
         sublayer_scales=True, resid_lambda_init=1.1, pairing="halves", key_offset=True,
         ngrams="2:251520:768", ngram_mix=0.05, output_init=1.0, head_init=0.005, value_init=0.01, untie_at=2 / 3,
         logit_cap=23.0, logit_shift=5.0,  # a lower cap; logits have more room below x = 0 than above
+        fp8_x_scale=100 / 448, fp8_weight_scale=1.6 / 448, fp8_grad_scale=0.75 / 448,
         num_steps=1480, cooldown=0.6, lr_floor=0.15,
         stages=(  # batches and documents grow; the loss predicts several tokens ahead at first
             Stage(until=1/3, micro_batch_tokens=16384, max_document_tokens=896, long_window=3, peak_lr_factor=1.0,
@@ -1446,10 +1451,12 @@ class Head(nn.Module):
             shape, dtype=c.torch_dtype)
         self.weight = parameter(init, "head")
         self.fp8, self.softcap = c.fp8_head, Softcap(c.logit_cap, c.logit_shift, c.logit_softness)
+        self.fp8_scales = FP8Scales(c.fp8_x_scale, c.fp8_weight_scale, c.fp8_grad_scale)
 
     def uncapped_logits(self, x: Tensor) -> Tensor:
         """x [T, dim] -> logits before the soft cap [T, V]."""
-        return FP8Linear.apply(x, self.weight) if self.fp8 and self.training else F.linear(x, self.weight)
+        in_fp8 = self.fp8 and self.training
+        return FP8Linear.apply(x, self.weight, self.fp8_scales) if in_fp8 else F.linear(x, self.weight)
 
     def logits(self, x: Tensor) -> Tensor:
         """x [T, dim] -> float32 [T, V]."""
@@ -1850,36 +1857,38 @@ class ReluSquaredMLP(torch.autograd.Function):
         grad_y = relu_squared(grad, proj, h)
         return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h
 
-# Fixed scales of the head's fp8 product. They and fp8_product are module globals: as class attributes they would break
-# the compiled graph, and with it the fusion of the casts and the loss
-FP8_WEIGHT_SCALE, FP8_GRAD_SCALE = 2.0 ** -9, 1 / 448
+class FP8Scales(NamedTuple):
+    """Fixed scales of the head's fp8 products: a tensor is divided by its scale before it is rounded."""
 
+    x: float
+    weight: float
+    grad: float
+
+# A module global: as an attribute of FP8Linear it would break the compiled graph, and with it the fusion of the casts
+# and the loss
 def fp8_product(a: Tensor, b: Tensor, scale_a: float, scale_b: float, fast: bool) -> Tensor:
     """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> bf16 [m, n]."""
     scale_a, scale_b = torch.full((), scale_a, device=a.device), torch.full((), scale_b, device=a.device)
     return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 class FP8Linear(torch.autograd.Function):
-    """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V]; forward and backward multiply in fp8.
-
-    The scales fit a normed x (rows of norm sqrt(dim)) and the gradient of a summed cross entropy (within ±1).
-    """
+    """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V]; forward and backward multiply in fp8."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.x_scale = math.sqrt(x.size(1)) / 448
-        x8 = (x / ctx.x_scale).to(torch.float8_e4m3fn)
-        weight8 = (weight / FP8_WEIGHT_SCALE).to(torch.float8_e4m3fn)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scales: FP8Scales) -> Tensor:
+        ctx.scales = scales
+        x8 = (x / scales.x).to(torch.float8_e4m3fn)
+        weight8 = (weight / scales.weight).to(torch.float8_e4m3fn)
         ctx.save_for_backward(x8, weight8)
-        return fp8_product(x8, weight8.T, ctx.x_scale, FP8_WEIGHT_SCALE, fast=True)
+        return fp8_product(x8, weight8.T, scales.x, scales.weight, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x8, weight8 = ctx.saved_tensors
-        grad8 = (grad / FP8_GRAD_SCALE).to(torch.float8_e5m2)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (x8, weight8), scales = ctx.saved_tensors, ctx.scales
+        grad8 = (grad / scales.grad).to(torch.float8_e5m2)
         by_column = weight8.T.contiguous().T, x8.T.contiguous().T
-        grad_x = fp8_product(grad8, by_column[0], FP8_GRAD_SCALE, FP8_WEIGHT_SCALE, fast=False)
-        return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], FP8_GRAD_SCALE, ctx.x_scale, fast=False)
+        grad_x = fp8_product(grad8, by_column[0], scales.grad, scales.weight, fast=False)
+        return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], scales.grad, scales.x, fast=False), None
 
 # ------------------------------------------------------------------------------------------------------------------
 # update rules

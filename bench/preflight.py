@@ -91,7 +91,8 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
         # without n-gram tables, which no part reads
         as_plain = dataclasses.replace(c, dtype="float32", fp8_head=False, ngrams="")
         plain = T.build_model(as_plain, trainer.stream.shards[0].encoding)
-        text = torch.where(torch.rand(max(T.micro_batch_lengths(c))) < 0.002, model.bos_id, 0)
+        # documents of twice the long window on average: most tokens have a window's border, not a document's, before them
+        text = torch.where(torch.rand(max(T.micro_batch_lengths(c))) * plan.windows.long < 0.5, model.bos_id, 0)
         targets = torch.randint(len(model.embed.weight), text.shape)
         noise = (T.norm(torch.randn(len(text), c.model_dim)).to(model.embed.weight.dtype) for _ in range(6))
         x, x0, values, ngrams, attn_input, grad = noise
@@ -102,9 +103,9 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
     T.count_documents(model, text.cpu().numpy())
     masks = {m: m.masks(text, plan.windows) for m in (model, plain)}
 
-    def attention(m: T.GPT, *qkv: Tensor) -> Tensor:
+    def attention(window: str, m: T.GPT, *qkv: Tensor) -> Tensor:
         q, k, v = (y.view(len(text), c.num_heads, -1) for y in qkv)
-        return T.attend(q * model.rotary.scale, k, v, masks[m]["L"])
+        return T.attend(q * model.rotary.scale, k, v, masks[m][window])
 
     def block(i: int, m: T.GPT, x: Tensor, x0: Tensor, *further: Tensor) -> Tensor:
         _, mixes, value_mixes, *_ = m.mixing_weights()
@@ -136,7 +137,8 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
     masked = None if model.reach else ("attention", "masked")
     way = {T.DocumentTable: ("FlashAttention", ("attention", "flex")), T.BlockMask: ("FlexAttention", masked),
            Tensor: ("masks in pieces", masked)}[type(masks[model]["L"])]
-    yield part("attention", way, attention, (x, x0, values))
+    for window in "LS":  # blocks read P's
+        yield part(f"attention {window}", way, functools.partial(attention, window), (x, x0, values))
     kinds = {(layer.window == "P", c.key_offset and layer.window, bool(layer.window), layer.mlp, *takes(i)): i
              for i, layer in reversed([*enumerate(model.layers)]) if layer.window or layer.mlp}
     for i in kinds.values():

@@ -7,11 +7,14 @@ be record 44 (2025-10-31_AdamSyncGradientHook), `frontier` claims to be record 8
 The log begins with the source of the record's program, which this script runs on one rank and a CPU. **The source can do
 anything on this machine, so trust its author first.** These parts are replaced:
 
-- CUDA by the CPU, and bf16 by float32
+- CUDA by the CPU, and bf16 and float32 by float64, in which rounding hides no mistake
 - kernels by plain PyTorch with the same result
 - collectives by copies, and nvidia-smi by nothing
-- sizes of the model, sequences, windows, documents and schedule by smaller ones
-- in record 80, float32 matrices stored as two halves by float32, and hashed token pairs by one row per pair
+- sizes of the model, sequences, windows and documents by smaller ones; the schedule by one with fewer steps
+- in record 80, matrices stored as two halves by whole ones, and hashed token pairs by one row per pair
+
+train_gpt.py runs with the preset itself, with the same divisors and the same steps left out: its stages, windows and
+step counts are compared too.
 
 Both programs start from the record's initial parameters and validate after each step. The script prints the validation
 losses of each step, and how much the final parameters differ, relative to their change in training. Exit status: 0 the
@@ -21,8 +24,8 @@ programs agree, 1 they do not agree or cannot be compared.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -43,11 +46,13 @@ from torch.overrides import TorchFunctionMode
 from common import run, table, train_gpt
 
 ENCODING = train_gpt.Encoding(64, 63)
-TOKENS = 128  # of the shortest micro-batch
 VAL_LEN, VAL_TOKENS = 512, 4096
-BLOCK = 8  # tokens; the unit of the windows
-LOSS_TOLERANCE = 3e-5  # nats
-PARAM_TOLERANCE = 1e-2  # relative to a parameter's change; the polar factor amplifies rounding errors
+# Both programs divide their own sizes by these, and leave out as many steps of their own counts
+FEWER_TOKENS = 128  # in a micro-batch
+SHORTER = 16  # documents and windows; the longest document is 16 blocks, the longest window in training 13
+LESS_EXTENSION, LESS_MOMENTUM_RISE, LESS_MOMENTUM_FALL = 36, 294, 45  # steps; 4, 6 and 5 remain
+LOSS_TOLERANCE = 1e-12  # nats
+PARAM_TOLERANCE = 1e-10  # relative to a parameter's change; the polar factor amplifies rounding errors
 
 
 # records
@@ -93,46 +98,43 @@ def convert_80(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
 class Record(NamedTuple):
     """How to run a record's program at small size.
 
-    marks: strings that identify its source. shrink(globals of the program): set small sizes. edits: (pattern,
-    replacement) in its source, for other sizes. convert: rename its parameters. flags: the same sizes for train_gpt.py.
+    preset: which claims to be this record. marks: strings that identify its source. less_schedule: scheduled steps to
+    leave out. shrink(globals of the program): set small sizes. convert: rename its parameters. edits: (pattern,
+    replacement) in its source, for other sizes.
     """
 
+    preset: str
     marks: tuple[str, ...]
     heads: int
     head_dim: int
+    less_schedule: int
     shrink: Callable[[dict[str, Any]], None]
     convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]
-    flags: str
     edits: tuple[tuple[str, str], ...] = ()
 
 
 def shrink_44(program: dict[str, Any]) -> None:
     args = program["args"]
-    args.train_batch_size, args.train_max_seq_len, args.block_size = 8 * 2 * TOKENS, 64, BLOCK
-    args.num_scheduled_iterations, args.num_extension_iterations, args.num_iterations = 14, 4, 18
+    args.train_batch_size //= FEWER_TOKENS
+    args.train_max_seq_len //= SHORTER
+    args.block_size //= SHORTER
+    args.num_iterations -= RECORDS["44"].less_schedule + LESS_EXTENSION
     program.update({name: KERNELS[name] for name in ("XXT", "ba_plus_cAA")})
 
 
 def shrink_80(program: dict[str, Any]) -> None:
-    args = program["args"]
-    args.num_scheduled_iterations, args.num_extension_iterations = 30, 4
-    args.bigram_vocab_size = ENCODING.vocab_size ** 2
+    program["args"].bigram_vocab_size = ENCODING.vocab_size ** 2
     program["get_bigram_hash"] = pair_rows
-    program["NorMuonAndAdam"]._cautious_wd_and_update_inplace = staticmethod(update_in_float32)
+    program["NorMuonAndAdam"]._cautious_wd_and_update_inplace = staticmethod(update_whole)
 
 
 RECORDS = {
-    "44": Record(("_reduce_scatter_hooks", "num_scheduled_iterations: int = 2205 "), 2, 16, shrink_44, convert_44,
-                 f"--preset speedrun --num_steps 18 --micro_batch_tokens {2 * TOKENS} --max_document_tokens 64 --stages "
-                 "'Stage(until=1/3, long_window=3), Stage(until=2/3, long_window=7), Stage(long_window=11), "
-                 "Stage(extra_steps=4, long_window=13)'"),
-    "80": Record(("self.qk_bank", "num_scheduled_iterations: int = 1440 "), 6, 8, shrink_80, convert_80,
-                 f"--preset frontier --num_steps 34 --ngrams 2:{ENCODING.vocab_size ** 2}:48 --stages "
-                 f"'Stage(1/3, 0, 8, {TOKENS}, 28, 3, 1, Ramp((1, .5, .25), (1, .5, 0))), "
-                 f"Stage(2/3, 0, 8, {2 * TOKENS}, 64, 7, 1.52, Ramp((1, .5), (1, 0))), "
-                 f"Stage(1, 0, 8, {3 * TOKENS}, 64, 11, 1.73, (1,)), Stage(1, 4, 8, {3 * TOKENS}, 64, 13, .15, (1,))'",
-                 ((r"(batch_size=\d+ \*) 2048 \* 8", rf"\g<1> {TOKENS}"), (r"(train_max_seq_len=\d+),", r"\g<1> // 32,"),
-                  (r"(self\.block_size = )128", rf"\g<1>{BLOCK}"))),
+    "44": Record("speedrun", ("_reduce_scatter_hooks", "num_scheduled_iterations: int = 2205 "), 2, 16, 2191, shrink_44,
+                 convert_44),
+    "80": Record("frontier", ("self.qk_bank", "num_scheduled_iterations: int = 1440 "), 6, 8, 1410, shrink_80, convert_80,
+                 ((r"(batch_size=\d+ \* 2048 \* 8)", rf"\g<1> // {FEWER_TOKENS}"),
+                  (r"(train_max_seq_len=\d+),", rf"\g<1> // {SHORTER},"),
+                  (r"(self\.block_size = 128)", rf"\g<1> // {SHORTER}"))),
 }
 
 
@@ -145,8 +147,8 @@ def pair_rows(tokens: Tensor) -> Tensor:
     return (tokens.long() * ENCODING.vocab_size + before).to(torch.int32)
 
 
-def update_in_float32(halves: Tensor, mantissa: Tensor, grad: Tensor, decay: Tensor, lr: Tensor) -> None:
-    param = halves.view(torch.float32)
+def update_whole(quarters: Tensor, mantissa: Tensor, grad: Tensor, decay: Tensor, lr: Tensor) -> None:
+    param = quarters.view(torch.float64)
     param.sub_(param * (grad * param >= 0) * decay * lr + grad * lr)
 
 
@@ -181,12 +183,14 @@ KERNELS = {
 
 
 class OnTheCpu(TorchFunctionMode):
-    """Use the CPU for CUDA and float32 for bf16. Copy a tensor before it is assigned to a part of itself, as compiled
-    code does."""
+    """Use the CPU for CUDA and float64 for other floats. Copy a tensor before it is assigned to a part of itself, as
+    compiled code does."""
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in (Tensor.bfloat16, Tensor.cuda):
-            return args[0].float() if function is Tensor.bfloat16 else args[0]
+        if function is Tensor.cuda:
+            return args[0]
+        if function in (Tensor.bfloat16, Tensor.float):
+            return args[0].double()
         if function is Tensor.__setitem__ and isinstance(args[2], Tensor):
             args = (*args[:2], args[2].clone())
         return function(*map(self.replace, args), **{name: self.replace(x) for name, x in (kwargs or {}).items()})
@@ -195,7 +199,7 @@ class OnTheCpu(TorchFunctionMode):
     def replace(x: Any) -> Any:
         if isinstance(x, torch.device) or isinstance(x, str) and x.startswith("cuda"):
             return "cpu"
-        return torch.float32 if x is torch.bfloat16 else x
+        return torch.float64 if x is torch.bfloat16 or x is torch.float32 else x
 
 
 class Done:
@@ -227,6 +231,8 @@ def run_theirs(record: Record, source: str, home: Path) -> None:
         args, gpt = program["args"], program["GPT"]
         args.train_files, args.val_files = f"{home}/*_train_*.bin", f"{home}/*_val_*.bin"
         args.val_batch_size, args.val_tokens, args.val_loss_every = 8 * VAL_LEN, VAL_TOKENS, 1
+        args.num_scheduled_iterations -= record.less_schedule
+        args.num_extension_iterations -= LESS_EXTENSION
         record.shrink(program)
         program.update(GPT=build, BOS_ID=ENCODING.bos_id)
 
@@ -253,13 +259,16 @@ def run_theirs(record: Record, source: str, home: Path) -> None:
     for name, content in modules.items():
         sys.modules[name] = types.SimpleNamespace(**content) if content else unittest.mock.MagicMock(__spec__=None, __version__="-")
     for old, new in ((r"\nargs = Hyperparameters\(\)\n", r"\g<0>PREPARE(globals())\n"), (r"print0\(nvidia_smi\(\)\)", "pass"),
-                     (r"val_loss:\{val_loss:\.4f\}", "val_loss:{val_loss:.9f}"), *record.edits):
+                     (r"val_loss:\{val_loss:\.4f\}", "val_loss:{val_loss:.15f}"),
+                     (r"(muon_warmup_steps=\d+), (muon_cooldown_steps=\d+)",
+                      rf"\g<1> - {LESS_MOMENTUM_RISE}, \g<2> - {LESS_MOMENTUM_FALL}"), *record.edits):
         source, count = re.subn(old, new, source)
         if not count:
             raise train_gpt.RunError(f"the record's program has no {old!r}; use a log that --help names")
     for name in ("program.py", "triton_kernels.py"):  # the program copies them into its log
         (home / name).write_text("")
     sys.argv = [str(home / "program.py")]
+    torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     program = sys.modules["__main__"] = types.ModuleType("__main__")  # its dataclasses look up their module
     program.PREPARE = prepare
@@ -271,7 +280,7 @@ def run_theirs(record: Record, source: str, home: Path) -> None:
 # comparison
 
 def make_shards(home: Path) -> None:
-    """Write shards in which the two previous tokens determine 80 % of the tokens.
+    """Write shards in which the two previous tokens determine 80 % of the tokens. Many documents are longer than windows.
 
     The first training shard is longer than a run. At its end, both programs drop the incomplete batch. On one rank that
     is a step for train_gpt.py, but a micro-batch for the record's program.
@@ -281,29 +290,47 @@ def make_shards(home: Path) -> None:
         content: list[int] = []
         while len(content) < tokens:
             content += [ENCODING.bos_id, int(random.integers(63))]
-            for chance in random.random(int(random.integers(10, 150))):
+            for chance in random.random(int(random.integers(10, 400))):
                 content.append(int(random.integers(63)) if chance < 0.2 else (3 * content[-1] + content[-2]) % 63)
         header = np.zeros(train_gpt.HEADER_INTS, dtype="<i4")
         header[:5] = train_gpt.MAGIC, train_gpt.VERSION, len(content), *ENCODING
         (home / name).write_bytes(header.tobytes() + np.array(content, dtype="<u2").tobytes())
 
 
+def small_preset(record: Record) -> train_gpt.Config:
+    """Return the record's preset at the sizes at which the record's program runs."""
+    preset = train_gpt.PRESETS[record.preset]
+    stages = [dataclasses.replace(stage, extra_steps=max(0, stage.extra_steps - LESS_EXTENSION),
+                                  micro_batch_tokens=stage.micro_batch_tokens and stage.micro_batch_tokens // FEWER_TOKENS,
+                                  max_document_tokens=stage.max_document_tokens and stage.max_document_tokens // SHORTER)
+              for stage in preset.stages]
+    dim = record.heads * record.head_dim
+    return dataclasses.replace(
+        preset, stages=tuple(stages), num_steps=preset.num_steps - record.less_schedule - LESS_EXTENSION,
+        micro_batch_tokens=preset.micro_batch_tokens // FEWER_TOKENS, window_block=preset.window_block // SHORTER,
+        max_document_tokens=preset.max_document_tokens // SHORTER,
+        muon_momentum_rise=preset.muon_momentum_rise - LESS_MOMENTUM_RISE,
+        muon_momentum_fall=preset.muon_momentum_fall - LESS_MOMENTUM_FALL, num_heads=record.heads,
+        head_dim=record.head_dim, model_dim=dim, fp8_head=False,
+        ngrams=re.sub(r":\d+:\d+", f":{ENCODING.vocab_size ** 2}:{dim}", preset.ngrams))
+
+
 def run_ours(record: Record, home: Path, initial: dict[str, Tensor]) -> tuple[list[float], dict[str, Tensor]]:
     """Return (validation losses before each step and after the last step, final parameters)."""
-    sizes = (f"--num_heads {record.heads} --head_dim {record.head_dim} --model_dim {record.heads * record.head_dim} --fp8_head false "
-             f"--dtype float32 --window_block {BLOCK} --muon_momentum_rise 300 --muon_momentum_fall 50")
-    _, config = train_gpt.parse_config(shlex.split(f"{record.flags} {sizes}"), "speedrun")
+    config = small_preset(record)
     shards = train_gpt.find_shards(f"{home}/*_train_*.bin")
-    trainer = train_gpt.Trainer(config, train_gpt.Comm(), torch.device("cpu"), shards)
-    train_gpt.load_parameters(trainer.model, {"state": initial})
-    sequences = train_gpt.validation_sequences(train_gpt.find_shards(f"{home}/*_val_*.bin"), VAL_TOKENS, VAL_LEN)
-    losses = []
-    for step in range(config.num_steps + 1):
-        plan = train_gpt.plan_of(config, step)
-        losses.append(trainer.validate(plan, sequences)[0])
-        if step < config.num_steps:
-            trainer.step(plan, trainer.stream.next_batch(plan))
-    trainer.stream.close()
+    torch.set_default_dtype(torch.float64)
+    with OnTheCpu():
+        trainer = train_gpt.Trainer(config, train_gpt.Comm(), torch.device("cpu"), shards)
+        train_gpt.load_parameters(trainer.model, {"state": initial})
+        sequences = train_gpt.validation_sequences(train_gpt.find_shards(f"{home}/*_val_*.bin"), VAL_TOKENS, VAL_LEN)
+        losses = []
+        for step in range(config.num_steps + 1):
+            plan = train_gpt.plan_of(config, step)
+            losses.append(trainer.validate(plan, sequences)[0])
+            if step < config.num_steps:
+                trainer.step(plan, trainer.stream.next_batch(plan))
+        trainer.stream.close()
     return losses, dict(trainer.model.named_parameters())
 
 
@@ -338,8 +365,10 @@ def main() -> None:
         losses = [float(loss) for loss in re.findall(r"^step:\d+/\d+ val_loss:([\d.]+)", child.stdout, re.M)]
         initial, final = (record.convert(torch.load(home / f"{name}.pt")) for name in ("initial", "final"))
         our_losses, ours = run_ours(record, home, initial)
-    print(f"record {number}: its program and train_gpt.py, float32, one CPU thread, torch {torch.__version__}\n")
-    rows = [[step, f"{a:.7f}", f"{b:.7f}", f"{b - a:+.1e}"] for step, (a, b) in enumerate(zip(losses, our_losses, strict=True))]
+    train_gpt.require(len(losses) == len(our_losses), f"record {number} trains {len(losses) - 1} steps here, and "
+                      f"{record.preset} {len(our_losses) - 1}; compare num_steps and stages of the preset with the record")
+    print(f"record {number}: its program and train_gpt.py, float64, one CPU thread, torch {torch.__version__}\n")
+    rows = [[step, f"{a:.7f}", f"{b:.7f}", f"{b - a:+.1e}"] for step, (a, b) in enumerate(zip(losses, our_losses))]
     print(table(["steps", "record's validation loss", "ours", "difference"], rows), end="\n\n")
     relative: dict[str, list[float]] = {}
     with torch.no_grad():

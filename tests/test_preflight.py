@@ -38,10 +38,10 @@ def test_working_parts_pass_and_leave_no_trace(config):
     before = train_gpt.state_hash(trainer)
     rows, broken = preflight.check_parts(trainer)
     assert train_gpt.state_hash(trainer) == before and broken is None
-    assert [row[0] for row in rows[:5]] == ["attention", "block 3 M", "block 2 LM", "block 1 S0M", "head"]
-    assert {row[0].split()[0] for row in rows[5:]} == {"Adam", "NorMuon", "load"} and not failed(rows)
+    assert [row[0] for row in rows[:6]] == ["attention L", "attention S", "block 3 M", "block 2 LM", "block 1 S0M", "head"]
+    assert {row[0].split()[0] for row in rows[6:]} == {"Adam", "NorMuon", "load"} and not failed(rows)
     assert all(float(row[2]) <= float(row[3]) and float(row[4]) > 0 for row in rows)
-    assert float(rows[0][2]) > 0, "attention was compared with itself"
+    assert min(float(row[2]) for row in rows[:2]) > 0, "attention was compared with itself"
     lines = preflight.table(rows).split("\n")
     assert len(lines) == 1 + len(rows) and lines[0].split() == ["part", "how", "difference", "allowed", "ms", "verdict"]
 
@@ -61,6 +61,13 @@ def break_attention(monkeypatch):
     whole = train_gpt.GPT.masks
     monkeypatch.setattr(train_gpt.GPT, "masks", lambda model, x, windows: whole(
         model, x, windows if model.reach else train_gpt.Windows(windows.long // 2, windows.short // 2)))
+
+
+def break_window(monkeypatch, long, short):
+    """Break masks as break_attention does, by some tokens."""
+    whole = train_gpt.GPT.masks
+    monkeypatch.setattr(train_gpt.GPT, "masks", lambda model, x, windows: whole(
+        model, x, windows if model.reach else train_gpt.Windows(windows.long + long, windows.short + short)))
 
 
 def break_fp8(monkeypatch):
@@ -94,7 +101,9 @@ COMPILED = {"compile": "on"}
 
 
 @pytest.mark.parametrize("break_it, changes, part, fallback", [
-    (break_attention, {}, "attention", ("attention", "masked")),
+    (break_attention, {}, "attention L", ("attention", "masked")),
+    (lambda m: break_window(m, 1, 0), {"micro_batch_tokens": 256}, "attention L", ("attention", "masked")),
+    (lambda m: break_window(m, 0, -1), {"micro_batch_tokens": 256}, "attention S", ("attention", "masked")),
     (break_fp8, {"fp8_head": True}, "head", ("fp8_head", False)),
     (break_kernel, {"kernels": "on"}, "block 3 M", ("kernels", "off")),
     (lambda m: break_compiled(m, "Block", lambda f, args: 1.1 * f(*args)), COMPILED, "block 3 M", ("compile", "off")),
@@ -133,7 +142,7 @@ def test_a_part_whose_plain_version_fails_is_not_compared(config, monkeypatch):
     monkeypatch.setattr(train_gpt, "attend", attend)
     rows, broken = preflight.check_parts(trainer_of(config))
     assert broken is None
-    assert {row[0] for row in rows if row[2] == "-"} == failed(rows) == {"attention", "block 2 LM", "block 1 S0M"}
+    assert {row[0] for row in rows if row[2] == "-"} == failed(rows) == {"attention L", "attention S", "block 2 LM", "block 1 S0M"}
     assert {row[-1] for row in rows if row[2] == "-"} == {"not compared: OutOfMemoryError: CUDA out of memory"}
 
 
@@ -175,7 +184,7 @@ def test_all_ranks_take_the_fallback_that_one_needs(config, on_ranks):
     exchanged = ["load a shard", "all-reduce", "reduce-scatter", "all-gather"]
     assert on_ranks(2, with_a_broken_rank, config, "none") == [(exchanged, set(), None)] * 2
     assert on_ranks(2, with_a_broken_rank, config, "attention") == [
-        (exchanged, {"attention", "block 2 LM", "block 1 S0M"}, ("attention", ("attention", "masked")))] * 2
+        (exchanged, {"attention L", "attention S", "block 2 LM", "block 1 S0M"}, ("attention L", ("attention", "masked")))] * 2
 
 
 def test_a_collective_that_sums_wrongly_has_no_fallback(config, on_ranks):
