@@ -251,7 +251,7 @@ def test_presets_are_compared_with_their_own_schedules(monkeypatch):
                       "80": [(0, 10, 3, 128, 56), (10, 20, 7, 256, 128), (20, 30, 11, 384, 128), (30, 34, 13, 384, 128)]}
     other = train_gpt.Config(num_steps=2246, final_window=19, muon_momentum_rise=301, window_block=256)
     monkeypatch.setitem(train_gpt.PRESETS, "speedrun", other)
-    small = public_record.small_preset(public_record.RECORDS["44"])  # each mistake is left as it is
+    small = public_record.small_preset(public_record.RECORDS["44"])
     assert (small.num_steps, small.final_window, small.muon_momentum_rise, small.window_block) == (19, 19, 7, 16)
 
 

@@ -59,7 +59,7 @@ COMMANDS = {
     "sbatch bench/cluster/speedrun.sbatch -n 5": "test_readme.py::test_the_slurm_job_starts_what_it_says",
     "sbatch --nodes 2 bench/cluster/speedrun.sbatch": "test_readme.py::test_the_slurm_job_starts_what_it_says",
     ".venv/bin/python bench/own_model.py": "test_bench.py::test_own_model",
-    ".venv/bin/python bench/public_record.py LOG_OF_ONE": "test_bench.py::test_a_program_that_trains_alike_until_its_rate_falls_agrees_until_then",
+    ".venv/bin/python bench/public_record.py LOG_OF_ONE": "test_bench.py::test_a_last_window_of_18_blocks_in_place_of_20_shows",
     "bench/dry_gpu/setup": "test_dry_gpu.py::",
     "bench/dry_gpu/run -- --preset speedrun": "test_dry_gpu.py::",
     "bench/dry_gpu/run --cards": LONG + "test_dry_gpu.py::",
