@@ -340,6 +340,18 @@ def test_the_words_are_what_the_data_say(judged, comparison, words):
     assert "not shown to be below the target 1.4 (p = 0.3, n = 3)" in page and "faster" not in page.partition("## Tests")[0]
 
 
+def test_a_race_until_decided_is_told_by_its_decision(judged):
+    """Its p-values may be below alpha where its bounds were not reached."""
+    records, report, _ = judged
+    report["loss"] |= {"significant": False, "p": 0.005}
+    report["comparison"] |= {"significant": False, "p": 0.005}
+    assert board.main([]) == 0
+    for page in ("README.md", "2026-01-02_toy/README.md"):
+        text = (records / page).read_text().partition("## Tests")[0]
+        assert "not shown to be below the target 1.4 (p = 0.005, n = 3)" in text and "no difference shown: −1.00 s" in text
+    assert '"below":false' in (records / "index.html").read_text()
+
+
 def test_fails_come_first_and_the_claim_is_no_rule(judged):
     records, _, rules = judged
     assert board.main([]) == 0

@@ -271,6 +271,16 @@ def test_other_flags(repo, vs):
     assert {run.start["config"]["mood"] for run in runs.values()} == {"good"}
 
 
+def test_a_ladder_corrects_for_the_number_of_its_ideas(repo, monkeypatch):
+    """Each of two ideas has p = 0.0027: enough at level 0.004 for one idea, not for two."""
+    assert race.main(["-n", "3", "--vs=--worse -2", "--vs=--worse -3", "--", "--mood", "good"]) == 0
+    found = [ladder.read(only_race(repo)[0])]
+    for level, kept in ((0.006, "yes"), (0.004, "no")):
+        monkeypatch.setattr(ladder, "LEVEL", level)
+        rows = ladder.judge(found)["rows"]
+        assert [row["kept"] for row in rows] == [kept] * 2 and all(0.002 < row["p"] < 0.003 for row in rows)
+
+
 def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
     """Three ideas and the base in turn; figures agree with scipy, and the record's logs give the same page."""
     assert race.main(["-n", "4", "--vs", "--worse 2", "--vs", "--worse -1 --slower 10", "--vs=--slower 7", "--", "--mood", "good"]) == 0
