@@ -47,11 +47,12 @@ def draw(run, out, form=None):
     import matplotlib
     from matplotlib.figure import Figure
 
-    config = (run.start or {}).get("config") or {}
+    config = (run.start or {}).get("config")
     trained = [step for step in run.steps if step.train_loss is not None]
     timed = [step for step in run.steps if step.step > 0 and not step.validation]
     validated = [step for step in run.validations if step.time_ms is not None]
-    target = config.get("target_val_loss")
+    target = config.get("target_val_loss") if isinstance(config, dict) else None
+    target = target if type(target) in (int, float) else None
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12, 4), layout="constrained")
         over_steps, over_seconds, speed = figure.subplots(1, 3)

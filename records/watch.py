@@ -14,9 +14,12 @@ logs.end_at_ctrl_c(__name__)  # importing numpy takes time
 import argparse
 import functools
 import io
+import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+import matplotlib.figure  # a second, before the first request
 
 import pages
 import picture
@@ -24,6 +27,7 @@ import picture
 ROOT = Path(__file__).resolve().parent.parent
 SHOWN = 6  # runs
 PERIOD_S = 5
+DRAW_S = 1  # a page draws new plots for this long and leaves the others to its next reload
 
 
 @functools.lru_cache(maxsize=2 * SHOWN)
@@ -41,6 +45,8 @@ def describe(path, changed):
         run, drawn = shown(path, changed)
     except (picture.NothingToDraw, OSError):
         return {"name": path.name, "state": f"no step yet; written {silent:.0f} s ago", "svg": ""}
+    except Exception as error:  # one odd log must not take the others off the page
+        return {"name": path.name, "state": f"cannot be drawn: {type(error).__name__}: {error}", "svg": ""}
     last, total = run.steps[-1], run.stated_steps
     if run.over:
         state = run.reason or "ended"
@@ -53,20 +59,40 @@ def describe(path, changed):
     return {"name": path.name, "state": f"step {last.step} of {total or '?'}: {state}", "svg": drawn}
 
 
+def changes(folder):
+    """Yield (time stamp, path) of each log in the folder and its subfolders."""
+    for path in folder.rglob("*.txt"):
+        try:
+            yield path.stat().st_mtime_ns, path
+        except OSError:  # a dangling link, or removed in the meantime
+            pass
+
+
 def page(folder):
     """Return the page with the logs that changed last, the latest first."""
-    found = sorted(((path.stat().st_mtime_ns, path) for path in folder.rglob("*.txt")), reverse=True)[:SHOWN]
-    return pages.render("watch.html.jinja", period=PERIOD_S, folder=folder,
-                        runs=[describe(path, changed) for changed, path in found])
+    began, runs = time.monotonic(), []
+    for changed, path in sorted(changes(folder), reverse=True)[:SHOWN]:
+        late = time.monotonic() - began > DRAW_S
+        runs.append({"name": path.name, "state": "drawn at the next reload", "svg": ""} if late else
+                    describe(path, changed))
+    return pages.render("watch.html.jinja", period=PERIOD_S, folder=folder, runs=runs)
 
 
 def serve(folder, port):
     """Return a server on the loopback interface. OSError if the port is in use."""
+    one_page = threading.Lock()  # matplotlib's settings are global
+
     class Handler(BaseHTTPRequestHandler):
+        timeout = 10  # seconds that a client may be silent
+
         def do_GET(self):
+            # Another site's name that resolves to this machine must not read the logs (DNS rebinding)
+            if self.headers.get("Host") not in (f"{name}:{port}" for name in ("127.0.0.1", "localhost")):
+                return self.send_error(403, f"open http://127.0.0.1:{port}/")
             if self.path != "/":
                 return self.send_error(404)
-            content = page(folder).encode("utf-8", "replace")
+            with one_page:
+                content = page(folder).encode("utf-8", "replace")
             self.send_response(200)
             for name, value in (("Content-Type", "text/html; charset=utf-8"), ("Content-Length", len(content))):
                 self.send_header(name, str(value))
@@ -75,7 +101,9 @@ def serve(folder, port):
 
         def log_message(self, *_):
             pass
-    return HTTPServer(("127.0.0.1", port), Handler)  # one request at a time: matplotlib's settings are global
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    port = server.server_port
+    return server
 
 
 def main(arguments=None):

@@ -2,8 +2,10 @@
 
 import os
 import re
+import socket
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -54,6 +56,8 @@ def test_a_run_s_picture_tells_its_losses_its_target_and_its_speed(tmp_path):
     (log(START, *steps(1, 1)), "validation: none yet"),
     (COMMUNITY, "validation: 3.2780"),
     (log(START, *steps(1, 9), '{"resumed": {"from_step": 5}}', *steps(6, 8)), "target 1.5"),
+    (log('{"run_id": "x", "config": [1]}', *steps(1, 7)), "validation: none yet"),
+    (log('{"run_id": "x", "config": {"target_val_loss": {}}}', *steps(1, 7)), "validation: none yet"),
 ])
 def test_a_run_under_way_or_of_others_is_drawn_as_far_as_it_is(tmp_path, text, says):
     assert f">{says}<" in svg(tmp_path, text)
@@ -81,7 +85,11 @@ def open_page(tmp_path):
     server = watch.serve(tmp_path, 0)
     assert server.server_address[0] == "127.0.0.1"
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield lambda path="/": urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}{path}", timeout=30).read().decode()
+
+    def open_page(path="/"):
+        return urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}{path}", timeout=30).read().decode()
+    open_page.port = server.server_port
+    yield open_page
     server.shutdown()
     server.server_close()
 
@@ -105,6 +113,39 @@ def test_the_page_follows_a_run_from_its_first_step_to_its_end(tmp_path, open_pa
     assert re.search(r"step 10 of 40: nothing written for \d+ min, and no end line", open_page())
     with pytest.raises(urllib.error.HTTPError):
         open_page("/race-1/")
+
+
+def test_a_silent_client_a_dangling_link_and_an_odd_log_do_not_block_the_page(tmp_path, open_page, monkeypatch):
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "odd.txt").write_text(WHOLE)
+    (tmp_path / "run.txt").write_text(WHOLE)
+    read = picture.read
+    monkeypatch.setattr(picture, "read", lambda path: read(path) if path.name == "run.txt" else {}["steps"])
+    with socket.create_connection(("127.0.0.1", open_page.port)):  # says nothing
+        page = open_page()
+    assert "step 40 of 40: ended" in page and page.count("<svg") == 1 and "cannot be drawn: KeyError" in page
+
+
+def test_the_first_page_does_not_wait_for_all_plots(tmp_path, open_page, monkeypatch):
+    draw = picture.draw
+    monkeypatch.setattr(picture, "draw", lambda *arguments: (time.sleep(0.7), draw(*arguments)))
+    for i in range(watch.SHOWN):
+        (tmp_path / f"{i}.txt").write_text(WHOLE)
+    page = open_page()
+    assert 1 <= page.count("<svg") <= 2 and page.count("drawn at the next reload") == watch.SHOWN - page.count("<svg")
+    for _ in range(watch.SHOWN):
+        page = open_page()
+    assert page.count("<svg") == watch.SHOWN
+
+
+def test_only_this_machine_s_own_names_open_the_page(open_page):
+    """A page of another site may let its name resolve to 127.0.0.1."""
+    for host, status in (("evil.example", 403), (f"evil.example:{open_page.port}", 403), (f"localhost:{open_page.port}", 200)):
+        request = urllib.request.Request(f"http://127.0.0.1:{open_page.port}/", headers={"Host": host})
+        try:
+            assert urllib.request.urlopen(request, timeout=30).status == status
+        except urllib.error.HTTPError as error:
+            assert error.code == status
 
 
 def test_a_port_that_is_taken_is_named(tmp_path, capsys):
