@@ -737,6 +737,16 @@ def test_frontier_s_plan_is_that_of_the_record():
     assert c.ngrams == f"2:{5 * 50304}:768" and c.pairing == "halves" and c.key_offset and c.value_gates and not c.exclude_self
 
 
+@pytest.mark.parametrize("scheduled, first_untied", [(1440, 962), (1775, 1186), (1776, 1186), (1777, 1186), (1780, 1188)])
+def test_the_embedding_is_untied_after_the_first_adam_update_at_or_after_two_thirds(scheduled, first_untied):
+    c = train_gpt.PRESETS["frontier"]
+    extra = c.num_steps - train_gpt.scheduled_steps(c)
+    c = dataclasses.replace(c, num_steps=scheduled + extra)
+    plans = [train_gpt.plan_of(c, step) for step in range(first_untied - 4, first_untied + 4)]
+    assert [plan.unties for plan in plans].index(True) == 4 and sum(plan.unties for plan in plans) == 1
+    assert [plan.tied for plan in plans] == [True] * 5 + [False] * 3
+
+
 def test_frontier_s_groups_are_those_of_the_record():
     """Adam: (learning rate over adam_lr, betas, decay over 0.005); NorMuon: factor on muon_lr; as in the record's table."""
     wanted = {
