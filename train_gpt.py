@@ -4140,7 +4140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_id, checkpoint = identify_run(config)
         log = Log(config, rank, run_id)
         device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
-        if not gpus and "OMP_NUM_THREADS" not in os.environ:
+        if not gpus and not env_int("OMP_NUM_THREADS", 0):
             torch.set_num_threads(cpu_threads(config, env_int("LOCAL_WORLD_SIZE", 1)))
         if gpus:
             require(local_rank < gpus, f"rank {rank} has no GPU: this machine has {gpus}; lower --nproc_per_node")

@@ -574,8 +574,8 @@ def parse(arguments):
         parser.error(f"--vs is given {len(options.vs)} times; a ladder has 25 ideas at most, and no --until-decided")
     if options.until_decided != bool(options.max_n) or options.until_decided and options.n:
         parser.error("--until-decided needs --max-n N, and no -n")
-    if options.until_decided and options.max_n < 2 or not 0 < options.alpha < 0.5:
-        parser.error(f"--max-n is {options.max_n} and --alpha {options.alpha}; give at least 2, and less than 0.5")
+    if options.until_decided and options.max_n < 4 or not 0 < options.alpha < 0.5:  # no bootstrap decides on 3 losses
+        parser.error(f"--max-n is {options.max_n} and --alpha {options.alpha}; give at least 4, and less than 0.5")
     options.n = options.max_n or options.n
     if not options.resume and (options.n or 0) < 1:
         parser.error(f"-n is {options.n}; give the number of runs, at least 1")

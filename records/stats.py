@@ -69,7 +69,7 @@ OUTLIER, OUTLIER_RUNS = 5, 10  # robust standard deviations from the median; lea
 MOST_RUNS = 1_000_000  # in a plan
 MOST_SHOWN = 20  # runs of a side that cannot be judged
 FUTILE = 0.05  # a race until decided stops if the claim has a smaller chance of being shown at the last look
-LONGER = 1.15  # times a plan's runs gives such a race the plan's power; on average it takes fewer
+LONGER = 1.15  # times a plan's runs, and one more, give such a race the plan's power; on average it takes fewer
 SD_CONFIDENCE = 0.8  # of the upper bound that a plan takes for a pilot's sd
 RESAMPLES = 9999
 SCRIPT = "train_gpt.py"  # what is raced
@@ -934,9 +934,9 @@ def main(arguments=None):
     try:
         if options.plan:
             found = plan(options)
-            most = math.ceil(LONGER * min(each["runs"] for each in found["needed"]))
+            most = math.ceil(LONGER * min(each["runs"] for each in found["needed"])) + 1  # for the bootstrap's veto
             print(logs.show_json(found) if options.json else
-                  pages.show("plan.txt.jinja", **found, most=most, longer=LONGER))
+                  pages.show("plan.txt.jinja", **found, most=most))
             return 0
         sides = choose_sides(options)
         report = judge(sides, options)

@@ -414,7 +414,7 @@ def test_an_idea_that_is_validated_on_something_else_is_no_rung(repo, capsys):
 @pytest.mark.parametrize("words, says", [
     (["-n", "2", "--vs", "--slower 7"], "a race of 2 sides, 2 runs of each"), (["-n", "3"], "a race of 1 side"),
     (["-n", "3", "--vs", "HEAD~1"], "a race of versions, or one that ends"),
-    (["--until-decided", "--max-n", "3", "--vs", "--slower 7"], "a race of versions, or one that ends")])
+    (["--until-decided", "--max-n", "4", "--vs", "--slower 7"], "a race of versions, or one that ends")])
 def test_races_that_are_no_ladder(repo, capsys, words, says):
     assert race.main(words) == 0
     assert ladder.main([str(only_race(repo)[0])]) == 2
@@ -619,7 +619,7 @@ def test_what_cannot_be_raced_is_one_line_and_starts_nothing(repo, capsys, argum
     (["-n", "1", "--resume", "x"], "leave the rest out"), (["--until-decided"], "needs --max-n"),
     (["-n", "1", "--cmd", "./run.sh"], "--cmd needs one --vs"), (["--resume", "x", "--vs", "y"], "leave the rest out"),
     (["--max-n", "3"], "--until-decided needs"), (["-n", "2", "--max-n", "3", "--until-decided"], "no -n"),
-    (["--until-decided", "--max-n", "1"], "at least 2"), (["-n", "2", "--alpha", "0.6"], "less than 0.5")])
+    (["--until-decided", "--max-n", "3"], "at least 4"), (["-n", "2", "--alpha", "0.6"], "less than 0.5")])
 def test_usage(capsys, arguments, word):
     with pytest.raises(SystemExit) as left:
         race.main(arguments)
