@@ -3,6 +3,9 @@
     bench/dry_gpu/run --compute -- FLAG ...               train_gpt.py's main; --ranks N, --poison and --shuffle as below
     bench/dry_gpu/run --compare                           three float32 steps of each preset, reduced in size
     bench/dry_gpu/run --compare speedrun --dtype bfloat16 --steps 6 --ranks 2
+    bench/dry_gpu/run --compare masks                     attention, at windows around the borders of blocks
+    bench/dry_gpu/run --order                             uses of memory on two streams without an order, and which waits
+                                                          would be missed
     bench/dry_gpu/run --compare laptop --poison --shuffle the same bits if memory starts as NaN, without torch's caching
                                                           allocator, and if programs run in random order
     bench/dry_gpu/run --compare speedrun --fault NAME     with a fault of faults.py in train_gpt.py; must fail
@@ -26,7 +29,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+import order
 from page import ROOT, environment_of, write_shards
+from simulate import parse_log
 
 COMMON = ("--val_tokens", "512", "--val_len", "512", "--val_every", "0", "--target_val_loss", "0", "--train_shards", "0",
           "--num_steps", "6", "--warmup_steps", "0", "--train_loss_every", "1")
@@ -45,7 +50,9 @@ REDUCED = {  # two stages in three steps; windows cross block borders
                  "peak_lr_factor=.15, loss_weights=(1,))"),
     "laptop": ("--ngrams", "2:4096:64 3:8192:64", "--micro_batch_tokens", "256"),
 }
-LIMITS = {"median": 1e-5, "largest": 1e-3}
+LIMITS = {("loss", "median"): 1e-5, ("gradients", "median"): 1e-5, ("gradients", "largest"): 1e-4,
+          ("updates", "median"): 1e-5, ("updates", "largest"): 1e-2}  # Muon's polar factor enlarges rounding errors
+MASKS = (1, 1), (128, 1), (129, 1), (200, 5), (254, 1), (255, 1)  # (window, documents); blocks have 128 tokens
 
 
 # ---- one rank
@@ -59,6 +66,10 @@ def load(path):
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def rank_and_ranks():
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def become_gpu():
@@ -142,7 +153,7 @@ def compare(source, dtype, steps, flags):
     import torch
     import train_gpt as R
     T, narrow = load(source), dtype != "float32"
-    rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    rank, ranks = rank_and_ranks()
     device, cpu = torch.device("cuda", 0), torch.device("cpu")
     if ranks > 1:
         torch.cuda.set_device(device)
@@ -179,18 +190,87 @@ def compare(source, dtype, steps, flags):
     if rank:
         return True
     print(f"  validation loss {loss:.7f}; bits {digest.hexdigest()[:16]}", flush=True)
-    allowed = allowed or {key: LIMITS[key[1]] for key in worst}
-    above = [f"{kind}, {which}: {worst[kind, which]:.1e}, allowed {limit:.1e}" for (kind, which), limit in allowed.items()
-             if not worst[kind, which] <= limit]
+    return within(worst, allowed or LIMITS)
+
+
+def within(worst, limits):
+    """Print the differences above their limits -> whether there are none."""
+    above = [f"{' '.join(key)} {worst[key]:.1e}, allowed {limit:.1e}" for key, limit in limits.items()
+             if not worst[key] <= limit]  # NaN is above
     for line in above:
         print(f"  above its limit: {line}")
     return not above
 
 
+def compare_masks(source):
+    """Compare FlexAttention and FlashAttention with masks in pieces on the CPU, forward and backward, in float32."""
+    become_gpu()
+    import torch
+    import train_gpt as R
+    T, worst, tokens = load(source), {}, 384
+    draw = torch.Generator().manual_seed(1)
+    for window, documents in MASKS:
+        starts = torch.randperm(tokens - 1, generator=draw)[:documents - 1] + 1
+        docs = torch.zeros(tokens, dtype=torch.int64).index_fill_(0, starts, 1).cumsum(0)
+        q, k, v, grad = torch.randn(4, tokens, 1, 64, generator=draw)
+        q = q * 0.1
+
+        def attend(module, mask, device):
+            leaves = [x.to(device).requires_grad_() for x in (q, k, v)]
+            y = module.attend(*leaves, mask)
+            return [x.cpu() for x in (y.detach(), *torch.autograd.grad(y, leaves, grad.to(device)))]
+
+        expected = attend(R, R.mask_in_pieces(docs, window, tokens, torch.float32), "cpu")
+        longest = int(docs.bincount().max())
+        masks = {"flex": T.block_mask(docs.cuda(), window),
+                 "flash": T.document_table(docs.cuda(), window, longest, documents)}
+        for name, mask in masks.items():
+            gaps = [((x - y).norm() / y.norm()).item() for x, y in zip(attend(T, mask, "cuda"), expected)]
+            largest = max(gaps, key=lambda gap: (gap != gap, gap))
+            worst[name, f"window {window}, documents: {documents}"] = largest
+    for name in masks:
+        print(f"  {name}: largest {max(gap for (which, _), gap in worst.items() if which == name):.1e}")
+    return within(worst, dict.fromkeys(worst, 1e-5))
+
+
+def train(source, steps, flags):
+    """Train without looking at the results, as in a run, so that the log has only the run's own waits."""
+    become_gpu()
+    import torch
+    T, (rank, ranks) = load(source), rank_and_ranks()
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    T.join(T.Config(), rank, ranks, device)
+    side = Side(T, flags, T.Comm(rank, ranks, device), device)
+    for step in range(steps):
+        plan = T.plan_of(side.config, step)
+        side.trainer.step(plan, side.trainer.stream.next_batch(plan))
+    side.validate()
+    import aten
+    aten.gpu.dry_gpu_flush()
+    return True
+
+
+def check_order(path):
+    """Print the unordered uses in a log, and which waits their absence would reveal -> whether all uses are ordered."""
+    events = parse_log(open(path))
+    uses, found = order.check(events)
+    print(f"  {uses:,} uses of memory on {len({e.stream for e in events if e.kind == 'USE'})} streams; "
+          f"unordered: {found.total()}")
+    for pair, count in found.most_common(5):
+        print(f"    {count} × {pair}")
+    if not found:
+        waits, unnoticed = order.unnoticed_waits(events)
+        covered = {*order.redundant_waits(events)} & {*unnoticed}
+        print(f"  of {waits} waits, without one: noticed for {waits - len(unnoticed)}; {len(covered)} of the other "
+              f"{len(unnoticed)} wait for what earlier waits of their stream already cover")
+    return not found
+
+
 # ---- the command
 
-def start_ranks(ranks, command, **settings):
-    """Run a command once per rank on the emulated GPU -> (exit status of all, output of rank 0)."""
+def start_ranks(ranks, command, log="", **settings):
+    """Run a command once per rank on the emulated GPU -> (exit status of all, output of rank 0). log: rank 0's."""
     home = Path(os.environ["DRY_GPU_HOME"])
     with tempfile.TemporaryDirectory(prefix="compute-", dir=home) as work, socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
@@ -200,12 +280,17 @@ def start_ranks(ranks, command, **settings):
         if ranks > 1:
             everyone |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
         processes = [subprocess.Popen(
-            [sys.executable, __file__, *command], env=everyone | ({"RANK": str(rank)} if ranks > 1 else {}), text=True,
-            stdout=subprocess.PIPE if not rank else None) for rank in range(ranks)]
+            [sys.executable, __file__, *map(str, command)], text=True, stdout=None if rank else subprocess.PIPE,
+            env=everyone | {"RANK": str(rank), "DRY_GPU_LOG": log if log and not rank else os.devnull})
+            for rank in range(ranks)]
         lines = []
         for line in processes[0].stdout:
             print(line, end="", flush=True)
             lines.append(line)
+        status = processes[0].wait()
+        if status:  # the others would wait for it forever
+            for process in processes[1:]:
+                process.kill()
         return max(abs(process.wait()) for process in processes), "".join(lines)
 
 
@@ -221,7 +306,9 @@ def planted(name, folder):
 def main():
     parser = argparse.ArgumentParser(prog="run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compute", action="store_true", help="run train_gpt.py's main")
-    parser.add_argument("--compare", nargs="*", choices=REDUCED, metavar="PRESET", help="compare with the CPU (all presets)")
+    parser.add_argument("--compare", nargs="*", choices=(*REDUCED, "masks"), metavar="PRESET",
+                        help="compare with the CPU (default: all presets; masks: only attention)")
+    parser.add_argument("--order", action="store_true", help="check the order of uses of memory, two ranks of speedrun")
     parser.add_argument("--ranks", type=int, default=1, help="number of ranks (1)")
     parser.add_argument("--steps", type=int, default=3, help="steps to compare (3)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of --compare (float32)")
@@ -238,16 +325,25 @@ def main():
             return start_ranks(args.ranks, ["main", source, *args.flags], **changes)[0]
         home, good = Path(os.environ["DRY_GPU_HOME"]), True
         write_shards(shards := home / "shards-257", 257)
+        files = "--train_files", f"{shards}/random_train_*.bin", "--val_files", f"{shards}/random_val_*.bin"
+        if args.order:
+            print("speedrun, bfloat16, ranks: 2; order of the uses of memory", flush=True)
+            flags = ["--preset", "speedrun", *files, *COMMON, *REDUCED["speedrun"], *args.flags]
+            status, _ = start_ranks(2, ["train", source, args.steps, *flags], log := f"{folder}/log", DRY_GPU_USES=1)
+            return 1 if status else not check_order(log)
         for preset in args.compare or REDUCED:
+            if preset == "masks":
+                print("attention", flush=True)
+                good &= not start_ranks(1, ["masks", source])[0]
+                continue
             dtype = "float32" if preset == "laptop" else args.dtype
-            flags = ["--preset", preset, "--train_files", f"{shards}/random_train_*.bin", "--val_files",
-                     f"{shards}/random_val_*.bin", *COMMON, *REDUCED[preset], *args.flags]
+            flags = ["--preset", preset, *files, *COMMON, *REDUCED[preset], *args.flags]
             outputs = []
             for settings in ({}, changes) if changes else ({},):
                 how = f"; {', '.join(settings)}" if settings else ""
                 print(f"{preset}, {dtype}, ranks: {args.ranks}{how}", flush=True)
                 status, output = start_ranks(
-                    args.ranks, ["compare", source, dtype, str(args.steps), *flags], **settings)
+                    args.ranks, ["compare", source, dtype, args.steps, *flags], **settings)
                 good, outputs = good and not status, [*outputs, output]
             if len(set(outputs)) > 1:
                 good = False
@@ -255,18 +351,22 @@ def main():
         return not good
 
 
+def main_of_rank(what, source, *rest):
+    """Do one rank's part of a command -> exit status."""
+    if what == "main":
+        become_gpu()
+        return load(source).main(rest)
+    if what == "masks":
+        return not compare_masks(source)
+    if what == "train":
+        return not train(source, int(rest[0]), rest[1:])
+    return not compare(source, rest[0], int(rest[1]), rest[2:])
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    if sys.argv[1] == "main":
-        become_gpu()
-        sys.exit(load(sys.argv[2]).main(sys.argv[3:]))
-    elif sys.argv[1] == "compare":
-        status = 1
-        try:
-            status = not compare(sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5:])
-        finally:
-            sys.stdout.flush()
-            if int(os.environ.get("WORLD_SIZE", 1)) > 1 and sys.exc_info()[0] is None:
-                os._exit(status)  # threads of NCCL's group would wait forever
-        sys.exit(status)
-    sys.exit(main())
+    if "DRY_GPU_COMPUTE" not in os.environ:
+        sys.exit(main())
+    status = main_of_rank(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(int(status))  # threads of NCCL's group would wait forever
