@@ -132,8 +132,10 @@ def scaled_mm(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=No
     return ((a.float() @ b.float()) * (scale_a * scale_b)).to(out_dtype or a.dtype)
 
 
-def scores_of(q, k, starts, scale, left, right):
+def scores_of(q, k, starts, longest, scale, left, right):
     """Return q k' [H, T, T] in float32, -inf where FlashAttention does not look."""
+    assert starts[0] == 0 and starts[-1] == q.size(1), f"documents at {starts.tolist()} leave out some of {q.size(1)} tokens"
+    assert starts.diff().max() <= longest, f"a document is longer than {longest} tokens"
     at = torch.arange(q.size(1))
     docs, back = torch.bucketize(at, starts[1:].long(), right=True), at[:, None] - at
     seen = (docs[:, None] == docs) & ((left < 0) | (back <= left)) & ((right < 0) | (-back <= right))
@@ -144,7 +146,7 @@ def flash_forward(q, k, v, starts, starts_k, longest, longest_k, dropout, causal
                   window_size_left=-1, window_size_right=-1):
     assert dropout == 0 and not causal
     q32, k32, v32 = (x.transpose(0, 1).float() for x in (q, k, v))
-    scores = scores_of(q32, k32, starts, scale, window_size_left, window_size_right)
+    scores = scores_of(q32, k32, starts, longest, scale, window_size_left, window_size_right)
     log_sums = scores.logsumexp(-1)
     out = ((scores - log_sums[..., None]).exp() @ v32).transpose(0, 1).to(q.dtype).contiguous()
     return out, log_sums, torch.empty(2, dtype=torch.uint64), torch.empty(0, dtype=torch.uint64), out.new_empty(0)
@@ -153,7 +155,7 @@ def flash_forward(q, k, v, starts, starts_k, longest, longest_k, dropout, causal
 def flash_backward(grad, q, k, v, out, log_sums, starts, starts_k, longest, longest_k, dropout, causal, seed, offset, *,
                    scale=None, window_size_left=-1, window_size_right=-1):
     grad32, q32, k32, v32, out32 = (x.transpose(0, 1).float() for x in (grad, q, k, v, out))
-    scores = scores_of(q32, k32, starts, scale, window_size_left, window_size_right)
+    scores = scores_of(q32, k32, starts, longest, scale, window_size_left, window_size_right)
     p = (scores - log_sums[..., None]).exp()
     grad_scores = p * (grad32 @ v32.mT - (grad32 * out32).sum(-1, keepdim=True)) * scale
     return tuple(x.transpose(0, 1).to(q.dtype).contiguous()
@@ -190,3 +192,5 @@ def install() -> None:
         op = getattr(getattr(torch.ops.aten, packet, None), variant or "default", None)
         if op is not None and name not in KEPT and not returns_view(op) and not name.startswith("aten::set_"):
             library.impl(name.removeprefix("aten::"), emulated(op, OWN.get(name)), "CUDA", allow_override=True)
+    # other operators of sparse tensors call those above on indices and values
+    library.impl("_coalesce", emulated(torch.ops.aten._coalesce.default), "SparseCUDA", allow_override=True)

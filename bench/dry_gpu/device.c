@@ -203,6 +203,11 @@ int cudaStreamWaitEvent(void *stream, void *event) { return SAY(stream, "WAIT", 
 
 /* ---- kernels in torch's own libraries, which register their names */
 
+static void refuse(const char *what, long seen) {
+    fprintf(stderr, "device.c: error: %s (%ld) is not emulated\n", what, seen);
+    _exit(1);
+}
+
 void __cudaRegisterFunction(void **module, const void *function, char *device, const char *name) {
     remember((struct Thing){function, 1, .name = name});
 }
@@ -233,6 +238,7 @@ static void fill(const char *name, void **args) {
 }
 int cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **args, size_t shared, void *stream) {
     const char *name = find(function).name ?: "?";
+    if (getenv("DRY_GPU_COMPUTE")) refuse(name, grid.x); /* aten.py has no operator for it, or the wrong key */
     fill(name, args);
     return SAY(stream, "KERNEL", name, grid.x, grid.y, grid.z, block.x * block.y * block.z, shared);
 }
@@ -367,24 +373,20 @@ static struct Shared { int arrived, round, full[MAX_RANKS][MAX_RANKS]; size_t by
 GIVES(ncclGetVersion, int, 22907)
 GIVES_SECOND(ncclCommGetAsyncError, int, 0)
 
-static void nccl_error(const char *what, long seen) {
-    fprintf(stderr, "device.c: error: %s %ld is not emulated\n", what, seen);
-    exit(1);
-}
 struct Id { char bytes[128]; };
 int ncclCommInitRankConfig(void **comm, int ranks, struct Id id, int rank) {
     *comm = &group_ranks, group_ranks = ranks, group_rank = rank;
     const char *path = getenv("DRY_GPU_SHARED");
     if (!path) return 0;
-    if (ranks > MAX_RANKS) nccl_error("number of ranks", ranks);
+    if (ranks > MAX_RANKS) refuse("number of ranks", ranks);
     size_t bytes = 4096 + (size_t)ROOM * (ranks + ranks * ranks); /* a sparse file */
     int opened = open(path, O_RDWR | O_CREAT, 0600);
-    if (opened < 0 || ftruncate(opened, bytes)) nccl_error("a shared file that does not open; status", opened);
+    if (opened < 0 || ftruncate(opened, bytes)) refuse("a shared file that does not open; status", opened);
     shared = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, opened, 0);
     return close(opened);
 }
 static char *room(int index, size_t bytes) {
-    if (bytes > ROOM) nccl_error("a message; its bytes", bytes);
+    if (bytes > ROOM) refuse("a message; its bytes", bytes);
     return (char *)shared + 4096 + (size_t)index * ROOM;
 }
 static void await(int *flag, int value) { while (__atomic_load_n(flag, __ATOMIC_SEQ_CST) != value) usleep(100); }
@@ -401,7 +403,7 @@ static void sum_over_ranks(void *out, size_t first, size_t count, int type) {
     for (size_t at = 0, i = first; at < count; at++, i++) {
         if (type == FLOAT32) SUM(float)
         else if (type == FLOAT64) SUM(double)
-        else if (type == FLOAT16) nccl_error("a sum of type", type);
+        else if (type == FLOAT16) refuse("a sum of type", type);
         else if (type == BFLOAT16) {
             float sum = 0;
             for (int r = 0; r < group_ranks; r++) {
@@ -422,7 +424,7 @@ static int collective(void *stream, const char *name, const void *in, void *out,
     size_t width = type_bytes[type];
     dry_gpu_use(stream, name, in, given * width, 0), dry_gpu_use(stream, name, out, taken * width, 1);
     if (shared) {
-        if (sums && op) nccl_error("reduction", op);
+        if (sums && op) refuse("reduction", op);
         memcpy(room(group_rank, given * width), in, given * width), barrier();
         if (sums) sum_over_ranks(out, given > taken ? group_rank * taken : 0, taken, type);
         else for (int r = 0; r < group_ranks; r++) memcpy((char *)out + r * given * width, room(r, 0), given * width);
@@ -460,7 +462,7 @@ static void deliver(int receives) {
         char *box = room(group_ranks + from * group_ranks + to, m->bytes);
         if (m->received != receives) continue;
         await(&shared->full[from][to], receives);
-        if (receives && shared->bytes[from][to] != m->bytes) nccl_error("a message of another size;", m->bytes);
+        if (receives && shared->bytes[from][to] != m->bytes) refuse("a message of another size;", m->bytes);
         shared->bytes[from][to] = m->bytes;
         receives ? memcpy(m->at, box, m->bytes) : memcpy(box, m->at, m->bytes);
         __atomic_store_n(&shared->full[from][to], !receives, __ATOMIC_SEQ_CST);
@@ -476,7 +478,7 @@ static int message(void *at, size_t bytes, int peer, int received, void *stream)
     dry_gpu_use(stream, received ? "receive" : "send", at, bytes, received);
     if (!shared) return 0;
     ncclGroupStart();
-    if (waiting == 2 * MAX_RANKS) nccl_error("a group of messages above", waiting);
+    if (waiting == 2 * MAX_RANKS) refuse("a group of messages above", waiting);
     messages[waiting++] = (struct Message){at, bytes, peer, received};
     return ncclGroupEnd();
 }

@@ -1,6 +1,6 @@
 """Faults in train_gpt.py's GPU-only code, each of which bench/dry_gpu/run --compare or --order must find.
 
-    python bench/dry_gpu/faults.py            plant each in turn and print a table: fault, command, difference
+    python bench/dry_gpu/faults.py [NAME ...]     plant each in turn and print a table: fault, command, difference
 """
 
 import os
@@ -59,10 +59,11 @@ def main():
     run = Path(__file__).with_name("run")
     print("| fault | found by | difference |\n| --- | --- | --- |")
     missed = []
-    for name, fault in FAULTS.items():
+    for name in sys.argv[1:] or FAULTS:
+        fault = FAULTS[name]
         done = subprocess.run([run, *fault.flags.split(), "--fault", name], capture_output=True, text=True, env=os.environ)
         output = done.stdout + done.stderr
-        found = re.findall(r"above its limit: (.*)|^\w*Error: (.{,150})|(unordered: [^0].*)", output, re.M)
+        found = re.findall(r"above its limit: (.*)|^(?:\[rank\d\]: )?[\w.]*Error: (.{,150})|(unordered: [^0].*)", output, re.M)
         print(f"| {fault.meaning} | `{fault.flags}` | {'; '.join(map(''.join, found[:2])) or 'none'} |", flush=True)
         missed += [name] * (done.returncode == 0 or not found)
     if missed:
