@@ -153,6 +153,16 @@ def test_two_ranks_poisoned_and_shuffled(emulated):
     passes(emulated("--compare", "laptop", "--steps", "2", "--ranks", "2", "--poison", "--shuffle"))
 
 
+def test_uses_of_memory_are_ordered(emulated):
+    done = emulated("--order")
+    assert done.returncode == 0 and "unordered: 0" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_missing_wait_is_found(emulated):
+    done = emulated("--order", "--fault", "no-wait-gather")
+    assert done.returncode == 1 and "(writes) and" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("preset, fault", [("masks", "full-blocks"), ("laptop", "wrong-shard")])
 def test_a_planted_fault_fails(emulated, preset, fault):
     done = emulated("--compare", preset, "--steps", "1", "--ranks", "2", "--fault", fault)

@@ -159,12 +159,12 @@ def compare(source, dtype, steps, flags):
     if ranks > 1:
         torch.cuda.set_device(device)
         T.join(T.Config(), rank, ranks, device)
-    in_float32 = "--dtype", "float32", "--fp8_head", "False"
+    in_float32, plain = ("--dtype", "float32", "--fp8_head", "False"), ("--compile", "off", "--attention", "masked")
     ours = Side(T, [*flags, *(() if narrow else in_float32)], T.Comm(rank, ranks, device), device)
     alone = R.Comm(0, 1, cpu)
-    references = {"float32": Side(R, [*flags, *in_float32, "--compile", "off"], alone, cpu)} if not rank else {}
+    references = {"float32": Side(R, [*flags, *in_float32, *plain], alone, cpu)} if not rank else {}
     if narrow and not rank:
-        references["bfloat16"] = Side(R, [*flags, "--compile", "off"], alone, cpu)
+        references["bfloat16"] = Side(R, [*flags, *plain], alone, cpu)
     digest, worst, allowed = hashlib.sha256(), {}, {}
     for step in range(steps):
         if not ours.optimizer.between_updates:  # otherwise gradients that wait would be lost
