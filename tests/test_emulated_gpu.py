@@ -1,4 +1,4 @@
-"""The emulated GPU: the interpreter's repairs, the order check on small logs, and whole comparisons with the CPU path."""
+"""The emulated GPU: the interpreter's repairs, the order check on small logs, whole comparisons with the CPU path."""
 
 import importlib
 import os
@@ -54,7 +54,7 @@ def test_waits_whose_removal_is_not_noticed():
 
 @pytest.fixture(scope="module")
 def emulated():
-    """emulated(*flags) runs bench/dry_gpu/run; emulated(code=...) runs code that has `I`, the interpreter, installed."""
+    """emulated(*flags) runs bench/dry_gpu/run; emulated(code=...) runs code with the interpreter installed, as I."""
     library = HOME / "lib" / "libdrygpu.so"
     if not library.exists() or b"dry_gpu_use" not in library.read_bytes():
         pytest.skip(f"the emulated GPU is not set up in {HOME}, or by an older revision; run bench/dry_gpu/setup")
@@ -63,7 +63,7 @@ def emulated():
         command, env = [DRY / "run", *flags], {**os.environ}
         if code:
             command = [HOME / "venv/bin/python", "-c", f"import sys; sys.path.insert(0, {str(DRY)!r}); import compute\n"
-                       "compute.become_gpu()\nimport interpreter as I, numpy as np, torch, triton, triton.language as tl\n" + code]
+                       "compute.become_gpu()\nimport interpreter as I, torch, triton.language as tl\n" + code]
             env |= {"LD_LIBRARY_PATH": str(HOME / "lib"), "DRY_GPU_COMPUTE": "1", "DRY_GPU_POISON": "1"}
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     return call

@@ -134,7 +134,8 @@ def scaled_mm(a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=No
 
 def scores_of(q, k, starts, longest, scale, left, right):
     """Return q k' [H, T, T] in float32, -inf where FlashAttention does not look."""
-    assert starts[0] == 0 and starts[-1] == q.size(1), f"documents at {starts.tolist()} leave out some of {q.size(1)} tokens"
+    ends = starts[0].item(), starts[-1].item()
+    assert ends == (0, q.size(1)), f"documents from {ends[0]} to {ends[1]} are not all of {q.size(1)} tokens"
     assert starts.diff().max() <= longest, f"a document is longer than {longest} tokens"
     at = torch.arange(q.size(1))
     docs, back = torch.bucketize(at, starts[1:].long(), right=True), at[:, None] - at
@@ -187,7 +188,7 @@ def returns_view(op) -> bool:
 
 def install() -> None:
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
-    for name in [*(name for name in names if name.startswith("aten::")), "aten::copy_"]:  # copy_ has one for all devices
+    for name in [*(name for name in names if name.startswith("aten::")), "aten::copy_"]:  # copy_: for all devices
         packet, _, variant = name.removeprefix("aten::").partition(".")
         op = getattr(getattr(torch.ops.aten, packet, None), variant or "default", None)
         if op is not None and name not in KEPT and not returns_view(op) and not name.startswith("aten::set_"):

@@ -1,17 +1,17 @@
 """Run train_gpt.py on an emulated GPU, which computes on the CPU, and compare it with the CPU's own path.
 
-    bench/dry_gpu/run --compute -- FLAG ...               train_gpt.py's main; --ranks N, --poison and --shuffle as below
+    bench/dry_gpu/run --compute -- FLAG ...               train_gpt.py's main; --ranks N, --poison, --shuffle: see below
     bench/dry_gpu/run --compare                           three float32 steps of each preset, reduced in size
     bench/dry_gpu/run --compare speedrun --dtype bfloat16 --steps 6 --ranks 2
     bench/dry_gpu/run --compare masks                     attention, at windows around the borders of blocks
-    bench/dry_gpu/run --order                             uses of memory on two streams without an order, and which waits
-                                                          would be missed
+    bench/dry_gpu/run --order                             uses of memory on two streams without an order, and how many
+                                                          of the waits the check would miss
     bench/dry_gpu/run --compare laptop --poison --shuffle the same bits if memory starts as NaN, without torch's caching
                                                           allocator, and if programs run in random order
     bench/dry_gpu/run --compare speedrun --fault NAME     with a fault of faults.py in train_gpt.py; must fail
 
-The GPU path is the real one: compiled for CUDA by Inductor, collectives through NCCL's process group. ATen operators are
-the CPU's (aten.py), Triton kernels run in Triton's interpreter (interpreter.py), NCCL sends through a shared file
+The GPU path is the real one: compiled for CUDA by Inductor, collectives through NCCL's process group. ATen operators
+are the CPU's (aten.py), Triton kernels run in Triton's interpreter (interpreter.py), NCCL sends through a shared file
 (device.c). The CPU path is uncompiled, on one rank, and starts each cycle of Adam from the GPU's state. Differences are
 norms, relative to the norm of the CPU's tensor. Limits: in float32 those below; in bf16 twice the difference that the
 CPU's bf16 has, both against the CPU's float32. Exit status: 0 within the limits, 1 above or not the same bits.
@@ -33,21 +33,23 @@ import order
 from page import ROOT, environment_of, write_shards
 from simulate import parse_log
 
-COMMON = ("--val_tokens", "512", "--val_len", "512", "--val_every", "0", "--target_val_loss", "0", "--train_shards", "0",
-          "--num_steps", "6", "--warmup_steps", "0", "--train_loss_every", "1")
+COMMON = ("--val_tokens", "512", "--val_len", "512", "--val_every", "0", "--target_val_loss", "0",
+          "--train_shards", "0", "--num_steps", "6", "--warmup_steps", "0", "--train_loss_every", "1")
 REDUCED = {  # two stages in three steps; windows cross block borders
     "speedrun": ("--layers", "- S0M LM SM+0", "--backout_layer", "1", "--model_dim", "128", "--num_heads", "1",
                  "--micro_batches", "2", "--micro_batch_tokens", "256", "--max_document_tokens", "100",
                  "--final_window", "8",
-                 "--stages", "Stage(until=2, long_window=3), Stage(long_window=7), Stage(extra_steps=1, long_window=7)"),
+                 "--stages",
+                 "Stage(until=2, long_window=3), Stage(long_window=7), Stage(extra_steps=1, long_window=7)"),
     "frontier": ("--layers", "PM S0M P1M LM+0 cS1M cL1M", "--backout_layer", "2", "--model_dim", "128", "--num_heads",
                  "2", "--head_dim", "64", "--muon_qk_heads", "1", "--ngrams", "2:65536:128", "--micro_batches", "2",
                  "--stages", "Stage(until=2, micro_batch_tokens=128, max_document_tokens=60, long_window=3, "
-                 "peak_lr_factor=1, loss_weights=Ramp((1, .5, .25), (1, .5, 0))), Stage(until=4, micro_batch_tokens=256, "
-                 "max_document_tokens=100, long_window=7, peak_lr_factor=1.5, loss_weights=(1, .5)), Stage("
-                 "micro_batch_tokens=256, max_document_tokens=100, long_window=11, peak_lr_factor=1.7, loss_weights=(1,)), "
-                 "Stage(extra_steps=1, micro_batch_tokens=256, max_document_tokens=100, long_window=13, "
-                 "peak_lr_factor=.15, loss_weights=(1,))"),
+                 "peak_lr_factor=1, loss_weights=Ramp((1, .5, .25), (1, .5, 0))), Stage(until=4, "
+                 "micro_batch_tokens=256, max_document_tokens=100, long_window=7, peak_lr_factor=1.5, "
+                 "loss_weights=(1, .5)), Stage("
+                 "micro_batch_tokens=256, max_document_tokens=100, long_window=11, peak_lr_factor=1.7, "
+                 "loss_weights=(1,)), Stage(extra_steps=1, micro_batch_tokens=256, max_document_tokens=100, "
+                 "long_window=13, peak_lr_factor=.15, loss_weights=(1,))"),
     "laptop": ("--ngrams", "2:4096:64 3:8192:64", "--micro_batch_tokens", "256"),
 }
 LIMITS = {("loss", "median"): 1e-5, ("gradients", "median"): 1e-5, ("gradients", "largest"): 1e-4,
@@ -131,7 +133,7 @@ class Side:
 
 
 def differences(ours, reference):
-    """Return {kind: (median, largest, its name)} of relative differences; tensors that are zero in both are left out."""
+    """Return {kind: (median, largest, its name)} of relative differences, without tensors that are zero in both."""
     out = {}
     for kind, tensors in reference.items():
         found = {name: ((ours[kind][name] - x).norm() / x.norm()).item() for name, x in tensors.items()
@@ -229,7 +231,8 @@ def compare_masks(source):
                  "flash": T.document_table(docs.cuda(), window, longest, documents)}
         for name, mask in masks.items():
             gaps = [((x - y).norm() / y.norm()).item() for x, y in zip(attend(T, mask, "cuda"), expected)]
-            worst[name, f"window {window}, documents: {documents}"] = max(gap if gap == gap else math.inf for gap in gaps)
+            largest = max(gap if gap == gap else math.inf for gap in gaps)
+            worst[name, f"window {window}, documents: {documents}"] = largest
     for name in masks:
         print(f"  {name}: largest {max(gap for (which, _), gap in worst.items() if which == name):.1e}")
     return within(worst, dict.fromkeys(worst, 1e-5))
@@ -274,9 +277,9 @@ def check_order(path):
 def start_ranks(ranks, command, log="", **settings):
     """Run a command once per rank on the emulated GPU -> (exit status of all, output of rank 0). log: rank 0's."""
     home = Path(os.environ["DRY_GPU_HOME"])
-    with tempfile.TemporaryDirectory(prefix="compute-", dir=home) as work, socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-        server.close()
+    with tempfile.TemporaryDirectory(prefix="compute-", dir=home) as work:
+        with socket.create_server(("localhost", 0)) as server:
+            port = server.getsockname()[1]
         everyone = environment_of(home, home, DRY_GPU_COMPUTE=1, DRY_GPU_ARCH=90, DRY_GPU_SHARED=f"{work}/messages",
                                   **settings)
         if ranks > 1:
@@ -306,7 +309,8 @@ def planted(name, folder):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compute", action="store_true", help="run train_gpt.py's main")
     parser.add_argument("--compare", nargs="*", choices=(*REDUCED, "masks"), metavar="PRESET",
                         help="compare with the CPU (default: all presets; masks: only attention)")

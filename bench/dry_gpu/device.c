@@ -1,7 +1,7 @@
 /* The simulated GPU: the functions of NVIDIA's libraries that torch, Triton and NCCL's process group call.
  *
  * Nothing is computed. Kernels, matmuls, collectives and events are written to a log, one line each. Memory is reserved
- * as address space; only small copies and fills are carried out. compute.py lets Python compute on this memory, and sets
+ * as address space; only small copies and fills are carried out. compute.py computes on this memory, and sets
  *     DRY_GPU_COMPUTE=1      copies and fills of any size are carried out
  *     DRY_GPU_SHARED=FILE    the ranks of this machine exchange messages through this file
  *     DRY_GPU_POISON=1       memory starts as NaN
@@ -392,13 +392,18 @@ static char *room(int index, size_t bytes) {
 static void await(int *flag, int value) { while (__atomic_load_n(flag, __ATOMIC_SEQ_CST) != value) usleep(100); }
 static void barrier(void) {
     int round = __atomic_load_n(&shared->round, __ATOMIC_SEQ_CST);
-    if (__atomic_add_fetch(&shared->arrived, 1, __ATOMIC_SEQ_CST) < group_ranks) return await(&shared->round, round + 1);
+    if (__atomic_add_fetch(&shared->arrived, 1, __ATOMIC_SEQ_CST) < group_ranks)
+        return await(&shared->round, round + 1);
     __atomic_store_n(&shared->arrived, 0, __ATOMIC_SEQ_CST);
     __atomic_store_n(&shared->round, round + 1, __ATOMIC_SEQ_CST);
 }
 
 /* Sum element i of all ranks' buffers, in the order of ranks and in the precision of the type (bf16: float32). */
-#define SUM(type) { type sum = 0; for (int r = 0; r < group_ranks; r++) sum += ((type *)room(r, 0))[i]; ((type *)out)[at] = sum; }
+#define SUM(type) { \
+        type sum = 0; \
+        for (int r = 0; r < group_ranks; r++) sum += ((type *)room(r, 0))[i]; \
+        ((type *)out)[at] = sum; \
+    }
 static void sum_over_ranks(void *out, size_t first, size_t count, int type) {
     for (size_t at = 0, i = first; at < count; at++, i++) {
         if (type == FLOAT32) SUM(float)

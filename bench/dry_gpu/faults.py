@@ -3,7 +3,6 @@
     python bench/dry_gpu/faults.py [NAME ...]     plant each in turn and print a table: fault, command, difference
 """
 
-import os
 import re
 import subprocess
 import sys
@@ -20,38 +19,68 @@ class Fault(NamedTuple):
 
 BF16, RANKS = "--compare speedrun --dtype bfloat16 --steps 2", "--compare laptop --ranks 2 --steps 2"
 FAULTS = {
-    "kernel-column": Fault("the MLP's kernel writes both halves of a tile to the first half", "out.store([row, column + i * HALF]",
-                           "out.store([row, column]", BF16),
-    "kernel-inner": Fault("the MLP's kernel omits the last tile of the inner dimension", "for k in range(0, K, TILE_K):",
-                          "for k in range(0, K - TILE_K, TILE_K):", BF16),
-    "kernel-beyond": Fault("the MLP's kernel starts one tile too low", "row, column = tile // columns * TILE_M",
-                           "row, column = tile // columns * TILE_M + TILE_M", BF16),
-    "fp8-scale": Fault("the gradient of the head's weight is scaled by another scale",
-                       "by_column[1], FP8_GRAD_SCALE, ctx.x_scale", "by_column[1], FP8_GRAD_SCALE, FP8_WEIGHT_SCALE", BF16),
-    "fp8-range": Fault("activations of the head are not scaled into fp8's range", "ctx.x_scale = math.sqrt(x.size(1)) / 448",
-                       "ctx.x_scale = 8 / 448 / 448", BF16),
-    "full-blocks": Fault("blocks on the border of the window count as full", "(distance + MASK_BLOCK - 1 <= window)",
-                         "(distance <= window)", "--compare masks"),
-    "diagonal-blocks": Fault("blocks on the diagonal count as full", "every = (distance > 0)", "every = (distance >= 0)",
-                             "--compare masks"),
-    "some-blocks": Fault("a block that sees one key is left out", "(distance - MASK_BLOCK + 1 <= window)",
-                         "(distance - MASK_BLOCK + 1 < window)", "--compare masks"),
-    "flash-window": Fault("FlashAttention's window is one token too short", "window_size_left=window,\n        window_size_right=0)\n    return out",
-                          "window_size_left=window - 1,\n        window_size_right=0)\n    return out", "--compare masks"),
-    "flash-starts": Fault("FlashAttention's last document has no end", "starts = starts[:count + 1]\n    out,",
-                          "starts = starts[:count]\n    out,", "--compare masks"),
-    "wrong-shard": Fault("each rank updates another rank's shard", "shard = slice(self.shard_begin, self.shard_begin + self.shard_numel)",
-                         "shard = slice((ranks - 1) * self.shard_numel - self.shard_begin, ranks * self.shard_numel - self.shard_begin)",
-                         RANKS),
-    "wrong-rows": Fault("the rows of the own shard are counted from another shard", "rows = self.indices(self.read_by_any[comm.rank])",
-                        "rows = self.indices(self.read_by_any[comm.rank - 1])", RANKS),
-    "stale-number": Fault("compiled rules keep the first value of each number", "self.number = as_tensor if compiled else",
-                          "self.number = (lambda name, x, known={}: known.setdefault(name, as_tensor(name, x))) if compiled else",
-                          "--compare laptop"),
-    "no-wait-reduce": Fault("the update does not wait for the reduce-scatter", "                bucket.reduce_handle.wait()\n",
-                            "", "--order"),
-    "no-wait-gather": Fault("the forward does not wait for the all-gather", "                    bucket.gather_handle.wait()\n",
-                            "                    pass\n", "--order"),
+    "kernel-column": Fault(
+        "the MLP's kernel writes both halves of a tile to the first half",
+        "out.store([row, column + i * HALF]",
+        "out.store([row, column]", BF16),
+    "kernel-inner": Fault(
+        "the MLP's kernel omits the last tile of the inner dimension",
+        "for k in range(0, K, TILE_K):",
+        "for k in range(0, K - TILE_K, TILE_K):", BF16),
+    "kernel-beyond": Fault(
+        "the MLP's kernel starts one tile too low",
+        "row, column = tile // columns * TILE_M",
+        "row, column = tile // columns * TILE_M + TILE_M", BF16),
+    "fp8-scale": Fault(
+        "the gradient of the head's weight is scaled by another scale",
+        "by_column[1], FP8_GRAD_SCALE, ctx.x_scale",
+        "by_column[1], FP8_GRAD_SCALE, FP8_WEIGHT_SCALE", BF16),
+    "fp8-range": Fault(
+        "activations of the head are not scaled into fp8's range",
+        "ctx.x_scale = math.sqrt(x.size(1)) / 448",
+        "ctx.x_scale = 8 / 448 / 448", BF16),
+    "full-blocks": Fault(
+        "blocks on the border of the window count as full",
+        "(distance + MASK_BLOCK - 1 <= window)",
+        "(distance <= window)", "--compare masks"),
+    "diagonal-blocks": Fault(
+        "blocks on the diagonal count as full",
+        "every = (distance > 0)",
+        "every = (distance >= 0)", "--compare masks"),
+    "some-blocks": Fault(
+        "a block that sees one key is left out",
+        "(distance - MASK_BLOCK + 1 <= window)",
+        "(distance - MASK_BLOCK + 1 < window)", "--compare masks"),
+    "flash-window": Fault(
+        "FlashAttention's window is one token too short",
+        "window_size_left=window,\n        window_size_right=0)\n    return out",
+        "window_size_left=window - 1,\n        window_size_right=0)\n    return out", "--compare masks"),
+    "flash-starts": Fault(
+        "FlashAttention's last document has no end",
+        "starts = starts[:count + 1]\n    out,",
+        "starts = starts[:count]\n    out,", "--compare masks"),
+    "wrong-shard": Fault(
+        "each rank updates another rank's shard",
+        "shard = slice(self.shard_begin, self.shard_begin + self.shard_numel)",
+        "shard = slice((ranks - 1) * self.shard_numel - self.shard_begin, ranks * self.shard_numel - self.shard_begin)",
+        RANKS),
+    "wrong-rows": Fault(
+        "the rows of the own shard are counted from another shard",
+        "rows = self.indices(self.read_by_any[comm.rank])",
+        "rows = self.indices(self.read_by_any[comm.rank - 1])", RANKS),
+    "stale-number": Fault(
+        "compiled rules keep the first value of each number",
+        "self.number = as_tensor if compiled else",
+        "self.number = (lambda name, x, known={}: known.setdefault(name, as_tensor(name, x))) if compiled else",
+        "--compare laptop"),
+    "no-wait-reduce": Fault(
+        "the update does not wait for the reduce-scatter",
+        "                bucket.reduce_handle.wait()\n",
+        "", "--order"),
+    "no-wait-gather": Fault(
+        "the forward does not wait for the all-gather",
+        "                    bucket.gather_handle.wait()\n",
+        "                    pass\n", "--order"),
 }
 
 
@@ -61,9 +90,10 @@ def main():
     missed = []
     for name in sys.argv[1:] or FAULTS:
         fault = FAULTS[name]
-        done = subprocess.run([run, *fault.flags.split(), "--fault", name], capture_output=True, text=True, env=os.environ)
+        done = subprocess.run([run, *fault.flags.split(), "--fault", name], capture_output=True, text=True)
         output = done.stdout + done.stderr
-        found = re.findall(r"above its limit: (.*)|^(?:\[rank\d\]: )?[\w.]*Error: (.{,150})|(unordered: [^0].*)", output, re.M)
+        found = re.findall(r"above its limit: (.*)|^(?:\[rank\d\]: )?[\w.]*Error: (.{,150})|(unordered: [^0].*)",
+                           output, re.M)
         print(f"| {fault.meaning} | `{fault.flags}` | {'; '.join(map(''.join, found[:2])) or 'none'} |", flush=True)
         missed += [name] * (done.returncode == 0 or not found)
     if missed:

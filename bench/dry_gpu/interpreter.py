@@ -2,8 +2,8 @@
 
 install() repairs the interpreter and replaces the launches of kernels: Inductor's CachingAutotuner.run and, for kernels
 of the script, JITFunction.run. The names in triton.language are the interpreter's only while a kernel runs, because
-Triton may compile between two kernels. The programs of a grid run one after another. Each access is checked: it must lie
-in the memory of the kernel's arguments.
+Triton may compile between two kernels. The programs of a grid run one after another. Each access is checked: it must
+lie in the memory of the kernel's arguments.
 """
 
 import functools
@@ -58,8 +58,8 @@ def by_torch(name: str):
 
 # CUDA's functions of libdevice, by their names without __nv_ and without a last f
 LIBDEVICE = {name: getattr(np, name) for name in (
-    "exp", "exp2", "log", "log2", "log1p", "expm1", "sqrt", "sin", "cos", "tan", "tanh", "floor", "ceil", "trunc", "rint",
-    "isnan", "isinf", "signbit", "fmod", "copysign", "nextafter")}
+    "exp", "exp2", "log", "log2", "log1p", "expm1", "sqrt", "sin", "cos", "tan", "tanh", "floor", "ceil", "trunc",
+    "rint", "isnan", "isinf", "signbit", "fmod", "copysign", "nextafter")}
 LIBDEVICE |= {"rsqrt": lambda x: 1 / np.sqrt(x), "pow": np.power, "fabs": np.abs, "abs": np.abs, "nearbyint": np.rint,
               "isinfd": np.isinf, "isnand": np.isnan, "finite": np.isfinite, "fma": lambda x, y, z: x * y + z,
               "fast_exp": np.exp, "fast_log": np.log, "fast_tanh": np.tanh, "fast_sin": np.sin, "fast_cos": np.cos,
@@ -267,7 +267,8 @@ def install() -> None:
         if not name.startswith("__"):
             setattr(base.InterpreterBuilder, name, method)
     base.ReduceOps.generic_reduce = reduce_by_halves
-    base.interpreter_builder.options = base.InterpreterOptions(sanitize_overflow=False)  # it would abort on wrapped ints
+    # it would abort on integers that wrap around
+    base.interpreter_builder.options = base.InterpreterOptions(sanitize_overflow=False)
     JITFunction.__call__, JITFunction.run = call_nested, run_kernel
     CachingAutotuner.run = run_inductor_kernel
     CachingAutotuner.precompile = lambda *args, **kwargs: None  # no machine code

@@ -1,8 +1,8 @@
 """Check the order of uses of GPU memory, by the happens-before relation of a launch log.
 
 Two uses of one range on two streams, at least one of them a write, must be ordered: work of a stream runs in order, a
-WAIT is after its EVENT and all that precedes it, and what the host launches is after what the host waited for. The log's
-USE lines come from device.c (copies, collectives) and aten.log_use (operators, kernels). Queries of events do not order
+WAIT is after its EVENT and all that precedes it, and what the host launches is after what the host waited for. The
+log's USE lines come from device.c (copies, collectives) and aten.log_use (operators, kernels). Queries of events do not order
 anything: NCCL's watchdog queries too.
 """
 
@@ -54,7 +54,8 @@ def check(events, skipped=-1, until=None):
             use = Use(name, stream, bool(written), begin, end, clock[stream])
             for page in range(begin // PAGE, (end - 1) // PAGE + 1):
                 for key, other in pages[page].items():
-                    if (other.stream != stream and (written or other.written) and other.begin < end and begin < other.end
+                    if (other.stream != stream and (written or other.written)
+                            and other.begin < end and begin < other.end
                             and other.time > clock.get(other.stream, 0)):
                         found[f"{other.name} ({'writes' if other.written else 'reads'}) and {name} "
                               f"({'writes' if written else 'reads'})"] += 1
@@ -71,8 +72,8 @@ def unnoticed_waits(events):
 
 
 def redundant_waits(events):
-    """Return the indices of waits that add nothing: the stream or the host already waits for all uses before the event."""
-    clocks, host, recorded, out = collections.defaultdict(dict), {}, {}, []
+    """Return the indices of waits that add nothing: their stream already waits for all uses before the event."""
+    clocks, recorded, out = collections.defaultdict(dict), {}, []
     for i, (stream, kind, name, numbers) in enumerate(events):
         clock = clocks[stream]
         if kind == "USE":

@@ -63,8 +63,8 @@ def write_shards(folder, vocab):
 
 def environment_of(home, caches, **settings):
     """Return the environment of a process on the simulated GPU. settings: further variables."""
-    common = {"LD_LIBRARY_PATH": home / "lib", "TRITON_LIBCUDA_PATH": home / "lib", "TRITON_CACHE_DIR": caches / "triton",
-              "TORCHINDUCTOR_CACHE_DIR": caches / "inductor", "OMP_NUM_THREADS": 1, "TORCH_NCCL_ENABLE_MONITORING": 0,
+    common = {"LD_LIBRARY_PATH": home / "lib", "TRITON_LIBCUDA_PATH": home / "lib",
+              "TRITON_CACHE_DIR": caches / "triton", "TORCHINDUCTOR_CACHE_DIR": caches / "inductor", "OMP_NUM_THREADS": 1, "TORCH_NCCL_ENABLE_MONITORING": 0,
               "LOCAL_WORLD_SIZE": 1}  # only this rank uses this machine's memory
     defaults = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ  # os.environ may override them
     return defaults | {name: str(setting) for name, setting in (common | settings).items()}
