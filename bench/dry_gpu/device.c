@@ -1,7 +1,12 @@
 /* The simulated GPU: the functions of NVIDIA's libraries that torch, Triton and NCCL's process group call.
  *
  * Nothing is computed. Kernels, matmuls, collectives and events are written to a log, one line each. Memory is reserved
- * as address space; only small copies and fills are carried out. `setup` builds this file as one library and links it
+ * as address space; only small copies and fills are carried out. compute.py computes on this memory, and sets
+ *     DRY_GPU_COMPUTE=1      copies and fills of any size are carried out
+ *     DRY_GPU_SHARED=FILE    the ranks of this machine exchange messages through this file
+ *     DRY_GPU_POISON=1       memory starts as NaN
+ *     DRY_GPU_USES=1         the log has USE lines, for order.py
+ * `setup` builds this file as one library and links it
  * under all library names that torch loads. It adds a stub for every other function that torch uses; stubs return
  * success. Functions declare only the leading arguments that they read, which works because the caller clears the stack.
  *
@@ -11,6 +16,7 @@
  *     COPY, FILL, NCCL  bytes; for a collective, the bytes of the whole buffer over all ranks
  *     EVENT, WAIT       event (recorded; waited for by the stream)
  *     SYNC              none; the host waits for the GPU
+ *     USE               begin and end of a range of GPU memory, 1 if written
  *     ALLOC, FREE, OOM  bytes, bytes in use
  *     MODULE            of a loaded kernel: registers, bytes of stack (spills), bytes of static shared memory
  * rank0.py writes lines of other kinds by dry_gpu_mark.
@@ -130,6 +136,7 @@ static int allocate(void **at, size_t bytes, int type, const char *function) {
         return cudaErrorMemoryAllocation;
     }
     *at = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (getenv("DRY_GPU_POISON")) memset(*at, 0xff, bytes);
     remember((struct Thing){*at, bytes, type});
     used += type == DEVICE ? bytes : 0;
     return SAY(0, "ALLOC", function, bytes, used);
@@ -154,11 +161,17 @@ int cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *at) {
 }
 
 /* Small copies are carried out, so the host can read back numbers that it sent. */
+static int carried_out(size_t bytes) { return bytes <= 1 << 20 || getenv("DRY_GPU_COMPUTE"); }
+void dry_gpu_use(const void *stream, const char *name, const void *at, size_t bytes, int written) {
+    if (bytes && getenv("DRY_GPU_USES") && find(at).type == DEVICE)
+        SAY(stream, "USE", name, (long)at, (long)at + (long)bytes, written);
+}
 int cudaMemcpyAsync(void *to, const void *from, size_t bytes, int kind, void *stream) {
     static const char *places[] = {"pageable", "pinned", "device"};
     char way[32];
     snprintf(way, sizeof way, "%s to %s", places[find(from).type], places[find(to).type]);
-    if (bytes <= 1 << 20) memcpy(to, from, bytes);
+    if (carried_out(bytes)) memcpy(to, from, bytes);
+    dry_gpu_use(stream, way, from, bytes, 0), dry_gpu_use(stream, way, to, bytes, 1);
     return SAY(stream, "COPY", way, bytes);
 }
 int cudaMemcpy(void *to, const void *from, size_t bytes, int kind) {
@@ -166,7 +179,8 @@ int cudaMemcpy(void *to, const void *from, size_t bytes, int kind) {
     return cudaMemcpyAsync(to, from, bytes, kind, 0);
 }
 int cudaMemsetAsync(void *at, int byte, size_t bytes, void *stream) {
-    if (bytes <= 1 << 20) memset(at, byte, bytes);
+    if (carried_out(bytes)) memset(at, byte, bytes);
+    dry_gpu_use(stream, "fill", at, bytes, 1);
     return SAY(stream, "FILL", "", bytes);
 }
 
@@ -188,6 +202,11 @@ int cudaEventRecordWithFlags(void *event, void *stream) { return cudaEventRecord
 int cudaStreamWaitEvent(void *stream, void *event) { return SAY(stream, "WAIT", "", (long)event); }
 
 /* ---- kernels in torch's own libraries, which register their names */
+
+static void refuse(const char *what, long seen) {
+    fprintf(stderr, "device.c: error: %s (%ld) is not emulated\n", what, seen);
+    _exit(1);
+}
 
 void __cudaRegisterFunction(void **module, const void *function, char *device, const char *name) {
     remember((struct Thing){function, 1, .name = name});
@@ -219,6 +238,7 @@ static void fill(const char *name, void **args) {
 }
 int cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **args, size_t shared, void *stream) {
     const char *name = find(function).name ?: "?";
+    if (getenv("DRY_GPU_COMPUTE")) refuse(name, grid.x); /* aten.py has no operator for it, or the wrong key */
     fill(name, args);
     return SAY(stream, "KERNEL", name, grid.x, grid.y, grid.z, block.x * block.y * block.z, shared);
 }
@@ -341,19 +361,135 @@ int cublasLtMatmul(void *h, const int *transposed, void *alpha, void *A, const s
     return product(stream, a->type, d->rows, d->columns, *transposed ? a->rows : a->columns, 1);
 }
 
-/* ---- NCCL; this process is rank 0 */
+/* ---- NCCL. Without a shared file this process is rank 0 and receives nothing. With one, a call returns when its data
+ * are there. The file holds the state of a barrier, a buffer per rank and a mailbox per pair of ranks. */
 
-static int group_ranks;
-static const int type_bytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1}; /* by ncclDataType_t */
+enum { ROOM = 64 << 20, MAX_RANKS = 8, TYPES = 12 };
+static const int type_bytes[TYPES] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1}; /* by ncclDataType_t */
+enum { INT64 = 4, FLOAT16 = 6, FLOAT32, FLOAT64, BFLOAT16 };
+static int group_ranks, group_rank;
+static struct Shared { int arrived, round, full[MAX_RANKS][MAX_RANKS]; size_t bytes[MAX_RANKS][MAX_RANKS]; } *shared;
 
 GIVES(ncclGetVersion, int, 22907)
 GIVES_SECOND(ncclCommGetAsyncError, int, 0)
-int ncclCommInitRankConfig(void **comm, int ranks) { *comm = &group_ranks; group_ranks = ranks; return 0; }
 
-#define COLLECTIVE(function, name, times, ...) \
-    int function(void *in, void *out, size_t count, int type, __VA_ARGS__ void *comm, void *stream) { \
-        return SAY(stream, "NCCL", name, count * type_bytes[type] * times); \
+struct Id { char bytes[128]; };
+int ncclCommInitRankConfig(void **comm, int ranks, struct Id id, int rank) {
+    *comm = &group_ranks, group_ranks = ranks, group_rank = rank;
+    const char *path = getenv("DRY_GPU_SHARED");
+    if (!path) return 0;
+    if (ranks > MAX_RANKS) refuse("number of ranks", ranks);
+    size_t bytes = 4096 + (size_t)ROOM * (ranks + ranks * ranks); /* a sparse file */
+    int opened = open(path, O_RDWR | O_CREAT, 0600);
+    if (opened < 0 || ftruncate(opened, bytes)) refuse("a shared file that does not open; status", opened);
+    shared = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, opened, 0);
+    return close(opened);
+}
+static char *room(int index, size_t bytes) {
+    if (bytes > ROOM) refuse("a message; its bytes", bytes);
+    return (char *)shared + 4096 + (size_t)index * ROOM;
+}
+static void await(int *flag, int value) { while (__atomic_load_n(flag, __ATOMIC_SEQ_CST) != value) usleep(100); }
+static void barrier(void) {
+    int round = __atomic_load_n(&shared->round, __ATOMIC_SEQ_CST);
+    if (__atomic_add_fetch(&shared->arrived, 1, __ATOMIC_SEQ_CST) < group_ranks)
+        return await(&shared->round, round + 1);
+    __atomic_store_n(&shared->arrived, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&shared->round, round + 1, __ATOMIC_SEQ_CST);
+}
+
+/* Sum element i of all ranks' buffers, in the order of ranks and in the precision of the type (bf16: float32). */
+#define SUM(type) { \
+        type sum = 0; \
+        for (int r = 0; r < group_ranks; r++) sum += ((type *)room(r, 0))[i]; \
+        ((type *)out)[at] = sum; \
     }
-COLLECTIVE(ncclAllReduce, "all-reduce", 1, int op,)
-COLLECTIVE(ncclReduceScatter, "reduce-scatter", group_ranks, int op,)
-COLLECTIVE(ncclAllGather, "all-gather", group_ranks, )
+static void sum_over_ranks(void *out, size_t first, size_t count, int type) {
+    for (size_t at = 0, i = first; at < count; at++, i++) {
+        if (type == FLOAT32) SUM(float)
+        else if (type == FLOAT64) SUM(double)
+        else if (type == FLOAT16) refuse("a sum of type", type);
+        else if (type == BFLOAT16) {
+            float sum = 0;
+            for (int r = 0; r < group_ranks; r++) {
+                unsigned bits = (unsigned)((unsigned short *)room(r, 0))[i] << 16;
+                sum += *(float *)memcpy(&(float){0}, &bits, 4);
+            }
+            unsigned bits = *(unsigned *)memcpy(&(unsigned){0}, &sum, 4);
+            ((unsigned short *)out)[at] = sum == sum ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fff;
+        } else if (type_bytes[type] == 8) SUM(long)
+        else if (type_bytes[type] == 4) SUM(int)
+        else SUM(char)
+    }
+}
+
+/* Give `given` elements to all ranks; take the sum over ranks (this rank's part, if fewer are taken), or all ranks'. */
+static int collective(void *stream, const char *name, const void *in, void *out, size_t given, size_t taken, int type,
+                      int op, int sums) {
+    size_t width = type_bytes[type];
+    dry_gpu_use(stream, name, in, given * width, 0), dry_gpu_use(stream, name, out, taken * width, 1);
+    if (shared) {
+        if (sums && op) refuse("reduction", op);
+        memcpy(room(group_rank, given * width), in, given * width), barrier();
+        if (sums) sum_over_ranks(out, given > taken ? group_rank * taken : 0, taken, type);
+        else for (int r = 0; r < group_ranks; r++) memcpy((char *)out + r * given * width, room(r, 0), given * width);
+        barrier();
+    }
+    return SAY(stream, "NCCL", name, (given > taken ? given : taken) * width);
+}
+int ncclAllReduce(void *in, void *out, size_t count, int type, int op, void *comm, void *stream) {
+    return collective(stream, "all-reduce", in, out, count, count, type, op, 1);
+}
+int ncclReduceScatter(void *in, void *out, size_t count, int type, int op, void *comm, void *stream) {
+    return collective(stream, "reduce-scatter", in, out, count * group_ranks, count, type, op, 1);
+}
+int ncclAllGather(void *in, void *out, size_t count, int type, void *comm, void *stream) {
+    return collective(stream, "all-gather", in, out, count, count * group_ranks, type, 0, 0);
+}
+int ncclBcast(void *at, size_t count, int type, int root, void *comm, void *stream) {
+    size_t bytes = count * type_bytes[type];
+    dry_gpu_use(stream, "broadcast", at, bytes, group_rank != root);
+    if (!shared) return 0;
+    if (group_rank == root) memcpy(room(root, bytes), at, bytes);
+    barrier();
+    if (group_rank != root) memcpy(at, room(root, bytes), bytes);
+    barrier();
+    return 0;
+}
+
+/* Messages: all of a group are sent before any is received, as if each rank had a buffer for one message per peer. */
+static __thread struct Message { void *at; size_t bytes; int peer, received; } messages[2 * MAX_RANKS];
+static __thread int grouped, waiting;
+
+static void deliver(int receives) {
+    for (struct Message *m = messages; m < messages + waiting; m++) {
+        int from = m->received ? m->peer : group_rank, to = m->received ? group_rank : m->peer;
+        char *box = room(group_ranks + from * group_ranks + to, m->bytes);
+        if (m->received != receives) continue;
+        await(&shared->full[from][to], receives);
+        if (receives && shared->bytes[from][to] != m->bytes) refuse("a message of another size;", m->bytes);
+        shared->bytes[from][to] = m->bytes;
+        receives ? memcpy(m->at, box, m->bytes) : memcpy(box, m->at, m->bytes);
+        __atomic_store_n(&shared->full[from][to], !receives, __ATOMIC_SEQ_CST);
+    }
+}
+int ncclGroupStart(void) { grouped++; return 0; }
+int ncclGroupEnd(void) {
+    if (--grouped || !waiting) return 0;
+    deliver(0), deliver(1);
+    return waiting = 0;
+}
+static int message(void *at, size_t bytes, int peer, int received, void *stream) {
+    dry_gpu_use(stream, received ? "receive" : "send", at, bytes, received);
+    if (!shared) return 0;
+    ncclGroupStart();
+    if (waiting == 2 * MAX_RANKS) refuse("a group of messages above", waiting);
+    messages[waiting++] = (struct Message){at, bytes, peer, received};
+    return ncclGroupEnd();
+}
+int ncclSend(void *at, size_t count, int type, int peer, void *comm, void *stream) {
+    return message(at, count * type_bytes[type], peer, 0, stream);
+}
+int ncclRecv(void *at, size_t count, int type, int peer, void *comm, void *stream) {
+    return message(at, count * type_bytes[type], peer, 1, stream);
+}

@@ -7,6 +7,7 @@
     bench/dry_gpu/run --cold -- --preset speedrun              compare empty compile caches with full ones
     bench/dry_gpu/run --trace FILE -- --preset speedrun        compare with a profiler's trace from a real GPU
     bench/dry_gpu/run --cards                                  a table of speedrun on 1 to 8 GPUs of 80, 48 and 24 GB
+    bench/dry_gpu/run --compute --help                         a simulated GPU that also computes
 
 Figures marked "simulated" come from the model in simulate.py; host times are measured on this machine. The shards are
 random tokens, in documents about as long as FineWeb's (assumed: lognormal, median 400, mean 700 tokens).
@@ -60,6 +61,15 @@ def write_shards(folder, vocab):
             link.symlink_to(f"{name}.bin")
 
 
+def environment_of(home, caches, **settings):
+    """Return the environment of a process on the simulated GPU. settings: further variables."""
+    common = {"LD_LIBRARY_PATH": home / "lib", "TRITON_LIBCUDA_PATH": home / "lib",
+              "TRITON_CACHE_DIR": caches / "triton", "TORCHINDUCTOR_CACHE_DIR": caches / "inductor", "OMP_NUM_THREADS": 1, "TORCH_NCCL_ENABLE_MONITORING": 0,
+              "LOCAL_WORLD_SIZE": 1}  # only this rank uses this machine's memory
+    defaults = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ  # os.environ may override them
+    return defaults | {name: str(setting) for name, setting in (common | settings).items()}
+
+
 def dry_run(args, home, revision="", cold=False):
     """Run rank 0 of a revision, or of the working tree -> (events of the launch log, facts)."""
     folder, work = ROOT, Path(tempfile.mkdtemp(prefix="run-", dir=home))
@@ -76,16 +86,11 @@ def dry_run(args, home, revision="", cold=False):
                "--train_files", f"{shards}/random_train_*.bin", "--val_files", f"{shards}/random_val_*.bin",
                "--train_shards", "0", "--log_dir", work / "logs",
                "--val_every", "250", *args.flags]  # only the validation at step 0 is run
-    caches = work if cold else home
-    settings = {
-        "LD_LIBRARY_PATH": home / "lib", "TRITON_LIBCUDA_PATH": home / "lib", "TRITON_CACHE_DIR": caches / "triton",
-        "TORCHINDUCTOR_CACHE_DIR": caches / "inductor", "OMP_NUM_THREADS": 1,
-        "LOCAL_WORLD_SIZE": 1,  # only this rank uses this machine's memory
-        "TORCHINDUCTOR_BENCHMARK_KERNEL": 1,  # Inductor then counts the bytes of kernels
-        "TORCH_NCCL_ENABLE_MONITORING": 0, "DRY_GPU_LOG": work / "launches.log", "DRY_GPU_ARCH": args.arch,
-        "DRY_GPU_MEMORY": int(0.99 * args.memory * 2 ** 30)}  # 80 GB of an H100 are 79.2 GiB
-    environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ  # os.environ may override it
-    environment |= {name: str(setting) for name, setting in settings.items()}
+    environment = environment_of(
+        home, work if cold else home,
+        TORCHINDUCTOR_BENCHMARK_KERNEL=1,  # Inductor then counts the bytes of kernels
+        DRY_GPU_LOG=work / "launches.log", DRY_GPU_ARCH=args.arch,
+        DRY_GPU_MEMORY=int(0.99 * args.memory * 2 ** 30))  # 80 GB of an H100 are 79.2 GiB
     with open(work / "out.txt", "w") as out:
         status = subprocess.call(command, stdout=out, stderr=out, env=environment)
     if status:

@@ -1,0 +1,378 @@
+"""Run train_gpt.py on an emulated GPU, which computes on the CPU, and compare it with the CPU's own path.
+
+    bench/dry_gpu/run --compute -- FLAG ...               train_gpt.py's main; --ranks N, --poison, --shuffle: see below
+    bench/dry_gpu/run --compare                           three float32 steps of each preset, reduced in size
+    bench/dry_gpu/run --compare speedrun --dtype bfloat16 --steps 6 --ranks 2
+    bench/dry_gpu/run --compare masks                     attention, at windows around the borders of blocks
+    bench/dry_gpu/run --order                             uses of memory on two streams without an order, and how many
+                                                          of the waits the check would miss
+    bench/dry_gpu/run --compare laptop --poison --shuffle the same bits if memory starts as NaN, without torch's caching
+                                                          allocator, and if programs run in random order
+    bench/dry_gpu/run --compare speedrun --fault NAME     with a fault of faults.py in train_gpt.py; must fail
+
+The GPU path is the real one: compiled for CUDA by Inductor, collectives through NCCL's process group. ATen operators
+are the CPU's (aten.py), Triton kernels run in Triton's interpreter (interpreter.py), NCCL sends through a shared file
+(device.c). The CPU path is uncompiled, on one rank, and starts each cycle of Adam from the GPU's state. Differences are
+norms, relative to the norm of the CPU's tensor. Limits: in float32 those below; in bf16 twice the difference that the
+CPU's bf16 has, both against the CPU's float32. Exit status: 0 within the limits, 1 above or not the same bits.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import math
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import order
+from page import ROOT, environment_of, write_shards
+from simulate import parse_log
+
+COMMON = ("--val_tokens", "512", "--val_len", "512", "--val_every", "0", "--target_val_loss", "0",
+          "--train_shards", "0", "--num_steps", "6", "--warmup_steps", "0", "--train_loss_every", "1")
+REDUCED = {  # two stages in three steps; windows cross block borders
+    "speedrun": ("--layers", "- S0M LM SM+0", "--backout_layer", "1", "--model_dim", "128", "--num_heads", "1",
+                 "--micro_batches", "2", "--micro_batch_tokens", "256", "--max_document_tokens", "100",
+                 "--final_window", "8",
+                 "--stages",
+                 "Stage(until=2, long_window=3), Stage(long_window=7), Stage(extra_steps=1, long_window=7)"),
+    "frontier": ("--layers", "PM S0M P1M LM+0 cS1M cL1M", "--backout_layer", "2", "--model_dim", "128", "--num_heads",
+                 "2", "--head_dim", "64", "--muon_qk_heads", "1", "--ngrams", "2:65536:128", "--micro_batches", "2",
+                 "--stages", "Stage(until=2, micro_batch_tokens=128, max_document_tokens=60, long_window=3, "
+                 "peak_lr_factor=1, loss_weights=Ramp((1, .5, .25), (1, .5, 0))), Stage(until=4, "
+                 "micro_batch_tokens=256, max_document_tokens=100, long_window=7, peak_lr_factor=1.5, "
+                 "loss_weights=(1, .5)), Stage("
+                 "micro_batch_tokens=256, max_document_tokens=100, long_window=11, peak_lr_factor=1.7, "
+                 "loss_weights=(1,)), Stage(extra_steps=1, micro_batch_tokens=256, max_document_tokens=100, "
+                 "long_window=13, peak_lr_factor=.15, loss_weights=(1,))"),
+    "laptop": ("--ngrams", "2:4096:64 3:8192:64", "--micro_batch_tokens", "256"),
+}
+LIMITS = {("loss", "median"): 1e-5, ("gradients", "median"): 1e-5, ("gradients", "largest"): 1e-4,
+          ("updates", "median"): 1e-5, ("updates", "largest"): 1e-2}  # Muon's polar factor enlarges rounding errors
+MASKS = (1, 1), (128, 1), (129, 1), (200, 5), (254, 1), (255, 1)  # (window, documents); blocks have 128 tokens
+
+
+# ---- one rank
+
+def load(path):
+    """Import the train_gpt.py at `path`; a faulty copy under a name of its own, beside the original."""
+    import train_gpt
+    if Path(path).parent == ROOT:
+        return train_gpt
+    spec = importlib.util.spec_from_file_location("faulty_train_gpt", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rank_and_ranks():
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def become_gpu():
+    import aten
+    import interpreter
+    import torch
+    aten.install()
+    interpreter.install()
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # otherwise the limit only leaves code uncompiled, silently
+
+
+class Side:
+    """A trainer on one device, with its gradients and its state after each step."""
+
+    def __init__(self, T, flags, comm, device):
+        import torch
+        self.T, self.comm, self.grads = T, comm, {}
+        config = T.parse_config(flags, "speedrun")[1]
+        T.check_config(config, comm.ranks)
+        self.config = T.resolve_auto(config, comm)[0] if device.type == "cuda" else config
+        shards = T.find_shards(config.train_files, config.train_shards)
+        self.trainer = T.Trainer(self.config, comm, device, shards)
+        self.optimizer = self.trainer.optimizer
+        update = self.optimizer.update
+        self.optimizer.update = lambda bucket, *rest: (self.keep_grads(bucket), update(bucket, *rest))
+        draw = torch.Generator().manual_seed(1)
+        with torch.no_grad():  # the initial zeros would hide what is behind them
+            for p in self.trainer.model.parameters():
+                noise = torch.randn(p.shape, generator=draw)
+                p.copy_(noise * 0.05 if p.dim() > 1 else 0.5 + 0.1 * noise)
+
+    def keep_grads(self, bucket):
+        """Copy the gradients that a rule gets: all ranks' shards."""
+        shard = bucket.param_shard.new_zeros(bucket.param_shard.shape, dtype=bucket.grad_data.dtype)
+        rows = getattr(bucket, "grad_rows", slice(None))
+        shard[rows] = bucket.grad_shard
+        whole = shard.new_empty(self.comm.ranks * shard.numel())
+        self.comm.all_gather(whole, shard.view(-1)).wait()
+        for slot in bucket.slots:
+            self.grads[slot.name] = bucket.view_of(slot, whole).to("cpu", copy=True).float()
+
+    def state(self):
+        return {name: x.detach().to("cpu", copy=True).float() for name, x in self.optimizer.named_state()}
+
+    def step(self, step):
+        """Train one step -> {"loss": tensor, "gradients": {name: tensor}, "updates": {name: what the step added}}."""
+        plan, before = self.T.plan_of(self.config, step), self.state()
+        self.grads.clear()
+        losses = self.trainer.step(plan, self.trainer.stream.next_batch(plan))
+        loss = self.comm.all_reduce(sum(losses))
+        return {"loss": {"": loss.cpu()}, "gradients": dict(self.grads), "updates": {
+            name: x - before[name] for name, x in self.state().items()}}
+
+    def validate(self):
+        config = self.config
+        shards = self.T.find_shards(config.val_files)
+        sequences = self.T.validation_sequences(shards, config.val_tokens, config.val_len)
+        return self.trainer.validate(self.T.plan_of(config, config.num_steps), sequences)[0]
+
+
+def differences(ours, reference):
+    """Return {kind: (median, largest, its name)} of relative differences, without tensors that are zero in both."""
+    out = {}
+    for kind, tensors in reference.items():
+        found = {name: ((ours[kind][name] - x).norm() / x.norm()).item() for name, x in tensors.items()
+                 if x.norm() or ours[kind][name].norm()}
+        found = {name: x if x == x else math.inf for name, x in found.items()}  # NaN is the largest difference
+        largest = max(found, key=found.get)
+        out[kind] = statistics.median(found.values()), found[largest], largest
+    return out
+
+
+def show(title, table):
+    cells = (f"{kind} {median:.1e}" + (f", largest {largest:.1e} ({name})" if name else "")
+             for kind, (median, largest, name) in table.items())
+    print(f"  {title}: " + "; ".join(cells), flush=True)
+
+
+def compare(source, dtype, steps, flags):
+    """Compare one preset on this rank's emulated GPU with the CPU -> whether all differences are within the limits."""
+    become_gpu()
+    import torch
+    import train_gpt as R
+    T, narrow = load(source), dtype != "float32"
+    rank, ranks = rank_and_ranks()
+    device, cpu = torch.device("cuda", 0), torch.device("cpu")
+    if ranks > 1:
+        torch.cuda.set_device(device)
+        T.join(T.Config(), rank, ranks, device)
+    in_float32, plain = ("--dtype", "float32", "--fp8_head", "False"), ("--compile", "off", "--attention", "masked")
+    ours = Side(T, [*flags, *(() if narrow else in_float32)], T.Comm(rank, ranks, device), device)
+    alone = R.Comm(0, 1, cpu)
+    references = {"float32": Side(R, [*flags, *in_float32, *plain], alone, cpu)} if not rank else {}
+    if narrow and not rank:
+        references["bfloat16"] = Side(R, [*flags, *plain], alone, cpu)
+    digest, worst, allowed = hashlib.sha256(), {}, {}
+    for step in range(steps):
+        if not ours.optimizer.between_updates:  # otherwise gradients that wait would be lost
+            state = ours.optimizer.state_dict()
+            for reference in references.values():
+                reference.optimizer.load_state_dict(state)
+        found = ours.step(step)
+        for name, x in sorted((f"{kind} {name}", x) for kind, xs in found.items() for name, x in xs.items()):
+            digest.update(name.encode() + x.numpy().tobytes())
+        if rank:
+            continue
+        expected = {kind: reference.step(step) for kind, reference in references.items()}
+        table = differences(found, expected["float32"])
+        show(f"step {step}", table)
+        for kind, (median, largest, name) in table.items():
+            worst[kind, "median"] = max(worst.get((kind, "median"), 0), median)
+            worst[kind, "largest"] = max(worst.get((kind, "largest"), 0), largest)
+        if narrow:
+            table = differences(expected["bfloat16"], expected["float32"])
+            show(f"step {step}, CPU's bf16", table)
+            for kind, (median, largest, _) in table.items():
+                allowed[kind, "median"] = max(allowed.get((kind, "median"), 0), 2 * median)
+                if kind == "gradients":
+                    allowed[kind, "largest"] = max(allowed.get((kind, "largest"), 0), 2 * largest)
+    loss = ours.validate()
+    if rank:
+        return True
+    print(f"  validation loss {loss:.7f}; bits {digest.hexdigest()[:16]}", flush=True)
+    return within(worst, allowed or LIMITS)
+
+
+def within(worst, limits):
+    """Print the differences above their limits -> whether there are none."""
+    above = [f"{' '.join(key)} {worst[key]:.1e}, allowed {limit:.1e}" for key, limit in limits.items()
+             if worst[key] > limit]
+    for line in above:
+        print(f"  above its limit: {line}")
+    return not above
+
+
+def compare_masks(source):
+    """Compare FlexAttention and FlashAttention with masks in pieces on the CPU, forward and backward, in float32."""
+    become_gpu()
+    import torch
+    import train_gpt as R
+    T, worst, tokens = load(source), {}, 384
+    draw = torch.Generator().manual_seed(1)
+    for window, documents in MASKS:
+        starts = torch.randperm(tokens - 1, generator=draw)[:documents - 1] + 1
+        docs = torch.zeros(tokens, dtype=torch.int64).index_fill_(0, starts, 1).cumsum(0)
+        q, k, v, grad = torch.randn(4, tokens, 1, 64, generator=draw)
+        q = q * 0.1
+
+        def attend(module, mask, device):
+            leaves = [x.to(device).requires_grad_() for x in (q, k, v)]
+            y = module.attend(*leaves, mask)
+            return [x.cpu() for x in (y.detach(), *torch.autograd.grad(y, leaves, grad.to(device)))]
+
+        expected = attend(R, R.mask_in_pieces(docs, window, tokens, torch.float32), "cpu")
+        longest = int(docs.bincount().max())
+        masks = {"flex": T.block_mask(docs.cuda(), window),
+                 "flash": T.document_table(docs.cuda(), window, longest, documents)}
+        for name, mask in masks.items():
+            gaps = [((x - y).norm() / y.norm()).item() for x, y in zip(attend(T, mask, "cuda"), expected)]
+            largest = max(gap if gap == gap else math.inf for gap in gaps)
+            worst[name, f"window {window}, documents: {documents}"] = largest
+    for name in masks:
+        print(f"  {name}: largest {max(gap for (which, _), gap in worst.items() if which == name):.1e}")
+    return within(worst, dict.fromkeys(worst, 1e-5))
+
+
+def train(source, steps, flags):
+    """Train without looking at the results, as in a run, so that the log has only the run's own waits."""
+    become_gpu()
+    import torch
+    T, (rank, ranks) = load(source), rank_and_ranks()
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    T.join(T.Config(), rank, ranks, device)
+    side = Side(T, flags, T.Comm(rank, ranks, device), device)
+    for step in range(steps):
+        plan = T.plan_of(side.config, step)
+        side.trainer.step(plan, side.trainer.stream.next_batch(plan))
+    side.validate()
+    import aten
+    aten.gpu.dry_gpu_flush()
+    return True
+
+
+def check_order(path):
+    """Print the unordered uses in a log, and which waits their absence would reveal -> whether all uses are ordered."""
+    events = parse_log(open(path))
+    uses, found = order.check(events)
+    print(f"  {uses:,} uses of memory on {len({e.stream for e in events if e.kind == 'USE'})} streams; "
+          f"unordered: {found.total()}")
+    for pair, count in found.most_common(5):
+        print(f"    {count} × {pair}")
+    if not found:
+        waits, unnoticed = order.unnoticed_waits(events)
+        covered = {*order.redundant_waits(events)} & {*unnoticed}
+        print(f"  of {waits} waits, without one: noticed for {waits - len(unnoticed)}; {len(covered)} of the other "
+              f"{len(unnoticed)} wait for what earlier waits of their stream already cover")
+    return not found
+
+
+# ---- the command
+
+def start_ranks(ranks, command, log="", **settings):
+    """Run a command once per rank on the emulated GPU -> (exit status of all, output of rank 0). log: rank 0's."""
+    home = Path(os.environ["DRY_GPU_HOME"])
+    with tempfile.TemporaryDirectory(prefix="compute-", dir=home) as work:
+        with socket.create_server(("localhost", 0)) as server:
+            port = server.getsockname()[1]
+        everyone = environment_of(home, home, DRY_GPU_COMPUTE=1, DRY_GPU_ARCH=90, DRY_GPU_SHARED=f"{work}/messages",
+                                  **settings)
+        if ranks > 1:
+            everyone |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        processes = [subprocess.Popen(
+            [sys.executable, __file__, *map(str, command)], text=True, stdout=None if rank else subprocess.PIPE,
+            env=everyone | {"RANK": str(rank), "DRY_GPU_LOG": log if log and not rank else os.devnull})
+            for rank in range(ranks)]
+        lines = []
+        for line in processes[0].stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+        status = processes[0].wait()
+        if status:  # the others would wait for it forever
+            for process in processes[1:]:
+                process.kill()
+        return max(abs(process.wait()) for process in processes), "".join(lines)
+
+
+def planted(name, folder):
+    """Write a copy of train_gpt.py with a fault -> its path."""
+    from faults import FAULTS
+    fault, text = FAULTS[name], (ROOT / "train_gpt.py").read_text()
+    assert text.count(fault.old) == 1, f"{name}: train_gpt.py has {text.count(fault.old)} times {fault.old!r}, not once"
+    (path := Path(folder, "train_gpt.py")).write_text(text.replace(fault.old, fault.new))
+    return path
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        prog="run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compute", action="store_true", help="run train_gpt.py's main")
+    parser.add_argument("--compare", nargs="*", choices=(*REDUCED, "masks"), metavar="PRESET",
+                        help="compare with the CPU (default: all presets; masks: only attention)")
+    parser.add_argument("--order", action="store_true", help="check the order of uses of memory, two ranks of speedrun")
+    parser.add_argument("--ranks", type=int, default=1, help="number of ranks (1)")
+    parser.add_argument("--steps", type=int, default=3, help="steps to compare (3)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of --compare (float32)")
+    parser.add_argument("--poison", action="store_true", help="memory starts as NaN, and is never reused")
+    parser.add_argument("--shuffle", action="store_true", help="run a kernel's programs in random order")
+    parser.add_argument("--fault", default="", help="plant a fault of faults.py")
+    parser.add_argument("flags", nargs="*", help="flags of train_gpt.py, after --")
+    args = parser.parse_args()
+    changes = {"DRY_GPU_POISON": 1, "PYTORCH_NO_CUDA_MEMORY_CACHING": 1} if args.poison else {}
+    changes |= {"DRY_GPU_SHUFFLE": 1} if args.shuffle else {}
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+        source = planted(args.fault, folder) if args.fault else ROOT / "train_gpt.py"
+        if args.compute:
+            return start_ranks(args.ranks, ["main", source, *args.flags], **changes)[0]
+        home, good = Path(os.environ["DRY_GPU_HOME"]), True
+        write_shards(shards := home / "shards-257", 257)
+        files = "--train_files", f"{shards}/random_train_*.bin", "--val_files", f"{shards}/random_val_*.bin"
+        if args.order:
+            print("speedrun, bfloat16, ranks: 2; order of the uses of memory", flush=True)
+            flags = ["--preset", "speedrun", *files, *COMMON, *REDUCED["speedrun"], *args.flags]
+            status, _ = start_ranks(2, ["train", source, args.steps, *flags], log := f"{folder}/log", DRY_GPU_USES=1)
+            return 1 if status else not check_order(log)
+        for preset in args.compare or REDUCED:
+            if preset == "masks":
+                print("attention", flush=True)
+                good &= not start_ranks(1, ["masks", source])[0]
+                continue
+            dtype = "float32" if preset == "laptop" else args.dtype
+            flags = ["--preset", preset, *files, *COMMON, *REDUCED[preset], *args.flags]
+            outputs = []
+            for settings in ({}, changes) if changes else ({},):
+                how = f"; {', '.join(settings)}" if settings else ""
+                print(f"{preset}, {dtype}, ranks: {args.ranks}{how}", flush=True)
+                status, output = start_ranks(
+                    args.ranks, ["compare", source, dtype, args.steps, *flags], **settings)
+                good, outputs = good and not status, [*outputs, output]
+            if len(set(outputs)) > 1:
+                good = False
+                print("  not the same bits")
+        return not good
+
+
+def main_of_rank(what, source, *rest):
+    """Do one rank's part of a command -> exit status."""
+    if what == "main":
+        become_gpu()
+        return load(source).main(rest)
+    if what == "masks":
+        return not compare_masks(source)
+    if what == "train":
+        return not train(source, int(rest[0]), rest[1:])
+    return not compare(source, rest[0], int(rest[1]), rest[2:])
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    if "DRY_GPU_COMPUTE" not in os.environ:
+        sys.exit(main())
+    status = main_of_rank(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(int(status))  # threads of NCCL's group would wait forever

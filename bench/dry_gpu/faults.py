@@ -1,0 +1,104 @@
+"""Faults in train_gpt.py's GPU-only code, each of which bench/dry_gpu/run --compare or --order must find.
+
+    python bench/dry_gpu/faults.py [NAME ...]     plant each in turn and print a table: fault, command, difference
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    meaning: str
+    old: str  # occurs once in train_gpt.py
+    new: str
+    flags: str  # of bench/dry_gpu/run
+
+
+BF16, RANKS = "--compare speedrun --dtype bfloat16 --steps 2", "--compare laptop --ranks 2 --steps 2"
+FAULTS = {
+    "kernel-column": Fault(
+        "the MLP's kernel writes both halves of a tile to the first half",
+        "out.store([row, column + i * HALF]",
+        "out.store([row, column]", BF16),
+    "kernel-inner": Fault(
+        "the MLP's kernel omits the last tile of the inner dimension",
+        "for k in range(0, K, TILE_K):",
+        "for k in range(0, K - TILE_K, TILE_K):", BF16),
+    "kernel-beyond": Fault(
+        "the MLP's kernel starts one tile too low",
+        "row, column = tile // columns * TILE_M",
+        "row, column = tile // columns * TILE_M + TILE_M", BF16),
+    "fp8-scale": Fault(
+        "the gradient of the head's weight is scaled by another scale",
+        "by_column[1], scales.grad, scales.x",
+        "by_column[1], scales.grad, scales.weight", BF16),
+    "fp8-range": Fault(
+        "activations of the head fall below fp8's range",
+        "scales.x).to(torch.float8_e4m3fn)",
+        "scales.x * 4096).to(torch.float8_e4m3fn)", BF16),
+    "full-blocks": Fault(
+        "blocks on the border of the window count as full",
+        "(distance + MASK_BLOCK - 1 <= window)",
+        "(distance <= window)", "--compare masks"),
+    "diagonal-blocks": Fault(
+        "blocks on the diagonal count as full",
+        "every = (distance > 0)",
+        "every = (distance >= 0)", "--compare masks"),
+    "some-blocks": Fault(
+        "a block that sees one key is left out",
+        "(distance - MASK_BLOCK + 1 <= window)",
+        "(distance - MASK_BLOCK + 1 < window)", "--compare masks"),
+    "flash-window": Fault(
+        "FlashAttention's window is one token too short",
+        "window_size_left=window,\n        window_size_right=0)\n    return out",
+        "window_size_left=window - 1,\n        window_size_right=0)\n    return out", "--compare masks"),
+    "flash-starts": Fault(
+        "FlashAttention's last document has no end",
+        "starts = starts[:count + 1]\n    out,",
+        "starts = starts[:count]\n    out,", "--compare masks"),
+    "wrong-shard": Fault(
+        "each rank updates another rank's shard",
+        "shard = slice(self.shard_begin, self.shard_begin + self.shard_numel)",
+        "shard = slice((ranks - 1) * self.shard_numel - self.shard_begin, ranks * self.shard_numel - self.shard_begin)",
+        RANKS),
+    "wrong-rows": Fault(
+        "the rows of the own shard are counted from another shard",
+        "rows = self.indices(self.read_by_any[comm.rank])",
+        "rows = self.indices(self.read_by_any[comm.rank - 1])", RANKS),
+    "stale-number": Fault(
+        "compiled rules keep the first value of each number",
+        "self.number = as_tensor if compiled else",
+        "self.number = (lambda name, x, known={}: known.setdefault(name, as_tensor(name, x))) if compiled else",
+        "--compare laptop"),
+    "no-wait-reduce": Fault(
+        "the update does not wait for the reduce-scatter",
+        "                bucket.reduce_handle.wait()\n",
+        "", "--order"),
+    "no-wait-gather": Fault(
+        "the forward does not wait for the all-gather",
+        "                    bucket.gather_handle.wait()\n",
+        "                    pass\n", "--order"),
+}
+
+
+def main():
+    run = Path(__file__).with_name("run")
+    print("| fault | found by | difference |\n| --- | --- | --- |")
+    missed = []
+    for name in sys.argv[1:] or FAULTS:
+        fault = FAULTS[name]
+        done = subprocess.run([run, *fault.flags.split(), "--fault", name], capture_output=True, text=True)
+        output = done.stdout + done.stderr
+        found = re.findall(r"above its limit: (.*)|^(?:\[rank\d\]: )?[\w.]*Error: (.{,150})|(unordered: [^0].*)",
+                           output, re.M)
+        print(f"| {fault.meaning} | `{fault.flags}` | {'; '.join(map(''.join, found[:2])) or 'none'} |", flush=True)
+        missed += [name] * (done.returncode == 0 or not found)
+    if missed:
+        sys.exit(f"faults.py: error: not found: {', '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()
