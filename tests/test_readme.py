@@ -62,6 +62,7 @@ COMMANDS = {
     ".venv/bin/python bench/public_record.py LOG_OF_ONE": "test_bench.py::test_a_last_window_of_18_blocks_in_place_of_20_shows",
     "bench/dry_gpu/setup": "test_dry_gpu.py::",
     "bench/dry_gpu/run -- --preset speedrun": "test_dry_gpu.py::",
+    "bench/dry_gpu/run --compare": "test_emulated_gpu.py::test_two_steps_of_every_preset",
     "bench/dry_gpu/run --cards": LONG + "test_dry_gpu.py::",
     "./run.sh --preflight": "test_preflight.py::",
 }
@@ -112,7 +113,7 @@ def test_the_commands_of_a_first_hour(tmp_path):
 def test_every_flag_is_one_of_a_program_here_and_every_link_leads_somewhere():
     sources = "".join(path.read_text(encoding="utf-8") for path in
                       (ROOT / "sample.py", *(ROOT / "data").glob("*.py"), *(ROOT / "records").glob("*.py"),
-                       ROOT / "bench/dry_gpu/page.py"))
+                       *(ROOT / "bench/dry_gpu").glob("*.py")))
     torchrun = {"--nnodes", "--nproc_per_node", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--max-restarts"}
     known = {*train_gpt.make_parser()._option_string_actions, *re.findall(r"--[a-z][\w-]+", sources), *torchrun}
     for path in ("README.md", "bench/cluster/Dockerfile", "bench/cluster/speedrun.sbatch"):
