@@ -3503,6 +3503,8 @@ def finish(this: Run, before: str, loss: float, val_tokens: int) -> None:
     compiles = compile_stats()[0] - this.compiles
     with clock.off("hashing"):
         after, final_hash, digest = hash_of(named_tensors(trainer.model)), state_hash(trainer), all_digest(trainer)
+        # race.py keeps small models in 16 bits
+        halved_hash = c.save_model and hash_of([(name, halved(p)) for name, p in trainer.model.named_parameters()])
     saved_as = ""
     if c.save_model and trainer.comm.rank == 0:  # before the log's end: until then the run can be resumed
         with clock.off("saving"):
@@ -3514,7 +3516,7 @@ def finish(this: Run, before: str, loss: float, val_tokens: int) -> None:
         "train_tokens": tokens_of_steps(c, c.num_steps), "train_digest": digest, "val_tokens": val_tokens,
         "train_time_ms": clock.elapsed, "wall_seconds": wall_seconds, "seconds_outside_clock": clock.outside,
         "compiles_after_warmup": compiles, "state_hash": this.state_hashes, "final_state_hash": final_hash,
-        "validation_hash": {"before": before, "after": after}, "peak_memory_mib": allocated, "resumed": log.resumes}}))
+        "validation_hash": {"before": before, "after": after}, "halved_hash": halved_hash, "peak_memory_mib": allocated, "resumed": log.resumes}}))
     log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     if trainer.comm.rank == 0:
         verdict, target = "", ""
@@ -3678,6 +3680,11 @@ def hash_of(tensors: Sequence[tuple[str, Tensor]]) -> str:
         return f"{item[0]} {sha256_of(item[1].detach().reshape(-1).view(torch.uint8).cpu().numpy())}\n"
     with ThreadPoolExecutor() as pool:
         return sha256_of("".join(pool.map(line, sorted(tensors, key=lambda item: item[0]))).encode())
+
+def halved(tensor: Tensor) -> Tensor:
+    """Round a float32 tensor to float16, which is enough to check the loss, unless a value is beyond its range."""
+    half = tensor.detach().half()
+    return half if tensor.dtype == torch.float32 and half.isfinite().all() else tensor
 
 def all_digest(trainer: Trainer) -> str:
     """The digest of everything that all ranks have read; the same for any number of ranks. See Stream."""

@@ -177,8 +177,7 @@ def halve(path):
     """Rewrite a saved model with parameters in 16 bits: half the size, and enough to check the loss."""
     import torch
     saved = read_model(path)
-    state = {name: x.half() if x.dtype == torch.float32 and x.half().isfinite().all() else x  # not beyond 65504
-             for name, x in saved["state"].items()}
+    state = {name: trainer().halved(x) for name, x in saved["state"].items()}
     trainer().save_file(Path(path), {**saved, "state": state})
 
 
@@ -259,6 +258,11 @@ def digest_of(tensor):
     return hashlib.sha256(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy()).hexdigest()
 
 
+def hash_of(digests):
+    """Return the script's hash_of for {name: digest of a tensor}."""
+    return hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in sorted(digests.items())).encode()).hexdigest()
+
+
 class Examination:
     """The rules on the model of a run e. stream: the validation tokens, uint16."""
 
@@ -276,11 +280,14 @@ class Examination:
         differ = sorted(key for key in {*self.stated, *self.config} - fitted(self.e.run)
                         if self.config.get(key) not in ("auto", self.stated.get(key)))
         require(not differ, f"its config is not the log's: {join_findings(differ)}")
-        if self.halved:
+        if self.halved and "halved_hash" not in self.e.run.end:  # an older log
             raise CannotJudge("its parameters are saved in 16 bits, and the log has no hash of these: see the loss")
         digests = {name: digest_of(x) for name, x in self.saved["state"].items()}
-        every = sorted({**self.worker.initial_state(self.stated)["buffers"], **digests}.items())
-        seen = hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in every).encode()).hexdigest()
+        if self.halved:
+            seen, wanted = hash_of(digests), self.e.digest("end.halved_hash")
+            require(seen == wanted, f"its 16-bit parameters have hash {seen[:8]}..., the log states {wanted[:8]}...")
+            return "its config is the log's, and its parameters are those of the run's end in 16 bits"
+        seen = hash_of({**self.worker.initial_state(self.stated)["buffers"], **digests})
         self.compare("its parameters have hash", seen, self.e.digest("end.validation_hash.after"))
         return "its config is the log's, and its parameters are those of the last validation"
 
