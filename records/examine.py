@@ -3,8 +3,8 @@
 records/verify.py calls these rules for --rerun. The source is untrusted. Its process gets tokens and returns logits;
 losses, hashes and comparisons are computed here from these logits and from the saved bytes. The process starts without
 PYTHON* and LD_* variables and never sees the target of the last token. With Landlock (Linux) it can write only to its
-own folder. It may still read from disk, for example a table of answers: only a reader of the source can find that.
-The places where later tokens are changed are random: a model that looks ahead at few places may pass once.
+own folder, and read only the model, its own folder, Python and the system: no shards and no home folder. A table of
+answers in the source itself can be found only by a reader. The places where later tokens are changed are random: a model that looks ahead at few places may pass once.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import socket
 import struct
 import subprocess
@@ -103,16 +104,31 @@ def landlock():
     return ctypes.CDLL(None).syscall(444, None, 0, 1) if sys.platform == "linux" else 0
 
 
-def bound_writing():
-    """Allow this process to write only to its folder and to devices, where Landlock exists."""
+def readable(model_path):
+    """Return the files and folders that an honest source may read: of Python, its packages and the system."""
+    maps = Path("/proc/self/maps")  # on Linux: libraries may lie elsewhere
+    lines = maps.read_text().splitlines() if maps.exists() else ()
+    libraries = {os.path.dirname(line.split(maxsplit=5)[5]) for line in lines if " r-xp " in line and " /" in line}
+    system = "/usr", "/bin", "/lib", "/lib64", "/etc", "/proc", "/sys"
+    python = sys.prefix, sys.base_prefix, *(path for path in sys.path if "-packages" in path)
+    compiler = os.path.realpath(shutil.which("cc") or "/usr/bin/cc")  # Triton calls it
+    found = {*system, *python, *libraries, str(Path(compiler).parent.parent), model_path}
+    return {path for path in found if path != "/" and os.path.exists(path)}
+
+
+def bound_disk(model_path):
+    """Allow this process to write only to its folder and to devices, and to read only these and what is readable(),
+    where Landlock exists."""
     create, add, restrict, no_new_privileges = 444, 445, 446, 38  # system calls; the last one is prctl's option
     version = landlock()
     if version < 1:
         return
     kernel = ctypes.CDLL(None)
-    rights = 0x1FF2 | 0x4000 * (version > 2)  # write, remove, make; truncate
-    rules = kernel.syscall(create, struct.pack("Q", rights), 8, 0)
-    for path in (".", "/dev"):
+    writing, reading, listing = 0x1FF2 | 0x4000 * (version > 2), 0x4, 0x8  # write, remove, make; truncate
+    every = writing | reading | listing
+    rules = kernel.syscall(create, struct.pack("Q", every), 8, 0)
+    for path, rights in ((".", every), ("/dev", every), *((path, reading | listing) for path in readable(model_path))):
+        rights &= every if os.path.isdir(path) else ~listing
         kernel.syscall(add, rules, 1, struct.pack("=Qi", rights, os.open(path, os.O_PATH)), 0)
     kernel.prctl(no_new_privileges, 1, 0, 0, 0)
     kernel.syscall(restrict, rules, 0)
@@ -145,7 +161,7 @@ def serve(source_path, model_path, descriptor):
                 connection.send_bytes(logits)
 
     bound_memory()
-    bound_writing()
+    bound_disk(model_path)
     loaded = attempt(load, source_path, model_path)
     if loaded:
         module, model, windows, saved = loaded

@@ -1551,7 +1551,7 @@ def test_cheat_8_a_source_that_rewrites_its_judge(tmp_path, monkeypatch, capsys,
         assert verify.main(arguments) == 1 and "PermissionError" in capsys.readouterr().out
         assert template.read_text() == "honest"
         monkeypatch.setattr(examine, "start", Forked)
-    monkeypatch.setattr(examine, "bound_writing", lambda: None)
+    monkeypatch.setattr(examine, "bound_disk", lambda _: None)
     for more in ([], ["--json"]):
         template.write_text("honest")
         assert verify.main([*arguments, *more]) == 1
@@ -1873,3 +1873,18 @@ def test_billions_are_not_counted_out(honest, tmp_path, judge):
     log.lines[-1] = f"step:{10 ** 12}/{10 ** 12} {loss} {time_ms} step_avg:0.00ms"
     status, rules = judge(log.write(tmp_path / "l.txt"))
     assert rules[CLOCK][0] == rules[ACCOUNTS][0] == "fail" and "have a line" in rules[CLOCK][1]
+
+
+@pytest.mark.skipif(examine.landlock() < 1, reason="the system has no Landlock")
+@pytest.mark.parametrize("place", ["\nROOT = Path(", EMBED])
+def test_a_source_that_reads_the_validation_text_is_caught(rerun, data, place):
+    """When it is loaded, or in a forward pass. It may read Python's own files, as imports do."""
+    shard = next(data.glob("toy_val_*.bin"))
+    read = "{}open({!r}, 'rb').read()\n" if place == EMBED else "\n{}open({!r}, 'rb').read()"
+    for path, verdict in ((shard, "fail"), (os.__file__, "pass")):
+        plant = read.format("        " if place == EMBED else "", str(path))
+        rules = rerun((place, place + plant if place == EMBED else plant + place), only=[examine.LOSS])
+        if verdict == "pass":
+            says(rules, examine.LOSS, "pass")
+        else:
+            assert any(found == "fail" and "PermissionError" in reason for found, reason in rules.values()), rules
