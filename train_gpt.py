@@ -3516,7 +3516,8 @@ def finish(this: Run, before: str, loss: float, val_tokens: int) -> None:
         "train_tokens": tokens_of_steps(c, c.num_steps), "train_digest": digest, "val_tokens": val_tokens,
         "train_time_ms": clock.elapsed, "wall_seconds": wall_seconds, "seconds_outside_clock": clock.outside,
         "compiles_after_warmup": compiles, "state_hash": this.state_hashes, "final_state_hash": final_hash,
-        "validation_hash": {"before": before, "after": after}, "halved_hash": halved_hash, "peak_memory_mib": allocated, "resumed": log.resumes}}))
+        "validation_hash": {"before": before, "after": after}, "halved_hash": halved_hash,
+        "peak_memory_mib": allocated, "resumed": log.resumes}}))
     log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     if trainer.comm.rank == 0:
         verdict, target = "", ""

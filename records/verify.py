@@ -1107,8 +1107,8 @@ def unseen(case):
     flags = ["--preset", str(e.run.start.get("preset"))] if declared is None else declared
     again = shlex.join(["torchrun", f"--nproc_per_node={e.run.start.get('ranks')}", stats.SCRIPT, *flags, "--seed",
                         str(e.run.start.get("seed"))])
-    unbound = (" This system has no Landlock, so a source that --rerun ran could read the shards and write to this disk: the judge's "
-               "scripts and templates were compared before and after, but neither bytecode nor installed packages.")
+    unbound = (" This system has no Landlock, so a source that --rerun ran could read the shards and write to this "
+               "disk: the judge's scripts and templates were compared before and after, but neither bytecode nor installed packages.")
     return ("A forgery whose losses, times, source and hashes are made up consistently shows in no log. It shows in "
             f"--rerun with a model of each run, on your machine; and in a run of your own by `{again}` for {e.name}: "
             "the same seed gives the same bytes (final_state_hash) on a CPU, and on a GPU a loss within the spread of "

@@ -1093,6 +1093,17 @@ def test_a_model_that_looks_ahead_where_it_foresees_no_probe_is_caught(rerun, da
     assert "calls" not in when or re.search("in sequence [0-3]\\) change an earlier token's loss", rules[examine.CAUSAL][1])
 
 
+def test_a_model_that_looks_ahead_at_one_place_in_fifty_is_caught(rerun, monkeypatch):
+    """The other probes are too few for it; they are even fewer here."""
+    monkeypatch.setattr(examine, "PROBES", 1)
+    monkeypatch.setattr(examine, "CHANGED_LATER", 1)
+    rare = ("        at = (tokens.long().cumsum(0) * 7919 % 9973 < 200).nonzero()[:, 0]\n        at = at[at < len(e) - 1]\n"
+            "        e = e.index_add(0, at, 0.3 * e[at + 1])\n")
+    for _ in range(3):
+        rules = rerun((EMBED, EMBED + rare), only=[examine.LOSS, examine.CAUSAL])
+        assert rules[examine.CAUSAL][0] == "fail"
+
+
 @pytest.mark.parametrize("error", ["MemoryError()", "RuntimeError(\"DefaultCPUAllocator: can't allocate memory\")"])
 def test_memory_that_runs_out_is_no_verdict(rerun, monkeypatch, error):
     monkeypatch.setattr(examine, "PROBE_TOKENS", 64)
