@@ -1899,3 +1899,22 @@ def test_a_source_that_reads_the_validation_text_is_caught(rerun, data, place):
             says(rules, examine.LOSS, "pass")
         else:
             assert any(found == "fail" and "PermissionError" in reason for found, reason in rules.values()), rules
+
+
+AMOUNTS = "time outside the clock is explained by its work"
+
+
+@pytest.mark.parametrize("name, seconds, verdict", [
+    ("validation", 300, "fail"), ("warmup", 300, "fail"), ("hashing", 300, "fail"),  # a search or training goes on there
+    ("validation", 9, "not checkable"), ("warmup", 11, "not checkable"), ("saving", 500, "not checkable"),
+    ("compile", 60, "not checkable"), ("thinking", 60, "not checkable"), ("setup", 40, "pass")])
+def test_work_that_a_run_by_itself_hides_off_the_clock_is_told(honest, judge, tmp_path, name, seconds, verdict):
+    """The parts add up to the wall clock, so no other rule sees it."""
+    log, path = Log(steady(shutil.copy(honest, tmp_path / "l.txt"))), tmp_path / "l.txt"
+    assert judge(path)[1][AMOUNTS][0] == "pass"
+    spans = log.end["seconds_outside_clock"]
+    log.end["wall_seconds"] += seconds - spans.get(name, 0)
+    spans[name] = seconds
+    status, rules = judge(log.write(path))
+    says(rules, AMOUNTS, verdict, name if verdict != "pass" else "validation")
+    assert rules[SPANS][0] == "pass" and status == (verdict == "fail")
