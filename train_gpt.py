@@ -34,6 +34,9 @@ import ctypes
 import os
 import signal
 import sys
+import time
+
+IMPORTED = time.perf_counter()
 
 def die_with_launcher() -> None:
     """Have the kernel send SIGUSR2 to this rank when its launcher dies (Linux); see Signals."""
@@ -76,7 +79,6 @@ import socket
 import subprocess
 import sysconfig
 import threading
-import time
 import traceback
 import unicodedata
 import uuid
@@ -3298,7 +3300,7 @@ class Run:
         return result
 
 def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
-    """A whole run, from the data to the result. began: start of the process, by time.perf_counter."""
+    """A whole run, from the data to the result. began: see Clock."""
     clock, requested, changes = Clock(device, began), config, []
     with clock.off("setup"):
         shards = find_data(config, comm)
@@ -4134,9 +4136,18 @@ def fail(error: BaseException, config: Config, rank: int, log: Log | None, store
         os._exit(status)
     return status
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """One rank of a run, as torchrun started it, or the only one -> the exit status."""
-    began = time.perf_counter()
+def process_start() -> float:
+    """Return the start of this process by time.perf_counter, or of this file where the system does not tell it."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since the machine's start
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):  # not Linux
+        return IMPORTED
+    return time.perf_counter() - age
+
+def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
+    """One rank of a run, as torchrun started it, or the only one -> the exit status. began: see Clock."""
+    began = began or time.perf_counter()
     rank, log, store, config = 0, None, None, Config()
     try:
         rank, ranks, local_rank = map(env_int, ("RANK", "WORLD_SIZE", "LOCAL_RANK"), (0, 1, 0))
@@ -4177,4 +4188,4 @@ if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, signals.handle)
     if sys.stdout is not None:
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may have letters that the terminal lacks
-    sys.exit(main())
+    sys.exit(main(began=process_start()))

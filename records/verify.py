@@ -78,7 +78,7 @@ SIDES_S, SIDES_PART = 3, 0.01
 SETTING_UP = "warmup", "joining", "setup", "compile"  # spans before the first step
 # Time off the clock that its work explains, in a run by itself. In 240 honest runs on busy CPUs a token of validation
 # took up to 0.4 of its time in training, a step of warm-up up to 5 of the slowest steps, hashing up to 49 s per GB
-WARMUP_STEPS, HASHING_S_PER_GB, SAVING_S_PER_GB, READING_S_PER_GB = 8, 100, 100, 50
+WARMUP_STEPS, HASHING_S_PER_GB, SAVING_S_PER_GB = 8, 100, 100
 FEW_S, SOME_S, MANY_S = 3, 30, 120  # on top: on CPUs; with a GPU or a compiler; where files or other hosts may be slow
 BEYOND_DOUBT = 4  # times as long is a broken rule where the log tells the work; less may be a busy machine
 SLOWER_PART = 1.5  # factor from slower training to the allowed extra time in validation and warm-up
@@ -500,7 +500,7 @@ def check_amounts(e):
 
     Gross excess of validation, warm-up and hashing is a broken rule. Files, hosts and compilers may be slow for many
     reasons, and a machine may be busy: such times are named for inspection."""
-    spans, config, data = e.get("end.seconds_outside_clock", dict), e.get("start.config", dict), shards_of(e)
+    spans, config = e.get("end.seconds_outside_clock", dict), e.get("start.config", dict)
     (steps, tokens), gigabytes = e.planned(), 4e-9 * e.get("start.parameters", int)
     times = [0, *(line.time_ms / 1000 for line in e.run.steps if not line.validation)]
     token_s, slowest = times[-1] / max(1, tokens), max(np.diff(times), default=0)
@@ -510,8 +510,7 @@ def check_amounts(e):
     certain = {"warmup": some + warmup + token_s * e.get("start.config.val_len", int),
                "validation": FEW_S + token_s * calls * e.get("end.val_tokens", int),
                "hashing": FEW_S + HASHING_S_PER_GB * gigabytes}
-    shards = 2e-9 * sum(shard["tokens"] for split in data.values() for shard in split)
-    allowed = {**certain, "setup": MANY_S + READING_S_PER_GB * shards, "joining": MANY_S, "starting": MANY_S,
+    allowed = {**certain, "joining": MANY_S, "setup": MANY_S,
                "saving": SOME_S + SAVING_S_PER_GB * gigabytes, "compile": math.inf if compiles else FEW_S}
     taken = {name: (seconds, allowed.get(name, FEW_S)) for name, seconds in spans.items() if is_number(seconds)}
     over = {name: f"{name} took {seconds:.1f} s, its work explains {most:.1f}"
@@ -1143,8 +1142,8 @@ def unseen(case):
     again = shlex.join(["torchrun", f"--nproc_per_node={e.run.start.get('ranks')}", stats.SCRIPT, *flags, "--seed",
                         str(e.run.start.get("seed"))])
     unbound = (" This system has no Landlock, so a source that --rerun ran could read the shards and write to this "
-               "disk: the judge's scripts and templates were compared before and after, but neither bytecode nor installed "
-               "packages.")
+               "disk: the judge's scripts and templates were compared before and after, but neither bytecode nor "
+               "installed packages.")
     return ("A forgery whose losses, times, source and hashes are made up consistently shows in no log. It shows in "
             f"--rerun with a model of each run, on your machine; and in a run of your own by `{again}` for {e.name}: "
             "the same seed gives the same bytes (final_state_hash) on a CPU, and on a GPU a loss within the spread of "
