@@ -3240,7 +3240,7 @@ class Run:
         """requested: the config before its `auto` values were resolved for this machine."""
         self.preset, self.requested, self.trainer, self.shards = preset, requested, trainer, shards
         self.config, self.comm, self.clock, self.log = trainer.config, trainer.comm, clock, log
-        self.val_sequences, self.from_step = val_sequences, 0
+        self.val_sequences, self.from_step, self.changed_by_validation = val_sequences, 0, 0
         self.given_up: set[Path] = set()  # checkpoints that are later than the step that this run begins with
         self.losses = TrainLosses(trainer.config, trainer.comm, clock, log)
 
@@ -3286,6 +3286,7 @@ class Run:
         can_save = step == self.config.num_steps or not self.trainer.optimizer.between_updates
         with self.clock.off("validation"):
             self.losses.write(step, wait=True)
+            before = checksum(self.trainer.model)
             result = self.trainer.validate(plan_of(self.config, step), self.val_sequences,
                                            lambda: can_save and signals.stop)
             if result:
@@ -3293,6 +3294,7 @@ class Run:
                         f"{show_times(self.clock.elapsed, step)}")
                 self.log.write(line)
                 self.log.say(line)
+            self.changed_by_validation += checksum(self.trainer.model) != before
         if not result:
             save_checkpoint(self, step, stop=True)
         loss, _ = result
@@ -3519,7 +3521,7 @@ def finish(this: Run, before: str, loss: float, val_tokens: int) -> None:
         "train_time_ms": clock.elapsed, "wall_seconds": wall_seconds, "seconds_outside_clock": clock.outside,
         "compiles_after_warmup": compiles, "state_hash": this.state_hashes, "final_state_hash": final_hash,
         "validation_hash": {"before": before, "after": after}, "halved_hash": halved_hash,
-        "peak_memory_mib": allocated, "resumed": log.resumes}}))
+        "changed_by_validation": this.changed_by_validation, "peak_memory_mib": allocated, "resumed": log.resumes}}))
     log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     if trainer.comm.rank == 0:
         verdict, target = "", ""
@@ -3683,6 +3685,12 @@ def hash_of(tensors: Sequence[tuple[str, Tensor]]) -> str:
         return f"{item[0]} {sha256_of(item[1].detach().reshape(-1).view(torch.uint8).cpu().numpy())}\n"
     with ThreadPoolExecutor() as pool:
         return sha256_of("".join(pool.map(line, sorted(tensors, key=lambda item: item[0]))).encode())
+
+def checksum(model: nn.Module) -> int:
+    """Sum the parameters' bits as integers, which wrap: far faster than hash_of, so it costs little per validation."""
+    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    parts = [p.detach().reshape(-1).view(words[p.element_size()]) for p in model.parameters()]
+    return torch.stack([part.sum(dtype=part.dtype).long() for part in parts]).sum().item()
 
 def halved(tensor: Tensor) -> Tensor:
     """Round a float32 tensor to float16, which is enough to check the loss, unless a value is beyond its range."""

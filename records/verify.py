@@ -529,6 +529,13 @@ def check_same(e, where, what_follows, what):
     return f"state hash {before[:8]}... before and after"
 
 
+def check_validation(e):
+    """Check the hash at the last validation, and that the parameters' checksum stayed the same at each one."""
+    text, changed = check_same(e, "end.validation_hash", "", "validation"), e.run.end.get("changed_by_validation")
+    require(changed in (0, None), f"{changed} of {plural(len(e.run.validations), 'validation')} changed the parameters")
+    return text if changed is None else f"{text}, and the same parameters at each validation"
+
+
 def check_compiles(e):
     compiled = e.get("end.compiles_after_warmup", int)
     require(not compiled, f"compiled after the warm-up: {plural(compiled, 'graph')}")
@@ -1088,7 +1095,7 @@ def verify(options, case=None):
     together("the wall clock agrees with the race's", check_wall, timed, races)
     each("warm-up does not train", everyone, lambda e: check_same(e, "end.state_hash", "_warmup", "the warm-up"))
     each("nothing is compiled on the clock", everyone, check_compiles)
-    each("validation does not train", everyone, lambda e: check_same(e, "end.validation_hash", "", "validation"))
+    each("validation does not train", everyone, check_validation)
     together(ACCOUNTS, check_accounts, *case.whole)
     together("no run is a copy of another", check_copies, timed, case.models.values())
     together(LOSS, check_loss, runs, options.target)

@@ -1175,10 +1175,20 @@ def test_training_in_validation_is_caught(train, judge, rerun):
     log = steady(train(TRAIN_IN_VALIDATION, warmup_steps=0, num_steps=4))
     fails_only(judge(log), TRAINS, "state")
     forgery = ('"before": before, "after": after}', '"before": before, "after": before}')
-    forged = steady(train(TRAIN_IN_VALIDATION, forgery, warmup_steps=0, num_steps=4))
+    sums = ('"changed_by_validation": this.changed_by_validation', '"changed_by_validation": 0')
+    forged = steady(train(TRAIN_IN_VALIDATION, forgery, sums, warmup_steps=0, num_steps=4))
     assert judge(forged)[0] == 0  # the log alone cannot show it
     rules = rerun(log=forged, only=[examine.SAVED, examine.LOSS])
     assert rules[examine.SAVED][0] == rules[examine.LOSS][0] == "fail"
+
+
+def test_training_in_a_validation_before_the_last_is_caught(train, judge):
+    """In the trained parameters, whose last validation is honest."""
+    plant = TRAIN_IN_VALIDATION[1].replace("        model.lm_head", "        if trains: model.lm_head")
+    first = ("    model.eval()\n    losses, stopped", "    validate.calls = getattr(validate, 'calls', 0) + 1\n"
+             "    trains = validate.calls == 1\n    model.eval()\n    losses, stopped")
+    log = steady(train((TRAIN_IN_VALIDATION[0], plant), first, warmup_steps=0, val_every=2, num_steps=4))
+    fails_only(judge(log), TRAINS, "1 of 3 validations changed the parameters")
 
 
 def test_a_source_that_cannot_load_the_model_fails(honest, data, tmp_path, forked):
