@@ -1097,8 +1097,8 @@ def test_a_model_that_looks_ahead_at_one_place_in_fifty_is_caught(rerun, monkeyp
     """The other probes are too few for it; they are even fewer here."""
     monkeypatch.setattr(examine, "PROBES", 1)
     monkeypatch.setattr(examine, "CHANGED_LATER", 1)
-    rare = ("        at = (tokens.long().cumsum(0) * 7919 % 9973 < 200).nonzero()[:, 0]\n        at = at[at < len(e) - 1]\n"
-            "        e = e.index_add(0, at, 0.3 * e[at + 1])\n")
+    rare = ("        at = (tokens.long().cumsum(0) * 7919 % 9973 < 200).nonzero()[:, 0]\n"
+            "        at = at[at < len(e) - 1]\n        e = e.index_add(0, at, 0.3 * e[at + 1])\n")
     for _ in range(3):
         rules = rerun((EMBED, EMBED + rare), only=[examine.LOSS, examine.CAUSAL])
         assert rules[examine.CAUSAL][0] == "fail"
@@ -1915,7 +1915,7 @@ AMOUNTS = "time outside the clock is explained by its work"
 
 
 @pytest.mark.parametrize("name, seconds, verdict", [
-    ("validation", 300, "fail"), ("warmup", 300, "fail"), ("hashing", 300, "fail"),  # a search or training goes on there
+    ("validation", 300, "fail"), ("warmup", 300, "fail"), ("hashing", 300, "fail"),  # a search goes on there
     ("validation", 9, "not checkable"), ("warmup", 11, "not checkable"), ("saving", 500, "not checkable"),
     ("compile", 60, "not checkable"), ("thinking", 60, "not checkable"), ("setup", 40, "pass")])
 def test_work_that_a_run_by_itself_hides_off_the_clock_is_told(honest, judge, tmp_path, name, seconds, verdict):

@@ -176,7 +176,8 @@ def test_the_loss_falls_from_the_logarithm_of_the_vocabulary(one):
 
 def test_the_wall_clock_starts_with_the_process(one, tmp_path, script):
     """Work before main shows in the log, under the name of joining."""
-    source, entry = (ROOT / "train_gpt.py").read_text(), 'if __name__ == "__main__":\n    signal.signal(signal.SIGINT, signal.d'
+    source = (ROOT / "train_gpt.py").read_text()
+    entry = 'if __name__ == "__main__":\n    signal.signal(signal.SIGINT, signal.d'
     assert source.count(entry) == 1
     (tmp_path / "train_gpt.py").write_text(source.replace(entry, f"time.sleep(1.5)\n{entry}"))
     run = script(tmp_path / "train_gpt.py", *flags(tmp_path, one[1], val_every=0, warmup_steps=0, run_id="late"))
