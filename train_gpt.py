@@ -34,6 +34,9 @@ import ctypes
 import os
 import signal
 import sys
+import time
+
+IMPORTED = time.perf_counter()
 
 def die_with_launcher() -> None:
     """Have the kernel send SIGUSR2 to this rank when its launcher dies (Linux); see Signals."""
@@ -76,7 +79,6 @@ import socket
 import subprocess
 import sysconfig
 import threading
-import time
 import traceback
 import unicodedata
 import uuid
@@ -3238,7 +3240,7 @@ class Run:
         """requested: the config before its `auto` values were resolved for this machine."""
         self.preset, self.requested, self.trainer, self.shards = preset, requested, trainer, shards
         self.config, self.comm, self.clock, self.log = trainer.config, trainer.comm, clock, log
-        self.val_sequences, self.from_step = val_sequences, 0
+        self.val_sequences, self.from_step, self.changed_by_validation = val_sequences, 0, 0
         self.given_up: set[Path] = set()  # checkpoints that are later than the step that this run begins with
         self.losses = TrainLosses(trainer.config, trainer.comm, clock, log)
 
@@ -3284,6 +3286,7 @@ class Run:
         can_save = step == self.config.num_steps or not self.trainer.optimizer.between_updates
         with self.clock.off("validation"):
             self.losses.write(step, wait=True)
+            before = checksum(self.trainer.model)
             result = self.trainer.validate(plan_of(self.config, step), self.val_sequences,
                                            lambda: can_save and signals.stop)
             if result:
@@ -3291,6 +3294,7 @@ class Run:
                         f"{show_times(self.clock.elapsed, step)}")
                 self.log.write(line)
                 self.log.say(line)
+            self.changed_by_validation += checksum(self.trainer.model) != before
         if not result:
             save_checkpoint(self, step, stop=True)
         loss, _ = result
@@ -3298,7 +3302,7 @@ class Run:
         return result
 
 def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
-    """A whole run, from the data to the result. began: start of the process, by time.perf_counter."""
+    """A whole run, from the data to the result. began: see Clock."""
     clock, requested, changes = Clock(device, began), config, []
     with clock.off("setup"):
         shards = find_data(config, comm)
@@ -3503,6 +3507,8 @@ def finish(this: Run, before: str, loss: float, val_tokens: int) -> None:
     compiles = compile_stats()[0] - this.compiles
     with clock.off("hashing"):
         after, final_hash, digest = hash_of(named_tensors(trainer.model)), state_hash(trainer), all_digest(trainer)
+        # race.py keeps small models in 16 bits
+        halved_hash = c.save_model and hash_of([(name, halved(p)) for name, p in trainer.model.named_parameters()])
     saved_as = ""
     if c.save_model and trainer.comm.rank == 0:  # before the log's end: until then the run can be resumed
         with clock.off("saving"):
@@ -3514,7 +3520,8 @@ def finish(this: Run, before: str, loss: float, val_tokens: int) -> None:
         "train_tokens": tokens_of_steps(c, c.num_steps), "train_digest": digest, "val_tokens": val_tokens,
         "train_time_ms": clock.elapsed, "wall_seconds": wall_seconds, "seconds_outside_clock": clock.outside,
         "compiles_after_warmup": compiles, "state_hash": this.state_hashes, "final_state_hash": final_hash,
-        "validation_hash": {"before": before, "after": after}, "peak_memory_mib": allocated, "resumed": log.resumes}}))
+        "validation_hash": {"before": before, "after": after}, "halved_hash": halved_hash,
+        "changed_by_validation": this.changed_by_validation, "peak_memory_mib": allocated, "resumed": log.resumes}}))
     log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     if trainer.comm.rank == 0:
         verdict, target = "", ""
@@ -3678,6 +3685,17 @@ def hash_of(tensors: Sequence[tuple[str, Tensor]]) -> str:
         return f"{item[0]} {sha256_of(item[1].detach().reshape(-1).view(torch.uint8).cpu().numpy())}\n"
     with ThreadPoolExecutor() as pool:
         return sha256_of("".join(pool.map(line, sorted(tensors, key=lambda item: item[0]))).encode())
+
+def checksum(model: nn.Module) -> int:
+    """Sum the parameters' bits as integers, which wrap: far faster than hash_of, so it costs little per validation."""
+    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    parts = [p.detach().reshape(-1).view(words[p.element_size()]) for p in model.parameters()]
+    return torch.stack([part.sum(dtype=part.dtype).long() for part in parts]).sum().item()
+
+def halved(tensor: Tensor) -> Tensor:
+    """Round a float32 tensor to float16, which is enough to check the loss, unless a value is beyond its range."""
+    half = tensor.detach().half()
+    return half if tensor.dtype == torch.float32 and half.isfinite().all() else tensor
 
 def all_digest(trainer: Trainer) -> str:
     """The digest of everything that all ranks have read; the same for any number of ranks. See Stream."""
@@ -4126,9 +4144,18 @@ def fail(error: BaseException, config: Config, rank: int, log: Log | None, store
         os._exit(status)
     return status
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """One rank of a run, as torchrun started it, or the only one -> the exit status."""
-    began = time.perf_counter()
+def process_start() -> float:
+    """Return the start of this process by time.perf_counter, or of this file where the system does not tell it."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since the machine's start
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):  # not Linux
+        return IMPORTED
+    return time.perf_counter() - age
+
+def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
+    """One rank of a run, as torchrun started it, or the only one -> the exit status. began: see Clock."""
+    began = began or time.perf_counter()
     rank, log, store, config = 0, None, None, Config()
     try:
         rank, ranks, local_rank = map(env_int, ("RANK", "WORLD_SIZE", "LOCAL_RANK"), (0, 1, 0))
@@ -4169,4 +4196,4 @@ if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, signals.handle)
     if sys.stdout is not None:
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may have letters that the terminal lacks
-    sys.exit(main())
+    sys.exit(main(began=process_start()))

@@ -3,8 +3,9 @@
 records/verify.py calls these rules for --rerun. The source is untrusted. Its process gets tokens and returns logits;
 losses, hashes and comparisons are computed here from these logits and from the saved bytes. The process starts without
 PYTHON* and LD_* variables and never sees the target of the last token. With Landlock (Linux) it can write only to its
-own folder. It may still read from disk, for example a table of answers: only a reader of the source can find that.
-The places where later tokens are changed are random: a model that looks ahead at few places may pass once.
+own folder, and read only the model, its own folder, Python and the system: no shards and no home folder. A table of
+answers in the source itself can be found only by a reader. The places where later tokens are changed are random: a
+model that looks ahead at fewer than 1 in 100 places, or at few places of long texts only, may pass.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import socket
 import struct
 import subprocess
@@ -38,6 +40,7 @@ HALF_TOLERANCE = 1e-4  # nats, of a loss from parameters saved in 16 bits, which
 SKETCH = 4096  # parameters of each matrix that are compared between models, about
 LOGIT_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}  # of a logit, within one machine
 PROBE_TOKENS, PROBES = 1024, 12
+WINDOWS, WINDOW_TOKENS, WINDOW_PROBES = 32, 64, 16  # short texts: a leak at 1 in 100 places is seen in 99 of 100 cases
 SCORED_AGAIN, CHANGED_LATER = 16, 32  # sequences
 BLOCK = 128  # tokens in a block of FlexAttention: a wrong block mask leaks at its edges
 ROWS, MOST_COLUMNS = 64, 1 << 20  # tokens whose logits are sent at a time; largest vocabulary
@@ -103,16 +106,31 @@ def landlock():
     return ctypes.CDLL(None).syscall(444, None, 0, 1) if sys.platform == "linux" else 0
 
 
-def bound_writing():
-    """Allow this process to write only to its folder and to devices, where Landlock exists."""
+def readable(model_path):
+    """Return the files and folders that an honest source may read: of Python, its packages and the system."""
+    maps = Path("/proc/self/maps")  # on Linux: libraries may lie elsewhere
+    lines = maps.read_text().splitlines() if maps.exists() else ()
+    libraries = {os.path.dirname(line.split(maxsplit=5)[5]) for line in lines if " r-xp " in line and " /" in line}
+    system = "/usr", "/bin", "/lib", "/lib64", "/etc", "/proc", "/sys"
+    python = sys.prefix, sys.base_prefix, *(path for path in sys.path if "-packages" in path)
+    compiler = os.path.realpath(shutil.which("cc") or "/usr/bin/cc")  # Triton calls it
+    found = {*system, *python, *libraries, str(Path(compiler).parent.parent), model_path}
+    return {path for path in found if path != "/" and os.path.exists(path)}
+
+
+def bound_disk(model_path):
+    """Allow this process to write only to its folder and to devices, and to read only these and what is readable(),
+    where Landlock exists."""
     create, add, restrict, no_new_privileges = 444, 445, 446, 38  # system calls; the last one is prctl's option
     version = landlock()
     if version < 1:
         return
     kernel = ctypes.CDLL(None)
-    rights = 0x1FF2 | 0x4000 * (version > 2)  # write, remove, make; truncate
-    rules = kernel.syscall(create, struct.pack("Q", rights), 8, 0)
-    for path in (".", "/dev"):
+    writing, reading, listing = 0x1FF2 | 0x4000 * (version > 2), 0x4, 0x8  # write, remove, make; truncate
+    every = writing | reading | listing
+    rules = kernel.syscall(create, struct.pack("Q", every), 8, 0)
+    for path, rights in ((".", every), ("/dev", every), *((path, reading | listing) for path in readable(model_path))):
+        rights &= every if os.path.isdir(path) else ~listing
         kernel.syscall(add, rules, 1, struct.pack("=Qi", rights, os.open(path, os.O_PATH)), 0)
     kernel.prctl(no_new_privileges, 1, 0, 0, 0)
     kernel.syscall(restrict, rules, 0)
@@ -145,7 +163,7 @@ def serve(source_path, model_path, descriptor):
                 connection.send_bytes(logits)
 
     bound_memory()
-    bound_writing()
+    bound_disk(model_path)
     loaded = attempt(load, source_path, model_path)
     if loaded:
         module, model, windows, saved = loaded
@@ -177,8 +195,7 @@ def halve(path):
     """Rewrite a saved model with parameters in 16 bits: half the size, and enough to check the loss."""
     import torch
     saved = read_model(path)
-    state = {name: x.half() if x.dtype == torch.float32 and x.half().isfinite().all() else x  # not beyond 65504
-             for name, x in saved["state"].items()}
+    state = {name: trainer().halved(x) for name, x in saved["state"].items()}
     trainer().save_file(Path(path), {**saved, "state": state})
 
 
@@ -259,6 +276,12 @@ def digest_of(tensor):
     return hashlib.sha256(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy()).hexdigest()
 
 
+def hash_of(digests):
+    """Return the script's hash_of for {name: digest of a tensor}."""
+    lines = "".join(f"{name} {digest}\n" for name, digest in sorted(digests.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
 class Examination:
     """The rules on the model of a run e. stream: the validation tokens, uint16."""
 
@@ -276,11 +299,14 @@ class Examination:
         differ = sorted(key for key in {*self.stated, *self.config} - fitted(self.e.run)
                         if self.config.get(key) not in ("auto", self.stated.get(key)))
         require(not differ, f"its config is not the log's: {join_findings(differ)}")
-        if self.halved:
+        if self.halved and "halved_hash" not in self.e.run.end:  # an older log
             raise CannotJudge("its parameters are saved in 16 bits, and the log has no hash of these: see the loss")
         digests = {name: digest_of(x) for name, x in self.saved["state"].items()}
-        every = sorted({**self.worker.initial_state(self.stated)["buffers"], **digests}.items())
-        seen = hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in every).encode()).hexdigest()
+        if self.halved:
+            seen, wanted = hash_of(digests), self.e.digest("end.halved_hash")
+            require(seen == wanted, f"its 16-bit parameters have hash {seen[:8]}..., the log states {wanted[:8]}...")
+            return "its config is the log's, and its parameters are those of the run's end in 16 bits"
+        seen = hash_of({**self.worker.initial_state(self.stated)["buffers"], **digests})
         self.compare("its parameters have hash", seen, self.e.digest("end.validation_hash.after"))
         return "its config is the log's, and its parameters are those of the last validation"
 
@@ -376,6 +402,10 @@ class Examination:
             return torch.cat(list(self.worker.logits(tokens)))
 
         asked, some = self.change_later(tokens, logits(tokens), places, logits, "logit"), self.numbers(CHANGED_LATER)
+        length = min(WINDOW_TOKENS, length)
+        for begin in self.random.integers(len(self.stream) - length + 1, size=WINDOWS):
+            tokens, places = self.stream[begin:begin + length], self.random.integers(1, length, WINDOW_PROBES)
+            asked += self.change_later(tokens, logits(tokens), {"in a short text": places}, logits, "logit")
         with start_worker(self.source, self.model_path) as worker:
             for number in map(int, some):
                 tokens, targets = self.sequence(number)
@@ -416,6 +446,7 @@ def seconds_needed(e):
     config, tokens, calls = e.get("start.config", dict), e.get("end.val_tokens", int), max(1, len(e.run.validations))
     longest = config["val_len"]
     asked = tokens + (SCORED_AGAIN + CHANGED_LATER) * longest + 5 * PROBES * min(PROBE_TOKENS, longest)
+    asked += WINDOWS * WINDOW_PROBES * BLOCK
     validation = e.get("end.seconds_outside_clock.validation", NUMBER) * e.get("start.ranks", int)
     return 4 * STARTING_S + asked / tokens * validation / calls
 

@@ -76,6 +76,11 @@ HOST_AHEAD = 5  # steps that the host enqueues before it waits for a GPU; their 
 STARTING_S, STARTING_LEAST_S, STARTING_PART = 60, 20, 0.2
 SIDES_S, SIDES_PART = 3, 0.01
 SETTING_UP = "warmup", "joining", "setup", "compile"  # spans before the first step
+# Time off the clock that its work explains, in a run by itself. In 240 honest runs on busy CPUs a token of validation
+# took up to 0.4 of its time in training, a step of warm-up up to 5 of the slowest steps, hashing up to 49 s per GB
+WARMUP_STEPS, HASHING_S_PER_GB, SAVING_S_PER_GB = 8, 100, 100
+FEW_S, SOME_S, MANY_S = 3, 30, 120  # on top: on CPUs; with a GPU or a compiler; where files or other hosts may be slow
+BEYOND_DOUBT = 4  # times as long is a broken rule where the log tells the work; less may be a busy machine
 SLOWER_PART = 1.5  # factor from slower training to the allowed extra time in validation and warm-up
 SETTING_UP_S = 0.5  # how much longer the record's side may set up: its model may be larger
 CLOCKS_S = 2  # times of day have a resolution of one second
@@ -490,10 +495,45 @@ def check_outside(e):
     return f"of {wall:.1f} s: training {trained:.1f}, {shown}, under no name {unnamed:.4f}"
 
 
+def check_amounts(e):
+    """Check that the spans outside the clock are no longer than their work explains.
+
+    Gross excess of validation, warm-up and hashing is a broken rule. Files, hosts and compilers may be slow for many
+    reasons, and a machine may be busy: such times are named for inspection."""
+    spans, config = e.get("end.seconds_outside_clock", dict), e.get("start.config", dict)
+    (steps, tokens), gigabytes = e.planned(), 4e-9 * e.get("start.parameters", int)
+    times = [0, *(line.time_ms / 1000 for line in e.run.steps if not line.validation)]
+    token_s, slowest = times[-1] / max(1, tokens), max(np.diff(times), default=0)
+    compiles = bool(e.get("start.hardware", dict).get("gpus")) or config.get("compile") == "on"
+    some, calls = SOME_S if compiles else FEW_S, len(e.run.validations)
+    warmup = WARMUP_STEPS * slowest * e.get("start.config.warmup_steps", int)
+    certain = {"warmup": some + warmup + token_s * e.get("start.config.val_len", int),
+               "validation": FEW_S + token_s * calls * e.get("end.val_tokens", int),
+               "hashing": FEW_S + HASHING_S_PER_GB * gigabytes}
+    allowed = {**certain, "joining": MANY_S, "setup": MANY_S,
+               "saving": SOME_S + SAVING_S_PER_GB * gigabytes, "compile": math.inf if compiles else FEW_S}
+    taken = {name: (seconds, allowed.get(name, FEW_S)) for name, seconds in spans.items() if is_number(seconds)}
+    over = {name: f"{name} took {seconds:.1f} s, its work explains {most:.1f}"
+            for name, (seconds, most) in taken.items() if seconds > most}
+    broken = [text for name, text in over.items() if name in certain and taken[name][0] > BEYOND_DOUBT * taken[name][1]]
+    require(not broken, f"{'; '.join(broken)} s: what else is done there?")
+    if over:
+        raise CannotJudge(f"inspect this: {'; '.join(over.values())} s; what else is done there?")
+    return ", ".join(f"{name} {taken[name][0]:.1f} of at most {most:.1f} s" for name, most in certain.items()
+                     if name in taken)
+
+
 def check_same(e, where, what_follows, what):
     before, after = (e.digest(f"{where}.{when}{what_follows}") for when in ("before", "after"))
     require(before == after, f"{what} changes the state: its hash is {before[:8]}... before and {after[:8]}... after")
     return f"state hash {before[:8]}... before and after"
+
+
+def check_validation(e):
+    """Check the hash at the last validation, and that the parameters' checksum stayed the same at each one."""
+    text, changed = check_same(e, "end.validation_hash", "", "validation"), e.run.end.get("changed_by_validation")
+    require(changed in (0, None), f"{changed} of {plural(len(e.run.validations), 'validation')} changed the parameters")
+    return text if changed is None else f"{text}, and the same parameters at each validation"
 
 
 def check_compiles(e):
@@ -1051,10 +1091,11 @@ def verify(options, case=None):
     each("the clock is honest", timed, check_clock)
     each("the race's clock saw each step take as long", timed, lambda e: check_stamps(e, races))
     each("all time outside the clock is named", timed, check_outside)
+    each("time outside the clock is explained by its work", timed, check_amounts)
     together("the wall clock agrees with the race's", check_wall, timed, races)
     each("warm-up does not train", everyone, lambda e: check_same(e, "end.state_hash", "_warmup", "the warm-up"))
     each("nothing is compiled on the clock", everyone, check_compiles)
-    each("validation does not train", everyone, lambda e: check_same(e, "end.validation_hash", "", "validation"))
+    each("validation does not train", everyone, check_validation)
     together(ACCOUNTS, check_accounts, *case.whole)
     together("no run is a copy of another", check_copies, timed, case.models.values())
     together(LOSS, check_loss, runs, options.target)
@@ -1107,8 +1148,9 @@ def unseen(case):
     flags = ["--preset", str(e.run.start.get("preset"))] if declared is None else declared
     again = shlex.join(["torchrun", f"--nproc_per_node={e.run.start.get('ranks')}", stats.SCRIPT, *flags, "--seed",
                         str(e.run.start.get("seed"))])
-    unbound = (" This system has no Landlock, so a source that --rerun ran could write to this disk: the judge's "
-               "scripts and templates were compared before and after, but neither bytecode nor installed packages.")
+    unbound = (" This system has no Landlock, so a source that --rerun ran could read the shards and write to this "
+               "disk: the judge's scripts and templates were compared before and after, but neither bytecode nor "
+               "installed packages.")
     return ("A forgery whose losses, times, source and hashes are made up consistently shows in no log. It shows in "
             f"--rerun with a model of each run, on your machine; and in a run of your own by `{again}` for {e.name}: "
             "the same seed gives the same bytes (final_state_hash) on a CPU, and on a GPU a loss within the spread of "

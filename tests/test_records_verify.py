@@ -1038,7 +1038,7 @@ def test_an_honest_model_passes_in_a_process_of_its_own(honest, script):
 def test_a_saved_model_may_leave_to_the_machine_what_the_log_says_it_chose(saved, stated, changes, differ):
     examination = examine.Examination.__new__(examine.Examination)
     examination.stated, examination.config, examination.halved = {"attention": stated}, {"attention": saved}, True
-    examination.e = SimpleNamespace(run=SimpleNamespace(start={"changes": changes}))
+    examination.e = SimpleNamespace(run=SimpleNamespace(start={"changes": changes}, end={}))
     with pytest.raises(verify.Broken if differ else verify.CannotJudge, match=differ or "in 16 bits"):
         examination.check_saved()
 
@@ -1093,6 +1093,17 @@ def test_a_model_that_looks_ahead_where_it_foresees_no_probe_is_caught(rerun, da
     assert "calls" not in when or re.search("in sequence [0-3]\\) change an earlier token's loss", rules[examine.CAUSAL][1])
 
 
+def test_a_model_that_looks_ahead_at_one_place_in_fifty_is_caught(rerun, monkeypatch):
+    """The other probes are too few for it; they are even fewer here."""
+    monkeypatch.setattr(examine, "PROBES", 1)
+    monkeypatch.setattr(examine, "CHANGED_LATER", 1)
+    rare = ("        at = (tokens.long().cumsum(0) * 7919 % 9973 < 200).nonzero()[:, 0]\n"
+            "        at = at[at < len(e) - 1]\n        e = e.index_add(0, at, 0.3 * e[at + 1])\n")
+    for _ in range(3):
+        rules = rerun((EMBED, EMBED + rare), only=[examine.LOSS, examine.CAUSAL])
+        assert rules[examine.CAUSAL][0] == "fail"
+
+
 @pytest.mark.parametrize("error", ["MemoryError()", "RuntimeError(\"DefaultCPUAllocator: can't allocate memory\")"])
 def test_memory_that_runs_out_is_no_verdict(rerun, monkeypatch, error):
     monkeypatch.setattr(examine, "PROBE_TOKENS", 64)
@@ -1127,11 +1138,11 @@ def test_a_loss_that_is_not_the_models_is_caught(rerun, honest):
 
 
 def test_a_model_saved_in_16_bits_is_enough_for_the_loss(rerun, honest, tmp_path):
-    saved = torch.load(honest.with_suffix(".pt"), weights_only=True)
-    saved["state"] = {name: x.half() for name, x in saved["state"].items()}
-    train_gpt.save_file(tmp_path / "half.pt", saved)
+    shutil.copy(honest.with_suffix(".pt"), tmp_path / "half.pt")
+    examine.halve(tmp_path / "half.pt")
     rules = rerun(model=tmp_path / "half.pt", only=[examine.SAVED, examine.LOSS])
-    assert rules[examine.LOSS][0] == "pass" and rules[examine.SAVED][0] == "not checkable"
+    assert rules[examine.LOSS][0] == rules[examine.SAVED][0] == "pass"
+    saved = examine.read_model(tmp_path / "half.pt")
     loss = Log(honest).end["final_val_loss"]
     for stated, verdict in ((loss + 5e-5, "pass"), (loss - 1.9e-3, "fail")):
         found = rerun(model=tmp_path / "half.pt", only=[examine.LOSS], end__final_val_loss=stated)
@@ -1139,6 +1150,20 @@ def test_a_model_saved_in_16_bits_is_enough_for_the_loss(rerun, honest, tmp_path
     saved["state"]["lm_head.weight"] *= 1.1
     train_gpt.save_file(tmp_path / "half.pt", saved)
     assert rerun(model=tmp_path / "half.pt", only=[examine.LOSS])[examine.LOSS][0] == "fail"
+
+
+def test_a_single_value_of_a_saved_model_that_is_not_the_logs_is_caught(rerun, train, honest, tmp_path):
+    """Whatever the dtype: parameters in bfloat16 beside others that race.py rounds, all in float32, all in 16 bits."""
+    for log in (honest, train(dtype="bfloat16", num_steps=4)):
+        for halve in (False, True):
+            shutil.copy(log.with_suffix(".pt"), tmp_path / "saved.pt")
+            if halve:
+                examine.halve(tmp_path / "saved.pt")
+            says(rerun(log=log, model=tmp_path / "saved.pt", only=[examine.SAVED]), examine.SAVED, "pass")
+            saved = examine.read_model(tmp_path / "saved.pt")
+            saved["state"]["lm_head.weight"][3, 5] += 1
+            train_gpt.save_file(tmp_path / "saved.pt", saved)
+            says(rerun(log=log, model=tmp_path / "saved.pt", only=[examine.SAVED]), examine.SAVED, "fail", "have hash")
 
 
 TRAIN_IN_VALIDATION = ("        _, losses[i] = model(inputs.clamp_min(0), targets, windows)\n",
@@ -1150,10 +1175,20 @@ def test_training_in_validation_is_caught(train, judge, rerun):
     log = steady(train(TRAIN_IN_VALIDATION, warmup_steps=0, num_steps=4))
     fails_only(judge(log), TRAINS, "state")
     forgery = ('"before": before, "after": after}', '"before": before, "after": before}')
-    forged = steady(train(TRAIN_IN_VALIDATION, forgery, warmup_steps=0, num_steps=4))
+    sums = ('"changed_by_validation": this.changed_by_validation', '"changed_by_validation": 0')
+    forged = steady(train(TRAIN_IN_VALIDATION, forgery, sums, warmup_steps=0, num_steps=4))
     assert judge(forged)[0] == 0  # the log alone cannot show it
     rules = rerun(log=forged, only=[examine.SAVED, examine.LOSS])
     assert rules[examine.SAVED][0] == rules[examine.LOSS][0] == "fail"
+
+
+def test_training_in_a_validation_before_the_last_is_caught(train, judge):
+    """In the trained parameters, whose last validation is honest."""
+    plant = TRAIN_IN_VALIDATION[1].replace("        model.lm_head", "        if trains: model.lm_head")
+    first = ("    model.eval()\n    losses, stopped", "    validate.calls = getattr(validate, 'calls', 0) + 1\n"
+             "    trains = validate.calls == 1\n    model.eval()\n    losses, stopped")
+    log = steady(train((TRAIN_IN_VALIDATION[0], plant), first, warmup_steps=0, val_every=2, num_steps=4))
+    fails_only(judge(log), TRAINS, "1 of 3 validations changed the parameters")
 
 
 def test_a_source_that_cannot_load_the_model_fails(honest, data, tmp_path, forked):
@@ -1537,7 +1572,7 @@ def test_cheat_8_a_source_that_rewrites_its_judge(tmp_path, monkeypatch, capsys,
         assert verify.main(arguments) == 1 and "PermissionError" in capsys.readouterr().out
         assert template.read_text() == "honest"
         monkeypatch.setattr(examine, "start", Forked)
-    monkeypatch.setattr(examine, "bound_writing", lambda: None)
+    monkeypatch.setattr(examine, "bound_disk", lambda _: None)
     for more in ([], ["--json"]):
         template.write_text("honest")
         assert verify.main([*arguments, *more]) == 1
@@ -1859,3 +1894,37 @@ def test_billions_are_not_counted_out(honest, tmp_path, judge):
     log.lines[-1] = f"step:{10 ** 12}/{10 ** 12} {loss} {time_ms} step_avg:0.00ms"
     status, rules = judge(log.write(tmp_path / "l.txt"))
     assert rules[CLOCK][0] == rules[ACCOUNTS][0] == "fail" and "have a line" in rules[CLOCK][1]
+
+
+@pytest.mark.skipif(examine.landlock() < 1, reason="the system has no Landlock")
+@pytest.mark.parametrize("place", ["\nROOT = Path(", EMBED])
+def test_a_source_that_reads_the_validation_text_is_caught(rerun, data, place):
+    """When it is loaded, or in a forward pass. It may read Python's own files, as imports do."""
+    shard = next(data.glob("toy_val_*.bin"))
+    read = "{}open({!r}, 'rb').read()\n" if place == EMBED else "\n{}open({!r}, 'rb').read()"
+    for path, verdict in ((shard, "fail"), (os.__file__, "pass")):
+        plant = read.format("        " if place == EMBED else "", str(path))
+        rules = rerun((place, place + plant if place == EMBED else plant + place), only=[examine.LOSS])
+        if verdict == "pass":
+            says(rules, examine.LOSS, "pass")
+        else:
+            assert any(found == "fail" and "PermissionError" in reason for found, reason in rules.values()), rules
+
+
+AMOUNTS = "time outside the clock is explained by its work"
+
+
+@pytest.mark.parametrize("name, seconds, verdict", [
+    ("validation", 300, "fail"), ("warmup", 300, "fail"), ("hashing", 300, "fail"),  # a search goes on there
+    ("validation", 9, "not checkable"), ("warmup", 11, "not checkable"), ("saving", 500, "not checkable"),
+    ("compile", 60, "not checkable"), ("thinking", 60, "not checkable"), ("setup", 40, "pass")])
+def test_work_that_a_run_by_itself_hides_off_the_clock_is_told(honest, judge, tmp_path, name, seconds, verdict):
+    """The parts add up to the wall clock, so no other rule sees it."""
+    log, path = Log(steady(shutil.copy(honest, tmp_path / "l.txt"))), tmp_path / "l.txt"
+    assert judge(path)[1][AMOUNTS][0] == "pass"
+    spans = log.end["seconds_outside_clock"]
+    log.end["wall_seconds"] += seconds - spans.get(name, 0)
+    spans[name] = seconds
+    status, rules = judge(log.write(path))
+    says(rules, AMOUNTS, verdict, name if verdict != "pass" else "validation")
+    assert rules[SPANS][0] == "pass" and status == (verdict == "fail")

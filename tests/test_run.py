@@ -174,6 +174,20 @@ def test_the_loss_falls_from_the_logarithm_of_the_vocabulary(one):
         assert losses[0] == pytest.approx(4.852, abs=0.001) and losses[-1] < losses[0] - 0.5, kind
 
 
+def test_the_wall_clock_starts_with_the_process(one, tmp_path, script):
+    """Work before main shows in the log, under the name of joining."""
+    source = (ROOT / "train_gpt.py").read_text()
+    entry = 'if __name__ == "__main__":\n    signal.signal(signal.SIGINT, signal.d'
+    assert source.count(entry) == 1
+    (tmp_path / "train_gpt.py").write_text(source.replace(entry, f"time.sleep(1.5)\n{entry}"))
+    run = script(tmp_path / "train_gpt.py", *flags(tmp_path, one[1], val_every=0, warmup_steps=0, run_id="late"))
+    began = time.monotonic()
+    _, errors = run.communicate(timeout=100)
+    assert run.returncode == 0, errors
+    end = read_log(tmp_path / "logs" / "late.txt")[4]
+    assert 1.5 <= end["seconds_outside_clock"]["joining"] <= end["wall_seconds"] <= time.monotonic() - began + 1
+
+
 def test_the_digest_is_that_of_the_tokens_packed_anew(one):
     tokens, at, total = some_documents(1, 9000).tolist(), 0, 0
     for step in range(12):
