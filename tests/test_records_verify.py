@@ -325,7 +325,7 @@ def test_community_logs_are_mostly_not_checkable(tmp_path, judge):
         lines.append(f"step:20/20 val_loss:{3.27 + rng.random() / 1000:.4f} train_time:{1200 + 20 * i}ms "
                      f"step_avg:{60 + i}.00ms")
         public_log(tmp_path / f"{i}.txt", lines)
-    status, rules = judge(tmp_path)
+    status, rules = judge(tmp_path, "--data", tmp_path)
     verdicts = {rule: verdict for rule, (verdict, _) in rules.items()}
     assert status == 2  # nothing fails, and that is no pass
     assert verdicts.pop(SWITCHES) == verdicts.pop(CLOCK) == "pass"
