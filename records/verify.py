@@ -81,6 +81,7 @@ SETTING_UP_S = 0.5  # how much longer the record's side may set up: its model ma
 CLOCKS_S = 2  # times of day have a resolution of one second
 CLOCKS_LATE_S, CLOCKS_PART = 0.3, 0.005  # by which the time of day may exceed a race's clock: at each end, and growing
 PAUSE_S = 10  # allowed pause between two runs beyond the race's median
+HINT = " (--diff)"
 LAST_LINES = 10  # training losses that are averaged where a run was stopped
 STOPS = 2  # runs of a side that may have been stopped; more allow a selection by chance
 STALL, NEIGHBOURS = 0.2, 20  # a step under this part of the median of its neighbours is a stalled clock
@@ -117,6 +118,9 @@ _LOOK = re.compile(
     r"|\bos\.(?:exec|spawn|system|popen|putenv|posix)|sys\.(?:modules|path\b|set\w+)"
     r"|__(?:dict|globals|builtins|getattribute|subclasses|loader|spec|code|class)__|getattr\((?:torch|os|sys|time)\b"
     r"|\benviron\b(?!\.get\()|\b(?:time\.\w+|\w*perf_counter\w*|\w*monotonic\w*) = |torch\.\w+ = ", re.S)
+# A record's change needs none of these either: files that no log states, time off the clock, validation sequences
+_LOOK_IF_NEW = re.compile(r"(?<!\w)open\(|\.(?:read|read_text|read_bytes|fromfile|from_file|memmap|load|loadtxt|mmap)\("
+                          r"|\bclock\.off\(|\bval_sequences\b")
 _LAYER = re.compile(r"-|(?=[^+])(?:c?(?P<window>[SLP])(?P<table>\d?))?(?P<mlp>M?)(?:\+\d+)?")  # a word of --layers
 DATA_FLAGS = {"preset", "train_files", "train_shards"}
 _FILES = re.compile(r"^-{10,}\n# (\S+\.py)\n-{10,}\n", re.M)  # separates the files that a log holds
@@ -335,7 +339,7 @@ def scan(source):
                 shown = " ".join(map(ast.unparse, parts if hasattr(node, "body") else [node]))
                 if _SETTING.search(shown):
                     findings.append(f"line {before + node.lineno}: {' '.join(shown.split())[:80]}")
-                elif _LOOK.search(shown):
+                elif _LOOK.search(shown) or _LOOK_IF_NEW.search(shown):
                     look[before + node.lineno] += shown
                 paths = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 paths += ["." * node.level + (node.module or "")] if isinstance(node, ast.ImportFrom) else []
@@ -350,6 +354,10 @@ def scan(source):
 @functools.lru_cache(maxsize=64)
 def difference(parent, source):
     return list(difflib.unified_diff(parent.splitlines(), source.splitlines(), "parent", "source", lineterm="", n=1))
+
+
+def lines_changed(parent, source):
+    return plural(len([line for line in difference(parent, source)[2:] if line[0] in "+-"]), "line")
 
 
 def check_source(e, theirs):
@@ -371,16 +379,18 @@ def check_source(e, theirs):
         raise failed(f"{what} {'; '.join(doubts)}")
     text = "no statement sets a compiler switch openly"
     text += f", except {found.findings[0]}, which this track allows" if found.findings else ""
-    ours = scan((ROOT / stats.SCRIPT).read_text(encoding="utf-8")).look.values()
-    new = [line for line, shown in found.look.items() if shown not in ours]
-    if found.look:
-        lines = [f"{line} (new)" for line in new] + [str(line) for line in found.look if line not in new]
-        text += f"; inspect {'lines' if len(lines) > 1 else 'line'} {', '.join(lines[:12])}{' ...' * (len(lines) > 12)}"
-        text += f"; new: not in this checkout's {stats.SCRIPT}" if new else ""
+    checkout, source = (ROOT / stats.SCRIPT).read_text(encoding="utf-8"), examine.source_of(e)
+    if source == checkout:
+        text += f"; identical to this checkout's {stats.SCRIPT}"
+    elif e.ours:
+        text += f"; differs from this checkout's {stats.SCRIPT} in {lines_changed(checkout, source)}{HINT * (not theirs)}"
+    known = Counter(scan(checkout).look.values())
+    new = [str(line) for line, shown in found.look.items() if known.subtract([shown]) or known[shown] < 0]
+    if new:
+        text += f"; inspect new {'lines' if len(new) > 1 else 'line'} {', '.join(new[:12])}{' ...' * (len(new) > 12)}"
     if theirs and e.ours:
-        changed = len([line for line in difference(theirs, e.run.source.removesuffix("\n")) if line[0] in "+-"][2:])
-        text += (f"; {plural(changed, 'line')} {'differ' if changed != 1 else 'differs'} from the other side's (--diff)"
-                 if changed else "; the same as the other side's")
+        text += ("; the same as the other side's" if theirs == source else
+                 f"; differs from the other side's in {lines_changed(theirs, source)}{HINT}")
     return text
 
 

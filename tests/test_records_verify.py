@@ -968,17 +968,32 @@ def test_a_source_that_is_too_long_to_scan_is_refused():
 
 def test_the_script_itself_is_clean():
     found = verify.scan(SOURCE)
-    assert found.findings == found.foreign == [] and found.imports_torch and len(found.look) <= 20
+    assert found.findings == found.foreign == [] and found.imports_torch
 
 
-def test_a_new_line_to_look_at_is_told_before_those_of_the_honest_script(race, judge):
+@pytest.mark.parametrize("line", [
+    "x = open('answers.bin').read()", "x = Path('answers').read_bytes()", "x = np.fromfile('answers')", "x = torch.load('m.pt')",
+    "clock.off('validation')", "x = val_sequences(0)", "for x in self.val_sequences: pass"])
+def test_new_reads_of_files_time_off_the_clock_and_validation_data_are_to_be_looked_at(race, judge, line):
+    head, main, tail = SOURCE.rpartition('if __name__ == "__main__":')
+    folder = race(1, change=lambda log, run, side: set_source(log, f"{head}{line}\n{main}{tail}\n"))
+    at = head.count("\n") + 1
+    says(judge(folder)[1], SWITCHES, "pass", "differs from this checkout's train_gpt.py in 1 line", f"inspect new line {at}")
+
+
+def test_a_source_of_this_checkout_is_said_to_be_identical(race, judge):
+    verdict, reason = judge(race(1))[1][SWITCHES]
+    assert verdict == "pass" and reason.endswith("openly; identical to this checkout's train_gpt.py")
+
+
+def test_a_new_line_to_look_at_is_told_without_those_of_the_honest_script(race, judge):
     clock = "time.perf_counter = (lambda real: lambda: 0.85 * real())(time.perf_counter)\n"
     def change(log, run, side):
         head, main, tail = log.source.rpartition('if __name__ == "__main__":')
         set_source(log, head + clock + main + tail)
     at = SOURCE[:SOURCE.rindex('if __name__ == "__main__":')].count("\n") + 1
     verdict, reason = judge(race(1, "ab", change))[1][SWITCHES]  # on both sides
-    assert verdict == "pass" and f"inspect lines {at} (new), " in reason and reason.count("(new)") == 1
+    assert verdict == "pass" and reason.endswith(f"in 1 line (--diff); inspect new line {at}")
 
 
 def test_how_the_source_differs_is_told(race, judge, capsys):
@@ -987,7 +1002,7 @@ def test_how_the_source_differs_is_told(race, judge, capsys):
             set_source(log, log.source.replace("adam_lr", "adam_LR", 1))
     folder = race(2, "ab", change)
     status, rules = judge(folder)
-    assert "2 lines differ from the other side's" in rules[SWITCHES][1]
+    assert "differs from the other side's in 2 lines (--diff)" in rules[SWITCHES][1]
     for of_one_side in ([], [folder / "1a.txt", folder / "2a.txt"]):  # then it is this checkout's
         verify.main([*map(str, of_one_side or [folder]), "--diff"])
         shown = capsys.readouterr().out
