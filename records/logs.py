@@ -489,6 +489,8 @@ def _judge(run, notes, **facts):
         why = f"incomplete: the last validation is at step {last.step}{of_total}"
         if run.last_step != last.step:
             why += f", training lines go on to step {run.last_step}"
+    elif total is not None and run.last_step > total:
+        why = f"its lines go on to step {run.last_step}{of_total}: training went on after the last validation"
     elif total is None and run.trained_since:
         why = f"incomplete: training lines go on to step {run.last_step} after the last validation at step {last.step}"
     elif total is None and run.cut:

@@ -157,6 +157,12 @@ def test_llm_c_that_went_on_training_is_incomplete(write):
     assert rejection.kind == logs.INCOMPLETE and "training lines go on to step 1" in rejection.reason
 
 
+def test_a_run_that_goes_on_after_its_stated_total_is_rejected(write):
+    further = [f"step:{step}/20 train_time:{100 * step}ms step_avg:100.00ms" for step in (21, 22)]
+    rejection = only_rejection(write(text([*common(), *further])))
+    assert rejection.kind == logs.INCOMPLETE and "go on to step 22 of 20" in rejection.reason
+
+
 def test_our_own_json_lines(write):
     start = {"run_id": "x", "seed": 7, "ranks": 2, "target_val_loss": 3.28}
     end = {"end": {"final_val_loss": 3.27752, "peak_memory_mib": 12}}

@@ -325,7 +325,7 @@ def test_community_logs_are_mostly_not_checkable(tmp_path, judge):
         lines.append(f"step:20/20 val_loss:{3.27 + rng.random() / 1000:.4f} train_time:{1200 + 20 * i}ms "
                      f"step_avg:{60 + i}.00ms")
         public_log(tmp_path / f"{i}.txt", lines)
-    status, rules = judge(tmp_path)
+    status, rules = judge(tmp_path, "--data", tmp_path)
     verdicts = {rule: verdict for rule, (verdict, _) in rules.items()}
     assert status == 2  # nothing fails, and that is no pass
     assert verdicts.pop(SWITCHES) == verdicts.pop(CLOCK) == "pass"
@@ -396,7 +396,7 @@ LOG_EDITS = {  # what is done to a log, which rule finds it, words of the reason
     "a step that takes no time": (lambda log: pace(log, lambda step, ms: 101 * (step - (step > 6))), CLOCK, "step 7",
                                   "101 ms"),
     "steps that take a tenth": (lambda log: pace(log, lambda step, ms: 101 * (step - 0.9 * min(max(step - 6, 0), 2))),
-                                CLOCK, "step 7; step 8"),
+                                CLOCK, "step 7 (10 ms); step 8"),
     "a first step that takes no time": (lambda log: pace(log, lambda step, ms: 101 * max(step - 1, 0)), CLOCK, "step 1"),
     "a clock that is reset": (lambda log: pace(log, lambda step, ms: 100 * (step % 9)), (CLOCK, STAMPS),
                               "falls to 0 ms at step 9"),
@@ -438,15 +438,37 @@ def test_a_script_with_a_slow_clock_is_caught(train, judge):
     assert status == 1 and "under no name" in rules[SPANS][1]
 
 
+def test_a_machine_that_slept_during_a_run_is_honest(race, judge):
+    with_pauses(folder := race(), (0, 40, 0))
+    with manifest_of(folder) as events:
+        events[4]["ended_at"] = (datetime.fromisoformat(events[4]["ended_at"]) + timedelta(seconds=40)).isoformat()
+    says(judge(folder)[1], ACCOUNTS, "not checkable", "run 2a, 2a: by race.jsonl it took", "the machine slept")
+
+
+def test_a_step_that_other_work_spared_is_no_stall(race, judge):
+    """Other work makes steps of 60 ms take 250 to 500 ms; one of them runs alone."""
+    times = np.cumsum([250, 420, 300, 480, 270, 60, 500, 330, 290, 440, 310, 380])
+    folder = race(1, change=lambda log, run, side: pace(log, lambda step, ms: float(times[step - 1]) if step else 0))
+    says(judge(folder)[1], CLOCK, "not checkable", "step 6 (60 ms)", "other work slowed its neighbours")
+
+
 @pytest.mark.parametrize("more, words", [
     ([0, 0, 100, 0], ["3a.txt", "the race that started it measured"]),
-    ([0, 0, 0, 19], ["4a.txt", "the race that started it measured"]),  # a short run hides no half of itself
 ])
 def test_a_wall_clock_that_lies_is_caught_by_the_race(race, judge, more, words):
     with manifest_of(folder := race()) as events:
         for event, seconds in zip(events[2::2], more):  # those that say how a run ended
             prolong(event, seconds)
     fails_only(judge(folder), WALL, *words)
+
+
+@pytest.mark.parametrize("sides, seconds, words", [
+    ("a", 19, ["4a.txt states", "a slow start on a busy machine"]), ("ab", 12, ["on side a", "starts on a busy machine"])])
+def test_a_slow_start_on_a_busy_machine_is_no_broken_rule(race, judge, sides, seconds, words):
+    with manifest_of(folder := race(4, sides)) as events:
+        for event in events[2::2]:
+            prolong(event, seconds if event["side"] == "a" and event["run"] in (4, 4 - len(sides) + 1) else 0)
+    says(judge(folder)[1], WALL, "not checkable", *words)
 
 
 # Selected runs
@@ -946,17 +968,32 @@ def test_a_source_that_is_too_long_to_scan_is_refused():
 
 def test_the_script_itself_is_clean():
     found = verify.scan(SOURCE)
-    assert found.findings == found.foreign == [] and found.imports_torch and len(found.look) <= 20
+    assert found.findings == found.foreign == [] and found.imports_torch
 
 
-def test_a_new_line_to_look_at_is_told_before_those_of_the_honest_script(race, judge):
+@pytest.mark.parametrize("line", [
+    "x = open('answers.bin').read()", "x = Path('answers').read_bytes()", "x = np.fromfile('answers')", "x = torch.load('m.pt')",
+    "clock.off('validation')", "x = val_sequences(0)", "for x in self.val_sequences: pass"])
+def test_new_reads_of_files_time_off_the_clock_and_validation_data_are_to_be_looked_at(race, judge, line):
+    head, main, tail = SOURCE.rpartition('if __name__ == "__main__":')
+    folder = race(1, change=lambda log, run, side: set_source(log, f"{head}{line}\n{main}{tail}\n"))
+    at = head.count("\n") + 1
+    says(judge(folder)[1], SWITCHES, "pass", "differs from this checkout's train_gpt.py in 1 line", f"inspect new line {at}")
+
+
+def test_a_source_of_this_checkout_is_said_to_be_identical(race, judge):
+    verdict, reason = judge(race(1))[1][SWITCHES]
+    assert verdict == "pass" and reason.endswith("openly; identical to this checkout's train_gpt.py")
+
+
+def test_a_new_line_to_look_at_is_told_without_those_of_the_honest_script(race, judge):
     clock = "time.perf_counter = (lambda real: lambda: 0.85 * real())(time.perf_counter)\n"
     def change(log, run, side):
         head, main, tail = log.source.rpartition('if __name__ == "__main__":')
         set_source(log, head + clock + main + tail)
     at = SOURCE[:SOURCE.rindex('if __name__ == "__main__":')].count("\n") + 1
     verdict, reason = judge(race(1, "ab", change))[1][SWITCHES]  # on both sides
-    assert verdict == "pass" and f"inspect lines {at} (new), " in reason and reason.count("(new)") == 1
+    assert verdict == "pass" and reason.endswith(f"in 1 line (--diff); inspect new line {at}")
 
 
 def test_how_the_source_differs_is_told(race, judge, capsys):
@@ -965,7 +1002,7 @@ def test_how_the_source_differs_is_told(race, judge, capsys):
             set_source(log, log.source.replace("adam_lr", "adam_LR", 1))
     folder = race(2, "ab", change)
     status, rules = judge(folder)
-    assert "2 lines differ from the other side's" in rules[SWITCHES][1]
+    assert "differs from the other side's in 2 lines (--diff)" in rules[SWITCHES][1]
     for of_one_side in ([], [folder / "1a.txt", folder / "2a.txt"]):  # then it is this checkout's
         verify.main([*map(str, of_one_side or [folder]), "--diff"])
         shown = capsys.readouterr().out
@@ -1656,25 +1693,22 @@ def test_cheat_10_a_run_stopped_for_its_time_or_its_loss(race, judge, status, pa
     fails_only(judge(folder), ACCOUNTS, f"2a_first, {status} at step 8: {'training loss' if worse else 'train_time'}")
 
 
-def with_pauses(folder, pauses=(0, 0, 0), processes="pppp"):
-    """Let these seconds pass before each run but the first, in a race run by these processes."""
+def with_pauses(folder, pauses=(0, 0, 0)):
+    """Let these seconds pass before each run but the first."""
     late = timedelta(0)
     with manifest_of(folder) as events:
-        for start, end, pause, process in zip(events[1::2], events[2::2], (0, *pauses), processes):
+        for start, end, pause in zip(events[1::2], events[2::2], (0, *pauses)):
             late += timedelta(seconds=pause)
             for event in (start, end):
                 event.update({key: (datetime.fromisoformat(event[key]) + late).isoformat()
-                              for key in ("started_at", "ended_at") if key in event}, process=process)
+                              for key in ("started_at", "ended_at") if key in event}, process="the same")
             path = folder / f"{start['run_id']}.txt"
             Log(path).set("start.started", start["started_at"]).write(path)
 
 
-@pytest.mark.parametrize("pause, processes, verdict", [
-    (3, "pppp", "pass"), (14, "pppp", "fail"), (14, "ppqq", "not checkable"), (14, "pqqq", "fail"),
-])
-def test_cheat_10_a_pause_that_hides_a_run(race, judge, pause, processes, verdict):
-    folder = race()
-    with_pauses(folder, (0, pause, 0), processes)
+@pytest.mark.parametrize("pause, verdict", [(3, "pass"), (14, "not checkable")])
+def test_cheat_10_a_pause_that_hides_a_run_or_in_which_the_machine_slept(race, judge, pause, verdict):
+    with_pauses(folder := race(), (0, pause, 0))
     found, reason = judge(folder)[1][ACCOUNTS]
     assert found == verdict and (found == "pass" or "s passed before 3a was started, long enough to hide a run" in reason)
 
@@ -1682,8 +1716,9 @@ def test_cheat_10_a_pause_that_hides_a_run(race, judge, pause, processes, verdic
 @pytest.mark.parametrize("change, word", [
     (lambda events: events[4].pop("ended_at"), "to None"),
     (lambda events: events[0]["race"].update(declared="2025-01-01T00:00:01+00:00"), "declared at 2025-01-01T00:00:01+00:00"),
-    (lambda events: events[4].update(seconds=0.85 * events[4]["seconds"] - 2), "these must agree"),
-    (lambda events: events[4].update(status="failed", seconds=2, logged=False), "run 2a, 2a: by race.jsonl it took 2 s"),
+    (lambda events: prolong(events[4], 30) or events[4].update(ended_at=events[4]["started_at"]), "these must agree"),
+    (lambda events: [prolong(event, 25) or event.update(seconds=0.95 * event["seconds"]) for event in events[2::2]],
+     "its clock runs slow"),
     (lambda events: events.sort(key=lambda e: ("race" not in e, e.get("status") == "done")), "1a ended (done), and the line before"),
 ])
 def test_cheat_10_starts_and_ends_that_do_not_fit(race, judge, change, word):
