@@ -86,7 +86,7 @@ SETTING_UP_S = 0.5  # how much longer the record's side may set up: its model ma
 CLOCKS_S = 2  # times of day have a resolution of one second
 CLOCKS_LATE_S, CLOCKS_PART = 0.3, 0.005  # by which the time of day may exceed a race's clock: at each end, and growing
 PAUSE_S = 10  # allowed pause between two runs beyond the race's median
-HINT = " (--diff)"
+HINT, LINES = " (--diff)", 30  # lines to inspect that are listed
 LAST_LINES = 10  # training losses that are averaged where a run was stopped
 STOPS = 2  # runs of a side that may have been stopped; more allow a selection by chance
 STALL, NEIGHBOURS = 0.2, 20  # a step under this part of the median of its neighbours is a stalled clock
@@ -388,11 +388,13 @@ def check_source(e, theirs):
     if source == checkout:
         text += f"; identical to this checkout's {stats.SCRIPT}"
     elif e.ours:
-        text += f"; differs from this checkout's {stats.SCRIPT} in {lines_changed(checkout, source)}{HINT * (not theirs)}"
+        text += f"; differs from this checkout's {stats.SCRIPT} in {lines_changed(checkout, source)}"
+        text += HINT * (not theirs)
     known = Counter(scan(checkout).look.values())
     new = [str(line) for line, shown in found.look.items() if known.subtract([shown]) or known[shown] < 0]
     if new:
-        text += f"; inspect new {'lines' if len(new) > 1 else 'line'} {', '.join(new[:12])}{' ...' * (len(new) > 12)}"
+        text += f"; inspect new {'lines' if len(new) > 1 else 'line'} {', '.join(new[:LINES])}"
+        text += " ..." * (len(new) > LINES)
     if theirs and e.ours:
         text += ("; the same as the other side's" if theirs == source else
                  f"; differs from the other side's in {lines_changed(theirs, source)}{HINT}")
@@ -655,8 +657,8 @@ def check_attempts(manifest, runs, here, remarks, unknown):
                     f"{text}: these must agree to {CLOCKS_S} s")
             beyond[text] = ended - began - seconds, seconds
         if run_id in pauses and pauses[run_id] > np.median([*pauses.values()]) + PAUSE_S:
-            unknown.append(f"{pauses[run_id]:.0f} s passed before {run_id} was started, long enough to hide a run, unless "
-                           "the race was stopped there or the machine slept")
+            unknown.append(f"{pauses[run_id]:.0f} s passed before {run_id} was started, long enough to hide a run, "
+                           "unless the race was stopped there or the machine slept")
         tried += [which] * (which not in tried[-1:])
         if status == "done":
             require(log, f"{what}, was started (done), and its log is not here")
@@ -699,8 +701,8 @@ def check_times_of_day(beyond, unknown):
     usual, length = np.median([*beyond.values()], axis=0) if beyond else (0, 0)
     chance = (CLOCKS_S - CLOCKS_LATE_S) / math.sqrt(max(1, len(beyond)))  # of the resolution
     allowed = min(CLOCKS_S, chance + CLOCKS_LATE_S + CLOCKS_PART * length)
-    require(usual <= allowed or len(beyond) < 2, f"by the time of day half of the runs took {usual:.2f} s or more beyond "
-            f"the race's clock, and {allowed:.2f} s are allowed: its clock runs slow")
+    require(usual <= allowed or len(beyond) < 2, f"by the time of day half of the runs took {usual:.2f} s or more "
+            f"beyond the race's clock, and {allowed:.2f} s are allowed: its clock runs slow")
     unknown += [f"{text}: {late:.1f} s more by the time of day: the machine slept, or the race's clock runs slow"
                 for text, (late, _) in beyond.items() if late > CLOCKS_S]
 
