@@ -3940,8 +3940,8 @@ def check_compiler(gpu: bool) -> None:
             "Debian the package python3-dev)")
 
 def cpu_threads(config: Config, local_ranks: int) -> int:
-    """Choose the threads of a rank on a CPU. A small model gets one: two take a fifth off a quiet machine's time, and on
-    a busy machine each waits for the other tens of thousands of times."""
+    """Choose the threads of a rank on a CPU. A small model gets one: two save a fifth of the time on a quiet machine,
+    but on a busy one each waits for the other tens of thousands of times."""
     return 1 if config.model_dim <= 128 else max(1, (os.cpu_count() or 1) // local_ranks)
 
 def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:

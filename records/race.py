@@ -74,7 +74,6 @@ ROOT = Path(__file__).resolve().parent.parent
 OWN_FLAGS = ("--run_id", "--log_dir", "--resume", "--race")
 PATIENCE_S = 30  # until a run that ignores an interrupt is killed
 LOOK_S = 0.02  # between two looks at a run's log
-PROCESS = uuid.uuid4().hex[:12]  # identifies this process: a pause between two processes hides no run
 MOST_LOGS = 50  # earlier logs that are read to predict the duration
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # loaded now: a child must not load libraries before it execs
 ALONE = [sys.executable, "-I"]  # ignores PYTHON* variables and user packages
@@ -331,8 +330,7 @@ def run_once(manifest, folder, lock, run, side, interrupts):
     tries = sum((attempt["run"], attempt["side"]) == (run, side) for attempt in manifest.attempts.values())
     run_id = f"{race['id']}_{run:02}{side}" + (f"_again{tries}" if tries else "")
     seed, log = race["seed"] + run, manifest.path.parent / f"{run_id}.txt"
-    attempt = {"run": run, "side": side, "run_id": run_id, "seed": seed, "started_at": now(), "process": PROCESS,
-               "status": "started"}
+    attempt = {"run": run, "side": side, "run_id": run_id, "seed": seed, "started_at": now(), "status": "started"}
     version = race["sides"][side]
     foreign, before, words = "folder" in version, logs_of(folder), version["flags"]
     if not foreign:

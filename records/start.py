@@ -150,7 +150,8 @@ def call(words, kept, each_line=None):
         interrupted(kept=kept)
     signal.signal(signal.SIGINT, interrupted)
     if child.returncode < 0:
-        say(f"error: {next(word for word in words if word.endswith('.py'))} was killed by {signal.Signals(-child.returncode).name}")
+        script, by = next(word for word in words if word.endswith(".py")), signal.Signals(-child.returncode).name
+        say(f"error: {script} was killed by {by}")
     if child.returncode:
         sys.exit(child.returncode if child.returncode > 0 else 128 - child.returncode)
 

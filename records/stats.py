@@ -21,11 +21,12 @@ enforced. For a race that was declared to run until it is decided, `bounds` keep
 
 Right-skewed losses make the t-test lenient: at alpha 1 % it passes 5 to 7 % of wrong claims on exponential losses. The
 p-value of a bootstrap-t, which passes less than half of those, is always printed. A warning is printed if the skewness
-exceeds the 95th percentile of normal samples of this size; with five exponential losses it detects one in eight. A race until decided has the same weakness: at alpha 1 %, looks at up to 6
-or 12 exponential losses pass 9 % of wrong claims. There the bootstrap-t must show the claim at alpha too, which leaves 4
-and 6 % (simulated, as the following). Public losses have a skewness of 0.2: 1 % of wrong claims pass, 0.5 % after the
-veto. With normal losses and a margin of 1 sd the veto lowers the power from 25 to 16 % with 6 runs, and from 74 to 71 %
-with 12.
+exceeds the 95th percentile of normal samples of this size; with five exponential losses it detects one in eight.
+
+A race until decided has the same weakness: at alpha 1 %, looks at up to 6 or 12 exponential losses pass 9 % of wrong
+claims. There the bootstrap-t must show the claim at alpha too, which leaves 4 and 6 % (simulated, like the following).
+Public losses have a skewness of 0.2: 1 % of wrong claims pass, 0.5 % after this veto. With normal losses and a margin
+of 1 sd the veto lowers the power from 25 to 16 % with 6 runs, and from 74 to 71 % with 12.
 
 Welch's test passes slightly more than alpha with few runs and unequal spreads: at 1 % it passes 1.4 % with 3 runs and
 sd 1:5, and 1.5 % with looks at up to 4 runs and sd 1:4 (simulated). More runs reduce this.
@@ -845,8 +846,8 @@ def plot(report, path):
 def plan(options):
     """Return the number of runs that a claim needs, as a dict for --json.
 
-    sd and margin come from the flags, or from logs: one set gives losses, two sets (the pilot) times. An sd from logs is
-    an upper confidence bound. seen: the logs' own sds; n: runs in the logs, or None."""
+    sd and margin come from the flags, or from logs: one set gives losses, two sets (the pilot) times. An sd from logs
+    is an upper confidence bound. seen: the logs' own sds; n: runs in the logs, or None."""
     sd, other_sd, margin, n, pilot, seen = options.sd, options.other_sd, options.margin, None, None, []
     if sd is None or margin is None:
         require(options.paths, "--plan needs --sd and --margin, or logs to take them from")
@@ -875,7 +876,8 @@ def plan(options):
         pairs = pair_up(*pilot)
         ratios = np.diff(np.log([[run.train_time_ms for run in pair] for pair in pairs])) if pairs else [0]
         if np.ptp(ratios) > 0:
-            ways["less time, paired"] = {"sd": upper_sd(summary(ratios)["sd"], len(ratios)), "margin": -math.log1p(-margin / aim), "sets": 1}
+            spread = upper_sd(summary(ratios)["sd"], len(ratios))
+            ways["less time, paired"] = {"sd": spread, "margin": -math.log1p(-margin / aim), "sets": 1}
     runs = {claim: runs_needed(**way, alpha=options.alpha, wanted=options.power) for claim, way in ways.items()}
     needed = []
     for claim, way in ways.items():
@@ -883,8 +885,8 @@ def plan(options):
         powers = {n: power(n, **way, alpha=options.alpha) for n in (runs.values() if pilot else [runs[claim]])}
         needed.append({"claim": claim, "sets": way["sets"], "runs": runs[claim], "powers": powers,
                        "power": powers[runs[claim]]})
-    return {"sd": sd, "other_sd": other_sd, "seen": seen, "confidence": SD_CONFIDENCE, "margin": margin, "n": n, "alpha": options.alpha, "power": options.power,
-            "needed": needed}
+    return {"sd": sd, "other_sd": other_sd, "seen": seen, "confidence": SD_CONFIDENCE, "margin": margin, "n": n,
+            "alpha": options.alpha, "power": options.power, "needed": needed}
 
 
 def parse(arguments):

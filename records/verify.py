@@ -1216,8 +1216,8 @@ def sum_up(findings, case):
             "NO PASS: the logs do not describe their runs" if bare else
             "CLAIM NOT SHOWN, no rule is broken" if counts[FAIL] else
             "NO RULE IS BROKEN, some were not checked" if of[UNKNOWN] else "PASS")
-    hold, broken = (f"{plural(len(of[verdict]), 'rule')} {one if len(of[verdict]) == 1 else many}" for verdict, one, many
-                    in ((PASS, "holds", "hold"), (FAIL, "is broken", "are broken")))
+    hold, broken = (f"{plural(len(of[verdict]), 'rule')} {one if len(of[verdict]) == 1 else many}"
+                    for verdict, one, many in ((PASS, "holds", "hold"), (FAIL, "is broken", "are broken")))
     return {"said": f"{said}. {hold}, {broken}, {len(of[UNKNOWN])} not checked; models of {len(case.models)} of "
                     f"{plural(len(case.whole.runs), 'run')}",
             "verdict": FAIL if counts[FAIL] else INCOMPLETE if counts[UNKNOWN] else PASS, "counts": dict(counts),

@@ -159,7 +159,7 @@ def race(honest, tmp_path):
             change(log, run, side)
             write_stamps(log.write(folder / f"{run}{side}.txt"), log, slow(side))
             event = {"run": run, "side": side, "run_id": f"{run}{side}", "status": "started", "seed": run,
-                     "started_at": log.start["started"], "process": f"{run}{side}"}
+                     "started_at": log.start["started"]}
             seconds = slow(side) * log.end["wall_seconds"] + 5
             clock += timedelta(seconds=math.ceil(seconds))
             events += [event, {**event, "status": "done", "logged": True, "seconds": seconds}]
@@ -1701,7 +1701,7 @@ def with_pauses(folder, pauses=(0, 0, 0)):
             late += timedelta(seconds=pause)
             for event in (start, end):
                 event.update({key: (datetime.fromisoformat(event[key]) + late).isoformat()
-                              for key in ("started_at", "ended_at") if key in event}, process="the same")
+                              for key in ("started_at", "ended_at") if key in event})
             path = folder / f"{start['run_id']}.txt"
             Log(path).set("start.started", start["started_at"]).write(path)
 
