@@ -3728,7 +3728,9 @@ def save_file(path: Path, content: dict[str, Any]) -> None:
         os.fsync(folder)
         os.close(folder)
     except (OSError, RuntimeError) as error:  # torch replaces the error of a full disk by one about its file format
-        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        cause = error.__context__ if isinstance(error.__context__, (OSError, KeyboardInterrupt)) else error
+        if isinstance(cause, KeyboardInterrupt):  # torch replaces it too
+            raise cause
         raise RunError(f"{path}: cannot be written ({cause}); free space or choose another --log_dir") from cause
     finally:
         with contextlib.suppress(OSError):
@@ -3741,11 +3743,12 @@ def load_file(path: str | Path, check: bool = True) -> dict[str, Any]:
         if check and digest_of(saved) != saved["digest"]:
             raise ValueError("its content does not match its digest")
         return saved
-    except Exception as error:  # torch.load raises many kinds, and advises to trust the file
+    except Exception as error:  # torch.load raises many kinds, and its texts advise to trust the file
         if isinstance(error, OSError) and error.filename:  # it cannot be opened
             raise
-        raise RunError(f"{path}: not a saved model or checkpoint of this version of train_gpt.py, or damaged "
-                       f"({type(error).__name__}: {error}); name another".partition("\n")[0]) from error
+        why = error if type(error) is ValueError else type(error).__name__
+        raise RunError(f"{path}: not a saved model or checkpoint of this version of train_gpt.py, or damaged ({why}); "
+                       "name another") from error
 
 @torch.no_grad()
 def load_parameters(model: GPT, saved: dict[str, Any]) -> None:
@@ -3816,7 +3819,7 @@ def latest_intact(found: list[Path]) -> Path:
         if not (damage := damage_of(path)):
             return path
         damages.append(damage)
-    raise RunError(damages[0])
+    raise RunError(f"{'; '.join(damages)}. No checkpoint of the run is intact; start it again")
 
 def damage_of(path: Path) -> str:
     """Say how a saved file is damaged; empty if it is not."""

@@ -936,9 +936,10 @@ def main(arguments=None):
     try:
         if options.plan:
             found = plan(options)
-            most = math.ceil(LONGER * min(each["runs"] for each in found["needed"])) + 1  # for the bootstrap's veto
+            fewest = min(found["needed"], key=lambda each: each["runs"])
+            most = math.ceil(LONGER * fewest["runs"]) + 1  # one more for the bootstrap's veto
             print(logs.show_json(found) if options.json else
-                  pages.show("plan.txt.jinja", **found, most=most))
+                  pages.show("plan.txt.jinja", **found, most=most, fewest=fewest))
             return 0
         sides = choose_sides(options)
         report = judge(sides, options)

@@ -12,6 +12,7 @@ import logs
 logs.end_at_ctrl_c(__name__)  # importing numpy takes time
 
 import argparse
+import contextlib
 import functools
 import io
 import threading
@@ -84,6 +85,10 @@ def serve(folder, port):
 
     class Handler(BaseHTTPRequestHandler):
         timeout = 10  # seconds that a client may be silent
+
+        def handle(self):
+            with contextlib.suppress(ConnectionError):  # a client may leave before its answer
+                super().handle()
 
         def do_GET(self):
             # Another site's name that resolves to this machine must not read the logs (DNS rebinding)

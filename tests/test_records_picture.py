@@ -115,7 +115,7 @@ def test_the_page_follows_a_run_from_its_first_step_to_its_end(tmp_path, open_pa
         open_page("/race-1/")
 
 
-def test_a_silent_client_a_dangling_link_and_an_odd_log_do_not_block_the_page(tmp_path, open_page, monkeypatch):
+def test_a_silent_client_a_dangling_link_and_an_odd_log_do_not_block_the_page(tmp_path, open_page, monkeypatch, capsys):
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     (tmp_path / "odd.txt").write_text(WHOLE)
     (tmp_path / "run.txt").write_text(WHOLE)
@@ -123,6 +123,11 @@ def test_a_silent_client_a_dangling_link_and_an_odd_log_do_not_block_the_page(tm
     monkeypatch.setattr(picture, "read", lambda path: read(path) if path.name == "run.txt" else {}["steps"])
     with socket.create_connection(("127.0.0.1", open_page.port)):  # says nothing
         page = open_page()
+    with socket.create_connection(("127.0.0.1", open_page.port)) as leaves:
+        leaves.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        leaves.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset, not an end
+    open_page()
+    assert "Traceback" not in capsys.readouterr().err
     assert "step 40 of 40: ended" in page and page.count("<svg") == 1 and "cannot be drawn: KeyError" in page
 
 

@@ -310,6 +310,16 @@ def test_a_file_that_was_cut_anywhere_is_damaged(tmp_path):
         assert "or damaged" in train_gpt.damage_of(path)
 
 
+def test_an_interrupt_while_a_file_is_written_is_not_taken_for_a_full_disk(tmp_path, monkeypatch):
+    """torch's writer answers it by an error about its file format."""
+    def interrupted(*_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(train_gpt.torch.serialization, "_save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train_gpt.save_file(tmp_path / "some.ckpt", {"state": {"x": torch.arange(1000.0)}})
+    assert not list(tmp_path.iterdir())
+
+
 class Obeyed:
     """What a pickle may hold: a call that loading makes."""
 
