@@ -54,8 +54,9 @@ def draw(run, out, form=None):
     target = config.get("target_val_loss") if isinstance(config, dict) else None
     target = target if type(target) in (int, float) else None
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(12, 4), layout="constrained")
+        figure = Figure(figsize=(12, 4))
         over_steps, over_seconds, speed = figure.subplots(1, 3)
+        figure.subplots_adjust(left=0.05, right=0.99, bottom=0.12, top=0.93, wspace=0.2)  # a fitted layout takes 0.3 s
         for axes, place, title, unit in (
                 (over_steps, lambda line: line.step, "Loss over steps", "step"),
                 (over_seconds, lambda line: line.time_ms / 1000, "Loss over seconds", "seconds of training")):

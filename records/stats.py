@@ -113,7 +113,11 @@ paired_t_less = functools.partial(scipy.stats.ttest_rel, axis=-1, alternative="l
 
 
 def bootstrap_t_less(losses, target):
-    """Return p of mean < target by the bootstrap-t (Efron and Tibshirani 1993), robust to skew. losses [n]"""
+    """Return p of mean < target by the bootstrap-t (Efron and Tibshirani 1993), robust to skew; 1 for equal losses.
+
+    Two rounded losses are often equal at a race's first look, and the t-test gives p = 0 then. losses [n]"""
+    if np.ptp(losses) == 0:
+        return 1.0
     draw, losses = np.random.default_rng(0), np.asarray(losses, dtype=float)
     again = draw.choice(losses, (max(199, min(RESAMPLES, 2 * 10**6 // len(losses))), len(losses)))
     spread = again.std(-1, ddof=1)

@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import functools
 import io
+import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,6 +29,7 @@ import picture
 ROOT = Path(__file__).resolve().parent.parent
 SHOWN = 6  # runs
 PERIOD_S = 5
+HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")  # any port: `ssh -L` may use another
 DRAW_S = 1  # a page draws new plots for this long and leaves the others to its next reload
 
 
@@ -60,23 +62,19 @@ def describe(path, changed):
     return {"name": path.name, "state": f"step {last.step} of {total or '?'}: {state}", "svg": drawn}
 
 
-def changes(folder):
-    """Yield (time stamp, path) of each log in the folder and its subfolders."""
-    for path in folder.rglob("*.txt"):
-        try:
-            yield path.stat().st_mtime_ns, path
-        except OSError:  # a dangling link, or removed in the meantime
-            pass
-
-
 def page(folder):
     """Return the page with the logs that changed last, the latest first."""
-    began, runs = time.monotonic(), []
-    for changed, path in sorted(changes(folder), reverse=True)[:SHOWN]:
+    began, found, unreadable, runs = time.monotonic(), [], [], []
+    for path in folder.rglob("*.txt"):
+        try:
+            found.append((path.stat().st_mtime_ns, path))
+        except OSError as error:  # a dangling link, for instance
+            unreadable.append(f"{path.name}: {error.strerror}")
+    for changed, path in sorted(found, reverse=True)[:SHOWN]:
         late = time.monotonic() - began > DRAW_S
         runs.append({"name": path.name, "state": "drawn at the next reload", "svg": ""} if late else
                     describe(path, changed))
-    return pages.render("watch.html.jinja", period=PERIOD_S, folder=folder, runs=runs)
+    return pages.render("watch.html.jinja", period=PERIOD_S, folder=folder, runs=runs, unreadable=unreadable)
 
 
 def serve(folder, port):
@@ -92,7 +90,7 @@ def serve(folder, port):
 
         def do_GET(self):
             # Another site's name that resolves to this machine must not read the logs (DNS rebinding)
-            if self.headers.get("Host") not in (f"{name}:{port}" for name in ("127.0.0.1", "localhost")):
+            if not HOST.fullmatch(self.headers.get("Host", "")):
                 return self.send_error(403, f"open http://127.0.0.1:{port}/")
             if self.path != "/":
                 return self.send_error(404)
@@ -101,8 +99,9 @@ def serve(folder, port):
             self.send_response(200)
             for name, value in (("Content-Type", "text/html; charset=utf-8"), ("Content-Length", len(content))):
                 self.send_header(name, str(value))
-            self.end_headers()
-            self.wfile.write(content)
+            with contextlib.suppress(OSError):  # the browser may have left
+                self.end_headers()
+                self.wfile.write(content)
 
         def log_message(self, *_):
             pass

@@ -622,6 +622,15 @@ def test_a_race_until_decided_is_not_decided_by_skewed_losses_alone(write, judge
     assert status == 1 and not report["loss"]["significant"] and report["stop"]["outcome"] == "the last look"
 
 
+def test_equal_losses_decide_no_race(write, refusal):
+    """Two losses with four decimals are equal and below the target in 1 % of races without a gain; their t-test has p = 0."""
+    losses = [3.2795, 3.2795, 3.2801]
+    contents = [re.sub("val_loss:3.27.*? ", f"val_loss:{loss:.4f} ", content) for loss, content in zip(losses, raced(3, declared=7))]
+    assert stats.one_sample_t_less(losses[:2], 3.28).pvalue == 0
+    race = declare(write("equal", contents), until_decided=True, n=7, sides={"": {"revision": None, "flags": []}})
+    assert "after 3 of at most 7 runs it is not" in refusal(race)
+
+
 def test_a_race_of_one_version_until_decided(write, judge, refusal):
     def race(n):
         return declare(write(f"one{n}", raced(n, declared=10)), until_decided=True, sides={"": {"revision": None, "flags": []}})
