@@ -99,9 +99,8 @@ def serve(folder, port):
             self.send_response(200)
             for name, value in (("Content-Type", "text/html; charset=utf-8"), ("Content-Length", len(content))):
                 self.send_header(name, str(value))
-            with contextlib.suppress(OSError):  # the browser may have left
-                self.end_headers()
-                self.wfile.write(content)
+            self.end_headers()
+            self.wfile.write(content)
 
         def log_message(self, *_):
             pass
