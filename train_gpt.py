@@ -1624,12 +1624,18 @@ class NgramTable(nn.Embedding):
         return functools.reduce(lambda number, token: number * self.vocab + token, last_tokens[:self.n])
 
     def record_hash(self, tokens: Tensor) -> Tensor:
-        """Number the pairs that end at tokens [..., T], as record 89 does: rows and signs also of pairs across documents."""
+        """Number the pairs that end at tokens [..., T] as record 89 does, also across documents.
+
+        The first token has the last row. The second token's row is computed with the number of that row in place of the
+        first token; at the record's size that product exceeds int32, and wraps.
+        """
+        tokens, last = tokens.int(), self.num_embeddings - 1
         before = F.pad(tokens[..., :-1], (1, 0))
-        row = (36313 * tokens ^ 27191 * before) % (self.num_embeddings - 1)
-        number = (before ^ tokens) % self.SIGNS * self.num_embeddings + row
-        number[..., 0] = self.num_embeddings - 1
-        return number
+        sign = (before ^ tokens) % self.SIGNS
+        sign[..., 0], before[..., 1:2] = 0, last
+        row = (36313 * tokens ^ 27191 * before) % last
+        row[..., 0] = last
+        return sign.long() * self.num_embeddings + row
 
     @classmethod
     def hash(cls, number: Tensor) -> Tensor:
@@ -1855,7 +1861,7 @@ class GPT(nn.Module):
         """Number the n-grams that end at tokens [..., T] -> for each table their numbers or, if rows are shared, their
         hashes, int64 [..., T]."""
         if self.config.ngram_hash == "record":
-            return [table.record_hash(tokens.long()) for table in self.ngrams]
+            return [table.record_hash(tokens) for table in self.ngrams]
         token, in_document, last_tokens = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), []
         for _ in range(max((table.n for table in self.ngrams), default=0)):
             last_tokens.append(torch.where(in_document, token, self.bos_id))
