@@ -248,8 +248,8 @@ class Config(SyncSettings, StageValues):
                          "connection from layer N); c in front (attention reads the output of backout_layer); - "
                          "(nothing)")
     ngrams: str = option("", "n-gram embedding tables, N:ROWS:WIDTH each; with few rows, n-grams share them by hash")
-    ngram_hash: str = option("documents", "rows and signs of tables that share rows: n-grams within documents, or pairs "
-                             "by record 89's hash, across documents", ("documents", "record"))
+    ngram_hash: str = option("documents", "rows of n-grams that share them: within documents, or for pairs by record "
+                             "89's hash, which crosses documents", ("documents", "record"))
     model_dim: int = option(768, "width of the residual stream")
     num_heads: int = option(6, "attention heads")
     head_dim: int = option(128, "width of a head; num_heads * head_dim must be model_dim")
@@ -369,8 +369,8 @@ PRESETS = {
         logit_cap=23.0, logit_shift=5.0,  # a lower cap; logits have more room below x = 0 than above
         fp8_x_scale=100 / 448, fp8_weight_scale=1.6 / 448, fp8_grad_scale=0.75 / 448,
         num_steps=1285, cooldown=0.6, lr_floor=0.15,
-        # batches and documents grow; the loss predicts several tokens ahead at first. The stages end at steps 423, which
-        # is below a third, 847, 1270 and 1285
+        # Batches and documents grow; the loss predicts several tokens ahead at first. The stages end at steps 423 (a
+        # third would be 424), 847, 1270 and 1285
         stages=(
             Stage(until=0.333, micro_batch_tokens=16384, max_document_tokens=896, long_window=3, peak_lr_factor=1.0,
                   loss_weights=Ramp((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), prefix_weight=0.25),
@@ -575,8 +575,8 @@ def parse_layers(words: str) -> tuple[Layer, ...]:
     """Parse Config.layers: `S1M+5` -> Layer("S", 1, True, skip_from=5). RunError on an invalid word."""
     def parse(word: str) -> Layer:
         found = re.fullmatch(r"-|(?=[^+])(?:(c?)([SLP])(\d?)(x?)(g?)(d?))?(M?)(?:\+(\d+))?", word)
-        require(found, f"layers: {word!r} is not a layer; write S, L or P, optionally with a digit, x, g, d, M, +N, and "
-                "c in front, such as cS1xM+0; or M; or -")
+        require(found, f"layers: {word!r} is not a layer; write S, L or P, optionally with a digit, x, g, d, M, +N, "
+                "and c in front, such as cS1xM+0; or M; or -")
         reads_backout, window, table, xsa, gated, dc, mlp, skip = found.groups()
         return Layer(window, int(table) if table else None, bool(mlp), bool(reads_backout), int(skip) if skip else None,
                      bool(xsa), bool(gated), bool(dc))
@@ -597,8 +597,8 @@ def gated_layers(config: Config) -> list[range]:
     count, words = len(parse_layers(config.layers)), config.token_gates.split()
     begins = [int(word) for word in words if word.isdecimal()]
     require(len(begins) == len(words) and begins == sorted({*begins}) and begins[:1] in ([], [0])
-            and (not begins or begins[-1] < count), f"token_gates is {config.token_gates!r}; write numbers of layers, 0 "
-            f"and later ones up to {count - 1}, in order, such as '0 4'")
+            and (not begins or begins[-1] < count), f"token_gates is {config.token_gates!r}; write numbers of layers, "
+            f"0 and later ones up to {count - 1}, in order, such as '0 4'")
     return [range(*ends) for ends in itertools.pairwise([*begins, count])] if begins else []
 
 GROUP = 3  # least layers of a group that is compiled together
@@ -711,8 +711,8 @@ def check_layers(c: Config, ranks: int, want: Callable[[Any, str], None]) -> Non
     for i, layer in enumerate(layers):
         want(not (layer.window == "P" and (layer.xsa or layer.dc)), f"layers: layer {i} has P with x or d, which need "
              "unpaired heads; write S or L, or leave x and d out")
-        want(gated or not (layer.gated or layer.dc), f"layers: layer {i} has g or d, whose gates are computed per token; "
-             "give --token_gates 0, or leave g and d out")
+        want(gated or not (layer.gated or layer.dc), f"layers: layer {i} has g or d, whose gates are computed per "
+             "token; give --token_gates 0, or leave g and d out")
     for name, given in ("token_gates", gated), ("mudd", c.mudd):
         want(not given or c.sublayer_scales, f"{name} needs sublayer_scales; give --sublayer_scales true")
     want(not c.mudd or layers and layers[-1].window and c.num_heads % 2 == 0, "mudd needs attention in the last layer "
@@ -1547,7 +1547,8 @@ class Group(nn.Module):
             if numbers.start in layers:
                 self.token_gates, self.computes_gates = (gates,), numbers.start == layers.start
         self.mudd = (model.mudd,) if self.last and c.mudd else None
-        self.skips = {i: n for n, i in enumerate(i for i, layer in enumerate(model.layers) if layer.skip_from is not None)}
+        with_skip = (i for i, layer in enumerate(model.layers) if layer.skip_from is not None)
+        self.skips = {i: n for n, i in enumerate(with_skip)}
         self.saves = saved_layers(c) - ({*numbers} if self.last else set())
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -1750,7 +1751,8 @@ class GPT(nn.Module):
         block = ScaledBlock if c.sublayer_scales else Block
         self.blocks = nn.ModuleList(block(c, layer) for layer in self.layers)
         self.lm_head = Head(c, vocab)
-        self.token_gates = nn.ModuleList(TokenWeights(c, "token_gates", gates_of(c, layers)) for layers in gated_layers(c))
+        self.token_gates = nn.ModuleList(TokenWeights(c, "token_gates", gates_of(c, layers))
+                                         for layers in gated_layers(c))
         self.gate_scale = parameter(torch.tensor(TokenWeights.SCALE), "token_gate_biases") if c.token_gates else None
         self.mudd = Mudd(c) if c.mudd else None
         self.groups = nn.ModuleList(Group(self, numbers) for numbers in layer_groups(c))
@@ -1785,10 +1787,7 @@ class GPT(nn.Module):
     def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
         """Tokens [T] -> the normed residual stream before the head [T, dim]."""
         masks, (x0, ngram_embeds) = self.masks(tokens, windows), self.embed_tokens(tokens)
-        # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
-        skip_weights, mixes, value_mixes, _, backouts = (x.unbind() for x in self.mixing_weights())
-        shared = Shared(x0, ngram_embeds, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks, skip_weights,
-                        mixes, value_mixes, next(iter(backouts), None), self.gate_scale)
+        shared = self.shared(x0, ngram_embeds, masks)
         x, gates = x0.view_as(x0), None  # another tensor object: if x were x0, torch.compile would make a further graph
         saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
         values: dict[int, Tensor] = {}  # looked up at first use, so gradients come with that group's
@@ -1798,6 +1797,12 @@ class GPT(nn.Module):
             x, outputs, gates = group(x, shared, saved, values, gates)
             saved |= outputs
         return x
+
+    def shared(self, x0: Tensor, ngram_embeds: Tensor | None, masks: dict[str | None, Mask | None]) -> Shared:
+        # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
+        skip_weights, mixes, value_mixes, _, backouts = (x.unbind() for x in self.mixing_weights())
+        return Shared(x0, ngram_embeds, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks, skip_weights,
+                      mixes, value_mixes, next(iter(backouts), None), self.gate_scale)
 
     def loss(self, x: Tensor, targets: Tensor, loss_weights: Numbers,
              prefix_weight: float = 0.0) -> tuple[Tensor, Tensor]:
