@@ -4,6 +4,9 @@ import copy
 import dataclasses
 import functools
 import math
+import sys
+import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -121,6 +124,62 @@ def test_later_mechanisms_are_those_of_a_second_implementation(tiny, name):
         record = reference.loss({name: p for name, p in plain.items() if not name.endswith(("value_gate", "xsa_lambda"))},
                                 x.tolist(), y.tolist(), 12, 5, BOS, config.num_heads)
         assert abs(record.item() - loss.item()) > 5e-6 * loss.item(), "five times the tolerance above"
+
+
+MISTAKES = {  # one line of train_gpt.py each
+    "MUDD: sources of the last layer exchanged": ("saved[-1], saved[self.backout], x\n", "saved[self.backout], saved[-1], x\n"),
+    "MUDD: weights of values and residual stream exchanged": ('"values": [0.0] * 3, "residual": [0.0] * 3',
+                                                              '"residual": [0.0] * 3, "values": [0.0] * 3'),
+    "MUDD: value gates of the halves exchanged": ('weights["value_gates"].repeat', 'weights["value_gates"].flip(1).repeat'),
+    "MUDD: the last layer adds x0": ("shared._replace(x0=outputs[-1])", "shared"),
+    "MUDD: the head reads the next value table": ("outputs, values.get(0))", "outputs, values.get(1))"),
+    "gates: sigmoid on those of the heads": ('y * gates["gate"][..., None]', 'y * gates["gate"].sigmoid()[..., None]'),
+    "gates: scale of MUDD in place of the learned one": ("compute(x, shared.gate_scale)", "compute(x)"),
+    "gates: the second network reads x0": ("gates = self.token_gates[0].compute(x,", "gates = self.token_gates[0].compute(shared.x0,"),
+    "gates: no sigmoid on the skip connection's weight": ("torch.sigmoid(shared.skip_weights[self.skips[i]])",
+                                                          "shared.skip_weights[self.skips[i]]"),
+    "gates: n-grams of layer 0 after its attention": ("(-1 if name == \"ngrams\" and i == first else i, name)", "(i, name)"),
+    "DC: one token less": ("*[self.config.dc_window - 1] * 2", "*[self.config.dc_window - 2] * 2"),
+    "DC: reading weights not normed": ("(heads,), eps=1e-6)", "(heads,), eps=1e6)"),
+    "DC: reading and writing exchanged": ('gates["dc_read"], gates["dc_write"]', 'gates["dc_write"], gates["dc_read"]'),
+    "DC: before the keys' offset": ("mix_heads(q * scale, k,", "mix_heads(q * scale, k.roll(-1, 0),"),
+    "XSA: no tanh": ("torch.tanh(xsa)[..., None]", "xsa[..., None]"),
+    "XSA: of layers 1 and 3 exchanged": ('own = {name: gate for (number, name), gate in by_name.items() if number == i}',
+                                         'own = {name: gate for (number, name), gate in by_name.items() if number == '
+                                         '({1: 3, 3: 1}.get(i, i) if name == "xsa" else i)}'),
+    "signs: one token late": ("number // self.num_embeddings % self.SIGNS)\n", "(number // self.num_embeddings % self.SIGNS).roll(1))\n"),
+    "hash: the second token's row": ("sign[..., 0], before[..., 1:2] = 0, last", "sign[..., 0] = 0"),
+    "hash: factors exchanged": ("36313 * tokens ^ 27191 * before", "27191 * tokens ^ 36313 * before"),
+    "prefix: of the token after the next": ("self.prefixes[targets]]", "self.prefixes[targets.roll(-1)]]"),
+    "prefix: half its weight": ("(*loss_weights, prefix_weight)", "(*loss_weights, prefix_weight / 2)"),
+    "value gates: paired layers read only x": ("value_embeds[:, :inputs - inputs // 2]", "(x[:, inputs // 2:inputs] if self.paired "
+                                               "else value_embeds[:, :inputs - inputs // 2])"),
+}
+
+
+def frontier_s_loss_and_gradients(module, config):
+    """Compute with the model of another copy of train_gpt."""
+    model = shake(module.build_model(module.config_of(train_gpt.json_of(config)), ENCODING))
+    model.apply_schedule((), tied=True)
+    model.prefixes[:VOCAB] = torch.tensor(PREFIXES)
+    loss, _ = model(*tokens_of(5, 40), module.Windows(12, 5), (1.0, 0.5, 0.25), 0.25)
+    loss.backward()
+    return loss.item(), {name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_in_frontier_s_mechanisms_show(tiny, name, monkeypatch):
+    """The comparison above would see them: each changes the loss or a gradient by 20 times its tolerance."""
+    (old, new), source = MISTAKES[name], Path(train_gpt.__file__).read_text()
+    assert source.count(old) == 1, "the line has changed: plant the mistake anew"
+    wrong = types.ModuleType(f"wrong_{[*MISTAKES].index(name)}")
+    wrong.__file__ = train_gpt.__file__
+    monkeypatch.setitem(sys.modules, wrong.__name__, wrong)  # its dataclasses look up their module
+    exec(compile(source.replace(old, new), wrong.__name__, "exec"), vars(wrong))
+    config = dataclasses.replace(tiny, **FURTHER["all of frontier"][0])
+    (loss, grads), (wrong_loss, wrong_grads) = (frontier_s_loss_and_gradients(module, config) for module in (train_gpt, wrong))
+    assert abs(loss - wrong_loss) > 2e-5 * loss or any(
+        (grad - wrong_grads[name]).norm() > 2e-4 * grad.norm() for name, grad in grads.items())
 
 
 def test_initialization_of_later_mechanisms(tiny):
@@ -836,7 +895,7 @@ def test_frontier_s_groups_are_those_of_the_record():
         assert specs[name].rule.lr == 0.023 and specs[name].rule.beta2 == 0.9
 
 
-def test_every_kind_of_block_is_compiled(tiny, monkeypatch):
+def test_every_group_is_compiled(tiny, monkeypatch):
     """Beyond its recompile limit torch only warns, and computes without compilation."""
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
@@ -848,7 +907,7 @@ def test_every_kind_of_block_is_compiled(tiny, monkeypatch):
     model.compile_parts()
     before = train_gpt.compile_stats()[0]
     assert model(x, y, train_gpt.Windows(12, 5))[0].item() == pytest.approx(wanted, rel=1e-5)
-    assert train_gpt.compile_stats()[0] - before == 12 + 3, "kinds of blocks; head, smear and back_out"
+    assert train_gpt.compile_stats()[0] - before == 2 + 2, "layers 0 to 2, whose output is saved, and the others; head and smear"
     torch._dynamo.reset()
 
 
