@@ -89,7 +89,7 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
         p.data.normal_(0, 0.02) if p.dim() > 1 else p.data.fill_(0.5)
     with device:
         # without n-gram tables, which no part reads
-        as_plain = dataclasses.replace(c, dtype="float32", fp8_head=False, ngrams="")
+        as_plain = dataclasses.replace(c, dtype="float32", fp8_head=False, fp8_mlp=False, ngrams="")
         plain = T.build_model(as_plain, trainer.stream.shards[0].encoding)
         # documents of twice the long window on average: most tokens have a window's border, not a document's, before them
         text = torch.where(torch.rand(max(T.micro_batch_lengths(c))) * plan.windows.long < 0.5, model.bos_id, 0)
@@ -146,6 +146,7 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
         inputs = x, x0, *itertools.compress((values, ngrams, attn_input), takes(i))
         kernels = layer.mlp and model.blocks[i].mlp.kernels
         way = (f"{way_of(trainer)[0]}, with kernels", ("kernels", "off")) if kernels else way_of(trainer)
+        way = ("fp8", ("fp8_mlp", False)) if layer.mlp and c.fp8_mlp else way
         yield part(f"block {i} {c.layers.split()[i]}", way, functools.partial(block, i), inputs, *LAMBDAS,
                    f"blocks.{i}.")
     yield part("head", ("fp8", ("fp8_head", False)) if model.lm_head.fp8 else way_of(trainer), head, (x,), "lm_head.")

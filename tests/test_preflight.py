@@ -106,6 +106,7 @@ COMPILED = {"compile": "on"}
     (lambda m: break_window(m, 0, -1), {"micro_batch_tokens": 256}, "attention S", ("attention", "masked")),
     (break_fp8, {"fp8_head": True}, "head", ("fp8_head", False)),
     (break_kernel, {"kernels": "on"}, "block 3 M", ("kernels", "off")),
+    (break_fp8, {"fp8_mlp": True}, "block 3 M", ("fp8_mlp", False)),
     (lambda m: break_compiled(m, "Block", lambda f, args: 1.1 * f(*args)), COMPILED, "block 3 M", ("compile", "off")),
     (lambda m: break_compiled(m, "Head", no_kernel), COMPILED, "head", ("compile", "off")),
     (lambda m: break_compiled(m, "Head", lambda f, args: 0 * f(*args)), COMPILED, "head", ("compile", "off")),
