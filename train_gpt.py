@@ -1852,18 +1852,28 @@ flash_attention.register_autograd(
 # Tile sizes of the MLP's product: two warp groups, and three stages in Hopper's shared memory
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 
+def tile_k(a: Tensor) -> int:
+    """Return the tile's inner size: as many bytes in fp8 as in bf16."""
+    return 2 * TILE_K if a.itemsize == 1 else TILE_K
+
+def kernel_programs(a: Tensor, b: Tensor, dtype: torch.dtype) -> int:
+    """Return with how many programs the kernel computes a @ b, one per multiprocessor; 0 if it cannot."""
+    fits = not (len(a) % TILE_M or b.size(1) % TILE_N or len(b) % tile_k(a))
+    on_gpu = a.is_cuda and dtype == torch.bfloat16 and fits
+    return torch.cuda.get_device_properties(a.device).multi_processor_count if on_gpu else 0
+
 def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
     """Compute relu(a @ b) ** 2, or its backward (a @ b) * 2 sqrt(h) if its result h is given. a [m, k], b [k, n]."""
-    if a.is_cuda and a.dtype == torch.bfloat16 and not (len(a) % TILE_M or b.size(1) % TILE_N or a.size(1) % TILE_K):
-        return relu_squared_by_triton(a, b, h, torch.cuda.get_device_properties(a.device).multi_processor_count)
+    if programs := kernel_programs(a, b, a.dtype):
+        return relu_squared_by_triton(a, b, h, programs)
     y = a @ b
     return y.relu() * y if h is None else 2 * y * h.sqrt()
 
 class FP8Factors(NamedTuple):
-    """Factors of relu_squared_in_fp8, in tensors without dimensions: of the product, of h8, and the largest h so far."""
+    """What relu_squared_in_fp8 multiplies the product by, the scale of h8, and the largest h so far. No dimensions."""
 
     product: Tensor
-    h: Tensor
+    h_scale: Tensor
     h_max: Tensor
 
 def relu_squared_in_fp8(a: Tensor, b: Tensor, factors: FP8Factors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -1871,12 +1881,12 @@ def relu_squared_in_fp8(a: Tensor, b: Tensor, factors: FP8Factors, dtype: torch.
 
     a [m, k] in e4m3, row-major; b [k, n] in e4m3, column-major.
     """
-    if a.is_cuda and dtype == torch.bfloat16 and not (len(a) % TILE_M or b.size(1) % TILE_N or a.size(1) % (2 * TILE_K)):
-        return relu_squared_by_triton(a, b, None, torch.cuda.get_device_properties(a.device).multi_processor_count, factors)
+    if programs := kernel_programs(a, b, dtype):
+        return relu_squared_by_triton(a, b, None, programs, factors)
     y = fp8_product(a, b, factors.product, torch.ones_like(factors.product), True, torch.float32)
     h = y.relu() * y
     factors.h_max.copy_(torch.maximum(factors.h_max, h.amax()))
-    return h.to(dtype), (h / factors.h).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
+    return h.to(dtype), (h / factors.h_scale).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
 
 def relu_squared_by_triton(a: Tensor, b: Tensor, h: Tensor | None, programs: int,
                            factors: FP8Factors | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -1885,14 +1895,15 @@ def relu_squared_by_triton(a: Tensor, b: Tensor, h: Tensor | None, programs: int
     programs: one per multiprocessor.
     """
     (m, k), n, half = a.shape, b.size(1), [TILE_M, TILE_N // 2]
-    fp8, tile_k = factors is not None, TILE_K * 2 // min(2, a.itemsize)
-    out, h8 = a.new_empty(m, n, dtype=torch.bfloat16 if a.itemsize == 1 else a.dtype), a.new_empty(m, n) if fp8 else None
-    # of b in fp8 tensor cores read the inner dimension contiguously
-    tiles = [(a, [TILE_M, tile_k]), (b.T, [TILE_N, tile_k]) if fp8 else (b, [tile_k, TILE_N]),
-             (out if h is None else h, half), (out, half), (out if h8 is None else h8, half)]
+    fp8, inner = factors is not None, tile_k(a)
+    out = a.new_empty(m, n, dtype=torch.bfloat16 if a.itemsize == 1 else a.dtype)
+    h8 = a.new_empty(m, n) if fp8 else out
+    # tensor cores read the inner dimension of b contiguously in fp8
+    tiles = [(a, [TILE_M, inner]), (b.T, [TILE_N, inner]) if fp8 else (b, [inner, TILE_N]),
+             (out if h is None else h, half), (out, half), (h8, half)]
     relu_squared_kernel[(programs,)](
         *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), *(factors or (None, None, None)),
-        m, n, k, TILE_M, TILE_N, tile_k, programs, h is not None, fp8, num_warps=8, num_stages=3)
+        m, n, k, TILE_M, TILE_N, inner, programs, h is not None, fp8, num_warps=8, num_stages=3)
     return (out, h8) if fp8 else out
 
 if triton is not None:
