@@ -1337,21 +1337,22 @@ class DelayedScales:
     def __init__(self, model: nn.Module):
         mlps = {name: m for name, m in model.named_modules() if isinstance(m, MLP) and m.fp8}
         self.named = {f"{name}.proj{self.KEY}": mlp.h_scale for name, mlp in mlps.items()}
-        self.maxima, self.reduced, self.handle = [mlp.h_max for mlp in mlps.values()], None, None
+        self.maxima = [mlp.h_max for mlp in mlps.values()]
 
     @torch.no_grad()
-    def start_reduce(self, comm: Comm) -> None:
-        """Start the maximum over ranks, after the last forward of a step."""
+    def start_gather(self, comm: Comm) -> None:
+        """Start to gather all ranks' maxima, after the last forward of a step."""
         if self.maxima:
-            self.reduced = torch.stack(self.maxima)
-            self.handle = comm.all_reduce_max(self.reduced)
+            self.own = torch.stack(self.maxima)
+            self.gathered = self.own.new_empty(comm.ranks * len(self.own))
+            self.handle = comm.all_gather(self.gathered, self.own)
 
     @torch.no_grad()
     def update(self) -> None:
         """Set the scales of the next step."""
         if self.maxima:
             self.handle.wait()
-            scales = self.reduced.clamp_min(1e-12) * (self.HEADROOM / E4M3_MAX)
+            scales = self.gathered.view(-1, len(self.own)).amax(0).clamp_min(1e-12) * (self.HEADROOM / E4M3_MAX)
             torch._foreach_copy_([*self.named.values()], scales.unbind())
             torch._foreach_zero_(self.maxima)
 
@@ -2559,10 +2560,6 @@ class Comm:
             dist.all_reduce(x)
         return x
 
-    def all_reduce_max(self, x: Tensor) -> Any:
-        """Start: x <- maximum over ranks."""
-        return dist.all_reduce(x, dist.ReduceOp.MAX, async_op=True) if self.ranks > 1 else HandleGroup()
-
     def broadcast(self, x: Tensor) -> None:
         """Copy rank 0's x to all ranks."""
         if self.ranks > 1:
@@ -3261,7 +3258,7 @@ class Trainer:
             with optimizer.reducer.span("forward"):
                 objective, cross_entropy = model(inputs, targets, plan.windows, plan.loss_weights)
             if i + 1 == len(batch):
-                optimizer.scales.start_reduce(self.comm)
+                optimizer.scales.start_gather(self.comm)
             optimizer.prepare_for_backward(plan.step, i, len(batch), objective)
             with optimizer.reducer.span("backward"):
                 objective.backward()
