@@ -1887,7 +1887,7 @@ def relu_squared_in_fp8(a: Tensor, b: Tensor, factors: FP8Factors, dtype: torch.
     y = fp8_product(a, b, factors.product, torch.ones_like(factors.product), True, torch.float32)
     h = y.relu() * y
     factors.h_max.copy_(torch.maximum(factors.h_max, h.amax()))
-    return h.to(dtype), (h / factors.h_scale).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
+    return h.to(dtype), (h / factors.h_scale).to(torch.float8_e4m3fn)
 
 def relu_squared_by_triton(a: Tensor, b: Tensor, h: Tensor | None, programs: int,
                            factors: FP8Factors | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -1943,7 +1943,7 @@ if triton is not None:
                     y = tl.maximum(y, 0) * y
                 out.store([row, column + i * HALF], y.to(out.dtype))
                 if FP8:
-                    h8.store([row, column + i * HALF], tl.minimum(y * to_h8, 448.0).to(h8.dtype))
+                    h8.store([row, column + i * HALF], (y * to_h8).to(h8.dtype))
                     largest = tl.maximum(largest, tl.max(tl.max(y, 1), 0))
         if FP8:
             tl.atomic_max(h_max, largest)
@@ -1980,7 +1980,7 @@ def to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round a matrix to e4m3, scaled so that its largest value fits -> (rounded, scale)."""
     # per row first, since compiled code fuses that into the kernel that computes x
     scale = x.abs().amax(1).amax().float().clamp_min(1e-12) / E4M3_MAX
-    return (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
 
 class FP8Scales(NamedTuple):
     """Fixed scales of the head's fp8 products: a tensor is divided by its scale before it is rounded."""

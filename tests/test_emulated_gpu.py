@@ -150,7 +150,8 @@ for m, k, n in ((128, 128, 256), (256, 384, 512)):
         h, h8 = T.relu_squared_by_triton(a8.cuda(), b8.cuda().T, None, programs, factors)
         assert h.dtype == torch.bfloat16 and h8.dtype == torch.float8_e4m3fn
         assert (h.cpu().float() - y * y).norm() / (y * y).norm() < 3e-3
-        right = (y * y / factors.h_scale.cpu()).clamp_max(448).to(torch.float8_e4m3fn)
+        right = (y * y / factors.h_scale.cpu()).to(torch.float8_e4m3fn)
+        assert right.float().max() == 448
         assert (h8.cpu().float() != right.float()).float().mean() < 1e-3
         assert abs(factors.h_max.item() / y.square().max().item() - 1) < 1e-6
 """.replace("import train_gpt", f"sys.path.insert(0, {str(DRY.parent.parent)!r}); import train_gpt")))
