@@ -276,7 +276,7 @@ class Config(SyncSettings, StageValues):
     fp8_x_scale: float = option(math.sqrt(768) / 448, "scale of the head's input in fp8: up to 448 times it fits")
     fp8_weight_scale: float = option(2.0 ** -9, "scale of the head's weights in fp8: up to 448 times it fits")
     fp8_grad_scale: float = option(1 / 448, "scale of the logits' gradient in fp8: up to 57,344 times it fits")
-    fp8_mlp: bool = option(False, "compute the MLPs' forward in fp8 during training, on GPUs with their Triton kernels")
+    fp8_mlp: bool = option(False, "compute the MLPs' forward in fp8 during training; GPUs need their Triton kernels")
 
     # schedule
     num_steps: int = option(2245, "training steps; with fewer, extra_steps and muon_momentum_* shrink in proportion")
@@ -1315,10 +1315,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         fc, proj = self.fc.type_as(x), self.proj.type_as(x)
-        if self.fp8 and self.training:
-            return ReluSquaredMLP.apply(x, fc, proj, self.h_scale, self.h_max)
-        if self.kernels:
-            return ReluSquaredMLP.apply(x, fc, proj)
+        in_fp8 = (self.h_scale, self.h_max) if self.fp8 and self.training else ()
+        if self.kernels or in_fp8:
+            return ReluSquaredMLP.apply(x, fc, proj, *in_fp8)
         h = x @ fc
         return F.linear(h.relu() * h, proj)  # relu squared; square() is slow on CPUs
 
@@ -1332,7 +1331,7 @@ class DelayedScales:
     """
 
     HEADROOM = 1.8
-    KEY = "/input_scale"  # of a scale's name in a saved state, after that of proj
+    KEY = "/h_scale"  # of a scale's name in a saved state, after that of proj
 
     def __init__(self, model: nn.Module):
         mlps = {name: m for name, m in model.named_modules() if isinstance(m, MLP) and m.fp8}
@@ -1870,40 +1869,34 @@ def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
     y = a @ b
     return y.relu() * y if h is None else 2 * y * h.sqrt()
 
-class FP8Factors(NamedTuple):
-    """What relu_squared_in_fp8 multiplies the product by, the scale of h8, and the largest h so far. No dimensions."""
+def relu_squared_in_fp8(a: Tensor, b: Tensor, scale: Tensor, h_scale: Tensor, h_max: Tensor,
+                        dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute h = relu(a @ b * scale) ** 2 and h8 = h / h_scale in e4m3. Raise h_max to the largest h.
 
-    product: Tensor
-    h_scale: Tensor
-    h_max: Tensor
-
-def relu_squared_in_fp8(a: Tensor, b: Tensor, factors: FP8Factors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute h = relu(a @ b * product) ** 2 and h8, which is h / h_scale in e4m3. Raise h_max to the largest h.
-
-    a [m, k] in e4m3, row-major; b [k, n] in e4m3, column-major.
+    a [m, k] in e4m3, row-major; b [k, n] in e4m3, column-major; scale, h_scale and h_max have no dimensions.
     """
     if programs := kernel_programs(a, b, dtype):
-        return relu_squared_by_triton(a, b, None, programs, factors)
-    y = fp8_product(a, b, factors.product, torch.ones_like(factors.product), True, torch.float32)
+        return relu_squared_by_triton(a, b, None, programs, scale, h_scale, h_max)
+    y = fp8_product(a, b, scale, torch.ones_like(scale), True, torch.float32)
     h = y.relu() * y
-    factors.h_max.copy_(torch.maximum(factors.h_max, h.amax()))
-    return h.to(dtype), (h / factors.h_scale).to(torch.float8_e4m3fn)
+    h_max.copy_(torch.maximum(h_max, h.amax()))
+    return h.to(dtype), (h / h_scale).to(torch.float8_e4m3fn)
 
 def relu_squared_by_triton(a: Tensor, b: Tensor, h: Tensor | None, programs: int,
-                           factors: FP8Factors | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute relu_squared, or with factors relu_squared_in_fp8, by the kernel. Sizes must be multiples of the tiles.
+                           *scales: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute relu_squared, or with scales relu_squared_in_fp8, by the kernel. Sizes must be multiples of the tiles.
 
     programs: one per multiprocessor.
     """
     (m, k), n, half = a.shape, b.size(1), [TILE_M, TILE_N // 2]
-    fp8, inner = factors is not None, tile_k(a)
+    fp8, inner = bool(scales), tile_k(a)
     out = a.new_empty(m, n, dtype=torch.bfloat16 if a.itemsize == 1 else a.dtype)
     h8 = a.new_empty(m, n) if fp8 else out
     # tensor cores read the inner dimension of b contiguously in fp8
     tiles = [(a, [TILE_M, inner]), (b.T, [TILE_N, inner]) if fp8 else (b, [inner, TILE_N]),
              (out if h is None else h, half), (out, half), (h8, half)]
     relu_squared_kernel[(programs,)](
-        *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), *(factors or (None, None, None)),
+        *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), *(scales or (None,) * 3),
         m, n, k, TILE_M, TILE_N, inner, programs, h is not None, fp8, num_warps=8, num_stages=3)
     return (out, h8) if fp8 else out
 
@@ -1916,14 +1909,14 @@ if triton is not None:
                 "bytes": width * (m * k + k * n) + m * n * (2 + 2 * args["BACKWARD"] + args["FP8"])}
 
     @triton.jit(launch_metadata=launch_metadata)
-    def relu_squared_kernel(a, b, h, out, h8, factor, h_scale, h_max, M, N, K, TILE_M: tl.constexpr,
+    def relu_squared_kernel(a, b, h, out, h8, scale, h_scale, h_max, M, N, K, TILE_M: tl.constexpr,
                             TILE_N: tl.constexpr, TILE_K: tl.constexpr, PROGRAMS: tl.constexpr, BACKWARD: tl.constexpr,
                             FP8: tl.constexpr):
         """Persistent kernel: a program starts its next tile while it stores the last one, in two halves."""
         HALF: tl.constexpr = TILE_N // 2
         columns, largest = N // TILE_N, 0.0
         if FP8:
-            product, to_h8 = tl.load(factor), 1 / tl.load(h_scale)
+            y_scale, to_h8 = tl.load(scale), 1 / tl.load(h_scale)
         for tile in tl.range(tl.program_id(0), M // TILE_M * columns, PROGRAMS, flatten=True):
             row, column = tile // columns * TILE_M, tile % columns * TILE_N
             y = tl.zeros((TILE_M, TILE_N), tl.float32)
@@ -1933,7 +1926,7 @@ if triton is not None:
                 else:
                     y = tl.dot(a.load([row, k]), b.load([k, column]), y)
             if FP8:
-                y = y * product
+                y = y * y_scale
             halves = y.reshape(TILE_M, 2, HALF).permute(0, 2, 1).split()
             for i in tl.static_range(2):
                 y = halves[i]
@@ -1963,7 +1956,7 @@ class ReluSquaredMLP(torch.autograd.Function):
         else:
             (x8, x_scale), (fc8, fc_scale), (proj8, proj_scale) = map(to_e4m3, (x, fc, proj))
             by_column = fc8.T.contiguous().T
-            h, h8 = relu_squared_in_fp8(x8, by_column, FP8Factors(x_scale * fc_scale, h_scale, h_max), x.dtype)
+            h, h8 = relu_squared_in_fp8(x8, by_column, x_scale * fc_scale, h_scale, h_max, x.dtype)
             y = fp8_product(h8, proj8.T, h_scale, proj_scale, True, x.dtype)
         ctx.save_for_backward(x, fc, proj, h)
         return y
@@ -2839,7 +2832,7 @@ class SavedState:
     NAME/pending    gradients of earlier steps that wait for an update (world-size-invariant mode)
     NAME/lr         learning rate           (state_dict only)
     NAME/step       number of the next step (state_dict only)
-    NAME/input_scale  see DelayedScales
+    NAME/h_scale    scale of the input of an MLP's second product; see DelayedScales
     """
 
     buckets: list[Bucket]

@@ -70,11 +70,11 @@ def test_relu_squared_in_fp8_up_to_the_rounding(interpret):
     """The factors, and the maximum, which may only rise; with one program and with several."""
     gaps = interpret("""
 a, b, found = torch.randn(256, 192), torch.randn(512, 192).T, []
-product, h_scale = torch.tensor(0.5), torch.tensor(0.3)
+scale, h_scale = torch.tensor(0.5), torch.tensor(0.3)
 h = T.relu_squared(a, b) / 4
 for programs, before in ((1, 0.0), (3, 0.0), (9, 1e6)):
     h_max = torch.tensor(before)
-    ours = T.relu_squared_by_triton(a, b, None, programs, T.FP8Factors(product, h_scale, h_max))
+    ours = T.relu_squared_by_triton(a, b, None, programs, scale, h_scale, h_max)
     plain = h, h / h_scale, h.max().clamp_min(before)
     found += [((x - y).abs().max() / y.max()).item() for x, y in zip((*ours, h_max), plain)]
 print(json.dumps(found))

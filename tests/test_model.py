@@ -525,7 +525,7 @@ def largest_h(comm, config, steps):
     mlps[0].h_max.fill_(3)
     trainer.optimizer.load_state_dict(state)
     assert mlps[0].h_max == 0
-    return found, {name: x.item() for name, x in state.items() if name.endswith("/input_scale")}, mlps[0].h_scale.item()
+    return found, {name: x.item() for name, x in state.items() if name.endswith("/h_scale")}, mlps[0].h_scale.item()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -540,8 +540,8 @@ def test_the_next_step_s_scale_is_by_the_largest_h_of_all_micro_batches_and_rank
             assert all(used == pytest.approx(scale, rel=1e-5) for _, used in pairs)
         scales = [1.8 / 448 * max(h for h, _ in pairs) for pairs in by_mlp]
     for _, state, loaded in results:
-        assert [*state] == [f"blocks.{i}.mlp.proj/input_scale" for i in (1, 2, 3)]
-        assert [*state.values()] == pytest.approx(scales, rel=1e-5) and loaded == state["blocks.1.mlp.proj/input_scale"]
+        assert [*state] == [f"blocks.{i}.mlp.proj/h_scale" for i in (1, 2, 3)]
+        assert [*state.values()] == pytest.approx(scales, rel=1e-5) and loaded == state["blocks.1.mlp.proj/h_scale"]
 
 
 def test_a_model_that_is_not_in_fp8_loads_a_state_with_scales(tiny, corpus):

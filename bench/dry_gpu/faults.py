@@ -36,10 +36,10 @@ FAULTS = {
         "the MLP's kernel in fp8 multiplies each tile of the inner dimension by the first of the second factor",
         "b.load([column, k]).T",
         "b.load([column, 0]).T", MLP_FP8),
-    "kernel-fp8-factor": Fault(
+    "kernel-fp8-scale": Fault(
         "the MLP's kernel in fp8 scales the product by the scale of h",
-        "product, to_h8 = tl.load(factor)",
-        "product, to_h8 = tl.load(h_scale)", MLP_FP8),
+        "y_scale, to_h8 = tl.load(scale)",
+        "y_scale, to_h8 = tl.load(h_scale)", MLP_FP8),
     "kernel-fp8-max": Fault(
         "the MLP's kernel in fp8 finds no largest h, so that h saturates in the next step",
         "tl.atomic_max(h_max, largest)",
