@@ -286,6 +286,7 @@ class Config(SyncSettings, StageValues):
     fp8_x_scale: float = option(math.sqrt(768) / 448, "scale of the head's input in fp8: up to 448 times it fits")
     fp8_weight_scale: float = option(2.0 ** -9, "scale of the head's weights in fp8: up to 448 times it fits")
     fp8_grad_scale: float = option(1 / 448, "scale of the logits' gradient in fp8: up to 57,344 times it fits")
+    fp8_mlp: bool = option(False, "compute the MLPs' forward in fp8 during training; GPUs need their Triton kernels")
 
     # schedule
     num_steps: int = option(2245, "training steps; with fewer, extra_steps and muon_momentum_* shrink in proportion")
@@ -367,7 +368,7 @@ PRESETS = {
         sublayer_scales=True, resid_lambda_init=1.1, token_gates="0 4", mudd=True, pairing="halves", key_offset=True,
         ngrams="2:377280:768", ngram_hash="record", output_init=1.0, head_init=0.005, value_init=0.01, untie_at=2 / 3,
         logit_cap=23.0, logit_shift=5.0,  # a lower cap; logits have more room below x = 0 than above
-        fp8_x_scale=100 / 448, fp8_weight_scale=1.6 / 448, fp8_grad_scale=0.75 / 448,
+        fp8_x_scale=100 / 448, fp8_weight_scale=1.6 / 448, fp8_grad_scale=0.75 / 448, fp8_mlp=True,
         num_steps=1285, cooldown=0.6, lr_floor=0.15,
         # Batches and documents grow; the loss predicts several tokens ahead at first. The stages end at steps 423 (a
         # third would be 424), 847, 1270 and 1285
@@ -1413,21 +1414,71 @@ class Attention(nn.Module):
         return gate[..., None] * value_embeds.view(*gate.shape, -1)
 
 class MLP(nn.Module):
-    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, 4 dim]. kernels: use the Triton kernels."""
+    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, 4 dim]. kernels: use the Triton kernels.
+
+    With fp8_mlp both products are in fp8 in training; see DelayedScales.
+    """
 
     def __init__(self, config: Config):
         super().__init__()
         dim = config.model_dim
         self.fc = parameter(uniform(dim, 4 * dim, dim), "mlp_fc")
         self.proj = parameter(torch.zeros(dim, 4 * dim), "mlp_proj")
-        self.kernels = False
+        self.kernels, self.fp8 = False, config.fp8_mlp
+        if self.fp8:
+            self.register_buffer("h_scale", torch.ones(()))
+            self.register_buffer("h_max", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         fc, proj = self.fc.type_as(x), self.proj.type_as(x)
-        if self.kernels:
-            return ReluSquaredMLP.apply(x, fc, proj)
+        in_fp8 = (self.h_scale, self.h_max) if self.fp8 and self.training else ()
+        if self.kernels or in_fp8:
+            return ReluSquaredMLP.apply(x, fc, proj, *in_fp8)
         h = x @ fc
         return F.linear(h.relu() * h, proj)  # relu squared; square() is slow on CPUs
+
+class DelayedScales:
+    """The scales of the MLPs' squared activations h in fp8. h is divided by its scale before it is rounded.
+
+    The scale must be known before h is. It is HEADROOM / 448 times the largest h of the step before, over all
+    micro-batches and ranks, so it is the same for any number of ranks; larger values saturate. In the first step it is
+    1. The inputs and the weights are scaled by their own largest values (to_e4m3). The record's ranks each have their
+    own scale of h, and its scale of proj is 1.12 times that of the step before.
+    """
+
+    HEADROOM = 1.8
+    KEY = "/h_scale"  # of a scale's name in a saved state, after that of proj
+
+    def __init__(self, model: nn.Module):
+        mlps = {name: m for name, m in model.named_modules() if isinstance(m, MLP) and m.fp8}
+        self.named = {f"{name}.proj{self.KEY}": mlp.h_scale for name, mlp in mlps.items()}
+        self.maxima = [mlp.h_max for mlp in mlps.values()]
+
+    @torch.no_grad()
+    def start_gather(self, comm: Comm) -> None:
+        """Start to gather all ranks' maxima, after the last forward of a step."""
+        if self.maxima:
+            self.own = torch.stack(self.maxima)
+            self.gathered = self.own.new_empty(comm.ranks * len(self.own))
+            self.handle = comm.all_gather(self.gathered, self.own)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Set the scales of the next step."""
+        if self.maxima:
+            self.handle.wait()
+            scales = self.gathered.view(-1, len(self.own)).amax(0).clamp_min(1e-12) * (self.HEADROOM / E4M3_MAX)
+            torch._foreach_copy_([*self.named.values()], scales.unbind())
+            torch._foreach_zero_(self.maxima)
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Load the scales and remove them from `state`, also those of a model in fp8 if this one is not."""
+        for name in [name for name in state if name.endswith(self.KEY)]:
+            if name in self.named:
+                self.named[name].copy_(state[name].view(()))
+            del state[name]
+        for x in self.maxima:
+            x.zero_()
 
 class Block(nn.Module):
     """A layer: attention and MLP, each if the layer has it, add their output to the residual stream."""
@@ -2067,40 +2118,81 @@ flash_attention.register_autograd(
 # Tile sizes of the MLP's product: two warp groups, and three stages in Hopper's shared memory
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 
+def tile_k(a: Tensor) -> int:
+    """Return the tile's inner size: as many bytes in fp8 as in bf16."""
+    return 2 * TILE_K if a.itemsize == 1 else TILE_K
+
+def kernel_programs(a: Tensor, b: Tensor, dtype: torch.dtype) -> int:
+    """Return with how many programs the kernel computes a @ b, one per multiprocessor; 0 if it cannot."""
+    fits = not (len(a) % TILE_M or b.size(1) % TILE_N or len(b) % tile_k(a))
+    on_gpu = a.is_cuda and dtype == torch.bfloat16 and fits
+    return torch.cuda.get_device_properties(a.device).multi_processor_count if on_gpu else 0
+
 def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
     """Compute relu(a @ b) ** 2, or its backward (a @ b) * 2 sqrt(h) if its result h is given. a [m, k], b [k, n]."""
-    if a.is_cuda and a.dtype == torch.bfloat16 and not (len(a) % TILE_M or b.size(1) % TILE_N or a.size(1) % TILE_K):
-        return relu_squared_by_triton(a, b, h, torch.cuda.get_device_properties(a.device).multi_processor_count)
+    if programs := kernel_programs(a, b, a.dtype):
+        return relu_squared_by_triton(a, b, h, programs)
     y = a @ b
     return y.relu() * y if h is None else 2 * y * h.sqrt()
 
-def relu_squared_by_triton(a: Tensor, b: Tensor, h: Tensor | None, programs: int) -> Tensor:
-    """Compute relu_squared by the kernel. Sizes must be multiples of the tiles. programs: one per multiprocessor."""
+def relu_squared_in_fp8(a: Tensor, b: Tensor, scale: Tensor, h_scale: Tensor, h_max: Tensor,
+                        dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute h = relu(a @ b * scale) ** 2 and h8 = h / h_scale in e4m3. Raise h_max to the largest h.
+
+    a [m, k] in e4m3, row-major; b [k, n] in e4m3, column-major; scale, h_scale and h_max have no dimensions.
+    """
+    if programs := kernel_programs(a, b, dtype):
+        return relu_squared_by_triton(a, b, None, programs, scale, h_scale, h_max)
+    y = fp8_product(a, b, scale, torch.ones_like(scale), True, torch.float32)
+    h = y.relu() * y
+    h_max.copy_(torch.maximum(h_max, h.amax()))
+    return h.to(dtype), (h / h_scale).to(torch.float8_e4m3fn)
+
+def relu_squared_by_triton(a: Tensor, b: Tensor, h: Tensor | None, programs: int,
+                           *scales: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute relu_squared, or with scales relu_squared_in_fp8, by the kernel. Sizes must be multiples of the tiles.
+
+    programs: one per multiprocessor.
+    """
     (m, k), n, half = a.shape, b.size(1), [TILE_M, TILE_N // 2]
-    out = a.new_empty(m, n)
-    tiles = (a, [TILE_M, TILE_K]), (b, [TILE_K, TILE_N]), (out if h is None else h, half), (out, half)
+    fp8, inner = bool(scales), tile_k(a)
+    out = a.new_empty(m, n, dtype=torch.bfloat16 if a.itemsize == 1 else a.dtype)
+    h8 = a.new_empty(m, n) if fp8 else out
+    # tensor cores read the inner dimension of b contiguously in fp8
+    tiles = [(a, [TILE_M, inner]), (b.T, [TILE_N, inner]) if fp8 else (b, [inner, TILE_N]),
+             (out if h is None else h, half), (out, half), (h8, half)]
     relu_squared_kernel[(programs,)](
-        *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), m, n, k, TILE_M, TILE_N, TILE_K,
-        programs, h is not None, num_warps=8, num_stages=3)
-    return out
+        *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), *(scales or (None,) * 3),
+        m, n, k, TILE_M, TILE_N, inner, programs, h is not None, fp8, num_warps=8, num_stages=3)
+    return (out, h8) if fp8 else out
 
 if triton is not None:
     def launch_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
         """Report FLOPs and bytes to Triton's profiler."""
         m, n, k = (args[size] for size in "MNK")
-        return {"flops16": 2 * m * n * k, "bytes": 2 * (m * k + k * n + m * n * (1 + args["BACKWARD"]))}
+        width = 2 - args["FP8"]
+        return {f"flops{8 * width}": 2 * m * n * k,
+                "bytes": width * (m * k + k * n) + m * n * (2 + 2 * args["BACKWARD"] + args["FP8"])}
 
     @triton.jit(launch_metadata=launch_metadata)
-    def relu_squared_kernel(a, b, h, out, M, N, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-                            PROGRAMS: tl.constexpr, BACKWARD: tl.constexpr):
+    def relu_squared_kernel(a, b, h, out, h8, scale, h_scale, h_max, M, N, K, TILE_M: tl.constexpr,
+                            TILE_N: tl.constexpr, TILE_K: tl.constexpr, PROGRAMS: tl.constexpr, BACKWARD: tl.constexpr,
+                            FP8: tl.constexpr):
         """Persistent kernel: a program starts its next tile while it stores the last one, in two halves."""
         HALF: tl.constexpr = TILE_N // 2
-        columns = N // TILE_N
+        columns, largest = N // TILE_N, 0.0
+        if FP8:
+            y_scale, to_h8 = tl.load(scale), 1 / tl.load(h_scale)
         for tile in tl.range(tl.program_id(0), M // TILE_M * columns, PROGRAMS, flatten=True):
             row, column = tile // columns * TILE_M, tile % columns * TILE_N
             y = tl.zeros((TILE_M, TILE_N), tl.float32)
             for k in range(0, K, TILE_K):
-                y = tl.dot(a.load([row, k]), b.load([k, column]), y)
+                if FP8:
+                    y = tl.dot(a.load([row, k]), b.load([column, k]).T, y)
+                else:
+                    y = tl.dot(a.load([row, k]), b.load([k, column]), y)
+            if FP8:
+                y = y * y_scale
             halves = y.reshape(TILE_M, 2, HALF).permute(0, 2, 1).split()
             for i in tl.static_range(2):
                 y = halves[i]
@@ -2109,21 +2201,45 @@ if triton is not None:
                 else:
                     y = tl.maximum(y, 0) * y
                 out.store([row, column + i * HALF], y.to(out.dtype))
+                if FP8:
+                    h8.store([row, column + i * HALF], (y * to_h8).to(h8.dtype))
+                    largest = tl.maximum(largest, tl.max(tl.max(y, 1), 0))
+        if FP8:
+            tl.atomic_max(h_max, largest)
 
 class ReluSquaredMLP(torch.autograd.Function):
-    """MLP.forward by relu_squared. Saves only the squared activations for backward."""
+    """MLP.forward by relu_squared. Saves only the squared activations for backward.
+
+    With h_scale and h_max forward is in fp8; see DelayedScales. Backward is the same, and reads unrounded tensors.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fc: Tensor, proj: Tensor) -> Tensor:
-        h = relu_squared(x, fc)
+    def forward(ctx: Any, x: Tensor, fc: Tensor, proj: Tensor, h_scale: Tensor | None = None,
+                h_max: Tensor | None = None) -> Tensor:
+        if h_scale is None:
+            h = relu_squared(x, fc)
+            y = F.linear(h, proj)
+        else:
+            (x8, x_scale), (fc8, fc_scale), (proj8, proj_scale) = map(to_e4m3, (x, fc, proj))
+            by_column = fc8.T.contiguous().T
+            h, h8 = relu_squared_in_fp8(x8, by_column, x_scale * fc_scale, h_scale, h_max, x.dtype)
+            y = fp8_product(h8, proj8.T, h_scale, proj_scale, True, x.dtype)
         ctx.save_for_backward(x, fc, proj, h)
-        return F.linear(h, proj)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, fc, proj, h = ctx.saved_tensors
         grad_y = relu_squared(grad, proj, h)
-        return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h
+        return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h, None, None
+
+E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
+
+def to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round a matrix to e4m3, scaled so that its largest value fits -> (rounded, scale)."""
+    # per row first, since compiled code fuses that into the kernel that computes x
+    scale = x.abs().amax(1).amax().float().clamp_min(1e-12) / E4M3_MAX
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
 
 class FP8Scales(NamedTuple):
     """Fixed scales of the head's fp8 products: a tensor is divided by its scale before it is rounded."""
@@ -2134,10 +2250,11 @@ class FP8Scales(NamedTuple):
 
 # A module global: as an attribute of FP8Linear it would break the compiled graph, and with it the fusion of the casts
 # and the loss
-def fp8_product(a: Tensor, b: Tensor, scale_a: float, scale_b: float, fast: bool) -> Tensor:
-    """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> bf16 [m, n]."""
-    scale_a, scale_b = torch.full((), scale_a, device=a.device), torch.full((), scale_b, device=a.device)
-    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
+def fp8_product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tensor, fast: bool,
+                dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> [m, n] of dtype."""
+    scale_a, scale_b = (x if isinstance(x, Tensor) else torch.full((), x, device=a.device) for x in (scale_a, scale_b))
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
 
 class FP8Linear(torch.autograd.Function):
     """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V]; forward and backward multiply in fp8."""
@@ -2981,10 +3098,12 @@ class SavedState:
     NAME/pending    gradients of earlier steps that wait for an update (world-size-invariant mode)
     NAME/lr         learning rate           (state_dict only)
     NAME/step       number of the next step (state_dict only)
+    NAME/h_scale    scale of the input of an MLP's second product; see DelayedScales
     """
 
     buckets: list[Bucket]
     comm: Comm
+    scales: DelayedScales
 
     def gather_state(self, bucket: Bucket) -> dict[str, Tensor]:
         """All-gather one bucket's state; every tensor is whole on every rank."""
@@ -3023,6 +3142,7 @@ class SavedState:
         self.finish_all_gathers()
         for bucket in self.buckets:
             yield from self.gather_state(bucket).items()
+        yield from self.scales.named.items()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copy named_state, the learning rates and the step to the CPU. RunError between the updates of a rule."""
@@ -3044,6 +3164,7 @@ class SavedState:
         state, steps = dict(state), [0]
         self.finish_all_gathers()
         self.reducer.drop_gradients()
+        self.scales.load(state)
         for bucket in self.buckets:
             self.load_bucket(bucket, state)
             for slot in bucket.slots:  # a run's checkpoint has neither; they follow from its plan
@@ -3103,7 +3224,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
                 "no process group exists, so each rank would train alone; call init_process_group() first")
         model = nn.Module() if model is None else model
         self.buckets, self.comm, self.settings = list(buckets), comm, settings
-        self.model, self.owned = model, check_ownership(buckets)
+        self.model, self.owned, self.scales = model, check_ownership(buckets), DelayedScales(model)
         check_all_owned(model, self.owned)
         groups: dict[Any, dict[str, Any]] = {}  # by rule and learning rate
         for bucket in buckets:
@@ -3398,12 +3519,15 @@ class Trainer:
             count_documents(model, micro_batch[:-1])
             with optimizer.reducer.span("forward"):
                 objective, cross_entropy = model(inputs, targets, plan.windows, plan.loss_weights, plan.prefix_weight)
+            if i + 1 == len(batch):
+                optimizer.scales.start_gather(self.comm)
             optimizer.prepare_for_backward(plan.step, i, len(batch), objective)
             with optimizer.reducer.span("backward"):
                 objective.backward()
             cross_entropies.append(cross_entropy)
         with optimizer.reducer.span("step"):
             optimizer.step(plan)
+            optimizer.scales.update()
         return cross_entropies
 
     def validate(self, plan: Plan, sequences: np.ndarray,
@@ -4236,6 +4360,9 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
         changes.append("FlashAttention 3 is not installed or this is no Hopper GPU: using torch's own version")
     if config.kernels == "auto" and (triton is None or capability < [9, 0]):
         config = dataclasses.replace(config, kernels="off")
+    if config.fp8_mlp and config.kernels == "off":
+        config = dataclasses.replace(config, fp8_mlp=False)
+        changes.append("the MLP's kernels are off: its products stay in bf16")
     return config, changes
 
 def with_digests(shards: list[Shard], comm: Comm, local_rank: int, local_ranks: int) -> list[Shard]:

@@ -90,7 +90,8 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
         p.data.normal_(0, 0.02) if p.dim() > 1 else p.data.fill_(0.5)
     with device:
         # with small n-gram tables, which no part reads
-        as_plain = dataclasses.replace(c, dtype="float32", fp8_head=False, ngrams=re.sub(r":\d+:", ":2:", c.ngrams))
+        as_plain = dataclasses.replace(c, dtype="float32", fp8_head=False, fp8_mlp=False,
+                                       ngrams=re.sub(r":\d+:", ":2:", c.ngrams))
         plain = T.build_model(as_plain, trainer.stream.shards[0].encoding)
         # documents of twice the long window on average: most tokens have a window's border, not a document's, before them
         text = torch.where(torch.rand(max(T.micro_batch_lengths(c))) * plan.windows.long < 0.5, model.bos_id, 0)
@@ -150,6 +151,7 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
     for i, one in enumerate(model.groups):
         kernels = any(block.mlp is not None and block.mlp.kernels for block in one.blocks)
         way = (f"{way_of(trainer)[0]}, with kernels", ("kernels", "off")) if kernels else way_of(trainer)
+        way = ("fp8", ("fp8_mlp", False)) if c.fp8_mlp and any(block.mlp for block in one.blocks) else way
         read = {id(p) for p in one.parameters()}
         learned = [name for name, p in model.named_parameters() if id(p) in read]
         yield part(f"layers {one.numbers.start} to {one.numbers.stop - 1}", way, functools.partial(group, i),

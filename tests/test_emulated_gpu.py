@@ -137,6 +137,26 @@ for m, k, n in ((128, 64, 256), (256, 192, 512)):
 """.replace("import train_gpt", f"sys.path.insert(0, {str(DRY.parent.parent)!r}); import train_gpt")))
 
 
+def test_the_mlp_kernel_in_fp8(emulated):
+    """h8 is h / h_scale rounded once, up to ties that the order of sums decides; the largest h has no rounding."""
+    passes(emulated(code="""
+import train_gpt as T
+for m, k, n in ((128, 128, 256), (256, 384, 512)):
+    a8, a_scale = T.to_e4m3(torch.randn(m, k).bfloat16())
+    b8, b_scale = T.to_e4m3(torch.randn(n, k).bfloat16())
+    y = (a8.float() @ b8.float().T * (a_scale * b_scale)).relu()
+    for programs in (1, 3):
+        scales = [x.cuda() for x in (a_scale * b_scale, y.square().max() / 600, torch.zeros(()))]
+        h, h8 = T.relu_squared_by_triton(a8.cuda(), b8.cuda().T, None, programs, *scales)
+        assert h.dtype == torch.bfloat16 and h8.dtype == torch.float8_e4m3fn
+        assert (h.cpu().float() - y * y).norm() / (y * y).norm() < 3e-3
+        right = (y * y / scales[1].cpu()).to(torch.float8_e4m3fn)
+        assert right.float().max() == 448
+        assert (h8.cpu().float() != right.float()).float().mean() < 1e-3
+        assert abs(scales[2].item() / y.square().max().item() - 1) < 1e-6
+""".replace("import train_gpt", f"sys.path.insert(0, {str(DRY.parent.parent)!r}); import train_gpt")))
+
+
 def test_poisoned_memory_starts_as_nan(emulated):
     passes(emulated(code="assert torch.empty(1000, device='cuda').isnan().all()"))
 

@@ -107,6 +107,7 @@ COMPILED = {"compile": "on"}
     (break_fp8, {"fp8_head": True}, "head", ("fp8_head", False)),
     (break_kernel, {"kernels": "on"}, "layers 0 to 3", ("kernels", "off")),
     (lambda m: break_compiled(m, "Group", lambda f, args: (1.1 * f(*args)[0], {}, None)), COMPILED, "layers 0 to 3", ("compile", "off")),
+    (break_fp8, {"fp8_mlp": True}, "layers 0 to 3", ("fp8_mlp", False)),
     (lambda m: break_compiled(m, "Head", no_kernel), COMPILED, "head", ("compile", "off")),
     (lambda m: break_compiled(m, "Head", lambda f, args: 0 * f(*args)), COMPILED, "head", ("compile", "off")),
     (lambda m: break_compiled(m, "Head", lambda f, args: torch.nan * f(*args)), COMPILED, "head", ("compile", "off")),

@@ -163,7 +163,8 @@ def compare(source, dtype, steps, flags):
     if ranks > 1:
         torch.cuda.set_device(device)
         T.join(T.Config(), rank, ranks, device)
-    in_float32, plain = ("--dtype", "float32", "--fp8_head", "False"), ("--compile", "off", "--attention", "masked")
+    in_float32 = "--dtype", "float32", "--fp8_head", "False", "--fp8_mlp", "False"
+    plain = "--compile", "off", "--attention", "masked"
     ours = Side(T, [*flags, *(() if narrow else in_float32)], T.Comm(rank, ranks, device), device)
     alone = R.Comm(0, 1, cpu)
     references = {"float32": Side(R, [*flags, *in_float32, *plain], alone, cpu)} if not rank else {}
