@@ -246,7 +246,7 @@ def on_ranks(_rank_pools):
     return call
 
 
-LONG = ("readme", "resume", "records_verify", "run", "records_race", "scripts", "bench", "dry_gpu", "hosts", "optimizer", "model",
+LONG = ("emulated_gpu", "readme", "resume", "records_verify", "run", "records_race", "scripts", "bench", "dry_gpu", "hosts", "optimizer", "model",
         "records_stats", "sync", "rows", "data_text")
 
 
