@@ -179,26 +179,9 @@ def test_masks_at_the_borders_of_blocks(emulated):
     passes(emulated("--compare", "masks"))
 
 
-@pytest.mark.parametrize("preset", ["speedrun", "frontier", "laptop"])
-def test_two_steps(emulated, preset):
-    passes(emulated("--compare", preset, "--steps", "2"))
-
-
 def test_two_ranks_poisoned_and_shuffled(emulated):
     """Rows of lazy tables are sent and received, so this needs all of the emulated NCCL."""
     passes(emulated("--compare", "laptop", "--steps", "2", "--ranks", "2", "--poison", "--shuffle"))
-
-
-def test_flash_attention_in_a_step(emulated):
-    passes(emulated("--compare", "speedrun", "--dtype", "bfloat16", "--steps", "1", "--", "--attention", "flash"))
-
-
-def test_exact_mode_has_the_same_bits_on_two_ranks(emulated):
-    done = [emulated("--compare", "laptop", "--steps", "1", "--ranks", ranks, "--", "--world_size_invariant", "true")
-            for ranks in "12"]
-    assert [each.returncode for each in done] == [0, 0], done
-    alone, two = (re.search("bits (.*)", each.stdout)[1] for each in done)
-    assert alone == two
 
 
 def test_broadcast_send_and_receive(emulated, tmp_path):
@@ -214,7 +197,8 @@ for dtype in torch.float32, torch.bfloat16, torch.int64:
         dist.broadcast(x := mine.clone(), root)
         assert torch.equal(x, right), (rank, root, x)
     x = torch.empty_like(mine)
-    for message in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, 1 - rank), dist.P2POp(dist.irecv, x, 1 - rank)]):
+    both = dist.P2POp(dist.isend, mine, 1 - rank), dist.P2POp(dist.irecv, x, 1 - rank)
+    for message in dist.batch_isend_irecv([*both]):
         message.wait()
     assert torch.equal(x, others), (rank, x)
     (dist.send if rank else dist.recv)(x, 1 - rank)  # back to where it came from
@@ -230,7 +214,7 @@ os._exit(0)  # threads of the group would wait forever
 
 
 def test_resume_ends_with_the_bytes_of_an_uninterrupted_run(emulated, tmp_path):
-    """A run of main(), stopped in its third step, after its second checkpoint. Attention would take minutes to compile."""
+    """A run of main(), stopped after its second checkpoint. Attention would take a minute of CPU time to compile."""
     passes(emulated(code=f"""
 import compute, os, re, train_gpt as T
 from pathlib import Path

@@ -303,9 +303,15 @@ def check_order(path, full):
     if not found and not full:
         needed, others = order.explain_waits(events)
         kinds = {"WAIT": "an earlier wait", "SYNC": "the host's earlier wait"}
-        reasons = collections.Counter(
-            "no later use needs it" if not covers else "a later wait covers it" if min(covers) > i else
-            " and ".join(sorted({kinds[events[j].kind] for j in covers})) + " covers it" for i, covers in others.items())
+
+        def reason(wait, covers):
+            if not covers:
+                return "no later use needs it"
+            if min(covers) > wait:
+                return "a later wait covers it"
+            return f"{' and '.join(sorted({kinds[events[i].kind] for i in covers}))} covers it"
+
+        reasons = collections.Counter(reason(*item) for item in others.items())
         print(f"  {len(needed) + len(others)} waits: {len(needed)} needed, without each of which a use is unordered; "
               + "; ".join(f"{count}: {reason}" for reason, count in reasons.most_common()))
     return not found
@@ -381,9 +387,10 @@ def main():
                 write_shards(shards := home / f"shards-{vocab}", vocab)
                 flags = ["--train_files", f"{shards}/random_train_*.bin", "--val_files", f"{shards}/random_val_*.bin",
                          "--train_shards", "0", "--log_dir", folder, "--val_every", "250", *args.flags]
-                done = subprocess.run([sys.executable, __file__, "census", source, str(args.ranks), *flags], env=environment_of(
-                    home, home, TORCHINDUCTOR_BENCHMARK_KERNEL=1, DRY_GPU_LOG=log, DRY_GPU_ARCH=90, DRY_GPU_USES=1),
-                    stdout=subprocess.DEVNULL)
+                env = environment_of(home, home, TORCHINDUCTOR_BENCHMARK_KERNEL=1, DRY_GPU_LOG=log, DRY_GPU_ARCH=90,
+                                     DRY_GPU_USES=1)
+                done = subprocess.run([sys.executable, __file__, "census", source, str(args.ranks), *flags], env=env,
+                                      stdout=subprocess.DEVNULL)
                 return done.returncode or not check_order(log, full=True)
             print("speedrun, bfloat16, ranks: 2; order of the uses of memory", flush=True)
             flags = ["--preset", "speedrun", *files, *COMMON, *REDUCED["speedrun"], *args.flags]
