@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from conftest import free_port
+from test_dry_gpu import SMALL
 
 DRY = Path(__file__).resolve().parent.parent / "bench" / "dry_gpu"
 sys.path.insert(0, str(DRY))
@@ -175,6 +176,21 @@ def test_poisoned_memory_starts_as_nan(emulated):
     passes(emulated(code="assert torch.empty(1000, device='cuda').isnan().all()"))
 
 
+def test_uses_of_operators_in_the_log(emulated, tmp_path):
+    done = emulated(code="""
+import aten
+x = torch.ones(1000, device="cuda")
+y = x.add(1)
+y.cpu()
+aten.gpu.dry_gpu_flush()
+print(x.data_ptr(), y.data_ptr())
+""", DRY_GPU_USES="1", DRY_GPU_LOG=str(tmp_path / "log"))
+    passes(done)
+    x, y = map(int, done.stdout.split())
+    uses = [(e.name, *e.numbers) for e in simulate.parse_log(open(tmp_path / "log")) if e.kind == "USE"]
+    assert uses[-3:] == [("aten::add", x, x + 4000, 0), ("aten::add", y, y + 4000, 1), ("aten::copy_", y, y + 4000, 0)]
+
+
 def test_masks_at_the_borders_of_blocks(emulated):
     passes(emulated("--compare", "masks"))
 
@@ -246,6 +262,11 @@ os._exit(0)
 def test_uses_of_memory_are_ordered(emulated):
     done = emulated("--order")
     assert done.returncode == 0 and "unordered: 0" in done.stdout, done.stdout + done.stderr
+
+
+def test_order_at_full_size(emulated):
+    done = emulated("--order", "--full", "--ranks", "2", "--fault", "no-wait-gather", "--", *SMALL)
+    assert done.returncode == 1 and "all-gather (writes) and triton_" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", ["kernel-column", "fp8-scale", "full-blocks", "wrong-shard", "no-wait-gather"])
