@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from conftest import free_port
-from test_dry_gpu import SMALL
 
 DRY = Path(__file__).resolve().parent.parent / "bench" / "dry_gpu"
 sys.path.insert(0, str(DRY))
@@ -262,11 +261,6 @@ os._exit(0)
 def test_uses_of_memory_are_ordered(emulated):
     done = emulated("--order")
     assert done.returncode == 0 and "unordered: 0" in done.stdout, done.stdout + done.stderr
-
-
-def test_order_at_full_size(emulated):
-    done = emulated("--order", "--full", "--ranks", "2", "--fault", "no-wait-gather", "--", *SMALL)
-    assert done.returncode == 1 and "all-gather (writes) and triton_" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", ["kernel-column", "fp8-scale", "full-blocks", "wrong-shard", "no-wait-gather"])
