@@ -327,7 +327,7 @@ class Config(SyncSettings, StageValues):
     # flash is FlashAttention 3 where it is installed, else torch's own
     attention: str = option("auto", "masked: SDPA; auto: flash on Hopper with FlashAttention 3, flex on other GPUs, "
                             "masked on CPUs", ("auto", "flash", "flex", "masked"))
-    kernels: str = option("auto", "Triton kernels of the MLP; auto: on Hopper GPUs and later", ("auto", "on", "off"))
+    kernels: str = option("auto", "Triton kernels of MLP and loss; auto: on Hopper GPUs and later", ("auto", "on", "off"))
     warmup_steps: int = option(30, "untimed warm-up steps over all stages; the state is restored after them", min=0)
     timeout_s: int = option(300, "seconds until a collective fails if a rank does not join it", max=10 ** 6)
     profile: str = option("", "A:B writes a Chrome trace of steps A to B per rank")
@@ -1454,6 +1454,7 @@ class Head(nn.Module):
             shape, dtype=c.torch_dtype)
         self.weight = parameter(init, "head")
         self.fp8, self.softcap = c.fp8_head, Softcap(c.logit_cap, c.logit_shift, c.logit_softness)
+        self.kernels = False
         self.fp8_scales = FP8Scales(c.fp8_x_scale, c.fp8_weight_scale, c.fp8_grad_scale)
 
     def uncapped_logits(self, x: Tensor) -> Tensor:
@@ -1471,6 +1472,10 @@ class Head(nn.Module):
 
         x [T, dim]; targets [n, T]: row k holds the tokens k + 1 ahead, -1 is not counted; weights [n] of the rows.
         """
+        if self.kernels and self.training and x.is_cuda:  # remove these lines if you add a loss term
+            scales = self.fp8_scales if self.fp8 else None
+            objective, entropies = HeadLoss.apply(x, self.weight, targets, weights, self.softcap, scales)
+            return objective, entropies[0]
         x = self.uncapped_logits(x)
         entropies = cross_entropies(x, targets, self.softcap)
         objective = (entropies * weights).sum()
@@ -1869,10 +1874,20 @@ class FP8Scales(NamedTuple):
 
 # A module global: as an attribute of FP8Linear it would break the compiled graph, and with it the fusion of the casts
 # and the loss
-def fp8_product(a: Tensor, b: Tensor, scale_a: float, scale_b: float, fast: bool) -> Tensor:
+def fp8_product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float, fast: bool) -> Tensor:
     """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> bf16 [m, n]."""
-    scale_a, scale_b = torch.full((), scale_a, device=a.device), torch.full((), scale_b, device=a.device)
+    scale_a, scale_b = (x if isinstance(x, Tensor) else torch.full((), x, device=a.device) for x in (scale_a, scale_b))
     return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+def fp8_operands(x: Tensor, weight: Tensor, scales: FP8Scales) -> tuple[Tensor, Tensor]:
+    return (x / scales.x).to(torch.float8_e4m3fn), (weight / scales.weight).to(torch.float8_e4m3fn)
+
+def fp8_gradients(grad8: Tensor, grad_scale: float | Tensor, x8: Tensor, weight8: Tensor,
+                  scales: FP8Scales) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of x and weight from that of the product, grad8 [T, V] times grad_scale."""
+    by_column = weight8.T.contiguous().T, x8.T.contiguous().T
+    grad_x = fp8_product(grad8, by_column[0], grad_scale, scales.weight, fast=False)
+    return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], grad_scale, scales.x, fast=False)
 
 class FP8Linear(torch.autograd.Function):
     """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V]; forward and backward multiply in fp8."""
@@ -1880,18 +1895,127 @@ class FP8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scales: FP8Scales) -> Tensor:
         ctx.scales = scales
-        x8 = (x / scales.x).to(torch.float8_e4m3fn)
-        weight8 = (weight / scales.weight).to(torch.float8_e4m3fn)
+        x8, weight8 = fp8_operands(x, weight, scales)
         ctx.save_for_backward(x8, weight8)
         return fp8_product(x8, weight8.T, scales.x, scales.weight, fast=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        (x8, weight8), scales = ctx.saved_tensors, ctx.scales
+        scales = ctx.scales
         grad8 = (grad / scales.grad).to(torch.float8_e5m2)
-        by_column = weight8.T.contiguous().T, x8.T.contiguous().T
-        grad_x = fp8_product(grad8, by_column[0], scales.grad, scales.weight, fast=False)
-        return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], scales.grad, scales.x, fast=False), None
+        return *fp8_gradients(grad8, scales.grad, *ctx.saved_tensors, scales), None
+
+def softcapped_loss(x: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
+                    grad_scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """Compute cross_entropies, and the gradient of their weighted sum, by a kernel that reads the logits x [T, V] once.
+
+    Return (float32 [n, T], the gradient [T, V]): in x's dtype or, with a grad_scale, divided by it and in e5m2.
+    """
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
+    grad = torch.empty(x.shape, dtype=x.dtype if grad_scale is None else torch.float8_e5m2, device=x.device)
+    softcapped_loss_kernel[(len(x),)](
+        x, targets.contiguous(), weights, losses, grad, len(x), x.size(1), len(targets), *softcap, grad_scale or 1.0,
+        LOSS_CHUNK, x.dtype == torch.bfloat16, num_warps=32)
+    return losses, grad
+
+LOSS_CHUNK = 2048  # logits that softcapped_loss_kernel loads at once: two for each of 1,024 threads
+
+if triton is not None:
+    def loss_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
+        """Report the bytes and special functions of softcapped_loss_kernel, for bench/dry_gpu."""
+        x, grad = args["x"], args["grad"]
+        return {"bytes": x.nbytes + grad.nbytes, "special": 3 * x.numel()}
+
+    @triton.jit
+    def softcap_and_exp(x, CAP: tl.constexpr, SHIFT: tl.constexpr, SOFTNESS: tl.constexpr):
+        """s = sigmoid((x + SHIFT) / SOFTNESS) and exp(CAP * s - CAP): three special functions."""
+        LOG2_E: tl.constexpr = 1.4426950408889634
+        s = 1 / (1 + tl.exp2(x * (-LOG2_E / SOFTNESS) - SHIFT * LOG2_E / SOFTNESS))
+        return s, tl.exp2(s * (CAP * LOG2_E) - CAP * LOG2_E)
+
+    @triton.jit(launch_metadata=loss_metadata)
+    def softcapped_loss_kernel(x, targets, weights, losses, grad, T, V: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr,
+                               SHIFT: tl.constexpr, SOFTNESS: tl.constexpr, SCALE: tl.constexpr, CHUNK: tl.constexpr,
+                               PACK: tl.constexpr):
+        """One program per row. It holds in registers what the gradient needs until the row's sum is known.
+
+        PACK: hold it in bf16, two chunks in one register. All 1,024 threads have 64 registers, and a row of 50,304
+        logits fills half of them.
+        """
+        at, row = tl.arange(0, CHUNK), tl.program_id(0)
+        x += row.to(tl.int64) * V
+        grad += row.to(tl.int64) * V
+        total = tl.zeros((CHUNK,), tl.float32)
+        held = ()  # exp(z - CAP) * s * (1 - s)
+        for i in tl.static_range(0, V, CHUNK):
+            logits = tl.load(x + i + at, i + at < V, other=0) if i + CHUNK > V else tl.load(x + i + at)
+            s, e = softcap_and_exp(logits.to(tl.float32), CAP, SHIFT, SOFTNESS)
+            e = tl.where(i + at < V, e, 0) if i + CHUNK > V else e
+            total += e
+            part = e * s * (1 - s)
+            if PACK:
+                bits = part.to(tl.int32, bitcast=True) + 0x8000  # rounds to bf16; part is not negative
+                if i // CHUNK % 2 == 0:
+                    held = held + (bits >> 16,)
+                else:
+                    held = held[:-1] + (held[-1] | (bits & -0x10000),)
+            else:
+                held = held + (part,)
+        total = tl.sum(total, 0)
+        weight_sum = 0.0
+        for k in tl.static_range(N):
+            weight_sum += tl.where(tl.load(targets + k * T + row) >= 0, tl.load(weights + k), 0)
+        factor = CAP / (SOFTNESS * SCALE)
+        for i in tl.static_range(0, V, CHUNK):
+            if PACK:
+                pair = held[i // CHUNK // 2]
+                part = (pair << 16 if i // CHUNK % 2 == 0 else pair & -0x10000).to(tl.float32, bitcast=True)
+            else:
+                part = held[i // CHUNK]
+            part = (part * (factor * weight_sum / total)).to(grad.dtype.element_ty)
+            if i + CHUNK > V:
+                tl.store(grad + i + at, part, i + at < V)
+            else:
+                tl.store(grad + i + at, part)
+        tl.debug_barrier()  # the targets' gradients overwrite
+        for k in tl.static_range(N):
+            target = tl.load(targets + k * T + row)
+            s, e = softcap_and_exp(tl.load(x + tl.maximum(target, 0)).to(tl.float32), CAP, SHIFT, SOFTNESS)
+            tl.store(losses + k * T + row, tl.where(target >= 0, tl.log(total) + CAP - CAP * s, 0))
+            own = 0.0
+            for j in tl.static_range(N):
+                own += tl.where(tl.load(targets + j * T + row) == target, tl.load(weights + j), 0)
+            part = factor * (weight_sum * e / total - own) * s * (1 - s)
+            tl.store(grad + tl.maximum(target, 0), part.to(grad.dtype.element_ty), target >= 0)
+
+class HeadLoss(torch.autograd.Function):
+    """Head.forward with softcapped_loss: x [T, dim], weight [V, dim] -> (objective, entropies [n]). scales: for fp8.
+
+    Forward computes the logits' gradient and keeps it in place of the logits. The gradient of the objective is a factor
+    of backward's products.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
+                scales: FP8Scales | None) -> tuple[Tensor, Tensor]:
+        ctx.scales = scales
+        if scales is None:
+            losses, grad = softcapped_loss(F.linear(x, weight), targets, weights, softcap)
+        else:
+            x, weight = fp8_operands(x, weight, scales)
+            logits = fp8_product(x, weight.T, scales.x, scales.weight, fast=True)
+            losses, grad = softcapped_loss(logits, targets, weights, softcap, scales.grad)
+        ctx.save_for_backward(x, weight, grad)
+        entropies = losses.sum(1)
+        ctx.mark_non_differentiable(entropies)
+        return (entropies * weights).sum(), entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad_objective: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None, None, None]:
+        (x, weight, grad), scales = ctx.saved_tensors, ctx.scales
+        if scales is None:
+            return grad_objective * (grad @ weight), grad_objective * (grad.T @ x), None, None, None, None
+        return *fp8_gradients(grad, grad_objective * scales.grad, x, weight, scales), None, None, None, None
 
 # ------------------------------------------------------------------------------------------------------------------
 # update rules
@@ -3105,9 +3229,8 @@ class Trainer:
         if config.attention == "masked" or self.compiled and not gpu:  # compiled code needs masks of one shape
             self.model.reach = longest_window(config)
         self.model.flash = config.attention == "flash"
-        for block in self.model.blocks:
-            if block.mlp is not None:
-                block.mlp.kernels = config.kernels == "on" or config.kernels == "auto" and gpu
+        for module in (self.model.lm_head, *(block.mlp for block in self.model.blocks if block.mlp is not None)):
+            module.kernels = config.kernels == "on" or config.kernels == "auto" and gpu
         if self.compiled:
             self.model.compile_parts()
         self.optimizer = build_optimizer(config, self.model, comm, self.compiled)

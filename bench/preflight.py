@@ -132,7 +132,7 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
             out_grad = grad.to(out.dtype).view_as(out) if out.dim() else None
             grads = torch.autograd.grad(out, leaves, out_grad, allow_unused=True)  # a lone MLP does not use all of them
             return [out.detach(), *(x for x in grads if x is not None)]
-        return Part(name, way[0], compute, ALLOWED_IN_FP8 if way[0] == "fp8" else ALLOWED[x.dtype], way[1])
+        return Part(name, way[0], compute, ALLOWED_IN_FP8 if way[0].startswith("fp8") else ALLOWED[x.dtype], way[1])
 
     masked = None if model.reach else ("attention", "masked")
     way = {T.DocumentTable: ("FlashAttention", ("attention", "flex")), T.BlockMask: ("FlexAttention", masked),
@@ -148,7 +148,9 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
         way = (f"{way_of(trainer)[0]}, with kernels", ("kernels", "off")) if kernels else way_of(trainer)
         yield part(f"block {i} {c.layers.split()[i]}", way, functools.partial(block, i), inputs, *LAMBDAS,
                    f"blocks.{i}.")
-    yield part("head", ("fp8", ("fp8_head", False)) if model.lm_head.fp8 else way_of(trainer), head, (x,), "lm_head.")
+    way = ("fp8", ("fp8_head", False)) if model.lm_head.fp8 else way_of(trainer)
+    way = (f"{way[0]}, with kernels", ("kernels", "off")) if model.lm_head.kernels else way
+    yield part("head", way, head, (x,), "lm_head.")
 
 
 def rule_parts(trainer: T.Trainer) -> Iterator[Part]:
