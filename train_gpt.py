@@ -300,7 +300,7 @@ class Config(SyncSettings, StageValues):
     adam_eps: float = option(1e-8, "added to the denominator, so that 0 / 0 is 0")
     adam_fp32_moments: bool = option(False, "keep Adam's moments in float32, whatever the parameter's dtype")
     adam_every: int = option(2, "steps per Adam update, which uses the sum of their gradients")
-    lazy_tables: bool = option(False, "send and update only the n-gram rows that a step uses")
+    lazy_tables: bool = option(False, "update only the n-gram rows that a step uses, and send only their new values")
     adam_weight_decay: float = option(0.0, "cautious weight decay, times the squared learning rate of the kind", min=0)
     muon_lr: float = option(0.03, "NorMuon's learning rate: the size of an orthogonal update", min=0)
     muon_weight_decay: float = option(1.2, "cautious weight decay, times the squared muon_lr and lr_mul", min=0)
@@ -650,9 +650,9 @@ def check_layers(c: Config, ranks: int, want: Callable[[Any, str], None]) -> Non
     widest = max((table.width for table in parse_ngrams(c.ngrams)), default=0)
     want(widest <= c.model_dim, f"ngrams: a table is {widest} wide; its width must be at most model_dim, {c.model_dim}")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # each rank holds parameters, gradients and, during the warm-up, a saved copy of the state
+    # each rank holds parameters and, during the warm-up, a saved copy of the state
     here, size, moment = env_int("LOCAL_WORLD_SIZE", ranks), c.torch_dtype.itemsize, moment_bytes(c)
-    needed = ngram_entries(c) * (here * ((3 - c.lazy_tables) * size + 4 * moment) + 2 * moment)
+    needed = ngram_entries(c) * (here * (2 * size + 4 * moment) + 2 * moment)
     want(needed <= memory, f"ngrams: training the tables takes {needed >> 30} GiB, and this machine has "
          f"{memory >> 30}; give them fewer rows")
     want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
@@ -2057,7 +2057,8 @@ class Adam:
     every: int = 1  # steps between updates; an update uses the sum of the gradients since the last one
     weight_decay: float = 0.0  # cautious: see update
     fp32_moments: bool = False
-    rows: bool = False  # lazy: the unit is a table's row, and rows without a gradient keep their values and moments
+    rows: bool = False  # gradients of tables are sent by rows; the unit is a row
+    lazy: bool = True  # with `rows`: rows without a gradient keep their values and moments
 
     def unit(self, spec: ParamSpec) -> tuple[int, ...]:
         require(not self.rows or spec.param.dim() == 2, f"{spec.name} has shape {tuple(spec.param.shape)}, but Adam "
@@ -2319,22 +2320,22 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 class RowBucket(Bucket):
-    """Tables of which a step reads few rows. Ranks exchange and update only these rows (Adam.rows).
+    """Tables of which a step reads few rows. Ranks send only the gradients of these rows (Adam.rows).
 
     message               from -> to               sent
     a bit per row: read?  each rank -> all         before the forward (announce), or at launch
     gradients of rows     each rank -> row's owner at launch, after the last gradient
     new values of rows    row's owner -> all       after the update
 
-    The rows of all tables of the bucket are numbered consecutively. If world-size-invariant mode sums several steps,
-    all rows are updated and gathered.
+    The rows of all tables of the bucket are numbered consecutively. All rows are updated and gathered if the rule is
+    not lazy, or if world-size-invariant mode sums several steps.
     """
 
     grad_device = "meta"  # the gradient buffer takes no memory; only gradients of rows that were read do
-    may_compile = False   # the number of rows differs from step to step
 
     def __init__(self, *args: Any):
         super().__init__(*args)
+        self.may_compile = not self.rule.lazy  # otherwise the number of rows differs from step to step
         self.rows = self.param_data.view(-1, *self.param_shard.shape[1:])  # [rows of all ranks, width]
         self.set_grads(torch.empty(0).long(), self.rows.new_empty((0, self.rows.size(1)), dtype=self.grad_data.dtype))
         self.reads = torch.zeros(len(self.rows), dtype=torch.uint8)  # 1: this rank has announced the row
@@ -2380,7 +2381,7 @@ class RowBucket(Bucket):
 
     def scatter_add(self, rows: Tensor, grads: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
         """Scatter-add pairs of (row indices, gradients) into n sorted rows -> [n, width]. RunError on unknown rows."""
-        sums = self.rows.new_zeros((len(rows), self.rows.size(1)), dtype=self.grad_data.dtype)
+        sums = torch.zeros(len(rows), self.rows.size(1), dtype=self.grad_data.dtype, device=self.rows.device)
         for indices, values in grads:
             at = torch.searchsorted(rows, indices)
             known = (F.pad(rows, (0, 1), value=-1)[at] == indices).all()
@@ -2406,21 +2407,22 @@ class RowBucket(Bucket):
         self.read_by_any, of_this_shard = reads.any(0), reads[:, comm.rank]
         sums = self.scatter_add(self.indices(reads[comm.rank]), grads)
         sent = sums.to(comm.sent_dtype or sums.dtype).split(reads[comm.rank].sum(1).tolist())
-        received = [sent[0].new_empty(n, sums.size(1)) for n in of_this_shard.sum(1).tolist()]
-        received[comm.rank] = sent[comm.rank]
+        counts = of_this_shard.sum(1).tolist()
+        rows, numbers = self.indices(self.read_by_any[comm.rank]), self.indices(of_this_shard) % of_this_shard.shape[1]
+        values = sums.new_empty((sum(counts), sums.size(1)), dtype=sent[0].dtype)  # of all ranks, one after another
+        received = values.split(counts)
+        received[comm.rank].copy_(sent[comm.rank])
 
         def sum_over_ranks() -> None:
-            pieces = [(self.indices(mask), x) for mask, x in zip(of_this_shard, received)]
-            rows = self.indices(self.read_by_any[comm.rank])
-            self.set_grads(rows, tree_sum([self.scatter_add(rows, [piece]) for piece in pieces]) if invariant else
-                           self.scatter_add(rows, pieces))
+            pieces = zip(numbers.split(counts), received) if invariant else [(numbers, values)]
+            self.set_grads(rows, tree_sum([self.scatter_add(rows, [piece]) for piece in pieces]))
         for slot in self.slots:
             slot.pending_grads.clear()
         self.reduce_handle = HandleGroup(comm.exchange(sent, received), then=sum_over_ranks)
 
     def carry_over(self, updates: bool) -> None:
-        """Do the same as Bucket.carry_over; a sum over several steps has a gradient for every row."""
-        if not updates or "pending" in self.state:
+        """Do the same as Bucket.carry_over. A rule that is not lazy, and a sum over several steps, need all rows."""
+        if not (updates and self.rule.lazy) or "pending" in self.state:
             grads = torch.zeros_like(self.param_shard, dtype=self.grad_data.dtype)
             grads[self.grad_rows] = self.grad_shard
             self.set_grads(torch.arange(len(grads), device=grads.device), grads)
@@ -2428,7 +2430,9 @@ class RowBucket(Bucket):
         super().carry_over(updates)
 
     def update(self, update: Callable[..., None], hyper: dict[str, Any], unbatched: bool) -> None:
-        """Update the rows that have a gradient other than zero. Adam is elementwise, so `unbatched` changes nothing."""
+        """Update all rows, or those that have a gradient other than zero. Adam is elementwise: `unbatched` is no matter."""
+        if not self.rule.lazy:
+            return super().update(update, hyper, unbatched=False)
         wholes = [self.param_shard, *self.state.values()]
         olds = [whole.index_select(0, self.grad_rows) for whole in wholes]  # on CPUs 5 times as fast as whole[...]
         param, *state = (old.clone() for old in olds)
@@ -3088,7 +3092,7 @@ def rule_of(config: Config, group: AdamGroup | MuonGroup) -> Adam | NorMuon:
     beta1, beta2, decay = (flag if own is None else own for own, flag in (
         (group.beta1, c.adam_beta1), (group.beta2, c.adam_beta2), (group.weight_decay, c.adam_weight_decay)))
     return Adam(c.adam_lr * group.lr_mul, beta1, beta2, c.adam_eps, c.adam_every, decay, c.adam_fp32_moments,
-                rows=c.lazy_tables and group.kind == "ngram_embeds")
+                rows=group.kind == "ngram_embeds", lazy=c.lazy_tables)
 
 def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
     """Assign every parameter that is not frozen its update rule, by its kind, in the model's order."""
@@ -3245,7 +3249,7 @@ class Trainer:
             optimizer.finish_all_gathers([optimizer.bucket_of[model.lm_head.weight]])
         if plan.unties:
             optimizer.copy_parameter("lm_head.weight", "embed.weight")
-        if self.config.lazy_tables:
+        if self.config.ngrams:
             read = model.rows_read(torch.from_numpy(np.stack(batch)[:, :-1].astype(np.int32)))
             optimizer.announce_rows(plan.step, read)
         for i, micro_batch in enumerate(batch):

@@ -273,7 +273,7 @@ def test_memory_needed_counts_at_least_parameters_gradients_and_state(tiny, laye
     model = train_gpt.build_model(config, encoding)
     buckets = train_gpt.fill_buckets(train_gpt.specs_of(config, model), 2 ** 40, 0, ranks)
     kept = sum(x.numel() * x.element_size() for bucket in buckets
-               for x in (bucket.param_data, bucket.grad_data, *bucket.state.values()))
+               for x in (bucket.param_data, bucket.grad_data, *bucket.state.values()) if not x.is_meta)
     estimate = preflight.memory_needed(config, encoding.vocab_size, ranks)[0]
     assert 0.95 * kept <= estimate <= 1.6 * kept, (kept, estimate)
 
