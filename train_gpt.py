@@ -1588,9 +1588,11 @@ class GPT(nn.Module):
         e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)
         _, _, _, smear_weight, _ = self.scalars.split(self.scalar_sizes)
         x0 = self.smear(e, self.smear_gate, smear_weight[0])
-        total = 0 if self.config.ngram_mix else x0
-        for table, number in zip(self.ngrams, self.ngram_numbers(tokens)):  # a narrow table fills the first entries
-            total = total + F.pad(table(number), (0, x0.size(1) - table.embedding_dim))
+        total = None if self.config.ngram_mix else x0
+        for table, number in zip(self.ngrams, self.ngram_numbers(tokens)):
+            embeds, missing = table(number), x0.size(1) - table.embedding_dim
+            embeds = F.pad(embeds, (0, missing)) if missing else embeds  # a narrow table fills the first entries
+            total = embeds if total is None else total + embeds
         return (x0, total) if self.config.ngram_mix else (total, None)
 
     # Each is compiled by itself, see compile_parts

@@ -387,7 +387,7 @@ def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, i
     permanent = 8 * matrices + size * (entries + gradients) + (4 * matrices + 2 * T.moment_bytes(c) * entries) / ranks
     width, logits, lengths = c.model_dim * size, vocab_size * size, T.micro_batch_lengths(c)  # bytes of a token
     eager, of_mlp = c.compile == "off", 14 if c.kernels == "off" else 10
-    saved = ((10 if eager else 4) * attentions + of_mlp * mlps + 32) * width
+    saved = ((9 if eager else 4) * attentions + of_mlp * mlps + 32) * width
     if c.kernels == "off":
         saved += logits * ((2 if c.fp8_head else 1) + 6 * eager)  # fp8 also keeps their gradient, twice in e5m2
         of_loss = 0
