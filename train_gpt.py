@@ -311,7 +311,7 @@ class Config(SyncSettings, StageValues):
     adam_eps: float = option(1e-8, "added to the denominator, so that 0 / 0 is 0")
     adam_fp32_moments: bool = option(False, "keep Adam's moments in float32, whatever the parameter's dtype")
     adam_every: int = option(2, "steps per Adam update, which uses the sum of their gradients")
-    lazy_tables: bool = option(False, "send and update only the n-gram rows that a step uses")
+    lazy_tables: bool = option(False, "update only the n-gram rows that a step uses, and send only their new values")
     adam_weight_decay: float = option(0.0, "cautious weight decay, times the squared learning rate of the kind", min=0)
     muon_lr: float = option(0.03, "NorMuon's learning rate: the size of an orthogonal update", min=0)
     muon_weight_decay: float = option(1.2, "cautious weight decay, times the squared muon_lr and lr_mul", min=0)
@@ -338,7 +338,7 @@ class Config(SyncSettings, StageValues):
     # flash is FlashAttention 3 where it is installed, else torch's own
     attention: str = option("auto", "masked: SDPA; auto: flash on Hopper with FlashAttention 3, flex on other GPUs, "
                             "masked on CPUs", ("auto", "flash", "flex", "masked"))
-    kernels: str = option("auto", "Triton kernels of the MLP; auto: on Hopper GPUs and later", ("auto", "on", "off"))
+    kernels: str = option("auto", "Triton kernels of MLP and loss; auto: on Hopper GPUs and later", ("auto", "on", "off"))
     warmup_steps: int = option(30, "untimed warm-up steps over all stages; the state is restored after them", min=0)
     timeout_s: int = option(300, "seconds until a collective fails if a rank does not join it", max=10 ** 6)
     profile: str = option("", "A:B writes a Chrome trace of steps A to B per rank")
@@ -359,13 +359,14 @@ class Config(SyncSettings, StageValues):
         return getattr(torch, self.dtype)
 
 PRESETS = {
-    # overlap_param_gather saves 0.7 ms per step on the simulated GPU (bench/dry_gpu)
+    # overlap_param_gather saves 0.7 ms per step, for frontier 1.2 ms, on the simulated GPU (bench/dry_gpu)
     "speedrun": Config(overlap_param_gather=True, update_order="forward"),
     # Record 89 of the public speedrun; bench/public_record.py compares it with the record's own program
     "frontier": Config(
         # the record's first layer has neither attention nor MLP; the others are numbered without it
         layers="PM S0xM P1M LxgM SxM PM M+3 SxM cS2M cP3M cL4gdM", backout_layer=7, value_gates=True,
         sublayer_scales=True, resid_lambda_init=1.1, token_gates="0 4", mudd=True, pairing="halves", key_offset=True,
+        overlap_param_gather=True, update_order="forward",
         ngrams="2:377280:768", ngram_hash="record", output_init=1.0, head_init=0.005, value_init=0.01, untie_at=2 / 3,
         logit_cap=23.0, logit_shift=5.0,  # a lower cap; logits have more room below x = 0 than above
         fp8_x_scale=100 / 448, fp8_weight_scale=1.6 / 448, fp8_grad_scale=0.75 / 448, fp8_mlp=True,
@@ -698,9 +699,9 @@ def check_layers(c: Config, ranks: int, want: Callable[[Any, str], None]) -> Non
     widest = max((table.width for table in parse_ngrams(c.ngrams)), default=0)
     want(widest <= c.model_dim, f"ngrams: a table is {widest} wide; its width must be at most model_dim, {c.model_dim}")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # each rank holds parameters, gradients and, during the warm-up, a saved copy of the state
+    # each rank holds parameters and, during the warm-up, a saved copy of the state
     here, size, moment = env_int("LOCAL_WORLD_SIZE", ranks), c.torch_dtype.itemsize, moment_bytes(c)
-    needed = ngram_entries(c) * (here * ((3 - c.lazy_tables) * size + 4 * moment) + 2 * moment)
+    needed = ngram_entries(c) * (here * (2 * size + 4 * moment) + 2 * moment)
     want(needed <= memory, f"ngrams: training the tables takes {needed >> 30} GiB, and this machine has "
          f"{memory >> 30}; give them fewer rows")
     want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
@@ -1751,6 +1752,7 @@ class Head(nn.Module):
             shape, dtype=c.torch_dtype)
         self.weight = parameter(init, "head")
         self.fp8, self.softcap = c.fp8_head, Softcap(c.logit_cap, c.logit_shift, c.logit_softness)
+        self.kernels = False
         self.fp8_scales = FP8Scales(c.fp8_x_scale, c.fp8_weight_scale, c.fp8_grad_scale)
 
     def uncapped_logits(self, x: Tensor) -> Tensor:
@@ -1768,6 +1770,10 @@ class Head(nn.Module):
 
         x [T, dim]; targets [n, T]: row k holds the tokens k + 1 ahead, -1 is not counted; weights [n] of the rows.
         """
+        if self.kernels and self.training and x.is_cuda:  # remove these lines if you add a loss term
+            scales = self.fp8_scales if self.fp8 else None
+            objective, entropies = HeadLoss.apply(x, self.weight, targets, weights, self.softcap, scales)
+            return objective, entropies[0]
         x = self.uncapped_logits(x)
         entropies = cross_entropies(x, targets, self.softcap)
         objective = (entropies * weights).sum()
@@ -1891,9 +1897,11 @@ class GPT(nn.Module):
         _, _, _, smear_weight, _ = self.scalars.split(self.scalar_sizes)
         x0 = self.smear(e, self.smear_gate, smear_weight[0])
         gated = self.config.token_gates and self.config.ngrams
-        total = 0 if gated else x0
-        for table, number in zip(self.ngrams, self.ngram_numbers(tokens)):  # a narrow table fills the first entries
-            total = total + F.pad(table(number), (0, x0.size(1) - table.embedding_dim))
+        total = None if gated else x0
+        for table, number in zip(self.ngrams, self.ngram_numbers(tokens)):
+            embeds, missing = table(number), x0.size(1) - table.embedding_dim
+            embeds = F.pad(embeds, (0, missing)) if missing else embeds  # a narrow table fills the first entries
+            total = embeds if total is None else total + embeds
         return (x0, total) if gated else (total, None)
 
     # Each is compiled by itself, see compile_parts
@@ -2256,24 +2264,143 @@ def fp8_product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | 
     scale_a, scale_b = (x if isinstance(x, Tensor) else torch.full((), x, device=a.device) for x in (scale_a, scale_b))
     return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
 
+def fp8_operands(x: Tensor, weight: Tensor, scales: FP8Scales) -> tuple[Tensor, Tensor]:
+    return (x / scales.x).to(torch.float8_e4m3fn), (weight / scales.weight).to(torch.float8_e4m3fn)
+
+def fp8_gradients(grad8: Tensor, grad_scale: float | Tensor, x8: Tensor, weight8: Tensor,
+                  scales: FP8Scales) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of x and weight from that of the product, grad8 [T, V] times grad_scale."""
+    by_column = weight8.T.contiguous().T, x8.T.contiguous().T
+    grad_x = fp8_product(grad8, by_column[0], grad_scale, scales.weight, fast=False)
+    return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], grad_scale, scales.x, fast=False)
+
 class FP8Linear(torch.autograd.Function):
     """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V]; forward and backward multiply in fp8."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scales: FP8Scales) -> Tensor:
         ctx.scales = scales
-        x8 = (x / scales.x).to(torch.float8_e4m3fn)
-        weight8 = (weight / scales.weight).to(torch.float8_e4m3fn)
+        x8, weight8 = fp8_operands(x, weight, scales)
         ctx.save_for_backward(x8, weight8)
         return fp8_product(x8, weight8.T, scales.x, scales.weight, fast=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        (x8, weight8), scales = ctx.saved_tensors, ctx.scales
+        scales = ctx.scales
         grad8 = (grad / scales.grad).to(torch.float8_e5m2)
-        by_column = weight8.T.contiguous().T, x8.T.contiguous().T
-        grad_x = fp8_product(grad8, by_column[0], scales.grad, scales.weight, fast=False)
-        return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], scales.grad, scales.x, fast=False), None
+        return *fp8_gradients(grad8, scales.grad, *ctx.saved_tensors, scales), None
+
+def softcapped_loss(x: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
+                    grad_scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """Compute cross_entropies, and the gradient of their weighted sum, by a kernel that reads the logits x [T, V] once.
+
+    Return (float32 [n, T], the gradient [T, V]): in x's dtype or, with a grad_scale, divided by it and in e5m2.
+    """
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
+    grad = torch.empty(x.shape, dtype=x.dtype if grad_scale is None else torch.float8_e5m2, device=x.device)
+    softcapped_loss_kernel[(len(x),)](
+        x, targets.contiguous(), weights, losses, grad, len(x), x.size(1), len(targets), *softcap, grad_scale or 1.0,
+        LOSS_CHUNK, x.dtype == torch.bfloat16, num_warps=32)
+    return losses, grad
+
+LOSS_CHUNK = 2048  # logits that softcapped_loss_kernel loads at once: two for each of 1,024 threads
+
+if triton is not None:
+    def loss_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
+        """Report the bytes and special functions of softcapped_loss_kernel, for bench/dry_gpu."""
+        x, grad = args["x"], args["grad"]
+        return {"bytes": x.nbytes + grad.nbytes, "special": 3 * x.numel()}
+
+    @triton.jit
+    def softcap_and_exp(x, CAP: tl.constexpr, SHIFT: tl.constexpr, SOFTNESS: tl.constexpr):
+        """s = sigmoid((x + SHIFT) / SOFTNESS) and exp(CAP * s - CAP): three special functions."""
+        LOG2_E: tl.constexpr = 1.4426950408889634
+        s = 1 / (1 + tl.exp2(x * (-LOG2_E / SOFTNESS) - SHIFT * LOG2_E / SOFTNESS))
+        return s, tl.exp2(s * (CAP * LOG2_E) - CAP * LOG2_E)
+
+    @triton.jit(launch_metadata=loss_metadata)
+    def softcapped_loss_kernel(x, targets, weights, losses, grad, T, V: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr,
+                               SHIFT: tl.constexpr, SOFTNESS: tl.constexpr, SCALE: tl.constexpr, CHUNK: tl.constexpr,
+                               PACK: tl.constexpr):
+        """One program per row. It holds in registers what the gradient needs until the row's sum is known.
+
+        PACK: hold it in bf16, two chunks in one register. All 1,024 threads have 64 registers, and a row of 50,304
+        logits fills half of them.
+        """
+        at, row = tl.arange(0, CHUNK), tl.program_id(0)
+        x += row.to(tl.int64) * V
+        grad += row.to(tl.int64) * V
+        total = tl.zeros((CHUNK,), tl.float32)
+        held = ()  # exp(z - CAP) * s * (1 - s)
+        for i in tl.static_range(0, V, CHUNK):
+            logits = tl.load(x + i + at, i + at < V, other=0) if i + CHUNK > V else tl.load(x + i + at)
+            s, e = softcap_and_exp(logits.to(tl.float32), CAP, SHIFT, SOFTNESS)
+            e = tl.where(i + at < V, e, 0) if i + CHUNK > V else e
+            total += e
+            part = e * s * (1 - s)
+            if PACK:
+                bits = part.to(tl.int32, bitcast=True) + 0x8000  # rounds to bf16; part is not negative
+                if i // CHUNK % 2 == 0:
+                    held = held + (bits >> 16,)
+                else:
+                    held = held[:-1] + (held[-1] | (bits & -0x10000),)
+            else:
+                held = held + (part,)
+        total = tl.sum(total, 0)
+        weight_sum = 0.0
+        for k in tl.static_range(N):
+            weight_sum += tl.where(tl.load(targets + k * T + row) >= 0, tl.load(weights + k), 0)
+        factor = CAP / (SOFTNESS * SCALE)
+        for i in tl.static_range(0, V, CHUNK):
+            if PACK:
+                pair = held[i // CHUNK // 2]
+                part = (pair << 16 if i // CHUNK % 2 == 0 else pair & -0x10000).to(tl.float32, bitcast=True)
+            else:
+                part = held[i // CHUNK]
+            part = (part * (factor * weight_sum / total)).to(grad.dtype.element_ty)
+            if i + CHUNK > V:
+                tl.store(grad + i + at, part, i + at < V)
+            else:
+                tl.store(grad + i + at, part)
+        tl.debug_barrier()  # the targets' gradients overwrite
+        for k in tl.static_range(N):
+            target = tl.load(targets + k * T + row)
+            s, e = softcap_and_exp(tl.load(x + tl.maximum(target, 0)).to(tl.float32), CAP, SHIFT, SOFTNESS)
+            tl.store(losses + k * T + row, tl.where(target >= 0, tl.log(total) + CAP - CAP * s, 0))
+            own = 0.0
+            for j in tl.static_range(N):
+                own += tl.where(tl.load(targets + j * T + row) == target, tl.load(weights + j), 0)
+            part = factor * (weight_sum * e / total - own) * s * (1 - s)
+            tl.store(grad + tl.maximum(target, 0), part.to(grad.dtype.element_ty), target >= 0)
+
+class HeadLoss(torch.autograd.Function):
+    """Head.forward with softcapped_loss: x [T, dim], weight [V, dim] -> (objective, entropies [n]). scales: for fp8.
+
+    Forward computes the logits' gradient and keeps it in place of the logits. The gradient of the objective is a factor
+    of backward's products.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
+                scales: FP8Scales | None) -> tuple[Tensor, Tensor]:
+        ctx.scales = scales
+        if scales is None:
+            losses, grad = softcapped_loss(F.linear(x, weight), targets, weights, softcap)
+        else:
+            x, weight = fp8_operands(x, weight, scales)
+            logits = fp8_product(x, weight.T, scales.x, scales.weight, fast=True)
+            losses, grad = softcapped_loss(logits, targets, weights, softcap, scales.grad)
+        ctx.save_for_backward(x, weight, grad)
+        entropies = losses.sum(1)
+        ctx.mark_non_differentiable(entropies)
+        return (entropies * weights).sum(), entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad_objective: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None, None, None]:
+        (x, weight, grad), scales = ctx.saved_tensors, ctx.scales
+        if scales is None:
+            return grad_objective * (grad @ weight), grad_objective * (grad.T @ x), None, None, None, None
+        return *fp8_gradients(grad, grad_objective * scales.grad, x, weight, scales), None, None, None, None
 
 # ------------------------------------------------------------------------------------------------------------------
 # update rules
@@ -2315,7 +2442,8 @@ class Adam:
     every: int = 1  # steps between updates; an update uses the sum of the gradients since the last one
     weight_decay: float = 0.0  # cautious: see update
     fp32_moments: bool = False
-    rows: bool = False  # lazy: the unit is a table's row, and rows without a gradient keep their values and moments
+    rows: bool = False  # gradients of tables are sent by rows; the unit is a row
+    lazy: bool = True  # with `rows`: rows without a gradient keep their values and moments
 
     def unit(self, spec: ParamSpec) -> tuple[int, ...]:
         require(not self.rows or spec.param.dim() == 2, f"{spec.name} has shape {tuple(spec.param.shape)}, but Adam "
@@ -2577,22 +2705,22 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 class RowBucket(Bucket):
-    """Tables of which a step reads few rows. Ranks exchange and update only these rows (Adam.rows).
+    """Tables of which a step reads few rows. Ranks send only the gradients of these rows (Adam.rows).
 
     message               from -> to               sent
     a bit per row: read?  each rank -> all         before the forward (announce), or at launch
     gradients of rows     each rank -> row's owner at launch, after the last gradient
     new values of rows    row's owner -> all       after the update
 
-    The rows of all tables of the bucket are numbered consecutively. If world-size-invariant mode sums several steps,
-    all rows are updated and gathered.
+    The rows of all tables of the bucket are numbered consecutively. All rows are updated and gathered if the rule is
+    not lazy, or if world-size-invariant mode sums several steps.
     """
 
     grad_device = "meta"  # the gradient buffer takes no memory; only gradients of rows that were read do
-    may_compile = False   # the number of rows differs from step to step
 
     def __init__(self, *args: Any):
         super().__init__(*args)
+        self.may_compile = not self.rule.lazy  # otherwise the number of rows differs from step to step
         self.rows = self.param_data.view(-1, *self.param_shard.shape[1:])  # [rows of all ranks, width]
         self.set_grads(torch.empty(0).long(), self.rows.new_empty((0, self.rows.size(1)), dtype=self.grad_data.dtype))
         self.reads = torch.zeros(len(self.rows), dtype=torch.uint8)  # 1: this rank has announced the row
@@ -2638,7 +2766,7 @@ class RowBucket(Bucket):
 
     def scatter_add(self, rows: Tensor, grads: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
         """Scatter-add pairs of (row indices, gradients) into n sorted rows -> [n, width]. RunError on unknown rows."""
-        sums = self.rows.new_zeros((len(rows), self.rows.size(1)), dtype=self.grad_data.dtype)
+        sums = torch.zeros(len(rows), self.rows.size(1), dtype=self.grad_data.dtype, device=self.rows.device)
         for indices, values in grads:
             at = torch.searchsorted(rows, indices)
             known = (F.pad(rows, (0, 1), value=-1)[at] == indices).all()
@@ -2664,21 +2792,22 @@ class RowBucket(Bucket):
         self.read_by_any, of_this_shard = reads.any(0), reads[:, comm.rank]
         sums = self.scatter_add(self.indices(reads[comm.rank]), grads)
         sent = sums.to(comm.sent_dtype or sums.dtype).split(reads[comm.rank].sum(1).tolist())
-        received = [sent[0].new_empty(n, sums.size(1)) for n in of_this_shard.sum(1).tolist()]
-        received[comm.rank] = sent[comm.rank]
+        counts = of_this_shard.sum(1).tolist()
+        rows, numbers = self.indices(self.read_by_any[comm.rank]), self.indices(of_this_shard) % of_this_shard.shape[1]
+        values = sums.new_empty((sum(counts), sums.size(1)), dtype=sent[0].dtype)  # of all ranks, one after another
+        received = values.split(counts)
+        received[comm.rank].copy_(sent[comm.rank])
 
         def sum_over_ranks() -> None:
-            pieces = [(self.indices(mask), x) for mask, x in zip(of_this_shard, received)]
-            rows = self.indices(self.read_by_any[comm.rank])
-            self.set_grads(rows, tree_sum([self.scatter_add(rows, [piece]) for piece in pieces]) if invariant else
-                           self.scatter_add(rows, pieces))
+            pieces = zip(numbers.split(counts), received) if invariant else [(numbers, values)]
+            self.set_grads(rows, tree_sum([self.scatter_add(rows, [piece]) for piece in pieces]))
         for slot in self.slots:
             slot.pending_grads.clear()
         self.reduce_handle = HandleGroup(comm.exchange(sent, received), then=sum_over_ranks)
 
     def carry_over(self, updates: bool) -> None:
-        """Do the same as Bucket.carry_over; a sum over several steps has a gradient for every row."""
-        if not updates or "pending" in self.state:
+        """Do the same as Bucket.carry_over. A rule that is not lazy, and a sum over several steps, need all rows."""
+        if not (updates and self.rule.lazy) or "pending" in self.state:
             grads = torch.zeros_like(self.param_shard, dtype=self.grad_data.dtype)
             grads[self.grad_rows] = self.grad_shard
             self.set_grads(torch.arange(len(grads), device=grads.device), grads)
@@ -2686,7 +2815,9 @@ class RowBucket(Bucket):
         super().carry_over(updates)
 
     def update(self, update: Callable[..., None], hyper: dict[str, Any], unbatched: bool) -> None:
-        """Update the rows that have a gradient other than zero. Adam is elementwise, so `unbatched` changes nothing."""
+        """Update all rows, or those that have a gradient other than zero. Adam is elementwise: `unbatched` is no matter."""
+        if not self.rule.lazy:
+            return super().update(update, hyper, unbatched=False)
         wholes = [self.param_shard, *self.state.values()]
         olds = [whole.index_select(0, self.grad_rows) for whole in wholes]  # on CPUs 5 times as fast as whole[...]
         param, *state = (old.clone() for old in olds)
@@ -3249,9 +3380,9 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         # compiled code takes numbers as tensors, or each new number would compile it again; each name has its own
         as_tensor = functools.lru_cache(256)(lambda name, x: torch.full((), x, device=comm.device))
         self.number = as_tensor if compiled else lambda name, x: x
-        self.forward_hooks, bucket_of = [], {slot.param: bucket for bucket in buckets for slot in bucket.slots}
+        self.forward_hooks, self.bucket_of = [], {slot.param: bucket for bucket in buckets for slot in bucket.slots}
         for module, params in outer_modules(model) if settings.overlap_param_gather else ():
-            reads = list(dict.fromkeys(bucket_of[p] for p in params if p in bucket_of))
+            reads = list(dict.fromkeys(self.bucket_of[p] for p in params if p in self.bucket_of))
             self.forward_hooks.append(module.register_forward_pre_hook(
                 lambda module, inputs, reads=reads: self.finish_all_gathers(reads)))
 
@@ -3350,7 +3481,7 @@ def rule_of(config: Config, group: AdamGroup | MuonGroup) -> Adam | NorMuon:
     beta1, beta2, decay = (flag if own is None else own for own, flag in (
         (group.beta1, c.adam_beta1), (group.beta2, c.adam_beta2), (group.weight_decay, c.adam_weight_decay)))
     return Adam(c.adam_lr * group.lr_mul, beta1, beta2, c.adam_eps, c.adam_every, decay, c.adam_fp32_moments,
-                rows=c.lazy_tables and group.kind == "ngram_embeds")
+                rows=group.kind == "ngram_embeds", lazy=c.lazy_tables)
 
 def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
     """Assign every parameter that is not frozen its update rule, by its kind, in the model's order."""
@@ -3491,9 +3622,8 @@ class Trainer:
         if config.attention == "masked" or self.compiled and not gpu:  # compiled code needs masks of one shape
             self.model.reach = longest_window(config)
         self.model.flash = config.attention == "flash"
-        for block in self.model.blocks:
-            if block.mlp is not None:
-                block.mlp.kernels = config.kernels == "on" or config.kernels == "auto" and gpu
+        for module in (self.model.lm_head, *(block.mlp for block in self.model.blocks if block.mlp is not None)):
+            module.kernels = config.kernels == "on" or config.kernels == "auto" and gpu
         if self.compiled:
             self.model.compile_parts()
         self.optimizer = build_optimizer(config, self.model, comm, self.compiled)
@@ -3508,10 +3638,10 @@ class Trainer:
         model, optimizer, cross_entropies = self.model, self.optimizer, []
         model.apply_schedule(plan.rotary_windows, plan.tied and not plan.unties)
         if plan.tied:  # the embedding reads the head's weights before the head's own forward would wait for them
-            optimizer.finish_all_gathers()
+            optimizer.finish_all_gathers([optimizer.bucket_of[model.lm_head.weight]])
         if plan.unties:
             optimizer.copy_parameter("lm_head.weight", "embed.weight")
-        if self.config.lazy_tables:
+        if self.config.ngrams:
             read = model.rows_read(torch.from_numpy(np.stack(batch)[:, :-1].astype(np.int32)))
             optimizer.announce_rows(plan.step, read)
         for i, micro_batch in enumerate(batch):

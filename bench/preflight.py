@@ -141,7 +141,7 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
             out_grad = grad.to(out.dtype).view_as(out) if out.dim() else None
             grads = torch.autograd.grad(out, leaves, out_grad, allow_unused=True)  # a lone MLP does not use all of them
             return [out.detach(), *(x for x in grads if x is not None)]
-        return Part(name, way[0], compute, ALLOWED_IN_FP8 if way[0] == "fp8" else ALLOWED[x.dtype], way[1])
+        return Part(name, way[0], compute, ALLOWED_IN_FP8 if way[0].startswith("fp8") else ALLOWED[x.dtype], way[1])
 
     masked = None if model.reach else ("attention", "masked")
     way = {T.DocumentTable: ("FlashAttention", ("attention", "flex")), T.BlockMask: ("FlexAttention", masked),
@@ -156,7 +156,9 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
         learned = [name for name, p in model.named_parameters() if id(p) in read]
         yield part(f"layers {one.numbers.start} to {one.numbers.stop - 1}", way, functools.partial(group, i),
                    [*reads(i).values()], *LAMBDAS, *learned)
-    yield part("head", ("fp8", ("fp8_head", False)) if model.lm_head.fp8 else way_of(trainer), head, (x,), "lm_head.")
+    way = ("fp8", ("fp8_head", False)) if model.lm_head.fp8 else way_of(trainer)
+    way = (f"{way[0]}, with kernels", ("kernels", "off")) if model.lm_head.kernels else way
+    yield part("head", way, head, (x,), "lm_head.")
 
 
 def rule_parts(trainer: T.Trainer) -> Iterator[Part]:
@@ -387,13 +389,20 @@ def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, i
     value_tables, saved_outputs = len({layer.value_table for layer in layers} - {None}), len(T.saved_layers(c))
     matrices = (4 * attentions + 8 * mlps) * c.model_dim ** 2
     entries = (2 + value_tables) * vocab_size * c.model_dim + T.ngram_entries(c)
-    # parameters and gradients, and a rank's share of the moments: one in float32 for a matrix, two for an entry
-    permanent = 8 * matrices + 2 * size * entries + (4 * matrices + 2 * T.moment_bytes(c) * entries) / ranks
+    # parameters, gradients but those of n-gram tables, and a rank's share of the moments: one in float32 for a matrix, two
+    # for an entry
+    gradients = entries - T.ngram_entries(c)
+    permanent = 8 * matrices + size * (entries + gradients) + (4 * matrices + 2 * T.moment_bytes(c) * entries) / ranks
     width, logits, lengths = c.model_dim * size, vocab_size * size, T.micro_batch_lengths(c)  # bytes of a token
     eager, of_mlp = c.compile == "off", 14 if c.kernels == "off" else 10
-    copies = (2 if c.fp8_head else 1) + 6 * eager  # of the logits; fp8 also keeps their gradient, twice in e5m2
-    saved = ((10 if eager else 4) * attentions + of_mlp * mlps + 32) * width + logits * copies
-    training = permanent + max(lengths) * saved + 340 * 2 ** 20
+    saved = ((9 if eager else 4) * attentions + of_mlp * mlps + 32) * width
+    if c.kernels == "off":
+        saved += logits * ((2 if c.fp8_head else 1) + 6 * eager)  # fp8 also keeps their gradient, twice in e5m2
+        of_loss = 0
+    else:  # the gradient of all logits, and the logits of one call of the head
+        saved += logits * (0.5 if c.fp8_head else 1)
+        of_loss = min(lengths) * logits
+    training = permanent + max(lengths) * saved + of_loss + 340 * 2 ** 20
     trunk = c.val_len * (12 + 7 * eager + saved_outputs + value_tables) * width
     if c.attention == "masked":
         window, paired = T.longest_window(c), any(layer.window == "P" for layer in layers)

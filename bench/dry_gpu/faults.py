@@ -47,8 +47,16 @@ FAULTS = {
         "tl.atomic_max(h_max, 0.0)", MLP_FP8),
     "fp8-scale": Fault(
         "the gradient of the head's weight is scaled by another scale",
-        "by_column[1], scales.grad, scales.x",
-        "by_column[1], scales.grad, scales.weight", BF16),
+        "by_column[1], grad_scale, scales.x",
+        "by_column[1], grad_scale, scales.weight", BF16),
+    "loss-packing": Fault(
+        "the loss's kernel swaps the chunks that share a register",
+        "(pair << 16 if i // CHUNK % 2 == 0 else",
+        "(pair << 16 if i // CHUNK % 2 == 1 else", BF16),
+    "loss-targets": Fault(
+        "the loss's kernel subtracts only the first row of targets from the gradient",
+        "tl.load(targets + j * T + row) == target",
+        "tl.load(targets + row) == target", "--compare frontier --steps 1"),
     "fp8-range": Fault(
         "activations of the head fall below fp8's range",
         "scales.x).to(torch.float8_e4m3fn)",
