@@ -35,6 +35,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import stat
 import sys
@@ -712,6 +713,21 @@ def outcomes(logs):
 
 def plural(count, noun):
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def side_names(race):
+    """Return {side: its name} of a race's declaration: a side's own flags, its revision or its folder, "this checkout" or "base"."""
+    sides = race["sides"]
+    shared = len(os.path.commonprefix([side["flags"] for side in sides.values()]))
+    versions = len(sides) == 1 or any(side["revision"] or "folder" in side for side in sides.values())
+
+    def name(side):
+        if "folder" in side:
+            return os.path.basename(os.path.normpath(side["folder"]))
+        if side["revision"]:
+            return f"revision {side['revision'][:8]}"
+        return "this checkout" if versions else shlex.join(side["flags"][shared:]) or "base"
+    return {side: name(described) for side, described in sides.items()}
 
 
 def columns(rows, of_numbers=False):
