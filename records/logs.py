@@ -53,6 +53,10 @@ MAX_MESSAGE = 300  # characters on stderr
 DOCUMENTS = {".md", ".markdown", ".rst", ".py", ".ipynb", ".json", ".jsonl", ".csv", ".tsv", ".html", ".pdf",
              ".yaml", ".yml", ".toml", ".sh", ".png", ".jpg", ".svg"}  # never logs, though they may quote log lines
 
+# Config values that do not change what is trained
+INCIDENTAL = {"seed", "run_id", "log_dir", "save_model", "sample_tokens", "train_loss_every", "timeout_s", "race",
+              "save_every", "keep_checkpoints", "resume"}
+
 # Kinds of rejection. UNREADABLE concerns the input; the others are facts about a run or file.
 UNREADABLE, NOT_A_LOG, INCOMPLETE, NOT_FINITE = "unreadable", "not a log", "incomplete", "not finite"
 
@@ -713,6 +717,13 @@ def outcomes(logs):
 
 def plural(count, noun):
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def config_of(run):
+    """Return the config values of a log that change what is trained."""
+    config = (run.start or {}).get("config")
+    return {key: value for key, value in (config.items() if isinstance(config, dict) else ())
+            if key not in INCIDENTAL and not key.startswith("race_")}
 
 
 def side_names(race):

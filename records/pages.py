@@ -1,6 +1,7 @@
-"""Render templates/ to terminal text, Markdown and HTML, with jinja2, which torch installs."""
+"""Render templates/ to terminal text, Markdown and HTML with charts, with jinja2, which torch installs."""
 
 import html
+import math
 import os
 import re
 import textwrap
@@ -13,6 +14,7 @@ import logs
 FOLDER = Path(__file__).resolve().parent / "templates"
 TEMPLATES = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdir()}  # read once, at start
 WIDTH = 120  # columns of a terminal
+EARLY = 0.1  # fraction of a run that its vertical axis ignores: the loss falls too far for one scale
 
 
 def markdown(value):
@@ -60,3 +62,70 @@ def render(template, **values):
 def show(template, **values):
     """Render a terminal text without surrounding or repeated blank lines."""
     return re.sub("\n{3,}", "\n\n", render(template, **values)).strip("\n")
+
+
+# Charts: places in percent of the chart's width and height, for templates/charts.html.jinja
+
+def is_near(target, low, high):
+    """Return whether an axis from low to high may be extended to the target: by half its length at most."""
+    return low - (high - low) / 2 <= target <= high + (high - low) / 2
+
+
+class Axis:
+    """A linear axis around values, with round ticks.
+
+    ticks: (place, text); whole: no fraction in a tick; tight: no margin, as for steps"""
+
+    def __init__(self, values, most=5, whole=False, tight=False):
+        low, high = min(values), max(values)
+        margin = 0 if tight and high > low else 0.06 * (high - low) or 0.01 * abs(high) or 1
+        self.low, self.high = low - margin * (not tight), high + margin
+        least = (self.high - self.low) / most
+        power = 10.0 ** math.floor(math.log10(least))
+        step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= 0.999 * least)
+        step = max(step, 1) if whole else step
+        digits = max(0, -math.floor(math.log10(step) + 1e-9))
+        marks = [step * i for i in range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1)]
+        self.ticks = [(self.at(mark), f"{mark + 0.0:,.{digits}f}".replace("-", "−")) for mark in marks]
+
+    def at(self, value):
+        """Return a value's place in percent."""
+        return round(100 * (value - self.low) / (self.high - self.low), 2)
+
+
+def chart(title, unit, lines, level=None, whole=False):
+    """Return the drawing of lines over steps or seconds.
+
+    lines: dicts with name, color (0 to 5), points [(x, y)], and perhaps dots [(x, y)], band [(x, low, high)], faint.
+    level: (value, name) of a horizontal line. The vertical axis follows the data; a level far away becomes a note."""
+    lines = [{"dots": [], "band": [], "faint": False, **line} for line in lines]
+    drawn = [line["points"] or line["dots"] for line in lines]
+    late = [y for line, points in zip(lines, drawn) for x, *ys in (*line["points"], *line["dots"], *line["band"])
+            if x >= EARLY * points[-1][0] for y in ys]
+    note, shown = "", level and (math.isfinite(level[0]) and is_near(level[0], min(late), max(late)))
+    if level and not shown:
+        note = f"{level[1]} is far {'below' if level[0] < min(late) else 'above'}"
+    x = Axis([0, *(points[-1][0] for points in drawn)], whole=whole, tight=True)
+    y = Axis(late + [level[0]] * bool(shown))
+
+    def path(points):
+        return "L".join(f"{x.at(a)},{round(100 - y.at(b), 2)}" for a, b in points)
+    for line in lines:
+        band = [(a, high) for a, _, high in line["band"]] + [(a, low) for a, low, _ in line["band"][::-1]]
+        line |= {"path": path(line["points"]), "band": path(band),
+                 "dots": "".join(f"M{path([dot])}h0" for dot in line["dots"])}
+    return {"title": title, "unit": unit, "lines": lines, "x": x, "y": y, "note": note,
+            "level": round(100 - y.at(level[0]), 2) if shown else None, "level_name": level and level[1]}
+
+
+def strip(title, about, rows, level=None, from_zero=False):
+    """Return the drawing of rows of dots on one horizontal axis.
+
+    rows: dicts with name, color, dots [(value, text, link or None)], and mean (mean, low, high) or None."""
+    values = [value for row in rows for value in (*(dot[0] for dot in row["dots"]), *(row["mean"] or ()))]
+    note, shown = "", level is not None and is_near(level, min(values), max(values))
+    if level is not None and not shown:
+        note = f"the target {level:g} is far {'below' if level < min(values) else 'above'}"
+    axis = Axis(values + [level] * shown + [0] * from_zero, tight=from_zero)
+    return {"title": title, "about": about, "rows": rows, "axis": axis, "note": note,
+            "level": axis.at(level) if shown else None}

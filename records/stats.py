@@ -60,7 +60,7 @@ import numpy as np
 import scipy.stats
 
 import pages
-from logs import brief
+from logs import brief, config_of
 
 warnings.filterwarnings("ignore", category=RuntimeWarning, module="scipy")  # t of equal values: p is nan then
 
@@ -76,9 +76,6 @@ RESAMPLES = 9999
 SCRIPT = "train_gpt.py"  # what is raced
 MANIFEST, STAMPS, PICTURE = "race.jsonl", ".steps.json", "race.png"  # written by race.py beside the logs
 BESIDE = (MANIFEST, STAMPS, ".png", ".pt")  # files beside logs that need no mention
-# Config values that do not change what is trained
-INCIDENTAL = {"seed", "run_id", "log_dir", "save_model", "sample_tokens", "train_loss_every", "timeout_s", "race",
-              "save_every", "keep_checkpoints", "resume"}
 
 
 class CannotJudge(Exception):
@@ -470,13 +467,6 @@ def side_of(run):
     """Return (race id, side), or None."""
     race = race_of(run)
     return race and race[:2]
-
-
-def config_of(run):
-    """Return the config values of a log that change what is trained."""
-    config = (run.start or {}).get("config")
-    return {key: value for key, value in (config.items() if isinstance(config, dict) else ())
-            if key not in INCIDENTAL and not key.startswith("race_")}
 
 
 def list_names(items):
