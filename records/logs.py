@@ -726,6 +726,13 @@ def config_of(run):
             if key not in INCIDENTAL and not key.startswith("race_")}
 
 
+def target_of(run):
+    """Return the target that a run states, or None; 0 means that it has none."""
+    config = (run.start or {}).get("config")
+    target = config.get("target_val_loss") if isinstance(config, dict) else None
+    return target if type(target) in (int, float) and math.isfinite(target) and target else None
+
+
 def side_names(race):
     """Return {side: its name} of a race's declaration: a side's own flags, its revision or its folder, "this checkout" or "base"."""
     sides = race["sides"]

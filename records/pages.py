@@ -4,6 +4,7 @@ import html
 import math
 import os
 import re
+import statistics
 import textwrap
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import logs
 FOLDER = Path(__file__).resolve().parent / "templates"
 TEMPLATES = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdir()}  # read once, at start
 WIDTH = 120  # columns of a terminal
+SMOOTHED = 1 / 20  # fraction of a run's steps in a running mean
+POINTS = 100  # of a line
 EARLY = 0.1  # fraction of a run that its vertical axis ignores: the loss falls too far for one scale
 
 
@@ -66,6 +69,15 @@ def show(template, **values):
 
 # Charts: places in percent of the chart's width and height, for templates/charts.html.jinja
 
+def running_means(points, steps=None):
+    """Return points with the running mean of their last value, POINTS of them at most.
+
+    points: tuples. steps: the steps of the whole run, if the points are the beginning of one."""
+    width, apart = max(1, round(SMOOTHED * (steps or len(points)))), math.ceil(len(points) / POINTS) or 1
+    return [(*points[at][:-1], statistics.fmean(point[-1] for point in points[max(0, at + 1 - width):at + 1]))
+            for at in range(len(points) - 1, -1, -apart)][::-1]
+
+
 def is_near(target, low, high):
     """Return whether an axis from low to high may be extended to the target: by half its length at most."""
     return low - (high - low) / 2 <= target <= high + (high - low) / 2
@@ -74,12 +86,12 @@ def is_near(target, low, high):
 class Axis:
     """A linear axis around values, with round ticks.
 
-    ticks: (place, text); whole: no fraction in a tick; tight: no margin, as for steps"""
+    ticks: (place, text); whole: no fraction in a tick; tight: hardly a margin, as for steps"""
 
     def __init__(self, values, most=5, whole=False, tight=False):
         low, high = min(values), max(values)
-        margin = 0 if tight and high > low else 0.06 * (high - low) or 0.01 * abs(high) or 1
-        self.low, self.high = low - margin * (not tight), high + margin
+        margin = 0.06 * (high - low) or 0.01 * abs(high) or 1
+        self.low, self.high = low - margin * (not tight), high + margin / (3 if tight else 1)
         least = (self.high - self.low) / most
         power = 10.0 ** math.floor(math.log10(least))
         step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= 0.999 * least)
@@ -93,7 +105,7 @@ class Axis:
         return round(100 * (value - self.low) / (self.high - self.low), 2)
 
 
-def chart(title, unit, lines, level=None, whole=False):
+def chart(title, unit, lines, level=None, whole=False, about=""):
     """Return the drawing of lines over steps or seconds.
 
     lines: dicts with name, color (0 to 5), points [(x, y)], and perhaps dots [(x, y)], band [(x, low, high)], faint.
@@ -102,11 +114,11 @@ def chart(title, unit, lines, level=None, whole=False):
     drawn = [line["points"] or line["dots"] for line in lines]
     late = [y for line, points in zip(lines, drawn) for x, *ys in (*line["points"], *line["dots"], *line["band"])
             if x >= EARLY * points[-1][0] for y in ys]
-    note, shown = "", level and (math.isfinite(level[0]) and is_near(level[0], min(late), max(late)))
+    note, shown = "", level and is_near(level[0], min(late), max(late))
     if level and not shown:
         note = f"{level[1]} is far {'below' if level[0] < min(late) else 'above'}"
     x = Axis([0, *(points[-1][0] for points in drawn)], whole=whole, tight=True)
-    y = Axis(late + [level[0]] * bool(shown))
+    y = Axis([*late, level[0]] if shown else late)
 
     def path(points):
         return "L".join(f"{x.at(a)},{round(100 - y.at(b), 2)}" for a, b in points)
@@ -114,7 +126,7 @@ def chart(title, unit, lines, level=None, whole=False):
         band = [(a, high) for a, _, high in line["band"]] + [(a, low) for a, low, _ in line["band"][::-1]]
         line |= {"path": path(line["points"]), "band": path(band),
                  "dots": "".join(f"M{path([dot])}h0" for dot in line["dots"])}
-    return {"title": title, "unit": unit, "lines": lines, "x": x, "y": y, "note": note,
+    return {"title": title, "about": about, "unit": unit, "lines": lines, "x": x, "y": y, "note": note,
             "level": round(100 - y.at(level[0]), 2) if shown else None, "level_name": level and level[1]}
 
 
@@ -126,6 +138,6 @@ def strip(title, about, rows, level=None, from_zero=False):
     note, shown = "", level is not None and is_near(level, min(values), max(values))
     if level is not None and not shown:
         note = f"the target {level:g} is far {'below' if level < min(values) else 'above'}"
-    axis = Axis(values + [level] * shown + [0] * from_zero, tight=from_zero)
+    axis = Axis(values + [level] * bool(shown) + [0] * from_zero, tight=from_zero)
     return {"title": title, "about": about, "rows": rows, "axis": axis, "note": note,
             "level": axis.at(level) if shown else None}

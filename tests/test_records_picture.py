@@ -1,9 +1,11 @@
 """Tests of records/picture.py and records/watch.py, on logs of this project and of others."""
 
+import json
 import os
 import re
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -96,48 +98,85 @@ def open_page(tmp_path):
 
 
 def test_the_page_follows_a_run_from_its_first_step_to_its_end(tmp_path, open_page):
-    assert "no log yet" in open_page()
+    assert "No log yet" in open_page()
     path = tmp_path / "race-1" / "<b>run.txt"
     path.parent.mkdir()
-    for text, says in ((log(START), "no step yet"), (log(START, *steps(1, 10)), "step 10 of 40: running"),
-                       (log(START, *steps(1, 20)), "step 20 of 40: running"), (WHOLE, "step 40 of 40: ended"), (COMMUNITY, "step 40 of 40: ended")):
+    for text, step, says in ((log(START), "0 of ?", "no step yet"), (log(START, *steps(1, 10)), "10 of 40", "running, 3 s left"),
+                             (log(START, *steps(1, 20)), "20 of 40", "running, 2 s left"), (WHOLE, "40 of 40", "ended"), (COMMUNITY, "40 of 40", "ended")):
         path.write_text(text)
         page = open_page()
-        assert says in page and "&lt;b&gt;run.txt" in page and "<b>" not in page
-        assert page.count("<svg") == page.count("Loss over seconds") == (says != "no step yet")
+        assert f">{step}</td>" in page and f"<td>{says}" in page and "&lt;b&gt;run.txt" in page and "<b>" not in page
+        assert page.count("<svg") == 3 * (says != "no step yet")
+        assert ("target 1.5" in page) == (text not in (log(START), COMMUNITY))
     assert f'http-equiv="refresh" content="{watch.PERIOD_S}"' in page
-    path.write_text(log(START, *steps(1, 10)))
     path.write_text(log(START, *steps(1, 10), "error: the disk <i>burns"))
     assert "error: the disk &lt;i&gt;burns" in open_page()
     path.write_text(log(START, *steps(1, 10)))
     os.utime(path, (1, 1))
-    assert re.search(r"step 10 of 40: nothing written for \d+ min, and no end line", open_page())
+    assert re.search(r"<td>nothing written for \d+ min, and no end line", open_page())
     with pytest.raises(urllib.error.HTTPError):
         open_page("/race-1/")
 
 
-def test_a_silent_client_a_dangling_link_and_an_odd_log_do_not_block_the_page(tmp_path, open_page, monkeypatch):
-    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
-    (tmp_path / "odd.txt").write_text(WHOLE)
+RACE = {"sides": {"a": {"revision": None, "flags": ["--preset", "toy", "--muon_lr", "0.05"]}, "b": {"revision": None, "flags": ["--preset", "toy"]}}}
+
+
+def test_runs_of_a_race_are_named_by_their_side_and_share_its_color(tmp_path, open_page):
+    events = [{"race": RACE}]
+    for i, which in enumerate(("1a", "1b", "2b", "2a")):
+        path = tmp_path / f"x_{which}.txt"
+        path.write_text(WHOLE if i < 3 else log(START, *steps(1, 12)))
+        os.utime(path, (time.time() - 10 + i,) * 2)
+        events.append({"run": int(which[0]), "side": which[1], "run_id": path.stem, "status": "started"})
+    (tmp_path / "race.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    page = open_page()
+    rows = re.findall(r'<tr class="(c\d)( faint)?"><td><span class="swatch"></span>(.*?)</td>', page)
+    assert rows == [("c0", "", "--muon_lr 0.05, run 2"), ("c1", "", "base, run 2"), ("c1", " faint", "base, run 1"),
+                    ("c0", " faint", "--muon_lr 0.05, run 1")]
+    over_steps = page[page.index("Loss over steps"):page.index("Loss over time")]
+    assert over_steps.count("<title>") == 4 and over_steps.count('class="faint"') == 2  # one chart for all
+    (tmp_path / "race.jsonl").write_text('{"race": ')  # it is being written
+    assert "x_2a" in open_page()
+
+
+def test_single_runs_are_named_by_what_differs(tmp_path, open_page):
+    for i, config in enumerate(({"lr": 0.1, "depth": 2, "seed": 1}, {"lr": 0.2, "depth": 2, "seed": 2})):
+        (tmp_path / f"{i}.txt").write_text(log(json.dumps({"run_id": "x", "preset": "toy", "config": config}), *steps(1, 9)))
+    (tmp_path / "2.txt").write_text(log(json.dumps({"run_id": "x", "preset": "other", "config": {"lr": 0.3}}), *steps(1, 9)))
+    page = open_page()
+    assert "</span>lr 0.1</td>" in page and "</span>lr 0.2</td>" in page and page.count("<svg") == 6  # other presets have other scales
+
+
+def test_what_is_no_log_takes_no_place(tmp_path, open_page):
     (tmp_path / "run.txt").write_text(WHOLE)
-    read = picture.read
-    monkeypatch.setattr(picture, "read", lambda path: read(path) if path.name == "run.txt" else {}["steps"])
+    for i in range(watch.SHOWN + 1):
+        (tmp_path / f"notes{i}.txt").write_text(f"milk, bread {i}\n" * i)
+    page = open_page()
+    assert page.count("<tr class") == 1 and "notes" not in page
+    assert f"Not shown: {watch.SHOWN + 1} newer text files without a run" in page
+
+
+@pytest.mark.parametrize("start", ['{"run_id": "x", "config": [1]}', '{"run_id": "x", "preset": [], "seed": {}, "config": {"target_val_loss": "x"}}',
+                                   '{"run_id": "x", "config": {"target_val_loss": 1e999}}', '{"run_id": "x", "config": {"target_val_loss": true}}'])
+def test_a_silent_client_a_dangling_link_and_an_odd_log_do_not_block_the_page(tmp_path, open_page, start):
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "odd.txt").write_text(log(start, *steps(1, 7), "step:8/40 val_loss:nan train_time:0ms step_avg:0.00ms"))
+    (tmp_path / "race.jsonl").write_text("[]\n{}\n")
+    (tmp_path / "run.txt").write_text(WHOLE)
     with socket.create_connection(("127.0.0.1", open_page.port)):  # says nothing
         page = open_page()
-    assert "step 40 of 40: ended" in page and page.count("<svg") == 1 and "cannot be drawn: KeyError" in page
-    assert "not shown: gone.txt: No such file or directory" in page
+    assert ">40 of 40</td>" in page and page.count("<tr class") == 2
+    assert "Not shown: gone.txt: No such file or directory" in page
 
 
-def test_the_first_page_does_not_wait_for_all_plots(tmp_path, open_page, monkeypatch):
-    draw = picture.draw
-    monkeypatch.setattr(picture, "draw", lambda *arguments: (time.sleep(0.7), draw(*arguments)))
+def test_the_page_appears_within_a_second(tmp_path):
+    """In seconds of this process, as other load must not matter; a library for plots or tests alone takes about one."""
     for i in range(watch.SHOWN):
-        (tmp_path / f"{i}.txt").write_text(WHOLE)
-    page = open_page()
-    assert 1 <= page.count("<svg") <= 2 and page.count("drawn at the next reload") == watch.SHOWN - page.count("<svg")
-    for _ in range(watch.SHOWN):
-        page = open_page()
-    assert page.count("<svg") == watch.SHOWN
+        (tmp_path / f"{i}.txt").write_text(log(START, *steps(1, 2000, 2000), *["# a line of a script"] * i))
+    code = ("import pathlib, sys, time; sys.path.insert(0, sys.argv[1]); import watch; watch.page(pathlib.Path(sys.argv[2])); "
+            "assert not {'numpy', 'scipy', 'matplotlib', 'torch'} & set(sys.modules); print(time.process_time())")
+    done = subprocess.run([sys.executable, "-c", code, str(ROOT / "records"), str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0 and float(done.stdout) < 1, done
 
 
 def test_a_browser_that_leaves_early_causes_no_traceback(tmp_path, open_page, capsys, monkeypatch):
@@ -149,7 +188,7 @@ def test_a_browser_that_leaves_early_causes_no_traceback(tmp_path, open_page, ca
         browser.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         time.sleep(0.2)
     left.set()
-    assert open_page().count("<svg") == 100 and capsys.readouterr().err == ""
+    assert open_page().count("<svg") == 300 and capsys.readouterr().err == ""
 
 
 def test_only_this_machine_s_own_names_open_the_page(open_page):
