@@ -630,7 +630,7 @@ def test_what_cannot_be_raced_is_one_line_and_starts_nothing(repo, capsys, argum
 
 
 @pytest.mark.parametrize("arguments, word", [
-    (["-n", "0"], "at least 1"), ([], "at least 1"), (["-n", "1", "x"], "behind --"),
+    (["-n", "0"], "at least 1"), (["-n", "1", "x"], "behind --"),
     (["-n", "1", "--resume", "x"], "leave the rest out"), (["--until-decided"], "needs --max-n"),
     (["-n", "1", "--cmd", "./run.sh"], "--cmd needs one --vs"), (["--resume", "x", "--vs", "y"], "leave the rest out"),
     (["--max-n", "3"], "--until-decided needs"), (["-n", "2", "--max-n", "3", "--until-decided"], "no -n"),
@@ -639,6 +639,11 @@ def test_usage(capsys, arguments, word):
     with pytest.raises(SystemExit) as left:
         race.main(arguments)
     assert left.value.code == 2 and word in capsys.readouterr().err
+
+
+def test_five_runs_unless_a_number_is_given(capsys):
+    assert race.parse(["--vs", "HEAD"]).n == 5 and "race: -n 5, as no number of runs was given" in capsys.readouterr().out
+    assert race.parse(["--until-decided", "--max-n", "8"]).n == 8 and race.parse(["--resume", "x"]).n is None
 
 
 RACE = {"id": "x", "sides": {"": {"revision": None, "flags": []}}, "ranks": 1, "n": 1, "seed": 0, "order": ["1"]}
