@@ -88,7 +88,7 @@ class Axis:
 
     ticks: (place, text); whole: no fraction in a tick; tight: hardly a margin, as for steps"""
 
-    def __init__(self, values, most=5, whole=False, tight=False):
+    def __init__(self, values, most=6, whole=False, tight=False):
         low, high = min(values), max(values)
         margin = 0.06 * (high - low) or 0.01 * abs(high) or 1
         self.low, self.high = low - margin * (not tight), high + margin / (3 if tight else 1)

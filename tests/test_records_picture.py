@@ -18,10 +18,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
+import pages  # noqa: E402
 import picture  # noqa: E402
 import watch  # noqa: E402
 
-START = '{"run_id": "x", "config": {"target_val_loss": 1.5}, "planned": {"steps": 40}}'
+START = '{"run_id": "x", "preset": "x", "seed": 3, "config": {"target_val_loss": 1.5}, "planned": {"steps": 40}}'
 END = '{"end": {"final_val_loss": 1.4}}'
 
 
@@ -48,7 +49,8 @@ def svg(tmp_path, text):
 
 def test_a_run_s_picture_tells_its_losses_its_target_and_its_speed(tmp_path):
     drawn = svg(tmp_path, WHOLE)
-    for said in ("Loss over steps", "Loss over seconds", "Speed", "validation: 1.4000", "target 1.5", "ms/step"):
+    for said in ("x preset, seed 3: validation loss 1.4000 after 40 steps and 4.0 s, target 1.5 reached", "Loss over steps", "Loss over time",
+                 "Speed", "validation: 1.4000", "target 1.5", "ms/step"):
         assert f">{said}<" in drawn, said
     (tmp_path / "run.svg").unlink()
     assert picture.main([str(tmp_path / "run.txt")]) == 0 and (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
@@ -76,10 +78,38 @@ def test_what_is_no_run_is_named_in_a_line(tmp_path, capsys, text):
     assert not (tmp_path / "run.png").exists()
 
 
-def test_the_running_mean_is_that_of_the_latest_twentieth():
+def test_the_running_mean_is_that_of_the_latest_twentieth_of_the_run():
     values = np.random.default_rng(0).normal(size=100)
-    expected = [values[max(0, i - 4):i + 1].mean() for i in range(100)]
-    assert np.allclose(picture.running_mean(values), expected)
+    for steps, width in ((None, 5), (400, 20)):
+        expected = [values[max(0, i + 1 - width):i + 1].mean() for i in range(100)]
+        assert np.allclose(pages.running_means(list(enumerate(values)), steps), list(enumerate(expected)))
+    thinned = pages.running_means([(i, 2 * i, 1.0) for i in range(1234)])
+    assert len(thinned) <= pages.POINTS and thinned[-1] == (1233, 2466, 1.0) and pages.running_means([]) == []
+
+
+@pytest.mark.parametrize("low, high, whole, texts", [
+    (0, 135, True, ["0", "50", "100"]), (0, 7, True, ["0", "2", "4", "6"]), (0, 2, True, ["0", "1", "2"]),
+    (1.388, 1.3938, False, ["1.388", "1.390", "1.392", "1.394"]), (-0.02, 0.01, False, ["−0.02", "−0.01", "0.00", "0.01"]),
+    (0, 2345, True, ["0", "500", "1,000", "1,500", "2,000"])])
+def test_an_axis_has_round_ticks_in_their_places(low, high, whole, texts):
+    axis = pages.Axis([low, high], whole=whole)
+    assert [text for _, text in axis.ticks] == texts
+    for place, text in axis.ticks:
+        assert 0 <= place <= 100 and axis.at(float(text.replace(",", "").replace("−", "-"))) == place
+    assert 0 < axis.at(low) < axis.at(high) < 100
+
+
+def test_an_axis_of_one_value_has_a_length():
+    for value in (0, 5, -3, 1e-9):
+        assert 0 < pages.Axis([value]).at(value) < 100 and pages.Axis([value]).ticks
+
+
+def test_a_target_far_away_is_a_note_and_the_axis_follows_the_data():
+    lines = [{"name": "x", "color": 0, "points": [(step, 2 - step / 100) for step in range(1, 101)]}]
+    near, far = (pages.chart("Loss", "step", lines, (target, f"target {target}")) for target in (0.8, 3.28))
+    assert near["level"] is not None and not near["note"] and far["level"] is None
+    assert far["note"] == "target 3.28 is far above" and far["y"].high < 2 < near["y"].high + 1
+    assert pages.strip("Loss", "", [{"name": "x", "color": 0, "dots": [(1.0, "", None), (1.1, "", None)], "mean": None}], 3.28)["note"]
 
 
 @pytest.fixture
