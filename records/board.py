@@ -65,7 +65,7 @@ def judge(tool: ModuleType, words: list[str], *more: str) -> tuple[int, dict]:
     """Run stats or verify on a record with these arguments and --json. Return the exit status and the parsed JSON."""
     said, root = io.StringIO(), f"{HERE.parent}{os.sep}"
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
-        status = tool.main([root + words[0], *words[1:], *more, "--json"])
+        status = tool.main([os.path.join(root, words[0]), *words[1:], *more, "--json"])
     return status, json.loads(said.getvalue().replace(json.dumps(root)[1:-1], ""))  # a page must not name this folder
 
 
@@ -156,17 +156,27 @@ def describe_side(name: str, runs: list[logs.Run], folder: Path, declared: dict,
             "time_interval": interval([run["seconds"] for run in shown], alpha)}
 
 
+def side_of(folder: Path) -> list[str]:
+    """Return the arguments that choose a race's side for stats.py and verify.py."""
+    sides = {race.side for run in logs.read([str(folder)]).runs if (race := stats.race_of(run))}
+    return ["--side", "a"] if "b" in sides else []
+
+
+def judge_runs(words: list[str], *more: str) -> dict:
+    """Return the report of stats.py. Raise CannotJudge if the runs cannot be compared."""
+    _, report = judge(stats, words, *more)
+    if "loss" not in report:
+        raise CannotJudge(f"{words[0]}: {report.get('reason', 'no reason was given')}; run `python records/stats.py "
+                          f"{shlex.join(words)}` for details")
+    return report
+
+
 def describe(folder: Path) -> dict:
     """Return everything that the pages show of a record. Raise CannotJudge if stats.py gives no verdict."""
-    words = [f"records/{folder.name}"]
     runs = {(Path(run.path).relative_to(HERE.parent).as_posix(), run.index_in_file): run
             for run in logs.read([str(folder)]).runs}
-    if "b" in {((run.start or {}).get("race") or {}).get("side") for run in runs.values()}:
-        words += ["--side", "a"]
-    status, report = judge(stats, words, *([] if (folder / PLOT).exists() else ["--plot", str(folder / PLOT)]))
-    if status not in (0, 1):
-        raise CannotJudge(f"{words[0]}: {report.get('reason', 'no reason was given')}; run `python records/stats.py "
-                          f"{' '.join(words)}` for details")
+    words = [f"records/{folder.name}", *side_of(folder)]
+    report = judge_runs(words, *([] if (folder / PLOT).exists() else ["--plot", str(folder / PLOT)]))
     _, verified = judge(verify, words)
     found = verified.get("rules") or [{"rule": "the rules can be checked", "verdict": "not checkable",
                                        "reason": verified.get("reason", "no reason was given")}]
@@ -194,7 +204,7 @@ def describe(folder: Path) -> dict:
     return {"name": folder.name, "title": title_of(folder), "words": words, "report": report, "sides": sides,
             "differ": differ, "diff": diff, "tests": tests_in(report), "started": started, "date": started[:10],
             "track": f"{sides[0]['start'].get('preset', 'unknown preset')}, {sides[0]['where']}, "
-                     f"target {loss['target']:g}",
+                     + (f"target {loss['target']:g}" if loss["target"] else "no target"),
             "target": loss["target"], "below": loss["significant"], "confidence": 100 * (1 - 2 * alpha),
             "difference": compared.get("difference"), "interval": compared.get("interval"),
             "broken": sum(rule["verdict"] == "fail" for rule in rules), "claims": claims, "rules": rules,
@@ -316,6 +326,7 @@ def add(race: Path, folder: Path, title: str) -> list[str]:
     with new_folder(folder):
         for path in files_of(race):
             (folder / path.name).write_text(published(path), encoding="utf-8")
+        judge_runs([str(race.resolve()), *side_of(race)])  # a refusal names this folder: the new one will be gone
         (folder / "README.md").write_text(f"# {' '.join(title.split())}\n", encoding="utf-8")
         (record,) = (record for record in write_pages() if record["name"] == folder.name)
     return [f"{rule['rule']}: {rule['reason']}" for rule in record["rules"] if rule["verdict"] == "fail"]
