@@ -25,6 +25,7 @@ import contextlib
 import difflib
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -36,6 +37,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import quote
 
 import pages
 import stats
@@ -45,9 +47,8 @@ from stats import MANIFEST, STAMPS, CannotJudge
 HERE = Path(__file__).resolve().parent
 PLOT, HTML = "plot.png", "index.html"
 LADDER = "ladder.png"  # written by ladder.py, with a page of its own
-CHART_KEYS = ("name", "title", "date", "track", "target", "below", "broken", "confidence", "difference", "interval")
-CHART_SIDE_KEYS = ("label", "runs", "loss_interval", "time_interval")  # the data of the page's script
-CURVE_POINTS = 100  # of a training-loss curve; a screen shows fewer
+COLORS = 6  # in templates/theme.css
+TAIL = 0.025  # of the intervals in the pages' charts, on each side
 MAX_DIFF_LINES = 60
 MAX_LABEL = 20  # characters of a value in a side's label
 DIFF_CONTEXT = 1  # lines around each change
@@ -75,15 +76,6 @@ def digest_of(source: str | None, stated: str | None) -> str | None:
         return stated
     digests = [hashlib.sha256(text.encode()).hexdigest() for text in (source, source + "\n")]
     return stated if stated in digests else digests[0]
-
-
-def training_curve(steps: list[logs.Step]) -> list[tuple[int, float, float]]:
-    """Return at most CURVE_POINTS (step, seconds, training loss) of a run: means over equal numbers of steps."""
-    points = [(step.step, step.time_ms / 1000, step.train_loss) for step in steps if step.train_loss is not None]
-    width = math.ceil(len(points) / CURVE_POINTS) or 1
-    groups = [points[i:i + width] for i in range(0, len(points), width)]
-    return [(group[-1][0], round(group[-1][1], 3), round(sum(loss for *_, loss in group) / len(group), 4))
-            for group in groups]
 
 
 def flat(value: object, name: str = "") -> dict[str, str]:
@@ -118,12 +110,10 @@ def short_diff(before: str, after: str, names: tuple[str, str]) -> list[str]:
     return lines if more <= 0 else [*lines[:MAX_DIFF_LINES], f"… and {logs.plural(more, 'more line')}"]
 
 
-def interval(values: list[float | None], alpha: float) -> tuple[float, float, float] | None:
-    """Return (mean, low, high) with confidence 1 - 2 alpha by the t distribution; None if a value is missing."""
-    if None in values:
-        return None
+def interval(values: list[float]) -> tuple[float, float, float]:
+    """Return (mean, low, high), the interval by the t distribution; without one for equal values or a single value."""
     mean = sum(values) / len(values)
-    return mean, *(stats.mean_interval(values, alpha) or (mean, mean))
+    return mean, *(stats.mean_interval(values, TAIL) or (mean, mean))
 
 
 def tests_in(report: object, where: tuple[str, ...] = ()) -> list[dict]:
@@ -135,25 +125,19 @@ def tests_in(report: object, where: tuple[str, ...] = ()) -> list[dict]:
     return found + [test for key, value in report.items() for test in tests_in(value, (*where, key))]
 
 
-def seconds(ms: float | None) -> float | None:
-    return None if ms is None else ms / 1000
-
-
-def describe_side(name: str, runs: list[logs.Run], folder: Path, declared: dict, alpha: float) -> dict:
-    """Return what the pages show of a side. declared: the side's entry in the race's manifest, or {}."""
+def describe_side(name: str, runs: list[logs.Run], folder: Path, flags: list[str] | None) -> dict:
+    """Return what the pages show of a side. flags: those that the race declares, or None."""
     start = flat(runs[0].start or {})
     ranks = logs.plural(int(start["ranks"]), "rank") if start.get("ranks", "").isdecimal() else "unknown ranks"
     source = runs[0].source and runs[0].source.removesuffix("\n")
-    shown = [{"file": Path(run.path).relative_to(folder).as_posix(), "seed": flat(run.start or {}).get("seed"),
-             "loss": f"{run.final_loss:.{run.loss_decimals}f}", "seconds": seconds(run.train_time_ms),
-             "val": [(v.step, seconds(v.time_ms), v.loss) for v in run.validations],
-             "train": training_curve(run.steps)} for run in runs]
-    return {"name": name, "runs": shown, "start": start, "source": source,
-            "sha256": digest_of(source, start.get("source_sha256")),
-            "flags": declared and shlex.join(declared["flags"]),
-            "where": f"{ranks} on {start.get('hardware.device', 'unknown hardware')}",
-            "loss_interval": interval([run.final_loss for run in runs], alpha),
-            "time_interval": interval([run["seconds"] for run in shown], alpha)}
+    numbers = [race.run if (race := stats.race_of(run)) else str(i) for i, run in enumerate(runs, 1)]
+    shown = {number: {"file": Path(run.path).relative_to(folder).as_posix(), "seed": flat(run.start or {}).get("seed"),
+                      "loss": loss, "text": f"{run.final_loss:.{run.loss_decimals}f}", "log": run,
+                      "time": run.train_time_ms and run.train_time_ms / 1000}
+             for number, run, loss in zip(numbers, runs, stats.Side(name, runs).exact_losses)}
+    return {"name": name, "label": name, "runs": shown, "start": start, "source": source,
+            "sha256": digest_of(source, start.get("source_sha256")), "flags": flags and shlex.join(flags),
+            "where": f"{ranks} on {start.get('hardware.device', 'unknown hardware')}"}
 
 
 def side_of(folder: Path) -> list[str]:
@@ -172,44 +156,98 @@ def judge_runs(words: list[str], *more: str) -> dict:
 
 
 def describe(folder: Path) -> dict:
-    """Return everything that the pages show of a record. Raise CannotJudge if stats.py gives no verdict."""
-    runs = {(Path(run.path).relative_to(HERE.parent).as_posix(), run.index_in_file): run
-            for run in logs.read([str(folder)]).runs}
+    """Return everything that the pages show of a record. Raise CannotJudge if stats.py gives no report."""
     words = [f"records/{folder.name}", *side_of(folder)]
     report = judge_runs(words, *([] if (folder / PLOT).exists() else ["--plot", str(folder / PLOT)]))
+    runs = {(Path(run.path).relative_to(HERE.parent).as_posix(), run.index_in_file): run
+            for run in logs.read([str(folder)]).runs}
     _, verified = judge(verify, words)
     found = verified.get("rules") or [{"rule": "the rules can be checked", "verdict": "not checkable",
                                        "reason": verified.get("reason", "no reason was given")}]
     claims = [rule for rule in found if rule["rule"] in verify.CLAIMS]
     rules = sorted((rule for rule in found if rule not in claims), reverse=True,
                    key=lambda rule: verify.VERDICTS.index(rule["verdict"]))
-    alpha, by_side = report["alpha"], {}
+    by_side = {}
     for one in report["runs"]:
         by_side.setdefault(one["set"].removeprefix("the "), []).append(runs[one["path"], one["index_in_file"]])
     manifest = stats.manifest_in(folder)
-    declared = manifest.race["sides"] if manifest else {}
-    sides = [describe_side(name, runs, folder, declared.get(name.removeprefix("side "), {}), alpha)
-             for name, runs in by_side.items()]
-    starts = [[run.start or {} for run in runs] for runs in by_side.values()]
+    declared, names = (manifest.race["sides"], logs.side_names(manifest.race)) if manifest else ({}, {})
+    sides = []
+    for name, of_side in by_side.items():
+        letter = name.removeprefix("side ")
+        letter = "" if letter == "set" else letter
+        sides.append(describe_side(names.get(letter, name), of_side, folder, declared.get(letter, {}).get("flags")))
+    starts = [[run.start or {} for run in of_side] for of_side in by_side.values()]
     differ = differences(starts)
     for i, side in enumerate(sides):
-        named = [f"{name} {row[i]}" for name, *row in differ
-                   if "." not in name and max(map(len, row)) <= MAX_LABEL]
-        side["label"] = side["name"] + (f": {', '.join(named)}" if 0 < len(named) < 4 else "")
+        values = [f"{name} {row[i]}" for name, *row in differ if "." not in name and max(map(len, row)) <= MAX_LABEL]
+        if side["name"] in by_side and 0 < len(values) < 4:  # no flags are known
+            side["label"] = f"{side['name']}: {', '.join(values)}"
     diff = []
     if len(sides) > 1 and None not in (sides[0]["source"], sides[1]["source"]):
         diff = short_diff(sides[1]["source"], sides[0]["source"], (sides[1]["name"], sides[0]["name"]))
     started = max((str(start["started"]) for start in starts[0] if "started" in start), default=folder.name[:10])
-    compared, loss = report["comparison"] or {}, report["loss"]
-    return {"name": folder.name, "title": title_of(folder), "words": words, "report": report, "sides": sides,
-            "differ": differ, "diff": diff, "tests": tests_in(report), "started": started, "date": started[:10],
-            "track": f"{sides[0]['start'].get('preset', 'unknown preset')}, {sides[0]['where']}, "
-                     + (f"target {loss['target']:g}" if loss["target"] else "no target"),
-            "target": loss["target"], "below": loss["significant"], "confidence": 100 * (1 - 2 * alpha),
-            "difference": compared.get("difference"), "interval": compared.get("interval"),
-            "broken": sum(rule["verdict"] == "fail" for rule in rules), "claims": claims, "rules": rules,
-            "decimals": 1 + max(len(run["loss"].partition(".")[2]) for run in sides[0]["runs"]),
-            "decided": compared.get(compared.get("decides", ""), compared), "unseen": verified.get("unseen")}
+    loss, broken = report["loss"], sum(rule["verdict"] == "fail" for rule in rules)
+    record = {"name": folder.name, "title": title_of(folder), "words": words, "report": report, "sides": sides,
+              "differ": differ, "diff": diff, "tests": tests_in(report), "started": started,
+              "date": started[:16].replace("T", " "), "target": loss["target"], "claims": claims, "rules": rules,
+              "broken": broken, "good": bool(loss["significant"]) and not broken, "unseen": verified.get("unseen"),
+              "track": f"{sides[0]['start'].get('preset', 'unknown preset')}, {sides[0]['where']}, "
+                       + ("no target" if loss["target"] is None else f"target {loss['target']:g}"),
+              "decimals": 1 + max(run.loss_decimals for run in by_side[next(iter(by_side))])}
+    return record | {"rows": rows_of(sides), "strips": strips_of(record), "curves": curves_of(record)}
+
+
+def rows_of(sides: list[dict]) -> list[dict]:
+    """Return the runs side by side: number, seed, one run (or None) of each side."""
+    numbers = dict.fromkeys(number for side in sides for number in side["runs"])
+    found = [[side["runs"].get(number) for side in sides] for number in numbers]
+    return [{"seed": next(run["seed"] for run in runs if run) or number, "runs": runs}
+            for number, runs in zip(numbers, found)]
+
+
+def strips_of(record: dict) -> list[dict]:
+    """Return the charts of losses and times: of each side, and compared with the base in pairs of equal seeds."""
+    sides, target = record["sides"], record["target"]
+    *ideas, base = sides
+
+    def row(i: int, values: dict[str, float], mean: tuple[float, float, float]) -> dict:
+        runs = sides[i]["runs"]
+        return {"name": sides[i]["label"], "color": i % COLORS, "mean": mean, "dots": [
+            (value, f"seed {runs[number]['seed'] or number}: {value:.4f}", quote(f"{record['name']}/{runs[number]['file']}"))
+            for number, value in values.items()]}
+    found = []
+    for key, title, unit, level, apart, neutral, compare in (
+            ("loss", "Final loss", "nats per token", target and (target, f"target {target:g}"),
+             "Loss minus the base's", (0, "the base, 0,"), float.__sub__),
+            ("time", "Time", "seconds of training", None, "Time divided by the base's", (1, "the base, 1,"), float.__truediv__)):
+        values = [{number: run[key] for number, run in side["runs"].items()} for side in sides]
+        if not all(value for of_side in values for value in of_side.values()):
+            continue  # some logs state no time
+        found.append(pages.strip(title, unit, [row(i, of_side, interval([*of_side.values()]))
+                                               for i, of_side in enumerate(values)], level))
+        rows = []
+        for i, verdict in enumerate(record["report"]["verdicts"]):
+            pairs = {number: compare(ours, values[-1][number]) for number, ours in values[i].items() if verdict["paired"]}
+            seen = verdict[key]
+            rows.append(row(i, pairs, [seen["value"] if seen[end] is None else seen[end] for end in ("value", "low", "high")]))
+        if rows:
+            found.append(pages.strip(apart, f"base: {base['label']}", rows, neutral))
+    return found
+
+
+def curves_of(record: dict) -> list[dict]:
+    """Return the charts over a run: one line for each side, the mean over its runs."""
+    by_step, by_time, target = [], [], record["target"]
+    for i, side in enumerate(record["sides"]):
+        trained, validated = pages.mean_curves([run["log"] for run in side["runs"].values()])
+        for at, lines in ((0, by_step), (1, by_time)):
+            if trained or validated:
+                lines.append({"name": side["label"], "color": i % COLORS, "dots": [(one[at], one[2]) for one in validated],
+                              "points": [(one[at], one[2]) for one in trained]})
+    level = target and (target, f"target {target:g}")
+    return [pages.chart(title, unit, lines, level, whole) for title, unit, lines, whole in (
+        ("Loss over steps", "step", by_step, True), ("Loss over time", "seconds of training", by_time, False)) if lines]
 
 
 def title_of(folder: Path) -> str:
@@ -218,8 +256,23 @@ def title_of(folder: Path) -> str:
 
 # Pages
 
-def pick(found: dict, keys: tuple[str, ...]) -> dict:
-    return {key: found[key] for key in keys}
+def leaderboards(records: list[dict]) -> list[dict]:
+    """Return a leaderboard for each preset, machine and target: its records by time, good ones with a rank."""
+    tracks = {}
+    for record in records:
+        tracks.setdefault(record["track"], []).append(record)
+    found = []
+    for track, own in tracks.items():
+        own.sort(key=lambda record: record["report"]["time"]["mean"] if record["report"]["time"] else math.inf)
+        ranks, rows = itertools.count(1), []
+        for record in own:
+            times = [run["time"] for run in record["sides"][0]["runs"].values()]
+            mean = interval(times) if record["report"]["time"] else None
+            rows.append({"record": record, "rank": next(ranks) if record["good"] else None, "mean": mean, "color": 0,
+                         "hollow": not record["good"], "dots": []})
+        ends = [value for row in rows for value in row["mean"] or ()]
+        found.append({"track": track, "rows": rows, "axis": pages.Axis([0, *ends], tight=True)})
+    return found
 
 
 def write_pages() -> list[dict]:
@@ -233,10 +286,9 @@ def write_pages() -> list[dict]:
         raise CannotJudge(f"no records in {HERE}; make one with `board.py add`")
     records = sorted(map(describe, folders), key=lambda record: record["started"], reverse=True)
     texts = {HERE / record["name"] / "README.md": pages.render("record.md.jinja", record=record) for record in records}
-    texts[HERE / "README.md"] = pages.render("board.md.jinja", records=records, ladders=ladders)
-    texts[HERE / HTML] = pages.render("board.html.jinja", records=records, chart_data=[
-        pick(record, CHART_KEYS) | {"sides": [pick(side, CHART_SIDE_KEYS) for side in record["sides"]]}
-        for record in records])
+    boards = leaderboards(records)
+    texts[HERE / "README.md"] = pages.render("board.md.jinja", records=records, boards=boards, ladders=ladders)
+    texts[HERE / HTML] = pages.render("board.html.jinja", records=records, boards=boards, ladders=ladders)
     for path, text in texts.items():
         check_private(path, text)
     for path, text in texts.items():

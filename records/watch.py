@@ -109,7 +109,7 @@ def describe(runs):
                               "dots": [(dot[at], dot[2]) for dot in dots]})
         if len(steps) > 1:
             ms = [(b.step, (b.time_ms - a.time_ms) / max(b.step - a.step, 1)) for a, b in zip(steps, steps[1:])]
-            speeds.append({**line, "points": pages.running_means(ms, run.stated_steps)})
+            speeds.append({**line, "dots": [], "points": pages.running_means(ms, run.stated_steps)})
         rows.append({**line, "file": path.name, "seed": (run.start or {}).get("seed", "-"),
                      "step": run.last_step or 0, "steps": run.stated_steps or "?", "state": state_of(run, changed),
                      "loss": run.validations[-1].loss if run.validations else None})
