@@ -218,7 +218,7 @@ def test_what_cannot_be_judged_leaves_nothing_behind(places, capsys, spoil, says
     assert sorted(records.rglob("*")) == before
     error = capsys.readouterr().err
     assert error.startswith("board.py: error: ") and says in error and error.count("\n") == 1
-    advised = re.search("stats.py (\\S+)", error)
+    advised = re.search("stats.py ([^ `]+)", error)
     assert not advised or Path(advised[1]).is_dir(), error
     assert board.main(["add", str(folder / "nowhere"), str(records / "x"), "A toy"]) == 2
 
