@@ -48,7 +48,6 @@ HERE = Path(__file__).resolve().parent
 PLOT, HTML = "plot.png", "index.html"
 LADDER = "ladder.png"  # written by ladder.py, with a page of its own
 COLORS = 6  # in templates/theme.css
-TAIL = 0.025  # of the intervals in the pages' charts, on each side
 MAX_DIFF_LINES = 60
 MAX_LABEL = 20  # characters of a value in a side's label
 DIFF_CONTEXT = 1  # lines around each change
@@ -110,12 +109,6 @@ def short_diff(before: str, after: str, names: tuple[str, str]) -> list[str]:
     return lines if more <= 0 else [*lines[:MAX_DIFF_LINES], f"… and {logs.plural(more, 'more line')}"]
 
 
-def interval(values: list[float]) -> tuple[float, float, float]:
-    """Return (mean, low, high), the interval by the t distribution; without one for equal values or a single value."""
-    mean = sum(values) / len(values)
-    return mean, *(stats.mean_interval(values, TAIL) or (mean, mean))
-
-
 def tests_in(report: object, where: tuple[str, ...] = ()) -> list[dict]:
     """Return every test in a report of stats.py: the dicts with a `p` and a `test`; `also` has their other p-values."""
     if not isinstance(report, dict):
@@ -125,18 +118,18 @@ def tests_in(report: object, where: tuple[str, ...] = ()) -> list[dict]:
     return found + [test for key, value in report.items() for test in tests_in(value, (*where, key))]
 
 
-def describe_side(name: str, runs: list[logs.Run], folder: Path, flags: list[str] | None) -> dict:
-    """Return what the pages show of a side. flags: those that the race declares, or None."""
+def describe_side(side: stats.Side, folder: Path) -> dict:
+    """Return what the pages show of a side."""
+    runs, letter = side.runs, side.name.removeprefix("side ")
     start = flat(runs[0].start or {})
     ranks = logs.plural(int(start["ranks"]), "rank") if start.get("ranks", "").isdecimal() else "unknown ranks"
-    source = runs[0].source and runs[0].source.removesuffix("\n")
+    source, declared = runs[0].source and runs[0].source.removesuffix("\n"), side.declared.get("sides", {}).get(letter)
     numbers = [race.run if (race := stats.race_of(run)) else str(i) for i, run in enumerate(runs, 1)]
     shown = {number: {"file": Path(run.path).relative_to(folder).as_posix(), "seed": flat(run.start or {}).get("seed"),
-                      "loss": loss, "text": f"{run.final_loss:.{run.loss_decimals}f}", "log": run,
-                      "time": run.train_time_ms and run.train_time_ms / 1000}
-             for number, run, loss in zip(numbers, runs, stats.Side(name, runs).exact_losses)}
-    return {"name": name, "label": name, "runs": shown, "start": start, "source": source,
-            "sha256": digest_of(source, start.get("source_sha256")), "flags": flags and shlex.join(flags),
+                      "loss": f"{run.final_loss:.{run.loss_decimals}f}",
+                      "time": run.train_time_ms and run.train_time_ms / 1000} for number, run in zip(numbers, runs)}
+    return {"label": side.label, "runs": shown, "start": start, "source": source,
+            "sha256": digest_of(source, start.get("source_sha256")), "flags": declared and shlex.join(declared["flags"]),
             "where": f"{ranks} on {start.get('hardware.device', 'unknown hardware')}"}
 
 
@@ -167,26 +160,22 @@ def describe(folder: Path) -> dict:
     claims = [rule for rule in found if rule["rule"] in verify.CLAIMS]
     rules = sorted((rule for rule in found if rule not in claims), reverse=True,
                    key=lambda rule: verify.VERDICTS.index(rule["verdict"]))
-    by_side = {}
+    by_side, manifest = {}, stats.manifest_in(folder)
     for one in report["runs"]:
-        by_side.setdefault(one["set"].removeprefix("the "), []).append(runs[one["path"], one["index_in_file"]])
-    manifest = stats.manifest_in(folder)
-    declared, names = (manifest.race["sides"], logs.side_names(manifest.race)) if manifest else ({}, {})
-    sides = []
-    for name, of_side in by_side.items():
-        letter = name.removeprefix("side ")
-        letter = "" if letter == "set" else letter
-        sides.append(describe_side(names.get(letter, name), of_side, folder, declared.get(letter, {}).get("flags")))
-    starts = [[run.start or {} for run in of_side] for of_side in by_side.values()]
-    differ = differences(starts)
-    for i, side in enumerate(sides):
+        by_side.setdefault(one["set"], []).append(runs[one["path"], one["index_in_file"]])
+    differ = differences([[run.start or {} for run in of_side] for of_side in by_side.values()])
+    judged = [stats.Side(name if len(by_side) > 1 or not manifest else "", of_side, declared=manifest.race if manifest else {})
+              for name, of_side in by_side.items()]
+    for i, side in enumerate(judged):
         values = [f"{name} {row[i]}" for name, *row in differ if "." not in name and max(map(len, row)) <= MAX_LABEL]
-        if side["name"] in by_side and 0 < len(values) < 4:  # no flags are known
-            side["label"] = f"{side['name']}: {', '.join(values)}"
+        if not manifest and 0 < len(values) < 4:  # no flags are known
+            side.name += f": {', '.join(values)}"
+    sides = [describe_side(side, folder) for side in judged]
     diff = []
     if len(sides) > 1 and None not in (sides[0]["source"], sides[1]["source"]):
-        diff = short_diff(sides[1]["source"], sides[0]["source"], (sides[1]["name"], sides[0]["name"]))
-    started = max((str(start["started"]) for start in starts[0] if "started" in start), default=folder.name[:10])
+        diff = short_diff(sides[1]["source"], sides[0]["source"], (sides[1]["label"], sides[0]["label"]))
+    started = max((str(run.start["started"]) for run in judged[0].runs if "started" in (run.start or {})),
+                  default=folder.name[:10])
     loss, broken = report["loss"], sum(rule["verdict"] == "fail" for rule in rules)
     record = {"name": folder.name, "title": title_of(folder), "words": words, "report": report, "sides": sides,
               "differ": differ, "diff": diff, "tests": tests_in(report), "started": started,
@@ -194,8 +183,8 @@ def describe(folder: Path) -> dict:
               "broken": broken, "good": bool(loss["significant"]) and not broken, "unseen": verified.get("unseen"),
               "track": f"{sides[0]['start'].get('preset', 'unknown preset')}, {sides[0]['where']}, "
                        + ("no target" if loss["target"] is None else f"target {loss['target']:g}"),
-              "decimals": 1 + max(run.loss_decimals for run in by_side[next(iter(by_side))])}
-    return record | {"rows": rows_of(sides), "strips": strips_of(record), "curves": curves_of(record)}
+              "decimals": 1 + max(run.loss_decimals for run in judged[0].runs), "rows": rows_of(sides)}
+    return record | {"strips": strips_of(record, judged), "curves": curves_of(record, judged)}
 
 
 def rows_of(sides: list[dict]) -> list[dict]:
@@ -206,45 +195,26 @@ def rows_of(sides: list[dict]) -> list[dict]:
             for number, runs in zip(numbers, found)]
 
 
-def strips_of(record: dict) -> list[dict]:
+def strips_of(record: dict, sides: list[stats.Side]) -> list[dict]:
     """Return the charts of losses and times: of each side, and compared with the base in pairs of equal seeds."""
-    sides, target = record["sides"], record["target"]
-    *ideas, base = sides
-
-    def row(i: int, values: dict[str, float], mean: tuple[float, float, float]) -> dict:
-        runs = sides[i]["runs"]
-        return {"name": sides[i]["label"], "color": i % COLORS, "mean": mean, "dots": [
-            (value, f"seed {runs[number]['seed'] or number}: {value:.4f}", quote(f"{record['name']}/{runs[number]['file']}"))
-            for number, value in values.items()]}
-    found = []
-    for key, title, unit, level, apart, neutral, compare in (
-            ("loss", "Final loss", "nats per token", target and (target, f"target {target:g}"),
-             "Loss minus the base's", (0, "the base, 0,"), float.__sub__),
-            ("time", "Time", "seconds of training", None, "Time divided by the base's", (1, "the base, 1,"), float.__truediv__)):
-        values = [{number: run[key] for number, run in side["runs"].items()} for side in sides]
-        if not all(value for of_side in values for value in of_side.values()):
-            continue  # some logs state no time
-        found.append(pages.strip(title, unit, [row(i, of_side, interval([*of_side.values()]))
-                                               for i, of_side in enumerate(values)], level))
-        rows = []
-        for i, verdict in enumerate(record["report"]["verdicts"]):
-            pairs = {number: compare(ours, values[-1][number]) for number, ours in values[i].items() if verdict["paired"]}
-            seen = verdict[key]
-            rows.append(row(i, pairs, [seen["value"] if seen[end] is None else seen[end] for end in ("value", "low", "high")]))
-        if rows:
-            found.append(pages.strip(apart, f"base: {base['label']}", rows, neutral))
-    return found
+    def dots(row: dict) -> dict:
+        return row | {"color": row["color"] % COLORS, "dots": [
+            (value, f"{Path(run.path).name}: {value:.4f}", quote(f"{record['name']}/{Path(run.path).name}"))
+            for run, value in zip(row["runs"], row["values"])]}
+    found = stats.verdicts([(side, sides[-1]) for side in sides[:-1]])
+    return [pages.strip(strip["title"], strip["unit"], list(map(dots, strip["rows"])), strip["level"])
+            for of_part in stats.strips(sides, found, record["target"]) for strip in of_part]
 
 
-def curves_of(record: dict) -> list[dict]:
+def curves_of(record: dict, sides: list[stats.Side]) -> list[dict]:
     """Return the charts over a run: one line for each side, the mean over its runs."""
     by_step, by_time, target = [], [], record["target"]
-    for i, side in enumerate(record["sides"]):
-        trained, validated = pages.mean_curves([run["log"] for run in side["runs"].values()])
+    for i, side in enumerate(sides):
+        trained, validated = pages.mean_curves(side.runs)
         for at, lines in ((0, by_step), (1, by_time)):
             if trained or validated:
-                lines.append({"name": side["label"], "color": i % COLORS, "dots": [(one[at], one[2]) for one in validated],
-                              "points": [(one[at], one[2]) for one in trained]})
+                lines.append({"name": side.label, "color": i % COLORS, "points": [(one[at], one[2]) for one in trained],
+                              "dots": [(one[at], one[2]) for one in validated]})
     level = target and (target, f"target {target:g}")
     return [pages.chart(title, unit, lines, level, whole) for title, unit, lines, whole in (
         ("Loss over steps", "step", by_step, True), ("Loss over time", "seconds of training", by_time, False)) if lines]
@@ -266,8 +236,7 @@ def leaderboards(records: list[dict]) -> list[dict]:
         own.sort(key=lambda record: record["report"]["time"]["mean"] if record["report"]["time"] else math.inf)
         ranks, rows = itertools.count(1), []
         for record in own:
-            times = [run["time"] for run in record["sides"][0]["runs"].values()]
-            mean = interval(times) if record["report"]["time"] else None
+            mean = next((strip["rows"][0]["mean"] for strip in record["strips"] if strip["title"] == "Time"), None)
             rows.append({"record": record, "rank": next(ranks) if record["good"] else None, "mean": mean, "color": 0,
                          "hollow": not record["good"], "dots": []})
         ends = [value for row in rows for value in row["mean"] or ()]

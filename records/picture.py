@@ -12,6 +12,7 @@ logs.end_at_ctrl_c(__name__)  # importing matplotlib takes time
 
 import argparse
 import functools
+import textwrap
 from pathlib import Path
 
 import pages
@@ -19,7 +20,8 @@ import pages
 STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
          "grid.color": "#e6e6e6", "axes.axisbelow": True, "axes.titleweight": "bold", "axes.titlelocation": "left",
          "svg.fonttype": "none"}
-TRAINING, VALIDATION = "#1b6ac9", "#e07b39"
+COLORS = "#1b6ac9", "#b8531a", "#1d7044", "#7a3fb5", "#a8780a", "#0f7d86"  # as in templates/theme.css
+TRAINING, VALIDATION = COLORS[:2]
 
 
 class NothingToDraw(Exception):
@@ -48,12 +50,18 @@ def title_of(run):
             f"{run.train_time_ms / 1000:,.1f} s{reached}")
 
 
-def mark_target(axes, target, values):
-    """Draw the target's line if it is near the values; else say in the legend where it is."""
-    if pages.is_near(target, min(values), max(values)):
+def follow(axes, losses, target):
+    """Fit the vertical axis to these losses. Draw the target's line if it is near them; else the legend says where it is."""
+    if not losses:
+        return
+    note, near = pages.far_note(target and (target, f"target {target:g}"), losses)
+    if near:
         axes.axhline(target, color="#333333", lw=1, ls="--", label=f"target {target:g}")
-        return target
-    axes.plot([], [], " ", label=f"target {target:g} is far {'below' if target < min(values) else 'above'}")
+        losses = [*losses, target]
+    elif note:
+        axes.plot([], [], " ", label=note)
+    length = max(losses) - min(losses) or 0.1
+    axes.set_ylim(min(losses) - 0.06 * length, max(losses) + 0.02 * length)
 
 
 def draw(run, out):
@@ -83,10 +91,7 @@ def draw(run, out):
             axes.plot([place(line) for line in shown], [line.loss for line in shown], "o-", color=VALIDATION,
                       label=f"validation: {shown[-1].loss:.4f}" if shown else "validation: none yet")
             axes.set(title=title, xlabel=unit, ylabel="nats per token")
-            if late:
-                seen = [*late, mark_target(axes, target, late)] if target else late
-                low, high = (end(value for value in seen if value is not None) for end in (min, max))
-                axes.set_ylim(low - 0.05 * (high - low + 0.1), high + 0.02 * (high - low))
+            follow(axes, late, target)
         over_steps.legend(frameon=False, loc="upper right")
         if len(timed) > 1:
             ms = [(b.step, (b.time_ms - a.time_ms) / max(b.step - a.step, 1)) for a, b in zip(timed, timed[1:])]
@@ -95,6 +100,60 @@ def draw(run, out):
         for axes in (over_steps, speed):
             axes.xaxis.get_major_locator().set_params(integer=True)
         figure.savefig(out, dpi=120)
+
+
+def shorten(name, width=26):
+    return textwrap.shorten(logs.printable(name), width, placeholder=" …")
+
+
+def draw_strip(axes, strip):
+    """Plot a strip of stats.strips: a row for each side, a dot for each run, the mean with its interval."""
+    for at, row in enumerate(strip["rows"]):
+        color, (mean, low, high) = COLORS[row["color"] % len(COLORS)], row["mean"]
+        axes.plot(row["values"], [at] * len(row["values"]), "o", color=color, alpha=0.4, markersize=6, markeredgewidth=0)
+        axes.errorbar(mean, at, xerr=[[mean - low], [high - mean]], fmt="D", color=color, capsize=4, markersize=5)
+    values = [value for row in strip["rows"] for value in (*row["values"], *row["mean"])]
+    note, near = pages.far_note(strip["level"], values)
+    if near:
+        axes.axvline(strip["level"][0], color="#333333", lw=1, ls="--")
+    axes.set_title(strip["title"])
+    axes.set_xlabel("; ".join(filter(None, (shorten(strip["unit"], 40), note))))
+    axes.set_yticks(range(len(strip["rows"])), [shorten(row["name"]) for row in strip["rows"]])
+    axes.set_ylim(len(strip["rows"]) - 0.5, -0.5)
+    axes.xaxis.get_major_locator().set_params(nbins=5)
+    axes.ticklabel_format(axis="x", useOffset=False)
+    axes.grid(False, axis="y")
+
+
+def draw_sides(titles, sides, strips, target, path):
+    """Plot the mean loss of each side over time (over steps without clocks), and beside it the strips of stats.strips."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    timed = not any(side.untimed for side in sides)
+    with matplotlib.rc_context(STYLE):
+        columns = 1 + max(map(len, strips))
+        figure = Figure(figsize=(4.8 * columns, 4.2 + 0.2 * len(sides)), layout="constrained")
+        lines = [line for title in titles for line in textwrap.wrap(logs.printable(title), 48 * columns)]
+        figure.suptitle("\n".join(lines), x=0.01, ha="left", fontweight="bold")
+        grid = figure.add_gridspec(len(strips), columns)
+        curves, late = figure.add_subplot(grid[:, 0]), []
+        for at, side in enumerate(sides):
+            color, label = COLORS[at % len(COLORS)], f"{shorten(side.label)}, n = {len(side.runs)}"
+            trained, validated = ([(found[int(timed)], found[2]) for found in points]
+                                  for points in pages.mean_curves(side.runs))
+            for points, style in ((trained, "-"), (validated, "o" if trained else "o-")):
+                if points:
+                    curves.plot(*zip(*points), style, color=color, label=label)
+                    late += [loss for place, loss in points if place >= pages.EARLY * points[-1][0]]
+                    label = None
+        follow(curves, late, target)
+        curves.legend(frameon=False)
+        curves.set(title="Loss", xlabel="seconds of training" if timed else "step", ylabel="nats per token; line: training, dot: validation")
+        for row, of_part in enumerate(strips):
+            for column, strip in enumerate(of_part, 1):
+                draw_strip(figure.add_subplot(grid[row, column]), strip)
+        figure.savefig(path, dpi=150)
 
 
 def main(arguments=None):

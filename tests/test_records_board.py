@@ -367,7 +367,7 @@ def test_without_a_target_or_a_spread_there_is_a_page(judged):
 def test_a_leaderboard_is_sorted_by_time_within_a_track_and_ranks_what_is_good():
     def record(name, track, mean, good):
         return {"name": name, "track": track, "good": good, "report": {"time": mean and {"mean": mean}},
-                "sides": [{"runs": {"1": {"time": mean}, "2": {"time": mean and mean + 1}}}]}
+                "strips": [{"title": "Final loss"}] + [{"title": "Time", "rows": [{"mean": (mean, mean, mean + 1)}]}] * bool(mean)}
     found = board.leaderboards([record("slow", "x", 9.0, True), record("other", "y", 1.0, True), record("fast", "x", 2.0, True),
                                 record("broken", "x", 3.0, False), record("untimed", "x", None, True)])
     assert [(one["track"], [(row["record"]["name"], row["rank"]) for row in one["rows"]]) for one in found] == [
