@@ -325,8 +325,10 @@ class Verdict:
     sentence: str = ""
 
 
-def contrast(ours, base, paired, margin):
-    """Compare the means of two arrays by a paired t-test or Welch's; `needed` is for a true difference of margin."""
+def contrast(ours, base, paired, margin, ideas):
+    """Compare the means of two arrays by a paired t-test or Welch's.
+
+    `needed` is for a true difference of margin, with Bonferroni's correction for the number of ideas (Holm's first)."""
     ours, base = np.asarray(ours, dtype=float), np.asarray(base, dtype=float)
     found = Contrast(float(np.mean(ours) - np.mean(base)))
     samples, n = [ours - base] if paired else [ours, base], min(len(ours), len(base))
@@ -337,7 +339,7 @@ def contrast(ours, base, paired, margin):
     found.p = float(test.pvalue)
     spreads = [upper_sd(float(np.std(sample, ddof=1)), len(sample)) or EQUAL for sample in samples]
     with contextlib.suppress(CannotJudge):  # more than MOST_RUNS
-        found.needed = runs_needed(spreads[0], margin, LEVEL / 2, POWER, len(samples), spreads[-1])
+        found.needed = runs_needed(spreads[0], margin, LEVEL / 2 / ideas, POWER, len(samples), spreads[-1])
     return found
 
 
@@ -357,14 +359,14 @@ def verdicts(pairs):
         timed = not any(one.untimed or one.clock_reset for one in (side, base))
         seconds = [one.seconds if timed else [] for one in (side, base)]
         time = contrast(*map(np.log, seconds), bool(matched) and side.declared.get("test") != "unpaired",
-                        math.log1p(TIME_PART)) if timed else None
+                        math.log1p(TIME_PART), len(pairs)) if timed else None
         if time:
             time = replace(time, **{end: None if value is None else math.exp(value) for end, value in (
                 ("value", time.value), ("low", time.low), ("high", time.high))})
         losses = [one.exact_losses for one in (side, base)]
         means = [float(np.mean(values)) if values else None for values in (*losses, *seconds)]
         found.append(Verdict(side.label, base.label, min(map(len, losses)), bool(matched), *means[:2],
-                             contrast(*losses, bool(matched), LOSS_PART * abs(means[1])), *means[2:], time))
+                             contrast(*losses, bool(matched), LOSS_PART * abs(means[1]), len(pairs)), *means[2:], time))
     for contrasts in ([one.loss for one in found], [one.time for one in found if one.time]):
         tested = [one for one in contrasts if one.p is not None]
         for one, corrected in zip(tested, holm([one.p for one in tested])):
@@ -404,12 +406,17 @@ def describe_needed(found, n, part):
     if (found.needed or MOST_MORE + n) >= MOST_MORE + n:
         return f", too noisy to separate {100 * part:g} %"
     if found.needed <= n:
-        return f", and {100 * part:g} % would show"
+        return f", and these runs would show {100 * part:g} %"
     return f", {plural(found.needed - n, 'more run')} (-n {found.needed}) would separate {100 * part:g} %"
 
 
 def show_verdicts(found):
-    """Return the table of Verdicts as text: each base, its sides, and a sentence for each side."""
+    """Return the table of Verdicts as text, and a sentence for each."""
+    return "\n".join([table_of_verdicts(found), "", *(pages.wrap(f"{one.name}: {one.sentence}.") for one in found)])
+
+
+def table_of_verdicts(found):
+    """Return the table of Verdicts as text: each base, and its sides."""
     def row(name, loss, seconds, verdict=None):
         of_loss, of_time = (verdict.loss, verdict.time) if verdict else (None, None)
         return [textwrap.shorten(name, 28, placeholder=" …"), f"{loss:.4f}", show_contrast(of_loss, "+.4f"),
@@ -422,7 +429,7 @@ def show_verdicts(found):
     for one in found:
         base = row(one.base, one.base_loss, one.base_seconds)
         rows += [base] * (base not in rows) + [row(one.name, one.mean_loss, one.mean_seconds, one)]
-    return "\n".join([*logs.columns(rows), "", *(pages.wrap(f"{one.name}: {one.sentence}.") for one in found)])
+    return "\n".join(logs.columns(rows))
 
 
 def show_contrast(found, form):
@@ -487,7 +494,8 @@ class Manifest:
         return manifest
 
     def done(self):
-        return {(a["run"], a["side"]): a for a in self.attempts.values() if a["status"] == "done"}
+        """Return {(run, side): attempt}, without the first run (number 0), which does not count."""
+        return {(a["run"], a["side"]): a for a in self.attempts.values() if a["status"] == "done" and a["run"]}
 
 
 def check_event(event, first):
@@ -806,7 +814,8 @@ def judge(sides, options):
         check_comparable(*sides, options.mixed)
     a = sides[0]
     report = {"alpha": options.alpha, "verdicts": verdicts([sides]) if len(sides) == 2 else [], "stop": None,
-              "loss": {"target": None, "p": None, "significant": None, **summary(a.losses)}, "comparison": None,
+              "loss": {**dict.fromkeys(("target", "interval", "p", "significant")), **summary(a.losses)},
+              "comparison": None,
               "time": None if a.untimed else summary(a.seconds)}
     try:
         report |= judge_claim(sides, options)
@@ -980,7 +989,7 @@ def plan(options):
         n, aim = min(side["n"] for side in found), found[-1]["mean"]
         if not pilot:
             aim = choose_target(sides[0].runs, options.target)
-            require(aim, "the runs had no target; choose one with --target")
+            require(aim is not None or margin is not None, "the runs had no target; choose one with --target")
         margin = aim - found[0]["mean"] if margin is None else margin
         if sd is None:
             seen = [side["sd"] for side in found]
@@ -1079,7 +1088,9 @@ def main(arguments=None):
         del report["sides"]
         print(logs.show_json(report))
     else:
-        print(pages.show("stats.txt.jinja", report=report, show_mean=show_mean, show_verdicts=show_verdicts))
+        print(pages.show("stats.txt.jinja", report=report, show_mean=show_mean, show_verdicts=show_verdicts), flush=True)
+    if report["verdict"] == UNJUDGED:
+        print(brief(f"The claim cannot be judged: {report['reason']}."), file=sys.stderr)
     return STATUS[report["verdict"]]
 
 

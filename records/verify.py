@@ -888,14 +888,18 @@ def most_correlated(compared):
 
 
 def claim(runs, others, target):
-    """Return the report of stats.py, by the test that the race declared. target None: the logs' target. Raise
-    CannotJudge without a verdict."""
+    """Return the report of stats.py, by the test that the race declared. target None: the logs' target.
+
+    Raise CannotJudge without a claim."""
     alpha = stats.declaration([e.run for e in runs]).get("alpha", ALPHA)
     require(alpha <= ALPHA, f"its race declared alpha {alpha:g}, and a record wants {ALPHA:g} at most; race again")
     options = stats.parse([".", f"--alpha={alpha!r}", *([f"--target={target!r}"] if target is not None else [])])
     sides = [stats.gather(name, logs.Logs([e.run for e in side]), options)
              for name, side in (("the set", runs), ("the --vs set", others)) if side]
-    return stats.judge(sides, options)
+    report = stats.judge(sides, options)
+    if report["verdict"] not in (stats.HOLDS, stats.FAILS):
+        raise CannotJudge(report["reason"])
+    return report
 
 
 def check_loss(runs, given):
@@ -913,8 +917,9 @@ def check_faster(runs, others, target, races):
     report = claim(runs, others, target)
     found = report["comparison"]
     tested = found["paired_log"] if found["decides"] == "paired_log" else found
-    text = (f"{report['time']['mean']:.3f} s against {found['other']['mean']:.3f} s: {stats.show_ratio(found)}, "
-            f"p = {tested['p']:.4g} by the {tested['test']}")
+    (verdict,) = report["verdicts"]
+    text = (f"{report['time']['mean']:.3f} s against {found['other']['mean']:.3f} s: "
+            f"{stats.show_contrast(verdict.time, '.4f')} times the base's, p = {tested['p']:.4g} by the {tested['test']}")
     require(found["significant"], f"{text}: not below {report['alpha']:g}")
     alone = [e for e in runs + others if judged(check_stamps, e, races)[0] == UNKNOWN]
     if alone:
