@@ -125,11 +125,12 @@ def describe_side(side: stats.Side, folder: Path) -> dict:
     ranks = logs.plural(int(start["ranks"]), "rank") if start.get("ranks", "").isdecimal() else "unknown ranks"
     source, declared = runs[0].source and runs[0].source.removesuffix("\n"), side.declared.get("sides", {}).get(letter)
     numbers = [race.run if (race := stats.race_of(run)) else str(i) for i, run in enumerate(runs, 1)]
-    shown = {number: {"file": Path(run.path).relative_to(folder).as_posix(), "seed": flat(run.start or {}).get("seed"),
+    shown = {number: {"file": Path(run.path).relative_to(folder).as_posix(), "seed": (run.start or {}).get("seed"),
                       "loss": f"{run.final_loss:.{run.loss_decimals}f}",
                       "time": run.train_time_ms and run.train_time_ms / 1000} for number, run in zip(numbers, runs)}
     return {"label": side.label, "runs": shown, "start": start, "source": source,
-            "sha256": digest_of(source, start.get("source_sha256")), "flags": declared and shlex.join(declared["flags"]),
+            "sha256": digest_of(source, start.get("source_sha256")),
+            "flags": declared and shlex.join(declared["flags"]),
             "where": f"{ranks} on {start.get('hardware.device', 'unknown hardware')}"}
 
 
@@ -164,7 +165,8 @@ def describe(folder: Path) -> dict:
     for one in report["runs"]:
         by_side.setdefault(one["set"], []).append(runs[one["path"], one["index_in_file"]])
     differ = differences([[run.start or {} for run in of_side] for of_side in by_side.values()])
-    judged = [stats.Side(name if len(by_side) > 1 or not manifest else "", of_side, declared=manifest.race if manifest else {})
+    declared = manifest.race if manifest else {}
+    judged = [stats.Side(name if len(by_side) > 1 or not manifest else "", of_side, declared=declared)
               for name, of_side in by_side.items()]
     for i, side in enumerate(judged):
         values = [f"{name} {row[i]}" for name, *row in differ if "." not in name and max(map(len, row)) <= MAX_LABEL]
@@ -188,11 +190,12 @@ def describe(folder: Path) -> dict:
 
 
 def rows_of(sides: list[dict]) -> list[dict]:
-    """Return the runs side by side: number, seed, one run (or None) of each side."""
+    """Return the runs side by side: a row's name, and one run (or None) of each side."""
     numbers = dict.fromkeys(number for side in sides for number in side["runs"])
     found = [[side["runs"].get(number) for side in sides] for number in numbers]
-    return [{"seed": next(run["seed"] for run in runs if run) or number, "runs": runs}
-            for number, runs in zip(numbers, found)]
+    names = [next(f"run {number}" if run["seed"] is None else f"seed {run['seed']}" for run in runs if run)
+             for number, runs in zip(numbers, found)]
+    return [{"name": name, "runs": runs} for name, runs in zip(names, found)]
 
 
 def strips_of(record: dict, sides: list[stats.Side]) -> list[dict]:
@@ -213,7 +216,8 @@ def curves_of(record: dict, sides: list[stats.Side]) -> list[dict]:
         trained, validated = pages.mean_curves(side.runs)
         for at, lines in ((0, by_step), (1, by_time)):
             if trained or validated:
-                lines.append({"name": side.label, "color": i % COLORS, "points": [(one[at], one[2]) for one in trained],
+                lines.append({"name": side.label, "color": i % COLORS, "style": "dashed" * (0 < i == len(sides) - 1),
+                              "points": [(one[at], one[2]) for one in trained],
                               "dots": [(one[at], one[2]) for one in validated]})
     level = target and (target, f"target {target:g}")
     return [pages.chart(title, unit, lines, level, whole) for title, unit, lines, whole in (

@@ -734,20 +734,20 @@ def target_of(run):
 
 
 def side_names(race):
-    """Return {side: name} of a race's declaration: a side's own flags, its revision or its folder; "base" for the last."""
+    """Return {side: name} of a race's declaration: a side's own flags, its revision or its folder; else "base"."""
     sides = race["sides"]
     shared = len(os.path.commonprefix([side["flags"] for side in sides.values()]))
     versions = len(sides) == 1 or any(side["revision"] or "folder" in side for side in sides.values())
+    *_, last = sides.values()
+    plain = "this checkout" if versions else "without these flags" if last["flags"][shared:] else "base"
 
-    def name(side, described):
-        if "folder" in described:
-            return os.path.basename(os.path.normpath(described["folder"]))
-        if described["revision"]:
-            return f"revision {described['revision'][:8]}"
-        if versions:
-            return "this checkout"
-        return shlex.join(described["flags"][shared:]) or ("base" if side == [*sides][-1] else "without these flags")
-    return {side: name(side, described) for side, described in sides.items()}
+    def name(side):
+        if "folder" in side:
+            return os.path.basename(os.path.normpath(side["folder"]))
+        if side["revision"]:
+            return f"revision {side['revision'][:8]}"
+        return plain if versions else shlex.join(side["flags"][shared:]) or plain
+    return {side: name(described) for side, described in sides.items()}
 
 
 def columns(rows, of_numbers=False):

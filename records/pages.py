@@ -97,8 +97,10 @@ def is_near(target, low, high):
 
 
 def far_note(level, values):
-    """Return (a note on a level that is far from the values, else "", and whether the axis is extended to it)."""
-    if not level or is_near(level[0], min(values), max(values)):
+    """Return (a note on a level that is far from the values, else "", and whether the axis is extended to it).
+
+    A level is (value, name) or None. One without a name is always shown."""
+    if not level or not level[1] or is_near(level[0], min(values), max(values)):
         return "", bool(level)
     return f"{level[1]} is far {'below' if level[0] < min(values) else 'above'}", False
 
@@ -128,9 +130,9 @@ class Axis:
 def chart(title, unit, lines, level=None, whole=False):
     """Return the drawing of lines over steps or seconds.
 
-    lines: dicts with name, color (0 to 5), points [(x, y)], dots [(x, y)], and perhaps faint. level: (value, name) of a
-    horizontal line. The vertical axis follows the data; a level far away becomes a note."""
-    lines = [{"faint": False, **line} for line in lines]
+    lines: dicts with name, color (0 to 5), points [(x, y)], dots [(x, y)], and perhaps a style, faint or dashed.
+    level: (value, name) of a horizontal line. The vertical axis follows the data; a level far away becomes a note."""
+    lines = [{"style": "", **line} for line in lines]
     drawn = [line["points"] or line["dots"] for line in lines]
     late = [y for line, points in zip(lines, drawn) for x, y in (*line["points"], *line["dots"])
             if x >= EARLY * points[-1][0]]

@@ -51,7 +51,7 @@ def title_of(run):
 
 
 def follow(axes, losses, target):
-    """Fit the vertical axis to these losses. Draw the target's line if it is near them; else the legend says where it is."""
+    """Fit the vertical axis to these losses. Draw the target's line if it is near; else the legend says where it is."""
     if not losses:
         return
     note, near = pages.far_note(target and (target, f"target {target:g}"), losses)
@@ -110,7 +110,7 @@ def draw_strip(axes, strip):
     """Plot a strip of stats.strips: a row for each side, a dot for each run, the mean with its interval."""
     for at, row in enumerate(strip["rows"]):
         color, (mean, low, high) = COLORS[row["color"] % len(COLORS)], row["mean"]
-        axes.plot(row["values"], [at] * len(row["values"]), "o", color=color, alpha=0.4, markersize=6, markeredgewidth=0)
+        axes.plot(row["values"], [at] * len(row["values"]), "o", color=color, alpha=0.4, markeredgewidth=0)
         axes.errorbar(mean, at, xerr=[[mean - low], [high - mean]], fmt="D", color=color, capsize=4, markersize=5)
     values = [value for row in strip["rows"] for value in (*row["values"], *row["mean"])]
     note, near = pages.far_note(strip["level"], values)
@@ -126,7 +126,7 @@ def draw_strip(axes, strip):
 
 
 def draw_sides(titles, sides, strips, target, path):
-    """Plot the mean loss of each side over time (over steps without clocks), and beside it the strips of stats.strips."""
+    """Plot the mean loss of each side over time (over steps without clocks), and beside it stats.strips."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -142,14 +142,17 @@ def draw_sides(titles, sides, strips, target, path):
             color, label = COLORS[at % len(COLORS)], f"{shorten(side.label)}, n = {len(side.runs)}"
             trained, validated = ([(found[int(timed)], found[2]) for found in points]
                                   for points in pages.mean_curves(side.runs))
-            for points, style in ((trained, "-"), (validated, "o" if trained else "o-")):
+            line = "--" if len(sides) > 1 and side is sides[-1] else "-"  # the base's may lie on the others
+            for points, style in ((trained, line), (validated, "o" if trained else "o" + line)):
                 if points:
                     curves.plot(*zip(*points), style, color=color, label=label)
                     late += [loss for place, loss in points if place >= pages.EARLY * points[-1][0]]
                     label = None
         follow(curves, late, target)
-        curves.legend(frameon=False)
-        curves.set(title="Loss", xlabel="seconds of training" if timed else "step", ylabel="nats per token; line: training, dot: validation")
+        if late:
+            curves.legend(frameon=False)
+        curves.set(title="Loss", xlabel="seconds of training" if timed else "step",
+                   ylabel="nats per token; line: training, dot: validation")
         for row, of_part in enumerate(strips):
             for column, strip in enumerate(of_part, 1):
                 draw_strip(figure.add_subplot(grid[row, column]), strip)

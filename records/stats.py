@@ -924,7 +924,7 @@ def list_runs(sides):
 
 
 def strips(sides, found, target):
-    """Return what plots and pages show in dots, of losses and of times: a strip of all sides, and one of Verdicts (found).
+    """Return what plots and pages show in dots, of losses and of times: a strip of all sides, and one of the Verdicts.
 
     A strip is a dict of title, unit, level (value, name) or None, and rows: dicts of name, color (the place of its
     side), runs, the value of each, and mean (mean, low, high: its 95 % interval). The base is the last side."""
@@ -947,15 +947,16 @@ def strips(sides, found, target):
         for at, verdict in enumerate(found):
             ours, theirs = in_turn(sides[at], base) if verdict.paired else (replace(base, runs=[]),) * 2
             if seen := getattr(verdict, part):
-                rows.append(row(at, ours.runs, compare(values_of(ours), values_of(theirs)), seen.value, seen.low, seen.high))
+                values = compare(values_of(ours), values_of(theirs))
+                rows.append(row(at, ours.runs, values, seen.value, seen.low, seen.high))
         if rows:
-            panels[-1].append({"title": compared, "unit": f"base: {base.label}", "rows": rows,
-                               "level": (neutral, f"no difference ({neutral})")})
+            panels[-1].append({"title": compared, "unit": f"compared with {base.label}", "rows": rows,
+                               "level": (neutral, "")})
     return panels
 
 
 def plot(sides, found, path):
-    """Plot each side's mean loss over time, and its losses and times in dots. found: the Verdicts, which are the title."""
+    """Plot each side's mean loss over time, and its losses and times in dots. The Verdicts (found) are the title."""
     import picture
 
     target = None
@@ -963,7 +964,8 @@ def plot(sides, found, path):
         target = choose_target(sides[0].runs, None)
     titles = [f"{one.name} against {one.base}: {one.sentence}" for one in found] or [
         f"{side.label}: {show_mean(summary(side.losses), 'nats per token')}"
-        f"{'' if side.untimed else ', ' + show_mean(summary(side.seconds))} (mean ± sd, n = {len(side.runs)})" for side in sides]
+        f"{'' if side.untimed else ', ' + show_mean(summary(side.seconds))} (mean ± sd, n = {len(side.runs)})"
+        for side in sides]
     try:
         picture.draw_sides(titles, sides, strips(sides, found, target), target, path)
     except (OSError, ValueError) as error:

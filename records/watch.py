@@ -97,7 +97,8 @@ def describe(runs):
     names, rows, losses, times, speeds = list(named(runs)), [], [], [], []
     groups = list(dict.fromkeys(group for _, group in names[::-1]))  # the oldest keeps its color
     for i, ((path, changed, run), (name, group)) in enumerate(zip(runs, names)):
-        line = {"name": name, "color": groups.index(group) % COLORS, "faint": group in dict(names[:i]).values()}
+        line = {"name": name, "color": groups.index(group) % COLORS,
+                "style": "faint" * any(group == newer for _, newer in names[:i])}
         steps = [step for step in run.steps if step.step > 0 and not step.validation]
         trained = pages.running_means([(step.step, step.time_ms / 1000, step.train_loss) for step in steps
                                        if step.train_loss is not None], run.stated_steps)
@@ -116,7 +117,8 @@ def describe(runs):
     target = logs.target_of(runs[0][2])
     level = target and (target, f"target {target:g}")
     charts = [pages.chart(title, unit, lines, mark, whole) for title, unit, lines, mark, whole in (
-        ("Loss over steps", "step", losses, level, True), ("Loss over time", "seconds of training", times, level, False),
+        ("Loss over steps", "step", losses, level, True),
+        ("Loss over time", "seconds of training", times, level, False),
         ("Milliseconds per step", "step", speeds, None, True)) if lines]
     return rows, charts
 

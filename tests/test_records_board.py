@@ -127,7 +127,7 @@ def test_a_race_becomes_a_record_and_a_row(published):
     page = (made / "README.md").read_text()
     assert page.startswith("# A toy | record\n") and "python records/stats.py records/2026-01-02_toy --side a" in page
     assert "1.10000" in page and "9.02 ± 0.01 s" in page and "revision `c0ffee`" in page and "below the target 1.4 (p = " in page
-    assert "\n| 2 | [1.1000](r2a.txt) | 9.020 | [1.1200](r2b.txt) | 10.020 |\n" in page  # side by side
+    assert "\n| seed 2 | [1.1000](r2a.txt) | 9.020 | [1.1200](r2b.txt) | 10.020 |\n" in page  # side by side
     leaderboard = (published / "README.md").read_text()
     row = next(line for line in leaderboard.splitlines() if "[2026-01-02" in line)
     assert "A toy \\| record" in row and "1.10000" in row and "9.02 ± 0.01 s" in row and "| 3 |" in row
@@ -367,7 +367,7 @@ def test_without_a_target_or_a_spread_there_is_a_page(judged):
 def test_a_leaderboard_is_sorted_by_time_within_a_track_and_ranks_what_is_good():
     def record(name, track, mean, good):
         return {"name": name, "track": track, "good": good, "report": {"time": mean and {"mean": mean}},
-                "strips": [{"title": "Final loss"}] + [{"title": "Time", "rows": [{"mean": (mean, mean, mean + 1)}]}] * bool(mean)}
+                "strips": [{"title": "Final loss"}] + [{"title": "Time", "rows": [{"mean": (mean, mean, mean)}]}] * bool(mean)}
     found = board.leaderboards([record("slow", "x", 9.0, True), record("other", "y", 1.0, True), record("fast", "x", 2.0, True),
                                 record("broken", "x", 3.0, False), record("untimed", "x", None, True)])
     assert [(one["track"], [(row["record"]["name"], row["rank"]) for row in one["rows"]]) for one in found] == [

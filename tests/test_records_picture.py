@@ -1,5 +1,6 @@
 """Tests of records/picture.py and records/watch.py, on logs of this project and of others."""
 
+import dataclasses
 import json
 import os
 import re
@@ -18,11 +19,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
+import ladder  # noqa: E402
+import logs  # noqa: E402
 import pages  # noqa: E402
 import picture  # noqa: E402
+import stats  # noqa: E402
 import watch  # noqa: E402
 
 START = '{"run_id": "x", "preset": "x", "seed": 3, "config": {"target_val_loss": 1.5}, "planned": {"steps": 40}}'
+RACE = {"sides": {"a": {"revision": None, "flags": ["--preset", "toy", "--muon_lr", "0.05"]}, "b": {"revision": None, "flags": ["--preset", "toy"]}}}
 END = '{"end": {"final_val_loss": 1.4}}'
 
 
@@ -112,6 +117,63 @@ def test_a_target_far_away_is_a_note_and_the_axis_follows_the_data():
     assert pages.strip("Loss", "", [{"name": "x", "color": 0, "dots": [(1.0, "", None), (1.1, "", None)], "mean": (1.05, 1.0, 1.1)}], (3.28, "target 3.28"))["note"] == "target 3.28 is far above"
 
 
+def sides(base_losses=(1.2, 1.3, 1.4), declared=True, **more):
+    """Return two Sides of a race of three pairs: the idea's loss is 0.1 lower, its time a tenth less. more: fields of its runs."""
+    race = {"id": "x", **RACE} if declared else {}
+
+    def side(letter, losses, seconds):
+        return stats.Side(f"side {letter}", [logs.Run(
+            f"{letter}{i}.txt", 1, final_loss=loss, loss_decimals=4, train_time_ms=1000 * time, last_step=10,
+            start={"race": {"race_id": "x", "side": letter, "run": i, "declared_n": 3}} if declared else None,
+            validations=(logs.Validation(10, loss, 1000 * time, {}),),
+            steps=[logs.Step(step, 100 * step * time, None, loss + 5 / step, False) for step in range(1, 11)],
+            **(more if letter == "a" else {})) for i, (loss, time) in enumerate(zip(losses, seconds), 1)], declared=race)
+    return [side("a", [loss - 0.1 for loss in base_losses], (9.0, 9.9, 10.8)), side("b", base_losses, (10.0, 11.0, 12.0))]
+
+
+def test_strips_hold_each_side_and_what_differs_in_pairs():
+    both = sides()
+    (losses, differences), (times, ratios) = stats.strips(both, stats.verdicts([both]), 1.25)
+    assert [row["name"] for row in losses["rows"]] == ["--muon_lr 0.05", "base"] and losses["level"] == (1.25, "target 1.25")
+    assert losses["rows"][1]["values"] == [1.2, 1.3, 1.4] and losses["rows"][1]["mean"][0] == pytest.approx(1.3)
+    assert differences["rows"][0]["values"] == pytest.approx([-0.1] * 3) and [run.path for run in differences["rows"][0]["runs"]] == ["a1.txt", "a2.txt", "a3.txt"]
+    assert ratios["rows"][0]["values"] == pytest.approx([0.9] * 3) and ratios["rows"][0]["mean"][0] == pytest.approx(0.9)
+    apart = sides(declared=False)  # no pairs: only means can be compared
+    (_, differences), _ = stats.strips(apart, stats.verdicts([apart]), None)
+    assert differences["rows"][0]["values"] == [] and differences["rows"][0]["mean"][0] == pytest.approx(-0.1)
+    both[1].runs = [dataclasses.replace(run, train_time_ms=None) for run in both[1].runs]
+    assert len(stats.strips(both, stats.verdicts([both]), None)) == 1
+    assert [len(of_part) for of_part in stats.strips(sides()[:1], [], None)] == [1, 1]
+
+
+def test_a_race_s_plot_says_its_verdict_and_follows_its_data(tmp_path):
+    both = sides(base_losses=(1.2, 1.31, 1.4))
+    stats.plot(both, stats.verdicts([both]), str(tmp_path / "x.svg"))
+    drawn = (tmp_path / "x.svg").read_text()
+    assert ">--muon_lr 0.05 against base: lower loss: " in drawn and ">nats per token; target 3.28 is far above<" in drawn
+    for said in ("Loss", "Final loss", "Loss minus the base's", "Time", "Time divided by the base's", "--muon_lr 0.05, n = 3", "base, n = 3",
+                 "seconds of training"):
+        assert f">{said}<" in drawn, said
+    stats.plot(both[:1], [], str(tmp_path / "x.svg"))
+    assert "1.2033 ± 0.1002 nats per token, 9.9000 ± 0.9000 s (mean ± sd, n = 3)" in (tmp_path / "x.svg").read_text()
+
+
+def test_a_ladder_s_plot_has_its_conclusion_as_title_short_names_and_explains_grey(tmp_path):
+    def row(name, value, half, holm, kept="no"):
+        loss = stats.Contrast(value, value - half, value + half, holm, holm)
+        return {"verdict": stats.Verdict(name, "base", 5, True, 1, 1, loss, 1, 1, None), "kept": kept}
+    rows = [row("--key_offset true", -0.02, 0.001, 0.01, "yes"), row("--slow 1", -0.01, 0.001, 0.02, "slower"), row("--sync step", 0.0, 0.002, 0.9),
+            row("--far 1 --x 'a b'", 5.0, 0.1, 0.001)]
+    ladder.draw({"rows": rows, "bases": [{"n": 5}]}, tmp_path / "x.svg")
+    drawn = (tmp_path / "x.svg").read_text()
+    for said in ("2 of 4 ideas lower the loss: key_offset, slow 1; 1 raises it", "key_offset", "far 1 x 'a b'", "−0.0200", "+5.0000", "lower", "higher",
+                 "lower, but takes longer", "no difference shown (p ≥ 0.05 after Holm's correction)"):
+        assert f">{said}<" in drawn, said
+    assert ladder.conclusion(rows[2:3]) == "None of 1 idea is shown to lower the loss"
+    ladder.draw({"rows": rows[2:3], "bases": [{"n": 5}]}, tmp_path / "x.svg")
+    assert ">lower<" not in (tmp_path / "x.svg").read_text()
+
+
 @pytest.fixture
 def open_page(tmp_path):
     """Return open_page(path), which fetches a page from a server on tmp_path."""
@@ -146,9 +208,6 @@ def test_the_page_follows_a_run_from_its_first_step_to_its_end(tmp_path, open_pa
     assert re.search(r"<td>nothing written for \d+ min, and no end line", open_page())
     with pytest.raises(urllib.error.HTTPError):
         open_page("/race-1/")
-
-
-RACE = {"sides": {"a": {"revision": None, "flags": ["--preset", "toy", "--muon_lr", "0.05"]}, "b": {"revision": None, "flags": ["--preset", "toy"]}}}
 
 
 def test_runs_of_a_race_are_named_by_their_side_and_share_its_color(tmp_path, open_page):
