@@ -963,7 +963,7 @@ def plot(sides, found, path):
     with contextlib.suppress(CannotJudge):  # several targets
         target = choose_target(sides[0].runs, None)
     titles = [f"{one.name} against {one.base}: {one.sentence}" for one in found] or [
-        f"{side.label}: {show_mean(summary(side.losses), 'nats per token')}"
+        f"{side.label}: " * (len(sides) > 1) + f"{show_mean(summary(side.losses), 'nats per token')}"
         f"{'' if side.untimed else ', ' + show_mean(summary(side.seconds))} (mean ± sd, n = {len(side.runs)})"
         for side in sides]
     try:
