@@ -523,7 +523,7 @@ def run_all(manifest, where, lock):
     else:
         stats.main(stats_arguments(manifest))
     add = "ladder.py {} --record {} --title" if each > 2 else "board.py add {} {}"
-    add = add.format(os.path.relpath(folder), f"records/{datetime.now():%Y-%m-%d}_NAME")
+    add = add.format(os.path.relpath(folder, ROOT), f"records/{datetime.now():%Y-%m-%d}_NAME")
     say(f'to keep this race as a record: .venv/bin/python records/{add} "what was tried"')
     return 0
 

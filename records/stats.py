@@ -90,7 +90,11 @@ class CannotJudge(Exception):
 
 
 class Mixed(CannotJudge):
-    """The runs belong to several experiments."""
+    """The runs belong to several experiments. seen: the message without this program's advice."""
+
+    def __init__(self, seen, advice):
+        super().__init__(f"{seen}; {advice}")
+        self.seen = seen
 
 
 class Undecided(CannotJudge):
@@ -670,13 +674,14 @@ def check_one_experiment(side, mixed):
         message = f"{side.name} holds runs {what}: {listed}"
         if not mixed:
             example = next(value for value in groups if value != "none")
-            raise Mixed(f"{message}; {advice.format(example)}, or use --mixed to judge them as one set")
+            raise Mixed(message, f"{advice.format(example)}, or use --mixed to judge them as one set")
         side.warnings.append("judged as one set although " + message)
 
     sources, configs = {run.source_sha256 for run in side.runs}, {id(run): config_of(run) for run in side.runs}
     must_agree(f"of {len(sources)} sources", lambda run: run.source_sha256 or "none", "choose one, for instance with "
                "--source {:.8} (of the second set --vs-source)", "{:.8} ({}: {})")
-    for name in sorted({name for config in configs.values() for name in config}):
+    names = {name for config in configs.values() for name in config}
+    for name in sorted(names, key=lambda name: (name != "num_steps", name)):  # others follow from the number of steps
         must_agree(f"whose {name} differs", lambda run: json.dumps(configs[id(run)].get(name)), shown="{} ({})")
     if len(sources) == 1:
         must_agree("of different lengths in steps",
@@ -793,10 +798,17 @@ def choose_sides(options):
                 for side, source in ((options.side, options.source), (other, options.vs_source))]
     require(len(raced) < 2, f"these are logs of the sides {', '.join(raced)} of a race; choose the claim's side: "
             f"--side {' or --side '.join(raced)}")
-    sides = [gather("the set", found, options, options.source)]
+    names = names_of_sets(options)
+    sides = [gather(names[0], found, options, options.source)]
     if options.vs:
-        sides.append(gather("the --vs set", logs.read(options.vs), options, options.vs_source))
+        sides.append(gather(names[1], logs.read(options.vs), options, options.vs_source))
     return sides
+
+
+def names_of_sets(options):
+    """Return the names of the runs that are judged, and of those of --vs."""
+    return [f"source {source}" if source else name
+            for name, source in (("the set", options.source), ("the --vs set", options.vs_source))]
 
 
 def judge(sides, options):
@@ -894,11 +906,12 @@ def check_timed(a, b):
 
 
 def check_comparable(a, b, mixed):
-    """Raise CannotJudge if a run is in both sets, or if they ran on different numbers of GPUs."""
+    """Raise CannotJudge if a run is in both sets, Mixed if they ran on different numbers of GPUs."""
     check_not_shared(a, b)
     gpus = [" and ".join(sorted({str(run.gpus or "unknown") for run in side.runs})) for side in (a, b)]
-    require(gpus[0] == gpus[1] or mixed, f"the sets ran on different numbers of GPUs ({' against '.join(gpus)}); "
-            "compare runs on the same machine, or use --mixed")
+    if gpus[0] != gpus[1] and not mixed:
+        raise Mixed(f"the sets ran on different numbers of GPUs ({' against '.join(gpus)})", "compare runs on the same "
+                    "machine, or use --mixed")
 
 
 def in_turn(a, b):
