@@ -728,8 +728,7 @@ def config_of(run):
 
 def target_of(run):
     """Return the target that a run states, or None; 0 means that it has none."""
-    config = (run.start or {}).get("config")
-    target = config.get("target_val_loss") if isinstance(config, dict) else None
+    target = (run.start or {}).get("target_val_loss")
     return target if type(target) in (int, float) and math.isfinite(target) and target else None
 
 

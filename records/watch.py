@@ -56,14 +56,15 @@ def latest(folder):
 
 
 def race_of(path):
-    """Return (names of the sides, this run's side, its number) from race.jsonl, or None outside a race."""
-    try:
-        with open(path.with_name("race.jsonl"), encoding="utf-8") as file:
-            events = [json.loads(line) for line in file]
-        (attempt, *_) = [event for event in events[1:] if event["run_id"] == path.stem]
-        return logs.side_names(events[0]["race"]), attempt["side"], attempt["run"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # no race, a line that is being written, or another's file
+    """Return (name of the side, the side, number of the run) from race.jsonl, or None outside a race."""
+    for folder in (path.parent, path.parent.parent):  # the first run, which does not count, is in a subfolder
+        try:
+            race, *events = map(json.loads, (folder / "race.jsonl").read_text(encoding="utf-8").splitlines())
+            (attempt, *_) = [event for event in events if event["run_id"] == path.stem]
+            return logs.side_names(race["race"])[attempt["side"]], attempt["side"], attempt["run"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass  # no race, a line that is being written, or another's file
+    return None
 
 
 def state_of(run, changed):
@@ -86,8 +87,8 @@ def named(runs):
               if any(one.get(key) != other.get(key) for one in configs for other in configs)]
     for (path, _, run), config in zip(runs, configs):
         if race := race_of(path):
-            sides, side, number = race
-            yield f"{sides[side]}, run {number}", (path.parent, side)
+            name, side, number = race
+            yield f"{name}, {f'run {number}' if number else 'not counted'}", (path.parent, side)
         else:
             yield ", ".join(f"{key} {config.get(key)}" for key in differ[:4]) or path.stem, path
 

@@ -26,7 +26,7 @@ import picture  # noqa: E402
 import stats  # noqa: E402
 import watch  # noqa: E402
 
-START = '{"run_id": "x", "preset": "x", "seed": 3, "config": {"target_val_loss": 1.5}, "planned": {"steps": 40}}'
+START = '{"run_id": "x", "preset": "x", "seed": 3, "target_val_loss": 1.5, "planned": {"steps": 40}}'
 RACE = {"sides": {"a": {"revision": None, "flags": ["--preset", "toy", "--muon_lr", "0.05"]}, "b": {"revision": None, "flags": ["--preset", "toy"]}}}
 END = '{"end": {"final_val_loss": 1.4}}'
 
@@ -67,7 +67,7 @@ def test_a_run_s_picture_tells_its_losses_its_target_and_its_speed(tmp_path):
     (COMMUNITY, "validation: 3.2780"),
     (log(START, *steps(1, 9), '{"resumed": {"from_step": 5}}', *steps(6, 8)), "target 1.5"),
     (log('{"run_id": "x", "config": [1]}', *steps(1, 7)), "validation: none yet"),
-    (log('{"run_id": "x", "config": {"target_val_loss": {}}}', *steps(1, 7)), "validation: none yet"),
+    (log('{"run_id": "x", "target_val_loss": {}}', *steps(1, 7)), "validation: none yet"),
 ])
 def test_a_run_under_way_or_of_others_is_drawn_as_far_as_it_is(tmp_path, text, says):
     assert f">{says}<" in svg(tmp_path, text)
@@ -224,6 +224,11 @@ def test_runs_of_a_race_are_named_by_their_side_and_share_its_color(tmp_path, op
                     ("c0", " faint", "--muon_lr 0.05, run 1")]
     over_steps = page[page.index("Loss over steps"):page.index("Loss over time")]
     assert over_steps.count("<title>") == 4 and over_steps.count('class="faint"') == 2  # one chart for all
+    (tmp_path / "uncounted").mkdir()
+    (tmp_path / "uncounted" / "x_0a.txt").write_text(log(START, *steps(1, 3)))
+    events.append({"run": 0, "side": "a", "run_id": "x_0a", "status": "started"})
+    (tmp_path / "race.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert "</span>--muon_lr 0.05, not counted</td>" in open_page()
     (tmp_path / "race.jsonl").write_text('{"race": ')  # it is being written
     assert "x_2a" in open_page()
 
@@ -245,8 +250,8 @@ def test_what_is_no_log_takes_no_place(tmp_path, open_page):
     assert f"Not shown: {watch.SHOWN + 1} newer text files without a run" in page
 
 
-@pytest.mark.parametrize("start", ['{"run_id": "x", "config": [1]}', '{"run_id": "x", "preset": [], "seed": {}, "config": {"target_val_loss": "x"}}',
-                                   '{"run_id": "x", "config": {"target_val_loss": 1e999}}', '{"run_id": "x", "config": {"target_val_loss": true}}'])
+@pytest.mark.parametrize("start", ['{"run_id": "x", "config": [1]}', '{"run_id": "x", "preset": [], "seed": {}, "target_val_loss": "x"}',
+                                   '{"run_id": "x", "target_val_loss": 1e999}', '{"run_id": "x", "target_val_loss": true}'])
 def test_a_silent_client_a_dangling_link_and_an_odd_log_do_not_block_the_page(tmp_path, open_page, start):
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     (tmp_path / "odd.txt").write_text(log(start, *steps(1, 7), "step:8/40 val_loss:nan train_time:0ms step_avg:0.00ms"))
