@@ -24,6 +24,7 @@ import argparse
 import io
 import re
 import shlex
+import statistics
 import tarfile
 import textwrap
 from pathlib import Path
@@ -36,7 +37,10 @@ import stats
 NO_LONGER = 1.1  # times the base's time: an interval that ends below it shows no cost
 ARCHIVE, PICTURE = "logs.tar.xz", "ladder.png"  # all logs contain the same source, so they compress well together
 VALIDATION = "val data", "val_tokens", "val_len"  # keys of facts_of
-COLORS = {"lower": "#1b6ac9", "slower": "#d97706", "higher": "#c0392b"}
+FAR = 6  # times the median reach of the intervals: ideas beyond it are an arrow in the plot
+COLORS = {"lower": ("#1b6ac9", "lower"), "slower": ("#d97706", "lower, but takes longer"),
+          "higher": ("#c0392b", "higher"),
+          "unclear": ("#8a8a8a", f"no difference shown (p ≥ {stats.LEVEL:g} after Holm's correction)")}
 
 
 def read(folder):
@@ -118,27 +122,68 @@ def table(found, title=None):
                       contrast=stats.show_contrast, picture=PICTURE, archive=ARCHIVE)
 
 
+def short(name):
+    """Return an idea's flags as a short name: `key_offset` for `--key_offset true`."""
+    return picture.shorten(re.sub(r"(^| )--| true\b", r"\1", name).strip(), 48)
+
+
+def conclusion(rows):
+    """Return what a ladder has shown, as the title of its plot."""
+    found = {color: [short(row["verdict"].name) for row in rows if color_of(row) == color] for color in COLORS}
+    lower = found["lower"] + found["slower"]
+    if lower:
+        said = f"{len(lower)} of {stats.plural(len(rows), 'idea')} lower{'s' * (len(lower) == 1)} the loss"
+        said += f": {', '.join(lower)}" * (len(lower) < 4)
+    else:
+        said = f"None of {stats.plural(len(rows), 'idea')} is shown to lower the loss"
+    if found["higher"]:
+        said += f"; {len(found['higher'])} raise{'s' * (len(found['higher']) == 1)} it"
+    return said
+
+
+def color_of(row):
+    if not row["verdict"].loss.shown:
+        return "unclear"
+    return "higher" if row["verdict"].loss.value > 0 else "slower" if row["kept"] == "slower" else "lower"
+
+
 def draw(found, path):
-    """Plot each idea's difference in loss with its interval."""
-    import matplotlib
+    """Plot each idea's difference in loss with its interval. An idea far outside is an arrow at the edge."""
+    import matplotlib.lines
     from matplotlib.figure import Figure
 
-    rows = found["rows"][::-1]
+    rows = found["rows"]
+    ends = [(loss.value if loss.low is None else loss.low, loss.value if loss.high is None else loss.high)
+            for loss in (row["verdict"].loss for row in rows)]
+    edge = FAR * statistics.median(max(map(abs, both)) for both in ends) or 1e-4
+    low, high = max(min(0, *map(min, ends)), -edge), max(min(max(0, *map(max, ends)), edge), 1e-4)
     with matplotlib.rc_context(picture.STYLE):
-        figure = Figure(figsize=(9, 1.2 + 0.36 * len(rows)), layout="constrained")
+        figure = Figure(figsize=(10, 1.9 + 0.36 * len(rows)), layout="constrained")
         axes = figure.subplots()
-    for at, row in enumerate(rows):
-        loss = row["verdict"].loss
-        shown = "higher" if loss.value > 0 else "slower" if row["kept"] == "slower" else "lower"
-        axes.errorbar(loss.value, at, xerr=loss.high - loss.value if loss.p is not None else 0, fmt="o", capsize=4,
-                      color=COLORS[shown] if loss.shown else "#8a8a8a")
-    axes.axvline(0, color="#333333", lw=1)
-    axes.set_yticks(range(len(rows)), [textwrap.shorten(row["verdict"].name, 60, placeholder=" …") for row in rows])
-    axes.set_xlabel("change of the final validation loss, nats (95 %)")
-    seeds = " or ".join(map(str, sorted({base["n"] for base in found["bases"]})))
-    figure.suptitle(f"{seeds} seeds compared with one base; blue: lower, orange: lower, but slower, red: higher, at "
-                    f"p < {stats.LEVEL:g} by Holm's correction", fontsize=10, x=0.01, ha="left")
-    figure.savefig(path, dpi=150)
+        for at, (row, (start, end)) in enumerate(zip(rows, ends)):
+            loss, color = row["verdict"].loss, COLORS[color_of(row)][0]
+            if low <= loss.value <= high:
+                reach = [[loss.value - start], [end - loss.value]]
+                axes.errorbar(loss.value, at, xerr=reach, fmt="o", capsize=4, color=color)
+            else:
+                place, marker = (high, ">") if loss.value > high else (low, "<")
+                axes.plot(place, at, marker, color=color, markersize=9)
+        axes.axvline(0, color="#333333", lw=1)
+        axes.set_xlim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+        axes.set_yticks(range(len(rows)), [short(row["verdict"].name) for row in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        figures = axes.secondary_yaxis("right")
+        figures.set_yticks(range(len(rows)), [f"{row['verdict'].loss.value:+.4f}".replace("-", "−") for row in rows])
+        figures.tick_params(length=0)
+        figures.spines["right"].set_visible(False)
+        seeds = " or ".join(map(str, sorted({base["n"] for base in found["bases"]})))
+        axes.set_xlabel(f"change of the final validation loss in nats, mean of {seeds} seeds and its 95 % interval")
+        shown = {color_of(row) for row in rows}
+        figure.legend([matplotlib.lines.Line2D([], [], marker="o", color=color) for name, (color, _) in COLORS.items()
+                       if name in shown], [words for name, (_, words) in COLORS.items() if name in shown],
+                      loc="outside lower left", ncols=4, frameon=False, fontsize=9)
+        figure.suptitle("\n".join(textwrap.wrap(conclusion(rows), 90)), fontweight="bold", x=0.01, ha="left")
+        figure.savefig(path, dpi=150)
 
 
 def keep(folders, record, found, title):

@@ -728,23 +728,24 @@ def config_of(run):
 
 def target_of(run):
     """Return the target that a run states, or None; 0 means that it has none."""
-    config = (run.start or {}).get("config")
-    target = config.get("target_val_loss") if isinstance(config, dict) else None
+    target = (run.start or {}).get("target_val_loss")
     return target if type(target) in (int, float) and math.isfinite(target) and target else None
 
 
 def side_names(race):
-    """Return {side: its name} of a race's declaration: a side's own flags, its revision or its folder, "this checkout" or "base"."""
+    """Return {side: name} of a race's declaration: a side's own flags, its revision or its folder; else "base"."""
     sides = race["sides"]
     shared = len(os.path.commonprefix([side["flags"] for side in sides.values()]))
     versions = len(sides) == 1 or any(side["revision"] or "folder" in side for side in sides.values())
+    *_, last = sides.values()
+    plain = "this checkout" if versions else "without these flags" if last["flags"][shared:] else "base"
 
     def name(side):
         if "folder" in side:
             return os.path.basename(os.path.normpath(side["folder"]))
         if side["revision"]:
             return f"revision {side['revision'][:8]}"
-        return "this checkout" if versions else shlex.join(side["flags"][shared:]) or "base"
+        return plain if versions else shlex.join(side["flags"][shared:]) or plain
     return {side: name(described) for side, described in sides.items()}
 
 

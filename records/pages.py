@@ -78,9 +78,31 @@ def running_means(points, steps=None):
             for at in range(len(points) - 1, -1, -apart)][::-1]
 
 
+def mean_curves(runs):
+    """Return the means over a side's runs: [(step, seconds, training loss)], smoothed, and the same of validations."""
+    def means(lines):
+        by_step = {}
+        for step, time_ms, loss in lines:
+            if step > 0 and time_ms is not None and loss is not None:
+                by_step.setdefault(step, []).append((time_ms / 1000, loss))
+        return [(step, *map(statistics.fmean, zip(*found))) for step, found in sorted(by_step.items())
+                if len(found) == len(runs)]
+    return (running_means(means((step.step, step.time_ms, step.train_loss) for run in runs for step in run.steps)),
+            means((line.step, line.time_ms, line.loss) for run in runs for line in run.validations))
+
+
 def is_near(target, low, high):
     """Return whether an axis from low to high may be extended to the target: by half its length at most."""
     return low - (high - low) / 2 <= target <= high + (high - low) / 2
+
+
+def far_note(level, values):
+    """Return (a note on a level that is far from the values, else "", and whether the axis is extended to it).
+
+    A level is (value, name) or None. One without a name is always shown."""
+    if not level or not level[1] or is_near(level[0], min(values), max(values)):
+        return "", bool(level)
+    return f"{level[1]} is far {'below' if level[0] < min(values) else 'above'}", False
 
 
 class Axis:
@@ -88,7 +110,7 @@ class Axis:
 
     ticks: (place, text); whole: no fraction in a tick; tight: hardly a margin, as for steps"""
 
-    def __init__(self, values, most=5, whole=False, tight=False):
+    def __init__(self, values, most=6, whole=False, tight=False):
         low, high = min(values), max(values)
         margin = 0.06 * (high - low) or 0.01 * abs(high) or 1
         self.low, self.high = low - margin * (not tight), high + margin / (3 if tight else 1)
@@ -105,39 +127,34 @@ class Axis:
         return round(100 * (value - self.low) / (self.high - self.low), 2)
 
 
-def chart(title, unit, lines, level=None, whole=False, about=""):
+def chart(title, unit, lines, level=None, whole=False):
     """Return the drawing of lines over steps or seconds.
 
-    lines: dicts with name, color (0 to 5), points [(x, y)], and perhaps dots [(x, y)], band [(x, low, high)], faint.
+    lines: dicts with name, color (0 to 5), points [(x, y)], dots [(x, y)], and perhaps a style, faint or dashed.
     level: (value, name) of a horizontal line. The vertical axis follows the data; a level far away becomes a note."""
-    lines = [{"dots": [], "band": [], "faint": False, **line} for line in lines]
+    lines = [{"style": "", **line} for line in lines]
     drawn = [line["points"] or line["dots"] for line in lines]
-    late = [y for line, points in zip(lines, drawn) for x, *ys in (*line["points"], *line["dots"], *line["band"])
-            if x >= EARLY * points[-1][0] for y in ys]
-    note, shown = "", level and is_near(level[0], min(late), max(late))
-    if level and not shown:
-        note = f"{level[1]} is far {'below' if level[0] < min(late) else 'above'}"
+    late = [y for line, points in zip(lines, drawn) for x, y in (*line["points"], *line["dots"])
+            if x >= EARLY * points[-1][0]]
+    note, shown = far_note(level, late)
     x = Axis([0, *(points[-1][0] for points in drawn)], whole=whole, tight=True)
     y = Axis([*late, level[0]] if shown else late)
 
     def path(points):
         return "L".join(f"{x.at(a)},{round(100 - y.at(b), 2)}" for a, b in points)
     for line in lines:
-        band = [(a, high) for a, _, high in line["band"]] + [(a, low) for a, low, _ in line["band"][::-1]]
-        line |= {"path": path(line["points"]), "band": path(band),
-                 "dots": "".join(f"M{path([dot])}h0" for dot in line["dots"])}
-    return {"title": title, "about": about, "unit": unit, "lines": lines, "x": x, "y": y, "note": note,
+        line |= {"path": path(line["points"]), "dots": "".join(f"M{path([dot])}h0" for dot in line["dots"])}
+    return {"title": title, "unit": unit, "lines": lines, "x": x, "y": y, "note": note,
             "level": round(100 - y.at(level[0]), 2) if shown else None, "level_name": level and level[1]}
 
 
-def strip(title, about, rows, level=None, from_zero=False):
+def strip(title, unit, rows, level=None):
     """Return the drawing of rows of dots on one horizontal axis.
 
-    rows: dicts with name, color, dots [(value, text, link or None)], and mean (mean, low, high) or None."""
-    values = [value for row in rows for value in (*(dot[0] for dot in row["dots"]), *(row["mean"] or ()))]
-    note, shown = "", level is not None and is_near(level, min(values), max(values))
-    if level is not None and not shown:
-        note = f"the target {level:g} is far {'below' if level < min(values) else 'above'}"
-    axis = Axis(values + [level] * bool(shown) + [0] * from_zero, tight=from_zero)
-    return {"title": title, "about": about, "rows": rows, "axis": axis, "note": note,
-            "level": axis.at(level) if shown else None}
+    rows: dicts with name, color, dots [(value, text, link or None)], mean (mean, low, high), and perhaps hollow.
+    level: (value, name) of a vertical line; far from the values it becomes a note."""
+    values = [value for row in rows for value in (*(dot[0] for dot in row["dots"]), *row["mean"])]
+    note, shown = far_note(level, values)
+    axis = Axis([*values, level[0]] if shown else values, most=4)
+    return {"title": title, "unit": unit, "rows": rows, "axis": axis, "note": note,
+            "level": axis.at(level[0]) if shown else None}

@@ -936,58 +936,51 @@ def list_runs(sides):
     return {"runs": runs, "left_out": [{"path": path, "reason": reason} for path, reason in left_out]}
 
 
+def strips(sides, found, target):
+    """Return what plots and pages show in dots, of losses and of times: a strip of all sides, and one of the Verdicts.
+
+    A strip is a dict of title, unit, level (value, name) or None, and rows: dicts of name, color (the place of its
+    side), runs, the value of each, and mean (mean, low, high: its 95 % interval). The base is the last side."""
+    def row(at, runs, values, mean, low, high):
+        return {"name": sides[at].label, "color": at, "runs": runs, "values": [float(value) for value in values],
+                "mean": (mean, mean if low is None else low, mean if high is None else high)}
+
+    panels, base = [], sides[-1]
+    for part, title, unit, level, compared, neutral, compare, values_of in (
+            ("loss", "Final loss", "nats per token", target and (target, f"target {target:g}"), "Loss minus the base's",
+             0, np.subtract, lambda side: side.exact_losses),
+            ("time", "Time", "seconds of training", None, "Time divided by the base's",
+             1, np.divide, lambda side: side.seconds)):
+        if part == "time" and any(side.untimed for side in sides):
+            continue
+        rows = [row(at, side.runs, values_of(side), float(np.mean(values_of(side))),
+                    *(mean_interval(values_of(side), LEVEL / 2) or (None, None))) for at, side in enumerate(sides)]
+        panels.append([{"title": title, "unit": unit, "level": level, "rows": rows}])
+        rows = []
+        for at, verdict in enumerate(found):
+            ours, theirs = in_turn(sides[at], base) if verdict.paired else (replace(base, runs=[]),) * 2
+            if seen := getattr(verdict, part):
+                values = compare(values_of(ours), values_of(theirs))
+                rows.append(row(at, ours.runs, values, seen.value, seen.low, seen.high))
+        if rows:
+            panels[-1].append({"title": compared, "unit": f"compared with {base.label}", "rows": rows,
+                               "level": (neutral, "")})
+    return panels
+
+
 def plot(sides, found, path):
-    """Plot losses over steps, final losses and times with their 95 % intervals. found: the Verdicts.
+    """Plot each side's mean loss over time, and its losses and times in dots. The Verdicts (found) are the title."""
+    import picture
 
-    Training losses are averaged over each set. The second set is dashed, so that the first stays visible."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    from picture import STYLE
-
-    target, bars = None, f"bars: mean, {100 * (1 - LEVEL):g} % CI"
+    target = None
     with contextlib.suppress(CannotJudge):  # several targets
         target = choose_target(sides[0].runs, None)
-    timed = not any(side.untimed for side in sides)
-    about_times = bars if timed else "no train_time in the logs"
-    about_curves = f"validation (one line per run) and training, without the first {100 * LATE:g} % of steps"
-    matplotlib.rcParams.update({**STYLE, "axes.titlepad": 22})
-    figure = Figure(figsize=(14, 4.6), layout="constrained")
-    panels = figure.subplots(1, 3, width_ratios=(1.5, 1, 1))
-    figure.suptitle("\n".join(f"{one.name}: {one.sentence}" for one in found), fontsize=10, x=0.01, ha="left")
-    for axes, title, unit, about in zip(panels, ("Loss", "Final loss", "Time"), ("loss", "val_loss", "train_time (s)"),
-                                        (about_curves, bars, about_times)):
-        axes.set(title=title, ylabel=unit)
-        axes.text(0, 1.03, about, transform=axes.transAxes, fontsize=8.5, color="#555555")
-    curves, losses, times = panels
-    for at, (side, color, line) in enumerate(zip(sides, ("#1b6ac9", "#e07b39"), ("-", "--"))):
-        for i, run in enumerate(side.runs):
-            shown = [v for v in run.validations if v.step >= LATE * run.last_step]
-            curves.plot([v.step for v in shown], [v.loss for v in shown], "os"[at] + line, color=color, lw=1,
-                        markersize=3, alpha=0.7, label=None if i else side.label)
-        trained = grouped((step for run in side.runs for step in run.steps if step.train_loss is not None
-                           and step.step >= LATE * run.last_step), lambda step: step.step)
-        if trained:
-            means = [np.mean([step.train_loss for step in trained[number]]) for number in sorted(trained)]
-            curves.plot(sorted(trained), means, line, color=color, lw=1, alpha=0.35, label=f"{side.label}, training")
-        for axes, values in [(losses, side.losses), *([(times, side.seconds)] if timed else [])]:
-            spread = np.linspace(-0.14, 0.14, len(values)) * (len(values) > 1)
-            axes.plot(at + spread, values, "o", color=color, alpha=0.55, markersize=6, markeredgewidth=0)
-            if ends := mean_interval(values, LEVEL / 2):
-                axes.errorbar(at + 0.28, np.mean(values), np.ptp(ends) / 2, fmt="D", color=color, capsize=5,
-                              markersize=5)
-    if target:
-        for axes in (curves, losses):
-            axes.axhline(target, color="#333333", lw=1, ls="--", label=f"target {target:g}")
-    for axes in (losses, times):
-        axes.set_xticks(range(len(sides)), [f"{textwrap.shorten(side.label, 28)}\nn = {len(side.runs)}" for side in sides])
-        axes.set_xlim(-0.4, len(sides) - 0.5)
-        axes.grid(False, axis="x")
-        axes.ticklabel_format(axis="y", useOffset=False)
-    curves.legend(frameon=False)
-    curves.set_xlabel("step")
+    titles = [f"{one.name} against {one.base}: {one.sentence}" for one in found] or [
+        f"{side.label}: " * (len(sides) > 1) + f"{show_mean(summary(side.losses), 'nats per token')}"
+        f"{'' if side.untimed else ', ' + show_mean(summary(side.seconds))} (mean ± sd, n = {len(side.runs)})"
+        for side in sides]
     try:
-        figure.savefig(path, dpi=150)
+        picture.draw_sides(titles, sides, strips(sides, found, target), target, path)
     except (OSError, ValueError) as error:
         raise CannotJudge(f"cannot write the plot {logs.printable(path)} ({error}); give a .png in a folder that "
                           "exists") from None

@@ -56,14 +56,15 @@ def latest(folder):
 
 
 def race_of(path):
-    """Return (names of the sides, this run's side, its number) from race.jsonl, or None outside a race."""
-    try:
-        with open(path.with_name("race.jsonl"), encoding="utf-8") as file:
-            events = [json.loads(line) for line in file]
-        (attempt, *_) = [event for event in events[1:] if event["run_id"] == path.stem]
-        return logs.side_names(events[0]["race"]), attempt["side"], attempt["run"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # no race, a line that is being written, or another's file
+    """Return (name of the side, the side, number of the run) from race.jsonl, or None outside a race."""
+    for folder in (path.parent, path.parent.parent):  # the first run, which does not count, is in a subfolder
+        try:
+            race, *events = map(json.loads, (folder / "race.jsonl").read_text(encoding="utf-8").splitlines())
+            (attempt, *_) = [event for event in events if event["run_id"] == path.stem]
+            return logs.side_names(race["race"])[attempt["side"]], attempt["side"], attempt["run"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass  # no race, a line that is being written, or another's file
+    return None
 
 
 def state_of(run, changed):
@@ -86,8 +87,8 @@ def named(runs):
               if any(one.get(key) != other.get(key) for one in configs for other in configs)]
     for (path, _, run), config in zip(runs, configs):
         if race := race_of(path):
-            sides, side, number = race
-            yield f"{sides[side]}, run {number}", (path.parent, side)
+            name, side, number = race
+            yield f"{name}, {f'run {number}' if number else 'not counted'}", (path.parent, side)
         else:
             yield ", ".join(f"{key} {config.get(key)}" for key in differ[:4]) or path.stem, path
 
@@ -97,7 +98,8 @@ def describe(runs):
     names, rows, losses, times, speeds = list(named(runs)), [], [], [], []
     groups = list(dict.fromkeys(group for _, group in names[::-1]))  # the oldest keeps its color
     for i, ((path, changed, run), (name, group)) in enumerate(zip(runs, names)):
-        line = {"name": name, "color": groups.index(group) % COLORS, "faint": group in dict(names[:i]).values()}
+        line = {"name": name, "color": groups.index(group) % COLORS,
+                "style": "faint" * any(group == newer for _, newer in names[:i])}
         steps = [step for step in run.steps if step.step > 0 and not step.validation]
         trained = pages.running_means([(step.step, step.time_ms / 1000, step.train_loss) for step in steps
                                        if step.train_loss is not None], run.stated_steps)
@@ -109,14 +111,15 @@ def describe(runs):
                               "dots": [(dot[at], dot[2]) for dot in dots]})
         if len(steps) > 1:
             ms = [(b.step, (b.time_ms - a.time_ms) / max(b.step - a.step, 1)) for a, b in zip(steps, steps[1:])]
-            speeds.append({**line, "points": pages.running_means(ms, run.stated_steps)})
+            speeds.append({**line, "dots": [], "points": pages.running_means(ms, run.stated_steps)})
         rows.append({**line, "file": path.name, "seed": (run.start or {}).get("seed", "-"),
                      "step": run.last_step or 0, "steps": run.stated_steps or "?", "state": state_of(run, changed),
                      "loss": run.validations[-1].loss if run.validations else None})
     target = logs.target_of(runs[0][2])
     level = target and (target, f"target {target:g}")
     charts = [pages.chart(title, unit, lines, mark, whole) for title, unit, lines, mark, whole in (
-        ("Loss over steps", "step", losses, level, True), ("Loss over time", "seconds of training", times, level, False),
+        ("Loss over steps", "step", losses, level, True),
+        ("Loss over time", "seconds of training", times, level, False),
         ("Milliseconds per step", "step", speeds, None, True)) if lines]
     return rows, charts
 
