@@ -2,6 +2,7 @@
 nothing; and one run of the real script through the launcher."""
 
 import hashlib
+import html
 import importlib.util
 import json
 import math
@@ -25,6 +26,7 @@ from conftest import TINY, wait_until, write_corpus
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
+import board  # noqa: E402
 import examine  # noqa: E402
 import ladder  # noqa: E402
 import logs  # noqa: E402
@@ -457,6 +459,24 @@ def test_a_race_by_a_flag_judges_the_side_that_has_it(repo, capsys):
     shown = capsys.readouterr().out
     assert "Time of --slower 1 --worse 1 less than that of base (3 runs)" in shown
     assert "--slower 1 --worse 1: lower loss: no, higher, by 0.01" in shown
+
+
+def test_a_race_ends_with_a_table_and_the_page_of_its_record_says_the_same(repo, capsys, monkeypatch):
+    """Every command that is advised on the way works."""
+    idea, home = "--worse -1 --slower 5", repo / "records"
+    home.mkdir()
+    monkeypatch.setattr(board, "HERE", home)
+    assert race.main(["-n", "3", "--vs", idea, "--", "--mood", "jittery"]) == 0
+    shown = capsys.readouterr().out
+    *_, table, _, advice = shown.rpartition("race: all runs are done")[2].partition("race: to keep this race as a record: ")
+    assert re.search(rf"^base +3.2020 +0\.10\d$\n^{idea} +3.19\d\d +-0.01\d\d \(-0.01\d\d … -0.00\d\d\) +0.00\d+ +0.1\d\d +1.0", table, re.M), table
+    sentence = re.search(f"{idea}: (lower loss: yes, by .*?; time: .*?)\\.\n\n", table, re.S)[1].replace("\n", " ")
+    program, tool, *words = shlex.split(advice)
+    assert (program, tool, words[0]) == (".venv/bin/python", "records/board.py", "add")
+    assert board.main(["add", *(str(repo / word) for word in words[1:3]), words[3]]) == 0
+    for page in (home / "README.md", home / "index.html", repo / words[2] / "README.md"):
+        assert sentence in html.unescape(page.read_text()), page
+    assert stats.main([str(repo / words[2]), "--side", "a"]) == 0 and sentence in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_run_is_noted_before_it_starts_and_after(repo, monkeypatch):
