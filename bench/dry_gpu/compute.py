@@ -41,10 +41,11 @@ REDUCED = {  # two stages in three steps; windows cross block borders
                  "--final_window", "8",
                  "--stages",
                  "Stage(until=2, long_window=3), Stage(long_window=7), Stage(extra_steps=1, long_window=7)"),
-    "frontier": ("--layers", "PM S0M P1M LM+0 cS1M cL1M", "--backout_layer", "2", "--model_dim", "128", "--num_heads",
-                 "2", "--head_dim", "64", "--muon_qk_heads", "1", "--ngrams", "2:65536:128", "--micro_batches", "2",
+    "frontier": ("--layers", "PM S0xM P1M LxgM+0 cS1M cL1gdM", "--token_gates", "0 3", "--backout_layer", "2",
+                 "--model_dim", "128", "--num_heads", "2", "--head_dim", "64", "--muon_qk_heads", "1",
+                 "--ngrams", "2:3000:128", "--micro_batches", "2",
                  "--stages", "Stage(until=2, micro_batch_tokens=128, max_document_tokens=60, long_window=3, "
-                 "peak_lr_factor=1, loss_weights=Ramp((1, .5, .25), (1, .5, 0))), Stage(until=4, "
+                 "peak_lr_factor=1, loss_weights=Ramp((1, .5, .25), (1, .5, 0)), prefix_weight=.25), Stage(until=4, "
                  "micro_batch_tokens=256, max_document_tokens=100, long_window=7, peak_lr_factor=1.5, "
                  "loss_weights=(1, .5)), Stage("
                  "micro_batch_tokens=256, max_document_tokens=100, long_window=11, peak_lr_factor=1.7, "
@@ -94,6 +95,7 @@ class Side:
         self.config = T.resolve_auto(config, comm)[0] if device.type == "cuda" else config
         shards = T.find_shards(config.train_files, config.train_shards)
         self.trainer = T.Trainer(self.config, comm, device, shards)
+        self.trainer.model.fill_prefixes([b"%d" % token for token in range(shards[0].encoding.vocab_size)])
         self.optimizer = self.trainer.optimizer
         update = self.optimizer.update
         self.optimizer.update = lambda bucket, *rest: (self.keep_grads(bucket), update(bucket, *rest))
