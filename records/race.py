@@ -12,7 +12,8 @@
     python records/race.py --resume logs/race-ID/race.jsonl                       resume a race (if it runs another
                                                       project's script, with the same --vs and --cmd)
 
-Pairs run a b, b a, a b, ...: a machine that warms up or becomes busier then affects both sides equally. Run i has seed
+A first run does not count: it warms the machine up, and its log is not kept. race.jsonl states it as run 0. Then pairs
+run a b, b a, a b, ...: a machine that warms up or becomes busier then affects both sides equally. Run i has seed
 BASE + i on both sides (BASE: --seed among the flags, or 0). The largest number of runs, the deciding test (--test), and
 whether looks may end the race are declared before the first run, so nobody can stop at a convenient moment.
 --until-decided looks after every pair, with bounds that keep alpha (stats.bounds).

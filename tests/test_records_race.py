@@ -2,6 +2,7 @@
 nothing; and one run of the real script through the launcher."""
 
 import hashlib
+import html
 import importlib.util
 import json
 import math
@@ -25,6 +26,7 @@ from conftest import TINY, wait_until, write_corpus
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
+import board  # noqa: E402
 import examine  # noqa: E402
 import ladder  # noqa: E402
 import logs  # noqa: E402
@@ -459,6 +461,24 @@ def test_a_race_by_a_flag_judges_the_side_that_has_it(repo, capsys):
     assert "--slower 1 --worse 1: lower loss: no, higher, by 0.01" in shown
 
 
+def test_a_race_ends_with_a_table_and_the_page_of_its_record_says_the_same(repo, capsys, monkeypatch):
+    """Every command that is advised on the way works."""
+    idea, home = "--worse -1 --slower 5", repo / "records"
+    home.mkdir()
+    monkeypatch.setattr(board, "HERE", home)
+    assert race.main(["-n", "3", "--vs", idea, "--", "--mood", "jittery"]) == 0
+    shown = capsys.readouterr().out
+    *_, table, _, advice = shown.rpartition("race: all runs are done")[2].partition("race: to keep this race as a record: ")
+    assert re.search(rf"^base +3.2020 +0\.10\d$\n^{idea} +3.19\d\d +-0.01\d\d \(-0.01\d\d … -0.00\d\d\) +0.00\d+ +0.1\d\d +1.0", table, re.M), table
+    sentence = re.search(f"{idea}: (lower loss: yes, by .*?; time: .*?)\\.\n\n", table, re.S)[1].replace("\n", " ")
+    program, tool, *words = shlex.split(advice)
+    assert (program, tool, words[0]) == (".venv/bin/python", "records/board.py", "add")
+    assert board.main(["add", *(str(repo / word) for word in words[1:3]), words[3]]) == 0
+    for page in (home / "README.md", home / "index.html", repo / words[2] / "README.md"):
+        assert sentence in html.unescape(page.read_text()), page
+    assert stats.main([str(repo / words[2]), "--side", "a"]) == 0 and sentence in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_run_is_noted_before_it_starts_and_after(repo, monkeypatch):
     noted, popen = [], subprocess.Popen
 
@@ -630,7 +650,7 @@ def test_what_cannot_be_raced_is_one_line_and_starts_nothing(repo, capsys, argum
 
 
 @pytest.mark.parametrize("arguments, word", [
-    (["-n", "0"], "at least 1"), ([], "at least 1"), (["-n", "1", "x"], "behind --"),
+    (["-n", "0"], "at least 1"), (["-n", "1", "x"], "behind --"),
     (["-n", "1", "--resume", "x"], "leave the rest out"), (["--until-decided"], "needs --max-n"),
     (["-n", "1", "--cmd", "./run.sh"], "--cmd needs one --vs"), (["--resume", "x", "--vs", "y"], "leave the rest out"),
     (["--max-n", "3"], "--until-decided needs"), (["-n", "2", "--max-n", "3", "--until-decided"], "no -n"),
@@ -639,6 +659,11 @@ def test_usage(capsys, arguments, word):
     with pytest.raises(SystemExit) as left:
         race.main(arguments)
     assert left.value.code == 2 and word in capsys.readouterr().err
+
+
+def test_five_runs_unless_a_number_is_given(capsys):
+    assert race.parse(["--vs", "HEAD"]).n == 5 and "race: -n 5, as no number of runs was given" in capsys.readouterr().out
+    assert race.parse(["--until-decided", "--max-n", "8"]).n == 8 and race.parse(["--resume", "x"]).n is None
 
 
 RACE = {"id": "x", "sides": {"": {"revision": None, "flags": []}}, "ranks": 1, "n": 1, "seed": 0, "order": ["1"]}
