@@ -36,10 +36,6 @@ def fence(lines):
     return "`" * max([3, *(1 + len(ticks) for line in lines for ticks in re.findall("`+", line))])
 
 
-def signed(value):
-    return f"{value:+.2f}".replace("-", "−")
-
-
 def number(value, digits=4):
     """Format a number, such as a p-value, with this many significant digits."""
     return "-" if value is None else f"{value:.{digits}g}"
@@ -56,9 +52,8 @@ def render(template, **values):
     env = jinja2.Environment(loader=jinja2.DictLoader(TEMPLATES), undefined=jinja2.StrictUndefined,
                              trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
                              autoescape=lambda name: bool(name) and ".html" in name)
-    env.filters |= {"md": markdown, "code": code, "fence": fence, "signed": signed, "number": number,
+    env.filters |= {"md": markdown, "code": code, "fence": fence, "number": number,
                     "printable": logs.printable, "plural": logs.plural, "basename": os.path.basename, "wrap": wrap}
-    env.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}  # for jinja's tojson
     return env.get_template(template).render(values)
 
 

@@ -146,6 +146,13 @@ def test_strips_hold_each_side_and_what_differs_in_pairs():
     assert [len(of_part) for of_part in stats.strips(sides()[:1], [], None)] == [1, 1]
 
 
+def test_the_steps_of_a_short_run_are_whole(tmp_path):
+    drawn = svg(tmp_path, log(START, *steps(1, 2)))
+    for axis, after in (("axis_1", "axis_2"), ("axis_5", "axis_6")):  # steps, of the first and the third panel
+        ticks = re.findall(r">([^<\s]+)</text>", drawn.partition(f'id="matplotlib.{axis}"')[2].partition(f'id="matplotlib.{after}"')[0])
+        assert "step" in ticks and not any("." in tick for tick in ticks), ticks
+
+
 def test_a_race_s_plot_says_its_verdict_and_follows_its_data(tmp_path):
     both = sides(base_losses=(1.2, 1.31, 1.4))
     stats.plot(both, stats.verdicts([both]), str(tmp_path / "x.svg"))
