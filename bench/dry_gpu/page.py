@@ -112,9 +112,9 @@ def dry_run(args, home, revision="", cold=False):
 
 # ---- public programs
 
-# Published: {start of the source's SHA-256: (program, ms per step)}: the mean of record 44's five logs, whose machine the rates are
-# from; for the others, the minutes of the repository's table of records by the number of steps
-PUBLISHED = {"04d0d24b": ("record 44", 61.3), "d67b87fd": ("record 80", 57.0), "5afd951e": ("record 89 as merged", 57.4)}
+# Published: {start of the source's SHA-256: (program, ms per step)}: of record 44 the mean of its five logs, whose
+# machine the rates are from; of the others the minutes in the repository's table of records by the number of steps
+PUBLISHED = {"04d0d24b": ("record 44", 61.3), "d67b87fd": ("record 80", 57.0), "5afd951e": ("record 89, merged", 57.4)}
 
 
 RECORDS = {"speedrun": ["2025-10-31_AdamSyncGradientHook/0c17cdfd*.txt"],
@@ -122,13 +122,13 @@ RECORDS = {"speedrun": ["2025-10-31_AdamSyncGradientHook/0c17cdfd*.txt"],
 
 
 def read_program(file):
-    """Return (source, its SHA-256, runs) of a public program. runs: a log and those beside it that have the same source."""
+    """Return (source, its SHA-256, runs) of a public program. runs: a log and those beside it with the same source."""
     if file.suffix == ".py":
         source = file.read_text()
         return source, hashlib.sha256(source.encode()).hexdigest(), []
     found = logs.read_file(file)[0]
     if not (found and found[0].source):
-        sys.exit(f"run: error: --program {file}: not a log that begins with its source; choose such a log, or a .py file")
+        sys.exit(f"run: error: --program {file}: not a log that begins with its source; choose one, or a .py file")
     beside = [run for path in sorted(file.parent.glob("*.txt")) for run in logs.read_file(path)[0]]
     return found[0].source, found[0].source_sha256, [
         run for run in beside if run.source_sha256 == found[0].source_sha256 and run.complete]
@@ -160,7 +160,7 @@ def run_program(args, home, file, source):
 
 
 def measured_steps(runs, plan, mean):
-    """Return the steps of logged runs of a plan {windows: steps}, in ms. mean: published, to which the times are scaled."""
+    """Return the steps of logged runs of a plan {windows: steps}. mean: published, to which the times are scaled."""
     windows, steps = [windows for windows, count in plan.items() for _ in range(count)], []
     for run in runs:
         ends = [step.time_ms for step in run.steps if not step.validation]
@@ -252,7 +252,7 @@ def simulated_rows(steps, plan):
 
 
 def page(events, facts, args, title, plan):
-    """Return ({label: figure}, paragraphs) of one run. plan: see simulated_rows. --trace: only its windows, the first."""
+    """Return ({label: figure}, paragraphs) of one run. plan: see simulated_rows. --trace: only its windows."""
     census = phase(events, "census")
     steps = [step for step in simulate(census, costs(census, RATES[args.arch], args.ranks)) if step.windows]
     if args.trace:
@@ -291,7 +291,8 @@ def page(events, facts, args, title, plan):
 def difference(ours, theirs):
     """Return the rows by class and the mean ms that both columns have, ours less theirs."""
     def less(*cells):
-        return ", ".join(f"{round(a - b, 2):+g}" for a, b in zip(*([*map(float, re.findall(r"[\d.]+", cell))] for cell in cells)))
+        ours, theirs = ([*map(float, re.findall(r"[\d.]+", cell))] for cell in cells)
+        return ", ".join(f"{round(a - b, 2):+g}" for a, b in zip(ours, theirs))
     return {label: less(ours[label], theirs[label]) for label in ours
             if label in theirs and (label == MEAN or re.match("— .*: ms", label))}
 
@@ -355,10 +356,10 @@ def main():
     parser.add_argument("--cold", action="store_true", help="first run once with empty compile caches")
     parser.add_argument("--cards", action="store_true", help="print only a table of speedrun on several GPUs")
     parser.add_argument("--kernels", action="store_true", help="also print a table of the working tree's Triton kernels")
-    parser.add_argument("--program", action="append", default=[], metavar="FILE", help="also run a public log's program, or a "
-                        "public train_gpt.py with the kernels beside it; without flags, only this. May be repeated")
-    parser.add_argument("--records", metavar="CLONE", help="print only the presets beside the public programs that they follow, "
-                        "in a clone of the records' repository")
+    parser.add_argument("--program", action="append", default=[], metavar="FILE", help="also run the program of a public "
+                        "log, or a train_gpt.py with the kernels beside it; without flags, only this. May be repeated")
+    parser.add_argument("--records", metavar="CLONE", help="print only the presets beside the public programs that "
+                        "they follow, in a clone of the records' repository")
     parser.add_argument("--trace", metavar="FILE", help="add a column from a trace of `train_gpt.py --profile` "
                         "on a GPU (json.gz)")
     parser.add_argument("flags", nargs="*", help="flags of train_gpt.py, after --")
@@ -372,8 +373,8 @@ def main():
             print("| " + " | ".join(map(str, fit(args, home))) + " |", flush=True)
         return 0
     if args.records:
-        for preset, logs_of_preset in RECORDS.items():
-            args.program = [found for pattern in logs_of_preset for found in sorted(Path(args.records).rglob(pattern))[:1]]
+        for preset, patterns in RECORDS.items():
+            args.program = [sorted(Path(args.records).rglob(pattern))[0] for pattern in patterns]
             args.flags = ["--preset", preset, "--attention", "flash"]
             compare(args, home)
         return 0

@@ -1,14 +1,15 @@
 """Run rank 0 of N of a public record's own program on the simulated GPU. page.py starts this script and reads the log.
 
-    python -c "import program; program.main()" FOLDER RANKS     FOLDER contains train_gpt.py and its kernels; $DATA_PATH, data/fineweb10B
+    python -c "import program; program.main()" FOLDER RANKS
 
-The program is executed as `__main__`, as it is, up to its warm-up of kernels. Its training loop then runs three times over a sample of
-steps: warm-up, which compiles; census; and once on the host's clock. A sample has the first two steps of each stage,
-which untie and which send another batch size, and four from the stage's middle. Only these four count.
+FOLDER contains train_gpt.py and its kernels, $DATA_PATH data/fineweb10B. The program is executed as `__main__`, as it
+is, up to its warm-up of kernels. Its training loop then runs three times over a sample of steps: warm-up, which
+compiles; census; and once on the host's clock. A sample has the first two steps of each stage, which may untie the head
+and change the batch size, and four from the stage's middle. Only these four count.
 
 Replaced, because it cannot exist here: FlashAttention 3 of the `kernels` hub, by torch's FlashAttention 2, counted at
-version 3's rate; CUDA source, which would be compiled at run time, by a line in the log; all-to-all, by a reduce-scatter of
-as many bytes; tiktoken, by a tokenizer of bytes; nvidia-smi. Validation is left out.
+version 3's rate; CUDA source, which would be compiled at run time, by a line in the log; all-to-all, by a
+reduce-scatter of as many bytes; tiktoken, by a tokenizer of bytes; nvidia-smi. Validation is left out.
 """
 
 import ctypes
@@ -90,10 +91,22 @@ def symmetric_product(grid, kernel, args):
 
 
 def relu_squared_product(grid, kernel, args):
-    """Return the cost of a product with ReLU²: record 80's stores two results or reads one, later ones store only one."""
+    """Return the cost of a product with ReLU². Record 80's stores two results or reads one; later ones store one."""
     m, n, k = (args[name] for name in "MNK")
-    fp8, more = args.get("USE_FP8", False), 2 if "USE_FP8" not in args else args["EMIT_FP8"] + 2 * (not args["FORWARD"])
+    fp8, more = args.get("USE_FP8", False), args["EMIT_FP8"] + 2 * (not args["FORWARD"]) if "EMIT_FP8" in args else 2
     return {"flops8" if fp8 else "flops16": 2 * m * n * k, "bytes": (2 - fp8) * (m * k + k * n) + m * n * (2 + more)}
+
+
+def composition(reads, adds):
+    """Return the cost of a kernel of dynamic composition. Its programs of 16 queries read their window's keys from L2.
+
+    reads, adds: tiles of keys or values that a program reads, or adds to, per head. Assumed: L2 moves 5.5 TB/s, and an
+    atomic addition is two accesses. FLOPs (13 to 19 G at 32,768 tokens) and exponentials (25 M) would take less.
+    """
+    def cost(grid, kernel, args):
+        tiles = args["T"] // args["BLOCK_M"] * args["Q"].size(2)
+        return {"bytes": 3.0 / 5.5 * 2 * args["BLOCK_K"] * args["BLOCK_D"] * tiles * (reads + 2 * adds)}
+    return cost
 
 
 def transposed_add(grid, kernel, args):
@@ -101,11 +114,14 @@ def transposed_add(grid, kernel, args):
 
 
 STATED |= {"XXT_kernel": symmetric_product, "XTX_kernel": symmetric_product, "ba_plus_cAA_kernel": symmetric_product,
-           "linear_relu_square_kernel": relu_squared_product, "_transpose_add_kernel": transposed_add}
+           "linear_relu_square_kernel": relu_squared_product, "_transpose_add_kernel": transposed_add,
+           "_dc_postonly_corr_fwd_wsmall_cached_kernel": composition(2, 0),
+           "_dc_postonly_corr_bwd_pre_wsmall_kernel": composition(2, 1),
+           "_dc_postonly_corr_bwd_qk_wsmall_kernel": composition(1, 1)}
 
 
 class CudaSource:
-    """A kernel in CUDA source. Its cost is its arguments' bytes and, for the loss, three special functions per logit."""
+    """A kernel in CUDA source. Its cost: its arguments' bytes and, for the loss, three special functions per logit."""
 
     def __init__(self, source, name, **_):
         self.name = name
@@ -158,7 +174,7 @@ def replace_missing(ranks):
     dist.all_to_all_single, dist.init_process_group, dist.barrier = all_to_all_single, init_process_group, lambda: None
     subprocess.run, torch.cuda._compile_kernel = run_nothing, CudaSource
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0"}
-    torch.empty(1, device="cuda")  # now, without the programs' PYTORCH_ALLOC_CONF: the driver's virtual memory is missing
+    torch.empty(1, device="cuda")  # before their PYTORCH_ALLOC_CONF: the driver's virtual memory is missing
 
 
 # ---- the run
@@ -177,8 +193,8 @@ class Batches:
             next(self.loader)
         self.opened = True
         inputs, _, starts, *_ = batch = self.loader.send(sizes)
-        held = np.array((ctypes.c_int32 * len(starts)).from_address(starts.data_ptr()))  # no copy that the log would show
-        BATCH.documents = np.searchsorted(held, np.arange(len(inputs)), side="right")
+        held = (ctypes.c_int32 * len(starts)).from_address(starts.data_ptr())  # no copy, which the log would show
+        BATCH.documents = np.searchsorted(np.array(held), np.arange(len(inputs)), side="right")
         return batch
 
     def __next__(self):
@@ -189,12 +205,12 @@ BATCH = Batches(None)
 
 
 def split_source(source):
-    """Return (set-up, training loop) of a program's source, with its line numbers. Raise ValueError if it has others."""
+    """Return (set-up, training loop) of a program's source, with its line numbers. ValueError: not such a source."""
     parts = re.split(r"(?m)^# +(?:Warmup kernels|Training and validation) +#$", source)
     loop, found = re.subn(r"(?m)^for step in range\(train_steps \+ 1\):", "for step in sampled_steps():", parts[-1])
     if len(parts) != 3 or found != 1:
-        raise ValueError("the program has no sections `Warmup kernels` and `Training and validation`, or no `for step in "
-                         "range(train_steps + 1):` in the latter; those of records 44 to 89 have")
+        raise ValueError("the program lacks sections `Warmup kernels` and `Training and validation`, or the latter's "
+                         "`for step in range(train_steps + 1):`; choose one of records 44 to 89")
     return parts[0], "\n" * (source.count("\n") - loop.count("\n")) + loop
 
 
@@ -208,7 +224,7 @@ def windows_by_step(main):
 
 
 def sample(windows):
-    """Return {step: its windows, or "" if it does not count}: per stage its first two steps and four from its middle."""
+    """Return {step: windows, or "" if it does not count}: per stage its first two steps and four from its middle."""
     steps = {}
     for label, stage in itertools.groupby(range(len(windows)), windows.__getitem__):
         first, *_, last = stage

@@ -121,7 +121,7 @@ def census():
 
 
 def visited_pairs(documents, window, block=128):
-    """Return the pairs of tokens in the blocks that attention visits. documents: the number of each token's document."""
+    """Return the pairs of tokens in the blocks that attention visits. documents: each token's document."""
     first, last = documents[::block], documents[block - 1::block]
     at = np.arange(len(first))
     back = (at[:, None] - at) * block

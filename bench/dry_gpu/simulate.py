@@ -36,9 +36,9 @@ class Rates(NamedTuple):
 
     sm_90: fitted to record 44's trace on 8 H100: 0.71 of the data sheet's FLOPs, 0.9 of its bytes, and `special` from the
     log-softmax kernel. Attention takes the sum of the times for its FLOPs and its bytes. Assumed: FlexAttention reaches
-    0.55 of the trace's FlashAttention 3, a matmul in Triton 0.8 of the trace's matmuls. `link` predicts 0.26 and 0.49 ms
-    for 77 and 151 MB; medians in the two traces beside record 44's logs: gathers 0.24 and 0.48, reduce-scatters 0.26
-    to 0.28 and 0.50. sm_89: the same fractions of an RTX 4090's data sheet, over PCIe 4.0.
+    0.55 of the trace's FlashAttention 3, a matmul in Triton 0.8 of the trace's matmuls. `link` predicts 0.26 ms for
+    77 MB and 0.49 for 151; medians in the two traces beside record 44's logs: gathers 0.24 and 0.48, reduce-scatters
+    0.26 to 0.28 and 0.50. sm_89: the same fractions of an RTX 4090's data sheet, over PCIe 4.0.
     """
 
     multiprocessors: int
@@ -58,7 +58,8 @@ class Rates(NamedTuple):
 RATES = {90: Rates(132, 3.0e12, 705e12, 1384e12, 47e12, 2.1e12, 450e12, 250e12, 280e9),
          89: Rates(128, 0.9e12, 117e12, 234e12, 58e12, 2.9e12, 75e12, 42e12, 22e9)}
 
-CLASSES = ("matmuls", "matmuls in fp8", "attention", "Triton, loss", "Triton, other", "eager", "copies and fills", "collectives")
+CLASSES = ("matmuls", "matmuls in fp8", "attention", "Triton, loss", "Triton, other", "eager", "copies and fills",
+           "collectives")
 
 
 def matmul_seconds(m: int, n: int, k: int, batch: int, width: int, flops: float, rates: Rates) -> float:
@@ -70,7 +71,7 @@ def matmul_seconds(m: int, n: int, k: int, batch: int, width: int, flops: float,
 
 def is_loss(name: str) -> bool:
     """Return whether a kernel is part of the loss. The end of a name lists operators that are fused into it."""
-    return name.startswith(("ce_fwd", "_transpose_copy")) or "softmax" in name or "loss" in name[:25] or bool(re.search("_exp_.*_sigmoid_", name))
+    return bool(re.search("^ce_fwd|^_transpose_copy|^.{0,25}loss|softmax|_exp_.*_sigmoid_", name))
 
 
 CLASS_PATTERNS = (("collectives", "nccl"), ("attention", "flash|flex_attention"), ("Triton, loss", "triton.*scaled_mm"),
@@ -194,7 +195,8 @@ def weigh(steps: list[Step], plan: dict[str, int]) -> list[float]:
     """Return the weight of each step in a mean over the plan {windows: steps}. Half of a stage's steps are even."""
     alike = collections.Counter((step.windows, step.number % 2) for step in steps)
     halves = collections.Counter(windows for windows, _ in alike)
-    weights = [plan.get(step.windows, 0) / halves[step.windows] / alike[step.windows, step.number % 2] for step in steps]
+    weights = [plan.get(step.windows, 0) / halves[step.windows] / alike[step.windows, step.number % 2]
+               for step in steps]
     return weights if any(weights) else [1.0] * len(steps)
 
 
