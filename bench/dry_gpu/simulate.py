@@ -71,7 +71,7 @@ def matmul_seconds(m: int, n: int, k: int, batch: int, width: int, flops: float,
 
 def is_loss(name: str) -> bool:
     """Return whether a kernel is part of the loss. The end of a name lists operators that are fused into it."""
-    return bool(re.search("^ce_fwd|^_transpose_copy|^.{0,25}loss|softmax|_exp_.*_sigmoid_", name))
+    return bool(re.search("^ce_fwd|^_transpose_copy|^.{0,25}loss|softmax|_entropy_|_exp_.*_sigmoid_", name))
 
 
 CLASS_PATTERNS = (("collectives", "nccl"), ("attention", "flash|flex_attention"), ("Triton, loss", "triton.*scaled_mm"),
