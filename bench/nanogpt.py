@@ -1,6 +1,6 @@
 """Time nanoGPT's quick start for CPUs and the laptop preset to about the same validation loss, interleaved.
 
-    python bench/nanogpt.py --nanogpt PATH_OF_A_CLONE --text input.txt
+    python bench/nanogpt.py --nanogpt PATH_OF_A_CLONE --text input.txt [--picture bench/nanogpt.png]
 
 input.txt is tinyshakespeare or another text. Both train on the first 90 % and validate on the last 10 %. Losses are in
 nats per character; in ASCII text these are nats per byte. nanoGPT runs as its README describes, and samples its
@@ -37,23 +37,42 @@ def output(words: list[str], folder: Path, **environment: str) -> str:
     return done.stdout
 
 
-def nanogpt(clone: Path, steps: int) -> tuple[float, float]:
-    """Run nanoGPT -> (last validation loss, seconds of training)."""
+def nanogpt(clone: Path, steps: int) -> list[tuple[float, float]]:
+    """Run nanoGPT -> [(seconds of training, validation loss)] of its validations."""
     shown = output(["train.py", *QUICK_START.format(steps).split()], clone)
-    losses = dict(re.findall(r"^step (\d+): train loss [\d.]+, val loss ([\d.]+)", shown, re.M))
-    times = re.findall(r"^iter (\d+): loss [\d.]+, time ([\d.]+)ms", shown, re.M)
+    losses = {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): train loss [\d.]+, val loss ([\d.]+)", shown, re.M)}
+    times = {int(step): float(ms) / 1000 for step, ms in re.findall(r"^iter (\d+): loss [\d.]+, time ([\d.]+)ms", shown, re.M)}
     if not losses or not times:
         raise train_gpt.RunError(f"{clone}/train.py printed no losses or times in the expected format: {shown[-500:]}")
-    return float([*losses.values()][-1]), sum(float(ms) for step, ms in times if step not in losses) / 1000
+    return [(sum(s for i, s in times.items() if i < step and i not in losses), loss) for step, loss in losses.items()]
 
 
-def ours(shards: Path, flags: list[str], ranks: int) -> tuple[float, float]:
-    """Run the laptop preset -> (validation loss, seconds of training)."""
+def ours(shards: Path, flags: list[str], ranks: int) -> list[tuple[float, float]]:
+    """Run the laptop preset -> [(seconds of training, validation loss)] of its validations."""
     shown = output([str(ROOT / "records/launch.py"), f"--nproc_per_node={ranks}", str(ROOT / "train_gpt.py"), "--preset", "laptop",
                     "--train_files", f"{shards}/*_train_*.bin", "--val_files", f"{shards}/*_val_*.bin", "--log_dir",
                     str(shards / "logs"), *flags], ROOT, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"))
-    loss, milliseconds = re.findall(r"val_loss:([\d.]+) train_time:(\d+)ms", shown)[-1]
-    return float(loss), int(milliseconds) / 1000
+    return [(int(ms) / 1000, float(loss)) for loss, ms in re.findall(r"val_loss:([\d.]+) train_time:(\d+)ms", shown)]
+
+
+def draw(curves: dict[str, list[tuple[float, float]]], path: Path) -> None:
+    """Draw validation loss over seconds of training, a curve per program, with the last points as the title."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    for (name, points), color in zip(curves.items(), ("#c2410c", "#1d4ed8")):
+        points = [(seconds, loss) for seconds, loss in points if seconds]  # the axis is logarithmic
+        axes.plot(*zip(*points), "o-", color=color, markersize=4)
+        axes.annotate(f"{name}: {points[-1][1]:.3f} after {points[-1][0]:.1f} s", points[-1], (0, -14), textcoords="offset points",
+                      ha="right" if points[-1][0] > 20 else "left", color=color, fontweight="bold")
+    axes.set(xscale="log", xlabel="seconds of training (logarithmic)", ylabel="validation loss, nats per character")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.margins(0.08, 0.2)
+    axes.spines[["top", "right"]].set_visible(False)
+    (slow, slow_loss), (fast, fast_loss) = (points[-1] for points in curves.values())
+    axes.set_title(f"A lower loss in {fast:.1f} s than nanoGPT's CPU quick start in {slow:.0f} s, on the same two cores", loc="left", fontsize=11)
+    figure.savefig(path, dpi=150)
 
 
 def main() -> None:
@@ -64,6 +83,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--nanogpt_steps", type=positive, default=2000)
     parser.add_argument("--flags", default="--num_steps 36 --target_val_loss 1.88", help="flags of train_gpt.py, as one string (%(default)s)")
+    parser.add_argument("--picture", type=Path, metavar="PNG", help="draw the curves of the last round")
     args = parser.parse_args()
     for path, what in ((args.nanogpt / "train.py", "a clone of nanoGPT"), (args.text, "a text")):
         if not path.is_file():
@@ -75,14 +95,18 @@ def main() -> None:
         output(["data/shakespeare_char/prepare.py"], clone)
         output([str(ROOT / "data/text.py"), str(args.text.resolve()), "--out", str(shards), "--encoding", "bytes", "--val-fraction",
                 "0.1"], ROOT)
-        found: dict[str, list[tuple[float, ...]]] = {"nanoGPT": [], "laptop": []}
+        found: dict[str, list[tuple[float, ...]]] = {"nanoGPT": [], "train_gpt.py": []}
+        curves: dict[str, list[tuple[float, float]]] = {name: [] for name in found}
         for turn in range(args.rounds):
             for name in sorted(found, reverse=turn % 2 == 1):
                 start = time.perf_counter()
-                loss, seconds = (nanogpt(clone, args.nanogpt_steps) if name == "nanoGPT" else
-                                 ours(shards, shlex.split(args.flags), args.ranks))
+                curves[name] = (nanogpt(clone, args.nanogpt_steps) if name == "nanoGPT" else
+                                ours(shards, shlex.split(args.flags), args.ranks))
+                seconds, loss = curves[name][-1]
                 found[name].append((loss, seconds, time.perf_counter() - start))
                 print(f"{name}: loss {loss}, {seconds:.1f} s of training, {found[name][-1][2]:.1f} s in all", file=sys.stderr)
+    if args.picture:
+        draw(curves, args.picture)
     columns = {name: list(zip(*rows)) for name, rows in found.items()}
     print(machine())
     print(table(["", "val loss", "s of training", "s in all", f"training, times as fast (n = {args.rounds})", "in all, times as fast"],

@@ -229,6 +229,8 @@ def only_writer(directory):
         yield
     finally:
         os.close(handle)
+        with contextlib.suppress(OSError):  # it fails unless the folder is empty: no shards, an error
+            os.rmdir(directory)
 
 
 def run(main):

@@ -5,9 +5,9 @@
     python data/text.py web-*.jsonl --out data/web --field content    # one JSON object per line
     python data/text.py notes/ --out data/notes                       # all text files in a folder and its subfolders
 
-The last part of each file, by bytes, is for validation. A text file is split at the end of a line, so it gives one
-document to each split. JSON lines stay whole. The shards do not depend on the number of processes. In a folder, files
-that are not UTF-8 text are skipped and counted; names that begin with a dot are ignored.
+The last part of each file, by bytes, is for validation. A text file is split at the end of a line (without one, after a
+space), so it gives one document to each split. JSON lines stay whole. The shards do not depend on the number of
+processes. In a folder, hidden files and files that are not UTF-8 text are left out; the output names them.
 """
 import argparse
 import codecs
@@ -19,7 +19,7 @@ import mmap
 import multiprocessing
 import os
 import signal
-from collections import deque
+from collections import defaultdict, deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -27,11 +27,13 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from shards import BYTES, GPT2, MANIFEST, SHARD_TOKENS, DataError, ShardWriter, only_writer, print_shards, run
+from shards import (BYTES, GPT2, MANIFEST, SHARD_TOKENS, TOKEN_BYTES, DataError, ShardWriter, only_writer, print_shards,
+                    run)
 
 VAL_FRACTION = 0.1
 MAX_VAL_BYTES = 64 * 2**20  # enough text for a validation on ten million tokens
 PIECE_CHARS = 2**20         # per work item; this and the number of processes limit the memory
+NAMED = 5                   # files named of those that are left out for one reason
 ENCODINGS = {"gpt2": GPT2, "bytes": BYTES}
 
 
@@ -126,10 +128,14 @@ def split_text(chunks):
         yield held
 
 
-def cut_at_line(path, before):
-    """Return the byte position after the last newline in a file's first `before` bytes, or the file's size if none."""
+def cut_position(path, before):
+    """Return the byte position after the last newline in a file's first `before` bytes. Without a newline, return the
+    position after the last space; without a space, the last position between characters; at 0, the file's size."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return content.rfind(b"\n", 0, before) + 1 or len(content)
+        cut = content.rfind(b"\n", 0, before) + 1 or content.rfind(b" ", 0, before) + 1 or before
+        while cut < len(content) and content[cut] & 0xC0 == 0x80:  # within a character of several bytes
+            cut -= 1
+        return cut or len(content)
 
 
 def read_documents(sizes, field, fraction):
@@ -140,7 +146,7 @@ def read_documents(sizes, field, fraction):
             for begin, text in read_jsonl(path, field):
                 yield ("train" if begin < val_start else "val"), [text]
             continue
-        cut = cut_at_line(path, val_start)
+        cut = cut_position(path, val_start)
         yield "train", read_text(path, 0, cut)
         if cut < size:
             yield "val", read_text(path, cut, size)
@@ -195,13 +201,18 @@ def encode(batches, encoding, processes):
         pool.shutdown(cancel_futures=True)
 
 
-def texts_in(folder):
-    """Return the text files in a folder and its subfolders, sorted by name. Print how many files are skipped."""
-    found = sorted(path for path in folder.rglob("*") if path.is_file()
-                   and not any(part.startswith(".") for part in path.relative_to(folder).parts))
-    texts = [path for path in found if is_text(path)]
-    if len(texts) < len(found):
-        print(f"{folder}: {len(found) - len(texts)} of {len(found)} files skipped because they are not UTF-8 text")
+def texts_in(folder, left_out):
+    """Return the text files in a folder and its subfolders, sorted by name. Add the others to {reason: names}."""
+    texts = []
+    for path in sorted(folder.rglob("*")):
+        parts = path.relative_to(folder).parts
+        hidden = next((i for i, part in enumerate(parts) if part.startswith(".")), None)
+        if hidden is not None:
+            left_out["hidden"][str(folder.joinpath(*parts[:hidden + 1]))] = None  # a hidden folder is named once
+        elif path.is_file() and is_text(path):
+            texts.append(path)
+        elif path.is_file():
+            left_out["not UTF-8 text"][str(path)] = None
     return texts
 
 
@@ -213,18 +224,28 @@ def is_text(path):
 
 
 def measure(paths):
-    """Return {path: size in bytes} of the files, and of the files in folders, that are not empty."""
-    sizes = {}
+    """Return {path: size in bytes} of the files, and of the files in folders, that are not empty. Name the others."""
+    sizes, left_out = {}, defaultdict(dict)
     for path in paths:
         if not path.exists():
             raise DataError(f"{path}: no such file or folder")
-        for file in texts_in(path) if path.is_dir() else [path]:
+        for file in texts_in(path, left_out) if path.is_dir() else [path]:
             with open(file, "rb"):  # an unreadable file is an error now, not after an hour
                 sizes[file] = file.stat().st_size
-    sizes = {path: size for path, size in sizes.items() if size}
+            if not sizes[file]:
+                left_out["empty"][str(sizes.popitem()[0])] = None
+    for reason, names in left_out.items():
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        print(f"left out, {reason}: {', '.join([*names][:NAMED])}{more}", flush=True)
     if not sizes:
         raise DataError(f"no text in {', '.join(map(str, paths))}: give at least one file that is not empty")
     return sizes
+
+
+def last_document(sizes, field):
+    """Return where the last document of a file begins: the largest part of its file over all files, from 0 to 1."""
+    return max((begin / size for path, size in sizes.items() if path.suffix == ".jsonl"
+                for begin, _ in read_jsonl(path, field)), default=0.0)
 
 
 def parse_arguments():
@@ -268,7 +289,9 @@ def main():
     with only_writer(args.out):
         if not args.force and (any(args.out.glob("*.bin")) or (args.out / MANIFEST).exists()):
             raise DataError(f"{args.out}: already contains shards; choose another --out, or replace them with --force")
-        print(f"encoding {total:,} bytes of text from {len(sizes)} file(s) as {encoding.name}", flush=True)
+        token_bytes = TOKEN_BYTES / (1 if encoding is BYTES else 4)  # about 4 bytes of text make a token of GPT-2
+        print(f"encoding {total:,} bytes of text from {len(sizes)} file(s) as {encoding.name}: about "
+              f"{total * token_bytes / 1e6:,.1f} MB of shards in {args.out}", flush=True)
         with ShardWriter(args.out, args.out.resolve().name, encoding, source=", ".join(path.name for path in sizes),
                          shard_tokens=args.shard_tokens) as writer, \
                 tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
@@ -276,10 +299,16 @@ def main():
             for split, new_document, tokens in encode(make_batches(documents), encoding, args.processes):
                 writer.add(split, tokens, new_document)
                 bar.update(len(tokens))
-            for split, where in ("train", "before"), ("val", "in"):
-                if not writer.paths[split]:
-                    raise DataError(f"no line begins {where} the last {fraction:.2%} of a file, so {split} is empty; "
-                                    "break the text into lines, add more text, or change --val-fraction")
+            if not any(writer.paths.values()):
+                raise DataError(f"no text in {', '.join(map(str, sizes))}: every line is blank")
+            if not writer.paths["train"]:
+                raise DataError(f"the last {fraction:.0%} of each file leave no document for training; give a smaller "
+                                "--val-fraction")
+            if not writer.paths["val"]:
+                begin = last_document(sizes, args.field)
+                helps = f"--val-fraction {math.ceil(1000 * (1 - begin)) / 1000}" if begin else "a second document"
+                raise DataError(f"no document begins in the last {fraction:.2%} of a file, so none is left for "
+                                f"validation; give {helps}")
     print_shards(args.out, writer.entries)
 
 

@@ -72,6 +72,7 @@ def make_parser():
     group = parser.add_argument_group("runs")
     group.add_argument("--text", nargs="+", action="extend", default=[], metavar="PATH",
                        help="files or folders of text")
+    group.add_argument("--val-fraction", metavar="X", help="with --text: part of each text for validation (0.1)")
     group.add_argument("--resume", metavar="RUN", help="latest, a log or a checkpoint; or the race.jsonl of a race")
     group.add_argument("--init_from", metavar="MODEL", help="start with the parameters of a saved model")
     group.add_argument("--preflight", action="store_true", help="check each part of a run, print a table, start no run")
@@ -107,6 +108,7 @@ def parse(words):
             setattr(options, name, os.path.abspath(path))
     if options.init_from is not None:
         flags += ["--init_from", options.init_from]
+    require(options.text or not options.val_fraction, "--val-fraction needs --text, whose validation part it sets")
     if options.resume is None:
         return options, race, flags
     require(not options.text, "--resume continues with the text of its run; leave out --text")
@@ -169,11 +171,12 @@ def make_data(script, *arguments):
 
 # Choices
 
-def encode_text(paths):
+def encode_text(paths, val_fraction):
     """Make shards of a user's text. Return flags that name them."""
     name = re.sub(r"[^A-Za-z0-9]", "_", Path(paths[0]).stem)
     shards = f"data/own-{name}-{zlib.crc32(chr(10).join(paths).encode())}"  # another text, another folder
-    make_data("text.py", *paths, "--out", shards, "--encoding", "bytes", "--force")
+    fraction = ["--val-fraction", val_fraction] if val_fraction else []
+    make_data("text.py", *paths, "--out", shards, "--encoding", "bytes", "--force", *fraction)
     return ["--preset", "laptop", "--train_files", f"{shards}/*_train_*.bin", "--val_files", f"{shards}/*_val_*.bin"]
 
 
@@ -338,7 +341,7 @@ def main(words):
     import train_gpt
     try:
         if options.text:
-            flags = encode_text(options.text) + flags
+            flags = encode_text(options.text, options.val_fraction) + flags
         gpus, ranks, preset, config, flags = choose(flags, options.text)
     except (train_gpt.RunError, OSError) as error:
         sys.exit(f"train_gpt.py: error: {error}")

@@ -176,9 +176,9 @@ def test_nanogpt_beside_the_laptop_preset(bench, tmp_path):
         "print('step 3: train loss 1.9000, val loss 1.8800\\niter 3: loss 1.9000, time 7000.00ms, mfu 0.1%')\n")
     (tmp_path / "text").write_text("abcdefgh\n" * 4000)
     shown = bench("nanogpt.py", "--nanogpt", str(tmp_path / "clone"), "--text", str(tmp_path / "text"), "--rounds", "1", "--ranks", "1",
-                  "--nanogpt_steps", "3", "--flags", "--num_steps 4 --micro_batches 2 --model_dim 16 --num_heads 1 --head_dim 16 "
+                  "--nanogpt_steps", "3", "--picture", str(tmp_path / "picture.png"), "--flags", "--num_steps 4 --micro_batches 2 --model_dim 16 --num_heads 1 --head_dim 16 "
                   "--ngrams 2:16:8 --stages 'Stage(long_window=4)' --muon_momentum_rise 1 --muon_momentum_fall 1 --warmup_steps 0")
-    assert "| nanoGPT | 1.8800 | 2.0 |" in shown and "| laptop | " in shown
+    assert "| nanoGPT | 1.8800 | 2.0 |" in shown and "| train_gpt.py | " in shown and (tmp_path / "picture.png").exists()
 
 
 def test_nanogpt_wants_a_clone(start, tmp_path):

@@ -5,6 +5,7 @@ import importlib.resources
 import itertools
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -142,7 +143,7 @@ def test_many_files_in_order_with_any_number_of_processes(convert, tmp_path):
         assert begin.endswith("\n") and 0.2 <= len(end.encode()) / len((begin + end).encode()) < 0.21
 
 
-def test_a_folder_is_read_with_its_subfolders_and_other_files_are_counted(convert, tmp_path):
+def test_a_folder_is_read_with_its_subfolders_and_other_files_are_named(convert, tmp_path):
     texts = {"b.txt": "b\n" * 50, "a/deep/c.md": "c\n" * 50, "a/one line": "no line ends here"}
     others = {"a/photo.jpg": b"\xff\xd8\xff", "zeros": b"\0" * 9, ".git/config": b"hidden", "a/.cache": b"hidden"}
     for name, content in {**{name: content.encode() for name, content in texts.items()}, **others, "empty": b""}.items():
@@ -150,12 +151,35 @@ def test_a_folder_is_read_with_its_subfolders_and_other_files_are_counted(conver
         (tmp_path / "notes" / name).write_bytes(content)
     done = convert("notes", "--encoding", "bytes")
     assert done.returncode == 0, done.stderr
-    assert "notes: 2 of 6 files skipped because they are not UTF-8 text\n" in done.stdout
+    assert done.stdout.splitlines()[:3] == ["left out, hidden: notes/.git, notes/a/.cache",
+        "left out, not UTF-8 text: notes/a/photo.jpg, notes/zeros", "left out, empty: notes/empty"]
+    assert "encoding 217 bytes of text from 3 file(s) as bytes: about 0.0 MB of shards in " in done.stdout
     train, val = (texts_of(tmp_path / "out", split) for split in ("train", "val"))
-    assert train == ["c\n" * 45, "no line ends here", "b\n" * 45] and val == ["c\n" * 5, "b\n" * 5]
+    assert train == ["c\n" * 45, "no line ends ", "b\n" * 45] and val == ["c\n" * 5, "here", "b\n" * 5]
     (tmp_path / "none").mkdir()
     done = convert("none", "--encoding", "bytes")
     assert done.returncode == 1 and "no text in none: give at least one file that is not empty" in done.stderr
+    for number in range(7):
+        (tmp_path / "none" / f"{number}.bin").write_bytes(b"\0")
+    assert "text: " + ", ".join(f"none/{number}.bin" for number in range(5)) + " and 2 more\n" in convert("none").stdout
+
+
+@pytest.mark.parametrize("content, begin", [("日本語" * 40, "日本語" * 36), ("x" * 100, "x" * 90), ("a b" * 30, "a b" * 26 + "a ")])
+def test_a_text_without_line_breaks_is_cut_between_words_or_characters(monkeypatch, tmp_path, content, begin):
+    (tmp_path / "one.txt").write_text(content)
+    in_process(monkeypatch, tmp_path, "one.txt", "--encoding", "bytes", "--processes", 1)
+    assert texts_of(tmp_path / "out", "train") == [begin] and texts_of(tmp_path / "out", "val") == [content[len(begin):]]
+
+
+def test_the_advice_for_an_empty_split_helps(monkeypatch, tmp_path):
+    """Give the fraction that the error names, and get both splits."""
+    write_jsonl(tmp_path / "two.jsonl", ["short", "a much longer second document, " * 9])
+    with pytest.raises(SystemExit) as exit:
+        in_process(monkeypatch, tmp_path, "two.jsonl", "--encoding", "bytes", "--processes", 1)
+    assert not (tmp_path / "out").exists(), "no empty folder stays"
+    advice = re.search(r"give (--val-fraction) (0\.\d+)$", exit.value.code).groups()
+    in_process(monkeypatch, tmp_path, "two.jsonl", "--encoding", "bytes", "--processes", 1, *advice)
+    assert [len(texts_of(tmp_path / "out", split)) for split in ("train", "val")] == [1, 1]
 
 
 def test_lone_surrogates_in_json_become_replacement_characters(convert, tmp_path):
@@ -239,7 +263,7 @@ LINES = b'{"text": "first"}\n{"text": "second"}\n'
 @pytest.mark.parametrize("name, content, wanted", [
     ("none.txt", None, "none.txt: no such file or folder"),
     ("empty.txt", b"", "no text in empty.txt"),
-    ("blank.jsonl", b"\n\n", "no line begins before the last 10.00% of a file"),
+    ("blank.jsonl", b"\n\n", "no text in blank.jsonl: every line is blank"),
     ("latin.txt", b"a line\n" * 9 + b"caf\xe9\n", "latin.txt: not UTF-8 at byte 66"),
     ("short.txt", b"a line\n" * 9 + b"\xc3", "short.txt: not UTF-8 at byte 63"),
     ("latin.jsonl", LINES + b'{"text": "\xe9"}\n', "latin.jsonl: not UTF-8 at byte 47"),
@@ -248,8 +272,7 @@ LINES = b'{"text": "first"}\n{"text": "second"}\n'
     ("other.jsonl", LINES + b'{"body": "x", "id": 1}\n', 'other.jsonl:3: no text in a field "text", but the fields'),
     ("number.jsonl", b'{"text": 1}\n', 'number.jsonl:1: no text in a field "text"'),
     ("list.jsonl", b'["text"]\n', "list.jsonl:1: no text in a field \"text\", but list"),
-    ("single.jsonl", b'{"text": "only one"}\n', "no line begins in the last 10.00% of a file"),
-    ("line.txt", b"a single line, however long\n", "so val is empty; break the text into lines"),
+    ("single.jsonl", b'{"text": "only one"}\n', "none is left for validation; give a second document"),
 ])
 def test_bad_input_is_an_error_in_one_line_and_writes_nothing(monkeypatch, tmp_path, name, content, wanted):
     if content is not None:
@@ -257,7 +280,7 @@ def test_bad_input_is_an_error_in_one_line_and_writes_nothing(monkeypatch, tmp_p
     with pytest.raises(SystemExit) as exit:
         in_process(monkeypatch, tmp_path, name, "--encoding", "bytes", "--processes", 1)
     assert wanted in exit.value.code and len(exit.value.code.splitlines()) == 1
-    assert not list((tmp_path / "out").glob("*"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_the_vocabulary_the_error_names_the_package(tmp_path, monkeypatch):
@@ -281,7 +304,7 @@ def test_a_write_that_fails_leaves_nothing(convert, tmp_path):
     done = convert("t.txt", "--encoding", "bytes",
                    preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)))
     assert done.returncode == 1 and "free some space" in done.stderr and len(done.stderr.splitlines()) == 1
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_full_disk_keeps_existing_shards(tmp_path, monkeypatch):
@@ -312,7 +335,7 @@ def test_an_interrupt_leaves_no_files(tmp_path, moment):
     os.killpg(process.pid, signal.SIGINT)  # also to the processes that encode, as a terminal does
     _, said = process.communicate(timeout=30)
     assert process.returncode == 130 and said.strip() == "interrupted"
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_interrupt_in_another_thread_waits_until_a_process_has_started(monkeypatch):

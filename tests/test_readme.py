@@ -1,14 +1,18 @@
 """Test the README's commands, flags and links, and the files of bench/cluster. For each command the table names the test
 that runs it, or the reason why none does."""
 
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import yaml
 
 import train_gpt
 
@@ -204,3 +208,69 @@ def test_the_slurm_job_starts_what_it_says(tmp_path, environment, flags, started
     done = job()
     assert done.stdout == started + "\n" * bool(started)
     assert (done.returncode, "race" in done.stderr) == ((0, False) if started else (1, True))
+
+
+def test_skypilot_starts_a_race_with_its_arguments(tmp_path):
+    task = yaml.safe_load((ROOT / "bench/cluster/skypilot.yaml").read_text())
+    assert {*task} == {"name", "workdir", "resources", "envs", "setup", "run"} and task["resources"]["accelerators"] == "H100:8"
+    assert subprocess.run(["bash", "-n", "-c", task["setup"]]).returncode == 0
+    for name in "run.sh", "data/fineweb.py":
+        assert name in task["setup"] and (ROOT / name).exists()
+    (tmp_path / "run.sh").write_text("#!/bin/sh\nprintf '[%s]' \"$@\"\n")
+    (tmp_path / "run.sh").chmod(0o755)
+    done = subprocess.run(["bash", "-c", task["run"]], cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, "RACE": '-n 5 --vs "--muon_lr 0.05"'})
+    assert done.stdout == "[-n][5][--vs][--muon_lr 0.05]", done.stderr
+
+
+def test_the_modal_app_brings_logs_back_also_from_a_race_that_failed(tmp_path, monkeypatch):
+    """Run its two functions as written, with a stand-in for the package modal, which has no service here."""
+    modal = mock.MagicMock()
+    modal.is_local.return_value = True
+    modal.App().function.return_value = modal.App().local_entrypoint.return_value = lambda function: function
+    monkeypatch.setitem(sys.modules, "modal", modal)
+    spec = importlib.util.spec_from_file_location("modal_app", ROOT / "bench/cluster/modal_app.py")
+    app = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(app)
+    assert app.here == ROOT
+    there, app.here = tmp_path / "there", tmp_path / "here"
+    there.mkdir()
+    (there / "run.sh").write_text("#!/bin/sh\nmkdir -p logs/race\nprintf '[%s]' \"$@\" > logs/race/a.txt\ntouch logs/a.pt\nexit 3\n")
+    (there / "run.sh").chmod(0o755)
+    app.start.remote = lambda arguments: app.start(arguments, there)  # a function takes attributes
+    with pytest.raises(SystemExit) as exit:
+        app.main("-n 5 --vs '--muon_lr 0.05'")
+    assert exit.value.code == 3
+    assert [path.name for path in app.here.rglob("*.*")] == ["a.txt"]
+    assert (app.here / "logs/race/a.txt").read_text() == "[-n][5][--vs][--muon_lr 0.05]"
+
+
+def test_an_installed_package_is_one_module_that_writes_nothing(tmp_path):
+    """pip installs train_gpt.py from a copy of the checkout, and a script elsewhere trains a model with its optimizer."""
+    (tmp_path / "source").mkdir()
+    for name in "pyproject.toml", "train_gpt.py", "README.md", "LICENSE", "requirements.txt":
+        shutil.copy(ROOT / name, tmp_path / "source" / name)
+    for folder in "data", "records", "tests":  # what setuptools could take for packages
+        (tmp_path / "source" / folder).mkdir()
+        (tmp_path / "source" / folder / "__init__.py").touch()
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    done = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps",
+                           "--no-build-isolation", "--no-compile", "--target", site, tmp_path / "source"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in site.iterdir() if path.suffix != ".dist-info") == ["train_gpt.py"]
+    before = {*tmp_path.rglob("*")}
+    script = """
+import torch, train_gpt
+model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 10))
+optimizer = train_gpt.make_optimizer(model)
+for _ in range(30):
+    loss = torch.nn.functional.cross_entropy(model(torch.arange(10)), torch.arange(10).roll(1))
+    loss.backward()
+    optimizer.step()
+print(train_gpt.__file__, loss.item() < 2.0)
+"""
+    done = subprocess.run([sys.executable, "-B", "-c", script], cwd=elsewhere, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(site)})
+    assert done.stdout == f"{site / 'train_gpt.py'} True\n", done.stderr
+    assert {*tmp_path.rglob("*")} == before

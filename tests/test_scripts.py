@@ -233,8 +233,9 @@ def test_a_resumed_run_keeps_the_flags_that_it_began_with(started, gpus, tmp_pat
 def test_a_text_is_encoded_and_its_shards_are_named(started, gpus, monkeypatch):
     gpus(0)
     monkeypatch.setattr(start, "fit_text", lambda config, given: {"epochs": 2})
-    assert started("--seed", "3", "--text", "my notes", "/b.txt", "--sync", "step") == [
-        "[PY][data/text.py][HERE/my notes][/b.txt][--out][data/own-my_notes-SUM][--encoding][bytes][--force]",
+    assert started("--seed", "3", "--text", "my notes", "/b.txt", "--val-fraction", "0.3", "--sync", "step") == [
+        "[PY][data/text.py][HERE/my notes][/b.txt][--out][data/own-my_notes-SUM][--encoding][bytes][--force]"
+        "[--val-fraction][0.3]",
         RANKS.format(2) + "[--preset][laptop][--train_files][data/own-my_notes-SUM/*_train_*.bin]"
         "[--val_files][data/own-my_notes-SUM/*_val_*.bin][--seed][3][--sync][step][--epochs][2]"]
 
