@@ -43,7 +43,7 @@ def test_a_repeated_phase_returns_its_last_events():
     (("0 COST - 5000000 7000000 0 0", "0 TRITON triton_red_fused__log_softmax_add 4 1 1 128 0"), "Triton, loss", 7e-3),
     (("0 COST - 0 0 0 3000000000", "0 TRITON relu_squared 4 1 1 128 0"), "matmuls", 3e-3 / 0.8),
     (("0 COST - 5000000 0 0 3000000000", "0 TRITON relu_squared 4 1 1 128 0"), "matmuls", 5e-3),
-    (("0 COST - 0 0 4000000000 0", "0 TRITON fp8_product 4 1 1 128 0"), "matmuls in fp8", 2e-3 / 0.8),
+    (("0 COST - 0 0 4000000000 0", "0 TRITON fp8_product 4 1 1 128 0"), "matmuls in fp8", 2e-3 / 0.64),
     (("0 TRITON triton_poi_fused_add 4 1 1 128 0",), "Triton, other", 1e-6),
     (("0 COPY x 1000000",), "copies and fills", 2e-3),
     (("0 FILL x 1000000",), "copies and fills", 1e-3),
@@ -154,6 +154,8 @@ def test_a_public_log_holds_a_program_and_measured_times(tmp_path):
     assert page.step_rows(steps, [1] * 8) == {
         "ms per step, windows 384 128": "50.0; 20.0; 35.0", "ms per step, windows 896 384": "30.0; 50.0; 40.0",
         page.MEAN: "40.0; 35.0; 37.5"}
+    assert page.with_error({page.MEAN: "40.0; 35.0; 37.5", "x": "1.0"}, {page.MEAN: "1.0; 2.0; 36.0"}) == {
+        page.MEAN: "40.0; 35.0; 37.5 (simulated -4.0%)", "x": "1.0"}
     scaled = page.measured_steps(runs, {"384 128": 2, "896 384": 2}, 75)
     assert sum(step.ms for step in scaled) / 8 == pytest.approx(75), "each log has the published mean"
 

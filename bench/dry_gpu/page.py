@@ -273,7 +273,7 @@ def page(events, facts, args, title, plan):
     notes = []
     if "out of memory" in facts:
         notes.append(f"**The run does not fit the GPU's memory (phase: {facts['phase']}).** {facts['out of memory']}")
-    notes += [f"Graph break, {n} times: {reason}" for reason, n in facts["breaks"].items()]
+    notes += [f"Graph break, {n} times: {reason.splitlines()[0]}" for reason, n in facts["breaks"].items()]
     for name, held in facts["memory"].items():
         tensors = [(size / 2 ** 20, n, where) for size, n, where in held["tensors"] if size > held["peak"] / 50]
         notes.append(f"Tensors at the peak of {name}, MiB: " + "; ".join(
@@ -286,6 +286,13 @@ def page(events, facts, args, title, plan):
         f"{name.removeprefix('eager: ')} {ms:.2f} in {n:.0f}" for name, (ms, n) in longest
         if name.startswith("eager: ") and round(n)))
     return rows, [f"{title}. {note}" for note in notes]
+
+
+def with_error(measured_rows, rows):
+    """Return measured rows of ms with the error of the simulated mean in the same row."""
+    def error(cell, simulated):
+        return f"{cell} (simulated {float(simulated.split('; ')[-1]) / float(cell.split('; ')[-1]) - 1:+.1%})"
+    return {label: error(cell, rows[label]) if label in rows else cell for label, cell in measured_rows.items()}
 
 
 def difference(ours, theirs):
@@ -319,14 +326,16 @@ def compare(args, home):
         runs[name] = run_program(args, home, file, source)
         plans[name] = runs[name][1]["plan"]
         steps = measured_steps(logged, plans[name], mean)
-        columns |= {name: {}, f"{name}, measured": step_rows(steps, [1] * len(steps))
-                    if steps else {MEAN: mean or ""}}
+        columns |= {name: {}, f"{name}, measured": step_rows(steps, [1] * len(steps)) if steps else
+                    {MEAN: f"{mean}"} if mean else {}}
     if args.flags or not args.program:
         runs |= {args.against: dry_run(args, home, args.against)} if args.against else {}
         runs |= {"empty compile caches": dry_run(args, home, cold=True)} if args.cold else {}
         runs["working tree"] = dry_run(args, home)
     pages = {title: page(events, facts, args, title, plans[title]) for title, (events, facts) in runs.items()}
     columns |= {title: rows for title, (rows, _) in pages.items()}
+    columns |= {f"{name}, measured": with_error(columns[f"{name}, measured"], columns[name]) for name in runs
+                if f"{name}, measured" in columns}
     if "working tree" in runs:
         columns |= {f"working tree − {name}": difference(columns["working tree"], columns[name])
                     for name in runs if name in plans and name != "working tree"}
