@@ -6,6 +6,9 @@
     bench/dry_gpu/run --against HEAD~3 -- --preset speedrun    compare a revision with the working tree
     bench/dry_gpu/run --cold -- --preset speedrun              compare empty compile caches with full ones
     bench/dry_gpu/run --trace FILE -- --preset speedrun        compare with a profiler's trace from a real GPU
+    bench/dry_gpu/run --program LOG                            the program of a public record, beside its measured times
+    bench/dry_gpu/run --program CLONE/train_gpt.py -- --preset frontier     theirs and ours side by side, by class
+    bench/dry_gpu/run --records CLONE                          the tables of bench/RESULTS.md: each record beside its preset
     bench/dry_gpu/run --cards                                  a table of speedrun on 1 to 8 GPUs of 80, 48 and 24 GB
     bench/dry_gpu/run --compute --help                         a simulated GPU that also computes
 
