@@ -48,7 +48,7 @@ LONGEST_ANSWER = 1 << 20  # bytes of JSON
 PATIENCE_S = 900  # timeout of one answer: the first one compiles
 STARTING_S = 10  # time until a process answers; a model needs three or four processes
 # What may depend on the machine: micro-batches by memory, and the flags named here if `changes` has these words
-FITTED = {"has no fp8": "fp8_head", "FlashAttention 3 is not": "attention"}
+FITTED = {"has no fp8": "fp8_head", "MLP's kernels are off": "fp8_mlp", "FlashAttention 3 is not": "attention"}
 PASSED_ON = ("PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # environment variables
 
 

@@ -66,6 +66,22 @@ print(json.dumps([((x - y.float()).norm() / y.float().norm()).item() for x, y in
     assert len(gaps) == 2 and 0 < min(gaps) and max(gaps) < 2 / 256, gaps
 
 
+def test_relu_squared_in_fp8_up_to_the_rounding(interpret):
+    """The factors, and the maximum, which may only rise; with one program and with several."""
+    gaps = interpret("""
+a, b, found = torch.randn(256, 192), torch.randn(512, 192).T, []
+scale, h_scale = torch.tensor(0.5), torch.tensor(0.3)
+h = T.relu_squared(a, b) / 4
+for programs, before in ((1, 0.0), (3, 0.0), (9, 1e6)):
+    h_max = torch.tensor(before)
+    ours = T.relu_squared_by_triton(a, b, None, programs, scale, h_scale, h_max)
+    plain = h, h / h_scale, h.max().clamp_min(before)
+    found += [((x - y).abs().max() / y.max()).item() for x, y in zip((*ours, h_max), plain)]
+print(json.dumps(found))
+""")
+    assert len(gaps) == 9 and max(gaps) < 1e-5, gaps
+
+
 GRADIENTS = """
 mlp = T.MLP(T.Config(model_dim=64))
 x, grad = torch.randn(128, 64), torch.randn(128, 64)

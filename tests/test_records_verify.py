@@ -1474,7 +1474,7 @@ def test_tables_of_ngrams_are_no_rows_of_the_embedding(race, judge, tmp_path):
 @pytest.mark.parametrize("layers", ["", "LM", "SM LM SM LM"])
 def test_the_rows_of_the_embedding_are_those_of_the_model(preset, layers):
     """Computed from the description alone; not every digit in layers is a table."""
-    _, config = train_gpt.parse_config(["--preset", preset, *(["--layers", layers, "--backout_layer", "0", "--skip_gates", "false", "--value_gates", "false"] if layers else [])], "laptop")
+    _, config = train_gpt.parse_config(["--preset", preset, *(["--layers", layers, "--backout_layer", "0", "--value_gates", "false", "--token_gates", "", "--mudd", "false"] if layers else [])], "laptop")
     encoding = train_gpt.Encoding(*((257, 256) if preset == "laptop" else (50257, 50256)))
     with torch.device("meta"):
         model = train_gpt.build_model(replace(config, dtype="float32"), encoding)
