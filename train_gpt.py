@@ -286,6 +286,7 @@ class Config(SyncSettings, StageValues):
     fp8_x_scale: float = option(math.sqrt(768) / 448, "scale of the head's input in fp8: up to 448 times it fits")
     fp8_weight_scale: float = option(2.0 ** -9, "scale of the head's weights in fp8: up to 448 times it fits")
     fp8_grad_scale: float = option(1 / 448, "scale of the logits' gradient in fp8: up to 57,344 times it fits")
+    fp8_mlp: bool = option(False, "compute the MLPs' forward in fp8 during training; GPUs need their Triton kernels")
 
     # schedule
     num_steps: int = option(2245, "training steps; with fewer, extra_steps and muon_momentum_* shrink in proportion")
@@ -310,7 +311,7 @@ class Config(SyncSettings, StageValues):
     adam_eps: float = option(1e-8, "added to the denominator, so that 0 / 0 is 0")
     adam_fp32_moments: bool = option(False, "keep Adam's moments in float32, whatever the parameter's dtype")
     adam_every: int = option(2, "steps per Adam update, which uses the sum of their gradients")
-    lazy_tables: bool = option(False, "send and update only the n-gram rows that a step uses")
+    lazy_tables: bool = option(False, "update only the n-gram rows that a step uses, and send only their new values")
     adam_weight_decay: float = option(0.0, "cautious weight decay, times the squared learning rate of the kind", min=0)
     muon_lr: float = option(0.03, "NorMuon's learning rate: the size of an orthogonal update", min=0)
     muon_weight_decay: float = option(1.2, "cautious weight decay, times the squared muon_lr and lr_mul", min=0)
@@ -337,7 +338,7 @@ class Config(SyncSettings, StageValues):
     # flash is FlashAttention 3 where it is installed, else torch's own
     attention: str = option("auto", "masked: SDPA; auto: flash on Hopper with FlashAttention 3, flex on other GPUs, "
                             "masked on CPUs", ("auto", "flash", "flex", "masked"))
-    kernels: str = option("auto", "Triton kernels of the MLP; auto: on Hopper GPUs and later", ("auto", "on", "off"))
+    kernels: str = option("auto", "Triton kernels of MLP and loss; auto: on Hopper GPUs and later", ("auto", "on", "off"))
     warmup_steps: int = option(30, "untimed warm-up steps over all stages; the state is restored after them", min=0)
     timeout_s: int = option(300, "seconds until a collective fails if a rank does not join it", max=10 ** 6)
     profile: str = option("", "A:B writes a Chrome trace of steps A to B per rank")
@@ -358,16 +359,17 @@ class Config(SyncSettings, StageValues):
         return getattr(torch, self.dtype)
 
 PRESETS = {
-    # overlap_param_gather saves 0.7 ms per step on the simulated GPU (bench/dry_gpu)
+    # overlap_param_gather saves 0.7 ms per step, for frontier 1.2 ms, on the simulated GPU (bench/dry_gpu)
     "speedrun": Config(overlap_param_gather=True, update_order="forward"),
     # Record 89 of the public speedrun; bench/public_record.py compares it with the record's own program
     "frontier": Config(
         # the record's first layer has neither attention nor MLP; the others are numbered without it
         layers="PM S0xM P1M LxgM SxM PM M+3 SxM cS2M cP3M cL4gdM", backout_layer=7, value_gates=True,
         sublayer_scales=True, resid_lambda_init=1.1, token_gates="0 4", mudd=True, pairing="halves", key_offset=True,
+        overlap_param_gather=True, update_order="forward",
         ngrams="2:377280:768", ngram_hash="record", output_init=1.0, head_init=0.005, value_init=0.01, untie_at=2 / 3,
         logit_cap=23.0, logit_shift=5.0,  # a lower cap; logits have more room below x = 0 than above
-        fp8_x_scale=100 / 448, fp8_weight_scale=1.6 / 448, fp8_grad_scale=0.75 / 448,
+        fp8_x_scale=100 / 448, fp8_weight_scale=1.6 / 448, fp8_grad_scale=0.75 / 448, fp8_mlp=True,
         num_steps=1285, cooldown=0.6, lr_floor=0.15,
         # Batches and documents grow; the loss predicts several tokens ahead at first. The stages end at steps 423 (a
         # third would be 424), 847, 1270 and 1285
@@ -697,9 +699,9 @@ def check_layers(c: Config, ranks: int, want: Callable[[Any, str], None]) -> Non
     widest = max((table.width for table in parse_ngrams(c.ngrams)), default=0)
     want(widest <= c.model_dim, f"ngrams: a table is {widest} wide; its width must be at most model_dim, {c.model_dim}")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # each rank holds parameters, gradients and, during the warm-up, a saved copy of the state
+    # each rank holds parameters and, during the warm-up, a saved copy of the state
     here, size, moment = env_int("LOCAL_WORLD_SIZE", ranks), c.torch_dtype.itemsize, moment_bytes(c)
-    needed = ngram_entries(c) * (here * ((3 - c.lazy_tables) * size + 4 * moment) + 2 * moment)
+    needed = ngram_entries(c) * (here * (2 * size + 4 * moment) + 2 * moment)
     want(needed <= memory, f"ngrams: training the tables takes {needed >> 30} GiB, and this machine has "
          f"{memory >> 30}; give them fewer rows")
     want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
@@ -1413,21 +1415,71 @@ class Attention(nn.Module):
         return gate[..., None] * value_embeds.view(*gate.shape, -1)
 
 class MLP(nn.Module):
-    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, 4 dim]. kernels: use the Triton kernels."""
+    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, 4 dim]. kernels: use the Triton kernels.
+
+    With fp8_mlp both products are in fp8 in training; see DelayedScales.
+    """
 
     def __init__(self, config: Config):
         super().__init__()
         dim = config.model_dim
         self.fc = parameter(uniform(dim, 4 * dim, dim), "mlp_fc")
         self.proj = parameter(torch.zeros(dim, 4 * dim), "mlp_proj")
-        self.kernels = False
+        self.kernels, self.fp8 = False, config.fp8_mlp
+        if self.fp8:
+            self.register_buffer("h_scale", torch.ones(()))
+            self.register_buffer("h_max", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         fc, proj = self.fc.type_as(x), self.proj.type_as(x)
-        if self.kernels:
-            return ReluSquaredMLP.apply(x, fc, proj)
+        in_fp8 = (self.h_scale, self.h_max) if self.fp8 and self.training else ()
+        if self.kernels or in_fp8:
+            return ReluSquaredMLP.apply(x, fc, proj, *in_fp8)
         h = x @ fc
         return F.linear(h.relu() * h, proj)  # relu squared; square() is slow on CPUs
+
+class DelayedScales:
+    """The scales of the MLPs' squared activations h in fp8. h is divided by its scale before it is rounded.
+
+    The scale must be known before h is. It is HEADROOM / 448 times the largest h of the step before, over all
+    micro-batches and ranks, so it is the same for any number of ranks; larger values saturate. In the first step it is
+    1. The inputs and the weights are scaled by their own largest values (to_e4m3). The record's ranks each have their
+    own scale of h, and its scale of proj is 1.12 times that of the step before.
+    """
+
+    HEADROOM = 1.8
+    KEY = "/h_scale"  # of a scale's name in a saved state, after that of proj
+
+    def __init__(self, model: nn.Module):
+        mlps = {name: m for name, m in model.named_modules() if isinstance(m, MLP) and m.fp8}
+        self.named = {f"{name}.proj{self.KEY}": mlp.h_scale for name, mlp in mlps.items()}
+        self.maxima = [mlp.h_max for mlp in mlps.values()]
+
+    @torch.no_grad()
+    def start_gather(self, comm: Comm) -> None:
+        """Start to gather all ranks' maxima, after the last forward of a step."""
+        if self.maxima:
+            self.own = torch.stack(self.maxima)
+            self.gathered = self.own.new_empty(comm.ranks * len(self.own))
+            self.handle = comm.all_gather(self.gathered, self.own)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Set the scales of the next step."""
+        if self.maxima:
+            self.handle.wait()
+            scales = self.gathered.view(-1, len(self.own)).amax(0).clamp_min(1e-12) * (self.HEADROOM / E4M3_MAX)
+            torch._foreach_copy_([*self.named.values()], scales.unbind())
+            torch._foreach_zero_(self.maxima)
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Load the scales and remove them from `state`, also those of a model in fp8 if this one is not."""
+        for name in [name for name in state if name.endswith(self.KEY)]:
+            if name in self.named:
+                self.named[name].copy_(state[name].view(()))
+            del state[name]
+        for x in self.maxima:
+            x.zero_()
 
 class Block(nn.Module):
     """A layer: attention and MLP, each if the layer has it, add their output to the residual stream."""
@@ -1700,6 +1752,7 @@ class Head(nn.Module):
             shape, dtype=c.torch_dtype)
         self.weight = parameter(init, "head")
         self.fp8, self.softcap = c.fp8_head, Softcap(c.logit_cap, c.logit_shift, c.logit_softness)
+        self.kernels = False
         self.fp8_scales = FP8Scales(c.fp8_x_scale, c.fp8_weight_scale, c.fp8_grad_scale)
 
     def uncapped_logits(self, x: Tensor) -> Tensor:
@@ -1717,6 +1770,10 @@ class Head(nn.Module):
 
         x [T, dim]; targets [n, T]: row k holds the tokens k + 1 ahead, -1 is not counted; weights [n] of the rows.
         """
+        if self.kernels and self.training and x.is_cuda:  # remove these lines if you add a loss term
+            scales = self.fp8_scales if self.fp8 else None
+            objective, entropies = HeadLoss.apply(x, self.weight, targets, weights, self.softcap, scales)
+            return objective, entropies[0]
         x = self.uncapped_logits(x)
         entropies = cross_entropies(x, targets, self.softcap)
         objective = (entropies * weights).sum()
@@ -1840,9 +1897,11 @@ class GPT(nn.Module):
         _, _, _, smear_weight, _ = self.scalars.split(self.scalar_sizes)
         x0 = self.smear(e, self.smear_gate, smear_weight[0])
         gated = self.config.token_gates and self.config.ngrams
-        total = 0 if gated else x0
-        for table, number in zip(self.ngrams, self.ngram_numbers(tokens)):  # a narrow table fills the first entries
-            total = total + F.pad(table(number), (0, x0.size(1) - table.embedding_dim))
+        total = None if gated else x0
+        for table, number in zip(self.ngrams, self.ngram_numbers(tokens)):
+            embeds, missing = table(number), x0.size(1) - table.embedding_dim
+            embeds = F.pad(embeds, (0, missing)) if missing else embeds  # a narrow table fills the first entries
+            total = embeds if total is None else total + embeds
         return (x0, total) if gated else (total, None)
 
     # Each is compiled by itself, see compile_parts
@@ -2067,40 +2126,81 @@ flash_attention.register_autograd(
 # Tile sizes of the MLP's product: two warp groups, and three stages in Hopper's shared memory
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 
+def tile_k(a: Tensor) -> int:
+    """Return the tile's inner size: as many bytes in fp8 as in bf16."""
+    return 2 * TILE_K if a.itemsize == 1 else TILE_K
+
+def kernel_programs(a: Tensor, b: Tensor, dtype: torch.dtype) -> int:
+    """Return with how many programs the kernel computes a @ b, one per multiprocessor; 0 if it cannot."""
+    fits = not (len(a) % TILE_M or b.size(1) % TILE_N or len(b) % tile_k(a))
+    on_gpu = a.is_cuda and dtype == torch.bfloat16 and fits
+    return torch.cuda.get_device_properties(a.device).multi_processor_count if on_gpu else 0
+
 def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
     """Compute relu(a @ b) ** 2, or its backward (a @ b) * 2 sqrt(h) if its result h is given. a [m, k], b [k, n]."""
-    if a.is_cuda and a.dtype == torch.bfloat16 and not (len(a) % TILE_M or b.size(1) % TILE_N or a.size(1) % TILE_K):
-        return relu_squared_by_triton(a, b, h, torch.cuda.get_device_properties(a.device).multi_processor_count)
+    if programs := kernel_programs(a, b, a.dtype):
+        return relu_squared_by_triton(a, b, h, programs)
     y = a @ b
     return y.relu() * y if h is None else 2 * y * h.sqrt()
 
-def relu_squared_by_triton(a: Tensor, b: Tensor, h: Tensor | None, programs: int) -> Tensor:
-    """Compute relu_squared by the kernel. Sizes must be multiples of the tiles. programs: one per multiprocessor."""
+def relu_squared_in_fp8(a: Tensor, b: Tensor, scale: Tensor, h_scale: Tensor, h_max: Tensor,
+                        dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute h = relu(a @ b * scale) ** 2 and h8 = h / h_scale in e4m3. Raise h_max to the largest h.
+
+    a [m, k] in e4m3, row-major; b [k, n] in e4m3, column-major; scale, h_scale and h_max have no dimensions.
+    """
+    if programs := kernel_programs(a, b, dtype):
+        return relu_squared_by_triton(a, b, None, programs, scale, h_scale, h_max)
+    y = fp8_product(a, b, scale, torch.ones_like(scale), True, torch.float32)
+    h = y.relu() * y
+    h_max.copy_(torch.maximum(h_max, h.amax()))
+    return h.to(dtype), (h / h_scale).to(torch.float8_e4m3fn)
+
+def relu_squared_by_triton(a: Tensor, b: Tensor, h: Tensor | None, programs: int,
+                           *scales: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute relu_squared, or with scales relu_squared_in_fp8, by the kernel. Sizes must be multiples of the tiles.
+
+    programs: one per multiprocessor.
+    """
     (m, k), n, half = a.shape, b.size(1), [TILE_M, TILE_N // 2]
-    out = a.new_empty(m, n)
-    tiles = (a, [TILE_M, TILE_K]), (b, [TILE_K, TILE_N]), (out if h is None else h, half), (out, half)
+    fp8, inner = bool(scales), tile_k(a)
+    out = a.new_empty(m, n, dtype=torch.bfloat16 if a.itemsize == 1 else a.dtype)
+    h8 = a.new_empty(m, n) if fp8 else out
+    # tensor cores read the inner dimension of b contiguously in fp8
+    tiles = [(a, [TILE_M, inner]), (b.T, [TILE_N, inner]) if fp8 else (b, [inner, TILE_N]),
+             (out if h is None else h, half), (out, half), (h8, half)]
     relu_squared_kernel[(programs,)](
-        *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), m, n, k, TILE_M, TILE_N, TILE_K,
-        programs, h is not None, num_warps=8, num_stages=3)
-    return out
+        *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), *(scales or (None,) * 3),
+        m, n, k, TILE_M, TILE_N, inner, programs, h is not None, fp8, num_warps=8, num_stages=3)
+    return (out, h8) if fp8 else out
 
 if triton is not None:
     def launch_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
         """Report FLOPs and bytes to Triton's profiler."""
         m, n, k = (args[size] for size in "MNK")
-        return {"flops16": 2 * m * n * k, "bytes": 2 * (m * k + k * n + m * n * (1 + args["BACKWARD"]))}
+        width = 2 - args["FP8"]
+        return {f"flops{8 * width}": 2 * m * n * k,
+                "bytes": width * (m * k + k * n) + m * n * (2 + 2 * args["BACKWARD"] + args["FP8"])}
 
     @triton.jit(launch_metadata=launch_metadata)
-    def relu_squared_kernel(a, b, h, out, M, N, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-                            PROGRAMS: tl.constexpr, BACKWARD: tl.constexpr):
+    def relu_squared_kernel(a, b, h, out, h8, scale, h_scale, h_max, M, N, K, TILE_M: tl.constexpr,
+                            TILE_N: tl.constexpr, TILE_K: tl.constexpr, PROGRAMS: tl.constexpr, BACKWARD: tl.constexpr,
+                            FP8: tl.constexpr):
         """Persistent kernel: a program starts its next tile while it stores the last one, in two halves."""
         HALF: tl.constexpr = TILE_N // 2
-        columns = N // TILE_N
+        columns, largest = N // TILE_N, 0.0
+        if FP8:
+            y_scale, to_h8 = tl.load(scale), 1 / tl.load(h_scale)
         for tile in tl.range(tl.program_id(0), M // TILE_M * columns, PROGRAMS, flatten=True):
             row, column = tile // columns * TILE_M, tile % columns * TILE_N
             y = tl.zeros((TILE_M, TILE_N), tl.float32)
             for k in range(0, K, TILE_K):
-                y = tl.dot(a.load([row, k]), b.load([k, column]), y)
+                if FP8:
+                    y = tl.dot(a.load([row, k]), b.load([column, k]).T, y)
+                else:
+                    y = tl.dot(a.load([row, k]), b.load([k, column]), y)
+            if FP8:
+                y = y * y_scale
             halves = y.reshape(TILE_M, 2, HALF).permute(0, 2, 1).split()
             for i in tl.static_range(2):
                 y = halves[i]
@@ -2109,21 +2209,45 @@ if triton is not None:
                 else:
                     y = tl.maximum(y, 0) * y
                 out.store([row, column + i * HALF], y.to(out.dtype))
+                if FP8:
+                    h8.store([row, column + i * HALF], (y * to_h8).to(h8.dtype))
+                    largest = tl.maximum(largest, tl.max(tl.max(y, 1), 0))
+        if FP8:
+            tl.atomic_max(h_max, largest)
 
 class ReluSquaredMLP(torch.autograd.Function):
-    """MLP.forward by relu_squared. Saves only the squared activations for backward."""
+    """MLP.forward by relu_squared. Saves only the squared activations for backward.
+
+    With h_scale and h_max forward is in fp8; see DelayedScales. Backward is the same, and reads unrounded tensors.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fc: Tensor, proj: Tensor) -> Tensor:
-        h = relu_squared(x, fc)
+    def forward(ctx: Any, x: Tensor, fc: Tensor, proj: Tensor, h_scale: Tensor | None = None,
+                h_max: Tensor | None = None) -> Tensor:
+        if h_scale is None:
+            h = relu_squared(x, fc)
+            y = F.linear(h, proj)
+        else:
+            (x8, x_scale), (fc8, fc_scale), (proj8, proj_scale) = map(to_e4m3, (x, fc, proj))
+            by_column = fc8.T.contiguous().T
+            h, h8 = relu_squared_in_fp8(x8, by_column, x_scale * fc_scale, h_scale, h_max, x.dtype)
+            y = fp8_product(h8, proj8.T, h_scale, proj_scale, True, x.dtype)
         ctx.save_for_backward(x, fc, proj, h)
-        return F.linear(h, proj)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, fc, proj, h = ctx.saved_tensors
         grad_y = relu_squared(grad, proj, h)
-        return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h
+        return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h, None, None
+
+E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
+
+def to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round a matrix to e4m3, scaled so that its largest value fits -> (rounded, scale)."""
+    # per row first, since compiled code fuses that into the kernel that computes x
+    scale = x.abs().amax(1).amax().float().clamp_min(1e-12) / E4M3_MAX
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
 
 class FP8Scales(NamedTuple):
     """Fixed scales of the head's fp8 products: a tensor is divided by its scale before it is rounded."""
@@ -2134,10 +2258,21 @@ class FP8Scales(NamedTuple):
 
 # A module global: as an attribute of FP8Linear it would break the compiled graph, and with it the fusion of the casts
 # and the loss
-def fp8_product(a: Tensor, b: Tensor, scale_a: float, scale_b: float, fast: bool) -> Tensor:
-    """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> bf16 [m, n]."""
-    scale_a, scale_b = torch.full((), scale_a, device=a.device), torch.full((), scale_b, device=a.device)
-    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
+def fp8_product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tensor, fast: bool,
+                dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> [m, n] of dtype."""
+    scale_a, scale_b = (x if isinstance(x, Tensor) else torch.full((), x, device=a.device) for x in (scale_a, scale_b))
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
+
+def fp8_operands(x: Tensor, weight: Tensor, scales: FP8Scales) -> tuple[Tensor, Tensor]:
+    return (x / scales.x).to(torch.float8_e4m3fn), (weight / scales.weight).to(torch.float8_e4m3fn)
+
+def fp8_gradients(grad8: Tensor, grad_scale: float | Tensor, x8: Tensor, weight8: Tensor,
+                  scales: FP8Scales) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of x and weight from that of the product, grad8 [T, V] times grad_scale."""
+    by_column = weight8.T.contiguous().T, x8.T.contiguous().T
+    grad_x = fp8_product(grad8, by_column[0], grad_scale, scales.weight, fast=False)
+    return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], grad_scale, scales.x, fast=False)
 
 class FP8Linear(torch.autograd.Function):
     """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V]; forward and backward multiply in fp8."""
@@ -2145,18 +2280,127 @@ class FP8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scales: FP8Scales) -> Tensor:
         ctx.scales = scales
-        x8 = (x / scales.x).to(torch.float8_e4m3fn)
-        weight8 = (weight / scales.weight).to(torch.float8_e4m3fn)
+        x8, weight8 = fp8_operands(x, weight, scales)
         ctx.save_for_backward(x8, weight8)
         return fp8_product(x8, weight8.T, scales.x, scales.weight, fast=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        (x8, weight8), scales = ctx.saved_tensors, ctx.scales
+        scales = ctx.scales
         grad8 = (grad / scales.grad).to(torch.float8_e5m2)
-        by_column = weight8.T.contiguous().T, x8.T.contiguous().T
-        grad_x = fp8_product(grad8, by_column[0], scales.grad, scales.weight, fast=False)
-        return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], scales.grad, scales.x, fast=False), None
+        return *fp8_gradients(grad8, scales.grad, *ctx.saved_tensors, scales), None
+
+def softcapped_loss(x: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
+                    grad_scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """Compute cross_entropies, and the gradient of their weighted sum, by a kernel that reads the logits x [T, V] once.
+
+    Return (float32 [n, T], the gradient [T, V]): in x's dtype or, with a grad_scale, divided by it and in e5m2.
+    """
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
+    grad = torch.empty(x.shape, dtype=x.dtype if grad_scale is None else torch.float8_e5m2, device=x.device)
+    softcapped_loss_kernel[(len(x),)](
+        x, targets.contiguous(), weights, losses, grad, len(x), x.size(1), len(targets), *softcap, grad_scale or 1.0,
+        LOSS_CHUNK, x.dtype == torch.bfloat16, num_warps=32)
+    return losses, grad
+
+LOSS_CHUNK = 2048  # logits that softcapped_loss_kernel loads at once: two for each of 1,024 threads
+
+if triton is not None:
+    def loss_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
+        """Report the bytes and special functions of softcapped_loss_kernel, for bench/dry_gpu."""
+        x, grad = args["x"], args["grad"]
+        return {"bytes": x.nbytes + grad.nbytes, "special": 3 * x.numel()}
+
+    @triton.jit
+    def softcap_and_exp(x, CAP: tl.constexpr, SHIFT: tl.constexpr, SOFTNESS: tl.constexpr):
+        """s = sigmoid((x + SHIFT) / SOFTNESS) and exp(CAP * s - CAP): three special functions."""
+        LOG2_E: tl.constexpr = 1.4426950408889634
+        s = 1 / (1 + tl.exp2(x * (-LOG2_E / SOFTNESS) - SHIFT * LOG2_E / SOFTNESS))
+        return s, tl.exp2(s * (CAP * LOG2_E) - CAP * LOG2_E)
+
+    @triton.jit(launch_metadata=loss_metadata)
+    def softcapped_loss_kernel(x, targets, weights, losses, grad, T, V: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr,
+                               SHIFT: tl.constexpr, SOFTNESS: tl.constexpr, SCALE: tl.constexpr, CHUNK: tl.constexpr,
+                               PACK: tl.constexpr):
+        """One program per row. It holds in registers what the gradient needs until the row's sum is known.
+
+        PACK: hold it in bf16, two chunks in one register. All 1,024 threads have 64 registers, and a row of 50,304
+        logits fills half of them.
+        """
+        at, row = tl.arange(0, CHUNK), tl.program_id(0)
+        x += row.to(tl.int64) * V
+        grad += row.to(tl.int64) * V
+        total = tl.zeros((CHUNK,), tl.float32)
+        held = ()  # exp(z - CAP) * s * (1 - s)
+        for i in tl.static_range(0, V, CHUNK):
+            logits = tl.load(x + i + at, i + at < V, other=0) if i + CHUNK > V else tl.load(x + i + at)
+            s, e = softcap_and_exp(logits.to(tl.float32), CAP, SHIFT, SOFTNESS)
+            e = tl.where(i + at < V, e, 0) if i + CHUNK > V else e
+            total += e
+            part = e * s * (1 - s)
+            if PACK:
+                bits = part.to(tl.int32, bitcast=True) + 0x8000  # rounds to bf16; part is not negative
+                if i // CHUNK % 2 == 0:
+                    held = held + (bits >> 16,)
+                else:
+                    held = held[:-1] + (held[-1] | (bits & -0x10000),)
+            else:
+                held = held + (part,)
+        total = tl.sum(total, 0)
+        weight_sum = 0.0
+        for k in tl.static_range(N):
+            weight_sum += tl.where(tl.load(targets + k * T + row) >= 0, tl.load(weights + k), 0)
+        factor = CAP / (SOFTNESS * SCALE)
+        for i in tl.static_range(0, V, CHUNK):
+            if PACK:
+                pair = held[i // CHUNK // 2]
+                part = (pair << 16 if i // CHUNK % 2 == 0 else pair & -0x10000).to(tl.float32, bitcast=True)
+            else:
+                part = held[i // CHUNK]
+            part = (part * (factor * weight_sum / total)).to(grad.dtype.element_ty)
+            if i + CHUNK > V:
+                tl.store(grad + i + at, part, i + at < V)
+            else:
+                tl.store(grad + i + at, part)
+        tl.debug_barrier()  # the targets' gradients overwrite
+        for k in tl.static_range(N):
+            target = tl.load(targets + k * T + row)
+            s, e = softcap_and_exp(tl.load(x + tl.maximum(target, 0)).to(tl.float32), CAP, SHIFT, SOFTNESS)
+            tl.store(losses + k * T + row, tl.where(target >= 0, tl.log(total) + CAP - CAP * s, 0))
+            own = 0.0
+            for j in tl.static_range(N):
+                own += tl.where(tl.load(targets + j * T + row) == target, tl.load(weights + j), 0)
+            part = factor * (weight_sum * e / total - own) * s * (1 - s)
+            tl.store(grad + tl.maximum(target, 0), part.to(grad.dtype.element_ty), target >= 0)
+
+class HeadLoss(torch.autograd.Function):
+    """Head.forward with softcapped_loss: x [T, dim], weight [V, dim] -> (objective, entropies [n]). scales: for fp8.
+
+    Forward computes the logits' gradient and keeps it in place of the logits. The gradient of the objective is a factor
+    of backward's products.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
+                scales: FP8Scales | None) -> tuple[Tensor, Tensor]:
+        ctx.scales = scales
+        if scales is None:
+            losses, grad = softcapped_loss(F.linear(x, weight), targets, weights, softcap)
+        else:
+            x, weight = fp8_operands(x, weight, scales)
+            logits = fp8_product(x, weight.T, scales.x, scales.weight, fast=True)
+            losses, grad = softcapped_loss(logits, targets, weights, softcap, scales.grad)
+        ctx.save_for_backward(x, weight, grad)
+        entropies = losses.sum(1)
+        ctx.mark_non_differentiable(entropies)
+        return (entropies * weights).sum(), entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad_objective: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None, None, None]:
+        (x, weight, grad), scales = ctx.saved_tensors, ctx.scales
+        if scales is None:
+            return grad_objective * (grad @ weight), grad_objective * (grad.T @ x), None, None, None, None
+        return *fp8_gradients(grad, grad_objective * scales.grad, x, weight, scales), None, None, None, None
 
 # ------------------------------------------------------------------------------------------------------------------
 # update rules
@@ -2198,7 +2442,8 @@ class Adam:
     every: int = 1  # steps between updates; an update uses the sum of the gradients since the last one
     weight_decay: float = 0.0  # cautious: see update
     fp32_moments: bool = False
-    rows: bool = False  # lazy: the unit is a table's row, and rows without a gradient keep their values and moments
+    rows: bool = False  # gradients of tables are sent by rows; the unit is a row
+    lazy: bool = True  # with `rows`: rows without a gradient keep their values and moments
 
     def unit(self, spec: ParamSpec) -> tuple[int, ...]:
         require(not self.rows or spec.param.dim() == 2, f"{spec.name} has shape {tuple(spec.param.shape)}, but Adam "
@@ -2460,22 +2705,22 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 class RowBucket(Bucket):
-    """Tables of which a step reads few rows. Ranks exchange and update only these rows (Adam.rows).
+    """Tables of which a step reads few rows. Ranks send only the gradients of these rows (Adam.rows).
 
     message               from -> to               sent
     a bit per row: read?  each rank -> all         before the forward (announce), or at launch
     gradients of rows     each rank -> row's owner at launch, after the last gradient
     new values of rows    row's owner -> all       after the update
 
-    The rows of all tables of the bucket are numbered consecutively. If world-size-invariant mode sums several steps,
-    all rows are updated and gathered.
+    The rows of all tables of the bucket are numbered consecutively. All rows are updated and gathered if the rule is
+    not lazy, or if world-size-invariant mode sums several steps.
     """
 
     grad_device = "meta"  # the gradient buffer takes no memory; only gradients of rows that were read do
-    may_compile = False   # the number of rows differs from step to step
 
     def __init__(self, *args: Any):
         super().__init__(*args)
+        self.may_compile = not self.rule.lazy  # otherwise the number of rows differs from step to step
         self.rows = self.param_data.view(-1, *self.param_shard.shape[1:])  # [rows of all ranks, width]
         self.set_grads(torch.empty(0).long(), self.rows.new_empty((0, self.rows.size(1)), dtype=self.grad_data.dtype))
         self.reads = torch.zeros(len(self.rows), dtype=torch.uint8)  # 1: this rank has announced the row
@@ -2521,7 +2766,7 @@ class RowBucket(Bucket):
 
     def scatter_add(self, rows: Tensor, grads: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
         """Scatter-add pairs of (row indices, gradients) into n sorted rows -> [n, width]. RunError on unknown rows."""
-        sums = self.rows.new_zeros((len(rows), self.rows.size(1)), dtype=self.grad_data.dtype)
+        sums = torch.zeros(len(rows), self.rows.size(1), dtype=self.grad_data.dtype, device=self.rows.device)
         for indices, values in grads:
             at = torch.searchsorted(rows, indices)
             known = (F.pad(rows, (0, 1), value=-1)[at] == indices).all()
@@ -2547,21 +2792,22 @@ class RowBucket(Bucket):
         self.read_by_any, of_this_shard = reads.any(0), reads[:, comm.rank]
         sums = self.scatter_add(self.indices(reads[comm.rank]), grads)
         sent = sums.to(comm.sent_dtype or sums.dtype).split(reads[comm.rank].sum(1).tolist())
-        received = [sent[0].new_empty(n, sums.size(1)) for n in of_this_shard.sum(1).tolist()]
-        received[comm.rank] = sent[comm.rank]
+        counts = of_this_shard.sum(1).tolist()
+        rows, numbers = self.indices(self.read_by_any[comm.rank]), self.indices(of_this_shard) % of_this_shard.shape[1]
+        values = sums.new_empty((sum(counts), sums.size(1)), dtype=sent[0].dtype)  # of all ranks, one after another
+        received = values.split(counts)
+        received[comm.rank].copy_(sent[comm.rank])
 
         def sum_over_ranks() -> None:
-            pieces = [(self.indices(mask), x) for mask, x in zip(of_this_shard, received)]
-            rows = self.indices(self.read_by_any[comm.rank])
-            self.set_grads(rows, tree_sum([self.scatter_add(rows, [piece]) for piece in pieces]) if invariant else
-                           self.scatter_add(rows, pieces))
+            pieces = zip(numbers.split(counts), received) if invariant else [(numbers, values)]
+            self.set_grads(rows, tree_sum([self.scatter_add(rows, [piece]) for piece in pieces]))
         for slot in self.slots:
             slot.pending_grads.clear()
         self.reduce_handle = HandleGroup(comm.exchange(sent, received), then=sum_over_ranks)
 
     def carry_over(self, updates: bool) -> None:
-        """Do the same as Bucket.carry_over; a sum over several steps has a gradient for every row."""
-        if not updates or "pending" in self.state:
+        """Do the same as Bucket.carry_over. A rule that is not lazy, and a sum over several steps, need all rows."""
+        if not (updates and self.rule.lazy) or "pending" in self.state:
             grads = torch.zeros_like(self.param_shard, dtype=self.grad_data.dtype)
             grads[self.grad_rows] = self.grad_shard
             self.set_grads(torch.arange(len(grads), device=grads.device), grads)
@@ -2569,7 +2815,9 @@ class RowBucket(Bucket):
         super().carry_over(updates)
 
     def update(self, update: Callable[..., None], hyper: dict[str, Any], unbatched: bool) -> None:
-        """Update the rows that have a gradient other than zero. Adam is elementwise, so `unbatched` changes nothing."""
+        """Update all rows, or those that have a gradient other than zero. Adam is elementwise: `unbatched` is no matter."""
+        if not self.rule.lazy:
+            return super().update(update, hyper, unbatched=False)
         wholes = [self.param_shard, *self.state.values()]
         olds = [whole.index_select(0, self.grad_rows) for whole in wholes]  # on CPUs 5 times as fast as whole[...]
         param, *state = (old.clone() for old in olds)
@@ -2981,10 +3229,12 @@ class SavedState:
     NAME/pending    gradients of earlier steps that wait for an update (world-size-invariant mode)
     NAME/lr         learning rate           (state_dict only)
     NAME/step       number of the next step (state_dict only)
+    NAME/h_scale    scale of the input of an MLP's second product; see DelayedScales
     """
 
     buckets: list[Bucket]
     comm: Comm
+    scales: DelayedScales
 
     def gather_state(self, bucket: Bucket) -> dict[str, Tensor]:
         """All-gather one bucket's state; every tensor is whole on every rank."""
@@ -3023,6 +3273,7 @@ class SavedState:
         self.finish_all_gathers()
         for bucket in self.buckets:
             yield from self.gather_state(bucket).items()
+        yield from self.scales.named.items()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copy named_state, the learning rates and the step to the CPU. RunError between the updates of a rule."""
@@ -3044,6 +3295,7 @@ class SavedState:
         state, steps = dict(state), [0]
         self.finish_all_gathers()
         self.reducer.drop_gradients()
+        self.scales.load(state)
         for bucket in self.buckets:
             self.load_bucket(bucket, state)
             for slot in bucket.slots:  # a run's checkpoint has neither; they follow from its plan
@@ -3103,7 +3355,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
                 "no process group exists, so each rank would train alone; call init_process_group() first")
         model = nn.Module() if model is None else model
         self.buckets, self.comm, self.settings = list(buckets), comm, settings
-        self.model, self.owned = model, check_ownership(buckets)
+        self.model, self.owned, self.scales = model, check_ownership(buckets), DelayedScales(model)
         check_all_owned(model, self.owned)
         groups: dict[Any, dict[str, Any]] = {}  # by rule and learning rate
         for bucket in buckets:
@@ -3128,9 +3380,9 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         # compiled code takes numbers as tensors, or each new number would compile it again; each name has its own
         as_tensor = functools.lru_cache(256)(lambda name, x: torch.full((), x, device=comm.device))
         self.number = as_tensor if compiled else lambda name, x: x
-        self.forward_hooks, bucket_of = [], {slot.param: bucket for bucket in buckets for slot in bucket.slots}
+        self.forward_hooks, self.bucket_of = [], {slot.param: bucket for bucket in buckets for slot in bucket.slots}
         for module, params in outer_modules(model) if settings.overlap_param_gather else ():
-            reads = list(dict.fromkeys(bucket_of[p] for p in params if p in bucket_of))
+            reads = list(dict.fromkeys(self.bucket_of[p] for p in params if p in self.bucket_of))
             self.forward_hooks.append(module.register_forward_pre_hook(
                 lambda module, inputs, reads=reads: self.finish_all_gathers(reads)))
 
@@ -3229,7 +3481,7 @@ def rule_of(config: Config, group: AdamGroup | MuonGroup) -> Adam | NorMuon:
     beta1, beta2, decay = (flag if own is None else own for own, flag in (
         (group.beta1, c.adam_beta1), (group.beta2, c.adam_beta2), (group.weight_decay, c.adam_weight_decay)))
     return Adam(c.adam_lr * group.lr_mul, beta1, beta2, c.adam_eps, c.adam_every, decay, c.adam_fp32_moments,
-                rows=c.lazy_tables and group.kind == "ngram_embeds")
+                rows=group.kind == "ngram_embeds", lazy=c.lazy_tables)
 
 def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
     """Assign every parameter that is not frozen its update rule, by its kind, in the model's order."""
@@ -3370,9 +3622,8 @@ class Trainer:
         if config.attention == "masked" or self.compiled and not gpu:  # compiled code needs masks of one shape
             self.model.reach = longest_window(config)
         self.model.flash = config.attention == "flash"
-        for block in self.model.blocks:
-            if block.mlp is not None:
-                block.mlp.kernels = config.kernels == "on" or config.kernels == "auto" and gpu
+        for module in (self.model.lm_head, *(block.mlp for block in self.model.blocks if block.mlp is not None)):
+            module.kernels = config.kernels == "on" or config.kernels == "auto" and gpu
         if self.compiled:
             self.model.compile_parts()
         self.optimizer = build_optimizer(config, self.model, comm, self.compiled)
@@ -3387,10 +3638,10 @@ class Trainer:
         model, optimizer, cross_entropies = self.model, self.optimizer, []
         model.apply_schedule(plan.rotary_windows, plan.tied and not plan.unties)
         if plan.tied:  # the embedding reads the head's weights before the head's own forward would wait for them
-            optimizer.finish_all_gathers()
+            optimizer.finish_all_gathers([optimizer.bucket_of[model.lm_head.weight]])
         if plan.unties:
             optimizer.copy_parameter("lm_head.weight", "embed.weight")
-        if self.config.lazy_tables:
+        if self.config.ngrams:
             read = model.rows_read(torch.from_numpy(np.stack(batch)[:, :-1].astype(np.int32)))
             optimizer.announce_rows(plan.step, read)
         for i, micro_batch in enumerate(batch):
@@ -3398,12 +3649,15 @@ class Trainer:
             count_documents(model, micro_batch[:-1])
             with optimizer.reducer.span("forward"):
                 objective, cross_entropy = model(inputs, targets, plan.windows, plan.loss_weights, plan.prefix_weight)
+            if i + 1 == len(batch):
+                optimizer.scales.start_gather(self.comm)
             optimizer.prepare_for_backward(plan.step, i, len(batch), objective)
             with optimizer.reducer.span("backward"):
                 objective.backward()
             cross_entropies.append(cross_entropy)
         with optimizer.reducer.span("step"):
             optimizer.step(plan)
+            optimizer.scales.update()
         return cross_entropies
 
     def validate(self, plan: Plan, sequences: np.ndarray,
@@ -4236,6 +4490,9 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
         changes.append("FlashAttention 3 is not installed or this is no Hopper GPU: using torch's own version")
     if config.kernels == "auto" and (triton is None or capability < [9, 0]):
         config = dataclasses.replace(config, kernels="off")
+    if config.fp8_mlp and config.kernels == "off":
+        config = dataclasses.replace(config, fp8_mlp=False)
+        changes.append("the MLP's kernels are off: its products stay in bf16")
     return config, changes
 
 def with_digests(shards: list[Shard], comm: Comm, local_rank: int, local_ranks: int) -> list[Shard]:

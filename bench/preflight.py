@@ -90,7 +90,8 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
         p.data.normal_(0, 0.02) if p.dim() > 1 else p.data.fill_(0.5)
     with device:
         # with small n-gram tables, which no part reads
-        as_plain = dataclasses.replace(c, dtype="float32", fp8_head=False, ngrams=re.sub(r":\d+:", ":2:", c.ngrams))
+        as_plain = dataclasses.replace(c, dtype="float32", fp8_head=False, fp8_mlp=False,
+                                       ngrams=re.sub(r":\d+:", ":2:", c.ngrams))
         plain = T.build_model(as_plain, trainer.stream.shards[0].encoding)
         # documents of twice the long window on average: most tokens have a window's border, not a document's, before them
         text = torch.where(torch.rand(max(T.micro_batch_lengths(c))) * plan.windows.long < 0.5, model.bos_id, 0)
@@ -140,7 +141,7 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
             out_grad = grad.to(out.dtype).view_as(out) if out.dim() else None
             grads = torch.autograd.grad(out, leaves, out_grad, allow_unused=True)  # a lone MLP does not use all of them
             return [out.detach(), *(x for x in grads if x is not None)]
-        return Part(name, way[0], compute, ALLOWED_IN_FP8 if way[0] == "fp8" else ALLOWED[x.dtype], way[1])
+        return Part(name, way[0], compute, ALLOWED_IN_FP8 if way[0].startswith("fp8") else ALLOWED[x.dtype], way[1])
 
     masked = None if model.reach else ("attention", "masked")
     way = {T.DocumentTable: ("FlashAttention", ("attention", "flex")), T.BlockMask: ("FlexAttention", masked),
@@ -150,11 +151,14 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
     for i, one in enumerate(model.groups):
         kernels = any(block.mlp is not None and block.mlp.kernels for block in one.blocks)
         way = (f"{way_of(trainer)[0]}, with kernels", ("kernels", "off")) if kernels else way_of(trainer)
+        way = ("fp8", ("fp8_mlp", False)) if c.fp8_mlp and any(block.mlp for block in one.blocks) else way
         read = {id(p) for p in one.parameters()}
         learned = [name for name, p in model.named_parameters() if id(p) in read]
         yield part(f"layers {one.numbers.start} to {one.numbers.stop - 1}", way, functools.partial(group, i),
                    [*reads(i).values()], *LAMBDAS, *learned)
-    yield part("head", ("fp8", ("fp8_head", False)) if model.lm_head.fp8 else way_of(trainer), head, (x,), "lm_head.")
+    way = ("fp8", ("fp8_head", False)) if model.lm_head.fp8 else way_of(trainer)
+    way = (f"{way[0]}, with kernels", ("kernels", "off")) if model.lm_head.kernels else way
+    yield part("head", way, head, (x,), "lm_head.")
 
 
 def rule_parts(trainer: T.Trainer) -> Iterator[Part]:
@@ -385,13 +389,20 @@ def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, i
     value_tables, saved_outputs = len({layer.value_table for layer in layers} - {None}), len(T.saved_layers(c))
     matrices = (4 * attentions + 8 * mlps) * c.model_dim ** 2
     entries = (2 + value_tables) * vocab_size * c.model_dim + T.ngram_entries(c)
-    # parameters and gradients, and a rank's share of the moments: one in float32 for a matrix, two for an entry
-    permanent = 8 * matrices + 2 * size * entries + (4 * matrices + 2 * T.moment_bytes(c) * entries) / ranks
+    # parameters, gradients but those of n-gram tables, and a rank's share of the moments: one in float32 for a matrix, two
+    # for an entry
+    gradients = entries - T.ngram_entries(c)
+    permanent = 8 * matrices + size * (entries + gradients) + (4 * matrices + 2 * T.moment_bytes(c) * entries) / ranks
     width, logits, lengths = c.model_dim * size, vocab_size * size, T.micro_batch_lengths(c)  # bytes of a token
     eager, of_mlp = c.compile == "off", 14 if c.kernels == "off" else 10
-    copies = (2 if c.fp8_head else 1) + 6 * eager  # of the logits; fp8 also keeps their gradient, twice in e5m2
-    saved = ((10 if eager else 4) * attentions + of_mlp * mlps + 32) * width + logits * copies
-    training = permanent + max(lengths) * saved + 340 * 2 ** 20
+    saved = ((9 if eager else 4) * attentions + of_mlp * mlps + 32) * width
+    if c.kernels == "off":
+        saved += logits * ((2 if c.fp8_head else 1) + 6 * eager)  # fp8 also keeps their gradient, twice in e5m2
+        of_loss = 0
+    else:  # the gradient of all logits, and the logits of one call of the head
+        saved += logits * (0.5 if c.fp8_head else 1)
+        of_loss = min(lengths) * logits
+    training = permanent + max(lengths) * saved + of_loss + 340 * 2 ** 20
     trunk = c.val_len * (12 + 7 * eager + saved_outputs + value_tables) * width
     if c.attention == "masked":
         window, paired = T.longest_window(c), any(layer.window == "P" for layer in layers)

@@ -131,7 +131,8 @@ def test_rows(start, tmp_path):
     out, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     needed, sent = ({row["rank 0 of 2"]: row[key] for row in rows(out)} for key in ("MB needed", "sent / needed"))
-    assert float(needed["no tables"]) == 0 and float(needed["all rows"]) == pytest.approx(2 * 4000 * 16 * 4 / 1e6, abs=0.005)
+    new_values = 4000 * 16 * 4 / 1e6  # of the half of both tables that rank 0 owns; gradients are few rows
+    assert float(needed["no tables"]) == 0 and new_values < float(needed["all rows"]) + 0.005 < 1.1 * new_values
     assert 0 < float(needed["rows with a gradient"]) < 0.2 * float(needed["all rows"])
     assert 1 < float(sent["rows with a gradient"]) < 1.2
 
