@@ -192,7 +192,7 @@ PARAM_GROUPS = (
     AdamGroup("post_lambdas", weight_decay=0.0),
     AdamGroup("xsa_lambdas", weight_decay=0.0),
     AdamGroup("token_gates", lr_mul=0.1),  # small networks, whose outputs weight whole residual streams
-    AdamGroup("token_gate_biases", lr_mul=0.1, weight_decay=0.0),
+    AdamGroup("token_gates_biases", lr_mul=0.1, weight_decay=0.0),
     AdamGroup("mudd", lr_mul=0.25),
     AdamGroup("mudd_biases", lr_mul=0.25, weight_decay=0.0),
     MuonGroup("gates"),
@@ -395,7 +395,7 @@ PRESETS = {
             AdamGroup("gates", 1.0, beta1=0.9, beta2=0.99, weight_decay=0.005),
             AdamGroup("smear_gate", 0.01, beta1=0.9, beta2=0.99, weight_decay=0.0),
             AdamGroup("token_gates", 0.1, beta1=0.9, beta2=0.99, weight_decay=0.005),
-            AdamGroup("token_gate_biases", 0.1, beta1=0.9, beta2=0.99, weight_decay=0.0),
+            AdamGroup("token_gates_biases", 0.1, beta1=0.9, beta2=0.99, weight_decay=0.0),
             AdamGroup("mudd", 0.25, beta1=0.9, beta2=0.99, weight_decay=0.005),
             AdamGroup("mudd_biases", 0.25, beta1=0.9, beta2=0.99, weight_decay=0.0),
             MuonGroup("mlp_proj", lr_mul=4.0),
@@ -1286,8 +1286,6 @@ def offset_keys(k_THD: Tensor) -> Tensor:
     quarters = torch.arange(k_THD.size(-1), device=k_THD.device) // (k_THD.size(-1) // 4)
     return torch.where(quarters % 2 == 1, torch.cat([k_THD[:1], k_THD[:-1]]), k_THD)
 
-BIASES = {"token_gates": "token_gate_biases", "mudd": "mudd_biases"}  # kinds
-
 class TokenWeights(nn.Module):
     """A small network that computes weights per token: scale * (out @ gelu(hidden @ x) + bias).
 
@@ -1302,7 +1300,7 @@ class TokenWeights(nn.Module):
         bound, values = 1 / math.sqrt(dim), torch.tensor([*itertools.chain(*init.values())])
         self.hidden = parameter(torch.empty(self.WIDTH, dim).uniform_(-bound, bound).to(dtype), kind)
         self.out = parameter(torch.zeros(len(values), self.WIDTH, dtype=dtype), kind)
-        self.bias = parameter((values / self.SCALE).to(dtype), BIASES[kind])
+        self.bias = parameter((values / self.SCALE).to(dtype), f"{kind}_biases")
 
     def compute(self, x: Tensor, scale: Tensor | float = SCALE) -> Tensor:
         """x [T, dim] -> all weights [T, n]."""
@@ -1312,6 +1310,8 @@ class TokenWeights(nn.Module):
     def by_name(self, weights: Tensor) -> dict[Any, Tensor]:
         """Split all weights [T, n] into those of each name [T, size]."""
         return dict(zip(self.sizes, weights.split([*self.sizes.values()], dim=1)))
+
+NGRAM_GATE_INIT = 0.05
 
 def gates_of(config: Config, layers: range) -> dict[tuple[int, str], list[float]]:
     """Return the initial values of the token gates of these layers, by (layer, name); layer -1: before the first."""
@@ -1327,8 +1327,6 @@ def gates_of(config: Config, layers: range) -> dict[tuple[int, str], list[float]
         # the first layer's n-gram embeddings are added before it
         init |= {(-1 if name == "ngrams" and i == first else i, name): v for name, v in present.items() if v}
     return init
-
-NGRAM_GATE_INIT = 0.05
 
 class Attention(nn.Module):
     """Causal attention with a gate per head and token.
@@ -1811,7 +1809,7 @@ class GPT(nn.Module):
         self.lm_head = Head(c, vocab)
         self.token_gates = nn.ModuleList(TokenWeights(c, "token_gates", gates_of(c, layers))
                                          for layers in gated_layers(c))
-        self.gate_scale = parameter(torch.tensor(TokenWeights.SCALE), "token_gate_biases") if c.token_gates else None
+        self.gate_scale = parameter(torch.tensor(TokenWeights.SCALE), "token_gates_biases") if c.token_gates else None
         self.mudd = Mudd(c) if c.mudd else None
         self.groups = nn.ModuleList(Group(self, numbers) for numbers in layer_groups(c))
         # all scalar weights of the layers are one parameter, in this order; see mixing_weights

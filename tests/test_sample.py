@@ -29,7 +29,7 @@ def shaken(config, encoding=BYTES):
     torch.manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(torch.randn_like(p) * (0.1 if "lambda" in p.kind or p.kind == "scalars" else 0.3 * p.shape[-1] ** -0.5))
+            p.add_(torch.randn_like(p) * (0.1 if "lambda" in p.kind or p.kind == "scalars" or not p.dim() else 0.3 * p.shape[-1] ** -0.5))
     return model
 
 
