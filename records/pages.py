@@ -1,8 +1,10 @@
-"""Render templates/ to terminal text, Markdown and HTML, with jinja2, which torch installs."""
+"""Render templates/ to terminal text, Markdown and HTML with charts, with jinja2, which torch installs."""
 
 import html
+import math
 import os
 import re
+import statistics
 import textwrap
 from pathlib import Path
 
@@ -13,6 +15,9 @@ import logs
 FOLDER = Path(__file__).resolve().parent / "templates"
 TEMPLATES = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdir()}  # read once, at start
 WIDTH = 120  # columns of a terminal
+SMOOTHED = 1 / 20  # fraction of a run's steps in a running mean
+POINTS = 100  # of a line
+EARLY = 0.1  # fraction of a run that its vertical axis ignores: the loss falls too far for one scale
 
 
 def markdown(value):
@@ -31,10 +36,6 @@ def fence(lines):
     return "`" * max([3, *(1 + len(ticks) for line in lines for ticks in re.findall("`+", line))])
 
 
-def signed(value):
-    return f"{value:+.2f}".replace("-", "−")
-
-
 def number(value, digits=4):
     """Format a number, such as a p-value, with this many significant digits."""
     return "-" if value is None else f"{value:.{digits}g}"
@@ -51,12 +52,104 @@ def render(template, **values):
     env = jinja2.Environment(loader=jinja2.DictLoader(TEMPLATES), undefined=jinja2.StrictUndefined,
                              trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
                              autoescape=lambda name: bool(name) and ".html" in name)
-    env.filters |= {"md": markdown, "code": code, "fence": fence, "signed": signed, "number": number,
+    env.filters |= {"md": markdown, "code": code, "fence": fence, "number": number,
                     "printable": logs.printable, "plural": logs.plural, "basename": os.path.basename, "wrap": wrap}
-    env.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}  # for jinja's tojson
     return env.get_template(template).render(values)
 
 
 def show(template, **values):
     """Render a terminal text without surrounding or repeated blank lines."""
     return re.sub("\n{3,}", "\n\n", render(template, **values)).strip("\n")
+
+
+# Charts: places in percent of the chart's width and height, for templates/charts.html.jinja
+
+def running_means(points, steps=None):
+    """Return points with the running mean of their last value, POINTS of them at most.
+
+    points: tuples. steps: the steps of the whole run, if the points are the beginning of one."""
+    width, apart = max(1, round(SMOOTHED * (steps or len(points)))), math.ceil(len(points) / POINTS) or 1
+    return [(*points[at][:-1], statistics.fmean(point[-1] for point in points[max(0, at + 1 - width):at + 1]))
+            for at in range(len(points) - 1, -1, -apart)][::-1]
+
+
+def mean_curves(runs):
+    """Return the means over a side's runs: [(step, seconds, training loss)], smoothed, and the same of validations."""
+    def means(lines):
+        by_step = {}
+        for step, time_ms, loss in lines:
+            if step > 0 and time_ms is not None and loss is not None:
+                by_step.setdefault(step, []).append((time_ms / 1000, loss))
+        return [(step, *map(statistics.fmean, zip(*found))) for step, found in sorted(by_step.items())
+                if len(found) == len(runs)]
+    return (running_means(means((step.step, step.time_ms, step.train_loss) for run in runs for step in run.steps)),
+            means((line.step, line.time_ms, line.loss) for run in runs for line in run.validations))
+
+
+def is_near(target, low, high):
+    """Return whether an axis from low to high may be extended to the target: by half its length at most."""
+    return low - (high - low) / 2 <= target <= high + (high - low) / 2
+
+
+def far_note(level, values):
+    """Return (a note on a level that is far from the values, else "", and whether the axis is extended to it).
+
+    A level is (value, name) or None. One without a name is always shown."""
+    if not level or not level[1] or is_near(level[0], min(values), max(values)):
+        return "", bool(level)
+    return f"{level[1]} is far {'below' if level[0] < min(values) else 'above'}", False
+
+
+class Axis:
+    """A linear axis around values, with round ticks.
+
+    ticks: (place, text); whole: no fraction in a tick; tight: hardly a margin, as for steps"""
+
+    def __init__(self, values, most=6, whole=False, tight=False):
+        low, high = min(values), max(values)
+        margin = 0.06 * (high - low) or 0.01 * abs(high) or 1
+        self.low, self.high = low - margin * (not tight), high + margin / (3 if tight else 1)
+        least = (self.high - self.low) / most
+        power = 10.0 ** math.floor(math.log10(least))
+        step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= 0.999 * least)
+        step = max(step, 1) if whole else step
+        digits = max(0, -math.floor(math.log10(step) + 1e-9))
+        marks = [step * i for i in range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1)]
+        self.ticks = [(self.at(mark), f"{mark + 0.0:,.{digits}f}".replace("-", "−")) for mark in marks]
+
+    def at(self, value):
+        """Return a value's place in percent."""
+        return round(100 * (value - self.low) / (self.high - self.low), 2)
+
+
+def chart(title, unit, lines, level=None, whole=False):
+    """Return the drawing of lines over steps or seconds.
+
+    lines: dicts with name, color (0 to 5), points [(x, y)], dots [(x, y)], and perhaps a style, faint or dashed.
+    level: (value, name) of a horizontal line. The vertical axis follows the data; a level far away becomes a note."""
+    lines = [{"style": "", **line} for line in lines]
+    drawn = [line["points"] or line["dots"] for line in lines]
+    late = [y for line, points in zip(lines, drawn) for x, y in (*line["points"], *line["dots"])
+            if x >= EARLY * points[-1][0]]
+    note, shown = far_note(level, late)
+    x = Axis([0, *(points[-1][0] for points in drawn)], whole=whole, tight=True)
+    y = Axis([*late, level[0]] if shown else late)
+
+    def path(points):
+        return "L".join(f"{x.at(a)},{round(100 - y.at(b), 2)}" for a, b in points)
+    for line in lines:
+        line |= {"path": path(line["points"]), "dots": "".join(f"M{path([dot])}h0" for dot in line["dots"])}
+    return {"title": title, "unit": unit, "lines": lines, "x": x, "y": y, "note": note,
+            "level": round(100 - y.at(level[0]), 2) if shown else None, "level_name": level and level[1]}
+
+
+def strip(title, unit, rows, level=None):
+    """Return the drawing of rows of dots on one horizontal axis.
+
+    rows: dicts with name, color, dots [(value, text, link or None)], mean (mean, low, high), and perhaps hollow.
+    level: (value, name) of a vertical line; far from the values it becomes a note."""
+    values = [value for row in rows for value in (*(dot[0] for dot in row["dots"]), *row["mean"])]
+    note, shown = far_note(level, values)
+    axis = Axis([*values, level[0]] if shown else values, most=4)
+    return {"title": title, "unit": unit, "rows": rows, "axis": axis, "note": note,
+            "level": axis.at(level[0]) if shown else None}

@@ -8,18 +8,20 @@
 
 import logs
 
-logs.end_at_ctrl_c(__name__)  # importing numpy takes time
+logs.end_at_ctrl_c(__name__)  # importing matplotlib takes time
 
 import argparse
+import functools
+import textwrap
 from pathlib import Path
 
-import numpy as np
+import pages
 
 STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
          "grid.color": "#e6e6e6", "axes.axisbelow": True, "axes.titleweight": "bold", "axes.titlelocation": "left",
          "svg.fonttype": "none"}
-TRAINING, VALIDATION = "#1b6ac9", "#e07b39"
-SMOOTHED = 1 / 20  # fraction of the steps in a running mean, and of the first steps outside the loss axis
+COLORS = "#1b6ac9", "#b8531a", "#1d7044", "#7a3fb5", "#a8780a", "#0f7d86"  # as in templates/theme.css
+TRAINING, VALIDATION = COLORS[:2]
 
 
 class NothingToDraw(Exception):
@@ -35,51 +37,127 @@ def read(path):
     return run
 
 
-def running_mean(values):
-    """Return the mean of each value and those before it, over SMOOTHED of all values."""
-    width = max(1, round(SMOOTHED * len(values)))
-    sums = np.convolve(values, np.ones(width))[:len(values)]
-    return sums / np.minimum(np.arange(1, len(values) + 1), width)
+def title_of(run):
+    """Return what a run has reached, as the title of its plot."""
+    start, target = run.start or {}, logs.target_of(run)
+    name = f"{start['preset']} preset, seed {start.get('seed')}" if "preset" in start else Path(run.path).name
+    if not run.over:
+        return f"{name}: step {run.last_step} of {run.stated_steps or '?'}"
+    if not run.final_loss:
+        return f"{name}: ended at step {run.last_step}"
+    reached = "" if target is None else f", target {target:g} {'' if run.final_loss <= target else 'not '}reached"
+    return (f"{name}: validation loss {run.final_loss:.4f} after {run.last_step:,} steps and "
+            f"{run.train_time_ms / 1000:,.1f} s{reached}")
 
 
-def draw(run, out, form=None):
-    """Write the plot to a path or an open file. form: a format like "svg"; for a path its suffix decides."""
+def follow(axes, losses, target):
+    """Fit the vertical axis to these losses. Draw the target's line if it is near; else the legend says where it is."""
+    if not losses:
+        return
+    note, near = pages.far_note(target and (target, f"target {target:g}"), losses)
+    if near:
+        axes.axhline(target, color="#333333", lw=1, ls="--", label=f"target {target:g}")
+        losses = [*losses, target]
+    elif note:
+        axes.plot([], [], " ", label=note)
+    length = max(losses) - min(losses) or 0.1
+    axes.set_ylim(min(losses) - 0.06 * length, max(losses) + 0.02 * length)
+
+
+def draw(run, out):
+    """Write the plot of a run to a path, whose suffix decides the format."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    config = (run.start or {}).get("config")
     trained = [step for step in run.steps if step.train_loss is not None]
     timed = [step for step in run.steps if step.step > 0 and not step.validation]
     validated = [step for step in run.validations if step.time_ms is not None]
-    target = config.get("target_val_loss") if isinstance(config, dict) else None
-    target = target if type(target) in (int, float) else None
+    target, mean = logs.target_of(run), functools.partial(pages.running_means, steps=run.stated_steps)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(12, 4))
+        figure = Figure(figsize=(12, 4.3))
         over_steps, over_seconds, speed = figure.subplots(1, 3)
-        figure.subplots_adjust(left=0.05, right=0.99, bottom=0.12, top=0.93, wspace=0.2)  # a fitted layout takes 0.3 s
+        figure.subplots_adjust(left=0.05, right=0.99, bottom=0.12, top=0.84, wspace=0.2)  # a fitted layout takes 0.3 s
+        figure.suptitle(logs.printable(title_of(run)), x=0.01, ha="left", fontweight="bold")
+        late = [line.loss for line in validated if line.step > 0] + [
+            step.train_loss for step in trained if step.step >= pages.EARLY * trained[-1].step]
         for axes, place, title, unit in (
                 (over_steps, lambda line: line.step, "Loss over steps", "step"),
-                (over_seconds, lambda line: line.time_ms / 1000, "Loss over seconds", "seconds of training")):
+                (over_seconds, lambda line: line.time_ms / 1000, "Loss over time", "seconds of training")):
             if trained:
-                at, losses = [place(step) for step in trained], [step.train_loss for step in trained]
-                axes.plot(at, losses, color=TRAINING, lw=0.7, alpha=0.3)
-                axes.plot(at, running_mean(losses), color=TRAINING, lw=1.5, label="training and its running mean")
+                losses = [(place(step), step.train_loss) for step in trained]
+                axes.plot(*zip(*losses), color=TRAINING, lw=0.7, alpha=0.3)
+                axes.plot(*zip(*mean(losses)), color=TRAINING, lw=1.5, label="training and its running mean")
             shown = [line for line in validated if line.step > 0] or validated
             axes.plot([place(line) for line in shown], [line.loss for line in shown], "o-", color=VALIDATION,
                       label=f"validation: {shown[-1].loss:.4f}" if shown else "validation: none yet")
-            if target:
-                axes.axhline(target, color="#333333", lw=1, ls="--", label=f"target {target:g}")
-            axes.set(title=title, xlabel=unit, ylabel="nats/token")
-        if late := [step.train_loss for step in trained if step.step >= SMOOTHED * trained[-1].step]:
-            lowest = min([*late, *(line.loss for line in validated), *([target] if target else [])])
-            for axes in (over_steps, over_seconds):
-                axes.set_ylim(lowest - 0.05 * (max(late) - lowest + 0.1), max(late))
+            axes.set(title=title, xlabel=unit, ylabel="nats per token")
+            follow(axes, late, target)
         over_steps.legend(frameon=False, loc="upper right")
         if len(timed) > 1:
-            steps, ms = (np.array([getattr(step, name) for step in timed]) for name in ("step", "time_ms"))
-            speed.plot(steps[1:], running_mean(np.diff(ms) / np.maximum(np.diff(steps), 1)), color=TRAINING)
+            ms = [(b.step, (b.time_ms - a.time_ms) / max(b.step - a.step, 1)) for a, b in zip(timed, timed[1:])]
+            speed.plot(*zip(*mean(ms)), color=TRAINING)
         speed.set(title="Speed", xlabel="step", ylabel="ms/step", ylim=(0, None))
-        figure.savefig(out, dpi=120, format=form)
+        for axes in (over_steps, speed):
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.set_xlim(0, 1.03 * run.steps[-1].step or 1)
+        figure.savefig(out, dpi=120)
+
+
+def shorten(name, width=26):
+    return textwrap.shorten(logs.printable(name), width, placeholder=" …")
+
+
+def draw_strip(axes, strip):
+    """Plot a strip of stats.strips: a row for each side, a dot for each run, the mean with its interval."""
+    for at, row in enumerate(strip["rows"]):
+        color, (mean, low, high) = COLORS[row["color"] % len(COLORS)], row["mean"]
+        axes.plot(row["values"], [at] * len(row["values"]), "o", color=color, alpha=0.4, markeredgewidth=0)
+        axes.errorbar(mean, at, xerr=[[mean - low], [high - mean]], fmt="D", color=color, capsize=4, markersize=5)
+    values = [value for row in strip["rows"] for value in (*row["values"], *row["mean"])]
+    note, near = pages.far_note(strip["level"], values)
+    if near:
+        axes.axvline(strip["level"][0], color="#333333", lw=1, ls="--")
+    axes.set_title(strip["title"])
+    axes.set_xlabel("; ".join(filter(None, (shorten(strip["unit"], 40), note))))
+    axes.set_yticks(range(len(strip["rows"])), [shorten(row["name"]) for row in strip["rows"]])
+    axes.set_ylim(len(strip["rows"]) - 0.5, -0.5)
+    axes.xaxis.get_major_locator().set_params(nbins=5)
+    axes.ticklabel_format(axis="x", useOffset=False)
+    axes.grid(False, axis="y")
+
+
+def draw_sides(titles, sides, strips, target, path):
+    """Plot the mean loss of each side over time (over steps without clocks), and beside it stats.strips."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    timed = not any(side.untimed for side in sides)
+    with matplotlib.rc_context(STYLE):
+        columns = 1 + max(map(len, strips))
+        figure = Figure(figsize=(4.8 * columns, 4.2 + 0.2 * len(sides)), layout="constrained")
+        lines = [line for title in titles for line in textwrap.wrap(logs.printable(title), 48 * columns)]
+        figure.suptitle("\n".join(lines), x=0.01, ha="left", fontweight="bold")
+        grid = figure.add_gridspec(len(strips), columns)
+        curves, late = figure.add_subplot(grid[:, 0]), []
+        for at, side in enumerate(sides):
+            color, label = COLORS[at % len(COLORS)], f"{shorten(side.label)}, n = {len(side.runs)}"
+            trained, validated = ([(found[int(timed)], found[2]) for found in points]
+                                  for points in pages.mean_curves(side.runs))
+            line = "--" if len(sides) > 1 and side is sides[-1] else "-"  # the base's may lie on the others
+            for points, style in ((trained, line), (validated, "o" if trained else "o" + line)):
+                if points:
+                    curves.plot(*zip(*points), style, color=color, label=label)
+                    late += [loss for place, loss in points if place >= pages.EARLY * points[-1][0]]
+                    label = None
+        follow(curves, late, target)
+        if late:
+            curves.legend(frameon=False)
+        curves.set(title="Loss", xlabel="seconds of training" if timed else "step",
+                   ylabel="nats per token; line: training, dot: validation")
+        for row, of_part in enumerate(strips):
+            for column, strip in enumerate(of_part, 1):
+                draw_strip(figure.add_subplot(grid[row, column]), strip)
+        figure.savefig(path, dpi=150)
 
 
 def main(arguments=None):

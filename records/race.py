@@ -12,7 +12,8 @@
     python records/race.py --resume logs/race-ID/race.jsonl                       resume a race (if it runs another
                                                       project's script, with the same --vs and --cmd)
 
-Pairs run a b, b a, a b, ...: a machine that warms up or becomes busier then affects both sides equally. Run i has seed
+A first run does not count: it warms the machine up, and its log is not kept. race.jsonl states it as run 0. Then pairs
+run a b, b a, a b, ...: a machine that warms up or becomes busier then affects both sides equally. Run i has seed
 BASE + i on both sides (BASE: --seed among the flags, or 0). The largest number of runs, the deciding test (--test), and
 whether looks may end the race are declared before the first run, so nobody can stop at a convenient moment.
 --until-decided looks after every pair, with bounds that keep alpha (stats.bounds).
@@ -72,7 +73,9 @@ from stats import MANIFEST, SCRIPT, Manifest, order
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN_FLAGS = ("--run_id", "--log_dir", "--resume", "--race")
+DEFAULT_N = 5  # runs of each side
 PATIENCE_S = 30  # until a run that ignores an interrupt is killed
+UNCOUNTED = "uncounted"  # subfolder for the log of the first run while it runs
 LOOK_S = 0.02  # between two looks at a run's log
 MOST_LOGS = 50  # earlier logs that are read to predict the duration
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # loaded now: a child must not load libraries before it execs
@@ -85,7 +88,8 @@ CHECK = ("import json, sys; sys.path.insert(0, ''); import train_gpt as t; ranks
          "t.check_config(config, int(ranks))\n"
          "except t.RunError as error: sys.exit(str(error))\n"
          "print(json.dumps({'preset': preset, 'steps': config.num_steps, 'small_model':\n"
-         "    hasattr(config, 'save_model') and not any(f.startswith('--save_model') for f in flags)}))")
+         "    hasattr(config, 'save_model') and not any(f.startswith('--save_model') for f in flags),\n"
+         "    'target': getattr(config, 'target_val_loss', None)}))")
 # After a run, in a process of its own so that its memory is freed
 HALVE = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import examine; examine.halve(sys.argv[1])"
 # Wraps a rank, as torchrun passes no open file on: the rank holds the race's lock as long as it lives
@@ -329,14 +333,16 @@ def run_once(manifest, folder, lock, run, side, interrupts):
     race = manifest.race
     tries = sum((attempt["run"], attempt["side"]) == (run, side) for attempt in manifest.attempts.values())
     run_id = f"{race['id']}_{run:02}{side}" + (f"_again{tries}" if tries else "")
-    seed, log = race["seed"] + run, manifest.path.parent / f"{run_id}.txt"
+    seed, home = race["seed"] + run, manifest.path.parent
+    log = (home if run else home / UNCOUNTED) / f"{run_id}.txt"
+    log.parent.mkdir(exist_ok=True)
     attempt = {"run": run, "side": side, "run_id": run_id, "seed": seed, "started_at": now(), "status": "started"}
     version = race["sides"][side]
     foreign, before, words = "folder" in version, logs_of(folder), version["flags"]
     if not foreign:
         words = [*command(race["ranks"], manifest.path), *words, f"--seed={seed}", f"--run_id={run_id}",
                  f"--log_dir={log.parent}", f"--race={race['id']}:{run}:{race['n']}:{side}"]
-        words += ["--save_model=true"] * version["small_model"]
+        words += ["--save_model=true"] * (version["small_model"] and run > 0)
     manifest.write(attempt)
     threads = {"OMP_NUM_THREADS": race["threads"]} if race.get("threads") else {}  # also when the race is resumed
     stamps = Stamps(log)
@@ -357,6 +363,8 @@ def run_once(manifest, folder, lock, run, side, interrupts):
     status = "done" if complete_log(log) else "interrupted" if interrupted else "failed"
     manifest.write({**attempt, "ended_at": now(), "status": status, "exit": code, "seconds": seconds,
                     "logged": log.exists(), "stamps": stamped})
+    if not run:
+        shutil.rmtree(log.parent)
     if version.get("small_model") and (model := log.with_suffix(".pt")).exists():
         halved = subprocess.run([*ALONE, "-c", HALVE, str(model)], env=environment(), capture_output=True, text=True)
         if halved.returncode:
@@ -376,45 +384,42 @@ def stop(process, interrupts):
 
 
 def now():
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
-def interim_report(manifest):
-    """Return the report of the runs that are done, or None; a ladder is judged when all are done."""
-    if len(manifest.race["sides"]) > 2:
-        return None
+def sides_done(manifest):
+    """Return the Sides with a run that is done; the last is the base."""
     done, sides = manifest.done(), []
     for name in manifest.race["sides"]:
         runs = [complete_log(manifest.path.parent / f"{done[run, side]['run_id']}.txt")
                 for run, side in sorted(done) if side == name]
         if any(runs):
-            sides.append(stats.Side(f"side {name}" if name else "runs", [run for run in runs if run],
+            sides.append(stats.Side(f"side {name}" if name else "runs", list(filter(None, runs)),
                                     declared=manifest.race))
-    return stats.interim_report(sides, manifest.race["alpha"]) if sides else None
+    return sides
 
 
-def describe_report(report, unknown):
-    """Return one line: train_time and loss of each side with intervals, and the difference; else the text unknown."""
-    parts = []
-    for side in report["sides"] if report else ():
-        shown = []
-        for values, unit in [(side.seconds, "s")] * (not side.untimed) + [(side.losses, "loss")]:
-            ends = stats.mean_interval(values, report["alpha"])
-            interval = f" [{ends[0]:.4f} … {ends[1]:.4f}]" if ends else ""
-            shown.append(stats.show_mean(stats.summary(values), unit) + interval)
-        parts.append(f"{side.name.removeprefix('side ')}: {', '.join(shown)} ({len(side.runs)})")
-    if compared := report and report["comparison"]:
-        low, high = compared["interval"]
-        parts.append(f"a - b: {compared['difference']:+.4f} s [{low:+.4f} … {high:+.4f}], a is "
-                     f"{stats.show_ratio(compared)}")
-    return "; ".join(parts) or unknown
+def interim(manifest, sides):
+    """Return (Verdicts of the rounds that all sides have done, the text to show)."""
+    rounds = [{stats.race_of(run).run for run in side.runs} for side in sides]
+    *ideas, base = [stats.replace(side, runs=[run for run in side.runs if stats.race_of(run).run in set.intersection(
+        *rounds)]) for side in sides] or [None]
+    if not base or not base.runs or len(sides) < len(manifest.race["sides"]):
+        return [], ""
+    so_far = f"{len(base.runs)} of {manifest.race['n']}"
+    if ideas:
+        found = stats.verdicts([(idea, base) for idea in ideas])
+        return found, f"so far, {so_far} runs a side:\n{stats.table_of_verdicts(found)}"
+    means = [stats.show_mean(stats.summary(base.losses), "loss")]
+    means += [] if base.untimed else [stats.show_mean(stats.summary(base.seconds))]
+    return [], f"so far, {so_far} runs: {', '.join(means)} (mean ± sd)"
 
 
-def draw(manifest, report):
+def draw(manifest, sides, found):
     """Replace race.png atomically. A plot that fails does not stop the race."""
     path = manifest.path.with_name(stats.PICTURE)
     try:
-        stats.plot(report, str(path.with_name(".next.png")))
+        stats.plot(sides, found, str(path.with_name(".next.png")))
         path.with_name(".next.png").replace(path)
     except (stats.CannotJudge, ImportError, OSError) as reason:
         say(logs.brief(f"no plot: {reason}"))
@@ -424,7 +429,10 @@ def decided(manifest):
     """Return why a race that runs until it is decided is over, or None."""
     options = stats.parse(stats_arguments(manifest))
     try:
-        return stats.judge(stats.choose_sides(options), options)["reason"]
+        report = stats.judge(stats.choose_sides(options), options)
+        if report["verdict"] != stats.UNJUDGED:
+            return report["reason"]
+        raise stats.CannotJudge(report["reason"])
     except stats.Undecided:
         return None
     except stats.CannotJudge as reason:
@@ -441,7 +449,8 @@ def stats_arguments(manifest):
 
 def time_left(manifest, runs):
     """Estimate the duration of the remaining runs from those done, or before the first from an earlier similar run."""
-    took, like = [attempt["seconds"] for attempt in manifest.done().values() if "seconds" in attempt], ""
+    done = [attempt for attempt in manifest.attempts.values() if attempt["status"] == "done" and "seconds" in attempt]
+    took, like = [attempt["seconds"] for attempt in done if attempt["run"] or len(done) == 1], ""
     if not took and (earlier := similar_run(manifest.race)):
         took, like = [earlier.end["wall_seconds"]], f", if each takes as long as {os.path.basename(earlier.path)} did"
     if not took:
@@ -482,35 +491,41 @@ def check_resumed(manifest, vs, words):
 
 def run_all(manifest, where, lock):
     """Run everything that is not done yet. Return the exit status."""
-    race, how = manifest.race, resume_command(manifest)
-    looks, each = race["until_decided"], len(race["sides"])
+    race, how, names = manifest.race, resume_command(manifest), logs.side_names(manifest.race)
+    looks, each, folder = race["until_decided"], len(race["sides"]), manifest.path.parent
     todo = [which for which in order(race["n"], race["sides"]) if which not in manifest.done()]
-    report, unknown = interim_report(manifest), "judged when all are done" if each > 2 else "no run yet"
-    for i, (run, side) in enumerate(todo):
+    for i, (run, side) in enumerate([(0, todo[0][1]), *todo] if todo else []):
         done = len(manifest.done())
         if looks and done >= 2 * each and done % each == 0 and (reason := decided(manifest)):
             say(f"decided: {reason}")
             break
-        say(f"run {run} of {'at most ' * looks}{race['n']}{' side ' + side if side else ''}, seed "
-            f"{race['seed'] + run}; {describe_report(report, unknown)}; {time_left(manifest, len(todo) - i)}")
+        what = f"run {done + 1} of {'at most ' * looks}{each * race['n']}" if run else "a first run, not counted"
+        say(f"{what}: {f'side {side}, ' if side else ''}{names[side]}, seed {race['seed'] + run}; "
+            f"{time_left(manifest, len(todo) + 1 - i)}")
         require(source_hash(race["sides"][side], where[side]) == race["sides"][side]["source_sha256"],
                 f"{SCRIPT} was changed during the race; restore it and resume with: {how}")
         with interrupts_deferred() as interrupts:
             status = run_once(manifest, where[side], lock, run, side, interrupts)
-        report = interim_report(manifest)
-        if report:
-            draw(manifest, report)
+        sides = sides_done(manifest) if run else []
+        found, text = interim(manifest, sides)
+        if sides:
+            draw(manifest, sides, found)
         if interrupts or status != "done":
-            what = {"done": "is done, and the race interrupted", "interrupted": "was interrupted",
-                    "failed": "failed (see above)"}[status]
-            say(f"run {run}{side} {what}; {len(manifest.done())} of {race['n'] * len(race['sides'])} runs are done and "
+            ended = {"done": "is done, and the race interrupted", "interrupted": "was interrupted",
+                     "failed": "failed (see above)"}[status]
+            say(f"{f'run {run}{side}' if run else what} {ended}; {len(manifest.done())} of {race['n'] * len(race['sides'])} runs are done and "
                 f"kept. Resume with: {how}")
             return 1 if status == "failed" else 130
-    say(f"all runs are done: {describe_report(report, unknown)}; logs: {manifest.path.parent}\n")
-    if len(race["sides"]) > 2:
-        ladder.main([str(manifest.path.parent)])
+        if text and len(manifest.done()) % each == 0 and i < len(todo):
+            say(text)
+    say(f"all runs are done; logs: {folder}\n")
+    if each > 2:
+        ladder.main([str(folder)])
     else:
         stats.main(stats_arguments(manifest))
+    add = "ladder.py {} --record {} --title" if each > 2 else "board.py add {} {}"
+    add = add.format(os.path.relpath(folder, ROOT), f"records/{datetime.now():%Y-%m-%d}_NAME")
+    say(f'to keep this race as a record: .venv/bin/python records/{add} "what was tried"')
     return 0
 
 
@@ -575,7 +590,10 @@ def parse(arguments):
     if options.until_decided and options.max_n < 4 or not 0 < options.alpha < 0.5:  # no bootstrap decides on 3 losses
         parser.error(f"--max-n is {options.max_n} and --alpha {options.alpha}; give at least 4, and less than 0.5")
     options.n = options.max_n or options.n
-    if not options.resume and (options.n or 0) < 1:
+    if options.n is None and not options.resume:
+        options.n = DEFAULT_N
+        say(f"-n {DEFAULT_N}, as no number of runs was given")
+    if not options.resume and options.n < 1:
         parser.error(f"-n is {options.n}; give the number of runs, at least 1")
     options.flags = flags
     return options
@@ -603,6 +621,8 @@ def main(arguments=None):
             race = manifest.race
             where = held.enter_context(folders(race["sides"]))
             check_sides(race, where)
+            require(not race["until_decided"] or all(side.get("target") != 0 for side in race["sides"].values()),
+                    "--until-decided decides by a target loss, and these runs have none; give --target_val_loss")
             if not options.resume:
                 manifest.path.parent.mkdir(parents=True)
                 lock = held.enter_context(lock_race(manifest.path))

@@ -36,6 +36,7 @@ Train one model, or race two versions. The first call installs the packages into
 REST = """\
 All other flags go to train_gpt.py, for example --preset laptop, --num_steps 300, --seed 7.
 --help-all lists them, as does .venv/bin/python train_gpt.py --help."""
+TRIAL = 0.5  # a run of fewer of the preset's steps cannot reach its target
 MAX_MODELS = 5  # of 64 MB each
 MIN_STEPS = 40  # a small text is repeated up to so many: fewer learn too little, more learn it by heart (LOG.md)
 MIN_TOKENS = 64  # of a micro-batch, if a text does not fill one of the preset's
@@ -77,7 +78,7 @@ def make_parser():
     group.add_argument("--init_from", metavar="MODEL", help="start with the parameters of a saved model")
     group.add_argument("--preflight", action="store_true", help="check each part of a run, print a table, start no run")
     group = parser.add_argument_group("races")
-    group.add_argument("-n", metavar="N", help="runs of each version, declared before the first")
+    group.add_argument("-n", metavar="N", help="runs of each version, declared before the first (default: 5)")
     group.add_argument("--vs", action="append", default=[], metavar="WHAT", help="a git revision, or flags for the "
                        "side with the idea (repeat: a ladder of ideas), or a folder (with --cmd)")
     group.add_argument("--cmd", help="what starts another project's script in the folder that --vs names")
@@ -195,6 +196,10 @@ def choose(flags, text):
     if not text and Path(config.train_files).name != Path(usual.train_files).name and given.target_val_loss is None:
         chosen = {"target_val_loss": 0}
         say(f"your own data: the run has no target loss, since {usual.target_val_loss} belongs to other data; "
+            "--target_val_loss sets one")
+    elif not text and config.num_steps < TRIAL * usual.num_steps and given.target_val_loss is None and not config.resume:
+        chosen = {"target_val_loss": 0}
+        say(f"a trial of {config.num_steps} of the preset's {usual.num_steps} steps: the run has no target loss; "
             "--target_val_loss sets one")
     if not config.resume and given.preset is None:  # the same on both sides of a race
         flags = ["--preset", preset, *flags]

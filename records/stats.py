@@ -60,10 +60,13 @@ import numpy as np
 import scipy.stats
 
 import pages
-from logs import brief
+from logs import brief, config_of
 
 warnings.filterwarnings("ignore", category=RuntimeWarning, module="scipy")  # t of equal values: p is nan then
 
+HOLDS, FAILS = "the claim holds", "the claim does not hold"
+UNJUDGED, NO_CLAIM = "the claim cannot be judged", "no claim was declared"
+STATUS = {HOLDS: 0, NO_CLAIM: 0, FAILS: 1, UNJUDGED: 2}
 DEFAULT_TARGET = 3.28  # FineWeb, the public speedrun's main track
 LATE = 0.1  # part of a run in which a clock may be reset after the warm-up
 OUTLIER, OUTLIER_RUNS = 5, 10  # robust standard deviations from the median; least runs
@@ -72,13 +75,14 @@ MOST_SHOWN = 20  # runs of a side that cannot be judged
 FUTILE = 0.05  # a race until decided stops if the claim has a smaller chance of being shown at the last look
 LONGER = 1.15  # times a plan's runs, and one more, give such a race the plan's power; on average it takes fewer
 SD_CONFIDENCE = 0.8  # of the upper bound that a plan takes for a pilot's sd
+MOST_MORE = 100  # runs that a comparison advises; more are none
+LEVEL, POWER = 0.05, 0.8  # of a comparison with the base: two-sided, so its intervals have 95 %
+LOSS_PART, TIME_PART = 0.001, 0.01  # the differences that a comparison should tell: parts of the base's loss and time
 RESAMPLES = 9999
+EQUAL = 1e-9  # a spread below this is a difference in rounding
 SCRIPT = "train_gpt.py"  # what is raced
 MANIFEST, STAMPS, PICTURE = "race.jsonl", ".steps.json", "race.png"  # written by race.py beside the logs
 BESIDE = (MANIFEST, STAMPS, ".png", ".pt")  # files beside logs that need no mention
-# Config values that do not change what is trained
-INCIDENTAL = {"seed", "run_id", "log_dir", "save_model", "sample_tokens", "train_loss_every", "timeout_s", "race",
-              "save_every", "keep_checkpoints", "resume"}
 
 
 class CannotJudge(Exception):
@@ -86,7 +90,11 @@ class CannotJudge(Exception):
 
 
 class Mixed(CannotJudge):
-    """The runs belong to several experiments."""
+    """The runs belong to several experiments. seen: the message without this program's advice."""
+
+    def __init__(self, seen, advice):
+        super().__init__(f"{seen}; {advice}")
+        self.seen = seen
 
 
 class Undecided(CannotJudge):
@@ -266,39 +274,173 @@ def judge_loss(losses, target, alpha):
             **_tested(one_sample_t_less(losses, target), "one-sided one-sample t-test, mean < target")}
 
 
-def compare_means(values, others, alpha, paired, claim):
-    """Return the difference of two sets and its tests as a dict, or None if each set's values are all equal.
-
-    paired: whether the runs were in turn, for the paired test."""
-    if np.ptp(values) == np.ptp(others) == 0:
-        return None
-    two_sided = scipy.stats.ttest_ind(values, others, equal_var=False)
-    compared = {"difference": float(np.mean(values) - np.mean(others)), "interval": _interval(two_sided, alpha),
-                **_tested(welch_t_less(values, others), f"one-sided Welch t-test, {claim}"),
-                "p_two_sided": float(two_sided.pvalue), "paired": None}
-    if paired and np.ptp(np.subtract(values, others)) > 0:
-        compared["paired"] = {"pairs": len(values),
-                              **_tested(paired_t_less(values, others), "one-sided paired t-test")}
-    return compared
-
-
 def compare_times(times, others, alpha, paired=False):
-    """Compare seconds with others' and return a dict. paired: whether the runs were in turn, for paired tests."""
+    """Test whether seconds are less than others' and return a dict. paired: also test log time of runs in turn."""
     a, b = summary(times), summary(others)
     for found in (a, b):
         require(found["n"] > 1, f"comparing times needs at least 2 runs a side, and one has {found['n']}; add runs")
-    compared = compare_means(times, others, alpha, paired, "time < other time")
-    require(compared, "the times of each side are all equal: with sd 0 a t-test is not defined; log milliseconds")
-    ratio, of_log = b["mean"] / a["mean"], None
-    error = ratio * math.hypot(a["sd"] / a["mean"] / math.sqrt(a["n"]), b["sd"] / b["mean"] / math.sqrt(b["n"]))
-    if compared["paired"]:
-        ours, theirs = np.log(times), np.log(others)
+    require(np.ptp(times) or np.ptp(others), "the times of each side are all equal: with sd 0 a t-test is not defined; "
+            "log milliseconds")
+    two_sided, of_log = scipy.stats.ttest_ind(times, others, equal_var=False), None
+    ours, theirs = np.log(times), np.log(others)
+    if paired and np.ptp(ours - theirs) > EQUAL:
         interval = _interval(scipy.stats.ttest_rel(theirs, ours), alpha)
         of_log = {"pairs": len(ours), "ratio": float(np.exp(np.mean(theirs - ours))),
                   "interval": list(map(math.exp, interval)),
                   **_tested(paired_t_less(ours, theirs), "one-sided paired t-test of log time")}
-    return {"other": b, **compared, "ratio": ratio, "ratio_standard_error": error,  # by the delta method
-            "paired_log": of_log}
+    return {"other": b, "difference": a["mean"] - b["mean"], "interval": _interval(two_sided, alpha),
+            **_tested(welch_t_less(times, others), "one-sided Welch t-test, time < other time"),
+            "p_two_sided": float(two_sided.pvalue), "paired_log": of_log}
+
+
+# A side against the base: is its loss lower, and its time less?
+
+@dataclass
+class Contrast:
+    """The difference of a side's loss to the base's in nats, or the ratio of its time to the base's.
+
+    low, high: the 95 % interval; p: two-sided; holm: the same with Holm's correction for all sides; needed: runs a side
+    that show LOSS_PART or TIME_PART with POWER. None where runs have no spread (one run, or equal differences)."""
+    value: float
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+    holm: float | None = None
+    needed: int | None = None
+
+    @property
+    def shown(self):
+        return self.holm is not None and self.holm < LEVEL
+
+
+@dataclass
+class Verdict:
+    """What the runs of a side show against the base. time is None without clocks; the means are of the two sides."""
+    name: str
+    base: str
+    n: int
+    paired: bool
+    mean_loss: float
+    base_loss: float
+    loss: Contrast
+    mean_seconds: float | None
+    base_seconds: float | None
+    time: Contrast | None
+    sentence: str = ""
+
+
+def contrast(ours, base, paired, margin, ideas):
+    """Compare the means of two arrays by a paired t-test or Welch's.
+
+    `needed` is for a true difference of margin, with Bonferroni's correction for the number of ideas (Holm's first)."""
+    ours, base = np.asarray(ours, dtype=float), np.asarray(base, dtype=float)
+    found = Contrast(float(np.mean(ours) - np.mean(base)))
+    samples, n = [ours - base] if paired else [ours, base], min(len(ours), len(base))
+    if n < 2 or max(map(np.ptp, samples)) <= EQUAL:
+        return found
+    test = scipy.stats.ttest_rel(ours, base) if paired else scipy.stats.ttest_ind(ours, base, equal_var=False)
+    found.low, found.high = _interval(test, LEVEL / 2)
+    found.p = float(test.pvalue)
+    spreads = [upper_sd(float(np.std(sample, ddof=1)), len(sample)) or EQUAL for sample in samples]
+    with contextlib.suppress(CannotJudge):  # more than MOST_RUNS
+        found.needed = runs_needed(spreads[0], margin, LEVEL / 2 / ideas, POWER, len(samples), spreads[-1])
+    return found
+
+
+def holm(values):
+    """Return the p-values with Holm's correction (Scandinavian Journal of Statistics 6, 1979)."""
+    order, left = np.argsort(values), np.arange(len(values), 0, -1)
+    corrected = np.empty(len(values))
+    corrected[order] = np.maximum.accumulate(np.minimum(1, left * np.asarray(values)[order]))
+    return corrected.tolist()
+
+
+def verdicts(pairs):
+    """Return the Verdict of each (Side, base Side), with Holm's correction for all of them."""
+    found = []
+    for side, base in pairs:
+        matched, (side, base) = pair_up(side, base), in_turn(side, base)
+        timed = not any(one.untimed or one.clock_reset for one in (side, base))
+        seconds = [one.seconds if timed else [] for one in (side, base)]
+        time = contrast(*map(np.log, seconds), bool(matched) and side.declared.get("test") != "unpaired",
+                        math.log1p(TIME_PART), len(pairs)) if timed else None
+        if time:
+            time = replace(time, **{end: None if value is None else math.exp(value) for end, value in (
+                ("value", time.value), ("low", time.low), ("high", time.high))})
+        losses = [one.exact_losses for one in (side, base)]
+        means = [float(np.mean(values)) if values else None for values in (*losses, *seconds)]
+        found.append(Verdict(side.label, base.label, min(map(len, losses)), bool(matched), *means[:2],
+                             contrast(*losses, bool(matched), LOSS_PART * abs(means[1]), len(pairs)), *means[2:], time))
+    for contrasts in ([one.loss for one in found], [one.time for one in found if one.time]):
+        tested = [one for one in contrasts if one.p is not None]
+        for one, corrected in zip(tested, holm([one.p for one in tested])):
+            one.holm = corrected
+    for one in found:
+        one.sentence = f"{describe_loss(one)}; {describe_time(one)}"
+    return found
+
+
+def describe_loss(verdict):
+    found = verdict.loss
+    if found.p is None:
+        return f"lower loss: unknown, {why_untested(verdict.n)}" if found.value else "lower loss: no, the same"
+    if not found.shown:
+        return f"lower loss: not shown (p = {found.holm:.2g}){describe_needed(found, verdict.n, LOSS_PART)}"
+    return (f"lower loss: {'yes' if found.value < 0 else 'no, higher'}, by {abs(found.value):.4f} "
+            f"(p = {found.holm:.2g})")
+
+
+def describe_time(verdict):
+    found = verdict.time
+    if found is None:
+        return "time: not measured"
+    if found.p is None:
+        return f"time: unknown, {why_untested(verdict.n)}"
+    if not found.shown:
+        return f"time: no difference seen (p = {found.holm:.2g}){describe_needed(found, verdict.n, TIME_PART)}"
+    return (f"time: {100 * abs(found.value - 1):.2g} % {'less' if found.value < 1 else 'more'} "
+            f"(p = {found.holm:.2g})")
+
+
+def why_untested(n):
+    return "one run a side shows no spread; race with -n 5" if n < 2 else "all runs differ by the same amount"
+
+
+def describe_needed(found, n, part):
+    if (found.needed or MOST_MORE + n) >= MOST_MORE + n:
+        return f", too noisy to separate {100 * part:g} %"
+    if found.needed <= n:
+        return f", and these runs would show {100 * part:g} %"
+    return f", {plural(found.needed - n, 'more run')} (-n {found.needed}) would separate {100 * part:g} %"
+
+
+def show_verdicts(found):
+    """Return the table of Verdicts as text, and a sentence for each."""
+    return "\n".join([table_of_verdicts(found), "", *(pages.wrap(f"{one.name}: {one.sentence}.") for one in found)])
+
+
+def table_of_verdicts(found):
+    """Return the table of Verdicts as text: each base, and its sides."""
+    def row(name, loss, seconds, verdict=None):
+        of_loss, of_time = (verdict.loss, verdict.time) if verdict else (None, None)
+        return [textwrap.shorten(name, 28, placeholder=" …"), f"{loss:.4f}", show_contrast(of_loss, "+.4f"),
+                pages.number(of_loss and of_loss.holm, 2) if of_loss else "",
+                "-" if seconds is None else f"{seconds:.3f}", show_contrast(of_time, ".4f"),
+                pages.number(of_time and of_time.holm, 2) if of_time else ""]
+
+    p = "p" if len(found) == 1 else "p, Holm"
+    rows = [["", "val loss", "minus the base's (95 %)", p, "time, s", "times the base's (95 %)", p]]
+    for one in found:
+        base = row(one.base, one.base_loss, one.base_seconds)
+        rows += [base] * (base not in rows) + [row(one.name, one.mean_loss, one.mean_seconds, one)]
+    return "\n".join(logs.columns(rows))
+
+
+def show_contrast(found, form):
+    if found is None:
+        return ""
+    interval = "" if found.p is None else f" ({found.low:{form}} … {found.high:{form}})"
+    return f"{found.value:{form}}{interval}"
 
 
 # The manifest of a race
@@ -356,7 +498,8 @@ class Manifest:
         return manifest
 
     def done(self):
-        return {(a["run"], a["side"]): a for a in self.attempts.values() if a["status"] == "done"}
+        """Return {(run, side): attempt}, without the first run (number 0), which does not count."""
+        return {(a["run"], a["side"]): a for a in self.attempts.values() if a["status"] == "done" and a["run"]}
 
 
 def check_event(event, first):
@@ -402,12 +545,6 @@ def declaration(runs):
     return manifest.race if manifest and manifest.race["id"] == race_id else {}
 
 
-def own_flags(race, side):
-    """Return the flags that a race declares for this side only, as text."""
-    shared = os.path.commonprefix([other["flags"] for other in race["sides"].values()])
-    return shlex.join(race["sides"][side]["flags"][len(shared):] if side in race["sides"] else [])
-
-
 # The runs that are judged
 
 @dataclass
@@ -422,13 +559,21 @@ class Side:
 
     @property
     def label(self):
-        flags = own_flags(self.declared, self.name.removeprefix("side ")) if self.declared else ""
-        flags = textwrap.shorten(flags, 48, placeholder=" …")
-        return logs.printable(f"{self.name} ({flags})" if flags else self.name)
+        """What the side is: its flags or revision; its name if no race declares them."""
+        names = logs.side_names(self.declared) if self.declared else {}
+        return logs.printable(names.get(self.name.removeprefix("side "), self.name))
 
     @property
     def losses(self):
         return [run.final_loss for run in self.runs]
+
+    @property
+    def exact_losses(self):
+        """The losses without rounding, if the logs state them: rounded differences are often equal."""
+        stated = [(run.end or {}).get("final_val_loss") for run in self.runs]
+        agree = all(isinstance(exact, float) and abs(exact - loss) < 10.0 ** -run.loss_decimals
+                    for exact, loss, run in zip(stated, self.losses, self.runs))
+        return stated if agree else self.losses
 
     @property
     def seconds(self):
@@ -470,13 +615,6 @@ def side_of(run):
     """Return (race id, side), or None."""
     race = race_of(run)
     return race and race[:2]
-
-
-def config_of(run):
-    """Return the config values of a log that change what is trained."""
-    config = (run.start or {}).get("config")
-    return {key: value for key, value in (config.items() if isinstance(config, dict) else ())
-            if key not in INCIDENTAL and not key.startswith("race_")}
 
 
 def list_names(items):
@@ -536,13 +674,14 @@ def check_one_experiment(side, mixed):
         message = f"{side.name} holds runs {what}: {listed}"
         if not mixed:
             example = next(value for value in groups if value != "none")
-            raise Mixed(f"{message}; {advice.format(example)}, or use --mixed to judge them as one set")
+            raise Mixed(message, f"{advice.format(example)}, or use --mixed to judge them as one set")
         side.warnings.append("judged as one set although " + message)
 
     sources, configs = {run.source_sha256 for run in side.runs}, {id(run): config_of(run) for run in side.runs}
     must_agree(f"of {len(sources)} sources", lambda run: run.source_sha256 or "none", "choose one, for instance with "
                "--source {:.8} (of the second set --vs-source)", "{:.8} ({}: {})")
-    for name in sorted({name for config in configs.values() for name in config}):
+    names = {name for config in configs.values() for name in config}
+    for name in sorted(names, key=lambda name: (name != "num_steps", name)):  # others follow from the number of steps
         must_agree(f"whose {name} differs", lambda run: json.dumps(configs[id(run)].get(name)), shown="{} ({})")
     if len(sources) == 1:
         must_agree("of different lengths in steps",
@@ -626,7 +765,7 @@ def add_warnings(side):
 
 
 def choose_target(runs, given):
-    """Return the given target, else the one that all logs state, else the default."""
+    """Return the given target, else the one that all logs state, else the default; None if they state 0, for none."""
     if given is not None:
         return given
     targets = [(run.start or {}).get("target_val_loss") for run in runs]
@@ -635,8 +774,7 @@ def choose_target(runs, given):
         return DEFAULT_TARGET
     require(len(stated) == 1 and type(stated[0]) in (int, float) and math.isfinite(stated[0]),
             f"the logs state the targets {', '.join(map(str, stated))}; choose with --target")
-    require(stated[0], "the runs had no target, as with your own text; choose one with --target")
-    return float(stated[0])
+    return float(stated[0]) or None
 
 
 def pair_up(*sides):
@@ -660,27 +798,63 @@ def choose_sides(options):
                 for side, source in ((options.side, options.source), (other, options.vs_source))]
     require(len(raced) < 2, f"these are logs of the sides {', '.join(raced)} of a race; choose the claim's side: "
             f"--side {' or --side '.join(raced)}")
-    sides = [gather("the set", found, options, options.source)]
+    names = names_of_sets(options)
+    sides = [gather(names[0], found, options, options.source)]
     if options.vs:
-        sides.append(gather("the --vs set", logs.read(options.vs), options, options.vs_source))
+        sides.append(gather(names[1], logs.read(options.vs), options, options.vs_source))
     return sides
 
 
+def names_of_sets(options):
+    """Return the names of the runs that are judged, and of those of --vs."""
+    return [f"source {source}" if source else name
+            for name, source in (("the set", options.source), ("the --vs set", options.vs_source))]
+
+
 def judge(sides, options):
-    """Return the report, a dict for --json; the Sides are under "sides". Raise CannotJudge."""
-    declared, alpha, a = declaration([run for side in sides for run in side.runs]), options.alpha, sides[0]
+    """Return the report, a dict for --json; the Sides are under "sides".
+
+    Raise CannotJudge if the runs cannot be compared at all. A claim that cannot be judged is stated in the report."""
+    declared = declaration([run for side in sides for run in side.runs])
     for side in sides:
         side.declared = declared
         check_one_experiment(side, options.mixed)
         check_complete(side)
         check_none_diverged(side)
         add_warnings(side)
-    loss = judge_loss(a.losses, choose_target(a.runs, options.target), alpha)
+    if len(sides) == 2:
+        check_comparable(*sides, options.mixed)
+    a = sides[0]
+    report = {"alpha": options.alpha, "verdicts": verdicts([sides]) if len(sides) == 2 else [], "stop": None,
+              "loss": {**dict.fromkeys(("target", "interval", "p", "significant")), **summary(a.losses)},
+              "comparison": None,
+              "time": None if a.untimed else summary(a.seconds)}
+    try:
+        report |= judge_claim(sides, options)
+    except Undecided:
+        raise
+    except CannotJudge as reason:
+        report |= {"verdict": UNJUDGED, "reason": str(reason)}
+    return report | {"warnings": list(dict.fromkeys(warning for side in sides for warning in side.warnings)),
+                     **list_runs(sides), "sides": sides}
+
+
+def judge_claim(sides, options):
+    """Return the record's claim as a part of the report. Raise CannotJudge where its tests are undefined."""
+    declared, alpha, a = sides[0].declared, options.alpha, sides[0]
+    target = choose_target(a.runs, options.target)
+    if target is None:
+        return {"verdict": NO_CLAIM, "reason": "the runs had no target loss, so none was claimed; --target judges them "
+                "by one"}
+    loss = judge_loss(a.losses, target, alpha)
     if (loss["p_skewness"] or 1) < 0.05:
         a.warnings.append(f"the losses are skewed to the right (skewness {loss['skewness']:.2f}, beyond 95 % of normal "
                           f"samples of {loss['n']}), which makes the t-test lenient; a bootstrap-t gives p = "
                           f"{loss['p_bootstrap']:.4g}")
-    comparison = compare(*sides, alpha, options.mixed) if len(sides) == 2 else None
+    comparison = None
+    if len(sides) == 2:
+        check_timed(*sides)
+        comparison = compare_times(*(side.seconds for side in in_turn(*sides)), alpha, bool(pair_up(*sides)))
     stop = judge_looks(sides, loss["target"], alpha) if declared.get("until_decided") else None
     paired = comparison is not None and declared.get("test") == "paired"
     test = comparison["paired_log"] if paired else comparison
@@ -692,22 +866,16 @@ def judge(sides, options):
         if len(a.runs) > stop["n"]:
             a.warnings.append(f"the race was decided after {stop['n']} runs and continued to {len(a.runs)}; the "
                               "decision stands")
-    reasons = [f"mean loss {'' if below else 'not significantly '}< {loss['target']:g} (p = {loss['p']:.4g})"]
+    doubt = f", but p = {loss['p_bootstrap']:.3g} by a bootstrap-t" if below and loss["p_bootstrap"] > alpha else ""
+    reasons = [f"mean loss {'' if below else 'not significantly '}< {loss['target']:g} (p = {loss['p']:.4g}{doubt})"]
     if comparison:
         comparison |= {"significant": faster, "decides": "paired_log" if paired else "welch"}
-        if (losses := comparison["loss"]) and losses["difference"]:
-            tested = losses["paired"] if paired and losses["paired"] else losses
-            reasons.append(f"{abs(losses['difference']):.4g} {'below' if losses['difference'] < 0 else 'above'} that "
-                           f"of {sides[1].name} (p(less) = {tested['p']:.4g})")
         reasons.append(f"{'' if faster else 'not significantly '}faster"
                        f"{' by the paired test of log time' * paired} (p = {test['p']:.4g})")
     reasons.append(f"at alpha {alpha:g}" if not stop else f"decided for {stop['outcome']} after {stop['n']} of at most "
                    f"{stop['most']} runs, at alpha {alpha:g} over all looks")
-    return {"verdict": "the claim holds" if below and faster else "the claim does not hold",
-            "reason": ", ".join(reasons), "alpha": alpha, "loss": {**loss, "significant": below},
-            "time": None if a.untimed else summary(a.seconds), "comparison": comparison, "stop": stop,
-            "warnings": list(dict.fromkeys(warning for side in sides for warning in side.warnings)),
-            **list_runs(sides), "sides": sides}
+    return {"verdict": HOLDS if below and faster else FAILS, "reason": ", ".join(reasons),
+            "loss": {**loss, "significant": below}, "comparison": comparison, "stop": stop}
 
 
 def judge_looks(sides, target, alpha):
@@ -737,33 +905,19 @@ def check_timed(a, b):
         require(not odd, f"{seen.format(list_names(odd))}; without a second set the loss alone can be judged")
 
 
-def compare(a, b, alpha, mixed):
-    """Compare times and losses of two Sides. Raise CannotJudge where their times do not compare."""
+def check_comparable(a, b, mixed):
+    """Raise CannotJudge if a run is in both sets, Mixed if they ran on different numbers of GPUs."""
     check_not_shared(a, b)
-    check_timed(a, b)
     gpus = [" and ".join(sorted({str(run.gpus or "unknown") for run in side.runs})) for side in (a, b)]
-    require(gpus[0] == gpus[1] or mixed, f"the sets ran on different numbers of GPUs ({' against '.join(gpus)}); "
-            "compare runs on the same machine, or use --mixed")
+    if gpus[0] != gpus[1] and not mixed:
+        raise Mixed(f"the sets ran on different numbers of GPUs ({' against '.join(gpus)})", "compare runs on the same "
+                    "machine, or use --mixed")
+
+
+def in_turn(a, b):
+    """Return two Sides with their runs in the order of their pairs, if they are pairs."""
     pairs = pair_up(a, b)
-    in_turn = [replace(side, runs=runs) for side, runs in zip((a, b), zip(*pairs))] if pairs else (a, b)
-    compared = compare_times(*(side.seconds for side in in_turn), alpha, bool(pairs))
-    loss = compare_means(*(side.losses for side in in_turn), alpha, bool(pairs), "loss < other loss")
-    if loss and loss["difference"] > 0 and loss["p_two_sided"] < alpha:
-        a.warnings.append(f"the mean loss of {a.name} is above that of {b.name} (two-sided p = "
-                          f"{loss['p_two_sided']:.4g}): part of the time may be gained at the cost of loss")
-    return {**compared, "other_loss": summary(b.losses), "loss": loss}
-
-
-def interim_report(sides, alpha):
-    """Return the report of an unfinished race, for plot and race.py; values that are unknown yet are None."""
-    report = {"sides": sides, "alpha": alpha, "loss": {"target": None, "p": None}, "comparison": None}
-    with contextlib.suppress(CannotJudge):
-        report["loss"]["target"] = target = choose_target(sides[0].runs, None)
-        report["loss"] = judge_loss(sides[0].losses, target, alpha)
-    if len(sides) == 2:
-        with contextlib.suppress(CannotJudge):
-            report["comparison"] = compare(*sides, alpha, mixed=True)
-    return report
+    return [replace(side, runs=list(runs)) for side, runs in zip((a, b), zip(*pairs))] if pairs else [a, b]
 
 
 # Output
@@ -771,15 +925,6 @@ def interim_report(sides, alpha):
 def show_mean(found, unit="s"):
     spread = "" if found["sd"] is None else f" ± {found['sd']:.4f}"
     return f"{found['mean']:.4f}{spread} {unit}"
-
-
-def show_ratio(compared):
-    """Return `1.00497 ± 0.00040 times faster`, the error with two significant digits."""
-    ratio, error, word = compared["ratio"], compared["ratio_standard_error"], "faster"
-    if ratio < 1:
-        ratio, error, word = 1 / ratio, error / ratio**2, "slower"
-    digits = min(9, max(2, 1 - math.floor(math.log10(error))))
-    return f"{ratio:.{digits}f} ± {error:.{digits}f} times {word}"
 
 
 def list_runs(sides):
@@ -791,57 +936,51 @@ def list_runs(sides):
     return {"runs": runs, "left_out": [{"path": path, "reason": reason} for path, reason in left_out]}
 
 
-def plot(report, path):
-    """Plot losses over steps, final losses and times with their intervals.
+def strips(sides, found, target):
+    """Return what plots and pages show in dots, of losses and of times: a strip of all sides, and one of the Verdicts.
 
-    Training losses are averaged over each set. The second set is dashed, so that the first stays visible."""
-    import matplotlib
-    from matplotlib.figure import Figure
+    A strip is a dict of title, unit, level (value, name) or None, and rows: dicts of name, color (the place of its
+    side), runs, the value of each, and mean (mean, low, high: its 95 % interval). The base is the last side."""
+    def row(at, runs, values, mean, low, high):
+        return {"name": sides[at].label, "color": at, "runs": runs, "values": [float(value) for value in values],
+                "mean": (mean, mean if low is None else low, mean if high is None else high)}
 
-    from picture import STYLE
+    panels, base = [], sides[-1]
+    for part, title, unit, level, compared, neutral, compare, values_of in (
+            ("loss", "Final loss", "nats per token", target and (target, f"target {target:g}"), "Loss minus the base's",
+             0, np.subtract, lambda side: side.exact_losses),
+            ("time", "Time", "seconds of training", None, "Time divided by the base's",
+             1, np.divide, lambda side: side.seconds)):
+        if part == "time" and any(side.untimed for side in sides):
+            continue
+        rows = [row(at, side.runs, values_of(side), float(np.mean(values_of(side))),
+                    *(mean_interval(values_of(side), LEVEL / 2) or (None, None))) for at, side in enumerate(sides)]
+        panels.append([{"title": title, "unit": unit, "level": level, "rows": rows}])
+        rows = []
+        for at, verdict in enumerate(found):
+            ours, theirs = in_turn(sides[at], base) if verdict.paired else (replace(base, runs=[]),) * 2
+            if seen := getattr(verdict, part):
+                values = compare(values_of(ours), values_of(theirs))
+                rows.append(row(at, ours.runs, values, seen.value, seen.low, seen.high))
+        if rows:
+            panels[-1].append({"title": compared, "unit": f"compared with {base.label}", "rows": rows,
+                               "level": (neutral, "")})
+    return panels
 
-    loss, compared, sides = report["loss"], report["comparison"], report["sides"]
-    bars, timed = f"bars: mean, {100 * (1 - 2 * report['alpha']):g} % CI", not any(side.untimed for side in sides)
-    about_losses = bars if loss["p"] is None else f"p(mean < {loss['target']:g}) = {loss['p']:.3g}    {bars}"
-    about_times = (f"{show_ratio(compared)}, p = {compared['p']:.3g}" if compared else
-                   bars if timed else "no train_time in the logs")
-    about_curves = f"validation (one line per run) and training, without the first {100 * LATE:g} % of steps"
-    matplotlib.rcParams.update({**STYLE, "axes.titlepad": 22})
-    figure = Figure(figsize=(14, 4.6), layout="constrained")
-    panels = figure.subplots(1, 3, width_ratios=(1.5, 1, 1))
-    for axes, title, unit, about in zip(panels, ("Loss", "Final loss", "Time"), ("loss", "val_loss", "train_time (s)"),
-                                        (about_curves, about_losses, about_times)):
-        axes.set(title=title, ylabel=unit)
-        axes.text(0, 1.03, about, transform=axes.transAxes, fontsize=8.5, color="#555555")
-    curves, losses, times = panels
-    for at, (side, color, line) in enumerate(zip(sides, ("#1b6ac9", "#e07b39"), ("-", "--"))):
-        for i, run in enumerate(side.runs):
-            shown = [v for v in run.validations if v.step >= LATE * run.last_step]
-            curves.plot([v.step for v in shown], [v.loss for v in shown], "os"[at] + line, color=color, lw=1,
-                        markersize=3, alpha=0.7, label=None if i else side.label)
-        trained = grouped((step for run in side.runs for step in run.steps if step.train_loss is not None
-                           and step.step >= LATE * run.last_step), lambda step: step.step)
-        if trained:
-            means = [np.mean([step.train_loss for step in trained[number]]) for number in sorted(trained)]
-            curves.plot(sorted(trained), means, line, color=color, lw=1, alpha=0.35, label=f"{side.name}, training")
-        for axes, values in [(losses, side.losses), *([(times, side.seconds)] if timed else [])]:
-            spread = np.linspace(-0.14, 0.14, len(values)) * (len(values) > 1)
-            axes.plot(at + spread, values, "o", color=color, alpha=0.55, markersize=6, markeredgewidth=0)
-            if ends := mean_interval(values, report["alpha"]):
-                axes.errorbar(at + 0.28, np.mean(values), np.ptp(ends) / 2, fmt="D", color=color, capsize=5,
-                              markersize=5)
-    if loss["target"]:
-        for axes in (curves, losses):
-            axes.axhline(loss["target"], color="#333333", lw=1, ls="--", label=f"target {loss['target']:g}")
-    for axes in (losses, times):
-        axes.set_xticks(range(len(sides)), [f"{logs.printable(side.name)}\nn = {len(side.runs)}" for side in sides])
-        axes.set_xlim(-0.4, len(sides) - 0.5)
-        axes.grid(False, axis="x")
-        axes.ticklabel_format(axis="y", useOffset=False)
-    curves.legend(frameon=False)
-    curves.set_xlabel("step")
+
+def plot(sides, found, path):
+    """Plot each side's mean loss over time, and its losses and times in dots. The Verdicts (found) are the title."""
+    import picture
+
+    target = None
+    with contextlib.suppress(CannotJudge):  # several targets
+        target = choose_target(sides[0].runs, None)
+    titles = [f"{one.name} against {one.base}: {one.sentence}" for one in found] or [
+        f"{side.label}: " * (len(sides) > 1) + f"{show_mean(summary(side.losses), 'nats per token')}"
+        f"{'' if side.untimed else ', ' + show_mean(summary(side.seconds))} (mean ± sd, n = {len(side.runs)})"
+        for side in sides]
     try:
-        figure.savefig(path, dpi=150)
+        picture.draw_sides(titles, sides, strips(sides, found, target), target, path)
     except (OSError, ValueError) as error:
         raise CannotJudge(f"cannot write the plot {logs.printable(path)} ({error}); give a .png in a folder that "
                           "exists") from None
@@ -865,6 +1004,7 @@ def plan(options):
         n, aim = min(side["n"] for side in found), found[-1]["mean"]
         if not pilot:
             aim = choose_target(sides[0].runs, options.target)
+            require(aim is not None or margin is not None, "the runs had no target; choose one with --target")
         margin = aim - found[0]["mean"] if margin is None else margin
         if sd is None:
             seen = [side["sd"] for side in found]
@@ -948,13 +1088,13 @@ def main(arguments=None):
         sides = choose_sides(options)
         report = judge(sides, options)
         if options.plot:
-            plot(report, options.plot)
+            plot(sides, report["verdicts"], options.plot)
     except CannotJudge as reason:
         if options.plot and sides:
             with contextlib.suppress(CannotJudge):
-                plot(interim_report(sides, options.alpha), options.plot)
+                plot(sides, [], options.plot)
         if options.json:
-            print(logs.show_json({"verdict": "the claim cannot be judged", "reason": str(reason), **list_runs(sides)}))
+            print(logs.show_json({"verdict": UNJUDGED, "reason": str(reason), **list_runs(sides)}))
         elif sides:
             print(pages.show("runs.txt.jinja", sides=sides, most=MOST_SHOWN), flush=True)
         print(brief(f"The claim cannot be judged: {reason}."), file=sys.stderr)
@@ -963,8 +1103,10 @@ def main(arguments=None):
         del report["sides"]
         print(logs.show_json(report))
     else:
-        print(pages.show("stats.txt.jinja", report=report, show_mean=show_mean, show_ratio=show_ratio))
-    return 0 if report["verdict"] == "the claim holds" else 1
+        print(pages.show("stats.txt.jinja", report=report, show_mean=show_mean, show_verdicts=show_verdicts), flush=True)
+    if report["verdict"] == UNJUDGED:
+        print(brief(f"The claim cannot be judged: {report['reason']}."), file=sys.stderr)
+    return STATUS[report["verdict"]]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python records/verify.py RECORD...                 RECORD: a folder of logs, or logs
     python records/verify.py RECORD --vs OTHER         also: is it faster on the same hardware? (Or one race with both)
+    python records/verify.py RECORD --source HASH --vs RECORD --vs-source HASH     two versions whose logs share a folder
     python records/verify.py RECORD --data DIR         also hash the shards in DIR, rebuild the batches, and search for
                                                        validation text in the training data
     python records/verify.py RECORD --rerun MODEL...   also evaluate saved models, ideally one of each run: examine.py
@@ -9,9 +10,9 @@
                                                        side's source, or this checkout's train_gpt.py
     --json  for programs; its verdict is pass, fail, or incomplete (nothing fails, but some rules could not be checked)
 
-The first line of the page is the verdict. A summary of at most 20 lines follows, then each rule with its reason. A rule
-passes, fails, or is not checkable; the summary names the flag that would make it checkable. The claims (loss, faster)
-are listed apart from the rules.
+The first line of the page is the verdict. A summary follows: broken rules, the claims (loss, faster), the number of rules
+that could not be checked with the flag that would make them checkable, and the rules that hold. Then each rule with its
+reason. Logs of other projects do not describe their runs; the page shows what their lines and sources tell.
 
 Exit status: 0 nothing fails, 1 a rule is broken or a claim is not shown, 2 nothing to judge: no input, or logs that do
 not describe their runs.
@@ -63,6 +64,10 @@ VERDICTS = PASS, UNKNOWN, FAIL  # in the order of the page
 ALPHA = 0.01
 LOSS, FASTER = CLAIMS = "mean loss below target, p < 0.01", "faster than the other side, p < 0.01"
 ACCOUNTS, SWITCHES = "every run is accounted for", "no compiler flags in the source"
+CLOCK, COPIES = "the clock is honest", "no run is a copy of another"
+ACCOUNTS_OTHER = "every run of the other side is accounted for"
+PUBLIC_RULES = ACCOUNTS, ACCOUNTS_OTHER, SWITCHES, CLOCK, COPIES  # which a log without a description may show
+UNDESCRIBED = "the log does not describe its run (it is not one of this project's)"
 GPT2_VOCAB = range(50257, 51200)  # padded rows of the embedding
 # The public speedrun's medium track, recognized by its target loss, allows one compiler switch (says its README)
 MEDIUM_LOSS, MEDIUM_WITHIN = 2.92, 0.05
@@ -166,7 +171,7 @@ class Evidence:
 
         Raise CannotJudge if the log has no description, Broken if the value is missing or of another type."""
         if not self.ours:
-            raise CannotJudge("the log does not describe its run (it is not one of this project's)")
+            raise CannotJudge(UNDESCRIBED)
         found = {"start": self.run.start, "end": self.run.end}
         for key in where.split("."):
             found = found.get(key) if isinstance(found, dict) else None
@@ -589,10 +594,12 @@ def check_accounts(runs, found, races):
             stats.check_none_diverged(side)
             stats.check_complete(side)
             stats.check_one_experiment(side, mixed=False)
+        except stats.Mixed as reason:
+            require(which is None, reason.seen)
+            unknown.append(f"the logs do not say which runs are the record ({reason.seen}): choose with --source, or "
+                           "name the logs of one experiment")
         except CannotJudge as reason:
-            public = which is None and not any(e.ours for e in of_side)
-            require(public and isinstance(reason, stats.Mixed), str(reason))
-            unknown.append(f"the logs do not say which runs are the record ({reason})")
+            raise Broken(str(reason)) from None
         require(len(shards_read(of_side)) < 2, f"the runs of {side.name} did not all read the same data")
         stated = {str(e.get("start.config", dict).get("train_loss_every")) for e in of_side if e.ours}
         require(len(stated) < 2, f"the runs of {side.name} state training losses at different steps "
@@ -604,12 +611,14 @@ def check_accounts(runs, found, races):
         remarks += [f"{side.name}: {plural(len(of_side), 'run')}, as declared"] * (which is not None)
     remarks += [f"{logs.printable(os.path.basename(item.path))}: {item.reason}" for item in found.rejected
                 if item.kind in (logs.INCOMPLETE, logs.NOT_FINITE)]
-    strangers = {str(e.run.start.get("run_id")) for e in runs if e.ours and not attempt_of(e, races)}
-    require(not (races and strangers),
+    homes = {str(manifest.path.parent) for manifest in races.values()}
+    strangers = {str(e.run.start.get("run_id")) for e in runs if e.ours and not attempt_of(e, races)
+                 and (e.race and e.race.race_id in races or os.path.dirname(os.path.realpath(e.run.path)) in homes)}
+    require(not strangers,
             f"not started by this race, by its {stats.MANIFEST}: {join_findings(sorted(strangers))}")
     # the log of another project has no run_id: its name has
     here = {str((item.start or {}).get("run_id", Path(item.path).stem)): item
-            for item in [*found.rejected, *(e.run for e in runs)]}
+            for item in [*found.rejected, *found.runs]}
     for race_id, manifest in races.items():
         of_race = [e for e in runs if e.race and e.race.race_id == race_id]
         if of_race:
@@ -645,7 +654,7 @@ def check_attempts(manifest, runs, here, remarks, unknown):
     at, first = declared.get("declared"), next((a.get("started_at") for a in manifest.attempts.values()), None)
     require(None in (moment(at), moment(first)) or moment(at) <= moment(first),
             f"by {stats.MANIFEST} the race was declared at {at}, and its first run started before that, at {first}")
-    beyond = {}
+    beyond, before = {}, None
     for run_id, attempt in manifest.attempts.items():
         which, status, seconds = f"{attempt['run']}{attempt['side']}", attempt["status"], attempt.get("seconds")
         what, log = f"run {which}, {run_id}", here.get(run_id)
@@ -659,6 +668,13 @@ def check_attempts(manifest, runs, here, remarks, unknown):
         if run_id in pauses and pauses[run_id] > np.median([*pauses.values()]) + PAUSE_S:
             unknown.append(f"{pauses[run_id]:.0f} s passed before {run_id} was started, long enough to hide a run, "
                            "unless the race was stopped there or the machine slept")
+        if not attempt["run"]:  # the first run, which warms the machine up; its log is not kept
+            if before not in (None, "failed", "interrupted", "lost"):
+                unknown.append(f"{run_id}, which does not count, followed a run that was done: a race that was resumed, "
+                               "or a hidden run")
+            before = status
+            continue
+        before = status
         tried += [which] * (which not in tried[-1:])
         if status == "done":
             require(log, f"{what}, was started (done), and its log is not here")
@@ -718,6 +734,23 @@ def declared_flags(e, races):
     """Return the flags that a run's race declared for its side, or None."""
     sides = races[e.race.race_id].race["sides"] if e.race and e.race.race_id in races else {}
     return sides[e.race.side]["flags"] if e.race and e.race.side in sides else None
+
+
+def flags_of(e):
+    """Return the flags that give a run its config: the values that differ from its preset's."""
+    trainer, config, preset = leaks.trainer(), stats.config_of(e.run), str(e.run.start.get("preset"))
+    flags = ["--preset", preset]
+    if preset in trainer.PRESETS:
+        usual = trainer.PRESETS[preset]
+        if is_number(config.get("num_steps")) and config["num_steps"] != usual.num_steps:
+            flags += ["--num_steps", str(config["num_steps"])]
+            _, usual = trainer.parse_config(flags, preset)  # other values follow from it
+        usual = json.loads(json.dumps(trainer.json_of(usual)))
+        for name, value in config.items():
+            if name in usual and usual[name] != value:
+                words = value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else value]
+                flags += [f"--{name}", ",".join(map(str, words))]
+    return flags
 
 
 def parse_flags(flags):
@@ -887,15 +920,23 @@ def most_correlated(compared):
     return best
 
 
-def claim(runs, others, target):
-    """Return the report of stats.py, by the test that the race declared. target None: the logs' target. Raise
-    CannotJudge without a verdict."""
+def claim(runs, others, target, names=("the set", "the --vs set"), judged_only=True):
+    """Return the report of stats.py, by the test that the race declared. target None: the logs' target.
+
+    Raise CannotJudge without a claim, if judged_only."""
     alpha = stats.declaration([e.run for e in runs]).get("alpha", ALPHA)
     require(alpha <= ALPHA, f"its race declared alpha {alpha:g}, and a record wants {ALPHA:g} at most; race again")
     options = stats.parse([".", f"--alpha={alpha!r}", *([f"--target={target!r}"] if target is not None else [])])
     sides = [stats.gather(name, logs.Logs([e.run for e in side]), options)
-             for name, side in (("the set", runs), ("the --vs set", others)) if side]
-    return stats.judge(sides, options)
+             for name, side in zip(names, (runs, others)) if side]
+    try:
+        report = stats.judge(sides, options)
+    except stats.Mixed as reason:
+        raise CannotJudge(f"{reason.seen}; name the logs of one experiment, or choose with --source and --vs-source") \
+            from None
+    if judged_only and report["verdict"] not in (stats.HOLDS, stats.FAILS):
+        raise CannotJudge(report["reason"])
+    return report
 
 
 def check_loss(runs, given):
@@ -913,8 +954,9 @@ def check_faster(runs, others, target, races):
     report = claim(runs, others, target)
     found = report["comparison"]
     tested = found["paired_log"] if found["decides"] == "paired_log" else found
-    text = (f"{report['time']['mean']:.3f} s against {found['other']['mean']:.3f} s: {stats.show_ratio(found)}, "
-            f"p = {tested['p']:.4g} by the {tested['test']}")
+    (verdict,) = report["verdicts"]
+    text = (f"{report['time']['mean']:.3f} s against {found['other']['mean']:.3f} s: "
+            f"{stats.show_contrast(verdict.time, '.4f')} times the base's, p = {tested['p']:.4g} by the {tested['test']}")
     require(found["significant"], f"{text}: not below {report['alpha']:g}")
     alone = [e for e in runs + others if judged(check_stamps, e, races)[0] == UNKNOWN]
     if alone:
@@ -1049,8 +1091,10 @@ class RunSet(NamedTuple):
     races: dict = {}
 
 
-def read_runs(paths):
-    """Read logs and folders into a RunSet. Raise CannotJudge without a run, or if a file cannot be read."""
+def read_runs(paths, source):
+    """Read logs and folders into a RunSet; source: how the hash of the runs' source begins, or None.
+
+    Raise CannotJudge without a run, or if a file cannot be read."""
     found, races = logs.read(paths), {}
     unreadable = [item for item in found.rejected if item.kind == logs.UNREADABLE]
     if unreadable or not found.runs:
@@ -1059,7 +1103,12 @@ def read_runs(paths):
     folders = [path for path in paths if os.path.isdir(path)] + [os.path.dirname(run.path) or "." for run in found.runs]
     for manifest in filter(None, map(stats.manifest_in, sorted({os.path.realpath(folder) for folder in folders}))):
         races[manifest.race["id"]] = manifest
-    return RunSet(list(map(Evidence, found.runs)), found, races)
+    runs = [Evidence(run) for run in found.runs if (run.source_sha256 or "").startswith((source or "").lower())]
+    if not runs:
+        there = join_findings([f"{digest:.8} ({plural(len(of_source), 'run')})" for digest, of_source in stats.grouped(
+            found.runs, lambda run: run.source_sha256 or "none").items()])
+        raise CannotJudge(f"no run has a source whose hash begins with {source}; there are {there}")
+    return RunSet(runs, found, races)
 
 
 def find_models(paths, runs):
@@ -1099,7 +1148,8 @@ class Case:
 
 def read_case(options):
     """Read the Case that options name. Raise CannotJudge if there is none."""
-    whole, apart = read_runs(options.record), read_runs(options.vs) if options.vs else RunSet()
+    whole = read_runs(options.record, options.source)
+    apart = read_runs(options.vs, options.vs_source) if options.vs else RunSet()
     runs, others = whole.runs, apart.runs
     sides = sorted({e.race.side for e in runs if e.race} - {""})
     if not options.vs and len(sides) > 1:
@@ -1134,7 +1184,7 @@ def verify(options, case=None):
     each("exactly the stated validation tokens", everyone, check_val_tokens)
     each(SWITCHES, everyone, lambda e: check_source(e, case.theirs))
     each("nothing in the environment changes the run", timed, check_environment)
-    each("the clock is honest", timed, check_clock)
+    each(CLOCK, timed, check_clock)
     each("the race's clock saw each step take as long", timed, lambda e: check_stamps(e, races))
     each("all time outside the clock is named", timed, check_outside)
     each("time outside the clock is explained by its work", timed, check_amounts)
@@ -1143,10 +1193,10 @@ def verify(options, case=None):
     each("nothing is compiled on the clock", everyone, check_compiles)
     each("validation does not train", everyone, check_validation)
     together(ACCOUNTS, check_accounts, *case.whole)
-    together("no run is a copy of another", check_copies, timed, case.models.values())
+    together(COPIES, check_copies, timed, case.models.values())
     together(LOSS, check_loss, runs, options.target)
     if case.apart.runs:
-        together("every run of the other side is accounted for", check_accounts, *case.apart)
+        together(ACCOUNTS_OTHER, check_accounts, *case.apart)
     together("the same data on both sides", check_data, runs, others, races, lacks=no_others)
     together("the same hardware on both sides", check_hardware, runs, others, lacks=no_others)
     together("the sides ran in turn", check_interleaved, runs, others, lacks=no_others)
@@ -1171,7 +1221,10 @@ def examine_all(case):
               file=sys.stderr)
         leaks.trainer()  # no module is loaded once a stranger's source has run
     before = digests_of_judge()
-    found = [(e.name, examine.check_model(e, path, case.options.data)) for e, path in case.models.values()]
+    found = []
+    for number, (e, path) in enumerate(case.models.values(), 1):
+        found.append((e.name, examine.check_model(e, path, case.options.data, tell=lambda rule: print(
+            f"verify.py: model {number} of {len(case.models)}, {e.name}: {rule} ...", file=sys.stderr, flush=True))))
     after = digests_of_judge()
     changed = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
     require(not changed, f"{join_findings(changed)} changed while models were examined: the source in a log rewrites "
@@ -1191,7 +1244,7 @@ def unseen(case):
     if e is None:
         return "A log without a description shows little; only its author's machine can tell more."
     declared = declared_flags(e, case.whole.races)
-    flags = ["--preset", str(e.run.start.get("preset"))] if declared is None else declared
+    flags = flags_of(e) if declared is None else declared
     again = shlex.join(["torchrun", f"--nproc_per_node={e.run.start.get('ranks')}", stats.SCRIPT, *flags, "--seed",
                         str(e.run.start.get("seed"))])
     unbound = (" This system has no Landlock, so a source that --rerun ran could read the shards and write to this "
@@ -1206,26 +1259,53 @@ def unseen(case):
             + (unbound if case.models and examine.landlock() < 1 else ""))
 
 
+def verdicts_of(case):
+    """Return the sentences of stats.verdicts on the record and the other side, or [] where they do not compare."""
+    raced = [f"side {side[0].race.side}" for side in (case.runs, case.others) if side and side[0].race]
+    try:
+        found = claim(case.runs, case.others, case.options.target, raced if len(raced) == 2 else
+                      stats.names_of_sets(case.options), judged_only=False)["verdicts"]
+    except (CannotJudge, Broken):
+        return []
+    return [f"{one.name}, compared with {one.base}: {one.sentence}" for one in found]
+
+
+def sources_of(case):
+    """Return a table of the runs by the source in their logs: such logs name neither a version nor the record."""
+    target = case.options.target or stats.DEFAULT_TARGET
+    rows = [["source", "runs", "val loss (mean ± sd)", f"p(mean < {target:g})", "time (mean ± sd)"]]
+    for digest, of_source in stats.grouped(case.runs + case.others, lambda e: str(e.run.source_sha256)[:8]).items():
+        side = stats.Side(digest, [e.run for e in of_source])
+        p = stats.one_sample_t_less(side.losses, target).pvalue if len(of_source) > 1 else math.nan
+        rows.append([digest, str(len(of_source)), stats.show_mean(stats.summary(side.losses), ""), f"{p:.3g}",
+                     "-" if side.untimed else stats.show_mean(stats.summary(side.seconds))])
+    return "\n".join(logs.columns(rows))
+
+
 def sum_up(findings, case):
     """Return the content of the page: the verdict, and the findings by verdict with failures last."""
     of = {verdict: [f for f in findings if f.rule not in CLAIMS and f.verdict == verdict] for verdict in VERDICTS}
     counts = Counter(f.verdict for f in findings)
     bare = not counts[FAIL] and any(not e.ours for e in case.runs + case.others)
-    alike = stats.grouped(of[UNKNOWN], lambda f: f.reason)
+    public = not any(e.ours for e in case.runs + case.others)
+    beyond = [f for f in of[UNKNOWN] if public and f.rule not in PUBLIC_RULES]
+    alike = stats.grouped([f for f in of[UNKNOWN] if f not in beyond], lambda f: f.reason)
     said = ("FAIL: rules are broken" if len(of[FAIL]) > 1 else "FAIL: a rule is broken" if of[FAIL] else
             "NO PASS: the logs do not describe their runs" if bare else
             "CLAIM NOT SHOWN, no rule is broken" if counts[FAIL] else
             "NO RULE IS BROKEN, some were not checked" if of[UNKNOWN] else "PASS")
     hold, broken = (f"{plural(len(of[verdict]), 'rule')} {one if len(of[verdict]) == 1 else many}"
                     for verdict, one, many in ((PASS, "holds", "hold"), (FAIL, "is broken", "are broken")))
-    return {"said": f"{said}. {hold}, {broken}, {len(of[UNKNOWN])} not checked; models of {len(case.models)} of "
-                    f"{plural(len(case.whole.runs), 'run')}",
+    more = (f"{len(beyond)} need what logs of other projects do not state" if public else
+            f"models of {len(case.models)} of {plural(len(case.whole.runs), 'run')}")
+    return {"said": f"{said}. {hold}, {broken}, {len(of[UNKNOWN]) - len(beyond)} not checked; {more}",
             "verdict": FAIL if counts[FAIL] else INCOMPLETE if counts[UNKNOWN] else PASS, "counts": dict(counts),
             "status": 1 if counts[FAIL] else 2 if bare else 0, "of": of,
-            "claims": [f for f in findings if f.rule in CLAIMS],
+            "claims": [f for f in findings if f.rule in CLAIMS], "beyond": beyond,
+            "verdicts": verdicts_of(case), "sources": sources_of(case) if public else "",
             "unseen": [f"{reason}: {'; '.join(f.rule for f in found)}" for reason, found in alike.items()],
             "broken": [f"{f.rule}: {f.reason}" for f in of[FAIL]], "last": unseen(case),
-            "findings": sorted(findings, key=lambda f: VERDICTS.index(f.verdict))}
+            "findings": sorted((f for f in findings if f not in beyond), key=lambda f: VERDICTS.index(f.verdict))}
 
 
 def parse(arguments):
@@ -1233,6 +1313,8 @@ def parse(arguments):
                                      epilog="Exit status: 0 nothing fails, 1 a rule is broken, 2 it cannot be judged.")
     parser.add_argument("record", nargs="+", metavar="RECORD", help="a folder of logs, or logs")
     parser.add_argument("--vs", nargs="+", metavar="OTHER", help="logs of the version to beat")
+    parser.add_argument("--source", metavar="HASH", help="judge only runs whose source has a SHA-256 with this beginning")
+    parser.add_argument("--vs-source", metavar="HASH", help="the same for --vs")
     parser.add_argument("--side", default="a", help="the record's side, in a race with two sides (default: a)")
     parser.add_argument("--data", metavar="DIR",
                         help="folder of the shards: hash and replay them, search for validation text in training")

@@ -1,85 +1,141 @@
-"""Serve a web page, on this machine only, with the plots of the latest runs; it reloads while they go on.
+"""Serve a web page, on this machine only, with the latest runs in common charts; it reloads while they go on.
 
     python records/watch.py                  logs/ and its subfolders at http://127.0.0.1:8000
     python records/watch.py FOLDER --port 0  another folder; port 0: any free port
 
-It only reads logs. Each open page takes some tenths of a second of one core every 5 s, so do not use it while a run is
-timed on few cores. Ctrl-C stops it.
+Runs of a race are named by the flags or the revision of their side, others by what differs between them. It only reads
+logs. Each open page takes some hundredths of a second of one core every 5 s, so do not use it while a run is timed on
+few cores. Ctrl-C stops it.
 """
-
-import logs
-
-logs.end_at_ctrl_c(__name__)  # importing numpy takes time
 
 import argparse
 import contextlib
 import functools
-import io
+import json
+import math
 import re
-import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import matplotlib.figure  # a second, before the first request
-
+import logs
 import pages
-import picture
 
 ROOT = Path(__file__).resolve().parent.parent
-SHOWN = 6  # runs
+SHOWN = 10  # runs
+COLORS = 6  # in templates/theme.css
 PERIOD_S = 5
 HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")  # any port: `ssh -L` may use another
-DRAW_S = 1  # a page draws new plots for this long and leaves the others to its next reload
 
 
-@functools.lru_cache(maxsize=2 * SHOWN)
-def shown(path, changed):
-    """Return (run, its plot as SVG) of a log. `changed`: its time stamp, for the cache. NothingToDraw if no steps."""
-    run, drawn = picture.read(path), io.StringIO()
-    picture.draw(run, drawn, "svg")
-    return run, "<svg" + drawn.getvalue().partition("<svg")[2]
+@functools.lru_cache(maxsize=1000)
+def read(path, changed):
+    """Return the last run of a log, finished or not. changed: its time stamp, for the cache."""
+    return logs.last_run(path)
 
 
-def describe(path, changed):
-    """Return the values of one run's section of the page."""
+def latest(folder):
+    """Return ([(path, time stamp, run)] of the SHOWN logs that changed last, messages about what is not shown)."""
+    stamps, runs, messages, others = [], [], [], 0
+    for path in folder.rglob("*.txt"):
+        try:
+            stamps.append((path.stat().st_mtime_ns, path))
+        except OSError as error:  # a dangling link, for instance
+            messages.append(f"{path.name}: {error.strerror}")
+    for changed, path in sorted(stamps, reverse=True):
+        run = read(path, changed)
+        if run.kind == logs.UNREADABLE:
+            messages.append(f"{path.name}: {run.reason}")
+        elif run.kind == logs.NOT_A_LOG:
+            others += 1
+        elif len(runs) < SHOWN:
+            runs.append((path, changed, run))
+        else:
+            break
+    return runs, messages + [f"{logs.plural(others, 'newer text file')} without a run"] * bool(others)
+
+
+def race_of(path):
+    """Return (name of the side, the side, number of the run) from race.jsonl, or None outside a race."""
+    for folder in (path.parent, path.parent.parent):  # the first run, which does not count, is in a subfolder
+        try:
+            race, *events = map(json.loads, (folder / "race.jsonl").read_text(encoding="utf-8").splitlines())
+            (attempt, *_) = [event for event in events if event["run_id"] == path.stem]
+            return logs.side_names(race["race"])[attempt["side"]], attempt["side"], attempt["run"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass  # no race, a line that is being written, or another's file
+    return None
+
+
+def state_of(run, changed):
     silent = time.time() - changed / 1e9
-    try:
-        run, drawn = shown(path, changed)
-    except (picture.NothingToDraw, OSError):
-        return {"name": path.name, "state": f"no step yet; written {silent:.0f} s ago", "svg": ""}
-    except Exception as error:  # one odd log must not take the others off the page
-        return {"name": path.name, "state": f"cannot be drawn: {type(error).__name__}: {error}", "svg": ""}
-    last, total = run.steps[-1], run.stated_steps
+    last, total = run.steps[-1] if run.steps else None, run.stated_steps
     if run.over:
-        state = run.reason or "ended"
-    elif silent >= 60:
-        state = f"nothing written for {silent / 60:.0f} min, and no end line"
-    else:
-        state = f"running, written {silent:.0f} s ago"
-        if total and last.step:
-            state += f", {(total - last.step) * last.time_ms / last.step / 1000:.0f} s left"
-    return {"name": path.name, "state": f"step {last.step} of {total or '?'}: {state}", "svg": drawn}
+        return run.reason or "ended"
+    if silent >= 60:
+        return f"nothing written for {silent / 60:.0f} min, and no end line"
+    if not last:
+        return f"no step yet; written {silent:.0f} s ago"
+    left = (total - last.step) * last.time_ms / last.step / 1000 if total and last.step else None
+    return "running" + ("" if left is None else f", {left:.0f} s left" if left < 100 else f", {left / 60:.0f} min left")
+
+
+def named(runs):
+    """Return (name, group) of each run; a group is a side of a race, or a run by itself."""
+    configs = [logs.config_of(run) for _, _, run in runs]
+    differ = [key for key in dict.fromkeys(key for one in configs for key in one)
+              if any(one.get(key) != other.get(key) for one in configs for other in configs)]
+    for (path, _, run), config in zip(runs, configs):
+        if race := race_of(path):
+            name, side, number = race
+            yield f"{name}, {f'run {number}' if number else 'not counted'}", (path.parent, side)
+        else:
+            yield ", ".join(f"{key} {config.get(key)}" for key in differ[:4]) or path.stem, path
+
+
+def describe(runs):
+    """Return (rows, charts) of the latest runs of one preset."""
+    names, rows, losses, times, speeds = list(named(runs)), [], [], [], []
+    groups = list(dict.fromkeys(group for _, group in names[::-1]))  # the oldest keeps its color
+    for i, ((path, changed, run), (name, group)) in enumerate(zip(runs, names)):
+        line = {"name": name, "color": groups.index(group) % COLORS,
+                "style": "faint" * any(group == newer for _, newer in names[:i])}
+        steps = [step for step in run.steps if step.step > 0 and not step.validation]
+        trained = pages.running_means([(step.step, step.time_ms / 1000, step.train_loss) for step in steps
+                                       if step.train_loss is not None], run.stated_steps)
+        dots = [(found.step, found.time_ms / 1000, found.loss) for found in run.validations
+                if found.step > 0 and found.time_ms is not None and math.isfinite(found.loss)]
+        for at, lines in ((0, losses), (1, times)):
+            if trained or dots:
+                lines.append({**line, "points": [(point[at], point[2]) for point in trained],
+                              "dots": [(dot[at], dot[2]) for dot in dots]})
+        if len(steps) > 1:
+            ms = [(b.step, (b.time_ms - a.time_ms) / max(b.step - a.step, 1)) for a, b in zip(steps, steps[1:])]
+            speeds.append({**line, "dots": [], "points": pages.running_means(ms, run.stated_steps)})
+        rows.append({**line, "file": path.name, "seed": (run.start or {}).get("seed", "-"),
+                     "step": run.last_step or 0, "steps": run.stated_steps or "?", "state": state_of(run, changed),
+                     "loss": run.validations[-1].loss if run.validations else None})
+    target = logs.target_of(runs[0][2])
+    level = target and (target, f"target {target:g}")
+    charts = [pages.chart(title, unit, lines, mark, whole) for title, unit, lines, mark, whole in (
+        ("Loss over steps", "step", losses, level, True),
+        ("Loss over time", "seconds of training", times, level, False),
+        ("Milliseconds per step", "step", speeds, None, True)) if lines]
+    return rows, charts
 
 
 def page(folder):
-    """Return the page with the logs that changed last, the latest first."""
-    began, found, unreadable, runs = time.monotonic(), [], [], []
-    for path in folder.rglob("*.txt"):
-        try:
-            found.append((path.stat().st_mtime_ns, path))
-        except OSError as error:  # a dangling link, for instance
-            unreadable.append(f"{path.name}: {error.strerror}")
-    for changed, path in sorted(found, reverse=True)[:SHOWN]:
-        late = time.monotonic() - began > DRAW_S
-        runs.append({"name": path.name, "state": "drawn at the next reload", "svg": ""} if late else
-                    describe(path, changed))
-    return pages.render("watch.html.jinja", period=PERIOD_S, folder=folder, runs=runs, unreadable=unreadable)
+    """Return the page: the latest runs by preset, the one that changed last first."""
+    runs, messages = latest(folder)
+    presets = {}
+    for one in runs:
+        presets.setdefault(str((one[2].start or {}).get("preset", "unknown")), []).append(one)
+    sections = [(preset, *describe(of_preset)) for preset, of_preset in presets.items()]
+    return pages.render("watch.html.jinja", period=PERIOD_S, folder=folder, sections=sections, messages=messages)
 
 
 def serve(folder, port):
     """Return a server on the loopback interface. OSError if the port is in use."""
-    one_page = threading.Lock()  # matplotlib's settings are global
 
     class Handler(BaseHTTPRequestHandler):
         timeout = 10  # seconds that a client may be silent
@@ -94,8 +150,7 @@ def serve(folder, port):
                 return self.send_error(403, f"open http://127.0.0.1:{port}/")
             if self.path != "/":
                 return self.send_error(404)
-            with one_page:
-                content = page(folder).encode("utf-8", "replace")
+            content = page(folder).encode("utf-8", "replace")
             self.send_response(200)
             for name, value in (("Content-Type", "text/html; charset=utf-8"), ("Content-Length", len(content))):
                 self.send_header(name, str(value))

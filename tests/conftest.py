@@ -246,8 +246,8 @@ def on_ranks(_rank_pools):
     return call
 
 
-LONG = ("readme", "resume", "records_verify", "run", "records_race", "scripts", "bench", "dry_gpu", "hosts", "optimizer", "model",
-        "records_stats", "sync", "rows", "data_text")
+LONG = ("emulated_gpu", "emulated_steps", "readme", "resume", "records_verify", "run", "records_race", "scripts", "bench",
+        "dry_gpu", "hosts", "optimizer", "model", "records_stats", "sync", "rows", "data_text")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

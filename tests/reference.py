@@ -31,21 +31,30 @@ def rotary(x, freqs):
     return out
 
 
+def token_weights(p, name, x, scale=0.1):
+    """Compute the weights of each token by a small network, [T, n]."""
+    u = x @ p[f"{name}.hidden"].T
+    u = u * (1 + torch.erf(u / math.sqrt(2))) / 2
+    return (u @ p[f"{name}.out"].T + p[f"{name}.bias"]) * scale
+
+
 RECORD = "- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M"
 
 
 def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softcap=(30, 0, 7.5), layers=RECORD, backout_layer=8,
-         ahead=(1,), ngrams=None, offset=False, halves=False):
+         ahead=(1,), ngrams=None, offset=False, halves=False, gates_from=(), dc_window=112, prefixes=None, prefix_weight=0):
     """Compute the weighted sum of the cross entropies of the tokens 1, 2, … ahead, with weights `ahead`.
 
     p: parameters by name, float64. x, y: lists of tokens. added [T, dim]: added to the residual stream before the first
     layer. softcap: cap, shift, softness. ngrams [T, dim]: n-gram embeddings that each layer adds. offset: in layers with
-    the long window, the unrotated entries of a key are those of the previous token. halves: see P. Value gates, skip
-    gates, XSA and sublayer_scales are used if p has their parameters. The matrices are qkvo, or qk and vo.
+    the long window, the unrotated entries of a key are those of the previous token. halves: see P. Value gates, MUDD and
+    sublayer_scales are used if p has their parameters. The matrices are qkvo, or qk and vo. gates_from: layers at which
+    gates per token are computed. dc_window: tokens that d sees. prefixes, prefix_weight: another token to predict in
+    place of each, or -1, and its weight.
 
     layers: one word per layer. L: long window; S: short window; P: heads 2j and 2j + 1 share one softmax (with halves:
-    heads j and j + heads / 2); c: attention reads the output of backout_layer; digit: value table; M: MLP; +n: skip
-    connection from layer n.
+    heads j and j + heads / 2); c: attention reads the output of backout_layer; digit: value table; x: XSA; g: gates of the
+    heads without a sigmoid; d: DC; M: MLP; +n: skip connection from layer n.
     """
     layers = layers.split()
     count = len(layers)
@@ -55,10 +64,11 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
         freqs = torch.cat([(1 / 1024) ** torch.linspace(0, 1, D // 4), torch.zeros(D // 4)]).double()
     n = sum("+" in word for word in layers)
     scaled = "resid_lambdas" in p
-    mixes = 0 if scaled else 2 if ngrams is None else 3
+    mixes = 0 if scaled else 2
+    mudd = "mudd.head.bias" in p
     skips, lam = list(p["scalars"][:n]), p["scalars"][n:n + mixes * count].view(count, mixes)
-    skip_gates = list(p.get("skip_gates", []))
-    sa, (smear, backout) = p["scalars"][n + mixes * count:-2].view(count, 2), p["scalars"][-2:]
+    rest = p["scalars"][n + mixes * count:]
+    sa, smear, backout = rest[:2 * count].view(count, 2), rest[2 * count], rest[-1]
     e = p["embed.weight"][x]
     width = p["smear_gate"].shape[1]
     rows = [e[0]]
@@ -66,24 +76,40 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
         rows.append(e[t] + smear * torch.sigmoid(p["smear_gate"][0] @ e[t][:width]) * e[t - 1])
     h = h0 = rms(torch.stack(rows)) + added
     document = torch.tensor([sum(1 for v in x[:t + 1] if v == bos) for t in range(T)])
-    outputs = {}
-    if scaled and ngrams is not None:
-        h = h + p["added_lambdas"][0, 1] * ngrams
+    outputs, tables = {}, {}
     for i, word in enumerate(layers):
         word, _, skip = word.partition("+")
+        is_mudd, has_attention = mudd and i == count - 1, word not in "-M"
+        if i in gates_from:
+            queue = list(token_weights(p, f"token_gates.{gates_from.index(i)}", h, p["gate_scale"]).T)
+        def gates(n, present):
+            return [queue.pop(0)[:, None] for _ in range(n)] if gates_from and present else []
+        mixes_in = has_attention and not is_mudd
+        (add_h0,), (add_ngrams,) = gates(1, mixes_in) or [0], gates(1, mixes_in and ngrams is not None) or [0]
+        skip_gate = gates(1, skip)
+        xsa_gates, head_gates, reads, writes = (gates(heads, letter in word) for letter in "xgdd")
+        if i == 0:
+            if ngrams is not None:
+                h, add_ngrams = h + add_ngrams * ngrams, 0
+            outputs[-1] = h
         if skip:
-            skip_weight = torch.sigmoid(skips.pop(0))
-            if skip_gates:
-                gate = skip_gates.pop(0)
-                skip_weight = skip_weight * 2 * torch.sigmoid(h0[:, :len(gate)] @ gate)[:, None]
+            skip_weight = torch.sigmoid(skips.pop(0)) * (skip_gate[0] if skip_gate else 1)
             h = h + skip_weight * outputs[int(skip)]
         if word == "-":
             outputs[i] = h
             continue
-        if scaled:
-            (resid_attn, resid_mlp), (add_h0, add_ngrams, post_attn, post_mlp) = p["resid_lambdas"][i], p["added_lambdas"][i]
+        added_values, first = 0, h0
+        if is_mudd:
+            of_token = list(token_weights(p, "mudd.layer", h)[..., None].unbind(1))
+            sources, first = (outputs[-1], outputs[backout_layer], h), outputs[-1]
+            added_values = sum(of_token[j] * sources[j] for j in range(3)).view(T, heads, D)
+            h = h + sum(of_token[3 + j] * sources[j] for j in range(3))
+            resid_attn, resid_mlp, post_attn, post_mlp, add_h0 = of_token[6:11]
+            add_ngrams = of_token[11] if gates_from and ngrams is not None else 0
+        elif scaled:
+            (resid_attn, resid_mlp), (post_attn, post_mlp) = p["resid_lambdas"][i], p["post_lambdas"][i]
         else:
-            h = lam[i, 0] * h + lam[i, 1] * h0 + (0 if ngrams is None else lam[i, 2] * ngrams)
+            h = lam[i, 0] * h + lam[i, 1] * h0
         if word != "M":
             a = rms(outputs[backout_layer] if "c" in word else h)
             names = ("qkvo",) if f"blocks.{i}.attn.qkvo" in p else ("qk", "vo")
@@ -99,11 +125,14 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
                 shift_by = [int(freq == 0) for freq in freqs.tolist()] * 2
                 k = torch.stack([torch.stack([k[max(0, t - shift_by[d]), :, d] for d in range(D)], -1) for t in range(T)])
             v = sa[i, 0] * v
+            v = v + added_values
             if number := [c for c in word if c.isdigit()]:
-                values = p[f"value_embeds.{number[0]}.weight"][x]
+                values = tables[number[0]] = p[f"value_embeds.{number[0]}.weight"][x]
                 value_gate = torch.ones(T, heads, dtype=a.dtype)
+                if is_mudd:
+                    value_gate = torch.stack([of_token[-2 + (head >= heads // 2)][:, 0] for head in range(heads)], 1)
                 if (gate := p.get(f"blocks.{i}.attn.value_gate")) is not None:
-                    half = gate.shape[1] if "P" in word else gate.shape[1] // 2
+                    half = gate.shape[1] // 2
                     value_gate = 2 * torch.sigmoid(a[:, :half] @ gate[:, :half].T + values[:, :gate.shape[1] - half] @ gate[:, half:].T)
                 v = v + (1 if scaled else sa[i, 1]) * value_gate[..., None] * values.view(T, heads, D)
             window = long if "L" in word else short
@@ -121,16 +150,28 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
                                if 0 <= position(t, head) - position(j, h) <= window and document[j] == document[t]]
                     weights = torch.softmax(torch.stack([scale * (k[j, h] @ q[t, head]) for j, h in visible]), 0)
                     y_t = sum(weight * v[j, h] for weight, (j, h) in zip(weights, visible))
-                    if (xsa_lambda := p.get(f"blocks.{i}.attn.xsa_lambda")) is not None:
+                    if reads:
+                        read = torch.stack([gate[t, 0] for gate in reads])
+                        read = read / (read.square().mean() + 1e-6).sqrt()
+                        seen = [j for j in range(max(0, t - dc_window + 1), t + 1) if document[j] == document[t]]
+                        shares = sum(read[other] * torch.softmax(torch.stack(
+                            [scale * (k[j, other] @ q[t, other]) for j in seen]), 0) for other in range(heads))
+                        y_t = y_t + writes[head][t] * sum(share * v[j, head] for j, share in zip(seen, shares))
+                    if "x" in word:
                         own = v[t, head]
-                        y_t = y_t - torch.tanh(xsa_lambda[head]) * (y_t @ own) / (own @ own) * own
+                        alpha = xsa_gates[head][t] if xsa_gates else p[f"blocks.{i}.attn.xsa_lambda"][head]
+                        y_t = y_t - torch.tanh(alpha) * (y_t @ own) / (own @ own) * own
                     mixed.append(y_t)
-                gate = torch.sigmoid(a[:, :p[f"blocks.{i}.attn.gate"].shape[1]] @ p[f"blocks.{i}.attn.gate"][head])
-                heads_out.append(torch.stack(mixed) * gate[:, None])
+                if gates_from:
+                    gate = head_gates[head] if head_gates else 1
+                else:
+                    weight = p[f"blocks.{i}.attn.gate"]
+                    gate = torch.sigmoid(a[:, :weight.shape[1]] @ weight[head])[:, None]
+                heads_out.append(torch.stack(mixed) * gate)
             out = torch.stack(heads_out, 1).reshape(T, dim) @ w[3].T
             if scaled:
-                h = resid_attn * h + post_attn * sa[i, 1] * out + add_h0 * h0
-                if ngrams is not None and i:
+                h = resid_attn * h + post_attn * sa[i, 1] * out + add_h0 * first
+                if ngrams is not None:
                     h = h + add_ngrams * ngrams
             else:
                 h = h + out
@@ -138,11 +179,21 @@ def loss(p, x, y, long, short, bos, heads, freqs=None, scale=0.1, added=0, softc
             out = torch.relu(rms(h) @ p[f"blocks.{i}.mlp.fc"]).square() @ p[f"blocks.{i}.mlp.proj"].T
             h = resid_mlp * h + post_mlp * out if scaled else h + out
         outputs[i] = h
-    h = rms(h - backout * outputs[backout_layer])
+    if mudd:
+        saved = sorted({-1, backout_layer, count - 2} | {int(word.split("+")[1]) for word in layers if "+" in word})
+        sources = [outputs[i] for i in saved] + [tables[n] for n in tables if n == "0"]
+        weights = token_weights(p, "mudd.head", h)
+        assert len(sources) == weights.shape[1]
+        h = rms(h + sum(weights[:, j, None] * source for j, source in enumerate(sources)))
+    else:
+        h = rms(h - backout * outputs[backout_layer])
     cap, shift, softness = softcap
     logits = cap * torch.sigmoid((h @ p["lm_head.weight"].T + shift) / softness)
     logs = logits.log_softmax(-1)
-    return -sum(weight * logs[t, y[t + k]] for k, weight in enumerate(ahead) for t in range(T - k))
+    objective = -sum(weight * logs[t, y[t + k]] for k, weight in enumerate(ahead) for t in range(T - k))
+    if prefix_weight:
+        objective = objective - prefix_weight * sum(logs[t, prefixes[y[t]]] for t in range(T) if prefixes[y[t]] >= 0)
+    return objective
 
 
 def polar(u):

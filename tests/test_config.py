@@ -69,7 +69,7 @@ def test_a_shorter_run_scales_the_step_counts_of_its_preset():
     (["--shuffle", "yes"], "'yes' is neither true nor false"),
     (["--sync", "never"], "choose from"), (["--preset", "desktop"], "desktop"), (["stray"], "stray"),
     (["--loss_weights", "1;2"], "'1;2' is not a list of numbers such as 1,.5,.25"),
-    (["--stages", "Stage(unitl=1)"], "loss_weights; write rows like Stage(until=1/3")])
+    (["--stages", "Stage(unitl=1)"], "prefix_weight; write rows like Stage(until=1/3")])
 def test_unknown_and_ill_typed_flags_are_refused(argv, says, capsys):
     with pytest.raises(SystemExit) as stop:
         parse(*argv)
@@ -86,7 +86,7 @@ def test_help_names_every_flag_once_under_its_title(capsys):
         assert shown.count(f"\n  --{f.name} ") == 1 and f.metadata["meaning"][:20] in shown
     titles = [line[:-1] for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert titles[1:] == list(dict.fromkeys(train_gpt.HELP_GROUPS.values()))
-    assert "(2245; frontier: 1480; laptop: 135)" in shown
+    assert "(2245; frontier: 1285; laptop: 135)" in shown
     flags = [line for line in shown.splitlines() if line.startswith("  --")]
     assert len(shown.splitlines()) - len(flags) < 45, "few flags take more than one line"
 
@@ -220,7 +220,16 @@ def refused(changes, ranks=1):
     ({"layers": "SM -+0"}, 1, "'-+0' is not a layer"),
     ({"layers": "SM +0"}, 1, "'+0' is not a layer"),
     ({"layers": "S0M SM+1"}, 1, "layer 1 has a skip connection from layer 1; it must come from an earlier layer"),
-    ({"layers": "S0M SM", "skip_gates": True, "backout_layer": 0}, 1, "skip_gates needs a skip connection in layers"),
+    ({"layers": "S0M PxM", "backout_layer": 0}, 1, "layer 1 has P with x or d, which need unpaired heads; write S or L"),
+    ({"layers": "S0M SgM", "backout_layer": 0}, 1, "layer 1 has g or d, whose gates are computed per token; give --token_gates 0"),
+    ({"token_gates": "0"}, 1, "token_gates needs sublayer_scales; give --sublayer_scales true"),
+    ({"token_gates": "1 4", "sublayer_scales": True}, 1, "token_gates is '1 4'; write numbers of layers, 0 and later ones up to 11"),
+    ({"token_gates": "0 12", "sublayer_scales": True}, 1, "token_gates is '0 12'"),
+    ({"token_gates": "0 x", "sublayer_scales": True}, 1, "token_gates is '0 x'"),
+    ({"mudd": True}, 1, "mudd needs sublayer_scales"),
+    ({"mudd": True, "sublayer_scales": True, "layers": "SM M", "backout_layer": 0}, 1, "mudd needs attention in the last layer"),
+    ({"prefix_weight": -1.0}, 1, "prefix_weight is -1.0; it must be a number, from 0 on"),
+    ({"ngram_hash": "record", "ngrams": "3:50:8"}, 1, "ngram_hash record is for pairs; give tables 2:ROWS:WIDTH only"),
     ({"layers": "S0M cSM LM", "backout_layer": 1}, 1, "c reads the output of backout_layer 1; write it only in later layers"),
     ({"layers": "P0M SM", "backout_layer": 1, "num_heads": 1, "head_dim": 32}, 1, "num_heads is 1; make it even, or write S"),
     ({"untie_at": 1.5}, 1, "untie_at is 1.5; it must be a number, from 0 on, at most 1"),
@@ -253,8 +262,6 @@ def refused(changes, ranks=1):
     ({"world_size_invariant": True, "micro_batches": 6}, 1, "has 6 micro-batches on 1 ranks; make both powers of two"),
     ({"attention": "flash"}, 1, "flash computes in bfloat16, and dtype is float32; use --attention auto"),
     ({"attention": "flash", "dtype": "bfloat16", "world_size_invariant": True}, 1, "excludes attention flash"),
-    ({"ngram_mix": 0.1}, 1, "ngram_mix is 0.1 without n-gram tables; give --ngrams, or leave it out"),
-    ({"ngram_mix": -0.1}, 1, "ngram_mix is -0.1; it must be a number, from 0 on"),
     ({"key_offset": True, "layers": "S0M SM", "backout_layer": 0}, 1, "key_offset needs a layer with the long window; write L for one"),
     ({"muon_qk_heads": 4}, 1, "muon_qk_heads is 4; it must divide num_heads, 2, or be 0"),
     ({"ngrams": "2:16384"}, 1, "'2:16384' is not a table; write N:ROWS:WIDTH"),
@@ -510,8 +517,10 @@ def test_all_ranks_leave_out_what_the_oldest_gpu_lacks(monkeypatch):
     comm.all_gather_json = lambda mine: json.loads(json.dumps([mine, mine]))
     assert train_gpt.resolve_auto(train_gpt.Config(attention="flex"), comm) == (train_gpt.Config(attention="flex"), [])
     comm.all_gather_json = lambda mine: json.loads(json.dumps([mine, [[8, 0], False]]))
-    config, messages = train_gpt.resolve_auto(train_gpt.Config(), comm)
-    assert not config.fp8_head and config.kernels == "off" and messages == ["this GPU has no fp8: the head's product stays in bf16"]
+    config, messages = train_gpt.resolve_auto(train_gpt.Config(fp8_mlp=True), comm)
+    assert not config.fp8_head and config.kernels == "off" and messages == [
+        "this GPU has no fp8: the head's product stays in bf16", "the MLP's kernels are off: its products stay in bf16"]
+    assert not config.fp8_mlp
 
 
 # the source

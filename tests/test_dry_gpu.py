@@ -43,7 +43,7 @@ def test_a_repeated_phase_returns_its_last_events():
     (("0 COST - 5000000 7000000 0 0", "0 TRITON triton_red_fused__log_softmax_add 4 1 1 128 0"), "Triton, loss", 7e-3),
     (("0 COST - 0 0 0 3000000000", "0 TRITON relu_squared 4 1 1 128 0"), "matmuls", 3e-3 / 0.8),
     (("0 COST - 5000000 0 0 3000000000", "0 TRITON relu_squared 4 1 1 128 0"), "matmuls", 5e-3),
-    (("0 COST - 0 0 4000000000 0", "0 TRITON fp8_product 4 1 1 128 0"), "matmuls in fp8", 2e-3 / 0.8),
+    (("0 COST - 0 0 4000000000 0", "0 TRITON fp8_product 4 1 1 128 0"), "matmuls in fp8", 2e-3 / 0.64),
     (("0 TRITON triton_poi_fused_add 4 1 1 128 0",), "Triton, other", 1e-6),
     (("0 COPY x 1000000",), "copies and fills", 2e-3),
     (("0 FILL x 1000000",), "copies and fills", 1e-3),
@@ -55,6 +55,9 @@ def test_a_repeated_phase_returns_its_last_events():
       "0 TRITON triton_tem_fused_flex_attention_backward 4 1 1 128 0"), "attention", 2.5e-2),
     (("0 STEP 384_128 5 2000000000", "0 KERNEL flash_fwd_kernel 4 1 1 128 0", "0 OP _flash_attention_forward 1000000"),
      "attention", 1e-3 + 5e-3),
+    (("0 ATTENTION - 4000000000", "0 KERNEL flash_bwd_dq_dk_dv_loop_kernel 4 1 1 128 0", "0 OP flash_backward 1000000"),
+     "attention", 1e-3 + 2.5e-2),
+    (("0 COST - 5000000 7000000 0 0", "0 TRITON ce_fwd_bwd_kernel 4 1 1 128 0"), "Triton, loss", 7e-3),
 ])
 def test_cost_of_an_event(lines, kind, seconds):
     log = events(*lines)
@@ -93,9 +96,9 @@ def test_streams_run_in_parallel_and_wait_for_events():
     steps = simulate.simulate(log, simulate.costs(log, RATES, 4))
     assert [step.ms for step in steps] == pytest.approx([11.51, 11.51]) and steps[0].windows == "384_128"
     assert steps[1].waiting_ms == pytest.approx(5.51)
-    kinds = simulate.mean_costs(steps, lambda cost: cost.kind)
+    kinds = simulate.mean_costs(steps, [1, 1], lambda cost: cost.kind)
     assert kinds == {"Triton, other": (pytest.approx(6), 3), "collectives": (pytest.approx(7.51), 1)}
-    assert simulate.mean_costs(steps, lambda cost: cost.name)["k"] == (pytest.approx(3), 1)
+    assert simulate.mean_costs(steps, [1, 1], lambda cost: cost.name)["k"] == (pytest.approx(3), 1)
 
 
 def test_only_kernels_that_the_steps_launched_are_measured():
@@ -115,7 +118,58 @@ def test_only_kernels_that_the_steps_launched_are_measured():
                 for _, kind in kernels}
     assert simulate.measured({"traceEvents": [*steps, *launches, *ran, {"ph": "M", "name": "process_name"}]}) == {
         **expected, "copies and fills": (2.0, 0.5)}
-    assert {*expected, "copies and fills"} == {*simulate.RECORD}
+    assert {*expected, "copies and fills"} == {*simulate.CLASSES}
+
+
+def test_a_mean_follows_the_plan():
+    """Two even steps share the weight of a stage's even half; a stage that the plan lacks does not count."""
+    steps = [simulate.Step(windows, number, 0.0, ms) for windows, number, ms in (
+        ("384 128", 0, 1.0), ("384 128", 2, 3.0), ("384 128", 5, 10.0), ("896 384", 6, 20.0), ("640 128", 8, 99.0))]
+    weights = simulate.weigh(steps, {"384 128": 30, "896 384": 10})
+    assert weights == [7.5, 7.5, 15, 10, 0]
+    assert page.step_rows(steps[:4], weights[:4]) == {
+        "ms per step, windows 384 128": "2.0; 10.0; 6.0", "ms per step, windows 896 384": "20.0; 20.0",
+        page.MEAN: "9.2; 10.0; 9.5"}
+
+
+def a_public_log(folder, name, ms, source="import torch", kernels="import triton"):
+    """Write a log in the form of the public records': source, kernels under a title, times of four steps."""
+    rule, clock, lines = "-" * 40, 0, ["step:0/4 val_loss:10.8258 train_time:0ms step_avg:0.03ms"]
+    for step, taken in enumerate(ms, 1):
+        clock += taken
+        lines.append(f"step:{step}/4 train_time:{clock}ms step_avg:{clock / step:.2f}ms")
+    lines.append(f"step:4/4 val_loss:3.2754 train_time:{clock}ms step_avg:{clock / 4:.2f}ms")
+    head = [source, rule, "# triton_kernels.py", rule, kernels, "", "=" * 100, "Running Python 3.12.7", "=" * 100]
+    (folder / name).write_text("\n".join([*head, *lines, ""]))
+    return folder / name
+
+
+def test_a_public_log_holds_a_program_and_measured_times(tmp_path):
+    log = a_public_log(tmp_path, "a.txt", (60, 20, 30, 50))
+    a_public_log(tmp_path, "b.txt", (40, 20, 30, 50)), a_public_log(tmp_path, "c.txt", (9, 9, 9, 9), "import numpy")
+    source, digest, runs = page.read_program(log)
+    assert page.sources_of(source) == {"train_gpt.py": "import torch", "triton_kernels.py": "import triton\n\n"}
+    assert len(digest) == 64 and [Path(run.path).name for run in runs] == ["a.txt", "b.txt"], "c.txt is another program"
+    steps = page.measured_steps(runs, {"384 128": 2, "896 384": 2}, None)
+    assert page.step_rows(steps, [1] * 8) == {
+        "ms per step, windows 384 128": "50.0; 20.0; 35.0", "ms per step, windows 896 384": "30.0; 50.0; 40.0",
+        page.MEAN: "40.0; 35.0; 37.5"}
+    assert page.with_error({page.MEAN: "40.0; 35.0; 37.5", "x": "1.0"}, {page.MEAN: "1.0; 2.0; 36.0"}) == {
+        page.MEAN: "40.0; 35.0; 37.5 (simulated -4.0%)", "x": "1.0"}
+    scaled = page.measured_steps(runs, {"384 128": 2, "896 384": 2}, 75)
+    assert sum(step.ms for step in scaled) / 8 == pytest.approx(75), "each log has the published mean"
+
+
+def test_a_file_without_a_source_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("step:1/2 train_time:9ms step_avg:9.00ms\n")
+    with pytest.raises(SystemExit, match="notes.txt: not a log that begins with its source"):
+        page.read_program(tmp_path / "notes.txt")
+
+
+def test_the_difference_of_two_columns():
+    ours = {"— eager: ms, launches": "3.70, 400", page.MEAN: "1.0; 2.5; 1.8", "graphs": "3", "— eager": "8"}
+    theirs = {"— eager: ms, launches": "0.66, 100", page.MEAN: "1.5; 2.5; 2.0", "graphs": "4", "— eager": "9"}
+    assert page.difference(ours, theirs) == {"— eager: ms, launches": "+3.04, +300", page.MEAN: "-0.5, +0, -0.2"}
 
 
 FACTS = {"graphs": 2, "late": 1, "breaks": {"a call of print": 3}, "compile": 4.2, "warm_up": 9.0, "phase": "training",
@@ -130,8 +184,9 @@ def a_log():
                   "0 STEP 384_128 2 0")
 
 
-def test_the_page():
-    rows, notes = page.page(a_log(), FACTS, Namespace(arch=90, ranks=4, steps=2), "this", FACTS["plan"])
+def test_the_page(monkeypatch):
+    monkeypatch.setitem(page.RATES, 90, RATES)
+    rows, notes = page.page(a_log(), FACTS, Namespace(arch=90, ranks=4, steps=2, trace=None), "this", FACTS["plan"])
     assert rows["Triton kernels loaded; with spills"] == "1; k, 8 B"
     assert rows["graphs; breaks; compiled after warm-up"] == "2; 3; 1"
     assert rows["launches per step"] == "4" and rows["— Triton"] == "3" and rows["— collectives"] == "1"
@@ -140,7 +195,9 @@ def test_the_page():
     assert rows["collectives of step 1, MB"] == "1: reduce-scatter 1"
     assert rows["host ms per step: wall; CPU of all threads"] == "21 (min 20); 11"
     assert rows["peak MiB in training; reserved"] == "3,072; 4,096"
-    assert rows["simulated ms per step, mean"] == rows["simulated ms per step, windows 384_128"]
+    assert rows[page.MEAN] == rows["ms per step, windows 384_128"] == "11.5; 11.5; 11.5"
+    assert rows["launches per simulated step"] == "4.0; 4.0; 4.0"
+    assert rows["— Triton, other: ms, launches"] == "6.00, 3" and rows["— main stream waits: ms"] == "5.5; 5.5; 5.5"
     assert any("2,048 in 7 × forward, line 9" in note for note in notes)
     assert any("a call of print" in note for note in notes)
 
@@ -148,7 +205,7 @@ def test_the_page():
 def test_the_page_of_a_run_that_does_not_fit():
     facts = {**FACTS, "out of memory": "CUDA out of memory. Tried to allocate 3.00 GiB", "phase": "warm-up", "host": []}
     log = events("0 PHASE warm-up", "0 OOM cudaMalloc 9 9")
-    rows, notes = page.page(log, facts, Namespace(arch=89, ranks=1, steps=2), "this", {})
+    rows, notes = page.page(log, facts, Namespace(arch=89, ranks=1, steps=2, trace=None), "this", {})
     assert "does not fit the GPU's memory (phase: warm-up)" in notes[0] and "Tried to allocate 3.00 GiB" in notes[0]
     assert "launches per step" not in rows
 
@@ -186,7 +243,7 @@ def test_two_ranks_of_a_small_gpt(dry):
     rows = rows_of(done)
     assert rows["graphs; breaks; compiled after warm-up"][0].endswith("; 0; 0")
     assert int(rows["— Triton"][0]) > 10 and int(rows["— collectives"][0]) > 2 and "reduce-scatter" in done.stdout
-    assert float(rows["simulated ms per step, mean"][0]) > 0
+    assert float(rows[page.MEAN][0].split("; ")[2]) > 0
     assert re.search(r"at the peak of training, MiB: \d+ in \d+ × \w+, line \d+", done.stdout)
 
 
@@ -202,6 +259,82 @@ def test_a_small_speedrun_on_a_hopper_gpu(dry):
     assert registers > 100 and not spilled and shared_kib > 150, "the matmul has too few pipeline stages in shared memory"
     assert not any("softmax" in name for name in rows), "the loss is not fused: it reads its logits three times"
     assert "Eager operators among them, ms and launches: mul " in done.stdout
+
+
+PUBLIC_PROGRAM = '''
+import os, sys
+os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+import torch, torch.distributed as dist
+from kernels import get_kernel
+import tiktoken
+
+dist.init_process_group(backend="cuda:nccl,cpu:gloo", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+dist.barrier()
+flash = get_kernel("kernels-community/flash-attn3", version=1).flash_attn_interface
+count = torch.cuda._compile_kernel("extern C", "count_kernel", compute_capability="90")
+
+class Yarn:
+    def reset(self): pass
+
+class GPT(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.qkv = torch.nn.Embedding(50304, 128), torch.nn.Linear(128, 384, bias=False)
+        self.yarn = Yarn()
+    def forward(self, tokens, starts, window):
+        q, k, v = self.qkv(self.embed(tokens)).bfloat16().view(len(tokens), 3, 2, 64).unbind(1)
+        return flash.flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=512, max_seqlen_k=512, causal=True,
+            softmax_scale=0.1, window_size=(window, 0)).float().square().mean()
+
+class args:
+    num_iterations, val_loss_every = 20, 10
+
+def get_ws(step):
+    return (1, 2) if step < 10 else (2, 4)
+
+def distributed_data_generator():
+    while True:
+        starts = torch.tensor([0, 300, 1024, 1024], dtype=torch.int32)
+        yield torch.arange(1024, dtype=torch.int32).cuda(), None, starts.cuda()
+
+model = GPT().cuda()
+optimizer2 = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer2.reset = lambda: None
+model = torch.compile(model, dynamic=False, fullgraph=True)
+########################################
+#            Warmup kernels            #
+########################################
+raise RuntimeError("the warm-up is left out")
+########################################
+#        Training and validation       #
+########################################
+train_loader = distributed_data_generator()
+train_steps = args.num_iterations
+for step in range(train_steps + 1):
+    if args.val_loss_every > 0 and step % args.val_loss_every == 0:
+        raise RuntimeError("validation is left out")
+    inputs, targets, starts = next(train_loader)
+    model(inputs, starts, get_ws(step)[1] * 128).backward()
+    grad = model.qkv.weight.grad
+    rows = torch.empty_like(grad)
+    dist.all_to_all_single(rows, grad, async_op=True).get_future().wait()
+    if step % 2:
+        count((8, 1, 1), (128, 1, 1), (rows, grad))
+        optimizer2.step()
+'''
+
+
+def test_a_public_program(dry, tmp_path):
+    """Attention, CUDA source, the tokenizer and the hub are replaced; stages, even and odd steps are told apart."""
+    (tmp_path / "train_gpt.py").write_text(PUBLIC_PROGRAM)
+    rows = rows_of(dry("--program", tmp_path / "train_gpt.py", of_script=()))
+    assert rows[""][0] == "train_gpt" and rows["graphs; breaks; compiled after warm-up"][0] == "2; 0; 0"
+    assert {"ms per step, windows 256 128", "ms per step, windows 512 256"} < {*rows}
+    assert rows["— attention: ms, launches"][0].endswith(", 4")
+    assert rows["— collectives: ms, launches"][0].endswith(", 1")
+    even, odd, _ = map(float, rows["launches per simulated step"][0].split("; "))
+    assert odd > even
 
 
 def test_a_run_that_does_not_fit_prints_a_page(dry):

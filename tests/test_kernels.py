@@ -66,6 +66,22 @@ print(json.dumps([((x - y.float()).norm() / y.float().norm()).item() for x, y in
     assert len(gaps) == 2 and 0 < min(gaps) and max(gaps) < 2 / 256, gaps
 
 
+def test_relu_squared_in_fp8_up_to_the_rounding(interpret):
+    """The factors, and the maximum, which may only rise; with one program and with several."""
+    gaps = interpret("""
+a, b, found = torch.randn(256, 192), torch.randn(512, 192).T, []
+scale, h_scale = torch.tensor(0.5), torch.tensor(0.3)
+h = T.relu_squared(a, b) / 4
+for programs, before in ((1, 0.0), (3, 0.0), (9, 1e6)):
+    h_max = torch.tensor(before)
+    ours = T.relu_squared_by_triton(a, b, None, programs, scale, h_scale, h_max)
+    plain = h, h / h_scale, h.max().clamp_min(before)
+    found += [((x - y).abs().max() / y.max()).item() for x, y in zip((*ours, h_max), plain)]
+print(json.dumps(found))
+""")
+    assert len(gaps) == 9 and max(gaps) < 1e-5, gaps
+
+
 GRADIENTS = """
 mlp = T.MLP(T.Config(model_dim=64))
 x, grad = torch.randn(128, 64), torch.randn(128, 64)
@@ -99,3 +115,43 @@ def test_a_gpu_uses_the_kernel_if_the_sizes_are_multiples_of_the_tiles(monkeypat
     with FakeTensorMode():
         out = train_gpt.relu_squared(torch.empty(m, k, dtype=dtype, device="cuda"), torch.empty(k, n, dtype=dtype, device="cuda"))
     assert out.shape == (m, n) and launched == [132] * taken
+
+
+LOSS = """
+T.LOSS_CHUNK = 64
+def both(V, n, cap, shift, factor):
+    \"\"\"(objective, entropies, gradients of x and weight) of Head.forward's plain code, and of the kernel.\"\"\"
+    head = T.Head(T.Config(model_dim=16, dtype="float32", fp8_head=False, logit_cap=cap, logit_shift=shift, head_init=3.0), V)
+    x, weights = torch.randn(24, 16, requires_grad=True), torch.tensor([1.0, 0.5, 0.25][:n])
+    targets = torch.randint(0, V, (n, 24))
+    targets[:, 3], targets[0, 5], targets[:, -2:] = 7, V - 1, -1
+    targets[-1, 9] = -1
+    for loss, entropies in ((T.cross_entropies(head.uncapped_logits(x), targets, head.softcap),) * 2,
+                            T.HeadLoss.apply(x, head.weight, targets, weights, head.softcap, None)):
+        objective = (loss * weights).sum() if loss.dim() else loss
+        yield objective, entropies, *torch.autograd.grad(factor * objective, (x, head.weight))
+"""
+
+
+def test_the_loss_of_the_kernel_is_the_plain_one(interpret):
+    """For one to three rows of targets, some not counted and some equal, and a last chunk that is full, or not."""
+    gaps = interpret(LOSS + """
+found = [((x - y).norm() / x.norm()).item() for case in ((128, 1, 30.0, 0.0, 1.0), (300, 2, 23.0, 5.0, 3.0), (90, 3, 23.0, 5.0, -0.5))
+         for x, y in zip(*both(*case))]
+print(json.dumps(found))
+""")
+    assert len(gaps) == 12 and max(gaps) < 2e-6, gaps
+
+
+def test_the_kernel_of_the_loss_in_bf16_holds_two_chunks_in_one_register(interpret):
+    """Each gradient then has bf16's precision, half a part in 256; those of the targets are not packed."""
+    gaps, targets_gap = interpret(LOSS + """
+x, weights, targets = 5 * torch.randn(8, 200), torch.tensor([1.0, 0.5]), torch.randint(0, 200, (2, 8))
+softcap = T.Softcap(23.0, 5.0, 7.5)
+losses, grad = T.softcapped_loss(x, targets, weights, softcap, None)
+packed = torch.full_like(grad, torch.nan)
+T.softcapped_loss_kernel[(8,)](x, targets, weights, losses, packed, 8, 200, 2, *softcap, 1.0, 64, True)
+gap = (packed - grad) / grad
+print(json.dumps([gap.abs().max().item(), gap.gather(1, targets.T).abs().max().item()]))
+""")
+    assert 1e-4 < gaps <= 2 ** -8 and targets_gap == 0, (gaps, targets_gap)

@@ -843,3 +843,15 @@ def test_ctrl_c_in_a_tool_is_a_word_and_130(capsys):
     with pytest.raises(SystemExit) as stop:
         logs.run_main(interrupted)
     assert stop.value.code == 130 and capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize("sides, names", [
+    ({"a": {"revision": None, "flags": ["--preset", "laptop", "--muon_lr", "0.05"]}, "b": {"revision": None, "flags": ["--preset", "laptop"]}},
+     ["--muon_lr 0.05", "base"]),
+    ({"a": {"revision": None, "flags": []}, "b": {"revision": None, "flags": ["--sync", "step"]}}, ["without these flags", "--sync step"]),
+    ({"a": {"revision": None, "flags": []}, "b": {"revision": "47dd0f51" + 32 * "0", "flags": []}}, ["this checkout", "revision 47dd0f51"]),
+    ({"a": {"revision": None, "flags": []}, "b": {"revision": None, "flags": ["torchrun", "x.py"], "folder": "../nanogpt/"}},
+     ["this checkout", "nanogpt"]),
+    ({"": {"revision": None, "flags": ["--preset", "laptop"]}}, ["this checkout"])])
+def test_sides_are_named_by_what_they_are(sides, names):
+    assert list(logs.side_names({"sides": sides}).values()) == names

@@ -2,6 +2,7 @@
 nothing; and one run of the real script through the launcher."""
 
 import hashlib
+import html
 import importlib.util
 import json
 import math
@@ -25,6 +26,7 @@ from conftest import TINY, wait_until, write_corpus
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
+import board  # noqa: E402
 import examine  # noqa: E402
 import ladder  # noqa: E402
 import logs  # noqa: E402
@@ -56,6 +58,7 @@ def main(argv):
     source = Path(__file__).read_text()
     race = dict(zip(("race_id", "run", "declared_n", "side"), c.race.split(":")))
     race.update(run=int(race["run"]), declared_n=int(race["declared_n"]))
+    c.mood *= race["run"] > 0  # the first run, which does not count, has none
     start = {"run_id": c.run_id, "seed": c.seed, "config": vars(c), "ranks": 1, "preset": preset,
              "hardware": {"cores": os.cpu_count()},
              "source_sha256": hashlib.sha256(source.encode()).hexdigest(),
@@ -133,8 +136,8 @@ def repo(tmp_path, monkeypatch):
 
 def only_race(repo):
     (folder,) = (repo / "logs").iterdir()
-    events = [json.loads(line) for line in (folder / "race.jsonl").read_text().splitlines()]
-    return folder, events[0]["race"], events[1:]
+    declared, *events = [json.loads(line) for line in (folder / "race.jsonl").read_text().splitlines()]
+    return folder, declared["race"], [event for event in events if event["run"]]
 
 
 def starts(events):
@@ -159,14 +162,19 @@ def test_one_version(repo, capsys):
     assert sorted(run.start["race"]["run"] for run in runs) == [1, 2, 3]
     assert {(run.start["race"]["declared_n"], run.start["race"]["side"]) for run in runs} == {(3, "")}
     shown = capsys.readouterr().out
-    assert "run 3 of 3, seed 3; runs: 0.1015 ± 0.0007 s [0.0856 … 0.1174], 3.2015 ± 0.0007 loss [3.1856 … 3.2174] (2)" in shown
-    assert "runs: no run yet" not in shown and "; 3 runs left, duration unknown before the first" in shown
-    assert "; 1 run left, about 1 minute\n" in shown and "The claim holds" in shown
+    assert "race: so far, 2 of 3 runs: 3.2015 ± 0.0007 loss, 0.1015 ± 0.0007 s (mean ± sd)\n" in shown
+    assert "race: a first run, not counted: this checkout, seed 0; 4 runs left, duration unknown before the first" in shown
+    assert "race: run 3 of 3: this checkout, seed 3; 1 run left, about 1 minute\n" in shown
+    assert f"board.py add logs/{folder.name} records/" in shown.splitlines()[-1]
+    uncounted = [json.loads(line) for line in (folder / "race.jsonl").read_text().splitlines()][1:3]
+    assert [(event["run"], event["status"]) for event in uncounted] == [(0, "started"), (0, "done")]
+    assert not list(folder.rglob("*_00.*")), "its log is gone"
+    assert "The claim holds" in shown
     assert race.main(["-n", "2"]) == 0  # two of 1,500 s, as the log of the same preset, steps, ranks and cores says
     latest = max(run.start["run_id"] for run in runs)
-    assert f"; 2 runs left, about 50 minutes, if each takes as long as {latest}.txt did\n" in capsys.readouterr().out
+    assert f"; 3 runs left, about 75 minutes, if each takes as long as {latest}.txt did\n" in capsys.readouterr().out
     assert race.main(["-n", "2", "--", "--num_steps", "2"]) == 0
-    assert "; 2 runs left, duration unknown" in capsys.readouterr().out
+    assert "; 3 runs left, duration unknown" in capsys.readouterr().out
 
 
 def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
@@ -179,10 +187,14 @@ def test_another_revision_runs_in_turn_from_a_worktree(repo, capsys):
     times = {(run.start["race"]["side"], run.start["seed"]): run.train_time_ms for run in runs}
     assert times == {(side, seed): speed + seed for side, speed in (("a", 100), ("b", 200)) for seed in (41, 42, 43)}
     assert all("SPEED = 200" in Path(run.path).read_text() for run in runs if run.start["race"]["side"] == "b")
-    assert "a - b: -0.1000 s" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    revision = f"revision {git(repo, 'rev-parse', 'HEAD~1')[:8]}"
+    assert f": side b, {revision}, seed 41; " in shown and ": side a, this checkout, seed 41; " in shown
+    assert shown.count(f"\n{revision}  ") == 3, "two interim tables and the last one"
+    assert "this checkout: lower loss: no, the same; time: 4" in shown
     verdicts = {finding.rule: finding.verdict for finding in verify.verify(verify.parse([str(folder)]))}
     assert verdicts["every run is accounted for"] == "pass"
-    assert verdicts["faster than the other side, p < 0.01"] == "not checkable"  # all pairs differ by as much
+    assert verdicts["faster than the other side, p < 0.01"] == "pass"
 
 
 @pytest.fixture
@@ -209,7 +221,7 @@ def test_another_project_s_script_runs_in_turn_and_is_judged_by_the_same_figures
     ours = [107 + seed for seed in (1, 2, 3)]
     test = scipy.stats.ttest_rel([math.log(ms) for ms in ours], [math.log(ms) for ms in (300, 302, 304)], alternative="less")
     assert f"faster by the paired test of log time (p = {test.pvalue:.4g})" in shown and "The claim holds" in shown
-    assert "Side a (--slower 7) against side b" in shown and "a - b: -0.1930 s" in shown
+    assert "Time of this checkout less than that of theirs" in shown and "difference:   -0.1930 s" in shown
     for log in folder.glob("*a.txt"):
         log.write_text(log.read_text().replace('"wall_seconds": 1500', '"wall_seconds": 0.01'))
     verdicts = {finding.rule: finding.verdict for finding in verify.verify(verify.parse([str(folder)]))}
@@ -276,9 +288,9 @@ def test_a_ladder_corrects_for_the_number_of_its_ideas(repo, monkeypatch):
     assert race.main(["-n", "3", "--vs=--worse -2", "--vs=--worse -3", "--", "--mood", "good"]) == 0
     found = [ladder.read(only_race(repo)[0])]
     for level, kept in ((0.006, "yes"), (0.004, "no")):
-        monkeypatch.setattr(ladder, "LEVEL", level)
+        monkeypatch.setattr(stats, "LEVEL", level)
         rows = ladder.judge(found)["rows"]
-        assert [row["kept"] for row in rows] == [kept] * 2 and all(0.002 < row["p"] < 0.003 for row in rows)
+        assert [row["kept"] for row in rows] == [kept] * 2 and all(0.002 < row["verdict"].loss.p < 0.003 for row in rows)
 
 
 def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
@@ -289,25 +301,28 @@ def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
     shown = capsys.readouterr().out
     found = ladder.judge([ladder.read(folder)])
     better, slower, worse = found["rows"]
-    assert [row["idea"] for row in found["rows"]] == ["--worse -1 --slower 10", "--slower 7", "--worse 2"]
+    assert [row["verdict"].name for row in found["rows"]] == ["--worse -1 --slower 10", "--slower 7", "--worse 2"]
     seeds = (1, 2, 3, 4)
     ours, base = [[3.2 + s / 1000 + factor * (10 + s % 3) / 1000 for s in seeds] for factor in (2, 0)]
     test = scipy.stats.ttest_rel(ours, base)
-    assert worse["loss"] == pytest.approx(sum(2 * (10 + s % 3) / 1000 for s in seeds) / 4) and worse["p"] == pytest.approx(test.pvalue)
-    low, high = test.confidence_interval()
-    assert (worse["loss"] - worse["loss_ci"], worse["loss"] + worse["loss_ci"]) == pytest.approx((low, high))
-    assert better["time"] == pytest.approx(scipy.stats.gmean([(110 + s) / (100 + s) for s in seeds]))
-    assert (better["kept"], slower["kept"], worse["kept"]) == ("slower", "no", "no") and slower["p"] == slower["holm"] == 1
-    assert (better["pace"], slower["pace"], worse["pace"]) == ("slower", "slower", "")
-    assert better["holm"] == pytest.approx(2 * better["p"]) or better["holm"] == pytest.approx(3 * better["p"])
-    assert "no run yet" not in shown and "seed 4; judged when all are done; " in shown
-    assert "| `--worse 2` | +0.02" in shown and "**slower** | " in shown and "| slower |" in shown and "| yes |" not in shown
+    loss = worse["verdict"].loss
+    assert loss.value == pytest.approx(sum(2 * (10 + s % 3) / 1000 for s in seeds) / 4) and loss.p == pytest.approx(test.pvalue)
+    assert (loss.low, loss.high) == pytest.approx(tuple(test.confidence_interval()))
+    assert better["verdict"].time.value == pytest.approx(scipy.stats.gmean([(110 + s) / (100 + s) for s in seeds]))
+    assert (better["kept"], slower["kept"], worse["kept"]) == ("slower", "no", "no") and slower["verdict"].loss.p is None
+    assert better["verdict"].time.low > 1 and slower["verdict"].time.low > 1 and worse["verdict"].time.p is None
+    better, worse = better["verdict"].loss, worse["verdict"].loss
+    assert sorted([better.holm, worse.holm]) == pytest.approx([2 * min(better.p, worse.p), max(better.p, worse.p, 2 * min(better.p, worse.p))])
+    assert "race: so far, 2 of 4 runs a side:\n" in shown and "\n--worse -1 --slower 10  3.19" in shown
+    assert "| `--worse 2` | +0.02" in shown and "| slower |" in shown and "| yes |" not in shown
+    assert "- `--worse 2`: lower loss: no, higher, by 0.02" in shown and "ladder.py logs/" in shown.splitlines()[-1]
     assert {row["steps"] for row in found["rows"]} == {1}  # the stand-in's runs have one
     (command,) = ladder.at_equal_time(found | {"rows": [row | {"steps": 1000} for row in found["rows"]]})
-    fitted = [f"{row['idea']} --num_steps {int(1000 / row['time'])}" for row in found["rows"]]
+    fitted = [f"{row['verdict'].name} --num_steps {int(1000 / row['verdict'].time.value)}" for row in found["rows"]]
     assert shlex.split(command) == [".venv/bin/python", "records/race.py", "-n", "4", "--ranks", "1", "--vs", fitted[0], "--vs", fitted[1],
                                     "--vs", fitted[2], "--", "--mood", "good", "--seed", "4"]
-    (idea,) = {shlex.split(*ladder.at_equal_time(found | {"rows": [row | {"idea": flags, "steps": 20, "race": 1, "time": 2}]}))[7]
+    (idea,) = {shlex.split(*ladder.at_equal_time(found | {"rows": [row | {"verdict": stats.replace(
+                   row["verdict"], name=flags, time=stats.Contrast(2.0)), "steps": 20, "race": 1}]}))[7]
                for row in found["rows"][:1] for flags in ("--num_steps 20 --a 'b c'", "--a 'b c' --num_steps=20")}
     assert idea == "--a 'b c' --num_steps 10"
     assert 900 < int(fitted[0].split()[-1]) < 920 and fitted[0].startswith("--worse -1 --slower 10 ")
@@ -319,9 +334,10 @@ def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
     shutil.copytree(kept, again)
     subprocess.run(["tar", "-xf", "logs.tar.xz"], cwd=again, check=True)
     assert ladder.table(ladder.judge([ladder.read(again)])) == ladder.table(found)
-    kept_stamps = {run_id: (again / f"{run_id}{stats.STAMPS}").read_bytes() for run_id in stats.Manifest.read(again / "race.jsonl").attempts}
+    kept_stamps = {run_id: (again / f"{run_id}{stats.STAMPS}").read_bytes() for run_id, attempt in stats.Manifest.read(again / "race.jsonl").attempts.items() if attempt["run"]}
     assert {run_id: hashlib.sha256(text).hexdigest() for run_id, text in kept_stamps.items()} == {
-        run_id: attempt["stamps"] for run_id, attempt in stats.Manifest.read(folder / "race.jsonl").attempts.items()}  # as verify.py asks
+        run_id: attempt["stamps"] for run_id, attempt in stats.Manifest.read(folder / "race.jsonl").attempts.items()
+        if attempt["run"]}  # as verify.py asks
     assert ladder.main([str(folder), "--record", str(kept)]) == 2 and "a_ladder exists" in capsys.readouterr().err
     next(again.glob("*_02b.txt")).unlink()
     assert ladder.main([str(again)]) == 2 and "_02b.txt holds no complete run" in capsys.readouterr().err
@@ -330,25 +346,24 @@ def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
 def test_an_idea_whose_time_is_unknown_is_not_kept(repo, monkeypatch):
     """Its runs took half to three times the base's time; the interval is one of ratios, so it is above 0."""
     assert race.main(["-n", "3", "--vs", "--worse -1", "--", "--mood", "good"]) == 0
-    folder, whole, lasted = only_race(repo)[0], ladder.figures_of, iter((1.0, 3.0, 0.5))
+    folder, lasted = only_race(repo)[0], {1: 1.0, 2: 3.0, 3: 0.5}
     (row,) = ladder.judge([ladder.read(folder)])["rows"]
-    assert row["kept"] == "yes" and row["time_from"] == row["time_to"] == pytest.approx(1)
-
-    def figures_of(run):
-        loss, seconds = whole(run)
-        return loss, seconds * (next(lasted) if run.start["race"]["side"] == "a" else 1)
-    monkeypatch.setattr(ladder, "figures_of", figures_of)
-    (row,) = ladder.judge([ladder.read(folder)])["rows"]
+    assert row["kept"] == "yes" and row["verdict"].time == stats.Contrast(1.0)
+    race_, runs = ladder.read(folder)
+    runs = {(run, side): stats.replace(each, train_time_ms=each.train_time_ms * (lasted[run] if side == "a" else 1))
+            for (run, side), each in runs.items()}
+    (row,) = ladder.judge([(race_, runs)])["rows"]
     ratios = np.log([1, 3, 0.5])
     low, high = np.exp(scipy.stats.t.interval(0.95, 2, ratios.mean(), scipy.stats.sem(ratios)))
-    assert (row["time_from"], row["time_to"]) == pytest.approx((low, high)) and row["pace"] == ""
-    assert row["holm"] < 0.05 and row["loss"] < 0 and row["kept"] == "time unknown"
+    found = row["verdict"]
+    assert (found.time.low, found.time.high) == pytest.approx((low, high)) and not found.time.shown
+    assert found.loss.shown and found.loss.value < 0 and row["kept"] == "time unknown"
 
 
 def test_holm_s_correction():
     """An example computed by hand."""
-    assert ladder.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert ladder.holm([0.5, 0.9]) == [1.0, 1.0]
+    assert stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert stats.holm([0.5, 0.9]) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("words, says", [
@@ -371,13 +386,15 @@ def test_a_ladder_of_races_on_several_days(repo, capsys):
     folders = sorted((repo / "logs").iterdir(), key=os.path.getmtime)
     alone = [ladder.judge([ladder.read(folder)])["rows"] for folder in folders]
     found = ladder.judge(map(ladder.read, folders))
-    rows = {row["idea"]: row for row in found["rows"]}
+    rows = {row["verdict"].name: row for row in found["rows"]}
     assert [base["n"] for base in found["bases"]] == [3, 4] and len(rows) == 3
     for number, of_race in enumerate(alone, 1):
         for row in of_race:
-            same = {"race": 1, **{key: rows[row["idea"]][key] for key in ("loss", "loss_ci", "p", "time", "time_from", "time_to")}}
-            assert row | same == row and rows[row["idea"]]["race"] == number
-    assert [row["holm"] for row in rows.values()] == ladder.holm([row["p"] for row in rows.values()])
+            one, other = row["verdict"], rows[row["verdict"].name]["verdict"]
+            assert (one.loss.value, one.loss.low, one.loss.p) == (other.loss.value, other.loss.low, other.loss.p)
+            assert (one.time.value, one.time.low) == (other.time.value, other.time.low) and rows[one.name]["race"] == number
+    losses = [row["verdict"].loss for row in rows.values()]
+    assert [loss.holm for loss in losses] == stats.holm([loss.p for loss in losses])
     assert {idea: row["kept"] for idea, row in rows.items()} == {"--worse -1": "yes", "--worse 2": "no", "--slower 7 --worse -1": "slower"}
     capsys.readouterr()
     kept = repo / "a_ladder"
@@ -428,7 +445,7 @@ def test_a_ladder_takes_losses_in_full_and_three_runs(repo, capsys):
     for path in folder.glob("*.txt"):
         path.write_text(re.sub(r'(?<="final_val_loss": )[\d.]+', lambda loss: f"{float(loss[0]):.4f}1234", path.read_text()))
     _, runs = ladder.read(folder)
-    assert all(f"{ladder.figures_of(run)[0]:.8f}".endswith("1234") for run in runs.values())
+    assert all(f"{loss:.8f}".endswith("1234") for loss in stats.Side("all", list(runs.values())).exact_losses)
     first, *rest = (folder / "race.jsonl").read_text().splitlines(True)
     declared = json.loads(first)
     declared["race"].update(n=2, order=declared["race"]["order"][:6])
@@ -440,8 +457,26 @@ def test_a_race_by_a_flag_judges_the_side_that_has_it(repo, capsys):
     """Also by its losses, and under its name."""
     assert race.main(["-n", "3", "--vs", "--slower 1 --worse 1", "--", "--slower", "9", "--mood", "jittery"]) == 0
     shown = capsys.readouterr().out
-    assert "Side a (--slower 1 --worse 1) against side b (3 runs)" in shown and "above that of side b (p(less) = " in shown
-    assert "times faster" in shown
+    assert "Time of --slower 1 --worse 1 less than that of base (3 runs)" in shown
+    assert "--slower 1 --worse 1: lower loss: no, higher, by 0.01" in shown
+
+
+def test_a_race_ends_with_a_table_and_the_page_of_its_record_says_the_same(repo, capsys, monkeypatch):
+    """Every command that is advised on the way works."""
+    idea, home = "--worse -1 --slower 5", repo / "records"
+    home.mkdir()
+    monkeypatch.setattr(board, "HERE", home)
+    assert race.main(["-n", "3", "--vs", idea, "--", "--mood", "jittery"]) == 0
+    shown = capsys.readouterr().out
+    *_, table, _, advice = shown.rpartition("race: all runs are done")[2].partition("race: to keep this race as a record: ")
+    assert re.search(rf"^base +3.2020 +0\.10\d$\n^{idea} +3.19\d\d +-0.01\d\d \(-0.01\d\d … -0.00\d\d\) +0.00\d+ +0.1\d\d +1.0", table, re.M), table
+    sentence = re.search(f"{idea}: (lower loss: yes, by .*?; time: .*?)\\.\n\n", table, re.S)[1].replace("\n", " ")
+    program, tool, *words = shlex.split(advice)
+    assert (program, tool, words[0]) == (".venv/bin/python", "records/board.py", "add")
+    assert board.main(["add", *(str(repo / word) for word in words[1:3]), words[3]]) == 0
+    for page in (home / "README.md", home / "index.html", repo / words[2] / "README.md"):
+        assert sentence in html.unescape(page.read_text()), page
+    assert stats.main([str(repo / words[2]), "--side", "a"]) < 2 and sentence in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_run_is_noted_before_it_starts_and_after(repo, monkeypatch):
@@ -449,7 +484,7 @@ def test_a_run_is_noted_before_it_starts_and_after(repo, monkeypatch):
 
     def look(command, *arguments, **keywords):
         if "train_gpt.py" in command:
-            noted.append(only_race(repo)[2][-1])
+            noted.extend(only_race(repo)[2][-1:])
         return popen(command, *arguments, **keywords)
     monkeypatch.setattr(subprocess, "Popen", look)
     assert race.main(["-n", "1"]) == 0
@@ -615,7 +650,7 @@ def test_what_cannot_be_raced_is_one_line_and_starts_nothing(repo, capsys, argum
 
 
 @pytest.mark.parametrize("arguments, word", [
-    (["-n", "0"], "at least 1"), ([], "at least 1"), (["-n", "1", "x"], "behind --"),
+    (["-n", "0"], "at least 1"), (["-n", "1", "x"], "behind --"),
     (["-n", "1", "--resume", "x"], "leave the rest out"), (["--until-decided"], "needs --max-n"),
     (["-n", "1", "--cmd", "./run.sh"], "--cmd needs one --vs"), (["--resume", "x", "--vs", "y"], "leave the rest out"),
     (["--max-n", "3"], "--until-decided needs"), (["-n", "2", "--max-n", "3", "--until-decided"], "no -n"),
@@ -624,6 +659,11 @@ def test_usage(capsys, arguments, word):
     with pytest.raises(SystemExit) as left:
         race.main(arguments)
     assert left.value.code == 2 and word in capsys.readouterr().err
+
+
+def test_five_runs_unless_a_number_is_given(capsys):
+    assert race.parse(["--vs", "HEAD"]).n == 5 and "race: -n 5, as no number of runs was given" in capsys.readouterr().out
+    assert race.parse(["--until-decided", "--max-n", "8"]).n == 8 and race.parse(["--resume", "x"]).n is None
 
 
 RACE = {"id": "x", "sides": {"": {"revision": None, "flags": []}}, "ranks": 1, "n": 1, "seed": 0, "order": ["1"]}
@@ -693,7 +733,7 @@ def test_the_picture_is_drawn_anew_after_each_run(repo, monkeypatch, capsys):
     assert race.main(["-n", "2", "--vs", "HEAD~1"]) == 0
     folder = only_race(repo)[0]
     pictures = [*seen, (folder / "race.png").read_bytes()]
-    assert pictures[0] is False and len(set(pictures)) == 5 and all(each.startswith(b"\x89PNG") for each in pictures[1:])
+    assert pictures[:2] == [False, False] and len(set(pictures)) == 5 and all(each.startswith(b"\x89PNG") for each in pictures[2:])
     assert not list(folder.glob(".*"))
     assert "race.png" not in capsys.readouterr().out.split("Left out")[-1]
 

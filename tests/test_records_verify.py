@@ -1474,7 +1474,7 @@ def test_tables_of_ngrams_are_no_rows_of_the_embedding(race, judge, tmp_path):
 @pytest.mark.parametrize("layers", ["", "LM", "SM LM SM LM"])
 def test_the_rows_of_the_embedding_are_those_of_the_model(preset, layers):
     """Computed from the description alone; not every digit in layers is a table."""
-    _, config = train_gpt.parse_config(["--preset", preset, *(["--layers", layers, "--backout_layer", "0", "--skip_gates", "false", "--value_gates", "false"] if layers else [])], "laptop")
+    _, config = train_gpt.parse_config(["--preset", preset, *(["--layers", layers, "--backout_layer", "0", "--value_gates", "false", "--token_gates", "", "--mudd", "false"] if layers else [])], "laptop")
     encoding = train_gpt.Encoding(*((257, 256) if preset == "laptop" else (50257, 50256)))
     with torch.device("meta"):
         model = train_gpt.build_model(replace(config, dtype="float32"), encoding)
@@ -1765,9 +1765,9 @@ def test_the_page_begins_with_the_verdict(faster, capsys):
     summary, rest = page_of(capsys, faster(spoil))
     assert summary[0].startswith("FAIL: rules are broken. ") and " 6 rules are broken, " in summary[0] and "0 of 8 runs" in summary[0]
     assert [line[:17] for line in summary if line.startswith("Claim")] == ["Claim shown: mean", "Claim shown: fast"]
-    broken = summary.index("BROKEN, and 3 more below:")
-    assert len(summary) == broken + 4 and summary[broken + 1].startswith("  exactly the stated validation tokens: ")
-    unseen = summary[summary.index("Not checked, and how to check it:") + 1:broken]
+    assert summary[1] == "BROKEN, and 3 more below:" and summary[2].startswith("  exactly the stated validation tokens: ")
+    assert any(" compared with base: lower loss: " in line for line in summary)
+    unseen = summary[summary.index("Not checked, and how to check it:") + 1:]
     assert [word for line in unseen for word in ("--data", "--rerun") if word in line] == ["--data", "--rerun"]
     assert "y" * 60 in "".join(line.strip() for line in rest), "the details leave out nothing of the reason"
 
@@ -1779,6 +1779,54 @@ def test_not_faster_is_no_broken_rule(race, judge, capsys):
     assert summary[0].startswith("CLAIM NOT SHOWN, no rule is broken. ") and " 0 rules are broken, " in summary[0]
     assert any(line.startswith("Claim NOT shown: faster than the other side") for line in summary)
     assert not any(line.startswith("BROKEN") for line in summary)
+
+
+def test_public_logs_get_what_can_be_said_of_them(tmp_path, capsys):
+    """Two sources in one folder: their figures, how to choose, and one line for all that such logs do not state."""
+    for i, (pace, source) in enumerate([(60, "import torch"), (61, "import torch"), (50, "import torch, math"), (52, "import torch, math")]):
+        public_log(tmp_path / f"{i}.txt", public_lines(lambda step: 3.27 + (9 - step) / 9 + i / 1000, pace), source)
+    summary, rest = page_of(capsys, tmp_path)
+    assert " 3 rules hold, 0 rules are broken, 1 not checked; 23 need what" in " ".join(summary[:2])
+    assert any("choose with --source and --vs-source" in line for line in rest)
+    assert sum(line.startswith("not checkable: ") for line in rest) == 3 and "the run, its data and hashes: 23 rules" in "\n".join(rest)
+    assert verify.main([str(tmp_path)]) == 2
+    table = re.findall(r"^(\w{8})  2     (3.27\d\d) ± 0.0007 +(\S+) +(0.\d{4}) ±", capsys.readouterr().out, re.M)
+    assert [(loss, seconds) for _, loss, _, seconds in table] == [("3.2705", "0.5445"), ("3.2725", "0.4590")]
+    words = [str(tmp_path), "--source", table[1][0], "--vs", str(tmp_path), "--vs-source", table[0][0]]
+    verify.main(words)
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"source {table[1][0]}, compared with source {table[0][0]}: lower loss: not shown (p = 0.1" in said
+    assert verify.main([str(tmp_path), "--source", "abc"]) == 2
+    assert f"begins with abc; there are {table[0][0]} (2 runs)" in capsys.readouterr().err
+
+
+def test_runs_of_several_experiments_break_no_rule_of_their_own(race, honest, tmp_path, judge):
+    """As in logs/: a race, and single runs beside its folder."""
+    race(3)
+    for seed in (8, 9):
+        Log(honest).label(seed, 1, "a", loss=4.0 + 0.01 * seed).set("start.race", None).set("start.config.race", "").set("start.run_id", f"single{seed}").set("start.config.adam_lr", seed / 1000).write(tmp_path / f"single{seed}.txt")
+    _, rules = judge(tmp_path)
+    says(rules, ACCOUNTS, "not checkable", "whose adam_lr differs", "choose with --source, or name the logs of one")
+
+
+def test_a_race_may_begin_with_a_run_that_does_not_count(race, judge):
+    def first(folder, at):
+        with manifest_of(folder) as lines:
+            run = {**lines[1], "run": 0, "run_id": f"0a{at}", "seed": 0}
+            lines[at:at] = [run, {**lines[2], **run, "status": "done", "ended_at": run["started_at"], "seconds": 0}]
+        return judge(folder)[1][ACCOUNTS]
+    assert first(folder := race(), 1)[0] == "pass"
+    verdict, reason = first(folder, 5)
+    assert verdict == "not checkable" and "0a5, which does not count, followed a run that was done" in reason
+
+
+def test_the_flags_of_a_run_outside_a_race_are_those_that_differ_from_its_preset(honest):
+    given = ["--preset", "laptop", "--num_steps", "20", "--muon_lr", "0.05", "--loss_weights", "1,0.5", "--exclude_self", "false",
+             "--layers", "- S0M", "--stages", "Stage(until=0.5, long_window=4), Stage(long_window=8)", "--val_tokens", "16384"]
+    _, config = train_gpt.parse_config(given, "laptop")
+    e = verify.Evidence(SimpleNamespace(start={"preset": "laptop", "config": json.loads(json.dumps(train_gpt.json_of(config)))}))
+    flags = verify.flags_of(e)
+    assert train_gpt.parse_config(flags, "laptop")[1] == config and "--muon_momentum_fall" not in flags, flags
 
 
 def test_public_logs_of_two_sources_break_no_rule(tmp_path, judge):
@@ -1803,7 +1851,7 @@ def test_the_public_track_of_larger_models_may_set_one_switch(tmp_path, judge, l
 
 
 def test_the_time_that_models_need_is_said_before(race, honest, capsys, monkeypatch):
-    monkeypatch.setattr(examine, "check_model", lambda *_: pytest.fail("was examined before") if not (
+    monkeypatch.setattr(examine, "check_model", lambda *_, **__: pytest.fail("was examined before") if not (
         said := capsys.readouterr().err) else seen.append(said) or dict.fromkeys(examine.RULES, ("pass", "")))
     seen = []
     verify.main([str(honest), "--rerun", str(honest.with_suffix(".pt")), "--json"])
@@ -1811,7 +1859,7 @@ def test_the_time_that_models_need_is_said_before(race, honest, capsys, monkeypa
 
 
 def test_where_nothing_bounds_what_a_source_writes_the_last_line_says_so(race, honest, capsys, monkeypatch):
-    monkeypatch.setattr(examine, "check_model", lambda *_: dict.fromkeys(examine.RULES, ("pass", "")))
+    monkeypatch.setattr(examine, "check_model", lambda *_, **__: dict.fromkeys(examine.RULES, ("pass", "")))
     for version, more, said in ((0, ["--rerun", str(honest.with_suffix(".pt"))], True), (0, [], False),
                                 (1, ["--rerun", str(honest.with_suffix(".pt"))], False)):
         monkeypatch.setattr(examine, "landlock", lambda: version)

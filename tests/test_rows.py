@@ -35,10 +35,10 @@ def loss_of(model, rows):
                for table, some in zip(model, rows))
 
 
-def train(comm, steps=4, micro_batches=2, announce=True, every=1, network=Comm, changes={}):
+def train(comm, steps=4, micro_batches=2, announce=True, every=1, network=Comm, changes={}, lazy=True):
     """Train some steps -> the optimizer's state, and what this rank sent in the last step."""
     model, comm = tables(), Counting(comm.rank, comm.ranks) if network is Comm else network(comm.rank, comm.ranks)
-    optimizer = optimizer_of(model, comm, 1e9, dataclasses.replace(LAZY, every=every), **changes)
+    optimizer = optimizer_of(model, comm, 1e9, dataclasses.replace(LAZY, every=every, lazy=lazy), **changes)
     for step in range(steps):
         comm.sent = []
         batch = [rows_of(step, comm.rank, i, micro_batches) for i in range(micro_batches)]
@@ -62,7 +62,7 @@ class Counting(Comm):
         return super().exchange(sent, received)
 
 
-def by_hand(ranks, every=1, clip=float("inf")):
+def by_hand(ranks, every=1, clip=float("inf"), lazy=True):
     """Four steps by hand: dense gradients of all ranks' micro-batches, clipped to a norm, and Adam row by row."""
     model = tables()
     plain = [[reference.Adam(row.detach().clone()) for row in table.weight] for table in model]
@@ -78,7 +78,7 @@ def by_hand(ranks, every=1, clip=float("inf")):
             grad, table.weight.grad = table.weight.grad.to_dense() * min(1, clip / norm), None
             for number, row in enumerate(rows):
                 row.t = (step + 1) // every - 1  # updates of the whole table, whichever rows they met
-                if grad[number].any():
+                if grad[number].any() or not lazy:
                     row.step(grad[number], lr=0.1, eps=1e-3)
                     touched[number] += 1
                 table.weight.data[number] = row.p
@@ -88,11 +88,13 @@ def by_hand(ranks, every=1, clip=float("inf")):
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("announce", [True, False])
-def test_rows_with_a_gradient_are_updated_and_no_others(on_ranks, ranks, announce, every):
+@pytest.mark.parametrize("lazy", [True, False])
+def test_rows_with_a_gradient_are_updated_and_no_others_unless_the_rule_is_dense(on_ranks, ranks, announce, every, lazy):
     """Tables and moments on every rank equal a second implementation."""
-    plain, counts = by_hand(ranks, every)
-    assert {0, 4 // every} < {count for touched in counts for count in touched}, "some rows always, some never, some sometimes"
-    for state, _ in on_ranks(ranks, train, 4, 2, announce, every):
+    plain, counts = by_hand(ranks, every, lazy=lazy)
+    often = {count for touched in counts for count in touched}
+    assert {0, 4 // every} < often if lazy else often == {4 // every}, "some rows always, some never, some sometimes"
+    for state, _ in on_ranks(ranks, train, 4, 2, announce, every, Comm, {}, lazy):
         for i, rows in enumerate(plain):
             for key, kept in (("", "p"), ("/m", "m"), ("/v", "v")):
                 theirs = torch.stack([getattr(row, kept) for row in rows])
@@ -121,10 +123,12 @@ def test_no_setting_changes_what_is_computed(on_ranks, changes, network):
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_invariant_mode_gives_the_same_bytes_at_any_number_of_ranks(on_ranks, every):
+@pytest.mark.parametrize("lazy", [True, False])
+def test_invariant_mode_gives_the_same_bytes_at_any_number_of_ranks(on_ranks, every, lazy):
     """Also between two updates, and with other micro-batches per rank. A plain sum must give other bytes."""
     def hashes(invariant, steps):
-        return {train_gpt.hash_of([*on_ranks(ranks, train, steps, 8 // ranks, True, every, Comm, {"world_size_invariant": invariant})[0][0].items()])
+        changes = {"world_size_invariant": invariant}
+        return {train_gpt.hash_of([*on_ranks(ranks, train, steps, 8 // ranks, True, every, Comm, changes, lazy)[0][0].items()])
                 for ranks in (1, 2, 4)}
     assert len(hashes(True, 3)) == len(hashes(True, 4)) == 1 < len(hashes(False, 4))
 

@@ -29,7 +29,7 @@ def shaken(config, encoding=BYTES):
     torch.manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(torch.randn_like(p) * (0.1 if "lambda" in p.kind or p.kind == "scalars" else 0.3 * p.shape[-1] ** -0.5))
+            p.add_(torch.randn_like(p) * (0.1 if "lambda" in p.kind or p.kind == "scalars" or not p.dim() else 0.3 * p.shape[-1] ** -0.5))
     return model
 
 
@@ -49,16 +49,16 @@ def a_text(tokens=100):
     return [7, 8] + text[:30] + [256] + [token % 200 for token in text[30:70]] + text[70:]
 
 
-PAIRED = "- S1M P2M SM LM PM SM+5 M+4 SM cP0M+2 S1M cL2M"
+PAIRED = "- S1xM P2M SM LxM PM SM+5 M+4 SM cP0M+2 S1xM cL2M"
 
 MECHANISMS = {
     "record 44": dict(),
     "n-grams that share few rows": dict(ngrams="2:40:8 4:70:32"),
-    "paired heads, XSA, value gates, backout": dict(layers=PAIRED, exclude_self=True, value_gates=True),
+    "paired heads, XSA, value gates, backout": dict(layers=PAIRED, value_gates=True),
     "paired halves": dict(layers=PAIRED, pairing="halves", num_heads=4, head_dim=8),
-    "n-grams by layer, key_offset, qk and vo": dict(ngrams="2:40:8", ngram_mix=0.3, key_offset=True, muon_qk_heads=1),
-    "sublayer_scales, skip gates": dict(layers=PAIRED, sublayer_scales=True, skip_gates=True, value_gates=True,
-                                        ngrams="2:40:8", ngram_mix=0.3),
+    "key_offset, qk and vo": dict(key_offset=True, muon_qk_heads=1),
+    "sublayer_scales, token gates, MUDD, DC": dict(layers=PAIRED[:-4] + "L2gdM", sublayer_scales=True, token_gates="0 5", mudd=True,
+                                                   value_gates=True, ngrams="2:40:8", ngram_hash="record"),
 }
 
 

@@ -203,6 +203,7 @@ RANKS = "[--nproc_per_node={}][--no-python][PY][-I][-u][train_gpt.py]"
      ["[PY][data/stdlib.py]", "[records/race.py][-n][5][--vs][--sync=step][--vs][--sync step][--ranks][2][--][--preset][laptop][--seed][1]"]),
     (0, ["-n", "10", "--vs", "REVISION", "--test", "unpaired", "--alpha", ".05"],
      ["[PY][data/stdlib.py]", "[records/race.py][-n][10][--test][unpaired][--alpha][.05][--vs][REVISION][--ranks][2][--][--preset][laptop]"]),
+    (0, ["--vs", "HEAD"], ["[PY][data/stdlib.py]", "[records/race.py][--vs][HEAD][--ranks][2][--][--preset][laptop]"]),  # race.py: n is 5
     (0, ["--until-decided", "--max-n", "12", "--vs", "HEAD"],
      ["[PY][data/stdlib.py]", "[records/race.py][--max-n][12][--vs][HEAD][--until-decided][--ranks][2][--][--preset][laptop]"]),
     (8, ["-n", "5", "--vs", "../theirs", "--cmd", "torchrun --nproc_per_node=8 train_gpt.py", "--preset", "laptop"],
@@ -386,6 +387,14 @@ def test_own_data_have_no_target_loss(gpus, capsys, tmp_path, files, flags, targ
     gpus(0, False)
     assert chosen(["--preset", "laptop", "--train_files", str(tmp_path / files), *flags]) == target
     assert ("your own data: the run has no target loss" in capsys.readouterr().err) == bool(target)
+
+
+@pytest.mark.parametrize("flags, target", [
+    (["--num_steps", "20"], ["--target_val_loss", "0"]), (["--num_steps", "20", "--target_val_loss", "1.9"], []), (["--num_steps", "150"], [])])
+def test_a_short_trial_has_no_target_that_it_could_miss(gpus, capsys, flags, target):
+    gpus(0, False)
+    assert chosen(["--preset", "laptop", *flags]) == target
+    assert ("a trial of 20 of the preset's " in capsys.readouterr().err) == bool(target)
 
 
 def test_a_driver_too_old_for_torch_is_said_and_not_raced_on_the_cpu(gpus, tree, monkeypatch, capsys):

@@ -69,21 +69,23 @@ def stand_in(generator: torch.Generator) -> torch.Generator:
     return generators.setdefault(id(generator), new)[1]
 
 
+def log_uses(op, named: dict) -> None:
+    """Write a USE line for each GPU tensor in an operator's arguments {name: value}; its new tensors are under ""."""
+    writes = {"", *(a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)}
+    for key, value in named.items():
+        for x in tree_leaves(value):
+            if isinstance(x, Tensor) and x.is_cuda and x.layout == torch.strided:
+                log_use(op._schema.name, *extent(x), key in writes)
+
+
 def emulated(op, function=None):
     """Return a kernel for CUDA that calls the CPU's kernel of `op`, or `function`, on the same memory."""
     name, arguments = op._schema.name, op._schema.arguments
-    outputs, writes = {a.name for a in arguments if a.is_out}, {
-        a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
-
-    def log_uses(named):
-        for key, value in named.items():
-            for x in tree_leaves(value):
-                if isinstance(x, Tensor) and x.is_cuda and x.layout == torch.strided:
-                    log_use(name, *extent(x), key in writes)
+    outputs = {a.name for a in arguments if a.is_out}
 
     def kernel(*args, **kwargs):
         named = {a.name: x for a, x in zip(arguments, args)} | kwargs
-        log_uses(named)
+        log_uses(op, named)
         originals = {}
 
         def there(x):
@@ -91,6 +93,8 @@ def emulated(op, function=None):
                 same = on_cpu(x)
                 originals[id(same)] = x, same
                 return same
+            if isinstance(x, Tensor):  # copy_ to the host returns it
+                originals[id(x)] = x, x
             if isinstance(x, torch.Generator):
                 return stand_in(x)
             return CPU if isinstance(x, torch.device) else x
@@ -99,7 +103,7 @@ def emulated(op, function=None):
             if not isinstance(x, Tensor) or id(x) in originals:
                 return originals[id(x)][0] if isinstance(x, Tensor) else x
             new = to_gpu(x)
-            log_uses({"": new})
+            log_uses(op, {"": new})
             return new
 
         # an out= tensor gets the shape and strides that the operator chooses, and is then overwritten

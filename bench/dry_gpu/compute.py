@@ -4,8 +4,9 @@
     bench/dry_gpu/run --compare                           three float32 steps of each preset, reduced in size
     bench/dry_gpu/run --compare speedrun --dtype bfloat16 --steps 6 --ranks 2
     bench/dry_gpu/run --compare masks                     attention, at windows around the borders of blocks
-    bench/dry_gpu/run --order                             uses of memory on two streams without an order, and how many
-                                                          of the waits the check would miss
+    bench/dry_gpu/run --order                             uses of memory on two streams without an order, and which
+                                                          waits are needed
+    bench/dry_gpu/run --order --full --ranks 8 -- --preset speedrun     the same at full size, on the simulated GPU
     bench/dry_gpu/run --compare laptop --poison --shuffle the same bits if memory starts as NaN, without torch's caching
                                                           allocator, and if programs run in random order
     bench/dry_gpu/run --compare speedrun --fault NAME     with a fault of faults.py in train_gpt.py; must fail
@@ -18,6 +19,7 @@ CPU's bf16 has, both against the CPU's float32. Exit status: 0 within the limits
 """
 
 import argparse
+import collections
 import hashlib
 import importlib.util
 import math
@@ -30,7 +32,7 @@ import tempfile
 from pathlib import Path
 
 import order
-from page import ROOT, environment_of, write_shards
+from page import ROOT, environment_of, small_vocabulary, write_shards
 from simulate import parse_log
 
 COMMON = ("--val_tokens", "512", "--val_len", "512", "--val_every", "0", "--target_val_loss", "0",
@@ -41,10 +43,11 @@ REDUCED = {  # two stages in three steps; windows cross block borders
                  "--final_window", "8",
                  "--stages",
                  "Stage(until=2, long_window=3), Stage(long_window=7), Stage(extra_steps=1, long_window=7)"),
-    "frontier": ("--layers", "PM S0M P1M LM+0 cS1M cL1M", "--backout_layer", "2", "--model_dim", "128", "--num_heads",
-                 "2", "--head_dim", "64", "--muon_qk_heads", "1", "--ngrams", "2:65536:128", "--micro_batches", "2",
+    "frontier": ("--layers", "PM S0xM P1M LxgM+0 cS1M cL1gdM", "--token_gates", "0 3", "--backout_layer", "2",
+                 "--model_dim", "128", "--num_heads", "2", "--head_dim", "64", "--muon_qk_heads", "1",
+                 "--ngrams", "2:3000:128", "--micro_batches", "2",
                  "--stages", "Stage(until=2, micro_batch_tokens=128, max_document_tokens=60, long_window=3, "
-                 "peak_lr_factor=1, loss_weights=Ramp((1, .5, .25), (1, .5, 0))), Stage(until=4, "
+                 "peak_lr_factor=1, loss_weights=Ramp((1, .5, .25), (1, .5, 0)), prefix_weight=.25), Stage(until=4, "
                  "micro_batch_tokens=256, max_document_tokens=100, long_window=7, peak_lr_factor=1.5, "
                  "loss_weights=(1, .5)), Stage("
                  "micro_batch_tokens=256, max_document_tokens=100, long_window=11, peak_lr_factor=1.7, "
@@ -94,6 +97,7 @@ class Side:
         self.config = T.resolve_auto(config, comm)[0] if device.type == "cuda" else config
         shards = T.find_shards(config.train_files, config.train_shards)
         self.trainer = T.Trainer(self.config, comm, device, shards)
+        self.trainer.model.fill_prefixes([b"%d" % token for token in range(shards[0].encoding.vocab_size)])
         self.optimizer = self.trainer.optimizer
         update = self.optimizer.update
         self.optimizer.update = lambda bucket, *rest: (self.keep_grads(bucket), update(bucket, *rest))
@@ -161,7 +165,8 @@ def compare(source, dtype, steps, flags):
     if ranks > 1:
         torch.cuda.set_device(device)
         T.join(T.Config(), rank, ranks, device)
-    in_float32, plain = ("--dtype", "float32", "--fp8_head", "False"), ("--compile", "off", "--attention", "masked")
+    in_float32 = "--dtype", "float32", "--fp8_head", "False", "--fp8_mlp", "False"
+    plain = "--compile", "off", "--attention", "masked"
     ours = Side(T, [*flags, *(() if narrow else in_float32)], T.Comm(rank, ranks, device), device)
     alone = R.Comm(0, 1, cpu)
     references = {"float32": Side(R, [*flags, *in_float32, *plain], alone, cpu)} if not rank else {}
@@ -256,19 +261,62 @@ def train(source, steps, flags):
     return True
 
 
-def check_order(path):
-    """Print the unordered uses in a log, and which waits their absence would reveal -> whether all uses are ordered."""
+def census(source, ranks, flags):
+    """Run rank 0 at full size on the simulated GPU, whose census then writes USE lines of operators and kernels.
+
+    A kernel uses the whole of its arguments, and writes those that Inductor does not call inputs.
+    """
+    import aten
+    import rank0
+    import torch
+    dispatch = rank0.Operators.__torch_dispatch__
+
+    def operator(mode, op, types, args=(), kwargs=None):
+        out = dispatch(mode, op, types, args, kwargs)
+        if op.namespace != "c10d" and not aten.returns_view(op):  # device.c writes those of collectives
+            named = {a.name: x for a, x in zip(op._schema.arguments, args)} | (kwargs or {})
+            aten.log_uses(op, named | {"": out})
+        return out
+
+    def triton(run, function_of):
+        def launch(kernel, *args, **kwargs):
+            function = function_of(kernel)
+            for name, x in (dict(zip(function.arg_names, args)) | kwargs).items():
+                x = getattr(x, "base", x)  # of a descriptor
+                if isinstance(x, torch.Tensor):
+                    aten.log_use(function.__name__, *aten.extent(x), not name.startswith("in_ptr"))
+            return run(kernel, *args, **kwargs)
+        return launch
+
+    rank0.Operators.__torch_dispatch__ = operator
+    rank0.run_inductor_kernel = triton(rank0.run_inductor_kernel, lambda tuner: tuner.fn)
+    rank0.run_triton_kernel = triton(rank0.run_triton_kernel, lambda kernel: kernel)
+    rank0.main(str(Path(source).parent), ranks, 1, list(flags))
+    return True
+
+
+def check_order(path, full):
+    """Print the unordered uses in a log and, unless it is one of full size, why some waits are not needed."""
     events = parse_log(open(path))
     uses, found = order.check(events)
     print(f"  {uses:,} uses of memory on {len({e.stream for e in events if e.kind == 'USE'})} streams; "
           f"unordered: {found.total()}")
     for pair, count in found.most_common(5):
         print(f"    {count} × {pair}")
-    if not found:
-        waits, unnoticed = order.unnoticed_waits(events)
-        covered = {*order.redundant_waits(events)} & {*unnoticed}
-        print(f"  of {waits} waits, without one: noticed for {waits - len(unnoticed)}; {len(covered)} of the other "
-              f"{len(unnoticed)} wait for what earlier waits of their stream already cover")
+    if not found and not full:
+        needed, others = order.explain_waits(events)
+        kinds = {"WAIT": "an earlier wait", "SYNC": "the host's earlier wait"}
+
+        def reason(wait, covers):
+            if not covers:
+                return "no later use needs it"
+            if min(covers) > wait:
+                return "a later wait covers it"
+            return f"{' and '.join(sorted({kinds[events[i].kind] for i in covers}))} covers it"
+
+        reasons = collections.Counter(reason(*item) for item in others.items())
+        print(f"  {len(needed) + len(others)} waits: {len(needed)} needed, without each of which a use is unordered; "
+              + "; ".join(f"{count}: {reason}" for reason, count in reasons.most_common()))
     return not found
 
 
@@ -315,6 +363,8 @@ def main():
     parser.add_argument("--compare", nargs="*", choices=(*REDUCED, "masks"), metavar="PRESET",
                         help="compare with the CPU (default: all presets; masks: only attention)")
     parser.add_argument("--order", action="store_true", help="check the order of uses of memory, two ranks of speedrun")
+    parser.add_argument("--full", action="store_true",
+                        help="of --order: rank 0 of --ranks at full size, on the simulated GPU")
     parser.add_argument("--ranks", type=int, default=1, help="number of ranks (1)")
     parser.add_argument("--steps", type=int, default=3, help="steps to compare (3)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of --compare (float32)")
@@ -333,10 +383,22 @@ def main():
         write_shards(shards := home / "shards-257", 257)
         files = "--train_files", f"{shards}/random_train_*.bin", "--val_files", f"{shards}/random_val_*.bin"
         if args.order:
+            log = f"{folder}/log"
+            if args.full:
+                print(f"rank 0 of {args.ranks} on the simulated GPU; order of the uses of memory", flush=True)
+                vocab = 257 if small_vocabulary(args.flags) else 50257
+                write_shards(shards := home / f"shards-{vocab}", vocab)
+                flags = ["--train_files", f"{shards}/random_train_*.bin", "--val_files", f"{shards}/random_val_*.bin",
+                         "--train_shards", "0", "--log_dir", folder, "--val_every", "250", *args.flags]
+                env = environment_of(home, home, TORCHINDUCTOR_BENCHMARK_KERNEL=1, DRY_GPU_LOG=log, DRY_GPU_ARCH=90,
+                                     DRY_GPU_USES=1)
+                done = subprocess.run([sys.executable, __file__, "census", source, str(args.ranks), *flags], env=env,
+                                      stdout=subprocess.DEVNULL)
+                return done.returncode or not check_order(log, full=True)
             print("speedrun, bfloat16, ranks: 2; order of the uses of memory", flush=True)
             flags = ["--preset", "speedrun", *files, *COMMON, *REDUCED["speedrun"], *args.flags]
-            status, _ = start_ranks(2, ["train", source, args.steps, *flags], log := f"{folder}/log", DRY_GPU_USES=1)
-            return 1 if status else not check_order(log)
+            status, _ = start_ranks(2, ["train", source, args.steps, *flags], log, DRY_GPU_USES=1)
+            return 1 if status else not check_order(log, full=False)
         for preset in args.compare or REDUCED:
             if preset == "masks":
                 print("attention", flush=True)
@@ -364,6 +426,8 @@ def main_of_rank(what, source, *rest):
         return load(source).main(rest)
     if what == "masks":
         return not compare_masks(source)
+    if what == "census":
+        return not census(source, int(rest[0]), rest[1:])
     if what == "train":
         return not train(source, int(rest[0]), rest[1:])
     return not compare(source, rest[0], int(rest[1]), rest[2:])
@@ -371,7 +435,7 @@ def main_of_rank(what, source, *rest):
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    if "DRY_GPU_COMPUTE" not in os.environ:
+    if sys.argv[1].startswith("--"):
         sys.exit(main())
     status = main_of_rank(*sys.argv[1:])
     sys.stdout.flush()

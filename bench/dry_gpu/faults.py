@@ -17,7 +17,9 @@ class Fault(NamedTuple):
     flags: str  # of bench/dry_gpu/run
 
 
-BF16, RANKS = "--compare speedrun --dtype bfloat16 --steps 2", "--compare laptop --ranks 2 --steps 2"
+MLP_FP8 = "--compare frontier --dtype bfloat16 --steps 2"
+BF16 = "--compare speedrun --dtype bfloat16 --steps 1 -- --adam_every 1"  # so that one step updates every parameter
+RANKS = "--compare laptop --ranks 2 --steps 1"
 FAULTS = {
     "kernel-column": Fault(
         "the MLP's kernel writes both halves of a tile to the first half",
@@ -31,10 +33,30 @@ FAULTS = {
         "the MLP's kernel starts one tile too low",
         "row, column = tile // columns * TILE_M",
         "row, column = tile // columns * TILE_M + TILE_M", BF16),
+    "kernel-fp8-inner": Fault(
+        "the MLP's kernel in fp8 multiplies each tile of the inner dimension by the first of the second factor",
+        "b.load([column, k]).T",
+        "b.load([column, 0]).T", MLP_FP8),
+    "kernel-fp8-scale": Fault(
+        "the MLP's kernel in fp8 scales the product by the scale of h",
+        "y_scale, to_h8 = tl.load(scale)",
+        "y_scale, to_h8 = tl.load(h_scale)", MLP_FP8),
+    "kernel-fp8-max": Fault(
+        "the MLP's kernel in fp8 finds no largest h, so that h saturates in the next step",
+        "tl.atomic_max(h_max, largest)",
+        "tl.atomic_max(h_max, 0.0)", MLP_FP8),
     "fp8-scale": Fault(
         "the gradient of the head's weight is scaled by another scale",
-        "by_column[1], scales.grad, scales.x",
-        "by_column[1], scales.grad, scales.weight", BF16),
+        "by_column[1], grad_scale, scales.x",
+        "by_column[1], grad_scale, scales.weight", BF16),
+    "loss-packing": Fault(
+        "the loss's kernel swaps the chunks that share a register",
+        "(pair << 16 if i // CHUNK % 2 == 0 else",
+        "(pair << 16 if i // CHUNK % 2 == 1 else", BF16),
+    "loss-targets": Fault(
+        "the loss's kernel subtracts only the first row of targets from the gradient",
+        "tl.load(targets + j * T + row) == target",
+        "tl.load(targets + row) == target", "--compare frontier --steps 1"),
     "fp8-range": Fault(
         "activations of the head fall below fp8's range",
         "scales.x).to(torch.float8_e4m3fn)",
@@ -66,8 +88,8 @@ FAULTS = {
         RANKS),
     "wrong-rows": Fault(
         "the rows of the own shard are counted from another shard",
-        "rows = self.indices(self.read_by_any[comm.rank])",
-        "rows = self.indices(self.read_by_any[comm.rank - 1])", RANKS),
+        "self.indices(self.read_by_any[comm.rank])",
+        "self.indices(self.read_by_any[comm.rank - 1])", RANKS),
     "stale-number": Fault(
         "compiled rules keep the first value of each number",
         "self.number = as_tensor if compiled else",
@@ -90,7 +112,9 @@ def main():
     missed = []
     for name in sys.argv[1:] or FAULTS:
         fault = FAULTS[name]
-        done = subprocess.run([run, *fault.flags.split(), "--fault", name], capture_output=True, text=True)
+        ours, dashes, script = fault.flags.partition(" -- ")
+        command = [run, *ours.split(), "--fault", name, *dashes.split(), *script.split()]
+        done = subprocess.run(command, capture_output=True, text=True)
         output = done.stdout + done.stderr
         found = re.findall(r"above its limit: (.*)|^(?:\[rank\d\]: )?[\w.]*Error: (.{,150})|(unordered: [^0].*)",
                            output, re.M)

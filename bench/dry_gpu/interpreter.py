@@ -68,6 +68,7 @@ LIBDEVICE |= {"rsqrt": lambda x: 1 / np.sqrt(x), "pow": np.power, "fabs": np.abs
 
 plain = base.InterpreterBuilder
 plain_binary, plain_load, plain_store = plain.binary_op, plain.create_masked_load, plain.create_masked_store
+plain_atomic = plain.create_atomic_rmw
 
 
 class Builder:
@@ -105,6 +106,10 @@ class Builder:
     def create_masked_store(self, pointers, value, mask, *rest, **hints):
         launch.check(pointers, mask, written=True)
         return plain_store(self, pointers, value, mask, *rest, **hints)
+
+    def create_atomic_rmw(self, op, pointers, value, mask, *rest, **hints):
+        launch.check(pointers, mask, written=True)
+        return plain_atomic(self, op, pointers, value, mask, *rest, **hints)
 
 
 def reduce_by_halves(self, inputs):

@@ -2,8 +2,8 @@
 
 Two uses of one range on two streams, at least one of them a write, must be ordered: work of a stream runs in order, a
 WAIT is after its EVENT and all that precedes it, and what the host launches is after what the host waited for. The
-log's USE lines come from device.c (copies, collectives) and aten.log_use (operators, kernels). Queries of events do not order
-anything: NCCL's watchdog queries too.
+log's USE lines come from device.c (copies, collectives) and aten.log_use (operators, kernels). Queries of events do not
+order anything: NCCL's watchdog queries too.
 """
 
 import collections
@@ -19,71 +19,87 @@ class Use(NamedTuple):
     time: int  # number of the use on its stream
 
 
-PAGE = 1 << 16  # bytes; uses are found by the pages that they touch
+PAGE = 1 << 20  # bytes; uses are found by the pages that they touch
 
 
-def check(events, skipped=-1, until=None):
-    """Return (number of uses, Counter of unordered pairs) of a log. skipped: index of a WAIT to ignore.
+class Clocks:
+    """Which uses are done before the next one of each stream: {stream: {stream: how many of its uses}}."""
+
+    def __init__(self):
+        self.streams, self.host, self.recorded = collections.defaultdict(dict), {}, {}
+        self.sources = collections.defaultdict(dict)  # {stream or "": {stream: index of the event that told it}}
+
+    def learn(self, who, other, source):
+        """Merge another clock into a stream's, or into the host's, which is named ""."""
+        clock = self.streams[who] if who else self.host
+        for stream, time in other.items():
+            if time > clock.get(stream, 0):
+                clock[stream], self.sources[who][stream] = time, source(stream) if callable(source) else source
+
+    def replay(self, i, event):
+        """Follow an event, with index i -> the clock of its stream before a USE."""
+        stream, kind, name, numbers = event
+        if kind in ("EVENT", "WAIT", "USE"):  # the host launches it
+            self.learn(stream, self.host, self.sources[""].get)
+        clock = self.streams[stream]
+        if kind == "EVENT":
+            self.recorded[numbers[0]] = dict(clock)
+        elif kind == "WAIT":
+            self.learn(stream, self.recorded.get(numbers[0], {}), i)
+        elif kind == "SYNC" and "Device" in name:
+            for other in [*self.streams.values()]:
+                self.learn("", other, i)
+        elif kind == "SYNC":
+            self.learn("", self.recorded.get(int(stream, 16), {}) if "Event" in name else clock, i)
+        elif kind == "USE":
+            clock[stream] = clock.get(stream, 0) + 1
+        return clock
+
+
+def check(events, skipped=(), until=None):
+    """Return (number of uses, Counter of unordered pairs) of a log. skipped: indices of events to ignore.
 
     until: stop after this many unordered uses.
     """
-    clocks = collections.defaultdict(dict)  # {stream: {stream: number of its uses that are done before the next use}}
-    host, recorded, pages = {}, {}, collections.defaultdict(dict)
-    count, found = 0, collections.Counter()
-
-    def merge(into, other):
-        for stream, time in other.items():
-            into[stream] = max(into.get(stream, 0), time)
-
-    for i, (stream, kind, name, numbers) in enumerate(events):
-        clock = clocks[stream]
-        if kind == "EVENT":
-            merge(clock, host)
-            recorded[numbers[0]] = dict(clock)
-        elif kind == "WAIT" and i != skipped:
-            merge(clock, recorded.get(numbers[0], {}))
-        elif kind == "SYNC" and "Device" in name:
-            for other in clocks.values():
-                merge(host, other)
-        elif kind == "SYNC":
-            merge(host, recorded.get(int(stream, 16), {}) if "Event" in name else clock)
-        elif kind == "USE":
-            begin, end, written = numbers
-            merge(clock, host)
-            count, clock[stream] = count + 1, clock.get(stream, 0) + 1
-            use = Use(name, stream, bool(written), begin, end, clock[stream])
-            for page in range(begin // PAGE, (end - 1) // PAGE + 1):
-                for key, other in pages[page].items():
-                    if (other.stream != stream and (written or other.written)
-                            and other.begin < end and begin < other.end
-                            and other.time > clock.get(other.stream, 0)):
-                        found[f"{other.name} ({'writes' if other.written else 'reads'}) and {name} "
-                              f"({'writes' if written else 'reads'})"] += 1
-                        if until and found.total() >= until:
-                            return count, found
-                pages[page][stream, begin, end, written] = use
+    clocks, pages, found, count = Clocks(), collections.defaultdict(dict), collections.Counter(), 0
+    for i, event in enumerate(events):
+        if i in skipped:
+            continue
+        clock = clocks.replay(i, event)
+        if event.kind != "USE":
+            continue
+        (begin, end, written), count = event.numbers, count + 1
+        use = Use(event.name, event.stream, bool(written), begin, end, clock[event.stream])
+        for page in range(begin // PAGE, (end - 1) // PAGE + 1):
+            for other in pages[page].values():
+                if (other.stream != use.stream and (written or other.written) and other.begin < end
+                        and begin < other.end and other.time > clock.get(other.stream, 0)):
+                    found[f"{other.name} ({'writes' if other.written else 'reads'}) and {use.name} "
+                          f"({'writes' if written else 'reads'})"] += 1
+                    if until and found.total() >= until:
+                        return count, found
+            pages[page][use.stream, begin, end, written] = use
     return count, found
 
 
-def unnoticed_waits(events):
-    """Return (number of waits, indices of those whose removal leaves no unordered uses)."""
+def explain_waits(events):
+    """Return (indices of waits whose removal leaves an unordered use, {index of another wait: why none is left}).
+
+    A reason is the indices of the events that cover the wait: earlier ones told its stream all that it tells, or a
+    later wait does before a use needs it. Without any, no later use needs it.
+    """
+    clocks, covers = Clocks(), {}
+    for i, event in enumerate(events):
+        if event.kind == "WAIT":
+            clocks.learn(event.stream, clocks.host, clocks.sources[""].get)
+            told, clock = clocks.recorded.get(event.numbers[0], {}), clocks.streams[event.stream]
+            if all(time <= clock.get(other, 0) for other, time in told.items()):
+                covers[i] = {clocks.sources[event.stream][other] for other in told if other != event.stream}
+        clocks.replay(i, event)
     waits = [i for i, event in enumerate(events) if event.kind == "WAIT"]
-    return len(waits), [i for i in waits if not check(events, skipped=i, until=1)[1]]
-
-
-def redundant_waits(events):
-    """Return the indices of waits that add nothing: their stream already waits for all uses before the event."""
-    clocks, recorded, out = collections.defaultdict(dict), {}, []
-    for i, (stream, kind, name, numbers) in enumerate(events):
-        clock = clocks[stream]
-        if kind == "USE":
-            clock[stream] = clock.get(stream, 0) + 1
-        elif kind == "EVENT":
-            recorded[numbers[0]] = {**clock}
-        elif kind == "WAIT":
-            seen = recorded.get(numbers[0], {})
-            if all(time <= clock.get(other, 0) for other, time in seen.items()):
-                out.append(i)
-            for other, time in seen.items():
-                clock[other] = max(clock.get(other, 0), time)
-    return out
+    needed = [i for i in waits if check(events, {i}, until=1)[1]]
+    others = {i: covers.get(i) for i in waits if i not in needed}
+    for i, cover in others.items():
+        if cover is None:
+            others[i] = {j for j in others if j > i and check(events, {i, j}, until=1)[1]}
+    return needed, others

@@ -6,6 +6,9 @@
     bench/dry_gpu/run --against HEAD~3 -- --preset speedrun    compare a revision with the working tree
     bench/dry_gpu/run --cold -- --preset speedrun              compare empty compile caches with full ones
     bench/dry_gpu/run --trace FILE -- --preset speedrun        compare with a profiler's trace from a real GPU
+    bench/dry_gpu/run --program LOG                            the program of a public record, beside its measured times
+    bench/dry_gpu/run --program CLONE/train_gpt.py -- --preset frontier     theirs and ours side by side, by class
+    bench/dry_gpu/run --records CLONE                          the tables of bench/RESULTS.md: each record beside its preset
     bench/dry_gpu/run --cards                                  a table of speedrun on 1 to 8 GPUs of 80, 48 and 24 GB
     bench/dry_gpu/run --compute --help                         a simulated GPU that also computes
 
@@ -18,10 +21,12 @@ run with Triton's message. Exit status: 0 the page is printed, 1 the run failed,
 import argparse
 import collections
 import gzip
+import hashlib
 import io
 import itertools
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -32,7 +37,9 @@ from pathlib import Path
 
 import numpy as np
 
-from simulate import RATES, RECORD, RECORD_MS, costs, mean_costs, measured, parse_log, phase, simulate
+sys.path.append(str(Path(__file__).resolve().parents[2] / "records"))
+import logs
+from simulate import CLASSES, RATES, Step, costs, mean_costs, measured, parse_log, phase, simulate, weigh
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -70,6 +77,23 @@ def environment_of(home, caches, **settings):
     return defaults | {name: str(setting) for name, setting in (common | settings).items()}
 
 
+def execute(args, home, work, command, cold=False, **settings):
+    """Run rank 0 by a command -> (events of the launch log, facts). work: a temporary folder, which is removed."""
+    environment = environment_of(
+        home, work if cold else home,
+        TORCHINDUCTOR_BENCHMARK_KERNEL=1,  # Inductor then counts the bytes of kernels
+        DRY_GPU_LOG=work / "launches.log", DRY_GPU_ARCH=args.arch,
+        DRY_GPU_MEMORY=int(0.99 * args.memory * 2 ** 30), **settings)  # 80 GB of an H100 are 79.2 GiB
+    with open(work / "out.txt", "w") as out:
+        status = subprocess.call([sys.executable, *command], stdout=out, stderr=out, env=environment)
+    if status:
+        last = (work / "out.txt").read_text().splitlines()[-20:]
+        sys.exit("\n".join([*last, f"run: error: rank 0 ended with status {status}; its output is in {work}/out.txt"]))
+    events = parse_log(open(work / "launches.log"))
+    shutil.rmtree(work)
+    return events, json.loads(next(e.name for e in events if e.kind == "FACTS"))
+
+
 def dry_run(args, home, revision="", cold=False):
     """Run rank 0 of a revision, or of the working tree -> (events of the launch log, facts)."""
     folder, work = ROOT, Path(tempfile.mkdtemp(prefix="run-", dir=home))
@@ -82,23 +106,70 @@ def dry_run(args, home, revision="", cold=False):
     vocab = 257 if small_vocabulary(args.flags) else 50257
     shards = home / f"shards-{vocab}"
     write_shards(shards, vocab)
-    command = [sys.executable, Path(__file__).with_name("rank0.py"), folder, str(args.ranks), str(args.steps),
+    command = [Path(__file__).with_name("rank0.py"), folder, str(args.ranks), str(args.steps),
                "--train_files", f"{shards}/random_train_*.bin", "--val_files", f"{shards}/random_val_*.bin",
                "--train_shards", "0", "--log_dir", work / "logs",
                "--val_every", "250", *args.flags]  # only the validation at step 0 is run
-    environment = environment_of(
-        home, work if cold else home,
-        TORCHINDUCTOR_BENCHMARK_KERNEL=1,  # Inductor then counts the bytes of kernels
-        DRY_GPU_LOG=work / "launches.log", DRY_GPU_ARCH=args.arch,
-        DRY_GPU_MEMORY=int(0.99 * args.memory * 2 ** 30))  # 80 GB of an H100 are 79.2 GiB
-    with open(work / "out.txt", "w") as out:
-        status = subprocess.call(command, stdout=out, stderr=out, env=environment)
-    if status:
-        last = (work / "out.txt").read_text().splitlines()[-20:]
-        sys.exit("\n".join([*last, f"run: error: rank 0 ended with status {status}; its output is in {work}/out.txt"]))
-    events = parse_log(open(work / "launches.log"))
-    shutil.rmtree(work)
-    return events, json.loads(next(e.name for e in events if e.kind == "FACTS"))
+    return execute(args, home, work, command, cold)
+
+
+# ---- public programs
+
+# Published: {start of the source's SHA-256: (program, ms per step)}: of record 44 the mean of its five logs, whose
+# machine the rates are from; of the others the minutes in the repository's table of records by the number of steps
+PUBLISHED = {"04d0d24b": ("record 44", 61.3), "d67b87fd": ("record 80", 57.0), "5afd951e": ("record 89, merged", 57.4)}
+
+
+RECORDS = {"speedrun": ["2025-10-31_AdamSyncGradientHook/0c17cdfd*.txt"],
+           "frontier": ["2026-04-08_PairedHeadMuon/split_qk0-1480.txt", "train_gpt.py"]}
+
+
+def read_program(file):
+    """Return (source, its SHA-256, runs) of a public program. runs: a log and those beside it with the same source."""
+    if file.suffix == ".py":
+        source = file.read_text()
+        return source, hashlib.sha256(source.encode()).hexdigest(), []
+    found = logs.read_file(file)[0]
+    if not (found and found[0].source):
+        sys.exit(f"run: error: --program {file}: not a log that begins with its source; choose one, or a .py file")
+    beside = [run for path in sorted(file.parent.glob("*.txt")) for run in logs.read_file(path)[0]]
+    return found[0].source, found[0].source_sha256, [
+        run for run in beside if run.source_sha256 == found[0].source_sha256 and run.complete]
+
+
+def sources_of(source):
+    """Return {file name: its text} of the source in a public log, in which kernels follow under a title each."""
+    parts = re.split(r"\n-{40}\n# (\w+\.py)\n-{40}\n", source)
+    return {"train_gpt.py": parts[0], **dict(zip(parts[1::2], parts[2::2]))}
+
+
+def run_program(args, home, file, source):
+    """Run rank 0 of a public program with the kernels beside it, or in its log -> (events, facts)."""
+    work = Path(tempfile.mkdtemp(prefix="run-", dir=home))
+    folder = work / "program"
+    folder.mkdir()
+    for path in file.parent.glob("*.py"):
+        shutil.copy(path, folder)
+    for name, text in sources_of(source).items():
+        (folder / name).write_text(text)
+    shards, data = home / "shards-50257", work / "data" / "fineweb10B"
+    write_shards(shards, 50257)
+    data.mkdir(parents=True)
+    for kind in ("train", "val"):
+        for shard in shards.glob(f"random_{kind}_*.bin"):
+            (data / shard.name.replace("random", "fineweb")).symlink_to(shard)
+    command = ["-c", "import program; program.main()", folder, str(args.ranks)]
+    return execute(args, home, work, command, DATA_PATH=work, PYTHONPATH=Path(__file__).parent)
+
+
+def measured_steps(runs, plan, mean):
+    """Return the steps of logged runs of a plan {windows: steps}. mean: published, to which the times are scaled."""
+    windows, steps = [windows for windows, count in plan.items() for _ in range(count)], []
+    for run in runs:
+        ends = [step.time_ms for step in run.steps if not step.validation]
+        times = np.diff(ends, prepend=0.0) * (mean / (ends[-1] / len(ends)) if mean else 1)
+        steps += [Step(label, number, 0.0, ms) for number, (label, ms) in enumerate(zip(windows, times, strict=True))]
+    return steps
 
 
 # ---- the page
@@ -151,37 +222,44 @@ def kernel_rows(events):
     return [(*kernel, f"{shared[kernel[0]]:.0f}" if kernel[0] in shared else "") for kernel in sorted(kernels)]
 
 
-MEAN = "simulated ms per step, mean"
-
-
 def class_rows(kinds):
     return {f"— {kind}: ms, launches": f"{ms:.2f}, {count:.0f}" for kind, (ms, count) in kinds.items()}
 
 
-def simulated_rows(groups, first, plan):
-    """Return {label: figure} of the simulated steps.
+MEAN = "ms per step: even; odd; mean"
 
-    groups: {windows: steps of the census}. first: the steps of the first group, for the rows by class. plan: {windows:
-    number of steps}, the weights of the mean; always the working tree's, so that the means of revisions compare.
-    """
-    means = {windows: statistics.mean(step.ms for step in steps) for windows, steps in groups.items()}
-    rows = {f"simulated ms per step, windows {windows}": f"{mean:.1f}" for windows, mean in means.items()}
-    weights = [plan.get(windows, 0) for windows in means]
-    if any(weights):
-        rows[MEAN] = f"{np.average([*means.values()], weights=weights):.1f}"
-    if first:
-        rows |= class_rows(dict.fromkeys(RECORD, (0, 0)) | mean_costs(first, lambda cost: cost.kind))
-        rows["— main stream waits: ms"] = f"{statistics.mean(step.waiting_ms for step in first):.2f}"
-    return rows
+
+def by_parity(figures, steps, weights):
+    """Return the weighted means of a figure over even steps, odd steps and all."""
+    odd = np.array([step.number % 2 for step in steps])
+    parts = [np.array(weights) * part for part in (1 - odd, odd, 1)]
+    return "; ".join(f"{np.average(figures, weights=part):.1f}" for part in parts if part.any())
+
+
+def step_rows(steps, weights):
+    """Return {label: ms} by windows, and of the whole plan."""
+    ms, windows = [step.ms for step in steps], np.array([step.windows for step in steps])
+    return {f"ms per step, windows {label}": by_parity(ms, steps, np.array(weights) * (windows == label))
+            for label in dict.fromkeys(windows.tolist())} | {MEAN: by_parity(ms, steps, weights)}
+
+
+def simulated_rows(steps, plan):
+    """Return {label: figure} of the simulated steps. plan: {windows: number of steps}, the weights of all means."""
+    if not steps:
+        return {}
+    weights = weigh(steps, plan)
+    classes = dict.fromkeys(CLASSES, (0, 0)) | mean_costs(steps, weights, lambda cost: cost.kind)
+    return {**step_rows(steps, weights), **class_rows(classes),
+            "— main stream waits: ms": by_parity([step.waiting_ms for step in steps], steps, weights),
+            "launches per simulated step": by_parity([len(step.costs) for step in steps], steps, weights)}
 
 
 def page(events, facts, args, title, plan):
-    """Return ({label: figure}, paragraphs) of one run. plan: see simulated_rows."""
+    """Return ({label: figure}, paragraphs) of one run. plan: see simulated_rows. --trace: only its windows."""
     census = phase(events, "census")
-    groups = collections.defaultdict(list)
-    for step in simulate(census, costs(census, RATES[args.arch], args.ranks)):
-        groups[step.windows].append(step)
-    first = next(iter(groups.values()), [])
+    steps = [step for step in simulate(census, costs(census, RATES[args.arch], args.ranks)) if step.windows]
+    if args.trace:
+        steps = [step for step in steps if step.windows == steps[0].windows]
     breaks = sum(facts["breaks"].values())
     rows = {"graphs; breaks; compiled after warm-up": f"{facts['graphs']}; {breaks}; {facts['late']}",
             "compile time; warm-up time; warm-up CPU time": "; ".join(
@@ -194,22 +272,39 @@ def page(events, facts, args, title, plan):
             f"{statistics.median(wall):.0f} (min {min(wall):.0f}); {statistics.median(cpu):.0f}")
     for name, held in facts["memory"].items():
         rows[f"peak MiB in {name}; reserved"] = f"{held['peak'] >> 20:,}; {held['reserved'] >> 20:,}"
-    rows |= simulated_rows(groups, first, plan)
+    rows |= simulated_rows(steps, plan)
     notes = []
     if "out of memory" in facts:
         notes.append(f"**The run does not fit the GPU's memory (phase: {facts['phase']}).** {facts['out of memory']}")
-    notes += [f"Graph break, {n} times: {reason}" for reason, n in facts["breaks"].items()]
+    notes += [f"Graph break, {n} times: {reason.splitlines()[0]}" for reason, n in facts["breaks"].items()]
     for name, held in facts["memory"].items():
         tensors = [(size / 2 ** 20, n, where) for size, n, where in held["tensors"] if size > held["peak"] / 50]
         notes.append(f"Tensors at the peak of {name}, MiB: " + "; ".join(
             f"{size:,.0f} in {n} × {where}" for size, n, where in tensors))
-    longest = sorted(mean_costs(first, lambda cost: f"{cost.kind}: {cost.name}").items(), key=lambda item: -item[1][0])
-    notes.append(f"Simulated ms per step by kernel, windows {first[0].windows if first else 'none'}: " + "; ".join(
+    kernels = mean_costs(steps, weigh(steps, plan), lambda cost: f"{cost.kind}: {cost.name}")
+    longest = sorted(kernels.items(), key=lambda item: -item[1][0])
+    notes.append("Simulated ms per step by kernel: " + "; ".join(
         f"{ms:.2f} {name[:100]}" for name, (ms, _) in longest[:16]))
     notes.append("Eager operators among them, ms and launches: " + "; ".join(
         f"{name.removeprefix('eager: ')} {ms:.2f} in {n:.0f}" for name, (ms, n) in longest
         if name.startswith("eager: ") and round(n)))
     return rows, [f"{title}. {note}" for note in notes]
+
+
+def with_error(measured_rows, rows):
+    """Return measured rows of ms with the error of the simulated mean in the same row."""
+    def error(cell, simulated):
+        return f"{cell} (simulated {float(simulated.split('; ')[-1]) / float(cell.split('; ')[-1]) - 1:+.1%})"
+    return {label: error(cell, rows[label]) if label in rows else cell for label, cell in measured_rows.items()}
+
+
+def difference(ours, theirs):
+    """Return the rows by class and the mean ms that both columns have, ours less theirs."""
+    def less(*cells):
+        ours, theirs = ([*map(float, re.findall(r"[\d.]+", cell))] for cell in cells)
+        return ", ".join(f"{round(a - b, 2):+g}" for a, b in zip(ours, theirs))
+    return {label: less(ours[label], theirs[label]) for label in ours
+            if label in theirs and (label == MEAN or re.match("— .*: ms", label))}
 
 
 def fit(args, home):
@@ -219,9 +314,46 @@ def fit(args, home):
     gpu = f"{args.memory:g} GB, sm_{args.arch}"
     if "out of memory" in facts:
         return gpu, args.ranks, facts["out of memory"], "", "", ""
-    peak, mean = max(held["peak"] for held in facts["memory"].values()), float(rows[MEAN])
+    peak = max(held["peak"] for held in facts["memory"].values())
+    mean = float(rows[MEAN].split("; ")[-1])
     return (gpu, args.ranks, facts["batch"], f"{peak / 2 ** 30:.1f}", f"{mean:.0f}",
             f"{mean * sum(facts['plan'].values()) / 6e4:.1f}")
+
+
+def compare(args, home):
+    """Run what args name and print the page, with columns for each run. Return the exit status."""
+    runs, columns, plans = {}, {}, collections.defaultdict(lambda: runs["working tree"][1]["plan"])
+    for file in map(Path, args.program):
+        source, digest, logged = read_program(file)
+        name, mean = PUBLISHED.get(digest[:8], (file.stem[:24], None))
+        runs[name] = run_program(args, home, file, source)
+        plans[name] = runs[name][1]["plan"]
+        steps = measured_steps(logged, plans[name], mean)
+        columns |= {name: {}, f"{name}, measured": step_rows(steps, [1] * len(steps)) if steps else
+                    {MEAN: f"{mean}"} if mean else {}}
+    if args.flags or not args.program:
+        runs |= {args.against: dry_run(args, home, args.against)} if args.against else {}
+        runs |= {"empty compile caches": dry_run(args, home, cold=True)} if args.cold else {}
+        runs["working tree"] = dry_run(args, home)
+    pages = {title: page(events, facts, args, title, plans[title]) for title, (events, facts) in runs.items()}
+    columns |= {title: rows for title, (rows, _) in pages.items()}
+    columns |= {f"{name}, measured": with_error(columns[f"{name}, measured"], columns[name]) for name in runs
+                if f"{name}, measured" in columns}
+    if "working tree" in runs:
+        columns |= {f"working tree − {name}": difference(columns["working tree"], columns[name])
+                    for name in runs if name in plans and name != "working tree"}
+    labels = dict.fromkeys(label for rows in columns.values() for label in rows)
+    if args.trace:
+        columns[f"measured: {Path(args.trace).name}"] = class_rows(measured(json.load(gzip.open(args.trace))))
+    print(f"Simulated, but for columns that say measured. Rank 0 of {args.ranks}, {args.memory:g} GB, sm_{args.arch}, "
+          f"`{' '.join(args.flags)}`\n")
+    print(table(["", *columns], ([label, *(rows.get(label, "") for rows in columns.values())] for label in labels)))
+    for _, notes in pages.values():
+        print("\n" + "\n\n".join(notes))
+    if args.kernels:
+        kernels = kernel_rows(runs["working tree"][0])
+        print("\n" + table(["kernel", "registers", "spills, B", "shared memory, KiB"], kernels))
+    return 2 if any("out of memory" in facts for _, facts in runs.values()) else 0
 
 
 def main():
@@ -236,6 +368,10 @@ def main():
     parser.add_argument("--cold", action="store_true", help="first run once with empty compile caches")
     parser.add_argument("--cards", action="store_true", help="print only a table of speedrun on several GPUs")
     parser.add_argument("--kernels", action="store_true", help="also print a table of the working tree's Triton kernels")
+    parser.add_argument("--program", action="append", default=[], metavar="FILE", help="also run the program of a public "
+                        "log, or a train_gpt.py with the kernels beside it; without flags, only this. May be repeated")
+    parser.add_argument("--records", metavar="CLONE", help="print only the presets beside the public programs that "
+                        "they follow, in a clone of the records' repository")
     parser.add_argument("--trace", metavar="FILE", help="add a column from a trace of `train_gpt.py --profile` "
                         "on a GPU (json.gz)")
     parser.add_argument("flags", nargs="*", help="flags of train_gpt.py, after --")
@@ -248,29 +384,13 @@ def main():
         for (args.memory, args.arch), args.ranks in itertools.product(((80, 90), (48, 89), (24, 89)), (8, 4, 2, 1)):
             print("| " + " | ".join(map(str, fit(args, home))) + " |", flush=True)
         return 0
-    runs = {args.against: dry_run(args, home, args.against)} if args.against else {}
-    runs |= {"empty compile caches": dry_run(args, home, cold=True)} if args.cold else {}
-    runs["working tree"] = dry_run(args, home)
-    plan = runs["working tree"][1]["plan"]
-    pages = {title: page(events, facts, args, title, plan) for title, (events, facts) in runs.items()}
-    columns = {title: rows for title, (rows, _) in pages.items()}
-    labels = dict.fromkeys(label for rows in columns.values() for label in rows)
-    if args.trace:
-        columns[f"measured: {Path(args.trace).name}"] = class_rows(measured(json.load(gzip.open(args.trace))))
-    if not small_vocabulary(args.flags):
-        columns["record 44, measured on 8 H100"] = {
-            "launches per step": sum(n for _, n in RECORD.values()),
-            **{f"— {kind}: ms, launches": f"{ms}, {n}" for kind, (ms, n) in RECORD.items()},
-            **{f"simulated ms per step, {windows}": ms for windows, ms in RECORD_MS.items()}}
-    print(f"Simulated; no time was measured on a GPU. Rank 0 of {args.ranks}, {args.memory:g} GB, sm_{args.arch}, "
-          f"`{' '.join(args.flags)}`\n")
-    print(table(["", *columns], ([label, *(rows.get(label, "") for rows in columns.values())] for label in labels)))
-    for _, notes in pages.values():
-        print("\n" + "\n\n".join(notes))
-    if args.kernels:
-        kernels = kernel_rows(runs["working tree"][0])
-        print("\n" + table(["kernel", "registers", "spills, B", "shared memory, KiB"], kernels))
-    return 2 if any("out of memory" in facts for _, facts in runs.values()) else 0
+    if args.records:
+        for preset, patterns in RECORDS.items():
+            args.program = [sorted(Path(args.records).rglob(pattern))[0] for pattern in patterns]
+            args.flags = ["--preset", preset, "--attention", "flash"]
+            compare(args, home)
+        return 0
+    return compare(args, home)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,9 @@ SPECIAL = {"exp": 1, "exp2": 1, "log": 1, "log2": 1, "rsqrt": 1, "sqrt": 1, "tan
            "online_softmax_combine": 2}
 
 
+STATED = {}  # {kernel of a public program: its launch_metadata}
+
+
 def bytes_of(tensors):
     return sum(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()) for x in tensors
                if x.is_cuda and x.layout == torch.strided)
@@ -60,9 +63,10 @@ def cost_of(kernel, named, meta):
     it, so at most the arguments' size. A second loop over a row reads the row again. Special functions are counted in
     the source, once per element: in its loops, or in all of it if there is none.
     """
-    if metadata := getattr(sys.modules["train_gpt"], kernel.__name__, kernel).launch_metadata:
+    scripts = getattr(sys.modules.get("train_gpt"), kernel.__name__, kernel).launch_metadata
+    if metadata := STATED.get(kernel.__name__, scripts):
         stated = metadata((1, 1, 1), None, named)
-        return stated.get("bytes", 0), 0, stated.get("flops8", 0), stated.get("flops16", 0)
+        return [stated.get(name, 0) for name in ("bytes", "special", "flops8", "flops16")]
     sizes = {name: bytes_of([x]) for name, x in named.items() if isinstance(x, torch.Tensor)}
     loops = [re.split(r"\n    (?=\S)", loop)[0] for loop in re.split(r"\n    for .*:", kernel.src)[1:]]
     reads = collections.Counter(name for loop in loops for name in set(re.findall(r"tl\.load\((\w+) \+ \(.*r0_", loop)))
@@ -116,16 +120,18 @@ def census():
         yield
 
 
+def visited_pairs(documents, window, block=128):
+    """Return the pairs of tokens in the blocks that attention visits. documents: each token's document."""
+    first, last = documents[::block], documents[block - 1::block]
+    at = np.arange(len(first))
+    back = (at[:, None] - at) * block
+    return int(((back >= 0) & (last >= first[:, None]) & (back - block + 1 <= window)).sum()) * block ** 2
+
+
 def attention_flops(batch, windows, model, layers):
     """Return the FLOPs of attention's forward, mean over layers and micro-batches. Visited blocks count in full."""
-    block, pairs = 128, []
-    for tokens in batch:
-        documents = np.cumsum(np.asarray(tokens)[:-1] == model.bos_id).reshape(-1, block)
-        at = np.arange(len(documents))
-        back = (at[:, None] - at) * block
-        visible = (back >= 0) & (documents[:, -1] >= documents[:, :1])
-        pairs += [(visible & (back - block + 1 <= windows["LS".index(layer[0])])).sum() * block ** 2
-                  for layer in layers.split() if layer[0] in "LS"]
+    pairs = [visited_pairs(np.cumsum(np.asarray(tokens)[:-1] == model.bos_id), windows["LS".index(layer[0])])
+             for tokens in batch for layer in layers.split() if layer[0] in "LS"]
     return 4 * model.embed.weight.shape[1] * np.mean(pairs)
 
 
@@ -188,6 +194,17 @@ class Phases:
 
 
 # ---- the run
+
+def write_facts(facts, phases, times):
+    """Write the log's last line. times: (wall, CPU) in seconds at the start of each timed step."""
+    graphs, utils = torch._dynamo.utils.counters["stats"]["unique_graphs"], torch._dynamo.utils
+    facts = facts | dict(
+        phase=phases.now, memory=phases.memory, graphs=graphs, late=graphs - facts.get("warmed_up", graphs),
+        breaks=dict(utils.counters["graph_break"]), compile=utils.calculate_time_spent().get("total_wall_time", 0),
+        host=(1e3 * np.diff(times, axis=0)).tolist())
+    mark("FACTS", json.dumps(facts))
+    gpu.dry_gpu_flush()
+
 
 def main(folder, ranks, steps, flags):
     sys.path.insert(0, folder)
@@ -264,15 +281,9 @@ def main(folder, ranks, steps, flags):
             raise
         facts["out of memory"] = str(error).split(". Of the")[0]
     phases.end(failed="out of memory" in facts)
-    graphs, utils = stats["unique_graphs"], torch._dynamo.utils
-    facts.update(
-        phase=phases.now, memory=phases.memory, graphs=graphs, late=graphs - facts.get("warmed_up", graphs),
-        breaks=dict(utils.counters["graph_break"]), compile=utils.calculate_time_spent().get("total_wall_time", 0),
-        host=(1e3 * np.diff(times[:steps + 1], axis=0)).tolist(),
-        plan=collections.Counter(  # {windows: steps of the plan}
-            " ".join(map(str, T.plan_of(config, step).windows)) for step in range(config.num_steps)))
-    mark("FACTS", json.dumps(facts))
-    gpu.dry_gpu_flush()
+    facts["plan"] = collections.Counter(  # {windows: steps of the plan}
+        " ".join(map(str, T.plan_of(config, step).windows)) for step in range(config.num_steps))
+    write_facts(facts, phases, times[:steps + 1])
 
 
 if __name__ == "__main__":

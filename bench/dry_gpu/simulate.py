@@ -34,10 +34,12 @@ def phase(events: list[Event], name: str) -> list[Event]:
 class Rates(NamedTuple):
     """Rates of one GPU, per second.
 
-    sm_90: fitted to record 44's trace on 8 H100: 0.71 of the data sheet's FLOPs, 0.9 of its bytes, and `special` from the
-    log-softmax kernel. Attention takes the sum of the times for its FLOPs and its bytes. Assumed: FlexAttention reaches
-    0.55 of the trace's FlashAttention 3, a matmul in Triton 0.8 of the trace's matmuls. sm_89: the same fractions of an
-    RTX 4090's data sheet, over PCIe 4.0.
+    sm_90: fitted to record 44's trace on 8 H100: 0.71 of the data sheet's FLOPs, 0.9 of its bytes, and `special` from
+    the log-softmax kernel. Attention takes the sum of the times for its FLOPs and its bytes. Assumed: FlexAttention
+    reaches 0.55 of the trace's FlashAttention 3, a matmul in Triton 0.8 of the trace's matmuls; 0.64 in fp8, since
+    record 89 gains 0.75 ms per step by an fp8 product in its logs, where this model at 0.8 gives 1.15. `link`: 0.26 ms
+    for 77 MB and 0.49 for 151; medians in the two traces beside record 44's logs: gathers 0.24 and 0.48,
+    reduce-scatters 0.26 to 0.28 and 0.50. sm_89: the same fractions of an RTX 4090's data sheet, over PCIe 4.0.
     """
 
     multiprocessors: int
@@ -52,17 +54,14 @@ class Rates(NamedTuple):
     kernel_s: float = 2e-6  # minimum time of a kernel, in seconds
     collective_s: float = 15e-6  # latency of a collective, in seconds
     triton: float = 0.8  # FLOPs of a matmul in Triton, relative to NVIDIA's
+    triton_fp8: float = 0.64  # the same in fp8
 
 
-RATES = {90: Rates(132, 3.0e12, 705e12, 1384e12, 47e12, 2.1e12, 450e12, 250e12, 340e9),
+RATES = {90: Rates(132, 3.0e12, 705e12, 1384e12, 47e12, 2.1e12, 450e12, 250e12, 280e9),
          89: Rates(128, 0.9e12, 117e12, 234e12, 58e12, 2.9e12, 75e12, 42e12, 22e9)}
 
-# Measured: {class: (ms, launches) per step} in the trace of steps 10 to 13 of record 44 on 8 H100 (windows 384 and 128)
-RECORD = {"matmuls": (21.81, 259), "matmuls in fp8": (5.49, 3), "attention": (5.63, 60),
-          "Triton, loss": (8.01, 7), "Triton, other": (13.60, 266), "eager": (1.51, 136),
-          "copies and fills": (0.96, 207), "collectives": (4.75, 15)}
-RECORD_MS = {"windows 384 128": 60.3, "windows 896 384": 61.0, "windows 1408 640": 61.5, "windows 1664 768": 62.0,
-             "mean": 61.3}  # from its five logs
+CLASSES = ("matmuls", "matmuls in fp8", "attention", "Triton, loss", "Triton, other", "eager", "copies and fills",
+           "collectives")
 
 
 def matmul_seconds(m: int, n: int, k: int, batch: int, width: int, flops: float, rates: Rates) -> float:
@@ -73,8 +72,8 @@ def matmul_seconds(m: int, n: int, k: int, batch: int, width: int, flops: float,
 
 
 def is_loss(name: str) -> bool:
-    """Return whether a Triton kernel is part of the loss. The end of a name lists operators that are fused into it."""
-    return "softmax" in name or "loss" in name[:25] or bool(re.search("_exp_.*_sigmoid_", name))
+    """Return whether a kernel is part of the loss. The end of a name lists operators that are fused into it."""
+    return bool(re.search("^ce_fwd|^_transpose_copy|^.{0,25}loss|softmax|_entropy_|_exp_.*_sigmoid_", name))
 
 
 CLASS_PATTERNS = (("collectives", "nccl"), ("attention", "flash|flex_attention"), ("Triton, loss", "triton.*scaled_mm"),
@@ -85,8 +84,7 @@ CLASS_PATTERNS = (("collectives", "nccl"), ("attention", "flash|flex_attention")
 def measured(trace: dict[str, Any]) -> dict[str, tuple[float, float]]:
     """Return {class: (ms, launches) per step} of a profiler's trace, as `train_gpt.py --profile` writes it.
 
-    Kernels count if a step launched them, even if they ran after it. From record 44's trace this returns RECORD, within
-    0.2 ms per class.
+    Kernels count if a step launched them, even if they ran after it.
     """
     events = trace["traceEvents"]
     steps = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep")]
@@ -105,7 +103,7 @@ def measured(trace: dict[str, Any]) -> dict[str, tuple[float, float]]:
 
 
 class Cost(NamedTuple):
-    kind: str  # a class of RECORD
+    kind: str  # one of CLASSES
     name: str
     seconds: float
 
@@ -123,8 +121,8 @@ def costs(events: list[Event], rates: Rates, ranks: int) -> dict[int, Cost]:
     attention, stated, eager, out = 0, NO_COST, [], {}
     for i, (_, what, name, numbers) in enumerate(events):
         kind, seconds = "", 0.0
-        if what == "STEP":
-            attention = numbers[1]
+        if what in ("STEP", "ATTENTION"):
+            attention = numbers[-1]
         elif what == "COST":
             stated = numbers
         elif what == "OP":
@@ -136,7 +134,7 @@ def costs(events: list[Event], rates: Rates, ranks: int) -> dict[int, Cost]:
             (moved, special, fp8, bf16), stated = stated, NO_COST
             kind = "eager" if what == "KERNEL" else "Triton, loss" if is_loss(name) else "Triton, other"
             kind = "matmuls" if bf16 else "matmuls in fp8" if fp8 else kind
-            flops = (fp8 / rates.fp8 + bf16 / rates.bf16) / rates.triton
+            flops = fp8 / rates.fp8 / rates.triton_fp8 + bf16 / rates.bf16 / rates.triton
             seconds = max(moved / rates.bytes, special / rates.special, flops)
             if re.match("triton_tem.*flex_attention", name) or re.search("flash_[fb]wd|FlashAttn", name):
                 kind, times = "attention", 2.5 if "backward" in name or "bwd" in name.lower() else 1
@@ -162,6 +160,7 @@ def costs(events: list[Event], rates: Rates, ranks: int) -> dict[int, Cost]:
 @dataclasses.dataclass
 class Step:
     windows: str
+    number: int
     start_s: float  # on the main stream
     ms: float = 0.0
     waiting_ms: float = 0.0  # the main stream waits for other streams
@@ -179,7 +178,7 @@ def simulate(events: list[Event], cost: dict[int, Cost]) -> list[Step]:
             if steps:  # work between two steps counts for the first
                 steps[-1].ms = 1e3 * (time[main] - steps[-1].start_s)
             if inside := e.kind == "STEP":
-                steps.append(Step(e.name, time[main]))
+                steps.append(Step(e.name, e.numbers[0], time[main]))
         elif e.kind == "EVENT":
             done[e.numbers[0]] = time[e.stream]
         elif e.kind == "WAIT":
@@ -194,10 +193,20 @@ def simulate(events: list[Event], cost: dict[int, Cost]) -> list[Step]:
     return steps
 
 
-def mean_costs(steps: list[Step], key: Callable[[Cost], str]) -> dict[str, tuple[float, float]]:
-    """Return {key: (ms, launches)} per step, as means over the steps."""
-    table: dict[str, list[float]] = collections.defaultdict(list)
-    for step in steps:
+def weigh(steps: list[Step], plan: dict[str, int]) -> list[float]:
+    """Return the weight of each step in a mean over the plan {windows: steps}. Half of a stage's steps are even."""
+    alike = collections.Counter((step.windows, step.number % 2) for step in steps)
+    halves = collections.Counter(windows for windows, _ in alike)
+    weights = [plan.get(step.windows, 0) / halves[step.windows] / alike[step.windows, step.number % 2]
+               for step in steps]
+    return weights if any(weights) else [1.0] * len(steps)
+
+
+def mean_costs(steps: list[Step], weights: list[float], key: Callable[[Cost], str]) -> dict[str, tuple[float, float]]:
+    """Return {key: (ms, launches)} per step, as weighted means over the steps."""
+    table: dict[str, tuple[float, float]] = collections.defaultdict(lambda: (0.0, 0.0))
+    for step, weight in zip(steps, weights):
         for cost in step.costs:
-            table[key(cost)].append(1e3 * cost.seconds)
-    return {name: (sum(ms) / len(steps), len(ms) / len(steps)) for name, ms in table.items()}
+            ms, launches = table[key(cost)]
+            table[key(cost)] = ms + 1e3 * cost.seconds * weight / sum(weights), launches + weight / sum(weights)
+    return dict(table)
