@@ -399,11 +399,16 @@ def sides_done(manifest):
     return sides
 
 
-def interim(manifest, sides):
-    """Return (Verdicts of the rounds that all sides have done, the text to show)."""
+def whole_rounds(sides):
+    """Return the Sides with the runs of those rounds that all of them have done."""
     rounds = [{stats.race_of(run).run for run in side.runs} for side in sides]
-    *ideas, base = [stats.replace(side, runs=[run for run in side.runs if stats.race_of(run).run in set.intersection(
-        *rounds)]) for side in sides] or [None]
+    return [stats.replace(side, runs=[run for run in side.runs if stats.race_of(run).run in set.intersection(*rounds)])
+            for side in sides]
+
+
+def interim(manifest, sides):
+    """Return (Verdicts of the sides, which have done the same rounds, the text to show)."""
+    *ideas, base = sides or [None]
     if not base or not base.runs or len(sides) < len(manifest.race["sides"]):
         return [], ""
     so_far = f"{len(base.runs)} of {manifest.race['n']}"
@@ -506,7 +511,7 @@ def run_all(manifest, where, lock):
                 f"{SCRIPT} was changed during the race; restore it and resume with: {how}")
         with interrupts_deferred() as interrupts:
             status = run_once(manifest, where[side], lock, run, side, interrupts)
-        sides = sides_done(manifest) if run else []
+        sides = whole_rounds(sides_done(manifest)) if run else []
         found, text = interim(manifest, sides)
         if sides:
             draw(manifest, sides, found)
