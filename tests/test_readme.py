@@ -67,7 +67,7 @@ COMMANDS = {
     ".venv/bin/python bench/public_record.py LOG_OF_ONE": "test_bench.py::test_a_last_window_of_18_blocks_in_place_of_20_shows",
     "bench/dry_gpu/setup": "test_dry_gpu.py::",
     "bench/dry_gpu/run -- --preset speedrun": "test_dry_gpu.py::",
-    "bench/dry_gpu/run --compare": "test_emulated_gpu.py::test_two_steps_of_every_preset",
+    "bench/dry_gpu/run --compare": "test_emulated_steps.py::test_two_steps",
     "bench/dry_gpu/run --cards": LONG + "test_dry_gpu.py::",
     "./run.sh --preflight": "test_preflight.py::",
 }
