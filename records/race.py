@@ -22,7 +22,7 @@ logs/race-ID/ contains the logs of both sides and:
   race.jsonl         the declaration, and a line before and after each run, also for runs that failed
   RUNID.steps.json   [step, seconds] when each step line reached the log, by this process's clock since the run started
   RUNID.pt           its model in 16 bits, for verify.py --rerun (--save_model true keeps all bits, false keeps none)
-  race.png           a plot, redrawn after each run
+  race.png           a plot of the rounds that all sides have done, redrawn after each run
 
 A failed run stops the race, since the failure would probably repeat; --resume repeats the run with its seed. race.jsonl
 is locked while any run of the race lives.
@@ -518,8 +518,8 @@ def run_all(manifest, where, lock):
         if interrupts or status != "done":
             ended = {"done": "is done, and the race interrupted", "interrupted": "was interrupted",
                      "failed": "failed (see above)"}[status]
-            say(f"{f'run {run}{side}' if run else what} {ended}; {len(manifest.done())} of {race['n'] * len(race['sides'])} runs are done and "
-                f"kept. Resume with: {how}")
+            say(f"{f'run {run}{side}' if run else what + ','} {ended}; {len(manifest.done())} of {each * race['n']} runs "
+                f"are done and kept. Resume with: {how}")
             return 1 if status == "failed" else 130
         if text and len(manifest.done()) % each == 0 and i < len(todo):
             say(text)
