@@ -459,10 +459,10 @@ def time_left(manifest, runs):
     if not took and (earlier := similar_run(manifest.race)):
         took, like = [earlier.end["wall_seconds"]], f", if each takes as long as {os.path.basename(earlier.path)} did"
     if not took:
-        return f"{stats.plural(runs, 'run')} left, duration unknown before the first"
+        return f"{logs.plural(runs, 'run')} left, duration unknown before the first"
     minutes = math.ceil(runs * sum(took) / len(took) / 60)
-    duration = stats.plural(minutes, "minute") if minutes < 120 else f"{minutes / 60:.1f} hours"
-    return f"{stats.plural(runs, 'run')} left, about {duration}{like}"
+    duration = logs.plural(minutes, "minute") if minutes < 120 else f"{minutes / 60:.1f} hours"
+    return f"{logs.plural(runs, 'run')} left, about {duration}{like}"
 
 
 def similar_run(race):
@@ -518,8 +518,8 @@ def run_all(manifest, where, lock):
         if interrupts or status != "done":
             ended = {"done": "is done, and the race interrupted", "interrupted": "was interrupted",
                      "failed": "failed (see above)"}[status]
-            say(f"{f'run {run}{side}' if run else what + ','} {ended}; {len(manifest.done())} of {each * race['n']} runs "
-                f"are done and kept. Resume with: {how}")
+            say(f"{f'run {run}{side}' if run else what + ','} {ended}; {len(manifest.done())} of {each * race['n']} "
+                f"runs are done and kept. Resume with: {how}")
             return 1 if status == "failed" else 130
         if text and len(manifest.done()) % each == 0 and i < len(todo):
             say(text)
@@ -633,8 +633,8 @@ def main(arguments=None):
                 lock = held.enter_context(lock_race(manifest.path))
                 manifest.write({"race": race})
             turns = f" a side, {' '.join(race['order'][:6])} ...," if len(race["sides"]) > 1 else ","
-            say(f"{race['id']}: {'at most ' * race['until_decided']}{stats.plural(race['n'], 'run')}{turns} "
-                f"{stats.plural(race['ranks'], 'rank')}, seeds {race['seed'] + 1} to {race['seed'] + race['n']}; "
+            say(f"{race['id']}: {'at most ' * race['until_decided']}{logs.plural(race['n'], 'run')}{turns} "
+                f"{logs.plural(race['ranks'], 'rank')}, seeds {race['seed'] + 1} to {race['seed'] + race['n']}; "
                 f"declared in {manifest.path}")
             return run_all(manifest, where, lock)
     except (CannotRace, stats.CannotJudge, OSError) as reason:

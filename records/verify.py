@@ -57,7 +57,8 @@ import pages
 import stats
 from leaks import (FAIL, NUMBER, PASS, ROOT, SHA256, UNKNOWN, Broken, is_number, join_findings, judged, require,
                    shards_of)
-from stats import CannotJudge, plural
+from logs import plural
+from stats import CannotJudge
 
 INCOMPLETE = "incomplete"  # all rules together: nothing fails, and some rule could not be checked
 VERDICTS = PASS, UNKNOWN, FAIL  # in the order of the page
