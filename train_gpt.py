@@ -338,7 +338,8 @@ class Config(SyncSettings, StageValues):
     # flash is FlashAttention 3 where it is installed, else torch's own
     attention: str = option("auto", "masked: SDPA; auto: flash on Hopper with FlashAttention 3, flex on other GPUs, "
                             "masked on CPUs", ("auto", "flash", "flex", "masked"))
-    kernels: str = option("auto", "Triton kernels of MLP and loss; auto: on Hopper GPUs and later", ("auto", "on", "off"))
+    kernels: str = option("auto", "Triton kernels of MLP and loss; auto: on Hopper GPUs and later",
+                          ("auto", "on", "off"))
     warmup_steps: int = option(30, "untimed warm-up steps over all stages; the state is restored after them", min=0)
     timeout_s: int = option(300, "seconds until a collective fails if a rank does not join it", max=10 ** 6)
     profile: str = option("", "A:B writes a Chrome trace of steps A to B per rank")
@@ -2317,9 +2318,9 @@ if triton is not None:
         return s, tl.exp2(s * (CAP * LOG2_E) - CAP * LOG2_E)
 
     @triton.jit(launch_metadata=loss_metadata)
-    def softcapped_loss_kernel(x, targets, weights, losses, grad, T, V: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr,
-                               SHIFT: tl.constexpr, SOFTNESS: tl.constexpr, SCALE: tl.constexpr, CHUNK: tl.constexpr,
-                               PACK: tl.constexpr):
+    def softcapped_loss_kernel(x, targets, weights, losses, grad, T, V: tl.constexpr, N: tl.constexpr,
+                               CAP: tl.constexpr, SHIFT: tl.constexpr, SOFTNESS: tl.constexpr, SCALE: tl.constexpr,
+                               CHUNK: tl.constexpr, PACK: tl.constexpr):
         """One program per row. It holds in registers what the gradient needs until the row's sum is known.
 
         PACK: hold it in bf16, two chunks in one register. All 1,024 threads have 64 registers, and a row of 50,304
@@ -2813,7 +2814,7 @@ class RowBucket(Bucket):
         super().carry_over(updates)
 
     def update(self, update: Callable[..., None], hyper: dict[str, Any], unbatched: bool) -> None:
-        """Update all rows, or those that have a gradient other than zero. Adam is elementwise: `unbatched` is no matter."""
+        """Update all rows, or those that have a gradient other than zero. `unbatched` makes no difference to Adam."""
         if not self.rule.lazy:
             return super().update(update, hyper, unbatched=False)
         wholes = [self.param_shard, *self.state.values()]

@@ -99,6 +99,7 @@ def draw(run, out):
         speed.set(title="Speed", xlabel="step", ylabel="ms/step", ylim=(0, None))
         for axes in (over_steps, speed):
             axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.set_xlim(0, 1.03 * run.steps[-1].step or 1)
         figure.savefig(out, dpi=120)
 
 

@@ -88,8 +88,8 @@ FAULTS = {
         RANKS),
     "wrong-rows": Fault(
         "the rows of the own shard are counted from another shard",
-        "rows = self.indices(self.read_by_any[comm.rank])",
-        "rows = self.indices(self.read_by_any[comm.rank - 1])", RANKS),
+        "self.indices(self.read_by_any[comm.rank])",
+        "self.indices(self.read_by_any[comm.rank - 1])", RANKS),
     "stale-number": Fault(
         "compiled rules keep the first value of each number",
         "self.number = as_tensor if compiled else",
