@@ -3375,7 +3375,8 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         self.reducer = Reducer(buckets, comm, settings, grad_scale)
         self.prepare_for_backward, self.announce_rows = self.reducer.prepare_for_backward, self.reducer.announce_rows
         rules = {type(bucket.rule).update for bucket in buckets}
-        self.compiled = {f: torch.compile(f, dynamic=False) if compiled else f for f in rules}
+        # buckets of more than torch's default limit of eight sizes would be updated without compilation
+        self.compiled = {f: torch.compile(f, dynamic=False, recompile_limit=64) if compiled else f for f in rules}
         # compiled code takes numbers as tensors, or each new number would compile it again; each name has its own
         as_tensor = functools.lru_cache(256)(lambda name, x: torch.full((), x, device=comm.device))
         self.number = as_tensor if compiled else lambda name, x: x
