@@ -2986,12 +2986,13 @@ def outer_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Par
     """Yield modules whose forward hooks run outside of compiled code, each with the parameters that it reads.
 
     These are the model with its own parameters and its children with all of theirs; a ModuleList's children one by one.
-    Parameters of a container that has no forward count as the model's own.
+    Parameters of a container that has no forward count as the model's own, unless one of these children lists them.
     """
     children = [x for child in model.children() for x in (child if isinstance(child, nn.ModuleList) else [child])]
     running = [child for child in children if type(child).forward is not nn.Module.forward]
-    yield model, itertools.chain(model.parameters(recurse=False), *(child.parameters() for child in children
-                                                                    if child not in running))
+    listed = {param for child in running for param in child.parameters()}
+    contained = (param for child in children if child not in running for param in child.parameters())
+    yield model, itertools.chain(model.parameters(recurse=False), (param for param in contained if param not in listed))
     for child in running:
         yield child, child.parameters()
 

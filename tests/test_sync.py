@@ -869,6 +869,41 @@ def test_what_lies_in_containers_is_waited_for_with_the_model():
     assert_close(*(flow(Containers(), x, comm, overlap_param_gather=True)[1] for comm in (Hostile(), Comm())))
 
 
+class Reader(nn.Module):
+    """Lists and reads the parameters of a container that belongs to the model, as train_gpt.Group does."""
+
+    def __init__(self, container):
+        super().__init__()
+        self.container = (container,)
+
+    def parameters(self, recurse=True):
+        return self.container[0].parameters()
+
+    def forward(self, x):
+        return x * self.container[0]["a"]
+
+
+class Reading(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.scales = nn.Linear(6, 3), nn.ParameterDict({"a": nn.Parameter(torch.ones(3))})
+        self.second = Reader(self.scales)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def test_what_a_part_of_the_model_lists_is_waited_for_with_that_part():
+    model = Reading()
+    engine = build(model, Comm(), overlap_param_gather=True)
+    run_steps(engine, model, X, range(1))
+    in_flight = []
+    model.first.register_forward_hook(lambda *_: in_flight.extend(
+        slot.name for bucket in engine.buckets if bucket.gather_handle is not None for slot in bucket.slots))
+    model(X)
+    assert in_flight == ["scales.a"]
+
+
 def test_hooks_that_wait_for_gathers_can_be_removed():
     model = chain()
     engine = build(model, Comm(), overlap_param_gather=True)
