@@ -904,6 +904,26 @@ def test_what_a_part_of_the_model_lists_is_waited_for_with_that_part():
     assert in_flight == ["scales.a"]
 
 
+class Scaled(nn.Module):
+    """Its own parameter, which its hook waits for first, is the last that the forward reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scale = nn.Linear(6, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.first(x) * self.scale
+
+
+def test_what_the_model_itself_waits_for_is_gathered_first():
+    model, comm = Scaled(), Recorder()
+    engine = build(model, comm, overlap_param_gather=True, update_order="forward")
+    run_steps(engine, model, X, range(2))
+    names = {bucket.param_data.data_ptr(): bucket.slots[0].name for bucket in engine.buckets}
+    gathers = [names[event[2]] for event in comm.events if event[:2] == ("start", "gather")]
+    assert engine.reducer.launch_order[0].slots[0].name == "scale" == gathers[-3]
+
+
 def test_hooks_that_wait_for_gathers_can_be_removed():
     model = chain()
     engine = build(model, Comm(), overlap_param_gather=True)
