@@ -211,7 +211,7 @@ class SyncSettings:
 
     sync: str = option("hook", "start a reduce-scatter in backward (hook) or in the optimizer step (step)",
                        ("hook", "step"))
-    update_order: str = option("launch", "update buckets in launch order, or from the first layer on (forward)",
+    update_order: str = option("launch", "update buckets in launch order, or in the order of the forward",
                                ("launch", "forward"))
     overlap_param_gather: bool = option(False, "overlap all-gathers with the next forward, layer by layer")
     find_unused_parameters: bool = option(False, "allow parameters without a gradient, which stay unchanged")
@@ -606,7 +606,7 @@ def gated_layers(config: Config) -> list[range]:
             f"0 and later ones up to {count - 1}, in order, such as '0 4'")
     return [range(*ends) for ends in itertools.pairwise([*begins, count])] if begins else []
 
-GROUP = 3  # least layers of a group that is compiled together
+GROUP = 5  # least layers of a group that is compiled together
 
 def layer_groups(config: Config) -> list[range]:
     """Cut the layers into the groups that are compiled together.
@@ -2057,13 +2057,17 @@ def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
     out = F.scaled_dot_product_attention(*cut_in_pieces(q_THD, k_THD, v_THD, mask), mask[:, None], scale=1.0)
     return out.transpose(1, 2).reshape(-1, *q_THD.shape[1:])[:len(q_THD)]
 
+def seen_by_pieces(x: Tensor, mask: Tensor) -> Tensor:
+    """Cut x [T, ...] into what the pieces of a mask see: [pieces, ..., keys]."""
+    pieces, piece, keys = mask.shape
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (keys - piece, pieces * piece - len(x))).unfold(0, keys, piece)
+
 def cut_in_pieces(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cut q [T, H, D] into pieces [pieces, H, piece, D], and k and v into what each sees [pieces, H, keys, D]."""
-    pieces, piece, keys = mask.shape
-    padding = pieces * piece - len(q_THD)
-    q = F.pad(q_THD, (0, 0, 0, 0, 0, padding)).view(pieces, piece, *q_THD.shape[1:]).transpose(1, 2)
-    k, v = (F.pad(x, (0, 0, 0, 0, keys - piece, padding)).unfold(0, keys, piece).mT for x in (k_THD, v_THD))
-    return q, k, v
+    pieces, piece, _ = mask.shape
+    padded = F.pad(q_THD, (0, 0, 0, 0, 0, pieces * piece - len(q_THD)))
+    k, v = (seen_by_pieces(x, mask).mT for x in (k_THD, v_THD))
+    return padded.view(pieces, piece, *q_THD.shape[1:]).transpose(1, 2), k, v
 
 def mix_heads(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, read: Tensor, write: Tensor, mask: Tensor) -> Tensor:
     """Compute what dynamically composable heads add to attention [T, H, D]: each head attends by one map of all heads.
@@ -2073,12 +2077,12 @@ def mix_heads(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, read: Tensor, write: 
     """
     tokens, heads, dim = q_THD.shape
     pieces, piece, _ = mask.shape
-    q, k, v = cut_in_pieces(q_THD, k_THD, v_THD, mask)
+    q, k, _ = cut_in_pieces(q_THD, k_THD, v_THD, mask)
     read = F.rms_norm(read.to(torch.promote_types(read.dtype, torch.float32)), (heads,), eps=1e-6).type_as(q)
     read = F.pad(read, (0, 0, 0, pieces * piece - tokens)).view(pieces, piece, heads).transpose(1, 2)
-    attention_map = (read[..., None] * (q @ k.mT + mask[:, None]).softmax(-1)).sum(1, keepdim=True)
-    out = (attention_map @ v).transpose(1, 2).reshape(-1, heads, dim)[:tokens]
-    return write[..., None] * out
+    attention_map = (read[..., None] * (q @ k.mT + mask[:, None]).softmax(-1)).sum(1)
+    out = attention_map @ seen_by_pieces(v_THD.flatten(1), mask).mT  # one product for all heads' values
+    return write[..., None] * out.view(-1, heads, dim)[:tokens]
 
 @functools.cache
 def compiled_flex_attention() -> Callable[..., Tensor]:
@@ -2995,12 +2999,13 @@ def outer_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Iterator[nn.Par
     """Yield modules whose forward hooks run outside of compiled code, each with the parameters that it reads.
 
     These are the model with its own parameters and its children with all of theirs; a ModuleList's children one by one.
-    Parameters of a container that has no forward count as the model's own.
+    Parameters of a container that has no forward count as the model's own, unless one of these children lists them.
     """
     children = [x for child in model.children() for x in (child if isinstance(child, nn.ModuleList) else [child])]
     running = [child for child in children if type(child).forward is not nn.Module.forward]
-    yield model, itertools.chain(model.parameters(recurse=False), *(child.parameters() for child in children
-                                                                    if child not in running))
+    listed = {param for child in running for param in child.parameters()}
+    contained = (param for child in children if child not in running for param in child.parameters())
+    yield model, itertools.chain(model.parameters(recurse=False), (param for param in contained if param not in listed))
     for child in running:
         yield child, child.parameters()
 
@@ -3390,8 +3395,10 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         as_tensor = functools.lru_cache(256)(lambda name, x: torch.full((), x, device=comm.device))
         self.number = as_tensor if compiled else lambda name, x: x
         self.forward_hooks, self.bucket_of = [], {slot.param: bucket for bucket in buckets for slot in bucket.slots}
+        self.read_first: list[Bucket] = []  # buckets that the model's own hook waits for, before any layer's
         for module, params in outer_modules(model) if settings.overlap_param_gather else ():
             reads = list(dict.fromkeys(self.bucket_of[p] for p in params if p in self.bucket_of))
+            self.read_first = reads if module is model else self.read_first
             self.forward_hooks.append(module.register_forward_pre_hook(
                 lambda module, inputs, reads=reads: self.finish_all_gathers(reads)))
 
@@ -3435,7 +3442,8 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
             for bucket in reducer.due:
                 reducer.wait(bucket)
             check_and_clip(reducer.due, self.comm, self.settings.clip_norm, reducer.step)
-        buckets = reducer.due if self.settings.update_order == "launch" else reducer.due[::-1]
+        buckets = reducer.due if self.settings.update_order == "launch" else sorted(
+            reducer.due[::-1], key=lambda bucket: bucket not in self.read_first)
         for bucket in buckets:
             reducer.wait(bucket)
             if bucket.updates_in(reducer.step):

@@ -869,6 +869,61 @@ def test_what_lies_in_containers_is_waited_for_with_the_model():
     assert_close(*(flow(Containers(), x, comm, overlap_param_gather=True)[1] for comm in (Hostile(), Comm())))
 
 
+class Reader(nn.Module):
+    """Lists and reads the parameters of a container that belongs to the model, as train_gpt.Group does."""
+
+    def __init__(self, container):
+        super().__init__()
+        self.container = (container,)
+
+    def parameters(self, recurse=True):
+        return self.container[0].parameters()
+
+    def forward(self, x):
+        return x * self.container[0]["a"]
+
+
+class Reading(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.scales = nn.Linear(6, 3), nn.ParameterDict({"a": nn.Parameter(torch.ones(3))})
+        self.second = Reader(self.scales)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def test_what_a_part_of_the_model_lists_is_waited_for_with_that_part():
+    model = Reading()
+    engine = build(model, Comm(), overlap_param_gather=True)
+    run_steps(engine, model, X, range(1))
+    in_flight = []
+    model.first.register_forward_hook(lambda *_: in_flight.extend(
+        slot.name for bucket in engine.buckets if bucket.gather_handle is not None for slot in bucket.slots))
+    model(X)
+    assert in_flight == ["scales.a"]
+
+
+class Scaled(nn.Module):
+    """Its own parameter, which its hook waits for first, is the last that the forward reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scale = nn.Linear(6, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.first(x) * self.scale
+
+
+def test_what_the_model_itself_waits_for_is_gathered_first():
+    model, comm = Scaled(), Recorder()
+    engine = build(model, comm, overlap_param_gather=True, update_order="forward")
+    run_steps(engine, model, X, range(2))
+    names = {bucket.param_data.data_ptr(): bucket.slots[0].name for bucket in engine.buckets}
+    gathers = [names[event[2]] for event in comm.events if event[:2] == ("start", "gather")]
+    assert engine.reducer.launch_order[0].slots[0].name == "scale" == gathers[-3]
+
+
 def test_hooks_that_wait_for_gathers_can_be_removed():
     model = chain()
     engine = build(model, Comm(), overlap_param_gather=True)
