@@ -28,14 +28,12 @@ COMMANDS = {
     "./run.sh --help": RUN,
     "./run.sh --help-all": RUN,
     "./run.sh --num_steps 20 --val_tokens 16384": RUN,
-    '.venv/bin/python sample.py --prompt "def read("': RUN,
+    '.venv/bin/python sample.py --prompt "def read(" --tokens 200': RUN,
     ".venv/bin/python records/logs.py --follow logs/RUN.txt": RUN,
     ".venv/bin/python records/stats.py --plan --sd 0.0013 --margin 0.002": RUN,
     "./run.sh": RUN,
     "./test.sh": "it runs these tests",
-    "./test.sh -n 0 tests/test_run.py": "it would run tests within tests",
     "./run.sh --text FILE FOLDER …": "test_scripts.py::test_one_command_trains_on_own_text_and_leaves_log_model_picture_and_a_sample",
-    ".venv/bin/python data/text.py FILE… --out DIR": "test_data_text.py::test_many_files_in_order_with_any_number_of_processes",
     "./run.sh --preset frontier": "needs a GPU",
     "./run.sh --resume latest": "test_scripts.py::test_a_resumed_run_keeps_the_flags_that_it_began_with",
     "./run.sh -n 10": "test_scripts.py::test_what_is_started",
@@ -44,6 +42,15 @@ COMMANDS = {
         "test_records_race.py::test_a_ladder_judges_each_idea_against_the_base",
     './run.sh -n 5 --vs ../modded-nanogpt --cmd "torchrun --nproc_per_node=8 train_gpt.py"':
         "test_records_race.py::test_another_project_s_script_runs_in_turn_and_is_judged_by_the_same_figures",
+    './run.sh -n 5 --vs "--muon_lr 0.05"': "test_scripts.py::test_what_is_started",
+    './run.sh -n 3 --vs "--muon_lr 0.05" --num_steps 20 --val_tokens 16384':
+        "test_records_race.py::test_a_race_ends_with_a_table_and_the_page_of_its_record_says_the_same",
+    "./run.sh --resume logs/race-ID/race.jsonl": "test_records_race.py::",
+    ".venv/bin/python records/ladder.py RACE RACE": "test_records_race.py::test_a_ladder_judges_each_idea_against_the_base",
+    ".venv/bin/python records/ladder.py RACE --equal-time": "test_records_race.py::test_a_ladder_judges_each_idea_against_the_base",
+    "torchrun --nproc_per_node=2": "test_readme.py::test_the_script_of_the_readme_trains",
+    ".venv/bin/python records/stats.py records/2026-11-22_pieces --side a": RUN,
+    ".venv/bin/python records/verify.py records/2026-11-22_pieces": RUN,
     "./run.sh -n 10 --vs REVISION": "test_scripts.py::test_what_is_started",
     "./run.sh --until-decided --max-n 12 --vs HEAD": LONG + "test_records_race.py::test_a_race_until_decided_stops_for_the_claim",
     "CUDA_VISIBLE_DEVICES= ./run.sh": "the same as ./run.sh without a GPU",
@@ -64,10 +71,11 @@ COMMANDS = {
     "sbatch bench/cluster/speedrun.sbatch -n 5": "test_readme.py::test_the_slurm_job_starts_what_it_says",
     "sbatch --nodes 2 bench/cluster/speedrun.sbatch": "test_readme.py::test_the_slurm_job_starts_what_it_says",
     ".venv/bin/python bench/own_model.py": "test_bench.py::test_own_model",
-    ".venv/bin/python bench/public_record.py LOG_OF_ONE": "test_bench.py::test_a_last_window_of_18_blocks_in_place_of_20_shows",
+    ".venv/bin/python bench/public_record.py LOG_OR_PROGRAM": "test_bench.py::test_a_last_window_of_18_blocks_in_place_of_20_shows",
     "bench/dry_gpu/setup": "test_dry_gpu.py::",
     "bench/dry_gpu/run -- --preset speedrun": "test_dry_gpu.py::",
     "bench/dry_gpu/run --compare": "test_emulated_steps.py::test_two_steps",
+    "bench/dry_gpu/run --program FILE_OR_LOG -- --preset frontier": "test_dry_gpu.py::test_a_public_program",
     "bench/dry_gpu/run --cards": LONG + "test_dry_gpu.py::",
     "./run.sh --preflight": "test_preflight.py::",
 }
@@ -94,7 +102,7 @@ def test_the_commands_of_a_first_hour(tmp_path):
     """Run them as written, on the CPU, in a copy of the files that git tracks, with links to .venv and the data."""
     clone = tmp_path / "a clone"
     for name in subprocess.check_output(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True).split("\n")[:-1]:
-        if (ROOT / name).is_file() and not name.startswith(("tests/", "records/20")):
+        if (ROOT / name).is_file() and ("2026-11-22_pieces" in name or not name.startswith(("tests/", "records/20"))):
             (clone / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, clone / name)
     for linked in (".venv", "data/stdlib"):
@@ -108,9 +116,12 @@ def test_the_commands_of_a_first_hour(tmp_path):
         assert done.returncode == 0, (command, done.stderr)
         said[command] = done.stdout
     run, sampled, followed = (said[command] for command in [*COMMANDS][2:5])
-    shown = README.split("```")[3]
+    shown = README.split("```")[1]
     for line in ("validation loss ", "model: ", "log: ", "picture: "):
         assert line in run and line in shown
+    for line in README.split("## Check a record")[1].split("```")[1].splitlines()[3:]:
+        assert line in said[".venv/bin/python records/stats.py records/2026-11-22_pieces --side a"] + \
+            said[".venv/bin/python records/verify.py records/2026-11-22_pieces"], line
     assert "target reached: " in said["./run.sh"], "the default run on a CPU"
     assert sampled.startswith("def read(") and followed.count("\n") == 20 + 1 and "val_loss" in followed.splitlines()[-1]
 
