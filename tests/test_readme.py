@@ -83,8 +83,9 @@ COMMANDS = {
 
 def commands(text):
     """Return every command in blocks and in code spans, once each."""
+    text = re.sub(r"^```python\n.*?^```$", "", text, flags=re.M | re.S)
     blocks = re.findall(r"^```\n(.*?)^```$", text, re.M | re.S)
-    spans = re.findall(r"`([^`]+)`", re.sub(r"^```(python)?\n.*?^```$", "", text, flags=re.M | re.S))
+    spans = re.findall(r"`([^`]+)`", re.sub(r"^```\n.*?^```$", "", text, flags=re.M | re.S))
     lines = [line.split("  #")[0] for block in blocks for line in block.splitlines()] + spans
     found = (" ".join(line.split()) for line in lines)
     return list(dict.fromkeys(line for line in found if re.match(PROGRAMS, line) and not re.fullmatch(r"bench/dry_gpu/?", line)))
