@@ -248,6 +248,8 @@ class Config(SyncSettings, StageValues):
                          "connection from layer N); c in front (attention reads the output of backout_layer); - "
                          "(nothing)")
     ngrams: str = option("", "n-gram embedding tables, N:ROWS:WIDTH each; with few rows, n-grams share them by hash")
+    ngram_reset: int = option(0, "steps between resets of the n-gram tables, counted back from the last step; with the "
+                              "steps per epoch, no row has seen the tokens that it helps to predict (0: none)", min=0)
     ngram_hash: str = option("documents", "rows of n-grams that share them: within documents, or for pairs by record "
                              "89's hash, which crosses documents", ("documents", "record"))
     model_dim: int = option(768, "width of the residual stream")
@@ -843,6 +845,7 @@ class Plan(StageValues):
     windows: Windows = Windows(0, 0)  # also those of a validation before this step
     rotary_windows: tuple[int, ...] = ()  # distinct long windows up to now, in tokens; the rotary is stretched to each
     tied: bool = False  # head and embedding share weights before this step, so in a validation before it too
+    resets_ngrams: bool = False  # before this step
     unties: bool = False  # in this step the embedding gets weights of its own, which begin as the head's
 
 def plan_of(config: Config, step: int) -> Plan:
@@ -857,7 +860,8 @@ def plan_of(config: Config, step: int) -> Plan:
     untie = first_untied_step(c)
     return Plan(**now, step=step, lr_factor=lr_factor(c, step, now["peak_lr_factor"]), momentum=momentum(c, step),
                 windows=Windows(longest * c.window_block, now["long_window"] // 2 * c.window_block),
-                rotary_windows=tuple(rotary), tied=0 < untie >= step, unties=0 < untie == step)
+                rotary_windows=tuple(rotary), tied=0 < untie >= step, unties=0 < untie == step,
+                resets_ngrams=c.ngram_reset > 0 < step < c.num_steps and (c.num_steps - step) % c.ngram_reset == 0)
 
 def interpolate(first: Any, last: Any, done: float) -> Any:
     """Interpolate linearly from first (done = 0) to last (done = 1); tuples element by element."""
@@ -2846,6 +2850,11 @@ class RowBucket(Bucket):
         tables = [(slot.name, self.first_row(slot), len(slot.param)) for slot in self.slots]
         return [name for name, first, size in tables if ((bad >= first) & (bad < first + size)).any()]
 
+    def reset(self) -> None:
+        """Set all rows and this rank's state to zero, as they begin."""
+        for x in (self.param_data, *self.state.values()):
+            x.zero_()
+
     def drop_gradients(self) -> None:
         self.finish_announcement()
         super().drop_gradients()
@@ -3380,7 +3389,8 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         self.reducer = Reducer(buckets, comm, settings, grad_scale)
         self.prepare_for_backward, self.announce_rows = self.reducer.prepare_for_backward, self.reducer.announce_rows
         rules = {type(bucket.rule).update for bucket in buckets}
-        self.compiled = {f: torch.compile(f, dynamic=False) if compiled else f for f in rules}
+        # buckets of more than torch's default limit of eight sizes would be updated without compilation
+        self.compiled = {f: torch.compile(f, dynamic=False, recompile_limit=64) if compiled else f for f in rules}
         # compiled code takes numbers as tensors, or each new number would compile it again; each name has its own
         as_tensor = functools.lru_cache(256)(lambda name, x: torch.full((), x, device=comm.device))
         self.number = as_tensor if compiled else lambda name, x: x
@@ -3648,6 +3658,11 @@ class Trainer:
             optimizer.finish_all_gathers([optimizer.bucket_of[model.lm_head.weight]])
         if plan.unties:
             optimizer.copy_parameter("lm_head.weight", "embed.weight")
+        if plan.resets_ngrams:
+            optimizer.finish_all_gathers()
+            for bucket in optimizer.buckets:
+                if isinstance(bucket, RowBucket):
+                    bucket.reset()
         if self.config.ngrams:
             read = model.rows_read(torch.from_numpy(np.stack(batch)[:, :-1].astype(np.int32)))
             optimizer.announce_rows(plan.step, read)

@@ -48,13 +48,13 @@ def read(folder):
     manifest = stats.Manifest.read(folder / stats.MANIFEST)
     race, done, runs = manifest.race, manifest.done(), {}
     sides, n = race["sides"], race["n"]
-    stats.require(len(sides) > 1 and n > 2, f"{folder}: a race of {stats.plural(len(sides), 'side')}, "
-                  f"{stats.plural(n, 'run')} of each; a ladder has a base, an idea or more, and three runs of each")
+    stats.require(len(sides) > 1 and n > 2, f"{folder}: a race of {logs.plural(len(sides), 'side')}, "
+                  f"{logs.plural(n, 'run')} of each; a ladder has a base, an idea or more, and three runs of each")
     versions = {(side["revision"], side.get("folder")) for side in sides.values()}
     stats.require(len(versions) == 1 and not race["until_decided"], f"{folder}: a race of versions, or one that "
                   "ends when it is decided; a ladder's ideas are flags, its n is fixed; stats.py --side a judges this")
     missing = sum((run, side) not in done for side in sides for run in range(1, n + 1))
-    stats.require(not missing, f"{folder}: {stats.plural(missing, 'run')} missing; resume with race.py --resume "
+    stats.require(not missing, f"{folder}: {logs.plural(missing, 'run')} missing; resume with race.py --resume "
                   f"{folder / stats.MANIFEST}")
     for which, attempt in done.items():
         found, rejected, _ = logs.read_file(str(folder / f"{attempt['run_id']}.txt"))
@@ -132,10 +132,10 @@ def conclusion(rows):
     found = {color: [short(row["verdict"].name) for row in rows if color_of(row) == color] for color in COLORS}
     lower = found["lower"] + found["slower"]
     if lower:
-        said = f"{len(lower)} of {stats.plural(len(rows), 'idea')} lower{'s' * (len(lower) == 1)} the loss"
+        said = f"{len(lower)} of {logs.plural(len(rows), 'idea')} lower{'s' * (len(lower) == 1)} the loss"
         said += f": {', '.join(lower)}" * (len(lower) < 4)
     else:
-        said = f"None of {stats.plural(len(rows), 'idea')} is shown to lower the loss"
+        said = f"None of {logs.plural(len(rows), 'idea')} is shown to lower the loss"
     if found["higher"]:
         said += f"; {len(found['higher'])} raise{'s' * (len(found['higher']) == 1)} it"
     return said

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 import logs
-from stats import CannotJudge, plural
+from logs import plural
+from stats import CannotJudge
 
 ROOT = Path(__file__).resolve().parent.parent
 PASS, FAIL, UNKNOWN = "pass", "fail", "not checkable"

@@ -716,7 +716,8 @@ def outcomes(logs):
 
 
 def plural(count, noun):
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    """Return the count with its noun: `1 run`, `2 runs`, `2 batches`."""
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def config_of(run):

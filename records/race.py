@@ -22,7 +22,7 @@ logs/race-ID/ contains the logs of both sides and:
   race.jsonl         the declaration, and a line before and after each run, also for runs that failed
   RUNID.steps.json   [step, seconds] when each step line reached the log, by this process's clock since the run started
   RUNID.pt           its model in 16 bits, for verify.py --rerun (--save_model true keeps all bits, false keeps none)
-  race.png           a plot, redrawn after each run
+  race.png           a plot of the rounds that all sides have done, redrawn after each run
 
 A failed run stops the race, since the failure would probably repeat; --resume repeats the run with its seed. race.jsonl
 is locked while any run of the race lives.
@@ -399,11 +399,16 @@ def sides_done(manifest):
     return sides
 
 
-def interim(manifest, sides):
-    """Return (Verdicts of the rounds that all sides have done, the text to show)."""
+def whole_rounds(sides):
+    """Return the Sides with the runs of those rounds that all of them have done."""
     rounds = [{stats.race_of(run).run for run in side.runs} for side in sides]
-    *ideas, base = [stats.replace(side, runs=[run for run in side.runs if stats.race_of(run).run in set.intersection(
-        *rounds)]) for side in sides] or [None]
+    return [stats.replace(side, runs=[run for run in side.runs if stats.race_of(run).run in set.intersection(*rounds)])
+            for side in sides]
+
+
+def interim(manifest, sides):
+    """Return (Verdicts of the sides, which have done the same rounds, the text to show)."""
+    *ideas, base = sides or [None]
     if not base or not base.runs or len(sides) < len(manifest.race["sides"]):
         return [], ""
     so_far = f"{len(base.runs)} of {manifest.race['n']}"
@@ -454,10 +459,10 @@ def time_left(manifest, runs):
     if not took and (earlier := similar_run(manifest.race)):
         took, like = [earlier.end["wall_seconds"]], f", if each takes as long as {os.path.basename(earlier.path)} did"
     if not took:
-        return f"{stats.plural(runs, 'run')} left, duration unknown before the first"
+        return f"{logs.plural(runs, 'run')} left, duration unknown before the first"
     minutes = math.ceil(runs * sum(took) / len(took) / 60)
-    duration = stats.plural(minutes, "minute") if minutes < 120 else f"{minutes / 60:.1f} hours"
-    return f"{stats.plural(runs, 'run')} left, about {duration}{like}"
+    duration = logs.plural(minutes, "minute") if minutes < 120 else f"{minutes / 60:.1f} hours"
+    return f"{logs.plural(runs, 'run')} left, about {duration}{like}"
 
 
 def similar_run(race):
@@ -506,15 +511,15 @@ def run_all(manifest, where, lock):
                 f"{SCRIPT} was changed during the race; restore it and resume with: {how}")
         with interrupts_deferred() as interrupts:
             status = run_once(manifest, where[side], lock, run, side, interrupts)
-        sides = sides_done(manifest) if run else []
+        sides = whole_rounds(sides_done(manifest)) if run else []
         found, text = interim(manifest, sides)
         if sides:
             draw(manifest, sides, found)
         if interrupts or status != "done":
             ended = {"done": "is done, and the race interrupted", "interrupted": "was interrupted",
                      "failed": "failed (see above)"}[status]
-            say(f"{f'run {run}{side}' if run else what} {ended}; {len(manifest.done())} of {race['n'] * len(race['sides'])} runs are done and "
-                f"kept. Resume with: {how}")
+            say(f"{f'run {run}{side}' if run else what + ','} {ended}; {len(manifest.done())} of {each * race['n']} "
+                f"runs are done and kept. Resume with: {how}")
             return 1 if status == "failed" else 130
         if text and len(manifest.done()) % each == 0 and i < len(todo):
             say(text)
@@ -628,8 +633,8 @@ def main(arguments=None):
                 lock = held.enter_context(lock_race(manifest.path))
                 manifest.write({"race": race})
             turns = f" a side, {' '.join(race['order'][:6])} ...," if len(race["sides"]) > 1 else ","
-            say(f"{race['id']}: {'at most ' * race['until_decided']}{stats.plural(race['n'], 'run')}{turns} "
-                f"{stats.plural(race['ranks'], 'rank')}, seeds {race['seed'] + 1} to {race['seed'] + race['n']}; "
+            say(f"{race['id']}: {'at most ' * race['until_decided']}{logs.plural(race['n'], 'run')}{turns} "
+                f"{logs.plural(race['ranks'], 'rank')}, seeds {race['seed'] + 1} to {race['seed'] + race['n']}; "
                 f"declared in {manifest.path}")
             return run_all(manifest, where, lock)
     except (CannotRace, stats.CannotJudge, OSError) as reason:

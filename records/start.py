@@ -38,7 +38,9 @@ All other flags go to train_gpt.py, for example --preset laptop, --num_steps 300
 --help-all lists them, as does .venv/bin/python train_gpt.py --help."""
 TRIAL = 0.5  # a run of fewer of the preset's steps cannot reach its target
 MAX_MODELS = 5  # of 64 MB each
-MIN_STEPS = 40  # a small text is repeated up to so many: fewer learn too little, more learn it by heart (LOG.md)
+# A small text is repeated up to the preset's steps or MAX_EPOCHS, but at least to MIN_STEPS: fewer learn too little, more
+# learn it by heart (LOG.md)
+MIN_STEPS, MAX_EPOCHS = 40, 8
 MIN_TOKENS = 64  # of a micro-batch, if a text does not fill one of the preset's
 MAX_VAL_TOKENS = 2 ** 18
 # Fields of the config that no part of a run depends on: the preflight answer does not change with them
@@ -233,8 +235,15 @@ def fit_text(config, given):
         chosen = {"micro_batch_tokens": config.micro_batch_tokens // 2}
         config = dataclasses.replace(config, **chosen)
         steps, stream = read(epochs, config.num_steps)
-    if 0 < steps < MIN_STEPS and given.epochs is None and given.num_steps is None:
-        steps, stream = read(MIN_STEPS, MIN_STEPS)
+    may_repeat = given.epochs is None and given.num_steps is None and 0 < steps < config.num_steps
+    if may_repeat or steps > read(1, steps)[0]:
+        # whole sequences: attention then meets contexts as long as those of validation
+        longer = {"max_document_tokens": given.max_document_tokens or config.micro_batch_tokens + 1}
+        config = dataclasses.replace(config, **longer)
+        per_epoch = read(1, config.num_steps)[0]
+        wanted = min(config.num_steps, max(MIN_STEPS, MAX_EPOCHS * per_epoch)) if may_repeat else steps
+        steps, stream = read(epochs if given.epochs else wanted, wanted)
+        chosen |= {**longer, "ngram_reset": per_epoch}
     batch, about = train_gpt.tokens_of_steps(config, 1), f"{sum(sizes):,} training tokens"
     require(steps, f"the text has {about}, and a step reads {batch:,}; give more text, or smaller --micro_batches or "
             "--micro_batch_tokens")
@@ -245,7 +254,7 @@ def fit_text(config, given):
     say(f"text: a token is a byte. GPT-2's {train_gpt.GPT2_VOCAB:,} tokens of about 4 bytes would occur "
         f"{sum(sizes) / 4 / train_gpt.GPT2_VOCAB:.2g} times each, and their head would be most of a step's work")
     say(f"text: {about}, {steps} steps of {batch:,}: " + (
-        f"{epochs} epochs; more would learn the text by heart" if epochs > 1 else
+        f"{epochs} epochs; n-gram tables begin anew in each, or they would learn the text by heart" if epochs > 1 else
         f"part of the text; nearly all of it takes --num_steps {whole}" if whole > 1.05 * steps else "one epoch"))
     if (held := sum(shard.tokens for shard in val)) > MAX_VAL_TOKENS:
         chosen["val_tokens"] = MAX_VAL_TOKENS // config.val_len * config.val_len

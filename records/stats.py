@@ -60,7 +60,7 @@ import numpy as np
 import scipy.stats
 
 import pages
-from logs import brief, config_of
+from logs import brief, config_of, plural
 
 warnings.filterwarnings("ignore", category=RuntimeWarning, module="scipy")  # t of equal values: p is nan then
 
@@ -105,11 +105,6 @@ def require(condition, message, error=CannotJudge):
     """Raise the error with this message unless the condition holds."""
     if not condition:
         raise error(message)
-
-
-def plural(count, noun):
-    """Return the count with its noun: `1 run`, `2 runs`, `2 batches`."""
-    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 # Statistics. Arrays of runs [..., n]; tests over the last axis

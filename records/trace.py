@@ -240,10 +240,6 @@ def milliseconds(nanoseconds):
     return nanoseconds / 1e6
 
 
-def plural(count, noun):
-    return f"{count} {noun}{'s' * (count != 1)}"
-
-
 def of_kind(ops, *kinds):
     return [op for op in ops if op.kind in kinds]
 
@@ -383,10 +379,10 @@ def notes(trace, ops, steps):
     """Return the lines that a reader needs before trusting the figures."""
     found = []
     if trace.outside:
-        found.append(f"excluded: {plural(len(trace.outside), 'GPU op')} launched between the steps "
+        found.append(f"excluded: {logs.plural(len(trace.outside), 'GPU op')} launched between the steps "
                      f"({len(communication(trace.outside))} of them communication)")
     if trace.broken:
-        found.append(f"excluded: {plural(trace.broken, 'event')} without a usable name, time or duration")
+        found.append(f"excluded: {logs.plural(trace.broken, 'event')} without a usable name, time or duration")
     devices = {op.device for op in ops}
     if len(devices) > 1:
         found.append(f"ops on {len(devices)} GPUs: times are measured on each and summed")
@@ -513,7 +509,8 @@ def compare(left, right):
     if not common:
         found.append("the sets have no common step number: steps are paired in order")
     if len(steps_a) != len(steps_b):
-        found.append(f"a has {plural(len(steps_a), 'step')}, b has {len(steps_b)}: compare the steps, not the totals")
+        found.append(f"a has {logs.plural(len(steps_a), 'step')}, b has {len(steps_b)}: compare the steps, not the "
+                     "totals")
     return {"a": [analysis["trace"] for analysis in left], "b": [analysis["trace"] for analysis in right],
             "total": compared(total_a, total_b),
             "steps": [{"a_step": a, "b_step": b, **compared(steps_a[a], steps_b[b])} for a, b in pairs], "notes": found}

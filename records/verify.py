@@ -57,7 +57,8 @@ import pages
 import stats
 from leaks import (FAIL, NUMBER, PASS, ROOT, SHA256, UNKNOWN, Broken, is_number, join_findings, judged, require,
                    shards_of)
-from stats import CannotJudge, plural
+from logs import plural
+from stats import CannotJudge
 
 INCOMPLETE = "incomplete"  # all rules together: nothing fails, and some rule could not be checked
 VERDICTS = PASS, UNKNOWN, FAIL  # in the order of the page
@@ -131,7 +132,6 @@ _LOOK = re.compile(
 # A record's change needs none of these either: files that no log states, time off the clock, validation sequences
 _LOOK_IF_NEW = re.compile(r"(?<!\w)open\(|\.(?:read|read_text|read_bytes|fromfile|from_file|memmap|load|loadtxt|mmap)\("
                           r"|\bclock\.off\(|\bval_sequences\b")
-_LAYER = re.compile(r"-|(?=[^+])(?:c?(?P<window>[SLP])(?P<table>\d?))?(?P<mlp>M?)(?:\+\d+)?")  # a word of --layers
 DATA_FLAGS = {"preset", "train_files", "train_shards"}
 _FILES = re.compile(r"^-{10,}\n# (\S+\.py)\n-{10,}\n", re.M)  # separates the files that a log holds
 MOST_CHARACTERS = 1 << 20  # of a source: its syntax tree takes a thousand times as much memory
@@ -244,17 +244,19 @@ def check_log(e):
 
 
 def embedding_rows(e):
-    """Return the number of padded rows of the embedding: parameters minus matrices and n-gram tables, over the number
-    of embedding-sized tables (embedding, head, value tables)."""
-    layers, width = e.get("start.config.layers", str), e.get("start.config.model_dim", int)
-    words = [_LAYER.fullmatch(word) for word in layers.split()]
-    if None in words:
-        raise CannotJudge(f"start.config.layers is {layers[:40]!r}, which {stats.SCRIPT} does not take, so its "
-                          "parameters cannot be counted")
-    tables = 2 + len({word["table"] for word in words} - {None, ""})
-    matrices = sum(4 * bool(word["window"]) + 8 * bool(word["mlp"]) for word in words)
-    ngrams = re.findall(r"\d:(\d{1,12}):(\d{1,12})", str(e.get("start.config", dict).get("ngrams", "")))
-    rest = e.get("start.parameters", int) - matrices * width ** 2 - sum(int(rows) * int(wide) for rows, wide in ngrams)
+    """Return the number of padded rows of the embedding: parameters minus matrices, n-gram tables and the networks of
+    token gates and MUDD, over the number of embedding-sized tables (embedding, head, value tables)."""
+    trainer, config, width = leaks.trainer(), e.get("start.config", dict), e.get("start.config.model_dim", int)
+    try:
+        layers = trainer.parse_layers(e.get("start.config.layers", str))
+    except trainer.RunError as error:
+        raise CannotJudge(f"the parameters in start.config cannot be counted: {logs.brief(str(error))}") from None
+    tables = 2 + len({layer.value_table for layer in layers} - {None})
+    matrices = sum(4 * bool(layer.window) + 8 * layer.mlp for layer in layers)
+    networks = len(str(config.get("token_gates", "")).split()) + 2 * bool(config.get("mudd"))
+    ngrams = re.findall(r"\d:(\d{1,12}):(\d{1,12})", str(config.get("ngrams", "")))
+    rest = (e.get("start.parameters", int) - matrices * width ** 2 - networks * trainer.TokenWeights.WIDTH * width
+            - sum(int(rows) * int(wide) for rows, wide in ngrams))
     return int(rest / max(1, tables * width))
 
 

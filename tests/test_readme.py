@@ -1,5 +1,5 @@
-"""Test the README's commands, flags and links, and the files of bench/cluster. For each command the table names the test
-that runs it, or the reason why none does."""
+"""Test the commands, flags, links and scripts of README.md and docs/, and the files of bench/cluster. For each command the
+table names the test that runs it, or the reason why none does."""
 
 import importlib.util
 import os
@@ -17,7 +17,8 @@ import yaml
 import train_gpt
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+README = PAGES[ROOT / "README.md"]
 needs_venv = pytest.mark.skipif(not (ROOT / ".venv" / "ready").exists(), reason="run.sh has not set up .venv here")
 PROGRAMS = r"(?:[A-Z_]+=\S* )*(?:\./run\.sh|\./test\.sh|\.venv/bin/|torchrun|sbatch|bench/dry_gpu|rm )"
 
@@ -66,7 +67,7 @@ COMMANDS = {
     ".venv/bin/python bench/public_record.py LOG_OF_ONE": "test_bench.py::test_a_last_window_of_18_blocks_in_place_of_20_shows",
     "bench/dry_gpu/setup": "test_dry_gpu.py::",
     "bench/dry_gpu/run -- --preset speedrun": "test_dry_gpu.py::",
-    "bench/dry_gpu/run --compare": "test_emulated_gpu.py::test_two_steps_of_every_preset",
+    "bench/dry_gpu/run --compare": "test_emulated_steps.py::test_two_steps",
     "bench/dry_gpu/run --cards": LONG + "test_dry_gpu.py::",
     "./run.sh --preflight": "test_preflight.py::",
 }
@@ -75,14 +76,14 @@ COMMANDS = {
 def commands(text):
     """Return every command in blocks and in code spans, once each."""
     blocks = re.findall(r"^```\n(.*?)^```$", text, re.M | re.S)
-    spans = re.findall(r"`([^`]+)`", re.sub(r"^```\n.*?^```$", "", text, flags=re.M | re.S))
+    spans = re.findall(r"`([^`]+)`", re.sub(r"^```(python)?\n.*?^```$", "", text, flags=re.M | re.S))
     lines = [line.split("  #")[0] for block in blocks for line in block.splitlines()] + spans
     found = (" ".join(line.split()) for line in lines)
     return list(dict.fromkeys(line for line in found if re.match(PROGRAMS, line) and not re.fullmatch(r"bench/dry_gpu/?", line)))
 
 
 def test_every_command_is_in_the_table_and_each_named_test_is_there():
-    assert {*commands(README)} == {*COMMANDS}
+    assert {command for text in PAGES.values() for command in commands(text)} == {*COMMANDS}
     for command, how in COMMANDS.items():
         for file, name in re.findall(r"(test_\w+\.py)::(\w*)", how if how is not RUN else ""):
             assert re.search(rf"^def {name or 'test_'}\b" if name else "^def test_", (ROOT / "tests" / file).read_text(), re.M), command
@@ -120,18 +121,40 @@ def test_every_flag_is_one_of_a_program_here_and_every_link_leads_somewhere():
                        *(ROOT / "bench/dry_gpu").glob("*.py")))
     torchrun = {"--nnodes", "--nproc_per_node", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--max-restarts"}
     known = {*train_gpt.make_parser()._option_string_actions, *re.findall(r"--[a-z][\w-]+", sources), *torchrun}
-    for path in ("README.md", "bench/cluster/Dockerfile", "bench/cluster/speedrun.sbatch"):
-        text = re.sub(r"^#SBATCH.*|--no-install-recommends|--(gpus all|ipc=host|build-arg|nodes 2)", "", (ROOT / path).read_text(), flags=re.M)
+    for path in (*PAGES, *(ROOT / "bench/cluster").iterdir()):
+        text = re.sub(r"^#SBATCH.*|--no-install-recommends|--(gpus all|ipc=host|build-arg|nodes 2|env RACE|race )", "", path.read_text(), flags=re.M)
         assert not {*re.findall(r"(?<![\w-])--[a-z][\w-]+", text)} - known, path
-    for link in re.findall(r"\]\((?!http)([^)]+)\)", README):
+    for page, link in ((page, link) for page, text in PAGES.items() for link in re.findall(r"\]\((?!http)([^)]+)\)", text)):
         path, _, heading = link.partition("#")
-        assert (ROOT / path).exists(), link
-        found = re.findall(r"^#+ (.*)", (ROOT / (path or "README.md")).read_text(encoding="utf-8"), re.M) if heading else []
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        found = re.findall(r"^#+ (.*)", target.read_text(encoding="utf-8"), re.M) if heading else []
         assert heading in {"", *(re.sub(r"[^\w -]", "", line.lower()).strip().replace(" ", "-") for line in found)}, link
 
 
-def test_the_rule_that_the_readme_shows_trains_as_its_formula_says():
-    block = next(block for block in re.findall(r"^```\n(.*?)^```$", README, re.M | re.S) if "class Lion" in block)
+def scripts(text):
+    return re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+
+
+@pytest.mark.parametrize("start", [[sys.executable], [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]])
+def test_the_script_of_the_readme_trains(tmp_path, start):
+    """As written, alone and on two ranks, beside nothing but the module."""
+    block, = scripts(README)
+    (tmp_path / "train_gpt.py").symlink_to(ROOT / "train_gpt.py")
+    (tmp_path / "own.py").write_text(block)
+    done = subprocess.run([*start, "own.py"], cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    stated = float(re.search(r"It prints `loss (\S+)`", README)[1])
+    assert all(abs(float(loss) - stated) < 0.3 for loss in re.findall(r"loss (\S+)", done.stdout)) and done.stdout, done.stdout
+
+
+def test_the_line_that_the_readme_edits_is_there():
+    old, new = re.search(r"replace `(\S+)` by `(\S+)`", README).groups()
+    assert (ROOT / "train_gpt.py").read_text().count(old) == 1 and old.split("=")[0] == new.split("=")[0]
+
+
+def test_the_rule_of_the_docs_trains_as_its_formula_says():
+    block, = scripts(PAGES[ROOT / "docs/gradient-sync.md"])
     torch.manual_seed(0)
     models = [torch.nn.Linear(3, 2) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())

@@ -530,18 +530,23 @@ def test_an_interrupted_race_keeps_what_is_done_and_goes_on(repo, capsys, monkey
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_while_a_run_is_being_started_reaches_that_run(repo, monkeypatch, number):
+@pytest.mark.parametrize("run", [0, 1])
+def test_an_interrupt_while_a_run_is_being_started_reaches_that_run(repo, capsys, monkeypatch, run, number):
     processes, popen = [], subprocess.Popen
 
     def start(words, **settings):
         processes.append(popen(words, **settings))
-        if settings.get("pass_fds"):  # a run of the race
+        if any(word.startswith("--race=") and word.split(":")[1] == str(run) for word in words):
             os.kill(os.getpid(), number)
         return processes[-1]
     monkeypatch.setattr(subprocess, "Popen", start)
     assert race.main(["-n", "1", "--", "--mood", "sleepy"]) == 130
-    assert [event["status"] for event in only_race(repo)[2]] == ["started", "interrupted"]
-    assert all(process.poll() is not None for process in processes)
+    folder = only_race(repo)[0]
+    events = [json.loads(line) for line in (folder / "race.jsonl").read_text().splitlines()[1:]]
+    assert [(event["run"], event["status"]) for event in events] == [(0, "started"), (0, "done")] * run + [
+        (run, "started"), (run, "interrupted")]
+    assert ("race: a first run, not counted, was interrupted; 0 of 1" in capsys.readouterr().out) == (run == 0)
+    assert all(process.poll() is not None for process in processes) and not list(folder.rglob("*_00*"))
 
 
 def test_a_second_interrupt_kills_a_run_that_heeds_none(repo, monkeypatch):
@@ -585,11 +590,14 @@ def test_a_manifest_whose_last_line_was_cut_goes_on(repo, capsys):
 
 def test_a_run_of_a_side_that_the_race_has_not_is_not_shown(repo, capsys):
     """A manifest may come from elsewhere; verify.py reports that the line does not belong to the race."""
-    assert race.main(["-n", "1"]) == 0
+    assert race.main(["-n", "2"]) == 0
     path = only_race(repo)[0] / "race.jsonl"
     with open(path, "a") as file:
         file.write(json.dumps({**only_race(repo)[2][-1], "run_id": "x", "side": "c"}) + "\n")
-    assert race.main(["--resume", str(path)]) == 0 and "all runs are done: runs: 0.1010 s, 3.2010 loss (1)" in capsys.readouterr().out
+    capsys.readouterr()
+    assert race.main(["--resume", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "\nLoss (2 runs, target 3.28)\n" in shown and "side c" not in shown
 
 
 def test_a_race_that_died_is_settled_by_its_logs(repo):
@@ -610,7 +618,8 @@ def test_a_script_that_changes_during_the_race_stops_it(repo, capsys, monkeypatc
 
     def change_after(*arguments):
         status = once(*arguments)
-        (repo / "train_gpt.py").write_text(SCRIPT + "# faster\n")
+        if starts(only_race(repo)[2]):  # after the first run, which does not count
+            (repo / "train_gpt.py").write_text(SCRIPT + "# faster\n")
         return status
     monkeypatch.setattr(race, "run_once", change_after)
     assert race.main(["-n", "2"]) == 2
@@ -721,20 +730,26 @@ def test_stamps_of_lines_that_come_in_pieces(tmp_path):
     assert [step for step, _ in json.loads((tmp_path / "x.steps.json").read_text())] == [1, 2]
 
 
-def test_the_picture_is_drawn_anew_after_each_run(repo, monkeypatch, capsys):
+@pytest.mark.parametrize("words", [[], ["--vs", "HEAD~1"], ["--vs=--worse 1", "--vs=--slower 3"], against()],
+                         ids=["one version", "two", "a ladder", "another project"])
+def test_the_picture_shows_the_rounds_that_all_sides_have_done(repo, theirs, monkeypatch, capsys, words):
+    """It is drawn after each run, and changes with each round: a side that is a run ahead waits for the others."""
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(race, "draw", DRAW)
-    seen, once = [], race.run_once
+    shown, pictures, plot = [], [], stats.plot
 
-    def look(manifest, *arguments):
-        seen.append((manifest.path.parent / "race.png").exists() and (manifest.path.parent / "race.png").read_bytes())
-        return once(manifest, *arguments)
-    monkeypatch.setattr(race, "run_once", look)
-    assert race.main(["-n", "2", "--vs", "HEAD~1"]) == 0
-    folder = only_race(repo)[0]
-    pictures = [*seen, (folder / "race.png").read_bytes()]
-    assert pictures[:2] == [False, False] and len(set(pictures)) == 5 and all(each.startswith(b"\x89PNG") for each in pictures[2:])
-    assert not list(folder.glob(".*"))
+    def draw(sides, found, path):
+        plot(sides, found, path)
+        shown.append([len(side.runs) for side in sides])
+        pictures.append(Path(path).read_bytes())
+    monkeypatch.setattr(stats, "plot", draw)
+    assert race.main(["-n", "3", *words]) == 0
+    folder, described, events = only_race(repo)
+    each = len(described["sides"])
+    assert shown == [[1] * done if done < each else [done // each] * each for done in range(1, 3 * each + 1)]
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures)
+    assert [a == b for a, b in zip(pictures, pictures[1:])] == [a == b for a, b in zip(shown, shown[1:])]
+    assert (folder / "race.png").read_bytes() == pictures[-1] and not list(folder.glob(".*"))
     assert "race.png" not in capsys.readouterr().out.split("Left out")[-1]
 
 

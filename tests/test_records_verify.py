@@ -1055,7 +1055,7 @@ def examined(honest, data, folder):
         stated = Log(log).set("source", planted(*edits) + "\n")
         for where, value in changed.items():
             stated.set(where.replace("__", "."), value)
-        (e,) = verify.read_runs([stated.write(folder / "examined.txt")]).runs
+        (e,) = verify.read_runs([stated.write(folder / "examined.txt")], None).runs
         return examine.check_model(e, model or log.with_suffix(".pt"), data, only)
     return rerun
 
@@ -1231,7 +1231,7 @@ def test_training_in_a_validation_before_the_last_is_caught(train, judge):
 def test_a_source_that_cannot_load_the_model_fails(honest, data, tmp_path, forked):
     log = Log(honest)
     log.source = "import torch\n"
-    (e,) = verify.read_runs([log.write(tmp_path / "l.txt")]).runs
+    (e,) = verify.read_runs([log.write(tmp_path / "l.txt")], None).runs
     (verdict, reason), *others = examine.check_model(e, honest.with_suffix(".pt"), data).values()
     assert verdict == "fail" and "cannot load or run the model" in reason
     assert {verdict for verdict, _ in others} == {"not checkable"}
@@ -1449,7 +1449,7 @@ def test_cheat_3_one_model_of_many(race, honest, data, tmp_path, capsys, forked)
 def test_cheat_3_one_model_for_two_runs(race, honest, tmp_path):
     """The second run's model is the first one's with a little noise."""
     saved, draw = examine.read_model(honest.with_suffix(".pt")), torch.Generator().manual_seed(0)
-    runs = verify.read_runs([race(2)]).runs
+    runs = verify.read_runs([race(2)], None).runs
     for noise, copied in ((0.002, True), (3, False)):
         noisy = {name: x * (1 + noise * torch.randn(x.shape, generator=draw)) for name, x in saved["state"].items()}
         torch.save({**saved, "state": noisy}, tmp_path / "2.pt")
@@ -1470,17 +1470,26 @@ def test_tables_of_ngrams_are_no_rows_of_the_embedding(race, judge, tmp_path):
     assert judge(race(change=with_tables))[1][FROM_SEED][0] == "pass"
 
 
+PLAIN = ["--backout_layer", "0", "--value_gates", "false", "--token_gates", "", "--mudd", "false"]
+NETWORKS = ["--backout_layer", "0", "--value_gates", "false", "--token_gates", "0 1 2 3", "--mudd", "true", "--sublayer_scales", "true"]
+
+
 @pytest.mark.parametrize("preset", train_gpt.PRESETS)
-@pytest.mark.parametrize("layers", ["", "LM", "SM LM SM LM"])
-def test_the_rows_of_the_embedding_are_those_of_the_model(preset, layers):
+@pytest.mark.parametrize("changes", [[], ["--layers", "LM", *PLAIN], ["--layers", "SM LM SM LM", *PLAIN],
+                                     ["--layers", "SxM - LgdM+0 cLx", *NETWORKS]], ids=" ".join)
+def test_the_rows_of_the_embedding_are_those_of_the_model(preset, changes):
     """Computed from the description alone; not every digit in layers is a table."""
-    _, config = train_gpt.parse_config(["--preset", preset, *(["--layers", layers, "--backout_layer", "0", "--value_gates", "false", "--token_gates", "", "--mudd", "false"] if layers else [])], "laptop")
+    _, config = train_gpt.parse_config(["--preset", preset, *changes], "laptop")
+    train_gpt.check_config(config, 1)
     encoding = train_gpt.Encoding(*((257, 256) if preset == "laptop" else (50257, 50256)))
     with torch.device("meta"):
         model = train_gpt.build_model(replace(config, dtype="float32"), encoding)
     start = {"config": train_gpt.json_of(config), "parameters": sum(p.numel() for p in model.parameters())}
     rows = verify.embedding_rows(verify.Evidence(logs.Run("r", start=start)))
     assert rows // 128 * 128 == len(model.embed.weight) and (rows in verify.GPT2_VOCAB) == (preset != "laptop")
+    start["config"]["layers"] = "S0M QM"
+    with pytest.raises(verify.CannotJudge, match="cannot be counted: layers: 'QM' is not a layer; "):
+        verify.embedding_rows(verify.Evidence(logs.Run("r", start=start)))
 
 
 def test_cheat_4_weights_that_were_trained_before(race, train, judge, rerun):
@@ -1821,7 +1830,7 @@ def test_a_race_may_begin_with_a_run_that_does_not_count(race, judge):
 
 
 def test_the_flags_of_a_run_outside_a_race_are_those_that_differ_from_its_preset(honest):
-    given = ["--preset", "laptop", "--num_steps", "20", "--muon_lr", "0.05", "--loss_weights", "1,0.5", "--exclude_self", "false",
+    given = ["--preset", "laptop", "--num_steps", "20", "--muon_lr", "0.05", "--loss_weights", "1,0.5", "--lazy_tables", "false",
              "--layers", "- S0M", "--stages", "Stage(until=0.5, long_window=4), Stage(long_window=8)", "--val_tokens", "16384"]
     _, config = train_gpt.parse_config(given, "laptop")
     e = verify.Evidence(SimpleNamespace(start={"preset": "laptop", "config": json.loads(json.dumps(train_gpt.json_of(config)))}))

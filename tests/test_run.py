@@ -356,6 +356,31 @@ def test_warm_up_puts_everything_back(one, tiny):
     assert [x.tobytes() for x in warm.stream.next_batch(plan)] == [x.tobytes() for x in untouched.stream.next_batch(plan)]
 
 
+def test_n_gram_tables_begin_anew_so_many_steps_before_the_end(one, tiny):
+    """After a reset only the rows that the step reads are other than zero, in the tables and in Adam's state."""
+    config = dataclasses.replace(tiny, **one[1], layers="S0M LM", backout_layer=0, ngrams="2:4096:16 3:4096:8", lazy_tables=True,
+                                 adam_every=1, epochs=100, num_steps=7, ngram_reset=3)
+    assert [plan.step for step in range(7) if (plan := train_gpt.plan_of(config, step)).resets_ngrams] == [1, 4]
+    trainer = train_gpt.Trainer(config, train_gpt.Comm(), torch.device("cpu"), train_gpt.find_shards(config.train_files))
+    touched = {}
+    for step in range(5):
+        plan = train_gpt.plan_of(config, step)
+        batch = trainer.stream.next_batch(plan)
+        trainer.step(plan, batch)
+        touched = {} if plan.resets_ngrams else touched
+        tokens = torch.from_numpy(np.stack(batch)[:, :-1].astype(np.int32))
+        for i, rows in enumerate(trainer.model.rows_read(tokens).values()):
+            touched.setdefault(i, set()).update(rows.flatten().tolist())
+        trainer.optimizer.finish_all_gathers()
+        state = trainer.optimizer.state_dict()
+        for i, table in enumerate(trainer.model.ngrams):
+            for x in (table.weight, *(value.view(table.weight.shape) for name, value in state.items()
+                                      if name.startswith(f"ngrams.{i}.") and value.numel() == table.weight.numel())):
+                rows = {*x.detach().any(1).nonzero().flatten().tolist()}
+                assert rows <= touched[i], (step, i)
+                assert not step or len(rows) > len(touched[i]) / 2, "the head starts at zero, so step 0 has no gradients"
+
+
 def test_the_state_s_hash_covers_all_that_training_goes_on_from(one, tiny):
     config = dataclasses.replace(tiny, **one[1], layers="- S0M LM M", backout_layer=2)
     trainer = train_gpt.Trainer(config, train_gpt.Comm(), torch.device("cpu"), train_gpt.find_shards(config.train_files))

@@ -363,17 +363,23 @@ def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path):
     whole = re.search(r"1,200,000 training tokens, \d+ steps of 2,048: part of the text; nearly all of it takes --num_steps (\d+)\n", says)
     assert fit(1_200_000, "--num_steps", whole[1])[0].epochs == 1
     assert fit(1_200_000, "--num_steps", str(int(1.07 * int(whole[1]))))[0].epochs == 2
+    assert config.ngram_reset == 0 and config.max_document_tokens == laptop.max_document_tokens
     config, says = fit(40_000, val=700_000)
-    assert config.num_steps == start.MIN_STEPS and config.epochs == 3 and "40 steps of 2,048: 3 epochs; more" in says
+    assert config.num_steps == start.MAX_EPOCHS * config.ngram_reset and "steps of 2,048: 8 epochs; n-gram" in says
+    assert 14 <= config.ngram_reset <= 18 and config.max_document_tokens == 1025, "tables of the last pass alone"
     assert config.val_tokens == 2 ** 18 and "validation on 262,144 of 700,000 tokens" in says
+    config, says = fit(10_000)
+    assert config.num_steps == start.MIN_STEPS, "more epochs than MAX_EPOCHS"
     assert config.muon_momentum_rise == laptop.muon_momentum_rise * 40 // laptop.num_steps
     config, says = fit(140_000)
-    assert start.MIN_STEPS < config.num_steps < 70 and config.epochs == 1 and says.endswith("one epoch\n")
+    assert (config.num_steps, config.epochs) == (laptop.num_steps, 3) and 50 < config.ngram_reset < 60
+    assert fit(140_000, "--ngram_reset", "0", "--max_document_tokens", "300")[0].ngram_reset == 0, "as the user says"
     config, _ = fit(40_000, "--num_steps", "70", "--target_val_loss", "2", "--val_tokens", "1024", val=700_000)
     assert (config.num_steps, config.target_val_loss, config.val_tokens) == (70, 2, 1024) and 4 <= config.epochs <= 8
     config, says = fit(40_000, "--epochs", "1")
     assert config.epochs == 1 and config.num_steps < 20 and says.endswith("one epoch\n")
     config, says = fit(1500)
+    assert config.ngram_reset == 1 and config.max_document_tokens == 513
     assert config.micro_batch_tokens == 512 and config.epochs == config.num_steps == 40 and "would occur 0.0075 times each" in says
     assert fit(900)[0].micro_batch_tokens == 256
     with pytest.raises(start.Refusal, match="has 100 training tokens, and a step reads 128; give more text, or smaller --micro_batches"):
