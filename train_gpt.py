@@ -606,7 +606,7 @@ def gated_layers(config: Config) -> list[range]:
             f"0 and later ones up to {count - 1}, in order, such as '0 4'")
     return [range(*ends) for ends in itertools.pairwise([*begins, count])] if begins else []
 
-GROUP = 5  # least layers of a group that is compiled together
+GROUP = 4  # least layers of a group that is compiled together
 
 def layer_groups(config: Config) -> list[range]:
     """Cut the layers into the groups that are compiled together.
