@@ -76,7 +76,7 @@ def emulated():
             install = "import compute; compute.become_gpu()\nimport interpreter as I, torch, triton.language as tl\n"
             command = [HOME / "venv/bin/python", "-c", paths + install * repaired + code]
             env |= {"LD_LIBRARY_PATH": str(HOME / "lib"), "DRY_GPU_COMPUTE": "1", "DRY_GPU_POISON": "1"}
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
     return call
 
 
