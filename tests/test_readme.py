@@ -161,7 +161,7 @@ def test_the_script_of_the_readme_trains(tmp_path, start):
 
 
 def test_the_line_that_the_readme_edits_is_there():
-    old, new = re.search(r"replace `(\S+)` by `(\S+)`", README).groups()
+    old, new = re.search(r"replace\s+`(\S+)`\s+by\s+`(\S+)`", README).groups()
     assert (ROOT / "train_gpt.py").read_text().count(old) == 1 and old.split("=")[0] == new.split("=")[0]
 
 
