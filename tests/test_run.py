@@ -289,8 +289,8 @@ def test_nothing_is_compiled_after_warm_up(one, tmp_path, capsys, monkeypatch):
     Gathers that the next forward waits for compile nothing further: their hooks run outside of what is compiled."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     changes = dict(compile="on", stages="Stage(1/3, long_window=2), Stage(2/3, long_window=3), Stage(long_window=4), Stage(extra_steps=4, long_window=11)", warmup_steps=10, num_steps=14,
-                   bucket_mb=1000, val_len=96, layers="S0M S1M SM LM+2 M+1 M", backout_layer=3)  # two of each kind
-    parts = 2 + 2  # layers 0 to 2 and 3 to 5; smear and head
+                   bucket_mb=1000, val_len=96, layers="S0M S1M SM SM LM+3 LM+1 M M", backout_layer=4)  # two of each kind
+    parts = 2 + 2  # layers 0 to 3 and 4 to 7; smear and head
     rules = 4 + 3  # NorMuon on four shapes of matrices, Adam on three kinds of bucket
     for name, lazy in (("compiled", "false"), ("overlapping", "true")):
         torch._dynamo.reset()
@@ -299,7 +299,7 @@ def test_nothing_is_compiled_after_warm_up(one, tmp_path, capsys, monkeypatch):
         assert status == 0, errors
         assert read_log(tmp_path / "logs" / f"{name}.txt")[4]["compiles_after_warmup"] == 0
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        assert graphs == 2 * parts + rules, "a graph serves three layers"
+        assert graphs == 2 * parts + rules, "a graph serves four layers"
     status, _, errors = run_here(flags(tmp_path, one[1], run_id="plain", **{**changes, "compile": "off"}), capsys)
     assert status == 0, errors
     losses = [read_log(tmp_path / "logs" / f"{name}.txt")[4]["final_val_loss"] for name in ("compiled", "overlapping", "plain")]
