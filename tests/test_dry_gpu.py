@@ -49,6 +49,7 @@ def test_a_repeated_phase_returns_its_last_events():
     (("0 FILL x 1000000",), "copies and fills", 1e-3),
     (("0 NCCL all-gather 4000000",), "collectives", 1e-5 + 0.75 * 4e-2),
     (("0 NCCL all-reduce 4000000",), "collectives", 1e-5 + 1.5 * 4e-2),
+    (("0 NCCL exchange 4000000",), "collectives", 1e-5 + 4e-2),
     (("0 STEP 384_128 5 2000000000", "0 COST - 1000000 0 0 0",
       "0 TRITON triton_tem_fused_flex_attention_3 4 1 1 128 0"), "attention", 1e-3 + 1e-2),
     (("0 STEP 384_128 5 2000000000", "0 COST - 0 0 0 0",

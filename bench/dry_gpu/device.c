@@ -13,7 +13,8 @@
  * Lines of the log $DRY_GPU_LOG have fields separated by tabs: stream, kind, name, numbers. The numbers by kind:
  *     KERNEL, TRITON    grid x, y, z; threads per block; bytes of dynamic shared memory
  *     GEMM              m, n, k, batch; the name is the dtype of the factors
- *     COPY, FILL, NCCL  bytes; for a collective, the bytes of the whole buffer over all ranks
+ *     COPY, FILL, NCCL  bytes; for a collective, the bytes of the whole buffer over all ranks; for a
+ *                       group of messages (exchange), the bytes that this rank sends
  *     EVENT, WAIT       event (recorded; waited for by the stream)
  *     SYNC              none; the host waits for the GPU
  *     USE               begin and end of a range of GPU memory, 1 if written
@@ -457,9 +458,12 @@ int ncclBcast(void *at, size_t count, int type, int root, void *comm, void *stre
     return 0;
 }
 
-/* Messages: all of a group are sent before any is received, as if each rank had a buffer for one message per peer. */
+/* Messages: all of a group are sent before any is received, as if each rank had a buffer for one message per peer. The
+ * log has one line per group, with the bytes that this rank sends. */
 static __thread struct Message { void *at; size_t bytes; int peer, received; } messages[2 * MAX_RANKS];
 static __thread int grouped, waiting;
+static __thread size_t group_sent;
+static __thread void *group_stream;
 
 static void deliver(int receives) {
     for (struct Message *m = messages; m < messages + waiting; m++) {
@@ -475,16 +479,17 @@ static void deliver(int receives) {
 }
 int ncclGroupStart(void) { grouped++; return 0; }
 int ncclGroupEnd(void) {
-    if (--grouped || !waiting) return 0;
-    deliver(0), deliver(1);
-    return waiting = 0;
+    if (--grouped) return 0;
+    if (group_sent) SAY(group_stream, "NCCL", "exchange", group_sent);
+    if (waiting) deliver(0), deliver(1);
+    return group_sent = waiting = 0;
 }
 static int message(void *at, size_t bytes, int peer, int received, void *stream) {
     dry_gpu_use(stream, received ? "receive" : "send", at, bytes, received);
-    if (!shared) return 0;
     ncclGroupStart();
-    if (waiting == 2 * MAX_RANKS) refuse("a group of messages above", waiting);
-    messages[waiting++] = (struct Message){at, bytes, peer, received};
+    if (!received) group_stream = stream, group_sent += bytes;
+    if (shared && waiting == 2 * MAX_RANKS) refuse("a group of messages above", waiting);
+    if (shared) messages[waiting++] = (struct Message){at, bytes, peer, received};
     return ncclGroupEnd();
 }
 int ncclSend(void *at, size_t count, int type, int peer, void *comm, void *stream) {

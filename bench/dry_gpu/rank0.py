@@ -128,11 +128,14 @@ def visited_pairs(documents, window, block=128):
     return int(((back >= 0) & (last >= first[:, None]) & (back - block + 1 <= window)).sum()) * block ** 2
 
 
-def attention_flops(batch, windows, model, layers):
+def attention_flops(batch, windows, model):
     """Return the FLOPs of attention's forward, mean over layers and micro-batches. Visited blocks count in full."""
-    pairs = [visited_pairs(np.cumsum(np.asarray(tokens)[:-1] == model.bos_id), windows["LS".index(layer[0])])
-             for tokens in batch for layer in layers.split() if layer[0] in "LS"]
-    return 4 * model.embed.weight.shape[1] * np.mean(pairs)
+    def flops(tokens, window):
+        documents, positions = np.cumsum(np.asarray(tokens)[:-1] == model.bos_id), 1 + (window == "P")  # of a token
+        pairs = visited_pairs(np.repeat(documents, positions), windows.long if window == "L" else windows.short)
+        return 4 * model.embed.weight.shape[1] / positions * pairs
+
+    return np.mean([flops(tokens, layer.window) for tokens in batch for layer in model.layers if layer.window])
 
 
 # ---- memory
@@ -235,7 +238,7 @@ def main(folder, ranks, steps, flags):
                 phases.watch()
             if len(times) == steps + 3:
                 raise Done
-        flops = attention_flops(batch, plan.windows, trainer.model, config.layers) if phases.now == "census" else 0
+        flops = attention_flops(batch, plan.windows, trainer.model) if phases.now == "census" else 0
         counts = phases.now != "census" or plan.step in counted
         mark("STEP", " ".join(map(str, plan.windows)) * counts, plan.step, flops)
         out = real_step(trainer, plan, batch)

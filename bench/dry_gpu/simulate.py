@@ -118,7 +118,7 @@ def costs(events: list[Event], rates: Rates, ranks: int) -> dict[int, Cost]:
     The kernels of an operator share its bytes equally. Lines of several threads do not mix, because one thread launches at
     a time: autograd's, while the main thread waits.
     """
-    attention, stated, eager, out = 0, NO_COST, [], {}
+    attention, stated, eager, out, others = 0, NO_COST, [], {}, (ranks - 1) / ranks
     for i, (_, what, name, numbers) in enumerate(events):
         kind, seconds = "", 0.0
         if what in ("STEP", "ATTENTION"):
@@ -150,7 +150,7 @@ def costs(events: list[Event], rates: Rates, ranks: int) -> dict[int, Cost]:
         elif what in ("COPY", "FILL"):
             kind, seconds = "copies and fills", numbers[0] * (1 + (what == "COPY")) / rates.bytes
         elif what == "NCCL":
-            sent = numbers[0] * (ranks - 1) / ranks * (2 if name == "all-reduce" else 1)
+            sent = numbers[0] * {"exchange": 1, "all-reduce": 2 * others}.get(name, others)
             kind, seconds = "collectives", rates.collective_s + sent / rates.link
         if kind:
             out[i] = Cost(kind, name, max(rates.kernel_s, seconds))
