@@ -98,7 +98,7 @@ for kind, (dtype, bits) in I.NARROW.items():
 
 def test_upstream_reproducers_without_and_with_the_repairs(emulated, tmp_path):
     found = re.findall(r"```python\n(.*?# seen: (.*?); expected: (.*?)\n)```", (DRY / "UPSTREAM.md").read_text(), re.S)
-    assert len(found) == 5
+    assert len(found) == 6
     for number, (code, *_) in enumerate(found):
         (tmp_path / f"{number}-False.py").write_text(code)
         # with the repairs a compiled kernel can be interpreted, and needs no copy

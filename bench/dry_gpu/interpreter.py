@@ -109,7 +109,20 @@ class Builder:
 
     def create_atomic_rmw(self, op, pointers, value, mask, *rest, **hints):
         launch.check(pointers, mask, written=True)
-        return plain_atomic(self, op, pointers, value, mask, *rest, **hints)
+        kind = value.dtype.scalar
+        if kind not in NARROW:
+            return plain_atomic(self, op, pointers, value, mask, *rest, **hints)
+        assert op == base._ir.ATOMIC_OP.FADD, f"atomic {op} of {kind} is not emulated"
+        before, left = np.zeros_like(value.data), mask.data.copy()
+        while left.any():  # each address once
+            first = np.unique(np.where(left, pointers.data, 0), return_index=True)[1]
+            now = np.zeros_like(left)
+            now.flat[first] = left.flat[first]
+            turn = TensorHandle(now, tl.int1)
+            old = plain_load(self, pointers, turn, None, None, None, False)
+            plain_store(self, pointers, narrow(widen(old) + widen(value), kind), turn, None, None)
+            before, left = np.where(now, old.data, before), left & ~now
+        return TensorHandle(before, kind)
 
 
 def reduce_by_halves(self, inputs):

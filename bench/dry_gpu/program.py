@@ -13,6 +13,7 @@ reduce-scatter of as many bytes; tiktoken, by a tokenizer of bytes; nvidia-smi. 
 """
 
 import ctypes
+import inspect
 import itertools
 import math
 import os
@@ -149,7 +150,10 @@ class Sent:
 
 
 def replace_missing(ranks):
-    reduce_scatter, start, run = dist.reduce_scatter_tensor, dist.init_process_group, subprocess.run
+    start, run = dist.init_process_group, subprocess.run
+    # torch 2.13 wraps both to warn that they are deprecated, and compiles the wrappers, which torch 2.10 called
+    reduce_scatter, gather = (torch._dynamo.disable(inspect.unwrap(collective)) for collective in (
+        dist.reduce_scatter_tensor, dist.all_gather_into_tensor))
 
     @torch._dynamo.disable
     def all_to_all_single(output, input, *splits, async_op=False, **more):
@@ -172,6 +176,7 @@ def replace_missing(ranks):
     tokenizer.get_encoding = lambda name: types.SimpleNamespace(_mergeable_ranks={bytes([i]): i for i in range(256)})
     sys.modules |= {"kernels": hub, "tiktoken": tokenizer}
     dist.all_to_all_single, dist.init_process_group, dist.barrier = all_to_all_single, init_process_group, lambda: None
+    dist.reduce_scatter_tensor, dist.all_gather_into_tensor = reduce_scatter, gather
     subprocess.run, torch.cuda._compile_kernel = run_nothing, CudaSource
     # Inductor prints the constants of a graph, and repr loops over values != 0. Here any number of values may be != 0
     torch._tensor_str._tensor_str = lambda x, indent: "..."
