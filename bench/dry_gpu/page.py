@@ -227,6 +227,7 @@ def class_rows(kinds):
 
 
 MEAN = "ms per step: even; odd; mean"
+GAPS, WAITS = "— gaps between kernels of the main stream: ms", "— main stream waits: ms"
 
 
 def by_parity(figures, steps, weights):
@@ -250,14 +251,16 @@ def simulated_rows(steps, plan):
     weights = weigh(steps, plan)
     classes = dict.fromkeys(CLASSES, (0, 0)) | mean_costs(steps, weights, lambda cost: cost.kind)
     return {**step_rows(steps, weights), **class_rows(classes),
-            "— main stream waits: ms": by_parity([step.waiting_ms for step in steps], steps, weights),
+            GAPS: by_parity([step.gaps_ms for step in steps], steps, weights),
+            WAITS: by_parity([step.waiting_ms for step in steps], steps, weights),
             "launches per simulated step": by_parity([len(step.costs) for step in steps], steps, weights)}
 
 
 def page(events, facts, args, title, plan):
     """Return ({label: figure}, paragraphs) of one run. plan: see simulated_rows. --trace: only its windows."""
     census = phase(events, "census")
-    steps = [step for step in simulate(census, costs(census, RATES[args.arch], args.ranks)) if step.windows]
+    rates = RATES[args.arch]
+    steps = [step for step in simulate(census, costs(census, rates, args.ranks), rates.gap_s) if step.windows]
     if args.trace:
         steps = [step for step in steps if step.windows == steps[0].windows]
     breaks = sum(facts["breaks"].values())
@@ -344,7 +347,9 @@ def compare(args, home):
                     for name in runs if name in plans and name != "working tree"}
     labels = dict.fromkeys(label for rows in columns.values() for label in rows)
     if args.trace:
-        columns[f"measured: {Path(args.trace).name}"] = class_rows(measured(json.load(gzip.open(args.trace))))
+        kinds, gaps, waits = measured(json.load(gzip.open(args.trace)))
+        columns[f"measured: {Path(args.trace).name}"] = {
+            **class_rows(kinds), GAPS: f"{gaps:.1f}", WAITS: f"{waits:.1f}"}
     print(f"Simulated, but for columns that say measured. Rank 0 of {args.ranks}, {args.memory:g} GB, sm_{args.arch}, "
           f"`{' '.join(args.flags)}`\n")
     print(table(["", *columns], ([label, *(rows.get(label, "") for rows in columns.values())] for label in labels)))

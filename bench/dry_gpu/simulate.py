@@ -1,12 +1,13 @@
 """Estimate step times from a launch log of the simulated GPU, by a roofline model over streams and events.
 
-A kernel takes the longest of three times: its bytes, its FLOPs and its special functions, at the rates below. Kernels
-of one stream run in order. An event completes after all earlier work of its stream. No time is measured. device.c
-documents the log.
+A kernel takes its latency and the longest of three times: its bytes, its FLOPs and its special functions, at the rates
+below. Kernels of one stream run in order, with a gap between two. An event completes after all earlier work of its
+stream. No time is measured. device.c documents the log.
 """
 
 import collections
 import dataclasses
+import itertools
 import math
 import re
 from typing import Any, Callable, Iterable, NamedTuple
@@ -35,7 +36,7 @@ class Rates(NamedTuple):
     """Rates of one GPU, per second.
 
     sm_90: fitted to record 44's trace on 8 H100: 0.71 of the data sheet's FLOPs, 0.9 of its bytes, and `special` from
-    the log-softmax kernel. Attention takes the sum of the times for its FLOPs and its bytes. Assumed: FlexAttention
+    the log-softmax kernel. `gap_s`: the median on the trace's main stream. Attention takes the sum of the times for its FLOPs and its bytes. Assumed: FlexAttention
     reaches 0.55 of the trace's FlashAttention 3, a matmul in Triton 0.8 of the trace's matmuls; 0.64 in fp8, since
     record 89 gains 0.75 ms per step by an fp8 product in its logs, where this model at 0.8 gives 1.15. `link`: 0.26 ms
     for 77 MB and 0.49 for 151; medians in the two traces beside record 44's logs: gathers 0.24 and 0.48,
@@ -51,8 +52,9 @@ class Rates(NamedTuple):
     flash: float
     flex: float
     link: float  # bytes by NCCL
-    kernel_s: float = 2e-6  # minimum time of a kernel, in seconds
-    collective_s: float = 15e-6  # latency of a collective, in seconds
+    kernel_s: float = 2.5e-6  # latency of a kernel, in seconds
+    collective_s: float = 15e-6  # latency of a collective
+    gap_s: float = 1.5e-6  # between two kernels of a stream
     triton: float = 0.8  # FLOPs of a matmul in Triton, relative to NVIDIA's
     triton_fp8: float = 0.64  # the same in fp8
 
@@ -60,7 +62,8 @@ class Rates(NamedTuple):
 RATES = {90: Rates(132, 3.0e12, 705e12, 1384e12, 47e12, 2.1e12, 450e12, 250e12, 280e9),
          89: Rates(128, 0.9e12, 117e12, 234e12, 58e12, 2.9e12, 75e12, 42e12, 22e9)}
 
-CLASSES = ("matmuls", "matmuls in fp8", "attention", "Triton, loss", "Triton, other", "eager", "copies and fills",
+LOSS = "Triton, loss and fp8"
+CLASSES = ("matmuls", "matmuls in fp8", "attention", LOSS, "Triton, other", "eager", "copies and fills",
            "collectives")
 
 
@@ -72,34 +75,41 @@ def matmul_seconds(m: int, n: int, k: int, batch: int, width: int, flops: float,
 
 
 def is_loss(name: str) -> bool:
-    """Return whether a kernel is part of the loss. The end of a name lists operators that are fused into it."""
-    return bool(re.search("^ce_fwd|^_transpose_copy|^.{0,25}loss|softmax|_entropy_|_exp_.*_sigmoid_", name))
+    """Return whether a kernel is part of the loss or casts to fp8. Its name lists the operators that are fused into it."""
+    return bool(re.search("^ce_fwd|^_transpose_copy|^.{0,25}loss|log_softmax|_entropy_|_exp_.*_sigmoid_|scaled_mm", name))
 
 
-CLASS_PATTERNS = (("collectives", "nccl"), ("attention", "flash|flex_attention"), ("Triton, loss", "triton.*scaled_mm"),
-            ("Triton, other", "triton"), ("matmuls in fp8", r"nvjet_\w*q|e4m3|e5m2"),
+ATTENTION = "triton_tem.*flex_attention|flash_[fb]wd|FlashAttn"
+CLASS_PATTERNS = (("collectives", "nccl"), ("attention", ATTENTION), ("Triton, other", "triton"),
+            ("matmuls in fp8", r"nvjet_\w*q|e4m3|e5m2"),
             ("matmuls", "nvjet|gemm|cutlass|splitK|relu_squared|XXT_kernel|ba_plus_cAA"), ("eager", ""))
 
 
-def measured(trace: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """Return {class: (ms, launches) per step} of a profiler's trace, as `train_gpt.py --profile` writes it.
+def measured(trace: dict[str, Any]) -> tuple[dict[str, tuple[float, float]], float, float]:
+    """Return ({class: (ms, launches)}, ms of gaps, ms of waits) per step of a trace by `train_gpt.py --profile`.
 
-    Kernels count if a step launched them, even if they ran after it.
+    Kernels count if a step launched them, even if they ran after it. Gaps and waits are the times between two kernels of
+    the main stream, which has the most: up to 5 µs, and above.
     """
     events = trace["traceEvents"]
     steps = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep")]
     begin, end = min(e["ts"] for e in steps), max(e["ts"] + e["dur"] for e in steps)
     launched = {e.get("args", {}).get("correlation") for e in events
                 if e.get("cat") in ("cuda_runtime", "cuda_driver") and begin <= e["ts"] < end}
+    ran = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+           and e["args"].get("correlation") in launched]
     table: dict[str, tuple[float, float]] = {}
-    for e in (e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")):
-        if e["args"].get("correlation") in launched:
-            kind = next(kind for kind, pattern in CLASS_PATTERNS if re.search(pattern, e["name"]))
-            kind = "Triton, loss" if kind == "Triton, other" and is_loss(e["name"]) else kind
-            kind = kind if e["cat"] == "kernel" else "copies and fills"
-            ms, launches = table.get(kind, (0, 0))
-            table[kind] = ms + e["dur"] / 1e3 / len(steps), launches + 1 / len(steps)
-    return table
+    for e in ran:
+        kind = next(kind for kind, pattern in CLASS_PATTERNS if re.search(pattern, e["name"]))
+        kind = LOSS if kind == "Triton, other" and is_loss(e["name"]) else kind
+        kind = kind if e["cat"] == "kernel" else "copies and fills"
+        ms, launches = table.get(kind, (0, 0))
+        table[kind] = ms + e["dur"] / 1e3 / len(steps), launches + 1 / len(steps)
+    main = collections.Counter(e["args"].get("stream") for e in ran).most_common(1)[0][0]
+    times = sorted((e["ts"], e["ts"] + e["dur"]) for e in ran if e["args"].get("stream") == main)
+    between = [(b[0] - a[1]) / 1e3 / len(steps) for a, b in itertools.pairwise(times)]
+    gaps = sum(ms for ms in between if ms * len(steps) <= 5e-3)
+    return table, gaps, sum(between) - gaps
 
 
 class Cost(NamedTuple):
@@ -120,23 +130,22 @@ def costs(events: list[Event], rates: Rates, ranks: int) -> dict[int, Cost]:
     """
     attention, stated, eager, out, others = 0, NO_COST, [], {}, (ranks - 1) / ranks
     for i, (_, what, name, numbers) in enumerate(events):
-        kind, seconds = "", 0.0
+        kind, seconds, latency = "", 0.0, rates.kernel_s
         if what in ("STEP", "ATTENTION"):
             attention = numbers[-1]
         elif what == "COST":
             stated = numbers
         elif what == "OP":
             for j in eager:
-                seconds = out[j].seconds * (out[j].kind == "attention") + numbers[0] / len(eager) / rates.bytes
-                out[j] = out[j]._replace(name=name, seconds=max(rates.kernel_s, seconds))
+                out[j] = out[j]._replace(name=name, seconds=out[j].seconds + numbers[0] / len(eager) / rates.bytes)
             eager = []
         elif what in ("TRITON", "KERNEL"):
             (moved, special, fp8, bf16), stated = stated, NO_COST
-            kind = "eager" if what == "KERNEL" else "Triton, loss" if is_loss(name) else "Triton, other"
+            kind = "eager" if what == "KERNEL" else LOSS if is_loss(name) else "Triton, other"
             kind = "matmuls" if bf16 else "matmuls in fp8" if fp8 else kind
             flops = fp8 / rates.fp8 / rates.triton_fp8 + bf16 / rates.bf16 / rates.triton
             seconds = max(moved / rates.bytes, special / rates.special, flops)
-            if re.match("triton_tem.*flex_attention", name) or re.search("flash_[fb]wd|FlashAttn", name):
+            if re.search(ATTENTION, name):
                 kind, times = "attention", 2.5 if "backward" in name or "bwd" in name.lower() else 1
                 times *= not re.search("dot_do|convert|process", name)  # FlashAttention's kernels without matmuls
                 seconds += times * attention / (rates.flex if "flex" in name else rates.flash)
@@ -151,9 +160,9 @@ def costs(events: list[Event], rates: Rates, ranks: int) -> dict[int, Cost]:
             kind, seconds = "copies and fills", numbers[0] * (1 + (what == "COPY")) / rates.bytes
         elif what == "NCCL":
             sent = numbers[0] * {"exchange": 1, "all-reduce": 2 * others}.get(name, others)
-            kind, seconds = "collectives", rates.collective_s + sent / rates.link
+            kind, seconds, latency = "collectives", sent / rates.link, rates.collective_s
         if kind:
-            out[i] = Cost(kind, name, max(rates.kernel_s, seconds))
+            out[i] = Cost(kind, name, latency + seconds)
     return out
 
 
@@ -164,11 +173,12 @@ class Step:
     start_s: float  # on the main stream
     ms: float = 0.0
     waiting_ms: float = 0.0  # the main stream waits for other streams
+    gaps_ms: float = 0.0  # between kernels of the main stream
     costs: list[Cost] = dataclasses.field(default_factory=list)
 
 
-def simulate(events: list[Event], cost: dict[int, Cost]) -> list[Step]:
-    """Simulate the streams. A step lasts on the main stream from its STEP line to the next one."""
+def simulate(events: list[Event], cost: dict[int, Cost], gap_s: float) -> list[Step]:
+    """Simulate the streams, with a gap after each kernel. A step lasts on the main stream from its STEP line to the next one."""
     time: dict[str, float] = collections.defaultdict(float)  # {stream: when its work so far is done}
     done: dict[int, float] = {}  # {event: when it completes}
     steps: list[Step] = []
@@ -187,9 +197,10 @@ def simulate(events: list[Event], cost: dict[int, Cost]) -> list[Step]:
                 steps[-1].waiting_ms += 1e3 * (until - time[main])
             time[e.stream] = until
         elif i in cost:
-            time[e.stream] += cost[i].seconds
+            time[e.stream] += cost[i].seconds + gap_s
             if inside:
                 steps[-1].costs.append(cost[i])
+                steps[-1].gaps_ms += 1e3 * gap_s * (e.stream == main)
     return steps
 
 
