@@ -17,7 +17,7 @@ sys.path.remove(str(DRY))
 
 HOME = Path(os.environ.get("DRY_GPU_HOME") or
             Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dry-gpu")
-RATES = simulate.Rates(10, 1e9, 1e12, 2e12, 1e11, 1e9, 4e11, 2e11, 1e8, kernel_s=1e-6, collective_s=1e-5)
+RATES = simulate.Rates(10, 1e9, 1e12, 2e12, 1e11, 1e9, 4e11, 2e11, 1e8, kernel_s=1e-6, collective_s=1e-5, gap_s=0)
 
 
 def events(*lines):
@@ -40,16 +40,16 @@ def test_a_repeated_phase_returns_its_last_events():
 
 @pytest.mark.parametrize("lines, kind, seconds", [
     (("0 COST - 5000000 0 0 0", "0 TRITON triton_red_fused_add 4 1 1 128 0"), "Triton, other", 5e-3),
-    (("0 COST - 5000000 7000000 0 0", "0 TRITON triton_red_fused__log_softmax_add 4 1 1 128 0"), "Triton, loss", 7e-3),
+    (("0 COST - 5000000 7000000 0 0", "0 TRITON triton_red_fused__log_softmax_add 4 1 1 128 0"), simulate.LOSS, 7e-3),
     (("0 COST - 0 0 0 3000000000", "0 TRITON relu_squared 4 1 1 128 0"), "matmuls", 3e-3 / 0.8),
     (("0 COST - 5000000 0 0 3000000000", "0 TRITON relu_squared 4 1 1 128 0"), "matmuls", 5e-3),
     (("0 COST - 0 0 4000000000 0", "0 TRITON fp8_product 4 1 1 128 0"), "matmuls in fp8", 2e-3 / 0.64),
-    (("0 TRITON triton_poi_fused_add 4 1 1 128 0",), "Triton, other", 1e-6),
+    (("0 TRITON triton_poi_fused_add 4 1 1 128 0",), "Triton, other", 0),
     (("0 COPY x 1000000",), "copies and fills", 2e-3),
     (("0 FILL x 1000000",), "copies and fills", 1e-3),
-    (("0 NCCL all-gather 4000000",), "collectives", 1e-5 + 0.75 * 4e-2),
-    (("0 NCCL all-reduce 4000000",), "collectives", 1e-5 + 1.5 * 4e-2),
-    (("0 NCCL exchange 4000000",), "collectives", 1e-5 + 4e-2),
+    (("0 NCCL all-gather 4000000",), "collectives", 0.75 * 4e-2),
+    (("0 NCCL all-reduce 4000000",), "collectives", 1.5 * 4e-2),
+    (("0 NCCL exchange 4000000",), "collectives", 4e-2),
     (("0 STEP 384_128 5 2000000000", "0 COST - 1000000 0 0 0",
       "0 TRITON triton_tem_fused_flex_attention_3 4 1 1 128 0"), "attention", 1e-3 + 1e-2),
     (("0 STEP 384_128 5 2000000000", "0 COST - 0 0 0 0",
@@ -58,19 +58,20 @@ def test_a_repeated_phase_returns_its_last_events():
      "attention", 1e-3 + 5e-3),
     (("0 ATTENTION - 4000000000", "0 KERNEL flash_bwd_dq_dk_dv_loop_kernel 4 1 1 128 0", "0 OP flash_backward 1000000"),
      "attention", 1e-3 + 2.5e-2),
-    (("0 COST - 5000000 7000000 0 0", "0 TRITON ce_fwd_bwd_kernel 4 1 1 128 0"), "Triton, loss", 7e-3),
+    (("0 COST - 5000000 7000000 0 0", "0 TRITON ce_fwd_bwd_kernel 4 1 1 128 0"), simulate.LOSS, 7e-3),
 ])
 def test_cost_of_an_event(lines, kind, seconds):
     log = events(*lines)
     (cost,) = simulate.costs(log, RATES, ranks=4).values()
-    assert cost.kind == kind and cost.seconds == pytest.approx(seconds)
+    latency = RATES.collective_s if kind == "collectives" else RATES.kernel_s
+    assert cost.kind == kind and cost.seconds == pytest.approx(latency + seconds)
 
 
 def test_kernels_of_an_operator_share_its_bytes():
     log = events("0 KERNEL a 1 1 1 1 0", "0 KERNEL b 1 1 1 1 0", "0 OP sort 4000000", "0 KERNEL c 1 1 1 1 0",
                  "0 OP add 1000000", "0 KERNEL d 1 1 1 1 0")
     assert simulate.costs(log, RATES, 1) == {
-        0: ("eager", "sort", 2e-3), 1: ("eager", "sort", 2e-3), 3: ("eager", "add", 1e-3), 5: ("eager", "d", 1e-6)}
+        0: ("eager", "sort", 2.001e-3), 1: ("eager", "sort", 2.001e-3), 3: ("eager", "add", 1.001e-3), 5: ("eager", "d", 1e-6)}
 
 
 def test_a_matmul_runs_in_waves_of_tiles():
@@ -94,9 +95,12 @@ def two_steps():
 
 def test_streams_run_in_parallel_and_wait_for_events():
     log = events("0 PHASE census", *two_steps(), "0 COPY x 9000000")
-    steps = simulate.simulate(log, simulate.costs(log, RATES, 4))
+    cost = simulate.costs(log, RATES._replace(kernel_s=0), 4)
+    steps = simulate.simulate(log, cost, gap_s=0)
     assert [step.ms for step in steps] == pytest.approx([11.51, 11.51]) and steps[0].windows == "384_128"
     assert steps[1].waiting_ms == pytest.approx(5.51)
+    apart = simulate.simulate(log, cost, gap_s=1e-3)  # after each kernel: k, the reduce-scatter and m delay the end
+    assert [step.ms for step in apart] == pytest.approx([14.51, 14.51]) and apart[0].gaps_ms == pytest.approx(3)
     kinds = simulate.mean_costs(steps, [1, 1], lambda cost: cost.kind)
     assert kinds == {"Triton, other": (pytest.approx(6), 3), "collectives": (pytest.approx(7.51), 1)}
     assert simulate.mean_costs(steps, [1, 1], lambda cost: cost.name)["k"] == (pytest.approx(3), 1)
@@ -105,20 +109,23 @@ def test_streams_run_in_parallel_and_wait_for_events():
 def test_only_kernels_that_the_steps_launched_are_measured():
     """Kernel names are those of record 44's trace. A kernel that was launched before the first step does not count."""
     kernels = [("nvjet_tst_192x192_64x3_2x1_v_bz_coopB_NNN", "matmuls"), ("nvjet_qrtst_128x160_128x5_TNT", "matmuls in fp8"),
-               ("void cutlass::device_kernel<flash::enable_sm90_or_later<...", "attention"), ("XXT_kernel", "matmuls"),
-               ("triton_red_fused__log_softmax_div_mul", "Triton, loss"), ("triton_poi_fused__scaled_mm__to_copy_clone", "Triton, loss"),
-               ("triton_per_fused__fused_rms_norm_add", "Triton, other"), ("ncclDevKernel_AllGather_RING_LL", "collectives"),
+               ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnBwdSm90<...", "attention"), ("XXT_kernel", "matmuls"),
+               ("triton_red_fused__log_softmax_div_mul", simulate.LOSS), ("triton_poi_fused__scaled_mm__to_copy_clone", simulate.LOSS),
+               ("triton_per_fused__flash_attn_backward_mul_sum", "Triton, other"), ("ncclDevKernel_AllGather_RING_LL", "collectives"),
                ("void at::native::vectorized_elementwise_kernel<8, ...", "eager"), ("relu_squared_kernel", "matmuls")]
     steps = [{"cat": "user_annotation", "name": f"ProfilerStep#{i}", "ts": 100 * i, "dur": 100} for i in (1, 2)]
     launches = [{"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": ts, "dur": 1, "args": {"correlation": i}}
                 for i, ts in enumerate([*range(101, 111), 50, 299])]
-    ran = [{"cat": "kernel", "name": name, "ts": 500, "dur": 2000, "args": {"correlation": i}} for i, (name, _) in enumerate(kernels)]
-    ran += [{"cat": "kernel", "name": "early", "ts": 101, "dur": 9000, "args": {"correlation": 10}},
-            {"cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 700, "dur": 4000, "args": {"correlation": 11}}]
+    # on the main stream, 3 µs apart; before the copy a wait of 600 µs
+    ran = [{"cat": "kernel", "name": name, "ts": 500 + 2003 * i, "dur": 2000, "args": {"correlation": i, "stream": 7}}
+           for i, (name, _) in enumerate(kernels)]
+    ran += [{"cat": "kernel", "name": "early", "ts": 101, "dur": 9000, "args": {"correlation": 10, "stream": 9}},
+            {"cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 500 + 2003 * 9 + 2600, "dur": 4000, "args": {"correlation": 11, "stream": 7}}]
     expected = {kind: (sum(kind == other for _, other in kernels) * 1.0, sum(kind == other for _, other in kernels) / 2)
                 for _, kind in kernels}
-    assert simulate.measured({"traceEvents": [*steps, *launches, *ran, {"ph": "M", "name": "process_name"}]}) == {
-        **expected, "copies and fills": (2.0, 0.5)}
+    kinds, gaps, waits = simulate.measured({"traceEvents": [*steps, *launches, *ran, {"ph": "M", "name": "process_name"}]})
+    assert kinds == {**expected, "copies and fills": (2.0, 0.5)}
+    assert gaps == pytest.approx(9 * 3e-3 / 2) and waits == pytest.approx(0.3)  # per step
     assert {*expected, "copies and fills"} == {*simulate.CLASSES}
 
 
@@ -266,6 +273,7 @@ PUBLIC_PROGRAM = '''
 import os, sys
 os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 import torch, torch.distributed as dist
+import program
 from kernels import get_kernel
 import tiktoken
 
@@ -296,8 +304,8 @@ def get_ws(step):
 
 def distributed_data_generator():
     while True:
-        starts = torch.tensor([0, 300, 1024, 1024], dtype=torch.int32)
-        yield torch.arange(1024, dtype=torch.int32).cuda(), None, starts.cuda()
+        starts = torch.tensor([0, 300, 1024, 1024])
+        yield torch.arange(1024, dtype=torch.int32).cuda(), None, starts.to(device="cuda", dtype=torch.int32)
 
 model = GPT().cuda()
 optimizer2 = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -316,6 +324,7 @@ for step in range(train_steps + 1):
     if args.val_loss_every > 0 and step % args.val_loss_every == 0:
         raise RuntimeError("validation is left out")
     inputs, targets, starts = next(train_loader)
+    assert torch.tensor(program.BATCH.documents).bincount().tolist() == [0, 300, 724]  # otherwise attention costs more
     model(inputs, starts, get_ws(step)[1] * 128).backward()
     grad = model.qkv.weight.grad
     rows = torch.empty_like(grad)

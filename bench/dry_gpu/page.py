@@ -5,7 +5,7 @@
     bench/dry_gpu/run --ranks 1 --memory 24 --arch 89 -- --preset speedrun --micro_batch_tokens 8192
     bench/dry_gpu/run --against HEAD~3 -- --preset speedrun    compare a revision with the working tree
     bench/dry_gpu/run --cold -- --preset speedrun              compare empty compile caches with full ones
-    bench/dry_gpu/run --trace FILE -- --preset speedrun        compare with a profiler's trace from a real GPU
+    bench/dry_gpu/run --trace FILE -- --preset speedrun        compare with a profiler's trace from a real GPU, by class
     bench/dry_gpu/run --program LOG                            the program of a public record, beside its measured times
     bench/dry_gpu/run --program CLONE/train_gpt.py -- --preset frontier     theirs and ours side by side, by class
     bench/dry_gpu/run --records CLONE                          the tables of bench/RESULTS.md: each record beside its preset
@@ -305,7 +305,7 @@ def difference(ours, theirs):
     """Return the rows by class and the mean ms that both columns have, ours less theirs."""
     def less(*cells):
         ours, theirs = ([*map(float, re.findall(r"[\d.]+", cell))] for cell in cells)
-        return ", ".join(f"{round(a - b, 2):+g}" for a, b in zip(ours, theirs))
+        return ", ".join(f"{round(a - b, 2):+g}" for a, b in zip(ours[-len(theirs):], theirs))
     return {label: less(ours[label], theirs[label]) for label in ours
             if label in theirs and (label == MEAN or re.match("— .*: ms", label))}
 
@@ -332,6 +332,7 @@ def compare(args, home):
         runs[name] = run_program(args, home, file, source)
         plans[name] = runs[name][1]["plan"]
         steps = measured_steps(logged, plans[name], mean)
+        steps = [step for step in steps if step.windows == steps[0].windows or not args.trace]
         columns |= {name: {}, f"{name}, measured": step_rows(steps, [1] * len(steps)) if steps else
                     {MEAN: f"{mean}"} if mean else {}}
     if args.flags or not args.program:
@@ -348,8 +349,9 @@ def compare(args, home):
     labels = dict.fromkeys(label for rows in columns.values() for label in rows)
     if args.trace:
         kinds, gaps, waits = measured(json.load(gzip.open(args.trace)))
-        columns[f"measured: {Path(args.trace).name}"] = {
-            **class_rows(kinds), GAPS: f"{gaps:.1f}", WAITS: f"{waits:.1f}"}
+        columns["the trace, measured"] = traced = {**class_rows(kinds), GAPS: f"{gaps:.1f}", WAITS: f"{waits:.1f}"}
+        first = next(iter(runs))
+        columns[f"{first} − the trace"] = difference(columns[first], traced)
     print(f"Simulated, but for columns that say measured. Rank 0 of {args.ranks}, {args.memory:g} GB, sm_{args.arch}, "
           f"`{' '.join(args.flags)}`\n")
     print(table(["", *columns], ([label, *(rows.get(label, "") for rows in columns.values())] for label in labels)))
@@ -377,8 +379,8 @@ def main():
                         "log, or a train_gpt.py with the kernels beside it; without flags, only this. May be repeated")
     parser.add_argument("--records", metavar="CLONE", help="print only the presets beside the public programs that "
                         "they follow, in a clone of the records' repository")
-    parser.add_argument("--trace", metavar="FILE", help="add a column from a trace of `train_gpt.py --profile` "
-                        "on a GPU (json.gz)")
+    parser.add_argument("--trace", metavar="FILE", help="compare the first windows by class with a trace of `train_gpt.py "
+                        "--profile` on a GPU (json.gz), or of --program's record")
     parser.add_argument("flags", nargs="*", help="flags of train_gpt.py, after --")
     args = parser.parse_args()
     home = Path(os.environ["DRY_GPU_HOME"])

@@ -35,12 +35,13 @@ def phase(events: list[Event], name: str) -> list[Event]:
 class Rates(NamedTuple):
     """Rates of one GPU, per second.
 
-    sm_90: fitted to record 44's trace on 8 H100: 0.71 of the data sheet's FLOPs, 0.9 of its bytes, and `special` from
-    the log-softmax kernel. `gap_s`: the median on the trace's main stream. Attention takes the sum of the times for its FLOPs and its bytes. Assumed: FlexAttention
-    reaches 0.55 of the trace's FlashAttention 3, a matmul in Triton 0.8 of the trace's matmuls; 0.64 in fp8, since
-    record 89 gains 0.75 ms per step by an fp8 product in its logs, where this model at 0.8 gives 1.15. `link`: 0.26 ms
-    for 77 MB and 0.49 for 151; medians in the two traces beside record 44's logs: gathers 0.24 and 0.48,
-    reduce-scatters 0.26 to 0.28 and 0.50. sm_89: the same fractions of an RTX 4090's data sheet, over PCIe 4.0.
+    sm_90: fitted to the trace beside record 44's logs, on 8 H100: 0.71 of the data sheet's FLOPs, 0.9 of its bytes,
+    `special` from the log-softmax kernel, `gap_s` the median on the main stream, `kernel_s` from kernels of a few bytes
+    (2.0 to 3.1 µs). Attention takes the sum of the times for its FLOPs and its bytes. Assumed: FlexAttention reaches
+    0.55 of the trace's FlashAttention 3, a matmul in Triton 0.8 of the trace's matmuls; 0.64 in fp8, since record 89
+    gains 0.75 ms per step by an fp8 product in its logs, where this model at 0.8 gives 1.15. `link`: 0.26 ms for 77 MB
+    and 0.49 for 151; medians in both traces there: gathers 0.24 and 0.48, reduce-scatters 0.26 to 0.28 and 0.50.
+    sm_89: the same fractions of an RTX 4090's data sheet, over PCIe 4.0.
     """
 
     multiprocessors: int
