@@ -12,8 +12,8 @@ def test_two_steps(emulated, preset):
     passes(emulated("--compare", preset, "--steps", "2"))
 
 
-def test_flash_attention_in_a_step(emulated):
-    passes(emulated("--compare", "speedrun", "--dtype", "bfloat16", "--steps", "1", "--", "--attention", "flash"))
+def test_a_step_in_bf16_and_fp8_with_flash_attention(emulated):
+    passes(emulated("--compare", "frontier", "--dtype", "bfloat16", "--steps", "1", "--", "--attention", "flash"))
 
 
 def test_exact_mode_has_the_same_bits_on_two_ranks(emulated):
