@@ -368,13 +368,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.command == "add":
             for broken in add(options.race, options.folder.absolute(), options.title):
-                print(logs.brief(f"board.py: warning: this race breaks a rule, as its page states: {broken}"),
+                print(pages.wrap(f"board.py: warning: this race breaks a rule, as its page states: {broken}"),
                       file=sys.stderr)
         else:
             write_pages()
     except (CannotJudge, OSError) as reason:
         return logs.refuse("board.py", reason)
-    print(f"written: {os.path.relpath(HERE / 'README.md')}, {os.path.relpath(HERE / HTML)} and each record's README.md")
+    page = os.path.relpath(options.folder / "README.md") if options.command == "add" else "each record's README.md"
+    print(f"written: {page}, {os.path.relpath(HERE / 'README.md')} and {os.path.relpath(HERE / HTML)}")
     return 0
 
 

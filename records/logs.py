@@ -691,6 +691,11 @@ def sink(where, name):
     return lambda line: print(json.dumps(line), flush=True)
 
 
+def is_beside(item):
+    """Return whether a rejected file lies beside the logs: by its name it is none."""
+    return item.kind == NOT_A_LOG and os.path.splitext(item.path)[1] not in ("", ".gz", ".txt", ".log")
+
+
 def outcomes(logs):
     """Return rows (path, run, outcome, steps, loss, seconds, GPUs, source, remark) of text for all runs and files."""
     rows = []
@@ -704,8 +709,7 @@ def outcomes(logs):
     alike = {}  # other files beside the logs share one row for each kind
     for item in logs.rejected:
         stem, suffix = os.path.splitext(item.path)
-        beside = item.kind == NOT_A_LOG and suffix not in ("", ".gz", ".txt", ".log")
-        shown = os.path.join(os.path.dirname(stem), f"*{suffix}") if beside else item.path
+        shown = os.path.join(os.path.dirname(stem), f"*{suffix}") if is_beside(item) else item.path
         alike.setdefault((shown, item.index_in_file, item.reason), []).append(item)
     others = [(shown, index, "rejected", f"{len(items)} files, each {why}") if len(items) > 1 else
               (items[0].path, index, "rejected", why) for (shown, index, why), items in alike.items()]

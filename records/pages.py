@@ -41,10 +41,10 @@ def number(value, digits=4):
     return "-" if value is None else f"{value:.{digits}g}"
 
 
-def wrap(text, indent="", lines=None):
-    """Wrap a text to WIDTH columns; show at most this many lines."""
+def wrap(text, indent=""):
+    """Wrap a text to WIDTH columns."""
     return "\n".join(textwrap.wrap(logs.printable(text), WIDTH, initial_indent=indent, subsequent_indent=indent,
-                                   max_lines=lines, placeholder=" …", break_on_hyphens=False))
+                                   break_on_hyphens=False))
 
 
 def render(template, **values):

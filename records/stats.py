@@ -82,7 +82,6 @@ RESAMPLES = 9999
 EQUAL = 1e-9  # a spread below this is a difference in rounding
 SCRIPT = "train_gpt.py"  # what is raced
 MANIFEST, STAMPS, PICTURE = "race.jsonl", ".steps.json", "race.png"  # written by race.py beside the logs
-BESIDE = (MANIFEST, STAMPS, ".png", ".pt")  # files beside logs that need no mention
 
 
 class CannotJudge(Exception):
@@ -614,8 +613,13 @@ def side_of(run):
 
 def list_names(items):
     """Return file names of runs for a message, at most four."""
-    paths = [logs.printable(os.path.basename(item.path)) for item in items]
-    return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+    return list_some(logs.printable(os.path.basename(item.path)) for item in items)
+
+
+def list_some(texts):
+    """Join texts for a message, at most four."""
+    texts = list(texts)
+    return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
 
 
 def grouped(runs, key):
@@ -643,10 +647,11 @@ def gather(name, found, options, source=None, race_side=None):
 
     runs = [run for run in found.runs if race_side is None or (race_of(run) and race_of(run).side == race_side)]
     side = Side(name, [run for run in runs if not unwanted(run)], found.rejected)
-    side.left_out = [(item.path, item.reason) for item in found.rejected if not item.path.endswith(BESIDE)]
+    side.left_out = [(item.path, item.reason) for item in found.rejected if not logs.is_beside(item)]
     side.left_out += [(item.path, f"{item.reason}: {logs.printable(item.original_path)}") for item in found.duplicates]
     side.left_out += [(run.path, unwanted(run)) for run in runs if unwanted(run)]
-    reasons = "; ".join(f"{logs.printable(path)}: {reason}" for path, reason in side.left_out[:3])
+    unused = side.left_out or [(item.path, item.reason) for item in found.rejected]
+    reasons = "; ".join(f"{logs.printable(path)}: {reason}" for path, reason in unused[:3])
     require(side.runs, f"{name} holds no run that can be used ({reasons or 'nothing was found'}); "
             "see `python records/logs.py PATH...`")
     incomplete = [item for item in found.rejected if item.kind == logs.INCOMPLETE]
@@ -665,7 +670,7 @@ def check_one_experiment(side, mixed):
         groups = grouped((run for run in side.runs if key(run) is not None), key)
         if len(groups) < 2:
             return
-        listed = ", ".join(shown.format(value, len(runs), list_names(runs)) for value, runs in groups.items())
+        listed = list_some(shown.format(value, len(runs), list_names(runs)) for value, runs in groups.items())
         message = f"{side.name} holds runs {what}: {listed}"
         if not mixed:
             example = next(value for value in groups if value != "none")

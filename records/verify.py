@@ -11,8 +11,9 @@
     --json  for programs; its verdict is pass, fail, or incomplete (nothing fails, but some rules could not be checked)
 
 The first line of the page is the verdict. A summary follows: broken rules, the claims (loss, faster), the number of rules
-that could not be checked with the flag that would make them checkable, and the rules that hold. Then each rule with its
-reason. Logs of other projects do not describe their runs; the page shows what their lines and sources tell.
+that could not be checked with the flag that would make them checkable, the rules that hold, and how the source differs
+from this checkout's train_gpt.py, with lines to inspect. Then each rule with its reason. Logs of other projects do not
+describe their runs; the page shows what their lines and sources tell.
 
 Exit status: 0 nothing fails, 1 a rule is broken or a claim is not shown, 2 nothing to judge: no input, or logs that do
 not describe their runs.
@@ -391,21 +392,29 @@ def check_source(e, theirs):
         raise failed(f"{what} {'; '.join(doubts)}")
     text = "no statement sets a compiler switch openly"
     text += f", except {found.findings[0]}, which this track allows" if found.findings else ""
-    checkout, source = (ROOT / stats.SCRIPT).read_text(encoding="utf-8"), examine.source_of(e)
-    if source == checkout:
-        text += f"; identical to this checkout's {stats.SCRIPT}"
-    elif e.ours:
-        text += f"; differs from this checkout's {stats.SCRIPT} in {lines_changed(checkout, source)}"
-        text += HINT * (not theirs)
-    known = Counter(scan(checkout).look.values())
-    new = [str(line) for line, shown in found.look.items() if known.subtract([shown]) or known[shown] < 0]
-    if new:
-        text += f"; inspect new {'lines' if len(new) > 1 else 'line'} {', '.join(new[:LINES])}"
-        text += " ..." * (len(new) > LINES)
     if theirs and e.ours:
+        source = examine.source_of(e)
         text += ("; the same as the other side's" if theirs == source else
                  f"; differs from the other side's in {lines_changed(theirs, source)}{HINT}")
     return text
+
+
+def compare_source(e, theirs):
+    """Return how the source differs from this checkout's script, and new lines to inspect. theirs: see check_source.
+
+    No rule's reason says this: the page of a record must not change with the checkout."""
+    checkout, source, said = (ROOT / stats.SCRIPT).read_text(encoding="utf-8"), examine.source_of(e), []
+    if source == checkout:
+        said.append(f"identical to this checkout's {stats.SCRIPT}")
+    elif e.ours:
+        said.append(f"differs from this checkout's {stats.SCRIPT} in {lines_changed(checkout, source)}"
+                    f"{HINT * (not theirs)}")
+    known = Counter(scan(checkout).look.values())
+    new = [str(line) for line, shown in scan(e.run.source).look.items() if known.subtract([shown]) or known[shown] < 0]
+    if new:
+        said.append(f"inspect new {'lines' if len(new) > 1 else 'line'} {', '.join(new[:LINES])}"
+                    + " ..." * (len(new) > LINES))
+    return f"Source of {e.name}: {'; '.join(said)}." if said else ""
 
 
 def check_environment(e):
@@ -1293,9 +1302,10 @@ def sum_up(findings, case):
     beyond = [f for f in of[UNKNOWN] if public and f.rule not in PUBLIC_RULES]
     alike = stats.grouped([f for f in of[UNKNOWN] if f not in beyond], lambda f: f.reason)
     said = ("FAIL: rules are broken" if len(of[FAIL]) > 1 else "FAIL: a rule is broken" if of[FAIL] else
-            "NO PASS: the logs do not describe their runs" if bare else
+            "NO RULE IS BROKEN, some were not checked: the logs do not describe their runs" if bare else
             "CLAIM NOT SHOWN, no rule is broken" if counts[FAIL] else
             "NO RULE IS BROKEN, some were not checked" if of[UNKNOWN] else "PASS")
+    parsed, source = judged(compare_source, case.runs[0], case.theirs)
     hold, broken = (f"{plural(len(of[verdict]), 'rule')} {one if len(of[verdict]) == 1 else many}"
                     for verdict, one, many in ((PASS, "holds", "hold"), (FAIL, "is broken", "are broken")))
     more = (f"{len(beyond)} need what logs of other projects do not state" if public else
@@ -1304,8 +1314,8 @@ def sum_up(findings, case):
             "verdict": FAIL if counts[FAIL] else INCOMPLETE if counts[UNKNOWN] else PASS, "counts": dict(counts),
             "status": 1 if counts[FAIL] else 2 if bare else 0, "of": of,
             "claims": [f for f in findings if f.rule in CLAIMS], "beyond": beyond,
-            "verdicts": verdicts_of(case), "sources": sources_of(case) if public else "",
-            "unseen": [f"{reason}: {'; '.join(f.rule for f in found)}" for reason, found in alike.items()],
+            "verdicts": verdicts_of(case), "source": source if parsed == PASS else "", "sources": sources_of(case) if public else "",
+            "unseen": [f"{'; '.join(f.rule for f in found)}: {reason}" for reason, found in alike.items()],
             "broken": [f"{f.rule}: {f.reason}" for f in of[FAIL]], "last": unseen(case),
             "findings": sorted((f for f in findings if f not in beyond), key=lambda f: VERDICTS.index(f.verdict))}
 
@@ -1343,7 +1353,8 @@ def main(arguments=None):
     page = sum_up(findings, case)
     if options.json:
         print(json.dumps({"verdict": page["verdict"], "counts": page["counts"], "said": page["said"],
-                          "unseen": page["last"], "rules": [finding._asdict() for finding in findings]}, indent=1))
+                          "source": page["source"], "unseen": page["last"],
+                          "rules": [finding._asdict() for finding in findings]}, indent=1))
     else:
         parent = case.theirs or (ROOT / stats.SCRIPT).read_text(encoding="utf-8")
         diff = difference(parent, examine.source_of(case.runs[0])) if options.diff else []

@@ -21,6 +21,7 @@ import board  # noqa: E402
 import logs  # noqa: E402
 import pages  # noqa: E402
 import stats  # noqa: E402
+import verify  # noqa: E402
 import watch  # noqa: E402
 
 RULE = "=" * 100
@@ -146,6 +147,15 @@ def test_each_log_is_parsed_once(published, monkeypatch):
     assert board.main([]) == 0 and len(parsed) == len(set(parsed)) == len(list(published.glob("*/*.txt")))
 
 
+def test_pages_do_not_change_with_the_script_of_this_checkout(published, tmp_path, monkeypatch):
+    """A racer who edits train_gpt.py and adds a record finds no other record's page changed."""
+    (tmp_path / stats.SCRIPT).write_text("import torch\nprint(open('another script'))\n" * 9)
+    before = {path: path.read_bytes() for path in published.rglob("*.*")}
+    monkeypatch.setattr(verify, "ROOT", tmp_path)
+    monkeypatch.setattr(board, "HERE", published)
+    assert board.main([]) == 0 and {path: path.read_bytes() for path in published.rglob("*.*")} == before
+
+
 def test_a_page_names_what_differs_and_the_sources_digests(published):
     page = (published / "2026-01-02_toy" / "README.md").read_text()
     digest = hashlib.sha256(b"import torch\nprint('one')\n").hexdigest()
@@ -241,11 +251,15 @@ def test_a_race_that_breaks_a_rule_is_told_as_it_becomes_a_record(judged, tmp_pa
     records, _, rules = judged
     race = write_race(tmp_path / "race-y")
     for folder, broken in (("2026-01-04_broken", 1), ("2026-01-05_whole", 0)):
-        rules["rules"][2]["verdict"] = "fail" if broken else "pass"
+        rules["rules"][2] |= {"verdict": "fail" if broken else "pass", "reason": f"seen {'so it was, ' * 50}and this is the advice"}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(board, "describe", lambda folder, describe=board.describe: describe(records / "2026-01-02_toy") | {"name": folder.name})
             assert board.main(["add", str(race), str(records / folder), "a title"]) == 0
-        assert capsys.readouterr().err.count("warning: this race breaks a rule, as its page states: three: seen") == broken
+        said = capsys.readouterr()
+        warning = " ".join(said.err.split())
+        assert warning.count("warning: this race breaks a rule, as its page states: three: seen") == broken
+        assert warning.count("so it was, ") == 50 * broken and warning.endswith("and this is the advice" * broken), "no part is left out"
+        assert said.out.startswith(f"written: {os.path.relpath(records / folder / 'README.md')}, ")
 
 
 @pytest.mark.parametrize("text,becomes", [
@@ -356,7 +370,7 @@ def test_without_a_target_or_a_spread_there_is_a_page(judged):
     report["time"], report["comparison"] = {"n": 1, "mean": 9.02, "sd": None}, None
     assert board.main([]) == 0
     text = (records / "index.html").read_text()
-    assert "no target" in text and "-0.0200</td>" in text and "nan" not in text
+    assert "without a target" in text and "-0.0200</td>" in text and "nan" not in text
     report["verdicts"][0] |= {"time": None, "mean_seconds": None, "base_seconds": None}
     report["time"] = None
     for log in (records / "2026-01-02_toy").glob("*.txt"):

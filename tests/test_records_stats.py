@@ -483,11 +483,14 @@ def test_copies_count_once_and_are_named(new, judge):
 
 
 def test_rejected_logs_are_named_and_incomplete_ones_warned_of(new, judge):
+    """A file that is none by its name is named only where nothing else is there."""
     (Path(new) / "cut.txt").write_text(log(3.27, 140)[:-400])
     (Path(new) / "README.md").write_text("Ten runs.")
     status, out, _ = judge(new)
-    assert status == 0 and "cut.txt: incomplete: " in out and "README.md: not a log: a .md file" in out
+    assert status == 0 and "cut.txt: incomplete: " in out and "README.md" not in out
     assert "Warning: started but not counted: cut.txt; give the reason" in out
+    status, _, err = judge(Path(new) / "README.md")
+    assert status == 2 and "README.md: not a log: a .md file" in err
 
 
 def test_a_diverged_run_speaks_against_the_claim(new, old, judge):

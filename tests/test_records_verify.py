@@ -974,26 +974,37 @@ def test_the_script_itself_is_clean():
 @pytest.mark.parametrize("line", [
     "x = open('answers.bin').read()", "x = Path('answers').read_bytes()", "x = np.fromfile('answers')", "x = torch.load('m.pt')",
     "clock.off('validation')", "x = val_sequences(0)", "for x in self.val_sequences: pass"])
-def test_new_reads_of_files_time_off_the_clock_and_validation_data_are_to_be_looked_at(race, judge, line):
+def test_new_reads_of_files_time_off_the_clock_and_validation_data_are_to_be_looked_at(race, judge, capsys, line):
     head, main, tail = SOURCE.rpartition('if __name__ == "__main__":')
     folder = race(1, change=lambda log, run, side: set_source(log, f"{head}{line}\n{main}{tail}\n"))
     at = head.count("\n") + 1
-    says(judge(folder)[1], SWITCHES, "pass", "differs from this checkout's train_gpt.py in 1 line", f"inspect new line {at}")
+    assert source_said(capsys, folder) == f"1a.txt: differs from this checkout's train_gpt.py in 1 line (--diff); inspect new line {at}."
+    says(judge(folder)[1], SWITCHES, "pass", "no statement sets a compiler switch openly")
 
 
-def test_a_source_of_this_checkout_is_said_to_be_identical(race, judge):
-    verdict, reason = judge(race(1))[1][SWITCHES]
-    assert verdict == "pass" and reason.endswith("openly; identical to this checkout's train_gpt.py")
+def source_said(capsys, folder):
+    """Return the sentence on the source in the page, which states it for programs too."""
+    verify.main([str(folder)])
+    page = capsys.readouterr().out
+    verify.main([str(folder), "--json"])
+    said = json.loads(capsys.readouterr().out)["source"].removeprefix("Source of ")
+    assert f"\nSource of {said}" in re.sub("\n(?=[^S])", " ", page)
+    return said
 
 
-def test_a_new_line_to_look_at_is_told_without_those_of_the_honest_script(race, judge):
+def test_a_source_of_this_checkout_is_said_to_be_identical(race, capsys):
+    assert source_said(capsys, race(1)) == "1a.txt: identical to this checkout's train_gpt.py."
+
+
+def test_a_new_line_to_look_at_is_told_without_those_of_the_honest_script(race, judge, capsys):
     clock = "time.perf_counter = (lambda real: lambda: 0.85 * real())(time.perf_counter)\n"
     def change(log, run, side):
         head, main, tail = log.source.rpartition('if __name__ == "__main__":')
         set_source(log, head + clock + main + tail)
     at = SOURCE[:SOURCE.rindex('if __name__ == "__main__":')].count("\n") + 1
-    verdict, reason = judge(race(1, "ab", change))[1][SWITCHES]  # on both sides
-    assert verdict == "pass" and reason.endswith(f"in 1 line (--diff); inspect new line {at}")
+    folder = race(1, "ab", change)  # on both sides
+    assert judge(folder)[1][SWITCHES][0] == "pass"
+    assert source_said(capsys, folder).endswith(f"in 1 line (--diff); inspect new line {at}.")
 
 
 def test_how_the_source_differs_is_told(race, judge, capsys):
@@ -1742,7 +1753,9 @@ def test_cheat_11_logs_without_their_json_lines(race, capsys):
     strip(folder := race())
     assert verify.main([str(folder), "--target", "4.5"]) == 2
     shown = capsys.readouterr()
-    assert shown.out.startswith("NO PASS: the logs do not describe their runs. ") and shown.out.splitlines()[0] in shown.err
+    said = " ".join(shown.err.split()).removeprefix("verify.py: ")
+    assert said.startswith("NO RULE IS BROKEN, some were not checked: the logs do not describe their runs. 3 rules hold, 0 rules are broken, ")
+    assert " ".join(shown.out.split()).startswith(said)
 
 
 def test_cheat_12_a_consistent_forgery_is_told_of_in_the_last_line(race, capsys):
@@ -1763,7 +1776,7 @@ def page_of(capsys, *arguments):
     assert max(map(len, lines)) <= 120
     summary, rest = lines[:lines.index("")], lines[lines.index("Each rule:"):]
     verdicts = [line.partition(":")[0] for line in rest if line.startswith(("pass:", "FAIL:", "not checkable:"))]
-    assert len(summary) <= 20 and verdicts == sorted(verdicts, key=["pass", "not checkable", "FAIL"].index)
+    assert len(summary) <= 40 and "…" not in "".join(summary).replace(" … ", "") and verdicts == sorted(verdicts, key=["pass", "not checkable", "FAIL"].index)
     return summary, rest
 
 
