@@ -219,31 +219,29 @@ def fit_text(config, given):
     train, val = train_gpt.find_shards(config.train_files), train_gpt.find_shards(config.val_files)
     sizes = [shard.tokens for shard in train]
 
-    def read(epochs, wanted):
-        """Return (the steps that the text fills, at most `wanted`, the stream after them)."""
-        stream, steps = train_gpt.Stream(train, dataclasses.replace(config, epochs=epochs)), 0
+    def read(epochs):
+        """Return (the steps that the text fills, those of the first epoch, the stream after them)."""
+        stream, steps, first = train_gpt.Stream(train, dataclasses.replace(config, epochs=epochs)), 0, 0
         with contextlib.suppress(train_gpt.RunError):  # the text ends
-            while steps < wanted:
+            while steps < config.num_steps and (stated or steps < max(MIN_STEPS, MAX_EPOCHS * first)):
                 stream.next_batch(train_gpt.plan_of(config, steps))
                 steps += 1
+                first += stream.position[0] < len(train)
         stream.close()
-        return steps, stream
+        return steps, first, stream
 
-    epochs, chosen = given.epochs or (10 ** 4 if given.num_steps else 1), {}
-    steps, stream = read(epochs, config.num_steps)
+    stated, chosen = given.epochs or given.num_steps, {}
+    steps, _, stream = read(1)
     while not steps and given.micro_batch_tokens is None and config.micro_batch_tokens > MIN_TOKENS:
         chosen = {"micro_batch_tokens": config.micro_batch_tokens // 2}
         config = dataclasses.replace(config, **chosen)
-        steps, stream = read(epochs, config.num_steps)
-    may_repeat = given.epochs is None and given.num_steps is None and 0 < steps < config.num_steps
-    if may_repeat or steps > read(1, steps)[0]:
+        steps, _, stream = read(1)
+    if 0 < steps < config.num_steps and given.epochs != 1:
         # whole sequences: attention then meets contexts as long as those of validation
         longer = {"max_document_tokens": given.max_document_tokens or config.micro_batch_tokens + 1}
         config = dataclasses.replace(config, **longer)
-        per_epoch = read(1, config.num_steps)[0]
-        wanted = min(config.num_steps, max(MIN_STEPS, MAX_EPOCHS * per_epoch)) if may_repeat else steps
-        steps, stream = read(epochs if given.epochs else wanted, wanted)
-        chosen |= {**longer, "ngram_reset": per_epoch}
+        steps, first, stream = read(stated or MIN_STEPS)  # enough epochs: each fills a step at least
+        chosen |= {**longer, "ngram_reset": first}
     batch, about = train_gpt.tokens_of_steps(config, 1), f"{sum(sizes):,} training tokens"
     require(steps, f"the text has {about}, and a step reads {batch:,}; give more text, or smaller --micro_batches or "
             "--micro_batch_tokens")

@@ -343,13 +343,14 @@ def test_a_python_without_torch_names_the_one_that_has_it(program):
                                                  r"\(./run.sh --setup creates .venv\)\n", done.stderr), done.stderr
 
 
-def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path):
+def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path, monkeypatch):
     gpus(0, False)
 
     def fit(train, *flags, val=1000):
         for name, tokens in (("train_000001", train), ("val_000000", val)):
             write_shard(tmp_path / f"t_{name}.bin", some_documents(1, tokens, 257, 256, mean=400), 257, 256)
         files = [f"--{split}_files={tmp_path / f't_{split}_*.bin'}" for split in ("train", "val")]
+        reads.clear()
         *_, words = start.choose(["--preset", "laptop", *files, *flags], True)
         err, config = capsys.readouterr().err, train_gpt.parse_config(words, "laptop")[1]
         stream = train_gpt.Stream(train_gpt.find_shards(config.train_files), config)
@@ -357,8 +358,11 @@ def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path):
         stream.close()
         return config, err
 
+    reads = []
+    monkeypatch.setattr(train_gpt.Stream, "next_batch", lambda stream, plan, read=train_gpt.Stream.next_batch: reads.append(plan.step) or read(stream, plan))
     laptop = train_gpt.PRESETS["laptop"]
     config, says = fit(1_200_000)
+    assert reads == [*range(laptop.num_steps)], "the text is read once"
     assert (config.num_steps, config.epochs, config.target_val_loss, config.val_tokens) == (laptop.num_steps, 1, 0, 0)
     whole = re.search(r"1,200,000 training tokens, \d+ steps of 2,048: part of the text; nearly all of it takes --num_steps (\d+)\n", says)
     assert fit(1_200_000, "--num_steps", whole[1])[0].epochs == 1
@@ -366,6 +370,7 @@ def test_steps_and_epochs_fit_the_size_of_a_text(gpus, capsys, tmp_path):
     assert config.ngram_reset == 0 and config.max_document_tokens == laptop.max_document_tokens
     config, says = fit(40_000, val=700_000)
     assert config.num_steps == start.MAX_EPOCHS * config.ngram_reset and "steps of 2,048: 8 epochs; n-gram" in says
+    assert reads.count(0) == 2 and len(reads) < 1.2 * config.num_steps, "an epoch before it shows that the text is repeated"
     assert 14 <= config.ngram_reset <= 18 and config.max_document_tokens == 1025, "tables of the last pass alone"
     assert config.val_tokens == 2 ** 18 and "validation on 262,144 of 700,000 tokens" in says
     config, says = fit(10_000)
