@@ -246,6 +246,51 @@ def rows_of(done):
     return {row[0]: row[1:] for row in cells}
 
 
+COUNTED = """
+import sys; sys.path[:0] = [{dry!r}, {root!r}]
+import numpy as np, torch, rank0
+from types import SimpleNamespace as Namespace
+x, y = torch.ones(2, 1024, 512, device="cuda").unbind()  # 2 MiB each
+rows, at = torch.ones(16, 512, device="cuda"), torch.arange(16, device="cuda")
+q = torch.ones(1, 128, 1, 64, device="cuda", dtype=torch.bfloat16)
+out, log_sums, *_ = flash = torch.ops.aten._flash_attention_forward(q, q, q, None, None, 128, 128, 0.0, True, False)
+square = torch.compile(lambda x: (x * x).sum(0))
+square(x)
+with rank0.census():
+    torch.mul(x, 2, out=y)
+    x.add(y)
+    x.add(y.view(512, 1024).t())
+    x.index_add_(0, at, rows)
+    torch.ops.aten._flash_attention_backward(q, q, q, q, out, log_sums, None, None, 128, 128, 0.0, True, *flash[2:4])
+    square(x)
+rank0.gpu.dry_gpu_flush()
+tokens = np.arange(257) % 128 == 0  # two documents of 128 tokens, the size of a block
+model = Namespace(bos_id=1, embed=Namespace(weight=x), layers=[Namespace(window=window) for window in ("L", None, "P")])
+print(rank0.attention_flops([tokens], Namespace(long=255, short=127), model))
+"""
+
+
+def test_counted_bytes_and_flops(dry, tmp_path):
+    """Of eager operators, in MiB; of a compiled reduction; of attention as the mean of its layers."""
+    code = COUNTED.format(dry=str(DRY), root=str(DRY.parent.parent))
+    done = subprocess.run([HOME / "venv/bin/python", "-c", code], capture_output=True, text=True, env={
+        **os.environ, "LD_LIBRARY_PATH": str(HOME / "lib"), "TRITON_LIBCUDA_PATH": str(HOME / "lib"),
+        "TORCHINDUCTOR_BENCHMARK_KERNEL": "1", "DRY_GPU_LOG": str(tmp_path / "log")})
+    assert done.returncode == 0, done.stderr
+    log = simulate.parse_log(open(tmp_path / "log"))
+    counted = {e.name: [] for e in log if e.kind == "OP"}
+    for e in log:
+        if e.kind == "OP":
+            counted[e.name].append(e.numbers[0] / 2 ** 20)
+    assert counted["mul"] == [4] and counted["add"] == [6, 6 * 4] and counted["index_add_"] == [3 * 16 * 512 * 4 / 2 ** 20]
+    attention = 128 * 64 * 2 ** -20  # elements: 8 tensors in bf16, then dq in float32 written and read
+    assert counted["_flash_attention_backward"] == [pytest.approx((16 + 8) * attention, rel=0.02)]
+    read = [e.numbers[0] for e in log if e.kind == "COST"]
+    assert 2 <= read[0] / 2 ** 20 < 2.2
+    # L: 2 blocks of 128 x 128 pairs. P: 512 positions of half the width, 4 blocks and those one back in the document
+    assert float(done.stdout) == 4 * 512 * 128 ** 2 * (2 + (4 + 2) / 2) / 2
+
+
 def test_two_ranks_of_a_small_gpt(dry):
     done = dry("--ranks", "2", "--memory", "12", "--arch", "89")
     rows = rows_of(done)

@@ -92,8 +92,10 @@ class Operators(TorchDispatchMode):
         out, name = op(*args, **(kwargs or {})), op._opname
         inputs, outputs = ([x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)] for tree in ((args, kwargs), out))
         read, written = bytes_of(inputs), bytes_of(outputs)
-        if name in ("copy_", "fill_", "zero_"):  # the overwritten tensor is not read
-            read -= bytes_of(inputs[:1])
+        overwritten = inputs[:1] if name in ("copy_", "fill_", "zero_") else [(kwargs or {}).get("out")]
+        read -= bytes_of(x for x in overwritten if x is not None)
+        if name in ("index_add_", "index_put_"):  # only the rows of the source are read and written
+            read = written = bytes_of(inputs[-1:]) * 3 // 2
         if name in ("embedding", "index", "gather", "index_select"):  # only the selected rows are read
             read = min(read, written)
         if re.search("flash.*backward", name):  # its kernels also write and read the sum of dq, in float32
