@@ -39,6 +39,7 @@ from pathlib import Path
 from types import ModuleType
 from urllib.parse import quote
 
+import leaks
 import pages
 import stats
 import verify
@@ -365,6 +366,7 @@ def main(arguments: list[str] | None = None) -> int:
     adding.add_argument("folder", type=Path, help="a new folder, like records/DATE_NAME")
     adding.add_argument("title", help="what was tried, in a sentence")
     options = parser.parse_args(arguments)
+    leaks.trainer()  # if it cannot be imported, this says so; judge() shows no errors
     try:
         if options.command == "add":
             for broken in add(options.race, options.folder.absolute(), options.title):

@@ -72,7 +72,11 @@ def join_findings(findings):
 def trainer():
     """Import this checkout's train_gpt.py when needed: importing torch takes seconds."""
     sys.path.append(str(ROOT))
-    import train_gpt
+    try:
+        import train_gpt
+    except Exception as error:  # no rule is broken by it
+        sys.exit(logs.refuse("verify.py", f"{ROOT / 'train_gpt.py'} cannot be imported ({type(error).__name__}: {error}), "
+                             "and the rules need it; mend it, or use another checkout"))
     return train_gpt
 
 

@@ -1933,6 +1933,21 @@ def test_input_that_cannot_be_judged(tmp_path, capsys, make, word):
     assert word in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("tool", ["verify", "board"])
+def test_a_script_that_cannot_be_imported_breaks_no_rule(tmp_path, tool):
+    """A racer edits train_gpt.py, and asks about a record meanwhile."""
+    shutil.copytree(ROOT / "records" / "templates", tmp_path / "records" / "templates")
+    for path in (ROOT / "records").glob("*.py"):
+        shutil.copy(path, tmp_path / "records")
+    (tmp_path / "train_gpt.py").write_text("import torch\nx = half_an_idea\n")
+    record = shutil.copytree(ROOT / "records" / "2026-11-22_tinyshakespeare", tmp_path / "records" / "2026-11-22_tinyshakespeare")
+    page = (record / "README.md").read_bytes()
+    done = subprocess.run([sys.executable, tmp_path / "records" / f"{tool}.py", *[record] * (tool == "verify")], capture_output=True, text=True)
+    assert (record / "README.md").read_bytes() == page
+    assert done.returncode == 2 and not done.stdout
+    assert "train_gpt.py cannot be imported (NameError: name 'half_an_idea' is not defined)" in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_a_broken_model_is_one_line(honest, tmp_path, capsys):
     (tmp_path / "m.pt").write_bytes(b"no model")
     assert verify.main([str(honest), "--rerun", str(tmp_path / "m.pt")]) == 2
