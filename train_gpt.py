@@ -1688,9 +1688,10 @@ class NgramTable(nn.Embedding):
         tokens, last = tokens.int(), self.num_embeddings - 1
         before = F.pad(tokens[..., :-1], (1, 0))
         sign = (before ^ tokens) % self.SIGNS
-        sign[..., 0], before[..., 1:2] = 0, last
+        sign[..., :1].zero_()  # an assignment of a number would make the host wait for the GPU
+        before[..., 1:2].fill_(last)
         row = (36313 * tokens ^ 27191 * before) % last
-        row[..., 0] = last
+        row[..., :1].fill_(last)
         return sign.long() * self.num_embeddings + row
 
     @classmethod
@@ -1784,9 +1785,9 @@ class Head(nn.Module):
         # the cross entropy. A z-loss: objective = objective + 1e-4 * self.softcap(x).logsumexp(1).square().sum()
         return objective, entropies[0].detach()
 
-@functools.lru_cache(maxsize=4)  # a copy to a GPU in every step would make the host wait
-def weights_tensor(weights: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(weights, device=device)
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy from the CPU without waiting for the copy."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 class GPT(nn.Module):
     """The model of record 44, with the later mechanisms that the config asks for.
@@ -1871,7 +1872,7 @@ class GPT(nn.Module):
         if prefix_weight:
             rows, loss_weights = [*rows, self.prefixes[targets]], (*loss_weights, prefix_weight)
         ahead = torch.stack(rows)
-        weights = weights_tensor(loss_weights, x.device)
+        weights = to_device(torch.tensor(loss_weights), x.device)
         pieces = zip(x.split(self.loss_tokens), ahead.split(self.loss_tokens, dim=1))
         losses = [self.lm_head(x_piece, targets_piece, weights) for x_piece, targets_piece in pieces]
         objective, cross_entropy = (torch.stack(terms).sum() for terms in zip(*losses))
@@ -2706,10 +2707,6 @@ class Bucket:
         begin, numel = (self.shard_begin, self.shard_numel) if of_shard else (0, len(self.param_data))
         ends = (slot.offset - begin, slot.offset - begin + slot.param.numel())
         return x.view(-1)[slice(*(max(end, 0) * x.numel() // numel for end in ends))]
-
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy from the CPU without waiting for the copy."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 class RowBucket(Bucket):
     """Tables of which a step reads few rows. Ranks send only the gradients of these rows (Adam.rows).

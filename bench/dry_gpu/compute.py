@@ -32,6 +32,7 @@ import tempfile
 from pathlib import Path
 
 import order
+from faults import FAULTS
 from page import ROOT, environment_of, small_vocabulary, write_shards
 from simulate import parse_log
 
@@ -349,7 +350,6 @@ def start_ranks(ranks, command, log="", **settings):
 
 def planted(name, folder):
     """Write a copy of train_gpt.py with a fault -> its path."""
-    from faults import FAULTS
     fault, text = FAULTS[name], (ROOT / "train_gpt.py").read_text()
     assert text.count(fault.old) == 1, f"{name}: train_gpt.py has {text.count(fault.old)} times {fault.old!r}, not once"
     (path := Path(folder, "train_gpt.py")).write_text(text.replace(fault.old, fault.new))
@@ -367,10 +367,11 @@ def main():
                         help="of --order: rank 0 of --ranks at full size, on the simulated GPU")
     parser.add_argument("--ranks", type=int, default=1, help="number of ranks (1)")
     parser.add_argument("--steps", type=int, default=3, help="steps to compare (3)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of --compare (float32)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
+                        help="of --compare (float32; laptop always)")
     parser.add_argument("--poison", action="store_true", help="memory starts as NaN, and is never reused")
     parser.add_argument("--shuffle", action="store_true", help="run a kernel's programs in random order")
-    parser.add_argument("--fault", default="", help="plant a fault of faults.py")
+    parser.add_argument("--fault", choices=FAULTS, metavar="FAULT", help="plant a fault of faults.py")
     parser.add_argument("flags", nargs="*", help="flags of train_gpt.py, after --")
     args = parser.parse_args()
     changes = {"DRY_GPU_POISON": 1, "PYTORCH_NO_CUDA_MEMORY_CACHING": 1} if args.poison else {}
@@ -416,6 +417,7 @@ def main():
             if len(set(outputs)) > 1:
                 good = False
                 print("  not the same bits")
+        print("within the limits" if good else "NOT within the limits")
         return not good
 
 

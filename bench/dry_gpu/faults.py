@@ -3,6 +3,7 @@
     python bench/dry_gpu/faults.py [NAME ...]     plant each in turn and print a table: fault, command, difference
 """
 
+import argparse
 import re
 import subprocess
 import sys
@@ -108,17 +109,19 @@ FAULTS = {
 
 
 def main():
+    parser = argparse.ArgumentParser(description="Plant each fault in turn: " + ", ".join(FAULTS))
+    parser.add_argument("names", nargs="*", metavar="NAME", choices=FAULTS, help="only these faults")
     run = Path(__file__).with_name("run")
     print("| fault | found by | difference |\n| --- | --- | --- |")
     missed = []
-    for name in sys.argv[1:] or FAULTS:
+    for name in parser.parse_args().names or FAULTS:
         fault = FAULTS[name]
         ours, dashes, script = fault.flags.partition(" -- ")
         command = [run, *ours.split(), "--fault", name, *dashes.split(), *script.split()]
         done = subprocess.run(command, capture_output=True, text=True)
         output = done.stdout + done.stderr
         found = re.findall(f"above its limit: (.*)|^.*Error: ({fault.error}.*)|(unordered: [^0].*)", output, re.M)
-        print(f"| {fault.meaning} | `{fault.flags}` | {'; '.join(map(''.join, found[:2])) or 'none'} |", flush=True)
+        print(f"| {name}: {fault.meaning} | `{fault.flags}` | {'; '.join(map(''.join, found[:2])) or 'none'} |", flush=True)
         missed += [name] * (done.returncode == 0 or not found)
     if missed:
         sys.exit(f"faults.py: error: not found: {', '.join(missed)}")

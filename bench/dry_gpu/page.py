@@ -120,12 +120,14 @@ def dry_run(args, home, revision="", cold=False):
 PUBLISHED = {"04d0d24b": ("record 44", 61.3), "d67b87fd": ("record 80", 57.0), "5afd951e": ("record 89, merged", 57.4)}
 
 
-RECORDS = {"speedrun": ["2025-10-31_AdamSyncGradientHook/0c17cdfd*.txt"],
-           "frontier": ["2026-04-08_PairedHeadMuon/split_qk0-1480.txt", "train_gpt.py"]}
+RECORDS = {"speedrun": ["records/**/2025-10-31_AdamSyncGradientHook/0c17cdfd*.txt"],  # paths in a clone
+           "frontier": ["records/**/2026-04-08_PairedHeadMuon/split_qk0-1480.txt", "train_gpt.py"]}
 
 
 def read_program(file):
     """Return (source, its SHA-256, runs) of a public program. runs: a log and those beside it with the same source."""
+    if not file.is_file():
+        sys.exit(f"run: error: {file}: no such file; choose a public log, or a train_gpt.py")
     if file.suffix == ".py":
         source = file.read_text()
         return source, hashlib.sha256(source.encode()).hexdigest(), []
@@ -294,6 +296,16 @@ def page(events, facts, args, title, plan):
     return rows, [f"{title}. {note}" for note in notes]
 
 
+def read_trace(file):
+    """Return {label: figure} per step of a profiler's trace. Exit: no trace."""
+    try:
+        kinds, gaps, waits = measured(json.load(gzip.open(file)))
+    except (OSError, ValueError, KeyError) as error:
+        sys.exit(f"run: error: --trace {file}: {error!r}; choose a profiler's trace (json.gz)")
+    step = sum(ms for kind, (ms, _) in kinds.items() if kind != "collectives") + gaps + waits
+    return {MEAN: f"{step:.1f}", **class_rows(kinds), GAPS: f"{gaps:.1f}", WAITS: f"{waits:.1f}"}
+
+
 def with_error(measured_rows, rows):
     """Return measured rows of ms with the error of the simulated mean in the same row."""
     def error(cell, simulated):
@@ -326,6 +338,7 @@ def fit(args, home):
 def compare(args, home):
     """Run what args name and print the page, with columns for each run. Return the exit status."""
     runs, columns, plans = {}, {}, collections.defaultdict(lambda: runs["working tree"][1]["plan"])
+    traced = read_trace(args.trace) if args.trace else {}
     for file in map(Path, args.program):
         source, digest, logged = read_program(file)
         name, mean = PUBLISHED.get(digest[:8], (file.stem[:24], None))
@@ -334,7 +347,7 @@ def compare(args, home):
         steps = measured_steps(logged, plans[name], mean)
         steps = [step for step in steps if step.windows == steps[0].windows or not args.trace]
         columns |= {name: {}, f"{name}, measured": step_rows(steps, [1] * len(steps)) if steps else
-                    {MEAN: f"{mean}"} if mean else {}}
+                    {MEAN: f"{mean}"} if mean and not args.trace else {}}
     if args.flags or not args.program:
         runs |= {args.against: dry_run(args, home, args.against)} if args.against else {}
         runs |= {"empty compile caches": dry_run(args, home, cold=True)} if args.cold else {}
@@ -348,17 +361,15 @@ def compare(args, home):
                     for name in runs if name in plans and name != "working tree"}
     labels = dict.fromkeys(label for rows in columns.values() for label in rows)
     if args.trace:
-        kinds, gaps, waits = measured(json.load(gzip.open(args.trace)))
-        columns["the trace, measured"] = traced = {**class_rows(kinds), GAPS: f"{gaps:.1f}", WAITS: f"{waits:.1f}"}
         first = next(iter(runs))
-        columns[f"{first} − the trace"] = difference(columns[first], traced)
+        columns |= {"the trace, measured": traced, f"{first} − the trace": difference(columns[first], traced)}
     print(f"Simulated, but for columns that say measured. Rank 0 of {args.ranks}, {args.memory:g} GB, sm_{args.arch}, "
           f"`{' '.join(args.flags)}`\n")
     print(table(["", *columns], ([label, *(rows.get(label, "") for rows in columns.values())] for label in labels)))
     for _, notes in pages.values():
         print("\n" + "\n\n".join(notes))
     if args.kernels:
-        kernels = kernel_rows(runs["working tree"][0])
+        kernels = kernel_rows([*runs.values()][-1][0])
         print("\n" + table(["kernel", "registers", "spills, B", "shared memory, KiB"], kernels))
     return 2 if any("out of memory" in facts for _, facts in runs.values()) else 0
 
@@ -374,7 +385,7 @@ def main():
                         "inside train_gpt.py are not supported")
     parser.add_argument("--cold", action="store_true", help="first run once with empty compile caches")
     parser.add_argument("--cards", action="store_true", help="print only a table of speedrun on several GPUs")
-    parser.add_argument("--kernels", action="store_true", help="also print a table of the working tree's Triton kernels")
+    parser.add_argument("--kernels", action="store_true", help="also print a table of the last run's Triton kernels")
     parser.add_argument("--program", action="append", default=[], metavar="FILE", help="also run the program of a public "
                         "log, or a train_gpt.py with the kernels beside it; without flags, only this. May be repeated")
     parser.add_argument("--records", metavar="CLONE", help="print only the presets beside the public programs that "
@@ -393,7 +404,7 @@ def main():
         return 0
     if args.records:
         for preset, patterns in RECORDS.items():
-            args.program = [sorted(Path(args.records).rglob(pattern))[0] for pattern in patterns]
+            args.program = [next(Path(args.records).glob(pattern), Path(args.records, pattern)) for pattern in patterns]
             args.flags = ["--preset", preset, "--attention", "flash"]
             compare(args, home)
         return 0

@@ -220,12 +220,12 @@ BATCH = Batches(None)
 
 
 def split_source(source):
-    """Return (set-up, training loop) of a program's source, with its line numbers. ValueError: not such a source."""
+    """Return (set-up, training loop) of a program's source, with its line numbers. Exit: not such a source."""
     parts = re.split(r"(?m)^# +(?:Warmup kernels|Training and validation) +#$", source)
     loop, found = re.subn(r"(?m)^for step in range\(train_steps \+ 1\):", "for step in sampled_steps():", parts[-1])
     if len(parts) != 3 or found != 1:
-        raise ValueError("the program lacks sections `Warmup kernels` and `Training and validation`, or the latter's "
-                         "`for step in range(train_steps + 1):`; choose one of records 44 to 89")
+        sys.exit("error: the program lacks sections `Warmup kernels` and `Training and validation`, or the latter's "
+                 "`for step in range(train_steps + 1):`; choose one of records 44 to 89")
     return parts[0], "\n" * (source.count("\n") - loop.count("\n")) + loop
 
 
@@ -244,6 +244,7 @@ def sample(windows):
     for label, stage in itertools.groupby(range(len(windows)), windows.__getitem__):
         first, *_, last = stage
         middle = (first + last) // 2
+        middle -= (middle - first) % 2  # an update in every second step then finds the gradients of the step before
         steps |= {first: "", first + 1: ""} | dict.fromkeys(range(middle, middle + 4), label)
     return steps
 

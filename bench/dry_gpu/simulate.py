@@ -2,7 +2,7 @@
 
 A kernel takes its latency and the longest of three times: its bytes, its FLOPs and its special functions, at the rates
 below. Kernels of one stream run in order, with a gap between two. An event completes after all earlier work of its
-stream. No time is measured. device.c documents the log.
+stream. The host and other ranks are never late. No time is measured. device.c documents the log.
 """
 
 import collections
@@ -80,7 +80,7 @@ def is_loss(name: str) -> bool:
     return bool(re.search("^ce_fwd|^_transpose_copy|^.{0,25}loss|log_softmax|_entropy_|_exp_.*_sigmoid_|scaled_mm", name))
 
 
-ATTENTION = "triton_tem.*flex_attention|flash_[fb]wd|FlashAttn"
+ATTENTION = "triton_tem.*flex_attention|flash_[fb]wd|flash::"
 CLASS_PATTERNS = (("collectives", "nccl"), ("attention", ATTENTION), ("Triton, other", "triton"),
             ("matmuls in fp8", r"nvjet_\w*q|e4m3|e5m2"),
             ("matmuls", "nvjet|gemm|cutlass|splitK|relu_squared|XXT_kernel|ba_plus_cAA"), ("eager", ""))
