@@ -148,7 +148,7 @@ MISTAKES = {  # one line of train_gpt.py each
                                          'own = {name: gate for (number, name), gate in by_name.items() if number == '
                                          '({1: 3, 3: 1}.get(i, i) if name == "xsa" else i)}'),
     "signs: one token late": ("number // self.num_embeddings % self.SIGNS)\n", "(number // self.num_embeddings % self.SIGNS).roll(1))\n"),
-    "hash: the second token's row": ("sign[..., 0], before[..., 1:2] = 0, last", "sign[..., 0] = 0"),
+    "hash: the second token's row": ("before[..., 1:2].fill_(last)", ""),
     "hash: factors exchanged": ("36313 * tokens ^ 27191 * before", "27191 * tokens ^ 36313 * before"),
     "prefix: of the token after the next": ("self.prefixes[targets]]", "self.prefixes[targets.roll(-1)]]"),
     "prefix: half its weight": ("(*loss_weights, prefix_weight)", "(*loss_weights, prefix_weight / 2)"),
