@@ -110,11 +110,12 @@ FAULTS = {
 
 def main():
     parser = argparse.ArgumentParser(description="Plant each fault in turn: " + ", ".join(FAULTS))
-    parser.add_argument("names", nargs="*", metavar="NAME", choices=FAULTS, help="only these faults")
+    parser.add_argument("names", nargs="*", metavar="NAME", default="all", choices=["all", *FAULTS], help="only these")
     run = Path(__file__).with_name("run")
     print("| fault | found by | difference |\n| --- | --- | --- |")
     missed = []
-    for name in parser.parse_args().names or FAULTS:
+    names = parser.parse_args().names
+    for name in FAULTS if names == "all" else names:
         fault = FAULTS[name]
         ours, dashes, script = fault.flags.partition(" -- ")
         command = [run, *ours.split(), "--fault", name, *dashes.split(), *script.split()]
