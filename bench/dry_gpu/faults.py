@@ -115,7 +115,7 @@ def main():
     print("| fault | found by | difference |\n| --- | --- | --- |")
     missed = []
     names = parser.parse_args().names
-    for name in FAULTS if names == "all" else names:
+    for name in FAULTS if "all" in names else names:
         fault = FAULTS[name]
         ours, dashes, script = fault.flags.partition(" -- ")
         command = [run, *ours.split(), "--fault", name, *dashes.split(), *script.split()]
