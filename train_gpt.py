@@ -1659,7 +1659,7 @@ class NgramTable(nn.Embedding):
         dtype = config.torch_dtype
         super().__init__(ngrams.rows, ngrams.width, dtype=dtype, sparse=True)  # a micro-batch reads few of the rows
         self.weight = parameter(self.weight.data, "ngram_embeds")
-        self.n, self.vocab, self.by_record = ngrams.n, vocab, config.ngram_hash == "record"
+        self.n, self.vocab = ngrams.n, vocab
         self.shared = vocab ** ngrams.n > ngrams.rows
         if self.shared:
             bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0))
@@ -2055,20 +2055,20 @@ def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
         flex = compiled_flex_attention() if eager else flex_attention
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
         return flex(q, k, v, block_mask=mask, scale=1.0)[0].transpose(0, 1)
-    out = F.scaled_dot_product_attention(*cut_in_pieces(q_THD, k_THD, v_THD, mask), mask[:, None], scale=1.0)
+    k, v = (seen_by_pieces(x, mask).mT for x in (k_THD, v_THD))
+    out = F.scaled_dot_product_attention(cut_in_pieces(q_THD, mask), k, v, mask[:, None], scale=1.0)
     return out.transpose(1, 2).reshape(-1, *q_THD.shape[1:])[:len(q_THD)]
+
+def cut_in_pieces(x: Tensor, mask: Tensor) -> Tensor:
+    """Cut x [T, H, ...] into the pieces of a mask: [pieces, H, piece, ...]."""
+    pieces, piece, _ = mask.shape
+    padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, pieces * piece - len(x)))
+    return padded.view(pieces, piece, *x.shape[1:]).transpose(1, 2)
 
 def seen_by_pieces(x: Tensor, mask: Tensor) -> Tensor:
     """Cut x [T, ...] into what the pieces of a mask see: [pieces, ..., keys]."""
     pieces, piece, keys = mask.shape
     return F.pad(x, (0, 0) * (x.dim() - 1) + (keys - piece, pieces * piece - len(x))).unfold(0, keys, piece)
-
-def cut_in_pieces(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut q [T, H, D] into pieces [pieces, H, piece, D], and k and v into what each sees [pieces, H, keys, D]."""
-    pieces, piece, _ = mask.shape
-    padded = F.pad(q_THD, (0, 0, 0, 0, 0, pieces * piece - len(q_THD)))
-    k, v = (seen_by_pieces(x, mask).mT for x in (k_THD, v_THD))
-    return padded.view(pieces, piece, *q_THD.shape[1:]).transpose(1, 2), k, v
 
 def mix_heads(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, read: Tensor, write: Tensor, mask: Tensor) -> Tensor:
     """Compute what dynamically composable heads add to attention [T, H, D]: each head attends by one map of all heads.
@@ -2077,11 +2077,9 @@ def mix_heads(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, read: Tensor, write: 
     under this map times write_h. read, write [T, H]. q must contain the softmax scale. mask: of mask_in_pieces.
     """
     tokens, heads, dim = q_THD.shape
-    pieces, piece, _ = mask.shape
-    q, k, _ = cut_in_pieces(q_THD, k_THD, v_THD, mask)
+    q, k = cut_in_pieces(q_THD, mask), seen_by_pieces(k_THD, mask).mT
     read = F.rms_norm(read.to(torch.promote_types(read.dtype, torch.float32)), (heads,), eps=1e-6).type_as(q)
-    read = F.pad(read, (0, 0, 0, pieces * piece - tokens)).view(pieces, piece, heads).transpose(1, 2)
-    attention_map = (read[..., None] * (q @ k.mT + mask[:, None]).softmax(-1)).sum(1)
+    attention_map = (cut_in_pieces(read, mask)[..., None] * (q @ k.mT + mask[:, None]).softmax(-1)).sum(1)
     out = attention_map @ seen_by_pieces(v_THD.flatten(1), mask).mT  # one product for all heads' values
     return write[..., None] * out.view(-1, heads, dim)[:tokens]
 

@@ -194,7 +194,6 @@ def sketch(path):
 
 def halve(path):
     """Rewrite a saved model with parameters in 16 bits: half the size, and enough to check the loss."""
-    import torch
     saved = read_model(path)
     state = {name: trainer().halved(x) for name, x in saved["state"].items()}
     trainer().save_file(Path(path), {**saved, "state": state})

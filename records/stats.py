@@ -47,7 +47,6 @@ import json
 import math
 import os
 import re
-import shlex
 import sys
 import textwrap
 import warnings

@@ -538,7 +538,7 @@ def check_amounts(e):
     Gross excess of validation, warm-up and hashing is a broken rule. Files, hosts and compilers may be slow for many
     reasons, and a machine may be busy: such times are named for inspection."""
     spans, config = e.get("end.seconds_outside_clock", dict), e.get("start.config", dict)
-    (steps, tokens), gigabytes = e.planned(), 4e-9 * e.get("start.parameters", int)
+    (_, tokens), gigabytes = e.planned(), 4e-9 * e.get("start.parameters", int)
     times = [0, *(line.time_ms / 1000 for line in e.run.steps if not line.validation)]
     token_s, slowest = times[-1] / max(1, tokens), max(np.diff(times), default=0)
     compiles = bool(e.get("start.hardware", dict).get("gpus")) or config.get("compile") == "on"

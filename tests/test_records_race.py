@@ -769,7 +769,7 @@ def test_a_race_until_decided_stops_for_the_claim(repo, capsys):
     runs = len(starts(events))
     assert described["until_decided"] and described["n"] == 6 and described["test"] == "paired" and runs in (6, 8, 10)
     shown = capsys.readouterr().out
-    assert f"decided: mean loss < 3.28 (p = " in shown and f"decided for the claim after {runs // 2} of at most 6 runs" in shown
+    assert "decided: mean loss < 3.28 (p = " in shown and f"decided for the claim after {runs // 2} of at most 6 runs" in shown
     assert race.main(["--resume", str(folder / "race.jsonl")]) == 0  # decided is decided
     assert len(starts(only_race(repo)[2])) == runs
     assert stats.main([str(folder), "--side", "a"]) == 0
