@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Create .venv once, then become records/start.py, which knows all options: ./run.sh --help
+# Create .venv once, then become launch/start.py, which knows all options: ./run.sh --help
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=$here/.venv/bin/python kept="nothing was started" waits=0
@@ -16,7 +16,7 @@ except OSError as error: sys.exit(isinstance(error, BlockingIOError))  # another
 if ! ready; then
     for base in python3 python3.13 python3.12 python3.11 python3.10 python ""; do new_enough "$base" && break; done
     [ -n "$base" ] || fail "no Python 3.10 or newer was found; install one, then run this again"
-    case " $* " in *" -h "*|*" --help "*|*" --help-all "*) exec "$base" "$here/records/start.py" --help ;; esac
+    case " $* " in *" -h "*|*" --help "*|*" --help-all "*) exec "$base" "$here/launch/start.py" --help ;; esac
     exec 9<> "$here/requirements.txt"
     until "$base" -c "$lock" 2>/dev/null; do
         [ $((waits++)) -gt 0 ] || say "packages: another run.sh installs them; waiting until it has ended"; sleep 0.2
@@ -37,4 +37,4 @@ fi
 [ "${1:-}" != --setup ] || { say "packages: ready in .venv"; exit; }
 hold=(env --default-signal=INT --block-signal=INT)  # Ctrl-C waits until Python can answer it without a traceback
 "${hold[@]}" true 2>/dev/null || hold=()
-exec ${hold[@]+"${hold[@]}"} "$python" -I "$here/records/start.py" "$@" 9>&-
+exec ${hold[@]+"${hold[@]}"} "$python" -I "$here/launch/start.py" "$@" 9>&-

@@ -355,14 +355,14 @@ class Config(SyncSettings, StageValues):
     resume: str = option("", "checkpoint or log to resume from, or latest")
     init_from: str = option("", "saved model or checkpoint to start from; such a run cannot be a record")
     save_model: bool = option(False, "save the trained model for sample.py and verify.py")
-    race: str = option("", "set by records/race.py: ID:RUN:DECLARED_N:SIDE")
+    race: str = option("", "set by launch/race.py: ID:RUN:DECLARED_N:SIDE")
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
 PRESETS = {
-    # overlap_param_gather saves 0.7 ms per step, for frontier 1.2 ms, on the simulated GPU (bench/dry_gpu)
+    # overlap_param_gather saves 0.7 ms per step, for frontier 1.2 ms, on the simulated GPU (dry_gpu)
     "speedrun": Config(overlap_param_gather=True, update_order="forward"),
     # Record 89 of the public speedrun; bench/public_record.py compares it with the record's own program
     "frontier": Config(
@@ -666,7 +666,7 @@ def check_config(config: Config, ranks: int) -> None:
     want("/" not in c.run_id and c.run_id not in (".", ".."), f"run_id is {c.run_id!r}; it must be a file name without "
          "'/'")
     want(not c.race or re.fullmatch(r"[^:]+:\d+:\d+:[^:]*", c.race), f"race is {c.race!r}; leave it out, because only "
-         "records/race.py sets it")
+         "launch/race.py sets it")
     steps = profiled_steps(c) if re.fullmatch(r"\d+:\d+", c.profile) else ()
     want(not c.profile or steps and steps[-1] < c.num_steps,
          f"profile is {c.profile!r}; give the first and the last step, such as 10:13, below num_steps {c.num_steps}")
@@ -2313,7 +2313,7 @@ LOSS_CHUNK = 2048  # logits that softcapped_loss_kernel loads at once: two for e
 
 if triton is not None:
     def loss_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
-        """Report the bytes and special functions of softcapped_loss_kernel, for bench/dry_gpu."""
+        """Report the bytes and special functions of softcapped_loss_kernel, for dry_gpu."""
         x, grad = args["x"], args["grad"]
         return {"bytes": x.nbytes + grad.nbytes, "special": 3 * x.numel()}
 

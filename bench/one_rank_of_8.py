@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,8 +23,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import preflight
-from common import FakeComm, machine, positive, run, spread, table, train_gpt
+from common import ROOT, FakeComm, machine, positive, run, spread, table, train_gpt
+
+sys.path.append(str(ROOT / "launch"))
+import preflight  # noqa: E402
 
 RANKS = 8
 

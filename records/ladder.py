@@ -1,6 +1,6 @@
 """Judge a ladder: ideas raced in turn against one base, each with the same seeds, in one race or on several days.
 
-    python records/race.py -n 5 --vs "--sublayer_scales true" --vs "--untie_at 0.67" -- --preset laptop     race two ideas
+    python launch/race.py -n 5 --vs "--sublayer_scales true" --vs "--untie_at 0.67" -- --preset laptop     race two ideas
     python records/ladder.py logs/race-ID logs/race-OTHER               print the table of these races
     python records/ladder.py logs/race-ID --record records/DATE_ladder  also keep it: page, plot and logs
     python records/ladder.py logs/race-ID --equal-time                  also print the command of a race at equal time
@@ -113,7 +113,7 @@ def at_equal_time(found):
             if row["race"] == number:
                 words += ["--vs", f"{flags} --num_steps {max(1, int(row['steps'] / row['verdict'].time.value))}".strip()]
         seed = ["--seed", str(base["seed"] + base["n"])]
-        yield f".venv/bin/python records/race.py {shlex.join(words)} -- {base['flags']} {shlex.join(seed)}"
+        yield f".venv/bin/python launch/race.py {shlex.join(words)} -- {base['flags']} {shlex.join(seed)}"
 
 
 def table(found, title=None):

@@ -1,4 +1,4 @@
-"""The simulated GPU: its log, the model of times and the page, on small logs; whole runs if bench/dry_gpu/setup was run."""
+"""The simulated GPU: its log, the model of times and the page, on small logs; whole runs if dry_gpu/setup was run."""
 
 import importlib
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-DRY = Path(__file__).resolve().parent.parent / "bench" / "dry_gpu"
+DRY = Path(__file__).resolve().parent.parent / "dry_gpu"
 sys.path.insert(0, str(DRY))
 simulate, page = importlib.import_module("simulate"), importlib.import_module("page")
 sys.path.remove(str(DRY))
@@ -232,7 +232,7 @@ SMALL = ("--preset", "laptop", "--layers", "S0M L0M", "--val_tokens", "2048", "-
 def dry():
     """Run dry_gpu/run with flags; by default for a small GPT that compiles in seconds."""
     if not (HOME / "lib" / "libdrygpu.so").exists():
-        pytest.skip(f"the simulated GPU is not set up in {HOME}; run bench/dry_gpu/setup")
+        pytest.skip(f"the simulated GPU is not set up in {HOME}; run dry_gpu/setup")
 
     def call(*flags, of_script=SMALL):
         return subprocess.run([DRY / "run", "--steps", "2", *flags, "--", *of_script], capture_output=True, text=True,
@@ -279,7 +279,7 @@ print(rank0.attention_flops([tokens], Namespace(long=255, short=127), model))
 
 def test_counted_bytes_and_flops(dry, tmp_path):
     """Of eager operators, in MiB; of a compiled reduction; of attention as the mean of its layers. What may not wait."""
-    code = COUNTED.format(dry=str(DRY), root=str(DRY.parent.parent))
+    code = COUNTED.format(dry=str(DRY), root=str(DRY.parent))
     done = subprocess.run([HOME / "venv/bin/python", "-c", code], capture_output=True, text=True, env={
         **os.environ, "LD_LIBRARY_PATH": str(HOME / "lib"), "TRITON_LIBCUDA_PATH": str(HOME / "lib"),
         "TORCHINDUCTOR_BENCHMARK_KERNEL": "1", "DRY_GPU_LOG": str(tmp_path / "log")})

@@ -12,7 +12,7 @@ import pytest
 
 from conftest import free_port
 
-DRY = Path(__file__).resolve().parent.parent / "bench" / "dry_gpu"
+DRY = Path(__file__).resolve().parent.parent / "dry_gpu"
 sys.path.insert(0, str(DRY))
 order, simulate = importlib.import_module("order"), importlib.import_module("simulate")
 sys.path.remove(str(DRY))
@@ -64,15 +64,15 @@ def test_which_waits_are_needed_and_what_covers_the_others(lines, needed, others
 
 @pytest.fixture(scope="module")
 def emulated():
-    """emulated(*flags) runs bench/dry_gpu/run; emulated(code=...) runs code with the interpreter installed, as I."""
+    """emulated(*flags) runs dry_gpu/run; emulated(code=...) runs code with the interpreter installed, as I."""
     library = HOME / "lib" / "libdrygpu.so"
     if not library.exists() or b"dry_gpu_use" not in library.read_bytes():
-        pytest.skip(f"the emulated GPU is not set up in {HOME}, or by an older revision; run bench/dry_gpu/setup")
+        pytest.skip(f"the emulated GPU is not set up in {HOME}, or by an older revision; run dry_gpu/setup")
 
     def call(*flags, code="", repaired=True, **settings):
         command, env = [DRY / "run", *flags], {**os.environ, **settings}
         if code:
-            paths = f"import sys; sys.path[:0] = {str(DRY)!r}, {str(DRY.parent.parent)!r}\n"
+            paths = f"import sys; sys.path[:0] = {str(DRY)!r}, {str(DRY.parent)!r}\n"
             install = "import compute; compute.become_gpu()\nimport interpreter as I, torch, triton.language as tl\n"
             command = [HOME / "venv/bin/python", "-c", paths + install * repaired + code]
             env |= {"LD_LIBRARY_PATH": str(HOME / "lib"), "DRY_GPU_COMPUTE": "1", "DRY_GPU_POISON": "1"}
@@ -188,7 +188,7 @@ for m, k, n in ((128, 128, 256), (256, 384, 512)):
         assert right.float().max() == 448
         assert (h8.cpu().float() != right.float()).float().mean() < 1e-3
         assert abs(scales[2].item() / y.square().max().item() - 1) < 1e-6
-""".replace("import train_gpt", f"sys.path.insert(0, {str(DRY.parent.parent)!r}); import train_gpt")))
+""".replace("import train_gpt", f"sys.path.insert(0, {str(DRY.parent)!r}); import train_gpt")))
 
 
 def test_poisoned_memory_starts_as_nan(emulated):

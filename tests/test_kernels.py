@@ -29,7 +29,7 @@ def interpret():
     if not importlib.util.find_spec("triton"):
         python, libraries = DRY_GPU / "venv" / "bin" / "python", DRY_GPU / "lib"
         if not python.exists():
-            pytest.skip(f"no triton; it comes with torch's GPU builds, and bench/dry_gpu/setup installs it into {DRY_GPU}")
+            pytest.skip(f"no triton; it comes with torch's GPU builds, and dry_gpu/setup installs it into {DRY_GPU}")
 
     def run(code):
         done = subprocess.run([python, "-c", "import json, sys, torch, train_gpt as T\n" + code], capture_output=True, text=True,

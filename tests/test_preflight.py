@@ -11,7 +11,6 @@ import torch
 import train_gpt
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "bench"))
 import preflight  # noqa: E402
 from conftest import TINY  # noqa: E402
 
@@ -229,7 +228,7 @@ def flags(corpus, **changes):
 
 
 def test_the_program_prints_a_table_and_the_flags(corpus, script):
-    process = script(ROOT / "bench" / "preflight.py", "--ranks", 2, *flags(corpus), OMP_NUM_THREADS="1")
+    process = script(ROOT / "launch" / "preflight.py", "--ranks", 2, *flags(corpus), OMP_NUM_THREADS="1")
     out, errors = process.communicate(timeout=120)
     head, *rows, answer = out.splitlines()
     assert process.returncode == 0 and json.loads(answer) == {} and not errors, errors
@@ -238,7 +237,7 @@ def test_the_program_prints_a_table_and_the_flags(corpus, script):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_wrong_command_is_one_message(corpus, script, ranks):
-    process = script(ROOT / "bench" / "preflight.py", "--ranks", ranks, *flags(corpus, train_files="nowhere*"))
+    process = script(ROOT / "launch" / "preflight.py", "--ranks", ranks, *flags(corpus, train_files="nowhere*"))
     out, errors = process.communicate(timeout=120)
     assert process.returncode == 1 and errors.startswith("preflight.py: error: ") and errors.count("\n") == 1 and not out
 
@@ -299,7 +298,7 @@ FRONTIER = vars(train_gpt.PRESETS["frontier"])
     (8, dict(compile="off", attention="masked", fp8_head=False), 17498, 23978),
 ])
 def test_memory_needed_is_what_runs_allocate(ranks, changes, training, validation):
-    """MiB that the simulated GPU counted (bench/dry_gpu, an H100), within a tenth."""
+    """MiB that the simulated GPU counted (dry_gpu, an H100), within a tenth."""
     _, *estimates = preflight.memory_needed(dataclasses.replace(train_gpt.Config(), **changes), 50257, ranks)
     assert [x / 2 ** 20 for x in estimates] == [pytest.approx(training, rel=0.1), pytest.approx(validation, rel=0.1)]
 

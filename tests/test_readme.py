@@ -1,4 +1,4 @@
-"""Test the commands, flags, links and scripts of README.md and docs/, and the files of bench/cluster. For each command the
+"""Test the commands, flags, links and scripts of README.md and docs/, and the files of launch/cluster. For each command the
 table names the test that runs it, or the reason why none does."""
 
 import importlib.util
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 README = PAGES[ROOT / "README.md"]
 needs_venv = pytest.mark.skipif(not (ROOT / ".venv" / "ready").exists(), reason="run.sh has not set up .venv here")
-PROGRAMS = r"(?:[A-Z_]+=\S* )*(?:\./run\.sh|\./test\.sh|\.venv/bin/|torchrun|sbatch|bench/dry_gpu|rm )"
+PROGRAMS = r"(?:[A-Z_]+=\S* )*(?:\./run\.sh|\./test\.sh|\.venv/bin/|torchrun|sbatch|dry_gpu|rm )"
 
 RUN = object()  # test_the_commands_of_a_first_hour runs it, in this order
 LONG = "takes minutes; its parts are tested: "
@@ -63,20 +63,20 @@ COMMANDS = {
     "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 --rdzv_id RUN train_gpt.py":
         "needs two hosts with GPUs; with two network namespaces: test_hosts.py::",
     ".venv/bin/python data/fineweb.py 9": "test_data_fineweb.py::test_a_second_call_requests_nothing_after_a_complete_download",
-    ".venv/bin/python records/watch.py": "test_records_picture.py::test_the_page_follows_a_run_from_its_first_step_to_its_end",
+    ".venv/bin/python launch/watch.py": "test_records_picture.py::test_the_page_follows_a_run_from_its_first_step_to_its_end",
     ".venv/bin/python records/stats.py THEIR_LOGS --target 3.28": "test_records_stats.py::",
     ".venv/bin/python records/stats.py logs/race-ID": "test_records_stats.py::",
     ".venv/bin/python records/verify.py logs/race-ID --data data/stdlib": "test_records_verify.py::",
     '.venv/bin/python records/board.py add logs/race-ID records/DATE_NAME "what it shows"': "test_records_board.py::",
-    "sbatch bench/cluster/speedrun.sbatch -n 5": "test_readme.py::test_the_slurm_job_starts_what_it_says",
-    "sbatch --nodes 2 bench/cluster/speedrun.sbatch": "test_readme.py::test_the_slurm_job_starts_what_it_says",
+    "sbatch launch/cluster/speedrun.sbatch -n 5": "test_readme.py::test_the_slurm_job_starts_what_it_says",
+    "sbatch --nodes 2 launch/cluster/speedrun.sbatch": "test_readme.py::test_the_slurm_job_starts_what_it_says",
     ".venv/bin/python bench/own_model.py": "test_bench.py::test_own_model",
     ".venv/bin/python bench/public_record.py LOG_OR_PROGRAM": "test_bench.py::test_a_last_window_of_18_blocks_in_place_of_20_shows",
-    "bench/dry_gpu/setup": "test_dry_gpu.py::",
-    "bench/dry_gpu/run -- --preset speedrun": "test_dry_gpu.py::",
-    "bench/dry_gpu/run --compare": "test_emulated_steps.py::test_two_steps",
-    "bench/dry_gpu/run --program FILE_OR_LOG -- --preset frontier": "test_dry_gpu.py::test_a_public_program",
-    "bench/dry_gpu/run --cards": LONG + "test_dry_gpu.py::",
+    "dry_gpu/setup": "test_dry_gpu.py::",
+    "dry_gpu/run -- --preset speedrun": "test_dry_gpu.py::",
+    "dry_gpu/run --compare": "test_emulated_steps.py::test_two_steps",
+    "dry_gpu/run --program FILE_OR_LOG -- --preset frontier": "test_dry_gpu.py::test_a_public_program",
+    "dry_gpu/run --cards": LONG + "test_dry_gpu.py::",
     "./run.sh --preflight": "test_preflight.py::",
 }
 
@@ -88,7 +88,7 @@ def commands(text):
     spans = re.findall(r"`([^`]+)`", re.sub(r"^```\n.*?^```$", "", text, flags=re.M | re.S))
     lines = [line.split("  #")[0] for block in blocks for line in block.splitlines()] + spans
     found = (" ".join(line.split()) for line in lines)
-    return list(dict.fromkeys(line for line in found if re.match(PROGRAMS, line) and not re.fullmatch(r"bench/dry_gpu/?", line)))
+    return list(dict.fromkeys(line for line in found if re.match(PROGRAMS, line) and not re.fullmatch(r"dry_gpu/?", line)))
 
 
 def test_every_command_is_in_the_table_and_each_named_test_is_there():
@@ -129,11 +129,11 @@ def test_the_commands_of_a_first_hour(tmp_path):
 
 def test_every_flag_is_one_of_a_program_here_and_every_link_leads_somewhere():
     sources = "".join(path.read_text(encoding="utf-8") for path in
-                      (ROOT / "sample.py", *(ROOT / "data").glob("*.py"), *(ROOT / "records").glob("*.py"),
-                       *(ROOT / "bench/dry_gpu").glob("*.py")))
+                      (ROOT / "sample.py", *(ROOT / "data").glob("*.py"), *(ROOT / "records").glob("*.py"), *(ROOT / "launch").glob("*.py"),
+                       *(ROOT / "dry_gpu").glob("*.py")))
     torchrun = {"--nnodes", "--nproc_per_node", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--max-restarts"}
     known = {*train_gpt.make_parser()._option_string_actions, *re.findall(r"--[a-z][\w-]+", sources), *torchrun}
-    for path in (*PAGES, *(ROOT / "bench/cluster").iterdir()):
+    for path in (*PAGES, *(ROOT / "launch/cluster").iterdir()):
         text = re.sub(r"^#SBATCH.*|--no-install-recommends|--(gpus all|ipc=host|build-arg|nodes 2|env RACE|race )", "", path.read_text(), flags=re.M)
         assert not {*re.findall(r"(?<![\w-])--[a-z][\w-]+", text)} - known, path
     for page, link in ((page, link) for page, text in PAGES.items() for link in re.findall(r"\]\((?!http)([^)]+)\)", text)):
@@ -186,12 +186,12 @@ def test_the_rule_of_the_docs_trains_as_its_formula_says():
         assert torch.allclose(a, b, atol=1e-6)
 
 
-# bench/cluster
+# launch/cluster
 
 
 def test_the_dockerfile_copies_what_its_set_up_needs(tmp_path):
     """Run the set-up with only the files that were copied before it, and a fake Python."""
-    text = (ROOT / "bench/cluster/Dockerfile").read_text()
+    text = (ROOT / "launch/cluster/Dockerfile").read_text()
     copied, entry = re.search(r"^COPY (.*) \./\nRUN (\./run\.sh --setup)$", text, re.M).groups()
     for name in copied.split():
         shutil.copy(ROOT / name, tmp_path / name)
@@ -206,7 +206,7 @@ def test_the_dockerfile_copies_what_its_set_up_needs(tmp_path):
         assert subprocess.run(["bash", "-n", "-c", line]).returncode == 0
     assert {line.split()[0] for line in text.splitlines() if line and line[0] != "#"} == \
         {"FROM", "RUN", "WORKDIR", "ARG", "COPY", "ENTRYPOINT"}
-    ignored = (ROOT / "bench/cluster/Dockerfile.dockerignore").read_text().split("\n")[1:-1]
+    ignored = (ROOT / "launch/cluster/Dockerfile.dockerignore").read_text().split("\n")[1:-1]
     assert ignored == [".venv", "logs", "data/*", "!data/*.py", "**/__pycache__"], "a pattern's last slash would be dropped"
 
 
@@ -228,7 +228,7 @@ def test_the_slurm_job_starts_what_it_says(tmp_path, environment, flags, started
                    "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_ID": "77", **environment}
 
     def job():
-        return subprocess.run(["bash", ROOT / "bench/cluster/speedrun.sbatch", *flags.split()], capture_output=True, text=True, env=environment)
+        return subprocess.run(["bash", ROOT / "launch/cluster/speedrun.sbatch", *flags.split()], capture_output=True, text=True, env=environment)
     refused = job()
     assert refused.returncode == 1 and "run ./run.sh --setup on the login node" in refused.stderr
     (tmp_path / ".venv").mkdir()
@@ -246,7 +246,7 @@ def test_the_slurm_job_starts_what_it_says(tmp_path, environment, flags, started
 
 
 def test_skypilot_starts_a_race_with_its_arguments(tmp_path):
-    task = yaml.safe_load((ROOT / "bench/cluster/skypilot.yaml").read_text())
+    task = yaml.safe_load((ROOT / "launch/cluster/skypilot.yaml").read_text())
     assert {*task} == {"name", "workdir", "resources", "envs", "setup", "run"} and task["resources"]["accelerators"] == "H100:8"
     assert subprocess.run(["bash", "-n", "-c", task["setup"]]).returncode == 0
     for name in "run.sh", "data/fineweb.py":
@@ -264,7 +264,7 @@ def test_the_modal_app_brings_logs_back_also_from_a_race_that_failed(tmp_path, m
     modal.is_local.return_value = True
     modal.App().function.return_value = modal.App().local_entrypoint.return_value = lambda function: function
     monkeypatch.setitem(sys.modules, "modal", modal)
-    spec = importlib.util.spec_from_file_location("modal_app", ROOT / "bench/cluster/modal_app.py")
+    spec = importlib.util.spec_from_file_location("modal_app", ROOT / "launch/cluster/modal_app.py")
     app = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(app)
     assert app.here == ROOT
@@ -285,7 +285,7 @@ def test_an_installed_package_is_one_module_that_writes_nothing(tmp_path):
     (tmp_path / "source").mkdir()
     for name in "pyproject.toml", "train_gpt.py", "README.md", "LICENSE", "requirements.txt":
         shutil.copy(ROOT / name, tmp_path / "source" / name)
-    for folder in "data", "records", "tests":  # what setuptools could take for packages
+    for folder in "data", "launch", "records", "tests":  # what setuptools could take for packages
         (tmp_path / "source" / folder).mkdir()
         (tmp_path / "source" / folder / "__init__.py").touch()
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"

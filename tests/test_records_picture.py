@@ -1,4 +1,4 @@
-"""Tests of records/picture.py and records/watch.py, on logs of this project and of others."""
+"""Tests of records/picture.py and launch/watch.py, on logs of this project and of others."""
 
 import dataclasses
 import json
@@ -276,7 +276,7 @@ def test_the_page_appears_within_a_second(tmp_path):
         (tmp_path / f"{i}.txt").write_text(log(START, *steps(1, 2000, 2000), *["# a line of a script"] * i))
     code = ("import pathlib, sys, time; sys.path.insert(0, sys.argv[1]); import watch; watch.page(pathlib.Path(sys.argv[2])); "
             "assert not {'numpy', 'scipy', 'matplotlib', 'torch'} & set(sys.modules); print(time.process_time())")
-    done = subprocess.run([sys.executable, "-c", code, str(ROOT / "records"), str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, str(ROOT / "launch"), str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0 and float(done.stdout) < 1, done
 
 

@@ -1,4 +1,4 @@
-"""records/race.py: order, seeds, declaration, worktree, failure, Ctrl-C and resumption, with a script that trains
+"""launch/race.py: order, seeds, declaration, worktree, failure, Ctrl-C and resumption, with a script that trains
 nothing; and one run of the real script through the launcher."""
 
 import hashlib
@@ -319,7 +319,7 @@ def test_a_ladder_judges_each_idea_against_the_base(repo, capsys):
     assert {row["steps"] for row in found["rows"]} == {1}  # the stand-in's runs have one
     (command,) = ladder.at_equal_time(found | {"rows": [row | {"steps": 1000} for row in found["rows"]]})
     fitted = [f"{row['verdict'].name} --num_steps {int(1000 / row['verdict'].time.value)}" for row in found["rows"]]
-    assert shlex.split(command) == [".venv/bin/python", "records/race.py", "-n", "4", "--ranks", "1", "--vs", fitted[0], "--vs", fitted[1],
+    assert shlex.split(command) == [".venv/bin/python", "launch/race.py", "-n", "4", "--ranks", "1", "--vs", fitted[0], "--vs", fitted[1],
                                     "--vs", fitted[2], "--", "--mood", "good", "--seed", "4"]
     (idea,) = {shlex.split(*ladder.at_equal_time(found | {"rows": [row | {"verdict": stats.replace(
                    row["verdict"], name=flags, time=stats.Contrast(2.0)), "steps": 20, "race": 1}]}))[7]
@@ -786,13 +786,13 @@ def test_a_race_until_decided_stops_for_want_of_a_chance(repo, capsys):
 
 # Races that die
 
-DRIVER = ("import sys; sys.path.insert(0, {records!r}); import race; from pathlib import Path; race.ROOT = Path({root!r})\n"
+DRIVER = ("import sys; sys.path.insert(0, {launch!r}); import race; from pathlib import Path; race.ROOT = Path({root!r})\n"
           "race.command = lambda ranks, lock: [*race.ALONE, 'train_gpt.py']; race.draw = lambda *_: None\n"
           "sys.exit(race.main(sys.argv[1:]))")
 
 
 def start(repo, *arguments, **keywords):
-    words = [sys.executable, "-c", DRIVER.format(records=str(ROOT / "records"), root=str(repo)), *arguments]
+    words = [sys.executable, "-c", DRIVER.format(launch=str(ROOT / "launch"), root=str(repo)), *arguments]
     return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, **{"stdout": subprocess.DEVNULL, **keywords})
 
 
@@ -871,8 +871,8 @@ def test_a_race_goes_on_where_nobody_reads_it(repo):
 def test_a_wish_for_a_checkpoint_ends_no_race(repo, tmp_path):
     """From the start on, including the slow import of scipy."""
     (tmp_path / "scipy.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGUSR1); print('alive'); os._exit(0)")
-    code = f"import runpy, sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT / 'records')!r}]; runpy.run_path(" \
-           f"{str(ROOT / 'records/race.py')!r}, run_name='__main__')"
+    code = f"import runpy, sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT / 'launch')!r}]; runpy.run_path(" \
+           f"{str(ROOT / 'launch/race.py')!r}, run_name='__main__')"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).stdout == b"alive\n"
 
 
@@ -905,14 +905,15 @@ def test_the_real_script_through_the_launcher(tmp_path, monkeypatch, forked):  #
     """As run.sh does it, in its own checkout."""
     write_corpus(tmp_path, train=(9000,))
     shutil.copy(ROOT / "train_gpt.py", tmp_path)
-    shutil.copytree(ROOT / "records", tmp_path / "records", ignore=shutil.ignore_patterns("2*", "*.html"))
+    for folder in "launch", "records":
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("2*", "*.html"))
     (tmp_path / "changed").mkdir()  # what could change every clock
     seen = tmp_path / "seen"
     (tmp_path / "changed/sitecustomize.py").write_text(f"import sys; print(sys.orig_argv, file=open({str(seen)!r}, 'a'))")
     values = {**TINY, "preset": "laptop", "num_steps": 4, "layers": "S0M SM LM",
               "backout_layer": 1, "train_files": "toy_train_*.bin", "val_files": "toy_val_*.bin"}
     flags = [f"--{name}={str(v).lower() if isinstance(v, bool) else v}" for name, v in values.items()]
-    done = subprocess.run([sys.executable, "records/race.py", "-n", "1", "--", *flags], cwd=tmp_path,
+    done = subprocess.run([sys.executable, "launch/race.py", "-n", "1", "--", *flags], cwd=tmp_path,
                           capture_output=True, text=True,
                           env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path / "changed")})
     assert done.returncode == 0, done.stdout + done.stderr

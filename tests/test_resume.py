@@ -748,7 +748,7 @@ def test_a_disk_with_room_for_one_or_two_checkpoints(room, small_disk, flags, ca
 
 def calm_agent():
     """What torch's agent does for its log takes longer than what it does for ranks as small as ours."""
-    logging.disable(logging.CRITICAL)  # as records/launch.py does: torch imports its compiler to print a traceback
+    logging.disable(logging.CRITICAL)  # as launch/ranks.py does: torch imports its compiler to print a traceback
     dynamic_rendezvous.get_method_name = lambda: ""  # for a record that nobody keeps it reads the source of all callers
 
 

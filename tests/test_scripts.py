@@ -1,4 +1,4 @@
-"""run.sh, test.sh, records/start.py and records/launch.py, started as a user starts them, from another directory."""
+"""run.sh, test.sh, launch/start.py and launch/ranks.py, started as a user starts them, from another directory."""
 
 import contextlib
 import dataclasses
@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "records"))
-import launch  # noqa: E402
+import ranks  # noqa: E402
 import start  # noqa: E402
 import train_gpt
 from conftest import TINY, some_documents, wait_until, write_corpus, write_shard
@@ -51,7 +50,7 @@ class Tree:
         self.root, self.play = folder / "my copy", folder / "play"
         for made in (self.root, self.play):
             made.mkdir()
-        for name in ("run.sh", "test.sh", "requirements.txt", "records/start.py", "records/launch.py", "data/shards.py"):
+        for name in ("run.sh", "test.sh", "requirements.txt", "launch/start.py", "launch/ranks.py", "data/shards.py"):
             (self.root / name).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)
         self.environment = {**os.environ, "PLAY": str(self.play), "REAL_PYTHON": sys.executable,
@@ -176,7 +175,7 @@ def started(monkeypatch, tmp_path):
     monkeypatch.setattr(start, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(start, "call", call)
     monkeypatch.setattr(start, "become", lambda words: (calls.append(called(*words)), sys.exit(0)))
-    monkeypatch.setattr(launch, "start", lambda words: calls.append(called(*words)) or 1)
+    monkeypatch.setattr(ranks, "start", lambda words: calls.append(called(*words)) or 1)
 
     def main(*typed, answer="{}"):
         calls.clear()
@@ -196,20 +195,20 @@ RANKS = "[--nproc_per_node={}][--no-python][PY][-I][-u][train_gpt.py]"
     (0, ["--preset=laptop", "--train_files", "mine*"], [RANKS.format(2) + "[--preset=laptop][--train_files][mine*][--target_val_loss][0]"]),
     (0, ["--init_from", "a run.ckpt", "--seed", "3"], ["[PY][data/stdlib.py]", RANKS.format(2) + "[--preset][laptop][--seed][3][--init_from][HERE/a run.ckpt]"]),
     (0, ["--layers", "- S0M", "--seed", "1"], ["[PY][data/stdlib.py]", RANKS.format(2) + "[--preset][laptop][--layers][- S0M][--seed][1]"]),
-    (0, ["--resume", "race.jsonl"], ["[records/race.py][--resume][HERE/race.jsonl]"]),
+    (0, ["--resume", "race.jsonl"], ["[launch/race.py][--resume][HERE/race.jsonl]"]),
     (0, ["--resume", "race.jsonl", "--vs", "../theirs", "--cmd", "x y"],
-     ["[records/race.py][--resume][HERE/race.jsonl][--cmd][x y][--vs][../theirs]"]),
+     ["[launch/race.py][--resume][HERE/race.jsonl][--cmd][x y][--vs][../theirs]"]),
     (0, ["-n", "5", "--vs", "--sync=step", "--vs", "--sync step", "--seed", "1"],
-     ["[PY][data/stdlib.py]", "[records/race.py][-n][5][--vs][--sync=step][--vs][--sync step][--ranks][2][--][--preset][laptop][--seed][1]"]),
+     ["[PY][data/stdlib.py]", "[launch/race.py][-n][5][--vs][--sync=step][--vs][--sync step][--ranks][2][--][--preset][laptop][--seed][1]"]),
     (0, ["-n", "10", "--vs", "REVISION", "--test", "unpaired", "--alpha", ".05"],
-     ["[PY][data/stdlib.py]", "[records/race.py][-n][10][--test][unpaired][--alpha][.05][--vs][REVISION][--ranks][2][--][--preset][laptop]"]),
-    (0, ["--vs", "HEAD"], ["[PY][data/stdlib.py]", "[records/race.py][--vs][HEAD][--ranks][2][--][--preset][laptop]"]),  # race.py: n is 5
+     ["[PY][data/stdlib.py]", "[launch/race.py][-n][10][--test][unpaired][--alpha][.05][--vs][REVISION][--ranks][2][--][--preset][laptop]"]),
+    (0, ["--vs", "HEAD"], ["[PY][data/stdlib.py]", "[launch/race.py][--vs][HEAD][--ranks][2][--][--preset][laptop]"]),  # race.py: n is 5
     (0, ["--until-decided", "--max-n", "12", "--vs", "HEAD"],
-     ["[PY][data/stdlib.py]", "[records/race.py][--max-n][12][--vs][HEAD][--until-decided][--ranks][2][--][--preset][laptop]"]),
+     ["[PY][data/stdlib.py]", "[launch/race.py][--max-n][12][--vs][HEAD][--until-decided][--ranks][2][--][--preset][laptop]"]),
     (8, ["-n", "5", "--vs", "../theirs", "--cmd", "torchrun --nproc_per_node=8 train_gpt.py", "--preset", "laptop"],
-     ["[PY][data/stdlib.py]", "[PY][-I][bench/preflight.py][--ranks=2][--preset][laptop]",
-      "[records/race.py][-n][5][--cmd][torchrun --nproc_per_node=8 train_gpt.py][--vs][../theirs][--ranks][2][--][--preset][laptop]"]),
-    (7, ["--seed", "3"], ["[PY][data/fineweb.py][9]", "[PY][-I][bench/preflight.py][--ranks=4][--preset][speedrun][--seed][3]",
+     ["[PY][data/stdlib.py]", "[PY][-I][launch/preflight.py][--ranks=2][--preset][laptop]",
+      "[launch/race.py][-n][5][--cmd][torchrun --nproc_per_node=8 train_gpt.py][--vs][../theirs][--ranks][2][--][--preset][laptop]"]),
+    (7, ["--seed", "3"], ["[PY][data/fineweb.py][9]", "[PY][-I][launch/preflight.py][--ranks=4][--preset][speedrun][--seed][3]",
                           RANKS.format(4) + "[--preset][speedrun][--seed][3]"]),
 ])
 def test_what_is_started(started, gpus, tmp_path, seen, typed, expected):
@@ -244,7 +243,7 @@ def test_a_text_is_encoded_and_its_shards_are_named(started, gpus, monkeypatch):
 def test_the_preflight_answer_is_kept_per_source_machine_and_flags(started, gpus, tmp_path, monkeypatch, capsys):
     gpus(8)
     files = ["--train_files", "mine*", "--target_val_loss", "0"]
-    check = "[PY][-I][bench/preflight.py][--ranks=8][--preset][speedrun][--train_files][mine*][--target_val_loss][0]"
+    check = "[PY][-I][launch/preflight.py][--ranks=8][--preset][speedrun][--train_files][mine*][--target_val_loss][0]"
     run = RANKS.format(8) + check.partition("[--ranks=8]")[2]
     taken = "[--attention][flex][--fp8_head][false]"
     answer = '{"attention": "flex", "fp8_head": false}'
@@ -273,7 +272,7 @@ def test_the_preflight_answer_is_kept_per_source_machine_and_flags(started, gpus
     (["--preset", "laptop", "--num_heads", "5"], 1, "train_gpt.py: error: num_heads * head_dim is 5 * 32"),  # once, and not by each rank
 ])
 def test_wrong_words_are_refused_before_anything_is_started(script, tmp_path, typed, status, says):
-    refused = script(ROOT / "records" / "start.py", *typed)
+    refused = script(ROOT / "launch" / "start.py", *typed)
     stdout, stderr = refused.communicate(timeout=60)
     assert refused.returncode == status and says in stderr and stderr.count("\n") == 1 and not stdout
 
@@ -284,7 +283,7 @@ def making_data(tree, script):
         "import time, shards\ndef main():\n    try:\n        print('makes', flush=True)\n        for _ in range(900):\n"
         "            time.sleep(0.1)\n"  # a signal just before one long sleep is heard after it
         "    finally:\n        print('cleans up', flush=True)\nshards.run(main)\n")
-    process = script(tree.root / "records" / "start.py", "--preset", "laptop", prepare=os.setsid)
+    process = script(tree.root / "launch" / "start.py", "--preset", "laptop", prepare=os.setsid)
     wait_until(lambda: process.outputs[0].exists() and process.outputs[0].read_text() == "makes\n", what="the script")
     return process
 
@@ -297,7 +296,7 @@ def test_ctrl_c_while_data_are_made_lets_the_script_clean_up(tree, script):
     assert stderr == "interrupted\nrun.sh: interrupted; complete shards stay\n"
 
 
-@pytest.mark.skipif(not launch.PRCTL, reason="only on Linux a parent's end is a signal")
+@pytest.mark.skipif(not ranks.PRCTL, reason="only on Linux a parent's end is a signal")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_a_script_that_makes_data_ends_with_the_launcher(tree, script, number):
     process = making_data(tree, script)
@@ -331,7 +330,7 @@ def test_a_batch_that_two_ranks_cannot_share_is_said(gpus, capsys):
 def test_a_reader_that_leaves_before_the_run_ends_it_without_a_word():
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run([sys.executable, ROOT / "records" / "start.py", "--help-all"], stdout=write, stderr=subprocess.PIPE, timeout=60)
+    done = subprocess.run([sys.executable, ROOT / "launch" / "start.py", "--help-all"], stdout=write, stderr=subprocess.PIPE, timeout=60)
     os.close(write)
     assert done.returncode == -signal.SIGPIPE and not done.stderr
 
@@ -461,13 +460,13 @@ def test_a_run_listens_on_loopback_only_and_each_restart_starts_afresh(script, t
     (tmp_path / "ranks.py").write_text(LISTENS)
     for name in [name for name in os.environ if name.startswith(("GLOO_", "NCCL_"))]:
         monkeypatch.delenv(name)
-    launcher = script(ROOT / "records" / "launch.py", "--nproc_per_node=2", "--max_restarts=1", tmp_path / "ranks.py")
+    launcher = script(ROOT / "launch" / "ranks.py", "--nproc_per_node=2", "--max_restarts=1", tmp_path / "ranks.py")
     stdout, stderr = launcher.communicate(timeout=240)
     # the store of the agent, and gloo's of the rank; addresses are little-endian hexadecimal
     assert stdout == "".join(f"attempt {n} seen False True lo 2 0100007F\n" for n in range(2)), stdout + stderr
     assert launcher.returncode == 128 + signal.SIGKILL
-    assert stderr.splitlines() == ["launch.py: a rank failed; all ranks start again",
-                                        "launch.py: error: rank 1 was killed by SIGKILL; perhaps memory ran out"]
+    assert stderr.splitlines() == ["ranks.py: a rank failed; all ranks start again",
+                                        "ranks.py: error: rank 1 was killed by SIGKILL; perhaps memory ran out"]
 
 
 def test_ctrl_c_during_imports_is_no_traceback_and_a_request_for_a_checkpoint_no_end(tree):
@@ -476,9 +475,9 @@ def test_ctrl_c_during_imports_is_no_traceback_and_a_request_for_a_checkpoint_no
     (tree.root / "train_gpt.py").write_text(waits)
     done = tree.run()
     assert (done.returncode, done.stderr) == (130, "run.sh: interrupted; nothing was started\n")
-    (tree.root / "records" / "torch.py").write_text(waits)
-    done = subprocess.run([sys.executable, tree.root / "records" / "launch.py"], capture_output=True, text=True, timeout=30)
-    assert (done.returncode, done.stderr) == (130, "launch.py: interrupted before a rank was started\n")
+    (tree.root / "launch" / "torch.py").write_text(waits)
+    done = subprocess.run([sys.executable, tree.root / "launch" / "ranks.py"], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (130, "ranks.py: interrupted before a rank was started\n")
 
 
 @pytest.mark.parametrize("saved, ends, followed", [
@@ -507,8 +506,8 @@ def test_a_complete_run_is_drawn_and_its_model_writes_a_sample(tmp_path, monkeyp
         return 1
 
     called = []
-    monkeypatch.setattr(launch, "run", run)
-    monkeypatch.setattr(launch.logging, "disable", lambda level: None)
+    monkeypatch.setattr(ranks, "run", run)
+    monkeypatch.setattr(ranks.logging, "disable", lambda level: None)
     monkeypatch.setattr(start.subprocess, "call", call)
     whole, config = signal.signal, dataclasses.replace(train_gpt.PRESETS["laptop"], log_dir=str(tmp_path))
     monkeypatch.setattr(signal, "signal", lambda number, handler: number == signal.SIGUSR1 and whole(number, handler))
@@ -518,7 +517,7 @@ def test_a_complete_run_is_drawn_and_its_model_writes_a_sample(tmp_path, monkeyp
     status = first if first >= 0 else 128 - first
     assert start.run_once(config, "laptop", 1, []) == status
     said = "run.sh: starting 1 rank(s), preset laptop\n"
-    assert capsys.readouterr().err == said + ("launch.py: error: rank 1 was killed by SIGABRT\n" if first < 0 else "")
+    assert capsys.readouterr().err == said + ("ranks.py: error: rank 1 was killed by SIGABRT\n" if first < 0 else "")
     assert called == [tmp_path / name for name in followed]
     called.clear()
     reader, writer = os.pipe()

@@ -1,6 +1,6 @@
-"""Faults in train_gpt.py's GPU-only code, each of which bench/dry_gpu/run --compare or --order must find.
+"""Faults in train_gpt.py's GPU-only code, each of which dry_gpu/run --compare or --order must find.
 
-    python bench/dry_gpu/faults.py [NAME ...]     plant each in turn and print a table: fault, command, difference
+    python dry_gpu/faults.py [NAME ...]     plant each in turn and print a table: fault, command, difference
 """
 
 import argparse
@@ -15,7 +15,7 @@ class Fault(NamedTuple):
     meaning: str
     old: str  # occurs once in train_gpt.py
     new: str
-    flags: str  # of bench/dry_gpu/run
+    flags: str  # of dry_gpu/run
     error: str = "$^"  # the run's error, for a fault that ends it; any other error means that the run did not compare
 
 

@@ -1,8 +1,8 @@
 """Start a run, a race or a preflight check: the program that ./run.sh becomes.
 
 It chooses the preset, the data, the number of ranks and of threads; on GPUs also the flags with which every part of a
-run works and a step fits in memory (bench/preflight.py, once per source, machine and flags; .cache/preflight keeps the
-answer). Then it starts the ranks in this process, or becomes records/race.py. After a run it draws the log, and prints
+run works and a step fits in memory (launch/preflight.py, once per source, machine and flags; .cache/preflight keeps the
+answer). Then it starts the ranks in this process, or becomes launch/race.py. After a run it draws the log, and prints
 a sample of the saved model.
 
 Only the standard library is imported at first, so that --help works before .venv is there.
@@ -131,16 +131,16 @@ def interrupted(*_, kept="nothing was started"):
 
 def prepare_child():
     """Prepare a forked child: this process passes Ctrl-C on, also when it ends; the child answers as soon as it can."""
-    import launch
+    from ranks import end_with_parent
     os.setpgrp()
-    launch.end_with_parent(signal.SIGINT)
+    end_with_parent(signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 
 
 def call(words, kept, each_line=None):
     """Run a program until it ends; exit if it fails. each_line gets the lines of its output. After Ctrl-C, which the
     program answers first, say what is kept."""
-    import launch  # before the fork  # noqa: F401
+    from ranks import end_with_parent  # before the fork  # noqa: F401
 
     def pass_on(*_):
         if not noted:
@@ -281,7 +281,7 @@ def preflight(config, flags, ranks, gpus, show_only):
         lines.append(line)
         print(line, end="", flush=True)
 
-    call([PYTHON, "-I", "bench/preflight.py", f"--ranks={ranks}", *flags], "no run was started", show)
+    call([PYTHON, "-I", "launch/preflight.py", f"--ranks={ranks}", *flags], "no run was started", show)
     answer = json.loads(lines[-1])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".tmp").write_text(json.dumps({**key, "flags": answer}, indent=1) + "\n")
@@ -299,16 +299,16 @@ def written(folder):
 
 def show_results(folder, before):
     """Draw the new log, and print a sample of the new model. The run is complete: a failure here does not matter."""
-    import launch
+    from ranks import end_with_parent
     new = [path for path, _ in sorted(written(folder) - before, key=lambda found: found[1])]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: os._exit(128 + number))
     try:
         for log in [path for path in new if path.suffix == ".txt" and b'\n{"end": ' in path.read_bytes()][-1:]:
-            subprocess.call([PYTHON, "records/picture.py", log], preexec_fn=launch.end_with_parent)
+            subprocess.call([PYTHON, "records/picture.py", log], preexec_fn=end_with_parent)
         for model in [path for path in new if path.suffix == ".pt"][-1:]:
             os.write(1, b"\n")
-            subprocess.call([PYTHON, "sample.py", model, "--tokens", "300"], preexec_fn=launch.end_with_parent)
+            subprocess.call([PYTHON, "sample.py", model, "--tokens", "300"], preexec_fn=end_with_parent)
             remove_old_models(folder)
     except OSError:  # the reader or the files are gone
         pass
@@ -327,13 +327,13 @@ def remove_old_models(folder):
 
 def run_once(config, preset, ranks, flags):
     """Start the ranks as a race does: neither PYTHON* variables nor a module beside the script changes them."""
-    import launch
+    from ranks import start as start_ranks
     for name in [name for name in os.environ if name.startswith("PYTHON")]:
         del os.environ[name]
     say(f"starting {ranks} rank(s), preset {preset}")
     before = written(config.log_dir)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a run outlives the reader, and a rank's connection may break
-    status = launch.start([f"--nproc_per_node={ranks}", "--no-python", PYTHON, "-I", "-u", "train_gpt.py", *flags])
+    status = start_ranks([f"--nproc_per_node={ranks}", "--no-python", PYTHON, "-I", "-u", "train_gpt.py", *flags])
     if status == 0:
         show_results(config.log_dir, before)
     return status
@@ -349,7 +349,7 @@ def main(words):
             os.execv(PYTHON, [PYTHON, "train_gpt.py", "--help"])
         return 0
     if race[:1] == ["--resume"]:
-        become(["records/race.py", *race])
+        become(["launch/race.py", *race])
     import train_gpt
     try:
         if options.text:
@@ -366,7 +366,7 @@ def main(words):
     if options.preflight:
         return 0
     if race:
-        become(["records/race.py", *race, "--ranks", str(ranks), "--", *flags])
+        become(["launch/race.py", *race, "--ranks", str(ranks), "--", *flags])
     return run_once(config, preset, ranks, flags)
 
 
@@ -375,7 +375,7 @@ if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # run.sh blocks it until here
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks for a checkpoint, and there is no rank yet
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end without a traceback when the reader of the output is gone
-    sys.path += [str(ROOT), str(ROOT / "records")]
+    sys.path += [str(ROOT), str(ROOT / "launch"), str(ROOT / "records")]
     try:
         sys.exit(main(sys.argv[1:]))
     except Refusal as refusal:

@@ -1,15 +1,15 @@
 """Run train_gpt.py on an emulated GPU, which computes on the CPU, and compare it with the CPU's own path.
 
-    bench/dry_gpu/run --compute -- FLAG ...               train_gpt.py's main; --ranks N, --poison, --shuffle: see below
-    bench/dry_gpu/run --compare                           three float32 steps of each preset, reduced in size
-    bench/dry_gpu/run --compare speedrun --dtype bfloat16 --steps 6 --ranks 2
-    bench/dry_gpu/run --compare masks                     attention, at windows around the borders of blocks
-    bench/dry_gpu/run --order                             uses of memory on two streams without an order, and which
+    dry_gpu/run --compute -- FLAG ...               train_gpt.py's main; --ranks N, --poison, --shuffle: see below
+    dry_gpu/run --compare                           three float32 steps of each preset, reduced in size
+    dry_gpu/run --compare speedrun --dtype bfloat16 --steps 6 --ranks 2
+    dry_gpu/run --compare masks                     attention, at windows around the borders of blocks
+    dry_gpu/run --order                             uses of memory on two streams without an order, and which
                                                           waits are needed
-    bench/dry_gpu/run --order --full --ranks 8 -- --preset speedrun     the same at full size, on the simulated GPU
-    bench/dry_gpu/run --compare laptop --poison --shuffle the same bits if memory starts as NaN, without torch's caching
+    dry_gpu/run --order --full --ranks 8 -- --preset speedrun     the same at full size, on the simulated GPU
+    dry_gpu/run --compare laptop --poison --shuffle the same bits if memory starts as NaN, without torch's caching
                                                           allocator, and if programs run in random order
-    bench/dry_gpu/run --compare speedrun --fault NAME     with a fault of faults.py in train_gpt.py; must fail
+    dry_gpu/run --compare speedrun --fault NAME     with a fault of faults.py in train_gpt.py; must fail
 
 The GPU path is the real one: compiled for CUDA by Inductor, collectives through NCCL's process group. ATen operators
 are the CPU's (aten.py), Triton kernels run in Triton's interpreter (interpreter.py), NCCL sends through a shared file

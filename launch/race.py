@@ -1,15 +1,15 @@
 """Time runs one after another on this machine: of one version, or of two or more in turn.
 
-    python records/race.py -n 10                      ten runs of this checkout's train_gpt.py
-    python records/race.py -n 5 --vs HEAD~1           five pairs: this checkout (side a) and another revision (side b)
-    python records/race.py -n 5 --vs "--sync step"    five pairs of the same script; side a has these flags in addition
-    python records/race.py -n 5 --vs "--flag x" --vs "--other y"      a ladder: five runs of each idea and of the base
-    python records/race.py -n 5 --vs ../modded-nanogpt --cmd "torchrun --nproc_per_node=8 train_gpt.py"
+    python launch/race.py -n 10                      ten runs of this checkout's train_gpt.py
+    python launch/race.py -n 5 --vs HEAD~1           five pairs: this checkout (side a) and another revision (side b)
+    python launch/race.py -n 5 --vs "--sync step"    five pairs of the same script; side a has these flags in addition
+    python launch/race.py -n 5 --vs "--flag x" --vs "--other y"      a ladder: five runs of each idea and of the base
+    python launch/race.py -n 5 --vs ../modded-nanogpt --cmd "torchrun --nproc_per_node=8 train_gpt.py"
                                                       side b: another project's script, started by this command in its
                                                       folder
-    python records/race.py --until-decided --max-n 12 --vs HEAD~1     pairs until the claim is decided, 12 at most
-    python records/race.py -n 5 --ranks 8 -- --preset laptop --num_steps 300      flags for both sides
-    python records/race.py --resume logs/race-ID/race.jsonl                       resume a race (if it runs another
+    python launch/race.py --until-decided --max-n 12 --vs HEAD~1     pairs until the claim is decided, 12 at most
+    python launch/race.py -n 5 --ranks 8 -- --preset laptop --num_steps 300      flags for both sides
+    python launch/race.py --resume logs/race-ID/race.jsonl                       resume a race (if it runs another
                                                       project's script, with the same --vs and --cmd)
 
 A first run does not count: it warms the machine up, and its log is not kept. race.jsonl states it as run 0. Then pairs
@@ -37,11 +37,14 @@ Exit status: 0 all runs are done, 1 one failed, 2 the race cannot be run, 130 in
 """
 
 import signal
+import sys
+from pathlib import Path
 
 if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it requests a checkpoint; races repeat whole runs instead
 
-import logs
+sys.path.append(str(Path(__file__).resolve().parent.parent / "records"))
+import logs  # noqa: E402
 
 logs.end_at_ctrl_c(__name__)  # scipy takes seconds to import
 
@@ -60,12 +63,10 @@ import shlex
 import shutil
 import string
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
 from datetime import datetime, timezone
-from pathlib import Path
 
 import ladder
 import stats
@@ -91,7 +92,7 @@ CHECK = ("import json, sys; sys.path.insert(0, ''); import train_gpt as t; ranks
          "    hasattr(config, 'save_model') and not any(f.startswith('--save_model') for f in flags),\n"
          "    'target': getattr(config, 'target_val_loss', None)}))")
 # After a run, in a process of its own so that its memory is freed
-HALVE = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import examine; examine.halve(sys.argv[1])"
+HALVE = f"import sys; sys.path.append({str(ROOT / 'records')!r}); import examine; examine.halve(sys.argv[1])"
 # Wraps a rank, as torchrun passes no open file on: the rank holds the race's lock as long as it lives
 HOLD = ("import fcntl, os, sys; lock = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(lock, fcntl.LOCK_SH)\n"
         "os.set_inheritable(lock, True); os.execv(sys.argv[2], sys.argv[2:])")
@@ -223,7 +224,7 @@ def check_command(version, folder, *_):
 # The race
 
 def command(ranks, lock):
-    return [*ALONE, str(ROOT / "records" / "launch.py"), f"--nproc_per_node={ranks}", "--no-python", *ALONE,
+    return [*ALONE, str(ROOT / "launch" / "ranks.py"), f"--nproc_per_node={ranks}", "--no-python", *ALONE,
             "-c", HOLD, str(lock), *ALONE, "-u", SCRIPT]
 
 

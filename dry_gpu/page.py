@@ -1,16 +1,16 @@
 """Run rank 0 of N on the simulated GPU and print a page about the run: kernels, launches, memory, estimated times.
 
-    bench/dry_gpu/setup                                        once
-    bench/dry_gpu/run -- --preset speedrun                     rank 0 of 8, GPUs with 80 GB, sm_90
-    bench/dry_gpu/run --ranks 1 --memory 24 --arch 89 -- --preset speedrun --micro_batch_tokens 8192
-    bench/dry_gpu/run --against HEAD~3 -- --preset speedrun    compare a revision with the working tree
-    bench/dry_gpu/run --cold -- --preset speedrun              compare empty compile caches with full ones
-    bench/dry_gpu/run --trace FILE -- --preset speedrun        compare with a profiler's trace from a real GPU, by class
-    bench/dry_gpu/run --program LOG                            the program of a public record, beside its measured times
-    bench/dry_gpu/run --program CLONE/train_gpt.py -- --preset frontier     theirs and ours side by side, by class
-    bench/dry_gpu/run --records CLONE                          the tables of bench/RESULTS.md: each record beside its preset
-    bench/dry_gpu/run --cards                                  a table of speedrun on 1 to 8 GPUs of 80, 48 and 24 GB
-    bench/dry_gpu/run --compute --help                         a simulated GPU that also computes
+    dry_gpu/setup                                        once
+    dry_gpu/run -- --preset speedrun                     rank 0 of 8, GPUs with 80 GB, sm_90
+    dry_gpu/run --ranks 1 --memory 24 --arch 89 -- --preset speedrun --micro_batch_tokens 8192
+    dry_gpu/run --against HEAD~3 -- --preset speedrun    compare a revision with the working tree
+    dry_gpu/run --cold -- --preset speedrun              compare empty compile caches with full ones
+    dry_gpu/run --trace FILE -- --preset speedrun        compare with a profiler's trace from a real GPU, by class
+    dry_gpu/run --program LOG                            the program of a public record, beside its measured times
+    dry_gpu/run --program CLONE/train_gpt.py -- --preset frontier     theirs and ours side by side, by class
+    dry_gpu/run --records CLONE                          the tables of bench/RESULTS.md: each record beside its preset
+    dry_gpu/run --cards                                  a table of speedrun on 1 to 8 GPUs of 80, 48 and 24 GB
+    dry_gpu/run --compute --help                         a simulated GPU that also computes
 
 Figures marked "simulated" come from the model in simulate.py; host times are measured on this machine. The shards are
 random tokens, in documents about as long as FineWeb's (assumed: lognormal, median 400, mean 700 tokens).
@@ -37,11 +37,11 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "records"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "records"))
 import logs
 from simulate import CLASSES, RATES, Step, costs, mean_costs, measured, parse_log, phase, simulate, weigh
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def small_vocabulary(flags):

@@ -1,6 +1,6 @@
 """Start the ranks of one run on this machine, as torchrun --standalone does, but reachable from loopback only.
 
-    python records/launch.py --nproc_per_node=2 [torchrun's flags] train_gpt.py [its flags]
+    python launch/ranks.py --nproc_per_node=2 [torchrun's flags] train_gpt.py [its flags]
 
 torchrun's stores listen on every address of the machine; here the store, gloo and NCCL use loopback alone. Each restart
 (--max_restarts) gets a new store, so nothing of the failed attempt is left in it. The ranks find this process's id in
@@ -17,7 +17,7 @@ import sys
 
 def interrupted(*_):
     """Answer Ctrl-C before there are ranks, without the traceback of an import."""
-    os.write(2, b"launch.py: interrupted before a rank was started\n")
+    os.write(2, b"ranks.py: interrupted before a rank was started\n")
     os._exit(130)
 
 
@@ -54,7 +54,7 @@ class Loopback(StaticTCPRendezvous):
 
     def next_rendezvous(self):
         if self.store:
-            print("launch.py: a rank failed; all ranks start again", file=sys.stderr, flush=True)
+            print("ranks.py: a rank failed; all ranks start again", file=sys.stderr, flush=True)
         listener = socket.create_server((HERE, 0))
         port = listener.getsockname()[1]
         self.store = TCPStore(HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -88,7 +88,7 @@ def start(words):
         if failure.exitcode >= 0:
             return failure.exitcode
         hint = "; perhaps memory ran out" if failure.exitcode == -signal.SIGKILL else ""
-        print(f"launch.py: error: rank {rank} was killed by {failure.signal_name()}{hint}", file=sys.stderr)
+        print(f"ranks.py: error: rank {rank} was killed by {failure.signal_name()}{hint}", file=sys.stderr)
         return 128 - failure.exitcode
     finally:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)

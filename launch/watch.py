@@ -1,7 +1,7 @@
 """Serve a web page, on this machine only, with the latest runs in common charts; it reloads while they go on.
 
-    python records/watch.py                  logs/ and its subfolders at http://127.0.0.1:8000
-    python records/watch.py FOLDER --port 0  another folder; port 0: any free port
+    python launch/watch.py                  logs/ and its subfolders at http://127.0.0.1:8000
+    python launch/watch.py FOLDER --port 0  another folder; port 0: any free port
 
 Runs of a race are named by the flags or the revision of their side, others by what differs between them. It only reads
 logs. Each open page takes some hundredths of a second of one core every 5 s, so do not use it while a run is timed on
@@ -14,14 +14,17 @@ import functools
 import json
 import math
 import re
+import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import logs
-import pages
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "records"))
+
+import logs  # noqa: E402
+import pages  # noqa: E402
+
 SHOWN = 10  # runs
 COLORS = 6  # in templates/theme.css
 PERIOD_S = 5

@@ -1,6 +1,6 @@
 """Choose the flags with which a run works on this machine: check each part once, and fit the micro-batches to memory.
 
-    python bench/preflight.py [--ranks N] [flags of train_gpt.py]
+    python launch/preflight.py [--ranks N] [flags of train_gpt.py]
 
 Each part of a run (attention, each group of layers, the head, the update rules, the collectives) is computed at its full
 shapes, and compared with a plain version: float32, uncompiled, by other means where there are some. If a part fails on
@@ -47,9 +47,9 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT), str(ROOT / "records")]
+sys.path.append(str(ROOT))
 
-import launch  # noqa: E402
+from ranks import start as start_ranks  # noqa: E402
 import train_gpt as T  # noqa: E402
 
 
@@ -382,7 +382,7 @@ def fit_memory(config: T.Config, vocab_size: int, comm: T.Comm) -> T.Config:
 def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, int, int]:
     """Estimate what a rank allocates, in bytes: (permanently, at the peak of training, at the peak of validation).
 
-    Fitted to runs on bench/dry_gpu with each setting of attention, kernels and compile.
+    Fitted to runs on dry_gpu with each setting of attention, kernels and compile.
     """
     c, layers, size = config, T.parse_layers(config.layers), config.torch_dtype.itemsize
     attentions, mlps = sum(bool(layer.window) for layer in layers), sum(layer.mlp for layer in layers)
@@ -443,7 +443,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for library in ("TORCHINDUCTOR", "TRITON"):  # the run reuses what is compiled here
         os.environ.setdefault(f"{library}_CACHE_DIR", str(ROOT / ".cache" / library.lower()))
     if options.ranks > 1 and "RANK" not in os.environ:
-        return launch.start([f"--nproc_per_node={options.ranks}", "--no-python", sys.executable, "-I", "-u", __file__,
+        return start_ranks([f"--nproc_per_node={options.ranks}", "--no-python", sys.executable, "-I", "-u", __file__,
                              *words])
     try:
         check(flags)

@@ -1,6 +1,6 @@
 """A race on 8 H100 of Modal (pip install modal; modal setup). From the repository's folder, with arguments of ./run.sh:
 
-    modal run bench/cluster/modal_app.py --race "-n 5 --vs '--muon_lr 0.05'"
+    modal run launch/cluster/modal_app.py --race "-n 5 --vs '--muon_lr 0.05'"
 
 The logs come back into logs/, also those of a race that failed. The shards stay in a volume for the next race. Never run
 on Modal. Modal 1.6.4 accepts this file, and its function ran locally with a fake run.sh (tests/test_readme.py).

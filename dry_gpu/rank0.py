@@ -219,7 +219,7 @@ def write_facts(facts, phases, times):
 
 def main(folder, ranks, steps, flags):
     sys.path.insert(0, folder)
-    sys.path.append(os.path.join(os.path.dirname(__file__), ".."))
+    sys.path.append(os.path.join(os.path.dirname(__file__), "..", "launch"))
     import train_gpt as T  # first: preflight imports it too
     import preflight
     facts, times, counted, phases, stats = {}, [], set(), Phases(T.__file__), torch._dynamo.utils.counters["stats"]
