@@ -1971,9 +1971,13 @@ class GPT(nn.Module):
         for module in self.modules():
             for name in dir(type(module)):
                 if getattr(getattr(type(module), name), "compiles", False):
-                    # groups times sequence lengths exceed torch's default limit of eight
-                    compile_method = functools.partial(torch.compile, dynamic=False, recompile_limit=64)
-                    setattr(module, name, compile_method(getattr(module, name)))
+                    setattr(module, name, compile_static(getattr(module, name)))
+
+def compile_static(function: Callable) -> Callable:
+    """Compile a function anew for each sequence length, group of layers or size of bucket."""
+    # beyond torch's limit of eight it would run uncompiled, and 2.11 has no argument for the limit of one function
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    return torch.compile(function, dynamic=False)
 
 # ------------------------------------------------------------------------------------------------------------------
 # model: attention masks and kernels
@@ -2900,6 +2904,10 @@ def tree_sum(terms: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     half = len(terms) // 2
     return torch.add(tree_sum(terms[:half]), tree_sum(terms[half:]), out=out)
 
+# their successors do not exist before torch 2.13, the one version that warns of them
+warnings.filterwarnings("ignore", r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
+                        FutureWarning)
+
 class Comm:
     """The collectives of a run. No other code calls them, so a test can replace the network.
 
@@ -2925,7 +2933,7 @@ class Comm:
     def reduce_scatter(self, shard: Tensor, full: Tensor, buffer: Tensor | None) -> Any:
         """Start: shard <- sum over ranks of this rank's part of full [ranks * shard]. With a buffer, sum as a tree."""
         if buffer is None:
-            return dist.reduce_scatter_single(shard, full, async_op=True)
+            return dist.reduce_scatter_tensor(shard, full, async_op=True)
         shards = full.view(self.ranks, -1)
         received = [*buffer[:self.rank], shards[self.rank], *buffer[self.rank:]]
         return HandleGroup(self.exchange(shards, received), then=lambda: tree_sum(received, out=shard))
@@ -2933,7 +2941,7 @@ class Comm:
     def all_gather(self, full: Tensor, shard: Tensor) -> Any:
         """Start: full [ranks * shard] <- every rank's shard, which may be a view of full."""
         if not self.point_to_point:
-            return dist.all_gather_single(full, shard, async_op=True)
+            return dist.all_gather_into_tensor(full, shard, async_op=True)
         shards = full.view(self.ranks, -1)
         shards[self.rank].copy_(shard)  # a no-op if shard is a view of full
         return self.exchange([shard] * self.ranks, shards)
@@ -3384,8 +3392,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         self.reducer = Reducer(buckets, comm, settings, grad_scale)
         self.prepare_for_backward, self.announce_rows = self.reducer.prepare_for_backward, self.reducer.announce_rows
         rules = {type(bucket.rule).update for bucket in buckets}
-        # buckets of more than torch's default limit of eight sizes would be updated without compilation
-        self.compiled = {f: torch.compile(f, dynamic=False, recompile_limit=64) if compiled else f for f in rules}
+        self.compiled = {f: compile_static(f) if compiled else f for f in rules}
         # compiled code takes numbers as tensors, or each new number would compile it again; each name has its own
         as_tensor = functools.lru_cache(256)(lambda name, x: torch.full((), x, device=comm.device))
         self.number = as_tensor if compiled else lambda name, x: x

@@ -157,8 +157,9 @@ def on_ranks(ranks: int, function: Callable, *arguments: Any, address: str = "12
         processes = spawn(_rank_main, (ranks, address, free_port(), before, result, function, arguments), ranks,
                           join=False, daemon=True)
         try:
-            while not processes.join():
-                pass
+            while not processes.join(timeout=0.5):
+                if stopped:  # Python drops an exception that is raised in a hook of fork
+                    raise KeyboardInterrupt
         except ProcessException as error:
             print(error, file=sys.stderr)
             raise train_gpt.RunError(f"{function.__name__}: rank {error.error_index} failed; its error is above") from None
@@ -185,8 +186,18 @@ class FakeComm(train_gpt.Comm):
         return train_gpt.HandleGroup()
 
 
+stopped: list[int] = []  # signals that asked this script to stop
+
+
+def _stop(number: int, _: Any) -> None:
+    stopped.append(number)
+    raise KeyboardInterrupt
+
+
 def run(main: Callable[[], None]) -> None:
-    """Run a script's main. Print errors that the user can fix in one line."""
+    """Run a script's main. Print errors that the user can fix in one line; SIGTERM is answered as Ctrl-C is."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
     try:
         main()
     except (train_gpt.RunError, KeyboardInterrupt) as error:

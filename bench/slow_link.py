@@ -215,7 +215,6 @@ def main() -> None:
     if reason := why_not():
         print(f"skipped: {reason}")
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: terminated"))
     print(f"{machine()}; {args.batch} x {args.tokens} tokens a rank\n")
     head = ["Mbit/s", "variant", "n", "ms a step", "MB sent a step", "times the larger floor", "times DDP"]
     print(table(head, []), flush=True)

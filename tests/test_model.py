@@ -3,9 +3,9 @@
 import copy
 import dataclasses
 import functools
+import importlib.util
 import math
 import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -168,14 +168,15 @@ def frontier_s_loss_and_gradients(module, config):
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_in_frontier_s_mechanisms_show(tiny, name, monkeypatch):
+def test_mistakes_in_frontier_s_mechanisms_show(tiny, name, monkeypatch, tmp_path):
     """The comparison above would see them: each changes the loss or a gradient by 20 times its tolerance."""
     (old, new), source = MISTAKES[name], Path(train_gpt.__file__).read_text()
     assert source.count(old) == 1, "the line has changed: plant the mistake anew"
-    wrong = types.ModuleType(f"wrong_{[*MISTAKES].index(name)}")
-    wrong.__file__ = train_gpt.__file__
-    monkeypatch.setitem(sys.modules, wrong.__name__, wrong)  # its dataclasses look up their module
-    exec(compile(source.replace(old, new), wrong.__name__, "exec"), vars(wrong))
+    spec = importlib.util.spec_from_file_location(f"wrong_{[*MISTAKES].index(name)}", tmp_path / "wrong.py")
+    (tmp_path / "wrong.py").write_text(source.replace(old, new))  # a file, as Triton reads the source of its kernels
+    wrong = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, wrong)  # its dataclasses look up their module
+    spec.loader.exec_module(wrong)
     config = dataclasses.replace(tiny, **FURTHER["all of frontier"][0])
     (loss, grads), (wrong_loss, wrong_grads) = (frontier_s_loss_and_gradients(module, config) for module in (train_gpt, wrong))
     assert abs(loss - wrong_loss) > 2e-5 * loss or any(
