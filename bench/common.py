@@ -152,14 +152,18 @@ def on_ranks(ranks: int, function: Callable, *arguments: Any, address: str = "12
     The processes share the cores. before(rank) is called before they connect to rank 0's address. Raise RunError if one
     fails, and print its message to stderr.
     """
+    global starting
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
+        starting = True
         processes = spawn(_rank_main, (ranks, address, free_port(), before, result, function, arguments), ranks,
                           join=False, daemon=True)
+        starting = False
         try:
-            while not processes.join(timeout=0.5):
-                if stopped:  # Python drops an exception that is raised in a hook of fork
-                    raise KeyboardInterrupt
+            if stopped:
+                raise KeyboardInterrupt
+            while not processes.join():
+                pass
         except ProcessException as error:
             print(error, file=sys.stderr)
             raise train_gpt.RunError(f"{function.__name__}: rank {error.error_index} failed; its error is above") from None
@@ -187,11 +191,13 @@ class FakeComm(train_gpt.Comm):
 
 
 stopped: list[int] = []  # signals that asked this script to stop
+starting = False  # processes: Python drops an exception that is raised in a hook of fork
 
 
 def _stop(number: int, _: Any) -> None:
     stopped.append(number)
-    raise KeyboardInterrupt
+    if not starting:
+        raise KeyboardInterrupt
 
 
 def run(main: Callable[[], None]) -> None:

@@ -47,7 +47,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT))
+sys.path += [str(ROOT), str(ROOT / "launch")]  # python -I leaves out the script's folder
 
 from ranks import start as start_ranks  # noqa: E402
 import train_gpt as T  # noqa: E402
@@ -449,8 +449,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check(flags)
         return 0
     except (T.RunError, OSError) as error:
-        time.sleep(2 * (os.environ.get("RANK", "0") != "0"))  # the same error on rank 0 ends this rank before
-        print(f"preflight.py: error: {error}", file=sys.stderr)
+        rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        store = next(dist.rendezvous("env://", rank, ranks))[0] if ranks > 1 else None
+        if T.first_failure(store, rank, str(error), lost=False) == f"rank {rank}: {error}":
+            print(f"preflight.py: error: {error}", file=sys.stderr)
         return 1
 
 

@@ -118,9 +118,9 @@ _INNOCUOUS = re.compile(
     r"|TORCH_(?:EXTENSIONS_DIR|LOGS|DISTRIBUTED_DEBUG|SHOW_CPP_STACKTRACES|CUDA_ARCH_LIST)=.*"
     r"|LD_LIBRARY_PATH=(?!.*/\.\.)(?:(?:/usr/local/(?:cuda(?:-[\d.]+)?|nvidia)|(?:/usr)?/lib(?:32|64)?)"
     r"(?:/[^:]*)?(?::|$)|:)*")
-# Statements that set a compiler switch; then statements that a reader should inspect, since switches can be hidden
+# Statements that set a compiler switch (the limit of recompilations is none: it says for how many shapes there may be code); then statements that a reader should inspect, since switches can be hidden
 _SETTING = re.compile(
-    r"\b_inductor\b|\b_(?:dynamo|functorch)\b[\w. ]*\b(?:config\b|import \*)|\bcompiler\.config\b|triton\.knobs"
+    r"\b_inductor\b|\b_(?:dynamo|functorch)\b[\w. ]*\b(?:config\b(?!\.recompile_limit\b)|import \*)|\bcompiler\.config\b|triton\.knobs"
     r"|_TorchCompile|\bcompile\(.*\b(?:mode|options)=" rf"|environb?\[b?['\"]{COMPILERS}['\"]\] \|?=(?!=)"
     rf"|\b(?:setdefault|putenv)\(b?['\"]{COMPILERS}|environ.*['\"( ]{COMPILERS}(?:['\"]:|=)", re.S)
 _MEDIUM = re.compile(r": torch\._inductor\.config\.coordinate_descent_tuning = True$")

@@ -133,7 +133,7 @@ def start(hub, tmp_path):
 def download(start):
     def download(*arguments, **options):
         process = start(*arguments, **options)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=600)
         assert "Traceback" not in err
         return process.returncode, out, err
     return download
@@ -196,7 +196,7 @@ def test_a_download_resumes_after_its_process_was_killed(hub, start, download, o
         assert time.monotonic() < deadline, "the download did not get as far as that"
         time.sleep(0.02)
     process.send_signal(how)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == (-9 if how == signal.SIGKILL else 130) and "Traceback" not in err
     held = part.stat().st_size
     assert not (out / TRAIN1).exists()
@@ -280,4 +280,4 @@ def test_a_full_disk_is_an_error_before_the_download(hub, out, monkeypatch, caps
 
 def test_the_number_of_shards_is_checked(start):
     process = start(104)
-    assert "1 to 103" in process.communicate(timeout=20)[1] and process.returncode == 2
+    assert "1 to 103" in process.communicate(timeout=600)[1] and process.returncode == 2

@@ -20,7 +20,7 @@ VAL, TRAIN = "stdlib_val_000000.bin", "stdlib_train_000001.bin"
 
 def make(out, **options):
     return subprocess.run([sys.executable, DATA / "stdlib.py", "--out", out], text=True, capture_output=True,
-                          timeout=60, **options)
+                          timeout=600, **options)
 
 
 def documents_of(path):
@@ -116,7 +116,7 @@ def test_a_damaged_corpus_is_created_again_and_is_equal(corpus, harm):
 def test_two_processes_at_once_end_with_one_corpus(tmp_path):
     command = [sys.executable, DATA / "stdlib.py", "--out", tmp_path / "out"]
     both = [subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for _ in range(2)]
-    said = [process.communicate(timeout=60)[0] for process in both]
+    said = [process.communicate(timeout=600)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     assert sum("exist and are verified" in text for text in said) == 1
 

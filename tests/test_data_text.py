@@ -50,7 +50,7 @@ def convert(tmp_path):
         nowhere = dict.fromkeys(("HTTPS_PROXY", "https_proxy"), "http://127.0.0.1:9")
         return subprocess.run([sys.executable, DATA / "text.py", *map(str, arguments), "--out", "out"], cwd=tmp_path,
                               env=os.environ | nowhere | {"NO_PROXY": "", "no_proxy": ""},
-                              text=True, capture_output=True, timeout=60, **options)
+                              text=True, capture_output=True, timeout=600, **options)
     return convert
 
 
@@ -333,7 +333,7 @@ def test_an_interrupt_leaves_no_files(tmp_path, moment):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)  # also to the processes that encode, as a terminal does
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=600)
     assert process.returncode == 130 and said.strip() == "interrupted"
     assert not (tmp_path / "out").exists()
 

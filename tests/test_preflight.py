@@ -229,7 +229,7 @@ def flags(corpus, **changes):
 
 def test_the_program_prints_a_table_and_the_flags(corpus, script):
     process = script(ROOT / "launch" / "preflight.py", "--ranks", 2, *flags(corpus), OMP_NUM_THREADS="1")
-    out, errors = process.communicate(timeout=120)
+    out, errors = process.communicate(timeout=600)
     head, *rows, answer = out.splitlines()
     assert process.returncode == 0 and json.loads(answer) == {} and not errors, errors
     assert head.startswith("part ") and all(row.endswith(" ok") for row in rows) and rows[-1].startswith("all-gather ")
@@ -238,7 +238,7 @@ def test_the_program_prints_a_table_and_the_flags(corpus, script):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_wrong_command_is_one_message(corpus, script, ranks):
     process = script(ROOT / "launch" / "preflight.py", "--ranks", ranks, *flags(corpus, train_files="nowhere*"))
-    out, errors = process.communicate(timeout=120)
+    out, errors = process.communicate(timeout=600)
     assert process.returncode == 1 and errors.startswith("preflight.py: error: ") and errors.count("\n") == 1 and not out
 
 

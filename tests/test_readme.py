@@ -113,7 +113,7 @@ def test_the_commands_of_a_first_hour(tmp_path):
     for command in (command for command, how in COMMANDS.items() if how is RUN):
         runs = [path.stem for path in clone.glob("logs/*.txt")]
         done = subprocess.run(["bash", "-c", command.replace("RUN", runs[0] if runs else "RUN")], cwd=clone, capture_output=True,
-                              text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+                              text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
         assert done.returncode == 0, (command, done.stderr)
         said[command] = done.stdout
     run, sampled, followed = (said[command] for command in [*COMMANDS][2:5])

@@ -624,7 +624,7 @@ def limited(code, megabytes):
     def limit():
         resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
     code = f"import sys; sys.path.insert(0, {str(RECORDS)!r}); import logs\n{code}"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=limit, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=limit, timeout=600)
 
 
 @pytest.mark.parametrize("piece, megabytes, memory, wanted", [  # Python alone takes 23
@@ -643,7 +643,7 @@ def test_a_huge_file_takes_little_memory(tmp_path, piece, megabytes, memory, wan
 
 def command(*arguments):
     return subprocess.run([sys.executable, str(RECORDS / "logs.py"), *map(str, arguments)], capture_output=True,
-                          text=True, cwd="/", timeout=60)
+                          text=True, cwd="/", timeout=600)
 
 
 def test_the_command_lists_every_file_and_what_became_of_it(tmp_path, write):
@@ -813,10 +813,10 @@ LONG = ("n" * 200 + "/") * 10
 def test_ctrl_c_while_a_tool_imports_is_a_word_and_130(tmp_path, tool):
     (tmp_path / "scipy").mkdir()
     (tmp_path / "scipy" / "__init__.py").write_text(
-        "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)")
+        "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(3600)")
     code = f"import runpy, sys; sys.path[:0] = [{str(tmp_path)!r}, {str(RECORDS)!r}]; runpy.run_path(" \
            f"{str(RECORDS / tool)!r} + '.py', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 

@@ -189,7 +189,7 @@ def open_page(tmp_path):
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
     def open_page(path="/"):
-        return urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}{path}", timeout=30).read().decode()
+        return urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}{path}", timeout=600).read().decode()
     open_page.port = server.server_port
     yield open_page
     server.shutdown()
@@ -298,7 +298,7 @@ def test_only_this_machine_s_own_names_open_the_page(open_page):
                          (f"localhost:{open_page.port}", 200), ("localhost:9000", 200), ("127.0.0.1", 200)):
         request = urllib.request.Request(f"http://127.0.0.1:{open_page.port}/", headers={"Host": host})
         try:
-            assert urllib.request.urlopen(request, timeout=30).status == status
+            assert urllib.request.urlopen(request, timeout=600).status == status
         except urllib.error.HTTPError as error:
             assert error.code == status
 
