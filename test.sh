@@ -1,11 +1,16 @@
 #!/usr/bin/env bash
-# Set up once, then run the tests, from any directory: ./test.sh [pytest's own arguments]
+# Set up once, then run the tests, from any directory: ./test.sh [--all] [pytest's own arguments]. --all: slow ones too
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+chosen=(-m "not slow")
+[ "${1:-}" != --all ] || { chosen=(); shift; }
 "$here/run.sh" --setup
 cd "$here"
-home=${DRY_GPU_HOME:-${XDG_CACHE_HOME:-$HOME/.cache}/dry-gpu}
+home=${DRY_GPU_HOME:-${XDG_CACHE_HOME:-~/.cache}/dry-gpu}
 [ -e "$home/lib/libdrygpu.so" ] ||
     echo "test.sh: no simulated GPU in $home: tests on it are skipped; dry_gpu/setup installs it"
 unset PYTHONDONTWRITEBYTECODE  # what pytest makes of the tests' asserts is kept: else each of its processes makes it anew
-exec .venv/bin/python -m pytest "$@"
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$here/.cache/torchinductor}
+TMPDIR=$(mktemp -d) && export TMPDIR  # killed processes leave files
+trap 'rm -rf "$TMPDIR"' EXIT
+.venv/bin/python -m pytest ${chosen[@]+"${chosen[@]}"} "$@"

@@ -29,6 +29,7 @@ import ctypes
 import logging
 import socket
 import subprocess
+import tempfile
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -78,8 +79,10 @@ def start(words):
     logging.disable(logging.CRITICAL)
     # SIGUSR1 asks the ranks for a checkpoint; torch's agent would end them
     signal.signal(signal.SIGUSR1, lambda *_: subprocess.call(["pkill", "-USR1", "-P", str(os.getpid())]))
+    folder = tempfile.TemporaryDirectory(prefix="ranks-")  # torch's agent would leave its own behind
     try:
-        run(parse_args(["--rdzv_backend=loopback", f"--local_addr={HERE}", f"--signals_to_handle={FORWARDED}", *words]))
+        run(parse_args(["--rdzv_backend=loopback", f"--local_addr={HERE}", f"--signals_to_handle={FORWARDED}",
+                        f"--log_dir={folder.name}", *words]))
         return 0
     except SignalException as received:
         return 128 + received.sigval
@@ -92,6 +95,7 @@ def start(words):
         return 128 - failure.exitcode
     finally:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        folder.cleanup()
 
 
 if __name__ == "__main__":
