@@ -7,8 +7,10 @@ say() { printf 'run.sh: %s\n' "$*" >&2; }
 fail() { say "error: $*"; exit 1; }
 trap 'say "interrupted; $kept"; exit 130' INT
 trap '' USR1  # it asks a run for a checkpoint, and there is no run yet
-wanted=$(cksum < "$here/requirements.txt")
-ready() { [ "$(cat "$here/.venv/ready" 2>/dev/null)" = "$wanted" ] && "$python" -c '' 2>/dev/null; }
+list=requirements.txt stamp=$here/.venv/ready
+[ "${1:-}" != --setup-tests ] || list=tests/requirements.txt stamp=$here/.venv/ready-tests  # test.sh, after --setup
+wanted=$(cksum < "$here/$list")
+ready() { [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && "$python" -c '' 2>/dev/null; }
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
 lock='import fcntl, sys  # the lock belongs to file 9: it ends with this shell and its children, however they end
 try: fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -29,12 +31,13 @@ if ! ready; then
         rm -rf "$here/.venv"
         "$base" -m venv "$here/.venv" || fail "$base cannot create .venv; install its venv module (Debian: python3-venv)"
     fi
-    say "packages: installing requirements.txt into .venv"
-    "$python" -m pip install --quiet --disable-pip-version-check -r "$here/requirements.txt" ||
-        fail "pip could not install requirements.txt, see above; check the network, then run this again"
-    printf '%s\n' "$wanted" > "$here/.venv/ready"
+    say "packages: installing $list into .venv"
+    "$python" -m pip install --quiet --disable-pip-version-check -r "$here/$list" ||
+        fail "pip could not install $list, see above; check the network, then run this again"
+    printf '%s\n' "$wanted" > "$stamp"
 fi
 [ "${1:-}" != --setup ] || { say "packages: ready in .venv"; exit; }
+[ "${1:-}" != --setup-tests ] || exit 0
 hold=(env --default-signal=INT --block-signal=INT)  # Ctrl-C waits until Python can answer it without a traceback
 "${hold[@]}" true 2>/dev/null || hold=()
 exec ${hold[@]+"${hold[@]}"} "$python" -I "$here/launch/start.py" "$@" 9>&-

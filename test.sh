@@ -3,6 +3,7 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 "$here/run.sh" --setup
+"$here/run.sh" --setup-tests
 cd "$here"
 home=${DRY_GPU_HOME:-${XDG_CACHE_HOME:-$HOME/.cache}/dry-gpu}
 [ -e "$home/lib/libdrygpu.so" ] ||
