@@ -60,9 +60,11 @@ def download_tokens(directory):
     """Download GPT-2's vocabulary and write gpt2.tiktoken, unless it is there. Raise DataError without a network."""
     if has_tokens(directory):
         return
-    from huggingface_hub import constants, hf_hub_download  # here: encoding processes of text.py do without
+    # here: encoding processes of text.py do without
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
     with TemporaryDirectory() as folder:
         try:
+            get_hf_file_metadata(hf_hub_url(REPO, VOCABULARY))  # fails at once without a network
             vocabulary = Path(hf_hub_download(REPO, VOCABULARY, local_dir=folder)).read_text(encoding="utf-8")
         except Exception as error:  # the client's errors have no common class
             raise DataError(f"{Path(directory) / FILE} is missing, and {VOCABULARY} of {REPO} cannot be downloaded from "

@@ -214,6 +214,8 @@ def partial(path):
 
 
 def in_one_line(error):
+    """Return the message of an error, or of the one that caused it."""
+    error = error.__cause__ or error
     return " ".join(str(error).split()) or type(error).__name__
 
 
