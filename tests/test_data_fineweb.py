@@ -18,6 +18,7 @@ import pytest
 DATA = Path(__file__).resolve().parents[1] / "data"
 sys.path.insert(0, str(DATA))
 
+import train_gpt  # noqa: E402
 import fineweb  # noqa: E402
 import gpt2  # noqa: E402
 from conftest import vocabulary, write_gpt2_tokens  # noqa: E402
@@ -131,11 +132,12 @@ def hub():
 
 @pytest.fixture
 def start(hub, tmp_path):
-    """Start fineweb.py in another directory; it writes shards to `out`."""
-    def start(shards=1, endpoint=f"http://127.0.0.1:{hub.server_port}"):
+    """Start fineweb.py in another directory; it writes shards to `out`. Or start gpt2.py."""
+    def start(shards=1, endpoint=f"http://127.0.0.1:{hub.server_port}", program="fineweb.py"):
         environment = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
         environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
-        return subprocess.Popen([sys.executable, DATA / "fineweb.py", str(shards), "--out", str(tmp_path / "out")],
+        return subprocess.Popen([sys.executable, DATA / program, *([str(shards), "--out"] if program == "fineweb.py" else []),
+                                 str(tmp_path / "out")],
                                 cwd=tmp_path, env=environment, text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     return start
@@ -173,6 +175,13 @@ def test_a_second_call_requests_nothing_after_a_complete_download(hub, download,
     code, said, _ = download(2)
     assert code == 0 and "all 3 shards exist" in said
     assert not hub.requests and not hub.looked_up
+
+
+def test_gpt2s_tokens_are_written_beside_other_shards(hub, download, out):
+    for _ in range(2):
+        code, said, err = download(program="gpt2.py")
+        assert (code, said, err) == (0, f"{out / 'gpt2.tiktoken'}: exists and is verified\n", "")
+    assert train_gpt.gpt2_token_bytes(out)[50255] == b" gazed" and hub.looked_up == ["vocab.json"] * 3
 
 
 def test_more_shards_later_keep_the_manifest_of_the_first(hub, download, out):
