@@ -7,8 +7,10 @@ say() { printf 'run.sh: %s\n' "$*" >&2; }
 fail() { say "error: $*"; exit 1; }
 trap 'say "interrupted; $kept"; exit 130' INT
 trap '' USR1  # it asks a run for a checkpoint, and there is no run yet
-wanted=$(cksum < "$here/requirements.txt")
-ready() { [ "$(cat "$here/.venv/ready" 2>/dev/null)" = "$wanted" ] && "$python" -c '' 2>/dev/null; }
+list=requirements.txt stamp=$here/.venv/ready
+[ "${1:-}" != --setup-tests ] || list=tests/requirements.txt stamp=$here/.venv/ready-tests  # test.sh, after --setup
+wanted=$(cksum < "$here/$list")
+ready() { [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && "$python" -c '' 2>/dev/null; }
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
 lock='import fcntl, sys  # the lock belongs to file 9: it ends with this shell and its children, however they end
 try: fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -22,19 +24,36 @@ if ! ready; then
         [ $((waits++)) -gt 0 ] || say "packages: another run.sh installs them; waiting until it has ended"; sleep 0.2
     done
 fi
+cpu_builds=https://download.pytorch.org/whl/cpu
+answers='import signal, sys, urllib.request as web; signal.alarm(3); web.urlopen(web.Request(sys.argv[1], method="HEAD"))'
+nvidia_driver() {  # its version; nothing without one
+    nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | grep -m 1 -E '^[0-9]' ||
+        grep -m 1 -oE '[0-9]{3,}\.[0-9.]+' /proc/driver/nvidia/version 2>/dev/null
+}
 if ! ready; then
     kept="what is in .venv stays; run this again to continue"
+    build=() size="5 GB with torch's CUDA build"
+    if [ -n "${PIP_INDEX_URL:-}${PIP_EXTRA_INDEX_URL:-}" ]; then  # the user chose where torch comes from
+        size="1.3 GB with torch's CPU build, 5 GB with CUDA's"
+    elif driver=$(nvidia_driver); then
+        [ "${driver%%.*}" -ge 580 ] || fail "the NVIDIA driver is $driver, and torch's default build is for CUDA 13, which" \
+            "needs 580 or newer. Update the driver, or take the build for CUDA 12:" \
+            "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./run.sh"
+    elif [ "$(uname)" = Linux ] && "$base" -c "$answers" "$cpu_builds/torch/" >/dev/null 2>&1; then
+        build=(--extra-index-url "$cpu_builds") size="1.3 GB with torch's CPU build, as there is no NVIDIA driver"
+    fi
     if ! "$python" -m pip --version >/dev/null 2>&1; then
-        say "packages: creating .venv with $("$base" --version): about 40 s and 1.3 GB with torch's CPU build, more with CUDA's"
+        say "packages: creating .venv with $("$base" --version): about a minute and $size"
         rm -rf "$here/.venv"
         "$base" -m venv "$here/.venv" || fail "$base cannot create .venv; install its venv module (Debian: python3-venv)"
     fi
-    say "packages: installing requirements.txt into .venv"
-    "$python" -m pip install --quiet --disable-pip-version-check -r "$here/requirements.txt" ||
-        fail "pip could not install requirements.txt, see above; check the network, then run this again"
-    printf '%s\n' "$wanted" > "$here/.venv/ready"
+    say "packages: installing $list into .venv"
+    "$python" -m pip install --quiet --disable-pip-version-check ${build[@]+"${build[@]}"} -r "$here/$list" ||
+        fail "pip could not install $list, see above; check the network, then run this again"
+    printf '%s\n' "$wanted" > "$stamp"
 fi
 [ "${1:-}" != --setup ] || { say "packages: ready in .venv"; exit; }
+[ "${1:-}" != --setup-tests ] || exit 0
 hold=(env --default-signal=INT --block-signal=INT)  # Ctrl-C waits until Python can answer it without a traceback
 "${hold[@]}" true 2>/dev/null || hold=()
 exec ${hold[@]+"${hold[@]}"} "$python" -I "$here/launch/start.py" "$@" 9>&-

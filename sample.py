@@ -94,23 +94,22 @@ class Vocabulary(NamedTuple):
     encode: Callable[[str], list[int]]
     bytes_of: Callable[[int], bytes]  # of a token other than BOS
 
-def vocabulary_of(encoding: Encoding) -> Vocabulary:
-    """Find the vocabulary of an encoding: bytes or GPT-2's. RunError if it is another, or not installed."""
+def vocabulary_of(encoding: Encoding, train_files: str) -> Vocabulary:
+    """Find the vocabulary of an encoding: bytes or GPT-2's, beside the training shards. RunError if there is none."""
     if encoding.vocab_size <= 257:
         return Vocabulary(lambda text: list(text.encode("utf-8", "surrogateescape")), lambda token: bytes([token]))
     require(encoding.vocab_size == GPT2_VOCAB, f"the model's vocabulary has {encoding.vocab_size} tokens; sample.py "
             f"knows bytes (at most 257 tokens) and GPT-2's ({GPT2_VOCAB})")
-    sys.path.insert(0, str(ROOT / "data"))
-    import text as text_to_shards
-    try:
-        gpt2 = text_to_shards.gpt2_vocabulary()
-    except text_to_shards.DataError as error:
-        raise RunError(str(error)) from None
+    tokens = train_gpt.gpt2_token_bytes((ROOT / train_files).parent)
+    import tiktoken
+    from tiktoken_ext.openai_public import r50k_pat_str
+    gpt2 = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, special_tokens={},
+                             mergeable_ranks={token: number for number, token in enumerate(tokens)})
 
     def encode(text: str) -> list[int]:
         text.encode()  # raises UnicodeEncodeError; tiktoken would replace invalid characters by U+FFFD
         return gpt2.encode_ordinary(text)
-    return Vocabulary(encode, gpt2.decode_single_token_bytes)
+    return Vocabulary(encode, tokens.__getitem__)
 
 def encode_prompt(text: str, vocabulary: Vocabulary, encoding: Encoding) -> list[int]:
     """Encode the prompt. RunError if it is not valid UTF-8 or has a character without a token."""
@@ -167,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         encoding = Encoding(saved["vocab_size"], saved["bos_id"])
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(train_gpt.cpu_threads(model.config, 1))
-        vocabulary = vocabulary_of(encoding)
+        vocabulary = vocabulary_of(encoding, model.config.train_files)
         prompt = encode_prompt(flags.prompt, vocabulary, encoding)
         generated = generate(model, saved["windows"], encoding.vocab_size, prompt, flags.tokens, flags.temperature,
                              flags.top_k, flags.seed)

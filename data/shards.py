@@ -213,6 +213,12 @@ def partial(path):
     return path.with_name(path.name + ".partial")
 
 
+def in_one_line(error):
+    """Return the message of an error, or of the one that caused it."""
+    error = error.__cause__ or error
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 @contextlib.contextmanager
 def only_writer(directory):
     """Create a directory and lock it against other writers. Wait while another process holds the lock."""

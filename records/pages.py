@@ -1,4 +1,4 @@
-"""Render templates/ to terminal text, Markdown and HTML with charts, with jinja2, which torch installs."""
+"""Render templates/ to terminal text, Markdown and HTML with charts, with jinja2."""
 
 import html
 import math

