@@ -32,15 +32,15 @@ nvidia_driver() {  # its version; nothing without one
 }
 if ! ready; then
     kept="what is in .venv stays; run this again to continue"
-    build=() size="5 GB with torch's CUDA build"
-    if [ -n "${PIP_INDEX_URL:-}${PIP_EXTRA_INDEX_URL:-}" ]; then  # the user chose where torch comes from
-        size="1.3 GB with torch's CPU build, 5 GB with CUDA's"
+    build=() size="up to 5 GB, with torch for CUDA"
+    if [ -n "${PIP_INDEX_URL:-}${PIP_EXTRA_INDEX_URL:-}" ] || [ "$list" != requirements.txt ]; then
+        true  # the user chose where torch comes from, or it is installed
     elif driver=$(nvidia_driver); then
-        [ "${driver%%.*}" -ge 580 ] || fail "the NVIDIA driver is $driver, and torch's default build is for CUDA 13, which" \
+        [ "${driver%%.*}" -ge 580 ] || "$python" -c 'import torch' 2>/dev/null || fail "the NVIDIA driver is $driver, and torch's default build is for CUDA 13, which" \
             "needs 580 or newer. Update the driver, or take the build for CUDA 12:" \
             "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./run.sh"
     elif [ "$(uname)" = Linux ] && "$base" -c "$answers" "$cpu_builds/torch/" >/dev/null 2>&1; then
-        build=(--extra-index-url "$cpu_builds") size="1.3 GB with torch's CPU build, as there is no NVIDIA driver"
+        build=(--extra-index-url "$cpu_builds") size="1.3 GB, with torch for CPUs: there is no NVIDIA driver"
     fi
     if ! "$python" -m pip --version >/dev/null 2>&1; then
         say "packages: creating .venv with $("$base" --version): about a minute and $size"

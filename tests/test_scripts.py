@@ -6,17 +6,20 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-import ranks  # noqa: E402
-import start  # noqa: E402
+import ranks
+import start
 import train_gpt
 from conftest import TINY, some_documents, wait_until, write_corpus, write_shard
 
@@ -35,7 +38,7 @@ case "$*" in
     "-m venv "*) echo venv >> "$PLAY/calls"; mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
     "-m pip install "*)
         trap 'echo "ERROR: Operation cancelled by user" >&2; exit 1' INT
-        echo begins >> "$PLAY/calls"
+        echo begins >> "$PLAY/calls"; echo "$*" >> "$PLAY/pip"
         while [ ! -e "$PLAY/go" ]; do sleep 0.02; done
         echo ends >> "$PLAY/calls" ;;
     *) exec "$REAL_PYTHON" "$@" ;;
@@ -55,6 +58,8 @@ class Tree:
             shutil.copy(ROOT / name, self.root / name)
         self.environment = {**os.environ, "PLAY": str(self.play), "REAL_PYTHON": sys.executable,
                             "PATH": f"{self.play}:{os.environ['PATH']}"}
+        for name in "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL":
+            self.environment.pop(name, None)
         self.script(self.play / "python3", BASE)
 
     def script(self, path, text):
@@ -100,7 +105,7 @@ def test_two_first_set_ups_at_once_take_turns(tree):
     said, then = first.communicate(timeout=600)[1], second.communicate(timeout=600)[1]
     assert (first.returncode, second.returncode, tree.calls()) == (0, 0, ["venv", "begins", "ends"])
     assert then == "run.sh: packages: ready in .venv\n"
-    assert "creating .venv with Python 3.12.0: about 40 s and 1.3 GB" in said.splitlines()[0]
+    assert said.splitlines()[0].startswith("run.sh: packages: creating .venv with Python 3.12.0: about a minute and ")
 
 
 def test_a_set_up_that_was_killed_holds_no_lock_and_is_continued(tree):
@@ -124,6 +129,53 @@ def test_what_the_tests_add_is_installed_once_and_only_for_them(tree):
     assert "tests/requirements.txt" not in done.stderr and tree.run("--setup").stderr == "run.sh: packages: ready in .venv\n"
     (tree.root / "tests/requirements.txt").write_text("another==1\n")
     assert "installing tests/requirements.txt into .venv" in tree.run("--setup-tests").stderr
+
+
+@pytest.fixture
+def machine(tree):
+    """machine(version of the NVIDIA driver, by nvidia-smi or not; whether PyTorch's index answers) -> its tree and the index's URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # it takes connections, and says nothing
+        silent = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Index", (BaseHTTPRequestHandler,), {
+            "do_HEAD": lambda self: self.send_response(200) or self.end_headers(), "log_message": lambda *_: None}))
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def machine(driver, by_smi, answers):
+            url = f"http://127.0.0.1:{server.server_port}" if answers else silent
+            script, proc = tree.root / "run.sh", tree.play / "version"
+            script.write_text(script.read_text().replace("https://download.pytorch.org/whl/cpu", url)
+                              .replace("/proc/driver/nvidia/version", f"'{proc}'"))
+            tree.script(tree.play / "nvidia-smi", f"#!/bin/sh\necho {driver}\n" if by_smi else
+                        "#!/bin/sh\necho NVIDIA-SMI has failed; exit 9\n")
+            if driver and not by_smi:
+                proc.write_text(f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {driver}  Release Build\n")
+            tree.let_pip_end()
+            return tree, url
+        yield machine
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("driver,by_smi", [("", False), ("580.65.06", True), ("595.71", False)])
+@pytest.mark.parametrize("answers", [True, False])
+def test_torch_s_build_fits_the_machine(machine, driver, by_smi, answers):
+    """The build for CPUs comes from PyTorch's index, if that answers within 3 s and there is no NVIDIA driver."""
+    tree, url = machine(driver, by_smi, answers)
+    done = tree.run("--setup")
+    assert done.returncode == 0, done.stderr
+    (words,) = (tree.play / "pip").read_text().splitlines()
+    assert (f"--extra-index-url {url} -r" in words) == ("for CPUs" in done.stderr) == (sys.platform == "linux" and answers and not driver)
+
+
+@pytest.mark.parametrize("by_smi", [True, False])
+def test_an_old_driver_is_told_the_cure_before_the_download(machine, by_smi):
+    tree, _ = machine("535.183.01", by_smi, True)
+    done = tree.run("--setup")
+    assert done.returncode == 1 and not tree.calls() and done.stderr.count("\n") == 1
+    assert "driver is 535.183.01" in done.stderr and "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./run.sh" in done.stderr
+    tree.environment["PIP_EXTRA_INDEX_URL"] = "https://download.pytorch.org/whl/cu126"  # as it says
+    done = tree.run("--setup")
+    assert done.returncode == 0 and tree.calls() == ["venv", "begins", "ends"], done.stderr
 
 
 def test_ctrl_c_in_the_set_up_ends_in_a_line_that_says_what_is_kept(tree):
@@ -324,6 +376,18 @@ def chosen(flags, text=False):
     return words[len(flags):]
 
 
+def test_a_build_for_cpus_beside_a_driver_is_not_used_silently(gpus, monkeypatch):
+    """As on a GPU node whose .venv was made on a login node."""
+    gpus(0)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(train_gpt, "nvidia_smi", lambda fields: ["580.65.06"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(start.Refusal, match="holds torch's build for CPUs.*rm -r .venv"):
+        start.choose([], False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert start.choose([], False)[2] == "laptop"
+
+
 def test_all_usable_gpus_are_taken_and_two_ranks_without_one(gpus):
     for seen, expected in ((0, (0, 2, "laptop")), (4, (4, 4, "speedrun")), (7, (7, 4, "speedrun"))):
         gpus(seen)
@@ -442,6 +506,7 @@ def test_a_driver_too_old_for_torch_is_said_and_not_raced_on_the_cpu(gpus, tree,
 LISTENS = """
 import os, sys, signal, torch.distributed as dist
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 def listeners(pid):
