@@ -63,7 +63,7 @@ COMMANDS = {
     "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 --rdzv_id RUN train_gpt.py":
         "needs two hosts with GPUs; with two network namespaces: test_hosts.py::",
     ".venv/bin/python data/fineweb.py 9": "test_data_fineweb.py::test_a_second_call_requests_nothing_after_a_complete_download",
-    "./run.sh --setup": "test_scripts.py::test_what_the_tests_add_is_installed_once_and_only_for_them",
+    "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu130 ./run.sh --setup": "test_scripts.py::test_what_the_tests_add_is_installed_once_and_only_for_them",
     ".venv/bin/python data/gpt2.py DIR": "test_data_fineweb.py::test_gpt2s_tokens_are_written_beside_other_shards",
     ".venv/bin/python launch/watch.py": "test_records_picture.py::test_the_page_follows_a_run_from_its_first_step_to_its_end",
     ".venv/bin/python records/stats.py THEIR_LOGS --target 3.28": "test_records_stats.py::",

@@ -26,7 +26,8 @@ import torch.distributed as dist
 
 import sample
 import train_gpt
-from conftest import TINY, TORCHRUN, forked, some_documents, write_corpus, write_shard
+from train_gpt import Stage
+from conftest import TINY, TORCHRUN, forked, some_documents, write_corpus, write_gpt2_tokens, write_shard
 
 ROOT = Path(train_gpt.__file__).parent
 
@@ -701,3 +702,25 @@ def test_each_host_is_described_by_a_rank_of_its_own(on_ranks):
     assert on_ranks(4, described) == [[([0, 2], "a CPU of 0"), ([1, 3], "a CPU of 1")]] * 4
 
 
+
+
+def test_frontier_trains_on_gpt2_tokens_without_a_network(tmp_path, script):
+    """From what data/fineweb.py writes: shards, and beside them the bytes of GPT-2's tokens."""
+    sizes = {"model_dim": 64, "num_heads": 4, "head_dim": 16, "ngrams": "2:500:64", "mudd": "true"}
+    keep = ("micro_batches", "micro_batch_tokens", "max_document_tokens", "val_len", "val_tokens", "num_steps", "window_block", "dtype",
+            "fp8_head", "compile", "bucket_mb", "stages", "val_every", "train_shards", "warmup_steps")
+    values = {**{name: TINY[name] for name in keep}, **sizes, "fp8_mlp": "false", "num_steps": 2, "micro_batches": 2, "warmup_steps": 0,
+              "stages": (Stage(long_window=7, prefix_weight=0.25), Stage(extra_steps=1, long_window=11)), "log_dir": tmp_path / "logs", "run_id": "f"}
+    for split, tokens in (("train", 9000), ("val", 1000)):
+        write_shard(tmp_path / f"toy_{split}_000001.bin", some_documents(1, tokens, 50257, 50256), 50257, 50256)
+        values[f"{split}_files"] = tmp_path / f"toy_{split}_*.bin"
+    words = ["--preset", "frontier", *(text for name, v in values.items() for text in (f"--{name}", str(v)))]
+    proxies = {name: "http://127.0.0.1:9" for name in ("HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy")}  # nobody answers
+    _, errors = script(ROOT / "train_gpt.py", *words, **proxies).communicate(timeout=600)
+    assert "gpt2.tiktoken, the bytes of GPT-2's tokens for prefix_weight and sample.py, is missing" in errors
+    assert errors.count("\n") == 1, errors
+    write_gpt2_tokens(tmp_path)
+    run = script(ROOT / "train_gpt.py", *words, **proxies)
+    _, errors = run.communicate(timeout=600)
+    assert run.returncode == 0, errors
+    assert read_log(tmp_path / "logs" / "f.txt")[4]["steps"] == 3
