@@ -123,6 +123,7 @@ def require(condition: Any, message: str) -> None:
 # config
 
 Numbers = tuple[float, ...]
+LayerNumbers = tuple[int, ...]
 
 def option(default: Any, meaning: str, choices: tuple[str, ...] = (), min: float | None = None, max: float = math.inf,
            exclusive_max: float = math.inf) -> Any:
@@ -151,7 +152,8 @@ class Ramp:
 
 def show_row(row: Any) -> str:
     """Show a row as it is written on the command line, without fields at their default."""
-    shown = (f"{f.name}={getattr(row, f.name)!r}" for f in dataclasses.fields(row) if getattr(row, f.name) != f.default)
+    values = ((f, getattr(row, f.name)) for f in dataclasses.fields(row))
+    shown = (repr(v) if f.default is dataclasses.MISSING else f"{f.name}={v!r}" for f, v in values if v != f.default)
     return f"{type(row).__name__}({', '.join(shown)})"
 
 # until: the end of the stage (up to 1: a fraction of the scheduled steps; above 1: a step). extra_steps: the length of
@@ -179,6 +181,15 @@ class MuonGroup:
 
     kind: str
     lr_mul: float = 1.0  # times muon_lr
+    __repr__ = show_row
+
+@dataclass(frozen=True)
+class Ngrams:
+    """An n-gram embedding table [rows, width]. With few rows, n-grams share them by hash."""
+
+    n: int
+    rows: int
+    width: int
     __repr__ = show_row
 
 # One row per kind of parameters. The model names the kind where it creates a parameter: parameter(init, kind)
@@ -247,22 +258,21 @@ class Config(SyncSettings, StageValues):
                          "output gates; attention maps mixed over heads: DC, arXiv:2405.08553), M (MLP), +N (skip "
                          "connection from layer N); c in front (attention reads the output of backout_layer); - "
                          "(nothing)")
-    ngrams: str = option("", "n-gram embedding tables, N:ROWS:WIDTH each; with few rows, n-grams share them by hash")
+    ngrams: tuple[Ngrams, ...] = option((), "n-gram embedding tables, Ngrams(N, ROWS, WIDTH) each")
     ngram_reset: int = option(0, "steps between resets of the n-gram tables, counted back from the last step; with the "
                               "steps per epoch, no row has seen the tokens that it helps to predict (0: none)", min=0)
     ngram_hash: str = option("documents", "rows of n-grams that share them: within documents, or for pairs by record "
                              "89's hash, which crosses documents", ("documents", "record"))
     model_dim: int = option(768, "width of the residual stream")
     num_heads: int = option(6, "attention heads")
-    head_dim: int = option(128, "width of a head; num_heads * head_dim must be model_dim")
     gate_dim: int = option(12, "channels of the residual stream that the gates read")
     backout_layer: int = option(8, "layer whose output is partly subtracted before the head", min=0)
     resid_lambda_init: float = option(1.0, "initial weight of the residual stream in each layer; above 1 favours "
                                       "later layers")
     sublayer_scales: bool = option(False, "learned weights of residual stream and output for attention and for MLP")
-    token_gates: str = option("", "layers at whose start a small network computes gates per token for the layers from "
-                              "there on, such as '0 4': of x0, n-gram embeddings, skip connections, x, g and d (empty: "
-                              "x and a sigmoid gate per head in each layer)")
+    token_gates: LayerNumbers = option((), "layers at whose start a small network computes gates per token for the "
+                                       "layers from there on, such as 0,4: of x0, n-gram embeddings, skip connections, "
+                                       "x, g and d (empty: x and a sigmoid gate per head in each layer)")
     mudd: bool = option(False, "the last layer and the head mix earlier outputs by weights per token (MUDD, "
                         "arXiv:2502.12170)")
     dc_window: int = option(112, "tokens that d looks at")
@@ -361,6 +371,10 @@ class Config(SyncSettings, StageValues):
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
+    @property
+    def head_dim(self) -> int:
+        return self.model_dim // self.num_heads
+
 PRESETS = {
     # overlap_param_gather saves 0.7 ms per step, for frontier 1.2 ms, on the simulated GPU (dry_gpu)
     "speedrun": Config(overlap_param_gather=True, update_order="forward"),
@@ -368,10 +382,11 @@ PRESETS = {
     "frontier": Config(
         # the record's first layer has neither attention nor MLP; the others are numbered without it
         layers="PM S0xM P1M LxgM SxM PM M+3 SxM cS2M cP3M cL4gdM", backout_layer=7, value_gates=True,
-        sublayer_scales=True, resid_lambda_init=1.1, token_gates="0 4", mudd=True, pairing="halves", key_offset=True,
+        sublayer_scales=True, resid_lambda_init=1.1, token_gates=(0, 4), mudd=True, pairing="halves", key_offset=True,
         overlap_param_gather=True, update_order="forward",
-        ngrams="2:377280:768", ngram_hash="record", output_init=1.0, head_init=0.005, value_init=0.01, untie_at=2 / 3,
-        logit_cap=23.0, logit_shift=5.0,  # a lower cap; logits have more room below x = 0 than above
+        ngrams=(Ngrams(2, 377280, 768),), ngram_hash="record",
+        output_init=1.0, head_init=0.005, value_init=0.01, untie_at=2 / 3, logit_cap=23.0,
+        logit_shift=5.0,  # a lower cap; logits have more room below x = 0 than above
         fp8_x_scale=100 / 448, fp8_weight_scale=1.6 / 448, fp8_grad_scale=0.75 / 448, fp8_mlp=True,
         num_steps=1285, cooldown=0.6, lr_floor=0.15,
         # Batches and documents grow; the loss predicts several tokens ahead at first. The stages end at steps 423 (a
@@ -409,8 +424,9 @@ PRESETS = {
         target_val_loss=1.40, train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin",
         train_shards=0, max_document_tokens=257, long_documents="split", shuffle=True, even_order=True,
         micro_batch_tokens=1024, micro_batches=2, val_tokens=0, val_len=1024, val_every=0, layers="S0xM L1xM",
-        model_dim=64, num_heads=2, head_dim=32, backout_layer=0, lazy_tables=True,
-        ngrams="2:16384:64 3:32768:64 4:65536:64 6:65536:64 8:65536:64", dtype="float32", fp8_head=False,
+        model_dim=64, num_heads=2, backout_layer=0, lazy_tables=True, dtype="float32", fp8_head=False,
+        ngrams=(Ngrams(2, 16384, 64), Ngrams(3, 32768, 64), Ngrams(4, 65536, 64), Ngrams(6, 65536, 64),
+                Ngrams(8, 65536, 64)),
         num_steps=135, stages=(Stage(until=1/2, long_window=4), Stage(long_window=8),
                                Stage(extra_steps=10, long_window=8)),
         window_block=32, final_window=12, lr_floor=0.15,
@@ -431,17 +447,23 @@ HELP_GROUPS = {"seed": "the run", "train_files": "data", "layers": "model", "num
                "micro_batches": "values that stages may set", "param_groups": "optimizers", "sync": "gradient sync",
                "bucket_mb": "gradient sync", "micro_batch_splits": "machine", "log_dir": "log and saved files"}
 
-def parse_rows(text: str) -> tuple[Any, ...]:
-    """Evaluate rows such as `Stage(until=1/3, long_window=3), Stage(long_window=11)`.
+EXAMPLES = {"int": "a whole number such as 3", "float": "a number such as .5", "bool": "true or false",
+            "Numbers": "a list of numbers such as 1,.5,.25", "LayerNumbers": "a list of layers such as 0,4",
+            "rows": "a list of rows such as Stage(until=1/3, long_window=3) or AdamGroup('head', lr_mul=.5)"}
 
-    Only the four row classes, numbers, fractions, strings and tuples are allowed. Raise ArgumentTypeError on others.
+def parse_value(text: str, kind: str = "rows") -> Any:
+    """Parse a flag's text by the type of its field; `rows` such as `Stage(until=1/3, long_window=3), Stage()`.
+
+    Only row classes, numbers, fractions, strings, tuples, true and false are allowed. ArgumentTypeError on others.
     """
-    names = {row.__name__: row for row in (Stage, Ramp, AdamGroup, MuonGroup)}
+    names = {row.__name__: row for row in (Stage, Ramp, AdamGroup, MuonGroup, Ngrams)}
 
     def value(node: ast.expr) -> Any:
         match node:
             case ast.Constant(value=int() | float() | str()):
                 return node.value
+            case ast.Name(id="true" | "false"):
+                return node.id == "true"
             case ast.Tuple() | ast.List():
                 return tuple(map(value, node.elts))
             case ast.UnaryOp(op=ast.USub()):
@@ -454,25 +476,22 @@ def parse_rows(text: str) -> tuple[Any, ...]:
                     raise ValueError(f"{name} has no {unknown!r}, only {', '.join(fields)}")
                 return names[name](*map(value, node.args), **{k.arg: value(k.value) for k in node.keywords})
         raise ValueError(f"{ast.unparse(node)!r} is neither a number, a string, a tuple nor one of {', '.join(names)}")
+    types = {"int": (int,), "float": (int, float), "bool": (bool,), "Numbers": (int, float), "LayerNumbers": (int,)}
     try:
-        rows = value(ast.parse(f"({text})", mode="eval").body)
-        return rows if isinstance(rows, tuple) else (rows,)
+        v = value(ast.parse(f"({text})", mode="eval").body)
+        several = v if isinstance(v, tuple) else (v,)
+        if kind in types and not all(type(x) in types[kind] for x in several):
+            raise ValueError(f"{v!r} has another type")
+        several = tuple(map(float, several)) if float in types.get(kind, ()) else several
+        if kind in ("int", "float", "bool"):
+            v, = several
+            return v
+        return several
     except (SyntaxError, ValueError, TypeError, ArithmeticError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {getattr(error, 'msg', error)}; write rows like Stage(until=1/3, "
-                                         'long_window=3), or AdamGroup("head", lr_mul=0.5)') from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not {EXAMPLES[kind]}: {getattr(error, 'msg', error)}") from None
 
-def parse_bool(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-    return text.lower() == "true"
-
-def parse_numbers(text: str) -> Numbers:
-    try:
-        return tuple(float(word) for word in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,.5,.25") from None
-
-PARSERS = {"int": int, "float": float, "str": str, "bool": parse_bool, "Numbers": parse_numbers}  # else parse_rows
+def holds_rows(f: dataclasses.Field) -> bool:
+    return f.type.startswith("tuple[")
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -492,16 +511,16 @@ def make_parser() -> argparse.ArgumentParser:
         if f.name in HELP_GROUPS:
             group = groups[HELP_GROUPS[f.name]]
         aliases = ["--exact"] if f.name == "world_size_invariant" else []
-        choices, parse = f.metadata["choices"] or None, PARSERS.get(f.type, parse_rows)
+        choices, kind = f.metadata["choices"] or None, "rows" if holds_rows(f) else f.type
         group.add_argument(
-            f"--{f.name}", *aliases, type=parse, choices=choices,
-            metavar=None if choices else "ROWS" if parse is parse_rows else f.type.upper(),
+            f"--{f.name}", *aliases, type=str if kind == "str" else functools.partial(parse_value, kind=kind),
+            choices=choices, metavar=None if choices else kind.upper(),
             help=(f.metadata["meaning"] + preset_values(f)).replace("%", "%%"))
     return parser
 
 def preset_values(f: dataclasses.Field) -> str:
-    """Show speedrun's value of a field, and those of other presets that differ. Rows are too long to show."""
-    if f.type not in PARSERS:
+    """Show speedrun's value of a field, and those of other presets that differ, unless they are too long to show."""
+    if f.name in ("stages", "param_groups"):
         return ""
     usual, *others = (f"{v:.4g}" if isinstance(v, float) else ",".join(map(str, v)) if isinstance(v, tuple) else
                       str(v) or "empty" for v in (getattr(preset, f.name) for preset in PRESETS.values()))
@@ -547,14 +566,14 @@ def shortened(preset: Config, num_steps: int) -> dict[str, Any]:
 
 def json_of(config: Config) -> dict[str, Any]:
     """Return the JSON form of a config. Rows are text, as on the command line."""
-    return {f.name: getattr(config, f.name) if f.type in PARSERS else ", ".join(map(repr, getattr(config, f.name)))
+    return {f.name: ", ".join(map(repr, getattr(config, f.name))) if holds_rows(f) else getattr(config, f.name)
             for f in dataclasses.fields(config)}
 
 def config_of(fields: dict[str, Any]) -> Config:
     """Rebuild a config from its JSON form. Raise TypeError if another version of this script wrote it."""
-    rows = {f.name for f in dataclasses.fields(Config) if f.type not in PARSERS}
+    rows = {f.name for f in dataclasses.fields(Config) if holds_rows(f)}
     try:
-        return Config(**{name: parse_rows(v) if name in rows else tuple(v) if isinstance(v, list) else v
+        return Config(**{name: parse_value(v) if name in rows else tuple(v) if isinstance(v, list) else v
                          for name, v in fields.items()})
     except argparse.ArgumentTypeError as error:
         raise TypeError(str(error)) from None
@@ -578,6 +597,8 @@ class Layer(NamedTuple):
 
 def parse_layers(words: str) -> tuple[Layer, ...]:
     """Parse Config.layers: `S1M+5` -> Layer("S", 1, True, skip_from=5). RunError on an invalid word."""
+    require(words.split(), "layers is empty; give at least one layer")
+
     def parse(word: str) -> Layer:
         found = re.fullmatch(r"-|(?=[^+])(?:(c?)([SLP])(\d?)(x?)(g?)(d?))?(M?)(?:\+(\d+))?", word)
         require(found, f"layers: {word!r} is not a layer; write S, L or P, optionally with a digit, x, g, d, M, +N, "
@@ -599,11 +620,9 @@ def saved_layers(config: Config) -> set[int]:
 
 def gated_layers(config: Config) -> list[range]:
     """Return the layers that each network of token_gates computes gates for. RunError on an invalid list."""
-    count, words = len(parse_layers(config.layers)), config.token_gates.split()
-    begins = [int(word) for word in words if word.isdecimal()]
-    require(len(begins) == len(words) and begins == sorted({*begins}) and begins[:1] in ([], [0])
-            and (not begins or begins[-1] < count), f"token_gates is {config.token_gates!r}; write numbers of layers, "
-            f"0 and later ones up to {count - 1}, in order, such as '0 4'")
+    count, begins = len(parse_layers(config.layers)), config.token_gates
+    require(not begins or begins[0] == 0 and begins[-1] < count and [*begins] == sorted({*begins}), "token_gates is "
+            f"{begins}; give numbers of layers, 0 and later ones up to {count - 1}, in order, such as 0,4")
     return [range(*ends) for ends in itertools.pairwise([*begins, count])] if begins else []
 
 GROUP = 4  # least layers of a group that is compiled together
@@ -621,21 +640,6 @@ def layer_groups(config: Config) -> list[range]:
             begins.append(i)
     return [range(*ends) for ends in itertools.pairwise([*begins, count])]
 
-class Ngrams(NamedTuple):
-    """An n-gram embedding table [rows, width]."""
-
-    n: int
-    rows: int
-    width: int
-
-def parse_ngrams(words: str) -> tuple[Ngrams, ...]:
-    """Parse Config.ngrams: `2:16384:64` -> Ngrams(2, 16384, 64). RunError on an invalid word."""
-    def parse(word: str) -> Ngrams:
-        table = re.fullmatch(r"([2-9]):([1-9][0-9]*):([1-9][0-9]*)", word)
-        require(table, f"ngrams: {word!r} is not a table; write N:ROWS:WIDTH, such as 2:16384:64, with N from 2 to 9")
-        return Ngrams(*map(int, table.groups()))
-    return tuple(map(parse, words.split()))
-
 def param_groups(config: Config) -> dict[str, AdamGroup | MuonGroup]:
     """Map each kind of parameters to its row. Rows of config.param_groups replace those of PARAM_GROUPS."""
     groups = {group.kind: group for group in (*PARAM_GROUPS, *config.param_groups)}
@@ -643,114 +647,101 @@ def param_groups(config: Config) -> dict[str, AdamGroup | MuonGroup]:
     return groups | {"embed": groups["head"]} if config.untie_at else groups
 
 def ngram_entries(config: Config) -> int:
-    return sum(table.rows * table.width for table in parse_ngrams(config.ngrams))
+    return sum(table.rows * table.width for table in config.ngrams)
 
 def moment_bytes(config: Config) -> int:
     return 4 if config.adam_fp32_moments else config.torch_dtype.itemsize
 
 def check_config(config: Config, ranks: int) -> None:
     """Raise a RunError that lists all values that are impossible by themselves or for this number of ranks."""
-    c = config
-    wrong = [message for f in dataclasses.fields(c) if (message := out_of_range(f, getattr(c, f.name)))]
-
-    def want(condition: Any, message: str) -> None:
-        if not condition:
-            wrong.append(message)
-
-    want(c.num_heads * c.head_dim == c.model_dim,
-         f"num_heads * head_dim is {c.num_heads} * {c.head_dim}; it must be model_dim, {c.model_dim}")
-    want(c.head_dim % 4 == 0, f"head_dim is {c.head_dim}; the rotary needs a multiple of 4")
-    want(c.gate_dim <= c.model_dim, f"gate_dim is {c.gate_dim}; it must be at most model_dim, {c.model_dim}")
-    want(c.val_tokens % max(1, c.val_len) == 0, f"val_tokens {c.val_tokens} is not a multiple of val_len {c.val_len}; "
-         "give a multiple, or 0 for the whole split")
-    want("/" not in c.run_id and c.run_id not in (".", ".."), f"run_id is {c.run_id!r}; it must be a file name without "
-         "'/'")
-    want(not c.race or re.fullmatch(r"[^:]+:\d+:\d+:[^:]*", c.race), f"race is {c.race!r}; leave it out, because only "
-         "launch/race.py sets it")
-    steps = profiled_steps(c) if re.fullmatch(r"\d+:\d+", c.profile) else ()
-    want(not c.profile or steps and steps[-1] < c.num_steps,
-         f"profile is {c.profile!r}; give the first and the last step, such as 10:13, below num_steps {c.num_steps}")
-    for name in ("bf16_compress", "clip_norm", "find_unused_parameters"):
-        want(not (c.world_size_invariant and getattr(c, name)), f"world_size_invariant excludes {name}, whose sums "
-             "depend on the number of ranks; leave out one of them")
-    want(c.attention != "flash" or c.dtype == "bfloat16",
-         f"attention flash computes in bfloat16, and dtype is {c.dtype}; use --attention auto")
-    want(c.attention != "flash" or not c.world_size_invariant, "world_size_invariant excludes attention flash, whose "
-         "backward sums in no fixed order; use --attention auto")
-    known = len(wrong)
-    try:
-        for stage in stages_of(c):
-            if len(wrong) > known:  # most mistakes are the same in every stage
-                break
-            n, ahead = stage.first["micro_batches"], len(stage.first["loss_weights"])
-            where = f"the stage from step {stage.begin} on has {n} micro-batches"
-            want(ranks > 0 and n % ranks == 0, f"{where}, which {ranks} ranks cannot share evenly; start "
-                 f"{usable_ranks(c, ranks)} ranks (--nproc_per_node), or change --micro_batches")
-            want(not c.world_size_invariant or n & (n - 1) == 0 and ranks & (ranks - 1) == 0, "world_size_invariant "
-                 f"sums a batch as a binary tree, and {where} on {ranks} ranks; make both powers of two")
-            want(ahead <= stage.first["micro_batch_tokens"], f"loss_weights has {ahead} weights from step "
-                 f"{stage.begin} on, and a micro-batch has {stage.first['micro_batch_tokens']} tokens; give fewer")
-        check_layers(c, ranks, want)
-    except RunError as error:
-        wrong.append(str(error))
+    wrong = [message for f in dataclasses.fields(config) if (message := out_of_range(f, getattr(config, f.name)))]
+    require(not wrong, "; ".join(wrong))  # the conditions need possible numbers
+    wrong = [message for holds, message in conditions(config, ranks) if not holds]
     require(not wrong, "; ".join(wrong))
 
-def check_layers(c: Config, ranks: int, want: Callable[[Any, str], None]) -> None:
-    """Check layers, n-gram tables and parameter groups. Raise RunError on an invalid word or row."""
-    layers, gated = parse_layers(c.layers), gated_layers(c)
-    want(layers, "layers is empty; give at least one layer")
-    widest = max((table.width for table in parse_ngrams(c.ngrams)), default=0)
-    want(widest <= c.model_dim, f"ngrams: a table is {widest} wide; its width must be at most model_dim, {c.model_dim}")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
+    """Yield each condition on several values, with the message if it does not hold. RunError on an invalid row."""
+    layers, gated, all_stages = parse_layers(c.layers), gated_layers(c), stages_of(c)
+    windows, value_tables = {layer.window for layer in layers}, {layer.value_table for layer in layers} - {None}
+    kinds, own = [group.kind for group in PARAM_GROUPS], [group.kind for group in c.param_groups]
+    unknown = ", ".join(repr(kind) for kind in own if kind not in kinds)
+    profile, memory = re.fullmatch(r"(\d+):(\d+)", c.profile), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # each rank holds parameters and, during the warm-up, a saved copy of the state
     here, size, moment = env_int("LOCAL_WORLD_SIZE", ranks), c.torch_dtype.itemsize, moment_bytes(c)
     needed = ngram_entries(c) * (here * (2 * size + 4 * moment) + 2 * moment)
-    want(needed <= memory, f"ngrams: training the tables takes {needed >> 30} GiB, and this machine has "
-         f"{memory >> 30}; give them fewer rows")
-    want(c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}")
-    want(not any(layer.reads_backout for layer in layers[:c.backout_layer + 1]), "layers: c reads the output of "
-         f"backout_layer {c.backout_layer}; write it only in later layers")
+    rank_dependent = [name for name, on in (("bf16_compress", c.bf16_compress), ("clip_norm", c.clip_norm), (
+        "find_unused_parameters", c.find_unused_parameters), ("attention flash", c.attention == "flash")) if on]
+    yield from (
+        (c.model_dim % (4 * c.num_heads) == 0 and c.gate_dim <= c.model_dim,
+         f"model_dim is {c.model_dim}; give a multiple of 4 * num_heads, {4 * c.num_heads}, from {c.gate_dim} on"),
+        (c.val_tokens % c.val_len == 0, f"val_tokens is {c.val_tokens}; give a multiple of val_len, {c.val_len}, or 0"),
+        ("/" not in c.run_id and c.run_id not in (".", ".."), f"run_id is {c.run_id!r}; give a file name without '/'"),
+        (re.fullmatch(r"([^:]+:\d+:\d+:[^:]*)?", c.race), f"race is {c.race!r}; only launch/race.py sets it"),
+        (not c.profile or profile and int(profile[1]) <= int(profile[2]) < c.num_steps, f"profile is {c.profile!r}; "
+         f"give the first and the last step, such as 10:13, below num_steps {c.num_steps}"),
+        (c.attention != "flash" or c.dtype == "bfloat16", "attention flash needs dtype bfloat16; use --attention auto"),
+        (not (c.world_size_invariant and rank_dependent), f"world_size_invariant excludes {', '.join(rank_dependent)}, "
+         "whose sums depend on the number of ranks or on timing; leave out one of them"),
+        (c.backout_layer < len(layers), f"backout_layer is {c.backout_layer}; layers has 0 to {len(layers) - 1}"),
+        (not any(layer.reads_backout for layer in layers[:c.backout_layer + 1]), "layers: c reads the output of "
+         f"backout_layer {c.backout_layer}; write it only in later layers"),
+        (value_tables == {*range(len(value_tables))}, f"layers: value tables {value_tables}; number them from 0"),
+        (value_tables or not c.value_gates, "value_gates needs a value table in layers, such as S0M; add one"),
+        ("L" in windows or not c.key_offset, "key_offset needs a layer with the long window; write L for one"),
+        ("P" not in windows or c.num_heads % 2 == 0, f"layers: P pairs heads, and num_heads is {c.num_heads}; write S"),
+        (not c.muon_qk_heads or c.num_heads % c.muon_qk_heads == 0,
+         f"muon_qk_heads is {c.muon_qk_heads}; it must divide num_heads, {c.num_heads}, or be 0"),
+        (not gated or c.sublayer_scales, "token_gates needs sublayer_scales; give --sublayer_scales true"),
+        (not c.mudd or c.sublayer_scales, "mudd needs sublayer_scales; give --sublayer_scales true"),
+        (not c.mudd or layers[-1].window and c.num_heads % 2 == 0, "mudd needs attention in the last layer and an even "
+         "num_heads, because each half of the heads has a value gate"),
+        (not c.untie_at or c.head_init, f"untie_at is {c.untie_at:g} and head_init 0: a tied head of zeros learns "
+         "nothing; give --head_init 0.005"),
+        (not (c.untie_at and "embed" in own), "param_groups: with untie_at the row of head applies to embed; leave out "
+         "the row for embed"),
+        (not unknown, f"param_groups: unknown kinds {unknown}; the kinds are {', '.join(kinds)}"),
+        (c.ngram_hash == "documents" or all(table.n == 2 for table in c.ngrams), "ngram_hash record is for pairs; give "
+         "tables Ngrams(2, ROWS, WIDTH) only"),
+        (needed <= memory, f"ngrams: training the tables takes {needed >> 30} GiB, and this machine has "
+         f"{memory >> 30}; give them fewer rows"))
     for i, layer in enumerate(layers):
-        want(layer.skip_from is None or layer.skip_from < i, f"layers: layer {i} has a skip connection from layer "
-             f"{layer.skip_from}; it must come from an earlier layer")
-    for i, layer in enumerate(layers):
-        want(not (layer.window == "P" and (layer.xsa or layer.dc)), f"layers: layer {i} has P with x or d, which need "
-             "unpaired heads; write S or L, or leave x and d out")
-        want(gated or not (layer.gated or layer.dc), f"layers: layer {i} has g or d, whose gates are computed per "
-             "token; give --token_gates 0, or leave g and d out")
-    for name, given in ("token_gates", gated), ("mudd", c.mudd):
-        want(not given or c.sublayer_scales, f"{name} needs sublayer_scales; give --sublayer_scales true")
-    want(not c.mudd or layers and layers[-1].window and c.num_heads % 2 == 0, "mudd needs attention in the last layer "
-         "and an even num_heads, because each half of the heads has a value gate")
-    want(not c.value_gates or any(layer.value_table is not None for layer in layers), "value_gates needs a value table "
-         "in layers, such as S0M; add one or leave out value_gates")
-    want(not c.untie_at or c.head_init, f"untie_at is {c.untie_at:g} and head_init 0: a tied head of zeros learns "
-         "nothing; give --head_init 0.005")
-    for group in c.param_groups:
-        require(isinstance(group, AdamGroup | MuonGroup), f"param_groups: {group!r} is not a group; write "
-                "AdamGroup(\"head\", lr_mul=0.5) or MuonGroup(\"attn\")")
-        for name, below in (("lr_mul", math.inf), ("beta1", 1), ("beta2", 1), ("weight_decay", math.inf)):
-            v = getattr(group, name, None)
-            want(v is None or isinstance(v, int | float) and 0 <= v < below, f"param_groups: {group} has {name} {v!r}; "
-                 "it must be a number from 0 on" + ", below 1" * (below == 1))
-    given, kinds = {group.kind for group in c.param_groups}, [group.kind for group in PARAM_GROUPS]
-    unknown = ", ".join(map(repr, sorted(given - {*kinds}, key=str)))
-    want(not unknown, f"param_groups: unknown kinds {unknown}; the kinds are {', '.join(kinds)}")
-    want(not (c.untie_at and "embed" in given), "param_groups has a row for embed, but with untie_at the row of head "
-         "applies to it; leave the row out")
-    want(c.ngram_hash == "documents" or all(table.n == 2 for table in parse_ngrams(c.ngrams)), "ngram_hash record is "
-         "for pairs; give tables 2:ROWS:WIDTH only, or leave it out")
-    want(not c.key_offset or any(layer.window == "L" for layer in layers), "key_offset needs a layer with the long "
-         "window; write L for one, or leave it out")
-    want(not c.muon_qk_heads or c.num_heads % c.muon_qk_heads == 0, f"muon_qk_heads is {c.muon_qk_heads}; it must "
-         f"divide num_heads, {c.num_heads}, or be 0")
-    want(c.num_heads % 2 == 0 or all(layer.window != "P" for layer in layers), "layers: P pairs heads, and "
-         f"num_heads is {c.num_heads}; make it even, or write S")
-    tables = {layer.value_table for layer in layers} - {None}
-    want(tables == set(range(len(tables))), f"layers use the value tables {sorted(tables)}; number them from 0 on")
+        yield (layer.skip_from is None or layer.skip_from < i, f"layers: layer {i} has a skip connection from layer "
+               f"{layer.skip_from}; it must come from an earlier layer")
+        yield (layer.window != "P" or not (layer.xsa or layer.dc), f"layers: layer {i} has P with x or d, which need "
+               "unpaired heads; write S or L")
+        yield (gated or not (layer.gated or layer.dc), f"layers: layer {i} has g or d, whose gates are computed per "
+               "token; give --token_gates 0")
+    for table in c.ngrams:
+        yield table.width <= c.model_dim, f"ngrams: {table} is wider than model_dim, {c.model_dim}; give at most that"
+    for stage in all_stages:
+        n, ahead, tokens = (stage.first["micro_batches"], len(stage.first["loss_weights"]),
+                            stage.first["micro_batch_tokens"])
+        where = f"the stage from step {stage.begin} on has {n} micro-batches"
+        found = (
+            (ranks > 0 and n % ranks == 0, f"{where}, which {ranks} ranks cannot share evenly; start "
+             f"{usable_ranks(c, ranks)} ranks (--nproc_per_node), or change --micro_batches"),
+            (not c.world_size_invariant or n & (n - 1) == 0 and ranks & (ranks - 1) == 0, "world_size_invariant sums a "
+             f"batch as a binary tree, and {where} on {ranks} ranks; make both powers of two"),
+            (ahead <= tokens, f"loss_weights has {ahead} weights from step {stage.begin} on, and a micro-batch has "
+             f"{tokens} tokens; give fewer"))
+        yield from found
+        if not all(holds for holds, _ in found):
+            return  # most mistakes are the same in every stage
+
+ROW_LIMITS = {"lr_mul": (0, math.inf), "beta1": (0, 1), "beta2": (0, 1), "weight_decay": (0, math.inf),
+              "n": (2, 10), "rows": (1, math.inf), "width": (1, math.inf)}  # from, below
 
 def out_of_range(f: dataclasses.Field, v: Any) -> str:
-    """Say how a number, or a tuple of numbers, violates its field's declaration; empty if it does not."""
+    """Say how a value violates its field's declaration; empty if it does not."""
+    if holds_rows(f):
+        for row in v:
+            if type(row).__name__ not in f.type:
+                return f"{f.name}: {row!r} is not a row of it; its type is {f.type}"
+            for name, (low, below) in ROW_LIMITS.items():
+                x = getattr(row, name, None)
+                if x is not None and not (isinstance(x, int if low else int | float) and low <= x < below):
+                    return f"{f.name}: {row} has {name} {x!r}; it must be a number from {low} on, below {below:g}"
+        return ""
     if f.type not in ("int", "float", "Numbers"):
         return ""
     low, high, below = (f.metadata[name] for name in ("min", "max", "exclusive_max"))
@@ -788,36 +779,28 @@ class StageSteps(NamedTuple):
 def stages_of(config: Config) -> tuple[StageSteps, ...]:
     """Compute the steps and values of each stage; leave out stages without a step. Raise RunError on an invalid one."""
     c = config
-    for row in c.stages:
-        require(isinstance(row, Stage), f"stages: {row!r} is not a stage; write Stage(until=1/2, …)")
-        require(isinstance(row.extra_steps, int) and row.extra_steps >= 0, f"stages: {row!r} has extra_steps "
-                f"{row.extra_steps!r}; they must be a whole number, from 0 on")
     stages, begin, scheduled = [], 0, scheduled_steps(c)
-    require(scheduled > 0, f"stages: the extra steps leave {scheduled} of num_steps {c.num_steps} for the schedule; "
-            "raise --num_steps, or give --stages with fewer extra steps")
     for row in c.stages:
-        where, until = f"stages: {row!r}", row.until
-        if row.extra_steps:
+        where, until, extra = f"stages: {row!r}", row.until, row.extra_steps
+        if extra:
             require(begin >= scheduled, f"{where} begins at step {begin}, and the schedule ends at step {scheduled}; "
                     "let only the last stages have extra_steps")
-            end = begin + row.extra_steps
+            end = begin + extra
         else:
             require(isinstance(until, int | float) and 0 < until < math.inf and (until <= 1 or until == int(until)),
                     f"{where} has until={until!r}; give a fraction of the scheduled steps, or a whole step above 1")
             end = math.ceil(round(until if until > 1 else until * scheduled, 6))  # until=1/3 is not exactly a third
-            require(begin <= end <= scheduled, f"{where} ends at step {end}; it must end between step {begin}, where "
-                    f"the stage before it ends, and step {scheduled}, where the schedule ends")
+            require(begin <= end <= scheduled, f"{where} ends at step {end}; let it end in {begin} to {scheduled}")
         first, last = values_of(row, c, where)
         if end > begin:
             stages.append(StageSteps(begin, end, first, last))
         begin = end
-    require(begin == c.num_steps, f"stages: the last stage ends at step {begin}, and num_steps is {c.num_steps}; let "
-            "it end at until=1")
+    require(begin == c.num_steps, f"stages end at step {begin}, and num_steps is {c.num_steps}; end one at until=1")
     return tuple(stages)
 
 def values_of(row: Stage, config: Config, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Compute a stage's StageValues at its first step and at its end. Raise RunError on an impossible value."""
-    both, splits = ({}, {}), max(1, config.micro_batch_splits)
+    both, splits = ({}, {}), config.micro_batch_splits
     for f in dataclasses.fields(StageValues):
         v = getattr(row, f.name)
         v = getattr(config, f.name) if v is None else v
@@ -888,8 +871,13 @@ def momentum(config: Config, step: int) -> float:
     return c.muon_momentum_low + height * (c.muon_momentum - c.muon_momentum_low)
 
 def scheduled_steps(config: Config) -> int:
-    """Count the steps of the run without extra_steps."""
-    return config.num_steps - sum(stage.extra_steps for stage in config.stages)
+    """Count the steps of the run without extra_steps. Raise RunError if none is left."""
+    for row in config.stages:
+        require(isinstance(row.extra_steps, int) and row.extra_steps >= 0, f"stages: {row!r} has extra_steps "
+                f"{row.extra_steps!r}; they must be a whole number, from 0 on")
+    scheduled = config.num_steps - sum(stage.extra_steps for stage in config.stages)
+    require(scheduled > 0, f"stages: the extra steps leave {scheduled} of num_steps {config.num_steps}; give fewer")
+    return scheduled
 
 def first_untied_step(config: Config) -> int:
     """Return the first step with an untied embedding: after the first Adam update at or after untie_at.
@@ -1807,7 +1795,7 @@ class GPT(nn.Module):
         self.value_embeds = nn.ModuleList(embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables))
         for table in self.value_embeds:
             table.weight.data.mul_(c.value_init)
-        self.ngrams = nn.ModuleList(NgramTable(c, table, encoding.vocab_size) for table in parse_ngrams(c.ngrams))
+        self.ngrams = nn.ModuleList(NgramTable(c, table, encoding.vocab_size) for table in c.ngrams)
         self.smear_gate = parameter(torch.zeros(1, c.gate_dim, dtype=dtype), "smear_gate")
         block = ScaledBlock if c.sublayer_scales else Block
         self.blocks = nn.ModuleList(block(c, layer) for layer in self.layers)

@@ -357,8 +357,8 @@ def small_preset(record: Record) -> train_gpt.Config:
         max_document_tokens=preset.max_document_tokens // SHORTER,
         muon_momentum_rise=preset.muon_momentum_rise - LESS_MOMENTUM_RISE,
         muon_momentum_fall=preset.muon_momentum_fall - LESS_MOMENTUM_FALL, num_heads=record.heads,
-        head_dim=record.head_dim, model_dim=dim, fp8_head=False, fp8_mlp=False,
-        dc_window=preset.dc_window // SHORTER, ngrams=re.sub(r":\d+:\d+", f":{PAIR_ROWS}:{dim}", preset.ngrams))
+        model_dim=dim, fp8_head=False, fp8_mlp=False,
+        dc_window=preset.dc_window // SHORTER, ngrams=tuple(train_gpt.Ngrams(2, PAIR_ROWS, dim) for _ in preset.ngrams))
 
 
 def run_ours(record: Record, home: Path, initial: dict[str, Tensor],

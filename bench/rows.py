@@ -24,7 +24,7 @@ from torch import Tensor
 from common import machine, next_steps, on_ranks, positive, ratios, run, spread, table, take_turns, train_gpt
 
 WITHOUT, ALL, TOUCHED = "no tables", "all rows", "rows with a gradient"
-VARIANTS = {WITHOUT: {"ngrams": ""}, ALL: {"lazy_tables": False}, TOUCHED: {"lazy_tables": True}}
+VARIANTS = {WITHOUT: {"ngrams": ()}, ALL: {"lazy_tables": False}, TOUCHED: {"lazy_tables": True}}
 
 
 class Counting(train_gpt.Comm):

@@ -44,9 +44,9 @@ REDUCED = {  # two stages in three steps; windows cross block borders
                  "--final_window", "8",
                  "--stages",
                  "Stage(until=2, long_window=3), Stage(long_window=7), Stage(extra_steps=1, long_window=7)"),
-    "frontier": ("--layers", "PM S0xM P1M LxgM+0 cS1M cL1gdM", "--token_gates", "0 3", "--backout_layer", "2",
-                 "--model_dim", "128", "--num_heads", "2", "--head_dim", "64", "--muon_qk_heads", "1",
-                 "--ngrams", "2:3000:128", "--micro_batches", "2",
+    "frontier": ("--layers", "PM S0xM P1M LxgM+0 cS1M cL1gdM", "--token_gates", "0,3", "--backout_layer", "2",
+                 "--model_dim", "128", "--num_heads", "2", "--muon_qk_heads", "1",
+                 "--ngrams", "Ngrams(2, 3000, 128)", "--micro_batches", "2",
                  "--stages", "Stage(until=2, micro_batch_tokens=128, max_document_tokens=60, long_window=3, "
                  "peak_lr_factor=1, loss_weights=Ramp((1, .5, .25), (1, .5, 0)), prefix_weight=.25), Stage(until=4, "
                  "micro_batch_tokens=256, max_document_tokens=100, long_window=7, peak_lr_factor=1.5, "
@@ -54,7 +54,7 @@ REDUCED = {  # two stages in three steps; windows cross block borders
                  "micro_batch_tokens=256, max_document_tokens=100, long_window=11, peak_lr_factor=1.7, "
                  "loss_weights=(1,)), Stage(extra_steps=1, micro_batch_tokens=256, max_document_tokens=100, "
                  "long_window=13, peak_lr_factor=.15, loss_weights=(1,))"),
-    "laptop": ("--ngrams", "2:4096:64 3:8192:64", "--micro_batch_tokens", "256"),
+    "laptop": ("--ngrams", "Ngrams(2, 4096, 64), Ngrams(3, 8192, 64)", "--micro_batch_tokens", "256"),
 }
 LIMITS = {("loss", "median"): 1e-5, ("gradients", "median"): 1e-5, ("gradients", "largest"): 1e-4,
           ("updates", "median"): 1e-5, ("updates", "largest"): 1e-2}  # Muon's polar factor enlarges rounding errors

@@ -38,7 +38,7 @@ FAULTS = {
     "kernel-fp8-inner": Fault(
         "the MLP's kernel in fp8 multiplies each tile of the inner dimension by the first of the second factor",
         "b.load([column, k]).T",
-        "b.load([column, 0]).T", MLP_FP8 + " -- --model_dim 256 --num_heads 4 --ngrams 2:3000:256"),  # two tiles
+        "b.load([column, 0]).T", MLP_FP8 + " -- --model_dim 256 --num_heads 4 --ngrams Ngrams(2,3000,256)"),  # two tiles
     "kernel-fp8-scale": Fault(
         "the MLP's kernel in fp8 scales the product by the scale of h",
         "y_scale, to_h8 = tl.load(scale)",

@@ -35,7 +35,6 @@ import gc
 import itertools
 import json
 import math
-import re
 import time
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
@@ -91,7 +90,7 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
     with device:
         # with small n-gram tables, which no part reads
         as_plain = dataclasses.replace(c, dtype="float32", fp8_head=False, fp8_mlp=False,
-                                       ngrams=re.sub(r":\d+:", ":2:", c.ngrams))
+                                       ngrams=tuple(dataclasses.replace(table, rows=2) for table in c.ngrams))
         plain = T.build_model(as_plain, trainer.stream.shards[0].encoding)
         # documents of twice the long window on average: most tokens have a window's border, not a document's, before them
         text = torch.where(torch.rand(max(T.micro_batch_lengths(c))) * plan.windows.long < 0.5, model.bos_id, 0)

@@ -126,7 +126,7 @@ def test_own_model(bench):
 def test_rows(start, tmp_path):
     """If tables have far more rows than a step reads, few bytes are sent, and nearly all of them are rows."""
     corpus = write_corpus(tmp_path, train=(9000,))
-    flags = {**corpus, "ngrams": "2:4000:16 3:4000:16", "micro_batch_tokens": 64, "val_tokens": 0}
+    flags = {**corpus, "ngrams": (train_gpt.Ngrams(2, 4000, 16), train_gpt.Ngrams(3, 4000, 16)), "micro_batch_tokens": 64, "val_tokens": 0}
     process = start("rows.py", "--rounds", "1", "--flags", " ".join(f"--{name} '{v}'" for name, v in flags.items()))
     out, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
@@ -177,8 +177,8 @@ def test_nanogpt_beside_the_laptop_preset(bench, tmp_path):
         "print('step 3: train loss 1.9000, val loss 1.8800\\niter 3: loss 1.9000, time 7000.00ms, mfu 0.1%')\n")
     (tmp_path / "text").write_text("abcdefgh\n" * 4000)
     shown = bench("nanogpt.py", "--nanogpt", str(tmp_path / "clone"), "--text", str(tmp_path / "text"), "--rounds", "1", "--ranks", "1",
-                  "--nanogpt_steps", "3", "--picture", str(tmp_path / "picture.png"), "--flags", "--num_steps 4 --micro_batches 2 --model_dim 16 --num_heads 1 --head_dim 16 "
-                  "--ngrams 2:16:8 --stages 'Stage(long_window=4)' --muon_momentum_rise 1 --muon_momentum_fall 1 --warmup_steps 0")
+                  "--nanogpt_steps", "3", "--picture", str(tmp_path / "picture.png"), "--flags", "--num_steps 4 --micro_batches 2 --model_dim 16 --num_heads 1 "
+                  "--ngrams Ngrams(2,16,8) --stages 'Stage(long_window=4)' --muon_momentum_rise 1 --muon_momentum_fall 1 --warmup_steps 0")
     assert "| nanoGPT | 1.8800 | 2.0 |" in shown and "| train_gpt.py | " in shown and (tmp_path / "picture.png").exists()
 
 
@@ -201,7 +201,7 @@ class Hyperparameters:
 class GPT(nn.Module):
     def __init__(self, vocab, layers, heads, head_dim, dim, longest):
         super().__init__()
-        flags = shlex.split(f"--fp8_head false --num_heads {{heads}} --head_dim {{head_dim}} --model_dim {{dim}} "
+        flags = shlex.split(f"--fp8_head false --num_heads {{heads}} --model_dim {{dim}} "
             f"--num_steps {{args.num_iterations}} --micro_batch_tokens {{args.train_batch_size // 8}} --max_document_tokens "
             f"{{args.train_max_seq_len}} --window_block {{args.block_size}} --muon_momentum_rise 6 --muon_momentum_fall 5 --stages "
             f"'Stage(until=1/3, long_window=3), Stage(until=2/3, long_window=7), Stage(long_window=11), "

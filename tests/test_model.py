@@ -81,14 +81,14 @@ FURTHER = {  # mechanisms that record 44 lacks: (config values, arguments of ref
     "XSA": (dict(layers=XSA), dict()),
     "attention reads the backout layer": (dict(layers="- S1M S2M SM LM SM SM+5 M+4 SM+3 cS0M+2 S1M+1 cL2M"), dict()),
     "paired heads": (dict(layers=PAIRED, value_gates=True), dict()),
-    "paired halves": (dict(layers=PAIRED, pairing="halves", num_heads=4, head_dim=8), dict(halves=True)),
+    "paired halves": (dict(layers=PAIRED, pairing="halves", num_heads=4), dict(halves=True)),
     "sublayer_scales": (dict(sublayer_scales=True), dict()),
     "tied": (dict(untie_at=1.0, head_init=0.01), dict()),
     "key_offset": (dict(key_offset=True), dict(offset=True)),
     "prefixes": (dict(), dict(prefix_weight=0.25, prefixes=PREFIXES)),
-    "token gates": (dict(layers=GATED, backout_layer=1, sublayer_scales=True, token_gates="0 2", dc_window=5),
+    "token gates": (dict(layers=GATED, backout_layer=1, sublayer_scales=True, token_gates=(0, 2), dc_window=5),
                     dict(gates_from=(0, 2), backout_layer=1, dc_window=5)),
-    "token gates with n-grams": (dict(layers=GATED, backout_layer=1, sublayer_scales=True, token_gates="0", ngrams="2:50:32"),
+    "token gates with n-grams": (dict(layers=GATED, backout_layer=1, sublayer_scales=True, token_gates=(0,), ngrams=(train_gpt.Ngrams(2, 50, 32),)),
                                  dict(gates_from=(0,), backout_layer=1)),
     "MUDD": (dict(layers="S1M SM L0M+0 S2M", backout_layer=1, sublayer_scales=True, mudd=True), dict(backout_layer=1)),
     "MUDD without value tables": (dict(layers="SM SM LM+0 SM", backout_layer=1, sublayer_scales=True, mudd=True),
@@ -96,7 +96,7 @@ FURTHER = {  # mechanisms that record 44 lacks: (config values, arguments of ref
     "all of frontier": (dict({name: getattr(train_gpt.PRESETS["frontier"], name) for name in (
         "layers", "backout_layer", "value_gates", "sublayer_scales", "resid_lambda_init", "output_init", "head_init", "untie_at",
         "logit_cap", "logit_shift", "token_gates", "mudd", "key_offset", "muon_qk_heads", "pairing", "ngram_hash")},
-        dc_window=7, ngrams="2:50:32", num_heads=4, head_dim=8),
+        dc_window=7, ngrams=(train_gpt.Ngrams(2, 50, 32),), num_heads=4),
         dict(softcap=(23.0, 5.0, 7.5), backout_layer=7, ahead=(1.0, 0.5, 0.25), offset=True, halves=True, gates_from=(0, 4),
              dc_window=7, prefix_weight=0.25, prefixes=PREFIXES)),
 }
@@ -201,7 +201,7 @@ def test_initialization_of_later_mechanisms(tiny):
     assert model["scalars"].tolist() == [-1.5] * 5 + [0.5, 1.0] * 12 + [0.0, 0.5]
     assert model["resid_lambdas"].flatten().tolist() == pytest.approx([1.1 ** 0.5] * 24)
     assert model["post_lambdas"].tolist() == [[1.0, 1.0]] * 12
-    frontier = dataclasses.replace(small_frontier(), head_dim=8, model_dim=48)
+    frontier = dataclasses.replace(small_frontier(), model_dim=48)
     model = train_gpt.build_model(frontier, ENCODING)
     scale = 1.1 ** 0.5
     for network, weights in (
@@ -214,8 +214,8 @@ def test_initialization_of_later_mechanisms(tiny):
 
 
 def small_frontier():
-    return dataclasses.replace(train_gpt.PRESETS["frontier"], dtype="float32", fp8_head=False, head_dim=16, model_dim=96,
-                               ngrams="2:50:8", stages=(Stage(long_window=3),), micro_batch_tokens=48, val_len=64)
+    return dataclasses.replace(train_gpt.PRESETS["frontier"], dtype="float32", fp8_head=False, model_dim=96,
+                               ngrams=(train_gpt.Ngrams(2, 50, 8),), stages=(Stage(long_window=3),), micro_batch_tokens=48, val_len=64)
 
 
 class ByRecord:
@@ -280,7 +280,8 @@ def test_the_record_s_hash_at_its_own_size(tiny):
 
 def test_ngram_tables_are_those_of_a_second_implementation(tiny):
     """Loss and gradients for exact and hashed tables, as wide as the residual stream and narrower, with collisions."""
-    config = dataclasses.replace(tiny, ngrams=f"2:{VOCAB ** 2}:32 2:50:8 3:40:32 4:17:3")
+    config = dataclasses.replace(tiny, ngrams=tuple(itertools.starmap(train_gpt.Ngrams, (
+        (2, VOCAB ** 2, 32), (2, 50, 8), (3, 40, 32), (4, 17, 3)))))
     model = shaken(config)
     assert [table.shared for table in model.ngrams] == [False, True, True, True]
     x, y = tokens_of(5, 60)
@@ -295,8 +296,8 @@ def test_ngram_tables_are_those_of_a_second_implementation(tiny):
 
 
 def test_ngram_tables_start_at_zero_and_change_no_other_initial_value(tiny):
-    plain, model = (train_gpt.build_model(dataclasses.replace(tiny, ngrams=words), train_gpt.Encoding(VOCAB, BOS))
-                    for words in ("", "2:50:8"))
+    plain, model = (train_gpt.build_model(dataclasses.replace(tiny, ngrams=tables), train_gpt.Encoding(VOCAB, BOS))
+                    for tables in ((), (train_gpt.Ngrams(2, 50, 8),)))
     for (name, p), (other, q) in zip(plain.named_parameters(), [item for item in model.named_parameters()
                                                                if not item[0].startswith("ngrams")], strict=True):
         assert name == other and torch.equal(p, q)
@@ -306,7 +307,7 @@ def test_ngram_tables_start_at_zero_and_change_no_other_initial_value(tiny):
 
 
 def test_initial_values_are_those_of_the_record(tiny):
-    model = train_gpt.build_model(dataclasses.replace(tiny, model_dim=64, head_dim=32), train_gpt.Encoding(1000, 999))
+    model = train_gpt.build_model(dataclasses.replace(tiny, model_dim=64), train_gpt.Encoding(1000, 999))
     p = dict(model.named_parameters())
     assert p["embed.weight"].shape == (1024, 64), "the vocabulary is padded to a multiple of 128"
     assert p["embed.weight"].std().item() == pytest.approx(1, abs=0.02)
@@ -448,8 +449,7 @@ def test_flash_attention_is_called_with_the_right_documents_and_window(first, wi
 
 def test_a_model_with_flash_attention_is_the_same_model(tiny, monkeypatch):
     """Losses and gradients with paired heads, two windows and several documents."""
-    config = dataclasses.replace(tiny, layers="PM S0M LM", backout_layer=1, micro_batch_tokens=512, num_heads=2,
-                                 head_dim=8, model_dim=16)
+    config = dataclasses.replace(tiny, layers="PM S0M LM", backout_layer=1, micro_batch_tokens=512, num_heads=2, model_dim=16)
     model, plain = shaken(config), PlainFlashAttention(monkeypatch)
     x, y = torch.randint(BOS, (2, 512))
     x[[0, 150, 380]] = BOS
@@ -897,7 +897,7 @@ def test_parameter_groups_train_as_a_plain_second_training_does(tmp_path, tiny):
         "post_lambdas", 0.7, 0.6, 0.95, 2e3), ("mudd", 6.0, 0.7, 0.8, 4e3), ("mudd_biases", 3.0, 0.75, 0.85, 5e3)
     config = dataclasses.replace(
         tiny, stages=(Stage(long_window=3),), num_steps=6, micro_batches=2, micro_batch_tokens=16, max_document_tokens=14,
-        cooldown=0.0, adam_lr=0.001, adam_eps=1e-3, ngrams="2:50:8", layers=XSA, value_gates=True,
+        cooldown=0.0, adam_lr=0.001, adam_eps=1e-3, ngrams=(train_gpt.Ngrams(2, 50, 8),), layers=XSA, value_gates=True,
         key_offset=True, mudd=True, sublayer_scales=True, muon_qk_heads=1, muon_beta2=0.9,
         param_groups=(*(AdamGroup(*row) for row in rows), MuonGroup("mlp_fc", lr_mul=1.5)))
     train_gpt.check_config(config, 1)
@@ -946,7 +946,7 @@ def test_frontier_s_plan_is_that_of_the_record():
     assert (c.muon_lr, c.muon_beta2, c.muon_qk_heads) == (0.023, 0.9, 2)
     assert (c.head_init, c.value_init, c.output_init, c.resid_lambda_init) == (0.005, 0.01, 1, 1.1)
     assert (c.logit_cap, c.logit_shift, c.logit_softness, c.adam_every, c.adam_lr) == (23, 5, 7.5, 2, 0.008)
-    assert c.ngrams == f"2:{50304 * 15 // 2}:768" and c.pairing == "halves" and c.key_offset and c.value_gates
+    assert c.ngrams == (train_gpt.Ngrams(2, 50304 * 15 // 2, 768),) and c.pairing == "halves" and c.key_offset and c.value_gates
     assert (c.fp8_x_scale, c.fp8_weight_scale, c.fp8_grad_scale) == (100 / 448, 1.6 / 448, 0.75 / 448)
 
 
@@ -1094,7 +1094,7 @@ def test_flash_attention_on_gpu_is_the_cpu_s_attention(gpu):
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gpu_gives_the_cpu_s_loss_and_gradients(gpu, tiny, compiled):
-    config = dataclasses.replace(tiny, model_dim=128, num_heads=2, head_dim=64, micro_batch_tokens=256)
+    config = dataclasses.replace(tiny, model_dim=128, num_heads=2, micro_batch_tokens=256)
     x, y = tokens_of(8, 256)
     windows = train_gpt.Windows(128, 64)
     cpu = shaken(config)

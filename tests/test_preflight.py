@@ -33,7 +33,7 @@ def failed(rows):
 
 
 def test_working_parts_pass_and_leave_no_trace(config):
-    trainer = trainer_of(config, ngrams="2:32:8")
+    trainer = trainer_of(config, ngrams=(train_gpt.Ngrams(2, 32, 8),))
     before = train_gpt.state_hash(trainer)
     rows, broken = preflight.check_parts(trainer)
     assert train_gpt.state_hash(trainer) == before and broken is None
@@ -49,7 +49,7 @@ def test_the_parts_of_frontier_pass(config):
     frontier = train_gpt.PRESETS["frontier"]
     changes = {name: getattr(frontier, name) for name in ("layers", "backout_layer", "value_gates", "token_gates", "mudd",
                                                           "sublayer_scales", "pairing", "key_offset", "muon_qk_heads")}
-    rows, _ = preflight.check_parts(trainer_of(config, ngrams="2:32:8", num_heads=4, head_dim=8, **changes))
+    rows, _ = preflight.check_parts(trainer_of(config, ngrams=(train_gpt.Ngrams(2, 32, 8),), num_heads=4, **changes))
     assert [row[0] for row in rows[2:4]] == ["layers 0 to 3", "layers 4 to 10"]
     assert len({row[0] for row in rows}) == len(rows)
     assert not failed(rows)
@@ -199,7 +199,7 @@ def with_rows(comm, config, whole):
         exchange = comm.exchange
         comm.exchange = lambda sent, received: exchange(
             [x * 0 if x.is_floating_point() and rank != comm.rank else x for rank, x in enumerate(sent)], received)
-    trainer = trainer_of(config, comm, ngrams="2:5000:8 3:70:8", lazy_tables=True)
+    trainer = trainer_of(config, comm, ngrams=(train_gpt.Ngrams(2, 5000, 8), train_gpt.Ngrams(3, 70, 8)), lazy_tables=True)
     before = train_gpt.state_hash(trainer)
     rows, broken = preflight.check_parts(trainer)
     assert train_gpt.state_hash(trainer) == before
@@ -267,8 +267,8 @@ def test_micro_batches_are_split_until_they_fit_on_the_smallest_gpu(gpu):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_memory_needed_counts_at_least_parameters_gradients_and_state(tiny, layers, dim, ranks):
     """A kind of parameter that the estimate leaves out would be missed in one of these models."""
-    config = dataclasses.replace(tiny, layers=layers, backout_layer=1, model_dim=dim, head_dim=dim // 2, bucket_mb=1000,
-                                 dtype="bfloat16", ngrams="2:20000:16", adam_fp32_moments=ranks == 2)
+    config = dataclasses.replace(tiny, layers=layers, backout_layer=1, model_dim=dim, bucket_mb=1000,
+                                 dtype="bfloat16", ngrams=(train_gpt.Ngrams(2, 20000, 16),), adam_fp32_moments=ranks == 2)
     encoding = train_gpt.Encoding(1024, 1023)
     model = train_gpt.build_model(config, encoding)
     buckets = train_gpt.fill_buckets(train_gpt.specs_of(config, model), 2 ** 40, 0, ranks)
@@ -305,10 +305,10 @@ def test_memory_needed_is_what_runs_allocate(ranks, changes, training, validatio
 
 @pytest.mark.parametrize("free, changes, says", [
     (2, dict(), "use more ranks, fewer rows in --ngrams, or a smaller model"),
-    (2, dict(ngrams="2:9000000:768", val_len=128), r"allocate about \d{5} MiB in .* use more ranks, fewer rows"),
+    (2, dict(ngrams=(train_gpt.Ngrams(2, 9000000, 768),), val_len=128), r"allocate about \d{5} MiB in .* use more ranks, fewer rows"),
     (8, dict(), r"8192 MiB free; .* and 1\d{4} MiB in validation; use a --val_len below 262144; such losses compare only"),
     (16, dict(world_size_invariant=True), r"16384 MiB free; .* use smaller --micro_batch_tokens, and more --micro_batches"),
-    (3, dict(layers="M " * 60, val_len=128, model_dim=192, num_heads=3, head_dim=64, backout_layer=3, micro_batch_tokens=128 * 81),
+    (3, dict(layers="M " * 60, val_len=128, model_dim=192, num_heads=3, backout_layer=3, micro_batch_tokens=128 * 81),
      "use a smaller model")])
 def test_the_message_says_what_would_fit_on_a_gpu_that_is_too_small(gpu, free, changes, says):
     gpu(free)

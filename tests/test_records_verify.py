@@ -1477,12 +1477,12 @@ PRETRAINED = ("        if self.compiled:\n            self.model.compile_parts()
 def test_tables_of_ngrams_are_no_rows_of_the_embedding(race, judge, tmp_path):
     """The loss of an untrained model depends on the vocabulary alone."""
     def with_tables(log, run, side):
-        log.set("start.config.ngrams", "2:100000:32 3:5:7").set("start.parameters", log.start["parameters"] + 3_200_035)
+        log.set("start.config.ngrams", "Ngrams(2, 100000, 32), Ngrams(3, 5, 7)").set("start.parameters", log.start["parameters"] + 3_200_035)
     assert judge(race(change=with_tables))[1][FROM_SEED][0] == "pass"
 
 
 PLAIN = ["--backout_layer", "0", "--value_gates", "false", "--token_gates", "", "--mudd", "false"]
-NETWORKS = ["--backout_layer", "0", "--value_gates", "false", "--token_gates", "0 1 2 3", "--mudd", "true", "--sublayer_scales", "true"]
+NETWORKS = ["--backout_layer", "0", "--value_gates", "false", "--token_gates", "0,1,2,3", "--mudd", "true", "--sublayer_scales", "true"]
 
 
 @pytest.mark.parametrize("preset", train_gpt.PRESETS)

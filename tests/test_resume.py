@@ -24,8 +24,8 @@ import train_gpt
 from conftest import TINY, TORCHRUN, forked, some_documents, wait_until, write_corpus, write_shard
 
 ROOT = Path(train_gpt.__file__).parent
-SMALL = {**TINY, "layers": "S0M L1", "ngrams": "2:40:8 3:30:16", "lazy_tables": "true",
-         "model_dim": 16, "head_dim": 8, "backout_layer": 0, "micro_batches": 4,
+SMALL = {**TINY, "layers": "S0M L1", "ngrams": (train_gpt.Ngrams(2, 40, 8), train_gpt.Ngrams(3, 30, 16)), "lazy_tables": "true",
+         "model_dim": 16, "backout_layer": 0, "micro_batches": 4,
          "micro_batch_tokens": 16, "max_document_tokens": 12, "val_len": 48, "num_steps": 8, "val_every": 5, "warmup_steps": 0,
          "stages": "Stage(until=1/2, long_window=2), Stage(long_window=4), Stage(extra_steps=2, long_window=6)", "muon_momentum_rise": 3, "bucket_mb": 0.004, "save_every": 2}
 SEVERAL = {"micro_batches": 12, "stages": "Stage(long_window=2)"}  # ranks that 4 micro-batches do not suit
@@ -132,8 +132,8 @@ def test_exact_runs_go_on_at_any_number_of_ranks_in_the_midst_of_a_cycle(flags, 
     """1, 2, 4 and 8 ranks in turn, each stopped between two steps of Adam's."""
     exact = dict(world_size_invariant="true", save_every=1, num_steps=9, micro_batches=8, val_every=0, untie_at=0.5, head_init=0.02,
                  value_gates="true", key_offset="true", muon_qk_heads=1, fp8_mlp="true", param_groups='AdamGroup("gates", beta1=.9)',
-                 layers="S0xM P0M+0 L1xgdM", backout_layer=1, token_gates="0 1", mudd="true", sublayer_scales="true",
-                 ngrams="2:40:8", ngram_hash="record", ngram_reset=3, dc_window=7)
+                 layers="S0xM P0M+0 L1xgdM", backout_layer=1, token_gates=(0, 1), mudd="true", sublayer_scales="true",
+                 ngrams=(train_gpt.Ngrams(2, 40, 8),), ngram_hash="record", ngram_reset=3, dc_window=7)
     on_ranks(1, train, flags("whole", **exact))
     on_ranks(1, train, flags("killed", **exact), 1)
     for ranks, kill_at, saved in ((2, 3, 1), (4, 5, 3), (8, 7, 5), (1, -1, 7)):
@@ -468,10 +468,10 @@ def test_a_torn_last_line_is_ended_and_a_lost_log_begun_anew(flags, killed, caps
 
 
 @pytest.mark.parametrize("changes, says", [
-    (dict(ngrams="2:32:4"), r"ngrams.0.weight is \[32, 4\] here and \[16, 8\] in the saved model"),
-    (dict(ngrams=""), "the saved model also has ngrams.0.weight; give this model the --layers, --ngrams")])
+    (dict(ngrams=(train_gpt.Ngrams(2, 32, 4),)), r"ngrams.0.weight is \[32, 4\] here and \[16, 8\] in the saved model"),
+    (dict(ngrams=()), "the saved model also has ngrams.0.weight; give this model the --layers, --ngrams")])
 def test_a_run_begins_with_a_model_of_its_own_shape_alone(flags, capsys, tmp_path, changes, says):
-    assert here(flags("first", save_model="true", ngrams="2:16:8"), capsys)[0] == 0
+    assert here(flags("first", save_model="true", ngrams=(train_gpt.Ngrams(2, 16, 8),)), capsys)[0] == 0
     status, _, errors = here(flags("tuned", init_from=tmp_path / "first.pt", **changes), capsys)
     assert status == 1 and re.search(says, errors) and errors.count("\n") == 1, errors
 
@@ -698,7 +698,7 @@ def test_no_room_for_a_checkpoint(terminated, flags, group, tmp_path):
     there is nothing to go on from."""
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))"
     plant = in_step(f"{limit}; step == 1 and {terminated} and os.kill(os.getpid(), signal.SIGTERM)")
-    full = group(1, flags("full", model_dim=96, head_dim=48, save_every=0 if terminated else 4), plant)
+    full = group(1, flags("full", model_dim=96, save_every=0 if terminated else 4), plant)
     assert full.wait() == [int(terminated)], full.outputs
     full.outputs[0].index("full.step000006.ckpt: cannot be written" if terminated else
                           "no checkpoint: " + str(tmp_path / "full.step000004.ckpt") + ": cannot be written")
@@ -726,7 +726,7 @@ def small_disk(tmp_path):
 @pytest.mark.parametrize("room", [1, 2])
 def test_a_disk_with_room_for_one_or_two_checkpoints(room, small_disk, flags, capsys, tmp_path):
     """The oldest goes when the disk is full, but the last good one stays, and a damaged one and partial files go first."""
-    every = dict(save_every=1, adam_every=1, keep_checkpoints=5, model_dim=64, head_dim=32)
+    every = dict(save_every=1, adam_every=1, keep_checkpoints=5, model_dim=64)
     here(flags("size", **every), capsys, kill_at=2)
     log, saved = (path.stat().st_size for path in (tmp_path / "size.txt", tmp_path / "size.step000002.ckpt"))
     disk = small_disk(log + 20_000 + int((room + 0.5) * saved))

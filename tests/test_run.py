@@ -254,7 +254,7 @@ def test_a_small_model_trains_on_one_thread(model_dim, environment, threads, one
     chosen = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(train_gpt, "run", lambda *_: None)
-    status, _, errors = run_here(flags(tmp_path, one[1], model_dim=model_dim, head_dim=model_dim // 2), capsys)
+    status, _, errors = run_here(flags(tmp_path, one[1], model_dim=model_dim), capsys)
     assert status == 0 and chosen == [threads] * (threads is not None), errors
 
 
@@ -358,7 +358,7 @@ def test_warm_up_puts_everything_back(one, tiny):
 
 def test_n_gram_tables_begin_anew_so_many_steps_before_the_end(one, tiny):
     """After a reset only the rows that the step reads are other than zero, in the tables and in Adam's state."""
-    config = dataclasses.replace(tiny, **one[1], layers="S0M LM", backout_layer=0, ngrams="2:4096:16 3:4096:8", lazy_tables=True,
+    config = dataclasses.replace(tiny, **one[1], layers="S0M LM", backout_layer=0, ngrams=(train_gpt.Ngrams(2, 4096, 16), train_gpt.Ngrams(3, 4096, 8)), lazy_tables=True,
                                  adam_every=1, epochs=100, num_steps=7, ngram_reset=3)
     assert [plan.step for step in range(7) if (plan := train_gpt.plan_of(config, step)).resets_ngrams] == [1, 4]
     trainer = train_gpt.Trainer(config, train_gpt.Comm(), torch.device("cpu"), train_gpt.find_shards(config.train_files))

@@ -269,7 +269,7 @@ def test_the_preflight_answer_is_kept_per_source_machine_and_flags(started, gpus
     (["--resume", "latest", "--text", "a.txt"], 1, "continues with the text of its run; leave out --text"),
     (["--text", "--seed", "3"], 2, "argument --text: expected at least one argument"),
     (["--sed", "3"], 2, "train_gpt.py: error: unrecognized arguments: --sed 3"),
-    (["--preset", "laptop", "--num_heads", "5"], 1, "train_gpt.py: error: num_heads * head_dim is 5 * 32"),  # once, and not by each rank
+    (["--preset", "laptop", "--num_heads", "5"], 1, "train_gpt.py: error: model_dim is 64; give a multiple of 4 * num_heads, 20"),  # once, and not by each rank
 ])
 def test_wrong_words_are_refused_before_anything_is_started(script, tmp_path, typed, status, says):
     refused = script(ROOT / "launch" / "start.py", *typed)
@@ -597,7 +597,7 @@ def test_one_command_trains_on_own_text_and_leaves_log_model_picture_and_a_sampl
 def test_a_failed_run_ends_with_its_reason_and_nothing_else(tmp_path, tiny_flags):
     done = run_sh(tmp_path, "--preset", "laptop", *tiny_flags, "--num_heads", "5")
     assert done.returncode == 1
-    rest, times = re.subn(r"train_gpt\.py: error: num_heads \* head_dim is 5 \* 16; it must be model_dim, 32", "", done.stderr)
+    rest, times = re.subn(r"train_gpt\.py: error: model_dim is 32; give a multiple of 4 \* num_heads, 20, from \d+ on", "", done.stderr)
     assert times == 1 and not [line for line in rest.split("\n") if line and not line.startswith("run.sh: ")], done.stderr
 
 
