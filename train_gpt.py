@@ -16,7 +16,7 @@ after the training loop; the later sections keep a run safe.
     gradient sync   buckets (memory), collectives, gradients in backward,       class Bucket, class Comm, class Reducer,
                     the optimizer step                                          def register_grad_ready
     assignment      parameter kind -> update rule and multipliers               def rule_of
-    training        forward, backward, update; validation; the loop             class Trainer, class Run:, def train
+    training        forward, backward, update; validation; the loop             class Worker, class TrainingLoop
     log and clock   the only log file, the only output, the training clock      class Log
     checkpoint      save and resume                                             def save_checkpoint
     machine, main   set-up, signals, failures                                   def main
@@ -133,7 +133,11 @@ def option(default: Any, meaning: str, choices: tuple[str, ...] = (), min: float
 
 @dataclass(frozen=True)
 class StageValues:
-    """Values that a stage may set. A stage that does not set one uses the flag of the same name."""
+    """Values that a stage may set. A stage that does not set one uses the flag of the same name.
+
+    To schedule another number, add a field: it becomes a flag, a value of stages and a value of each step's Plan, which
+    Worker.step and the rules' hyper(plan, t) read.
+    """
 
     micro_batches: int = option(8, "micro-batches per step over all ranks; ranks take equal shares")
     micro_batch_tokens: int = option(2048 * 16, "tokens per forward and backward pass: one packed sequence")
@@ -3604,8 +3608,8 @@ def count_documents(model: GPT, tokens: np.ndarray) -> None:
         fits = len(lengths) <= len(tokens) // DOCUMENT_ROOM
         model.counted = (int(lengths.max()), len(lengths)) if fits else None
 
-class Trainer:
-    """Model, optimizer and data of one rank, and their training step."""
+class Worker:
+    """What one rank trains: its model, optimizer and stream, and the training step. See TrainingLoop for the run."""
 
     def __init__(self, config: Config, comm: Comm, device: torch.device, train_shards: list[Shard]):
         gpu = device.type == "cuda"
@@ -3652,6 +3656,9 @@ class Trainer:
         for i, micro_batch in enumerate(batch):
             inputs, targets = split_sequence(micro_batch, self.device)
             count_documents(model, micro_batch[:-1])
+            # random numbers in a forward, such as a dropout's, depend neither on the warm-up, a resume nor the ranks
+            seed = np.random.SeedSequence((self.config.seed, plan.step, self.comm.rank * len(batch) + i))
+            torch.manual_seed(int(seed.generate_state(1, np.uint64)[0]))
             with optimizer.reducer.span("forward"):
                 objective, cross_entropy = model(inputs, targets, plan.windows, plan.loss_weights, plan.prefix_weight)
             if i + 1 == len(batch):
@@ -3659,11 +3666,24 @@ class Trainer:
             optimizer.prepare_for_backward(plan.step, i, len(batch), objective)
             with optimizer.reducer.span("backward"):
                 objective.backward()
-            cross_entropies.append(cross_entropy)
+                cross_entropies.append(cross_entropy)
         with optimizer.reducer.span("step"):
             optimizer.step(plan)
             optimizer.scales.update()
+        self.after_step(plan)
         return cross_entropies
+
+    def after_step(self, plan: Plan) -> None:
+        """A place for an idea: runs after each optimizer step, on the clock, and in the warm-up.
+
+        Before you read parameters, wait for them: self.optimizer.finish_all_gathers().
+        """
+
+    def after_training(self) -> None:
+        """A place for an idea: runs once, on the clock, after the last step and before the last validation.
+
+        All parameters have arrived. A change must be the same on all ranks.
+        """
 
     def validate(self, plan: Plan, sequences: np.ndarray,
                  stop: Callable[[], bool] = lambda: False) -> tuple[float, int] | None:
@@ -3760,48 +3780,49 @@ class TrainLosses:
             self.log.write(line)
             self.log.progress(done, loss, self.clock, tokens_of_steps(self.config, done))
 
-class Run:
-    """A run after set-up: warm-up, the training loop, validation."""
+class TrainingLoop:
+    """The steps of a run, around a Worker: warm-up, all steps, validations, checkpoints, the log. See run_training."""
 
-    def __init__(self, preset: str, requested: Config, trainer: Trainer, shards: dict[str, list[Shard]],
+    def __init__(self, preset: str, requested: Config, worker: Worker, shards: dict[str, list[Shard]],
                  val_sequences: np.ndarray, clock: Clock, log: Log):
         """requested: the config before its `auto` values were resolved for this machine."""
-        self.preset, self.requested, self.trainer, self.shards = preset, requested, trainer, shards
-        self.config, self.comm, self.clock, self.log = trainer.config, trainer.comm, clock, log
+        self.preset, self.requested, self.worker, self.shards = preset, requested, worker, shards
+        self.config, self.comm, self.clock, self.log = worker.config, worker.comm, clock, log
         self.val_sequences, self.from_step, self.changed_by_validation = val_sequences, 0, 0
         self.given_up: set[Path] = set()  # checkpoints that are later than the step that this run begins with
-        self.losses = TrainLosses(trainer.config, trainer.comm, clock, log)
+        self.losses = TrainLosses(worker.config, worker.comm, clock, log)
 
     def warm_up(self) -> None:
         with self.clock.off("hashing"):
-            before = state_hash(self.trainer)
+            before = state_hash(self.worker)
         self.log.say(f"warm-up: {self.config.warmup_steps} steps off the clock")
         with self.clock.off("warmup"):
-            self.trainer.warm_up(self.val_sequences[0])
+            self.worker.warm_up(self.val_sequences[0])
         self.compiles = compile_stats()[0]
         with self.clock.off("hashing"):
-            self.state_hashes = {"before_warmup": before, "after_warmup": state_hash(self.trainer)}
+            self.state_hashes = {"before_warmup": before, "after_warmup": state_hash(self.worker)}
 
     def train(self) -> None:
         """The loop over all steps. A checkpoint or a validation with a step's number comes before that step."""
-        c, trainer, profile = self.config, self.trainer, Profile(self.trainer, self.clock, self.log)
+        c, worker, profile = self.config, self.worker, Profile(self.worker, self.clock, self.log)
         save_due = False
         self.clock.start()
-        trainer.model.fill_prefixes(trainer.token_bytes)  # on the clock, as in the record; the warm-up runs without
+        worker.model.fill_prefixes(worker.token_bytes)  # on the clock, as in the record; the warm-up runs without
         for step in range(self.from_step, c.num_steps):
             self.losses.write(step)
             if step in self.losses.save_at or c.save_every and step % c.save_every == 0 and step > self.from_step:
                 save_due = True
-            if save_due and not trainer.optimizer.between_updates:
+            if save_due and not worker.optimizer.between_updates:
                 save_checkpoint(self, step)
                 save_due = False
             if c.val_every and step % c.val_every == 0:
                 self.validate(step)
             profile.begin_step(step)
             plan = plan_of(c, step)
-            losses = trainer.step(plan, trainer.stream.next_batch(plan))
+            losses = worker.step(plan, worker.stream.next_batch(plan))
             self.losses.record(plan, losses)
-        trainer.optimizer.finish_all_gathers()
+        worker.optimizer.finish_all_gathers()
+        worker.after_training()
         self.clock.stop()
         self.losses.write(c.num_steps, wait=True)
         profile.begin_step(c.num_steps)
@@ -3811,26 +3832,26 @@ class Run:
 
         SIGTERM stops a validation where a checkpoint can be saved: a launcher may not wait for its end.
         """
-        self.trainer.optimizer.finish_all_gathers()  # they belong to the steps before
-        can_save = step == self.config.num_steps or not self.trainer.optimizer.between_updates
+        self.worker.optimizer.finish_all_gathers()  # they belong to the steps before
+        can_save = step == self.config.num_steps or not self.worker.optimizer.between_updates
         with self.clock.off("validation"):
             self.losses.write(step, wait=True)
-            before = checksum(self.trainer.model)
-            result = self.trainer.validate(plan_of(self.config, step), self.val_sequences,
+            before = checksum(self.worker.model)
+            result = self.worker.validate(plan_of(self.config, step), self.val_sequences,
                                            lambda: can_save and signals.stop)
             if result:
                 line = (f"step:{step}/{self.config.num_steps} val_loss:{result[0]:.4f} "
                         f"{show_times(self.clock.elapsed, step)}")
                 self.log.write(line)
                 self.log.say(line)
-            self.changed_by_validation += checksum(self.trainer.model) != before
+            self.changed_by_validation += checksum(self.worker.model) != before
         if not result:
             save_checkpoint(self, step, stop=True)
         loss, _ = result
         require(math.isfinite(loss), f"the validation loss before step {step} is {loss}; lower the learning rates")
         return result
 
-def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
+def run_training(config: Config, preset: str, comm: Comm, device: torch.device, log: Log, began: float) -> None:
     """A whole run, from the data to the result. began: see Clock."""
     clock, requested, changes = Clock(device, began), config, []
     with clock.off("setup"):
@@ -3840,18 +3861,18 @@ def run(config: Config, preset: str, comm: Comm, device: torch.device, log: Log,
         require(device.type == "cuda" or config.attention in ("auto", "masked"), f"attention {config.attention} "
                 "needs a GPU, and this machine has none; use --attention auto")
         val_sequences = validation_sequences(shards["val"], config.val_tokens, config.val_len)
-        trainer = Trainer(config, comm, device, shards["train"])
-        trainer.stream.check_enough()
-        this = Run(preset, requested, trainer, shards, val_sequences, clock, log)
-        resumed = resume(this)
-        this.given_up = {path for path in checkpoints(log.path.parent, log.run_id) if step_of(path) > this.from_step}
-        start_log(this, resumed, changes)
-    this.warm_up()
+        worker = Worker(config, comm, device, shards["train"])
+        worker.stream.check_enough()
+        loop = TrainingLoop(preset, requested, worker, shards, val_sequences, clock, log)
+        resumed = resume(loop)
+        loop.given_up = {path for path in checkpoints(log.path.parent, log.run_id) if step_of(path) > loop.from_step}
+        start_log(loop, resumed, changes)
+    loop.warm_up()
     with signals.caught():
-        this.train()
+        loop.train()
         with clock.off("hashing"):
-            before = hash_of(named_tensors(trainer.model))
-        finish(this, before, *this.validate(config.num_steps))
+            before = hash_of(named_tensors(worker.model))
+        finish(loop, before, *loop.validate(config.num_steps))
 
 # ------------------------------------------------------------------------------------------------------------------
 # log and clock
@@ -4006,66 +4027,67 @@ class Log:
             self.file.close()
             self.file = None
 
-def start_log(this: Run, resumed: dict[str, Any] | None, changes: list[str]) -> None:
+def start_log(loop: TrainingLoop, resumed: dict[str, Any] | None, changes: list[str]) -> None:
     """Open the log with a description of the run. changes: what this machine changed in the config."""
-    c, comm, log, trainer = this.config, this.comm, this.log, this.trainer
-    machine, environment = describe_machine(trainer.device)
+    c, comm, log, worker = loop.config, loop.comm, loop.log, loop.worker
+    machine, environment = describe_machine(worker.device)
     hosts = describe_hosts(comm, machine)
     if comm.rank:
         return
     machine["versions"] |= {"libraries": loaded_libraries()} if c.race else {}  # takes a second or two
-    params, started = sum(p.numel() for p in trainer.model.parameters()), now()
-    start = {"run_id": log.run_id, "preset": this.preset, **describe_config(c), "started": started, "changes": changes,
-             **machine, "ranks": comm.ranks, "hosts": hosts, "parameters": params, "shards": describe_data(this.shards),
-             "launch": launch_id(), "warnings": warnings_of(c, trainer.optimizer)}
-    damages = [damage for path in sorted(this.given_up) if resumed and (damage := damage_of(path))]
+    params, started = sum(p.numel() for p in worker.model.parameters()), now()
+    start = {"run_id": log.run_id, "preset": loop.preset, **describe_config(c), "started": started, "changes": changes,
+             **machine, "ranks": comm.ranks, "hosts": hosts, "parameters": params,
+             "vocab_size": loop.shards["train"][0].encoding.vocab_size, "shards": describe_data(loop.shards),
+             "launch": launch_id(), "warnings": warnings_of(c, worker.optimizer)}
+    damages = [damage for path in sorted(loop.given_up) if resumed and (damage := damage_of(path))]
     log.open(start, environment, resumed and {
         "at": started, **resumed, "damaged": damages, "ranks": comm.ranks, "source_sha256": machine["source_sha256"],
         "launch": launch_id(), "changes": changes, "hosts": hosts})
-    log.say(f"preset {this.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, {params / 1e6:.1f} M "
+    log.say(f"preset {loop.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, {params / 1e6:.1f} M "
             f"parameters, {c.num_steps} steps of {tokens_of_steps(c, 1):,} tokens at first, validation on "
-            f"{(this.val_sequences[:, 1:] >= 0).sum():,}")
+            f"{(loop.val_sequences[:, 1:] >= 0).sum():,}")
     for line in (*changes, *start["warnings"]):
         log.say(line)
     if resumed:
-        log.say(f"resuming from step {this.from_step}{', because ' * bool(damages)}{'; '.join(damages)}")
+        log.say(f"resuming from step {loop.from_step}{', because ' * bool(damages)}{'; '.join(damages)}")
 
-def finish(this: Run, before: str, loss: float, val_tokens: int) -> None:
+def finish(loop: TrainingLoop, before: str, loss: float, val_tokens: int) -> None:
     """Save the model, then write the result. before: hash of the model before the last validation."""
-    c, clock, trainer, log = this.config, this.clock, this.trainer, this.log
-    compiles = compile_stats()[0] - this.compiles
+    c, clock, worker, log = loop.config, loop.clock, loop.worker, loop.log
+    compiles = compile_stats()[0] - loop.compiles
     with clock.off("hashing"):
-        after, final_hash, digest = hash_of(named_tensors(trainer.model)), state_hash(trainer), all_digest(trainer)
+        after, final_hash, digest = hash_of(named_tensors(worker.model)), state_hash(worker), all_digest(worker)
         # race.py keeps small models in 16 bits
-        halved_hash = c.save_model and hash_of([(name, halved(p)) for name, p in trainer.model.named_parameters()])
+        halved_hash = c.save_model and hash_of([(name, halved(p)) for name, p in worker.model.named_parameters()])
     saved_as = ""
-    if c.save_model and trainer.comm.rank == 0:  # before the log's end: until then the run can be resumed
+    if c.save_model and worker.comm.rank == 0:  # before the log's end: until then the run can be resumed
         with clock.off("saving"):
-            saved_as = f"\nmodel: {save_model(this)}"
-    allocated, reserved = peak_memory_mib(trainer.device)
+            saved_as = f"\nmodel: {save_model(loop)}"
+    allocated, reserved = peak_memory_mib(worker.device)
     reached, wall_seconds = loss <= c.target_val_loss, clock.state()["wall"]
     log.write(json.dumps({"end": {
         "final_val_loss": loss, "target_val_loss": c.target_val_loss, "reached": reached, "steps": c.num_steps,
         "train_tokens": tokens_of_steps(c, c.num_steps), "train_digest": digest, "val_tokens": val_tokens,
         "train_time_ms": clock.elapsed, "wall_seconds": wall_seconds, "seconds_outside_clock": clock.outside,
-        "compiles_after_warmup": compiles, "state_hash": this.state_hashes, "final_state_hash": final_hash,
+        "compiles_after_warmup": compiles, "state_hash": loop.state_hashes, "final_state_hash": final_hash,
         "validation_hash": {"before": before, "after": after}, "halved_hash": halved_hash,
-        "changed_by_validation": this.changed_by_validation, "peak_memory_mib": allocated, "resumed": log.resumes}}))
+        "changed_by_validation": loop.changed_by_validation, "peak_memory_mib": allocated, "resumed": log.resumes}}))
     log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
-    if trainer.comm.rank == 0:
+    if worker.comm.rank == 0:
         verdict, target = "", ""
         if c.target_val_loss:
             verdict, target = f"target {'reached' if reached else 'missed'}: ", f" target {c.target_val_loss:g},"
-        remove_files(spare_files(this, keep=0))
+        remove_files(spare_files(loop, keep=0))
         log.say(f"\n{verdict}validation loss {loss:.4f},{target} after {clock.elapsed / 1000:.1f} s of training and "
                 f"{wall_seconds:.0f} s in all{saved_as}\nlog: {log.path}")
 
 class Profile:
     """A Chrome trace of some steps, with a range for each phase of each bucket. Other steps cost nothing."""
 
-    def __init__(self, trainer: Trainer, clock: Clock, log: Log):
-        self.steps = profiled_steps(trainer.config) if trainer.config.profile else range(0)
-        self.optimizer, self.clock, self.log, self.profiler = trainer.optimizer, clock, log, None
+    def __init__(self, worker: Worker, clock: Clock, log: Log):
+        self.steps = profiled_steps(worker.config) if worker.config.profile else range(0)
+        self.optimizer, self.clock, self.log, self.profiler = worker.optimizer, clock, log, None
 
     def begin_step(self, step: int) -> None:
         """Call before each step and after the last. The profiler discards its first step, which is slow."""
@@ -4226,16 +4248,16 @@ def halved(tensor: Tensor) -> Tensor:
     half = tensor.detach().half()
     return half if tensor.dtype == torch.float32 and half.isfinite().all() else tensor
 
-def all_digest(trainer: Trainer) -> str:
+def all_digest(worker: Worker) -> str:
     """The digest of everything that all ranks have read; the same for any number of ranks. See Stream."""
-    digests = trainer.comm.all_gather_json(f"{trainer.stream.digest:x}")
+    digests = worker.comm.all_gather_json(f"{worker.stream.digest:x}")
     return f"{sum(int(digest, 16) for digest in digests) % 2 ** 256:064x}"
 
-def state_hash(trainer: Trainer) -> str:
+def state_hash(worker: Worker) -> str:
     """SHA-256 of everything that training continues from: parameters, rules' state, buffers, position in the data."""
-    where = [("stream", torch.tensor(trainer.stream.position)),
-             ("digest", torch.tensor(list(all_digest(trainer).encode())))]
-    return trainer.optimizer.state_hash([*trainer.model.named_buffers(), *where])
+    where = [("stream", torch.tensor(worker.stream.position)),
+             ("digest", torch.tensor(list(all_digest(worker).encode())))]
+    return worker.optimizer.state_hash([*worker.model.named_buffers(), *where])
 
 def digest_of(content: dict[str, Any]) -> str:
     """SHA-256 of everything in a saved file: its tensors under `state`, and the JSON form of the rest."""
@@ -4300,21 +4322,21 @@ def checkpoints(folder: Path, run_id: str, suffix: str = "") -> list[Path]:
     """The checkpoints of a run, by their step: modification times may come from another clock."""
     return sorted(folder.glob(f"{glob.escape(run_id)}.step[0-9]*.ckpt{suffix}"), key=step_of)
 
-def spare_files(this: Run, keep: int) -> list[Path]:
+def spare_files(loop: TrainingLoop, keep: int) -> list[Path]:
     """List a run's files that it no longer needs, least needed first: what killed processes wrote in part, checkpoints
     of a past that a resume gave up, and older ones than the latest `keep`."""
-    run = this.log.path.parent, this.log.run_id
-    valid = [path for path in checkpoints(*run) if path not in this.given_up]
-    return [*checkpoints(*run, ".partial"), this.log.path.with_suffix(".pt.partial"), *sorted(this.given_up),
+    run = loop.log.path.parent, loop.log.run_id
+    valid = [path for path in checkpoints(*run) if path not in loop.given_up]
+    return [*checkpoints(*run, ".partial"), loop.log.path.with_suffix(".pt.partial"), *sorted(loop.given_up),
             *valid[:-keep or None]]
 
 def remove_files(paths: Iterable[Path]) -> None:
     for path in paths:
         path.unlink(missing_ok=True)
 
-def save_in_room(this: Run, path: Path, content: dict[str, Any]) -> None:
+def save_in_room(loop: TrainingLoop, path: Path, content: dict[str, Any]) -> None:
     """Save a file. While the disk is full, delete a file that the run can spare; the latest checkpoint stays."""
-    spare = spare_files(this, keep=1)
+    spare = spare_files(loop, keep=1)
     while True:
         try:
             return save_file(path, content)
@@ -4358,75 +4380,75 @@ def damage_of(path: Path) -> str:
     except RunError as error:
         return str(error).removesuffix("; name another")
 
-def save_checkpoint(this: Run, step: int, stop: bool = False) -> None:
+def save_checkpoint(loop: TrainingLoop, step: int, stop: bool = False) -> None:
     """Save all ranks' state before a step, the same for any number of ranks; then stop if a signal asked for it.
 
     Without room for a checkpoint training continues.
     """
-    trainer, log = this.trainer, this.log
+    worker, log = loop.worker, loop.log
     path = log.path.with_name(f"{log.run_id}.step{step:06}.ckpt")
-    stop = stop or any(stops for asked, stops in this.losses.save_at.items() if asked <= step)
-    with this.clock.off("checkpoint"):
-        this.losses.write(step, wait=True)
-        digest, state = all_digest(trainer), {}
-        for name, x in trainer.optimizer.named_state():  # all ranks gather it, rank 0 keeps it
-            if this.comm.rank == 0:
+    stop = stop or any(stops for asked, stops in loop.losses.save_at.items() if asked <= step)
+    with loop.clock.off("checkpoint"):
+        loop.losses.write(step, wait=True)
+        digest, state = all_digest(worker), {}
+        for name, x in worker.optimizer.named_state():  # all ranks gather it, rank 0 keeps it
+            if loop.comm.rank == 0:
                 state[name] = x.detach().to("cpu", copy=True)
-        if this.comm.rank == 0:
+        if loop.comm.rank == 0:
             try:
-                save_in_room(this, path, {
-                    **describe_model(this, step), "state": state, "position": list(trainer.stream.position),
-                    "train_digest": digest, "preset": this.preset, "clock": this.clock.state(), "saved_at": time.time(),
-                    "data": digests_of(this.shards)})
+                save_in_room(loop, path, {
+                    **describe_model(loop, step), "state": state, "position": list(worker.stream.position),
+                    "train_digest": digest, "preset": loop.preset, "clock": loop.clock.state(), "saved_at": time.time(),
+                    "data": digests_of(loop.shards)})
             except RunError as error:
                 log.say(f"no checkpoint: {error}")
                 if stop:
                     raise
             else:
-                this.given_up.discard(path)
-                remove_files(spare_files(this, this.config.keep_checkpoints))
+                loop.given_up.discard(path)
+                remove_files(spare_files(loop, loop.config.keep_checkpoints))
     if stop:
-        this.comm.all_gather_json("saved")  # a rank that leaves earlier would end rank 0 while it writes
+        loop.comm.all_gather_json("saved")  # a rank that leaves earlier would end rank 0 while it writes
         raise RunError(f"terminated before step {step}; --resume {log.path} continues from there")
 
-def save_model(this: Run) -> Path:
+def save_model(loop: TrainingLoop) -> Path:
     """Save the trained parameters beside the log."""
-    path = this.log.path.with_suffix(".pt")
-    state = {name: p.detach().cpu() for name, p in this.trainer.model.named_parameters()}
-    save_in_room(this, path, {**describe_model(this, this.config.num_steps), "state": state})
+    path = loop.log.path.with_suffix(".pt")
+    state = {name: p.detach().cpu() for name, p in loop.worker.model.named_parameters()}
+    save_in_room(loop, path, {**describe_model(loop, loop.config.num_steps), "state": state})
     return path
 
-def describe_model(this: Run, step: int) -> dict[str, Any]:
+def describe_model(loop: TrainingLoop, step: int) -> dict[str, Any]:
     """Describe what rebuilds the model before a step, on any machine."""
-    plan, encoding = plan_of(this.config, step), this.shards["train"][0].encoding
-    return {"run_id": this.log.run_id, "config": json_of(this.requested), "step": step,
+    plan, encoding = plan_of(loop.config, step), loop.shards["train"][0].encoding
+    return {"run_id": loop.log.run_id, "config": json_of(loop.requested), "step": step,
             "windows": list(plan.windows), **encoding._asdict(), "rotary_windows": list(plan.rotary_windows),
             "tied": plan.tied}
 
 def digests_of(shards: dict[str, list[Shard]]) -> list[str]:
     return [shard.sha256 for split in shards.values() for shard in split]
 
-def resume(this: Run) -> dict[str, Any] | None:
+def resume(loop: TrainingLoop) -> dict[str, Any] | None:
     """Load the checkpoint that the config names -> what the log says about it; None for a new run."""
-    path, trainer = this.config.resume, this.trainer
+    path, worker = loop.config.resume, loop.worker
     if not path:
         return {"from_step": 0, "checkpoint": None} if restarts() else None
     saved = load_file(path)
     old = config_of(saved["config"])  # with --resume the same config; when torchrun restarts, flags made this one
     other = [f.name for f in dataclasses.fields(Config)
-             if f.name not in FREE_TO_CHANGE and getattr(this.requested, f.name) != getattr(old, f.name)]
+             if f.name not in FREE_TO_CHANGE and getattr(loop.requested, f.name) != getattr(old, f.name)]
     require(not other, f"{path} belongs to a run with another {', '.join(other)}. Delete it, or give this run its own "
             "--run_id and torchrun its own --rdzv_id")
-    require(saved["data"] == digests_of(this.shards), f"the shards are not those of {path}; give --train_files and "
+    require(saved["data"] == digests_of(loop.shards), f"the shards are not those of {path}; give --train_files and "
             "--val_files")
-    trainer.optimizer.load_state_dict(saved["state"])
-    trainer.stream.position = Position(*saved["position"])
+    worker.optimizer.load_state_dict(saved["state"])
+    worker.stream.position = Position(*saved["position"])
     # the digest is a sum over ranks: rank 0 holds the past
-    trainer.stream.digest = int(saved["train_digest"], 16) if this.comm.rank == 0 else 0
-    trainer.model.apply_schedule(tuple(saved["rotary_windows"]), saved["tied"])
-    this.clock.load_state(saved["clock"])
-    this.from_step = saved["step"]
-    return {"from_step": this.from_step, "checkpoint": Path(path).name,
+    worker.stream.digest = int(saved["train_digest"], 16) if loop.comm.rank == 0 else 0
+    worker.model.apply_schedule(tuple(saved["rotary_windows"]), saved["tied"])
+    loop.clock.load_state(saved["clock"])
+    loop.from_step = saved["step"]
+    return {"from_step": loop.from_step, "checkpoint": Path(path).name,
             "lost_seconds": max(0.0, time.time() - saved["saved_at"])}
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -4714,7 +4736,7 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
         config = dataclasses.replace(config, resume=config.resume or checkpoint)
         agree(comm, "configs", {key: str(v) for key, v in json_of(config).items()},
               "Start every rank with the same flags, and give every host the same checkpoints")
-        run(config, preset, comm, device, log, began)
+        run_training(config, preset, comm, device, log, began)
         log.close()
         if ranks > 1:
             dist.destroy_process_group()

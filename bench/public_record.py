@@ -368,20 +368,20 @@ def run_ours(record: Record, home: Path, initial: dict[str, Tensor],
     shards = train_gpt.find_shards(f"{home}/*_train_*.bin")
     torch.set_default_dtype(torch.float64)
     with OnTheCpu():
-        trainer = train_gpt.Trainer(config, train_gpt.Comm(), torch.device("cpu"), shards)
-        train_gpt.load_parameters(trainer.model, {"state": initial})
-        trainer.model.fill_prefixes(TOKEN_BYTES)
-        for table in trainer.model.ngrams:
+        worker = train_gpt.Worker(config, train_gpt.Comm(), torch.device("cpu"), shards)
+        train_gpt.load_parameters(worker.model, {"state": initial})
+        worker.model.fill_prefixes(TOKEN_BYTES)
+        for table in worker.model.ngrams:
             table.signs.copy_(signs)
         sequences = train_gpt.validation_sequences(train_gpt.find_shards(f"{home}/*_val_*.bin"), VAL_TOKENS, VAL_LEN)
         losses = []
         for step in range(config.num_steps + 1):
             plan = train_gpt.plan_of(config, step)
-            losses.append(trainer.validate(plan, sequences)[0])
+            losses.append(worker.validate(plan, sequences)[0])
             if step < config.num_steps:
-                trainer.step(plan, trainer.stream.next_batch(plan))
-        trainer.stream.close()
-    return losses, dict(trainer.model.named_parameters())
+                worker.step(plan, worker.stream.next_batch(plan))
+        worker.stream.close()
+    return losses, dict(worker.model.named_parameters())
 
 
 def main() -> None:

@@ -88,7 +88,7 @@ def become_gpu():
 
 
 class Side:
-    """A trainer on one device, with its gradients and its state after each step."""
+    """A worker on one device, with its gradients and its state after each step."""
 
     def __init__(self, T, flags, comm, device):
         import torch
@@ -97,14 +97,14 @@ class Side:
         T.check_config(config, comm.ranks)
         self.config = T.resolve_auto(config, comm)[0] if device.type == "cuda" else config
         shards = T.find_shards(config.train_files, config.train_shards)
-        self.trainer = T.Trainer(self.config, comm, device, shards)
-        self.trainer.model.fill_prefixes([b"%d" % token for token in range(shards[0].encoding.vocab_size)])
-        self.optimizer = self.trainer.optimizer
+        self.worker = T.Worker(self.config, comm, device, shards)
+        self.worker.model.fill_prefixes([b"%d" % token for token in range(shards[0].encoding.vocab_size)])
+        self.optimizer = self.worker.optimizer
         update = self.optimizer.update
         self.optimizer.update = lambda bucket, *rest: (self.keep_grads(bucket), update(bucket, *rest))
         draw = torch.Generator().manual_seed(1)
         with torch.no_grad():  # the initial zeros would hide what is behind them
-            for p in self.trainer.model.parameters():
+            for p in self.worker.model.parameters():
                 noise = torch.randn(p.shape, generator=draw)
                 p.copy_(noise * 0.05 if p.dim() > 1 else 0.5 + 0.1 * noise)
 
@@ -125,7 +125,7 @@ class Side:
         """Train one step -> {"loss": tensor, "gradients": {name: tensor}, "updates": {name: what the step added}}."""
         plan, before = self.T.plan_of(self.config, step), self.state()
         self.grads.clear()
-        losses = self.trainer.step(plan, self.trainer.stream.next_batch(plan))
+        losses = self.worker.step(plan, self.worker.stream.next_batch(plan))
         loss = self.comm.all_reduce(sum(losses))
         return {"loss": {"": loss.cpu()}, "gradients": dict(self.grads), "updates": {
             name: x - before[name] for name, x in self.state().items()}}
@@ -134,7 +134,7 @@ class Side:
         config = self.config
         shards = self.T.find_shards(config.val_files)
         sequences = self.T.validation_sequences(shards, config.val_tokens, config.val_len)
-        return self.trainer.validate(self.T.plan_of(config, config.num_steps), sequences)[0]
+        return self.worker.validate(self.T.plan_of(config, config.num_steps), sequences)[0]
 
 
 def differences(ours, reference):
@@ -255,7 +255,7 @@ def train(source, steps, flags):
     side = Side(T, flags, T.Comm(rank, ranks, device), device)
     for step in range(steps):
         plan = T.plan_of(side.config, step)
-        side.trainer.step(plan, side.trainer.stream.next_batch(plan))
+        side.worker.step(plan, side.worker.stream.next_batch(plan))
     side.validate()
     import aten
     aten.gpu.dry_gpu_flush()

@@ -75,15 +75,15 @@ ALLOWED_POLAR, ALLOWED_POLAR_OF_GATES = 0.06, 0.9
 LAMBDAS = "scalars", "resid_lambdas", "post_lambdas", "gate_scale"  # scalars of the layers
 
 
-def way_of(trainer: T.Trainer) -> tuple[str, Any]:
+def way_of(worker: T.Worker) -> tuple[str, Any]:
     """Return how, and the fallback, of parts that are compiled if anything is."""
-    return ("compiled", ("compile", "off")) if trainer.compiled else ("uncompiled", None)
+    return ("compiled", ("compile", "off")) if worker.compiled else ("uncompiled", None)
 
 
 
-def model_parts(trainer: T.Trainer) -> Iterator[Part]:
+def model_parts(worker: T.Worker) -> Iterator[Part]:
     """Yield attention, each group of layers, and the head: with gradients, on a micro-batch of noise."""
-    c, model, device = trainer.config, trainer.model, trainer.device
+    c, model, device = worker.config, worker.model, worker.device
     plan = T.plan_of(c, c.num_steps - 1)
     for p in model.parameters():  # a zero would hide the parameters behind it
         p.data.normal_(0, 0.02) if p.dim() > 1 else p.data.fill_(0.5)
@@ -91,7 +91,7 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
         # with small n-gram tables, which no part reads
         as_plain = dataclasses.replace(c, dtype="float32", fp8_head=False, fp8_mlp=False,
                                        ngrams=tuple(dataclasses.replace(table, rows=2) for table in c.ngrams))
-        plain = T.build_model(as_plain, trainer.stream.shards[0].encoding)
+        plain = T.build_model(as_plain, worker.stream.shards[0].encoding)
         # documents of twice the long window on average: most tokens have a window's border, not a document's, before them
         text = torch.where(torch.rand(max(T.micro_batch_lengths(c))) * plan.windows.long < 0.5, model.bos_id, 0)
         targets = torch.randint(len(model.embed.weight), text.shape)
@@ -149,20 +149,20 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
         yield part(f"attention {window}", way, functools.partial(attention, window), (x, x0, values))
     for i, one in enumerate(model.groups):
         kernels = any(block.mlp is not None and block.mlp.kernels for block in one.blocks)
-        way = (f"{way_of(trainer)[0]}, with kernels", ("kernels", "off")) if kernels else way_of(trainer)
+        way = (f"{way_of(worker)[0]}, with kernels", ("kernels", "off")) if kernels else way_of(worker)
         way = ("fp8", ("fp8_mlp", False)) if c.fp8_mlp and any(block.mlp for block in one.blocks) else way
         read = {id(p) for p in one.parameters()}
         learned = [name for name, p in model.named_parameters() if id(p) in read]
         yield part(f"layers {one.numbers.start} to {one.numbers.stop - 1}", way, functools.partial(group, i),
                    [*reads(i).values()], *LAMBDAS, *learned)
-    way = ("fp8", ("fp8_head", False)) if model.lm_head.fp8 else way_of(trainer)
+    way = ("fp8", ("fp8_head", False)) if model.lm_head.fp8 else way_of(worker)
     way = (f"{way[0]}, with kernels", ("kernels", "off")) if model.lm_head.kernels else way
     yield part("head", way, head, (x,), "lm_head.")
 
 
-def rule_parts(trainer: T.Trainer) -> Iterator[Part]:
+def rule_parts(worker: T.Worker) -> Iterator[Part]:
     """Yield each update rule on each shape of a shard."""
-    optimizer, plan = trainer.optimizer, T.plan_of(trainer.config, 0)
+    optimizer, plan = worker.optimizer, T.plan_of(worker.config, 0)
 
     @torch.no_grad()
     def update(bucket: T.Bucket, noise: Sequence[Tensor], by_plain: bool) -> list[Tensor]:
@@ -180,25 +180,25 @@ def rule_parts(trainer: T.Trainer) -> Iterator[Part]:
 
     for bucket in {(type(b.rule), b.param_shard.shape, b.param_data.dtype): b for b in optimizer.buckets}.values():
         if isinstance(bucket, T.RowBucket):  # all rows
-            bucket.set_grads(torch.arange(len(bucket.param_shard), device=trainer.device),
+            bucket.set_grads(torch.arange(len(bucket.param_shard), device=worker.device),
                              torch.empty_like(bucket.param_shard, dtype=bucket.grad_data.dtype))
         noise = [torch.randn_like(x) / 50 for x in (bucket.param_shard, bucket.grad_shard)]
         noise += [torch.rand_like(x) / 1000 for x in bucket.state.values()]
         allowed = ALLOWED[bucket.param_data.dtype]
         if isinstance(bucket.rule, T.NorMuon) and bucket.rule.polar_dtype != torch.float32:
             allowed = ALLOWED_POLAR if min(bucket.param_shard.shape[1:]) >= 64 else ALLOWED_POLAR_OF_GATES
-        yield Part(f"{type(bucket.rule).__name__} {list(bucket.param_shard.shape)}", way_of(trainer)[0],
-                   functools.partial(update, bucket, noise), allowed, way_of(trainer)[1])
+        yield Part(f"{type(bucket.rule).__name__} {list(bucket.param_shard.shape)}", way_of(worker)[0],
+                   functools.partial(update, bucket, noise), allowed, way_of(worker)[1])
 
 
 MAX_SENT = 2 ** 22  # elements: every rank generates the data of all ranks
 
 
-def transfer_parts(trainer: T.Trainer) -> Iterator[Part]:
+def transfer_parts(worker: T.Worker) -> Iterator[Part]:
     """Yield the copy of a shard to the device, and the collectives, on the largest bucket or MAX_SENT a rank."""
-    comm, device, invariant = trainer.comm, trainer.device, trainer.config.world_size_invariant
-    shard = trainer.stream.shards[comm.rank % len(trainer.stream.shards)]
-    bucket = max(trainer.optimizer.buckets, key=lambda bucket: bucket.grad_data.nbytes)
+    comm, device, invariant = worker.comm, worker.device, worker.config.world_size_invariant
+    shard = worker.stream.shards[comm.rank % len(worker.stream.shards)]
+    bucket = max(worker.optimizer.buckets, key=lambda bucket: bucket.grad_data.nbytes)
     shape, dtype = (comm.ranks, min(bucket.shard_numel, MAX_SENT)), bucket.grad_data.dtype
     of_all_ranks = [torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(rank)).to(dtype)
                     for rank in range(comm.ranks)]
@@ -248,7 +248,7 @@ def transfer_parts(trainer: T.Trainer) -> Iterator[Part]:
         return [bucket.rows.clone()]
 
     yield Part("load a shard", f"{shard.tokens:,} tokens", load, 0.0)
-    row_buckets = [bucket for bucket in trainer.optimizer.buckets if isinstance(bucket, T.RowBucket)]
+    row_buckets = [bucket for bucket in worker.optimizer.buckets if isinstance(bucket, T.RowBucket)]
     for bucket in row_buckets[:comm.ranks - 1]:  # the first; none on a single rank
         yield Part("rows to their owners, to all", f"{4096 * bucket.rows[0].nbytes >> 10:,} KiB",
                    functools.partial(torch.no_grad()(send_rows), bucket), ALLOWED[comm.sent_dtype or dtype])
@@ -276,19 +276,19 @@ NOT_COMPARED = -1.0  # less than any difference: the table shows a rank that cou
 COLUMNS = ["part", "how", "difference", "allowed", "ms", "verdict"]
 
 
-def check_parts(trainer: T.Trainer) -> tuple[list[list[str]], Part | None]:
+def check_parts(worker: T.Worker) -> tuple[list[list[str]], Part | None]:
     """Check each part once, and restore the state -> (a row per part with the worst rank's figures, the first failure).
 
     Later failures may follow from the first one.
     """
     parts, mine, rows, failed = [], [], [], []
-    saved = trainer.optimizer.state_dict()
-    for part in itertools.chain(model_parts(trainer), rule_parts(trainer), transfer_parts(trainer)):
-        plain, plain_error = attempt(part, True, trainer.device)
-        used, why = attempt(part, False, trainer.device)  # compiles, and tunes kernels
+    saved = worker.optimizer.state_dict()
+    for part in itertools.chain(model_parts(worker), rule_parts(worker), transfer_parts(worker)):
+        plain, plain_error = attempt(part, True, worker.device)
+        used, why = attempt(part, False, worker.device)  # compiles, and tunes kernels
         began = time.perf_counter()
         if used is not None:
-            used, why = attempt(part, False, trainer.device)
+            used, why = attempt(part, False, worker.device)
         ms = 1000 * (time.perf_counter() - began)
         if used is None:
             difference = math.inf
@@ -300,11 +300,11 @@ def check_parts(trainer: T.Trainer) -> tuple[list[list[str]], Part | None]:
             difference = max(ratio if math.isfinite(ratio) else math.inf for ratio in ratios)  # zeros are no result
         mine.append([difference, ms, why])
         parts.append(part._replace(compute=None))  # it holds its tensors
-    for bucket in trainer.optimizer.buckets:  # with the padding
+    for bucket in worker.optimizer.buckets:  # with the padding
         for x in (bucket.param_data, bucket.grad_data, *bucket.state.values()):
             x.zero_()
-    trainer.optimizer.load_state_dict(saved)
-    for part, (difference, ms, why) in zip(parts, map(max, zip(*trainer.comm.all_gather_json(mine)))):
+    worker.optimizer.load_state_dict(saved)
+    for part, (difference, ms, why) in zip(parts, map(max, zip(*worker.comm.all_gather_json(mine)))):
         verdict = "failed" if difference > part.allowed else "not compared" if difference == NOT_COMPARED else "ok"
         failed += [part] * (verdict == "failed")
         rows.append([part.name, part.how, "-" if difference == NOT_COMPARED else f"{difference:.1e}",
@@ -334,9 +334,9 @@ def choose_flags(config: T.Config, comm: T.Comm, device: torch.device, shards: l
                 changes.append(f"memory: each micro-batch is computed in {wanted.micro_batch_splits} parts")
         for change in changes:
             say(change)
-        trainer = T.Trainer(wanted, comm, device, shards)
-        rows, failed = check_parts(trainer)
-        trainer.stream.close()
+        worker = T.Worker(wanted, comm, device, shards)
+        rows, failed = check_parts(worker)
+        worker.stream.close()
         say(table(rows))
         if failed is None:
             return chosen
@@ -346,7 +346,7 @@ def choose_flags(config: T.Config, comm: T.Comm, device: torch.device, shards: l
         flag, value = failed.fallback
         fallbacks[flag] = value
         say(f"{failed.name}, {failed.how}, failed: --{flag} {str(value).lower()} instead")
-        del trainer  # free its memory for the next one
+        del worker  # free its memory for the next one
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -207,23 +207,23 @@ class GPT(nn.Module):
             f"'Stage(until=1/3, long_window=3), Stage(until=2/3, long_window=7), Stage(long_window=11), "
             f"Stage(extra_steps={{args.num_extension_iterations}}, long_window=13)' {0}")
         config = t.parse_config(flags, "speedrun")[1]
-        self.trainer = [t.Trainer(config, t.Comm(), torch.device("cpu"), t.find_shards(args.train_files))]
+        self.worker = [t.Worker(config, t.Comm(), torch.device("cpu"), t.find_shards(args.train_files))]
     def named_parameters(self):
-        for name, p in self.trainer[0].model.named_parameters():
+        for name, p in self.worker[0].model.named_parameters():
             for ours, theirs in THEIRS.items():
                 name = name.replace(ours, theirs)
             yield name, torch.cat([p[:5], torch.zeros(7), p[5:]]) if name == "scalars" else p
 args = Hyperparameters()
 print0(nvidia_smi())
 model = torch.compile(GPT(50257, 12, 6, 128, 768, 1), dynamic=False)
-trainer, texts = model.trainer[0], t.validation_sequences(t.find_shards(args.val_files), args.val_tokens, args.val_batch_size // 8)
+worker, texts = model.worker[0], t.validation_sequences(t.find_shards(args.val_files), args.val_tokens, args.val_batch_size // 8)
 for step in range(args.num_iterations + 1):
-    plan = t.plan_of(trainer.config, step)
-    val_loss = trainer.validate(plan, texts)[0]
+    plan = t.plan_of(worker.config, step)
+    val_loss = worker.validate(plan, texts)[0]
     print(f"step:{{step}}/{{args.num_iterations}} val_loss:{{val_loss:.4f}} train_time:0ms")
     if step < args.num_iterations:
-        trainer.step(plan, trainer.stream.next_batch(plan))
-trainer.stream.close()
+        worker.step(plan, worker.stream.next_batch(plan))
+worker.stream.close()
 '''
 
 

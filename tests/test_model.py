@@ -280,8 +280,8 @@ def test_the_record_s_hash_at_its_own_size(tiny):
 
 def test_ngram_tables_are_those_of_a_second_implementation(tiny):
     """Loss and gradients for exact and hashed tables, as wide as the residual stream and narrower, with collisions."""
-    config = dataclasses.replace(tiny, ngrams=tuple(itertools.starmap(train_gpt.Ngrams, (
-        (2, VOCAB ** 2, 32), (2, 50, 8), (3, 40, 32), (4, 17, 3)))))
+    config = dataclasses.replace(tiny, ngrams=tuple(train_gpt.Ngrams(*sizes) for sizes in (
+        (2, VOCAB ** 2, 32), (2, 50, 8), (3, 40, 32), (4, 17, 3))))
     model = shaken(config)
     assert [table.shared for table in model.ngrams] == [False, True, True, True]
     x, y = tokens_of(5, 60)
@@ -625,9 +625,9 @@ def test_fp8_mlp_is_for_training_only(tiny):
 
 def largest_h(comm, config, steps):
     """Train -> for each step, each MLP's (largest h of this rank, scale in the step); the states before and after a loaded one."""
-    trainer = train_gpt.Trainer(config, comm, torch.device("cpu"), train_gpt.find_shards(config.train_files))
-    shake(trainer.model)
-    found, mlps = [], [block.mlp for block in trainer.model.blocks if block.mlp is not None]
+    worker = train_gpt.Worker(config, comm, torch.device("cpu"), train_gpt.find_shards(config.train_files))
+    shake(worker.model)
+    found, mlps = [], [block.mlp for block in worker.model.blocks if block.mlp is not None]
     for i, mlp in enumerate(mlps):
         mlp.register_forward_pre_hook(lambda mlp, inputs, i=i: found[-1][i].append((
             np.square(np.maximum(in_e4m3(inputs[0].detach().double().numpy()) @ in_e4m3(mlp.fc.detach().double().numpy()), 0)).max(),
@@ -635,11 +635,11 @@ def largest_h(comm, config, steps):
     for step in range(steps):
         found.append([[] for _ in mlps])
         plan = train_gpt.plan_of(config, step)
-        trainer.step(plan, trainer.stream.next_batch(plan))
+        worker.step(plan, worker.stream.next_batch(plan))
         assert all(mlp.h_max == 0 for mlp in mlps)
-    state = trainer.optimizer.state_dict()
+    state = worker.optimizer.state_dict()
     mlps[0].h_max.fill_(3)
-    trainer.optimizer.load_state_dict(state)
+    worker.optimizer.load_state_dict(state)
     assert mlps[0].h_max == 0
     return found, {name: x.item() for name, x in state.items() if name.endswith("/h_scale")}, mlps[0].h_scale.item()
 
@@ -662,7 +662,7 @@ def test_the_next_step_s_scale_is_by_the_largest_h_of_all_micro_batches_and_rank
 
 def test_a_model_that_is_not_in_fp8_loads_a_state_with_scales(tiny, corpus):
     """A run may be resumed on GPUs without fp8."""
-    of_fp8, plain = (train_gpt.Trainer(dataclasses.replace(tiny, fp8_mlp=fp8, **corpus), train_gpt.Comm(), torch.device("cpu"),
+    of_fp8, plain = (train_gpt.Worker(dataclasses.replace(tiny, fp8_mlp=fp8, **corpus), train_gpt.Comm(), torch.device("cpu"),
                                        train_gpt.find_shards(corpus["train_files"])) for fp8 in (True, False))
     plain.optimizer.load_state_dict(of_fp8.optimizer.state_dict())
     assert all(torch.equal(x, of_fp8.model.get_parameter(name)) for name, x in plain.model.named_parameters())
@@ -721,16 +721,16 @@ def test_the_loss_of_compiled_code_is_the_plain_one(tiny, cap, shift):
 
 
 def make_trainer(folder, config, comm=train_gpt.Comm()):
-    """A trainer in float64 on a shard in this folder, without zero parameters."""
+    """A worker in float64 on a shard in this folder, without zero parameters."""
     write_shard(folder / "train.bin", some_documents(21, 6000))
     shards = train_gpt.find_shards(str(folder / "train.bin"))
     torch.set_default_dtype(torch.float64)
     try:
-        trainer = train_gpt.Trainer(dataclasses.replace(config, dtype="float64"), comm, torch.device("cpu"), shards)
+        worker = train_gpt.Worker(dataclasses.replace(config, dtype="float64"), comm, torch.device("cpu"), shards)
     finally:
         torch.set_default_dtype(torch.float32)
-    shake(trainer.model)
-    return trainer
+    shake(worker.model)
+    return worker
 
 
 class PlainTraining:
@@ -818,13 +818,13 @@ SCHEDULES = {  # (stages, values of each of six steps)
 def test_stages_train_as_a_plain_second_training_does(tmp_path, tiny, schedule):
     """Six steps, three Adam updates, across a change of stage: batches by a plain packing, losses and updates by hand.
 
-    The trainer returns the cross entropy, whatever the objective weighs."""
+    The worker returns the cross entropy, whatever the objective weighs."""
     stages, has = SCHEDULES[schedule]
     config = dataclasses.replace(tiny, stages=stages, num_steps=6, micro_batches=2, micro_batch_tokens=16, max_document_tokens=14,
                                  cooldown=0.0, adam_lr=0.001, adam_eps=1e-3)
     train_gpt.check_config(config, 1)
-    trainer = make_trainer(tmp_path, config)
-    plain = PlainTraining(trainer.model, config)
+    worker = make_trainer(tmp_path, config)
+    plain = PlainTraining(worker.model, config)
     stream = some_documents(21, 6000).tolist()
     pointer = 0
     for step in range(6):
@@ -841,12 +841,12 @@ def test_stages_train_as_a_plain_second_training_does(tmp_path, tiny, schedule):
             plain.frequencies, plain.scale = train_gpt.stretch(plain.frequencies, plain.scale, 8, 20)
         momentum = 0.85 + 0.1 * step / 4 if step < 4 else 0.95 - 0.1 * (step - 4) / 2
         plan = train_gpt.plan_of(config, step)
-        read = trainer.stream.next_batch(plan)
+        read = worker.stream.next_batch(plan)
         assert [one.tolist() for one in read] == batch, step
-        losses = trainer.step(plan, read)
+        losses = worker.step(plan, read)
         expected = plain.step(step, batch, wanted["long"], wanted["short"], momentum, wanted["peak"], wanted["weights"])
         assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-4), step
-    for name, p in trainer.model.named_parameters():
+    for name, p in worker.model.named_parameters():
         assert (p - plain.p[name]).norm() <= 1e-4 * plain.p[name].norm(), name
 
 
@@ -858,35 +858,35 @@ def test_untying_decay_and_rates_train_as_a_plain_second_training_does(tmp_path,
         cooldown=0.0, adam_lr=0.001, adam_eps=1e-3, untie_at=0.41, head_init=0.01, adam_weight_decay=2e4,
         param_groups=(MuonGroup("mlp_proj", lr_mul=4.0), MuonGroup("attn", lr_mul=0.5)), overlap_param_gather=lazy)
     train_gpt.check_config(config, 1)
-    trainer = make_trainer(tmp_path, config, comm=Hostile() if lazy else train_gpt.Comm())
-    plain = PlainTraining(trainer.model, config, muon=(("qkvo", 0.5), ("fc", 2.0), ("proj", 4.0), ("gate", 1.0)))
+    worker = make_trainer(tmp_path, config, comm=Hostile() if lazy else train_gpt.Comm())
+    plain = PlainTraining(worker.model, config, muon=(("qkvo", 0.5), ("fc", 2.0), ("proj", 4.0), ("gate", 1.0)))
     plain.model.tied = True
     waiting = []  # at the start of each step's last forward: the parameters whose gathers are in flight
-    trainer.model.register_forward_pre_hook(lambda *_: waiting.append({
-        slot.name for bucket in trainer.optimizer.buckets if bucket.gather_handle is not None for slot in bucket.slots}))
+    worker.model.register_forward_pre_hook(lambda *_: waiting.append({
+        slot.name for bucket in worker.optimizer.buckets if bucket.gather_handle is not None for slot in bucket.slots}))
     assert [train_gpt.plan_of(config, step).tied for step in (0, 5, 6, 7, 10)] == [True, True, True, False, False]
     for step in range(10):
         plan = train_gpt.plan_of(config, step)
-        batch = trainer.stream.next_batch(plan)
+        batch = worker.stream.next_batch(plan)
         if step == 6:
             sequences = np.stack(batch)  # a validation before this step still reads the head's weights
-            loss = trainer.validate(plan, sequences)[0]
-            trainer.model.embed.weight.data.add_(1)
-            assert trainer.validate(plan, sequences)[0] == loss
+            loss = worker.validate(plan, sequences)[0]
+            worker.model.embed.weight.data.add_(1)
+            assert worker.validate(plan, sequences)[0] == loss
             plain.untie()
-        losses = trainer.step(plan, batch)
+        losses = worker.step(plan, batch)
         expected = plain.step(step, [one.tolist() for one in batch], *plan.windows, plan.momentum)
         assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-4), step
         if lazy and 0 < step < 6:  # tied: the forward waits for the head, and only for it
             assert "blocks.1.mlp.fc" in waiting[-2] and "lm_head.weight" not in waiting[-2], step
-    trainer.optimizer.finish_all_gathers()
-    for name, p in trainer.model.named_parameters():
+    worker.optimizer.finish_all_gathers()
+    for name, p in worker.model.named_parameters():
         assert (p - plain.p[name]).norm() <= 1e-4 * plain.p[name].norm(), name
-    assert not torch.equal(trainer.model.embed.weight, trainer.model.lm_head.weight)
+    assert not torch.equal(worker.model.embed.weight, worker.model.lm_head.weight)
     always_tied = dataclasses.replace(config, untie_at=1.0)
     assert train_gpt.plan_of(always_tied, 10).tied, "the last validation is of the model that was trained"
-    train_gpt.load_parameters(trainer.model, {"state": trainer.optimizer.state_dict(), "tied": True})
-    assert torch.equal(trainer.model.embed.weight, trainer.model.lm_head.weight)
+    train_gpt.load_parameters(worker.model, {"state": worker.optimizer.state_dict(), "tied": True})
+    assert torch.equal(worker.model.embed.weight, worker.model.lm_head.weight)
 
 
 def test_parameter_groups_train_as_a_plain_second_training_does(tmp_path, tiny):
@@ -901,7 +901,7 @@ def test_parameter_groups_train_as_a_plain_second_training_does(tmp_path, tiny):
         key_offset=True, mudd=True, sublayer_scales=True, muon_qk_heads=1, muon_beta2=0.9,
         param_groups=(*(AdamGroup(*row) for row in rows), MuonGroup("mlp_fc", lr_mul=1.5)))
     train_gpt.check_config(config, 1)
-    trainer = make_trainer(tmp_path, config)
+    worker = make_trainer(tmp_path, config)
     by_hand = {
         "lm_head.weight": (0.001, 0.5, 0.9, 9e4), "embed.weight": (0.003, 0.6, 0.8, 5e4), "scalars": (0.002, 0.9, 0.99, 1e4),
         "ngrams.0.weight": (0.005, 0.7, 0.85, 3e4), "smear_gate": (0.0002, 0.4, 0.6, 8e4), "xsa_lambda": (0.0015, 0.8, 0.7, 4e4),
@@ -910,16 +910,16 @@ def test_parameter_groups_train_as_a_plain_second_training_does(tmp_path, tiny):
         **{f"mudd.{place}.bias": (0.003, 0.75, 0.85, 5e3) for place in ("layer", "head")},
         **{f"value_embeds.{i}.weight": (0.007, 0.75, 0.95, 2e4) for i in range(3)},
         **{f"attn.{gate}": (0.0005, 0.9, 0.98, 6e4) for gate in ("gate", "value_gate")}}
-    plain = PlainTraining(trainer.model, config, by_hand, (("fc", 1.5), ("proj", 1.0)),
+    plain = PlainTraining(worker.model, config, by_hand, (("fc", 1.5), ("proj", 1.0)),
                           {"qk": ((16, 32), True), "vo": ((32, 32), False)})
     first = {name: p.clone() for name, p in plain.p.items()}
     for step in range(6):
         plan = train_gpt.plan_of(config, step)
-        batch = trainer.stream.next_batch(plan)
-        losses = trainer.step(plan, batch)
+        batch = worker.stream.next_batch(plan)
+        losses = worker.step(plan, batch)
         expected = plain.step(step, [one.tolist() for one in batch], *plan.windows, plan.momentum)
         assert [loss.item() for loss in losses] == pytest.approx(expected, rel=1e-4), step
-    for name, p in trainer.model.named_parameters():
+    for name, p in worker.model.named_parameters():
         assert (p - plain.p[name]).norm() <= 1e-6 * (first[name] - plain.p[name]).norm(), name
 
 
@@ -1020,11 +1020,11 @@ def test_split_micro_batches_scale_the_gradients_and_not_the_losses(tmp_path, ti
     seen = []
     for count, tokens, splits in (4, 16, 1), (2, 32, 2):
         config = dataclasses.replace(tiny, micro_batches=count, micro_batch_tokens=tokens, micro_batch_splits=splits)
-        trainer = make_trainer(tmp_path, config)
-        trainer.optimizer.step = lambda plan: None
+        worker = make_trainer(tmp_path, config)
+        worker.optimizer.step = lambda plan: None
         plan = train_gpt.plan_of(config, 0)
-        losses = trainer.step(plan, trainer.stream.next_batch(plan))
-        seen.append((losses, {slot.name: slot.grad.clone() for bucket in trainer.optimizer.buckets for slot in bucket.slots}))
+        losses = worker.step(plan, worker.stream.next_batch(plan))
+        seen.append((losses, {slot.name: slot.grad.clone() for bucket in worker.optimizer.buckets for slot in bucket.slots}))
     assert seen[0][0] == seen[1][0] and len(seen[0][0]) == 4
     for name, grad in seen[0][1].items():
         assert grad.norm() > 0 and torch.allclose(seen[1][1][name], 2 * grad, rtol=1e-12), name
@@ -1035,21 +1035,21 @@ def test_the_first_adam_step_is_the_record_s_formula(tmp_path, tiny, loss_weight
     """p - lr * sqrt(1 - beta2) / (1 - beta1) * m / (sqrt(v) + eps), on the sum of two steps. torch adds eps elsewhere, which
     matters where gradients are small, as for the record's head, which starts at zero."""
     config = dataclasses.replace(tiny, micro_batches=2, micro_batch_tokens=16, loss_weights=(loss_weight,))
-    trainer = make_trainer(tmp_path, config)
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    worker = make_trainer(tmp_path, config)
+    before = {name: p.detach().clone() for name, p in worker.model.named_parameters()}
     total = {}
-    step, slots = trainer.optimizer.step, [slot for bucket in trainer.optimizer.buckets for slot in bucket.slots]
+    step, slots = worker.optimizer.step, [slot for bucket in worker.optimizer.buckets for slot in bucket.slots]
 
     def note_and_step(plan):  # after the second step the buckets hold the sum of both
         total.update({slot.name: slot.grad.clone() for slot in slots})
         step(plan)
 
-    trainer.optimizer.step = note_and_step
+    worker.optimizer.step = note_and_step
     for number in (0, 1):
         plan = train_gpt.plan_of(config, number)
-        trainer.step(plan, trainer.stream.next_batch(plan))
+        worker.step(plan, worker.stream.next_batch(plan))
     for name, multiplier in (("value_embeds.1.weight", 75), ("embed.weight", 75), ("lm_head.weight", 1), ("scalars", 5)):
-        g, p = total[name], dict(trainer.model.named_parameters())[name]
+        g, p = total[name], dict(worker.model.named_parameters())[name]
         m, v = (1 - 0.65) * g, (1 - 0.95) * g.square()
         moved = 0.008 * multiplier * math.sqrt(1 - 0.95) / (1 - 0.65) * m / (v.sqrt() + 1e-8)
         other = 0.008 * multiplier / (1 - 0.65) * m / ((v / (1 - 0.95)).sqrt() + 1e-8)

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 def trainer_of(config, comm=None, **changes):
     changes = {"layers": "- S0M LM M", "backout_layer": 2, "bucket_mb": 1.0, **changes}
     config = dataclasses.replace(config, **changes)
-    return train_gpt.Trainer(config, comm or train_gpt.Comm(), CPU, train_gpt.find_shards(config.train_files))
+    return train_gpt.Worker(config, comm or train_gpt.Comm(), CPU, train_gpt.find_shards(config.train_files))
 
 
 @pytest.fixture
@@ -33,10 +33,10 @@ def failed(rows):
 
 
 def test_working_parts_pass_and_leave_no_trace(config):
-    trainer = trainer_of(config, ngrams=(train_gpt.Ngrams(2, 32, 8),))
-    before = train_gpt.state_hash(trainer)
-    rows, broken = preflight.check_parts(trainer)
-    assert train_gpt.state_hash(trainer) == before and broken is None
+    worker = trainer_of(config, ngrams=(train_gpt.Ngrams(2, 32, 8),))
+    before = train_gpt.state_hash(worker)
+    rows, broken = preflight.check_parts(worker)
+    assert train_gpt.state_hash(worker) == before and broken is None
     assert [row[0] for row in rows[:4]] == ["attention L", "attention S", "layers 0 to 3", "head"]
     assert {row[0].split()[0] for row in rows[4:]} == {"Adam", "NorMuon", "load"} and not failed(rows)
     assert all(float(row[2]) <= float(row[3]) and float(row[4]) > 0 for row in rows)
@@ -115,10 +115,10 @@ COMPILED = {"compile": "on"}
 ])
 def test_a_broken_part_is_found_and_names_its_fallback(config, monkeypatch, break_it, changes, part, fallback):
     break_it(monkeypatch)
-    trainer = trainer_of(config, **changes)
-    before = train_gpt.state_hash(trainer)
-    rows, broken = preflight.check_parts(trainer)
-    assert broken.name.startswith(part) and broken.fallback == fallback and train_gpt.state_hash(trainer) == before
+    worker = trainer_of(config, **changes)
+    before = train_gpt.state_hash(worker)
+    rows, broken = preflight.check_parts(worker)
+    assert broken.name.startswith(part) and broken.fallback == fallback and train_gpt.state_hash(worker) == before
     assert broken.name in failed(rows)
     name, value = fallback
     rows, broken = preflight.check_parts(trainer_of(config, **{**changes, name: value}))
@@ -175,8 +175,8 @@ def with_a_broken_rank(comm, config, which):
     with pytest.MonkeyPatch.context() as monkeypatch:
         if which == "attention" and comm.rank == 1:
             break_attention(monkeypatch)
-        trainer = trainer_of(config, deaf(comm, which))
-        rows, broken = preflight.check_parts(trainer)
+        worker = trainer_of(config, deaf(comm, which))
+        rows, broken = preflight.check_parts(worker)
     return [row[0] for row in rows[-4:]], failed(rows), broken and (broken.name, broken.fallback)
 
 
@@ -199,10 +199,10 @@ def with_rows(comm, config, whole):
         exchange = comm.exchange
         comm.exchange = lambda sent, received: exchange(
             [x * 0 if x.is_floating_point() and rank != comm.rank else x for rank, x in enumerate(sent)], received)
-    trainer = trainer_of(config, comm, ngrams=(train_gpt.Ngrams(2, 5000, 8), train_gpt.Ngrams(3, 70, 8)), lazy_tables=True)
-    before = train_gpt.state_hash(trainer)
-    rows, broken = preflight.check_parts(trainer)
-    assert train_gpt.state_hash(trainer) == before
+    worker = trainer_of(config, comm, ngrams=(train_gpt.Ngrams(2, 5000, 8), train_gpt.Ngrams(3, 70, 8)), lazy_tables=True)
+    before = train_gpt.state_hash(worker)
+    rows, broken = preflight.check_parts(worker)
+    assert train_gpt.state_hash(worker) == before
     return [row[0] for row in rows if "rows" in row[0]], broken and (broken.name, broken.fallback)
 
 

@@ -69,7 +69,7 @@ def train(comm, argv, kill_at=-1):
     preset, config = train_gpt.parse_config(argv, "laptop")
     train_gpt.check_config(config, comm.ranks)
     run_id, _ = train_gpt.identify_run(config)
-    log, step = train_gpt.Log(config, comm.rank, run_id), train_gpt.Trainer.step
+    log, step = train_gpt.Log(config, comm.rank, run_id), train_gpt.Worker.step
 
     def mortal_step(self, plan, batch):
         if plan.step == kill_at and signal.getsignal(signal.SIGTERM) == train_gpt.signals.handle:  # not in the warm-up
@@ -77,15 +77,15 @@ def train(comm, argv, kill_at=-1):
             raise Killed
         return step(self, plan, batch)
 
-    train_gpt.Trainer.step = mortal_step
+    train_gpt.Worker.step = mortal_step
     kind = train_gpt.CompressedComm if config.bf16_compress else train_gpt.Comm
     threads = torch.get_num_threads()
     try:
-        train_gpt.run(config, preset, kind(comm.rank, comm.ranks), torch.device("cpu"), log, time.perf_counter())
+        train_gpt.run_training(config, preset, kind(comm.rank, comm.ranks), torch.device("cpu"), log, time.perf_counter())
     except Killed:
         pass
     finally:
-        train_gpt.Trainer.step = step
+        train_gpt.Worker.step = step
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         torch.set_num_threads(threads)
         if log.file is not None:
@@ -188,13 +188,13 @@ def here(argv, capsys, kill_at=None):
     """(exit status, stdout, stderr) of one rank in this process, perhaps stopped in a step."""
     with pytest.MonkeyPatch.context() as patch:
         if kill_at is not None:
-            step = train_gpt.Trainer.step
+            step = train_gpt.Worker.step
 
             def mortal_step(self, plan, batch):
                 if plan.step == kill_at:
                     raise train_gpt.RunError("killed")
                 return step(self, plan, batch)
-            patch.setattr(train_gpt.Trainer, "step", mortal_step)
+            patch.setattr(train_gpt.Worker, "step", mortal_step)
         status = train_gpt.main(argv)
     printed = capsys.readouterr()
     return status, printed.out, printed.err
@@ -520,12 +520,12 @@ def in_step(fault):
     """Source that plants a fault in each training step, before what it computes."""
     return f"""
 import os, random, resource, signal, sys, threading, time
-step_of = train_gpt.Trainer.step
+step_of = train_gpt.Worker.step
 def faulty(self, plan, batch):
     step = plan.step
     {fault}
     return step_of(self, plan, batch)
-train_gpt.Trainer.step = faulty
+train_gpt.Worker.step = faulty
 """
 
 
@@ -619,7 +619,7 @@ def test_a_signal_in_a_validation_does_not_wait_for_its_end(in_the_last, changes
     changes, step = dict(changes, save_every=0, val_every=6, val_len=8), changes["num_steps"] if in_the_last else 12
     plant = f"""
 import os, signal
-validate, forward = train_gpt.Run.validate, train_gpt.GPT.forward
+validate, forward = train_gpt.TrainingLoop.validate, train_gpt.GPT.forward
 def told(run, step):
     seen = []
     def slow(model, *args):
@@ -628,7 +628,7 @@ def told(run, step):
         return forward(model, *args)
     train_gpt.GPT.forward = slow if step == {step} else forward
     return validate(run, step)
-train_gpt.Run.validate = told
+train_gpt.TrainingLoop.validate = told
 """
     told = group(2, flags("told", **changes), plant)
     assert told.wait() == [1, 1], told.outputs
@@ -836,7 +836,7 @@ def test_ranks_whose_launcher_is_killed_save_and_end(ranks, hang, flags, elastic
         assert re.findall(r"^step:(\d+)/150 train_time", log.read_text(), re.M) == [str(step) for step in range(1, 151)]
 
 
-@pytest.mark.parametrize("where", ["train_gpt.dist.rendezvous", "train_gpt.Trainer.warm_up"])
+@pytest.mark.parametrize("where", ["train_gpt.dist.rendezvous", "train_gpt.Worker.warm_up"])
 def test_ranks_whose_launcher_is_killed_before_training_end(where, flags, elastic, tmp_path):
     plant = (f"import time\ndef slow(*_, **__):\n"
              f"    open({str(tmp_path / 'slow')!r}, 'w').close()\n    time.sleep(60)\n{where} = slow\n")

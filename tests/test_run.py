@@ -103,14 +103,14 @@ def run_here(argv, capsys):
 
 def in_step(number, act, monkeypatch):
     """Call act() before the step of this number, but not in the warm-up."""
-    step, seen = train_gpt.Trainer.step, []
+    step, seen = train_gpt.Worker.step, []
 
     def stepping(self, plan, batch):
         seen.append(plan.step)
         if plan.step == number and len(seen) > TINY["warmup_steps"]:
             act()
         return step(self, plan, batch)
-    monkeypatch.setattr(train_gpt.Trainer, "step", stepping)
+    monkeypatch.setattr(train_gpt.Worker, "step", stepping)
 
 
 @pytest.fixture(scope="module")
@@ -340,7 +340,7 @@ def test_what_was_compiled_stays_in_the_checkout_unless_the_environment_says_oth
 def test_warm_up_puts_everything_back(one, tiny):
     """Parameters, state, rotary tables, the stream: after a warm-up through every stage and the last validation."""
     config = dataclasses.replace(tiny, **one[1], warmup_steps=8, micro_batches=2, layers="- S0M LM M", backout_layer=2)
-    untouched, warm = (train_gpt.Trainer(config, train_gpt.Comm(), torch.device("cpu"), train_gpt.find_shards(config.train_files))
+    untouched, warm = (train_gpt.Worker(config, train_gpt.Comm(), torch.device("cpu"), train_gpt.find_shards(config.train_files))
                        for _ in range(2))
     seen = []
     set_windows = warm.model.rotary.set_windows
@@ -361,19 +361,19 @@ def test_n_gram_tables_begin_anew_so_many_steps_before_the_end(one, tiny):
     config = dataclasses.replace(tiny, **one[1], layers="S0M LM", backout_layer=0, ngrams=(train_gpt.Ngrams(2, 4096, 16), train_gpt.Ngrams(3, 4096, 8)), lazy_tables=True,
                                  adam_every=1, epochs=100, num_steps=7, ngram_reset=3)
     assert [plan.step for step in range(7) if (plan := train_gpt.plan_of(config, step)).resets_ngrams] == [1, 4]
-    trainer = train_gpt.Trainer(config, train_gpt.Comm(), torch.device("cpu"), train_gpt.find_shards(config.train_files))
+    worker = train_gpt.Worker(config, train_gpt.Comm(), torch.device("cpu"), train_gpt.find_shards(config.train_files))
     touched = {}
     for step in range(5):
         plan = train_gpt.plan_of(config, step)
-        batch = trainer.stream.next_batch(plan)
-        trainer.step(plan, batch)
+        batch = worker.stream.next_batch(plan)
+        worker.step(plan, batch)
         touched = {} if plan.resets_ngrams else touched
         tokens = torch.from_numpy(np.stack(batch)[:, :-1].astype(np.int32))
-        for i, rows in enumerate(trainer.model.rows_read(tokens).values()):
+        for i, rows in enumerate(worker.model.rows_read(tokens).values()):
             touched.setdefault(i, set()).update(rows.flatten().tolist())
-        trainer.optimizer.finish_all_gathers()
-        state = trainer.optimizer.state_dict()
-        for i, table in enumerate(trainer.model.ngrams):
+        worker.optimizer.finish_all_gathers()
+        state = worker.optimizer.state_dict()
+        for i, table in enumerate(worker.model.ngrams):
             for x in (table.weight, *(value.view(table.weight.shape) for name, value in state.items()
                                       if name.startswith(f"ngrams.{i}.") and value.numel() == table.weight.numel())):
                 rows = {*x.detach().any(1).nonzero().flatten().tolist()}
@@ -383,21 +383,21 @@ def test_n_gram_tables_begin_anew_so_many_steps_before_the_end(one, tiny):
 
 def test_the_state_s_hash_covers_all_that_training_goes_on_from(one, tiny):
     config = dataclasses.replace(tiny, **one[1], layers="- S0M LM M", backout_layer=2)
-    trainer = train_gpt.Trainer(config, train_gpt.Comm(), torch.device("cpu"), train_gpt.find_shards(config.train_files))
-    bucket = trainer.optimizer.buckets[0]
+    worker = train_gpt.Worker(config, train_gpt.Comm(), torch.device("cpu"), train_gpt.find_shards(config.train_files))
+    bucket = worker.optimizer.buckets[0]
 
     def count():
         bucket.updates += 1
     changes = {
-        "nothing": lambda: None, "rotary": lambda: trainer.model.rotary.set_windows((12, 28)),
-        "tables": lambda: trainer.model.rotary.cos[5].add_(1e-3), "parameter": lambda: bucket.slots[0].param.data.add_(1e-3),
+        "nothing": lambda: None, "rotary": lambda: worker.model.rotary.set_windows((12, 28)),
+        "tables": lambda: worker.model.rotary.cos[5].add_(1e-3), "parameter": lambda: bucket.slots[0].param.data.add_(1e-3),
         "state": lambda: bucket.state["v"].add_(1e-3), "updates": count,
-        "position": lambda: setattr(trainer.stream, "position", train_gpt.Position(0, 3, 40)),
-        "digest": lambda: setattr(trainer.stream, "digest", 7)}
-    seen = [train_gpt.state_hash(trainer)]
+        "position": lambda: setattr(worker.stream, "position", train_gpt.Position(0, 3, 40)),
+        "digest": lambda: setattr(worker.stream, "digest", 7)}
+    seen = [train_gpt.state_hash(worker)]
     for name, change in changes.items():
         change()
-        seen.append(train_gpt.state_hash(trainer))
+        seen.append(train_gpt.state_hash(worker))
         assert (seen[-1] == seen[-2]) == (name == "nothing"), name
 
 
@@ -414,7 +414,7 @@ def test_a_stage_of_a_single_step_is_warmed_up_too(one, tmp_path, capsys, stages
 
 @pytest.mark.parametrize("what", ["rotary", "position"])
 def test_a_warm_up_that_leaves_something_behind_shows_in_the_log(one, tmp_path, capsys, monkeypatch, what):
-    warm_up = train_gpt.Trainer.warm_up
+    warm_up = train_gpt.Worker.warm_up
 
     def forgetful(self, sequence):
         warm_up(self, sequence)
@@ -422,7 +422,7 @@ def test_a_warm_up_that_leaves_something_behind_shows_in_the_log(one, tmp_path, 
             self.model.rotary.set_windows((12, 28))
         else:
             self.stream.position = train_gpt.Position(0, 3, 40)
-    monkeypatch.setattr(train_gpt.Trainer, "warm_up", forgetful)
+    monkeypatch.setattr(train_gpt.Worker, "warm_up", forgetful)
     status, _, _ = run_here(flags(tmp_path, one[1], run_id=what, num_steps=4, stages="Stage(long_window=3)"), capsys)
     hashes = read_log(tmp_path / "logs" / f"{what}.txt")[4]["state_hash"]
     assert status == 0 and hashes["before_warmup"] != hashes["after_warmup"]
