@@ -75,15 +75,12 @@ import math
 import platform
 import re
 import resource
-import shutil
 import socket
 import subprocess
-import sysconfig
 import threading
 import traceback
 import unicodedata
 import uuid
-import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import dataclass, field
@@ -549,7 +546,7 @@ def parse_config(argv: Sequence[str], default_preset: str) -> tuple[str, Config]
             f"it in --stages '{', '.join(map(repr, config.stages))}'")
     if not config.resume:
         return preset, config
-    path, fixed = find_checkpoint(config), sorted(given.keys() - FREE_TO_CHANGE)
+    path, fixed = Path(find_run(config)[1]), sorted(given.keys() - FREE_TO_CHANGE)
     require(not fixed, f"--resume continues {path}; leave out --{', --'.join(fixed)}, which would make it another run")
     saved = load_file(path, check=False)  # its checksum is verified when the state is loaded
     try:
@@ -942,22 +939,15 @@ def read_header(path: Path) -> Shard:
 
     Raise RunError if the file is not a complete shard.
     """
-    again = "delete it, then fetch or create it again"
-    require(path.is_file(), f"{path}: not a regular file; {again}")  # opening a pipe would block
+    require(path.is_file(), f"{path}: not a regular file; delete it")  # opening a pipe would block
     with open(path, "rb") as file:  # np.fromfile would treat a read error as the end of the file
         words, size = file.read(HEADER_INTS * 4), os.fstat(file.fileno()).st_size
-    require(len(words) == HEADER_INTS * 4, f"{path}: {size} bytes, less than a header of {HEADER_INTS * 4} bytes; "
-            f"{again}")
-    header = np.frombuffer(words, dtype="<i4")
-    require(header[:2].tolist() == [MAGIC, VERSION], f"{path}: starts with {header[:2].tolist()}, and a shard with "
-            f"[{MAGIC}, {VERSION}]; create it with a script of data/")
-    tokens = int(header[2])
-    expected = HEADER_INTS * 4 + 2 * tokens
-    require(size == expected, f"{path}: {size} bytes, but {tokens} tokens, as in its header, take {expected} bytes; "
-            f"{again}")
-    encoding = Encoding(*(header[3:5].tolist() if header[3] else (GPT2_VOCAB, GPT2_BOS)))
-    require(0 <= encoding.bos_id < encoding.vocab_size <= 2 ** 16, f"{path}: {encoding} in its header is impossible, "
-            f"because tokens are uint16; {again}")
+    magic, version, tokens, *encoding = np.frombuffer(words.ljust(HEADER_INTS * 4, b"\0"), dtype="<i4")[:5].tolist()
+    encoding, expected = Encoding(*(encoding if encoding[0] else (GPT2_VOCAB, GPT2_BOS))), HEADER_INTS * 4 + 2 * tokens
+    require((magic, version, size) == (MAGIC, VERSION, expected)
+            and 0 <= encoding.bos_id < encoding.vocab_size <= 2 ** 16,  # tokens are uint16
+            f"{path}: not a complete shard: {size} bytes that begin with {[magic, version, tokens]}, {encoding}; a "
+            f"shard begins with {[MAGIC, VERSION]} and has {expected} bytes. Delete it, then fetch or create it again")
     return Shard(path, tokens, encoding)
 
 def find_shards(pattern: str, limit: int = 0) -> list[Shard]:
@@ -988,10 +978,8 @@ def load_tokens(shard: Shard) -> np.ndarray:
             "unchanged while it runs")
     tokens = np.frombuffer(raw, dtype="<u2", offset=HEADER_INTS * 4)
     highest = int(tokens.max(initial=0))
-    if highest >= shard.encoding.vocab_size:
-        raise RunError(f"{shard.path}: token {highest} at position {tokens.argmax()}, but the vocabulary has "
-                       f"{shard.encoding.vocab_size} tokens; the file is damaged, or its header is wrong: create it "
-                       "again")
+    require(highest < shard.encoding.vocab_size, f"{shard.path}: token {highest}, but the vocabulary has "
+            f"{shard.encoding.vocab_size} tokens; create the shard again")
     return tokens
 
 class Documents(NamedTuple):
@@ -3615,8 +3603,6 @@ class Worker:
         gpu = device.type == "cuda"
         self.config, self.comm, self.device = config, comm, device
         self.compiled = config.compile == "on" or (config.compile == "auto" and gpu)
-        if self.compiled or gpu:  # FlexAttention is always compiled
-            check_compiler(gpu)
         if config.world_size_invariant:
             torch.set_num_threads(1)  # the split of a product over threads decides the order of its sums
         self.stream = Stream(train_shards, config, comm.rank, comm.ranks)
@@ -3804,8 +3790,10 @@ class TrainingLoop:
 
     def train(self) -> None:
         """The loop over all steps. A checkpoint or a validation with a step's number comes before that step."""
-        c, worker, profile = self.config, self.worker, Profile(self.worker, self.clock, self.log)
-        save_due = False
+        c, worker, save_due = self.config, self.worker, False
+        profiler = profiler_of(self) if c.profile else None
+        if profiler:
+            profiler.start()
         self.clock.start()
         worker.model.fill_prefixes(worker.token_bytes)  # on the clock, as in the record; the warm-up runs without
         for step in range(self.from_step, c.num_steps):
@@ -3817,15 +3805,18 @@ class TrainingLoop:
                 save_due = False
             if c.val_every and step % c.val_every == 0:
                 self.validate(step)
-            profile.begin_step(step)
             plan = plan_of(c, step)
             losses = worker.step(plan, worker.stream.next_batch(plan))
             self.losses.record(plan, losses)
+            if profiler:
+                worker.optimizer.finish_all_gathers()  # torch 2.13 crashes at exit on one that ends after the trace
+                profiler.step()
         worker.optimizer.finish_all_gathers()
         worker.after_training()
         self.clock.stop()
         self.losses.write(c.num_steps, wait=True)
-        profile.begin_step(c.num_steps)
+        if profiler:
+            profiler.stop()
 
     def validate(self, step: int) -> tuple[float, int]:
         """Validate off the clock -> (loss, tokens). RunError if the loss is not finite.
@@ -4034,12 +4025,11 @@ def start_log(loop: TrainingLoop, resumed: dict[str, Any] | None, changes: list[
     hosts = describe_hosts(comm, machine)
     if comm.rank:
         return
-    machine["versions"] |= {"libraries": loaded_libraries()} if c.race else {}  # takes a second or two
     params, started = sum(p.numel() for p in worker.model.parameters()), now()
     start = {"run_id": log.run_id, "preset": loop.preset, **describe_config(c), "started": started, "changes": changes,
              **machine, "ranks": comm.ranks, "hosts": hosts, "parameters": params,
              "vocab_size": loop.shards["train"][0].encoding.vocab_size, "shards": describe_data(loop.shards),
-             "launch": launch_id(), "warnings": warnings_of(c, worker.optimizer)}
+             "launch": launch_id()}
     damages = [damage for path in sorted(loop.given_up) if resumed and (damage := damage_of(path))]
     log.open(start, environment, resumed and {
         "at": started, **resumed, "damaged": damages, "ranks": comm.ranks, "source_sha256": machine["source_sha256"],
@@ -4047,7 +4037,7 @@ def start_log(loop: TrainingLoop, resumed: dict[str, Any] | None, changes: list[
     log.say(f"preset {loop.preset}: {comm.ranks} rank(s) on {machine['hardware']['device']}, {params / 1e6:.1f} M "
             f"parameters, {c.num_steps} steps of {tokens_of_steps(c, 1):,} tokens at first, validation on "
             f"{(loop.val_sequences[:, 1:] >= 0).sum():,}")
-    for line in (*changes, *start["warnings"]):
+    for line in changes:
         log.say(line)
     if resumed:
         log.say(f"resuming from step {loop.from_step}{', because ' * bool(damages)}{'; '.join(damages)}")
@@ -4058,8 +4048,6 @@ def finish(loop: TrainingLoop, before: str, loss: float, val_tokens: int) -> Non
     compiles = compile_stats()[0] - loop.compiles
     with clock.off("hashing"):
         after, final_hash, digest = hash_of(named_tensors(worker.model)), state_hash(worker), all_digest(worker)
-        # race.py keeps small models in 16 bits
-        halved_hash = c.save_model and hash_of([(name, halved(p)) for name, p in worker.model.named_parameters()])
     saved_as = ""
     if c.save_model and worker.comm.rank == 0:  # before the log's end: until then the run can be resumed
         with clock.off("saving"):
@@ -4071,7 +4059,7 @@ def finish(loop: TrainingLoop, before: str, loss: float, val_tokens: int) -> Non
         "train_tokens": tokens_of_steps(c, c.num_steps), "train_digest": digest, "val_tokens": val_tokens,
         "train_time_ms": clock.elapsed, "wall_seconds": wall_seconds, "seconds_outside_clock": clock.outside,
         "compiles_after_warmup": compiles, "state_hash": loop.state_hashes, "final_state_hash": final_hash,
-        "validation_hash": {"before": before, "after": after}, "halved_hash": halved_hash,
+        "validation_hash": {"before": before, "after": after},
         "changed_by_validation": loop.changed_by_validation, "peak_memory_mib": allocated, "resumed": log.resumes}}))
     log.write(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     if worker.comm.rank == 0:
@@ -4082,40 +4070,18 @@ def finish(loop: TrainingLoop, before: str, loss: float, val_tokens: int) -> Non
         log.say(f"\n{verdict}validation loss {loss:.4f},{target} after {clock.elapsed / 1000:.1f} s of training and "
                 f"{wall_seconds:.0f} s in all{saved_as}\nlog: {log.path}")
 
-class Profile:
-    """A Chrome trace of some steps, with a range for each phase of each bucket. Other steps cost nothing."""
-
-    def __init__(self, worker: Worker, clock: Clock, log: Log):
-        self.steps = profiled_steps(worker.config) if worker.config.profile else range(0)
-        self.optimizer, self.clock, self.log, self.profiler = worker.optimizer, clock, log, None
-
-    def begin_step(self, step: int) -> None:
-        """Call before each step and after the last. The profiler discards its first step, which is slow."""
-        if not self.steps or step not in range(self.steps[0] - 1, self.steps[-1] + 1 + bool(self.profiler)):
-            return
-        with self.clock.off("profiling"):
-            if self.profiler is None:
-                first, last = max(step, self.steps[0]), self.steps[-1]  # a resumed run may start among them
-                schedule = torch.profiler.schedule(wait=0, warmup=first - step, active=last + 1 - first, repeat=1)
-                self.profiler = torch.profiler.profile(on_trace_ready=self._export,
-                                                       schedule=lambda number: schedule(max(0, number - step)))
-                self.profiler.start()
-                self.profiler.step_num = step
-            else:
-                self.optimizer.finish_all_gathers()  # torch 2.13 crashes at exit on one that ends after the trace
-                self.profiler.step()
-            span = torch.profiler.record_function if step in self.steps else contextlib.nullcontext
-            self.optimizer.reducer.span = span
-
-    def _export(self, profiler: Any) -> None:
-        path = self.log.path.with_name(f"{self.log.path.stem}-rank{self.log.rank}.json.gz")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            profiler.export_chrome_trace(str(path))
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
-        self.log.say(f"trace: {path}")
+def profiler_of(loop: TrainingLoop) -> Any:
+    """Return a profiler that writes a Chrome trace of some steps beside the log; its step() follows each step."""
+    steps, log = profiled_steps(loop.config), loop.log
+    loop.worker.optimizer.reducer.span = torch.profiler.record_function  # a range for each phase of each bucket
+    profiler = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=max(0, steps[0] - 1), warmup=min(1, steps[0]), active=len(steps),
+                                         repeat=1),
+        on_trace_ready=torch.profiler.tensorboard_trace_handler(
+            str(log.path.parent), f"{log.path.stem}-rank{log.rank}", use_gzip=True))
+    profiler.step_num = loop.from_step
+    profiler.current_action = profiler.schedule(loop.from_step)
+    return profiler
 
 def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -4142,9 +4108,7 @@ def describe_machine(device: torch.device) -> tuple[dict[str, Any], str]:
     gpus = [dict(zip(("name", "uuid", "driver"), row.split(", "))) for row in nvidia_smi("name,uuid,driver_version")]
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
                 "triton": triton and triton.__version__}
-    text = (f"Running Python {sys.version}\nRunning PyTorch {torch.__version__} compiled for CUDA "
-            f"{torch.version.cuda}\nRunning Triton version {versions['triton']}\n")
-    text += output_of("nvidia-smi") if on_gpu else f"{cpu}, {cores} cores, {platform.platform()}"
+    text = output_of("nvidia-smi") if on_gpu else f"{cpu}, {cores} cores, {platform.platform()}"
     prefixes = ("TORCH", "PYTORCH", "TRITON", "INDUCTOR", "NCCL", "GLOO", "CUDA_", "OMP_", "PYTHON", "LD_")
     environment = {key: setting for key, setting in sorted(os.environ.items()) if key.startswith(prefixes)}
     hardware = {"device": torch.cuda.get_device_name() if on_gpu else cpu, "gpus": gpus if on_gpu else [],
@@ -4186,30 +4150,6 @@ def describe_data(splits: dict[str, list[Shard]]) -> dict[str, list[dict[str, An
     return {split: [{"name": shard.path.name, "tokens": shard.tokens, "bytes": HEADER_INTS * 4 + 2 * shard.tokens,
                      "sha256": shard.sha256} for shard in shards] for split, shards in splits.items()}
 
-def warnings_of(config: Config, optimizer: DistributedOptimizer) -> list[str]:
-    """Warn of buckets so small that much of the update is padding, and of an embedding that is never untied."""
-    never = 0 < config.untie_at < 1 and first_untied_step(config) >= config.num_steps
-    lines = [f"warning: untie_at {config.untie_at:g} means step {first_untied_step(config)}, after an Adam update, and "
-             f"num_steps is {config.num_steps}: the embedding stays tied to the head. Give less, or 1"] * never
-    padded = [bucket for bucket in optimizer.buckets if isinstance(bucket.rule, NorMuon)]
-    units = sum(len(bucket.param_shard) for bucket in padded) * optimizer.comm.ranks
-    needed = sum(bucket.units for bucket in padded)
-    if needed and units > 1.5 * needed:
-        lines.append(f"warning: the ranks orthogonalize {units} matrices, and the model has {needed}: buckets are too "
-                     f"small for {optimizer.comm.ranks} ranks; raise --bucket_mb")
-    return lines
-
-def loaded_libraries() -> str:
-    """SHA-256 over the names and contents of the shared libraries of this process, without code compiled here. Empty
-    where the system does not list them."""
-    caches = tuple(os.environ.get(f"{name}_CACHE_DIR", " ") for name in ("TORCHINDUCTOR", "TRITON"))
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else ()
-    paths = {line.split(maxsplit=5)[5] for line in lines if " r-xp " in line and " /" in line}
-    named = sorted((Path(path).name, file_sha256(path)) for path in paths
-                   if not path.startswith(caches) and Path(path).exists())
-    return sha256_of(json.dumps(named).encode()) if named else ""
-
 def file_sha256(path: str | Path) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -4242,11 +4182,6 @@ def checksum(model: nn.Module) -> int:
     words = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     parts = [p.detach().reshape(-1).view(words[p.element_size()]) for p in model.parameters()]
     return torch.stack([part.sum(dtype=part.dtype).long() for part in parts]).sum().item()
-
-def halved(tensor: Tensor) -> Tensor:
-    """Round a float32 tensor to float16, which is enough to check the loss, unless a value is beyond its range."""
-    half = tensor.detach().half()
-    return half if tensor.dtype == torch.float32 and half.isfinite().all() else tensor
 
 def all_digest(worker: Worker) -> str:
     """The digest of everything that all ranks have read; the same for any number of ranks. See Stream."""
@@ -4345,23 +4280,26 @@ def save_in_room(loop: TrainingLoop, path: Path, content: dict[str, Any]) -> Non
                 raise
             remove_files([spare.pop(0)])
 
-def find_checkpoint(config: Config) -> Path:
-    """Find the checkpoint that config.resume names. When torchrun restarts the ranks it is the latest of their run."""
-    named = Path(config.resume) if Path(config.resume).exists() else ROOT / config.resume
-    latest, restarted = config.resume == "latest", restarts() > 0
-    folder, run_id = (ROOT / config.log_dir, config.run_id) if latest else (named.parent, named.stem)
-    own = sorted((log for log in folder.glob("*.txt") if restarted and is_of_this_launch(log)), key=os.path.getmtime)
-    if own:
-        run_id = own[-1].stem
-    elif latest and not run_id:
+def find_run(config: Config) -> tuple[str, str]:
+    """Find (run id, checkpoint to resume from). Ranks that torchrun has restarted continue their run."""
+    named, latest = Path(config.resume), config.resume == "latest"
+    named = named if named.exists() else ROOT / named
+    folder = ROOT / config.log_dir if latest or not config.resume else named.parent
+    own = sorted((log for log in folder.glob("*.txt") if restarts() and is_of_this_launch(log)), key=os.path.getmtime)
+    run_id = own[-1].stem if own else config.run_id
+    if not config.resume and not own:
+        return run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{launch_id()}", ""
+    if not own and named.suffix == ".ckpt" and named.is_file():
+        return run_id, str(named.resolve())
+    if not own and latest and not run_id:
         newest = max(folder.glob("*.step[0-9]*.ckpt"), key=os.path.getmtime, default=Path())
         run_id = newest.name.partition(".step")[0]
-    elif named.suffix == ".ckpt" and named.is_file():
-        return named.resolve()
+    elif not own and not latest:
+        run_id = named.stem
     found = checkpoints(folder, run_id) if run_id else []
-    require(found, f"--resume {config.resume}: found no checkpoint in {folder}. Name a .ckpt, or the log of a run that "
-            "left one (--save_every). A run that has finished keeps none")
-    return latest_intact(found).resolve()
+    require(found or not config.resume, f"--resume {config.resume}: found no checkpoint in {folder}. Name a .ckpt, or "
+            "the log of a run that left one (--save_every). A run that has finished keeps none")
+    return run_id, str(latest_intact(found).resolve()) if found else ""
 
 def latest_intact(found: list[Path]) -> Path:
     """Return the latest checkpoint that is not damaged. RunError if all are."""
@@ -4465,33 +4403,10 @@ def restarts() -> int:
 
 def count_gpus() -> int:
     """Count the GPUs that torch can use. RunError if the driver shows GPUs that torch cannot use."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its reason is in the message below
-        seen, usable = torch.cuda.device_count(), torch.cuda.is_available()
-    if seen and not usable:
-        why = "no reason given"
-        try:
-            torch.cuda.init()
-        except (RuntimeError, AssertionError) as error:
-            why = str(error).split(". ")[0]
-        driver, *_ = nvidia_smi("driver_version") or ["(unknown to nvidia-smi)"]
-        raise RunError(f"this machine has {seen} GPU(s), but torch {torch.__version__}, built for CUDA "
-                       f"{torch.version.cuda}, cannot use them with driver {driver}: {why}. Update the driver, install "
-                       "torch's build for an older CUDA as the README says, or train on the CPU: "
-                       "CUDA_VISIBLE_DEVICES= ./run.sh")
+    seen = torch.cuda.device_count()
+    require(not seen or torch.cuda.is_available(), f"torch {torch.__version__} cannot use the {seen} GPU(s) of this "
+            "machine; launch/preflight.py says why. CUDA_VISIBLE_DEVICES= trains on the CPU")
     return seen
-
-def check_compiler(gpu: bool) -> None:
-    """RunError without the C or C++ compiler that torch.compile needs; it would fail only after minutes."""
-    variable, usual = "CC", ("gcc", "clang")  # Triton's
-    if not gpu:
-        variable, usual = "CXX", ("clang++",) if sys.platform == "darwin" else ("g++",)  # Inductor's
-    programs = [os.environ[variable]] if os.environ.get(variable) else usual
-    require(any(map(shutil.which, programs)), f"compiling needs {' or '.join(programs)}, and this machine has none. "
-            "Install gcc and g++ (on Debian build-essential)" + ("" if gpu else ", or leave out --compile on"))
-    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")  # Debian's own scheme means /usr/local
-    require(not gpu or header.exists(), f"compiling needs {header}, which is missing; install Python's headers (on "
-            "Debian the package python3-dev)")
 
 def cpu_threads(config: Config, local_ranks: int) -> int:
     """Choose the threads of a rank on a CPU. A small model gets one: two save a fifth of the time on a quiet machine,
@@ -4522,18 +4437,16 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
         changes.append("the MLP's kernels are off: its products stay in bf16")
     return config, changes
 
-def with_digests(shards: list[Shard], comm: Comm, local_rank: int, local_ranks: int) -> list[Shard]:
-    """Add the shards' SHA-256; the ranks of a host share the work. RunError if a host has other shards.
-
-    The ranks meet after each shard, so that no collective waits for longer than one takes.
-    """
-    digests: dict[str, str] = {}
-    agree(comm, "shards", {"names": [shard.path.name for shard in shards]}, "Give every host the same data")
-    for first in range(0, len(shards), min(comm.all_gather_json(local_ranks))):
-        mine = {shard.path.name: file_sha256(shard.path) for shard in shards[first + local_rank:first + local_rank + 1]}
-        for name, digest in (found for theirs in comm.all_gather_json(mine) for found in theirs.items()):
-            require(digests.setdefault(name, digest) == digest, f"shard {name} differs between hosts: SHA-256 "
-                    f"{digest[:12]} and {digests[name][:12]}; copy the data anew")
+def with_digests(shards: list[Shard], comm: Comm, local_rank: int) -> list[Shard]:
+    """Add the shards' SHA-256, which one rank of each host computes. RunError if a host has other shards."""
+    mine = {}
+    if local_rank == 0:
+        with ThreadPoolExecutor() as pool:
+            mine = dict(zip((shard.path.name for shard in shards), pool.map(file_sha256, (s.path for s in shards))))
+    digests, *others = filter(None, comm.all_gather_json(mine))
+    for other in others:
+        differ = sorted(name for name, _ in digests.items() ^ other.items())
+        require(not differ, f"shard {', '.join(differ)} differs between hosts; give every host the same data")
     return [shard._replace(sha256=digests[shard.path.name]) for shard in shards]
 
 def find_data(config: Config, comm: Comm) -> dict[str, list[Shard]]:
@@ -4541,8 +4454,8 @@ def find_data(config: Config, comm: Comm) -> dict[str, list[Shard]]:
     train, val = find_shards(config.train_files, config.train_shards), find_shards(config.val_files)
     require(train[0].encoding == val[0].encoding, f"the training shards have {train[0].encoding}, the validation "
             f"shards {val[0].encoding}; make both with one encoding")
-    local = env_int("LOCAL_RANK", 0), env_int("LOCAL_WORLD_SIZE", 1)
-    return {"train": with_digests(train, comm, *local), "val": with_digests(val, comm, *local)}
+    local_rank = env_int("LOCAL_RANK", 0)
+    return {"train": with_digests(train, comm, local_rank), "val": with_digests(val, comm, local_rank)}
 
 class Signals:
     """SIGUSR1 asks for a checkpoint. In training, SIGTERM, SIGHUP and SIGUSR2, which says that the launcher has died,
@@ -4590,32 +4503,12 @@ def is_of_this_launch(log: Path) -> bool:
     """Whether this launch has written to a log."""
     return log.exists() and f'"launch": "{launch_id()}"' in log.read_text(encoding="utf-8", errors="replace")
 
-def identify_run(config: Config) -> tuple[str, str]:
-    """(run id, checkpoint to resume from). Restarted ranks keep the id and resume from its newest checkpoint."""
-    folder, resume, restarted = ROOT / config.log_dir, config.resume, restarts() > 0
-    run_id = config.run_id or f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{launch_id()}"
-    if restarted and not resume:
-        started = sorted(folder.glob(f"*_{launch_id()}.txt"))
-        run_id = config.run_id or (started[-1].stem if started else run_id)
-        found = checkpoints(folder, run_id) if is_of_this_launch(folder / f"{run_id}.txt") else []
-        resume = str(latest_intact(found)) if found else ""
-    return run_id, resume
-
 # what gloo and NCCL say when another rank is gone or does not come
 LOST = re.compile(r"timed? ?out|connection (was |is )?(closed|reset|refused)|broken pipe|socket|closed by peer", re.I)
 
 def join(config: Config, rank: int, ranks: int, device: torch.device) -> dist.Store:
     """Form the process group -> its store. RunError if the other ranks cannot be reached."""
     timeout, gpu = timedelta(seconds=config.timeout_s), device.type == "cuda"
-    several_hosts = env_int("LOCAL_WORLD_SIZE", ranks) < ranks
-    if several_hosts and not gpu and not os.environ.get("GLOO_SOCKET_IFNAME"):
-        try:
-            address = socket.gethostbyname(socket.gethostname())
-        except OSError:
-            address = "no address"
-        require(not address.startswith(("127.", "no ")), f"this host's name resolves to {address}, where other hosts "
-                "cannot reach it. Set GLOO_SOCKET_IFNAME to the network interface that they share (`ip addr` lists "
-                "them), or give the name its real address in /etc/hosts")
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if gpu else None  # ahead of matrix products
     if gpu:
         options._timeout = timeout  # or torch warns that it is overridden
@@ -4721,7 +4614,7 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
         gpus = count_gpus()
         preset, config = parse_config(sys.argv[1:] if argv is None else argv, "speedrun" if gpus else "laptop")
         check_config(config, ranks)
-        run_id, checkpoint = identify_run(config)
+        run_id, checkpoint = find_run(config)
         log = Log(config, rank, run_id)
         device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
         if not gpus and not env_int("OMP_NUM_THREADS", 0):

@@ -35,7 +35,10 @@ import gc
 import itertools
 import json
 import math
+import shutil
+import sysconfig
 import time
+import warnings
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
@@ -46,7 +49,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT))
+sys.path += [str(ROOT), str(ROOT / "launch")]
 
 from ranks import start as start_ranks  # noqa: E402
 import train_gpt as T  # noqa: E402
@@ -332,9 +335,9 @@ def choose_flags(config: T.Config, comm: T.Comm, device: torch.device, shards: l
             if wanted.micro_batch_splits > config.micro_batch_splits:
                 chosen["micro_batch_splits"] = wanted.micro_batch_splits
                 changes.append(f"memory: each micro-batch is computed in {wanted.micro_batch_splits} parts")
-        for change in changes:
-            say(change)
         worker = T.Worker(wanted, comm, device, shards)
+        for line in (*changes, *warnings_of(wanted, worker.optimizer)):
+            say(line)
         rows, failed = check_parts(worker)
         worker.stream.close()
         say(table(rows))
@@ -409,6 +412,55 @@ def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, i
     return int(permanent), int(training), int(permanent + max(trunk, min(lengths) * 7 * logits * eager))
 
 
+def warnings_of(config: T.Config, optimizer: T.DistributedOptimizer) -> list[str]:
+    """Warn of buckets so small that much of the update is padding, and of an embedding that is never untied."""
+    untied = T.first_untied_step(config)
+    lines = [f"warning: untie_at {config.untie_at:g} means step {untied}, after an Adam update, and num_steps is "
+             f"{config.num_steps}: the embedding stays tied to the head. Give less, or 1"
+             ] * (0 < config.untie_at < 1 and untied >= config.num_steps)
+    padded = [bucket for bucket in optimizer.buckets if isinstance(bucket.rule, T.NorMuon)]
+    units = sum(len(bucket.param_shard) for bucket in padded) * optimizer.comm.ranks
+    needed = sum(bucket.units for bucket in padded)
+    if needed and units > 1.5 * needed:
+        lines.append(f"warning: the ranks orthogonalize {units} matrices, and the model has {needed}: buckets are too "
+                     f"small for {optimizer.comm.ranks} ranks; raise --bucket_mb")
+    return lines
+
+
+# The machine
+
+def count_gpus() -> int:
+    """Count the GPUs that torch can use. RunError, with the reason, if the driver shows GPUs that torch cannot use."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its reason is in the message below
+        seen, usable = torch.cuda.device_count(), torch.cuda.is_available()
+    if seen and not usable:
+        why = "no reason given"
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            why = str(error).split(". ")[0]
+        driver, *_ = T.nvidia_smi("driver_version") or ["(unknown to nvidia-smi)"]
+        raise T.RunError(f"this machine has {seen} GPU(s), but torch {torch.__version__}, built for CUDA "
+                         f"{torch.version.cuda}, cannot use them with driver {driver}: {why}. Update the driver, "
+                         "install torch's build for an older CUDA as the README says, or train on the CPU: "
+                         "CUDA_VISIBLE_DEVICES= ./run.sh")
+    return seen
+
+
+def check_compiler(gpu: bool) -> None:
+    """RunError without the C or C++ compiler that torch.compile needs; it would fail only after minutes."""
+    variable, usual = "CC", ("gcc", "clang")  # Triton's
+    if not gpu:
+        variable, usual = "CXX", ("clang++",) if sys.platform == "darwin" else ("g++",)  # Inductor's
+    programs = [os.environ[variable]] if os.environ.get(variable) else usual
+    T.require(any(map(shutil.which, programs)), f"compiling needs {' or '.join(programs)}, and this machine has none. "
+              "Install gcc and g++ (on Debian build-essential)" + ("" if gpu else ", or leave out --compile on"))
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")  # Debian's own scheme means /usr/local
+    T.require(not gpu or header.exists(), f"compiling needs {header}, which is missing; install Python's headers (on "
+              "Debian the package python3-dev)")
+
+
 # The program
 
 def check(flags: Sequence[str]) -> None:
@@ -417,13 +469,15 @@ def check(flags: Sequence[str]) -> None:
                                (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     if ranks > 1:
         T.die_with_launcher()
-    gpus = T.count_gpus()
+    gpus = count_gpus()
     _, config = T.parse_config(flags, "speedrun" if gpus else "laptop")
     T.check_config(config, ranks)
     device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
     if gpus:
         T.require(local_rank < gpus, f"rank {rank} has no GPU: this machine has {gpus}; use fewer --ranks")
         torch.cuda.set_device(device)
+    if gpus or config.compile == "on":
+        check_compiler(gpus > 0)
     if ranks > 1:
         T.join(config, rank, ranks, device)
     comm = (T.CompressedComm if config.bf16_compress else T.Comm)(rank, ranks, device)

@@ -185,8 +185,9 @@ def encode_text(paths, val_fraction):
 
 def choose(flags, text):
     """Return (GPUs, ranks, preset, config, flags with the choices for this machine and these data)."""
+    import preflight
     import train_gpt
-    gpus = train_gpt.count_gpus()
+    gpus = preflight.count_gpus()
     preset, config = train_gpt.parse_config(flags, "speedrun" if gpus else "laptop")
     ranks = train_gpt.usable_ranks(config, gpus or 2)
     if ranks < (gpus or 2):

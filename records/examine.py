@@ -193,13 +193,6 @@ def sketch(path):
     return torch.cat([x[::-(-len(x) // SKETCH)].float() for x in matrices]).numpy()
 
 
-def halve(path):
-    """Rewrite a saved model with parameters in 16 bits: half the size, and enough to check the loss."""
-    saved = read_model(path)
-    state = {name: trainer().halved(x) for name, x in saved["state"].items()}
-    trainer().save_file(Path(path), {**saved, "state": state})
-
-
 def start(folder, *arguments):
     """Start the process that serves these arguments, isolated, in a folder of its own."""
     code = (f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import examine; "

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import re
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -314,3 +316,39 @@ def test_the_message_says_what_would_fit_on_a_gpu_that_is_too_small(gpu, free, c
     gpu(free)
     with pytest.raises(train_gpt.RunError, match=says):
         preflight.fit_memory(train_gpt.Config(**changes), 50257, train_gpt.Comm())
+
+
+@pytest.mark.parametrize("gpu, variable, programs", [(False, "CXX", "clang++" if sys.platform == "darwin" else "g++"), (True, "CC", "gcc or clang")])
+def test_a_machine_without_a_compiler_is_told_so_before_the_traceback(gpu, variable, programs, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(train_gpt.RunError, match=f"compiling needs {re.escape(programs)}, and this machine has none. Install"):
+        preflight.check_compiler(gpu)
+    monkeypatch.setenv(variable, str(tmp_path / "cc"))
+    with pytest.raises(train_gpt.RunError, match=f"{re.escape(str(tmp_path / 'cc'))}, and this machine has none"):
+        preflight.check_compiler(gpu)
+    (tmp_path / "cc").touch(mode=0o755)
+    monkeypatch.setattr(preflight.sysconfig, "get_path", lambda name, scheme: str(tmp_path))
+    if gpu:
+        with pytest.raises(train_gpt.RunError, match="Python.h, which is missing; install Python's headers"):
+            preflight.check_compiler(gpu)
+    (tmp_path / "Python.h").touch()
+    preflight.check_compiler(gpu)
+
+
+def test_buckets_too_small_for_the_ranks_are_told(tiny):
+    """One bucket per parameter on eight ranks is padded to eight matrices."""
+    for ranks, bucket_bytes, told in ((8, 0, True), (1, 0, False), (8, 1e12, False)):
+        specs = train_gpt.specs_of(tiny, train_gpt.build_model(tiny, train_gpt.Encoding(64, 63)))
+        buckets = train_gpt.fill_buckets(specs, bucket_bytes, 0, ranks)
+        warned = preflight.warnings_of(tiny, types.SimpleNamespace(buckets=buckets, comm=types.SimpleNamespace(ranks=ranks)))
+        assert bool(warned) == told
+        if told:  # 10 qkvo of four, 22 of the MLPs, 10 gates, the smear gate
+            assert "orthogonalize 344 matrices, and the model has 73" in warned[0] and "--bucket_mb" in warned[0]
+
+
+def test_an_embedding_that_never_comes_untied_is_told(tiny):
+    optimizer = types.SimpleNamespace(buckets=[], comm=train_gpt.Comm())
+    for changes, told in ((dict(untie_at=0.5), False), (dict(untie_at=1.0), False), (dict(untie_at=0.67, adam_every=200), True)):
+        warned = preflight.warnings_of(dataclasses.replace(tiny, **changes), optimizer)
+        assert bool(warned) == told and (not told or "untie_at 0.67 means step 200, after an Adam update" in warned[0])

@@ -68,7 +68,7 @@ def train(comm, argv, kill_at=-1):
     """What main does, in a group of ranks that lives on: a run that goes to its end, or is stopped in the midst of a step."""
     preset, config = train_gpt.parse_config(argv, "laptop")
     train_gpt.check_config(config, comm.ranks)
-    run_id, _ = train_gpt.identify_run(config)
+    run_id, _ = train_gpt.find_run(config)
     log, step = train_gpt.Log(config, comm.rank, run_id), train_gpt.Worker.step
 
     def mortal_step(self, plan, batch):
