@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -126,6 +127,35 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(settings, flags, o
     times = [int(re.search(r"train_time:(\d+)", line)[1]) for line in after if line.startswith("step:")]
     before = [int(re.search(r"train_time:(\d+)", line)[1]) for line in lines if line.startswith(f"step:{saved}/")]
     assert times == sorted(times) and times[0] >= before[0], "the clock goes on from the checkpoint's"
+
+
+def train_with_dropout(comm, argv, kill_at=-1):
+    """train() of an idea with random numbers in its forward."""
+    loss = train_gpt.GPT.loss
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt.GPT, "loss", lambda self, x, *rest: loss(self, F.dropout(x, 0.3, self.training), *rest))
+        train(comm, argv, kill_at)
+
+
+def test_random_numbers_in_a_forward_do_not_depend_on_warm_up_resume_or_ranks(flags, on_ranks, tmp_path):
+    exact = dict(world_size_invariant="true", val_every=0)
+    on_ranks(1, train, flags("without", **exact))
+    on_ranks(1, train_with_dropout, flags("whole", **exact))
+    on_ranks(1, train_with_dropout, flags("warm", **exact, warmup_steps=3))
+    on_ranks(1, train_with_dropout, flags("killed", **exact, save_every=4), 6)
+    on_ranks(1, train_with_dropout, ["--resume", "latest", "--log_dir", str(tmp_path)])
+    on_ranks(2, train_with_dropout, flags("two", **exact))
+    without, *same = (end_of(tmp_path / f"{name}.txt")["final_state_hash"] for name in ("without", "whole", "warm", "killed", "two"))
+    assert len({*same}) == 1 and without not in same
+    assert len(resumed_lines(tmp_path / "killed.txt")) == 1
+
+
+def test_the_training_loss_in_the_log_is_the_cross_entropy_whatever_the_objective(flags, on_ranks, tmp_path):
+    fixed = dict(adam_lr=0, muon_lr=0, val_every=0)  # with other gradients the same parameters
+    on_ranks(1, train, flags("plain", **fixed))
+    on_ranks(1, train, flags("ahead", **fixed, loss_weights="3,.5"))
+    losses = [re.findall(r"train_loss:(\S+)", (tmp_path / f"{name}.txt").read_text()) for name in ("plain", "ahead")]
+    assert losses[0] == losses[1] and len(losses[0]) == 8
 
 
 def test_exact_runs_go_on_at_any_number_of_ranks_in_the_midst_of_a_cycle(flags, on_ranks, tmp_path):

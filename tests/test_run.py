@@ -153,7 +153,7 @@ def test_log_holds_the_whole_experiment(one):
     assert times == sorted(times)
     assert re.fullmatch(r"peak memory allocated: \d+ MiB reserved: \d+ MiB", last)
     assert f"val_loss:{end['final_val_loss']:.4f}" in validated[-1] and end["steps"] == 12 and end["train_tokens"] == 12 * 96
-    assert end["val_tokens"] == 999 and end["compiles_after_warmup"] == end["resumed"] == 0
+    assert start["vocab_size"] == 64 and end["val_tokens"] == 999 and end["compiles_after_warmup"] == end["resumed"] == 0
     assert end["state_hash"]["before_warmup"] == end["state_hash"]["after_warmup"] != end["final_state_hash"]
     assert end["validation_hash"]["before"] == end["validation_hash"]["after"]
     assert {"setup", "warmup", "compile", "validation"} <= set(end["seconds_outside_clock"])
@@ -264,6 +264,18 @@ def test_another_seed_is_another_run(one, tmp_path, capsys):
     log = read_log(tmp_path / "logs" / "seed.txt")
     assert status == 0 and log[4]["final_state_hash"] != read_log(path)[4]["final_state_hash"]
     assert log[2]["race"] == {"race_id": "2026-11-21_1", "run": 2, "declared_n": 5, "side": "ours"}
+
+
+def test_an_idea_has_a_place_after_each_step_and_one_after_training(one, tmp_path, capsys, monkeypatch):
+    steps = []
+    monkeypatch.setattr(train_gpt.Worker, "after_step", lambda self, plan: steps.append(plan.step))
+    monkeypatch.setattr(train_gpt.Worker, "after_training", lambda self: self.model.lm_head.weight.data.zero_())
+    status, _, errors = run_here(flags(tmp_path, one[1], run_id="places", warmup_steps=0), capsys)
+    assert status == 0, errors
+    assert steps == [*range(TINY["num_steps"])]
+    end = read_log(tmp_path / "logs" / "places.txt")[4]
+    assert end["final_val_loss"] == pytest.approx(np.log(128)), "with a head of zeros all tokens are equally likely"
+    assert end["changed_by_validation"] == 0
 
 
 def test_nothing_is_compiled_after_warm_up(one, tmp_path, capsys, monkeypatch):
