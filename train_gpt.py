@@ -219,6 +219,8 @@ class SyncSettings:
     clip_norm: float = option(0.0, "largest gradient norm over all parameters of a step (0: no clipping)", min=0)
     world_size_invariant: bool = option(False, "same bytes on any number of ranks: tree sums, one thread, no batching")
 
+GATE_DIM = 12  # channels of the residual stream that gates read
+
 @dataclass(frozen=True)
 class Config(SyncSettings, StageValues):
     """Every value that decides a run. The defaults are record 44 of the public speedrun."""
@@ -242,20 +244,20 @@ class Config(SyncSettings, StageValues):
 
     # model
     layers: str = option("- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M", "one word per layer: S or L (attention "
-                         "with the short or long window) or P (short window, pairs of heads), a digit (value table), "
+                         "with the short or long window) or P (short window; heads j and num_heads / 2 + j attend "
+                         "to each other's keys), a digit (value table), "
                          "x (heads remove a token's own value: XSA, arXiv:2603.09078), g and d (with token_gates: "
                          "output gates; attention maps mixed over heads: DC, arXiv:2405.08553), M (MLP), +N (skip "
                          "connection from layer N); c in front (attention reads the output of backout_layer); - "
                          "(nothing)")
-    ngrams: str = option("", "n-gram embedding tables, N:ROWS:WIDTH each; with few rows, n-grams share them by hash")
+    ngrams: str = option("", "n-gram embedding tables, N:ROWS:WIDTH each; a hash assigns n-grams to rows")
     ngram_reset: int = option(0, "steps between resets of the n-gram tables, counted back from the last step; with the "
                               "steps per epoch, no row has seen the tokens that it helps to predict (0: none)", min=0)
     ngram_hash: str = option("documents", "rows of n-grams that share them: within documents, or for pairs by record "
                              "89's hash, which crosses documents", ("documents", "record"))
-    model_dim: int = option(768, "width of the residual stream")
+    model_dim: int = option(768, "width of the residual stream", min=GATE_DIM)
     num_heads: int = option(6, "attention heads")
     head_dim: int = option(128, "width of a head; num_heads * head_dim must be model_dim")
-    gate_dim: int = option(12, "channels of the residual stream that the gates read")
     backout_layer: int = option(8, "layer whose output is partly subtracted before the head", min=0)
     resid_lambda_init: float = option(1.0, "initial weight of the residual stream in each layer; above 1 favours "
                                       "later layers")
@@ -265,10 +267,7 @@ class Config(SyncSettings, StageValues):
                               "x and a sigmoid gate per head in each layer)")
     mudd: bool = option(False, "the last layer and the head mix earlier outputs by weights per token (MUDD, "
                         "arXiv:2502.12170)")
-    dc_window: int = option(112, "tokens that d looks at")
     value_gates: bool = option(False, "gate the value table per head and token")
-    pairing: str = option("neighbours", "heads that P pairs: neighbours 0 and 1, or halves 0 and num_heads / 2",
-                          ("neighbours", "halves"))
     key_offset: bool = option(False, "long-window keys: unrotated part from the previous token (induction heads in "
                               "one layer)")
     output_init: float = option(0.0, "scale of the initial attention output matrices (0: zeros)", min=0)
@@ -276,9 +275,8 @@ class Config(SyncSettings, StageValues):
     value_init: float = option(1.0, "standard deviation of the value tables' initialization", min=0)
     untie_at: float = option(0.0, "fraction of the schedule in which head and embedding are tied (0: not tied at all)",
                              min=0, max=1)
-    logit_cap: float = option(30.0, "logits = logit_cap * sigmoid((x + logit_shift) / logit_softness)")
+    logit_cap: float = option(30.0, "logits = logit_cap * sigmoid((x + logit_shift) / 7.5)")
     logit_shift: float = option(0.0, "see logit_cap", min=-math.inf)
-    logit_softness: float = option(7.5, "see logit_cap")
     # Adam's moments have the dtype of their parameter, as in the record. Two roundings of the record are left out,
     # since float32 costs nothing there: NorMuon's moments of the gates, and its normalization after polar
     dtype: str = option("bfloat16", "dtype of activations, embeddings, head and gates; float32 for CPUs without bf16",
@@ -368,7 +366,7 @@ PRESETS = {
     "frontier": Config(
         # the record's first layer has neither attention nor MLP; the others are numbered without it
         layers="PM S0xM P1M LxgM SxM PM M+3 SxM cS2M cP3M cL4gdM", backout_layer=7, value_gates=True,
-        sublayer_scales=True, resid_lambda_init=1.1, token_gates="0 4", mudd=True, pairing="halves", key_offset=True,
+        sublayer_scales=True, resid_lambda_init=1.1, token_gates="0 4", mudd=True, key_offset=True,
         overlap_param_gather=True, update_order="forward",
         ngrams="2:377280:768", ngram_hash="record", output_init=1.0, head_init=0.005, value_init=0.01, untie_at=2 / 3,
         logit_cap=23.0, logit_shift=5.0,  # a lower cap; logits have more room below x = 0 than above
@@ -660,7 +658,6 @@ def check_config(config: Config, ranks: int) -> None:
     want(c.num_heads * c.head_dim == c.model_dim,
          f"num_heads * head_dim is {c.num_heads} * {c.head_dim}; it must be model_dim, {c.model_dim}")
     want(c.head_dim % 4 == 0, f"head_dim is {c.head_dim}; the rotary needs a multiple of 4")
-    want(c.gate_dim <= c.model_dim, f"gate_dim is {c.gate_dim}; it must be at most model_dim, {c.model_dim}")
     want(c.val_tokens % max(1, c.val_len) == 0, f"val_tokens {c.val_tokens} is not a multiple of val_len {c.val_len}; "
          "give a multiple, or 0 for the whole split")
     want("/" not in c.run_id and c.run_id not in (".", ".."), f"run_id is {c.run_id!r}; it must be a file name without "
@@ -1266,21 +1263,10 @@ class Rotary(nn.Module):
         self.sin.copy_(angles.sin())
         self.scale.fill_(scale)
 
-def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary position embeddings."""
-    cos, sin = cos[:len(x_THD), None], sin[:len(x_THD), None]
-    x1, x2 = x_THD.chunk(2, dim=-1)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary position embeddings to x [..., D]. cos, sin [..., D / 2]."""
+    x1, x2 = x.chunk(2, dim=-1)
     return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
-
-def pair_heads(x_THD: Tensor) -> Tensor:
-    """Interleave heads 2j and 2j + 1 into one sequence, with two positions per token: [T, H, D] -> [2T, H / 2, D]."""
-    tokens, heads, dim = x_THD.shape
-    return x_THD.view(tokens, heads // 2, 2, dim).transpose(1, 2).reshape(2 * tokens, heads // 2, dim)
-
-def unpair_heads(x_THD: Tensor) -> Tensor:
-    """Invert pair_heads."""
-    positions, pairs, dim = x_THD.shape
-    return x_THD.reshape(positions // 2, 2, pairs, dim).transpose(1, 2).reshape(positions // 2, 2 * pairs, dim)
 
 def offset_keys(k_THD: Tensor) -> Tensor:
     """Replace the unrotated entries of each key, quarters 1 and 3, whose frequencies are 0, by the previous token's.
@@ -1336,13 +1322,13 @@ class Attention(nn.Module):
     """Causal attention with a gate per head and token.
 
     Weights: qkvo [dim, 4 dim]; with muon_qk_heads qk [dim, 2 dim] and vo [2 dim, dim] instead, because NorMuon treats
-    them differently. Without token_gates: gate [heads, gate_dim], xsa_lambda [heads]. value_gate [heads, gate_dim].
+    them differently. Without token_gates: gate [heads, GATE_DIM], xsa_lambda [heads]. value_gate [heads, GATE_DIM].
     """
 
     def __init__(self, config: Config, layer: Layer):
         super().__init__()
         c, dim = config, config.model_dim
-        self.heads, self.paired, self.pairs_halves = c.num_heads, layer.window == "P", c.pairing == "halves"
+        self.heads, self.window, self.paired = c.num_heads, layer.window, layer.window == "P"
         self.key_offset, self.scaled = c.key_offset and layer.window == "L", c.sublayer_scales
         # The query, key, value and output matrices [dim, dim], one after another in memory. Their shape decides
         # NorMuon's second moments (finish_spec): [dim, 4 dim] per column, [2 dim, dim] per row
@@ -1354,7 +1340,7 @@ class Attention(nn.Module):
             self.vo = parameter(qkvo[2 * dim:].clone(), "attn", (dim, dim))
         else:
             self.qkvo = parameter(qkvo.view(dim, 4 * dim), "attn", (dim, dim))
-        gate = torch.zeros(c.num_heads, c.gate_dim, dtype=c.torch_dtype)
+        gate = torch.zeros(c.num_heads, GATE_DIM, dtype=c.torch_dtype)
         self.gate = self.value_gate = self.xsa_lambda = None
         if not c.token_gates:
             self.gate = parameter(gate, "gates", tuple(gate.shape))
@@ -1363,15 +1349,15 @@ class Attention(nn.Module):
         if layer.xsa and not c.token_gates:
             self.xsa_lambda = parameter(torch.zeros(c.num_heads, dtype=c.torch_dtype), "xsa_lambdas")
 
-    def forward(self, x: Tensor, value_embeds: Tensor | None, value_mix: Tensor, rotary: tuple[Tensor, Tensor, Tensor],
-                masks: dict[str | None, Mask | None], window: str, gates: dict[str, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, value_embeds: Tensor | None, value_mix: Tensor, context: Context,
+                gates: dict[str, Tensor]) -> Tensor:
         """x, value_embeds [T, dim] -> [T, dim].
 
         value_mix [2]: weights of the layer's values and of the value embeddings; with sublayer_scales of the layer's
         values and of the output. gates: the layer's token gates, by name, [T, heads].
         """
         tokens, dim = x.shape
-        cos, sin, scale = rotary
+        cos, sin, scale = context.rotary
         qkvo = torch.cat([self.qk.view(2 * dim, dim), self.vo]) if self.qkvo is None else self.qkvo.view(4 * dim, dim)
         qkv_weight, o_weight = qkvo.type_as(x).split((3 * dim, dim))
         if self.scaled:  # cheaper on the weights; queries and keys are normed
@@ -1382,19 +1368,20 @@ class Attention(nn.Module):
         if value_embeds is not None:
             value_embeds = self.gate_values(x, value_embeds).view_as(v)
             v = v + (value_embeds if self.scaled else value_mix[1] * value_embeds)
-        if self.paired:  # the rotary distinguishes the two positions of a token
-            (q, k), v = (pair_heads(half) for half in qk.chunk(2, dim=1)), pair_heads(v)
-            qk = torch.cat([q, k], dim=1)
-        q, k = rotate(qk, cos, sin).chunk(2, dim=1)
+        if self.paired:  # the rotary has two positions per token: the first for even heads, the second for odd ones
+            cos, sin = (table[:2 * tokens].view(tokens, 1, 2, -1) for table in (cos, sin))
+            q, k = rotate(qk.unflatten(1, (-1, 2)), cos, sin).flatten(1, 2).chunk(2, dim=1)
+        else:
+            q, k = rotate(qk, cos[:tokens, None], sin[:tokens, None]).chunk(2, dim=1)
         if self.key_offset:
             k = offset_keys(k)
-        if self.paired and self.pairs_halves:  # the same memory, read as pairs of heads j and j + H / 2
-            q, k, v = (unpair_heads(x).view(x.shape) for x in (q, k, v))
-        y = attend(q * scale, k, v, masks[window])
+        if self.paired:  # one sequence of twice the length: head j of a token, then head j + H / 2
+            q, k, v = (x.reshape(2 * tokens, self.heads // 2, -1) for x in (q, k, v))
+        y = attend(q * scale, k, v, context.masks[self.window])
         if "dc_read" in gates:
-            y = y + mix_heads(q * scale, k, v, gates["dc_read"], gates["dc_write"], masks["dc"])
+            y = y + mix_heads(q * scale, k, v, gates["dc_read"], gates["dc_write"], context.masks["dc"])
         if self.paired:
-            y = y.reshape(tokens, self.heads, -1) if self.pairs_halves else unpair_heads(y)
+            y = y.reshape(tokens, self.heads, -1)
         xsa = gates.get("xsa", self.xsa_lambda)
         if xsa is not None:
             projection = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
@@ -1485,50 +1472,38 @@ class DelayedScales:
             x.zero_()
 
 class Block(nn.Module):
-    """A layer: attention and MLP, each if the layer has it, add their output to the residual stream."""
+    """A layer: attention and MLP, each if the layer has it, add their output to the residual stream.
+
+    mix [2]: weights of x and x0. With sublayer_scales mix [4]: weights of the residual stream at attention and at the
+    MLP, and of their outputs; learned, or computed for each token [T, 1].
+    """
 
     def __init__(self, config: Config, layer: Layer):
         super().__init__()
-        self.layer = layer
+        self.layer, self.scaled = layer, config.sublayer_scales
         self.attn = Attention(config, layer) if layer.window else None
         self.mlp = MLP(config) if layer.mlp else None
 
-    def forward(self, x: Tensor, shared: Shared, mix: Tensor, value_embeds: Tensor | None, value_mix: Tensor,
-                attn_input: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, context: Context, mix: Sequence[Tensor], value_embeds: Tensor | None,
+                value_mix: Tensor, attn_input: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
         """Map the residual stream x [T, dim] to the next layer's.
 
-        mix [2]: weights of x and of x0. attn_input [T, dim]: attention reads it in place of x. gates: see gates_of.
+        attn_input [T, dim]: attention reads it in place of x. gates: see gates_of.
         """
-        x = mix[0] * x + mix[1] * shared.x0
+        if self.scaled:
+            resid_lambda_attn, resid_lambda_mlp, post_lambda_attn, post_lambda_mlp = mix
+        else:
+            x = mix[0] * x + mix[1] * context.x0
         if self.attn is not None:
-            x = x + self.attend(x, shared, value_embeds, value_mix, attn_input, gates)
-        if self.mlp is not None:
-            x = x + self.mlp(norm(x))
-        return x
-
-    def attend(self, x: Tensor, shared: Shared, value_embeds: Tensor | None, value_mix: Tensor,
-               attn_input: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
-        return self.attn(norm(x if attn_input is None else attn_input), value_embeds, value_mix, shared.rotary,
-                         shared.masks, self.layer.window, gates)
-
-class ScaledBlock(Block):
-    """A layer with sublayer_scales: attention and MLP each have weights for the residual stream and their output.
-
-    mix [4]: the weights that forward unpacks; learned, or computed for each token [T, 1].
-    """
-
-    def forward(self, x: Tensor, shared: Shared, mix: Sequence[Tensor], value_embeds: Tensor | None, value_mix: Tensor,
-                attn_input: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
-        resid_lambda_attn, resid_lambda_mlp, post_lambda_attn, post_lambda_mlp = mix
-        if self.attn is not None:
-            y = self.attend(x, shared, value_embeds, value_mix, attn_input, gates)
-            x = resid_lambda_attn * x + post_lambda_attn * y
+            y = self.attn(norm(x if attn_input is None else attn_input), value_embeds, value_mix, context, gates)
+            x = resid_lambda_attn * x + post_lambda_attn * y if self.scaled else x + y
             if "x0" in gates:
-                x = x + gates["x0"] * shared.x0
+                x = x + gates["x0"] * context.x0
             if "ngrams" in gates:
-                x = x + gates["ngrams"] * shared.ngram_embeds
+                x = x + gates["ngrams"] * context.ngram_embeds
         if self.mlp is not None:
-            x = resid_lambda_mlp * x + post_lambda_mlp * self.mlp(norm(x))
+            y = self.mlp(norm(x))
+            x = resid_lambda_mlp * x + post_lambda_mlp * y if self.scaled else x + y
         return x
 
 class Mudd(nn.Module):
@@ -1553,7 +1528,7 @@ class Mudd(nn.Module):
 
     def layer_inputs(self, x: Tensor, saved: dict[int, Tensor], value_embeds: Tensor | None) -> tuple[
             Tensor, Tensor, tuple[Tensor, ...], dict[str, Tensor]]:
-        """Compute what the last layer reads: the residual stream, value embeddings, mix and gates of ScaledBlock."""
+        """Compute what the last layer reads: the residual stream, value embeddings, mix and gates of Block."""
         weights = self.layer.by_name(self.layer.compute(x))
         sources = saved[-1], saved[self.backout], x
         mixed = weighted_sum(weights["values"], sources)
@@ -1571,7 +1546,7 @@ def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
     """weights [T, n], n sources [T, dim] -> [T, dim]."""
     return sum(weight * source for weight, source in zip(weights.split(1, dim=1), sources))
 
-class Shared(NamedTuple):
+class Context(NamedTuple):
     """What all layers of a forward read. x0, ngram_embeds [T, dim]: of the tokens; the rows of value_embeds likewise.
 
     rotary: cosines, sines, softmax scale. masks: see GPT.masks. The rest: GPT.mixing_weights.
@@ -1611,7 +1586,7 @@ class Group(nn.Module):
         return itertools.chain(*(module.parameters() for module in modules))
 
     @compiled
-    def forward(self, x: Tensor, shared: Shared, saved: dict[int, Tensor], values: dict[int, Tensor],
+    def forward(self, x: Tensor, context: Context, saved: dict[int, Tensor], values: dict[int, Tensor],
                 gates: Tensor | None) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
         """Map the residual stream x [T, dim] to the next group's, or to the head's normed input.
 
@@ -1619,68 +1594,60 @@ class Group(nn.Module):
         also this group's outputs to be saved, and its gates.
         """
         if self.computes_gates:
-            gates = self.token_gates[0].compute(x, shared.gate_scale)
+            gates = self.token_gates[0].compute(x, context.gate_scale)
         by_name = self.token_gates[0].by_name(gates) if self.token_gates else {}
         outputs = dict(saved)
         if self.numbers.start == 0:
             if (-1, "ngrams") in by_name:
-                x = x + by_name[-1, "ngrams"] * shared.ngram_embeds
+                x = x + by_name[-1, "ngrams"] * context.ngram_embeds
             outputs[-1] = x
         for i, block in zip(self.numbers, self.blocks):
-            layer, layer_shared, mix = block.layer, shared, shared.mixes[i]
+            layer, layer_context, mix = block.layer, context, context.mixes[i]
             own = {name: gate for (number, name), gate in by_name.items() if number == i}
             if layer.skip_from is not None:
-                weight = torch.sigmoid(shared.skip_weights[self.skips[i]])
+                weight = torch.sigmoid(context.skip_weights[self.skips[i]])
                 x = x + (weight * own["skip"] if "skip" in own else weight) * outputs[layer.skip_from]
             value_embeds = values.get(layer.value_table)
             if layer.mudd:
                 x, value_embeds, mix, mudd_gates = self.mudd[0].layer_inputs(x, outputs, value_embeds)
-                own, layer_shared = own | mudd_gates, shared._replace(x0=outputs[-1])
+                own, layer_context = own | mudd_gates, context._replace(x0=outputs[-1])
             if layer.window or layer.mlp:
                 attn_input = outputs[self.backout] if layer.reads_backout else None
-                x = block.forward(x, layer_shared, mix, value_embeds, shared.value_mixes[i], attn_input, own)
+                x = block.forward(x, layer_context, mix, value_embeds, context.value_mixes[i], attn_input, own)
             outputs[i] = x
         if self.last:
             x = self.mudd[0].head_input(x, outputs, values.get(0)) if self.mudd else (
-                x - shared.backout * outputs[self.backout])
+                x - context.backout * outputs[self.backout])
             x = norm(x)
         return x, {i: output for i, output in outputs.items() if i in self.saves and i not in saved}, gates
 
 class NgramTable(nn.Embedding):
     """An embedding of the n tokens that end at each position. Tokens of an earlier document are read as BOS.
 
-    With a row for each n-gram of the vocabulary each has its own row. Otherwise a hash assigns the rows, and another
-    part of the hash assigns signs, so that n-grams in one row interfere with mean 0 (feature hashing, arXiv:0902.2206).
+    A hash assigns the rows. Another part of it assigns signs, so that n-grams in one row interfere with mean 0 (feature
+    hashing, arXiv:0902.2206).
     """
 
     SIGNS, BITS, FACTOR = 8192, 40, 2_654_435  # of the hash; its products stay below 2 ** 63
 
-    def __init__(self, config: Config, ngrams: Ngrams, vocab: int):
+    def __init__(self, config: Config, ngrams: Ngrams):
         dtype = config.torch_dtype
         super().__init__(ngrams.rows, ngrams.width, dtype=dtype, sparse=True)  # a micro-batch reads few of the rows
         self.weight = parameter(self.weight.data, "ngram_embeds")
-        self.n, self.vocab = ngrams.n, vocab
-        self.shared = vocab ** ngrams.n > ngrams.rows
-        if self.shared:
-            bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0))
-            self.register_buffer("signs", (2 * bits - 1).to(dtype), persistent=False)
+        self.n = ngrams.n
+        bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0))
+        self.register_buffer("signs", (2 * bits - 1).to(dtype), persistent=False)
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
 
-    def forward(self, number: Tensor) -> Tensor:
-        """Numbers or hashes of n-grams [T], see GPT.ngram_numbers -> [T, width]."""
-        rows = super().forward(number % self.num_embeddings)
-        if not self.shared:
-            return rows
-        return rows * self.signs.index_select(0, number // self.num_embeddings % self.SIGNS)
-
-    def number(self, last_tokens: Sequence[Tensor]) -> Tensor:
-        """Number the n-grams without collisions. last_tokens: the token at each position, the one before it, …"""
-        return functools.reduce(lambda number, token: number * self.vocab + token, last_tokens[:self.n])
+    def forward(self, hashes: Tensor) -> Tensor:
+        """Hashes of n-grams [T], see GPT.ngram_hashes -> [T, width]."""
+        return super().forward(hashes % self.num_embeddings) * self.signs.index_select(
+            0, hashes // self.num_embeddings % self.SIGNS)
 
     def record_hash(self, tokens: Tensor) -> Tensor:
-        """Number the pairs that end at tokens [..., T] as record 89 does, also across documents.
+        """Hash the pairs that end at tokens [..., T] as record 89 does, also across documents.
 
         The first token has the last row. The second token's row is computed with the number of that row in place of the
         first token; at the record's size that product exceeds int32, and wraps.
@@ -1704,46 +1671,17 @@ class Softcap(NamedTuple):
 
     cap: float
     shift: float
-    softness: float
+    softness: float = 7.5
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         return self.cap * torch.sigmoid((x + self.shift if self.shift else x) / self.softness)
-
-class SoftcappedCrossEntropy(torch.autograd.Function):
-    """cross_entropies for compiled code, with its own backward: x [T, V], targets [n, T] -> [n].
-
-    The logits z lie between 0 and a cap, so log-sum-exp needs no maximum: log sum exp(z) = log sum exp(z - cap) + cap.
-    Forward reads x once. Backward computes each gradient from x and its row's sum; torch's own compiled form would read
-    x three times.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, targets: Tensor, softcap: Softcap) -> Tensor:
-        z = softcap(x)
-        log_sum = (z - softcap.cap).exp().sum(1).log() + softcap.cap
-        ctx.save_for_backward(x, targets, log_sum)
-        ctx.softcap = softcap
-        return ((targets >= 0) * (log_sum - z.gather(1, targets.clamp_min(0).T).T)).sum(1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        x, targets, log_sum = ctx.saved_tensors
-        cap, _, softness = ctx.softcap
-        z, classes = ctx.softcap(x), torch.arange(x.size(1), device=x.device)
-        weights = grad[:, None] * (targets >= 0)
-        grad_z = weights.sum(0)[:, None] * (z - log_sum[:, None]).exp()
-        for target, weight in zip(targets, weights):
-            grad_z = grad_z - torch.where(classes == target[:, None], weight[:, None], 0)
-        return (grad_z * z * (cap - z) / (cap * softness)).to(x.dtype), None, None
 
 def cross_entropies(x: Tensor, targets: Tensor, softcap: Softcap) -> Tensor:
     """Sum the cross entropies in nats over the positions, for each row of targets [n, T] -> [n].
 
     x [T, V]: logits before the soft cap. Positions with target -1 are not counted.
     """
-    if torch.compiler.is_compiling():
-        return SoftcappedCrossEntropy.apply(x, targets, softcap)
     return torch.stack([F.cross_entropy(softcap(x), row, ignore_index=-1, reduction="sum") for row in targets])
 
 class Head(nn.Module):
@@ -1755,7 +1693,7 @@ class Head(nn.Module):
         init = c.head_init * torch.randn(shape, dtype=c.torch_dtype) if c.head_init else torch.zeros(
             shape, dtype=c.torch_dtype)
         self.weight = parameter(init, "head")
-        self.fp8, self.softcap = c.fp8_head, Softcap(c.logit_cap, c.logit_shift, c.logit_softness)
+        self.fp8, self.softcap = c.fp8_head, Softcap(c.logit_cap, c.logit_shift)
         self.kernels = False
         self.fp8_scales = FP8Scales(c.fp8_x_scale, c.fp8_weight_scale, c.fp8_grad_scale)
 
@@ -1807,10 +1745,9 @@ class GPT(nn.Module):
         self.value_embeds = nn.ModuleList(embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables))
         for table in self.value_embeds:
             table.weight.data.mul_(c.value_init)
-        self.ngrams = nn.ModuleList(NgramTable(c, table, encoding.vocab_size) for table in parse_ngrams(c.ngrams))
-        self.smear_gate = parameter(torch.zeros(1, c.gate_dim, dtype=dtype), "smear_gate")
-        block = ScaledBlock if c.sublayer_scales else Block
-        self.blocks = nn.ModuleList(block(c, layer) for layer in self.layers)
+        self.ngrams = nn.ModuleList(NgramTable(c, table) for table in parse_ngrams(c.ngrams))
+        self.smear_gate = parameter(torch.zeros(1, GATE_DIM, dtype=dtype), "smear_gate")
+        self.blocks = nn.ModuleList(Block(c, layer) for layer in self.layers)
         self.lm_head = Head(c, vocab)
         self.token_gates = nn.ModuleList(TokenWeights(c, "token_gates", gates_of(c, layers))
                                          for layers in gated_layers(c))
@@ -1826,7 +1763,7 @@ class GPT(nn.Module):
         self.scalar_sizes = [len(init) for init in scalars.values()]
         self.scalars = parameter(torch.tensor([*itertools.chain(*scalars.values())]), "scalars")
         self.resid_lambdas = self.post_lambdas = None
-        if c.sublayer_scales:  # see ScaledBlock. A layer has two, so each is the root of the layer's weight
+        if c.sublayer_scales:  # see Block. A layer has two, so each is the root of the layer's weight
             self.resid_lambdas = parameter(torch.full((count, 2), math.sqrt(c.resid_lambda_init)), "resid_lambdas")
             self.post_lambdas = parameter(torch.ones(count, 2), "post_lambdas")
         # the longest other token that begins each token; -1: none, also for the target -1. See fill_prefixes
@@ -1848,21 +1785,21 @@ class GPT(nn.Module):
     def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
         """Tokens [T] -> the normed residual stream before the head [T, dim]."""
         masks, (x0, ngram_embeds) = self.masks(tokens, windows), self.embed_tokens(tokens)
-        shared = self.shared(x0, ngram_embeds, masks)
+        context = self.context(x0, ngram_embeds, masks)
         x, gates = x0.view_as(x0), None  # another tensor object: if x were x0, torch.compile would make a further graph
         saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
         values: dict[int, Tensor] = {}  # looked up at first use, so gradients come with that group's
         for group in self.groups:
             for table in sorted({self.layers[i].value_table for i in group.numbers} - {None} - values.keys()):
                 values[table] = self.value_embeds[table](tokens)
-            x, outputs, gates = group(x, shared, saved, values, gates)
+            x, outputs, gates = group(x, context, saved, values, gates)
             saved |= outputs
         return x
 
-    def shared(self, x0: Tensor, ngram_embeds: Tensor | None, masks: dict[str | None, Mask | None]) -> Shared:
+    def context(self, x0: Tensor, ngram_embeds: Tensor | None, masks: dict[str | None, Mask | None]) -> Context:
         # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
         skip_weights, mixes, value_mixes, _, backouts = (x.unbind() for x in self.mixing_weights())
-        return Shared(x0, ngram_embeds, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks, skip_weights,
+        return Context(x0, ngram_embeds, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks, skip_weights,
                       mixes, value_mixes, next(iter(backouts), None), self.gate_scale)
 
     def loss(self, x: Tensor, targets: Tensor, loss_weights: Numbers,
@@ -1902,8 +1839,8 @@ class GPT(nn.Module):
         x0 = self.smear(e, self.smear_gate, smear_weight[0])
         gated = self.config.token_gates and self.config.ngrams
         total = None if gated else x0
-        for table, number in zip(self.ngrams, self.ngram_numbers(tokens)):
-            embeds, missing = table(number), x0.size(1) - table.embedding_dim
+        for table, hashes in zip(self.ngrams, self.ngram_hashes(tokens)):
+            embeds, missing = table(hashes), x0.size(1) - table.embedding_dim
             embeds = F.pad(embeds, (0, missing)) if missing else embeds  # a narrow table fills the first entries
             total = embeds if total is None else total + embeds
         return (x0, total) if gated else (total, None)
@@ -1925,9 +1862,8 @@ class GPT(nn.Module):
             mixes = torch.cat([self.resid_lambdas, self.post_lambdas], 1)
         return skips, mixes.view(len(self.layers), -1), value_mixes.view(-1, 2), smear, backout
 
-    def ngram_numbers(self, tokens: Tensor) -> list[Tensor]:
-        """Number the n-grams that end at tokens [..., T] -> for each table their numbers or, if rows are shared, their
-        hashes, int64 [..., T]."""
+    def ngram_hashes(self, tokens: Tensor) -> list[Tensor]:
+        """Hash the n-grams that end at tokens [..., T] -> int64 [..., T] for each table."""
         if self.config.ngram_hash == "record":
             return [table.record_hash(tokens) for table in self.ngrams]
         token, in_document, last_tokens = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), []
@@ -1935,13 +1871,13 @@ class GPT(nn.Module):
             last_tokens.append(torch.where(in_document, token, self.bos_id))
             in_document = in_document & (token != self.bos_id)
             token = F.pad(token[..., :-1], (1, 0), value=self.bos_id)
-        hashes = [*itertools.accumulate(last_tokens, lambda number, token: NgramTable.hash(number ^ token), initial=0)]
-        return [hashes[table.n] if table.shared else table.number(last_tokens) for table in self.ngrams]
+        hashes = [*itertools.accumulate(last_tokens, lambda last, token: NgramTable.hash(last ^ token), initial=0)]
+        return [hashes[table.n] for table in self.ngrams]
 
     def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
         """Find the rows of each n-gram table that a forward of these tokens [..., T] reads."""
-        return {table.weight: number % table.num_embeddings
-                for table, number in zip(self.ngrams, self.ngram_numbers(tokens))}
+        return {table.weight: hashes % table.num_embeddings
+                for table, hashes in zip(self.ngrams, self.ngram_hashes(tokens))}
 
     def masks(self, tokens: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
         """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]; see attend."""
@@ -1954,7 +1890,7 @@ class GPT(nn.Module):
                 return block_mask(docs, window)
             return mask_in_pieces(docs, window, self.reach or window, self.embed.weight.dtype)
         paired = {"P": make(docs.repeat_interleave(2), windows.short)} if self.pairs else {}
-        dc = {"dc": mask_in_pieces(docs, *[self.config.dc_window - 1] * 2, self.embed.weight.dtype, DC_PIECE)} if any(
+        dc = {"dc": mask_in_pieces(docs, *[DC_WINDOW - 1] * 2, self.embed.weight.dtype, DC_PIECE)} if any(
             layer.dc for layer in self.layers) else {}
         return {"L": make(docs, windows.long), "S": make(docs, windows.short), None: None, **paired, **dc}
 
@@ -2005,7 +1941,7 @@ def block_mask(docs: Tensor, window: int) -> BlockMask:
     return BlockMask.from_kv_blocks(*listed(some & ~every), *listed(every), BLOCK_SIZE=MASK_BLOCK, mask_mod=predicate)
 
 MASK_PIECE = {"cuda": 1024, "cpu": 64}  # least queries per piece; with fewer queries fewer masked keys are computed
-DC_PIECE = 128
+DC_WINDOW, DC_PIECE = 112, 128  # tokens that d looks at, see mix_heads; queries per piece
 
 def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype, piece: int = 0) -> Tensor:
     """Build the mask of scaled_dot_product_attention, for CPUs and for GPUs where FlexAttention fails.

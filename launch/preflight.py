@@ -113,9 +113,9 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
 
     def group(i: int, m: T.GPT, *inputs: Tensor) -> Tensor:
         found = dict(zip(reads(i), inputs))
-        shared = m.shared(found["x0"], found.get("ngrams"), masks[m])
+        context = m.context(found["x0"], found.get("ngrams"), masks[m])
         outputs, tables = ({key[1]: y for key, y in found.items() if key[0] == kind} for kind in ("saved", "table"))
-        return m.groups[i](found["x"], shared, outputs, tables, found.get("gates"))[0]
+        return m.groups[i](found["x"], context, outputs, tables, found.get("gates"))[0]
 
     @functools.cache
     def reads(i: int) -> dict[Any, Tensor]:

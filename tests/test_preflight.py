@@ -48,7 +48,7 @@ def test_working_parts_pass_and_leave_no_trace(config):
 def test_the_parts_of_frontier_pass(config):
     frontier = train_gpt.PRESETS["frontier"]
     changes = {name: getattr(frontier, name) for name in ("layers", "backout_layer", "value_gates", "token_gates", "mudd",
-                                                          "sublayer_scales", "pairing", "key_offset", "muon_qk_heads")}
+                                                          "sublayer_scales", "key_offset", "muon_qk_heads")}
     rows, _ = preflight.check_parts(trainer_of(config, ngrams="2:32:8", num_heads=4, head_dim=8, **changes))
     assert [row[0] for row in rows[2:4]] == ["layers 0 to 3", "layers 4 to 10"]
     assert len({row[0] for row in rows}) == len(rows)

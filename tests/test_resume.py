@@ -133,7 +133,7 @@ def test_exact_runs_go_on_at_any_number_of_ranks_in_the_midst_of_a_cycle(flags, 
     exact = dict(world_size_invariant="true", save_every=1, num_steps=9, micro_batches=8, val_every=0, untie_at=0.5, head_init=0.02,
                  value_gates="true", key_offset="true", muon_qk_heads=1, fp8_mlp="true", param_groups='AdamGroup("gates", beta1=.9)',
                  layers="S0xM P0M+0 L1xgdM", backout_layer=1, token_gates="0 1", mudd="true", sublayer_scales="true",
-                 ngrams="2:40:8", ngram_hash="record", ngram_reset=3, dc_window=7)
+                 ngrams="2:40:8", ngram_hash="record", ngram_reset=3)
     on_ranks(1, train, flags("whole", **exact))
     on_ranks(1, train, flags("killed", **exact), 1)
     for ranks, kill_at, saved in ((2, 3, 1), (4, 5, 3), (8, 7, 5), (1, -1, 7)):
