@@ -338,8 +338,8 @@ class Config(SyncSettings, StageValues):
     # flash is FlashAttention 3 where it is installed, else torch's own
     attention: str = option("auto", "masked: SDPA; auto: flash on Hopper with FlashAttention 3, flex on other GPUs, "
                             "masked on CPUs", ("auto", "flash", "flex", "masked"))
-    kernels: str = option("auto", "Triton kernels of MLP and loss; auto: on Hopper GPUs and later",
-                          ("auto", "on", "off"))
+    kernels: str = option("auto", "Triton kernels, on: of MLP and loss; loss: of the loss only; auto: on for Hopper GPUs "
+                          "and later, loss for other GPUs", ("auto", "on", "loss", "off"))
     warmup_steps: int = option(30, "untimed warm-up steps over all stages; the state is restored after them", min=0)
     timeout_s: int = option(300, "seconds until a collective fails if a rank does not join it", max=10 ** 6)
     profile: str = option("", "A:B writes a Chrome trace of steps A to B per rank")
@@ -1712,7 +1712,7 @@ class Head(nn.Module):
 
         x [T, dim]; targets [n, T]: row k holds the tokens k + 1 ahead, -1 is not counted; weights [n] of the rows.
         """
-        if self.kernels and self.training and x.is_cuda:  # remove these lines if you add a loss term
+        if self.kernels and self.training:  # remove these lines if you add a loss term
             scales = self.fp8_scales if self.fp8 else None
             objective, entropies = HeadLoss.apply(x, self.weight, targets, weights, self.softcap, scales)
             return objective, entropies[0]
@@ -3570,8 +3570,10 @@ class Trainer:
         if config.attention == "masked" or self.compiled and not gpu:  # compiled code needs masks of one shape
             self.model.reach = longest_window(config)
         self.model.flash = config.attention == "flash"
-        for module in (self.model.lm_head, *(block.mlp for block in self.model.blocks if block.mlp is not None)):
-            module.kernels = config.kernels == "on" or config.kernels == "auto" and gpu
+        self.model.lm_head.kernels = gpu and config.kernels in ("on", "loss")
+        for block in self.model.blocks:
+            if block.mlp is not None:
+                block.mlp.kernels = config.kernels == "on"
         if self.compiled:
             self.model.compile_parts()
         self.optimizer = build_optimizer(config, self.model, comm, self.compiled)
@@ -4441,9 +4443,10 @@ def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
         config = dataclasses.replace(config, attention="flash" if fits else "flex")
     elif config.attention == "flash" and not has_flash_3:
         changes.append("FlashAttention 3 is not installed or this is no Hopper GPU: using torch's own version")
-    if config.kernels == "auto" and (triton is None or capability < [9, 0]):
-        config = dataclasses.replace(config, kernels="off")
-    if config.fp8_mlp and config.kernels == "off":
+    if config.kernels == "auto":
+        chosen = "off" if triton is None else "on" if capability >= [9, 0] else "loss"  # the MLP's kernel needs TMA
+        config = dataclasses.replace(config, kernels=chosen)
+    if config.fp8_mlp and config.kernels != "on":
         config = dataclasses.replace(config, fp8_mlp=False)
         changes.append("the MLP's kernels are off: its products stay in bf16")
     return config, changes

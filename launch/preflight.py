@@ -150,7 +150,7 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
         yield part(f"attention {window}", way, functools.partial(attention, window), (x, x0, values))
     for i, one in enumerate(model.groups):
         kernels = any(block.mlp is not None and block.mlp.kernels for block in one.blocks)
-        way = (f"{way_of(trainer)[0]}, with kernels", ("kernels", "off")) if kernels else way_of(trainer)
+        way = (f"{way_of(trainer)[0]}, with kernels", ("kernels", "loss")) if kernels else way_of(trainer)
         way = ("fp8", ("fp8_mlp", False)) if c.fp8_mlp and any(block.mlp for block in one.blocks) else way
         read = {id(p) for p in one.parameters()}
         learned = [name for name, p in model.named_parameters() if id(p) in read]
@@ -394,7 +394,7 @@ def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, i
     gradients = entries - T.ngram_entries(c)
     permanent = 8 * matrices + size * (entries + gradients) + (4 * matrices + 2 * T.moment_bytes(c) * entries) / ranks
     width, logits, lengths = c.model_dim * size, vocab_size * size, T.micro_batch_lengths(c)  # bytes of a token
-    eager, of_mlp = c.compile == "off", 14 if c.kernels == "off" else 10
+    eager, of_mlp = c.compile == "off", 14 if c.kernels in ("loss", "off") else 10
     saved = ((9 if eager else 4) * attentions + of_mlp * mlps + 32) * width
     if c.kernels == "off":
         saved += logits * ((2 if c.fp8_head else 1) + 6 * eager)  # fp8 also keeps their gradient, twice in e5m2

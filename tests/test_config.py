@@ -515,10 +515,11 @@ def test_all_ranks_leave_out_what_the_oldest_gpu_lacks(monkeypatch):
     monkeypatch.setattr(train_gpt, "triton", "installed")
     comm = train_gpt.Comm()
     comm.all_gather_json = lambda mine: json.loads(json.dumps([mine, mine]))
-    assert train_gpt.resolve_auto(train_gpt.Config(attention="flex"), comm) == (train_gpt.Config(attention="flex"), [])
+    known = train_gpt.Config(attention="flex", kernels="on")
+    assert train_gpt.resolve_auto(train_gpt.Config(attention="flex"), comm) == (known, [])
     comm.all_gather_json = lambda mine: json.loads(json.dumps([mine, [[8, 0], False]]))
     config, messages = train_gpt.resolve_auto(train_gpt.Config(fp8_mlp=True), comm)
-    assert not config.fp8_head and config.kernels == "off" and messages == [
+    assert not config.fp8_head and config.kernels == "loss" and messages == [
         "this GPU has no fp8: the head's product stays in bf16", "the MLP's kernels are off: its products stay in bf16"]
     assert not config.fp8_mlp
 

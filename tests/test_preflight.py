@@ -104,7 +104,7 @@ COMPILED = {"compile": "on"}
     (lambda m: break_window(m, 1, 0), {"micro_batch_tokens": 256}, "attention L", ("attention", "masked")),
     (lambda m: break_window(m, 0, -1), {"micro_batch_tokens": 256}, "attention S", ("attention", "masked")),
     (break_fp8, {"fp8_head": True}, "head", ("fp8_head", False)),
-    (break_kernel, {"kernels": "on"}, "layers 0 to 3", ("kernels", "off")),
+    (break_kernel, {"kernels": "on"}, "layers 0 to 3", ("kernels", "loss")),
     (lambda m: break_compiled(m, "Group", lambda f, args: (1.1 * f(*args)[0], {}, None)), COMPILED, "layers 0 to 3", ("compile", "off")),
     (break_fp8, {"fp8_mlp": True}, "layers 0 to 3", ("fp8_mlp", False)),
     (lambda m: break_compiled(m, "Head", no_kernel), COMPILED, "head", ("compile", "off")),
@@ -218,8 +218,8 @@ def test_each_failed_part_adds_its_fallback_until_all_work(config, monkeypatch):
     break_kernel(monkeypatch)
     config = dataclasses.replace(config, layers="- S0M LM M", backout_layer=2, fp8_head=True, kernels="on")
     chosen, said = choose(config)
-    assert chosen == {"kernels": "off", "fp8_head": False} and said.count("verdict") == 3
-    assert "layers 0 to 3, uncompiled, with kernels, failed: --kernels off instead\n" in said and "head, fp8, failed: --fp8_head false instead\n" in said
+    assert chosen == {"kernels": "loss", "fp8_head": False} and said.count("verdict") == 3
+    assert "layers 0 to 3, uncompiled, with kernels, failed: --kernels loss instead\n" in said and "head, fp8, failed: --fp8_head false instead\n" in said
 
 
 def flags(corpus, **changes):
