@@ -1182,141 +1182,307 @@ def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.nd
 
 # ------------------------------------------------------------------------------------------------------------------
 # model
-#
-# GPT.forward and GPT.trunk, at the end of this section, are the forward pass. Tensor names may end in their shape:
-# T tokens, H heads, D entries of a head. Attention masks and GPU kernels are in the next section
 
-def parameter(init: Tensor, kind: str, unit: tuple[int, int] | None = None) -> nn.Parameter:
-    """Create a parameter of a kind, which has a row in PARAM_GROUPS. unit: see ParamSpec."""
-    param = nn.Parameter(init)
-    param.kind, param.unit = kind, unit
-    return param
-
-def embedding(rows: int, width: int, kind: str, dtype: torch.dtype) -> nn.Embedding:
-    """Create an embedding table of a kind, initialized from the standard normal distribution."""
-    table = nn.Embedding(rows, width, dtype=dtype)
-    table.weight = parameter(table.weight.data, kind)
-    return table
-
-def uniform(rows: int, columns: int, fan_in: int) -> Tensor:
-    """Draw an initial matrix, uniform with standard deviation 0.5 / sqrt(fan_in)."""
-    bound = math.sqrt(3) * 0.5 / math.sqrt(fan_in)
-    return torch.empty(rows, columns).uniform_(-bound, bound)
+# Wholes come before parts: GPT.forward and GPT.trunk first, small functions last. Masks and kernels, which attention, MLP
+# and loss use, are in the next section. Tensor names may end in their shape: T tokens, H heads, D entries of a head
 
 def compiled(function: Callable) -> Callable:
     """Mark a method that GPT.compile_parts compiles."""
     function.compiles = True
     return function
 
-def norm(x: Tensor) -> Tensor:
-    """Apply RMS norm over the last dimension, without gain."""
-    return F.rms_norm(x, (x.size(-1),))
+class GPT(nn.Module):
+    """The model of record 44, with the later mechanisms that the config asks for.
 
-def rotary_frequencies(head_dim: int) -> Tensor:
-    """Compute the initial frequencies in radians per token, [head_dim / 2].
-
-    The first half falls geometrically from 1 to 1/1024. The second half is 0: those entries are not rotated.
+    Processes one packed sequence [T] at a time. The vocabulary is padded to a multiple of 128.
     """
-    rotated = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4)
-    return torch.cat([rotated, torch.zeros(head_dim // 4)])
 
-def stretch(frequencies: Tensor, scale: float, window: int, longer: int) -> tuple[Tensor, float]:
-    """Adapt frequencies and softmax scale to a window that grows from `window` to `longer` tokens, by YaRN
-    (arXiv:2309.00071).
-
-    Frequencies with 32 or more rotations per old window are kept. Those with less than one are divided by the growth.
-    """
-    rotations = window * frequencies / (2 * math.pi)
-    kept_share = ((rotations - 1) / (32 - 1)).clamp(0, 1)
-    shrink = window / longer
-    return frequencies * (shrink + kept_share * (1 - shrink)), scale * (0.2 * math.log(longer / window) + 1)
-
-class Rotary(nn.Module):
-    """Rotary tables cos and sin [tokens, head_dim / 2], and the softmax scale for their frequencies."""
-
-    INIT_SCALE = 0.1
-
-    def __init__(self, config: Config, tokens: int):
+    def __init__(self, config: Config, encoding: Encoding):
         super().__init__()
-        head_dim, dtype = config.head_dim, config.torch_dtype
-        self.register_buffer("init_frequencies", rotary_frequencies(head_dim), persistent=False)
-        for name, shape in (("scale", ()), ("cos", (tokens, head_dim // 2)), ("sin", (tokens, head_dim // 2))):
-            self.register_buffer(name, torch.empty(shape, dtype=dtype if shape else None), persistent=False)
-        self.windows: tuple[int, ...] | None = None
-        self.set_windows(())
+        c, self.bos_id, self.layers, self.tied = config, encoding.bos_id, layers_of(config), False
+        self.config = c
+        lengths = micro_batch_lengths(c)
+        self.loss_tokens = min(lengths)  # tokens per call of the head: one size for one graph, and less memory
+        count, vocab, dtype = len(self.layers), -(-encoding.vocab_size // 128) * 128, c.torch_dtype
+        tables = 1 + max((layer.value_table for layer in self.layers if layer.value_table is not None), default=-1)
+        self.embed = embedding(vocab, c.model_dim, "embed", dtype)
+        self.value_embeds = nn.ModuleList(embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables))
+        for table in self.value_embeds:
+            table.weight.data.mul_(c.value_init)
+        self.ngrams = nn.ModuleList(NgramTable(c, table) for table in parse_ngrams(c.ngrams))
+        self.smear_gate = parameter(torch.zeros(1, GATE_DIM, dtype=dtype), "smear_gate")
+        self.blocks = nn.ModuleList(Block(c, layer) for layer in self.layers)
+        self.lm_head = Head(c, vocab)
+        self.token_gates = nn.ModuleList(TokenWeights(c, "token_gates", gates_of(c, layers))
+                                         for layers in gated_layers(c))
+        self.gate_scale = parameter(torch.tensor(TokenWeights.SCALE), "token_gates_biases") if c.token_gates else None
+        self.mudd = Mudd(c) if c.mudd else None
+        self.groups = nn.ModuleList(Group(self, numbers) for numbers in layer_groups(c))
+        # all scalar weights of the layers are one parameter, in this order; see mixing_weights
+        skips = sum(layer.skip_from is not None for layer in self.layers)
+        block_mix = [] if c.sublayer_scales else [c.resid_lambda_init, 0.0]
+        value_mix = [0.5, 1.0 if c.sublayer_scales else 0.5]
+        scalars = {"skips": [-1.5] * skips, "blocks": block_mix * count, "values": value_mix * count,
+                   "smear": [0.0], "backout": [0.5] * (not c.mudd)}
+        self.scalar_sizes = [len(init) for init in scalars.values()]
+        self.scalars = parameter(torch.tensor([*itertools.chain(*scalars.values())]), "scalars")
+        self.resid_lambdas = self.post_lambdas = None
+        if c.sublayer_scales:  # see Block. A layer has two, so each is the root of the layer's weight
+            self.resid_lambdas = parameter(torch.full((count, 2), math.sqrt(c.resid_lambda_init)), "resid_lambdas")
+            self.post_lambdas = parameter(torch.ones(count, 2), "post_lambdas")
+        # the longest other token that begins each token; -1: none, also for the target -1. See fill_prefixes
+        self.register_buffer("prefixes", torch.full((vocab + 1,), -1), persistent=False)
+        self.pairs = any(layer.window == "P" for layer in self.layers)
+        self.rotary = Rotary(c, max(c.val_len, *lengths) * (1 + self.pairs))
+        self.reach = 0  # above 0: masks in pieces on GPUs too, of a shape for windows up to `reach` tokens
+        self.flash, self.counted = False, None  # counted: (longest document, documents) of the next sequence
 
-    @torch.no_grad()
-    def set_windows(self, windows: tuple[int, ...]) -> None:
-        """Compute the tables for a sequence of long windows, in tokens; see stretch.
+    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows, loss_weights: Numbers = (1.0,),
+                prefix_weight: float = 0.0) -> tuple[Tensor, Tensor]:
+        """inputs, targets [T] -> (objective, cross entropy) in nats, summed over tokens; see Head.forward.
 
-        Starts from the initial frequencies, so the tables depend only on the plan of a step. Writes in place, because
-        compiled blocks keep a reference to these tensors.
+        loss_weights: weights of the next token, the one after it, …. Targets of -1 are not counted, nor are tokens
+        beyond the sequence. prefix_weight: weight of the next token's prefix.
         """
-        if windows == self.windows:
-            return
-        self.windows = windows
-        frequencies, scale = self.init_frequencies, self.INIT_SCALE
-        for window, longer in itertools.pairwise(windows):
-            frequencies, scale = stretch(frequencies, scale, window, longer)
-        angles = torch.outer(torch.arange(len(self.cos), device=self.cos.device), frequencies)
-        self.cos.copy_(angles.cos())
-        self.sin.copy_(angles.sin())
-        self.scale.fill_(scale)
+        return self.loss(self.trunk(inputs, windows), targets, loss_weights, prefix_weight)
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary position embeddings to x [..., D]. cos, sin [..., D / 2]."""
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
+    def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
+        """Tokens [T] -> the normed residual stream before the head [T, dim]."""
+        masks, (x0, ngram_embeds) = self.masks(tokens, windows), self.embed_tokens(tokens)
+        context = self.context(x0, ngram_embeds, masks)
+        x, gates = x0.view_as(x0), None  # another tensor object: if x were x0, torch.compile would make a further graph
+        saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
+        values: dict[int, Tensor] = {}  # looked up at first use, so gradients come with that group's
+        for group in self.groups:
+            for table in sorted({self.layers[i].value_table for i in group.numbers} - {None} - values.keys()):
+                values[table] = self.value_embeds[table](tokens)
+            x, outputs, gates = group(x, context, saved, values, gates)
+            saved |= outputs
+        return x
 
-def offset_keys(k_THD: Tensor) -> Tensor:
-    """Replace the unrotated entries of each key, quarters 1 and 3, whose frequencies are 0, by the previous token's.
+    def masks(self, tokens: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
+        """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]; see attend."""
+        docs, counted, self.counted = (tokens == self.bos_id).cumsum(0), self.counted, None  # valid for one sequence
 
-    As in the record, the first token of a document takes them from the document before.
+        def make(docs: Tensor, window: int) -> Mask:
+            if counted and not self.reach:
+                return document_table(docs, window, len(docs) // len(tokens) * counted[0], counted[1])
+            if docs.is_cuda and not self.reach:
+                return block_mask(docs, window)
+            return mask_in_pieces(docs, window, self.reach or window, self.embed.weight.dtype)
+        paired = {"P": make(docs.repeat_interleave(2), windows.short)} if self.pairs else {}
+        dc = {"dc": mask_in_pieces(docs, *[DC_WINDOW - 1] * 2, self.embed.weight.dtype, DC_PIECE)} if any(
+            layer.dc for layer in self.layers) else {}
+        return {"L": make(docs, windows.long), "S": make(docs, windows.short), None: None, **paired, **dc}
+
+    def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tokens [T] -> x0, the residual stream before the first layer [T, dim], and the n-gram embeddings [T, dim].
+
+        Without token_gates the n-gram embeddings are added to x0, and the second value is None.
+        """
+        e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)
+        _, _, _, smear_weight, _ = self.scalars.split(self.scalar_sizes)
+        x0 = self.smear(e, self.smear_gate, smear_weight[0])
+        gated = self.config.token_gates and self.config.ngrams
+        total = None if gated else x0
+        for table, hashes in zip(self.ngrams, self.ngram_hashes(tokens)):
+            embeds, missing = table(hashes), x0.size(1) - table.embedding_dim
+            embeds = F.pad(embeds, (0, missing)) if missing else embeds  # a narrow table fills the first entries
+            total = embeds if total is None else total + embeds
+        return (x0, total) if gated else (total, None)
+
+    # compiled by itself, see compile_parts
+    @staticmethod
+    @compiled
+    def smear(e: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        """Add to each embedding [T, dim] a gated share of the previous token's, then norm."""
+        opening = weight * torch.sigmoid(F.linear(e[1:, :gate.size(1)], gate))
+        return norm(torch.cat([e[:1], e[1:] + opening * e[:-1]]))
+
+    def ngram_hashes(self, tokens: Tensor) -> list[Tensor]:
+        """Hash the n-grams that end at tokens [..., T] -> int64 [..., T] for each table."""
+        if self.config.ngram_hash == "record":
+            return [table.record_hash(tokens) for table in self.ngrams]
+        token, in_document, last_tokens = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), []
+        for _ in range(max((table.n for table in self.ngrams), default=0)):
+            last_tokens.append(torch.where(in_document, token, self.bos_id))
+            in_document = in_document & (token != self.bos_id)
+            token = F.pad(token[..., :-1], (1, 0), value=self.bos_id)
+        hashes = [*itertools.accumulate(last_tokens, lambda last, token: NgramTable.hash(last ^ token), initial=0)]
+        return [hashes[table.n] for table in self.ngrams]
+
+    def context(self, x0: Tensor, ngram_embeds: Tensor | None, masks: dict[str | None, Mask | None]) -> Context:
+        # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
+        skip_weights, mixes, value_mixes, _, backouts = (x.unbind() for x in self.mixing_weights())
+        return Context(x0, ngram_embeds, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks, skip_weights,
+                      mixes, value_mixes, next(iter(backouts), None), self.gate_scale)
+
+    def mixing_weights(self) -> tuple[Tensor, ...]:
+        """Split the scalars into weights of skip connections [n], of blocks [layers, 2 or 4] (mix in Block), of
+        values [layers, 2] (value_mix in Attention), of smear [1] and of the backout layer's output [1 or 0]."""
+        skips, mixes, value_mixes, smear, backout = self.scalars.split(self.scalar_sizes)
+        if self.resid_lambdas is not None:
+            mixes = torch.cat([self.resid_lambdas, self.post_lambdas], 1)
+        return skips, mixes.view(len(self.layers), -1), value_mixes.view(-1, 2), smear, backout
+
+    def loss(self, x: Tensor, targets: Tensor, loss_weights: Numbers,
+             prefix_weight: float = 0.0) -> tuple[Tensor, Tensor]:
+        """Compute the losses of `forward` from the normed residual stream [T, dim]."""
+        rows = [F.pad(targets[k:], (0, k), value=-1) for k in range(len(loss_weights))]
+        if prefix_weight:
+            rows, loss_weights = [*rows, self.prefixes[targets]], (*loss_weights, prefix_weight)
+        ahead = torch.stack(rows)
+        weights = to_device(torch.tensor(loss_weights), x.device)
+        pieces = zip(x.split(self.loss_tokens), ahead.split(self.loss_tokens, dim=1))
+        losses = [self.lm_head(x_piece, targets_piece, weights) for x_piece, targets_piece in pieces]
+        objective, cross_entropy = (torch.stack(terms).sum() for terms in zip(*losses))
+        return objective, cross_entropy
+
+    def logits(self, inputs: Tensor, windows: Windows) -> Tensor:
+        """inputs [T] -> float32 [T, padded vocabulary]."""
+        return self.lm_head.logits(self.trunk(inputs, windows))
+
+    def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
+        """Find the rows of each n-gram table that a forward of these tokens [..., T] reads."""
+        return {table.weight: hashes % table.num_embeddings
+                for table, hashes in zip(self.ngrams, self.ngram_hashes(tokens))}
+
+    def fill_prefixes(self, tokens: Sequence[bytes]) -> None:
+        """Find the prefix of each token, the longest other token that begins it. tokens: the bytes of each."""
+        prefixes, begun = torch.full((len(self.prefixes),), -1), []  # begun: tokens that begin one another
+        for token, number in sorted((token, number) for number, token in enumerate(tokens)):
+            while begun and not token.startswith(begun[-1][0]):
+                begun.pop()
+            prefixes[number] = begun[-1][1] if begun else -1
+            begun.append((token, number))
+        self.prefixes.copy_(prefixes)
+
+    def apply_schedule(self, rotary_windows: tuple[int, ...], tied: bool) -> None:
+        """Set the state of the model that depends on the step; see Plan."""
+        self.rotary.set_windows(rotary_windows)
+        self.tied = tied
+
+    def compile_parts(self) -> None:
+        """Compile each method marked with @compiled by itself.
+
+        Gradients leave backward group by group. If the whole model were compiled, all would appear at its end.
+        """
+        for module in self.modules():
+            for name in dir(type(module)):
+                if getattr(getattr(type(module), name), "compiles", False):
+                    # groups times sequence lengths exceed torch's default limit of eight
+                    compile_method = functools.partial(torch.compile, dynamic=False, recompile_limit=64)
+                    setattr(module, name, compile_method(getattr(module, name)))
+
+class Context(NamedTuple):
+    """What all layers of a forward read. x0, ngram_embeds [T, dim]: of the tokens; the rows of value_embeds likewise.
+
+    rotary: cosines, sines, softmax scale. masks: see GPT.masks. The rest: GPT.mixing_weights.
     """
-    quarters = torch.arange(k_THD.size(-1), device=k_THD.device) // (k_THD.size(-1) // 4)
-    return torch.where(quarters % 2 == 1, torch.cat([k_THD[:1], k_THD[:-1]]), k_THD)
 
-class TokenWeights(nn.Module):
-    """A small network that computes weights per token: scale * (out @ gelu(hidden @ x) + bias).
+    x0: Tensor
+    ngram_embeds: Tensor | None
+    rotary: tuple[Tensor, Tensor, Tensor]
+    masks: dict[str | None, Mask | None]
+    skip_weights: Sequence[Tensor]
+    mixes: Sequence[Tensor]
+    value_mixes: Sequence[Tensor]
+    backout: Tensor | None
+    gate_scale: Tensor | None
 
-    `init` names the weights and gives their initial values; out starts at 0, so the tokens begin with equal weights.
+class Group(nn.Module):
+    """Consecutive layers that are compiled together; the last group also prepares the head's input.
+
+    Gradients leave backward group by group. The parameters belong to the model: a group only lists what it reads.
     """
 
-    WIDTH, SCALE = 64, 0.1
-
-    def __init__(self, config: Config, kind: str, init: dict[Any, list[float]]):
+    def __init__(self, model: GPT, numbers: range):
         super().__init__()
-        dim, dtype, self.sizes = config.model_dim, config.torch_dtype, {name: len(v) for name, v in init.items()}
-        bound, values = 1 / math.sqrt(dim), torch.tensor([*itertools.chain(*init.values())])
-        self.hidden = parameter(torch.empty(self.WIDTH, dim).uniform_(-bound, bound).to(dtype), kind)
-        self.out = parameter(torch.zeros(len(values), self.WIDTH, dtype=dtype), kind)
-        self.bias = parameter((values / self.SCALE).to(dtype), f"{kind}_biases")
+        c, self.numbers, self.last = model.config, numbers, numbers.stop == len(model.layers)
+        self.blocks, self.backout, self.token_gates = tuple(model.blocks[i] for i in numbers), c.backout_layer, None
+        self.computes_gates = False
+        for layers, gates in zip(gated_layers(c), model.token_gates):
+            if numbers.start in layers:
+                self.token_gates, self.computes_gates = (gates,), numbers.start == layers.start
+        self.mudd = (model.mudd,) if self.last and c.mudd else None
+        with_skip = (i for i, layer in enumerate(model.layers) if layer.skip_from is not None)
+        self.skips = {i: n for n, i in enumerate(with_skip)}
+        self.saves = saved_layers(c) - ({*numbers} if self.last else set())
 
-    def compute(self, x: Tensor, scale: Tensor | float = SCALE) -> Tensor:
-        """x [T, dim] -> all weights [T, n]."""
-        scale = scale.type_as(x) if isinstance(scale, Tensor) else scale
-        return (F.linear(F.gelu(F.linear(x, self.hidden)), self.out) + self.bias) * scale
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        modules = *self.blocks, *(self.token_gates or ()), *(self.mudd or ())
+        return itertools.chain(*(module.parameters() for module in modules))
 
-    def by_name(self, weights: Tensor) -> dict[Any, Tensor]:
-        """Split all weights [T, n] into those of each name [T, size]."""
-        return dict(zip(self.sizes, weights.split([*self.sizes.values()], dim=1)))
+    @compiled
+    def forward(self, x: Tensor, context: Context, saved: dict[int, Tensor], values: dict[int, Tensor],
+                gates: Tensor | None) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
+        """Map the residual stream x [T, dim] to the next group's, or to the head's normed input.
 
-NGRAM_GATE_INIT = 0.05
+        saved: outputs of earlier layers. values: rows of the value tables. gates: those of the group before. Returns
+        also this group's outputs to be saved, and its gates.
+        """
+        if self.computes_gates:
+            gates = self.token_gates[0].compute(x, context.gate_scale)
+        by_name = self.token_gates[0].by_name(gates) if self.token_gates else {}
+        outputs = dict(saved)
+        if self.numbers.start == 0:
+            if (-1, "ngrams") in by_name:
+                x = x + by_name[-1, "ngrams"] * context.ngram_embeds
+            outputs[-1] = x
+        for i, block in zip(self.numbers, self.blocks):
+            layer, layer_context, mix = block.layer, context, context.mixes[i]
+            own = {name: gate for (number, name), gate in by_name.items() if number == i}
+            if layer.skip_from is not None:
+                weight = torch.sigmoid(context.skip_weights[self.skips[i]])
+                x = x + (weight * own["skip"] if "skip" in own else weight) * outputs[layer.skip_from]
+            value_embeds = values.get(layer.value_table)
+            if layer.mudd:
+                x, value_embeds, mix, mudd_gates = self.mudd[0].layer_inputs(x, outputs, value_embeds)
+                own, layer_context = own | mudd_gates, context._replace(x0=outputs[-1])
+            if layer.window or layer.mlp:
+                attn_input = outputs[self.backout] if layer.reads_backout else None
+                x = block.forward(x, layer_context, mix, value_embeds, context.value_mixes[i], attn_input, own)
+            outputs[i] = x
+        if self.last:
+            x = self.mudd[0].head_input(x, outputs, values.get(0)) if self.mudd else (
+                x - context.backout * outputs[self.backout])
+            x = norm(x)
+        return x, {i: output for i, output in outputs.items() if i in self.saves and i not in saved}, gates
 
-def gates_of(config: Config, layers: range) -> dict[tuple[int, str], list[float]]:
-    """Return the initial values of the token gates of these layers, by (layer, name); layer -1: before the first."""
-    every, heads, has_ngrams, init = layers_of(config), config.num_heads, bool(config.ngrams), {}
-    first = next((i for i, layer in enumerate(every) if layer.window), 0)
-    for i in layers:
-        layer = every[i]
-        mixes_in = layer.window and not layer.mudd  # whose own weights mix in both
-        present = {"x0": mixes_in and [0.0], "ngrams": mixes_in and has_ngrams and [NGRAM_GATE_INIT],
-                   "skip": layer.skip_from is not None and [0.5], "xsa": layer.xsa and [0.0] * heads,
-                   "gate": layer.gated and [0.25] * heads, "dc_read": layer.dc and [1.0] * heads,
-                   "dc_write": layer.dc and [0.0] * heads}
-        # the first layer's n-gram embeddings are added before it
-        init |= {(-1 if name == "ngrams" and i == first else i, name): v for name, v in present.items() if v}
-    return init
+class Block(nn.Module):
+    """A layer: attention and MLP, each if the layer has it, add their output to the residual stream.
+
+    mix [2]: weights of x and x0. With sublayer_scales mix [4]: weights of the residual stream at attention and at the
+    MLP, and of their outputs; learned, or computed for each token [T, 1].
+    """
+
+    def __init__(self, config: Config, layer: Layer):
+        super().__init__()
+        self.layer, self.scaled = layer, config.sublayer_scales
+        self.attn = Attention(config, layer) if layer.window else None
+        self.mlp = MLP(config) if layer.mlp else None
+
+    def forward(self, x: Tensor, context: Context, mix: Sequence[Tensor], value_embeds: Tensor | None,
+                value_mix: Tensor, attn_input: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
+        """Map the residual stream x [T, dim] to the next layer's.
+
+        attn_input [T, dim]: attention reads it in place of x. gates: see gates_of.
+        """
+        if self.scaled:
+            resid_lambda_attn, resid_lambda_mlp, post_lambda_attn, post_lambda_mlp = mix
+        else:
+            x = mix[0] * x + mix[1] * context.x0
+        if self.attn is not None:
+            y = self.attn(norm(x if attn_input is None else attn_input), value_embeds, value_mix, context, gates)
+            x = resid_lambda_attn * x + post_lambda_attn * y if self.scaled else x + y
+            if "x0" in gates:
+                x = x + gates["x0"] * context.x0
+            if "ngrams" in gates:
+                x = x + gates["ngrams"] * context.ngram_embeds
+        if self.mlp is not None:
+            y = self.mlp(norm(x))
+            x = resid_lambda_mlp * x + post_lambda_mlp * y if self.scaled else x + y
+        return x
 
 class Attention(nn.Module):
     """Causal attention with a gate per head and token.
@@ -1471,155 +1637,62 @@ class DelayedScales:
         for x in self.maxima:
             x.zero_()
 
-class Block(nn.Module):
-    """A layer: attention and MLP, each if the layer has it, add their output to the residual stream.
+class Head(nn.Module):
+    """Map the normed residual stream to logits and the loss. weight [V, dim]; V is the padded vocabulary."""
 
-    mix [2]: weights of x and x0. With sublayer_scales mix [4]: weights of the residual stream at attention and at the
-    MLP, and of their outputs; learned, or computed for each token [T, 1].
-    """
-
-    def __init__(self, config: Config, layer: Layer):
+    def __init__(self, config: Config, vocab: int):
         super().__init__()
-        self.layer, self.scaled = layer, config.sublayer_scales
-        self.attn = Attention(config, layer) if layer.window else None
-        self.mlp = MLP(config) if layer.mlp else None
+        c, shape = config, (vocab, config.model_dim)
+        init = c.head_init * torch.randn(shape, dtype=c.torch_dtype) if c.head_init else torch.zeros(
+            shape, dtype=c.torch_dtype)
+        self.weight = parameter(init, "head")
+        self.fp8, self.softcap = c.fp8_head, Softcap(c.logit_cap, c.logit_shift)
+        self.kernels = False
+        self.fp8_scales = FP8Scales(c.fp8_x_scale, c.fp8_weight_scale, c.fp8_grad_scale)
 
-    def forward(self, x: Tensor, context: Context, mix: Sequence[Tensor], value_embeds: Tensor | None,
-                value_mix: Tensor, attn_input: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
-        """Map the residual stream x [T, dim] to the next layer's.
+    def uncapped_logits(self, x: Tensor) -> Tensor:
+        """x [T, dim] -> logits before the soft cap [T, V]."""
+        in_fp8 = self.fp8 and self.training
+        return FP8Linear.apply(x, self.weight, self.fp8_scales) if in_fp8 else F.linear(x, self.weight)
 
-        attn_input [T, dim]: attention reads it in place of x. gates: see gates_of.
-        """
-        if self.scaled:
-            resid_lambda_attn, resid_lambda_mlp, post_lambda_attn, post_lambda_mlp = mix
-        else:
-            x = mix[0] * x + mix[1] * context.x0
-        if self.attn is not None:
-            y = self.attn(norm(x if attn_input is None else attn_input), value_embeds, value_mix, context, gates)
-            x = resid_lambda_attn * x + post_lambda_attn * y if self.scaled else x + y
-            if "x0" in gates:
-                x = x + gates["x0"] * context.x0
-            if "ngrams" in gates:
-                x = x + gates["ngrams"] * context.ngram_embeds
-        if self.mlp is not None:
-            y = self.mlp(norm(x))
-            x = resid_lambda_mlp * x + post_lambda_mlp * y if self.scaled else x + y
-        return x
-
-class Mudd(nn.Module):
-    """Multiway dynamic dense connections: the last layer and the head mix earlier outputs by weights per token.
-
-    Sources of the last layer: the input of the first layer, the output of backout_layer, and the residual stream.
-    Sources of the head: the saved outputs (see saved_layers) and the embeddings of the first value table.
-    """
-
-    def __init__(self, config: Config):
-        super().__init__()
-        c, last, scale = config, layers_of(config)[-1], math.sqrt(config.resid_lambda_init)
-        self.backout, self.heads = c.backout_layer, c.num_heads
-        self.sources = sorted(saved_layers(c))
-        self.reads_table = any(layer.value_table is not None for layer in layers_of(c))
-        init = {"values": [0.0] * 3, "residual": [0.0] * 3, "mix": [scale, scale, 1.0, 1.0], "x0": [0.0],
-                "ngrams": [NGRAM_GATE_INIT] * bool(c.token_gates and c.ngrams),
-                "value_gates": [2.0, 2.0] * (last.value_table is not None)}
-        self.layer = TokenWeights(c, "mudd", {name: v for name, v in init.items() if v})
-        self.head = TokenWeights(c, "mudd", {"sources": [-0.5 * (i == c.backout_layer) for i in self.sources]
-                                             + [0.0] * self.reads_table})
-
-    def layer_inputs(self, x: Tensor, saved: dict[int, Tensor], value_embeds: Tensor | None) -> tuple[
-            Tensor, Tensor, tuple[Tensor, ...], dict[str, Tensor]]:
-        """Compute what the last layer reads: the residual stream, value embeddings, mix and gates of Block."""
-        weights = self.layer.by_name(self.layer.compute(x))
-        sources = saved[-1], saved[self.backout], x
-        mixed = weighted_sum(weights["values"], sources)
-        if value_embeds is not None:  # a gate for each half of the heads
-            gate = weights["value_gates"].repeat_interleave(self.heads // 2, dim=1)
-            mixed = mixed + (gate[..., None] * value_embeds.view(len(x), self.heads, -1)).view_as(x)
-        gates = {name: weights[name] for name in ("x0", "ngrams") if name in weights}
-        return x + weighted_sum(weights["residual"], sources), mixed, weights["mix"].split(1, dim=1), gates
-
-    def head_input(self, x: Tensor, saved: dict[int, Tensor], value_embeds: Tensor | None) -> Tensor:
-        sources = [saved[i] for i in self.sources] + [value_embeds] * self.reads_table
-        return x + weighted_sum(self.head.compute(x), sources)
-
-def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
-    """weights [T, n], n sources [T, dim] -> [T, dim]."""
-    return sum(weight * source for weight, source in zip(weights.split(1, dim=1), sources))
-
-class Context(NamedTuple):
-    """What all layers of a forward read. x0, ngram_embeds [T, dim]: of the tokens; the rows of value_embeds likewise.
-
-    rotary: cosines, sines, softmax scale. masks: see GPT.masks. The rest: GPT.mixing_weights.
-    """
-
-    x0: Tensor
-    ngram_embeds: Tensor | None
-    rotary: tuple[Tensor, Tensor, Tensor]
-    masks: dict[str | None, Mask | None]
-    skip_weights: Sequence[Tensor]
-    mixes: Sequence[Tensor]
-    value_mixes: Sequence[Tensor]
-    backout: Tensor | None
-    gate_scale: Tensor | None
-
-class Group(nn.Module):
-    """Consecutive layers that are compiled together; the last group also prepares the head's input.
-
-    Gradients leave backward group by group. The parameters belong to the model: a group only lists what it reads.
-    """
-
-    def __init__(self, model: GPT, numbers: range):
-        super().__init__()
-        c, self.numbers, self.last = model.config, numbers, numbers.stop == len(model.layers)
-        self.blocks, self.backout, self.token_gates = tuple(model.blocks[i] for i in numbers), c.backout_layer, None
-        self.computes_gates = False
-        for layers, gates in zip(gated_layers(c), model.token_gates):
-            if numbers.start in layers:
-                self.token_gates, self.computes_gates = (gates,), numbers.start == layers.start
-        self.mudd = (model.mudd,) if self.last and c.mudd else None
-        with_skip = (i for i, layer in enumerate(model.layers) if layer.skip_from is not None)
-        self.skips = {i: n for n, i in enumerate(with_skip)}
-        self.saves = saved_layers(c) - ({*numbers} if self.last else set())
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        modules = *self.blocks, *(self.token_gates or ()), *(self.mudd or ())
-        return itertools.chain(*(module.parameters() for module in modules))
+    def logits(self, x: Tensor) -> Tensor:
+        """x [T, dim] -> float32 [T, V]."""
+        return self.softcap(self.uncapped_logits(x))
 
     @compiled
-    def forward(self, x: Tensor, context: Context, saved: dict[int, Tensor], values: dict[int, Tensor],
-                gates: Tensor | None) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
-        """Map the residual stream x [T, dim] to the next group's, or to the head's normed input.
+    def forward(self, x: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute (objective, which training minimizes; cross entropy of the next token), in nats, summed over tokens.
 
-        saved: outputs of earlier layers. values: rows of the value tables. gates: those of the group before. Returns
-        also this group's outputs to be saved, and its gates.
+        x [T, dim]; targets [n, T]: row k holds the tokens k + 1 ahead, -1 is not counted; weights [n] of the rows.
         """
-        if self.computes_gates:
-            gates = self.token_gates[0].compute(x, context.gate_scale)
-        by_name = self.token_gates[0].by_name(gates) if self.token_gates else {}
-        outputs = dict(saved)
-        if self.numbers.start == 0:
-            if (-1, "ngrams") in by_name:
-                x = x + by_name[-1, "ngrams"] * context.ngram_embeds
-            outputs[-1] = x
-        for i, block in zip(self.numbers, self.blocks):
-            layer, layer_context, mix = block.layer, context, context.mixes[i]
-            own = {name: gate for (number, name), gate in by_name.items() if number == i}
-            if layer.skip_from is not None:
-                weight = torch.sigmoid(context.skip_weights[self.skips[i]])
-                x = x + (weight * own["skip"] if "skip" in own else weight) * outputs[layer.skip_from]
-            value_embeds = values.get(layer.value_table)
-            if layer.mudd:
-                x, value_embeds, mix, mudd_gates = self.mudd[0].layer_inputs(x, outputs, value_embeds)
-                own, layer_context = own | mudd_gates, context._replace(x0=outputs[-1])
-            if layer.window or layer.mlp:
-                attn_input = outputs[self.backout] if layer.reads_backout else None
-                x = block.forward(x, layer_context, mix, value_embeds, context.value_mixes[i], attn_input, own)
-            outputs[i] = x
-        if self.last:
-            x = self.mudd[0].head_input(x, outputs, values.get(0)) if self.mudd else (
-                x - context.backout * outputs[self.backout])
-            x = norm(x)
-        return x, {i: output for i, output in outputs.items() if i in self.saves and i not in saved}, gates
+        if self.kernels and self.training:  # remove these lines if you add a loss term
+            scales = self.fp8_scales if self.fp8 else None
+            objective, entropies = HeadLoss.apply(x, self.weight, targets, weights, self.softcap, scales)
+            return objective, entropies[0]
+        x = self.uncapped_logits(x)
+        entropies = cross_entropies(x, targets, self.softcap)
+        objective = (entropies * weights).sum()
+        # Add a further loss term here, in plain PyTorch; autograd and torch.compile do the rest. Sum it over tokens, as
+        # the cross entropy. A z-loss: objective = objective + 1e-4 * self.softcap(x).logsumexp(1).square().sum()
+        return objective, entropies[0].detach()
+
+class Softcap(NamedTuple):
+    """Bound logits softly between 0 and cap, in float32."""
+
+    cap: float
+    shift: float
+    softness: float = 7.5
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.cap * torch.sigmoid((x + self.shift if self.shift else x) / self.softness)
+
+def cross_entropies(x: Tensor, targets: Tensor, softcap: Softcap) -> Tensor:
+    """Sum the cross entropies in nats over the positions, for each row of targets [n, T] -> [n].
+
+    x [T, V]: logits before the soft cap. Positions with target -1 are not counted.
+    """
+    return torch.stack([F.cross_entropy(softcap(x), row, ignore_index=-1, reduction="sum") for row in targets])
 
 class NgramTable(nn.Embedding):
     """An embedding of the n tokens that end at each position. Tokens of an earlier document are read as BOS.
@@ -1666,317 +1739,179 @@ class NgramTable(nn.Embedding):
         number = number * cls.FACTOR % 2 ** cls.BITS
         return number ^ (number >> 21)
 
-class Softcap(NamedTuple):
-    """Bound logits softly between 0 and cap, in float32."""
+class TokenWeights(nn.Module):
+    """A small network that computes weights per token: scale * (out @ gelu(hidden @ x) + bias).
 
-    cap: float
-    shift: float
-    softness: float = 7.5
-
-    def __call__(self, x: Tensor) -> Tensor:
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        return self.cap * torch.sigmoid((x + self.shift if self.shift else x) / self.softness)
-
-def cross_entropies(x: Tensor, targets: Tensor, softcap: Softcap) -> Tensor:
-    """Sum the cross entropies in nats over the positions, for each row of targets [n, T] -> [n].
-
-    x [T, V]: logits before the soft cap. Positions with target -1 are not counted.
+    `init` names the weights and gives their initial values; out starts at 0, so the tokens begin with equal weights.
     """
-    return torch.stack([F.cross_entropy(softcap(x), row, ignore_index=-1, reduction="sum") for row in targets])
 
-class Head(nn.Module):
-    """Map the normed residual stream to logits and the loss. weight [V, dim]; V is the padded vocabulary."""
+    WIDTH, SCALE = 64, 0.1
 
-    def __init__(self, config: Config, vocab: int):
+    def __init__(self, config: Config, kind: str, init: dict[Any, list[float]]):
         super().__init__()
-        c, shape = config, (vocab, config.model_dim)
-        init = c.head_init * torch.randn(shape, dtype=c.torch_dtype) if c.head_init else torch.zeros(
-            shape, dtype=c.torch_dtype)
-        self.weight = parameter(init, "head")
-        self.fp8, self.softcap = c.fp8_head, Softcap(c.logit_cap, c.logit_shift)
-        self.kernels = False
-        self.fp8_scales = FP8Scales(c.fp8_x_scale, c.fp8_weight_scale, c.fp8_grad_scale)
+        dim, dtype, self.sizes = config.model_dim, config.torch_dtype, {name: len(v) for name, v in init.items()}
+        bound, values = 1 / math.sqrt(dim), torch.tensor([*itertools.chain(*init.values())])
+        self.hidden = parameter(torch.empty(self.WIDTH, dim).uniform_(-bound, bound).to(dtype), kind)
+        self.out = parameter(torch.zeros(len(values), self.WIDTH, dtype=dtype), kind)
+        self.bias = parameter((values / self.SCALE).to(dtype), f"{kind}_biases")
 
-    def uncapped_logits(self, x: Tensor) -> Tensor:
-        """x [T, dim] -> logits before the soft cap [T, V]."""
-        in_fp8 = self.fp8 and self.training
-        return FP8Linear.apply(x, self.weight, self.fp8_scales) if in_fp8 else F.linear(x, self.weight)
+    def compute(self, x: Tensor, scale: Tensor | float = SCALE) -> Tensor:
+        """x [T, dim] -> all weights [T, n]."""
+        scale = scale.type_as(x) if isinstance(scale, Tensor) else scale
+        return (F.linear(F.gelu(F.linear(x, self.hidden)), self.out) + self.bias) * scale
 
-    def logits(self, x: Tensor) -> Tensor:
-        """x [T, dim] -> float32 [T, V]."""
-        return self.softcap(self.uncapped_logits(x))
+    def by_name(self, weights: Tensor) -> dict[Any, Tensor]:
+        """Split all weights [T, n] into those of each name [T, size]."""
+        return dict(zip(self.sizes, weights.split([*self.sizes.values()], dim=1)))
 
-    @compiled
-    def forward(self, x: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute (objective, which training minimizes; cross entropy of the next token), in nats, summed over tokens.
+class Mudd(nn.Module):
+    """Multiway dynamic dense connections: the last layer and the head mix earlier outputs by weights per token.
 
-        x [T, dim]; targets [n, T]: row k holds the tokens k + 1 ahead, -1 is not counted; weights [n] of the rows.
+    Sources of the last layer: the input of the first layer, the output of backout_layer, and the residual stream.
+    Sources of the head: the saved outputs (see saved_layers) and the embeddings of the first value table.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        c, last, scale = config, layers_of(config)[-1], math.sqrt(config.resid_lambda_init)
+        self.backout, self.heads = c.backout_layer, c.num_heads
+        self.sources = sorted(saved_layers(c))
+        self.reads_table = any(layer.value_table is not None for layer in layers_of(c))
+        init = {"values": [0.0] * 3, "residual": [0.0] * 3, "mix": [scale, scale, 1.0, 1.0], "x0": [0.0],
+                "ngrams": [NGRAM_GATE_INIT] * bool(c.token_gates and c.ngrams),
+                "value_gates": [2.0, 2.0] * (last.value_table is not None)}
+        self.layer = TokenWeights(c, "mudd", {name: v for name, v in init.items() if v})
+        self.head = TokenWeights(c, "mudd", {"sources": [-0.5 * (i == c.backout_layer) for i in self.sources]
+                                             + [0.0] * self.reads_table})
+
+    def layer_inputs(self, x: Tensor, saved: dict[int, Tensor], value_embeds: Tensor | None) -> tuple[
+            Tensor, Tensor, tuple[Tensor, ...], dict[str, Tensor]]:
+        """Compute what the last layer reads: the residual stream, value embeddings, mix and gates of Block."""
+        weights = self.layer.by_name(self.layer.compute(x))
+        sources = saved[-1], saved[self.backout], x
+        mixed = weighted_sum(weights["values"], sources)
+        if value_embeds is not None:  # a gate for each half of the heads
+            gate = weights["value_gates"].repeat_interleave(self.heads // 2, dim=1)
+            mixed = mixed + (gate[..., None] * value_embeds.view(len(x), self.heads, -1)).view_as(x)
+        gates = {name: weights[name] for name in ("x0", "ngrams") if name in weights}
+        return x + weighted_sum(weights["residual"], sources), mixed, weights["mix"].split(1, dim=1), gates
+
+    def head_input(self, x: Tensor, saved: dict[int, Tensor], value_embeds: Tensor | None) -> Tensor:
+        sources = [saved[i] for i in self.sources] + [value_embeds] * self.reads_table
+        return x + weighted_sum(self.head.compute(x), sources)
+
+def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
+    """weights [T, n], n sources [T, dim] -> [T, dim]."""
+    return sum(weight * source for weight, source in zip(weights.split(1, dim=1), sources))
+
+NGRAM_GATE_INIT = 0.05
+
+def gates_of(config: Config, layers: range) -> dict[tuple[int, str], list[float]]:
+    """Return the initial values of the token gates of these layers, by (layer, name); layer -1: before the first."""
+    every, heads, has_ngrams, init = layers_of(config), config.num_heads, bool(config.ngrams), {}
+    first = next((i for i, layer in enumerate(every) if layer.window), 0)
+    for i in layers:
+        layer = every[i]
+        mixes_in = layer.window and not layer.mudd  # whose own weights mix in both
+        present = {"x0": mixes_in and [0.0], "ngrams": mixes_in and has_ngrams and [NGRAM_GATE_INIT],
+                   "skip": layer.skip_from is not None and [0.5], "xsa": layer.xsa and [0.0] * heads,
+                   "gate": layer.gated and [0.25] * heads, "dc_read": layer.dc and [1.0] * heads,
+                   "dc_write": layer.dc and [0.0] * heads}
+        # the first layer's n-gram embeddings are added before it
+        init |= {(-1 if name == "ngrams" and i == first else i, name): v for name, v in present.items() if v}
+    return init
+
+class Rotary(nn.Module):
+    """Rotary tables cos and sin [tokens, head_dim / 2], and the softmax scale for their frequencies."""
+
+    INIT_SCALE = 0.1
+
+    def __init__(self, config: Config, tokens: int):
+        super().__init__()
+        head_dim, dtype = config.head_dim, config.torch_dtype
+        self.register_buffer("init_frequencies", rotary_frequencies(head_dim), persistent=False)
+        for name, shape in (("scale", ()), ("cos", (tokens, head_dim // 2)), ("sin", (tokens, head_dim // 2))):
+            self.register_buffer(name, torch.empty(shape, dtype=dtype if shape else None), persistent=False)
+        self.windows: tuple[int, ...] | None = None
+        self.set_windows(())
+
+    @torch.no_grad()
+    def set_windows(self, windows: tuple[int, ...]) -> None:
+        """Compute the tables for a sequence of long windows, in tokens; see stretch.
+
+        Starts from the initial frequencies, so the tables depend only on the plan of a step. Writes in place, because
+        compiled blocks keep a reference to these tensors.
         """
-        if self.kernels and self.training:  # remove these lines if you add a loss term
-            scales = self.fp8_scales if self.fp8 else None
-            objective, entropies = HeadLoss.apply(x, self.weight, targets, weights, self.softcap, scales)
-            return objective, entropies[0]
-        x = self.uncapped_logits(x)
-        entropies = cross_entropies(x, targets, self.softcap)
-        objective = (entropies * weights).sum()
-        # Add a further loss term here, in plain PyTorch; autograd and torch.compile do the rest. Sum it over tokens, as
-        # the cross entropy. A z-loss: objective = objective + 1e-4 * self.softcap(x).logsumexp(1).square().sum()
-        return objective, entropies[0].detach()
+        if windows == self.windows:
+            return
+        self.windows = windows
+        frequencies, scale = self.init_frequencies, self.INIT_SCALE
+        for window, longer in itertools.pairwise(windows):
+            frequencies, scale = stretch(frequencies, scale, window, longer)
+        angles = torch.outer(torch.arange(len(self.cos), device=self.cos.device), frequencies)
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
+        self.scale.fill_(scale)
+
+def rotary_frequencies(head_dim: int) -> Tensor:
+    """Compute the initial frequencies in radians per token, [head_dim / 2].
+
+    The first half falls geometrically from 1 to 1/1024. The second half is 0: those entries are not rotated.
+    """
+    rotated = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4)
+    return torch.cat([rotated, torch.zeros(head_dim // 4)])
+
+def stretch(frequencies: Tensor, scale: float, window: int, longer: int) -> tuple[Tensor, float]:
+    """Adapt frequencies and softmax scale to a window that grows from `window` to `longer` tokens, by YaRN
+    (arXiv:2309.00071).
+
+    Frequencies with 32 or more rotations per old window are kept. Those with less than one are divided by the growth.
+    """
+    rotations = window * frequencies / (2 * math.pi)
+    kept_share = ((rotations - 1) / (32 - 1)).clamp(0, 1)
+    shrink = window / longer
+    return frequencies * (shrink + kept_share * (1 - shrink)), scale * (0.2 * math.log(longer / window) + 1)
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary position embeddings to x [..., D]. cos, sin [..., D / 2]."""
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
+
+def offset_keys(k_THD: Tensor) -> Tensor:
+    """Replace the unrotated entries of each key, quarters 1 and 3, whose frequencies are 0, by the previous token's.
+
+    As in the record, the first token of a document takes them from the document before.
+    """
+    quarters = torch.arange(k_THD.size(-1), device=k_THD.device) // (k_THD.size(-1) // 4)
+    return torch.where(quarters % 2 == 1, torch.cat([k_THD[:1], k_THD[:-1]]), k_THD)
+
+def norm(x: Tensor) -> Tensor:
+    """Apply RMS norm over the last dimension, without gain."""
+    return F.rms_norm(x, (x.size(-1),))
+
+def parameter(init: Tensor, kind: str, unit: tuple[int, int] | None = None) -> nn.Parameter:
+    """Create a parameter of a kind, which has a row in PARAM_GROUPS. unit: see ParamSpec."""
+    param = nn.Parameter(init)
+    param.kind, param.unit = kind, unit
+    return param
+
+def embedding(rows: int, width: int, kind: str, dtype: torch.dtype) -> nn.Embedding:
+    """Create an embedding table of a kind, initialized from the standard normal distribution."""
+    table = nn.Embedding(rows, width, dtype=dtype)
+    table.weight = parameter(table.weight.data, kind)
+    return table
+
+def uniform(rows: int, columns: int, fan_in: int) -> Tensor:
+    """Draw an initial matrix, uniform with standard deviation 0.5 / sqrt(fan_in)."""
+    bound = math.sqrt(3) * 0.5 / math.sqrt(fan_in)
+    return torch.empty(rows, columns).uniform_(-bound, bound)
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy from the CPU without waiting for the copy."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
-class GPT(nn.Module):
-    """The model of record 44, with the later mechanisms that the config asks for.
-
-    Processes one packed sequence [T] at a time. The vocabulary is padded to a multiple of 128.
-    """
-
-    def __init__(self, config: Config, encoding: Encoding):
-        super().__init__()
-        c, self.bos_id, self.layers, self.tied = config, encoding.bos_id, layers_of(config), False
-        self.config = c
-        lengths = micro_batch_lengths(c)
-        self.loss_tokens = min(lengths)  # tokens per call of the head: one size for one graph, and less memory
-        count, vocab, dtype = len(self.layers), -(-encoding.vocab_size // 128) * 128, c.torch_dtype
-        tables = 1 + max((layer.value_table for layer in self.layers if layer.value_table is not None), default=-1)
-        self.embed = embedding(vocab, c.model_dim, "embed", dtype)
-        self.value_embeds = nn.ModuleList(embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables))
-        for table in self.value_embeds:
-            table.weight.data.mul_(c.value_init)
-        self.ngrams = nn.ModuleList(NgramTable(c, table) for table in parse_ngrams(c.ngrams))
-        self.smear_gate = parameter(torch.zeros(1, GATE_DIM, dtype=dtype), "smear_gate")
-        self.blocks = nn.ModuleList(Block(c, layer) for layer in self.layers)
-        self.lm_head = Head(c, vocab)
-        self.token_gates = nn.ModuleList(TokenWeights(c, "token_gates", gates_of(c, layers))
-                                         for layers in gated_layers(c))
-        self.gate_scale = parameter(torch.tensor(TokenWeights.SCALE), "token_gates_biases") if c.token_gates else None
-        self.mudd = Mudd(c) if c.mudd else None
-        self.groups = nn.ModuleList(Group(self, numbers) for numbers in layer_groups(c))
-        # all scalar weights of the layers are one parameter, in this order; see mixing_weights
-        skips = sum(layer.skip_from is not None for layer in self.layers)
-        block_mix = [] if c.sublayer_scales else [c.resid_lambda_init, 0.0]
-        value_mix = [0.5, 1.0 if c.sublayer_scales else 0.5]
-        scalars = {"skips": [-1.5] * skips, "blocks": block_mix * count, "values": value_mix * count,
-                   "smear": [0.0], "backout": [0.5] * (not c.mudd)}
-        self.scalar_sizes = [len(init) for init in scalars.values()]
-        self.scalars = parameter(torch.tensor([*itertools.chain(*scalars.values())]), "scalars")
-        self.resid_lambdas = self.post_lambdas = None
-        if c.sublayer_scales:  # see Block. A layer has two, so each is the root of the layer's weight
-            self.resid_lambdas = parameter(torch.full((count, 2), math.sqrt(c.resid_lambda_init)), "resid_lambdas")
-            self.post_lambdas = parameter(torch.ones(count, 2), "post_lambdas")
-        # the longest other token that begins each token; -1: none, also for the target -1. See fill_prefixes
-        self.register_buffer("prefixes", torch.full((vocab + 1,), -1), persistent=False)
-        self.pairs = any(layer.window == "P" for layer in self.layers)
-        self.rotary = Rotary(c, max(c.val_len, *lengths) * (1 + self.pairs))
-        self.reach = 0  # above 0: masks in pieces on GPUs too, of a shape for windows up to `reach` tokens
-        self.flash, self.counted = False, None  # counted: (longest document, documents) of the next sequence
-
-    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows, loss_weights: Numbers = (1.0,),
-                prefix_weight: float = 0.0) -> tuple[Tensor, Tensor]:
-        """inputs, targets [T] -> (objective, cross entropy) in nats, summed over tokens; see Head.forward.
-
-        loss_weights: weights of the next token, the one after it, …. Targets of -1 are not counted, nor are tokens
-        beyond the sequence. prefix_weight: weight of the next token's prefix.
-        """
-        return self.loss(self.trunk(inputs, windows), targets, loss_weights, prefix_weight)
-
-    def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
-        """Tokens [T] -> the normed residual stream before the head [T, dim]."""
-        masks, (x0, ngram_embeds) = self.masks(tokens, windows), self.embed_tokens(tokens)
-        context = self.context(x0, ngram_embeds, masks)
-        x, gates = x0.view_as(x0), None  # another tensor object: if x were x0, torch.compile would make a further graph
-        saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
-        values: dict[int, Tensor] = {}  # looked up at first use, so gradients come with that group's
-        for group in self.groups:
-            for table in sorted({self.layers[i].value_table for i in group.numbers} - {None} - values.keys()):
-                values[table] = self.value_embeds[table](tokens)
-            x, outputs, gates = group(x, context, saved, values, gates)
-            saved |= outputs
-        return x
-
-    def context(self, x0: Tensor, ngram_embeds: Tensor | None, masks: dict[str | None, Mask | None]) -> Context:
-        # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
-        skip_weights, mixes, value_mixes, _, backouts = (x.unbind() for x in self.mixing_weights())
-        return Context(x0, ngram_embeds, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks, skip_weights,
-                      mixes, value_mixes, next(iter(backouts), None), self.gate_scale)
-
-    def loss(self, x: Tensor, targets: Tensor, loss_weights: Numbers,
-             prefix_weight: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Compute the losses of `forward` from the normed residual stream [T, dim]."""
-        rows = [F.pad(targets[k:], (0, k), value=-1) for k in range(len(loss_weights))]
-        if prefix_weight:
-            rows, loss_weights = [*rows, self.prefixes[targets]], (*loss_weights, prefix_weight)
-        ahead = torch.stack(rows)
-        weights = to_device(torch.tensor(loss_weights), x.device)
-        pieces = zip(x.split(self.loss_tokens), ahead.split(self.loss_tokens, dim=1))
-        losses = [self.lm_head(x_piece, targets_piece, weights) for x_piece, targets_piece in pieces]
-        objective, cross_entropy = (torch.stack(terms).sum() for terms in zip(*losses))
-        return objective, cross_entropy
-
-    def fill_prefixes(self, tokens: Sequence[bytes]) -> None:
-        """Find the prefix of each token, the longest other token that begins it. tokens: the bytes of each."""
-        prefixes, begun = torch.full((len(self.prefixes),), -1), []  # begun: tokens that begin one another
-        for token, number in sorted((token, number) for number, token in enumerate(tokens)):
-            while begun and not token.startswith(begun[-1][0]):
-                begun.pop()
-            prefixes[number] = begun[-1][1] if begun else -1
-            begun.append((token, number))
-        self.prefixes.copy_(prefixes)
-
-    def logits(self, inputs: Tensor, windows: Windows) -> Tensor:
-        """inputs [T] -> float32 [T, padded vocabulary]."""
-        return self.lm_head.logits(self.trunk(inputs, windows))
-
-    def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Tokens [T] -> x0, the residual stream before the first layer [T, dim], and the n-gram embeddings [T, dim].
-
-        Without token_gates the n-gram embeddings are added to x0, and the second value is None.
-        """
-        e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)
-        _, _, _, smear_weight, _ = self.scalars.split(self.scalar_sizes)
-        x0 = self.smear(e, self.smear_gate, smear_weight[0])
-        gated = self.config.token_gates and self.config.ngrams
-        total = None if gated else x0
-        for table, hashes in zip(self.ngrams, self.ngram_hashes(tokens)):
-            embeds, missing = table(hashes), x0.size(1) - table.embedding_dim
-            embeds = F.pad(embeds, (0, missing)) if missing else embeds  # a narrow table fills the first entries
-            total = embeds if total is None else total + embeds
-        return (x0, total) if gated else (total, None)
-
-    # Each is compiled by itself, see compile_parts
-
-    @staticmethod
-    @compiled
-    def smear(e: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        """Add to each embedding [T, dim] a gated share of the previous token's, then norm."""
-        opening = weight * torch.sigmoid(F.linear(e[1:, :gate.size(1)], gate))
-        return norm(torch.cat([e[:1], e[1:] + opening * e[:-1]]))
-
-    def mixing_weights(self) -> tuple[Tensor, ...]:
-        """Split the scalars into weights of skip connections [n], of blocks [layers, 2 or 4] (mix in Block), of
-        values [layers, 2] (value_mix in Attention), of smear [1] and of the backout layer's output [1 or 0]."""
-        skips, mixes, value_mixes, smear, backout = self.scalars.split(self.scalar_sizes)
-        if self.resid_lambdas is not None:
-            mixes = torch.cat([self.resid_lambdas, self.post_lambdas], 1)
-        return skips, mixes.view(len(self.layers), -1), value_mixes.view(-1, 2), smear, backout
-
-    def ngram_hashes(self, tokens: Tensor) -> list[Tensor]:
-        """Hash the n-grams that end at tokens [..., T] -> int64 [..., T] for each table."""
-        if self.config.ngram_hash == "record":
-            return [table.record_hash(tokens) for table in self.ngrams]
-        token, in_document, last_tokens = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), []
-        for _ in range(max((table.n for table in self.ngrams), default=0)):
-            last_tokens.append(torch.where(in_document, token, self.bos_id))
-            in_document = in_document & (token != self.bos_id)
-            token = F.pad(token[..., :-1], (1, 0), value=self.bos_id)
-        hashes = [*itertools.accumulate(last_tokens, lambda last, token: NgramTable.hash(last ^ token), initial=0)]
-        return [hashes[table.n] for table in self.ngrams]
-
-    def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
-        """Find the rows of each n-gram table that a forward of these tokens [..., T] reads."""
-        return {table.weight: hashes % table.num_embeddings
-                for table, hashes in zip(self.ngrams, self.ngram_hashes(tokens))}
-
-    def masks(self, tokens: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
-        """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]; see attend."""
-        docs, counted, self.counted = (tokens == self.bos_id).cumsum(0), self.counted, None  # valid for one sequence
-
-        def make(docs: Tensor, window: int) -> Mask:
-            if counted and not self.reach:
-                return document_table(docs, window, len(docs) // len(tokens) * counted[0], counted[1])
-            if docs.is_cuda and not self.reach:
-                return block_mask(docs, window)
-            return mask_in_pieces(docs, window, self.reach or window, self.embed.weight.dtype)
-        paired = {"P": make(docs.repeat_interleave(2), windows.short)} if self.pairs else {}
-        dc = {"dc": mask_in_pieces(docs, *[DC_WINDOW - 1] * 2, self.embed.weight.dtype, DC_PIECE)} if any(
-            layer.dc for layer in self.layers) else {}
-        return {"L": make(docs, windows.long), "S": make(docs, windows.short), None: None, **paired, **dc}
-
-    def apply_schedule(self, rotary_windows: tuple[int, ...], tied: bool) -> None:
-        """Set the state of the model that depends on the step; see Plan."""
-        self.rotary.set_windows(rotary_windows)
-        self.tied = tied
-
-    def compile_parts(self) -> None:
-        """Compile each method marked with @compiled by itself.
-
-        Gradients leave backward group by group. If the whole model were compiled, all would appear at its end.
-        """
-        for module in self.modules():
-            for name in dir(type(module)):
-                if getattr(getattr(type(module), name), "compiles", False):
-                    # groups times sequence lengths exceed torch's default limit of eight
-                    compile_method = functools.partial(torch.compile, dynamic=False, recompile_limit=64)
-                    setattr(module, name, compile_method(getattr(module, name)))
-
 # ------------------------------------------------------------------------------------------------------------------
-# model: attention masks and kernels
-
-MASK_BLOCK = 128  # tokens per block of FlexAttention
-
-def may_attend(docs: Tensor, window: Tensor | int) -> Callable[..., Tensor]:
-    """Return the predicate of every mask: key k is not later than query q, within the window, and in its document."""
-    def predicate(batch: Any, head: Any, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (q - k <= window) & (docs[q] == docs[k])
-    return predicate
-
-def block_mask(docs: Tensor, window: int) -> BlockMask:
-    """Build the mask of FlexAttention: its full and its partial blocks. docs [T], T a multiple of MASK_BLOCK.
-
-    Documents are in order, so the first and the last document of each block suffice, and no [T, T] tensor is built.
-    """
-    first, last = docs.view(-1, MASK_BLOCK)[:, 0], docs.view(-1, MASK_BLOCK)[:, -1]
-    at = torch.arange(len(first), device=docs.device)
-    distance = (at[:, None] - at[None, :]) * MASK_BLOCK  # from a query's block back to a key's block
-    some = (distance >= 0) & (distance - MASK_BLOCK + 1 <= window) & (last[None, :] >= first[:, None])
-    every = (distance > 0) & (distance + MASK_BLOCK - 1 <= window) & (first[None, :] == last[:, None])
-    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-        return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
-
-    # the window is a tensor: torch.compile would specialize on a number, and recompile for each new window
-    predicate = may_attend(docs, torch.full((), window, device=docs.device))
-    return BlockMask.from_kv_blocks(*listed(some & ~every), *listed(every), BLOCK_SIZE=MASK_BLOCK, mask_mod=predicate)
-
-MASK_PIECE = {"cuda": 1024, "cpu": 64}  # least queries per piece; with fewer queries fewer masked keys are computed
-DC_WINDOW, DC_PIECE = 112, 128  # tokens that d looks at, see mix_heads; queries per piece
-
-def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype, piece: int = 0) -> Tensor:
-    """Build the mask of scaled_dot_product_attention, for CPUs and for GPUs where FlexAttention fails.
-
-    Queries are cut into pieces; each piece sees its own keys and `reach` earlier ones. Returns 0 or -inf [pieces,
-    piece, reach + piece]: one shape for all windows up to reach. A short sequence is one piece. Padding queries of the
-    last piece see one another.
-    """
-    piece = piece or max(MASK_PIECE[docs.device.type], reach // 4)
-    if reach + piece >= len(docs):
-        piece, reach = len(docs), 0
-    docs = F.pad(docs, (0, -len(docs) % piece), value=-1)
-    q = torch.arange(len(docs), device=docs.device, dtype=torch.int32).view(-1, piece, 1)
-    k = q[:, :1] + torch.arange(-reach, piece, device=docs.device, dtype=torch.int32)
-    seen = (k >= 0) & may_attend(docs, window)(None, None, q, k.clamp_min(0))
-    return torch.zeros(seen.shape, dtype=dtype, device=docs.device).masked_fill_(~seen, -math.inf)
-
-class DocumentTable(NamedTuple):
-    """The mask of FlashAttention.
-
-    starts: where documents begin, int32 [room + 1], one shape for any number of documents. numbers: window, longest
-    document and number of documents, int64 [3], on the CPU because FlashAttention reads them on the host.
-    """
-
-    starts: Tensor
-    numbers: Tensor
-
-DOCUMENT_ROOM = 16  # a sequence of T tokens has room for T / DOCUMENT_ROOM documents in its table
-
-def document_table(docs: Tensor, window: int, longest: int, count: int) -> DocumentTable:
-    """Build the mask of FlashAttention from docs [T], numbered from 0 or 1 up to count - 1; see count_documents."""
-    every = torch.arange(len(docs) // DOCUMENT_ROOM + 1, device=docs.device)
-    return DocumentTable(torch.searchsorted(docs, every, out_int32=True), torch.tensor([window, longest, count]))
-
-Mask = Tensor | BlockMask | DocumentTable
+# masks and kernels
 
 def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
     """Compute softmax attention [T, H, D] where the mask allows it. q must contain the softmax scale.
@@ -2023,6 +1958,71 @@ def mix_heads(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, read: Tensor, write: 
 def compiled_flex_attention() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)  # uncompiled it would compute all T² scores
 
+def may_attend(docs: Tensor, window: Tensor | int) -> Callable[..., Tensor]:
+    """Return the predicate of every mask: key k is not later than query q, within the window, and in its document."""
+    def predicate(batch: Any, head: Any, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (q - k <= window) & (docs[q] == docs[k])
+    return predicate
+
+DC_WINDOW, DC_PIECE = 112, 128  # tokens that d looks at, see mix_heads; queries per piece
+
+MASK_PIECE = {"cuda": 1024, "cpu": 64}  # least queries per piece; with fewer queries fewer masked keys are computed
+
+def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype, piece: int = 0) -> Tensor:
+    """Build the mask of scaled_dot_product_attention, for CPUs and for GPUs where FlexAttention fails.
+
+    Queries are cut into pieces; each piece sees its own keys and `reach` earlier ones. Returns 0 or -inf [pieces,
+    piece, reach + piece]: one shape for all windows up to reach. A short sequence is one piece. Padding queries of the
+    last piece see one another.
+    """
+    piece = piece or max(MASK_PIECE[docs.device.type], reach // 4)
+    if reach + piece >= len(docs):
+        piece, reach = len(docs), 0
+    docs = F.pad(docs, (0, -len(docs) % piece), value=-1)
+    q = torch.arange(len(docs), device=docs.device, dtype=torch.int32).view(-1, piece, 1)
+    k = q[:, :1] + torch.arange(-reach, piece, device=docs.device, dtype=torch.int32)
+    seen = (k >= 0) & may_attend(docs, window)(None, None, q, k.clamp_min(0))
+    return torch.zeros(seen.shape, dtype=dtype, device=docs.device).masked_fill_(~seen, -math.inf)
+
+MASK_BLOCK = 128  # tokens per block of FlexAttention
+
+def block_mask(docs: Tensor, window: int) -> BlockMask:
+    """Build the mask of FlexAttention: its full and its partial blocks. docs [T], T a multiple of MASK_BLOCK.
+
+    Documents are in order, so the first and the last document of each block suffice, and no [T, T] tensor is built.
+    """
+    first, last = docs.view(-1, MASK_BLOCK)[:, 0], docs.view(-1, MASK_BLOCK)[:, -1]
+    at = torch.arange(len(first), device=docs.device)
+    distance = (at[:, None] - at[None, :]) * MASK_BLOCK  # from a query's block back to a key's block
+    some = (distance >= 0) & (distance - MASK_BLOCK + 1 <= window) & (last[None, :] >= first[:, None])
+    every = (distance > 0) & (distance + MASK_BLOCK - 1 <= window) & (first[None, :] == last[:, None])
+    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+        return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
+
+    # the window is a tensor: torch.compile would specialize on a number, and recompile for each new window
+    predicate = may_attend(docs, torch.full((), window, device=docs.device))
+    return BlockMask.from_kv_blocks(*listed(some & ~every), *listed(every), BLOCK_SIZE=MASK_BLOCK, mask_mod=predicate)
+
+class DocumentTable(NamedTuple):
+    """The mask of FlashAttention.
+
+    starts: where documents begin, int32 [room + 1], one shape for any number of documents. numbers: window, longest
+    document and number of documents, int64 [3], on the CPU because FlashAttention reads them on the host.
+    """
+
+    starts: Tensor
+    numbers: Tensor
+
+DOCUMENT_ROOM = 16  # a sequence of T tokens has room for T / DOCUMENT_ROOM documents in its table
+
+def document_table(docs: Tensor, window: int, longest: int, count: int) -> DocumentTable:
+    """Build the mask of FlashAttention from docs [T], numbered from 0 or 1 up to count - 1; see count_documents."""
+    every = torch.arange(len(docs) // DOCUMENT_ROOM + 1, device=docs.device)
+    return DocumentTable(torch.searchsorted(docs, every, out_int32=True), torch.tensor([window, longest, count]))
+
+Mask = Tensor | BlockMask | DocumentTable
+
 def flash_attention_3() -> bool:
     """Activate FlashAttention 3 for torch's FlashAttention operators -> whether this GPU has it and it is installed."""
     if torch.cuda.get_device_capability()[0] != 9:
@@ -2065,18 +2065,31 @@ flash_attention.register_autograd(
     lambda ctx, grad, _: (*flash_attention_backward(grad, *ctx.saved_tensors), None, None),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))
 
-# Tile sizes of the MLP's product: two warp groups, and three stages in Hopper's shared memory
-TILE_M, TILE_N, TILE_K = 128, 256, 64
+class ReluSquaredMLP(torch.autograd.Function):
+    """MLP.forward by relu_squared. Saves only the squared activations for backward.
 
-def tile_k(a: Tensor) -> int:
-    """Return the tile's inner size: as many bytes in fp8 as in bf16."""
-    return 2 * TILE_K if a.itemsize == 1 else TILE_K
+    With h_scale and h_max forward is in fp8; see DelayedScales. Backward is the same, and reads unrounded tensors.
+    """
 
-def kernel_programs(a: Tensor, b: Tensor, dtype: torch.dtype) -> int:
-    """Return with how many programs the kernel computes a @ b, one per multiprocessor; 0 if it cannot."""
-    fits = not (len(a) % TILE_M or b.size(1) % TILE_N or len(b) % tile_k(a))
-    on_gpu = a.is_cuda and dtype == torch.bfloat16 and fits
-    return torch.cuda.get_device_properties(a.device).multi_processor_count if on_gpu else 0
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fc: Tensor, proj: Tensor, h_scale: Tensor | None = None,
+                h_max: Tensor | None = None) -> Tensor:
+        if h_scale is None:
+            h = relu_squared(x, fc)
+            y = F.linear(h, proj)
+        else:
+            (x8, x_scale), (fc8, fc_scale), (proj8, proj_scale) = map(to_e4m3, (x, fc, proj))
+            by_column = fc8.T.contiguous().T
+            h, h8 = relu_squared_in_fp8(x8, by_column, x_scale * fc_scale, h_scale, h_max, x.dtype)
+            y = fp8_product(h8, proj8.T, h_scale, proj_scale, True, x.dtype)
+        ctx.save_for_backward(x, fc, proj, h)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, fc, proj, h = ctx.saved_tensors
+        grad_y = relu_squared(grad, proj, h)
+        return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h, None, None
 
 def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
     """Compute relu(a @ b) ** 2, or its backward (a @ b) * 2 sqrt(h) if its result h is given. a [m, k], b [k, n]."""
@@ -2115,6 +2128,19 @@ def relu_squared_by_triton(a: Tensor, b: Tensor, h: Tensor | None, programs: int
         *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), *(scales or (None,) * 3),
         m, n, k, TILE_M, TILE_N, inner, programs, h is not None, fp8, num_warps=8, num_stages=3)
     return (out, h8) if fp8 else out
+
+# Tile sizes of the MLP's product: two warp groups, and three stages in Hopper's shared memory
+TILE_M, TILE_N, TILE_K = 128, 256, 64
+
+def tile_k(a: Tensor) -> int:
+    """Return the tile's inner size: as many bytes in fp8 as in bf16."""
+    return 2 * TILE_K if a.itemsize == 1 else TILE_K
+
+def kernel_programs(a: Tensor, b: Tensor, dtype: torch.dtype) -> int:
+    """Return with how many programs the kernel computes a @ b, one per multiprocessor; 0 if it cannot."""
+    fits = not (len(a) % TILE_M or b.size(1) % TILE_N or len(b) % tile_k(a))
+    on_gpu = a.is_cuda and dtype == torch.bfloat16 and fits
+    return torch.cuda.get_device_properties(a.device).multi_processor_count if on_gpu else 0
 
 if triton is not None:
     def launch_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
@@ -2157,32 +2183,6 @@ if triton is not None:
         if FP8:
             tl.atomic_max(h_max, largest)
 
-class ReluSquaredMLP(torch.autograd.Function):
-    """MLP.forward by relu_squared. Saves only the squared activations for backward.
-
-    With h_scale and h_max forward is in fp8; see DelayedScales. Backward is the same, and reads unrounded tensors.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fc: Tensor, proj: Tensor, h_scale: Tensor | None = None,
-                h_max: Tensor | None = None) -> Tensor:
-        if h_scale is None:
-            h = relu_squared(x, fc)
-            y = F.linear(h, proj)
-        else:
-            (x8, x_scale), (fc8, fc_scale), (proj8, proj_scale) = map(to_e4m3, (x, fc, proj))
-            by_column = fc8.T.contiguous().T
-            h, h8 = relu_squared_in_fp8(x8, by_column, x_scale * fc_scale, h_scale, h_max, x.dtype)
-            y = fp8_product(h8, proj8.T, h_scale, proj_scale, True, x.dtype)
-        ctx.save_for_backward(x, fc, proj, h)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, fc, proj, h = ctx.saved_tensors
-        grad_y = relu_squared(grad, proj, h)
-        return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h, None, None
-
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 
 def to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -2191,46 +2191,34 @@ def to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = x.abs().amax(1).amax().float().clamp_min(1e-12) / E4M3_MAX
     return (x.float() / scale).to(torch.float8_e4m3fn), scale
 
-class FP8Scales(NamedTuple):
-    """Fixed scales of the head's fp8 products: a tensor is divided by its scale before it is rounded."""
+class HeadLoss(torch.autograd.Function):
+    """Head.forward with softcapped_loss: x [T, dim], weight [V, dim] -> (objective, entropies [n]). scales: for fp8.
 
-    x: float
-    weight: float
-    grad: float
-
-# A module global: as an attribute of FP8Linear it would break the compiled graph, and with it the fusion of the casts
-# and the loss
-def fp8_product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tensor, fast: bool,
-                dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> [m, n] of dtype."""
-    scale_a, scale_b = (x if isinstance(x, Tensor) else torch.full((), x, device=a.device) for x in (scale_a, scale_b))
-    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
-
-def fp8_operands(x: Tensor, weight: Tensor, scales: FP8Scales) -> tuple[Tensor, Tensor]:
-    return (x / scales.x).to(torch.float8_e4m3fn), (weight / scales.weight).to(torch.float8_e4m3fn)
-
-def fp8_gradients(grad8: Tensor, grad_scale: float | Tensor, x8: Tensor, weight8: Tensor,
-                  scales: FP8Scales) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of x and weight from that of the product, grad8 [T, V] times grad_scale."""
-    by_column = weight8.T.contiguous().T, x8.T.contiguous().T
-    grad_x = fp8_product(grad8, by_column[0], grad_scale, scales.weight, fast=False)
-    return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], grad_scale, scales.x, fast=False)
-
-class FP8Linear(torch.autograd.Function):
-    """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V]; forward and backward multiply in fp8."""
+    Forward computes the logits' gradient and keeps it in place of the logits. The gradient of the objective is a factor
+    of backward's products.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scales: FP8Scales) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
+                scales: FP8Scales | None) -> tuple[Tensor, Tensor]:
         ctx.scales = scales
-        x8, weight8 = fp8_operands(x, weight, scales)
-        ctx.save_for_backward(x8, weight8)
-        return fp8_product(x8, weight8.T, scales.x, scales.weight, fast=True)
+        if scales is None:
+            losses, grad = softcapped_loss(F.linear(x, weight), targets, weights, softcap)
+        else:
+            x, weight = fp8_operands(x, weight, scales)
+            logits = fp8_product(x, weight.T, scales.x, scales.weight, fast=True)
+            losses, grad = softcapped_loss(logits, targets, weights, softcap, scales.grad)
+        ctx.save_for_backward(x, weight, grad)
+        entropies = losses.sum(1)
+        ctx.mark_non_differentiable(entropies)
+        return (entropies * weights).sum(), entropies
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        scales = ctx.scales
-        grad8 = (grad / scales.grad).to(torch.float8_e5m2)
-        return *fp8_gradients(grad8, scales.grad, *ctx.saved_tensors, scales), None
+    def backward(ctx: Any, grad_objective: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None, None, None]:
+        (x, weight, grad), scales = ctx.saved_tensors, ctx.scales
+        if scales is None:
+            return grad_objective * (grad @ weight), grad_objective * (grad.T @ x), None, None, None, None
+        return *fp8_gradients(grad, grad_objective * scales.grad, x, weight, scales), None, None, None, None
 
 def softcapped_loss(x: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
                     grad_scale: float | None = None) -> tuple[Tensor, Tensor]:
@@ -2315,34 +2303,46 @@ if triton is not None:
             part = factor * (weight_sum * e / total - own) * s * (1 - s)
             tl.store(grad + tl.maximum(target, 0), part.to(grad.dtype.element_ty), target >= 0)
 
-class HeadLoss(torch.autograd.Function):
-    """Head.forward with softcapped_loss: x [T, dim], weight [V, dim] -> (objective, entropies [n]). scales: for fp8.
-
-    Forward computes the logits' gradient and keeps it in place of the logits. The gradient of the objective is a factor
-    of backward's products.
-    """
+class FP8Linear(torch.autograd.Function):
+    """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V]; forward and backward multiply in fp8."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
-                scales: FP8Scales | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scales: FP8Scales) -> Tensor:
         ctx.scales = scales
-        if scales is None:
-            losses, grad = softcapped_loss(F.linear(x, weight), targets, weights, softcap)
-        else:
-            x, weight = fp8_operands(x, weight, scales)
-            logits = fp8_product(x, weight.T, scales.x, scales.weight, fast=True)
-            losses, grad = softcapped_loss(logits, targets, weights, softcap, scales.grad)
-        ctx.save_for_backward(x, weight, grad)
-        entropies = losses.sum(1)
-        ctx.mark_non_differentiable(entropies)
-        return (entropies * weights).sum(), entropies
+        x8, weight8 = fp8_operands(x, weight, scales)
+        ctx.save_for_backward(x8, weight8)
+        return fp8_product(x8, weight8.T, scales.x, scales.weight, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, grad_objective: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None, None, None]:
-        (x, weight, grad), scales = ctx.saved_tensors, ctx.scales
-        if scales is None:
-            return grad_objective * (grad @ weight), grad_objective * (grad.T @ x), None, None, None, None
-        return *fp8_gradients(grad, grad_objective * scales.grad, x, weight, scales), None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        scales = ctx.scales
+        grad8 = (grad / scales.grad).to(torch.float8_e5m2)
+        return *fp8_gradients(grad8, scales.grad, *ctx.saved_tensors, scales), None
+
+def fp8_operands(x: Tensor, weight: Tensor, scales: FP8Scales) -> tuple[Tensor, Tensor]:
+    return (x / scales.x).to(torch.float8_e4m3fn), (weight / scales.weight).to(torch.float8_e4m3fn)
+
+def fp8_gradients(grad8: Tensor, grad_scale: float | Tensor, x8: Tensor, weight8: Tensor,
+                  scales: FP8Scales) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of x and weight from that of the product, grad8 [T, V] times grad_scale."""
+    by_column = weight8.T.contiguous().T, x8.T.contiguous().T
+    grad_x = fp8_product(grad8, by_column[0], grad_scale, scales.weight, fast=False)
+    return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], grad_scale, scales.x, fast=False)
+
+# A module global: as an attribute of FP8Linear it would break the compiled graph, and with it the fusion of the casts
+# and the loss
+def fp8_product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tensor, fast: bool,
+                dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> [m, n] of dtype."""
+    scale_a, scale_b = (x if isinstance(x, Tensor) else torch.full((), x, device=a.device) for x in (scale_a, scale_b))
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
+
+class FP8Scales(NamedTuple):
+    """Fixed scales of the head's fp8 products: a tensor is divided by its scale before it is rounded."""
+
+    x: float
+    weight: float
+    grad: float
 
 # ------------------------------------------------------------------------------------------------------------------
 # update rules
