@@ -100,7 +100,6 @@ except ModuleNotFoundError as error:
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.weak import WeakIdKeyDictionary
 
 try:
@@ -335,11 +334,11 @@ class Config(SyncSettings, StageValues):
     micro_batch_splits: int = option(1, "parts that each micro-batch is split into, to save GPU memory")
     compile: str = option("auto", "torch.compile for blocks, head and update rules; auto: on GPUs",
                           ("auto", "on", "off"))
-    # flash is FlashAttention 3 where it is installed, else torch's own
-    attention: str = option("auto", "masked: SDPA; auto: flash on Hopper with FlashAttention 3, flex on other GPUs, "
-                            "masked on CPUs", ("auto", "flash", "flex", "masked"))
-    kernels: str = option("auto", "Triton kernels, on: of MLP and loss; loss: of the loss only; auto: on for Hopper GPUs "
-                          "and later, loss for other GPUs", ("auto", "on", "loss", "off"))
+    # flash is FlashAttention 3 on Hopper where it is installed, else torch's own
+    attention: str = option("auto", "flash: FlashAttention; masked: SDPA; auto: flash on GPUs in bf16, else masked",
+                            ("auto", "flash", "masked"))
+    kernels: str = option("auto", "Triton kernels, on: of MLP and loss; loss: of the loss only; auto: on for Hopper "
+                          "GPUs and later, loss for other GPUs", ("auto", "on", "loss", "off"))
     warmup_steps: int = option(30, "untimed warm-up steps over all stages; the state is restored after them", min=0)
     timeout_s: int = option(300, "seconds until a collective fails if a rank does not join it", max=10 ** 6)
     profile: str = option("", "A:B writes a Chrome trace of steps A to B per rank")
@@ -1183,8 +1182,8 @@ def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.nd
 # ------------------------------------------------------------------------------------------------------------------
 # model
 
-# Wholes come before parts: GPT.forward and GPT.trunk first, small functions last. Masks and kernels, which attention, MLP
-# and loss use, are in the next section. Tensor names may end in their shape: T tokens, H heads, D entries of a head
+# Wholes come before parts: GPT.forward and GPT.trunk first, small functions last. Masks and kernels have a section of
+# their own. Tensor names may end in their shape: T tokens, H heads, D entries of a head
 
 def compiled(function: Callable) -> Callable:
     """Mark a method that GPT.compile_parts compiles."""
@@ -1234,7 +1233,7 @@ class GPT(nn.Module):
         self.register_buffer("prefixes", torch.full((vocab + 1,), -1), persistent=False)
         self.pairs = any(layer.window == "P" for layer in self.layers)
         self.rotary = Rotary(c, max(c.val_len, *lengths) * (1 + self.pairs))
-        self.reach = 0  # above 0: masks in pieces on GPUs too, of a shape for windows up to `reach` tokens
+        self.reach = 0  # above 0: all masks in pieces have one shape, for windows up to `reach` tokens
         self.flash, self.counted = False, None  # counted: (longest document, documents) of the next sequence
 
     def forward(self, inputs: Tensor, targets: Tensor, windows: Windows, loss_weights: Numbers = (1.0,),
@@ -1265,10 +1264,8 @@ class GPT(nn.Module):
         docs, counted, self.counted = (tokens == self.bos_id).cumsum(0), self.counted, None  # valid for one sequence
 
         def make(docs: Tensor, window: int) -> Mask:
-            if counted and not self.reach:
+            if counted:
                 return document_table(docs, window, len(docs) // len(tokens) * counted[0], counted[1])
-            if docs.is_cuda and not self.reach:
-                return block_mask(docs, window)
             return mask_in_pieces(docs, window, self.reach or window, self.embed.weight.dtype)
         paired = {"P": make(docs.repeat_interleave(2), windows.short)} if self.pairs else {}
         dc = {"dc": mask_in_pieces(docs, *[DC_WINDOW - 1] * 2, self.embed.weight.dtype, DC_PIECE)} if any(
@@ -1916,16 +1913,10 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
     """Compute softmax attention [T, H, D] where the mask allows it. q must contain the softmax scale.
 
-    The mask selects the implementation: FlexAttention (no backward on CPUs), FlashAttention (GPUs only) or
-    scaled_dot_product_attention.
+    The mask selects the implementation: FlashAttention (GPUs only) or scaled_dot_product_attention.
     """
     if isinstance(mask, DocumentTable):
         return flash_attention(q_THD, k_THD, v_THD, *mask)[0]
-    if isinstance(mask, BlockMask):
-        eager = q_THD.is_cuda and not torch.compiler.is_compiling()  # a compiled block compiles it with the block
-        flex = compiled_flex_attention() if eager else flex_attention
-        q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
-        return flex(q, k, v, block_mask=mask, scale=1.0)[0].transpose(0, 1)
     k, v = (seen_by_pieces(x, mask).mT for x in (k_THD, v_THD))
     out = F.scaled_dot_product_attention(cut_in_pieces(q_THD, mask), k, v, mask[:, None], scale=1.0)
     return out.transpose(1, 2).reshape(-1, *q_THD.shape[1:])[:len(q_THD)]
@@ -1954,22 +1945,12 @@ def mix_heads(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, read: Tensor, write: 
     out = attention_map @ seen_by_pieces(v_THD.flatten(1), mask).mT  # one product for all heads' values
     return write[..., None] * out.view(-1, heads, dim)[:tokens]
 
-@functools.cache
-def compiled_flex_attention() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=False)  # uncompiled it would compute all T² scores
-
-def may_attend(docs: Tensor, window: Tensor | int) -> Callable[..., Tensor]:
-    """Return the predicate of every mask: key k is not later than query q, within the window, and in its document."""
-    def predicate(batch: Any, head: Any, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (q - k <= window) & (docs[q] == docs[k])
-    return predicate
-
 DC_WINDOW, DC_PIECE = 112, 128  # tokens that d looks at, see mix_heads; queries per piece
 
 MASK_PIECE = {"cuda": 1024, "cpu": 64}  # least queries per piece; with fewer queries fewer masked keys are computed
 
 def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype, piece: int = 0) -> Tensor:
-    """Build the mask of scaled_dot_product_attention, for CPUs and for GPUs where FlexAttention fails.
+    """Build the mask of scaled_dot_product_attention, which lets a token see its window within its document.
 
     Queries are cut into pieces; each piece sees its own keys and `reach` earlier ones. Returns 0 or -inf [pieces,
     piece, reach + piece]: one shape for all windows up to reach. A short sequence is one piece. Padding queries of the
@@ -1981,28 +1962,8 @@ def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype, pi
     docs = F.pad(docs, (0, -len(docs) % piece), value=-1)
     q = torch.arange(len(docs), device=docs.device, dtype=torch.int32).view(-1, piece, 1)
     k = q[:, :1] + torch.arange(-reach, piece, device=docs.device, dtype=torch.int32)
-    seen = (k >= 0) & may_attend(docs, window)(None, None, q, k.clamp_min(0))
+    seen = (k >= 0) & (q >= k) & (q - k <= window) & (docs[q] == docs[k.clamp_min(0)])
     return torch.zeros(seen.shape, dtype=dtype, device=docs.device).masked_fill_(~seen, -math.inf)
-
-MASK_BLOCK = 128  # tokens per block of FlexAttention
-
-def block_mask(docs: Tensor, window: int) -> BlockMask:
-    """Build the mask of FlexAttention: its full and its partial blocks. docs [T], T a multiple of MASK_BLOCK.
-
-    Documents are in order, so the first and the last document of each block suffice, and no [T, T] tensor is built.
-    """
-    first, last = docs.view(-1, MASK_BLOCK)[:, 0], docs.view(-1, MASK_BLOCK)[:, -1]
-    at = torch.arange(len(first), device=docs.device)
-    distance = (at[:, None] - at[None, :]) * MASK_BLOCK  # from a query's block back to a key's block
-    some = (distance >= 0) & (distance - MASK_BLOCK + 1 <= window) & (last[None, :] >= first[:, None])
-    every = (distance > 0) & (distance + MASK_BLOCK - 1 <= window) & (first[None, :] == last[:, None])
-    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-        return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
-
-    # the window is a tensor: torch.compile would specialize on a number, and recompile for each new window
-    predicate = may_attend(docs, torch.full((), window, device=docs.device))
-    return BlockMask.from_kv_blocks(*listed(some & ~every), *listed(every), BLOCK_SIZE=MASK_BLOCK, mask_mod=predicate)
 
 class DocumentTable(NamedTuple):
     """The mask of FlashAttention.
@@ -2021,7 +1982,7 @@ def document_table(docs: Tensor, window: int, longest: int, count: int) -> Docum
     every = torch.arange(len(docs) // DOCUMENT_ROOM + 1, device=docs.device)
     return DocumentTable(torch.searchsorted(docs, every, out_int32=True), torch.tensor([window, longest, count]))
 
-Mask = Tensor | BlockMask | DocumentTable
+Mask = Tensor | DocumentTable
 
 def flash_attention_3() -> bool:
     """Activate FlashAttention 3 for torch's FlashAttention operators -> whether this GPU has it and it is installed."""
@@ -2727,11 +2688,11 @@ class RowBucket(Bucket):
         self.finish_announcement()
         reads = np.unpackbits(self.all_reads.numpy(), 1, len(self.rows)).view(bool)
         reads = reads.reshape(comm.ranks, comm.ranks, -1)  # [rank that reads, rank that owns, row of its shard]
-        self.read_by_any, of_this_shard = reads.any(0), reads[:, comm.rank]
+        self.read_by_any, shard_reads = reads.any(0), reads[:, comm.rank]
         sums = self.scatter_add(self.indices(reads[comm.rank]), grads)
         sent = sums.to(comm.sent_dtype or sums.dtype).split(reads[comm.rank].sum(1).tolist())
-        counts = of_this_shard.sum(1).tolist()
-        rows, numbers = self.indices(self.read_by_any[comm.rank]), self.indices(of_this_shard) % of_this_shard.shape[1]
+        counts = shard_reads.sum(1).tolist()
+        rows, numbers = self.indices(self.read_by_any[comm.rank]), self.indices(shard_reads) % shard_reads.shape[1]
         values = sums.new_empty((sum(counts), sums.size(1)), dtype=sent[0].dtype)  # of all ranks, one after another
         received = values.split(counts)
         received[comm.rank].copy_(sent[comm.rank])
@@ -3398,7 +3359,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
 
     def update(self, bucket: Bucket, plan: Plan, unused: Iterable[Slot] = ()) -> None:
         """Update this rank's shard by the bucket's rule. Unused parameters and their state stay unchanged."""
-        kept = [(part, part.clone()) for slot in bucket.slots if slot in unused
+        unchanged = [(part, part.clone()) for slot in bucket.slots if slot in unused
                 for part in (bucket.view_of(slot, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
         rule, lr = bucket.rule, self.group_of[bucket.slots[0].param]["lr"]
         rule = rule if lr == rule.lr else dataclasses.replace(rule, lr=lr)
@@ -3407,7 +3368,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         plain = type(rule).update
         update = self.compiled[plain] if bucket.may_compile else plain
         bucket.update(update, hyper, self.settings.world_size_invariant)
-        for part, old in kept:
+        for part, old in unchanged:
             part.copy_(old)
 
     def finish_all_gathers(self, buckets: Sequence[Bucket] | None = None) -> None:
@@ -3544,7 +3505,7 @@ def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, 
 def count_documents(model: GPT, tokens: np.ndarray) -> None:
     """Count the documents of the sequence that forward takes next: FlashAttention needs their number on the host.
 
-    Without a count, or with more documents than the table has room for, attention falls back to FlexAttention.
+    Without a count, or with more documents than the table has room for, attention masks in pieces.
     """
     if model.flash:
         begins = np.flatnonzero(tokens.clip(0) == model.bos_id)  # padding of the last sequence is -1, read as token 0
@@ -3559,7 +3520,7 @@ class Trainer:
         gpu = device.type == "cuda"
         self.config, self.comm, self.device = config, comm, device
         self.compiled = config.compile == "on" or (config.compile == "auto" and gpu)
-        if self.compiled or gpu:  # FlexAttention is always compiled
+        if self.compiled:
             check_compiler(gpu)
         if config.world_size_invariant:
             torch.set_num_threads(1)  # the split of a product over threads decides the order of its sums
@@ -3567,7 +3528,7 @@ class Trainer:
         self.model = build_model(config, train_shards[0].encoding).to(device)
         if config.init_from and not config.resume:
             load_parameters(self.model, load_file(config.init_from))
-        if config.attention == "masked" or self.compiled and not gpu:  # compiled code needs masks of one shape
+        if config.attention == "masked" or self.compiled:  # compiled code needs masks of one shape
             self.model.reach = longest_window(config)
         self.model.flash = config.attention == "flash"
         self.model.lm_head.kernels = gpu and config.kernels in ("on", "loss")
@@ -4429,20 +4390,20 @@ def cpu_threads(config: Config, local_ranks: int) -> int:
 def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
     """Resolve what depends on the GPUs, the same on all ranks -> the config, and what the user should know."""
     lengths = (*sorted(micro_batch_lengths(config)), config.val_len)
-    require(not any(n % MASK_BLOCK for n in lengths), f"micro-batches and val_len have {', '.join(map(str, lengths))} "
-            f"tokens; on GPUs they must be multiples of {MASK_BLOCK}")
+    require(not any(n % TILE_M for n in lengths), f"micro-batches and val_len have {', '.join(map(str, lengths))} "
+            f"tokens; on GPUs they must be multiples of {TILE_M}")
     gpus = comm.all_gather_json([torch.cuda.get_device_capability(),
-                                 config.attention in ("auto", "flash") and flash_attention_3()])
+                                 config.attention != "masked" and flash_attention_3()])
     capability, has_flash_3 = (min(values) for values in zip(*gpus))
     changes = []
     if config.fp8_head and capability < [8, 9]:
         config = dataclasses.replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
     if config.attention == "auto":
-        fits = has_flash_3 and config.dtype == "bfloat16" and not config.world_size_invariant
-        config = dataclasses.replace(config, attention="flash" if fits else "flex")
-    elif config.attention == "flash" and not has_flash_3:
-        changes.append("FlashAttention 3 is not installed or this is no Hopper GPU: using torch's own version")
+        fits = capability >= [8, 0] and config.dtype == "bfloat16" and not config.world_size_invariant
+        config = dataclasses.replace(config, attention="flash" if fits else "masked")
+    if config.attention == "flash" and capability[0] == 9 and not has_flash_3:
+        changes.append("FlashAttention 3 is not installed: using torch's own version")
     if config.kernels == "auto":
         chosen = "off" if triton is None else "on" if capability >= [9, 0] else "loss"  # the MLP's kernel needs TMA
         config = dataclasses.replace(config, kernels=chosen)

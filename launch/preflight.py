@@ -6,7 +6,7 @@ Each part of a run (attention, each group of layers, the head, the update rules,
 shapes, and compared with a plain version: float32, uncompiled, by other means where there are some. If a part fails on
 one rank, all ranks disable it by the part's fallback flag, and the check starts again. On GPUs `micro_batch_splits`
 doubles until a step fits in the free memory. The program prints a table for each attempt. Its last line is a JSON
-object with the flags that a run must take, for example {"attention": "flex", "micro_batch_splits": 2}.
+object with the flags that a run must take, for example {"attention": "masked", "micro_batch_splits": 2}.
 
 Exit status: 0, 1 if a part fails and no flag avoids it or if a run does not fit, 130 interrupted.
 """
@@ -143,9 +143,8 @@ def model_parts(trainer: T.Trainer) -> Iterator[Part]:
             return [out.detach(), *(x for x in grads if x is not None)]
         return Part(name, way[0], compute, ALLOWED_IN_FP8 if way[0].startswith("fp8") else ALLOWED[x.dtype], way[1])
 
-    masked = None if model.reach else ("attention", "masked")
-    way = {T.DocumentTable: ("FlashAttention", ("attention", "flex")), T.BlockMask: ("FlexAttention", masked),
-           Tensor: ("masks in pieces", masked)}[type(masks[model]["L"])]
+    way = ("FlashAttention" if isinstance(masks[model]["L"], T.DocumentTable) else "masks in pieces",
+           None if model.reach and not model.flash else ("attention", "masked"))
     for window in "LS":  # groups read P's
         yield part(f"attention {window}", way, functools.partial(attention, window), (x, x0, values))
     for i, one in enumerate(model.groups):
@@ -367,7 +366,7 @@ def fit_memory(config: T.Config, vocab_size: int, comm: T.Comm) -> T.Config:
 
     # the number of tokens in a product decides the order of its sums, so a run that must not depend on it cannot split
     while not invariant and lacking(config)[1] and all(
-            n % (2 * T.MASK_BLOCK) == 0 for n in T.micro_batch_lengths(config)):
+            n % (2 * T.TILE_M) == 0 for n in T.micro_batch_lengths(config)):
         config = dataclasses.replace(config, micro_batch_splits=2 * config.micro_batch_splits)
     if any(short := lacking(config)):
         advice = ("use more ranks, fewer rows in --ngrams, or a smaller model" if short[0] else

@@ -486,17 +486,17 @@ def test_the_rotary_is_stretched_once_per_window_but_not_for_the_last_validation
 
 @pytest.mark.parametrize("asked, changes, capability, installed, other_rank, chosen", [
     ("auto", {}, (9, 0), True, True, "flash"),
-    ("auto", {}, (9, 0), False, False, "flex"),
-    ("auto", {}, (9, 0), True, False, "flex"),
-    ("auto", {}, (10, 0), True, True, "flex"),
-    ("auto", {"dtype": "float32"}, (9, 0), True, True, "flex"),
-    ("auto", {"world_size_invariant": True}, (9, 0), True, True, "flex"),
-    ("flex", {}, (9, 0), True, True, "flex"),
+    ("auto", {}, (9, 0), False, False, "flash, torch's own"),
+    ("auto", {}, (9, 0), True, False, "flash, torch's own"),
+    ("auto", {}, (10, 0), False, False, "flash"),
+    ("auto", {}, (8, 0), False, False, "flash"),
+    ("auto", {}, (7, 5), False, False, "masked"),
+    ("auto", {"dtype": "float32"}, (9, 0), True, True, "masked"),
+    ("auto", {"world_size_invariant": True}, (9, 0), True, True, "masked"),
+    ("masked", {}, (9, 0), False, False, "masked"),
     ("flash", {}, (9, 0), True, True, "flash"),
-    ("flash", {}, (8, 9), True, True, "flash, torch's own"),
-    ("flash", {}, (9, 0), False, True, "flash, torch's own"),
 ])
-def test_flash_attention_3_is_used_if_all_ranks_have_it(asked, changes, capability, installed, other_rank, chosen, monkeypatch):
+def test_gpus_with_bf16_use_flash_attention(asked, changes, capability, installed, other_rank, chosen, monkeypatch):
     def activate(name):
         assert capability[0] == 9
         if not installed:
@@ -515,8 +515,8 @@ def test_all_ranks_leave_out_what_the_oldest_gpu_lacks(monkeypatch):
     monkeypatch.setattr(train_gpt, "triton", "installed")
     comm = train_gpt.Comm()
     comm.all_gather_json = lambda mine: json.loads(json.dumps([mine, mine]))
-    known = train_gpt.Config(attention="flex", kernels="on")
-    assert train_gpt.resolve_auto(train_gpt.Config(attention="flex"), comm) == (known, [])
+    known = train_gpt.Config(attention="masked", kernels="on")
+    assert train_gpt.resolve_auto(train_gpt.Config(attention="masked"), comm) == (known, [])
     comm.all_gather_json = lambda mine: json.loads(json.dumps([mine, [[8, 0], False]]))
     config, messages = train_gpt.resolve_auto(train_gpt.Config(fp8_mlp=True), comm)
     assert not config.fp8_head and config.kernels == "loss" and messages == [

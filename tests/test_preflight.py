@@ -255,7 +255,7 @@ def test_micro_batches_are_split_until_they_fit_on_the_smallest_gpu(gpu):
         def all_gather_json(self, mine):
             return [mine, 12 * 2 ** 30]
     gpu(79)
-    config = train_gpt.Config(kernels="off", attention="flex", fp8_head=False)
+    config = train_gpt.Config(kernels="off", attention="flash", fp8_head=False)
     assert preflight.fit_memory(config, 50257, train_gpt.Comm()) == config
     split = preflight.fit_memory(config, 50257, SmallGpus())
     assert split == dataclasses.replace(config, micro_batch_splits=2)

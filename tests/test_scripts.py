@@ -245,11 +245,11 @@ def test_the_preflight_answer_is_kept_per_source_machine_and_flags(started, gpus
     files = ["--train_files", "mine*", "--target_val_loss", "0"]
     check = "[PY][-I][launch/preflight.py][--ranks=8][--preset][speedrun][--train_files][mine*][--target_val_loss][0]"
     run = RANKS.format(8) + check.partition("[--ranks=8]")[2]
-    taken = "[--attention][flex][--fp8_head][false]"
-    answer = '{"attention": "flex", "fp8_head": false}'
+    taken = "[--attention][masked][--fp8_head][false]"
+    answer = '{"attention": "masked", "fp8_head": false}'
     assert started(*files, answer=answer) == [check, run + taken]
     assert "a table" in capsys.readouterr().out
-    assert started(*files) == [run + taken] and "--attention flex --fp8_head false (checked before" in capsys.readouterr().err
+    assert started(*files) == [run + taken] and "--attention masked --fp8_head false (checked before" in capsys.readouterr().err
     assert started(*files, "--seed", "5") == [run + "[--seed][5]" + taken]
     assert started(*files, "--preflight") == [check]
     assert len(started(*files, "--micro_batches", "16")) == 2
