@@ -3360,7 +3360,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
     def update(self, bucket: Bucket, plan: Plan, unused: Iterable[Slot] = ()) -> None:
         """Update this rank's shard by the bucket's rule. Unused parameters and their state stay unchanged."""
         unchanged = [(part, part.clone()) for slot in bucket.slots if slot in unused
-                for part in (bucket.view_of(slot, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
+                     for part in (bucket.view_of(slot, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
         rule, lr = bucket.rule, self.group_of[bucket.slots[0].param]["lr"]
         rule = rule if lr == rule.lr else dataclasses.replace(rule, lr=lr)
         hyper = {key: self.number(key, v) if isinstance(v, float) and bucket.may_compile else v
