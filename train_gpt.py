@@ -1477,8 +1477,7 @@ class Block(nn.Module):
             if "ngrams" in gates:
                 x = x + gates["ngrams"] * context.ngram_embeds
         if self.mlp is not None:
-            y = self.mlp(norm(x))
-            x = resid_lambda_mlp * x + post_lambda_mlp * y if self.scaled else x + y
+            x = resid_lambda_mlp * x + post_lambda_mlp * self.mlp(norm(x)) if self.scaled else x + self.mlp(norm(x))
         return x
 
 class Attention(nn.Module):
