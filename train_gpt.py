@@ -97,7 +97,6 @@ except ModuleNotFoundError as error:
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.weak import WeakIdKeyDictionary
 
 try:
@@ -167,13 +166,13 @@ Stage = dataclasses.make_dataclass(
 
 @dataclass(frozen=True)
 class AdamGroup:
-    """How Adam updates one kind of parameters. None: the value of adam_beta1, adam_beta2 or adam_weight_decay."""
+    """How Adam updates one kind of parameters. None: the value of adam_beta1 or adam_beta2."""
 
     kind: str
     lr_mul: float = 1.0  # times adam_lr
     beta1: float | None = None
     beta2: float | None = None
-    weight_decay: float | None = None
+    weight_decay: float = 0.0  # cautious, times the squared learning rate of the kind
     __repr__ = show_row
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ class MuonGroup:
 
 @dataclass(frozen=True)
 class Ngrams:
-    """An n-gram embedding table [rows, width]. With few rows, n-grams share them by hash."""
+    """An n-gram embedding table [rows, width]. A hash assigns n-grams to rows."""
 
     n: int
     rows: int
@@ -199,14 +198,14 @@ PARAM_GROUPS = (
     AdamGroup("value_embeds", lr_mul=75.0),
     AdamGroup("ngram_embeds", lr_mul=25.0),  # most rows get few gradients and must move far with each
     AdamGroup("head"),
-    AdamGroup("scalars", lr_mul=5.0, weight_decay=0.0),  # mixing weights: faster than the head, slower than embeddings
-    AdamGroup("resid_lambdas", lr_mul=5.0, weight_decay=0.0),
-    AdamGroup("post_lambdas", weight_decay=0.0),
-    AdamGroup("xsa_lambdas", weight_decay=0.0),
+    AdamGroup("scalars", lr_mul=5.0),  # mixing weights: faster than the head, slower than embeddings
+    AdamGroup("resid_lambdas", lr_mul=5.0),
+    AdamGroup("post_lambdas"),
+    AdamGroup("xsa_lambdas"),
     AdamGroup("token_gates", lr_mul=0.1),  # small networks, whose outputs weight whole residual streams
-    AdamGroup("token_gates_biases", lr_mul=0.1, weight_decay=0.0),
+    AdamGroup("token_gates_biases", lr_mul=0.1),
     AdamGroup("mudd", lr_mul=0.25),
-    AdamGroup("mudd_biases", lr_mul=0.25, weight_decay=0.0),
+    AdamGroup("mudd_biases", lr_mul=0.25),
     MuonGroup("gates"),
     MuonGroup("smear_gate"),
     MuonGroup("attn"),
@@ -231,6 +230,8 @@ class SyncSettings:
     clip_norm: float = option(0.0, "largest gradient norm over all parameters of a step (0: no clipping)", min=0)
     world_size_invariant: bool = option(False, "same bytes on any number of ranks: tree sums, one thread, no batching")
 
+GATE_DIM = 12  # channels of the residual stream that gates read
+
 @dataclass(frozen=True)
 class Config(SyncSettings, StageValues):
     """Every value that decides a run. The defaults are record 44 of the public speedrun."""
@@ -254,7 +255,8 @@ class Config(SyncSettings, StageValues):
 
     # model
     layers: str = option("- S1M S2M SM LM SM SM+5 M+4 SM+3 S0M+2 S1M+1 L2M", "one word per layer: S or L (attention "
-                         "with the short or long window) or P (short window, pairs of heads), a digit (value table), "
+                         "with the short or long window) or P (short window; heads j and num_heads / 2 + j attend "
+                         "to each other's keys), a digit (value table), "
                          "x (heads remove a token's own value: XSA, arXiv:2603.09078), g and d (with token_gates: "
                          "output gates; attention maps mixed over heads: DC, arXiv:2405.08553), M (MLP), +N (skip "
                          "connection from layer N); c in front (attention reads the output of backout_layer); - "
@@ -264,9 +266,8 @@ class Config(SyncSettings, StageValues):
                               "steps per epoch, no row has seen the tokens that it helps to predict (0: none)", min=0)
     ngram_hash: str = option("documents", "rows of n-grams that share them: within documents, or for pairs by record "
                              "89's hash, which crosses documents", ("documents", "record"))
-    model_dim: int = option(768, "width of the residual stream")
+    model_dim: int = option(768, "width of the residual stream", min=GATE_DIM)
     num_heads: int = option(6, "attention heads")
-    gate_dim: int = option(12, "channels of the residual stream that the gates read")
     backout_layer: int = option(8, "layer whose output is partly subtracted before the head", min=0)
     resid_lambda_init: float = option(1.0, "initial weight of the residual stream in each layer; above 1 favours "
                                       "later layers")
@@ -276,10 +277,7 @@ class Config(SyncSettings, StageValues):
                                        "x, g and d (empty: x and a sigmoid gate per head in each layer)")
     mudd: bool = option(False, "the last layer and the head mix earlier outputs by weights per token (MUDD, "
                         "arXiv:2502.12170)")
-    dc_window: int = option(112, "tokens that d looks at")
     value_gates: bool = option(False, "gate the value table per head and token")
-    pairing: str = option("neighbours", "heads that P pairs: neighbours 0 and 1, or halves 0 and num_heads / 2",
-                          ("neighbours", "halves"))
     key_offset: bool = option(False, "long-window keys: unrotated part from the previous token (induction heads in "
                               "one layer)")
     output_init: float = option(0.0, "scale of the initial attention output matrices (0: zeros)", min=0)
@@ -287,9 +285,8 @@ class Config(SyncSettings, StageValues):
     value_init: float = option(1.0, "standard deviation of the value tables' initialization", min=0)
     untie_at: float = option(0.0, "fraction of the schedule in which head and embedding are tied (0: not tied at all)",
                              min=0, max=1)
-    logit_cap: float = option(30.0, "logits = logit_cap * sigmoid((x + logit_shift) / logit_softness)")
+    logit_cap: float = option(30.0, "logits = logit_cap * sigmoid((x + logit_shift) / 7.5)")
     logit_shift: float = option(0.0, "see logit_cap", min=-math.inf)
-    logit_softness: float = option(7.5, "see logit_cap")
     # Adam's moments have the dtype of their parameter, as in the record. Two roundings of the record are left out,
     # since float32 costs nothing there: NorMuon's moments of the gates, and its normalization after polar
     dtype: str = option("bfloat16", "dtype of activations, embeddings, head and gates; float32 for CPUs without bf16",
@@ -325,7 +322,6 @@ class Config(SyncSettings, StageValues):
     adam_fp32_moments: bool = option(False, "keep Adam's moments in float32, whatever the parameter's dtype")
     adam_every: int = option(2, "steps per Adam update, which uses the sum of their gradients")
     lazy_tables: bool = option(False, "update only the n-gram rows that a step uses, and send only their new values")
-    adam_weight_decay: float = option(0.0, "cautious weight decay, times the squared learning rate of the kind", min=0)
     muon_lr: float = option(0.03, "NorMuon's learning rate: the size of an orthogonal update", min=0)
     muon_weight_decay: float = option(1.2, "cautious weight decay, times the squared muon_lr and lr_mul", min=0)
     muon_momentum: float = option(0.95, "NorMuon's momentum between warm-up and cooldown", min=0, exclusive_max=1)
@@ -348,11 +344,11 @@ class Config(SyncSettings, StageValues):
     micro_batch_splits: int = option(1, "parts that each micro-batch is split into, to save GPU memory")
     compile: str = option("auto", "torch.compile for blocks, head and update rules; auto: on GPUs",
                           ("auto", "on", "off"))
-    # flash is FlashAttention 3 where it is installed, else torch's own
-    attention: str = option("auto", "masked: SDPA; auto: flash on Hopper with FlashAttention 3, flex on other GPUs, "
-                            "masked on CPUs", ("auto", "flash", "flex", "masked"))
-    kernels: str = option("auto", "Triton kernels of MLP and loss; auto: on Hopper GPUs and later",
-                          ("auto", "on", "off"))
+    # flash is FlashAttention 3 on Hopper where it is installed, else torch's own
+    attention: str = option("auto", "flash: FlashAttention; masked: SDPA; auto: flash on GPUs in bf16, else masked",
+                            ("auto", "flash", "masked"))
+    kernels: str = option("auto", "Triton kernels, on: of MLP and loss; loss: of the loss only; auto: on for Hopper "
+                          "GPUs and later, loss for other GPUs", ("auto", "on", "loss", "off"))
     warmup_steps: int = option(30, "untimed warm-up steps over all stages; the state is restored after them", min=0)
     timeout_s: int = option(300, "seconds until a collective fails if a rank does not join it", max=10 ** 6)
     profile: str = option("", "A:B writes a Chrome trace of steps A to B per rank")
@@ -383,7 +379,7 @@ PRESETS = {
     "frontier": Config(
         # the record's first layer has neither attention nor MLP; the others are numbered without it
         layers="PM S0xM P1M LxgM SxM PM M+3 SxM cS2M cP3M cL4gdM", backout_layer=7, value_gates=True,
-        sublayer_scales=True, resid_lambda_init=1.1, token_gates=(0, 4), mudd=True, pairing="halves", key_offset=True,
+        sublayer_scales=True, resid_lambda_init=1.1, token_gates=(0, 4), mudd=True, key_offset=True,
         overlap_param_gather=True, update_order="forward",
         ngrams=(Ngrams(2, 377280, 768),), ngram_hash="record",
         output_init=1.0, head_init=0.005, value_init=0.01, untie_at=2 / 3, logit_cap=23.0,
@@ -405,17 +401,17 @@ PRESETS = {
         muon_lr=0.023, muon_beta2=0.9, muon_qk_heads=2, adam_eps=1e-10, adam_fp32_moments=True,
         param_groups=(
             AdamGroup("head", 1.0, beta1=0.5, beta2=0.95, weight_decay=0.75),
-            AdamGroup("value_embeds", 75.0, beta1=0.75, beta2=0.95, weight_decay=0.025),
-            AdamGroup("ngram_embeds", 75.0, beta1=0.75, beta2=0.95, weight_decay=0.025),
-            AdamGroup("scalars", 5.0, beta1=0.9, beta2=0.99, weight_decay=0.0),
-            AdamGroup("resid_lambdas", 5.0, beta1=0.9, beta2=0.95, weight_decay=0.0),
-            AdamGroup("post_lambdas", 1.0, beta1=0.9, beta2=0.95, weight_decay=0.0),
-            AdamGroup("gates", 1.0, beta1=0.9, beta2=0.99, weight_decay=0.005),
-            AdamGroup("smear_gate", 0.01, beta1=0.9, beta2=0.99, weight_decay=0.0),
-            AdamGroup("token_gates", 0.1, beta1=0.9, beta2=0.99, weight_decay=0.005),
-            AdamGroup("token_gates_biases", 0.1, beta1=0.9, beta2=0.99, weight_decay=0.0),
-            AdamGroup("mudd", 0.25, beta1=0.9, beta2=0.99, weight_decay=0.005),
-            AdamGroup("mudd_biases", 0.25, beta1=0.9, beta2=0.99, weight_decay=0.0),
+            AdamGroup("value_embeds", 75.0, beta1=0.75, beta2=0.9525),
+            AdamGroup("ngram_embeds", 75.0, beta1=0.75, beta2=0.9525),
+            AdamGroup("scalars", 5.0, beta1=0.9, beta2=0.99),
+            AdamGroup("resid_lambdas", 5.0, beta1=0.9, beta2=0.95),
+            AdamGroup("post_lambdas", 1.0, beta1=0.9, beta2=0.95),
+            AdamGroup("gates", 1.0, beta1=0.9, beta2=0.9905),
+            AdamGroup("smear_gate", 0.01, beta1=0.9, beta2=0.99),
+            AdamGroup("token_gates", 0.1, beta1=0.9, beta2=0.9905),
+            AdamGroup("token_gates_biases", 0.1, beta1=0.9, beta2=0.99),
+            AdamGroup("mudd", 0.25, beta1=0.9, beta2=0.9905),
+            AdamGroup("mudd_biases", 0.25, beta1=0.9, beta2=0.99),
             MuonGroup("mlp_proj", lr_mul=4.0),
         ),
     ),
@@ -673,8 +669,8 @@ def conditions(c: Config, ranks: int) -> Iterator[tuple[Any, str]]:
     rank_dependent = [name for name, on in (("bf16_compress", c.bf16_compress), ("clip_norm", c.clip_norm), (
         "find_unused_parameters", c.find_unused_parameters), ("attention flash", c.attention == "flash")) if on]
     yield from (
-        (c.model_dim % (4 * c.num_heads) == 0 and c.gate_dim <= c.model_dim,
-         f"model_dim is {c.model_dim}; give a multiple of 4 * num_heads, {4 * c.num_heads}, from {c.gate_dim} on"),
+        (c.model_dim % (4 * c.num_heads) == 0,
+         f"model_dim is {c.model_dim}; give a multiple of 4 * num_heads, {4 * c.num_heads}"),
         (c.val_tokens % c.val_len == 0, f"val_tokens is {c.val_tokens}; give a multiple of val_len, {c.val_len}, or 0"),
         ("/" not in c.run_id and c.run_id not in (".", ".."), f"run_id is {c.run_id!r}; give a file name without '/'"),
         (re.fullmatch(r"([^:]+:\d+:\d+:[^:]*)?", c.race), f"race is {c.race!r}; only launch/race.py sets it"),
@@ -1165,164 +1161,316 @@ def validation_sequences(shards: list[Shard], tokens: int, length: int) -> np.nd
 
 # ------------------------------------------------------------------------------------------------------------------
 # model
-#
-# GPT.forward and GPT.trunk, at the end of this section, are the forward pass. Tensor names may end in their shape:
-# T tokens, H heads, D entries of a head. Attention masks and GPU kernels are in the next section
 
-def parameter(init: Tensor, kind: str, unit: tuple[int, int] | None = None) -> nn.Parameter:
-    """Create a parameter of a kind, which has a row in PARAM_GROUPS. unit: see ParamSpec."""
-    param = nn.Parameter(init)
-    param.kind, param.unit = kind, unit
-    return param
-
-def embedding(rows: int, width: int, kind: str, dtype: torch.dtype) -> nn.Embedding:
-    """Create an embedding table of a kind, initialized from the standard normal distribution."""
-    table = nn.Embedding(rows, width, dtype=dtype)
-    table.weight = parameter(table.weight.data, kind)
-    return table
-
-def uniform(rows: int, columns: int, fan_in: int) -> Tensor:
-    """Draw an initial matrix, uniform with standard deviation 0.5 / sqrt(fan_in)."""
-    bound = math.sqrt(3) * 0.5 / math.sqrt(fan_in)
-    return torch.empty(rows, columns).uniform_(-bound, bound)
+# Wholes come before parts: GPT.forward and GPT.trunk first, small functions last. Masks and kernels have a section of
+# their own. Tensor names may end in their shape: T tokens, H heads, D entries of a head
 
 def compiled(function: Callable) -> Callable:
     """Mark a method that GPT.compile_parts compiles."""
     function.compiles = True
     return function
 
-def norm(x: Tensor) -> Tensor:
-    """Apply RMS norm over the last dimension, without gain."""
-    return F.rms_norm(x, (x.size(-1),))
+class GPT(nn.Module):
+    """The model of record 44, with the later mechanisms that the config asks for.
 
-def rotary_frequencies(head_dim: int) -> Tensor:
-    """Compute the initial frequencies in radians per token, [head_dim / 2].
-
-    The first half falls geometrically from 1 to 1/1024. The second half is 0: those entries are not rotated.
+    Processes one packed sequence [T] at a time. The vocabulary is padded to a multiple of 128.
     """
-    rotated = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4)
-    return torch.cat([rotated, torch.zeros(head_dim // 4)])
 
-def stretch(frequencies: Tensor, scale: float, window: int, longer: int) -> tuple[Tensor, float]:
-    """Adapt frequencies and softmax scale to a window that grows from `window` to `longer` tokens, by YaRN
-    (arXiv:2309.00071).
-
-    Frequencies with 32 or more rotations per old window are kept. Those with less than one are divided by the growth.
-    """
-    rotations = window * frequencies / (2 * math.pi)
-    kept_share = ((rotations - 1) / (32 - 1)).clamp(0, 1)
-    shrink = window / longer
-    return frequencies * (shrink + kept_share * (1 - shrink)), scale * (0.2 * math.log(longer / window) + 1)
-
-class Rotary(nn.Module):
-    """Rotary tables cos and sin [tokens, head_dim / 2], and the softmax scale for their frequencies."""
-
-    INIT_SCALE = 0.1
-
-    def __init__(self, config: Config, tokens: int):
+    def __init__(self, config: Config, encoding: Encoding):
         super().__init__()
-        head_dim, dtype = config.head_dim, config.torch_dtype
-        self.register_buffer("init_frequencies", rotary_frequencies(head_dim), persistent=False)
-        for name, shape in (("scale", ()), ("cos", (tokens, head_dim // 2)), ("sin", (tokens, head_dim // 2))):
-            self.register_buffer(name, torch.empty(shape, dtype=dtype if shape else None), persistent=False)
-        self.windows: tuple[int, ...] | None = None
-        self.set_windows(())
+        c, self.bos_id, self.layers, self.tied = config, encoding.bos_id, layers_of(config), False
+        self.config = c
+        lengths = micro_batch_lengths(c)
+        self.loss_tokens = min(lengths)  # tokens per call of the head: one size for one graph, and less memory
+        count, vocab, dtype = len(self.layers), -(-encoding.vocab_size // 128) * 128, c.torch_dtype
+        tables = 1 + max((layer.value_table for layer in self.layers if layer.value_table is not None), default=-1)
+        self.embed = embedding(vocab, c.model_dim, "embed", dtype)
+        self.value_embeds = nn.ModuleList(embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables))
+        for table in self.value_embeds:
+            table.weight.data.mul_(c.value_init)
+        self.ngrams = nn.ModuleList(NgramTable(c, table) for table in c.ngrams)
+        self.smear_gate = parameter(torch.zeros(1, GATE_DIM, dtype=dtype), "smear_gate")
+        self.blocks = nn.ModuleList(Block(c, layer) for layer in self.layers)
+        self.lm_head = Head(c, vocab)
+        self.token_gates = nn.ModuleList(TokenWeights(c, "token_gates", gates_of(c, layers))
+                                         for layers in gated_layers(c))
+        self.gate_scale = parameter(torch.tensor(TokenWeights.SCALE), "token_gates_biases") if c.token_gates else None
+        self.mudd = Mudd(c) if c.mudd else None
+        self.groups = nn.ModuleList(Group(self, numbers) for numbers in layer_groups(c))
+        # all scalar weights of the layers are one parameter, in this order; see mixing_weights
+        skips = sum(layer.skip_from is not None for layer in self.layers)
+        block_mix = [] if c.sublayer_scales else [c.resid_lambda_init, 0.0]
+        value_mix = [0.5, 1.0 if c.sublayer_scales else 0.5]
+        scalars = {"skips": [-1.5] * skips, "blocks": block_mix * count, "values": value_mix * count,
+                   "smear": [0.0], "backout": [0.5] * (not c.mudd)}
+        self.scalar_sizes = [len(init) for init in scalars.values()]
+        self.scalars = parameter(torch.tensor([*itertools.chain(*scalars.values())]), "scalars")
+        self.resid_lambdas = self.post_lambdas = None
+        if c.sublayer_scales:  # see Block. A layer has two, so each is the root of the layer's weight
+            self.resid_lambdas = parameter(torch.full((count, 2), math.sqrt(c.resid_lambda_init)), "resid_lambdas")
+            self.post_lambdas = parameter(torch.ones(count, 2), "post_lambdas")
+        # the longest other token that begins each token; -1: none, also for the target -1. See fill_prefixes
+        self.register_buffer("prefixes", torch.full((vocab + 1,), -1), persistent=False)
+        self.pairs = any(layer.window == "P" for layer in self.layers)
+        self.rotary = Rotary(c, max(c.val_len, *lengths) * (1 + self.pairs))
+        self.reach = 0  # above 0: all masks in pieces have one shape, for windows up to `reach` tokens
+        self.flash, self.counted = False, None  # counted: (longest document, documents) of the next sequence
 
-    @torch.no_grad()
-    def set_windows(self, windows: tuple[int, ...]) -> None:
-        """Compute the tables for a sequence of long windows, in tokens; see stretch.
+    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows, loss_weights: Numbers = (1.0,),
+                prefix_weight: float = 0.0) -> tuple[Tensor, Tensor]:
+        """inputs, targets [T] -> (objective, cross entropy) in nats, summed over tokens; see Head.forward.
 
-        Starts from the initial frequencies, so the tables depend only on the plan of a step. Writes in place, because
-        compiled blocks keep a reference to these tensors.
+        loss_weights: weights of the next token, the one after it, …. Targets of -1 are not counted, nor are tokens
+        beyond the sequence. prefix_weight: weight of the next token's prefix.
         """
-        if windows == self.windows:
-            return
-        self.windows = windows
-        frequencies, scale = self.init_frequencies, self.INIT_SCALE
-        for window, longer in itertools.pairwise(windows):
-            frequencies, scale = stretch(frequencies, scale, window, longer)
-        angles = torch.outer(torch.arange(len(self.cos), device=self.cos.device), frequencies)
-        self.cos.copy_(angles.cos())
-        self.sin.copy_(angles.sin())
-        self.scale.fill_(scale)
+        return self.loss(self.trunk(inputs, windows), targets, loss_weights, prefix_weight)
 
-def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary position embeddings."""
-    cos, sin = cos[:len(x_THD), None], sin[:len(x_THD), None]
-    x1, x2 = x_THD.chunk(2, dim=-1)
-    return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
+    def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
+        """Tokens [T] -> the normed residual stream before the head [T, dim]."""
+        masks, (x0, ngram_embeds) = self.masks(tokens, windows), self.embed_tokens(tokens)
+        context = self.context(x0, ngram_embeds, masks)
+        x, gates = x0.view_as(x0), None  # another tensor object: if x were x0, torch.compile would make a further graph
+        saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
+        values: dict[int, Tensor] = {}  # looked up at first use, so gradients come with that group's
+        for group in self.groups:
+            for table in sorted({self.layers[i].value_table for i in group.numbers} - {None} - values.keys()):
+                values[table] = self.value_embeds[table](tokens)
+            x, outputs, gates = group(x, context, saved, values, gates)
+            saved |= outputs
+        return x
 
-def pair_heads(x_THD: Tensor) -> Tensor:
-    """Interleave heads 2j and 2j + 1 into one sequence, with two positions per token: [T, H, D] -> [2T, H / 2, D]."""
-    tokens, heads, dim = x_THD.shape
-    return x_THD.view(tokens, heads // 2, 2, dim).transpose(1, 2).reshape(2 * tokens, heads // 2, dim)
+    def masks(self, tokens: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
+        """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]; see attend."""
+        docs, counted, self.counted = (tokens == self.bos_id).cumsum(0), self.counted, None  # valid for one sequence
 
-def unpair_heads(x_THD: Tensor) -> Tensor:
-    """Invert pair_heads."""
-    positions, pairs, dim = x_THD.shape
-    return x_THD.reshape(positions // 2, 2, pairs, dim).transpose(1, 2).reshape(positions // 2, 2 * pairs, dim)
+        def make(docs: Tensor, window: int) -> Mask:
+            if counted:
+                return document_table(docs, window, len(docs) // len(tokens) * counted[0], counted[1])
+            return mask_in_pieces(docs, window, self.reach or window, self.embed.weight.dtype)
+        paired = {"P": make(docs.repeat_interleave(2), windows.short)} if self.pairs else {}
+        dc = {"dc": mask_in_pieces(docs, *[DC_WINDOW - 1] * 2, self.embed.weight.dtype, DC_PIECE)} if any(
+            layer.dc for layer in self.layers) else {}
+        return {"L": make(docs, windows.long), "S": make(docs, windows.short), None: None, **paired, **dc}
 
-def offset_keys(k_THD: Tensor) -> Tensor:
-    """Replace the unrotated entries of each key, quarters 1 and 3, whose frequencies are 0, by the previous token's.
+    def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tokens [T] -> x0, the residual stream before the first layer [T, dim], and the n-gram embeddings [T, dim].
 
-    As in the record, the first token of a document takes them from the document before.
+        Without token_gates the n-gram embeddings are added to x0, and the second value is None.
+        """
+        e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)
+        _, _, _, smear_weight, _ = self.scalars.split(self.scalar_sizes)
+        x0 = self.smear(e, self.smear_gate, smear_weight[0])
+        gated = self.config.token_gates and self.config.ngrams
+        total = None if gated else x0
+        for table, hashes in zip(self.ngrams, self.ngram_hashes(tokens)):
+            embeds, missing = table(hashes), x0.size(1) - table.embedding_dim
+            embeds = F.pad(embeds, (0, missing)) if missing else embeds  # a narrow table fills the first entries
+            total = embeds if total is None else total + embeds
+        return (x0, total) if gated else (total, None)
+
+    # compiled by itself, see compile_parts
+    @staticmethod
+    @compiled
+    def smear(e: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        """Add to each embedding [T, dim] a gated share of the previous token's, then norm."""
+        opening = weight * torch.sigmoid(F.linear(e[1:, :gate.size(1)], gate))
+        return norm(torch.cat([e[:1], e[1:] + opening * e[:-1]]))
+
+    def ngram_hashes(self, tokens: Tensor) -> list[Tensor]:
+        """Hash the n-grams that end at tokens [..., T] -> int64 [..., T] for each table."""
+        if self.config.ngram_hash == "record":
+            return [table.record_hash(tokens) for table in self.ngrams]
+        token, in_document, last_tokens = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), []
+        for _ in range(max((table.n for table in self.ngrams), default=0)):
+            last_tokens.append(torch.where(in_document, token, self.bos_id))
+            in_document = in_document & (token != self.bos_id)
+            token = F.pad(token[..., :-1], (1, 0), value=self.bos_id)
+        hashes = [*itertools.accumulate(last_tokens, lambda last, token: NgramTable.hash(last ^ token), initial=0)]
+        return [hashes[table.n] for table in self.ngrams]
+
+    def context(self, x0: Tensor, ngram_embeds: Tensor | None, masks: dict[str | None, Mask | None]) -> Context:
+        # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
+        skip_weights, mixes, value_mixes, _, backouts = (x.unbind() for x in self.mixing_weights())
+        return Context(x0, ngram_embeds, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks, skip_weights,
+                      mixes, value_mixes, next(iter(backouts), None), self.gate_scale)
+
+    def mixing_weights(self) -> tuple[Tensor, ...]:
+        """Split the scalars into weights of skip connections [n], of blocks [layers, 2 or 4] (mix in Block), of
+        values [layers, 2] (value_mix in Attention), of smear [1] and of the backout layer's output [1 or 0]."""
+        skips, mixes, value_mixes, smear, backout = self.scalars.split(self.scalar_sizes)
+        if self.resid_lambdas is not None:
+            mixes = torch.cat([self.resid_lambdas, self.post_lambdas], 1)
+        return skips, mixes.view(len(self.layers), -1), value_mixes.view(-1, 2), smear, backout
+
+    def loss(self, x: Tensor, targets: Tensor, loss_weights: Numbers,
+             prefix_weight: float = 0.0) -> tuple[Tensor, Tensor]:
+        """Compute the losses of `forward` from the normed residual stream [T, dim]."""
+        rows = [F.pad(targets[k:], (0, k), value=-1) for k in range(len(loss_weights))]
+        if prefix_weight:
+            rows, loss_weights = [*rows, self.prefixes[targets]], (*loss_weights, prefix_weight)
+        ahead = torch.stack(rows)
+        weights = to_device(torch.tensor(loss_weights), x.device)
+        pieces = zip(x.split(self.loss_tokens), ahead.split(self.loss_tokens, dim=1))
+        losses = [self.lm_head(x_piece, targets_piece, weights) for x_piece, targets_piece in pieces]
+        objective, cross_entropy = (torch.stack(terms).sum() for terms in zip(*losses))
+        return objective, cross_entropy
+
+    def logits(self, inputs: Tensor, windows: Windows) -> Tensor:
+        """inputs [T] -> float32 [T, padded vocabulary]."""
+        return self.lm_head.logits(self.trunk(inputs, windows))
+
+    def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
+        """Find the rows of each n-gram table that a forward of these tokens [..., T] reads."""
+        return {table.weight: hashes % table.num_embeddings
+                for table, hashes in zip(self.ngrams, self.ngram_hashes(tokens))}
+
+    def fill_prefixes(self, tokens: Sequence[bytes]) -> None:
+        """Find the prefix of each token, the longest other token that begins it. tokens: the bytes of each."""
+        prefixes, begun = torch.full((len(self.prefixes),), -1), []  # begun: tokens that begin one another
+        for token, number in sorted((token, number) for number, token in enumerate(tokens)):
+            while begun and not token.startswith(begun[-1][0]):
+                begun.pop()
+            prefixes[number] = begun[-1][1] if begun else -1
+            begun.append((token, number))
+        self.prefixes.copy_(prefixes)
+
+    def apply_schedule(self, rotary_windows: tuple[int, ...], tied: bool) -> None:
+        """Set the state of the model that depends on the step; see Plan."""
+        self.rotary.set_windows(rotary_windows)
+        self.tied = tied
+
+    def compile_parts(self) -> None:
+        """Compile each method marked with @compiled by itself.
+
+        Gradients leave backward group by group. If the whole model were compiled, all would appear at its end.
+        """
+        for module in self.modules():
+            for name in dir(type(module)):
+                if getattr(getattr(type(module), name), "compiles", False):
+                    # groups times sequence lengths exceed torch's default limit of eight
+                    compile_method = functools.partial(torch.compile, dynamic=False, recompile_limit=64)
+                    setattr(module, name, compile_method(getattr(module, name)))
+
+class Context(NamedTuple):
+    """What all layers of a forward read. x0, ngram_embeds [T, dim]: of the tokens; the rows of value_embeds likewise.
+
+    rotary: cosines, sines, softmax scale. masks: see GPT.masks. The rest: GPT.mixing_weights.
     """
-    quarters = torch.arange(k_THD.size(-1), device=k_THD.device) // (k_THD.size(-1) // 4)
-    return torch.where(quarters % 2 == 1, torch.cat([k_THD[:1], k_THD[:-1]]), k_THD)
 
-class TokenWeights(nn.Module):
-    """A small network that computes weights per token: scale * (out @ gelu(hidden @ x) + bias).
+    x0: Tensor
+    ngram_embeds: Tensor | None
+    rotary: tuple[Tensor, Tensor, Tensor]
+    masks: dict[str | None, Mask | None]
+    skip_weights: Sequence[Tensor]
+    mixes: Sequence[Tensor]
+    value_mixes: Sequence[Tensor]
+    backout: Tensor | None
+    gate_scale: Tensor | None
 
-    `init` names the weights and gives their initial values; out starts at 0, so the tokens begin with equal weights.
+class Group(nn.Module):
+    """Consecutive layers that are compiled together; the last group also prepares the head's input.
+
+    Gradients leave backward group by group. The parameters belong to the model: a group only lists what it reads.
     """
 
-    WIDTH, SCALE = 64, 0.1
-
-    def __init__(self, config: Config, kind: str, init: dict[Any, list[float]]):
+    def __init__(self, model: GPT, numbers: range):
         super().__init__()
-        dim, dtype, self.sizes = config.model_dim, config.torch_dtype, {name: len(v) for name, v in init.items()}
-        bound, values = 1 / math.sqrt(dim), torch.tensor([*itertools.chain(*init.values())])
-        self.hidden = parameter(torch.empty(self.WIDTH, dim).uniform_(-bound, bound).to(dtype), kind)
-        self.out = parameter(torch.zeros(len(values), self.WIDTH, dtype=dtype), kind)
-        self.bias = parameter((values / self.SCALE).to(dtype), f"{kind}_biases")
+        c, self.numbers, self.last = model.config, numbers, numbers.stop == len(model.layers)
+        self.blocks, self.backout, self.token_gates = tuple(model.blocks[i] for i in numbers), c.backout_layer, None
+        self.computes_gates = False
+        for layers, gates in zip(gated_layers(c), model.token_gates):
+            if numbers.start in layers:
+                self.token_gates, self.computes_gates = (gates,), numbers.start == layers.start
+        self.mudd = (model.mudd,) if self.last and c.mudd else None
+        with_skip = (i for i, layer in enumerate(model.layers) if layer.skip_from is not None)
+        self.skips = {i: n for n, i in enumerate(with_skip)}
+        self.saves = saved_layers(c) - ({*numbers} if self.last else set())
 
-    def compute(self, x: Tensor, scale: Tensor | float = SCALE) -> Tensor:
-        """x [T, dim] -> all weights [T, n]."""
-        scale = scale.type_as(x) if isinstance(scale, Tensor) else scale
-        return (F.linear(F.gelu(F.linear(x, self.hidden)), self.out) + self.bias) * scale
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        modules = *self.blocks, *(self.token_gates or ()), *(self.mudd or ())
+        return itertools.chain(*(module.parameters() for module in modules))
 
-    def by_name(self, weights: Tensor) -> dict[Any, Tensor]:
-        """Split all weights [T, n] into those of each name [T, size]."""
-        return dict(zip(self.sizes, weights.split([*self.sizes.values()], dim=1)))
+    @compiled
+    def forward(self, x: Tensor, context: Context, saved: dict[int, Tensor], values: dict[int, Tensor],
+                gates: Tensor | None) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
+        """Map the residual stream x [T, dim] to the next group's, or to the head's normed input.
 
-NGRAM_GATE_INIT = 0.05
+        saved: outputs of earlier layers. values: rows of the value tables. gates: those of the group before. Returns
+        also this group's outputs to be saved, and its gates.
+        """
+        if self.computes_gates:
+            gates = self.token_gates[0].compute(x, context.gate_scale)
+        by_name = self.token_gates[0].by_name(gates) if self.token_gates else {}
+        outputs = dict(saved)
+        if self.numbers.start == 0:
+            if (-1, "ngrams") in by_name:
+                x = x + by_name[-1, "ngrams"] * context.ngram_embeds
+            outputs[-1] = x
+        for i, block in zip(self.numbers, self.blocks):
+            layer, layer_context, mix = block.layer, context, context.mixes[i]
+            own = {name: gate for (number, name), gate in by_name.items() if number == i}
+            if layer.skip_from is not None:
+                weight = torch.sigmoid(context.skip_weights[self.skips[i]])
+                x = x + (weight * own["skip"] if "skip" in own else weight) * outputs[layer.skip_from]
+            value_embeds = values.get(layer.value_table)
+            if layer.mudd:
+                x, value_embeds, mix, mudd_gates = self.mudd[0].layer_inputs(x, outputs, value_embeds)
+                own, layer_context = own | mudd_gates, context._replace(x0=outputs[-1])
+            if layer.window or layer.mlp:
+                attn_input = outputs[self.backout] if layer.reads_backout else None
+                x = block.forward(x, layer_context, mix, value_embeds, context.value_mixes[i], attn_input, own)
+            outputs[i] = x
+        if self.last:
+            x = self.mudd[0].head_input(x, outputs, values.get(0)) if self.mudd else (
+                x - context.backout * outputs[self.backout])
+            x = norm(x)
+        return x, {i: output for i, output in outputs.items() if i in self.saves and i not in saved}, gates
 
-def gates_of(config: Config, layers: range) -> dict[tuple[int, str], list[float]]:
-    """Return the initial values of the token gates of these layers, by (layer, name); layer -1: before the first."""
-    every, heads, has_ngrams, init = layers_of(config), config.num_heads, bool(config.ngrams), {}
-    first = next((i for i, layer in enumerate(every) if layer.window), 0)
-    for i in layers:
-        layer = every[i]
-        mixes_in = layer.window and not layer.mudd  # whose own weights mix in both
-        present = {"x0": mixes_in and [0.0], "ngrams": mixes_in and has_ngrams and [NGRAM_GATE_INIT],
-                   "skip": layer.skip_from is not None and [0.5], "xsa": layer.xsa and [0.0] * heads,
-                   "gate": layer.gated and [0.25] * heads, "dc_read": layer.dc and [1.0] * heads,
-                   "dc_write": layer.dc and [0.0] * heads}
-        # the first layer's n-gram embeddings are added before it
-        init |= {(-1 if name == "ngrams" and i == first else i, name): v for name, v in present.items() if v}
-    return init
+class Block(nn.Module):
+    """A layer: attention and MLP, each if the layer has it, add their output to the residual stream.
+
+    mix [2]: weights of x and x0. With sublayer_scales mix [4]: weights of the residual stream at attention and at the
+    MLP, and of their outputs; learned, or computed for each token [T, 1].
+    """
+
+    def __init__(self, config: Config, layer: Layer):
+        super().__init__()
+        self.layer, self.scaled = layer, config.sublayer_scales
+        self.attn = Attention(config, layer) if layer.window else None
+        self.mlp = MLP(config) if layer.mlp else None
+
+    def forward(self, x: Tensor, context: Context, mix: Sequence[Tensor], value_embeds: Tensor | None,
+                value_mix: Tensor, attn_input: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
+        """Map the residual stream x [T, dim] to the next layer's.
+
+        attn_input [T, dim]: attention reads it in place of x. gates: see gates_of.
+        """
+        if self.scaled:
+            resid_lambda_attn, resid_lambda_mlp, post_lambda_attn, post_lambda_mlp = mix
+        else:
+            x = mix[0] * x + mix[1] * context.x0
+        if self.attn is not None:
+            y = self.attn(norm(x if attn_input is None else attn_input), value_embeds, value_mix, context, gates)
+            x = resid_lambda_attn * x + post_lambda_attn * y if self.scaled else x + y
+            if "x0" in gates:
+                x = x + gates["x0"] * context.x0
+            if "ngrams" in gates:
+                x = x + gates["ngrams"] * context.ngram_embeds
+        if self.mlp is not None:
+            x = resid_lambda_mlp * x + post_lambda_mlp * self.mlp(norm(x)) if self.scaled else x + self.mlp(norm(x))
+        return x
 
 class Attention(nn.Module):
     """Causal attention with a gate per head and token.
 
     Weights: qkvo [dim, 4 dim]; with muon_qk_heads qk [dim, 2 dim] and vo [2 dim, dim] instead, because NorMuon treats
-    them differently. Without token_gates: gate [heads, gate_dim], xsa_lambda [heads]. value_gate [heads, gate_dim].
+    them differently. Without token_gates: gate [heads, GATE_DIM], xsa_lambda [heads]. value_gate [heads, GATE_DIM].
     """
 
     def __init__(self, config: Config, layer: Layer):
         super().__init__()
         c, dim = config, config.model_dim
-        self.heads, self.paired, self.pairs_halves = c.num_heads, layer.window == "P", c.pairing == "halves"
+        self.heads, self.window, self.paired = c.num_heads, layer.window, layer.window == "P"
         self.key_offset, self.scaled = c.key_offset and layer.window == "L", c.sublayer_scales
         # The query, key, value and output matrices [dim, dim], one after another in memory. Their shape decides
         # NorMuon's second moments (finish_spec): [dim, 4 dim] per column, [2 dim, dim] per row
@@ -1334,7 +1482,7 @@ class Attention(nn.Module):
             self.vo = parameter(qkvo[2 * dim:].clone(), "attn", (dim, dim))
         else:
             self.qkvo = parameter(qkvo.view(dim, 4 * dim), "attn", (dim, dim))
-        gate = torch.zeros(c.num_heads, c.gate_dim, dtype=c.torch_dtype)
+        gate = torch.zeros(c.num_heads, GATE_DIM, dtype=c.torch_dtype)
         self.gate = self.value_gate = self.xsa_lambda = None
         if not c.token_gates:
             self.gate = parameter(gate, "gates", tuple(gate.shape))
@@ -1343,15 +1491,15 @@ class Attention(nn.Module):
         if layer.xsa and not c.token_gates:
             self.xsa_lambda = parameter(torch.zeros(c.num_heads, dtype=c.torch_dtype), "xsa_lambdas")
 
-    def forward(self, x: Tensor, value_embeds: Tensor | None, value_mix: Tensor, rotary: tuple[Tensor, Tensor, Tensor],
-                masks: dict[str | None, Mask | None], window: str, gates: dict[str, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, value_embeds: Tensor | None, value_mix: Tensor, context: Context,
+                gates: dict[str, Tensor]) -> Tensor:
         """x, value_embeds [T, dim] -> [T, dim].
 
         value_mix [2]: weights of the layer's values and of the value embeddings; with sublayer_scales of the layer's
         values and of the output. gates: the layer's token gates, by name, [T, heads].
         """
         tokens, dim = x.shape
-        cos, sin, scale = rotary
+        cos, sin, scale = context.rotary
         qkvo = torch.cat([self.qk.view(2 * dim, dim), self.vo]) if self.qkvo is None else self.qkvo.view(4 * dim, dim)
         qkv_weight, o_weight = qkvo.type_as(x).split((3 * dim, dim))
         if self.scaled:  # cheaper on the weights; queries and keys are normed
@@ -1362,19 +1510,20 @@ class Attention(nn.Module):
         if value_embeds is not None:
             value_embeds = self.gate_values(x, value_embeds).view_as(v)
             v = v + (value_embeds if self.scaled else value_mix[1] * value_embeds)
-        if self.paired:  # the rotary distinguishes the two positions of a token
-            (q, k), v = (pair_heads(half) for half in qk.chunk(2, dim=1)), pair_heads(v)
-            qk = torch.cat([q, k], dim=1)
-        q, k = rotate(qk, cos, sin).chunk(2, dim=1)
+        if self.paired:  # the rotary has two positions per token: the first for even heads, the second for odd ones
+            cos, sin = (table[:2 * tokens].view(tokens, 1, 2, -1) for table in (cos, sin))
+            q, k = rotate(qk.unflatten(1, (-1, 2)), cos, sin).flatten(1, 2).chunk(2, dim=1)
+        else:
+            q, k = rotate(qk, cos[:tokens, None], sin[:tokens, None]).chunk(2, dim=1)
         if self.key_offset:
             k = offset_keys(k)
-        if self.paired and self.pairs_halves:  # the same memory, read as pairs of heads j and j + H / 2
-            q, k, v = (unpair_heads(x).view(x.shape) for x in (q, k, v))
-        y = attend(q * scale, k, v, masks[window])
+        if self.paired:  # one sequence of twice the length: head j of a token, then head j + H / 2
+            q, k, v = (x.reshape(2 * tokens, self.heads // 2, -1) for x in (q, k, v))
+        y = attend(q * scale, k, v, context.masks[self.window])
         if "dc_read" in gates:
-            y = y + mix_heads(q * scale, k, v, gates["dc_read"], gates["dc_write"], masks["dc"])
+            y = y + mix_heads(q * scale, k, v, gates["dc_read"], gates["dc_write"], context.masks["dc"])
         if self.paired:
-            y = y.reshape(tokens, self.heads, -1) if self.pairs_halves else unpair_heads(y)
+            y = y.reshape(tokens, self.heads, -1)
         xsa = gates.get("xsa", self.xsa_lambda)
         if xsa is not None:
             projection = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
@@ -1464,52 +1613,132 @@ class DelayedScales:
         for x in self.maxima:
             x.zero_()
 
-class Block(nn.Module):
-    """A layer: attention and MLP, each if the layer has it, add their output to the residual stream."""
+class Head(nn.Module):
+    """Map the normed residual stream to logits and the loss. weight [V, dim]; V is the padded vocabulary."""
 
-    def __init__(self, config: Config, layer: Layer):
+    def __init__(self, config: Config, vocab: int):
         super().__init__()
-        self.layer = layer
-        self.attn = Attention(config, layer) if layer.window else None
-        self.mlp = MLP(config) if layer.mlp else None
+        c, shape = config, (vocab, config.model_dim)
+        init = c.head_init * torch.randn(shape, dtype=c.torch_dtype) if c.head_init else torch.zeros(
+            shape, dtype=c.torch_dtype)
+        self.weight = parameter(init, "head")
+        self.fp8, self.softcap = c.fp8_head, Softcap(c.logit_cap, c.logit_shift)
+        self.kernels = False
+        self.fp8_scales = FP8Scales(c.fp8_x_scale, c.fp8_weight_scale, c.fp8_grad_scale)
 
-    def forward(self, x: Tensor, shared: Shared, mix: Tensor, value_embeds: Tensor | None, value_mix: Tensor,
-                attn_input: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
-        """Map the residual stream x [T, dim] to the next layer's.
+    def uncapped_logits(self, x: Tensor) -> Tensor:
+        """x [T, dim] -> logits before the soft cap [T, V]."""
+        in_fp8 = self.fp8 and self.training
+        return FP8Linear.apply(x, self.weight, self.fp8_scales) if in_fp8 else F.linear(x, self.weight)
 
-        mix [2]: weights of x and of x0. attn_input [T, dim]: attention reads it in place of x. gates: see gates_of.
+    def logits(self, x: Tensor) -> Tensor:
+        """x [T, dim] -> float32 [T, V]."""
+        return self.softcap(self.uncapped_logits(x))
+
+    @compiled
+    def forward(self, x: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute (objective, which training minimizes; cross entropy of the next token), in nats, summed over tokens.
+
+        x [T, dim]; targets [n, T]: row k holds the tokens k + 1 ahead, -1 is not counted; weights [n] of the rows.
         """
-        x = mix[0] * x + mix[1] * shared.x0
-        if self.attn is not None:
-            x = x + self.attend(x, shared, value_embeds, value_mix, attn_input, gates)
-        if self.mlp is not None:
-            x = x + self.mlp(norm(x))
-        return x
+        if self.kernels and self.training:  # remove these lines if you add a loss term
+            scales = self.fp8_scales if self.fp8 else None
+            objective, entropies = HeadLoss.apply(x, self.weight, targets, weights, self.softcap, scales)
+            return objective, entropies[0]
+        x = self.uncapped_logits(x)
+        entropies = cross_entropies(x, targets, self.softcap)
+        objective = (entropies * weights).sum()
+        # Add a further loss term here, in plain PyTorch; autograd and torch.compile do the rest. Sum it over tokens, as
+        # the cross entropy. A z-loss: objective = objective + 1e-4 * self.softcap(x).logsumexp(1).square().sum()
+        return objective, entropies[0].detach()
 
-    def attend(self, x: Tensor, shared: Shared, value_embeds: Tensor | None, value_mix: Tensor,
-               attn_input: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
-        return self.attn(norm(x if attn_input is None else attn_input), value_embeds, value_mix, shared.rotary,
-                         shared.masks, self.layer.window, gates)
+class Softcap(NamedTuple):
+    """Bound logits softly between 0 and cap, in float32."""
 
-class ScaledBlock(Block):
-    """A layer with sublayer_scales: attention and MLP each have weights for the residual stream and their output.
+    cap: float
+    shift: float
+    softness: float = 7.5
 
-    mix [4]: the weights that forward unpacks; learned, or computed for each token [T, 1].
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.cap * torch.sigmoid((x + self.shift if self.shift else x) / self.softness)
+
+def cross_entropies(x: Tensor, targets: Tensor, softcap: Softcap) -> Tensor:
+    """Sum the cross entropies in nats over the positions, for each row of targets [n, T] -> [n].
+
+    x [T, V]: logits before the soft cap. Positions with target -1 are not counted.
+    """
+    return torch.stack([F.cross_entropy(softcap(x), row, ignore_index=-1, reduction="sum") for row in targets])
+
+class NgramTable(nn.Embedding):
+    """An embedding of the n tokens that end at each position. Tokens of an earlier document are read as BOS.
+
+    A hash assigns the rows. Another part of it assigns signs, so that n-grams in one row interfere with mean 0 (feature
+    hashing, arXiv:0902.2206).
     """
 
-    def forward(self, x: Tensor, shared: Shared, mix: Sequence[Tensor], value_embeds: Tensor | None, value_mix: Tensor,
-                attn_input: Tensor | None, gates: dict[str, Tensor]) -> Tensor:
-        resid_lambda_attn, resid_lambda_mlp, post_lambda_attn, post_lambda_mlp = mix
-        if self.attn is not None:
-            y = self.attend(x, shared, value_embeds, value_mix, attn_input, gates)
-            x = resid_lambda_attn * x + post_lambda_attn * y
-            if "x0" in gates:
-                x = x + gates["x0"] * shared.x0
-            if "ngrams" in gates:
-                x = x + gates["ngrams"] * shared.ngram_embeds
-        if self.mlp is not None:
-            x = resid_lambda_mlp * x + post_lambda_mlp * self.mlp(norm(x))
-        return x
+    SIGNS, BITS, FACTOR = 8192, 40, 2_654_435  # of the hash; its products stay below 2 ** 63
+
+    def __init__(self, config: Config, ngrams: Ngrams):
+        dtype = config.torch_dtype
+        super().__init__(ngrams.rows, ngrams.width, dtype=dtype, sparse=True)  # a micro-batch reads few of the rows
+        self.weight = parameter(self.weight.data, "ngram_embeds")
+        self.n = ngrams.n
+        bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0))
+        self.register_buffer("signs", (2 * bits - 1).to(dtype), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, hashes: Tensor) -> Tensor:
+        """Hashes of n-grams [T], see GPT.ngram_hashes -> [T, width]."""
+        return super().forward(hashes % self.num_embeddings) * self.signs.index_select(
+            0, hashes // self.num_embeddings % self.SIGNS)
+
+    def record_hash(self, tokens: Tensor) -> Tensor:
+        """Hash the pairs that end at tokens [..., T] as record 89 does, also across documents.
+
+        The first token has the last row. The second token's row is computed with the number of that row in place of the
+        first token; at the record's size that product exceeds int32, and wraps.
+        """
+        tokens, last = tokens.int(), self.num_embeddings - 1
+        before = F.pad(tokens[..., :-1], (1, 0))
+        sign = (before ^ tokens) % self.SIGNS
+        sign[..., :1].zero_()  # an assignment of a number would make the host wait for the GPU
+        before[..., 1:2].fill_(last)
+        row = (36313 * tokens ^ 27191 * before) % last
+        row[..., :1].fill_(last)
+        return sign.long() * self.num_embeddings + row
+
+    @classmethod
+    def hash(cls, number: Tensor) -> Tensor:
+        number = number * cls.FACTOR % 2 ** cls.BITS
+        return number ^ (number >> 21)
+
+class TokenWeights(nn.Module):
+    """A small network that computes weights per token: scale * (out @ gelu(hidden @ x) + bias).
+
+    `init` names the weights and gives their initial values; out starts at 0, so the tokens begin with equal weights.
+    """
+
+    WIDTH, SCALE = 64, 0.1
+
+    def __init__(self, config: Config, kind: str, init: dict[Any, list[float]]):
+        super().__init__()
+        dim, dtype, self.sizes = config.model_dim, config.torch_dtype, {name: len(v) for name, v in init.items()}
+        bound, values = 1 / math.sqrt(dim), torch.tensor([*itertools.chain(*init.values())])
+        self.hidden = parameter(torch.empty(self.WIDTH, dim).uniform_(-bound, bound).to(dtype), kind)
+        self.out = parameter(torch.zeros(len(values), self.WIDTH, dtype=dtype), kind)
+        self.bias = parameter((values / self.SCALE).to(dtype), f"{kind}_biases")
+
+    def compute(self, x: Tensor, scale: Tensor | float = SCALE) -> Tensor:
+        """x [T, dim] -> all weights [T, n]."""
+        scale = scale.type_as(x) if isinstance(scale, Tensor) else scale
+        return (F.linear(F.gelu(F.linear(x, self.hidden)), self.out) + self.bias) * scale
+
+    def by_name(self, weights: Tensor) -> dict[Any, Tensor]:
+        """Split all weights [T, n] into those of each name [T, size]."""
+        return dict(zip(self.sizes, weights.split([*self.sizes.values()], dim=1)))
 
 class Mudd(nn.Module):
     """Multiway dynamic dense connections: the last layer and the head mix earlier outputs by weights per token.
@@ -1533,7 +1762,7 @@ class Mudd(nn.Module):
 
     def layer_inputs(self, x: Tensor, saved: dict[int, Tensor], value_embeds: Tensor | None) -> tuple[
             Tensor, Tensor, tuple[Tensor, ...], dict[str, Tensor]]:
-        """Compute what the last layer reads: the residual stream, value embeddings, mix and gates of ScaledBlock."""
+        """Compute what the last layer reads: the residual stream, value embeddings, mix and gates of Block."""
         weights = self.layer.by_name(self.layer.compute(x))
         sources = saved[-1], saved[self.backout], x
         mixed = weighted_sum(weights["values"], sources)
@@ -1551,490 +1780,122 @@ def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
     """weights [T, n], n sources [T, dim] -> [T, dim]."""
     return sum(weight * source for weight, source in zip(weights.split(1, dim=1), sources))
 
-class Shared(NamedTuple):
-    """What all layers of a forward read. x0, ngram_embeds [T, dim]: of the tokens; the rows of value_embeds likewise.
+NGRAM_GATE_INIT = 0.05
 
-    rotary: cosines, sines, softmax scale. masks: see GPT.masks. The rest: GPT.mixing_weights.
-    """
+def gates_of(config: Config, layers: range) -> dict[tuple[int, str], list[float]]:
+    """Return the initial values of the token gates of these layers, by (layer, name); layer -1: before the first."""
+    every, heads, has_ngrams, init = layers_of(config), config.num_heads, bool(config.ngrams), {}
+    first = next((i for i, layer in enumerate(every) if layer.window), 0)
+    for i in layers:
+        layer = every[i]
+        mixes_in = layer.window and not layer.mudd  # whose own weights mix in both
+        present = {"x0": mixes_in and [0.0], "ngrams": mixes_in and has_ngrams and [NGRAM_GATE_INIT],
+                   "skip": layer.skip_from is not None and [0.5], "xsa": layer.xsa and [0.0] * heads,
+                   "gate": layer.gated and [0.25] * heads, "dc_read": layer.dc and [1.0] * heads,
+                   "dc_write": layer.dc and [0.0] * heads}
+        # the first layer's n-gram embeddings are added before it
+        init |= {(-1 if name == "ngrams" and i == first else i, name): v for name, v in present.items() if v}
+    return init
 
-    x0: Tensor
-    ngram_embeds: Tensor | None
-    rotary: tuple[Tensor, Tensor, Tensor]
-    masks: dict[str | None, Mask | None]
-    skip_weights: Sequence[Tensor]
-    mixes: Sequence[Tensor]
-    value_mixes: Sequence[Tensor]
-    backout: Tensor | None
-    gate_scale: Tensor | None
+class Rotary(nn.Module):
+    """Rotary tables cos and sin [tokens, head_dim / 2], and the softmax scale for their frequencies."""
 
-class Group(nn.Module):
-    """Consecutive layers that are compiled together; the last group also prepares the head's input.
+    INIT_SCALE = 0.1
 
-    Gradients leave backward group by group. The parameters belong to the model: a group only lists what it reads.
-    """
-
-    def __init__(self, model: GPT, numbers: range):
+    def __init__(self, config: Config, tokens: int):
         super().__init__()
-        c, self.numbers, self.last = model.config, numbers, numbers.stop == len(model.layers)
-        self.blocks, self.backout, self.token_gates = tuple(model.blocks[i] for i in numbers), c.backout_layer, None
-        self.computes_gates = False
-        for layers, gates in zip(gated_layers(c), model.token_gates):
-            if numbers.start in layers:
-                self.token_gates, self.computes_gates = (gates,), numbers.start == layers.start
-        self.mudd = (model.mudd,) if self.last and c.mudd else None
-        with_skip = (i for i, layer in enumerate(model.layers) if layer.skip_from is not None)
-        self.skips = {i: n for n, i in enumerate(with_skip)}
-        self.saves = saved_layers(c) - ({*numbers} if self.last else set())
+        head_dim, dtype = config.head_dim, config.torch_dtype
+        self.register_buffer("init_frequencies", rotary_frequencies(head_dim), persistent=False)
+        for name, shape in (("scale", ()), ("cos", (tokens, head_dim // 2)), ("sin", (tokens, head_dim // 2))):
+            self.register_buffer(name, torch.empty(shape, dtype=dtype if shape else None), persistent=False)
+        self.windows: tuple[int, ...] | None = None
+        self.set_windows(())
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        modules = *self.blocks, *(self.token_gates or ()), *(self.mudd or ())
-        return itertools.chain(*(module.parameters() for module in modules))
+    @torch.no_grad()
+    def set_windows(self, windows: tuple[int, ...]) -> None:
+        """Compute the tables for a sequence of long windows, in tokens; see stretch.
 
-    @compiled
-    def forward(self, x: Tensor, shared: Shared, saved: dict[int, Tensor], values: dict[int, Tensor],
-                gates: Tensor | None) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
-        """Map the residual stream x [T, dim] to the next group's, or to the head's normed input.
-
-        saved: outputs of earlier layers. values: rows of the value tables. gates: those of the group before. Returns
-        also this group's outputs to be saved, and its gates.
+        Starts from the initial frequencies, so the tables depend only on the plan of a step. Writes in place, because
+        compiled blocks keep a reference to these tensors.
         """
-        if self.computes_gates:
-            gates = self.token_gates[0].compute(x, shared.gate_scale)
-        by_name = self.token_gates[0].by_name(gates) if self.token_gates else {}
-        outputs = dict(saved)
-        if self.numbers.start == 0:
-            if (-1, "ngrams") in by_name:
-                x = x + by_name[-1, "ngrams"] * shared.ngram_embeds
-            outputs[-1] = x
-        for i, block in zip(self.numbers, self.blocks):
-            layer, layer_shared, mix = block.layer, shared, shared.mixes[i]
-            own = {name: gate for (number, name), gate in by_name.items() if number == i}
-            if layer.skip_from is not None:
-                weight = torch.sigmoid(shared.skip_weights[self.skips[i]])
-                x = x + (weight * own["skip"] if "skip" in own else weight) * outputs[layer.skip_from]
-            value_embeds = values.get(layer.value_table)
-            if layer.mudd:
-                x, value_embeds, mix, mudd_gates = self.mudd[0].layer_inputs(x, outputs, value_embeds)
-                own, layer_shared = own | mudd_gates, shared._replace(x0=outputs[-1])
-            if layer.window or layer.mlp:
-                attn_input = outputs[self.backout] if layer.reads_backout else None
-                x = block.forward(x, layer_shared, mix, value_embeds, shared.value_mixes[i], attn_input, own)
-            outputs[i] = x
-        if self.last:
-            x = self.mudd[0].head_input(x, outputs, values.get(0)) if self.mudd else (
-                x - shared.backout * outputs[self.backout])
-            x = norm(x)
-        return x, {i: output for i, output in outputs.items() if i in self.saves and i not in saved}, gates
+        if windows == self.windows:
+            return
+        self.windows = windows
+        frequencies, scale = self.init_frequencies, self.INIT_SCALE
+        for window, longer in itertools.pairwise(windows):
+            frequencies, scale = stretch(frequencies, scale, window, longer)
+        angles = torch.outer(torch.arange(len(self.cos), device=self.cos.device), frequencies)
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
+        self.scale.fill_(scale)
 
-class NgramTable(nn.Embedding):
-    """An embedding of the n tokens that end at each position. Tokens of an earlier document are read as BOS.
+def rotary_frequencies(head_dim: int) -> Tensor:
+    """Compute the initial frequencies in radians per token, [head_dim / 2].
 
-    With a row for each n-gram of the vocabulary each has its own row. Otherwise a hash assigns the rows, and another
-    part of the hash assigns signs, so that n-grams in one row interfere with mean 0 (feature hashing, arXiv:0902.2206).
+    The first half falls geometrically from 1 to 1/1024. The second half is 0: those entries are not rotated.
     """
+    rotated = (1 / 1024) ** torch.linspace(0, 1, head_dim // 4)
+    return torch.cat([rotated, torch.zeros(head_dim // 4)])
 
-    SIGNS, BITS, FACTOR = 8192, 40, 2_654_435  # of the hash; its products stay below 2 ** 63
+def stretch(frequencies: Tensor, scale: float, window: int, longer: int) -> tuple[Tensor, float]:
+    """Adapt frequencies and softmax scale to a window that grows from `window` to `longer` tokens, by YaRN
+    (arXiv:2309.00071).
 
-    def __init__(self, config: Config, ngrams: Ngrams, vocab: int):
-        dtype = config.torch_dtype
-        super().__init__(ngrams.rows, ngrams.width, dtype=dtype, sparse=True)  # a micro-batch reads few of the rows
-        self.weight = parameter(self.weight.data, "ngram_embeds")
-        self.n, self.vocab = ngrams.n, vocab
-        self.shared = vocab ** ngrams.n > ngrams.rows
-        if self.shared:
-            bits = torch.randint(0, 2, (self.SIGNS, ngrams.width), generator=torch.Generator().manual_seed(0))
-            self.register_buffer("signs", (2 * bits - 1).to(dtype), persistent=False)
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
-
-    def forward(self, number: Tensor) -> Tensor:
-        """Numbers or hashes of n-grams [T], see GPT.ngram_numbers -> [T, width]."""
-        rows = super().forward(number % self.num_embeddings)
-        if not self.shared:
-            return rows
-        return rows * self.signs.index_select(0, number // self.num_embeddings % self.SIGNS)
-
-    def number(self, last_tokens: Sequence[Tensor]) -> Tensor:
-        """Number the n-grams without collisions. last_tokens: the token at each position, the one before it, …"""
-        return functools.reduce(lambda number, token: number * self.vocab + token, last_tokens[:self.n])
-
-    def record_hash(self, tokens: Tensor) -> Tensor:
-        """Number the pairs that end at tokens [..., T] as record 89 does, also across documents.
-
-        The first token has the last row. The second token's row is computed with the number of that row in place of the
-        first token; at the record's size that product exceeds int32, and wraps.
-        """
-        tokens, last = tokens.int(), self.num_embeddings - 1
-        before = F.pad(tokens[..., :-1], (1, 0))
-        sign = (before ^ tokens) % self.SIGNS
-        sign[..., :1].zero_()  # an assignment of a number would make the host wait for the GPU
-        before[..., 1:2].fill_(last)
-        row = (36313 * tokens ^ 27191 * before) % last
-        row[..., :1].fill_(last)
-        return sign.long() * self.num_embeddings + row
-
-    @classmethod
-    def hash(cls, number: Tensor) -> Tensor:
-        number = number * cls.FACTOR % 2 ** cls.BITS
-        return number ^ (number >> 21)
-
-class Softcap(NamedTuple):
-    """Bound logits softly between 0 and cap, in float32."""
-
-    cap: float
-    shift: float
-    softness: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        return self.cap * torch.sigmoid((x + self.shift if self.shift else x) / self.softness)
-
-class SoftcappedCrossEntropy(torch.autograd.Function):
-    """cross_entropies for compiled code, with its own backward: x [T, V], targets [n, T] -> [n].
-
-    The logits z lie between 0 and a cap, so log-sum-exp needs no maximum: log sum exp(z) = log sum exp(z - cap) + cap.
-    Forward reads x once. Backward computes each gradient from x and its row's sum; torch's own compiled form would read
-    x three times.
+    Frequencies with 32 or more rotations per old window are kept. Those with less than one are divided by the growth.
     """
+    rotations = window * frequencies / (2 * math.pi)
+    kept_share = ((rotations - 1) / (32 - 1)).clamp(0, 1)
+    shrink = window / longer
+    return frequencies * (shrink + kept_share * (1 - shrink)), scale * (0.2 * math.log(longer / window) + 1)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, targets: Tensor, softcap: Softcap) -> Tensor:
-        z = softcap(x)
-        log_sum = (z - softcap.cap).exp().sum(1).log() + softcap.cap
-        ctx.save_for_backward(x, targets, log_sum)
-        ctx.softcap = softcap
-        return ((targets >= 0) * (log_sum - z.gather(1, targets.clamp_min(0).T).T)).sum(1)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary position embeddings to x [..., D]. cos, sin [..., D / 2]."""
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        x, targets, log_sum = ctx.saved_tensors
-        cap, _, softness = ctx.softcap
-        z, classes = ctx.softcap(x), torch.arange(x.size(1), device=x.device)
-        weights = grad[:, None] * (targets >= 0)
-        grad_z = weights.sum(0)[:, None] * (z - log_sum[:, None]).exp()
-        for target, weight in zip(targets, weights):
-            grad_z = grad_z - torch.where(classes == target[:, None], weight[:, None], 0)
-        return (grad_z * z * (cap - z) / (cap * softness)).to(x.dtype), None, None
+def offset_keys(k_THD: Tensor) -> Tensor:
+    """Replace the unrotated entries of each key, quarters 1 and 3, whose frequencies are 0, by the previous token's.
 
-def cross_entropies(x: Tensor, targets: Tensor, softcap: Softcap) -> Tensor:
-    """Sum the cross entropies in nats over the positions, for each row of targets [n, T] -> [n].
-
-    x [T, V]: logits before the soft cap. Positions with target -1 are not counted.
+    As in the record, the first token of a document takes them from the document before.
     """
-    if torch.compiler.is_compiling():
-        return SoftcappedCrossEntropy.apply(x, targets, softcap)
-    return torch.stack([F.cross_entropy(softcap(x), row, ignore_index=-1, reduction="sum") for row in targets])
+    quarters = torch.arange(k_THD.size(-1), device=k_THD.device) // (k_THD.size(-1) // 4)
+    return torch.where(quarters % 2 == 1, torch.cat([k_THD[:1], k_THD[:-1]]), k_THD)
 
-class Head(nn.Module):
-    """Map the normed residual stream to logits and the loss. weight [V, dim]; V is the padded vocabulary."""
+def norm(x: Tensor) -> Tensor:
+    """Apply RMS norm over the last dimension, without gain."""
+    return F.rms_norm(x, (x.size(-1),))
 
-    def __init__(self, config: Config, vocab: int):
-        super().__init__()
-        c, shape = config, (vocab, config.model_dim)
-        init = c.head_init * torch.randn(shape, dtype=c.torch_dtype) if c.head_init else torch.zeros(
-            shape, dtype=c.torch_dtype)
-        self.weight = parameter(init, "head")
-        self.fp8, self.softcap = c.fp8_head, Softcap(c.logit_cap, c.logit_shift, c.logit_softness)
-        self.kernels = False
-        self.fp8_scales = FP8Scales(c.fp8_x_scale, c.fp8_weight_scale, c.fp8_grad_scale)
+def parameter(init: Tensor, kind: str, unit: tuple[int, int] | None = None) -> nn.Parameter:
+    """Create a parameter of a kind, which has a row in PARAM_GROUPS. unit: see ParamSpec."""
+    param = nn.Parameter(init)
+    param.kind, param.unit = kind, unit
+    return param
 
-    def uncapped_logits(self, x: Tensor) -> Tensor:
-        """x [T, dim] -> logits before the soft cap [T, V]."""
-        in_fp8 = self.fp8 and self.training
-        return FP8Linear.apply(x, self.weight, self.fp8_scales) if in_fp8 else F.linear(x, self.weight)
+def embedding(rows: int, width: int, kind: str, dtype: torch.dtype) -> nn.Embedding:
+    """Create an embedding table of a kind, initialized from the standard normal distribution."""
+    table = nn.Embedding(rows, width, dtype=dtype)
+    table.weight = parameter(table.weight.data, kind)
+    return table
 
-    def logits(self, x: Tensor) -> Tensor:
-        """x [T, dim] -> float32 [T, V]."""
-        return self.softcap(self.uncapped_logits(x))
-
-    @compiled
-    def forward(self, x: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute (objective, which training minimizes; cross entropy of the next token), in nats, summed over tokens.
-
-        x [T, dim]; targets [n, T]: row k holds the tokens k + 1 ahead, -1 is not counted; weights [n] of the rows.
-        """
-        if self.kernels and self.training and x.is_cuda:  # remove these lines if you add a loss term
-            scales = self.fp8_scales if self.fp8 else None
-            objective, entropies = HeadLoss.apply(x, self.weight, targets, weights, self.softcap, scales)
-            return objective, entropies[0]
-        x = self.uncapped_logits(x)
-        entropies = cross_entropies(x, targets, self.softcap)
-        objective = (entropies * weights).sum()
-        # Add a further loss term here, in plain PyTorch; autograd and torch.compile do the rest. Sum it over tokens, as
-        # the cross entropy. A z-loss: objective = objective + 1e-4 * self.softcap(x).logsumexp(1).square().sum()
-        return objective, entropies[0].detach()
+def uniform(rows: int, columns: int, fan_in: int) -> Tensor:
+    """Draw an initial matrix, uniform with standard deviation 0.5 / sqrt(fan_in)."""
+    bound = math.sqrt(3) * 0.5 / math.sqrt(fan_in)
+    return torch.empty(rows, columns).uniform_(-bound, bound)
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy from the CPU without waiting for the copy."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
-class GPT(nn.Module):
-    """The model of record 44, with the later mechanisms that the config asks for.
-
-    Processes one packed sequence [T] at a time. The vocabulary is padded to a multiple of 128.
-    """
-
-    def __init__(self, config: Config, encoding: Encoding):
-        super().__init__()
-        c, self.bos_id, self.layers, self.tied = config, encoding.bos_id, layers_of(config), False
-        self.config = c
-        lengths = micro_batch_lengths(c)
-        self.loss_tokens = min(lengths)  # tokens per call of the head: one size for one graph, and less memory
-        count, vocab, dtype = len(self.layers), -(-encoding.vocab_size // 128) * 128, c.torch_dtype
-        tables = 1 + max((layer.value_table for layer in self.layers if layer.value_table is not None), default=-1)
-        self.embed = embedding(vocab, c.model_dim, "embed", dtype)
-        self.value_embeds = nn.ModuleList(embedding(vocab, c.model_dim, "value_embeds", dtype) for _ in range(tables))
-        for table in self.value_embeds:
-            table.weight.data.mul_(c.value_init)
-        self.ngrams = nn.ModuleList(NgramTable(c, table, encoding.vocab_size) for table in c.ngrams)
-        self.smear_gate = parameter(torch.zeros(1, c.gate_dim, dtype=dtype), "smear_gate")
-        block = ScaledBlock if c.sublayer_scales else Block
-        self.blocks = nn.ModuleList(block(c, layer) for layer in self.layers)
-        self.lm_head = Head(c, vocab)
-        self.token_gates = nn.ModuleList(TokenWeights(c, "token_gates", gates_of(c, layers))
-                                         for layers in gated_layers(c))
-        self.gate_scale = parameter(torch.tensor(TokenWeights.SCALE), "token_gates_biases") if c.token_gates else None
-        self.mudd = Mudd(c) if c.mudd else None
-        self.groups = nn.ModuleList(Group(self, numbers) for numbers in layer_groups(c))
-        # all scalar weights of the layers are one parameter, in this order; see mixing_weights
-        skips = sum(layer.skip_from is not None for layer in self.layers)
-        block_mix = [] if c.sublayer_scales else [c.resid_lambda_init, 0.0]
-        value_mix = [0.5, 1.0 if c.sublayer_scales else 0.5]
-        scalars = {"skips": [-1.5] * skips, "blocks": block_mix * count, "values": value_mix * count,
-                   "smear": [0.0], "backout": [0.5] * (not c.mudd)}
-        self.scalar_sizes = [len(init) for init in scalars.values()]
-        self.scalars = parameter(torch.tensor([*itertools.chain(*scalars.values())]), "scalars")
-        self.resid_lambdas = self.post_lambdas = None
-        if c.sublayer_scales:  # see ScaledBlock. A layer has two, so each is the root of the layer's weight
-            self.resid_lambdas = parameter(torch.full((count, 2), math.sqrt(c.resid_lambda_init)), "resid_lambdas")
-            self.post_lambdas = parameter(torch.ones(count, 2), "post_lambdas")
-        # the longest other token that begins each token; -1: none, also for the target -1. See fill_prefixes
-        self.register_buffer("prefixes", torch.full((vocab + 1,), -1), persistent=False)
-        self.pairs = any(layer.window == "P" for layer in self.layers)
-        self.rotary = Rotary(c, max(c.val_len, *lengths) * (1 + self.pairs))
-        self.reach = 0  # above 0: masks in pieces on GPUs too, of a shape for windows up to `reach` tokens
-        self.flash, self.counted = False, None  # counted: (longest document, documents) of the next sequence
-
-    def forward(self, inputs: Tensor, targets: Tensor, windows: Windows, loss_weights: Numbers = (1.0,),
-                prefix_weight: float = 0.0) -> tuple[Tensor, Tensor]:
-        """inputs, targets [T] -> (objective, cross entropy) in nats, summed over tokens; see Head.forward.
-
-        loss_weights: weights of the next token, the one after it, …. Targets of -1 are not counted, nor are tokens
-        beyond the sequence. prefix_weight: weight of the next token's prefix.
-        """
-        return self.loss(self.trunk(inputs, windows), targets, loss_weights, prefix_weight)
-
-    def trunk(self, tokens: Tensor, windows: Windows) -> Tensor:
-        """Tokens [T] -> the normed residual stream before the head [T, dim]."""
-        masks, (x0, ngram_embeds) = self.masks(tokens, windows), self.embed_tokens(tokens)
-        shared = self.shared(x0, ngram_embeds, masks)
-        x, gates = x0.view_as(x0), None  # another tensor object: if x were x0, torch.compile would make a further graph
-        saved: dict[int, Tensor] = {}  # outputs of the layers that later layers read
-        values: dict[int, Tensor] = {}  # looked up at first use, so gradients come with that group's
-        for group in self.groups:
-            for table in sorted({self.layers[i].value_table for i in group.numbers} - {None} - values.keys()):
-                values[table] = self.value_embeds[table](tokens)
-            x, outputs, gates = group(x, shared, saved, values, gates)
-            saved |= outputs
-        return x
-
-    def shared(self, x0: Tensor, ngram_embeds: Tensor | None, masks: dict[str | None, Mask | None]) -> Shared:
-        # unbound at once: backward of many single selections would pad each gradient with zeros and add them up
-        skip_weights, mixes, value_mixes, _, backouts = (x.unbind() for x in self.mixing_weights())
-        return Shared(x0, ngram_embeds, (self.rotary.cos, self.rotary.sin, self.rotary.scale), masks, skip_weights,
-                      mixes, value_mixes, next(iter(backouts), None), self.gate_scale)
-
-    def loss(self, x: Tensor, targets: Tensor, loss_weights: Numbers,
-             prefix_weight: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Compute the losses of `forward` from the normed residual stream [T, dim]."""
-        rows = [F.pad(targets[k:], (0, k), value=-1) for k in range(len(loss_weights))]
-        if prefix_weight:
-            rows, loss_weights = [*rows, self.prefixes[targets]], (*loss_weights, prefix_weight)
-        ahead = torch.stack(rows)
-        weights = to_device(torch.tensor(loss_weights), x.device)
-        pieces = zip(x.split(self.loss_tokens), ahead.split(self.loss_tokens, dim=1))
-        losses = [self.lm_head(x_piece, targets_piece, weights) for x_piece, targets_piece in pieces]
-        objective, cross_entropy = (torch.stack(terms).sum() for terms in zip(*losses))
-        return objective, cross_entropy
-
-    def fill_prefixes(self, tokens: Sequence[bytes]) -> None:
-        """Find the prefix of each token, the longest other token that begins it. tokens: the bytes of each."""
-        prefixes, begun = torch.full((len(self.prefixes),), -1), []  # begun: tokens that begin one another
-        for token, number in sorted((token, number) for number, token in enumerate(tokens)):
-            while begun and not token.startswith(begun[-1][0]):
-                begun.pop()
-            prefixes[number] = begun[-1][1] if begun else -1
-            begun.append((token, number))
-        self.prefixes.copy_(prefixes)
-
-    def logits(self, inputs: Tensor, windows: Windows) -> Tensor:
-        """inputs [T] -> float32 [T, padded vocabulary]."""
-        return self.lm_head.logits(self.trunk(inputs, windows))
-
-    def embed_tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Tokens [T] -> x0, the residual stream before the first layer [T, dim], and the n-gram embeddings [T, dim].
-
-        Without token_gates the n-gram embeddings are added to x0, and the second value is None.
-        """
-        e = F.embedding(tokens, self.lm_head.weight) if self.tied else self.embed(tokens)
-        _, _, _, smear_weight, _ = self.scalars.split(self.scalar_sizes)
-        x0 = self.smear(e, self.smear_gate, smear_weight[0])
-        gated = self.config.token_gates and self.config.ngrams
-        total = None if gated else x0
-        for table, number in zip(self.ngrams, self.ngram_numbers(tokens)):
-            embeds, missing = table(number), x0.size(1) - table.embedding_dim
-            embeds = F.pad(embeds, (0, missing)) if missing else embeds  # a narrow table fills the first entries
-            total = embeds if total is None else total + embeds
-        return (x0, total) if gated else (total, None)
-
-    # Each is compiled by itself, see compile_parts
-
-    @staticmethod
-    @compiled
-    def smear(e: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        """Add to each embedding [T, dim] a gated share of the previous token's, then norm."""
-        opening = weight * torch.sigmoid(F.linear(e[1:, :gate.size(1)], gate))
-        return norm(torch.cat([e[:1], e[1:] + opening * e[:-1]]))
-
-    def mixing_weights(self) -> tuple[Tensor, ...]:
-        """Split the scalars into weights of skip connections [n], of blocks [layers, 2 or 4] (mix in Block), of
-        values [layers, 2] (value_mix in Attention), of smear [1] and of the backout layer's output [1 or 0]."""
-        skips, mixes, value_mixes, smear, backout = self.scalars.split(self.scalar_sizes)
-        if self.resid_lambdas is not None:
-            mixes = torch.cat([self.resid_lambdas, self.post_lambdas], 1)
-        return skips, mixes.view(len(self.layers), -1), value_mixes.view(-1, 2), smear, backout
-
-    def ngram_numbers(self, tokens: Tensor) -> list[Tensor]:
-        """Number the n-grams that end at tokens [..., T] -> for each table their numbers or, if rows are shared, their
-        hashes, int64 [..., T]."""
-        if self.config.ngram_hash == "record":
-            return [table.record_hash(tokens) for table in self.ngrams]
-        token, in_document, last_tokens = tokens.long(), torch.ones_like(tokens, dtype=torch.bool), []
-        for _ in range(max((table.n for table in self.ngrams), default=0)):
-            last_tokens.append(torch.where(in_document, token, self.bos_id))
-            in_document = in_document & (token != self.bos_id)
-            token = F.pad(token[..., :-1], (1, 0), value=self.bos_id)
-        hashes = [*itertools.accumulate(last_tokens, lambda number, token: NgramTable.hash(number ^ token), initial=0)]
-        return [hashes[table.n] if table.shared else table.number(last_tokens) for table in self.ngrams]
-
-    def rows_read(self, tokens: Tensor) -> dict[nn.Parameter, Tensor]:
-        """Find the rows of each n-gram table that a forward of these tokens [..., T] reads."""
-        return {table.weight: number % table.num_embeddings
-                for table, number in zip(self.ngrams, self.ngram_numbers(tokens))}
-
-    def masks(self, tokens: Tensor, windows: Windows) -> dict[str | None, Mask | None]:
-        """Build the mask of each kind of attention, by its letter in `layers`, for tokens [T]; see attend."""
-        docs, counted, self.counted = (tokens == self.bos_id).cumsum(0), self.counted, None  # valid for one sequence
-
-        def make(docs: Tensor, window: int) -> Mask:
-            if counted and not self.reach:
-                return document_table(docs, window, len(docs) // len(tokens) * counted[0], counted[1])
-            if docs.is_cuda and not self.reach:
-                return block_mask(docs, window)
-            return mask_in_pieces(docs, window, self.reach or window, self.embed.weight.dtype)
-        paired = {"P": make(docs.repeat_interleave(2), windows.short)} if self.pairs else {}
-        dc = {"dc": mask_in_pieces(docs, *[self.config.dc_window - 1] * 2, self.embed.weight.dtype, DC_PIECE)} if any(
-            layer.dc for layer in self.layers) else {}
-        return {"L": make(docs, windows.long), "S": make(docs, windows.short), None: None, **paired, **dc}
-
-    def apply_schedule(self, rotary_windows: tuple[int, ...], tied: bool) -> None:
-        """Set the state of the model that depends on the step; see Plan."""
-        self.rotary.set_windows(rotary_windows)
-        self.tied = tied
-
-    def compile_parts(self) -> None:
-        """Compile each method marked with @compiled by itself.
-
-        Gradients leave backward group by group. If the whole model were compiled, all would appear at its end.
-        """
-        for module in self.modules():
-            for name in dir(type(module)):
-                if getattr(getattr(type(module), name), "compiles", False):
-                    # groups times sequence lengths exceed torch's default limit of eight
-                    compile_method = functools.partial(torch.compile, dynamic=False, recompile_limit=64)
-                    setattr(module, name, compile_method(getattr(module, name)))
-
 # ------------------------------------------------------------------------------------------------------------------
-# model: attention masks and kernels
-
-MASK_BLOCK = 128  # tokens per block of FlexAttention
-
-def may_attend(docs: Tensor, window: Tensor | int) -> Callable[..., Tensor]:
-    """Return the predicate of every mask: key k is not later than query q, within the window, and in its document."""
-    def predicate(batch: Any, head: Any, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (q - k <= window) & (docs[q] == docs[k])
-    return predicate
-
-def block_mask(docs: Tensor, window: int) -> BlockMask:
-    """Build the mask of FlexAttention: its full and its partial blocks. docs [T], T a multiple of MASK_BLOCK.
-
-    Documents are in order, so the first and the last document of each block suffice, and no [T, T] tensor is built.
-    """
-    first, last = docs.view(-1, MASK_BLOCK)[:, 0], docs.view(-1, MASK_BLOCK)[:, -1]
-    at = torch.arange(len(first), device=docs.device)
-    distance = (at[:, None] - at[None, :]) * MASK_BLOCK  # from a query's block back to a key's block
-    some = (distance >= 0) & (distance - MASK_BLOCK + 1 <= window) & (last[None, :] >= first[:, None])
-    every = (distance > 0) & (distance + MASK_BLOCK - 1 <= window) & (first[None, :] == last[:, None])
-    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-        return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
-
-    # the window is a tensor: torch.compile would specialize on a number, and recompile for each new window
-    predicate = may_attend(docs, torch.full((), window, device=docs.device))
-    return BlockMask.from_kv_blocks(*listed(some & ~every), *listed(every), BLOCK_SIZE=MASK_BLOCK, mask_mod=predicate)
-
-MASK_PIECE = {"cuda": 1024, "cpu": 64}  # least queries per piece; with fewer queries fewer masked keys are computed
-DC_PIECE = 128
-
-def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype, piece: int = 0) -> Tensor:
-    """Build the mask of scaled_dot_product_attention, for CPUs and for GPUs where FlexAttention fails.
-
-    Queries are cut into pieces; each piece sees its own keys and `reach` earlier ones. Returns 0 or -inf [pieces,
-    piece, reach + piece]: one shape for all windows up to reach. A short sequence is one piece. Padding queries of the
-    last piece see one another.
-    """
-    piece = piece or max(MASK_PIECE[docs.device.type], reach // 4)
-    if reach + piece >= len(docs):
-        piece, reach = len(docs), 0
-    docs = F.pad(docs, (0, -len(docs) % piece), value=-1)
-    q = torch.arange(len(docs), device=docs.device, dtype=torch.int32).view(-1, piece, 1)
-    k = q[:, :1] + torch.arange(-reach, piece, device=docs.device, dtype=torch.int32)
-    seen = (k >= 0) & may_attend(docs, window)(None, None, q, k.clamp_min(0))
-    return torch.zeros(seen.shape, dtype=dtype, device=docs.device).masked_fill_(~seen, -math.inf)
-
-class DocumentTable(NamedTuple):
-    """The mask of FlashAttention.
-
-    starts: where documents begin, int32 [room + 1], one shape for any number of documents. numbers: window, longest
-    document and number of documents, int64 [3], on the CPU because FlashAttention reads them on the host.
-    """
-
-    starts: Tensor
-    numbers: Tensor
-
-DOCUMENT_ROOM = 16  # a sequence of T tokens has room for T / DOCUMENT_ROOM documents in its table
-
-def document_table(docs: Tensor, window: int, longest: int, count: int) -> DocumentTable:
-    """Build the mask of FlashAttention from docs [T], numbered from 0 or 1 up to count - 1; see count_documents."""
-    every = torch.arange(len(docs) // DOCUMENT_ROOM + 1, device=docs.device)
-    return DocumentTable(torch.searchsorted(docs, every, out_int32=True), torch.tensor([window, longest, count]))
-
-Mask = Tensor | BlockMask | DocumentTable
+# masks and kernels
 
 def attend(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: Mask) -> Tensor:
     """Compute softmax attention [T, H, D] where the mask allows it. q must contain the softmax scale.
 
-    The mask selects the implementation: FlexAttention (no backward on CPUs), FlashAttention (GPUs only) or
-    scaled_dot_product_attention.
+    The mask selects the implementation: FlashAttention (GPUs only) or scaled_dot_product_attention.
     """
     if isinstance(mask, DocumentTable):
         return flash_attention(q_THD, k_THD, v_THD, *mask)[0]
-    if isinstance(mask, BlockMask):
-        eager = q_THD.is_cuda and not torch.compiler.is_compiling()  # a compiled block compiles it with the block
-        flex = compiled_flex_attention() if eager else flex_attention
-        q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
-        return flex(q, k, v, block_mask=mask, scale=1.0)[0].transpose(0, 1)
     k, v = (seen_by_pieces(x, mask).mT for x in (k_THD, v_THD))
     out = F.scaled_dot_product_attention(cut_in_pieces(q_THD, mask), k, v, mask[:, None], scale=1.0)
     return out.transpose(1, 2).reshape(-1, *q_THD.shape[1:])[:len(q_THD)]
@@ -2063,9 +1924,44 @@ def mix_heads(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, read: Tensor, write: 
     out = attention_map @ seen_by_pieces(v_THD.flatten(1), mask).mT  # one product for all heads' values
     return write[..., None] * out.view(-1, heads, dim)[:tokens]
 
-@functools.cache
-def compiled_flex_attention() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=False)  # uncompiled it would compute all T² scores
+DC_WINDOW, DC_PIECE = 112, 128  # tokens that d looks at, see mix_heads; queries per piece
+
+MASK_PIECE = {"cuda": 1024, "cpu": 64}  # least queries per piece; with fewer queries fewer masked keys are computed
+
+def mask_in_pieces(docs: Tensor, window: int, reach: int, dtype: torch.dtype, piece: int = 0) -> Tensor:
+    """Build the mask of scaled_dot_product_attention, which lets a token see its window within its document.
+
+    Queries are cut into pieces; each piece sees its own keys and `reach` earlier ones. Returns 0 or -inf [pieces,
+    piece, reach + piece]: one shape for all windows up to reach. A short sequence is one piece. Padding queries of the
+    last piece see one another.
+    """
+    piece = piece or max(MASK_PIECE[docs.device.type], reach // 4)
+    if reach + piece >= len(docs):
+        piece, reach = len(docs), 0
+    docs = F.pad(docs, (0, -len(docs) % piece), value=-1)
+    q = torch.arange(len(docs), device=docs.device, dtype=torch.int32).view(-1, piece, 1)
+    k = q[:, :1] + torch.arange(-reach, piece, device=docs.device, dtype=torch.int32)
+    seen = (k >= 0) & (q >= k) & (q - k <= window) & (docs[q] == docs[k.clamp_min(0)])
+    return torch.zeros(seen.shape, dtype=dtype, device=docs.device).masked_fill_(~seen, -math.inf)
+
+class DocumentTable(NamedTuple):
+    """The mask of FlashAttention.
+
+    starts: where documents begin, int32 [room + 1], one shape for any number of documents. numbers: window, longest
+    document and number of documents, int64 [3], on the CPU because FlashAttention reads them on the host.
+    """
+
+    starts: Tensor
+    numbers: Tensor
+
+DOCUMENT_ROOM = 16  # a sequence of T tokens has room for T / DOCUMENT_ROOM documents in its table
+
+def document_table(docs: Tensor, window: int, longest: int, count: int) -> DocumentTable:
+    """Build the mask of FlashAttention from docs [T], numbered from 0 or 1 up to count - 1; see count_documents."""
+    every = torch.arange(len(docs) // DOCUMENT_ROOM + 1, device=docs.device)
+    return DocumentTable(torch.searchsorted(docs, every, out_int32=True), torch.tensor([window, longest, count]))
+
+Mask = Tensor | DocumentTable
 
 def flash_attention_3() -> bool:
     """Activate FlashAttention 3 for torch's FlashAttention operators -> whether this GPU has it and it is installed."""
@@ -2109,18 +2005,31 @@ flash_attention.register_autograd(
     lambda ctx, grad, _: (*flash_attention_backward(grad, *ctx.saved_tensors), None, None),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))
 
-# Tile sizes of the MLP's product: two warp groups, and three stages in Hopper's shared memory
-TILE_M, TILE_N, TILE_K = 128, 256, 64
+class ReluSquaredMLP(torch.autograd.Function):
+    """MLP.forward by relu_squared. Saves only the squared activations for backward.
 
-def tile_k(a: Tensor) -> int:
-    """Return the tile's inner size: as many bytes in fp8 as in bf16."""
-    return 2 * TILE_K if a.itemsize == 1 else TILE_K
+    With h_scale and h_max forward is in fp8; see DelayedScales. Backward is the same, and reads unrounded tensors.
+    """
 
-def kernel_programs(a: Tensor, b: Tensor, dtype: torch.dtype) -> int:
-    """Return with how many programs the kernel computes a @ b, one per multiprocessor; 0 if it cannot."""
-    fits = not (len(a) % TILE_M or b.size(1) % TILE_N or len(b) % tile_k(a))
-    on_gpu = a.is_cuda and dtype == torch.bfloat16 and fits
-    return torch.cuda.get_device_properties(a.device).multi_processor_count if on_gpu else 0
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fc: Tensor, proj: Tensor, h_scale: Tensor | None = None,
+                h_max: Tensor | None = None) -> Tensor:
+        if h_scale is None:
+            h = relu_squared(x, fc)
+            y = F.linear(h, proj)
+        else:
+            (x8, x_scale), (fc8, fc_scale), (proj8, proj_scale) = map(to_e4m3, (x, fc, proj))
+            by_column = fc8.T.contiguous().T
+            h, h8 = relu_squared_in_fp8(x8, by_column, x_scale * fc_scale, h_scale, h_max, x.dtype)
+            y = fp8_product(h8, proj8.T, h_scale, proj_scale, True, x.dtype)
+        ctx.save_for_backward(x, fc, proj, h)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, fc, proj, h = ctx.saved_tensors
+        grad_y = relu_squared(grad, proj, h)
+        return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h, None, None
 
 def relu_squared(a: Tensor, b: Tensor, h: Tensor | None = None) -> Tensor:
     """Compute relu(a @ b) ** 2, or its backward (a @ b) * 2 sqrt(h) if its result h is given. a [m, k], b [k, n]."""
@@ -2159,6 +2068,19 @@ def relu_squared_by_triton(a: Tensor, b: Tensor, h: Tensor | None, programs: int
         *(TensorDescriptor.from_tensor(x.contiguous(), tile) for x, tile in tiles), *(scales or (None,) * 3),
         m, n, k, TILE_M, TILE_N, inner, programs, h is not None, fp8, num_warps=8, num_stages=3)
     return (out, h8) if fp8 else out
+
+# Tile sizes of the MLP's product: two warp groups, and three stages in Hopper's shared memory
+TILE_M, TILE_N, TILE_K = 128, 256, 64
+
+def tile_k(a: Tensor) -> int:
+    """Return the tile's inner size: as many bytes in fp8 as in bf16."""
+    return 2 * TILE_K if a.itemsize == 1 else TILE_K
+
+def kernel_programs(a: Tensor, b: Tensor, dtype: torch.dtype) -> int:
+    """Return with how many programs the kernel computes a @ b, one per multiprocessor; 0 if it cannot."""
+    fits = not (len(a) % TILE_M or b.size(1) % TILE_N or len(b) % tile_k(a))
+    on_gpu = a.is_cuda and dtype == torch.bfloat16 and fits
+    return torch.cuda.get_device_properties(a.device).multi_processor_count if on_gpu else 0
 
 if triton is not None:
     def launch_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, int]:
@@ -2201,32 +2123,6 @@ if triton is not None:
         if FP8:
             tl.atomic_max(h_max, largest)
 
-class ReluSquaredMLP(torch.autograd.Function):
-    """MLP.forward by relu_squared. Saves only the squared activations for backward.
-
-    With h_scale and h_max forward is in fp8; see DelayedScales. Backward is the same, and reads unrounded tensors.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fc: Tensor, proj: Tensor, h_scale: Tensor | None = None,
-                h_max: Tensor | None = None) -> Tensor:
-        if h_scale is None:
-            h = relu_squared(x, fc)
-            y = F.linear(h, proj)
-        else:
-            (x8, x_scale), (fc8, fc_scale), (proj8, proj_scale) = map(to_e4m3, (x, fc, proj))
-            by_column = fc8.T.contiguous().T
-            h, h8 = relu_squared_in_fp8(x8, by_column, x_scale * fc_scale, h_scale, h_max, x.dtype)
-            y = fp8_product(h8, proj8.T, h_scale, proj_scale, True, x.dtype)
-        ctx.save_for_backward(x, fc, proj, h)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, fc, proj, h = ctx.saved_tensors
-        grad_y = relu_squared(grad, proj, h)
-        return F.linear(grad_y, fc), x.T @ grad_y, grad.T @ h, None, None
-
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 
 def to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -2235,46 +2131,34 @@ def to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = x.abs().amax(1).amax().float().clamp_min(1e-12) / E4M3_MAX
     return (x.float() / scale).to(torch.float8_e4m3fn), scale
 
-class FP8Scales(NamedTuple):
-    """Fixed scales of the head's fp8 products: a tensor is divided by its scale before it is rounded."""
+class HeadLoss(torch.autograd.Function):
+    """Head.forward with softcapped_loss: x [T, dim], weight [V, dim] -> (objective, entropies [n]). scales: for fp8.
 
-    x: float
-    weight: float
-    grad: float
-
-# A module global: as an attribute of FP8Linear it would break the compiled graph, and with it the fusion of the casts
-# and the loss
-def fp8_product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tensor, fast: bool,
-                dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> [m, n] of dtype."""
-    scale_a, scale_b = (x if isinstance(x, Tensor) else torch.full((), x, device=a.device) for x in (scale_a, scale_b))
-    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
-
-def fp8_operands(x: Tensor, weight: Tensor, scales: FP8Scales) -> tuple[Tensor, Tensor]:
-    return (x / scales.x).to(torch.float8_e4m3fn), (weight / scales.weight).to(torch.float8_e4m3fn)
-
-def fp8_gradients(grad8: Tensor, grad_scale: float | Tensor, x8: Tensor, weight8: Tensor,
-                  scales: FP8Scales) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of x and weight from that of the product, grad8 [T, V] times grad_scale."""
-    by_column = weight8.T.contiguous().T, x8.T.contiguous().T
-    grad_x = fp8_product(grad8, by_column[0], grad_scale, scales.weight, fast=False)
-    return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], grad_scale, scales.x, fast=False)
-
-class FP8Linear(torch.autograd.Function):
-    """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V]; forward and backward multiply in fp8."""
+    Forward computes the logits' gradient and keeps it in place of the logits. The gradient of the objective is a factor
+    of backward's products.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scales: FP8Scales) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
+                scales: FP8Scales | None) -> tuple[Tensor, Tensor]:
         ctx.scales = scales
-        x8, weight8 = fp8_operands(x, weight, scales)
-        ctx.save_for_backward(x8, weight8)
-        return fp8_product(x8, weight8.T, scales.x, scales.weight, fast=True)
+        if scales is None:
+            losses, grad = softcapped_loss(F.linear(x, weight), targets, weights, softcap)
+        else:
+            x, weight = fp8_operands(x, weight, scales)
+            logits = fp8_product(x, weight.T, scales.x, scales.weight, fast=True)
+            losses, grad = softcapped_loss(logits, targets, weights, softcap, scales.grad)
+        ctx.save_for_backward(x, weight, grad)
+        entropies = losses.sum(1)
+        ctx.mark_non_differentiable(entropies)
+        return (entropies * weights).sum(), entropies
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        scales = ctx.scales
-        grad8 = (grad / scales.grad).to(torch.float8_e5m2)
-        return *fp8_gradients(grad8, scales.grad, *ctx.saved_tensors, scales), None
+    def backward(ctx: Any, grad_objective: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None, None, None]:
+        (x, weight, grad), scales = ctx.saved_tensors, ctx.scales
+        if scales is None:
+            return grad_objective * (grad @ weight), grad_objective * (grad.T @ x), None, None, None, None
+        return *fp8_gradients(grad, grad_objective * scales.grad, x, weight, scales), None, None, None, None
 
 def softcapped_loss(x: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
                     grad_scale: float | None = None) -> tuple[Tensor, Tensor]:
@@ -2359,34 +2243,46 @@ if triton is not None:
             part = factor * (weight_sum * e / total - own) * s * (1 - s)
             tl.store(grad + tl.maximum(target, 0), part.to(grad.dtype.element_ty), target >= 0)
 
-class HeadLoss(torch.autograd.Function):
-    """Head.forward with softcapped_loss: x [T, dim], weight [V, dim] -> (objective, entropies [n]). scales: for fp8.
-
-    Forward computes the logits' gradient and keeps it in place of the logits. The gradient of the objective is a factor
-    of backward's products.
-    """
+class FP8Linear(torch.autograd.Function):
+    """x [T, dim] @ weight [V, dim] transposed -> bf16 [T, V]; forward and backward multiply in fp8."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
-                scales: FP8Scales | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scales: FP8Scales) -> Tensor:
         ctx.scales = scales
-        if scales is None:
-            losses, grad = softcapped_loss(F.linear(x, weight), targets, weights, softcap)
-        else:
-            x, weight = fp8_operands(x, weight, scales)
-            logits = fp8_product(x, weight.T, scales.x, scales.weight, fast=True)
-            losses, grad = softcapped_loss(logits, targets, weights, softcap, scales.grad)
-        ctx.save_for_backward(x, weight, grad)
-        entropies = losses.sum(1)
-        ctx.mark_non_differentiable(entropies)
-        return (entropies * weights).sum(), entropies
+        x8, weight8 = fp8_operands(x, weight, scales)
+        ctx.save_for_backward(x8, weight8)
+        return fp8_product(x8, weight8.T, scales.x, scales.weight, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, grad_objective: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None, None, None]:
-        (x, weight, grad), scales = ctx.saved_tensors, ctx.scales
-        if scales is None:
-            return grad_objective * (grad @ weight), grad_objective * (grad.T @ x), None, None, None, None
-        return *fp8_gradients(grad, grad_objective * scales.grad, x, weight, scales), None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        scales = ctx.scales
+        grad8 = (grad / scales.grad).to(torch.float8_e5m2)
+        return *fp8_gradients(grad8, scales.grad, *ctx.saved_tensors, scales), None
+
+def fp8_operands(x: Tensor, weight: Tensor, scales: FP8Scales) -> tuple[Tensor, Tensor]:
+    return (x / scales.x).to(torch.float8_e4m3fn), (weight / scales.weight).to(torch.float8_e4m3fn)
+
+def fp8_gradients(grad8: Tensor, grad_scale: float | Tensor, x8: Tensor, weight8: Tensor,
+                  scales: FP8Scales) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of x and weight from that of the product, grad8 [T, V] times grad_scale."""
+    by_column = weight8.T.contiguous().T, x8.T.contiguous().T
+    grad_x = fp8_product(grad8, by_column[0], grad_scale, scales.weight, fast=False)
+    return grad_x, fp8_product(grad8.T.contiguous(), by_column[1], grad_scale, scales.x, fast=False)
+
+# A module global: as an attribute of FP8Linear it would break the compiled graph, and with it the fusion of the casts
+# and the loss
+def fp8_product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tensor, fast: bool,
+                dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Multiply a [m, k], row-major, by b [k, n], column-major, each times its scale -> [m, n] of dtype."""
+    scale_a, scale_b = (x if isinstance(x, Tensor) else torch.full((), x, device=a.device) for x in (scale_a, scale_b))
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
+
+class FP8Scales(NamedTuple):
+    """Fixed scales of the head's fp8 products: a tensor is divided by its scale before it is rounded."""
+
+    x: float
+    weight: float
+    grad: float
 
 # ------------------------------------------------------------------------------------------------------------------
 # update rules
@@ -2771,11 +2667,11 @@ class RowBucket(Bucket):
         self.finish_announcement()
         reads = np.unpackbits(self.all_reads.numpy(), 1, len(self.rows)).view(bool)
         reads = reads.reshape(comm.ranks, comm.ranks, -1)  # [rank that reads, rank that owns, row of its shard]
-        self.read_by_any, of_this_shard = reads.any(0), reads[:, comm.rank]
+        self.read_by_any, shard_reads = reads.any(0), reads[:, comm.rank]
         sums = self.scatter_add(self.indices(reads[comm.rank]), grads)
         sent = sums.to(comm.sent_dtype or sums.dtype).split(reads[comm.rank].sum(1).tolist())
-        counts = of_this_shard.sum(1).tolist()
-        rows, numbers = self.indices(self.read_by_any[comm.rank]), self.indices(of_this_shard) % of_this_shard.shape[1]
+        counts = shard_reads.sum(1).tolist()
+        rows, numbers = self.indices(self.read_by_any[comm.rank]), self.indices(shard_reads) % shard_reads.shape[1]
         values = sums.new_empty((sum(counts), sums.size(1)), dtype=sent[0].dtype)  # of all ranks, one after another
         received = values.split(counts)
         received[comm.rank].copy_(sent[comm.rank])
@@ -3442,8 +3338,8 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
 
     def update(self, bucket: Bucket, plan: Plan, unused: Iterable[Slot] = ()) -> None:
         """Update this rank's shard by the bucket's rule. Unused parameters and their state stay unchanged."""
-        kept = [(part, part.clone()) for slot in bucket.slots if slot in unused
-                for part in (bucket.view_of(slot, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
+        unchanged = [(part, part.clone()) for slot in bucket.slots if slot in unused
+                     for part in (bucket.view_of(slot, x, True) for x in (bucket.param_shard, *bucket.state.values()))]
         rule, lr = bucket.rule, self.group_of[bucket.slots[0].param]["lr"]
         rule = rule if lr == rule.lr else dataclasses.replace(rule, lr=lr)
         hyper = {key: self.number(key, v) if isinstance(v, float) and bucket.may_compile else v
@@ -3451,7 +3347,7 @@ class DistributedOptimizer(SavedState, torch.optim.Optimizer):
         plain = type(rule).update
         update = self.compiled[plain] if bucket.may_compile else plain
         bucket.update(update, hyper, self.settings.world_size_invariant)
-        for part, old in kept:
+        for part, old in unchanged:
             part.copy_(old)
 
     def finish_all_gathers(self, buckets: Sequence[Bucket] | None = None) -> None:
@@ -3470,10 +3366,10 @@ def rule_of(config: Config, group: AdamGroup | MuonGroup) -> Adam | NorMuon:
     c = config
     if isinstance(group, MuonGroup):
         return NorMuon(c.muon_lr, c.muon_weight_decay, c.muon_beta2, c.torch_dtype)
-    beta1, beta2, decay = (flag if own is None else own for own, flag in (
-        (group.beta1, c.adam_beta1), (group.beta2, c.adam_beta2), (group.weight_decay, c.adam_weight_decay)))
-    return Adam(c.adam_lr * group.lr_mul, beta1, beta2, c.adam_eps, c.adam_every, decay, c.adam_fp32_moments,
-                rows=group.kind == "ngram_embeds", lazy=c.lazy_tables)
+    beta1, beta2 = (flag if own is None else own for own, flag in (
+        (group.beta1, c.adam_beta1), (group.beta2, c.adam_beta2)))
+    return Adam(c.adam_lr * group.lr_mul, beta1, beta2, c.adam_eps, c.adam_every, group.weight_decay,
+                c.adam_fp32_moments, rows=group.kind == "ngram_embeds", lazy=c.lazy_tables)
 
 def specs_of(config: Config, model: GPT) -> list[ParamSpec]:
     """Assign every parameter that is not frozen its update rule, by its kind, in the model's order."""
@@ -3588,7 +3484,7 @@ def split_sequence(sequence: np.ndarray, device: torch.device) -> tuple[Tensor, 
 def count_documents(model: GPT, tokens: np.ndarray) -> None:
     """Count the documents of the sequence that forward takes next: FlashAttention needs their number on the host.
 
-    Without a count, or with more documents than the table has room for, attention falls back to FlexAttention.
+    Without a count, or with more documents than the table has room for, attention masks in pieces.
     """
     if model.flash:
         begins = np.flatnonzero(tokens.clip(0) == model.bos_id)  # padding of the last sequence is -1, read as token 0
@@ -3609,11 +3505,13 @@ class Worker:
         self.model = build_model(config, train_shards[0].encoding).to(device)
         if config.init_from and not config.resume:
             load_parameters(self.model, load_file(config.init_from))
-        if config.attention == "masked" or self.compiled and not gpu:  # compiled code needs masks of one shape
+        if config.attention == "masked" or self.compiled:  # compiled code needs masks of one shape
             self.model.reach = longest_window(config)
         self.model.flash = config.attention == "flash"
-        for module in (self.model.lm_head, *(block.mlp for block in self.model.blocks if block.mlp is not None)):
-            module.kernels = config.kernels == "on" or config.kernels == "auto" and gpu
+        self.model.lm_head.kernels = gpu and config.kernels in ("on", "loss")
+        for block in self.model.blocks:
+            if block.mlp is not None:
+                block.mlp.kernels = config.kernels == "on"
         if self.compiled:
             self.model.compile_parts()
         self.optimizer = build_optimizer(config, self.model, comm, self.compiled)
@@ -4416,23 +4314,24 @@ def cpu_threads(config: Config, local_ranks: int) -> int:
 def resolve_auto(config: Config, comm: Comm) -> tuple[Config, list[str]]:
     """Resolve what depends on the GPUs, the same on all ranks -> the config, and what the user should know."""
     lengths = (*sorted(micro_batch_lengths(config)), config.val_len)
-    require(not any(n % MASK_BLOCK for n in lengths), f"micro-batches and val_len have {', '.join(map(str, lengths))} "
-            f"tokens; on GPUs they must be multiples of {MASK_BLOCK}")
+    require(not any(n % TILE_M for n in lengths), f"micro-batches and val_len have {', '.join(map(str, lengths))} "
+            f"tokens; on GPUs they must be multiples of {TILE_M}")
     gpus = comm.all_gather_json([torch.cuda.get_device_capability(),
-                                 config.attention in ("auto", "flash") and flash_attention_3()])
+                                 config.attention != "masked" and flash_attention_3()])
     capability, has_flash_3 = (min(values) for values in zip(*gpus))
     changes = []
     if config.fp8_head and capability < [8, 9]:
         config = dataclasses.replace(config, fp8_head=False)
         changes.append("this GPU has no fp8: the head's product stays in bf16")
     if config.attention == "auto":
-        fits = has_flash_3 and config.dtype == "bfloat16" and not config.world_size_invariant
-        config = dataclasses.replace(config, attention="flash" if fits else "flex")
-    elif config.attention == "flash" and not has_flash_3:
-        changes.append("FlashAttention 3 is not installed or this is no Hopper GPU: using torch's own version")
-    if config.kernels == "auto" and (triton is None or capability < [9, 0]):
-        config = dataclasses.replace(config, kernels="off")
-    if config.fp8_mlp and config.kernels == "off":
+        fits = capability >= [8, 0] and config.dtype == "bfloat16" and not config.world_size_invariant
+        config = dataclasses.replace(config, attention="flash" if fits else "masked")
+    if config.attention == "flash" and capability[0] == 9 and not has_flash_3:
+        changes.append("FlashAttention 3 is not installed: using torch's own version")
+    if config.kernels == "auto":
+        chosen = "off" if triton is None else "on" if capability >= [9, 0] else "loss"  # the MLP's kernel needs TMA
+        config = dataclasses.replace(config, kernels=chosen)
+    if config.fp8_mlp and config.kernels != "on":
         config = dataclasses.replace(config, fp8_mlp=False)
         changes.append("the MLP's kernels are off: its products stay in bf16")
     return config, changes

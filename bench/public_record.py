@@ -358,13 +358,14 @@ def small_preset(record: Record) -> train_gpt.Config:
         muon_momentum_rise=preset.muon_momentum_rise - LESS_MOMENTUM_RISE,
         muon_momentum_fall=preset.muon_momentum_fall - LESS_MOMENTUM_FALL, num_heads=record.heads,
         model_dim=dim, fp8_head=False, fp8_mlp=False,
-        dc_window=preset.dc_window // SHORTER, ngrams=tuple(train_gpt.Ngrams(2, PAIR_ROWS, dim) for _ in preset.ngrams))
+        ngrams=tuple(train_gpt.Ngrams(2, PAIR_ROWS, dim) for _ in preset.ngrams))
 
 
 def run_ours(record: Record, home: Path, initial: dict[str, Tensor],
              signs: Tensor | None) -> tuple[list[float], dict[str, Tensor]]:
     """Return (validation losses before each step and after the last step, final parameters)."""
     config = small_preset(record)
+    train_gpt.DC_WINDOW //= SHORTER
     shards = train_gpt.find_shards(f"{home}/*_train_*.bin")
     torch.set_default_dtype(torch.float64)
     with OnTheCpu():

@@ -63,18 +63,6 @@ FAULTS = {
         "activations of the head fall below fp8's range",
         "scales.x).to(torch.float8_e4m3fn)",
         "scales.x * 4096).to(torch.float8_e4m3fn)", BF16),
-    "full-blocks": Fault(
-        "blocks on the border of the window count as full",
-        "(distance + MASK_BLOCK - 1 <= window)",
-        "(distance <= window)", "--compare masks"),
-    "diagonal-blocks": Fault(
-        "blocks on the diagonal count as full",
-        "every = (distance > 0)",
-        "every = (distance >= 0)", "--compare masks"),
-    "some-blocks": Fault(
-        "a block that sees one key is left out",
-        "(distance - MASK_BLOCK + 1 <= window)",
-        "(distance - MASK_BLOCK + 1 < window)", "--compare masks"),
     "flash-window": Fault(
         "FlashAttention's window is one token too short",
         "window_size_left=window,\n        window_size_right=0)\n    return out",

@@ -6,7 +6,7 @@ Each part of a run (attention, each group of layers, the head, the update rules,
 shapes, and compared with a plain version: float32, uncompiled, by other means where there are some. If a part fails on
 one rank, all ranks disable it by the part's fallback flag, and the check starts again. On GPUs `micro_batch_splits`
 doubles until a step fits in the free memory. The program prints a table for each attempt. Its last line is a JSON
-object with the flags that a run must take, for example {"attention": "flex", "micro_batch_splits": 2}.
+object with the flags that a run must take, for example {"attention": "masked", "micro_batch_splits": 2}.
 
 Exit status: 0, 1 if a part fails and no flag avoids it or if a run does not fit, 130 interrupted.
 """
@@ -115,9 +115,9 @@ def model_parts(worker: T.Worker) -> Iterator[Part]:
 
     def group(i: int, m: T.GPT, *inputs: Tensor) -> Tensor:
         found = dict(zip(reads(i), inputs))
-        shared = m.shared(found["x0"], found.get("ngrams"), masks[m])
+        context = m.context(found["x0"], found.get("ngrams"), masks[m])
         outputs, tables = ({key[1]: y for key, y in found.items() if key[0] == kind} for kind in ("saved", "table"))
-        return m.groups[i](found["x"], shared, outputs, tables, found.get("gates"))[0]
+        return m.groups[i](found["x"], context, outputs, tables, found.get("gates"))[0]
 
     @functools.cache
     def reads(i: int) -> dict[Any, Tensor]:
@@ -145,14 +145,13 @@ def model_parts(worker: T.Worker) -> Iterator[Part]:
             return [out.detach(), *(x for x in grads if x is not None)]
         return Part(name, way[0], compute, ALLOWED_IN_FP8 if way[0].startswith("fp8") else ALLOWED[x.dtype], way[1])
 
-    masked = None if model.reach else ("attention", "masked")
-    way = {T.DocumentTable: ("FlashAttention", ("attention", "flex")), T.BlockMask: ("FlexAttention", masked),
-           Tensor: ("masks in pieces", masked)}[type(masks[model]["L"])]
+    way = ("FlashAttention" if isinstance(masks[model]["L"], T.DocumentTable) else "masks in pieces",
+           None if model.reach and not model.flash else ("attention", "masked"))
     for window in "LS":  # groups read P's
         yield part(f"attention {window}", way, functools.partial(attention, window), (x, x0, values))
     for i, one in enumerate(model.groups):
         kernels = any(block.mlp is not None and block.mlp.kernels for block in one.blocks)
-        way = (f"{way_of(worker)[0]}, with kernels", ("kernels", "off")) if kernels else way_of(worker)
+        way = (f"{way_of(worker)[0]}, with kernels", ("kernels", "loss")) if kernels else way_of(worker)
         way = ("fp8", ("fp8_mlp", False)) if c.fp8_mlp and any(block.mlp for block in one.blocks) else way
         read = {id(p) for p in one.parameters()}
         learned = [name for name, p in model.named_parameters() if id(p) in read]
@@ -369,7 +368,7 @@ def fit_memory(config: T.Config, vocab_size: int, comm: T.Comm) -> T.Config:
 
     # the number of tokens in a product decides the order of its sums, so a run that must not depend on it cannot split
     while not invariant and lacking(config)[1] and all(
-            n % (2 * T.MASK_BLOCK) == 0 for n in T.micro_batch_lengths(config)):
+            n % (2 * T.TILE_M) == 0 for n in T.micro_batch_lengths(config)):
         config = dataclasses.replace(config, micro_batch_splits=2 * config.micro_batch_splits)
     if any(short := lacking(config)):
         advice = ("use more ranks, fewer rows in --ngrams, or a smaller model" if short[0] else
@@ -396,7 +395,7 @@ def memory_needed(config: T.Config, vocab_size: int, ranks: int) -> tuple[int, i
     gradients = entries - T.ngram_entries(c)
     permanent = 8 * matrices + size * (entries + gradients) + (4 * matrices + 2 * T.moment_bytes(c) * entries) / ranks
     width, logits, lengths = c.model_dim * size, vocab_size * size, T.micro_batch_lengths(c)  # bytes of a token
-    eager, of_mlp = c.compile == "off", 14 if c.kernels == "off" else 10
+    eager, of_mlp = c.compile == "off", 14 if c.kernels in ("loss", "off") else 10
     saved = ((9 if eager else 4) * attentions + of_mlp * mlps + 32) * width
     if c.kernels == "off":
         saved += logits * ((2 if c.fp8_head else 1) + 6 * eager)  # fp8 also keeps their gradient, twice in e5m2

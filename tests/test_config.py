@@ -210,7 +210,7 @@ def refused(changes, ranks=1):
 @pytest.mark.parametrize("changes,ranks,says", [
     ({}, 3, "the stage from step 0 on has 8 micro-batches, which 3 ranks cannot share evenly; start 2 ranks"),
     ({"micro_batches": 12}, 8, "12 micro-batches, which 8 ranks cannot share evenly; start 6 ranks"),
-    ({"num_heads": 3}, 1, "model_dim is 32; give a multiple of 4 * num_heads, 12, from 6 on"),
+    ({"num_heads": 3}, 1, "model_dim is 32; give a multiple of 4 * num_heads, 12"),
     ({"layers": "S0M X"}, 1, "'X' is not a layer; write S, L or P"),
     ({"layers": "0M"}, 1, "'0M' is not a layer"),
     ({"layers": ""}, 1, "give at least one layer"),
@@ -487,17 +487,17 @@ def test_the_rotary_is_stretched_once_per_window_but_not_for_the_last_validation
 
 @pytest.mark.parametrize("asked, changes, capability, installed, other_rank, chosen", [
     ("auto", {}, (9, 0), True, True, "flash"),
-    ("auto", {}, (9, 0), False, False, "flex"),
-    ("auto", {}, (9, 0), True, False, "flex"),
-    ("auto", {}, (10, 0), True, True, "flex"),
-    ("auto", {"dtype": "float32"}, (9, 0), True, True, "flex"),
-    ("auto", {"world_size_invariant": True}, (9, 0), True, True, "flex"),
-    ("flex", {}, (9, 0), True, True, "flex"),
+    ("auto", {}, (9, 0), False, False, "flash, torch's own"),
+    ("auto", {}, (9, 0), True, False, "flash, torch's own"),
+    ("auto", {}, (10, 0), False, False, "flash"),
+    ("auto", {}, (8, 0), False, False, "flash"),
+    ("auto", {}, (7, 5), False, False, "masked"),
+    ("auto", {"dtype": "float32"}, (9, 0), True, True, "masked"),
+    ("auto", {"world_size_invariant": True}, (9, 0), True, True, "masked"),
+    ("masked", {}, (9, 0), False, False, "masked"),
     ("flash", {}, (9, 0), True, True, "flash"),
-    ("flash", {}, (8, 9), True, True, "flash, torch's own"),
-    ("flash", {}, (9, 0), False, True, "flash, torch's own"),
 ])
-def test_flash_attention_3_is_used_if_all_ranks_have_it(asked, changes, capability, installed, other_rank, chosen, monkeypatch):
+def test_gpus_with_bf16_use_flash_attention(asked, changes, capability, installed, other_rank, chosen, monkeypatch):
     def activate(name):
         assert capability[0] == 9
         if not installed:
@@ -516,10 +516,11 @@ def test_all_ranks_leave_out_what_the_oldest_gpu_lacks(monkeypatch):
     monkeypatch.setattr(train_gpt, "triton", "installed")
     comm = train_gpt.Comm()
     comm.all_gather_json = lambda mine: json.loads(json.dumps([mine, mine]))
-    assert train_gpt.resolve_auto(train_gpt.Config(attention="flex"), comm) == (train_gpt.Config(attention="flex"), [])
+    known = train_gpt.Config(attention="masked", kernels="on")
+    assert train_gpt.resolve_auto(train_gpt.Config(attention="masked"), comm) == (known, [])
     comm.all_gather_json = lambda mine: json.loads(json.dumps([mine, [[8, 0], False]]))
     config, messages = train_gpt.resolve_auto(train_gpt.Config(fp8_mlp=True), comm)
-    assert not config.fp8_head and config.kernels == "off" and messages == [
+    assert not config.fp8_head and config.kernels == "loss" and messages == [
         "this GPU has no fp8: the head's product stays in bf16", "the MLP's kernels are off: its products stay in bf16"]
     assert not config.fp8_mlp
 

@@ -283,7 +283,7 @@ def test_uses_of_memory_are_ordered(emulated):
     assert done.returncode == 0 and "unordered: 0" in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["kernel-column", "fp8-scale", "full-blocks", "wrong-shard", "no-wait-gather"])
+@pytest.mark.parametrize("name", ["kernel-column", "fp8-scale", "flash-window", "wrong-shard", "no-wait-gather"])
 def test_a_planted_fault_is_found(emulated, name):
     done = subprocess.run([HOME / "venv/bin/python", DRY / "faults.py", name], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

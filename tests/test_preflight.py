@@ -50,7 +50,7 @@ def test_working_parts_pass_and_leave_no_trace(config):
 def test_the_parts_of_frontier_pass(config):
     frontier = train_gpt.PRESETS["frontier"]
     changes = {name: getattr(frontier, name) for name in ("layers", "backout_layer", "value_gates", "token_gates", "mudd",
-                                                          "sublayer_scales", "pairing", "key_offset", "muon_qk_heads")}
+                                                          "sublayer_scales", "key_offset", "muon_qk_heads")}
     rows, _ = preflight.check_parts(trainer_of(config, ngrams=(train_gpt.Ngrams(2, 32, 8),), num_heads=4, **changes))
     assert [row[0] for row in rows[2:4]] == ["layers 0 to 3", "layers 4 to 10"]
     assert len({row[0] for row in rows}) == len(rows)
@@ -106,7 +106,7 @@ COMPILED = {"compile": "on"}
     (lambda m: break_window(m, 1, 0), {"micro_batch_tokens": 256}, "attention L", ("attention", "masked")),
     (lambda m: break_window(m, 0, -1), {"micro_batch_tokens": 256}, "attention S", ("attention", "masked")),
     (break_fp8, {"fp8_head": True}, "head", ("fp8_head", False)),
-    (break_kernel, {"kernels": "on"}, "layers 0 to 3", ("kernels", "off")),
+    (break_kernel, {"kernels": "on"}, "layers 0 to 3", ("kernels", "loss")),
     (lambda m: break_compiled(m, "Group", lambda f, args: (1.1 * f(*args)[0], {}, None)), COMPILED, "layers 0 to 3", ("compile", "off")),
     (break_fp8, {"fp8_mlp": True}, "layers 0 to 3", ("fp8_mlp", False)),
     (lambda m: break_compiled(m, "Head", no_kernel), COMPILED, "head", ("compile", "off")),
@@ -220,8 +220,8 @@ def test_each_failed_part_adds_its_fallback_until_all_work(config, monkeypatch):
     break_kernel(monkeypatch)
     config = dataclasses.replace(config, layers="- S0M LM M", backout_layer=2, fp8_head=True, kernels="on")
     chosen, said = choose(config)
-    assert chosen == {"kernels": "off", "fp8_head": False} and said.count("verdict") == 3
-    assert "layers 0 to 3, uncompiled, with kernels, failed: --kernels off instead\n" in said and "head, fp8, failed: --fp8_head false instead\n" in said
+    assert chosen == {"kernels": "loss", "fp8_head": False} and said.count("verdict") == 3
+    assert "layers 0 to 3, uncompiled, with kernels, failed: --kernels loss instead\n" in said and "head, fp8, failed: --fp8_head false instead\n" in said
 
 
 def flags(corpus, **changes):
@@ -257,7 +257,7 @@ def test_micro_batches_are_split_until_they_fit_on_the_smallest_gpu(gpu):
         def all_gather_json(self, mine):
             return [mine, 12 * 2 ** 30]
     gpu(79)
-    config = train_gpt.Config(kernels="off", attention="flex", fp8_head=False)
+    config = train_gpt.Config(kernels="off", attention="flash", fp8_head=False)
     assert preflight.fit_memory(config, 50257, train_gpt.Comm()) == config
     split = preflight.fit_memory(config, 50257, SmallGpus())
     assert split == dataclasses.replace(config, micro_batch_splits=2)

@@ -100,7 +100,7 @@ def train(comm, argv, kill_at=-1):
     {"save_every": 3}, {"sync": "step", "update_order": "forward"}, {"overlap_param_gather": "true", "update_order": "forward", "bucket_mb": 0},
     {"find_unused_parameters": "true", "check_grads": "true"}, {"clip_norm": 0.05, "bucket_mb": 1},
     {"grad_reduce_in_fp32": "true", "dtype": "bfloat16", "overlap_param_gather": "true"}, {"bf16_compress": "true"},
-    {"untie_at": 0.7, "head_init": 0.02, "adam_weight_decay": 10, "warmup_steps": 6}, {"fp8_mlp": "true"},
+    {"untie_at": 0.7, "head_init": 0.02, "param_groups": 'AdamGroup("head", weight_decay=10.)', "warmup_steps": 6}, {"fp8_mlp": "true"},
     {"world_size_invariant": "true", "overlap_param_gather": "true", "save_every": 5}], ids=lambda settings: " ".join(settings) )
 def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(settings, flags, on_ranks, tmp_path):
     """On two ranks, under every setting of the engine; and steps of a cycle of Adam's that no checkpoint can hold."""
@@ -163,7 +163,7 @@ def test_exact_runs_go_on_at_any_number_of_ranks_in_the_midst_of_a_cycle(flags, 
     exact = dict(world_size_invariant="true", save_every=1, num_steps=9, micro_batches=8, val_every=0, untie_at=0.5, head_init=0.02,
                  value_gates="true", key_offset="true", muon_qk_heads=1, fp8_mlp="true", param_groups='AdamGroup("gates", beta1=.9)',
                  layers="S0xM P0M+0 L1xgdM", backout_layer=1, token_gates=(0, 1), mudd="true", sublayer_scales="true",
-                 ngrams=(train_gpt.Ngrams(2, 40, 8),), ngram_hash="record", ngram_reset=3, dc_window=7)
+                 ngrams=(train_gpt.Ngrams(2, 40, 8),), ngram_hash="record", ngram_reset=3)
     on_ranks(1, train, flags("whole", **exact))
     on_ranks(1, train, flags("killed", **exact), 1)
     for ranks, kill_at, saved in ((2, 3, 1), (4, 5, 3), (8, 7, 5), (1, -1, 7)):

@@ -54,8 +54,7 @@ PAIRED = "- S1xM P2M SM LxM PM SM+5 M+4 SM cP0M+2 S1xM cL2M"
 MECHANISMS = {
     "record 44": dict(),
     "n-grams that share few rows": dict(ngrams=(train_gpt.Ngrams(2, 40, 8), train_gpt.Ngrams(4, 70, 32))),
-    "paired heads, XSA, value gates, backout": dict(layers=PAIRED, value_gates=True),
-    "paired halves": dict(layers=PAIRED, pairing="halves", num_heads=4),
+    "paired heads, XSA, value gates, backout": dict(layers=PAIRED, value_gates=True, num_heads=4),
     "key_offset, qk and vo": dict(key_offset=True, muon_qk_heads=1),
     "sublayer_scales, token gates, MUDD, DC": dict(layers=PAIRED[:-4] + "L2gdM", sublayer_scales=True, token_gates=(0, 5), mudd=True,
                                                    value_gates=True, ngrams=(train_gpt.Ngrams(2, 40, 8),), ngram_hash="record"),
